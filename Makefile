@@ -1,0 +1,71 @@
+# The stages as targets: `make demo` and `make test` are all a newcomer needs.
+# MODEL, RANKS, GROUPS, SCHEME, ALGORITHM, FORMAT and TEXT are the arguments of the stage targets.
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+WORK ?= artifacts/make
+MODEL ?= examples/tiny-llama
+CALIBRATION ?= $(TEXTS)/calibration.jsonl
+TEXT ?= $(TEXTS)/heldout.jsonl
+RANKS ?= 1
+GROUPS ?= 0
+SCHEME ?= W4A16
+FORMAT ?= compressed-tensors
+TEXTS := artifacts/tiny-llama-text
+
+.PHONY: help install demo test test-slow check measure unify quantize export validate clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
+
+$(READY): pyproject.toml constraints.txt
+	@echo "setting up $(VENV)"
+	@begin=$$(date +%s); \
+	python3 -m venv $(VENV) && \
+	$(BIN)/pip install -q -c constraints.txt torch && \
+	$(BIN)/pip install -q -c constraints.txt -e '.[dev]' && touch $@ && \
+	echo "installed in $$(( $$(date +%s) - begin )) s"
+
+install: $(READY) ## set up the virtual environment
+
+$(TEXTS)/heldout.jsonl: $(READY) examples/tiny-llama/stdlib_text.py examples/tiny-llama/heldout_modules.txt
+	@$(BIN)/python examples/tiny-llama/stdlib_text.py --output $(TEXTS)
+
+artifacts/tiny-llama-outliers/config.json: $(READY) examples/tiny-llama/model.safetensors examples/tiny-llama/plant_outliers.py
+	@$(BIN)/python examples/tiny-llama/plant_outliers.py --output artifacts/tiny-llama-outliers
+
+demo: $(TEXTS)/heldout.jsonl artifacts/tiny-llama-outliers/config.json ## all five stages on the example model, in FP8, INT8 and INT4
+	@begin=$$(date +%s); \
+	$(BIN)/quantflow run tiny-llama && $(BIN)/quantflow run tiny-llama-outliers && \
+	echo "demo: $$(( $$(date +%s) - begin )) s"
+
+test: $(READY) ## the default tests
+	$(BIN)/python -m pytest -n 2
+
+test-slow: $(READY) ## the tests that build environments or run for minutes
+	$(BIN)/python -m pytest -m slow
+
+check: $(READY) ## format, lint, types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+measure: $(TEXTS)/heldout.jsonl ## stage 1: MODEL, RANKS, CALIBRATION
+	$(BIN)/quantflow measure $(MODEL) -o $(WORK)/1-measure --calibration $(CALIBRATION) --ranks $(RANKS)
+
+unify: $(READY) ## stage 2: GROUPS
+	$(BIN)/quantflow unify $(addprefix -g ,$(GROUPS)) -m $(WORK)/1-measure -o $(WORK)/3-unify
+
+quantize: $(READY) ## stage 3: MODEL, SCHEME
+	$(BIN)/quantflow quantize $(MODEL) -o $(WORK)/2-quantize --scheme $(SCHEME) \
+	  --measurement $(firstword $(wildcard $(WORK)/3-unify) $(WORK)/1-measure)
+
+export: $(READY) ## stage 4: FORMAT
+	$(BIN)/quantflow export $(WORK)/2-quantize -o $(WORK)/4-export --format $(FORMAT)
+
+validate: $(TEXTS)/heldout.jsonl ## stage 5: MODEL, TEXT
+	$(BIN)/quantflow validate $(WORK)/4-export --baseline $(MODEL) --text $(TEXT) --report $(WORK)/5-validate
+
+clean: ## remove what was made, keep the environment
+	rm -rf artifacts build *.egg-info

@@ -1,0 +1,83 @@
+"""Ways to compute `x @ W.T + bias` with a quantized weight, one kernel per file; reference.py is the oracle of the others.
+
+Every file exports
+
+    NAME
+    why_not(scheme, device, *, shape, dtype) -> None when it can run this linear, otherwise the reason in a sentence
+    prepare(linear, dtype) -> Prepared     the weight in the kernel's own layout; dtype is the one of the inputs
+    linear(x, prepared, bias) -> Tensor    x [..., in_features] -> [..., out_features], in x's dtype
+
+Nothing falls back silently: a kernel that cannot run a linear says why, and `choose` returns the reasons with its choice.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from quantflow.backends import int4_pack, int8_mm, int8_pack, reference
+from quantflow.core.qtensor import QuantizedLinear
+from quantflow.core.scheme import LinearScheme
+from quantflow.errors import UsageError
+
+
+class Backend(Protocol):
+    """What every file of this package exports; `Prepared` is a record of the file's own."""
+
+    @property
+    def NAME(self) -> str:  # noqa: N802 - a module constant
+        """The backend's name, the key in BACKENDS."""
+
+    def why_not(
+        self, scheme: LinearScheme, device: torch.device, *, shape: tuple[int, int], dtype: torch.dtype
+    ) -> str | None:
+        """Return why this backend cannot run such a linear, or None when it can."""
+
+    def prepare(self, linear: QuantizedLinear, dtype: torch.dtype) -> Any:
+        """Return the weight in the kernel's own layout."""
+
+    def linear(self, x: Tensor, prepared: Any, bias: Tensor | None) -> Tensor:
+        """Return x @ W.T + bias."""
+
+
+BACKENDS: Mapping[str, Backend] = MappingProxyType(
+    {backend.NAME: backend for backend in (int8_mm, int4_pack, int8_pack, reference)}
+)
+
+
+def choose(
+    scheme: LinearScheme,
+    device: torch.device,
+    *,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    backend: str = "auto",
+) -> tuple[Backend, dict[str, str]]:
+    """Return the backend for a linear, and why each backend that is preferred over it cannot run.
+
+    Args:
+        scheme: the linear's scheme.
+        device: where it runs.
+        shape: (out_features, in_features).
+        dtype: the dtype of its inputs.
+        backend: a key of BACKENDS, or `auto` for the first of them that can.
+
+    Raises:
+        UsageError: the backend is unknown, or cannot run this linear.
+    """
+    if backend != "auto":
+        if backend not in BACKENDS:
+            raise UsageError(f"backend {backend!r} is unknown", f"use one of auto, {', '.join(BACKENDS)}")
+        reason = BACKENDS[backend].why_not(scheme, device, shape=shape, dtype=dtype)
+        if reason is not None:
+            raise UsageError(f"backend {backend}: {reason}", "use backend auto or reference")
+        return BACKENDS[backend], {}
+    reasons: dict[str, str] = {}
+    for name, candidate in BACKENDS.items():
+        reason = candidate.why_not(scheme, device, shape=shape, dtype=dtype)
+        if reason is None:
+            return candidate, reasons
+        reasons[name] = reason
+    raise UsageError(f"scheme {scheme.name}: no backend runs it on {device}", "; ".join(reasons.values()))

@@ -1,0 +1,93 @@
+"""The equation, both ways:  real = scale * (qvalue - zero_point).
+
+`scale` is the step, in units of the real tensor, float32, positive, never its inverse. `zero_point` is an integer in the range
+of qvalue, or None when symmetric. Rounding is half to even. Everything broadcasts; nothing here knows about groups or layers.
+
+The symmetric integer rule is compressed-tensors': scale = amax / 127.5 (int8) or amax / 7.5 (int4), clamped to -128..127 or
+-8..7. A float8 scale is amax / largest. A range of zero (an all-zero group, an unseen input) has scale 1: any positive scale
+reproduces it, and 1 is readable.
+Source: Jacob et al. 2018, arXiv:1712.05877, section 2.1.
+"""
+
+import torch
+from torch import Tensor
+
+from quantflow.core import float8
+from quantflow.core.scheme import TensorScheme
+from quantflow.errors import SchemeError
+
+
+def scale_from_amax(amax: Tensor, scheme: TensorScheme) -> Tensor:
+    """Return the symmetric scale for a largest magnitude, same shape, float32, positive; NaN stays NaN."""
+    half_range = float8.FLAVOURS[scheme.float8].largest if scheme.kind == "float" else (scheme.qmax - scheme.qmin) / 2
+    amax = amax.float()
+    return torch.where(amax <= 0, torch.ones_like(amax), (amax / half_range).clamp_min(torch.finfo(torch.float32).tiny))
+
+
+def scale_and_zero_point_from_range(min_val: Tensor, max_val: Tensor, scheme: TensorScheme) -> tuple[Tensor, Tensor]:
+    """Return the asymmetric (scale, zero_point) for a range, each of the range's shape; the range is widened to hold zero.
+
+    Raises:
+        SchemeError: the scheme is symmetric or not int.
+    """
+    if scheme.symmetric or scheme.kind != "int":
+        raise SchemeError(f"a range with symmetric={scheme.symmetric}, kind={scheme.kind!r}", "use scale_from_amax")
+    low, high = min_val.float().clamp_max(0), max_val.float().clamp_min(0)
+    width = high - low
+    scale = torch.where(width <= 0, torch.ones_like(width), width / (scheme.qmax - scheme.qmin))
+    scale = scale.clamp_min(torch.finfo(torch.float32).tiny)
+    return scale, zero_point_for(low, scale, scheme)
+
+
+def zero_point_for(min_val: Tensor, scale: Tensor, scheme: TensorScheme) -> Tensor:
+    """Return the zero_point that maps `min_val` (at most zero) to qmin; int8, the shape of `scale`."""
+    return (scheme.qmin - min_val / scale).round().clamp(scheme.qmin, scheme.qmax).to(torch.int8)
+
+
+def stored(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `scale` as it reads back after being stored in `dtype`; float32, still positive.
+
+    A layout stores its scales in a dtype of its own; qvalues are chosen with the scale that a loader will see. A scale that
+    would be stored as zero becomes the dtype's smallest positive value. One too large for the dtype becomes Inf, which
+    `QTensor.validate` refuses.
+    """
+    smallest = torch.finfo(dtype).tiny * torch.finfo(dtype).eps  # subnormal; `tiny` is the smallest normal number
+    return scale.to(dtype).float().clamp_min(smallest)
+
+
+def quantize(x: Tensor, scale: Tensor, zero_point: Tensor | None, scheme: TensorScheme) -> Tensor:
+    """Return the qvalues of `x`: int8 (also for 4 bits) or the flavour's float8 dtype, saturating.
+
+    NaN stays NaN in float8; integers have no code for it, so whoever quantizes to int refuses NaN first.
+
+    Args:
+        x: float, any shape.
+        scale, zero_point: broadcastable against x.
+        scheme: its kind, num_bits and float8 are read.
+    """
+    scaled = x.float() / scale
+    if scheme.kind == "float":
+        return float8.cast(scaled, scheme.float8)
+    if zero_point is not None:
+        scaled = scaled + zero_point
+    return scaled.round().clamp(scheme.qmin, scheme.qmax).to(torch.int8)
+
+
+def dequantize(qvalue: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
+    """Return scale * (qvalue - zero_point), float32."""
+    real = qvalue.float()
+    if zero_point is not None:
+        real = real - zero_point
+    return real * scale
+
+
+def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor | None, scheme: TensorScheme) -> Tensor:
+    """Return what is left of `x` after quantize and dequantize, in x's dtype; NaN stays NaN, so that it is noticed."""
+    rounded = dequantize(quantize(x, scale, zero_point, scheme), scale, zero_point).to(x.dtype)
+    return torch.where(x.isnan(), x, rounded)
+
+
+def fake_quantize_per_token(x: Tensor, scheme: TensorScheme) -> Tensor:
+    """Fake-quantize each row of `x` with a symmetric scale of its own.  x: [..., features]."""
+    scale = scale_from_amax(x.abs().amax(dim=-1, keepdim=True), scheme)
+    return fake_quantize(x, scale, None, scheme)

@@ -1,0 +1,45 @@
+"""Groups of input features: the reshapes between a weight and the elements that share a scale."""
+
+from torch import Tensor
+
+from quantflow.core.scheme import TensorScheme
+from quantflow.errors import SchemeError
+
+
+def group_size_for(scheme: TensorScheme, in_features: int, *, name: str = "weight") -> int:
+    """Return how many input features of a row share a scale.
+
+    Raises:
+        SchemeError: the scheme's group_size does not divide in_features.
+    """
+    if scheme.group_size is None:
+        return in_features
+    if in_features % scheme.group_size:
+        raise SchemeError(
+            f"{name}: in_features={in_features} is not a multiple of group_size={scheme.group_size}",
+            f"choose a divisor of {in_features}, or list the layer under `ignore`",
+        )
+    return scheme.group_size
+
+
+def to_groups(weight: Tensor, group_size: int) -> Tensor:
+    """Split the columns of a weight into groups; a view.  [O, I] -> [O, G, g]."""
+    return weight.unflatten(1, (-1, group_size))  # [O, G, g]
+
+
+def from_groups(groups: Tensor) -> Tensor:
+    """Undo `to_groups`.  [O, G, g] -> [O, I]."""
+    return groups.flatten(1)  # [O, I]
+
+
+def expand(per_group: Tensor, in_features: int) -> Tensor:
+    """Repeat a value per group over the columns of its group.
+
+    Args:
+        per_group: [O or 1, G].
+        in_features: I, a multiple of G.
+
+    Returns:
+        [O or 1, I].
+    """
+    return per_group.repeat_interleave(in_features // per_group.shape[1], dim=1)  # [O, I]

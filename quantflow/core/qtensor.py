@@ -1,0 +1,142 @@
+"""The two values that the rest of quantflow passes around: a quantized weight, and a linear that has one."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quantflow.core import affine, float8, groups
+from quantflow.core.scheme import LinearScheme, TensorScheme
+from quantflow.errors import SchemeError
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)  # == on tensors has no single answer; identity does
+class QTensor:
+    """A quantized two-dimensional weight.
+
+    Invariants (shapes and dtypes are checked when it is made, values by `validate`):
+        real ~= scale * (qvalue - zero_point), scale repeated over the columns of its group
+        qvalue      [O, I]           int8 for 4 and 8 bit integers, unpacked; the flavour's dtype for float8
+        scale       [O or 1, G]      float32, finite, positive; G divides I; [1, 1] when per_tensor
+        zero_point  as scale, int8   None exactly when the scheme is symmetric
+    """
+
+    qvalue: Tensor
+    scale: Tensor
+    zero_point: Tensor | None = None
+    scheme: TensorScheme
+
+    def __post_init__(self) -> None:
+        """Check shapes and dtypes.
+
+        Raises:
+            SchemeError: one of the invariants on shape or dtype does not hold.
+        """
+        expected = float8.FLAVOURS[self.scheme.float8].dtype if self.scheme.kind == "float" else torch.int8
+        if self.qvalue.dtype != expected or self.qvalue.ndim != 2:
+            raise SchemeError(
+                f"qvalue is {self.qvalue.dtype} {list(self.qvalue.shape)}, the scheme needs {expected} [O, I]",
+                "quantize the weight with this scheme",
+            )
+        rows, columns = self.qvalue.shape
+        if not (rows and columns):
+            raise SchemeError(f"qvalue is empty, [{rows}, {columns}]", "leave a linear without weights unquantized")
+        size = groups.group_size_for(self.scheme, columns, name="qvalue")
+        shape = (1, 1) if self.scheme.granularity == "per_tensor" else (rows, columns // size)
+        if tuple(self.scale.shape) != shape or self.scale.dtype != torch.float32:
+            raise SchemeError(
+                f"scale is {self.scale.dtype} {list(self.scale.shape)}, qvalue [{rows}, {columns}] needs float32 {list(shape)}",
+                "compute the scale at the scheme's granularity",
+            )
+        if (self.zero_point is None) != self.scheme.symmetric:
+            raise SchemeError(
+                f"zero_point is {'absent' if self.zero_point is None else 'present'}, symmetric={self.scheme.symmetric}",
+                "give a zero_point exactly when the scheme is asymmetric",
+            )
+        if self.zero_point is not None and (self.zero_point.shape, self.zero_point.dtype) != (self.scale.shape, torch.int8):
+            raise SchemeError(
+                f"zero_point is {self.zero_point.dtype} {list(self.zero_point.shape)}, scale is {list(self.scale.shape)}",
+                "give an int8 zero_point of scale's shape",
+            )
+
+    def validate(self, name: str) -> None:
+        """Check the values: scale finite and positive, qvalue finite and within the scheme's range.
+
+        Raises:
+            SchemeError: naming `name` and the first value that is out of range.
+        """
+        bad = ~(torch.isfinite(self.scale) & (self.scale > 0))
+        if bad.any():
+            raise SchemeError(f"{name}: scale {self.scale[bad][0].item()}", "scales are finite and positive; quantize again")
+        if self.scheme.kind == "float":
+            if not torch.isfinite(self.qvalue.float()).all():
+                raise SchemeError(f"{name}: qvalue holds NaN or Inf", "the weight or its file is damaged; quantize again")
+        elif self.qvalue.min() < self.scheme.qmin or self.qvalue.max() > self.scheme.qmax:
+            raise SchemeError(
+                f"{name}: qvalue spans {self.qvalue.min().item()}..{self.qvalue.max().item()}, "
+                f"{self.scheme.num_bits} bits hold {self.scheme.qmin}..{self.scheme.qmax}",
+                "quantize again",
+            )
+
+    def dequantize(self) -> Tensor:
+        """Return the float32 approximation, [O, I]."""
+        columns = self.qvalue.shape[1]
+        scale = groups.expand(self.scale, columns)
+        zero_point = None if self.zero_point is None else groups.expand(self.zero_point, columns)
+        return affine.dequantize(self.qvalue, scale, zero_point)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class QuantizedLinear:
+    """A linear's quantized weight and, where its input is static, the input's scale.
+
+    Attributes:
+        weight: the QTensor, [out_features, in_features].
+        scheme: the whole scheme; `scheme.weights` equals `weight.scheme`.
+        input_scale: [1] float32, only for a static input.
+        input_zero_point: [1] int8, only for a static asymmetric input.
+    """
+
+    weight: QTensor
+    scheme: LinearScheme
+    input_scale: Tensor | None = None
+    input_zero_point: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        """Check that the weight has the scheme's, and that the input's scale is there exactly when the scheme needs it.
+
+        Raises:
+            SchemeError: the weight has another scheme; the input's scale is missing, superfluous or not [1].
+        """
+        if self.weight.scheme != self.scheme.weights:
+            raise SchemeError(
+                f"scheme {self.scheme.name}: weights are {self.scheme.weights}, the weight has {self.weight.scheme}",
+                "quantize the weight with the scheme of its linear",
+            )
+        inputs = self.scheme.input
+        needs_scale = inputs is not None and not inputs.dynamic
+        needs_zero_point = needs_scale and inputs is not None and not inputs.symmetric
+        if (self.input_scale is not None) != needs_scale or (self.input_zero_point is not None) != needs_zero_point:
+            raise SchemeError(
+                f"scheme {self.scheme.name}: input_scale {'present' if self.input_scale is not None else 'absent'}, "
+                f"input_zero_point {'present' if self.input_zero_point is not None else 'absent'}",
+                "a static input has a scale, an asymmetric one also a zero_point, any other has neither",
+            )
+        for name, value, dtype in (
+            ("input_scale", self.input_scale, torch.float32),
+            ("input_zero_point", self.input_zero_point, torch.int8),
+        ):
+            if value is not None and (tuple(value.shape), value.dtype) != ((1,), dtype):
+                raise SchemeError(
+                    f"{name} is {value.dtype} {list(value.shape)}, the scheme needs {dtype} [1]",
+                    "a static input has one scale for the whole tensor",
+                )
+
+    def fake_quantize_input(self, x: Tensor) -> Tensor:
+        """Return the input as the quantized linear sees it, in x's dtype.  x: [..., in_features]."""
+        if self.scheme.input is None:
+            return x
+        if self.scheme.input.dynamic:
+            return affine.fake_quantize_per_token(x, self.scheme.input)
+        assert self.input_scale is not None  # __post_init__ refuses a static input without it
+        return affine.fake_quantize(x, self.input_scale, self.input_zero_point, self.scheme.input)

@@ -1,0 +1,183 @@
+"""Schemes: how the weights and inputs of a linear are quantized, as plain data.
+
+The names in PRESETS are the field's: they mean what compressed-tensors means by them, except W8A8_STATIC, which is ours.
+A scheme validates itself and computes nothing.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+from quantflow.errors import SchemeError
+
+Kind = Literal["int", "float"]
+Granularity = Literal["per_tensor", "per_channel", "per_group", "per_token"]
+Layout = Literal["float-quantized", "int-quantized", "pack-quantized"]
+FLOAT8_FLAVOURS = ("e4m3fn", "e5m2", "e4m3fnuz", "gaudi2")
+
+
+def _known(field: str, value: object, words: tuple[str, ...]) -> None:
+    if value not in words:
+        raise SchemeError(f"{field}={value!r} is unknown", f"use one of {', '.join(words)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorScheme:
+    """How one tensor is quantized.
+
+    Attributes:
+        kind: `int` (two's complement of `num_bits`) or `float` (the float8 flavour named by `float8`).
+        num_bits: 4 or 8.
+        granularity: which elements share a scale; `per_token` needs `dynamic`.
+        group_size: input features per group; only with `per_group`.
+        symmetric: zero_point is None, the range is centred on zero.
+        dynamic: the scale is computed from each input at run time instead of being stored.
+        float8: one of FLOAT8_FLAVOURS; only read when `kind` is `float`.
+    """
+
+    kind: Kind
+    num_bits: int
+    granularity: Granularity
+    group_size: int | None = None
+    symmetric: bool = True
+    dynamic: bool = False
+    float8: str = "e4m3fn"
+
+    def __post_init__(self) -> None:
+        """Refuse words that are unknown and combinations that have no meaning.
+
+        Raises:
+            SchemeError: naming the two fields that disagree.
+        """
+        _known("kind", self.kind, get_args(Kind))
+        _known("granularity", self.granularity, get_args(Granularity))
+        _known("float8", self.float8, FLOAT8_FLAVOURS)
+        if self.num_bits not in ((4, 8) if self.kind == "int" else (8,)):
+            raise SchemeError(f"num_bits={self.num_bits} with kind={self.kind!r}", "use 4 or 8 for int and 8 for float")
+        if (self.granularity == "per_group") != (self.group_size is not None):
+            raise SchemeError(
+                f"granularity={self.granularity!r} with group_size={self.group_size}",
+                "give group_size with per_group, and only there",
+            )
+        if self.group_size is not None and self.group_size < 1:
+            raise SchemeError(f"group_size={self.group_size}", "use a positive divisor of in_features")
+        if (self.granularity == "per_token") and not self.dynamic:
+            raise SchemeError("granularity='per_token' with dynamic=False", "a scale per token is always dynamic")
+        if self.kind == "float" and not self.symmetric:
+            raise SchemeError("kind='float' with symmetric=False", "float8 has no zero_point; use symmetric=True")
+
+    @property
+    def qmin(self) -> int:
+        """Smallest qvalue of an int scheme."""
+        return -(1 << (self.num_bits - 1))
+
+    @property
+    def qmax(self) -> int:
+        """Largest qvalue of an int scheme."""
+        return (1 << (self.num_bits - 1)) - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearScheme:
+    """How one linear is quantized: its weight, its input, how it is laid out on disk, and the usual way to get there.
+
+    Attributes:
+        name: the preset's name, for people; `replace`d schemes keep it.
+        input: None when the input stays in the model's dtype.
+        algorithm, transforms: what a recipe gets when it names none.
+    """
+
+    name: str
+    weights: TensorScheme
+    input: TensorScheme | None
+    layout: Layout
+    algorithm: str = "rtn"
+    transforms: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse weights and inputs that no linear here computes: a silent substitute would be a wrong number.
+
+        Raises:
+            SchemeError: dynamic weights, an input that is neither static per tensor nor symmetric per token, or a layout
+                that cannot hold the weights.
+        """
+        _known("layout", self.layout, get_args(Layout))
+        if self.weights.dynamic:
+            raise SchemeError(f"{self.name}: weights with dynamic=True", "the scale of a weight is always stored")
+        inputs = self.input
+        if inputs is not None:
+            static = inputs.granularity == "per_tensor" and not inputs.dynamic
+            per_token = inputs.granularity == "per_token" and inputs.symmetric
+            if not (static or per_token):
+                raise SchemeError(
+                    f"{self.name}: input with granularity={inputs.granularity!r}, dynamic={inputs.dynamic}, "
+                    f"symmetric={inputs.symmetric}",
+                    "use a static input per_tensor, or a dynamic symmetric one per_token",
+                )
+        if (self.layout == "float-quantized") != (self.weights.kind == "float"):
+            raise SchemeError(
+                f"{self.name}: layout={self.layout!r} with weights of kind={self.weights.kind!r}",
+                "use float-quantized for float weights, int-quantized or pack-quantized for int",
+            )
+
+
+_FP8_TENSOR = TensorScheme(kind="float", num_bits=8, granularity="per_tensor")
+_FP8_CHANNEL = TensorScheme(kind="float", num_bits=8, granularity="per_channel")
+_FP8_TOKEN = TensorScheme(kind="float", num_bits=8, granularity="per_token", dynamic=True)
+_INT8_CHANNEL = TensorScheme(kind="int", num_bits=8, granularity="per_channel")
+_INT8_TOKEN = TensorScheme(kind="int", num_bits=8, granularity="per_token", dynamic=True)
+_INT8_STATIC = TensorScheme(kind="int", num_bits=8, granularity="per_tensor", symmetric=False)
+_INT4_GROUP = TensorScheme(kind="int", num_bits=4, granularity="per_group", group_size=128)
+
+PRESETS: dict[str, LinearScheme] = {
+    scheme.name: scheme
+    for scheme in (
+        LinearScheme(name="FP8", weights=_FP8_TENSOR, input=_FP8_TENSOR, layout="float-quantized"),
+        LinearScheme(name="FP8_DYNAMIC", weights=_FP8_CHANNEL, input=_FP8_TOKEN, layout="float-quantized"),
+        LinearScheme(
+            name="W8A8", weights=_INT8_CHANNEL, input=_INT8_TOKEN, layout="int-quantized", transforms=("smoothquant",)
+        ),
+        LinearScheme(
+            name="W8A8_STATIC",
+            weights=_INT8_CHANNEL,
+            input=_INT8_STATIC,
+            layout="int-quantized",
+            transforms=("smoothquant",),
+        ),
+        LinearScheme(name="W8A16", weights=_INT8_CHANNEL, input=None, layout="pack-quantized"),
+        LinearScheme(name="W4A16", weights=_INT4_GROUP, input=None, layout="pack-quantized", algorithm="gptq"),
+        LinearScheme(
+            name="W4A16_ASYM",
+            weights=replace(_INT4_GROUP, symmetric=False),
+            input=None,
+            layout="pack-quantized",
+            algorithm="gptq",
+        ),
+    )
+}
+ALIASES = {"FP8_STATIC": "FP8", "INT8": "W8A8"}
+
+
+def preset(name: str) -> LinearScheme:
+    """Return the scheme of that name.
+
+    Raises:
+        SchemeError: no preset has that name; the message lists those that exist.
+    """
+    scheme = PRESETS.get(ALIASES.get(name, name))
+    if scheme is None:
+        raise SchemeError(f"scheme {name!r} is unknown", f"use one of {', '.join([*PRESETS, *ALIASES])}")
+    return scheme
+
+
+def with_group_size(scheme: LinearScheme, group_size: int) -> LinearScheme:
+    """Return `scheme` with its weights in groups of `group_size`.
+
+    Raises:
+        SchemeError: the scheme's weights are not per_group.
+    """
+    if scheme.weights.granularity != "per_group":
+        raise SchemeError(
+            f"scheme {scheme.name} has {scheme.weights.granularity} weights, group_size={group_size} was given",
+            "drop group_size, or choose a scheme with groups such as W4A16",
+        )
+    return replace(scheme, weights=replace(scheme.weights, group_size=group_size))

@@ -1,0 +1,74 @@
+"""Every error that quantflow raises on purpose, and the exit code that the command line gives it.
+
+    QuantflowError
+    ├── UsageError          2    an option, a recipe key, a pattern, a group size
+    │   └── SchemeError     2    a scheme that contradicts itself or does not fit its tensor
+    ├── InputError          3    a model, a text or a measurement that cannot be used
+    │   └── StatisticsError 3    statistics that are missing, non-finite, or cannot be merged
+    ├── GateError           4    a gate failed, or could not decide
+    ├── ResourceError       5    memory, disk, or a folder that another live process holds
+    ├── UnsupportedError    6    a family, layout version or device that this version does not know
+    └── IntegrityError      7    content that differs from its recorded hash
+
+A message has two parts: what disagrees (which tensor or file, the two values) and what to do about it.
+"""
+
+
+class QuantflowError(Exception):
+    """Base of every error this package raises on purpose.
+
+    Args:
+        cause: `<which tensor or file>: <the two values that disagree>`.
+        remedy: what the user can do, an imperative sentence.
+    """
+
+    exit_code = 1
+
+    def __init__(self, cause: str, remedy: str) -> None:
+        super().__init__(f"{cause}; {remedy}")
+        self.cause = cause
+        self.remedy = remedy
+
+
+class UsageError(QuantflowError):
+    """What was asked for cannot be done: an option, a recipe key, a pattern."""
+
+    exit_code = 2
+
+
+class SchemeError(UsageError):
+    """A scheme contradicts itself, or does not fit the tensor it is applied to."""
+
+
+class InputError(QuantflowError):
+    """A model, text or measurement is missing, damaged or foreign."""
+
+    exit_code = 3
+
+
+class StatisticsError(InputError):
+    """Calibration statistics are missing, non-finite, or cannot be merged."""
+
+
+class GateError(QuantflowError):
+    """An accuracy gate failed or was inconclusive."""
+
+    exit_code = 4
+
+
+class ResourceError(QuantflowError):
+    """Memory, disk, or a folder that another live process holds."""
+
+    exit_code = 5
+
+
+class UnsupportedError(QuantflowError):
+    """A model family, layout version or device that this version does not know."""
+
+    exit_code = 6
+
+
+class IntegrityError(QuantflowError):
+    """Content differs from the hash that was recorded for it."""
+
+    exit_code = 7

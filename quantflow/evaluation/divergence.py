@@ -1,0 +1,116 @@
+"""How far a candidate's predictions are from its baseline's: KL divergence, top-1 agreement and likelihood of every token.
+
+    KL(baseline || candidate) = sum_v p(v) * (log p(v) - log q(v))        in nats, over the whole vocabulary
+
+p is the baseline's distribution of the next token, q the candidate's. Positions that predict a token of the text are scored,
+that is all but the last of each sequence.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quantflow.errors import InputError
+from quantflow.evaluation.perplexity import LogitsOf, check_logits, token_nll
+
+_CHUNK = 128  # rows of logits in work at once, so that a large vocabulary does not fill the memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Scores of every predicted token, sequence after sequence.
+
+    Attributes:
+        lengths: [n] int64, predicted tokens per sequence; T is their sum.
+        kld: [T] float64, KL(baseline || candidate), nats.
+        agreement: [T] bool, both have the same most likely token.
+        nll_baseline: [T] float64, nats.
+        nll_candidate: [T] float64, nats.
+    """
+
+    lengths: Tensor
+    kld: Tensor
+    agreement: Tensor
+    nll_baseline: Tensor
+    nll_candidate: Tensor
+
+
+def token_kld(baseline: Tensor, candidate: Tensor) -> Tensor:
+    """Return KL(baseline || candidate) of every row, in nats.
+
+    Log probabilities are float32, their products are summed in float64; what rounding leaves below zero is zero.
+
+    Args:
+        baseline, candidate: finite logits, [T, V].
+
+    Returns:
+        [T] float64.
+    """
+    parts = [torch.zeros(0, dtype=torch.float64, device=baseline.device)]
+    for p_logits, q_logits in zip(baseline.split(_CHUNK), candidate.split(_CHUNK), strict=True):
+        log_p = p_logits.float().log_softmax(dim=-1)
+        log_q = q_logits.float().log_softmax(dim=-1)
+        parts.append((log_p.exp() * (log_p - log_q)).sum(dim=-1, dtype=torch.float64))
+    return torch.cat(parts).clamp_min(0)
+
+
+def score(baseline: Tensor, candidate: Tensor, tokens: Tensor) -> Comparison:
+    """Compare two models' logits for one sequence.
+
+    Args:
+        baseline, candidate: [S, V].
+        tokens: [S] int64, S at least 2.
+
+    Returns:
+        A Comparison of one sequence with T = S - 1, on the CPU.
+
+    Raises:
+        InputError: vocabularies differ, or `check_logits` refuses either of the logits.
+    """
+    check_logits(baseline, tokens, name="baseline")
+    check_logits(candidate, tokens, name="candidate")
+    if baseline.shape[1] != candidate.shape[1]:
+        raise InputError(
+            f"candidate: a vocabulary of {candidate.shape[1]}, the baseline has {baseline.shape[1]}",
+            "compare an artifact with the model it was made from",
+        )
+    return Comparison(
+        lengths=torch.tensor([tokens.shape[0] - 1]),
+        kld=token_kld(baseline[:-1], candidate[:-1]).cpu(),
+        agreement=(baseline[:-1].argmax(dim=-1) == candidate[:-1].argmax(dim=-1)).cpu(),
+        nll_baseline=token_nll(baseline, tokens).cpu(),
+        nll_candidate=token_nll(candidate, tokens).cpu(),
+    )
+
+
+def join(comparisons: Iterable[Comparison]) -> Comparison:
+    """Put the sequences of several comparisons one after the other.
+
+    Raises:
+        InputError: there is none.
+    """
+    parts = list(comparisons)
+    if not parts:
+        raise InputError("evaluation: no sequences", "give an evaluation text")
+    return Comparison(
+        lengths=torch.cat([part.lengths for part in parts]),
+        kld=torch.cat([part.kld for part in parts]),
+        agreement=torch.cat([part.agreement for part in parts]),
+        nll_baseline=torch.cat([part.nll_baseline for part in parts]),
+        nll_candidate=torch.cat([part.nll_candidate for part in parts]),
+    )
+
+
+def compare(baseline: LogitsOf, candidate: LogitsOf, sequences: Iterable[Tensor]) -> Comparison:
+    """Run both models over the sequences, one at a time, and compare them.
+
+    Args:
+        baseline, candidate: token ids [S] -> logits [S, V]; logits of one sequence at a time are in memory.
+        sequences: int64 [S] each, S at least 2.
+
+    Raises:
+        InputError: there is no sequence, or `score` refuses one.
+    """
+    return join(score(baseline(tokens), candidate(tokens), tokens) for tokens in sequences)

@@ -1,0 +1,90 @@
+"""Perplexity: exp of the mean negative log likelihood of each next token, in nats."""
+
+import math
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+from quantflow.errors import InputError
+
+# token ids [S] int64 -> logits [S, V]
+LogitsOf = Callable[[Tensor], Tensor]
+
+
+def logits_of(model: nn.Module) -> LogitsOf:
+    """Return the function from token ids [S] to logits [S, V] of a Hugging Face causal LM; no gradients, no cache."""
+
+    def logits(tokens: Tensor) -> Tensor:
+        with torch.inference_mode():
+            output: Tensor = model(input_ids=tokens[None], use_cache=False).logits
+        return output[0]  # [S, V]
+
+    return logits
+
+
+def check_logits(logits: Tensor, tokens: Tensor, *, name: str) -> None:
+    """Refuse logits that do not belong to the tokens or hold NaN or Inf.
+
+    Args:
+        logits: [S, V].
+        tokens: [S] int64.
+        name: whose logits they are, for the message.
+
+    Raises:
+        InputError: shapes differ, a token is outside the vocabulary, there is nothing to predict, or a logit is not finite.
+    """
+    if tokens.ndim != 1 or logits.ndim != 2 or logits.shape[0] != tokens.shape[0] or tokens.shape[0] < 2:
+        raise InputError(
+            f"{name}: logits {list(logits.shape)} for tokens {list(tokens.shape)}",
+            "give logits [S, V] for token ids [S], S at least 2",
+        )
+    if tokens.min() < 0 or tokens.max() >= logits.shape[1]:
+        raise InputError(
+            f"{name}: token ids span {tokens.min().item()}..{tokens.max().item()}, the vocabulary has {logits.shape[1]}",
+            "use the model's own tokenizer",
+        )
+    finite = torch.isfinite(logits).all(dim=-1)  # [S]
+    if not finite.all():
+        position = int((~finite).nonzero()[0])
+        raise InputError(
+            f"{name}: logits at position {position} hold NaN or Inf",
+            "the weights or scales are damaged, or the dtype overflows; verify the artifact and try dtype float32",
+        )
+
+
+def token_nll(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Return the negative log likelihood of every token after the first, in nats.
+
+    Args:
+        logits: [S, V]; row i predicts token i + 1, the last row is not used.
+        tokens: [S] int64.
+
+    Returns:
+        [S - 1] float64.
+    """
+    predictions = logits[:-1].float()  # [S - 1, V]
+    chosen = predictions.gather(1, tokens[1:, None])[:, 0]
+    return (predictions.logsumexp(dim=-1) - chosen).double()
+
+
+def perplexity(logits: LogitsOf, sequences: Iterable[Tensor], *, name: str = "model") -> float:
+    """Return exp(sum of nll / number of predicted tokens) over all sequences.
+
+    Args:
+        logits: token ids [S] -> logits [S, V].
+        sequences: int64 [S] each, S at least 2.
+        name: whose logits they are, for messages.
+
+    Raises:
+        InputError: there is no sequence, or `check_logits` refuses.
+    """
+    total, count = 0.0, 0
+    for tokens in sequences:
+        output = logits(tokens)
+        check_logits(output, tokens, name=name)
+        total += token_nll(output, tokens).sum().item()
+        count += tokens.shape[0] - 1
+    if not count:
+        raise InputError("evaluation: no sequences", "give an evaluation text")
+    return math.exp(total / count)

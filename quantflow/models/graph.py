@@ -1,0 +1,162 @@
+"""Which linears a model has, which of them share an input, and which norm that input comes from: one table per family.
+
+Everything here is in SOURCE names, the names of the checkpoint, without the `.weight` at the end.
+For the families in `FAMILIES` a decoder layer has the same names in the checkpoint and in the module tree;
+`quantflow.models.capture` checks that when it opens a model.
+"""
+
+from dataclasses import dataclass, replace
+
+from transformers import PreTrainedConfig
+
+from quantflow.errors import UnsupportedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearGroup:
+    """Linears that receive the same tensor.
+
+    Attributes:
+        linears: names, inside the layer in a `Family`, full in a `Layer`.
+        norm: the norm whose output is exactly the group's input, or None when something else lies between.
+        fused: runtimes run the group as one linear, so per-tensor scales have to be shared over it.
+    """
+
+    linears: tuple[str, ...]
+    norm: str | None = None
+    fused: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One model type.
+
+    Attributes:
+        model_type, architecture: as config.json names them.
+        layers: the list of decoder layers, `model.layers`.
+        attention: the attention module inside a layer, the one that writes the KV cache.
+        groups: every linear of a decoder layer exactly once, in the order in which the layer calls them.
+    """
+
+    model_type: str
+    architecture: str
+    layers: str
+    attention: str
+    groups: tuple[LinearGroup, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """One decoder layer; `prefix` is `model.layers.3`, the names in `groups` are full."""
+
+    index: int
+    prefix: str
+    attention: str
+    groups: tuple[LinearGroup, ...]
+
+    @property
+    def linears(self) -> tuple[str, ...]:
+        """Full names of the layer's linears, in call order."""
+        return tuple(name for group in self.groups for name in group.linears)
+
+    def relative(self, name: str) -> str:
+        """Return a full name of this layer as the layer itself calls it: `self_attn.q_proj`."""
+        return name.removeprefix(f"{self.prefix}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Graph:
+    """The decoder layers of one model, in order."""
+
+    family: Family
+    layers: tuple[Layer, ...]
+
+    @property
+    def linears(self) -> tuple[str, ...]:
+        """Full names of every linear of the decoder layers, in call order."""
+        return tuple(name for layer in self.layers for name in layer.linears)
+
+
+_LLAMA_GROUPS = (
+    LinearGroup(
+        linears=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), norm="input_layernorm", fused=True
+    ),
+    LinearGroup(linears=("self_attn.o_proj",)),
+    LinearGroup(linears=("mlp.gate_proj", "mlp.up_proj"), norm="post_attention_layernorm", fused=True),
+    LinearGroup(linears=("mlp.down_proj",)),
+)
+_LLAMA = Family(
+    model_type="llama",
+    architecture="LlamaForCausalLM",
+    layers="model.layers",
+    attention="self_attn",
+    groups=_LLAMA_GROUPS,
+)
+# The norms feed the same linears with and without use_parallel_residual; only what is added to the result differs.
+_GPT_NEOX = Family(
+    model_type="gpt_neox",
+    architecture="GPTNeoXForCausalLM",
+    layers="gpt_neox.layers",
+    attention="attention",
+    groups=(
+        LinearGroup(linears=("attention.query_key_value",), norm="input_layernorm"),
+        LinearGroup(linears=("attention.dense",)),
+        LinearGroup(linears=("mlp.dense_h_to_4h",), norm="post_attention_layernorm"),
+        LinearGroup(linears=("mlp.dense_4h_to_h",)),
+    ),
+)
+FAMILIES: dict[str, Family] = {
+    family.model_type: family
+    for family in (
+        _LLAMA,
+        replace(_LLAMA, model_type="mistral", architecture="MistralForCausalLM"),
+        replace(_LLAMA, model_type="qwen2", architecture="Qwen2ForCausalLM"),
+        replace(_LLAMA, model_type="qwen3", architecture="Qwen3ForCausalLM"),
+        _GPT_NEOX,
+    )
+}
+
+
+def family_for(model_type: str | None, architectures: list[str] | None = None) -> Family:
+    """Return the family of a model by what its config.json says.
+
+    Raises:
+        UnsupportedError: the model type is not in `FAMILIES`, or the architecture is not its causal LM.
+    """
+    family = FAMILIES.get(model_type or "")
+    if family is None:
+        names = f" ({', '.join(architectures)})" if architectures else ""
+        raise UnsupportedError(
+            f"config.json: model_type {model_type!r}{names} is not a supported family",
+            f"use a model of one of {', '.join(FAMILIES)}",
+        )
+    if architectures and family.architecture not in architectures:
+        raise UnsupportedError(
+            f"config.json: architectures {architectures}, family {model_type} is supported as {family.architecture}",
+            "use the causal language model of this family",
+        )
+    return family
+
+
+def graph_for(config: PreTrainedConfig) -> Graph:
+    """Return the graph of a model from its configuration.
+
+    Raises:
+        UnsupportedError: the family is not supported.
+    """
+    family = family_for(config.model_type, getattr(config, "architectures", None))
+    count: int = config.num_hidden_layers
+    return Graph(family=family, layers=tuple(_layer(family, index) for index in range(count)))
+
+
+def _layer(family: Family, index: int) -> Layer:
+    prefix = f"{family.layers}.{index}"
+    groups = tuple(
+        LinearGroup(
+            linears=tuple(f"{prefix}.{name}" for name in group.linears),
+            norm=None if group.norm is None else f"{prefix}.{group.norm}",
+            fused=group.fused,
+        )
+        for group in family.groups
+    )
+    return Layer(index=index, prefix=prefix, attention=f"{prefix}.{family.attention}", groups=groups)

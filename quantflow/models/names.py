@@ -1,0 +1,112 @@
+"""Names in the checkpoint and names in the module tree, translated by transformers' own conversion table.
+
+    source name   embed_out.weight                     what ledgers, recipes and measurements speak
+    module name   lm_head.weight                       what the model in memory calls it
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+from quantflow.errors import InputError, UnsupportedError
+
+# Buffers that old checkpoints carry and that transformers computes itself since then.
+_COMPUTED_BUFFERS = r"rotary_emb\.inv_freq$"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Binding:
+    """What every tensor of one checkpoint is in one model.
+
+    Attributes:
+        to_module: source name -> module name, one to one.
+        to_source: module name -> source name; also for a tied parameter that the checkpoint holds under its twin's name.
+        ignored: source names that the family's own loader ignores, such as masks that are computed today.
+    """
+
+    to_module: dict[str, str]
+    to_source: dict[str, str]
+    ignored: tuple[str, ...]
+
+
+class NameMap:
+    """The translation for one model.
+
+    Args:
+        model: the model, parameters may be on meta.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        transforms = get_model_conversion_mapping(model)
+        self._renamings = [item for item in transforms if isinstance(item, WeightRenaming)]
+        self._converters = [item for item in transforms if isinstance(item, WeightConverter)]
+        self._prefix: str = model.base_model_prefix
+        self._parameters = model.state_dict()
+        self._twins = twins(model)
+        patterns = [_COMPUTED_BUFFERS, *(model._keys_to_ignore_on_load_unexpected or ())]
+        self._ignored = re.compile("|".join(f"(?:{pattern})" for pattern in patterns))
+
+    def module_name(self, source: str) -> str:
+        """Return the module name of a source name; a name the table does not mention stays as it is.
+
+        Raises:
+            UnsupportedError: the table merges or splits this tensor, so it is no single parameter.
+        """
+        name, converter = rename_source_key(
+            source, self._renamings, self._converters, self._prefix, self._parameters
+        )
+        if converter is not None:
+            raise UnsupportedError(
+                f"{source}: merged or split on load (pattern {converter!r}), only one-to-one names are supported",
+                "use a checkpoint whose tensors are single parameters of the model",
+            )
+        return name
+
+    def bind(self, names: Iterable[str]) -> Binding:
+        """Match all tensors of a checkpoint with all parameters of the model.
+
+        Args:
+            names: every source name.
+
+        Raises:
+            InputError: a tensor that belongs nowhere, two tensors for one parameter, or a parameter without a tensor.
+            UnsupportedError: a tensor that is merged or split on load.
+        """
+        to_module: dict[str, str] = {}
+        to_source: dict[str, str] = {}
+        ignored: list[str] = []
+        for source in names:
+            module = self.module_name(source)
+            if module not in self._parameters:
+                if self._ignored.search(module) is None:
+                    raise InputError(
+                        f"{source}: in the checkpoint, but the model has no parameter {module}",
+                        "check that config.json belongs to these weights",
+                    )
+                ignored.append(source)
+                continue
+            if module in to_source:
+                raise InputError(
+                    f"{source}: names the same parameter {module} as {to_source[module]}", "remove one of the two tensors"
+                )
+            to_module[source], to_source[module] = module, source
+        for name, twin in self._twins.items():
+            if name not in to_source and twin in to_module.values():
+                to_source[name] = to_source[twin]
+        missing = sorted(set(self._parameters) - set(to_source))
+        if missing:
+            raise InputError(
+                f"{missing[0]}: needed by the model, not in the checkpoint ({len(missing)} missing)",
+                "check that config.json belongs to these weights and that every shard is there",
+            )
+        return Binding(to_module=to_module, to_source=to_source, ignored=tuple(ignored))
+
+
+def twins(model: PreTrainedModel) -> dict[str, str]:
+    """Return the tied parameters of a model, in both directions: lm_head.weight -> embedding and back; {} when untied."""
+    tied: dict[str, str] = model.all_tied_weights_keys
+    return {**tied, **{twin: name for name, twin in tied.items()}}

@@ -1,0 +1,49 @@
+"""The quantized linear layer of the runtime. It runs one way; it has no mode, no gradient and no parameters."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantflow.backends import Backend
+from quantflow.core.qtensor import QuantizedLinear
+
+
+class QuantLinear(nn.Module):
+    """A linear whose weight is in a backend's layout.
+
+    It stays on the device and takes inputs of the dtype that it was made for.
+
+    Attributes:
+        in_features, out_features: the shape of the weight.
+        backend: the backend's name.
+        bias: [out_features] in the dtype of the inputs, or None.
+    """
+
+    bias: Tensor | None
+
+    def __init__(
+        self, quantized: QuantizedLinear, *, bias: Tensor | None, backend: Backend, dtype: torch.dtype
+    ) -> None:
+        """Prepare the weight.
+
+        Args:
+            quantized: the weight, [out_features, in_features], and what happens to the input.
+            bias: [out_features], or None.
+            backend: a value of quantflow.backends.BACKENDS that can run this linear.
+            dtype: the dtype of the inputs.
+        """
+        super().__init__()
+        self.out_features, self.in_features = quantized.weight.qvalue.shape
+        self.backend = backend.NAME
+        self.register_buffer("bias", None if bias is None else bias.to(dtype), persistent=False)
+        self._linear = backend.linear
+        self._prepared: Any = backend.prepare(quantized, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x @ W.T + bias.  x: [..., in_features]; returns [..., out_features] in x's dtype."""
+        return self._linear(x, self._prepared, self.bias)
+
+    def extra_repr(self) -> str:
+        """Return shape and backend, for print(model)."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, backend={self.backend}"

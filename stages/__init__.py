@@ -1,0 +1,1 @@
+"""The application around the library: files, order, resume, progress, provenance and verdicts. No tensor arithmetic."""

@@ -1,0 +1,272 @@
+"""A recipe: the YAML that says what a run does, read strictly into frozen records.
+
+    model: folder                       revision: null         seed: 0
+    calibration: {source, samples, sequence_length, pack, chat_template}
+    measure:     {ranks, stats}
+    quantize:    [{name, scheme, algorithm, group_size, transforms, ignore, overrides, expect}, ...]
+    unify:       {groups}
+    export:      {format, shard_size}
+    validate:    {text, tokens, sequence_length, gate, allow_inconclusive}
+
+Unknown keys, wrong types and repeated keys are refused with the nearest name that exists. Flags are applied over `--set`,
+`--set` over the file, the file over these defaults. The environment is read here and nowhere else.
+"""
+
+import dataclasses
+import difflib
+import os
+import re
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from quantflow.core.scheme import ALIASES, PRESETS
+from quantflow.errors import InputError, UsageError
+
+UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """The text that measure runs: `source` is a file, `sequence_length` null means min(2048, the model's)."""
+
+    source: str | None = None
+    samples: int = 128
+    sequence_length: int | None = None
+    pack: bool = False
+    chat_template: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measure:
+    """Ranks share the calibration text; `stats` null means every statistic but the Hessian."""
+
+    ranks: int = 1
+    stats: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Override:
+    """Another scheme for the linears that `match` names; `ignore` is the way to leave one unquantized."""
+
+    match: str
+    scheme: str
+    group_size: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantize:
+    """One artifact: null means what the scheme's preset says."""
+
+    name: str
+    scheme: str
+    algorithm: str | None = None
+    group_size: int | None = None
+    transforms: tuple[dict[str, Any], ...] | None = None
+    ignore: tuple[str, ...] = ()
+    overrides: tuple[Override, ...] = ()
+    expect: str = "pass"
+
+    def __post_init__(self) -> None:
+        """Refuse values that no stage could use."""
+        if self.expect not in ("pass", "fail"):
+            raise UsageError(f"quantize {self.name!r}: expect={self.expect!r}", "use pass or fail")
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name):
+            raise UsageError(f"quantize: name {self.name!r}", "use letters, digits, '.', '_' and '-': it names a folder")
+        if self.scheme not in (*PRESETS, *ALIASES):
+            raise UsageError(f"quantize {self.name!r}: scheme {self.scheme!r} is unknown", nearest(self.scheme, [*PRESETS, *ALIASES]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unify:
+    """Which ranks become one, as `quantflow unify -g` takes them; null means all of them."""
+
+    groups: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """The layout on disk and the largest size of one weight file."""
+
+    format: str = "compressed-tensors"
+    shard_size: str = "4GiB"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Validate:
+    """The evaluation text and the gate: `auto` chooses by scheme, a name or a file chooses itself."""
+
+    text: str | None = None
+    tokens: int = 32768
+    sequence_length: int = 512
+    gate: str = "auto"
+    allow_inconclusive: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Everything that `quantflow run` needs to know."""
+
+    model: str
+    revision: str | None = None
+    seed: int = 0
+    calibration: Calibration = field(default_factory=Calibration)
+    measure: Measure = field(default_factory=Measure)
+    quantize: tuple[Quantize, ...] = ()
+    unify: Unify = field(default_factory=Unify)
+    export: Export = field(default_factory=Export)
+    validate: Validate = field(default_factory=Validate)
+
+    def __post_init__(self) -> None:
+        """Refuse two artifacts of one name."""
+        names = [entry.name for entry in self.quantize]
+        for name in names:
+            if names.count(name) > 1:
+                raise UsageError(f"quantize: {names.count(name)} entries are named {name!r}", "give each its own name")
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """YAML without silent duplicates."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Refuse a key that stands twice in one mapping."""
+        keys = [self.construct_object(key) for key, _ in node.value]  # type: ignore[no-untyped-call]
+        for key in keys:
+            if keys.count(key) > 1:
+                line = node.start_mark.line + 1
+                raise UsageError(f"recipe line {line}: key {key!r} stands twice", "keep one of them")
+        return super().construct_mapping(node, deep)
+
+
+def nearest(word: str, valid: Sequence[str]) -> str:
+    """Return the remedy for a misspelt word."""
+    close = difflib.get_close_matches(word, valid, n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}? valid: {', '.join(valid)}" if close else f"valid: {', '.join(valid)}"
+
+
+def find_config(kind: str, name: str) -> Path:
+    """Return the file that `name` stands for: a path, or a shipped file configs/<kind>/<name>.yaml.
+
+    Raises:
+        UsageError: neither exists.
+    """
+    if Path(name).is_file():
+        return Path(name)
+    shipped = Path(str(resources.files("configs"))) / kind
+    names = sorted(path.stem for path in shipped.glob("*.yaml"))
+    if name in names:
+        return shipped / f"{name}.yaml"
+    raise UsageError(f"{kind}: no file {name!r} and no shipped one of that name", nearest(name, names))
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Return the mapping in a YAML file.
+
+    Raises:
+        InputError: it is unreadable or not UTF-8.
+        UsageError: it is not YAML, not a mapping, or repeats a key.
+    """
+    try:
+        value = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)  # noqa: S506 - a SafeLoader
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: {error}", "give a readable UTF-8 file") from error
+    except yaml.YAMLError as error:
+        raise UsageError(f"{path}: not YAML: {' '.join(str(error).split())}", "mend the syntax") from error
+    if not isinstance(value, dict):
+        raise UsageError(f"{path}: holds {type(value).__name__}, a mapping is needed", "write `key: value` lines")
+    return value
+
+
+def apply_settings(data: dict[str, Any], settings: Sequence[str]) -> dict[str, Any]:
+    """Apply `--set key.sub.0=value` items over a recipe's mapping, in place, and return it.
+
+    Raises:
+        UsageError: an item has no `=`, or its path runs through something that is not a mapping or list.
+    """
+    for setting in settings:
+        path, equals, text = setting.partition("=")
+        if not equals:
+            raise UsageError(f"--set {setting}: no '='", "write --set key.sub=value")
+        *parents, last = path.split(".")
+        target: Any = data
+        try:
+            for part in parents:
+                target = target[int(part)] if isinstance(target, list) else target.setdefault(part, {})
+            target[int(last) if isinstance(target, list) else last] = yaml.safe_load(text)
+        except (ValueError, IndexError, TypeError, AttributeError) as error:
+            raise UsageError(f"--set {setting}: {path} does not lead to a key", "use names and list positions") from error
+    return data
+
+
+def recipe_from(data: Mapping[str, Any]) -> Recipe:
+    """Return the recipe that a mapping spells.
+
+    Raises:
+        UsageError: a key is unknown or a value has the wrong type.
+    """
+    recipe: Recipe = _build(Recipe, data, "recipe")
+    return recipe
+
+
+def _build(kind: Any, data: Any, where: str) -> Any:
+    """Return an instance of the dataclass `kind` made from a mapping, checking every key and type."""
+    if not isinstance(data, Mapping):
+        raise UsageError(f"{where}: {data!r} is not a mapping", "write `key: value` lines below it")
+    fields = {item.name: item for item in dataclasses.fields(kind)}
+    hints = typing.get_type_hints(kind)
+    for key in data:
+        if key not in fields:
+            raise UsageError(f"{where}: unknown key {key!r}", nearest(str(key), list(fields)))
+    for name, item in fields.items():
+        required = item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
+        if required and name not in data:
+            raise UsageError(f"{where}: key {name!r} is missing", f"add `{name}: ...`")
+    return kind(**{key: _convert(hints[key], value, f"{where}.{key}") for key, value in data.items()})
+
+
+def _convert(hint: Any, value: Any, where: str) -> Any:
+    """Return `value` as the type that `hint` names, or refuse it."""
+    if isinstance(hint, types.UnionType):
+        if value is None:
+            return None
+        hint = next(option for option in typing.get_args(hint) if option is not type(None))
+    if dataclasses.is_dataclass(hint):
+        return _build(hint, value, where)
+    if typing.get_origin(hint) is tuple:
+        if not isinstance(value, list | tuple):
+            raise UsageError(f"{where}: {value!r} is not a list", "write it as a YAML list")
+        return tuple(_convert(typing.get_args(hint)[0], item, f"{where}[{i}]") for i, item in enumerate(value))
+    if typing.get_origin(hint) is dict:
+        if isinstance(value, str):
+            return {value: {}}
+        if not isinstance(value, dict):
+            raise UsageError(f"{where}: {value!r} is not a mapping", "write {name: {option: value}}")
+        return value
+    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
+        raise UsageError(f"{where}: {value!r} is {type(value).__name__}, not {hint.__name__}", f"give a {hint.__name__}")
+    return value
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes that `4GiB`, `500MB` or `1000` stand for.
+
+    Raises:
+        UsageError: the text is not a number with a known unit.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if match is None or match[2].upper() not in UNITS or float(match[1]) <= 0:
+        raise UsageError(f"size {text!r}", "write a positive number with B, KB, MB, GB, KiB, MiB or GiB, such as 4GiB")
+    return int(float(match[1]) * UNITS[match[2].upper()])
+
+
+def launched_rank() -> tuple[int, int] | None:
+    """Return (rank, world size) when torchrun started this process, else None."""
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return None
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

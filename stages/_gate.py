@@ -1,0 +1,112 @@
+"""Gates: thresholds as data, and the verdict that statistics allow.
+
+Each metric has a point value and a one-sided 95 % bound on either side (quantflow.evaluation.bootstrap). A gate passes when
+every metric's bound on the bad side is inside its threshold, fails when any metric's bound on the good side is outside,
+and is inconclusive otherwise: more tokens would decide.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from quantflow.errors import UsageError
+from stages._config import find_config, nearest, read_yaml
+
+METRICS = {"ppl_ratio": "<=", "mean_kld": "<=", "kld_p999": "<=", "top1_agreement": ">="}
+KEYS = ("schemes", "algorithms", "thresholds", "ppl_ratio_below_3e9_parameters", "lower_top1_by_noise", "note")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gate:
+    """Thresholds by metric; `note` is what a reader of the report should know about them."""
+
+    name: str
+    thresholds: Mapping[str, float]
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What a gate decided, and per metric the bound that decided it."""
+
+    outcome: str
+    reasons: tuple[str, ...]
+
+
+def load_gate(name: str, *, scheme: str, algorithm: str, parameters: int, noise_top1: float) -> Gate:
+    """Return the gate for an artifact.
+
+    Args:
+        name: `auto` (the shipped gate whose schemes and algorithms fit), `demo` (auto, with top-1 lowered by the model's own
+            disagreement between bf16 and fp32), another shipped name, or a file.
+        scheme, algorithm: what the artifact was made with.
+        parameters: of the model; small models are allowed a larger perplexity ratio.
+        noise_top1: top-1 agreement of the baseline with itself in bf16.
+
+    Raises:
+        UsageError: the gate does not exist, has unknown keys, or none fits the scheme.
+    """
+    demo = read_yaml(find_config("gates", name)) if name != "auto" else {}
+    if name == "auto" or demo.get("thresholds") is None:
+        gate = _fitting(scheme, algorithm, parameters)
+    else:
+        gate = _gate(name, demo, parameters)
+    if demo.get("lower_top1_by_noise"):
+        floor = gate.thresholds["top1_agreement"] - (1 - noise_top1)
+        note = (
+            f"demo gate: as {gate.name}, but top-1 lowered from {gate.thresholds['top1_agreement']:.4f} to {floor:.4f}, "
+            f"by the {1 - noise_top1:.4f} in which this model in bf16 disagrees with itself in fp32"
+        )
+        gate = replace(gate, name=f"demo ({gate.name})", thresholds={**gate.thresholds, "top1_agreement": floor}, note=note)
+    return gate
+
+
+def judge(gate: Gate, bounds: Mapping[str, tuple[float, float]]) -> Verdict:
+    """Return the verdict.
+
+    Args:
+        gate: the thresholds.
+        bounds: metric -> (lower, upper) one-sided 95 % bounds.
+    """
+    failed, undecided = [], []
+    for metric, threshold in gate.thresholds.items():
+        lower, upper = bounds[metric]
+        good, bad = (lower, upper) if METRICS[metric] == "<=" else (upper, lower)
+        sign = 1.0 if METRICS[metric] == "<=" else -1.0
+        if not sign * good <= sign * threshold:
+            failed.append(f"{metric}: 95 % bound {good:.5g} is outside {METRICS[metric]} {threshold:.5g}")
+        elif not sign * bad <= sign * threshold:
+            undecided.append(f"{metric}: bounds {lower:.5g} to {upper:.5g} straddle {threshold:.5g}")
+    outcome = "fail" if failed else "inconclusive" if undecided else "pass"
+    return Verdict(outcome=outcome, reasons=tuple(failed or undecided))
+
+
+def _fitting(scheme: str, algorithm: str, parameters: int) -> Gate:
+    folder = Path(str(resources.files("configs"))) / "gates"
+    for path in sorted(folder.glob("*.yaml")):
+        data = read_yaml(path)
+        if scheme in data.get("schemes", ()) and algorithm in data.get("algorithms", (algorithm,)):
+            return _gate(path.stem, data, parameters)
+    raise UsageError(f"gate auto: no shipped gate for scheme {scheme} with {algorithm}", "name a gate or a gate file")
+
+
+def _gate(name: str, data: Mapping[str, Any], parameters: int) -> Gate:
+    for key in data:
+        if key not in KEYS:
+            raise UsageError(f"gate {name}: unknown key {key!r}", nearest(key, KEYS))
+    thresholds = dict(data["thresholds"])
+    _check_metrics(name, list(thresholds))
+    if parameters < 3_000_000_000:
+        thresholds["ppl_ratio"] = data.get("ppl_ratio_below_3e9_parameters", thresholds["ppl_ratio"])
+    return Gate(name=name, thresholds=thresholds, note=str(data.get("note", "")))
+
+
+def _check_metrics(name: str, metrics: Sequence[str]) -> None:
+    for metric in metrics:
+        if metric not in METRICS:
+            raise UsageError(f"gate {name}: unknown metric {metric!r}", nearest(metric, list(METRICS)))
+    for metric in METRICS:
+        if metric not in metrics:
+            raise UsageError(f"gate {name}: metric {metric!r} has no threshold", "give all four")

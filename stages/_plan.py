@@ -1,0 +1,135 @@
+"""What quantize will do to each linear, worked out from the recipe, the graph and the shard headers alone."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from quantflow.algorithms import ALGORITHMS
+from quantflow.core.groups import group_size_for
+from quantflow.core.scheme import LinearScheme, preset, with_group_size
+from quantflow.errors import UsageError
+from quantflow.models.graph import Graph
+from quantflow.transforms import TRANSFORMS
+from stages._config import Quantize, nearest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One entry of the recipe, resolved.
+
+    Attributes:
+        schemes: every linear of the decoder layers, in model order; None is left as it is.
+        algorithm: a key of ALGORITHMS.
+        transforms: (name, options) in the order in which they run.
+        needs: the statistics of a linear's input that have to be there.
+    """
+
+    name: str
+    schemes: Mapping[str, LinearScheme | None]
+    algorithm: str
+    transforms: tuple[tuple[str, Mapping[str, Any]], ...]
+    needs: frozenset[str]
+
+    @property
+    def needs_hessian(self) -> bool:
+        """Whether the calibration text runs through the model again, layer by layer."""
+        return "hessian_sum" in self.needs
+
+    @property
+    def needs_measurement(self) -> bool:
+        """Whether a measurement has to be given."""
+        return bool(self.needs)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the plan as plain data, for state keys and manifests."""
+        schemes = {name: None if scheme is None else asdict(scheme) for name, scheme in self.schemes.items()}
+        transforms = [{name: dict(options)} for name, options in self.transforms]
+        return {"schemes": schemes, "algorithm": self.algorithm, "transforms": transforms}
+
+
+def resolve(entry: Quantize, graph: Graph, shapes: Mapping[str, Sequence[int]]) -> Plan:
+    """Return the plan for one entry of the recipe.
+
+    Args:
+        entry: the recipe's words.
+        graph: the model's linears.
+        shapes: source tensor name -> shape, from the shard headers.
+
+    Raises:
+        UsageError: a pattern matches nothing, an algorithm or transform is unknown or does not fit, or a group size does
+            not divide a linear's input.
+    """
+    base = _scheme(entry.scheme, entry.group_size)
+    algorithm = entry.algorithm or base.algorithm
+    if algorithm not in ALGORITHMS:
+        raise UsageError(f"{entry.name}: algorithm {algorithm!r} is unknown", nearest(algorithm, list(ALGORITHMS)))
+    modules = [name.removesuffix(".weight") for name in shapes if name.endswith(".weight")]
+    ignored = {name for pattern in entry.ignore for name in _matches(pattern, modules, f"{entry.name}: ignore")}
+    schemes: dict[str, LinearScheme | None] = {name: None if name in ignored else base for name in graph.linears}
+    for override in entry.overrides:
+        for name in _matches(override.match, list(graph.linears), f"{entry.name}: overrides"):
+            schemes[name] = None if name in ignored else _scheme(override.scheme, override.group_size)
+    for name, scheme in schemes.items():
+        if scheme is not None:
+            group_size_for(scheme.weights, shapes[f"{name}.weight"][1], name=name)
+            _check_algorithm(entry.name, algorithm, scheme)
+    transforms = _transforms(entry, base)
+    return Plan(
+        name=entry.name,
+        schemes=schemes,
+        algorithm=algorithm,
+        transforms=transforms,
+        needs=_needs(algorithm, [name for name, _ in transforms], [s for s in schemes.values() if s is not None]),
+    )
+
+
+def _scheme(name: str, group_size: int | None) -> LinearScheme:
+    scheme = preset(name)
+    return scheme if group_size is None else with_group_size(scheme, group_size)
+
+
+def _check_algorithm(name: str, algorithm: str, scheme: LinearScheme) -> None:
+    if algorithm == "gptq" and scheme.weights.kind != "int":
+        raise UsageError(f"{name}: algorithm gptq with scheme {scheme.name}", "gptq chooses integers; use algorithm rtn for float8")
+
+
+def _matches(pattern: str, names: Sequence[str], where: str) -> list[str]:
+    """Return the names that an exact name or a `re:` pattern matches, at least one."""
+    match: Callable[[str], object] = pattern.__eq__
+    if pattern.startswith("re:"):
+        try:
+            match = re.compile(pattern[3:]).match
+        except re.error as error:
+            raise UsageError(f"{where}: {pattern!r} is no regular expression: {error}", "mend the pattern") from error
+    found = [name for name in names if match(name) not in (None, False)]
+    if not found:
+        raise UsageError(f"{where}: {pattern!r} matches none of {len(names)} modules", f"{nearest(pattern, names[:7])}, ...")
+    return found
+
+
+def _transforms(entry: Quantize, base: LinearScheme) -> tuple[tuple[str, Mapping[str, Any]], ...]:
+    given = entry.transforms if entry.transforms is not None else tuple({name: {}} for name in base.transforms)
+    result = []
+    for item in given:
+        for name, options in item.items():
+            if name not in TRANSFORMS:
+                raise UsageError(f"{entry.name}: transform {name!r} is unknown", nearest(name, list(TRANSFORMS)))
+            merged = {"alpha": 0.5, **(options or {})}
+            for key in merged:
+                if key != "alpha":
+                    raise UsageError(f"{entry.name}: {name} has no option {key!r}", nearest(key, ["alpha"]))
+            if not isinstance(merged["alpha"], float | int) or not 0 <= merged["alpha"] <= 1:
+                raise UsageError(f"{entry.name}: {name} alpha={merged['alpha']!r}", "give a number from 0 to 1")
+            result.append((name, {"alpha": float(merged["alpha"])}))
+    return tuple(result)
+
+
+def _needs(algorithm: str, transforms: Sequence[str], schemes: Sequence[LinearScheme]) -> frozenset[str]:
+    needs = set(ALGORITHMS[algorithm].NEEDS)
+    for name in transforms:
+        needs |= set(TRANSFORMS[name].NEEDS)
+    for scheme in schemes:
+        if scheme.input is not None and not scheme.input.dynamic:
+            needs |= {"amax"} if scheme.input.symmetric else {"min_val", "max_val"}
+    return frozenset(needs)

@@ -1,0 +1,40 @@
+"""Progress on stderr: one live line with an ETA on a terminal, else one line per step; nothing for the first two seconds."""
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TextIO, TypeVar
+
+Item = TypeVar("Item")
+PATIENCE = 2.0  # seconds before anything is said
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where progress goes; `quiet` says nothing at all."""
+
+    quiet: bool = False
+
+    def say(self, text: str) -> None:
+        """Write one line."""
+        if not self.quiet:
+            print(text, file=sys.stderr, flush=True)
+
+    def steps(self, items: Sequence[Item], *, stage: str, unit: str) -> Iterator[Item]:
+        """Yield the items, telling after each how far it is and how long the rest will take."""
+        stream: TextIO = sys.stderr
+        live = stream.isatty()
+        begin, shown = time.monotonic(), False
+        for index, item in enumerate(items):
+            yield item
+            elapsed, finished = time.monotonic() - begin, index + 1
+            if self.quiet or elapsed < PATIENCE:
+                continue
+            left = elapsed / finished * (len(items) - finished)
+            text = f"{stage}: {unit} {finished} of {len(items)}, {elapsed:.0f} s, {left:.0f} s left"
+            stream.write(f"\r\x1b[K{text}" if live else f"{text}\n")
+            stream.flush()
+            shown = True
+        if shown and live:
+            stream.write("\r\x1b[K")
