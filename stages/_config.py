@@ -1,7 +1,7 @@
 """A recipe: the YAML that says what a run does, read strictly into frozen records.
 
     model: folder                       revision: null         seed: 0
-    calibration: {source, samples, sequence_length, pack, chat_template}
+    calibration: {source, samples, sequence_length, pack}
     measure:     {ranks, stats}
     quantize:    [{name, scheme, algorithm, group_size, transforms, ignore, overrides, expect}, ...]
     unify:       {groups}
@@ -20,15 +20,16 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+import configs
 from quantflow.core.scheme import ALIASES, PRESETS
 from quantflow.errors import InputError, UsageError
 
+SHIPPED = Path(configs.__file__).parent
 UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -40,7 +41,6 @@ class Calibration:
     samples: int = 128
     sequence_length: int | None = None
     pack: bool = False
-    chat_template: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,9 @@ class Quantize:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name):
             raise UsageError(f"quantize: name {self.name!r}", "use letters, digits, '.', '_' and '-': it names a folder")
         if self.scheme not in (*PRESETS, *ALIASES):
-            raise UsageError(f"quantize {self.name!r}: scheme {self.scheme!r} is unknown", nearest(self.scheme, [*PRESETS, *ALIASES]))
+            raise UsageError(
+                f"quantize {self.name!r}: scheme {self.scheme!r} is unknown", nearest(self.scheme, [*PRESETS, *ALIASES])
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +138,7 @@ class _StrictLoader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Refuse a key that stands twice in one mapping."""
-        keys = [self.construct_object(key) for key, _ in node.value]  # type: ignore[no-untyped-call]
+        keys = [self.construct_object(key) for key, _ in node.value]
         for key in keys:
             if keys.count(key) > 1:
                 line = node.start_mark.line + 1
@@ -158,7 +160,7 @@ def find_config(kind: str, name: str) -> Path:
     """
     if Path(name).is_file():
         return Path(name)
-    shipped = Path(str(resources.files("configs"))) / kind
+    shipped = SHIPPED / kind
     names = sorted(path.stem for path in shipped.glob("*.yaml"))
     if name in names:
         return shipped / f"{name}.yaml"
@@ -173,7 +175,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         UsageError: it is not YAML, not a mapping, or repeats a key.
     """
     try:
-        value = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)  # noqa: S506 - a SafeLoader
+        value = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: {error}", "give a readable UTF-8 file") from error
     except yaml.YAMLError as error:

@@ -7,12 +7,10 @@ and is inconclusive otherwise: more tokens would decide.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib import resources
-from pathlib import Path
 from typing import Any
 
 from quantflow.errors import UsageError
-from stages._config import find_config, nearest, read_yaml
+from stages._config import SHIPPED, find_config, nearest, read_yaml
 
 METRICS = {"ppl_ratio": "<=", "mean_kld": "<=", "kld_p999": "<=", "top1_agreement": ">="}
 KEYS = ("schemes", "algorithms", "thresholds", "ppl_ratio_below_3e9_parameters", "lower_top1_by_noise", "note")
@@ -41,7 +39,8 @@ def load_gate(name: str, *, scheme: str, algorithm: str, parameters: int, noise_
     Args:
         name: `auto` (the shipped gate whose schemes and algorithms fit), `demo` (auto, with top-1 lowered by the model's own
             disagreement between bf16 and fp32), another shipped name, or a file.
-        scheme, algorithm: what the artifact was made with.
+        scheme: what the artifact was made with.
+        algorithm: likewise.
         parameters: of the model; small models are allowed a larger perplexity ratio.
         noise_top1: top-1 agreement of the baseline with itself in bf16.
 
@@ -84,8 +83,7 @@ def judge(gate: Gate, bounds: Mapping[str, tuple[float, float]]) -> Verdict:
 
 
 def _fitting(scheme: str, algorithm: str, parameters: int) -> Gate:
-    folder = Path(str(resources.files("configs"))) / "gates"
-    for path in sorted(folder.glob("*.yaml")):
+    for path in sorted((SHIPPED / "gates").glob("*.yaml")):
         data = read_yaml(path)
         if scheme in data.get("schemes", ()) and algorithm in data.get("algorithms", (algorithm,)):
             return _gate(path.stem, data, parameters)

@@ -91,7 +91,9 @@ def _scheme(name: str, group_size: int | None) -> LinearScheme:
 
 def _check_algorithm(name: str, algorithm: str, scheme: LinearScheme) -> None:
     if algorithm == "gptq" and scheme.weights.kind != "int":
-        raise UsageError(f"{name}: algorithm gptq with scheme {scheme.name}", "gptq chooses integers; use algorithm rtn for float8")
+        raise UsageError(
+            f"{name}: algorithm gptq with scheme {scheme.name}", "gptq chooses integers; use algorithm rtn for float8"
+        )
 
 
 def _matches(pattern: str, names: Sequence[str], where: str) -> list[str]:

@@ -12,9 +12,10 @@ PATIENCE = 2.0  # seconds before anything is said
 
 @dataclass(frozen=True)
 class Progress:
-    """Where progress goes; `quiet` says nothing at all."""
+    """How much is said: `quiet` says nothing at all, `patience` is how many seconds pass before a step is told."""
 
     quiet: bool = False
+    patience: float = PATIENCE
 
     def say(self, text: str) -> None:
         """Write one line."""
@@ -29,7 +30,7 @@ class Progress:
         for index, item in enumerate(items):
             yield item
             elapsed, finished = time.monotonic() - begin, index + 1
-            if self.quiet or elapsed < PATIENCE:
+            if self.quiet or elapsed < self.patience:
                 continue
             left = elapsed / finished * (len(items) - finished)
             text = f"{stage}: {unit} {finished} of {len(items)}, {elapsed:.0f} s, {left:.0f} s left"

@@ -4,7 +4,7 @@ Every machine with Python has this text, so none of it is stored in the reposito
 `.py` files below `sysconfig`'s `stdlib` path; what goes out is two JSON-lines files with a `text` per line:
 
     calibration.jsonl   excerpts of modules the model was trained on
-    heldout.jsonl       whole files of the modules named in heldout_modules.txt, never trained on
+    heldout.jsonl       pieces of the modules named in heldout_modules.txt, never trained on, in a shuffled order
 
 Left out: tests, codec tables, generated files and bundled wheels, because they are long and say little.
 The text differs a little between Python versions; nothing in the project depends on its exact bytes.
@@ -67,6 +67,21 @@ def excerpts(count: int, seed: int = 0) -> list[str]:
     return pieces
 
 
+def heldout_pieces(seed: int = 0) -> list[str]:
+    """Return the held-out files cut into pieces at line ends, shuffled so that the first few are of many modules."""
+    pieces = []
+    for text in documents(heldout=True):
+        lines = text.splitlines(keepends=True)
+        piece = ""
+        for line in lines:
+            piece += line
+            if len(piece) >= EXCERPT_CHARACTERS:
+                pieces.append(piece)
+                piece = ""
+    random.Random(seed).shuffle(pieces)
+    return pieces
+
+
 def write_jsonl(path: Path, texts: list[str]) -> None:
     """Write one {"text": ...} object per line."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -80,7 +95,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=128, help="excerpts in calibration.jsonl (default: 128)")
     arguments = parser.parse_args()
     write_jsonl(arguments.output / "calibration.jsonl", excerpts(arguments.samples))
-    write_jsonl(arguments.output / "heldout.jsonl", documents(heldout=True))
+    write_jsonl(arguments.output / "heldout.jsonl", heldout_pieces())
     print(arguments.output)
 
 

@@ -45,9 +45,7 @@ def train_tokenizer(texts: list[str], output: Path) -> PreTrainedTokenizerFast:
     )
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", model_max_length=1024
-    )
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", model_max_length=1024)
     fast.save_pretrained(output)
     return fast
 
@@ -74,7 +72,7 @@ def build_model() -> LlamaForCausalLM:
 
 
 def tokenize(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> torch.Tensor:
-    """Return every document as `<s> ... </s>`, end to end.  # [T]"""
+    """Return every document as `<s> ... </s>`, end to end, [T]."""
     ids: list[int] = []
     for encoded in tokenizer(texts)["input_ids"]:
         ids += [*encoded, tokenizer.eos_token_id]
@@ -115,7 +113,9 @@ def rate(done: float) -> float:
     return min(1.0, done / 0.01 + 0.01, max(0.0, (1.0 - done) / 0.5))
 
 
-def train(model: LlamaForCausalLM, tokens: torch.Tensor, heldout: torch.Tensor, *, minutes: float, snapshot: Path) -> dict[str, object]:
+def train(
+    model: LlamaForCausalLM, tokens: torch.Tensor, heldout: torch.Tensor, *, minutes: float, snapshot: Path
+) -> dict[str, object]:
     """Train in place for `minutes` of wall time, saving a snapshot every 200 steps; return the record of the run."""
     generator = torch.Generator().manual_seed(0)
     pairs = optimizers(model)
@@ -146,7 +146,10 @@ def train(model: LlamaForCausalLM, tokens: torch.Tensor, heldout: torch.Tensor, 
         smooth += 0.05 * (loss.item() - smooth)
         if step % 10 == 0:
             curve.append((step, loss.item()))
-            print(f"step {step} done {done:.3f} loss {smooth:.3f} {seen / (time.monotonic() - begin):.0f} tokens/s", flush=True)
+            print(
+                f"step {step} done {done:.3f} loss {smooth:.3f} {seen / (time.monotonic() - begin):.0f} tokens/s",
+                flush=True,
+            )
         if step % 200 == 0:
             heldout_curve.append((step, heldout_loss(model, heldout, 16384)))
             save(model, snapshot)

@@ -1,13 +1,14 @@
-"""Ways to compute `x @ W.T + bias` with a quantized weight, one kernel per file; reference.py is the oracle of the others.
+"""Ways to compute `x @ W.T + bias` with a quantized weight, one kernel per file.
 
-Every file exports
+reference.py is the oracle of the others. Every file exports
 
     NAME
     why_not(scheme, device, *, shape, dtype) -> None when it can run this linear, otherwise the reason in a sentence
     prepare(linear, dtype) -> Prepared     the weight in the kernel's own layout; dtype is the one of the inputs
     linear(x, prepared, bias) -> Tensor    x [..., in_features] -> [..., out_features], in x's dtype
 
-Nothing falls back silently: a kernel that cannot run a linear says why, and `choose` returns the reasons with its choice.
+Nothing falls back silently: a kernel that cannot run a linear says why, and `choose` returns the
+reasons with its choice.
 """
 
 from collections.abc import Mapping
@@ -27,7 +28,7 @@ class Backend(Protocol):
     """What every file of this package exports; `Prepared` is a record of the file's own."""
 
     @property
-    def NAME(self) -> str:  # noqa: N802 - a module constant
+    def NAME(self) -> str:
         """The backend's name, the key in BACKENDS."""
 
     def why_not(

@@ -35,9 +35,7 @@ class Prepared:
     group_size: int
 
 
-def why_not(
-    scheme: LinearScheme, device: torch.device, *, shape: tuple[int, int], dtype: torch.dtype
-) -> str | None:
+def why_not(scheme: LinearScheme, device: torch.device, *, shape: tuple[int, int], dtype: torch.dtype) -> str | None:
     """Return why the kernel cannot run this linear, or None.  shape: (out_features, in_features)."""
     weights = scheme.weights
     if device.type != "cpu":

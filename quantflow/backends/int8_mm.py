@@ -2,8 +2,9 @@
 
     y[m, o] = scale_x[m] * scale_w[o] * (sum_k qx[m, k] qw[o, k]  -  zero_point_x * sum_k qw[o, k])
 
-The input is quantized per token at run time, or with the stored scale of a static scheme. The sums are integers, so the only
-rounding is the rescaling; with bfloat16 inputs it is more exact than the oracle, which rounds the dequantized input.
+The input is quantized per token at run time, or with the stored scale of a static scheme. The sums are integers, so the
+only rounding is the rescaling; with bfloat16 inputs that is more exact than the oracle, which rounds
+the dequantized input.
 """
 
 from dataclasses import dataclass
@@ -42,9 +43,7 @@ class Prepared:
     input_zero_point: Tensor | None
 
 
-def why_not(
-    scheme: LinearScheme, device: torch.device, *, shape: tuple[int, int], dtype: torch.dtype
-) -> str | None:
+def why_not(scheme: LinearScheme, device: torch.device, *, shape: tuple[int, int], dtype: torch.dtype) -> str | None:
     """Return why the kernel cannot run this linear, or None.  shape: (out_features, in_features)."""
     weights, inputs = scheme.weights, scheme.input
     if device.type != "cpu":
@@ -53,10 +52,8 @@ def why_not(
         return f"{NAME} needs symmetric int8 weights per channel or per tensor, scheme {scheme.name} has others"
     if inputs is None or (inputs.kind, inputs.num_bits) != ("int", 8):
         return f"{NAME} needs int8 inputs, scheme {scheme.name} has {'none' if inputs is None else inputs.kind}"
-    if (inputs.granularity, inputs.dynamic) not in (("per_token", True), ("per_tensor", False)) or (
-        inputs.dynamic and not inputs.symmetric
-    ):
-        return f"{NAME} needs inputs that are symmetric per token or static per tensor, scheme {scheme.name} has others"
+    if shape[1] == 1:
+        return f"{NAME} needs 2 or more input features, torch's kernel returns wrong sums for 1"
     if shape[1] > _MAX_IN_FEATURES:
         return f"{NAME} sums in int32, which holds {_MAX_IN_FEATURES} input features, not {shape[1]}"
     return None

@@ -1,6 +1,7 @@
-"""INT8 weights, inputs in the model's dtype: `aten._weight_int8pack_mm`, which converts the weight on its way to the product.
+"""INT8 weights, inputs in the model's dtype: `aten._weight_int8pack_mm`.
 
-The kernel reads int8 rows as they are and takes the scales in the dtype of the inputs.
+The kernel converts the weight on its way to the product; it reads int8 rows as they are and
+takes the scales in the dtype of the inputs.
 """
 
 from dataclasses import dataclass
@@ -30,9 +31,7 @@ class Prepared:
     scale: Tensor
 
 
-def why_not(
-    scheme: LinearScheme, device: torch.device, *, shape: tuple[int, int], dtype: torch.dtype
-) -> str | None:
+def why_not(scheme: LinearScheme, device: torch.device, *, shape: tuple[int, int], dtype: torch.dtype) -> str | None:
     """Return why the kernel cannot run this linear, or None.  shape: (out_features, in_features)."""
     weights = scheme.weights
     if device.type != "cpu":

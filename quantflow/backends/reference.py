@@ -1,4 +1,4 @@
-"""The oracle: the weight dequantized once, the input fake-quantized, an ordinary matrix product. Runs every scheme anywhere."""
+"""The oracle: dequantize the weight once, fake-quantize the input, multiply. Runs every scheme anywhere."""
 
 from dataclasses import dataclass
 
@@ -25,9 +25,7 @@ class Prepared:
     source: QuantizedLinear
 
 
-def why_not(
-    scheme: LinearScheme, device: torch.device, *, shape: tuple[int, int], dtype: torch.dtype
-) -> str | None:
+def why_not(scheme: LinearScheme, device: torch.device, *, shape: tuple[int, int], dtype: torch.dtype) -> str | None:
     """Return None: it runs every linear."""
     return None
 

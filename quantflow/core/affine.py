@@ -1,11 +1,12 @@
 """The equation, both ways:  real = scale * (qvalue - zero_point).
 
-`scale` is the step, in units of the real tensor, float32, positive, never its inverse. `zero_point` is an integer in the range
-of qvalue, or None when symmetric. Rounding is half to even. Everything broadcasts; nothing here knows about groups or layers.
+`scale` is the step, in units of the real tensor, float32, positive, never its inverse. `zero_point` is an integer
+in the range of qvalue, or None when symmetric. Rounding is half to even. Everything broadcasts; nothing here knows
+about groups or layers.
 
-The symmetric integer rule is compressed-tensors': scale = amax / 127.5 (int8) or amax / 7.5 (int4), clamped to -128..127 or
--8..7. A float8 scale is amax / largest. A range of zero (an all-zero group, an unseen input) has scale 1: any positive scale
-reproduces it, and 1 is readable.
+The symmetric integer rule is compressed-tensors': scale = amax / 127.5 (int8) or amax / 7.5 (int4), clamped to
+-128..127 or -8..7. A float8 scale is amax / largest. A range of zero (an all-zero group, an unseen input) has scale
+1: any positive scale reproduces it, and 1 is readable.
 Source: Jacob et al. 2018, arXiv:1712.05877, section 2.1.
 """
 
@@ -25,7 +26,7 @@ def scale_from_amax(amax: Tensor, scheme: TensorScheme) -> Tensor:
 
 
 def scale_and_zero_point_from_range(min_val: Tensor, max_val: Tensor, scheme: TensorScheme) -> tuple[Tensor, Tensor]:
-    """Return the asymmetric (scale, zero_point) for a range, each of the range's shape; the range is widened to hold zero.
+    """Return the asymmetric (scale, zero_point) for a range, each of its shape; the range is widened to hold zero.
 
     Raises:
         SchemeError: the scheme is symmetric or not int.
@@ -47,9 +48,9 @@ def zero_point_for(min_val: Tensor, scale: Tensor, scheme: TensorScheme) -> Tens
 def stored(scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Return `scale` as it reads back after being stored in `dtype`; float32, still positive.
 
-    A layout stores its scales in a dtype of its own; qvalues are chosen with the scale that a loader will see. A scale that
-    would be stored as zero becomes the dtype's smallest positive value. One too large for the dtype becomes Inf, which
-    `QTensor.validate` refuses.
+    A layout stores its scales in a dtype of its own; qvalues are chosen with the scale that a loader will see. A scale
+    that would be stored as zero becomes the dtype's smallest positive value. One too large for the dtype becomes Inf,
+    which `QTensor.validate` refuses.
     """
     smallest = torch.finfo(dtype).tiny * torch.finfo(dtype).eps  # subnormal; `tiny` is the smallest normal number
     return scale.to(dtype).float().clamp_min(smallest)
@@ -62,7 +63,8 @@ def quantize(x: Tensor, scale: Tensor, zero_point: Tensor | None, scheme: Tensor
 
     Args:
         x: float, any shape.
-        scale, zero_point: broadcastable against x.
+        scale: float32, broadcastable against x.
+        zero_point: int8, of scale's shape, or None.
         scheme: its kind, num_bits and float8 are read.
     """
     scaled = x.float() / scale

@@ -24,7 +24,7 @@ def group_size_for(scheme: TensorScheme, in_features: int, *, name: str = "weigh
 
 def to_groups(weight: Tensor, group_size: int) -> Tensor:
     """Split the columns of a weight into groups; a view.  [O, I] -> [O, G, g]."""
-    return weight.unflatten(1, (-1, group_size))  # [O, G, g]
+    return weight.reshape(weight.shape[0], weight.shape[1] // group_size, group_size)  # [O, G, g]
 
 
 def from_groups(groups: Tensor) -> Tensor:

@@ -28,14 +28,16 @@ def pack(qvalue: Tensor, num_bits: int) -> Tensor:
     """
     count = _elements_per_word(num_bits)
     offset = 1 << (num_bits - 1)
-    if qvalue.numel() and (qvalue.min() < -offset or qvalue.max() >= offset):
+    # Python integers: compared with an int8 tensor, 128 itself would wrap to -128.
+    low, high = (qvalue.min().item(), qvalue.max().item()) if qvalue.numel() else (0, 0)
+    if low < -offset or high >= offset:
         raise SchemeError(
-            f"qvalue spans {qvalue.min().item()}..{qvalue.max().item()}, {num_bits} bits hold {-offset}..{offset - 1}",
+            f"qvalue spans {low}..{high}, {num_bits} bits hold {-offset}..{offset - 1}",
             "quantize with the same num_bits",
         )
     unsigned = qvalue.to(torch.int64) + offset
     unsigned = functional.pad(unsigned, (0, -unsigned.shape[1] % count))
-    elements = unsigned.reshape(unsigned.shape[0], -1, count)  # [O, words, elements]
+    elements = unsigned.reshape(unsigned.shape[0], unsigned.shape[1] // count, count)  # [O, words, elements]
     shifts = torch.arange(count, dtype=torch.int64, device=qvalue.device) * num_bits
     words = (elements << shifts).sum(dim=-1)  # disjoint bits, so the sum is their union
     return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)  # [O, words]
@@ -55,5 +57,5 @@ def unpack(words: Tensor, num_bits: int, in_features: int) -> Tensor:
         )
     shifts = torch.arange(count, dtype=torch.int32, device=words.device) * num_bits
     unsigned = (words[..., None] >> shifts) & ((1 << num_bits) - 1)  # [O, W, elements]
-    rows = unsigned.reshape(words.shape[0], -1)[:, :in_features]
+    rows = unsigned.flatten(1)[:, :in_features]
     return (rows - (1 << (num_bits - 1))).to(torch.int8)  # [O, I]

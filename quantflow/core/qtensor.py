@@ -45,38 +45,48 @@ class QTensor:
         shape = (1, 1) if self.scheme.granularity == "per_tensor" else (rows, columns // size)
         if tuple(self.scale.shape) != shape or self.scale.dtype != torch.float32:
             raise SchemeError(
-                f"scale is {self.scale.dtype} {list(self.scale.shape)}, qvalue [{rows}, {columns}] needs float32 {list(shape)}",
+                f"scale is {self.scale.dtype} {list(self.scale.shape)}, "
+                f"qvalue [{rows}, {columns}] needs float32 {list(shape)}",
                 "compute the scale at the scheme's granularity",
             )
-        if (self.zero_point is None) != self.scheme.symmetric:
+        zero_point = self.zero_point
+        if (zero_point is None) != self.scheme.symmetric:
             raise SchemeError(
-                f"zero_point is {'absent' if self.zero_point is None else 'present'}, symmetric={self.scheme.symmetric}",
+                f"zero_point is {'absent' if zero_point is None else 'present'}, symmetric={self.scheme.symmetric}",
                 "give a zero_point exactly when the scheme is asymmetric",
             )
-        if self.zero_point is not None and (self.zero_point.shape, self.zero_point.dtype) != (self.scale.shape, torch.int8):
+        if zero_point is not None and (zero_point.shape, zero_point.dtype) != (self.scale.shape, torch.int8):
             raise SchemeError(
-                f"zero_point is {self.zero_point.dtype} {list(self.zero_point.shape)}, scale is {list(self.scale.shape)}",
+                f"zero_point is {zero_point.dtype} {list(zero_point.shape)}, scale is {list(self.scale.shape)}",
                 "give an int8 zero_point of scale's shape",
             )
 
     def validate(self, name: str) -> None:
-        """Check the values: scale finite and positive, qvalue finite and within the scheme's range.
+        """Check the values: scale finite and positive, qvalue and zero_point within the scheme's range.
 
         Raises:
             SchemeError: naming `name` and the first value that is out of range.
         """
         bad = ~(torch.isfinite(self.scale) & (self.scale > 0))
         if bad.any():
-            raise SchemeError(f"{name}: scale {self.scale[bad][0].item()}", "scales are finite and positive; quantize again")
-        if self.scheme.kind == "float":
-            if not torch.isfinite(self.qvalue.float()).all():
-                raise SchemeError(f"{name}: qvalue holds NaN or Inf", "the weight or its file is damaged; quantize again")
-        elif self.qvalue.min() < self.scheme.qmin or self.qvalue.max() > self.scheme.qmax:
             raise SchemeError(
-                f"{name}: qvalue spans {self.qvalue.min().item()}..{self.qvalue.max().item()}, "
-                f"{self.scheme.num_bits} bits hold {self.scheme.qmin}..{self.scheme.qmax}",
-                "quantize again",
+                f"{name}: scale {self.scale[bad][0].item()}, it is finite and positive", "quantize the weight again"
             )
+        if self.scheme.kind == "float":
+            flavour, magnitude = self.scheme.float8, self.qvalue.float().abs().max().item()
+            if not magnitude <= float8.FLAVOURS[flavour].largest:  # NaN is not <= anything
+                raise SchemeError(
+                    f"{name}: qvalue {magnitude}, the largest of {flavour} is {float8.FLAVOURS[flavour].largest}",
+                    "the weight or its file is damaged; quantize again",
+                )
+            return
+        for field, values in (("qvalue", self.qvalue), ("zero_point", self.zero_point)):
+            if values is not None and (values.min() < self.scheme.qmin or values.max() > self.scheme.qmax):
+                raise SchemeError(
+                    f"{name}: {field} spans {values.min().item()}..{values.max().item()}, "
+                    f"{self.scheme.num_bits} bits hold {self.scheme.qmin}..{self.scheme.qmax}",
+                    "quantize again",
+                )
 
     def dequantize(self) -> Tensor:
         """Return the float32 approximation, [O, I]."""

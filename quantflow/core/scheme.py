@@ -1,7 +1,8 @@
 """Schemes: how the weights and inputs of a linear are quantized, as plain data.
 
-The names in PRESETS are the field's: they mean what compressed-tensors means by them, except W8A8_STATIC, which is ours.
-A scheme validates itself and computes nothing.
+The names in PRESETS are the field's: they mean what compressed-tensors means by them, with two exceptions.
+W8A8_STATIC is ours. W8A16 has a scale per channel, as kernels for it want; compressed-tensors 0.20 has one per 128
+columns. A scheme validates itself and computes nothing.
 """
 
 from dataclasses import dataclass, replace
@@ -97,8 +98,8 @@ class LinearScheme:
         """Refuse weights and inputs that no linear here computes: a silent substitute would be a wrong number.
 
         Raises:
-            SchemeError: dynamic weights, an input that is neither static per tensor nor symmetric per token, or a layout
-                that cannot hold the weights.
+            SchemeError: dynamic weights, an input that is neither static per tensor nor symmetric per token, or a
+                layout that cannot hold the weights.
         """
         _known("layout", self.layout, get_args(Layout))
         if self.weights.dynamic:

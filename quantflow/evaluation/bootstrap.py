@@ -38,7 +38,8 @@ def bootstrap(comparison: Comparison, *, generator: torch.Generator, resamples: 
 
     - `ppl_ratio`: candidate's perplexity / baseline's, exp(mean(nll_candidate - nll_baseline)).
     - `mean_kld`: mean KL(baseline || candidate), nats.
-    - `kld_p999`: 99.9 percentile of the tokens' KL, nats: the smallest value that at least 99.9 % of them do not exceed.
+    - `kld_p999`: 99.9 percentile of the tokens' KL, nats: the smallest value that at least 99.9 % of them
+      do not exceed.
     - `top1_agreement`: share of tokens with the same most likely next token, 0..1.
 
     Args:
@@ -54,7 +55,9 @@ def bootstrap(comparison: Comparison, *, generator: torch.Generator, resamples: 
     if resamples < 1:
         raise UsageError(f"bootstrap: resamples={resamples}", "use 2000")
     if count < 2:
-        raise InputError(f"evaluation: {count} sequences, bounds need 2", "give more text, or a smaller sequence_length")
+        raise InputError(
+            f"evaluation: {count} sequences, bounds need 2", "give more text, or a smaller sequence_length"
+        )
     drawn = torch.randint(count, (resamples, count), generator=generator)
     times = torch.zeros(resamples, count, dtype=torch.int64).scatter_add_(1, drawn, torch.ones_like(drawn))
     times = torch.cat([torch.ones(1, count, dtype=torch.int64), times])  # [1 + R, n], the text as it is first
@@ -77,8 +80,8 @@ def bootstrap(comparison: Comparison, *, generator: torch.Generator, resamples: 
 def _p999(kld: Tensor, owner: Tensor, *, times: Tensor, tokens: Tensor) -> Tensor:
     """Return the 99.9 percentile of the tokens' KL in every resample.
 
-    The tokens are sorted once. In a resample the percentile stands where the running sum of how often each token was drawn
-    reaches the rank ceil(0.999 * tokens); the rank is an integer, so no rounding decides it.
+    The tokens are sorted once. In a resample the percentile stands where the running sum of how often each token was
+    drawn reaches the rank ceil(0.999 * tokens); the rank is an integer, so no rounding decides it.
 
     Args:
         kld: [T] float64.
@@ -92,17 +95,16 @@ def _p999(kld: Tensor, owner: Tensor, *, times: Tensor, tokens: Tensor) -> Tenso
     ordered, order = kld.sort()
     ranks = (999 * tokens + 999) // 1000
     columns = owner[order]
+    step = max(1, _CHUNK // len(kld))
     positions = [
-        torch.searchsorted(part[:, columns].cumsum(dim=1), rank[:, None])[:, 0]  # [chunk]
-        for part, rank in zip(
-            times.split(max(1, _CHUNK // len(kld))), ranks.split(max(1, _CHUNK // len(kld))), strict=True
-        )
+        torch.searchsorted(times[row : row + step, columns].cumsum(dim=1), ranks[row : row + step, None])[:, 0]
+        for row in range(0, len(times), step)
     ]
     return ordered[torch.cat(positions)]
 
 
 def _bounds(values: Tensor) -> Bounds:
-    """Return the first value with the 5 % and 95 % quantiles of the others, rounded outwards.  values: [1 + R] float64."""
+    """Return the first value and the 5 % and 95 % quantiles of the others.  values: [1 + R] float64."""
     resampled = values[1:]
     return Bounds(
         value=values[0].item(),

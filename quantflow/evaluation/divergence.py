@@ -1,9 +1,9 @@
-"""How far a candidate's predictions are from its baseline's: KL divergence, top-1 agreement and likelihood of every token.
+"""How far a candidate's predictions are from its baseline's: KL divergence, top-1 agreement, likelihoods.
 
     KL(baseline || candidate) = sum_v p(v) * (log p(v) - log q(v))        in nats, over the whole vocabulary
 
-p is the baseline's distribution of the next token, q the candidate's. Positions that predict a token of the text are scored,
-that is all but the last of each sequence.
+p is the baseline's distribution of the next token, q the candidate's. Positions that predict a token of the text are
+scored, that is all but the last of each sequence.
 """
 
 from collections.abc import Iterable
@@ -43,15 +43,16 @@ def token_kld(baseline: Tensor, candidate: Tensor) -> Tensor:
     Log probabilities are float32, their products are summed in float64; what rounding leaves below zero is zero.
 
     Args:
-        baseline, candidate: finite logits, [T, V].
+        baseline: finite logits, [T, V].
+        candidate: the same.
 
     Returns:
         [T] float64.
     """
     parts = [torch.zeros(0, dtype=torch.float64, device=baseline.device)]
-    for p_logits, q_logits in zip(baseline.split(_CHUNK), candidate.split(_CHUNK), strict=True):
-        log_p = p_logits.float().log_softmax(dim=-1)
-        log_q = q_logits.float().log_softmax(dim=-1)
+    for row in range(0, baseline.shape[0], _CHUNK):
+        log_p = baseline[row : row + _CHUNK].float().log_softmax(dim=-1)
+        log_q = candidate[row : row + _CHUNK].float().log_softmax(dim=-1)
         parts.append((log_p.exp() * (log_p - log_q)).sum(dim=-1, dtype=torch.float64))
     return torch.cat(parts).clamp_min(0)
 
@@ -60,7 +61,8 @@ def score(baseline: Tensor, candidate: Tensor, tokens: Tensor) -> Comparison:
     """Compare two models' logits for one sequence.
 
     Args:
-        baseline, candidate: [S, V].
+        baseline: logits, [S, V].
+        candidate: the same.
         tokens: [S] int64, S at least 2.
 
     Returns:
@@ -107,7 +109,8 @@ def compare(baseline: LogitsOf, candidate: LogitsOf, sequences: Iterable[Tensor]
     """Run both models over the sequences, one at a time, and compare them.
 
     Args:
-        baseline, candidate: token ids [S] -> logits [S, V]; logits of one sequence at a time are in memory.
+        baseline: token ids [S] -> logits [S, V]; logits of one sequence at a time are in memory.
+        candidate: the same.
         sequences: int64 [S] each, S at least 2.
 
     Raises:

@@ -32,16 +32,17 @@ def check_logits(logits: Tensor, tokens: Tensor, *, name: str) -> None:
         name: whose logits they are, for the message.
 
     Raises:
-        InputError: shapes differ, a token is outside the vocabulary, there is nothing to predict, or a logit is not finite.
+        InputError: shapes differ, nothing to predict, a token outside the vocabulary, a logit that is not finite.
     """
     if tokens.ndim != 1 or logits.ndim != 2 or logits.shape[0] != tokens.shape[0] or tokens.shape[0] < 2:
         raise InputError(
             f"{name}: logits {list(logits.shape)} for tokens {list(tokens.shape)}",
             "give logits [S, V] for token ids [S], S at least 2",
         )
-    if tokens.min() < 0 or tokens.max() >= logits.shape[1]:
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or high >= logits.shape[1]:
         raise InputError(
-            f"{name}: token ids span {tokens.min().item()}..{tokens.max().item()}, the vocabulary has {logits.shape[1]}",
+            f"{name}: token ids span {low}..{high}, the vocabulary has {logits.shape[1]}",
             "use the model's own tokenizer",
         )
     finite = torch.isfinite(logits).all(dim=-1)  # [S]

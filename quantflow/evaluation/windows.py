@@ -8,13 +8,11 @@ from torch import Tensor
 from quantflow.errors import InputError, UsageError
 
 
-def evaluation_sequences(
-    documents: Sequence[Sequence[int]], *, tokens: int, sequence_length: int
-) -> list[Tensor]:
+def evaluation_sequences(documents: Sequence[Sequence[int]], *, tokens: int, sequence_length: int) -> list[Tensor]:
     """Cut documents into consecutive windows, in their order, until `tokens` token ids are used.
 
-    Windows do not overlap and do not cross documents; a window continues its document without a new BOS. A remainder of one
-    token predicts nothing and is left out, so the sum of lengths can be below `tokens` also when the text is long enough.
+    Windows do not overlap and do not cross documents; a window continues its document without a new BOS. A remainder of
+    one token predicts nothing and is left out, so the lengths can sum to less than `tokens`.
 
     Args:
         documents: token ids of each document.
@@ -30,7 +28,8 @@ def evaluation_sequences(
     """
     if tokens < 2 or sequence_length < 2:
         raise UsageError(
-            f"evaluation: tokens={tokens}, sequence_length={sequence_length}", "use 2 or more, one token predicts nothing"
+            f"evaluation: tokens={tokens}, sequence_length={sequence_length}",
+            "use 2 or more, one token predicts nothing",
         )
     sequences: list[Tensor] = []
     left = tokens

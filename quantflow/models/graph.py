@@ -117,20 +117,23 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def family_for(model_type: str | None, architectures: list[str] | None = None) -> Family:
-    """Return the family of a model by what its config.json says.
+def family_for(model_type: object, architectures: object = None) -> Family:
+    """Return the family of a model.
+
+    Args:
+        model_type: the value in config.json, whatever it is.
+        architectures: the value in config.json; None when it is missing.
 
     Raises:
         UnsupportedError: the model type is not in `FAMILIES`, or the architecture is not its causal LM.
     """
-    family = FAMILIES.get(model_type or "")
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
-        names = f" ({', '.join(architectures)})" if architectures else ""
         raise UnsupportedError(
-            f"config.json: model_type {model_type!r}{names} is not a supported family",
+            f"config.json: model_type {model_type!r} (architectures {architectures}) is not a supported family",
             f"use a model of one of {', '.join(FAMILIES)}",
         )
-    if architectures and family.architecture not in architectures:
+    if architectures is not None and architectures != [family.architecture]:
         raise UnsupportedError(
             f"config.json: architectures {architectures}, family {model_type} is supported as {family.architecture}",
             "use the causal language model of this family",

@@ -2,6 +2,8 @@
 
     source name   embed_out.weight                     what ledgers, recipes and measurements speak
     module name   lm_head.weight                       what the model in memory calls it
+
+For most tensors the two are equal.
 """
 
 import re
@@ -24,7 +26,7 @@ class Binding:
 
     Attributes:
         to_module: source name -> module name, one to one.
-        to_source: module name -> source name; also for a tied parameter that the checkpoint holds under its twin's name.
+        to_source: module name -> source name; a tied parameter that the checkpoint lacks has its twin's.
         ignored: source names that the family's own loader ignores, such as masks that are computed today.
     """
 
@@ -34,13 +36,10 @@ class Binding:
 
 
 class NameMap:
-    """The translation for one model.
-
-    Args:
-        model: the model, parameters may be on meta.
-    """
+    """The translation for one model."""
 
     def __init__(self, model: PreTrainedModel) -> None:
+        """Take the conversion table of `model`, whose parameters may be on meta."""
         transforms = get_model_conversion_mapping(model)
         self._renamings = [item for item in transforms if isinstance(item, WeightRenaming)]
         self._converters = [item for item in transforms if isinstance(item, WeightConverter)]
@@ -56,9 +55,8 @@ class NameMap:
         Raises:
             UnsupportedError: the table merges or splits this tensor, so it is no single parameter.
         """
-        name, converter = rename_source_key(
-            source, self._renamings, self._converters, self._prefix, self._parameters
-        )
+        name: str
+        name, converter = rename_source_key(source, self._renamings, self._converters, self._prefix, self._parameters)
         if converter is not None:
             raise UnsupportedError(
                 f"{source}: merged or split on load (pattern {converter!r}), only one-to-one names are supported",
@@ -91,7 +89,7 @@ class NameMap:
                 continue
             if module in to_source:
                 raise InputError(
-                    f"{source}: names the same parameter {module} as {to_source[module]}", "remove one of the two tensors"
+                    f"{source}: names the same parameter {module} as {to_source[module]}", "remove one of the two"
                 )
             to_module[source], to_source[module] = module, source
         for name, twin in self._twins.items():
@@ -107,6 +105,6 @@ class NameMap:
 
 
 def twins(model: PreTrainedModel) -> dict[str, str]:
-    """Return the tied parameters of a model, in both directions: lm_head.weight -> embedding and back; {} when untied."""
+    """Return the tied parameters of a model, in both directions: lm_head.weight -> embedding and back."""
     tied: dict[str, str] = model.all_tied_weights_keys
     return {**tied, **{twin: name for name, twin in tied.items()}}

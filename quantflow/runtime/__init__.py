@@ -1,1 +1,1 @@
-"""The thin inference runtime: open an artifact, run its linears with a chosen backend, decode greedily or by sampling."""
+"""The thin inference runtime: open an artifact, run its linears with a chosen backend, decode."""

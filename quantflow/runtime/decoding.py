@@ -1,4 +1,4 @@
-"""Decoding: greedy, or sampled with a generator of its own; one sequence at a time with the model's own key-value cache."""
+"""Decoding one sequence, greedily or sampled with a generator of its own, with the model's own key-value cache."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -102,7 +102,7 @@ def generate(
             if logits.isnan().any():
                 raise InputError(
                     f"logits after {tokens.shape[1]} tokens hold NaN",
-                    "the weights or scales are damaged, or the dtype overflows; verify the artifact and try dtype float32",
+                    "verify the artifact, its weights or scales are damaged; or the dtype overflows, try float32",
                 )
             if sampling is None:
                 step = logits.argmax()[None, None]
@@ -124,7 +124,9 @@ def _check(model: nn.Module, input_ids: Tensor, *, max_new_tokens: int) -> None:
         UsageError: naming the shape or the count.
     """
     if input_ids.ndim != 2 or input_ids.shape[0] != 1 or input_ids.shape[1] < 1:
-        raise UsageError(f"input_ids: shape {list(input_ids.shape)}, [1, S] is decoded", "give one prompt of a token or more")
+        raise UsageError(
+            f"input_ids: shape {list(input_ids.shape)}, [1, S] is decoded", "give one prompt of a token or more"
+        )
     if max_new_tokens < 1:
         raise UsageError(f"max_new_tokens={max_new_tokens}", "use 1 or more")
     config: Any = model.config
@@ -132,6 +134,6 @@ def _check(model: nn.Module, input_ids: Tensor, *, max_new_tokens: int) -> None:
     length = input_ids.shape[1] + max_new_tokens
     if positions is not None and length > positions:
         raise UsageError(
-            f"prompt of {input_ids.shape[1]} tokens and max_new_tokens={max_new_tokens}: {length} positions, the model has {positions}",
+            f"prompt of {input_ids.shape[1]} + max_new_tokens={max_new_tokens}: the model has {positions} positions",
             "shorten the prompt or use fewer new tokens",
         )

@@ -1,0 +1,35 @@
+"""Algorithms, by the name used in recipes. One file each; this table is the only registry."""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from quantflow.algorithms import gptq, rtn
+from quantflow.core.result import GroupResult
+from quantflow.core.scheme import LinearScheme
+
+
+class Algorithm(Protocol):
+    """What every file of this folder exports."""
+
+    NEEDS: tuple[str, ...]
+    """Names of the statistics of the group's input that `quantize_group` reads."""
+
+    VERSION: int
+    """Counts the changes that give other results for the same inputs; part of the resume key."""
+
+    def quantize_group(
+        self,
+        weights: Mapping[str, Tensor],
+        scheme: LinearScheme,
+        *,
+        statistics: Mapping[str, Tensor],
+        scale_dtype: torch.dtype,
+    ) -> dict[str, GroupResult]:
+        """Quantize the linears that share an input."""
+        ...
+
+
+ALGORITHMS: dict[str, Algorithm] = {"rtn": rtn, "gptq": gptq}

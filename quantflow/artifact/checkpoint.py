@@ -1,0 +1,145 @@
+"""A Hugging Face folder as data: its config, its files, and where each tensor lies. No weight is read."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quantflow.artifact.canonical import read_json
+from quantflow.artifact.folder import list_files, refuse_small_pointer
+from quantflow.artifact.safetensors_header import TensorInfo, read_header
+from quantflow.errors import InputError
+
+CONFIG = "config.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_CONVERT = (
+    'convert it to safetensors: python -c "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; '
+    "[X.from_pretrained('{folder}').save_pretrained('{folder}-safetensors') for X in (M, T)]\""
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A folder in Hugging Face's layout whose headers were all read and checked.
+
+    Attributes:
+        folder: where it lies.
+        config: the content of config.json.
+        tensors: tensor name -> (file name, where it lies in that file).
+        files: every regular file of the folder, sorted, `/` between sub-folders.
+    """
+
+    folder: Path
+    config: dict[str, Any]
+    tensors: dict[str, tuple[str, TensorInfo]]
+    files: tuple[str, ...]
+
+    @property
+    def infos(self) -> dict[str, TensorInfo]:
+        """Tensor name -> where it lies, without the file name."""
+        return {name: info for name, (_, info) in self.tensors.items()}
+
+    @property
+    def shards(self) -> tuple[str, ...]:
+        """The files that hold the tensors, sorted."""
+        return tuple(sorted({file for file, _ in self.tensors.values()}))
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """Open a model folder: config.json, and model.safetensors or an index with its shards.
+
+    Links to files are followed, for a hub snapshot is made of them. A quantized model is opened too: refusing it is
+    `refuse_quantized`'s part.
+
+    Raises:
+        InputError: the folder is missing or empty, has no config.json, only pickled weights, a git-LFS pointer, a
+            damaged or missing shard, or an index that contradicts its shards or leads out of the folder.
+    """
+    listing = list_files(folder, follow_links=True)
+    if listing.others:
+        raise InputError(f"{folder / listing.others[0]}: not a regular file", "remove it or put the file itself there")
+    if not listing.files:
+        raise InputError(f"{folder}: the folder is empty", "give the folder of a Hugging Face model")
+    for name in listing.files:
+        refuse_small_pointer(folder / name)
+    if CONFIG not in listing.files:
+        raise InputError(f"{folder}: no {CONFIG}", "give the folder of a Hugging Face model")
+    config = read_json(folder / CONFIG)
+    if not isinstance(config, dict):
+        raise InputError(f"{folder / CONFIG}: not a table", "restore the file from where it came from")
+    tensors = _read_shards(folder, listing.files) if INDEX in listing.files else _read_single(folder, listing.files)
+    used = {file for file, _ in tensors.values()}
+    stray = [name for name in listing.files if _SHARD.fullmatch(name) and name not in used]
+    if stray:
+        raise InputError(f"{folder / stray[0]}: a shard that no index names", f"remove it or restore {INDEX}")
+    if not tensors:
+        raise InputError(f"{folder}: its safetensors hold no tensor", "download the model again")
+    return Checkpoint(folder=folder, config=config, tensors=tensors, files=listing.files)
+
+
+def refuse_quantized(checkpoint: Checkpoint) -> None:
+    """Refuse a source that is quantized already.
+
+    Raises:
+        InputError: config.json has a quantization_config; the message names its quant_method.
+    """
+    for key in ("quantization_config", "compression_config"):
+        found = checkpoint.config.get(key)
+        if found is not None:
+            method = found.get("quant_method", "unknown") if isinstance(found, dict) else "unknown"
+            raise InputError(
+                f"{checkpoint.folder / CONFIG}: {key} says the model is quantized already, with {method}",
+                "give the model in its original precision",
+            )
+
+
+def _read_single(folder: Path, files: tuple[str, ...]) -> dict[str, tuple[str, TensorInfo]]:
+    if SINGLE in files:
+        return {name: (SINGLE, info) for name, info in read_header(folder / SINGLE)[0].items()}
+    shards = [name for name in files if _SHARD.fullmatch(name)]
+    if shards:
+        raise InputError(f"{folder / shards[0]}: a shard without {INDEX}", f"download {INDEX} as well")
+    pickles = [name for name in files if name.endswith(_PICKLES)]
+    if pickles:
+        raise InputError(f"{folder / pickles[0]}: pickled weights and no safetensors", _CONVERT.format(folder=folder))
+    raise InputError(f"{folder}: no {SINGLE} and no {INDEX}", "give a folder that holds the model's weights")
+
+
+def _read_shards(folder: Path, files: tuple[str, ...]) -> dict[str, tuple[str, TensorInfo]]:
+    weight_map = _read_index(folder, files)
+    index = folder / INDEX
+    if SINGLE in files and SINGLE not in weight_map.values():
+        raise InputError(f"{folder}: both {SINGLE} and {INDEX}, which does not name it", "remove one of them")
+    tensors: dict[str, tuple[str, TensorInfo]] = {}
+    for shard in sorted(set(weight_map.values())):
+        for name, info in read_header(folder / shard)[0].items():
+            if name in tensors:
+                raise InputError(f"{folder}: tensor {name!r} in two shards, {tensors[name][0]} and {shard}", "keep one")
+            if name not in weight_map:
+                raise InputError(f"{index}: does not name {name!r} of {shard}", "restore the index or the shard")
+            tensors[name] = (shard, info)
+    for name, shard in weight_map.items():
+        if name not in tensors or tensors[name][0] != shard:
+            cause = f"{index}: names {name!r} in {shard}, which does not hold it"
+            raise InputError(cause, "restore the index or the shard")
+    return tensors
+
+
+def _read_index(folder: Path, files: tuple[str, ...]) -> dict[str, str]:
+    """Return the index's weight_map after checking that each value names a file of this folder itself."""
+    path = folder / INDEX
+    index = read_json(path)
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise InputError(f"{path}: weight_map is not a table of file names", "restore the index")
+    for shard in sorted(set(weight_map.values())):
+        if "/" in shard or "\\" in shard or "\0" in shard or shard in {"", ".", ".."}:
+            raise InputError(f"{path}: {shard[:80]!r} leads out of the folder", "get the model from a source you trust")
+        if not shard.endswith(".safetensors"):
+            raise InputError(f"{path}: {shard[:80]!r} is not a safetensors file", "restore the index")
+        if shard not in files:
+            raise InputError(f"{path}: names {shard[:80]!r}, which is missing", "download the missing shard")
+    return weight_map

@@ -1,0 +1,109 @@
+"""What a folder holds, as plain data: an artifact, a model, or measurements. Hashes are `verify`'s business."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from quantflow.artifact.canonical import read_json
+from quantflow.artifact.checkpoint import Checkpoint, open_checkpoint
+from quantflow.artifact.ledger import Ledger
+from quantflow.artifact.manifest import MANIFEST_NAME, read_manifest
+from quantflow.artifact.safetensors_header import TensorInfo, read_header
+from quantflow.errors import InputError
+
+MEASUREMENT_NAME = "measurement.json"
+STATISTICS_NAME = "statistics.safetensors"
+_RANK_FOLDER = re.compile(r"rank-\d+-of-\d+")
+_MEASUREMENT_KEYS = (
+    *("layout_version", "model", "mesh", "dtype", "seed"),
+    *("calibration", "observers", "counts", "tools", "digest"),
+)
+
+
+def summarize(folder: Path) -> dict[str, Any]:
+    """Summarize an artifact, a model, one rank's measurement, or a folder of them, reading headers and JSON only.
+
+    Returns:
+        A table whose `kind` is artifact, checkpoint, measurement or measurements.
+
+    Raises:
+        InputError: the folder is none of these, or damaged.
+        IntegrityError: an artifact whose manifest was changed.
+        UnsupportedError: an artifact of a newer layout version.
+    """
+    if (folder / MANIFEST_NAME).exists():
+        return _artifact(folder)
+    if (folder / MEASUREMENT_NAME).exists():
+        return _measurement(folder)
+    ranks = sorted(path for path in folder.glob("rank-*") if _RANK_FOLDER.fullmatch(path.name))
+    if ranks:
+        return {"kind": "measurements", "ranks": {path.name: _measurement(path) for path in ranks}}
+    return {"kind": "checkpoint", **_model(open_checkpoint(folder))}
+
+
+def _artifact(folder: Path) -> dict[str, Any]:
+    manifest = read_manifest(folder)
+    ledger = Ledger.from_json(manifest["ledger"])
+    reasons = Counter((entry.action, entry.reason) for entry in ledger.tensors)
+    model = _model(open_checkpoint(folder))
+    source_bytes = ledger.bytes_by_action()
+    copied = ("layout_version", "digest", "source", "recipe", "measurement", "float8", "proof", "tools")
+    return {
+        "kind": "artifact",
+        **{key: manifest[key] for key in copied},
+        "source_bytes": source_bytes,
+        "fraction_of_source": model["bytes"] / source_bytes["source"] if source_bytes["source"] else None,
+        "actions": [
+            {"action": action, "reason": reason, "tensors": count}
+            for (action, reason), count in sorted(reasons.items())
+        ],
+        "layers": len(manifest["layers"] or ()),
+        **model,
+    }
+
+
+def _model(checkpoint: Checkpoint) -> dict[str, Any]:
+    config = checkpoint.config
+    quantization = config.get("quantization_config")
+    return {
+        "model_type": config.get("model_type"),
+        "architectures": config.get("architectures"),
+        "quant_method": quantization.get("quant_method") if isinstance(quantization, dict) else None,
+        "format": quantization.get("format") if isinstance(quantization, dict) else None,
+        "tensors": len(checkpoint.tensors),
+        "bytes": sum(info.nbytes for info in checkpoint.infos.values()),
+        "dtypes": _by_dtype(checkpoint.infos.values()),
+        "shards": list(checkpoint.shards),
+        "files": list(checkpoint.files),
+    }
+
+
+def _measurement(folder: Path) -> dict[str, Any]:
+    path = folder / MEASUREMENT_NAME
+    record = read_json(path)
+    if not isinstance(record, Mapping) or record.get("kind") != "measurement":
+        raise InputError(f"{path}: not the record of a measurement", "give a folder that `quantflow measure` wrote")
+    statistics, _ = read_header(folder / STATISTICS_NAME)
+    tensors = record.get("tensors")
+    rows = tensors.values() if isinstance(tensors, Mapping) else ()
+    kinds = Counter(str(row.get("kind")) for row in rows if isinstance(row, Mapping))
+    names = Counter("|".join(key.split("|")[1:]) for key in statistics)
+    return {
+        "kind": "measurement",
+        **{key: record.get(key) for key in _MEASUREMENT_KEYS},
+        "tensors": dict(sorted(kinds.items())),
+        "statistics": dict(sorted(names.items())),
+        "bytes": sum(info.nbytes for info in statistics.values()),
+    }
+
+
+def _by_dtype(infos: Iterable[TensorInfo]) -> dict[str, dict[str, int]]:
+    """Return dtype -> tensors and bytes, the largest share first."""
+    table: dict[str, dict[str, int]] = {}
+    for info in infos:
+        row = table.setdefault(info.dtype, {"tensors": 0, "bytes": 0})
+        row["tensors"] += 1
+        row["bytes"] += info.nbytes
+    return dict(sorted(table.items(), key=lambda item: (-item[1]["bytes"], item[0])))

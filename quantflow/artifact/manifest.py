@@ -1,0 +1,129 @@
+"""quantflow.json: what an artifact was made from, how, and the hash of each of its files.
+
+It holds no time, host, path, thread count or memory figure, so the same inputs give the same bytes. `digest` is the
+sha256 of its own canonical JSON without that key; it covers every other hashed file through `files`, so it is "the
+artifact's hash". The byte form (`readable_json`) and the digest are defined alike in every layout version: a newer
+manifest is recognised as intact and newer, a damaged one as damaged.
+"""
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from quantflow.artifact.canonical import MAX_JSON_BYTES, digest_of, file_digest, parse_json, readable_json
+from quantflow.artifact.folder import list_files, reading, refuse_pointer
+from quantflow.errors import InputError, IntegrityError, UnsupportedError
+
+MANIFEST_NAME = "quantflow.json"
+LAYOUT_VERSION = 1
+UNHASHED = frozenset({MANIFEST_NAME, "README.md", ".gitattributes"})
+BODY_KEYS = frozenset(
+    {"kind", "source", "recipe", "measurement", "float8", "ledger", "layers", "proof", "tools", "made_from"}
+)
+KEYS = BODY_KEYS | {"layout_version", "files", "digest"}
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_AGAIN = "copy or export the artifact again"
+
+
+def build_manifest(folder: Path, *, body: Mapping[str, Any]) -> dict[str, Any]:
+    """Make the manifest of a folder that is otherwise complete.
+
+    Args:
+        folder: the artifact; every file but those in UNHASHED is hashed.
+        body: exactly the keys in BODY_KEYS; `kind` is "artifact".
+
+    Raises:
+        InputError: missing or unknown keys in `body`, a value that JSON cannot hold, or a link in the folder.
+    """
+    _check_keys(set(body), expected=BODY_KEYS, name="the body of a manifest")
+    listing = list_files(folder, follow_links=False)
+    if listing.others:
+        raise InputError(f"{folder / listing.others[0]}: not a regular file", "put the file itself into the artifact")
+    files = {
+        name: {"sha256": file_digest(folder / name), "bytes": (folder / name).stat().st_size}
+        for name in listing.files
+        if name not in UNHASHED
+    }
+    manifest = {**body, "layout_version": LAYOUT_VERSION, "files": files}
+    return {**manifest, "digest": digest_of(manifest)}
+
+
+def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Write quantflow.json and wait until it is on the disk. The folder is not under its final name yet.
+
+    Raises:
+        InputError: a value that JSON cannot hold.
+        IntegrityError: the manifest was changed after its digest was taken.
+    """
+    _check_digest(manifest)
+    with open(folder / MANIFEST_NAME, "wb") as file:
+        file.write(readable_json(manifest))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Read quantflow.json and check it against itself; `verify` checks the files.
+
+    Raises:
+        InputError: it is missing, or intact but without the form of a manifest.
+        IntegrityError: its bytes are not those that were written.
+        UnsupportedError: it is intact and of a newer layout version.
+    """
+    path = folder / MANIFEST_NAME
+    if not os.path.exists(path):
+        raise InputError(f"{folder}: no {MANIFEST_NAME}", "give the folder of an artifact that quantflow exported")
+    with reading(path) as file:
+        data = file.read(MAX_JSON_BYTES)
+    refuse_pointer(data, path)
+    try:
+        manifest = parse_json(data, str(path))
+        if not isinstance(manifest, dict):
+            raise IntegrityError(f"{path}: not a table", _AGAIN)
+        _check_digest(manifest)
+        written = readable_json(manifest)
+    except InputError as error:
+        raise IntegrityError(error.cause, _AGAIN) from error
+    if data != written:
+        raise IntegrityError(f"{path}: its bytes differ from the form in which it was written", _AGAIN)
+    version = manifest.get("layout_version")
+    if type(version) is not int or version < 1:
+        raise InputError(f"{path}: layout_version {version!r}, expected an integer from 1", _AGAIN)
+    if version > LAYOUT_VERSION:
+        cause = f"{path}: layout version {version}, this quantflow knows {LAYOUT_VERSION}"
+        raise UnsupportedError(cause, "update quantflow")
+    _check_keys(set(manifest), expected=KEYS, name=str(path))
+    if manifest["kind"] != "artifact":
+        raise InputError(f"{path}: kind {manifest['kind']!r}, expected 'artifact'", "give the folder of an artifact")
+    _check_files(path, manifest["files"])
+    return manifest
+
+
+def _check_digest(manifest: Mapping[str, Any]) -> None:
+    content = {key: value for key, value in manifest.items() if key != "digest"}
+    recorded, actual = manifest.get("digest"), digest_of(content)
+    if recorded != actual:
+        raise IntegrityError(f"{MANIFEST_NAME}: records digest {str(recorded)[:64]}, its content has {actual}", _AGAIN)
+
+
+def _check_keys(keys: set[str], *, expected: frozenset[str], name: str) -> None:
+    for what, names in (("lacks", expected - keys), ("has the unknown key", keys - expected)):
+        if names:
+            cause = f"{name}: {what} {', '.join(sorted(names))}"
+            raise InputError(cause, "use a quantflow of the version that wrote it")
+
+
+def _check_files(path: Path, files: Any) -> None:
+    """Check the form of the `files` table."""
+    if not isinstance(files, dict):
+        raise InputError(f"{path}: files is not a table", _AGAIN)
+    for name, row in files.items():
+        if not isinstance(row, dict) or set(row) != {"sha256", "bytes"}:
+            raise InputError(f"{path}: files[{name!r}] needs exactly sha256 and bytes", _AGAIN)
+        digest, size = row["sha256"], row["bytes"]
+        if not isinstance(digest, str) or not _SHA256.fullmatch(digest) or type(size) is not int or size < 0:
+            raise InputError(f"{path}: files[{name!r}] holds {str(digest)[:64]!r} and {size!r} bytes", _AGAIN)
+        if name in UNHASHED:
+            raise InputError(f"{path}: files names {name}, which is never hashed", _AGAIN)

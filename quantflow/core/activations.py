@@ -1,0 +1,58 @@
+"""The scale of a static input, from what calibration saw of it."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from quantflow.core import affine
+from quantflow.core.scheme import TensorScheme
+from quantflow.errors import SchemeError, StatisticsError
+
+
+def static_input(statistics: Mapping[str, Tensor], scheme: TensorScheme) -> tuple[Tensor, Tensor | None]:
+    """Return (input_scale, input_zero_point) of a static per-tensor input.
+
+    An input that calibration never reached has scale 1 (and a zero_point for the range 0..0); `unseen` tells.
+
+    Args:
+        statistics: `amax` [] for a symmetric scheme; `min_val` and `max_val`, [] or [C], for an asymmetric one.
+        scheme: static, per_tensor.
+
+    Returns:
+        input_scale: [1] float32, positive; input_zero_point: [1] int8, None when symmetric.
+
+    Raises:
+        SchemeError: the scheme is dynamic or not per_tensor.
+        StatisticsError: a statistic is missing, not finite, negative (amax), or the range is upside down.
+    """
+    if scheme.dynamic or scheme.granularity != "per_tensor":
+        raise SchemeError(
+            f"input scheme with dynamic={scheme.dynamic}, granularity={scheme.granularity!r}",
+            "a stored input scale is static and per_tensor",
+        )
+    if scheme.symmetric:
+        amax = _finite(statistics, "amax").max().reshape(1)
+        if amax < 0:
+            raise StatisticsError(f"input: amax is {amax.item()}, a magnitude is not negative", "measure again")
+        return affine.scale_from_amax(amax, scheme), None
+    low = _finite(statistics, "min_val").min().reshape(1)
+    high = _finite(statistics, "max_val").max().reshape(1)
+    if low > high:
+        raise StatisticsError(f"input: min_val {low.item()} is above max_val {high.item()}", "measure again")
+    return affine.scale_and_zero_point_from_range(low, high, scheme)
+
+
+def unseen(statistics: Mapping[str, Tensor]) -> bool:
+    """Return whether calibration saw nothing but zeros of this input (or nothing at all)."""
+    known = [statistics[name] for name in ("amax", "min_val", "max_val") if name in statistics]
+    return bool(known) and not any(value.any() for value in known)
+
+
+def _finite(statistics: Mapping[str, Tensor], name: str) -> Tensor:
+    value = statistics.get(name)
+    if value is None:
+        raise StatisticsError(f"input: statistic {name} is missing", f"measure with --stats {name}")
+    if value.numel() == 0 or not torch.isfinite(value).all():
+        raise StatisticsError(f"input: {name} {list(value.shape)} is empty or holds NaN or Inf", "measure again")
+    return value

@@ -1,0 +1,98 @@
+"""What every observer checks: the samples it is shown, and the state it is made from."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from quantflow.errors import StatisticsError
+
+
+def finite_rows(x: Tensor, features: int | None, *, observer: str) -> Tensor:
+    """Return the samples of `x` one per row.  x: [..., features], any float dtype; returns [N, features] float32.
+
+    Args:
+        x: the samples; may have no elements.
+        features: how many the observer was made for, or None when it does not matter.
+        observer: its name, for the message.
+
+    Raises:
+        StatisticsError: x is not float, has another number of features, or holds NaN or Inf.
+    """
+    shape = list(x.shape)
+    if not x.is_floating_point() or x.ndim == 0:
+        raise StatisticsError(f"{observer}: {x.dtype} {shape}, expected float [..., features]", "observe activations")
+    if features is not None and x.shape[-1] != features:
+        raise StatisticsError(
+            f"{observer}: input {shape} has {x.shape[-1]} features, the observer {features}",
+            "use an observer per tensor",
+        )
+    rows = x.detach().float().flatten(0, -2) if x.ndim > 1 else x.detach().float()[None]  # [N, features]
+    if rows.numel() and not all(torch.isfinite(end) for end in torch.aminmax(rows)):
+        raise StatisticsError(
+            f"{observer}: input {shape} holds {_describe_non_finite(rows)}",
+            "measure in a wider dtype (bfloat16 or float32), or repair the model",
+        )
+    return rows
+
+
+def _describe_non_finite(rows: Tensor) -> str:
+    return f"{int(rows.isnan().sum())} NaN and {int(rows.isinf().sum())} Inf"
+
+
+def checked_state(
+    state: Mapping[str, Tensor], expected: Mapping[str, tuple[torch.dtype, tuple[int | None, ...]]], *, observer: str
+) -> tuple[Tensor, ...]:
+    """Return the tensors of a state in the order of `expected`.
+
+    Args:
+        state: statistic name -> tensor.
+        expected: statistic name -> (dtype, shape); None is a size that is free but the same wherever it is None.
+        observer: its name, for the message.
+
+    Raises:
+        StatisticsError: a statistic is missing or superfluous, has another dtype or shape, or is not finite.
+    """
+    if set(state) != set(expected):
+        raise StatisticsError(f"{observer}: state has {sorted(state)}, expected {sorted(expected)}", "measure again")
+    free: set[int] = set()
+    for name, (dtype, shape) in expected.items():
+        value = state[name]
+        matches = value.ndim == len(shape) and all(
+            want in (None, have) for want, have in zip(shape, value.shape, strict=True)
+        )
+        if value.dtype != dtype or not matches:
+            raise StatisticsError(
+                f"{observer}: {name} is {value.dtype} {list(value.shape)}, expected {dtype} "
+                f"[{', '.join('n' if want is None else str(want) for want in shape)}]",
+                "measure again",
+            )
+        free.update(have for want, have in zip(shape, value.shape, strict=True) if want is None)
+        if not torch.isfinite(value).all():
+            raise StatisticsError(f"{observer}: {name} holds {_describe_non_finite(value)}", "measure again")
+    if len(free) > 1:
+        raise StatisticsError(f"{observer}: the state has {sorted(free)} features", "measure again")
+    return tuple(state[name] for name in expected)
+
+
+def refuse_negative(value: Tensor, name: str, *, observer: str) -> None:
+    """Refuse a statistic that cannot be below zero.
+
+    Raises:
+        StatisticsError: naming the statistic and its lowest value.
+    """
+    if value.numel() and value.min() < 0:
+        raise StatisticsError(f"{observer}: {name} holds {value.min().item()}, it is at least 0", "measure again")
+
+
+def refuse_other_shape(mine: Tensor, other: Tensor, *, observer: str) -> None:
+    """Refuse to merge statistics of tensors of different widths.
+
+    Raises:
+        StatisticsError: naming the two shapes.
+    """
+    if mine.shape != other.shape:
+        raise StatisticsError(
+            f"{observer}: shapes {list(mine.shape)} and {list(other.shape)}",
+            "concatenate the shards of a sharded tensor, do not merge them",
+        )

@@ -1,0 +1,349 @@
+"""The compressed-tensors layout: what stock transformers and vLLM load. Its groups, words and rules are theirs.
+
+A linear called NAME is stored as
+
+| layout          | tensors                                                                                         |
+|-----------------|-------------------------------------------------------------------------------------------------|
+| float-quantized | NAME.weight e4m3fn [O, I], NAME.weight_scale                                                    |
+| int-quantized   | NAME.weight int8 [O, I], NAME.weight_scale, NAME.weight_zero_point (asymmetric)                 |
+| pack-quantized  | NAME.weight_packed int32 [O, W], NAME.weight_scale, NAME.weight_shape int64 [2] = (O, I),       |
+|                 | NAME.weight_zero_point int32 [ceil(O * num_bits / 32), G], packed down the columns (asymmetric) |
+| a static input  | NAME.input_scale float32 [1], NAME.input_zero_point int8 [1] (asymmetric)                       |
+
+weight_scale is [1] per tensor, [O, 1] per channel, [O, G] per group; in the model's dtype for pack-quantized, else
+float32. compressed-tensors 0.20 cannot load its own pack-quantized files with zero points, except with
+`dequantize=True`. Tensors and config are one contract, hence one file, longer than most.
+Source: github.com/vllm-project/compressed-tensors, release 0.20.0, `compressors/` and `quantization/quant_args.py`.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from quantflow.core import float8, packing
+from quantflow.core.qtensor import QTensor, QuantizedLinear
+from quantflow.core.scheme import PRESETS, Granularity, Kind, Layout, LinearScheme, TensorScheme
+from quantflow.errors import InputError, SchemeError, UnsupportedError
+
+NAME = "compressed-tensors"
+LAYOUT_VERSION = 1
+
+_STRATEGIES: dict[str, Granularity] = {
+    "tensor": "per_tensor",
+    "channel": "per_channel",
+    "group": "per_group",
+    "token": "per_token",
+}
+# Loaders match the names of their modules; where these differ from the checkpoint's, an ignored linear needs both.
+_MODULE_NAMES = {("gpt_neox", "embed_out"): "lm_head"}
+
+
+def scale_dtype(scheme: LinearScheme, model_dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which this layout stores the weight's scales."""
+    return model_dtype if scheme.layout == "pack-quantized" else torch.float32
+
+
+def tensor_names(name: str, scheme: LinearScheme) -> tuple[str, ...]:
+    """Return the names of the tensors that `encode` makes of the linear `name` (without `.weight`)."""
+    suffixes = ["weight_packed", "weight_scale", "weight_shape"]
+    if scheme.layout != "pack-quantized":
+        suffixes = ["weight", "weight_scale"]
+    if not scheme.weights.symmetric:
+        suffixes.append("weight_zero_point")
+    if scheme.input is not None and not scheme.input.dynamic:
+        suffixes += ["input_scale"] if scheme.input.symmetric else ["input_scale", "input_zero_point"]
+    return tuple(f"{name}.{suffix}" for suffix in suffixes)
+
+
+def encode(name: str, linear: QuantizedLinear, *, scale_dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Return the tensors that hold `linear`.
+
+    Args:
+        name: the linear's source name, without `.weight`.
+        linear: not modified; the weight's tensors are not copied where they are stored as they are.
+        scale_dtype: what `scale_dtype` returned when the weight was quantized.
+
+    Raises:
+        UnsupportedError: the layout does not hold the scheme.
+        SchemeError: a scale is not exact in `scale_dtype`, or the values break QTensor's invariants.
+    """
+    weight, scheme = linear.weight, linear.scheme.weights
+    _check_layout(linear.scheme)
+    weight.validate(name)
+    scale = weight.scale.to(scale_dtype)
+    if not torch.equal(scale.float(), weight.scale):
+        raise SchemeError(
+            f"{name}: scales are not exact in {scale_dtype}", "quantize with the scale_dtype that the layout stores"
+        )
+    tensors = {f"{name}.weight_scale": scale.reshape(_scale_shape(scheme, weight.qvalue.shape))}
+    if linear.scheme.layout == "pack-quantized":
+        tensors[f"{name}.weight_packed"] = packing.pack(weight.qvalue, scheme.num_bits)
+        tensors[f"{name}.weight_shape"] = torch.tensor(weight.qvalue.shape, dtype=torch.int64)
+        if weight.zero_point is not None:
+            packed = packing.pack(weight.zero_point.T, scheme.num_bits)  # [G, words]
+            tensors[f"{name}.weight_zero_point"] = packed.T.contiguous()
+    else:
+        tensors[f"{name}.weight"] = weight.qvalue
+        if weight.zero_point is not None:
+            tensors[f"{name}.weight_zero_point"] = weight.zero_point.reshape(_scale_shape(scheme, weight.qvalue.shape))
+    # Linears with one input may hold one tensor for its scale; safetensors refuses tensors that share memory.
+    if linear.input_scale is not None:
+        tensors[f"{name}.input_scale"] = linear.input_scale.clone()
+    if linear.input_zero_point is not None:
+        tensors[f"{name}.input_zero_point"] = linear.input_zero_point.clone()
+    return {key: tensors[key] for key in tensor_names(name, linear.scheme)}
+
+
+def decode(name: str, tensors: Mapping[str, Tensor], scheme: LinearScheme) -> QuantizedLinear:
+    """Undo `encode`.
+
+    Args:
+        name: the linear's source name, without `.weight`.
+        tensors: full name -> tensor; may hold other linears too; not modified.
+        scheme: as it was encoded, or as `schemes_from_config` reads it.
+
+    Raises:
+        InputError: a tensor is missing, has another dtype or shape, or holds a scale that is not finite and positive.
+        UnsupportedError: the layout does not hold the scheme.
+    """
+    _check_layout(scheme)
+    weights = scheme.weights
+    if scheme.layout == "pack-quantized":
+        packed = _tensor(tensors, f"{name}.weight_packed", torch.int32)
+        rows, columns = _tensor(tensors, f"{name}.weight_shape", torch.int64, (2,)).tolist()
+        words = (rows, -(-columns * weights.num_bits // 32))
+        if packed.shape != words:
+            raise InputError(
+                f"{name}.weight_packed: {list(packed.shape)}, weight_shape ({rows}, {columns}) needs {list(words)}",
+                "the file is damaged; export again",
+            )
+        qvalue = packing.unpack(packed, weights.num_bits, columns)
+    else:
+        expected = torch.int8 if weights.kind == "int" else float8.FLAVOURS[weights.float8].dtype
+        qvalue = _tensor(tensors, f"{name}.weight", expected)
+    shape = _scale_shape(weights, qvalue.shape, name=name)
+    scale = _scale(tensors, f"{name}.weight_scale", shape)
+    grid = (1, 1) if weights.granularity == "per_tensor" else shape
+    zero_point = input_scale = input_zero_point = None
+    if not weights.symmetric:
+        zero_point = _zero_point(tensors, f"{name}.weight_zero_point", scheme=scheme, shape=shape).reshape(grid)
+    if scheme.input is not None and not scheme.input.dynamic:
+        input_scale = _scale(tensors, f"{name}.input_scale", (1,))
+        if not scheme.input.symmetric:
+            input_zero_point = _tensor(tensors, f"{name}.input_zero_point", torch.int8, (1,))
+    weight = QTensor(qvalue=qvalue, scale=scale.reshape(grid), zero_point=zero_point, scheme=weights)
+    try:
+        weight.validate(name)
+    except SchemeError as error:
+        raise InputError(error.cause, "the file is damaged; export again") from error
+    return QuantizedLinear(weight=weight, scheme=scheme, input_scale=input_scale, input_zero_point=input_zero_point)
+
+
+def quantization_config(
+    schemes: Mapping[str, LinearScheme], *, ignore: Sequence[str], model_type: str
+) -> dict[str, Any]:
+    """Return the `quantization_config` of config.json.
+
+    One scheme for all targets the class Linear, the way the field's own tools do; several schemes target names.
+
+    Args:
+        schemes: source name -> scheme, every quantized linear of the model.
+        ignore: source names of the model's other linears, lm_head among them.
+        model_type: config.json's; decides whether loaders know an ignored linear by another name too.
+
+    Raises:
+        UnsupportedError: the layout does not hold a scheme.
+        SchemeError: `schemes` is empty, or a linear is both quantized and ignored.
+    """
+    both = sorted(set(schemes) & set(ignore))
+    if both or not schemes:
+        cause = f"{both[0]}: both quantized and ignored" if both else "no linear is quantized"
+        raise SchemeError(cause, "quantize at least one linear, and list each under one of the two")
+    targets: dict[tuple[Layout, TensorScheme, TensorScheme | None], list[str]] = {}
+    for name, scheme in schemes.items():
+        _check_layout(scheme)
+        targets.setdefault((scheme.layout, scheme.weights, scheme.input), []).append(name)
+    groups = {
+        f"group_{index}": {
+            "targets": names if len(targets) > 1 else ["Linear"],
+            "weights": _arguments(weights),
+            "input_activations": None if inputs is None else _arguments(inputs),
+            "output_activations": None,
+            "format": layout,
+        }
+        for index, ((layout, weights, inputs), names) in enumerate(targets.items())
+    }
+    layouts = {layout for layout, _, _ in targets}
+    aliases = [_MODULE_NAMES[model_type, name] for name in ignore if (model_type, name) in _MODULE_NAMES]
+    return {
+        "quant_method": NAME,
+        "format": layouts.pop() if len(layouts) == 1 else "mixed-precision",
+        "quantization_status": "compressed",
+        "global_compression_ratio": None,
+        "ignore": [*ignore, *aliases],
+        "kv_cache_scheme": None,
+        "config_groups": groups,
+    }
+
+
+def schemes_from_config(config: Mapping[str, Any], linears: Sequence[str]) -> dict[str, LinearScheme | None]:
+    """Return the scheme of every linear, None for those that are not quantized.
+
+    A scheme that equals a preset (at any group size) is that preset; any other is called `custom`.
+
+    Args:
+        config: the `quantization_config` of config.json.
+        linears: the source names of all linears of the model.
+
+    Raises:
+        UnsupportedError: a method, strategy, format or option that this version does not know.
+        InputError: config_groups is missing, or a pattern is not a regular expression.
+    """
+    for key, known in (("quant_method", NAME), ("quantization_status", "compressed"), ("kv_cache_scheme", None)):
+        if config.get(key) != known:
+            raise _unsupported(f"{key} is {config.get(key)!r}, {known!r} is known")
+    groups = config.get("config_groups")
+    if not isinstance(groups, dict) or not groups:
+        raise InputError("config.json: quantization_config has no config_groups", "the file is damaged; export again")
+    by_target: dict[str, LinearScheme] = {}
+    for label, group in groups.items():
+        if not isinstance(group, dict) or not isinstance(group.get("weights"), dict) or group.get("output_activations"):
+            raise _unsupported(f"{label} has no weights, or quantizes outputs")
+        scheme = _linear_scheme(label, group, layout=group.get("format") or config.get("format"))
+        by_target.update(dict.fromkeys(group.get("targets", ()), scheme))
+    ignore = config.get("ignore") or ()
+    resolved: dict[str, LinearScheme | None] = {}
+    for name in linears:
+        matches = [target for target in by_target if _matches(name, target)]
+        ignored = any(_matches(name, pattern) for pattern in ignore)
+        resolved[name] = None if ignored or not matches else by_target[min(matches, key=_specificity)]
+    return resolved
+
+
+def _check_layout(scheme: LinearScheme) -> None:
+    """Refuse a scheme that is sound but that this layout cannot hold."""
+    if scheme.layout == "pack-quantized" and scheme.weights.granularity == "per_tensor":
+        raise _unsupported(f"{scheme.name}: pack-quantized weights with one scale per tensor")
+    for tensor in (scheme.weights, scheme.input):
+        if tensor is None or tensor.kind != "float":
+            continue
+        if float8.FLAVOURS[tensor.float8].dtype != torch.float8_e4m3fn:
+            raise _unsupported(f"{scheme.name}: float8 flavour {tensor.float8!r}, the layout holds e4m3fn codes")
+
+
+def _unsupported(cause: str) -> UnsupportedError:
+    return UnsupportedError(f"compressed-tensors: {cause}", "use a preset scheme, or a quantflow that knows this one")
+
+
+def _scale_shape(scheme: TensorScheme, shape: Sequence[int], *, name: str = "weight") -> tuple[int, ...]:
+    """Return the stored shape of the scales of a weight of `shape`."""
+    if len(shape) != 2 or (scheme.group_size is not None and shape[1] % scheme.group_size):
+        raise InputError(
+            f"{name}: weight is {list(shape)}, group_size={scheme.group_size}", "the file is damaged; export again"
+        )
+    return (1,) if scheme.granularity == "per_tensor" else (shape[0], shape[1] // (scheme.group_size or shape[1]))
+
+
+def _tensor(
+    tensors: Mapping[str, Tensor], key: str, dtype: torch.dtype | None, shape: tuple[int, ...] | None = None
+) -> Tensor:
+    """Return a tensor after comparing its dtype and shape; None compares nothing."""
+    tensor = tensors.get(key)
+    if tensor is None:
+        raise InputError(f"{key}: missing", "the artifact is incomplete; export again")
+    if (dtype is not None and tensor.dtype != dtype) or (shape is not None and tuple(tensor.shape) != shape):
+        raise InputError(
+            f"{key}: is {tensor.dtype} {list(tensor.shape)}, the scheme needs {dtype or 'any dtype'} {shape or ''}",
+            "the file is damaged or its config belongs to another one; export again",
+        )
+    return tensor
+
+
+def _scale(tensors: Mapping[str, Tensor], key: str, shape: tuple[int, ...]) -> Tensor:
+    scale = _tensor(tensors, key, None, shape).float()
+    bad = ~(torch.isfinite(scale) & (scale > 0))
+    if bad.any():
+        raise InputError(f"{key}: scale {scale[bad][0].item()}", "scales are finite and positive; export again")
+    return scale
+
+
+def _zero_point(tensors: Mapping[str, Tensor], key: str, *, scheme: LinearScheme, shape: tuple[int, ...]) -> Tensor:
+    """Return the weight's zero points, int8 of `shape`."""
+    if scheme.layout != "pack-quantized":
+        return _tensor(tensors, key, torch.int8, shape)
+    num_bits, rows = scheme.weights.num_bits, shape[0]
+    packed = _tensor(tensors, key, torch.int32, (-(-rows * num_bits // 32), shape[1]))
+    return packing.unpack(packed.T, num_bits, rows).T.contiguous()  # [O, G]
+
+
+def _arguments(scheme: TensorScheme) -> dict[str, Any]:
+    """Return compressed-tensors' QuantizationArgs for one tensor."""
+    strategy = next(key for key, granularity in _STRATEGIES.items() if granularity == scheme.granularity)
+    return {
+        "num_bits": scheme.num_bits,
+        "type": scheme.kind,
+        "symmetric": scheme.symmetric,
+        "strategy": strategy,
+        "group_size": scheme.group_size,
+        "dynamic": scheme.dynamic,
+    }
+
+
+def _tensor_scheme(arguments: Mapping[str, Any]) -> TensorScheme:
+    """Undo `_arguments`; an option that changes numbers and is not known here is refused."""
+    strategy = arguments.get("strategy")
+    if strategy not in _STRATEGIES:
+        raise SchemeError(f"strategy {strategy!r}", f"use one of {', '.join(_STRATEGIES)}")
+    dynamic, actorder = arguments.get("dynamic", False), arguments.get("actorder")
+    if dynamic not in (True, False) or actorder not in (None, "weight", "static"):
+        raise SchemeError(f"dynamic={dynamic!r}, actorder={actorder!r}", "use true or false, and null or weight")
+    granularity = _STRATEGIES[strategy]
+    return TensorScheme(
+        kind=cast(Kind, arguments.get("type", "int")),
+        num_bits=arguments.get("num_bits", 8),
+        granularity=granularity,
+        group_size=arguments.get("group_size") if granularity == "per_group" else None,
+        symmetric=arguments.get("symmetric", True),
+        dynamic=dynamic,
+    )
+
+
+def _linear_scheme(label: str, group: Mapping[str, Any], *, layout: Any) -> LinearScheme:
+    """Return the scheme of one config group: the preset it equals, else a custom one."""
+    inputs = group.get("input_activations")
+    try:
+        found = LinearScheme(
+            name="custom",
+            weights=_tensor_scheme(group["weights"]),
+            input=None if inputs is None else _tensor_scheme(inputs),
+            layout=layout,
+        )
+    except SchemeError as error:
+        raise _unsupported(f"{label}: {error.cause}") from error
+    _check_layout(found)
+    for preset in PRESETS.values():
+        candidate = preset
+        if preset.weights.granularity == found.weights.granularity == "per_group":
+            candidate = replace(preset, weights=replace(preset.weights, group_size=found.weights.group_size))
+        if (candidate.weights, candidate.input, candidate.layout) == (found.weights, found.input, found.layout):
+            return candidate
+    return found
+
+
+def _specificity(target: str) -> tuple[bool, bool, str]:
+    """Order targets as compressed-tensors does: exact names first, then patterns, then the class."""
+    return (target == "Linear", target.startswith("re:"), target)
+
+
+def _matches(name: str, target: str) -> bool:
+    """Return whether a target of compressed-tensors (a name, `re:` and a pattern, or the class Linear) means `name`."""
+    if not target.startswith("re:"):
+        return target in (name, "Linear")
+    try:
+        return re.match(target.removeprefix("re:"), name) is not None
+    except re.error as error:
+        raise InputError(f"config.json: pattern {target!r}: {error}", "correct the pattern") from error

@@ -1,0 +1,77 @@
+"""Names of statistics in a file, `<source name>|<site>|<statistic>`, and the observers they belong to."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from torch import Tensor
+
+from quantflow.errors import StatisticsError
+from quantflow.observers import OBSERVERS, Observer
+
+SITES = ("input", "output", "weight", "k_cache", "v_cache")
+
+
+class Key(NamedTuple):
+    """Which statistic of which tensor.
+
+    Attributes:
+        name: the source name of the weight.
+        site: one of SITES: where the data flowed.
+        statistic: the name that an observer's state gives it.
+    """
+
+    name: str
+    site: str
+    statistic: str
+
+    def __str__(self) -> str:
+        """Return the key as files have it."""
+        return "|".join(self)
+
+
+def parse_key(text: str) -> Key:
+    """Split a key into its parts.
+
+    Raises:
+        StatisticsError: it has not three parts, or the site is unknown.
+    """
+    parts = text.split("|")
+    if len(parts) != 3 or not all(parts) or parts[1] not in SITES:
+        raise StatisticsError(
+            f"statistic {text!r} is not <source name>|<site>|<statistic> with a site of {', '.join(SITES)}",
+            "measure again",
+        )
+    return Key(*parts)
+
+
+def by_site(statistics: Mapping[str, Tensor]) -> dict[tuple[str, str], dict[str, Tensor]]:
+    """Return (source name, site) -> statistic name -> tensor, in sorted order.
+
+    Raises:
+        StatisticsError: a key is not one.
+    """
+    sites: dict[tuple[str, str], dict[str, Tensor]] = {}
+    for key in sorted(parse_key(text) for text in statistics):
+        sites.setdefault((key.name, key.site), {})[key.statistic] = statistics[str(key)]
+    return sites
+
+
+def observers_at(name: str, site: str, *, statistics: Mapping[str, Tensor]) -> list[Observer]:
+    """Make the observers whose states these statistics are; two observers may share a `count`.
+
+    Args:
+        name: source name, for the message.
+        site: for the message.
+        statistics: statistic name -> tensor, of one site.
+
+    Raises:
+        StatisticsError: a statistic belongs to no observer, or is not one of its states (NaN, negative, shape, dtype).
+    """
+    found = [kind for kind in OBSERVERS.values() if set(kind.STATISTICS) <= set(statistics)]
+    foreign = set(statistics) - {statistic for kind in found for statistic in kind.STATISTICS}
+    if foreign:
+        raise StatisticsError(f"{name}|{site}: no observer has the state {sorted(foreign)}", "measure again")
+    try:
+        return [kind.from_state({part: statistics[part] for part in kind.STATISTICS}) for kind in found]
+    except StatisticsError as error:
+        raise StatisticsError(f"{name}|{site}: {error.cause}", error.remedy) from error

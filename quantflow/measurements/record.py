@@ -1,0 +1,244 @@
+"""A measurement as a folder: three files, each with its hash, checked when written and when read.
+
+statistics.safetensors    `<source name>|<site>|<statistic>`, see keys.py
+calibration.safetensors   tokens [total], lengths [n], indices [n], all int64: this rank's sequences of token ids one
+                          after the other, and their numbers in the whole calibration set
+measurement.json          everything else, `meta`:
+
+{layout_version: 1, kind: "measurement", model: {name, fingerprint, family}, mesh: {rank, world, tp, dp, ep},
+ dtype, seed, calibration: {hash, samples, tokens, sequence_length} of the whole set, observers: [names],
+ tensors: {source name: {kind: replicated | column | row | expert, axis, offset, full_shape}},
+ counts: {samples, tokens} of this rank, tools, unified: {world, ranks, digests} where it was made by unify,
+ files: {name: sha256}, digest: sha256 of the canonical JSON of all this without digest}
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from quantflow.artifact.canonical import digest_of, file_digest, read_json, readable_json
+from quantflow.errors import InputError, IntegrityError, StatisticsError, UnsupportedError
+from quantflow.measurements.keys import Key, by_site, observers_at
+from quantflow.observers import observers_for
+
+LAYOUT_VERSION = 1
+META_NAME = "measurement.json"
+STATISTICS_NAME = "statistics.safetensors"
+CALIBRATION_NAME = "calibration.safetensors"
+KINDS = ("replicated", "column", "row", "expert")
+
+_FIELDS: tuple[tuple[str, type], ...] = (
+    ("layout_version", int),
+    ("model.name", str),
+    ("model.fingerprint", str),
+    ("model.family", str),
+    ("mesh.rank", int),
+    ("mesh.world", int),
+    ("mesh.tp", int),
+    ("mesh.dp", int),
+    ("mesh.ep", int),
+    ("dtype", str),
+    ("seed", int),
+    ("calibration.hash", str),
+    ("calibration.samples", int),
+    ("calibration.tokens", int),
+    ("calibration.sequence_length", int),
+    ("observers", list),
+    ("tensors", dict),
+    ("counts.samples", int),
+    ("counts.tokens", int),
+    ("tools", dict),
+)
+_KEYS = {path.split(".")[0] for path, _ in _FIELDS} | {"kind"}
+_WRITTEN_KEYS = {"files", "digest"}
+_OPTIONAL_KEYS = {"unified"}
+_AGAIN = "measure again, or copy the folder again from where it was measured"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Measurement:
+    """What one rank saw.
+
+    Attributes:
+        meta: the fields of measurement.json; `files` and `digest` only after it was read from a folder.
+        statistics: `<source name>|<site>|<statistic>` -> tensor.
+        sequences: token ids of this rank's samples, each int64 [length].
+        indices: the number of each sequence in the whole calibration set, ascending.
+    """
+
+    meta: dict[str, Any]
+    statistics: dict[str, Tensor]
+    sequences: list[Tensor]
+    indices: list[int]
+
+
+def statistic(measurement: Measurement, name: str, *, site: str, statistic: str) -> Tensor:
+    """Return one statistic of a tensor.
+
+    Raises:
+        StatisticsError: it was not measured; says which `--stats` would have.
+    """
+    value = measurement.statistics.get(str(Key(name, site, statistic)))
+    if value is None:
+        observers = observers_for([statistic])
+        raise StatisticsError(
+            f"{name}: the measurement has no {statistic} of its {site}",
+            f"measure with --stats {','.join(observers) or statistic}",
+        )
+    return value
+
+
+def write_measurement(folder: Path, measurement: Measurement) -> str:
+    """Write the three files into an existing folder and return the digest. Equal measurements give equal bytes.
+
+    Raises:
+        InputError: meta and sequences contradict each other, or a file cannot be written.
+        StatisticsError: a statistic is not one of an observer's states.
+    """
+    _check(measurement, name="the measurement")
+    lengths = [sequence.numel() for sequence in measurement.sequences]
+    calibration = {
+        "tokens": torch.cat([torch.empty(0, dtype=torch.int64), *measurement.sequences]),
+        "lengths": torch.tensor(lengths, dtype=torch.int64),
+        "indices": torch.tensor(measurement.indices, dtype=torch.int64),
+    }
+    try:
+        save_file(_unshared(measurement.statistics), folder / STATISTICS_NAME)
+        save_file(calibration, folder / CALIBRATION_NAME)
+        files = {name: file_digest(folder / name) for name in (STATISTICS_NAME, CALIBRATION_NAME)}
+        meta = {key: value for key, value in measurement.meta.items() if key not in _WRITTEN_KEYS} | {"files": files}
+        digest = digest_of(meta)
+        (folder / META_NAME).write_bytes(readable_json({**meta, "digest": digest}))
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"{folder}: cannot be written ({error})", "give a folder on a disk with space") from error
+    return digest
+
+
+def read_measurement(folder: Path) -> Measurement:
+    """Read and check a measurement.
+
+    Raises:
+        InputError: a file is missing or not of its format, or the three contradict each other.
+        UnsupportedError: a newer version of quantflow wrote it.
+        IntegrityError: a file differs from its recorded hash.
+        StatisticsError: a statistic is NaN, Inf, negative, or of the wrong shape; names the tensor.
+    """
+    for name in (META_NAME, STATISTICS_NAME, CALIBRATION_NAME):
+        if not (folder / name).is_file():
+            raise InputError(f"{folder / name}: no such file", "give a folder that `quantflow measure` finished")
+    meta = _read_meta(folder / META_NAME)
+    for name in (STATISTICS_NAME, CALIBRATION_NAME):
+        actual = file_digest(folder / name)
+        if actual != meta["files"][name]:
+            raise IntegrityError(f"{folder / name}: sha256 is {actual}, recorded {meta['files'][name]}", _AGAIN)
+    sequences, indices = _read_sequences(folder / CALIBRATION_NAME)
+    measurement = Measurement(
+        meta=meta, statistics=_load(folder / STATISTICS_NAME), sequences=sequences, indices=indices
+    )
+    _check(measurement, name=str(folder))
+    return measurement
+
+
+def _read_meta(path: Path) -> dict[str, Any]:
+    meta = read_json(path)
+    if not isinstance(meta, dict) or meta.get("kind") != "measurement":
+        raise InputError(f"{path}: not the record of a measurement", "give a folder that `quantflow measure` wrote")
+    version = meta.get("layout_version")
+    if type(version) is int and version > LAYOUT_VERSION:
+        raise UnsupportedError(
+            f"{path}: layout_version {version}, this quantflow reads up to {LAYOUT_VERSION}",
+            "install a newer quantflow",
+        )
+    actual = digest_of({key: value for key, value in meta.items() if key != "digest"})
+    if meta.get("digest") != actual:
+        raise IntegrityError(f"{path}: digest of its content is {actual}, recorded {meta.get('digest')}", _AGAIN)
+    files = meta.get("files")
+    if not isinstance(files, dict) or set(files) != {STATISTICS_NAME, CALIBRATION_NAME}:
+        raise InputError(f"{path}: files is {files!r}, expected a hash for each of two files", _AGAIN)
+    return meta
+
+
+def _read_sequences(path: Path) -> tuple[list[Tensor], list[int]]:
+    tensors = _load(path)
+    tokens, lengths, indices = (tensors.get(name) for name in ("tokens", "lengths", "indices"))
+    if len(tensors) != 3 or tokens is None or lengths is None or indices is None:
+        raise InputError(f"{path}: holds {sorted(tensors)}, expected tokens, lengths, indices", _AGAIN)
+    for name, value in tensors.items():
+        if value.dtype != torch.int64 or value.ndim != 1 or (value.numel() and value.min() < 0):
+            raise InputError(
+                f"{path}: {name} is {value.dtype} {list(value.shape)}, expected int64 [n] of at least 0", _AGAIN
+            )
+    if int(lengths.sum()) != tokens.numel():
+        raise InputError(f"{path}: lengths add up to {int(lengths.sum())}, there are {tokens.numel()} tokens", _AGAIN)
+    return list(torch.split(tokens, lengths.tolist())), indices.tolist()
+
+
+def _load(path: Path) -> dict[str, Tensor]:
+    try:
+        loaded: dict[str, Tensor] = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"{path}: cannot be read as safetensors ({error})", _AGAIN) from error
+    return loaded
+
+
+def _check(measurement: Measurement, *, name: str) -> None:
+    meta = measurement.meta
+    _check_fields(meta, name=name)
+    tokens = sum(sequence.numel() for sequence in measurement.sequences)
+    pairs = (
+        ("counts.samples", meta["counts"]["samples"], "sequences", len(measurement.sequences)),
+        ("indices", len(measurement.indices), "sequences", len(measurement.sequences)),
+        ("counts.tokens", meta["counts"]["tokens"], "tokens in the sequences", tokens),
+    )
+    for left, left_value, right, right_value in pairs:
+        if left_value != right_value:
+            raise InputError(f"{name}: {left} is {left_value}, {right} are {right_value}", _AGAIN)
+    indices, samples = measurement.indices, meta["calibration"]["samples"]
+    if sorted(set(indices)) != indices or not all(0 <= index < samples for index in indices):
+        raise InputError(f"{name}: sample numbers {indices[:8]} are not ascending within 0..{samples - 1}", _AGAIN)
+    for (tensor, site), statistics in by_site(measurement.statistics).items():
+        if tensor not in meta["tensors"]:
+            raise StatisticsError(f"{name}: {tensor}|{site} was measured, `tensors` does not list it", _AGAIN)
+        observers_at(tensor, site, statistics=statistics)
+
+
+def _check_fields(meta: Mapping[str, Any], *, name: str) -> None:
+    unknown = set(meta) - _KEYS - _WRITTEN_KEYS - _OPTIONAL_KEYS
+    missing = _KEYS - set(meta)
+    if unknown or missing:
+        raise InputError(f"{name}: fields missing {sorted(missing)}, unknown {sorted(unknown)}", _AGAIN)
+    if (meta["layout_version"], meta["kind"]) != (LAYOUT_VERSION, "measurement"):
+        raise InputError(f"{name}: layout_version {meta['layout_version']!r}, kind {meta['kind']!r}", _AGAIN)
+    for path, expected in _FIELDS:
+        value: Any = meta
+        for part in path.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if type(value) is not expected:
+            raise InputError(f"{name}: {path} is {value!r}, expected {expected.__name__}", _AGAIN)
+    rank, world = meta["mesh"]["rank"], meta["mesh"]["world"]
+    if not 0 <= rank < world:
+        raise InputError(f"{name}: mesh.rank is {rank} of mesh.world {world}", _AGAIN)
+    for tensor, placement in meta["tensors"].items():
+        kind = placement.get("kind") if isinstance(placement, Mapping) else None
+        if kind not in KINDS:
+            raise InputError(f"{name}: tensors.{tensor} has kind {kind!r}, expected one of {', '.join(KINDS)}", _AGAIN)
+
+
+def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return contiguous tensors of which no two share memory: linears that share an input share its statistics."""
+    seen: set[int] = set()
+    result: dict[str, Tensor] = {}
+    for name, value in sorted(tensors.items()):
+        own = value.detach().cpu().contiguous()
+        storage = own.untyped_storage()
+        if storage.data_ptr() in seen or storage.nbytes() != own.nbytes:
+            own = own.clone()
+        seen.add(own.untyped_storage().data_ptr())
+        result[name] = own
+    return result

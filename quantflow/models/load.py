@@ -1,0 +1,280 @@
+"""From files to modules: tensors by positioned reads, a model without storage, and its parameters put in and taken out.
+
+Files are read with pread, never mapped: the pages of a mapped checkpoint count as this process's memory, and a file
+that shrinks under a map kills the process.
+"""
+
+import copy
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from quantflow.artifact.canonical import digest_of, file_digest
+from quantflow.artifact.checkpoint import Checkpoint, open_checkpoint, refuse_quantized
+from quantflow.artifact.folder import reading
+from quantflow.artifact.safetensors_header import TensorInfo
+from quantflow.errors import InputError, UnsupportedError
+from quantflow.models.graph import family_for
+from quantflow.models.names import NameMap, twins
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_CHECK_ELEMENTS = 1 << 24  # elements whose finiteness is checked at once, so that the check needs no second tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A checkpoint of a supported family, opened for reading.
+
+    Attributes:
+        checkpoint: its files and tensor headers.
+        config: its configuration as transformers understands it.
+    """
+
+    checkpoint: Checkpoint
+    config: PreTrainedConfig
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every source name."""
+        return tuple(self.checkpoint.tensors)
+
+    def read(self, names: Iterable[str], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """Read tensors; see `read_tensors`."""
+        return read_tensors(self.checkpoint, names, dtype=dtype)
+
+
+def open_source(folder: str | Path) -> Source:
+    """Open a Hugging Face folder that is to be quantized; reads headers and config.json, no weight.
+
+    Raises:
+        InputError: the folder, a header or config.json cannot be used, or the weights are already quantized.
+        UnsupportedError: the family is not supported.
+    """
+    checkpoint = open_checkpoint(Path(folder))
+    refuse_quantized(checkpoint)
+    return Source(checkpoint=checkpoint, config=load_config(checkpoint))
+
+
+def load_config(checkpoint: Checkpoint) -> PreTrainedConfig:
+    """Return the checkpoint's configuration; code that comes with the checkpoint is not run.
+
+    Raises:
+        InputError: transformers refuses the configuration.
+        UnsupportedError: the family is not supported.
+    """
+    family_for(checkpoint.config.get("model_type"), checkpoint.config.get("architectures"))
+    try:
+        return AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # the library raises what its validators raise: no narrower common base than this
+        raise InputError(
+            f"{checkpoint.folder / 'config.json'}: {_first_line(error)}", "repair config.json or download it again"
+        ) from error
+
+
+def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a folder; code that comes with it is not run.
+
+    Raises:
+        InputError: there is none, or its files are damaged.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(Path(folder), trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # the Rust tokenizers raise bare Exception
+        raise InputError(
+            f"{folder}: no usable tokenizer ({_first_line(error)})",
+            "copy the tokenizer files of the model into this folder",
+        ) from error
+
+
+def fingerprint(checkpoint: Checkpoint) -> str:
+    """Return the sha256 that identifies a model: its config.json, its tensor headers and its weight files' contents."""
+    tensors = {name: [file, info.dtype, list(info.shape)] for name, (file, info) in checkpoint.tensors.items()}
+    files = {file: file_digest(checkpoint.folder / file) for file in checkpoint.shards}
+    return digest_of({"config": checkpoint.config, "tensors": tensors, "files": files})
+
+
+def read_tensors(
+    checkpoint: Checkpoint, names: Iterable[str], *, dtype: torch.dtype | None = None
+) -> dict[str, Tensor]:
+    """Read tensors into memory of their own, in the order of `names`.
+
+    Args:
+        checkpoint: the opened folder.
+        names: source names.
+        dtype: what floating tensors are converted to; None keeps every tensor as stored.
+
+    Raises:
+        InputError: a name that is not there, a file that ends early, or a tensor that holds NaN or Inf.
+        UnsupportedError: a dtype that torch has no name for.
+    """
+    tensors = {}
+    for name in names:
+        if name not in checkpoint.tensors:
+            raise InputError(f"{name}: not in {checkpoint.folder}", "name a tensor of the checkpoint")
+        file, info = checkpoint.tensors[name]
+        tensor = read_tensor(checkpoint.folder / file, info)
+        tensors[name] = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+    return tensors
+
+
+def read_tensor(path: Path, info: TensorInfo) -> Tensor:
+    """Read one tensor of a safetensors file whose header has been checked, as stored.
+
+    Raises:
+        InputError: the file ends early, or the tensor holds NaN or Inf.
+        UnsupportedError: a dtype that torch has no name for.
+    """
+    if info.dtype not in DTYPES:
+        raise UnsupportedError(
+            f"{info.name}: dtype {info.dtype} in {path.name} is not known", f"use one of {', '.join(DTYPES)}"
+        )
+    tensor = torch.empty(info.shape, dtype=DTYPES[info.dtype])
+    _read_into(
+        path, memoryview(tensor.flatten().view(torch.uint8).numpy().data), info.offset, name=info.name
+    )  # [nbytes]
+    if tensor.is_floating_point():
+        _check_finite(tensor, name=info.name, path=path)
+    return tensor
+
+
+def _read_into(path: Path, view: memoryview, offset: int, *, name: str) -> None:
+    """Fill `view` from `offset` of the file; one call to the system returns 2 GiB at most, hence the loop."""
+    with reading(path) as file:
+        done = 0
+        while done < len(view):
+            count = os.preadv(file.fileno(), [view[done:]], offset + done)
+            if count == 0:
+                raise InputError(f"{name}: {path.name} ends {len(view) - done} bytes early", "download the file again")
+            done += count
+
+
+def _check_finite(tensor: Tensor, *, name: str, path: Path) -> None:
+    flat = tensor.flatten()
+    for start in range(0, len(flat), _CHECK_ELEMENTS):
+        part = flat[start : start + _CHECK_ELEMENTS]
+        values = part.float() if part.itemsize == 1 else part  # isfinite is not written for every float8
+        if not torch.isfinite(values).all():
+            count = int((~torch.isfinite(values)).sum())
+            raise InputError(
+                f"{name}: {count} values of {path.name} are NaN or Inf, all must be finite",
+                "download the file again, or repair the checkpoint",
+            )
+
+
+def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
+    """Return the causal LM of a configuration without storage: parameters on meta, buffers real, eval mode, SDPA.
+
+    Raises:
+        UnsupportedError: a buffer that is not computed from the configuration alone.
+    """
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=False
+        )
+    for name, module in list(model.named_modules()):
+        if not any(buffer.is_meta for buffer in module.buffers(recurse=False)):
+            continue
+        if "RotaryEmbedding" not in type(module).__name__:
+            raise UnsupportedError(
+                f"{name}: {type(module).__name__} has buffers that config.json does not determine",
+                "use a supported family without them",
+            )
+        model.set_submodule(name, type(module)(model.config))
+    model.requires_grad_(False)
+    return model.eval()
+
+
+def load_model(source: Source, *, dtype: torch.dtype) -> PreTrainedModel:
+    """Return the whole model of a source with its weights, in `dtype`, eval mode, without gradients.
+
+    Raises:
+        InputError: the checkpoint and its config.json do not belong together, or a tensor holds NaN or Inf.
+        UnsupportedError: the checkpoint's names are not those of its family.
+    """
+    model = skeleton(source.config)
+    names = NameMap(model).bind(source.names)
+    for name, module_name in names.to_module.items():
+        materialize_(model, {module_name: source.read([name])[name]}, dtype=dtype)
+    return model
+
+
+def materialize_(model: nn.Module, tensors: Mapping[str, Tensor], *, dtype: torch.dtype) -> None:
+    """Give parameters of `model` their values.
+
+    Of two tied parameters either name is enough: when one is given, both become the same parameter.
+
+    Args:
+        model: a model or a part of it.
+        tensors: parameter name relative to `model` -> values; converted to `dtype`, not copied when they have it.
+        dtype: the dtype of every parameter that is set.
+
+    Raises:
+        InputError: a name that is no parameter of `model`, or another shape.
+    """
+    other = twins(model) if isinstance(model, PreTrainedModel) else {}
+    for name, tensor in tensors.items():
+        owner, leaf = _owner(model, name)
+        current = owner._parameters.get(leaf)
+        if current is None:
+            raise _no_parameter(model, name)
+        if current.shape != tensor.shape:
+            raise InputError(
+                f"{name}: checkpoint holds {list(tensor.shape)}, the model needs {list(current.shape)}",
+                "check that config.json belongs to these weights",
+            )
+        parameter = nn.Parameter(tensor.to(dtype), requires_grad=False)
+        setattr(owner, leaf, parameter)
+        if name in other and other[name] not in tensors:
+            twin_owner, twin_leaf = _owner(model, other[name])
+            setattr(twin_owner, twin_leaf, parameter)
+
+
+def release_(module: nn.Module, names: Iterable[str] | None = None) -> None:
+    """Put parameters back on meta, which frees their memory; `names` relative to `module`, None for all of them."""
+    chosen = [name for name, _ in module.named_parameters(remove_duplicate=False)] if names is None else list(names)
+    for name in chosen:
+        owner, leaf = _owner(module, name)
+        setattr(owner, leaf, nn.Parameter(getattr(owner, leaf).to("meta"), requires_grad=False))
+
+
+def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    prefix, _, leaf = name.rpartition(".")
+    try:
+        return model.get_submodule(prefix), leaf
+    except AttributeError as error:
+        raise _no_parameter(model, name) from error
+
+
+def _no_parameter(model: nn.Module, name: str) -> InputError:
+    return InputError(
+        f"{name}: no parameter of {type(model).__name__}", "check that config.json belongs to these weights"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)

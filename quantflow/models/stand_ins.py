@@ -1,0 +1,77 @@
+"""What `quantflow.models.capture` puts in the place of decoder layers, and what it keeps of their calls."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """What the model hands to one decoder layer besides the hidden state."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class Recorder(nn.Module):
+    """Stands for a decoder layer: remembers what it was called with and returns its input."""
+
+    def __init__(self) -> None:
+        """Start with nothing recorded."""
+        super().__init__()
+        self.hidden = torch.empty(0)
+        self.args: tuple[Any, ...] = ()
+        self.kwargs: dict[str, Any] = {}
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Record and return `hidden`, [1, S, H]."""
+        self.hidden, self.args, self.kwargs = hidden, args, kwargs
+        return hidden
+
+
+class Constant(nn.Module):
+    """Stands for a decoder layer: returns the given hidden state whatever it is called with."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        """Answer every call with `hidden`, [1, S, H]."""
+        super().__init__()
+        self.hidden = hidden
+
+    def forward(self, *_args: Any, **_kwargs: Any) -> Tensor:
+        """Return the hidden state it was made with."""
+        return self.hidden
+
+
+class TensorPool:
+    """Keeps one copy of equal tensors: masks and position embeddings repeat over layers and equally long sequences."""
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._kept: dict[tuple[torch.dtype, torch.Size], list[Tensor]] = {}
+
+    def share(self, value: Any, seen: dict[int, Tensor]) -> Any:
+        """Return `value` with every tensor in it replaced by the kept one of equal content.
+
+        Args:
+            value: a tensor, a tuple or dict of values, or anything else.
+            seen: id -> kept tensor, for the tensors of one forward, which are alive while it is used.
+        """
+        if isinstance(value, Tensor):
+            if id(value) not in seen:
+                seen[id(value)] = self._keep(value)
+            return seen[id(value)]
+        if isinstance(value, tuple):
+            return tuple(self.share(item, seen) for item in value)
+        if isinstance(value, dict):
+            return {name: self.share(item, seen) for name, item in value.items()}
+        return value
+
+    def _keep(self, value: Tensor) -> Tensor:
+        kept = self._kept.setdefault((value.dtype, value.shape), [])
+        for tensor in kept:
+            if torch.equal(tensor, value):
+                return tensor
+        kept.append(value)
+        return value

@@ -1,0 +1,57 @@
+"""The largest magnitude of a whole tensor: what a static symmetric scale is made from."""
+
+from collections.abc import Mapping
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from quantflow.core import statistics
+
+
+class AmaxObserver:
+    """Largest |x| seen.
+
+    Algebra: merge is associative, commutative and idempotent, exactly; an unseen observer (amax 0) is neutral.
+
+    Args:
+        features: size of the last dimension of every x, or None for any.
+    """
+
+    NAME: ClassVar[str] = "amax"
+    STATISTICS: ClassVar[tuple[str, ...]] = ("amax",)
+
+    def __init__(self, features: int | None = None) -> None:
+        """Start with nothing seen."""
+        self._features = features
+        self._amax = torch.zeros((), dtype=torch.float32)
+
+    def update(self, x: Tensor) -> None:
+        """Take in samples.  x: [..., features], any float dtype.
+
+        Raises:
+            StatisticsError: x has other features, or holds NaN or Inf; nothing is taken in.
+        """
+        rows = statistics.finite_rows(x, self._features, observer=self.NAME)
+        if rows.numel():
+            self._amax = torch.maximum(self._amax, rows.abs().max().cpu())
+
+    def merge(self, other: Self) -> None:
+        """Take in what `other` has seen."""
+        self._amax = torch.maximum(self._amax, other._amax)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return {"amax": [] float32}."""
+        return {"amax": self._amax}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Tensor]) -> Self:
+        """Make the observer that had this state.
+
+        Raises:
+            StatisticsError: the state is not one of this observer's.
+        """
+        observer = cls()
+        (observer._amax,) = statistics.checked_state(state, {"amax": (torch.float32, ())}, observer=cls.NAME)
+        statistics.refuse_negative(observer._amax, "amax", observer=cls.NAME)
+        return observer

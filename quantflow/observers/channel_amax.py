@@ -1,0 +1,63 @@
+"""The largest magnitude of each input feature: what SmoothQuant balances against the weights."""
+
+from collections.abc import Mapping
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from quantflow.core import statistics
+
+
+class ChannelAmaxObserver:
+    """Largest |x| seen in each feature.
+
+    Algebra: merge is associative, commutative and idempotent, exactly; an unseen observer (zeros) is neutral.
+
+    Args:
+        features: size C of the last dimension of every x.
+    """
+
+    NAME: ClassVar[str] = "channel_amax"
+    STATISTICS: ClassVar[tuple[str, ...]] = ("channel_amax",)
+
+    def __init__(self, features: int) -> None:
+        """Start with nothing seen."""
+        self._channel_amax = torch.zeros(features, dtype=torch.float32)
+
+    def update(self, x: Tensor) -> None:
+        """Take in samples.  x: [..., C], any float dtype.
+
+        Raises:
+            StatisticsError: x has other features, or holds NaN or Inf; nothing is taken in.
+        """
+        rows = statistics.finite_rows(x, self._channel_amax.numel(), observer=self.NAME)
+        if rows.numel():
+            self._channel_amax = torch.maximum(self._channel_amax, rows.abs().amax(dim=0).cpu())
+
+    def merge(self, other: Self) -> None:
+        """Take in what `other` has seen.
+
+        Raises:
+            StatisticsError: the number of features differs.
+        """
+        statistics.refuse_other_shape(self._channel_amax, other._channel_amax, observer=self.NAME)
+        self._channel_amax = torch.maximum(self._channel_amax, other._channel_amax)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return {"channel_amax": [C] float32}."""
+        return {"channel_amax": self._channel_amax}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Tensor]) -> Self:
+        """Make the observer that had this state.
+
+        Raises:
+            StatisticsError: the state is not one of this observer's.
+        """
+        expected = {"channel_amax": (torch.float32, (None,))}
+        (channel_amax,) = statistics.checked_state(state, expected, observer=cls.NAME)
+        statistics.refuse_negative(channel_amax, "channel_amax", observer=cls.NAME)
+        observer = cls(channel_amax.numel())
+        observer._channel_amax = channel_amax
+        return observer

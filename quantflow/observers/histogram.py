@@ -1,0 +1,111 @@
+"""How often each magnitude occurs: what a scale that clips outliers is made from.
+
+The edges are fixed: every binade from 2^-40 to 2^24 is cut into 8 equal parts, so edge k is
+2^(k // 8 - 40) * (1 + (k % 8) / 8). Bin 0 holds everything below 2^-40, zero included; the last bin everything from
+2^24 on. A value on an edge belongs to the bin above it. The bin of a float32 is then its exponent and the top three
+bits of its mantissa: no logarithm, hence no rounding, and the same bin on every machine.
+"""
+
+import math
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from quantflow.core import statistics
+from quantflow.errors import StatisticsError, UsageError
+
+LOWEST_EXPONENT = -40
+HIGHEST_EXPONENT = 24
+PARTS_PER_BINADE = 8
+BINS = (HIGHEST_EXPONENT - LOWEST_EXPONENT) * PARTS_PER_BINADE + 2
+
+_MANTISSA_BITS_DROPPED = 23 - PARTS_PER_BINADE.bit_length() + 1
+_FIRST_CODE = (127 + LOWEST_EXPONENT) * PARTS_PER_BINADE  # exponent and top mantissa bits of 2^-40
+
+
+def upper_edge(index: int) -> float:
+    """Return the upper edge of bin `index`, exactly; inf for the last bin."""
+    if index == BINS - 1:
+        return math.inf
+    binade, part = divmod(index, PARTS_PER_BINADE)
+    return math.ldexp(1 + part / PARTS_PER_BINADE, LOWEST_EXPONENT + binade)
+
+
+class HistogramObserver:
+    """Counts of |x| of a whole tensor in fixed bins.
+
+    Algebra: merge is associative and commutative, exactly; an unseen observer (zeros) is neutral. Not idempotent: what
+    is merged twice counts twice.
+
+    Args:
+        features: size of the last dimension of every x, or None for any.
+    """
+
+    NAME: ClassVar[str] = "histogram"
+    STATISTICS: ClassVar[tuple[str, ...]] = ("counts",)
+
+    def __init__(self, features: int | None = None) -> None:
+        """Start with nothing seen."""
+        self._features = features
+        self._counts = torch.zeros(BINS, dtype=torch.int64)
+
+    def update(self, x: Tensor) -> None:
+        """Take in samples.  x: [..., features], any float dtype.
+
+        Raises:
+            StatisticsError: x has other features, or holds NaN or Inf; nothing is taken in.
+        """
+        rows = statistics.finite_rows(x, self._features, observer=self.NAME)
+        codes = rows.abs().flatten().view(torch.int32) >> _MANTISSA_BITS_DROPPED  # [N]
+        bins = (codes - _FIRST_CODE + 1).clamp_(0, BINS - 1)
+        self._counts = self._counts + torch.bincount(bins, minlength=BINS).cpu()
+
+    def merge(self, other: Self) -> None:
+        """Take in what `other` has seen."""
+        self._counts = self._counts + other._counts
+
+    def state(self) -> dict[str, Tensor]:
+        """Return {"counts": [BINS] int64}."""
+        return {"counts": self._counts}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Tensor]) -> Self:
+        """Make the observer that had this state.
+
+        Raises:
+            StatisticsError: the state is not one of this observer's.
+        """
+        observer = cls()
+        (observer._counts,) = statistics.checked_state(state, {"counts": (torch.int64, (BINS,))}, observer=cls.NAME)
+        statistics.refuse_negative(observer._counts, "counts", observer=cls.NAME)
+        return observer
+
+    def percentile(self, q: float) -> float:
+        """Return a magnitude that at least q percent of the values do not exceed; 0 when unseen.
+
+        It is the upper edge of the bin that holds the exact percentile p (the smallest value with at least q percent of
+        all values at or below it): p < result <= 9/8 * p for p of 2^-40 or more, and result = 2^-40 for a smaller p.
+
+        Args:
+            q: percent, 0 to 100.
+
+        Raises:
+            UsageError: q is not between 0 and 100.
+            StatisticsError: the percentile lies beyond the last edge, 2^24.
+        """
+        if not 0 <= q <= 100:
+            raise UsageError(f"percentile {q} is not within 0..100", "give it in percent, such as 99.9")
+        total = int(self._counts.sum())
+        if total == 0:
+            return 0.0
+        rank = max(1, math.ceil(total * Fraction(str(q)) / 100))  # as written: 99.9 is not a float
+        edge = upper_edge(int((self._counts.cumsum(0) < rank).sum()))
+        if math.isinf(edge):
+            raise StatisticsError(
+                f"{self.NAME}: percentile {q} lies beyond the last edge, 2^{HIGHEST_EXPONENT}",
+                "use amax, or a smaller q",
+            )
+        return edge

@@ -1,0 +1,72 @@
+"""The mean magnitude of each input feature: what AWQ weighs channels by."""
+
+from collections.abc import Mapping
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from quantflow.core import statistics
+
+
+class MeanAbsObserver:
+    """Sum of |x| in each feature, in float64, and how many samples it is over.
+
+    Algebra: merge is commutative, and associative up to rounding in float64: fold in rank order. The count is exact.
+    An unseen observer is neutral. Not idempotent: what is merged twice counts twice.
+
+    Args:
+        features: size C of the last dimension of every x.
+    """
+
+    NAME: ClassVar[str] = "mean_abs"
+    STATISTICS: ClassVar[tuple[str, ...]] = ("abs_sum", "count")
+
+    def __init__(self, features: int) -> None:
+        """Start with nothing seen."""
+        self._abs_sum = torch.zeros(features, dtype=torch.float64)
+        self._count = torch.zeros((), dtype=torch.int64)
+
+    @property
+    def mean(self) -> Tensor:
+        """Mean |x| of each feature, [C] float64; zeros when unseen."""
+        return self._abs_sum / self._count.clamp_min(1)
+
+    def update(self, x: Tensor) -> None:
+        """Take in samples.  x: [..., C], any float dtype; each of its rows counts one.
+
+        Raises:
+            StatisticsError: x has other features, or holds NaN or Inf; nothing is taken in.
+        """
+        rows = statistics.finite_rows(x, self._abs_sum.numel(), observer=self.NAME)
+        self._abs_sum = self._abs_sum + rows.abs().sum(dim=0, dtype=torch.float64).cpu()
+        self._count = self._count + rows.shape[0]
+
+    def merge(self, other: Self) -> None:
+        """Take in what `other` has seen.
+
+        Raises:
+            StatisticsError: the number of features differs.
+        """
+        statistics.refuse_other_shape(self._abs_sum, other._abs_sum, observer=self.NAME)
+        self._abs_sum = self._abs_sum + other._abs_sum
+        self._count = self._count + other._count
+
+    def state(self) -> dict[str, Tensor]:
+        """Return {"abs_sum": [C] float64, "count": [] int64}."""
+        return {"abs_sum": self._abs_sum, "count": self._count}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Tensor]) -> Self:
+        """Make the observer that had this state.
+
+        Raises:
+            StatisticsError: the state is not one of this observer's.
+        """
+        expected = {"abs_sum": (torch.float64, (None,)), "count": (torch.int64, ())}
+        abs_sum, count = statistics.checked_state(state, expected, observer=cls.NAME)
+        statistics.refuse_negative(abs_sum, "abs_sum", observer=cls.NAME)
+        statistics.refuse_negative(count, "count", observer=cls.NAME)
+        observer = cls(abs_sum.numel())
+        observer._abs_sum, observer._count = abs_sum, count
+        return observer

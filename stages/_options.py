@@ -1,0 +1,142 @@
+"""What every verb shares: options, the recipe under the flags, output, and the exit code of an error."""
+
+import contextlib
+import errno
+import functools
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import click
+
+from quantflow.errors import QuantflowError
+
+Command = Callable[..., Any]
+
+
+class Interrupted(Exception):
+    """SIGTERM arrived."""
+
+
+def common(command: Command) -> Command:
+    """Add the options that every verb takes."""
+    options = [
+        click.option("--recipe", metavar="FILE", help="Take values from this recipe; flags win over it."),
+        click.option("--set", "settings", metavar="KEY=VALUE", multiple=True, help="Change one value of the recipe."),
+        click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON document."),
+        click.option("--force", is_flag=True, help="Replace a finished result that was made from other inputs."),
+        click.option("--dry-run", is_flag=True, help="Say what would be done and do nothing."),
+        click.option("-q", "--quiet", is_flag=True, help="No progress."),
+        click.option("-v", "--verbose", is_flag=True, help="Progress from the first step on."),
+        click.option("--debug", is_flag=True, help="Show the traceback of an error."),
+    ]
+    return functools.reduce(lambda decorated, option: option(decorated), reversed(options), command)
+
+
+def offline(command: Command) -> Command:
+    """Add the options of the verbs that only read."""
+    options = [
+        click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON document."),
+        click.option("--debug", is_flag=True, help="Show the traceback of an error."),
+    ]
+    return functools.reduce(lambda decorated, option: option(decorated), reversed(options), command)
+
+
+def overlay(data: dict[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Put flags that were given (not None) over a recipe's mapping, in place: `calibration.samples` -> value."""
+    for path, value in flags.items():
+        if value is None:
+            continue
+        *parents, last = path.split(".")
+        target = data
+        for part in parents:
+            target = target.setdefault(part, {})
+        target[last] = value
+    return data
+
+
+def show(result: Any, *, as_json: bool, text: str) -> None:
+    """Print the result to stdout: the JSON document, or the text."""
+    click.echo(json.dumps(result, indent=1, sort_keys=True, default=str) if as_json else text)
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return rows as aligned text: the first three columns to the left, numbers to the right."""
+    cells = [tuple(columns), *[tuple(row) for row in rows]]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
+    lines = []
+    for row in cells:
+        padded = [text.ljust(w) if i < 3 else text.rjust(w) for i, (text, w) in enumerate(zip(row, widths, strict=True))]
+        lines.append("  ".join(padded).rstrip())
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(lines)
+
+
+def outline(value: Any, indent: str = "") -> str:
+    """Return nested data as indented lines for people; long lists are cut."""
+    if isinstance(value, dict):
+        lines = []
+        for key, item in value.items():
+            nested = isinstance(item, dict | list) and item
+            lines.append(f"{indent}{key}:" + (f"\n{outline(item, indent + '  ')}" if nested else f" {item}"))
+        return "\n".join(lines)
+    if isinstance(value, list):
+        shown = [f"{indent}- {outline(item, indent + '  ').lstrip()}" for item in value[:20]]
+        return "\n".join(shown + ([f"{indent}... {len(value) - 20} more"] if len(value) > 20 else []))
+    return f"{indent}{value}"
+
+
+@contextlib.contextmanager
+def terminable() -> Iterator[None]:
+    """Turn SIGTERM into an exception, so that locks and temporary folders are cleaned up."""
+
+    def stop(_signal: int, _frame: object) -> None:
+        raise Interrupted
+
+    previous = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def exit_code(group: click.Group, arguments: Sequence[str]) -> int:
+    """Run a command line and return its exit code; a user's mistake is two lines on stderr, never a traceback."""
+    debug = "--debug" in arguments
+    try:
+        with terminable():
+            group.main(args=list(arguments), prog_name="quantflow", standalone_mode=False)
+    except QuantflowError as error:
+        return _fail(error.cause, error.remedy, error.exit_code, debug=debug)
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message())
+        return 0
+    except click.ClickException as error:
+        usage = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "quantflow"
+        return _fail(error.format_message().replace("\n", " "), f"see `{usage} --help`", 2, debug=debug)
+    except (KeyboardInterrupt, click.Abort):
+        return _fail("interrupted", "the same command continues where this one stopped", 130, debug=debug)
+    except Interrupted:
+        return _fail("terminated", "the same command continues where this one stopped", 143, debug=debug)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        remedy = "free some space; the same command continues" if full else "check the path and its permissions"
+        return _fail(f"{error.filename or 'file'}: {error.strerror or error}", remedy, 5 if full else 3, debug=debug)
+    except Exception as error:  # the outermost edge: whatever is left is a defect of quantflow
+        return _fail(f"a bug in quantflow: {type(error).__name__}: {error}", "report it with --debug", 1, debug=debug)
+    return 0
+
+
+def _fail(cause: str, remedy: str, code: int, *, debug: bool) -> int:
+    if debug:
+        traceback.print_exc()
+    click.echo(f"error: {cause}", err=True)
+    click.echo(f"  fix: {remedy}", err=True)
+    return code

@@ -1,0 +1,373 @@
+"""The command line: one function per verb, each of which builds a job, runs its stage and prints the result.
+
+Heavy modules are imported inside the verbs, so that `--help`, `inspect`, `verify` and `diff` start without torch.
+Longer than 300 lines because every verb stands here, once, with its help text.
+"""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from stages._options import common, exit_code, offline, outline, overlay, show, table
+
+if TYPE_CHECKING:
+    from stages._config import Recipe
+    from stages._progress import Progress
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(package_name="quantflow")
+def cli() -> None:
+    """Turn a Hugging Face causal LM into a proven FP8, INT8 or INT4 artifact.
+
+    \b
+    measure -> quantize -> unify -> export -> validate, or all of them:
+      quantflow run tiny-llama
+    """
+
+
+@cli.command()
+@click.argument("recipe_name", metavar="RECIPE")
+@click.option("-o", "--output", metavar="DIR", help="Default: artifacts/<recipe>.")
+@common
+def run(recipe_name: str, output: str | None, settings: tuple[str, ...], **shared: Any) -> None:
+    """All stages of RECIPE (a file, or the name of a shipped one), resumed where they stopped.
+
+    \b
+    Example: quantflow run tiny-llama --set quantize.0.group_size=64
+    """
+    from stages import run as stage
+    from stages._config import find_config
+    from stages._report import COLUMNS, cells
+    from stages.validate import raise_for_verdict
+
+    path = find_config("recipes", recipe_name)
+    recipe = _recipe(str(path), settings, {})
+    folder = Path(output or f"artifacts/{path.stem}")
+    if shared["dry_run"]:
+        show(recipe, as_json=False, text=f"{folder}\n{recipe}")
+        return
+    results = stage.run(stage.Job(recipe=recipe, name=path.stem, folder=folder), _progress(shared))
+    text = f"{table(COLUMNS, [cells(result) for result in results])}\nreport: {folder / 'report.html'}"
+    show(results, as_json=shared["as_json"], text=text)
+    for result in results:
+        raise_for_verdict(result, allow_inconclusive=recipe.validate.allow_inconclusive)
+
+
+@cli.command()
+@click.argument("model")
+@click.option("-o", "--output", metavar="DIR", required=True, help="Where the ranks go.")
+@click.option("--calibration", metavar="FILE", help=".txt, .jsonl or .safetensors with calibration text or tokens.")
+@click.option("--samples", type=int, help="Sequences at most (default 128).")
+@click.option("--sequence-length", type=int, help="Tokens per sequence at most (default min(2048, the model's)).")
+@click.option("--pack", is_flag=True, default=None, help="Join documents instead of cutting each.")
+@click.option("--seed", type=int, help="Of the choice of documents (default 0).")
+@click.option("--stats", metavar="NAMES", help="Observers of each linear's input, comma-separated.")
+@click.option("--ranks", type=int, help="Processes that share the sequences (default 1); started with torchrun.")
+@common
+def measure(model: str, output: str, settings: tuple[str, ...], recipe: str | None, **shared: Any) -> None:
+    """Stage 1: run calibration text through MODEL and keep statistics.
+
+    \b
+    Example: quantflow measure ./llama -o work/1-measure --calibration text.jsonl --samples 128 --ranks 2
+    """
+    from stages import measure as stage
+
+    flags = {
+        "model": model,
+        "calibration.source": shared["calibration"],
+        "calibration.samples": shared["samples"],
+        "calibration.sequence_length": shared["sequence_length"],
+        "calibration.pack": shared["pack"],
+        "seed": shared["seed"],
+        "measure.ranks": shared["ranks"],
+        "measure.stats": shared["stats"].split(",") if shared["stats"] else None,
+    }
+    values = _recipe(recipe, settings, flags)
+    job = stage.Job(
+        model=Path(model),
+        output=Path(output),
+        calibration=values.calibration,
+        seed=values.seed,
+        ranks=values.measure.ranks,
+        stats=values.measure.stats or stage.DEFAULT_STATS,
+        replace=shared["force"],
+        arguments=tuple(sys.argv[1:]),
+    )
+    _run(stage, job, shared)
+
+
+@cli.command()
+@click.argument("model")
+@click.option("-o", "--output", metavar="DIR", required=True, help="Where the quantized layers go.")
+@click.option("--scheme", help="FP8, FP8_DYNAMIC, W8A8, W8A8_STATIC, W8A16, W4A16 or W4A16_ASYM.")
+@click.option("--algorithm", help="rtn or gptq (default: the scheme's).")
+@click.option("--group-size", type=int, help="Input features per scale (default: the scheme's).")
+@click.option("--smoothquant", type=float, metavar="ALPHA", help="Smooth with this alpha; 0.5 is usual.")
+@click.option("--ignore", multiple=True, metavar="PATTERN", help="Leave these linears alone: a name, or re:...")
+@click.option("--measurement", metavar="DIR", help="What stage 1 or unify wrote.")
+@click.option("--name", help="Which entry of the recipe (default: the first).")
+@click.option("--seed", type=int, help="Of the canary where no measurement is given (default 0).")
+@common
+def quantize(model: str, output: str, settings: tuple[str, ...], recipe: str | None, **shared: Any) -> None:
+    """Stage 2: choose integers or float8 values and scales for MODEL, layer by layer.
+
+    \b
+    Example: quantflow quantize ./llama -o work/2-quantize --scheme W4A16 --measurement work/1-measure
+    """
+    from quantflow.errors import UsageError
+    from stages import quantize as stage
+    from stages._config import nearest
+
+    smooth = shared["smoothquant"]
+    flags = {
+        "scheme": shared["scheme"],
+        "algorithm": shared["algorithm"],
+        "group_size": shared["group_size"],
+        "transforms": None if smooth is None else [{"smoothquant": {"alpha": smooth}}],
+        "ignore": list(shared["ignore"]) or None,
+    }
+    data: dict[str, Any] = {"model": model}
+    if recipe is None:
+        if shared["scheme"] is None:
+            raise UsageError("quantize: no scheme", "give --scheme, for example --scheme W4A16, or --recipe")
+        data["quantize"] = [overlay({"name": shared["name"] or shared["scheme"].lower()}, flags)]
+    values = _recipe(recipe, settings, {**data, "seed": shared["seed"]})
+    entries = {entry.name: entry for entry in values.quantize}
+    if shared["name"] is not None and shared["name"] not in entries:
+        raise UsageError(f"quantize: no entry {shared['name']!r} in the recipe", nearest(shared["name"], list(entries)))
+    job = stage.Job(
+        model=Path(model),
+        output=Path(output),
+        entry=entries[shared["name"]] if shared["name"] else values.quantize[0],
+        measurement=Path(shared["measurement"]) if shared["measurement"] else None,
+        seed=values.seed,
+        revision=values.revision,
+        replace=shared["force"],
+    )
+    _run(stage, job, shared)
+
+
+@cli.command()
+@click.option("-g", "--groups", multiple=True, metavar="RANKS", help="Ranks that become one: 0123, 0,1,2 or 0-7; repeat it.")
+@click.option("-m", "--measurement", metavar="DIR", required=True, help="What `quantflow measure --ranks N` wrote.")
+@click.option("-o", "--output", metavar="DIR", required=True, help="Where the merged ranks go.")
+@click.argument("more_groups", metavar="[RANKS]...", nargs=-1)
+@common
+def unify(groups: tuple[str, ...], more_groups: tuple[str, ...], measurement: str, output: str, **shared: Any) -> None:
+    """Stage 3: merge what several ranks measured.
+
+    \b
+    Example: quantflow unify -g 01 -m work/1-measure -o work/3-unify
+    """
+    from stages import unify as stage
+
+    job = stage.Job(measurement=Path(measurement), output=Path(output), groups=(*groups, *more_groups), replace=shared["force"])
+    _run(stage, job, shared)
+
+
+@cli.command()
+@click.argument("quantized")
+@click.option("-o", "--output", metavar="DIR", required=True, help="The artifact's folder.")
+@click.option("--model", metavar="DIR", help="The source (default: where quantize read it).")
+@click.option("--format", "layout", help="compressed-tensors (default).")
+@click.option("--shard-size", metavar="SIZE", help="Largest weight file (default 4GiB).")
+@common
+def export(
+    quantized: str, output: str, model: str | None, settings: tuple[str, ...], recipe: str | None, **shared: Any
+) -> None:
+    """Stage 4: write QUANTIZED as an artifact and prove it in a fresh process.
+
+    \b
+    Example: quantflow export work/2-quantize -o work/4-export
+    """
+    from stages import export as stage
+
+    flags = {"model": model or "unused", "export.format": shared["layout"], "export.shard_size": shared["shard_size"]}
+    values = _recipe(recipe, settings, flags)
+    job = stage.Job(
+        quantized=Path(quantized),
+        output=Path(output),
+        model=Path(model) if model else None,
+        format=values.export.format,
+        shard_size=values.export.shard_size,
+        replace=shared["force"],
+    )
+    _run(stage, job, shared)
+
+
+@cli.command()
+@click.argument("artifact")
+@click.option("--baseline", metavar="DIR", required=True, help="The model that the artifact was made from.")
+@click.option("--text", metavar="FILE", help="Evaluation text, not the calibration text.")
+@click.option("--tokens", type=int, help="Tokens of it (default 32768).")
+@click.option("--sequence-length", type=int, help="Tokens per window (default 512).")
+@click.option("--gate", help="auto (default), a shipped gate or a file.")
+@click.option("--allow-inconclusive", is_flag=True, default=None, help="Exit 0 when the gate cannot decide; recorded.")
+@click.option("--expect", type=click.Choice(["pass", "fail"]), default="pass", help="Which verdict exits 0.")
+@click.option("--report", metavar="DIR", help="Default: <artifact>-validation.")
+@common
+def validate(
+    artifact: str, baseline: str, settings: tuple[str, ...], recipe: str | None, report: str | None, **shared: Any
+) -> None:
+    """Stage 5: compare ARTIFACT with its source and let a gate decide; a failed gate exits 4.
+
+    \b
+    Example: quantflow validate work/4-export --baseline ./llama --text heldout.jsonl
+    """
+    from stages import validate as stage
+    from stages._report import COLUMNS, cells
+
+    keys = ("text", "tokens", "sequence_length", "gate", "allow_inconclusive")
+    values = _recipe(recipe, settings, {"model": baseline, **{f"validate.{key}": shared[key] for key in keys}})
+    job = stage.Job(
+        artifact=Path(artifact),
+        baseline=Path(baseline),
+        report=Path(report or f"{artifact.rstrip('/')}-validation"),
+        options=values.validate,
+        expect=shared["expect"],
+        seed=values.seed,
+        replace=shared["force"],
+    )
+    if shared["dry_run"]:
+        show(job, as_json=False, text=str(job))
+        return
+    result = stage.run(job, _progress(shared))
+    text = f"{table(COLUMNS, [cells(result)])}\nreport: {job.report / 'report.html'}"
+    show(result, as_json=shared["as_json"], text=text)
+    stage.raise_for_verdict(result, allow_inconclusive=values.validate.allow_inconclusive)
+
+
+@cli.command()
+@click.argument("artifact")
+@click.option("--prompt", required=True, help="The text to continue.")
+@click.option("--max-new-tokens", type=int, default=64, show_default=True)
+@click.option("--temperature", type=float, help="Sample instead of taking the most likely token.")
+@click.option("--top-k", type=int, help="Sample from the k most likely tokens.")
+@click.option("--top-p", type=float, help="Sample from the fewest tokens that hold this probability.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--backend", default="auto", show_default=True, help="auto, reference, or a kernel by name.")
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
+@offline
+def generate(artifact: str, prompt: str, as_json: bool, **options: Any) -> None:
+    """Continue a prompt with the thin runtime, which verifies ARTIFACT first.
+
+    \b
+    Example: quantflow generate work/4-export --prompt "def main():" --max-new-tokens 32
+    """
+    from stages import generate as stage
+
+    def stream(text: str) -> None:
+        if not as_json:
+            click.echo(text, nl=False)
+
+    del options["debug"]
+    result = stage.run(stage.Job(artifact=Path(artifact), prompt=prompt, **options), stream)
+    show(result, as_json=as_json, text="")
+
+
+@cli.command()
+@click.argument("path")
+@offline
+def inspect(path: str, as_json: bool, **_shared: Any) -> None:
+    """Say what PATH is and what it holds: a model, a measurement or an artifact. Reads no weight.
+
+    \b
+    Example: quantflow inspect work/4-export
+    """
+    from quantflow.artifact.inspect import summarize
+
+    summary = summarize(Path(path))
+    show(summary, as_json=as_json, text=outline(summary))
+
+
+@cli.command()
+@click.argument("artifact")
+@offline
+def verify(artifact: str, as_json: bool, **_shared: Any) -> None:
+    """Check every byte of ARTIFACT against its manifest; exits 7 and names the file where one differs.
+
+    \b
+    Example: quantflow verify work/4-export
+    """
+    from quantflow.artifact.verify import verify as check
+
+    report = check(Path(artifact))
+    show(report, as_json=as_json, text=f"intact: {outline(report)}")
+
+
+@cli.command()
+@click.argument("left")
+@click.argument("right")
+@offline
+def diff(left: str, right: str, as_json: bool, **_shared: Any) -> None:
+    """Compare the manifests of two artifacts field by field; exits 0 whether they differ or not.
+
+    \b
+    Example: quantflow diff work/old work/new
+    """
+    from quantflow.artifact.diff import diff as compare
+    from quantflow.artifact.manifest import read_manifest
+
+    found = compare(read_manifest(Path(left)), read_manifest(Path(right)))
+    rows = [(item.path, str(item.left), str(item.right)) for item in found]
+    text = table(("field", left, right), rows) if rows else "no difference"
+    show([{"path": path, "left": a, "right": b} for path, a, b in rows], as_json=as_json, text=text)
+
+
+@cli.group()
+def calibration() -> None:
+    """Look at calibration text before it is used."""
+
+
+@calibration.command("inspect")
+@click.argument("file")
+@click.option("--tokenizer", metavar="MODEL", required=True, help="The folder of the model.")
+@click.option("--sequence-length", type=int, default=2048, show_default=True)
+@offline
+def calibration_inspect(file: str, tokenizer: str, sequence_length: int, as_json: bool, **_shared: Any) -> None:
+    """Count tokens, padding, BOS, duplicates and what truncation drops.
+
+    \b
+    Example: quantflow calibration inspect text.jsonl --tokenizer ./llama
+    """
+    from quantflow.models.calibration import inspect_calibration, read_documents
+    from quantflow.models.load import load_tokenizer
+
+    words = load_tokenizer(tokenizer)
+    summary = inspect_calibration(read_documents(file, words), words, sequence_length=sequence_length)
+    show(summary, as_json=as_json, text=outline(summary))
+
+
+def _recipe(path: str | None, settings: tuple[str, ...], flags: dict[str, Any]) -> "Recipe":
+    """Return the recipe file (or none) under --set under the flags."""
+    from stages._config import apply_settings, find_config, read_yaml, recipe_from
+
+    data = read_yaml(find_config("recipes", path)) if path else {}
+    return recipe_from(overlay(apply_settings(data, settings), flags))
+
+
+def _progress(shared: dict[str, Any]) -> "Progress":
+    from stages._progress import PATIENCE, Progress
+
+    return Progress(quiet=shared["quiet"], patience=0.0 if shared["verbose"] else PATIENCE)
+
+
+def _run(stage: Any, job: Any, shared: dict[str, Any]) -> None:
+    """Run a stage that returns a folder, and print it."""
+    if shared["dry_run"]:
+        show(job, as_json=False, text=str(job))
+        return
+    folder = stage.run(job, _progress(shared))
+    show({"folder": str(folder)}, as_json=shared["as_json"], text=str(folder))
+
+
+def main() -> int:
+    """Run the command line of this process and return its exit code."""
+    return exit_code(cli, sys.argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""The thin runtime as a verb: verify, load, and continue one prompt.
+
+Reads    the artifact
+Writes   nothing
+Resumes  nothing
+Fails    3 no tokenizer, 6 unknown backend, 7 the artifact is damaged
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantflow.models.load import load_tokenizer
+from quantflow.runtime.decoding import Sampling, generate
+from quantflow.runtime.load import load
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One prompt; without temperature, top_k and top_p the most likely token is taken each time."""
+
+    artifact: Path
+    prompt: str
+    max_new_tokens: int = 64
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+    backend: str = "auto"
+    dtype: str = "float32"
+
+
+def run(job: Job, stream: Callable[[str], None]) -> dict[str, Any]:
+    """Generate, handing the text to `stream` piece by piece, and return prompt, text and token ids."""
+    runtime = load(job.artifact, backend=job.backend, dtype=getattr(torch, job.dtype))
+    tokenizer = runtime.tokenizer or load_tokenizer(job.artifact)
+    prompt = tokenizer(job.prompt, return_tensors="pt")["input_ids"]  # [1, S]
+    stream(job.prompt)
+    shown: list[int] = []
+
+    def on_token(token: int) -> None:
+        before = tokenizer.decode(shown, skip_special_tokens=True)
+        shown.append(token)
+        stream(tokenizer.decode(shown, skip_special_tokens=True)[len(before) :])
+
+    sampling = None
+    if any(value is not None for value in (job.temperature, job.top_k, job.top_p)):
+        sampling = Sampling(
+            temperature=1.0 if job.temperature is None else job.temperature,
+            top_k=job.top_k,
+            top_p=job.top_p,
+            seed=job.seed,
+        )
+    tokens = generate(
+        runtime.model,
+        prompt,
+        max_new_tokens=job.max_new_tokens,
+        sampling=sampling,
+        eos_token_id=runtime.eos_token_ids,
+        stream=on_token,
+    )
+    return {
+        "prompt": job.prompt,
+        "text": tokenizer.decode(shown, skip_special_tokens=True),
+        "tokens": shown,
+        "total_tokens": int(torch.as_tensor(tokens).numel()),
+    }

@@ -1,0 +1,135 @@
+"""All stages of a recipe, in a folder of its own, each resumed where it stopped.
+
+artifacts/<recipe>/1-measure/                   rank-RRR-of-WWW
+                   2-quantize/<name>/
+                   3-unify/                     only with several ranks
+                   4-export/<name>/             the artifacts
+                   5-validate/<name>/
+                   report.html                  all of them together
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quantflow.artifact.canonical import file_digest
+from quantflow.artifact.manifest import read_manifest
+from quantflow.errors import UsageError
+from quantflow.models.graph import graph_for
+from quantflow.models.load import open_source
+from stages import export, measure, quantize, unify, validate
+from stages._config import Recipe
+from stages._plan import resolve
+from stages._progress import Progress
+from stages._report import Row, write_report
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One recipe; `arguments` is the command line that torchrun's ranks get for stage 1."""
+
+    recipe: Recipe
+    name: str
+    folder: Path
+
+
+def run(job: Job, progress: Progress) -> list[dict[str, Any]]:
+    """Run every stage and return the validation of each artifact, in the recipe's order."""
+    recipe, folder = job.recipe, job.folder
+    if not recipe.quantize:
+        raise UsageError(f"{job.name}: quantize is empty", "add at least one artifact")
+    _check(recipe)
+    measurement = _measure(job, progress)
+    results = []
+    for entry in recipe.quantize:
+        quantized = quantize.run(
+            quantize.Job(
+                model=Path(recipe.model),
+                output=folder / "2-quantize" / entry.name,
+                entry=entry,
+                measurement=measurement,
+                seed=recipe.seed,
+                revision=recipe.revision,
+                replace=True,
+            ),
+            progress,
+        )
+        artifact = export.run(
+            export.Job(
+                quantized=quantized,
+                output=folder / "4-export" / entry.name,
+                model=Path(recipe.model),
+                format=recipe.export.format,
+                shard_size=recipe.export.shard_size,
+                replace=True,
+            ),
+            progress,
+        )
+        results.append(_validate(job, entry.name, entry.expect, artifact, progress))
+    _report(folder, [entry.name for entry in recipe.quantize], results)
+    return results
+
+
+def _check(recipe: Recipe) -> None:
+    """Find mistakes in every entry before the first batch runs."""
+    source = open_source(recipe.model)
+    shapes = {name: info.shape for name, info in source.checkpoint.infos.items()}
+    for entry in recipe.quantize:
+        resolve(entry, graph_for(source.config), shapes)
+    for key, path in (("calibration.source", recipe.calibration.source), ("validate.text", recipe.validate.text)):
+        if path is None:
+            raise UsageError(f"recipe: {key} is missing", "name a text file")
+        file_digest(Path(path))
+
+
+def _measure(job: Job, progress: Progress) -> Path:
+    recipe, folder = job.recipe, job.folder
+    stats = recipe.measure.stats or measure.DEFAULT_STATS
+    first = folder / "1-measure"
+    calibration = recipe.calibration
+    arguments = ["measure", recipe.model, "-o", str(first), "--calibration", str(calibration.source), "--force"]
+    arguments += ["--samples", str(calibration.samples), "--seed", str(recipe.seed), "--stats", ",".join(stats)]
+    arguments += ["--sequence-length", str(calibration.sequence_length)] if calibration.sequence_length else []
+    arguments += ["--pack"] if calibration.pack else []
+    measure.run(
+        measure.Job(
+            model=Path(recipe.model),
+            output=first,
+            calibration=calibration,
+            seed=recipe.seed,
+            ranks=recipe.measure.ranks,
+            stats=stats,
+            replace=True,
+            arguments=tuple(arguments),
+        ),
+        progress,
+    )
+    if recipe.measure.ranks == 1:
+        return measure.rank_folder(first, 0, 1)
+    groups = recipe.unify.groups or ()
+    job_unify = unify.Job(measurement=first, output=folder / "3-unify", groups=groups, replace=True)
+    return unify.run(job_unify, progress)
+
+
+def _validate(job: Job, name: str, expect: str, artifact: Path, progress: Progress) -> dict[str, Any]:
+    return validate.run(
+        validate.Job(
+            artifact=artifact,
+            baseline=Path(job.recipe.model),
+            report=job.folder / "5-validate" / name,
+            options=job.recipe.validate,
+            expect=expect,
+            seed=job.recipe.seed,
+            replace=True,
+        ),
+        progress,
+    )
+
+
+def _report(folder: Path, names: Sequence[str], results: Sequence[dict[str, Any]]) -> None:
+    rows = [
+        Row(result=result, layers=read_manifest(folder / "4-export" / name)["layers"])
+        for name, result in zip(names, results, strict=True)
+    ]
+    write_report(folder / "report.html", rows)

@@ -1,0 +1,229 @@
+"""Stage 5, validate: compare an artifact with the model it was made from, and let a gate decide.
+
+Reads    the artifact, the source model, an evaluation text
+Writes   <report>/validation.json and report.html, naming the artifact's digest; nothing into the artifact
+Resumes  a validation of the same artifact, text and protocol is left alone
+Fails    3 unusable text, or text that was calibrated on; 4 the gate failed, was inconclusive, or passed where a failure
+         was expected; 7 the artifact is damaged
+
+Protocol: both models in float32, the artifact on the reference backend, windows of one length, KL over the whole vocabulary.
+The noise floor is the baseline in bf16 against itself in float32.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantflow.artifact.canonical import digest_of, file_digest, read_json
+from quantflow.artifact.checkpoint import open_checkpoint
+from quantflow.artifact.manifest import read_manifest
+from quantflow.errors import GateError, InputError, UsageError
+from quantflow.evaluation.bootstrap import bootstrap
+from quantflow.evaluation.divergence import Comparison, join, score
+from quantflow.evaluation.perplexity import LogitsOf, logits_of
+from quantflow.evaluation.windows import evaluation_sequences
+from quantflow.models.calibration import hash_sequences, read_documents
+from quantflow.models.load import Source, fingerprint, load_model, load_tokenizer, open_source
+from quantflow.runtime.load import load
+from stages import _workspace
+from stages._config import Validate
+from stages._gate import Gate, judge, load_gate
+from stages._progress import Progress
+from stages._report import Row, write_report
+from stages.quantize import CANARY_TOKENS, tensor_hash, tools
+
+VERSION = 1
+RESAMPLES = 2000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One artifact to be judged.
+
+    Attributes:
+        report: the folder of validation.json and report.html.
+        expect: `fail` when a failing gate is the expected outcome.
+        replace: redo a finished validation that was made from other inputs, instead of refusing.
+    """
+
+    artifact: Path
+    baseline: Path
+    report: Path
+    options: Validate
+    expect: str = "pass"
+    seed: int = 0
+    replace: bool = False
+
+
+def run(job: Job, progress: Progress) -> dict[str, Any]:
+    """Validate and return the content of validation.json; `raise_for_verdict` turns it into an exit code."""
+    manifest = read_manifest(job.artifact)
+    source = open_source(job.baseline)
+    inputs = _inputs(job, manifest, source)
+    with _workspace.locked(job.report):
+        if _workspace.is_up_to_date(job.report, inputs):
+            progress.say(f"validate {job.artifact.name}: up to date")
+            result: dict[str, Any] = read_json(job.report / "validation.json")
+            return result
+        _workspace.refuse_other_result(job.report, inputs, force=job.replace)
+        result = _validate(job, manifest, source, progress)
+        with _workspace.publish(job.report, stage="validate", inputs=inputs) as folder:
+            text = json.dumps(result, indent=1, sort_keys=True)
+            (folder / "validation.json").write_text(text, encoding="utf-8")
+            write_report(folder / "report.html", [Row(result=result, layers=manifest["layers"])])
+    return result
+
+
+def raise_for_verdict(result: Mapping[str, Any], *, allow_inconclusive: bool) -> None:
+    """Do nothing when the outcome is the expected one.
+
+    Raises:
+        GateError: the gate failed, could not decide, or passed although a failure was expected.
+    """
+    outcome, expected, name = result["outcome"], result["expect"], result["artifact"]
+    if outcome == expected or (outcome == "inconclusive" and allow_inconclusive):
+        return
+    if outcome == "inconclusive":
+        raise GateError(f"{name}: inconclusive: {'; '.join(result['reasons'])}", "give more --tokens, or --allow-inconclusive")
+    if outcome == "pass":
+        raise GateError(f"{name}: passes gate {result['gate']['name']}, a failure was expected", "drop `expect: fail`")
+    raise GateError(
+        f"{name}: fails gate {result['gate']['name']}: {'; '.join(result['reasons'])}",
+        "use a finer scheme, another algorithm or more calibration text",
+    )
+
+
+def _inputs(job: Job, manifest: Mapping[str, Any], source: Source) -> dict[str, Any]:
+    if job.options.text is None:
+        raise UsageError("validate: no evaluation text", "give --text FILE or the recipe's validate.text")
+    options = {**asdict(job.options), "text": file_digest(Path(job.options.text))}
+    gate = {} if job.options.gate == "auto" else {"file": job.options.gate}
+    return {
+        "artifact": manifest["digest"],
+        "baseline": fingerprint(source.checkpoint),
+        "options": options,
+        "gate": gate,
+        "expect": job.expect,
+        "seed": job.seed,
+        "version": VERSION,
+        "tools": tools(),
+    }
+
+
+def _validate(job: Job, manifest: Mapping[str, Any], source: Source, progress: Progress) -> dict[str, Any]:
+    sequences = _sequences(job, manifest)
+    runtime = load(job.artifact, backend="reference", dtype=torch.float32)
+    baseline = load_model(source, dtype=torch.float32)
+    rounded = load_model(source, dtype=torch.bfloat16)
+    candidate, noise = _compare(
+        logits_of(baseline),
+        {"candidate": logits_of(runtime.model), "noise": logits_of(rounded)},
+        sequences,
+        progress,
+        job,
+    ).values()
+    metrics = bootstrap(candidate, generator=torch.Generator().manual_seed(job.seed), resamples=RESAMPLES)
+    floor = bootstrap(noise, generator=torch.Generator().manual_seed(job.seed), resamples=RESAMPLES)
+    recipe = manifest["recipe"]
+    gate = load_gate(
+        job.options.gate,
+        scheme=recipe["scheme"],
+        algorithm=recipe["resolved"]["algorithm"],
+        parameters=_parameters(baseline),
+        noise_top1=floor["top1_agreement"].value,
+    )
+    verdict = judge(gate, {name: (bound.lower, bound.upper) for name, bound in metrics.items()})
+    return {
+        "artifact": recipe["name"],
+        "digest": manifest["digest"],
+        "scheme": recipe["scheme"],
+        "algorithm": recipe["resolved"]["algorithm"],
+        "transforms": recipe["resolved"]["transforms"],
+        "model": manifest["source"]["name"],
+        "size": sum(entry["bytes"] for entry in manifest["files"].values()),
+        "bits_per_weight": bits_per_weight(job.artifact, manifest),
+        "perplexity": {
+            "baseline": _perplexity(candidate.nll_baseline),
+            "candidate": _perplexity(candidate.nll_candidate),
+        },
+        "metrics": {name: asdict(bound) for name, bound in metrics.items()},
+        "noise_floor": {name: asdict(bound) for name, bound in floor.items()},
+        "gate": _gate_json(gate),
+        "outcome": verdict.outcome,
+        "reasons": list(verdict.reasons),
+        "expect": job.expect,
+        "allow_inconclusive": job.options.allow_inconclusive,
+        "protocol": _protocol(job, sequences),
+    }
+
+
+def _sequences(job: Job, manifest: Mapping[str, Any]) -> list[Tensor]:
+    """Return the evaluation windows.
+
+    Raises:
+        InputError: one of them begins like a calibration sequence.
+    """
+    documents = read_documents(Path(str(job.options.text)), load_tokenizer(job.baseline))
+    sequences = evaluation_sequences(documents, tokens=job.options.tokens, sequence_length=job.options.sequence_length)
+    calibrated = set((manifest["measurement"] or {}).get("sequence_heads", ()))
+    for index, sequence in enumerate(sequences):
+        if tensor_hash(sequence[:CANARY_TOKENS]) in calibrated:
+            raise InputError(
+                f"{job.options.text}: window {index} begins with the {CANARY_TOKENS} tokens of a calibration sequence",
+                "evaluate on text that the artifact was not calibrated on",
+            )
+    return sequences
+
+
+def _compare(
+    baseline: LogitsOf, others: Mapping[str, LogitsOf], sequences: Sequence[Tensor], progress: Progress, job: Job
+) -> dict[str, Comparison]:
+    """Run the baseline once per window and score every other model against it."""
+    parts: dict[str, list[Comparison]] = {name: [] for name in others}
+    for tokens in progress.steps(sequences, stage=f"validate {job.artifact.name}", unit="window"):
+        expected = baseline(tokens)
+        for name, logits in others.items():
+            parts[name].append(score(expected, logits(tokens).float(), tokens))
+    return {name: join(comparisons) for name, comparisons in parts.items()}
+
+
+def bits_per_weight(artifact: Path, manifest: Mapping[str, Any]) -> float:
+    """Return the stored bits, scales and zero points included, per weight of the quantized linears."""
+    bits, weights = 0, 0
+    infos = open_checkpoint(artifact).infos
+    for entry in manifest["ledger"]["tensors"]:
+        if entry["action"] == "quantized":
+            bits += 8 * sum(infos[name].nbytes for name in entry["becomes"])
+            weights += entry["shape"][0] * entry["shape"][1]
+    return bits / weights
+
+
+def _perplexity(nll: Tensor) -> float:
+    return float(nll.mean().exp())
+
+
+def _parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _gate_json(gate: Gate) -> dict[str, Any]:
+    return {"name": gate.name, "thresholds": dict(gate.thresholds), "note": gate.note}
+
+
+def _protocol(job: Job, sequences: Sequence[Tensor]) -> dict[str, Any]:
+    protocol = {
+        "windows": len(sequences),
+        "tokens": sum(len(s) for s in sequences),
+        "sequence_length": job.options.sequence_length,
+        "text": hash_sequences(sequences),
+        "dtype": "float32",
+        "bound": "one-sided 95 %",
+        "resamples": RESAMPLES,
+        "seed": job.seed,
+    }
+    return {**protocol, "hash": digest_of(protocol)}

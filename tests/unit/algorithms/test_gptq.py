@@ -1,0 +1,277 @@
+"""GPTQ: by hand, as properties, against two textbook forms, at the edges, its errors, and why it exists."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quantflow.algorithms import ALGORITHMS, gptq, rtn
+from quantflow.core.result import GroupResult
+from quantflow.core.scheme import LinearScheme, TensorScheme, preset, with_group_size
+from quantflow.errors import InputError, SchemeError, StatisticsError
+
+W4_G32 = with_group_size(preset("W4A16"), 32)
+W4_G32_ASYM = with_group_size(preset("W4A16_ASYM"), 32)
+W4_CHANNEL = LinearScheme(
+    name="test",
+    weights=TensorScheme(kind="int", num_bits=4, granularity="per_channel"),
+    input=None,
+    layout="pack-quantized",
+)
+W8_CHANNEL = preset("W8A16")
+SCHEMES = [W4_G32, W4_G32_ASYM, W4_CHANNEL, W8_CHANNEL]
+IDS = ["int4-g32", "int4-g32-asym", "int4-channel", "int8-channel"]
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def correlated_inputs(samples: int, features: int, *, seed: int = 0) -> torch.Tensor:
+    """Inputs as a transformer has them: few directions carry most of the energy, channels differ in size."""
+    directions = random(samples, features // 4, seed=seed) @ random(features // 4, features, seed=seed + 1)
+    noise = random(samples, features, seed=seed + 2)
+    sizes = torch.logspace(-1, 1, features)[torch.randperm(features, generator=torch.Generator().manual_seed(seed))]
+    return (directions + noise) * sizes
+
+
+def statistics_of(x: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"hessian_sum": x.T.double() @ x.double(), "count": torch.tensor(x.shape[0])}
+
+
+def run(weight: torch.Tensor, x: torch.Tensor, scheme: LinearScheme) -> GroupResult:
+    results = gptq.quantize_group({"w": weight}, scheme, statistics=statistics_of(x), scale_dtype=torch.float32)
+    return results["w"]
+
+
+def nearest(weight: torch.Tensor, scheme: LinearScheme) -> GroupResult:
+    return rtn.quantize_group({"w": weight}, scheme, statistics={}, scale_dtype=torch.float32)["w"]
+
+
+def textbook_grid(weight: torch.Tensor, scheme: TensorScheme) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scale and zero_point of every element, computed from the original weight.  [O, I] each, float64."""
+    size = scheme.group_size or weight.shape[1]
+    groups = weight.float().unflatten(1, (-1, size))
+    low, high = groups.amin(-1).clamp_max(0), groups.amax(-1).clamp_min(0)
+    if scheme.symmetric:
+        scale = groups.abs().amax(-1) / ((scheme.qmax - scheme.qmin) / 2)
+        zero_point = torch.zeros_like(scale)
+    else:
+        scale = (high - low) / (scheme.qmax - scheme.qmin)
+        zero_point = (scheme.qmin - low / scale).round()
+    return scale.double().repeat_interleave(size, 1), zero_point.double().repeat_interleave(size, 1)
+
+
+def damped(x: torch.Tensor) -> torch.Tensor:
+    hessian = x.T.double() @ x.double()
+    return hessian + 0.01 * hessian.diagonal().mean() * torch.eye(x.shape[1], dtype=torch.float64)
+
+
+def optimal_brain_quantizer(weight: torch.Tensor, x: torch.Tensor, scheme: TensorScheme) -> torch.Tensor:
+    """Equation 2 and 3 of the paper as they stand: invert what is left of H before every single column."""
+    scale, zero_point = textbook_grid(weight, scheme)
+    hessian, weight = damped(x), weight.double().clone()
+    left = sorted(range(weight.shape[1]), key=lambda j: -hessian[j, j].item())
+    qvalue = torch.zeros_like(weight)
+    while left:
+        column = left[0]
+        inverse = torch.linalg.inv(hessian[left][:, left])
+        q = (weight[:, column] / scale[:, column] + zero_point[:, column]).round().clamp(scheme.qmin, scheme.qmax)
+        error = weight[:, column] - scale[:, column] * (q - zero_point[:, column])
+        weight[:, left] -= torch.outer(error / inverse[0, 0], inverse[0])
+        qvalue[:, column] = q
+        left = left[1:]
+    return qvalue.to(torch.int8)
+
+
+def algorithm_one(weight: torch.Tensor, x: torch.Tensor, scheme: TensorScheme) -> torch.Tensor:
+    """Algorithm 1 of the paper: the Cholesky factor of the inverse, without the blocks."""
+    order = torch.argsort(damped(x).diagonal(), descending=True)
+    scale, zero_point = (tensor[:, order] for tensor in textbook_grid(weight, scheme))
+    hessian, weight = damped(x)[order][:, order], weight.double()[:, order]
+    upper = torch.linalg.cholesky(torch.linalg.inv(hessian), upper=True)
+    qvalue = torch.zeros_like(weight)
+    for j in range(weight.shape[1]):
+        q = (weight[:, j] / scale[:, j] + zero_point[:, j]).round().clamp(scheme.qmin, scheme.qmax)
+        error = (weight[:, j] - scale[:, j] * (q - zero_point[:, j])) / upper[j, j]
+        weight[:, j:] -= torch.outer(error, upper[j, j:])
+        qvalue[:, order[j]] = q
+    return qvalue.to(torch.int8)
+
+
+def output_error(weight: torch.Tensor, result: GroupResult, x: torch.Tensor) -> float:
+    return ((x @ (weight - result.weight.dequantize()).T).norm() / (x @ weight.T).norm()).item()
+
+
+def test_two_columns_worked_by_hand():
+    # The scale is 7.5 / 7.5 = 1. H = [[2, 2], [2, 4]], so the second column comes first: -7.5 rounds to -8, error 0.5.
+    # Damped by 0.01 * 3, the first column is owed 0.5 * 2 / 2.03 = 0.493: 2.2 becomes 2.693 and rounds to 3, not 2.
+    statistics = {"hessian_sum": torch.tensor([[2.0, 2.0], [2.0, 4.0]]).double(), "count": torch.tensor(1)}
+    weights = {"w": torch.tensor([[2.2, -7.5]])}
+    result = gptq.quantize_group(weights, W4_CHANNEL, statistics=statistics, scale_dtype=torch.float32)["w"]
+    assert result.weight.scale.tolist() == [[1.0]]
+    assert result.weight.qvalue.tolist() == [[3, -8]]
+    assert result.decisions == {
+        "damping": 0.01,
+        "attempts": 1,
+        "dead_channels": 0,
+        "order": "hessian_diagonal",
+        "tokens": 1,
+        "zero_groups": 0,
+    }
+
+
+@pytest.mark.parametrize("reference", [optimal_brain_quantizer, algorithm_one])
+@pytest.mark.parametrize("scheme", SCHEMES, ids=IDS)
+@pytest.mark.parametrize("features", [32, 160], ids=["one-block", "two-blocks"])
+def test_it_takes_the_decisions_of_the_textbook(features, scheme, reference):
+    weight, x = random(6, features, seed=3), correlated_inputs(2 * features, features)
+    expected = reference(weight, x, scheme.weights)
+    assert torch.equal(run(weight, x, scheme).weight.qvalue, expected)
+    assert not torch.equal(nearest(weight, scheme).weight.qvalue, expected)  # or the comparison says nothing
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=IDS)
+def test_the_weight_gets_worse_and_the_output_better(scheme):  # why it exists
+    weight, x = random(48, 192, seed=7), correlated_inputs(512, 192)
+    ours, plain = run(weight, x, scheme), nearest(weight, scheme)
+    assert (weight - ours.weight.dequantize()).norm() > (weight - plain.weight.dequantize()).norm()
+    assert output_error(weight, ours, x) < 0.5 * output_error(weight, plain, x)
+
+
+def test_the_output_gets_better_on_inputs_that_were_not_measured():
+    weight, x = random(48, 192, seed=7), correlated_inputs(2048, 192)
+    ours, plain = run(weight, x[:1024], W4_G32), nearest(weight, W4_G32)
+    assert output_error(weight, ours, x[1024:]) < 0.6 * output_error(weight, plain, x[1024:])
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=IDS)
+def test_independent_inputs_are_rounded_to_nearest(scheme):
+    weight = random(8, 160)
+    statistics = {"hessian_sum": 5 * torch.eye(160, dtype=torch.float64), "count": torch.tensor(5)}
+    ours = gptq.quantize_group({"w": weight}, scheme, statistics=statistics, scale_dtype=torch.float32)["w"]
+    assert torch.equal(ours.weight.qvalue, nearest(weight, scheme).weight.qvalue)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 2**31), st.integers(-40, 40), st.sampled_from(SCHEMES))
+def test_the_size_of_the_inputs_and_the_company_of_a_row_change_nothing(seed, exponent, scheme):
+    weight, x = random(5, 64, seed=seed), correlated_inputs(96, 64, seed=seed)
+    whole = run(weight, x, scheme).weight.qvalue
+    assert torch.equal(run(weight, x * 2.0**exponent, scheme).weight.qvalue, whole)
+    alone = gptq.quantize_group(
+        {"a": weight[:2], "b": weight[2:]}, scheme, statistics=statistics_of(x), scale_dtype=torch.float32
+    )
+    assert torch.equal(torch.cat([alone["a"].weight.qvalue, alone["b"].weight.qvalue]), whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_the_weight_and_the_statistics_are_not_modified_and_twice_gives_the_same(dtype):
+    weight, x = random(4, 64).to(dtype), correlated_inputs(64, 64)
+    statistics = statistics_of(x)
+    before = weight.clone(), {name: value.clone() for name, value in statistics.items()}
+    first, second = (
+        gptq.quantize_group({"w": weight}, W4_G32, statistics=statistics, scale_dtype=torch.bfloat16)["w"]
+        for _ in range(2)
+    )
+    assert torch.equal(weight, before[0])
+    assert all(torch.equal(statistics[name], value) for name, value in before[1].items())
+    assert torch.equal(first.weight.qvalue, second.weight.qvalue)
+    assert torch.equal(first.weight.scale.to(torch.bfloat16).float(), first.weight.scale)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=IDS)
+@pytest.mark.parametrize(
+    ("x", "dead"),
+    [
+        (torch.zeros(4, 64), 64),
+        (torch.ones(1, 64), 0),
+        (torch.cat([torch.full((1, 1), 1e-18), torch.zeros(1, 63)], dim=1), 63),
+        (random(3, 64) * torch.logspace(-12, 12, 64), 0),
+    ],
+    ids=["unseen", "rank-one", "one-tiny-channel", "24-decades"],
+)
+def test_a_degenerate_hessian_gives_a_valid_weight(scheme, x, dead):
+    weight = random(4, 64)
+    result = run(weight, x, scheme)
+    result.weight.validate("w")
+    assert result.weight.dequantize().isfinite().all()
+    assert result.decisions["dead_channels"] == dead
+    ours, plain = (
+        (x.double() @ (weight - other.weight.dequantize()).T.double()).norm()
+        for other in (result, nearest(weight, scheme))
+    )
+    assert ours <= plain
+
+
+def test_dead_channels_are_rounded_to_nearest_among_living_ones():
+    weight, x = random(4, 64), correlated_inputs(128, 64)
+    x[:, 10:20] = 0
+    ours = run(weight, x, W4_G32)
+    assert torch.equal(ours.weight.qvalue[:, 10:20], nearest(weight, W4_G32).weight.qvalue[:, 10:20])
+    assert ours.decisions["dead_channels"] == 10
+
+
+def test_a_hessian_that_is_slightly_indefinite_is_damped_more_and_it_is_recorded():
+    hessian = torch.ones(32, 32, dtype=torch.float64) * 1.05  # smallest eigenvalue -0.05, the diagonal is 1
+    hessian.fill_diagonal_(1.0)
+    statistics = {"hessian_sum": hessian, "count": torch.tensor(1)}
+    result = gptq.quantize_group({"w": random(2, 32)}, W4_G32, statistics=statistics, scale_dtype=torch.float32)["w"]
+    assert (result.decisions["damping"], result.decisions["attempts"]) == (0.1, 2)
+
+
+def test_one_column_and_a_group_of_zeros_are_weights():
+    assert run(torch.tensor([[-7.5], [0.0]]), torch.ones(3, 1), W4_CHANNEL).weight.qvalue.tolist() == [[-8], [0]]
+    weight = random(2, 64)
+    weight[1, 32:] = 0
+    result = run(weight, correlated_inputs(64, 64), W4_G32)
+    assert result.decisions["zero_groups"] == 1
+    assert (result.weight.scale[1, 1], result.weight.scale.min() > 0) == (1.0, True)
+
+
+EYE = torch.eye(32, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"hessian_sum": None}, StatisticsError, r"q_proj: statistic hessian_sum is missing; measure for gptq"),
+        ({"count": None}, StatisticsError, r"q_proj: statistic count is missing"),
+        ({"hessian_sum": EYE[:16, :16]}, StatisticsError, r"q_proj: hessian_sum is \[16, 16\], weight is \[2, 32\]"),
+        (
+            {"hessian_sum": EYE * math.nan},
+            StatisticsError,
+            r"q_proj: hessian_sum holds NaN, Inf or a negative diagonal",
+        ),
+        ({"hessian_sum": -EYE}, StatisticsError, r"negative diagonal.*measure again"),
+        ({"count": torch.tensor(-1)}, StatisticsError, r"count=-1 is negative"),
+        ({"hessian_sum": 9 - 8 * EYE}, StatisticsError, r"not positive definite with a damping of 1\.0.*measure again"),
+        ({"scheme": preset("FP8")}, SchemeError, r"scheme FP8: gptq with kind='float'; use rtn"),
+        ({"scheme": with_group_size(W4_G32, 48)}, SchemeError, r"q_proj: in_features=32.*group_size=48"),
+        ({"weight": torch.full((2, 32), math.inf)}, InputError, r"q_proj: weight holds NaN or Inf"),
+    ],
+)
+def test_errors_name_the_layer_and_the_remedy(changes, error, message):
+    values = {"hessian_sum": EYE, "count": torch.tensor(32), "weight": torch.ones(2, 32), "scheme": W4_G32} | changes
+    statistics = {name: values[name] for name in ("hessian_sum", "count") if values[name] is not None}
+    with pytest.raises(error, match=message):
+        gptq.quantize_group(
+            {"q_proj": values["weight"]}, values["scheme"], statistics=statistics, scale_dtype=torch.float32
+        )
+
+
+def test_the_linears_of_a_group_share_a_per_tensor_scale():
+    scheme = replace(W4_CHANNEL, layout="int-quantized", weights=replace(W4_CHANNEL.weights, granularity="per_tensor"))
+    weights = {"q": torch.tensor([[7.5]]), "k": torch.tensor([[15.0]])}
+    statistics = {"hessian_sum": torch.ones(1, 1, dtype=torch.float64), "count": torch.tensor(1)}
+    results = gptq.quantize_group(weights, scheme, statistics=statistics, scale_dtype=torch.float32)
+    assert [result.weight.scale.item() for result in results.values()] == [2.0, 2.0]
+    assert [result.weight.qvalue.item() for result in results.values()] == [4, 7]
+
+
+def test_the_table_knows_it_by_name():
+    assert ALGORITHMS["gptq"] is gptq
+    assert gptq.NEEDS == ("hessian_sum", "count")

@@ -1,0 +1,177 @@
+"""RTN: by hand, as properties, against compressed-tensors, at the edges, its errors, and why it exists."""
+
+import itertools
+
+import pytest
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization.lifecycle.forward import quantize
+from compressed_tensors.quantization.utils import calculate_qparams
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quantflow.algorithms import ALGORITHMS, rtn
+from quantflow.core.qtensor import QTensor
+from quantflow.core.scheme import PRESETS, LinearScheme, TensorScheme
+from quantflow.errors import InputError, SchemeError
+
+GRANULARITIES = {"per_tensor": None, "per_channel": None, "per_group": 16}
+INT_SCHEMES = [
+    TensorScheme(kind="int", num_bits=bits, granularity=granularity, group_size=size, symmetric=symmetric)
+    for (granularity, size), bits, symmetric in itertools.product(GRANULARITIES.items(), (4, 8), (True, False))
+]
+FLOAT_SCHEMES = [
+    TensorScheme(kind="float", num_bits=8, granularity=granularity, group_size=size)
+    for granularity, size in GRANULARITIES.items()
+]
+
+
+def linear_scheme(weights: TensorScheme) -> LinearScheme:
+    layout = "float-quantized" if weights.kind == "float" else "int-quantized"
+    return LinearScheme(name="test", weights=weights, input=None, layout=layout)
+
+
+def label(scheme: TensorScheme) -> str:
+    return f"{scheme.kind}{scheme.num_bits}-{scheme.granularity}-{'sym' if scheme.symmetric else 'asym'}"
+
+
+def run(weight: torch.Tensor, scheme: TensorScheme, *, scale_dtype: torch.dtype = torch.float32) -> QTensor:
+    results = rtn.quantize_group({"w": weight}, linear_scheme(scheme), statistics={}, scale_dtype=scale_dtype)
+    return results["w"].weight
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_int4_worked_by_hand():  # scale 7.5 / 7.5 = 1; ties go to even, the positive end is clamped to 7
+    scheme = TensorScheme(kind="int", num_bits=4, granularity="per_channel")
+    quantized = run(torch.tensor([[7.5, 0.5, 1.5, -2.5, -7.5, 3.3]]), scheme)
+    assert quantized.scale.tolist() == [[1.0]]
+    assert quantized.qvalue.tolist() == [[7, 0, 2, -2, -8, 3]]
+
+
+def test_asymmetric_int4_worked_by_hand():  # scale (11 + 4) / 15 = 1, zero_point -8 + 4 = -4
+    scheme = TensorScheme(kind="int", num_bits=4, granularity="per_channel", symmetric=False)
+    quantized = run(torch.tensor([[-4.0, 11.0, 0.0, 2.6]]), scheme)
+    assert (quantized.scale.tolist(), quantized.zero_point.tolist()) == ([[1.0]], [[-4]])
+    assert quantized.qvalue.tolist() == [[-8, 7, -4, -1]]
+    assert quantized.dequantize().tolist() == [[-4.0, 11.0, 0.0, 3.0]]
+
+
+def test_float8_worked_by_hand():  # scale 896 / 448 = 2; 9.5 lies between 9 and 10, even mantissa wins
+    scheme = TensorScheme(kind="float", num_bits=8, granularity="per_channel")
+    quantized = run(torch.tensor([[-896.0, 19.0, 3.0]]), scheme)
+    assert quantized.scale.tolist() == [[2.0]]
+    assert quantized.qvalue.float().tolist() == [[-448.0, 10.0, 1.5]]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**31), st.sampled_from(INT_SCHEMES), st.floats(1e-6, 1e6))
+def test_no_value_is_further_than_half_a_step(seed, scheme, size):
+    weight = random(4, 32, seed=seed) * size
+    quantized = run(weight, scheme)
+    step = quantized.scale.repeat_interleave(32 // quantized.scale.shape[1], dim=1)
+    assert (quantized.scale > 0).all()
+    assert ((quantized.dequantize() - weight).abs() <= 0.5001 * step).all()
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**31), st.sampled_from(FLOAT_SCHEMES), st.floats(1e-6, 1e6))
+def test_float8_keeps_four_significant_bits(seed, scheme, size):
+    weight = random(4, 32, seed=seed) * size
+    quantized = run(weight, scheme)
+    step = quantized.scale.repeat_interleave(32 // quantized.scale.shape[1], dim=1)
+    # Half of the last bit of a 3 bit mantissa; below 2^-6 the distance between values is constant.
+    bound = torch.maximum(weight.abs() * 2**-4, step * 2**-10)
+    assert ((quantized.dequantize() - weight).abs() <= 1.0001 * bound).all()
+
+
+@pytest.mark.parametrize("scheme", INT_SCHEMES + FLOAT_SCHEMES, ids=label)
+def test_compressed_tensors_computes_the_same(scheme):
+    weight = random(48, 64)
+    arguments = QuantizationArgs(
+        num_bits=scheme.num_bits,
+        type=scheme.kind,
+        symmetric=scheme.symmetric,
+        strategy={"per_tensor": "tensor", "per_channel": "channel", "per_group": "group"}[scheme.granularity],
+        group_size=scheme.group_size,
+    )
+    rows = {"per_tensor": (1, -1), "per_channel": (48, 1, -1), "per_group": (48, 4, 16)}[scheme.granularity]
+    low, high = weight.reshape(rows).aminmax(dim=-1)
+    scale, zero_point = calculate_qparams(low, high, arguments)
+    expected = quantize(weight, scale, zero_point, arguments, dtype=arguments.pytorch_dtype())
+    quantized = run(weight, scheme)
+    assert torch.equal(quantized.scale.reshape(scale.shape), scale)
+    assert torch.equal(quantized.qvalue.float(), expected.float())
+    if not scheme.symmetric:
+        assert torch.equal(quantized.zero_point.reshape(scale.shape), zero_point)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_gives_a_valid_tensor_and_leaves_the_weight_alone(name):
+    weight = random(8, 256).to(torch.bfloat16)
+    before = weight.clone()
+    result = rtn.quantize_group({"w": weight}, PRESETS[name], statistics={}, scale_dtype=torch.bfloat16)["w"]
+    result.weight.validate("w")
+    assert torch.equal(weight, before)
+    assert torch.equal(result.weight.scale.to(torch.bfloat16).float(), result.weight.scale)
+
+
+def test_qvalues_are_chosen_with_the_scale_as_it_is_stored():
+    # 7.5 * 1.0035 / 7.5 is stored as 1.0 in bfloat16; 2.5069 rounds to 3 with it, and to 2 with 1.0035.
+    weight = torch.tensor([[7.5 * 1.0035, 2.505]])
+    scheme = TensorScheme(kind="int", num_bits=4, granularity="per_channel")
+    quantized = run(weight, scheme, scale_dtype=torch.bfloat16)
+    assert (quantized.scale.tolist(), quantized.qvalue.tolist()) == ([[1.0]], [[7, 3]])
+
+
+def test_the_linears_of_a_group_share_a_per_tensor_scale():
+    weights = {"q": torch.tensor([[448.0]]), "k": torch.tensor([[896.0]])}
+    results = rtn.quantize_group(weights, PRESETS["FP8"], statistics={}, scale_dtype=torch.float32)
+    assert [result.weight.scale.item() for result in results.values()] == [2.0, 2.0]
+    assert [result.weight.qvalue.float().item() for result in results.values()] == [224.0, 448.0]
+
+
+@pytest.mark.parametrize("scheme", INT_SCHEMES + FLOAT_SCHEMES, ids=label)
+def test_zeros_stay_zeros_with_a_positive_scale_and_are_counted(scheme):
+    results = rtn.quantize_group(
+        {"w": torch.zeros(2, 32)}, linear_scheme(scheme), statistics={}, scale_dtype=torch.float32
+    )
+    weight = results["w"].weight
+    assert (weight.scale > 0).all()
+    assert not weight.dequantize().any()
+    assert results["w"].decisions == {"zero_groups": weight.scale.numel()}
+
+
+@pytest.mark.parametrize("scheme", [s for s in INT_SCHEMES if s.group_size is None], ids=label)
+def test_one_element_is_a_weight(scheme):
+    assert run(torch.tensor([[-3.0]]), scheme).dequantize().item() == pytest.approx(-3.0, rel=0.07)
+
+
+@pytest.mark.parametrize(
+    ("weight", "error", "message"),
+    [
+        (torch.ones(4, 100), SchemeError, r"layers\.0\.q_proj: in_features=100.*group_size=128.*ignore"),
+        (torch.full((4, 128), float("nan")), InputError, r"layers\.0\.q_proj: weight holds NaN or Inf; .*damaged"),
+        (torch.ones(0, 128), InputError, r"layers\.0\.q_proj: weight is \[0, 128\]"),
+    ],
+    ids=["indivisible", "nan", "empty"],
+)
+def test_errors_name_the_layer_and_the_remedy(weight, error, message):
+    with pytest.raises(error, match=message):
+        rtn.quantize_group({"layers.0.q_proj": weight}, PRESETS["W4A16"], statistics={}, scale_dtype=torch.float32)
+
+
+def test_no_other_choice_of_qvalues_is_closer_to_the_weight():  # why it exists: nearest is the best for the weight
+    scheme = TensorScheme(kind="int", num_bits=4, granularity="per_channel")
+    weight = random(6, 8)
+    quantized = run(weight, scheme)
+    grid = quantized.scale[:, :, None] * torch.arange(-8, 8)  # [O, 1, 16]
+    best = (grid - weight[:, :, None]).abs().amin(-1)
+    assert torch.allclose((quantized.dequantize() - weight).abs(), best, rtol=0, atol=1e-6)
+
+
+def test_it_needs_no_statistics():
+    assert ALGORITHMS["rtn"] is rtn
+    assert rtn.NEEDS == ()

@@ -1,0 +1,309 @@
+"""Every kernel against the oracle, the oracle against a product worked out in float64, and the reasons not to run."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quantflow.backends import BACKENDS, choose, int4_pack, int8_mm, int8_pack, reference
+from quantflow.core.qtensor import QTensor, QuantizedLinear
+from quantflow.core.scheme import PRESETS, LinearScheme, with_group_size
+from quantflow.errors import UsageError
+
+CPU = torch.device("cpu")
+W4 = with_group_size(PRESETS["W4A16"], 32)
+W4_ASYM = with_group_size(PRESETS["W4A16_ASYM"], 32)
+
+
+def quantized(scheme: LinearScheme, shape: tuple[int, int], *, seed: int = 0, qvalue=None) -> QuantizedLinear:
+    """Return a linear with random (or the given) qvalues, scales and zero points."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = scheme.weights
+    if qvalue is None and weights.kind == "int":
+        qvalue = torch.randint(weights.qmin, weights.qmax + 1, shape, generator=generator, dtype=torch.int8)
+    elif qvalue is None:
+        qvalue = torch.randn(shape, generator=generator).to(torch.float8_e4m3fn)
+    groups = shape[1] // (weights.group_size or shape[1])
+    scale_shape = (1, 1) if weights.granularity == "per_tensor" else (shape[0], groups)
+    scale = torch.rand(scale_shape, generator=generator).add(0.1).bfloat16().float() * 2**-7
+    zero_point = None
+    if not weights.symmetric:
+        zero_point = torch.randint(weights.qmin, weights.qmax + 1, scale_shape, generator=generator, dtype=torch.int8)
+    static = scheme.input is not None and not scheme.input.dynamic
+    return QuantizedLinear(
+        weight=QTensor(qvalue=qvalue, scale=scale, zero_point=zero_point, scheme=weights),
+        scheme=scheme,
+        input_scale=torch.tensor([0.03]) if static else None,
+        input_zero_point=torch.tensor([-11], dtype=torch.int8) if static and not scheme.input.symmetric else None,
+    )
+
+
+def inputs(kind: str, shape: tuple[int, ...], *, seed: int = 1) -> torch.Tensor:
+    """Return inputs that a kernel could trip over."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    if kind == "outliers":
+        x[..., 0] = 3e4
+    elif kind == "zeros":
+        x[..., 0, :] = 0
+    elif kind == "saturated":
+        x = x.sign() * 1e4
+    elif kind == "tiny":
+        x *= 1e-30
+    return x
+
+
+def agree(backend, linear: QuantizedLinear, x: torch.Tensor, *, bias=None) -> None:
+    """Check a backend against the oracle in float32 and bfloat16, within what rounding does to sums of |x| @ |W|."""
+    weight = linear.weight.dequantize()
+    for dtype, tolerance in ((torch.float32, 2**-24 * (64 + weight.shape[1] / 4)), (torch.bfloat16, 2e-2)):
+        reason = backend.why_not(linear.scheme, CPU, shape=tuple(weight.shape), dtype=dtype)
+        assert reason is None
+        given_x = x.to(dtype)
+        given_bias = None if bias is None else bias.to(dtype)
+        expected = reference.linear(given_x, reference.prepare(linear, dtype), given_bias)
+        actual = backend.linear(given_x, backend.prepare(linear, dtype), given_bias)
+        assert actual.dtype == dtype
+        assert actual.shape == expected.shape
+        size = linear.fake_quantize_input(given_x).float().abs() @ weight.abs().t()
+        size = size + (0 if bias is None else bias.abs())
+        assert ((actual.float() - expected.float()).abs() <= tolerance * size).all()
+
+
+CASES = [
+    (int8_mm, PRESETS["W8A8"]),
+    (int8_mm, PRESETS["W8A8_STATIC"]),
+    (int8_pack, PRESETS["W8A16"]),
+    (int4_pack, W4),
+    (int4_pack, W4_ASYM),
+]
+NAMES = ["int8_mm-dynamic", "int8_mm-static", "int8_pack", "int4_pack-symmetric", "int4_pack-asymmetric"]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_oracle_multiplies_the_fake_quantized_input_with_the_dequantized_weight(preset):
+    linear = quantized(PRESETS[preset], (3, 128))
+    x = inputs("random", (5, 128))
+    expected = linear.fake_quantize_input(x).double() @ linear.weight.dequantize().double().t() + 1
+    actual = reference.linear(x, reference.prepare(linear, torch.float32), torch.ones(3))
+    assert torch.allclose(actual.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_product_worked_by_hand_comes_out_of_the_oracle_and_of_int8_mm():
+    # Input row [127.5, -127.5]: scale 1, qvalues 127.5 -> clamp(128) = 127 and -128. Weight [3, 5] * 0.5.
+    # 1 * 0.5 * (127 * 3 - 128 * 5) = -129.5
+    scheme = PRESETS["W8A8"]
+    weight = QTensor(
+        qvalue=torch.tensor([[3, 5]], dtype=torch.int8), scale=torch.tensor([[0.5]]), scheme=scheme.weights
+    )
+    linear = QuantizedLinear(weight=weight, scheme=scheme)
+    x = torch.tensor([[127.5, -127.5]])
+    for backend in (reference, int8_mm):
+        assert backend.linear(x, backend.prepare(linear, torch.float32), None).tolist() == [[-129.5]]
+
+
+def test_the_zero_point_of_an_input_is_taken_out_of_the_integer_product_by_hand():
+    # scale 0.03, zero_point -11: x = 0.3 -> 10 - 11 = -1, x = 0 -> -11. Real values 0.3 and 0; weight [2, 100] * 1.
+    scheme = PRESETS["W8A8_STATIC"]
+    weight = QTensor(
+        qvalue=torch.tensor([[2, 100]], dtype=torch.int8), scale=torch.tensor([[1.0]]), scheme=scheme.weights
+    )
+    linear = QuantizedLinear(
+        weight=weight,
+        scheme=scheme,
+        input_scale=torch.tensor([0.03]),
+        input_zero_point=torch.tensor([-11], dtype=torch.int8),
+    )
+    actual = int8_mm.linear(torch.tensor([[0.3, 0.0]]), int8_mm.prepare(linear, torch.float32), None)
+    assert actual.item() == pytest.approx(0.6)
+
+
+@pytest.mark.parametrize(("backend", "scheme"), CASES, ids=NAMES)
+@pytest.mark.parametrize("kind", ["random", "outliers", "zeros", "saturated", "tiny"])
+@pytest.mark.parametrize("shape", [(1, 128), (2, 3, 128), (67, 128)], ids=["one token", "batch", "many tokens"])
+def test_a_kernel_agrees_with_the_oracle_on_such_inputs(backend, scheme, kind, shape):
+    agree(backend, quantized(scheme, (48, 128)), inputs(kind, shape), bias=torch.linspace(-1, 1, 48))
+
+
+@pytest.mark.parametrize(("backend", "scheme"), CASES, ids=NAMES)
+@pytest.mark.parametrize("end", ["qmin", "qmax"])
+def test_a_kernel_does_not_saturate_its_sums_when_every_qvalue_is_at_the_end_of_its_range(backend, scheme, end):
+    qvalue = torch.full((16, 4096), getattr(scheme.weights, end), dtype=torch.int8)
+    for sign in (1, -1):
+        agree(backend, quantized(scheme, (16, 4096), qvalue=qvalue), sign * torch.full((2, 4096), 3.75))
+
+
+@settings(max_examples=12, deadline=None)
+@given(rows=st.integers(1, 40), outputs=st.integers(1, 40), columns=st.integers(2, 130), seed=st.integers(0, 2**20))
+def test_int8_mm_agrees_with_the_oracle_at_any_shape(rows, outputs, columns, seed):
+    for preset in ("W8A8", "W8A8_STATIC"):
+        linear = quantized(PRESETS[preset], (outputs, columns), seed=seed)
+        agree(int8_mm, linear, inputs("random", (rows, columns), seed=seed))
+
+
+@settings(max_examples=12, deadline=None)
+@given(rows=st.integers(1, 40), outputs=st.integers(1, 40), tiles=st.integers(1, 9), seed=st.integers(0, 2**20))
+def test_int8_pack_agrees_with_the_oracle_at_any_shape_it_accepts(rows, outputs, tiles, seed):
+    linear = quantized(PRESETS["W8A16"], (outputs, 16 * tiles), seed=seed)
+    agree(int8_pack, linear, inputs("random", (rows, 16 * tiles), seed=seed))
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    rows=st.integers(1, 40),
+    tiles=st.integers(1, 4),
+    groups=st.integers(1, 3),
+    group_size=st.sampled_from([32, 64, 128, 256]),
+    seed=st.integers(0, 2**20),
+)
+def test_int4_pack_agrees_with_the_oracle_at_any_shape_it_accepts(rows, tiles, groups, group_size, seed):
+    for preset in ("W4A16", "W4A16_ASYM"):
+        linear = quantized(with_group_size(PRESETS[preset], group_size), (16 * tiles, groups * group_size), seed=seed)
+        agree(int4_pack, linear, inputs("random", (rows, groups * group_size), seed=seed))
+
+
+@pytest.mark.parametrize(("backend", "scheme"), CASES, ids=NAMES)
+def test_no_tokens_and_strided_inputs_are_handled(backend, scheme):
+    linear = quantized(scheme, (16, 64))
+    assert backend.linear(torch.zeros(0, 64), backend.prepare(linear, torch.float32), None).shape == (0, 16)
+    agree(backend, linear, inputs("random", (64, 7)).t())
+
+
+def test_nan_in_an_input_reaches_the_output_of_its_token_only():
+    linear = quantized(PRESETS["W8A8"], (8, 32))
+    x = inputs("random", (2, 32))
+    x[1, 3] = float("nan")
+    y = int8_mm.linear(x, int8_mm.prepare(linear, torch.float32), None)
+    assert y[1].isnan().all()
+    assert not y[0].isnan().any()
+
+
+REASONS = [
+    (int8_mm, PRESETS["W8A16"], (16, 64), torch.float32, "int8_mm needs int8 inputs, scheme W8A16 has none"),
+    (
+        int8_mm,
+        PRESETS["FP8"],
+        (16, 64),
+        torch.float32,
+        "int8_mm needs symmetric int8 weights per channel or per tensor, scheme FP8 has others",
+    ),
+    (
+        int8_mm,
+        PRESETS["W8A8"],
+        (16, 1),
+        torch.float32,
+        "int8_mm needs 2 or more input features, torch's kernel returns wrong sums for 1",
+    ),
+    (
+        int8_mm,
+        PRESETS["W8A8"],
+        (16, 70000),
+        torch.float32,
+        "int8_mm sums in int32, which holds 65793 input features, not 70000",
+    ),
+    (
+        int8_pack,
+        PRESETS["W8A16"],
+        (16, 100),
+        torch.bfloat16,
+        "int8_pack needs in_features that 16 divides, not 100",
+    ),
+    (
+        int8_pack,
+        PRESETS["W8A16"],
+        (16, 64),
+        torch.float16,
+        "int8_pack needs float32 or bfloat16 inputs, which hold every scale, not torch.float16",
+    ),
+    (
+        int8_pack,
+        PRESETS["W8A8"],
+        (16, 64),
+        torch.float32,
+        "int8_pack needs inputs in the model's dtype, scheme W8A8 quantizes them",
+    ),
+    (
+        int8_pack,
+        W4,
+        (16, 64),
+        torch.float32,
+        "int8_pack needs symmetric int8 weights per channel, scheme W4A16 has others",
+    ),
+    (int4_pack, W4, (24, 64), torch.float32, "int4_pack needs out_features that 16 divides, not 24"),
+    (
+        int4_pack,
+        with_group_size(W4, 16),
+        (16, 64),
+        torch.float32,
+        "int4_pack needs group_size 32, 64, 128, 256, not 16",
+    ),
+    (int4_pack, W4, (16, 80), torch.float32, "int4_pack needs in_features that group_size 32 divides, not 80"),
+    (
+        int4_pack,
+        PRESETS["FP8_DYNAMIC"],
+        (16, 64),
+        torch.float32,
+        "int4_pack needs int4 weights, scheme FP8_DYNAMIC has float8",
+    ),
+    (
+        int4_pack,
+        replace(W4, name="W4A8", input=PRESETS["W8A8"].input),
+        (16, 64),
+        torch.float32,
+        "int4_pack needs inputs in the model's dtype, scheme W4A8 quantizes them",
+    ),
+    (
+        int4_pack,
+        W4,
+        (16, 64),
+        torch.float16,
+        "int4_pack needs float32 or bfloat16 inputs, which hold every scale, not torch.float16",
+    ),
+]
+
+
+@pytest.mark.parametrize(("backend", "scheme", "shape", "dtype", "reason"), REASONS, ids=[case[4] for case in REASONS])
+def test_a_kernel_says_why_it_cannot_run_a_linear(backend, scheme, shape, dtype, reason):
+    assert backend.why_not(scheme, CPU, shape=shape, dtype=dtype) == reason
+
+
+@pytest.mark.parametrize(("backend", "scheme"), CASES, ids=NAMES)
+def test_a_cpu_kernel_refuses_another_device(backend, scheme):
+    reason = backend.why_not(scheme, torch.device("cuda"), shape=(16, 64), dtype=torch.float32)
+    assert reason == f"{backend.NAME} runs on cpu, not on cuda"
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_auto_takes_the_first_kernel_that_can_and_says_why_the_others_cannot(preset):
+    expected = {"W8A8": "int8_mm", "W8A8_STATIC": "int8_mm", "W8A16": "int8_pack"}
+    expected |= {"W4A16": "int4_pack", "W4A16_ASYM": "int4_pack", "FP8": "reference", "FP8_DYNAMIC": "reference"}
+    backend, reasons = choose(PRESETS[preset], CPU, shape=(16, 128), dtype=torch.float32)
+    names = list(BACKENDS)
+    assert expected[preset] == backend.NAME
+    assert list(reasons) == names[: names.index(backend.NAME)]
+
+
+def test_the_oracle_stands_last_and_is_taken_when_a_shape_fits_no_kernel():
+    backend, reasons = choose(PRESETS["W8A16"], CPU, shape=(16, 100), dtype=torch.float32)
+    assert list(BACKENDS)[-1] == backend.NAME == "reference"
+    assert reasons["int8_pack"] == "int8_pack needs in_features that 16 divides, not 100"
+
+
+def test_a_named_backend_that_cannot_run_is_an_error_and_not_a_fallback():
+    with pytest.raises(
+        UsageError, match=r"^backend int8_pack: int8_pack needs in_features that 16 divides, not 100; use"
+    ):
+        choose(PRESETS["W8A16"], CPU, shape=(16, 100), dtype=torch.float32, backend="int8_pack")
+    with pytest.raises(UsageError, match=r"^backend 'fast' is unknown; use one of auto, int8_mm, int4_pack, int8_pack"):
+        choose(PRESETS["W8A16"], CPU, shape=(16, 96), dtype=torch.float32, backend="fast")
+
+
+def test_preparing_a_weight_does_not_modify_it():
+    for backend, scheme in [*CASES, (reference, PRESETS["FP8"])]:
+        linear = quantized(scheme, (16, 64))
+        before = linear.weight.qvalue.clone(), linear.weight.scale.clone()
+        prepared = backend.prepare(linear, torch.float32)
+        backend.linear(inputs("random", (3, 64)), prepared, torch.ones(16))
+        assert torch.equal(linear.weight.qvalue.float(), before[0].float())
+        assert torch.equal(linear.weight.scale, before[1])

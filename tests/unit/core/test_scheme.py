@@ -1,0 +1,133 @@
+"""Schemes refuse what has no meaning, and presets mean what compressed-tensors means."""
+
+from dataclasses import replace
+
+import pytest
+from compressed_tensors.quantization import preset_name_to_scheme
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quantflow.core.scheme import ALIASES, PRESETS, LinearScheme, TensorScheme, preset, with_group_size
+from quantflow.errors import SchemeError, UsageError
+
+INT8 = TensorScheme(kind="int", num_bits=8, granularity="per_channel")
+INT4_GROUP = TensorScheme(kind="int", num_bits=4, granularity="per_group", group_size=32)
+TOKEN = TensorScheme(kind="int", num_bits=8, granularity="per_token", dynamic=True)
+STATIC = TensorScheme(kind="int", num_bits=8, granularity="per_tensor", symmetric=False)
+
+
+@pytest.mark.parametrize(("num_bits", "qmin", "qmax"), [(4, -8, 7), (8, -128, 127)])
+def test_the_range_of_an_int_scheme_is_twos_complement(num_bits, qmin, qmax):
+    scheme = TensorScheme(kind="int", num_bits=num_bits, granularity="per_tensor")
+    assert (scheme.qmin, scheme.qmax) == (qmin, qmax)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kind": "uint"}, r"kind='uint' is unknown; use one of int, float"),
+        ({"granularity": "per_row"}, r"granularity='per_row' is unknown; use one of per_tensor, per_channel"),
+        ({"float8": "e3m4"}, r"float8='e3m4' is unknown; use one of e4m3fn, e5m2"),
+        ({"num_bits": 3}, r"num_bits=3 with kind='int'; use 4 or 8 for int and 8 for float"),
+        ({"num_bits": 4, "kind": "float"}, r"num_bits=4 with kind='float'"),
+        ({"group_size": 32}, r"granularity='per_channel' with group_size=32; give group_size with per_group"),
+        ({"granularity": "per_group"}, r"granularity='per_group' with group_size=None"),
+        ({"granularity": "per_group", "group_size": 0}, r"group_size=0; use a positive divisor"),
+        ({"granularity": "per_group", "group_size": -1}, r"group_size=-1"),
+        ({"granularity": "per_token"}, r"granularity='per_token' with dynamic=False; .* always dynamic"),
+        ({"kind": "float", "symmetric": False}, r"kind='float' with symmetric=False; float8 has no zero_point"),
+    ],
+)
+def test_a_tensor_scheme_that_has_no_meaning_is_refused(changes, message):
+    with pytest.raises(SchemeError, match=message):
+        replace(INT8, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layout": "marlin"}, r"layout='marlin' is unknown"),
+        ({"weights": TOKEN}, r"mine: weights with dynamic=True; the scale of a weight is always stored"),
+        ({"input": replace(TOKEN, symmetric=False)}, r"mine: input with granularity='per_token', .* symmetric=False"),
+        ({"input": replace(STATIC, dynamic=True)}, r"mine: input with granularity='per_tensor', dynamic=True"),
+        ({"input": INT8}, r"mine: input with granularity='per_channel'"),
+        ({"layout": "float-quantized"}, r"mine: layout='float-quantized' with weights of kind='int'"),
+        (
+            {"weights": TensorScheme(kind="float", num_bits=8, granularity="per_tensor")},
+            r"layout='int-quantized' with weights of kind='float'",
+        ),
+    ],
+)
+def test_a_linear_scheme_that_no_linear_computes_is_refused(changes, message):
+    scheme = LinearScheme(name="mine", weights=INT8, input=None, layout="int-quantized")
+    with pytest.raises(SchemeError, match=message):
+        replace(scheme, **changes)
+
+
+def test_inputs_are_none_static_per_tensor_or_dynamic_per_token():
+    for inputs in (None, STATIC, replace(STATIC, symmetric=True), TOKEN):
+        assert LinearScheme(name="mine", weights=INT8, input=inputs, layout="int-quantized").input == inputs
+
+
+@pytest.mark.parametrize("name", sorted(set(PRESETS) - {"W8A8_STATIC", "W8A16"}))
+def test_a_preset_means_what_compressed_tensors_means_by_its_name(name):
+    theirs = preset_name_to_scheme(name, ["Linear"])
+    ours = preset(name)
+    for mine, args in ((ours.weights, theirs.weights), (ours.input, theirs.input_activations)):
+        if mine is None or args is None:
+            assert mine is None
+            assert args is None
+            continue
+        strategy = {"per_tensor": "tensor", "per_channel": "channel", "per_group": "group", "per_token": "token"}
+        assert (
+            mine.kind,
+            mine.num_bits,
+            mine.symmetric,
+            mine.dynamic,
+            strategy[mine.granularity],
+            mine.group_size,
+        ) == (
+            str(args.type),
+            args.num_bits,
+            args.symmetric,
+            args.dynamic,
+            str(args.strategy),
+            args.group_size,
+        )
+
+
+def test_w8a16_has_a_scale_per_channel_where_compressed_tensors_has_groups():
+    assert preset_name_to_scheme("W8A16", ["Linear"]).weights.group_size == 128
+    assert preset("W8A16").weights == INT8
+    assert preset("W8A16").input is None
+
+
+def test_the_static_int8_preset_is_asymmetric_per_tensor_because_only_that_loads_everywhere():
+    scheme = preset("W8A8_STATIC")
+    assert scheme.input == STATIC
+    assert scheme.weights == INT8
+
+
+@pytest.mark.parametrize(("alias", "name"), [("FP8_STATIC", "FP8"), ("INT8", "W8A8")])
+def test_an_alias_is_the_preset_itself(alias, name):
+    assert ALIASES[alias] == name
+    assert preset(alias) is PRESETS[name]
+
+
+def test_an_unknown_preset_is_refused_with_the_list():
+    with pytest.raises(SchemeError, match=r"scheme 'W5A5' is unknown; use one of FP8, .*W4A16.*INT8") as caught:
+        preset("W5A5")
+    assert isinstance(caught.value, UsageError)
+    assert caught.value.exit_code == 2
+
+
+@given(size=st.integers(1, 4096))
+def test_a_group_size_replaces_that_of_a_scheme_with_groups(size):
+    scheme = with_group_size(preset("W4A16"), size)
+    assert scheme.weights == replace(preset("W4A16").weights, group_size=size)
+    assert replace(scheme, weights=preset("W4A16").weights) == preset("W4A16")
+
+
+def test_a_group_size_for_a_scheme_without_groups_is_refused():
+    with pytest.raises(SchemeError, match=r"scheme W8A8 has per_channel weights, group_size=64 was given; drop group_size"):
+        with_group_size(preset("W8A8"), 64)

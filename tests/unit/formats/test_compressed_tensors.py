@@ -1,0 +1,314 @@
+"""The compressed-tensors layout: round trips, names, the config both ways, the edges and what is refused.
+
+Bytes worked by hand are in tests/golden, the comparison with the library of that name in tests/parity.
+"""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quantflow.core.qtensor import QTensor, QuantizedLinear
+from quantflow.core.scheme import PRESETS, LinearScheme, TensorScheme, preset, with_group_size
+from quantflow.errors import InputError, SchemeError, UnsupportedError
+from quantflow.formats import FORMATS, compressed_tensors
+
+INT8_ASYM = TensorScheme(kind="int", num_bits=8, granularity="per_channel", symmetric=False)
+SCHEMES = {
+    **{name: with_group_size(s, 8) if s.weights.group_size else s for name, s in PRESETS.items()},
+    "int8-asym": LinearScheme(name="custom", weights=INT8_ASYM, input=None, layout="int-quantized"),
+    "int8-asym-packed": LinearScheme(name="custom", weights=INT8_ASYM, input=None, layout="pack-quantized"),
+}
+
+
+def random_linear(scheme: LinearScheme, rows: int, columns: int, *, seed: int = 0) -> QuantizedLinear:
+    """A linear with arbitrary qvalues, and scales that are exact in bfloat16."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = scheme.weights
+    shape = (1, 1) if weights.granularity == "per_tensor" else (rows, columns // (weights.group_size or columns))
+    scale = 2.0 ** torch.randint(-9, 3, shape, generator=generator)
+    zero_point = None
+    if weights.kind == "float":
+        qvalue = (torch.randn(rows, columns, generator=generator) * 50).to(torch.float8_e4m3fn)
+    else:
+        qvalue = torch.randint(weights.qmin, weights.qmax + 1, (rows, columns), generator=generator).to(torch.int8)
+    if not weights.symmetric:
+        zero_point = torch.randint(weights.qmin, weights.qmax + 1, shape, generator=generator).to(torch.int8)
+    static = scheme.input is not None and not scheme.input.dynamic
+    return QuantizedLinear(
+        weight=QTensor(qvalue=qvalue, scale=scale, zero_point=zero_point, scheme=weights),
+        scheme=scheme,
+        input_scale=torch.tensor([0.3]) if static else None,
+        input_zero_point=torch.tensor([-5], dtype=torch.int8) if static and not scheme.input.symmetric else None,
+    )
+
+
+def parts(linear: QuantizedLinear) -> list[torch.Tensor | None]:
+    weight = linear.weight
+    return [weight.qvalue.float(), weight.scale, weight.zero_point, linear.input_scale, linear.input_zero_point]
+
+
+def assert_same(left: list[torch.Tensor | None], right: list[torch.Tensor | None]) -> None:
+    for a, b in zip(left, right, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or (a.dtype == b.dtype and torch.equal(a, b))
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.sampled_from(sorted(SCHEMES)), st.integers(1, 19), st.integers(1, 4), st.integers(0, 7), st.integers(0, 2**31)
+)
+def test_decode_undoes_encode_for_every_shape(name, rows, groups, extra, seed):
+    scheme = SCHEMES[name]
+    columns = groups * 8 + (0 if scheme.weights.group_size else extra)
+    linear = random_linear(scheme, rows, columns, seed=seed)
+    before = [None if part is None else part.clone() for part in parts(linear)]
+    tensors = compressed_tensors.encode("a.b", linear, scale_dtype=torch.bfloat16)
+    assert tuple(tensors) == compressed_tensors.tensor_names("a.b", scheme)
+    assert all(tensor.is_contiguous() for tensor in tensors.values())
+    copies = {key: tensor.clone() for key, tensor in tensors.items()}
+    decoded = compressed_tensors.decode("a.b", tensors | {"a.c.weight": torch.ones(1)}, scheme)
+    assert_same(parts(decoded), before)
+    assert_same(parts(linear), before)  # neither modifies what it was given
+    assert all(torch.equal(tensors[key].float(), copies[key].float()) for key in copies)
+
+
+@pytest.mark.parametrize(
+    ("name", "suffixes"),
+    [
+        ("FP8", ["weight", "weight_scale", "input_scale"]),
+        ("FP8_DYNAMIC", ["weight", "weight_scale"]),
+        ("W8A8", ["weight", "weight_scale"]),
+        ("W8A8_STATIC", ["weight", "weight_scale", "input_scale", "input_zero_point"]),
+        ("W8A16", ["weight_packed", "weight_scale", "weight_shape"]),
+        ("W4A16", ["weight_packed", "weight_scale", "weight_shape"]),
+        ("W4A16_ASYM", ["weight_packed", "weight_scale", "weight_shape", "weight_zero_point"]),
+    ],
+)
+def test_a_linear_becomes_these_tensors(name, suffixes):
+    assert compressed_tensors.tensor_names("m.q", PRESETS[name]) == tuple(f"m.q.{suffix}" for suffix in suffixes)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_only_packed_scales_have_the_models_dtype(name):
+    expected = torch.float16 if name in ("W8A16", "W4A16", "W4A16_ASYM") else torch.float32
+    assert compressed_tensors.scale_dtype(PRESETS[name], torch.float16) == expected
+
+
+def test_a_scale_that_the_dtype_does_not_hold_is_refused():
+    linear = random_linear(SCHEMES["W4A16"], 2, 8)
+    weight = replace(linear.weight, scale=torch.tensor([[0.1], [0.5]]))
+    with pytest.raises(SchemeError, match=r"m\.q: scales are not exact in torch\.bfloat16; quantize with"):
+        compressed_tensors.encode("m.q", replace(linear, weight=weight), scale_dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, math.nan, math.inf])
+def test_encode_refuses_a_scale_that_no_loader_should_see(scale):
+    linear = random_linear(SCHEMES["W8A8"], 2, 8)
+    weight = replace(linear.weight, scale=torch.tensor([[1.0], [scale]]))
+    with pytest.raises(SchemeError, match=r"m\.q: scale"):
+        compressed_tensors.encode("m.q", replace(linear, weight=weight))
+
+
+@pytest.mark.parametrize("flavour", ["e5m2", "e4m3fnuz"])
+def test_float8_codes_that_mean_other_numbers_are_refused(flavour):
+    scheme = replace(preset("FP8_DYNAMIC"), weights=replace(preset("FP8_DYNAMIC").weights, float8=flavour))
+    with pytest.raises(UnsupportedError, match=rf"FP8_DYNAMIC: float8 flavour '{flavour}', the layout holds e4m3fn"):
+        compressed_tensors.quantization_config({"q": scheme}, ignore=[], model_type="llama")
+    with pytest.raises(UnsupportedError, match="flavour"):
+        compressed_tensors.decode("q", {}, scheme)
+
+
+def test_gaudi2_codes_are_e4m3fn_codes():
+    scheme = replace(preset("FP8_DYNAMIC"), weights=replace(preset("FP8_DYNAMIC").weights, float8="gaudi2"))
+    linear = random_linear(scheme, 2, 8)
+    tensors = compressed_tensors.encode("q", linear)
+    read = compressed_tensors.decode("q", tensors, preset("FP8_DYNAMIC"))
+    assert torch.equal(read.weight.dequantize(), linear.weight.dequantize())
+
+
+FLOAT8_NAN = torch.full((2, 8), math.nan).to(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "key", "value", "message"),
+    [
+        ("W8A8", "weight", None, r"m\.q\.weight: missing; the artifact is incomplete"),
+        ("FP8", "input_scale", None, r"m\.q\.input_scale: missing"),
+        ("W4A16_ASYM", "weight_zero_point", None, r"m\.q\.weight_zero_point: missing"),
+        ("W8A8", "weight", torch.ones(2, 8), r"m\.q\.weight: is torch\.float32 \[2, 8\], the scheme needs torch\.int8"),
+        ("W8A8", "weight", torch.ones(8, dtype=torch.int8), r"m\.q: weight is \[8\]"),
+        ("W8A8", "weight_scale", torch.ones(1), r"m\.q\.weight_scale: is torch\.float32 \[1\], .*\(2, 1\)"),
+        ("W8A8", "weight_scale", torch.tensor([[1.0], [math.nan]]), r"m\.q\.weight_scale: scale nan"),
+        ("W4A16", "weight_scale", torch.tensor([[1.0], [0.0]]), r"m\.q\.weight_scale: scale 0\.0; .*positive"),
+        ("FP8", "input_scale", torch.tensor([math.inf]), r"m\.q\.input_scale: scale inf"),
+        ("FP8", "input_scale", torch.tensor([-0.5]), r"m\.q\.input_scale: scale -0\.5"),
+        ("FP8", "weight", FLOAT8_NAN, r"m\.q: qvalue nan"),
+        ("W8A8_STATIC", "input_zero_point", torch.ones(1), r"m\.q\.input_zero_point: is torch\.float32"),
+        ("W4A16", "weight_shape", torch.tensor([2, 9]), r"m\.q\.weight_packed: \[2, 1\], weight_shape \(2, 9\)"),
+        ("W4A16", "weight_shape", torch.tensor([3, 8]), r"m\.q\.weight_packed: \[2, 1\], weight_shape \(3, 8\)"),
+        ("W4A16", "weight_shape", torch.tensor([2, 7]), r"m\.q: weight is \[2, 7\], group_size=8"),
+        ("W4A16_ASYM", "weight_zero_point", torch.zeros(2, 1, dtype=torch.int32), r"weight_zero_point: .*\(1, 1\)"),
+        ("int8-asym", "weight_zero_point", torch.zeros(2, dtype=torch.int8), r"weight_zero_point: .*\(2, 1\)"),
+    ],
+)
+def test_a_damaged_artifact_is_refused_by_the_name_of_its_tensor(scheme, key, value, message):
+    tensors = compressed_tensors.encode("m.q", random_linear(SCHEMES[scheme], 2, 8))
+    if value is None:
+        del tensors[f"m.q.{key}"]
+    else:
+        tensors[f"m.q.{key}"] = value
+    with pytest.raises(InputError, match=message):
+        compressed_tensors.decode("m.q", tensors, SCHEMES[scheme])
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_one_scheme_for_all_is_read_back_from_json_as_it_was(name):
+    config = compressed_tensors.quantization_config(
+        {"layers.0.q": SCHEMES[name], "layers.0.k": SCHEMES[name]}, ignore=["lm_head"], model_type="llama"
+    )
+    assert config["config_groups"]["group_0"]["targets"] == ["Linear"]
+    assert config["format"] == SCHEMES[name].layout
+    read = compressed_tensors.schemes_from_config(
+        json.loads(json.dumps(config)), ["layers.0.q", "layers.0.k", "lm_head"]
+    )
+    assert read == {"layers.0.q": SCHEMES[name], "layers.0.k": SCHEMES[name], "lm_head": None}
+
+
+def test_several_schemes_are_read_back_linear_by_linear():
+    schemes = {
+        "layers.0.q": preset("FP8_DYNAMIC"),
+        "layers.0.down": preset("W4A16"),
+        "layers.1.q": preset("FP8_DYNAMIC"),
+        "layers.1.down": with_group_size(preset("W4A16"), 32),
+    }
+    config = compressed_tensors.quantization_config(schemes, ignore=["lm_head"], model_type="llama")
+    assert [group["targets"] for group in config["config_groups"].values()] == [
+        ["layers.0.q", "layers.1.q"],
+        ["layers.0.down"],
+        ["layers.1.down"],
+    ]
+    assert config["format"] == "mixed-precision"
+    read = compressed_tensors.schemes_from_config(json.loads(json.dumps(config)), [*schemes, "lm_head"])
+    assert read == schemes | {"lm_head": None}
+
+
+def test_schemes_that_differ_only_in_name_are_one_group():
+    schemes = {"a": preset("W8A8"), "b": replace(preset("W8A8"), name="other", algorithm="gptq")}
+    config = compressed_tensors.quantization_config(schemes, ignore=[], model_type="llama")
+    assert list(config["config_groups"]) == ["group_0"]
+
+
+def test_gpt_neox_ignores_its_head_under_both_names():
+    config = compressed_tensors.quantization_config({"q": preset("FP8")}, ignore=["embed_out"], model_type="gpt_neox")
+    assert config["ignore"] == ["embed_out", "lm_head"]
+
+
+@pytest.mark.parametrize(
+    ("schemes", "ignore", "message"),
+    [({}, [], r"no linear is quantized"), ({"q": preset("FP8")}, ["q"], r"q: both quantized and ignored")],
+)
+def test_a_config_needs_every_linear_once(schemes, ignore, message):
+    with pytest.raises(SchemeError, match=message):
+        compressed_tensors.quantization_config(schemes, ignore=ignore, model_type="llama")
+
+
+def config_of(**groups: dict) -> dict:
+    base = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
+    return {
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "format": "pack-quantized",
+        "config_groups": {
+            name: {"targets": ["Linear"], "weights": base | changes.pop("weights", {})} | changes
+            for name, changes in groups.items()
+        },
+    }
+
+
+def test_a_name_beats_a_pattern_and_a_pattern_beats_the_class():
+    config = config_of(
+        everything={},
+        attention={"targets": ["re:.*self_attn.*"], "weights": {"num_bits": 4}},
+        one={"targets": ["layers.0.self_attn.q"], "format": "int-quantized"},
+    )
+    config["ignore"] = ["re:.*gate$", "lm_head"]
+    linears = ["layers.0.self_attn.q", "layers.0.self_attn.k", "layers.0.mlp.up", "layers.0.mlp.gate", "lm_head"]
+    read = compressed_tensors.schemes_from_config(config, linears)
+    assert [None if s is None else (s.weights.num_bits, s.layout) for s in read.values()] == [
+        (8, "int-quantized"),
+        (4, "pack-quantized"),
+        (8, "pack-quantized"),
+        None,
+        None,
+    ]
+    assert read["layers.0.mlp.up"] == preset("W8A16")
+    assert read["layers.0.self_attn.k"].name == "custom"
+
+
+def test_a_linear_that_no_target_means_is_not_quantized():
+    config = config_of(one={"targets": ["a"]})
+    assert compressed_tensors.schemes_from_config(config, ["a", "b"]) == {"a": preset("W8A16"), "b": None}
+
+
+def test_order_of_columns_is_history_and_not_layout():
+    config = config_of(g={"weights": {"num_bits": 4, "strategy": "group", "group_size": 128, "actorder": "weight"}})
+    assert compressed_tensors.schemes_from_config(config, ["a"]) == {"a": preset("W4A16")}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"quant_method": "gptq"}, r"quant_method is 'gptq'"),
+        ({"quantization_status": "frozen"}, r"quantization_status is 'frozen'"),
+        ({"kv_cache_scheme": {"num_bits": 8}}, r"kv_cache_scheme is"),
+        ({"format": "marlin-24"}, r"group_0: layout='marlin-24'"),
+        ({"format": None}, r"group_0: layout=None"),
+        ({"weights": {"strategy": "block"}}, r"group_0: strategy 'block'"),
+        ({"weights": {"strategy": "tensor_group"}}, r"group_0: strategy 'tensor_group'"),
+        ({"weights": {"num_bits": 3}}, r"group_0: num_bits=3"),
+        ({"weights": {"type": "float"}}, r"group_0: .*layout='pack-quantized'.*float"),
+        ({"weights": {"type": "posit"}}, r"group_0: kind='posit'"),
+        ({"weights": {"actorder": "group"}}, r"group_0: .*actorder='group'"),
+        ({"weights": {"dynamic": "local"}}, r"group_0: dynamic='local'"),
+        ({"weights": {"strategy": "tensor"}}, r"one scale per tensor"),
+        ({"input_activations": {"num_bits": 8, "strategy": "group", "group_size": 128, "dynamic": True}}, r"group_0: "),
+        ({"output_activations": {"num_bits": 8}}, r"group_0 has no weights, or quantizes outputs"),
+        ({"group": ["Linear"]}, r"group_0 has no weights"),
+    ],
+)
+def test_what_this_version_would_compute_wrongly_is_unsupported(changes, message):
+    top = {
+        k: v for k, v in changes.items() if k in ("quant_method", "quantization_status", "kv_cache_scheme", "format")
+    }
+    group = {k: v for k, v in changes.items() if k not in top and k != "group"}
+    config = config_of(group_0=group) | top
+    if "group" in changes:
+        config["config_groups"]["group_0"] = changes["group"]
+    with pytest.raises(UnsupportedError, match=message):
+        compressed_tensors.schemes_from_config(config, ["a"])
+
+
+def test_a_config_without_groups_or_with_a_broken_pattern_is_damaged():
+    with pytest.raises(InputError, match=r"config\.json: quantization_config has no config_groups"):
+        compressed_tensors.schemes_from_config(config_of(), ["a"])
+    with pytest.raises(InputError, match=r"config\.json: pattern 're:\('.*; correct the pattern"):
+        compressed_tensors.schemes_from_config(config_of(g={"targets": ["re:("]}), ["a"])
+
+
+def test_the_table_knows_it_by_name():
+    assert FORMATS[compressed_tensors.NAME] is compressed_tensors
+    assert compressed_tensors.LAYOUT_VERSION == 1
+
+
+def test_linears_that_share_an_input_share_no_memory_in_the_file():
+    scale, zero_point = torch.tensor([0.5]), torch.tensor([3], dtype=torch.int8)
+    linear = random_linear(SCHEMES["W8A8_STATIC"], 2, 8)
+    linear = replace(linear, input_scale=scale, input_zero_point=zero_point)
+    files = [compressed_tensors.encode(name, linear) for name in ("q", "k")]
+    for suffix in ("input_scale", "input_zero_point"):
+        assert files[0][f"q.{suffix}"].data_ptr() != files[1][f"k.{suffix}"].data_ptr()

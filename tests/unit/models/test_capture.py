@@ -1,0 +1,324 @@
+"""The model run layer by layer equals the model run by transformers."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from quantflow.errors import InputError, UnsupportedError, UsageError
+from quantflow.models.capture import KVRecorder, LayerStream, watch
+from quantflow.models.graph import graph_for
+from quantflow.models.load import open_source
+
+SHAPE = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+GROUPED = SHAPE | {"num_key_value_heads": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+MODELS = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**GROUPED)),
+    "llama tied": lambda: LlamaForCausalLM(LlamaConfig(**GROUPED, tie_word_embeddings=True)),
+    "llama with biases and llama3 rope": lambda: LlamaForCausalLM(
+        LlamaConfig(**(GROUPED | {"rope_parameters": LLAMA3_ROPE}), attention_bias=True, mlp_bias=True)
+    ),
+    "llama bfloat16": lambda: LlamaForCausalLM(LlamaConfig(**GROUPED)).to(torch.bfloat16),
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**GROUPED)),
+    "mistral with a short window": lambda: MistralForCausalLM(MistralConfig(**GROUPED, sliding_window=4)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**GROUPED)),
+    "qwen2 with a window in its last layer": lambda: Qwen2ForCausalLM(
+        Qwen2Config(**GROUPED, use_sliding_window=True, sliding_window=4, max_window_layers=2)
+    ),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**GROUPED, head_dim=16)),
+    "gpt_neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**SHAPE)),
+    "gpt_neox in series": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**SHAPE, use_parallel_residual=False)),
+}
+SEQUENCES = [torch.tensor(ids) for ids in ([3, 7, 11, 2, 49, 0, 7, 7, 21], [5, 6], [9, 8, 7, 6, 5, 4, 3, 2, 1])]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Name of a model -> its checkpoint, with weights large enough that no path through the model is negligible."""
+    generator = torch.Generator().manual_seed(0)
+    made = {}
+    for name, make in MODELS.items():
+        model = make()
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator) * 0.3
+            parameter.data.copy_(noise if parameter.ndim == 2 else noise + 1)
+        made[name] = tmp_path_factory.mktemp("model")
+        model.save_pretrained(made[name])
+    return made
+
+
+@pytest.fixture(params=MODELS)
+def folder(request, folders):
+    return folders[request.param]
+
+
+def stream_of(folder, **options):
+    source = open_source(folder)
+    return LayerStream(source, graph_for(source.config), **options)
+
+
+def stock_of(folder, dtype=torch.float32):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").eval()
+
+
+def through_layers(stream, states, cache=None):
+    for index in range(len(stream.graph.layers)):
+        with stream.layer(index) as layer:
+            stream.advance(layer, states, cache=cache)
+    return states
+
+
+def meta_parameters(module):
+    return [parameter.is_meta for parameter in module.parameters()]
+
+
+@torch.no_grad()
+def test_logits_of_the_stream_are_those_of_the_stock_model(folder):
+    stream = stream_of(folder)
+    states = through_layers(stream, stream.begin(SEQUENCES))
+    model = stock_of(folder)
+    for sequence, state in zip(SEQUENCES, states, strict=True):
+        expected = model(sequence[None]).logits
+        assert expected.std() > 0.1
+        assert torch.equal(stream.finish(state.hidden), expected)
+
+
+@torch.no_grad()
+def test_logits_in_bfloat16_are_those_of_the_stock_model_in_bfloat16(folders):
+    stream = stream_of(folders["qwen3"], dtype=torch.bfloat16)
+    (state,) = through_layers(stream, stream.begin(SEQUENCES[:1]))
+    assert torch.equal(
+        stream.finish(state.hidden), stock_of(folders["qwen3"], torch.bfloat16)(SEQUENCES[0][None]).logits
+    )
+
+
+def test_hidden_states_between_layers_are_those_of_the_stock_model(folder):
+    stream = stream_of(folder)
+    states = stream.begin(SEQUENCES[:1])
+    seen = []
+    model = stock_of(folder)
+    for layer in model.get_submodule(stream.graph.family.layers):
+        layer.register_forward_hook(lambda _module, args, output: seen.append((args[0], output)))
+    with torch.no_grad():
+        model(SEQUENCES[0][None])
+    for index, (before, after) in enumerate(seen):
+        assert torch.equal(states[0].hidden, before)
+        with stream.layer(index) as layer:
+            stream.advance(layer, states)
+        assert torch.equal(states[0].hidden, after)
+
+
+def test_running_a_layer_twice_gives_the_same_and_leaves_the_state_alone(folder):
+    stream = stream_of(folder)
+    (state,) = stream.begin(SEQUENCES[:1])
+    before = state.hidden.clone()
+    with stream.layer(0) as layer:
+        first, second = stream.run(layer, state), stream.run(layer, state)
+    assert torch.equal(first, second)
+    assert torch.equal(state.hidden, before)
+    assert not torch.equal(first, before)
+
+
+def test_each_linear_of_the_decoder_layers_is_in_the_graph_once(folder):
+    model = stock_of(folder)
+    graph = graph_for(model.config)
+    inside = {name for name, module in model.named_modules() if isinstance(module, nn.Linear) and "layers." in name}
+    assert len(graph.linears) == len(set(graph.linears)) == len(inside)
+    assert set(graph.linears) == inside
+    assert [layer.index for layer in graph.layers] == [0, 1, 2]
+
+
+def test_linears_of_a_group_receive_one_tensor_which_is_the_output_of_its_norm(folder):
+    stream = stream_of(folder)
+    states = stream.begin(SEQUENCES[:1])
+    for node in stream.graph.layers:
+        inputs, outputs, order = {}, {}, []
+        with stream.layer(node.index) as layer:
+
+            def note(name, x, y, inputs=inputs, outputs=outputs, order=order):
+                inputs[name], outputs[name] = x, y
+                order.append(name)
+
+            names = [*node.linears, *(group.norm for group in node.groups if group.norm)]
+            callbacks = {node.relative(name): (lambda x, y, name=name: note(name, x, y)) for name in names}
+            with watch(layer, callbacks):
+                stream.advance(layer, states)
+        assert [name for name in order if name in node.linears] == list(node.linears)
+        for group in node.groups:
+            for linear in group.linears:
+                assert inputs[linear] is inputs[group.linears[0]]
+            if group.norm:
+                assert inputs[group.linears[0]] is outputs[group.norm]
+        firsts = [inputs[group.linears[0]] for group in node.groups]
+        assert len({id(first) for first in firsts}) == len(firsts)
+        assert isinstance(stream.model.get_submodule(node.attention), nn.Module)
+
+
+def test_watched_output_is_the_linear_of_the_watched_input_and_hooks_are_gone_afterwards(folders):
+    stream = stream_of(folders["llama"])
+    states = stream.begin(SEQUENCES[:1])
+    seen = []
+    with stream.layer(0) as layer:
+        with watch(layer, {"mlp.down_proj": lambda x, y: seen.append((x, y))}):
+            stream.run(layer, states[0])
+        stream.run(layer, states[0])
+        ((x, y),) = seen
+        assert torch.equal(y, x @ layer.mlp.down_proj.weight.T)
+
+
+def test_watching_a_name_that_is_not_there_is_refused(folders):
+    stream = stream_of(folders["llama"])
+    with (
+        stream.layer(0) as layer,
+        pytest.raises(UsageError, match=r"mlp\.dwon_proj: not in LlamaDecoderLayer; use one of self_attn"),
+        watch(layer, {"mlp.dwon_proj": print}),
+    ):
+        pass
+
+
+@torch.no_grad()
+def test_recorded_keys_and_values_are_what_a_dynamic_cache_stores(folder):
+    stream = stream_of(folder)
+    seen = {}
+    recorder = KVRecorder(lambda index, key, value: seen.setdefault(index, (key, value)))
+    states = through_layers(stream, stream.begin(SEQUENCES[:1]), cache=recorder)
+    cache = DynamicCache()
+    logits = stock_of(folder)(SEQUENCES[0][None], past_key_values=cache).logits
+    assert list(seen) == [0, 1, 2]
+    for index, (key, value) in seen.items():
+        assert torch.equal(key, cache.layers[index].keys)
+        assert torch.equal(value, cache.layers[index].values)
+    assert torch.equal(stream.finish(states[0].hidden), logits)
+
+
+def test_recorded_keys_are_rotated(folders):
+    """The same token at two positions has two keys and one value, in the layer that sees only its embedding."""
+    stream = stream_of(folders["llama"])
+    seen = []
+    (state,) = stream.begin([torch.tensor([7, 7])])
+    with stream.layer(0) as layer:
+        stream.run(layer, state, cache=KVRecorder(lambda *stored: seen.append(stored)))
+    ((index, key, value),) = seen
+    assert index == 0
+    assert not torch.allclose(key[:, :, 0], key[:, :, 1])
+    assert torch.allclose(value[:, :, 0], value[:, :, 1])
+
+
+def test_weights_are_in_memory_only_while_they_are_used(folder):
+    stream = stream_of(folder)
+    assert all(meta_parameters(stream.model))
+    states = stream.begin(SEQUENCES)
+    assert all(meta_parameters(stream.model))
+    with stream.layer(1) as layer:
+        assert not any(meta_parameters(layer))
+        assert sum(not absent for absent in meta_parameters(stream.model)) == len(meta_parameters(layer))
+    assert all(meta_parameters(stream.model))
+    with stream.head():
+        assert not all(meta_parameters(stream.model))
+        stream.finish(states[0].hidden)
+        assert not all(meta_parameters(stream.model))
+    assert all(meta_parameters(stream.model))
+
+
+def test_a_layer_is_released_when_its_block_fails(folders):
+    stream = stream_of(folders["llama"])
+    with pytest.raises(ZeroDivisionError), stream.layer(0):
+        raise ZeroDivisionError
+    assert all(meta_parameters(stream.model))
+
+
+def test_the_head_is_read_once_for_many_sequences(folders, monkeypatch):
+    stream = stream_of(folders["llama"])
+    states = stream.begin(SEQUENCES)
+    read = []
+    original = type(stream.source).read
+    monkeypatch.setattr(
+        type(stream.source), "read", lambda self, names, dtype=None: original(self, read_note(read, names), dtype)
+    )
+    with stream.head():
+        for state in states:
+            stream.finish(state.hidden)
+    assert sorted(read) == ["lm_head.weight", "model.norm.weight"]
+
+
+def read_note(read, names):
+    names = list(names)
+    read.extend(names)
+    return names
+
+
+def test_recorded_arguments_are_shared_over_layers_and_equally_long_sequences(folders):
+    stream = stream_of(folders["mistral with a short window"])
+    first, short, third = stream.begin(SEQUENCES)
+    for name in ("attention_mask", "position_ids"):
+        assert isinstance(first.calls[0].kwargs[name], torch.Tensor)
+        assert first.calls[0].kwargs[name] is first.calls[2].kwargs[name] is third.calls[1].kwargs[name]
+    assert first.calls[0].kwargs["position_embeddings"][0] is third.calls[2].kwargs["position_embeddings"][0]
+    assert short.calls[0].kwargs["position_ids"].shape == (1, 2)
+
+
+def test_a_checkpoint_with_both_of_two_tied_weights_that_differ_is_run_as_transformers_runs_it(folders, tmp_path):
+    model = stock_of(folders["llama"])
+    model.config.tie_word_embeddings = True
+    model.config.save_pretrained(tmp_path)
+    save_file(model.state_dict(), tmp_path / "model.safetensors", {"format": "pt"})
+    stream = stream_of(tmp_path)
+    (state,) = through_layers(stream, stream.begin(SEQUENCES[:1]))
+    with torch.no_grad(), stream.head():
+        assert torch.equal(stream.finish(state.hidden), model(SEQUENCES[0][None]).logits)
+        assert torch.equal(stream.begin(SEQUENCES[:1])[0].hidden, model.model.embed_tokens(SEQUENCES[0][None]))
+
+
+@pytest.mark.parametrize(
+    ("sequence", "message"),
+    [
+        (torch.tensor([1, 50]), r"sequence 1: token ids 1\.\.50, the model embeds 0\.\.49; use the tokenizer"),
+        (torch.tensor([-1, 5]), r"sequence 1: token ids -1\.\.5"),
+        (torch.empty(0, dtype=torch.int64), r"sequence 1: shape \[0\], \[S\] is needed"),
+        (torch.tensor([[1, 2]]), r"sequence 1: shape \[1, 2\]"),
+    ],
+)
+def test_a_sequence_that_the_model_cannot_embed_is_refused(folders, sequence, message):
+    with pytest.raises(InputError, match=message):
+        stream_of(folders["llama"]).begin([SEQUENCES[0], sequence])
+
+
+def test_a_graph_that_lacks_a_linear_of_the_model_is_refused(folders):
+    source = open_source(folders["llama"])
+    graph = graph_for(source.config)
+    short = replace(graph, layers=graph.layers[:2])
+    with pytest.raises(UnsupportedError, match=r"model\.layers\.2\.mlp\.down_proj: in the model only"):
+        LayerStream(source, short)

@@ -1,0 +1,99 @@
+"""Checkpoint names against module names."""
+
+import pytest
+from transformers import GPTNeoXConfig, LlamaConfig, MixtralConfig
+
+from quantflow.errors import InputError, UnsupportedError
+from quantflow.models.load import skeleton
+from quantflow.models.names import NameMap, twins
+
+SHAPE = {
+    "vocab_size": 16,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
+NEOX_LAYER = "gpt_neox.layers.0"
+
+
+@pytest.fixture(scope="module")
+def neox():
+    return skeleton(GPTNeoXConfig(**SHAPE))
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return skeleton(LlamaConfig(**SHAPE))
+
+
+@pytest.fixture(scope="module")
+def tied():
+    return skeleton(LlamaConfig(**SHAPE, tie_word_embeddings=True))
+
+
+def test_the_head_of_gpt_neox_has_two_names(neox):
+    names = [name.replace("lm_head", "embed_out") for name in neox.state_dict()]
+    binding = NameMap(neox).bind(names)
+    assert binding.to_module["embed_out.weight"] == "lm_head.weight"
+    assert binding.to_source["lm_head.weight"] == "embed_out.weight"
+    assert binding.to_source[f"{NEOX_LAYER}.mlp.dense_h_to_4h.bias"] == f"{NEOX_LAYER}.mlp.dense_h_to_4h.bias"
+    assert binding.ignored == ()
+
+
+def test_a_name_of_the_artifact_that_is_no_parameter_stays_as_it_is(neox, llama):
+    assert NameMap(neox).module_name("embed_out.weight_packed") == "lm_head.weight_packed"
+    name = "model.layers.0.mlp.up_proj.weight_scale"
+    assert NameMap(llama).module_name(name) == name
+
+
+def test_buffers_of_old_checkpoints_are_ignored_and_listed(neox):
+    old = [f"{NEOX_LAYER}.attention.{name}" for name in ("bias", "masked_bias", "rotary_emb.inv_freq")]
+    assert NameMap(neox).bind([*neox.state_dict(), *old]).ignored == tuple(old)
+
+
+def test_a_bias_of_a_linear_is_not_taken_for_an_old_buffer(neox):
+    binding = NameMap(neox).bind(neox.state_dict())
+    assert f"{NEOX_LAYER}.attention.dense.bias" in binding.to_module
+
+
+def test_every_parameter_is_bound_both_ways(llama):
+    binding = NameMap(llama).bind(llama.state_dict())
+    assert set(binding.to_source) == set(llama.state_dict())
+    assert {source: module for module, source in binding.to_source.items()} == binding.to_module
+
+
+@pytest.mark.parametrize("kept", ["model.embed_tokens.weight", "lm_head.weight"])
+def test_one_of_two_tied_names_is_enough(tied, kept):
+    names = [name for name in tied.state_dict() if name == kept or name not in twins(tied)]
+    binding = NameMap(tied).bind(names)
+    assert binding.to_source["lm_head.weight"] == binding.to_source["model.embed_tokens.weight"] == kept
+    assert len(binding.to_module) == len(names)
+
+
+def test_twins_of_an_untied_model_are_none(llama, tied):
+    assert twins(llama) == {}
+    assert twins(tied)["lm_head.weight"] == "model.embed_tokens.weight"
+    assert twins(tied)["model.embed_tokens.weight"] == "lm_head.weight"
+
+
+def test_a_parameter_without_tensor_is_refused_by_name(llama):
+    names = [name for name in llama.state_dict() if "down_proj" not in name]
+    with pytest.raises(InputError, match=r"model\.layers\.0\.mlp\.down_proj\.weight: needed .*\(1 missing\)"):
+        NameMap(llama).bind(names)
+
+
+def test_a_tensor_that_belongs_nowhere_is_refused_by_name(llama):
+    with pytest.raises(InputError, match=r"model\.layers\.0\.adapter\.weight: in the checkpoint, but"):
+        NameMap(llama).bind([*llama.state_dict(), "model.layers.0.adapter.weight"])
+
+
+def test_two_tensors_for_one_parameter_are_refused(neox):
+    with pytest.raises(InputError, match="embed_out.weight: names the same parameter lm_head.weight as lm_head.weight"):
+        NameMap(neox).bind([*neox.state_dict(), "embed_out.weight"])
+
+
+def test_weights_that_are_merged_on_load_are_refused_by_name():
+    config = MixtralConfig(**SHAPE, num_local_experts=2, num_key_value_heads=2)
+    with pytest.raises(UnsupportedError, match=r"experts\.0\.w1\.weight: merged or split on load"):
+        NameMap(skeleton(config)).bind(["model.layers.0.block_sparse_moe.experts.0.w1.weight"])

@@ -1,0 +1,179 @@
+"""What each observer remembers, worked by hand and against plain float64."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quantflow.errors import StatisticsError, UsageError
+from quantflow.observers.amax import AmaxObserver
+from quantflow.observers.channel_amax import ChannelAmaxObserver
+from quantflow.observers.hessian import HessianObserver
+from quantflow.observers.histogram import BINS, HistogramObserver, upper_edge
+from quantflow.observers.mean_abs import MeanAbsObserver
+from quantflow.observers.min_max import MinMaxObserver
+
+X = torch.tensor([[[1.0, -2.0, 0.0]], [[-3.0, 1.0, 0.5]]])  # two sequences of one token
+
+
+def observed(observer, x=X):
+    observer.update(x)
+    return {key: value.tolist() for key, value in observer.state().items()}
+
+
+def test_amax_is_the_largest_magnitude():
+    assert observed(AmaxObserver(3)) == {"amax": 3.0}
+
+
+def test_amax_without_a_width_takes_tensors_of_any_width():
+    observer = AmaxObserver()
+    observer.update(torch.tensor([1.0, -7.0]))
+    observer.update(torch.tensor([[5.0]]))
+    assert observer.state()["amax"] == 7
+
+
+def test_channel_amax_is_the_largest_magnitude_of_each_feature():
+    assert observed(ChannelAmaxObserver(3)) == {"channel_amax": [3.0, 2.0, 0.5]}
+
+
+def test_min_max_is_the_range_of_each_feature_and_holds_zero():
+    assert observed(MinMaxObserver(3)) == {"min_val": [-3.0, -2.0, 0.0], "max_val": [1.0, 1.0, 0.5]}
+
+
+def test_a_range_never_holds_negative_zero_because_equal_ranges_have_equal_bytes():
+    state = MinMaxObserver(2)
+    state.update(torch.tensor([[-0.0, -0.0], [-0.0, 0.0]]))
+    bits = [value.view(torch.int32).tolist() for value in state.state().values()]
+    assert bits == [[0, 0], [0, 0]]
+
+
+def test_a_range_that_leaves_zero_out_is_refused():
+    zeros = torch.zeros(2)
+    for state in ({"min_val": zeros + 1, "max_val": zeros + 2}, {"min_val": zeros - 2, "max_val": zeros - 1}):
+        with pytest.raises(StatisticsError, match=r"min_max: min_val up to .*, max_val down to .*, the range holds 0"):
+            MinMaxObserver.from_state(state)
+
+
+def test_mean_abs_is_a_sum_and_a_count_of_rows():
+    observer = MeanAbsObserver(3)
+    assert observer.mean.tolist() == [0.0, 0.0, 0.0]
+    assert observed(observer) == {"abs_sum": [4.0, 3.0, 0.5], "count": 2}
+    assert observer.mean.tolist() == [2.0, 1.5, 0.25]
+    assert observer.mean.dtype == torch.float64
+
+
+def test_sums_do_not_lose_small_values_beside_a_large_one():
+    observer = MeanAbsObserver(1)
+    observer.update(torch.tensor([[2.0**30]]))
+    for _ in range(4):
+        observer.update(torch.tensor([[0.25]]))  # lost in float32, whose step is 128 there
+    assert observer.state()["abs_sum"].tolist() == [2.0**30 + 1]
+
+
+def test_a_hessian_is_a_sum_of_outer_products_and_a_count_of_rows():
+    observer = HessianObserver(2)
+    assert observer.hessian.tolist() == [[0.0, 0.0], [0.0, 0.0]]
+    observer.update(torch.tensor([[1.0, 2.0], [3.0, -1.0]]))
+    observer.update(torch.tensor([0.5, 0.0]))
+    state = observer.state()
+    assert state["hessian_sum"].tolist() == [[10.25, -1.0], [-1.0, 5.0]]
+    assert state["hessian_sum"].dtype == torch.float64
+    assert state["count"] == 3
+    torch.testing.assert_close(observer.hessian, torch.tensor([[10.25, -1.0], [-1.0, 5.0]], dtype=torch.float64) / 3)
+
+
+def test_a_hessian_agrees_with_float64_and_is_symmetric_and_positive():
+    x = torch.randn(5, 40, 16, generator=torch.Generator().manual_seed(0))
+    observer = HessianObserver(16)
+    for sequence in x:
+        observer.update(sequence[None])
+    rows = x.flatten(0, 1).double()
+    torch.testing.assert_close(observer.hessian, rows.T @ rows / 200, rtol=1e-5, atol=1e-6)
+    assert torch.linalg.eigvalsh(observer.hessian).min() > 0
+
+
+def test_samples_whose_square_overflows_are_refused_by_the_hessian():
+    observer = HessianObserver(2)
+    with pytest.raises(StatisticsError, match=r"hessian: input \[1, 2\] up to 1e\+30, its square exceeds float32"):
+        observer.update(torch.tensor([[1e30, 1.0]]))
+    assert not observer.state()["hessian_sum"].any()
+
+
+def test_there_are_eight_bins_a_binade_and_two_for_the_ends():
+    assert BINS == 64 * 8 + 2
+    assert upper_edge(0) == 2.0**-40
+    assert [upper_edge(1 + part) for part in (0, 6, 7)] == [2.0**-40 * 1.125, 2.0**-40 * 1.875, 2.0**-39]
+    assert upper_edge(1 + 40 * 8) == 1.125
+    assert upper_edge(BINS - 2) == 2.0**24
+    assert upper_edge(BINS - 1) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("value", "index"),
+    [
+        (0.0, 0),
+        (1e-45, 0),
+        (2.0**-41, 0),
+        (2.0**-40 * (1 - 2.0**-24), 0),
+        (2.0**-40, 1),
+        (2.0**-40 * 1.125, 2),
+        (1.0, 321),
+        (-1.0, 321),
+        (1.1249, 321),
+        (1.125, 322),
+        (1.9999, 328),
+        (2.0, 329),
+        (2.0**24 - 1, 512),
+        (2.0**24, 513),
+        (3e38, 513),
+    ],
+)
+def test_a_value_falls_between_its_edges_and_an_edge_belongs_above(value, index):
+    counts = observed(HistogramObserver(1), torch.tensor([[value]]))["counts"]
+    assert [where for where, count in enumerate(counts) if count] == [index]
+    assert abs(value) < upper_edge(index)
+    assert index == 0 or abs(value) >= upper_edge(index - 1)
+
+
+def test_a_histogram_counts_every_element_once():
+    assert sum(observed(HistogramObserver(3))["counts"]) == 6
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    magnitudes=st.lists(st.floats(width=32, min_value=2.0**-40, max_value=2.0**23), min_size=1, max_size=30),
+    per_mille=st.integers(0, 1000),
+)
+def test_a_percentile_is_above_the_exact_one_by_at_most_an_eighth(magnitudes, per_mille):
+    observer = HistogramObserver()
+    observer.update(torch.tensor(magnitudes))
+    rank = max(1, -(-len(magnitudes) * per_mille // 1000))
+    exact = sorted(magnitudes)[rank - 1]
+    assert exact < observer.percentile(per_mille / 10) <= exact * 9 / 8
+
+
+def test_percentiles_of_a_thousand_values_fall_on_the_right_one():
+    observer = HistogramObserver()
+    observer.update(torch.cat([torch.full((999,), 1.0), torch.tensor([1000.0])]))
+    assert observer.percentile(99.9) == 1.125  # exactly 999 of 1000 values are at most 1
+    assert observer.percentile(99.91) == 1024.0
+    assert observer.percentile(0) == 1.125
+
+
+def test_percentiles_of_nothing_of_zeros_and_beyond_the_edges():
+    observer = HistogramObserver()
+    assert observer.percentile(99) == 0
+    observer.update(torch.zeros(3))
+    assert observer.percentile(100) == 2.0**-40
+    observer.update(torch.tensor([1e9]))
+    assert observer.percentile(75) == 2.0**-40
+    with pytest.raises(StatisticsError, match=r"histogram: percentile 99 lies beyond the last edge, 2\^24; use amax"):
+        observer.percentile(99)
+
+
+@pytest.mark.parametrize("q", [-1, 100.1, math.nan])
+def test_a_percentile_is_given_in_percent(q):
+    with pytest.raises(UsageError, match=r"percentile .* is not within 0\.\.100"):
+        HistogramObserver().percentile(q)
