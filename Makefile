@@ -55,7 +55,7 @@ measure: $(TEXTS)/heldout.jsonl ## stage 1: MODEL, RANKS, CALIBRATION
 	$(BIN)/quantflow measure $(MODEL) -o $(WORK)/1-measure --calibration $(CALIBRATION) --ranks $(RANKS)
 
 unify: $(READY) ## stage 2: GROUPS
-	$(BIN)/quantflow unify $(addprefix -g ,$(GROUPS)) -m $(WORK)/1-measure -o $(WORK)/3-unify
+	$(BIN)/quantflow unify -g $(GROUPS) -m $(WORK)/1-measure -o $(WORK)/3-unify
 
 quantize: $(READY) ## stage 3: MODEL, SCHEME
 	$(BIN)/quantflow quantize $(MODEL) -o $(WORK)/2-quantize --scheme $(SCHEME) \

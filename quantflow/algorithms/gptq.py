@@ -116,13 +116,14 @@ def _feedback(hessian_sum: Tensor, *, name: str) -> _Feedback:
     """Factor the damped Hessian in float64.  hessian_sum: [I, I]; its scale does not matter, so count is not read."""
     diagonal = hessian_sum.diagonal().double()
     dead = diagonal == 0
+    # Over the living: how strongly these are damped does not depend on how many others are dead.
     mean = diagonal[~dead].mean() if not dead.all() else torch.ones((), dtype=torch.float64)
     order = torch.argsort(diagonal, descending=True, stable=True)
     # Cholesky eliminates from the first row down; U needs the last one first. Hence the reversal before and after.
     backwards = order.flip(0)
     matrix = hessian_sum.double()[backwards[:, None], backwards]
-    # A dead channel has a zero row and column: any positive diagonal makes it independent of all others.
-    pivots = torch.where(dead, mean, diagonal)[backwards]
+    # A dead channel has a zero row and column: damping alone makes it positive, and independent of all others.
+    pivots = diagonal[backwards]
     for attempt, damping in enumerate(_DAMPINGS, start=1):
         matrix.diagonal().copy_(pivots + damping * mean)
         lower, failed = torch.linalg.cholesky_ex(matrix)

@@ -45,8 +45,7 @@ class QTensor:
         shape = (1, 1) if self.scheme.granularity == "per_tensor" else (rows, columns // size)
         if tuple(self.scale.shape) != shape or self.scale.dtype != torch.float32:
             raise SchemeError(
-                f"scale is {self.scale.dtype} {list(self.scale.shape)}, "
-                f"qvalue [{rows}, {columns}] needs float32 {list(shape)}",
+                f"scale is {self.scale.dtype} {list(self.scale.shape)}, qvalue [{rows}, {columns}] needs float32 {list(shape)}",
                 "compute the scale at the scheme's granularity",
             )
         zero_point = self.zero_point

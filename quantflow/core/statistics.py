@@ -58,9 +58,7 @@ def checked_state(
     free: set[int] = set()
     for name, (dtype, shape) in expected.items():
         value = state[name]
-        matches = value.ndim == len(shape) and all(
-            want in (None, have) for want, have in zip(shape, value.shape, strict=True)
-        )
+        matches = value.ndim == len(shape) and all(want in (None, have) for want, have in zip(shape, value.shape, strict=True))
         if value.dtype != dtype or not matches:
             raise StatisticsError(
                 f"{observer}: {name} is {value.dtype} {list(value.shape)}, expected {dtype} "

@@ -138,9 +138,7 @@ def read_measurement(folder: Path) -> Measurement:
         if actual != meta["files"][name]:
             raise IntegrityError(f"{folder / name}: sha256 is {actual}, recorded {meta['files'][name]}", _AGAIN)
     sequences, indices = _read_sequences(folder / CALIBRATION_NAME)
-    measurement = Measurement(
-        meta=meta, statistics=_load(folder / STATISTICS_NAME), sequences=sequences, indices=indices
-    )
+    measurement = Measurement(meta=meta, statistics=_load(folder / STATISTICS_NAME), sequences=sequences, indices=indices)
     _check(measurement, name=str(folder))
     return measurement
 
@@ -171,9 +169,7 @@ def _read_sequences(path: Path) -> tuple[list[Tensor], list[int]]:
         raise InputError(f"{path}: holds {sorted(tensors)}, expected tokens, lengths, indices", _AGAIN)
     for name, value in tensors.items():
         if value.dtype != torch.int64 or value.ndim != 1 or (value.numel() and value.min() < 0):
-            raise InputError(
-                f"{path}: {name} is {value.dtype} {list(value.shape)}, expected int64 [n] of at least 0", _AGAIN
-            )
+            raise InputError(f"{path}: {name} is {value.dtype} {list(value.shape)}, expected int64 [n] of at least 0", _AGAIN)
     if int(lengths.sum()) != tokens.numel():
         raise InputError(f"{path}: lengths add up to {int(lengths.sum())}, there are {tokens.numel()} tokens", _AGAIN)
     return list(torch.split(tokens, lengths.tolist())), indices.tolist()
@@ -236,8 +232,7 @@ def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     result: dict[str, Tensor] = {}
     for name, value in sorted(tensors.items()):
         own = value.detach().cpu().contiguous()
-        storage = own.untyped_storage()
-        if storage.data_ptr() in seen or storage.nbytes() != own.nbytes:
+        if own.untyped_storage().data_ptr() in seen:
             own = own.clone()
         seen.add(own.untyped_storage().data_ptr())
         result[name] = own

@@ -141,9 +141,7 @@ def _check_agreement(ranks: Sequence[Measurement]) -> None:
         for field in _SAME_ON_EVERY_RANK:
             ours, theirs = _field(first.meta, field), _field(measurement.meta, field)
             if ours != theirs:
-                raise InputError(
-                    f"rank {rank}: {_difference(field, ours, theirs)}", "give the ranks of one measurement"
-                )
+                raise InputError(f"rank {rank}: {_difference(field, ours, theirs)}", "give the ranks of one measurement")
         differing = sorted(set(measurement.statistics) ^ set(first.statistics))
         if differing:
             raise StatisticsError(
@@ -186,18 +184,12 @@ def _check_samples(ranks: Sequence[Measurement]) -> None:
         )
     tokens = sum(measurement.meta["counts"]["tokens"] for measurement in ranks)
     if tokens != calibration["tokens"]:
-        raise InputError(
-            f"the ranks saw {tokens} tokens, the calibration set has {calibration['tokens']}", "measure again"
-        )
+        raise InputError(f"the ranks saw {tokens} tokens, the calibration set has {calibration['tokens']}", "measure again")
 
 
 def _merge_group(members: Sequence[Measurement], *, rank: int, world: int) -> Measurement:
     samples = sorted(
-        (
-            (index, sequence)
-            for member in members
-            for index, sequence in zip(member.indices, member.sequences, strict=True)
-        ),
+        ((index, sequence) for member in members for index, sequence in zip(member.indices, member.sequences, strict=True)),
         key=lambda sample: sample[0],
     )
     first = members[0].meta

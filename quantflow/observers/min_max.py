@@ -71,8 +71,7 @@ class MinMaxObserver:
         min_val, max_val = statistics.checked_state(state, expected, observer=cls.NAME)
         if (min_val > 0).any() or (max_val < 0).any():
             raise StatisticsError(
-                f"{cls.NAME}: min_val up to {min_val.max().item()}, max_val down to {max_val.min().item()}, "
-                "the range holds 0",
+                f"{cls.NAME}: min_val up to {min_val.max().item()}, max_val down to {max_val.min().item()}, the range holds 0",
                 "measure again",
             )
         observer = cls(min_val.numel())

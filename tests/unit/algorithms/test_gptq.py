@@ -215,6 +215,13 @@ def test_dead_channels_are_rounded_to_nearest_among_living_ones():
     assert ours.decisions["dead_channels"] == 10
 
 
+def test_dead_channels_change_nothing_for_the_living():
+    weight, x = random(16, 128), correlated_inputs(64, 128)
+    weight[:, ::2], x[:, ::2] = 0, 0
+    whole = run(weight, x, W4_CHANNEL).weight.qvalue
+    assert torch.equal(whole[:, 1::2], run(weight[:, 1::2], x[:, 1::2], W4_CHANNEL).weight.qvalue)
+
+
 def test_a_hessian_that_is_slightly_indefinite_is_damped_more_and_it_is_recorded():
     hessian = torch.ones(32, 32, dtype=torch.float64) * 1.05  # smallest eigenvalue -0.05, the diagonal is 1
     hessian.fill_diagonal_(1.0)

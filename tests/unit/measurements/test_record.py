@@ -101,12 +101,12 @@ def test_the_order_in_which_statistics_were_made_does_not_matter(tmp_path, folde
 def test_linears_may_share_the_statistics_of_their_input(tmp_path, measurement):
     shared = torch.tensor([1.0, 2.0])
     whole = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    keys = [f"{name}|input|channel_amax" for name in ("k", "q", "v")]
-    meta = measurement.meta | {"tensors": dict.fromkeys(("k", "q", "v"), META["tensors"][Q])}
-    values = dict(zip(keys, (shared, shared, whole.T[1]), strict=True))
+    keys = [f"{name}|input|channel_amax" for name in ("k", "o", "q", "v")]
+    meta = measurement.meta | {"tensors": dict.fromkeys(("k", "o", "q", "v"), META["tensors"][Q])}
+    values = dict(zip(keys, (shared, whole[1], shared, whole.T[1]), strict=True))
     write_measurement(tmp_path, replace(measurement, meta=meta, statistics=values))
     read = read_measurement(tmp_path).statistics
-    assert [read[key].tolist() for key in keys] == [[1, 2], [1, 2], [2, 4]]
+    assert [read[key].tolist() for key in keys] == [[1, 2], [3, 4], [1, 2], [2, 4]]
 
 
 def test_a_rank_without_samples_is_a_measurement(tmp_path, measurement):

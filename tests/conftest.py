@@ -1,0 +1,108 @@
+"""Small models with a real tokenizer and text, made once per session; every file they write is under pytest's own folders."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import (
+    AutoModelForCausalLM,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+VOCABULARY = 320
+SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+GROUPED = {**SHAPE, "num_key_value_heads": 2}
+FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
+    "llama": lambda: LlamaConfig(**GROUPED),
+    "mistral": lambda: MistralConfig(**GROUPED),
+    "qwen2": lambda: Qwen2Config(**GROUPED),
+    "qwen3": lambda: Qwen3Config(**GROUPED, head_dim=16),
+    "gpt_neox": lambda: GPTNeoXConfig(**SHAPE),
+}
+
+
+def sentences(count: int, seed: int) -> list[str]:
+    """Return made-up documents of a few dozen words."""
+    generator = torch.Generator().manual_seed(seed)
+    words = ["value", "scale", "round", "group", "layer", "token", "model", "range", "shift", "pack", "zero", "point"]
+    picks = torch.randint(len(words), (count, 60), generator=generator).tolist()
+    return [" ".join(words[i] for i in row) + "." for row in picks]
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Write a byte-level BPE with a BOS into a folder."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(sentences(40, seed=5), trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(folder)
+
+
+def write_model(folder: Path, family: str = "llama", *, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Path:
+    """Write a random model of a family with its tokenizer; weights large enough that layers matter."""
+    torch.manual_seed(seed)
+    config = FAMILIES[family]()
+    config.initializer_range = 0.1
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(0, 0.1)
+    model.to(dtype).save_pretrained(folder)
+    write_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def text_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Calibration and held-out text as .jsonl."""
+    folder = tmp_path_factory.mktemp("text")
+    paths = {}
+    for name, count, seed in (("calibration", 12, 1), ("heldout", 40, 2)):
+        paths[name] = folder / f"{name}.jsonl"
+        paths[name].write_text("".join(json.dumps({"text": text}) + "\n" for text in sentences(count, seed)))
+    return paths
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama in bf16; tests copy it before they change it."""
+    return write_model(tmp_path_factory.mktemp("models") / "llama")
+
+
+@pytest.fixture(scope="session")
+def family_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a tiny model of a family, made on first use."""
+    made: dict[str, Path] = {}
+
+    def make(family: str) -> Path:
+        if family not in made:
+            made[family] = write_model(tmp_path_factory.mktemp("models") / family, family)
+        return made[family]
+
+    return make
