@@ -41,10 +41,10 @@ demo: $(TEXTS)/heldout.jsonl artifacts/tiny-llama-outliers/config.json ## all fi
 	echo "demo: $$(( $$(date +%s) - begin )) s"
 
 test: $(READY) ## the default tests
-	$(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 test-slow: $(READY) ## the tests that build environments or run for minutes
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow -s
 
 check: $(READY) ## format, lint, types
 	$(BIN)/ruff format --check .

@@ -189,7 +189,7 @@ def apply_settings(data: dict[str, Any], settings: Sequence[str]) -> dict[str, A
     """Apply `--set key.sub.0=value` items over a recipe's mapping, in place, and return it.
 
     Raises:
-        UsageError: an item has no `=`, or its path runs through something that is not a mapping or list.
+        UsageError: an item has no `=`, its value is not YAML, or its path runs through something that is not a mapping or list.
     """
     for setting in settings:
         path, equals, text = setting.partition("=")
@@ -201,6 +201,8 @@ def apply_settings(data: dict[str, Any], settings: Sequence[str]) -> dict[str, A
             for part in parents:
                 target = target[int(part)] if isinstance(target, list) else target.setdefault(part, {})
             target[int(last) if isinstance(target, list) else last] = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise UsageError(f"--set {setting}: {text!r} is not YAML", "quote the value, or mend its syntax") from error
         except (ValueError, IndexError, TypeError, AttributeError) as error:
             raise UsageError(f"--set {setting}: {path} does not lead to a key", "use names and list positions") from error
     return data

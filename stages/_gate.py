@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from quantflow.artifact.canonical import file_digest
 from quantflow.errors import UsageError
 from stages._config import SHIPPED, find_config, nearest, read_yaml
 
@@ -48,10 +49,10 @@ def load_gate(name: str, *, scheme: str, algorithm: str, parameters: int, noise_
         UsageError: the gate does not exist, has unknown keys, or none fits the scheme.
     """
     demo = read_yaml(find_config("gates", name)) if name != "auto" else {}
-    if name == "auto" or demo.get("thresholds") is None:
-        gate = _fitting(scheme, algorithm, parameters)
-    else:
-        gate = _gate(name, demo, parameters)
+    _check_keys(name, demo)
+    if name != "auto" and not {"thresholds", "lower_top1_by_noise"} & demo.keys():
+        raise UsageError(f"gate {name}: no thresholds", "give all four metrics")
+    gate = _gate(name, demo, parameters) if "thresholds" in demo else _fitting(scheme, algorithm, parameters)
     if demo.get("lower_top1_by_noise"):
         floor = gate.thresholds["top1_agreement"] - (1 - noise_top1)
         note = (
@@ -60,6 +61,18 @@ def load_gate(name: str, *, scheme: str, algorithm: str, parameters: int, noise_
         )
         gate = replace(gate, name=f"demo ({gate.name})", thresholds={**gate.thresholds, "top1_agreement": floor}, note=note)
     return gate
+
+
+def gate_files(name: str) -> dict[str, str]:
+    """Return the hash of every file that `load_gate` may read for this name: another threshold is another verdict.
+
+    Raises:
+        UsageError: the gate does not exist.
+    """
+    paths = {path.stem: path for path in (SHIPPED / "gates").glob("*.yaml")}
+    if name != "auto":
+        paths[name] = find_config("gates", name)
+    return {key: file_digest(path) for key, path in sorted(paths.items())}
 
 
 def judge(gate: Gate, bounds: Mapping[str, tuple[float, float]]) -> Verdict:
@@ -91,20 +104,29 @@ def _fitting(scheme: str, algorithm: str, parameters: int) -> Gate:
 
 
 def _gate(name: str, data: Mapping[str, Any], parameters: int) -> Gate:
-    for key in data:
-        if key not in KEYS:
-            raise UsageError(f"gate {name}: unknown key {key!r}", nearest(key, KEYS))
+    _check_keys(name, data)
+    if not isinstance(data["thresholds"], Mapping):
+        raise UsageError(f"gate {name}: thresholds: {data['thresholds']!r} is not a mapping", "give all four metrics")
     thresholds = dict(data["thresholds"])
     _check_metrics(name, list(thresholds))
     if parameters < 3_000_000_000:
         thresholds["ppl_ratio"] = data.get("ppl_ratio_below_3e9_parameters", thresholds["ppl_ratio"])
+    for metric, value in thresholds.items():
+        if not isinstance(value, float | int) or isinstance(value, bool):
+            raise UsageError(f"gate {name}: {metric}: {value!r} is not a number", "give a number")
     return Gate(name=name, thresholds=thresholds, note=str(data.get("note", "")))
+
+
+def _check_keys(name: str, data: Mapping[str, Any]) -> None:
+    for key in data:
+        if key not in KEYS:
+            raise UsageError(f"gate {name}: unknown key {key!r}", nearest(str(key), KEYS))
 
 
 def _check_metrics(name: str, metrics: Sequence[str]) -> None:
     for metric in metrics:
         if metric not in METRICS:
-            raise UsageError(f"gate {name}: unknown metric {metric!r}", nearest(metric, list(METRICS)))
+            raise UsageError(f"gate {name}: unknown metric {metric!r}", nearest(str(metric), list(METRICS)))
     for metric in METRICS:
         if metric not in metrics:
             raise UsageError(f"gate {name}: metric {metric!r} has no threshold", "give all four")

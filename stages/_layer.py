@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from quantflow.algorithms import ALGORITHMS
 from quantflow.backends import reference
-from quantflow.core.activations import static_input
+from quantflow.core.activations import static_input, unseen
 from quantflow.core.qtensor import QuantizedLinear
 from quantflow.core.scheme import LinearScheme
 from quantflow.errors import StatisticsError
@@ -191,6 +191,9 @@ def _quantize_members(
     input_scale, input_zero_point = None, None
     if scheme.input is not None and not scheme.input.dynamic:
         input_scale, input_zero_point = static_input(statistics, scheme.input)
+        if unseen(statistics):
+            for name in members:
+                work.decisions.setdefault(name, {})["input"] = "unseen in calibration, scale 1"
     for name, result in results.items():
         quantized = QuantizedLinear(
             weight=result.weight, scheme=scheme, input_scale=input_scale, input_zero_point=input_zero_point

@@ -3,23 +3,22 @@
 import contextlib
 import errno
 import functools
+import itertools
 import json
-import os
 import signal
-import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import click
 
-from quantflow.errors import QuantflowError
+from quantflow.errors import QuantflowError, UsageError
 
 Command = Callable[..., Any]
 
 
-class Interrupted(Exception):
-    """SIGTERM arrived."""
+class Interrupted(BaseException):
+    """SIGTERM arrived; no `except Exception` of a library may swallow it."""
 
 
 def common(command: Command) -> Command:
@@ -47,14 +46,22 @@ def offline(command: Command) -> Command:
 
 
 def overlay(data: dict[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Put flags that were given (not None) over a recipe's mapping, in place: `calibration.samples` -> value."""
+    """Put flags that were given (not None) over a recipe's mapping, in place: `calibration.samples` -> value.
+
+    Raises:
+        UsageError: the recipe has something else where a flag needs a mapping.
+    """
     for path, value in flags.items():
         if value is None:
             continue
         *parents, last = path.split(".")
         target = data
         for part in parents:
-            target = target.setdefault(part, {})
+            if target.get(part) is None:
+                target[part] = {}
+            target = target[part]
+            if not isinstance(target, dict):
+                raise UsageError(f"recipe.{part}: {target!r} is not a mapping", "write `key: value` lines below it")
         target[last] = value
     return data
 
@@ -77,12 +84,16 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def outline(value: Any, indent: str = "") -> str:
-    """Return nested data as indented lines for people; long lists are cut."""
+    """Return nested data as indented lines for people; long lists are cut, equal tables in a row are shown once."""
     if isinstance(value, dict):
         lines = []
-        for key, item in value.items():
-            nested = isinstance(item, dict | list) and item
-            lines.append(f"{indent}{key}:" + (f"\n{outline(item, indent + '  ')}" if nested else f" {item}"))
+        for _, run in itertools.groupby(value.items(), key=lambda pair: json.dumps(pair[1], default=str)):
+            keys, items = zip(*run, strict=True)
+            nested = isinstance(items[0], dict | list) and items[0]
+            if nested and len(keys) > 2:  # equal tables in a row, such as the schemes of all linears, are shown once
+                keys, items = (f"{keys[0]} to {keys[-1]} ({len(keys)} alike)",), items[:1]
+            for key, item in zip(keys, items, strict=True):
+                lines.append(f"{indent}{key}:" + (f"\n{outline(item, indent + '  ')}" if nested else f" {item}"))
         return "\n".join(lines)
     if isinstance(value, list):
         shown = [f"{indent}- {outline(item, indent + '  ').lstrip()}" for item in value[:20]]
@@ -122,8 +133,7 @@ def exit_code(group: click.Group, arguments: Sequence[str]) -> int:
         return _fail("interrupted", "the same command continues where this one stopped", 130, debug=debug)
     except Interrupted:
         return _fail("terminated", "the same command continues where this one stopped", 143, debug=debug)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except SystemExit:  # click's answer to a reader that closed the pipe: it had what it wanted
         return 0
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -137,6 +147,6 @@ def exit_code(group: click.Group, arguments: Sequence[str]) -> int:
 def _fail(cause: str, remedy: str, code: int, *, debug: bool) -> int:
     if debug:
         traceback.print_exc()
-    click.echo(f"error: {cause}", err=True)
-    click.echo(f"  fix: {remedy}", err=True)
+    click.echo(f"error: {' '.join(cause.splitlines())}", err=True)
+    click.echo(f"  fix: {' '.join(remedy.splitlines())}", err=True)
     return code

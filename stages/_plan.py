@@ -57,8 +57,8 @@ def resolve(entry: Quantize, graph: Graph, shapes: Mapping[str, Sequence[int]]) 
         shapes: source tensor name -> shape, from the shard headers.
 
     Raises:
-        UsageError: a pattern matches nothing, an algorithm or transform is unknown or does not fit, or a group size does
-            not divide a linear's input.
+        UsageError: a pattern matches nothing, an algorithm or transform is unknown or does not fit, a group size does
+            not divide a linear's input, or nothing is left to quantize.
     """
     base = _scheme(entry.scheme, entry.group_size)
     algorithm = entry.algorithm or base.algorithm
@@ -74,6 +74,8 @@ def resolve(entry: Quantize, graph: Graph, shapes: Mapping[str, Sequence[int]]) 
         if scheme is not None:
             group_size_for(scheme.weights, shapes[f"{name}.weight"][1], name=name)
             _check_algorithm(entry.name, algorithm, scheme)
+    if not any(schemes.values()):
+        raise UsageError(f"{entry.name}: ignore leaves none of {len(schemes)} linears to quantize", "ignore fewer")
     transforms = _transforms(entry, base)
     return Plan(
         name=entry.name,
@@ -116,11 +118,13 @@ def _transforms(entry: Quantize, base: LinearScheme) -> tuple[tuple[str, Mapping
     for item in given:
         for name, options in item.items():
             if name not in TRANSFORMS:
-                raise UsageError(f"{entry.name}: transform {name!r} is unknown", nearest(name, list(TRANSFORMS)))
+                raise UsageError(f"{entry.name}: transform {name!r} is unknown", nearest(str(name), list(TRANSFORMS)))
+            if not isinstance(options, Mapping | None):
+                raise UsageError(f"{entry.name}: {name}: {options!r} is not a mapping", f"write {{{name}: {{alpha: 0.5}}}}")
             merged = {"alpha": 0.5, **(options or {})}
             for key in merged:
                 if key != "alpha":
-                    raise UsageError(f"{entry.name}: {name} has no option {key!r}", nearest(key, ["alpha"]))
+                    raise UsageError(f"{entry.name}: {name} has no option {key!r}", nearest(str(key), ["alpha"]))
             if not isinstance(merged["alpha"], float | int) or not 0 <= merged["alpha"] <= 1:
                 raise UsageError(f"{entry.name}: {name} alpha={merged['alpha']!r}", "give a number from 0 to 1")
             result.append((name, {"alpha": float(merged["alpha"])}))

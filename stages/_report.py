@@ -75,7 +75,7 @@ def write_report(path: Path, rows: Sequence[Row]) -> None:
     body = [
         f"<h1>{escape(str(first['model']))}: {len(rows)} artifact{'s' if len(rows) != 1 else ''} validated</h1>",
         f"<p>{protocol['tokens']} tokens in {protocol['windows']} windows of at most {protocol['sequence_length']}; "
-        f"both models in {protocol['dtype']}; bounds are {protocol['bound']}, from {protocol['resamples']} resamples over windows. "
+        f"both models in {protocol['dtype']}; bounds are {protocol['bound']}, {protocol['resamples']} resamples of windows. "
         f"Baseline perplexity {first['perplexity']['baseline']:.4f}. Protocol <code>{protocol['hash'][:16]}</code>.</p>",
         f"<p>Noise floor, the baseline in bf16 against itself in float32: mean KLD {noise['mean_kld']['value']:.2g}, "
         f"top-1 {100 * noise['top1_agreement']['value']:.2f} %, perplexity ratio {noise['ppl_ratio']['value']:.5f}.</p>",
@@ -85,7 +85,7 @@ def write_report(path: Path, rows: Sequence[Row]) -> None:
         "<h2>Gates</h2>",
         _gates(results),
         "<h2>Output error of each linear</h2>",
-        "<p class=note>||quantized - original||² / ||original||² of the output on the canary tokens, quantized input included.</p>",
+        "<p class=note>||quantized - original||² / ||original||² of the output on the canary, quantized input included.</p>",
         lines({str(row.result["artifact"]): _errors(row) for row in rows}, unit="relative squared error"),
     ]
     ranges = {str(row.result["artifact"]): _ranges(row) for row in rows}

@@ -11,7 +11,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,12 @@ def commit_file(temporary: Path, path: Path) -> None:
 def done(folder: Path) -> dict[str, Any] | None:
     """Return DONE.json, or None when the folder is missing or unfinished."""
     path = folder / DONE
-    return read_json(path) if path.is_file() else None
+    if not path.is_file():
+        return None
+    record = read_json(path)
+    if not isinstance(record, dict) or not {"stage", "inputs", "files"} <= record.keys():
+        raise InputError(f"{path}: not the record of a finished stage", f"remove {folder} and run the stage again")
+    return record
 
 
 def is_up_to_date(folder: Path, inputs: Mapping[str, Any]) -> bool:
@@ -104,22 +109,31 @@ def finish(folder: Path, *, stage: str, inputs: Mapping[str, Any]) -> None:
     write_atomic(folder / DONE, json.dumps(record, indent=1, sort_keys=True).encode())
 
 
-def refuse_other_result(folder: Path, inputs: Mapping[str, Any], *, force: bool) -> None:
-    """Refuse to replace a finished result that was made from other inputs, unless forced.
+def refuse_other_result(folder: Path, inputs: Mapping[str, Any], *, force: bool, parts: Sequence[str] = ()) -> None:
+    """Refuse to replace a finished result that was made from other inputs, unless forced, and anything that is not a result.
+
+    Args:
+        folder: where the stage writes.
+        inputs: of the result that is to be written.
+        force: replace a finished result.
+        parts: what an unfinished folder of this stage may hold.
 
     Raises:
-        UsageError: naming the first input that differs.
+        UsageError: naming the first input that differs, or a file that the stage did not write.
     """
     record = done(folder)
-    if force or record is None or record["inputs"] == inputs:
+    if record is None:
+        for path in sorted(folder.iterdir()) if folder.exists() else ():
+            if path.name not in parts and not (parts and path.name.startswith(".")):
+                raise UsageError(f"{folder}: holds {path.name!r} and no {DONE}", "choose another -o, or an empty folder")
         return
-    old, new = record["inputs"], json.loads(json.dumps(inputs))
-    for key in sorted({*old, *new}):
-        if old.get(key) != new.get(key):
-            raise UsageError(
-                f"{folder}: holds a finished result with {key} = {_short(old.get(key))}, now {_short(new.get(key))}",
-                "choose another -o, or pass --force to replace it",
-            )
+    difference = None if force else _difference(record["inputs"], json.loads(json.dumps(inputs)))
+    if difference is not None:
+        key, old, new = difference
+        raise UsageError(
+            f"{folder}: holds a finished result with {key} = {_short(old)}, now {_short(new)}",
+            "choose another -o, or pass --force to replace it",
+        )
 
 
 @contextmanager
@@ -149,6 +163,17 @@ def publish(folder: Path, *, stage: str | None, inputs: Mapping[str, Any]) -> It
     finally:
         for leftover in (temporary, old):
             shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _difference(old: Any, new: Any, path: str = "") -> tuple[str, Any, Any] | None:
+    """Return the path of the first value that differs, and both values."""
+    if not (isinstance(old, dict) and isinstance(new, dict)):
+        return None if old == new else (path, old, new)
+    for key in sorted({*old, *new}):
+        found = _difference(old.get(key), new.get(key), f"{path}.{key}" if path else key)
+        if found is not None:
+            return found
+    return None
 
 
 def _changed(folder: Path, record: Mapping[str, Any]) -> str | None:

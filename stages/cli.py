@@ -4,6 +4,7 @@ Heavy modules are imported inside the verbs, so that `--help`, `inspect`, `verif
 Longer than 300 lines because every verb stands here, once, with its help text.
 """
 
+import dataclasses
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,16 +39,19 @@ def run(recipe_name: str, output: str | None, settings: tuple[str, ...], **share
     \b
     Example: quantflow run tiny-llama --set quantize.0.group_size=64
     """
+    from quantflow.errors import UsageError
     from stages import run as stage
     from stages._config import find_config
     from stages._report import COLUMNS, cells
     from stages.validate import raise_for_verdict
 
+    if shared["recipe"] is not None:
+        raise UsageError(f"run: --recipe {shared['recipe']} beside RECIPE {recipe_name}", "give the recipe once")
     path = find_config("recipes", recipe_name)
     recipe = _recipe(str(path), settings, {})
     folder = Path(output or f"artifacts/{path.stem}")
     if shared["dry_run"]:
-        show(recipe, as_json=False, text=f"{folder}\n{recipe}")
+        show(dataclasses.asdict(recipe), as_json=shared["as_json"], text=f"{folder}\n{recipe}")
         return
     results = stage.run(stage.Job(recipe=recipe, name=path.stem, folder=folder), _progress(shared))
     text = f"{table(COLUMNS, [cells(result) for result in results])}\nreport: {folder / 'report.html'}"
@@ -119,7 +123,7 @@ def quantize(model: str, output: str, settings: tuple[str, ...], recipe: str | N
     """
     from quantflow.errors import UsageError
     from stages import quantize as stage
-    from stages._config import nearest
+    from stages._config import apply_settings, find_config, nearest, read_yaml, recipe_from
 
     smooth = shared["smoothquant"]
     flags = {
@@ -129,19 +133,24 @@ def quantize(model: str, output: str, settings: tuple[str, ...], recipe: str | N
         "transforms": None if smooth is None else [{"smoothquant": {"alpha": smooth}}],
         "ignore": list(shared["ignore"]) or None,
     }
-    data: dict[str, Any] = {"model": model}
-    if recipe is None:
-        if shared["scheme"] is None:
-            raise UsageError("quantize: no scheme", "give --scheme, for example --scheme W4A16, or --recipe")
-        data["quantize"] = [overlay({"name": shared["name"] or shared["scheme"].lower()}, flags)]
-    values = _recipe(recipe, settings, {**data, "seed": shared["seed"]})
-    entries = {entry.name: entry for entry in values.quantize}
-    if shared["name"] is not None and shared["name"] not in entries:
-        raise UsageError(f"quantize: no entry {shared['name']!r} in the recipe", nearest(shared["name"], list(entries)))
+    name, scheme = shared["name"], shared["scheme"]
+    if recipe is not None:
+        data = read_yaml(find_config("recipes", recipe))
+    elif scheme is not None:
+        data = {"quantize": [{"name": name or scheme.lower(), "scheme": scheme}]}
+    else:
+        raise UsageError("quantize: no scheme", "give --scheme, for example --scheme W4A16, or --recipe")
+    data = overlay(apply_settings(data, settings), {"model": model, "seed": shared["seed"]})
+    names = [entry.name for entry in recipe_from(data).quantize]
+    if name not in (None, *names) or not names:
+        raise UsageError(f"quantize: no entry {name or ''!r} in the recipe", nearest(name or "", names))
+    position = 0 if name is None else names.index(name)
+    data["quantize"][position] = overlay(dict(data["quantize"][position]), flags)
+    values = recipe_from(data)
     job = stage.Job(
         model=Path(model),
         output=Path(output),
-        entry=entries[shared["name"]] if shared["name"] else values.quantize[0],
+        entry=values.quantize[position],
         measurement=Path(shared["measurement"]) if shared["measurement"] else None,
         seed=values.seed,
         revision=values.revision,
@@ -156,7 +165,15 @@ def quantize(model: str, output: str, settings: tuple[str, ...], recipe: str | N
 @click.option("-o", "--output", metavar="DIR", required=True, help="Where the merged ranks go.")
 @click.argument("more_groups", metavar="[RANKS]...", nargs=-1)
 @common
-def unify(groups: tuple[str, ...], more_groups: tuple[str, ...], measurement: str, output: str, **shared: Any) -> None:
+def unify(
+    groups: tuple[str, ...],
+    more_groups: tuple[str, ...],
+    measurement: str,
+    output: str,
+    settings: tuple[str, ...],
+    recipe: str | None,
+    **shared: Any,
+) -> None:
     """Stage 3: merge what several ranks measured.
 
     \b
@@ -164,7 +181,13 @@ def unify(groups: tuple[str, ...], more_groups: tuple[str, ...], measurement: st
     """
     from stages import unify as stage
 
-    job = stage.Job(measurement=Path(measurement), output=Path(output), groups=(*groups, *more_groups), replace=shared["force"])
+    values = _recipe(recipe, settings, {"model": "unused", "unify.groups": [*groups, *more_groups] or None})
+    job = stage.Job(
+        measurement=Path(measurement),
+        output=Path(output),
+        groups=values.unify.groups or (),
+        replace=shared["force"],
+    )
     _run(stage, job, shared)
 
 
@@ -232,7 +255,7 @@ def validate(
         replace=shared["force"],
     )
     if shared["dry_run"]:
-        show(job, as_json=False, text=str(job))
+        show(dataclasses.asdict(job), as_json=shared["as_json"], text=str(job))
         return
     result = stage.run(job, _progress(shared))
     text = f"{table(COLUMNS, [cells(result)])}\nreport: {job.report / 'report.html'}"
@@ -358,7 +381,7 @@ def _progress(shared: dict[str, Any]) -> "Progress":
 def _run(stage: Any, job: Any, shared: dict[str, Any]) -> None:
     """Run a stage that returns a folder, and print it."""
     if shared["dry_run"]:
-        show(job, as_json=False, text=str(job))
+        show(dataclasses.asdict(job), as_json=shared["as_json"], text=str(job))
         return
     folder = stage.run(job, _progress(shared))
     show({"folder": str(folder)}, as_json=shared["as_json"], text=str(folder))

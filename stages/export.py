@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from quantflow.core.scheme import LinearScheme, TensorScheme
 from quantflow.errors import InputError, IntegrityError, QuantflowError, UsageError
 from quantflow.formats import FORMATS
 from quantflow.models.graph import Graph, graph_for
-from quantflow.models.load import Source, open_source
+from quantflow.models.load import Source, fingerprint, open_source
 from stages import _workspace
 from stages._card import model_card
 from stages._config import nearest, parse_size
@@ -71,9 +71,14 @@ def run(job: Job, progress: Progress) -> Path:
         if _is_up_to_date(job.output, made_from):
             progress.say(f"export {job.output.name}: up to date")
             return job.output
-        if job.output.exists() and not job.replace:
-            raise UsageError(f"{job.output}: exists and was made from other inputs", "choose another -o, or pass --force")
+        _refuse_other_result(job, made_from)
         source = open_source(job.model or Path(summary["source"]["folder"]))
+        expected, found = record["inputs"]["model"], fingerprint(source.checkpoint)
+        if found != expected:
+            raise InputError(
+                f"{source.checkpoint.folder}: is model {found[:16]}, {job.quantized} was made from {expected[:16]}",
+                "give the model that was quantized with --model, or quantize this one",
+            )
         with _workspace.publish(job.output, stage=None, inputs={}) as folder:
             _write(job, folder, source, summary, made_from)
             progress.say(f"export {job.output.name}: proving it in a fresh process")
@@ -89,6 +94,21 @@ def _is_up_to_date(folder: Path, made_from: str) -> bool:
     except QuantflowError:  # a damaged artifact is written again
         return False
     return bool(read_manifest(folder)["made_from"] == made_from)
+
+
+def _refuse_other_result(job: Job, made_from: str) -> None:
+    """Refuse to replace a folder that is no artifact, and, unless forced, an artifact made from other inputs."""
+    if not job.output.exists() or not any(job.output.iterdir()):
+        return
+    if not (job.output / MANIFEST_NAME).is_file():
+        raise UsageError(f"{job.output}: holds files and no {MANIFEST_NAME}", "choose another -o, or an empty folder")
+    try:
+        other = read_manifest(job.output)["made_from"] != made_from
+        cause = "was made from other inputs"
+    except QuantflowError:
+        other, cause = True, f"has a damaged {MANIFEST_NAME}"
+    if other and not job.replace:
+        raise UsageError(f"{job.output}: {cause}", "choose another -o, or pass --force to replace it")
 
 
 def _write(job: Job, folder: Path, source: Source, summary: Mapping[str, Any], made_from: str) -> None:
@@ -269,8 +289,3 @@ def _prove(folder: Path, quantized: Path) -> None:
     except json.JSONDecodeError as error:
         raise InputError(f"{folder}: the proof process ended with {result.returncode}: {lines[-1]}", "report this") from error
     raise IntegrityError(message["cause"], message["remedy"])
-
-
-def describe(job: Job) -> dict[str, Any]:
-    """Return the job as plain data, for --dry-run."""
-    return {key: str(value) for key, value in asdict(job).items()}

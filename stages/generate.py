@@ -3,7 +3,7 @@
 Reads    the artifact
 Writes   nothing
 Resumes  nothing
-Fails    3 no tokenizer, 6 unknown backend, 7 the artifact is damaged
+Fails    2 unknown backend or option, 3 no tokenizer, 7 the artifact is damaged
 """
 
 from collections.abc import Callable
@@ -38,13 +38,16 @@ def run(job: Job, stream: Callable[[str], None]) -> dict[str, Any]:
     runtime = load(job.artifact, backend=job.backend, dtype=getattr(torch, job.dtype))
     tokenizer = runtime.tokenizer or load_tokenizer(job.artifact)
     prompt = tokenizer(job.prompt, return_tensors="pt")["input_ids"]  # [1, S]
-    stream(job.prompt)
     shown: list[int] = []
+    told = ""
 
     def on_token(token: int) -> None:
-        before = tokenizer.decode(shown, skip_special_tokens=True)
+        nonlocal told
         shown.append(token)
-        stream(tokenizer.decode(shown, skip_special_tokens=True)[len(before) :])
+        text = job.prompt + tokenizer.decode(shown, skip_special_tokens=True)
+        if not text.endswith("\ufffd"):  # half of a character: its next token completes it
+            stream(text[len(told) :])
+            told = text
 
     sampling = None
     if any(value is not None for value in (job.temperature, job.top_k, job.top_p)):
@@ -62,9 +65,11 @@ def run(job: Job, stream: Callable[[str], None]) -> dict[str, Any]:
         eos_token_id=runtime.eos_token_ids,
         stream=on_token,
     )
+    text = tokenizer.decode(shown, skip_special_tokens=True)
+    stream((job.prompt + text)[len(told) :])
     return {
         "prompt": job.prompt,
-        "text": tokenizer.decode(shown, skip_special_tokens=True),
+        "text": text,
         "tokens": shown,
         "total_tokens": int(torch.as_tensor(tokens).numel()),
     }

@@ -8,8 +8,6 @@ Fails    3 unusable model or text, 5 the folder is held, 6 unsupported family
 With N ranks torchrun starts N processes; rank r measures every N-th sequence, and unify merges them.
 """
 
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -21,7 +19,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from quantflow.artifact.canonical import file_digest
-from quantflow.errors import InputError, UsageError
+from quantflow.errors import UsageError
 from quantflow.measurements.record import LAYOUT_VERSION, Measurement, write_measurement
 from quantflow.models.calibration import hash_sequences, read_documents, select
 from quantflow.models.capture import KVRecorder, LayerStream, watch
@@ -31,9 +29,11 @@ from quantflow.observers import OBSERVERS
 from stages import _workspace
 from stages._config import Calibration, launched_rank, nearest
 from stages._progress import Progress
+from stages._ranks import die_with_parent, launch
 from stages.quantize import single_threaded, tools
 
 VERSION = 1
+PARTS = ("statistics.safetensors", "calibration.safetensors", "measurement.json")
 DEFAULT_STATS = ("amax", "channel_amax", "min_max", "mean_abs", "histogram")
 TIMEOUT = timedelta(seconds=60)
 
@@ -81,24 +81,23 @@ def rank_folder(output: Path, rank: int, world: int) -> Path:
 
 
 def _launch(job: Job, progress: Progress) -> None:
-    """Start torchrun with one process per rank."""
-    inputs = _inputs(job, open_source(job.model), world=job.ranks)
+    """Start torchrun with one process per rank, after the mistakes that every rank would stumble over were looked for."""
+    source = open_source(job.model)
+    graph_for(source.config)
+    inputs = _inputs(job, source, world=job.ranks)
     folders = [rank_folder(job.output, rank, job.ranks) for rank in range(job.ranks)]
     if all(_workspace.is_up_to_date(folder, {**inputs, "rank": rank}) for rank, folder in enumerate(folders)):
         progress.say("measure: up to date")
         return
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={job.ranks}"]
-    result = subprocess.run([*command, "-m", "stages.cli", *job.arguments], check=False, stdout=subprocess.DEVNULL)
-    missing = [rank for rank, folder in enumerate(folders) if _workspace.done(folder) is None]
-    if result.returncode or missing:
-        raise InputError(
-            f"measure: ranks {missing} of {job.ranks} did not finish (torchrun ended with {result.returncode})",
-            "see the messages above; the same command continues with the missing ranks",
-        )
+    for rank, folder in enumerate(folders):
+        _workspace.refuse_other_result(folder, {**inputs, "rank": rank}, force=job.replace, parts=PARTS)
+    calibration_sequences(job.calibration, job.model, source, seed=job.seed, world=job.ranks)
+    launch(job.arguments, ranks=job.ranks, progress=progress)
 
 
 def _join(job: Job, progress: Progress, *, rank: int, world: int) -> None:
     """Measure one rank under torchrun; ranks wait for each other at the end."""
+    die_with_parent()
     distributed.init_process_group("gloo", timeout=TIMEOUT)
     try:
         _measure_rank(job, Progress(quiet=progress.quiet or rank > 0), rank=rank, world=world)
@@ -136,11 +135,9 @@ def _measure_rank(job: Job, progress: Progress, *, rank: int, world: int) -> Non
         if _workspace.is_up_to_date(folder, inputs):
             progress.say("measure: up to date")
             return
-        _workspace.refuse_other_result(folder, inputs, force=job.replace)
-        sequences = calibration_sequences(job.calibration, job.model, source, seed=job.seed)
+        _workspace.refuse_other_result(folder, inputs, force=job.replace, parts=PARTS)
+        sequences = calibration_sequences(job.calibration, job.model, source, seed=job.seed, world=world)
         mine = list(range(rank, len(sequences), world))
-        if not mine:
-            raise UsageError(f"measure: {len(sequences)} sequences for {world} ranks", "use fewer ranks or more samples")
         statistics = _statistics(
             LayerStream(source, graph), graph, [sequences[i] for i in mine], stats=job.stats, progress=progress
         )
@@ -150,7 +147,7 @@ def _measure_rank(job: Job, progress: Progress, *, rank: int, world: int) -> Non
             write_measurement(temporary, measurement)
 
 
-def calibration_sequences(calibration: Calibration, model: Path, source: Source, *, seed: int) -> list[Tensor]:
+def calibration_sequences(calibration: Calibration, model: Path, source: Source, *, seed: int, world: int = 1) -> list[Tensor]:
     """Return the token ids of the calibration set, in sample order, int64 [S] each."""
     limit = int(getattr(source.config, "max_position_embeddings", 2048))
     length = calibration.sequence_length or min(2048, limit)
@@ -158,7 +155,10 @@ def calibration_sequences(calibration: Calibration, model: Path, source: Source,
         raise UsageError(f"calibration: sequence_length={length}, the model has {limit} positions", f"use at most {limit}")
     tokenizer = load_tokenizer(model)
     documents = read_documents(Path(str(calibration.source)), tokenizer)
-    return select(documents, samples=calibration.samples, sequence_length=length, seed=seed, pack=calibration.pack)
+    sequences = select(documents, samples=calibration.samples, sequence_length=length, seed=seed, pack=calibration.pack)
+    if len(sequences) < world:
+        raise UsageError(f"measure: {len(sequences)} sequences for {world} ranks", "use fewer ranks or more samples")
+    return sequences
 
 
 def _statistics(

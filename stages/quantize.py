@@ -35,6 +35,7 @@ from stages._progress import Progress
 
 VERSION = 1  # of what this stage computes; part of every state key
 CANARY_TOKENS = 64
+PARTS = ("layers", "canary.safetensors", "canary.json", "quantize.json")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +69,11 @@ def run(job: Job, progress: Progress) -> Path:
         if _workspace.is_up_to_date(job.output, inputs):
             progress.say(f"quantize {job.entry.name}: up to date")
             return job.output
-        _workspace.refuse_other_result(job.output, inputs, force=job.replace)
+        _workspace.refuse_other_result(job.output, inputs, force=job.replace, parts=PARTS)
         (job.output / "layers").mkdir(parents=True, exist_ok=True)
+        for path in (job.output / "layers").iterdir():  # of a model with more layers, or of a write that was cut off
+            if path.stem not in {f"{layer.index:05d}" for layer in graph.layers}:
+                path.unlink()
         (job.output / _workspace.DONE).unlink(missing_ok=True)
         _quantize(job, plan, source, graph, measurement, digest_of(inputs), progress)
         _workspace.write_atomic(job.output / "quantize.json", canonical_json(_summary(job, plan, measurement)))

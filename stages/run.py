@@ -120,6 +120,7 @@ def _validate(job: Job, name: str, expect: str, artifact: Path, progress: Progre
             report=job.folder / "5-validate" / name,
             options=job.recipe.validate,
             expect=expect,
+            noise=job.folder / "5-validate" / "noise.json",
             seed=job.recipe.seed,
             replace=True,
         ),

@@ -38,7 +38,7 @@ class Job:
 def run(job: Job, progress: Progress) -> Path:
     """Merge and return the folder written, or the existing one when nothing changed."""
     measurements = read_ranks(job.measurement)
-    world = len(measurements)
+    world = max(int(m.meta["mesh"]["world"]) for m in measurements)  # a folder that is missing is unify's to name
     groups = parse_groups(job.groups, world=world) if job.groups else [list(range(world))]
     inputs = {"ranks": [m.meta["digest"] for m in measurements], "groups": groups}
     with _workspace.locked(job.output):

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantflow.artifact.canonical import digest_of, file_digest, read_json
+from quantflow.artifact.canonical import canonical_json, digest_of, file_digest, read_json
 from quantflow.artifact.checkpoint import open_checkpoint
 from quantflow.artifact.manifest import read_manifest
 from quantflow.errors import GateError, InputError, UsageError
@@ -32,7 +32,7 @@ from quantflow.models.load import Source, fingerprint, load_model, load_tokenize
 from quantflow.runtime.load import load
 from stages import _workspace
 from stages._config import Validate
-from stages._gate import Gate, judge, load_gate
+from stages._gate import Gate, gate_files, judge, load_gate
 from stages._progress import Progress
 from stages._report import Row, write_report
 from stages.quantize import CANARY_TOKENS, tensor_hash, tools
@@ -47,6 +47,7 @@ class Job:
 
     Attributes:
         report: the folder of validation.json and report.html.
+        noise: a file that keeps the noise floor, which is the same for every artifact of a model; None keeps none.
         expect: `fail` when a failing gate is the expected outcome.
         replace: redo a finished validation that was made from other inputs, instead of refusing.
     """
@@ -56,6 +57,7 @@ class Job:
     report: Path
     options: Validate
     expect: str = "pass"
+    noise: Path | None = None
     seed: int = 0
     replace: bool = False
 
@@ -70,7 +72,7 @@ def run(job: Job, progress: Progress) -> dict[str, Any]:
             progress.say(f"validate {job.artifact.name}: up to date")
             result: dict[str, Any] = read_json(job.report / "validation.json")
             return result
-        _workspace.refuse_other_result(job.report, inputs, force=job.replace)
+        _workspace.refuse_other_result(job.report, inputs, force=job.replace, parts=("validation.json", "report.html"))
         result = _validate(job, manifest, source, progress)
         with _workspace.publish(job.report, stage="validate", inputs=inputs) as folder:
             text = json.dumps(result, indent=1, sort_keys=True)
@@ -102,12 +104,11 @@ def _inputs(job: Job, manifest: Mapping[str, Any], source: Source) -> dict[str, 
     if job.options.text is None:
         raise UsageError("validate: no evaluation text", "give --text FILE or the recipe's validate.text")
     options = {**asdict(job.options), "text": file_digest(Path(job.options.text))}
-    gate = {} if job.options.gate == "auto" else {"file": job.options.gate}
     return {
         "artifact": manifest["digest"],
         "baseline": fingerprint(source.checkpoint),
         "options": options,
-        "gate": gate,
+        "gate": gate_files(job.options.gate),
         "expect": job.expect,
         "seed": job.seed,
         "version": VERSION,
@@ -117,27 +118,30 @@ def _inputs(job: Job, manifest: Mapping[str, Any], source: Source) -> dict[str, 
 
 def _validate(job: Job, manifest: Mapping[str, Any], source: Source, progress: Progress) -> dict[str, Any]:
     sequences = _sequences(job, manifest)
+    protocol = _protocol(job, sequences)
     runtime = load(job.artifact, backend="reference", dtype=torch.float32)
     baseline = load_model(source, dtype=torch.float32)
-    rounded = load_model(source, dtype=torch.bfloat16)
-    candidate, noise = _compare(
-        logits_of(baseline),
-        {"candidate": logits_of(runtime.model), "noise": logits_of(rounded)},
-        sequences,
-        progress,
-        job,
-    ).values()
-    metrics = bootstrap(candidate, generator=torch.Generator().manual_seed(job.seed), resamples=RESAMPLES)
-    floor = bootstrap(noise, generator=torch.Generator().manual_seed(job.seed), resamples=RESAMPLES)
+    others = {"candidate": logits_of(runtime.model)}
+    noise_key = digest_of([protocol, fingerprint(source.checkpoint), tools()])
+    floor = _kept_noise(job.noise, noise_key)
+    if floor is None:
+        others["noise"] = logits_of(load_model(source, dtype=torch.bfloat16))
+    compared = _compare(logits_of(baseline), others, sequences, progress, job)
+    candidate = compared["candidate"]
+    metrics = _bounds(candidate, job.seed)
+    if floor is None:
+        floor = _bounds(compared["noise"], job.seed)
+        if job.noise is not None:
+            _workspace.write_atomic(job.noise, canonical_json({"key": noise_key, "floor": floor}))
     recipe = manifest["recipe"]
     gate = load_gate(
         job.options.gate,
         scheme=recipe["scheme"],
         algorithm=recipe["resolved"]["algorithm"],
         parameters=_parameters(baseline),
-        noise_top1=floor["top1_agreement"].value,
+        noise_top1=floor["top1_agreement"]["value"],
     )
-    verdict = judge(gate, {name: (bound.lower, bound.upper) for name, bound in metrics.items()})
+    verdict = judge(gate, {name: (bound["lower"], bound["upper"]) for name, bound in metrics.items()})
     return {
         "artifact": recipe["name"],
         "digest": manifest["digest"],
@@ -151,15 +155,29 @@ def _validate(job: Job, manifest: Mapping[str, Any], source: Source, progress: P
             "baseline": _perplexity(candidate.nll_baseline),
             "candidate": _perplexity(candidate.nll_candidate),
         },
-        "metrics": {name: asdict(bound) for name, bound in metrics.items()},
-        "noise_floor": {name: asdict(bound) for name, bound in floor.items()},
+        "metrics": metrics,
+        "noise_floor": floor,
         "gate": _gate_json(gate),
         "outcome": verdict.outcome,
         "reasons": list(verdict.reasons),
         "expect": job.expect,
         "allow_inconclusive": job.options.allow_inconclusive,
-        "protocol": _protocol(job, sequences),
+        "protocol": protocol,
     }
+
+
+def _bounds(comparison: Comparison, seed: int) -> dict[str, dict[str, float]]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: asdict(bound) for name, bound in bootstrap(comparison, generator=generator, resamples=RESAMPLES).items()}
+
+
+def _kept_noise(path: Path | None, key: str) -> dict[str, dict[str, float]] | None:
+    """Return the noise floor that an earlier validation of the same model, text and protocol kept."""
+    if path is None or not path.is_file():
+        return None
+    record = read_json(path)
+    floor: dict[str, dict[str, float]] | None = record["floor"] if record.get("key") == key else None
+    return floor
 
 
 def _sequences(job: Job, manifest: Mapping[str, Any]) -> list[Tensor]:
@@ -169,12 +187,17 @@ def _sequences(job: Job, manifest: Mapping[str, Any]) -> list[Tensor]:
         InputError: one of them begins like a calibration sequence.
     """
     documents = read_documents(Path(str(job.options.text)), load_tokenizer(job.baseline))
-    sequences = evaluation_sequences(documents, tokens=job.options.tokens, sequence_length=job.options.sequence_length)
-    calibrated = set((manifest["measurement"] or {}).get("sequence_heads", ()))
-    for index, sequence in enumerate(sequences):
-        if tensor_hash(sequence[:CANARY_TOKENS]) in calibrated:
+    tokens, length = job.options.tokens, job.options.sequence_length
+    sequences = evaluation_sequences(documents, tokens=tokens, sequence_length=length)
+    if manifest["measurement"] is None:
+        return sequences
+    head = min(CANARY_TOKENS, manifest["measurement"]["calibration"]["sequence_length"])
+    calibrated = set(manifest["measurement"]["sequence_heads"])
+    longer = evaluation_sequences(documents, tokens=tokens, sequence_length=max(length, head))  # short windows hold no head
+    for sequence in (*sequences, *longer):
+        if tensor_hash(sequence[:head]) in calibrated:
             raise InputError(
-                f"{job.options.text}: window {index} begins with the {CANARY_TOKENS} tokens of a calibration sequence",
+                f"{job.options.text}: a document or window begins with the {head} tokens of a calibration sequence",
                 "evaluate on text that the artifact was not calibrated on",
             )
     return sequences

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from quantflow.artifact.canonical import digest_of, file_digest, read_json, readable_json
@@ -98,7 +98,8 @@ def write_measurement(folder: Path, measurement: Measurement) -> str:
     """Write the three files into an existing folder and return the digest. Equal measurements give equal bytes.
 
     Raises:
-        InputError: meta and sequences contradict each other, or a file cannot be written.
+        InputError: meta and sequences contradict each other.
+        OSError: a file cannot be written.
         StatisticsError: a statistic is not one of an observer's states.
     """
     _check(measurement, name="the measurement")
@@ -108,15 +109,12 @@ def write_measurement(folder: Path, measurement: Measurement) -> str:
         "lengths": torch.tensor(lengths, dtype=torch.int64),
         "indices": torch.tensor(measurement.indices, dtype=torch.int64),
     }
-    try:
-        save_file(_unshared(measurement.statistics), folder / STATISTICS_NAME)
-        save_file(calibration, folder / CALIBRATION_NAME)
-        files = {name: file_digest(folder / name) for name in (STATISTICS_NAME, CALIBRATION_NAME)}
-        meta = {key: value for key, value in measurement.meta.items() if key not in _WRITTEN_KEYS} | {"files": files}
-        digest = digest_of(meta)
-        (folder / META_NAME).write_bytes(readable_json({**meta, "digest": digest}))
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"{folder}: cannot be written ({error})", "give a folder on a disk with space") from error
+    (folder / STATISTICS_NAME).write_bytes(save(_unshared(measurement.statistics)))
+    (folder / CALIBRATION_NAME).write_bytes(save(calibration))
+    files = {name: file_digest(folder / name) for name in (STATISTICS_NAME, CALIBRATION_NAME)}
+    meta = {key: value for key, value in measurement.meta.items() if key not in _WRITTEN_KEYS} | {"files": files}
+    digest = digest_of(meta)
+    (folder / META_NAME).write_bytes(readable_json({**meta, "digest": digest}))
     return digest
 
 

@@ -1,0 +1,130 @@
+"""Stock transformers, without quantflow, loads the artifacts and computes what our runtime computes: the same bits.
+
+Both dequantize the weight in float32, quantize and dequantize the input by the same formula, and multiply with torch's
+float32 GEMM on one thread, so no difference at all is expected, for static and dynamic inputs alike.
+Slow: builds a virtual environment that holds torch, transformers and compressed-tensors, nothing else.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from quantflow.models.load import load_tokenizer
+from quantflow.runtime.load import load
+from stages import export, measure, quantize
+from stages._config import Calibration, Quantize
+from stages._progress import Progress
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "examples" / "tiny-llama"
+QUIET = Progress(quiet=True)
+WINDOWS, WINDOW = 4, 500  # 2,000 held-out tokens
+
+GPTQ = {"scheme": "W4A16", "algorithm": "gptq"}
+SCHEMES: dict[str, dict[str, Any]] = {
+    "FP8": {"scheme": "FP8"},
+    "FP8_DYNAMIC": {"scheme": "FP8_DYNAMIC"},
+    "W8A8": {"scheme": "W8A8"},
+    "W8A8_STATIC": {"scheme": "W8A8_STATIC"},
+    "W8A16": {"scheme": "W8A16"},
+    "W4A16": GPTQ,
+}
+
+# Runs in the other environment: artifact, tokens.safetensors, logits.safetensors.
+PROGRAM = """
+import sys
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+torch.set_num_threads(1)
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32).eval()
+assert "quantflow" not in sys.modules and "stages" not in sys.modules
+windows = load_file(sys.argv[2])["windows"]
+with torch.no_grad():
+    logits = torch.cat([model(window[None]).logits for window in windows])
+save_file({"logits": logits}, sys.argv[3])
+"""
+
+
+def text_program() -> list[str]:
+    return [sys.executable, str(ROOT / "examples" / "tiny-llama" / "stdlib_text.py")]
+
+
+@pytest.fixture(scope="module")
+def stock_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of an environment with torch, transformers and compressed-tensors."""
+    folder = tmp_path_factory.mktemp("stock")
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    pip = [str(folder / "bin" / "pip"), "install", "-q", "-c", str(ROOT / "constraints.txt")]
+    subprocess.run([*pip, "torch==2.13.0"], check=True)
+    subprocess.run([*pip, "transformers", "compressed-tensors"], check=True)
+    python = folder / "bin" / "python"
+    probe = "import importlib.util as u, sys; sys.exit(u.find_spec('quantflow') is not None)"
+    subprocess.run([str(python), "-c", probe], check=True, cwd=folder)
+    return python
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("texts")
+    subprocess.run([*text_program(), "--output", str(folder), "--samples", "16"], check=True, stdout=subprocess.DEVNULL)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def measured(texts: Path) -> Path:
+    calibration = Calibration(source=str(texts / "calibration.jsonl"), samples=16, sequence_length=256)
+    return measure.run(measure.Job(model=MODEL, output=texts / "measured", calibration=calibration), QUIET)
+
+
+@pytest.fixture(scope="module")
+def windows(texts: Path) -> torch.Tensor:
+    """Held-out text as the model's own tokenizer sees it, [WINDOWS, WINDOW]."""
+    tokenizer = load_tokenizer(MODEL)
+    tokens: list[int] = []
+    for line in (texts / "heldout.jsonl").read_text(encoding="utf-8").splitlines():
+        tokens += tokenizer(json.loads(line)["text"])["input_ids"]
+        if len(tokens) >= WINDOWS * WINDOW:
+            break
+    return torch.tensor(tokens[: WINDOWS * WINDOW]).reshape(WINDOWS, WINDOW)
+
+
+@pytest.fixture(scope="module")
+def source_logits(windows: torch.Tensor) -> torch.Tensor:
+    """What the unquantized model computes."""
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    with torch.no_grad():
+        return torch.cat([model(window[None]).logits for window in windows])
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_stock_transformers_computes_what_our_runtime_computes(
+    name: str, stock_python: Path, measured: Path, windows: torch.Tensor, source_logits: torch.Tensor, tmp_path: Path
+) -> None:
+    entry = Quantize(name="x", **SCHEMES[name])
+    job = quantize.Job(model=MODEL, output=tmp_path / "quantized", entry=entry, measurement=measured)
+    artifact = export.run(export.Job(quantized=quantize.run(job, QUIET), output=tmp_path / "artifact"), QUIET)
+    save_file({"windows": windows}, tmp_path / "tokens.safetensors")
+    paths = [str(artifact), str(tmp_path / "tokens.safetensors"), str(tmp_path / "logits.safetensors")]
+    subprocess.run([str(stock_python), "-c", PROGRAM, *paths], check=True, cwd=tmp_path)
+    theirs = load_file(tmp_path / "logits.safetensors")["logits"]
+    model = load(artifact, backend="reference", dtype=torch.float32).model
+    with quantize.single_threaded(), torch.no_grad():
+        ours = torch.cat([model(window[None]).logits for window in windows])
+    assert (artifact / "tokenizer.json").read_bytes() == (MODEL / "tokenizer.json").read_bytes()
+    difference = (ours - theirs).abs()
+    same = ours.argmax(-1) == theirs.argmax(-1)
+    print(f"{name}: largest {difference.max():.3e}, mean {difference.mean():.3e}, top-1 {int(same.sum())} of {same.numel()}")
+    assert float((ours - source_logits).abs().max()) > 0.01  # it is the quantized model that was compared
+    assert same.all()
+    assert torch.equal(ours, theirs)

@@ -1,0 +1,391 @@
+"""A user's mistake: the right exit code, one line with what disagrees, one with what to do, no traceback."""
+
+import errno
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from stages import export as export_stage
+from stages import measure as measure_stage
+from stages._config import Calibration
+from stages._options import exit_code
+from stages._progress import Progress
+from stages.cli import cli
+
+THRESHOLDS = "thresholds: {{ppl_ratio: {0}, mean_kld: {0}, kld_p999: {0}, top1_agreement: {1}}}\n"
+
+
+def run(*arguments):
+    return exit_code(cli, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def refused(capsys):
+    """Run a command line, check its exit code and the two lines, and return them as one text."""
+
+    def check(code, *arguments):
+        capsys.readouterr()
+        assert run(*arguments) == code, capsys.readouterr().err
+        out, err = capsys.readouterr()
+        assert out == "" or code == 4  # a failed gate prints its table
+        told = [line for line in err.splitlines() if line.startswith(("error:", "  fix:"))]
+        assert [line[:6] for line in told] == ["error:", "  fix:"] and err.splitlines()[-2:] == told
+        assert all(len(line) > 12 for line in told)
+        assert "Traceback" not in err and "a bug in quantflow" not in err
+        return "\n".join(told)
+
+    return check
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory, llama, text_files):
+    """A measurement, a quantized folder (rtn, no statistics) and its artifact."""
+    folder = tmp_path_factory.mktemp("work")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(export_stage, "_prove", lambda *_: None)  # a fresh process: test_verbs has it
+        assert run("measure", llama, "-o", folder / "measured", "--calibration", text_files["calibration"]) == 0
+        smooth = ("--scheme", "W8A8", "--measurement", folder / "measured")
+        assert run("quantize", llama, "-o", folder / "quantized", *smooth) == 0
+        assert run("export", folder / "quantized", "-o", folder / "artifact") == 0
+    return folder
+
+
+@pytest.fixture
+def copy(tmp_path, llama):
+    """A copy of the model, to be damaged."""
+    return Path(shutil.copytree(llama, tmp_path / "model"))
+
+
+def missing(model):
+    shutil.rmtree(model)
+
+
+def empty(model):
+    for path in model.iterdir():
+        path.unlink()
+
+
+def truncated(model):
+    path = model / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def pointer(model):
+    (model / "model.safetensors").write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 9\n")
+
+
+def not_a_number(model):
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = float("nan")
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+
+
+def pickled(model):
+    (model / "model.safetensors").rename(model / "pytorch_model.bin")
+
+
+def changed_config(model, **values):
+    path = model / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def quantized(model):
+    changed_config(model, quantization_config={"quant_method": "awq", "bits": 4})
+
+
+def unsupported(model):
+    changed_config(model, model_type="gpt2", architectures=["GPT2LMHeadModel"])
+
+
+@pytest.mark.parametrize(
+    ("damage", "code", "said"),
+    [
+        (missing, 3, "model"),
+        (empty, 3, "empty"),
+        (truncated, 3, "model.safetensors"),
+        (pointer, 3, "git lfs pull"),
+        (not_a_number, 3, "model.layers.1.mlp.up_proj.weight"),
+        (pickled, 3, "save_pretrained"),
+        (quantized, 3, "awq"),
+        (unsupported, 6, "gpt2"),
+    ],
+)
+def test_a_model_that_cannot_be_used_is_refused_by_every_verb_that_reads_it(
+    refused, copy, tmp_path, text_files, work, damage, code, said
+):
+    damage(copy)
+    for line in (
+        ("measure", copy, "-o", tmp_path / "m", "--calibration", text_files["calibration"]),
+        ("quantize", copy, "-o", tmp_path / "q", "--scheme", "W8A16"),
+        ("validate", work / "artifact", "--baseline", copy, "--text", text_files["heldout"], "--report", tmp_path / "r"),
+    ):
+        if not (line[0] == "validate" and damage is unsupported):  # a baseline needs no graph, and gpt2 has other tensors
+            assert said in refused(code, *line)
+    assert not (tmp_path / "m" / "rank-000-of-001").exists() and not (tmp_path / "r").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.txt", b"", "no document"),
+        ("a.txt", b" \n\n \n", "no document"),
+        ("a.jsonl", b'{"input_ids": [5]}\n', "2 tokens are needed"),
+        ("a.txt", b"good\xffbad", "UTF-8"),
+        ("a.jsonl", b'{"text": "fine"}\n{"text": \n', "line 2"),
+        ("a.jsonl", b'{"txt": "fine"}\n', "text, messages, input_ids"),
+        ("a.csv", b"text\n", "csv"),
+    ],
+)
+def test_calibration_text_that_cannot_be_used_is_refused(refused, llama, tmp_path, name, content, said):
+    (tmp_path / name).write_bytes(content)
+    told = refused(3, "measure", llama, "-o", tmp_path / "m", "--calibration", tmp_path / name)
+    assert said in told and (name in told or "calibration" in told)
+
+
+def test_calibration_text_that_is_missing_or_not_given_is_refused(refused, llama, tmp_path):
+    assert "nothing.txt" in refused(3, "measure", llama, "-o", tmp_path / "m", "--calibration", tmp_path / "nothing.txt")
+    assert "--calibration" in refused(2, "measure", llama, "-o", tmp_path / "m")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--scheme", "W4A16", "--algorithm", "rtn"), "in_features=64 is not a multiple of group_size=128"),
+        (("--scheme", "W4A16", "--algorithm", "rtn", "--group-size", "48"), "group_size=48"),
+        (("--scheme", "W8A16", "--ignore", "re:.*quack"), "'re:.*quack' matches none"),
+        (("--scheme", "W8A16", "--ignore", "re:.*"), "none of 14 linears"),
+        (("--scheme", "W4A61"), "did you mean 'W4A16'"),
+        (("--scheme", "FP8_DYNAMIC", "--algorithm", "gptq"), "gptq"),
+        (("--scheme", "W8A16", "--algorithm", "gtpq"), "did you mean 'gptq'"),
+        (("--scheme", "W8A8", "--smoothquant", "1.5"), "alpha=1.5"),
+        (("--scheme", "W4A16", "--group-size", "32"), "hessian_sum"),
+        (("--scheme", "FP8"), "needs amax"),
+        (("--scheme", "W8A16", "--sceme", "FP8"), "--sceme"),
+        (("--scheme", "W8A16", "--set", "sede=1"), "did you mean 'seed'"),
+        (("--scheme", "W8A16", "--set", "seed=[1"), "not YAML"),
+        (("--scheme", "W8A16", "--set", "quantize.0.transforms=[{smoothquant: 0.5}]"), "0.5 is not a mapping"),
+        ((), "--scheme"),
+        (("--recipe", "tiny-lama"), "did you mean 'tiny-llama'"),
+        (("--recipe", "tiny-llama", "--name", "w4a16"), "did you mean 'w4a16-"),
+    ],
+)
+def test_a_quantize_that_cannot_be_is_a_usage_error(refused, llama, tmp_path, options, said):
+    assert said in refused(2, "quantize", llama, "-o", tmp_path / "q", *options)
+    assert not (tmp_path / "q").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("modle: m\n", "did you mean 'model'"),
+        ("model: m\nmodel: n\n", "stands twice"),
+        ("model: m\ncalibration: 5\n", "not a mapping"),
+        ("model: m\nseed: zero\n", "not int"),
+        ("model: m\nquantize: []\n", "quantize"),
+        ("model: [\n", "not YAML"),
+    ],
+)
+def test_a_recipe_with_a_mistake_is_a_usage_error_for_every_verb(refused, llama, tmp_path, text, said):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(text)
+    assert said in refused(2, "run", recipe, "-o", tmp_path / "o")
+    assert said in refused(2, "quantize", llama, "-o", tmp_path / "q", "--recipe", recipe)
+    if "quantize" not in text:
+        assert said in refused(2, "measure", llama, "-o", tmp_path / "m", "--recipe", recipe, "--samples", "4")
+
+
+def test_run_takes_its_recipe_once(refused):
+    assert "give the recipe once" in refused(2, "run", "tiny-llama", "--recipe", "tiny-llama-outliers")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--stats", "amx"), "did you mean 'amax'"),
+        (("--ranks", "0"), "ranks=0"),
+        (("--ranks", "99"), "12 sequences for 99 ranks"),
+        (("--samples", "0"), "samples=0"),
+        (("--sequence-length", "100000"), "128 positions"),
+    ],
+)
+def test_a_measure_that_cannot_be_is_a_usage_error(refused, llama, text_files, tmp_path, options, said):
+    line = ("measure", llama, "-o", tmp_path / "m", "--calibration", text_files["calibration"], *options)
+    assert said in refused(2, *line)
+
+
+def test_a_mistake_is_found_before_ranks_are_started(refused, llama, copy, tmp_path, monkeypatch):
+    monkeypatch.setattr(measure_stage.subprocess, "run", lambda *_, **__: pytest.fail("torchrun was started"))
+    (tmp_path / "a.txt").write_text("")
+    assert "no document" in refused(3, "measure", llama, "-o", tmp_path / "m", "--calibration", tmp_path / "a.txt", "--ranks", "2")
+    unsupported(copy)
+    (tmp_path / "a.txt").write_text("one\n\ntwo\n")
+    assert "gpt2" in refused(6, "measure", copy, "-o", tmp_path / "m", "--calibration", tmp_path / "a.txt", "--ranks", "2")
+
+
+def two_ranks(llama, text_files, folder, *ranks):
+    job = measure_stage.Job(model=llama, output=folder, calibration=Calibration(source=str(text_files["calibration"])))
+    for rank in ranks:
+        measure_stage._measure_rank(job, Progress(quiet=True), rank=rank, world=2)
+
+
+def test_ranks_that_do_not_fit_the_groups_are_refused(refused, llama, text_files, tmp_path):
+    two_ranks(llama, text_files, tmp_path / "m", 0)
+    assert "rank" in refused(3, "unify", "-m", tmp_path / "m", "-o", tmp_path / "u")
+    two_ranks(llama, text_files, tmp_path / "m", 1)
+    assert "rank 2 does not exist" in refused(2, "unify", "-g", "012", "-m", tmp_path / "m", "-o", tmp_path / "u")
+    refused(2, "unify", "-g", "0", "-m", tmp_path / "m", "-o", tmp_path / "u")
+    assert "did you mean 'unify'" in refused(2, "unify", "--set", "unfy.groups=[01]", "-m", tmp_path / "m", "-o", tmp_path / "u")
+    assert "rank 3" in refused(2, "unify", "--set", "unify.groups=['03']", "-m", tmp_path / "m", "-o", tmp_path / "u")
+    quantize = ("quantize", llama, "-o", tmp_path / "q", "--scheme", "FP8", "--measurement")
+    assert "quantflow unify" in refused(3, *quantize, tmp_path / "m")
+    assert "quantflow unify" in refused(3, *quantize, tmp_path / "m" / "rank-001-of-002")
+    assert "rank-000-of-002" in refused(2, "unify", "-m", tmp_path / "m", "-o", tmp_path / "m")  # would replace its input
+
+
+def test_a_measurement_that_is_missing_unfinished_damaged_or_foreign_is_refused(refused, llama, family_model, tmp_path, work):
+    line = ("-o", tmp_path / "q", "--scheme", "FP8", "--measurement")
+    assert "nowhere" in refused(3, "quantize", llama, *line, tmp_path / "nowhere")
+    assert "measured on model" in refused(3, "quantize", family_model("mistral"), *line, work / "measured")
+    measured = Path(shutil.copytree(work / "measured", tmp_path / "m"))
+    statistics = measured / "rank-000-of-001" / "statistics.safetensors"
+    data = bytearray(statistics.read_bytes())
+    data[-1] ^= 1
+    statistics.write_bytes(data)
+    assert "statistics.safetensors" in refused(7, "quantize", llama, *line, measured)
+    (measured / "rank-000-of-001" / "DONE.json").unlink()
+    assert "unfinished" in refused(3, "quantize", llama, *line, measured)
+
+
+def test_a_missing_statistic_names_the_tensor_and_the_way_out(refused, llama, text_files, tmp_path):
+    assert run("measure", llama, "-o", tmp_path / "m", "--calibration", text_files["calibration"], "--stats", "histogram") == 0
+    told = refused(3, "quantize", llama, "-o", tmp_path / "q", "--scheme", "W8A8", "--measurement", tmp_path / "m")
+    assert "model.layers.0.self_attn.q_proj|input|channel_amax" in told and "--stats" in told
+
+
+def test_a_result_made_from_other_inputs_is_named_and_replaced_by_force_only(refused, llama, text_files, tmp_path, monkeypatch):
+    monkeypatch.setattr(export_stage, "_prove", lambda *_: None)
+    measure = ("measure", llama, "-o", tmp_path / "m", "--calibration", text_files["calibration"])
+    quantize = ("quantize", llama, "-o", tmp_path / "q", "--scheme", "W4A16", "--algorithm", "rtn", "--group-size")
+    export = ("export", tmp_path / "q", "-o", tmp_path / "a")
+    assert (run(*measure), run(*quantize, "32"), run(*export)) == (0, 0, 0)
+    assert "calibration.samples = 128, now 4" in refused(2, *measure, "--samples", "4")
+    assert "group_size = 32, now 16" in refused(2, *quantize, "16")
+    assert run(*measure) == run(*quantize, "32") == 0  # what was there is still there
+    assert run(*measure, "--samples", "4", "--force") == run(*quantize, "16", "--force") == 0
+    assert "other inputs" in refused(2, *export)
+    before = (tmp_path / "a" / "quantflow.json").read_bytes()
+    assert run(*export, "--force") == 0
+    assert (tmp_path / "a" / "quantflow.json").read_bytes() != before
+
+
+def test_no_verb_replaces_a_folder_that_quantflow_did_not_write(refused, llama, text_files, tmp_path, work):
+    theirs = tmp_path / "theirs"
+    (theirs / "rank-000-of-001").mkdir(parents=True)
+    (theirs / "rank-000-of-001" / "thesis.tex").write_text("years")
+    for line in (
+        ("measure", llama, "-o", theirs, "--calibration", text_files["calibration"]),
+        ("quantize", llama, "-o", theirs, "--scheme", "W8A16"),
+        ("unify", "-m", work / "measured", "-o", theirs),
+        ("export", work / "quantized", "-o", theirs),
+        ("validate", work / "artifact", "--baseline", llama, "--text", text_files["heldout"], "--report", theirs),
+    ):
+        refused(2, *line)
+        refused(2, *line, "--force")
+    kept = sorted(path.name for path in theirs.rglob("*") if not path.name.endswith(".lock"))
+    assert kept == ["rank-000-of-001", "thesis.tex"]
+
+
+def test_layers_of_a_larger_model_do_not_stay_behind(llama, tmp_path, monkeypatch):
+    monkeypatch.setattr(export_stage, "_prove", lambda *_: None)
+    (tmp_path / "q" / "layers").mkdir(parents=True)
+    for name in ("00002.safetensors", "00002.json"):
+        (tmp_path / "q" / "layers" / name).write_text('{"errors": {}, "decisions": {}, "changed": []}')
+    assert run("quantize", llama, "-o", tmp_path / "q", "--scheme", "W8A16") == 0
+    assert run("export", tmp_path / "q", "-o", tmp_path / "a") == 0
+    assert len(json.loads((tmp_path / "a" / "quantflow.json").read_text())["layers"]) == 2
+
+
+def test_export_refuses_what_quantize_did_not_finish_and_another_model(refused, llama, family_model, tmp_path, work):
+    line = ("-o", tmp_path / "a")
+    assert "quantflow quantize" in refused(3, "export", tmp_path / "nowhere", *line)
+    assert "'measure'" in refused(3, "export", work / "measured" / "rank-000-of-001", *line)
+    assert "was made from" in refused(3, "export", work / "quantized", *line, "--model", family_model("qwen2"))
+    assert "format 'gguf'" in refused(2, "export", work / "quantized", *line, "--format", "gguf")
+    assert "size '4'" not in refused(2, "export", work / "quantized", *line, "--shard-size", "4 apples")
+    damaged = Path(shutil.copytree(work / "quantized", tmp_path / "q"))
+    (damaged / "layers" / "00001.json").write_text("{}")
+    assert "00001.json" in refused(7, "export", damaged, *line)
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize("length", [20, 64, 100])
+def test_evaluating_on_the_calibration_text_is_refused_at_every_window_length(refused, llama, text_files, tmp_path, work, length):
+    line = ("validate", work / "artifact", "--baseline", llama, "--report", tmp_path / "r", "--sequence-length", length)
+    assert "calibration sequence" in refused(3, *line, "--text", text_files["calibration"])
+    assert not (tmp_path / "r").exists()
+
+
+def test_a_gate_decides_the_exit_code_and_a_change_of_it_is_noticed(refused, llama, text_files, tmp_path, work):
+    strict, lax = tmp_path / "strict.yaml", tmp_path / "lax.yaml"
+    strict.write_text(THRESHOLDS.format(0.0, 1.0))
+    lax.write_text(THRESHOLDS.format(100.0, 0.0))
+    line = ("validate", work / "artifact", "--baseline", llama, "--text", text_files["heldout"], "--tokens", "130")
+
+    def gated(gate, expect, report):
+        return (*line, "--gate", gate, "--expect", expect, "--report", tmp_path / report)
+
+    assert "fails gate" in refused(4, *gated(strict, "pass", "a"))
+    assert (tmp_path / "a" / "report.html").is_file()
+    assert "fails gate" in refused(4, *gated(strict, "pass", "a"))  # up to date, and still a failure
+    assert run(*gated(strict, "fail", "b")) == 0
+    assert "a failure was expected" in refused(4, *gated(lax, "fail", "c"))
+    assert run(*gated(lax, "pass", "d")) == 0
+    lax.write_text(THRESHOLDS.format(0.0, 1.0))
+    assert "gate." in refused(2, *gated(lax, "pass", "d"))
+    assert "fails gate" in refused(4, *gated(lax, "pass", "d"), "--force")
+    assert "did you mean 'demo'" in refused(2, *gated("dmo", "pass", "e"))
+
+
+def test_a_validation_without_text_is_a_usage_error(refused, llama, tmp_path, work):
+    assert "--text" in refused(2, "validate", work / "artifact", "--baseline", llama, "--report", tmp_path / "r")
+
+
+def test_a_full_disk_is_told_with_the_file_and_leaves_no_half_result(refused, llama, text_files, tmp_path, work, monkeypatch):
+    def full(path, _content):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    told = refused(5, "quantize", llama, "-o", tmp_path / "q", "--scheme", "W8A16")
+    assert "No space left on device" in told and "00000.safetensors" in told and "free some space" in told
+    assert "No space" in refused(5, "export", work / "quantized", "-o", tmp_path / "a")
+    assert not (tmp_path / "a").exists() and not (tmp_path / ".a.tmp").exists()
+    monkeypatch.undo()
+    assert run("quantize", llama, "-o", tmp_path / "q", "--scheme", "W8A16") == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "code"), [(("--backend", "abacus"), 2), (("--max-new-tokens", "0"), 2), (("--temperature", "-1"), 2), (("--top-p", "2"), 2)]
+)
+def test_a_generate_that_cannot_be_is_refused(refused, work, options, code):
+    refused(code, "generate", work / "artifact", "--prompt", "value", *options)
+
+
+@pytest.mark.parametrize("verb", ["inspect", "verify", "diff", "generate"])
+def test_reading_what_is_not_there_is_an_input_error(refused, tmp_path, verb):
+    more = {"diff": (tmp_path / "b",), "generate": ("--prompt", "x")}.get(verb, ())
+    refused(3, verb, tmp_path / "a", *more)
+
+
+def test_the_calibration_verb_tells_the_same_mistakes(refused, llama, tmp_path):
+    (tmp_path / "a.txt").write_text("")
+    assert "no document" in refused(3, "calibration", "inspect", tmp_path / "a.txt", "--tokenizer", llama)
+    (tmp_path / "a.txt").write_text("value")
+    refused(3, "calibration", "inspect", tmp_path / "a.txt", "--tokenizer", tmp_path / "nowhere")
+
+
+def test_the_tests_need_no_accelerator():
+    assert torch.empty(1).device.type == "cpu"

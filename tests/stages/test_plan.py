@@ -1,0 +1,165 @@
+"""What quantize will do, worked out before any weight is read."""
+
+import pytest
+from transformers import LlamaConfig
+
+from quantflow.errors import SchemeError, UsageError
+from quantflow.models.graph import graph_for
+from stages._config import Override, Quantize
+from stages._plan import resolve
+
+GRAPH = graph_for(
+    LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, architectures=["LlamaForCausalLM"])
+)
+SHAPES = {f"{name}.weight": (64, 96 if name.endswith("down_proj") else 64) for name in GRAPH.linears}
+SHAPES |= {"lm_head.weight": (320, 64), "model.norm.weight": (64,), "model.embed_tokens.weight": (320, 64)}
+
+
+def plan(scheme, **options):
+    return resolve(Quantize(name="a", scheme=scheme, **options), GRAPH, SHAPES)
+
+
+def test_every_linear_of_the_decoder_layers_is_quantized_and_nothing_else():
+    found = plan("FP8_DYNAMIC").schemes
+    assert list(found) == list(GRAPH.linears) and len(found) == 14
+    assert {scheme.name for scheme in found.values()} == {"FP8_DYNAMIC"}
+
+
+@pytest.mark.parametrize(
+    ("scheme", "options", "needs"),
+    [
+        ("FP8_DYNAMIC", {}, set()),
+        ("W8A16", {}, set()),
+        ("FP8", {}, {"amax"}),
+        ("W8A8", {}, {"channel_amax"}),
+        ("W8A8", {"transforms": ()}, set()),
+        ("W8A8_STATIC", {"transforms": ()}, {"min_val", "max_val"}),
+        ("W8A8_STATIC", {}, {"min_val", "max_val", "channel_amax"}),
+        ("W4A16", {"group_size": 32}, {"hessian_sum", "count"}),
+        ("W4A16", {"group_size": 32, "algorithm": "rtn"}, set()),
+        ("W8A16", {"overrides": (Override(match="re:.*q_proj", scheme="FP8"),)}, {"amax"}),
+    ],
+)
+def test_the_statistics_that_are_needed_follow_from_algorithm_transforms_and_static_inputs(scheme, options, needs):
+    found = plan(scheme, **options)
+    assert found.needs == needs
+    assert found.needs_measurement == bool(needs)
+    assert found.needs_hessian == ("hessian_sum" in needs)
+
+
+def test_exact_names_and_patterns_are_ignored_and_the_rest_is_quantized():
+    found = plan("W8A16", ignore=("model.layers.0.self_attn.q_proj", "re:.*down_proj")).schemes
+    left = {name for name, scheme in found.items() if scheme is None}
+    assert left == {"model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj"}
+
+
+def test_what_is_never_quantized_may_be_ignored_too():
+    assert None not in plan("W8A16", ignore=("lm_head",)).schemes.values()
+
+
+def test_an_exact_name_is_no_pattern():
+    with pytest.raises(UsageError, match="matches none"):
+        plan("W8A16", ignore=("model.layers.0.self_attn",))
+
+
+@pytest.mark.parametrize("pattern", ["model.layers.9.self_attn.q_proj", "re:.*quack", "down_proj"])
+def test_a_pattern_that_matches_nothing_is_refused(pattern):
+    with pytest.raises(UsageError) as caught:
+        plan("W8A16", ignore=(pattern,))
+    assert repr(pattern) in caught.value.cause and "ignore" in caught.value.cause
+    with pytest.raises(UsageError) as caught:
+        plan("W8A16", overrides=(Override(match=pattern, scheme="FP8"),))
+    assert repr(pattern) in caught.value.cause and "overrides" in caught.value.cause
+
+
+def test_a_broken_pattern_is_refused():
+    with pytest.raises(UsageError, match="no regular expression"):
+        plan("W8A16", ignore=("re:(",))
+
+
+def test_ignoring_everything_is_refused():
+    with pytest.raises(UsageError, match="none of 14 linears"):
+        plan("W8A16", ignore=("re:.*",))
+
+
+def test_an_override_wins_over_the_scheme_the_last_over_the_first_and_ignore_over_both():
+    overrides = (Override(match="re:.*q_proj", scheme="FP8_DYNAMIC"), Override(match="re:.*layers.1.*q_proj", scheme="W8A8"))
+    found = plan("W8A16", overrides=overrides, ignore=("model.layers.0.self_attn.k_proj",)).schemes
+    assert found["model.layers.0.self_attn.q_proj"].name == "FP8_DYNAMIC"
+    assert found["model.layers.1.self_attn.q_proj"].name == "W8A8"
+    assert found["model.layers.0.self_attn.v_proj"].name == "W8A16"
+    assert plan("W8A16", overrides=overrides, ignore=("re:.*q_proj",)).schemes["model.layers.1.self_attn.q_proj"] is None
+
+
+def test_an_override_brings_its_own_group_size():
+    found = plan("W8A16", overrides=(Override(match="re:.*q_proj", scheme="W4A16", group_size=16),))
+    assert found.schemes["model.layers.0.self_attn.q_proj"].weights.group_size == 16
+
+
+def test_a_group_size_that_does_not_divide_names_the_linear_and_both_numbers():
+    with pytest.raises(SchemeError) as caught:
+        plan("W4A16", group_size=64)
+    assert "model.layers.0.mlp.down_proj" in caught.value.cause
+    assert "96" in caught.value.cause and "64" in caught.value.cause
+    assert plan("W4A16", group_size=64, ignore=("re:.*down_proj",)).schemes["model.layers.0.mlp.down_proj"] is None
+
+
+@pytest.mark.parametrize("size", [0, -32])
+def test_a_group_size_below_one_is_refused(size):
+    with pytest.raises(SchemeError, match=f"group_size={size}"):
+        plan("W4A16", group_size=size)
+
+
+def test_a_group_size_for_a_scheme_without_groups_is_refused():
+    with pytest.raises(SchemeError, match="FP8 has per_tensor weights"):
+        plan("FP8", group_size=32)
+
+
+@pytest.mark.parametrize("options", [{"scheme": "FP8"}, {"scheme": "W8A16", "overrides": (Override(match="re:.*", scheme="FP8"),)}])
+def test_gptq_with_float8_is_refused(options):
+    with pytest.raises(UsageError, match="gptq with scheme FP8"):
+        plan(**options, algorithm="gptq")
+
+
+def test_an_unknown_algorithm_names_the_nearest():
+    with pytest.raises(UsageError, match="algorithm 'gtpq' is unknown; did you mean 'gptq'"):
+        plan("W4A16", algorithm="gtpq", group_size=32)
+
+
+def test_an_unknown_scheme_in_an_override_is_refused():
+    with pytest.raises(SchemeError, match="scheme 'W5A16' is unknown"):
+        plan("W8A16", overrides=(Override(match="re:.*", scheme="W5A16"),))
+
+
+@pytest.mark.parametrize(
+    ("transform", "said"),
+    [
+        ({"smothquant": {}}, "did you mean 'smoothquant'"),
+        ({"smoothquant": {"aplha": 0.5}}, "no option 'aplha'; did you mean 'alpha'"),
+        ({"smoothquant": {"alpha": 1.01}}, "alpha=1.01"),
+        ({"smoothquant": {"alpha": -0.01}}, "alpha=-0.01"),
+        ({"smoothquant": {"alpha": float("nan")}}, "alpha=nan"),
+        ({"smoothquant": {"alpha": "half"}}, "alpha='half'"),
+        ({"smoothquant": 0.5}, "0.5 is not a mapping"),
+        ({7: {}}, "transform 7 is unknown"),
+    ],
+)
+def test_a_transform_that_cannot_be_is_refused(transform, said):
+    with pytest.raises(UsageError) as caught:
+        plan("W8A8", transforms=(transform,))
+    assert said in str(caught.value)
+
+
+def test_transforms_are_the_presets_unless_named_and_both_ends_of_alpha_are_allowed():
+    assert plan("W8A8").transforms == (("smoothquant", {"alpha": 0.5}),)
+    assert plan("FP8").transforms == ()
+    for alpha in (0, 1):
+        found = plan("FP8_DYNAMIC", transforms=({"smoothquant": {"alpha": alpha}},)).transforms
+        assert found == (("smoothquant", {"alpha": float(alpha)}),)
+
+
+def test_the_plan_as_data_names_every_linear_its_scheme_and_the_algorithm():
+    data = plan("W4A16", group_size=32, ignore=("re:.*down_proj",)).as_json()
+    assert data["algorithm"] == "gptq" and data["transforms"] == []
+    assert data["schemes"]["model.layers.0.mlp.down_proj"] is None
+    assert data["schemes"]["model.layers.0.mlp.up_proj"]["weights"]["group_size"] == 32

@@ -1,0 +1,191 @@
+"""Two ranks under torchrun, unified, are what one rank measures."""
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from quantflow.errors import QuantflowError
+from stages import measure, quantize, unify
+from stages._config import Calibration, Quantize
+from stages._progress import Progress
+
+QUIET = Progress(quiet=True)
+SAMPLES = 9  # odd, so that the ranks get 5 and 4
+EXACT = {"amax", "channel_amax", "min_val", "max_val", "counts", "count"}
+SUMS = {"abs_sum"}
+
+
+def quantflow(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "stages.cli", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def ranks(llama: Path, text_files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two processes measured, each every second sequence."""
+    folder = tmp_path_factory.mktemp("ranks") / "measured"
+    calibration = ["--calibration", text_files["calibration"], "--samples", str(SAMPLES), "--sequence-length", "64"]
+    result = quantflow("measure", llama, "-o", folder, *calibration, "--ranks", "2")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == str(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def unified(ranks: Path) -> Path:
+    folder = ranks.parent / "unified"
+    result = quantflow("unify", "-g", "01", "-m", ranks, "-o", folder)
+    assert result.returncode == 0, result.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def single(llama: Path, text_files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same text measured by one rank, in this process."""
+    folder = tmp_path_factory.mktemp("single") / "measured"
+    calibration = Calibration(source=str(text_files["calibration"]), samples=SAMPLES, sequence_length=64)
+    return measure.run(measure.Job(model=llama, output=folder, calibration=calibration), QUIET)
+
+
+def statistics(folder: Path) -> dict[str, Tensor]:
+    return load_file(folder / "rank-000-of-001" / "statistics.safetensors")
+
+
+def test_the_ranks_share_the_sequences_alternately(ranks: Path) -> None:
+    found = [load_file(ranks / f"rank-00{rank}-of-002" / "calibration.safetensors")["indices"].tolist() for rank in (0, 1)]
+    assert found == [[0, 2, 4, 6, 8], [1, 3, 5, 7]]
+
+
+def test_maxima_ranges_and_histograms_are_those_of_one_rank_bit_for_bit(unified: Path, single: Path) -> None:
+    ours, expected = statistics(unified), statistics(single)
+    assert sorted(ours) == sorted(expected)
+    seen = set()
+    for key, value in expected.items():
+        statistic = key.rpartition("|")[2]
+        seen.add(statistic)
+        if statistic not in SUMS:
+            assert ours[key].dtype == value.dtype, key
+            assert torch.equal(ours[key], value), key
+    assert seen == EXACT | SUMS
+
+
+def test_sums_are_those_of_one_rank_but_for_the_order_of_addition(unified: Path, single: Path) -> None:
+    ours, expected = statistics(unified), statistics(single)
+    keys = [key for key in expected if key.rpartition("|")[2] in SUMS]
+    assert len(keys) == 14  # seven linears in each of two layers
+    for key in keys:
+        assert ours[key].dtype == torch.float64
+        torch.testing.assert_close(ours[key], expected[key], rtol=1e-12, atol=0.0)
+
+
+def test_the_ranks_saw_different_text(ranks: Path) -> None:
+    first, second = (load_file(ranks / f"rank-00{rank}-of-002" / "statistics.safetensors") for rank in (0, 1))
+    assert not torch.equal(
+        first["model.layers.0.mlp.down_proj|input|abs_sum"], second["model.layers.0.mlp.down_proj|input|abs_sum"]
+    )
+
+
+def test_the_sequences_are_back_in_the_order_of_one_rank(unified: Path, single: Path) -> None:
+    ours, expected = (load_file(folder / "rank-000-of-001" / "calibration.safetensors") for folder in (unified, single))
+    assert ours["indices"].tolist() == list(range(SAMPLES))
+    assert torch.equal(ours["lengths"], expected["lengths"])
+    assert torch.equal(ours["tokens"], expected["tokens"])
+
+
+@pytest.mark.parametrize("entry", [{"scheme": "FP8"}, {"scheme": "W8A8_STATIC"}], ids=lambda entry: entry["scheme"])
+def test_what_is_quantized_from_either_is_the_same(
+    entry: dict[str, str], llama: Path, unified: Path, single: Path, tmp_path: Path
+) -> None:
+    written = []
+    for index, folder in enumerate((unified, single)):
+        output = tmp_path / str(index)
+        job = quantize.Job(model=llama, output=output, entry=Quantize(name="x", **entry), measurement=folder)
+        quantize.run(job, QUIET)
+        written.append([(output / "layers" / f"0000{layer}.safetensors").read_bytes() for layer in (0, 1)])
+    assert written[0] == written[1]
+
+
+def test_a_measurement_of_two_ranks_is_not_quantized_before_it_is_unified(llama: Path, ranks: Path, tmp_path: Path) -> None:
+    job = quantize.Job(model=llama, output=tmp_path / "out", entry=Quantize(name="x", scheme="FP8"), measurement=ranks)
+    with pytest.raises(QuantflowError, match="2 ranks") as caught:
+        quantize.run(job, QUIET)
+    assert caught.value.exit_code == 3
+    assert "quantflow unify" in caught.value.remedy
+
+
+def test_finished_ranks_are_left_alone(llama: Path, ranks: Path, text_files: dict[str, Path]) -> None:
+    before = {path: path.stat().st_mtime_ns for path in ranks.rglob("*.safetensors")}
+    calibration = Calibration(source=str(text_files["calibration"]), samples=SAMPLES, sequence_length=64)
+    measure.run(measure.Job(model=llama, output=ranks, calibration=calibration, ranks=2), QUIET)  # starts no torchrun
+    assert {path: path.stat().st_mtime_ns for path in ranks.rglob("*.safetensors")} == before
+
+
+def drop_a_rank(folder: Path, _single: Path) -> None:
+    shutil.rmtree(folder / "rank-001-of-002")
+
+
+def repeat_a_rank(folder: Path, _single: Path) -> None:
+    shutil.rmtree(folder / "rank-001-of-002")
+    shutil.copytree(folder / "rank-000-of-002", folder / "rank-001-of-002")
+
+
+def add_a_rank_of_another_world(folder: Path, single: Path) -> None:
+    shutil.copytree(single / "rank-000-of-001", folder / "rank-000-of-001")
+
+
+def leave_a_rank_unfinished(folder: Path, _single: Path) -> None:
+    (folder / "rank-001-of-002" / "DONE.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (drop_a_rank, "missing 1"),
+        (repeat_a_rank, "twice 0"),
+        (add_a_rank_of_another_world, "1, 2 ranks"),
+        (leave_a_rank_unfinished, "rank-001-of-002: is unfinished"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_ranks_that_do_not_belong_together_are_refused(
+    damage: Callable[[Path, Path], None], message: str, ranks: Path, single: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "ranks"
+    shutil.copytree(ranks, folder)
+    damage(folder, single)
+    with pytest.raises(QuantflowError, match=message) as caught:
+        unify.run(unify.Job(measurement=folder, output=tmp_path / "out"), QUIET)
+    assert caught.value.exit_code == 3
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_rank_of_another_calibration_set_is_refused(
+    llama: Path, ranks: Path, text_files: dict[str, Path], tmp_path: Path
+) -> None:
+    """One word is another throughout; names, shapes and counts fit."""
+    folder, other = tmp_path / "ranks", tmp_path / "other.jsonl"
+    other.write_text(text_files["calibration"].read_text().replace("scale", "point"))
+    shutil.copytree(ranks, folder)
+    shutil.rmtree(folder / "rank-001-of-002")
+    calibration = Calibration(source=str(other), samples=SAMPLES, sequence_length=64)
+    job = measure.Job(model=llama, output=folder, calibration=calibration, ranks=2)
+    measure._measure_rank(job, QUIET, rank=1, world=2)  # what torchrun's second process runs
+    with pytest.raises(QuantflowError, match=r"rank 1: calibration\.hash") as caught:
+        unify.run(unify.Job(measurement=folder, output=tmp_path / "out"), QUIET)
+    assert caught.value.exit_code == 3
+
+
+def test_a_refused_rank_exits_with_code_3_and_says_which(ranks: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "ranks"
+    shutil.copytree(ranks / "rank-000-of-002", folder / "rank-000-of-002")
+    result = quantflow("unify", "-g", "01", "-m", folder, "-o", tmp_path / "out")
+    assert result.returncode == 3
+    assert "error: measurements of 2 ranks: missing 1, twice none" in result.stderr
+    assert len(result.stderr.splitlines()) == 2

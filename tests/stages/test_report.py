@@ -1,0 +1,125 @@
+"""The table and the page that people read after validate."""
+
+from html.parser import HTMLParser
+
+import pytest
+
+from stages._report import COLUMNS, Row, cells, verdict_text, write_report
+
+METRICS = {
+    "ppl_ratio": {"value": 1.01234, "lower": 1.0, "upper": 1.02},
+    "mean_kld": {"value": 0.012345, "lower": 0.01, "upper": 0.015},
+    "kld_p999": {"value": 0.25, "lower": 0.2, "upper": 0.3},
+    "top1_agreement": {"value": 0.97531, "lower": 0.97, "upper": 0.98},
+}
+RESULT = {
+    "artifact": "int8",
+    "scheme": "W8A8",
+    "algorithm": "rtn",
+    "transforms": [{"smoothquant": {"alpha": 0.5}}],
+    "model": "tiny",
+    "size": 12_345_678,
+    "bits_per_weight": 8.125,
+    "digest": "d" * 64,
+    "perplexity": {"baseline": 5.5, "candidate": 5.6},
+    "metrics": METRICS,
+    "noise_floor": METRICS,
+    "gate": {
+        "name": "int8",
+        "note": "",
+        "thresholds": {"ppl_ratio": 1.02, "mean_kld": 0.02, "kld_p999": 0.7, "top1_agreement": 0.95},
+    },
+    "outcome": "pass",
+    "reasons": [],
+    "expect": "pass",
+    "protocol": {
+        "tokens": 100,
+        "windows": 4,
+        "sequence_length": 32,
+        "dtype": "float32",
+        "bound": "one-sided 95 %",
+        "resamples": 2000,
+        "hash": "h" * 64,
+    },
+}
+LAYERS = [{"errors": {"model.layers.3.self_attn.q_proj": {"weight": 0.1, "output": 0.01}}, "decisions": {}}]
+VOID = {"meta", "br", "line", "circle", "rect", "polyline"}
+
+
+class Balanced(HTMLParser):
+    """Checks that every tag is closed, and keeps what would load another file."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.links = [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.links += [value for name, value in attrs if name in ("src", "href")]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        if tag not in VOID:
+            assert self.open.pop() == tag
+
+
+def page(tmp_path, *rows):
+    write_report(tmp_path / "report.html", rows)
+    return (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+def test_a_table_row_rounds_each_number_and_names_the_transforms():
+    assert cells(RESULT) == (
+        *("int8", "W8A8", "smoothquant + rtn", "12.3 MB", "8.12"),
+        *("1.0123", "0.01235", "0.2500", "97.53 %", "pass"),
+    )
+    assert len(cells(RESULT)) == len(COLUMNS)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "expect", "text"),
+    [
+        ("pass", "pass", "pass"),
+        ("fail", "pass", "fail"),
+        ("fail", "fail", "fail (expected)"),
+        ("pass", "fail", "pass"),
+        ("inconclusive", "fail", "inconclusive"),
+    ],
+)
+def test_only_a_failure_that_was_expected_says_so(outcome, expect, text):
+    assert verdict_text({"outcome": outcome, "expect": expect}) == text
+
+
+def test_the_page_is_well_formed_and_loads_no_other_file(tmp_path):
+    parser = Balanced()
+    parser.feed(page(tmp_path, Row(result=RESULT, layers=LAYERS)))
+    assert parser.open == [] and parser.links == []
+
+
+def test_the_page_tells_digest_protocol_bounds_and_noise(tmp_path):
+    text = page(tmp_path, Row(result=RESULT, layers=LAYERS))
+    for said in ("d" * 64, "h" * 16, "100 tokens in 4 windows", "one-sided 95 %", "Noise floor", "3.q_proj", "every bound is inside"):
+        assert said in text
+    assert "Activation ranges" not in text
+
+
+def test_names_are_escaped(tmp_path):
+    evil = {**RESULT, "artifact": "<script>alert(1)</script>", "model": "<b>"}
+    text = page(tmp_path, Row(result=evil, layers=LAYERS))
+    assert "<script" not in text and "<b></h1>" not in text and "&lt;script&gt;" in text
+
+
+def test_reasons_and_the_note_of_a_gate_are_told(tmp_path):
+    result = {**RESULT, "outcome": "fail", "reasons": ["mean_kld: too large"], "gate": {**RESULT["gate"], "note": "lowered"}}
+    text = page(tmp_path, Row(result=result, layers=LAYERS))
+    assert "mean_kld: too large" in text and "lowered" in text and "class=fail" in text
+
+
+def test_activation_ranges_are_drawn_where_they_are_known(tmp_path):
+    layers = [{**LAYERS[0], "decisions": {"model.layers.3.self_attn.q_proj": {"input_amax": 4.0}}}]
+    assert "Activation ranges" in page(tmp_path, Row(result=RESULT, layers=layers))
+
+
+def test_several_artifacts_share_one_page(tmp_path):
+    text = page(tmp_path, Row(result=RESULT, layers=LAYERS), Row(result={**RESULT, "artifact": "other"}, layers=LAYERS))
+    assert "2 artifacts validated" in text and text.count("<svg") == 2

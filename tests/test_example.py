@@ -1,0 +1,208 @@
+"""The example model's programs: its text, the outliers that can be planted in it, and what GPTQ gains on it."""
+
+import importlib.util
+import json
+import shutil
+import sysconfig
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from quantflow.evaluation.divergence import join, score
+from quantflow.evaluation.perplexity import logits_of
+from quantflow.models.load import load_model, load_tokenizer, open_source
+from quantflow.runtime.load import load
+from stages import export, measure, quantize
+from stages._config import Calibration, Quantize
+from stages._progress import Progress
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "tiny-llama"
+QUIET = Progress(quiet=True)
+needs_weights = pytest.mark.skipif(
+    not (EXAMPLE / "model.safetensors").is_file(),
+    reason="examples/tiny-llama/model.safetensors is not there; it is part of the repository",
+)
+
+
+def program(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"tiny_llama_{name}", EXAMPLE / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+STDLIB = program("stdlib_text")
+PLANT = program("plant_outliers")
+
+
+def read_files(paths: list[Path]) -> list[str]:
+    return [path.read_text(encoding="utf-8", errors="replace") for path in paths]
+
+
+def test_the_heldout_modules_exist_in_this_interpreter() -> None:
+    assert set(STDLIB.heldout_names()) <= set(STDLIB.module_files())
+    assert len(STDLIB.documents(heldout=True)) >= len(STDLIB.heldout_names())
+
+
+def test_training_and_heldout_text_share_no_file() -> None:
+    training, heldout = (STDLIB.documents(heldout=side) for side in (False, True))
+    assert not set(training) & set(heldout)
+    names = {name.split(".")[0] for name in STDLIB.heldout_names()}
+    root = Path(sysconfig.get_paths()["stdlib"])
+    for name in names:  # read without the program: a held-out module is a file or a folder of that name
+        paths = [root / f"{name}.py"] if (root / f"{name}.py").exists() else sorted((root / name).rglob("*.py"))
+        assert paths
+        assert not set(read_files(paths)) & {text for text in training if len(text) > 200}
+
+
+def test_no_calibration_excerpt_is_heldout_text() -> None:
+    heldout = "\n".join(STDLIB.documents(heldout=True))
+    excerpts = STDLIB.excerpts(16)
+    assert len(excerpts) == 16
+    assert all(len(text) <= 4000 and text not in heldout for text in excerpts)
+
+
+def test_the_text_leaves_out_tests_and_what_is_not_the_library() -> None:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = [path.relative_to(root) for paths in STDLIB.module_files().values() for path in paths]
+    assert len(files) > 300
+    for path in files:
+        assert not {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings"} & set(path.parts)
+    assert len({str(path) for path in files}) == len(files)
+
+
+def test_the_text_is_the_same_each_time() -> None:
+    assert STDLIB.excerpts(3, seed=1) == STDLIB.excerpts(3, seed=1) != STDLIB.excerpts(3, seed=2)
+    assert STDLIB.heldout_pieces() == STDLIB.heldout_pieces()
+
+
+@pytest.fixture(scope="module")
+def small_model(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama of the example's shape but for its vocabulary, depth and norms that are not all one."""
+    folder = tmp_path_factory.mktemp("example") / "model"
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=320,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        bos_token_id=0,
+        eos_token_id=1,
+        initializer_range=0.1,
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(llama / name, folder / name)
+    return folder
+
+
+def plant(model: Path, folder: Path) -> Path:
+    tensors = load_file(model / "model.safetensors")
+    PLANT.plant_outliers_(tensors)
+    shutil.copytree(model, folder)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def heldout_tokens(model: Path, count: int) -> Tensor:
+    tokenizer = load_tokenizer(model)
+    tokens: list[int] = []
+    for piece in STDLIB.heldout_pieces():
+        tokens += tokenizer(piece, truncation=True, max_length=1024)["input_ids"]
+        if len(tokens) >= count:
+            break
+    return torch.tensor(tokens[:count])
+
+
+def logits_and_norm_peaks(folder: Path, tokens: Tensor) -> tuple[Tensor, dict[str, float]]:
+    """Return the float32 logits and the largest |output| of each norm inside the decoder layers."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    peaks: dict[str, float] = {}
+
+    def watch(name: str) -> Callable[[nn.Module, Any, Tensor], None]:
+        def hook(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
+            peaks[name] = float(output.abs().max())
+
+        return hook
+
+    for name, module in model.named_modules():
+        if name.endswith("layernorm"):
+            module.register_forward_hook(watch(name))
+    with torch.no_grad():
+        return model(tokens[None]).logits, peaks
+
+
+def check_planted(model: Path, folder: Path, *, layers: int) -> None:
+    tokens = heldout_tokens(model, 200)
+    expected, before = logits_and_norm_peaks(model, tokens)
+    found, after = logits_and_norm_peaks(plant(model, folder), tokens)
+    relative = float((found - expected).abs().max() / expected.abs().max())
+    growth = [after[name] / before[name] for name in before]
+    print(f"relative difference of the logits {relative:.2e}, norm outputs grew by {min(growth):.0f} to {max(growth):.0f}")
+    assert len(growth) == 2 * layers
+    assert relative <= 1e-5
+    assert min(growth) >= 16
+
+
+def test_planted_outliers_change_activations_and_not_the_function(small_model: Path, tmp_path: Path) -> None:
+    check_planted(small_model, tmp_path / "planted", layers=2)
+
+
+@needs_weights
+def test_outliers_planted_in_the_example_change_activations_and_not_its_function(tmp_path: Path) -> None:
+    check_planted(EXAMPLE, tmp_path / "planted", layers=4)
+
+
+def test_planting_is_exact_in_bf16(small_model: Path) -> None:
+    """Factors are powers of two: every product of a norm weight and a column is the bits it was."""
+    before, after = load_file(small_model / "model.safetensors"), load_file(small_model / "model.safetensors")
+    PLANT.plant_outliers_(after)
+    norm, query = "model.layers.1.input_layernorm.weight", "model.layers.1.self_attn.q_proj.weight"
+    changed = (before[norm] != after[norm]).nonzero().flatten()
+    assert len(changed) == 6
+    assert torch.equal(before[norm].float() * before[query].float(), after[norm].float() * after[query].float())
+    ratios = (after[norm] / before[norm])[changed].tolist()
+    assert set(ratios) <= {32.0, 64.0, 128.0, 256.0}
+    assert torch.equal(before["model.norm.weight"], after["model.norm.weight"])
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "calibration.jsonl"
+    path.write_text("".join(json.dumps({"text": piece}) + "\n" for piece in STDLIB.excerpts(32)), encoding="utf-8")
+    yield path
+
+
+@needs_weights
+def test_gptq_keeps_the_example_much_closer_to_its_source_than_rounding_to_nearest(text: Path, tmp_path: Path) -> None:
+    calibration = Calibration(source=str(text), samples=32, sequence_length=256)
+    measured = measure.run(measure.Job(model=EXAMPLE, output=tmp_path / "measured", calibration=calibration), QUIET)
+    windows = heldout_tokens(EXAMPLE, 4096).reshape(8, 512)
+    baseline = logits_of(load_model(open_source(EXAMPLE), dtype=torch.float32))
+    kld = {}
+    for algorithm in ("rtn", "gptq"):
+        entry = Quantize(name=algorithm, scheme="W4A16", algorithm=algorithm)
+        job = quantize.Job(model=EXAMPLE, output=tmp_path / algorithm, entry=entry, measurement=measured)
+        artifact = export.run(export.Job(quantized=quantize.run(job, QUIET), output=tmp_path / f"{algorithm}-artifact"), QUIET)
+        candidate = logits_of(load(artifact, backend="reference").model)
+        comparison = join([score(baseline(window), candidate(window), window) for window in windows])
+        kld[algorithm] = float(comparison.kld.mean())
+    print(f"mean KL divergence in nats per token: {kld}")
+    assert 0 < kld["gptq"] < 0.4 * kld["rtn"]
