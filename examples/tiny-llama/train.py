@@ -21,6 +21,7 @@ from pathlib import Path
 import matplotlib
 import stdlib_text
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -92,13 +93,13 @@ def heldout_loss(model: LlamaForCausalLM, tokens: torch.Tensor, limit: int) -> f
     return total / count
 
 
-def optimizers(model: LlamaForCausalLM) -> list[tuple[torch.optim.Optimizer, float]]:
+def optimizers(model: LlamaForCausalLM, peak: float) -> list[tuple[torch.optim.Optimizer, float]]:
     """Return each optimizer with its peak learning rate."""
     matrices = [p for n, p in model.named_parameters() if "layers" in n and p.ndim == 2]
     rest = [p for n, p in model.named_parameters() if not ("layers" in n and p.ndim == 2)]
     muon = torch.optim.Muon(matrices, lr=0.0, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
     adamw = torch.optim.AdamW(rest, lr=0.0, betas=(0.9, 0.95), weight_decay=0.01)
-    return [(muon, 3e-3), (adamw, 3e-3)]
+    return [(muon, peak), (adamw, peak)]
 
 
 def save(model: LlamaForCausalLM, output: Path) -> None:
@@ -114,11 +115,18 @@ def rate(done: float) -> float:
 
 
 def train(
-    model: LlamaForCausalLM, tokens: torch.Tensor, heldout: torch.Tensor, *, minutes: float, snapshot: Path
+    model: LlamaForCausalLM,
+    tokens: torch.Tensor,
+    heldout: torch.Tensor,
+    *,
+    minutes: float,
+    peak: float,
+    seed: int,
+    snapshot: Path,
 ) -> dict[str, object]:
     """Train in place for `minutes` of wall time, saving a snapshot every 200 steps; return the record of the run."""
-    generator = torch.Generator().manual_seed(0)
-    pairs = optimizers(model)
+    generator = torch.Generator().manual_seed(seed)
+    pairs = optimizers(model, peak)
     forward = torch.compile(model)
     begin, step, seen = time.monotonic(), 0, 0
     curve: list[tuple[int, float]] = []
@@ -157,6 +165,13 @@ def train(
     return {"steps": step, "tokens": seen, "seconds": time.monotonic() - begin, "loss": curve, "heldout": heldout_curve}
 
 
+def continued(earlier: dict[str, object], record: dict[str, object]) -> dict[str, object]:
+    """Return the record of two runs, the second of which began with the weights of the first."""
+    steps = earlier["steps"]
+    shifted = {key: earlier[key] + [(steps + step, loss) for step, loss in record[key]] for key in ("loss", "heldout")}
+    return {**{key: earlier[key] + record[key] for key in ("steps", "tokens", "seconds")}, **shifted}
+
+
 def draw(record: dict[str, object], path: Path) -> None:
     """Write the loss curve."""
     figure, axes = pyplot.subplots(figsize=(7, 4))
@@ -174,17 +189,32 @@ def main() -> None:
     """Train, round to bf16, measure, save."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=100)
+    parser.add_argument("--peak", type=float, default=3e-3, help="largest learning rate")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights and of the order of the text")
+    parser.add_argument("--init", type=Path, help="go on with the weights and tokenizer that an earlier run saved here")
     parser.add_argument("--snapshot", type=Path, default=Path("artifacts/tiny-llama-training"))
     parser.add_argument("--output", type=Path, default=Path(__file__).parent)
     arguments = parser.parse_args()
-    torch.manual_seed(0)
+    torch.manual_seed(arguments.seed)
     texts = stdlib_text.documents(heldout=False)
     tokenizer = train_tokenizer(texts, arguments.output)
     tokens = tokenize(tokenizer, texts)
     heldout = tokenize(tokenizer, stdlib_text.documents(heldout=True))
     print(f"{len(tokens)} training tokens, {len(heldout)} held-out tokens", flush=True)
-    model = build_model()
-    record = train(model, tokens, heldout, minutes=arguments.minutes, snapshot=arguments.snapshot)
+    model, earlier = build_model(), None
+    if arguments.init:
+        model.load_state_dict(load_file(arguments.init / "model.safetensors"))
+        earlier = json.loads((arguments.init / "training.json").read_text(encoding="utf-8"))
+    record = train(
+        model,
+        tokens,
+        heldout,
+        minutes=arguments.minutes,
+        peak=arguments.peak,
+        seed=arguments.seed,
+        snapshot=arguments.snapshot,
+    )
+    record = continued(earlier, record) if earlier else record
     save(model, arguments.output)
     model.to(torch.bfloat16)
     record |= {

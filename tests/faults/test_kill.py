@@ -168,6 +168,25 @@ def test_a_terminated_and_an_interrupted_run_say_so_and_continue(recipe: Path, t
     assert sorted(artifacts_of(folder)) == sorted(NAMES)
 
 
+def test_a_terminated_measurement_ends_its_ranks_and_continues(
+    llama: Path, text_files: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "measured"
+    calibration = ["--calibration", str(text_files["calibration"]), "--sequence-length", "64", "--ranks", "2"]
+    command = [sys.executable, "-m", "stages.cli", "measure", str(llama), "-o", str(folder), *calibration]
+    process = start(command)
+    locks = [folder / f".rank-00{rank}-of-002.lock" for rank in (0, 1)]
+    for lock in locks:
+        wait_for(lock, process)  # the ranks have begun
+    process.send_signal(signal.SIGTERM)
+    _, messages = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 143, messages
+    processes = subprocess.run(["ps", "-A", "-o", "args"], capture_output=True, text=True, check=True).stdout
+    assert str(folder) not in processes  # neither torchrun nor a rank is left, holding its folder
+    finish(command)
+    assert sorted(path.parent.name for path in folder.glob("*/DONE.json")) == ["rank-000-of-002", "rank-001-of-002"]
+
+
 def test_a_damaged_layer_of_an_unfinished_folder_is_made_again(
     llama: Path, text_files: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -37,7 +37,9 @@ def test_a_flag_wins_over_set_which_wins_over_the_recipe_which_wins_over_the_def
 
 
 def test_set_reaches_into_lists_and_makes_missing_mappings():
-    data = apply_settings({**MINIMAL, "quantize": [dict(MINIMAL["quantize"][0])]}, ["quantize.0.group_size=64", "unify.groups=[a]"])
+    data = apply_settings(
+        {**MINIMAL, "quantize": [dict(MINIMAL["quantize"][0])]}, ["quantize.0.group_size=64", "unify.groups=[a]"]
+    )
     recipe = recipe_from(data)
     assert recipe.quantize[0].group_size == 64
     assert recipe.unify.groups == ("a",)

@@ -9,7 +9,9 @@ from stages._config import Override, Quantize
 from stages._plan import resolve
 
 GRAPH = graph_for(
-    LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, architectures=["LlamaForCausalLM"])
+    LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, architectures=["LlamaForCausalLM"]
+    )
 )
 SHAPES = {f"{name}.weight": (64, 96 if name.endswith("down_proj") else 64) for name in GRAPH.linears}
 SHAPES |= {"lm_head.weight": (320, 64), "model.norm.weight": (64,), "model.embed_tokens.weight": (320, 64)}
@@ -115,7 +117,9 @@ def test_a_group_size_for_a_scheme_without_groups_is_refused():
         plan("FP8", group_size=32)
 
 
-@pytest.mark.parametrize("options", [{"scheme": "FP8"}, {"scheme": "W8A16", "overrides": (Override(match="re:.*", scheme="FP8"),)}])
+@pytest.mark.parametrize(
+    "options", [{"scheme": "FP8"}, {"scheme": "W8A16", "overrides": (Override(match="re:.*", scheme="FP8"),)}]
+)
 def test_gptq_with_float8_is_refused(options):
     with pytest.raises(UsageError, match="gptq with scheme FP8"):
         plan(**options, algorithm="gptq")

@@ -98,7 +98,15 @@ def test_the_page_is_well_formed_and_loads_no_other_file(tmp_path):
 
 def test_the_page_tells_digest_protocol_bounds_and_noise(tmp_path):
     text = page(tmp_path, Row(result=RESULT, layers=LAYERS))
-    for said in ("d" * 64, "h" * 16, "100 tokens in 4 windows", "one-sided 95 %", "Noise floor", "3.q_proj", "every bound is inside"):
+    for said in (
+        "d" * 64,
+        "h" * 16,
+        "100 tokens in 4 windows",
+        "one-sided 95 %",
+        "Noise floor",
+        "3.q_proj",
+        "every bound is inside",
+    ):
         assert said in text
     assert "Activation ranges" not in text
 

@@ -10,7 +10,17 @@ import pytest
 
 from quantflow.errors import InputError, IntegrityError, ResourceError, UsageError
 from stages import _workspace
-from stages._workspace import DONE, done, finish, is_up_to_date, locked, publish, refuse_other_result, require_done, write_atomic
+from stages._workspace import (
+    DONE,
+    done,
+    finish,
+    is_up_to_date,
+    locked,
+    publish,
+    refuse_other_result,
+    require_done,
+    write_atomic,
+)
 
 HOLD = """
 import sys

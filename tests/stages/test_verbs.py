@@ -1,0 +1,250 @@
+"""The verbs one after the other, and all of them as `run`: what they print, leave alone and write."""
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from stages import export as export_stage
+from stages import generate as generate_stage
+from stages import measure as measure_stage
+from stages._config import Calibration
+from stages._options import exit_code
+from stages._progress import Progress
+from stages.cli import cli
+
+GATE = "thresholds: {ppl_ratio: 100, mean_kld: 100, kld_p999: 100, top1_agreement: 0.0}\n"
+SCHEME = ("--scheme", "W4A16", "--group-size", "32", "--name", "int4")
+
+
+def run(*arguments):
+    return exit_code(cli, [str(argument) for argument in arguments])
+
+
+def tree(folder):
+    return {path.relative_to(folder).as_posix(): path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def as_json(capsys):
+    """Run a verb with --json, check that stdout is one document, and return it with stderr."""
+
+    def call(*arguments):
+        capsys.readouterr()
+        assert run(*arguments, "--json") == 0, capsys.readouterr().err
+        out, err = capsys.readouterr()
+        return json.loads(out), err
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory, llama, text_files):
+    """The command lines of the stages, in order, in one working folder."""
+    work = tmp_path_factory.mktemp("work")
+    (work / "gate.yaml").write_text(GATE)
+    validate = ("--text", text_files["heldout"], "--tokens", "130", "--sequence-length", "64", "--gate", work / "gate.yaml")
+    return {
+        "measure": ("measure", llama, "-o", work / "1", "--calibration", text_files["calibration"], "--samples", "6"),
+        "quantize": ("quantize", llama, "-o", work / "2", "--measurement", work / "1", *SCHEME),
+        "export": ("export", work / "2", "-o", work / "4"),
+        "validate": ("validate", work / "4", "--baseline", llama, *validate),
+    }
+
+
+@pytest.fixture(scope="module")
+def done(lines):
+    """The working folder after every stage ran once; export proves the artifact in a fresh process."""
+    for line in lines.values():
+        assert run(*line) == 0
+    return lines["export"][3].parent
+
+
+def test_every_stage_says_up_to_date_the_second_time_and_writes_nothing(as_json, lines, done):
+    before = tree(done)
+    for name, line in lines.items():
+        result, err = as_json(*line)
+        assert "up to date" in err and name in err
+        if name == "validate":
+            assert result["outcome"] == "pass"
+        else:
+            assert result == {"folder": str(line[3])}
+    after = tree(done)
+    assert {name: after[name] for name in after if not name.endswith(".lock")} == {
+        name: before[name] for name in before if not name.endswith(".lock")
+    }
+
+
+def test_without_json_a_stage_prints_its_folder_and_validate_a_table(capsys, lines, done):
+    assert run(*lines["quantize"]) == 0
+    assert capsys.readouterr().out == f"{done / '2'}\n"
+    assert run(*lines["validate"]) == 0
+    out = capsys.readouterr().out
+    assert "int4" in out and "pass" in out and out.splitlines()[-1] == f"report: {done / '4-validation' / 'report.html'}"
+    assert (done / "4-validation" / "report.html").is_file()
+
+
+def test_the_whole_chain_leaves_what_the_next_stage_reads_and_nothing_half(done):
+    names = {path.name for path in done.iterdir() if not path.name.endswith(".lock")}
+    assert names == {"1", "2", "4", "4-validation", "gate.yaml"}
+    assert {"config.json", "model.safetensors", "quantflow.json", "README.md"} <= {path.name for path in (done / "4").iterdir()}
+    assert not [path for path in done.rglob(".*") if not path.name.endswith(".lock")]
+    validation = json.loads((done / "4-validation" / "validation.json").read_text())
+    assert validation["digest"] == json.loads((done / "4" / "quantflow.json").read_text())["digest"]
+
+
+def test_no_path_host_or_time_reaches_the_artifact(done, llama, tmp_path_factory):
+    for name in ("quantflow.json", "config.json", "README.md"):
+        text = (done / "4" / name).read_text()
+        for place in (done, llama, llama.parent, tmp_path_factory.getbasetemp(), Path.home()):
+            assert f"{place}/" not in text and f'{place}"' not in text
+        for word in ("seconds", "duration", "hostname", '"time', "threads"):
+            assert word not in text
+
+
+def test_another_place_and_another_day_give_the_same_digest(done, llama, text_files, tmp_path, monkeypatch):
+    monkeypatch.setattr(export_stage, "_prove", lambda *_: None)
+    copied = Path(shutil.copytree(llama, tmp_path / "elsewhere" / llama.name))
+    text = Path(shutil.copy(text_files["calibration"], tmp_path / "renamed.jsonl"))
+    assert run("measure", copied, "-o", tmp_path / "m", "--calibration", text, "--samples", "6") == 0
+    assert run("quantize", copied, "-o", tmp_path / "q", "--measurement", tmp_path / "m", *SCHEME) == 0
+    assert run("export", tmp_path / "q", "-o", tmp_path / "a") == 0
+    for name in ("quantflow.json", "model.safetensors", "config.json"):
+        assert (tmp_path / "a" / name).read_bytes() == (done / "4" / name).read_bytes()
+
+
+def test_progress_goes_to_stderr_and_quiet_silences_it(as_json, lines, llama, tmp_path):
+    line = ("quantize", llama, "-o", tmp_path / "q", "--scheme", "W8A16")
+    result, err = as_json(*line, "-v")
+    assert result == {"folder": str(tmp_path / "q")} and "quantize w8a16: layer 2 of 2" in err
+    assert as_json(*line)[1] == "quantize w8a16: up to date\n"
+    assert as_json(*line, "-q")[1] == ""
+
+
+def test_a_dry_run_writes_nothing_and_says_what_it_would_do(as_json, capsys, llama, text_files, tmp_path):
+    (tmp_path / "r.yaml").write_text(f"model: {llama}\nquantize: [{{name: a, scheme: W8A16}}]\n")
+    for line in (
+        ("measure", llama, "-o", tmp_path / "m", "--calibration", text_files["calibration"]),
+        ("quantize", llama, "-o", tmp_path / "q", "--scheme", "W8A16"),
+        ("unify", "-m", tmp_path / "m", "-o", tmp_path / "u"),
+        ("export", tmp_path / "q", "-o", tmp_path / "a"),
+        ("validate", tmp_path / "a", "--baseline", llama, "--report", tmp_path / "v"),
+        ("run", tmp_path / "r.yaml", "-o", tmp_path / "o"),
+    ):
+        said, err = as_json(*line, "--dry-run")
+        assert isinstance(said, dict) and said and err == ""
+        assert run(*line, "--dry-run") == 0
+        assert capsys.readouterr().out.strip()
+    assert [path.name for path in tmp_path.iterdir()] == ["r.yaml"]
+
+
+def test_flags_win_over_set_and_set_over_the_recipe_in_quantize(as_json, llama, tmp_path):
+    (tmp_path / "r.yaml").write_text("model: other\nseed: 5\nquantize: [{name: a, scheme: W8A16}, {name: b, scheme: W4A16}]\n")
+    line = ("quantize", llama, "-o", tmp_path / "q", "--dry-run")
+    recipe = ("--recipe", tmp_path / "r.yaml")
+
+    def entry(*more):
+        job = as_json(*line, *more)[0]
+        assert job["model"] == str(llama)
+        return job["entry"]["name"], job["entry"]["scheme"], job["entry"]["group_size"], job["seed"]
+
+    assert entry(*recipe) == ("a", "W8A16", None, 5)
+    assert entry(*recipe, "--name", "b", "--set", "quantize.1.group_size=32") == ("b", "W4A16", 32, 5)
+    assert entry(*recipe, "--name", "b", "--set", "quantize.1.group_size=32", "--group-size", "16") == ("b", "W4A16", 16, 5)
+    assert entry(*recipe, "--scheme", "FP8", "--seed", "7") == ("a", "FP8", None, 7)
+    assert entry("--scheme", "W4A16", "--set", "quantize.0.group_size=64") == ("w4a16", "W4A16", 64, 0)
+
+
+def test_measure_takes_its_recipe_under_set_under_flags(as_json, llama, tmp_path):
+    (tmp_path / "r.yaml").write_text("model: other\nseed: 5\ncalibration: {source: a.txt, samples: 1, sequence_length: 11}\n")
+    line = ("measure", llama, "-o", tmp_path / "m", "--recipe", tmp_path / "r.yaml", "--dry-run")
+    job = as_json(*line, "--set", "calibration.samples=2", "--set", "seed=6", "--seed", "7", "--stats", "amax,min_max")[0]
+    assert job["model"] == str(llama) and job["seed"] == 7 and job["stats"] == ["amax", "min_max"]
+    assert job["calibration"] == {"source": "a.txt", "samples": 2, "sequence_length": 11, "pack": False}
+
+
+def test_generate_streams_exactly_the_text_that_it_returns(as_json, capsys, done):
+    line = ("generate", done / "4", "--prompt", "value scalé", "--max-new-tokens", "24")
+    result, err = as_json(*line)
+    assert err == "" and len(result["tokens"]) <= 24
+    capsys.readouterr()
+    assert run(*line) == 0
+    assert capsys.readouterr().out == f"{result['prompt']}{result['text']}\n"
+
+
+def test_half_a_character_is_held_back_until_its_next_token(monkeypatch):
+    class Words:
+        def __call__(self, _text, return_tensors):
+            return {"input_ids": [[0]]}
+
+        def decode(self, tokens, skip_special_tokens):
+            return bytes(tokens).decode("utf-8", errors="replace")
+
+    def three_tokens(_model, _prompt, *, stream, **_options):
+        for token in (*"é".encode(), 0xFF):
+            stream(token)
+        return [0, *"é".encode(), 0xFF]
+
+    runtime = SimpleNamespace(model=None, tokenizer=Words(), eos_token_ids=())
+    monkeypatch.setattr(generate_stage, "load", lambda *_, **__: runtime)
+    monkeypatch.setattr(generate_stage, "generate", three_tokens)
+    told = []
+    result = generate_stage.run(generate_stage.Job(artifact=Path("a"), prompt="caf"), told.append)
+    assert told == ["café", "\ufffd"] and result["text"] == "é\ufffd"
+
+
+def test_sampling_follows_its_seed(as_json, done):
+    line = ("generate", done / "4", "--prompt", "value", "--max-new-tokens", "12", "--temperature", "2.0")
+    first, second, other = (as_json(*line, "--seed", seed)[0]["tokens"] for seed in (1, 1, 2))
+    assert first == second != other
+
+
+def test_ranks_are_unified_once_and_by_the_groups_of_flag_or_recipe(as_json, llama, text_files, tmp_path):
+    calibration = Calibration(source=str(text_files["calibration"]), samples=6)
+    for rank in range(2):
+        job = measure_stage.Job(model=llama, output=tmp_path / "m", calibration=calibration)
+        measure_stage._measure_rank(job, Progress(quiet=True), rank=rank, world=2)
+    line = ("unify", "-m", tmp_path / "m", "-o", tmp_path / "u")
+    assert as_json(*line, "-g", "01") == ({"folder": str(tmp_path / "u")}, "")
+    assert "up to date" in as_json(*line)[1]  # no group is all ranks into one
+    assert [path.name for path in (tmp_path / "u").iterdir() if path.is_dir()] == ["rank-000-of-001"]
+    as_json("unify", "-m", tmp_path / "m", "-o", tmp_path / "two", "--set", "unify.groups=['0', '1']")
+    assert len([path for path in (tmp_path / "two").iterdir() if path.is_dir()]) == 2
+    assert run("quantize", llama, "-o", tmp_path / "q", "--scheme", "FP8", "--measurement", tmp_path / "u") == 0
+
+
+def test_run_does_what_the_verbs_do_and_is_up_to_date_afterwards(as_json, done, llama, text_files, tmp_path, monkeypatch):
+    monkeypatch.setattr(export_stage, "_prove", lambda *_: None)
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(
+        f"model: {llama}\ncalibration: {{source: {text_files['calibration']}, samples: 6}}\n"
+        "quantize: [{name: int4, scheme: W4A16, group_size: 32}]\n"
+        f"validate: {{text: {text_files['heldout']}, tokens: 130, sequence_length: 64, gate: {done / 'gate.yaml'}}}\n"
+    )
+    results, _ = as_json("run", recipe, "-o", tmp_path / "o")
+    assert [(result["artifact"], result["outcome"]) for result in results] == [("int4", "pass")]
+    assert (tmp_path / "o" / "report.html").is_file()
+    manifests = [
+        json.loads((path / "quantflow.json").read_text()) for path in (done / "4", tmp_path / "o" / "4-export" / "int4")
+    ]
+    assert manifests[0]["files"] == manifests[1]["files"] and manifests[0]["digest"] == manifests[1]["digest"]
+    again, err = as_json("run", recipe, "-o", tmp_path / "o")
+    assert again == results and err.count("up to date") == 4
+
+
+def test_run_expects_a_failure_where_the_recipe_says_so(llama, text_files, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(export_stage, "_prove", lambda *_: None)
+    recipe, gate = tmp_path / "mine.yaml", tmp_path / "strict.yaml"
+    gate.write_text("thresholds: {ppl_ratio: 0, mean_kld: 0, kld_p999: 0, top1_agreement: 1}\n")
+    text = (
+        f"model: {llama}\ncalibration: {{source: {text_files['calibration']}, samples: 4}}\n"
+        "quantize: [{name: a, scheme: W8A16, expect: EXPECT}]\n"
+        f"validate: {{text: {text_files['heldout']}, tokens: 130, sequence_length: 64, gate: {gate}}}\n"
+    )
+    recipe.write_text(text.replace("EXPECT", "fail"))
+    assert run("run", recipe, "-o", tmp_path / "o") == 0
+    assert "fail (expected)" in capsys.readouterr().out
+    recipe.write_text(text.replace("EXPECT", "pass"))
+    assert run("run", recipe, "-o", tmp_path / "o") == 4
