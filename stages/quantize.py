@@ -138,6 +138,7 @@ def _measurement(job: Job, plan: Plan, source: Source) -> Measurement | None:
 def _inputs(job: Job, plan: Plan, source: Source, measurement: Measurement | None) -> dict[str, Any]:
     return {
         "model": fingerprint(source.checkpoint),
+        "recipe": _recipe(job.entry),
         "plan": plan.as_json(),
         "measurement": None if measurement is None else measurement.meta["digest"],
         "seed": job.seed,
@@ -145,6 +146,11 @@ def _inputs(job: Job, plan: Plan, source: Source, measurement: Measurement | Non
         "versions": {"quantize": VERSION, plan.algorithm: ALGORITHMS[plan.algorithm].VERSION},
         "tools": tools(),
     }
+
+
+def _recipe(entry: Quantize) -> dict[str, Any]:
+    """Return the recipe's words about this artifact; what is expected of it is validate's affair."""
+    return {key: value for key, value in asdict(entry).items() if key != "expect"}
 
 
 def _summary(job: Job, plan: Plan, measurement: Measurement | None) -> dict[str, Any]:
@@ -157,7 +163,7 @@ def _summary(job: Job, plan: Plan, measurement: Measurement | None) -> dict[str,
         about["sequence_heads"] = hashes
     return {
         "source": {"folder": str(job.model), "name": job.model.resolve().name, "revision": job.revision},
-        "recipe": {**asdict(job.entry), "seed": job.seed},
+        "recipe": {**_recipe(job.entry), "seed": job.seed},
         "plan": plan.as_json(),
         "measurement": about,
     }

@@ -6,12 +6,12 @@ Resumes  a finished result of the same ranks and groups is left alone
 Fails    2 groups that do not cover every rank once, 3 missing, duplicate, foreign or damaged ranks, 5 the folder is held
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from quantflow.errors import InputError
+from quantflow.measurements.contributions import outliers
 from quantflow.measurements.record import Measurement, read_measurement, write_measurement
 from quantflow.measurements.unify import parse_groups, unify
 from stages import _workspace
@@ -46,6 +46,8 @@ def run(job: Job, progress: Progress) -> Path:
             progress.say("unify: up to date")
             return job.output
         _workspace.refuse_other_result(job.output, inputs, force=job.replace)
+        for found in outliers(measurements):
+            progress.say(f"unify: {found.key}: rank {found.rank} saw {found.amax:.4g}, the median rank {found.median:.4g}")
         unified = unify(measurements, groups)
         with _workspace.publish(job.output, stage="unify", inputs=inputs) as temporary:
             for rank, measurement in enumerate(unified):
@@ -68,8 +70,3 @@ def read_ranks(folder: Path) -> Sequence[Measurement]:
         if _workspace.done(rank) is None and _workspace.done(folder) is None:
             raise InputError(f"{rank}: is unfinished (no DONE.json)", "run the same `quantflow measure` again")
     return [read_measurement(rank) for rank in folders]
-
-
-def table(measurements: Sequence[Measurement]) -> list[Mapping[str, Any]]:
-    """Return one row per measurement: its rank, samples and tokens."""
-    return [{"rank": m.meta["mesh"]["rank"], "world": m.meta["mesh"]["world"], **m.meta["counts"]} for m in measurements]

@@ -66,6 +66,7 @@ def run(job: Job, progress: Progress) -> dict[str, Any]:
     """Validate and return the content of validation.json; `raise_for_verdict` turns it into an exit code."""
     manifest = read_manifest(job.artifact)
     source = open_source(job.baseline)
+    _refuse_other_baseline(job, manifest, source)
     inputs = _inputs(job, manifest, source)
     with _workspace.locked(job.report):
         if _workspace.is_up_to_date(job.report, inputs):
@@ -98,6 +99,22 @@ def raise_for_verdict(result: Mapping[str, Any], *, allow_inconclusive: bool) ->
         f"{name}: fails gate {result['gate']['name']}: {'; '.join(result['reasons'])}",
         "use a finer scheme, another algorithm or more calibration text",
     )
+
+
+def _refuse_other_baseline(job: Job, manifest: Mapping[str, Any], source: Source) -> None:
+    """Refuse to compare an artifact with a model that it was not made from.
+
+    Raises:
+        InputError: a weight file of the baseline is not one that the manifest names.
+    """
+    known = set(manifest["source"]["files"].values())
+    for name in source.checkpoint.shards:
+        digest = file_digest(source.checkpoint.folder / name)
+        if digest not in known:
+            raise InputError(
+                f"{source.checkpoint.folder / name}: has sha256 {digest[:16]}, the artifact was made from other weights",
+                f"give the model {manifest['source']['name']!r} that was quantized as --baseline",
+            )
 
 
 def _inputs(job: Job, manifest: Mapping[str, Any], source: Source) -> dict[str, Any]:

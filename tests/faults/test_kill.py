@@ -168,11 +168,11 @@ def test_a_terminated_and_an_interrupted_run_say_so_and_continue(recipe: Path, t
     assert sorted(artifacts_of(folder)) == sorted(NAMES)
 
 
-def test_a_terminated_measurement_ends_its_ranks_and_continues(
-    llama: Path, text_files: dict[str, Path], tmp_path: Path
-) -> None:
-    folder = tmp_path / "measured"
-    calibration = ["--calibration", str(text_files["calibration"]), "--sequence-length", "64", "--ranks", "2"]
+def test_a_terminated_measurement_ends_its_ranks_and_continues(llama: Path, tmp_path: Path) -> None:
+    folder, text = tmp_path / "measured", tmp_path / "tokens.jsonl"
+    rows = [{"input_ids": [0, *((seed * 31 + i * i) % 300 + 2 for i in range(63))]} for seed in range(600)]
+    text.write_text("".join(json.dumps(row) + "\n" for row in rows))  # enough for seconds of work
+    calibration = ["--calibration", str(text), "--samples", "600", "--sequence-length", "64", "--ranks", "2"]
     command = [sys.executable, "-m", "stages.cli", "measure", str(llama), "-o", str(folder), *calibration]
     process = start(command)
     locks = [folder / f".rank-00{rank}-of-002.lock" for rank in (0, 1)]
@@ -183,6 +183,7 @@ def test_a_terminated_measurement_ends_its_ranks_and_continues(
     assert process.returncode == 143, messages
     processes = subprocess.run(["ps", "-A", "-o", "args"], capture_output=True, text=True, check=True).stdout
     assert str(folder) not in processes  # neither torchrun nor a rank is left, holding its folder
+    assert not list(folder.glob("*/DONE.json"))  # the signal came in time
     finish(command)
     assert sorted(path.parent.name for path in folder.glob("*/DONE.json")) == ["rank-000-of-002", "rank-001-of-002"]
 
