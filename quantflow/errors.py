@@ -15,16 +15,17 @@ A message has two parts: what disagrees (which tensor or file, the two values) a
 
 
 class QuantflowError(Exception):
-    """Base of every error this package raises on purpose.
-
-    Args:
-        cause: `<which tensor or file>: <the two values that disagree>`.
-        remedy: what the user can do, an imperative sentence.
-    """
+    """Base of every error this package raises on purpose."""
 
     exit_code = 1
 
     def __init__(self, cause: str, remedy: str) -> None:
+        """Keep both parts of the message.
+
+        Args:
+            cause: `<which tensor or file>: <the two values that disagree>`.
+            remedy: what the user can do, an imperative sentence.
+        """
         super().__init__(f"{cause}; {remedy}")
         self.cause = cause
         self.remedy = remedy

@@ -93,12 +93,12 @@ def heldout_loss(model: LlamaForCausalLM, tokens: torch.Tensor, limit: int) -> f
     return total / count
 
 
-def optimizers(model: LlamaForCausalLM, peak: float) -> list[tuple[torch.optim.Optimizer, float]]:
+def optimizers(model: LlamaForCausalLM, *, peak: float, decay: float) -> list[tuple[torch.optim.Optimizer, float]]:
     """Return each optimizer with its peak learning rate."""
     matrices = [p for n, p in model.named_parameters() if "layers" in n and p.ndim == 2]
     rest = [p for n, p in model.named_parameters() if not ("layers" in n and p.ndim == 2)]
-    muon = torch.optim.Muon(matrices, lr=0.0, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
-    adamw = torch.optim.AdamW(rest, lr=0.0, betas=(0.9, 0.95), weight_decay=0.01)
+    muon = torch.optim.Muon(matrices, lr=0.0, weight_decay=decay, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW(rest, lr=0.0, betas=(0.9, 0.95), weight_decay=decay / 4)
     return [(muon, peak), (adamw, peak)]
 
 
@@ -121,12 +121,13 @@ def train(
     *,
     minutes: float,
     peak: float,
+    decay: float,
     seed: int,
     snapshot: Path,
 ) -> dict[str, object]:
     """Train in place for `minutes` of wall time, saving a snapshot every 200 steps; return the record of the run."""
     generator = torch.Generator().manual_seed(seed)
-    pairs = optimizers(model, peak)
+    pairs = optimizers(model, peak=peak, decay=decay)
     forward = torch.compile(model)
     begin, step, seen = time.monotonic(), 0, 0
     curve: list[tuple[int, float]] = []
@@ -190,6 +191,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=100)
     parser.add_argument("--peak", type=float, default=3e-3, help="largest learning rate")
+    parser.add_argument("--decay", type=float, default=0.1, help="weight decay of the matrices; the rest gets a quarter")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and of the order of the text")
     parser.add_argument("--init", type=Path, help="go on with the weights and tokenizer that an earlier run saved here")
     parser.add_argument("--snapshot", type=Path, default=Path("artifacts/tiny-llama-training"))
@@ -211,6 +213,7 @@ def main() -> None:
         heldout,
         minutes=arguments.minutes,
         peak=arguments.peak,
+        decay=arguments.decay,
         seed=arguments.seed,
         snapshot=arguments.snapshot,
     )

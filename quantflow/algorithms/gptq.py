@@ -1,8 +1,9 @@
 """GPTQ: round column by column, and let the columns that are still to come make up for the error.
 
 What is minimised is the error of the output, tr((W - Q) H (W - Q)^T) with H = X^T X, not that of the weight. Columns
-are processed in order of the Hessian's diagonal, the largest first; groups, scales and zero points stay in place and
-come from the original weight (compressed-tensors calls it `actorder: weight`).
+are processed in order of the Hessian's diagonal, the largest first; groups, scales and zero points stay in place
+(compressed-tensors calls it `actorder: weight`). They come from the original weight, from the multiple of each range that
+loses least where the Hessian's diagonal says how much a column matters.
 
 The form used here needs no inverse of H. With H = (I + U) D (I + U)^T, U strictly upper triangular, and E = W - Q,
 
@@ -28,7 +29,7 @@ from quantflow.core.scheme import LinearScheme, TensorScheme
 from quantflow.errors import SchemeError, StatisticsError
 
 NEEDS: tuple[str, ...] = ("hessian_sum", "count")
-VERSION: int = 1
+VERSION: int = 2
 
 _BLOCK = 128  # columns; part of the result, because it orders the sums
 _DAMPINGS = (0.01, 0.1, 1.0)  # tried in this order, as fractions of the mean diagonal
@@ -76,10 +77,12 @@ def quantize_group(
     """
     if scheme.weights.kind != "int":
         raise SchemeError(f"scheme {scheme.name}: gptq with kind={scheme.weights.kind!r}", "use rtn for float8")
-    grids = weight_grids(weights, scheme.weights, scale_dtype=scale_dtype)
     if not weights:
         return {}
     hessian_sum, tokens = _checked(statistics, weights=weights)
+    diagonal = hessian_sum.diagonal() / max(tokens, 1)
+    importance = diagonal + _DAMPINGS[0] * diagonal.mean()  # damped too: an unseen channel still matters a little
+    grids = weight_grids(weights, scheme.weights, scale_dtype=scale_dtype, importance=importance)
     feedback = _feedback(hessian_sum, name=next(iter(weights)))
     results = {}
     for name, weight in weights.items():

@@ -89,9 +89,7 @@ def parse_json(data: bytes, name: str) -> Any:
     """
     try:
         text = data.decode()
-        value = json.loads(
-            text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant, parse_float=_finite_float
-        )
+        value = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant, parse_float=_finite_float)
         if _SURROGATE.search(text):
             json.dumps(value, ensure_ascii=False).encode()  # fails where a surrogate has no partner
     except (ValueError, RecursionError) as error:
@@ -104,9 +102,7 @@ def parse_json(data: bytes, name: str) -> Any:
 def _dump(value: Any, *, indent: int | None) -> bytes:
     separators = (",", ":") if indent is None else (",", ": ")
     try:
-        text = json.dumps(
-            value, sort_keys=True, ensure_ascii=False, allow_nan=False, indent=indent, separators=separators
-        )
+        text = json.dumps(value, sort_keys=True, ensure_ascii=False, allow_nan=False, indent=indent, separators=separators)
         data = text.encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise InputError(f"a value for a JSON file: {error}", "record only finite numbers, text and tables") from error

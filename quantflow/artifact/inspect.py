@@ -56,8 +56,7 @@ def _artifact(folder: Path) -> dict[str, Any]:
         "source_bytes": source_bytes,
         "fraction_of_source": model["bytes"] / source_bytes["source"] if source_bytes["source"] else None,
         "actions": [
-            {"action": action, "reason": reason, "tensors": count}
-            for (action, reason), count in sorted(reasons.items())
+            {"action": action, "reason": reason, "tensors": count} for (action, reason), count in sorted(reasons.items())
         ],
         "layers": len(manifest["layers"] or ()),
         **model,

@@ -155,9 +155,7 @@ class Ledger:
 
     def to_json(self) -> dict[str, Any]:
         """Return the ledger as JSON: tensors, files, and the byte sums of the source."""
-        tensors = [
-            {**asdict(entry), "shape": list(entry.shape), "becomes": list(entry.becomes)} for entry in self.tensors
-        ]
+        tensors = [{**asdict(entry), "shape": list(entry.shape), "becomes": list(entry.becomes)} for entry in self.tensors]
         return {"tensors": tensors, "files": [asdict(entry) for entry in self.files], "bytes": self.bytes_by_action()}
 
     @classmethod

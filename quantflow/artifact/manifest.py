@@ -19,9 +19,7 @@ from quantflow.errors import InputError, IntegrityError, UnsupportedError
 MANIFEST_NAME = "quantflow.json"
 LAYOUT_VERSION = 1
 UNHASHED = frozenset({MANIFEST_NAME, "README.md", ".gitattributes"})
-BODY_KEYS = frozenset(
-    {"kind", "source", "recipe", "measurement", "float8", "ledger", "layers", "proof", "tools", "made_from"}
-)
+BODY_KEYS = frozenset({"kind", "source", "recipe", "measurement", "float8", "ledger", "layers", "proof", "tools", "made_from"})
 KEYS = BODY_KEYS | {"layout_version", "files", "digest"}
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _AGAIN = "copy or export the artifact again"

@@ -31,9 +31,7 @@ class Backend(Protocol):
     def NAME(self) -> str:
         """The backend's name, the key in BACKENDS."""
 
-    def why_not(
-        self, scheme: LinearScheme, device: torch.device, *, shape: tuple[int, int], dtype: torch.dtype
-    ) -> str | None:
+    def why_not(self, scheme: LinearScheme, device: torch.device, *, shape: tuple[int, int], dtype: torch.dtype) -> str | None:
         """Return why this backend cannot run such a linear, or None when it can."""
 
     def prepare(self, linear: QuantizedLinear, dtype: torch.dtype) -> Any:

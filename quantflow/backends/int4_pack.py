@@ -70,9 +70,7 @@ def prepare(linear: QuantizedLinear, dtype: torch.dtype) -> Prepared:
 def linear(x: Tensor, prepared: Prepared, bias: Tensor | None) -> Tensor:
     """Return x @ W.T + bias.  x: [..., I] in the prepared dtype; returns [..., O]."""
     rows = x.reshape(-1, x.shape[-1]).contiguous()  # [M, I]
-    result = torch.ops.aten._weight_int4pack_mm_for_cpu(
-        rows, prepared.weight, prepared.group_size, prepared.scale_and_zero
-    )
+    result = torch.ops.aten._weight_int4pack_mm_for_cpu(rows, prepared.weight, prepared.group_size, prepared.scale_and_zero)
     if bias is not None:
         result = result + bias
     return torch.reshape(result, (*x.shape[:-1], prepared.weight.shape[0]))  # [..., O]

@@ -55,9 +55,7 @@ def bootstrap(comparison: Comparison, *, generator: torch.Generator, resamples: 
     if resamples < 1:
         raise UsageError(f"bootstrap: resamples={resamples}", "use 2000")
     if count < 2:
-        raise InputError(
-            f"evaluation: {count} sequences, bounds need 2", "give more text, or a smaller sequence_length"
-        )
+        raise InputError(f"evaluation: {count} sequences, bounds need 2", "give more text, or a smaller sequence_length")
     drawn = torch.randint(count, (resamples, count), generator=generator)
     times = torch.zeros(resamples, count, dtype=torch.int64).scatter_add_(1, drawn, torch.ones_like(drawn))
     times = torch.cat([torch.ones(1, count, dtype=torch.int64), times])  # [1 + R, n], the text as it is first

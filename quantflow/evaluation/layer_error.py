@@ -10,7 +10,8 @@ def relative_error(original: Tensor, approximation: Tensor, *, name: str) -> flo
     """Return ||original - approximation||^2 / ||original||^2, in float64; 0 when both are zero.
 
     Args:
-        original, approximation: the same shape, any float dtype.
+        original: any shape, any float dtype.
+        approximation: the same shape.
         name: for the error message.
 
     Raises:

@@ -143,9 +143,7 @@ def decode(name: str, tensors: Mapping[str, Tensor], scheme: LinearScheme) -> Qu
     return QuantizedLinear(weight=weight, scheme=scheme, input_scale=input_scale, input_zero_point=input_zero_point)
 
 
-def quantization_config(
-    schemes: Mapping[str, LinearScheme], *, ignore: Sequence[str], model_type: str
-) -> dict[str, Any]:
+def quantization_config(schemes: Mapping[str, LinearScheme], *, ignore: Sequence[str], model_type: str) -> dict[str, Any]:
     """Return the `quantization_config` of config.json.
 
     One scheme for all targets the class Linear, the way the field's own tools do; several schemes target names.
@@ -248,9 +246,7 @@ def _scale_shape(scheme: TensorScheme, shape: Sequence[int], *, name: str = "wei
     return (1,) if scheme.granularity == "per_tensor" else (shape[0], shape[1] // (scheme.group_size or shape[1]))
 
 
-def _tensor(
-    tensors: Mapping[str, Tensor], key: str, dtype: torch.dtype | None, shape: tuple[int, ...] | None = None
-) -> Tensor:
+def _tensor(tensors: Mapping[str, Tensor], key: str, dtype: torch.dtype | None, shape: tuple[int, ...] | None = None) -> Tensor:
     """Return a tensor after comparing its dtype and shape; None compares nothing."""
     tensor = tensors.get(key)
     if tensor is None:

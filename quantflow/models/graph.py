@@ -78,9 +78,7 @@ class Graph:
 
 
 _LLAMA_GROUPS = (
-    LinearGroup(
-        linears=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), norm="input_layernorm", fused=True
-    ),
+    LinearGroup(linears=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), norm="input_layernorm", fused=True),
     LinearGroup(linears=("self_attn.o_proj",)),
     LinearGroup(linears=("mlp.gate_proj", "mlp.up_proj"), norm="post_attention_layernorm", fused=True),
     LinearGroup(linears=("mlp.down_proj",)),

@@ -118,9 +118,7 @@ def fingerprint(checkpoint: Checkpoint) -> str:
     return digest_of({"config": checkpoint.config, "tensors": tensors, "files": files})
 
 
-def read_tensors(
-    checkpoint: Checkpoint, names: Iterable[str], *, dtype: torch.dtype | None = None
-) -> dict[str, Tensor]:
+def read_tensors(checkpoint: Checkpoint, names: Iterable[str], *, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     """Read tensors into memory of their own, in the order of `names`.
 
     Args:
@@ -154,9 +152,7 @@ def read_tensor(path: Path, info: TensorInfo) -> Tensor:
             f"{info.name}: dtype {info.dtype} in {path.name} is not known", f"use one of {', '.join(DTYPES)}"
         )
     tensor = torch.empty(info.shape, dtype=DTYPES[info.dtype])
-    _read_into(
-        path, memoryview(tensor.flatten().view(torch.uint8).numpy().data), info.offset, name=info.name
-    )  # [nbytes]
+    _read_into(path, memoryview(tensor.flatten().view(torch.uint8).numpy().data), info.offset, name=info.name)  # [nbytes]
     if tensor.is_floating_point():
         _check_finite(tensor, name=info.name, path=path)
     return tensor
@@ -271,9 +267,7 @@ def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def _no_parameter(model: nn.Module, name: str) -> InputError:
-    return InputError(
-        f"{name}: no parameter of {type(model).__name__}", "check that config.json belongs to these weights"
-    )
+    return InputError(f"{name}: no parameter of {type(model).__name__}", "check that config.json belongs to these weights")
 
 
 def _first_line(error: Exception) -> str:

@@ -88,9 +88,7 @@ class NameMap:
                 ignored.append(source)
                 continue
             if module in to_source:
-                raise InputError(
-                    f"{source}: names the same parameter {module} as {to_source[module]}", "remove one of the two"
-                )
+                raise InputError(f"{source}: names the same parameter {module} as {to_source[module]}", "remove one of the two")
             to_module[source], to_source[module] = module, source
         for name, twin in self._twins.items():
             if name not in to_source and twin in to_module.values():

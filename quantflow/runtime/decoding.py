@@ -124,9 +124,7 @@ def _check(model: nn.Module, input_ids: Tensor, *, max_new_tokens: int) -> None:
         UsageError: naming the shape or the count.
     """
     if input_ids.ndim != 2 or input_ids.shape[0] != 1 or input_ids.shape[1] < 1:
-        raise UsageError(
-            f"input_ids: shape {list(input_ids.shape)}, [1, S] is decoded", "give one prompt of a token or more"
-        )
+        raise UsageError(f"input_ids: shape {list(input_ids.shape)}, [1, S] is decoded", "give one prompt of a token or more")
     if max_new_tokens < 1:
         raise UsageError(f"max_new_tokens={max_new_tokens}", "use 1 or more")
     config: Any = model.config

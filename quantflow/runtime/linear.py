@@ -22,9 +22,7 @@ class QuantLinear(nn.Module):
 
     bias: Tensor | None
 
-    def __init__(
-        self, quantized: QuantizedLinear, *, bias: Tensor | None, backend: Backend, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, quantized: QuantizedLinear, *, bias: Tensor | None, backend: Backend, dtype: torch.dtype) -> None:
         """Prepare the weight.
 
         Args:

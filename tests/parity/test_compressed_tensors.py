@@ -121,9 +121,7 @@ def test_their_compressor_writes_our_tensors_and_reads_our_weight(name, shape):
 def test_their_packing_is_ours_along_both_axes(num_bits, shape, axis):
     half = 1 << (num_bits - 1)
     values = torch.randint(-half, half, shape, generator=torch.Generator().manual_seed(0)).to(torch.int8)
-    rows, words = (
-        (values, pack_to_int32(values, num_bits)) if axis == 1 else (values.T, pack_to_int32(values, num_bits, 0).T)
-    )
+    rows, words = (values, pack_to_int32(values, num_bits)) if axis == 1 else (values.T, pack_to_int32(values, num_bits, 0).T)
     assert torch.equal(packing.pack(rows, num_bits), words)
     assert torch.equal(packing.unpack(words, num_bits, shape[axis]), rows)
 
@@ -155,9 +153,7 @@ class Artifact:
     linears: dict[str, QuantizedLinear]
 
 
-def write_artifact(
-    folder: Path, layer_schemes: Sequence[LinearScheme], *, dtype: torch.dtype = torch.float32
-) -> Artifact:
+def write_artifact(folder: Path, layer_schemes: Sequence[LinearScheme], *, dtype: torch.dtype = torch.float32) -> Artifact:
     """Quantize a Llama with two layers, a scheme for each; `dtype` is that of its scales where the layout packs."""
     config = LlamaConfig(
         hidden_size=64, intermediate_size=128, vocab_size=64, num_hidden_layers=2, num_attention_heads=4,
@@ -181,9 +177,7 @@ def write_artifact(
     for index, scheme in enumerate(layer_schemes):
         scale_dtype = compressed_tensors.scale_dtype(scheme, dtype)
         for group in GROUPS:
-            weights = {
-                f"model.layers.{index}.{name}": tensors.pop(f"model.layers.{index}.{name}.weight") for name in group
-            }
+            weights = {f"model.layers.{index}.{name}": tensors.pop(f"model.layers.{index}.{name}.weight") for name in group}
             quantized = quantized_group(weights, scheme, seen[next(iter(weights))], scale_dtype=scale_dtype)
             for name, linear in quantized.items():
                 tensors |= compressed_tensors.encode(name, linear, scale_dtype=scale_dtype)
@@ -209,9 +203,7 @@ def logits_by_the_formulas(artifact: Artifact) -> torch.Tensor:
 
 
 def logits_of_stock(folder: Path, **options: object) -> torch.Tensor:
-    model, report = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, output_loading_info=True, **options
-    )
+    model, report = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True, **options)
     assert not any(report.values()), report
     with torch.no_grad():
         return model.eval()(TOKENS).logits
@@ -261,9 +253,7 @@ def test_what_is_written_with_zero_points_reads_back(tmp_path):
 
 
 def test_the_head_of_gpt_neox_stays_unquantized_under_its_module_name():
-    config = GPTNeoXConfig(
-        hidden_size=32, intermediate_size=64, vocab_size=64, num_hidden_layers=1, num_attention_heads=4
-    )
+    config = GPTNeoXConfig(hidden_size=32, intermediate_size=64, vocab_size=64, num_hidden_layers=1, num_attention_heads=4)
     model = AutoModelForCausalLM.from_config(config)
     document = compressed_tensors.quantization_config(
         {"gpt_neox.layers.0.attention.dense": SCHEMES["W8A8"]}, ignore=["embed_out"], model_type="gpt_neox"

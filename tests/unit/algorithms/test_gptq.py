@@ -21,6 +21,9 @@ W4_CHANNEL = LinearScheme(
     input=None,
     layout="pack-quantized",
 )
+W4_TENSOR = replace(  # its scale comes from the whole range
+    W4_CHANNEL, layout="int-quantized", weights=replace(W4_CHANNEL.weights, granularity="per_tensor")
+)
 W8_CHANNEL = preset("W8A16")
 SCHEMES = [W4_G32, W4_G32_ASYM, W4_CHANNEL, W8_CHANNEL]
 IDS = ["int4-g32", "int4-g32-asym", "int4-channel", "int8-channel"]
@@ -51,18 +54,19 @@ def nearest(weight: torch.Tensor, scheme: LinearScheme) -> GroupResult:
     return rtn.quantize_group({"w": weight}, scheme, statistics={}, scale_dtype=torch.float32)["w"]
 
 
-def textbook_grid(weight: torch.Tensor, scheme: TensorScheme) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale and zero_point of every element, computed from the original weight.  [O, I] each, float64."""
-    size = scheme.group_size or weight.shape[1]
-    groups = weight.float().unflatten(1, (-1, size))
-    low, high = groups.amin(-1).clamp_max(0), groups.amax(-1).clamp_min(0)
-    if scheme.symmetric:
-        scale = groups.abs().amax(-1) / ((scheme.qmax - scheme.qmin) / 2)
-        zero_point = torch.zeros_like(scale)
-    else:
-        scale = (high - low) / (scheme.qmax - scheme.qmin)
-        zero_point = (scheme.qmin - low / scale).round()
+def grid_of(result: GroupResult) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scale and zero_point of every element, as they were chosen (test_grid.py says how).  [O, I] each, float64."""
+    scale, zero_point = result.weight.scale, result.weight.zero_point
+    size = result.weight.qvalue.shape[1] // scale.shape[1]
+    zero_point = torch.zeros_like(scale) if zero_point is None else zero_point
     return scale.double().repeat_interleave(size, 1), zero_point.double().repeat_interleave(size, 1)
+
+
+def nearest_on(weight: torch.Tensor, result: GroupResult) -> torch.Tensor:
+    """The qvalues of plain rounding to the grid of a result."""
+    scale, zero_point = grid_of(result)
+    scheme = result.weight.scheme
+    return (weight.double() / scale + zero_point).round().clamp(scheme.qmin, scheme.qmax).to(torch.int8)
 
 
 def damped(x: torch.Tensor) -> torch.Tensor:
@@ -70,9 +74,9 @@ def damped(x: torch.Tensor) -> torch.Tensor:
     return hessian + 0.01 * hessian.diagonal().mean() * torch.eye(x.shape[1], dtype=torch.float64)
 
 
-def optimal_brain_quantizer(weight: torch.Tensor, x: torch.Tensor, scheme: TensorScheme) -> torch.Tensor:
+def optimal_brain_quantizer(weight: torch.Tensor, x: torch.Tensor, result: GroupResult) -> torch.Tensor:
     """Equation 2 and 3 of the paper as they stand: invert what is left of H before every single column."""
-    scale, zero_point = textbook_grid(weight, scheme)
+    scheme, (scale, zero_point) = result.weight.scheme, grid_of(result)
     hessian, weight = damped(x), weight.double().clone()
     left = sorted(range(weight.shape[1]), key=lambda j: -hessian[j, j].item())
     qvalue = torch.zeros_like(weight)
@@ -87,10 +91,10 @@ def optimal_brain_quantizer(weight: torch.Tensor, x: torch.Tensor, scheme: Tenso
     return qvalue.to(torch.int8)
 
 
-def algorithm_one(weight: torch.Tensor, x: torch.Tensor, scheme: TensorScheme) -> torch.Tensor:
+def algorithm_one(weight: torch.Tensor, x: torch.Tensor, result: GroupResult) -> torch.Tensor:
     """Algorithm 1 of the paper: the Cholesky factor of the inverse, without the blocks."""
     order = torch.argsort(damped(x).diagonal(), descending=True)
-    scale, zero_point = (tensor[:, order] for tensor in textbook_grid(weight, scheme))
+    scheme, (scale, zero_point) = result.weight.scheme, (tensor[:, order] for tensor in grid_of(result))
     hessian, weight = damped(x)[order][:, order], weight.double()[:, order]
     upper = torch.linalg.cholesky(torch.linalg.inv(hessian), upper=True)
     qvalue = torch.zeros_like(weight)
@@ -111,7 +115,7 @@ def test_two_columns_worked_by_hand():
     # Damped by 0.01 * 3, the first column is owed 0.5 * 2 / 2.03 = 0.493: 2.2 becomes 2.693 and rounds to 3, not 2.
     statistics = {"hessian_sum": torch.tensor([[2.0, 2.0], [2.0, 4.0]]).double(), "count": torch.tensor(1)}
     weights = {"w": torch.tensor([[2.2, -7.5]])}
-    result = gptq.quantize_group(weights, W4_CHANNEL, statistics=statistics, scale_dtype=torch.float32)["w"]
+    result = gptq.quantize_group(weights, W4_TENSOR, statistics=statistics, scale_dtype=torch.float32)["w"]
     assert result.weight.scale.tolist() == [[1.0]]
     assert result.weight.qvalue.tolist() == [[3, -8]]
     assert result.decisions == {
@@ -129,9 +133,10 @@ def test_two_columns_worked_by_hand():
 @pytest.mark.parametrize("features", [32, 160], ids=["one-block", "two-blocks"])
 def test_it_takes_the_decisions_of_the_textbook(features, scheme, reference):
     weight, x = random(6, features, seed=3), correlated_inputs(2 * features, features)
-    expected = reference(weight, x, scheme.weights)
-    assert torch.equal(run(weight, x, scheme).weight.qvalue, expected)
-    assert not torch.equal(nearest(weight, scheme).weight.qvalue, expected)  # or the comparison says nothing
+    result = run(weight, x, scheme)
+    expected = reference(weight, x, result)
+    assert torch.equal(result.weight.qvalue, expected)
+    assert not torch.equal(nearest_on(weight, result), expected)  # or the comparison says nothing
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=IDS)
@@ -153,7 +158,7 @@ def test_independent_inputs_are_rounded_to_nearest(scheme):
     weight = random(8, 160)
     statistics = {"hessian_sum": 5 * torch.eye(160, dtype=torch.float64), "count": torch.tensor(5)}
     ours = gptq.quantize_group({"w": weight}, scheme, statistics=statistics, scale_dtype=torch.float32)["w"]
-    assert torch.equal(ours.weight.qvalue, nearest(weight, scheme).weight.qvalue)
+    assert torch.equal(ours.weight.qvalue, nearest_on(weight, ours))
 
 
 @settings(max_examples=15, deadline=None)
@@ -174,8 +179,7 @@ def test_the_weight_and_the_statistics_are_not_modified_and_twice_gives_the_same
     statistics = statistics_of(x)
     before = weight.clone(), {name: value.clone() for name, value in statistics.items()}
     first, second = (
-        gptq.quantize_group({"w": weight}, W4_G32, statistics=statistics, scale_dtype=torch.bfloat16)["w"]
-        for _ in range(2)
+        gptq.quantize_group({"w": weight}, W4_G32, statistics=statistics, scale_dtype=torch.bfloat16)["w"] for _ in range(2)
     )
     assert torch.equal(weight, before[0])
     assert all(torch.equal(statistics[name], value) for name, value in before[1].items())
@@ -201,8 +205,7 @@ def test_a_degenerate_hessian_gives_a_valid_weight(scheme, x, dead):
     assert result.weight.dequantize().isfinite().all()
     assert result.decisions["dead_channels"] == dead
     ours, plain = (
-        (x.double() @ (weight - other.weight.dequantize()).T.double()).norm()
-        for other in (result, nearest(weight, scheme))
+        (x.double() @ (weight - other.weight.dequantize()).T.double()).norm() for other in (result, nearest(weight, scheme))
     )
     assert ours <= plain
 
@@ -211,7 +214,7 @@ def test_dead_channels_are_rounded_to_nearest_among_living_ones():
     weight, x = random(4, 64), correlated_inputs(128, 64)
     x[:, 10:20] = 0
     ours = run(weight, x, W4_G32)
-    assert torch.equal(ours.weight.qvalue[:, 10:20], nearest(weight, W4_G32).weight.qvalue[:, 10:20])
+    assert torch.equal(ours.weight.qvalue[:, 10:20], nearest_on(weight, ours)[:, 10:20])
     assert ours.decisions["dead_channels"] == 10
 
 
@@ -265,16 +268,13 @@ def test_errors_name_the_layer_and_the_remedy(changes, error, message):
     values = {"hessian_sum": EYE, "count": torch.tensor(32), "weight": torch.ones(2, 32), "scheme": W4_G32} | changes
     statistics = {name: values[name] for name in ("hessian_sum", "count") if values[name] is not None}
     with pytest.raises(error, match=message):
-        gptq.quantize_group(
-            {"q_proj": values["weight"]}, values["scheme"], statistics=statistics, scale_dtype=torch.float32
-        )
+        gptq.quantize_group({"q_proj": values["weight"]}, values["scheme"], statistics=statistics, scale_dtype=torch.float32)
 
 
 def test_the_linears_of_a_group_share_a_per_tensor_scale():
-    scheme = replace(W4_CHANNEL, layout="int-quantized", weights=replace(W4_CHANNEL.weights, granularity="per_tensor"))
     weights = {"q": torch.tensor([[7.5]]), "k": torch.tensor([[15.0]])}
     statistics = {"hessian_sum": torch.ones(1, 1, dtype=torch.float64), "count": torch.tensor(1)}
-    results = gptq.quantize_group(weights, scheme, statistics=statistics, scale_dtype=torch.float32)
+    results = gptq.quantize_group(weights, W4_TENSOR, statistics=statistics, scale_dtype=torch.float32)
     assert [result.weight.scale.item() for result in results.values()] == [2.0, 2.0]
     assert [result.weight.qvalue.item() for result in results.values()] == [4, 7]
 

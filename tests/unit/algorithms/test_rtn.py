@@ -135,9 +135,7 @@ def test_the_linears_of_a_group_share_a_per_tensor_scale():
 
 @pytest.mark.parametrize("scheme", INT_SCHEMES + FLOAT_SCHEMES, ids=label)
 def test_zeros_stay_zeros_with_a_positive_scale_and_are_counted(scheme):
-    results = rtn.quantize_group(
-        {"w": torch.zeros(2, 32)}, linear_scheme(scheme), statistics={}, scale_dtype=torch.float32
-    )
+    results = rtn.quantize_group({"w": torch.zeros(2, 32)}, linear_scheme(scheme), statistics={}, scale_dtype=torch.float32)
     weight = results["w"].weight
     assert (weight.scale > 0).all()
     assert not weight.dequantize().any()

@@ -13,9 +13,7 @@ from quantflow.errors import InputError, IntegrityError
 def entry(name, action="copied", becomes=None, shape=(2, 3)):
     becomes = (() if action == "dropped" else (name,)) if becomes is None else becomes
     nbytes = 2 * shape[0] * shape[1]
-    return LedgerEntry(
-        name=name, dtype="BF16", shape=shape, nbytes=nbytes, action=action, reason="why", becomes=becomes
-    )
+    return LedgerEntry(name=name, dtype="BF16", shape=shape, nbytes=nbytes, action=action, reason="why", becomes=becomes)
 
 
 def info(name, dtype="BF16", shape=(2, 3), nbytes=12):
@@ -31,9 +29,7 @@ LEDGER = Ledger(
     ),
     files=(FileEntry(name="config.json", nbytes=7, action="rewritten", reason="quantization_config"),),
 )
-SOURCE = {name: info(name) for name in ("q.weight", "embed", "inv_freq")} | {
-    "norm": info("norm", shape=(1, 4), nbytes=8)
-}
+SOURCE = {name: info(name) for name in ("q.weight", "embed", "inv_freq")} | {"norm": info("norm", shape=(1, 4), nbytes=8)}
 ARTIFACT = {
     "q.weight_packed": info("q.weight_packed", "I32", (2, 1), 8),
     "q.weight_scale": info("q.weight_scale", "BF16", (2, 1), 4),

@@ -78,9 +78,7 @@ def test_every_dtype_that_torch_can_save_is_known_with_its_size(tmp_path):
         assert read_header(path)[0]["t"].nbytes == 3 * tensor.element_size(), kind
 
 
-@pytest.mark.parametrize(
-    "length", [0, 1, 7, 8, -1, +1, 100_000_000, 100_000_001, 2**31 - 1, 2**32, 2**63 - 1, 2**64 - 1]
-)
+@pytest.mark.parametrize("length", [0, 1, 7, 8, -1, +1, 100_000_000, 100_000_001, 2**31 - 1, 2**32, 2**63 - 1, 2**64 - 1])
 def test_a_wrong_header_length_is_refused_without_reading_that_much(tmp_path, length):
     text = json.dumps(TWO).encode()
     actual = len(text) + length if length in (-1, 1) else length

@@ -94,9 +94,7 @@ def test_a_product_worked_by_hand_comes_out_of_the_oracle_and_of_int8_mm():
     # Input row [127.5, -127.5]: scale 1, qvalues 127.5 -> clamp(128) = 127 and -128. Weight [3, 5] * 0.5.
     # 1 * 0.5 * (127 * 3 - 128 * 5) = -129.5
     scheme = PRESETS["W8A8"]
-    weight = QTensor(
-        qvalue=torch.tensor([[3, 5]], dtype=torch.int8), scale=torch.tensor([[0.5]]), scheme=scheme.weights
-    )
+    weight = QTensor(qvalue=torch.tensor([[3, 5]], dtype=torch.int8), scale=torch.tensor([[0.5]]), scheme=scheme.weights)
     linear = QuantizedLinear(weight=weight, scheme=scheme)
     x = torch.tensor([[127.5, -127.5]])
     for backend in (reference, int8_mm):
@@ -106,9 +104,7 @@ def test_a_product_worked_by_hand_comes_out_of_the_oracle_and_of_int8_mm():
 def test_the_zero_point_of_an_input_is_taken_out_of_the_integer_product_by_hand():
     # scale 0.03, zero_point -11: x = 0.3 -> 10 - 11 = -1, x = 0 -> -11. Real values 0.3 and 0; weight [2, 100] * 1.
     scheme = PRESETS["W8A8_STATIC"]
-    weight = QTensor(
-        qvalue=torch.tensor([[2, 100]], dtype=torch.int8), scale=torch.tensor([[1.0]]), scheme=scheme.weights
-    )
+    weight = QTensor(qvalue=torch.tensor([[2, 100]], dtype=torch.int8), scale=torch.tensor([[1.0]]), scheme=scheme.weights)
     linear = QuantizedLinear(
         weight=weight,
         scheme=scheme,
@@ -291,9 +287,7 @@ def test_the_oracle_stands_last_and_is_taken_when_a_shape_fits_no_kernel():
 
 
 def test_a_named_backend_that_cannot_run_is_an_error_and_not_a_fallback():
-    with pytest.raises(
-        UsageError, match=r"^backend int8_pack: int8_pack needs in_features that 16 divides, not 100; use"
-    ):
+    with pytest.raises(UsageError, match=r"^backend int8_pack: int8_pack needs in_features that 16 divides, not 100; use"):
         choose(PRESETS["W8A16"], CPU, shape=(16, 100), dtype=torch.float32, backend="int8_pack")
     with pytest.raises(UsageError, match=r"^backend 'fast' is unknown; use one of auto, int8_mm, int4_pack, int8_pack"):
         choose(PRESETS["W8A16"], CPU, shape=(16, 96), dtype=torch.float32, backend="fast")

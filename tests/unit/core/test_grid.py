@@ -9,6 +9,8 @@ from quantflow.errors import InputError, SchemeError
 
 INT4_G2 = TensorScheme(kind="int", num_bits=4, granularity="per_group", group_size=2)
 INT4_G2_ASYM = TensorScheme(kind="int", num_bits=4, granularity="per_group", group_size=2, symmetric=False)
+INT4_G32 = TensorScheme(kind="int", num_bits=4, granularity="per_group", group_size=32)
+INT4_G32_ASYM = TensorScheme(kind="int", num_bits=4, granularity="per_group", group_size=32, symmetric=False)
 FP8_TENSOR = TensorScheme(kind="float", num_bits=8, granularity="per_tensor")
 INT8_TENSOR_ASYM = TensorScheme(kind="int", num_bits=8, granularity="per_tensor", symmetric=False)
 
@@ -75,3 +77,55 @@ def test_what_is_not_a_matrix_is_refused_by_name(shape):
 def test_an_indivisible_weight_is_refused_by_name():
     with pytest.raises(SchemeError, match=r"a: in_features=3 is not a multiple of group_size=2; .*ignore"):
         weight_grids({"a": torch.zeros(2, 3)}, INT4_G2, scale_dtype=torch.float32)
+
+
+def test_a_range_that_loses_less_when_it_is_cut_is_cut():
+    # amax 8.5 gives scale 8.5 / 7.5 = 1.133; cut to 30/32 of it, 1.0625, the seven 1.0625s are exact and 8.5 is too.
+    weight = torch.tensor([[1.0625] * 7 + [-8.5]])
+    scheme = TensorScheme(kind="int", num_bits=4, granularity="per_group", group_size=8)
+    plain = weight_grids({"a": weight}, scheme, scale_dtype=torch.float32)["a"]
+    searched = weight_grids({"a": weight}, scheme, scale_dtype=torch.float32, importance=torch.ones(8))["a"]
+    assert plain.scale.item() == pytest.approx(8.5 / 7.5)
+    assert searched.scale.item() == pytest.approx(1.0625)
+
+
+@pytest.mark.parametrize("scheme", [INT4_G32, INT4_G32_ASYM], ids=["symmetric", "asymmetric"])
+def test_the_search_finds_the_best_of_the_multiples_for_every_group(scheme):
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(6, 64, generator=generator)
+    importance = torch.rand(64, generator=generator) ** 4
+    grid = weight_grids({"a": weight}, scheme, scale_dtype=torch.float32, importance=importance)["a"]
+    for row in range(6):
+        for group in range(2):
+            part, matters = weight[row, group * 32 :][:32].double(), importance[group * 32 :][:32].double()
+            losses = {}
+            for multiple in [1.0, *(step / 32 for step in range(22, 34))]:
+                if scheme.symmetric:
+                    scale, zero_point = part.abs().max() * multiple / 7.5, 0
+                else:
+                    low, high = part.min().clamp_max(0) * multiple, part.max().clamp_min(0) * multiple
+                    scale = (high - low) / 15
+                    zero_point = (-8 - low / scale).round().clamp(-8, 7)
+                q = (part / scale + zero_point).round().clamp(-8, 7)
+                losses[scale.item()] = ((scale * (q - zero_point) - part).square() * matters).sum().item()
+            found = grid.scale[row, group].item()
+            nearest = min(losses, key=lambda scale: abs(scale - found))
+            assert nearest == pytest.approx(found, rel=1e-6)
+            assert losses[nearest] == pytest.approx(min(losses.values()), rel=1e-4)
+
+
+def test_a_group_that_does_not_matter_keeps_its_whole_range():
+    weight = torch.randn(2, 64, generator=torch.Generator().manual_seed(1))
+    importance = torch.cat([torch.zeros(32), torch.ones(32)])
+    plain = weight_grids({"a": weight}, INT4_G32, scale_dtype=torch.bfloat16)["a"]
+    searched = weight_grids({"a": weight}, INT4_G32, scale_dtype=torch.bfloat16, importance=importance)["a"]
+    assert torch.equal(searched.scale[:, 0], plain.scale[:, 0])
+    assert not torch.equal(searched.scale[:, 1], plain.scale[:, 1])
+
+
+def test_per_tensor_and_float_grids_are_never_searched():
+    weight = {"a": torch.randn(4, 8, generator=torch.Generator().manual_seed(2))}
+    for scheme in (FP8_TENSOR, INT8_TENSOR_ASYM):
+        plain = weight_grids(weight, scheme, scale_dtype=torch.float32)["a"]
+        searched = weight_grids(weight, scheme, scale_dtype=torch.float32, importance=torch.ones(8))["a"]
+        assert torch.equal(searched.scale, plain.scale)

@@ -98,9 +98,7 @@ def test_the_mean_is_over_tokens_and_not_over_sequences():
     # 9 tokens of 0 and 1 token of 1: 0.1 over tokens, 0.5 over sequences.
     kld = torch.tensor([0.0] * 9 + [1.0], dtype=torch.float64)
     flat = torch.ones(10, dtype=torch.float64)
-    scores = Comparison(
-        lengths=torch.tensor([9, 1]), kld=kld, agreement=kld == 0, nll_baseline=flat, nll_candidate=flat
-    )
+    scores = Comparison(lengths=torch.tensor([9, 1]), kld=kld, agreement=kld == 0, nll_baseline=flat, nll_candidate=flat)
     result = bootstrap(scores, generator=generator(), resamples=5)
     assert result["mean_kld"].value == pytest.approx(0.1)
     assert result["top1_agreement"].value == pytest.approx(0.9)

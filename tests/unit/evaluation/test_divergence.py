@@ -38,9 +38,9 @@ def test_the_order_of_the_arguments_is_kl_of_baseline_to_candidate():
 def test_kld_agrees_with_torch_in_float64_and_is_never_negative(seed, size, rows):
     generator = torch.Generator().manual_seed(seed)
     p, q = torch.randn(2, rows, 17, generator=generator) * size
-    expected = functional.kl_div(
-        q.double().log_softmax(-1), p.double().log_softmax(-1), log_target=True, reduction="none"
-    ).sum(-1)
+    expected = functional.kl_div(q.double().log_softmax(-1), p.double().log_softmax(-1), log_target=True, reduction="none").sum(
+        -1
+    )
     actual = token_kld(p, q)
     assert torch.allclose(actual, expected, rtol=1e-4, atol=2e-6)
     assert (actual >= 0).all()

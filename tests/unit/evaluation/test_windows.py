@@ -25,8 +25,7 @@ def test_windows_are_pieces_of_documents_and_keep_within_both_limits(documents, 
     if not any(len(document) >= 2 for document in documents):
         return
     sequences = [
-        sequence.tolist()
-        for sequence in evaluation_sequences(documents, tokens=tokens, sequence_length=sequence_length)
+        sequence.tolist() for sequence in evaluation_sequences(documents, tokens=tokens, sequence_length=sequence_length)
     ]
     assert all(2 <= len(sequence) <= sequence_length for sequence in sequences)
     available = sum(len(d) - (len(d) % sequence_length == 1) for d in documents)

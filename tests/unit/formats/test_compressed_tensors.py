@@ -59,9 +59,7 @@ def assert_same(left: list[torch.Tensor | None], right: list[torch.Tensor | None
 
 
 @settings(max_examples=80, deadline=None)
-@given(
-    st.sampled_from(sorted(SCHEMES)), st.integers(1, 19), st.integers(1, 4), st.integers(0, 7), st.integers(0, 2**31)
-)
+@given(st.sampled_from(sorted(SCHEMES)), st.integers(1, 19), st.integers(1, 4), st.integers(0, 7), st.integers(0, 2**31))
 def test_decode_undoes_encode_for_every_shape(name, rows, groups, extra, seed):
     scheme = SCHEMES[name]
     columns = groups * 8 + (0 if scheme.weights.group_size else extra)
@@ -173,9 +171,7 @@ def test_one_scheme_for_all_is_read_back_from_json_as_it_was(name):
     )
     assert config["config_groups"]["group_0"]["targets"] == ["Linear"]
     assert config["format"] == SCHEMES[name].layout
-    read = compressed_tensors.schemes_from_config(
-        json.loads(json.dumps(config)), ["layers.0.q", "layers.0.k", "lm_head"]
-    )
+    read = compressed_tensors.schemes_from_config(json.loads(json.dumps(config)), ["layers.0.q", "layers.0.k", "lm_head"])
     assert read == {"layers.0.q": SCHEMES[name], "layers.0.k": SCHEMES[name], "lm_head": None}
 
 
@@ -282,9 +278,7 @@ def test_order_of_columns_is_history_and_not_layout():
     ],
 )
 def test_what_this_version_would_compute_wrongly_is_unsupported(changes, message):
-    top = {
-        k: v for k, v in changes.items() if k in ("quant_method", "quantization_status", "kv_cache_scheme", "format")
-    }
+    top = {k: v for k, v in changes.items() if k in ("quant_method", "quantization_status", "kv_cache_scheme", "format")}
     group = {k: v for k, v in changes.items() if k not in top and k != "group"}
     config = config_of(group_0=group) | top
     if "group" in changes:

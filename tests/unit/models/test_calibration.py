@@ -216,9 +216,7 @@ def test_impossible_requests_are_refused(samples, length, message):
 
 
 def test_the_hash_of_sequences_by_hand():
-    expected = hashlib.sha256(
-        b"\x02\0\0\0\0\0\0\0" + b"\x01\0\0\0\0\0\0\0" + b"\x00\x01\0\0\0\0\0\0" + b"\x00" * 8
-    ).hexdigest()
+    expected = hashlib.sha256(b"\x02\0\0\0\0\0\0\0" + b"\x01\0\0\0\0\0\0\0" + b"\x00\x01\0\0\0\0\0\0" + b"\x00" * 8).hexdigest()
     assert hash_sequences([torch.tensor([1, 256]), torch.tensor([], dtype=torch.int64)]) == expected
 
 

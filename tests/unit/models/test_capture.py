@@ -120,9 +120,7 @@ def test_logits_of_the_stream_are_those_of_the_stock_model(folder):
 def test_logits_in_bfloat16_are_those_of_the_stock_model_in_bfloat16(folders):
     stream = stream_of(folders["qwen3"], dtype=torch.bfloat16)
     (state,) = through_layers(stream, stream.begin(SEQUENCES[:1]))
-    assert torch.equal(
-        stream.finish(state.hidden), stock_of(folders["qwen3"], torch.bfloat16)(SEQUENCES[0][None]).logits
-    )
+    assert torch.equal(stream.finish(state.hidden), stock_of(folders["qwen3"], torch.bfloat16)(SEQUENCES[0][None]).logits)
 
 
 def test_hidden_states_between_layers_are_those_of_the_stock_model(folder):

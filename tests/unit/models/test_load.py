@@ -89,9 +89,7 @@ def test_every_dtype_of_the_table_is_read_bit_by_bit(tmp_path):
 
 
 def test_dtype_converts_floating_tensors_only_and_the_order_is_that_of_the_request(tmp_path):
-    checkpoint = write_folder(
-        tmp_path, {"a": torch.ones(2, dtype=torch.bfloat16), "b": torch.ones(2, dtype=torch.int32)}
-    )
+    checkpoint = write_folder(tmp_path, {"a": torch.ones(2, dtype=torch.bfloat16), "b": torch.ones(2, dtype=torch.int32)})
     read = read_tensors(checkpoint, ["b", "a"], dtype=torch.float32)
     assert [(name, tensor.dtype) for name, tensor in read.items()] == [("b", torch.int32), ("a", torch.float32)]
 

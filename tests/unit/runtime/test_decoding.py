@@ -44,9 +44,7 @@ def prompt(length: int, seed: int = 0) -> torch.Tensor:
 def test_greedy_decoding_equals_transformers_token_for_token(family, length):
     model = random_model(CONFIGS[family])
     ids = prompt(length)
-    expected = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False, pad_token_id=0
-    )
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False, pad_token_id=0)
     assert len(set(expected[0, length:].tolist())) > 1
     assert torch.equal(generate(model, ids, max_new_tokens=20), expected)
 

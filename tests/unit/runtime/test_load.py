@@ -215,9 +215,7 @@ LINEAR = "model.layers.1.mlp.up_proj"
 @pytest.mark.parametrize("name", ["weight", "weight_scale", "input_scale", "input_zero_point"])
 def test_a_missing_tensor_of_a_quantized_linear_is_an_error(damaged, name):
     edit_tensors(damaged, lambda tensors: tensors.pop(f"{LINEAR}.{name}"))
-    with pytest.raises(
-        InputError, match=rf"^{LINEAR}\.{name}: its linear's scheme needs it, it is not in the artifact;"
-    ):
+    with pytest.raises(InputError, match=rf"^{LINEAR}\.{name}: its linear's scheme needs it, it is not in the artifact;"):
         load(damaged, verify=False)
 
 
@@ -237,9 +235,7 @@ def test_a_whole_linear_that_is_missing_is_an_error(damaged):
         load(damaged, verify=False)
 
 
-@pytest.mark.parametrize(
-    "name", ["model.extra.weight", f"{LINEAR}.weight_zero_point", "model.layers.2.mlp.up_proj.weight"]
-)
+@pytest.mark.parametrize("name", ["model.extra.weight", f"{LINEAR}.weight_zero_point", "model.layers.2.mlp.up_proj.weight"])
 def test_a_tensor_that_nothing_uses_is_an_error(damaged, name):
     edit_tensors(damaged, lambda tensors: tensors.update({name: torch.ones(4)}))
     with pytest.raises(InputError, match=rf"^{name}: in the checkpoint, but the model has no parameter {name};"):
@@ -254,9 +250,7 @@ def test_an_embedding_whose_only_twin_is_a_quantized_head_is_an_error(tmp_path):
         tensors |= layout.encode("lm_head", quantize("lm_head", embedding, PRESETS["W8A16"]))
 
     edit_tensors(tmp_path, untie)
-    with pytest.raises(
-        InputError, match=r"^model.embed_tokens.weight: needed by the model, not in the artifact; export"
-    ):
+    with pytest.raises(InputError, match=r"^model.embed_tokens.weight: needed by the model, not in the artifact; export"):
         load(tmp_path, verify=False)
 
 
@@ -309,9 +303,7 @@ def test_a_folder_that_is_no_artifact_is_refused(damaged):
     config = json.loads((damaged / "config.json").read_text())
     del config["quantization_config"]
     (damaged / "config.json").write_text(json.dumps(config))
-    with pytest.raises(
-        InputError, match=r"config\.json: no quantization_config; give the folder of an exported artifact"
-    ):
+    with pytest.raises(InputError, match=r"config\.json: no quantization_config; give the folder of an exported artifact"):
         load(damaged, verify=False)
     (damaged / "quantflow.json").unlink()
     with pytest.raises(InputError, match=r"no quantflow\.json; give the folder of an artifact"):

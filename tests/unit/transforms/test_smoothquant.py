@@ -18,9 +18,7 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 
 def test_two_channels_worked_by_hand():  # sqrt(4 / 1) = 2, sqrt(1 / 4) = 0.5; column maxima are over both linears
     weights = {"q": torch.tensor([[1.0, -2.0]]), "k": torch.tensor([[0.5, 4.0]])}
-    smoothing = smoothquant.solve(
-        weights, input_amax=torch.tensor([4.0, 1.0]), norm_weight=torch.tensor([3.0, 3.0]), alpha=0.5
-    )
+    smoothing = smoothquant.solve(weights, input_amax=torch.tensor([4.0, 1.0]), norm_weight=torch.tensor([3.0, 3.0]), alpha=0.5)
     assert smoothing.factors.tolist() == [2.0, 0.5]
     assert smoothing.norm_weight.tolist() == [1.5, 6.0]
 
@@ -59,9 +57,7 @@ def test_the_function_is_preserved_although_the_norm_is_stored_in_its_own_dtype(
     smoothquant.apply_(norm, linears, smoothing=smoothing)
     assert torch.equal(norm.weight, smoothing.norm_weight.float())
     for linear, expected in zip(linears, before, strict=True):
-        torch.testing.assert_close(
-            linear(norm(x)), expected, rtol=1e-5, atol=1e-5 * float(expected.detach().abs().max())
-        )
+        torch.testing.assert_close(linear(norm(x)), expected, rtol=1e-5, atol=1e-5 * float(expected.detach().abs().max()))
 
 
 def test_a_norms_bias_is_divided_too():
@@ -99,9 +95,7 @@ def test_factors_stay_within_four_decades():
 def test_a_norm_that_cannot_store_the_quotient_keeps_its_channel(norm_value):
     norm_weight = torch.tensor([norm_value], dtype=torch.float16)
     amax = 1e4 if norm_value < 1 else 1e-4
-    smoothing = smoothquant.solve(
-        {"q": torch.ones(1, 1)}, input_amax=torch.tensor([amax]), norm_weight=norm_weight, alpha=1.0
-    )
+    smoothing = smoothquant.solve({"q": torch.ones(1, 1)}, input_amax=torch.tensor([amax]), norm_weight=norm_weight, alpha=1.0)
     assert smoothing.factors.tolist() == [1.0]
     assert torch.equal(smoothing.norm_weight, norm_weight)
 
@@ -171,9 +165,7 @@ def test_smoothing_takes_most_of_the_error_that_an_outlier_channel_causes():
 
     x, weight = random(256, 64), random(32, 64, seed=1)
     x[:, 7] *= 100
-    factors = smoothquant.solve(
-        {"q": weight}, input_amax=x.abs().amax(0), norm_weight=torch.ones(64), alpha=0.5
-    ).factors
+    factors = smoothquant.solve({"q": weight}, input_amax=x.abs().amax(0), norm_weight=torch.ones(64), alpha=0.5).factors
     exact = x @ weight.T
     plain = (int8(x) @ int8(weight).T - exact).norm()
     smooth = (int8(x / factors) @ int8(weight * factors).T - exact).norm()
