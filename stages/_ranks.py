@@ -34,16 +34,20 @@ def launch(arguments: Sequence[str], *, ranks: int, progress: Progress) -> None:
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, preexec_fn=die_with_parent
     ) as process:
         assert process.stderr is not None  # it is a pipe
-        for line in process.stderr:
-            text = line.rstrip("\n")
-            if text.startswith("error: "):
-                cause = text.removeprefix("error: ")
-            elif text.startswith("  fix: "):
-                remedy = text.removeprefix("  fix: ")
-            elif text.startswith(f"{arguments[0]}: "):
-                progress.say(text)
-            elif found := _EXIT_CODE.search(text):
-                code = int(found[1])
+        try:
+            for line in process.stderr:
+                text = line.rstrip("\n")
+                if text.startswith("error: "):
+                    cause = text.removeprefix("error: ")
+                elif text.startswith("  fix: "):
+                    remedy = text.removeprefix("  fix: ")
+                elif text.startswith(f"{arguments[0]}: "):
+                    progress.say(text)
+                elif found := _EXIT_CODE.search(text):
+                    code = int(found[1])
+        except BaseException:
+            process.kill()  # and its ranks with it, see die_with_parent
+            raise
     if process.returncode:
         kind: type[QuantflowError] = _BY_EXIT_CODE.get(code, InputError)
         raise kind(f"a rank of {ranks} failed: {cause}", f"{remedy}; the same command continues with the missing ranks")
