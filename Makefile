@@ -32,10 +32,10 @@ install: $(READY) ## set up the virtual environment
 $(TEXTS)/heldout.jsonl: $(READY) examples/tiny-llama/stdlib_text.py examples/tiny-llama/heldout_modules.txt
 	@$(BIN)/python examples/tiny-llama/stdlib_text.py --output $(TEXTS)
 
-artifacts/tiny-llama-outliers/config.json: $(READY) examples/tiny-llama/model.safetensors examples/tiny-llama/plant_outliers.py
-	@$(BIN)/python examples/tiny-llama/plant_outliers.py --output artifacts/tiny-llama-outliers
+artifacts/tiny-llama-outliers-model/config.json: $(READY) examples/tiny-llama/model.safetensors examples/tiny-llama/plant_outliers.py
+	@$(BIN)/python examples/tiny-llama/plant_outliers.py --output artifacts/tiny-llama-outliers-model
 
-demo: $(TEXTS)/heldout.jsonl artifacts/tiny-llama-outliers/config.json ## all five stages on the example model, in FP8, INT8 and INT4
+demo: $(TEXTS)/heldout.jsonl artifacts/tiny-llama-outliers-model/config.json ## all five stages on the example model, in FP8, INT8 and INT4
 	@begin=$$(date +%s); \
 	$(BIN)/quantflow run tiny-llama && $(BIN)/quantflow run tiny-llama-outliers && \
 	echo "demo: $$(( $$(date +%s) - begin )) s"
