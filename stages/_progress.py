@@ -1,4 +1,4 @@
-"""Progress on stderr: one live line with an ETA on a terminal, else one line per step; nothing for the first two seconds."""
+"""Progress on stderr: one live line with an ETA on a terminal, else a line per step, two seconds apart or more."""
 
 import sys
 import time
@@ -27,11 +27,14 @@ class Progress:
         stream: TextIO = sys.stderr
         live = stream.isatty()
         begin, shown = time.monotonic(), False
+        told = 0.0  # seconds after the beginning
         for index, item in enumerate(items):
             yield item
             elapsed, finished = time.monotonic() - begin, index + 1
-            if self.quiet or elapsed < self.patience:
+            due = elapsed - (0.0 if live else told) >= self.patience or (shown and finished == len(items))
+            if self.quiet or not due:
                 continue
+            told = elapsed
             left = elapsed / finished * (len(items) - finished)
             text = f"{stage}: {unit} {finished} of {len(items)}, {elapsed:.0f} s, {left:.0f} s left"
             stream.write(f"\r\x1b[K{text}" if live else f"{text}\n")

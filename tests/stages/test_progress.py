@@ -33,6 +33,12 @@ def test_lines_tell_how_far_it_is_and_how_long_the_rest_takes(capsys, clock):
     assert err.splitlines() == ["measure: layer 3 of 4, 3 s, 1 s left", "measure: layer 4 of 4, 4 s, 0 s left"]
 
 
+def test_lines_are_as_far_apart_as_the_first_is_from_the_beginning_and_the_last_is_told(capsys, clock):
+    list(Progress(patience=3.0).steps(range(8), stage="validate", unit="window"))
+    told = [line.split()[2] for line in capsys.readouterr().err.splitlines()]
+    assert told == ["3", "6", "8"]
+
+
 def test_a_terminal_gets_one_live_line_that_is_cleared(monkeypatch, clock):
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
