@@ -186,15 +186,15 @@ def test_planting_is_exact_in_bf16(small_model: Path) -> None:
 @pytest.fixture
 def text(tmp_path: Path) -> Iterator[Path]:
     path = tmp_path / "calibration.jsonl"
-    path.write_text("".join(json.dumps({"text": piece}) + "\n" for piece in STDLIB.excerpts(32)), encoding="utf-8")
+    path.write_text("".join(json.dumps({"text": piece}) + "\n" for piece in STDLIB.excerpts(128)), encoding="utf-8")
     yield path
 
 
 @needs_weights
 def test_gptq_keeps_the_example_much_closer_to_its_source_than_rounding_to_nearest(text: Path, tmp_path: Path) -> None:
-    calibration = Calibration(source=str(text), samples=32, sequence_length=256)
+    calibration = Calibration(source=str(text), samples=128, sequence_length=512)  # as the demo has it
     measured = measure.run(measure.Job(model=EXAMPLE, output=tmp_path / "measured", calibration=calibration), QUIET)
-    windows = heldout_tokens(EXAMPLE, 4096).reshape(8, 512)
+    windows = heldout_tokens(EXAMPLE, 16384).reshape(32, 512)
     baseline = logits_of(load_model(open_source(EXAMPLE), dtype=torch.float32))
     kld = {}
     for algorithm in ("rtn", "gptq"):
