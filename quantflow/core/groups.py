@@ -27,11 +27,6 @@ def to_groups(weight: Tensor, group_size: int) -> Tensor:
     return weight.reshape(weight.shape[0], weight.shape[1] // group_size, group_size)  # [O, G, g]
 
 
-def from_groups(groups: Tensor) -> Tensor:
-    """Undo `to_groups`.  [O, G, g] -> [O, I]."""
-    return groups.flatten(1)  # [O, I]
-
-
 def expand(per_group: Tensor, in_features: int) -> Tensor:
     """Repeat a value per group over the columns of its group.
 

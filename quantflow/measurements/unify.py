@@ -42,18 +42,6 @@ def parse_groups(text: Sequence[str], world: int) -> list[list[int]]:
     return [sorted(group) for group in groups]
 
 
-def even_groups(world: int, count: int) -> list[list[int]]:
-    """Split the ranks into `count` runs of neighbours of equal size.
-
-    Raises:
-        UsageError: count does not divide world.
-    """
-    if count < 1 or world % count:
-        raise UsageError(f"{world} ranks into {count} groups: not a whole number each", f"choose a divisor of {world}")
-    size = world // count
-    return [list(range(first, first + size)) for first in range(0, world, size)]
-
-
 def _parse_group(word: str, world: int) -> list[int]:
     if world <= 10 and re.fullmatch("[0-9]+", word):
         return [int(digit) for digit in word]

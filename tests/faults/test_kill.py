@@ -126,14 +126,14 @@ def kill_and_continue(reference: Reference, folder: Path, *, kills: int, seed: i
 def test_what_five_killed_runs_leave_behind_continues_to_the_same_bytes(reference: Reference, tmp_path: Path) -> None:
     landed = kill_and_continue(reference, tmp_path / "run", kills=5, seed=7)
     print(f"{landed} of 5 kills landed before completion; an uninterrupted run takes {reference.seconds:.1f} s")
-    assert landed >= 1  # the machine may have been busier while the uninterrupted run was timed
+    assert landed >= 2
 
 
 @pytest.mark.slow
 def test_what_twenty_killed_runs_leave_behind_continues_to_the_same_bytes(reference: Reference, tmp_path: Path) -> None:
     landed = kill_and_continue(reference, tmp_path / "run", kills=20, seed=11)
     print(f"{landed} of 20 kills landed before completion; an uninterrupted run takes {reference.seconds:.1f} s")
-    assert landed >= 4
+    assert landed >= 8
 
 
 def wait_for(path: Path, process: subprocess.Popen[str]) -> None:

@@ -36,11 +36,11 @@ def test_values_per_group_are_repeated_over_its_columns():
 
 @settings(max_examples=40, deadline=None)
 @given(rows=st.integers(0, 4), count=st.integers(1, 5), size=st.integers(1, 5))
-def test_from_groups_undoes_to_groups(rows, count, size):
+def test_flattening_the_groups_of_a_row_gives_the_row_back(rows, count, size):
     weight = torch.arange(rows * count * size).reshape(rows, count * size)
     split = groups.to_groups(weight, size)
     assert split.shape == (rows, count, size)
-    assert torch.equal(groups.from_groups(split), weight)
+    assert torch.equal(split.flatten(1), weight)
 
 
 @settings(max_examples=40, deadline=None)

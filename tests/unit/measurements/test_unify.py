@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from quantflow.errors import InputError, StatisticsError, UnsupportedError, UsageError
 from quantflow.measurements.contributions import contributions, outliers
 from quantflow.measurements.record import Measurement, read_measurement, write_measurement
-from quantflow.measurements.unify import check_groups, even_groups, parse_groups, unify
+from quantflow.measurements.unify import check_groups, parse_groups, unify
 from quantflow.observers import OBSERVERS
 
 Q, K = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.k_proj.weight"
@@ -334,15 +334,6 @@ def test_any_text_gives_groups_that_cover_every_rank_once_or_a_usage_error(text,
         return
     assert sorted(rank for group in groups for rank in group) == list(range(world))
     assert len({len(group) for group in groups}) == 1
-
-
-def test_an_even_split_is_runs_of_neighbours():
-    assert even_groups(8, 2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert even_groups(3, 3) == [[0], [1], [2]]
-    assert even_groups(3, 1) == [[0, 1, 2]]
-    for count in (0, 3, 16, -2):
-        with pytest.raises(UsageError, match=rf"8 ranks into {count} groups: .*; choose a divisor of 8"):
-            even_groups(8, count)
 
 
 def test_empty_groups_are_refused():
