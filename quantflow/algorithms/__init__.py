@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from quantflow.algorithms import gptq, rtn
+from quantflow.core.parallel import SEQUENTIAL, Workers
 from quantflow.core.result import GroupResult
 from quantflow.core.scheme import LinearScheme
 
@@ -20,6 +21,10 @@ class Algorithm(Protocol):
     VERSION: int
     """Counts the changes that give other results for the same inputs; part of the resume key."""
 
+    def working_bytes(self, features: int, rows: int, *, itemsize: int, workers: int = 1) -> int:
+        """Return the most memory that `quantize_group` takes beyond weights, statistics and results, in bytes."""
+        ...
+
     def quantize_group(
         self,
         weights: Mapping[str, Tensor],
@@ -27,6 +32,7 @@ class Algorithm(Protocol):
         *,
         statistics: Mapping[str, Tensor],
         scale_dtype: torch.dtype,
+        workers: Workers = SEQUENTIAL,
     ) -> dict[str, GroupResult]:
         """Quantize the linears that share an input."""
         ...

@@ -10,44 +10,76 @@ The form used here needs no inverse of H. With H = (I + U) D (I + U)^T, U strict
     tr(E H E^T) = sum_j D_j * |e_j + sum_{i<j} e_i U_ij|^2,    so    q_j = round(w_j + sum_{i<j} e_i U_ij).
 
 It takes the same decisions as the paper's form, which propagates the error with the Cholesky factor of H^-1, with one
-factorisation instead of two and an inverse: a quarter of the work, and fewer digits lost.
+factorisation instead of two and an inverse: a quarter of the work, and fewer digits lost. So few that float32 will do:
+its rounding, 2^-24 of the largest eigenvalue, is small beside the damping, a hundredth of the mean one.
+
+Memory, beyond the caller's: one float32 copy of the Hessian, factored in place, then rows of weights, transposed, one
+unit per worker (`working_bytes`). Rows are independent of each other, so all linears that share the input form one row
+space, cut into an even number of equal units: two or four workers are done at the same time.
 Sources: Frantar et al. 2022, arXiv:2210.17323, algorithm 1; Chee et al. 2023, arXiv:2307.13304, which shows that this
 form (LDLQ there) and GPTQ are the same.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from quantflow.core import affine
+from quantflow.core import affine, groups
+from quantflow.core.cholesky import cholesky_
 from quantflow.core.grid import Grid, weight_grids
+from quantflow.core.parallel import SEQUENTIAL, Workers
 from quantflow.core.qtensor import QTensor
 from quantflow.core.result import JSON, GroupResult
 from quantflow.core.scheme import LinearScheme, TensorScheme
 from quantflow.errors import SchemeError, StatisticsError
 
 NEEDS: tuple[str, ...] = ("hessian_sum", "count")
-VERSION: int = 2
+VERSION: int = 3
 
-_BLOCK = 128  # columns; part of the result, because it orders the sums
+# Constants, since they order the sums and so are part of the result.
+_BLOCK = 128  # columns whose errors reach the columns after them in one product
+_SUB_BLOCK = 32  # columns within a block, likewise
+_UNIT_ROWS = 1024  # at most; fewer make the calls per column dear, more leave workers idle
 _DAMPINGS = (0.01, 0.1, 1.0)  # tried in this order, as fractions of the mean diagonal
+
+_Piece = tuple[str, slice]  # rows of one linear
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Feedback:
     """How the error of a column reaches the later ones; the same for every weight of a group.
 
+    The last column is processed first: a Cholesky factorisation eliminates from the first on, U needs the last one first.
+
     Attributes:
-        order: [I] int64, the columns in the order in which they are processed.
-        upper: [I, I] float32, I + U of the permuted Hessian.
+        order: [I] int64, the columns by ascending diagonal of the Hessian.
+        lower: [I, I] float32, below the diagonal (I + U)^T of the Hessian in that order; the rest has no meaning.
         decisions: what was done to factor it.
     """
 
     order: Tensor
-    upper: Tensor
+    lower: Tensor
     decisions: dict[str, JSON]
+
+
+def working_bytes(features: int, rows: int, *, itemsize: int, workers: int = 1) -> int:
+    """Return the most memory that `quantize_group` takes beyond weights, statistics and results, in bytes.
+
+    4 I^2 for the factor. For each worker a unit of R <= 1024 rows: its work in float32 (4 I R) and, while that is filled, a
+    transposed copy as stored (itemsize I R), later the qvalues (I R); the scales, at most one per 32 columns (2 * 4 I R /
+    32); and a block and its scratch (4 R (128 + 1)), or what the elementwise units take, if that is more.
+
+    Args:
+        features: I, in_features of the group.
+        rows: out_features of the group, all linears together.
+        itemsize: bytes of one element of the weights as given.
+        workers: how many.
+    """
+    unit = min(_UNIT_ROWS, rows) * (features * (4 + max(itemsize, 1)) + features // 4 + 4 * (_BLOCK + 1))
+    return 4 * features * features + workers * max(unit, groups.unit_bytes(features))
 
 
 def quantize_group(
@@ -56,6 +88,7 @@ def quantize_group(
     *,
     statistics: Mapping[str, Tensor],
     scale_dtype: torch.dtype,
+    workers: Workers = SEQUENTIAL,
 ) -> dict[str, GroupResult]:
     """Quantize the linears that share an input.
 
@@ -64,6 +97,7 @@ def quantize_group(
         scheme: its `weights` are int, at any granularity.
         statistics: `hessian_sum` [I, I], the sum of x^T x over the group's input rows, and `count` [], how many rows.
         scale_dtype: the dtype in which the layout stores scales.
+        workers: run blocks of the factorisation and units of rows; how many there are changes nothing but the time.
 
     Returns:
         name -> the quantized weight; decisions: `damping` (the fraction of the mean diagonal that was added) and
@@ -80,92 +114,175 @@ def quantize_group(
     if not weights:
         return {}
     hessian_sum, tokens = _checked(statistics, weights=weights)
-    diagonal = hessian_sum.diagonal() / max(tokens, 1)
+    diagonal = hessian_sum.diagonal().double() / max(tokens, 1)
     importance = diagonal + _DAMPINGS[0] * diagonal.mean()  # damped too: an unseen channel still matters a little
-    grids = weight_grids(weights, scheme.weights, scale_dtype=scale_dtype, importance=importance)
-    feedback = _feedback(hessian_sum, name=next(iter(weights)))
-    results = {}
-    for name, weight in weights.items():
-        grid = grids[name]
-        qvalue = _round_columns(weight, grid, scheme=scheme.weights, feedback=feedback)
-        results[name] = GroupResult(
-            weight=QTensor(qvalue=qvalue, scale=grid.scale, zero_point=grid.zero_point, scheme=scheme.weights),
+    grids = weight_grids(weights, scheme.weights, scale_dtype=scale_dtype, importance=importance, workers=workers)
+    feedback = _feedback(hessian_sum, name=next(iter(weights)), workers=workers)
+    qvalues = {name: torch.empty(weight.shape, dtype=torch.int8) for name, weight in weights.items()}
+
+    def unit(pieces: Sequence[_Piece]) -> None:
+        _round_rows(pieces, weights, grids, scheme=scheme.weights, feedback=feedback, qvalues=qvalues)
+
+    workers.map(unit, _units({name: weight.shape[0] for name, weight in weights.items()}))
+    return {
+        name: GroupResult(
+            weight=QTensor(qvalue=qvalues[name], scale=grid.scale, zero_point=grid.zero_point, scheme=scheme.weights),
             decisions={**feedback.decisions, "tokens": tokens, "zero_groups": grid.zero_groups},
         )
-    return results
+        for name, grid in grids.items()
+    }
+
+
+def _units(rows: Mapping[str, int]) -> list[list[_Piece]]:
+    """Cut the rows of all linears, one after the other, into an even number of units of at most _UNIT_ROWS rows."""
+    total = sum(rows.values())
+    length = -(-total // (2 * -(-total // (2 * _UNIT_ROWS))))
+    units: list[list[_Piece]] = []
+    left = 0  # rows that the last unit still takes
+    for name, count in rows.items():
+        start = 0
+        while start < count:
+            if left == 0:
+                units.append([])
+                left = length
+            stop = min(count, start + left)
+            units[-1].append((name, slice(start, stop)))
+            left, start = left - (stop - start), stop
+    return units
 
 
 def _checked(statistics: Mapping[str, Tensor], *, weights: Mapping[str, Tensor]) -> tuple[Tensor, int]:
-    """Return hessian_sum and count after looking at them."""
+    """Return hessian_sum and count after looking at them; off its diagonal the sum is looked at when it is copied."""
     for statistic in NEEDS:
         if statistic not in statistics:
             raise StatisticsError(f"{next(iter(weights))}: statistic {statistic} is missing", "measure for gptq")
     hessian_sum, tokens = statistics["hessian_sum"], int(statistics["count"])
     for name, weight in weights.items():
-        if tuple(hessian_sum.shape) != (weight.shape[1], weight.shape[1]):
+        if tuple(hessian_sum.shape) != (weight.shape[-1], weight.shape[-1]):
             raise StatisticsError(
                 f"{name}: hessian_sum is {list(hessian_sum.shape)}, weight is {list(weight.shape)}",
                 "measure with this model, and quantize together only linears that share an input",
             )
-    name = next(iter(weights))
-    if not torch.isfinite(hessian_sum).all() or (hessian_sum.diagonal() < 0).any() or tokens < 0:
-        raise StatisticsError(
-            f"{name}: hessian_sum holds NaN, Inf or a negative diagonal, or count={tokens} is negative", "measure again"
-        )
+    diagonal = hessian_sum.diagonal()
+    if not torch.isfinite(diagonal).all() or (diagonal < 0).any() or tokens < 0:
+        raise _damaged(next(iter(weights)), tokens)
     return hessian_sum, tokens
 
 
-def _feedback(hessian_sum: Tensor, *, name: str) -> _Feedback:
-    """Factor the damped Hessian in float64.  hessian_sum: [I, I]; its scale does not matter, so count is not read."""
+def _damaged(name: str, tokens: int) -> StatisticsError:
+    return StatisticsError(
+        f"{name}: hessian_sum holds NaN, Inf or a negative diagonal, or count={tokens} is negative", "measure again"
+    )
+
+
+def _feedback(hessian_sum: Tensor, *, name: str, workers: Workers) -> _Feedback:
+    """Factor the damped Hessian.  hessian_sum: [I, I]; its scale does not matter, so count is not read.
+
+    Raises:
+        StatisticsError: it holds NaN or Inf, or stays indefinite however much it is damped.
+    """
     diagonal = hessian_sum.diagonal().double()
     dead = diagonal == 0
     # Over the living: how strongly these are damped does not depend on how many others are dead.
-    mean = diagonal[~dead].mean() if not dead.all() else torch.ones((), dtype=torch.float64)
-    order = torch.argsort(diagonal, descending=True, stable=True)
-    # Cholesky eliminates from the first row down; U needs the last one first. Hence the reversal before and after.
-    backwards = order.flip(0)
-    matrix = hessian_sum.double()[backwards[:, None], backwards]
+    mean = diagonal[~dead].mean().item() if not dead.all() else 1.0
+    # Near 1, by a power of two: the damping is then no subnormal, and other units of the input give the same bits.
+    unit = 2.0 ** -min(max(math.frexp(mean)[1], -120), 120)
+    order = torch.argsort(diagonal, descending=True, stable=True).flip(0)
+    lower = torch.empty(hessian_sum.shape, dtype=torch.float32)
+
+    def fill(rows: slice) -> bool:
+        """Copy some rows in order, up to the diagonal; return whether they are finite."""
+        part = hessian_sum.index_select(0, order[rows]).index_select(1, order[: rows.stop])
+        part = torch.mul(part, unit, out=part).float()
+        lower[rows, : rows.stop] = part
+        return bool(torch.isfinite(part.abs().amax()))
+
     # A dead channel has a zero row and column: damping alone makes it positive, and independent of all others.
-    pivots = diagonal[backwards]
+    pivots = diagonal[order] * unit
     for attempt, damping in enumerate(_DAMPINGS, start=1):
-        matrix.diagonal().copy_(pivots + damping * mean)
-        lower, failed = torch.linalg.cholesky_ex(matrix)
-        if not failed:
-            upper = (lower / lower.diagonal()).float().flip(0, 1)
+        if not all(workers.map(fill, groups.spans(lower.shape[0], _BLOCK))):
+            raise StatisticsError(f"{name}: hessian_sum holds NaN or Inf", "measure again")
+        lower.diagonal().copy_(pivots + damping * mean * unit)
+        if cholesky_(lower, workers=workers):
+            roots = lower.diagonal().clone()
+            for columns in groups.spans(lower.shape[0], _BLOCK):
+                lower[columns.start :, columns] /= roots[columns]
             decisions: dict[str, JSON] = {
                 "damping": damping,
                 "attempts": attempt,
                 "dead_channels": int(dead.sum()),
                 "order": "hessian_diagonal",
             }
-            return _Feedback(order=order, upper=upper, decisions=decisions)
+            return _Feedback(order=order, lower=lower, decisions=decisions)
     raise StatisticsError(
         f"{name}: hessian_sum is not positive definite with a damping of {_DAMPINGS[-1]} times its mean diagonal",
         "the statistic is damaged; measure again",
     )
 
 
-def _round_columns(weight: Tensor, grid: Grid, *, scheme: TensorScheme, feedback: _Feedback) -> Tensor:
-    """Return the qvalues of one weight, [O, I] int8.
+def _round_rows(
+    pieces: Sequence[_Piece],
+    weights: Mapping[str, Tensor],
+    grids: Mapping[str, Grid],
+    *,
+    scheme: TensorScheme,
+    feedback: _Feedback,
+    qvalues: Mapping[str, Tensor],
+) -> None:
+    """Write the qvalues of some rows of the group.
 
-    Everything is transposed, so that a column of the weight is contiguous.
+    Everything is transposed, so that a column of the weights is contiguous, and in the order of `feedback`.
     """
-    rows, columns = weight.shape
-    work = weight.float().T[feedback.order]  # [I, O], rows not yet rounded hold the weight, the others their error
-    qvalue = torch.empty(columns, rows, dtype=torch.int8)
-    scales = grid.scale.T.contiguous()  # [G, O or 1]
-    zero_points = None if grid.zero_point is None else grid.zero_point.T.contiguous()
+    order, lower = feedback.order, feedback.lower
+    work = _gathered(pieces, weights, order=order)  # [I, R], rows not yet rounded hold weights, the others their error
+    scales = torch.cat([_per_row(grids[name].rows(rows)[0], rows) for name, rows in pieces], dim=1)  # [G, R]
+    zero_points = None
+    if not scheme.symmetric:
+        zero_points = torch.cat([_per_row(grids[name].rows(rows)[1], rows) for name, rows in pieces], dim=1)  # [G, R]
+    columns, width = work.shape
+    qvalue = torch.empty(columns, width, dtype=torch.int8)
+    rounded = torch.empty(width)
+    places = order.tolist()
     group_size = columns // scales.shape[0]
-    order = feedback.order.tolist()
-    for start in range(0, columns, _BLOCK):
-        stop = min(start + _BLOCK, columns)
-        upper = feedback.upper[start:stop, start:stop]
-        target = torch.addmm(work[start:stop], feedback.upper[:start, start:stop].T, work[:start])  # [B, O]
-        for i in range(stop - start):
-            column = order[start + i]
-            scale = scales[column // group_size]
-            zero_point = None if zero_points is None else zero_points[column // group_size]
-            qvalue[column] = affine.quantize(target[i], scale, zero_point, scheme)
-            error = work[start + i].sub_(affine.dequantize(qvalue[column], scale, zero_point))
-            target[i + 1 :].addr_(upper[i, i + 1 :], error)
-    return qvalue.T.contiguous()
+    for stop in range(columns, 0, -_BLOCK):
+        start = max(0, stop - _BLOCK)
+        target = torch.addmm(work[start:stop], lower[stop:, start:stop].T, work[stop:])  # [B, R]
+        within = lower[start:stop, start:stop].T.contiguous()  # [B, B]: row i says what reaches column i
+        for end in range(stop - start, 0, -_SUB_BLOCK):
+            begin = max(0, end - _SUB_BLOCK)
+            target[begin:end].addmm_(within[begin:end, end:], work[start + end : stop])
+            for i in range(end - 1, begin - 1, -1):
+                wanted, error = target[i], work[start + i]
+                if i + 1 < end:
+                    wanted.addmv_(work[start + i + 1 : start + end].T, within[i, i + 1 : end])
+                group = places[start + i] // group_size
+                zero_point = None if zero_points is None else zero_points[group]
+                torch.div(wanted, scales[group], out=rounded)
+                qvalue[places[start + i]] = affine.round_(rounded, zero_point, scheme)
+                if zero_point is not None:
+                    rounded -= zero_point
+                error -= rounded.mul_(scales[group])
+    first = 0
+    for name, rows in pieces:
+        last = first + rows.stop - rows.start
+        qvalues[name][rows] = qvalue[:, first:last].T
+        first = last
+
+
+def _gathered(pieces: Sequence[_Piece], weights: Mapping[str, Tensor], *, order: Tensor) -> Tensor:
+    """Return rows of the weights, transposed and with their columns in `order`, [I, R] float32."""
+    work = torch.empty(order.numel(), sum(rows.stop - rows.start for _, rows in pieces))
+    first = 0
+    for name, rows in pieces:
+        last = first + rows.stop - rows.start
+        transposed = weights[name][rows].T.contiguous()  # [I, rows]
+        for columns in groups.spans(order.numel(), _BLOCK):
+            work[columns, first:last] = transposed[order[columns]]
+        first = last
+    return work
+
+
+def _per_row(values: Tensor | None, rows: slice) -> Tensor:
+    """Return values of a grid for each of some rows, transposed, [G, rows] float32."""
+    assert values is not None  # the scheme is asymmetric, so the grid has zero points
+    return values.float().expand(rows.stop - rows.start, -1).T

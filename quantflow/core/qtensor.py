@@ -72,7 +72,7 @@ class QTensor:
                 f"{name}: scale {self.scale[bad][0].item()}, it is finite and positive", "quantize the weight again"
             )
         if self.scheme.kind == "float":
-            flavour, magnitude = self.scheme.float8, self.qvalue.float().abs().max().item()
+            flavour, magnitude = self.scheme.float8, float8.largest_magnitude(self.qvalue)
             if not magnitude <= float8.FLAVOURS[flavour].largest:  # NaN is not <= anything
                 raise SchemeError(
                     f"{name}: qvalue {magnitude}, the largest of {flavour} is {float8.FLAVOURS[flavour].largest}",

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantflow.algorithms import ALGORITHMS, gptq, rtn
+from quantflow.core.parallel import Workers
 from quantflow.core.result import GroupResult
 from quantflow.core.scheme import LinearScheme, TensorScheme, preset, with_group_size
 from quantflow.errors import InputError, SchemeError, StatisticsError
@@ -282,3 +283,63 @@ def test_the_linears_of_a_group_share_a_per_tensor_scale():
 def test_the_table_knows_it_by_name():
     assert ALGORITHMS["gptq"] is gptq
     assert gptq.NEEDS == ("hessian_sum", "count")
+
+
+# Its two ways to lose digits: directions that nobody uses (64 samples of 320 features) and channels 300 times as large.
+@pytest.mark.parametrize("scheme", [W4_G32, W4_G32_ASYM, W8_CHANNEL], ids=["int4", "int4-asym", "int8"])
+@pytest.mark.parametrize("samples", [64, 1280], ids=["rank-deficient", "full-rank"])
+def test_float32_is_as_good_as_float64_on_an_ill_conditioned_hessian(samples, scheme):
+    weight, x = random(64, 320, seed=11), correlated_inputs(samples, 320, seed=12)
+    x[:, [17, 200]] *= 300
+    assert torch.linalg.cond(damped(x)) > 1e4
+    statistics = {"hessian_sum": x.T @ x, "count": torch.tensor(samples)}  # float32 from the beginning
+    result = gptq.quantize_group({"w": weight}, scheme, statistics=statistics, scale_dtype=torch.float32)["w"]
+    scale, zero_point = grid_of(result)
+    reference = scale * (algorithm_one(weight, x, result) - zero_point)  # all of it in float64
+
+    def cost(real: torch.Tensor) -> float:
+        error = weight.double() - real.double()
+        return torch.einsum("oi,ij,oj->", error, damped(x), error).item()
+
+    assert cost(result.weight.dequantize()) == pytest.approx(cost(reference), rel=0.01)
+    assert (result.weight.dequantize().double() == reference.float().double()).double().mean() > 0.98
+
+
+def test_several_units_of_several_linears_take_the_decisions_of_the_textbook():
+    x = correlated_inputs(256, 96, seed=4)
+    weights = {"q": random(700, 96, seed=5), "k": random(30, 96, seed=6), "v": random(900, 96, seed=7)}
+    results = gptq.quantize_group(weights, W4_G32_ASYM, statistics=statistics_of(x), scale_dtype=torch.float32)
+    for name, weight in weights.items():
+        expected = algorithm_one(weight, x, results[name])
+        assert (results[name].weight.qvalue == expected).double().mean() > 0.999  # the rest are ties but for 2^-24
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=IDS)
+def test_the_number_of_workers_does_not_change_a_bit(scheme):
+    x = correlated_inputs(128, 288, seed=8)
+    weights = {"q": random(1500, 288, seed=9).to(torch.bfloat16), "k": random(40, 288, seed=10).to(torch.bfloat16)}
+    alone = gptq.quantize_group(weights, scheme, statistics=statistics_of(x), scale_dtype=torch.bfloat16)
+    with Workers(3) as workers:
+        together = gptq.quantize_group(
+            weights, scheme, statistics=statistics_of(x), scale_dtype=torch.bfloat16, workers=workers
+        )
+    for name in weights:
+        one, other = alone[name].weight, together[name].weight
+        assert torch.equal(one.qvalue, other.qvalue)
+        assert torch.equal(one.scale, other.scale)
+        assert one.zero_point is None or torch.equal(one.zero_point, other.zero_point)
+
+
+def test_damage_beside_the_diagonal_is_found():
+    hessian = torch.eye(200)
+    hessian[3, 150] = hessian[150, 3] = math.nan
+    statistics = {"hessian_sum": hessian, "count": torch.tensor(9)}
+    with pytest.raises(StatisticsError, match=r"q_proj: hessian_sum holds NaN or Inf; measure again"):
+        gptq.quantize_group({"q_proj": random(2, 200)}, W4_CHANNEL, statistics=statistics, scale_dtype=torch.float32)
+
+
+def test_the_working_memory_is_that_of_the_factor_and_a_unit_for_each_worker():
+    # K = 4096, 2048 rows of bfloat16: 4 K^2 = 64 MiB, a unit 1024 * 4096 * (4 + 2) = 24 MiB, a tenth for the rest.
+    one, two = (gptq.working_bytes(4096, 2048, itemsize=2, workers=count) for count in (1, 2))
+    assert (64 + 24) << 20 < one < (64 + 27) << 20
+    assert 24 << 20 < two - one < 27 << 20

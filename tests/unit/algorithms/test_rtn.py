@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantflow.algorithms import ALGORITHMS, rtn
+from quantflow.core.parallel import Workers
 from quantflow.core.qtensor import QTensor
 from quantflow.core.scheme import PRESETS, LinearScheme, TensorScheme
 from quantflow.errors import InputError, SchemeError
@@ -173,3 +174,54 @@ def test_no_other_choice_of_qvalues_is_closer_to_the_weight():  # why it exists:
 def test_it_needs_no_statistics():
     assert ALGORITHMS["rtn"] is rtn
     assert rtn.NEEDS == ()
+
+
+BY_HAND = {"FP8": 448, "FP8_DYNAMIC": 448, "W8A8": 127.5, "W4A16": 7.5}
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_a_weight_of_several_units_is_that_of_the_formulas_over_the_whole(name):
+    weight = random(300, 2048, seed=5).to(torch.bfloat16)  # three units of 128 rows
+    weight[130:140] *= 3  # the largest magnitude is not in the first
+    scheme = PRESETS[name].weights
+    split = weight.float().reshape(300, 16, 128) if name == "W4A16" else weight.float()[:, None]  # [O, G, g]
+    amax = split.abs().max(-1).values.max() if name == "FP8" else split.abs().max(-1, keepdim=True).values
+    scale = amax / BY_HAND[name]
+    expected = (split / scale).flatten(1)
+    result = rtn.quantize_group({"w": weight}, PRESETS[name], statistics={}, scale_dtype=torch.float32)["w"].weight
+    assert torch.equal(result.scale.flatten(), scale.flatten())
+    if scheme.kind == "float":
+        assert torch.equal(result.qvalue.float(), expected.to(torch.float8_e4m3fn).float())
+    else:
+        assert torch.equal(result.qvalue, expected.round().clamp(scheme.qmin, scheme.qmax).to(torch.int8))
+
+
+@pytest.mark.parametrize("name", ["FP8", "W8A8", "W4A16_ASYM"])
+def test_the_number_of_workers_and_rows_given_at_once_do_not_change_a_bit(name):
+    weight = random(300, 2048, seed=6).to(torch.bfloat16)
+    weights = {"a": weight, "b": weight[:40]}
+    alone = rtn.quantize_group(weights, PRESETS[name], statistics={}, scale_dtype=torch.bfloat16)
+    with Workers(3) as workers:
+        together = rtn.quantize_group(weights, PRESETS[name], statistics={}, scale_dtype=torch.bfloat16, workers=workers)
+    for key in weights:
+        one, other = alone[key].weight, together[key].weight
+        assert torch.equal(one.qvalue.view(torch.int8), other.qvalue.view(torch.int8))
+        assert torch.equal(one.scale, other.scale)
+        assert one.zero_point is None or torch.equal(one.zero_point, other.zero_point)
+    if name != "FP8":  # its scale is that of everything given at once
+        rows = rtn.quantize_group({"a": weight[96:104]}, PRESETS[name], statistics={}, scale_dtype=torch.bfloat16)["a"].weight
+        assert torch.equal(rows.qvalue, alone["a"].weight.qvalue[96:104])
+
+
+def test_nan_in_the_last_unit_is_found():
+    weight = random(300, 2048)
+    weight[299, 2047] = float("nan")
+    with pytest.raises(InputError, match="q_proj: weight holds NaN or Inf"):
+        rtn.quantize_group({"q_proj": weight}, PRESETS["FP8_DYNAMIC"], statistics={}, scale_dtype=torch.float32)
+
+
+def test_per_tensor_scales_are_equal_but_not_the_same_memory():  # safetensors refuses to store shared memory
+    results = rtn.quantize_group(
+        {"q": random(2, 8), "k": random(2, 8)}, PRESETS["FP8"], statistics={}, scale_dtype=torch.float32
+    )
+    assert results["q"].weight.scale.data_ptr() != results["k"].weight.scale.data_ptr()

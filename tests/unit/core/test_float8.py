@@ -181,3 +181,32 @@ def test_the_cast_is_the_same_for_vectors_of_any_length_and_stride():
 
 def test_an_empty_tensor_stays_empty():
     assert float8.cast(torch.empty(0, 3), "e5m2").shape == (0, 3)
+
+
+@pytest.mark.parametrize("flavour", FLOAT8_FLAVOURS)
+def test_every_code_widens_to_its_value(flavour):
+    codes = torch.arange(256, dtype=torch.uint8).view(float8.FLAVOURS[flavour].dtype)
+    expected = codes.float()  # torch's own conversion
+    for chosen in (codes, codes[~expected.isnan()], codes[::2], codes[:0], codes[3]):
+        assert torch.equal(torch.nan_to_num(float8.widen(chosen), 1e9), torch.nan_to_num(chosen.float(), 1e9))
+    negative_zero = float8.widen(torch.tensor([-0.0]).to(float8.FLAVOURS[flavour].dtype))
+    assert negative_zero.dtype == torch.float32 and negative_zero.item() == 0
+
+
+@pytest.mark.parametrize("flavour", FLOAT8_FLAVOURS)
+def test_the_largest_magnitude_of_codes_is_that_of_their_values_and_nan_wins(flavour):
+    codes = torch.arange(256, dtype=torch.uint8).view(float8.FLAVOURS[flavour].dtype)
+    values = codes.float()
+    finite = codes[values.isfinite()]
+    assert float8.largest_magnitude(finite) == values[values.isfinite()].abs().max().item()
+    assert float8.largest_magnitude(finite[5:9]) == finite[5:9].float().abs().max().item()
+    assert math.isnan(float8.largest_magnitude(codes))
+
+
+@pytest.mark.parametrize("flavour", float8.FLAVOURS)
+def test_the_cast_that_may_use_its_input_gives_the_codes_of_the_one_that_may_not(flavour):
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(0)) * 300
+    before = x.clone()
+    codes = float8.cast(x, flavour).view(torch.uint8)
+    assert torch.equal(x, before)
+    assert torch.equal(float8.cast_(x, flavour).view(torch.uint8), codes)

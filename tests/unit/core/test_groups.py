@@ -70,3 +70,15 @@ def test_a_group_size_that_does_not_divide_is_refused_with_the_name_of_the_weigh
 def test_a_group_size_that_does_not_divide_never_mixes_rows():
     with pytest.raises(RuntimeError):
         groups.to_groups(torch.zeros(4, 6), 4)  # 24 elements: six groups of four exist, across rows
+
+
+def test_spans_cover_everything_once_and_the_last_may_be_shorter():
+    assert groups.spans(10, 4) == [slice(0, 4), slice(4, 8), slice(8, 10)]
+    assert groups.spans(8, 4, start=4) == [slice(4, 8)]
+    assert groups.spans(0, 4) == []
+
+
+@pytest.mark.parametrize(("shape", "rows"), [((300, 2048), [128, 128, 44]), ((3, 2**20), [1, 1, 1]), ((5, 1), [5])])
+def test_units_of_rows_have_a_quarter_of_a_million_elements_or_one_row(shape, rows):
+    units = groups.row_units(torch.empty(shape, dtype=torch.int8))
+    assert [unit.stop - unit.start for unit in units] == rows

@@ -87,7 +87,8 @@ def test_all_ranks_in_one_group_are_one_rank_that_saw_everything(world, samples)
     assert merged.statistics.keys() == whole.statistics.keys()
     for key, value in whole.statistics.items():
         if key.endswith("_sum"):
-            torch.testing.assert_close(merged.statistics[key], value, rtol=1e-13, atol=1e-12)
+            few_ulp = 4 * torch.finfo(value.dtype).eps  # of float64, or of float32 for a Hessian: sums in another order
+            torch.testing.assert_close(merged.statistics[key], value, rtol=few_ulp, atol=few_ulp * value.abs().max().item())
         else:
             assert torch.equal(merged.statistics[key], value), key
         assert merged.statistics[key].dtype == value.dtype

@@ -78,9 +78,9 @@ def test_a_hessian_is_a_sum_of_outer_products_and_a_count_of_rows():
     observer.update(torch.tensor([0.5, 0.0]))
     state = observer.state()
     assert state["hessian_sum"].tolist() == [[10.25, -1.0], [-1.0, 5.0]]
-    assert state["hessian_sum"].dtype == torch.float64
+    assert state["hessian_sum"].dtype == torch.float32
     assert state["count"] == 3
-    torch.testing.assert_close(observer.hessian, torch.tensor([[10.25, -1.0], [-1.0, 5.0]], dtype=torch.float64) / 3)
+    torch.testing.assert_close(observer.hessian, torch.tensor([[10.25, -1.0], [-1.0, 5.0]]) / 3)
 
 
 def test_a_hessian_agrees_with_float64_and_is_symmetric_and_positive():
@@ -89,8 +89,47 @@ def test_a_hessian_agrees_with_float64_and_is_symmetric_and_positive():
     for sequence in x:
         observer.update(sequence[None])
     rows = x.flatten(0, 1).double()
-    torch.testing.assert_close(observer.hessian, rows.T @ rows / 200, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(observer.hessian.double(), rows.T @ rows / 200, rtol=1e-5, atol=1e-6)
     assert torch.linalg.eigvalsh(observer.hessian).min() > 0
+
+
+@pytest.mark.parametrize("features", [255, 256, 257, 600])  # around and beyond the blocks of rows it is computed in
+def test_a_hessian_of_several_blocks_is_whole_and_exactly_symmetric_however_often_it_is_looked_at(features):
+    x = torch.randn(4, 30, features, generator=torch.Generator().manual_seed(1)) + 0.5
+    observer, other = HessianObserver(features), HessianObserver(features)
+    for sequence in x[:2]:
+        observer.update(sequence)
+        observer.state()  # mirrors; what comes after must not count the mirrored half twice
+    for sequence in x[2:]:
+        other.update(sequence)
+    observer.merge(other)
+    state = observer.state()["hessian_sum"]
+    rows = x.flatten(0, 1).double()
+    torch.testing.assert_close(state.double(), rows.T @ rows, rtol=1e-5, atol=1e-4)
+    assert torch.equal(state, state.T)
+
+
+def test_many_sequences_leave_the_error_in_float32_that_the_docstring_states():
+    # 64 sequences: sqrt(64) * 2^-24 = 4.8e-7 of an entry; as a matrix at most sqrt(K) times that, of the diagonal.
+    x = torch.randn(64, 256, 48, generator=torch.Generator().manual_seed(2)) + 1.0  # a mean: the off-diagonal is large too
+    observer = HessianObserver(48)
+    for sequence in x:
+        observer.update(sequence)
+    rows = x.flatten(0, 1).double()
+    error = observer.state()["hessian_sum"].double() - rows.T @ rows
+    diagonal = rows.square().sum(0).mean()
+    assert error.square().mean().sqrt() < 64**0.5 * 2**-24 * diagonal
+    assert torch.linalg.matrix_norm(error, 2) < 48**0.5 * 64**0.5 * 2**-24 * diagonal
+
+
+def test_a_sum_that_would_overflow_is_refused_before_anything_is_added():
+    observer = HessianObserver(2)
+    observer.update(torch.tensor([[1.5e19, 0.0]]))  # 2.25e38; float32 ends at 3.4e38
+    before = observer.state()["hessian_sum"].clone()
+    with pytest.raises(StatisticsError, match=r"hessian: input \[1, 2\] up to 1\.5e\+19, its square exceeds float32"):
+        observer.update(torch.tensor([[1.5e19, 1.0]]))
+    assert torch.equal(observer.state()["hessian_sum"], before)
+    assert observer.state()["count"] == 1
 
 
 def test_samples_whose_square_overflows_are_refused_by_the_hessian():

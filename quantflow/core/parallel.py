@@ -1,0 +1,77 @@
+"""Threads for independent units of work: rows of a weight, sequences, files.
+
+torch runs on one thread inside each unit (`torch.set_num_threads(1)`, which the stages call), because GEMM, Cholesky and
+reductions give other bits on two. What is split into units, and how large they are, never depends on how many workers
+there are: so neither do the results. Threads suffice, since torch and the hashes let go of the interpreter's lock.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Self, TypeVar
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+class Workers:
+    """`count` threads; 1 runs everything in the caller's thread. A unit must not use the workers that run it.
+
+    Attributes:
+        count: how many units run at once, at least 1.
+    """
+
+    def __init__(self, count: int = 1) -> None:
+        """Start no thread yet."""
+        self.count = max(1, count)
+        self._pool: ThreadPoolExecutor | None = None
+
+    def __enter__(self) -> Self:
+        """Return the workers."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        """Wait for the units that run, drop those that have not begun."""
+        self.close()
+
+    def close(self) -> None:
+        """Wait for the units that run, drop those that have not begun."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+            self._pool = None
+
+    def map(self, function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+        """Return what `function` makes of every item, in order; the first error ends the rest."""
+        return list(self.stream(function, items))
+
+    def stream(
+        self, function: Callable[[Item], Result], items: Iterable[Item], *, ahead: int | None = None
+    ) -> Iterator[Result]:
+        """Yield what `function` makes of every item, in order, while later items are worked on.
+
+        Args:
+            function: one unit.
+            items: taken lazily.
+            ahead: how many units may be begun or finished but not yet yielded; None means `count`.
+        """
+        if self.count == 1:
+            yield from map(function, items)
+            return
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self.count)
+        limit = self.count if ahead is None else max(1, ahead)
+        running: deque[Future[Result]] = deque()
+        try:
+            for item in items:
+                running.append(self._pool.submit(function, item))
+                if len(running) == limit:
+                    yield running.popleft().result()
+            while running:
+                yield running.popleft().result()
+        finally:
+            for future in running:
+                future.cancel()
+
+
+SEQUENTIAL = Workers(1)  # has no pool, hence no state
