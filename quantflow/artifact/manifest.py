@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from quantflow.artifact import disk
 from quantflow.artifact.canonical import MAX_JSON_BYTES, digest_of, file_digest, parse_json, readable_json
 from quantflow.artifact.folder import list_files, reading, refuse_pointer
 from quantflow.errors import InputError, IntegrityError, UnsupportedError
@@ -25,12 +26,14 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 _AGAIN = "copy or export the artifact again"
 
 
-def build_manifest(folder: Path, *, body: Mapping[str, Any]) -> dict[str, Any]:
+def build_manifest(folder: Path, *, body: Mapping[str, Any], hashes: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Make the manifest of a folder that is otherwise complete.
 
     Args:
         folder: the artifact; every file but those in UNHASHED is hashed.
         body: exactly the keys in BODY_KEYS; `kind` is "artifact".
+        hashes: file name -> sha256 of files whose content was hashed already; whoever gives them sees to it that a
+            reader compares them with the content before the artifact is published.
 
     Raises:
         InputError: missing or unknown keys in `body`, a value that JSON cannot hold, or a link in the folder.
@@ -39,8 +42,9 @@ def build_manifest(folder: Path, *, body: Mapping[str, Any]) -> dict[str, Any]:
     listing = list_files(folder, follow_links=False)
     if listing.others:
         raise InputError(f"{folder / listing.others[0]}: not a regular file", "put the file itself into the artifact")
+    known = hashes or {}
     files = {
-        name: {"sha256": file_digest(folder / name), "bytes": (folder / name).stat().st_size}
+        name: {"sha256": known.get(name) or file_digest(folder / name), "bytes": (folder / name).stat().st_size}
         for name in listing.files
         if name not in UNHASHED
     }
@@ -56,10 +60,7 @@ def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
         IntegrityError: the manifest was changed after its digest was taken.
     """
     _check_digest(manifest)
-    with open(folder / MANIFEST_NAME, "wb") as file:
-        file.write(readable_json(manifest))
-        file.flush()
-        os.fsync(file.fileno())
+    disk.write_file(folder / MANIFEST_NAME, readable_json(manifest))
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from quantflow.artifact.canonical import parse_json
 from quantflow.artifact.folder import reading
 from quantflow.artifact.safetensors_header import read_header
 from quantflow.errors import InputError, UsageError
-from quantflow.models.load import read_tensor
+from quantflow.models.reading import read_tensor
 
 MIN_TOKENS = 2  # a shorter document predicts nothing
 _KINDS = ("text", "messages", "input_ids")

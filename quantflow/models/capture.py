@@ -11,55 +11,70 @@ recorder; what it handed to each layer (masks, position embeddings) is replayed 
         logits = [stream.finish(state.hidden) for state in states]
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from quantflow.errors import InputError, UnsupportedError, UsageError
+from quantflow.core.parallel import SEQUENTIAL, Workers
+from quantflow.errors import InputError, UnsupportedError
 from quantflow.models.graph import Graph
-from quantflow.models.load import Source, materialize_, release_, skeleton
+from quantflow.models.hidden import HiddenStates
+from quantflow.models.load import skeleton
 from quantflow.models.names import NameMap
-from quantflow.models.stand_ins import Call, Constant, Recorder, TensorPool
+from quantflow.models.stand_ins import Call, Constant, Head, Recorder, Rows, TensorPool
 
-LinearCallback = Callable[[Tensor, Tensor], None]
-KVCallback = Callable[[int, Tensor, Tensor], None]
 _CACHE_ARGUMENTS = ("past_key_values", "layer_past")
 
 
-@dataclass(kw_only=True)
+class Weights(Protocol):
+    """Where a stream takes its weights from: a checkpoint (`models.load.Source`), or an artifact."""
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        """The model's configuration."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every source name; a quantized linear counts as its one `NAME.weight`."""
+
+    def read(self, names: Iterable[str], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """Read tensors that are not quantized; floating ones as `dtype`, None as stored."""
+
+    def read_rows(self, name: str, rows: Tensor) -> Tensor:
+        """Read rows [n] of a tensor that is not quantized and two-dimensional, [n, columns] as stored."""
+
+    def fill_(self, module: nn.Module, names: Mapping[str, str], *, dtype: torch.dtype) -> None:
+        """Give a module its weights: parameter name relative to `module` -> source name."""
+
+    def empty_(self, module: nn.Module, names: Mapping[str, str]) -> None:
+        """Undo `fill_`: no memory is held, and the module tree is as it was."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class State:
     """One sequence on its way through the layers.
 
     Attributes:
-        hidden: [1, S, H], the input of the next layer.
         calls: per decoder layer, what it is called with; tensors are shared over layers and sequences, never modified.
+        store: holds the hidden states of all sequences.
+        index: this sequence's place in it.
     """
 
-    hidden: Tensor
     calls: tuple[Call, ...]
+    store: HiddenStates
+    index: int
 
-
-class KVRecorder(Cache):  # type: ignore[misc]
-    """A cache that stores nothing and reports what an attention layer wants to store."""
-
-    def __init__(self, callback: KVCallback) -> None:
-        """Report to `callback(layer index, K after RoPE, V)`; K and V are [1, key/value heads, S, head_dim]."""
-        super().__init__(layers=[])
-        self._callback = callback
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Report K and V and return them unchanged."""
-        self._callback(layer_idx, key_states, value_states)
-        return key_states, value_states
+    @property
+    def hidden(self) -> Tensor:
+        """The input of the next layer, [1, S, H]."""
+        return self.store.get(self.index)
 
 
 class LayerStream:
@@ -70,11 +85,11 @@ class LayerStream:
         names: what every tensor of the checkpoint is in the model.
     """
 
-    def __init__(self, source: Source, graph: Graph, *, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, weights: Weights, graph: Graph, *, dtype: torch.dtype = torch.float32) -> None:
         """Build the model without storage and check it against the checkpoint and the graph.
 
         Args:
-            source: the opened checkpoint.
+            weights: the opened checkpoint or artifact.
             graph: its graph.
             dtype: of the weights and hidden states, whatever the checkpoint stores.
 
@@ -82,21 +97,25 @@ class LayerStream:
             InputError: the checkpoint and its config.json do not belong together.
             UnsupportedError: the model's decoder layers are not what the graph says.
         """
-        self.source = source
+        self.weights = weights
         self.graph = graph
         self.dtype = dtype
-        self.model: PreTrainedModel = skeleton(source.config)
-        self.names = NameMap(self.model).bind(source.names)
+        self.model: PreTrainedModel = skeleton(weights.config)
+        self.names = NameMap(self.model).bind(weights.names)
         self._layers: nn.ModuleList = self.model.get_submodule(graph.family.layers)
         self._originals = tuple(self._layers)
         self._index = {module: index for index, module in enumerate(self._originals)}
         inside = f"{graph.family.layers}."
         parameters = [name for name, _ in self.model.named_parameters(remove_duplicate=False)]
         self._outer = tuple(name for name in parameters if not name.startswith(inside))
-        embedding = self.model.get_input_embeddings()
-        self._embedding = next(f"{name}.weight" for name, part in self.model.named_modules() if part is embedding)
+        self._embedding = self._name_of(self.model.get_input_embeddings())
+        self._head = self._name_of(self.model.get_output_embeddings())
         self._untie()
         self._check_graph()
+
+    def _name_of(self, module: nn.Module) -> str:
+        found: str = next(name for name, part in self.model.named_modules() if part is module)
+        return found
 
     def _untie(self) -> None:
         """Follow the checkpoint where it holds both of two tied parameters, as transformers does when they differ."""
@@ -121,48 +140,59 @@ class LayerStream:
             )
 
     @torch.no_grad()
-    def begin(self, sequences: Sequence[Tensor]) -> list[State]:
+    def begin(self, sequences: Sequence[Tensor], *, hidden: HiddenStates | None = None) -> list[State]:
         """Embed sequences, one per forward, and record what every decoder layer is called with.
+
+        Of the embedding only the rows that the sequences name are read.
 
         Args:
             sequences: token ids, int64 [S] each.
+            hidden: where the hidden states go; None keeps them in memory. One that was restored keeps its own.
 
         Raises:
             InputError: a sequence that is empty or holds an id outside the vocabulary.
         """
-        rows = self.model.get_input_embeddings().num_embeddings
+        vocabulary = self.model.get_input_embeddings().num_embeddings
         for number, sequence in enumerate(sequences):
             if sequence.ndim != 1 or not len(sequence):
                 raise InputError(f"sequence {number}: shape {list(sequence.shape)}, [S] is needed", "drop the sequence")
-            if int(sequence.min()) < 0 or int(sequence.max()) >= rows:
+            if int(sequence.min()) < 0 or int(sequence.max()) >= vocabulary:
                 raise InputError(
                     f"sequence {number}: token ids {int(sequence.min())}..{int(sequence.max())}, "
-                    f"the model embeds 0..{rows - 1}",
+                    f"the model embeds 0..{vocabulary - 1}",
                     "use the tokenizer that belongs to the model",
                 )
+        if not sequences:
+            return []
+        store = HiddenStates(len(sequences)) if hidden is None else hidden
+        ids = torch.unique(torch.cat(list(sequences)))  # [n], ascending
+        rows = self.weights.read_rows(self.names.to_source[f"{self._embedding}.weight"], ids).to(self.dtype)
         pool = TensorPool()
         prefix = f"{self.model.base_model_prefix}."
-        with self._resident(name for name in self._outer if name.startswith(prefix)):
-            return [self._record(sequence, pool) for sequence in sequences]
+        outer = [name for name in self._outer if name.startswith(prefix) and name != f"{self._embedding}.weight"]
+        with self._resident(outer), self._in_place_of(self._embedding, Rows(ids, rows)):
+            return [self._record(sequence, pool, store, index) for index, sequence in enumerate(sequences)]
 
-    def _record(self, sequence: Tensor, pool: TensorPool) -> State:
+    def _record(self, sequence: Tensor, pool: TensorPool, store: HiddenStates, index: int) -> State:
         recorders = [Recorder() for _ in self._originals]
         with self._replaced(recorders):
             self.model.base_model(input_ids=sequence[None], use_cache=False)  # [1, S]
         seen: dict[int, Tensor] = {}
         calls = [Call(args=pool.share(part.args, seen), kwargs=pool.share(part.kwargs, seen)) for part in recorders]
-        return State(hidden=recorders[0].hidden, calls=tuple(calls))
+        if not store.restored:
+            store.put(index, recorders[0].hidden)
+        return State(calls=tuple(calls), store=store, index=index)
 
     @contextmanager
     def layer(self, index: int) -> Iterator[nn.Module]:
         """Yield a decoder layer with its weights in memory; they are released on exit."""
         module, prefix = self._originals[index], f"{self.graph.layers[index].prefix}."
-        names = [name for name, _ in module.named_parameters()]
+        names = {name: self.names.to_source[f"{prefix}{name}"] for name, _ in module.named_parameters()}
         try:
-            materialize_(module, self._read(names, prefix=prefix), dtype=self.dtype)
+            self.weights.fill_(module, names, dtype=self.dtype)
             yield module
         finally:
-            release_(module, names)
+            self.weights.empty_(module, names)
 
     @torch.no_grad()
     def run(self, module: nn.Module, state: State, *, cache: Cache | None = None) -> Tensor:
@@ -180,20 +210,46 @@ class LayerStream:
         hidden: Tensor = module(state.hidden, *call.args, **kwargs)
         return hidden
 
-    def advance(self, module: nn.Module, states: Iterable[State], *, cache: Cache | None = None) -> None:
-        """Run a decoder layer over states, in order, and make its outputs their hidden states."""
-        for state in states:
-            state.hidden = self.run(module, state, cache=cache)
+    def advance(
+        self,
+        module: nn.Module,
+        states: Iterable[State],
+        *,
+        cache: Cache | None = None,
+        workers: Workers = SEQUENTIAL,
+    ) -> None:
+        """Run a decoder layer over states, in order, and make its outputs their hidden states.
+
+        Args:
+            module: as `layer` yields it.
+            states: every sequence of a store.
+            cache: a `KVRecorder`, or None; it must bear calls from several threads.
+            workers: run several sequences at once.
+        """
+        waiting = list(states)
+        outputs = workers.stream(partial(self.run, module, cache=cache), waiting)
+        for state, hidden in zip(waiting, outputs, strict=True):
+            state.store.put(state.index, hidden)
 
     @contextmanager
     def head(self) -> Iterator[None]:
-        """Keep the final norm and the head in memory for many calls of `finish`."""
-        with self._resident(name for name in self._outer if name != self._embedding):
+        """Keep the final norm and the head in memory for many calls of `finish`; the head in its stored dtype."""
+        if isinstance(self.model.get_submodule(self._head), Head):
+            yield
+            return
+        name = f"{self._head}.weight"
+        source = self.names.to_source[name]
+        others = [other for other in self._outer if other not in (name, f"{self._embedding}.weight")]
+        head = Head(self.weights.read([source])[source], dtype=self.dtype)
+        with self._resident(others), self._in_place_of(self._head, head):
             yield
 
     @torch.no_grad()
     def finish(self, hidden: Tensor) -> Tensor:
-        """Return the logits [1, S, V] of the last layer's output [1, S, H]; reads the head unless inside `head()`."""
+        """Return the logits [1, S, V] of the last layer's output [1, S, H]; reads the head unless inside `head()`.
+
+        Not to be called from several threads: it changes the model while it runs.
+        """
         with self.head(), self._replaced([Constant(hidden) for _ in self._originals]):
             logits: Tensor = self.model(inputs_embeds=hidden, use_cache=False).logits
         return logits
@@ -210,43 +266,21 @@ class LayerStream:
                 self._layers[index] = module
 
     @contextmanager
-    def _resident(self, names: Iterable[str]) -> Iterator[None]:
-        """Run the block with parameters outside the layers in memory; those that were not there before are released."""
-        absent = [name for name in self._outer if self.model.get_parameter(name).is_meta]
+    def _in_place_of(self, name: str, module: nn.Module) -> Iterator[None]:
+        """Run the block with `module` in the place of a submodule of the model."""
+        original = self.model.get_submodule(name)
         try:
-            materialize_(self.model, self._read([name for name in names if name in absent]), dtype=self.dtype)
+            self.model.set_submodule(name, module)
             yield
         finally:
-            release_(self.model, absent)
+            self.model.set_submodule(name, original)
 
-    def _read(self, names: Sequence[str], *, prefix: str = "") -> dict[str, Tensor]:
-        """Read parameters by module name, relative to `prefix`."""
-        sources = {name: self.names.to_source[f"{prefix}{name}"] for name in names}
-        tensors = self.source.read(sources.values(), self.dtype)
-        return {name: tensors[source] for name, source in sources.items()}
-
-
-@contextmanager
-def watch(module: nn.Module, callbacks: Mapping[str, LinearCallback]) -> Iterator[None]:
-    """Call `callback(input, output)` whenever a submodule has run, until the block ends.
-
-    Args:
-        module: a decoder layer.
-        callbacks: name relative to `module` -> callback; input [1, S, I] and output [1, S, O] are the real ones.
-
-    Raises:
-        UsageError: a name that is not in the module.
-    """
-    inside = dict(module.named_modules())
-    for name in callbacks:
-        if name not in inside:
-            raise UsageError(f"{name}: not in {type(module).__name__}", f"use one of {', '.join(filter(None, inside))}")
-    with ExitStack() as stack:
-        for name, callback in callbacks.items():
-            handle = inside[name].register_forward_hook(partial(_report, callback))
-            stack.callback(handle.remove)
-        yield
-
-
-def _report(callback: LinearCallback, _module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-    callback(args[0], output)
+    @contextmanager
+    def _resident(self, names: Iterable[str]) -> Iterator[None]:
+        """Run the block with parameters outside the layers in memory."""
+        sources = {name: self.names.to_source[name] for name in names}
+        try:
+            self.weights.fill_(self.model, sources, dtype=self.dtype)
+            yield
+        finally:
+            self.weights.empty_(self.model, sources)

@@ -1,11 +1,6 @@
-"""From files to modules: tensors by positioned reads, a model without storage, and its parameters put in and taken out.
-
-Files are read with pread, never mapped: the pages of a mapped checkpoint count as this process's memory, and a file
-that shrinks under a map kills the process.
-"""
+"""From files to modules: a checkpoint opened, a model without storage, and its parameters put in and taken out."""
 
 import copy
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,27 +18,11 @@ from transformers import (
 
 from quantflow.artifact.canonical import digest_of, file_digest
 from quantflow.artifact.checkpoint import Checkpoint, open_checkpoint, refuse_quantized
-from quantflow.artifact.folder import reading
-from quantflow.artifact.safetensors_header import TensorInfo
+from quantflow.artifact.digests import Digests
 from quantflow.errors import InputError, UnsupportedError
 from quantflow.models.graph import family_for
 from quantflow.models.names import NameMap, twins
-
-DTYPES: dict[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-_CHECK_ELEMENTS = 1 << 24  # elements whose finiteness is checked at once, so that the check needs no second tensor
+from quantflow.models.reading import read_rows, read_tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +45,20 @@ class Source:
     def read(self, names: Iterable[str], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """Read tensors; see `read_tensors`."""
         return read_tensors(self.checkpoint, names, dtype=dtype)
+
+    def read_rows(self, name: str, rows: Tensor) -> Tensor:
+        """Read rows of a two-dimensional tensor, [n, columns] as stored; see `quantflow.models.reading.read_rows`."""
+        file, info = self.checkpoint.tensors[name]
+        return read_rows(self.checkpoint.folder / file, info, rows)
+
+    def fill_(self, module: nn.Module, names: Mapping[str, str], *, dtype: torch.dtype) -> None:
+        """Give parameters of a module their values: name relative to `module` -> source name."""
+        for name, source in names.items():
+            materialize_(module, {name: self.read([source], dtype)[source]}, dtype=dtype)
+
+    def empty_(self, module: nn.Module, names: Iterable[str]) -> None:
+        """Take the values of parameters away again; they are on meta afterwards."""
+        release_(module, names)
 
 
 def open_source(folder: str | Path) -> Source:
@@ -111,10 +104,16 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
         ) from error
 
 
-def fingerprint(checkpoint: Checkpoint) -> str:
-    """Return the sha256 that identifies a model: its config.json, its tensor headers and its weight files' contents."""
+def fingerprint(checkpoint: Checkpoint, digests: Digests | None = None) -> str:
+    """Return the sha256 that identifies a model: its config.json, its tensor headers and its weight files' contents.
+
+    Args:
+        checkpoint: the opened folder.
+        digests: the hashes that are known already; None reads every weight file.
+    """
     tensors = {name: [file, info.dtype, list(info.shape)] for name, (file, info) in checkpoint.tensors.items()}
-    files = {file: file_digest(checkpoint.folder / file) for file in checkpoint.shards}
+    hash_of = file_digest if digests is None else digests.of
+    files = {file: hash_of(checkpoint.folder / file) for file in checkpoint.shards}
     return digest_of({"config": checkpoint.config, "tensors": tensors, "files": files})
 
 
@@ -138,48 +137,6 @@ def read_tensors(checkpoint: Checkpoint, names: Iterable[str], *, dtype: torch.d
         tensor = read_tensor(checkpoint.folder / file, info)
         tensors[name] = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
     return tensors
-
-
-def read_tensor(path: Path, info: TensorInfo) -> Tensor:
-    """Read one tensor of a safetensors file whose header has been checked, as stored.
-
-    Raises:
-        InputError: the file ends early, or the tensor holds NaN or Inf.
-        UnsupportedError: a dtype that torch has no name for.
-    """
-    if info.dtype not in DTYPES:
-        raise UnsupportedError(
-            f"{info.name}: dtype {info.dtype} in {path.name} is not known", f"use one of {', '.join(DTYPES)}"
-        )
-    tensor = torch.empty(info.shape, dtype=DTYPES[info.dtype])
-    _read_into(path, memoryview(tensor.flatten().view(torch.uint8).numpy().data), info.offset, name=info.name)  # [nbytes]
-    if tensor.is_floating_point():
-        _check_finite(tensor, name=info.name, path=path)
-    return tensor
-
-
-def _read_into(path: Path, view: memoryview, offset: int, *, name: str) -> None:
-    """Fill `view` from `offset` of the file; one call to the system returns 2 GiB at most, hence the loop."""
-    with reading(path) as file:
-        done = 0
-        while done < len(view):
-            count = os.preadv(file.fileno(), [view[done:]], offset + done)
-            if count == 0:
-                raise InputError(f"{name}: {path.name} ends {len(view) - done} bytes early", "download the file again")
-            done += count
-
-
-def _check_finite(tensor: Tensor, *, name: str, path: Path) -> None:
-    flat = tensor.flatten()
-    for start in range(0, len(flat), _CHECK_ELEMENTS):
-        part = flat[start : start + _CHECK_ELEMENTS]
-        values = part.float() if part.itemsize == 1 else part  # isfinite is not written for every float8
-        if not torch.isfinite(values).all():
-            count = int((~torch.isfinite(values)).sum())
-            raise InputError(
-                f"{name}: {count} values of {path.name} are NaN or Inf, all must be finite",
-                "download the file again, or repair the checkpoint",
-            )
 
 
 def skeleton(config: PreTrainedConfig) -> PreTrainedModel:

@@ -5,6 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+
+HEAD_ROWS = 16384  # of the head that are converted at once; part of the result's last digits, so it never changes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +45,43 @@ class Constant(nn.Module):
     def forward(self, *_args: Any, **_kwargs: Any) -> Tensor:
         """Return the hidden state it was made with."""
         return self.hidden
+
+
+class Rows(nn.Module):
+    """Stands for an embedding: holds the rows that some sequences need."""
+
+    def __init__(self, ids: Tensor, weight: Tensor) -> None:
+        """Answer for these ids.
+
+        Args:
+            ids: int64 [n], ascending.
+            weight: [n, H], their rows.
+        """
+        super().__init__()
+        self.ids, self.rows = ids, weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return the rows of ids that it holds, [..., H]."""
+        return self.rows[torch.searchsorted(self.ids, ids)]
+
+
+class Head(nn.Module):
+    """Stands for the head: keeps its weight as it is stored, and converts a few rows of it at a time."""
+
+    def __init__(self, weight: Tensor, *, dtype: torch.dtype) -> None:
+        """Hold the weight.
+
+        Args:
+            weight: [V, H], as stored.
+            dtype: what is computed in.
+        """
+        super().__init__()
+        self.rows, self.dtype = weight, dtype
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return the logits [..., V] of [..., H]."""
+        parts = [functional.linear(hidden, rows.to(self.dtype)) for rows in torch.split(self.rows, HEAD_ROWS)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
 class TensorPool:

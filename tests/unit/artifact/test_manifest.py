@@ -41,6 +41,15 @@ def test_a_manifest_records_the_hash_of_every_file_but_the_unhashed_ones(folder)
     assert manifest["layout_version"] == LAYOUT_VERSION == 1
 
 
+def test_a_hash_that_is_known_is_taken_as_it_is_for_that_file_alone(folder):
+    known = "ab" * 32
+    manifest = build_manifest(folder, body=BODY, hashes={"sub/x": known, "not/there": known})
+    assert manifest["files"] == {
+        "config.json": {"sha256": hashlib.sha256(b"{}").hexdigest(), "bytes": 2},
+        "sub/x": {"sha256": known, "bytes": 3},
+    }
+
+
 def test_the_digest_is_the_sha256_of_the_canonical_json_without_it(folder):
     manifest = build_manifest(folder, body=BODY)
     digest = manifest.pop("digest")

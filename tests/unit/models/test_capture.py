@@ -22,8 +22,9 @@ from transformers import (
 )
 
 from quantflow.errors import InputError, UnsupportedError, UsageError
-from quantflow.models.capture import KVRecorder, LayerStream, watch
+from quantflow.models.capture import LayerStream
 from quantflow.models.graph import graph_for
+from quantflow.models.hooks import KVRecorder, watch
 from quantflow.models.load import open_source
 
 SHAPE = {
@@ -262,9 +263,9 @@ def test_the_head_is_read_once_for_many_sequences(folders, monkeypatch):
     stream = stream_of(folders["llama"])
     states = stream.begin(SEQUENCES)
     read = []
-    original = type(stream.source).read
+    original = type(stream.weights).read
     monkeypatch.setattr(
-        type(stream.source), "read", lambda self, names, dtype=None: original(self, read_note(read, names), dtype)
+        type(stream.weights), "read", lambda self, names, dtype=None: original(self, read_note(read, names), dtype)
     )
     with stream.head():
         for state in states:

@@ -22,7 +22,7 @@ from transformers import (
 
 from quantflow.artifact.checkpoint import open_checkpoint
 from quantflow.errors import InputError, UnsupportedError
-from quantflow.models import load
+from quantflow.models import reading
 from quantflow.models.load import (
     fingerprint,
     load_tokenizer,
@@ -80,7 +80,7 @@ def test_sharded_checkpoints_are_read_from_every_shard(folder, tmp_path):
 
 def test_every_dtype_of_the_table_is_read_bit_by_bit(tmp_path):
     values = torch.tensor([[0, 1, 2], [3, 4, 5]])
-    tensors = {name: values.to(dtype) for name, dtype in load.DTYPES.items()}
+    tensors = {name: values.to(dtype) for name, dtype in reading.DTYPES.items()}
     tensors |= {"scalar": torch.tensor(7), "empty": torch.empty(0, 3, dtype=torch.bfloat16)}
     checkpoint = write_folder(tmp_path, tensors)
     for name, tensor in read_tensors(checkpoint, checkpoint.tensors).items():
@@ -131,7 +131,7 @@ def test_nan_is_refused_by_name(tmp_path, dtype):
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf")])
 def test_an_infinity_in_the_last_checked_part_is_refused(tmp_path, monkeypatch, value):
-    monkeypatch.setattr(load, "_CHECK_ELEMENTS", 4)
+    monkeypatch.setattr(reading, "_CHECK_ELEMENTS", 4)
     checkpoint = write_folder(tmp_path, {"bad": torch.tensor([[1.0, 2, 3], [4, 5, value]])})
     with pytest.raises(InputError, match="bad: 1 values"):
         read_tensors(checkpoint, ["bad"])

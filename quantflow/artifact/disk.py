@@ -1,0 +1,215 @@
+"""Every durable write of the project: a file is absent, old or complete under its name, and on the disk when a call returns.
+
+Only calls of `os` are used, so that a test can make any one of them fail.
+"""
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+COPY_BLOCK = 8 * 1024 * 1024
+# What a file system answers that has no hard links, or none to there; anything else is a fault.
+_NO_LINKS = frozenset({errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EACCES})
+_NO_FOLDER_SYNC = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.EBADF, errno.EACCES, errno.EISDIR})
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Give an error of a call on a descriptor, which knows no name, the name of its file."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+def write_file(path: Path, data: bytes | bytearray | memoryview) -> None:
+    """Create or replace the content of a file that nobody reads yet, and wait until it is on the disk.
+
+    Raises:
+        OSError: the file system failed; what was written so far may be left under the name.
+    """
+    descriptor = create(path)
+    try:
+        with naming(path):
+            write_all(descriptor, data)
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_atomic(path: Path, data: bytes | bytearray | memoryview) -> None:
+    """Write a file so that it is absent, old or complete under its name, whatever happens.
+
+    Raises:
+        OSError: the file system failed; the name is as it was.
+    """
+    temporary = temporary_for(path)
+    try:
+        write_file(temporary, data)
+        replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):  # the fault that is being reported, most likely
+            remove(temporary)
+        raise
+
+
+def temporary_for(path: Path) -> Path:
+    """Return the name beside `path` under which it is written before it is complete."""
+    return path.with_name(f".{path.name}.tmp")
+
+
+def replace(temporary: Path, path: Path) -> None:
+    """Give a synced file its final name, in place of what has it, and wait until the folder is on the disk."""
+    os.replace(temporary, path)
+    sync_folder(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file that something else wrote is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        with naming(path):
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_folder(path: Path) -> None:
+    """Wait until the names in a folder are on the disk, where the file system can."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        with naming(path):
+            os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_FOLDER_SYNC:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def remove(path: Path) -> None:
+    """Remove a file; one that is not there is no error."""
+    with suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a folder and all in it; one that is not there is no error.
+
+    Raises:
+        OSError: the file system failed; it names the file by its whole path.
+    """
+    if not path.is_dir() or path.is_symlink():
+        remove(path)
+        return
+    for inside in sorted(path.iterdir()):
+        remove_tree(inside)
+    os.rmdir(path)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and those above it; one that is there is no error."""
+    if path.is_dir():
+        return
+    if path.parent != path:
+        make_folder(path.parent)
+    try:
+        os.mkdir(path)
+    except FileExistsError:
+        if not path.is_dir():
+            raise
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """Make `target` the same file as `source`, or a copy of it where the file system has no such links.
+
+    The content must never be changed in place afterwards, only replaced: both names see it.
+
+    Raises:
+        OSError: the file system failed, or `target` exists; no part of a copy is left.
+    """
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        copy(source, target)
+
+
+def copy(source: Path, target: Path) -> None:
+    """Copy a file's content, holding 8 MiB of it at a time, and wait until it is on the disk.
+
+    Raises:
+        OSError: the file system failed; no part of a copy is left.
+    """
+    reader = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        writer = create(target)
+        try:
+            while True:
+                with naming(source):
+                    block = os.read(reader, COPY_BLOCK)
+                if not block:
+                    break
+                with naming(target):
+                    write_all(writer, block)
+            with naming(target):
+                os.fsync(writer)
+        finally:
+            os.close(writer)
+    except BaseException:
+        with suppress(OSError):
+            remove(target)
+        raise
+    finally:
+        os.close(reader)
+
+
+def create(path: Path) -> int:
+    """Create or truncate a file and return its descriptor, for reading and writing."""
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+
+
+def write_all(descriptor: int, data: bytes | bytearray | memoryview) -> None:
+    """Write all of `data` where the descriptor stands; one call to the system may write less."""
+    view = flat(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def pwrite_all(descriptor: int, data: bytes | bytearray | memoryview, offset: int) -> None:
+    """Write all of `data` at `offset` bytes of the file; safe beside other writers of other bytes."""
+    view = flat(data)
+    while view:
+        count = os.pwrite(descriptor, view, offset)
+        view, offset = view[count:], offset + count
+
+
+def flat(data: bytes | bytearray | memoryview) -> memoryview:
+    """Return contiguous data as a view of its bytes."""
+    view = memoryview(data)
+    return view.cast("B") if view.nbytes else memoryview(b"")  # a view of no elements cannot be cast
+
+
+def read_ahead(descriptor: int, offset: int, nbytes: int) -> None:
+    """Tell the system that these bytes will be read soon; it may begin at once."""
+    if hasattr(os, "posix_fadvise"):  # not on macOS
+        os.posix_fadvise(descriptor, offset, nbytes, os.POSIX_FADV_WILLNEED)
+
+
+def forget(descriptor: int, offset: int, nbytes: int) -> None:
+    """Tell the system that these bytes will not be read again, so that others' pages stay in memory instead."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+
+def free_bytes(folder: Path) -> int:
+    """Return how many bytes this user can still write on the file system of a folder, which need not exist yet."""
+    while not folder.exists() and folder.parent != folder:
+        folder = folder.parent
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize

@@ -1,0 +1,192 @@
+"""What flows between two decoder layers: one hidden state per calibration sequence, in memory or on disk.
+
+Every hidden state of a layer's input is one generation. While a layer runs, the next generation is written beside the
+current one; `commit` makes it the current one, under a name, with its hash. So a process that is killed finds the last
+committed generation whole, and goes on with the layer that it belongs to.
+
+    <folder>/00012.hidden   the input of layer 12, sequence after sequence, raw
+    <folder>/00012.json     {"key", "sha256", "shapes", "dtype"}, written after it
+
+Without a folder everything is in memory and nothing is kept.
+"""
+
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from quantflow.artifact import disk
+from quantflow.artifact.canonical import canonical_json, file_digest, read_json
+from quantflow.errors import InputError, UsageError
+from quantflow.models.reading import bytes_of, read_into
+
+
+class HiddenStates:
+    """The hidden states of `count` sequences, [1, S, H] each; get any, put in order.
+
+    Args:
+        count: how many sequences there are.
+        folder: where generations are written; None keeps them in memory alone.
+        cache_bytes: how much is kept in memory beside the file, in file order; None keeps all.
+    """
+
+    def __init__(self, count: int, *, folder: Path | None = None, cache_bytes: int | None = None) -> None:
+        """Start without a generation; the first one is what is put until the first commit.
+
+        Raises:
+            UsageError: a limit on memory, and no folder for the rest.
+        """
+        if folder is None and cache_bytes is not None:
+            raise UsageError(f"hidden states: cache_bytes={cache_bytes} and no folder", "give a folder for what exceeds it")
+        self._count = count
+        self._folder = folder
+        self._cache_bytes = cache_bytes
+        self._cache: list[Tensor | None] = [None] * count
+        self._shapes: list[tuple[int, ...]] = [()] * count
+        self._dtype = torch.float32
+        self._current: Path | None = None
+        self._put = 0  # sequences of the next generation so far
+        self._hash = hashlib.sha256()
+        self._next = -1  # descriptor of the next generation's file
+        if folder is not None:
+            disk.make_folder(folder)
+
+    @property
+    def restored(self) -> bool:
+        """Whether a generation was taken up, so that the first one need not be made."""
+        return self._current is not None
+
+    def __len__(self) -> int:
+        """Return the number of sequences."""
+        return self._count
+
+    def get(self, index: int) -> Tensor:
+        """Return a hidden state, [1, S, H]: that of the current generation, or the one put since.
+
+        Raises:
+            InputError: the file of the generation ends early.
+        """
+        cached = self._cache[index]
+        if cached is not None:
+            return cached
+        shapes = self._shapes
+        offset = sum(_bytes(shape, self._dtype) for shape in shapes[:index])
+        path = self._next_path if index < self._put else self._current
+        assert path is not None  # what is not in memory was written
+        return _read(path, shapes[index], self._dtype, offset)
+
+    def put(self, index: int, hidden: Tensor) -> None:
+        """Add a sequence to the next generation.
+
+        Args:
+            index: the one after the last that was put.
+            hidden: [1, S, H].
+
+        Raises:
+            UsageError: another index is due.
+        """
+        if index != self._put:
+            raise UsageError(f"hidden states: sequence {index} put, {self._put} is next", "put sequences in order")
+        hidden = hidden.detach().contiguous()
+        self._shapes[index], self._dtype = tuple(hidden.shape), hidden.dtype
+        if self._folder is not None:
+            if self._next < 0:
+                self._next = disk.create(self._next_path)
+            data = bytes_of(hidden)
+            self._hash.update(data)
+            with disk.naming(self._next_path):
+                disk.write_all(self._next, data)
+        self._put = index + 1
+        self._cache[index] = hidden if self._fits(index) else None
+        if self._put == self._count and self._folder is None:
+            self._put = 0  # in memory alone, a generation that is complete is the current one
+
+    def commit(self, label: int, *, key: str) -> None:
+        """Make the next generation the current one, and remove the others.
+
+        Args:
+            label: the layer whose input it is.
+            key: what it was made from; `restore` compares it.
+
+        Raises:
+            UsageError: not every sequence was put.
+        """
+        if self._folder is None:
+            return
+        if self._put != self._count:
+            raise UsageError(f"hidden states: {self._put} of {self._count} sequences", "put every sequence")
+        with disk.naming(self._next_path):
+            os.fsync(self._next)
+        os.close(self._next)
+        self._next = -1
+        path = self._folder / f"{label:05d}.hidden"
+        disk.replace(self._next_path, path)
+        record = {"key": key, "sha256": self._hash.hexdigest(), "shapes": self._shapes, "dtype": str(self._dtype)}
+        disk.write_atomic(path.with_suffix(".json"), canonical_json(record))
+        self._current, self._put, self._hash = path, 0, hashlib.sha256()
+        for other in sorted(self._folder.glob("*")):
+            if other.stem != path.stem:
+                disk.remove(other)
+
+    def restore(self, label: int, *, key: str) -> bool:
+        """Take up the generation of that label if it is there, whole and made from the same; return whether it was."""
+        if self._folder is None:
+            return False
+        path = self._folder / f"{label:05d}.hidden"
+        try:
+            record = read_json(path.with_suffix(".json"))
+            if record["key"] != key or len(record["shapes"]) != self._count or file_digest(path) != record["sha256"]:
+                return False
+            self._dtype = _DTYPES[record["dtype"]]
+        except (InputError, KeyError, TypeError):  # damaged or missing: made again, never used
+            return False
+        self._shapes = [tuple(shape) for shape in record["shapes"]]
+        self._current, self._put = path, 0
+        self._cache = [None] * self._count
+        for index in range(self._count):
+            self._cache[index] = self.get(index) if self._fits(index) else None
+        return True
+
+    def discard(self) -> None:
+        """Remove every generation, and the folder."""
+        self.close()
+        if self._folder is not None and self._folder.is_dir():
+            for path in sorted(self._folder.iterdir()):
+                disk.remove(path)
+            os.rmdir(self._folder)
+
+    def close(self) -> None:
+        """Let go of the file that is being written; committed generations stay."""
+        if self._next >= 0:
+            os.close(self._next)
+            self._next = -1
+
+    @property
+    def _next_path(self) -> Path:
+        assert self._folder is not None  # callers have looked
+        return self._folder / ".next.hidden"
+
+    def _fits(self, index: int) -> bool:
+        """Return whether a sequence is among the first that fit into the cache."""
+        if self._cache_bytes is None:
+            return True
+        return sum(_bytes(shape, self._dtype) for shape in self._shapes[: index + 1]) <= self._cache_bytes
+
+
+_DTYPES: dict[str, torch.dtype] = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)}
+
+
+def _bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count * dtype.itemsize
+
+
+def _read(path: Path, shape: Sequence[int], dtype: torch.dtype, offset: int) -> Tensor:
+    tensor = torch.empty(tuple(shape), dtype=dtype)
+    read_into(path, tensor, offset, name="hidden states")
+    return tensor

@@ -1,0 +1,56 @@
+"""What flows through a decoder layer while it runs: inputs and outputs of its linears, keys and values of its attention."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from quantflow.errors import UsageError
+
+LinearCallback = Callable[[Tensor, Tensor], None]
+KVCallback = Callable[[int, Tensor, Tensor], None]
+
+
+class KVRecorder(Cache):  # type: ignore[misc]
+    """A cache that stores nothing and reports what an attention layer wants to store."""
+
+    def __init__(self, callback: KVCallback) -> None:
+        """Report to `callback(layer index, K after RoPE, V)`; K and V are [1, key/value heads, S, head_dim]."""
+        super().__init__(layers=[])
+        self._callback = callback
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Report K and V and return them unchanged."""
+        self._callback(layer_idx, key_states, value_states)
+        return key_states, value_states
+
+
+@contextmanager
+def watch(module: nn.Module, callbacks: Mapping[str, LinearCallback]) -> Iterator[None]:
+    """Call `callback(input, output)` whenever a submodule has run, until the block ends.
+
+    Args:
+        module: a decoder layer.
+        callbacks: name relative to `module` -> callback; input [1, S, I] and output [1, S, O] are the real ones.
+
+    Raises:
+        UsageError: a name that is not in the module.
+    """
+    inside = dict(module.named_modules())
+    for name in callbacks:
+        if name not in inside:
+            raise UsageError(f"{name}: not in {type(module).__name__}", f"use one of {', '.join(filter(None, inside))}")
+    with ExitStack() as stack:
+        for name, callback in callbacks.items():
+            handle = inside[name].register_forward_hook(partial(_report, callback))
+            stack.callback(handle.remove)
+        yield
+
+
+def _report(callback: LinearCallback, _module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+    callback(args[0], output)

@@ -1,0 +1,146 @@
+"""Hidden states between two layers: the same whether in memory or on disk, and whole after any interruption."""
+
+import hashlib
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quantflow.errors import InputError, UsageError
+from quantflow.models.hidden import HiddenStates
+
+SHAPES = [(1, 3, 4), (1, 1, 4), (1, 5, 4)]
+NBYTES = [48, 16, 80]
+
+
+def generation(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+
+
+def put_all(hidden, tensors):
+    for index, tensor in enumerate(tensors):
+        hidden.put(index, tensor)
+
+
+@pytest.mark.parametrize("cache_bytes", [None, 0, 48, 63, 64, 1000])
+def test_what_was_put_is_what_is_read_whatever_is_kept_in_memory(tmp_path, cache_bytes):
+    hidden = HiddenStates(3, folder=tmp_path, cache_bytes=cache_bytes)
+    for label in range(3):
+        tensors = generation(label)
+        put_all(hidden, tensors)
+        hidden.commit(label, key="k")
+        assert all(torch.equal(hidden.get(index), tensor) for index, tensor in enumerate(tensors))
+
+
+def test_while_a_generation_is_put_later_sequences_are_still_of_the_current_one(tmp_path):
+    hidden = HiddenStates(3, folder=tmp_path, cache_bytes=0)
+    old, new = generation(0), generation(1)
+    put_all(hidden, old)
+    hidden.commit(0, key="k")
+    for index in range(3):
+        assert torch.equal(hidden.get(index), old[index])
+        hidden.put(index, new[index])
+        assert torch.equal(hidden.get(index), new[index])
+
+
+def test_without_a_folder_generations_follow_each_other_in_memory():
+    hidden = HiddenStates(3)
+    for seed in range(3):
+        put_all(hidden, generation(seed))
+        hidden.commit(seed, key="k")
+        assert all(torch.equal(hidden.get(index), tensor) for index, tensor in enumerate(generation(seed)))
+    assert not hidden.restore(2, key="k")
+
+
+def test_the_file_is_the_bytes_of_the_sequences_under_their_hash(tmp_path):
+    hidden = HiddenStates(3, folder=tmp_path)
+    tensors = generation(7)
+    put_all(hidden, tensors)
+    hidden.commit(12, key="k")
+    expected = b"".join(tensor.numpy().tobytes() for tensor in tensors)
+    assert (tmp_path / "00012.hidden").read_bytes() == expected
+    assert hashlib.sha256(expected).hexdigest() in (tmp_path / "00012.json").read_text()
+    assert len(expected) == sum(NBYTES)
+
+
+def test_only_the_committed_generation_stays_and_a_new_process_takes_it_up(tmp_path):
+    hidden = HiddenStates(3, folder=tmp_path, cache_bytes=48)
+    for label in range(3):
+        put_all(hidden, generation(label))
+        hidden.commit(label, key="k")
+    hidden.put(0, generation(9)[0])  # killed in the middle of the next generation
+    hidden.close()
+    again = HiddenStates(3, folder=tmp_path, cache_bytes=48)
+    assert not again.restore(1, key="k")
+    assert again.restore(2, key="k")
+    assert all(torch.equal(again.get(index), tensor) for index, tensor in enumerate(generation(2)))
+    put_all(again, generation(3))
+    again.commit(3, key="k")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["00003.hidden", "00003.json"]
+
+
+@pytest.mark.parametrize("harm", ["other key", "bit flipped", "cut short", "record cut short", "record gone", "other count"])
+def test_a_generation_that_is_damaged_or_foreign_is_not_taken_up(tmp_path, harm):
+    hidden = HiddenStates(3, folder=tmp_path)
+    put_all(hidden, generation(0))
+    hidden.commit(4, key="k")
+    file, record = tmp_path / "00004.hidden", tmp_path / "00004.json"
+    content = file.read_bytes()
+    if harm == "bit flipped":
+        file.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    if harm == "cut short":
+        file.write_bytes(content[:-1])
+    if harm == "record cut short":
+        record.write_bytes(record.read_bytes()[:-5])
+    if harm == "record gone":
+        record.unlink()
+    again = HiddenStates(2 if harm == "other count" else 3, folder=tmp_path)
+    assert not again.restore(4, key="other" if harm == "other key" else "k")
+
+
+def test_sequences_are_put_in_order_and_all_of_them(tmp_path):
+    hidden = HiddenStates(3, folder=tmp_path)
+    with pytest.raises(UsageError, match="sequence 1 put, 0 is next"):
+        hidden.put(1, torch.zeros(1, 1, 4))
+    hidden.put(0, torch.zeros(1, 1, 4))
+    with pytest.raises(UsageError, match="1 of 3 sequences"):
+        hidden.commit(0, key="k")
+
+
+def test_a_limit_on_memory_needs_a_folder():
+    with pytest.raises(UsageError, match="cache_bytes=0 and no folder"):
+        HiddenStates(1, cache_bytes=0)
+
+
+def test_a_file_that_was_cut_while_it_was_used_is_named(tmp_path):
+    hidden = HiddenStates(3, folder=tmp_path, cache_bytes=0)
+    put_all(hidden, generation(0))
+    hidden.commit(0, key="k")
+    (tmp_path / "00000.hidden").write_bytes(b"1234")
+    with pytest.raises(InputError, match="00000.hidden ends"):
+        hidden.get(2)
+
+
+def test_discard_leaves_nothing(tmp_path):
+    hidden = HiddenStates(3, folder=tmp_path / "private")
+    put_all(hidden, generation(0))
+    hidden.commit(0, key="k")
+    hidden.put(0, generation(1)[0])
+    hidden.discard()
+    assert list(tmp_path.iterdir()) == []
+
+
+@settings(max_examples=25, deadline=None)
+@given(lengths=st.lists(st.integers(1, 6), min_size=1, max_size=6), cache_bytes=st.integers(0, 200), dtype=st.booleans())
+def test_any_lengths_come_back_in_any_dtype(tmp_path_factory, lengths, cache_bytes, dtype):
+    folder = tmp_path_factory.mktemp("hidden")
+    tensors = [torch.randn(1, length, 3).to(torch.bfloat16 if dtype else torch.float32) for length in lengths]
+    hidden = HiddenStates(len(lengths), folder=folder, cache_bytes=cache_bytes)
+    put_all(hidden, tensors)
+    hidden.commit(0, key="k")
+    again = HiddenStates(len(lengths), folder=folder, cache_bytes=0)
+    assert again.restore(0, key="k")
+    for store in (hidden, again):
+        assert all(torch.equal(store.get(index), tensor) for index, tensor in enumerate(tensors))
