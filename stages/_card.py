@@ -8,6 +8,10 @@ NOTES = {
     "int-quantized": "Stock transformers with compressed-tensors loads it, and runs it with the formulas used here.",
     "pack-quantized": "Stock transformers with compressed-tensors loads it and decompresses the weights.",
 }
+PROOFS = {
+    "canary": "canary, {layers} layers recomputed from this folder",
+    "tensors": "tensors, every weight of {layers} layers decoded from this folder and compared",
+}
 ASYMMETRIC = (
     "It has zero points: compressed-tensors 0.20 does not reload packed zero points plainly; "
     "pass `quantization_config=CompressedTensorsConfig(dequantize=True)`."
@@ -39,7 +43,7 @@ def model_card(manifest: Mapping[str, Any]) -> str:
         f"| source | {source['name']}, revision {source['revision'] or 'not recorded'} |",
         f"| source bytes quantized / changed / copied | {sizes['quantized']} / {sizes['changed']} / {sizes['copied']} |",
         f"| calibration | {_calibration(manifest['measurement'])} |",
-        f"| proof | {manifest['proof']['kind']}, {manifest['proof']['layers']} layers recomputed from this folder |",
+        f"| proof | {PROOFS[manifest['proof']['kind']].format(layers=manifest['proof']['layers'])} |",
         f"| digest | `{manifest['digest']}` |",
         "",
         *[f"{layout}: {NOTES[layout]}" for layout in layouts],

@@ -4,9 +4,9 @@
     calibration: {source, samples, sequence_length, pack}
     measure:     {ranks, stats}
     quantize:    [{name, scheme, algorithm, group_size, transforms, ignore, overrides, expect}, ...]
-    unify:       {groups}
-    export:      {format, shard_size}
+    unify:       {groups}               export: {format, shard_size}
     validate:    {text, tokens, sequence_length, gate, allow_inconclusive}
+    resources:   {max_memory, max_disk, disk_offload}
 
 Unknown keys, wrong types and repeated keys are refused with the nearest name that exists. Flags are applied over `--set`,
 `--set` over the file, the file over these defaults. The environment is read here and nowhere else.
@@ -45,7 +45,7 @@ class Calibration:
 
 @dataclass(frozen=True, kw_only=True)
 class Measure:
-    """Ranks share the calibration text; `stats` null means every statistic but the Hessian."""
+    """Ranks share the calibration text; `stats` null means what the artifacts of the recipe need, possibly nothing."""
 
     ranks: int = 1
     stats: tuple[str, ...] | None = None
@@ -62,7 +62,7 @@ class Override:
 
 @dataclass(frozen=True, kw_only=True)
 class Quantize:
-    """One artifact: null means what the scheme's preset says."""
+    """One artifact: null means what the scheme's preset says, or what measured better (`quantized_inputs`)."""
 
     name: str
     scheme: str
@@ -71,6 +71,7 @@ class Quantize:
     transforms: tuple[dict[str, Any], ...] | None = None
     ignore: tuple[str, ...] = ()
     overrides: tuple[Override, ...] = ()
+    quantized_inputs: bool | None = None
     expect: str = "pass"
 
     def __post_init__(self) -> None:
@@ -112,6 +113,23 @@ class Validate:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Resources:
+    """What each process may hold in memory and a stage may write (`4GiB`; null: what the machine has).
+
+    `disk_offload` is a tenth of the memory where max_memory is null; the rest waits on disk beside -o.
+    """
+
+    max_memory: str | None = None
+    max_disk: str | None = None
+    disk_offload: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that are none."""
+        for text in filter(None, (self.max_memory, self.max_disk)):
+            parse_size(text)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Recipe:
     """Everything that `quantflow run` needs to know."""
 
@@ -124,6 +142,7 @@ class Recipe:
     unify: Unify = field(default_factory=Unify)
     export: Export = field(default_factory=Export)
     validate: Validate = field(default_factory=Validate)
+    resources: Resources = field(default_factory=Resources)
 
     def __post_init__(self) -> None:
         """Refuse two artifacts of one name."""
@@ -274,3 +293,8 @@ def launched_rank() -> tuple[int, int] | None:
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return None
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def bars_wanted() -> bool:
+    """Return whether a terminal gets live lines; `TQDM_DISABLE=1` says no."""
+    return os.environ.get("TQDM_DISABLE", "") in ("", "0")

@@ -1,13 +1,18 @@
 """One decoder layer of stage 2: transforms, statistics, algorithm, and what the artifact will hold for it.
 
-The order is fixed: smooth, prove on the canary that smoothing changed nothing, collect Hessians of the smoothed inputs,
-quantize group by group, put the quantized linears in place. What comes out holds every tensor of the layer under its name
-in the artifact, so the file of a layer is all that a resumed run needs.
+The order is fixed: smooth, prove on the canary that smoothing changed nothing, collect Hessians of the smoothed inputs, let
+go of the float32 weights, quantize group by group, put the quantized linears in place. What comes out holds every tensor of
+the layer under its name in the artifact, so the file of a layer is all that a resumed run needs.
+
+In memory at once: while sequences run, the layer in float32 and one Hessian per group; while a group is quantized, its
+weights as stored, the Hessians of the groups that are still to come, and what its algorithm takes.
 """
 
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,17 +21,22 @@ from torch import Tensor, nn
 from quantflow.algorithms import ALGORITHMS
 from quantflow.backends import reference
 from quantflow.core.activations import static_input, unseen
+from quantflow.core.parallel import Workers
 from quantflow.core.qtensor import QuantizedLinear
 from quantflow.core.scheme import LinearScheme
 from quantflow.errors import StatisticsError
-from quantflow.evaluation.layer_error import relative_error
+from quantflow.evaluation.layer_error import relative_error, weight_error
 from quantflow.formats import FORMATS
-from quantflow.models.capture import LayerStream, State, watch
+from quantflow.models.capture import LayerStream, State
 from quantflow.models.graph import Layer, LinearGroup
+from quantflow.models.hooks import watch
+from quantflow.models.load import Source, release_
+from quantflow.models.reading import DTYPES
 from quantflow.observers import OBSERVERS
 from quantflow.runtime.linear import QuantLinear
 from quantflow.transforms import TRANSFORMS
 from stages._plan import Plan
+from stages._progress import Progress
 
 FORMAT = FORMATS["compressed-tensors"]
 SMOOTHING_TOLERANCE = 1e-6  # ||change||^2 / ||output||^2 of the canary: a float32 reordering, not another function
@@ -37,35 +47,53 @@ class LayerWork:
     """What quantizing one layer reads, and what it has found so far.
 
     Attributes:
-        stored: every source tensor of the layer in its stored dtype, by source name.
         statistics: linear's source name -> statistic -> tensor, of the linear's input; changed by smoothing.
+        states: the calibration sequences where they enter the layer; empty when the algorithm needs no Hessians.
+        keep_outputs: make the original layer's outputs the states' next hidden states, while the Hessians are collected.
+        ahead: how many sequences may be under way at once.
         errors: linear -> {"weight", "output"}: relative squared error, output on the canary.
         decisions: linear -> what the transforms and the algorithm decided.
+        tensors: what the layer's file will hold.
+        changed: source names of tensors that are not quantized and not as in the source.
     """
 
     stream: LayerStream
+    source: Source
     module: nn.Module
     layer: Layer
     plan: Plan
-    stored: Mapping[str, Tensor]
     statistics: dict[str, Mapping[str, Tensor]]
     canary: State
+    states: Sequence[State]
+    keep_outputs: bool
+    workers: Workers
+    ahead: int
+    progress: Progress
     errors: dict[str, dict[str, float]] = field(default_factory=dict)
     decisions: dict[str, dict[str, Any]] = field(default_factory=dict)
     tensors: dict[str, Tensor] = field(default_factory=dict)
     changed: list[str] = field(default_factory=list)
+
+    @property
+    def stored(self) -> list[str]:
+        """The source names of the layer's tensors."""
+        return [name for name in self.source.names if name.startswith(f"{self.layer.prefix}.")]
+
+    def read(self, name: str) -> Tensor:
+        """Return a source tensor as stored."""
+        return self.source.read([name])[name]
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Return the dtype in which a source tensor is stored."""
+        return DTYPES[self.source.checkpoint.infos[name].dtype]
 
     def child(self, name: str) -> Any:
         """Return the norm or linear with that source name."""
         return self.module.get_submodule(self.layer.relative(name))
 
 
-def quantize_layer(work: LayerWork, *, states: Sequence[State]) -> None:
+def quantize_layer(work: LayerWork) -> None:
     """Fill `work` with the layer's tensors, errors and decisions, and leave its module quantized.
-
-    Args:
-        work: one layer.
-        states: the calibration sequences where they enter the layer; only read when the algorithm needs Hessians.
 
     Raises:
         StatisticsError: a statistic is missing, or smoothing changed the layer's function.
@@ -73,25 +101,43 @@ def quantize_layer(work: LayerWork, *, states: Sequence[State]) -> None:
     original = work.stream.run(work.module, work.canary)
     _smooth(work)
     inputs, outputs = _canary_traffic(work, original)
-    if work.plan.needs_hessian:
-        _collect_hessians(work, states)
+    hessians = _collect_hessians(work) if work.plan.needs_hessian else {}
+    smoothed = bool(work.changed)
+    if not smoothed:  # they are read again, as stored, when their turn comes
+        for name in _quantized(work):
+            release_(work.child(name), ["weight"])
     for group in work.layer.groups:
+        statistics = {**work.statistics.get(group.linears[0], {}), **hessians.pop(group.linears[0], {})}
         for scheme in dict.fromkeys(work.plan.schemes[name] for name in group.linears):
             if scheme is not None:
                 members = [name for name in group.linears if work.plan.schemes[name] == scheme]
-                _quantize_members(work, members, scheme, inputs=inputs, outputs=outputs)
-    for name, tensor in work.stored.items():
+                work.progress.doing(", ".join(work.layer.relative(name) for name in members))
+                _quantize_members(work, members, scheme, statistics=statistics, smoothed=smoothed)
+                for name in members:  # smoothed weights were kept until here
+                    release_(work.child(name), ["weight"])
+    install_all(work.module, work.layer, work.plan, work.tensors)
+    for name in work.errors:
+        work.errors[name]["output"] = relative_error(outputs[name], work.child(name)(inputs[name]), name=name)
+    for name in work.stored:
         if name.removesuffix(".weight") not in work.errors:
-            work.tensors[name] = _current(work, name).to(tensor.dtype) if name in work.changed else tensor
+            kept = work.read(name)
+            work.tensors[name] = _current(work, name).to(kept.dtype) if name in work.changed else kept
 
 
-def install(module: nn.Module, relative: str, quantized: QuantizedLinear) -> QuantLinear:
-    """Put a quantized linear in the place of the linear at `relative` and return it."""
-    old: Any = module.get_submodule(relative)
-    bias = None if old.bias is None else old.bias.detach().float()
-    linear = QuantLinear(quantized, bias=bias, backend=reference, dtype=torch.float32)
-    module.set_submodule(relative, linear)
-    return linear
+def install_all(module: nn.Module, layer: Layer, plan: Plan, tensors: Mapping[str, Tensor]) -> None:
+    """Put the quantized linears of a layer in place, from the tensors that its file holds."""
+    for name in layer.linears:
+        scheme = plan.schemes[name]
+        if scheme is not None:
+            old: Any = module.get_submodule(layer.relative(name))
+            bias = None if old.bias is None else old.bias.detach().float()
+            quantized = FORMAT.decode(name, tensors, scheme)
+            linear = QuantLinear(quantized, bias=bias, backend=reference, dtype=torch.float32)
+            module.set_submodule(layer.relative(name), linear)
+
+
+def _quantized(work: LayerWork) -> list[str]:
+    return [name for name in work.layer.linears if work.plan.schemes[name] is not None]
 
 
 def _smooth(work: LayerWork) -> None:
@@ -110,17 +156,16 @@ def _smooth_group(work: LayerWork, group: LinearGroup, name: str, options: Mappi
     transform = TRANSFORMS[name]
     assert group.norm is not None  # the caller skips groups without one
     norm = work.child(group.norm)
-    stored_norm = work.stored[f"{group.norm}.weight"]
     smoothing = transform.solve(
         {linear: work.child(linear).weight for linear in group.linears},
-        input_amax=_required(work, group.linears[0], "channel_amax"),
-        norm_weight=norm.weight.to(stored_norm.dtype),
+        input_amax=_required(work.statistics.get(group.linears[0], {}), group.linears[0], "channel_amax"),
+        norm_weight=norm.weight.to(work.dtype_of(f"{group.norm}.weight")),
         alpha=options["alpha"],
     )
     transform.apply_(norm, [work.child(linear) for linear in group.linears], smoothing=smoothing)
     for key in [key for key in work.stored if key.rpartition(".")[0] == group.norm]:
         current = _current(work, key)
-        current.copy_(current.to(work.stored[key].dtype))  # go on with the values that the artifact will hold
+        current.copy_(current.to(work.dtype_of(key)))  # go on with the values that the artifact will hold
         work.changed.append(key)
     for linear in group.linears:
         work.statistics[linear] = transform.smooth_statistics(work.statistics[linear], smoothing.factors)
@@ -139,10 +184,7 @@ def _canary_traffic(work: LayerWork, original: Tensor) -> tuple[dict[str, Tensor
     def remember(name: str, x: Tensor, y: Tensor) -> None:
         inputs[name], outputs[name] = x, y
 
-    with ExitStack() as stack:
-        for group in work.layer.groups:
-            for name in group.linears:
-                stack.enter_context(watch(work.module, {work.layer.relative(name): _named(remember, name)}))
+    with watch(work.module, {work.layer.relative(name): partial(remember, name) for name in work.layer.linears}):
         smoothed = work.stream.run(work.module, work.canary)
     change = relative_error(original, smoothed, name=work.layer.prefix)
     if change > SMOOTHING_TOLERANCE:
@@ -153,24 +195,33 @@ def _canary_traffic(work: LayerWork, original: Tensor) -> tuple[dict[str, Tensor
     return inputs, outputs
 
 
-def _collect_hessians(work: LayerWork, states: Sequence[State]) -> None:
-    """Add the Hessian of each group's input to the statistics of its linears, folded in sample order."""
-    observers = {}
-    for group in work.layer.groups:
-        if any(work.plan.schemes[name] is not None for name in group.linears):
-            first = group.linears[0]
-            observers[first] = OBSERVERS["hessian"](features=work.child(first).weight.shape[1])
+def _collect_hessians(work: LayerWork) -> dict[str, dict[str, Tensor]]:
+    """Return, per group by its first linear, the Hessian of its input, folded in sample order.
+
+    Sequences run on the workers; their inputs are folded here, in order, while the next ones run.
+    """
+    firsts = [g.linears[0] for g in work.layer.groups if any(work.plan.schemes[name] is not None for name in g.linears)]
+    observers = {name: OBSERVERS["hessian"](features=work.child(name).weight.shape[1]) for name in firsts}
+    seen = threading.local()  # hooks are the module's, what they see belongs to the sequence that the thread runs
+
+    def remember(name: str, x: Tensor, _y: Tensor) -> None:
+        seen.inputs[name] = x
+
+    def unit(state: State) -> tuple[dict[str, Tensor], Tensor]:
+        seen.inputs = {}
+        hidden = work.stream.run(work.module, state)
+        return seen.inputs, hidden
+
     with ExitStack() as stack:
-        for name, observer in observers.items():
-            callback = _named(lambda _, x, y, observer=observer: observer.update(x), name)
-            stack.enter_context(watch(work.module, {work.layer.relative(name): callback}))
-        for state in states:
-            work.stream.run(work.module, state)
-    for group in work.layer.groups:
-        if group.linears[0] in observers:
-            state_of = observers[group.linears[0]].state()
-            for name in group.linears:
-                work.statistics[name] = {**work.statistics.get(name, {}), **state_of}
+        stack.enter_context(watch(work.module, {work.layer.relative(name): partial(remember, name) for name in firsts}))
+        arrived = work.workers.stream(unit, work.states, ahead=work.ahead)
+        for number, (state, (inputs, hidden)) in enumerate(zip(work.states, arrived, strict=True), start=1):
+            work.progress.doing(f"sequence {number} of {len(work.states)}")
+            for name, observer in observers.items():
+                observer.update(inputs[name])
+            if work.keep_outputs:
+                state.store.put(state.index, hidden)
+    return {name: observer.state() for name, observer in observers.items()}
 
 
 def _quantize_members(
@@ -178,16 +229,20 @@ def _quantize_members(
     members: Sequence[str],
     scheme: LinearScheme,
     *,
-    inputs: Mapping[str, Tensor],
-    outputs: Mapping[str, Tensor],
+    statistics: Mapping[str, Tensor],
+    smoothed: bool,
 ) -> None:
-    """Quantize linears that share an input and a scheme, and put them in place."""
-    statistics = work.statistics.get(members[0], {})
+    """Quantize linears that share an input and a scheme, and keep what the layer's file will hold of them."""
     for statistic in ALGORITHMS[work.plan.algorithm].NEEDS:
-        _required(work, members[0], statistic)
-    weights = {name: work.child(name).weight.detach() for name in members}
-    scale_dtype = FORMAT.scale_dtype(scheme, work.stored[f"{members[0]}.weight"].dtype)
-    results = ALGORITHMS[work.plan.algorithm].quantize_group(weights, scheme, statistics=statistics, scale_dtype=scale_dtype)
+        _required(statistics, members[0], statistic)
+    if smoothed:
+        weights = {name: work.child(name).weight.detach() for name in members}
+    else:
+        weights = {name: work.read(f"{name}.weight") for name in members}
+    scale_dtype = FORMAT.scale_dtype(scheme, work.dtype_of(f"{members[0]}.weight"))
+    results = ALGORITHMS[work.plan.algorithm].quantize_group(
+        weights, scheme, statistics=statistics, scale_dtype=scale_dtype, workers=work.workers
+    )
     input_scale, input_zero_point = None, None
     if scheme.input is not None and not scheme.input.dynamic:
         input_scale, input_zero_point = static_input(statistics, scheme.input)
@@ -198,20 +253,15 @@ def _quantize_members(
         quantized = QuantizedLinear(
             weight=result.weight, scheme=scheme, input_scale=input_scale, input_zero_point=input_zero_point
         )
-        quantized.weight.validate(name)
         work.tensors |= FORMAT.encode(name, quantized, scale_dtype=scale_dtype)
-        linear = install(work.module, work.layer.relative(name), quantized)
-        work.errors[name] = {
-            "weight": relative_error(weights[name], result.weight.dequantize(), name=name),
-            "output": relative_error(outputs[name], linear(inputs[name]), name=name),
-        }
+        work.errors[name] = {"weight": weight_error(weights[name], result.weight, name=name)}
         work.decisions.setdefault(name, {}).update(result.decisions)
         if "amax" in statistics:
             work.decisions[name]["input_amax"] = float(statistics["amax"])
 
 
-def _required(work: LayerWork, name: str, statistic: str) -> Tensor:
-    tensor = work.statistics.get(name, {}).get(statistic)
+def _required(statistics: Mapping[str, Tensor], name: str, statistic: str) -> Tensor:
+    tensor = statistics.get(statistic)
     if tensor is None:
         raise StatisticsError(
             f"{name}|input|{statistic}: the measurement does not hold it",
@@ -224,10 +274,3 @@ def _current(work: LayerWork, name: str) -> Tensor:
     owner, _, leaf = name.rpartition(".")
     tensor: Tensor = getattr(work.child(owner), leaf)
     return tensor.detach()
-
-
-def _named(callback: Any, name: str) -> Any:
-    def call(x: Tensor, y: Tensor) -> None:
-        callback(name, x, y)
-
-    return call

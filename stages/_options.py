@@ -5,20 +5,38 @@ import errno
 import functools
 import itertools
 import json
+import shlex
 import signal
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import click
 
 from quantflow.errors import QuantflowError, UsageError
+from stages._config import bars_wanted, launched_rank
+from stages._progress import PATIENCE, Progress
+from stages._signals import Interrupted, Signals
 
 Command = Callable[..., Any]
+CONTINUES = "the same command continues where this one stopped"
+MORE_MEMORY = "give --max-memory what this machine has, or free some; the same command continues"
+TORCH_OUT_OF_MEMORY = "can't allocate memory"  # torch raises RuntimeError where Python raises MemoryError
 
 
-class Interrupted(BaseException):
-    """SIGTERM arrived; no `except Exception` of a library may swallow it."""
+@dataclass(frozen=True)
+class Invocation:
+    """One command line, which its verb finds in click's context.
+
+    Attributes:
+        arguments: what stands after `quantflow`.
+        signals: SIGINT and SIGTERM while it runs.
+    """
+
+    arguments: tuple[str, ...] = ()
+    signals: Signals = field(default_factory=Signals)
 
 
 def common(command: Command) -> Command:
@@ -43,6 +61,27 @@ def offline(command: Command) -> Command:
         click.option("--debug", is_flag=True, help="Show the traceback of an error."),
     ]
     return functools.reduce(lambda decorated, option: option(decorated), reversed(options), command)
+
+
+@contextlib.contextmanager
+def reporting(shared: Mapping[str, Any], output: Path) -> Iterator[Progress]:
+    """Yield the progress of a verb that writes `output`: as `common`'s options say, with a log file `<output>.log` beside it.
+
+    A rank that torchrun started has no log: what it says reaches the one of the process that asked for it.
+    """
+    given = click.get_current_context().find_object(Invocation) or Invocation()
+    progress = Progress(
+        quiet=shared["quiet"],
+        patience=0.0 if shared["verbose"] else PATIENCE,
+        bars=bars_wanted(),
+        signals=given.signals,
+    )
+    if launched_rank() is not None:
+        yield progress
+        return
+    path = output.absolute()
+    with progress.logging(path.with_name(f"{path.name}.log"), shlex.join(["quantflow", *given.arguments])) as logging:
+        yield logging
 
 
 def overlay(data: dict[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,26 +140,16 @@ def outline(value: Any, indent: str = "") -> str:
     return f"{indent}{value}"
 
 
-@contextlib.contextmanager
-def terminable() -> Iterator[None]:
-    """Turn SIGTERM into an exception, so that locks and temporary folders are cleaned up."""
-
-    def stop(_signal: int, _frame: object) -> None:
-        raise Interrupted
-
-    previous = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-
-
 def exit_code(group: click.Group, arguments: Sequence[str]) -> int:
-    """Run a command line and return its exit code; a user's mistake is two lines on stderr, never a traceback."""
+    """Run a command line and return its exit code; a user's mistake is two lines on stderr, never a traceback.
+
+    The verbs find its `Invocation` in click's context.
+    """
     debug = "--debug" in arguments
+    invocation = Invocation(tuple(arguments))
     try:
-        with terminable():
-            group.main(args=list(arguments), prog_name="quantflow", standalone_mode=False)
+        with invocation.signals.installed():
+            group.main(args=list(arguments), prog_name="quantflow", standalone_mode=False, obj=invocation)
     except QuantflowError as error:
         return _fail(error.cause, error.remedy, error.exit_code, debug=debug)
     except click.exceptions.NoArgsIsHelpError as error:
@@ -129,19 +158,39 @@ def exit_code(group: click.Group, arguments: Sequence[str]) -> int:
     except click.ClickException as error:
         usage = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "quantflow"
         return _fail(error.format_message().replace("\n", " "), f"see `{usage} --help`", 2, debug=debug)
+    except Interrupted as error:
+        word = "terminated" if error.number == signal.SIGTERM else "interrupted"
+        return _fail(word, CONTINUES, 128 + error.number, debug=debug)
     except (KeyboardInterrupt, click.Abort):
-        return _fail("interrupted", "the same command continues where this one stopped", 130, debug=debug)
-    except Interrupted:
-        return _fail("terminated", "the same command continues where this one stopped", 143, debug=debug)
+        return _fail("interrupted", CONTINUES, 130, debug=debug)
     except SystemExit:  # click's answer to a reader that closed the pipe: it had what it wanted
         return 0
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        remedy = "free some space; the same command continues" if full else "check the path and its permissions"
-        return _fail(f"{error.filename or 'file'}: {error.strerror or error}", remedy, 5 if full else 3, debug=debug)
+        return _fail(*_system(error), debug=debug)
+    except MemoryError as error:
+        return _fail(f"out of memory{f': {error}' if str(error) else ''}", MORE_MEMORY, 5, debug=debug)
     except Exception as error:  # the outermost edge: whatever is left is a defect of quantflow
+        if isinstance(error, RuntimeError) and TORCH_OUT_OF_MEMORY in str(error):
+            return _fail(f"out of memory: {error}", MORE_MEMORY, 5, debug=debug)
         return _fail(f"a bug in quantflow: {type(error).__name__}: {error}", "report it with --debug", 1, debug=debug)
     return 0
+
+
+def _system(error: OSError) -> tuple[str, str, int]:
+    """Return the cause, the remedy and the exit code of what the operating system refused."""
+    cause = f"{error.filename or 'file'}: {error.strerror or error}"
+    match error.errno:
+        case errno.ENOSPC | errno.EDQUOT:
+            return cause, "free some space; the same command continues", 5
+        case errno.ENOMEM:
+            return cause, MORE_MEMORY, 5
+        case errno.EIO:
+            return f"{cause}: the disk or file system failed", "check the device; the same command continues", 3
+        case errno.ENOENT | errno.ESTALE:
+            return cause, "bring the file back, or check the path; the same command continues", 3
+        case errno.EROFS:
+            return cause, "choose another -o, or mount the file system writable", 3
+    return cause, "check the path and its permissions", 3
 
 
 def _fail(cause: str, remedy: str, code: int, *, debug: bool) -> int:

@@ -10,6 +10,7 @@ from quantflow.core.groups import group_size_for
 from quantflow.core.scheme import LinearScheme, preset, with_group_size
 from quantflow.errors import UsageError
 from quantflow.models.graph import Graph
+from quantflow.observers import observers_for
 from quantflow.transforms import TRANSFORMS
 from stages._config import Quantize, nearest
 
@@ -23,6 +24,8 @@ class Plan:
         algorithm: a key of ALGORITHMS.
         transforms: (name, options) in the order in which they run.
         needs: the statistics of a linear's input that have to be there.
+        file_to_file: whether weights go from file to file and the model never runs: no measurement is given, and every
+            row of a weight is rounded by itself.
     """
 
     name: str
@@ -30,6 +33,7 @@ class Plan:
     algorithm: str
     transforms: tuple[tuple[str, Mapping[str, Any]], ...]
     needs: frozenset[str]
+    file_to_file: bool = False
 
     @property
     def needs_hessian(self) -> bool:
@@ -48,13 +52,14 @@ class Plan:
         return {"schemes": schemes, "algorithm": self.algorithm, "transforms": transforms}
 
 
-def resolve(entry: Quantize, graph: Graph, shapes: Mapping[str, Sequence[int]]) -> Plan:
+def resolve(entry: Quantize, graph: Graph, shapes: Mapping[str, Sequence[int]], *, measured: bool = True) -> Plan:
     """Return the plan for one entry of the recipe.
 
     Args:
         entry: the recipe's words.
         graph: the model's linears.
         shapes: source tensor name -> shape, from the shard headers.
+        measured: whether a measurement will be given; with one the artifact is proven by running its first tokens.
 
     Raises:
         UsageError: a pattern matches nothing, an algorithm or transform is unknown or does not fit, a group size does
@@ -77,13 +82,59 @@ def resolve(entry: Quantize, graph: Graph, shapes: Mapping[str, Sequence[int]]) 
     if not any(schemes.values()):
         raise UsageError(f"{entry.name}: ignore leaves none of {len(schemes)} linears to quantize", "ignore fewer")
     transforms = _transforms(entry, base)
+    used = [scheme for scheme in schemes.values() if scheme is not None]
+    needs = _needs(algorithm, [name for name, _ in transforms], used)
+    by_row = all(scheme.weights.granularity in ("per_channel", "per_group") for scheme in used)
     return Plan(
         name=entry.name,
         schemes=schemes,
         algorithm=algorithm,
         transforms=transforms,
-        needs=_needs(algorithm, [name for name, _ in transforms], [s for s in schemes.values() if s is not None]),
+        needs=needs,
+        file_to_file=not (measured or needs or transforms) and by_row and algorithm == "rtn",
     )
+
+
+def needs_of(entry: Quantize) -> frozenset[str]:
+    """Return the statistics that one entry of the recipe asks for, whatever the model.
+
+    Raises:
+        UsageError: the scheme, algorithm or a transform is unknown.
+    """
+    schemes = [_scheme(entry.scheme, entry.group_size)]
+    schemes += [_scheme(override.scheme, override.group_size) for override in entry.overrides]
+    algorithm = entry.algorithm or schemes[0].algorithm
+    if algorithm not in ALGORITHMS:
+        raise UsageError(f"{entry.name}: algorithm {algorithm!r} is unknown", nearest(algorithm, list(ALGORITHMS)))
+    return _needs(algorithm, [name for name, _ in _transforms(entry, schemes[0])], schemes)
+
+
+def entries_of(text: str) -> tuple[Quantize, ...]:
+    """Return the artifacts that `W4A16:gptq,FP8` means: schemes, each with an algorithm where it is not the usual one.
+
+    Raises:
+        UsageError: a scheme is unknown, or one stands twice.
+    """
+    entries = []
+    for word in filter(None, (part.strip() for part in text.split(","))):
+        scheme, _, algorithm = word.partition(":")
+        entries.append(Quantize(name=word.lower().replace(":", "-"), scheme=scheme, algorithm=algorithm or None))
+    names = [entry.name for entry in entries]
+    if len(set(names)) < len(names) or not names:
+        raise UsageError(f"schemes {text!r}: {len(names)} of them, {len(set(names))} different", "name each scheme once")
+    return tuple(entries)
+
+
+def statistics_for(entries: Sequence[Quantize]) -> tuple[str, ...]:
+    """Return the observers that measure has to run for all of these artifacts, possibly none.
+
+    Hessians are not among them: each lives for one layer, inside quantize, which needs the token ids alone.
+
+    Raises:
+        UsageError: a scheme, algorithm or transform is unknown.
+    """
+    needs = frozenset().union(*(needs_of(entry) for entry in entries))
+    return tuple(name for name in observers_for(needs) if name != "hessian")
 
 
 def _scheme(name: str, group_size: int | None) -> LinearScheme:

@@ -1,62 +1,206 @@
-"""The fresh process in which export proves an artifact: load it as a runtime would, run the canary, compare every layer.
+"""The fresh process in which export proves an artifact, and the call that starts it.
 
-Example: python -m stages._proof ARTIFACT QUANTIZED
+Every file is compared with the manifest's hash, every copied tensor outside the layers with the source's bytes. Then, by
+the kind of proof that the manifest names:
+
+    canary      the model runs the canary's tokens from the artifact, one layer in memory at a time; the hidden state after
+                each layer and the logits are those that quantize computed
+    tensors     every quantized linear, decoded some rows at a time, has the values that quantize chose, and every other
+                tensor the source's bytes: what is proved where no model ran
+
+Example: python -m stages._proof ARTIFACT QUANTIZED SOURCE WORKERS
 """
 
 import json
+import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-import safetensors.torch
 import torch
 from torch import Tensor
 
 from quantflow.artifact.canonical import read_json
-from quantflow.errors import IntegrityError, QuantflowError
-from quantflow.evaluation.perplexity import logits_of
+from quantflow.artifact.checkpoint import Checkpoint, open_checkpoint
+from quantflow.artifact.safetensors_header import TensorInfo, read_header
+from quantflow.artifact.verify import verify
+from quantflow.core.parallel import Workers
+from quantflow.core.scheme import LinearScheme
+from quantflow.errors import InputError, IntegrityError, QuantflowError, ResourceError, UnsupportedError
+from quantflow.formats import FORMATS
+from quantflow.models.capture import LayerStream
 from quantflow.models.graph import graph_for
-from quantflow.runtime.load import load
-from stages.quantize import tensor_hash
+from quantflow.models.reading import DTYPES, read_into, read_tensor
+from quantflow.runtime.artifact import Artifact, open_artifact
+from stages import _memory
+from stages._bits import tensor_hash
+from stages._file_to_file import row_step
+from stages._values import ValuesDigest
+
+FORMAT = FORMATS["compressed-tensors"]
+COMPARE_BYTES = 8 << 20  # of two tensors that are in memory at once
+_REPORT = "this is a defect in the layout or the loader; keep the folder and report it"
+_KINDS: Mapping[int, type[QuantflowError]] = {3: InputError, 5: ResourceError, 6: UnsupportedError}
 
 
-def prove(artifact: Path, quantized: Path) -> None:
-    """Compare the canary of an artifact with the one that quantize kept.
+def prove(artifact: Path, quantized: Path, source: Path, *, workers: Workers) -> None:
+    """Compare an artifact with what quantize kept and with the source.
 
     Raises:
-        IntegrityError: naming the first layer that differs.
+        IntegrityError: naming the file, tensor or layer that differs.
+        QuantflowError: as `open_artifact`.
     """
-    canary = safetensors.torch.load((quantized / "canary.safetensors").read_bytes())
+    proof = verify(artifact)["proof"]
+    opened = open_artifact(artifact, backend="reference", dtype=torch.float32, verify=False)
+    original = open_checkpoint(source)
+    _compare_copies(opened, original, workers=workers)
+    if proof["kind"] == "canary":
+        _prove_canary(opened, quantized)
+    else:
+        _prove_tensors(opened, quantized, workers=workers)
+
+
+def launch(artifact: Path, quantized: Path, source: Path, *, workers: int) -> None:
+    """Prove an artifact in a process of its own.
+
+    Raises:
+        IntegrityError: as `prove`, and any other error of the project as the process met it.
+        ResourceError: the process was killed.
+        InputError: the process ended in another way.
+    """
+    places = [str(path.resolve()) for path in (artifact, quantized, source)]
+    command = [sys.executable, "-m", "stages._proof", *places, str(workers)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode == 0:
+        return
+    lines = result.stderr.strip().splitlines() or ["no message"]
+    try:
+        message = json.loads(lines[-1])
+        cause, remedy = message["cause"], message["remedy"]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        if result.returncode < 0:  # the kernel does that when memory ends
+            told = f"{artifact}: the proof process was ended by signal {-result.returncode}"
+            raise ResourceError(told, "free some memory and export again") from error
+        told = f"{artifact}: the proof process ended with {result.returncode}: {lines[-1]}"
+        raise InputError(told, "report this") from error
+    raise _KINDS.get(result.returncode, IntegrityError)(cause, remedy)
+
+
+def _prove_canary(artifact: Artifact, quantized: Path) -> None:
+    """Run the canary through the artifact."""
+    infos, _ = read_header(quantized / "canary.safetensors")
+    tokens = read_tensor(quantized / "canary.safetensors", infos["tokens"])
     expected = read_json(quantized / "canary.json")
-    runtime = load(artifact, backend="reference", dtype=torch.float32)
-    found: list[str] = []
-
-    def remember(_module: object, _inputs: object, output: Tensor) -> None:
-        found.append(tensor_hash(output))
-
-    layers = runtime.model.get_submodule(graph_for(runtime.model.config).family.layers)
-    for layer in layers.children():
-        layer.register_forward_hook(remember)
-    logits = logits_of(runtime.model)(canary["tokens"])
-    for index, (left, right) in enumerate(zip(found, expected["layers"], strict=True)):
+    stream = LayerStream(artifact, graph := graph_for(artifact.config))
+    states = stream.begin([tokens])
+    for layer, right in zip(graph.layers, expected["layers"], strict=True):
+        with stream.layer(layer.index) as module:
+            stream.advance(module, states)
+        left = tensor_hash(states[0].hidden)
         if left != right:
             raise IntegrityError(
-                f"layer {index}: the exported artifact computes {left[:16]} on the canary, quantize computed {right[:16]}",
-                "this is a defect in the layout or the loader; keep the folder and report it",
+                f"layer {layer.index}: the artifact computes {left[:16]} on the canary, quantize computed {right[:16]}",
+                _REPORT,
             )
-    if tensor_hash(logits[None]) != expected["logits"]:
+    if tensor_hash(stream.finish(states[0].hidden)) != expected["logits"]:
         raise IntegrityError("logits: differ from quantize's on the canary", "keep the folder and report it")
 
 
-def main() -> int:
+def _prove_tensors(artifact: Artifact, quantized: Path, *, workers: Workers) -> None:
+    """Decode every quantized linear and compare its values with those that quantize recorded."""
+    expected: dict[str, str] = {}
+    for path in sorted((quantized / "layers").glob("*.json")):
+        expected |= read_json(path)["values"]
+    if expected.keys() != artifact.linears.keys():
+        name = min(expected.keys() ^ artifact.linears.keys())
+        raise IntegrityError(f"{name}: quantized in only one of the artifact and what quantize recorded", _REPORT)
+
+    def digest(name: str) -> str:
+        return _values(artifact.checkpoint, name, artifact.linears[name].scheme)
+
+    for name, found in zip(expected, workers.stream(digest, expected), strict=True):
+        if found != expected[name]:
+            raise IntegrityError(
+                f"{name}: the exported artifact decodes to values {found[:16]}, quantize chose {expected[name][:16]}", _REPORT
+            )
+
+
+def _values(checkpoint: Checkpoint, name: str, scheme: LinearScheme) -> str:
+    """Return the digest of a quantized linear's values, decoded some rows at a time."""
+    found = {key: checkpoint.tensors[key] for key in FORMAT.tensor_names(name, scheme)}
+    tensors = {key: (checkpoint.folder / file, info) for key, (file, info) in found.items()}
+    rows, columns = _shape(name, tensors)
+    digest, step = ValuesDigest(), row_step(columns)
+    for first in range(0, rows, step):
+        count = min(step, rows - first)
+        spans = FORMAT.row_spans(name, scheme, first=first, count=count)
+        parts = {key: _rows(*tensors[key], *span) for key, span in spans.items()}
+        if f"{name}.weight_shape" in tensors:
+            parts[f"{name}.weight_shape"] = torch.tensor([count, columns])
+        digest.update(FORMAT.decode(name, parts, scheme).weight)
+    return digest.hexdigest()
+
+
+def _shape(name: str, tensors: Mapping[str, tuple[Path, TensorInfo]]) -> Sequence[int]:
+    if f"{name}.weight_shape" not in tensors:
+        return tensors[f"{name}.weight"][1].shape
+    shape: list[int] = read_tensor(*tensors[f"{name}.weight_shape"]).tolist()
+    return shape
+
+
+def _rows(path: Path, info: TensorInfo, first: int, count: int) -> Tensor:
+    """Read rows of a tensor as stored."""
+    part = torch.empty(count, *info.shape[1:], dtype=DTYPES[info.dtype])
+    read_into(path, part, info.offset + first * part[0].nbytes, name=info.name)
+    return part
+
+
+def _compare_copies(artifact: Artifact, source: Checkpoint, *, workers: Workers) -> None:
+    """Compare every tensor that the ledger calls copied with the source's bytes."""
+    copied = [entry["name"] for entry in artifact.manifest["ledger"]["tensors"] if entry["action"] == "copied"]
+
+    def same(name: str) -> bool:
+        (left_file, left), (right_file, right) = artifact.checkpoint.tensors[name], source.tensors[name]
+        if (left.dtype, left.shape) != (right.dtype, right.shape):
+            return False
+        places = ((artifact.checkpoint.folder / left_file, left), (source.folder / right_file, right))
+        return all(
+            torch.equal(*(_bytes(path, info, start) for path, info in places)) for start in range(0, left.nbytes, COMPARE_BYTES)
+        )
+
+    for name, equal in zip(copied, workers.stream(same, copied), strict=True):
+        if not equal:
+            raise IntegrityError(f"{name}: differs from the source's, of which it is a copy", _REPORT)
+
+
+def _bytes(path: Path, info: TensorInfo, start: int) -> Tensor:
+    """Read at most COMPARE_BYTES of a tensor from its byte `start`."""
+    piece = torch.empty(min(COMPARE_BYTES, info.nbytes - start), dtype=torch.uint8)
+    read_into(path, piece, info.offset + start, name=info.name)
+    return piece
+
+
+def main(arguments: Sequence[str]) -> int:
     """Return 0 when the proof holds; otherwise write the cause as one line of JSON to stderr and return its exit code."""
+    _memory.give_back_freed()
     torch.set_num_threads(1)
+    artifact, quantized, source = (Path(argument) for argument in arguments[:3])
     try:
-        prove(Path(sys.argv[1]), Path(sys.argv[2]))
+        with Workers(int(arguments[3])) as workers, torch.no_grad():
+            prove(artifact, quantized, source, workers=workers)
     except QuantflowError as error:
-        print(json.dumps({"cause": error.cause, "remedy": error.remedy}), file=sys.stderr)
-        return error.exit_code
+        return _fail(error.cause, error.remedy, error.exit_code)
+    except (OSError, MemoryError) as error:
+        return _fail(f"{artifact}: {error or 'out of memory'}", "free some memory, check the disk, and export again", 5)
     return 0
 
 
+def _fail(cause: str, remedy: str, code: int) -> int:
+    told: dict[str, Any] = {"cause": cause, "remedy": remedy}
+    print(json.dumps(told), file=sys.stderr)
+    return code
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

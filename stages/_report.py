@@ -7,6 +7,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from quantflow.artifact import disk
 from stages._gate import METRICS
 from stages._plot import Interval, intervals, lines
 
@@ -84,10 +85,18 @@ def write_report(path: Path, rows: Sequence[Row]) -> None:
         intervals([_interval(result) for result in results], unit="nats per token; the bar across is the limit"),
         "<h2>Gates</h2>",
         _gates(results),
-        "<h2>Output error of each linear</h2>",
-        "<p class=note>||quantized - original||² / ||original||² of the output on the canary, quantized input included.</p>",
-        lines({str(row.result["artifact"]): _errors(row) for row in rows}, unit="relative squared error"),
     ]
+    for title, note, errors in (
+        ("Output error of each linear", "the output on the canary, quantized input included", _output_errors),
+        ("Weight error of each linear", "the weight; no forward pass ran, so there are no outputs", _weight_errors),
+    ):
+        found = {str(row.result["artifact"]): values for row in rows if (values := errors(row))}
+        if found:
+            body += [
+                f"<h2>{title}</h2>",
+                f"<p class=note>||quantized - original||² / ||original||² of {note}.</p>",
+                lines(found, unit="relative squared error"),
+            ]
     ranges = {str(row.result["artifact"]): _ranges(row) for row in rows}
     ranges = {name: values for name, values in ranges.items() if values}
     if ranges:
@@ -101,7 +110,7 @@ def write_report(path: Path, rows: Sequence[Row]) -> None:
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>quantflow validation</title>'
         f"<style>{STYLE}</style></head><body>{''.join(body)}</body></html>"
     )
-    path.write_text(page, encoding="utf-8")
+    disk.write_atomic(path, page.encode())
 
 
 def _table(results: Sequence[Mapping[str, Any]]) -> str:
@@ -136,8 +145,15 @@ def _interval(result: Mapping[str, Any]) -> Interval:
     return Interval(label=str(result["artifact"]), limit=result["gate"]["thresholds"]["mean_kld"], **kld)
 
 
-def _errors(row: Row) -> dict[str, float]:
-    return {_short(name): error["output"] for layer in row.layers for name, error in layer["errors"].items()}
+def _output_errors(row: Row) -> dict[str, float]:
+    errors = [(name, error) for layer in row.layers for name, error in layer["errors"].items()]
+    return {_short(name): error["output"] for name, error in errors if "output" in error}
+
+
+def _weight_errors(row: Row) -> dict[str, float]:
+    """Return the errors of weights where those of outputs are not known, as after quantizing file to file."""
+    errors = [(name, error) for layer in row.layers for name, error in layer["errors"].items()]
+    return {_short(name): error["weight"] for name, error in errors if "output" not in error}
 
 
 def _ranges(row: Row) -> dict[str, float]:

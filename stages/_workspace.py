@@ -13,9 +13,11 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from quantflow.artifact import disk
 from quantflow.artifact.canonical import file_digest, read_json
 from quantflow.errors import InputError, IntegrityError, ResourceError, UsageError
 
@@ -24,42 +26,38 @@ DONE = "DONE.json"
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock; a live process that has it is named.
+    """Hold the folder's lock; a live process that has it is named. A result that a crash left half renamed is put back.
 
     Raises:
         ResourceError: another process holds the folder.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    disk.make_folder(folder.parent)
     path = folder.parent / f".{folder.name}.lock"
-    with path.open("a+") as stream:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
         try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            stream.seek(0)
-            holder = stream.read().strip() or "unknown"
+            holder = os.pread(descriptor, 20, 0).decode().strip() or "unknown"
             raise ResourceError(f"{folder}: process {holder} is writing it", "wait for it, or choose another folder") from error
-        stream.truncate(0)
-        stream.write(str(os.getpid()))
-        stream.flush()
+        os.ftruncate(descriptor, 0)
+        with disk.naming(path):
+            disk.pwrite_all(descriptor, str(os.getpid()).encode(), 0)
+        _put_back(folder)
         yield
+    finally:
+        os.close(descriptor)  # releases the lock
 
 
 def write_atomic(path: Path, content: bytes) -> None:
     """Write a file so that it is either absent, old or complete under its name."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-    temporary.replace(path)
-    _sync(path.parent)
+    disk.write_atomic(path, content)
 
 
 def commit_file(temporary: Path, path: Path) -> None:
     """Give a file that a library wrote its final name, synced."""
-    _sync(temporary)
-    temporary.replace(path)
-    _sync(path.parent)
+    disk.sync(temporary)
+    disk.replace(temporary, path)
 
 
 def done(folder: Path) -> dict[str, Any] | None:
@@ -79,8 +77,14 @@ def is_up_to_date(folder: Path, inputs: Mapping[str, Any]) -> bool:
     return record is not None and record["inputs"] == json.loads(json.dumps(inputs)) and not _changed(folder, record)
 
 
-def require_done(folder: Path, *, stage: str) -> dict[str, Any]:
+def require_done(folder: Path, *, stage: str, unread: str | None = None) -> dict[str, Any]:
     """Return the DONE.json of an earlier stage's folder.
+
+    Args:
+        folder: what the earlier stage wrote.
+        stage: its name.
+        unread: a pattern of files that are only compared by size here, since the caller sees to it that somebody hashes
+            them as they are read: `layers/*.safetensors`.
 
     Raises:
         InputError: the folder is missing, unfinished, or of another stage.
@@ -92,19 +96,27 @@ def require_done(folder: Path, *, stage: str) -> dict[str, Any]:
         raise InputError(f"{folder}: {state}", f"run `quantflow {stage}` first; the same command continues it")
     if record.get("stage") != stage:
         raise InputError(f"{folder}: was written by {record.get('stage')!r}, {stage!r} is needed", "give the other folder")
-    changed = _changed(folder, record)
+    changed = _changed(folder, record, unread=unread)
     if changed:
         raise IntegrityError(f"{folder / changed}: differs from the hash in {DONE}", f"run `quantflow {stage}` again")
     return record
 
 
-def finish(folder: Path, *, stage: str, inputs: Mapping[str, Any]) -> None:
-    """Record every file of the folder and write DONE.json, last."""
-    files = {
-        path.relative_to(folder).as_posix(): {"sha256": file_digest(path), "bytes": path.stat().st_size}
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name != DONE and not path.name.startswith(".")
-    }
+def finish(folder: Path, *, stage: str, inputs: Mapping[str, Any], hashes: Mapping[str, str] | None = None) -> None:
+    """Record every file of the folder and write DONE.json, last.
+
+    Args:
+        folder: complete but for DONE.json.
+        stage: who wrote it.
+        inputs: what it was made from.
+        hashes: sha256 of files that this process wrote and hashed already, by their name in the folder.
+    """
+    known = hashes or {}
+    files = {}
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_file() and path.name != DONE and not path.name.startswith("."):
+            files[name] = {"sha256": known.get(name) or file_digest(path), "bytes": path.stat().st_size}
     record = {"stage": stage, "inputs": inputs, "files": files}
     write_atomic(folder / DONE, json.dumps(record, indent=1, sort_keys=True).encode())
 
@@ -127,11 +139,11 @@ def refuse_other_result(folder: Path, inputs: Mapping[str, Any], *, force: bool,
             if path.name not in parts and not (parts and path.name.startswith(".")):
                 raise UsageError(f"{folder}: holds {path.name!r} and no {DONE}", "choose another -o, or an empty folder")
         return
-    difference = None if force else _difference(record["inputs"], json.loads(json.dumps(inputs)))
-    if difference is not None:
-        key, old, new = difference
+    found = None if force else difference(record["inputs"], json.loads(json.dumps(inputs)))
+    if found is not None:
+        key, old, new = found
         raise UsageError(
-            f"{folder}: holds a finished result with {key} = {_short(old)}, now {_short(new)}",
+            f"{folder}: holds a finished result with {key} = {short(old)}, now {short(new)}",
             "choose another -o, or pass --force to replace it",
         )
 
@@ -141,59 +153,72 @@ def publish(folder: Path, *, stage: str | None, inputs: Mapping[str, Any]) -> It
     """Yield a temporary folder that becomes `folder` when the block ends without an error.
 
     With a `stage`, DONE.json is written into it first; an artifact has none, its manifest is written by the block.
-    An interrupted block leaves the old folder, or none.
+    An interrupted block, and a fault at any call, leave the old folder or none under the name, or the new one whole.
     """
-    temporary, old = folder.parent / f".{folder.name}.tmp", folder.parent / f".{folder.name}.old"
-    if old.exists() and not folder.exists():
-        old.replace(folder)  # the last run stopped between the two renames below
+    temporary, old = _beside(folder)
+    _put_back(folder)
     for leftover in (temporary, old):
         shutil.rmtree(leftover, ignore_errors=True)
-    temporary.mkdir(parents=True)
+    disk.make_folder(temporary)
     try:
         yield temporary
         if stage is not None:
             finish(temporary, stage=stage, inputs=inputs)
-        for path in temporary.rglob("*"):
-            _sync(path)
-        _sync(temporary)
+        _sync_tree(temporary)
         if folder.exists():
-            folder.replace(old)
-        temporary.replace(folder)
-        _sync(folder.parent)
+            os.replace(folder, old)
+        disk.replace(temporary, folder)
     finally:
-        for leftover in (temporary, old):
-            shutil.rmtree(leftover, ignore_errors=True)
+        with suppress(OSError):  # a fault that is being reported; `locked` tries again
+            _put_back(folder)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _difference(old: Any, new: Any, path: str = "") -> tuple[str, Any, Any] | None:
+def _beside(folder: Path) -> tuple[Path, Path]:
+    """Return where `publish` writes the new folder, and where it moves the old one for the moment between two renames."""
+    return folder.parent / f".{folder.name}.tmp", folder.parent / f".{folder.name}.old"
+
+
+def _put_back(folder: Path) -> None:
+    """Undo the first of `publish`'s two renames when the second did not happen; when it did, the old folder goes."""
+    _, old = _beside(folder)
+    if folder.exists():
+        shutil.rmtree(old, ignore_errors=True)
+    elif old.exists():
+        os.replace(old, folder)
+
+
+def _sync_tree(folder: Path) -> None:
+    for path in sorted(folder.rglob("*")):
+        if path.is_dir():
+            disk.sync_folder(path)
+        else:
+            disk.sync(path)
+    disk.sync_folder(folder)
+
+
+def difference(old: Any, new: Any, path: str = "") -> tuple[str, Any, Any] | None:
     """Return the path of the first value that differs, and both values."""
     if not (isinstance(old, dict) and isinstance(new, dict)):
         return None if old == new else (path, old, new)
     for key in sorted({*old, *new}):
-        found = _difference(old.get(key), new.get(key), f"{path}.{key}" if path else key)
+        found = difference(old.get(key), new.get(key), f"{path}.{key}" if path else key)
         if found is not None:
             return found
     return None
 
 
-def _changed(folder: Path, record: Mapping[str, Any]) -> str | None:
-    """Return the first recorded file that is missing or differs."""
+def _changed(folder: Path, record: Mapping[str, Any], *, unread: str | None = None) -> str | None:
+    """Return the first recorded file that is missing or differs; those that `unread` matches are compared by size alone."""
     for name, expected in record["files"].items():
         path = folder / name
-        if not path.is_file() or path.stat().st_size != expected["bytes"] or file_digest(path) != expected["sha256"]:
+        if not path.is_file() or path.stat().st_size != expected["bytes"]:
+            return str(name)
+        if (unread is None or not fnmatchcase(name, unread)) and file_digest(path) != expected["sha256"]:
             return str(name)
     return None
 
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        with suppress(OSError):  # some file systems cannot sync a folder
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _short(value: object) -> str:
+def short(value: object) -> str:
     text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from stages._options import common, exit_code, offline, outline, overlay, show, table
+from stages import _memory
+from stages._flags import bounded, limits
+from stages._options import common, exit_code, offline, outline, overlay, reporting, show, table
 
 if TYPE_CHECKING:
     from stages._config import Recipe
-    from stages._progress import Progress
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -32,6 +33,7 @@ def cli() -> None:
 @cli.command()
 @click.argument("recipe_name", metavar="RECIPE")
 @click.option("-o", "--output", metavar="DIR", help="Default: artifacts/<recipe>.")
+@bounded
 @common
 def run(recipe_name: str, output: str | None, settings: tuple[str, ...], **shared: Any) -> None:
     """All stages of RECIPE (a file, or the name of a shipped one), resumed where they stopped.
@@ -48,16 +50,57 @@ def run(recipe_name: str, output: str | None, settings: tuple[str, ...], **share
     if shared["recipe"] is not None:
         raise UsageError(f"run: --recipe {shared['recipe']} beside RECIPE {recipe_name}", "give the recipe once")
     path = find_config("recipes", recipe_name)
-    recipe = _recipe(str(path), settings, {})
+    recipe = _recipe(str(path), settings, limits(shared))
     folder = Path(output or f"artifacts/{path.stem}")
     if shared["dry_run"]:
         show(dataclasses.asdict(recipe), as_json=shared["as_json"], text=f"{folder}\n{recipe}")
         return
-    results = stage.run(stage.Job(recipe=recipe, name=path.stem, folder=folder), _progress(shared))
+    with reporting(shared, folder) as progress:
+        results = stage.run(stage.Job(recipe=recipe, name=path.stem, folder=folder), progress)
     text = f"{table(COLUMNS, [cells(result) for result in results])}\nreport: {folder / 'report.html'}"
     show(results, as_json=shared["as_json"], text=text)
     for result in results:
         raise_for_verdict(result, allow_inconclusive=recipe.validate.allow_inconclusive)
+
+
+@cli.command()
+@click.argument("subject", metavar="RECIPE|MODEL")
+@click.option("--for", "schemes", metavar="SCHEMES", help="Artifacts of MODEL, such as W4A16:gptq,FP8 (default: all schemes).")
+@click.option("--samples", type=int, help="Calibration sequences (default 128).")
+@click.option("--sequence-length", type=int, help="Tokens of each (default min(2048, the model's)).")
+@click.option("--probe", is_flag=True, help="Read, run and round parts of one layer to say how long everything takes.")
+@click.option("-o", "--output", metavar="DIR", default="artifacts", help="On the disk that will be written.")
+@bounded
+@offline
+@click.option("--set", "settings", metavar="KEY=VALUE", multiple=True, help="Change one value of the recipe.")
+def plan(subject: str, output: str, as_json: bool, settings: tuple[str, ...], **shared: Any) -> None:
+    """Say what a run needs and makes: memory, disk, bytes, bits per weight, schemes. Reads no weight without --probe.
+
+    \b
+    Example: quantflow plan ./llama --for W4A16:gptq,FP8_DYNAMIC --max-memory 4GiB
+    """
+    from quantflow.core.scheme import PRESETS
+    from quantflow.errors import UsageError
+    from stages import plan as stage
+    from stages._config import apply_settings, find_config, read_yaml, recipe_from
+    from stages._plan_text import text
+
+    whole = not Path(subject).is_dir()
+    if whole and shared["schemes"] is not None:
+        raise UsageError(f"plan: --for {shared['schemes']} beside recipe {subject}", "give the folder of a model with --for")
+    if whole:
+        data = read_yaml(find_config("recipes", subject))
+    else:
+        data = {"model": subject, "quantize": _entries(",".join(PRESETS) if shared["schemes"] is None else shared["schemes"])}
+    flags = {"calibration.samples": shared["samples"], "calibration.sequence_length": shared["sequence_length"]}
+    values = recipe_from(overlay(apply_settings(data, settings), {**flags, **limits(shared)}))
+    job = stage.Job(recipe=values, measured=whole, folder=Path(output))
+    if shared["probe"]:
+        from stages._probe import probe
+
+        job = dataclasses.replace(job, probe=probe)
+    result = stage.run(job)
+    show(result, as_json=as_json, text=text(result))
 
 
 @cli.command()
@@ -68,8 +111,10 @@ def run(recipe_name: str, output: str | None, settings: tuple[str, ...], **share
 @click.option("--sequence-length", type=int, help="Tokens per sequence at most (default min(2048, the model's)).")
 @click.option("--pack", is_flag=True, default=None, help="Join documents instead of cutting each.")
 @click.option("--seed", type=int, help="Of the choice of documents (default 0).")
+@click.option("--for", "schemes", metavar="SCHEMES", help="What these need, such as W4A16:gptq,FP8 (default: everything).")
 @click.option("--stats", metavar="NAMES", help="Observers of each linear's input, comma-separated.")
 @click.option("--ranks", type=int, help="Processes that share the sequences (default 1); started with torchrun.")
+@bounded
 @common
 def measure(model: str, output: str, settings: tuple[str, ...], recipe: str | None, **shared: Any) -> None:
     """Stage 1: run calibration text through MODEL and keep statistics.
@@ -80,6 +125,7 @@ def measure(model: str, output: str, settings: tuple[str, ...], recipe: str | No
     from stages import measure as stage
 
     flags = {
+        **limits(shared),
         "model": model,
         "calibration.source": shared["calibration"],
         "calibration.samples": shared["samples"],
@@ -87,7 +133,7 @@ def measure(model: str, output: str, settings: tuple[str, ...], recipe: str | No
         "calibration.pack": shared["pack"],
         "seed": shared["seed"],
         "measure.ranks": shared["ranks"],
-        "measure.stats": shared["stats"].split(",") if shared["stats"] else None,
+        "measure.stats": _statistics(shared["stats"], shared["schemes"]),
     }
     values = _recipe(recipe, settings, flags)
     job = stage.Job(
@@ -96,8 +142,9 @@ def measure(model: str, output: str, settings: tuple[str, ...], recipe: str | No
         calibration=values.calibration,
         seed=values.seed,
         ranks=values.measure.ranks,
-        stats=values.measure.stats or stage.DEFAULT_STATS,
+        stats=_chosen(values, stage.DEFAULT_STATS),
         replace=shared["force"],
+        resources=values.resources,
         arguments=tuple(sys.argv[1:]),
     )
     _run(stage, job, shared)
@@ -112,8 +159,14 @@ def measure(model: str, output: str, settings: tuple[str, ...], recipe: str | No
 @click.option("--smoothquant", type=float, metavar="ALPHA", help="Smooth with this alpha; 0.5 is usual.")
 @click.option("--ignore", multiple=True, metavar="PATTERN", help="Leave these linears alone: a name, or re:...")
 @click.option("--measurement", metavar="DIR", help="What stage 1 or unify wrote.")
+@click.option(
+    "--quantized-inputs/--original-inputs",
+    default=None,
+    help="Calibrate a layer on what the quantized layers before it put out, or the original ones.",
+)
 @click.option("--name", help="Which entry of the recipe (default: the first).")
 @click.option("--seed", type=int, help="Of the canary where no measurement is given (default 0).")
+@bounded
 @common
 def quantize(model: str, output: str, settings: tuple[str, ...], recipe: str | None, **shared: Any) -> None:
     """Stage 2: choose integers or float8 values and scales for MODEL, layer by layer.
@@ -132,6 +185,7 @@ def quantize(model: str, output: str, settings: tuple[str, ...], recipe: str | N
         "group_size": shared["group_size"],
         "transforms": None if smooth is None else [{"smoothquant": {"alpha": smooth}}],
         "ignore": list(shared["ignore"]) or None,
+        "quantized_inputs": shared["quantized_inputs"],
     }
     name, scheme = shared["name"], shared["scheme"]
     if recipe is not None:
@@ -140,7 +194,7 @@ def quantize(model: str, output: str, settings: tuple[str, ...], recipe: str | N
         data = {"quantize": [{"name": name or scheme.lower(), "scheme": scheme}]}
     else:
         raise UsageError("quantize: no scheme", "give --scheme, for example --scheme W4A16, or --recipe")
-    data = overlay(apply_settings(data, settings), {"model": model, "seed": shared["seed"]})
+    data = overlay(apply_settings(data, settings), {"model": model, "seed": shared["seed"], **limits(shared)})
     names = [entry.name for entry in recipe_from(data).quantize]
     if name not in (None, *names) or not names:
         raise UsageError(f"quantize: no entry {name or ''!r} in the recipe", nearest(name or "", names))
@@ -155,6 +209,7 @@ def quantize(model: str, output: str, settings: tuple[str, ...], recipe: str | N
         seed=values.seed,
         revision=values.revision,
         replace=shared["force"],
+        resources=values.resources,
     )
     _run(stage, job, shared)
 
@@ -197,6 +252,7 @@ def unify(
 @click.option("--model", metavar="DIR", help="The source (default: where quantize read it).")
 @click.option("--format", "layout", help="compressed-tensors (default).")
 @click.option("--shard-size", metavar="SIZE", help="Largest weight file (default 4GiB).")
+@bounded
 @common
 def export(
     quantized: str, output: str, model: str | None, settings: tuple[str, ...], recipe: str | None, **shared: Any
@@ -209,6 +265,7 @@ def export(
     from stages import export as stage
 
     flags = {"model": model or "unused", "export.format": shared["layout"], "export.shard_size": shared["shard_size"]}
+    flags |= limits(shared)
     values = _recipe(recipe, settings, flags)
     job = stage.Job(
         quantized=Path(quantized),
@@ -217,6 +274,7 @@ def export(
         format=values.export.format,
         shard_size=values.export.shard_size,
         replace=shared["force"],
+        resources=values.resources,
     )
     _run(stage, job, shared)
 
@@ -231,6 +289,7 @@ def export(
 @click.option("--allow-inconclusive", is_flag=True, default=None, help="Exit 0 when the gate cannot decide; recorded.")
 @click.option("--expect", type=click.Choice(["pass", "fail"]), default="pass", help="Which verdict exits 0.")
 @click.option("--report", metavar="DIR", help="Default: <artifact>-validation.")
+@bounded
 @common
 def validate(
     artifact: str, baseline: str, settings: tuple[str, ...], recipe: str | None, report: str | None, **shared: Any
@@ -244,7 +303,8 @@ def validate(
     from stages._report import COLUMNS, cells
 
     keys = ("text", "tokens", "sequence_length", "gate", "allow_inconclusive")
-    values = _recipe(recipe, settings, {"model": baseline, **{f"validate.{key}": shared[key] for key in keys}})
+    flags = {"model": baseline, **{f"validate.{key}": shared[key] for key in keys}, **limits(shared)}
+    values = _recipe(recipe, settings, flags)
     job = stage.Job(
         artifact=Path(artifact),
         baseline=Path(baseline),
@@ -253,11 +313,13 @@ def validate(
         expect=shared["expect"],
         seed=values.seed,
         replace=shared["force"],
+        resources=values.resources,
     )
     if shared["dry_run"]:
         show(dataclasses.asdict(job), as_json=shared["as_json"], text=str(job))
         return
-    result = stage.run(job, _progress(shared))
+    with reporting(shared, job.report) as progress:
+        result = stage.run(job, progress)
     text = f"{table(COLUMNS, [cells(result)])}\nreport: {job.report / 'report.html'}"
     show(result, as_json=shared["as_json"], text=text)
     stage.raise_for_verdict(result, allow_inconclusive=values.validate.allow_inconclusive)
@@ -273,6 +335,7 @@ def validate(
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--backend", default="auto", show_default=True, help="auto, reference, or a kernel by name.")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
+@click.option("--disk-offload", is_flag=True, help="Keep one layer in memory at a time and read the next from disk.")
 @offline
 def generate(artifact: str, prompt: str, as_json: bool, **options: Any) -> None:
     """Continue a prompt with the thin runtime, which verifies ARTIFACT first.
@@ -372,10 +435,33 @@ def _recipe(path: str | None, settings: tuple[str, ...], flags: dict[str, Any]) 
     return recipe_from(overlay(apply_settings(data, settings), flags))
 
 
-def _progress(shared: dict[str, Any]) -> "Progress":
-    from stages._progress import PATIENCE, Progress
+def _entries(schemes: str) -> list[dict[str, Any]]:
+    """Return the artifacts that --for names, as a recipe spells them."""
+    from stages._plan import entries_of
 
-    return Progress(quiet=shared["quiet"], patience=0.0 if shared["verbose"] else PATIENCE)
+    entries = entries_of(schemes)
+    return [{"name": entry.name, "scheme": entry.scheme, "algorithm": entry.algorithm} for entry in entries]
+
+
+def _statistics(names: str | None, schemes: str | None) -> list[str] | None:
+    """Return the observers that --stats names or that the schemes of --for need; None where neither is given."""
+    from quantflow.errors import UsageError
+    from stages._plan import entries_of, statistics_for
+
+    if names is not None and schemes is not None:
+        raise UsageError(f"measure: --stats {names} beside --for {schemes}", "give one of them")
+    if schemes is not None:
+        return list(statistics_for(entries_of(schemes)))
+    return None if names is None else [name for name in names.split(",") if name]
+
+
+def _chosen(recipe: "Recipe", everything: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the observers of a measurement: those named, what the recipe's artifacts need, or everything."""
+    from stages._plan import statistics_for
+
+    if recipe.measure.stats is not None:
+        return recipe.measure.stats
+    return statistics_for(recipe.quantize) if recipe.quantize else everything
 
 
 def _run(stage: Any, job: Any, shared: dict[str, Any]) -> None:
@@ -383,12 +469,14 @@ def _run(stage: Any, job: Any, shared: dict[str, Any]) -> None:
     if shared["dry_run"]:
         show(dataclasses.asdict(job), as_json=shared["as_json"], text=str(job))
         return
-    folder = stage.run(job, _progress(shared))
+    with reporting(shared, job.output) as progress:
+        folder = stage.run(job, progress)
     show({"folder": str(folder)}, as_json=shared["as_json"], text=str(folder))
 
 
 def main() -> int:
     """Run the command line of this process and return its exit code."""
+    _memory.give_back_freed()
     return exit_code(cli, sys.argv[1:])
 
 

@@ -1,4 +1,4 @@
-"""Stage 4, export: write the artifact, reopen it in a fresh process, and publish it only when the canary agrees.
+"""Stage 4, export: write the artifact, reopen it in a fresh process, and publish it only when the proof holds.
 
 Reads    a finished quantize folder and the model it was made from
 Writes   <o>: config.json, weights, side files, quantflow.json, README.md; the whole folder appears at once
@@ -6,23 +6,19 @@ Resumes  an artifact whose manifest names the same inputs is left alone; an unfi
 Fails    3 unfinished or foreign input, 5 the folder is held or the disk is full, 7 the proof or a hash disagrees
 """
 
-import json
-import re
-import shutil
-import subprocess
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
-from torch import Tensor
-
+from quantflow.artifact import disk
 from quantflow.artifact.canonical import digest_of, file_digest, read_json, readable_json
 from quantflow.artifact.checkpoint import CONFIG, INDEX
-from quantflow.artifact.ledger import FileEntry, Ledger, LedgerEntry
+from quantflow.artifact.digests import NAME as HASHES
+from quantflow.artifact.digests import Digests
+from quantflow.artifact.ledger import FileEntry, Ledger
 from quantflow.artifact.manifest import MANIFEST_NAME, build_manifest, read_manifest, write_manifest
+from quantflow.artifact.safetensors_header import read_header
 from quantflow.artifact.verify import verify
 from quantflow.core.float8 import FLAVOURS
 from quantflow.core.scheme import LinearScheme, TensorScheme
@@ -30,16 +26,18 @@ from quantflow.errors import InputError, IntegrityError, QuantflowError, UsageEr
 from quantflow.formats import FORMATS
 from quantflow.models.graph import Graph, graph_for
 from quantflow.models.load import Source, fingerprint, open_source
-from stages import _workspace
+from stages import _memory, _workspace
+from stages._bits import tools
 from stages._card import model_card
-from stages._config import nearest, parse_size
+from stages._config import Resources, nearest, parse_size
+from stages._ledger import tensor_entries
+from stages._plan import Plan
 from stages._progress import Progress
-from stages.quantize import tools
-
-SIDE_FILES = re.compile(
-    r"(tokenizer.*\.(json|model)|vocab\.(json|txt)|merges\.txt|special_tokens_map\.json|added_tokens\.json|"
-    r"chat_template.*|generation_config\.json|.*processor_config\.json|LICEN[CS]E.*|NOTICE.*|USE_POLICY.*)"
-)
+from stages._proof import launch
+from stages._resources import Allowance, allow_export, compare
+from stages._shards import Stored, linked, shards_for, write_shards
+from stages._side_files import is_side_file
+from stages._sizes import model_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +48,7 @@ class Job:
         quantized: a finished quantize folder.
         model: the source folder; None reads where quantize found it.
         replace: redo an artifact that was made from other inputs, instead of refusing.
+        resources: how much memory and disk there is.
     """
 
     quantized: Path
@@ -58,13 +57,14 @@ class Job:
     format: str = "compressed-tensors"
     shard_size: str = "4GiB"
     replace: bool = False
+    resources: Resources = Resources()
 
 
 def run(job: Job, progress: Progress) -> Path:
     """Export and prove the artifact and return its folder; one that is up to date is left alone."""
     if job.format not in FORMATS:
         raise UsageError(f"format {job.format!r} is unknown", nearest(job.format, list(FORMATS)))
-    record = _workspace.require_done(job.quantized, stage="quantize")
+    record = _workspace.require_done(job.quantized, stage="quantize", unread="layers/*.safetensors")
     summary = read_json(job.quantized / "quantize.json")
     made_from = digest_of([record["inputs"], job.format, parse_size(job.shard_size)])
     with _workspace.locked(job.output):
@@ -73,17 +73,36 @@ def run(job: Job, progress: Progress) -> Path:
             return job.output
         _refuse_other_result(job, made_from)
         source = open_source(job.model or Path(summary["source"]["folder"]))
-        expected, found = record["inputs"]["model"], fingerprint(source.checkpoint)
+        digests = Digests(also=[job.quantized / HASHES])
+        expected, found = record["inputs"]["model"], fingerprint(source.checkpoint, digests)
         if found != expected:
             raise InputError(
                 f"{source.checkpoint.folder}: is model {found[:16]}, {job.quantized} was made from {expected[:16]}",
                 "give the model that was quantized with --model, or quantize this one",
             )
+        allowance = _allowance(job, source, summary)
+        _memory.reset_peak()
         with _workspace.publish(job.output, stage=None, inputs={}) as folder:
-            _write(job, folder, source, summary, made_from)
+            links = _write(job, folder, source, summary, record, made_from, digests)
             progress.say(f"export {job.output.name}: proving it in a fresh process")
-            _prove(folder, job.quantized)
+            _prove(folder, job.quantized, source.checkpoint.folder, links, allowance.workers)
+        used = _memory.largest_peak()
+        progress.note(compare(f"export {job.output.name}", planned=allowance.peak_bytes, used=used))
     return job.output
+
+
+def _allowance(job: Job, source: Source, summary: Mapping[str, Any]) -> Allowance:
+    plan = summary["plan"]
+    resolved = Plan(
+        name=summary["recipe"]["name"],
+        schemes={name: None if data is None else _scheme(data) for name, data in plan["schemes"].items()},
+        algorithm=plan["algorithm"],
+        transforms=(),
+        needs=frozenset(),
+        file_to_file=summary["proof"] == "tensors",
+    )
+    size = model_size(source.checkpoint.infos, source.config, graph_for(source.config))
+    return allow_export(job.resources, size, resolved, shard_size=parse_size(job.shard_size), folder=job.output)
 
 
 def _is_up_to_date(folder: Path, made_from: str) -> bool:
@@ -111,37 +130,57 @@ def _refuse_other_result(job: Job, made_from: str) -> None:
         raise UsageError(f"{job.output}: {cause}", "choose another -o, or pass --force to replace it")
 
 
-def _write(job: Job, folder: Path, source: Source, summary: Mapping[str, Any], made_from: str) -> None:
+def _write(
+    job: Job,
+    folder: Path,
+    source: Source,
+    summary: Mapping[str, Any],
+    record: Mapping[str, Any],
+    made_from: str,
+    digests: Digests,
+) -> Mapping[str, Path]:
+    """Write the artifact; return which of its files are links to which files of the quantized folder."""
     graph = graph_for(source.config)
     layers = [read_json(path) for path in sorted((job.quantized / "layers").glob("*.json"))]
     schemes = {name: _scheme(data) for name, data in summary["plan"]["schemes"].items() if data is not None}
-    owners = _write_weights(folder, job, source, graph, layers, schemes)
+    links = _write_weights(folder, job, source, graph, record["files"])
     files = _copy_side_files(folder, source)
     _write_config(folder, source, graph, schemes)
-    ledger = Ledger(tensors=owners, files=files)
+    changed = {name for layer in layers for name in layer["changed"]}
+    ledger = Ledger(tensors=tensor_entries(source, graph, schemes, changed, FORMATS[job.format]), files=files)
     sizes = {name: (source.checkpoint.folder / name).stat().st_size for name in source.checkpoint.files}
     ledger.check(source.checkpoint.infos, source_files=sizes)
     flavours = sorted({t.float8 for s in schemes.values() for t in (s.weights, s.input) if t and t.kind == "float"})
-    canary = read_json(job.quantized / "canary.json")
     body = {
         "kind": "artifact",
         "source": {
             "name": summary["source"]["name"],
             "revision": summary["source"]["revision"],
-            "files": {name: file_digest(source.checkpoint.folder / name) for name in _model_files(source)},
+            "files": {name: digests.of(source.checkpoint.folder / name) for name in _model_files(source)},
         },
         "recipe": {**summary["recipe"], "resolved": summary["plan"], "format": job.format},
         "measurement": summary["measurement"],
         "float8": {"flavour": flavours[0], "largest": FLAVOURS[flavours[0]].largest} if flavours else None,
         "ledger": ledger.to_json(),
-        "layers": [{key: record[key] for key in ("errors", "decisions", "changed")} for record in layers],
-        "proof": {"kind": "canary", "layers": len(canary["layers"]), "digest": digest_of(canary)},
+        "layers": [{key: layer[key] for key in ("errors", "decisions", "changed")} for layer in layers],
+        "proof": _proof_of(job, summary, layers),
         "tools": {**tools(), "quantflow_layout": FORMATS[job.format].LAYOUT_VERSION},
         "made_from": made_from,
     }
-    manifest = build_manifest(folder, body=body)
-    (folder / "README.md").write_text(model_card(manifest), encoding="utf-8")
+    # The proof reads every file and compares it with these hashes, so what is hashed already is not hashed here again.
+    hashes = {name: record["files"][f"layers/{path.name}"]["sha256"] for name, path in links.items()}
+    manifest = build_manifest(folder, body=body, hashes=hashes)
+    disk.write_file(folder / "README.md", model_card(manifest).encode())
     write_manifest(folder, manifest)
+    return links
+
+
+def _proof_of(job: Job, summary: Mapping[str, Any], layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what the manifest says about the proof that is given before the artifact is published."""
+    if summary["proof"] == "tensors":
+        return {"kind": "tensors", "layers": len(layers), "digest": digest_of([layer["values"] for layer in layers])}
+    canary = read_json(job.quantized / "canary.json")
+    return {"kind": "canary", "layers": len(canary["layers"]), "digest": digest_of(canary)}
 
 
 def _scheme(data: Mapping[str, Any]) -> LinearScheme:
@@ -158,91 +197,42 @@ def _scheme(data: Mapping[str, Any]) -> LinearScheme:
 
 
 def _write_weights(
-    folder: Path,
-    job: Job,
-    source: Source,
-    graph: Graph,
-    layers: Sequence[Mapping[str, Any]],
-    schemes: Mapping[str, LinearScheme],
-) -> tuple[LedgerEntry, ...]:
-    """Write the shards and return the ledger's entry for every source tensor."""
-    changed = {name for record in layers for name in record["changed"]}
-    encoder = FORMATS[job.format]
-    entries = []
-    for name, (_, info) in source.checkpoint.tensors.items():
-        linear = name.removesuffix(".weight")
-        becomes: tuple[str, ...] = (name,)
-        action, reason = "copied", "not a linear of a decoder layer"
-        if name.endswith(".weight") and linear in schemes:
-            becomes, action, reason = encoder.tensor_names(linear, schemes[linear]), "quantized", schemes[linear].name
-        elif linear in graph.linears:
-            reason = "ignored by the recipe"
-        elif name in changed:
-            action, reason = "changed", "absorbed a smoothing"
-        entries.append(
-            LedgerEntry(
-                name=name,
-                dtype=info.dtype,
-                shape=info.shape,
-                nbytes=info.nbytes,
-                action=action,  # type: ignore[arg-type]
-                reason=reason,
-                becomes=becomes,
-            )
-        )
-    _write_shards(folder, _tensors(job, source, graph), parse_size(job.shard_size))
-    return tuple(entries)
+    folder: Path, job: Job, source: Source, graph: Graph, recorded: Mapping[str, Mapping[str, Any]]
+) -> Mapping[str, Path]:
+    """Write the shards; return which of them are links to what.
 
-
-def _tensors(job: Job, source: Source, graph: Graph) -> Iterator[tuple[str, Tensor]]:
-    """Yield the artifact's tensors: what lies outside the layers, then layer by layer."""
+    Raises:
+        IntegrityError: a layer's file differs from its recorded hash.
+    """
     prefixes = tuple(f"{layer.prefix}." for layer in graph.layers)
-    for name in source.names:
-        if not name.startswith(prefixes):
-            yield name, source.read([name])[name]
-    for layer in graph.layers:
-        path = job.quantized / "layers" / f"{layer.index:05d}.safetensors"
-        yield from sorted(safetensors.torch.load(path.read_bytes()).items())
+    outside = [
+        Stored(path=source.checkpoint.folder / file, info=info)
+        for name, (file, info) in source.checkpoint.tensors.items()
+        if not name.startswith(prefixes)
+    ]
+    paths = [job.quantized / "layers" / f"{layer.index:05d}.safetensors" for layer in graph.layers]
+    layers = [[Stored(path=path, info=info) for info in read_header(path)[0].values()] for path in paths]
+    shards = shards_for(outside, layers, limit=parse_size(job.shard_size))
+    links = linked(shards)
+    for path in paths:
+        if path not in links.values() and file_digest(path) != recorded[f"layers/{path.name}"]["sha256"]:
+            raise _damaged(path)
+    write_shards(folder, shards)
+    return links
 
 
-def _write_shards(folder: Path, tensors: Iterator[tuple[str, Tensor]], limit: int) -> None:
-    """Write tensors in their order into files of at most `limit` bytes (one tensor may exceed it), with an index."""
-    shard: dict[str, Tensor] = {}
-    size, total = 0, 0
-    where: list[list[str]] = []
-
-    def flush() -> None:
-        path = folder / f"shard-{len(where)}"
-        path.write_bytes(safetensors.torch.save(shard, metadata={"format": "pt"}))
-        where.append(list(shard))
-
-    for name, tensor in tensors:
-        if shard and size + tensor.nbytes > limit:
-            flush()
-            shard, size = {}, 0
-        shard[name] = tensor.contiguous()
-        size += tensor.nbytes
-        total += tensor.nbytes
-    flush()
-    names = [f"model-{i + 1:05d}-of-{len(where):05d}.safetensors" for i in range(len(where))]
-    if len(names) == 1:
-        names = ["model.safetensors"]
-    for index, name in enumerate(names):
-        (folder / f"shard-{index}").replace(folder / name)
-    if len(names) > 1:
-        weight_map = {tensor: name for name, held in zip(names, where, strict=True) for tensor in held}
-        (folder / INDEX).write_bytes(readable_json({"metadata": {"total_size": total}, "weight_map": weight_map}))
+def _damaged(path: Path) -> IntegrityError:
+    return IntegrityError(f"{path}: differs from the hash in {_workspace.DONE}", "run `quantflow quantize` again")
 
 
 def _model_files(source: Source) -> list[str]:
     """Return the files that make the source what it is: config, weights, index and what is copied."""
     checkpoint = source.checkpoint
-    return [name for name in checkpoint.files if name in (CONFIG, INDEX, *checkpoint.shards) or _is_side_file(name, source)]
-
-
-def _is_side_file(name: str, source: Source) -> bool:
-    code = name.endswith(".py") and "auto_map" in source.checkpoint.config
-    return code or SIDE_FILES.fullmatch(name) is not None
+    return [
+        name
+        for name in checkpoint.files
+        if name in (CONFIG, INDEX, *checkpoint.shards) or is_side_file(name, source.checkpoint.config)
+    ]
 
 
 def _copy_side_files(folder: Path, source: Source) -> tuple[FileEntry, ...]:
@@ -254,9 +244,9 @@ def _copy_side_files(folder: Path, source: Source) -> tuple[FileEntry, ...]:
             action, reason = "rewritten", "quantization_config added"
         elif name in source.checkpoint.shards or name == INDEX:
             action, reason = "rewritten", "weights, see tensors"
-        elif _is_side_file(name, source):
+        elif is_side_file(name, source.checkpoint.config):
             action, reason = "copied", "side file"
-            shutil.copyfile(path, folder / name)
+            disk.copy(path, folder / name)
         entries.append(FileEntry(name=name, nbytes=path.stat().st_size, action=action, reason=reason))  # type: ignore[arg-type]
     return tuple(entries)
 
@@ -269,23 +259,20 @@ def _write_config(folder: Path, source: Source, graph: Graph, schemes: Mapping[s
     config["quantization_config"] = FORMATS["compressed-tensors"].quantization_config(
         schemes, ignore=[*untouched, *(head or ["lm_head"])], model_type=graph.family.model_type
     )
-    (folder / CONFIG).write_bytes(readable_json(config))
+    disk.write_file(folder / CONFIG, readable_json(config))
 
 
-def _prove(folder: Path, quantized: Path) -> None:
-    """Load the artifact in a fresh process and compare the canary, layer by layer.
+def _prove(folder: Path, quantized: Path, source: Path, links: Mapping[str, Path], workers: int) -> None:
+    """Prove the artifact in a fresh process; a linked file that is damaged is named as quantize wrote it.
 
     Raises:
-        IntegrityError: a layer or the logits differ.
-        InputError: the process failed otherwise.
+        IntegrityError: a file, a tensor, a layer or the logits differ.
+        QuantflowError: of another kind, as the process met it.
     """
-    command = [sys.executable, "-m", "stages._proof", str(folder.resolve()), str(quantized.resolve())]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    if result.returncode == 0:
-        return
-    lines = result.stderr.strip().splitlines() or ["no message"]
     try:
-        message = json.loads(lines[-1])
-    except json.JSONDecodeError as error:
-        raise InputError(f"{folder}: the proof process ended with {result.returncode}: {lines[-1]}", "report this") from error
-    raise IntegrityError(message["cause"], message["remedy"])
+        launch(folder, quantized, source, workers=workers)
+    except IntegrityError as error:
+        for name, path in links.items():
+            if error.cause.startswith(f"{name}: "):
+                raise _damaged(path) from error
+        raise

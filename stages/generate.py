@@ -16,11 +16,16 @@ import torch
 from quantflow.models.load import load_tokenizer
 from quantflow.runtime.decoding import Sampling, generate
 from quantflow.runtime.load import load
+from quantflow.runtime.offload import load_offloaded
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One prompt; without temperature, top_k and top_p the most likely token is taken each time."""
+    """One prompt; without temperature, top_k and top_p the most likely token is taken each time.
+
+    Attributes:
+        disk_offload: leave the weights on disk and read them for every token; the same tokens with little memory.
+    """
 
     artifact: Path
     prompt: str
@@ -31,11 +36,13 @@ class Job:
     seed: int = 0
     backend: str = "auto"
     dtype: str = "float32"
+    disk_offload: bool = False
 
 
 def run(job: Job, stream: Callable[[str], None]) -> dict[str, Any]:
     """Generate, handing the text to `stream` piece by piece, and return prompt, text and token ids."""
-    runtime = load(job.artifact, backend=job.backend, dtype=getattr(torch, job.dtype))
+    opened = load_offloaded if job.disk_offload else load
+    runtime = opened(job.artifact, backend=job.backend, dtype=getattr(torch, job.dtype))
     tokenizer = runtime.tokenizer or load_tokenizer(job.artifact)
     prompt = tokenizer(job.prompt, return_tensors="pt")["input_ids"]  # [1, S]
     shown: list[int] = []

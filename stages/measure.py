@@ -2,35 +2,41 @@
 
 Reads    the model folder and a calibration file
 Writes   <o>/rank-RRR-of-WWW/: statistics.safetensors, calibration.safetensors, measurement.json, DONE.json
-Resumes  a finished rank is left alone, an unfinished one starts again; the folder of a rank appears at once
-Fails    3 unusable model or text, 5 the folder is held, 6 unsupported family
+Resumes  at the layer where it stopped, from .rank-RRR-of-WWW.work beside the rank; the folder of a rank appears at once
+Fails    3 unusable model or text, 5 memory, disk or a held folder, 6 unsupported family
 
-With N ranks torchrun starts N processes; rank r measures every N-th sequence, and unify merges them.
+With N ranks torchrun starts N processes; rank r measures every N-th sequence, and unify merges them. Memory is that of one
+decoder layer in float32, whatever the depth of the model (stages/_observe.py).
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, distributed
 
-from quantflow.artifact.canonical import file_digest
+from quantflow.artifact import disk
+from quantflow.artifact.canonical import digest_of, file_digest
+from quantflow.artifact.digests import NAME as HASHES
+from quantflow.artifact.digests import Digests
+from quantflow.core.parallel import Workers
 from quantflow.errors import UsageError
 from quantflow.measurements.record import LAYOUT_VERSION, Measurement, write_measurement
 from quantflow.models.calibration import hash_sequences, read_documents, select
-from quantflow.models.capture import KVRecorder, LayerStream, watch
-from quantflow.models.graph import Graph, Layer, graph_for
-from quantflow.models.load import Source, fingerprint, load_tokenizer, open_source
+from quantflow.models.graph import Graph, graph_for
+from quantflow.models.load import Source, load_tokenizer, open_source
 from quantflow.observers import OBSERVERS
-from stages import _workspace
-from stages._config import Calibration, launched_rank, nearest
+from stages import _memory, _state, _workspace
+from stages._bits import identify, single_threaded, tools
+from stages._config import Calibration, Resources, launched_rank, nearest
+from stages._observe import Observation
 from stages._progress import Progress
 from stages._ranks import die_with_parent, launch
-from stages.quantize import single_threaded, tools
+from stages._resources import allow_measure, compare
+from stages._sizes import model_size
 
 VERSION = 1
 PARTS = ("statistics.safetensors", "calibration.safetensors", "measurement.json")
@@ -43,9 +49,11 @@ class Job:
     """One measurement.
 
     Attributes:
-        stats: observers of every linear's input; outputs, weights, K and V get amax.
+        stats: observers of every linear's input; outputs, weights, K and V get amax. Without any, only the token ids are
+            kept and no layer runs.
         replace: redo a finished result that was made from other inputs, instead of refusing.
         arguments: the command line after `quantflow`, which torchrun's processes get again.
+        resources: how much memory and disk each rank may use; no bit of the result depends on it.
     """
 
     model: Path
@@ -56,6 +64,7 @@ class Job:
     stats: tuple[str, ...] = DEFAULT_STATS
     replace: bool = False
     arguments: tuple[str, ...] = field(default=())
+    resources: Resources = Resources()
 
 
 def run(job: Job, progress: Progress) -> Path:
@@ -84,7 +93,8 @@ def _launch(job: Job, progress: Progress) -> None:
     """Start torchrun with one process per rank, after the mistakes that every rank would stumble over were looked for."""
     source = open_source(job.model)
     graph_for(source.config)
-    inputs = _inputs(job, source, world=job.ranks)
+    disk.make_folder(job.output)
+    inputs = _inputs(job, source, Digests(job.output / HASHES), world=job.ranks)
     folders = [rank_folder(job.output, rank, job.ranks) for rank in range(job.ranks)]
     if all(_workspace.is_up_to_date(folder, {**inputs, "rank": rank}) for rank, folder in enumerate(folders)):
         progress.say("measure: up to date")
@@ -106,7 +116,7 @@ def _join(job: Job, progress: Progress, *, rank: int, world: int) -> None:
         distributed.destroy_process_group()
 
 
-def _inputs(job: Job, source: Source, *, world: int) -> dict[str, Any]:
+def _inputs(job: Job, source: Source, digests: Digests, *, world: int) -> dict[str, Any]:
     if job.calibration.source is None:
         raise UsageError("calibration: no source", "give --calibration FILE or the recipe's calibration.source")
     tokenizer = {
@@ -115,7 +125,7 @@ def _inputs(job: Job, source: Source, *, world: int) -> dict[str, Any]:
         if name.startswith(("tokenizer", "special_tokens", "chat_template", "vocab", "merges"))
     }
     return {
-        "model": fingerprint(source.checkpoint),
+        "model": identify(source, digests),
         "tokenizer": tokenizer,
         "calibration": {**asdict(job.calibration), "source": file_digest(Path(job.calibration.source))},
         "seed": job.seed,
@@ -130,21 +140,48 @@ def _measure_rank(job: Job, progress: Progress, *, rank: int, world: int) -> Non
     source = open_source(job.model)
     graph = graph_for(source.config)
     folder = rank_folder(job.output, rank, world)
-    inputs = {**_inputs(job, source, world=world), "rank": rank}
+    work = folder.parent / f".{folder.name}.work"
+    _workspace.refuse_other_result(folder, {}, force=True, parts=PARTS)  # before anything is written beside a foreign folder
+    disk.make_folder(job.output)
+    digests = Digests(job.output / HASHES)
+    inputs = {**_inputs(job, source, digests, world=world), "rank": rank}
     with _workspace.locked(folder), single_threaded(), torch.no_grad():
         if _workspace.is_up_to_date(folder, inputs):
+            _remove(work)
             progress.say("measure: up to date")
             return
         _workspace.refuse_other_result(folder, inputs, force=job.replace, parts=PARTS)
         sequences = calibration_sequences(job.calibration, job.model, source, seed=job.seed, world=world)
         mine = list(range(rank, len(sequences), world))
-        statistics = _statistics(
-            LayerStream(source, graph), graph, [sequences[i] for i in mine], stats=job.stats, progress=progress
-        )
-        meta = _meta(job, source, graph, sequences, mine, rank=rank, world=world)
+        sizes, lengths = model_size(source.checkpoint.infos, source.config, graph), [len(sequences[i]) for i in mine]
+        allowance = allow_measure(job.resources, sizes, lengths=lengths, stats=job.stats, folder=folder)
+        _memory.reset_peak()
+        _state.begin(work, inputs, say=lambda text: progress.say(f"measure: unfinished with {text}; it begins again"))
+        statistics = {}
+        if job.stats:
+            with Workers(allowance.workers) as workers:
+                observation = Observation(
+                    stats=job.stats,
+                    source=source,
+                    graph=graph,
+                    folder=work,
+                    key=digest_of(inputs),
+                    progress=progress,
+                    workers=workers,
+                    allowance=allowance,
+                )
+                statistics = observation.statistics([sequences[i] for i in mine])
+        meta = _meta(job, source, graph, sequences, mine, model=inputs["model"], rank=rank, world=world)
         with _workspace.publish(folder, stage="measure", inputs=inputs) as temporary:
             measurement = Measurement(meta=meta, statistics=statistics, sequences=[sequences[i] for i in mine], indices=mine)
             write_measurement(temporary, measurement)
+        _remove(work)
+        progress.note(compare("measure", planned=allowance.peak_bytes, used=_memory.usage().peak))
+
+
+def _remove(work: Path) -> None:
+    """Remove the resume state of a rank that is finished."""
+    disk.remove_tree(work)
 
 
 def calibration_sequences(calibration: Calibration, model: Path, source: Source, *, seed: int, world: int = 1) -> list[Tensor]:
@@ -161,65 +198,16 @@ def calibration_sequences(calibration: Calibration, model: Path, source: Source,
     return sequences
 
 
-def _statistics(
-    stream: LayerStream, graph: Graph, sequences: Sequence[Tensor], *, stats: Sequence[str], progress: Progress
-) -> dict[str, Tensor]:
-    """Return every statistic of every layer, by `<source name>|<site>|<statistic>`."""
-    states = stream.begin(sequences)
-    found: dict[str, Tensor] = {}
-    for layer in progress.steps(graph.layers, stage="measure", unit="layer"):
-        with stream.layer(layer.index) as module, ExitStack() as stack:
-            observers = _observe(module, layer, stats, stack)
-            cache = KVRecorder(_kv_callback(observers, layer.attention))
-            stream.advance(module, states, cache=cache)
-        for site, kinds in observers.items():
-            for observer in kinds:
-                found |= {f"{site}|{name}": tensor for name, tensor in observer.state().items()}
-        for group in layer.groups:  # linears of a group see one input: observed once, recorded under each name
-            shared = f"{group.linears[0]}|input|"
-            for key in [key for key in found if key.startswith(shared)]:
-                found |= {f"{name}|input|{key.removeprefix(shared)}": found[key] for name in group.linears[1:]}
-    return found
-
-
-def _observe(module: nn.Module, layer: Layer, stats: Sequence[str], stack: ExitStack) -> dict[str, list[Any]]:
-    """Attach observers to a layer until `stack` closes; `<source name>|<site>` -> observers."""
-    observers: dict[str, list[Any]] = {}
-    for group in layer.groups:
-        for name in group.linears:
-            linear: Any = module.get_submodule(layer.relative(name))
-            weight = linear.weight
-            observers[f"{name}|output"] = [OBSERVERS["amax"](features=weight.shape[0])]
-            observers[f"{name}|weight"] = [OBSERVERS["amax"](features=weight.shape[1])]
-            observers[f"{name}|weight"][0].update(weight)
-            if name == group.linears[0]:
-                observers[f"{name}|input"] = [OBSERVERS[kind](features=weight.shape[1]) for kind in stats]
-            callback = _linear_callback(observers.get(f"{name}|input", []), observers[f"{name}|output"])
-            stack.enter_context(watch(module, {layer.relative(name): callback}))
-    return observers
-
-
-def _linear_callback(inputs: Sequence[Any], outputs: Sequence[Any]) -> Callable[[Tensor, Tensor], None]:
-    def observe(x: Tensor, y: Tensor) -> None:
-        for observer in inputs:
-            observer.update(x)
-        for observer in outputs:
-            observer.update(y)
-
-    return observe
-
-
-def _kv_callback(observers: dict[str, list[Any]], attention: str) -> Callable[[int, Tensor, Tensor], None]:
-    def observe(_index: int, key: Tensor, value: Tensor) -> None:
-        for site, tensor in (("k_cache", key), ("v_cache", value)):
-            kinds = observers.setdefault(f"{attention}|{site}", [OBSERVERS["amax"](features=tensor.shape[-1])])
-            kinds[0].update(tensor)
-
-    return observe
-
-
 def _meta(
-    job: Job, source: Source, graph: Graph, sequences: Sequence[Tensor], mine: Sequence[int], *, rank: int, world: int
+    job: Job,
+    source: Source,
+    graph: Graph,
+    sequences: Sequence[Tensor],
+    mine: Sequence[int],
+    *,
+    model: str,
+    rank: int,
+    world: int,
 ) -> dict[str, Any]:
     shapes = {name: list(info.shape) for name, info in source.checkpoint.infos.items()}
     linears = {
@@ -235,7 +223,7 @@ def _meta(
         "kind": "measurement",
         "model": {
             "name": job.model.resolve().name,
-            "fingerprint": fingerprint(source.checkpoint),
+            "fingerprint": model,
             "family": graph.family.model_type,
         },
         "mesh": {"rank": rank, "world": world, "tp": 1, "dp": world, "ep": 1},

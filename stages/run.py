@@ -20,7 +20,7 @@ from quantflow.models.graph import graph_for
 from quantflow.models.load import open_source
 from stages import export, measure, quantize, unify, validate
 from stages._config import Recipe
-from stages._plan import resolve
+from stages._plan import resolve, statistics_for
 from stages._progress import Progress
 from stages._report import Row, write_report
 
@@ -52,6 +52,7 @@ def run(job: Job, progress: Progress) -> list[dict[str, Any]]:
                 seed=recipe.seed,
                 revision=recipe.revision,
                 replace=True,
+                resources=recipe.resources,
             ),
             progress,
         )
@@ -63,6 +64,7 @@ def run(job: Job, progress: Progress) -> list[dict[str, Any]]:
                 format=recipe.export.format,
                 shard_size=recipe.export.shard_size,
                 replace=True,
+                resources=recipe.resources,
             ),
             progress,
         )
@@ -85,13 +87,17 @@ def _check(recipe: Recipe) -> None:
 
 def _measure(job: Job, progress: Progress) -> Path:
     recipe, folder = job.recipe, job.folder
-    stats = recipe.measure.stats or measure.DEFAULT_STATS
+    stats = recipe.measure.stats
+    if stats is None:
+        stats = statistics_for(recipe.quantize)
     first = folder / "1-measure"
     calibration = recipe.calibration
     arguments = ["measure", recipe.model, "-o", str(first), "--calibration", str(calibration.source), "--force"]
     arguments += ["--samples", str(calibration.samples), "--seed", str(recipe.seed), "--stats", ",".join(stats)]
     arguments += ["--sequence-length", str(calibration.sequence_length)] if calibration.sequence_length else []
     arguments += ["--pack"] if calibration.pack else []
+    arguments += [f"--max-memory={recipe.resources.max_memory}"] if recipe.resources.max_memory else []
+    arguments += ["--disk-offload"] if recipe.resources.disk_offload else []
     measure.run(
         measure.Job(
             model=Path(recipe.model),
@@ -101,6 +107,7 @@ def _measure(job: Job, progress: Progress) -> Path:
             ranks=recipe.measure.ranks,
             stats=stats,
             replace=True,
+            resources=recipe.resources,
             arguments=tuple(arguments),
         ),
         progress,
@@ -123,6 +130,7 @@ def _validate(job: Job, name: str, expect: str, artifact: Path, progress: Progre
             noise=job.folder / "5-validate" / "noise.json",
             seed=job.recipe.seed,
             replace=True,
+            resources=job.recipe.resources,
         ),
         progress,
     )

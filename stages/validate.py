@@ -2,10 +2,11 @@
 
 Reads    the artifact, the source model, an evaluation text
 Writes   <report>/validation.json and report.html, naming the artifact's digest; nothing into the artifact
-Resumes  a validation of the same artifact, text and protocol is left alone
+Resumes  a validation of the same artifact, text and protocol is left alone; one that was stopped goes on with its layer
 Fails    3 unusable text, or text that was calibrated on; 4 the gate failed, was inconclusive, or passed where a failure
          was expected; 7 the artifact is damaged
 
+Layer by layer: memory holds one layer of one model, then the heads, whatever the models' size (stages/_compare.py).
 Protocol: both models in float32, the artifact on the reference backend, windows of one length, KL over the whole vocabulary.
 The noise floor is the baseline in bf16 against itself in float32.
 """
@@ -17,25 +18,32 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from quantflow.artifact import disk
 from quantflow.artifact.canonical import canonical_json, digest_of, file_digest, read_json
 from quantflow.artifact.checkpoint import open_checkpoint
+from quantflow.artifact.digests import Digests
 from quantflow.artifact.manifest import read_manifest
+from quantflow.core.parallel import Workers
 from quantflow.errors import GateError, InputError, UsageError
 from quantflow.evaluation.bootstrap import bootstrap
-from quantflow.evaluation.divergence import Comparison, join, score
-from quantflow.evaluation.perplexity import LogitsOf, logits_of
+from quantflow.evaluation.divergence import Comparison
 from quantflow.evaluation.windows import evaluation_sequences
 from quantflow.models.calibration import hash_sequences, read_documents
-from quantflow.models.load import Source, fingerprint, load_model, load_tokenizer, open_source
-from quantflow.runtime.load import load
-from stages import _workspace
-from stages._config import Validate
+from quantflow.models.capture import LayerStream
+from quantflow.models.graph import graph_for
+from quantflow.models.load import Source, fingerprint, load_tokenizer, open_source, skeleton
+from quantflow.runtime.artifact import open_artifact
+from stages import _memory, _state, _workspace
+from stages._bits import CANARY_TOKENS, single_threaded, tensor_hash, tools
+from stages._compare import BASELINE, Comparing
+from stages._config import Resources, Validate
 from stages._gate import Gate, gate_files, judge, load_gate
 from stages._progress import Progress
 from stages._report import Row, write_report
-from stages.quantize import CANARY_TOKENS, tensor_hash, tools
+from stages._resources import allow_validate, compare
+from stages._sizes import model_size
 
 VERSION = 1
 RESAMPLES = 2000
@@ -60,25 +68,28 @@ class Job:
     noise: Path | None = None
     seed: int = 0
     replace: bool = False
+    resources: Resources = Resources()
 
 
 def run(job: Job, progress: Progress) -> dict[str, Any]:
     """Validate and return the content of validation.json; `raise_for_verdict` turns it into an exit code."""
     manifest = read_manifest(job.artifact)
     source = open_source(job.baseline)
-    _refuse_other_baseline(job, manifest, source)
-    inputs = _inputs(job, manifest, source)
-    with _workspace.locked(job.report):
+    digests = Digests()
+    _refuse_other_baseline(job, manifest, source, digests)
+    inputs = _inputs(job, manifest, source, digests)
+    with _workspace.locked(job.report), single_threaded(), torch.no_grad():
         if _workspace.is_up_to_date(job.report, inputs):
+            disk.remove_tree(_state.scratch(job.report))
             progress.say(f"validate {job.artifact.name}: up to date")
             result: dict[str, Any] = read_json(job.report / "validation.json")
             return result
         _workspace.refuse_other_result(job.report, inputs, force=job.replace, parts=("validation.json", "report.html"))
-        result = _validate(job, manifest, source, progress)
+        result = _validate(job, manifest, source, inputs, progress)
         with _workspace.publish(job.report, stage="validate", inputs=inputs) as folder:
-            text = json.dumps(result, indent=1, sort_keys=True)
-            (folder / "validation.json").write_text(text, encoding="utf-8")
+            disk.write_file(folder / "validation.json", json.dumps(result, indent=1, sort_keys=True).encode())
             write_report(folder / "report.html", [Row(result=result, layers=manifest["layers"])])
+        disk.remove_tree(_state.scratch(job.report))
     return result
 
 
@@ -101,29 +112,31 @@ def raise_for_verdict(result: Mapping[str, Any], *, allow_inconclusive: bool) ->
     )
 
 
-def _refuse_other_baseline(job: Job, manifest: Mapping[str, Any], source: Source) -> None:
+def _refuse_other_baseline(job: Job, manifest: Mapping[str, Any], source: Source, digests: Digests) -> None:
     """Refuse to compare an artifact with a model that it was not made from.
 
     Raises:
         InputError: a weight file of the baseline is not one that the manifest names.
     """
     known = set(manifest["source"]["files"].values())
-    for name in source.checkpoint.shards:
-        digest = file_digest(source.checkpoint.folder / name)
+    shards = [source.checkpoint.folder / name for name in source.checkpoint.shards]
+    with Workers(_memory.usable_cores()) as workers:
+        found = digests.of_all(shards, map_all=workers.map)
+    for path, digest in found.items():
         if digest not in known:
             raise InputError(
-                f"{source.checkpoint.folder / name}: has sha256 {digest[:16]}, the artifact was made from other weights",
+                f"{path}: has sha256 {digest[:16]}, the artifact was made from other weights",
                 f"give the model {manifest['source']['name']!r} that was quantized as --baseline",
             )
 
 
-def _inputs(job: Job, manifest: Mapping[str, Any], source: Source) -> dict[str, Any]:
+def _inputs(job: Job, manifest: Mapping[str, Any], source: Source, digests: Digests) -> dict[str, Any]:
     if job.options.text is None:
         raise UsageError("validate: no evaluation text", "give --text FILE or the recipe's validate.text")
     options = {**asdict(job.options), "text": file_digest(Path(job.options.text))}
     return {
         "artifact": manifest["digest"],
-        "baseline": fingerprint(source.checkpoint),
+        "baseline": fingerprint(source.checkpoint, digests),
         "options": options,
         "gate": gate_files(job.options.gate),
         "expect": job.expect,
@@ -133,29 +146,26 @@ def _inputs(job: Job, manifest: Mapping[str, Any], source: Source) -> dict[str, 
     }
 
 
-def _validate(job: Job, manifest: Mapping[str, Any], source: Source, progress: Progress) -> dict[str, Any]:
+def _validate(
+    job: Job, manifest: Mapping[str, Any], source: Source, inputs: Mapping[str, Any], progress: Progress
+) -> dict[str, Any]:
     sequences = _sequences(job, manifest)
     protocol = _protocol(job, sequences)
-    runtime = load(job.artifact, backend="reference", dtype=torch.float32)
-    baseline = load_model(source, dtype=torch.float32)
-    others = {"candidate": logits_of(runtime.model)}
-    noise_key = digest_of([protocol, fingerprint(source.checkpoint), tools()])
+    noise_key = digest_of([protocol, inputs["baseline"], tools()])
     floor = _kept_noise(job.noise, noise_key)
-    if floor is None:
-        others["noise"] = logits_of(load_model(source, dtype=torch.bfloat16))
-    compared = _compare(logits_of(baseline), others, sequences, progress, job)
+    compared = _compared(job, source, inputs, sequences, with_noise=floor is None, progress=progress)
     candidate = compared["candidate"]
     metrics = _bounds(candidate, job.seed)
     if floor is None:
         floor = _bounds(compared["noise"], job.seed)
         if job.noise is not None:
-            _workspace.write_atomic(job.noise, canonical_json({"key": noise_key, "floor": floor}))
+            disk.write_atomic(job.noise, canonical_json({"key": noise_key, "floor": floor}))
     recipe = manifest["recipe"]
     gate = load_gate(
         job.options.gate,
         scheme=recipe["scheme"],
         algorithm=recipe["resolved"]["algorithm"],
-        parameters=_parameters(baseline),
+        parameters=sum(parameter.numel() for parameter in skeleton(source.config).parameters()),
         noise_top1=floor["top1_agreement"]["value"],
     )
     verdict = judge(gate, {name: (bound["lower"], bound["upper"]) for name, bound in metrics.items()})
@@ -220,16 +230,36 @@ def _sequences(job: Job, manifest: Mapping[str, Any]) -> list[Tensor]:
     return sequences
 
 
-def _compare(
-    baseline: LogitsOf, others: Mapping[str, LogitsOf], sequences: Sequence[Tensor], progress: Progress, job: Job
+def _compared(
+    job: Job,
+    source: Source,
+    inputs: Mapping[str, Any],
+    sequences: Sequence[Tensor],
+    *,
+    with_noise: bool,
+    progress: Progress,
 ) -> dict[str, Comparison]:
-    """Run the baseline once per window and score every other model against it."""
-    parts: dict[str, list[Comparison]] = {name: [] for name in others}
-    for tokens in progress.steps(sequences, stage=f"validate {job.artifact.name}", unit="window"):
-        expected = baseline(tokens)
-        for name, logits in others.items():
-            parts[name].append(score(expected, logits(tokens).float(), tokens))
-    return {name: join(comparisons) for name, comparisons in parts.items()}
+    """Return the candidate's comparison with the baseline, and that of the baseline in bf16 where it is not known."""
+    graph = graph_for(source.config)
+    artifact = open_artifact(job.artifact, backend="reference", dtype=torch.float32)
+    streams = {BASELINE: LayerStream(source, graph), "candidate": LayerStream(artifact, graph_for(artifact.config))}
+    if with_noise:
+        streams["noise"] = LayerStream(source, graph, dtype=torch.bfloat16)
+    sizes = model_size(source.checkpoint.infos, source.config, graph)
+    lengths = [len(sequence) for sequence in sequences]
+    allowance = allow_validate(job.resources, sizes, lengths=lengths, models=len(streams), folder=job.report)
+    _memory.reset_peak()
+    compared = Comparing(
+        streams=streams,
+        sequences=sequences,
+        folder=_state.scratch(job.report),
+        key=digest_of(inputs),
+        stage=f"validate {job.artifact.name}",
+        progress=progress,
+        allowance=allowance,
+    ).scores()
+    progress.note(compare("validate", planned=allowance.peak_bytes, used=_memory.usage().peak))
+    return compared
 
 
 def bits_per_weight(artifact: Path, manifest: Mapping[str, Any]) -> float:
@@ -247,12 +277,8 @@ def _perplexity(nll: Tensor) -> float:
     return float(nll.mean().exp())
 
 
-def _parameters(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
 def _gate_json(gate: Gate) -> dict[str, Any]:
-    return {"name": gate.name, "thresholds": dict(gate.thresholds), "note": gate.note}
+    return {"name": gate.name, "thresholds": dict(sorted(gate.thresholds.items())), "note": gate.note}
 
 
 def _protocol(job: Job, sequences: Sequence[Tensor]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ NAME = "int4_pack"
 
 _GROUP_SIZES = (32, 64, 128, 256)
 _OUT_FEATURES_MULTIPLE = 16
+_ROWS = 128  # packed at once, a multiple of the kernel's tiles of at most 64 rows: their int32 copy stays small
 _INNER_TILES = 1  # read by the GPU's packing only, but the CPU's has the argument as well
 
 
@@ -60,8 +61,12 @@ def prepare(linear: QuantizedLinear, dtype: torch.dtype) -> Prepared:
     weight = linear.weight
     assert weight.scheme.group_size is not None  # why_not refuses other granularities
     zero = torch.zeros_like(weight.scale) if weight.zero_point is None else -weight.scale * weight.zero_point.float()
+    packed = [
+        torch.ops.aten._convert_weight_to_int4pack_for_cpu(rows.int().add_(8), _INNER_TILES)
+        for rows in weight.qvalue.split(_ROWS)  # type: ignore[no-untyped-call]
+    ]
     return Prepared(
-        weight=torch.ops.aten._convert_weight_to_int4pack_for_cpu(weight.qvalue.int() + 8, _INNER_TILES),
+        weight=packed[0] if len(packed) == 1 else torch.cat(packed),
         scale_and_zero=torch.stack([weight.scale.t(), zero.t()], dim=-1).to(dtype).contiguous(),  # [G, O, 2]
         group_size=weight.scheme.group_size,
     )

@@ -6,23 +6,26 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from quantflow.core import affine
 from quantflow.core.qtensor import QuantizedLinear
-from quantflow.core.scheme import LinearScheme
+from quantflow.core.scheme import LinearScheme, TensorScheme
 
 NAME = "reference"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """A dequantized weight and the linear it came from.
+    """A dequantized weight, and what happens to the input; the qvalues are not kept.
 
     Attributes:
         weight: [O, I] in the dtype of the inputs.
-        source: the quantized linear, for the quantization of its input.
+        scheme, scale, zero_point: of the input, None where it has none.
     """
 
     weight: Tensor
-    source: QuantizedLinear
+    scheme: TensorScheme | None
+    scale: Tensor | None
+    zero_point: Tensor | None
 
 
 def why_not(scheme: LinearScheme, device: torch.device, *, shape: tuple[int, int], dtype: torch.dtype) -> str | None:
@@ -32,9 +35,15 @@ def why_not(scheme: LinearScheme, device: torch.device, *, shape: tuple[int, int
 
 def prepare(linear: QuantizedLinear, dtype: torch.dtype) -> Prepared:
     """Dequantize the weight in float32 and round it to `dtype`."""
-    return Prepared(weight=linear.weight.dequantize().to(dtype), source=linear)
+    return Prepared(
+        weight=linear.weight.dequantize().to(dtype),
+        scheme=linear.scheme.input,
+        scale=linear.input_scale,
+        zero_point=linear.input_zero_point,
+    )
 
 
 def linear(x: Tensor, prepared: Prepared, bias: Tensor | None) -> Tensor:
     """Return x @ W.T + bias.  x: [..., I] in the prepared dtype; returns [..., O]."""
-    return functional.linear(prepared.source.fake_quantize_input(x), prepared.weight, bias)
+    x = affine.fake_quantize_input(x, prepared.scheme, prepared.scale, prepared.zero_point)
+    return functional.linear(x, prepared.weight, bias)

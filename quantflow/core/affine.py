@@ -104,3 +104,20 @@ def fake_quantize_per_token(x: Tensor, scheme: TensorScheme) -> Tensor:
     """Fake-quantize each row of `x` with a symmetric scale of its own.  x: [..., features]."""
     scale = scale_from_amax(x.abs().amax(dim=-1, keepdim=True), scheme)
     return fake_quantize(x, scale, None, scheme)
+
+
+def fake_quantize_input(x: Tensor, scheme: TensorScheme | None, scale: Tensor | None, zero_point: Tensor | None) -> Tensor:
+    """Return the input of a linear as the quantized linear sees it, in x's dtype.
+
+    Args:
+        x: [..., features].
+        scheme: of the input; None leaves it as it is.
+        scale: [1], of a static input.
+        zero_point: [1], of a static asymmetric input.
+    """
+    if scheme is None:
+        return x
+    if scheme.dynamic:
+        return fake_quantize_per_token(x, scheme)
+    assert scale is not None  # QuantizedLinear refuses a static input without it
+    return fake_quantize(x, scale, zero_point, scheme)

@@ -89,10 +89,12 @@ class QTensor:
 
     def dequantize(self) -> Tensor:
         """Return the float32 approximation, [O, I]."""
-        columns = self.qvalue.shape[1]
-        scale = groups.expand(self.scale, columns)
-        zero_point = None if self.zero_point is None else groups.expand(self.zero_point, columns)
-        return affine.dequantize(self.qvalue, scale, zero_point)
+        real = float8.widen(self.qvalue)  # a tensor of its own, changed in place: no second float32 copy is made
+        split = groups.to_groups(real, real.shape[1] // self.scale.shape[1])  # [O, G, g]
+        if self.zero_point is not None:
+            split -= self.zero_point[..., None]
+        split *= self.scale[..., None]
+        return real
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -143,9 +145,4 @@ class QuantizedLinear:
 
     def fake_quantize_input(self, x: Tensor) -> Tensor:
         """Return the input as the quantized linear sees it, in x's dtype.  x: [..., in_features]."""
-        if self.scheme.input is None:
-            return x
-        if self.scheme.input.dynamic:
-            return affine.fake_quantize_per_token(x, self.scheme.input)
-        assert self.input_scale is not None  # __post_init__ refuses a static input without it
-        return affine.fake_quantize(x, self.input_scale, self.input_zero_point, self.scheme.input)
+        return affine.fake_quantize_input(x, self.scheme.input, self.input_scale, self.input_zero_point)

@@ -38,6 +38,8 @@ _STRATEGIES: dict[str, Granularity] = {
     "group": "per_group",
     "token": "per_token",
 }
+ROW_MULTIPLE = 8  # rows whose zero points fill whole words, at any number of bits
+_DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 # Loaders match the names of their modules; where these differ from the checkpoint's, an ignored linear needs both.
 _MODULE_NAMES = {("gpt_neox", "embed_out"): "lm_head"}
 
@@ -57,6 +59,72 @@ def tensor_names(name: str, scheme: LinearScheme) -> tuple[str, ...]:
     if scheme.input is not None and not scheme.input.dynamic:
         suffixes += ["input_scale"] if scheme.input.symmetric else ["input_scale", "input_zero_point"]
     return tuple(f"{name}.{suffix}" for suffix in suffixes)
+
+
+def tensor_specs(
+    name: str, scheme: LinearScheme, shape: Sequence[int], model_dtype: torch.dtype
+) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return the tensors that `encode` makes of the linear `name`, before there is a weight to encode.
+
+    Args:
+        name: the linear's source name, without `.weight`.
+        scheme: of the linear.
+        shape: of its weight, (O, I).
+        model_dtype: of its weight in the source.
+
+    Returns:
+        full name -> (dtype as safetensors names it, shape), in `encode`'s order.
+
+    Raises:
+        UnsupportedError: the layout does not hold the scheme.
+        InputError: the group size does not divide I, or a shape that is not (O, I).
+    """
+    _check_layout(scheme)
+    weights, packed = scheme.weights, scheme.layout == "pack-quantized"
+    scale = _scale_shape(weights, shape, name=name)
+    stored = "I8" if weights.kind == "int" else "F8_E4M3"
+    specs: dict[str, tuple[str, tuple[int, ...]]] = {
+        "weight": (stored, tuple(shape)),
+        "weight_packed": ("I32", (shape[0], -(-shape[1] * weights.num_bits // 32))),
+        "weight_scale": (_DTYPE_NAMES[scale_dtype(scheme, model_dtype)], scale),
+        "weight_shape": ("I64", (2,)),
+        "weight_zero_point": ("I8", scale),
+        "input_scale": ("F32", (1,)),
+        "input_zero_point": ("I8", (1,)),
+    }
+    if packed and len(scale) == 2:
+        specs["weight_zero_point"] = ("I32", (-(-scale[0] * weights.num_bits // 32), scale[1]))
+    return {key: specs[key.removeprefix(f"{name}.")] for key in tensor_names(name, scheme)}
+
+
+def row_spans(name: str, scheme: LinearScheme, *, first: int, count: int) -> dict[str, tuple[int, int]]:
+    """Return where some rows of the linear `name` stand in its tensors, so that it is encoded and decoded piece by piece.
+
+    Args:
+        name: the linear's source name, without `.weight`.
+        scheme: per_channel or per_group weights.
+        first: the first of the rows, a multiple of ROW_MULTIPLE.
+        count: how many rows, a multiple of ROW_MULTIPLE too unless they are the last.
+
+    Returns:
+        full name -> (first row in that tensor, how many); without the tensors that describe the whole linear.
+
+    Raises:
+        SchemeError: the rows share a scale with others, or do not begin at a whole word.
+    """
+    if scheme.weights.granularity == "per_tensor" or first % ROW_MULTIPLE:
+        raise SchemeError(
+            f"{name}: rows from {first} of {scheme.weights.granularity} weights cannot stand alone",
+            f"take multiples of {ROW_MULTIPLE} rows, or the whole linear",
+        )
+    spans = {}
+    for key in tensor_names(name, scheme):
+        suffix = key.removeprefix(f"{name}.")
+        if suffix == "weight_zero_point" and scheme.layout == "pack-quantized":
+            spans[key] = (first * scheme.weights.num_bits // 32, -(-count * scheme.weights.num_bits // 32))
+        elif suffix not in ("weight_shape", "input_scale", "input_zero_point"):
+            spans[key] = (first, count)
+    return spans
 
 
 def encode(name: str, linear: QuantizedLinear, *, scale_dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:

@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
+from quantflow.artifact import disk
 from quantflow.artifact.canonical import digest_of, file_digest, read_json, readable_json
 from quantflow.errors import InputError, IntegrityError, StatisticsError, UnsupportedError
 from quantflow.measurements.keys import Key, by_site, observers_at
@@ -109,12 +110,12 @@ def write_measurement(folder: Path, measurement: Measurement) -> str:
         "lengths": torch.tensor(lengths, dtype=torch.int64),
         "indices": torch.tensor(measurement.indices, dtype=torch.int64),
     }
-    (folder / STATISTICS_NAME).write_bytes(save(_unshared(measurement.statistics)))
-    (folder / CALIBRATION_NAME).write_bytes(save(calibration))
+    disk.write_file(folder / STATISTICS_NAME, save(_unshared(measurement.statistics)))
+    disk.write_file(folder / CALIBRATION_NAME, save(calibration))
     files = {name: file_digest(folder / name) for name in (STATISTICS_NAME, CALIBRATION_NAME)}
     meta = {key: value for key, value in measurement.meta.items() if key not in _WRITTEN_KEYS} | {"files": files}
     digest = digest_of(meta)
-    (folder / META_NAME).write_bytes(readable_json({**meta, "digest": digest}))
+    disk.write_file(folder / META_NAME, readable_json({**meta, "digest": digest}))
     return digest
 
 

@@ -5,6 +5,7 @@ Longer than 300 lines because every mistake of a command line stands here, once,
 
 import errno
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -110,7 +111,7 @@ def unsupported(model):
         (empty, 3, "empty"),
         (truncated, 3, "model.safetensors"),
         (pointer, 3, "git lfs pull"),
-        (not_a_number, 3, "model.layers.1.mlp.up_proj.weight"),
+        (not_a_number, 3, "model.layers.1.mlp.up_proj"),
         (pickled, 3, "save_pretrained"),
         (quantized, 3, "awq"),
         (unsupported, 6, "gpt2"),
@@ -254,7 +255,7 @@ def test_ranks_that_do_not_fit_the_groups_are_refused(refused, llama, text_files
     quantize = ("quantize", llama, "-o", tmp_path / "q", "--scheme", "FP8", "--measurement")
     assert "quantflow unify" in refused(3, *quantize, tmp_path / "m")
     assert "quantflow unify" in refused(3, *quantize, tmp_path / "m" / "rank-001-of-002")
-    assert "rank-000-of-002" in refused(2, "unify", "-m", tmp_path / "m", "-o", tmp_path / "m")  # would replace its input
+    assert "no DONE.json" in refused(2, "unify", "-m", tmp_path / "m", "-o", tmp_path / "m")  # would replace its input
 
 
 def test_a_measurement_that_is_missing_unfinished_damaged_or_foreign_is_refused(refused, llama, family_model, tmp_path, work):
@@ -368,10 +369,14 @@ def test_a_validation_without_text_is_a_usage_error(refused, llama, tmp_path, wo
 
 
 def test_a_full_disk_is_told_with_the_file_and_leaves_no_half_result(refused, llama, text_files, tmp_path, work, monkeypatch):
-    def full(path, _content):
-        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+    write = os.pwrite
 
-    monkeypatch.setattr(Path, "write_bytes", full)
+    def full(descriptor, data, offset):
+        if memoryview(data).nbytes > 1000:  # weights; a lock still fits
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(descriptor, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", full)
     told = refused(5, "quantize", llama, "-o", tmp_path / "q", "--scheme", "W8A16")
     assert "No space left on device" in told and "00000.safetensors" in told and "free some space" in told
     assert "No space" in refused(5, "export", work / "quantized", "-o", tmp_path / "a")
@@ -399,3 +404,31 @@ def test_the_calibration_verb_tells_the_same_mistakes(refused, llama, tmp_path):
     assert "no document" in refused(3, "calibration", "inspect", tmp_path / "a.txt", "--tokenizer", llama)
     (tmp_path / "a.txt").write_text("value")
     refused(3, "calibration", "inspect", tmp_path / "a.txt", "--tokenizer", tmp_path / "nowhere")
+
+
+def test_a_stage_that_does_not_fit_into_memory_or_disk_says_what_it_needs(refused, llama, tmp_path, work, text_files):
+    measure = ("measure", llama, "-o", tmp_path / "m", "--calibration", text_files["calibration"])
+    quantize = ("quantize", llama, "-o", tmp_path / "q", "--scheme", "W8A8", "--measurement", work / "measured")
+    files = ("quantize", llama, "-o", tmp_path / "f", "--scheme", "W8A16")
+    export = ("export", work / "quantized", "-o", tmp_path / "x")
+    text = ("--text", text_files["heldout"], "--tokens", "256", "--sequence-length", "64")
+    validate = ("validate", work / "artifact", "--baseline", llama, "--report", tmp_path / "r", *text)
+    for line in (measure, quantize, files, export, validate):
+        told = refused(5, *line, "--max-memory", "50MB")
+        assert f"{line[0]}: needs" in told and "--max-memory 50MB is 50000000" in told and "give --max-memory" in told
+        assert not list(tmp_path.rglob("DONE.json")) and not (tmp_path / "x").exists()
+    for line in (measure, quantize, files, export):
+        told = refused(5, *line, "--max-disk", "1KB")
+        assert f"{line[0]}: writes" in told and "--max-disk is 1KB" in told
+
+
+def test_limits_that_are_no_sizes_are_usage_errors(refused, llama, tmp_path):
+    assert "size 'much'" in refused(2, "quantize", llama, "-o", tmp_path / "q", "--scheme", "W8A16", "--max-memory", "much")
+    assert "size '-1'" in refused(2, "run", "tiny-llama", "-o", tmp_path / "r", "--max-disk=-1")
+
+
+def test_statistics_by_name_and_by_scheme_exclude_each_other(refused, llama, tmp_path):
+    assert "--stats amax beside --for FP8" in refused(
+        2, "measure", llama, "-o", tmp_path / "m", "--stats", "amax", "--for", "FP8"
+    )
+    assert "did you mean" in refused(2, "measure", llama, "-o", tmp_path / "m", "--for", "FP8_DYNAMICS")

@@ -6,7 +6,17 @@ import pytest
 
 from quantflow.core.scheme import PRESETS
 from quantflow.errors import InputError, UsageError
-from stages._config import SHIPPED, apply_settings, find_config, launched_rank, nearest, parse_size, read_yaml, recipe_from
+from stages._config import (
+    SHIPPED,
+    apply_settings,
+    bars_wanted,
+    find_config,
+    launched_rank,
+    nearest,
+    parse_size,
+    read_yaml,
+    recipe_from,
+)
 from stages._gate import METRICS, load_gate
 from stages._options import overlay
 
@@ -25,6 +35,7 @@ def test_values_that_nobody_gives_are_the_documented_defaults():
     assert (recipe.calibration.samples, recipe.calibration.sequence_length, recipe.calibration.pack) == (128, None, False)
     assert (recipe.measure.ranks, recipe.unify.groups) == (1, None)
     assert (recipe.export.format, recipe.export.shard_size) == ("compressed-tensors", "4GiB")
+    assert (recipe.resources.max_memory, recipe.resources.max_disk, recipe.resources.disk_offload) == (None, None, False)
     assert (recipe.validate.tokens, recipe.validate.gate, recipe.validate.allow_inconclusive) == (32768, "auto", False)
 
 
@@ -43,6 +54,31 @@ def test_set_reaches_into_lists_and_makes_missing_mappings():
     recipe = recipe_from(data)
     assert recipe.quantize[0].group_size == 64
     assert recipe.unify.groups == ("a",)
+
+
+def test_limits_are_sizes_and_a_mistake_in_one_is_told_with_the_recipe():
+    recipe = recipe_from({"model": "m", "resources": {"max_memory": "4GiB", "disk_offload": True}})
+    assert (recipe.resources.max_memory, recipe.resources.disk_offload) == ("4GiB", True)
+    for resources, cause in (({"max_memory": "4 apples"}, "size"), ({"max_ram": "4GiB"}, "max_ram"), ({"max_disk": 7}, "int")):
+        with pytest.raises(UsageError, match=cause):
+            recipe_from({"model": "m", "resources": resources})
+
+
+def test_quantized_inputs_are_yes_no_or_left_to_the_stage():
+    for value in (True, False, None):
+        entry = {"name": "a", "scheme": "W4A16", "quantized_inputs": value}
+        assert recipe_from({"model": "m", "quantize": [entry]}).quantize[0].quantized_inputs is value
+    with pytest.raises(UsageError, match="quantized_inputs"):
+        recipe_from({"model": "m", "quantize": [{"name": "a", "scheme": "W4A16", "quantized_inputs": "yes"}]})
+
+
+def test_live_lines_are_silenced_by_the_environment(monkeypatch):
+    monkeypatch.delenv("TQDM_DISABLE", raising=False)
+    assert bars_wanted()
+    monkeypatch.setenv("TQDM_DISABLE", "1")
+    assert not bars_wanted()
+    monkeypatch.setenv("TQDM_DISABLE", "0")
+    assert bars_wanted()
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,11 @@ import errno
 import json
 import os
 import signal
+from pathlib import Path
 
 import click
 import pytest
+import torch
 
 from quantflow.errors import (
     GateError,
@@ -18,7 +20,7 @@ from quantflow.errors import (
     UnsupportedError,
     UsageError,
 )
-from stages._options import exit_code, outline, show, table
+from stages._options import common, exit_code, outline, reporting, show, table
 
 
 def raising(error):
@@ -66,6 +68,45 @@ def test_the_systems_refusals_name_the_file(capsys, number, code):
     assert err.startswith(f"error: /some/file: {os.strerror(number)}\n") and "Traceback" not in err
 
 
+def test_a_failing_disk_is_told_as_such_with_the_file(capsys):
+    assert exit_code(raising(OSError(errno.EIO, os.strerror(errno.EIO), "/some/file")), ["verb"]) == 3
+    cause, remedy = capsys.readouterr().err.splitlines()
+    assert cause == "error: /some/file: Input/output error: the disk or file system failed" and "continues" in remedy
+
+
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.ESTALE])
+def test_a_file_that_vanished_is_named(capsys, number):
+    assert exit_code(raising(OSError(number, os.strerror(number), "/model/a.safetensors")), ["verb"]) == 3
+    err = capsys.readouterr().err
+    assert err.startswith("error: /model/a.safetensors: ") and "bring the file back" in err
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."),
+    ],
+)
+def test_memory_that_ends_is_a_matter_of_resources_not_a_bug(capsys, error):
+    assert exit_code(raising(error), ["verb"]) == 5
+    err = capsys.readouterr().err
+    assert "--max-memory" in err and "bug" not in err
+
+
+def test_what_torch_says_when_memory_ends_is_recognized(capsys):
+    @click.group()
+    def group():
+        pass
+
+    @group.command()
+    def verb():
+        torch.empty(1 << 60, dtype=torch.uint8)
+
+    assert exit_code(group, ["verb"]) == 5
+
+
 def test_an_unforeseen_error_is_a_bug_and_its_traceback_is_shown_on_request_only(capsys):
     assert exit_code(raising(ZeroDivisionError("oh")), ["verb"]) == 1
     err = capsys.readouterr().err
@@ -90,6 +131,54 @@ def test_an_interrupt_and_a_termination_have_their_codes(capsys):
     before = signal.getsignal(signal.SIGTERM)
     assert exit_code(group, ["verb"]) == 143
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def writing(action):
+    """A verb that writes `out` and does something with its progress."""
+
+    @click.group()
+    def group():
+        pass
+
+    @group.command()
+    @click.argument("output", type=Path)
+    @common
+    def verb(output, **shared):
+        with reporting(shared, output) as progress:
+            action(progress)
+
+    return group
+
+
+def test_a_verb_logs_its_command_line_beside_its_output_and_finishes_the_step_that_runs(tmp_path, capsys):
+    done = []
+
+    def work(progress):
+        for item in progress.steps("ab", stage="s", unit="layer"):
+            os.kill(os.getpid(), signal.SIGTERM)
+            done.append(item)
+
+    assert exit_code(writing(work), ["verb", str(tmp_path / "out"), "-q"]) == 143
+    assert done == ["a"]
+    lines = [line.split(" ", 1)[1] for line in (tmp_path / "out.log").read_text().splitlines()]
+    assert lines[0] == f"begin: quantflow verb {tmp_path / 'out'} -q"
+    assert lines[-1].startswith("stopped: Interrupted: SIGTERM, after ")
+    assert list(tmp_path.iterdir()) == [tmp_path / "out.log"]
+
+
+@pytest.mark.parametrize(("value", "wanted"), [("1", False), ("0", True), ("", True)])
+def test_the_environment_silences_the_bars(tmp_path, monkeypatch, value, wanted):
+    monkeypatch.setenv("TQDM_DISABLE", value)
+    found = []
+    assert exit_code(writing(lambda progress: found.append(progress.bars)), ["verb", str(tmp_path / "out")]) == 0
+    assert found == [wanted]
+
+
+def test_a_rank_writes_no_log_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert exit_code(writing(lambda progress: progress.say("measure: hello")), ["verb", str(tmp_path / "out")]) == 0
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("arguments", [["nothing"], ["verb", "--nope"], ["verb", "more"]])

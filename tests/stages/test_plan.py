@@ -6,7 +6,7 @@ from transformers import LlamaConfig
 from quantflow.errors import SchemeError, UsageError
 from quantflow.models.graph import graph_for
 from stages._config import Override, Quantize
-from stages._plan import resolve
+from stages._plan import entries_of, resolve, statistics_for
 
 GRAPH = graph_for(
     LlamaConfig(
@@ -167,3 +167,28 @@ def test_the_plan_as_data_names_every_linear_its_scheme_and_the_algorithm():
     assert data["algorithm"] == "gptq" and data["transforms"] == []
     assert data["schemes"]["model.layers.0.mlp.down_proj"] is None
     assert data["schemes"]["model.layers.0.mlp.up_proj"]["weights"]["group_size"] == 32
+
+
+@pytest.mark.parametrize(
+    ("schemes", "observers"),
+    [
+        ("W4A16:gptq", ()),  # its Hessian lives inside quantize, which needs the token ids alone
+        ("W4A16:gptq,FP8", ("amax",)),
+        ("FP8_DYNAMIC,W8A16,W4A16:rtn", ()),
+        ("W8A8_STATIC", ("channel_amax", "min_max")),
+        ("FP8, W8A8", ("amax", "channel_amax")),
+    ],
+)
+def test_schemes_ask_measure_for_the_union_of_what_they_need(schemes, observers):
+    assert statistics_for(entries_of(schemes)) == observers
+
+
+def test_overrides_ask_for_their_own_statistics():
+    entry = Quantize(name="a", scheme="W8A16", overrides=(Override(match="re:.*q_proj", scheme="FP8"),))
+    assert statistics_for((entry,)) == ("amax",)
+
+
+@pytest.mark.parametrize("schemes", ["", " , ", "FP8,FP8", "FP9", "W4A16:magic"])
+def test_schemes_that_mean_nothing_are_refused(schemes):
+    with pytest.raises(UsageError):
+        statistics_for(entries_of(schemes))

@@ -54,6 +54,81 @@ def test_a_short_step_leaves_a_terminal_untouched(monkeypatch):
     assert terminal.getvalue() == ""
 
 
+def test_the_live_line_tells_what_the_step_does_now_with_bytes_samples_and_memory(monkeypatch, clock):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(_progress, "_columns", lambda stream: 200)
+    progress = Progress(patience=0.0)
+    for number in progress.steps([1, 2], stage="quantize", unit="layer", nbytes=lambda item: 3 * 10**9, samples=8):
+        if number == 2:
+            progress.doing("factoring q_proj")
+    shown = terminal.getvalue().split("\r\x1b[K")
+    # one second per reading of the clock: the first step ends at 1 s, the second is told about at 2 s
+    assert shown[2].startswith("quantize: layer 2 of 2, factoring q_proj, 8 samples, 2 s, 3.00 GB/s, 1 s left, RSS ")
+    progress.doing("nothing runs")
+    assert terminal.getvalue().endswith("\r\x1b[K")
+
+
+def test_the_live_line_is_cut_to_the_terminal(monkeypatch, clock):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    list(Progress(patience=0.0).steps([1], stage="s" * 300, unit="layer"))
+    assert terminal.getvalue().split("\r\x1b[K")[1] == "s" * 79  # a terminal that does not tell its width has 80 columns
+
+
+def test_a_line_that_is_said_takes_the_live_line_away_first(monkeypatch, clock):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    progress = Progress(patience=0.0)
+    for number in progress.steps([1, 2], stage="s", unit="layer"):
+        if number == 2:
+            progress.say("hello")
+    assert "\r\x1b[Khello\n" in terminal.getvalue()
+
+
+def test_without_bars_a_terminal_gets_lines(monkeypatch, clock):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    list(Progress(patience=0.0, bars=False).steps([1, 2], stage="s", unit="layer"))
+    assert terminal.getvalue() == "s: layer 1 of 2, 1 s, 1 s left\ns: layer 2 of 2, 2 s, 0 s left\n"
+
+
+def test_the_rest_is_estimated_from_the_last_five_steps(capsys, monkeypatch):
+    # ten steps that a resumed run skips, then ten of a minute each: 8 of 20 left after 12 means 8 minutes, not less
+    ends = [0.0] * 10 + [60.0 * i for i in range(1, 11)]
+    moments = iter([0.0, *ends])
+    monkeypatch.setattr(_progress.time, "monotonic", lambda: next(moments))
+    list(Progress(patience=0.0).steps(range(20), stage="s", unit="layer"))
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[14] == "s: layer 15 of 20, 5 min 00 s, 5 min 00 s left"
+
+
+def test_a_resumed_run_counts_what_an_earlier_one_finished(capsys, clock):
+    list(Progress(patience=0.0).steps("cd", stage="quantize", unit="layer", before=2))
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["quantize: layer 3 of 4, 1 s, 1 s left", "quantize: layer 4 of 4, 2 s, 0 s left"]
+
+
+def test_steps_within_steps_are_told_and_the_outer_ones_go_on(capsys, clock):
+    progress = Progress(patience=0.0)
+    for _ in progress.steps([1, 2], stage="outer", unit="layer"):
+        list(progress.steps([1], stage="inner", unit="window"))
+    told = [line.split(",")[0] for line in capsys.readouterr().err.splitlines()]
+    assert told == ["inner: window 1 of 1", "outer: layer 1 of 2", "inner: window 1 of 1", "outer: layer 2 of 2"]
+
+
+def test_the_log_gets_what_quiet_and_patience_hold_back(capsys, tmp_path):
+    with Progress(quiet=True).logging(tmp_path / "out.log", "quantflow measure") as progress:
+        progress.say("hello")
+        progress.note("planned")
+        list(progress.steps([1, 2], stage="measure", unit="layer"))
+    assert capsys.readouterr() == ("", "")
+    lines = [line.split(" ", 1)[1] for line in (tmp_path / "out.log").read_text().splitlines()]
+    assert lines[:3] == ["begin: quantflow measure", "hello", "planned"]
+    assert lines[3].startswith("measure: layer 1 of 2, 0 s") and lines[4].startswith("measure: layer 2 of 2, 0 s")
+    assert lines[5].startswith("measure: 2 layers in 0 s, peak RSS ") and lines[6].startswith("done, after 0 s, peak RSS ")
+
+
 def test_quiet_says_nothing_at_all(capsys, clock):
     progress = Progress(quiet=True, patience=0.0)
     progress.say("hello")

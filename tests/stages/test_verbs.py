@@ -2,11 +2,13 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from stages import _resources
 from stages import export as export_stage
 from stages import generate as generate_stage
 from stages import measure as measure_stage
@@ -72,8 +74,8 @@ def test_every_stage_says_up_to_date_the_second_time_and_writes_nothing(as_json,
         else:
             assert result == {"folder": str(line[3])}
     after = tree(done)
-    assert {name: after[name] for name in after if not name.endswith(".lock")} == {
-        name: before[name] for name in before if not name.endswith(".lock")
+    assert {name: after[name] for name in after if not name.endswith((".lock", ".log"))} == {
+        name: before[name] for name in before if not name.endswith((".lock", ".log"))
     }
 
 
@@ -87,10 +89,11 @@ def test_without_json_a_stage_prints_its_folder_and_validate_a_table(capsys, lin
 
 
 def test_the_whole_chain_leaves_what_the_next_stage_reads_and_nothing_half(done):
-    names = {path.name for path in done.iterdir() if not path.name.endswith(".lock")}
+    names = {path.name for path in done.iterdir() if not path.name.endswith((".lock", ".log"))}
     assert names == {"1", "2", "4", "4-validation", "gate.yaml"}
     assert {"config.json", "model.safetensors", "quantflow.json", "README.md"} <= {path.name for path in (done / "4").iterdir()}
-    assert not [path for path in done.rglob(".*") if not path.name.endswith(".lock")]
+    hidden = {path.name for path in done.rglob(".*") if not path.name.endswith((".lock", ".log"))}
+    assert hidden <= {".hashes.json", ".inputs.json"}  # what is known of the source, and what a folder was made from
     validation = json.loads((done / "4-validation" / "validation.json").read_text())
     assert validation["digest"] == json.loads((done / "4" / "quantflow.json").read_text())["digest"]
 
@@ -220,6 +223,7 @@ def test_run_does_what_the_verbs_do_and_is_up_to_date_afterwards(as_json, done, 
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(
         f"model: {llama}\ncalibration: {{source: {text_files['calibration']}, samples: 6}}\n"
+        "measure: {stats: [amax, channel_amax, min_max, mean_abs, histogram]}\n"  # as the verb does without --for
         "quantize: [{name: int4, scheme: W4A16, group_size: 32}]\n"
         f"validate: {{text: {text_files['heldout']}, tokens: 130, sequence_length: 64, gate: {done / 'gate.yaml'}}}\n"
     )
@@ -248,3 +252,26 @@ def test_run_expects_a_failure_where_the_recipe_says_so(llama, text_files, tmp_p
     assert "fail (expected)" in capsys.readouterr().out
     recipe.write_text(text.replace("EXPECT", "pass"))
     assert run("run", recipe, "-o", tmp_path / "o") == 4
+
+
+def test_measuring_for_gptq_keeps_the_token_ids_alone_and_gives_the_same_artifact(lines, done, tmp_path):
+    assert run(*lines["measure"][:3], tmp_path / "1", *lines["measure"][4:], "--for", "W4A16:gptq") == 0
+    rank = tmp_path / "1" / "rank-000-of-001"
+    meta = json.loads((rank / "measurement.json").read_text())
+    assert meta["observers"] == [] and meta["calibration"]["samples"] == 6
+    assert run("quantize", lines["quantize"][1], "-o", tmp_path / "2", "--measurement", tmp_path / "1", *SCHEME) == 0
+    for index in range(2):
+        name = f"layers/{index:05d}.safetensors"
+        assert (tmp_path / "2" / name).read_bytes() == (done / "2" / name).read_bytes()
+
+
+def test_limits_change_no_byte_of_what_is_made(lines, done, tmp_path, monkeypatch):
+    line = ("quantize", lines["quantize"][1], "--measurement", done / "1", *SCHEME)
+    assert run(*line, "-o", tmp_path / "tenth", "--disk-offload", "--max-disk", "1GB") == 0
+    given = _resources.grant
+    monkeypatch.setattr(_resources, "grant", lambda *a, **k: replace(given(*a, **k), cache_bytes=0))  # all of it on disk
+    assert run(*line, "-o", tmp_path / "disk", "--max-memory", "8GB") == 0
+    for folder in ("tenth", "disk"):
+        for index in range(2):
+            name = f"layers/{index:05d}.safetensors"
+            assert (tmp_path / folder / name).read_bytes() == (done / "2" / name).read_bytes()

@@ -1,5 +1,6 @@
 """A stage's folder: who holds it, when it is finished, and what a crash leaves."""
 
+import errno
 import json
 import os
 import subprocess
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from quantflow.artifact import disk
 from quantflow.errors import InputError, IntegrityError, ResourceError, UsageError
 from stages import _workspace
 from stages._workspace import (
@@ -258,3 +260,111 @@ def test_an_atomic_write_that_fails_leaves_the_old_content(tmp_path, monkeypatch
     with pytest.raises(OSError):
         write_atomic(tmp_path / "a", b"2")
     assert (tmp_path / "a").read_bytes() == b"1"
+
+
+CALLS = ("open", "write", "pwrite", "fsync", "replace", "mkdir", "unlink", "rmdir", "rename")
+
+
+class Faults:
+    """Makes one call of `os` fail, counted over all of CALLS; the system is as the other calls left it."""
+
+    def __init__(self, monkeypatch, at: int, number: int) -> None:
+        self.count, self.at, self.number = 0, at, number
+        for name in CALLS:
+            monkeypatch.setattr(os, name, self._wrapped(getattr(os, name)))
+
+    def _wrapped(self, real):
+        def call(*arguments, **options):
+            self.count += 1
+            if self.count - 1 == self.at:
+                raise OSError(self.number, os.strerror(self.number))
+            return real(*arguments, **options)
+
+        return call
+
+
+def publish_files(folder: Path, content: str) -> None:
+    with locked(folder), publish(folder, stage="s", inputs={"a": content}) as temporary:
+        for name in ("one", "two"):
+            disk.write_file(temporary / name, content.encode())
+
+
+@pytest.mark.parametrize(("number", "old"), [(errno.EIO, True), (errno.ENOSPC, False)])
+def test_a_fault_at_any_call_leaves_a_whole_folder_or_none_and_the_next_run_finishes(tmp_path, monkeypatch, number, old):
+    at, failed, reached = 0, 0, True
+    while reached:
+        folder = tmp_path / str(at) / "out"
+        if old:
+            publish_files(folder, "old")
+        with monkeypatch.context() as patch:
+            faults = Faults(patch, at, number)
+            try:
+                publish_files(folder, "new")
+            except InputError as error:  # reading back what was written, to hash it
+                assert os.strerror(number) in error.cause
+                failed += 1
+            except OSError as error:
+                assert error.errno == number
+                failed += 1
+        reached = faults.count > at
+        if folder.exists():
+            content = (folder / "one").read_text()
+            assert is_up_to_date(folder, {"a": content}) and names(folder) == [DONE, "one", "two"]
+            assert content == "new" or old
+        publish_files(folder, "new")
+        assert is_up_to_date(folder, {"a": "new"}) and names(folder.parent) == [".out.lock", "out"]
+        at += 1
+    assert failed >= 20
+
+
+def test_a_folder_that_a_crash_left_half_renamed_is_back_before_anything_is_decided(tmp_path):
+    made(tmp_path / "out", inputs={"a": 1})
+    (tmp_path / "out").rename(tmp_path / ".out.old")
+    with locked(tmp_path / "out"):
+        assert is_up_to_date(tmp_path / "out", {"a": 1})
+    assert names(tmp_path) == [".out.lock", "out"]
+
+
+def test_a_fault_while_the_content_goes_to_the_disk_is_not_passed_over(tmp_path, monkeypatch):
+    def fail(_descriptor):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with pytest.raises(OSError), publish(tmp_path / "out", stage=None, inputs={}) as temporary:
+        (temporary / "file").write_text("x")
+        monkeypatch.setattr(os, "fsync", fail)
+    assert not (tmp_path / "out").exists()
+
+
+def test_hashes_that_are_known_are_not_computed_again(tmp_path, monkeypatch):
+    (tmp_path / "layers").mkdir()
+    for name in ("layers/0.safetensors", "layers/0.json", "other"):
+        (tmp_path / name).write_text(name)
+    read = []
+    real = _workspace.file_digest
+    monkeypatch.setattr(_workspace, "file_digest", lambda path: read.append(path.name) or real(path))
+    known = {"layers/0.safetensors": real(tmp_path / "layers" / "0.safetensors")}
+    finish(tmp_path, stage="s", inputs={}, hashes=known)
+    assert sorted(read) == ["0.json", "other"]
+    assert is_up_to_date(tmp_path, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("layers/0.safetensors", "Layers/0.safetensors", None),
+        ("layers/0.safetensors", "longer than it was before", "layers/0.safetensors"),
+        ("layers/0.json", "Layers/0.json", "layers/0.json"),
+        ("other", "Other", "other"),
+    ],
+)
+def test_files_that_the_caller_will_hash_are_compared_by_size_alone(tmp_path, name, content, said):
+    (tmp_path / "layers").mkdir()
+    for each in ("layers/0.safetensors", "layers/0.json", "other"):
+        (tmp_path / each).write_text(each)
+    finish(tmp_path, stage="s", inputs={})
+    (tmp_path / name).write_text(content)
+    if said is None:
+        require_done(tmp_path, stage="s", unread="layers/*.safetensors")
+    else:
+        with pytest.raises(IntegrityError, match=said):
+            require_done(tmp_path, stage="s", unread="layers/*.safetensors")

@@ -8,6 +8,7 @@ import math
 from dataclasses import replace
 
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -73,6 +74,65 @@ def test_decode_undoes_encode_for_every_shape(name, rows, groups, extra, seed):
     assert_same(parts(decoded), before)
     assert_same(parts(linear), before)  # neither modifies what it was given
     assert all(torch.equal(tensors[key].float(), copies[key].float()) for key in copies)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(sorted(SCHEMES)),
+    st.integers(1, 40),
+    st.integers(1, 4),
+    st.integers(0, 7),
+    st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
+)
+def test_what_encode_makes_is_known_before_there_is_a_weight(name, rows, groups, extra, dtype):
+    scheme = SCHEMES[name]
+    columns = groups * 8 + (0 if scheme.weights.group_size else extra)
+    specs = compressed_tensors.tensor_specs("a.b", scheme, (rows, columns), dtype)
+    linear = random_linear(scheme, rows, columns)
+    tensors = compressed_tensors.encode("a.b", linear, scale_dtype=compressed_tensors.scale_dtype(scheme, dtype))
+    header = safetensors.torch.save(tensors)
+    written = json.loads(header[8 : 8 + int.from_bytes(header[:8], "little")])
+    assert specs == {key: (written[key]["dtype"], tuple(written[key]["shape"])) for key in tensors}
+    assert list(specs) == list(tensors)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(sorted(name for name, s in SCHEMES.items() if s.weights.granularity != "per_tensor")),
+    st.integers(1, 40),
+    st.sampled_from([8, 16, 24]),
+)
+def test_a_linear_encoded_by_rows_is_the_linear_encoded_whole(name, rows, step):
+    scheme = SCHEMES[name]
+    linear = random_linear(scheme, rows, 16)
+    whole = compressed_tensors.encode("a.b", linear, scale_dtype=torch.bfloat16)
+    once = {key for key in whole if key.endswith(("weight_shape", "input_scale", "input_zero_point"))}
+    filled = {key: torch.zeros_like(tensor, dtype=tensor.dtype) for key, tensor in whole.items() if key not in once}
+    for first in range(0, rows, step):
+        part = replace(
+            linear.weight,
+            qvalue=linear.weight.qvalue[first : first + step],
+            scale=linear.weight.scale[first : first + step],
+            zero_point=None if linear.weight.zero_point is None else linear.weight.zero_point[first : first + step],
+        )
+        encoded = compressed_tensors.encode("a.b", replace(linear, weight=part), scale_dtype=torch.bfloat16)
+        spans = compressed_tensors.row_spans("a.b", scheme, first=first, count=len(part.qvalue))
+        assert set(spans) == set(filled)
+        for key, (begin, count) in spans.items():
+            assert len(encoded[key]) == count
+            filled[key][begin : begin + count] = encoded[key]
+    assert all(torch.equal(filled[key].float(), whole[key].float()) for key in filled)
+
+
+@pytest.mark.parametrize(("name", "first"), [("FP8", 0), ("W4A16", 4), ("W4A16_ASYM", 12)])
+def test_rows_that_cannot_stand_alone_are_refused(name, first):
+    with pytest.raises(SchemeError, match=rf"m\.q: rows from {first} of per_"):
+        compressed_tensors.row_spans("m.q", SCHEMES[name], first=first, count=8)
+
+
+def test_specs_of_a_linear_that_the_scheme_does_not_fit_are_refused_by_name():
+    with pytest.raises(InputError, match=r"m\.q: weight is \[4, 12\], group_size=8"):
+        compressed_tensors.tensor_specs("m.q", SCHEMES["W4A16"], (4, 12), torch.bfloat16)
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, Qwen2Config
+from transformers import GPTNeoXConfig, LlamaConfig, Qwen2Config
 
-from quantflow.algorithms import rtn
-from quantflow.artifact.checkpoint import open_checkpoint
-from quantflow.artifact.ledger import FileEntry, Ledger, LedgerEntry
-from quantflow.artifact.manifest import build_manifest, write_manifest
-from quantflow.core.qtensor import QuantizedLinear
 from quantflow.core.scheme import PRESETS, with_group_size
 from quantflow.errors import InputError, IntegrityError, UnsupportedError, UsageError
 from quantflow.formats import compressed_tensors as layout
@@ -33,92 +27,6 @@ W4A16_ASYM = with_group_size(PRESETS["W4A16_ASYM"], 32)
 TOKENS = torch.randint(3, 96, (1, 12), generator=torch.Generator().manual_seed(3))
 
 
-def random_model(config):
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        for name, parameter in model.named_parameters():
-            parameter.data += torch.randn_like(parameter) * (0.3 if name.endswith("bias") else 0.05)
-    return model.eval().requires_grad_(False)
-
-
-def quantize(name: str, weight: torch.Tensor, scheme) -> QuantizedLinear:
-    results = rtn.quantize_group({name: weight}, scheme, statistics={}, scale_dtype=torch.float32)
-    static = scheme.input is not None and not scheme.input.dynamic
-    return QuantizedLinear(
-        weight=results[name].weight,
-        scheme=scheme,
-        input_scale=torch.tensor([0.02]) if static else None,
-        input_zero_point=torch.tensor([7], dtype=torch.int8) if static and not scheme.input.symmetric else None,
-    )
-
-
-def seal(folder: Path, ledger: Ledger) -> None:
-    """Write quantflow.json over the files as they are."""
-    body = {"kind": "artifact", "source": {"name": "tiny", "revision": None, "files": {}}, "recipe": {}}
-    body |= {"measurement": None, "float8": None, "layers": {}, "proof": {}, "tools": {}, "made_from": "0" * 64}
-    write_manifest(folder, build_manifest(folder, body={**body, "ledger": ledger.to_json()}))
-
-
-def make_artifact(folder: Path, config, schemes) -> AutoModelForCausalLM:
-    """Write an artifact of a random model; `schemes` is one scheme, or a function of a linear's name.
-
-    Returns:
-        transformers' model with the dequantized weights, whose linears fake-quantize their inputs.
-    """
-    model = random_model(config)
-    model.save_pretrained(folder)
-    source = load_file(folder / "model.safetensors")
-    scheme_of = schemes if callable(schemes) else lambda name: schemes
-    chosen = {name: scheme_of(name) for name in graph_for(config).linears}
-    chosen = {name: scheme for name, scheme in chosen.items() if scheme is not None}
-    headers = open_checkpoint(folder).infos
-    tensors, entries = {}, []
-    for name, tensor in source.items():
-        linear_name = name.removesuffix(".weight")
-        made = {name: tensor}
-        if linear_name in chosen:
-            linear = quantize(linear_name, tensor, chosen[linear_name])
-            made = layout.encode(linear_name, linear)
-            module = model.get_submodule(linear_name)
-            module.weight.data = linear.weight.dequantize()
-            module.register_forward_pre_hook(lambda _, args, linear=linear: (linear.fake_quantize_input(args[0]),))
-        tensors |= made
-        entries.append(
-            LedgerEntry(
-                name=name,
-                dtype=headers[name].dtype,
-                shape=headers[name].shape,
-                nbytes=headers[name].nbytes,
-                action="quantized" if linear_name in chosen else "copied",
-                reason="test",
-                becomes=tuple(made),
-            )
-        )
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    heads = [name for name in ("lm_head", "embed_out") if f"{name}.weight" in source]
-    ignore = [*heads, *(name for name in graph_for(config).linears if name not in chosen)]
-    edit_config(
-        folder,
-        quantization_config=layout.quantization_config(chosen, ignore=ignore, model_type=config.model_type),
-    )
-    file = FileEntry(name="model.safetensors", nbytes=1, action="rewritten", reason="test")
-    seal(folder, Ledger(tensors=tuple(entries), files=(file,)))
-    return model
-
-
-def edit_config(folder: Path, **changes) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
-def edit_tensors(folder: Path, change) -> None:
-    """Rewrite the weights without sealing them again; load with verify=False."""
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
 def logits(model) -> torch.Tensor:
     with torch.inference_mode():
         return model(input_ids=TOKENS).logits
@@ -130,7 +38,7 @@ BACKENDS |= {"W4A16": "int4_pack", "W4A16_ASYM": "int4_pack", "FP8": "reference"
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_logits_are_those_of_the_model_with_dequantized_weights(name, tmp_path):
+def test_logits_are_those_of_the_model_with_dequantized_weights(name, tmp_path, make_artifact):
     expected = logits(make_artifact(tmp_path, LLAMA, SCHEMES[name]))
     for backend in ("auto", "reference"):
         runtime = load(tmp_path, backend=backend)
@@ -144,12 +52,12 @@ def test_logits_are_those_of_the_model_with_dequantized_weights(name, tmp_path):
 
 @pytest.mark.parametrize("config", [TIED_QWEN2, GPT_NEOX], ids=["biases, tied head", "renamed head"])
 @pytest.mark.parametrize("name", ["W4A16", "FP8_DYNAMIC"])
-def test_other_families_load_with_biases_tied_heads_and_renamed_tensors(config, name, tmp_path):
+def test_other_families_load_with_biases_tied_heads_and_renamed_tensors(config, name, tmp_path, make_artifact):
     expected = logits(make_artifact(tmp_path, config, SCHEMES[name]))
     assert torch.allclose(logits(load(tmp_path).model), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_mixed_schemes_and_unquantized_linears_load_from_the_config_alone(tmp_path):
+def test_mixed_schemes_and_unquantized_linears_load_from_the_config_alone(tmp_path, make_artifact):
     def scheme_of(name):
         if name.endswith("down_proj"):
             return None
@@ -163,7 +71,7 @@ def test_mixed_schemes_and_unquantized_linears_load_from_the_config_alone(tmp_pa
     assert type(runtime.model.model.layers[0].mlp.down_proj) is torch.nn.Linear
 
 
-def test_the_loaded_model_is_frozen_and_says_what_it_is(tmp_path):
+def test_the_loaded_model_is_frozen_and_says_what_it_is(tmp_path, make_artifact):
     make_artifact(tmp_path, LLAMA, W4A16)
     runtime = load(tmp_path)
     assert not runtime.model.training
@@ -179,14 +87,14 @@ def test_the_loaded_model_is_frozen_and_says_what_it_is(tmp_path):
     }
 
 
-def test_bfloat16_logits_stay_near_those_of_float32(tmp_path):
+def test_bfloat16_logits_stay_near_those_of_float32(tmp_path, make_artifact):
     expected = logits(make_artifact(tmp_path, LLAMA, W4A16))
     actual = logits(load(tmp_path, dtype=torch.bfloat16).model)
     assert actual.dtype == torch.bfloat16
     assert (actual.float() - expected).norm() / expected.norm() < 0.02
 
 
-def test_a_backend_that_cannot_run_a_linear_is_an_error(tmp_path):
+def test_a_backend_that_cannot_run_a_linear_is_an_error(tmp_path, make_artifact):
     make_artifact(tmp_path, LLAMA, W4A16)
     with pytest.raises(UsageError, match=r"^backend int8_mm: int8_mm needs symmetric int8 weights"):
         load(tmp_path, backend="int8_mm")
@@ -195,7 +103,7 @@ def test_a_backend_that_cannot_run_a_linear_is_an_error(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def intact(tmp_path_factory) -> Path:
+def intact(tmp_path_factory, make_artifact) -> Path:
     """An artifact with a static input, so that every kind of scale is there."""
     folder = tmp_path_factory.mktemp("intact")
     make_artifact(folder, LLAMA, PRESETS["W8A8_STATIC"])
@@ -213,19 +121,19 @@ LINEAR = "model.layers.1.mlp.up_proj"
 
 
 @pytest.mark.parametrize("name", ["weight", "weight_scale", "input_scale", "input_zero_point"])
-def test_a_missing_tensor_of_a_quantized_linear_is_an_error(damaged, name):
+def test_a_missing_tensor_of_a_quantized_linear_is_an_error(damaged, name, edit_tensors):
     edit_tensors(damaged, lambda tensors: tensors.pop(f"{LINEAR}.{name}"))
     with pytest.raises(InputError, match=rf"^{LINEAR}\.{name}: its linear's scheme needs it, it is not in the artifact;"):
         load(damaged, verify=False)
 
 
-def test_a_missing_parameter_is_an_error(damaged):
+def test_a_missing_parameter_is_an_error(damaged, edit_tensors):
     edit_tensors(damaged, lambda tensors: tensors.pop("model.norm.weight"))
     with pytest.raises(InputError, match=r"^model.norm.weight: needed by the model, not in the checkpoint"):
         load(damaged, verify=False)
 
 
-def test_a_whole_linear_that_is_missing_is_an_error(damaged):
+def test_a_whole_linear_that_is_missing_is_an_error(damaged, edit_tensors):
     def drop(tensors):
         for key in [key for key in tensors if key.startswith(LINEAR)]:
             del tensors[key]
@@ -236,13 +144,13 @@ def test_a_whole_linear_that_is_missing_is_an_error(damaged):
 
 
 @pytest.mark.parametrize("name", ["model.extra.weight", f"{LINEAR}.weight_zero_point", "model.layers.2.mlp.up_proj.weight"])
-def test_a_tensor_that_nothing_uses_is_an_error(damaged, name):
+def test_a_tensor_that_nothing_uses_is_an_error(damaged, name, edit_tensors):
     edit_tensors(damaged, lambda tensors: tensors.update({name: torch.ones(4)}))
     with pytest.raises(InputError, match=rf"^{name}: in the checkpoint, but the model has no parameter {name};"):
         load(damaged, verify=False)
 
 
-def test_an_embedding_whose_only_twin_is_a_quantized_head_is_an_error(tmp_path):
+def test_an_embedding_whose_only_twin_is_a_quantized_head_is_an_error(tmp_path, make_artifact, edit_tensors, quantize):
     make_artifact(tmp_path, TIED_QWEN2, PRESETS["W8A16"])
 
     def untie(tensors):
@@ -254,7 +162,7 @@ def test_an_embedding_whose_only_twin_is_a_quantized_head_is_an_error(tmp_path):
         load(tmp_path, verify=False)
 
 
-def test_a_weight_beside_its_packed_form_is_an_error(tmp_path):
+def test_a_weight_beside_its_packed_form_is_an_error(tmp_path, make_artifact, edit_tensors):
     make_artifact(tmp_path, LLAMA, W4A16)
     edit_tensors(tmp_path, lambda tensors: tensors.update({f"{LINEAR}.weight": torch.ones(96, 64)}))
     with pytest.raises(InputError, match=rf"^{LINEAR}\.weight: stored beside its quantized form; export"):
@@ -263,19 +171,19 @@ def test_a_weight_beside_its_packed_form_is_an_error(tmp_path):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, -1.0])
 @pytest.mark.parametrize("name", ["weight_scale", "input_scale"])
-def test_a_scale_that_is_not_finite_and_positive_is_an_error(damaged, name, value):
+def test_a_scale_that_is_not_finite_and_positive_is_an_error(damaged, name, value, edit_tensors):
     edit_tensors(damaged, lambda tensors: tensors[f"{LINEAR}.{name}"][-1].fill_(value))
     with pytest.raises(InputError, match=rf"^{LINEAR}\.{name}: "):
         load(damaged, verify=False)
 
 
-def test_a_parameter_with_nan_is_an_error(damaged):
+def test_a_parameter_with_nan_is_an_error(damaged, edit_tensors):
     edit_tensors(damaged, lambda tensors: tensors["model.norm.weight"][3].fill_(float("nan")))
     with pytest.raises(InputError, match=r"^model.norm.weight: 1 values"):
         load(damaged, verify=False)
 
 
-def test_a_weight_of_another_shape_is_an_error(damaged):
+def test_a_weight_of_another_shape_is_an_error(damaged, edit_tensors):
     def shrink(tensors):
         for name in ("weight", "weight_scale"):
             tensors[f"{LINEAR}.{name}"] = tensors[f"{LINEAR}.{name}"][:-1].clone()
@@ -310,7 +218,7 @@ def test_a_folder_that_is_no_artifact_is_refused(damaged):
         load(damaged)
 
 
-def test_a_quantization_that_this_version_does_not_know_is_unsupported(damaged):
+def test_a_quantization_that_this_version_does_not_know_is_unsupported(damaged, edit_config):
     config = json.loads((damaged / "config.json").read_text())["quantization_config"]
     edit_config(damaged, quantization_config=config | {"quant_method": "gptq"})
     with pytest.raises(UnsupportedError, match="quant_method is 'gptq'"):

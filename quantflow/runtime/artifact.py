@@ -1,0 +1,300 @@
+"""An artifact as weights: opened and checked without reading one, then read tensor by tensor or linear by linear.
+
+Every tensor of the artifact is used exactly once and every parameter of the model gets its value: the tensors of a
+quantized linear are those its scheme names, all others are parameters of the family's own module tree. `open_artifact`
+decides that from the headers; values are checked when they are read. What does not add up is an error.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from quantflow.artifact.checkpoint import Checkpoint, open_checkpoint
+from quantflow.artifact.manifest import read_manifest
+from quantflow.artifact.verify import verify as verify_artifact
+from quantflow.backends import Backend, choose
+from quantflow.core.qtensor import QuantizedLinear
+from quantflow.core.scheme import LinearScheme
+from quantflow.errors import InputError, UsageError
+from quantflow.formats import compressed_tensors
+from quantflow.models.load import load_config, materialize_, read_tensors, release_, skeleton
+from quantflow.models.names import NameMap, twins
+from quantflow.models.reading import read_rows
+from quantflow.runtime.linear import QuantLinear
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """What is known of a quantized linear before it is read.
+
+    Attributes:
+        scheme: how it is stored.
+        shape: (out_features, in_features) of the model's linear.
+        biased: the artifact holds its bias.
+        backend: what will run it.
+        reasons: why each backend that is preferred over `backend` cannot.
+    """
+
+    scheme: LinearScheme
+    shape: tuple[int, int]
+    biased: bool
+    backend: Backend
+    reasons: dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Artifact:
+    """An opened artifact; it satisfies the `Weights` protocol of quantflow.models.capture. Safe to use from threads.
+
+    Attributes:
+        checkpoint: its files and tensor headers.
+        config: of the model, without the quantization: what is in memory is ours, not one of transformers' quantizers.
+        manifest: quantflow.json.
+        names: source names of the model's parameters; a quantized linear stands for the one parameter `NAME.weight`.
+        linears: source name of each quantized linear -> what is known of it.
+        dtype: of the parameters that are not quantized and of all inputs.
+        device: where weights are put.
+    """
+
+    checkpoint: Checkpoint
+    config: PreTrainedConfig
+    manifest: dict[str, Any]
+    names: tuple[str, ...]
+    linears: dict[str, Placement]
+    dtype: torch.dtype
+    device: torch.device
+
+    def read(self, names: Iterable[str], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """Read plain tensors; see `quantflow.models.load.read_tensors`.
+
+        Raises:
+            UsageError: the tensor is quantized; `prepare` reads it.
+        """
+        names = tuple(names)
+        for name in names:
+            self._refuse_quantized(name)
+        return read_tensors(self.checkpoint, names, dtype=dtype)
+
+    def read_rows(self, name: str, rows: Tensor) -> Tensor:
+        """Read rows of a plain tensor.  rows: int64 [n]; returns [n, columns], as stored.
+
+        Raises:
+            UsageError: the tensor is quantized.
+        """
+        self._refuse_quantized(name)
+        file, info = self.checkpoint.tensors[name]
+        return read_rows(self.checkpoint.folder / file, info, rows)
+
+    def decode(self, name: str) -> QuantizedLinear:
+        """Read, check and decode the quantized linear `name`, in memory of its own.
+
+        Raises:
+            InputError: a tensor holds what its scheme does not allow, or has another shape than the model's.
+        """
+        placement = self.linears[name]
+        tensors = read_tensors(self.checkpoint, compressed_tensors.tensor_names(name, placement.scheme))
+        linear = compressed_tensors.decode(name, tensors, placement.scheme)
+        found = tuple(linear.weight.qvalue.shape)
+        bias = list(self.checkpoint.infos[f"{name}.bias"].shape) if placement.biased else None
+        if found != placement.shape or bias not in (None, [placement.shape[0]]):
+            raise InputError(
+                f"{name}: weight is {list(found)}, bias {bias}, the model needs {list(placement.shape)}",
+                "check that config.json belongs to these weights",
+            )
+        return linear if self.device.type == "cpu" else _moved(linear, self.device)
+
+    def bias(self, name: str) -> Tensor | None:
+        """Read the bias of the quantized linear `name`, [out_features] in `dtype`; None when it has none."""
+        if not self.linears[name].biased:
+            return None
+        return read_tensors(self.checkpoint, [f"{name}.bias"], dtype=self.dtype)[f"{name}.bias"].to(self.device)
+
+    def prepare(self, name: str) -> QuantLinear:
+        """Read the quantized linear `name` and make the module that runs it; no model is touched.
+
+        Raises:
+            InputError: see `decode`.
+        """
+        return QuantLinear(self.decode(name), bias=self.bias(name), backend=self.linears[name].backend, dtype=self.dtype)
+
+    def fill_(self, module: nn.Module, names: Mapping[str, str], *, dtype: torch.dtype) -> None:
+        """Give a module its weights, one linear at a time: quantized linears become QuantLinear, the rest parameters.
+
+        Args:
+            module: the model, or a part of it.
+            names: parameter name relative to `module` -> source name; a quantized linear's bias comes with its weight.
+            dtype: the artifact's own.
+
+        Raises:
+            InputError: a tensor that holds what it must not, or has another shape than the model's.
+            UsageError: another dtype than the artifact was opened for.
+        """
+        if dtype != self.dtype:
+            raise UsageError(f"dtype {dtype}: the artifact was opened for {self.dtype}", "open it for this dtype")
+        tied = twins(module) if isinstance(module, PreTrainedModel) else {}
+        together: dict[str, Tensor] = {}  # twins are set in one call: each has its own tensor, or both the one there is
+        for name, source in names.items():
+            linear = source.rpartition(".")[0]
+            if linear in self.linears:
+                if source == f"{linear}.weight":
+                    module.set_submodule(name.rpartition(".")[0], self.prepare(linear))
+                continue
+            if name in tied and names.get(tied[name]) == source and tied[name] in together:
+                continue
+            tensor = self.read([source])[source].to(self.device)
+            if name in tied:
+                together[name] = tensor
+            else:
+                materialize_(module, {name: tensor}, dtype=dtype)
+        materialize_(module, together, dtype=dtype)
+
+    def empty_(self, module: nn.Module, names: Iterable[str]) -> None:
+        """Undo `fill_`: parameters are on meta again, and linears are the model's own, without storage."""
+        names = tuple(names)
+        for owner in dict.fromkeys(name.rpartition(".")[0] for name in names):
+            current = module.get_submodule(owner)
+            if isinstance(current, QuantLinear):
+                shape = (current.in_features, current.out_features)
+                plain = nn.Linear(*shape, bias=current.bias is not None, device="meta").requires_grad_(False)
+                module.set_submodule(owner, plain.eval())
+        release_(module, names)
+
+    def _refuse_quantized(self, name: str) -> None:
+        if name.endswith(".weight") and name.removesuffix(".weight") in self.linears:
+            raise UsageError(f"{name}: quantized in this artifact", "prepare the linear instead of reading its weight")
+
+
+def open_artifact(
+    folder: str | Path,
+    *,
+    backend: str = "auto",
+    dtype: torch.dtype = torch.float32,
+    verify: bool = True,
+    device: str | torch.device = "cpu",
+) -> Artifact:
+    """Open an artifact; memory holds headers and the manifest, no weight.
+
+    Args:
+        folder: what `quantflow export` wrote.
+        backend: a key of quantflow.backends.BACKENDS for all quantized linears, or `auto` for the first that can.
+        dtype: of the parameters that are not quantized and of all inputs.
+        verify: compare every file with its recorded hash first; it reads the artifact once more, in small pieces.
+        device: where weights are put.
+
+    Raises:
+        IntegrityError: a file differs from its hash.
+        InputError: a tensor that is missing, unknown or not used; no manifest, no quantization_config.
+        UnsupportedError: a family, layout version or scheme that this version does not know.
+        UsageError: a backend that is unknown or cannot run a linear; another dtype than float32, bfloat16 and float16.
+    """
+    if dtype not in _DTYPES:
+        raise UsageError(f"dtype {dtype}", f"use one of {', '.join(map(str, _DTYPES))}")
+    folder = Path(folder)
+    if verify:
+        verify_artifact(folder)
+    manifest = read_manifest(folder)
+    checkpoint = open_checkpoint(folder)
+    quantization = checkpoint.config.get("quantization_config")
+    if not isinstance(quantization, dict):
+        raise InputError(f"{folder / 'config.json'}: no quantization_config", "give the folder of an exported artifact")
+    config = load_config(checkpoint)
+    del config.quantization_config
+    model = skeleton(config)
+    names = NameMap(model)
+    modules = _linear_modules(model, names, checkpoint)
+    schemes = _schemes(checkpoint, quantization, tuple(modules))
+    parameters = _parameters(checkpoint, schemes)
+    _check_complete(model, names, parameters, linears={name: modules[name] for name in schemes})
+    device = torch.device(device)
+    linears = {}
+    for name, scheme in schemes.items():
+        original: Any = model.get_submodule(modules[name])
+        shape = (original.out_features, original.in_features)
+        chosen, reasons = choose(scheme, device, shape=shape, dtype=dtype, backend=backend)
+        biased = f"{name}.bias" in checkpoint.tensors
+        linears[name] = Placement(scheme=scheme, shape=shape, biased=biased, backend=chosen, reasons=reasons)
+    return Artifact(
+        checkpoint=checkpoint,
+        config=config,
+        manifest=manifest,
+        names=parameters,
+        linears=linears,
+        dtype=dtype,
+        device=device,
+    )
+
+
+def _linear_modules(model: PreTrainedModel, names: NameMap, checkpoint: Checkpoint) -> dict[str, str]:
+    """Return source name -> module name of every linear that the artifact holds a tensor of."""
+    owners = dict.fromkeys(name.rpartition(".")[0] for name in checkpoint.tensors)
+    modules = {owner: names.module_name(f"{owner}.weight").removesuffix(".weight") for owner in owners}
+    known = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    return {owner: module for owner, module in modules.items() if module in known}
+
+
+def _schemes(checkpoint: Checkpoint, quantization: Mapping[str, Any], linears: tuple[str, ...]) -> dict[str, LinearScheme]:
+    """Return the scheme of every quantized linear.
+
+    Raises:
+        InputError: a tensor that its scheme names is missing.
+    """
+    found = compressed_tensors.schemes_from_config(quantization, linears)
+    schemes = {name: scheme for name, scheme in found.items() if scheme is not None}
+    missing = sorted(_claimed(schemes) - checkpoint.tensors.keys())
+    if missing:
+        raise InputError(f"{missing[0]}: its linear's scheme needs it, it is not in the artifact", "export it again")
+    return schemes
+
+
+def _parameters(checkpoint: Checkpoint, schemes: Mapping[str, LinearScheme]) -> tuple[str, ...]:
+    """Return the source names of the model's parameters; a quantized linear stands for the one parameter `NAME.weight`.
+
+    Raises:
+        InputError: a weight that is stored twice.
+    """
+    claimed = _claimed(schemes)
+    others = [name for name in checkpoint.tensors if name not in claimed]
+    for name in others:
+        if name.endswith(".weight") and name.removesuffix(".weight") in schemes:
+            raise InputError(f"{name}: stored beside its quantized form", "export the artifact again")
+    return (*others, *(f"{name}.weight" for name in schemes))
+
+
+def _claimed(schemes: Mapping[str, LinearScheme]) -> set[str]:
+    return {tensor for name, scheme in schemes.items() for tensor in compressed_tensors.tensor_names(name, scheme)}
+
+
+def _check_complete(model: PreTrainedModel, names: NameMap, parameters: tuple[str, ...], *, linears: Mapping[str, str]) -> None:
+    """Refuse a tensor that belongs nowhere, and a parameter without one, such as the twin of a quantized linear.
+
+    Raises:
+        InputError: naming the tensor or the parameter.
+    """
+    for parameter, source in names.bind(parameters).to_source.items():
+        linear = source.rpartition(".")[0]
+        if linear in linears and parameter.rpartition(".")[0] != linears[linear]:
+            raise InputError(f"{parameter}: needed by the model, not in the artifact", "export the artifact again")
+
+
+def _moved(linear: QuantizedLinear, device: torch.device) -> QuantizedLinear:
+    """Return the linear on a device."""
+
+    def moved(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.to(device)
+
+    weight = linear.weight
+    return replace(
+        linear,
+        weight=replace(
+            weight, qvalue=weight.qvalue.to(device), scale=weight.scale.to(device), zero_point=moved(weight.zero_point)
+        ),
+        input_scale=moved(linear.input_scale),
+        input_zero_point=moved(linear.input_zero_point),
+    )

@@ -1,0 +1,257 @@
+"""A model that runs although its weights do not fit into memory: each is read from the artifact when its turn comes.
+
+The weights of one token's forward are a list of pieces in the order in which they are used: the linears of layer 0, of
+layer 1, ..., then the head in parts of a fixed number of rows. Each linear of the model is a small module that takes its
+pieces, multiplies, and lets go, while a thread reads and prepares the pieces that follow; after the last comes the first.
+Of the embedding the rows of the tokens are read. Norms stay in memory, and so does the key-value cache.
+
+The numbers are those of `quantflow.runtime.load`: the same kernels prepare the same weights, and where a weight is
+multiplied a few rows at a time each output is still one dot product of the same length.
+"""
+
+import ctypes
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from quantflow.backends import reference
+from quantflow.core.qtensor import QTensor, QuantizedLinear
+from quantflow.formats import compressed_tensors
+from quantflow.models.graph import graph_for
+from quantflow.models.load import skeleton
+from quantflow.models.names import NameMap
+from quantflow.runtime.artifact import Artifact, open_artifact
+from quantflow.runtime.load import Runtime, as_runtime
+
+Multiply = Callable[[Tensor], Tensor]  # [..., I] -> [..., rows]
+_PIECE = 1 << 19  # weights that are converted to the inputs' dtype at once
+_LEAST_ROWS = 64  # narrower products go through other kernels, whose sums end in other digits
+_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of <malloc.h>
+_RETURNED = 1 << 20  # bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """What is read at once: all rows of a quantized linear, some rows of a plain one.
+
+    Attributes:
+        linear: its source name, without `.weight`.
+        start, stop: rows of its weight.
+        nbytes: what the rows occupy in the artifact.
+    """
+
+    linear: str
+    start: int
+    stop: int
+    nbytes: int
+
+
+class Prefetch:
+    """Makes pieces in their order, in a thread that stays ahead of whoever takes them. Taken from one thread."""
+
+    def __init__(self, make: Callable[[Piece], Multiply], order: Sequence[Piece], *, ahead: int) -> None:
+        """Begin with the first piece.
+
+        Args:
+            make: reads and prepares one piece; called in the thread.
+            order: every piece, in the order of a forward; after the last comes the first.
+            ahead: bytes, as stored, up to which pieces are made before they are asked for; one piece is, whatever it has.
+        """
+        self._make = make
+        self._order = tuple(order)
+        self._position = {piece: index for index, piece in enumerate(order)}
+        self._limit = ahead
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
+        self._waiting: deque[tuple[Piece, Future[Multiply]]] = deque()
+        self._next = 0
+        self._fill()
+
+    def take(self, piece: Piece) -> Multiply:
+        """Return what was made of a piece, and let the thread go on; a piece out of order is made now.
+
+        Raises:
+            Exception: what making it raised.
+        """
+        if self._waiting[0][0] != piece:
+            for _, future in self._waiting:
+                future.cancel()
+            self._waiting.clear()
+            self._next = self._position[piece]
+            self._fill()
+        _, future = self._waiting.popleft()
+        self._fill()
+        return future.result()
+
+    def _fill(self) -> None:
+        while not self._waiting or sum(piece.nbytes for piece, _ in self._waiting) < self._limit:
+            piece = self._order[self._next]
+            if any(piece is other for other, _ in self._waiting):
+                return
+            self._waiting.append((piece, self._pool.submit(self._make, piece)))
+            self._next = (self._next + 1) % len(self._order)
+
+
+class StreamedLinear(nn.Module):
+    """A linear that holds no weight: it takes its pieces when it is called, one after the other."""
+
+    def __init__(self, pieces: Sequence[Piece], prefetch: Prefetch) -> None:
+        """Take `pieces`, which together are the rows of the weight, from `prefetch`."""
+        super().__init__()
+        self._pieces, self._prefetch = tuple(pieces), prefetch
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x @ W.T + bias.  x: [..., in_features]; returns [..., out_features] in x's dtype."""
+        parts = [self._prefetch.take(piece)(x) for piece in self._pieces]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+class StreamedEmbedding(nn.Module):
+    """An embedding that holds no weight: it reads the rows of the tokens that it is called with."""
+
+    def __init__(self, artifact: Artifact, name: str) -> None:
+        """Read rows of the tensor `name`."""
+        super().__init__()
+        self._artifact, self._name = artifact, name
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return the rows of ids, [..., H] in the artifact's dtype."""
+        rows, places = torch.unique(ids, return_inverse=True)
+        return self._artifact.read_rows(self._name, rows).to(self._artifact.dtype)[places]
+
+
+def load_offloaded(
+    folder: str | Path, *, backend: str = "auto", dtype: torch.dtype = torch.float32, verify: bool = True
+) -> Runtime:
+    """Open an artifact as a model whose weights stay on disk; the same tokens as `load`, each at the price of a reading.
+
+    Memory holds norms, the linear that runs, those that the thread is ahead with (as many bytes as the largest linear
+    has, and one linear), and while a linear is prepared what its backend needs for that. What the system keeps of the
+    files in its own cache is not this process's; nothing is asked to be dropped from it, since the next token reads it again.
+    From here on glibc gives tensors of 1 MiB and more back to the system as soon as they are freed, in the whole process.
+
+    Args:
+        folder: what `quantflow export` wrote.
+        backend: as for `load`.
+        dtype: as for `load`.
+        verify: compare every file with its recorded hash first.
+
+    Raises:
+        IntegrityError, InputError, UnsupportedError, UsageError: as for `load`, but for values: those are checked when
+            they are read, so what they raise comes from the model's forward.
+    """
+    _return_memory()
+    artifact = open_artifact(folder, backend=backend, dtype=dtype, verify=verify)
+    model = skeleton(artifact.config)
+    names = NameMap(model).bind(artifact.names)
+    embedding = _name_of(model, model.get_input_embeddings())
+    head = _name_of(model, model.get_output_embeddings())
+    linears = {names.to_module[f"{name}.weight"].removesuffix(".weight"): name for name in graph_for(artifact.config).linears}
+    linears[head] = names.to_source[f"{head}.weight"].removesuffix(".weight")  # a tied head is the embedding's rows
+    pieces = {module: _pieces(artifact, name) for module, name in linears.items()}
+    order = [piece for module in linears for piece in pieces[module]]
+    prefetch = Prefetch(lambda piece: _multiply(artifact, piece), order, ahead=max(piece.nbytes for piece in order))
+    streamed = {f"{module}.{leaf}" for module in (*linears, embedding) for leaf in ("weight", "bias")}
+    resident = {name: source for name, source in names.to_source.items() if name not in streamed}
+    for module in linears:
+        model.set_submodule(module, StreamedLinear(pieces[module], prefetch))
+    model.set_submodule(embedding, StreamedEmbedding(artifact, names.to_source[f"{embedding}.weight"]))
+    artifact.fill_(model, resident, dtype=dtype)
+    return as_runtime(artifact, model)
+
+
+def _return_memory() -> None:
+    """Keep glibc from keeping what is freed: it would raise its threshold with every tensor, to 32 MiB, and keep 300 MB."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # elsewhere there is none, and nothing to keep
+    if mallopt is not None:
+        mallopt(_MMAP_THRESHOLD, _RETURNED)
+
+
+def _name_of(model: nn.Module, module: nn.Module) -> str:
+    found: str = next(name for name, part in model.named_modules() if part is module)
+    return found
+
+
+def _pieces(artifact: Artifact, name: str) -> list[Piece]:
+    """Return the pieces of a linear in the order of their rows."""
+    infos = artifact.checkpoint.infos
+    if name in artifact.linears:
+        placement = artifact.linears[name]
+        stored = compressed_tensors.tensor_names(name, placement.scheme)
+        nbytes = sum(infos[tensor].nbytes for tensor in stored)
+        return [Piece(linear=name, start=0, stop=placement.shape[0], nbytes=nbytes)]
+    info = infos[f"{name}.weight"]
+    height, width = info.shape
+    step = _rows_at_once(width)
+    width_bytes = info.nbytes // height
+    return [
+        Piece(linear=name, start=start, stop=stop, nbytes=(stop - start) * width_bytes) for start, stop in _ranges(height, step)
+    ]
+
+
+def _rows_at_once(columns: int) -> int:
+    return max(_LEAST_ROWS, _PIECE // columns // _LEAST_ROWS * _LEAST_ROWS)
+
+
+def _ranges(count: int, step: int) -> list[tuple[int, int]]:
+    """Return the ranges of `step` rows; what would remain at the end is part of the last one."""
+    starts = range(0, max(1, count // step) * step, step)
+    return [(start, start + step if start + 2 * step <= count else count) for start in starts]
+
+
+def _multiply(artifact: Artifact, piece: Piece) -> Multiply:
+    """Read a piece and return the function from an input to its rows of the output."""
+    name = piece.linear
+    if name in artifact.linears:
+        if artifact.linears[name].backend is not reference:
+            return artifact.prepare(name)
+        return _Dequantized(linear=artifact.decode(name), bias=artifact.bias(name), dtype=artifact.dtype)
+    weight = artifact.read_rows(f"{name}.weight", torch.arange(piece.start, piece.stop))
+    bias = None
+    if f"{name}.bias" in artifact.checkpoint.tensors:
+        bias = artifact.read([f"{name}.bias"], artifact.dtype)[f"{name}.bias"][piece.start : piece.stop]
+    return _Plain(weight=weight, bias=bias)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Plain:
+    """Rows of a linear that is not quantized, as stored."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight.to(x.dtype), self.bias)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Dequantized:
+    """The reference backend on a weight that is dequantized a few rows at a time."""
+
+    linear: QuantizedLinear
+    bias: Tensor | None
+    dtype: torch.dtype
+
+    def __call__(self, x: Tensor) -> Tensor:
+        x = self.linear.fake_quantize_input(x)
+        height, width = self.linear.weight.qvalue.shape
+        parts = []
+        for start, stop in _ranges(height, _rows_at_once(width)):
+            weight = _rows(self.linear.weight, start, stop).dequantize().to(self.dtype)
+            parts.append(functional.linear(x, weight, None if self.bias is None else self.bias[start:stop]))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+def _rows(weight: QTensor, start: int, stop: int) -> QTensor:
+    """Return rows of a quantized weight; views."""
+
+    def cut(values: Tensor) -> Tensor:
+        return values if weight.scheme.granularity == "per_tensor" else values[start:stop]
+
+    zero_point = None if weight.zero_point is None else cut(weight.zero_point)
+    return replace(weight, qvalue=weight.qvalue[start:stop], scale=cut(weight.scale), zero_point=zero_point)

@@ -1,0 +1,175 @@
+"""The layers of one artifact, by way of the model: the canary and the calibration text run through it layer by layer.
+
+For each layer: quantize it (stages/_layer.py) or read it back, write its file with the hash of what the canary looks like
+behind it, and keep the hidden states that enter the next one. So a run that was stopped goes on at its layer.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from quantflow.artifact import disk
+from quantflow.artifact.canonical import canonical_json, digest_of
+from quantflow.artifact.safetensors_header import read_header
+from quantflow.core.parallel import Workers
+from quantflow.measurements.record import Measurement
+from quantflow.models.capture import LayerStream, State
+from quantflow.models.graph import Graph, Layer
+from quantflow.models.hidden import HiddenStates
+from quantflow.models.load import Source, materialize_
+from quantflow.models.reading import read_tensor
+from stages import _state
+from stages._bits import CANARY_TOKENS, tensor_hash
+from stages._config import Quantize
+from stages._layer import FORMAT, LayerWork, install_all, quantize_layer
+from stages._plan import Plan
+from stages._progress import Progress
+from stages._resources import Allowance
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forward:
+    """The layers of one artifact, by way of the model.
+
+    Attributes:
+        output: the stage's folder.
+        key: digest of everything that the result depends on.
+        seed: of the canary where there is no measurement.
+    """
+
+    output: Path
+    entry: Quantize
+    plan: Plan
+    source: Source
+    graph: Graph
+    measurement: Measurement | None
+    key: str
+    seed: int
+    progress: Progress
+    workers: Workers
+    allowance: Allowance
+
+    def layers(self) -> None:
+        """Bring every layer's file up to date and carry the canary, and the calibration where needed, through the model."""
+        stream = LayerStream(self.source, self.graph)
+        tokens = _canary_tokens(self.source, self.measurement, self.seed)
+        sequences = [tokens]  # the canary is last, so that the others can go on before the layer is quantized
+        if self.plan.needs_hessian and self.measurement is not None:
+            sequences = [*self.measurement.sequences, tokens]
+        folder = _state.scratch(self.output)
+        hidden = HiddenStates(len(sequences), folder=folder, cache_bytes=self.allowance.cache_bytes)
+        start = _state.restart(self.output, self.key, self.graph, hidden)
+        states = stream.begin(sequences, hidden=hidden)
+        if not hidden.restored:
+            hidden.commit(0, key=self.key)
+        rest, stage = self.graph.layers[start:], f"quantize {self.plan.name}"
+        last = states[-1].hidden
+        for layer in self.progress.steps(rest, stage=stage, unit="layer", samples=len(sequences) - 1, nbytes=self._bytes):
+            with stream.layer(layer.index) as module, _linears_restored(module):
+                last = self._layer(stream, module, layer, states)
+            if layer is not self.graph.layers[-1]:
+                hidden.commit(layer.index + 1, key=self.key)
+        hidden.close()
+        logits = stream.finish(last)
+        _state.save(self.output / "canary.safetensors", {"tokens": tokens, "logits": logits})
+        records = [_state.record(self.output, layer.index) for layer in self.graph.layers]
+        canary = {"layers": [record["canary"] for record in records], "logits": tensor_hash(logits)}
+        disk.write_atomic(self.output / "canary.json", canonical_json(canary))
+
+    def _layer(self, stream: LayerStream, module: nn.Module, layer: Layer, states: Sequence[State]) -> Tensor:
+        """Quantize a layer, or read it back, and put the hidden states that leave it; return the canary's."""
+        *calibration, canary = states
+        path = _state.layer_path(self.output, layer.index)
+        layer_key = digest_of([self.key, layer.index])
+        kept = _state.finished(path, layer_key) is not None
+        more = layer is not self.graph.layers[-1]
+        original = more and not quantized_inputs(self.entry)
+        if kept:
+            if original:
+                stream.advance(module, calibration, workers=self.workers)
+            _read_back(module, layer, self.plan, path)
+        else:
+            statistics = {} if self.measurement is None else _input_statistics(self.measurement, layer)
+            work = LayerWork(
+                stream=stream,
+                source=self.source,
+                module=module,
+                layer=layer,
+                plan=self.plan,
+                statistics=statistics,
+                canary=canary,
+                states=calibration,
+                keep_outputs=original,
+                workers=self.workers,
+                ahead=self.allowance.in_flight,
+                progress=self.progress,
+            )
+            quantize_layer(work)
+        output = stream.run(module, canary)
+        if not kept:
+            found = {"errors": work.errors, "decisions": work.decisions, "changed": sorted(set(work.changed))}
+            _state.write_layer(path, work.tensors, {**found, "key": layer_key, "canary": tensor_hash(output)})
+        if more:
+            if not original:
+                self.progress.doing("through the quantized layer")
+                stream.advance(module, calibration, workers=self.workers)
+            canary.store.put(canary.index, output)
+        return output
+
+    def _bytes(self, layer: Layer) -> int:
+        prefix = f"{layer.prefix}."
+        return sum(info.nbytes for name, info in self.source.checkpoint.infos.items() if name.startswith(prefix))
+
+
+def quantized_inputs(entry: Quantize) -> bool:
+    """Return whether the layers after a quantized one are calibrated on what it puts out, rather than the original.
+
+    The original by default. On the example model, with 65,536 calibration tokens and 16,384 held-out ones, the mean KLD of
+    GPTQ is 0.00996 on original and 0.00998 on quantized inputs (W4A16), 0.00848 and 0.00861 (W4A16_ASYM); and original
+    inputs need one pass of the text through each layer, quantized ones two.
+    """
+    return bool(entry.quantized_inputs)
+
+
+def _canary_tokens(source: Source, measurement: Measurement | None, seed: int) -> Tensor:
+    """Return the token ids [S] that prove the artifact: the head of the first calibration sequence, or seeded ones."""
+    if measurement is not None:
+        return measurement.sequences[0][:CANARY_TOKENS]
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(source.config.vocab_size, (CANARY_TOKENS,), generator=generator)
+
+
+def _input_statistics(measurement: Measurement, layer: Layer) -> dict[str, Mapping[str, Tensor]]:
+    """Return, per linear of the layer, the statistics of its input."""
+    found: dict[str, dict[str, Tensor]] = {name: {} for name in layer.linears}
+    for key, tensor in measurement.statistics.items():
+        name, site, statistic = key.split("|")
+        if site == "input" and name in found:
+            found[name][statistic] = tensor
+    return dict(found)
+
+
+def _read_back(module: nn.Module, layer: Layer, plan: Plan, path: Path) -> None:
+    """Put a finished layer's tensors into its module."""
+    infos, _ = read_header(path)
+    tensors = {name: read_tensor(path, info) for name, info in infos.items()}
+    install_all(module, layer, plan, tensors)
+    made = {part for name, scheme in plan.schemes.items() if scheme is not None for part in FORMAT.tensor_names(name, scheme)}
+    biases = {f"{name}.bias" for name in layer.linears}
+    rest = {layer.relative(name): tensor for name, tensor in tensors.items() if name not in made | biases}
+    materialize_(module, rest, dtype=torch.float32)
+
+
+@contextmanager
+def _linears_restored(module: nn.Module) -> Iterator[None]:
+    """Undo, at the end, every replacement of a linear inside the block: the model's skeleton is used again."""
+    originals = {name: child for name, child in module.named_modules() if isinstance(child, nn.Linear)}
+    try:
+        yield
+    finally:
+        for name, child in originals.items():
+            module.set_submodule(name, child)

@@ -1,0 +1,47 @@
+"""What became of every source tensor, as the manifest's ledger tells it."""
+
+from collections.abc import Mapping
+from types import ModuleType
+
+from quantflow.artifact.ledger import LedgerEntry
+from quantflow.core.scheme import LinearScheme
+from quantflow.models.graph import Graph
+from quantflow.models.load import Source
+
+
+def tensor_entries(
+    source: Source, graph: Graph, schemes: Mapping[str, LinearScheme], changed: set[str], encoder: ModuleType
+) -> tuple[LedgerEntry, ...]:
+    """Return the ledger's entry for every source tensor.
+
+    Args:
+        source: the checkpoint.
+        graph: its linears.
+        schemes: linear -> its scheme, for those that are quantized.
+        changed: source tensors that absorbed a smoothing.
+        encoder: the artifact's format.
+    """
+    linears = set(graph.linears)
+    entries = []
+    for name, (_, info) in source.checkpoint.tensors.items():
+        linear = name.removesuffix(".weight")
+        becomes: tuple[str, ...] = (name,)
+        action, reason = "copied", "not a linear of a decoder layer"
+        if name.endswith(".weight") and linear in schemes:
+            becomes, action, reason = encoder.tensor_names(linear, schemes[linear]), "quantized", schemes[linear].name
+        elif linear in linears:
+            reason = "ignored by the recipe"
+        elif name in changed:
+            action, reason = "changed", "absorbed a smoothing"
+        entries.append(
+            LedgerEntry(
+                name=name,
+                dtype=info.dtype,
+                shape=info.shape,
+                nbytes=info.nbytes,
+                action=action,  # type: ignore[arg-type]
+                reason=reason,
+                becomes=becomes,
+            )
+        )
+    return tuple(entries)

@@ -1,0 +1,221 @@
+"""The formulas: what each stage takes in memory and on disk, from shapes and the recipe alone, one function per stage.
+
+They describe the largest of a stage's processes, without what Python and its libraries take (`Need.peak` adds it):
+export's proof runs in a process of its own, each rank of measure is one.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quantflow.algorithms import ALGORITHMS
+from quantflow.core import groups
+from quantflow.models.stand_ins import HEAD_ROWS
+from stages._plan import Plan
+from stages._sizes import FLOAT, LayerSize, ModelSize, layer_bytes, quantized_bytes
+
+BASE = 395_000_000  # Python, torch, transformers, where no process can be asked
+LIBRARIES = 30_000_000  # code and buffers that torch and transformers load when the first layer runs
+CANARY_TOKENS = 64
+BUFFERS = 64 << 20  # that files are copied and compared through
+WAITING = 3  # units per worker, file to file, that are under way or wait to be written
+UNIT_FILES = 4  # bytes of each of their weights: as stored and as written
+
+Moment = tuple[int, int]  # bytes whatever is chosen, bytes per worker
+
+
+@dataclass(frozen=True, kw_only=True)
+class Need:
+    """What a stage takes, in bytes.
+
+    Attributes:
+        moments: the largest of these counts: memory beside the process itself, and of each unit that runs at once.
+        cache: hidden states in all, any part of which can wait on disk.
+        result: files that stay.
+        scratch: files that are removed at the end of the stage.
+    """
+
+    stage: str
+    moments: tuple[Moment, ...]
+    cache: int = 0
+    result: int = 0
+    scratch: int = 0
+
+    def peak(self, *, base: int, workers: int, cache: int) -> int:
+        """Return the memory of the process with that choice."""
+        return base + max(fixed + workers * each for fixed, each in self.moments) + cache
+
+
+def need_measure(model: ModelSize, *, lengths: Sequence[int], stats: Sequence[str]) -> Need:
+    """Return what measure takes: a layer in float32, a sequence's forward per worker, hidden states, statistics.
+
+    Each layer's statistics wait on disk until all are there; then they are in memory together.
+    """
+    ids = 8 * sum(lengths)
+    if not stats:
+        return Need(stage="measure", moments=((2 * ids, 0),), result=ids)
+    statistics = sum(_statistics_bytes(layer, stats) for layer in model.layers)
+    longest = max(lengths, default=0)
+    hidden = _hidden_bytes(model, lengths)
+    largest = max(_statistics_bytes(layer, stats) for layer in model.layers)
+    worker = _forward_bytes(model, longest) + _observing_bytes(model, longest) + largest
+    moments = (
+        (LIBRARIES + _embedding_bytes(model, lengths), 0),
+        (LIBRARIES + _layer_in_memory(model.layer) + largest, worker),
+        (LIBRARIES + 2 * statistics, 0),
+    )
+    return Need(stage="measure", moments=moments, cache=hidden, result=ids + statistics, scratch=2 * hidden + statistics)
+
+
+def need_layers(model: ModelSize, plan: Plan, *, lengths: Sequence[int]) -> Need:
+    """Return what quantize takes layer by layer.
+
+    The calibration text runs through the float32 layer while the Hessians grow; then each group is quantized with its
+    Hessian and those of the groups after it; then the quantized layer, beside what its file will hold, runs again.
+    """
+    longest = max(lengths, default=CANARY_TOKENS) if plan.needs_hessian else CANARY_TOKENS
+    hidden = _hidden_bytes(model, lengths) if plan.needs_hessian else 0
+    encoded = layer_bytes(model, plan.schemes)
+    hessians = [4 * k * k if plan.needs_hessian else 0 for _, _, k in model.layer.groups]
+    forward = _forward_bytes(model, longest)
+    inputs = _inputs_bytes(model, longest) if plan.needs_hessian else 0
+    folding = inputs + _observing_bytes(model, longest) if plan.needs_hessian else 0  # one sequence more, being added up
+    moments = (
+        (LIBRARIES + _embedding_bytes(model, lengths), 0),
+        (LIBRARIES + _layer_in_memory(model.layer) + sum(hessians) + folding, forward + inputs),
+        *((LIBRARIES + fixed, each) for fixed, each in _quantizing(model, plan, hessians)),
+        (LIBRARIES + max(encoded) + _installing_bytes(model, plan), 0),
+        (LIBRARIES + max(encoded) + _installed_bytes(model, plan), forward),
+    )
+    return Need(stage="quantize", moments=moments, cache=hidden, result=sum(encoded), scratch=2 * hidden)
+
+
+def need_files(model: ModelSize, plan: Plan) -> Need:
+    """Return what quantize takes file to file: per worker the unit that it rounds, and those that wait to be written."""
+    worker = groups.unit_bytes(0) + WAITING * UNIT_FILES * groups.UNIT_ELEMENTS
+    return Need(stage="quantize", moments=((LIBRARIES, worker),), result=sum(layer_bytes(model, plan.schemes)))
+
+
+def need_export(model: ModelSize, plan: Plan, *, shard_size: int) -> Need:
+    """Return what export and its proof take: layer files that exceed a shard together are linked, the rest is copied.
+
+    The proof of a canary holds one quantized layer, and after the last of them the head as stored.
+    """
+    layers = layer_bytes(model, plan.schemes)
+    linked = sum(size for size in layers if size <= shard_size) if sum(layers) > shard_size else 0
+    moments: tuple[Moment, ...] = ((BUFFERS, 0),)
+    if not plan.file_to_file:
+        running = _installed_bytes(model, plan) + _forward_bytes(model, CANARY_TOKENS)
+        proof = max(_installing_bytes(model, plan), running, _head_bytes(model, CANARY_TOKENS))
+        moments = (*moments, (LIBRARIES + proof, 0))
+    return Need(stage="export", moments=moments, result=model.outside + sum(layers) - linked)
+
+
+def need_validate(model: ModelSize, *, lengths: Sequence[int], models: int) -> Need:
+    """Return what validate takes: a layer in float32, a window's forward per worker, every model's hidden states, heads."""
+    longest = max(lengths, default=0)
+    hidden = _hidden_bytes(model, lengths)
+    logits = FLOAT * longest * model.vocabulary
+    moments = (
+        (LIBRARIES + _embedding_bytes(model, lengths), 0),
+        (LIBRARIES + _layer_in_memory(model.layer), _forward_bytes(model, longest)),
+        (LIBRARIES + models * (model.head[1] + logits), FLOAT * HEAD_ROWS * model.hidden + 2 * logits),
+    )
+    return Need(stage="validate", moments=moments, cache=models * hidden, scratch=(models + 1) * hidden)
+
+
+def need_generate(*, layer: int, prepared: int, head: int, tokens: int) -> Need:
+    """Return what generation from disk takes: the layer that computes, the one that is being read, KV cache and head."""
+    return Need(stage="generate", moments=((LIBRARIES + 2 * prepared + layer + head + tokens, 0),))
+
+
+def _layer_in_memory(layer: LayerSize) -> int:
+    """A layer in float32, and its largest tensor as stored while it is converted."""
+    return FLOAT * layer.elements + layer.largest[1]
+
+
+def _hidden_bytes(model: ModelSize, lengths: Sequence[int]) -> int:
+    return FLOAT * model.hidden * sum(lengths)
+
+
+def _embedding_bytes(model: ModelSize, lengths: Sequence[int]) -> int:
+    """Rows of the embedding that the sequences name, at most one per token, as stored and in float32."""
+    return 2 * FLOAT * model.hidden * min(model.vocabulary, sum(lengths))
+
+
+def _forward_bytes(model: ModelSize, tokens: int) -> int:
+    """A float32 forward of one sequence through a layer: residual and norm, and the wider of attention and MLP."""
+    queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    attention = 3 * queries + 2 * keys + 2 * queries  # q, its rotation, k and v, both repeated over the heads
+    wide = max((width for _, outputs, _ in model.layer.groups for width in outputs), default=0)
+    return FLOAT * tokens * (3 * model.hidden + max(attention, 3 * wide))
+
+
+def _observing_bytes(model: ModelSize, tokens: int) -> int:
+    """What observers hold while they look at one input: magnitudes, and bins of eight bytes."""
+    return 3 * FLOAT * tokens * max(k for _, _, k in model.layer.groups)
+
+
+def _inputs_bytes(model: ModelSize, tokens: int) -> int:
+    """The inputs of a layer's groups, kept from a sequence's forward until they are folded into the Hessians."""
+    return FLOAT * tokens * sum(k for _, _, k in model.layer.groups)
+
+
+def _head_bytes(model: ModelSize, tokens: int) -> int:
+    """The head as stored, a part of it in float32, and the logits of one sequence, in parts and joined."""
+    return model.head[1] + FLOAT * HEAD_ROWS * model.hidden + 2 * FLOAT * tokens * model.vocabulary
+
+
+def _statistics_bytes(layer: LayerSize, stats: Sequence[str]) -> int:
+    """Statistics of a layer, each under the name of its linear, those of a shared input too."""
+    per_feature = {"channel_amax": 4, "min_max": 8, "mean_abs": 8}
+    total = 0
+    for names, _, k in layer.groups:
+        each = 16 + k * sum(per_feature.get(name, 0) for name in stats)
+        each += (8 * 514 if "histogram" in stats else 0) + (4 * k * k if "hessian" in stats else 0)
+        total += each * len(names)
+    return total
+
+
+def _quantizing(model: ModelSize, plan: Plan, hessians: Sequence[int]) -> list[Moment]:
+    """Each group while it is quantized.
+
+    What its algorithm takes, its weights as stored, their qvalues and what they are encoded to, what the groups before it
+    were encoded to, and the Hessians that are left. Smoothed weights are in memory in float32 until their group is done.
+    """
+    moments, done, algorithm = [], 0, ALGORITHMS[plan.algorithm]
+    kept = FLOAT * model.layer.elements if plan.transforms else 0
+    for index, (names, outputs, k) in enumerate(model.layer.groups):
+        weights, rows = sum(outputs) * k, sum(outputs)
+        stored = 0 if plan.transforms else sum(model.infos[f"{name}.weight"].nbytes for name in names)
+        itemsize = FLOAT if plan.transforms else -(-stored // weights)
+        factor = algorithm.working_bytes(k, rows, itemsize=itemsize, workers=0)
+        each = algorithm.working_bytes(k, rows, itemsize=itemsize, workers=1) - factor
+        encoded = sum(_encoded_bytes(model, plan, name) for name in names)
+        moments.append((kept + sum(hessians[index:]) + factor + stored + weights + encoded + done, each))
+        done += encoded
+        kept -= FLOAT * weights if plan.transforms else 0
+    return moments
+
+
+def _encoded_bytes(model: ModelSize, plan: Plan, name: str) -> int:
+    scheme, info = plan.schemes[name], model.infos[f"{name}.weight"]
+    return info.nbytes if scheme is None else quantized_bytes(name, scheme, info)
+
+
+def _installed_bytes(model: ModelSize, plan: Plan) -> int:
+    """A layer of quantized linears on the reference backend: qvalues of one byte, and the weights in float32."""
+    quantized = (name for name, scheme in plan.schemes.items() if scheme is not None)
+    inside = {name for names, _, _ in model.layer.groups for name in names}
+    qvalues = sum(_weights(model, name) for name in quantized if name in inside)
+    return FLOAT * model.layer.elements + qvalues
+
+
+def _installing_bytes(model: ModelSize, plan: Plan) -> int:
+    """The same while its largest linear is dequantized: beside the result, steps and differences in float32."""
+    names = (name for names, _, _ in model.layer.groups for name in names if plan.schemes[name] is not None)
+    return _installed_bytes(model, plan) + 2 * FLOAT * max((_weights(model, name) for name in names), default=0)
+
+
+def _weights(model: ModelSize, name: str) -> int:
+    rows, columns = model.infos[f"{name}.weight"].shape
+    return rows * columns

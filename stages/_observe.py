@@ -1,0 +1,144 @@
+"""The statistics of every layer: sequences run through the model layer by layer, watched by observers.
+
+Each sequence has observers of its own, which are merged in sample order: sequences run on several threads, and the sums are
+those of one.
+"""
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from quantflow.artifact.canonical import digest_of
+from quantflow.artifact.safetensors_header import read_header
+from quantflow.core.parallel import Workers
+from quantflow.models.capture import LayerStream, State
+from quantflow.models.graph import Graph, Layer
+from quantflow.models.hidden import HiddenStates
+from quantflow.models.hooks import KVRecorder, watch
+from quantflow.models.load import Source
+from quantflow.models.reading import read_tensor
+from quantflow.observers import OBSERVERS
+from stages import _state
+from stages._progress import Progress
+from stages._resources import Allowance
+
+Observers = dict[str, list[Any]]  # `<source name>|<site>` -> observers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observation:
+    """One rank's sequences on their way through the layers.
+
+    Attributes:
+        stats: observers of every linear's input.
+        folder: of the resume state.
+        key: digest of everything that the statistics depend on.
+    """
+
+    stats: Sequence[str]
+    source: Source
+    graph: Graph
+    folder: Path
+    key: str
+    progress: Progress
+    workers: Workers
+    allowance: Allowance
+
+    def statistics(self, sequences: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Return every statistic of every layer, by `<source name>|<site>|<statistic>`."""
+        stream = LayerStream(self.source, self.graph)
+        hidden = HiddenStates(len(sequences), folder=self.folder / "hidden", cache_bytes=self.allowance.cache_bytes)
+        start = _state.restart(self.folder, self.key, self.graph, hidden)
+        states = stream.begin(sequences, hidden=hidden)
+        if not hidden.restored:
+            hidden.commit(0, key=self.key)
+        rest = self.graph.layers[start:]
+        for layer in self.progress.steps(rest, stage="measure", unit="layer", samples=len(sequences), nbytes=self._bytes):
+            path, layer_key = _state.layer_path(self.folder, layer.index), digest_of([self.key, layer.index])
+            last = layer is self.graph.layers[-1]
+            if last and _state.finished(path, layer_key) is not None:
+                continue
+            with stream.layer(layer.index) as module:
+                found = self._measure_layer(stream, module, layer, states)
+            _state.write_layer(path, found, {"key": layer_key})
+            if not last:
+                hidden.commit(layer.index + 1, key=self.key)
+        hidden.close()
+        paths = [_state.layer_path(self.folder, layer.index) for layer in self.graph.layers]
+        return {name: read_tensor(path, info) for path in paths for name, info in read_header(path)[0].items()}
+
+    def _measure_layer(
+        self, stream: LayerStream, module: nn.Module, layer: Layer, states: Sequence[State]
+    ) -> dict[str, Tensor]:
+        """Run a layer over every sequence, put the hidden states that leave it, and return its statistics."""
+        mine = threading.local()  # hooks are the module's, what they see belongs to the sequence that the thread runs
+
+        def unit(state: State) -> tuple[Tensor, Observers]:
+            mine.observers = {}
+            cache = KVRecorder(lambda _index, key, value: self._observe_cache(mine.observers, layer, key, value))
+            hidden = stream.run(module, state, cache=cache)
+            return hidden, mine.observers
+
+        def watched(name: str, x: Tensor, y: Tensor) -> None:
+            self._observe_linear(mine.observers, layer, name, x, y)
+
+        total: Observers = {}
+        for name in layer.linears:
+            weight: Any = module.get_submodule(layer.relative(name)).weight
+            _observer(total, f"{name}|weight", ["amax"], weight)
+        with watch(module, {layer.relative(name): partial(watched, name) for name in layer.linears}):
+            arrived = self.workers.stream(unit, states, ahead=self.allowance.in_flight)
+            for number, (state, (hidden, observers)) in enumerate(zip(states, arrived, strict=True), start=1):
+                self.progress.doing(f"sequence {number} of {len(states)}")
+                _merge(total, observers)
+                state.store.put(state.index, hidden)
+        return _by_name(total, layer)
+
+    def _observe_linear(self, observers: Observers, layer: Layer, name: str, x: Tensor, y: Tensor) -> None:
+        if any(group.linears[0] == name for group in layer.groups):  # linears of a group see one input: observed once
+            _observer(observers, f"{name}|input", self.stats, x)
+        _observer(observers, f"{name}|output", ["amax"], y)
+
+    def _observe_cache(self, observers: Observers, layer: Layer, key: Tensor, value: Tensor) -> None:
+        _observer(observers, f"{layer.attention}|k_cache", ["amax"], key)
+        _observer(observers, f"{layer.attention}|v_cache", ["amax"], value)
+
+    def _bytes(self, layer: Layer) -> int:
+        prefix = f"{layer.prefix}."
+        return sum(info.nbytes for name, info in self.source.checkpoint.infos.items() if name.startswith(prefix))
+
+
+def _observer(observers: Observers, site: str, kinds: Sequence[str], x: Tensor) -> None:
+    """Let the observers of a site see a tensor, [..., features]."""
+    if site not in observers:
+        observers[site] = [OBSERVERS[kind](features=x.shape[-1]) for kind in kinds]
+    for observer in observers[site]:
+        observer.update(x)
+
+
+def _merge(total: Observers, observers: Observers) -> None:
+    """Add what one sequence showed."""
+    for site, kinds in observers.items():
+        if site not in total:
+            total[site] = kinds
+            continue
+        for kept, new in zip(total[site], kinds, strict=True):
+            kept.merge(new)
+
+
+def _by_name(observers: Mapping[str, list[Any]], layer: Layer) -> dict[str, Tensor]:
+    """Return the statistics, those of a shared input under the name of each of its linears."""
+    found: dict[str, Tensor] = {}
+    for site, kinds in observers.items():
+        for observer in kinds:
+            found |= {f"{site}|{name}": tensor for name, tensor in observer.state().items()}
+    for group in layer.groups:
+        shared = f"{group.linears[0]}|input|"
+        for key in [key for key in found if key.startswith(shared)]:
+            found |= {f"{name}|input|{key.removeprefix(shared)}": found[key] for name in group.linears[1:]}
+    return found

@@ -1,0 +1,75 @@
+"""SIGINT and SIGTERM: the first lets the step that runs finish, the second stops at once; both leave a state that continues.
+
+A step is what `Progress.steps` yields: when it ends, what it made is on disk. Outside a step the first signal stops at once.
+"""
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+STDERR = 2
+
+
+class Interrupted(BaseException):
+    """A signal ends the run; no `except Exception` of a library may swallow it.
+
+    Attributes:
+        number: the signal; the exit code is 128 more.
+    """
+
+    def __init__(self, number: int) -> None:
+        """Remember which signal it was."""
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+class Signals:
+    """What has arrived, and whether a step is under way; one per command line, handed on through click's context."""
+
+    def __init__(self) -> None:
+        """Nothing has arrived and no step runs."""
+        self._received: int | None = None
+        self._step: str | None = None
+        self._quiet = False
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Answer both signals inside the block; one that the process was started to ignore stays ignored."""
+        numbers = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) is not signal.SIG_IGN]
+        previous = {number: signal.signal(number, self._arrived) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    @contextmanager
+    def step(self, name: str, *, quiet: bool = False) -> Iterator[None]:
+        """Hold the first signal back until the block ends; inside another step, until that one ends.
+
+        Args:
+            name: what is being finished, `layer 12`; told to whoever sends the signal.
+            quiet: tell nothing.
+
+        Raises:
+            Interrupted: at the end of the outermost block, when a signal arrived within it; at once, on the second signal.
+        """
+        outer = (self._step, self._quiet)
+        if self._step is None:
+            self._step, self._quiet = name, quiet
+        try:
+            yield
+        finally:
+            self._step, self._quiet = outer
+        if self._step is None and self._received is not None:
+            raise Interrupted(self._received)
+
+    def _arrived(self, number: int, _frame: object) -> None:
+        if self._step is None or self._received is not None:
+            raise Interrupted(number)
+        self._received = number
+        if not self._quiet:
+            again = "press again" if number == signal.SIGINT else "send it again"
+            with suppress(OSError):  # straight to the descriptor: the interrupted code may be inside sys.stderr's own write
+                os.write(STDERR, f"\nfinishing {self._step}; {again} to stop at once\n".encode())

@@ -1,0 +1,89 @@
+"""How long the stages will take, from rates that a probe of one layer measured."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from stages._plan import Plan
+from stages._sizes import FLOAT, ModelSize, layer_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rounding:
+    """Seconds of GPTQ for R rows of K columns: `cubic` K^3 for the factor, `linear` R K and `square` R K^2 for the columns."""
+
+    cubic: float
+    linear: float
+    square: float
+
+    def seconds(self, rows: int, columns: int) -> float:
+        """Return the seconds of one worker."""
+        return self.cubic * columns**3 + self.linear * rows * columns + self.square * rows * columns**2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """Rates of one worker.
+
+    Attributes:
+        cores: workers.
+        read, written, hashed: seconds per byte; written includes the wait for the disk.
+        token: seconds of one token through one layer, at the probe's sequence length.
+        observed: seconds of an input's element under each observer.
+        hessian: seconds of a token under a Hessian, per squared feature.
+        rounded: artifact -> seconds per weight, rounded to nearest, encoded.
+        gptq: artifact -> what rounding with a Hessian takes; those that need none are missing.
+    """
+
+    cores: int
+    read: float
+    written: float
+    hashed: float
+    token: float
+    observed: Mapping[str, float]
+    hessian: float
+    rounded: Mapping[str, float]
+    gptq: Mapping[str, Rounding]
+
+    def measure(self, model: ModelSize, lengths: Sequence[int], stats: Sequence[str]) -> float:
+        """Return the seconds of measure: hash the source, read it, run it, look at every input."""
+        hashing = self.hashed * model.stored / self.cores
+        if not stats:
+            return hashing
+        tokens, features = sum(lengths), sum(k for layer in model.layers for _, _, k in layer.groups)
+        running = self.token * tokens * len(model.layers) + tokens * features * sum(self.observed[name] for name in stats)
+        hidden = 2 * self.written * FLOAT * model.hidden * tokens * len(model.layers)
+        return hashing + self.read * model.stored + running / self.cores + hidden
+
+    def quantize(self, model: ModelSize, plan: Plan, lengths: Sequence[int]) -> float:
+        """Return the seconds of quantize, on the path that the plan takes."""
+        result = sum(layer_bytes(model, plan.schemes))
+        writing = (self.written + self.hashed) * result
+        if plan.file_to_file:
+            weights = sum(layer.elements for layer in model.layers)
+            return max(self.read * model.stored + self.rounded[plan.name] * weights / self.cores, writing)
+        tokens, work = sum(lengths), 0.0
+        rounding = self.gptq.get(plan.name)
+        for layer in model.layers:
+            for names, outputs, k in layer.groups:
+                rows = sum(width for name, width in zip(names, outputs, strict=True) if plan.schemes[name] is not None)
+                if rounding is not None:
+                    work += rounding.seconds(rows, k) + self.hessian * tokens * k * k
+                else:
+                    work += self.rounded[plan.name] * rows * k
+        passes = 2 if plan.needs_hessian else 0  # before the layer is quantized, and after
+        work += passes * self.token * tokens * len(model.layers)
+        return 2 * self.read * model.stored + work / self.cores + writing
+
+    def export(self, model: ModelSize, plan: Plan) -> float:
+        """Return the seconds of export: copy what is not linked, hash, and read it all again for the proof."""
+        result = model.outside + sum(layer_bytes(model, plan.schemes))
+        return self.written * model.outside + 2 * (self.hashed / self.cores + self.read) * result + PROOF
+
+    def validate(self, model: ModelSize, lengths: Sequence[int]) -> float:
+        """Return the seconds of validate: three models over every window, and their heads."""
+        tokens = sum(lengths)
+        head = self.token * model.head[0] / max(layer.elements for layer in model.layers)
+        return 3 * (self.read * model.stored + (self.token * len(model.layers) + head) * tokens / self.cores)
+
+
+PROOF = 5.0  # seconds that a fresh process takes to import what it needs

@@ -1,0 +1,124 @@
+"""The resume state of a stage: one finished layer after another, each under the key of what it was made from.
+
+    layers/00012.safetensors    what the layer became
+    layers/00012.json           {"key", "sha256", ...}, written after it
+    .inputs.json                what the unfinished result is made from, to say what differs when it is another
+    ../.<folder>.hidden/        the hidden states that enter the next layer, removed at the end
+
+A layer whose key or hash does not hold is made again, never used.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from quantflow.artifact import disk
+from quantflow.artifact.canonical import canonical_json, digest_of, file_digest, read_json
+from quantflow.artifact.safetensors_writer import Writer
+from quantflow.errors import InputError
+from quantflow.models.graph import Graph
+from quantflow.models.hidden import HiddenStates
+from quantflow.models.reading import NAMES, bytes_of
+from stages import _workspace
+
+
+def begin(folder: Path, inputs: Mapping[str, Any], *, say: Callable[[str], None]) -> None:
+    """Note what an unfinished result is made from, and tell where that differs from what an earlier attempt noted."""
+    disk.make_folder(folder / "layers")
+    disk.remove(folder / _workspace.DONE)
+    path = folder / ".inputs.json"
+    content = canonical_json(inputs)
+    if path.is_file():
+        try:
+            difference = _workspace.difference(read_json(path), json.loads(content))
+        except InputError:  # cut off while it was written
+            difference = None
+        if difference is None:
+            return
+        key, old, new = difference
+        say(f"{key} = {_workspace.short(old)}, now {_workspace.short(new)}")
+    disk.write_atomic(path, content)
+
+
+def scratch(folder: Path) -> Path:
+    """Return the private folder beside a stage's folder for what is not part of the result."""
+    return folder.parent / f".{folder.name}.hidden"
+
+
+def remove_scratch(folder: Path) -> None:
+    """Remove the private folder and what is in it."""
+    path = scratch(folder)
+    if path.is_dir():
+        for file in sorted(path.iterdir()):
+            disk.remove(file)
+        os.rmdir(path)
+
+
+def restart(folder: Path, key: str, graph: Graph, hidden: HiddenStates) -> int:
+    """Return the layer to go on with: the latest one whose input was kept and before which every layer is finished."""
+    count = 0
+    while count < len(graph.layers) and finished(layer_path(folder, count), digest_of([key, count])) is not None:
+        count += 1
+    for index in range(min(count, len(graph.layers) - 1), -1, -1):
+        if hidden.restore(index, key=key):
+            return index
+    return 0
+
+
+def layer_path(folder: Path, index: int) -> Path:
+    """Return the file of one layer."""
+    return folder / "layers" / f"{index:05d}.safetensors"
+
+
+def finished(path: Path, key: str) -> dict[str, Any] | None:
+    """Return a layer's record when its file is complete, undamaged and made from the same; else None."""
+    record = path.with_suffix(".json")
+    if not path.is_file() or not record.is_file():
+        return None
+    try:
+        state: dict[str, Any] = read_json(record)
+        if state["key"] != key or state["sha256"] != file_digest(path):
+            return None
+    except (InputError, KeyError, TypeError):  # a damaged record is made again
+        return None
+    return state
+
+
+def record(folder: Path, index: int) -> dict[str, Any]:
+    """Return the record of a layer that is known to be finished."""
+    found: dict[str, Any] = read_json(layer_path(folder, index).with_suffix(".json"))
+    return found
+
+
+def hashes(folder: Path, graph: Graph) -> dict[Path, str]:
+    """Return the sha256 of every layer's file, from its record."""
+    return {layer_path(folder, layer.index): str(record(folder, layer.index)["sha256"]) for layer in graph.layers}
+
+
+def write_layer(path: Path, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:
+    """Write a layer's file, then its record, whose sha256 is added here."""
+    save(path, tensors)
+    disk.write_atomic(path.with_suffix(".json"), canonical_json({**record, "sha256": file_digest(path)}))
+
+
+def save(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors as a safetensors file that is absent, old or complete under its name."""
+    temporary = disk.temporary_for(path)
+    specs = {name: (NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}
+    with Writer(temporary, specs) as writer:
+        for name, tensor in tensors.items():
+            writer.write(name, bytes_of(tensor))
+    disk.replace(temporary, path)
+
+
+def remove_others(folder: Path, indices: Iterable[int]) -> None:
+    """Remove from `layers` what belongs to no layer: of a model with more of them, or of a write that was cut off."""
+    disk.make_folder(folder / "layers")
+    known = {layer_path(folder, index).stem for index in indices}
+    for path in sorted((folder / "layers").iterdir()):
+        if path.stem not in known:
+            disk.remove(path)

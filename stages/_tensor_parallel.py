@@ -1,0 +1,52 @@
+"""Whether a quantized model can be cut over 2, 4 or 8 cards: what does not divide, by name.
+
+A linear behind a norm is cut by its rows (each card computes some outputs), any other by its columns (each card takes some
+inputs), as Megatron does and every runtime since. Heads go whole; key and value heads that are fewer than the cards are
+copied, as runtimes do, where the cards are a multiple of them.
+Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
+"""
+
+from collections.abc import Mapping
+
+from quantflow.core.scheme import LinearScheme
+from quantflow.models.graph import Graph
+from stages._sizes import ModelSize
+
+SIZES = (1, 2, 4, 8)
+WORD = 32  # bits of the words into which pack-quantized values are packed along the columns
+
+
+def obstacles(model: ModelSize, graph: Graph, schemes: Mapping[str, LinearScheme | None], size: int) -> list[tuple[str, str]]:
+    """Return what keeps the model from being cut over `size` cards: (name, the two numbers that do not divide)."""
+    found = []
+    if model.heads % size:
+        found.append(("config.json: num_attention_heads", f"{model.heads} heads over {size}"))
+    if model.kv_heads % size and size % model.kv_heads:
+        found.append(("config.json: num_key_value_heads", f"{model.kv_heads} heads over {size}"))
+    for layer in graph.layers:
+        for group in layer.groups:
+            for name in group.linears:
+                rows, columns = model.infos[f"{name}.weight"].shape
+                scheme = schemes[name]
+                why = _rows(rows, size) if group.norm is not None else _columns(columns, size, scheme)
+                if why is not None:
+                    found.append((name, why))
+    return found
+
+
+def _rows(rows: int, size: int) -> str | None:
+    return f"{rows} rows over {size}" if rows % size else None
+
+
+def _columns(columns: int, size: int, scheme: LinearScheme | None) -> str | None:
+    if columns % size:
+        return f"{columns} columns over {size}"
+    share = columns // size
+    if scheme is None:
+        return None
+    group_size = scheme.weights.group_size
+    if group_size is not None and share % group_size:
+        return f"{columns} columns over {size} are {share}, groups have {group_size}"
+    if scheme.layout == "pack-quantized" and share * scheme.weights.num_bits % WORD:
+        return f"{columns} columns over {size} are {share}, a word holds {WORD // scheme.weights.num_bits}"
+    return None

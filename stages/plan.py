@@ -1,0 +1,261 @@
+"""The verb plan: what a run will need and make, from config.json, the shard headers and the recipe alone.
+
+Reads    the model's headers and config.json; with a probe the weights of one layer; no tokenizer, no text
+Writes   nothing
+Fails    2 the recipe does not fit the model, 3 unusable model, 6 unsupported family
+
+The numbers are those that the stages check before they begin (stages/_needs.py). Calibration text is taken to fill all
+its samples, which is the most that it can.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quantflow.artifact.canonical import canonical_json, readable_json
+from quantflow.artifact.checkpoint import CONFIG, INDEX, Checkpoint, open_checkpoint, refuse_quantized
+from quantflow.artifact.safetensors_writer import Spec, layout
+from quantflow.errors import InputError, ResourceError
+from quantflow.models.graph import Graph, family_for, graph_for
+from stages import _memory
+from stages._config import Recipe, parse_size
+from stages._needs import BASE, Need, need_export, need_files, need_layers, need_measure, need_validate
+from stages._plan import Plan, resolve, statistics_for
+from stages._resources import grant, memory_limit
+from stages._side_files import is_side_file
+from stages._sizes import FORMAT, ModelSize, elements_of, layer_bytes, model_size, quantized_bytes, quantized_specs
+from stages._speed import Speed
+from stages._tensor_parallel import SIZES, obstacles
+
+CARD = 3000  # bytes of README.md
+PER_TENSOR = 420  # bytes of the manifest about each source tensor, and about each linear's errors and decisions
+Probe = Callable[..., Speed]  # stages._probe.probe, which imports what a plan without it need not wait for
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What to plan for.
+
+    Attributes:
+        recipe: its model, artifacts, calibration, validation and limits.
+        measured: artifacts that need no statistics get a measurement as well, as `quantflow run` gives it to all.
+        probe: reads, runs and quantizes parts of one layer to say how long everything takes; None reads no weight.
+        folder: where the run would write.
+    """
+
+    recipe: Recipe
+    measured: bool = True
+    probe: Probe | None = None
+    folder: Path = Path()
+
+
+class _Config:
+    """config.json, its keys as attributes; transformers' own classes take seconds to import, and add only defaults."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        """Keep the table.
+
+        Raises:
+            InputError: one of the sizes that every supported family has is missing or no positive number.
+            UnsupportedError: the family is not supported.
+        """
+        family_for(checkpoint.config.get("model_type"), checkpoint.config.get("architectures"))
+        self._values = checkpoint.config
+        for key in ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size"):
+            value = self._values.get(key)
+            if not isinstance(value, int) or value < 1:
+                raise InputError(f"{checkpoint.folder / CONFIG}: {key} is {value!r}", "restore the file from its source")
+
+    def __getattr__(self, name: str) -> Any:
+        """Return the value of a key."""
+        try:
+            return self._values[name]
+        except KeyError as error:
+            raise AttributeError(name) from error
+
+
+def run(job: Job) -> dict[str, Any]:
+    """Return the plan as plain data; `stages._plan_text.text` makes tables of it."""
+    recipe = job.recipe
+    checkpoint = open_checkpoint(Path(recipe.model))
+    refuse_quantized(checkpoint)
+    config: Any = _Config(checkpoint)
+    graph = graph_for(config)
+    model = model_size(checkpoint.infos, config, graph)
+    shapes = {name: info.shape for name, info in checkpoint.infos.items()}
+    plans = [resolve(entry, graph, shapes, measured=job.measured) for entry in recipe.quantize]
+    lengths = _calibration_lengths(recipe, config)
+    stats = recipe.measure.stats if recipe.measure.stats is not None else statistics_for(recipe.quantize)
+    speed = None
+    if job.probe is not None:
+        speed = job.probe(checkpoint, graph, plans, length=max(lengths), folder=job.folder)
+    stages = _stages(job, model, plans, lengths, stats, speed)
+    limit, why = memory_limit(recipe.resources, resident=_memory.usage().resident)
+    return {
+        "model": {
+            "folder": str(checkpoint.folder),
+            "family": graph.family.model_type,
+            "layers": len(graph.layers),
+            "weights": sum(map(elements_of, model.infos.values())),
+            "bytes": model.stored,
+        },
+        "limits": {"memory": limit, "memory_from": why, "cores": _memory.usable_cores()},
+        "calibration": {"samples": len(lengths), "sequence_length": max(lengths), "observers": list(stats)},
+        "stages": stages,
+        "artifacts": [_artifact(checkpoint, graph, model, plan, recipe) for plan in plans],
+        "total": {
+            "peak_memory": max((stage["peak_memory"] for stage in stages), default=0),
+            "disk": sum(stage["result"] for stage in stages) + max((stage["scratch"] for stage in stages), default=0),
+            "seconds": sum(stage["seconds"] for stage in stages) if speed else None,
+        },
+    }
+
+
+def _stages(
+    job: Job, model: ModelSize, plans: Sequence[Plan], lengths: Sequence[int], stats: Sequence[str], speed: Speed | None
+) -> list[dict[str, Any]]:
+    """Return what each stage of the run takes, in the order in which they run."""
+    recipe, stages = job.recipe, []
+    windows = [recipe.validate.sequence_length] * -(-recipe.validate.tokens // recipe.validate.sequence_length)
+    if job.measured or any(plan.needs_measurement for plan in plans):
+        share = lengths[: -(-len(lengths) // recipe.measure.ranks)]
+        seconds = None if speed is None else speed.measure(model, share, stats)
+        stages.append(_stage("measure", None, need_measure(model, lengths=share, stats=stats), job, seconds))
+    for plan in plans:
+        used = lengths if plan.needs_hessian else []
+        need = need_files(model, plan) if plan.file_to_file else need_layers(model, plan, lengths=used)
+        seconds = None if speed is None else speed.quantize(model, plan, used)
+        stages.append(_stage("quantize", plan.name, need, job, seconds))
+        need = need_export(model, plan, shard_size=parse_size(recipe.export.shard_size))
+        seconds = None if speed is None else speed.export(model, plan)
+        stages.append(_stage("export", plan.name, need, job, seconds))
+        if recipe.validate.text is not None:
+            need = need_validate(model, lengths=windows, models=3)
+            seconds = None if speed is None else speed.validate(model, windows)
+            stages.append(_stage("validate", plan.name, need, job, seconds))
+    return stages
+
+
+def _calibration_lengths(recipe: Recipe, config: Any) -> list[int]:
+    longest = int(getattr(config, "max_position_embeddings", 2048))
+    return [recipe.calibration.sequence_length or min(2048, longest)] * recipe.calibration.samples
+
+
+def _stage(name: str, artifact: str | None, need: Need, job: Job, seconds: float | None) -> dict[str, Any]:
+    """Return what a stage takes; where it is refused, the least that it needs and the reason."""
+    about = {"stage": name, "artifact": artifact, "result": need.result, "scratch": need.scratch, "seconds": seconds}
+    try:
+        allowed = grant(need, job.recipe.resources, folder=job.folder, base=BASE)
+    except ResourceError as error:
+        least = need.peak(base=BASE, workers=1, cache=0)
+        return about | {"peak_memory": least, "workers": 1, "cache": 0, "refused": error.cause}
+    cache = need.cache if allowed.cache_bytes is None else allowed.cache_bytes
+    return about | {"peak_memory": allowed.peak_bytes, "workers": allowed.workers, "cache": cache, "refused": None}
+
+
+def _artifact(checkpoint: Checkpoint, graph: Graph, model: ModelSize, plan: Plan, recipe: Recipe) -> dict[str, Any]:
+    """Return what an artifact will be: bytes, bits per weight, coverage, schemes, and how it can be cut."""
+    weights = bits = source_bytes = 0
+    for linear, scheme in plan.schemes.items():
+        if scheme is not None:
+            info = model.infos[f"{linear}.weight"]
+            weights += elements_of(info)
+            source_bytes += info.nbytes
+            bits += 8 * quantized_bytes(linear, scheme, info)
+    return {
+        "name": plan.name,
+        "scheme": next(entry.scheme for entry in recipe.quantize if entry.name == plan.name),
+        "algorithm": plan.algorithm,
+        "transforms": [transform for transform, _ in plan.transforms],
+        "path": "file to file" if plan.file_to_file else "layer by layer",
+        "output_bytes": output_bytes(checkpoint, graph, model, plan, shard_size=parse_size(recipe.export.shard_size)),
+        "tensor_bytes": model.outside + sum(layer_bytes(model, plan.schemes)),
+        "bits_per_weight": bits / weights,
+        "coverage": {
+            "weights": weights / sum(map(elements_of, model.infos.values())),
+            "bytes": source_bytes / model.stored,
+        },
+        "schemes": _scheme_table(graph, model, plan),
+        "tensor_parallel": {str(size): _folded(obstacles(model, graph, plan.schemes, size)) for size in SIZES},
+    }
+
+
+def output_bytes(checkpoint: Checkpoint, graph: Graph, model: ModelSize, plan: Plan, *, shard_size: int) -> int:
+    """Return the bytes of the artifact's folder: tensors and headers exactly, manifest and card nearly."""
+    specs: dict[str, Spec] = {}
+    for name, info in model.infos.items():
+        linear = name.removesuffix(".weight")
+        scheme = plan.schemes.get(linear) if name.endswith(".weight") else None
+        specs |= {name: (info.dtype, info.shape)} if scheme is None else quantized_specs(linear, scheme, info)
+    weights = layout(specs).nbytes
+    if weights > shard_size:
+        weights += len(readable_json({name: "model-00001-of-00001.safetensors" for name in specs}))
+    schemes = {name: scheme for name, scheme in plan.schemes.items() if scheme is not None}
+    ignore = [name for name in graph.linears if name not in schemes] + ["lm_head"]
+    quantization = FORMAT.quantization_config(schemes, ignore=ignore, model_type=graph.family.model_type)
+    config = len(readable_json({**checkpoint.config, "quantization_config": quantization}))
+    copied = [name for name in checkpoint.files if name not in (CONFIG, INDEX) and is_side_file(name, checkpoint.config)]
+    side = sum((checkpoint.folder / name).stat().st_size for name in copied)
+    manifest = len(canonical_json(plan.as_json())) + PER_TENSOR * (len(model.infos) + len(schemes))
+    return weights + config + side + manifest + CARD
+
+
+def _scheme_table(graph: Graph, model: ModelSize, plan: Plan) -> list[dict[str, Any]]:
+    """Return tensors and their schemes; equal linears of several layers are one row, as are the tensors outside."""
+    rows: dict[tuple[Any, ...], list[int]] = {}
+    for layer in graph.layers:
+        for linear in layer.linears:
+            info, scheme = model.infos[f"{linear}.weight"], plan.schemes[linear]
+            after = info.nbytes if scheme is None else quantized_bytes(linear, scheme, info)
+            words = None if scheme is None else _words(scheme)
+            key = (layer.relative(linear), info.shape, words, info.nbytes, after)
+            rows.setdefault(key, []).append(layer.index)
+    table = [
+        {
+            "tensors": f"{graph.family.layers}.{spans(indices)}.{linear}",
+            "count": len(indices),
+            "shape": list(shape),
+            "scheme": words or "copied",
+            "bytes_before": len(indices) * before,
+            "bytes_after": len(indices) * after,
+        }
+        for (linear, shape, words, before, after), indices in rows.items()
+    ]
+    linears = {f"{name}.weight" for name in graph.linears}
+    rest = [info for name, info in model.infos.items() if name not in linears]
+    for name in ("embeddings, heads", "norms, biases"):
+        chosen = [info for info in rest if (len(info.shape) > 1) == (name == "embeddings, heads")]
+        size = sum(info.nbytes for info in chosen)
+        about = {"tensors": name, "count": len(chosen), "shape": None, "scheme": "copied"}
+        table.append({**about, "bytes_before": size, "bytes_after": size})
+    return table
+
+
+def _words(scheme: Any) -> str:
+    """Return a scheme in one cell: `W4A16 int4 per_group 128`."""
+    weights = scheme.weights
+    parts = [scheme.name, f"{weights.kind}{weights.num_bits}", weights.granularity]
+    parts += [str(weights.group_size)] if weights.group_size else []
+    return " ".join(parts + ([] if weights.symmetric else ["asymmetric"]))
+
+
+def _folded(found: Sequence[tuple[str, str]]) -> list[str]:
+    """Return obstacles as lines, those of all layers under one pattern with `*` in the place of the index."""
+    lines: dict[str, None] = {}
+    for name, why in found:
+        pattern = ".".join("*" if part.isdecimal() else part for part in name.split("."))
+        lines[f"{pattern}: {why}"] = None
+    return list(lines)
+
+
+def spans(indices: Sequence[int]) -> str:
+    """Return ascending indices in short: 0, 1, 2, 5 is `{0-2,5}`, and 3 alone is `3`."""
+    parts: list[list[int]] = []
+    for index in indices:
+        if parts and parts[-1][1] == index - 1:
+            parts[-1][1] = index
+        else:
+            parts.append([index, index])
+    words = [str(first) if first == last else f"{first}-{last}" for first, last in parts]
+    return words[0] if len(indices) == 1 else "{" + ",".join(words) + "}"

@@ -1,0 +1,201 @@
+"""`quantflow plan`: numbers from headers and recipe, compared with what a run then makes."""
+
+import json
+import math
+import shutil
+
+import pytest
+
+from quantflow.artifact import checkpoint as checkpoint_module
+from quantflow.core.scheme import preset
+from quantflow.models import reading
+from quantflow.models.graph import FAMILIES, Graph, Layer, LinearGroup
+from stages import export as export_stage
+from stages._options import exit_code
+from stages._sizes import ModelSize
+from stages._tensor_parallel import obstacles
+from stages.cli import cli
+from stages.plan import spans
+
+
+def run(*arguments):
+    return exit_code(cli, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def planned(capsys):
+    """Plan, and return the JSON document."""
+
+    def plan(*arguments):
+        capsys.readouterr()
+        assert run("plan", *arguments, "--json") == 0, capsys.readouterr().err
+        return json.loads(capsys.readouterr().out)
+
+    return plan
+
+
+def stages_of(plan):
+    return [(stage["stage"], stage["artifact"]) for stage in plan["stages"]]
+
+
+def test_a_plan_names_stages_in_order_and_reads_no_weight(planned, llama, monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("a weight was read")
+
+    monkeypatch.setattr(reading, "read_into", refuse)
+    found = planned(llama, "--for", "W4A16:gptq,FP8_DYNAMIC", "--set", "quantize.0.group_size=32")
+    assert stages_of(found) == [
+        ("measure", None),
+        ("quantize", "w4a16-gptq"),
+        ("export", "w4a16-gptq"),
+        ("quantize", "fp8_dynamic"),
+        ("export", "fp8_dynamic"),
+    ]
+    assert [artifact["path"] for artifact in found["artifacts"]] == ["layer by layer", "file to file"]
+    assert found["calibration"] == {"samples": 128, "sequence_length": 128, "observers": []}
+    assert found["total"]["seconds"] is None
+
+
+def test_what_needs_no_statistics_needs_no_measurement(planned, llama):
+    assert stages_of(planned(llama, "--for", "FP8_DYNAMIC")) == [("quantize", "fp8_dynamic"), ("export", "fp8_dynamic")]
+
+
+def test_observers_are_those_that_the_schemes_need(planned, llama):
+    assert planned(llama, "--for", "FP8,W8A8")["calibration"]["observers"] == ["amax", "channel_amax"]
+    assert planned(llama, "--for", "W8A8_STATIC")["calibration"]["observers"] == ["channel_amax", "min_max"]
+
+
+@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "W8A16"])
+def test_the_bytes_of_the_artifact_are_those_that_export_writes(planned, llama, tmp_path, monkeypatch, scheme):
+    monkeypatch.setattr(export_stage, "_prove", lambda *_: None)  # a fresh process: test_verbs has it
+    (artifact,) = planned(llama, "--for", scheme)["artifacts"]
+    assert run("quantize", llama, "-o", tmp_path / "quantized", "--scheme", scheme) == 0
+    assert run("export", tmp_path / "quantized", "-o", tmp_path / "artifact") == 0
+    written = sum(path.stat().st_size for path in (tmp_path / "artifact").iterdir())
+    weights = (tmp_path / "artifact" / "model.safetensors").stat().st_size
+    header = 8 + int.from_bytes((tmp_path / "artifact" / "model.safetensors").read_bytes()[:8], "little")
+    assert artifact["tensor_bytes"] == weights - header
+    assert artifact["output_bytes"] == pytest.approx(written, rel=0.05)  # of a model whose weights are 200 kB
+
+
+def test_bits_and_coverage_are_those_worked_out_by_hand(planned, llama):
+    (artifact,) = planned(llama, "--for", "W8A16")["artifacts"]
+    rows, columns = [64, 32, 32, 64, 128, 128, 64], [64, 64, 64, 64, 64, 64, 128]
+    weights = sum(r * c for r, c in zip(rows, columns, strict=True))
+    stored = 8 * (weights + 2 * sum(rows) + 7 * 16)  # int8, a bf16 scale per row, two int64 of shape per linear
+    assert artifact["bits_per_weight"] == pytest.approx(stored / weights)
+    total = 2 * weights + 2 * 2 * 64 + 64 + 320 * 64 * 2
+    assert artifact["coverage"]["weights"] == pytest.approx(2 * weights / total)
+    row = next(row for row in artifact["schemes"] if row["tensors"].endswith("down_proj"))
+    assert (row["tensors"], row["shape"], row["count"]) == ("model.layers.{0-1}.mlp.down_proj", [64, 128], 2)
+    assert (row["bytes_before"], row["bytes_after"]) == (2 * 2 * 64 * 128, 2 * (64 * 128 + 2 * 64 + 16))
+
+
+def test_a_stage_that_does_not_fit_is_marked_and_the_others_are_planned(planned, llama, capsys):
+    found = planned(llama, "--for", "FP8_DYNAMIC", "--max-memory", "100MB")
+    assert all("--max-memory 100MB" in stage["refused"] for stage in found["stages"])
+    assert found["artifacts"][0]["output_bytes"] > 0
+    assert run("plan", llama, "--for", "FP8_DYNAMIC", "--max-memory", "100MB") == 0
+    assert "does not fit: quantize: needs" in capsys.readouterr().out
+
+
+def test_a_smaller_limit_takes_hidden_states_out_of_memory(planned, llama):
+    wide = planned(llama, "--for", "FP8")["stages"][0]
+    limit = wide["peak_memory"] - wide["cache"] // 2
+    narrow = planned(llama, "--for", "FP8", "--max-memory", f"{limit}B")["stages"][0]
+    assert 0 < narrow["cache"] < wide["cache"] and narrow["peak_memory"] <= limit
+    assert narrow["scratch"] == wide["scratch"]
+
+
+def test_a_probe_says_how_long_it_takes(planned, llama):
+    found = planned(llama, "--for", "W4A16:gptq,FP8_DYNAMIC", "--probe", "--set", "quantize.0.group_size=32")
+    seconds = [stage["seconds"] for stage in found["stages"]]
+    assert all(math.isfinite(each) and each >= 0 for each in seconds) and sum(seconds) > 0
+    assert found["total"]["seconds"] == pytest.approx(sum(seconds))
+
+
+def test_the_tables_say_what_a_person_asks(llama, capsys):
+    assert run("plan", llama, "--for", "FP8_DYNAMIC") == 0
+    out = capsys.readouterr().out
+    assert "llama, 2 layers" in out and "fp8_dynamic: FP8_DYNAMIC by rtn, file to file" in out
+    assert "model.layers.{0-1}.self_attn.q_proj" in out and "tensor parallel 2: every head, row and group divides" in out
+
+
+def test_a_recipe_is_planned_as_run_would_run_it(planned, llama, text_files, tmp_path):
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(
+        f"model: {llama}\ncalibration: {{source: {text_files['calibration']}, samples: 4, sequence_length: 32}}\n"
+        "quantize: [{name: a, scheme: FP8}, {name: b, scheme: FP8_DYNAMIC}]\n"
+        f"validate: {{text: {text_files['heldout']}, tokens: 256, sequence_length: 64}}\n"
+    )
+    found = planned(recipe)
+    assert stages_of(found) == [("measure", None)] + [(s, a) for a in "ab" for s in ("quantize", "export", "validate")]
+    assert found["calibration"] == {"samples": 4, "sequence_length": 32, "observers": ["amax"]}
+    assert found["stages"][0]["scratch"] >= 2 * 4 * 64 * 4 * 32
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "told"),
+    [
+        (("--for", "W5A16"), 2, "W5A16"),
+        (("--for", "FP8,FP8"), 2, "2 of them, 1 different"),
+        (("--for", ""), 2, "0 of them"),
+        (("--for", "FP8:gptq"), 2, "gptq chooses integers"),
+        (("--max-memory", "much"), 2, "size 'much'"),
+    ],
+)
+def test_mistakes_are_told(llama, capsys, arguments, code, told):
+    assert run("plan", llama, *arguments) == code
+    assert told in capsys.readouterr().err
+
+
+def test_a_config_without_its_sizes_is_refused(llama, tmp_path, capsys):
+    copy = shutil.copytree(llama, tmp_path / "model")
+    config = json.loads((copy / "config.json").read_text())
+    del config["hidden_size"]
+    (copy / "config.json").write_text(json.dumps(config))
+    assert run("plan", copy, "--for", "FP8_DYNAMIC") == 3
+    assert "hidden_size is None" in capsys.readouterr().err
+
+
+def test_a_recipe_and_schemes_beside_it_are_refused(capsys):
+    assert run("plan", "tiny-llama", "--for", "FP8") == 2
+    assert "beside recipe" in capsys.readouterr().err
+
+
+def test_indices_are_shortened_to_spans():
+    assert [spans(i) for i in ([3], [0, 1, 2], [0, 1, 4, 6, 7])] == ["3", "{0-2}", "{0-1,4,6-7}"]
+
+
+def model_with(heads, kv_heads, rows, columns):
+    """A model of one layer: `up` behind a norm, [rows, 64], and `down` behind none, [64, columns]."""
+    groups = (LinearGroup(linears=("up",), norm="n"), LinearGroup(linears=("down",)))
+    layer = Layer(index=0, prefix="", attention="", groups=groups)
+    shapes = {"up.weight": (rows, 64), "down.weight": (64, columns)}
+    infos = {
+        name: checkpoint_module.TensorInfo(name=name, dtype="BF16", shape=shape, offset=0, nbytes=2 * shape[0] * shape[1])
+        for name, shape in shapes.items()
+    }
+    sizes = {"hidden": 64, "vocabulary": 1, "head_dim": 1, "layers": (), "outside": 0, "head": (0, 0)}
+    return ModelSize(heads=heads, kv_heads=kv_heads, infos=infos, **sizes), Graph(family=FAMILIES["llama"], layers=(layer,))
+
+
+@pytest.mark.parametrize(
+    ("shape", "scheme", "size", "found"),
+    [
+        ((8, 8, 64, 1024), "W4A16", 8, []),
+        ((8, 2, 64, 1024), "W4A16", 8, []),  # two key heads are copied to eight cards
+        ((8, 3, 64, 1024), "W4A16", 8, ["config.json: num_key_value_heads"]),
+        ((6, 6, 64, 1024), "FP8_DYNAMIC", 4, ["config.json: num_attention_heads", "config.json: num_key_value_heads"]),
+        ((8, 8, 66, 1024), "FP8_DYNAMIC", 4, ["up"]),
+        ((8, 8, 64, 1022), "FP8_DYNAMIC", 4, ["down"]),
+        ((8, 8, 64, 512), "W4A16", 8, ["down"]),  # 64 columns a card, groups of 128
+        ((8, 8, 64, 72), "W8A16", 4, ["down"]),  # 18 columns a card, four to a word
+        ((8, 8, 64, 72), "FP8_DYNAMIC", 4, []),
+        ((7, 7, 63, 129), "FP8_DYNAMIC", 1, []),
+    ],
+)
+def test_what_does_not_divide_over_cards_is_named(shape, scheme, size, found):
+    model, graph = model_with(*shape)
+    schemes = dict.fromkeys(("up", "down"), preset(scheme))
+    assert [name for name, _ in obstacles(model, graph, schemes, size)] == found

@@ -1,0 +1,233 @@
+"""What stages may use: sizes worked out by hand, what is shrunk first, and what is refused with which number."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from quantflow.artifact.safetensors_header import TensorInfo
+from quantflow.errors import InputError, ResourceError, UsageError
+from quantflow.models.graph import FAMILIES, Graph, Layer, LinearGroup
+from stages import _memory
+from stages._config import Quantize, Resources
+from stages._needs import LIBRARIES, Need, need_layers, need_measure
+from stages._plan import resolve
+from stages._resources import compare, grant, memory_limit, round_up, written_bytes
+from stages._sizes import layer_bytes, model_size
+
+MB = 10**6
+HIDDEN, WIDE, VOCABULARY = 256, 512, 1000
+SHAPES = {"q_proj": (256, 256), "k_proj": (128, 256), "v_proj": (128, 256), "o_proj": (256, 256)}
+SHAPES |= {"gate_proj": (512, 256), "up_proj": (512, 256), "down_proj": (256, 512)}
+
+
+class Config:
+    """What config.json says of a small Llama with two layers."""
+
+    model_type = "llama"
+    hidden_size, num_attention_heads, num_key_value_heads, vocab_size = HIDDEN, 4, 2, VOCABULARY
+
+
+def graph() -> Graph:
+    layers = []
+    for index in range(2):
+        prefix = f"model.layers.{index}"
+        named = [LinearGroup(linears=tuple(f"{prefix}.{name}" for name in names), norm="n") for names in GROUPS]
+        layers.append(Layer(index=index, prefix=prefix, attention=f"{prefix}.self_attn", groups=tuple(named)))
+    return Graph(family=FAMILIES["llama"], layers=tuple(layers))
+
+
+GROUPS = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
+GRAPH = graph()
+
+
+def infos() -> dict[str, TensorInfo]:
+    shapes = {f"model.layers.{i}.{name}.weight": shape for i in range(2) for name, shape in SHAPES.items()}
+    shapes |= {f"model.layers.{i}.norm.weight": (HIDDEN,) for i in range(2)}
+    shapes |= {"embed.weight": (VOCABULARY, HIDDEN), "lm_head.weight": (VOCABULARY, HIDDEN)}
+    found = {}
+    for name, shape in shapes.items():
+        count = shape[0] * (shape[1] if len(shape) == 2 else 1)
+        found[name] = TensorInfo(name=name, dtype="BF16", shape=shape, offset=0, nbytes=2 * count)
+    return found
+
+
+def plan(scheme: str, **options):
+    shapes = {name: info.shape for name, info in infos().items()}
+    return resolve(Quantize(name="a", scheme=scheme, **options), GRAPH, shapes)
+
+
+MODEL = model_size(infos(), Config(), GRAPH)
+LAYER = 256 * 256 * 2 + 2 * 128 * 256 + 3 * 512 * 256 + 256  # weights of one layer, its norm too
+
+
+def test_the_sizes_of_a_model_are_those_of_its_headers():
+    assert [layer.elements for layer in MODEL.layers] == [LAYER, LAYER]
+    assert MODEL.layer.stored == 2 * LAYER and MODEL.outside == 2 * 2 * VOCABULARY * HIDDEN
+    assert MODEL.stored == sum(info.nbytes for info in infos().values())
+    assert MODEL.layer.groups[0] == (tuple(f"model.layers.0.{name}" for name in GROUPS[0]), (256, 128, 128), 256)
+    assert (MODEL.heads, MODEL.kv_heads, MODEL.head_dim) == (4, 2, 64)
+
+
+def test_a_checkpoint_without_a_linear_of_its_family_is_refused_by_name():
+    broken = infos()
+    del broken["model.layers.1.o_proj.weight"]
+    with pytest.raises(InputError, match=r"model\.layers\.1\.o_proj\.weight: no such tensor"):
+        model_size(broken, Config(), GRAPH)
+
+
+def test_the_bytes_of_a_quantized_layer_are_counted_by_hand():
+    weights = LAYER - 256
+    rows = 256 + 128 + 128 + 256 + 512 + 512 + 256
+    assert layer_bytes(MODEL, plan("FP8_DYNAMIC").schemes) == [weights + 4 * rows + 2 * 256] * 2
+    grouped = layer_bytes(MODEL, plan("W4A16", algorithm="rtn").schemes)
+    assert grouped == [weights // 2 + 2 * weights // 128 + 7 * 16 + 2 * 256] * 2  # packed, bf16 scales, seven shapes
+
+
+def test_measure_holds_one_float32_layer_and_keeps_two_generations_of_hidden_states_on_disk():
+    need = need_measure(MODEL, lengths=[10, 30], stats=("channel_amax",))
+    hidden = 4 * HIDDEN * 40
+    features = 3 * 256 + 256 + 2 * 256 + 512  # of each linear's input
+    statistics = 2 * (4 * features + 7 * 16)
+    assert (need.cache, need.scratch, need.result) == (hidden, 2 * hidden + statistics, 8 * 40 + statistics)
+    layer = 4 * LAYER + 2 * 512 * 256
+    assert need.peak(base=0, workers=1, cache=0) >= LIBRARIES + layer
+    assert need.peak(base=7, workers=1, cache=0) == need.peak(base=0, workers=1, cache=0) + 7
+
+
+def test_measuring_nothing_runs_no_layer():
+    need = need_measure(MODEL, lengths=[100], stats=())
+    assert need.peak(base=0, workers=2, cache=0) < 10_000 and need.result == 800 and need.scratch == 0
+
+
+def test_gptq_needs_its_hessians_and_one_factor_more_than_rounding_does():
+    rtn = need_layers(MODEL, plan("W4A16", algorithm="rtn"), lengths=[])
+    gptq = need_layers(MODEL, plan("W4A16"), lengths=[10])
+    hessians = 4 * (3 * 256**2 + 512**2)
+    inputs, observed = 4 * 10 * (3 * 256 + 512), 3 * 4 * 10 * 512  # of the sequence of ten tokens that is added up
+    assert gptq.moments[1][0] - rtn.moments[1][0] == hessians + inputs + observed
+    first_group = 2  # behind the embedding and the forward
+    assert gptq.moments[first_group][0] - rtn.moments[first_group][0] == hessians + 4 * 256**2
+    assert (rtn.scratch, gptq.scratch) == (0, 2 * 4 * HIDDEN * 10)
+
+
+NEED = Need(stage="measure", moments=((100 * MB, 50 * MB),), cache=40 * MB, result=1 * MB)
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A machine of two cores, 1 GB of memory and 900 MB free."""
+    monkeypatch.setattr(_memory, "usable_cores", lambda: 2)
+    monkeypatch.setattr(_memory, "total_bytes", lambda: 1000 * MB)
+    monkeypatch.setattr(_memory, "available_bytes", lambda: 900 * MB)
+
+
+@pytest.mark.usefixtures("machine")
+class TestGrant:
+    def test_everything_that_fits_is_given(self, tmp_path):
+        found = grant(NEED, Resources(), folder=tmp_path, base=10 * MB)
+        assert (found.workers, found.cache_bytes) == (2, None)
+        assert found.peak_bytes == (10 + 100 + 2 * 50 + 40) * MB and found.disk_bytes == 1 * MB
+
+    def test_hidden_states_leave_memory_before_a_worker_goes(self, tmp_path):
+        found = grant(NEED, Resources(max_memory="220MB"), folder=tmp_path, base=10 * MB)
+        assert (found.workers, found.cache_bytes, found.peak_bytes) == (2, 10 * MB, 220 * MB)
+        found = grant(NEED, Resources(max_memory="165MB"), folder=tmp_path, base=10 * MB)
+        assert (found.workers, found.cache_bytes, found.peak_bytes) == (1, 5 * MB, 165 * MB)
+
+    def test_the_refusal_names_what_is_needed_the_limit_and_the_flag_that_would_do(self, tmp_path):
+        with pytest.raises(ResourceError) as caught:
+            grant(NEED, Resources(max_memory="150MB"), folder=tmp_path, base=10 * MB + 1)
+        assert "needs 160000001 bytes" in caught.value.cause and "--max-memory 150MB is 150000000" in caught.value.cause
+        assert caught.value.remedy == "give --max-memory 161MB or more" and caught.value.exit_code == 5
+        grant(NEED, Resources(max_memory="161MB"), folder=tmp_path, base=10 * MB + 1)
+
+    def test_disk_offload_leaves_a_tenth_of_the_memory(self, tmp_path):
+        with pytest.raises(ResourceError, match="is 100000000") as caught:
+            grant(NEED, Resources(disk_offload=True), folder=tmp_path, base=0)
+        assert "instead of --disk-offload" in caught.value.remedy
+        small = Need(stage="measure", moments=((40 * MB, 10 * MB),), cache=70 * MB)
+        found = grant(small, Resources(disk_offload=True), folder=tmp_path, base=0)
+        assert (found.workers, found.cache_bytes, found.peak_bytes) == (2, 40 * MB, 100 * MB)
+
+    def test_a_limit_beyond_what_is_free_is_what_is_free(self):
+        assert memory_limit(Resources(max_memory="5GB"), resident=7)[0] == 900 * MB + 7
+        assert memory_limit(Resources(max_memory="5MB", disk_offload=True), resident=7)[0] == 5 * MB
+
+    def test_a_machine_that_is_too_small_is_told_so(self, tmp_path):
+        huge = Need(stage="validate", moments=((5000 * MB, 0),))
+        with pytest.raises(ResourceError, match="what is free on this machine") as caught:
+            grant(huge, Resources(), folder=tmp_path, base=0)
+        assert "5.00 GB of free memory" in caught.value.remedy
+
+    def test_files_beyond_max_disk_are_refused_with_the_flag_that_would_do(self, tmp_path):
+        need = Need(stage="quantize", moments=((1, 0),), result=2 * MB, scratch=1 * MB)
+        with pytest.raises(ResourceError, match="writes 3000000 bytes") as caught:
+            grant(need, Resources(max_disk="2MB"), folder=tmp_path, base=0)
+        assert "--max-disk 3MB" in caught.value.remedy
+        grant(need, Resources(max_disk="3MB"), folder=tmp_path, base=0)
+
+    def test_what_an_earlier_attempt_wrote_need_not_be_free_again(self, tmp_path, monkeypatch):
+        folder = tmp_path / "out"
+        (folder / "layers").mkdir(parents=True)
+        (folder / "layers" / "0").write_bytes(bytes(600))
+        (tmp_path / ".out.work").mkdir()
+        (tmp_path / ".out.work" / "state").write_bytes(bytes(300))
+        monkeypatch.setattr("stages._resources.free_bytes", lambda _: 100)
+        need = Need(stage="quantize", moments=((1, 0),), result=1000)
+        grant(need, Resources(), folder=folder, base=0)
+        with pytest.raises(ResourceError, match="writes 101 bytes") as caught:
+            grant(Need(stage="quantize", moments=((1, 0),), result=1001), Resources(), folder=folder, base=0)
+        assert caught.value.remedy.startswith("free 1MB on that disk")
+
+
+def test_a_size_in_a_remedy_is_never_less_than_what_is_needed():
+    assert [round_up(n) for n in (1, MB, MB + 1, 999 * MB, 10**9, 10**9 + 1)] == [
+        "1MB",
+        "1MB",
+        "2MB",
+        "999MB",
+        "1.0GB",
+        "1.1GB",
+    ]
+
+
+def test_limits_that_are_no_sizes_are_refused():
+    for bad in ("lots", "-1GB", "0"):
+        with pytest.raises(UsageError, match="size"):
+            Resources(max_memory=bad)
+
+
+def test_the_plan_is_compared_with_what_was_used():
+    assert compare("measure", planned=3_100_000_000, used=2_900_000_000) == (
+        "measure memory: planned 3.10 GB, used 2.90 GB, -6 %"
+    )
+
+
+def test_files_are_counted_below_a_folder_and_a_missing_folder_has_none(tmp_path):
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "x").write_bytes(bytes(3))
+    (tmp_path / "a" / "b" / "y").write_bytes(bytes(4))
+    assert (written_bytes(tmp_path), written_bytes(tmp_path / "none")) == (7, 0)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+def test_the_peak_of_a_process_is_seen_and_begins_anew():
+    script = """
+from stages import _memory
+block = bytearray(200_000_000)
+del block
+before = _memory.usage()
+again = _memory.reset_peak()
+after = _memory.usage()
+print(before.peak - before.resident > 190_000_000, not again or after.peak < before.peak - 190_000_000)
+print(before.resident >= before.anonymous + before.file > 0)
+"""
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["True"] * 3
+
+
+def test_the_machine_has_memory_and_cores():
+    assert 0 < _memory.available_bytes() <= _memory.total_bytes()
+    assert _memory.usable_cores() >= 1

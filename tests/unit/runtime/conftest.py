@@ -1,0 +1,127 @@
+"""Artifacts made in the test: a random model, its linears rounded, and a manifest over the files."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from quantflow.algorithms import rtn
+from quantflow.artifact.checkpoint import open_checkpoint
+from quantflow.artifact.ledger import FileEntry, Ledger, LedgerEntry
+from quantflow.artifact.manifest import build_manifest, write_manifest
+from quantflow.core.qtensor import QuantizedLinear
+from quantflow.formats import compressed_tensors as layout
+from quantflow.models.graph import graph_for
+
+
+def random_model(config):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        for name, parameter in model.named_parameters():
+            parameter.data += torch.randn_like(parameter) * (0.3 if name.endswith("bias") else 0.05)
+    return model.eval().requires_grad_(False)
+
+
+def _quantize(name: str, weight: torch.Tensor, scheme) -> QuantizedLinear:
+    results = rtn.quantize_group({name: weight}, scheme, statistics={}, scale_dtype=torch.float32)
+    static = scheme.input is not None and not scheme.input.dynamic
+    return QuantizedLinear(
+        weight=results[name].weight,
+        scheme=scheme,
+        input_scale=torch.tensor([0.02]) if static else None,
+        input_zero_point=torch.tensor([7], dtype=torch.int8) if static and not scheme.input.symmetric else None,
+    )
+
+
+def seal(folder: Path, ledger: Ledger) -> None:
+    """Write quantflow.json over the files as they are."""
+    body = {"kind": "artifact", "source": {"name": "tiny", "revision": None, "files": {}}, "recipe": {}}
+    body |= {"measurement": None, "float8": None, "layers": {}, "proof": {}, "tools": {}, "made_from": "0" * 64}
+    write_manifest(folder, build_manifest(folder, body={**body, "ledger": ledger.to_json()}))
+
+
+def _make_artifact(folder: Path, config, schemes) -> AutoModelForCausalLM:
+    """Write an artifact of a random model; `schemes` is one scheme, or a function of a linear's name.
+
+    Returns:
+        transformers' model with the dequantized weights, whose linears fake-quantize their inputs.
+    """
+    model = random_model(config)
+    model.save_pretrained(folder)
+    source = load_file(folder / "model.safetensors")
+    scheme_of = schemes if callable(schemes) else lambda name: schemes
+    chosen = {name: scheme_of(name) for name in graph_for(config).linears}
+    chosen = {name: scheme for name, scheme in chosen.items() if scheme is not None}
+    headers = open_checkpoint(folder).infos
+    tensors, entries = {}, []
+    for name, tensor in source.items():
+        linear_name = name.removesuffix(".weight")
+        made = {name: tensor}
+        if linear_name in chosen:
+            linear = _quantize(linear_name, tensor, chosen[linear_name])
+            made = layout.encode(linear_name, linear)
+            module = model.get_submodule(linear_name)
+            module.weight.data = linear.weight.dequantize()
+            module.register_forward_pre_hook(lambda _, args, linear=linear: (linear.fake_quantize_input(args[0]),))
+        tensors |= made
+        entries.append(
+            LedgerEntry(
+                name=name,
+                dtype=headers[name].dtype,
+                shape=headers[name].shape,
+                nbytes=headers[name].nbytes,
+                action="quantized" if linear_name in chosen else "copied",
+                reason="test",
+                becomes=tuple(made),
+            )
+        )
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    heads = [name for name in ("lm_head", "embed_out") if f"{name}.weight" in source]
+    ignore = [*heads, *(name for name in graph_for(config).linears if name not in chosen)]
+    _edit_config(
+        folder,
+        quantization_config=layout.quantization_config(chosen, ignore=ignore, model_type=config.model_type),
+    )
+    file = FileEntry(name="model.safetensors", nbytes=1, action="rewritten", reason="test")
+    seal(folder, Ledger(tensors=tuple(entries), files=(file,)))
+    return model
+
+
+def _edit_config(folder: Path, **changes) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def _edit_tensors(folder: Path, change) -> None:
+    """Rewrite the weights without sealing them again; load with verify=False."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.fixture(scope="session")
+def quantize():
+    """Return `_quantize`."""
+    return _quantize
+
+
+@pytest.fixture(scope="session")
+def make_artifact():
+    """Return `_make_artifact`."""
+    return _make_artifact
+
+
+@pytest.fixture(scope="session")
+def edit_config():
+    """Return `_edit_config`."""
+    return _edit_config
+
+
+@pytest.fixture(scope="session")
+def edit_tensors():
+    """Return `_edit_tensors`."""
+    return _edit_tensors

@@ -1,0 +1,133 @@
+"""A model whose weights stay on disk computes what the loaded model computes, and holds almost none of them."""
+
+import threading
+import time
+
+import pytest
+import torch
+from transformers import GPTNeoXConfig, LlamaConfig, Qwen2Config
+
+from quantflow.core.scheme import PRESETS, with_group_size
+from quantflow.errors import InputError, IntegrityError
+from quantflow.runtime.decoding import generate
+from quantflow.runtime.load import load
+from quantflow.runtime.offload import Piece, Prefetch, load_offloaded
+
+SIZES = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 700, "eos_token_id": 2}
+GROUPED = SIZES | {"intermediate_size": 576, "num_key_value_heads": 2}
+LLAMA = LlamaConfig(**GROUPED, tie_word_embeddings=False, architectures=["LlamaForCausalLM"])
+CONFIGS = {
+    "llama": LLAMA,
+    "tied qwen2 with biases": Qwen2Config(**GROUPED, tie_word_embeddings=True, architectures=["Qwen2ForCausalLM"]),
+    "gpt_neox": GPTNeoXConfig(**SIZES, intermediate_size=128, architectures=["GPTNeoXForCausalLM"]),
+}
+W4A16 = with_group_size(PRESETS["W4A16"], 32)
+SCHEMES = {**PRESETS, "W4A16": W4A16, "W4A16_ASYM": with_group_size(PRESETS["W4A16_ASYM"], 32)}
+PROMPT = torch.randint(3, 96, (1, 12), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.fixture(scope="module")
+def w4a16(tmp_path_factory, make_artifact):
+    folder = tmp_path_factory.mktemp("artifact")
+    make_artifact(folder, LLAMA, W4A16)
+    return folder
+
+
+def logits(model) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(input_ids=PROMPT).logits
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_logits_are_those_of_the_loaded_model_to_the_last_bit(name, tmp_path, make_artifact):
+    make_artifact(tmp_path, LLAMA, SCHEMES[name])
+    for backend in ("auto", "reference"):
+        expected = load(tmp_path, backend=backend)
+        offloaded = load_offloaded(tmp_path, backend=backend)
+        assert torch.equal(logits(offloaded.model), logits(expected.model))
+        assert (offloaded.backends, offloaded.reasons) == (expected.backends, expected.reasons)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_decoding_gives_the_tokens_of_the_loaded_model(family, dtype, tmp_path, make_artifact):
+    make_artifact(tmp_path, CONFIGS[family], PRESETS["W8A8"])
+    expected = generate(load(tmp_path, dtype=dtype).model, PROMPT, max_new_tokens=16)
+    assert len(set(expected[0, 12:].tolist())) > 1
+    assert torch.equal(generate(load_offloaded(tmp_path, dtype=dtype).model, PROMPT, max_new_tokens=16), expected)
+
+
+def test_linears_that_are_not_quantized_are_read_in_their_turn_as_well(tmp_path, make_artifact):
+    def scheme_of(name):
+        return None if name.endswith("gate_proj") else PRESETS["W8A16"]
+
+    make_artifact(tmp_path, LLAMA, scheme_of)
+    assert torch.equal(logits(load_offloaded(tmp_path).model), logits(load(tmp_path).model))
+
+
+def test_the_model_holds_norms_and_nothing_else(w4a16):
+    model = load_offloaded(w4a16).model
+    assert sum(parameter.numel() for parameter in model.parameters()) == (2 * 3 + 1) * 64
+    assert not any(parameter.is_meta or parameter.requires_grad for parameter in model.parameters())
+    logits(model)
+    assert sum(parameter.numel() for parameter in model.parameters()) == (2 * 3 + 1) * 64
+
+
+def test_a_damaged_file_is_refused_before_the_first_token_when_it_is_verified_and_at_its_linear_when_not(
+    w4a16, tmp_path, edit_tensors
+):
+    for path in w4a16.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    name = "model.layers.2.mlp.down_proj.weight_scale"
+    edit_tensors(tmp_path, lambda tensors: tensors[name].fill_(-1))
+    with pytest.raises(IntegrityError):
+        load_offloaded(tmp_path)
+    model = load_offloaded(tmp_path, verify=False).model
+    for _ in range(2):  # an error in the thread is raised whenever the linear is asked for
+        with pytest.raises(InputError, match=rf"^{name}: scale -1"):
+            logits(model)
+
+
+def pieces(count: int, nbytes: int = 10) -> list[Piece]:
+    return [Piece(linear=f"linear {index}", start=0, stop=1, nbytes=nbytes) for index in range(count)]
+
+
+def wait_until(condition) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_pieces_are_made_ahead_up_to_the_limit_and_go_round():
+    made: list[str] = []
+    order = pieces(5)
+
+    def make(piece):
+        made.append(piece.linear)
+        return lambda x: piece.linear
+
+    prefetch = Prefetch(make, order, ahead=20)
+    wait_until(lambda: made == ["linear 0", "linear 1"])
+    assert [prefetch.take(piece)(None) for piece in (*order, order[0])] == [*(p.linear for p in order), "linear 0"]
+    wait_until(lambda: len(made) == 8)
+    assert made == [f"linear {index % 5}" for index in range(8)]
+
+
+def test_a_piece_larger_than_the_limit_is_still_made_ahead_and_one_out_of_order_is_made_at_once():
+    made: list[str] = []
+    order = pieces(4, nbytes=1000)
+    prefetch = Prefetch(lambda piece: made.append(piece.linear) or (lambda x: piece.linear), order, ahead=1)
+    wait_until(lambda: made == ["linear 0"])
+    assert prefetch.take(order[2])(None) == "linear 2"
+    wait_until(lambda: made == ["linear 0", "linear 2", "linear 3"])
+    assert prefetch.take(order[3])(None) == "linear 3"
+
+
+def test_pieces_are_made_in_another_thread_than_the_one_that_multiplies():
+    threads: list[int] = []
+    order = pieces(2)
+    prefetch = Prefetch(lambda piece: threads.append(threading.get_ident()) or (lambda x: x), order, ahead=1)
+    prefetch.take(order[0])
+    assert threads
+    assert threading.get_ident() not in threads
