@@ -4,15 +4,16 @@ import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import sha256
+from importlib.metadata import version
 
 import torch
-import transformers
 from torch import Tensor
 
+from quantflow.artifact.checkpoint import Checkpoint
 from quantflow.artifact.digests import Digests
 from quantflow.core.parallel import Workers
-from quantflow.models.load import Source, fingerprint
 from quantflow.models.reading import bytes_of
+from quantflow.models.source import fingerprint
 from stages import _memory
 
 CANARY_TOKENS = 64  # of the calibration text, which prove an artifact
@@ -33,7 +34,7 @@ def tools() -> dict[str, str]:
     """Return what else decides the bits: library versions and the instruction set."""
     return {
         "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        "transformers": version("transformers"),
         "machine": platform.machine(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
     }
@@ -44,8 +45,8 @@ def tensor_hash(tensor: Tensor) -> str:
     return sha256(bytes_of(tensor)).hexdigest()
 
 
-def identify(source: Source, digests: Digests) -> str:
+def identify(checkpoint: Checkpoint, digests: Digests) -> str:
     """Return the model's fingerprint; files whose hashes are not known are read, several at once."""
     with Workers(_memory.usable_cores()) as workers:
-        digests.of_all([source.checkpoint.folder / name for name in source.checkpoint.shards], map_all=workers.map)
-    return fingerprint(source.checkpoint, digests)
+        digests.of_all([checkpoint.folder / name for name in checkpoint.shards], map_all=workers.map)
+    return fingerprint(checkpoint, digests)

@@ -35,8 +35,8 @@ from quantflow.errors import UnsupportedError
 from quantflow.evaluation.layer_error import error_from, weight_sums
 from quantflow.formats import FORMATS
 from quantflow.models.graph import Graph, Layer
-from quantflow.models.load import Source
 from quantflow.models.reading import DTYPES, bytes_of, check_finite, read_into
+from quantflow.models.source import ModelFiles
 from stages._plan import Plan
 from stages._progress import Progress
 from stages._state import finished, layer_path
@@ -44,7 +44,6 @@ from stages._values import ValuesDigest
 
 FORMAT = FORMATS["compressed-tensors"]
 UNIT = 1 << 20  # weights of a unit: its float32 copies stay near the core, and Python's share of the time is small
-KEEP_BYTES = 16 << 20  # above every block of a unit; untouched, so it takes no memory
 AHEAD = 2  # units per worker that are begun or finished but not yet written down: none waits for the one who adds up
 
 
@@ -124,7 +123,7 @@ class Account:
 
 
 def quantize_files(
-    output: Path, plan: Plan, *, source: Source, graph: Graph, key: str, allowance: Allowed, progress: Progress
+    output: Path, plan: Plan, *, source: ModelFiles, graph: Graph, key: str, allowance: Allowed, progress: Progress
 ) -> None:
     """Bring every layer's file in `output` up to date.
 
@@ -141,7 +140,6 @@ def quantize_files(
         InputError: a tensor holds NaN or Inf, or a file of the source ends early or is gone.
         OSError: the file system failed; finished layers stay.
     """
-    _keep_freed_pages()
     with ExitStack() as stack:
         workers = stack.enter_context(Workers(allowance.workers))
         committer = stack.enter_context(ThreadPoolExecutor(1))
@@ -167,7 +165,7 @@ def quantize_files(
             pending.append(committer.submit(_commit, writer, path, record))
 
 
-def layer_specs(layer: Layer, plan: Plan, source: Source) -> dict[str, Spec]:
+def layer_specs(layer: Layer, plan: Plan, source: ModelFiles) -> dict[str, Spec]:
     """Return every tensor of a layer's file: name -> (dtype as safetensors names it, shape)."""
     specs: dict[str, Spec] = {}
     for name, info in _tensors(layer, source):
@@ -179,7 +177,7 @@ def layer_specs(layer: Layer, plan: Plan, source: Source) -> dict[str, Spec]:
     return specs
 
 
-def units_of(layer: Layer, plan: Plan, source: Source) -> Iterator[Unit]:
+def units_of(layer: Layer, plan: Plan, source: ModelFiles) -> Iterator[Unit]:
     """Yield the units of a layer in the order of their bytes in the source's files."""
     for name, info in _tensors(layer, source):
         file, _ = source.checkpoint.tensors[name]
@@ -200,7 +198,7 @@ def row_step(in_features: int) -> int:
     return max(1, UNIT // max(1, in_features) // multiple) * multiple
 
 
-def _tensors(layer: Layer, source: Source) -> list[tuple[str, TensorInfo]]:
+def _tensors(layer: Layer, source: ModelFiles) -> list[tuple[str, TensorInfo]]:
     """Return the source's tensors of a layer, in the order of their bytes."""
     found = [
         (file, info.offset, name, info)
@@ -214,15 +212,6 @@ def _linear(name: str, plan: Plan) -> tuple[str, LinearScheme | None]:
     """Return the linear that a source tensor is the weight of, and its scheme, None where the tensor is copied."""
     linear, _, leaf = name.rpartition(".")
     return linear, plan.schemes.get(linear) if leaf == "weight" else None
-
-
-def _keep_freed_pages() -> None:
-    """Let the C library keep what is freed instead of handing it back after every unit.
-
-    A third of the time would go into fresh pages: glibc returns freed blocks until one as large as this was freed, from
-    then on it keeps twice as much.
-    """
-    torch.empty(KEEP_BYTES, dtype=torch.uint8)
 
 
 def _fill(writer: Writer, units: Iterator[Unit], plan: Plan, *, workers: Workers) -> Account:

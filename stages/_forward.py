@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from quantflow.measurements.record import Measurement
 from quantflow.models.capture import LayerStream, State
 from quantflow.models.graph import Graph, Layer
 from quantflow.models.hidden import HiddenStates
-from quantflow.models.load import Source, materialize_
+from quantflow.models.load import Source, materialize_, open_source
 from quantflow.models.reading import read_tensor
 from stages import _state
 from stages._bits import CANARY_TOKENS, tensor_hash
@@ -29,6 +30,8 @@ from stages._layer import FORMAT, LayerWork, install_all, quantize_layer
 from stages._plan import Plan
 from stages._progress import Progress
 from stages._resources import Allowance
+
+__all__ = ["Forward", "open_source"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +71,8 @@ class Forward:
             hidden.commit(0, key=self.key)
         rest, stage = self.graph.layers[start:], f"quantize {self.plan.name}"
         last = states[-1].hidden
-        for layer in self.progress.steps(rest, stage=stage, unit="layer", samples=len(sequences) - 1, nbytes=self._bytes):
+        told: Any = {"samples": len(sequences) - 1, "nbytes": self._bytes}
+        for layer in self.progress.steps(rest, stage=stage, unit="layer", before=start, **told):
             with stream.layer(layer.index) as module, _linears_restored(module):
                 last = self._layer(stream, module, layer, states)
             if layer is not self.graph.layers[-1]:

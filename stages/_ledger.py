@@ -6,11 +6,11 @@ from types import ModuleType
 from quantflow.artifact.ledger import LedgerEntry
 from quantflow.core.scheme import LinearScheme
 from quantflow.models.graph import Graph
-from quantflow.models.load import Source
+from quantflow.models.source import ModelFiles
 
 
 def tensor_entries(
-    source: Source, graph: Graph, schemes: Mapping[str, LinearScheme], changed: set[str], encoder: ModuleType
+    source: ModelFiles, graph: Graph, schemes: Mapping[str, LinearScheme], changed: set[str], encoder: ModuleType
 ) -> tuple[LedgerEntry, ...]:
     """Return the ledger's entry for every source tensor.
 

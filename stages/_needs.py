@@ -11,9 +11,11 @@ from quantflow.algorithms import ALGORITHMS
 from quantflow.core import groups
 from quantflow.models.stand_ins import HEAD_ROWS
 from stages._plan import Plan
+from stages._shards import ONE_FILE
 from stages._sizes import FLOAT, LayerSize, ModelSize, layer_bytes, quantized_bytes
 
-BASE = 395_000_000  # Python, torch, transformers, where no process can be asked
+FILES_BASE = 235_000_000  # a process with Python, torch and quantflow
+MODEL_BASE = 365_000_000  # and transformers' model code, which only a stage that runs the model imports
 LIBRARIES = 30_000_000  # code and buffers that torch and transformers load when the first layer runs
 CANARY_TOKENS = 64
 BUFFERS = 64 << 20  # that files are copied and compared through
@@ -32,6 +34,7 @@ class Need:
         cache: hidden states in all, any part of which can wait on disk.
         result: files that stay.
         scratch: files that are removed at the end of the stage.
+        base: the process itself, once it has imported what the stage uses.
     """
 
     stage: str
@@ -39,6 +42,7 @@ class Need:
     cache: int = 0
     result: int = 0
     scratch: int = 0
+    base: int = MODEL_BASE
 
     def peak(self, *, base: int, workers: int, cache: int) -> int:
         """Return the memory of the process with that choice."""
@@ -84,7 +88,7 @@ def need_layers(model: ModelSize, plan: Plan, *, lengths: Sequence[int]) -> Need
         (LIBRARIES + _layer_in_memory(model.layer) + sum(hessians) + folding, forward + inputs),
         *((LIBRARIES + fixed, each) for fixed, each in _quantizing(model, plan, hessians)),
         (LIBRARIES + max(encoded) + _installing_bytes(model, plan), 0),
-        (LIBRARIES + max(encoded) + _installed_bytes(model, plan), forward),
+        (LIBRARIES + max(encoded) + _installed_bytes(model), forward),
     )
     return Need(stage="quantize", moments=moments, cache=hidden, result=sum(encoded), scratch=2 * hidden)
 
@@ -92,22 +96,24 @@ def need_layers(model: ModelSize, plan: Plan, *, lengths: Sequence[int]) -> Need
 def need_files(model: ModelSize, plan: Plan) -> Need:
     """Return what quantize takes file to file: per worker the unit that it rounds, and those that wait to be written."""
     worker = groups.unit_bytes(0) + WAITING * UNIT_FILES * groups.UNIT_ELEMENTS
-    return Need(stage="quantize", moments=((LIBRARIES, worker),), result=sum(layer_bytes(model, plan.schemes)))
+    return Need(stage="quantize", base=FILES_BASE, moments=((LIBRARIES, worker),), result=sum(layer_bytes(model, plan.schemes)))
 
 
 def need_export(model: ModelSize, plan: Plan, *, shard_size: int) -> Need:
-    """Return what export and its proof take: layer files that exceed a shard together are linked, the rest is copied.
+    """Return what export and its proof take: of a model that is no single file, layer files are linked, the rest is copied.
 
     The proof of a canary holds one quantized layer, and after the last of them the head as stored.
     """
     layers = layer_bytes(model, plan.schemes)
-    linked = sum(size for size in layers if size <= shard_size) if sum(layers) > shard_size else 0
+    whole = model.outside + sum(layers) <= min(shard_size, ONE_FILE)
+    linked = 0 if whole else sum(size for size in layers if size <= shard_size)
     moments: tuple[Moment, ...] = ((BUFFERS, 0),)
+    base = FILES_BASE if plan.file_to_file else MODEL_BASE
     if not plan.file_to_file:
-        running = _installed_bytes(model, plan) + _forward_bytes(model, CANARY_TOKENS)
+        running = _installed_bytes(model) + _forward_bytes(model, CANARY_TOKENS)
         proof = max(_installing_bytes(model, plan), running, _head_bytes(model, CANARY_TOKENS))
         moments = (*moments, (LIBRARIES + proof, 0))
-    return Need(stage="export", moments=moments, result=model.outside + sum(layers) - linked)
+    return Need(stage="export", base=base, moments=moments, result=model.outside + sum(layers) - linked)
 
 
 def need_validate(model: ModelSize, *, lengths: Sequence[int], models: int) -> Need:
@@ -202,18 +208,15 @@ def _encoded_bytes(model: ModelSize, plan: Plan, name: str) -> int:
     return info.nbytes if scheme is None else quantized_bytes(name, scheme, info)
 
 
-def _installed_bytes(model: ModelSize, plan: Plan) -> int:
-    """A layer of quantized linears on the reference backend: qvalues of one byte, and the weights in float32."""
-    quantized = (name for name, scheme in plan.schemes.items() if scheme is not None)
-    inside = {name for names, _, _ in model.layer.groups for name in names}
-    qvalues = sum(_weights(model, name) for name in quantized if name in inside)
-    return FLOAT * model.layer.elements + qvalues
+def _installed_bytes(model: ModelSize) -> int:
+    """A layer of quantized linears on the reference backend, which holds their weights in float32."""
+    return FLOAT * model.layer.elements
 
 
 def _installing_bytes(model: ModelSize, plan: Plan) -> int:
-    """The same while its largest linear is dequantized: beside the result, steps and differences in float32."""
+    """The same while its largest linear is dequantized, beside its qvalues of one byte."""
     names = (name for names, _, _ in model.layer.groups for name in names if plan.schemes[name] is not None)
-    return _installed_bytes(model, plan) + 2 * FLOAT * max((_weights(model, name) for name in names), default=0)
+    return _installed_bytes(model) + max((_weights(model, name) for name in names), default=0)
 
 
 def _weights(model: ModelSize, name: str) -> int:

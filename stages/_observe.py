@@ -58,7 +58,8 @@ class Observation:
         if not hidden.restored:
             hidden.commit(0, key=self.key)
         rest = self.graph.layers[start:]
-        for layer in self.progress.steps(rest, stage="measure", unit="layer", samples=len(sequences), nbytes=self._bytes):
+        told: Any = {"samples": len(sequences), "nbytes": self._bytes}
+        for layer in self.progress.steps(rest, stage="measure", unit="layer", before=start, **told):
             path, layer_key = _state.layer_path(self.folder, layer.index), digest_of([self.key, layer.index])
             last = layer is self.graph.layers[-1]
             if last and _state.finished(path, layer_key) is not None:

@@ -119,12 +119,12 @@ def grant(need: Need, resources: Resources, *, folder: Path, base: int | None = 
         need: what the stage takes.
         resources: the limits.
         folder: where it writes; what is there of an earlier attempt counts as written.
-        base: bytes of the process before the stage; None asks.
+        base: bytes of the process before the stage; None takes what it has, or will have once it has imported everything.
 
     Raises:
         ResourceError: not even one worker with everything on disk fits, or the disk is too small.
     """
-    resident = _memory.usage().resident if base is None else base
+    resident = max(_memory.usage().resident, need.base) if base is None else base
     limit, why = memory_limit(resources, resident=resident)
     least = need.peak(base=resident, workers=1, cache=0)
     if least > limit:

@@ -18,6 +18,7 @@ from quantflow.artifact.safetensors_header import TensorInfo
 from quantflow.artifact.safetensors_writer import Writer
 from quantflow.models.reading import DTYPES, bytes_of, check_finite, read_into
 
+ONE_FILE = 512 << 20  # bytes of tensors up to which one file is made; above, links cost nothing and copies seconds
 COPY_BYTES = 8 << 20  # of a tensor that are in memory at once
 
 
@@ -49,9 +50,12 @@ def shards_for(outside: Sequence[Stored], layers: Sequence[Sequence[Stored]], *,
         outside: what lies outside the layers.
         layers: the content of every layer's file.
         limit: bytes of tensors in one file; a single tensor may exceed it.
+
+    Returns:
+        One file for all where they are few; otherwise files for what lies outside, and the layers' own files.
     """
     everything = [*outside, *(stored for layer in layers for stored in layer)]
-    if _nbytes(everything) <= limit:
+    if _nbytes(everything) <= min(limit, ONE_FILE):
         return (Shard(tensors=tuple(everything)),)
     shards = _packed(outside, limit=limit)
     for layer in layers:

@@ -25,7 +25,7 @@ from quantflow.core.scheme import LinearScheme, TensorScheme
 from quantflow.errors import InputError, IntegrityError, QuantflowError, UsageError
 from quantflow.formats import FORMATS
 from quantflow.models.graph import Graph, graph_for
-from quantflow.models.load import Source, fingerprint, open_source
+from quantflow.models.source import ModelFiles, fingerprint, open_files
 from stages import _memory, _workspace
 from stages._bits import tools
 from stages._card import model_card
@@ -72,7 +72,7 @@ def run(job: Job, progress: Progress) -> Path:
             progress.say(f"export {job.output.name}: up to date")
             return job.output
         _refuse_other_result(job, made_from)
-        source = open_source(job.model or Path(summary["source"]["folder"]))
+        source = open_files(job.model or Path(summary["source"]["folder"]))
         digests = Digests(also=[job.quantized / HASHES])
         expected, found = record["inputs"]["model"], fingerprint(source.checkpoint, digests)
         if found != expected:
@@ -91,7 +91,7 @@ def run(job: Job, progress: Progress) -> Path:
     return job.output
 
 
-def _allowance(job: Job, source: Source, summary: Mapping[str, Any]) -> Allowance:
+def _allowance(job: Job, source: ModelFiles, summary: Mapping[str, Any]) -> Allowance:
     plan = summary["plan"]
     resolved = Plan(
         name=summary["recipe"]["name"],
@@ -133,7 +133,7 @@ def _refuse_other_result(job: Job, made_from: str) -> None:
 def _write(
     job: Job,
     folder: Path,
-    source: Source,
+    source: ModelFiles,
     summary: Mapping[str, Any],
     record: Mapping[str, Any],
     made_from: str,
@@ -197,7 +197,7 @@ def _scheme(data: Mapping[str, Any]) -> LinearScheme:
 
 
 def _write_weights(
-    folder: Path, job: Job, source: Source, graph: Graph, recorded: Mapping[str, Mapping[str, Any]]
+    folder: Path, job: Job, source: ModelFiles, graph: Graph, recorded: Mapping[str, Mapping[str, Any]]
 ) -> Mapping[str, Path]:
     """Write the shards; return which of them are links to what.
 
@@ -225,7 +225,7 @@ def _damaged(path: Path) -> IntegrityError:
     return IntegrityError(f"{path}: differs from the hash in {_workspace.DONE}", "run `quantflow quantize` again")
 
 
-def _model_files(source: Source) -> list[str]:
+def _model_files(source: ModelFiles) -> list[str]:
     """Return the files that make the source what it is: config, weights, index and what is copied."""
     checkpoint = source.checkpoint
     return [
@@ -235,7 +235,7 @@ def _model_files(source: Source) -> list[str]:
     ]
 
 
-def _copy_side_files(folder: Path, source: Source) -> tuple[FileEntry, ...]:
+def _copy_side_files(folder: Path, source: ModelFiles) -> tuple[FileEntry, ...]:
     entries = []
     for name in source.checkpoint.files:
         path = source.checkpoint.folder / name
@@ -251,7 +251,7 @@ def _copy_side_files(folder: Path, source: Source) -> tuple[FileEntry, ...]:
     return tuple(entries)
 
 
-def _write_config(folder: Path, source: Source, graph: Graph, schemes: Mapping[str, LinearScheme]) -> None:
+def _write_config(folder: Path, source: ModelFiles, graph: Graph, schemes: Mapping[str, LinearScheme]) -> None:
     """Write the source's config.json with the layout's quantization_config added and nothing else changed."""
     config = dict(source.checkpoint.config)
     untouched = [name for name in graph.linears if name not in schemes]

@@ -10,7 +10,7 @@ decoder layer in float32, whatever the depth of the model (stages/_observe.py).
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -110,7 +110,7 @@ def _join(job: Job, progress: Progress, *, rank: int, world: int) -> None:
     die_with_parent()
     distributed.init_process_group("gloo", timeout=TIMEOUT)
     try:
-        _measure_rank(job, Progress(quiet=progress.quiet or rank > 0), rank=rank, world=world)
+        _measure_rank(job, replace(progress, quiet=progress.quiet or rank > 0), rank=rank, world=world)
         distributed.monitored_barrier(timeout=timedelta(hours=24), wait_all_ranks=True)
     finally:
         distributed.destroy_process_group()
@@ -125,7 +125,7 @@ def _inputs(job: Job, source: Source, digests: Digests, *, world: int) -> dict[s
         if name.startswith(("tokenizer", "special_tokens", "chat_template", "vocab", "merges"))
     }
     return {
-        "model": identify(source, digests),
+        "model": identify(source.checkpoint, digests),
         "tokenizer": tokenizer,
         "calibration": {**asdict(job.calibration), "source": file_digest(Path(job.calibration.source))},
         "seed": job.seed,

@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from quantflow.artifact.canonical import canonical_json, readable_json
-from quantflow.artifact.checkpoint import CONFIG, INDEX, Checkpoint, open_checkpoint, refuse_quantized
+from quantflow.artifact.checkpoint import CONFIG, INDEX, Checkpoint
 from quantflow.artifact.safetensors_writer import Spec, layout
-from quantflow.errors import InputError, ResourceError
-from quantflow.models.graph import Graph, family_for, graph_for
+from quantflow.errors import ResourceError
+from quantflow.models.graph import Graph, graph_for
+from quantflow.models.source import open_files
 from stages import _memory
 from stages._config import Recipe, parse_size
-from stages._needs import BASE, Need, need_export, need_files, need_layers, need_measure, need_validate
+from stages._needs import Need, need_export, need_files, need_layers, need_measure, need_validate
 from stages._plan import Plan, resolve, statistics_for
 from stages._resources import grant, memory_limit
 from stages._side_files import is_side_file
@@ -50,37 +51,11 @@ class Job:
     folder: Path = Path()
 
 
-class _Config:
-    """config.json, its keys as attributes; transformers' own classes take seconds to import, and add only defaults."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        """Keep the table.
-
-        Raises:
-            InputError: one of the sizes that every supported family has is missing or no positive number.
-            UnsupportedError: the family is not supported.
-        """
-        family_for(checkpoint.config.get("model_type"), checkpoint.config.get("architectures"))
-        self._values = checkpoint.config
-        for key in ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size"):
-            value = self._values.get(key)
-            if not isinstance(value, int) or value < 1:
-                raise InputError(f"{checkpoint.folder / CONFIG}: {key} is {value!r}", "restore the file from its source")
-
-    def __getattr__(self, name: str) -> Any:
-        """Return the value of a key."""
-        try:
-            return self._values[name]
-        except KeyError as error:
-            raise AttributeError(name) from error
-
-
 def run(job: Job) -> dict[str, Any]:
     """Return the plan as plain data; `stages._plan_text.text` makes tables of it."""
     recipe = job.recipe
-    checkpoint = open_checkpoint(Path(recipe.model))
-    refuse_quantized(checkpoint)
-    config: Any = _Config(checkpoint)
+    source = open_files(recipe.model)
+    checkpoint, config = source.checkpoint, source.config
     graph = graph_for(config)
     model = model_size(checkpoint.infos, config, graph)
     shapes = {name: info.shape for name, info in checkpoint.infos.items()}
@@ -146,9 +121,9 @@ def _stage(name: str, artifact: str | None, need: Need, job: Job, seconds: float
     """Return what a stage takes; where it is refused, the least that it needs and the reason."""
     about = {"stage": name, "artifact": artifact, "result": need.result, "scratch": need.scratch, "seconds": seconds}
     try:
-        allowed = grant(need, job.recipe.resources, folder=job.folder, base=BASE)
+        allowed = grant(need, job.recipe.resources, folder=job.folder, base=need.base)
     except ResourceError as error:
-        least = need.peak(base=BASE, workers=1, cache=0)
+        least = need.peak(base=need.base, workers=1, cache=0)
         return about | {"peak_memory": least, "workers": 1, "cache": 0, "refused": error.cause}
     cache = need.cache if allowed.cache_bytes is None else allowed.cache_bytes
     return about | {"peak_memory": allowed.peak_bytes, "workers": allowed.workers, "cache": cache, "refused": None}

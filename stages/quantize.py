@@ -27,12 +27,11 @@ from quantflow.core.parallel import Workers
 from quantflow.errors import InputError, UsageError
 from quantflow.measurements.record import Measurement, read_measurement
 from quantflow.models.graph import graph_for
-from quantflow.models.load import Source, open_source
+from quantflow.models.source import ModelFiles, open_files
 from stages import _memory, _state, _workspace
 from stages._bits import CANARY_TOKENS, identify, single_threaded, tensor_hash, tools
 from stages._config import Quantize, Resources
 from stages._file_to_file import quantize_files
-from stages._forward import Forward
 from stages._plan import Plan, resolve
 from stages._progress import Progress
 from stages._resources import allow_quantize, compare
@@ -65,7 +64,7 @@ class Job:
 
 def run(job: Job, progress: Progress) -> Path:
     """Quantize the model and return the finished folder; a folder that is up to date is left alone."""
-    source = open_source(job.model)
+    source = open_files(job.model)
     graph = graph_for(source.config)
     shapes = {name: info.shape for name, info in source.checkpoint.infos.items()}
     plan = resolve(job.entry, graph, shapes, measured=job.measurement is not None)
@@ -91,12 +90,14 @@ def run(job: Job, progress: Progress) -> Path:
         if plan.file_to_file:
             quantize_files(job.output, plan, source=source, graph=graph, key=key, allowance=allowance, progress=progress)
         else:
+            from stages._forward import Forward, open_source  # here: file to file starts without transformers' model code
+
             with Workers(allowance.workers) as workers:
                 Forward(
                     output=job.output,
                     entry=job.entry,
                     plan=plan,
-                    source=source,
+                    source=open_source(job.model),
                     graph=graph,
                     measurement=measurement,
                     key=key,
@@ -159,9 +160,9 @@ def _refuse_foreign_measurement(
         )
 
 
-def _inputs(job: Job, plan: Plan, source: Source, measurement: Measurement | None, digests: Digests) -> dict[str, Any]:
+def _inputs(job: Job, plan: Plan, source: ModelFiles, measurement: Measurement | None, digests: Digests) -> dict[str, Any]:
     return {
-        "model": identify(source, digests),
+        "model": identify(source.checkpoint, digests),
         "recipe": _recipe(job.entry),
         "plan": plan.as_json(),
         "measurement": None if measurement is None else measurement.meta["digest"],

@@ -33,7 +33,8 @@ from quantflow.evaluation.windows import evaluation_sequences
 from quantflow.models.calibration import hash_sequences, read_documents
 from quantflow.models.capture import LayerStream
 from quantflow.models.graph import graph_for
-from quantflow.models.load import Source, fingerprint, load_tokenizer, open_source, skeleton
+from quantflow.models.load import Source, load_tokenizer, open_source, skeleton
+from quantflow.models.source import fingerprint
 from quantflow.runtime.artifact import open_artifact
 from stages import _memory, _state, _workspace
 from stages._bits import CANARY_TOKENS, single_threaded, tensor_hash, tools

@@ -6,8 +6,7 @@ For the families in `FAMILIES` a decoder layer has the same names in the checkpo
 """
 
 from dataclasses import dataclass, replace
-
-from transformers import PreTrainedConfig
+from typing import Any
 
 from quantflow.errors import UnsupportedError
 
@@ -139,8 +138,8 @@ def family_for(model_type: object, architectures: object = None) -> Family:
     return family
 
 
-def graph_for(config: PreTrainedConfig) -> Graph:
-    """Return the graph of a model from its configuration.
+def graph_for(config: Any) -> Graph:
+    """Return the graph of a model from its configuration, transformers' or a `PlainConfig`.
 
     Raises:
         UnsupportedError: the family is not supported.

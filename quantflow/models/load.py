@@ -16,9 +16,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from quantflow.artifact.canonical import digest_of, file_digest
 from quantflow.artifact.checkpoint import Checkpoint, open_checkpoint, refuse_quantized
-from quantflow.artifact.digests import Digests
 from quantflow.errors import InputError, UnsupportedError
 from quantflow.models.graph import family_for
 from quantflow.models.names import NameMap, twins
@@ -102,19 +100,6 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
             f"{folder}: no usable tokenizer ({_first_line(error)})",
             "copy the tokenizer files of the model into this folder",
         ) from error
-
-
-def fingerprint(checkpoint: Checkpoint, digests: Digests | None = None) -> str:
-    """Return the sha256 that identifies a model: its config.json, its tensor headers and its weight files' contents.
-
-    Args:
-        checkpoint: the opened folder.
-        digests: the hashes that are known already; None reads every weight file.
-    """
-    tensors = {name: [file, info.dtype, list(info.shape)] for name, (file, info) in checkpoint.tensors.items()}
-    hash_of = file_digest if digests is None else digests.of
-    files = {file: hash_of(checkpoint.folder / file) for file in checkpoint.shards}
-    return digest_of({"config": checkpoint.config, "tensors": tensors, "files": files})
 
 
 def read_tensors(checkpoint: Checkpoint, names: Iterable[str], *, dtype: torch.dtype | None = None) -> dict[str, Tensor]:

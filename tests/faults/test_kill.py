@@ -1,20 +1,13 @@
-"""`quantflow run` killed at any moment: the same command continues, and what it makes is byte-identical.
+"""Real processes that are signalled, ranks included, and state on disk that is damaged: the same command continues."""
 
-A process that imports torch and transformers takes 2 to 6 seconds to start, and `export` starts a second one for its proof;
-most of the time here is that, and most kills land there unless they are aimed at the work between.
-"""
-
+import fcntl
 import json
-import random
-import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,29 +15,9 @@ from stages import measure, quantize
 from stages._config import Calibration, Quantize
 from stages._progress import Progress
 
+SEQUENCES = 200  # enough for seconds of work
 QUIET = Progress(quiet=True)
-NAMES = ("int4", "int8")
 PATIENCE = 900.0  # seconds; a test that waits longer is stuck
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reference:
-    """An uninterrupted run.
-
-    Attributes:
-        command: what is killed and repeated; takes the output folder.
-        seconds: how long it took.
-        files: sha256 of every file of both artifacts, and their digests.
-    """
-
-    command: Callable[[Path], list[str]]
-    seconds: float
-    files: dict[str, Any]
-
-
-def artifacts_of(folder: Path) -> dict[str, Any]:
-    manifests = {name: json.loads((folder / "4-export" / name / "quantflow.json").read_text()) for name in NAMES}
-    return {name: {"digest": manifest["digest"], "files": manifest["files"]} for name, manifest in manifests.items()}
 
 
 def start(command: list[str]) -> subprocess.Popen[str]:
@@ -65,77 +38,6 @@ def default_interrupt() -> Iterator[None]:
     signal.signal(signal.SIGINT, previous)
 
 
-@pytest.fixture(scope="module")
-def recipe(llama: Path, text_files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("recipe")
-    (folder / "gate.json").write_text(
-        json.dumps({"thresholds": {"ppl_ratio": 1e9, "mean_kld": 1e9, "kld_p999": 1e9, "top1_agreement": 0.0}})
-    )
-    content = {
-        "model": str(llama),
-        "calibration": {"source": str(text_files["calibration"]), "samples": 12, "sequence_length": 64},
-        "quantize": [
-            {"name": "int4", "scheme": "W4A16", "algorithm": "gptq", "group_size": 32},
-            {"name": "int8", "scheme": "W8A8", "transforms": [{"smoothquant": {"alpha": 0.5}}]},
-        ],
-        "validate": {
-            "text": str(text_files["heldout"]),
-            "tokens": 256,
-            "sequence_length": 64,
-            "gate": str(folder / "gate.json"),
-        },
-    }
-    (folder / "recipe.yaml").write_text(json.dumps(content))  # JSON is YAML
-    return folder / "recipe.yaml"
-
-
-@pytest.fixture(scope="module")
-def reference(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    def command(output: Path) -> list[str]:
-        return [sys.executable, "-m", "stages.cli", "run", str(recipe), "-o", str(output), "-q"]
-
-    folder = tmp_path_factory.mktemp("uninterrupted") / "run"
-    begin = time.monotonic()
-    finish(command(folder))
-    return Reference(command=command, seconds=time.monotonic() - begin, files=artifacts_of(folder))
-
-
-def kill_and_continue(reference: Reference, folder: Path, *, kills: int, seed: int) -> int:
-    """Kill so many runs, each at a random moment; return how many had not finished by then.
-
-    A run that finished first must have made the right artifacts; the next one begins in an empty folder.
-    """
-    generator, landed = random.Random(seed), 0
-    for _ in range(kills):
-        process = start(reference.command(folder))
-        try:
-            _, messages = process.communicate(timeout=generator.uniform(0.0, reference.seconds))
-        except subprocess.TimeoutExpired:
-            process.kill()  # SIGKILL, to this process alone: a proof that it has started becomes an orphan
-            process.communicate(timeout=PATIENCE)
-            landed += 1
-        else:
-            assert process.returncode == 0, messages
-            assert artifacts_of(folder) == reference.files
-            shutil.rmtree(folder)
-    finish(reference.command(folder))
-    assert artifacts_of(folder) == reference.files
-    return landed
-
-
-def test_what_five_killed_runs_leave_behind_continues_to_the_same_bytes(reference: Reference, tmp_path: Path) -> None:
-    landed = kill_and_continue(reference, tmp_path / "run", kills=5, seed=7)
-    print(f"{landed} of 5 kills landed before completion; an uninterrupted run takes {reference.seconds:.1f} s")
-    assert landed >= 2
-
-
-@pytest.mark.slow
-def test_what_twenty_killed_runs_leave_behind_continues_to_the_same_bytes(reference: Reference, tmp_path: Path) -> None:
-    landed = kill_and_continue(reference, tmp_path / "run", kills=20, seed=11)
-    print(f"{landed} of 20 kills landed before completion; an uninterrupted run takes {reference.seconds:.1f} s")
-    assert landed >= 8
-
-
 def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
     begin = time.monotonic()
     while not path.exists():
@@ -144,35 +46,29 @@ def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
         time.sleep(0.005)
 
 
-def test_a_terminated_and_an_interrupted_run_say_so_and_continue(recipe: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    command = [sys.executable, "-m", "stages.cli", "run", str(recipe), "-o", str(folder), "-q"]
-    moments = [
-        (signal.SIGTERM, 143, "terminated", folder / "1-measure" / "rank-000-of-001" / "DONE.json"),
-        (signal.SIGINT, 130, "interrupted", folder / "2-quantize" / "int4" / "DONE.json"),
-    ]
-    for number, code, word, sign in moments:
-        process = start(command)
-        wait_for(sign, process)
-        process.send_signal(number)
-        _, messages = process.communicate(timeout=PATIENCE)
-        assert process.returncode == code
-        said = [line for line in messages.splitlines() if line]  # click ends the terminal's ^C with an empty line
-        assert said == [f"error: {word}", "  fix: the same command continues where this one stopped"]
-        assert not (folder / "report.html").exists()
-    leftovers = [path.name for path in folder.rglob(".*") if path.name.endswith((".tmp", ".old"))]
-    assert leftovers == []
-    measured = (folder / "1-measure" / "rank-000-of-001" / "DONE.json").stat().st_mtime_ns
-    finish(command)
-    assert (folder / "1-measure" / "rank-000-of-001" / "DONE.json").stat().st_mtime_ns == measured
-    assert sorted(artifacts_of(folder)) == sorted(NAMES)
+def test_an_interrupted_run_says_so_and_continues(commands, tmp_path: Path) -> None:
+    command = commands("run")
+    arguments = [str(argument) for argument in command.arguments(tmp_path)]
+    process = start([sys.executable, "-m", "stages.cli", *arguments, "-q"])
+    wait_for(tmp_path / "out" / "1-measure" / "rank-000-of-001" / "DONE.json", process)
+    process.send_signal(signal.SIGINT)
+    _, messages = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 130
+    said = [line for line in messages.splitlines() if line]
+    assert said == ["error: interrupted", "  fix: the same command continues where this one stopped"]
+    assert not (tmp_path / "out" / "report.html").exists()
+    measured = (tmp_path / "out" / "1-measure" / "rank-000-of-001" / "DONE.json").stat().st_mtime_ns
+    command.check_continues(tmp_path)
+    assert (tmp_path / "out" / "1-measure" / "rank-000-of-001" / "DONE.json").stat().st_mtime_ns == measured
 
 
-def test_a_terminated_measurement_ends_its_ranks_and_continues(llama: Path, tmp_path: Path) -> None:
-    folder, text = tmp_path / "measured", tmp_path / "tokens.jsonl"
-    rows = [{"input_ids": [0, *((seed * 31 + i * i) % 300 + 2 for i in range(63))]} for seed in range(600)]
-    text.write_text("".join(json.dumps(row) + "\n" for row in rows))  # enough for seconds of work
-    calibration = ["--calibration", str(text), "--samples", "600", "--sequence-length", "64", "--ranks", "2"]
+def terminate_ranks(llama: Path, work: Path) -> list[str]:
+    """Start a measurement of two ranks, terminate it, and return the command; nobody is left who holds a folder."""
+    folder, text = work / "measured", work / "tokens.jsonl"
+    rows = [{"input_ids": [0, *((seed * 31 + i * i) % 300 + 2 for i in range(63))]} for seed in range(SEQUENCES)]
+    text.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    calibration = ["--calibration", str(text), "--samples", str(SEQUENCES), "--sequence-length", "64"]
+    calibration += ["--stats", "amax", "--ranks", "2"]
     command = [sys.executable, "-m", "stages.cli", "measure", str(llama), "-o", str(folder), *calibration]
     process = start(command)
     locks = [folder / f".rank-00{rank}-of-002.lock" for rank in (0, 1)]
@@ -182,10 +78,23 @@ def test_a_terminated_measurement_ends_its_ranks_and_continues(llama: Path, tmp_
     _, messages = process.communicate(timeout=PATIENCE)
     assert process.returncode == 143, messages
     processes = subprocess.run(["ps", "-A", "-o", "args"], capture_output=True, text=True, check=True).stdout
-    assert str(folder) not in processes  # neither torchrun nor a rank is left, holding its folder
+    assert str(folder) not in processes  # neither torchrun nor a rank
+    for lock in locks:
+        with lock.open("r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     print(f"{len(list(folder.glob('*/DONE.json')))} of 2 ranks had finished when the signal reached them")
-    finish(command)
-    assert sorted(path.parent.name for path in folder.glob("*/DONE.json")) == ["rank-000-of-002", "rank-001-of-002"]
+    return command
+
+
+def test_a_terminated_measurement_ends_its_ranks(llama: Path, tmp_path: Path) -> None:
+    terminate_ranks(llama, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_terminated_measurement_of_ranks_continues(llama: Path, tmp_path: Path) -> None:
+    finish(terminate_ranks(llama, tmp_path))
+    ranks = sorted(path.parent.name for path in (tmp_path / "measured").glob("*/DONE.json"))
+    assert ranks == ["rank-000-of-002", "rank-001-of-002"]
 
 
 def test_a_damaged_layer_of_an_unfinished_folder_is_made_again(

@@ -1,0 +1,84 @@
+"""A checkpoint of a supported family as files: headers and config.json. Nothing here imports transformers or runs a model.
+
+Work that needs no forward pass starts with this alone; transformers' model code takes seconds to import.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quantflow.artifact.canonical import digest_of, file_digest
+from quantflow.artifact.checkpoint import CONFIG, Checkpoint, open_checkpoint, refuse_quantized
+from quantflow.artifact.digests import Digests
+from quantflow.errors import InputError
+from quantflow.models.graph import family_for
+
+_SIZES = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
+
+
+class PlainConfig:
+    """config.json, its keys as attributes: what transformers' own class has, without its defaults."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        """Keep the table.
+
+        Raises:
+            InputError: one of the sizes that every supported family has is missing or no positive number.
+            UnsupportedError: the family is not supported.
+        """
+        family_for(checkpoint.config.get("model_type"), checkpoint.config.get("architectures"))
+        self._values = checkpoint.config
+        for key in _SIZES:
+            value = self._values.get(key)
+            if not isinstance(value, int) or value < 1:
+                raise InputError(f"{checkpoint.folder / CONFIG}: {key} is {value!r}", "restore the file from its source")
+
+    def __getattr__(self, name: str) -> Any:
+        """Return the value of a key."""
+        try:
+            return self._values[name]
+        except KeyError as error:
+            raise AttributeError(name) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFiles:
+    """An opened checkpoint.
+
+    Attributes:
+        checkpoint: its files and tensor headers.
+        config: config.json, for `graph_for` and the like.
+    """
+
+    checkpoint: Checkpoint
+    config: Any
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every source name."""
+        return tuple(self.checkpoint.tensors)
+
+
+def open_files(folder: str | Path) -> ModelFiles:
+    """Open a Hugging Face folder that is to be quantized; reads headers and config.json, no weight.
+
+    Raises:
+        InputError: the folder, a header or config.json cannot be used, or the weights are already quantized.
+        UnsupportedError: the family is not supported.
+    """
+    checkpoint = open_checkpoint(Path(folder))
+    refuse_quantized(checkpoint)
+    return ModelFiles(checkpoint=checkpoint, config=PlainConfig(checkpoint))
+
+
+def fingerprint(checkpoint: Checkpoint, digests: Digests | None = None) -> str:
+    """Return the sha256 that identifies a model: its config.json, its tensor headers and its weight files' contents.
+
+    Args:
+        checkpoint: the opened folder.
+        digests: the hashes that are known already; None reads every weight file.
+    """
+    tensors = {name: [file, info.dtype, list(info.shape)] for name, (file, info) in checkpoint.tensors.items()}
+    hash_of = file_digest if digests is None else digests.of
+    files = {file: hash_of(checkpoint.folder / file) for file in checkpoint.shards}
+    return digest_of({"config": checkpoint.config, "tensors": tensors, "files": files})

@@ -1,0 +1,292 @@
+"""A fork server: it imports everything once; each case is a fork that runs one command line with one fault.
+
+Run as a program with the path of a Unix socket. A connection sends one JSON request and gets one JSON answer:
+
+    request   {"arguments": [...], "root": folder, "faults": {...}, "kill_after": seconds or null}
+    answer    {"code": 0..7, 130, 143 or minus the signal that ended it, "stdout", "stderr", "seconds",
+               "counts": {kind: calls}, "written": bytes, "alien": [files opened for writing by other means]}
+
+The faults are described at `Faults`. Only calls on files below `root` count, its log and its locks left out.
+"""
+
+import contextlib
+import errno
+import io
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+TIMEOUT = 120.0  # seconds; a case that takes longer hangs
+KINDS = {
+    "open": "open",
+    "mkdir": "open",
+    "write": "write",
+    "pwrite": "write",
+    "fsync": "fsync",
+    "fdatasync": "fsync",
+    "ftruncate": "write",
+    "rename": "rename",
+    "replace": "rename",
+    "link": "rename",
+    "unlink": "unlink",
+    "remove": "unlink",
+    "rmdir": "unlink",
+    "pread": "read",
+    "preadv": "read",
+}
+SIGNALS = {
+    "KILL": [signal.SIGKILL],
+    "TERM": [signal.SIGTERM],
+    "INT": [signal.SIGINT],
+    "INT+TERM": [signal.SIGINT, signal.SIGTERM],
+}
+SKIPPED = (".lock", ".log")
+
+
+class Faults:
+    """Stand-ins for the calls of `os` that change the disk.
+
+    `spec` may hold, all optional:
+        kind, at, do     the `at`-th call of a kind (open for writing and mkdir; write and pwrite; fsync; rename and link;
+                         unlink and rmdir; pread and preadv of a file of the source) fails with the errno named `do`, or is
+                         preceded by KILL, TERM, INT, INT+TERM (a second signal), or VANISH
+        source           the folder of the model: only reads below it count
+        path             what VANISH removes: a file of the source
+        full             bytes after which every write ends short, and then with ENOSPC, as does making anything new
+        log              the errno named so for every write of a log file
+    """
+
+    def __init__(self, root: Path, spec: dict) -> None:
+        self.root, self.source, self.spec = f"{root}/", f"{spec.get('source', root)}/", spec
+        self.counts = dict.fromkeys(sorted(set(KINDS.values())), 0)
+        self.written = 0
+        self.alien: list[str] = []  # opened for writing by something that does not go through these calls
+        self.active = True
+        self._inside = threading.local()
+        self._lock = threading.Lock()
+
+    def install(self) -> None:
+        for name in KINDS:
+            if hasattr(os, name):
+                setattr(os, name, self._wrapped(name, getattr(os, name)))
+        sys.addaudithook(self._audit)
+
+    def _audit(self, event: str, arguments: tuple) -> None:
+        if event != "open" or not self.active or getattr(self._inside, "depth", 0):
+            return
+        path, mode, flags = arguments
+        writes = any(c in mode for c in "wax+") if isinstance(mode, str) else (flags or 0) & (os.O_WRONLY | os.O_RDWR)
+        if writes and isinstance(path, str) and self._counts(os.path.abspath(path)):
+            self.alien.append(path)
+
+    def _counts(self, path: str) -> bool:
+        return path.startswith(self.root) and not path.endswith(SKIPPED)
+
+    def _path(self, name: str, arguments: tuple, keywords: dict) -> str:
+        first = arguments[0]
+        if isinstance(first, int):
+            return os.readlink(f"/proc/self/fd/{first}")
+        folder = keywords.get("dir_fd") if name not in ("rename", "replace", "link") else keywords.get("src_dir_fd")
+        text = os.fspath(arguments[1] if name == "link" else first)
+        return os.path.join(os.getcwd() if folder is None else os.readlink(f"/proc/self/fd/{folder}"), text)
+
+    def _wrapped(self, name: str, call):
+        kind = KINDS[name]
+
+        def stand_in(*arguments, **keywords):
+            opens = name == "open" and not arguments[1] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+            path = "" if opens or not self.active else self._path(name, arguments, keywords)
+            if path.endswith(".log") and "log" in self.spec and kind == "write":
+                raise OSError(getattr(errno, self.spec["log"]), os.strerror(getattr(errno, self.spec["log"])))
+            counts = path.startswith(self.source) if kind == "read" else self._counts(path)
+            if not counts:
+                return self._call(call, arguments, keywords)
+            with self._lock:
+                self.counts[kind] += 1
+                due = kind == self.spec.get("kind") and self.counts[kind] == self.spec["at"]
+            if due:
+                self._strike(name, arguments)
+            full = self.spec.get("full")
+            if full is not None and name in ("write", "pwrite"):
+                arguments = (arguments[0], memoryview(arguments[1])[: max(0, full - self.written)], *arguments[2:])
+            if full is not None and self.written >= full and (kind == "write" or kind == "open"):
+                self._fail("ENOSPC", arguments)
+            result = self._call(call, arguments, keywords)
+            if name in ("write", "pwrite"):
+                with self._lock:
+                    self.written += result
+            return result
+
+        return stand_in
+
+    def _call(self, call, arguments: tuple, keywords: dict):
+        self._inside.depth = getattr(self._inside, "depth", 0) + 1
+        try:
+            return call(*arguments, **keywords)
+        finally:
+            self._inside.depth -= 1
+
+    def _strike(self, name: str, arguments: tuple) -> None:
+        do = self.spec["do"]
+        if do in SIGNALS:
+            for number in SIGNALS[do]:
+                os.kill(os.getpid(), number)
+        elif do == "VANISH":
+            os.rename(self.spec["path"], f"{self.spec['path']}.gone")
+        else:
+            self._fail(do, arguments)
+
+    def _fail(self, number: str, arguments: tuple) -> None:
+        """Raise what the system would: a call on a path names it, one on a descriptor or beside one does not name all of it."""
+        code = getattr(errno, number)
+        named = () if isinstance(arguments[0], int) else (os.fspath(arguments[0]),)
+        raise OSError(code, os.strerror(code), *named)
+
+
+def forked_proof(faults: Faults):
+    """Return a `subprocess.run` that runs the proof of an export in a fork instead of in a process that imports torch again."""
+    original = subprocess.run
+
+    def run(command, **options):
+        if command[:3] != [sys.executable, "-m", "stages._proof"]:
+            return original(command, **options)
+        from stages import _proof
+
+        with tempfile.TemporaryFile("w+") as stderr:
+            child = os.fork()
+            if child == 0:
+                faults.active = False
+                os.dup2(stderr.fileno(), 2)
+                end(lambda: _proof.main(command[3:]))
+            _, status = os.waitpid(child, 0)
+            stderr.seek(0)
+            code = os.waitstatus_to_exitcode(status)
+            return subprocess.CompletedProcess(command, code, stdout="", stderr=stderr.read())
+
+    return run
+
+
+def end(main, finish=lambda: None) -> None:
+    """End this process as Python does at the end of a program, but without its cleaning up of what the server owns."""
+    code = 1
+    try:
+        code = main()
+    except BaseException:  # a fork must never return into the server
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        finish()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def case(request: dict, streams: list[io.IOBase], results: int) -> None:
+    """Run one command line in this process, which ends with it."""
+    from stages._options import exit_code
+    from stages.cli import cli
+
+    os.setsid()
+    for number, stream in enumerate(streams, start=1):
+        os.dup2(stream.fileno(), number)
+    faults = Faults(Path(request["root"]), request["faults"])
+    subprocess.run = forked_proof(faults)
+    faults.install()
+
+    def finish() -> None:
+        faults.active = False
+        told = {"counts": faults.counts, "written": faults.written, "alien": faults.alien}
+        with os.fdopen(results, "w") as pipe:
+            json.dump(told, pipe)
+
+    end(lambda: exit_code(cli, request["arguments"]), finish)
+
+
+def answer(request: dict) -> dict:
+    """Fork a case, wait for it, kill it when asked to, and tell how it ended."""
+    with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
+        reader, writer = os.pipe()
+        begin = time.monotonic()
+        child = os.fork()
+        if child == 0:
+            os.close(reader)
+            case(request, [stdout, stderr], writer)
+        os.close(writer)
+        limit = request["kill_after"]
+        status = wait(child, begin + (TIMEOUT if limit is None else limit))
+        seconds = time.monotonic() - begin
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(child, signal.SIGKILL)  # a proof that the killed process had begun
+        with os.fdopen(reader) as pipe:
+            text = pipe.read()
+        stdout.seek(0)
+        stderr.seek(0)
+        told = json.loads(text) if text else {"counts": {}, "written": 0, "alien": []}
+        ended = {"code": os.waitstatus_to_exitcode(status), "seconds": seconds}
+        return {**ended, **told, "stdout": stdout.read(), "stderr": stderr.read()}
+
+
+def wait(child: int, until: float) -> int:
+    """Return how a process ended; kill it at a moment."""
+    pause = 0.001
+    while True:
+        found, status = os.waitpid(child, os.WNOHANG)
+        if found:
+            return status
+        if time.monotonic() >= until:
+            os.kill(child, signal.SIGKILL)
+            return os.waitpid(child, 0)[1]
+        time.sleep(pause)
+        pause = min(pause * 1.5, 0.02)
+
+
+def warm_up() -> None:
+    """Import what the verbs import when they are called; start no thread."""
+    import torch
+
+    torch.set_num_threads(1)
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM  # noqa: F401
+
+    from stages import _proof, cli, export, generate, measure, quantize, run, unify, validate  # noqa: F401
+
+    with torch.device("meta"):
+        AutoModelForCausalLM.from_config(LlamaConfig(num_hidden_layers=1))
+
+
+def main() -> None:
+    from stages._ranks import die_with_parent
+
+    die_with_parent()  # tests that are killed leave no server
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # cases are interrupted although tests may run in a background
+    warm_up()
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(sys.argv[1])
+        server.listen(16)
+        print("ready", flush=True)
+        while True:
+            connection, _ = server.accept()
+            while True:  # collect handlers that have ended
+                with contextlib.suppress(ChildProcessError):
+                    if os.waitpid(-1, os.WNOHANG)[0]:
+                        continue
+                break
+            if os.fork() == 0:
+                server.close()
+                with connection, connection.makefile("rw") as stream:
+                    request = json.loads(stream.readline())
+                    stream.write(json.dumps(answer(request)) + "\n")
+                    stream.flush()
+                os._exit(0)
+            connection.close()
+
+
+if __name__ == "__main__":
+    main()
