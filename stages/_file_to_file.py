@@ -249,8 +249,6 @@ def _read(unit: Unit) -> Tensor:
     shape = (unit.count,) if unit.scheme is None else (unit.count, unit.info.shape[1])
     tensor = torch.empty(shape, dtype=DTYPES[unit.info.dtype])
     read_into(unit.path, tensor, unit.offset, name=unit.info.name)
-    with reading(unit.path) as file:
-        disk.forget(file.fileno(), unit.offset, unit.nbytes)
     return tensor
 
 

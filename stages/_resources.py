@@ -19,7 +19,7 @@ a stage by itself.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,6 +45,7 @@ class Allowance:
         cache_bytes: hidden states that stay in memory; None is all of them, and no file is needed for the rest.
         peak_bytes: what the memory of the process is expected to come to.
         disk_bytes: what the stage is expected to write, scratch files included.
+        result_bytes: of these, what stays.
     """
 
     workers: int
@@ -52,6 +53,7 @@ class Allowance:
     cache_bytes: int | None
     peak_bytes: int
     disk_bytes: int
+    result_bytes: int = 0
 
 
 def allow_measure(
@@ -142,6 +144,7 @@ def grant(need: Need, resources: Resources, *, folder: Path, base: int | None = 
         cache_bytes=cache,
         peak_bytes=need.peak(base=resident, workers=workers, cache=need.cache if cache is None else cache),
         disk_bytes=need.result + need.scratch,
+        result_bytes=need.result,
     )
 
 
@@ -195,6 +198,12 @@ def compare(stage: str, *, planned: int, used: int, what: str = "memory") -> str
     """Return one line that says how good the plan was: `measure memory: planned 3.10 GB, used 2.90 GB, -6 %`."""
     change = f"{(used - planned) / planned:+.0%}".replace("%", " %") if planned else "not planned"
     return f"{stage} {what}: planned {text_of(planned)}, used {text_of(used)}, {change}"
+
+
+def account(stage: str, allowance: Allowance, folder: Path) -> Iterator[str]:
+    """Yield what a finished stage used beside what was planned: memory, and the bytes of its folder."""
+    yield compare(stage, planned=allowance.peak_bytes, used=_memory.usage().peak)
+    yield compare(stage, planned=allowance.result_bytes, used=written_bytes(folder), what="disk")
 
 
 def round_up(count: int) -> str:

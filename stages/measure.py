@@ -35,7 +35,7 @@ from stages._config import Calibration, Resources, launched_rank, nearest
 from stages._observe import Observation
 from stages._progress import Progress
 from stages._ranks import die_with_parent, launch
-from stages._resources import allow_measure, compare
+from stages._resources import account, allow_measure
 from stages._sizes import model_size
 
 VERSION = 1
@@ -176,7 +176,8 @@ def _measure_rank(job: Job, progress: Progress, *, rank: int, world: int) -> Non
             measurement = Measurement(meta=meta, statistics=statistics, sequences=[sequences[i] for i in mine], indices=mine)
             write_measurement(temporary, measurement)
         _remove(work)
-        progress.note(compare("measure", planned=allowance.peak_bytes, used=_memory.usage().peak))
+        for line in account("measure", allowance, folder):
+            progress.note(line)
 
 
 def _remove(work: Path) -> None:

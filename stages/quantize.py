@@ -34,7 +34,7 @@ from stages._config import Quantize, Resources
 from stages._file_to_file import quantize_files
 from stages._plan import Plan, resolve
 from stages._progress import Progress
-from stages._resources import allow_quantize, compare
+from stages._resources import account, allow_quantize
 from stages._sizes import model_size
 
 VERSION = 1  # of what this stage computes; part of every state key
@@ -110,8 +110,8 @@ def run(job: Job, progress: Progress) -> Path:
         hashes = {f"layers/{path.name}": digest for path, digest in _state.hashes(job.output, graph).items()}
         _workspace.finish(job.output, stage="quantize", inputs=inputs, hashes=hashes)
         _state.remove_scratch(job.output)
-        used = _memory.usage().peak
-        progress.note(compare(f"quantize {job.entry.name}", planned=allowance.peak_bytes, used=used))
+        for line in account(f"quantize {job.entry.name}", allowance, job.output):
+            progress.note(line)
     return job.output
 
 

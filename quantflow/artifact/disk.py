@@ -201,12 +201,6 @@ def read_ahead(descriptor: int, offset: int, nbytes: int) -> None:
         os.posix_fadvise(descriptor, offset, nbytes, os.POSIX_FADV_WILLNEED)
 
 
-def forget(descriptor: int, offset: int, nbytes: int) -> None:
-    """Tell the system that these bytes will not be read again, so that others' pages stay in memory instead."""
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(descriptor, offset, nbytes, os.POSIX_FADV_DONTNEED)
-
-
 def free_bytes(folder: Path) -> int:
     """Return how many bytes this user can still write on the file system of a folder, which need not exist yet."""
     while not folder.exists() and folder.parent != folder:

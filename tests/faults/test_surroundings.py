@@ -23,7 +23,8 @@ def test_a_source_that_vanishes_is_named_and_its_return_continues(commands, inpu
         gone.replace(weights)
         assert outcome.code in (0, 3), outcome.stderr
         if outcome.code == 3:
-            assert outcome.error[0].startswith(f"error: {weights}: "), outcome.stderr
+            named = (f"error: {weights}: ", f"error: {weights.parent}: no {weights.name}")
+            assert outcome.error[0].startswith(named), outcome.stderr
         command.check_state(folder)
         command.check_continues(folder)
 

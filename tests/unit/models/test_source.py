@@ -1,0 +1,102 @@
+"""A checkpoint opened as files: what a graph needs is there, transformers is not."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from quantflow.artifact.checkpoint import open_checkpoint
+from quantflow.artifact.digests import Digests
+from quantflow.errors import InputError, UnsupportedError
+from quantflow.models.graph import graph_for
+from quantflow.models.load import open_source
+from quantflow.models.source import fingerprint, open_files
+
+SHAPE = {
+    "vocab_size": 16,
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**SHAPE)).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def change_config(folder, **changes):
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+
+
+def test_the_graph_of_the_files_is_that_of_transformers_configuration(folder):
+    assert graph_for(open_files(folder).config) == graph_for(open_source(folder).config)
+    assert open_files(folder).names == open_source(folder).names
+
+
+def test_a_key_that_config_json_lacks_is_an_attribute_that_is_missing(folder):
+    config = open_files(folder).config
+    assert config.hidden_size == 8
+    assert getattr(config, "no_such_key", None) is None
+
+
+@pytest.mark.parametrize(("key", "value"), [("num_hidden_layers", None), ("hidden_size", "8"), ("vocab_size", 0)])
+def test_a_size_that_is_missing_or_no_number_is_named(folder, key, value):
+    change_config(folder, **{key: value})
+    with pytest.raises(InputError, match=rf"config\.json: {key} is {value!r}"):
+        open_files(folder)
+
+
+def test_another_family_and_quantized_weights_are_refused(folder):
+    change_config(folder, model_type="mamba")
+    with pytest.raises(UnsupportedError, match="model_type 'mamba'"):
+        open_files(folder)
+    change_config(folder, model_type="llama", quantization_config={"quant_method": "gptq"})
+    with pytest.raises(InputError, match="gptq"):
+        open_files(folder)
+
+
+def test_the_fingerprint_follows_weights_and_config_and_nothing_else(folder):
+    def now():
+        return fingerprint(open_checkpoint(folder))
+
+    first = now()
+    (folder / "README.md").write_text("hello")
+    assert now() == first
+    path = folder / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    second = now()
+    change_config(folder, rms_norm_eps=1e-3)
+    assert len({first, second, now()}) == 3
+    assert len(first) == 64
+
+
+def test_the_fingerprint_is_the_same_with_hashes_that_are_known_already(folder, tmp_path):
+    digests = Digests(tmp_path / "hashes.json")
+    expected = fingerprint(open_checkpoint(folder))
+    assert fingerprint(open_checkpoint(folder), digests) == expected
+    assert fingerprint(open_checkpoint(folder), digests) == expected
+
+
+def test_files_are_opened_and_graphs_drawn_without_transformers(tmp_path):
+    save_file({"model.norm.weight": torch.ones(8)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SHAPE}))
+    program = (
+        "import sys, stages.quantize, stages.export, stages._proof, stages.plan\n"
+        "from quantflow.models.source import open_files\n"
+        "from quantflow.models.graph import graph_for\n"
+        f"assert len(graph_for(open_files({str(tmp_path)!r}).config).linears) == 14\n"
+        "assert 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
