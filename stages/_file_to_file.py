@@ -9,7 +9,8 @@ workers nor memory change a bit of what is written.
     layers/00012.json           {"key", "sha256", "errors", "decisions", "changed", "values"}
 
 `values` is, per linear, the sha256 of what the algorithm chose, before its layout packed it: export's proof decodes the
-artifact and compares. A layer is written under another name, synced and hashed while the next one is quantized.
+artifact and compares. Weights are read past the system's cache (`read_once`). A layer is written under another name,
+synced and hashed while the next one is quantized.
 """
 
 from collections.abc import Iterator
@@ -25,7 +26,6 @@ from torch import Tensor
 from quantflow.algorithms import ALGORITHMS
 from quantflow.artifact import disk
 from quantflow.artifact.canonical import canonical_json, digest_of, file_digest
-from quantflow.artifact.folder import reading
 from quantflow.artifact.safetensors_header import TensorInfo
 from quantflow.artifact.safetensors_writer import Spec, Writer
 from quantflow.core.parallel import Workers
@@ -35,7 +35,7 @@ from quantflow.errors import UnsupportedError
 from quantflow.evaluation.layer_error import error_from, weight_sums
 from quantflow.formats import FORMATS
 from quantflow.models.graph import Graph, Layer
-from quantflow.models.reading import DTYPES, bytes_of, check_finite, read_into
+from quantflow.models.reading import DTYPES, bytes_of, check_finite, read_once
 from quantflow.models.source import ModelFiles
 from stages._plan import Plan
 from stages._progress import Progress
@@ -225,31 +225,16 @@ def _fill(writer: Writer, units: Iterator[Unit], plan: Plan, *, workers: Workers
         _copy(writer, unit, tensor)
         return None
 
-    for rounded in workers.stream(work, _announced(units), ahead=AHEAD * workers.count):
+    for rounded in workers.stream(work, units, ahead=AHEAD * workers.count):
         if rounded is not None:
             account.add(rounded)
     return account
 
 
-def _announced(units: Iterator[Unit]) -> Iterator[Unit]:
-    """Yield the units, each after the system was told that the one behind it will be read."""
-    previous: Unit | None = None
-    for unit in units:
-        with reading(unit.path) as file:
-            disk.read_ahead(file.fileno(), unit.offset, unit.nbytes)
-        if previous is not None:
-            yield previous
-        previous = unit
-    if previous is not None:
-        yield previous
-
-
 def _read(unit: Unit) -> Tensor:
     """Read a unit, [rows, I] or [elements] as stored."""
     shape = (unit.count,) if unit.scheme is None else (unit.count, unit.info.shape[1])
-    tensor = torch.empty(shape, dtype=DTYPES[unit.info.dtype])
-    read_into(unit.path, tensor, unit.offset, name=unit.info.name)
-    return tensor
+    return read_once(unit.path, shape, DTYPES[unit.info.dtype], unit.offset, name=unit.info.name)
 
 
 def _copy(writer: Writer, unit: Unit, tensor: Tensor) -> None:

@@ -195,12 +195,6 @@ def flat(data: bytes | bytearray | memoryview) -> memoryview:
     return view.cast("B") if view.nbytes else memoryview(b"")  # a view of no elements cannot be cast
 
 
-def read_ahead(descriptor: int, offset: int, nbytes: int) -> None:
-    """Tell the system that these bytes will be read soon; it may begin at once."""
-    if hasattr(os, "posix_fadvise"):  # not on macOS
-        os.posix_fadvise(descriptor, offset, nbytes, os.POSIX_FADV_WILLNEED)
-
-
 def free_bytes(folder: Path) -> int:
     """Return how many bytes this user can still write on the file system of a folder, which need not exist yet."""
     while not folder.exists() and folder.parent != folder:

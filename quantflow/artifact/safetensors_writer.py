@@ -127,9 +127,8 @@ class Writer:
             size = "not in the file" if info is None else f"{info.nbytes} bytes"
             raise InputError(f"{self.path}: {name} is {size}, {offset_bytes}..{end} was to be written", "report this")
         if view.nbytes:
-            with disk.naming(self.path):
+            with self._lock, disk.naming(self.path):  # threads that write to one file at once spin in the system
                 disk.pwrite_all(self._descriptor, view, info.offset + offset_bytes)
-            with self._lock:
                 self._written[name].append((offset_bytes, end))
 
     def close(self) -> None:

@@ -140,11 +140,3 @@ def test_free_bytes_are_those_of_the_file_system_that_a_folder_will_be_on(tmp_pa
     expected = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
     assert abs(disk.free_bytes(tmp_path / "not" / "yet") - expected) < 1 << 30
     assert disk.free_bytes(tmp_path) > 0
-
-
-def test_advice_about_reading_changes_no_content(tmp_path):
-    (tmp_path / "a").write_bytes(b"abc" * 5000)
-    descriptor = os.open(tmp_path / "a", os.O_RDONLY)
-    disk.read_ahead(descriptor, 1, 9000)
-    assert os.pread(descriptor, 15000, 0) == b"abc" * 5000
-    os.close(descriptor)

@@ -1,0 +1,81 @@
+"""Positioned reads: what is read once comes from the cache or past it, to the same bytes, wherever it lies in the file."""
+
+import errno
+import fcntl
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from quantflow.errors import InputError
+from quantflow.models.reading import bytes_of, read_once
+
+SIZE = 50_001  # more than twelve blocks, and no multiple of one
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "weights"
+    generator = torch.Generator().manual_seed(0)
+    path.write_bytes(bytes_of(torch.randint(256, (SIZE,), dtype=torch.uint8, generator=generator)))
+    return path
+
+
+def forget(path: Path) -> None:
+    """Have the system write the file out and drop it from its cache, where it can."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(descriptor)
+
+
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize(
+    ("offset", "count"),
+    [(0, 1), (0, SIZE), (4096, 4096), (4095, 2), (8, 12_000), (4097, 20_000), (SIZE - 1, 1), (SIZE - 5000, 5000), (7, 0)],
+)
+def test_the_bytes_are_those_of_the_file(file: Path, offset: int, count: int, cached: bool) -> None:
+    expected = file.read_bytes()[offset : offset + count]
+    if not cached:
+        forget(file)
+    found = read_once(file, (count,), torch.uint8, offset, name="w")
+    assert bytes(bytes_of(found)) == expected
+
+
+@pytest.mark.parametrize("offset", [0, 8, 4094, 4095, 4099])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_elements_need_not_be_aligned_in_the_file(file: Path, offset: int, dtype: torch.dtype) -> None:
+    found = read_once(file, (3, 100), dtype, offset, name="w")
+    assert (found.shape, found.dtype) == ((3, 100), dtype)
+    assert bytes(bytes_of(found)) == file.read_bytes()[offset : offset + 300 * dtype.itemsize]
+
+
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize(("offset", "count", "missing"), [(0, SIZE + 1, 1), (SIZE - 10, 4096, 4086), (SIZE + 9000, 5, 9005)])
+def test_a_file_that_ends_early_is_named(file: Path, offset: int, count: int, missing: int, cached: bool) -> None:
+    if not cached:
+        forget(file)
+    with pytest.raises(InputError, match=f"w: weights ends {min(missing, count)} bytes early"):
+        read_once(file, (count,), torch.uint8, offset, name="w")
+
+
+def test_a_file_system_without_reads_past_the_cache_is_read_through_it(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: int, command: int, argument: int = 0) -> int:
+        if command == fcntl.F_SETFL:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return 0
+
+    expected = file.read_bytes()
+    forget(file)
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
+    found = read_once(file, (30_000,), torch.uint8, 5, name="w")
+    assert bytes(bytes_of(found)) == expected[5:30_005]
+
+
+def test_a_system_that_cannot_ask_for_the_cache_alone_reads_all_the_same(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "RWF_NOWAIT", raising=False)
+    monkeypatch.delattr(os, "O_DIRECT", raising=False)
+    found = read_once(file, (30_000,), torch.uint8, 5, name="w")
+    assert bytes(bytes_of(found)) == file.read_bytes()[5:30_005]
