@@ -37,6 +37,7 @@ from quantflow.formats import FORMATS
 from quantflow.models.graph import Graph, Layer
 from quantflow.models.reading import DTYPES, bytes_of, check_finite, read_once
 from quantflow.models.source import ModelFiles
+from stages._needs import READERS
 from stages._plan import Plan
 from stages._progress import Progress
 from stages._state import finished, layer_path
@@ -141,7 +142,7 @@ def quantize_files(
         OSError: the file system failed; finished layers stay.
     """
     with ExitStack() as stack:
-        workers = stack.enter_context(Workers(allowance.workers))
+        workers = stack.enter_context(Workers(allowance.workers + READERS))
         committer = stack.enter_context(ThreadPoolExecutor(1))
         pending: list[Future[None]] = []
         # Whatever ends the loop, a layer whose bytes are complete is committed before this returns.

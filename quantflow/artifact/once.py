@@ -1,0 +1,90 @@
+"""Bytes of large files that nobody will read again soon: taken past the system's cache.
+
+Filling the cache costs the processor several times what the disk's own transfer does, and drives out what others keep
+there. What the cache holds already is taken from it; the rest comes from the disk without entering it, where the
+system and the file system can do that.
+"""
+
+import ctypes
+import errno
+import fcntl
+import hashlib
+import mmap
+import os
+import sys
+from pathlib import Path
+
+from quantflow.artifact.folder import reading
+
+BLOCK = 4096  # bytes: a read past the cache has its place in the file, in memory and its length in multiples of this
+HASH_BYTES = 8 << 20  # that are read and hashed at once
+
+
+def digest(path: Path) -> str:
+    """Return the sha256 of a file's bytes, 64 hexadecimal digits, holding 8 MiB of it at a time.
+
+    Raises:
+        InputError: the file cannot be read.
+    """
+    found, done = hashlib.sha256(), 0
+    with reading(path) as file:
+        memory = memoryview(mmap.mmap(-1, min(HASH_BYTES, _blocks(os.fstat(file.fileno()).st_size))))  # begins with a page
+        while count := fill(file.fileno(), memory, done):
+            found.update(memory[:count])
+            done += count
+    return found.hexdigest()
+
+
+def _blocks(nbytes: int) -> int:
+    """Return the size of the blocks, at least one, that hold so many bytes."""
+    return max(1, -(-nbytes // BLOCK)) * BLOCK
+
+
+def fill(descriptor: int, view: memoryview, offset: int) -> int:
+    """Fill memory from a file and return how many bytes the file had for it.
+
+    Args:
+        descriptor: of the file.
+        view: bytes; whole blocks, and where one begins in memory.
+        offset: where a block begins in the file.
+    """
+    if offset % BLOCK:  # the end of the file was read before
+        return 0
+    direct = not _cached(descriptor, offset, len(view)) and _past_cache(descriptor)
+    done = 0
+    while done < len(view):
+        count = os.preadv(descriptor, [view[done:]], offset + done)
+        done += count
+        if count == 0 or (direct and count % BLOCK):  # the end of the file
+            break
+    return done
+
+
+def _cached(descriptor: int, offset: int, nbytes: int) -> bool:
+    """Return whether the system's cache holds these bytes of the file, as far as the file goes.
+
+    A map of them is looked at, never through. A read that must not wait would not do: it begins to fill the cache.
+    """
+    nbytes = min(nbytes, os.fstat(descriptor).st_size - offset)
+    if nbytes <= 0 or sys.platform != "linux":
+        return True
+    with mmap.mmap(descriptor, nbytes, access=mmap.ACCESS_COPY, offset=offset) as memory:
+        resident = bytearray(-(-nbytes // mmap.PAGESIZE))
+        first = ctypes.c_char.from_buffer(memory)
+        answer = (ctypes.c_char * len(resident)).from_buffer(resident)
+        failed = ctypes.CDLL(None).mincore(ctypes.byref(first), ctypes.c_size_t(nbytes), answer)
+        del first  # the map can be closed
+    return not failed and all(page & 1 for page in resident)
+
+
+def _past_cache(descriptor: int) -> bool:
+    """Let reads of this descriptor go past the system's cache from now on; return whether the file system can."""
+    if not hasattr(os, "O_DIRECT"):
+        return False
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_DIRECT)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return False
+    return True
