@@ -87,7 +87,7 @@ def run(job: Job, progress: Progress) -> Path:
             links = _write(job, folder, source, summary, record, made_from, digests)
             progress.say(f"export {job.output.name}: proving it in a fresh process")
             prove = partial(proved, folder, job.quantized, source.checkpoint.folder, workers=allowance.workers)
-            _name_what_is_damaged(prove, links)
+            _prove(prove, links)
         used = _memory.largest_peak()
         progress.note(compare(f"export {job.output.name}", planned=allowance.peak_bytes, used=used))
     return job.output
@@ -264,7 +264,7 @@ def _write_config(folder: Path, source: ModelFiles, graph: Graph, schemes: Mappi
     disk.write_file(folder / CONFIG, readable_json(config))
 
 
-def _name_what_is_damaged(prove: Callable[[], None], links: Mapping[str, Path]) -> None:
+def _prove(prove: Callable[[], None], links: Mapping[str, Path]) -> None:
     """Prove the artifact; a linked file that is damaged is named as quantize wrote it.
 
     Raises:
