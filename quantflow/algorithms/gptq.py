@@ -14,8 +14,8 @@ factorisation instead of two and an inverse: a quarter of the work, and fewer di
 its rounding, 2^-24 of the largest eigenvalue, is small beside the damping, a hundredth of the mean one.
 
 Memory, beyond the caller's: one float32 copy of the Hessian, or none where it may be overwritten, factored in place; then
-rows of weights, transposed, one unit per worker (`working_bytes`). Rows are independent of each other, so all linears that share the input form one row
-space, cut into an even number of equal units: two or four workers are done at the same time.
+rows of weights, transposed, one unit per worker (`working_bytes`). Rows are independent of each other, so all linears that
+share the input form one row space, cut into an even number of equal units: two or four workers are done at the same time.
 Sources: Frantar et al. 2022, arXiv:2210.17323, algorithm 1; Chee et al. 2023, arXiv:2307.13304, which shows that this
 form (LDLQ there) and GPTQ are the same.
 """
