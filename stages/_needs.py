@@ -63,10 +63,12 @@ def need_measure(model: ModelSize, *, lengths: Sequence[int], stats: Sequence[st
     longest = max(lengths, default=0)
     hidden = _hidden_bytes(model, lengths)
     largest = max(_statistics_bytes(layer, stats) for layer in model.layers)
-    worker = _forward_bytes(model, longest) + _observing_bytes(model, longest) + largest
+    growing = max(_statistics_bytes(layer, stats, whole=False) for layer in model.layers)
+    worker = _forward_bytes(model, longest) + _observing_bytes(model, longest) + growing
     moments = (
         (LIBRARIES + _embedding_bytes(model, lengths), 0),
-        (LIBRARIES + _layer_in_memory(model.layer) + largest, worker),
+        (LIBRARIES + _layer_in_memory(model.layer) + growing, worker),
+        (LIBRARIES + _layer_in_memory(model.layer) + largest, 0),
         (LIBRARIES + 2 * statistics, 0),
     )
     return Need(stage="measure", moments=moments, cache=hidden, result=ids + statistics, scratch=2 * hidden + statistics)
@@ -93,6 +95,7 @@ def need_layers(model: ModelSize, plan: Plan, *, lengths: Sequence[int]) -> Need
         *((LIBRARIES + fixed, each) for fixed, each in _quantizing(model, plan)),
         (LIBRARIES + max(encoded) + _installing_bytes(model, plan), 0),
         (LIBRARIES + max(encoded) + _installed_bytes(model), forward),
+        (LIBRARIES + _head_bytes(model, CANARY_TOKENS), 0),
     )
     return Need(stage="quantize", moments=moments, cache=hidden, result=sum(encoded), scratch=2 * hidden)
 
@@ -196,13 +199,15 @@ def _head_bytes(model: ModelSize, tokens: int) -> int:
     return model.head[1] + FLOAT * HEAD_ROWS * model.hidden + 2 * FLOAT * tokens * model.vocabulary
 
 
-def _statistics_bytes(layer: LayerSize, stats: Sequence[str]) -> int:
-    """Statistics of a layer, each under the name of its linear, those of a shared input too."""
+def _statistics_bytes(layer: LayerSize, stats: Sequence[str], *, whole: bool = True) -> int:
+    """Statistics of a layer, each under the name of its linear, those of a shared input too; Hessians whole or half."""
     per_feature = {"channel_amax": 4, "min_max": 8, "mean_abs": 8}
     total = 0
     for names, _, k in layer.groups:
         each = 16 + k * sum(per_feature.get(name, 0) for name in stats)
-        each += (8 * 514 if "histogram" in stats else 0) + (4 * k * k if "hessian" in stats else 0)
+        each += (8 * 514 if "histogram" in stats else 0) + (
+            (4 * k * k if whole else observer_bytes(k)) if "hessian" in stats else 0
+        )
         total += each * len(names)
     return total
 
