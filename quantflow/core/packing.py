@@ -44,9 +44,9 @@ def pack(qvalue: Tensor, num_bits: int) -> Tensor:
     if num_bits == 8:
         return unsigned.view(torch.int32).view(rows, width // count)  # [O, words]
     pairs = unsigned.view(torch.int16)  # [O * I / 2], element 2i in the low byte
-    low = torch.bitwise_right_shift(pairs, 4)  # changed in place: a weight's qvalues are large
-    low |= pairs
-    return low.to(torch.uint8).view(torch.int32).view(rows, width // count)  # [O, words]
+    words = pairs >> 4  # changed in place: a weight's qvalues are large
+    words |= pairs
+    return words.to(torch.uint8).view(torch.int32).view(rows, width // count)  # [O, words]
 
 
 def unpack(words: Tensor, num_bits: int, in_features: int) -> Tensor:
