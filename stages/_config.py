@@ -2,7 +2,7 @@
 
     model: folder                       revision: null         seed: 0
     calibration: {source, samples, sequence_length, pack}
-    measure:     {ranks, stats}
+    measure:     {ranks, tp, dp, stats}
     quantize:    [{name, scheme, algorithm, group_size, transforms, ignore, overrides, expect}, ...]
     unify:       {groups}               export: {format, shard_size}
     validate:    {text, tokens, sequence_length, gate, allow_inconclusive}
@@ -45,9 +45,14 @@ class Calibration:
 
 @dataclass(frozen=True, kw_only=True)
 class Measure:
-    """Ranks share the calibration text; `stats` null means what the artifacts of the recipe need, possibly nothing."""
+    """Ranks share the calibration text; with `tp` of them sharing a model, tp x dp = ranks, null being what the others leave.
+
+    `stats` null means what the artifacts of the recipe need, possibly nothing.
+    """
 
     ranks: int = 1
+    tp: int | None = None
+    dp: int | None = None
     stats: tuple[str, ...] | None = None
 
 

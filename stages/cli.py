@@ -113,14 +113,16 @@ def plan(subject: str, output: str, as_json: bool, settings: tuple[str, ...], **
 @click.option("--seed", type=int, help="Of the choice of documents (default 0).")
 @click.option("--for", "schemes", metavar="SCHEMES", help="What these need, such as W4A16:gptq,FP8 (default: everything).")
 @click.option("--stats", metavar="NAMES", help="Observers of each linear's input, comma-separated.")
-@click.option("--ranks", type=int, help="Processes that share the sequences (default 1); started with torchrun.")
+@click.option("--ranks", type=int, help="Processes (default 1); started with torchrun unless it started this one.")
+@click.option("--tp", type=int, help="Ranks that share a model, each with a slice of every linear (default 1).")
+@click.option("--dp", type=int, help="Replicas of the model, which share the sequences (default: ranks / tp).")
 @bounded
 @common
 def measure(model: str, output: str, settings: tuple[str, ...], recipe: str | None, **shared: Any) -> None:
     """Stage 1: run calibration text through MODEL and keep statistics.
 
     \b
-    Example: quantflow measure ./llama -o work/1-measure --calibration text.jsonl --samples 128 --ranks 2
+    Example: quantflow measure ./llama -o work/1-measure --calibration text.jsonl --samples 128 --ranks 8 --tp 4
     """
     from stages import measure as stage
 
@@ -133,6 +135,8 @@ def measure(model: str, output: str, settings: tuple[str, ...], recipe: str | No
         "calibration.pack": shared["pack"],
         "seed": shared["seed"],
         "measure.ranks": shared["ranks"],
+        "measure.tp": shared["tp"],
+        "measure.dp": shared["dp"],
         "measure.stats": _statistics(shared["stats"], shared["schemes"]),
     }
     values = _recipe(recipe, settings, flags)
@@ -142,6 +146,8 @@ def measure(model: str, output: str, settings: tuple[str, ...], recipe: str | No
         calibration=values.calibration,
         seed=values.seed,
         ranks=values.measure.ranks,
+        tp=values.measure.tp,
+        dp=values.measure.dp,
         stats=_chosen(values, stage.DEFAULT_STATS),
         replace=shared["force"],
         resources=values.resources,

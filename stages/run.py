@@ -96,6 +96,8 @@ def _measure(job: Job, progress: Progress) -> Path:
     arguments += ["--samples", str(calibration.samples), "--seed", str(recipe.seed), "--stats", ",".join(stats)]
     arguments += ["--sequence-length", str(calibration.sequence_length)] if calibration.sequence_length else []
     arguments += ["--pack"] if calibration.pack else []
+    arguments += [f"--tp={recipe.measure.tp}"] if recipe.measure.tp else []
+    arguments += [f"--dp={recipe.measure.dp}"] if recipe.measure.dp else []
     arguments += [f"--max-memory={recipe.resources.max_memory}"] if recipe.resources.max_memory else []
     arguments += ["--disk-offload"] if recipe.resources.disk_offload else []
     measure.run(
@@ -105,6 +107,8 @@ def _measure(job: Job, progress: Progress) -> Path:
             calibration=calibration,
             seed=recipe.seed,
             ranks=recipe.measure.ranks,
+            tp=recipe.measure.tp,
+            dp=recipe.measure.dp,
             stats=stats,
             replace=True,
             resources=recipe.resources,
