@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from quantflow.artifact import disk, once
-from quantflow.artifact.canonical import canonical_json, read_json
+from quantflow.artifact import disk
+from quantflow.artifact.canonical import canonical_json, file_digest, read_json
 from quantflow.errors import InputError
 
 VERSION = 1
@@ -55,7 +55,7 @@ class Digests:
         if known is not None and all(known[name] == value for name, value in before.items()):
             return str(known["sha256"])
         began = time.time_ns()
-        digest = once.digest(path)
+        digest = file_digest(path)
         settled = max(before["mtime_ns"], before["ctime_ns"]) + _SETTLED_NS < began
         if settled and _identity(path) == before:
             with self._lock:

@@ -8,36 +8,11 @@ system and the file system can do that.
 import ctypes
 import errno
 import fcntl
-import hashlib
 import mmap
 import os
 import sys
-from pathlib import Path
 
-from quantflow.artifact.folder import reading
-
-BLOCK = 4096  # bytes: a read past the cache has its place in the file, in memory and its length in multiples of this
-HASH_BYTES = 8 << 20  # that are read and hashed at once
-
-
-def digest(path: Path) -> str:
-    """Return the sha256 of a file's bytes, 64 hexadecimal digits, holding 8 MiB of it at a time.
-
-    Raises:
-        InputError: the file cannot be read.
-    """
-    found, done = hashlib.sha256(), 0
-    with reading(path) as file:
-        memory = memoryview(mmap.mmap(-1, min(HASH_BYTES, _blocks(os.fstat(file.fileno()).st_size))))  # begins with a page
-        while count := fill(file.fileno(), memory, done):
-            found.update(memory[:count])
-            done += count
-    return found.hexdigest()
-
-
-def _blocks(nbytes: int) -> int:
-    """Return the size of the blocks, at least one, that hold so many bytes."""
-    return max(1, -(-nbytes // BLOCK)) * BLOCK
+BLOCK = max(4096, mmap.ALLOCATIONGRANULARITY)  # bytes: a read past the cache has its ends in file and memory on multiples
 
 
 def fill(descriptor: int, view: memoryview, offset: int) -> int:
@@ -48,8 +23,6 @@ def fill(descriptor: int, view: memoryview, offset: int) -> int:
         view: bytes; whole blocks, and where one begins in memory.
         offset: where a block begins in the file.
     """
-    if offset % BLOCK:  # the end of the file was read before
-        return 0
     direct = not _cached(descriptor, offset, len(view)) and _past_cache(descriptor)
     done = 0
     while done < len(view):

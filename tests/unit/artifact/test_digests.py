@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from quantflow.artifact import digests, once
+from quantflow.artifact import digests
 from quantflow.artifact.digests import Digests
 from quantflow.errors import InputError
 
@@ -16,13 +16,13 @@ from quantflow.errors import InputError
 def read(monkeypatch):
     """The files that were read, in order; a file counts as settled at once."""
     seen = []
-    real = once.digest
+    real = digests.file_digest
 
     def record(path):
         seen.append(path.name)
         return real(path)
 
-    monkeypatch.setattr(once, "digest", record)
+    monkeypatch.setattr(digests, "file_digest", record)
     monkeypatch.setattr(digests, "_SETTLED_NS", -(10**12))
     return seen
 
