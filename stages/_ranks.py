@@ -1,4 +1,7 @@
-"""Several processes for one stage: torchrun starts them, their messages come through, and none outlives its parent."""
+"""Several processes for one stage: torchrun starts them, their messages come through, and none outlives its parent.
+
+Each writes a folder of its own, whose name says which of how many it is.
+"""
 
 import ctypes
 import re
@@ -6,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from quantflow.errors import InputError, IntegrityError, QuantflowError, ResourceError, UnsupportedError, UsageError
 from stages._progress import Progress
@@ -14,6 +18,11 @@ _PR_SET_PDEATHSIG = 1
 _BY_EXIT_CODE = {kind.exit_code: kind for kind in (UsageError, ResourceError, UnsupportedError, IntegrityError)}
 _RANK = re.compile(r"rank\s*: (\d+) \(local_rank")
 _EXIT_CODE = re.compile(r"exitcode\s*: (-?\d+) \(pid")
+
+
+def rank_folder(output: Path, rank: int, world: int) -> Path:
+    """Return the folder of one rank."""
+    return output / f"rank-{rank:03d}-of-{world:03d}"
 
 
 def die_with_parent() -> None:
@@ -65,7 +74,8 @@ def _failure(ends: Mapping[int, int], *, ranks: int, cause: str, remedy: str) ->
     Args:
         ends: rank -> exit code, the one that failed first at last; a negative one is a signal.
         ranks: how many there were.
-        cause, remedy: what a rank wrote before it ended.
+        cause: what a rank wrote before it ended.
+        remedy: likewise.
     """
     again = "the same command continues with what is missing"
     for rank, code in ends.items():

@@ -36,7 +36,7 @@ from stages._bits import identify, single_threaded, tools
 from stages._config import Calibration, Resources, launched_rank, nearest
 from stages._observe import Observation
 from stages._progress import Progress
-from stages._ranks import die_with_parent, launch
+from stages._ranks import die_with_parent, launch, rank_folder
 from stages._replica import Replica
 from stages._resources import account, allow_measure
 from stages._sizes import model_size
@@ -88,11 +88,6 @@ def run(job: Job, progress: Progress) -> Path:
     else:
         _measure_rank(job, progress, rank=0, world=1)
     return job.output
-
-
-def rank_folder(output: Path, rank: int, world: int) -> Path:
-    """Return the folder of one rank."""
-    return output / f"rank-{rank:03d}-of-{world:03d}"
 
 
 def _launch(job: Job, progress: Progress) -> None:
@@ -200,7 +195,8 @@ def _measure_rank(job: Job, progress: Progress, *, rank: int, world: int) -> Non
 
 def _replica_of(job: Job, source: Source, *, rank: int, world: int) -> Replica:
     dp, tp = _replica.sizes(world, job.tp, job.dp)
-    held = placements(source.config, _shapes(source), tp=tp, rank=rank)
+    # Of a model that is whole here the placements say how a runtime would cut it, which copies heads where they are few.
+    held = placements(source.config, _shapes(source), tp=tp, rank=rank, copy_kv_heads=tp == 1)
     return Replica(index=rank // tp, count=dp, cards=tp, card=rank % tp, placements=held, mesh=_replica.meshed(world, tp))
 
 
