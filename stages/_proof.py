@@ -35,7 +35,7 @@ from quantflow.models.graph import graph_for
 from quantflow.models.reading import DTYPES, read_into, read_tensor
 from quantflow.models.source import PlainConfig
 from stages import _memory
-from stages._file_to_file import row_step
+from stages._units import row_step
 from stages._values import ValuesDigest
 
 FORMAT = FORMATS["compressed-tensors"]

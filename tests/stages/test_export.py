@@ -232,7 +232,7 @@ def test_rows_are_decoded_some_at_a_time(quantized, export, llama, monkeypatch):
         return real(path, info, first, count)
 
     monkeypatch.setattr(_proof, "_rows", record)
-    monkeypatch.setattr("stages._file_to_file.UNIT", 1024)
+    monkeypatch.setattr("stages._units.UNIT", 1024)
     prove(artifact, quantized["tensors"], llama, workers=SEQUENTIAL)
     assert max(count for count, _ in shapes) == 16 and max(first for _, first in shapes) == 112
 
