@@ -141,9 +141,8 @@ def quantize_files(
         # Whatever ends the loop, a layer whose bytes are complete is committed before this returns.
         stack.callback(lambda: [future.result() for future in pending])
         sizes = {layer.index: sum(unit.nbytes for unit in units_of(layer, plan, source, share)) for layer in graph.layers}
-        steps = progress.steps(
-            graph.layers, stage=f"quantize {plan.name}", unit="layer", nbytes=lambda layer: sizes[layer.index]
-        )
+        stage = f"{'quantize' if choose is None else 'unify'} {plan.name}"
+        steps = progress.steps(graph.layers, stage=stage, unit="layer", nbytes=lambda layer: sizes[layer.index])
         for layer in steps:
             path, layer_key = layer_path(output, layer.index), digest_of([key, layer.index, hashes.of(files[layer.index])])
             if finished(path, layer_key) is not None:

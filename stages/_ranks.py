@@ -54,7 +54,7 @@ def launch(arguments: Sequence[str], *, ranks: int, progress: Progress) -> None:
                     cause = text.removeprefix("error: ")
                 elif text.startswith("  fix: "):
                     remedy = text.removeprefix("  fix: ")
-                elif text.startswith(f"{arguments[0]}: "):
+                elif text.startswith((f"{arguments[0]}: ", f"{arguments[0]} ")):
                     progress.say(text)
                 elif found := _RANK.search(text):
                     rank = int(found[1])

@@ -29,7 +29,7 @@ def obstacles(model: ModelSize, graph: Graph, schemes: Mapping[str, LinearScheme
             for name in group.linears:
                 rows, columns = model.infos[f"{name}.weight"].shape
                 scheme = schemes[name]
-                why = _rows(rows, size) if group.norm is not None else _columns(columns, size, scheme)
+                why = _rows(rows, size) if group.norm is not None else cut_columns(columns, size, scheme)
                 if why is not None:
                     found.append((name, why))
     return found
@@ -39,7 +39,8 @@ def _rows(rows: int, size: int) -> str | None:
     return f"{rows} rows over {size}" if units_of(rows, cards=size, card=0) is None else None
 
 
-def _columns(columns: int, size: int, scheme: LinearScheme | None) -> str | None:
+def cut_columns(columns: int, size: int, scheme: LinearScheme | None) -> str | None:
+    """Return why a weight's columns cannot be cut over `size` cards, groups and words of packed values whole; else None."""
     held = units_of(columns, cards=size, card=0)
     if held is None:
         return f"{columns} columns over {size}"

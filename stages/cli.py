@@ -171,6 +171,9 @@ def measure(model: str, output: str, settings: tuple[str, ...], recipe: str | No
     help="Calibrate a layer on what the quantized layers before it put out, or the original ones.",
 )
 @click.option("--name", help="Which entry of the recipe (default: the first).")
+@click.option(
+    "--ranks", type=int, default=1, help="Processes (default 1), each with a slice of each linear; unify joins them."
+)
 @click.option("--seed", type=int, help="Of the canary where no measurement is given (default 0).")
 @bounded
 @common
@@ -179,6 +182,7 @@ def quantize(model: str, output: str, settings: tuple[str, ...], recipe: str | N
 
     \b
     Example: quantflow quantize ./llama -o work/2-quantize --scheme W4A16 --measurement work/1-measure
+             quantflow quantize ./llama -o work/shards --scheme FP8_DYNAMIC --ranks 4
     """
     from quantflow.errors import UsageError
     from stages import quantize as stage
@@ -216,6 +220,8 @@ def quantize(model: str, output: str, settings: tuple[str, ...], recipe: str | N
         revision=values.revision,
         replace=shared["force"],
         resources=values.resources,
+        ranks=shared["ranks"],
+        arguments=tuple(sys.argv[1:]),
     )
     _run(stage, job, shared)
 
@@ -224,8 +230,9 @@ def quantize(model: str, output: str, settings: tuple[str, ...], recipe: str | N
 @click.option("-g", "--groups", multiple=True, metavar="RANKS", help="Ranks that become one: 0123, 0,1,2 or 0-7; repeat it.")
 @click.option("--ranks", type=int, metavar="R", help="R groups of neighbouring ranks, instead of -g.")
 @click.option("--expand", type=int, metavar="N", help="Make N tensor-parallel ranks of one, instead of merging.")
-@click.option("-m", "--measurement", metavar="DIR", required=True, help="What `quantflow measure --ranks N` wrote.")
+@click.option("-m", "--measurement", metavar="DIR", required=True, help="What `measure` or `quantize` wrote with --ranks N.")
 @click.option("-o", "--output", metavar="DIR", required=True, help="Where the merged ranks go.")
+@click.option("--model", metavar="DIR", help="What quantized shards were made from (default: where quantize read it).")
 @click.option("--allow-missing", is_flag=True, help="Go on without replicas that are missing; the result says which.")
 @click.argument("more_groups", metavar="[RANKS]...", nargs=-1)
 @common
@@ -238,12 +245,13 @@ def unify(
     recipe: str | None,
     **shared: Any,
 ) -> None:
-    """Stage 3: merge what several ranks measured, each of them once, and say how.
+    """Stage 3: merge what several ranks measured, or join what they quantized, each of them once, and say how.
 
     \b
     Example: quantflow unify -g 0123 4567 -m work/1-measure -o work/3-unify     eight ranks into two
              quantflow unify --ranks 2 -m work/1-measure -o work/3-unify         the same
              quantflow unify --expand 4 -m work/1-measure -o work/3-unify        one rank into four
+             quantflow unify -m work/shards -o work/2-quantize                   the shards of `quantize --ranks`
     """
     from stages import unify as stage
 
@@ -258,14 +266,14 @@ def unify(
         allow_missing=shared["allow_missing"],
         expand=shared["expand"],
         replace=shared["force"],
+        model=Path(shared["model"]) if shared["model"] else None,
     )
     if shared["dry_run"]:
         show(dataclasses.asdict(job), as_json=shared["as_json"], text=str(job))
         return
     with reporting(shared, job.output) as progress:
         result = stage.summary(stage.run(job, progress))
-    rows = [tuple(str(row[column]) for column in stage.COLUMNS) for row in result["merged"]]
-    show(result, as_json=shared["as_json"], text=f"{table(stage.COLUMNS, rows)}\n{result['folder']}")
+    show(result, as_json=shared["as_json"], text=f"{table(*stage.report(result))}\n{result['folder']}")
 
 
 @cli.command()

@@ -1,12 +1,14 @@
 """Stage 3, unify: merge what several ranks measured into what fewer would have measured, or expand one to more.
 
-Reads    the rank folders of a measurement
-Writes   <o>/rank-RRR-of-GGG/, one per group; all of <o> appears at once
+Reads    the rank folders of a measurement, or those of `quantize --ranks` and the model that they were made from
+Writes   <o>/rank-RRR-of-GGG/, one per group; all of <o> appears at once. Shards of one group become <o> itself, a
+         quantize folder
 Resumes  a finished result of the same ranks and groups is left alone
 Fails    2 groups that do not cover every rank once or that no card would hold, 3 missing, duplicate, foreign or damaged
-         ranks and statistics that cannot be merged, 5 the folder is held
+         ranks, a source that is gone and statistics that cannot be merged, 5 the folder is held, 7 a damaged shard
 
-Statistics are read one at a time, so memory is that of one group's result, whatever the number of ranks.
+Statistics are read one at a time, so memory is that of one group's result, whatever the number of ranks. Of shards
+(stages/_join.py) it is that of a few units.
 """
 
 import re
@@ -29,8 +31,13 @@ from quantflow.measurements.record import (
 )
 from quantflow.measurements.unify import unify_each
 from stages import _workspace
+from stages._join import REPORT, join
+from stages._join import summary as summary_of_shards
+from stages._parts import COLUMNS as PART_COLUMNS
+from stages._parts import open_shards
 from stages._progress import Progress
 from stages._ranks import rank_folder
+from stages._share import shard_folders
 
 _RANK_FOLDER = re.compile(r"rank-[0-9]{3,}-of-[0-9]{3,}")
 _TOLD = 8  # lines about outliers; all of them are in measurement.json
@@ -48,6 +55,7 @@ class Job:
         allow_missing: go on without replicas that are missing as a whole; the result says which.
         expand: make so many ranks of one instead of merging.
         replace: redo a finished result that was made from other inputs, instead of refusing.
+        model: what quantized shards were made from; None reads where quantize found it.
     """
 
     measurement: Path
@@ -57,11 +65,16 @@ class Job:
     allow_missing: bool = False
     expand: int | None = None
     replace: bool = False
+    model: Path | None = None
 
 
 def run(job: Job, progress: Progress) -> Path:
     """Merge and return the folder written, or the existing one when nothing changed."""
     _refuse_overlap(job.measurement, job.output)
+    if shard_folders(job.measurement):
+        return _join(job, progress)
+    if job.model is not None:
+        raise UsageError(f"unify: --model {job.model} with a measurement", "leave it out; only quantized shards need it")
     metas = {folder: read_meta(folder) for folder in rank_folders(job.measurement)}
     world = max(int(meta["mesh"]["world"]) for meta in metas.values())  # a folder that is missing is unify's to name
     groups = _groups(job, world)
@@ -87,8 +100,26 @@ def run(job: Job, progress: Progress) -> Path:
     return job.output
 
 
+def _join(job: Job, progress: Progress) -> Path:
+    """Put quantized shards together."""
+    for flag, given in (("--expand", job.expand is not None), ("--allow-missing", job.allow_missing)):
+        if given:
+            raise UsageError(f"unify: {flag} with quantized shards", "every shard is needed; `quantize --ranks` makes more")
+    shards = open_shards(job.measurement)
+    groups = _groups(job, len(shards)) or []
+    return join(shards, job.output, groups=groups, model=job.model, replace=job.replace, progress=progress)
+
+
+def report(result: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Return head and rows of the table that says what a `summary` says."""
+    head, rows = (PART_COLUMNS, result["joined"]) if "joined" in result else (COLUMNS, result["merged"])
+    return head, [tuple(str(row[column]) for column in head) for row in rows]
+
+
 def summary(folder: Path) -> dict[str, Any]:
     """Return what a finished folder says about how it was made, all ranks together."""
+    if (folder / REPORT).is_file() or shard_folders(folder):
+        return summary_of_shards(folder)
     metas = [read_meta(rank) for rank in rank_folders(folder)]
     rules: Counter[tuple[str, str]] = Counter()
     told: dict[str, list[Any]] = {"missing": [], "outliers": [], "bounds": [], "unseen": []}
