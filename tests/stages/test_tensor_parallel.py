@@ -148,7 +148,9 @@ def test_the_cards_of_a_replica_see_the_same_sequences(measured: Callable[[int, 
 
 
 @pytest.mark.parametrize(
-    ("world", "tp", "message"), [(3, 3, "heads"), (4, 3, "4 ranks, tp=3"), (2, 0, "tp=0")], ids=["heads", "world", "zero"]
+    ("world", "tp", "message"),
+    [(3, 3, "128 columns over 3 cards"), (4, 3, "4 ranks, tp=3"), (2, 0, "tp=0")],
+    ids=["columns", "world", "zero"],
 )
 def test_a_world_that_does_not_divide_the_model_is_refused_before_anything_is_read(
     model: Path, options: list[str], tmp_path: Path, world: int, tp: int, message: str
