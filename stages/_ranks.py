@@ -82,6 +82,6 @@ def _failure(ends: Mapping[int, int], *, ranks: int, cause: str, remedy: str) ->
         if code < 0 and -code != signal.SIGTERM:  # torchrun ends the others with that one
             told = f"rank {rank} of {ranks} was ended by {signal.Signals(-code).name}"
             return ResourceError(told, f"look whether memory ended, or who stopped it; {again}")
-    rank, code = ends.popitem() if (ends := dict(ends)) else (None, 3)
-    who = f"a rank of {ranks}" if rank is None else f"rank {rank} of {ranks}"
+    *_, (first, code) = [(None, InputError.exit_code), *ends.items()]
+    who = f"a rank of {ranks}" if first is None else f"rank {first} of {ranks}"
     return _BY_EXIT_CODE.get(code, InputError)(f"{who} failed: {cause}", f"{remedy}; {again}")

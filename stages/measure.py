@@ -80,6 +80,8 @@ def run(job: Job, progress: Progress) -> Path:
         if name not in OBSERVERS:
             raise UsageError(f"statistic {name!r} is unknown", nearest(name, list(OBSERVERS)))
     launched = launched_rank()
+    if launched is not None and job.ranks not in (1, launched[1]):
+        raise UsageError(f"measure: ranks={job.ranks}, torchrun started {launched[1]}", "leave --ranks out under torchrun")
     _replica.sizes(job.ranks if launched is None else launched[1], job.tp, job.dp)
     if launched is not None:
         _join(job, progress, rank=launched[0], world=launched[1])

@@ -2,6 +2,9 @@
 
 import json
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +14,7 @@ from quantflow.measurements.record import Measurement, open_measurements, read_m
 from stages._options import exit_code
 from stages.cli import cli
 
-PLAIN = ("amax", "channel_amax", "min_val", "max_val", "abs_sum", "count", "counts")
+ROOT = Path(__file__).resolve().parents[2]
 NAME = "model.layers.0.mlp.up_proj"
 
 
@@ -102,6 +105,20 @@ def test_rank_1_of_16_is_not_rank_11(said, tmp_path):
     code, out, err = said("unify", "-g", *map(str, range(16)), "-m", tmp_path / "m", "-o", tmp_path / "same")
     assert code == 0, err
     assert [amax(tmp_path / "same", rank, 16) for rank in range(16)] == values
+
+
+def test_four_groups_of_two_are_written_in_one_go(said, tmp_path):
+    ranks(tmp_path / "m", dp=8)
+    code, _, err = said("unify", "-g", "01", "23", "45", "67", "-m", tmp_path / "m", "-o", tmp_path / "u")
+    assert code == 0, err
+    assert [amax(tmp_path / "u", rank, 4) for rank in range(4)] == [2.0, 4.0, 6.0, 8.0]
+
+
+def test_any_grouping_of_replicas_that_covers_every_rank_once_is_merged(said, tmp_path):
+    ranks(tmp_path / "m", dp=8, amax=[1.0, 7.0, 3.0, 2.0, 8.0, 5.0, 4.0, 6.0])
+    code, _, err = said("unify", "-g", "7,0,2,5", "6134", "-m", tmp_path / "m", "-o", tmp_path / "u")
+    assert code == 0, err
+    assert [amax(tmp_path / "u", rank, 2) for rank in (0, 1)] == [6.0, 8.0]
 
 
 @pytest.mark.parametrize(
@@ -262,6 +279,71 @@ def test_the_output_is_made_with_its_parents_replaced_by_force_only_and_never_in
         told = refused(2, "unify", "-m", tmp_path / "m", "-o", inside, "--force")
         assert "one lies in the other" in told and "write beside the measurement" in told
     assert sorted(path.name for path in (tmp_path / "m").iterdir()) == ["rank-000-of-002", "rank-001-of-002"]
+
+
+def test_checks_hold_where_python_leaves_assertions_out(tmp_path):
+    ranks(tmp_path / "m", dp=4)
+    line = [sys.executable, "-O", "-m", "stages.cli", "unify", "-g", "01", "2", "-m", tmp_path / "m", "-o", tmp_path / "u"]
+    result = subprocess.run(list(map(str, line)), capture_output=True, text=True, check=False, timeout=120)
+    assert result.returncode == 2 and "groups of 4 ranks: missing 3" in result.stderr
+    assert not (tmp_path / "u").exists()
+
+
+def test_the_result_is_json_and_safetensors_under_the_names_of_ranks(said, tmp_path):
+    """No reader of it needs to run what a pickle says."""
+    ranks(tmp_path / "m", dp=4)
+    assert said("unify", "--ranks", "2", "-m", tmp_path / "m", "-o", tmp_path / "u")[0] == 0
+    found = {str(path.relative_to(tmp_path / "u")) for path in (tmp_path / "u").rglob("*") if path.is_file()}
+    parts = ("calibration.safetensors", "measurement.json", "statistics.safetensors")
+    assert found == {"DONE.json", *(f"rank-00{rank}-of-002/{part}" for rank in (0, 1) for part in parts)}
+    for name in found:
+        text = (tmp_path / "u" / name).read_bytes()
+        assert json.loads(text if name.endswith("json") else text[8 : 8 + int.from_bytes(text[:8], "little")])
+
+
+def test_what_was_never_measured_is_answered_with_the_step_that_is_missing(refused, tmp_path):
+    """Elsewhere the only symptom is a file that fails to load."""
+    (tmp_path / "m").mkdir()
+    told = refused(3, "unify", "-m", tmp_path / "m", "-o", tmp_path / "u")
+    assert "holds no rank-*-of-* folder" in told and "`quantflow measure`" in told
+    told = refused(3, "unify", "-m", tmp_path / "nowhere", "-o", tmp_path / "u")
+    assert "nowhere" in told and "`quantflow measure`" in told
+
+
+def test_measuring_takes_no_scheme_so_that_nobody_measures_what_is_quantized(said, tmp_path):
+    code, _, err = said("measure", tmp_path, "-o", tmp_path / "m", "--scheme", "FP8")
+    assert code == 2 and "--scheme" in err
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Run a target of the Makefile with this Python, on folders of its own."""
+    environment = tmp_path / "environment"
+    (environment / "bin").mkdir(parents=True)
+    verb = environment / "bin" / "quantflow"
+    verb.write_text(f'#!/bin/sh\nexec {sys.executable} -m stages.cli "$@"\n')
+    verb.chmod(0o755)
+    (environment / ".ready").touch()
+
+    def call(*words):
+        line = ["make", "-C", str(ROOT), f"VENV={environment}", f"WORK={tmp_path / 'work'}", *words]
+        return subprocess.run(line, capture_output=True, text=True, check=False, timeout=120)
+
+    return call
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_make_unify_takes_groups_as_they_are_written(make, tmp_path):
+    ranks(tmp_path / "work" / "1-measure", dp=4)
+    result = make("unify", "GROUPS=01 23")
+    assert result.returncode == 0, result.stderr
+    assert "amax          maximum  2" in result.stdout.splitlines()
+    assert [amax(tmp_path / "work" / "3-unify", rank, 2) for rank in (0, 1)] == [2.0, 4.0]
+    plain = make("-n", "unify").stdout.split()
+    assert plain[1:] == ["unify", "-m", f"{tmp_path}/work/1-measure", "-o", f"{tmp_path}/work/3-unify"]
+    assert make("unify", "GROUPS=01 2").returncode == 2
+    begun = make("-n", "measure", f"MODEL={tmp_path}", "RANKS=4", "TP=2").stdout.splitlines()[-1].split()
+    assert begun[1:3] == ["measure", str(tmp_path)] and begun[-4:] == ["--ranks", "4", "--tp", "2"]
 
 
 def test_the_result_is_a_table_of_what_was_merged_how_and_the_folder(said, tmp_path):
