@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from quantflow.errors import UsageError
+from quantflow.models.configuration import load_config
 from quantflow.models.graph import Graph
-from quantflow.models.load import load_config
 from quantflow.models.sharding import placements
 from quantflow.models.source import ModelFiles
 from stages._plan import Plan

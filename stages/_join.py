@@ -1,6 +1,6 @@
 """What N cards quantized becomes one result, or G of a smaller world: unify for the shards of `quantize --ranks`.
 
-The result is what `quantize` (or `quantize --ranks G`) writes from the same source, byte for byte, in every file but
+The result is what `quantize` (or `quantize --ranks G`) writes from the same source, byte for byte. DONE.json lists one more:
 
     unified.json    per linear: how its parts were joined, of how many cards, and for how many of their channels the scale
                     of one card was not the largest, so that these values were rounded again from the source

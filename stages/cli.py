@@ -171,9 +171,7 @@ def measure(model: str, output: str, settings: tuple[str, ...], recipe: str | No
     help="Calibrate a layer on what the quantized layers before it put out, or the original ones.",
 )
 @click.option("--name", help="Which entry of the recipe (default: the first).")
-@click.option(
-    "--ranks", type=int, default=1, help="Processes (default 1), each with a slice of each linear; unify joins them."
-)
+@click.option("--ranks", type=int, default=1, help="Processes (default 1), each with a slice of each linear; unify joins them.")
 @click.option("--seed", type=int, help="Of the canary where no measurement is given (default 0).")
 @bounded
 @common
