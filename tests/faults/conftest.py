@@ -221,8 +221,8 @@ def commands(server: Server, inputs: dict[str, Path], tmp_path_factory: pytest.T
         if name not in known:
             before = None
             if name == "unify-shards" and not (made / "shards").exists():  # by processes that the server does not start
-                line = ["quantize", model, "-o", made / "shards", "--scheme", "FP8_DYNAMIC", "--ranks", 2, "-q"]
-                subprocess.run([sys.executable, "-m", "stages.cli", *map(str, line)], check=True, stdout=subprocess.DEVNULL)
+                words = ["quantize", model, "-o", made / "shards", "--scheme", "FP8_DYNAMIC", "--ranks", 2, "-q"]
+                subprocess.run([sys.executable, "-m", "stages.cli", *map(str, words)], check=True, stdout=subprocess.DEVNULL)
             for earlier in reads.get(name, []):
                 command(earlier)
                 if not (made / earlier).exists():
@@ -231,8 +231,8 @@ def commands(server: Server, inputs: dict[str, Path], tmp_path_factory: pytest.T
             if name == "export-replace":
                 before = work / "before"
                 shutil.copytree(made / "export", before / "out")
-            of = lines[name]
-            found = Command(server, name, lambda folder: of(folder / "out"), work, model, before)
+            line = lines[name]
+            found = Command(server, name, lambda folder: line(folder / "out"), work, model, before)
             if before is not None:
                 found.also = [tree(before), {}]  # the old result, or for a moment none
             known[name] = found.learn()

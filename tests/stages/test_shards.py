@@ -19,6 +19,7 @@ from quantflow.errors import InputError, IntegrityError, UsageError
 from stages import export, quantize, unify
 from stages._config import Override, Quantize
 from stages._progress import Progress
+from stages._units import Unit
 
 QUIET = Progress(quiet=True)
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny-llama"
@@ -167,6 +168,24 @@ def test_a_shard_holds_its_part_of_every_tensor_and_says_which(model, tmp_path, 
     record = json.loads((shards / "rank-002-of-004" / "layers" / "00001.json").read_text())
     told = record["placements"][f"{layer}.mlp.down_proj"]
     assert (told["kind"], told["axis"], told["offset"], told["length"], told["full_shape"]) == ("row", 1, 64, 32, [64, 128])
+
+
+def test_a_card_reads_its_part_of_each_weight_and_no_more(model, tmp_path, cards, monkeypatch):
+    read: dict[str, int] = {}
+    original = Unit.read
+
+    def counted(unit: Unit) -> torch.Tensor:
+        tensor = original(unit)
+        read[unit.info.name] = read.get(unit.info.name, 0) + tensor.nbytes
+        return tensor
+
+    monkeypatch.setattr(Unit, "read", counted)
+    cards(model, tmp_path / "shards", entry("W8A16"), ranks=4, only=(3,))
+    layer = "model.layers.0"
+    assert read[f"{layer}.mlp.gate_proj.weight"] == read[f"{layer}.mlp.down_proj.weight"] == 2 * 64 * 128 // 4
+    assert read[f"{layer}.self_attn.o_proj.weight"] == 2 * 64 * 64 // 4
+    assert read[f"{layer}.self_attn.v_proj.weight"] == 2 * 64 * 32 // 2  # one of two heads
+    assert read[f"{layer}.input_layernorm.weight"] == 2 * 64
 
 
 def test_the_report_says_how_each_linear_was_joined_and_what_was_rounded_again(model, tmp_path, cards):
