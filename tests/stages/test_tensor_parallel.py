@@ -246,6 +246,13 @@ def test_ranks_that_are_not_those_of_the_launcher_are_refused(
     assert not (tmp_path / "m").exists()
 
 
+def test_a_folder_of_other_ranks_is_refused_before_anything_is_measured(single_folder: Path, model: Path) -> None:
+    job = measure.Job(model=model, output=single_folder, calibration=Calibration(source="not read"), ranks=2)
+    with pytest.raises(UsageError, match="rank-000-of-001: is not one of 2 ranks") as caught:
+        measure.run(job, QUIET)
+    assert caught.value.remedy == "give another -o, or remove that folder"
+
+
 def test_machines_that_meet_under_an_outer_torchrun_measure_what_ranks_of_one_machine_do(
     model: Path, options: list[str], measured: Callable[[int, int], Path], tmp_path: Path
 ) -> None:
