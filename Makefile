@@ -56,7 +56,7 @@ measure: $(TEXTS)/heldout.jsonl ## stage 1: MODEL, RANKS, TP, CALIBRATION
 	$(BIN)/quantflow measure $(MODEL) -o $(WORK)/1-measure --calibration $(CALIBRATION) --ranks $(RANKS) --tp $(TP)
 
 unify: $(READY) ## stage 3: GROUPS, such as "01 23"; all ranks into one without
-	$(BIN)/quantflow unify $(if $(GROUPS),-g $(GROUPS)) -m $(WORK)/1-measure -o $(WORK)/3-unify
+	$(BIN)/quantflow unify $(if $(GROUPS),-g $(GROUPS)) -m $(WORK)/1-measure -o $(WORK)/3-unify --force
 
 quantize: $(READY) ## stage 2: MODEL, SCHEME
 	$(BIN)/quantflow quantize $(MODEL) -o $(WORK)/2-quantize --scheme $(SCHEME) \

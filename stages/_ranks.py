@@ -25,6 +25,17 @@ def rank_folder(output: Path, rank: int, world: int) -> Path:
     return output / f"rank-{rank:03d}-of-{world:03d}"
 
 
+def refuse_other_world(output: Path, world: int) -> None:
+    """Refuse to measure into a folder that holds ranks of another number: unify takes those of one measurement alone.
+
+    Raises:
+        UsageError: naming such a folder.
+    """
+    for path in sorted(output.glob("rank-*-of-*")):
+        if path.name.rpartition("-")[2] != f"{world:03d}":
+            raise UsageError(f"{path}: is not one of {world} ranks", "give another -o, or remove that folder")
+
+
 def die_with_parent() -> None:
     """Ask the kernel to kill this process when its parent dies, so that a killed run leaves nobody who holds a lock."""
     if sys.platform == "linux":

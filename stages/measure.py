@@ -36,7 +36,7 @@ from stages._bits import identify, single_threaded, tools
 from stages._config import Calibration, Resources, launched_rank, nearest
 from stages._observe import Observation
 from stages._progress import Progress
-from stages._ranks import die_with_parent, launch, rank_folder
+from stages._ranks import die_with_parent, launch, rank_folder, refuse_other_world
 from stages._replica import Replica
 from stages._resources import account, allow_measure
 from stages._sizes import model_size
@@ -82,7 +82,9 @@ def run(job: Job, progress: Progress) -> Path:
     launched = launched_rank()
     if launched is not None and job.ranks not in (1, launched[1]):
         raise UsageError(f"measure: ranks={job.ranks}, torchrun started {launched[1]}", "leave --ranks out under torchrun")
-    _replica.sizes(job.ranks if launched is None else launched[1], job.tp, job.dp)
+    world = job.ranks if launched is None else launched[1]
+    _replica.sizes(world, job.tp, job.dp)
+    refuse_other_world(job.output, world)
     if launched is not None:
         _join(job, progress, rank=launched[0], world=launched[1])
     elif job.ranks > 1:

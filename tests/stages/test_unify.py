@@ -326,7 +326,7 @@ def make(tmp_path):
     (environment / ".ready").touch()
 
     def call(*words):
-        line = ["make", "-C", str(ROOT), f"VENV={environment}", f"WORK={tmp_path / 'work'}", *words]
+        line = ["make", "--no-print-directory", "-C", str(ROOT), f"VENV={environment}", f"WORK={tmp_path / 'work'}", *words]
         return subprocess.run(line, capture_output=True, text=True, check=False, timeout=120)
 
     return call
@@ -340,7 +340,7 @@ def test_make_unify_takes_groups_as_they_are_written(make, tmp_path):
     assert "amax          maximum  2" in result.stdout.splitlines()
     assert [amax(tmp_path / "work" / "3-unify", rank, 2) for rank in (0, 1)] == [2.0, 4.0]
     plain = make("-n", "unify").stdout.split()
-    assert plain[1:] == ["unify", "-m", f"{tmp_path}/work/1-measure", "-o", f"{tmp_path}/work/3-unify"]
+    assert plain[1:] == ["unify", "-m", f"{tmp_path}/work/1-measure", "-o", f"{tmp_path}/work/3-unify", "--force"]
     assert make("unify", "GROUPS=01 2").returncode == 2
     begun = make("-n", "measure", f"MODEL={tmp_path}", "RANKS=4", "TP=2").stdout.splitlines()[-1].split()
     assert begun[1:3] == ["measure", str(tmp_path)] and begun[-4:] == ["--ranks", "4", "--tp", "2"]
