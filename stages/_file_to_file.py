@@ -135,25 +135,22 @@ def quantize_files(
     with ExitStack() as stack:
         workers = stack.enter_context(Workers(allowance.workers + READERS))
         committer = stack.enter_context(ThreadPoolExecutor(1))
-        files = {layer.index: files_of(layer, source) for layer in graph.layers}
-        hashes = stack.enter_context(HashesAhead(files.values(), folder=source.checkpoint.folder, digests=digests))
+        files = [files_of(layer, source) for layer in graph.layers]
+        hashes = stack.enter_context(HashesAhead(files, folder=source.checkpoint.folder, digests=digests))
         pending: list[Future[None]] = []
         # Whatever ends the loop, a layer whose bytes are complete is committed before this returns.
         stack.callback(lambda: [future.result() for future in pending])
-        sizes = {layer.index: sum(unit.nbytes for unit in units_of(layer, plan, source, share)) for layer in graph.layers}
-        stage = f"{'quantize' if choose is None else 'unify'} {plan.name}"
-        steps = progress.steps(graph.layers, stage=stage, unit="layer", nbytes=lambda layer: sizes[layer.index])
+        sizes = [sum(unit.nbytes for unit in units_of(layer, plan, source, share)) for layer in graph.layers]
+        stage, rounded = ("quantize", _by(plan.algorithm)) if choose is None else ("unify", choose)
+        steps = progress.steps(
+            graph.layers, stage=f"{stage} {plan.name}", unit="layer", nbytes=lambda layer: sizes[layer.index]
+        )
         for layer in steps:
             path, layer_key = layer_path(output, layer.index), digest_of([key, layer.index, hashes.of(files[layer.index])])
             if finished(path, layer_key) is not None:
                 continue
             writer = Writer(disk.temporary_for(path), layer_specs(layer, plan, source, share))
-            try:
-                account = _fill(writer, units_of(layer, plan, source, share), choose or _by(plan.algorithm), workers=workers)
-                record = {**account.as_json(layer_key), **share.record(layer)}
-            except BaseException:
-                writer.abandon()
-                raise
+            record = _fill(writer, units_of(layer, plan, source, share), rounded, workers, layer_key) | share.record(layer)
             while pending:  # one layer at a time waits for the disk
                 pending.pop().result()
             pending.append(committer.submit(_commit, writer, path, record))
@@ -171,8 +168,8 @@ def _by(algorithm: str) -> Choose:
     return quantized
 
 
-def _fill(writer: Writer, units: Iterator[Unit], choose: Choose, *, workers: Workers) -> Account:
-    """Write every unit's bytes and return what there is to record about them."""
+def _fill(writer: Writer, units: Iterator[Unit], choose: Choose, workers: Workers, key: str) -> dict[str, Any]:
+    """Write every unit's bytes and return the layer's record; where that fails the file is removed."""
     account = Account()
 
     def work(unit: Unit) -> Rounded | None:
@@ -182,10 +179,14 @@ def _fill(writer: Writer, units: Iterator[Unit], choose: Choose, *, workers: Wor
         _copy(writer, unit, tensor)
         return None
 
-    for rounded in workers.stream(work, units, ahead=AHEAD * workers.count):
-        if rounded is not None:
-            account.add(rounded)
-    return account
+    try:
+        for rounded in workers.stream(work, units, ahead=AHEAD * workers.count):
+            if rounded is not None:
+                account.add(rounded)
+        return account.as_json(key)
+    except BaseException:
+        writer.abandon()
+        raise
 
 
 def _copy(writer: Writer, unit: Unit, tensor: Tensor) -> None:

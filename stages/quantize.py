@@ -38,7 +38,7 @@ from stages._file_to_file import quantize_files
 from stages._plan import Plan, resolve
 from stages._progress import Progress
 from stages._ranks import die_with_parent, launch, rank_folder
-from stages._resources import account, allow_quantize
+from stages._resources import Allowance, account, allow_quantize
 from stages._share import STAGE, WHOLE, Share
 from stages._sizes import model_size
 
@@ -146,22 +146,7 @@ def _quantize(job: Job, plan: Plan, source: ModelFiles, graph: Graph, progress: 
             )
             inputs = {**about, "model": identify(source.checkpoint, digests)}
         else:
-            from stages._forward import Forward, open_source  # here: file to file starts without transformers' model code
-
-            with Workers(allowance.workers) as workers:
-                Forward(
-                    output=job.output,
-                    entry=job.entry,
-                    plan=plan,
-                    source=open_source(job.model),
-                    graph=graph,
-                    measurement=measurement,
-                    key=digest_of(inputs),
-                    seed=job.seed,
-                    progress=progress,
-                    workers=workers,
-                    allowance=allowance,
-                ).layers()
+            _run_layers(job, plan, graph, measurement, key=digest_of(inputs), allowance=allowance, progress=progress)
         disk.write_atomic(job.output / "quantize.json", canonical_json(_summary(job, plan, measurement)))
         hashes = {f"layers/{path.name}": digest for path, digest in _state.hashes(job.output, graph).items()}
         _workspace.finish(job.output, stage="quantize" if share is WHOLE else STAGE, inputs=inputs, hashes=hashes)
@@ -169,6 +154,35 @@ def _quantize(job: Job, plan: Plan, source: ModelFiles, graph: Graph, progress: 
         for line in account(f"quantize {job.entry.name}", allowance, job.output):
             progress.note(line)
     return job.output
+
+
+def _run_layers(
+    job: Job,
+    plan: Plan,
+    graph: Graph,
+    measurement: Measurement | None,
+    *,
+    key: str,
+    allowance: Allowance,
+    progress: Progress,
+) -> None:
+    """Bring every layer up to date by running the model, layer by layer."""
+    from stages._forward import Forward, open_source  # here: file to file starts without transformers' model code
+
+    with Workers(allowance.workers) as workers:
+        Forward(
+            output=job.output,
+            entry=job.entry,
+            plan=plan,
+            source=open_source(job.model),
+            graph=graph,
+            measurement=measurement,
+            key=key,
+            seed=job.seed,
+            progress=progress,
+            workers=workers,
+            allowance=allowance,
+        ).layers()
 
 
 def _say(progress: Progress, job: Job, difference: str) -> None:

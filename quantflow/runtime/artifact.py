@@ -200,8 +200,7 @@ def open_artifact(
     folder = Path(folder)
     if verify:
         verify_artifact(folder)
-    manifest = read_manifest(folder)
-    checkpoint = open_checkpoint(folder)
+    manifest, checkpoint = read_manifest(folder), open_checkpoint(folder)
     quantization = checkpoint.config.get("quantization_config")
     if not isinstance(quantization, dict):
         raise InputError(f"{folder / 'config.json'}: no quantization_config", "give the folder of an exported artifact")
