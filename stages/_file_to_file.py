@@ -141,11 +141,9 @@ def quantize_files(
         # Whatever ends the loop, a layer whose bytes are complete is committed before this returns.
         stack.callback(lambda: [future.result() for future in pending])
         sizes = [sum(unit.nbytes for unit in units_of(layer, plan, source, share)) for layer in graph.layers]
-        stage, rounded = ("quantize", _by(plan.algorithm)) if choose is None else ("unify", choose)
-        steps = progress.steps(
-            graph.layers, stage=f"{stage} {plan.name}", unit="layer", nbytes=lambda layer: sizes[layer.index]
-        )
-        for layer in steps:
+        verb, rounded = ("quantize", _by(plan.algorithm)) if choose is None else ("unify", choose)
+        told = f"{verb} {plan.name}"
+        for layer in progress.steps(graph.layers, stage=told, unit="layer", nbytes=lambda layer: sizes[layer.index]):
             path, layer_key = layer_path(output, layer.index), digest_of([key, layer.index, hashes.of(files[layer.index])])
             if finished(path, layer_key) is not None:
                 continue

@@ -74,7 +74,7 @@ class Parts:
         with self._lock:
             how = HOW[axis] if len(holders) > 1 else "one part"
             told = self.report.setdefault(name, dict(zip(COLUMNS, (name, how, len(holders), 0, 0), strict=True)))
-            told["channels"] += unit.count
+            told["channels"] += unit.count * (len(holders) if axis == 1 else 1)  # every card has a scale for each row
             told["requantized"] += requantized
         return weight, {"zero_groups": zero_groups(rows, weight.scale)}
 

@@ -200,7 +200,7 @@ def test_the_report_says_how_each_linear_was_joined_and_what_was_rounded_again(m
         "linear": "model.layers.0.mlp.down_proj",
         "joined": "columns side by side",
         "cards": 2,
-        "channels": 64,
+        "channels": 128,  # 64 rows on each of two cards
         "requantized": smaller,
     }
     assert rows["model.layers.0.self_attn.q_proj"]["joined"] == "rows side by side"
