@@ -287,6 +287,25 @@ def test_a_source_that_is_gone_or_another_is_refused_and_can_be_named(model, lla
     together(shards, tmp_path / "made", model=tmp_path / "elsewhere")
 
 
+def test_a_source_of_several_files_is_cut_and_joined(model, tmp_path, cards):
+    folder = tmp_path / "model"
+    LlamaForCausalLM.from_pretrained(model, dtype=torch.bfloat16).save_pretrained(folder, max_shard_size="40KB")
+    assert len(list(folder.glob("*.safetensors"))) > 4
+    whole = one(folder, tmp_path / "whole", entry("W8A8"))
+    made = together(cards(folder, tmp_path / "shards", entry("W8A8"), ranks=4), tmp_path / "made")
+    assert hashes(made) == hashes(whole)
+
+
+def test_shards_of_other_library_versions_are_refused(model, tmp_path, cards):
+    shards = cards(model, tmp_path / "shards", entry("W8A8"), ranks=2)
+    for path in shards.glob("*/DONE.json"):
+        record = json.loads(path.read_text())
+        record["inputs"]["tools"]["torch"] = "1.0"
+        path.write_text(json.dumps(record))
+    with pytest.raises(InputError, match="made with torch 1.0, here is"):
+        together(shards, tmp_path / "made")
+
+
 def test_other_groups_expansion_and_missing_shards_are_usage_errors(model, tmp_path, cards):
     shards = cards(model, tmp_path / "shards", entry("W8A8"), ranks=4)
     for options, told in (
