@@ -1,7 +1,7 @@
 """`quantflow measure` by two ranks next to one: the ratio of their wall times on this machine.
 
-    python benchmarks/measure_ranks.py                          500 MB of random weights, 16 sequences of 512 tokens
-    python benchmarks/measure_ranks.py --size 50MB --samples 4 --tokens 64 --runs 1       a try, a minute
+    python benchmarks/measure_ranks.py                          50 MB of random weights, 32 sequences of 512 tokens
+    python benchmarks/measure_ranks.py --samples 4 --tokens 64 --runs 1    a try, a minute
 
 One rank, two that share the sequences (dp) and two that share the model (tp) take turns; medians of `--runs`.
 Needs the environment that quantflow is installed in, GNU time and Linux.
@@ -57,8 +57,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def _arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=sorted(SHAPES), default="500MB")
-    parser.add_argument("--samples", type=int, default=16)
+    parser.add_argument("--size", choices=sorted(SHAPES), default="50MB")
+    parser.add_argument("--samples", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--work", type=Path, default=Path("artifacts/measure_ranks"))

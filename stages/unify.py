@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quantflow.core.parallel import Workers
 from quantflow.errors import InputError, UsageError
 from quantflow.measurements.expand import expand, planned
 from quantflow.measurements.grouping import consecutive_groups, parse_groups, some
@@ -30,7 +31,7 @@ from quantflow.measurements.record import (
     write_measurement,
 )
 from quantflow.measurements.unify import unify_each
-from stages import _workspace
+from stages import _memory, _workspace
 from stages._join import REPORT, join
 from stages._join import summary as summary_of_shards
 from stages._parts import COLUMNS as PART_COLUMNS
@@ -172,7 +173,9 @@ def _groups(job: Job, world: int) -> list[list[int]] | None:
 def _made(job: Job, metas: Mapping[Path, dict[str, Any]], groups: list[list[int]] | None) -> tuple[Iterator[Measurement], int]:
     """Return the measurements to be written, made one after the other, and how many they are."""
     if groups is not None:
-        return unify_each(open_measurements(metas), groups, allow_missing=job.allow_missing), len(groups)
+        with Workers(_memory.usable_cores()) as workers:
+            opened = open_measurements(metas, workers=workers)
+        return unify_each(opened, groups, allow_missing=job.allow_missing), len(groups)
     if len(metas) > 1:
         raise InputError(f"{job.measurement}: holds {len(metas)} ranks, one is expanded", "run `quantflow unify` on it first")
     whole = read_measurement(*metas)

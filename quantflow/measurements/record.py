@@ -28,6 +28,7 @@ from torch import Tensor
 
 from quantflow.artifact import disk
 from quantflow.artifact.canonical import digest_of, file_digest, read_json, readable_json
+from quantflow.core.parallel import SEQUENTIAL, Workers
 from quantflow.errors import InputError, IntegrityError, StatisticsError, UnsupportedError
 from quantflow.measurements.keys import Key, by_site, observers_at
 from quantflow.measurements.placement import check_placement
@@ -143,22 +144,26 @@ def read_measurement(folder: Path) -> Measurement:
         IntegrityError: a file differs from its recorded hash.
         StatisticsError: a statistic is NaN, Inf, negative, or of the wrong shape; names the tensor.
     """
-    measurement = _open(folder, read_meta(folder), _load)
+    meta = read_meta(folder)
+    _check_files(folder, meta)
+    measurement = _open(folder, meta, _load)
     _check_statistics(measurement)
     return measurement
 
 
-def open_measurements(metas: Mapping[Path, dict[str, Any]]) -> list[Measurement]:
+def open_measurements(metas: Mapping[Path, dict[str, Any]], *, workers: Workers = SEQUENTIAL) -> list[Measurement]:
     """Check the files of many ranks and read all but their statistics, which are read as they are asked for, unchecked.
 
     Args:
         metas: folder -> its record, as `read_meta` returns it.
+        workers: hash several ranks at once.
 
     Raises:
         InputError: a file is not of its format, or the three contradict each other.
         IntegrityError: a file differs from its recorded hash.
     """
     headers = Headers()
+    workers.map(lambda folder: _check_files(folder, metas[folder]), metas)
     return [_open(folder, meta, lambda path: StoredStatistics(path, headers)) for folder, meta in metas.items()]
 
 
@@ -178,11 +183,14 @@ def read_meta(folder: Path) -> dict[str, Any]:
     return meta
 
 
-def _open(folder: Path, meta: dict[str, Any], statistics: Callable[[Path], Mapping[str, Tensor]]) -> Measurement:
+def _check_files(folder: Path, meta: Mapping[str, Any]) -> None:
     for name in (STATISTICS_NAME, CALIBRATION_NAME):
         actual = file_digest(folder / name)
         if actual != meta["files"][name]:
             raise IntegrityError(f"{folder / name}: sha256 is {actual}, recorded {meta['files'][name]}", _AGAIN)
+
+
+def _open(folder: Path, meta: dict[str, Any], statistics: Callable[[Path], Mapping[str, Tensor]]) -> Measurement:
     sequences, indices = _read_sequences(folder / CALIBRATION_NAME)
     measurement = Measurement(
         meta=meta,
