@@ -1,5 +1,5 @@
 # The stages as targets: `make demo` and `make test` are all a newcomer needs.
-# MODEL, RANKS, GROUPS, SCHEME, ALGORITHM, FORMAT and TEXT are the arguments of the stage targets.
+# MODEL, RANKS, TP, GROUPS, SCHEME, ALGORITHM, FORMAT and TEXT are the arguments of the stage targets.
 
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -9,7 +9,8 @@ MODEL ?= examples/tiny-llama
 CALIBRATION ?= $(TEXTS)/calibration.jsonl
 TEXT ?= $(TEXTS)/heldout.jsonl
 RANKS ?= 1
-GROUPS ?= 0
+TP ?= 1
+GROUPS ?=
 SCHEME ?= W4A16
 FORMAT ?= compressed-tensors
 TEXTS := artifacts/tiny-llama-text
@@ -51,13 +52,13 @@ check: $(READY) ## format, lint, types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-measure: $(TEXTS)/heldout.jsonl ## stage 1: MODEL, RANKS, CALIBRATION
-	$(BIN)/quantflow measure $(MODEL) -o $(WORK)/1-measure --calibration $(CALIBRATION) --ranks $(RANKS)
+measure: $(TEXTS)/heldout.jsonl ## stage 1: MODEL, RANKS, TP, CALIBRATION
+	$(BIN)/quantflow measure $(MODEL) -o $(WORK)/1-measure --calibration $(CALIBRATION) --ranks $(RANKS) --tp $(TP)
 
-unify: $(READY) ## stage 2: GROUPS
-	$(BIN)/quantflow unify -g $(GROUPS) -m $(WORK)/1-measure -o $(WORK)/3-unify
+unify: $(READY) ## stage 3: GROUPS, such as "01 23"; all ranks into one without
+	$(BIN)/quantflow unify $(if $(GROUPS),-g $(GROUPS)) -m $(WORK)/1-measure -o $(WORK)/3-unify --force
 
-quantize: $(READY) ## stage 3: MODEL, SCHEME
+quantize: $(READY) ## stage 2: MODEL, SCHEME
 	$(BIN)/quantflow quantize $(MODEL) -o $(WORK)/2-quantize --scheme $(SCHEME) \
 	  --measurement $(firstword $(wildcard $(WORK)/3-unify) $(WORK)/1-measure)
 

@@ -2,7 +2,7 @@
 
     model: folder                       revision: null         seed: 0
     calibration: {source, samples, sequence_length, pack}
-    measure:     {ranks, stats}
+    measure:     {ranks, tp, dp, stats}
     quantize:    [{name, scheme, algorithm, group_size, transforms, ignore, overrides, expect}, ...]
     unify:       {groups}               export: {format, shard_size}
     validate:    {text, tokens, sequence_length, gate, allow_inconclusive}
@@ -45,9 +45,11 @@ class Calibration:
 
 @dataclass(frozen=True, kw_only=True)
 class Measure:
-    """Ranks share the calibration text; `stats` null means what the artifacts of the recipe need, possibly nothing."""
+    """`tp` of the ranks share a model, null is what the others leave of ranks = tp x dp; `stats` null: what artifacts need."""
 
     ranks: int = 1
+    tp: int | None = None
+    dp: int | None = None
     stats: tuple[str, ...] | None = None
 
 
@@ -233,8 +235,7 @@ def recipe_from(data: Mapping[str, Any]) -> Recipe:
     Raises:
         UsageError: a key is unknown or a value has the wrong type.
     """
-    recipe: Recipe = _build(Recipe, data, "recipe")
-    return recipe
+    return typing.cast(Recipe, _build(Recipe, data, "recipe"))
 
 
 def _build(kind: Any, data: Any, where: str) -> Any:
@@ -290,9 +291,8 @@ def parse_size(text: str) -> int:
 
 def launched_rank() -> tuple[int, int] | None:
     """Return (rank, world size) when torchrun started this process, else None."""
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        return None
-    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    launched = {"RANK", "WORLD_SIZE"} <= os.environ.keys()
+    return (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if launched else None
 
 
 def bars_wanted() -> bool:

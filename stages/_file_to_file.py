@@ -1,12 +1,12 @@
 """Quantize without a model: rows of weights are read, rounded and written, from file to file.
 
 It serves plans whose numbers follow from the weights alone and row by row: round to nearest, no transforms, no static
-inputs, scales per channel or per group. Memory holds a few units, each of UNIT weights, whatever the size of a tensor or a
+inputs, scales per channel or per group. Memory holds a few units (stages/_units.py), whatever the size of a tensor or a
 layer. Units are cut by the code's constants, and everything that is added up is added in their order, so neither
-workers nor memory change a bit of what is written.
+workers nor memory change a bit of what is written. One card of several writes its part of each tensor (stages/_share.py).
 
     layers/00012.safetensors    the layer as the artifact holds it
-    layers/00012.json           {"key", "sha256", "errors", "decisions", "changed", "values"}
+    layers/00012.json           {"key", "sha256", "errors", "decisions", "changed", "values"}, of a part "placements" too
 
 `values` is, per linear, the sha256 of what the algorithm chose, before its layout packed it: export's proof decodes the
 artifact and compares. A layer is written under another name, synced and hashed while the next one is quantized.
@@ -16,7 +16,7 @@ and what the system's cache still holds of it then is taken from there, the rest
 the hashes of the files that it lies in, and the model's fingerprint is known at the end.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -30,27 +30,29 @@ from quantflow.algorithms import ALGORITHMS
 from quantflow.artifact import disk
 from quantflow.artifact.canonical import canonical_json, digest_of, file_digest
 from quantflow.artifact.digests import Digests
-from quantflow.artifact.safetensors_header import TensorInfo
-from quantflow.artifact.safetensors_writer import Spec, Writer
+from quantflow.artifact.safetensors_writer import Writer
 from quantflow.core.parallel import Workers
 from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.core.scheme import LinearScheme
-from quantflow.errors import UnsupportedError
 from quantflow.evaluation.layer_error import error_from, weight_sums
 from quantflow.formats import FORMATS
-from quantflow.models.graph import Graph, Layer
-from quantflow.models.reading import DTYPES, bytes_of, check_finite, read_once
+from quantflow.models.graph import Graph
+from quantflow.models.reading import bytes_of, check_finite
 from quantflow.models.source import ModelFiles
 from stages._hashes_ahead import HashesAhead
 from stages._needs import READERS
 from stages._plan import Plan
 from stages._progress import Progress
+from stages._share import WHOLE, Share
 from stages._state import finished, layer_path
+from stages._units import Unit, files_of, layer_specs, units_of
 from stages._values import ValuesDigest
 
 FORMAT = FORMATS["compressed-tensors"]
-UNIT = 1 << 20  # weights of a unit: its float32 copies stay near the core, and Python's share of the time is small
 AHEAD = 2  # units per worker that are begun or finished but not yet written down: none waits for the one who adds up
+
+# A unit of a linear and its rows of the source, [rows, columns] -> what they become, and the decisions to be counted.
+Choose = Callable[[Unit, Tensor], tuple[QTensor, Mapping[str, Any]]]
 
 
 class Allowed(Protocol):
@@ -60,35 +62,6 @@ class Allowed(Protocol):
     def workers(self) -> int:
         """At least 1."""
         ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Unit:
-    """Some rows of one source tensor, or some elements of a copied one.
-
-    Attributes:
-        path, info: the file that holds the tensor, and where.
-        scheme: of the linear; None copies.
-        first, count: rows of a linear's weight; elements of a copied tensor.
-    """
-
-    path: Path
-    info: TensorInfo
-    scheme: LinearScheme | None
-    first: int
-    count: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are read."""
-        width = self.info.shape[1] if self.scheme is not None else 1
-        return self.count * width * DTYPES[self.info.dtype].itemsize
-
-    @property
-    def offset(self) -> int:
-        """Where the bytes begin in the file."""
-        width = self.info.shape[1] if self.scheme is not None else 1
-        return self.info.offset + self.first * width * DTYPES[self.info.dtype].itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +111,8 @@ def quantize_files(
     digests: Digests,
     allowance: Allowed,
     progress: Progress,
+    share: Share = WHOLE,
+    choose: Choose | None = None,
 ) -> None:
     """Bring every layer's file in `output` up to date.
 
@@ -150,6 +125,8 @@ def quantize_files(
         digests: of the source's files; what is not known is read.
         allowance: how many units run at once.
         progress: is told after each layer.
+        share: which part of each tensor is written.
+        choose: what a linear's rows become; None quantizes them by the plan's algorithm.
 
     Raises:
         InputError: a tensor holds NaN or Inf, or a file of the source ends early or is gone.
@@ -158,128 +135,79 @@ def quantize_files(
     with ExitStack() as stack:
         workers = stack.enter_context(Workers(allowance.workers + READERS))
         committer = stack.enter_context(ThreadPoolExecutor(1))
-        files = {layer.index: _files(layer, source) for layer in graph.layers}
-        hashes = stack.enter_context(HashesAhead(files.values(), folder=source.checkpoint.folder, digests=digests))
+        files = [files_of(layer, source) for layer in graph.layers]
+        hashes = stack.enter_context(HashesAhead(files, folder=source.checkpoint.folder, digests=digests))
         pending: list[Future[None]] = []
         # Whatever ends the loop, a layer whose bytes are complete is committed before this returns.
         stack.callback(lambda: [future.result() for future in pending])
-        sizes = {layer.index: sum(unit.nbytes for unit in units_of(layer, plan, source)) for layer in graph.layers}
-        steps = progress.steps(
-            graph.layers, stage=f"quantize {plan.name}", unit="layer", nbytes=lambda layer: sizes[layer.index]
-        )
-        for layer in steps:
+        sizes = [sum(unit.nbytes for unit in units_of(layer, plan, source, share)) for layer in graph.layers]
+        verb, rounded = ("quantize", _by(plan.algorithm)) if choose is None else ("unify", choose)
+        told = f"{verb} {plan.name}"
+        for layer in progress.steps(graph.layers, stage=told, unit="layer", nbytes=lambda layer: sizes[layer.index]):
             path, layer_key = layer_path(output, layer.index), digest_of([key, layer.index, hashes.of(files[layer.index])])
             if finished(path, layer_key) is not None:
                 continue
-            writer = Writer(disk.temporary_for(path), layer_specs(layer, plan, source))
-            try:
-                record = _fill(writer, units_of(layer, plan, source), plan, workers=workers).as_json(layer_key)
-            except BaseException:
-                writer.abandon()
-                raise
+            writer = Writer(disk.temporary_for(path), layer_specs(layer, plan, source, share))
+            record = _fill(writer, units_of(layer, plan, source, share), rounded, workers, layer_key) | share.record(layer)
             while pending:  # one layer at a time waits for the disk
                 pending.pop().result()
             pending.append(committer.submit(_commit, writer, path, record))
 
 
-def layer_specs(layer: Layer, plan: Plan, source: ModelFiles) -> dict[str, Spec]:
-    """Return every tensor of a layer's file: name -> (dtype as safetensors names it, shape)."""
-    specs: dict[str, Spec] = {}
-    for name, info in _tensors(layer, source):
-        linear, scheme = _linear(name, plan)
-        if scheme is None:
-            specs[name] = (info.dtype, info.shape)
-        else:
-            specs |= FORMAT.tensor_specs(linear, scheme, info.shape, DTYPES[info.dtype])
-    return specs
+def _by(algorithm: str) -> Choose:
+    """Return a function that quantizes rows by an algorithm that reads nothing else."""
+
+    def quantized(unit: Unit, rows: Tensor) -> tuple[QTensor, Mapping[str, Any]]:
+        assert unit.scheme is not None  # units that are copied do not come here
+        scale_dtype, name = FORMAT.scale_dtype(unit.scheme, rows.dtype), unit.info.name.removesuffix(".weight")
+        made = ALGORITHMS[algorithm].quantize_group({name: rows}, unit.scheme, statistics={}, scale_dtype=scale_dtype)[name]
+        return made.weight, made.decisions
+
+    return quantized
 
 
-def units_of(layer: Layer, plan: Plan, source: ModelFiles) -> Iterator[Unit]:
-    """Yield the units of a layer in the order of their bytes in the source's files."""
-    for name, info in _tensors(layer, source):
-        file, _ = source.checkpoint.tensors[name]
-        if info.dtype not in DTYPES:
-            raise UnsupportedError(f"{name}: dtype {info.dtype} in {file} is not known", f"use one of {', '.join(DTYPES)}")
-        _, scheme = _linear(name, plan)
-        total, step = torch.Size(info.shape).numel(), UNIT
-        if scheme is not None:
-            total, step = info.shape[0], row_step(info.shape[1])
-        for first in range(0, total, step):
-            count = min(step, total - first)
-            yield Unit(path=source.checkpoint.folder / file, info=info, scheme=scheme, first=first, count=count)
-
-
-def row_step(in_features: int) -> int:
-    """Return how many rows of a weight make a unit."""
-    multiple: int = FORMAT.ROW_MULTIPLE
-    return max(1, UNIT // max(1, in_features) // multiple) * multiple
-
-
-def _tensors(layer: Layer, source: ModelFiles) -> list[tuple[str, TensorInfo]]:
-    """Return the source's tensors of a layer, in the order of their bytes."""
-    found = [
-        (file, info.offset, name, info)
-        for name, (file, info) in source.checkpoint.tensors.items()
-        if name.startswith(f"{layer.prefix}.")
-    ]
-    return [(name, info) for _, _, name, info in sorted(found, key=lambda item: item[:3])]
-
-
-def _files(layer: Layer, source: ModelFiles) -> list[str]:
-    """Return the source's files that a layer lies in."""
-    return list(dict.fromkeys(source.checkpoint.tensors[name][0] for name, _ in _tensors(layer, source)))
-
-
-def _linear(name: str, plan: Plan) -> tuple[str, LinearScheme | None]:
-    """Return the linear that a source tensor is the weight of, and its scheme, None where the tensor is copied."""
-    linear, _, leaf = name.rpartition(".")
-    return linear, plan.schemes.get(linear) if leaf == "weight" else None
-
-
-def _fill(writer: Writer, units: Iterator[Unit], plan: Plan, *, workers: Workers) -> Account:
-    """Write every unit's bytes and return what there is to record about them."""
+def _fill(writer: Writer, units: Iterator[Unit], choose: Choose, workers: Workers, key: str) -> dict[str, Any]:
+    """Write every unit's bytes and return the layer's record; where that fails the file is removed."""
     account = Account()
 
     def work(unit: Unit) -> Rounded | None:
-        tensor = _read(unit)
+        tensor = unit.read()
         if unit.scheme is not None:
-            return _round(writer, unit, tensor, unit.scheme, plan.algorithm)
+            return _round(writer, unit, tensor, unit.scheme, choose)
         _copy(writer, unit, tensor)
         return None
 
-    for rounded in workers.stream(work, units, ahead=AHEAD * workers.count):
-        if rounded is not None:
-            account.add(rounded)
-    return account
-
-
-def _read(unit: Unit) -> Tensor:
-    """Read a unit, [rows, I] or [elements] as stored."""
-    shape = (unit.count,) if unit.scheme is None else (unit.count, unit.info.shape[1])
-    return read_once(unit.path, shape, DTYPES[unit.info.dtype], unit.offset, name=unit.info.name)
+    try:
+        for rounded in workers.stream(work, units, ahead=AHEAD * workers.count):
+            if rounded is not None:
+                account.add(rounded)
+        return account.as_json(key)
+    except BaseException:
+        writer.abandon()
+        raise
 
 
 def _copy(writer: Writer, unit: Unit, tensor: Tensor) -> None:
     """Copy a unit as it is stored."""
     if tensor.is_floating_point():
         check_finite(tensor, name=unit.info.name, path=unit.path)
-    writer.write(unit.info.name, bytes_of(tensor), offset_bytes=unit.first * tensor.itemsize)
+    writer.write(unit.info.name, bytes_of(tensor), offset_bytes=unit.at * unit.row_bytes)
 
 
-def _round(writer: Writer, unit: Unit, rows: Tensor, scheme: LinearScheme, algorithm: str) -> Rounded:
+def _round(writer: Writer, unit: Unit, rows: Tensor, scheme: LinearScheme, choose: Choose) -> Rounded:
     """Quantize a unit and write what its layout makes of it."""
-    name, shape = unit.info.name.removesuffix(".weight"), unit.info.shape
+    name = unit.info.name.removesuffix(".weight")
+    weight, decisions = choose(unit, rows)
     scale_dtype = FORMAT.scale_dtype(scheme, rows.dtype)
-    result = ALGORITHMS[algorithm].quantize_group({name: rows}, scheme, statistics={}, scale_dtype=scale_dtype)[name]
-    tensors = FORMAT.encode(name, QuantizedLinear(weight=result.weight, scheme=scheme), scale_dtype=scale_dtype)
-    spans = FORMAT.row_spans(name, scheme, first=unit.first, count=unit.count)
+    tensors = FORMAT.encode(name, QuantizedLinear(weight=weight, scheme=scheme), scale_dtype=scale_dtype)
+    spans = FORMAT.row_spans(name, scheme, first=unit.at, count=unit.count)
     for key, tensor in tensors.items():
         if key in spans:
             writer.write(key, bytes_of(tensor), offset_bytes=spans[key][0] * tensor[0].nbytes)
-        elif unit.first == 0:  # weight_shape, which is the whole weight's
-            writer.write(key, bytes_of(torch.tensor(shape, dtype=torch.int64)))
-    difference, power = weight_sums(rows, result.weight)
-    return Rounded(name=name, weight=result.weight, decisions=dict(result.decisions), difference=difference, power=power)
+        elif unit.at == 0:  # weight_shape, which is the whole weight's
+            writer.write(key, bytes_of(torch.tensor(unit.shape, dtype=torch.int64)))
+    difference, power = weight_sums(rows, weight)
+    return Rounded(name=name, weight=weight, decisions=dict(decisions), difference=difference, power=power)
 
 
 def _commit(writer: Writer, path: Path, record: dict[str, Any]) -> None:

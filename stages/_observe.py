@@ -22,11 +22,14 @@ from quantflow.models.hidden import HiddenStates
 from quantflow.models.hooks import KVRecorder, watch
 from quantflow.models.load import Source
 from quantflow.models.reading import read_tensor
+from quantflow.models.tensor_parallel import Share, cut_
 from quantflow.observers import OBSERVERS
 from stages import _state
 from stages._progress import Progress
+from stages._replica import Replica
 from stages._resources import Allowance
 
+_NOWHERE = -1  # no layer whose input was kept
 Observers = dict[str, list[Any]]  # `<source name>|<site>` -> observers
 
 
@@ -48,30 +51,49 @@ class Observation:
     progress: Progress
     workers: Workers
     allowance: Allowance
+    replica: Replica
 
     def statistics(self, sequences: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return every statistic of every layer, by `<source name>|<site>|<statistic>`."""
-        stream = LayerStream(self.source, self.graph)
-        hidden = HiddenStates(len(sequences), folder=self.folder / "hidden", cache_bytes=self.allowance.cache_bytes)
-        start = _state.restart(self.folder, self.key, self.graph, hidden)
+        stream = self._stream()
+        start, hidden = self._restart(len(sequences))
         states = stream.begin(sequences, hidden=hidden)
         if not hidden.restored:
-            hidden.commit(0, key=self.key)
+            hidden.commit(0, key=self.key, settled=self.replica.wait)
         rest = self.graph.layers[start:]
         told: Any = {"samples": len(sequences), "nbytes": self._bytes}
         for layer in self.progress.steps(rest, stage="measure", unit="layer", before=start, **told):
             path, layer_key = _state.layer_path(self.folder, layer.index), digest_of([self.key, layer.index])
             last = layer is self.graph.layers[-1]
-            if last and _state.finished(path, layer_key) is not None:
+            if last and self.replica.all(_state.finished(path, layer_key) is not None):
                 continue
             with stream.layer(layer.index) as module:
                 found = self._measure_layer(stream, module, layer, states)
             _state.write_layer(path, found, {"key": layer_key})
             if not last:
-                hidden.commit(layer.index + 1, key=self.key)
+                hidden.commit(layer.index + 1, key=self.key, settled=self.replica.wait)
         hidden.close()
         paths = [_state.layer_path(self.folder, layer.index) for layer in self.graph.layers]
         return {name: read_tensor(path, info) for path in paths for name, info in read_header(path)[0].items()}
+
+    def _stream(self) -> LayerStream:
+        if self.replica.mesh is None:
+            return LayerStream(self.source, self.graph)
+        stream = LayerStream(Share(source=self.source, placements=self.replica.placements), self.graph)
+        cut_(stream, self.replica.placements, self.replica.mesh)
+        return stream
+
+    def _restart(self, count: int) -> tuple[int, HiddenStates]:
+        """Return the layer to go on with, the same on every card of the replica, and the hidden states that enter it."""
+        limit: int | None = None
+        while True:
+            hidden = HiddenStates(count, folder=self.folder / "hidden", cache_bytes=self.allowance.cache_bytes)
+            start = 0
+            if limit != _NOWHERE:
+                start = _state.restart(self.folder, self.key, self.graph, hidden, limit=limit)
+            limit, most = self.replica.span(start if hidden.restored else _NOWHERE)
+            if limit == most:
+                return start, hidden
 
     def _measure_layer(
         self, stream: LayerStream, module: nn.Module, layer: Layer, states: Sequence[State]

@@ -7,7 +7,7 @@ from typing import Any
 
 from quantflow.algorithms import ALGORITHMS
 from quantflow.core.groups import group_size_for
-from quantflow.core.scheme import LinearScheme, preset, with_group_size
+from quantflow.core.scheme import LinearScheme, TensorScheme, preset, with_group_size
 from quantflow.errors import UsageError
 from quantflow.models.graph import Graph
 from quantflow.observers import observers_for
@@ -92,6 +92,36 @@ def resolve(entry: Quantize, graph: Graph, shapes: Mapping[str, Sequence[int]], 
         transforms=transforms,
         needs=needs,
         file_to_file=not (measured or needs or transforms) and by_row and algorithm == "rtn",
+    )
+
+
+def plan_from(summary: Mapping[str, Any]) -> Plan:
+    """Return the plan that a finished quantize folder followed, without what it asked of a measurement.
+
+    Args:
+        summary: the content of quantize.json.
+    """
+    plan = summary["plan"]
+    return Plan(
+        name=summary["recipe"]["name"],
+        schemes={name: None if data is None else scheme_from(data) for name, data in plan["schemes"].items()},
+        algorithm=plan["algorithm"],
+        transforms=(),
+        needs=frozenset(),
+        file_to_file=summary["proof"] == "tensors",
+    )
+
+
+def scheme_from(data: Mapping[str, Any]) -> LinearScheme:
+    """Return the scheme that quantize.json spells."""
+    inputs = data["input"]
+    return LinearScheme(
+        **{
+            **data,
+            "weights": TensorScheme(**data["weights"]),
+            "input": None if inputs is None else TensorScheme(**inputs),
+            "transforms": tuple(data["transforms"]),
+        }
     )
 
 

@@ -19,8 +19,9 @@ from quantflow.artifact.checkpoint import Checkpoint
 from quantflow.core.qtensor import QuantizedLinear
 from quantflow.core.scheme import LinearScheme
 from quantflow.models.capture import LayerStream
+from quantflow.models.configuration import load_config
 from quantflow.models.graph import Graph
-from quantflow.models.load import Source, load_config
+from quantflow.models.load import Source
 from quantflow.observers import OBSERVERS
 from stages import _memory
 from stages._plan import Plan

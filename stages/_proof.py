@@ -32,11 +32,11 @@ from quantflow.core.scheme import LinearScheme
 from quantflow.errors import InputError, IntegrityError, QuantflowError, ResourceError, UnsupportedError
 from quantflow.formats import FORMATS
 from quantflow.models.graph import graph_for
-from quantflow.models.reading import DTYPES, read_into, read_tensor
+from quantflow.models.reading import read_into, read_tensor
 from quantflow.models.source import PlainConfig
 from stages import _memory
-from stages._file_to_file import row_step
-from stages._values import ValuesDigest
+from stages._units import row_step
+from stages._values import Stored, ValuesDigest, decoded_rows
 
 FORMAT = FORMATS["compressed-tensors"]
 COMPARE_BYTES = 8 << 20  # of two tensors that are in memory at once
@@ -135,26 +135,15 @@ def _values(checkpoint: Checkpoint, name: str, scheme: LinearScheme) -> str:
     digest, step = ValuesDigest(), row_step(columns)
     for first in range(0, rows, step):
         count = min(step, rows - first)
-        spans = FORMAT.row_spans(name, scheme, first=first, count=count)
-        parts = {key: _rows(*tensors[key], *span) for key, span in spans.items()}
-        if f"{name}.weight_shape" in tensors:
-            parts[f"{name}.weight_shape"] = torch.tensor([count, columns])
-        digest.update(FORMAT.decode(name, parts, scheme).weight)
+        digest.update(decoded_rows(name, scheme, tensors, first=first, count=count, columns=columns))
     return digest.hexdigest()
 
 
-def _shape(name: str, tensors: Mapping[str, tuple[Path, TensorInfo]]) -> Sequence[int]:
+def _shape(name: str, tensors: Stored) -> Sequence[int]:
     if f"{name}.weight_shape" not in tensors:
         return tensors[f"{name}.weight"][1].shape
     shape: list[int] = read_tensor(*tensors[f"{name}.weight_shape"]).tolist()
     return shape
-
-
-def _rows(path: Path, info: TensorInfo, first: int, count: int) -> Tensor:
-    """Read rows of a tensor as stored."""
-    part = torch.empty(count, *info.shape[1:], dtype=DTYPES[info.dtype])
-    read_into(path, part, info.offset + first * part[0].nbytes, name=info.name)
-    return part
 
 
 def _compare_copies(artifact: Checkpoint, source: Checkpoint, *, workers: Workers) -> None:

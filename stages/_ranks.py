@@ -1,18 +1,39 @@
-"""Several processes for one stage: torchrun starts them, their messages come through, and none outlives its parent."""
+"""Several processes for one stage: torchrun starts them, their messages come through, and none outlives its parent.
+
+Each writes a folder of its own, whose name says which of how many it is.
+"""
 
 import ctypes
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from quantflow.errors import InputError, IntegrityError, QuantflowError, ResourceError, UnsupportedError, UsageError
 from stages._progress import Progress
 
 _PR_SET_PDEATHSIG = 1
 _BY_EXIT_CODE = {kind.exit_code: kind for kind in (UsageError, ResourceError, UnsupportedError, IntegrityError)}
-_EXIT_CODE = re.compile(r"exitcode\s*: (\d+) \(pid")
+_RANK = re.compile(r"rank\s*: (\d+) \(local_rank")
+_EXIT_CODE = re.compile(r"exitcode\s*: (-?\d+) \(pid")
+
+
+def rank_folder(output: Path, rank: int, world: int) -> Path:
+    """Return the folder of one rank."""
+    return output / f"rank-{rank:03d}-of-{world:03d}"
+
+
+def refuse_other_world(output: Path, world: int) -> None:
+    """Refuse to measure into a folder that holds ranks of another number: unify takes those of one measurement alone.
+
+    Raises:
+        UsageError: naming such a folder.
+    """
+    for path in sorted(output.glob("rank-*-of-*")):
+        if path.name.rpartition("-")[2] != f"{world:03d}":
+            raise UsageError(f"{path}: is not one of {world} ranks", "give another -o, or remove that folder")
 
 
 def die_with_parent() -> None:
@@ -28,8 +49,11 @@ def launch(arguments: Sequence[str], *, ranks: int, progress: Progress) -> None:
         QuantflowError: a rank failed; the class, and so the exit code, is that of the rank's own error.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command += ["--max-restarts=0", "--monitor-interval=0.5", "--shutdown-timeout=5"]
     command += ["-m", "stages.cli", *arguments]
-    cause, remedy, code = f"{arguments[0]}: torchrun failed", "run the same command with --ranks 1 to see why", 3
+    cause, remedy = f"{arguments[0]}: torchrun failed", "run the same command with --ranks 1 to see why"
+    ends: dict[int, int] = {}  # rank -> exit code, as torchrun reports them: at last the one that failed first
+    rank: int | None = None
     with subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, preexec_fn=die_with_parent
     ) as process:
@@ -41,13 +65,34 @@ def launch(arguments: Sequence[str], *, ranks: int, progress: Progress) -> None:
                     cause = text.removeprefix("error: ")
                 elif text.startswith("  fix: "):
                     remedy = text.removeprefix("  fix: ")
-                elif text.startswith(f"{arguments[0]}: "):
+                elif text.startswith((f"{arguments[0]}: ", f"{arguments[0]} ")):
                     progress.say(text)
-                elif found := _EXIT_CODE.search(text):
-                    code = int(found[1])
+                elif found := _RANK.search(text):
+                    rank = int(found[1])
+                elif (found := _EXIT_CODE.search(text)) and rank is not None:
+                    ends.pop(rank, None)
+                    ends[rank] = int(found[1])
         except BaseException:
             process.kill()  # and its ranks with it, see die_with_parent
             raise
     if process.returncode:
-        kind: type[QuantflowError] = _BY_EXIT_CODE.get(code, InputError)
-        raise kind(f"a rank of {ranks} failed: {cause}", f"{remedy}; the same command continues with the missing ranks")
+        raise _failure(ends, ranks=ranks, cause=cause, remedy=remedy)
+
+
+def _failure(ends: Mapping[int, int], *, ranks: int, cause: str, remedy: str) -> QuantflowError:
+    """Return the error that tells which rank ended the others.
+
+    Args:
+        ends: rank -> exit code, the one that failed first at last; a negative one is a signal.
+        ranks: how many there were.
+        cause: what a rank wrote before it ended.
+        remedy: likewise.
+    """
+    again = "the same command continues with what is missing"
+    for rank, code in ends.items():
+        if code < 0 and -code != signal.SIGTERM:  # torchrun ends the others with that one
+            told = f"rank {rank} of {ranks} was ended by {signal.Signals(-code).name}"
+            return ResourceError(told, f"look whether memory ended, or who stopped it; {again}")
+    *_, (first, code) = [(None, InputError.exit_code), *ends.items()]
+    who = f"a rank of {ranks}" if first is None else f"rank {first} of {ranks}"
+    return _BY_EXIT_CODE.get(code, InputError)(f"{who} failed: {cause}", f"{remedy}; {again}")

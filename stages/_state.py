@@ -58,10 +58,18 @@ def remove_scratch(folder: Path) -> None:
         os.rmdir(path)
 
 
-def restart(folder: Path, key: str, graph: Graph, hidden: HiddenStates) -> int:
-    """Return the layer to go on with: the latest one whose input was kept and before which every layer is finished."""
-    count = 0
-    while count < len(graph.layers) and finished(layer_path(folder, count), digest_of([key, count])) is not None:
+def restart(folder: Path, key: str, graph: Graph, hidden: HiddenStates, *, limit: int | None = None) -> int:
+    """Return the layer to go on with: the latest one whose input was kept and before which every layer is finished.
+
+    Args:
+        folder: the stage's.
+        key: digest of everything that the result depends on.
+        graph: the model's.
+        hidden: takes up the input of that layer.
+        limit: the latest layer that may be named; None is the last.
+    """
+    count, most = 0, len(graph.layers) if limit is None else limit
+    while count < most and finished(layer_path(folder, count), digest_of([key, count])) is not None:
         count += 1
     for index in range(min(count, len(graph.layers) - 1), -1, -1):
         if hidden.restore(index, key=key):

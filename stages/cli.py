@@ -113,14 +113,16 @@ def plan(subject: str, output: str, as_json: bool, settings: tuple[str, ...], **
 @click.option("--seed", type=int, help="Of the choice of documents (default 0).")
 @click.option("--for", "schemes", metavar="SCHEMES", help="What these need, such as W4A16:gptq,FP8 (default: everything).")
 @click.option("--stats", metavar="NAMES", help="Observers of each linear's input, comma-separated.")
-@click.option("--ranks", type=int, help="Processes that share the sequences (default 1); started with torchrun.")
+@click.option("--ranks", type=int, help="Processes (default 1); started with torchrun unless it started this one.")
+@click.option("--tp", type=int, help="Ranks that share a model, each with a slice of every linear (default 1).")
+@click.option("--dp", type=int, help="Replicas of the model, which share the sequences (default: ranks / tp).")
 @bounded
 @common
 def measure(model: str, output: str, settings: tuple[str, ...], recipe: str | None, **shared: Any) -> None:
     """Stage 1: run calibration text through MODEL and keep statistics.
 
     \b
-    Example: quantflow measure ./llama -o work/1-measure --calibration text.jsonl --samples 128 --ranks 2
+    Example: quantflow measure ./llama -o work/1-measure --calibration text.jsonl --samples 128 --ranks 8 --tp 4
     """
     from stages import measure as stage
 
@@ -133,6 +135,8 @@ def measure(model: str, output: str, settings: tuple[str, ...], recipe: str | No
         "calibration.pack": shared["pack"],
         "seed": shared["seed"],
         "measure.ranks": shared["ranks"],
+        "measure.tp": shared["tp"],
+        "measure.dp": shared["dp"],
         "measure.stats": _statistics(shared["stats"], shared["schemes"]),
     }
     values = _recipe(recipe, settings, flags)
@@ -142,6 +146,8 @@ def measure(model: str, output: str, settings: tuple[str, ...], recipe: str | No
         calibration=values.calibration,
         seed=values.seed,
         ranks=values.measure.ranks,
+        tp=values.measure.tp,
+        dp=values.measure.dp,
         stats=_chosen(values, stage.DEFAULT_STATS),
         replace=shared["force"],
         resources=values.resources,
@@ -165,6 +171,7 @@ def measure(model: str, output: str, settings: tuple[str, ...], recipe: str | No
     help="Calibrate a layer on what the quantized layers before it put out, or the original ones.",
 )
 @click.option("--name", help="Which entry of the recipe (default: the first).")
+@click.option("--ranks", type=int, default=1, help="Processes (default 1), each with a slice of each linear; unify joins them.")
 @click.option("--seed", type=int, help="Of the canary where no measurement is given (default 0).")
 @bounded
 @common
@@ -173,6 +180,7 @@ def quantize(model: str, output: str, settings: tuple[str, ...], recipe: str | N
 
     \b
     Example: quantflow quantize ./llama -o work/2-quantize --scheme W4A16 --measurement work/1-measure
+             quantflow quantize ./llama -o work/shards --scheme FP8_DYNAMIC --ranks 4
     """
     from quantflow.errors import UsageError
     from stages import quantize as stage
@@ -210,14 +218,20 @@ def quantize(model: str, output: str, settings: tuple[str, ...], recipe: str | N
         revision=values.revision,
         replace=shared["force"],
         resources=values.resources,
+        ranks=shared["ranks"],
+        arguments=tuple(sys.argv[1:]),
     )
     _run(stage, job, shared)
 
 
 @cli.command()
 @click.option("-g", "--groups", multiple=True, metavar="RANKS", help="Ranks that become one: 0123, 0,1,2 or 0-7; repeat it.")
-@click.option("-m", "--measurement", metavar="DIR", required=True, help="What `quantflow measure --ranks N` wrote.")
+@click.option("--ranks", type=int, metavar="R", help="R groups of neighbouring ranks, instead of -g.")
+@click.option("--expand", type=int, metavar="N", help="Make N tensor-parallel ranks of one, instead of merging.")
+@click.option("-m", "--measurement", metavar="DIR", required=True, help="What `measure` or `quantize` wrote with --ranks N.")
 @click.option("-o", "--output", metavar="DIR", required=True, help="Where the merged ranks go.")
+@click.option("--model", metavar="DIR", help="What quantized shards were made from (default: where quantize read it).")
+@click.option("--allow-missing", is_flag=True, help="Go on without replicas that are missing; the result says which.")
 @click.argument("more_groups", metavar="[RANKS]...", nargs=-1)
 @common
 def unify(
@@ -229,21 +243,35 @@ def unify(
     recipe: str | None,
     **shared: Any,
 ) -> None:
-    """Stage 3: merge what several ranks measured.
+    """Stage 3: merge what several ranks measured, or join what they quantized, each of them once, and say how.
 
     \b
-    Example: quantflow unify -g 01 -m work/1-measure -o work/3-unify
+    Example: quantflow unify -g 0123 4567 -m work/1-measure -o work/3-unify     eight ranks into two
+             quantflow unify --ranks 2 -m work/1-measure -o work/3-unify         the same
+             quantflow unify --expand 4 -m work/1-measure -o work/3-unify        one rank into four
+             quantflow unify -m work/shards -o work/2-quantize                   the shards of `quantize --ranks`
     """
     from stages import unify as stage
 
-    values = _recipe(recipe, settings, {"model": "unused", "unify.groups": [*groups, *more_groups] or None})
+    given = [*groups, *more_groups]
+    values = _recipe(recipe, settings, {"model": "unused", "unify.groups": given or None})
+    counted = shared["ranks"] is not None or shared["expand"] is not None  # flags win over what the recipe says
     job = stage.Job(
         measurement=Path(measurement),
         output=Path(output),
-        groups=values.unify.groups or (),
+        groups=tuple(given) if counted else values.unify.groups or (),
+        ranks=shared["ranks"],
+        allow_missing=shared["allow_missing"],
+        expand=shared["expand"],
         replace=shared["force"],
+        model=Path(shared["model"]) if shared["model"] else None,
     )
-    _run(stage, job, shared)
+    if shared["dry_run"]:
+        show(dataclasses.asdict(job), as_json=shared["as_json"], text=str(job))
+        return
+    with reporting(shared, job.output) as progress:
+        result = stage.summary(stage.run(job, progress))
+    show(result, as_json=shared["as_json"], text=f"{table(*stage.report(result))}\n{result['folder']}")
 
 
 @cli.command()

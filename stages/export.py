@@ -3,7 +3,7 @@
 Reads    a finished quantize folder and the model it was made from
 Writes   <o>: config.json, weights, side files, quantflow.json, README.md; the whole folder appears at once
 Resumes  an artifact whose manifest names the same inputs is left alone; an unfinished one starts again
-Fails    3 unfinished or foreign input, 5 the folder is held or the disk is full, 7 the proof or a hash disagrees
+Fails    3 unfinished, foreign or ununified input, 5 the folder is held or the disk is full, 7 the proof or a hash disagrees
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ from quantflow.artifact.manifest import MANIFEST_NAME, build_manifest, read_mani
 from quantflow.artifact.safetensors_header import read_header
 from quantflow.artifact.verify import verify
 from quantflow.core.float8 import FLAVOURS
-from quantflow.core.scheme import LinearScheme, TensorScheme
+from quantflow.core.scheme import LinearScheme
 from quantflow.errors import InputError, IntegrityError, QuantflowError, UsageError
 from quantflow.formats import FORMATS
 from quantflow.models.graph import Graph, graph_for
@@ -32,11 +32,12 @@ from stages._bits import tools
 from stages._card import model_card
 from stages._config import Resources, nearest, parse_size
 from stages._ledger import tensor_entries
-from stages._plan import Plan
+from stages._plan import plan_from, scheme_from
 from stages._progress import Progress
 from stages._proof import proving
 from stages._resources import Allowance, allow_export, compare
 from stages._shards import Stored, linked, shards_for, write_shards
+from stages._share import refuse_shards
 from stages._side_files import is_side_file
 from stages._sizes import model_size
 
@@ -65,6 +66,7 @@ def run(job: Job, progress: Progress) -> Path:
     """Export and prove the artifact and return its folder; one that is up to date is left alone."""
     if job.format not in FORMATS:
         raise UsageError(f"format {job.format!r} is unknown", nearest(job.format, list(FORMATS)))
+    refuse_shards(job.quantized)
     record = _workspace.require_done(job.quantized, stage="quantize", unread="layers/*.safetensors")
     summary = read_json(job.quantized / "quantize.json")
     made_from = digest_of([record["inputs"], job.format, parse_size(job.shard_size)])
@@ -94,17 +96,8 @@ def run(job: Job, progress: Progress) -> Path:
 
 
 def _allowance(job: Job, source: ModelFiles, summary: Mapping[str, Any]) -> Allowance:
-    plan = summary["plan"]
-    resolved = Plan(
-        name=summary["recipe"]["name"],
-        schemes={name: None if data is None else _scheme(data) for name, data in plan["schemes"].items()},
-        algorithm=plan["algorithm"],
-        transforms=(),
-        needs=frozenset(),
-        file_to_file=summary["proof"] == "tensors",
-    )
     size = model_size(source.checkpoint.infos, source.config, graph_for(source.config))
-    return allow_export(job.resources, size, resolved, shard_size=parse_size(job.shard_size), folder=job.output)
+    return allow_export(job.resources, size, plan_from(summary), shard_size=parse_size(job.shard_size), folder=job.output)
 
 
 def _is_up_to_date(folder: Path, made_from: str) -> bool:
@@ -144,7 +137,7 @@ def _write(
     """Write the artifact; return which of its files are links to which files of the quantized folder."""
     graph = graph_for(source.config)
     layers = [read_json(path) for path in sorted((job.quantized / "layers").glob("*.json"))]
-    schemes = {name: _scheme(data) for name, data in summary["plan"]["schemes"].items() if data is not None}
+    schemes = {name: scheme_from(data) for name, data in summary["plan"]["schemes"].items() if data is not None}
     links = _write_weights(folder, job, source, graph, record["files"])
     files = _copy_side_files(folder, source)
     _write_config(folder, source, graph, schemes)
@@ -183,19 +176,6 @@ def _proof_of(job: Job, summary: Mapping[str, Any], layers: Sequence[Mapping[str
         return {"kind": "tensors", "layers": len(layers), "digest": digest_of([layer["values"] for layer in layers])}
     canary = read_json(job.quantized / "canary.json")
     return {"kind": "canary", "layers": len(canary["layers"]), "digest": digest_of(canary)}
-
-
-def _scheme(data: Mapping[str, Any]) -> LinearScheme:
-    """Return the scheme that quantize.json spells."""
-    inputs = data["input"]
-    return LinearScheme(
-        **{
-            **data,
-            "weights": TensorScheme(**data["weights"]),
-            "input": None if inputs is None else TensorScheme(**inputs),
-            "transforms": tuple(data["transforms"]),
-        }
-    )
 
 
 def _write_weights(

@@ -5,8 +5,9 @@ Writes   <o>/rank-RRR-of-WWW/: statistics.safetensors, calibration.safetensors, 
 Resumes  at the layer where it stopped, from .rank-RRR-of-WWW.work beside the rank; the folder of a rank appears at once
 Fails    3 unusable model or text, 5 memory, disk or a held folder, 6 unsupported family
 
-With N ranks torchrun starts N processes; rank r measures every N-th sequence, and unify merges them. Memory is that of one
-decoder layer in float32, whatever the depth of the model (stages/_observe.py).
+With N ranks torchrun starts N processes, and unify merges what they measure; or they are those of an outer torchrun, over
+several machines. Each measures every N-th sequence (dp), or with `tp` a slice of every linear (stages/_replica.py). Memory
+is that of one decoder layer in float32, whatever the depth of the model (stages/_observe.py).
 """
 
 from collections.abc import Sequence
@@ -28,13 +29,15 @@ from quantflow.measurements.record import LAYOUT_VERSION, Measurement, write_mea
 from quantflow.models.calibration import hash_sequences, read_documents, select
 from quantflow.models.graph import Graph, graph_for
 from quantflow.models.load import Source, load_tokenizer, open_source
+from quantflow.models.sharding import placements
 from quantflow.observers import OBSERVERS
-from stages import _memory, _state, _workspace
+from stages import _memory, _replica, _state, _workspace
 from stages._bits import identify, single_threaded, tools
 from stages._config import Calibration, Resources, launched_rank, nearest
 from stages._observe import Observation
 from stages._progress import Progress
-from stages._ranks import die_with_parent, launch
+from stages._ranks import die_with_parent, launch, rank_folder, refuse_other_world
+from stages._replica import Replica
 from stages._resources import account, allow_measure
 from stages._sizes import model_size
 
@@ -51,6 +54,8 @@ class Job:
     Attributes:
         stats: observers of every linear's input; outputs, weights, K and V get amax. Without any, only the token ids are
             kept and no layer runs.
+        tp: ranks that share a model, each with a slice of it; null means 1, or what dp leaves.
+        dp: replicas of the model, which share the sequences; null means what tp leaves.
         replace: redo a finished result that was made from other inputs, instead of refusing.
         arguments: the command line after `quantflow`, which torchrun's processes get again.
         resources: how much memory and disk each rank may use; no bit of the result depends on it.
@@ -61,6 +66,8 @@ class Job:
     calibration: Calibration
     seed: int = 0
     ranks: int = 1
+    tp: int | None = None
+    dp: int | None = None
     stats: tuple[str, ...] = DEFAULT_STATS
     replace: bool = False
     arguments: tuple[str, ...] = field(default=())
@@ -72,9 +79,12 @@ def run(job: Job, progress: Progress) -> Path:
     for name in job.stats:
         if name not in OBSERVERS:
             raise UsageError(f"statistic {name!r} is unknown", nearest(name, list(OBSERVERS)))
-    if job.ranks < 1:
-        raise UsageError(f"ranks={job.ranks}", "give 1 or more")
     launched = launched_rank()
+    if launched is not None and job.ranks not in (1, launched[1]):
+        raise UsageError(f"measure: ranks={job.ranks}, torchrun started {launched[1]}", "leave --ranks out under torchrun")
+    world = job.ranks if launched is None else launched[1]
+    _replica.sizes(world, job.tp, job.dp)
+    refuse_other_world(job.output, world)
     if launched is not None:
         _join(job, progress, rank=launched[0], world=launched[1])
     elif job.ranks > 1:
@@ -84,15 +94,12 @@ def run(job: Job, progress: Progress) -> Path:
     return job.output
 
 
-def rank_folder(output: Path, rank: int, world: int) -> Path:
-    """Return the folder of one rank."""
-    return output / f"rank-{rank:03d}-of-{world:03d}"
-
-
 def _launch(job: Job, progress: Progress) -> None:
     """Start torchrun with one process per rank, after the mistakes that every rank would stumble over were looked for."""
     source = open_source(job.model)
     graph_for(source.config)
+    dp, tp = _replica.sizes(job.ranks, job.tp, job.dp)
+    placements(source.config, _shapes(source), tp=tp, rank=0)  # a model that cannot be cut is refused here, once
     disk.make_folder(job.output)
     inputs = _inputs(job, source, Digests(job.output / HASHES), world=job.ranks)
     folders = [rank_folder(job.output, rank, job.ranks) for rank in range(job.ranks)]
@@ -101,7 +108,7 @@ def _launch(job: Job, progress: Progress) -> None:
         return
     for rank, folder in enumerate(folders):
         _workspace.refuse_other_result(folder, {**inputs, "rank": rank}, force=job.replace, parts=PARTS)
-    calibration_sequences(job.calibration, job.model, source, seed=job.seed, world=job.ranks)
+    calibration_sequences(job.calibration, job.model, source, seed=job.seed, replicas=dp)
     launch(job.arguments, ranks=job.ranks, progress=progress)
 
 
@@ -131,6 +138,7 @@ def _inputs(job: Job, source: Source, digests: Digests, *, world: int) -> dict[s
         "seed": job.seed,
         "stats": list(job.stats),
         "world": world,
+        "tp": _replica.sizes(world, job.tp, job.dp)[1],
         "version": VERSION,
         "tools": tools(),
     }
@@ -145,21 +153,25 @@ def _measure_rank(job: Job, progress: Progress, *, rank: int, world: int) -> Non
     disk.make_folder(job.output)
     digests = Digests(job.output / HASHES)
     inputs = {**_inputs(job, source, digests, world=world), "rank": rank}
+    replica = _replica_of(job, source, rank=rank, world=world)
     with _workspace.locked(folder), single_threaded(), torch.no_grad():
-        if _workspace.is_up_to_date(folder, inputs):
+        finished = _workspace.is_up_to_date(folder, inputs)
+        if replica.all(finished):  # otherwise a finished card helps the others to their sums
             _remove(work)
             progress.say("measure: up to date")
             return
-        _workspace.refuse_other_result(folder, inputs, force=job.replace, parts=PARTS)
-        sequences = calibration_sequences(job.calibration, job.model, source, seed=job.seed, world=world)
-        mine = list(range(rank, len(sequences), world))
+        if not finished:
+            _workspace.refuse_other_result(folder, inputs, force=job.replace, parts=PARTS)
+        sequences = calibration_sequences(job.calibration, job.model, source, seed=job.seed, replicas=replica.count)
+        mine = list(range(replica.index, len(sequences), replica.count))
         sizes, lengths = model_size(source.checkpoint.infos, source.config, graph), [len(sequences[i]) for i in mine]
         allowance = allow_measure(job.resources, sizes, lengths=lengths, stats=job.stats, folder=folder)
         _memory.reset_peak()
         _state.begin(work, inputs, say=lambda text: progress.say(f"measure: unfinished with {text}; it begins again"))
         statistics = {}
         if job.stats:
-            with Workers(allowance.workers) as workers:
+            # Sequences that run at once would add up over the cards in an order of their own on each.
+            with Workers(allowance.workers if replica.cards == 1 else 1) as workers:
                 observation = Observation(
                     stats=job.stats,
                     source=source,
@@ -169,15 +181,31 @@ def _measure_rank(job: Job, progress: Progress, *, rank: int, world: int) -> Non
                     progress=progress,
                     workers=workers,
                     allowance=allowance,
+                    replica=replica,
                 )
                 statistics = observation.statistics([sequences[i] for i in mine])
-        meta = _meta(job, source, graph, sequences, mine, model=inputs["model"], rank=rank, world=world)
-        with _workspace.publish(folder, stage="measure", inputs=inputs) as temporary:
-            measurement = Measurement(meta=meta, statistics=statistics, sequences=[sequences[i] for i in mine], indices=mine)
-            write_measurement(temporary, measurement)
+        if not finished:
+            meta = _meta(job, source, graph, sequences, mine, model=inputs["model"], rank=rank, replica=replica)
+            with _workspace.publish(folder, stage="measure", inputs=inputs) as temporary:
+                measurement = Measurement(
+                    meta=meta, statistics=statistics, sequences=[sequences[i] for i in mine], indices=mine
+                )
+                write_measurement(temporary, measurement)
+        replica.wait()  # as long as one card is not finished, the others have to be able to help it
         _remove(work)
         for line in account("measure", allowance, folder):
             progress.note(line)
+
+
+def _replica_of(job: Job, source: Source, *, rank: int, world: int) -> Replica:
+    dp, tp = _replica.sizes(world, job.tp, job.dp)
+    # Of a model that is whole here the placements say how a runtime would cut it, which copies heads where they are few.
+    held = placements(source.config, _shapes(source), tp=tp, rank=rank, copy_kv_heads=tp == 1)
+    return Replica(index=rank // tp, count=dp, cards=tp, card=rank % tp, placements=held, mesh=_replica.meshed(world, tp))
+
+
+def _shapes(source: Source) -> dict[str, tuple[int, ...]]:
+    return {name: info.shape for name, info in source.checkpoint.infos.items()}
 
 
 def _remove(work: Path) -> None:
@@ -185,7 +213,9 @@ def _remove(work: Path) -> None:
     disk.remove_tree(work)
 
 
-def calibration_sequences(calibration: Calibration, model: Path, source: Source, *, seed: int, world: int = 1) -> list[Tensor]:
+def calibration_sequences(
+    calibration: Calibration, model: Path, source: Source, *, seed: int, replicas: int = 1
+) -> list[Tensor]:
     """Return the token ids of the calibration set, in sample order, int64 [S] each."""
     limit = int(getattr(source.config, "max_position_embeddings", 2048))
     length = calibration.sequence_length or min(2048, limit)
@@ -194,8 +224,8 @@ def calibration_sequences(calibration: Calibration, model: Path, source: Source,
     tokenizer = load_tokenizer(model)
     documents = read_documents(Path(str(calibration.source)), tokenizer)
     sequences = select(documents, samples=calibration.samples, sequence_length=length, seed=seed, pack=calibration.pack)
-    if len(sequences) < world:
-        raise UsageError(f"measure: {len(sequences)} sequences for {world} ranks", "use fewer ranks or more samples")
+    if len(sequences) < replicas:
+        raise UsageError(f"measure: {len(sequences)} sequences for {replicas} ranks", "use fewer ranks or more samples")
     return sequences
 
 
@@ -208,17 +238,9 @@ def _meta(
     *,
     model: str,
     rank: int,
-    world: int,
+    replica: Replica,
 ) -> dict[str, Any]:
-    shapes = {name: list(info.shape) for name, info in source.checkpoint.infos.items()}
-    linears = {
-        name: {"kind": "replicated", "axis": None, "offset": 0, "full_shape": shapes[f"{name}.weight"]}
-        for name in graph.linears
-    }
-    heads = getattr(source.config, "num_key_value_heads", source.config.num_attention_heads)
-    width = getattr(source.config, "head_dim", None) or source.config.hidden_size // source.config.num_attention_heads
-    for layer in graph.layers:
-        linears[layer.attention] = {"kind": "replicated", "axis": None, "offset": 0, "full_shape": [heads, width]}
+    names = (*graph.linears, *(layer.attention for layer in graph.layers))
     return {
         "layout_version": LAYOUT_VERSION,
         "kind": "measurement",
@@ -227,7 +249,7 @@ def _meta(
             "fingerprint": model,
             "family": graph.family.model_type,
         },
-        "mesh": {"rank": rank, "world": world, "tp": 1, "dp": world, "ep": 1},
+        "mesh": {"rank": rank, "world": replica.cards * replica.count, "tp": replica.cards, "dp": replica.count, "ep": 1},
         "dtype": "float32",
         "seed": job.seed,
         "calibration": {
@@ -237,7 +259,7 @@ def _meta(
             "sequence_length": max(len(s) for s in sequences),
         },
         "observers": list(job.stats),
-        "tensors": linears,
+        "tensors": {name: replica.placements[name] for name in names},
         "counts": {"samples": len(mine), "tokens": sum(len(sequences[i]) for i in mine)},
         "tools": tools(),
     }

@@ -8,10 +8,13 @@ Fails    2 the recipe does not fit the model, 3 unusable model or measurement, 5
 Where neither statistics nor a forward pass are needed, weights go from file to file (stages/_file_to_file.py). Otherwise
 the canary (the first tokens of the calibration text) and, for algorithms that need Hessians, the calibration text run
 through the model layer by layer (stages/_layer.py). Memory is that of one layer, whatever the depth of the model.
+
+With N ranks torchrun starts N processes, of plans that go file to file: each quantizes its slice of every linear, reading
+no more than that, into <o>/rank-RRR-of-NNN/ (stages/_share.py), and unify makes one result of these shards.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,15 +29,17 @@ from quantflow.artifact.digests import Digests
 from quantflow.core.parallel import Workers
 from quantflow.errors import InputError, UsageError
 from quantflow.measurements.record import Measurement, read_measurement
-from quantflow.models.graph import graph_for
+from quantflow.models.graph import Graph, graph_for
 from quantflow.models.source import ModelFiles, open_files
 from stages import _memory, _state, _workspace
 from stages._bits import CANARY_TOKENS, identify, single_threaded, tensor_hash, tools
-from stages._config import Quantize, Resources
+from stages._config import Quantize, Resources, launched_rank
 from stages._file_to_file import quantize_files
 from stages._plan import Plan, resolve
 from stages._progress import Progress
-from stages._resources import account, allow_quantize
+from stages._ranks import die_with_parent, launch, rank_folder
+from stages._resources import Allowance, account, allow_quantize
+from stages._share import STAGE, WHOLE, Share
 from stages._sizes import model_size
 
 VERSION = 1  # of what this stage computes; part of every state key
@@ -49,7 +54,9 @@ class Job:
         model: the source folder.
         measurement: the folder of a measurement of one rank, or None.
         replace: redo a finished result that was made from other inputs, instead of refusing.
-        resources: how much memory and disk there is; no bit of the result depends on it.
+        resources: how much memory and disk each rank may use; no bit of the result depends on it.
+        ranks: cards that share the model, each with a slice of every linear.
+        arguments: the command line after `quantflow`, which torchrun's processes get again.
     """
 
     model: Path
@@ -60,21 +67,57 @@ class Job:
     revision: str | None = None
     replace: bool = False
     resources: Resources = Resources()
+    ranks: int = 1
+    arguments: tuple[str, ...] = ()
 
 
 def run(job: Job, progress: Progress) -> Path:
-    """Quantize the model and return the finished folder; a folder that is up to date is left alone."""
+    """Quantize the model and return the finished folder; what is up to date is left alone."""
     source = open_files(job.model)
     graph = graph_for(source.config)
     shapes = {name: info.shape for name, info in source.checkpoint.infos.items()}
     plan = resolve(job.entry, graph, shapes, measured=job.measurement is not None)
+    if job.ranks == 1:
+        return _quantize(job, plan, source, graph, progress)
+    from stages._cut import shares_of  # here: one process starts without transformers' configurations
+
+    shares = shares_of(source, graph, plan, ranks=job.ranks)
+    folders = [rank_folder(job.output, share.rank, share.world) for share in shares]
+    launched = launched_rank()
+    if launched is None:
+        _launch(job, plan, source, dict(zip(folders, shares, strict=True)), progress)
+        return job.output
+    if launched[1] != job.ranks:
+        raise UsageError(f"quantize: --ranks {job.ranks}, torchrun started {launched[1]}", "give the same number")
+    die_with_parent()
+    mine = replace(job, output=folders[launched[0]])
+    _quantize(mine, plan, source, graph, replace(progress, quiet=progress.quiet or launched[0] > 0), share=shares[launched[0]])
+    return job.output
+
+
+def _launch(job: Job, plan: Plan, source: ModelFiles, shares: Mapping[Path, Share], progress: Progress) -> None:
+    """Start torchrun with one process per rank, after the source was hashed once for all of them."""
+    disk.make_folder(job.output)
+    about = {**_inputs(job, plan, source, None), "model": identify(source.checkpoint, Digests(job.output / HASHES))}
+    inputs = {folder: {**about, **share.inputs()} for folder, share in shares.items()}
+    if all(_workspace.is_up_to_date(folder, made_from) for folder, made_from in inputs.items()):
+        progress.say(f"quantize {job.entry.name}: up to date")
+        return
+    for folder, made_from in inputs.items():
+        _workspace.refuse_other_result(folder, made_from, force=job.replace, parts=PARTS)
+    launch(job.arguments, ranks=job.ranks, progress=progress)
+
+
+def _quantize(job: Job, plan: Plan, source: ModelFiles, graph: Graph, progress: Progress, *, share: Share = WHOLE) -> Path:
+    """Quantize what the share says into the job's folder."""
     folder, measurement = _measurement(job, plan)
     lengths = [] if measurement is None else [len(sequence) for sequence in measurement.sequences]
     with _workspace.locked(job.output), single_threaded(), torch.no_grad():
         _workspace.refuse_other_result(job.output, {}, force=True, parts=PARTS)
         disk.make_folder(job.output)
-        digests = Digests(job.output / HASHES, also=_known_hashes(folder))
-        inputs = about = _inputs(job, plan, source, measurement)
+        also = _known_hashes(folder) if share is WHOLE else [job.output.parent / HASHES]
+        digests = Digests(job.output / HASHES, also=also)
+        inputs = about = {**_inputs(job, plan, source, measurement), **share.inputs()}
         if not plan.file_to_file or _workspace.done(job.output) is not None:  # otherwise hashed while they are quantized
             inputs = {**about, "model": identify(source.checkpoint, digests)}
             _refuse_foreign_measurement(job, folder, measurement, inputs)
@@ -83,7 +126,8 @@ def run(job: Job, progress: Progress) -> Path:
             progress.say(f"quantize {job.entry.name}: up to date")
             return job.output
         _workspace.refuse_other_result(job.output, inputs, force=job.replace, parts=PARTS)
-        sizes = model_size(source.checkpoint.infos, source.config, graph)
+        infos = {name: share.info(info) for name, info in source.checkpoint.infos.items()}
+        sizes = model_size(infos, source.config, graph)
         allowance = allow_quantize(job.resources, sizes, plan, lengths=lengths, folder=job.output)
         _memory.reset_peak()
         _state.begin(job.output, inputs, say=partial(_say, progress, job))
@@ -98,32 +142,47 @@ def run(job: Job, progress: Progress) -> Path:
                 digests=digests,
                 allowance=allowance,
                 progress=progress,
+                share=share,
             )
             inputs = {**about, "model": identify(source.checkpoint, digests)}
         else:
-            from stages._forward import Forward, open_source  # here: file to file starts without transformers' model code
-
-            with Workers(allowance.workers) as workers:
-                Forward(
-                    output=job.output,
-                    entry=job.entry,
-                    plan=plan,
-                    source=open_source(job.model),
-                    graph=graph,
-                    measurement=measurement,
-                    key=digest_of(inputs),
-                    seed=job.seed,
-                    progress=progress,
-                    workers=workers,
-                    allowance=allowance,
-                ).layers()
+            _run_layers(job, plan, graph, measurement, key=digest_of(inputs), allowance=allowance, progress=progress)
         disk.write_atomic(job.output / "quantize.json", canonical_json(_summary(job, plan, measurement)))
         hashes = {f"layers/{path.name}": digest for path, digest in _state.hashes(job.output, graph).items()}
-        _workspace.finish(job.output, stage="quantize", inputs=inputs, hashes=hashes)
+        _workspace.finish(job.output, stage="quantize" if share is WHOLE else STAGE, inputs=inputs, hashes=hashes)
         _state.remove_scratch(job.output)
         for line in account(f"quantize {job.entry.name}", allowance, job.output):
             progress.note(line)
     return job.output
+
+
+def _run_layers(
+    job: Job,
+    plan: Plan,
+    graph: Graph,
+    measurement: Measurement | None,
+    *,
+    key: str,
+    allowance: Allowance,
+    progress: Progress,
+) -> None:
+    """Bring every layer up to date by running the model, layer by layer."""
+    from stages._forward import Forward, open_source  # here: file to file starts without transformers' model code
+
+    with Workers(allowance.workers) as workers:
+        Forward(
+            output=job.output,
+            entry=job.entry,
+            plan=plan,
+            source=open_source(job.model),
+            graph=graph,
+            measurement=measurement,
+            key=key,
+            seed=job.seed,
+            progress=progress,
+            workers=workers,
+            allowance=allowance,
+        ).layers()
 
 
 def _say(progress: Progress, job: Job, difference: str) -> None:
@@ -198,6 +257,8 @@ def _summary(job: Job, plan: Plan, measurement: Measurement | None) -> dict[str,
         hashes = [tensor_hash(sequence[:CANARY_TOKENS]) for sequence in measurement.sequences]
         about = {key: meta[key] for key in ("digest", "calibration", "mesh", "dtype", "seed", "counts")}
         about["sequence_heads"] = hashes
+        if "unified" in meta:
+            about["unified"] = {key: meta["unified"].get(key) for key in ("world", "ranks", "missing")}
     return {
         "source": {"folder": str(job.model), "name": job.model.resolve().name, "revision": job.revision},
         "recipe": {**_recipe(job.entry), "seed": job.seed},

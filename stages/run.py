@@ -22,6 +22,7 @@ from stages import export, measure, quantize, unify, validate
 from stages._config import Recipe
 from stages._plan import resolve, statistics_for
 from stages._progress import Progress
+from stages._ranks import rank_folder
 from stages._report import Row, write_report
 
 
@@ -96,6 +97,8 @@ def _measure(job: Job, progress: Progress) -> Path:
     arguments += ["--samples", str(calibration.samples), "--seed", str(recipe.seed), "--stats", ",".join(stats)]
     arguments += ["--sequence-length", str(calibration.sequence_length)] if calibration.sequence_length else []
     arguments += ["--pack"] if calibration.pack else []
+    arguments += [f"--tp={recipe.measure.tp}"] if recipe.measure.tp else []
+    arguments += [f"--dp={recipe.measure.dp}"] if recipe.measure.dp else []
     arguments += [f"--max-memory={recipe.resources.max_memory}"] if recipe.resources.max_memory else []
     arguments += ["--disk-offload"] if recipe.resources.disk_offload else []
     measure.run(
@@ -105,6 +108,8 @@ def _measure(job: Job, progress: Progress) -> Path:
             calibration=calibration,
             seed=recipe.seed,
             ranks=recipe.measure.ranks,
+            tp=recipe.measure.tp,
+            dp=recipe.measure.dp,
             stats=stats,
             replace=True,
             resources=recipe.resources,
@@ -113,7 +118,7 @@ def _measure(job: Job, progress: Progress) -> Path:
         progress,
     )
     if recipe.measure.ranks == 1:
-        return measure.rank_folder(first, 0, 1)
+        return rank_folder(first, 0, 1)
     groups = recipe.unify.groups or ()
     job_unify = unify.Job(measurement=first, output=folder / "3-unify", groups=groups, replace=True)
     return unify.run(job_unify, progress)

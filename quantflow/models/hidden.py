@@ -12,7 +12,7 @@ Without a folder everything is in memory and nothing is kept.
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -22,6 +22,10 @@ from quantflow.artifact import disk
 from quantflow.artifact.canonical import canonical_json, file_digest, read_json
 from quantflow.errors import InputError, UsageError
 from quantflow.models.reading import bytes_of, read_into
+
+
+def _nobody_else() -> None:
+    """Wait for nobody."""
 
 
 class HiddenStates:
@@ -104,12 +108,14 @@ class HiddenStates:
         if self._put == self._count and self._folder is None:
             self._put = 0  # in memory alone, a generation that is complete is the current one
 
-    def commit(self, label: int, *, key: str) -> None:
+    def commit(self, label: int, *, key: str, settled: Callable[[], None] = _nobody_else) -> None:
         """Make the next generation the current one, and remove the others.
 
         Args:
             label: the layer whose input it is.
             key: what it was made from; `restore` compares it.
+            settled: called between the two: returns when every rank of a cut model has its part of the generation, so
+                that there is always one that all of them have.
 
         Raises:
             UsageError: not every sequence was put.
@@ -127,6 +133,7 @@ class HiddenStates:
         record = {"key": key, "sha256": self._hash.hexdigest(), "shapes": self._shapes, "dtype": str(self._dtype)}
         disk.write_atomic(path.with_suffix(".json"), canonical_json(record))
         self._current, self._put, self._hash = path, 0, hashlib.sha256()
+        settled()
         for other in sorted(self._folder.glob("*")):
             if other.stem != path.stem:
                 disk.remove(other)

@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedConfig,
@@ -18,7 +17,7 @@ from transformers import (
 
 from quantflow.artifact.checkpoint import Checkpoint, open_checkpoint, refuse_quantized
 from quantflow.errors import InputError, UnsupportedError
-from quantflow.models.graph import family_for
+from quantflow.models.configuration import first_line, load_config
 from quantflow.models.names import NameMap, twins
 from quantflow.models.reading import read_rows, read_tensor
 
@@ -71,22 +70,6 @@ def open_source(folder: str | Path) -> Source:
     return Source(checkpoint=checkpoint, config=load_config(checkpoint))
 
 
-def load_config(checkpoint: Checkpoint) -> PreTrainedConfig:
-    """Return the checkpoint's configuration; code that comes with the checkpoint is not run.
-
-    Raises:
-        InputError: transformers refuses the configuration.
-        UnsupportedError: the family is not supported.
-    """
-    family_for(checkpoint.config.get("model_type"), checkpoint.config.get("architectures"))
-    try:
-        return AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # the library raises what its validators raise: no narrower common base than this
-        raise InputError(
-            f"{checkpoint.folder / 'config.json'}: {_first_line(error)}", "repair config.json or download it again"
-        ) from error
-
-
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a folder; code that comes with it is not run.
 
@@ -97,7 +80,7 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(Path(folder), trust_remote_code=False, local_files_only=True)
     except Exception as error:  # the Rust tokenizers raise bare Exception
         raise InputError(
-            f"{folder}: no usable tokenizer ({_first_line(error)})",
+            f"{folder}: no usable tokenizer ({first_line(error)})",
             "copy the tokenizer files of the model into this folder",
         ) from error
 
@@ -210,7 +193,3 @@ def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 def _no_parameter(model: nn.Module, name: str) -> InputError:
     return InputError(f"{name}: no parameter of {type(model).__name__}", "check that config.json belongs to these weights")
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -75,20 +75,50 @@ def read_rows(path: Path, info: TensorInfo, rows: Tensor) -> Tensor:
     return tensor
 
 
+def read_columns(path: Path, info: TensorInfo, columns: slice) -> Tensor:
+    """Read some columns of a two-dimensional tensor, row by row: no other byte of it is asked for.
+
+    Args:
+        path: the file.
+        info: the tensor, [R, C].
+        columns: start and stop, within 0..C.
+
+    Returns:
+        [R, stop - start], as stored.
+
+    Raises:
+        InputError: the file ends early, or a column holds NaN or Inf.
+        UnsupportedError: a dtype that torch has no name for.
+    """
+    tensor = torch.empty(info.shape[0], columns.stop - columns.start, dtype=_dtype(path, info))
+    view = bytes_of(tensor)
+    width, share = info.shape[1] * tensor.itemsize, tensor.shape[1] * tensor.itemsize
+    with reading(path) as file:
+        for row in range(info.shape[0]):
+            offset = info.offset + row * width + columns.start * tensor.itemsize
+            _fill(file.fileno(), view[row * share : (row + 1) * share], offset, name=info.name, file=path.name)
+    if tensor.is_floating_point():
+        check_finite(tensor, name=info.name, path=path)
+    return tensor
+
+
 def read_into(path: Path, tensor: Tensor, offset: int, *, name: str) -> None:
     """Fill a contiguous tensor from `offset` of the file; one call to the system returns 2 GiB at most, hence the loop.
 
     Raises:
         InputError: the file ends early.
     """
-    view = bytes_of(tensor)
     with reading(path) as file:
-        done = 0
-        while done < len(view):
-            count = os.preadv(file.fileno(), [view[done:]], offset + done)
-            if count == 0:
-                raise InputError(f"{name}: {path.name} ends {len(view) - done} bytes early", "download the file again")
-            done += count
+        _fill(file.fileno(), bytes_of(tensor), offset, name=name, file=path.name)
+
+
+def _fill(descriptor: int, view: memoryview, offset: int, *, name: str, file: str) -> None:
+    done = 0
+    while done < len(view):
+        count = os.preadv(descriptor, [view[done:]], offset + done)
+        if count == 0:
+            raise InputError(f"{name}: {file} ends {len(view) - done} bytes early", "download the file again")
+        done += count
 
 
 def read_once(path: Path, shape: Sequence[int], dtype: torch.dtype, offset: int, *, name: str) -> Tensor:

@@ -22,7 +22,8 @@ from quantflow.core.qtensor import QuantizedLinear
 from quantflow.core.scheme import LinearScheme
 from quantflow.errors import InputError, UsageError
 from quantflow.formats import compressed_tensors
-from quantflow.models.load import load_config, materialize_, read_tensors, release_, skeleton
+from quantflow.models.configuration import load_config
+from quantflow.models.load import materialize_, read_tensors, release_, skeleton
 from quantflow.models.names import NameMap, twins
 from quantflow.models.reading import read_rows
 from quantflow.runtime.linear import QuantLinear
@@ -199,8 +200,7 @@ def open_artifact(
     folder = Path(folder)
     if verify:
         verify_artifact(folder)
-    manifest = read_manifest(folder)
-    checkpoint = open_checkpoint(folder)
+    manifest, checkpoint = read_manifest(folder), open_checkpoint(folder)
     quantization = checkpoint.config.get("quantization_config")
     if not isinstance(quantization, dict):
         raise InputError(f"{folder / 'config.json'}: no quantization_config", "give the folder of an exported artifact")

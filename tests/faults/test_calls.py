@@ -11,7 +11,17 @@ import pytest
 
 KINDS = ("open", "write", "fsync", "rename", "unlink")
 PROMISED = {"EIO": 3, "ENOSPC": 5, "KILL": -9}
-STAGES = ("measure", "quantize", "file-to-file", "unify", "export", "export-shards", "export-replace", "validate")
+STAGES = (
+    "measure",
+    "quantize",
+    "file-to-file",
+    "unify",
+    "unify-shards",
+    "export",
+    "export-shards",
+    "export-replace",
+    "validate",
+)
 STEP = 5
 
 

@@ -19,7 +19,7 @@ from quantflow.artifact.safetensors_header import TensorInfo
 from quantflow.artifact.verify import verify
 from quantflow.core.parallel import SEQUENTIAL
 from quantflow.errors import InputError, IntegrityError, ResourceError
-from stages import _proof, _shards
+from stages import _proof, _shards, _values
 from stages import export as export_stage
 from stages._options import exit_code
 from stages._proof import prove, proving
@@ -225,14 +225,14 @@ def test_one_changed_bit_is_found_and_named(quantized, export, llama, kind, tens
 
 def test_rows_are_decoded_some_at_a_time(quantized, export, llama, monkeypatch):
     artifact, shapes = export(quantized["tensors"]), []
-    real = _proof._rows
+    real = _values._rows
 
     def record(path, info, first, count):
         shapes.append((count, first))
         return real(path, info, first, count)
 
-    monkeypatch.setattr(_proof, "_rows", record)
-    monkeypatch.setattr("stages._file_to_file.UNIT", 1024)
+    monkeypatch.setattr(_values, "_rows", record)
+    monkeypatch.setattr("stages._units.UNIT", 1024)
     prove(artifact, quantized["tensors"], llama, workers=SEQUENTIAL)
     assert max(count for count, _ in shapes) == 16 and max(first for _, first in shapes) == 112
 

@@ -23,12 +23,13 @@ from quantflow.evaluation.layer_error import relative_error
 from quantflow.formats import compressed_tensors
 from quantflow.models.graph import graph_for
 from quantflow.models.load import open_source
-from stages import _file_to_file
+from stages import _units
 from stages._config import Override, Quantize
-from stages._file_to_file import quantize_files, row_step
+from stages._file_to_file import quantize_files
 from stages._hashes_ahead import HashesAhead
 from stages._plan import resolve
 from stages._progress import Progress
+from stages._units import row_step
 
 SCHEMES = ["FP8_DYNAMIC", "W8A8", "W8A16", "W4A16", "W4A16_ASYM"]
 QUIET = Progress(quiet=True)
@@ -37,7 +38,7 @@ QUIET = Progress(quiet=True)
 @pytest.fixture(autouse=True)
 def small_units(monkeypatch):
     """Cut the tiny model's weights into many units: 8 or 16 rows each, norms into pieces."""
-    monkeypatch.setattr(_file_to_file, "UNIT", 1024)
+    monkeypatch.setattr(_units, "UNIT", 1024)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -115,7 +116,7 @@ def test_nothing_of_the_result_depends_on_how_many_units_run_at_once(llama, tmp_
 
 def test_the_values_digest_is_that_of_the_rows_however_they_are_cut(llama, tmp_path, monkeypatch):
     first = quantize(llama, tmp_path / "a", entry("W4A16_ASYM"))
-    monkeypatch.setattr(_file_to_file, "UNIT", 1 << 20)
+    monkeypatch.setattr(_units, "UNIT", 1 << 20)
     second = quantize(llama, tmp_path / "b", entry("W4A16_ASYM"))
     records = [json.loads((folder / "00001.json").read_text()) for folder in (first, second)]
     assert records[0]["values"] == records[1]["values"] and records[0]["sha256"] == records[1]["sha256"]
@@ -283,5 +284,5 @@ def test_a_full_disk_leaves_finished_layers_and_no_part_of_another(llama, tmp_pa
 
 
 def test_rows_of_a_unit_fill_whole_words_of_packed_zero_points(monkeypatch):
-    monkeypatch.setattr(_file_to_file, "UNIT", 1 << 20)
+    monkeypatch.setattr(_units, "UNIT", 1 << 20)
     assert [row_step(columns) for columns in (1, 1000, 4096, 5632, 1 << 20, 1 << 23)] == [1 << 20, 1048, 256, 184, 8, 8]

@@ -99,6 +99,50 @@ def test_the_sequences_are_back_in_the_order_of_one_rank(unified: Path, single: 
     assert torch.equal(ours["tokens"], expected["tokens"])
 
 
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_replicas_in_any_number_of_groups_are_one_rank(
+    llama: Path, text_files: dict[str, Path], single_with_hessians: dict[str, Tensor], tmp_path: Path, world: int
+) -> None:
+    for rank in range(world):  # what torchrun's processes run
+        measure._measure_rank(hessians(llama, text_files, tmp_path / "m"), QUIET, rank=rank, world=world)
+    for groups in (1, 2, 4):
+        if groups > world:
+            continue
+        folder = unify.run(unify.Job(measurement=tmp_path / "m", output=tmp_path / str(groups), ranks=groups), QUIET)
+        if groups > 1:
+            folder = unify.run(unify.Job(measurement=folder, output=tmp_path / f"{groups}-to-1"), QUIET)
+        ours = statistics(folder)
+        assert ours.keys() == single_with_hessians.keys()
+        for key, value in single_with_hessians.items():
+            if key.endswith("hessian_sum"):
+                assert (ours[key] - value).norm() <= 1e-6 * value.norm(), key
+            elif key.rpartition("|")[2] in SUMS:
+                torch.testing.assert_close(ours[key], value, rtol=1e-12, atol=0.0)
+            else:
+                assert ours[key].dtype == value.dtype and torch.equal(ours[key], value), key
+
+
+def hessians(llama: Path, text_files: dict[str, Path], folder: Path) -> measure.Job:
+    calibration = Calibration(source=str(text_files["calibration"]), samples=SAMPLES, sequence_length=64)
+    stats = (*measure.DEFAULT_STATS, "hessian")
+    return measure.Job(model=llama, output=folder, calibration=calibration, stats=stats)
+
+
+@pytest.fixture(scope="module")
+def single_with_hessians(
+    llama: Path, text_files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Tensor]:
+    found = statistics(measure.run(hessians(llama, text_files, tmp_path_factory.mktemp("hessians")), QUIET))
+    assert sum(key.endswith("hessian_sum") for key in found) == 14
+    return found
+
+
+def test_keys_and_values_are_measured_in_the_cache_alone_so_nothing_is_made_to_agree_afterwards(unified: Path) -> None:
+    """Operands of attention that are measured beside the cache have scales of their own, until a script copies them."""
+    sites = {key.split("|")[1] for key in statistics(unified) if key.startswith("model.layers.0.self_attn|")}
+    assert sites == {"k_cache", "v_cache"}
+
+
 @pytest.mark.parametrize("entry", [{"scheme": "FP8"}, {"scheme": "W8A8_STATIC"}], ids=lambda entry: entry["scheme"])
 def test_what_is_quantized_from_either_is_the_same(
     entry: dict[str, str], llama: Path, unified: Path, single: Path, tmp_path: Path

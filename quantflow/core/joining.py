@@ -1,0 +1,107 @@
+"""One quantized weight from those of several cards that each rounded a part of it.
+
+Cards that hold rows, or columns in whole groups, have the scales that one process has: their parts are put side by side.
+Cards that hold columns of rows that have one scale each took it from their own columns. One process takes it from the
+largest magnitude of the whole row, and scales follow magnitudes monotonically, so its scale is the largest of the cards',
+bit for bit; the values that were rounded with a smaller one are rounded again, from the original weight. A part of zeros
+alone has scale 1, which stands for no magnitude and does not count (with that scale any other part has a value that is not
+zero). Nothing is rounded from already rounded values.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quantflow.core import affine, float8, groups
+from quantflow.core.qtensor import QTensor
+from quantflow.errors import SchemeError
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Joined:
+    """A weight, and which of its values have yet to be rounded with its scale.
+
+    Attributes:
+        weight: [O, I]; `requantize_` brings the values of `stale` up to date.
+        stale: for each part, which rows of it were rounded with another scale, bool [O].
+    """
+
+    weight: QTensor
+    stale: tuple[Tensor, ...]
+
+
+def join_rows(parts: Sequence[QTensor]) -> QTensor:
+    """Return the weight whose rows are those of the parts, in order.
+
+    Args:
+        parts: [O_i, I] each, with scales per channel or per group.
+
+    Raises:
+        SchemeError: the parts' rows share a scale.
+    """
+    if parts[0].scheme.granularity == "per_tensor":
+        raise SchemeError("parts of a per_tensor weight", "quantize it in one process, or choose scales per channel")
+    return _side_by_side(parts, 0, scale=torch.cat([part.scale for part in parts]))
+
+
+def join_columns(parts: Sequence[QTensor]) -> Joined:
+    """Return the weight whose columns are those of the parts, in order.
+
+    Args:
+        parts: [O, I_i] each; per group the groups are whole in one part, per channel each row has a scale in every part.
+
+    Raises:
+        SchemeError: a scale of an asymmetric weight spans the parts: their zero points do not tell the range that it came
+            from; or the weight is per_tensor.
+    """
+    scheme = parts[0].scheme
+    if scheme.granularity == "per_group":
+        weight = _side_by_side(parts, 1, scale=torch.cat([part.scale for part in parts], dim=1))
+        return Joined(weight=weight, stale=tuple(torch.zeros(len(weight.qvalue), dtype=torch.bool) for _ in parts))
+    if scheme.granularity != "per_channel" or not scheme.symmetric:
+        raise SchemeError(
+            f"columns of a {scheme.granularity} weight with symmetric={scheme.symmetric}, one scale over {len(parts)} parts",
+            "quantize it in one process, or choose groups that lie in one part each",
+        )
+    zeros = [(float8.widen(part.qvalue) == 0).all(dim=1, keepdim=True) & (part.scale == 1) for part in parts]  # [O, 1] each
+    known = [torch.where(empty, torch.zeros_like(part.scale), part.scale) for part, empty in zip(parts, zeros, strict=True)]
+    largest = torch.stack(known).amax(dim=0)  # [O, 1]
+    scale = torch.where(largest == 0, torch.ones_like(largest), largest)
+    stale = tuple(((part.scale != scale) & ~empty)[:, 0] for part, empty in zip(parts, zeros, strict=True))
+    return Joined(weight=_side_by_side(parts, 1, scale=scale), stale=stale)
+
+
+def requantize_(weight: QTensor, original: Tensor, *, rows: Tensor, columns: slice) -> None:
+    """Round some rows of some columns again, with the scale that the weight has now.
+
+    Args:
+        weight: per channel, symmetric; its qvalue is changed.
+        original: [O, I], what it was made from.
+        rows: which rows, bool [O].
+        columns: which columns.
+    """
+    if not rows.any():
+        return
+    # Bytes are moved: there is no indexed assignment of float8.
+    made = affine.quantize(original[rows, columns].float(), weight.scale[rows], None, weight.scheme)  # [n, columns]
+    weight.qvalue.view(torch.uint8)[rows, columns] = made.view(torch.uint8)
+
+
+def zero_groups(original: Tensor, scale: Tensor) -> int:
+    """Return how many scales stand for zeros only.
+
+    Args:
+        original: [O, I], what was quantized.
+        scale: [O, G].
+    """
+    split = groups.to_groups(original.float(), original.shape[1] // scale.shape[1])  # [O, G, g]
+    return int((split.abs().amax(dim=-1) == 0).sum())
+
+
+def _side_by_side(parts: Sequence[QTensor], axis: int, *, scale: Tensor) -> QTensor:
+    qvalue = torch.cat([part.qvalue.view(torch.uint8) for part in parts], dim=axis).view(parts[0].qvalue.dtype)
+    zero_points = [part.zero_point for part in parts if part.zero_point is not None]
+    zero_point = torch.cat(zero_points, dim=axis) if zero_points else None
+    return QTensor(qvalue=qvalue, scale=scale, zero_point=zero_point, scheme=parts[0].scheme)

@@ -1,0 +1,170 @@
+"""What N cards quantized becomes one result, or G of a smaller world: unify for the shards of `quantize --ranks`.
+
+The result is what `quantize` (or `quantize --ranks G`) writes from the same source, byte for byte. DONE.json lists one more:
+
+    unified.json    per linear: how its parts were joined, of how many cards with how many channels together, and in how
+                    many of these the card's scale was not the largest, so that they were rounded again from the source
+
+Each unit of the source is read once more beside what the cards made of it: the figures of error are sums in one order,
+values that need another scale are rounded from the original ones, and what is copied is copied from there.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantflow.artifact import disk
+from quantflow.artifact.canonical import canonical_json, digest_of, read_json
+from quantflow.artifact.digests import NAME as HASHES
+from quantflow.artifact.digests import Digests
+from quantflow.errors import InputError, QuantflowError, UsageError
+from quantflow.measurements.placement import check_cover, joined, share
+from quantflow.models.graph import Graph, graph_for
+from quantflow.models.source import ModelFiles, open_files
+from stages import _workspace
+from stages._bits import identify, single_threaded, tools
+from stages._config import Resources
+from stages._file_to_file import quantize_files
+from stages._parts import Parts, Shard
+from stages._plan import plan_from
+from stages._progress import Progress
+from stages._ranks import rank_folder
+from stages._resources import allow_quantize
+from stages._share import STAGE, Share, shard_folders
+from stages._sizes import model_size
+
+REPORT = "unified.json"
+
+
+def join(
+    shards: Sequence[Shard],
+    output: Path,
+    *,
+    groups: Sequence[Sequence[int]],
+    model: Path | None,
+    replace: bool,
+    progress: Progress,
+) -> Path:
+    """Write one result per group, and return `output`; one that is up to date is left alone.
+
+    Args:
+        shards: as `open_shards` returns them.
+        output: one group's result itself; of several, the folder of rank-GGG-of-GGG. It appears at once.
+        groups: ranks, each in one of them.
+        model: the source; None reads where quantize found it.
+        replace: redo a finished result that was made from other inputs, instead of refusing.
+        progress: is told after each layer.
+
+    Raises:
+        UsageError: a group is not made of neighbouring ranks, or the groups differ in size.
+        InputError: the source is not there or another one, or the shards were made by other library versions.
+    """
+    _check_groups(groups, world=len(shards))
+    source = _source(shards, model)
+    graph = graph_for(source.config)
+    targets = [_target(shards, graph, rank=rank, world=len(groups)) for rank in range(len(groups))]
+    inputs: dict[str, Any] = {**shards[0].made_from}
+    stage = "quantize"
+    if len(groups) > 1:
+        inputs, stage = {"shards": [{**inputs, **target.inputs()} for target in targets]}, "unify"
+    with _workspace.locked(output), single_threaded(), torch.no_grad():
+        if _workspace.is_up_to_date(output, inputs):
+            progress.say("unify: up to date")
+            return output
+        _workspace.refuse_other_result(output, inputs, force=replace)
+        with _workspace.publish(output, stage=stage, inputs=inputs) as temporary:
+            for target, group in zip(targets, groups, strict=True):
+                folder = temporary if len(groups) == 1 else rank_folder(temporary, target.rank, target.world)
+                _write(folder, [shards[rank] for rank in group], target, source=source, graph=graph, progress=progress)
+    return output
+
+
+def _write(
+    folder: Path, shards: Sequence[Shard], target: Share, *, source: ModelFiles, graph: Graph, progress: Progress
+) -> None:
+    """Write what the shards of one group are together."""
+    disk.make_folder(folder / "layers")
+    summary = read_json(shards[0].folder / "quantize.json")
+    plan, parts = plan_from(summary), Parts(shards)
+    infos = {name: target.info(info) for name, info in source.checkpoint.infos.items()}
+    inputs = {**shards[0].made_from, **target.inputs()}
+    quantize_files(
+        folder,
+        plan,
+        source=source,
+        graph=graph,
+        key=digest_of({key: value for key, value in inputs.items() if key != "model"}),
+        digests=_digests(shards),
+        allowance=allow_quantize(Resources(), model_size(infos, source.config, graph), plan, lengths=[], folder=folder),
+        progress=progress,
+        share=target,
+        choose=parts,
+    )
+    linears = [parts.report[name] for name in graph.linears if name in parts.report]
+    disk.write_atomic(folder / "quantize.json", canonical_json(summary))
+    disk.write_atomic(folder / REPORT, canonical_json({"shards": [shard.share.rank for shard in shards], "linears": linears}))
+    if target.world > 1:
+        _workspace.finish(folder, stage=STAGE, inputs=inputs)
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    """Return what a finished folder of `join` says about how it was made, all groups together."""
+    reports = [path / REPORT for path in (folder, *shard_folders(folder)) if (path / REPORT).is_file()]
+    rows = [row for report in reports for row in read_json(report)["linears"]]
+    return {"folder": str(folder), "joined": rows}
+
+
+def _source(shards: Sequence[Shard], model: Path | None) -> ModelFiles:
+    """Open the checkpoint that the shards were made from.
+
+    Raises:
+        InputError: it is not there, it is another one, or this machine would round in another way.
+    """
+    folder = model or Path(read_json(shards[0].folder / "quantize.json")["source"]["folder"])
+    try:
+        source = open_files(folder)
+    except QuantflowError as error:
+        raise InputError(
+            f"{error.cause}; rows that several cards hold parts of are rounded again from the source",
+            "give the model that was quantized with --model",
+        ) from error
+    expected, found = shards[0].inputs["model"], identify(source.checkpoint, _digests(shards))
+    if found != expected:
+        raise InputError(
+            f"{folder}: is model {found[:16]}, {shards[0].folder} was made from {expected[:16]}",
+            "give the model that was quantized with --model",
+        )
+    other = _workspace.difference(shards[0].inputs["tools"], tools())
+    if other is not None:
+        key, old, new = other
+        raise InputError(
+            f"{shards[0].folder}: was made with {key} {old}, here is {new}, which may round in another way",
+            "unify where the shards were quantized, or quantize here",
+        )
+    return source
+
+
+def _digests(shards: Sequence[Shard]) -> Digests:
+    """Return the hashes of the source's files, as far as quantize left them."""
+    return Digests(also=[shards[0].folder.parent / HASHES, shards[0].folder / HASHES])
+
+
+def _check_groups(groups: Sequence[Sequence[int]], *, world: int) -> None:
+    size = world // len(groups)
+    if [list(group) for group in groups] != [list(range(first, first + size)) for first in range(0, world, size)]:
+        raise UsageError(
+            f"unify: groups {[list(group) for group in groups]} of {world} shards",
+            "a card of the smaller world holds what neighbours hold: give groups of one size, in order, such as 01 23",
+        )
+
+
+def _target(shards: Sequence[Shard], graph: Graph, *, rank: int, world: int) -> Share:
+    """Return what one group's result holds: what that card of the smaller world would."""
+    placements = {}
+    for name in graph.linears:
+        parts = [shard.share.placements[name] for shard in shards]
+        check_cover(name, parts)
+        placements[name] = share(name, joined(parts), cards=world, card=rank)
+    return Share(rank=rank, world=world, placements=placements)

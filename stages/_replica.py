@@ -1,0 +1,81 @@
+"""The ranks that share one copy of the model: where each stands among them, and how they stay in step.
+
+Rank r of a world of dp x tp is card r % tp of replica r // tp. The cards of a replica run the same sequences, layer by
+layer, and add up their parts of every row-sharded linear; so they begin at one layer, and keep what enters it until all of
+them have what enters the next.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import distributed
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from quantflow.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replica:
+    """One rank's place.
+
+    Attributes:
+        index: which replica, hence which share of the sequences.
+        count: how many replicas there are (dp).
+        cards: how many ranks share the model (tp).
+        card: which of them this is.
+        placements: source name -> which part of it this rank holds; empty where the model is not cut.
+        mesh: the cards of this replica; None where there is one.
+    """
+
+    index: int
+    count: int
+    cards: int = 1
+    card: int = 0
+    placements: Mapping[str, Mapping[str, Any]]
+    mesh: DeviceMesh | None = None
+
+    def span(self, value: int) -> tuple[int, int]:
+        """Return the least and the greatest of the cards' values."""
+        if self.mesh is None:
+            return value, value
+        both = torch.tensor([value, -value])
+        distributed.all_reduce(both, op=distributed.ReduceOp.MIN, group=self.mesh.get_group())
+        return int(both[0]), -int(both[1])
+
+    def all(self, holds: bool) -> bool:
+        """Return whether something holds on every card."""
+        return self.span(int(holds))[0] == 1
+
+    def wait(self) -> None:
+        """Return when every card has come here."""
+        self.span(0)
+
+
+def meshed(world: int, tp: int) -> DeviceMesh | None:
+    """Return the cards of this process's replica; every process of the world has to call it."""
+    if tp == 1:
+        return None
+    return init_device_mesh("cpu", (world // tp, tp), mesh_dim_names=("dp", "tp"))["tp"]
+
+
+def sizes(ranks: int, tp: int | None, dp: int | None) -> tuple[int, int]:
+    """Return how many replicas there are and how many ranks share each, (dp, tp).
+
+    Args:
+        ranks: of the world.
+        tp: ranks that share a model; None means 1, or what dp leaves.
+        dp: replicas; None means what tp leaves.
+
+    Raises:
+        UsageError: the numbers disagree.
+    """
+    for name, value in (("ranks", ranks), ("tp", tp), ("dp", dp)):
+        if value is not None and value < 1:
+            raise UsageError(f"{name}={value}", "give 1 or more")
+    cards = tp or (ranks // dp if dp else 1)
+    replicas = dp or ranks // cards
+    if cards * replicas != ranks:
+        raise UsageError(f"measure: {ranks} ranks, tp={tp or cards} x dp={dp or replicas}", "give ranks = tp x dp")
+    return replicas, cards
