@@ -63,7 +63,7 @@ class Job:
 def run(job: Job, progress: Progress) -> Path:
     """Export and prove the artifact and return its folder; one that is up to date is left alone."""
     if job.format not in FORMATS:
-        raise UsageError(f"format {job.format!r} is unknown", nearest(job.format, list(FORMATS)))
+        raise UsageError(f"format {job.format!r} of a quantized model is unknown", nearest(job.format, list(FORMATS)))
     record = _workspace.require_done(job.quantized, stage="quantize", unread="layers/*.safetensors")
     summary = read_json(job.quantized / "quantize.json")
     made_from = digest_of([record["inputs"], job.format, parse_size(job.shard_size)])

@@ -8,7 +8,7 @@ from torch import Tensor
 from quantflow.errors import StatisticsError
 from quantflow.observers import OBSERVERS, Observer
 
-SITES = ("input", "output", "weight", "k_cache", "v_cache")
+SITES = ("input", "output", "weight", "query", "k_cache", "v_cache")  # query and k_cache after RoPE
 
 
 class Key(NamedTuple):
