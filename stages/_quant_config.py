@@ -32,7 +32,7 @@ LEGACY = {"whitelist": "allowlist", "blacklist": "blocklist"}
 FILLED_IN = ("world_size", "local_rank", "global_rank", "device_type")
 VERBS = {"measure": "MEASURE", "quantize": "QUANTIZE", "export": "QUANTIZE"}
 USED = {  # keys that mean something to a verb; every other one that is not its default is reported
-    "measure": ("mode", "observer"),
+    "measure": ("mode", "observer", "measure_exclude"),
     "quantize": ("mode", "fp8_config", "allowlist", "blocklist", "device_for_scales", "dump_stats_path"),
     "export": (
         *("mode", "observer", "measure_exclude", "allowlist", "blocklist", "scale_method", "fp8_config", "hp_dtype"),

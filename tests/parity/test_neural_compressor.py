@@ -8,17 +8,20 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-from quantflow.core.gaudi import target
-from quantflow.core.gaudi_methods import method_config
-from quantflow.measurements.inc import SCALES, Triple, read_triple, write_triple
-from quantflow.measurements.inc_names import find_triples
+from quantflow.core.gaudi import scale_from_amax, target, weight_scale
+from quantflow.core.gaudi_methods import SCALE_METHODS, method_config
+from quantflow.measurements.inc import SCALES, Node, Triple, read_triple, write_triple
+from quantflow.measurements.inc_names import FileName, find_triples
+from quantflow.measurements.inc_nodes import postprocess
 from quantflow.measurements.inc_scales import scales_from
 from stages import _triples
 from stages._options import exit_code
@@ -65,7 +68,12 @@ with torch.no_grad():
         model(inputs(int(os.environ["LOCAL_RANK"])))
         finalize_calibration(model)
     else:
-        np.save(sys.argv[3], torch.cat([model(inputs(rank)) for rank in range(2)]).float().numpy())
+        found = {"logits": torch.cat([model(inputs(rank)) for rank in range(2)]).float().numpy()}
+        for name, module in model.named_modules():
+            if hasattr(module, "quant_input"):
+                for key, scale in (("input", module.quant_input.scale), ("weight", module.dequant_weights.scale)):
+                    found[f"{name}.{key}"] = torch.as_tensor(scale).detach().float().flatten().numpy()
+        np.savez(sys.argv[3], **found)
 """
 
 # A stock Llama with the files that `export --format inc` wrote: QUANT_CONFIG is all that it is told.
@@ -152,6 +160,11 @@ def by_hand(measured: Path, output: Path) -> None:
     (output / "measure_hooks_maxabs.json").write_text(json.dumps(listed))
 
 
+def quantize(folder: Path, method: str) -> str:
+    """Return the options of convert."""
+    return json.dumps({"mode": "QUANTIZE", "scale_method": method, "dump_stats_path": f"{folder}/measure"})
+
+
 def unified(measured: Path, output: Path) -> Path:
     return _triples.unify(_triples.UnifyJob(measurement=measured, output=output), QUIET)
 
@@ -173,30 +186,93 @@ def test_convert_takes_our_merged_files_and_computes_what_it_does_with_files_mer
     by_hand(measured, tmp_path / "theirs")
     unified(measured, tmp_path / "ours")
     for name in ("ours", "theirs"):
-        options = {"mode": "QUANTIZE", "scale_method": method, "dump_stats_path": f"{tmp_path}/{name}/measure"}
-        call(TINY, "convert", json.dumps(options), tmp_path / f"{name}.npy", cwd=tmp_path)
-    ours, theirs = (np.load(tmp_path / f"{name}.npy") for name in ("ours", "theirs"))
+        call(TINY, "convert", quantize(tmp_path / name, method), tmp_path / f"{name}.npz", cwd=tmp_path)
+    ours, theirs = (np.load(tmp_path / f"{name}.npz")["logits"] for name in ("ours", "theirs"))
     assert np.array_equal(ours, theirs) and np.isfinite(ours).all() and ours.std() > 0
+
+
+# The toolkit's own rounding to the hardware's scales, and its searches, which look for a device only to put the weight there.
+RULES = """
+import sys
+import numpy as np
+import torch
+from neural_compressor.torch.algorithms.fp8_quant._core import fp_utils
+from neural_compressor.torch.algorithms.fp8_quant._core.scale_methods import round_scales_function as rounding
+from neural_compressor.torch.utils.auto_accelerator import INCAcceleratorType
+
+to = torch.Tensor.to
+torch.Tensor.to = lambda self, *args, **kwargs: self if args == ("hpu",) else to(self, *args, **kwargs)
+given, found = np.load(sys.argv[1]), {}
+maxima, weight = torch.from_numpy(given["maxima"]), torch.from_numpy(given["weight"])
+for device, kind in (("gaudi2", INCAcceleratorType.GAUDI2), ("gaudi3", INCAcceleratorType.GAUDI3)):
+    largest = fp_utils.get_fullscale(torch.float8_e4m3fn, kind)
+    fp_utils.cast_to_fp8_fcn = lambda x, dtype: x.clamp(-largest, largest).to(dtype)
+    pow2, hardware = rounding.ScaleToPow2(), rounding.ScaleToHwAligned(kind)
+    for side, backoff in (("activation", 0.25), ("weight", 0.5)):
+        raw = fp_utils.calc_scale_from_maxabs(maxima.bfloat16(), largest, backoff)
+        found[f"{device}.{side}.maxabs_pow2"] = pow2.calc(raw).float().numpy()
+        found[f"{device}.{side}.maxabs_hw"] = hardware.calc(raw).float().numpy()
+    lists = {
+        "maxabs_hw_opt_weight": fp_utils.get_fp8_hw_alligned_scales_by_device(torch.float8_e4m3fn, kind),
+        "maxabs_pow2_opt_weight": [2.0**s for s in range(-10, 10)],
+    }
+    for method, candidates in lists.items():
+        best = fp_utils.mmse_scale(weight, [torch.tensor(s) for s in candidates], torch.float8_e4m3fn, torch.float32)
+        found[f"{device}.{method}"] = np.float32(best.item())
+    reference = pow2.calc(weight.abs().amax(dim=1) / (largest * 0.5))
+    best = fp_utils.mmse_scale_multi(
+        weight.t(), reference, [2.0**s for s in range(-3, 5)], torch.float8_e4m3fn, torch.float32
+    )
+    found[f"{device}.act_maxabs_hw_weights_pcs_opt_pow2"] = pow2.calc(best.flatten()).numpy()
+np.savez(sys.argv[2], **found)
+"""
+
+
+def test_rounding_to_the_hardwares_scales_and_searches_are_the_toolkits(call: Callable[..., None], tmp_path: Path) -> None:
+    """Its functions run on a CPU where its scale methods do not."""
+    generator = torch.Generator().manual_seed(0)
+    maxima = torch.exp2(torch.rand(20_000, generator=generator) * 40 - 20).bfloat16().float()
+    weight = torch.randn(48, 64, generator=generator) * torch.exp2(torch.randint(-6, 3, (48, 1), generator=generator))
+    np.savez(tmp_path / "given.npz", maxima=maxima.numpy(), weight=weight.numpy())
+    call(RULES, tmp_path / "given.npz", tmp_path / "found.npz", cwd=tmp_path)
+    with np.load(tmp_path / "found.npz") as archive:
+        found = dict(archive)
+    for device in ("gaudi2", "gaudi3"):
+        goal = target(device)
+        for side in ("activation", "weight"):
+            for method in ("maxabs_pow2", "maxabs_hw"):
+                rule = getattr(SCALE_METHODS[method], side)
+                ours = scale_from_amax(maxima, rule, target=goal, arithmetic="BF16")
+                assert np.array_equal(ours.numpy(), found.pop(f"{device}.{side}.{method}")), (device, side, method)
+        for method in ("maxabs_hw_opt_weight", "maxabs_pow2_opt_weight", "act_maxabs_hw_weights_pcs_opt_pow2"):
+            ours = weight_scale(weight, SCALE_METHODS[method].weight, target=goal)
+            assert np.array_equal(ours.numpy(), found.pop(f"{device}.{method}")), (device, method)
+    assert not found
 
 
 WEIGHTS = """
 import sys, torch
 exec(sys.argv[1].split("model = Tiny()")[0])
-torch.save({name: p.bfloat16() for name, p in Tiny().named_parameters() if name.endswith("weight")}, sys.argv[2])
+torch.save({name: p.detach().bfloat16() for name, p in Tiny().named_parameters() if name.endswith("weight")}, sys.argv[2])
 """
+
+
+@pytest.fixture(scope="module")
+def weights(call: Callable[..., None], tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """The weights of the other environment's model."""
+    folder = tmp_path_factory.mktemp("weights")
+    call(WEIGHTS, TINY, folder / "weights.pt", cwd=folder)
+    found: dict[str, torch.Tensor] = torch.load(folder / "weights.pt", weights_only=True)
+    return found
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_scales_are_equal_to_the_bit_and_convert_takes_ours(
-    call: Callable[..., None], measured: Path, tmp_path: Path, method: str
+    call: Callable[..., None], measured: Path, weights: dict[str, torch.Tensor], tmp_path: Path, method: str
 ) -> None:
     """The toolkit derives scales from our merged maxima, we derive them too; then it runs on ours alone."""
     folder = unified(measured, tmp_path / "ours")
-    options = {"mode": "QUANTIZE", "scale_method": method, "dump_stats_path": f"{folder}/measure"}
-    call(TINY, "convert", json.dumps(options), tmp_path / "derived.npy", cwd=tmp_path)
-    theirs = read_triple(find_triples(folder, method=method.upper())[0])
-    call(WEIGHTS, TINY, tmp_path / "weights.pt", cwd=tmp_path)
-    weights = torch.load(tmp_path / "weights.pt", weights_only=True)
+    call(TINY, "convert", quantize(folder, method), tmp_path / "derived.npz", cwd=tmp_path)
     maxima = read_triple(find_triples(folder)[0])
     ours = scales_from(
         maxima.nodes,
@@ -205,21 +281,61 @@ def test_scales_are_equal_to_the_bit_and_convert_takes_ours(
         arithmetic="BF16",
         read_weight=lambda name: weights[f"{name}.weight"],
     )
+    derived = np.load(tmp_path / "derived.npz")
+    for name, node in ours.items():  # what its modules hold
+        assert node.weight is not None
+        assert np.array_equal(derived[f"{name}.input"], node.inputs[0].flatten().numpy()), name
+        assert np.array_equal(derived[f"{name}.weight"], node.weight.flatten().numpy()), name
+    if method == "unit_scale":  # it keeps no file of scales that depend on nothing
+        assert not list(folder.glob("*UNIT_SCALE*"))
+        return
+
+    (files,) = find_triples(folder, method=method.upper()).values()
+    theirs = read_triple(files)
     assert ours.keys() == theirs.nodes.keys()
     for name, node in ours.items():
         expected = theirs.nodes[name].tensors
         assert node.tensors.keys() == expected.keys(), name
         for key, value in node.tensors.items():
             assert torch.equal(value, expected[key]), (name, key)
-
-    (name,) = {found.name for found in find_triples(folder, method=method.upper()).values()}
-    for path in folder.glob(f"{name.stem}*"):
+    for path in folder.glob(f"{files.name.stem}*"):
         path.unlink()
-    write_triple(folder, name, Triple(nodes=ours, mode=SCALES, local_rank=maxima.local_rank))
+    write_triple(folder, files.name, Triple(nodes=ours, mode=SCALES, local_rank=maxima.local_rank))
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    call(TINY, "convert", json.dumps(options), tmp_path / "taken.npy", cwd=tmp_path)
-    assert np.array_equal(np.load(tmp_path / "taken.npy"), np.load(tmp_path / "derived.npy"))
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    call(TINY, "convert", quantize(folder, method), tmp_path / "taken.npz", cwd=tmp_path)
+    assert np.array_equal(np.load(tmp_path / "taken.npz")["logits"], derived["logits"])
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before  # it had nothing to derive
+
+    doubled = {name: replace(node, inputs=(node.inputs[0] * 2,)) for name, node in ours.items()}
+    write_triple(folder, files.name, Triple(nodes=doubled, mode=SCALES, local_rank=maxima.local_rank))
+    call(TINY, "convert", quantize(folder, method), tmp_path / "doubled.npz", cwd=tmp_path)
+    assert np.load(tmp_path / "doubled.npz")["first.input"] == 2 * derived["first.input"]  # so it does read them
+
+
+def test_the_toolkits_postprocessing_changes_what_ours_does(toolkit: Path, tmp_path: Path) -> None:
+    attention = "model.layers.0.self_attn.attn.impl"
+    cells = {value: torch.tensor([[value]]) for value in (1.0, 2.5, 3.0, 4.0, 0.1)}
+    nodes = {
+        f"{attention}.matmul_qk": Node(inputs=(cells[1.0], cells[2.5])),
+        f"{attention}.matmul_av": Node(inputs=(cells[1.0], cells[3.0])),
+        f"{attention}.k_cache": Node(inputs=(cells[4.0],)),
+        f"{attention}.v_cache": Node(inputs=(cells[0.1],)),
+        "lm_head": Node(inputs=(cells[1.0],), weight=cells[3.0]),
+    }
+    name = FileName(prefix="inc_output", rank=0, world=1)
+    (tmp_path / "in").mkdir()
+    write_triple(tmp_path / "in", name, Triple(nodes=nodes, local_rank=0))
+    package = "neural_compressor.torch.algorithms.fp8_quant.scripts.postprocessing_vllm_measurements"
+    line = [str(toolkit), "-m", package, "-m", str(tmp_path / "in"), "-o", str(tmp_path / "out"), "-k"]
+    subprocess.run(line, check=True, capture_output=True, cwd=tmp_path)
+    theirs = read_triple(find_triples(tmp_path / "out")[0]).nodes
+    ours = postprocess(nodes)
+    assert theirs.keys() == ours.keys()
+    for node, content in ours.items():
+        expected = theirs[node].tensors
+        assert {key: value.tolist() for key, value in content.tensors.items()} == {
+            key: value.tolist() for key, value in expected.items()
+        }
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -242,8 +358,6 @@ def test_a_stock_llama_takes_the_files_that_export_wrote(
         logits, patched = found["logits"], found["patched"].tolist()
     linears = [name for name in read_triple(find_triples(tmp_path / "gaudi" / "hqt_output")[0]).nodes if name.endswith("_proj")]
     assert sorted(patched) == sorted(linears) and len(patched) == 14
-    from transformers import AutoModelForCausalLM
-
     model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32).eval()
     with torch.no_grad():
         expected = model(torch.arange(2, 42)[None]).logits.numpy()

@@ -265,6 +265,11 @@ def test_ranks_have_files_of_their_own(tmp_path, llama, text_files, monkeypatch)
     assert _triples.unify(job, QUIET) == job.output
     with pytest.raises(UsageError, match="finished result"):
         _triples.unify(_triples.UnifyJob(measurement=job.measurement, output=job.output, groups=("0", "1")), QUIET)
+    inside = _triples.UnifyJob(measurement=job.measurement, output=job.measurement)
+    before = {name: (job.measurement / name).read_bytes() for name in files(job.measurement)}
+    with pytest.raises(UsageError, match=r"holds '.*' and no DONE\.json"):
+        _triples.unify(inside, QUIET)
+    assert {name: (job.measurement / name).read_bytes() for name in files(job.measurement)} == before
     with pytest.raises(UsageError, match="missing 1"):
         _triples.unify(_triples.UnifyJob(measurement=job.measurement, output=tmp_path / "x", groups=("0",)), QUIET)
 
