@@ -9,8 +9,11 @@ workers nor memory change a bit of what is written.
     layers/00012.json           {"key", "sha256", "errors", "decisions", "changed", "values"}
 
 `values` is, per linear, the sha256 of what the algorithm chose, before its layout packed it: export's proof decodes the
-artifact and compares. Weights are read past the system's cache (`read_once`). A layer is written under another name,
-synced and hashed while the next one is quantized.
+artifact and compares. A layer is written under another name, synced and hashed while the next one is quantized.
+
+The source is read from the disk once: the file that holds the next layers is hashed while those of this one are quantized,
+and what the system's cache still holds of it then is taken from there, the rest past it (`read_once`). So a layer's key has
+the hashes of the files that it lies in, and the model's fingerprint is known at the end.
 """
 
 from collections.abc import Iterator
@@ -26,6 +29,7 @@ from torch import Tensor
 from quantflow.algorithms import ALGORITHMS
 from quantflow.artifact import disk
 from quantflow.artifact.canonical import canonical_json, digest_of, file_digest
+from quantflow.artifact.digests import Digests
 from quantflow.artifact.safetensors_header import TensorInfo
 from quantflow.artifact.safetensors_writer import Spec, Writer
 from quantflow.core.parallel import Workers
@@ -37,6 +41,8 @@ from quantflow.formats import FORMATS
 from quantflow.models.graph import Graph, Layer
 from quantflow.models.reading import DTYPES, bytes_of, check_finite, read_once
 from quantflow.models.source import ModelFiles
+from stages._hashes_ahead import HashesAhead
+from stages._needs import READERS
 from stages._plan import Plan
 from stages._progress import Progress
 from stages._state import finished, layer_path
@@ -123,7 +129,15 @@ class Account:
 
 
 def quantize_files(
-    output: Path, plan: Plan, *, source: ModelFiles, graph: Graph, key: str, allowance: Allowed, progress: Progress
+    output: Path,
+    plan: Plan,
+    *,
+    source: ModelFiles,
+    graph: Graph,
+    key: str,
+    digests: Digests,
+    allowance: Allowed,
+    progress: Progress,
 ) -> None:
     """Bring every layer's file in `output` up to date.
 
@@ -132,7 +146,8 @@ def quantize_files(
         plan: one whose `file_to_file` is true.
         source: the checkpoint.
         graph: its linears.
-        key: digest of everything that the result depends on.
+        key: digest of everything that the result depends on but the weights.
+        digests: of the source's files; what is not known is read.
         allowance: how many units run at once.
         progress: is told after each layer.
 
@@ -141,8 +156,10 @@ def quantize_files(
         OSError: the file system failed; finished layers stay.
     """
     with ExitStack() as stack:
-        workers = stack.enter_context(Workers(allowance.workers))
+        workers = stack.enter_context(Workers(allowance.workers + READERS))
         committer = stack.enter_context(ThreadPoolExecutor(1))
+        files = {layer.index: _files(layer, source) for layer in graph.layers}
+        hashes = stack.enter_context(HashesAhead(files.values(), folder=source.checkpoint.folder, digests=digests))
         pending: list[Future[None]] = []
         # Whatever ends the loop, a layer whose bytes are complete is committed before this returns.
         stack.callback(lambda: [future.result() for future in pending])
@@ -151,7 +168,7 @@ def quantize_files(
             graph.layers, stage=f"quantize {plan.name}", unit="layer", nbytes=lambda layer: sizes[layer.index]
         )
         for layer in steps:
-            path, layer_key = layer_path(output, layer.index), digest_of([key, layer.index])
+            path, layer_key = layer_path(output, layer.index), digest_of([key, layer.index, hashes.of(files[layer.index])])
             if finished(path, layer_key) is not None:
                 continue
             writer = Writer(disk.temporary_for(path), layer_specs(layer, plan, source))
@@ -206,6 +223,11 @@ def _tensors(layer: Layer, source: ModelFiles) -> list[tuple[str, TensorInfo]]:
         if name.startswith(f"{layer.prefix}.")
     ]
     return [(name, info) for _, _, name, info in sorted(found, key=lambda item: item[:3])]
+
+
+def _files(layer: Layer, source: ModelFiles) -> list[str]:
+    """Return the source's files that a layer lies in."""
+    return list(dict.fromkeys(source.checkpoint.tensors[name][0] for name, _ in _tensors(layer, source)))
 
 
 def _linear(name: str, plan: Plan) -> tuple[str, LinearScheme | None]:

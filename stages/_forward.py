@@ -23,7 +23,7 @@ from quantflow.models.graph import Graph, Layer
 from quantflow.models.hidden import HiddenStates
 from quantflow.models.load import Source, materialize_, open_source
 from quantflow.models.reading import read_tensor
-from stages import _state
+from stages import _memory, _state
 from stages._bits import CANARY_TOKENS, tensor_hash
 from stages._config import Quantize
 from stages._layer import FORMAT, LayerWork, install_all, quantize_layer
@@ -73,6 +73,7 @@ class Forward:
         last = states[-1].hidden
         told: Any = {"samples": len(sequences) - 1, "nbytes": self._bytes}
         for layer in self.progress.steps(rest, stage=stage, unit="layer", before=start, **told):
+            _memory.give_back_holes()
             with stream.layer(layer.index) as module, _linears_restored(module):
                 last = self._layer(stream, module, layer, states)
             if layer is not self.graph.layers[-1]:

@@ -20,6 +20,7 @@ LIBRARIES = 30_000_000  # code and buffers that torch and transformers load when
 CANARY_TOKENS = 64
 BUFFERS = 64 << 20  # that files are copied and compared through
 WAITING = 3  # units per worker, file to file, that are under way or wait to be written
+READERS = 2  # units of file to file beyond the workers' own, since a unit waits for the disk before it computes
 UNIT_FILES = 4  # bytes of each of their weights: as stored and as written
 
 Moment = tuple[int, int]  # bytes whatever is chosen, bytes per worker
@@ -96,7 +97,8 @@ def need_layers(model: ModelSize, plan: Plan, *, lengths: Sequence[int]) -> Need
 def need_files(model: ModelSize, plan: Plan) -> Need:
     """Return what quantize takes file to file: per worker the unit that it rounds, and those that wait to be written."""
     worker = groups.unit_bytes(0) + WAITING * UNIT_FILES * groups.UNIT_ELEMENTS
-    return Need(stage="quantize", base=FILES_BASE, moments=((LIBRARIES, worker),), result=sum(layer_bytes(model, plan.schemes)))
+    moments = ((LIBRARIES + READERS * worker, worker),)
+    return Need(stage="quantize", base=FILES_BASE, moments=moments, result=sum(layer_bytes(model, plan.schemes)))
 
 
 def need_export(model: ModelSize, plan: Plan, *, shard_size: int) -> Need:

@@ -1,4 +1,4 @@
-"""The fresh process in which export proves an artifact, and the call that starts it.
+"""The fresh process in which export proves an artifact, and what starts it.
 
 Every file is compared with the manifest's hash, every copied tensor outside the layers with the source's bytes. Then, by
 the kind of proof that the manifest names:
@@ -8,13 +8,14 @@ the kind of proof that the manifest names:
     tensors     every quantized linear, decoded some rows at a time, has the values that quantize chose, and every other
                 tensor the source's bytes: what is proved where no model ran
 
-Example: python -m stages._proof ARTIFACT QUANTIZED SOURCE WORKERS
+Example: echo '["ARTIFACT", "QUANTIZED", "SOURCE", 2]' | python -m stages._proof
 """
 
 import json
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def prove(artifact: Path, quantized: Path, source: Path, *, workers: Workers) ->
         IntegrityError: naming the file, tensor or layer that differs.
         QuantflowError: the artifact cannot be opened.
     """
-    proof = verify(artifact)["proof"]
+    proof = verify(artifact, map_all=workers.map)["proof"]
     opened = open_checkpoint(artifact)
     _compare_copies(opened, open_checkpoint(source), workers=workers)
     if proof["kind"] == "canary":
@@ -61,30 +62,47 @@ def prove(artifact: Path, quantized: Path, source: Path, *, workers: Workers) ->
         _prove_tensors(opened, quantized, workers=workers)
 
 
-def launch(artifact: Path, quantized: Path, source: Path, *, workers: int) -> None:
-    """Prove an artifact in a process of its own.
+@contextmanager
+def proving() -> Iterator[Callable[..., None]]:
+    """Start a process that proves an artifact when it is told where one is; meanwhile it imports what it needs.
 
-    Raises:
+    Yields:
+        A function of the artifact, the quantized folder, the source, and `workers`. It raises
+
         IntegrityError: as `prove`, and any other error of the project as the process met it.
         ResourceError: the process was killed.
         InputError: the process ended in another way.
     """
-    places = [str(path.resolve()) for path in (artifact, quantized, source)]
-    command = [sys.executable, "-m", "stages._proof", *places, str(workers)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    if result.returncode == 0:
+    command = [sys.executable, "-m", "stages._proof"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+    def proved(artifact: Path, quantized: Path, source: Path, *, workers: int) -> None:
+        places = [str(path.resolve()) for path in (artifact, quantized, source)]
+        _, told = process.communicate(json.dumps([*places, workers]))
+        _judge(process.returncode, told, artifact)
+
+    try:
+        yield proved
+    finally:
+        if process.returncode is None:  # export failed before there was anything to prove
+            process.kill()
+            process.communicate()
+
+
+def _judge(code: int, told: str, artifact: Path) -> None:
+    """Raise what the process met."""
+    if code == 0:
         return
-    lines = result.stderr.strip().splitlines() or ["no message"]
+    lines = told.strip().splitlines() or ["no message"]
     try:
         message = json.loads(lines[-1])
         cause, remedy = message["cause"], message["remedy"]
     except (json.JSONDecodeError, KeyError, TypeError) as error:
-        if result.returncode < 0:  # the kernel does that when memory ends
-            told = f"{artifact}: the proof process was ended by signal {-result.returncode}"
-            raise ResourceError(told, "free some memory and export again") from error
-        told = f"{artifact}: the proof process ended with {result.returncode}: {lines[-1]}"
-        raise InputError(told, "report this") from error
-    raise _KINDS.get(result.returncode, IntegrityError)(cause, remedy)
+        if code < 0:  # the kernel does that when memory ends
+            killed = f"{artifact}: the proof process was ended by signal {-code}"
+            raise ResourceError(killed, "free some memory and export again") from error
+        raise InputError(f"{artifact}: the proof process ended with {code}: {lines[-1]}", "report this") from error
+    raise _KINDS.get(code, IntegrityError)(cause, remedy)
 
 
 def _prove_tensors(artifact: Checkpoint, quantized: Path, *, workers: Workers) -> None:
@@ -165,14 +183,21 @@ def _bytes(path: Path, info: TensorInfo, start: int) -> Tensor:
     return piece
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Return 0 when the proof holds; otherwise write the cause as one line of JSON to stderr and return its exit code."""
+def main(order: str) -> int:
+    """Prove what `order` names, [ARTIFACT, QUANTIZED, SOURCE, WORKERS] in JSON; nothing where it is empty.
+
+    Returns:
+        0 when the proof holds; otherwise the error's exit code, after its cause was written to stderr as one line of JSON.
+    """
+    if not order:  # the export has ended
+        return 0
     _memory.give_back_freed()
     torch.set_num_threads(1)
-    artifact, quantized, source = (Path(argument) for argument in arguments[:3])
+    *places, workers = json.loads(order)
+    artifact, quantized, source = map(Path, places)
     try:
-        with Workers(int(arguments[3])) as workers, torch.no_grad():
-            prove(artifact, quantized, source, workers=workers)
+        with Workers(workers) as pool, torch.no_grad():
+            prove(artifact, quantized, source, workers=pool)
     except QuantflowError as error:
         return _fail(error.cause, error.remedy, error.exit_code)
     except (OSError, MemoryError) as error:
@@ -187,4 +212,4 @@ def _fail(cause: str, remedy: str, code: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.stdin.read()))

@@ -6,8 +6,9 @@ Resumes  an artifact whose manifest names the same inputs is left alone; an unfi
 Fails    3 unfinished or foreign input, 5 the folder is held or the disk is full, 7 the proof or a hash disagrees
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from stages._config import Resources, nearest, parse_size
 from stages._ledger import tensor_entries
 from stages._plan import Plan
 from stages._progress import Progress
-from stages._proof import launch
+from stages._proof import proving
 from stages._resources import Allowance, allow_export, compare
 from stages._shards import Stored, linked, shards_for, write_shards
 from stages._side_files import is_side_file
@@ -82,10 +83,11 @@ def run(job: Job, progress: Progress) -> Path:
             )
         allowance = _allowance(job, source, summary)
         _memory.reset_peak()
-        with _workspace.publish(job.output, stage=None, inputs={}) as folder:
+        with proving() as proved, _workspace.publish(job.output, stage=None, inputs={}) as folder:
             links = _write(job, folder, source, summary, record, made_from, digests)
             progress.say(f"export {job.output.name}: proving it in a fresh process")
-            _prove(folder, job.quantized, source.checkpoint.folder, links, allowance.workers)
+            prove = partial(proved, folder, job.quantized, source.checkpoint.folder, workers=allowance.workers)
+            _prove(prove, links)
         used = _memory.largest_peak()
         progress.note(compare(f"export {job.output.name}", planned=allowance.peak_bytes, used=used))
     return job.output
@@ -262,15 +264,15 @@ def _write_config(folder: Path, source: ModelFiles, graph: Graph, schemes: Mappi
     disk.write_file(folder / CONFIG, readable_json(config))
 
 
-def _prove(folder: Path, quantized: Path, source: Path, links: Mapping[str, Path], workers: int) -> None:
-    """Prove the artifact in a fresh process; a linked file that is damaged is named as quantize wrote it.
+def _prove(prove: Callable[[], None], links: Mapping[str, Path]) -> None:
+    """Prove the artifact; a linked file that is damaged is named as quantize wrote it.
 
     Raises:
         IntegrityError: a file, a tensor, a layer or the logits differ.
         QuantflowError: of another kind, as the process met it.
     """
     try:
-        launch(folder, quantized, source, workers=workers)
+        prove()
     except IntegrityError as error:
         for name, path in links.items():
             if error.cause.startswith(f"{name}: "):

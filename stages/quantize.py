@@ -77,8 +77,10 @@ def run(job: Job, progress: Progress) -> Path:
         _workspace.refuse_other_result(job.output, {}, force=True, parts=PARTS)
         disk.make_folder(job.output)
         digests = Digests(job.output / HASHES, also=_known_hashes(folder))
-        inputs = _inputs(job, plan, source, measurement, digests)
-        _refuse_foreign_measurement(job, folder, measurement, inputs)
+        inputs = about = _inputs(job, plan, source, measurement)
+        if not plan.file_to_file or _workspace.done(job.output) is not None:  # otherwise hashed while they are quantized
+            inputs = {**about, "model": identify(source.checkpoint, digests)}
+            _refuse_foreign_measurement(job, folder, measurement, inputs)
         if _workspace.is_up_to_date(job.output, inputs):
             _state.remove_scratch(job.output)
             progress.say(f"quantize {job.entry.name}: up to date")
@@ -89,9 +91,18 @@ def run(job: Job, progress: Progress) -> Path:
         _memory.reset_peak()
         _state.begin(job.output, inputs, say=partial(_say, progress, job))
         _state.remove_others(job.output, [layer.index for layer in graph.layers])
-        key = digest_of(inputs)
         if plan.file_to_file:
-            quantize_files(job.output, plan, source=source, graph=graph, key=key, allowance=allowance, progress=progress)
+            quantize_files(
+                job.output,
+                plan,
+                source=source,
+                graph=graph,
+                key=digest_of(about),
+                digests=digests,
+                allowance=allowance,
+                progress=progress,
+            )
+            inputs = {**about, "model": identify(source.checkpoint, digests)}
         else:
             from stages._forward import Forward, open_source  # here: file to file starts without transformers' model code
 
@@ -103,7 +114,7 @@ def run(job: Job, progress: Progress) -> Path:
                     source=open_source(job.model),
                     graph=graph,
                     measurement=measurement,
-                    key=key,
+                    key=digest_of(inputs),
                     seed=job.seed,
                     progress=progress,
                     workers=workers,
@@ -165,9 +176,10 @@ def _refuse_foreign_measurement(
         )
 
 
-def _inputs(job: Job, plan: Plan, source: ModelFiles, measurement: Measurement | None, digests: Digests) -> dict[str, Any]:
+def _inputs(job: Job, plan: Plan, source: ModelFiles, measurement: Measurement | None) -> dict[str, Any]:
+    """Return everything that the result depends on but the weights."""
     return {
-        "model": identify(source.checkpoint, digests),
+        "config": digest_of(source.checkpoint.config),
         "recipe": _recipe(job.entry),
         "plan": plan.as_json(),
         "measurement": None if measurement is None else measurement.meta["digest"],

@@ -5,6 +5,7 @@ a byte that the manifest does not vouch for. What this cannot detect is an artif
 digest for that.
 """
 
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,12 @@ from quantflow.errors import InputError, IntegrityError
 _AGAIN = "copy or export the artifact again"
 
 
-def verify(folder: Path) -> dict[str, Any]:
+def verify(folder: Path, *, map_all: Callable[[Callable[[str], None], Sequence[str]], Iterable[None]] = map) -> dict[str, Any]:
     """Check an artifact, reading all of it once.
+
+    Args:
+        folder: the artifact.
+        map_all: applies a function to every item, in order, such as `Workers.map`.
 
     Returns:
         layout_version, digest, proof; files and bytes that were hashed; the unhashed files that are there; tensors and
@@ -39,8 +44,8 @@ def verify(folder: Path) -> dict[str, Any]:
         raise IntegrityError(f"{name}: recorded in {MANIFEST_NAME}, missing in the folder", _AGAIN)
     for name in sorted(set(listing.files) - recorded.keys() - UNHASHED):
         raise IntegrityError(f"{name}: in the folder, not recorded in {MANIFEST_NAME}", "remove it")
-    for name in sorted(recorded):
-        _check_file(folder, name, recorded[name])
+    for _ in map_all(lambda name: _check_file(folder, name, recorded[name]), sorted(recorded)):
+        pass
     checkpoint = open_checkpoint(folder)
     _check_tensors(checkpoint, ledger := Ledger.from_json(manifest["ledger"]))
     return {

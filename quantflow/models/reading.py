@@ -1,12 +1,8 @@
 """Tensors by positioned reads: pread into memory of our own, never a map.
 
 The pages of a mapped checkpoint count as this process's memory, and a file that shrinks under a map kills the process.
-What is read once and never again is read past the system's cache (`read_once`): filling the cache costs the processor
-several times what the disk's own transfer does, and drives out what others keep there.
 """
 
-import errno
-import fcntl
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +11,7 @@ import torch
 from torch import Tensor
 
 from quantflow.artifact.folder import reading
+from quantflow.artifact.once import BLOCK, fill
 from quantflow.artifact.safetensors_header import TensorInfo
 from quantflow.errors import InputError, UnsupportedError
 
@@ -34,7 +31,6 @@ DTYPES: dict[str, torch.dtype] = {
 }
 NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 _CHECK_ELEMENTS = 1 << 20  # elements that are looked at together: their float32 copy stays in the cache
-_BLOCK = 4096  # what a read past the cache has its place in the file, in memory and its length in multiples of
 
 
 def read_tensor(path: Path, info: TensorInfo) -> Tensor:
@@ -96,10 +92,7 @@ def read_into(path: Path, tensor: Tensor, offset: int, *, name: str) -> None:
 
 
 def read_once(path: Path, shape: Sequence[int], dtype: torch.dtype, offset: int, *, name: str) -> Tensor:
-    """Read a tensor, or some of its rows, that nobody will read again soon.
-
-    What the system's cache holds is taken from there; the rest comes from the disk without entering it, where the file
-    system can do that.
+    """Read a tensor, or some of its rows, that nobody will read again soon; see `quantflow.artifact.once`.
 
     Args:
         path: the file.
@@ -112,12 +105,12 @@ def read_once(path: Path, shape: Sequence[int], dtype: torch.dtype, offset: int,
         InputError: the file ends early.
     """
     nbytes = torch.Size(shape).numel() * dtype.itemsize
-    lead = offset % _BLOCK
-    memory = torch.empty(nbytes + 3 * _BLOCK, dtype=torch.uint8)
-    begin = -memory.data_ptr() % _BLOCK
-    span = memory[begin : begin + -(-(lead + nbytes) // _BLOCK) * _BLOCK]  # whole blocks, around what is wanted
+    lead = offset % BLOCK
+    memory = torch.empty(nbytes + 3 * BLOCK, dtype=torch.uint8)
+    begin = -memory.data_ptr() % BLOCK
+    span = memory[begin : begin + -(-(lead + nbytes) // BLOCK) * BLOCK]  # whole blocks, around what is wanted
     with reading(path) as file:
-        done = _fill_once(file.fileno(), bytes_of(span), offset - lead)
+        done = fill(file.fileno(), bytes_of(span), offset - lead)
     if done < lead + nbytes:
         missing = min(nbytes, lead + nbytes - done)
         raise InputError(f"{name}: {path.name} ends {missing} bytes early", "download the file again")
@@ -125,43 +118,6 @@ def read_once(path: Path, shape: Sequence[int], dtype: torch.dtype, offset: int,
     if offset % dtype.itemsize:  # a file may place a tensor where its elements are not aligned; memory may not
         wanted = wanted.clone()
     return wanted.view(dtype).view(*shape)
-
-
-def _fill_once(descriptor: int, view: memoryview, offset: int) -> int:
-    """Fill whole blocks from `offset`, where one begins; return how many bytes the file had for them."""
-    done = _from_cache(descriptor, view, offset) // _BLOCK * _BLOCK
-    direct = done < len(view) and _past_cache(descriptor)
-    while done < len(view):
-        count = os.preadv(descriptor, [view[done:]], offset + done)
-        done += count
-        if count == 0 or (direct and count % _BLOCK):  # the end of the file
-            break
-    return done
-
-
-def _from_cache(descriptor: int, view: memoryview, offset: int) -> int:
-    """Fill what the system's cache holds, from the beginning of `view`; return how many bytes that are."""
-    if not hasattr(os, "RWF_NOWAIT"):  # Linux alone can ask
-        return 0
-    try:
-        return os.preadv(descriptor, [view], offset, os.RWF_NOWAIT)
-    except OSError as error:
-        if error.errno not in (errno.EAGAIN, errno.EOPNOTSUPP):
-            raise
-        return 0
-
-
-def _past_cache(descriptor: int) -> bool:
-    """Let reads go past the system's cache from now on; return whether the file system can."""
-    if not hasattr(os, "O_DIRECT"):
-        return False
-    try:
-        fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_DIRECT)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        return False
-    return True
 
 
 def check_finite(tensor: Tensor, *, name: str, path: Path) -> None:

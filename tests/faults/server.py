@@ -151,26 +151,35 @@ class Faults:
 
 
 def forked_proof(faults: Faults):
-    """Return a `subprocess.run` that runs the proof of an export in a fork instead of in a process that imports torch again."""
-    original = subprocess.run
+    """Return a `subprocess.Popen` that proves an export in a fork, not in a process that imports torch again."""
+    original = subprocess.Popen
 
-    def run(command, **options):
-        if command[:3] != [sys.executable, "-m", "stages._proof"]:
-            return original(command, **options)
-        from stages import _proof
+    class Proof:
+        """What export uses of the process; it does nothing until it is told what to prove."""
 
-        with tempfile.TemporaryFile("w+") as stderr:
-            child = os.fork()
-            if child == 0:
-                faults.active = False
-                os.dup2(stderr.fileno(), 2)
-                end(lambda: _proof.main(command[3:]))
-            _, status = os.waitpid(child, 0)
-            stderr.seek(0)
-            code = os.waitstatus_to_exitcode(status)
-            return subprocess.CompletedProcess(command, code, stdout="", stderr=stderr.read())
+        returncode = None
 
-    return run
+        def communicate(self, order: str = "") -> tuple[str, str]:
+            from stages import _proof
+
+            with tempfile.TemporaryFile("w+") as stderr:
+                child = os.fork()
+                if child == 0:
+                    faults.active = False
+                    os.dup2(stderr.fileno(), 2)
+                    end(lambda: _proof.main(order))
+                _, status = os.waitpid(child, 0)
+                stderr.seek(0)
+                self.returncode = os.waitstatus_to_exitcode(status)
+                return "", stderr.read()
+
+        def kill(self) -> None:
+            """Do nothing: there is no process yet."""
+
+    def popen(command, **options):
+        return Proof() if command == [sys.executable, "-m", "stages._proof"] else original(command, **options)
+
+    return popen
 
 
 def end(main, finish=lambda: None) -> None:
@@ -198,7 +207,7 @@ def case(request: dict, streams: list[io.IOBase], results: int) -> None:
     for number, stream in enumerate(streams, start=1):
         os.dup2(stream.fileno(), number)
     faults = Faults(Path(request["root"]), request["faults"])
-    subprocess.run = forked_proof(faults)
+    subprocess.Popen = forked_proof(faults)
     faults.install()
 
     def finish() -> None:

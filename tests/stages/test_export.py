@@ -22,7 +22,7 @@ from quantflow.errors import InputError, IntegrityError, ResourceError
 from stages import _proof, _shards
 from stages import export as export_stage
 from stages._options import exit_code
-from stages._proof import launch, prove
+from stages._proof import prove, proving
 from stages._shards import Stored, shard_names, shards_for
 from stages.cli import cli
 
@@ -255,7 +255,22 @@ def test_the_fresh_process_agrees_and_an_artifact_says_which_proof_was_given(qua
     ],
 )
 def test_what_the_fresh_process_met_is_told_as_it_is(monkeypatch, tmp_path, code, told, kind, said):
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=code, stderr=told))
-    with pytest.raises(kind) as caught:
-        launch(tmp_path, tmp_path, tmp_path, workers=1)
+    process = SimpleNamespace(returncode=code, communicate=lambda _: ("", told))
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: process)
+    with pytest.raises(kind) as caught, proving() as proved:
+        proved(tmp_path, tmp_path, tmp_path, workers=1)
     assert type(caught.value) is kind and said in caught.value.cause
+
+
+def test_the_process_ends_with_an_export_that_has_nothing_to_prove(monkeypatch):
+    started, real = [], subprocess.Popen
+
+    def record(*arguments, **options):
+        started.append(real(*arguments, **options))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", record)
+    with pytest.raises(InputError), proving():
+        raise InputError("a", "b")
+    assert started[0].returncode is not None
+    assert _proof.main("") == 0

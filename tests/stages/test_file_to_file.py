@@ -15,6 +15,7 @@ import torch
 from quantflow.algorithms import rtn
 from quantflow.artifact import disk
 from quantflow.artifact.canonical import digest_of
+from quantflow.artifact.digests import Digests
 from quantflow.core.qtensor import QuantizedLinear
 from quantflow.core.scheme import PRESETS, with_group_size
 from quantflow.errors import InputError
@@ -25,6 +26,7 @@ from quantflow.models.load import open_source
 from stages import _file_to_file
 from stages._config import Override, Quantize
 from stages._file_to_file import quantize_files, row_step
+from stages._hashes_ahead import HashesAhead
 from stages._plan import resolve
 from stages._progress import Progress
 
@@ -53,8 +55,8 @@ def quantize(model: Path, output: Path, recipe: Quantize, *, workers: int = 1, k
     plan = resolve(recipe, graph, {name: info.shape for name, info in source.checkpoint.infos.items()}, measured=False)
     assert plan.file_to_file
     (output / "layers").mkdir(parents=True, exist_ok=True)
-    allowance = SimpleNamespace(workers=workers)
-    quantize_files(output, plan, source=source, graph=graph, key=key, allowance=allowance, progress=QUIET)
+    told = {"allowance": SimpleNamespace(workers=workers), "progress": QUIET}
+    quantize_files(output, plan, source=source, graph=graph, key=key, digests=Digests(), **told)
     return output / "layers"
 
 
@@ -84,7 +86,8 @@ def test_rows_from_file_to_file_are_the_weight_quantized_whole(llama, tmp_path, 
         found = safetensors.torch.load_file(layers / f"{index:05d}.safetensors")
         record = json.loads((layers / f"{index:05d}.json").read_text())
         assert record["sha256"] == hashlib.sha256((layers / f"{index:05d}.safetensors").read_bytes()).hexdigest()
-        assert record["key"] == digest_of(["key", index]) and record["changed"] == []
+        files = {"model.safetensors": hashlib.sha256((llama / "model.safetensors").read_bytes()).hexdigest()}
+        assert record["key"] == digest_of(["key", index, files]) and record["changed"] == []
         expected = {}
         for key, tensor in source.items():
             if not key.startswith(f"model.layers.{index}."):
@@ -153,6 +156,47 @@ def test_a_finished_layer_is_left_alone_and_a_damaged_one_made_again(llama, tmp_
     assert contents(layers)["00000.safetensors"] == before["00000.safetensors"]
 
 
+def test_layers_of_a_file_that_changed_are_made_again_and_no_others(llama, tmp_path):
+    model, output = tmp_path / "model", tmp_path / "out"
+    shutil.copytree(llama, model)
+    tensors = safetensors.torch.load_file(model / "model.safetensors")
+    parts = {"first": {}, "second": {}}
+    for name, tensor in tensors.items():
+        parts["second" if name.startswith("model.layers.1.") else "first"][name] = tensor
+    (model / "model.safetensors").unlink()
+    index = {name: f"{part}.safetensors" for part, held in parts.items() for name in held}
+    (model / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    for part, held in parts.items():
+        safetensors.torch.save_file(held, model / f"{part}.safetensors", metadata={"format": "pt"})
+    layers = quantize(model, output, entry("W8A8"))
+    times = {path.name: path.stat().st_mtime_ns for path in layers.iterdir()}
+    before = contents(layers)
+    parts["second"]["model.layers.1.mlp.up_proj.weight"][0, 0] += 1
+    safetensors.torch.save_file(parts["second"], model / "second.safetensors", metadata={"format": "pt"})
+    quantize(model, output, entry("W8A8"))
+    assert (layers / "00000.safetensors").stat().st_mtime_ns == times["00000.safetensors"]
+    assert contents(layers)["00001.safetensors"] != before["00001.safetensors"]
+
+
+def test_the_file_of_the_next_layers_is_hashed_ahead_and_every_file_once(tmp_path):
+    seen = []
+
+    class Recorded(Digests):
+        def of(self, path):
+            seen.append(path.name)
+            return super().of(path)
+
+    for name in "abc":
+        (tmp_path / name).write_bytes(name.encode())
+    expected = {name: hashlib.sha256(name.encode()).hexdigest() for name in "abc"}
+    with HashesAhead([["a"], ["a", "b"], ["c"]], folder=tmp_path, digests=Recorded()) as hashes:
+        assert hashes.of(["a"]) == {"a": expected["a"]}
+        assert set(hashes._known) == {"a", "b"}
+        assert hashes.of(["a", "b"]) == {"a": expected["a"], "b": expected["b"]}
+        assert hashes.of(["c"]) == {"c": expected["c"]}
+    assert seen == ["a", "b", "c"]
+
+
 class Killed(BaseException):
     pass
 
@@ -204,7 +248,14 @@ def test_a_source_that_ends_early_while_it_is_read_is_an_input_error(llama, tmp_
     (tmp_path / "layers").mkdir()
     with pytest.raises(InputError, match="model.safetensors ends"):
         quantize_files(
-            tmp_path, plan, source=source, graph=graph, key="k", allowance=SimpleNamespace(workers=2), progress=QUIET
+            tmp_path,
+            plan,
+            source=source,
+            graph=graph,
+            key="k",
+            digests=Digests(),
+            allowance=SimpleNamespace(workers=2),
+            progress=QUIET,
         )
     assert not list((tmp_path / "layers").glob(".*"))
 

@@ -74,8 +74,7 @@ def test_a_file_system_without_reads_past_the_cache_is_read_through_it(file: Pat
     assert bytes(bytes_of(found)) == expected[5:30_005]
 
 
-def test_a_system_that_cannot_ask_for_the_cache_alone_reads_all_the_same(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(os, "RWF_NOWAIT", raising=False)
+def test_a_system_without_reads_past_the_cache_reads_through_it(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "O_DIRECT", raising=False)
     found = read_once(file, (30_000,), torch.uint8, 5, name="w")
     assert bytes(bytes_of(found)) == file.read_bytes()[5:30_005]
