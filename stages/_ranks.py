@@ -1,4 +1,7 @@
-"""Several processes for one stage: torchrun starts them, their messages come through, and none outlives its parent."""
+"""Several processes for one stage: torchrun starts them, their messages come through, and none outlives its parent.
+
+Each writes a folder of its own, whose name says which of how many it is.
+"""
 
 import ctypes
 import re
@@ -6,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from quantflow.errors import InputError, IntegrityError, QuantflowError, ResourceError, UnsupportedError, UsageError
 from stages._progress import Progress
@@ -13,6 +17,11 @@ from stages._progress import Progress
 _PR_SET_PDEATHSIG = 1
 _BY_EXIT_CODE = {kind.exit_code: kind for kind in (UsageError, ResourceError, UnsupportedError, IntegrityError)}
 _EXIT_CODE = re.compile(r"exitcode\s*: (\d+) \(pid")
+
+
+def rank_folder(output: Path, rank: int, world: int) -> Path:
+    """Return the folder of one rank."""
+    return output / f"rank-{rank:03d}-of-{world:03d}"
 
 
 def die_with_parent() -> None:

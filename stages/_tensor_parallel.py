@@ -9,6 +9,7 @@ Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
 from collections.abc import Mapping
 
 from quantflow.core.scheme import LinearScheme
+from quantflow.measurements.placement import units_of
 from quantflow.models.graph import Graph
 from stages._sizes import ModelSize
 
@@ -19,9 +20,9 @@ WORD = 32  # bits of the words into which pack-quantized values are packed along
 def obstacles(model: ModelSize, graph: Graph, schemes: Mapping[str, LinearScheme | None], size: int) -> list[tuple[str, str]]:
     """Return what keeps the model from being cut over `size` cards: (name, the two numbers that do not divide)."""
     found = []
-    if model.heads % size:
+    if units_of(model.heads, cards=size, card=0) is None:
         found.append(("config.json: num_attention_heads", f"{model.heads} heads over {size}"))
-    if model.kv_heads % size and size % model.kv_heads:
+    if units_of(model.kv_heads, cards=size, card=0, copies=True) is None:
         found.append(("config.json: num_key_value_heads", f"{model.kv_heads} heads over {size}"))
     for layer in graph.layers:
         for group in layer.groups:
@@ -35,13 +36,14 @@ def obstacles(model: ModelSize, graph: Graph, schemes: Mapping[str, LinearScheme
 
 
 def _rows(rows: int, size: int) -> str | None:
-    return f"{rows} rows over {size}" if rows % size else None
+    return f"{rows} rows over {size}" if units_of(rows, cards=size, card=0) is None else None
 
 
 def _columns(columns: int, size: int, scheme: LinearScheme | None) -> str | None:
-    if columns % size:
+    held = units_of(columns, cards=size, card=0)
+    if held is None:
         return f"{columns} columns over {size}"
-    share = columns // size
+    share = held[1]
     if scheme is None:
         return None
     group_size = scheme.weights.group_size

@@ -228,8 +228,11 @@ def quantize(model: str, output: str, settings: tuple[str, ...], recipe: str | N
 
 @cli.command()
 @click.option("-g", "--groups", multiple=True, metavar="RANKS", help="Ranks that become one: 0123, 0,1,2 or 0-7; repeat it.")
+@click.option("--ranks", type=int, metavar="R", help="R groups of neighbouring ranks, instead of -g.")
+@click.option("--expand", type=int, metavar="N", help="Make N tensor-parallel ranks of one, instead of merging.")
 @click.option("-m", "--measurement", metavar="DIR", required=True, help="What `quantflow measure --ranks N` wrote.")
 @click.option("-o", "--output", metavar="DIR", required=True, help="Where the merged ranks go.")
+@click.option("--allow-missing", is_flag=True, help="Go on without replicas that are missing; the result says which.")
 @click.argument("more_groups", metavar="[RANKS]...", nargs=-1)
 @common
 def unify(
@@ -241,21 +244,34 @@ def unify(
     recipe: str | None,
     **shared: Any,
 ) -> None:
-    """Stage 3: merge what several ranks measured.
+    """Stage 3: merge what several ranks measured, each of them once, and say how.
 
     \b
-    Example: quantflow unify -g 01 -m work/1-measure -o work/3-unify
+    Example: quantflow unify -g 0123 4567 -m work/1-measure -o work/3-unify     eight ranks into two
+             quantflow unify --ranks 2 -m work/1-measure -o work/3-unify         the same
+             quantflow unify --expand 4 -m work/1-measure -o work/3-unify        one rank into four
     """
     from stages import unify as stage
 
-    values = _recipe(recipe, settings, {"model": "unused", "unify.groups": [*groups, *more_groups] or None})
+    given = [*groups, *more_groups]
+    values = _recipe(recipe, settings, {"model": "unused", "unify.groups": given or None})
+    counted = shared["ranks"] is not None or shared["expand"] is not None  # flags win over what the recipe says
     job = stage.Job(
         measurement=Path(measurement),
         output=Path(output),
-        groups=values.unify.groups or (),
+        groups=tuple(given) if counted else values.unify.groups or (),
+        ranks=shared["ranks"],
+        allow_missing=shared["allow_missing"],
+        expand=shared["expand"],
         replace=shared["force"],
     )
-    _run(stage, job, shared)
+    if shared["dry_run"]:
+        show(dataclasses.asdict(job), as_json=shared["as_json"], text=str(job))
+        return
+    with reporting(shared, job.output) as progress:
+        result = stage.summary(stage.run(job, progress))
+    rows = [tuple(str(row[column]) for column in stage.COLUMNS) for row in result["merged"]]
+    show(result, as_json=shared["as_json"], text=f"{table(stage.COLUMNS, rows)}\n{result['folder']}")
 
 
 @cli.command()

@@ -28,13 +28,14 @@ from quantflow.measurements.record import LAYOUT_VERSION, Measurement, write_mea
 from quantflow.models.calibration import hash_sequences, read_documents, select
 from quantflow.models.graph import Graph, graph_for
 from quantflow.models.load import Source, load_tokenizer, open_source
+from quantflow.models.sharding import placements
 from quantflow.observers import OBSERVERS
 from stages import _memory, _state, _workspace
 from stages._bits import identify, single_threaded, tools
 from stages._config import Calibration, Resources, launched_rank, nearest
 from stages._observe import Observation
 from stages._progress import Progress
-from stages._ranks import die_with_parent, launch
+from stages._ranks import die_with_parent, launch, rank_folder
 from stages._resources import account, allow_measure
 from stages._sizes import model_size
 
@@ -82,11 +83,6 @@ def run(job: Job, progress: Progress) -> Path:
     else:
         _measure_rank(job, progress, rank=0, world=1)
     return job.output
-
-
-def rank_folder(output: Path, rank: int, world: int) -> Path:
-    """Return the folder of one rank."""
-    return output / f"rank-{rank:03d}-of-{world:03d}"
 
 
 def _launch(job: Job, progress: Progress) -> None:
@@ -210,15 +206,10 @@ def _meta(
     rank: int,
     world: int,
 ) -> dict[str, Any]:
-    shapes = {name: list(info.shape) for name, info in source.checkpoint.infos.items()}
-    linears = {
-        name: {"kind": "replicated", "axis": None, "offset": 0, "full_shape": shapes[f"{name}.weight"]}
-        for name in graph.linears
-    }
-    heads = getattr(source.config, "num_key_value_heads", source.config.num_attention_heads)
-    width = getattr(source.config, "head_dim", None) or source.config.hidden_size // source.config.num_attention_heads
-    for layer in graph.layers:
-        linears[layer.attention] = {"kind": "replicated", "axis": None, "offset": 0, "full_shape": [heads, width]}
+    shapes = {name: info.shape for name, info in source.checkpoint.infos.items()}
+    measured = {*graph.linears, *(layer.attention for layer in graph.layers)}
+    whole = placements(source.config, shapes, tp=1, rank=rank, copy_kv_heads=True)  # a plan for runtimes, which copy them
+    tensors = {name: placement for name, placement in whole.items() if name in measured}
     return {
         "layout_version": LAYOUT_VERSION,
         "kind": "measurement",
@@ -237,7 +228,7 @@ def _meta(
             "sequence_length": max(len(s) for s in sequences),
         },
         "observers": list(job.stats),
-        "tensors": linears,
+        "tensors": tensors,
         "counts": {"samples": len(mine), "tokens": sum(len(sequences[i]) for i in mine)},
         "tools": tools(),
     }

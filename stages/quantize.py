@@ -203,6 +203,8 @@ def _summary(job: Job, plan: Plan, measurement: Measurement | None) -> dict[str,
         hashes = [tensor_hash(sequence[:CANARY_TOKENS]) for sequence in measurement.sequences]
         about = {key: meta[key] for key in ("digest", "calibration", "mesh", "dtype", "seed", "counts")}
         about["sequence_heads"] = hashes
+        if "unified" in meta:
+            about["unified"] = {key: meta["unified"].get(key) for key in ("world", "ranks", "missing")}
     return {
         "source": {"folder": str(job.model), "name": job.model.resolve().name, "revision": job.revision},
         "recipe": {**_recipe(job.entry), "seed": job.seed},

@@ -22,6 +22,7 @@ from stages import export, measure, quantize, unify, validate
 from stages._config import Recipe
 from stages._plan import resolve, statistics_for
 from stages._progress import Progress
+from stages._ranks import rank_folder
 from stages._report import Row, write_report
 
 
@@ -113,7 +114,7 @@ def _measure(job: Job, progress: Progress) -> Path:
         progress,
     )
     if recipe.measure.ranks == 1:
-        return measure.rank_folder(first, 0, 1)
+        return rank_folder(first, 0, 1)
     groups = recipe.unify.groups or ()
     job_unify = unify.Job(measurement=first, output=folder / "3-unify", groups=groups, replace=True)
     return unify.run(job_unify, progress)

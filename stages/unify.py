@@ -1,72 +1,166 @@
-"""Stage 3, unify: merge what several ranks measured into what fewer would have measured.
+"""Stage 3, unify: merge what several ranks measured into what fewer would have measured, or expand one to more.
 
 Reads    the rank folders of a measurement
 Writes   <o>/rank-RRR-of-GGG/, one per group; all of <o> appears at once
 Resumes  a finished result of the same ranks and groups is left alone
-Fails    2 groups that do not cover every rank once, 3 missing, duplicate, foreign or damaged ranks, 5 the folder is held
+Fails    2 groups that do not cover every rank once or that no card would hold, 3 missing, duplicate, foreign or damaged
+         ranks and statistics that cannot be merged, 5 the folder is held
+
+Statistics are read one at a time, so memory is that of one group's result, whatever the number of ranks.
 """
 
-from collections.abc import Sequence
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from quantflow.errors import InputError
-from quantflow.measurements.contributions import outliers
-from quantflow.measurements.record import Measurement, read_measurement, write_measurement
-from quantflow.measurements.unify import parse_groups, unify
+from quantflow.errors import InputError, UsageError
+from quantflow.measurements.expand import expand, planned
+from quantflow.measurements.grouping import consecutive_groups, parse_groups, some
+from quantflow.measurements.record import (
+    META_NAME,
+    Measurement,
+    open_measurements,
+    read_measurement,
+    read_meta,
+    write_measurement,
+)
+from quantflow.measurements.unify import unify_each
 from stages import _workspace
 from stages._progress import Progress
-from stages.measure import rank_folder
+from stages._ranks import rank_folder
+
+_RANK_FOLDER = re.compile(r"rank-[0-9]{3,}-of-[0-9]{3,}")
+_TOLD = 8  # lines about outliers; all of them are in measurement.json
+COLUMNS = ("statistic", "rule", "count")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One merge.
+    """One merge, or one expansion.
 
     Attributes:
         measurement: the folder that holds rank-*-of-*.
         groups: as `-g` takes them; empty means all ranks into one.
+        ranks: so many groups of neighbouring ranks instead.
+        allow_missing: go on without replicas that are missing as a whole; the result says which.
+        expand: make so many ranks of one instead of merging.
         replace: redo a finished result that was made from other inputs, instead of refusing.
     """
 
     measurement: Path
     output: Path
     groups: tuple[str, ...] = ()
+    ranks: int | None = None
+    allow_missing: bool = False
+    expand: int | None = None
     replace: bool = False
 
 
 def run(job: Job, progress: Progress) -> Path:
     """Merge and return the folder written, or the existing one when nothing changed."""
-    measurements = read_ranks(job.measurement)
-    world = max(int(m.meta["mesh"]["world"]) for m in measurements)  # a folder that is missing is unify's to name
-    groups = parse_groups(job.groups, world=world) if job.groups else [list(range(world))]
-    inputs = {"ranks": [m.meta["digest"] for m in measurements], "groups": groups}
+    _refuse_overlap(job.measurement, job.output)
+    metas = {folder: read_meta(folder) for folder in rank_folders(job.measurement)}
+    world = max(int(meta["mesh"]["world"]) for meta in metas.values())  # a folder that is missing is unify's to name
+    groups = _groups(job, world)
+    inputs = {
+        "ranks": [meta["digest"] for meta in sorted(metas.values(), key=lambda meta: int(meta["mesh"]["rank"]))],
+        "groups": groups,
+        "allow_missing": job.allow_missing,
+        "expand": job.expand,
+    }
     with _workspace.locked(job.output):
         if _workspace.is_up_to_date(job.output, inputs):
             progress.say("unify: up to date")
             return job.output
         _workspace.refuse_other_result(job.output, inputs, force=job.replace)
-        for found in outliers(measurements):
-            progress.say(f"unify: {found.key}: rank {found.rank} saw {found.amax:.4g}, the median rank {found.median:.4g}")
-        unified = unify(measurements, groups)
+        made, count = _made(job, metas, groups)
         with _workspace.publish(job.output, stage="unify", inputs=inputs) as temporary:
-            for rank, measurement in enumerate(unified):
-                folder = rank_folder(temporary, rank, len(unified))
+            for rank in progress.steps(range(count), stage="unify", unit="rank"):
+                measurement = next(made)
+                folder = rank_folder(temporary, rank, count)
                 folder.mkdir()
                 write_measurement(folder, measurement)
+                _tell(progress, rank, measurement.meta.get("unified", {}))
     return job.output
 
 
-def read_ranks(folder: Path) -> Sequence[Measurement]:
-    """Return the measurements of every finished rank in a folder, in rank order.
+def summary(folder: Path) -> dict[str, Any]:
+    """Return what a finished folder says about how it was made, all ranks together."""
+    metas = [read_meta(rank) for rank in rank_folders(folder)]
+    rules: Counter[tuple[str, str]] = Counter()
+    told: dict[str, list[Any]] = {"missing": [], "outliers": [], "bounds": [], "unseen": []}
+    for meta in metas:
+        unified = meta.get("unified", {})
+        for row in (*unified.get("merged", ()), *meta.get("expanded", {}).get("rules", ())):
+            rules[row["statistic"], row["rule"]] += row["count"]
+        for name, values in told.items():
+            values += unified.get(name, ())
+    merged = [dict(zip(COLUMNS, (*key, count), strict=True)) for key, count in sorted(rules.items())]
+    mesh = {key: metas[0]["mesh"][key] for key in ("world", "tp", "dp", "ep")}
+    return {"folder": str(folder), "mesh": mesh, "merged": merged, **told}
+
+
+def rank_folders(folder: Path) -> list[Path]:
+    """Return the folders of every rank in a folder, which may be that of one rank itself; other files are none.
 
     Raises:
         InputError: there is none, or one is unfinished.
     """
-    folders = sorted(folder.glob("rank-*-of-*"))
+    if (folder / META_NAME).is_file():
+        return [folder]
+    folders = sorted(path for path in folder.glob("rank-*") if path.is_dir() and _RANK_FOLDER.fullmatch(path.name))
     if not folders:
         raise InputError(f"{folder}: holds no rank-*-of-* folder", "give the -o folder of `quantflow measure`")
     for rank in folders:
         if _workspace.done(rank) is None and _workspace.done(folder) is None:
             raise InputError(f"{rank}: is unfinished (no DONE.json)", "run the same `quantflow measure` again")
-    return [read_measurement(rank) for rank in folders]
+    return folders
+
+
+def _refuse_overlap(measurement: Path, output: Path) -> None:
+    """Refuse to write into what is read, or to replace it: the next merge would count what this one wrote."""
+    source, target = measurement.resolve(), output.resolve()
+    if target.is_relative_to(source) or source.is_relative_to(target):
+        raise UsageError(f"-o {output} and -m {measurement}: one lies in the other", "write beside the measurement")
+
+
+def _groups(job: Job, world: int) -> list[list[int]] | None:
+    asked = [name for name in ("groups", "ranks", "expand") if getattr(job, name) not in (None, ())]
+    if len(asked) > 1:
+        raise UsageError(f"unify: {' beside '.join(asked)}", "give one of -g, --ranks and --expand")
+    if job.expand is not None:
+        return None
+    if job.ranks is not None:
+        return consecutive_groups(job.ranks, world)
+    return parse_groups(job.groups, world=world) if job.groups else [list(range(world))]
+
+
+def _made(job: Job, metas: Mapping[Path, dict[str, Any]], groups: list[list[int]] | None) -> tuple[Iterator[Measurement], int]:
+    """Return the measurements to be written, made one after the other, and how many they are."""
+    if groups is not None:
+        return unify_each(open_measurements(metas), groups, allow_missing=job.allow_missing), len(groups)
+    if len(metas) > 1:
+        raise InputError(f"{job.measurement}: holds {len(metas)} ranks, one is expanded", "run `quantflow unify` on it first")
+    whole = read_measurement(*metas)
+    placements = planned(whole.meta["tensors"], ranks=job.expand or 0)
+    return expand(whole, placements=placements), len(placements)
+
+
+def _tell(progress: Progress, rank: int, unified: dict[str, Any]) -> None:
+    """Say what somebody should look at."""
+    outliers = unified.get("outliers", [])
+    for found in outliers[:_TOLD]:
+        progress.say(
+            f"unify: {found['key']}: rank {found['rank']} saw {found['amax']:.4g}, the median rank {found['median']:.4g}"
+        )
+    if len(outliers) > _TOLD:
+        progress.say(f"unify: {len(outliers) - _TOLD} more such ranks, see unified.outliers in measurement.json")
+    if unified.get("missing"):
+        progress.say(f"unify: rank {rank} is without ranks {some(unified['missing'])}")
+    if unified.get("bounds"):
+        progress.say(f"unify: {len(unified['bounds'])} statistics bound what was not measured, such as {unified['bounds'][0]}")
+    if unified.get("unseen"):
+        progress.say(f"unify: {len(unified['unseen'])} experts got no token on any rank: {', '.join(unified['unseen'][:4])}")

@@ -1,13 +1,18 @@
-"""Names of statistics in a file, `<source name>|<site>|<statistic>`, and the observers they belong to."""
+"""Names of statistics in a file, `<source name>|<site>|<statistic>`, and the observers they belong to.
 
-from collections.abc import Mapping
-from typing import NamedTuple
+Statistics with one value per channel are of the last dimension of what flowed at the site, and of a weight's rows, its
+output features.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
 from quantflow.errors import StatisticsError
 from quantflow.observers import OBSERVERS, Observer
 
+Item = TypeVar("Item")
 SITES = ("input", "output", "weight", "query", "k_cache", "v_cache")  # query and k_cache after RoPE
 
 
@@ -44,16 +49,34 @@ def parse_key(text: str) -> Key:
     return Key(*parts)
 
 
-def by_site(statistics: Mapping[str, Tensor]) -> dict[tuple[str, str], dict[str, Tensor]]:
-    """Return (source name, site) -> statistic name -> tensor, in sorted order.
+def by_site(statistics: Mapping[str, Item]) -> dict[tuple[str, str], dict[str, Item]]:
+    """Return (source name, site) -> statistic name -> what the key stands for, in sorted order.
 
     Raises:
         StatisticsError: a key is not one.
     """
-    sites: dict[tuple[str, str], dict[str, Tensor]] = {}
+    sites: dict[tuple[str, str], dict[str, Item]] = {}
     for key in sorted(parse_key(text) for text in statistics):
         sites.setdefault((key.name, key.site), {})[key.statistic] = statistics[str(key)]
     return sites
+
+
+def observer_kinds(name: str, site: str, *, statistics: Collection[str]) -> list[type[Observer]]:
+    """Return the classes of observers whose states have these names.
+
+    Args:
+        name: source name, for the message.
+        site: for the message.
+        statistics: statistic names, of one site.
+
+    Raises:
+        StatisticsError: a statistic belongs to no observer, or not all of its observer's are there.
+    """
+    found = [kind for kind in OBSERVERS.values() if set(kind.STATISTICS) <= set(statistics)]
+    foreign = set(statistics) - {statistic for kind in found for statistic in kind.STATISTICS}
+    if foreign:
+        raise StatisticsError(f"{name}|{site}: no observer has the state {sorted(foreign)}", "measure again")
+    return found
 
 
 def observers_at(name: str, site: str, *, statistics: Mapping[str, Tensor]) -> list[Observer]:
@@ -67,11 +90,8 @@ def observers_at(name: str, site: str, *, statistics: Mapping[str, Tensor]) -> l
     Raises:
         StatisticsError: a statistic belongs to no observer, or is not one of its states (NaN, negative, shape, dtype).
     """
-    found = [kind for kind in OBSERVERS.values() if set(kind.STATISTICS) <= set(statistics)]
-    foreign = set(statistics) - {statistic for kind in found for statistic in kind.STATISTICS}
-    if foreign:
-        raise StatisticsError(f"{name}|{site}: no observer has the state {sorted(foreign)}", "measure again")
+    kinds = observer_kinds(name, site, statistics=statistics)
     try:
-        return [kind.from_state({part: statistics[part] for part in kind.STATISTICS}) for kind in found]
+        return [kind.from_state({part: statistics[part] for part in kind.STATISTICS}) for kind in kinds]
     except StatisticsError as error:
         raise StatisticsError(f"{name}|{site}: {error.cause}", error.remedy) from error

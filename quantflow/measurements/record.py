@@ -7,12 +7,16 @@ measurement.json          everything else, `meta`:
 
 {layout_version: 1, kind: "measurement", model: {name, fingerprint, family}, mesh: {rank, world, tp, dp, ep},
  dtype, seed, calibration: {hash, samples, tokens, sequence_length} of the whole set, observers: [names],
- tensors: {source name: {kind: replicated | column | row | expert, axis, offset, full_shape}},
- counts: {samples, tokens} of this rank, tools, unified: {world, ranks, digests} where it was made by unify,
+ tensors: {source name: its placement, see placement.py},
+ counts: {samples, tokens} of this rank, tools,
+ device: the name and generation of what computed, where it was no CPU (those are in tools),
+ unified: what unify.py says, where it made this, expanded: what expand.py says, where it made this,
  files: {name: sha256}, digest: sha256 of the canonical JSON of all this without digest}
+
+Rank r of mesh.world = dp * tp ranks is card r % tp of replica r // tp; the cards of a replica run the same sequences.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,13 +30,14 @@ from quantflow.artifact import disk
 from quantflow.artifact.canonical import digest_of, file_digest, read_json, readable_json
 from quantflow.errors import InputError, IntegrityError, StatisticsError, UnsupportedError
 from quantflow.measurements.keys import Key, by_site, observers_at
+from quantflow.measurements.placement import check_placement
+from quantflow.measurements.stored import Headers, StoredStatistics
 from quantflow.observers import observers_for
 
 LAYOUT_VERSION = 1
 META_NAME = "measurement.json"
 STATISTICS_NAME = "statistics.safetensors"
 CALIBRATION_NAME = "calibration.safetensors"
-KINDS = ("replicated", "column", "row", "expert")
 
 _FIELDS: tuple[tuple[str, type], ...] = (
     ("layout_version", int),
@@ -58,7 +63,7 @@ _FIELDS: tuple[tuple[str, type], ...] = (
 )
 _KEYS = {path.split(".")[0] for path, _ in _FIELDS} | {"kind"}
 _WRITTEN_KEYS = {"files", "digest"}
-_OPTIONAL_KEYS = {"unified"}
+_OPTIONAL_KEYS = {"device", "unified", "expanded"}
 _AGAIN = "measure again, or copy the folder again from where it was measured"
 
 
@@ -71,12 +76,20 @@ class Measurement:
         statistics: `<source name>|<site>|<statistic>` -> tensor.
         sequences: token ids of this rank's samples, each int64 [length].
         indices: the number of each sequence in the whole calibration set, ascending.
+        origin: the folder it was read from, for messages.
     """
 
     meta: dict[str, Any]
-    statistics: dict[str, Tensor]
+    statistics: Mapping[str, Tensor]
     sequences: list[Tensor]
     indices: list[int]
+    origin: str = ""
+
+    @property
+    def who(self) -> str:
+        """What messages call this rank: its folder where there is one, and its number."""
+        rank = f"rank {self.meta['mesh']['rank']}"
+        return f"{self.origin}: {rank}" if self.origin else rank
 
 
 def statistic(measurement: Measurement, name: str, *, site: str, statistic: str) -> Tensor:
@@ -103,7 +116,9 @@ def write_measurement(folder: Path, measurement: Measurement) -> str:
         OSError: a file cannot be written.
         StatisticsError: a statistic is not one of an observer's states.
     """
-    _check(measurement, name="the measurement")
+    _check_fields(measurement.meta, name="the measurement")
+    _check_counts(measurement, name="the measurement")
+    _check_statistics(measurement)
     lengths = [sequence.numel() for sequence in measurement.sequences]
     calibration = {
         "tokens": torch.cat([torch.empty(0, dtype=torch.int64), *measurement.sequences]),
@@ -128,17 +143,55 @@ def read_measurement(folder: Path) -> Measurement:
         IntegrityError: a file differs from its recorded hash.
         StatisticsError: a statistic is NaN, Inf, negative, or of the wrong shape; names the tensor.
     """
+    measurement = _open(folder, read_meta(folder), _load)
+    _check_statistics(measurement)
+    return measurement
+
+
+def open_measurements(metas: Mapping[Path, dict[str, Any]]) -> list[Measurement]:
+    """Check the files of many ranks and read all but their statistics, which are read as they are asked for, unchecked.
+
+    Args:
+        metas: folder -> its record, as `read_meta` returns it.
+
+    Raises:
+        InputError: a file is not of its format, or the three contradict each other.
+        IntegrityError: a file differs from its recorded hash.
+    """
+    headers = Headers()
+    return [_open(folder, meta, lambda path: StoredStatistics(path, headers)) for folder, meta in metas.items()]
+
+
+def read_meta(folder: Path) -> dict[str, Any]:
+    """Read and check the record of a measurement; no other file is looked into.
+
+    Raises:
+        InputError: a file is missing, or the record is none.
+        UnsupportedError: a newer version of quantflow wrote it.
+        IntegrityError: the record differs from its digest.
+    """
     for name in (META_NAME, STATISTICS_NAME, CALIBRATION_NAME):
         if not (folder / name).is_file():
             raise InputError(f"{folder / name}: no such file", "give a folder that `quantflow measure` finished")
     meta = _read_meta(folder / META_NAME)
+    _check_fields(meta, name=str(folder))
+    return meta
+
+
+def _open(folder: Path, meta: dict[str, Any], statistics: Callable[[Path], Mapping[str, Tensor]]) -> Measurement:
     for name in (STATISTICS_NAME, CALIBRATION_NAME):
         actual = file_digest(folder / name)
         if actual != meta["files"][name]:
             raise IntegrityError(f"{folder / name}: sha256 is {actual}, recorded {meta['files'][name]}", _AGAIN)
     sequences, indices = _read_sequences(folder / CALIBRATION_NAME)
-    measurement = Measurement(meta=meta, statistics=_load(folder / STATISTICS_NAME), sequences=sequences, indices=indices)
-    _check(measurement, name=str(folder))
+    measurement = Measurement(
+        meta=meta,
+        statistics=statistics(folder / STATISTICS_NAME),
+        sequences=sequences,
+        indices=indices,
+        origin=str(folder),
+    )
+    _check_counts(measurement, name=str(folder))
     return measurement
 
 
@@ -182,9 +235,8 @@ def _load(path: Path) -> dict[str, Tensor]:
     return loaded
 
 
-def _check(measurement: Measurement, *, name: str) -> None:
+def _check_counts(measurement: Measurement, *, name: str) -> None:
     meta = measurement.meta
-    _check_fields(meta, name=name)
     tokens = sum(sequence.numel() for sequence in measurement.sequences)
     pairs = (
         ("counts.samples", meta["counts"]["samples"], "sequences", len(measurement.sequences)),
@@ -197,8 +249,12 @@ def _check(measurement: Measurement, *, name: str) -> None:
     indices, samples = measurement.indices, meta["calibration"]["samples"]
     if sorted(set(indices)) != indices or not all(0 <= index < samples for index in indices):
         raise InputError(f"{name}: sample numbers {indices[:8]} are not ascending within 0..{samples - 1}", _AGAIN)
+
+
+def _check_statistics(measurement: Measurement) -> None:
+    name = measurement.origin or "the measurement"
     for (tensor, site), statistics in by_site(measurement.statistics).items():
-        if tensor not in meta["tensors"]:
+        if tensor not in measurement.meta["tensors"]:
             raise StatisticsError(f"{name}: {tensor}|{site} was measured, `tensors` does not list it", _AGAIN)
         observers_at(tensor, site, statistics=statistics)
 
@@ -220,9 +276,7 @@ def _check_fields(meta: Mapping[str, Any], *, name: str) -> None:
     if not 0 <= rank < world:
         raise InputError(f"{name}: mesh.rank is {rank} of mesh.world {world}", _AGAIN)
     for tensor, placement in meta["tensors"].items():
-        kind = placement.get("kind") if isinstance(placement, Mapping) else None
-        if kind not in KINDS:
-            raise InputError(f"{name}: tensors.{tensor} has kind {kind!r}, expected one of {', '.join(KINDS)}", _AGAIN)
+        check_placement(tensor, placement, where=name)
 
 
 def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,241 +1,194 @@
-"""Measured on many cards, deployed on fewer: which ranks belong together, and their statistics merged into one.
+"""Measured on many cards, deployed on fewer: the statistics of each group of ranks merged into those of one rank.
 
-Statistics are merged, never scales. Maxima, counts and histograms merge exactly; sums are folded in rank order. Every
-way in which the ranks can disagree is an error that names the rank: a merge of the wrong measurements looks right.
+Statistics are merged, never scales: maxima, counts and histograms exactly, sums in rank order, the shares of sharded tensors
+as merging.py says. Every way in which the ranks can disagree is an error that names the rank.
+
+What became of a group is in `unified` of its measurement:
+
+    world, mesh     of the ranks that were merged: how many, and {tp, dp, ep}
+    ranks, digests  of this group
+    missing         ranks of this group that were not there, which somebody allowed
+    merged          [{statistic, rule, count}]: how many statistics were merged by which rule
+    maxima          {key: rank}: which rank set each amax
+    outliers        [{key, rank, amax, median}]: ranks that saw eight times the median of the group, or more
+    bounds          keys that bound what was not measured
+    unseen          experts that got no token on any rank; quantize treats them as its recipe says
 """
 
-import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from quantflow.errors import InputError, StatisticsError, UnsupportedError, UsageError
-from quantflow.measurements.keys import Key, by_site, observers_at
+from quantflow.errors import InputError, StatisticsError
+from quantflow.measurements.agreement import by_rank, check_agreement
+from quantflow.measurements.contributions import Outlier, contributor, outliers
+from quantflow.measurements.grouping import arrange, check_groups, some
+from quantflow.measurements.keys import Key, by_site
+from quantflow.measurements.merging import BOUNDED, Value, merge
+from quantflow.measurements.placement import channels, joined, layout, shares
 from quantflow.measurements.record import Measurement
 
-_SAME_ON_EVERY_RANK = ("model.fingerprint", "model.family", "calibration", "dtype", "seed", "observers", "tensors")
-_RANGE = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6}))?")
+Grid = Sequence[Sequence[Measurement]]  # one row per replica, cards in order
 
 
-def parse_groups(text: Sequence[str], world: int) -> list[list[int]]:
-    """Read which ranks are merged, from the way people write it.
+@dataclass(kw_only=True)
+class _Account:
+    """What is told about a merge beside its statistics."""
 
-    A group is a list of ranks and ranges, `0,1,2,3` or `4-7`. With at most ten ranks also digits alone: `0123` is ranks
-    0, 1, 2 and 3. With more than ten ranks `12` is rank 12, and `01` is refused.
+    rules: Counter[tuple[str, str]] = field(default_factory=Counter)
+    maxima: dict[str, int] = field(default_factory=dict)
+    outliers: list[Outlier] = field(default_factory=list)
+    bounds: list[str] = field(default_factory=list)
 
-    Args:
-        text: one group each; a string may also hold several, separated by spaces.
-        world: number of ranks that measured.
-
-    Returns:
-        Groups in the order given, each sorted.
-
-    Raises:
-        UsageError: a group cannot be read; a rank is missing, named twice or unknown; groups differ in size.
-    """
-    words = [word for part in text for word in part.split()]
-    groups = [_parse_group(word, world) for word in words]
-    check_groups(groups, world)
-    return [sorted(group) for group in groups]
-
-
-def _parse_group(word: str, world: int) -> list[int]:
-    if world <= 10 and re.fullmatch("[0-9]+", word):
-        return [int(digit) for digit in word]
-    ranks: list[int] = []
-    for item in word.split(","):
-        match = _RANGE.fullmatch(item)
-        first, last = (match[1], match[2] or match[1]) if match else ("", "")
-        if not match or any(len(number) > 1 and number[0] == "0" for number in (first, last)) or int(last) < int(first):
-            raise UsageError(
-                f"group {word!r}: {item!r} is neither a rank nor a range of ranks",
-                "write ranks as 0,1,2,3 or 0-3" + (", and digits alone as 0123" if world <= 10 else ""),
-            )
-        if int(last) >= world:
-            raise UsageError(f"group {word!r}: rank {last} does not exist", f"ranks are 0..{world - 1}")
-        ranks += range(int(first), int(last) + 1)
-    return ranks
+    def as_json(self) -> dict[str, Any]:
+        """Return it as `unified` has it."""
+        return {
+            "merged": [
+                {"statistic": statistic, "rule": rule, "count": count}
+                for (statistic, rule), count in sorted(self.rules.items())
+            ],
+            "maxima": self.maxima,
+            "outliers": [asdict(outlier) for outlier in self.outliers],
+            "bounds": self.bounds,
+        }
 
 
-def check_groups(groups: Sequence[Sequence[int]], world: int) -> None:
-    """Check that groups are of one size and hold every rank exactly once.
-
-    Raises:
-        UsageError: naming the ranks that are missing, named twice or unknown.
-    """
-    times = Counter(rank for group in groups for rank in group)
-    faults = {
-        "missing": [rank for rank in range(world) if rank not in times],
-        "named twice": sorted(rank for rank, count in times.items() if count > 1),
-        "unknown": sorted(rank for rank in times if not 0 <= rank < world),
-    }
-    found = "; ".join(f"{fault} {_some(ranks)}" for fault, ranks in faults.items() if ranks)
-    if found:
-        raise UsageError(f"groups of {world} ranks: {found}", "name every rank in exactly one group")
-    sizes = sorted({len(group) for group in groups})
-    if len(sizes) != 1 or not sizes[0]:
-        raise UsageError(f"groups of {' and '.join(map(str, sizes)) or 'no'} ranks", "give every group as many ranks")
+def unify(
+    measurements: Iterable[Measurement], groups: Sequence[Sequence[int]], *, allow_missing: bool = False
+) -> list[Measurement]:
+    """Merge the measurements of each group of ranks into one; see `unify_each`."""
+    return list(unify_each(measurements, groups, allow_missing=allow_missing))
 
 
-def unify(measurements: Iterable[Measurement], groups: Sequence[Sequence[int]]) -> list[Measurement]:
-    """Merge the measurements of each group of ranks into one.
+def unify_each(
+    measurements: Iterable[Measurement], groups: Sequence[Sequence[int]], *, allow_missing: bool = False
+) -> Iterator[Measurement]:
+    """Yield the measurement of one group of ranks after the other.
 
     Args:
-        measurements: every rank's, in any order.
+        measurements: every rank's, in any order; statistics are read one at a time.
         groups: ranks, as `parse_groups` returns them; group i becomes rank i.
+        allow_missing: whether replicas may be missing as a whole; `unified.missing` then names their ranks.
 
-    Returns:
+    Yields:
         One measurement a group, with the group's samples in the order of the calibration set.
 
     Raises:
-        UsageError: the groups do not hold every rank exactly once.
-        InputError: a rank is missing, appears twice, or measured another model, calibration set, dtype or seed.
-        StatisticsError: ranks have different statistics, or statistics of different shapes.
-        UnsupportedError: a tensor was sharded over the ranks.
+        UsageError: the groups do not hold every rank exactly once, or are no ranks of a smaller mesh.
+        InputError: a rank is missing, appears twice, or measured another model, calibration set, dtype or seed, or on
+            another device.
+        StatisticsError: ranks have different statistics, or statistics that cannot be merged.
     """
-    ranks = _by_rank(measurements)
-    check_groups(groups, len(ranks))
-    _check_agreement(ranks)
-    _check_samples(ranks)
-    return [
-        _merge_group([ranks[rank] for rank in sorted(group)], rank=index, world=len(groups))
-        for index, group in enumerate(groups)
-    ]
+    ranks = by_rank(measurements, allow_missing=allow_missing)
+    mesh = next(iter(ranks.values())).meta["mesh"]
+    check_groups(groups, mesh["world"])
+    check_agreement(ranks)
+    arrangement = arrange(groups, tp=mesh["tp"])
+    grids: list[Grid] = []
+    for index, rows in enumerate(arrangement.groups):
+        grids.append([[ranks[rank] for rank in row] for row in rows if row[0] in ranks])
+        if not grids[-1]:
+            raise InputError(f"group {index} ({some(groups[index])}): none of its ranks is there", "measure them")
+    tensors = [_tensors(grid) for grid in grids]
+    shape = {"world": len(grids), "tp": arrangement.tp, "dp": arrangement.dp, "ep": _expert_ranks(tensors)}
+    for rank, grid in enumerate(grids):
+        about = {"missing": sorted(number for number in groups[rank] if number not in ranks)}
+        yield _merge_group(grid, tensors[rank], mesh={"rank": rank, **shape}, about=about)
 
 
-def _by_rank(measurements: Iterable[Measurement]) -> list[Measurement]:
-    found = list(measurements)
-    if not found:
-        raise InputError("measurements: none was given", "give the folder that holds rank-000-of-... folders")
-    worlds = {measurement.meta["mesh"]["world"] for measurement in found}
-    if len(worlds) > 1:
-        raise InputError(f"measurements: made by {_some(worlds)} ranks", "give the ranks of one measurement")
-    (world,) = worlds
-    times = Counter(measurement.meta["mesh"]["rank"] for measurement in found)
-    missing, twice = sorted(set(range(world)) - set(times)), sorted(rank for rank, n in times.items() if n > 1)
-    if missing or twice:
-        raise InputError(
-            f"measurements of {world} ranks: missing {_some(missing)}, twice {_some(twice)}", "give every rank's once"
-        )
-    return sorted(found, key=lambda measurement: int(measurement.meta["mesh"]["rank"]))
+def _tensors(grid: Grid) -> dict[str, dict[str, Any]]:
+    """Return the placements of what a group holds together."""
+    members = [member for row in grid for member in row]
+    return {name: joined(member.meta["tensors"][name] for member in members) for name in members[0].meta["tensors"]}
 
 
-def _check_agreement(ranks: Sequence[Measurement]) -> None:
-    first = ranks[0]
-    for rank, measurement in enumerate(ranks):
-        for field in _SAME_ON_EVERY_RANK:
-            ours, theirs = _field(first.meta, field), _field(measurement.meta, field)
-            if ours != theirs:
-                raise InputError(f"rank {rank}: {_difference(field, ours, theirs)}", "give the ranks of one measurement")
-        differing = sorted(set(measurement.statistics) ^ set(first.statistics))
-        if differing:
-            raise StatisticsError(
-                f"rank {rank}: {differing[0]} is on {'rank 0' if differing[0] in first.statistics else f'rank {rank}'} "
-                f"alone ({len(differing)} such statistics)",
-                "measure every rank with the same --stats",
-            )
-    mesh = first.meta["mesh"]
-    sharded = [name for name, placement in first.meta["tensors"].items() if placement["kind"] != "replicated"]
-    if sharded or mesh["tp"] != 1 or mesh["ep"] != 1:
-        where = f"{sharded[0]} is {first.meta['tensors'][sharded[0]]['kind']}" if sharded else "the model was sharded"
-        raise UnsupportedError(
-            f"{where} (tp={mesh['tp']}, ep={mesh['ep']}): sharded statistics are not unified yet",
-            "measure with dp only",
-        )
+def _expert_ranks(groups: Sequence[Mapping[str, Mapping[str, Any]]]) -> int:
+    """Return over how many ranks experts are spread: how many different sets of them the groups hold."""
+    held = {
+        frozenset(name for name, placement in tensors.items() if placement["kind"] == "expert" and placement["length"])
+        for tensors in groups
+    }
+    return max(1, len(held - {frozenset()}))
 
 
-def _field(meta: Mapping[str, Any], path: str) -> Any:
-    value: Any = meta
-    for part in path.split("."):
-        value = value[part]
-    return value
-
-
-def _difference(field: str, ours: Any, theirs: Any) -> str:
-    if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
-        name = min(key for key in {*ours, *theirs} if ours.get(key) != theirs.get(key))
-        return f"{field}.{name} is {theirs.get(name)!r}, on rank 0 {ours.get(name)!r}"
-    return f"{field} is {theirs!r}, on rank 0 {ours!r}"
-
-
-def _check_samples(ranks: Sequence[Measurement]) -> None:
-    calibration = ranks[0].meta["calibration"]
-    times = Counter(index for measurement in ranks for index in measurement.indices)
-    twice = sorted(index for index, count in times.items() if count > 1)
-    missing = [index for index in range(calibration["samples"]) if index not in times]
-    if twice or missing:
-        raise InputError(
-            f"samples of the calibration set: on no rank {_some(missing)}, on two ranks {_some(twice)}", "measure again"
-        )
-    tokens = sum(measurement.meta["counts"]["tokens"] for measurement in ranks)
-    if tokens != calibration["tokens"]:
-        raise InputError(f"the ranks saw {tokens} tokens, the calibration set has {calibration['tokens']}", "measure again")
-
-
-def _merge_group(members: Sequence[Measurement], *, rank: int, world: int) -> Measurement:
+def _merge_group(
+    grid: Grid, tensors: dict[str, dict[str, Any]], *, mesh: dict[str, int], about: Mapping[str, Any]
+) -> Measurement:
+    members = [member for row in grid for member in row]
     samples = sorted(
-        ((index, sequence) for member in members for index, sequence in zip(member.indices, member.sequences, strict=True)),
+        ((index, sequence) for first, *_ in grid for index, sequence in zip(first.indices, first.sequences, strict=True)),
         key=lambda sample: sample[0],
     )
+    statistics, account = _merge_statistics(grid)
     first = members[0].meta
-    meta = {key: value for key, value in first.items() if key not in ("files", "digest")}
-    meta["mesh"] = {**first["mesh"], "rank": rank, "world": world, "dp": world}
-    meta["counts"] = {
-        "samples": len(samples),
-        "tokens": sum(sequence.numel() for _, sequence in samples),
-    }
+    meta = {key: value for key, value in first.items() if key not in ("files", "digest", "expanded")}
+    meta |= {"mesh": mesh, "tensors": tensors}
+    meta["counts"] = {"samples": len(samples), "tokens": sum(sequence.numel() for _, sequence in samples)}
     meta["unified"] = {
         "world": first["mesh"]["world"],
+        "mesh": {key: first["mesh"][key] for key in ("tp", "dp", "ep")},
         "ranks": [member.meta["mesh"]["rank"] for member in members],
         "digests": [member.meta.get("digest") for member in members],
+        **about,
+        **account.as_json(),
+        "unseen": _unseen(tensors, statistics),
     }
     return Measurement(
         meta=meta,
-        statistics=_merge_statistics([member.statistics for member in members]),
+        statistics=statistics,
         sequences=[sequence for _, sequence in samples],
         indices=[index for index, _ in samples],
     )
 
 
-def _merge_statistics(ranks: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    merged: dict[str, Tensor] = {}
-    per_rank = [by_site(statistics) for statistics in ranks]
-    for name, site in per_rank[0]:
-        states = [sites[name, site] for sites in per_rank]
-        if site == "weight":  # every rank saw the same weight: nothing to add up
-            _refuse_different(name, states)
-            values = states[0]
-        else:
-            values = _fold(name, site, states)
-        merged.update((str(Key(name, site, part)), value) for part, value in values.items())
-    return merged
+def _merge_statistics(grid: Grid) -> tuple[dict[str, Tensor], _Account]:
+    account, merged = _Account(), {}
+    texts: set[str] = set().union(*(member.statistics for row in grid for member in row))
+    for (name, site), statistics in by_site(dict.fromkeys(texts)).items():
+        first = grid[0][0].meta["tensors"][name]
+        rows = [[member for member in row if _is_at(member, name, site, statistics)] for row in grid]
+        rows = [row for row in rows if row]
+        placements = [[member.meta["tensors"][name] for member in row] for row in rows]
+        stacks = [shares(parts, site) for parts in placements]
+        widths = [[channels(part, site) for part in parts] for parts in placements]
+        names = [[member.who for member in row] for row in rows]
+        for statistic in statistics:
+            key = Key(name, site, statistic)
+            text = str(key)
+            values = [
+                [Value(who, member.statistics[text], width) for member, who, width in zip(*cells, strict=True)]
+                for cells in zip(rows, names, widths, strict=True)
+            ]
+            merged[text], rule = merge(key, values, layout=layout(first, site), stacks=stacks)
+            account.rules[statistic, rule] += 1
+            if BOUNDED in rule or (site == "output" and first.get("bound")):
+                account.bounds.append(text)
+            if statistic == "amax":
+                amax = [value.tensor.item() for row in values for value in row]
+                seen = dict(zip((member.meta["mesh"]["rank"] for row in rows for member in row), amax, strict=True))
+                account.maxima[text] = contributor(seen)
+                account.outliers += outliers(text, seen)
+    return merged, account
 
 
-def _fold(name: str, site: str, states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    total = observers_at(name, site, statistics=states[0])
-    for state in states[1:]:
-        for mine, other in zip(total, observers_at(name, site, statistics=state), strict=True):
-            try:
-                mine.merge(other)
-            except StatisticsError as error:
-                raise StatisticsError(f"{name}|{site}: {error.cause}", error.remedy) from error
-    return {part: value for observer in total for part, value in observer.state().items()}
+def _is_at(member: Measurement, name: str, site: str, statistics: Iterable[str]) -> bool:
+    """Return whether a rank saw a site at all; the experts of other ranks it did not."""
+    if member.meta["tensors"][name]["kind"] != "expert":
+        return True
+    keys = [str(Key(name, site, statistic)) for statistic in statistics]
+    absent = [key for key in keys if key not in member.statistics]
+    if absent and len(absent) < len(keys):
+        raise StatisticsError(f"{member.who}: {absent[0]} is missing, other ranks have it", "measure with the same --stats")
+    return not absent
 
 
-def _refuse_different(name: str, states: Sequence[Mapping[str, Tensor]]) -> None:
-    for state in states[1:]:
-        for part, value in state.items():
-            if not torch.equal(value, states[0][part]):
-                raise StatisticsError(
-                    f"{name}|weight: {part} differs between ranks that hold the same weight",
-                    "give the ranks of one measurement",
-                )
-
-
-def _some(values: Iterable[int]) -> str:
-    """Return up to eight values, for a message."""
-    listed = sorted(values)
-    return (", ".join(map(str, listed[:8])) + (", ..." if len(listed) > 8 else "")) or "none"
+def _unseen(tensors: Mapping[str, Mapping[str, Any]], statistics: Mapping[str, Tensor]) -> list[str]:
+    """Return the experts of a group whose input has no statistics, or none but those of nothing."""
+    experts = {name for name, placement in tensors.items() if placement["kind"] == "expert" and placement["length"]}
+    sites = by_site({text: value for text, value in statistics.items() if text.partition("|")[0] in experts})
+    seen = {name for (name, site), values in sites.items() if site == "input" and any(map(torch.any, values.values()))}
+    return sorted(experts - seen)

@@ -12,6 +12,7 @@ from quantflow.errors import InputError
 from stages import measure, quantize
 from stages._config import Calibration, Quantize
 from stages._progress import Progress
+from stages._ranks import rank_folder
 
 QUIET = Progress(quiet=True)
 ENTRIES = {
@@ -43,7 +44,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 def measured(model, text_files, folder):
     calibration = Calibration(source=str(text_files["calibration"]), samples=5, sequence_length=48)
     measure.run(measure.Job(model=model, output=folder, calibration=calibration), QUIET)
-    return measure.rank_folder(folder, 0, 1)
+    return rank_folder(folder, 0, 1)
 
 
 def quantized(model, measurement, folder, entry):
@@ -100,7 +101,7 @@ def test_a_measurement_goes_on_at_the_layer_where_it_was_stopped(llama, text_fil
         measure.run(job, StopAfter(0))  # goes on at the second layer, of which it runs none
     assert first.stat().st_mtime_ns == before
     measure.run(job, QUIET)
-    assert files_of(measure.rank_folder(tmp_path / "found", 0, 1)) == expected
+    assert files_of(rank_folder(tmp_path / "found", 0, 1)) == expected
 
 
 @pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES)

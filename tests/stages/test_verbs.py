@@ -211,7 +211,8 @@ def test_ranks_are_unified_once_and_by_the_groups_of_flag_or_recipe(as_json, lla
         job = measure_stage.Job(model=llama, output=tmp_path / "m", calibration=calibration)
         measure_stage._measure_rank(job, Progress(quiet=True), rank=rank, world=2)
     line = ("unify", "-m", tmp_path / "m", "-o", tmp_path / "u")
-    assert as_json(*line, "-g", "01") == ({"folder": str(tmp_path / "u")}, "")
+    result, err = as_json(*line, "-g", "01")
+    assert (result["folder"], result["mesh"]["world"], err) == (str(tmp_path / "u"), 1, "")
     assert "up to date" in as_json(*line)[1]  # no group is all ranks into one
     assert [path.name for path in (tmp_path / "u").iterdir() if path.is_dir()] == ["rank-000-of-001"]
     as_json("unify", "-m", tmp_path / "m", "-o", tmp_path / "two", "--set", "unify.groups=['0', '1']")

@@ -5,13 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from quantflow.errors import InputError, StatisticsError, UnsupportedError, UsageError
-from quantflow.measurements.contributions import contributions, outliers
-from quantflow.measurements.record import Measurement, read_measurement, write_measurement
-from quantflow.measurements.unify import check_groups, parse_groups, unify
+from quantflow.errors import InputError, StatisticsError, UsageError
+from quantflow.measurements.contributions import contributor, outliers
+from quantflow.measurements.record import Measurement, open_measurements, read_measurement, read_meta, write_measurement
+from quantflow.measurements.unify import unify
 from quantflow.observers import OBSERVERS
 
 Q, K = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.k_proj.weight"
@@ -108,7 +106,14 @@ def test_each_group_is_what_its_own_samples_give_and_samples_are_interleaved_aga
         key = f"{Q}|input|channel_amax"
         assert torch.equal(merged.statistics[key], alone.statistics[key])
         assert torch.equal(merged.statistics[f"{K}|k_cache|counts"], alone.statistics[f"{K}|k_cache|counts"])
-    assert left.meta["unified"] == {"world": 4, "ranks": [1, 3], "digests": [None, None]}
+    about = {key: left.meta["unified"][key] for key in ("world", "mesh", "ranks", "digests", "missing")}
+    assert about == {
+        "world": 4,
+        "mesh": {"tp": 1, "dp": 4, "ep": 1},
+        "ranks": [1, 3],
+        "digests": [None, None],
+        "missing": [],
+    }
 
 
 def test_sums_are_folded_in_rank_order_whatever_order_is_given():
@@ -129,7 +134,7 @@ def test_a_unified_measurement_is_written_read_and_unified_again(tmp_path):
         digests.append(write_measurement(folder, one))
         read.append(read_measurement(folder))
     halves = unify(read, [[0, 1], [2, 3]])
-    assert halves[1].meta["unified"] == {"world": 4, "ranks": [2, 3], "digests": digests[2:]}
+    assert (halves[1].meta["unified"]["ranks"], halves[1].meta["unified"]["digests"]) == ([2, 3], digests[2:])
     (tmp_path / "half").mkdir()
     write_measurement(tmp_path / "half", halves[0])
     (whole,) = unify([read_measurement(tmp_path / "half"), halves[1]], [[0, 1]])
@@ -155,6 +160,9 @@ def test_the_measurements_that_are_merged_stay_as_they_were():
         ("dtype", "bfloat16", r"rank 1: dtype is 'bfloat16', on rank 0 'float32'"),
         ("seed", 1, r"rank 1: seed is 1, on rank 0 0"),
         ("observers", ["amax"], r"rank 1: observers is \['amax'\]"),
+        ("tools.torch", "1", r"rank 1: tools\.torch is '1', on rank 0 '2'"),
+        ("device", "gaudi3", r"rank 1: device is 'gaudi3', on rank 0 None"),
+        ("mesh.tp", 2, r"rank 1: mesh is .*'tp': 2.*, on rank 0 .*'tp': 1.*; world is tp \* dp"),
         ("tensors", {}, rf"rank 1: tensors\.{K} is None, on rank 0 "),
     ],
 )
@@ -205,14 +213,14 @@ def test_ranks_with_different_statistics_are_refused():
 def test_statistics_of_different_shapes_are_refused_with_the_tensor():
     first, second = ranks(2, 4)
     wider = replace(second, statistics=second.statistics | {f"{Q}|input|channel_amax": torch.ones(C + 1)})
-    with pytest.raises(StatisticsError, match=rf"{Q}\|input: channel_amax: shapes \[3\] and \[4\]; concatenate"):
+    with pytest.raises(StatisticsError, match=rf"rank 1: {Q}\|input\|channel_amax is torch.float32 \[4\], .*\[3\] is expected"):
         unify([first, wider], [[0, 1]])
 
 
 def test_the_same_weight_must_look_the_same_on_every_rank():
     first, second = ranks(2, 4)
     other = replace(second, statistics=second.statistics | {f"{Q}|weight|amax": torch.tensor(2.5)})
-    with pytest.raises(StatisticsError, match=rf"{Q}\|weight: amax differs between ranks that hold the same weight"):
+    with pytest.raises(StatisticsError, match=rf"rank 1: {Q}\|weight\|amax is 2\.5, 2\.0 on rank 0, which saw the same"):
         unify([first, other], [[0, 1]])
 
 
@@ -220,20 +228,6 @@ def test_statistics_of_a_weight_are_taken_once_and_not_added_up():
     sums = {f"{Q}|weight|abs_sum": torch.ones(C).double(), f"{Q}|weight|count": torch.tensor(4)}
     (merged,) = unify([replace(one, statistics=one.statistics | sums) for one in ranks(2, 4)], [[0, 1]])
     assert merged.statistics[f"{Q}|weight|count"] == 4
-
-
-@pytest.mark.parametrize("kind", ["column", "row", "expert"])
-def test_sharded_tensors_are_unsupported(kind):
-    given = [changed(one, "tensors.X", {"kind": kind}) for one in ranks(2, 4)]
-    with pytest.raises(UnsupportedError, match=rf"X is {kind} .*: sharded statistics are not unified yet"):
-        unify(given, [[0, 1]])
-
-
-@pytest.mark.parametrize("axis", ["tp", "ep"])
-def test_a_sharded_mesh_is_unsupported(axis):
-    given = [changed(one, f"mesh.{axis}", 2) for one in ranks(2, 4)]
-    with pytest.raises(UnsupportedError, match=rf"the model was sharded \(.*{axis}=2.*\): sharded statistics are not"):
-        unify(given, [[0, 1]])
 
 
 def test_samples_seen_twice_or_by_nobody_are_named():
@@ -251,97 +245,6 @@ def test_token_counts_that_do_not_add_up_are_refused():
         unify(given, [[0, 1]])
 
 
-@pytest.mark.parametrize(
-    ("text", "world", "groups"),
-    [
-        (["0123", "4567"], 8, [[0, 1, 2, 3], [4, 5, 6, 7]]),
-        (["0123 4567"], 8, [[0, 1, 2, 3], [4, 5, 6, 7]]),
-        (["0,1,2,3", "4-7"], 8, [[0, 1, 2, 3], [4, 5, 6, 7]]),
-        (["0-7"], 8, [list(range(8))]),
-        (["0"], 1, [[0]]),
-        (["10"], 2, [[0, 1]]),
-        (["3,1", "0,2"], 4, [[1, 3], [0, 2]]),
-        (["0123456789"], 10, [list(range(10))]),
-        (["0-3,6-7", "4,5,8-11"], 12, [[0, 1, 2, 3, 6, 7], [4, 5, 8, 9, 10, 11]]),
-        ([str(rank) for rank in range(12)], 12, [[rank] for rank in range(12)]),
-    ],
-)
-def test_groups_read_as_people_write_them(text, world, groups):
-    assert parse_groups(text, world) == groups
-
-
-@pytest.mark.parametrize(
-    ("text", "world", "message"),
-    [
-        (["01", "2"], 4, r"groups of 4 ranks: missing 3; name every rank in exactly one group"),
-        (["0-9,11"], 12, r"groups of 12 ranks: missing 10"),
-        (["01", "12"], 3, r"groups of 3 ranks: named twice 1"),
-        (["0123", "4"], 4, r"groups of 4 ranks: unknown 4"),
-        (["0145"], 4, r"groups of 4 ranks: missing 2, 3; unknown 4, 5"),
-        (["0,9"], 4, r"group '0,9': rank 9 does not exist; ranks are 0\.\.3"),
-        (["0-999999"], 4, r"rank 999999 does not exist"),
-        (["0123", "45"], 6, r"groups of 2 and 4 ranks; give every group as many ranks"),
-        ([], 2, r"groups of 2 ranks: missing 0, 1"),
-        ([""], 2, r"missing 0, 1"),
-        (["a"], 2, r"group 'a': 'a' is neither a rank nor a range of ranks; write ranks as .*, and digits alone as 0123"),
-        (["0,,1"], 2, r"group '0,,1': '' is neither"),
-        (["0-1-2"], 3, r"'0-1-2' is neither"),
-        (["3-0"], 4, r"'3-0' is neither"),
-        (["-1"], 2, r"'-1' is neither"),
-        (["0,1.5"], 2, r"'1\.5' is neither"),
-        (["²"], 3, r"'²' is neither"),
-        (["01", "23"], 12, r"group '01': '01' is neither a rank nor a range of ranks; write ranks as 0,1,2,3 or 0-3$"),
-        (["0-" + "9" * 5000], 4, r"is neither"),
-    ],
-)
-def test_groups_that_cannot_be_are_refused_with_the_ranks(text, world, message):
-    with pytest.raises(UsageError, match=message):
-        parse_groups(text, world)
-
-
-def written(ranks, style, *, world):
-    if style == "digits" and world <= 10:
-        return "".join(map(str, ranks))
-    if style == "ranges":
-        runs = []
-        for rank in sorted(ranks):
-            if runs and runs[-1][-1] == rank - 1:
-                runs[-1].append(rank)
-            else:
-                runs.append([rank])
-        text = ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
-    else:
-        text = ",".join(map(str, ranks))
-    return text
-
-
-@settings(max_examples=150, deadline=None)
-@given(size=st.integers(1, 6), count=st.integers(1, 6), data=st.data())
-def test_every_partition_reads_back_in_every_way_of_writing_it(size, count, data):
-    world = size * count
-    order = data.draw(st.permutations(range(world)))
-    groups = [order[first : first + size] for first in range(0, world, size)]
-    text = [written(group, data.draw(st.sampled_from(["digits", "ranges", "commas"])), world=world) for group in groups]
-    assert parse_groups(text, world) == [sorted(group) for group in groups]
-    assert parse_groups([" ".join(text)], world) == [sorted(group) for group in groups]
-
-
-@settings(max_examples=100, deadline=None)
-@given(text=st.lists(st.text(alphabet="0123456789,- ab", max_size=8), max_size=4), world=st.integers(1, 14))
-def test_any_text_gives_groups_that_cover_every_rank_once_or_a_usage_error(text, world):
-    try:
-        groups = parse_groups(text, world)
-    except UsageError:
-        return
-    assert sorted(rank for group in groups for rank in group) == list(range(world))
-    assert len({len(group) for group in groups}) == 1
-
-
-def test_empty_groups_are_refused():
-    with pytest.raises(UsageError, match=r"groups of 0 and 2 ranks"):
-        check_groups([[0, 1], []], 2)
-
-
 def with_amax(values):
     key = f"{Q}|input|amax"
     return [
@@ -350,12 +253,19 @@ def with_amax(values):
     ]
 
 
-def test_a_contribution_names_the_rank_that_set_each_maximum_the_lowest_of_equals():
-    found = contributions(reversed(with_amax([1.0, 5.0, 5.0, 2.0])))
-    assert found[f"{Q}|input|amax"] == 1
-    assert found[f"{Q}|weight|amax"] == 0
-    assert found[f"{Q}|output|amax"] == 3  # sample i is i + 1 times as large, and rank 3 has the last
-    assert set(found) == {f"{Q}|input|amax", f"{Q}|weight|amax", f"{Q}|output|amax", f"{K}|k_cache|amax"}
+def test_unified_names_the_rank_that_set_each_maximum_the_lowest_of_equals():
+    given = with_amax([1.0, 5.0, 5.0, 2.0])
+    (merged,) = unify(reversed(given), [[0, 1, 2, 3]])
+    caches = [one.statistics[f"{K}|k_cache|amax"].item() for one in given]
+    assert merged.meta["unified"]["maxima"] == {
+        f"{Q}|input|amax": 1,
+        f"{Q}|weight|amax": 0,
+        f"{Q}|output|amax": 3,  # sample i is i + 1 times as large, and rank 3 has the last
+        f"{K}|k_cache|amax": caches.index(max(caches)),
+    }
+    halves = unify(with_amax([1.0, 5.0, 5.0, 2.0]), [[0, 3], [1, 2]])
+    assert [half.meta["unified"]["maxima"][f"{Q}|input|amax"] for half in halves] == [3, 1]
+    assert contributor({4: 0.0, 2: 0.0}) == 2
 
 
 @pytest.mark.parametrize(
@@ -369,7 +279,116 @@ def test_a_contribution_names_the_rank_that_set_each_maximum_the_lowest_of_equal
         ([20.0, 1.0, 2.0, 30.0, 1.0], [0, 3]),
     ],
 )
-def test_a_rank_that_saw_eight_times_the_median_is_an_outlier(values, flagged):
-    found = [one for one in outliers(with_amax(values)) if one.key == f"{Q}|input|amax"]
-    assert [one.rank for one in found] == flagged
-    assert all(one.amax == values[one.rank] for one in found)
+def test_a_rank_that_saw_eight_times_the_median_of_its_group_is_an_outlier(values, flagged):
+    (merged,) = unify(with_amax(values), [list(range(len(values)))])
+    found = [one for one in merged.meta["unified"]["outliers"] if one["key"] == f"{Q}|input|amax"]
+    assert [(one["rank"], one["amax"]) for one in found] == [(rank, values[rank]) for rank in flagged]
+    assert [one.rank for one in outliers("x", dict(enumerate(values)))] == flagged
+
+
+def test_unified_counts_what_was_merged_by_which_rule():
+    (merged,) = unify(ranks(2, 4), [[0, 1]])
+    found = {(row["statistic"], row["rule"]): row["count"] for row in merged.meta["unified"]["merged"]}
+    assert found == {
+        ("abs_sum", "added"): 3,
+        ("amax", "maximum"): 3,
+        ("amax", "taken once"): 1,  # of the weight
+        ("channel_amax", "maximum"): 3,
+        ("count", "added"): 3,
+        ("counts", "added"): 3,
+        ("hessian_sum", "added"): 3,
+        ("max_val", "maximum"): 3,
+        ("min_val", "minimum"): 3,
+    }
+    assert sum(found.values()) == len(merged.statistics)
+
+
+@pytest.mark.parametrize(
+    ("statistic", "value", "message"),
+    [
+        ("amax", torch.tensor(float("nan")), r"amax holds 1 NaN and 0 Inf"),
+        ("amax", torch.tensor(float("inf")), r"amax holds 0 NaN and 1 Inf"),
+        ("amax", torch.tensor(-1.0), r"amax holds -1\.0, it is at least 0"),
+        ("channel_amax", torch.tensor([1.0, float("nan"), 2.0]), r"channel_amax holds 1 NaN and 0 Inf"),
+        ("abs_sum", torch.tensor([1.0, -2.0, 0.0]).double(), r"abs_sum holds -2\.0, it is at least 0"),
+        ("min_val", torch.tensor([0.0, 0.5, -1.0]), r"min_val holds 0\.5, it is at most 0"),
+        ("max_val", torch.tensor([0.0, -0.5, 1.0]), r"max_val holds -0\.5, it is at least 0"),
+        ("count", torch.tensor(-3), r"count holds -3, it is at least 0"),
+        ("counts", -torch.ones(514, dtype=torch.int64), r"counts holds -1, it is at least 0"),
+        ("hessian_sum", -torch.eye(3), r"hessian_sum holds -1\.0 on its diagonal, which is at least 0"),
+        ("hessian_sum", torch.full((3, 3), float("inf")), r"hessian_sum holds 0 NaN and 9 Inf"),
+        ("abs_sum", torch.ones(3), r"abs_sum is torch\.float32 \[3\], torch\.float64 \[3\] is expected"),
+        ("counts", torch.ones(3, dtype=torch.int64), r"counts is torch\.int64 \[3\], torch\.int64 \[514\] is expected"),
+    ],
+)
+@pytest.mark.parametrize("place", [1, 2])
+def test_a_value_that_cannot_be_is_refused_with_its_rank_wherever_it_stands(statistic, value, message, place):
+    given = ranks(3, 6)
+    key = f"{Q}|output|{statistic}"
+    given[place] = replace(given[place], statistics={**given[place].statistics, key: value}, origin="here/rank")
+    with pytest.raises(StatisticsError, match=rf"here/rank: rank {place}: {Q}\|output\|{message}"):
+        unify(given, [[0, 1, 2]])
+
+
+@pytest.mark.parametrize("change", [{"more": 1.0}, {"amax": None}])
+def test_statistics_that_no_observer_has_are_refused(change):
+    given = []
+    for one in ranks(2, 4):
+        kept = {key: value for key, value in one.statistics.items() if key != f"{Q}|input|count"}
+        more = {f"{Q}|input|kurtosis": torch.ones(())} if "more" in change else {}
+        given.append(replace(one, statistics={**(one.statistics if more else kept), **more}))
+    with pytest.raises(StatisticsError, match=rf"{Q}\|input: no observer has the state"):
+        unify(given, [[0, 1]])
+
+
+def test_a_statistic_of_a_tensor_that_is_not_listed_is_refused():
+    given = [replace(one, statistics={**one.statistics, "other|input|amax": torch.ones(())}) for one in ranks(2, 4)]
+    with pytest.raises(StatisticsError, match=r"rank 0: other\|input was measured, `tensors` does not list it"):
+        unify(given, [[0, 1]])
+
+
+def test_ranks_read_one_statistic_at_a_time_give_what_ranks_in_memory_give(tmp_path):
+    given = ranks(3, 7)
+    for rank, one in enumerate(given):
+        (tmp_path / str(rank)).mkdir()
+        write_measurement(tmp_path / str(rank), one)
+    (merged,) = unify(
+        open_measurements({tmp_path / str(rank): read_meta(tmp_path / str(rank)) for rank in range(3)}), [[0, 1, 2]]
+    )
+    (direct,) = unify(given, [[0, 1, 2]])
+    assert merged.statistics.keys() == direct.statistics.keys()
+    assert all(torch.equal(merged.statistics[key], value) for key, value in direct.statistics.items())
+
+
+def test_a_rank_without_a_replica_to_spare_is_missed_unless_that_is_allowed():
+    first, _, third = ranks(3, 7)
+    with pytest.raises(InputError, match=r"missing 1, twice none; give every rank's once, or pass --allow-missing"):
+        unify([first, third], [[0, 1, 2]])
+    (merged,) = unify([first, third], [[0, 1, 2]], allow_missing=True)
+    assert merged.meta["unified"]["missing"] == [1]
+    assert merged.meta["unified"]["ranks"] == [0, 2]
+    assert merged.indices == [0, 2, 3, 5, 6]
+    assert merged.meta["counts"]["samples"] == 5
+    alone = [first.statistics[f"{Q}|input|abs_sum"], third.statistics[f"{Q}|input|abs_sum"]]
+    assert torch.equal(merged.statistics[f"{Q}|input|abs_sum"], alone[0] + alone[1])
+    with pytest.raises(InputError, match=r"group 1 \(1\): none of its ranks is there"):
+        unify([first, third], [[0], [1], [2]], allow_missing=True)
+
+
+def test_what_was_made_without_a_rank_can_be_unified_again_and_still_says_so():
+    first, second, _, fourth = ranks(4, 8)
+    halves = unify([first, second, fourth], [[0, 1], [2, 3]], allow_missing=True)
+    assert [half.meta["unified"]["missing"] for half in halves] == [[], [2]]
+    (whole,) = unify(halves, [[0, 1]])
+    assert whole.indices == [0, 1, 3, 4, 5, 7]
+
+
+def test_allowing_missing_ranks_changes_nothing_where_none_is():
+    (strict,), (lenient,) = (unify(ranks(2, 4), [[0, 1]], allow_missing=allow) for allow in (False, True))
+    assert strict.meta == lenient.meta
+
+
+def test_ranks_that_are_all_there_must_have_seen_every_sample():
+    given = [measure(indices, rank=rank, world=2, samples=4) for rank, indices in enumerate(([0, 2], [1]))]
+    with pytest.raises(InputError, match=r"on no rank 3"):
+        unify(given, [[0, 1]], allow_missing=True)

@@ -1,0 +1,367 @@
+"""The verb unify on rank folders: which files are read, what is printed, refused, and written."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from quantflow.measurements.record import Measurement, open_measurements, read_measurement, read_meta, write_measurement
+from stages._options import exit_code
+from stages.cli import cli
+
+PLAIN = ("amax", "channel_amax", "min_val", "max_val", "abs_sum", "count", "counts")
+NAME = "model.layers.0.mlp.up_proj"
+
+
+def run(*arguments):
+    return exit_code(cli, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def said(capsys):
+    """Run a command line and return (exit code, stdout, stderr)."""
+
+    def call(*arguments):
+        capsys.readouterr()
+        code = run(*arguments)
+        return (code, *capsys.readouterr())
+
+    return call
+
+
+@pytest.fixture
+def refused(said):
+    """Run a command line that fails with a code, and return cause and remedy."""
+
+    def call(code, *arguments):
+        found, _, err = said(*arguments)
+        assert found == code, err
+        told = err.splitlines()[-2:]
+        assert [line[:6] for line in told] == ["error:", "  fix:"] and "Traceback" not in err
+        return "\n".join(told)
+
+    return call
+
+
+def meta(rank, *, tp, dp):
+    column = {"kind": "column", "axis": 0, "offset": 2 * (rank % tp), "length": 2, "full_shape": [2 * tp, 3]}
+    replicated = {"kind": "replicated", "axis": None, "offset": 0, "full_shape": [2, 3], "plan": "column"}
+    return {
+        "layout_version": 1,
+        "kind": "measurement",
+        "model": {"name": "tiny", "fingerprint": "f" * 64, "family": "llama"},
+        "mesh": {"rank": rank, "world": tp * dp, "tp": tp, "dp": dp, "ep": 1},
+        "dtype": "float32",
+        "seed": 0,
+        "calibration": {"hash": "c" * 64, "samples": dp, "tokens": 2 * dp, "sequence_length": 2},
+        "observers": ["amax", "channel_amax"],
+        "tensors": {NAME: column if tp > 1 else replicated},
+        "counts": {"samples": 1, "tokens": 2},
+        "tools": {"torch": "2"},
+    }
+
+
+def write(folder, rank, *, tp=1, dp=1, amax=None, **changes):
+    """Write one finished rank whose output reached `amax`, its number by default."""
+    value = float(rank + 1 if amax is None else amax)
+    measurement = Measurement(
+        meta={**meta(rank, tp=tp, dp=dp), **changes},
+        statistics={
+            f"{NAME}|output|amax": torch.tensor(value),
+            f"{NAME}|output|channel_amax": torch.tensor([value, value / 2]),
+        },
+        sequences=[torch.tensor([rank // tp, 7])],
+        indices=[rank // tp],
+    )
+    path = folder / f"rank-{rank:03d}-of-{tp * dp:03d}"
+    path.mkdir(parents=True)
+    write_measurement(path, measurement)
+    (path / "DONE.json").write_text(json.dumps({"stage": "measure", "inputs": {}, "files": {}}))
+    return path
+
+
+def ranks(folder, *, tp=1, dp=1, amax=()):
+    for rank in range(tp * dp):
+        write(folder, rank, tp=tp, dp=dp, amax=amax[rank] if amax else None)
+    return folder
+
+
+def amax(folder, rank, world):
+    return load_file(folder / f"rank-{rank:03d}-of-{world:03d}" / "statistics.safetensors")[f"{NAME}|output|amax"].item()
+
+
+def test_rank_1_of_16_is_not_rank_11(said, tmp_path):
+    """A search for `1_16` in file names finds `11_16` as well, and the one that the folder lists first wins."""
+    values = [float(rank + 1) for rank in range(16)]
+    ranks(tmp_path / "m", dp=16, amax=values)
+    code, out, err = said("unify", "-g", "0-7", "8-15", "-m", tmp_path / "m", "-o", tmp_path / "u")
+    assert code == 0, err
+    assert [amax(tmp_path / "u", rank, 2) for rank in (0, 1)] == [8.0, 16.0]
+    code, out, err = said("unify", "-g", *map(str, range(16)), "-m", tmp_path / "m", "-o", tmp_path / "same")
+    assert code == 0, err
+    assert [amax(tmp_path / "same", rank, 16) for rank in range(16)] == values
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [["-g", "0123", "4567"], ["-g", "0,1,2,3", "4-7"], ["-g", "0-3", "-g", "4,5,6,7"], ["-g", "3210 4-7"], ["--ranks", "2"]],
+)
+def test_groups_are_written_as_people_write_them(said, tmp_path, groups):
+    ranks(tmp_path / "m", dp=8)
+    code, _, err = said("unify", *groups, "-m", tmp_path / "m", "-o", tmp_path / "u")
+    assert code == 0, err
+    assert [amax(tmp_path / "u", rank, 2) for rank in (0, 1)] == [4.0, 8.0]
+
+
+def test_files_beside_the_ranks_change_nothing(said, tmp_path):
+    """Counting the files of a folder makes every stray one a rank."""
+    ranks(tmp_path / "m", dp=2)
+    for name in ("notes.json", "rank-000-of-002.json", "measure_hooks_maxabs_0_8.json", "rank-000-of-002.log"):
+        (tmp_path / "m" / name).write_text("{}")
+    (tmp_path / "m" / "rank-old").mkdir()
+    (tmp_path / "m" / ".rank-000-of-002.work").mkdir()
+    code, _, err = said("unify", "-m", tmp_path / "m", "-o", tmp_path / "u")
+    assert code == 0, err
+    assert amax(tmp_path / "u", 0, 1) == 2.0
+
+
+@pytest.mark.parametrize("gone", [0, 1, 2])
+def test_a_missing_rank_is_named_whichever_it_is(refused, tmp_path, gone):
+    """The first missing rank fails without a name elsewhere, and any other is dropped in silence."""
+    ranks(tmp_path / "m", dp=3)
+    shutil.rmtree(tmp_path / "m" / f"rank-00{gone}-of-003")
+    told = refused(3, "unify", "-m", tmp_path / "m", "-o", tmp_path / "u")
+    assert f"measurements of 3 ranks: missing {gone}" in told and "--allow-missing" in told
+    assert not (tmp_path / "u").exists()
+
+
+def test_going_on_without_a_rank_is_a_choice_that_the_result_records(said, tmp_path):
+    ranks(tmp_path / "m", dp=3)
+    shutil.rmtree(tmp_path / "m" / "rank-002-of-003")
+    line = ("unify", "--allow-missing", "-m", tmp_path / "m", "-o", tmp_path / "u")
+    code, out, err = said(*line, "--json")
+    assert code == 0 and "rank 0 is without ranks 2" in err
+    assert json.loads(out)["missing"] == [2]
+    assert read_measurement(tmp_path / "u" / "rank-000-of-001").meta["unified"]["missing"] == [2]
+    assert amax(tmp_path / "u", 0, 1) == 2.0
+
+
+def test_a_card_of_a_replica_that_is_missing_leaves_a_hole_and_is_refused(refused, tmp_path):
+    ranks(tmp_path / "m", tp=2, dp=2)
+    shutil.rmtree(tmp_path / "m" / "rank-001-of-004")
+    told = refused(3, "unify", "--allow-missing", "-m", tmp_path / "m", "-o", tmp_path / "u")
+    assert "replica 0 (ranks 0 to 1): 1 missing" in told and "rank-000-of-004: rank 0" in told
+
+
+def test_a_rank_that_is_there_twice_is_named_with_its_files(refused, tmp_path):
+    ranks(tmp_path / "m", dp=2)
+    shutil.rmtree(tmp_path / "m" / "rank-001-of-002")
+    shutil.copytree(tmp_path / "m" / "rank-000-of-002", tmp_path / "m" / "rank-001-of-002")
+    for allowed in ((), ("--allow-missing",)):
+        told = refused(3, "unify", *allowed, "-m", tmp_path / "m", "-o", tmp_path / "u")
+        assert "twice 0" in told and "rank-000-of-002" in told and "rank-001-of-002" in told
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        (["-g", "01"], "missing 2, 3"),
+        (["-g", "01", "12", "3"], "named twice 1"),
+        (["-g", "012", "3"], "groups of 1 and 3 ranks"),
+        (["-g", "0123", "4"], "unknown 4"),
+        (["--ranks", "3"], "4 ranks into 3 groups of one size; use one of 1, 2, 4"),
+        (["--ranks", "0"], "4 ranks into 0 groups"),
+        (["--ranks", "2", "-g", "01", "23"], "groups beside ranks"),
+        (["--expand", "2", "--ranks", "2"], "ranks beside expand"),
+    ],
+)
+def test_groups_that_do_not_cover_every_rank_once_are_refused(refused, tmp_path, groups, message):
+    ranks(tmp_path / "m", dp=4)
+    told = refused(2, "unify", *groups, "-m", tmp_path / "m", "-o", tmp_path / "u").replace("\n  fix:", ";")
+    assert message in told
+
+
+def test_ranks_of_two_worlds_are_refused_with_their_files(refused, tmp_path):
+    ranks(tmp_path / "m", dp=2)
+    write(tmp_path / "m", 0, dp=4)
+    told = refused(3, "unify", "-m", tmp_path / "m", "-o", tmp_path / "u")
+    assert "made by 2, 4 ranks" in told and "rank-000-of-004" in told
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": {"name": "tiny", "fingerprint": "e" * 64, "family": "llama"}}, "model.fingerprint is 'eee"),
+        ({"dtype": "bfloat16"}, "dtype is 'bfloat16', on "),
+        ({"seed": 5}, "seed is 5, on "),
+        ({"observers": ["amax"]}, "observers is ['amax'], on "),
+        ({"tools": {"torch": "2", "instructions": "AVX2"}}, "tools.instructions is 'AVX2', on "),
+        ({"device": "gaudi2"}, "device is 'gaudi2', on "),
+        ({"calibration": {"hash": "d" * 64, "samples": 2, "tokens": 4, "sequence_length": 2}}, "calibration.hash is 'ddd"),
+    ],
+)
+def test_a_foreign_rank_is_refused_with_its_file_and_both_values(refused, tmp_path, change, message):
+    write(tmp_path / "m", 0, dp=2)
+    write(tmp_path / "m", 1, dp=2, **change)
+    told = refused(3, "unify", "-m", tmp_path / "m", "-o", tmp_path / "u")
+    assert f"{tmp_path / 'm' / 'rank-001-of-002'}: rank 1: {message}" in told
+    assert str(tmp_path / "m" / "rank-000-of-002") in told
+
+
+def test_a_damaged_rank_is_refused_with_its_file(refused, tmp_path):
+    ranks(tmp_path / "m", dp=2)
+    path = tmp_path / "m" / "rank-001-of-002" / "statistics.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    assert f"{path}: sha256 is" in refused(7, "unify", "-m", tmp_path / "m", "-o", tmp_path / "u")
+    path.unlink()
+    assert f"{path}: no such file" in refused(3, "unify", "-m", tmp_path / "m", "-o", tmp_path / "u")
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [(float("nan"), "1 NaN and 0 Inf"), (float("inf"), "0 NaN and 1 Inf"), (-2.0, "-2.0, it is at least 0")],
+)
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_value_that_cannot_be_is_refused_with_its_file_in_any_order(refused, tmp_path, monkeypatch, value, message, place):
+    """`max` of Python takes NaN or drops it, depending on which comes first."""
+    from quantflow.measurements import record
+
+    with monkeypatch.context() as patch:
+        patch.setattr(record, "_check_statistics", lambda _measurement: None)  # a writer that did not look
+        for rank in range(2):
+            write(tmp_path / "m", rank, dp=2, amax=value if rank == place else 1.0)
+    told = refused(3, "unify", "-m", tmp_path / "m", "-o", tmp_path / "u")
+    assert f"rank-00{place}-of-002: rank {place}: {NAME}|output|amax holds {message}" in told
+    assert not (tmp_path / "u").exists()
+
+
+def test_scales_are_not_merged_because_they_are_derived(refused, tmp_path):
+    """Scale files are dictionaries where weights have scales per channel; statistics are merged, and scales made from them."""
+    folder = tmp_path / "m" / "rank-000-of-001"
+    folder.mkdir(parents=True)
+    for name in ("DONE.json", "measurement.json", "statistics.safetensors", "calibration.safetensors"):
+        (folder / name).write_text(json.dumps({"Mode": "Scale", "Nodes": {NAME: {"params": {"weight": {"0": [1.0]}}}}}))
+    (folder / "DONE.json").write_text(json.dumps({"stage": "x", "inputs": {}, "files": {}}))
+    told = refused(3, "unify", "-m", tmp_path / "m", "-o", tmp_path / "u")
+    assert f"{folder / 'measurement.json'}: not the record of a measurement" in told
+
+
+def test_the_output_is_made_with_its_parents_replaced_by_force_only_and_never_in_the_input(said, refused, tmp_path):
+    ranks(tmp_path / "m", dp=2)
+    deep = tmp_path / "a" / "b" / "c"
+    assert said("unify", "-m", tmp_path / "m", "-o", deep)[0] == 0
+    before = (deep / "DONE.json").read_bytes()
+    assert "groups = [[0, 1]], now [[0], [1]]" in refused(2, "unify", "-g", "0", "1", "-m", tmp_path / "m", "-o", deep)
+    assert (deep / "DONE.json").read_bytes() == before
+    assert said("unify", "-g", "0", "1", "-m", tmp_path / "m", "-o", deep, "--force")[0] == 0
+    for inside in (tmp_path / "m" / "unified", tmp_path / "m", tmp_path):
+        told = refused(2, "unify", "-m", tmp_path / "m", "-o", inside, "--force")
+        assert "one lies in the other" in told and "write beside the measurement" in told
+    assert sorted(path.name for path in (tmp_path / "m").iterdir()) == ["rank-000-of-002", "rank-001-of-002"]
+
+
+def test_the_result_is_a_table_of_what_was_merged_how_and_the_folder(said, tmp_path):
+    ranks(tmp_path / "m", tp=2, dp=2)
+    code, out, err = said("unify", "-m", tmp_path / "m", "-o", tmp_path / "u")
+    assert (code, err) == (0, "")
+    assert out.splitlines() == [
+        "statistic     rule                        count",
+        "------------  --------------------------  -----",
+        "amax          maximum                     1",
+        "channel_amax  concatenated, then maximum  1",
+        str(tmp_path / "u"),
+    ]
+    code, out, err = said("unify", "-m", tmp_path / "m", "-o", tmp_path / "u", "--json")
+    assert json.loads(out) == {
+        "folder": str(tmp_path / "u"),
+        "mesh": {"world": 1, "tp": 1, "dp": 1, "ep": 1},
+        "merged": [
+            {"statistic": "amax", "rule": "maximum", "count": 1},
+            {"statistic": "channel_amax", "rule": "concatenated, then maximum", "count": 1},
+        ],
+        "missing": [],
+        "outliers": [],
+        "bounds": [],
+        "unseen": [],
+    }
+    assert "unify: up to date" in err
+    merged = read_measurement(tmp_path / "u" / "rank-000-of-001")
+    assert merged.statistics[f"{NAME}|output|channel_amax"].tolist() == [3.0, 1.5, 4.0, 2.0]
+
+
+def test_a_rank_that_saw_eight_times_the_others_is_told(said, tmp_path):
+    ranks(tmp_path / "m", dp=4, amax=[1.0, 2.0, 16.0, 2.0])
+    code, out, err = said("unify", "-m", tmp_path / "m", "-o", tmp_path / "u", "--json")
+    assert code == 0
+    assert err == f"unify: {NAME}|output|amax: rank 2 saw 16, the median rank 2\n"
+    assert json.loads(out)["outliers"] == [{"key": f"{NAME}|output|amax", "rank": 2, "amax": 16.0, "median": 2.0}]
+    unified = read_measurement(tmp_path / "u" / "rank-000-of-001").meta["unified"]
+    assert unified["maxima"] == {f"{NAME}|output|amax": 2}
+
+
+def test_one_rank_is_expanded_and_unified_again(said, refused, tmp_path):
+    write(tmp_path / "m", 0, amax=8.0)
+    line = ("unify", "--expand", "2", "-m", tmp_path / "m", "-o", tmp_path / "two")
+    code, out, err = said(*line, "--json")
+    assert (code, err) == (0, "")
+    assert json.loads(out)["mesh"] == {"world": 2, "tp": 2, "dp": 1, "ep": 1}
+    assert [amax(tmp_path / "two", rank, 2) for rank in (0, 1)] == [8.0, 4.0]
+    assert "up to date" in said(*line)[2]
+    assert said("unify", "-m", tmp_path / "two", "-o", tmp_path / "one")[0] == 0
+    again = read_measurement(tmp_path / "one" / "rank-000-of-001").statistics
+    assert again[f"{NAME}|output|channel_amax"].tolist() == [8.0, 4.0]
+    assert "2 rows over 4 cards" in refused(2, "unify", "--expand", "4", "-m", tmp_path / "m", "-o", tmp_path / "four")
+    assert "expand to 0 ranks" in refused(2, "unify", "--expand", "0", "-m", tmp_path / "m", "-o", tmp_path / "none")
+    told = refused(3, "unify", "--expand", "2", "-m", tmp_path / "two", "-o", tmp_path / "more")
+    assert "holds 2 ranks, one is expanded" in told
+
+
+def test_the_folder_of_one_rank_can_be_given_itself(said, tmp_path):
+    path = write(tmp_path / "m", 0, amax=8.0)
+    assert said("unify", "--expand", "2", "-m", path, "-o", tmp_path / "two")[0] == 0
+
+
+def test_statistics_stay_in_their_files_until_they_are_asked_for(tmp_path):
+    path = write(tmp_path / "m", 0)
+    (opened,) = open_measurements({path: read_meta(path)})
+    whole = read_measurement(path)
+    assert dict(opened.statistics.items()).keys() == whole.statistics.keys()
+    assert len(opened.statistics) == 2 and f"{NAME}|output|amax" in opened.statistics and "x" not in opened.statistics
+    for key, value in whole.statistics.items():
+        assert torch.equal(opened.statistics[key], value) and opened.statistics[key].dtype == value.dtype
+    with pytest.raises(KeyError):
+        opened.statistics["x"]
+    assert opened.origin == str(path) and opened.who == f"{path}: rank 0"
+
+
+def test_measured_ranks_of_a_model_carry_the_plan_by_which_they_are_expanded(said, llama, text_files, tmp_path):
+    measured, four = tmp_path / "m", tmp_path / "four"
+    line = ("measure", llama, "-o", measured, "--calibration", text_files["calibration"], "--samples", "3")
+    assert said(*line)[0] == 0
+    code, _, err = said("unify", "--expand", "4", "-m", measured, "-o", four)
+    assert code == 0, err
+    whole = read_measurement(measured / "rank-000-of-001")
+    parts = [read_measurement(four / f"rank-00{rank}-of-004") for rank in range(4)]
+    prefix = "model.layers.1"
+    for name, kind in (
+        ("self_attn.q_proj", "column"),
+        ("self_attn.o_proj", "row"),
+        ("mlp.down_proj", "row"),
+        ("self_attn", "column"),
+    ):
+        assert {part.meta["tensors"][f"{prefix}.{name}"]["kind"] for part in parts} == {kind}
+    key = f"{prefix}.mlp.down_proj|input|channel_amax"
+    assert torch.equal(torch.cat([part.statistics[key] for part in parts]), whole.statistics[key])
+    kv_heads = [part.meta["tensors"][f"{prefix}.self_attn"]["offset"] for part in parts]
+    assert kv_heads == [0, 0, 1, 1]  # two heads, copied on four cards
+    code, _, err = said("unify", "-m", four, "-o", tmp_path / "one")
+    assert code == 0, err
+    again = read_measurement(tmp_path / "one" / "rank-000-of-001")
+    assert again.meta["tensors"] == whole.meta["tensors"]
+    for key, value in again.statistics.items():
+        assert torch.equal(value, whole.statistics[key]), key
+    assert {key.rpartition("|")[2] for key in whole.statistics.keys() - again.statistics.keys()} == {"counts"}
