@@ -13,7 +13,7 @@ The first inputs of attention's products are what was measured, the second ones 
 wanted for several ranks, the toolkit derives it: each of its ranks holds a part of the channels.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,19 +27,19 @@ from quantflow.core.gaudi_methods import method_config
 from quantflow.errors import InputError, UsageError
 from quantflow.measurements import inc_nodes
 from quantflow.measurements.inc import MEASUREMENT, Triple, read_triple
-from quantflow.measurements.inc_names import find_triples, holds_triples
+from quantflow.measurements.inc_names import find_triples
 from quantflow.measurements.inc_scales import near_steps
-from quantflow.measurements.record import read_measurement
+from quantflow.measurements.record import Measurement, read_measurement
 from quantflow.models.reading import read_tensor
 from quantflow.models.source import ModelFiles, fingerprint, open_files
 from stages import _workspace
 from stages._config import Export, nearest
-from stages._inc_files import Files, config_table, kept, needs_weights, write_ours, write_theirs
+from stages._inc_files import GENERATIONS, Files, config_table, kept, needs_weights, write_ours, write_theirs
 from stages._progress import Progress
 from stages._quant_config import QuantConfig
 from stages._quant_flags import Given
-from stages._triples import digests
-from stages.unify import read_ranks
+from stages._triples import are_gaudis, digests
+from stages.unify import rank_folders
 
 VERSION = 1
 _CPU = "For FP8 quantization, only QDQ mode is supported on CPU device."  # the toolkit's own words
@@ -167,7 +167,8 @@ def _measured(job: Job) -> Measured:
     path = job.measurement
     if (path / "quantize.json").exists() or (path / "quantflow.json").exists():
         raise UsageError(f"{path}: is quantized; format inc is made from a measurement", "give the folder that measure wrote")
-    if holds_triples(path):
+    if are_gaudis(path):
+        _refuse_other_generation(path, str(job.device))
         files = find_triples(path)
         triples = [read_triple(found) for found in files.values()]
         if any(triple.mode != MEASUREMENT for triple in triples):
@@ -175,8 +176,8 @@ def _measured(job: Job) -> Measured:
         observer = files[0].name.observer
         found = Measured(ranks=tuple(triples), ours=False, digest=digests(files), observer=observer)
     else:
-        folder = path if not (path / "measurement.json").exists() else None
-        measurements = [read_measurement(path)] if folder is None else list(read_ranks(folder))
+        measurements = [read_measurement(folder) for folder in rank_folders(path)]
+        _refuse_missing(path, measurements)
         found = Measured(
             ranks=tuple(Triple(nodes=inc_nodes.nodes_from(one.statistics)) for one in measurements),
             ours=True,
@@ -188,6 +189,27 @@ def _measured(job: Job) -> Measured:
             f"export: {len(found.ranks)} ranks, and seperate_measure_files is false", "run `quantflow unify` first"
         )
     return found
+
+
+def _refuse_missing(path: Path, measurements: Sequence[Measurement]) -> None:
+    ranks = sorted(int(one.meta["mesh"]["rank"]) for one in measurements)
+    world = max(int(one.meta["mesh"]["world"]) for one in measurements)
+    if ranks != list(range(world)):
+        raise InputError(f"{path}: holds ranks {ranks} of {world}", "give every rank once, or unify them first")
+
+
+def _refuse_other_generation(path: Path, device: str) -> None:
+    """Refuse files from a folder that is called after the other Gaudi, as vLLM's calibration calls them: g2, g3.
+
+    Nothing in the files says which device measured them, and one saturates where the other does not.
+    """
+    expected = GENERATIONS.get(device)
+    found = [part for part in (path.name, path.parent.name) if part in GENERATIONS.values()]
+    if expected is not None and found and expected not in found:
+        raise InputError(
+            f"{path}: folder {found[0]} is of another device than {device}",
+            f"measure on {device}, or rename the folder if its name is wrong",
+        )
 
 
 def _same_model(job: Job, measured: Measured, source: ModelFiles) -> str:

@@ -159,6 +159,8 @@ def kept(nodes: Mapping[str, Node], config: QuantConfig, block: ModuleList) -> d
 def config_table(config: QuantConfig, *, dump_stats_path: str, block: ModuleList, observer: str = "maxabs") -> dict[str, Any]:
     """Return the QUANT_CONFIG: what was given, with the path and the blocklist of these files."""
     given = {key: getattr(config, key) for key in config.given - {"allowlist", "blocklist", "scale_method"}}
+    if config.effective_scale_format != config.scale_format:
+        given["scale_format"] = config.effective_scale_format  # what the toolkit makes of it, with a warning
     return {
         **config.unknown,
         **given,

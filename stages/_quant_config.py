@@ -30,10 +30,14 @@ WORDS: Mapping[str, tuple[str, ...]] = {
 }
 LEGACY = {"whitelist": "allowlist", "blacklist": "blocklist"}
 FILLED_IN = ("world_size", "local_rank", "global_rank", "device_type")
+STORED = ("method", "dump_stats_xlsx_path", "quantize_weight")  # in the toolkit's own files, and read by nothing
 VERBS = {"measure": "MEASURE", "quantize": "QUANTIZE", "export": "QUANTIZE"}
 USED = {  # keys that mean something to a verb; every other one that is not its default is reported
-    "measure": ("mode", "observer", "measure_exclude"),
-    "quantize": ("mode", "fp8_config", "allowlist", "blocklist", "device_for_scales", "dump_stats_path"),
+    "measure": ("mode", "observer", "measure_exclude", "dump_stats_path"),
+    "quantize": (
+        *("mode", "fp8_config", "allowlist", "blocklist", "device_for_scales", "dump_stats_path"),
+        "ignore_modules_wo_measures",
+    ),
     "export": (
         *("mode", "observer", "measure_exclude", "allowlist", "blocklist", "scale_method", "fp8_config", "hp_dtype"),
         *("device_for_scales", "dump_stats_path", "recalc_scales", "scale_format", "use_qdq", "fake_quant"),
@@ -253,4 +257,4 @@ def without_meaning(config: QuantConfig, verb: str) -> list[str]:
     """Return the keys of a file that `verb` does not use, where their values are not the defaults, and unknown ones."""
     defaults = QuantConfig()
     unused = [key for key in sorted(config.given) if key not in USED[verb] and getattr(config, key) != getattr(defaults, key)]
-    return [*unused, *sorted(config.unknown)]
+    return [*unused, *sorted(set(config.unknown) - set(STORED))]

@@ -1,5 +1,6 @@
 """QUANT_CONFIG under the flags and the recipe: which file is meant, and what it says where nothing else does."""
 
+import glob
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,13 +10,17 @@ import click
 
 from quantflow.core.gaudi import target
 from quantflow.core.scheme import preset
+from quantflow.errors import UsageError
+from quantflow.measurements.inc import read_triple
 from quantflow.measurements.inc_names import find_triples
-from quantflow.measurements.inc_nodes import LINEAR
+from quantflow.measurements.inc_nodes import LINEAR, statistics_from
+from quantflow.measurements.keys import parse_key
 from quantflow.models.graph import graph_for
 from quantflow.models.source import open_files
 from stages._config import quant_config_variable
 from stages._quant_config import QuantConfig, find_quant_config, read_quant_config, require_mode, without_meaning
 from stages._quant_patterns import selected
+from stages._triples import are_gaudis
 
 FLAVOURS = {"E4M3": "e4m3fn", "E5M2": "e5m2"}
 OBSERVED = {"maxabs": ["amax"], "maxabs_per_channel": ["amax", "channel_amax"]}
@@ -63,11 +68,24 @@ def measure_beneath(data: dict[str, Any], found: Given | None) -> dict[str, Any]
     return data
 
 
-def entry_beneath(entry: Mapping[str, Any], found: Given | None, *, model: Path) -> dict[str, Any]:
+def output_beneath(output: str | None, found: Given | None) -> str:
+    """Return where measure writes: -o, or the folder that a QUANT_CONFIG's dump_stats_path names.
+
+    Raises:
+        UsageError: neither is given.
+    """
+    if output is not None:
+        return output
+    if found is None:
+        raise UsageError("measure: no folder to write", "give -o DIR, or a QUANT_CONFIG with dump_stats_path")
+    return found.config.dump_stats_path
+
+
+def entry_beneath(entry: Mapping[str, Any], found: Given | None, *, model: Path, measurement: Path | None) -> dict[str, Any]:
     """Return an entry of a recipe with what a QUANT_CONFIG says about FP8 where the entry says nothing.
 
     Raises:
-        InputError: the model cannot be opened.
+        InputError: the model or the measurement cannot be opened.
         UnsupportedError: its family is not known.
     """
     scheme = entry.get("scheme")
@@ -79,14 +97,22 @@ def entry_beneath(entry: Mapping[str, Any], found: Given | None, *, model: Path)
         flavour = target(config.device_for_scales.lower(), config.fp8_config).flavour
     linears = graph_for(open_files(model).config).linears
     ignored = [name for name in linears if not selected(name, LINEAR, allow=config.allowlist, block=config.blocklist)]
+    if config.ignore_modules_wo_measures and measurement is not None and are_gaudis(measurement):
+        measured = [
+            name for found in find_triples(measurement).values() for name in statistics_from(read_triple(found).nodes)[0]
+        ]
+        ignored += sorted(set(linears) - {parse_key(key).name for key in measured} - set(ignored))
     beneath = {"float8": None if flavour == preset_flavour else flavour, "ignore": ignored or None}
     return {**{key: value for key, value in beneath.items() if value is not None}, **entry}
 
 
 def measurement_beneath(measurement: str | None, entry: Mapping[str, Any], found: Given | None) -> Path | None:
-    """Return the measurement that is given, else the files of QUANT_CONFIG's dump_stats_path where FP8 needs them.
+    """Return the measurement that is given, else that of QUANT_CONFIG's dump_stats_path where FP8 needs one.
+
+    That path names Gaudi's files, which begin with it, or the folder that `quantflow measure` wrote there.
 
     Raises:
+        UsageError: both are there.
         InputError: the scheme needs a measurement, and there are no such files.
     """
     if measurement is not None:
@@ -94,5 +120,13 @@ def measurement_beneath(measurement: str | None, entry: Mapping[str, Any], found
     if found is None or entry.get("scheme") not in ("FP8", "FP8_STATIC"):
         return None
     path = Path(found.config.dump_stats_path)
-    find_triples(path)
+    ours = any(path.glob("rank-*-of-*"))
+    theirs = any(path.parent.glob(f"{glob.escape(path.name)}_hooks_*"))
+    if ours and theirs:
+        raise UsageError(
+            f"dump_stats_path {path}: is both a folder of `quantflow measure` and the prefix of Gaudi's files",
+            "name the one that is meant with --measurement",
+        )
+    if not ours:
+        find_triples(path)
     return path

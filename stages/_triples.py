@@ -1,11 +1,10 @@
-"""Gaudi's measurement files as what our stages take: statistics for quantize, and ranks to be merged.
+"""Gaudi's measurement files as what quantize takes.
 
 The files hold maxima and nothing else: no calibration text, no model's name. So quantize takes FP8 from them, and what else
 needs maxima alone; its canary is seeded, and the model is recognised by the maxima of its weights.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,60 +13,22 @@ from torch import Tensor
 
 from quantflow.artifact.canonical import digest_of, file_digest
 from quantflow.errors import InputError, UsageError
-from quantflow.measurements.inc import Triple, read_triple, write_triple
-from quantflow.measurements.inc_names import FileName, Files, find_triples
+from quantflow.measurements.inc import Triple, read_triple
+from quantflow.measurements.inc_names import Files, find_triples, holds_triples
 from quantflow.measurements.inc_nodes import statistics_from
-from quantflow.measurements.inc_unify import unify_triples
 from quantflow.measurements.keys import parse_key
-from quantflow.measurements.record import Measurement
-from quantflow.measurements.unify import parse_groups
+from quantflow.measurements.record import META_NAME, Measurement
 from quantflow.models.reading import read_tensor
 from quantflow.models.source import ModelFiles
-from stages import _workspace
 from stages._plan import Plan
 from stages._progress import Progress
 
 UNKNOWN = "unknown"
 
 
-@dataclass(frozen=True, kw_only=True)
-class UnifyJob:
-    """One merge of Gaudi's files.
-
-    Attributes:
-        measurement: a folder with every rank's files, or folder/prefix.
-        output: the folder of the merged files; they keep the prefix.
-        groups: as `-g` takes them; empty means all ranks into one.
-        replace: redo a finished result that was made from other inputs, instead of refusing.
-    """
-
-    measurement: Path
-    output: Path
-    groups: tuple[str, ...] = ()
-    replace: bool = False
-
-
-def unify(job: UnifyJob, progress: Progress) -> Path:
-    """Merge the ranks and return the folder written, or the existing one when nothing changed."""
-    files = find_triples(job.measurement)
-    groups = parse_groups(job.groups, world=len(files)) if job.groups else [list(range(len(files)))]
-    inputs = {"files": digests(files), "groups": groups}
-    with _workspace.locked(job.output):
-        if _workspace.is_up_to_date(job.output, inputs):
-            progress.say("unify: up to date")
-            return job.output
-        _workspace.refuse_other_result(job.output, inputs, force=job.replace)
-        unified = unify_triples({rank: read_triple(found) for rank, found in files.items()}, groups)
-        with _workspace.publish(job.output, stage="unify", inputs=inputs) as temporary:
-            for rank, triple in enumerate(unified):
-                write_triple(temporary, _renamed(files[0].name, rank, world=len(unified)), triple)
-    return job.output
-
-
-def _renamed(name: FileName, rank: int, *, world: int) -> FileName:
-    """Return the name of a merged rank; one rank that is all there is has none, as the toolkit's single process."""
-    single = world == 1
-    return FileName(prefix=name.prefix, observer=name.observer, rank=None if single else rank, world=None if single else world)
+def are_gaudis(path: Path) -> bool:
+    """Return whether a path names files of Gaudi's toolkit, and no folder of ours."""
+    return holds_triples(path) and not (path / META_NAME).exists() and not any(path.glob("rank-*-of-*"))
 
 
 def digests(files: Mapping[int, Files]) -> dict[str, str]:
@@ -85,7 +46,9 @@ def measurement_from(path: Path, plan: Plan, *, source: ModelFiles, progress: Pr
     """
     files = find_triples(path)
     if len(files) > 1:
-        raise InputError(f"{path}: holds {len(files)} ranks, quantize reads one", "run `quantflow unify` on it first")
+        raise InputError(
+            f"{path}: holds {len(files)} ranks, quantize reads one", f"merge them first: quantflow unify -m {path} -o DIR"
+        )
     triple = read_triple(files[0])
     statistics, others = statistics_from(triple.nodes)
     _refuse_more_than_maxima(plan, statistics)
@@ -96,7 +59,9 @@ def measurement_from(path: Path, plan: Plan, *, source: ModelFiles, progress: Pr
     ]
     if unmeasured:
         raise InputError(
-            f"{unmeasured[0]}: not measured in {path} ({len(unmeasured)} such linears)", "add them to ignore, or measure them"
+            f"Layer '{unmeasured[0]}' cannot be quantized because no measures were supplied: {path} has none "
+            f"({len(unmeasured)} such linears)",
+            'add them to ignore, give a QUANT_CONFIG with "ignore_modules_wo_measures": true, or measure them',
         )
     checked = _refuse_other_model(path, statistics, source)
     progress.say(

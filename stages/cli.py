@@ -108,7 +108,7 @@ def plan(subject: str, output: str, as_json: bool, settings: tuple[str, ...], **
 
 @cli.command()
 @click.argument("model")
-@click.option("-o", "--output", metavar="DIR", required=True, help="Where the ranks go.")
+@click.option("-o", "--output", metavar="DIR", help="Where the ranks go (default: the dump_stats_path of a QUANT_CONFIG).")
 @click.option("--calibration", metavar="FILE", help=".txt, .jsonl or .safetensors with calibration text or tokens.")
 @click.option("--samples", type=int, help="Sequences at most (default 128).")
 @click.option("--sequence-length", type=int, help="Tokens per sequence at most (default min(2048, the model's)).")
@@ -120,14 +120,14 @@ def plan(subject: str, output: str, as_json: bool, settings: tuple[str, ...], **
 @quant_configured
 @bounded
 @common
-def measure(model: str, output: str, settings: tuple[str, ...], recipe: str | None, **shared: Any) -> None:
+def measure(model: str, output: str | None, settings: tuple[str, ...], recipe: str | None, **shared: Any) -> None:
     """Stage 1: run calibration text through MODEL and keep statistics.
 
     \b
     Example: quantflow measure ./llama -o work/1-measure --calibration text.jsonl --samples 128 --ranks 2
     """
     from stages import measure as stage
-    from stages._quant_flags import given, measure_beneath
+    from stages._quant_flags import given, measure_beneath, output_beneath
 
     found = given("measure", shared["quant_config"], quiet=shared["quiet"])
     flags = {
@@ -144,7 +144,7 @@ def measure(model: str, output: str, settings: tuple[str, ...], recipe: str | No
     values = _recipe(recipe, settings, flags, beneath=lambda data: measure_beneath(data, found))
     job = stage.Job(
         model=Path(model),
-        output=Path(output),
+        output=Path(output_beneath(output, found)),
         calibration=values.calibration,
         seed=values.seed,
         ranks=values.measure.ranks,
@@ -211,13 +211,14 @@ def quantize(model: str, output: str, settings: tuple[str, ...], recipe: str | N
         raise UsageError(f"quantize: no entry {name or ''!r} in the recipe", nearest(name or "", names))
     position = 0 if name is None else names.index(name)
     entry = overlay(dict(data["quantize"][position]), flags)
-    data["quantize"][position] = entry_beneath(entry, found, model=Path(model))
+    measurement = measurement_beneath(shared["measurement"], entry, found)
+    data["quantize"][position] = entry_beneath(entry, found, model=Path(model), measurement=measurement)
     values = recipe_from(data)
     job = stage.Job(
         model=Path(model),
         output=Path(output),
         entry=values.quantize[position],
-        measurement=measurement_beneath(shared["measurement"], data["quantize"][position], found),
+        measurement=measurement,
         seed=values.seed,
         revision=values.revision,
         replace=shared["force"],
@@ -230,8 +231,16 @@ def quantize(model: str, output: str, settings: tuple[str, ...], recipe: str | N
 @click.option("-g", "--groups", multiple=True, metavar="RANKS", help="Ranks that become one: 0123, 0,1,2 or 0-7; repeat it.")
 @click.option("--ranks", type=int, metavar="R", help="R groups of neighbouring ranks, instead of -g.")
 @click.option("--expand", type=int, metavar="N", help="Make N tensor-parallel ranks of one, instead of merging.")
-@click.option("-m", "--measurement", metavar="DIR", required=True, help="What `quantflow measure --ranks N` wrote.")
-@click.option("-o", "--output", metavar="DIR", required=True, help="Where the merged ranks go.")
+@click.option(
+    "-m",
+    "--measurement",
+    "--measurements",
+    "measurement",
+    metavar="DIR",
+    required=True,
+    help="What `quantflow measure --ranks N` wrote, or Gaudi's own files.",
+)
+@click.option("-o", "--output", "--out", "output", metavar="DIR", required=True, help="Where the merged ranks go.")
 @click.option("--allow-missing", is_flag=True, help="Go on without replicas that are missing; the result says which.")
 @click.argument("more_groups", metavar="[RANKS]...", nargs=-1)
 @common
@@ -250,6 +259,7 @@ def unify(
     Example: quantflow unify -g 0123 4567 -m work/1-measure -o work/3-unify     eight ranks into two
              quantflow unify --ranks 2 -m work/1-measure -o work/3-unify         the same
              quantflow unify --expand 4 -m work/1-measure -o work/3-unify        one rank into four
+             quantflow unify -g 0123 4567 -m hqt_output -o work/3-unify          Gaudi's files of eight cards
     """
     from stages import unify as stage
 

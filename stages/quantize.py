@@ -26,7 +26,6 @@ from quantflow.artifact.digests import NAME as HASHES
 from quantflow.artifact.digests import Digests
 from quantflow.core.parallel import Workers
 from quantflow.errors import InputError, UsageError
-from quantflow.measurements.inc_names import holds_triples
 from quantflow.measurements.record import Measurement, read_measurement
 from quantflow.models.graph import graph_for
 from quantflow.models.source import ModelFiles, open_files
@@ -38,7 +37,7 @@ from stages._plan import Plan, resolve
 from stages._progress import Progress
 from stages._resources import account, allow_quantize
 from stages._sizes import model_size
-from stages._triples import measurement_from
+from stages._triples import are_gaudis, measurement_from
 
 VERSION = 1  # of what this stage computes; part of every state key
 PARTS = ("layers", "canary.safetensors", "canary.json", "quantize.json")
@@ -148,7 +147,7 @@ def _measurement(job: Job, plan: Plan, source: ModelFiles, progress: Progress) -
             )
         return None, None
     folder = job.measurement
-    if holds_triples(folder):
+    if are_gaudis(folder):
         return None, measurement_from(folder, plan, source=source, progress=progress)
     if not (folder / "measurement.json").exists():
         ranks = sorted(folder.glob("rank-*-of-*"))

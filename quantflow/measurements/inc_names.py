@@ -74,16 +74,17 @@ def parse_name(text: str) -> tuple[FileName, str] | None:
 
 
 def holds_triples(path: Path) -> bool:
-    """Return whether a folder, or folder/prefix, names files of Gaudi's toolkit."""
-    return bool(_found(path, method=None))
+    """Return whether a folder, or folder/prefix, names files of Gaudi's toolkit, be it scales or module lists alone."""
+    return bool(_named(path))
 
 
-def find_triples(path: Path, *, method: str | None = None) -> dict[int, Files]:
+def find_triples(path: Path, *, method: str | None = None, partial: bool = False) -> dict[int, Files]:
     """Return rank -> its files, complete and in order; files of other names are left alone.
 
     Args:
         path: a folder with the files of one prefix, or folder/prefix as dump_stats_path spells it.
         method: a scale method in capitals for its files of scales; None for measurements.
+        partial: whether ranks may be missing.
 
     Raises:
         InputError: none are there; two prefixes, observers or world sizes; a rank is missing or beyond the world size.
@@ -91,7 +92,9 @@ def find_triples(path: Path, *, method: str | None = None) -> dict[int, Files]:
     found = _found(path, method=method)
     if not found:
         what = "measurement" if method is None else f"scales of {method}"
-        raise InputError(f"{path}: holds no {what} (..._hooks_maxabs.npz, ..._hooks_maxabs_0_8.json)", _MEASURE)
+        scales = sorted({name.method for name, *_ in _named(path) if name.method is not None})
+        beside = f", only scales of {', '.join(scales)}" if scales and method is None else ""
+        raise InputError(f"{path}: holds no {what} (..._hooks_maxabs.npz, ..._hooks_maxabs_0_8.json){beside}", _MEASURE)
     for what, values in (
         ("prefixes", {name.prefix for name in found}),
         ("observers", {name.observer for name in found}),
@@ -104,25 +107,31 @@ def find_triples(path: Path, *, method: str | None = None) -> dict[int, Files]:
     (world,) = {1 if name.world is None else name.world for name in found}
     ranks = {name.rank or 0: files for name, files in found.items()}
     beyond = sorted(rank for rank in ranks if rank >= world)
-    missing = sorted(set(range(world)) - set(ranks))
+    missing = [] if partial else sorted(set(range(world)) - set(ranks))
     if beyond or missing:
         cause = f"rank {beyond[0]} of {world}" if beyond else f"no file of rank {_some(missing)} of {world}"
         raise InputError(f"{path}: {cause}", "give every rank of one run, 0 up to the world size")
     return dict(sorted(ranks.items()))
 
 
-def _found(path: Path, *, method: str | None) -> dict[FileName, Files]:
-    """Return the files below a folder, or those of one prefix, that are measurements or scales of a method."""
+def _named(path: Path) -> list[tuple[FileName, str, Path]]:
+    """Return (name, ending, path) of every file of a folder, or of those of one prefix, that is named as the toolkit's."""
     folder, prefix = (path, None) if path.is_dir() else (path.parent, path.name)
     if not folder.is_dir():
-        return {}
+        return []
+    parsed = [(parse_name(entry.name), entry) for entry in sorted(folder.iterdir())]
+    return [
+        (*found, entry)
+        for found, entry in parsed
+        if found is not None and (found[0].prefix == prefix or (prefix is None and not _is_original(entry, folder)))
+    ]
+
+
+def _found(path: Path, *, method: str | None) -> dict[FileName, Files]:
+    """Return the files below a folder, or those of one prefix, that are measurements or scales of a method."""
     files: dict[FileName, dict[str, Path]] = {}
-    for entry in sorted(folder.iterdir()):
-        parsed = parse_name(entry.name)
-        if parsed is None or parsed[0].method != method or parsed[0].observer == "shape":
-            continue
-        name, ending = parsed
-        if prefix in (None, name.prefix) and not (prefix is None and _is_original(entry, folder)):
+    for name, ending, entry in _named(path):
+        if name.method == method and name.observer != "shape":
             files.setdefault(name, {})[ending] = entry
     return {
         name: Files(name=name, npz=parts.get(".npz"), json=parts.get(".json"), mod_list=parts.get("_mod_list.json"))

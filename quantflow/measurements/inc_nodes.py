@@ -27,7 +27,16 @@ from quantflow.measurements.keys import Key, by_site
 LINEAR, MATMUL, CACHE = "Linear", "Matmul", "KVCache"  # classes in optimum-habana's models
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _PART_OF = {part: whole for whole, parts in _FUSED.items() for part in parts}
-ROW_PARALLEL = ("o_proj", "down_proj", "dense", "dense_4h_to_h")
+ROW_PARALLEL = (
+    "o_proj",
+    "down_proj",
+    "dense",
+    "dense_4h_to_h",
+    "out_proj",
+    "fc_out",
+    "fc2",
+    "w2",
+)  # their products are added up over cards
 _INSIDE_VLLM = ".attn.impl"
 _CACHES = {"matmul_qk": "k_cache", "matmul_av": "v_cache"}
 
@@ -167,6 +176,11 @@ def layer_type(node: str) -> str:
     """Return the class of a node's module in optimum-habana's models, from its name."""
     leaf = node.rpartition(".")[2]
     return MATMUL if leaf in _CACHES else CACHE if leaf in _CACHES.values() else LINEAR
+
+
+def is_row_parallel(node: str) -> bool:
+    """Return whether a node is a linear that is cut along its inputs, so that each card has a summand of its output."""
+    return node.rpartition(".")[2] in ROW_PARALLEL
 
 
 def unmeasured(nodes: Iterable[str]) -> tuple[str, ...]:

@@ -11,18 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quantflow.artifact.manifest import read_manifest
-from quantflow.errors import InputError, UsageError
 from quantflow.measurements.inc import read_triple, write_triple
 from quantflow.measurements.inc_names import FileName, find_triples
 from quantflow.measurements.record import read_measurement
-from stages import _triples
 from stages._options import exit_code
-from stages._progress import Progress
 from stages._quant_config import read_quant_config
 from stages.cli import cli
 
 A = "model.layers.1.self_attn"
-QUIET = Progress(quiet=True)
 
 
 def run(*arguments):
@@ -66,6 +62,10 @@ def files(folder: Path) -> list[str]:
 
 def nodes_of(path: Path, **options):
     return read_triple(find_triples(path, **options)[0]).nodes
+
+
+def plan_of(folder: Path) -> dict:
+    return json.loads((folder / "quantize.json").read_text())["plan"]["schemes"]
 
 
 def config_file(path: Path, **values) -> Path:
@@ -243,11 +243,8 @@ def test_gaudis_own_files_are_postprocessed_and_the_originals_kept_when_asked(tm
     assert nodes_of(folder / "hqt_output" / "orig_measure")[f"{A}.matmul_qk"].inputs[1].item() == 123
 
 
-def test_ranks_have_files_of_their_own(tmp_path, llama, text_files, monkeypatch):
-    line = ("--calibration", text_files["calibration"], "--samples", "4", "--stats", "amax", "--ranks", "2")
-    whole = ["measure", str(llama), "-o", str(tmp_path / "m"), *map(str, line)]
-    monkeypatch.setattr("sys.argv", ["quantflow", *whole])  # torchrun's ranks get the same line
-    assert run(*whole) == 0
+def test_ranks_have_files_of_their_own(tmp_path, measured, llama, refused):
+    assert run("unify", "--expand", "2", "-m", measured, "-o", tmp_path / "m") == 0
     assert run("export", tmp_path / "m", "-o", tmp_path / "a", "--format", "inc", "--device", "gaudi2") == 0
     found = find_triples(tmp_path / "a" / "hqt_output")
     assert list(found) == [0, 1] and [read_triple(one).local_rank for one in found.values()] == [0, 1]
@@ -255,23 +252,17 @@ def test_ranks_have_files_of_their_own(tmp_path, llama, text_files, monkeypatch)
     assert run("export", tmp_path / "m", "-o", tmp_path / "b", "--format", "inc", "--device", "gaudi2", *per_channel) == 0
     assert not [name for name in files(tmp_path / "b") if "PCS" in name]
 
-    job = _triples.UnifyJob(measurement=tmp_path / "a" / "hqt_output", output=tmp_path / "new" / "unified")
-    merged = read_triple(find_triples(_triples.unify(job, QUIET))[0])
+    one = ("-m", tmp_path / "a" / "hqt_output", "-o", tmp_path / "new" / "unified")
+    assert run("unify", "-g", "01", *one) == 0
+    merged = read_triple(find_triples(tmp_path / "new" / "unified")[0])
     assert run("unify", "-g", "01", "-m", tmp_path / "m", "-o", tmp_path / "u") == 0
     ours = read_measurement(tmp_path / "u" / "rank-000-of-001").statistics
     for name in (f"{A}.q_proj", "model.layers.0.mlp.down_proj"):
         assert merged.nodes[name].inputs[0].item() == ours[f"{name}|input|amax"].item()
     assert merged.local_rank == -1
-    assert _triples.unify(job, QUIET) == job.output
-    with pytest.raises(UsageError, match="finished result"):
-        _triples.unify(_triples.UnifyJob(measurement=job.measurement, output=job.output, groups=("0", "1")), QUIET)
-    inside = _triples.UnifyJob(measurement=job.measurement, output=job.measurement)
-    before = {name: (job.measurement / name).read_bytes() for name in files(job.measurement)}
-    with pytest.raises(UsageError, match=r"holds '.*' and no DONE\.json"):
-        _triples.unify(inside, QUIET)
-    assert {name: (job.measurement / name).read_bytes() for name in files(job.measurement)} == before
-    with pytest.raises(UsageError, match="missing 1"):
-        _triples.unify(_triples.UnifyJob(measurement=job.measurement, output=tmp_path / "x", groups=("0",)), QUIET)
+    shutil.rmtree(tmp_path / "m" / "rank-001-of-002")
+    half = ("export", tmp_path / "m", "-o", tmp_path / "half", "--format", "inc", "--device", "gaudi2")
+    assert "holds ranks [0] of 2" in refused(3, *half)
 
 
 def test_fp8_is_quantized_from_gaudis_files_with_the_scales_of_our_measurement(tmp_path, measured, exported, llama):
@@ -286,6 +277,20 @@ def test_fp8_is_quantized_from_gaudis_files_with_the_scales_of_our_measurement(t
     assert run("export", tmp_path / "gaudi", "-o", tmp_path / "artifact") == 0
     assert read_manifest(tmp_path / "artifact")["measurement"]["calibration"]["hash"] == "unknown"
     assert "what text they are of is not known" in (tmp_path / "artifact" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(("folder", "device", "code"), [("g3", "gaudi2", 3), ("g2", "gaudi3", 3), ("g2", "gaudi2", 0)])
+def test_files_of_a_folder_that_is_called_after_the_other_gaudi_are_refused(tmp_path, exported, refused, folder, device, code):
+    shutil.copytree(exported / "hqt_output", tmp_path / folder)
+    line = ("export", tmp_path / folder, "-o", tmp_path / "a", "--format", "inc", "--device", device)
+    said = refused(code, *line)
+    assert code == 0 or f"folder {folder} is of another device than {device}" in said
+
+
+def test_scales_per_channel_have_the_format_that_the_toolkit_makes_of_theirs(tmp_path, measured, llama):
+    line = ("export", measured, "-o", tmp_path / "a", "--format", "inc", "--device", "gaudi2", "--model", llama)
+    assert run(*line, "--scale-method", "act_maxabs_pow2_weights_pcs_opt_pow2") == 0
+    assert json.loads((tmp_path / "a/quantization_config/maxabs_quant.json").read_text())["scale_format"] == "CONST"
 
 
 def test_gaudis_files_of_another_model_or_of_several_ranks_are_refused(tmp_path, exported, llama, refused):
@@ -306,7 +311,11 @@ def test_gaudis_files_of_another_model_or_of_several_ranks_are_refused(tmp_path,
     nodes = {name: node for name, node in triple.nodes.items() if not name.endswith("layers.1.mlp.up_proj")}
     write_triple(tmp_path / "part", FileName(prefix="m"), type(triple)(nodes=nodes))
     part = ("--scheme", "FP8", "--measurement", tmp_path / "part")
-    assert "model.layers.1.mlp.up_proj: not measured" in refused(3, "quantize", llama, "-o", tmp_path / "q", *part)
+    said = refused(3, "quantize", llama, "-o", tmp_path / "q", *part)
+    assert "Layer 'model.layers.1.mlp.up_proj' cannot be quantized because no measures were supplied" in said
+    given = config_file(tmp_path / "a.json", ignore_modules_wo_measures=True)
+    assert run("quantize", llama, "-o", tmp_path / "q", *part, "--quant-config", given) == 0
+    assert [name for name, scheme in plan_of(tmp_path / "q").items() if scheme is None] == ["model.layers.1.mlp.up_proj"]
 
 
 @pytest.mark.parametrize(
@@ -322,17 +331,13 @@ def test_what_needs_more_than_maxima_is_refused(tmp_path, exported, llama, refus
     assert needs in said and "Gaudi's files hold maxima alone" in said
 
 
-def plan_of(folder: Path) -> dict:
-    return json.loads((folder / "quantize.json").read_text())["plan"]["schemes"]
-
-
 def test_a_configuration_alone_quantizes_fp8_from_the_files_that_it_names(tmp_path, exported, llama, monkeypatch, capsys):
     stats = str(exported / "hqt_output" / "measure")
     values = {"device_for_scales": "GAUDI2", "blocklist": {"names": ["down_proj"]}, "hp_dtype": "FP32", "method": "HOOKS"}
     path = config_file(tmp_path / "a.json", dump_stats_path=stats, **values)
     monkeypatch.setenv("QUANT_CONFIG", str(path))
     assert run("quantize", llama, "-o", tmp_path / "q") == 0
-    assert "keys without meaning here: hp_dtype, method" in capsys.readouterr().err
+    assert "keys without meaning here: hp_dtype\n" in capsys.readouterr().err
     schemes = plan_of(tmp_path / "q")
     assert {name for name, scheme in schemes.items() if scheme is None} == {
         f"model.layers.{index}.mlp.down_proj" for index in range(2)
@@ -391,9 +396,8 @@ def test_integers_have_no_float8(tmp_path, llama, refused):
     assert "float8='e4m3'" in refused(2, *line, "FP8", "--set", "quantize.0.float8=e4m3")
 
 
-def test_a_damaged_file_names_itself(tmp_path, exported, llama):
+def test_a_damaged_file_names_itself(tmp_path, exported, refused):
     broken = tmp_path / "broken"
     broken.mkdir()
     (broken / "m_hooks_maxabs.npz").write_bytes((exported / "hqt_output" / "measure_hooks_maxabs.npz").read_bytes()[:-30])
-    with pytest.raises(InputError, match=r"m_hooks_maxabs\.npz"):
-        _triples.unify(_triples.UnifyJob(measurement=broken, output=tmp_path / "o"), QUIET)
+    assert "m_hooks_maxabs.npz" in refused(3, "unify", "-m", broken, "-o", tmp_path / "o")
