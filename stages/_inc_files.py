@@ -85,7 +85,8 @@ def write_ours(root: Path, ranks: Sequence[Triple], files: Files) -> None:
 
 def write_theirs(root: Path, ranks: Sequence[Triple], files: Files, *, observer: str, keep_originals: bool) -> None:
     """Write what Gaudi's toolkit measured, with attention's inputs postprocessed and scales."""
-    _write(ranks, files, _optimum_habana(root, files, ()), observer=observer, keep_originals=keep_originals)
+    layout = replace(_optimum_habana(root, files, ()), numbered=inc_nodes.are_vllms(ranks[0].nodes))
+    _write(ranks, files, layout, observer=observer, keep_originals=keep_originals)
 
 
 def _optimum_habana(root: Path, files: Files, unmeasured: tuple[str, ...]) -> Layout:

@@ -242,7 +242,8 @@ def require_mode(config: QuantConfig, verb: str) -> None:
     """
     if config.mode not in (VERBS[verb], "AUTO"):
         fitting = [name for name, mode in VERBS.items() if mode == config.mode]
-        remedy = f"run `quantflow {' or '.join(fitting)}`" if fitting else "take QUANT_CONFIG out of the environment"
+        runs = " or ".join(f"`quantflow {name}`" for name in fitting)
+        remedy = f"run {runs}" if fitting else "take QUANT_CONFIG out of the environment"
         raise UsageError(
             f"{verb}: QUANT_CONFIG has mode {config.mode}, {verb} needs {VERBS[verb]}", f"{remedy}, or give the other file"
         )

@@ -28,10 +28,11 @@ OBSERVED = {"maxabs": ["amax"], "maxabs_per_channel": ["amax", "channel_amax"]}
 
 @dataclass(frozen=True, kw_only=True)
 class Given:
-    """The QUANT_CONFIG of a command line."""
+    """The QUANT_CONFIG of a command line; a quiet one is not spoken of."""
 
     config: QuantConfig
     path: Path
+    quiet: bool = False
 
 
 def given(verb: str, option: str | None, *, quiet: bool) -> Given | None:
@@ -50,7 +51,7 @@ def given(verb: str, option: str | None, *, quiet: bool) -> Given | None:
     unused = without_meaning(config, verb)
     if unused and not quiet:
         click.echo(f"{verb}: QUANT_CONFIG {path}: keys without meaning here: {', '.join(unused)}", err=True)
-    return Given(config=config, path=path)
+    return Given(config=config, path=path, quiet=quiet)
 
 
 def tell_unread(verb: str) -> None:
@@ -95,6 +96,12 @@ def entry_beneath(entry: Mapping[str, Any], found: Given | None, *, model: Path,
     flavour = FLAVOURS[config.fp8_config]
     if config.device_for_scales is not None:
         flavour = target(config.device_for_scales.lower(), config.fp8_config).flavour
+    elif "float8" not in entry and not found.quiet:
+        click.echo(
+            f"quantize: QUANT_CONFIG names no device, float8 is {flavour}; Gaudi2 needs device_for_scales GAUDI2 or "
+            "--set quantize.0.float8=gaudi2",
+            err=True,
+        )
     linears = graph_for(open_files(model).config).linears
     ignored = [name for name in linears if not selected(name, LINEAR, allow=config.allowlist, block=config.blocklist)]
     if config.ignore_modules_wo_measures and measurement is not None and are_gaudis(measurement):

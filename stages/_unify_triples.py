@@ -1,6 +1,7 @@
 """Stage 3 for Gaudi's own files: the ranks of one folder merged, and written under the names that its toolkit looks for.
 
-    P_hooks_maxabs_<r>_<w>.npz, .json, _mod_list.json   ->   P_hooks_maxabs_<group>_<groups>..., of one group P_hooks_maxabs...
+    P_hooks_maxabs_<r>_<w>.npz, .json, _mod_list.json   ->   P_hooks_maxabs_<group>_<groups>..., of one group P_hooks_maxabs...,
+                                                            which vLLM's runtime calls P_hooks_maxabs_0_1...
 
 unified.json beside them says who was merged, which rank set each maximum, what is a bound and which ranks look unlike the
 others. Files of scales are not merged: the toolkit, or `quantflow export --format inc`, derives them from what is written here.
@@ -16,6 +17,7 @@ from quantflow.artifact import disk
 from quantflow.artifact.canonical import read_json, readable_json
 from quantflow.measurements.inc import read_triple, write_triple
 from quantflow.measurements.inc_names import FileName, find_triples
+from quantflow.measurements.inc_nodes import are_vllms
 from quantflow.measurements.inc_unify import Merged, unify_triples
 from quantflow.measurements.merging import BOUNDED
 from stages import _workspace
@@ -58,7 +60,8 @@ def run(
         merged = unify_triples(triples, groups, world=world, allow_missing=allow_missing)
         with _workspace.publish(output, stage="unify", inputs=inputs) as temporary:
             for rank, one in enumerate(merged):
-                write_triple(temporary, _renamed(name, rank, world=len(merged)), one.triple)
+                numbered = len(merged) > 1 or are_vllms(one.triple.nodes)
+                write_triple(temporary, _renamed(name, rank, world=len(merged) if numbered else None), one.triple)
             disk.write_file(temporary / ACCOUNT, readable_json(_account(merged, world=world)))
         for rank, one in enumerate(merged):
             _tell(progress, rank, one)
@@ -80,10 +83,9 @@ def summary(folder: Path) -> dict[str, Any]:
     return {"folder": str(folder), "mesh": {"world": len(account["groups"])}, "merged": account["merged"], **told}
 
 
-def _renamed(name: FileName, rank: int, *, world: int) -> FileName:
-    """Return the name of a merged rank; one rank that is all there is has none, as the toolkit's single process."""
-    single = world == 1
-    return FileName(prefix=name.prefix, observer=name.observer, rank=None if single else rank, world=None if single else world)
+def _renamed(name: FileName, rank: int, *, world: int | None) -> FileName:
+    """Return the name of a merged rank; without a world size it has none, as the toolkit's single process."""
+    return FileName(prefix=name.prefix, observer=name.observer, rank=None if world is None else rank, world=world)
 
 
 def _account(merged: Sequence[Merged], *, world: int) -> dict[str, Any]:

@@ -166,6 +166,11 @@ def _larger(left: Node, right: Node) -> Node:
     )
 
 
+def are_vllms(nodes: Iterable[str]) -> bool:
+    """Return whether names are of vLLM's model, whose files are numbered even where one rank is all there is."""
+    return any(_INSIDE_VLLM in node or node.rpartition(".")[2] in _FUSED for node in nodes)
+
+
 def parts_of(node: str) -> tuple[str, ...]:
     """Return the linears whose weights, one below the other, are the weight of a node; itself unless vLLM runs it fused."""
     owner, _, leaf = node.rpartition(".")

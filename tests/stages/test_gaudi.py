@@ -350,6 +350,14 @@ def test_a_configuration_alone_quantizes_fp8_from_the_files_that_it_names(tmp_pa
     assert weight.float().abs().max() <= 240
 
 
+def test_quantize_says_which_float8_it_takes_where_no_device_is_named(tmp_path, exported, llama, monkeypatch, capsys):
+    path = config_file(tmp_path / "a.json", dump_stats_path=str(exported / "hqt_output" / "measure"))
+    monkeypatch.setenv("QUANT_CONFIG", str(path))
+    assert run("quantize", llama, "-o", tmp_path / "q") == 0
+    assert "names no device, float8 is e4m3fn; Gaudi2 needs device_for_scales GAUDI2" in capsys.readouterr().err
+    assert plan_of(tmp_path / "q")[f"{A}.q_proj"]["weights"]["float8"] == "e4m3fn"
+
+
 def test_flags_and_the_recipe_win_over_the_configuration(tmp_path, exported, measured, llama):
     values = {"device_for_scales": "GAUDI2", "blocklist": {"names": ["down_proj"]}, "dump_stats_path": "/nowhere/x"}
     path = config_file(tmp_path / "a.json", **values)
@@ -383,6 +391,30 @@ def test_measure_takes_its_statistics_from_the_configuration_unless_told_otherwi
     assert run("measure", llama, "-o", tmp_path / "b", *line, "--stats", "min_max,amax") == 0
     found = [read_measurement(tmp_path / name / "rank-000-of-001").meta["observers"] for name in "ab"]
     assert found == [["amax"], ["min_max", "amax"]]
+
+
+def test_a_users_configuration_files_lead_from_measure_to_quantize(tmp_path, llama, text_files, monkeypatch, refused, capsys):
+    """QUANT_CONFIG alone says where measure writes and where quantize reads, as it does for the toolkit."""
+    monkeypatch.chdir(tmp_path)
+    assert "no folder to write" in refused(2, "measure", llama, "--calibration", text_files["calibration"])
+    monkeypatch.setenv("QUANT_CONFIG", "maxabs_measure.json")
+    assert run("measure", llama, "--calibration", text_files["calibration"], "--samples", "2") == 0
+    assert (tmp_path / "hqt_output" / "measure" / "rank-000-of-001" / "DONE.json").exists()
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("QUANT_CONFIG", "maxabs_quant.json")
+    assert run("quantize", llama, "-o", "q") == 0
+    assert "keys without meaning" not in capsys.readouterr().err
+    shutil.copytree("hqt_output/measure", "ours")
+    assert run("export", "ours", "-o", "gaudi", "--format", "inc", "--device", "gaudi2") == 0
+    for path in (tmp_path / "gaudi" / "hqt_output").iterdir():
+        shutil.copy(path, "hqt_output")
+    assert "is both a folder of `quantflow measure` and the prefix" in refused(2, "quantize", llama, "-o", "q2")
+    shutil.rmtree("hqt_output/measure")
+    assert run("quantize", llama, "-o", "q2") == 0  # the same maxima, out of Gaudi's files
+    for index in range(2):
+        assert (tmp_path / f"q/layers/{index:05d}.safetensors").exists()
+        ours, theirs = (load_file(f"{name}/layers/{index:05d}.safetensors") for name in ("q", "q2"))
+        assert all(torch.equal(ours[key].view(torch.uint8), theirs[key].view(torch.uint8)) for key in ours)
 
 
 def test_run_says_that_it_does_not_read_the_variable(monkeypatch, refused):

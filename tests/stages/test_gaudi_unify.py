@@ -104,6 +104,23 @@ def test_sixteen_cards_and_card_1_is_not_card_11(tmp_path):
     assert maxima(tmp_path / "v") == [12, 11, 13, 14, 15, 16, 8, 10]
 
 
+def test_vllms_files_keep_their_number_through_unify_and_export(tmp_path):
+    """Its runtime looks for _0_1 where optimum-habana's single process has no number."""
+    attention, source = "model.layers.0.self_attn.attn.impl", tmp_path / "g2"
+    source.mkdir()
+    nodes = {f"{attention}.k_cache": Node(inputs=(cell(2),)), f"{attention}.matmul_qk": Node(inputs=(cell(1), cell(9)))}
+    for rank in range(2):
+        name = FileName(prefix="inc_output", rank=rank, world=2)
+        write_triple(source, name, Triple(nodes={**card(rank + 1).nodes, **nodes}, local_rank=rank))
+    assert run("unify", "--ranks", "1", "-m", source, "-o", tmp_path / "u" / "g2") == 0
+    assert (tmp_path / "u" / "g2" / "inc_output_hooks_maxabs_0_1.npz").exists()
+    line = ("export", tmp_path / "u" / "g2", "-o", tmp_path / "a", "--format", "inc", "--device", "gaudi2")
+    assert run(*line) == 0
+    (found,) = find_triples(tmp_path / "a" / "hqt_output").values()
+    assert (found.name.rank, found.name.world) == (0, 1)
+    assert read_triple(found).nodes[f"{attention}.matmul_qk"].inputs[1].item() == 2
+
+
 def test_a_stray_file_changes_nothing(tmp_path):
     source = cards(tmp_path / "m", 2)
     for name in ("notes.json", "0_2.json", "old_1_2.npz", "measure_hooks_maxabs_0_2.json.bak"):
