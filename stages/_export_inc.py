@@ -251,7 +251,7 @@ def _read(source: ModelFiles, node: str) -> Tensor:
 def _report(job: Job, ranks: tuple[Triple, ...], goal: Target, progress: Progress) -> None:
     """Say what a reader of the files should know."""
     nodes = kept(ranks[0].nodes, job.config, job.config.blocklist)
-    progress.say(f"export {job.output.name}: {len(nodes)} of {len(ranks[0].nodes)} nodes quantized, {len(ranks)} ranks")
+    progress.say(f"export {job.output.name}: {len(nodes)} of {len(ranks[0].nodes)} nodes quantized, ranks: {len(ranks)}")
     close = near_steps(nodes, job.config.scale_method, target=goal)
     if close:
         progress.say(

@@ -47,6 +47,47 @@ def test_the_published_table(m, device, side, raw, pow2, hw):
     assert scale(m, "maxabs_hw", side, device) == 2.0**hw
 
 
+# method -> (activations, weights): a column of the table, a fixed exponent per device, or None where it is not of a maximum
+ONE, SINGLE = {"gaudi2": 0, "gaudi3": 0}, {"gaudi2": 4, "gaudi3": 7}
+METHOD_COLUMNS = {
+    "unit_scale": (ONE, ONE),
+    "hw_aligned_single_scale": (SINGLE, SINGLE),
+    "maxabs_hw": ("hw", "hw"),
+    "maxabs_pow2": ("pow2", "pow2"),
+    "maxabs_arbitrary": ("raw", "raw"),
+    "maxabs_hw_opt_weight": ("hw", None),
+    "maxabs_pow2_opt_weight": ("pow2", None),
+    "act_maxabs_hw_weights_pcs_maxabs_pow2": ("hw", "pow2"),
+    "act_maxabs_hw_weights_pcs_opt_pow2": ("hw", None),
+    "act_maxabs_pow2_weights_pcs_maxabs_pow2": ("pow2", "pow2"),
+    "act_maxabs_pow2_weights_pcs_opt_pow2": ("pow2", None),
+    "act_maxabs_pcs_pow2_weight_maxabs_pts_pow2_hw": (None, "hw"),
+    "maxabs_pcs_pow2": (None, "pow2"),
+}
+
+
+def test_every_scale_method_has_its_columns():
+    assert METHOD_COLUMNS.keys() == SCALE_METHODS.keys()
+    assert {(rule(name, "activation").backoff, rule(name, "weight").backoff) for name in STATIC[2:]} == {(0.25, 0.5)}
+
+
+@pytest.mark.parametrize("method", METHOD_COLUMNS)
+@pytest.mark.parametrize(("m", "device", "side", "raw", "pow2", "hw"), ROWS)
+def test_every_method_takes_its_scales_from_the_columns_of_the_table(method, m, device, side, raw, pow2, hw):
+    column = METHOD_COLUMNS[method][side == "weight"]
+    if column is None:
+        assert rule(method, side).value == "OPT" or rule(method, side).dynamic
+        return
+    found = torch.atleast_1d(scale_from_amax(torch.tensor(m), rule(method, side), target=target(device)))
+    if side == "weight":
+        weight = torch.tensor([[0.5, -1.0], [-0.25, 1.0]]) * m
+        found = torch.cat([found, torch.atleast_1d(weight_scale(weight, rule(method, side), target=target(device)))])
+        assert len(found) == (3 if "pcs_max" in method or method == "maxabs_pcs_pow2" else 2)
+    exponent = column[device] if isinstance(column, dict) else {"raw": None, "pow2": pow2, "hw": hw}[column]
+    for value in found.tolist():
+        assert float(f"{value:.4e}") == float(f"{float(raw):.4e}") if exponent is None else value == 2.0**exponent
+
+
 @pytest.mark.parametrize("device", HW)
 @given(m=st.floats(min_value=2.0**-100, max_value=2.0**100, width=32))
 def test_pow2_is_the_smallest_power_that_holds_the_maximum_and_hw_the_next_that_is_free(device, m):
