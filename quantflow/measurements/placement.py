@@ -116,7 +116,7 @@ def channels(placement: Placement, site: str) -> int:
 
 
 def shares(placements: Sequence[Placement], site: str) -> list[list[int]]:
-    """Return which of a replica's cards saw the same: positions in `placements`, together where they did, in order."""
+    """Return which of a replica's cards saw the same: positions in `placements`, together where they did, in card order."""
     first = placements[0]
     if layout(first, site) == "same" or first["kind"] == "expert":
         return [list(range(len(placements)))]
@@ -124,11 +124,11 @@ def shares(placements: Sequence[Placement], site: str) -> list[list[int]]:
     for position, placement in enumerate(placements):
         # Query heads are never copied, not even where cards share the key and value heads that the placement is about.
         found.setdefault(position if site == "query" else _piece(placement), []).append(position)
-    return [found[one] for one in sorted(found)]
+    return list(found.values())
 
 
 def check_cover(name: str, placements: Sequence[Placement]) -> None:
-    """Check that the shares of all cards of one replica are the whole tensor, without hole or overlap.
+    """Check that the shares of all cards of one replica are the whole tensor: in order, without hole or overlap.
 
     Raises:
         StatisticsError: naming the shares.
@@ -137,19 +137,17 @@ def check_cover(name: str, placements: Sequence[Placement]) -> None:
     if first["kind"] not in AXES:
         return
     size, position = first["full_shape"][AXES[first["kind"]]], 0
-    parts = sorted({_piece(placement) for placement in placements})
-    for offset, length in parts:
-        if offset != position:
-            break
+    held = [_piece(placement) for placement in placements]
+    whole = held == sorted(held)  # neighbouring cards hold neighbouring shares, so that a group of them holds one
+    for offset, length in dict.fromkeys(held):
+        whole = whole and offset == position
         position += length
-    else:
-        if position == size:
-            return
-    spans = ", ".join(f"{offset}-{offset + length}" for offset, length in parts[:8])
-    raise StatisticsError(
-        f"{name}: {len(placements)} cards hold {spans} of {size} along axis {AXES[first['kind']]}, with a hole or an overlap",
-        "measure again; every part of a tensor belongs to one card, or to several as copies",
-    )
+    if not whole or position != size:
+        spans = ", ".join(f"{offset}-{offset + length}" for offset, length in held[:8])
+        raise StatisticsError(
+            f"{name}: {len(placements)} cards hold {spans} of {size} along axis {AXES[first['kind']]}, in turn",
+            "measure again; shares follow each other without hole or overlap, copies beside each other",
+        )
 
 
 def joined(placements: Iterable[Placement]) -> dict[str, Any]:
@@ -164,7 +162,7 @@ def joined(placements: Iterable[Placement]) -> dict[str, Any]:
         return dict(first)
     if first["kind"] == "expert":
         return {**first, "length": max(placement["length"] for placement in parts)}
-    held = sorted({_piece(placement) for placement in parts})
+    held = list(dict.fromkeys(_piece(placement) for placement in parts))
     bound = {"bound": True} if len(held) > 1 and layout(first, "output") == "partial" else {}
     offset, length = held[0][0], sum(length for _, length in held)
     if length < first["full_shape"][AXES[first["kind"]]]:

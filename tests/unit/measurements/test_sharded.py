@@ -190,6 +190,7 @@ def test_a_card_that_stays_one_card_keeps_its_block_of_the_hessian(made):
     ("key", "change", "message"),
     [
         ("up|input|amax", lambda x: x * 2, r"rank 1: up\|input\|amax is \d+\.0, \d+\.0 on rank 0, which saw the same"),
+        ("up|input|channel_amax", lambda x: x.nextafter(torch.zeros(())), r"rank 1: up\|input\|channel_amax\[\d\] is [\d.]+, "),
         ("up|input|max_val", lambda x: x + 0.5, r"rank 1: up\|input\|max_val\[0\] is \d+\.5, \d+\.0 on rank 0"),
         ("up|input|count", lambda x: x + 1, r"rank 1: up\|input\|count is \d+, \d+ on rank 0"),
         ("up|input|counts", lambda x: x.roll(1), r"rank 1: up\|input\|counts\[\d+\] is \d+, \d+ on rank 0"),
@@ -224,12 +225,29 @@ def test_replicas_must_hold_the_same_weight(made):
 def test_a_hole_between_shares_is_refused_with_the_spans(simulation):
     made = simulation(tp=2, dp=1, samples=2, seed=0)
     first, second = made.ranks(wanted=PLAIN)
-    with pytest.raises(StatisticsError, match=r"up: 2 cards hold 0-2, 3-4 of 4 along axis 0, with a hole or an overlap"):
+    with pytest.raises(
+        StatisticsError, match=r"up: 2 cards hold 0-2, 3-4 of 4 along axis 0, in turn; .* without hole or overlap"
+    ):
         unify([first, placed(second, "up", offset=3, length=1)], [[0, 1]])
     with pytest.raises(StatisticsError, match=r"up: 2 cards hold 0-2, 1-3 of 4"):
         unify([first, placed(second, "up", offset=1)], [[0, 1]])
-    with pytest.raises(StatisticsError, match=r"up: 2 cards hold 0-2 of 4"):
+    with pytest.raises(StatisticsError, match=r"up: 2 cards hold 0-2, 0-2 of 4"):
         unify([first, placed(second, "up", offset=0)], [[0, 1]])
+
+
+@pytest.mark.parametrize("offsets", [(2, 0, 4, 6), (0, 4, 2, 6), (6, 4, 2, 0), (0, 4, 0, 4)])
+def test_shares_that_do_not_follow_the_cards_are_refused(simulation, offsets):
+    """Neighbouring cards would become one share that has a hole."""
+    made = simulation(tp=4, dp=1, samples=2, seed=0)
+    length = 4 if offsets[2] == 0 and offsets[0] == 0 else 2
+    ranks = [
+        placed(one, "up", offset=offset, length=length)
+        for one, offset in zip(made.ranks(sites=[site(made, "plain", "input")], wanted=("amax",)), offsets, strict=True)
+    ]
+    with pytest.raises(
+        StatisticsError, match=rf"up: 4 cards hold {offsets[0]}-{offsets[0] + length}, .* of 8 along axis 0, in turn"
+    ):
+        unify(ranks, [[0, 1], [2, 3]])
 
 
 def test_statistics_of_another_width_than_the_share_are_refused(simulation):

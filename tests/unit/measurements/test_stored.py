@@ -1,0 +1,78 @@
+"""Statistics read from their file one at a time are what the whole file holds."""
+
+import random
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quantflow.errors import InputError
+from quantflow.measurements.stored import Headers, StoredStatistics
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    """A megabyte of tensors of the three dtypes and every kind of shape: more than is read at once."""
+    generator = torch.Generator().manual_seed(0)
+    made = {}
+    for number in range(120):
+        size = [1, 3, 514, 2500, 20_000][number % 5]
+        made[f"{number:03d}|input|counts"] = torch.randint(99, (514,), generator=generator)
+        made[f"{number:03d}|input|abs_sum"] = torch.rand(size, generator=generator).double()
+        made[f"{number:03d}|input|amax"] = torch.rand((), generator=generator)
+    made["a|input|channel_amax"] = torch.rand(70_000, generator=generator)  # longer than a block
+    made["b|input|hessian_sum"] = torch.rand(40, 40, generator=generator)
+    made["0|input|channel_amax"] = torch.empty(0)
+    path = tmp_path_factory.mktemp("stored") / "statistics.safetensors"
+    save_file(made, path)
+    return path
+
+
+@pytest.mark.parametrize("order", ["sorted", "reversed", "random", "twice"])
+def test_each_tensor_is_read_as_it_stands_in_any_order(file, order):
+    expected, stored = load_file(file), StoredStatistics(file, Headers())
+    keys = sorted(expected, reverse=order == "reversed") * (2 if order == "twice" else 1)
+    if order == "random":
+        random.Random(0).shuffle(keys)
+    kept = [(key, stored[key]) for key in keys]
+    for key, value in kept:  # after all were read: no block is written over
+        assert value.dtype == expected[key].dtype and value.shape == expected[key].shape
+        assert torch.equal(value, expected[key]), key
+    assert stored.keys() == expected.keys() and len(stored) == len(expected)
+
+
+def test_ranks_with_the_same_header_share_it_and_others_do_not(file, tmp_path):
+    headers = Headers()
+    same = {key: value * 0 for key, value in load_file(file).items()}
+    save_file(same, tmp_path / "same.safetensors")
+    save_file({**same, "d|input|amax": torch.zeros(())}, tmp_path / "other.safetensors")
+    first = headers.read(file)
+    assert headers.read(tmp_path / "same.safetensors") is first
+    assert headers.read(tmp_path / "other.safetensors") is not first
+    assert StoredStatistics(tmp_path / "same.safetensors", headers)["a|input|channel_amax"].sum() == 0
+
+
+def test_a_header_that_is_known_is_not_taken_for_that_of_a_shorter_file(file, tmp_path):
+    headers = Headers()
+    headers.read(file)
+    (tmp_path / "short").write_bytes(file.read_bytes()[:-8])
+    with pytest.raises(InputError, match=r"short: truncated"):
+        headers.read(tmp_path / "short")
+
+
+def test_a_dtype_that_no_statistic_has_is_refused(tmp_path):
+    save_file({"x": torch.ones(2, dtype=torch.bfloat16)}, tmp_path / "x")
+    with pytest.raises(InputError, match=r"x: x is BF16, expected one of F32, F64, I64"):
+        StoredStatistics(tmp_path / "x", Headers())
+
+
+def test_a_file_that_shrinks_meanwhile_is_named(file, tmp_path):
+    path = tmp_path / "shrinking"
+    path.write_bytes(file.read_bytes())
+    stored = StoredStatistics(path, Headers())
+    with path.open("r+b") as writable:
+        writable.truncate(path.stat().st_size - 100_000)
+    last = max(stored, key=lambda key: (stored._infos[key].offset, stored._infos[key].nbytes))
+    assert stored._infos[last].nbytes > 0
+    with pytest.raises(InputError, match=r"shrinking: .* has \d+ bytes, \d+ when it was opened"):
+        stored[last]
