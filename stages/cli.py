@@ -125,6 +125,7 @@ def measure(model: str, output: str | None, settings: tuple[str, ...], recipe: s
 
     \b
     Example: quantflow measure ./llama -o work/1-measure --calibration text.jsonl --samples 128 --ranks 2
+             QUANT_CONFIG=maxabs_measure.json quantflow measure ./llama --calibration text.jsonl
     """
     from stages import measure as stage
     from stages._quant_flags import given, measure_beneath, output_beneath
