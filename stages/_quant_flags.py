@@ -1,6 +1,7 @@
 """QUANT_CONFIG under the flags and the recipe: which file is meant, and what it says where nothing else does."""
 
 import glob
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ import click
 
 from quantflow.core.gaudi import target
 from quantflow.core.scheme import preset
-from quantflow.errors import UsageError
+from quantflow.errors import InputError, UsageError
 from quantflow.measurements.inc import read_triple
 from quantflow.measurements.inc_names import find_triples
 from quantflow.measurements.inc_nodes import LINEAR, statistics_from
@@ -74,12 +75,17 @@ def output_beneath(output: str | None, found: Given | None) -> str:
 
     Raises:
         UsageError: neither is given.
+        InputError: that folder cannot be written.
     """
     if output is not None:
         return output
     if found is None:
         raise UsageError("measure: no folder to write", "give -o DIR, or a QUANT_CONFIG with dump_stats_path")
-    return found.config.dump_stats_path
+    path = Path(found.config.dump_stats_path)
+    there = next(parent for parent in path.absolute().parents if parent.exists())  # the rest is made
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise InputError(f"Measurements dump directory '{path.parent}' is non-writable", "mend dump_stats_path, or give -o DIR")
+    return str(path)
 
 
 def entry_beneath(entry: Mapping[str, Any], found: Given | None, *, model: Path, measurement: Path | None) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from quantflow.core.gaudi import scale_from_amax, target, weight_scale
@@ -382,6 +383,54 @@ def embedded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     line = ("--calibration", folder / "text" / "calibration.jsonl", "--samples", "8", "--sequence-length", "256")
     assert run("measure", EMBEDDED, "-o", folder / "measured", *line, "--quant-config", "maxabs_measure") == 0
     return folder / "measured"
+
+
+# One of two ranks, each with the whole model and text of its own, as QUANT_CONFIG says.
+RANK = """
+import os, sys
+import torch
+from transformers import AutoModelForCausalLM
+from neural_compressor.torch.quantization import FP8Config, finalize_calibration, prepare
+
+torch.set_num_threads(1)
+rank = int(os.environ["LOCAL_RANK"])
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.bfloat16).eval()
+model = prepare(model, FP8Config.from_json_file(os.environ["QUANT_CONFIG"]))
+with torch.no_grad():
+    model(torch.randint(model.config.vocab_size, (1, 64), generator=torch.Generator().manual_seed(rank)))
+finalize_calibration(model)
+"""
+
+
+def test_what_the_toolkit_measured_on_two_ranks_is_unified_and_quantized_with_its_own_configuration(
+    call: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user's way: QUANT_CONFIG to measure with the toolkit, unify, and a QUANT_CONFIG to quantize here."""
+    (tmp_path / "hqt_output").mkdir()
+    for rank in range(2):
+        (tmp_path / f"rank{rank}" / "hqt_output").mkdir(parents=True)
+        config = {"mode": "MEASURE", "observer": "maxabs", "use_qdq": True, "dump_stats_path": "./hqt_output/measure"}
+        (tmp_path / f"rank{rank}" / "measure.json").write_text(json.dumps(config | {"blocklist": {"names": ["lm_head"]}}))
+        variables = {"QUANT_CONFIG": "measure.json", "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+        call(RANK, EMBEDDED, cwd=tmp_path / f"rank{rank}", **variables)
+        for path in (tmp_path / f"rank{rank}" / "hqt_output").glob("measure_hooks_maxabs*"):
+            path.rename(tmp_path / "hqt_output" / path.name)
+    monkeypatch.chdir(tmp_path)
+    assert run("unify", "-g", "01", "-m", "hqt_output", "-o", "unified") == 0
+    ranks = [read_triple(files).nodes for files in find_triples(Path("hqt_output")).values()]
+    merged = read_triple(find_triples(Path("unified"))[0]).nodes
+    assert len(merged) == 28
+    for name, node in merged.items():
+        assert node.inputs[0] == max(nodes[name].inputs[0] for nodes in ranks), name
+    Path("quant.json").write_text(json.dumps({"dump_stats_path": "./unified/measure", "device_for_scales": "GAUDI2"}))
+    monkeypatch.setenv("QUANT_CONFIG", "quant.json")
+    assert run("quantize", EMBEDDED, "-o", "quantized") == 0
+    schemes = json.loads(Path("quantized/quantize.json").read_text())["plan"]["schemes"]
+    assert {scheme["weights"]["float8"] for scheme in schemes.values()} == {"gaudi2"} and schemes.keys() == merged.keys()
+    layer = load_file("quantized/layers/00000.safetensors")
+    key = next(key for key in layer if "o_proj" in key and "input_scale" in key)
+    expected = merged["model.layers.0.self_attn.o_proj"].inputs[0].item() / 240
+    assert layer[key].item() == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("method", METHODS)

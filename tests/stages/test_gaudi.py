@@ -69,7 +69,7 @@ def plan_of(folder: Path) -> dict:
 
 
 def config_file(path: Path, **values) -> Path:
-    path.write_text(json.dumps({"mode": "QUANTIZE", **values}))
+    path.write_text(json.dumps({"mode": "QUANTIZE"} | values))
     return path
 
 
@@ -397,6 +397,10 @@ def test_a_users_configuration_files_lead_from_measure_to_quantize(tmp_path, lla
     """QUANT_CONFIG alone says where measure writes and where quantize reads, as it does for the toolkit."""
     monkeypatch.chdir(tmp_path)
     assert "no folder to write" in refused(2, "measure", llama, "--calibration", text_files["calibration"])
+    (tmp_path / "file").touch()
+    line = ("--quant-config", config_file(tmp_path / "a.json", mode="MEASURE", dump_stats_path="file/measure"))
+    said = refused(3, "measure", llama, "--calibration", text_files["calibration"], *line)
+    assert "Measurements dump directory 'file' is non-writable" in said
     monkeypatch.setenv("QUANT_CONFIG", "maxabs_measure.json")
     assert run("measure", llama, "--calibration", text_files["calibration"], "--samples", "2") == 0
     assert (tmp_path / "hqt_output" / "measure" / "rank-000-of-001" / "DONE.json").exists()
