@@ -38,7 +38,7 @@ from stages._inc_files import GENERATIONS, Files, config_table, kept, needs_weig
 from stages._progress import Progress
 from stages._quant_config import QuantConfig
 from stages._quant_flags import Given
-from stages._triples import are_gaudis, digests
+from stages._triples import are_gaudis, digests, refuse_other_model
 from stages.unify import rank_folders
 
 VERSION = 1
@@ -218,12 +218,24 @@ def _same_model(job: Job, measured: Measured, source: ModelFiles) -> str:
     Raises:
         InputError: the measurement is another model's.
     """
+    if not measured.ours:
+        refuse_other_model(job.measurement, _weights(measured.ranks), source)
     found = fingerprint(source.checkpoint)
     for expected in measured.fingerprints - {found}:
         raise InputError(
             f"{job.measurement}: measured on model {expected[:16]}, {job.model} is {found[:16]}",
             "give the model that was measured",
         )
+    return found
+
+
+def _weights(ranks: Sequence[Triple]) -> dict[str, Tensor]:
+    """Return `<source name>|weight|amax` over all ranks: of copies theirs, of parts that of the whole."""
+    found: dict[str, Tensor] = {}
+    for triple in ranks:
+        for key, value in inc_nodes.statistics_from(triple.nodes)[0].items():
+            if key.endswith("|weight|amax"):
+                found[key] = torch.maximum(found.get(key, value), value)
     return found
 
 

@@ -63,7 +63,7 @@ def measurement_from(path: Path, plan: Plan, *, source: ModelFiles, progress: Pr
             f"({len(unmeasured)} such linears)",
             'add them to ignore, give a QUANT_CONFIG with "ignore_modules_wo_measures": true, or measure them',
         )
-    checked = _refuse_other_model(path, statistics, source)
+    checked = refuse_other_model(path, statistics, source)
     progress.say(
         f"quantize {plan.name}: {path} holds maxima without text; {checked} of {len(plan.schemes)} linears recognised by their "
         f"weights, {len(others)} nodes not used"
@@ -81,8 +81,12 @@ def _refuse_more_than_maxima(plan: Plan, statistics: Mapping[str, Tensor]) -> No
         )
 
 
-def _refuse_other_model(path: Path, statistics: Mapping[str, Tensor], source: ModelFiles) -> int:
-    """Compare the maxima of the weights with the model's, as stored and rounded to bfloat16; return how many there are."""
+def refuse_other_model(path: Path, statistics: Mapping[str, Tensor], source: ModelFiles) -> int:
+    """Compare the maxima of the weights with the model's, as stored and rounded to bfloat16; return how many there are.
+
+    Raises:
+        InputError: naming the first that differs.
+    """
     checked = 0
     for key, seen in statistics.items():
         name, site, statistic = parse_key(key)

@@ -279,6 +279,22 @@ def test_fp8_is_quantized_from_gaudis_files_with_the_scales_of_our_measurement(t
     assert "what text they are of is not known" in (tmp_path / "artifact" / "README.md").read_text()
 
 
+def another(llama: Path, folder: Path) -> Path:
+    """Return a copy of a model with one weight changed."""
+    other = Path(shutil.copytree(llama, folder))
+    tensors = load_file(other / "model.safetensors")
+    tensors[f"{A}.q_proj.weight"] *= 1.25
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    return other
+
+
+def test_scales_are_not_made_from_gaudis_maxima_and_another_models_weights(tmp_path, exported, llama, refused):
+    line = ("export", exported / "hqt_output", "-o", tmp_path / "a", "--format", "inc", "--device", "gaudi2")
+    pcs = ("--scale-method", "act_maxabs_hw_weights_pcs_maxabs_pow2")
+    assert "the largest weight is" in refused(3, *line, *pcs, "--model", another(llama, tmp_path / "other"))
+    assert run(*line, *pcs, "--model", llama) == 0
+
+
 @pytest.mark.parametrize(("folder", "device", "code"), [("g3", "gaudi2", 3), ("g2", "gaudi3", 3), ("g2", "gaudi2", 0)])
 def test_files_of_a_folder_that_is_called_after_the_other_gaudi_are_refused(tmp_path, exported, refused, folder, device, code):
     shutil.copytree(exported / "hqt_output", tmp_path / folder)
@@ -295,11 +311,7 @@ def test_scales_per_channel_have_the_format_that_the_toolkit_makes_of_theirs(tmp
 
 def test_gaudis_files_of_another_model_or_of_several_ranks_are_refused(tmp_path, exported, llama, refused):
     line = ("--scheme", "FP8", "--measurement", exported / "hqt_output")
-    other = Path(shutil.copytree(llama, tmp_path / "other"))
-    tensors = load_file(other / "model.safetensors")
-    tensors[f"{A}.q_proj.weight"] *= 1.25
-    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
-    said = refused(3, "quantize", other, "-o", tmp_path / "q", *line)
+    said = refused(3, "quantize", another(llama, tmp_path / "other"), "-o", tmp_path / "q", *line)
     assert f"{A}.q_proj: the largest weight is" in said
     triple = read_triple(find_triples(exported / "hqt_output")[0])
     (tmp_path / "two").mkdir()
