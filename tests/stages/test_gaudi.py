@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 from pathlib import Path
 
@@ -442,6 +443,33 @@ def test_integers_have_no_float8(tmp_path, llama, refused):
     line = ("quantize", llama, "-o", tmp_path / "q", "--scheme")
     assert "integer weights" in refused(2, *line, "W8A16", "--set", "quantize.0.float8=gaudi2")
     assert "float8='e4m3'" in refused(2, *line, "FP8", "--set", "quantize.0.float8=e4m3")
+
+
+class Canary:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+@pytest.mark.parametrize("verb", ["unify", "quantize", "export"])
+def test_no_verb_runs_what_a_file_asks_for(tmp_path, exported, llama, refused, verb):
+    source, sung = tmp_path / "source", tmp_path / "sung"
+    shutil.copytree(exported / "hqt_output", source)
+    np.savez(source / "measure_hooks_maxabs.npz", {"Nodes": Canary(sung), "Mode": "DynamicRange"})
+    line = {
+        "unify": ("unify", "-m", source, "-o", tmp_path / "o"),
+        "quantize": ("quantize", llama, "-o", tmp_path / "o", "--scheme", "FP8", "--measurement", source),
+        "export": ("export", source, "-o", tmp_path / "o", "--format", "inc", "--device", "gaudi2"),
+    }[verb]
+    said = refused(3, *line)
+    assert "the pickle asks for the name" in said and "nothing of it was run" in said and not sung.exists()
+    with np.load(source / "measure_hooks_maxabs.npz", allow_pickle=True) as archive:
+        archive["arr_0"]
+    assert sung.exists()  # it does sing for those who let it
 
 
 def test_a_damaged_file_names_itself(tmp_path, exported, refused):
