@@ -1,1 +1,1 @@
-"""Recipes and gates, shipped as data; `quantflow run NAME` finds a recipe by its name."""
+"""Recipes, gates and QUANT_CONFIG presets, shipped as data and found by their names."""

@@ -64,4 +64,6 @@ def _calibration(measurement: Mapping[str, Any] | None) -> str:
     if measurement is None:
         return "none needed"
     counts = measurement["counts"]
+    if not counts["tokens"]:
+        return "maxima from Gaudi's toolkit; what text they are of is not known"
     return f"{counts['samples']} sequences, {counts['tokens']} tokens, hash `{measurement['calibration']['hash'][:16]}`"

@@ -3,13 +3,14 @@
     model: folder                       revision: null         seed: 0
     calibration: {source, samples, sequence_length, pack}
     measure:     {ranks, tp, dp, stats}
-    quantize:    [{name, scheme, algorithm, group_size, transforms, ignore, overrides, expect}, ...]
-    unify:       {groups}               export: {format, shard_size}
+    quantize:    [{name, scheme, algorithm, group_size, float8, transforms, ignore, overrides, expect}, ...]
+    unify:       {groups}               export: {format, shard_size, device, scale_method}
     validate:    {text, tokens, sequence_length, gate, allow_inconclusive}
     resources:   {max_memory, max_disk, disk_offload}
 
 Unknown keys, wrong types and repeated keys are refused with the nearest name that exists. Flags are applied over `--set`,
-`--set` over the file, the file over these defaults. The environment is read here and nowhere else.
+`--set` over the file, the file over QUANT_CONFIG (stages/_quant_config.py), that over these defaults. The environment is
+read here and nowhere else. Longer than 300 lines because every key of a recipe stands here, once.
 """
 
 import dataclasses
@@ -26,7 +27,7 @@ from typing import Any
 import yaml
 
 import configs
-from quantflow.core.scheme import ALIASES, PRESETS
+from quantflow.core.scheme import ALIASES, FLOAT8_FLAVOURS, PRESETS
 from quantflow.errors import InputError, UsageError
 
 SHIPPED = Path(configs.__file__).parent
@@ -64,12 +65,16 @@ class Override:
 
 @dataclass(frozen=True, kw_only=True)
 class Quantize:
-    """One artifact: null means what the scheme's preset says, or what measured better (`quantized_inputs`)."""
+    """One artifact: null means what the scheme's preset says, or what measured better (`quantized_inputs`).
+
+    `float8` is another flavour for FP8 schemes: `gaudi2` keeps to the 240 that Gaudi2 holds.
+    """
 
     name: str
     scheme: str
     algorithm: str | None = None
     group_size: int | None = None
+    float8: str | None = None
     transforms: tuple[dict[str, Any], ...] | None = None
     ignore: tuple[str, ...] = ()
     overrides: tuple[Override, ...] = ()
@@ -86,6 +91,8 @@ class Quantize:
             raise UsageError(
                 f"quantize {self.name!r}: scheme {self.scheme!r} is unknown", nearest(self.scheme, [*PRESETS, *ALIASES])
             )
+        if self.float8 not in (None, *FLOAT8_FLAVOURS):
+            raise UsageError(f"quantize {self.name!r}: float8={self.float8!r}", nearest(str(self.float8), FLOAT8_FLAVOURS))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,10 +104,12 @@ class Unify:
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """The layout on disk and the largest size of one weight file."""
+    """The layout on disk and the largest size of one weight file; `device` and `scale_method` are Gaudi's, of format inc."""
 
     format: str = "compressed-tensors"
     shard_size: str = "4GiB"
+    device: str | None = None
+    scale_method: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,3 +307,8 @@ def launched_rank() -> tuple[int, int] | None:
 def bars_wanted() -> bool:
     """Return whether a terminal gets live lines; `TQDM_DISABLE=1` says no."""
     return os.environ.get("TQDM_DISABLE", "") in ("", "0")
+
+
+def quant_config_variable() -> str | None:
+    """Return what QUANT_CONFIG names, or None where it is unset or empty."""
+    return os.environ.get("QUANT_CONFIG") or None

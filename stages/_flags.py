@@ -21,6 +21,12 @@ def bounded(command: Command) -> Command:
     return functools.reduce(lambda decorated, option: option(decorated), reversed(options), command)
 
 
+def quant_configured(command: Command) -> Command:
+    """Add --quant-config."""
+    told = "Gaudi's JSON, or a shipped one by its name; below the recipe (default: the environment's QUANT_CONFIG)."
+    return click.option("--quant-config", metavar="FILE", help=told)(command)
+
+
 def limits(shared: dict[str, Any]) -> dict[str, Any]:
     """Return the flags of `bounded` as values of a recipe, to be laid over it."""
     return {f"resources.{name}": shared[name] for name in ("max_memory", "max_disk", "disk_offload")}

@@ -144,7 +144,7 @@ def quantized_inputs(entry: Quantize) -> bool:
 
 def _canary_tokens(source: Source, measurement: Measurement | None, seed: int) -> Tensor:
     """Return the token ids [S] that prove the artifact: the head of the first calibration sequence, or seeded ones."""
-    if measurement is not None:
+    if measurement is not None and measurement.sequences:
         return measurement.sequences[0][:CANARY_TOKENS]
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(source.config.vocab_size, (CANARY_TOKENS,), generator=generator)

@@ -19,7 +19,7 @@ from quantflow.core.parallel import Workers
 from quantflow.models.capture import LayerStream, State
 from quantflow.models.graph import Graph, Layer
 from quantflow.models.hidden import HiddenStates
-from quantflow.models.hooks import KVRecorder, watch
+from quantflow.models.hooks import KVRecorder, QueryRecorder, watch
 from quantflow.models.load import Source
 from quantflow.models.reading import read_tensor
 from quantflow.models.tensor_parallel import Share, cut_
@@ -104,7 +104,8 @@ class Observation:
         def unit(state: State) -> tuple[Tensor, Observers]:
             mine.observers = {}
             cache = KVRecorder(lambda _index, key, value: self._observe_cache(mine.observers, layer, key, value))
-            hidden = stream.run(module, state, cache=cache)
+            with QueryRecorder(lambda query: _observer(mine.observers, f"{layer.attention}|query", ["amax"], query)):
+                hidden = stream.run(module, state, cache=cache)
             return hidden, mine.observers
 
         def watched(name: str, x: Tensor, y: Tensor) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from quantflow.algorithms import ALGORITHMS
 from quantflow.core.groups import group_size_for
-from quantflow.core.scheme import LinearScheme, TensorScheme, preset, with_group_size
+from quantflow.core.scheme import LinearScheme, TensorScheme, preset, with_float8, with_group_size
 from quantflow.errors import UsageError
 from quantflow.models.graph import Graph
 from quantflow.observers import observers_for
@@ -65,7 +65,7 @@ def resolve(entry: Quantize, graph: Graph, shapes: Mapping[str, Sequence[int]], 
         UsageError: a pattern matches nothing, an algorithm or transform is unknown or does not fit, a group size does
             not divide a linear's input, or nothing is left to quantize.
     """
-    base = _scheme(entry.scheme, entry.group_size)
+    base = _scheme(entry.scheme, entry.group_size, entry.float8)
     algorithm = entry.algorithm or base.algorithm
     if algorithm not in ALGORITHMS:
         raise UsageError(f"{entry.name}: algorithm {algorithm!r} is unknown", nearest(algorithm, list(ALGORITHMS)))
@@ -74,7 +74,8 @@ def resolve(entry: Quantize, graph: Graph, shapes: Mapping[str, Sequence[int]], 
     schemes: dict[str, LinearScheme | None] = {name: None if name in ignored else base for name in graph.linears}
     for override in entry.overrides:
         for name in _matches(override.match, list(graph.linears), f"{entry.name}: overrides"):
-            schemes[name] = None if name in ignored else _scheme(override.scheme, override.group_size)
+            flavour = entry.float8 if preset(override.scheme).weights.kind == "float" else None
+            schemes[name] = None if name in ignored else _scheme(override.scheme, override.group_size, flavour)
     for name, scheme in schemes.items():
         if scheme is not None:
             group_size_for(scheme.weights, shapes[f"{name}.weight"][1], name=name)
@@ -167,9 +168,11 @@ def statistics_for(entries: Sequence[Quantize]) -> tuple[str, ...]:
     return tuple(name for name in observers_for(needs) if name != "hessian")
 
 
-def _scheme(name: str, group_size: int | None) -> LinearScheme:
+def _scheme(name: str, group_size: int | None, flavour: str | None = None) -> LinearScheme:
     scheme = preset(name)
-    return scheme if group_size is None else with_group_size(scheme, group_size)
+    if group_size is not None:
+        scheme = with_group_size(scheme, group_size)
+    return scheme if flavour is None else with_float8(scheme, flavour)
 
 
 def _check_algorithm(name: str, algorithm: str, scheme: LinearScheme) -> None:

@@ -6,13 +6,14 @@ Longer than 300 lines because every verb stands here, once, with its help text.
 
 import dataclasses
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from stages import _memory
-from stages._flags import bounded, limits
+from stages._flags import bounded, limits, quant_configured
 from stages._options import common, exit_code, offline, outline, overlay, reporting, show, table
 
 if TYPE_CHECKING:
@@ -44,11 +45,13 @@ def run(recipe_name: str, output: str | None, settings: tuple[str, ...], **share
     from quantflow.errors import UsageError
     from stages import run as stage
     from stages._config import find_config
+    from stages._quant_flags import tell_unread
     from stages._report import COLUMNS, cells
     from stages.validate import raise_for_verdict
 
     if shared["recipe"] is not None:
         raise UsageError(f"run: --recipe {shared['recipe']} beside RECIPE {recipe_name}", "give the recipe once")
+    tell_unread("run")
     path = find_config("recipes", recipe_name)
     recipe = _recipe(str(path), settings, limits(shared))
     folder = Path(output or f"artifacts/{path.stem}")
@@ -105,7 +108,7 @@ def plan(subject: str, output: str, as_json: bool, settings: tuple[str, ...], **
 
 @cli.command()
 @click.argument("model")
-@click.option("-o", "--output", metavar="DIR", required=True, help="Where the ranks go.")
+@click.option("-o", "--output", metavar="DIR", help="Where the ranks go (default: the dump_stats_path of a QUANT_CONFIG).")
 @click.option("--calibration", metavar="FILE", help=".txt, .jsonl or .safetensors with calibration text or tokens.")
 @click.option("--samples", type=int, help="Sequences at most (default 128).")
 @click.option("--sequence-length", type=int, help="Tokens per sequence at most (default min(2048, the model's)).")
@@ -116,16 +119,20 @@ def plan(subject: str, output: str, as_json: bool, settings: tuple[str, ...], **
 @click.option("--ranks", type=int, help="Processes (default 1); started with torchrun unless it started this one.")
 @click.option("--tp", type=int, help="Ranks that share a model, each with a slice of every linear (default 1).")
 @click.option("--dp", type=int, help="Replicas of the model, which share the sequences (default: ranks / tp).")
+@quant_configured
 @bounded
 @common
-def measure(model: str, output: str, settings: tuple[str, ...], recipe: str | None, **shared: Any) -> None:
+def measure(model: str, output: str | None, settings: tuple[str, ...], recipe: str | None, **shared: Any) -> None:
     """Stage 1: run calibration text through MODEL and keep statistics.
 
     \b
     Example: quantflow measure ./llama -o work/1-measure --calibration text.jsonl --samples 128 --ranks 8 --tp 4
+             QUANT_CONFIG=maxabs_measure.json quantflow measure ./llama --calibration text.jsonl
     """
     from stages import measure as stage
+    from stages._quant_flags import given, measure_beneath, output_beneath
 
+    found = given("measure", shared["quant_config"], quiet=shared["quiet"])
     flags = {
         **limits(shared),
         "model": model,
@@ -139,10 +146,10 @@ def measure(model: str, output: str, settings: tuple[str, ...], recipe: str | No
         "measure.dp": shared["dp"],
         "measure.stats": _statistics(shared["stats"], shared["schemes"]),
     }
-    values = _recipe(recipe, settings, flags)
+    values = _recipe(recipe, settings, flags, beneath=lambda data: measure_beneath(data, found))
     job = stage.Job(
         model=Path(model),
-        output=Path(output),
+        output=Path(output_beneath(output, found)),
         calibration=values.calibration,
         seed=values.seed,
         ranks=values.measure.ranks,
@@ -164,7 +171,7 @@ def measure(model: str, output: str, settings: tuple[str, ...], recipe: str | No
 @click.option("--group-size", type=int, help="Input features per scale (default: the scheme's).")
 @click.option("--smoothquant", type=float, metavar="ALPHA", help="Smooth with this alpha; 0.5 is usual.")
 @click.option("--ignore", multiple=True, metavar="PATTERN", help="Leave these linears alone: a name, or re:...")
-@click.option("--measurement", metavar="DIR", help="What stage 1 or unify wrote.")
+@click.option("--measurement", metavar="DIR", help="What stage 1 or unify wrote; for FP8 also Gaudi's own files.")
 @click.option(
     "--quantized-inputs/--original-inputs",
     default=None,
@@ -173,6 +180,7 @@ def measure(model: str, output: str, settings: tuple[str, ...], recipe: str | No
 @click.option("--name", help="Which entry of the recipe (default: the first).")
 @click.option("--ranks", type=int, default=1, help="Processes (default 1), each with a slice of each linear; unify joins them.")
 @click.option("--seed", type=int, help="Of the canary where no measurement is given (default 0).")
+@quant_configured
 @bounded
 @common
 def quantize(model: str, output: str, settings: tuple[str, ...], recipe: str | None, **shared: Any) -> None:
@@ -185,7 +193,9 @@ def quantize(model: str, output: str, settings: tuple[str, ...], recipe: str | N
     from quantflow.errors import UsageError
     from stages import quantize as stage
     from stages._config import apply_settings, find_config, nearest, read_yaml, recipe_from
+    from stages._quant_flags import entry_beneath, given, measurement_beneath
 
+    found = given("quantize", shared["quant_config"], quiet=shared["quiet"])
     smooth = shared["smoothquant"]
     flags = {
         "scheme": shared["scheme"],
@@ -200,6 +210,8 @@ def quantize(model: str, output: str, settings: tuple[str, ...], recipe: str | N
         data = read_yaml(find_config("recipes", recipe))
     elif scheme is not None:
         data = {"quantize": [{"name": name or scheme.lower(), "scheme": scheme}]}
+    elif found is not None:
+        data = {"quantize": [{"name": name or "fp8", "scheme": "FP8"}]}
     else:
         raise UsageError("quantize: no scheme", "give --scheme, for example --scheme W4A16, or --recipe")
     data = overlay(apply_settings(data, settings), {"model": model, "seed": shared["seed"], **limits(shared)})
@@ -207,13 +219,15 @@ def quantize(model: str, output: str, settings: tuple[str, ...], recipe: str | N
     if name not in (None, *names) or not names:
         raise UsageError(f"quantize: no entry {name or ''!r} in the recipe", nearest(name or "", names))
     position = 0 if name is None else names.index(name)
-    data["quantize"][position] = overlay(dict(data["quantize"][position]), flags)
+    entry = overlay(dict(data["quantize"][position]), flags)
+    measurement = measurement_beneath(shared["measurement"], entry, found)
+    data["quantize"][position] = entry_beneath(entry, found, model=Path(model), measurement=measurement)
     values = recipe_from(data)
     job = stage.Job(
         model=Path(model),
         output=Path(output),
         entry=values.quantize[position],
-        measurement=Path(shared["measurement"]) if shared["measurement"] else None,
+        measurement=measurement,
         seed=values.seed,
         revision=values.revision,
         replace=shared["force"],
@@ -228,8 +242,16 @@ def quantize(model: str, output: str, settings: tuple[str, ...], recipe: str | N
 @click.option("-g", "--groups", multiple=True, metavar="RANKS", help="Ranks that become one: 0123, 0,1,2 or 0-7; repeat it.")
 @click.option("--ranks", type=int, metavar="R", help="R groups of neighbouring ranks, instead of -g.")
 @click.option("--expand", type=int, metavar="N", help="Make N tensor-parallel ranks of one, instead of merging.")
-@click.option("-m", "--measurement", metavar="DIR", required=True, help="What `measure` or `quantize` wrote with --ranks N.")
-@click.option("-o", "--output", metavar="DIR", required=True, help="Where the merged ranks go.")
+@click.option(
+    "-m",
+    "--measurement",
+    "--measurements",
+    "measurement",
+    metavar="DIR",
+    required=True,
+    help="What `measure` or `quantize` wrote with --ranks N, or Gaudi's own files.",
+)
+@click.option("-o", "--output", "--out", "output", metavar="DIR", required=True, help="Where the merged ranks go.")
 @click.option("--model", metavar="DIR", help="What quantized shards were made from (default: where quantize read it).")
 @click.option("--allow-missing", is_flag=True, help="Go on without replicas that are missing; the result says which.")
 @click.argument("more_groups", metavar="[RANKS]...", nargs=-1)
@@ -250,6 +272,7 @@ def unify(
              quantflow unify --ranks 2 -m work/1-measure -o work/3-unify         the same
              quantflow unify --expand 4 -m work/1-measure -o work/3-unify        one rank into four
              quantflow unify -m work/shards -o work/2-quantize                   the shards of `quantize --ranks`
+             quantflow unify -g 0123 4567 -m hqt_output -o work/3-unify          Gaudi's files of eight cards
     """
     from stages import unify as stage
 
@@ -275,26 +298,39 @@ def unify(
 
 
 @cli.command()
-@click.argument("quantized")
+@click.argument("quantized", metavar="QUANTIZED|MEASUREMENT")
 @click.option("-o", "--output", metavar="DIR", required=True, help="The artifact's folder.")
 @click.option("--model", metavar="DIR", help="The source (default: where quantize read it).")
-@click.option("--format", "layout", help="compressed-tensors (default).")
+@click.option("--format", "layout", help="compressed-tensors (default), or inc: Gaudi's files of a measurement.")
 @click.option("--shard-size", metavar="SIZE", help="Largest weight file (default 4GiB).")
+@click.option("--device", help="Of format inc: gaudi2, gaudi3, or cpu for its emulation.")
+@click.option("--scale-method", metavar="NAME", help="Of format inc (default maxabs_hw).")
+@click.option("--keep-orig", is_flag=True, help="Of format inc: keep what Gaudi measured beside what is written for it.")
+@quant_configured
 @bounded
 @common
 def export(
     quantized: str, output: str, model: str | None, settings: tuple[str, ...], recipe: str | None, **shared: Any
 ) -> None:
-    """Stage 4: write QUANTIZED as an artifact and prove it in a fresh process.
+    """Stage 4: write QUANTIZED as an artifact and prove it in a fresh process; or MEASUREMENT as Gaudi's files.
 
     \b
     Example: quantflow export work/2-quantize -o work/4-export
+             quantflow export work/1-measure -o work/gaudi --format inc --device gaudi2
     """
     from stages import export as stage
+    from stages._quant_flags import given
 
-    flags = {"model": model or "unused", "export.format": shared["layout"], "export.shard_size": shared["shard_size"]}
-    flags |= limits(shared)
+    found = given("export", shared["quant_config"], quiet=shared["quiet"])
+    keys = {"format": "layout", "shard_size": "shard_size", "device": "device", "scale_method": "scale_method"}
+    flags = {"model": model or "unused", **{f"export.{key}": shared[name] for key, name in keys.items()}, **limits(shared)}
     values = _recipe(recipe, settings, flags)
+    if values.export.format == "inc":
+        from stages import _export_inc
+
+        chosen: Any = {"output": output, "model": model, "options": values.export, "found": found, "force": shared["force"]}
+        _run(_export_inc, _export_inc.job_from(quantized, **chosen, keep_originals=shared["keep_orig"]), shared)
+        return
     job = stage.Job(
         quantized=Path(quantized),
         output=Path(output),
@@ -363,6 +399,7 @@ def validate(
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--backend", default="auto", show_default=True, help="auto, reference, or a kernel by name.")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
+@click.option("--device", type=click.Choice(["cpu", "cuda", "hpu"]), default="cpu", show_default=True)
 @click.option("--disk-offload", is_flag=True, help="Keep one layer in memory at a time and read the next from disk.")
 @offline
 def generate(artifact: str, prompt: str, as_json: bool, **options: Any) -> None:
@@ -455,12 +492,18 @@ def calibration_inspect(file: str, tokenizer: str, sequence_length: int, as_json
     show(summary, as_json=as_json, text=outline(summary))
 
 
-def _recipe(path: str | None, settings: tuple[str, ...], flags: dict[str, Any]) -> "Recipe":
-    """Return the recipe file (or none) under --set under the flags."""
+def _recipe(
+    path: str | None,
+    settings: tuple[str, ...],
+    flags: dict[str, Any],
+    *,
+    beneath: Callable[[dict[str, Any]], dict[str, Any]] = dict,
+) -> "Recipe":
+    """Return the recipe file (or none) under --set under the flags; `beneath` fills in what none of them says."""
     from stages._config import apply_settings, find_config, read_yaml, recipe_from
 
     data = read_yaml(find_config("recipes", path)) if path else {}
-    return recipe_from(overlay(apply_settings(data, settings), flags))
+    return recipe_from(beneath(overlay(apply_settings(data, settings), flags)))
 
 
 def _entries(schemes: str) -> list[dict[str, Any]]:

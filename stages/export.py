@@ -65,7 +65,7 @@ class Job:
 def run(job: Job, progress: Progress) -> Path:
     """Export and prove the artifact and return its folder; one that is up to date is left alone."""
     if job.format not in FORMATS:
-        raise UsageError(f"format {job.format!r} is unknown", nearest(job.format, list(FORMATS)))
+        raise UsageError(f"format {job.format!r} of a quantized model is unknown", nearest(job.format, list(FORMATS)))
     refuse_shards(job.quantized)
     record = _workspace.require_done(job.quantized, stage="quantize", unread="layers/*.safetensors")
     summary = read_json(job.quantized / "quantize.json")

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from quantflow.errors import UsageError
 from quantflow.models.load import load_tokenizer
 from quantflow.runtime.decoding import Sampling, generate
 from quantflow.runtime.load import load
@@ -25,6 +26,7 @@ class Job:
 
     Attributes:
         disk_offload: leave the weights on disk and read them for every token; the same tokens with little memory.
+        device: where the model runs.
     """
 
     artifact: Path
@@ -37,14 +39,18 @@ class Job:
     backend: str = "auto"
     dtype: str = "float32"
     disk_offload: bool = False
+    device: str = "cpu"
 
 
 def run(job: Job, stream: Callable[[str], None]) -> dict[str, Any]:
     """Generate, handing the text to `stream` piece by piece, and return prompt, text and token ids."""
+    if job.disk_offload and job.device != "cpu":
+        raise UsageError(f"generate: disk_offload on device {job.device}", "leave one of them out")
+    options: Any = {} if job.disk_offload else {"device": job.device}
     opened = load_offloaded if job.disk_offload else load
-    runtime = opened(job.artifact, backend=job.backend, dtype=getattr(torch, job.dtype))
+    runtime = opened(job.artifact, backend=job.backend, dtype=getattr(torch, job.dtype), **options)
     tokenizer = runtime.tokenizer or load_tokenizer(job.artifact)
-    prompt = tokenizer(job.prompt, return_tensors="pt")["input_ids"]  # [1, S]
+    prompt = tokenizer(job.prompt, return_tensors="pt")["input_ids"].to(job.device)  # [1, S]
     shown: list[int] = []
     told = ""
 

@@ -1,6 +1,7 @@
 """Stage 2, quantize: choose qvalues and scales, one decoder layer at a time.
 
-Reads    the model folder; a measurement of one rank, when the scheme, transforms or algorithm need statistics
+Reads    the model folder; a measurement of one rank, when the scheme, transforms or algorithm need statistics; for what needs
+         maxima alone also the files of Gaudi's toolkit
 Writes   <o>/layers/<index>.safetensors and .json, quantize.json, DONE.json; unless file to file canary.safetensors and .json
 Resumes  at the layer where it stopped: finished layers and the hidden states that enter the next one are read back
 Fails    2 the recipe does not fit the model, 3 unusable model or measurement, 5 memory, disk or a held folder, 6 unsupported
@@ -41,6 +42,7 @@ from stages._ranks import die_with_parent, launch, rank_folder
 from stages._resources import Allowance, account, allow_quantize
 from stages._share import STAGE, WHOLE, Share
 from stages._sizes import model_size
+from stages._triples import are_gaudis, measurement_from
 
 VERSION = 1  # of what this stage computes; part of every state key
 PARTS = ("layers", "canary.safetensors", "canary.json", "quantize.json")
@@ -52,7 +54,7 @@ class Job:
 
     Attributes:
         model: the source folder.
-        measurement: the folder of a measurement of one rank, or None.
+        measurement: the folder of a measurement of one rank; or Gaudi's files, as a folder or folder/prefix; or None.
         replace: redo a finished result that was made from other inputs, instead of refusing.
         resources: how much memory and disk each rank may use; no bit of the result depends on it.
         ranks: cards that share the model, each with a slice of every linear.
@@ -110,7 +112,7 @@ def _launch(job: Job, plan: Plan, source: ModelFiles, shares: Mapping[Path, Shar
 
 def _quantize(job: Job, plan: Plan, source: ModelFiles, graph: Graph, progress: Progress, *, share: Share = WHOLE) -> Path:
     """Quantize what the share says into the job's folder."""
-    folder, measurement = _measurement(job, plan)
+    folder, measurement = _measurement(job, plan, source, progress)
     lengths = [] if measurement is None else [len(sequence) for sequence in measurement.sequences]
     with _workspace.locked(job.output), single_threaded(), torch.no_grad():
         _workspace.refuse_other_result(job.output, {}, force=True, parts=PARTS)
@@ -194,8 +196,8 @@ def _known_hashes(folder: Path | None) -> list[Path]:
     return [] if folder is None else [folder / HASHES, folder.parent / HASHES]
 
 
-def _measurement(job: Job, plan: Plan) -> tuple[Path | None, Measurement | None]:
-    """Return the folder of the one rank, and what it holds."""
+def _measurement(job: Job, plan: Plan, source: ModelFiles, progress: Progress) -> tuple[Path | None, Measurement | None]:
+    """Return the folder of the one rank, where it has files of ours, and what it holds."""
     if job.measurement is None:
         if plan.needs_measurement:
             raise UsageError(
@@ -204,6 +206,8 @@ def _measurement(job: Job, plan: Plan) -> tuple[Path | None, Measurement | None]
             )
         return None, None
     folder = job.measurement
+    if are_gaudis(folder):
+        return None, measurement_from(folder, plan, source=source, progress=progress)
     if not (folder / "measurement.json").exists():
         ranks = sorted(folder.glob("rank-*-of-*"))
         if len(ranks) > 1:
@@ -220,7 +224,7 @@ def _measurement(job: Job, plan: Plan) -> tuple[Path | None, Measurement | None]
 def _refuse_foreign_measurement(
     job: Job, folder: Path | None, measurement: Measurement | None, inputs: Mapping[str, Any]
 ) -> None:
-    if measurement is None:
+    if measurement is None or measurement.meta["model"]["fingerprint"] is None:  # Gaudi's files were recognised already
         return
     expected, found = inputs["model"], measurement.meta["model"]["fingerprint"]
     if expected != found:

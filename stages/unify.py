@@ -1,8 +1,9 @@
 """Stage 3, unify: merge what several ranks measured into what fewer would have measured, or expand one to more.
 
-Reads    the rank folders of a measurement, or those of `quantize --ranks` and the model that they were made from
-Writes   <o>/rank-RRR-of-GGG/, one per group; all of <o> appears at once. Shards of one group become <o> itself, a
-         quantize folder
+Reads    the rank folders of a measurement, the files of Gaudi's toolkit, or the rank folders of `quantize --ranks` and the
+         model that they were made from
+Writes   <o>/rank-RRR-of-GGG/, one per group, or Gaudi's files of each group; all of <o> appears at once. Shards of one
+         group become <o> itself, a quantize folder
 Resumes  a finished result of the same ranks and groups is left alone
 Fails    2 groups that do not cover every rank once or that no card would hold, 3 missing, duplicate, foreign or damaged
          ranks, a source that is gone and statistics that cannot be merged, 5 the folder is held, 7 a damaged shard
@@ -31,7 +32,7 @@ from quantflow.measurements.record import (
     write_measurement,
 )
 from quantflow.measurements.unify import unify_each
-from stages import _memory, _workspace
+from stages import _memory, _unify_triples, _workspace
 from stages._join import REPORT, join
 from stages._join import summary as summary_of_shards
 from stages._parts import COLUMNS as PART_COLUMNS
@@ -39,6 +40,7 @@ from stages._parts import open_shards
 from stages._progress import Progress
 from stages._ranks import rank_folder
 from stages._share import shard_folders
+from stages._triples import are_gaudis
 
 _RANK_FOLDER = re.compile(r"rank-[0-9]{3,}-of-[0-9]{3,}")
 _TOLD = 8  # lines about outliers; all of them are in measurement.json
@@ -50,7 +52,7 @@ class Job:
     """One merge, or one expansion.
 
     Attributes:
-        measurement: the folder that holds rank-*-of-*.
+        measurement: the folder that holds rank-*-of-*; or Gaudi's files, as a folder or folder/prefix.
         groups: as `-g` takes them; empty means all ranks into one.
         ranks: so many groups of neighbouring ranks instead.
         allow_missing: go on without replicas that are missing as a whole; the result says which.
@@ -75,7 +77,9 @@ def run(job: Job, progress: Progress) -> Path:
     if shard_folders(job.measurement):
         return _join(job, progress)
     if job.model is not None:
-        raise UsageError(f"unify: --model {job.model} with a measurement", "leave it out; only quantized shards need it")
+        raise UsageError(f"unify: --model {job.model} without quantized shards", "leave it out; only they need it")
+    if are_gaudis(job.measurement):
+        return _unify_gaudis(job, progress)
     metas = {folder: read_meta(folder) for folder in rank_folders(job.measurement)}
     world = max(int(meta["mesh"]["world"]) for meta in metas.values())  # a folder that is missing is unify's to name
     groups = _groups(job, world)
@@ -121,6 +125,8 @@ def summary(folder: Path) -> dict[str, Any]:
     """Return what a finished folder says about how it was made, all ranks together."""
     if (folder / REPORT).is_file() or shard_folders(folder):
         return summary_of_shards(folder)
+    if _unify_triples.holds_account(folder):
+        return _unify_triples.summary(folder)
     metas = [read_meta(rank) for rank in rank_folders(folder)]
     rules: Counter[tuple[str, str]] = Counter()
     told: dict[str, list[Any]] = {"missing": [], "outliers": [], "bounds": [], "unseen": []}
@@ -145,11 +151,30 @@ def rank_folders(folder: Path) -> list[Path]:
         return [folder]
     folders = sorted(path for path in folder.glob("rank-*") if path.is_dir() and _RANK_FOLDER.fullmatch(path.name))
     if not folders:
-        raise InputError(f"{folder}: holds no rank-*-of-* folder", "give the -o folder of `quantflow measure`")
+        raise InputError(
+            f"{folder}: holds no rank-*-of-* folder",
+            "give the -o folder of `quantflow measure`, or one with Gaudi's ..._hooks_maxabs... files",
+        )
     for rank in folders:
         if _workspace.done(rank) is None and _workspace.done(folder) is None:
             raise InputError(f"{rank}: is unfinished (no DONE.json)", "run the same `quantflow measure` again")
     return folders
+
+
+def _unify_gaudis(job: Job, progress: Progress) -> Path:
+    if job.expand is not None:
+        raise UsageError(
+            f"{job.measurement}: --expand of Gaudi's files, which do not say how tensors are cut",
+            "measure with `quantflow measure`, expand that, and write it with `quantflow export --format inc`",
+        )
+    return _unify_triples.run(
+        job.measurement,
+        job.output,
+        groups_of=lambda world: _groups(job, world) or [],
+        allow_missing=job.allow_missing,
+        replace=job.replace,
+        progress=progress,
+    )
 
 
 def _refuse_overlap(measurement: Path, output: Path) -> None:

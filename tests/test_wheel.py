@@ -48,7 +48,7 @@ def test_the_wheel_holds_the_package_and_its_recipes_and_nothing_else(wheel: Pat
     with ZipFile(wheel) as archive:
         names = archive.namelist()
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"quantflow", "stages", "configs"}
-    for shipped in sorted((ROOT / "configs").glob("*/*.yaml")):
+    for shipped in sorted([*(ROOT / "configs").glob("*/*.yaml"), *(ROOT / "configs").glob("*/*.json")]):
         assert shipped.relative_to(ROOT).as_posix() in names
     assert "quantflow/py.typed" in names
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from quantflow.backends import int4_pack, int8_mm, int8_pack, reference
+from quantflow.backends import hpu, int4_pack, int8_mm, int8_pack, reference
 from quantflow.core.qtensor import QuantizedLinear
 from quantflow.core.scheme import LinearScheme
 from quantflow.errors import UsageError
@@ -42,7 +42,7 @@ class Backend(Protocol):
 
 
 BACKENDS: Mapping[str, Backend] = MappingProxyType(
-    {backend.NAME: backend for backend in (int8_mm, int4_pack, int8_pack, reference)}
+    {backend.NAME: backend for backend in (hpu, int8_mm, int4_pack, int8_pack, reference)}
 )
 
 

@@ -182,3 +182,15 @@ def with_group_size(scheme: LinearScheme, group_size: int) -> LinearScheme:
             "drop group_size, or choose a scheme with groups such as W4A16",
         )
     return replace(scheme, weights=replace(scheme.weights, group_size=group_size))
+
+
+def with_float8(scheme: LinearScheme, flavour: str) -> LinearScheme:
+    """Return `scheme` with the float8 flavour of its weights and its input replaced.
+
+    Raises:
+        SchemeError: the scheme holds integers, or the flavour is unknown.
+    """
+    if scheme.weights.kind != "float":
+        raise SchemeError(f"scheme {scheme.name} has integer weights, float8={flavour!r} was given", "drop float8, or use FP8")
+    inputs = None if scheme.input is None else replace(scheme.input, float8=flavour)
+    return replace(scheme, weights=replace(scheme.weights, float8=flavour), input=inputs)

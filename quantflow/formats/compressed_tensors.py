@@ -26,7 +26,7 @@ from torch import Tensor
 
 from quantflow.core import float8, packing
 from quantflow.core.qtensor import QTensor, QuantizedLinear
-from quantflow.core.scheme import PRESETS, Granularity, Kind, Layout, LinearScheme, TensorScheme
+from quantflow.core.scheme import PRESETS, Granularity, Kind, Layout, LinearScheme, TensorScheme, with_float8
 from quantflow.errors import InputError, SchemeError, UnsupportedError
 
 NAME = "compressed-tensors"
@@ -256,7 +256,9 @@ def quantization_config(schemes: Mapping[str, LinearScheme], *, ignore: Sequence
     }
 
 
-def schemes_from_config(config: Mapping[str, Any], linears: Sequence[str]) -> dict[str, LinearScheme | None]:
+def schemes_from_config(
+    config: Mapping[str, Any], linears: Sequence[str], *, flavour: str = "e4m3fn"
+) -> dict[str, LinearScheme | None]:
     """Return the scheme of every linear, None for those that are not quantized.
 
     A scheme that equals a preset (at any group size) is that preset; any other is called `custom`.
@@ -264,6 +266,7 @@ def schemes_from_config(config: Mapping[str, Any], linears: Sequence[str]) -> di
     Args:
         config: the `quantization_config` of config.json.
         linears: the source names of all linears of the model.
+        flavour: of float8 schemes; the config has no word for it, quantflow's manifest does.
 
     Raises:
         UnsupportedError: a method, strategy, format or option that this version does not know.
@@ -280,6 +283,8 @@ def schemes_from_config(config: Mapping[str, Any], linears: Sequence[str]) -> di
         if not isinstance(group, dict) or not isinstance(group.get("weights"), dict) or group.get("output_activations"):
             raise _unsupported(f"{label} has no weights, or quantizes outputs")
         scheme = _linear_scheme(label, group, layout=group.get("format") or config.get("format"))
+        if scheme.weights.kind == "float":
+            scheme = with_float8(scheme, flavour)
         by_target.update(dict.fromkeys(group.get("targets", ()), scheme))
     ignore = config.get("ignore") or ()
     resolved: dict[str, LinearScheme | None] = {}

@@ -35,7 +35,7 @@ def parse_groups(text: Sequence[str], world: int) -> list[list[int]]:
     0, 1, 2 and 3. With more than ten ranks `12` is rank 12, and `01` is refused.
 
     Args:
-        text: one group each; a string may also hold several, separated by spaces.
+        text: one group each; a string may also hold several, separated by spaces or, as Gaudi's users write them, by `--`.
         world: number of ranks that measured.
 
     Returns:
@@ -44,7 +44,7 @@ def parse_groups(text: Sequence[str], world: int) -> list[list[int]]:
     Raises:
         UsageError: a group cannot be read; a rank is missing, named twice or unknown; groups differ in size.
     """
-    words = [word for part in text for word in part.split()]
+    words = [word for part in text for word in part.replace("--", " ").split()]
     groups = [_parse_group(word, world) for word in words]
     check_groups(groups, world)
     return [sorted(group) for group in groups]

@@ -13,7 +13,7 @@ from quantflow.errors import StatisticsError
 from quantflow.observers import OBSERVERS, Observer
 
 Item = TypeVar("Item")
-SITES = ("input", "output", "weight", "k_cache", "v_cache")
+SITES = ("input", "output", "weight", "query", "k_cache", "v_cache")  # query and k_cache after RoPE
 
 
 class Key(NamedTuple):

@@ -1,4 +1,4 @@
-"""What flows through a decoder layer while it runs: inputs and outputs of its linears, keys and values of its attention."""
+"""What flows through a decoder layer while it runs: inputs and outputs of its linears, Q, K and V of its attention."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -6,12 +6,15 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from transformers.cache_utils import Cache
 
 from quantflow.errors import UsageError
 
 LinearCallback = Callable[[Tensor, Tensor], None]
 KVCallback = Callable[[int, Tensor, Tensor], None]
+QueryCallback = Callable[[Tensor], None]
 
 
 class KVRecorder(Cache):  # type: ignore[misc]
@@ -28,6 +31,23 @@ class KVRecorder(Cache):  # type: ignore[misc]
         """Report K and V and return them unchanged."""
         self._callback(layer_idx, key_states, value_states)
         return key_states, value_states
+
+
+class QueryRecorder(TorchFunctionMode):
+    """While it is entered, by one thread, report what attention is asked: Q after RoPE, [1, heads, S, head_dim]."""
+
+    def __init__(self, callback: QueryCallback) -> None:
+        """Report to `callback(Q)`, once per attention layer that runs."""
+        super().__init__()
+        self._callback = callback
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run `func` as it is; report the first argument of scaled dot product attention."""
+        if func is functional.scaled_dot_product_attention:
+            self._callback(args[0] if args else (kwargs or {})["query"])
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

@@ -201,15 +201,14 @@ def open_artifact(
     if verify:
         verify_artifact(folder)
     manifest, checkpoint = read_manifest(folder), open_checkpoint(folder)
-    quantization = checkpoint.config.get("quantization_config")
-    if not isinstance(quantization, dict):
+    if not isinstance(checkpoint.config.get("quantization_config"), dict):
         raise InputError(f"{folder / 'config.json'}: no quantization_config", "give the folder of an exported artifact")
     config = load_config(checkpoint)
     del config.quantization_config
     model = skeleton(config)
     names = NameMap(model)
     modules = _linear_modules(model, names, checkpoint)
-    schemes = _schemes(checkpoint, quantization, tuple(modules))
+    schemes = _schemes(checkpoint, manifest, tuple(modules))
     parameters = _parameters(checkpoint, schemes)
     _check_complete(model, names, parameters, linears={name: modules[name] for name in schemes})
     device = torch.device(device)
@@ -239,13 +238,14 @@ def _linear_modules(model: PreTrainedModel, names: NameMap, checkpoint: Checkpoi
     return {owner: module for owner, module in modules.items() if module in known}
 
 
-def _schemes(checkpoint: Checkpoint, quantization: Mapping[str, Any], linears: tuple[str, ...]) -> dict[str, LinearScheme]:
+def _schemes(checkpoint: Checkpoint, manifest: Mapping[str, Any], linears: tuple[str, ...]) -> dict[str, LinearScheme]:
     """Return the scheme of every quantized linear.
 
     Raises:
         InputError: a tensor that its scheme names is missing.
     """
-    found = compressed_tensors.schemes_from_config(quantization, linears)
+    flavour = (manifest["float8"] or {}).get("flavour", "e4m3fn")
+    found = compressed_tensors.schemes_from_config(checkpoint.config["quantization_config"], linears, flavour=flavour)
     schemes = {name: scheme for name, scheme in found.items() if scheme is not None}
     missing = sorted(_claimed(schemes) - checkpoint.tensors.keys())
     if missing:

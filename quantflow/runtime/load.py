@@ -9,6 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from quantflow.artifact.canonical import read_json
 from quantflow.artifact.checkpoint import Checkpoint
+from quantflow.backends import hpu
 from quantflow.models.load import load_tokenizer, skeleton
 from quantflow.models.names import NameMap
 from quantflow.runtime.artifact import Artifact, open_artifact
@@ -63,10 +64,15 @@ def load(
         UnsupportedError: a family, layout version, device or scheme that this version does not know.
         UsageError: a backend that is unknown or cannot run a linear; another dtype than float32, bfloat16 and float16.
     """
+    on_gaudi = torch.device(device).type == hpu.NAME
+    if on_gaudi:
+        hpu.require()  # before anything is read; importing the bridge makes torch know the device
     artifact = open_artifact(folder, backend=backend, dtype=dtype, verify=verify, device=device)
     model = skeleton(artifact.config)
     artifact.fill_(model, NameMap(model).bind(artifact.names).to_source, dtype=dtype)
     model.to(artifact.device)
+    if on_gaudi:
+        hpu.wrap_in_graph(model)  # replaces the model's forward by one that replays graphs, and returns the same model
     return as_runtime(artifact, model)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from stages import _resources
 from stages import export as export_stage
@@ -181,7 +182,7 @@ def test_generate_streams_exactly_the_text_that_it_returns(as_json, capsys, done
 def test_half_a_character_is_held_back_until_its_next_token(monkeypatch):
     class Words:
         def __call__(self, _text, return_tensors):
-            return {"input_ids": [[0]]}
+            return {"input_ids": torch.zeros(1, 1, dtype=torch.int64)}
 
         def decode(self, tokens, skip_special_tokens):
             return bytes(tokens).decode("utf-8", errors="replace")

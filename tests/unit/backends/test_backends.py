@@ -289,7 +289,7 @@ def test_the_oracle_stands_last_and_is_taken_when_a_shape_fits_no_kernel():
 def test_a_named_backend_that_cannot_run_is_an_error_and_not_a_fallback():
     with pytest.raises(UsageError, match=r"^backend int8_pack: int8_pack needs in_features that 16 divides, not 100; use"):
         choose(PRESETS["W8A16"], CPU, shape=(16, 100), dtype=torch.float32, backend="int8_pack")
-    with pytest.raises(UsageError, match=r"^backend 'fast' is unknown; use one of auto, int8_mm, int4_pack, int8_pack"):
+    with pytest.raises(UsageError, match=r"^backend 'fast' is unknown; use one of auto, hpu, int8_mm, int4_pack, int8_pack"):
         choose(PRESETS["W8A16"], CPU, shape=(16, 96), dtype=torch.float32, backend="fast")
 
 

@@ -24,7 +24,7 @@ from transformers import (
 from quantflow.errors import InputError, UnsupportedError, UsageError
 from quantflow.models.capture import LayerStream
 from quantflow.models.graph import graph_for
-from quantflow.models.hooks import KVRecorder, watch
+from quantflow.models.hooks import KVRecorder, QueryRecorder, watch
 from quantflow.models.load import open_source
 
 SHAPE = {
@@ -221,6 +221,28 @@ def test_recorded_keys_and_values_are_what_a_dynamic_cache_stores(folder):
         assert torch.equal(key, cache.layers[index].keys)
         assert torch.equal(value, cache.layers[index].values)
     assert torch.equal(stream.finish(states[0].hidden), logits)
+
+
+@torch.no_grad()
+def test_recorded_queries_are_what_attention_multiplies_with_the_keys(folder):
+    """Q and K make the layer's own attention probabilities, so that Q is the rotated one, normed where the family norms."""
+    stream = stream_of(folder)
+    model = stock_of(folder)
+    model.set_attn_implementation("eager")
+    expected = model(SEQUENCES[0][None], output_attentions=True).attentions
+    (state,) = stream.begin(SEQUENCES[:1])
+    for index in range(3):
+        queries, keys = [], []
+        with stream.layer(index) as layer:
+            with QueryRecorder(queries.append):
+                hidden = stream.run(layer, state, cache=KVRecorder(lambda _index, key, _value, keys=keys: keys.append(key)))
+            assert torch.equal(hidden, stream.run(layer, state))  # watching changes nothing
+        (query,), (key,) = queries, keys
+        key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+        last = (query[:, :, -1:] @ key.transpose(-1, -2) / query.shape[-1] ** 0.5)[:, :, 0]  # [1, heads, S]
+        seen = expected[index][:, :, -1]
+        assert torch.allclose(last.masked_fill(seen == 0, float("-inf")).softmax(dim=-1), seen, atol=1e-5)
+        state.store.put(state.index, hidden)
 
 
 def test_recorded_keys_are_rotated(folders):

@@ -83,7 +83,8 @@ def test_the_loaded_model_is_frozen_and_says_what_it_is(tmp_path, make_artifact)
     assert runtime.tokenizer is None
     assert runtime.eos_token_ids == (2,)
     assert runtime.reasons["model.layers.0.mlp.up_proj"] == {
-        "int8_mm": "int8_mm needs symmetric int8 weights per channel or per tensor, scheme W4A16 has others"
+        "hpu": "hpu runs on device hpu, not on cpu; give device hpu",
+        "int8_mm": "int8_mm needs symmetric int8 weights per channel or per tensor, scheme W4A16 has others",
     }
 
 

@@ -1,0 +1,150 @@
+"""Names of the files that Gaudi's toolkit keeps its statistics in, taken apart and put together exactly.
+
+    P_hooks_O[_S][_R_W].npz             P the prefix, O the observer, S the scale method of a file of scales,
+    P_hooks_O[_S][_R_W].json            R_W the rank and the world size; a single process has none
+    P_hooks_O[_R_W]_mod_list.json       every module that the toolkit looked at
+
+A name is matched as a whole. Card 1 of 16 is `_1_16` at its end, and never a part of `_11_16`.
+Source: neural_compressor.torch.algorithms.fp8_quant, and optimum-habana's unify_measurements.py.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from quantflow.errors import InputError
+
+OBSERVERS = ("maxabs", "maxabs_per_channel", "save", "shape")
+_NAME = re.compile(
+    r"(?P<prefix>.+)_hooks_(?P<observer>maxabs_per_channel|maxabs|save|shape)"
+    r"(?:_(?P<method>[A-Z][A-Z0-9_]*?))?(?:_(?P<rank>0|[1-9]\d*)_(?P<world>[1-9]\d*))?(?P<ending>_mod_list\.json|\.json|\.npz)"
+)
+_MEASURE = "measure with Gaudi's toolkit first (mode MEASURE), and give the folder or folder/prefix of its dump_stats_path"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileName:
+    """The parts of a name that a file's `.npz`, `.json` and `_mod_list.json` share.
+
+    Attributes:
+        prefix: the last component of dump_stats_path.
+        method: the scale method in capitals, of a file of scales; None of a measurement.
+        rank, world: both None when one process measured.
+    """
+
+    prefix: str
+    observer: str = "maxabs"
+    method: str | None = None
+    rank: int | None = None
+    world: int | None = None
+
+    @property
+    def stem(self) -> str:
+        """The name without its ending."""
+        method = "" if self.method is None else f"_{self.method}"
+        suffix = "" if self.rank is None else f"_{self.rank}_{self.world}"
+        return f"{self.prefix}_hooks_{self.observer}{method}{suffix}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Files:
+    """The files of one rank; at least one of `npz` and `json` is there."""
+
+    name: FileName
+    npz: Path | None = None
+    json: Path | None = None
+    mod_list: Path | None = None
+
+
+def parse_name(text: str) -> tuple[FileName, str] | None:
+    """Return the parts of a file's name and its ending, or None when it is not one of the toolkit's."""
+    match = _NAME.fullmatch(text)
+    if match is None:
+        return None
+    rank, world = match["rank"], match["world"]
+    name = FileName(
+        prefix=match["prefix"],
+        observer=match["observer"],
+        method=match["method"],
+        rank=None if rank is None else int(rank),
+        world=None if world is None else int(world),
+    )
+    return name, match["ending"]
+
+
+def holds_triples(path: Path) -> bool:
+    """Return whether a folder, or folder/prefix, names files of Gaudi's toolkit, be it scales or module lists alone."""
+    return bool(_named(path))
+
+
+def find_triples(path: Path, *, method: str | None = None, partial: bool = False) -> dict[int, Files]:
+    """Return rank -> its files, complete and in order; files of other names are left alone.
+
+    Args:
+        path: a folder with the files of one prefix, or folder/prefix as dump_stats_path spells it.
+        method: a scale method in capitals for its files of scales; None for measurements.
+        partial: whether ranks may be missing.
+
+    Raises:
+        InputError: none are there; two prefixes, observers or world sizes; a rank is missing or beyond the world size.
+    """
+    found = _found(path, method=method)
+    if not found:
+        what = "measurement" if method is None else f"scales of {method}"
+        scales = sorted({name.method for name, *_ in _named(path) if name.method is not None})
+        beside = f", only scales of {', '.join(scales)}" if scales and method is None else ""
+        raise InputError(f"{path}: holds no {what} (..._hooks_maxabs.npz, ..._hooks_maxabs_0_8.json){beside}", _MEASURE)
+    for what, values in (
+        ("prefixes", {name.prefix for name in found}),
+        ("observers", {name.observer for name in found}),
+        ("world sizes", {1 if name.world is None else name.world for name in found}),
+        ("kinds of names, with and without ranks,", {"_R_W" if name.rank is not None else "no rank" for name in found}),
+    ):
+        if len(values) > 1:
+            listed = ", ".join(map(str, sorted(values, key=str)))
+            raise InputError(f"{path}: files of {len(values)} {what} {listed}", "give folder/prefix, or a folder of one run")
+    (world,) = {1 if name.world is None else name.world for name in found}
+    ranks = {name.rank or 0: files for name, files in found.items()}
+    beyond = sorted(rank for rank in ranks if rank >= world)
+    missing = [] if partial else sorted(set(range(world)) - set(ranks))
+    if beyond or missing:
+        cause = f"rank {beyond[0]} of {world}" if beyond else f"no file of rank {_some(missing)} of {world}"
+        raise InputError(f"{path}: {cause}", "give every rank of one run, 0 up to the world size")
+    return dict(sorted(ranks.items()))
+
+
+def _named(path: Path) -> list[tuple[FileName, str, Path]]:
+    """Return (name, ending, path) of every file of a folder, or of those of one prefix, that is named as the toolkit's."""
+    folder, prefix = (path, None) if path.is_dir() else (path.parent, path.name)
+    if not folder.is_dir():
+        return []
+    parsed = [(parse_name(entry.name), entry) for entry in sorted(folder.iterdir())]
+    return [
+        (*found, entry)
+        for found, entry in parsed
+        if found is not None and (found[0].prefix == prefix or (prefix is None and not _is_original(entry, folder)))
+    ]
+
+
+def _found(path: Path, *, method: str | None) -> dict[FileName, Files]:
+    """Return the files below a folder, or those of one prefix, that are measurements or scales of a method."""
+    files: dict[FileName, dict[str, Path]] = {}
+    for name, ending, entry in _named(path):
+        if name.method == method and name.observer != "shape":
+            files.setdefault(name, {})[ending] = entry
+    return {
+        name: Files(name=name, npz=parts.get(".npz"), json=parts.get(".json"), mod_list=parts.get("_mod_list.json"))
+        for name, parts in files.items()
+        if ".npz" in parts or ".json" in parts
+    }
+
+
+def _is_original(entry: Path, folder: Path) -> bool:
+    """Return whether a file is what the toolkit's postprocessing kept of one that is there: `orig_` and its name."""
+    return entry.name.startswith("orig_") and (folder / entry.name.removeprefix("orig_")).exists()
+
+
+def _some(values: Iterable[int]) -> str:
+    listed = list(values)
+    return ", ".join(map(str, listed[:8])) + (", ..." if len(listed) > 8 else "")

@@ -1,0 +1,106 @@
+"""Which modules a QUANT_CONFIG quantizes: its allow and block lists, with patterns that are explained before they are used.
+
+An empty allowlist takes every module; else a module is taken when its class is among `types` or any pattern of `names` is
+found in its path. The blocklist is asked afterwards in the same way, so it wins.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quantflow.errors import UsageError
+
+_CLASS_OF_NUMBERS = re.compile(r"\[(\d+)-(\d+)\]")
+_LONGEST = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleList:
+    """An allowlist or a blocklist.
+
+    Attributes:
+        names: regular expressions, found anywhere in a module's path.
+        types: class names.
+    """
+
+    names: tuple[str, ...] = ()
+    types: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        """Return whether it lists anything."""
+        return bool(self.names or self.types)
+
+    def holds(self, path: str, layer_type: str) -> bool:
+        """Return whether a module is on the list."""
+        return layer_type in self.types or any(re.search(pattern, path) for pattern in self.names)
+
+
+def module_list(key: str, value: object) -> ModuleList:
+    """Read `allowlist` or `blocklist`.
+
+    Raises:
+        UsageError: it is no table of `names` and `types`, or a pattern says something else than it looks like.
+    """
+    if not isinstance(value, Mapping):
+        raise UsageError(f"{key}: {value!r} is no table", 'write {"types": [], "names": []}')
+    unknown = sorted(set(value) - {"names", "types"})
+    if unknown:
+        raise UsageError(f"{key}: key {unknown[0]!r} is unknown", "use names and types")
+    lists: dict[str, tuple[str, ...]] = {}
+    for part, items in value.items():
+        if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
+            raise UsageError(f"{key}.{part}: {items!r} is no list of text", f'write "{part}": ["..."]')
+        lists[part] = tuple(items)
+    for pattern in lists.get("names", ()):
+        _check_pattern(key, pattern)
+    return ModuleList(**lists)
+
+
+def selected(path: str, layer_type: str, *, allow: ModuleList, block: ModuleList) -> bool:
+    """Return whether a module is quantized."""
+    return (not allow or allow.holds(path, layer_type)) and not block.holds(path, layer_type)
+
+
+def _check_pattern(key: str, pattern: str) -> None:
+    """Refuse what is no regular expression, and square brackets around numbers, which do not mean those numbers.
+
+    Raises:
+        UsageError: with the pattern that was meant.
+    """
+    for found in _CLASS_OF_NUMBERS.finditer(pattern):
+        if max(len(found[1]), len(found[2])) > 1:
+            raise UsageError(
+                f"{key}.names: pattern {pattern!r}: {found[0]} is one character, not a number: {_characters(found)}",
+                f"write {_meant(pattern, found)!r}",
+            )
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise UsageError(f"{key}.names: pattern {pattern!r} is no regular expression: {error}", "mend the pattern") from error
+
+
+def _characters(found: "re.Match[str]") -> str:
+    """Say which characters a class such as [29-31] matches."""
+    first, last = found[1], found[2]
+    single = [*dict.fromkeys(first[:-1] + last[1:])]
+    low, high = first[-1], last[0]
+    words = [f"{character!r}" for character in single]
+    if low > high:
+        return f"{', '.join(words)} and the range {low}-{high}, which runs backwards"
+    return ", ".join([*words, f"and {low!r} to {high!r}" if low < high else repr(low)])
+
+
+def _meant(pattern: str, found: "re.Match[str]") -> str:
+    """Return the pattern with the numbers written out."""
+    first, last = sorted((int(found[1]), int(found[2])))
+    if last - first >= _LONGEST:
+        return pattern.replace(found[0], r"\d+")
+    numbers = "|".join(str(number) for number in range(first, last + 1))
+    return pattern.replace(found[0], f"({numbers})")
+
+
+def as_table(modules: ModuleList) -> dict[str, Any]:
+    """Return the list as QUANT_CONFIG spells it."""
+    names: Sequence[str] = modules.names
+    return {"types": list(modules.types), "names": list(names)}

@@ -1,0 +1,473 @@
+"""Gaudi's toolkit itself, neural-compressor, on a CPU: it measures, we merge and derive; we write, it takes what is written.
+
+What it can do without a Gaudi is emulation by explicit quantize and dequantize, with four of its scale methods. It lives in an
+environment of its own, whose folder NEURAL_COMPRESSOR_ENV names; without it all of this is skipped.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from quantflow.core.gaudi import scale_from_amax, target, weight_scale
+from quantflow.core.gaudi_methods import SCALE_METHODS, method_config
+from quantflow.measurements.inc import SCALES, Node, Triple, read_triple, write_triple
+from quantflow.measurements.inc_names import FileName, find_triples
+from quantflow.measurements.inc_nodes import postprocess
+from quantflow.measurements.inc_scales import scales_from
+from stages._options import exit_code
+from stages.cli import cli
+
+pytestmark = pytest.mark.slow
+
+VARIABLE, RELEASE = "NEURAL_COMPRESSOR_ENV", "3.10"
+EMBEDDED = Path(__file__).resolve().parents[2] / "examples" / "tiny-llama"
+METHODS = ["unit_scale", "maxabs_pow2", "maxabs_arbitrary", "act_maxabs_pow2_weights_pcs_maxabs_pow2"]
+
+# Runs in the other environment: a model of three linears, whose inputs differ from rank to rank.
+TINY = """
+import json, os, sys
+import numpy as np
+import torch
+from torch import nn
+from neural_compressor.torch.quantization import FP8Config, convert, finalize_calibration, prepare
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+
+
+class Tiny(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(24, 40), nn.Linear(40, 24, bias=False), nn.Linear(24, 16)
+
+    def forward(self, x):
+        return self.last(torch.relu(self.second(torch.relu(self.first(x)))))
+
+
+def inputs(rank):
+    generator = torch.Generator().manual_seed(10 + rank)
+    return (torch.randn(6, 24, generator=generator) * (1 + 4 * rank)).bfloat16()
+
+
+model = Tiny().bfloat16().eval()
+options = json.loads(sys.argv[2])
+config = FP8Config(observer="maxabs", use_qdq="True", **options)
+with torch.no_grad():
+    model = prepare(model, config) if sys.argv[1] == "measure" else convert(model, config)
+    if sys.argv[1] == "measure":
+        model(inputs(int(os.environ["LOCAL_RANK"])))
+        finalize_calibration(model)
+    else:
+        found = {"logits": torch.cat([model(inputs(rank)) for rank in range(2)]).float().numpy()}
+        for name, module in model.named_modules():
+            if hasattr(module, "quant_input"):
+                for key, scale in (("input", module.quant_input.scale), ("weight", module.dequant_weights.scale)):
+                    found[f"{name}.{key}"] = torch.as_tensor(scale).detach().float().flatten().numpy()
+        np.savez(sys.argv[3], **found)
+"""
+
+# A stock Llama with the files that `export --format inc` wrote: QUANT_CONFIG is all that it is told.
+STOCK = """
+import sys
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+from neural_compressor.torch.quantization import FP8Config, convert
+
+torch.set_num_threads(1)
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.bfloat16).eval()
+model = convert(model, FP8Config.from_json_file(sys.argv[2]))
+patched = [name for name, module in model.named_modules() if type(module).__name__ == "PatchedLinear"]
+with torch.no_grad():
+    logits = model(torch.arange(2, 42)[None]).logits
+np.savez(sys.argv[3], logits=logits.float().numpy(), patched=np.array(patched))
+"""
+
+
+@pytest.fixture(scope="module")
+def toolkit() -> Path:
+    """The interpreter of an environment with neural-compressor and without quantflow, or a skip that says how to make one."""
+    folder = os.environ.get(VARIABLE, "")
+    python = Path(folder).absolute() / "bin" / "python"
+    how = f"python3 -m venv ENV; ENV/bin/pip install torch==2.13.0 transformers==5.23.0 neural-compressor-pt=={RELEASE}"
+    if not folder:
+        pytest.skip(f"{VARIABLE} does not name an environment with neural-compressor; make one: {how}")
+    ask = "from importlib.metadata import version; print(version('neural-compressor-pt'))"
+    found = subprocess.run([str(python), "-c", ask], capture_output=True, text=True, check=False) if python.exists() else None
+    version = "nothing" if found is None or found.returncode else found.stdout.strip()
+    if version != RELEASE:
+        pytest.skip(f"{VARIABLE}={folder} holds neural-compressor-pt {version}, {RELEASE} is needed: {how}")
+    return python
+
+
+@pytest.fixture(scope="module")
+def call(toolkit: Path) -> Callable[..., None]:
+    """Run a program of the other environment in a folder."""
+
+    def run(program: str, *arguments: object, cwd: Path, **variables: str) -> None:
+        line = [str(toolkit), "-c", program, *map(str, arguments)]
+        plain = {"PATH": "/usr/bin:/bin", "HOME": str(cwd), "OMP_NUM_THREADS": "1", **variables}
+        result = subprocess.run(line, cwd=cwd, env=plain, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stderr[-3000:]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def measured(call: Callable[..., None], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two ranks of the toolkit measured, in one folder."""
+    folder = tmp_path_factory.mktemp("measured")
+    (folder / "both").mkdir()
+    for rank in range(2):
+        options = {"mode": "MEASURE", "dump_stats_path": f"{folder}/rank{rank}/measure"}
+        (folder / f"rank{rank}").mkdir()  # the toolkit moves away what another rank left in the same folder
+        call(TINY, "measure", json.dumps(options), cwd=folder, LOCAL_RANK=str(rank), WORLD_SIZE="2")
+        for path in (folder / f"rank{rank}").glob("measure_hooks_maxabs*"):
+            path.rename(folder / "both" / path.name)
+    return folder / "both"
+
+
+def by_hand(measured: Path, output: Path) -> None:
+    """Merge two ranks by the maximum, in a few lines of numpy."""
+    tables = [np.load(measured / f"measure_hooks_maxabs_{rank}_2.npz", allow_pickle=True)["arr_0"].item() for rank in range(2)]
+    merged = tables[0]
+    for name, node in tables[1]["Nodes"].items():
+        ours = merged["Nodes"][name]
+        ours["inputs"] = [np.maximum(a, b) for a, b in zip(ours["inputs"], node["inputs"], strict=True)]
+        ours["params"]["weight"] = np.maximum(ours["params"]["weight"], node["params"]["weight"])
+    merged["LocalRank"] = -1
+    output.mkdir()
+    np.savez(output / "measure_hooks_maxabs.npz", merged)
+    listed = json.loads((measured / "measure_hooks_maxabs_0_2.json").read_text())
+    for name, node in merged["Nodes"].items():
+        listed["Nodes"][name]["inputs"] = [value.tolist() for value in node["inputs"]]
+        listed["Nodes"][name]["params"]["weight"] = node["params"]["weight"].tolist()
+    listed["LocalRank"] = -1
+    (output / "measure_hooks_maxabs.json").write_text(json.dumps(listed))
+
+
+def quantize(folder: Path, method: str) -> str:
+    """Return the options of convert."""
+    return json.dumps({"mode": "QUANTIZE", "scale_method": method, "dump_stats_path": f"{folder}/measure"})
+
+
+def run(*arguments: object) -> int:
+    return exit_code(cli, [str(argument) for argument in arguments])
+
+
+def unified(measured: Path, output: Path) -> Path:
+    """Merge as a user does."""
+    assert run("unify", "-g", "01", "-m", measured, "-o", output) == 0
+    return output
+
+
+def test_two_ranks_are_read_and_the_files_are_as_published(measured: Path) -> None:
+    files = find_triples(measured)
+    assert list(files) == [0, 1]
+    ranks = [read_triple(found) for found in files.values()]
+    assert [triple.local_rank for triple in ranks] == [0, 1]
+    assert set(ranks[0].nodes) == {"first", "second", "last"} == set(ranks[0].modules)
+    assert ranks[0].nodes["first"].inputs[0].shape == (1, 1) and ranks[0].nodes["first"].weight is not None
+    assert ranks[1].nodes["first"].inputs[0] > ranks[0].nodes["first"].inputs[0]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_convert_takes_our_merged_files_and_computes_what_it_does_with_files_merged_by_hand(
+    call: Callable[..., None], measured: Path, tmp_path: Path, method: str
+) -> None:
+    by_hand(measured, tmp_path / "theirs")
+    unified(measured, tmp_path / "ours")
+    for name in ("ours", "theirs"):
+        call(TINY, "convert", quantize(tmp_path / name, method), tmp_path / f"{name}.npz", cwd=tmp_path)
+    ours, theirs = (np.load(tmp_path / f"{name}.npz")["logits"] for name in ("ours", "theirs"))
+    assert np.array_equal(ours, theirs) and np.isfinite(ours).all() and ours.std() > 0
+    print(f"\n{method}: {ours.size} logits equal, the largest {abs(ours).max():.4f}")
+
+
+# The toolkit's own rounding to the hardware's scales, and its searches, which look for a device only to put the weight there.
+RULES = """
+import sys
+import numpy as np
+import torch
+from neural_compressor.torch.algorithms.fp8_quant._core import fp_utils
+from neural_compressor.torch.algorithms.fp8_quant._core.scale_methods import round_scales_function as rounding
+from neural_compressor.torch.utils.auto_accelerator import INCAcceleratorType
+
+to = torch.Tensor.to
+torch.Tensor.to = lambda self, *args, **kwargs: self if args == ("hpu",) else to(self, *args, **kwargs)
+given, found = np.load(sys.argv[1]), {}
+maxima, weight = torch.from_numpy(given["maxima"]), torch.from_numpy(given["weight"])
+for device, kind in (("gaudi2", INCAcceleratorType.GAUDI2), ("gaudi3", INCAcceleratorType.GAUDI3)):
+    largest = fp_utils.get_fullscale(torch.float8_e4m3fn, kind)
+    fp_utils.cast_to_fp8_fcn = lambda x, dtype: x.clamp(-largest, largest).to(dtype)
+    pow2, hardware = rounding.ScaleToPow2(), rounding.ScaleToHwAligned(kind)
+    for side, backoff in (("activation", 0.25), ("weight", 0.5)):
+        raw = fp_utils.calc_scale_from_maxabs(maxima.bfloat16(), largest, backoff)
+        found[f"{device}.{side}.maxabs_pow2"] = pow2.calc(raw).float().numpy()
+        found[f"{device}.{side}.maxabs_hw"] = hardware.calc(raw).float().numpy()
+    lists = {
+        "maxabs_hw_opt_weight": fp_utils.get_fp8_hw_alligned_scales_by_device(torch.float8_e4m3fn, kind),
+        "maxabs_pow2_opt_weight": [2.0**s for s in range(-10, 10)],
+    }
+    for method, candidates in lists.items():
+        best = fp_utils.mmse_scale(weight, [torch.tensor(s) for s in candidates], torch.float8_e4m3fn, torch.float32)
+        found[f"{device}.{method}"] = np.float32(best.item())
+    reference = pow2.calc(weight.abs().amax(dim=1) / (largest * 0.5))
+    best = fp_utils.mmse_scale_multi(
+        weight.t(), reference, [2.0**s for s in range(-3, 5)], torch.float8_e4m3fn, torch.float32
+    )
+    found[f"{device}.act_maxabs_hw_weights_pcs_opt_pow2"] = pow2.calc(best.flatten()).numpy()
+np.savez(sys.argv[2], **found)
+"""
+
+
+def test_rounding_to_the_hardwares_scales_and_searches_are_the_toolkits(call: Callable[..., None], tmp_path: Path) -> None:
+    """Its functions run on a CPU where its scale methods do not."""
+    generator = torch.Generator().manual_seed(0)
+    maxima = torch.exp2(torch.rand(20_000, generator=generator) * 40 - 20).bfloat16().float()
+    weight = torch.randn(48, 64, generator=generator) * torch.exp2(torch.randint(-6, 3, (48, 1), generator=generator))
+    np.savez(tmp_path / "given.npz", maxima=maxima.numpy(), weight=weight.numpy())
+    call(RULES, tmp_path / "given.npz", tmp_path / "found.npz", cwd=tmp_path)
+    with np.load(tmp_path / "found.npz") as archive:
+        found = dict(archive)
+    for device in ("gaudi2", "gaudi3"):
+        goal = target(device)
+        for side in ("activation", "weight"):
+            for method in ("maxabs_pow2", "maxabs_hw"):
+                rule = getattr(SCALE_METHODS[method], side)
+                ours = scale_from_amax(maxima, rule, target=goal, arithmetic="BF16")
+                assert np.array_equal(ours.numpy(), found.pop(f"{device}.{side}.{method}")), (device, side, method)
+        for method in ("maxabs_hw_opt_weight", "maxabs_pow2_opt_weight", "act_maxabs_hw_weights_pcs_opt_pow2"):
+            ours = weight_scale(weight, SCALE_METHODS[method].weight, target=goal)
+            assert np.array_equal(ours.numpy(), found.pop(f"{device}.{method}")), (device, method)
+    assert not found
+
+
+WEIGHTS = """
+import sys, torch
+exec(sys.argv[1].split("model = Tiny()")[0])
+torch.save({name: p.detach().bfloat16() for name, p in Tiny().named_parameters() if name.endswith("weight")}, sys.argv[2])
+"""
+
+
+@pytest.fixture(scope="module")
+def weights(call: Callable[..., None], tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """The weights of the other environment's model."""
+    folder = tmp_path_factory.mktemp("weights")
+    call(WEIGHTS, TINY, folder / "weights.pt", cwd=folder)
+    found: dict[str, torch.Tensor] = torch.load(folder / "weights.pt", weights_only=True)
+    return found
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_scales_are_equal_to_the_bit_and_convert_takes_ours(
+    call: Callable[..., None], measured: Path, weights: dict[str, torch.Tensor], tmp_path: Path, method: str
+) -> None:
+    """The toolkit derives scales from our merged maxima, we derive them too; then it runs on ours alone."""
+    folder = unified(measured, tmp_path / "ours")
+    call(TINY, "convert", quantize(folder, method), tmp_path / "derived.npz", cwd=tmp_path)
+    maxima = read_triple(find_triples(folder)[0])
+    ours = scales_from(
+        maxima.nodes,
+        method_config(method),
+        target=target("cpu"),
+        arithmetic="BF16",
+        read_weight=lambda name: weights[f"{name}.weight"],
+    )
+    derived = np.load(tmp_path / "derived.npz")
+    for name, node in ours.items():  # what its modules hold
+        assert node.weight is not None
+        assert np.array_equal(derived[f"{name}.input"], node.inputs[0].flatten().numpy()), name
+        assert np.array_equal(derived[f"{name}.weight"], node.weight.flatten().numpy()), name
+    if method == "unit_scale":  # it keeps no file of scales that depend on nothing
+        assert not list(folder.glob("*UNIT_SCALE*"))
+        return
+
+    (files,) = find_triples(folder, method=method.upper()).values()
+    theirs = read_triple(files)
+    assert ours.keys() == theirs.nodes.keys()
+    for name, node in ours.items():
+        expected = theirs.nodes[name].tensors
+        assert node.tensors.keys() == expected.keys(), name
+        for key, value in node.tensors.items():
+            assert torch.equal(value, expected[key]), (name, key)
+    for path in folder.glob(f"{files.name.stem}*"):
+        path.unlink()
+    write_triple(folder, files.name, Triple(nodes=ours, mode=SCALES, local_rank=maxima.local_rank))
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    call(TINY, "convert", quantize(folder, method), tmp_path / "taken.npz", cwd=tmp_path)
+    assert np.array_equal(np.load(tmp_path / "taken.npz")["logits"], derived["logits"])
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before  # it had nothing to derive
+
+    doubled = {name: replace(node, inputs=(node.inputs[0] * 2,)) for name, node in ours.items()}
+    write_triple(folder, files.name, Triple(nodes=doubled, mode=SCALES, local_rank=maxima.local_rank))
+    call(TINY, "convert", quantize(folder, method), tmp_path / "doubled.npz", cwd=tmp_path)
+    assert np.load(tmp_path / "doubled.npz")["first.input"] == 2 * derived["first.input"]  # so it does read them
+
+
+def test_the_toolkits_postprocessing_changes_what_ours_does(toolkit: Path, tmp_path: Path) -> None:
+    attention = "model.layers.0.self_attn.attn.impl"
+    cells = {value: torch.tensor([[value]]) for value in (1.0, 2.5, 3.0, 4.0, 0.1)}
+    nodes = {
+        f"{attention}.matmul_qk": Node(inputs=(cells[1.0], cells[2.5])),
+        f"{attention}.matmul_av": Node(inputs=(cells[1.0], cells[3.0])),
+        f"{attention}.k_cache": Node(inputs=(cells[4.0],)),
+        f"{attention}.v_cache": Node(inputs=(cells[0.1],)),
+        "lm_head": Node(inputs=(cells[1.0],), weight=cells[3.0]),
+    }
+    name = FileName(prefix="inc_output", rank=0, world=1)
+    (tmp_path / "in").mkdir()
+    write_triple(tmp_path / "in", name, Triple(nodes=nodes, local_rank=0))
+    package = "neural_compressor.torch.algorithms.fp8_quant.scripts.postprocessing_vllm_measurements"
+    line = [str(toolkit), "-m", package, "-m", str(tmp_path / "in"), "-o", str(tmp_path / "out"), "-k"]
+    subprocess.run(line, check=True, capture_output=True, cwd=tmp_path)
+    theirs = read_triple(find_triples(tmp_path / "out")[0]).nodes
+    ours = postprocess(nodes)
+    assert theirs.keys() == ours.keys()
+    for node, content in ours.items():
+        expected = theirs[node].tensors
+        assert {key: value.tolist() for key, value in content.tensors.items()} == {
+            key: value.tolist() for key, value in expected.items()
+        }
+
+
+# Every static method on a small model: which of them a CPU can run.
+EVERY = """
+import copy, json, sys
+import torch
+from torch import nn
+from neural_compressor.torch.quantization import FP8Config, convert, finalize_calibration, prepare
+
+torch.set_num_threads(1)
+base, x = nn.Sequential(nn.Linear(24, 40), nn.Linear(40, 24)).bfloat16().eval(), torch.ones(2, 24).bfloat16()
+options = {"observer": "maxabs", "use_qdq": "True", "dump_stats_path": "./stats/measure"}
+with torch.no_grad():
+    model = prepare(copy.deepcopy(base), FP8Config(mode="MEASURE", **options))
+    model(x)
+    finalize_calibration(model)
+    ran = []
+    for method in json.loads(sys.argv[1]):
+        try:
+            convert(copy.deepcopy(base), FP8Config(mode="QUANTIZE", scale_method=method, **options))(x)
+            ran.append(method)
+        except (KeyError, ModuleNotFoundError):  # no hardware scales of a CPU, and a search that runs on the device
+            pass
+open("ran.json", "w").write(json.dumps(ran))
+"""
+
+
+def test_these_are_all_the_methods_that_run_without_a_gaudi(call: Callable[..., None], tmp_path: Path) -> None:
+    static = [name for name, method in SCALE_METHODS.items() if not method.dynamic]
+    (tmp_path / "stats").mkdir()
+    call(EVERY, json.dumps(static), cwd=tmp_path)
+    assert json.loads((tmp_path / "ran.json").read_text()) == METHODS and len(static) == 11
+
+
+@pytest.fixture(scope="module")
+def embedded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What we measured of the model that is in this repository, on the source of Python itself."""
+    folder = tmp_path_factory.mktemp("embedded")
+    text = [sys.executable, str(EMBEDDED / "stdlib_text.py"), "--output", str(folder / "text")]
+    subprocess.run(text, check=True, capture_output=True)
+    line = ("--calibration", folder / "text" / "calibration.jsonl", "--samples", "8", "--sequence-length", "256")
+    assert run("measure", EMBEDDED, "-o", folder / "measured", *line, "--quant-config", "maxabs_measure") == 0
+    return folder / "measured"
+
+
+# One of two ranks, each with the whole model and text of its own, as QUANT_CONFIG says.
+RANK = """
+import os, sys
+import torch
+from transformers import AutoModelForCausalLM
+from neural_compressor.torch.quantization import FP8Config, finalize_calibration, prepare
+
+torch.set_num_threads(1)
+rank = int(os.environ["LOCAL_RANK"])
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.bfloat16).eval()
+model = prepare(model, FP8Config.from_json_file(os.environ["QUANT_CONFIG"]))
+with torch.no_grad():
+    model(torch.randint(model.config.vocab_size, (1, 64), generator=torch.Generator().manual_seed(rank)))
+finalize_calibration(model)
+"""
+
+
+def test_what_the_toolkit_measured_on_two_ranks_is_unified_and_quantized_with_its_own_configuration(
+    call: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user's way: QUANT_CONFIG to measure with the toolkit, unify, and a QUANT_CONFIG to quantize here."""
+    (tmp_path / "hqt_output").mkdir()
+    for rank in range(2):
+        (tmp_path / f"rank{rank}" / "hqt_output").mkdir(parents=True)
+        config = {"mode": "MEASURE", "observer": "maxabs", "use_qdq": True, "dump_stats_path": "./hqt_output/measure"}
+        (tmp_path / f"rank{rank}" / "measure.json").write_text(json.dumps(config | {"blocklist": {"names": ["lm_head"]}}))
+        variables = {"QUANT_CONFIG": "measure.json", "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+        call(RANK, EMBEDDED, cwd=tmp_path / f"rank{rank}", **variables)
+        for path in (tmp_path / f"rank{rank}" / "hqt_output").glob("measure_hooks_maxabs*"):
+            path.rename(tmp_path / "hqt_output" / path.name)
+    monkeypatch.chdir(tmp_path)
+    assert run("unify", "-g", "01", "-m", "hqt_output", "-o", "unified") == 0
+    ranks = [read_triple(files).nodes for files in find_triples(Path("hqt_output")).values()]
+    merged = read_triple(find_triples(Path("unified"))[0]).nodes
+    assert len(merged) == 28
+    for name, node in merged.items():
+        assert node.inputs[0] == max(nodes[name].inputs[0] for nodes in ranks), name
+    Path("quant.json").write_text(json.dumps({"dump_stats_path": "./unified/measure", "device_for_scales": "GAUDI2"}))
+    monkeypatch.setenv("QUANT_CONFIG", "quant.json")
+    assert run("quantize", EMBEDDED, "-o", "quantized") == 0
+    schemes = json.loads(Path("quantized/quantize.json").read_text())["plan"]["schemes"]
+    assert {scheme["weights"]["float8"] for scheme in schemes.values()} == {"gaudi2"} and schemes.keys() == merged.keys()
+    layer = load_file("quantized/layers/00000.safetensors")
+    key = next(key for key in layer if "o_proj" in key and "input_scale" in key)
+    expected = merged["model.layers.0.self_attn.o_proj"].inputs[0].item() / 240
+    assert layer[key].item() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_our_measurement_of_the_embedded_model_converts_there_and_the_scales_it_computes_are_ours(
+    call: Callable[..., None], embedded: Path, tmp_path: Path, method: str
+) -> None:
+    """Every linear of the decoder layers is found under its name; its scales come from our maxima alone."""
+    given = {"mode": "QUANTIZE", "use_qdq": True, "scale_method": method}
+    (tmp_path / "given.json").write_text(json.dumps(given))
+    inc = ("--format", "inc", "--device", "cpu", "--quant-config", tmp_path / "given.json", "--model", EMBEDDED)
+    assert run("export", embedded, "-o", tmp_path / "gaudi", *inc) == 0
+    ours = tmp_path / "ours"
+    ours.mkdir()
+    for path in (tmp_path / "gaudi" / "hqt_output").glob(f"*_{method.upper()}.*"):
+        shutil.move(path, ours / path.name)
+    call(STOCK, EMBEDDED, "quantization_config/given.json", tmp_path / "found.npz", cwd=tmp_path / "gaudi")
+    with np.load(tmp_path / "found.npz") as found:
+        logits, patched = found["logits"], found["patched"].tolist()
+    linears = [name for name in read_triple(find_triples(tmp_path / "gaudi" / "hqt_output")[0]).nodes if name.endswith("_proj")]
+    assert sorted(patched) == sorted(linears) and len(patched) == 28
+
+    if method == "unit_scale":  # it keeps no file of scales that depend on nothing
+        assert not list(ours.iterdir()) and not list((tmp_path / "gaudi" / "hqt_output").glob("*UNIT_SCALE*"))
+    else:
+        expected, computed = (
+            read_triple(find_triples(folder, method=method.upper())[0]).nodes
+            for folder in (ours, tmp_path / "gaudi" / "hqt_output")
+        )
+        assert sorted(computed) == sorted(linears)  # a stock model has neither caches nor products of its own
+        for name, node in computed.items():
+            for key, value in node.tensors.items():
+                assert torch.equal(value, expected[name].tensors[key]), (name, key)
+        values = sum(value.numel() for node in computed.values() for value in node.tensors.values())
+        print(f"\n{method}: {len(computed)} linears, {values} scales equal to the bit")
+    model = AutoModelForCausalLM.from_pretrained(EMBEDDED, dtype=torch.float32).eval()
+    with torch.no_grad():
+        plain = model(torch.arange(2, 42)[None]).logits.numpy()
+    error = np.linalg.norm(logits - plain) / np.linalg.norm(plain)
+    print(f"{method}: logits {error:.4f} from the model's own")
+    assert error < (0.6 if method == "unit_scale" else 0.2), error

@@ -1,0 +1,479 @@
+"""Gaudi's files in and out of the verbs: from a measurement to its files, from its files to an artifact, ranks merged."""
+
+import json
+import math
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quantflow.artifact.manifest import read_manifest
+from quantflow.measurements.inc import read_triple, write_triple
+from quantflow.measurements.inc_names import FileName, find_triples
+from quantflow.measurements.record import read_measurement
+from stages._options import exit_code
+from stages._quant_config import read_quant_config
+from stages.cli import cli
+
+A = "model.layers.1.self_attn"
+
+
+def run(*arguments):
+    return exit_code(cli, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def refused(capsys):
+    def check(code, *arguments):
+        capsys.readouterr()
+        assert run(*arguments) == code, capsys.readouterr().err
+        return capsys.readouterr().err
+
+    return check
+
+
+@pytest.fixture(autouse=True)
+def without_variable(monkeypatch):
+    monkeypatch.delenv("QUANT_CONFIG", raising=False)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory, llama, text_files) -> Path:
+    folder = tmp_path_factory.mktemp("measured") / "m"
+    line = ("--calibration", text_files["calibration"], "--samples", "4", "--stats", "amax")
+    assert run("measure", llama, "-o", folder, *line) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory, measured, llama) -> Path:
+    """Gaudi's files of the measurement, for Gaudi2."""
+    folder = tmp_path_factory.mktemp("exported") / "gaudi"
+    assert run("export", measured, "-o", folder, "--format", "inc", "--device", "gaudi2", "--model", llama) == 0
+    return folder
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+def nodes_of(path: Path, **options):
+    return read_triple(find_triples(path, **options)[0]).nodes
+
+
+def plan_of(folder: Path) -> dict:
+    return json.loads((folder / "quantize.json").read_text())["plan"]["schemes"]
+
+
+def config_file(path: Path, **values) -> Path:
+    path.write_text(json.dumps({"mode": "QUANTIZE"} | values))
+    return path
+
+
+def test_the_folder_has_what_each_runtime_mounts(exported):
+    assert files(exported) == [
+        "DONE.json",
+        "hqt_output/measure_hooks_maxabs.json",
+        "hqt_output/measure_hooks_maxabs.npz",
+        "hqt_output/measure_hooks_maxabs_MAXABS_HW.json",
+        "hqt_output/measure_hooks_maxabs_MAXABS_HW.npz",
+        "hqt_output/measure_hooks_maxabs_mod_list.json",
+        "quantization_config/maxabs_quant.json",
+        "vllm/g2/inc_output_hooks_maxabs_0_1.json",
+        "vllm/g2/inc_output_hooks_maxabs_0_1.npz",
+        "vllm/g2/inc_output_hooks_maxabs_0_1_mod_list.json",
+        "vllm/g2/inc_output_hooks_maxabs_MAXABS_HW_0_1.json",
+        "vllm/g2/inc_output_hooks_maxabs_MAXABS_HW_0_1.npz",
+        "vllm/maxabs_quant_g2.json",
+    ]
+
+
+def test_maxima_are_those_of_the_measurement_and_products_have_the_caches(exported, measured):
+    statistics = read_measurement(measured / "rank-000-of-001").statistics
+    nodes = nodes_of(exported / "hqt_output")
+    for name in (f"{A}.q_proj", f"{A}.o_proj", "model.layers.0.mlp.down_proj"):
+        assert nodes[name].inputs[0].item() == statistics[f"{name}|input|amax"].item()
+        assert nodes[name].weight.item() == statistics[f"{name}|weight|amax"].item()
+        assert nodes[name].outputs == ()
+    assert [value.item() for value in nodes[f"{A}.matmul_qk"].inputs] == [
+        statistics[f"{A}|query|amax"].item(),
+        statistics[f"{A}|k_cache|amax"].item(),
+    ]
+    assert [value.item() for value in nodes[f"{A}.matmul_av"].inputs] == [1.0, statistics[f"{A}|v_cache|amax"].item()]
+    assert len(nodes) == 2 * (7 + 4)
+
+
+def test_scales_are_those_of_the_method_in_the_toolkits_arithmetic(exported):
+    maxima, scales = nodes_of(exported / "hqt_output"), nodes_of(exported / "hqt_output", method="MAXABS_HW")
+    assert maxima.keys() == scales.keys()
+    for name, node in maxima.items():
+        raw = (node.inputs[0].max().bfloat16() / 60).float().item()
+        exponent = min(4, max(-8, 4 * math.ceil(math.ceil(math.log2(raw) - 1e-9) / 4)))
+        assert scales[name].inputs[0].item() == 2.0**exponent, name
+
+
+def test_the_configuration_names_the_files_and_blocks_what_was_not_measured(exported):
+    config = read_quant_config(exported / "quantization_config" / "maxabs_quant.json")
+    assert (config.mode, config.observer, config.dump_stats_path) == ("QUANTIZE", "maxabs", "./hqt_output/measure")
+    assert config.scale_method.default.name == "maxabs_hw"
+    assert config.blocklist.names == ("lm_head", "embed_out", "fused_scaled_dot_product_attention")
+    assert find_triples(exported / config.dump_stats_path)
+    vllm = read_quant_config(exported / "vllm" / "maxabs_quant_g2.json")
+    assert find_triples(exported / "vllm" / vllm.dump_stats_path)
+    assert "softmax" in vllm.blocklist.names and "matmul_qk" not in vllm.blocklist.names
+
+
+def test_vllms_files_have_its_names_and_the_outputs_it_measures(exported):
+    nodes = nodes_of(exported / "vllm" / "g2")
+    assert f"{A}.qkv_proj" in nodes and f"{A}.attn.impl.matmul_av" in nodes and f"{A}.q_proj" not in nodes
+    assert len(nodes[f"{A}.o_proj"].outputs) == 2 and nodes[f"{A}.qkv_proj"].outputs == ()
+
+
+def test_the_same_command_again_changes_no_byte_and_another_one_is_refused(exported, measured, llama, refused):
+    before = {name: (exported / name).read_bytes() for name in files(exported)}
+    line = ("export", measured, "-o", exported, "--format", "inc", "--model", llama)
+    assert run(*line, "--device", "gaudi2") == 0
+    assert "device" in refused(2, *line, "--device", "gaudi3")
+    assert {name: (exported / name).read_bytes() for name in files(exported)} == before
+
+
+def test_two_folders_have_the_same_bytes(tmp_path, exported, measured, llama):
+    folder = tmp_path / "deep" / "er"
+    assert run("export", measured, "-o", folder, "--format", "inc", "--device", "gaudi2", "--model", llama) == 0
+    for name in files(exported):
+        assert (folder / name).read_bytes() == (exported / name).read_bytes()
+
+
+def test_numpy_reads_the_npz_as_the_toolkit_does(exported):
+    with np.load(exported / "hqt_output" / "measure_hooks_maxabs.npz", allow_pickle=True) as archive:
+        table = archive["arr_0"].item()
+    assert table["Nodes"][f"{A}.q_proj"]["inputs"][0].shape == (1, 1) and table["LocalRank"] is None
+
+
+@pytest.mark.parametrize("method", ["maxabs_pow2_opt_weight", "act_maxabs_hw_weights_pcs_maxabs_pow2"])
+def test_methods_that_look_at_weights_need_the_model(tmp_path, measured, llama, refused, method):
+    line = ("export", measured, "--format", "inc", "--device", "gaudi3", "--scale-method", method)
+    assert "--model" in refused(3, *line, "-o", tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+    assert run(*line, "-o", tmp_path / "a", "--model", llama) == 0
+    scales = nodes_of(tmp_path / "a" / "hqt_output", method=method.upper())
+    assert scales[f"{A}.q_proj"].weight.shape == ((64,) if "pcs" in method else ())
+
+
+def test_a_given_configuration_decides_method_lists_name_and_outputs(tmp_path, measured):
+    values = {
+        "scale_method": "maxabs_pow2",
+        "blocklist": {"names": ["mlp"], "types": ["Matmul"]},
+        "measure_exclude": "NONE",
+        "dump_stats_path": "/somewhere/run7",
+        "measure_on_hpu": False,
+    }
+    path = config_file(tmp_path / "mine.json", **values)
+    line = ("export", measured, "-o", tmp_path / "a", "--format", "inc", "--device", "gaudi3")
+    assert run(*line, "--quant-config", path) == 0
+    config = read_quant_config(tmp_path / "a" / "quantization_config" / "mine.json")
+    assert config.dump_stats_path == "./hqt_output/run7" and config.blocklist.names[0] == "mlp"
+    assert config.measure_on_hpu is False
+    maxima = nodes_of(tmp_path / "a" / "hqt_output" / "run7")
+    assert maxima[f"{A}.q_proj"].outputs
+    scales = nodes_of(tmp_path / "a" / "hqt_output" / "run7", method="MAXABS_POW2")
+    assert f"{A}.q_proj" in scales and f"{A}.k_cache" in scales
+    assert not any("mlp" in name or "matmul" in name for name in scales)
+
+
+def test_the_dictionary_form_has_no_file_of_scales(tmp_path, measured):
+    part = {"granularity": "PTS", "scale_value_type": "FIXED_VALUE", "rounding_method": "SCALE_UNIT"}
+    path = config_file(tmp_path / "a.json", scale_method={"default": {"weight": part, "activation": part}})
+    line = ("export", measured, "-o", tmp_path / "a", "--format", "inc", "--device", "gaudi2", "--quant-config", path)
+    assert run(*line) == 0
+    assert not [name for name in files(tmp_path / "a") if "SCALE" in name.upper() and "hooks_maxabs_" in name]
+
+
+@pytest.mark.parametrize(
+    ("options", "values", "code", "said"),
+    [
+        ((), {}, 2, "give --device gaudi2, gaudi3, cpu"),
+        (("--device", "gaudi4"), {}, 2, "did you mean 'gaudi3'"),
+        (("--device", "cpu"), {}, 2, "only QDQ mode is supported on CPU device"),
+        (("--device", "cpu"), {"use_qdq": True}, 6, "no hardware scales"),
+        (("--device", "gaudi2"), {"mode": "MEASURE"}, 2, "QUANT_CONFIG has mode MEASURE"),
+        (("--device", "gaudi2"), {"device_for_scales": "GAUDI3"}, 2, "device_for_scales"),
+        (("--device", "gaudi2", "--scale-method", "maxabs"), {}, 2, "Enter one of"),
+        (
+            ("--device", "gaudi2"),
+            {"dynamic_quantization": True, "scale_method": "maxabs_pcs_pow2"},
+            2,
+            "dynamic_quantization uses no files",
+        ),
+    ],
+)
+def test_what_cannot_be_exported_is_refused(tmp_path, measured, refused, options, values, code, said):
+    path = config_file(tmp_path / "a.json", **values)
+    line = ("export", measured, "-o", tmp_path / "a", "--format", "inc", "--quant-config", path, *options)
+    assert said in refused(code, *line)
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_quantized_folder_or_another_model_is_refused(tmp_path, measured, llama, family_model, refused):
+    assert run("quantize", llama, "-o", tmp_path / "q", "--scheme", "W8A16") == 0
+    inc = ("-o", tmp_path / "a", "--format", "inc", "--device", "gaudi2")
+    assert "format inc is made from a measurement" in refused(2, "export", tmp_path / "q", *inc)
+    assert "measured on model" in refused(3, "export", measured, *inc, "--model", family_model("mistral"))
+    assert "rank-*-of-*" in refused(3, "export", tmp_path / "nothing", *inc)
+
+
+def test_gaudis_own_files_are_postprocessed_and_the_originals_kept_when_asked(tmp_path, exported):
+    source = tmp_path / "source"
+    source.mkdir()
+    triple = read_triple(find_triples(exported / "hqt_output")[0])
+    nodes = dict(triple.nodes)
+    node = nodes[f"{A}.matmul_qk"]
+    nodes[f"{A}.matmul_qk"] = type(node)(inputs=(node.inputs[0], torch.tensor([[123.0]])))
+    write_triple(source, FileName(prefix="run"), type(triple)(nodes=nodes, modules=triple.modules))
+    for keep in ((), ("--keep-orig",)):
+        folder = tmp_path / f"out{len(keep)}"
+        assert run("export", source, "-o", folder, "--format", "inc", "--device", "gaudi2", *keep) == 0
+        found = nodes_of(folder / "hqt_output")
+        assert found[f"{A}.matmul_qk"].inputs[1].item() == found[f"{A}.k_cache"].inputs[0].item() != 123
+        originals = [name for name in files(folder) if "orig_" in name]
+        assert len(originals) == (3 if keep else 0) and not (folder / "vllm").exists()
+    assert nodes_of(folder / "hqt_output" / "orig_measure")[f"{A}.matmul_qk"].inputs[1].item() == 123
+
+
+def test_ranks_have_files_of_their_own(tmp_path, measured, llama, refused):
+    assert run("unify", "--expand", "2", "-m", measured, "-o", tmp_path / "m") == 0
+    assert run("export", tmp_path / "m", "-o", tmp_path / "a", "--format", "inc", "--device", "gaudi2") == 0
+    found = find_triples(tmp_path / "a" / "hqt_output")
+    assert list(found) == [0, 1] and [read_triple(one).local_rank for one in found.values()] == [0, 1]
+    per_channel = ("--scale-method", "act_maxabs_pow2_weights_pcs_maxabs_pow2", "--model", llama)
+    assert run("export", tmp_path / "m", "-o", tmp_path / "b", "--format", "inc", "--device", "gaudi2", *per_channel) == 0
+    assert not [name for name in files(tmp_path / "b") if "PCS" in name]
+
+    one = ("-m", tmp_path / "a" / "hqt_output", "-o", tmp_path / "new" / "unified")
+    assert run("unify", "-g", "01", *one) == 0
+    merged = read_triple(find_triples(tmp_path / "new" / "unified")[0])
+    assert run("unify", "-g", "01", "-m", tmp_path / "m", "-o", tmp_path / "u") == 0
+    ours = read_measurement(tmp_path / "u" / "rank-000-of-001").statistics
+    for name in (f"{A}.q_proj", "model.layers.0.mlp.down_proj"):
+        assert merged.nodes[name].inputs[0].item() == ours[f"{name}|input|amax"].item()
+    assert merged.local_rank == -1
+    shutil.rmtree(tmp_path / "m" / "rank-001-of-002")
+    half = ("export", tmp_path / "m", "-o", tmp_path / "half", "--format", "inc", "--device", "gaudi2")
+    assert "holds ranks [0] of 2" in refused(3, *half)
+
+
+def test_fp8_is_quantized_from_gaudis_files_with_the_scales_of_our_measurement(tmp_path, measured, exported, llama):
+    for name, source in (("ours", measured), ("gaudi", exported / "hqt_output")):
+        line = ("-o", tmp_path / name, "--scheme", "FP8", "--measurement", source)
+        assert run("quantize", llama, *line) == 0
+    for index in range(2):
+        ours, theirs = (load_file(tmp_path / name / "layers" / f"{index:05d}.safetensors") for name in ("ours", "gaudi"))
+        assert ours.keys() == theirs.keys()
+        for name, tensor in ours.items():
+            assert torch.equal(tensor.flatten().view(torch.uint8), theirs[name].flatten().view(torch.uint8)), name
+
+
+def another(llama: Path, folder: Path) -> Path:
+    """Return a copy of a model with one weight changed."""
+    other = Path(shutil.copytree(llama, folder))
+    tensors = load_file(other / "model.safetensors")
+    tensors[f"{A}.q_proj.weight"] *= 1.25
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    return other
+
+
+def test_scales_are_not_made_from_gaudis_maxima_and_another_models_weights(tmp_path, exported, llama, refused):
+    line = ("export", exported / "hqt_output", "-o", tmp_path / "a", "--format", "inc", "--device", "gaudi2")
+    pcs = ("--scale-method", "act_maxabs_hw_weights_pcs_maxabs_pow2")
+    assert "the largest weight is" in refused(3, *line, *pcs, "--model", another(llama, tmp_path / "other"))
+    assert run(*line, *pcs, "--model", llama) == 0
+
+
+@pytest.mark.parametrize(("folder", "device", "code"), [("g3", "gaudi2", 3), ("g2", "gaudi3", 3), ("g2", "gaudi2", 0)])
+def test_files_of_a_folder_that_is_called_after_the_other_gaudi_are_refused(tmp_path, exported, refused, folder, device, code):
+    shutil.copytree(exported / "hqt_output", tmp_path / folder)
+    line = ("export", tmp_path / folder, "-o", tmp_path / "a", "--format", "inc", "--device", device)
+    said = refused(code, *line)
+    assert code == 0 or f"folder {folder} is of another device than {device}" in said
+
+
+def test_scales_per_channel_have_the_format_that_the_toolkit_makes_of_theirs(tmp_path, measured, llama):
+    line = ("export", measured, "-o", tmp_path / "a", "--format", "inc", "--device", "gaudi2", "--model", llama)
+    assert run(*line, "--scale-method", "act_maxabs_pow2_weights_pcs_opt_pow2") == 0
+    assert json.loads((tmp_path / "a/quantization_config/maxabs_quant.json").read_text())["scale_format"] == "CONST"
+
+
+def test_gaudis_files_of_another_model_or_of_several_ranks_are_refused(tmp_path, exported, llama, refused):
+    line = ("--scheme", "FP8", "--measurement", exported / "hqt_output")
+    said = refused(3, "quantize", another(llama, tmp_path / "other"), "-o", tmp_path / "q", *line)
+    assert f"{A}.q_proj: the largest weight is" in said
+    triple = read_triple(find_triples(exported / "hqt_output")[0])
+    (tmp_path / "two").mkdir()
+    for rank in range(2):
+        write_triple(tmp_path / "two", FileName(prefix="m", rank=rank, world=2), type(triple)(nodes=triple.nodes))
+    two = ("--scheme", "FP8", "--measurement", tmp_path / "two")
+    assert "holds 2 ranks, quantize reads one" in refused(3, "quantize", llama, "-o", tmp_path / "q", *two)
+    (tmp_path / "part").mkdir()
+    nodes = {name: node for name, node in triple.nodes.items() if not name.endswith("layers.1.mlp.up_proj")}
+    write_triple(tmp_path / "part", FileName(prefix="m"), type(triple)(nodes=nodes))
+    part = ("--scheme", "FP8", "--measurement", tmp_path / "part")
+    said = refused(3, "quantize", llama, "-o", tmp_path / "q", *part)
+    assert "Layer 'model.layers.1.mlp.up_proj' cannot be quantized because no measures were supplied" in said
+    given = config_file(tmp_path / "a.json", ignore_modules_wo_measures=True)
+    assert run("quantize", llama, "-o", tmp_path / "q", *part, "--quant-config", given) == 0
+    assert [name for name, scheme in plan_of(tmp_path / "q").items() if scheme is None] == ["model.layers.1.mlp.up_proj"]
+
+
+@pytest.mark.parametrize(
+    ("options", "needs"),
+    [
+        (("--scheme", "W4A16", "--algorithm", "gptq", "--group-size", "32"), "hessian_sum"),
+        (("--scheme", "W8A8_STATIC"), "min_val"),
+        (("--scheme", "FP8", "--smoothquant", "0.5"), "channel_amax"),
+    ],
+)
+def test_what_needs_more_than_maxima_is_refused(tmp_path, exported, llama, refused, options, needs):
+    said = refused(2, "quantize", llama, "-o", tmp_path / "q", *options, "--measurement", exported / "hqt_output")
+    assert needs in said and "Gaudi's files hold maxima alone" in said
+
+
+def test_a_configuration_alone_quantizes_fp8_from_the_files_that_it_names(tmp_path, exported, llama, monkeypatch, capsys):
+    stats = str(exported / "hqt_output" / "measure")
+    values = {"device_for_scales": "GAUDI2", "blocklist": {"names": ["down_proj"]}, "hp_dtype": "FP32", "method": "HOOKS"}
+    path = config_file(tmp_path / "a.json", dump_stats_path=stats, **values)
+    monkeypatch.setenv("QUANT_CONFIG", str(path))
+    assert run("quantize", llama, "-o", tmp_path / "q") == 0
+    assert "keys without meaning here: hp_dtype\n" in capsys.readouterr().err
+    schemes = plan_of(tmp_path / "q")
+    assert {name for name, scheme in schemes.items() if scheme is None} == {
+        f"model.layers.{index}.mlp.down_proj" for index in range(2)
+    }
+    scheme = schemes[f"{A}.q_proj"]
+    assert (scheme["weights"]["float8"], scheme["input"]["float8"]) == ("gaudi2", "gaudi2")
+    assert run("export", tmp_path / "q", "-o", tmp_path / "artifact") == 0
+    manifest = read_manifest(tmp_path / "artifact")
+    assert manifest["float8"] == {"flavour": "gaudi2", "largest": 240.0}
+    assert manifest["measurement"]["calibration"]["hash"] == "unknown"
+    assert "what text they are of is not known" in (tmp_path / "artifact" / "README.md").read_text()
+    weight = load_file(tmp_path / "artifact" / "model.safetensors")[f"{A}.q_proj.weight"]
+    assert weight.float().abs().max() <= 240
+
+
+def test_quantize_says_which_float8_it_takes_where_no_device_is_named(tmp_path, exported, llama, monkeypatch, capsys):
+    path = config_file(tmp_path / "a.json", dump_stats_path=str(exported / "hqt_output" / "measure"))
+    monkeypatch.setenv("QUANT_CONFIG", str(path))
+    assert run("quantize", llama, "-o", tmp_path / "q") == 0
+    assert "names no device, float8 is e4m3fn; Gaudi2 needs device_for_scales GAUDI2" in capsys.readouterr().err
+    assert plan_of(tmp_path / "q")[f"{A}.q_proj"]["weights"]["float8"] == "e4m3fn"
+
+
+def test_flags_and_the_recipe_win_over_the_configuration(tmp_path, exported, measured, llama):
+    values = {"device_for_scales": "GAUDI2", "blocklist": {"names": ["down_proj"]}, "dump_stats_path": "/nowhere/x"}
+    path = config_file(tmp_path / "a.json", **values)
+    line = ("--quant-config", path, "--measurement", measured, "--ignore", f"{A}.q_proj")
+    assert run("quantize", llama, "-o", tmp_path / "q", *line, "--set", "quantize.0.float8=e4m3fn") == 0
+    schemes = plan_of(tmp_path / "q")
+    assert [name for name, scheme in schemes.items() if scheme is None] == [f"{A}.q_proj"]
+    assert schemes[f"{A}.k_proj"]["weights"]["float8"] == "e4m3fn"
+    assert run("quantize", llama, "-o", tmp_path / "w8", "--quant-config", path, "--scheme", "W8A16") == 0
+    assert all(plan_of(tmp_path / "w8").values())  # its lists are about FP8
+
+
+def test_a_missing_measure_step_is_told_with_the_path(tmp_path, llama, refused):
+    path = config_file(tmp_path / "a.json", dump_stats_path=str(tmp_path / "hqt_output" / "measure"))
+    said = refused(3, "quantize", llama, "-o", tmp_path / "q", "--quant-config", path)
+    assert "hqt_output/measure: holds no measurement" in said and "measure with Gaudi's toolkit first" in said
+
+
+def test_measuring_with_the_configuration_of_quantize_is_refused(tmp_path, llama, text_files, refused, monkeypatch):
+    line = ("measure", llama, "-o", tmp_path / "m", "--calibration", text_files["calibration"])
+    assert "QUANT_CONFIG has mode QUANTIZE, measure needs MEASURE" in refused(2, *line, "--quant-config", "maxabs_quant")
+    monkeypatch.setenv("QUANT_CONFIG", "maxabs_measure.json")
+    said = refused(2, "quantize", llama, "-o", tmp_path / "q", "--scheme", "W8A16")
+    assert "QUANT_CONFIG has mode MEASURE, quantize needs QUANTIZE" in said
+    assert not (tmp_path / "m").exists() and not (tmp_path / "q").exists()
+
+
+def test_measure_takes_its_statistics_from_the_configuration_unless_told_otherwise(tmp_path, llama, text_files):
+    line = ("--calibration", text_files["calibration"], "--samples", "2", "--quant-config", "maxabs_measure")
+    assert run("measure", llama, "-o", tmp_path / "a", *line) == 0
+    assert run("measure", llama, "-o", tmp_path / "b", *line, "--stats", "min_max,amax") == 0
+    found = [read_measurement(tmp_path / name / "rank-000-of-001").meta["observers"] for name in "ab"]
+    assert found == [["amax"], ["min_max", "amax"]]
+
+
+def test_a_users_configuration_files_lead_from_measure_to_quantize(tmp_path, llama, text_files, monkeypatch, refused, capsys):
+    """QUANT_CONFIG alone says where measure writes and where quantize reads, as it does for the toolkit."""
+    monkeypatch.chdir(tmp_path)
+    assert "no folder to write" in refused(2, "measure", llama, "--calibration", text_files["calibration"])
+    (tmp_path / "file").touch()
+    line = ("--quant-config", config_file(tmp_path / "a.json", mode="MEASURE", dump_stats_path="file/measure"))
+    said = refused(3, "measure", llama, "--calibration", text_files["calibration"], *line)
+    assert "Measurements dump directory 'file' is non-writable" in said
+    monkeypatch.setenv("QUANT_CONFIG", "maxabs_measure.json")
+    assert run("measure", llama, "--calibration", text_files["calibration"], "--samples", "2") == 0
+    assert (tmp_path / "hqt_output" / "measure" / "rank-000-of-001" / "DONE.json").exists()
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("QUANT_CONFIG", "maxabs_quant.json")
+    assert run("quantize", llama, "-o", "q") == 0
+    assert "keys without meaning" not in capsys.readouterr().err
+    shutil.copytree("hqt_output/measure", "ours")
+    assert run("export", "ours", "-o", "gaudi", "--format", "inc", "--device", "gaudi2") == 0
+    for path in (tmp_path / "gaudi" / "hqt_output").iterdir():
+        shutil.copy(path, "hqt_output")
+    assert "is both a folder of `quantflow measure` and the prefix" in refused(2, "quantize", llama, "-o", "q2")
+    shutil.rmtree("hqt_output/measure")
+    assert run("quantize", llama, "-o", "q2") == 0  # the same maxima, out of Gaudi's files
+    for index in range(2):
+        assert (tmp_path / f"q/layers/{index:05d}.safetensors").exists()
+        ours, theirs = (load_file(f"{name}/layers/{index:05d}.safetensors") for name in ("q", "q2"))
+        assert all(torch.equal(ours[key].view(torch.uint8), theirs[key].view(torch.uint8)) for key in ours)
+
+
+def test_run_says_that_it_does_not_read_the_variable(monkeypatch, refused):
+    monkeypatch.setenv("QUANT_CONFIG", "maxabs_quant")
+    assert "run: QUANT_CONFIG is not read" in refused(2, "run", "no-such-recipe")
+
+
+def test_integers_have_no_float8(tmp_path, llama, refused):
+    line = ("quantize", llama, "-o", tmp_path / "q", "--scheme")
+    assert "integer weights" in refused(2, *line, "W8A16", "--set", "quantize.0.float8=gaudi2")
+    assert "float8='e4m3'" in refused(2, *line, "FP8", "--set", "quantize.0.float8=e4m3")
+
+
+class Canary:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+@pytest.mark.parametrize("verb", ["unify", "quantize", "export"])
+def test_no_verb_runs_what_a_file_asks_for(tmp_path, exported, llama, refused, verb):
+    source, sung = tmp_path / "source", tmp_path / "sung"
+    shutil.copytree(exported / "hqt_output", source)
+    np.savez(source / "measure_hooks_maxabs.npz", {"Nodes": Canary(sung), "Mode": "DynamicRange"})
+    line = {
+        "unify": ("unify", "-m", source, "-o", tmp_path / "o"),
+        "quantize": ("quantize", llama, "-o", tmp_path / "o", "--scheme", "FP8", "--measurement", source),
+        "export": ("export", source, "-o", tmp_path / "o", "--format", "inc", "--device", "gaudi2"),
+    }[verb]
+    said = refused(3, *line)
+    assert "the pickle asks for the name" in said and "nothing of it was run" in said and not sung.exists()
+    with np.load(source / "measure_hooks_maxabs.npz", allow_pickle=True) as archive:
+        archive["arr_0"]
+    assert sung.exists()  # it does sing for those who let it
+
+
+def test_a_damaged_file_names_itself(tmp_path, exported, refused):
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "m_hooks_maxabs.npz").write_bytes((exported / "hqt_output" / "measure_hooks_maxabs.npz").read_bytes()[:-30])
+    assert "m_hooks_maxabs.npz" in refused(3, "unify", "-m", broken, "-o", tmp_path / "o")
