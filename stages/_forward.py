@@ -74,11 +74,13 @@ class Forward:
         told: Any = {"samples": len(sequences) - 1, "nbytes": self._bytes}
         for layer in self.progress.steps(rest, stage=stage, unit="layer", before=start, **told):
             _memory.give_back_holes()
-            with stream.layer(layer.index) as module, _linears_restored(module):
+            as_stored = not self.plan.transforms  # they change weights, in float32
+            with stream.layer(layer.index, as_stored=as_stored) as module, _linears_restored(module):
                 last = self._layer(stream, module, layer, states)
             if layer is not self.graph.layers[-1]:
                 hidden.commit(layer.index + 1, key=self.key)
         hidden.close()
+        _memory.give_back_holes()
         logits = stream.finish(last)
         _state.save(self.output / "canary.safetensors", {"tokens": tokens, "logits": logits})
         records = [_state.record(self.output, layer.index) for layer in self.graph.layers]

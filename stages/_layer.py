@@ -1,11 +1,12 @@
 """One decoder layer of stage 2: transforms, statistics, algorithm, and what the artifact will hold for it.
 
-The order is fixed: smooth, prove on the canary that smoothing changed nothing, collect Hessians of the smoothed inputs, let
-go of the float32 weights, quantize group by group, put the quantized linears in place. What comes out holds every tensor of
-the layer under its name in the artifact, so the file of a layer is all that a resumed run needs.
+The order is fixed: smooth, prove on the canary that smoothing changed nothing, collect Hessians of the smoothed inputs,
+quantize group by group, put the quantized linears in place. What comes out holds every tensor of the layer under its name in
+the artifact, so the file of a layer is all that a resumed run needs.
 
-In memory at once: while sequences run, the layer in float32 and one Hessian per group; while a group is quantized, its
-weights as stored, the Hessians of the groups that are still to come, and what its algorithm takes.
+In memory at once: while sequences run, the layer and half a Hessian per group; while a group is quantized, its Hessian, which
+its algorithm overwrites, and the weights and half Hessians of the groups that are still to come. Weights are as stored, or
+in float32 where a transform may change them.
 """
 
 import threading
@@ -32,9 +33,10 @@ from quantflow.models.graph import Layer, LinearGroup
 from quantflow.models.hooks import watch
 from quantflow.models.load import Source, release_
 from quantflow.models.reading import DTYPES
-from quantflow.observers import OBSERVERS
+from quantflow.observers.hessian import HessianObserver
 from quantflow.runtime.linear import QuantLinear
 from quantflow.transforms import TRANSFORMS
+from stages._memory import give_back_holes
 from stages._plan import Plan
 from stages._progress import Progress
 
@@ -102,19 +104,9 @@ def quantize_layer(work: LayerWork) -> None:
     _smooth(work)
     inputs, outputs = _canary_traffic(work, original)
     hessians = _collect_hessians(work) if work.plan.needs_hessian else {}
-    smoothed = bool(work.changed)
-    if not smoothed:  # they are read again, as stored, when their turn comes
-        for name in _quantized(work):
-            release_(work.child(name), ["weight"])
     for group in work.layer.groups:
-        statistics = {**work.statistics.get(group.linears[0], {}), **hessians.pop(group.linears[0], {})}
-        for scheme in dict.fromkeys(work.plan.schemes[name] for name in group.linears):
-            if scheme is not None:
-                members = [name for name in group.linears if work.plan.schemes[name] == scheme]
-                work.progress.doing(", ".join(work.layer.relative(name) for name in members))
-                _quantize_members(work, members, scheme, statistics=statistics, smoothed=smoothed)
-                for name in members:  # smoothed weights were kept until here
-                    release_(work.child(name), ["weight"])
+        _quantize_group(work, group, hessians.pop(group.linears[0], None))
+    give_back_holes()
     install_all(work.module, work.layer, work.plan, work.tensors)
     for name in work.errors:
         work.errors[name]["output"] = relative_error(outputs[name], work.child(name)(inputs[name]), name=name)
@@ -134,10 +126,7 @@ def install_all(module: nn.Module, layer: Layer, plan: Plan, tensors: Mapping[st
             quantized = FORMAT.decode(name, tensors, scheme)
             linear = QuantLinear(quantized, bias=bias, backend=reference, dtype=torch.float32)
             module.set_submodule(layer.relative(name), linear)
-
-
-def _quantized(work: LayerWork) -> list[str]:
-    return [name for name in work.layer.linears if work.plan.schemes[name] is not None]
+            give_back_holes()
 
 
 def _smooth(work: LayerWork) -> None:
@@ -195,13 +184,13 @@ def _canary_traffic(work: LayerWork, original: Tensor) -> tuple[dict[str, Tensor
     return inputs, outputs
 
 
-def _collect_hessians(work: LayerWork) -> dict[str, dict[str, Tensor]]:
+def _collect_hessians(work: LayerWork) -> dict[str, HessianObserver]:
     """Return, per group by its first linear, the Hessian of its input, folded in sample order.
 
     Sequences run on the workers; their inputs are folded here, in order, while the next ones run.
     """
     firsts = [g.linears[0] for g in work.layer.groups if any(work.plan.schemes[name] is not None for name in g.linears)]
-    observers = {name: OBSERVERS["hessian"](features=work.child(name).weight.shape[1]) for name in firsts}
+    observers = {name: HessianObserver(features=work.child(name).weight.shape[1]) for name in firsts}
     seen = threading.local()  # hooks are the module's, what they see belongs to the sequence that the thread runs
 
     def remember(name: str, x: Tensor, _y: Tensor) -> None:
@@ -218,10 +207,24 @@ def _collect_hessians(work: LayerWork) -> dict[str, dict[str, Tensor]]:
         for number, (state, (inputs, hidden)) in enumerate(zip(work.states, arrived, strict=True), start=1):
             work.progress.doing(f"sequence {number} of {len(work.states)}")
             for name, observer in observers.items():
-                observer.update(inputs[name])
+                observer.update(inputs.pop(name))
             if work.keep_outputs:
                 state.store.put(state.index, hidden)
-    return {name: observer.state() for name, observer in observers.items()}
+    return observers
+
+
+def _quantize_group(work: LayerWork, group: LinearGroup, hessian: HessianObserver | None) -> None:
+    """Quantize the linears that share an input, one scheme after the other, and let go of their weights."""
+    give_back_holes()  # what the group before left
+    statistics = {**work.statistics.get(group.linears[0], {}), **({} if hessian is None else hessian.take())}
+    give_back_holes()  # the strips of the Hessian
+    schemes = list(dict.fromkeys(scheme for scheme in map(work.plan.schemes.get, group.linears) if scheme is not None))
+    for scheme in schemes:
+        members = [name for name in group.linears if work.plan.schemes[name] == scheme]
+        work.progress.doing(", ".join(work.layer.relative(name) for name in members))
+        _quantize_members(work, members, scheme, statistics=statistics, last=scheme is schemes[-1])
+        for name in members:
+            release_(work.child(name), ["weight"])
 
 
 def _quantize_members(
@@ -229,20 +232,22 @@ def _quantize_members(
     members: Sequence[str],
     scheme: LinearScheme,
     *,
-    statistics: Mapping[str, Tensor],
-    smoothed: bool,
+    statistics: dict[str, Tensor],
+    last: bool,
 ) -> None:
-    """Quantize linears that share an input and a scheme, and keep what the layer's file will hold of them."""
+    """Quantize linears that share an input and a scheme, and keep what the layer's file will hold of them.
+
+    The `last` of a group may overwrite the Hessian, and lets go of it.
+    """
     for statistic in ALGORITHMS[work.plan.algorithm].NEEDS:
         _required(statistics, members[0], statistic)
-    if smoothed:
-        weights = {name: work.child(name).weight.detach() for name in members}
-    else:
-        weights = {name: work.read(f"{name}.weight") for name in members}
+    weights = {name: work.child(name).weight.detach() for name in members}
     scale_dtype = FORMAT.scale_dtype(scheme, work.dtype_of(f"{members[0]}.weight"))
     results = ALGORITHMS[work.plan.algorithm].quantize_group(
-        weights, scheme, statistics=statistics, scale_dtype=scale_dtype, workers=work.workers
+        weights, scheme, statistics=statistics, scale_dtype=scale_dtype, workers=work.workers, in_place=last
     )
+    if last:
+        statistics.pop("hessian_sum", None)
     input_scale, input_zero_point = None, None
     if scheme.input is not None and not scheme.input.dynamic:
         input_scale, input_zero_point = static_input(statistics, scheme.input)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from quantflow.algorithms import ALGORITHMS
 from quantflow.core import groups
-from quantflow.models.stand_ins import HEAD_ROWS
+from quantflow.models.stand_ins import HEAD_ROWS, LINEAR_ROWS
+from quantflow.observers.hessian import ROWS, observer_bytes
 from stages._plan import Plan
 from stages._shards import ONE_FILE
 from stages._sizes import FLOAT, LayerSize, ModelSize, layer_bytes, quantized_bytes
@@ -62,10 +63,12 @@ def need_measure(model: ModelSize, *, lengths: Sequence[int], stats: Sequence[st
     longest = max(lengths, default=0)
     hidden = _hidden_bytes(model, lengths)
     largest = max(_statistics_bytes(layer, stats) for layer in model.layers)
-    worker = _forward_bytes(model, longest) + _observing_bytes(model, longest) + largest
+    growing = max(_statistics_bytes(layer, stats, whole=False) for layer in model.layers)
+    worker = _forward_bytes(model, longest) + _observing_bytes(model, longest) + growing
     moments = (
         (LIBRARIES + _embedding_bytes(model, lengths), 0),
-        (LIBRARIES + _layer_in_memory(model.layer) + largest, worker),
+        (LIBRARIES + _layer_in_memory(model.layer) + growing, worker),
+        (LIBRARIES + _layer_in_memory(model.layer) + largest, 0),
         (LIBRARIES + 2 * statistics, 0),
     )
     return Need(stage="measure", moments=moments, cache=hidden, result=ids + statistics, scratch=2 * hidden + statistics)
@@ -74,22 +77,25 @@ def need_measure(model: ModelSize, *, lengths: Sequence[int], stats: Sequence[st
 def need_layers(model: ModelSize, plan: Plan, *, lengths: Sequence[int]) -> Need:
     """Return what quantize takes layer by layer.
 
-    The calibration text runs through the float32 layer while the Hessians grow; then each group is quantized with its
-    Hessian and those of the groups after it; then the quantized layer, beside what its file will hold, runs again.
+    The calibration text runs through the layer while the Hessians grow, half of each; then each group is quantized with its
+    whole Hessian and the halves of the groups after it; then the quantized layer, beside what its file will hold, runs again.
     """
     longest = max(lengths, default=CANARY_TOKENS) if plan.needs_hessian else CANARY_TOKENS
     hidden = _hidden_bytes(model, lengths) if plan.needs_hessian else 0
     encoded = layer_bytes(model, plan.schemes)
-    hessians = [4 * k * k if plan.needs_hessian else 0 for _, _, k in model.layer.groups]
+    halves = sum(observer_bytes(k) for _, _, k in model.layer.groups) if plan.needs_hessian else 0
     forward = _forward_bytes(model, longest)
     inputs = _inputs_bytes(model, longest) if plan.needs_hessian else 0
-    folding = inputs + _observing_bytes(model, longest) if plan.needs_hessian else 0  # one sequence more, being added up
+    folding = inputs + _folding_bytes(model) if plan.needs_hessian else 0  # one sequence more, being added up
+    layer = _layer_in_memory(model.layer) if plan.transforms else _layer_as_stored(model)
+    parts = 0 if plan.transforms else _parts_bytes(model, longest)
     moments = (
         (LIBRARIES + _embedding_bytes(model, lengths), 0),
-        (LIBRARIES + _layer_in_memory(model.layer) + sum(hessians) + folding, forward + inputs),
-        *((LIBRARIES + fixed, each) for fixed, each in _quantizing(model, plan, hessians)),
+        (LIBRARIES + layer + halves + folding, forward + inputs + parts),
+        *((LIBRARIES + fixed, each) for fixed, each in _quantizing(model, plan)),
         (LIBRARIES + max(encoded) + _installing_bytes(model, plan), 0),
         (LIBRARIES + max(encoded) + _installed_bytes(model), forward),
+        (LIBRARIES + _head_bytes(model, CANARY_TOKENS), 0),
     )
     return Need(stage="quantize", moments=moments, cache=hidden, result=sum(encoded), scratch=2 * hidden)
 
@@ -141,6 +147,26 @@ def _layer_in_memory(layer: LayerSize) -> int:
     return FLOAT * layer.elements + layer.largest[1]
 
 
+def _layer_as_stored(model: ModelSize) -> int:
+    """A layer whose linears keep their weights as stored; what else it has is in float32."""
+    linears = [name for names, _, _ in model.layer.groups for name in names]
+    return _stored_bytes(model, linears) + FLOAT * (model.layer.elements - sum(_weights(model, name) for name in linears))
+
+
+def _stored_bytes(model: ModelSize, linears: Sequence[str]) -> int:
+    return sum(model.infos[f"{name}.weight"].nbytes for name in linears)
+
+
+def _parts_bytes(model: ModelSize, tokens: int) -> int:
+    """The rows of such a weight that are in float32 at once, and what they make of a sequence."""
+    return FLOAT * LINEAR_ROWS * (tokens + max(k for _, _, k in model.layer.groups))
+
+
+def _folding_bytes(model: ModelSize) -> int:
+    """What a Hessian takes while one input is added: the product for its largest strip."""
+    return FLOAT * ROWS * max(k for _, _, k in model.layer.groups)
+
+
 def _hidden_bytes(model: ModelSize, lengths: Sequence[int]) -> int:
     return FLOAT * model.hidden * sum(lengths)
 
@@ -173,35 +199,38 @@ def _head_bytes(model: ModelSize, tokens: int) -> int:
     return model.head[1] + FLOAT * HEAD_ROWS * model.hidden + 2 * FLOAT * tokens * model.vocabulary
 
 
-def _statistics_bytes(layer: LayerSize, stats: Sequence[str]) -> int:
-    """Statistics of a layer, each under the name of its linear, those of a shared input too."""
+def _statistics_bytes(layer: LayerSize, stats: Sequence[str], *, whole: bool = True) -> int:
+    """Statistics of a layer, each under the name of its linear, those of a shared input too; Hessians whole or half."""
     per_feature = {"channel_amax": 4, "min_max": 8, "mean_abs": 8}
     total = 0
     for names, _, k in layer.groups:
         each = 16 + k * sum(per_feature.get(name, 0) for name in stats)
-        each += (8 * 514 if "histogram" in stats else 0) + (4 * k * k if "hessian" in stats else 0)
+        each += (8 * 514 if "histogram" in stats else 0) + (
+            (4 * k * k if whole else observer_bytes(k)) if "hessian" in stats else 0
+        )
         total += each * len(names)
     return total
 
 
-def _quantizing(model: ModelSize, plan: Plan, hessians: Sequence[int]) -> list[Moment]:
-    """Each group while it is quantized.
+def _quantizing(model: ModelSize, plan: Plan) -> list[Moment]:
+    """Each group while its Hessian is made whole from its half, and then while it is quantized.
 
-    What its algorithm takes, its weights as stored, their qvalues and what they are encoded to, what the groups before it
-    were encoded to, and the Hessians that are left. Smoothed weights are in memory in float32 until their group is done.
+    What its algorithm takes, the weights from this group on, qvalues and what they are encoded to, what the groups before
+    it were encoded to, and the halves of the Hessians that are left. The Hessian is overwritten by the last of its schemes.
     """
     moments, done, algorithm = [], 0, ALGORITHMS[plan.algorithm]
-    kept = FLOAT * model.layer.elements if plan.transforms else 0
+    halves = [observer_bytes(k) if plan.needs_hessian else 0 for _, _, k in model.layer.groups]
+    left = FLOAT * model.layer.elements if plan.transforms else _layer_as_stored(model)
     for index, (names, outputs, k) in enumerate(model.layer.groups):
-        weights, rows = sum(outputs) * k, sum(outputs)
-        stored = 0 if plan.transforms else sum(model.infos[f"{name}.weight"].nbytes for name in names)
-        itemsize = FLOAT if plan.transforms else -(-stored // weights)
-        factor = algorithm.working_bytes(k, rows, itemsize=itemsize, workers=0)
-        each = algorithm.working_bytes(k, rows, itemsize=itemsize, workers=1) - factor
+        rows = sum(outputs)
+        in_place = len({plan.schemes[name] for name in names} - {None}) < 2
+        factor = algorithm.working_bytes(k, rows, workers=0, in_place=in_place)
+        each = algorithm.working_bytes(k, rows, workers=1, in_place=in_place) - factor
         encoded = sum(_encoded_bytes(model, plan, name) for name in names)
-        moments.append((kept + sum(hessians[index:]) + factor + stored + weights + encoded + done, each))
+        held = left + sum(halves[index + 1 :]) + (4 * k * k if plan.needs_hessian else 0) + done
+        moments += [(held + halves[index], 0), (held + factor + rows * k + encoded, each)]
         done += encoded
-        kept -= FLOAT * weights if plan.transforms else 0
+        left -= FLOAT * rows * k if plan.transforms else _stored_bytes(model, names)
     return moments
 
 

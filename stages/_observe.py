@@ -5,7 +5,7 @@ those of one.
 """
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -154,11 +154,11 @@ def _merge(total: Observers, observers: Observers) -> None:
             kept.merge(new)
 
 
-def _by_name(observers: Mapping[str, list[Any]], layer: Layer) -> dict[str, Tensor]:
-    """Return the statistics, those of a shared input under the name of each of its linears."""
+def _by_name(observers: Observers, layer: Layer) -> dict[str, Tensor]:
+    """Return the statistics, those of a shared input under the name of each of its linears; observers are let go of."""
     found: dict[str, Tensor] = {}
-    for site, kinds in observers.items():
-        for observer in kinds:
+    for site in list(observers):
+        for observer in observers.pop(site):
             found |= {f"{site}|{name}": tensor for name, tensor in observer.state().items()}
     for group in layer.groups:
         shared = f"{group.linears[0]}|input|"

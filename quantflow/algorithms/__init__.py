@@ -21,7 +21,7 @@ class Algorithm(Protocol):
     VERSION: int
     """Counts the changes that give other results for the same inputs; part of the resume key."""
 
-    def working_bytes(self, features: int, rows: int, *, itemsize: int, workers: int = 1) -> int:
+    def working_bytes(self, features: int, rows: int, *, workers: int = 1, in_place: bool = False) -> int:
         """Return the most memory that `quantize_group` takes beyond weights, statistics and results, in bytes."""
         ...
 
@@ -33,8 +33,9 @@ class Algorithm(Protocol):
         statistics: Mapping[str, Tensor],
         scale_dtype: torch.dtype,
         workers: Workers = SEQUENTIAL,
+        in_place: bool = False,
     ) -> dict[str, GroupResult]:
-        """Quantize the linears that share an input."""
+        """Quantize the linears that share an input; `in_place` where the statistics may be overwritten."""
         ...
 
 

@@ -13,9 +13,9 @@ It takes the same decisions as the paper's form, which propagates the error with
 factorisation instead of two and an inverse: a quarter of the work, and fewer digits lost. So few that float32 will do:
 its rounding, 2^-24 of the largest eigenvalue, is small beside the damping, a hundredth of the mean one.
 
-Memory, beyond the caller's: one float32 copy of the Hessian, factored in place, then rows of weights, transposed, one
-unit per worker (`working_bytes`). Rows are independent of each other, so all linears that share the input form one row
-space, cut into an even number of equal units: two or four workers are done at the same time.
+Memory, beyond the caller's: one float32 copy of the Hessian, or none where it may be overwritten, factored in place; then
+rows of weights, transposed, one unit per worker (`working_bytes`). Rows are independent of each other, so all linears that
+share the input form one row space, cut into an even number of equal units: two or four workers are done at the same time.
 Sources: Frantar et al. 2022, arXiv:2210.17323, algorithm 1; Chee et al. 2023, arXiv:2307.13304, which shows that this
 form (LDLQ there) and GPTQ are the same.
 """
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from quantflow.core import affine, groups
-from quantflow.core.cholesky import cholesky_
+from quantflow.core.cholesky import cholesky_, mirror_, reorder_
 from quantflow.core.grid import Grid, weight_grids
 from quantflow.core.parallel import SEQUENTIAL, Workers
 from quantflow.core.qtensor import QTensor
@@ -65,21 +65,22 @@ class _Feedback:
     decisions: dict[str, JSON]
 
 
-def working_bytes(features: int, rows: int, *, itemsize: int, workers: int = 1) -> int:
+def working_bytes(features: int, rows: int, *, workers: int = 1, in_place: bool = False) -> int:
     """Return the most memory that `quantize_group` takes beyond weights, statistics and results, in bytes.
 
-    4 I^2 for the factor. For each worker a unit of R <= 1024 rows: its work in float32 (4 I R) and, while that is filled, a
-    transposed copy as stored (itemsize I R), later the qvalues (I R); the scales, at most one per 32 columns (2 * 4 I R /
-    32); and a block and its scratch (4 R (128 + 1)), or what the elementwise units take, if that is more.
+    4 I^2 for the factor, unless it is made in place. For each worker a unit of R <= 1024 rows: its work in float32 (4 I R),
+    the qvalues (I R) and the scales, at most one per 32 columns (2 * 4 I R / 32); and a block and its scratch
+    (4 R (128 + 1)), or what the elementwise units take, if that is more.
 
     Args:
         features: I, in_features of the group.
         rows: out_features of the group, all linears together.
-        itemsize: bytes of one element of the weights as given.
         workers: how many.
+        in_place: as `quantize_group` is called.
     """
-    unit = min(_UNIT_ROWS, rows) * (features * (4 + max(itemsize, 1)) + features // 4 + 4 * (_BLOCK + 1))
-    return 4 * features * features + workers * max(unit, groups.unit_bytes(features))
+    unit = min(_UNIT_ROWS, rows) * (features * (4 + 1) + features // 4 + 4 * (_BLOCK + 1))
+    factor = 0 if in_place else 4 * features * features
+    return factor + workers * max(unit, groups.unit_bytes(features))
 
 
 def quantize_group(
@@ -89,6 +90,7 @@ def quantize_group(
     statistics: Mapping[str, Tensor],
     scale_dtype: torch.dtype,
     workers: Workers = SEQUENTIAL,
+    in_place: bool = False,
 ) -> dict[str, GroupResult]:
     """Quantize the linears that share an input.
 
@@ -98,6 +100,7 @@ def quantize_group(
         statistics: `hessian_sum` [I, I], the sum of x^T x over the group's input rows, and `count` [], how many rows.
         scale_dtype: the dtype in which the layout stores scales.
         workers: run blocks of the factorisation and units of rows; how many there are changes nothing but the time.
+        in_place: overwrite `hessian_sum`, where it is float32 and contiguous, instead of copying it; the result is the same.
 
     Returns:
         name -> the quantized weight; decisions: `damping` (the fraction of the mean diagonal that was added) and
@@ -117,7 +120,7 @@ def quantize_group(
     diagonal = hessian_sum.diagonal().double() / max(tokens, 1)
     importance = diagonal + _DAMPINGS[0] * diagonal.mean()  # damped too: an unseen channel still matters a little
     grids = weight_grids(weights, scheme.weights, scale_dtype=scale_dtype, importance=importance, workers=workers)
-    feedback = _feedback(hessian_sum, name=next(iter(weights)), workers=workers)
+    feedback = _feedback(hessian_sum, name=next(iter(weights)), workers=workers, in_place=in_place)
     qvalues = {name: torch.empty(weight.shape, dtype=torch.int8) for name, weight in weights.items()}
 
     def unit(pieces: Sequence[_Piece]) -> None:
@@ -175,7 +178,7 @@ def _damaged(name: str, tokens: int) -> StatisticsError:
     )
 
 
-def _feedback(hessian_sum: Tensor, *, name: str, workers: Workers) -> _Feedback:
+def _feedback(hessian_sum: Tensor, *, name: str, workers: Workers, in_place: bool) -> _Feedback:
     """Factor the damped Hessian.  hessian_sum: [I, I]; its scale does not matter, so count is not read.
 
     Raises:
@@ -188,20 +191,14 @@ def _feedback(hessian_sum: Tensor, *, name: str, workers: Workers) -> _Feedback:
     # Near 1, by a power of two: the damping is then no subnormal, and other units of the input give the same bits.
     unit = 2.0 ** -min(max(math.frexp(mean)[1], -120), 120)
     order = torch.argsort(diagonal, descending=True, stable=True).flip(0)
-    lower = torch.empty(hessian_sum.shape, dtype=torch.float32)
-
-    def fill(rows: slice) -> bool:
-        """Copy some rows in order, up to the diagonal; return whether they are finite."""
-        part = hessian_sum.index_select(0, order[rows]).index_select(1, order[: rows.stop])
-        part = torch.mul(part, unit, out=part).float()
-        lower[rows, : rows.stop] = part
-        return bool(torch.isfinite(part.abs().amax()))
-
     # A dead channel has a zero row and column: damping alone makes it positive, and independent of all others.
     pivots = diagonal[order] * unit
+    lower = (hessian_sum.mul_(unit) if in_place else hessian_sum * unit).float().contiguous()
+    if not reorder_(lower, order, workers=workers):
+        raise StatisticsError(f"{name}: hessian_sum holds NaN or Inf", "measure again")
     for attempt, damping in enumerate(_DAMPINGS, start=1):
-        if not all(workers.map(fill, groups.spans(lower.shape[0], _BLOCK))):
-            raise StatisticsError(f"{name}: hessian_sum holds NaN or Inf", "measure again")
+        if attempt > 1:
+            mirror_(lower)
         lower.diagonal().copy_(pivots + damping * mean * unit)
         if cholesky_(lower, workers=workers):
             roots = lower.diagonal().clone()
@@ -272,12 +269,13 @@ def _round_rows(
 def _gathered(pieces: Sequence[_Piece], weights: Mapping[str, Tensor], *, order: Tensor) -> Tensor:
     """Return rows of the weights, transposed and with their columns in `order`, [I, R] float32."""
     work = torch.empty(order.numel(), sum(rows.stop - rows.start for _, rows in pieces))
+    place = torch.empty_like(order)
+    place[order] = torch.arange(order.numel())
     first = 0
     for name, rows in pieces:
         last = first + rows.stop - rows.start
-        transposed = weights[name][rows].T.contiguous()  # [I, rows]
         for columns in groups.spans(order.numel(), _BLOCK):
-            work[columns, first:last] = transposed[order[columns]]
+            work[:, first:last].index_copy_(0, place[columns], weights[name][rows, columns].T.contiguous().float())
         first = last
     return work
 

@@ -20,16 +20,16 @@ NEEDS: tuple[str, ...] = ()
 VERSION: int = 1
 
 
-def working_bytes(features: int, rows: int, *, itemsize: int, workers: int = 1) -> int:
+def working_bytes(features: int, rows: int, *, workers: int = 1, in_place: bool = False) -> int:
     """Return the most memory that `quantize_group` takes beyond weights and results, in bytes: a unit for each worker.
 
     Args:
         features: in_features of the group.
         rows: not read; the signature is every algorithm's.
-        itemsize: not read.
         workers: how many.
+        in_place: not read.
     """
-    del rows, itemsize
+    del rows, in_place
     return workers * groups.unit_bytes(features)
 
 
@@ -40,6 +40,7 @@ def quantize_group(
     statistics: Mapping[str, Tensor],
     scale_dtype: torch.dtype,
     workers: Workers = SEQUENTIAL,
+    in_place: bool = False,
 ) -> dict[str, GroupResult]:
     """Round every weight to the nearest point of its grid.
 
@@ -49,6 +50,7 @@ def quantize_group(
         statistics: not read.
         scale_dtype: the dtype in which the layout stores scales.
         workers: run units of rows; how many there are changes nothing but the time.
+        in_place: not read.
 
     Returns:
         name -> the quantized weight; decisions: `zero_groups`, how many scales stand for zeros only.
@@ -57,7 +59,7 @@ def quantize_group(
         InputError: a weight is empty or holds NaN or Inf.
         SchemeError: group_size does not divide in_features.
     """
-    del statistics  # the signature is every algorithm's
+    del statistics, in_place  # the signature is every algorithm's
     grids = weight_grids(weights, scheme.weights, scale_dtype=scale_dtype, workers=workers)
     dtype = float8.FLAVOURS[scheme.weights.float8].dtype if scheme.weights.kind == "float" else torch.int8
     qvalues = {

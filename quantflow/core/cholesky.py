@@ -19,21 +19,22 @@ def cholesky_(matrix: Tensor, *, workers: Workers = SEQUENTIAL) -> bool:
     """Replace the lower triangle of `matrix` by L, with L L^T = matrix.
 
     Args:
-        matrix: [K, K] float32 or float64, contiguous; only its lower triangle is read. What is above the diagonal has no
-            meaning afterwards. Beyond it, each worker needs 2 * 256 * 256 elements.
+        matrix: [K, K] float32 or float64, contiguous; only its lower triangle is read. What is above the diagonal stays as
+            it is. Beyond it, each worker needs 3 * 256 * 256 elements.
         workers: run blocks; how many there are changes nothing but the time.
 
     Returns:
-        Whether the matrix is positive definite within its rounding; if not, it is left half done.
+        Whether the matrix is positive definite within its rounding; if not, its lower triangle is left half done.
     """
     for columns in spans(matrix.shape[0], _BLOCK):
         left = slice(0, columns.start)
         corner = matrix[columns, columns]
+        above = corner.triu(1)
         corner.addmm_(matrix[columns, left], matrix[columns, left].T, alpha=-1)
         factor, failed = torch.linalg.cholesky_ex(corner)
+        corner.copy_(factor.tril() + above)
         if failed:
             return False
-        corner.copy_(factor)
 
         def below(rows: slice, columns: slice = columns, left: slice = left, factor: Tensor = factor) -> None:
             block = matrix[rows, columns]
@@ -42,3 +43,36 @@ def cholesky_(matrix: Tensor, *, workers: Workers = SEQUENTIAL) -> bool:
 
         workers.map(below, spans(matrix.shape[0], _BLOCK, start=columns.stop))
     return True
+
+
+def reorder_(matrix: Tensor, order: Tensor, *, workers: Workers = SEQUENTIAL) -> bool:
+    """Put the columns and the rows of a matrix in another order, in its own memory.
+
+    Args:
+        matrix: [K, K].
+        order: [K] int64, which column comes where.
+        workers: run blocks; each needs 256 K elements.
+
+    Returns:
+        Whether it is finite.
+    """
+
+    def columns_of(rows: slice) -> bool:
+        part = matrix[rows].index_select(1, order)
+        matrix[rows] = part
+        return all(bool(torch.isfinite(end)) for end in torch.aminmax(part))
+
+    def rows_of(columns: slice) -> None:
+        matrix[:, columns] = matrix[:, columns].index_select(0, order)
+
+    finite = all(workers.map(columns_of, spans(matrix.shape[0], _BLOCK)))
+    workers.map(rows_of, spans(matrix.shape[0], _BLOCK))
+    return finite
+
+
+def mirror_(matrix: Tensor) -> None:
+    """Copy what is above the diagonal of a matrix [K, K] to below it: what `cholesky_` was given is there again."""
+    for rows in spans(matrix.shape[0], _BLOCK):
+        matrix[rows.stop :, rows] = matrix[rows, rows.stop :].T
+        corner = matrix[rows, rows]
+        corner.copy_(corner.triu() + corner.triu(1).T)

@@ -44,7 +44,9 @@ def pack(qvalue: Tensor, num_bits: int) -> Tensor:
     if num_bits == 8:
         return unsigned.view(torch.int32).view(rows, width // count)  # [O, words]
     pairs = unsigned.view(torch.int16)  # [O * I / 2], element 2i in the low byte
-    return (pairs | pairs >> 4).to(torch.uint8).view(torch.int32).view(rows, width // count)  # [O, words]
+    words = pairs >> 4  # changed in place: a weight's qvalues are large
+    words |= pairs
+    return words.to(torch.uint8).view(torch.int32).view(rows, width // count)  # [O, words]
 
 
 def unpack(words: Tensor, num_bits: int, in_features: int) -> Tensor:
@@ -63,5 +65,7 @@ def unpack(words: Tensor, num_bits: int, in_features: int) -> Tensor:
     stored = words.flatten().view(torch.int8)
     if num_bits == 4:
         pairs = stored.view(torch.uint8).to(torch.int16)  # two elements each
-        stored = ((pairs | pairs << 4) & 0x0F0F).view(torch.int8)
+        pairs |= pairs << 4
+        pairs &= 0x0F0F
+        stored = pairs.view(torch.int8)
     return (stored.view(rows, width)[:, :in_features] + (-128 if num_bits == 8 else -8)).contiguous()  # [O, I]

@@ -1,6 +1,6 @@
 """What every observer checks: the samples it is shown, and the state it is made from."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -83,14 +83,14 @@ def refuse_negative(value: Tensor, name: str, *, observer: str) -> None:
         raise StatisticsError(f"{observer}: {name} holds {value.min().item()}, it is at least 0", "measure again")
 
 
-def refuse_other_shape(mine: Tensor, other: Tensor, *, observer: str) -> None:
+def refuse_other_shape(mine: Sequence[int], other: Sequence[int], *, observer: str) -> None:
     """Refuse to merge statistics of tensors of different widths.
 
     Raises:
         StatisticsError: naming the two shapes.
     """
-    if mine.shape != other.shape:
+    if mine != other:
         raise StatisticsError(
-            f"{observer}: shapes {list(mine.shape)} and {list(other.shape)}",
+            f"{observer}: shapes {list(mine)} and {list(other)}",
             "concatenate the shards of a sharded tensor, do not merge them",
         )

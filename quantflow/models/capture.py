@@ -26,9 +26,9 @@ from quantflow.core.parallel import SEQUENTIAL, Workers
 from quantflow.errors import InputError, UnsupportedError
 from quantflow.models.graph import Graph
 from quantflow.models.hidden import HiddenStates
-from quantflow.models.load import skeleton
+from quantflow.models.load import materialize_, skeleton
 from quantflow.models.names import NameMap
-from quantflow.models.stand_ins import Call, Constant, Head, Recorder, Rows, TensorPool
+from quantflow.models.stand_ins import Call, Constant, Head, Recorder, Rows, TensorPool, in_parts
 
 _CACHE_ARGUMENTS = ("past_key_values", "layer_past")
 
@@ -184,13 +184,25 @@ class LayerStream:
         return State(calls=tuple(calls), store=store, index=index)
 
     @contextmanager
-    def layer(self, index: int) -> Iterator[nn.Module]:
-        """Yield a decoder layer with its weights in memory; they are released on exit."""
+    def layer(self, index: int, *, as_stored: bool = False) -> Iterator[nn.Module]:
+        """Yield a decoder layer with its weights in memory; they are released on exit.
+
+        Args:
+            index: which one.
+            as_stored: keep the weights of its linears in the dtype that they are stored in, half the memory for the same
+                outputs (`quantflow.models.stand_ins.in_parts`). They must not be quantized.
+        """
         module, prefix = self._originals[index], f"{self.graph.layers[index].prefix}."
         names = {name: self.names.to_source[f"{prefix}{name}"] for name, _ in module.named_parameters()}
+        linears = {name: part for name, part in module.named_modules() if as_stored and isinstance(part, nn.Linear)}
+        stored = [f"{name}.weight" for name in linears]
         try:
-            self.weights.fill_(module, names, dtype=self.dtype)
-            yield module
+            self.weights.fill_(module, {name: names[name] for name in names if name not in stored}, dtype=self.dtype)
+            for name in stored:
+                (weight,) = self.weights.read([names[name]]).values()
+                materialize_(module, {name: weight}, dtype=weight.dtype)
+            with in_parts(linears.values(), dtype=self.dtype):
+                yield module
         finally:
             self.weights.empty_(module, names)
 

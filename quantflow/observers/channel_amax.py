@@ -41,7 +41,7 @@ class ChannelAmaxObserver:
         Raises:
             StatisticsError: the number of features differs.
         """
-        statistics.refuse_other_shape(self._channel_amax, other._channel_amax, observer=self.NAME)
+        statistics.refuse_other_shape(self._channel_amax.shape, other._channel_amax.shape, observer=self.NAME)
         self._channel_amax = torch.maximum(self._channel_amax, other._channel_amax)
 
     def state(self) -> dict[str, Tensor]:

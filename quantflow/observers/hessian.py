@@ -1,15 +1,16 @@
 """The second moment of a linear's input: what GPTQ compensates rounding errors with."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from quantflow.core import statistics
+from quantflow.core.groups import spans
 from quantflow.errors import StatisticsError
 
-_ROWS = 256  # of the sum that are added to at once; part of the result, because it chooses the kernel
+ROWS = 256  # of the sum, in a strip that is added to at once; part of the result, because it chooses the kernel
 
 
 class HessianObserver:
@@ -21,9 +22,9 @@ class HessianObserver:
     at K = 14336: a hundredth of the damping that GPTQ adds to it. (128 sequences of 2048 tokens at K = 512 were
     measured at 5e-7 in an entry and at most 4e-6 in norm.)
 
-    Only the blocks on and below the diagonal are computed; `state` mirrors them. Nothing of the size of the sum is made on
-    the way. The order of the calls is part of the result's last digits: one call per sequence, in sample order, is the
-    canonical one.
+    Only the blocks on and below the diagonal are kept: strips of rows that end at it, half of the whole sum. `state` makes
+    the whole, `take` in little more memory than that. The order of the calls is part of the result's last digits: one call
+    per sequence, in sample order, is the canonical one.
 
     Algebra: merge is commutative, and associative up to rounding in float32: fold in rank order. The count is exact.
     An unseen observer is neutral. Not idempotent: what is merged twice counts twice.
@@ -38,8 +39,9 @@ class HessianObserver:
     STATISTICS: ClassVar[tuple[str, ...]] = ("hessian_sum", "count")
 
     def __init__(self, features: int) -> None:
-        """Start with nothing seen; 4 * K * K bytes."""
-        self._sum = torch.zeros(features, features, dtype=torch.float32)
+        """Start with nothing seen; the first samples take the memory, 2 * K * (K + 256) bytes."""
+        self._features = features
+        self._strips: list[Tensor] = []  # [rows, stop] each, rows start..stop of the sum; none when unseen
         self._count = torch.zeros((), dtype=torch.int64)
 
     @property
@@ -53,19 +55,22 @@ class HessianObserver:
         Raises:
             StatisticsError: x has other features, holds NaN or Inf, or the sum overflows; nothing is taken in.
         """
-        rows = statistics.finite_rows(x, self._sum.shape[0], observer=self.NAME)
-        # |s_ij| <= sqrt(s_ii s_jj): the diagonal overflows first. A sum of squares is the same within rounding as its entry.
-        if not torch.isfinite(self._sum.diagonal() + 1.001 * rows.square().sum(dim=0).cpu()).all():
-            raise StatisticsError(
-                f"{self.NAME}: input {list(x.shape)} up to {rows.abs().max().item():.3g}, its square exceeds float32",
-                "leave the layer unquantized, or repair the model",
-            )
-        for start in range(0, self._sum.shape[0], _ROWS):
-            stop = start + _ROWS
+        rows = statistics.finite_rows(x, self._features, observer=self.NAME)
+        strips = self._strips or _zeros(self._features)
+        for span, strip in zip(spans(self._features, ROWS), strips, strict=True):
+            # |s_ij| <= sqrt(s_ii s_jj): the diagonal overflows first. A sum of squares is the same within rounding as its
+            # entry.
+            more = 1.001 * rows[:, span].square().sum(dim=0).cpu()
+            if not torch.isfinite(strip[:, span].diagonal() + more).all():
+                raise StatisticsError(
+                    f"{self.NAME}: input {list(x.shape)} up to {rows.abs().max().item():.3g}, its square exceeds float32",
+                    "leave the layer unquantized, or repair the model",
+                )
+        for span, strip in zip(spans(self._features, ROWS), strips, strict=True):
             # A product that is rounded once and then added loses less than one that grows in the sum, and updates then fold
             # as merges do.
-            self._sum[start:stop, :stop] += (rows[:, start:stop].T @ rows[:, :stop]).cpu()
-        self._count = self._count + rows.shape[0]
+            strip += (rows[:, span].T @ rows[:, : span.stop]).cpu()
+        self._strips, self._count = strips, self._count + rows.shape[0]
 
     def merge(self, other: Self) -> None:
         """Take in what `other` has seen.
@@ -73,18 +78,30 @@ class HessianObserver:
         Raises:
             StatisticsError: the number of features differs.
         """
-        statistics.refuse_other_shape(self._sum, other._sum, observer=self.NAME)
-        self._sum += other._sum  # what is above the diagonal is made good by `state`
+        statistics.refuse_other_shape(self._shape, other._shape, observer=self.NAME)
+        if other._strips:
+            self._strips = self._strips or _zeros(self._features)
+            for mine, more in zip(self._strips, other._strips, strict=True):
+                mine += more
         self._count = self._count + other._count
 
     def state(self) -> dict[str, Tensor]:
-        """Return {"hessian_sum": [K, K] float32, "count": [] int64}; the sum itself, which the next update changes."""
-        for start in range(0, self._sum.shape[0], _ROWS):
-            stop = start + _ROWS
-            self._sum[:start, start:stop] = self._sum[start:stop, :start].T
-            corner = self._sum[start:stop, start:stop]
-            corner.copy_(corner.tril() + corner.tril(-1).T)
-        return {"hessian_sum": self._sum, "count": self._count}
+        """Return {"hessian_sum": [K, K] float32, "count": [] int64}, beside what is kept here."""
+        return self._state(reversed(self._strips))
+
+    def take(self) -> dict[str, Tensor]:
+        """Return `state` and begin anew; each strip is let go of as soon as it is copied."""
+        state = self._state(_popped(self._strips))
+        self._count = torch.zeros((), dtype=torch.int64)
+        return state
+
+    def _state(self, strips: Iterable[Tensor]) -> dict[str, Tensor]:
+        size = self._features
+        return {"hessian_sum": _whole(strips, size) if self._strips else torch.zeros(size, size), "count": self._count}
+
+    @property
+    def _shape(self) -> tuple[int, int]:
+        return self._features, self._features
 
     @classmethod
     def from_state(cls, state: Mapping[str, Tensor]) -> Self:
@@ -97,6 +114,36 @@ class HessianObserver:
         hessian_sum, count = statistics.checked_state(state, expected, observer=cls.NAME)
         statistics.refuse_negative(hessian_sum.diagonal(), "the diagonal of hessian_sum", observer=cls.NAME)
         statistics.refuse_negative(count, "count", observer=cls.NAME)
-        observer = cls(0)
-        observer._sum, observer._count = hessian_sum.clone(), count
+        observer = cls(hessian_sum.shape[0])
+        observer._strips = [hessian_sum[span, : span.stop].clone() for span in spans(observer._features, ROWS)]
+        observer._count = count
         return observer
+
+
+def observer_bytes(features: int) -> int:
+    """Return the memory of an observer that has seen samples: its strips."""
+    return sum(4 * (span.stop - span.start) * span.stop for span in spans(features, ROWS))
+
+
+def _zeros(features: int) -> list[Tensor]:
+    return [torch.zeros(span.stop - span.start, span.stop) for span in spans(features, ROWS)]
+
+
+def _popped(strips: list[Tensor]) -> Iterator[Tensor]:
+    while strips:
+        yield strips.pop()
+
+
+def _whole(strips: Iterable[Tensor], features: int) -> Tensor:
+    """Return the sum, [features, features], from its strips, the last one first.
+
+    So memory is taken about as fast as it is let go of: the last strip fills a tenth of the pages, not all of them.
+    """
+    whole = torch.empty(features, features)
+    for strip in strips:
+        rows = slice(strip.shape[1] - strip.shape[0], strip.shape[1])
+        whole[rows, : rows.stop] = strip
+        whole[: rows.start, rows] = strip[:, : rows.start].T
+        corner = whole[rows, rows]
+        corner.copy_(corner.tril() + corner.tril(-1).T)
+    return whole

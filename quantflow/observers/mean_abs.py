@@ -51,7 +51,7 @@ class MeanAbsObserver:
         Raises:
             StatisticsError: the number of features differs.
         """
-        statistics.refuse_other_shape(self._abs_sum, other._abs_sum, observer=self.NAME)
+        statistics.refuse_other_shape(self._abs_sum.shape, other._abs_sum.shape, observer=self.NAME)
         self._abs_sum = self._abs_sum + other._abs_sum
         self._count = self._count + other._count
 

@@ -52,7 +52,7 @@ class MinMaxObserver:
         Raises:
             StatisticsError: the number of features differs.
         """
-        statistics.refuse_other_shape(self._min_val, other._min_val, observer=self.NAME)
+        statistics.refuse_other_shape(self._min_val.shape, other._min_val.shape, observer=self.NAME)
         self._min_val = torch.minimum(self._min_val, other._min_val)
         self._max_val = torch.maximum(self._max_val, other._max_val)
 

@@ -10,7 +10,7 @@ from quantflow.artifact.safetensors_header import TensorInfo
 from quantflow.errors import InputError, ResourceError, UsageError
 from quantflow.models.graph import FAMILIES, Graph, Layer, LinearGroup
 from stages import _memory
-from stages._config import Quantize, Resources
+from stages._config import Override, Quantize, Resources
 from stages._needs import LIBRARIES, Need, need_layers, need_measure
 from stages._plan import resolve
 from stages._resources import compare, grant, memory_limit, round_up, written_bytes
@@ -101,15 +101,30 @@ def test_measuring_nothing_runs_no_layer():
     assert need.peak(base=0, workers=2, cache=0) < 10_000 and need.result == 800 and need.scratch == 0
 
 
-def test_gptq_needs_its_hessians_and_one_factor_more_than_rounding_does():
+def test_gptq_needs_half_of_every_hessian_and_the_whole_of_the_group_that_it_rounds():
     rtn = need_layers(MODEL, plan("W4A16", algorithm="rtn"), lengths=[])
     gptq = need_layers(MODEL, plan("W4A16"), lengths=[10])
-    hessians = 4 * (3 * 256**2 + 512**2)
-    inputs, observed = 4 * 10 * (3 * 256 + 512), 3 * 4 * 10 * 512  # of the sequence of ten tokens that is added up
-    assert gptq.moments[1][0] - rtn.moments[1][0] == hessians + inputs + observed
-    first_group = 2  # behind the embedding and the forward
-    assert gptq.moments[first_group][0] - rtn.moments[first_group][0] == hessians + 4 * 256**2
+    small, large = 4 * 256**2, 4 * (256 * 256 + 256 * 512)  # in strips of 256 rows, which end at the diagonal
+    inputs, product = 4 * 10 * (3 * 256 + 512), 4 * 256 * 512  # of the sequence of ten tokens that is added up
+    assert gptq.moments[1][0] - rtn.moments[1][0] == 3 * small + large + inputs + product
+    making, rounding = 2, 3  # the first group's, behind the embedding and the forward
+    assert gptq.moments[making][0] - rtn.moments[making][0] == 4 * 256**2 + 3 * small + large
+    assert gptq.moments[rounding][0] - rtn.moments[rounding][0] == 4 * 256**2 + 2 * small + large
     assert (rtn.scratch, gptq.scratch) == (0, 2 * 4 * HIDDEN * 10)
+
+
+def test_weights_are_counted_as_stored_or_in_float32_where_a_transform_changes_them():
+    stored, smoothed = (need_layers(MODEL, given, lengths=[]) for given in (plan("W8A8", transforms=()), plan("W8A8")))
+    linears, norm, largest = LAYER - 256, 256, 2 * 512 * 256
+    assert smoothed.moments[1][0] - stored.moments[1][0] == 4 * LAYER + largest - (2 * linears + 4 * norm)
+
+
+def test_two_schemes_of_one_input_take_a_factor_beside_the_hessian():
+    plans = plan("W4A16"), plan("W4A16", overrides=(Override(match="re:.*gate_proj", scheme="W8A16"),))
+    one, two = (need_layers(MODEL, chosen, lengths=[10]).moments for chosen in plans)
+    rounding = 7  # the third group's
+    more = layer_bytes(MODEL, plans[1].schemes)[0] - layer_bytes(MODEL, plans[0].schemes)[0]
+    assert two[rounding][0] - one[rounding][0] == 4 * 256**2 + more
 
 
 NEED = Need(stage="measure", moments=((100 * MB, 50 * MB),), cache=40 * MB, result=1 * MB)

@@ -339,7 +339,42 @@ def test_damage_beside_the_diagonal_is_found():
 
 
 def test_the_working_memory_is_that_of_the_factor_and_a_unit_for_each_worker():
-    # K = 4096, 2048 rows of bfloat16: 4 K^2 = 64 MiB, a unit 1024 * 4096 * (4 + 2) = 24 MiB, a tenth for the rest.
-    one, two = (gptq.working_bytes(4096, 2048, itemsize=2, workers=count) for count in (1, 2))
-    assert (64 + 24) << 20 < one < (64 + 27) << 20
-    assert 24 << 20 < two - one < 27 << 20
+    # K = 4096, 2048 rows: 4 K^2 = 64 MiB, a unit 1024 * 4096 * (4 + 1) = 20 MiB, a tenth for the rest.
+    one, two = (gptq.working_bytes(4096, 2048, workers=count) for count in (1, 2))
+    assert (64 + 20) << 20 < one < (64 + 23) << 20
+    assert 20 << 20 < two - one < 23 << 20
+    assert one - gptq.working_bytes(4096, 2048, in_place=True) == 64 << 20
+
+
+def indefinite(features: int) -> torch.Tensor:
+    """Return a Hessian that takes a damping of a tenth: its smallest eigenvalue is -0.05, its diagonal 1."""
+    return torch.full((features, features), 1.05).fill_diagonal_(1.0)
+
+
+@pytest.mark.parametrize("hessian", [None, indefinite(320)], ids=["positive", "damped-twice"])
+def test_a_hessian_that_may_be_overwritten_gives_the_same_bits(hessian):
+    weight, x = random(8, 320), correlated_inputs(400, 320)
+    hessian = x.T @ x if hessian is None else hessian
+    found = []
+    for in_place in (False, True):
+        statistics = {"hessian_sum": hessian.clone(), "count": torch.tensor(400)}
+        result = gptq.quantize_group({"w": weight}, W4_G32, statistics=statistics, scale_dtype=torch.float32, in_place=in_place)
+        found.append(result["w"])
+        assert torch.equal(statistics["hessian_sum"], hessian) != in_place
+    assert torch.equal(found[0].weight.qvalue, found[1].weight.qvalue)
+    assert torch.equal(found[0].weight.scale, found[1].weight.scale)
+    assert found[0].decisions == found[1].decisions
+
+
+def test_a_second_damping_begins_with_the_whole_hessian_again():
+    # With a Hessian a + b (a on the diagonal), damping d is a Hessian whose diagonal is d larger.
+    hessian, weight = indefinite(320), random(4, 320)
+    damped = hessian + 0.09 * torch.eye(320)  # and the first damping, 0.01 of 1.09, makes a tenth of it
+    twice, once = (
+        gptq.quantize_group(
+            {"w": weight}, W4_CHANNEL, statistics={"hessian_sum": h, "count": torch.tensor(1)}, scale_dtype=torch.float32
+        )["w"]
+        for h in (hessian, damped)
+    )
+    assert (twice.decisions["attempts"], once.decisions["attempts"]) == (2, 1)
+    assert (twice.weight.qvalue != once.weight.qvalue).float().mean() < 0.01  # a damping of 0.1 and 0.1009

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quantflow.core.cholesky import cholesky_
+from quantflow.core.cholesky import cholesky_, mirror_, reorder_
 from quantflow.core.parallel import Workers
 
 
@@ -52,6 +52,37 @@ def test_a_matrix_that_is_not_positive_definite_is_said_to_be_none(bad, value):
     matrix = torch.eye(300)
     matrix[bad, bad] = value
     assert not cholesky_(matrix)
+
+
+@pytest.mark.parametrize("bad", [None, 3, 299], ids=["positive", "first-block", "second-block"])
+def test_what_is_above_the_diagonal_stays_and_makes_the_matrix_whole_again(bad):
+    matrix = gram(300, samples=400, damping=0.0).float()
+    if bad is not None:
+        matrix[bad, bad] = -1.0
+    before = matrix.clone()
+    assert cholesky_(matrix) == (bad is None)
+    assert torch.equal(matrix.triu(1), before.triu(1))
+    assert not torch.equal(matrix.tril(-1), before.tril(-1))
+    mirror_(matrix)
+    matrix.diagonal().copy_(before.diagonal())
+    assert torch.equal(matrix, before)
+
+
+@pytest.mark.parametrize("size", [1, 256, 300])
+def test_a_matrix_is_put_in_order_in_its_own_memory(size):
+    matrix = torch.randn(size, size, generator=torch.Generator().manual_seed(0))
+    order = torch.randperm(size, generator=torch.Generator().manual_seed(1))
+    wanted, where = matrix[order][:, order], matrix.data_ptr()
+    with Workers(2) as workers:
+        assert reorder_(matrix, order, workers=workers)
+    assert torch.equal(matrix, wanted) and matrix.data_ptr() == where
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_matrix_that_is_not_finite_is_said_to_be_none_when_it_is_put_in_order(value):
+    matrix = torch.eye(300)
+    matrix[299, 2] = value
+    assert not reorder_(matrix, torch.arange(300).flip(0))
 
 
 def test_nothing_has_a_factor():

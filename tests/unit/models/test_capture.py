@@ -321,3 +321,21 @@ def test_a_graph_that_lacks_a_linear_of_the_model_is_refused(folders):
     short = replace(graph, layers=graph.layers[:2])
     with pytest.raises(UnsupportedError, match=r"model\.layers\.2\.mlp\.down_proj: in the model only"):
         LayerStream(source, short)
+
+
+@pytest.mark.parametrize("name", ["llama bfloat16", "llama with biases and llama3 rope", "gpt_neox"])
+def test_a_layer_whose_linears_stay_as_stored_gives_the_same_bits_and_is_released(folders, name):
+    stream = stream_of(folders[name])
+    state = stream.begin(SEQUENCES)[0]
+    with stream.layer(1) as layer:
+        wanted = stream.run(layer, state)
+    with stream.layer(1, as_stored=True) as layer:
+        linears = [part for part in layer.modules() if isinstance(part, nn.Linear)]
+        stored = torch.bfloat16 if name == "llama bfloat16" else torch.float32
+        assert {part.weight.dtype for part in linears} == {stored}
+        others = {id(part.weight) for part in linears}
+        assert {value.dtype for value in layer.parameters() if id(value) not in others} == {torch.float32}
+        assert torch.equal(stream.run(layer, state), wanted)
+    assert all(value.is_meta for value in layer.parameters())
+    with stream.layer(1) as layer:
+        assert torch.equal(stream.run(layer, state), wanted)

@@ -1,10 +1,12 @@
 """What stands in the place of embedding and head computes what they would."""
 
+import pytest
 import torch
+from torch import nn
 from torch.nn import functional
 
 from quantflow.models import stand_ins
-from quantflow.models.stand_ins import Head, Rows
+from quantflow.models.stand_ins import Head, Rows, in_parts
 
 
 def test_the_rows_that_are_held_are_those_of_the_whole_embedding():
@@ -23,3 +25,27 @@ def test_the_head_in_parts_is_the_whole_head(monkeypatch):
         found = Head(weight, dtype=torch.float32)(hidden)
         assert found.dtype == torch.float32
         assert (found - expected).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("features", "outputs"), [(64, 96), (512, 1376), (1376, 512)])
+def test_a_linear_in_parts_of_its_stored_weight_is_the_float32_linear_to_the_bit(features, outputs, dtype, bias):
+    torch.manual_seed(0)
+    linear = nn.Linear(features, outputs, bias=bias).requires_grad_(False)
+    linear.weight = nn.Parameter(linear.weight.to(dtype), requires_grad=False)
+    x = torch.randn(1, 33, features)
+    wanted = functional.linear(x, linear.weight.float(), linear.bias)
+    with in_parts([linear], dtype=torch.float32):
+        found = linear(x)
+    assert found.dtype == torch.float32 and torch.equal(found, wanted)
+
+
+def test_a_linear_in_parts_is_seen_by_hooks_and_is_itself_afterwards():
+    linear, seen = nn.Linear(8, 4).requires_grad_(False), []
+    linear.register_forward_hook(lambda _module, args, output: seen.append((args[0].shape, output.shape)))
+    with pytest.raises(ValueError, match="stop"), in_parts([linear], dtype=torch.float32):
+        linear(torch.ones(1, 3, 8))
+        raise ValueError("stop")
+    assert seen == [((1, 3, 8), (1, 3, 4))]
+    assert "forward" not in vars(linear)

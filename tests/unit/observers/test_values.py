@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from quantflow.errors import StatisticsError, UsageError
 from quantflow.observers.amax import AmaxObserver
 from quantflow.observers.channel_amax import ChannelAmaxObserver
-from quantflow.observers.hessian import HessianObserver
+from quantflow.observers.hessian import HessianObserver, observer_bytes
 from quantflow.observers.histogram import BINS, HistogramObserver, upper_edge
 from quantflow.observers.mean_abs import MeanAbsObserver
 from quantflow.observers.min_max import MinMaxObserver
@@ -107,6 +107,43 @@ def test_a_hessian_of_several_blocks_is_whole_and_exactly_symmetric_however_ofte
     rows = x.flatten(0, 1).double()
     torch.testing.assert_close(state.double(), rows.T @ rows, rtol=1e-5, atol=1e-4)
     assert torch.equal(state, state.T)
+
+
+@pytest.mark.parametrize("features", [3, 256, 600])
+def test_a_hessian_that_is_taken_is_the_one_that_is_looked_at_and_the_observer_begins_anew(features):
+    x = torch.randn(3, 20, features, generator=torch.Generator().manual_seed(3))
+    observer, fresh = HessianObserver(features), HessianObserver(features)
+    observer.update(x[0])
+    observer.update(x[1])
+    seen, taken = observer.state(), observer.take()
+    assert torch.equal(taken["hessian_sum"], seen["hessian_sum"]) and taken["count"] == seen["count"] == 40
+    assert not observer.state()["hessian_sum"].any() and observer.state()["count"] == 0
+    for one in (observer, fresh):
+        one.update(x[2])
+    assert torch.equal(observer.state()["hessian_sum"], fresh.state()["hessian_sum"])
+
+
+def test_a_hessian_is_the_float32_sum_of_float32_products_block_by_block():  # to the bit
+    x = torch.randn(3, 20, 300, generator=torch.Generator().manual_seed(4))
+    observer, wanted = HessianObserver(300), torch.zeros(300, 300)
+    for rows in x:
+        observer.update(rows)
+        wanted[:256, :256] += rows[:, :256].T @ rows[:, :256]
+        wanted[256:] += rows[:, 256:].T @ rows
+    wanted = wanted.tril() + wanted.tril(-1).T
+    assert torch.equal(observer.state()["hessian_sum"], wanted)
+
+
+def test_half_a_hessian_is_held():
+    assert observer_bytes(256) == 4 * 256 * 256
+    assert observer_bytes(600) == 4 * (256 * 256 + 256 * 512 + 88 * 600)
+    assert 4 * 5632**2 / 2 < observer_bytes(5632) < 0.53 * 4 * 5632**2
+
+
+def test_a_state_that_is_changed_changes_no_observer():
+    observer = HessianObserver.from_state({"hessian_sum": torch.eye(300), "count": torch.tensor(1)})
+    observer.state()["hessian_sum"].zero_()
+    assert torch.equal(observer.state()["hessian_sum"], torch.eye(300))
 
 
 def test_many_sequences_leave_the_error_in_float32_that_the_docstring_states():
