@@ -151,7 +151,8 @@ def _measure_rank(job: Job, progress: Progress, *, rank: int, world: int) -> Non
     work = folder.parent / f".{folder.name}.work"
     _workspace.refuse_other_result(folder, {}, force=True, parts=PARTS)  # before anything is written beside a foreign folder
     disk.make_folder(job.output)
-    digests = Digests(job.output / HASHES)
+    hashes = job.output / HASHES
+    digests = Digests(None if rank else hashes, also=[hashes])  # one rank alone writes what all of them share
     inputs = {**_inputs(job, source, digests, world=world), "rank": rank}
     replica = _replica_of(job, source, rank=rank, world=world)
     with _workspace.locked(folder), single_threaded(), torch.no_grad():

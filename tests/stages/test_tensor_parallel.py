@@ -253,6 +253,19 @@ def test_a_folder_of_other_ranks_is_refused_before_anything_is_measured(single_f
     assert caught.value.remedy == "give another -o, or remove that folder"
 
 
+def test_one_rank_alone_remembers_hashes_in_the_folder_that_all_share(
+    model: Path, text_files: dict[str, Path], tmp_path: Path
+) -> None:
+    """Two that wrote the file at once would take each other's temporary file away."""
+    time.sleep(0.2)  # hashes of younger files are not remembered
+    calibration = Calibration(source=str(text_files["calibration"]), samples=SAMPLES, sequence_length=48)
+    job = measure.Job(model=model, output=tmp_path / "m", calibration=calibration, stats=("amax",))
+    measure._measure_rank(job, QUIET, rank=1, world=2)
+    assert not (tmp_path / "m" / ".hashes.json").exists()
+    measure._measure_rank(job, QUIET, rank=0, world=2)
+    assert (tmp_path / "m" / ".hashes.json").exists()
+
+
 def test_machines_that_meet_under_an_outer_torchrun_measure_what_ranks_of_one_machine_do(
     model: Path, options: list[str], measured: Callable[[int, int], Path], tmp_path: Path
 ) -> None:
@@ -271,6 +284,7 @@ def test_machines_that_meet_under_an_outer_torchrun_measure_what_ranks_of_one_ma
     finally:
         for machine in machines:
             machine.kill()
+            machine.communicate()
     assert contents(tmp_path / "m") == contents(measured(2, 2))
 
 
