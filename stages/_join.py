@@ -2,8 +2,8 @@
 
 The result is what `quantize` (or `quantize --ranks G`) writes from the same source, byte for byte. DONE.json lists one more:
 
-    unified.json    per linear: how its parts were joined, of how many cards with how many channels together, and in how
-                    many of these the card's scale was not the largest, so that they were rounded again from the source
+    joined.json    per linear: how its parts were joined, of how many cards with how many channels together, and in how
+                   many of these the card's scale was not the largest, so that they were rounded again from the source
 
 Each unit of the source is read once more beside what the cards made of it: the figures of error are sums in one order,
 values that need another scale are rounded from the original ones, and what is copied is copied from there.
@@ -35,7 +35,7 @@ from stages._resources import allow_quantize
 from stages._share import STAGE, Share, shard_folders
 from stages._sizes import model_size
 
-REPORT = "unified.json"
+REPORT = "joined.json"
 
 
 def join(

@@ -210,6 +210,7 @@ def _collect_hessians(work: LayerWork) -> dict[str, HessianObserver]:
                 observer.update(inputs.pop(name))
             if work.keep_outputs:
                 state.store.put(state.index, hidden)
+            give_back_holes()
     return observers
 
 

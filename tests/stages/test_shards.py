@@ -89,7 +89,7 @@ def hashes(folder: Path) -> dict[str, str]:
     return {
         path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.rglob("*"))
-        if path.is_file() and not path.name.startswith(".") and path.name not in ("DONE.json", "unified.json")
+        if path.is_file() and not path.name.startswith(".") and path.name not in ("DONE.json", "joined.json")
     }
 
 

@@ -248,7 +248,7 @@ HEADERS = st.dictionaries(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], max_examples=300)
 @given(header=HEADERS, size=st.integers(0, 24))
 def test_whatever_the_reference_implementation_refuses_is_refused_and_the_rest_agrees(tmp_path, header, size):
     path = write(tmp_path / "x.safetensors", header, bytes(size))
@@ -265,7 +265,7 @@ def test_whatever_the_reference_implementation_refuses_is_refused_and_the_rest_a
     assert infos is None or {name: info.shape for name, info in infos.items()} == shapes
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], max_examples=300)
 @given(position=st.integers(0, 10_000), byte=st.integers(0, 255))
 def test_a_changed_byte_never_crashes_and_never_passes_where_the_reference_refuses(tmp_path, position, byte):
     path = write(tmp_path / "x.safetensors", TWO, bytes(14))
