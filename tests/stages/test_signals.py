@@ -13,9 +13,11 @@ NUMBERS = [signal.SIGINT, signal.SIGTERM]
 
 @pytest.fixture
 def signals():
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts with `&` ignores it
     signals = Signals()
     with signals.installed():
         yield signals
+    signal.signal(signal.SIGINT, before)
 
 
 def send(number):
