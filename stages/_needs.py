@@ -71,7 +71,9 @@ def need_measure(model: ModelSize, *, lengths: Sequence[int], stats: Sequence[st
         (LIBRARIES + _layer_in_memory(model.layer) + largest, 0),
         (LIBRARIES + 2 * statistics, 0),
     )
-    return Need(stage="measure", moments=moments, cache=hidden, result=ids + statistics, scratch=2 * hidden + statistics)
+    # Two generations of hidden states while layers run; at the end one, beside what the layers found, which is written again.
+    scratch = hidden + max(hidden, statistics)
+    return Need(stage="measure", moments=moments, cache=hidden, result=ids + statistics, scratch=scratch)
 
 
 def need_layers(model: ModelSize, plan: Plan, *, lengths: Sequence[int]) -> Need:
