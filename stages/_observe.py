@@ -25,6 +25,7 @@ from quantflow.models.reading import read_tensor
 from quantflow.models.tensor_parallel import Share, cut_
 from quantflow.observers import OBSERVERS
 from stages import _state
+from stages._memory import give_back_holes
 from stages._progress import Progress
 from stages._replica import Replica
 from stages._resources import Allowance
@@ -67,6 +68,7 @@ class Observation:
             last = layer is self.graph.layers[-1]
             if last and self.replica.all(_state.finished(path, layer_key) is not None):
                 continue
+            give_back_holes()
             with stream.layer(layer.index) as module:
                 found = self._measure_layer(stream, module, layer, states)
             _state.write_layer(path, found, {"key": layer_key})
