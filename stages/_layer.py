@@ -31,7 +31,7 @@ from quantflow.formats import FORMATS
 from quantflow.models.capture import LayerStream, State
 from quantflow.models.graph import Layer, LinearGroup
 from quantflow.models.hooks import watch
-from quantflow.models.load import Source, release_
+from quantflow.models.load import Source, materialize_, release_
 from quantflow.models.reading import DTYPES
 from quantflow.observers.hessian import HessianObserver
 from quantflow.runtime.linear import QuantLinear
@@ -117,16 +117,18 @@ def quantize_layer(work: LayerWork) -> None:
 
 
 def install_all(module: nn.Module, layer: Layer, plan: Plan, tensors: Mapping[str, Tensor]) -> None:
-    """Put the quantized linears of a layer in place, from the tensors that its file holds."""
+    """Put the quantized linears of a layer in place, from the tensors that its file holds; the others get float32 weights."""
     for name in layer.linears:
         scheme = plan.schemes[name]
+        old: Any = module.get_submodule(layer.relative(name))
         if scheme is not None:
-            old: Any = module.get_submodule(layer.relative(name))
             bias = None if old.bias is None else old.bias.detach().float()
             quantized = FORMAT.decode(name, tensors, scheme)
             linear = QuantLinear(quantized, bias=bias, backend=reference, dtype=torch.float32)
             module.set_submodule(layer.relative(name), linear)
             give_back_holes()
+        else:  # in one product from float32, as export's proof runs it: equal bits are then no matter of the BLAS
+            materialize_(old, {"weight": old.weight.detach()}, dtype=torch.float32)
 
 
 def _smooth(work: LayerWork) -> None:

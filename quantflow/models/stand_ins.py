@@ -108,7 +108,9 @@ def in_parts(linears: Iterable[nn.Linear], *, dtype: torch.dtype) -> Iterator[No
 
 
 def _in_parts(linear: nn.Linear, dtype: torch.dtype, x: Tensor) -> Tensor:
-    """Return the output [..., O] of [..., I]."""
+    """Return the output [..., O] of [..., I]; a weight that is in `dtype` already needs no parts."""
+    if linear.weight.dtype == dtype:
+        return functional.linear(x, linear.weight, linear.bias)
     output = torch.empty(*x.shape[:-1], linear.weight.shape[0], dtype=dtype)
     for rows in spans(linear.weight.shape[0], LINEAR_ROWS):
         bias = None if linear.bias is None else linear.bias[rows]

@@ -49,3 +49,13 @@ def test_a_linear_in_parts_is_seen_by_hooks_and_is_itself_afterwards():
         raise ValueError("stop")
     assert seen == [((1, 3, 8), (1, 3, 4))]
     assert "forward" not in vars(linear)
+
+
+@pytest.mark.parametrize(("dtype", "products"), [(torch.bfloat16, 2), (torch.float32, 1)])
+def test_a_weight_that_needs_no_conversion_is_multiplied_at_once(monkeypatch, dtype, products):
+    linear, calls, original = nn.Linear(8, 300).requires_grad_(False), [], functional.linear
+    linear.weight = nn.Parameter(linear.weight.to(dtype), requires_grad=False)
+    monkeypatch.setattr(functional, "linear", lambda *args: calls.append(1) or original(*args))
+    with in_parts([linear], dtype=torch.float32):
+        linear(torch.ones(1, 3, 8))
+    assert len(calls) == products
