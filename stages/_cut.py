@@ -11,7 +11,7 @@ from stages._plan import Plan
 from stages._share import Share
 from stages._tensor_parallel import cut_columns
 
-_REMEDY = "use rtn without a measurement, or leave --ranks out: one process streams the model in bounded memory"
+_REMEDY = "use rtn without transforms, or leave --ranks out: one process streams the model in bounded memory"
 
 
 def shares_of(source: ModelFiles, graph: Graph, plan: Plan, *, ranks: int) -> list[Share]:
@@ -48,9 +48,3 @@ def _whole(plan: Plan) -> Iterator[str]:
         yield f"{plan.algorithm} runs the calibration text through the model"
     for name, _ in plan.transforms:
         yield f"{name} changes a norm and all linears behind it together"
-    if plan.needs:
-        yield f"the scheme needs {', '.join(sorted(plan.needs))} of each linear's input"
-    for scheme in filter(None, plan.schemes.values()):
-        if scheme.weights.granularity == "per_tensor":
-            yield f"{scheme.name} has one scale for a whole weight"
-    yield "a measurement is given, and its first tokens run through the model"

@@ -4,7 +4,7 @@ For each layer: quantize it (stages/_layer.py) or read it back, write its file w
 behind it, and keep the hidden states that enter the next one. So a run that was stopped goes on at its layer.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ from quantflow.models.reading import read_tensor
 from stages import _memory, _state
 from stages._bits import CANARY_TOKENS, tensor_hash
 from stages._config import Quantize
+from stages._inputs import input_statistics
 from stages._layer import FORMAT, LayerWork, install_all, quantize_layer
 from stages._plan import Plan
 from stages._progress import Progress
@@ -100,7 +101,7 @@ class Forward:
                 stream.advance(module, calibration, workers=self.workers)
             _read_back(module, layer, self.plan, path)
         else:
-            statistics = {} if self.measurement is None else _input_statistics(self.measurement, layer)
+            statistics = {} if self.measurement is None else input_statistics(self.measurement, layer)
             work = LayerWork(
                 stream=stream,
                 source=self.source,
@@ -148,16 +149,6 @@ def _canary_tokens(source: Source, measurement: Measurement | None, seed: int) -
         return measurement.sequences[0][:CANARY_TOKENS]
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(source.config.vocab_size, (CANARY_TOKENS,), generator=generator)
-
-
-def _input_statistics(measurement: Measurement, layer: Layer) -> dict[str, Mapping[str, Tensor]]:
-    """Return, per linear of the layer, the statistics of its input."""
-    found: dict[str, dict[str, Tensor]] = {name: {} for name in layer.linears}
-    for key, tensor in measurement.statistics.items():
-        name, site, statistic = key.split("|")
-        if site == "input" and name in found:
-            found[name][statistic] = tensor
-    return dict(found)
 
 
 def _read_back(module: nn.Module, layer: Layer, plan: Plan, path: Path) -> None:

@@ -100,6 +100,7 @@ def _write(
         allowance=allow_quantize(Resources(), model_size(infos, source.config, graph), plan, lengths=[], folder=folder),
         progress=progress,
         share=target,
+        inputs=parts.inputs(plan),
         choose=parts,
     )
     linears = [parts.report[name] for name in graph.linears if name in parts.report]

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from quantflow.algorithms import ALGORITHMS
 from quantflow.backends import reference
-from quantflow.core.activations import static_input, unseen
 from quantflow.core.parallel import Workers
 from quantflow.core.qtensor import QuantizedLinear
 from quantflow.core.scheme import LinearScheme
@@ -36,6 +35,7 @@ from quantflow.models.reading import DTYPES
 from quantflow.observers.hessian import HessianObserver
 from quantflow.runtime.linear import QuantLinear
 from quantflow.transforms import TRANSFORMS
+from stages._inputs import input_of
 from stages._memory import give_back_holes
 from stages._plan import Plan
 from stages._progress import Progress
@@ -251,21 +251,14 @@ def _quantize_members(
     )
     if last:
         statistics.pop("hessian_sum", None)
-    input_scale, input_zero_point = None, None
-    if scheme.input is not None and not scheme.input.dynamic:
-        input_scale, input_zero_point = static_input(statistics, scheme.input)
-        if unseen(statistics):
-            for name in members:
-                work.decisions.setdefault(name, {})["input"] = "unseen in calibration, scale 1"
+    seen = input_of(members[0], scheme, statistics)
     for name, result in results.items():
         quantized = QuantizedLinear(
-            weight=result.weight, scheme=scheme, input_scale=input_scale, input_zero_point=input_zero_point
+            weight=result.weight, scheme=scheme, input_scale=seen.scale, input_zero_point=seen.zero_point
         )
         work.tensors |= FORMAT.encode(name, quantized, scale_dtype=scale_dtype)
         work.errors[name] = {"weight": weight_error(weights[name], result.weight, name=name)}
-        work.decisions.setdefault(name, {}).update(result.decisions)
-        if "amax" in statistics:
-            work.decisions[name]["input_amax"] = float(statistics["amax"])
+        work.decisions.setdefault(name, {}).update({**result.decisions, **seen.decisions})
 
 
 def _required(statistics: Mapping[str, Tensor], name: str, statistic: str) -> Tensor:

@@ -24,8 +24,8 @@ class Plan:
         algorithm: a key of ALGORITHMS.
         transforms: (name, options) in the order in which they run.
         needs: the statistics of a linear's input that have to be there.
-        file_to_file: whether weights go from file to file and the model never runs: no measurement is given, and every
-            row of a weight is rounded by itself.
+        file_to_file: whether weights go from file to file and the model never runs: weights are rounded by themselves, and
+            either several cards do that, or no measurement is given and every row has scales of its own.
     """
 
     name: str
@@ -52,14 +52,18 @@ class Plan:
         return {"schemes": schemes, "algorithm": self.algorithm, "transforms": transforms}
 
 
-def resolve(entry: Quantize, graph: Graph, shapes: Mapping[str, Sequence[int]], *, measured: bool = True) -> Plan:
+def resolve(
+    entry: Quantize, graph: Graph, shapes: Mapping[str, Sequence[int]], *, measured: bool = True, ranks: int = 1
+) -> Plan:
     """Return the plan for one entry of the recipe.
 
     Args:
         entry: the recipe's words.
         graph: the model's linears.
         shapes: source tensor name -> shape, from the shard headers.
-        measured: whether a measurement will be given; with one the artifact is proven by running its first tokens.
+        measured: whether a measurement will be given; with one the artifact of one process is proven by running its first
+            tokens.
+        ranks: how many cards share the model.
 
     Raises:
         UsageError: a pattern matches nothing, an algorithm or transform is unknown or does not fit, a group size does
@@ -85,6 +89,7 @@ def resolve(entry: Quantize, graph: Graph, shapes: Mapping[str, Sequence[int]], 
     transforms = _transforms(entry, base)
     used = [scheme for scheme in schemes.values() if scheme is not None]
     needs = _needs(algorithm, [name for name, _ in transforms], used)
+    alone = algorithm == "rtn" and not transforms
     by_row = all(scheme.weights.granularity in ("per_channel", "per_group") for scheme in used)
     return Plan(
         name=entry.name,
@@ -92,7 +97,7 @@ def resolve(entry: Quantize, graph: Graph, shapes: Mapping[str, Sequence[int]], 
         algorithm=algorithm,
         transforms=transforms,
         needs=needs,
-        file_to_file=not (measured or needs or transforms) and by_row and algorithm == "rtn",
+        file_to_file=alone and (ranks > 1 or (by_row and not (measured or needs))),
     )
 
 

@@ -6,7 +6,7 @@ Writes   <o>/layers/<index>.safetensors and .json, quantize.json, DONE.json; unl
 Resumes  at the layer where it stopped: finished layers and the hidden states that enter the next one are read back
 Fails    2 the recipe does not fit the model, 3 unusable model or measurement, 5 memory, disk or a held folder, 6 unsupported
 
-Where neither statistics nor a forward pass are needed, weights go from file to file (stages/_file_to_file.py). Otherwise
+Where no forward pass is needed, weights go from file to file (stages/_file_to_file.py). Otherwise
 the canary (the first tokens of the calibration text) and, for algorithms that need Hessians, the calibration text run
 through the model layer by layer (stages/_layer.py). Memory is that of one layer, whatever the depth of the model.
 
@@ -36,6 +36,7 @@ from stages import _memory, _state, _workspace
 from stages._bits import CANARY_TOKENS, identify, single_threaded, tensor_hash, tools
 from stages._config import Quantize, Resources, launched_rank
 from stages._file_to_file import quantize_files
+from stages._inputs import inputs_of
 from stages._plan import Plan, resolve
 from stages._progress import Progress
 from stages._ranks import die_with_parent, launch, rank_folder
@@ -78,7 +79,7 @@ def run(job: Job, progress: Progress) -> Path:
     source = open_files(job.model)
     graph = graph_for(source.config)
     shapes = {name: info.shape for name, info in source.checkpoint.infos.items()}
-    plan = resolve(job.entry, graph, shapes, measured=job.measurement is not None)
+    plan = resolve(job.entry, graph, shapes, measured=job.measurement is not None, ranks=job.ranks)
     if job.ranks == 1:
         return _quantize(job, plan, source, graph, progress)
     from stages._cut import shares_of  # here: one process starts without transformers' configurations
@@ -99,8 +100,11 @@ def run(job: Job, progress: Progress) -> Path:
 
 def _launch(job: Job, plan: Plan, source: ModelFiles, shares: Mapping[Path, Share], progress: Progress) -> None:
     """Start torchrun with one process per rank, after the source was hashed once for all of them."""
+    folder, measurement = _measurement(job, plan, source, progress)
     disk.make_folder(job.output)
-    about = {**_inputs(job, plan, source, None), "model": identify(source.checkpoint, Digests(job.output / HASHES))}
+    digests = Digests(job.output / HASHES, also=_known_hashes(folder))
+    about = {**_inputs(job, plan, source, measurement), "model": identify(source.checkpoint, digests)}
+    _refuse_foreign_measurement(job, folder, measurement, about)
     inputs = {folder: {**about, **share.inputs()} for folder, share in shares.items()}
     if all(_workspace.is_up_to_date(folder, made_from) for folder, made_from in inputs.items()):
         progress.say(f"quantize {job.entry.name}: up to date")
@@ -117,10 +121,11 @@ def _quantize(job: Job, plan: Plan, source: ModelFiles, graph: Graph, progress: 
     with _workspace.locked(job.output), single_threaded(), torch.no_grad():
         _workspace.refuse_other_result(job.output, {}, force=True, parts=PARTS)
         disk.make_folder(job.output)
-        also = _known_hashes(folder) if share is WHOLE else [job.output.parent / HASHES]
-        digests = Digests(job.output / HASHES, also=also)
+        also = [] if share is WHOLE else [job.output.parent / HASHES]
+        digests = Digests(job.output / HASHES, also=[*also, *_known_hashes(folder)])
         inputs = about = {**_inputs(job, plan, source, measurement), **share.inputs()}
-        if not plan.file_to_file or _workspace.done(job.output) is not None:  # otherwise hashed while they are quantized
+        ahead = plan.file_to_file and measurement is None and _workspace.done(job.output) is None
+        if not ahead:  # otherwise hashed while they are quantized
             inputs = {**about, "model": identify(source.checkpoint, digests)}
             _refuse_foreign_measurement(job, folder, measurement, inputs)
         if _workspace.is_up_to_date(job.output, inputs):
@@ -145,6 +150,7 @@ def _quantize(job: Job, plan: Plan, source: ModelFiles, graph: Graph, progress: 
                 allowance=allowance,
                 progress=progress,
                 share=share,
+                inputs=inputs_of(measurement, graph, plan.schemes),
             )
             inputs = {**about, "model": identify(source.checkpoint, digests)}
         else:
