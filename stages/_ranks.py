@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from quantflow.errors import InputError, IntegrityError, QuantflowError, ResourceError, UnsupportedError, UsageError
+from stages._config import launched_environment
 from stages._progress import Progress
 
 _PR_SET_PDEATHSIG = 1
@@ -55,7 +56,12 @@ def launch(arguments: Sequence[str], *, ranks: int, progress: Progress) -> None:
     ends: dict[int, int] = {}  # rank -> exit code, as torchrun reports them: at last the one that failed first
     rank: int | None = None
     with subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, preexec_fn=die_with_parent
+        command,
+        env=launched_environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=die_with_parent,
     ) as process:
         assert process.stderr is not None  # it is a pipe
         try:

@@ -536,13 +536,16 @@ def _chosen(recipe: "Recipe", everything: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _run(stage: Any, job: Any, shared: dict[str, Any]) -> None:
-    """Run a stage that returns a folder, and print it."""
+    """Run a stage that returns a folder, and print it; of several ranks one does."""
+    from stages._config import speaks
+
     if shared["dry_run"]:
         show(dataclasses.asdict(job), as_json=shared["as_json"], text=str(job))
         return
     with reporting(shared, job.output) as progress:
         folder = stage.run(job, progress)
-    show({"folder": str(folder)}, as_json=shared["as_json"], text=str(folder))
+    if speaks():
+        show({"folder": str(folder)}, as_json=shared["as_json"], text=str(folder))
 
 
 def main() -> int:
