@@ -18,6 +18,7 @@ from stages._progress import Progress
 from stages._proof import _prove_tensors
 
 QUIET = Progress(quiet=True)
+EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny-llama"
 LARGEST = 448.0  # of e4m3fn
 
 
@@ -86,9 +87,12 @@ def test_shards_unified_hold_the_tensors_of_one_process(model, measured, tmp_pat
             assert found["errors"][linear]["weight"] == pytest.approx(errors["weight"], rel=1e-6)  # float32 sums of other units
 
 
-def test_the_artifacts_are_the_same_but_for_what_proved_them(model, measured, tmp_path, cards):
-    whole = one(model, tmp_path / "whole", entry("FP8"), measured)
-    shards = cards(model, tmp_path / "shards", entry("FP8"), ranks=2, measurement=measured)
+def test_the_artifacts_of_the_embedded_model_are_the_same_but_for_what_proved_them(text_files, tmp_path, cards):
+    calibration = Calibration(source=str(text_files["calibration"]), samples=4, sequence_length=64)
+    job = measure.Job(model=EXAMPLE, output=tmp_path / "m", calibration=calibration, stats=("amax",))
+    measured = measure.run(job, QUIET)
+    whole = one(EXAMPLE, tmp_path / "whole", entry("FP8"), measured)
+    shards = cards(EXAMPLE, tmp_path / "shards", entry("FP8"), ranks=2, measurement=measured)
     made = together(shards, tmp_path / "made")
     ours, theirs = (export.run(export.Job(quantized=path, output=path.with_suffix(".out")), QUIET) for path in (made, whole))
     for name in ("model.safetensors", "config.json"):
