@@ -151,7 +151,7 @@ def _put_together(
         record, linears = records[0], list(records[0].pop("placements"))
         parts: list[Part] = [(shard.share, _tensors(shard.folder / "layers" / path.name)) for shard in shards]
         tensors, counts = put_together(parts, linears, plan.schemes)
-        told = {"key": digest_of([key, int(path.stem)])}
+        told: dict[str, Any] = {"key": digest_of([key, int(path.stem)])}
         if target.world > 1:
             told["placements"] = {name: dict(target.placements[name]) for name in linears}
         _state.write_layer(folder / "layers" / path.name, tensors, {**record, **told})
