@@ -178,7 +178,9 @@ def measure(model: str, output: str | None, settings: tuple[str, ...], recipe: s
     help="Calibrate a layer on what the quantized layers before it put out, or the original ones.",
 )
 @click.option("--name", help="Which entry of the recipe (default: the first).")
-@click.option("--ranks", type=int, default=1, help="Processes (default 1), each with a slice of each linear; unify joins them.")
+@click.option(
+    "--ranks", type=int, default=1, help="Processes (default 1); each writes a slice of each linear, unify joins them."
+)
 @click.option("--seed", type=int, help="Of the canary where no measurement is given (default 0).")
 @quant_configured
 @bounded
@@ -189,6 +191,7 @@ def quantize(model: str, output: str, settings: tuple[str, ...], recipe: str | N
     \b
     Example: quantflow quantize ./llama -o work/2-quantize --scheme W4A16 --measurement work/1-measure
              quantflow quantize ./llama -o work/shards --scheme FP8_DYNAMIC --ranks 4
+             quantflow quantize ./llama -o work/shards --scheme W4A16 --measurement work/1-measure --ranks 4
     """
     from quantflow.errors import UsageError
     from stages import quantize as stage

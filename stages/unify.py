@@ -1,7 +1,7 @@
 """Stage 3, unify: merge what several ranks measured into what fewer would have measured, or expand one to more.
 
-Reads    the rank folders of a measurement, the files of Gaudi's toolkit, or the rank folders of `quantize --ranks` and the
-         model that they were made from
+Reads    the rank folders of a measurement, the files of Gaudi's toolkit, or the rank folders of `quantize --ranks` and, if
+         they were made file to file, the model that they were made from
 Writes   <o>/rank-RRR-of-GGG/, one per group, or Gaudi's files of each group; all of <o> appears at once. Shards of one
          group become <o> itself, a quantize folder
 Resumes  a finished result of the same ranks and groups is left alone
@@ -58,7 +58,7 @@ class Job:
         allow_missing: go on without replicas that are missing as a whole; the result says which.
         expand: make so many ranks of one instead of merging.
         replace: redo a finished result that was made from other inputs, instead of refusing.
-        model: what quantized shards were made from; None reads where quantize found it.
+        model: what quantized shards were made from; None reads where quantize found it. Not read where the model ran.
     """
 
     measurement: Path

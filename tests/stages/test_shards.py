@@ -216,8 +216,9 @@ def test_what_is_up_to_date_is_left_alone(model, tmp_path, cards):
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"scheme": "W4A16", "algorithm": "gptq", "group_size": 32}, "gptq runs the calibration text through the model"),
-        ({"scheme": "W8A8"}, "smoothquant changes a norm"),
+        ({"scheme": "W4A16", "algorithm": "gptq", "group_size": 32}, "gptq needs count, hessian_sum, none is given"),
+        ({"scheme": "W8A8"}, "needs channel_amax, none is given"),
+        ({"scheme": "FP8"}, "needs amax, none is given"),
         ({"scheme": "W8A16", "ranks": 8}, "4 heads over 8 cards"),
         ({"scheme": "W8A16", "ranks": 3}, "128 columns over 3 cards"),
         ({"scheme": "W4A16", "algorithm": "rtn", "group_size": 32, "ranks": 4}, "64 columns over 4 are 16, groups have 32"),
