@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
@@ -21,6 +22,7 @@ from quantflow.errors import InputError
 from stages import export, measure, quantize, unify
 from stages._config import Calibration, Quantize
 from stages._progress import Progress
+from stages._ranks import LOST, launch
 
 QUIET = Progress(quiet=True)
 GPTQ = {"scheme": "W4A16", "group_size": 8}
@@ -82,11 +84,13 @@ def ranks(model: Path, measurement: Path, tmp_path_factory: pytest.TempPathFacto
     ):
         assert server.stdin is not None and server.stdout is not None
 
-        def run(output: Path, recipe: dict, *, world: int, dies: tuple[int, int] | None = None) -> list[int]:
+        def run(
+            output: Path, recipe: dict, *, world: int, dies: tuple[int, int] | None = None, of=(model, measurement)
+        ) -> list[int]:
             with socket.socket() as free:
                 free.bind(("127.0.0.1", 0))
                 port = str(free.getsockname()[1])
-            arguments = command(model, measurement, output, recipe, world)
+            arguments = command(*of, output, recipe, world)
             order = {"world": world, "port": port, "dies": dies, "arguments": arguments}
             server.stdin.write(json.dumps(order) + "\n")
             server.stdin.flush()
@@ -200,13 +204,23 @@ def test_gptq_on_several_cards_unified_is_what_one_process_writes(alone, shards,
         ({"scheme": "W4A16_ASYM", "group_size": 16, "quantized_inputs": True}, 2),
         ({"scheme": "W4A16", "group_size": 16, "ignore": ["re:.*down_proj", "re:.*[.]1[.].*q_proj"]}, 4),
         ({"scheme": "W8A8", "algorithm": "gptq"}, 2),
+        ({"scheme": "FP8", "transforms": [{"smoothquant": {"alpha": 0.5}}]}, 4),
     ],
-    ids=["smoothquant", "smoothquant-static", "asymmetric-quantized-inputs", "ignored", "smoothquant-and-gptq"],
+    ids=["smoothquant", "static", "asymmetric-on-quantized-inputs", "ignored", "smoothquant-and-gptq", "scale-per-tensor"],
 )
 def test_every_plan_that_runs_the_model_is_what_one_process_writes(alone, ranks, tmp_path, recipe, world):
     ranks(tmp_path / "shards", recipe, world=world)
     made = together(tmp_path / "shards", tmp_path / "made")
     assert hashes(made) == hashes(alone(recipe)) and inputs(made) == inputs(alone(recipe))
+
+
+def test_a_family_whose_queries_keys_and_values_are_one_linear(family_model, ranks, text_files, tmp_path):
+    neox, recipe = family_model("gpt_neox"), {"scheme": "W4A16", "group_size": 16}
+    calibration = Calibration(source=str(text_files["calibration"]), samples=3, sequence_length=32)
+    measured = measure.run(measure.Job(model=neox, output=tmp_path / "m", calibration=calibration), QUIET)
+    job = quantize.Job(model=neox, output=tmp_path / "whole", entry=Quantize(name="x", **recipe), measurement=measured)
+    ranks(tmp_path / "shards", recipe, world=2, of=(neox, measured))
+    assert hashes(together(tmp_path / "shards", tmp_path / "made")) == hashes(quantize.run(job, QUIET))
 
 
 def test_the_unified_shards_are_exported_with_the_proof_of_the_canary(shards, tmp_path):
@@ -265,14 +279,22 @@ def test_the_report_says_how_each_linear_was_joined(shards, tmp_path):
 
 @pytest.mark.parametrize(
     ("recipe", "dies", "starts"),
-    [(GPTQ, (1, 0), 0), (GPTQ, (1, 1), 0), (GPTQ, (0, 2), 1), ({**GPTQ, "quantized_inputs": True}, (0, 2), 1)],
-    ids=["before the first layer", "in the first layer", "in the second layer", "of quantized inputs"],
+    [
+        (GPTQ, (1, 0), 0),
+        (GPTQ, (1, 1), 0),
+        (GPTQ, (0, 2), 1),
+        ({**GPTQ, "quantized_inputs": True}, (0, 2), 1),
+    ],
+    ids=["before-the-first-layer", "in-the-first-layer", "in-the-second-layer", "on-quantized-inputs"],
 )
 def test_a_rank_that_dies_ends_the_others_and_the_same_command_continues(alone, ranks, tmp_path, recipe, dies, starts):
     output = tmp_path / "shards"
     codes = ranks(output, recipe, world=2, dies=dies)
     assert codes[dies[0]] == -signal.SIGKILL and codes[1 - dies[0]] != 0
     assert not list(output.glob("*/DONE.json"))
+    for rank, count in ((0, 4), (1, 3)) if starts else ():  # of five sequences every second one, and the canary
+        (kept,) = {len(json.loads(path.read_text())["shapes"]) for path in output.glob(f".rank-00{rank}-of-002.hidden/*.json")}
+        assert kept == count
     first = [path for path in sorted(output.glob("*/layers/*.json")) if int(path.stem) < starts]
     written = {path: path.stat().st_mtime_ns for path in first}
     assert len(written) == 2 * starts
@@ -307,6 +329,33 @@ def test_cards_that_computed_something_else_are_refused(shards, tmp_path):
     with pytest.raises(InputError, match="its card computed 0000000000000000 on the canary"):
         together(folder, tmp_path / "made")
     assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize(
+    ("lines", "told"),
+    [
+        (
+            ("error: the disk is full", "  fix: free some", "error: quantize: " + LOST, "  fix: look"),
+            ("the disk is full", "free some"),
+        ),
+        (
+            ("error: the disk is full", "  fix: free some", "error: terminated", "  fix: wait"),
+            ("the disk is full", "free some"),
+        ),
+        (
+            ("error: quantize: " + LOST, "  fix: look", "error: the disk is full", "  fix: free some"),
+            ("the disk is full", "free some"),
+        ),
+    ],
+)
+def test_what_is_told_is_what_the_rank_said_that_failed_by_itself(tmp_path, monkeypatch, lines, told):
+    launcher = tmp_path / "python"
+    launcher.write_text("#!/bin/sh\n" + "".join(f"echo '{line}' >&2\n" for line in lines) + "exit 1\n")
+    launcher.chmod(0o755)
+    monkeypatch.setattr("stages._ranks.sys", SimpleNamespace(executable=str(launcher), platform=sys.platform))
+    with pytest.raises(InputError) as failed:
+        launch(["quantize"], ranks=2, progress=QUIET)
+    assert failed.value.cause == f"a rank of 2 failed: {told[0]}" and failed.value.remedy.startswith(told[1])
 
 
 def test_a_killed_rank_is_named_and_the_same_command_line_continues(model, measurement, alone, tmp_path):
