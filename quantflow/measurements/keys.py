@@ -56,8 +56,8 @@ def by_site(statistics: Mapping[str, Item]) -> dict[tuple[str, str], dict[str, I
         StatisticsError: a key is not one.
     """
     sites: dict[tuple[str, str], dict[str, Item]] = {}
-    for key in sorted(parse_key(text) for text in statistics):
-        sites.setdefault((key.name, key.site), {})[key.statistic] = statistics[str(key)]
+    for (name, site, statistic), text in sorted((parse_key(text), text) for text in statistics):
+        sites.setdefault((name, site), {})[statistic] = statistics[text]
     return sites
 
 
