@@ -31,7 +31,7 @@ from quantflow.artifact import disk
 from quantflow.artifact.canonical import digest_of, file_digest, read_json, readable_json
 from quantflow.core.parallel import SEQUENTIAL, Workers
 from quantflow.errors import InputError, IntegrityError, StatisticsError, UnsupportedError
-from quantflow.measurements.keys import Key, by_site, observers_at
+from quantflow.measurements.keys import Key, are_states, by_site, observers_at
 from quantflow.measurements.placement import check_placement
 from quantflow.measurements.stored import Headers, StoredStatistics, write_tensors
 from quantflow.observers import observers_for
@@ -268,26 +268,9 @@ def _check_statistics(measurement: Measurement) -> None:
             raise StatisticsError(f"{name}: {tensor}|{site} was measured, `tensors` does not list it", _AGAIN)
         structure = tuple((statistic, value.dtype, value.shape) for statistic, value in statistics.items())
         alike.setdefault(structure, []).append(statistics)
-    if not all(map(_usable, alike.values())):
+    if not all(map(are_states, alike.values())):
         for (tensor, site), statistics in sites.items():
             observers_at(tensor, site, statistics=statistics)
-
-
-def _usable(alike: list[dict[str, Tensor]]) -> bool:
-    """Return whether sites that hold statistics of the same dtypes and shapes hold such as observers have.
-
-    Observers compare single values with bounds. So it is enough to show them the smallest and the largest of all sites,
-    which takes a tenth of the time. Of a Hessian there is to be no copy: those are left to be looked at one by one.
-    """
-    if "hessian_sum" in alike[0]:
-        return False
-    ends = {key: torch.aminmax(torch.stack([site[key] for site in alike]), dim=0) for key in alike[0]}
-    try:
-        observers_at("", "", statistics={key: end.min for key, end in ends.items()})
-        observers_at("", "", statistics={key: end.max for key, end in ends.items()})
-    except StatisticsError:
-        return False
-    return True
 
 
 def _check_fields(meta: Mapping[str, Any], *, name: str) -> None:

@@ -44,7 +44,9 @@ class Headers:
             infos, _ = read_header(path)
             for info in infos.values():
                 if info.dtype not in _DTYPES:
-                    raise InputError(f"{path}: {info.name} is {info.dtype}, expected one of {', '.join(sorted(_DTYPES))}", _AGAIN)
+                    raise InputError(
+                        f"{path}: {info.name} is {info.dtype}, expected one of {', '.join(sorted(_DTYPES))}", _AGAIN
+                    )
             self._known[size, text] = infos
         return self._known[size, text]
 
