@@ -81,10 +81,11 @@ def test_what_is_written_is_read(folder, measurement):
     assert sorted(path.name for path in folder.iterdir()) == list(FILES)
 
 
-def test_the_digest_is_returned_and_is_that_of_the_content(tmp_path, measurement):
-    digest = write_measurement(tmp_path, measurement)
+def test_the_hashes_are_returned_and_those_of_the_tensors_and_the_digest_recorded(tmp_path, measurement):
+    hashes = write_measurement(tmp_path, measurement)
+    assert hashes == {name: file_digest(tmp_path / name) for name in FILES}
     meta = json.loads((tmp_path / "measurement.json").read_text())
-    assert meta.pop("digest") == digest == digest_of(meta)
+    assert meta.pop("digest") == digest_of(meta)
     assert meta["files"] == {name: file_digest(tmp_path / name) for name in FILES if name != "measurement.json"}
 
 
