@@ -267,6 +267,33 @@ def test_a_statistic_that_cannot_be_is_refused_when_read_and_when_written(folder
     assert not list(tmp_path.glob("*.safetensors"))
 
 
+@pytest.mark.parametrize("place", [0, 4, 8])
+@pytest.mark.parametrize(
+    ("statistic", "value", "message"),
+    [
+        ("channel_amax", -1e-30, "channel_amax: channel_amax holds -1"),
+        ("channel_amax", math.nan, "channel_amax: channel_amax holds 1 NaN and 0 Inf"),
+        ("min_val", -math.inf, "min_max: min_val holds 0 NaN and 1 Inf"),
+        ("min_val", 1e-30, "min_max: min_val up to 1"),
+        ("max_val", -1e-30, "min_max: .* max_val down to -1"),
+        ("max_val", math.inf, "min_max: max_val holds 0 NaN and 1 Inf"),
+    ],
+)
+def test_one_value_that_cannot_be_is_found_among_many_sites(tmp_path, measurement, place, statistic, value, message):
+    signs = {"channel_amax": 1.0, "min_val": -1.0, "max_val": 1.0}
+    values = {
+        f"{number}|{site}|{kind}": torch.full((channels,), sign * number)
+        for number in range(9)
+        for site, channels in (("input", 4), ("output", 2), ("weight", 0))
+        for kind, sign in signs.items()
+    }
+    meta = measurement.meta | {"tensors": {str(number): META["tensors"][Q] for number in range(9)}}
+    write_measurement(tmp_path, replace(measurement, meta=meta, statistics=values))
+    values[f"{place}|input|{statistic}"][3] = value
+    with pytest.raises(StatisticsError, match=rf"^{place}\|input: {message}"):
+        write_measurement(tmp_path, replace(measurement, meta=meta, statistics=values))
+
+
 @pytest.mark.parametrize("key", ["amax", f"{Q}|amax", f"{Q}|gradient|amax", f"{Q}|input|amax|x", "|input|amax"])
 def test_a_key_that_is_not_one_is_refused(folder, key):
     replace_tensors(folder, "statistics.safetensors", {key: torch.ones(())})
