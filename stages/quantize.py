@@ -142,8 +142,7 @@ def _quantize(
             return job.output
         _workspace.refuse_other_result(job.output, inputs, force=job.replace, parts=PARTS)
         held = share if plan.file_to_file else WHOLE  # where the model runs, a card has whole layers
-        infos = {name: held.info(info) for name, info in source.checkpoint.infos.items()}
-        sizes = model_size(infos, source.config, graph)
+        sizes = model_size({name: held.info(info) for name, info in source.checkpoint.infos.items()}, source.config, graph)
         allowance = allow_quantize(job.resources, sizes, plan, lengths=lengths, folder=job.output)
         _memory.reset_peak()
         _state.begin(job.output, inputs, say=partial(_say, progress, job))
