@@ -42,6 +42,8 @@ def shares_of(source: ModelFiles, graph: Graph, plan: Plan, *, ranks: int) -> li
 
 def _whole(plan: Plan) -> Iterator[str]:
     """Yield why a plan needs more than a slice of each weight."""
+    if plan.algorithm != "rtn" and not plan.needs_hessian:
+        yield f"unify cannot join the scales that {plan.algorithm} chooses"
     if plan.file_to_file:
         return
     if plan.needs_hessian:

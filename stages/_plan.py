@@ -92,7 +92,7 @@ def resolve(entry: Quantize, graph: Graph, shapes: Mapping[str, Sequence[int]], 
         algorithm=algorithm,
         transforms=transforms,
         needs=needs,
-        file_to_file=not (measured or needs or transforms) and by_row and algorithm == "rtn",
+        file_to_file=not (measured or needs or transforms) and by_row and ALGORITHMS[algorithm].BY_ROW,
     )
 
 
@@ -176,9 +176,10 @@ def _scheme(name: str, group_size: int | None, flavour: str | None = None) -> Li
 
 
 def _check_algorithm(name: str, algorithm: str, scheme: LinearScheme) -> None:
-    if algorithm == "gptq" and scheme.weights.kind != "int":
+    if algorithm != "rtn" and scheme.weights.kind != "int":
         raise UsageError(
-            f"{name}: algorithm gptq with scheme {scheme.name}", "gptq chooses integers; use algorithm rtn for float8"
+            f"{name}: algorithm {algorithm} with scheme {scheme.name}",
+            f"{algorithm} chooses integers; use algorithm rtn for float8",
         )
 
 

@@ -240,6 +240,7 @@ def test_what_is_up_to_date_is_left_alone(model, tmp_path, cards):
         ({"scheme": "W8A16", "ranks": 3}, "128 columns over 3 cards"),
         ({"scheme": "W4A16", "algorithm": "rtn", "group_size": 32, "ranks": 4}, "64 columns over 4 are 16, groups have 32"),
         ({"scheme": "W8A16", "ranks": 0}, "ranks=0"),
+        ({"scheme": "W8A16", "algorithm": "hqq"}, "unify cannot join the scales that hqq chooses"),
     ],
 )
 def test_what_cannot_be_cut_is_refused_before_a_weight_is_read(model, tmp_path, options, told):
