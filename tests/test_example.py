@@ -212,8 +212,7 @@ def test_gptq_keeps_the_example_much_closer_to_its_source_than_rounding_to_neare
 
 
 @needs_weights
-@pytest.mark.parametrize("scheme", ["W4A16", "W4A16_ASYM"])
-def test_scales_fitted_to_the_weights_keep_the_example_closer_to_its_source_than_those_of_the_whole_range(scheme: str) -> None:
+def test_scales_fitted_to_the_weights_keep_the_example_closer_to_its_source_than_those_of_the_whole_range() -> None:
     windows = heldout_tokens(EXAMPLE, 4096).reshape(8, 512)
     source = open_source(EXAMPLE)
     model = load_model(source, dtype=torch.float32)
@@ -224,9 +223,10 @@ def test_scales_fitted_to_the_weights_keep_the_example_closer_to_its_source_than
     for algorithm in ("rtn", "rtn_mse", "hqq"):
         for name, weight in originals.items():
             told = {"statistics": {}, "scale_dtype": torch.bfloat16}
-            made = ALGORITHMS[algorithm].quantize_group({name: weight}, preset(scheme), **told)[name]
+            made = ALGORITHMS[algorithm].quantize_group({name: weight}, preset("W4A16"), **told)[name]
             linears[name].data.copy_(made.weight.dequantize())
         scores = [score(logits, logits_of(model)(window), window) for logits, window in zip(baseline, windows, strict=True)]
         kld[algorithm] = float(join(scores).kld.mean())
     print(f"mean KL divergence in nats per token: {kld}")
-    assert 0 < kld["hqq"] < kld["rtn"] and 0 < kld["rtn_mse"] < kld["rtn"]
+    assert 0 < kld["hqq"] < kld["rtn"]
+    assert 0 < kld["rtn_mse"] < kld["rtn"]
