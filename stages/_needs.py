@@ -104,7 +104,7 @@ def need_layers(model: ModelSize, plan: Plan, *, lengths: Sequence[int]) -> Need
 
 def need_files(model: ModelSize, plan: Plan) -> Need:
     """Return what quantize takes file to file: per worker the unit that it rounds, and those that wait to be written."""
-    worker = groups.unit_bytes(0) + WAITING * UNIT_FILES * groups.UNIT_ELEMENTS
+    worker = ALGORITHMS[plan.algorithm].working_bytes(0, 0) + WAITING * UNIT_FILES * groups.UNIT_ELEMENTS
     moments = ((LIBRARIES + READERS * worker, worker),)
     return Need(stage="quantize", base=FILES_BASE, moments=moments, result=sum(layer_bytes(model, plan.schemes)))
 

@@ -24,8 +24,8 @@ class Plan:
         algorithm: a key of ALGORITHMS.
         transforms: (name, options) in the order in which they run.
         needs: the statistics of a linear's input that have to be there.
-        file_to_file: whether weights go from file to file and the model never runs: weights are rounded by themselves, and
-            either several cards do that, or no measurement is given and every row has scales of its own.
+        file_to_file: whether weights go from file to file and the model never runs: one process does that where rows are
+            quantized by themselves and no measurement is given, several cards where they are rounded to nearest.
     """
 
     name: str
@@ -89,7 +89,7 @@ def resolve(
     transforms = _transforms(entry, base)
     used = [scheme for scheme in schemes.values() if scheme is not None]
     needs = _needs(algorithm, [name for name, _ in transforms], used)
-    alone = algorithm == "rtn" and not transforms
+    alone = ALGORITHMS[algorithm].BY_ROW and not transforms
     by_row = all(scheme.weights.granularity in ("per_channel", "per_group") for scheme in used)
     return Plan(
         name=entry.name,
@@ -97,7 +97,7 @@ def resolve(
         algorithm=algorithm,
         transforms=transforms,
         needs=needs,
-        file_to_file=alone and (ranks > 1 or (by_row and not (measured or needs))),
+        file_to_file=alone and (by_row and not (measured or needs) if ranks == 1 else algorithm == "rtn"),
     )
 
 
@@ -181,9 +181,10 @@ def _scheme(name: str, group_size: int | None, flavour: str | None = None) -> Li
 
 
 def _check_algorithm(name: str, algorithm: str, scheme: LinearScheme) -> None:
-    if algorithm == "gptq" and scheme.weights.kind != "int":
+    if algorithm != "rtn" and scheme.weights.kind != "int":
         raise UsageError(
-            f"{name}: algorithm gptq with scheme {scheme.name}", "gptq chooses integers; use algorithm rtn for float8"
+            f"{name}: algorithm {algorithm} with scheme {scheme.name}",
+            f"{algorithm} chooses integers; use algorithm rtn for float8",
         )
 
 

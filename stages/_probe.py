@@ -107,12 +107,13 @@ def _scheme(plan: Plan) -> LinearScheme:
 
 
 def _rounded(plan: Plan, weight: Tensor) -> float:
-    """Return the seconds per weight of rounding to nearest and encoding."""
+    """Return the seconds per weight of encoding and of rounding, to nearest where the plan's algorithm reads statistics."""
     scheme, piece = _scheme(plan), weight[:ROWS].contiguous()
+    algorithm = ALGORITHMS["rtn" if plan.needs_hessian else plan.algorithm]
     dtype = FORMAT.scale_dtype(scheme, weight.dtype)
 
     def round_piece() -> None:
-        result = ALGORITHMS["rtn"].quantize_group({"w": piece}, scheme, statistics={}, scale_dtype=dtype)["w"]
+        result = algorithm.quantize_group({"w": piece}, scheme, statistics={}, scale_dtype=dtype)["w"]
         if scheme.input is None or scheme.input.dynamic:
             FORMAT.encode("w", QuantizedLinear(weight=result.weight, scheme=scheme), scale_dtype=dtype)
 

@@ -15,8 +15,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from quantflow.algorithms import ALGORITHMS
+from quantflow.core.scheme import preset
 from quantflow.evaluation.divergence import join, score
 from quantflow.evaluation.perplexity import logits_of
+from quantflow.models.graph import graph_for
 from quantflow.models.load import load_model, load_tokenizer, open_source
 from quantflow.runtime.load import load
 from stages import export, measure, quantize
@@ -206,3 +209,24 @@ def test_gptq_keeps_the_example_much_closer_to_its_source_than_rounding_to_neare
         kld[algorithm] = float(comparison.kld.mean())
     print(f"mean KL divergence in nats per token: {kld}")
     assert 0 < kld["gptq"] < 0.4 * kld["rtn"]
+
+
+@needs_weights
+def test_scales_fitted_to_the_weights_keep_the_example_closer_to_its_source_than_those_of_the_whole_range() -> None:
+    windows = heldout_tokens(EXAMPLE, 4096).reshape(8, 512)
+    source = open_source(EXAMPLE)
+    model = load_model(source, dtype=torch.float32)
+    baseline = [logits_of(model)(window) for window in windows]
+    linears = {name: model.get_submodule(name).weight for name in graph_for(source.config).linears}
+    originals = {name: weight.detach().clone() for name, weight in linears.items()}
+    kld = {}
+    for algorithm in ("rtn", "rtn_mse", "hqq"):
+        for name, weight in originals.items():
+            told = {"statistics": {}, "scale_dtype": torch.bfloat16}
+            made = ALGORITHMS[algorithm].quantize_group({name: weight}, preset("W4A16"), **told)[name]
+            linears[name].data.copy_(made.weight.dequantize())
+        scores = [score(logits, logits_of(model)(window), window) for logits, window in zip(baseline, windows, strict=True)]
+        kld[algorithm] = float(join(scores).kld.mean())
+    print(f"mean KL divergence in nats per token: {kld}")
+    assert 0 < kld["hqq"] < kld["rtn"]
+    assert 0 < kld["rtn_mse"] < kld["rtn"]

@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from quantflow.algorithms import gptq, rtn
+from quantflow.algorithms import gptq, hqq, rtn, rtn_mse
 from quantflow.core.parallel import SEQUENTIAL, Workers
 from quantflow.core.result import GroupResult
 from quantflow.core.scheme import LinearScheme
@@ -17,6 +17,9 @@ class Algorithm(Protocol):
 
     NEEDS: tuple[str, ...]
     """Names of the statistics of the group's input that `quantize_group` reads."""
+
+    BY_ROW: bool
+    """Whether a row of a weight with scales of its own follows from that row alone: then weights go from file to file."""
 
     VERSION: int
     """Counts the changes that give other results for the same inputs; part of the resume key."""
@@ -39,4 +42,4 @@ class Algorithm(Protocol):
         ...
 
 
-ALGORITHMS: dict[str, Algorithm] = {"rtn": rtn, "gptq": gptq}
+ALGORITHMS: dict[str, Algorithm] = {"rtn": rtn, "rtn_mse": rtn_mse, "hqq": hqq, "gptq": gptq}

@@ -37,6 +37,7 @@ from quantflow.core.scheme import LinearScheme, TensorScheme
 from quantflow.errors import SchemeError, StatisticsError
 
 NEEDS: tuple[str, ...] = ("hessian_sum", "count")
+BY_ROW: bool = False
 VERSION: int = 3
 
 # Constants, since they order the sums and so are part of the result.

@@ -9,14 +9,15 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from quantflow.core import affine, float8, groups
+from quantflow.core import groups
 from quantflow.core.grid import weight_grids
 from quantflow.core.parallel import SEQUENTIAL, Workers
-from quantflow.core.qtensor import QTensor
 from quantflow.core.result import GroupResult
+from quantflow.core.rounding import rounded
 from quantflow.core.scheme import LinearScheme
 
 NEEDS: tuple[str, ...] = ()
+BY_ROW: bool = True
 VERSION: int = 1
 
 
@@ -61,23 +62,7 @@ def quantize_group(
     """
     del statistics, in_place  # the signature is every algorithm's
     grids = weight_grids(weights, scheme.weights, scale_dtype=scale_dtype, workers=workers)
-    dtype = float8.FLAVOURS[scheme.weights.float8].dtype if scheme.weights.kind == "float" else torch.int8
-    qvalues = {
-        name: torch.empty_like(weight, dtype=dtype, memory_format=torch.contiguous_format) for name, weight in weights.items()
-    }
-
-    def quantize(unit: tuple[str, slice]) -> None:
-        name, rows = unit
-        scale, zero_point = grids[name].rows(rows)
-        split = groups.to_groups(weights[name][rows].float(), weights[name].shape[1] // scale.shape[1])  # [O, G, g]
-        zero_point = None if zero_point is None else zero_point[..., None]
-        qvalues[name][rows] = affine.quantize(split, scale[..., None], zero_point, scheme.weights).flatten(1)
-
-    workers.map(quantize, [(name, rows) for name, weight in weights.items() for rows in groups.row_units(weight)])
     return {
-        name: GroupResult(
-            weight=QTensor(qvalue=qvalues[name], scale=grid.scale, zero_point=grid.zero_point, scheme=scheme.weights),
-            decisions={"zero_groups": grid.zero_groups},
-        )
-        for name, grid in grids.items()
+        name: GroupResult(weight=weight, decisions={"zero_groups": grids[name].zero_groups})
+        for name, weight in rounded(weights, grids, scheme.weights, workers=workers).items()
     }

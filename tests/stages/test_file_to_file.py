@@ -12,7 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from quantflow.algorithms import rtn
+from quantflow.algorithms import ALGORITHMS
 from quantflow.artifact import disk
 from quantflow.artifact.canonical import digest_of
 from quantflow.artifact.digests import Digests
@@ -32,6 +32,7 @@ from stages._progress import Progress
 from stages._units import row_step
 
 SCHEMES = ["FP8_DYNAMIC", "W8A8", "W8A16", "W4A16", "W4A16_ASYM"]
+FITTED = [(name, algorithm) for name in ("W8A16", "W4A16", "W4A16_ASYM") for algorithm in ("rtn_mse", "hqq")]
 QUIET = Progress(quiet=True)
 
 
@@ -45,9 +46,9 @@ def small_units(monkeypatch):
     torch.set_num_threads(threads)
 
 
-def entry(scheme: str, **options) -> Quantize:
+def entry(scheme: str, algorithm: str = "rtn", **options) -> Quantize:
     size = 32 if PRESETS[scheme].weights.group_size else None
-    return Quantize(name="x", scheme=scheme, algorithm="rtn", transforms=(), group_size=size, **options)
+    return Quantize(name="x", scheme=scheme, algorithm=algorithm, transforms=(), group_size=size, **options)
 
 
 def quantize(model: Path, output: Path, recipe: Quantize, *, workers: int = 1, key: str = "key") -> Path:
@@ -77,9 +78,9 @@ def change(model: Path, **tensors: torch.Tensor) -> None:
     safetensors.torch.save_file(stored(model) | tensors, model / "model.safetensors", metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize("name", SCHEMES)
-def test_rows_from_file_to_file_are_the_weight_quantized_whole(llama, tmp_path, name):
-    layers = quantize(llama, tmp_path, entry(name))
+@pytest.mark.parametrize(("name", "algorithm"), [*((name, "rtn") for name in SCHEMES), *FITTED])
+def test_rows_from_file_to_file_are_the_weight_quantized_whole(llama, tmp_path, name, algorithm):
+    layers = quantize(llama, tmp_path, entry(name, algorithm))
     source = stored(llama)
     scheme = with_group_size(PRESETS[name], 32) if PRESETS[name].weights.group_size else PRESETS[name]
     scale_dtype = compressed_tensors.scale_dtype(scheme, torch.bfloat16)
@@ -97,7 +98,8 @@ def test_rows_from_file_to_file_are_the_weight_quantized_whole(llama, tmp_path, 
             if not linear.endswith("_proj"):
                 expected[key] = tensor
                 continue
-            whole = rtn.quantize_group({linear: tensor}, scheme, statistics={}, scale_dtype=scale_dtype)[linear]
+            told = {"statistics": {}, "scale_dtype": scale_dtype}
+            whole = ALGORITHMS[algorithm].quantize_group({linear: tensor}, scheme, **told)[linear]
             quantized = QuantizedLinear(weight=whole.weight, scheme=scheme)
             expected |= compressed_tensors.encode(linear, quantized, scale_dtype=scale_dtype)
             error = relative_error(tensor, whole.weight.dequantize(), name=linear)
@@ -108,10 +110,11 @@ def test_rows_from_file_to_file_are_the_weight_quantized_whole(llama, tmp_path, 
             assert found[key].dtype == tensor.dtype and raw(found[key]) == raw(tensor), key
 
 
-def test_nothing_of_the_result_depends_on_how_many_units_run_at_once(llama, tmp_path):
-    one = contents(quantize(llama, tmp_path / "1", entry("W4A16_ASYM")))
+@pytest.mark.parametrize("algorithm", ["rtn", "rtn_mse", "hqq"])
+def test_nothing_of_the_result_depends_on_how_many_units_run_at_once(llama, tmp_path, algorithm):
+    one = contents(quantize(llama, tmp_path / "1", entry("W4A16_ASYM", algorithm)))
     for workers in (2, 5):
-        assert contents(quantize(llama, tmp_path / str(workers), entry("W4A16_ASYM"), workers=workers)) == one
+        assert contents(quantize(llama, tmp_path / str(workers), entry("W4A16_ASYM", algorithm), workers=workers)) == one
 
 
 def test_the_values_digest_is_that_of_the_rows_however_they_are_cut(llama, tmp_path, monkeypatch):

@@ -125,6 +125,21 @@ def test_gptq_with_float8_is_refused(options):
         plan(**options, algorithm="gptq")
 
 
+@pytest.mark.parametrize("algorithm", ["rtn_mse", "hqq"])
+def test_what_fits_integers_is_refused_for_float8_with_what_to_use(algorithm):
+    with pytest.raises(UsageError, match=f"algorithm {algorithm} with scheme FP8_DYNAMIC; .* use algorithm rtn for float8"):
+        plan("FP8_DYNAMIC", algorithm=algorithm)
+
+
+@pytest.mark.parametrize("algorithm", ["rtn", "rtn_mse", "hqq"])
+def test_what_reads_the_weights_alone_goes_from_file_to_file_where_nothing_is_measured(algorithm):
+    entry = Quantize(name="a", scheme="W4A16", algorithm=algorithm, group_size=32)
+    assert resolve(entry, GRAPH, SHAPES, measured=False).file_to_file
+    assert not resolve(entry, GRAPH, SHAPES, measured=True).file_to_file
+    gptq = Quantize(name="a", scheme="W4A16", algorithm="gptq", group_size=32)
+    assert not resolve(gptq, GRAPH, SHAPES, measured=False).file_to_file
+
+
 def test_an_unknown_algorithm_names_the_nearest():
     with pytest.raises(UsageError, match="algorithm 'gtpq' is unknown; did you mean 'gptq'"):
         plan("W4A16", algorithm="gtpq", group_size=32)
@@ -175,6 +190,7 @@ def test_the_plan_as_data_names_every_linear_its_scheme_and_the_algorithm():
         ("W4A16:gptq", ()),  # its Hessian lives inside quantize, which needs the token ids alone
         ("W4A16:gptq,FP8", ("amax",)),
         ("FP8_DYNAMIC,W8A16,W4A16:rtn", ()),
+        ("W4A16:rtn_mse,W4A16_ASYM:hqq", ()),
         ("W8A8_STATIC", ("channel_amax", "min_max")),
         ("FP8, W8A8", ("amax", "channel_amax")),
     ],

@@ -205,8 +205,9 @@ def test_gptq_on_several_cards_unified_is_what_one_process_writes(alone, shards,
         ({"scheme": "W4A16", "group_size": 16, "ignore": ["re:.*down_proj", "re:.*[.]1[.].*q_proj"]}, 4),
         ({"scheme": "W8A8", "algorithm": "gptq"}, 2),
         ({"scheme": "FP8", "transforms": [{"smoothquant": {"alpha": 0.5}}]}, 4),
+        ({"scheme": "W4A16", "group_size": 16, "algorithm": "hqq"}, 2),
     ],
-    ids=["smoothquant", "static", "asymmetric-on-quantized-inputs", "ignored", "smoothquant-and-gptq", "scale-per-tensor"],
+    ids=["smoothquant", "static", "asymmetric-on-quantized-inputs", "ignored", "smoothquant-and-gptq", "per-tensor", "hqq"],
 )
 def test_every_plan_that_runs_the_model_is_what_one_process_writes(alone, ranks, tmp_path, recipe, world):
     ranks(tmp_path / "shards", recipe, world=world)

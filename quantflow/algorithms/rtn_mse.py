@@ -1,0 +1,80 @@
+"""Round-to-nearest on a range that is cut where that loses less: of twelve multiples of each range, the one of least error.
+
+A few large weights make the step of a whole group coarse. Cut a little short, the range costs them something and gives
+all others a finer step; which multiple makes the sum of squared errors smallest is found for each scale by itself. Uses the
+weights alone and reads no statistics; gptq does the same with the error of the inputs that it has seen.
+Source: Choukroun et al. 2019, arXiv:1902.06822, which chooses ranges by the mean squared error.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from quantflow.core import groups
+from quantflow.core.grid import weight_grids
+from quantflow.core.parallel import SEQUENTIAL, Workers
+from quantflow.core.result import GroupResult
+from quantflow.core.rounding import rounded
+from quantflow.core.scheme import LinearScheme
+from quantflow.errors import SchemeError
+
+NEEDS: tuple[str, ...] = ()
+BY_ROW: bool = True
+VERSION: int = 1
+
+
+def working_bytes(features: int, rows: int, *, workers: int = 1, in_place: bool = False) -> int:
+    """Return the most memory that `quantize_group` takes beyond weights and results, in bytes: a unit for each worker.
+
+    Args:
+        features: in_features of the group.
+        rows: not read; the signature is every algorithm's.
+        workers: how many.
+        in_place: not read.
+    """
+    del rows, in_place
+    return workers * groups.unit_bytes(features)
+
+
+def quantize_group(
+    weights: Mapping[str, Tensor],
+    scheme: LinearScheme,
+    *,
+    statistics: Mapping[str, Tensor],
+    scale_dtype: torch.dtype,
+    workers: Workers = SEQUENTIAL,
+    in_place: bool = False,
+) -> dict[str, GroupResult]:
+    """Round every weight to the nearest point of the grid that loses least.
+
+    Args:
+        weights: name -> [O, I], any float dtype, the linears that share an input; not modified.
+        scheme: its `weights` are int, per channel or per group.
+        statistics: not read.
+        scale_dtype: the dtype in which the layout stores scales.
+        workers: run units of rows; how many there are changes nothing but the time.
+        in_place: not read.
+
+    Returns:
+        name -> the quantized weight; decisions: `zero_groups`, how many scales stand for zeros only.
+
+    Raises:
+        InputError: a weight is empty or holds NaN or Inf.
+        SchemeError: the scheme's weights are float8 or share one scale, or group_size does not divide in_features.
+    """
+    del statistics, in_place  # the signature is every algorithm's
+    if scheme.weights.kind != "int":
+        raise SchemeError(f"scheme {scheme.name}: rtn_mse with kind={scheme.weights.kind!r}", "use rtn for float8")
+    if scheme.weights.granularity == "per_tensor":
+        raise SchemeError(
+            f"scheme {scheme.name}: rtn_mse with one scale per tensor", "use rtn, or a scale per channel or group"
+        )
+    if not weights:
+        return {}
+    alike = torch.ones(next(iter(weights.values())).shape[-1])
+    grids = weight_grids(weights, scheme.weights, scale_dtype=scale_dtype, importance=alike, workers=workers)
+    return {
+        name: GroupResult(weight=weight, decisions={"zero_groups": grids[name].zero_groups})
+        for name, weight in rounded(weights, grids, scheme.weights, workers=workers).items()
+    }
