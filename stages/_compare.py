@@ -19,6 +19,7 @@ from quantflow.core.parallel import Workers
 from quantflow.evaluation.divergence import Comparison, join, score
 from quantflow.models.capture import LayerStream, State
 from quantflow.models.hidden import HiddenStates
+from stages._memory import give_back_holes
 from stages._progress import Progress
 from stages._resources import Allowance
 
@@ -78,6 +79,7 @@ class Comparing:
             with stream.layer(index) as module:
                 stream.advance(module, states[name], workers=workers)
             hidden[name].commit(index + 1, key=self._key(name))
+            give_back_holes()
 
     def _windows(self, hidden: Mapping[str, HiddenStates], workers: Workers) -> dict[str, Comparison]:
         """Put the heads on and score, with the logits of one window in memory."""

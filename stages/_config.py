@@ -32,6 +32,7 @@ from quantflow.errors import InputError, UsageError
 
 SHIPPED = Path(configs.__file__).parent
 UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+_SPOKEN_FOR = "QUANTFLOW_LAUNCHED"  # in the environment of ranks whose messages the process that started them passes on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,6 +303,17 @@ def launched_rank() -> tuple[int, int] | None:
     """Return (rank, world size) when torchrun started this process, else None."""
     launched = {"RANK", "WORLD_SIZE"} <= os.environ.keys()
     return (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if launched else None
+
+
+def launched_environment() -> dict[str, str]:
+    """Return the environment of ranks that this process starts and speaks for."""
+    return {**os.environ, _SPOKEN_FOR: "1"}
+
+
+def speaks() -> bool:
+    """Return whether this process tells what is done and keeps the log: it is no rank, or the first of somebody's torchrun."""
+    rank = launched_rank()
+    return rank is None or (rank[0] == 0 and _SPOKEN_FOR not in os.environ)
 
 
 def bars_wanted() -> bool:

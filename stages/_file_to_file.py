@@ -1,9 +1,10 @@
 """Quantize without a model: rows of weights are read, rounded and written, from file to file.
 
-It serves plans whose numbers follow from the weights alone and row by row: round to nearest, no transforms, no static
-inputs, scales per channel or per group. Memory holds a few units (stages/_units.py), whatever the size of a tensor or a
-layer. Units are cut by the code's constants, and everything that is added up is added in their order, so neither
-workers nor memory change a bit of what is written. One card of several writes its part of each tensor (stages/_share.py).
+It serves plans whose weights follow from the source's alone: round to nearest, no transforms. Scales are per channel or per
+group; for a scale that a whole weight shares, with all that have its input, a layer is read twice. What is known of a static
+input is written beside the weight. Memory holds a few units (stages/_units.py), whatever the size of a tensor or a layer.
+Units are cut by the code's constants, and everything that is added up is added in their order, so neither workers nor
+memory change a bit of what is written. One card of several writes its part of each tensor (stages/_share.py).
 
     layers/00012.safetensors    the layer as the artifact holds it
     layers/00012.json           {"key", "sha256", "errors", "decisions", "changed", "values"}, of a part "placements" too
@@ -16,11 +17,13 @@ and what the system's cache still holds of it then is taken from there, the rest
 the hashes of the files that it lies in, and the model's fingerprint is known at the end.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -31,15 +34,18 @@ from quantflow.artifact import disk
 from quantflow.artifact.canonical import canonical_json, digest_of, file_digest
 from quantflow.artifact.digests import Digests
 from quantflow.artifact.safetensors_writer import Writer
+from quantflow.core import affine
+from quantflow.core.grid import Bounds, Grid, bounds_of, shared_grid
 from quantflow.core.parallel import Workers
 from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.core.scheme import LinearScheme
 from quantflow.evaluation.layer_error import error_from, weight_sums
 from quantflow.formats import FORMATS
-from quantflow.models.graph import Graph
+from quantflow.models.graph import Graph, Layer
 from quantflow.models.reading import bytes_of, check_finite
 from quantflow.models.source import ModelFiles
 from stages._hashes_ahead import HashesAhead
+from stages._inputs import NOTHING, Input
 from stages._needs import READERS
 from stages._plan import Plan
 from stages._progress import Progress
@@ -69,7 +75,7 @@ class Rounded:
     """What a unit of a linear contributes to the layer's record; its bytes are in the file already."""
 
     name: str
-    weight: QTensor
+    linear: QuantizedLinear
     decisions: dict[str, Any]
     difference: float
     power: float
@@ -92,10 +98,12 @@ class Account:
         known = self.decisions.setdefault(name, {})
         for key, count in rounded.decisions.items():
             known[key] = known.get(key, 0) + count
-        self.values.setdefault(name, ValuesDigest()).update(rounded.weight)
+        self.values.setdefault(name, ValuesDigest()).update(rounded.linear)
 
-    def as_json(self, key: str) -> dict[str, Any]:
+    def as_json(self, key: str, inputs: Mapping[str, Input]) -> dict[str, Any]:
         """Return the record without the file's hash."""
+        for name, decisions in self.decisions.items():
+            decisions.update(inputs.get(name, NOTHING).decisions)
         errors = {name: {"weight": error_from(self.difference[name], self.power[name], name=name)} for name in self.power}
         values = {name: digest.hexdigest() for name, digest in self.values.items()}
         return {"key": key, "errors": errors, "decisions": self.decisions, "changed": [], "values": values}
@@ -112,6 +120,7 @@ def quantize_files(
     allowance: Allowed,
     progress: Progress,
     share: Share = WHOLE,
+    inputs: Mapping[str, Input] = MappingProxyType({}),
     choose: Choose | None = None,
 ) -> None:
     """Bring every layer's file in `output` up to date.
@@ -126,6 +135,7 @@ def quantize_files(
         allowance: how many units run at once.
         progress: is told after each layer.
         share: which part of each tensor is written.
+        inputs: what is known of each linear's input.
         choose: what a linear's rows become; None quantizes them by the plan's algorithm.
 
     Raises:
@@ -141,39 +151,68 @@ def quantize_files(
         # Whatever ends the loop, a layer whose bytes are complete is committed before this returns.
         stack.callback(lambda: [future.result() for future in pending])
         sizes = [sum(unit.nbytes for unit in units_of(layer, plan, source, share)) for layer in graph.layers]
-        verb, rounded = ("quantize", _by(plan.algorithm)) if choose is None else ("unify", choose)
-        told = f"{verb} {plan.name}"
+        told = f"{'quantize' if choose is None else 'unify'} {plan.name}"
         for layer in progress.steps(graph.layers, stage=told, unit="layer", nbytes=lambda layer: sizes[layer.index]):
             path, layer_key = layer_path(output, layer.index), digest_of([key, layer.index, hashes.of(files[layer.index])])
             if finished(path, layer_key) is not None:
                 continue
+            units = partial(units_of, layer, plan, source, share)
+            rounded = choose or _by(plan.algorithm, _shared_grids(layer, units(), workers))
             writer = Writer(disk.temporary_for(path), layer_specs(layer, plan, source, share))
-            record = _fill(writer, units_of(layer, plan, source, share), rounded, workers, layer_key) | share.record(layer)
+            record = _fill(writer, units(), rounded, inputs, workers, layer_key) | share.record(layer)
             while pending:  # one layer at a time waits for the disk
                 pending.pop().result()
             pending.append(committer.submit(_commit, writer, path, record))
 
 
-def _by(algorithm: str) -> Choose:
-    """Return a function that quantizes rows by an algorithm that reads nothing else."""
+def _shared_grids(layer: Layer, units: Iterable[Unit], workers: Workers) -> dict[str, Grid]:
+    """Return the grid of each linear that has one scale, which all linears of its input and its scheme have in common."""
+    shared = [(unit, unit.scheme) for unit in units if unit.scheme and unit.scheme.weights.granularity == "per_tensor"]
+
+    def bounds(part: tuple[Unit, LinearScheme]) -> tuple[str, Bounds]:
+        unit, scheme = part
+        return unit.linear, bounds_of(unit.linear, unit.read(), scheme=scheme.weights)
+
+    found: dict[str, list[Bounds]] = {}
+    for name, ends in workers.stream(bounds, shared, ahead=AHEAD * workers.count):
+        found.setdefault(name, []).append(ends)
+    schemes = {unit.linear: (scheme, FORMAT.scale_dtype(scheme, unit.dtype)) for unit, scheme in shared}
+    grids = {}
+    for group in layer.groups:
+        for name in found.keys() & set(group.linears):
+            scheme, scale_dtype = schemes[name]
+            ranges = [pair for other in group.linears if schemes.get(other) == schemes[name] for pair in found[other]]
+            grids[name] = shared_grid(ranges, scheme=scheme.weights, scale_dtype=scale_dtype)
+    return grids
+
+
+def _by(algorithm: str, grids: Mapping[str, Grid]) -> Choose:
+    """Return a function that quantizes rows by an algorithm that reads nothing else, or to a grid that is known."""
 
     def quantized(unit: Unit, rows: Tensor) -> tuple[QTensor, Mapping[str, Any]]:
         assert unit.scheme is not None  # units that are copied do not come here
-        scale_dtype, name = FORMAT.scale_dtype(unit.scheme, rows.dtype), unit.info.name.removesuffix(".weight")
+        scale_dtype, name = FORMAT.scale_dtype(unit.scheme, rows.dtype), unit.linear
+        if name in grids:
+            grid, scheme = grids[name], unit.scheme.weights
+            qvalue = affine.quantize(rows.float(), grid.scale, grid.zero_point, scheme)
+            weight = QTensor(qvalue=qvalue, scale=grid.scale, zero_point=grid.zero_point, scheme=scheme)
+            return weight, {"zero_groups": grid.zero_groups if unit.at == 0 else 0}
         made = ALGORITHMS[algorithm].quantize_group({name: rows}, unit.scheme, statistics={}, scale_dtype=scale_dtype)[name]
         return made.weight, made.decisions
 
     return quantized
 
 
-def _fill(writer: Writer, units: Iterator[Unit], choose: Choose, workers: Workers, key: str) -> dict[str, Any]:
+def _fill(
+    writer: Writer, units: Iterator[Unit], choose: Choose, inputs: Mapping[str, Input], workers: Workers, key: str
+) -> dict[str, Any]:
     """Write every unit's bytes and return the layer's record; where that fails the file is removed."""
     account = Account()
 
     def work(unit: Unit) -> Rounded | None:
         tensor = unit.read()
         if unit.scheme is not None:
-            return _round(writer, unit, tensor, unit.scheme, choose)
+            return _round(writer, unit, tensor, unit.scheme, choose, inputs.get(unit.linear, NOTHING))
         _copy(writer, unit, tensor)
         return None
 
@@ -181,7 +220,7 @@ def _fill(writer: Writer, units: Iterator[Unit], choose: Choose, workers: Worker
         for rounded in workers.stream(work, units, ahead=AHEAD * workers.count):
             if rounded is not None:
                 account.add(rounded)
-        return account.as_json(key)
+        return account.as_json(key, inputs)
     except BaseException:
         writer.abandon()
         raise
@@ -194,20 +233,22 @@ def _copy(writer: Writer, unit: Unit, tensor: Tensor) -> None:
     writer.write(unit.info.name, bytes_of(tensor), offset_bytes=unit.at * unit.row_bytes)
 
 
-def _round(writer: Writer, unit: Unit, rows: Tensor, scheme: LinearScheme, choose: Choose) -> Rounded:
-    """Quantize a unit and write what its layout makes of it."""
-    name = unit.info.name.removesuffix(".weight")
+def _round(writer: Writer, unit: Unit, rows: Tensor, scheme: LinearScheme, choose: Choose, seen: Input) -> Rounded:
+    """Quantize a unit and write what its layout makes of it; what its rows share with others once."""
+    name = unit.linear
     weight, decisions = choose(unit, rows)
+    linear = QuantizedLinear(weight=weight, scheme=scheme, input_scale=seen.scale, input_zero_point=seen.zero_point)
     scale_dtype = FORMAT.scale_dtype(scheme, rows.dtype)
-    tensors = FORMAT.encode(name, QuantizedLinear(weight=weight, scheme=scheme), scale_dtype=scale_dtype)
+    tensors = FORMAT.encode(name, linear, scale_dtype=scale_dtype)
     spans = FORMAT.row_spans(name, scheme, first=unit.at, count=unit.count)
     for key, tensor in tensors.items():
         if key in spans:
             writer.write(key, bytes_of(tensor), offset_bytes=spans[key][0] * tensor[0].nbytes)
-        elif unit.at == 0:  # weight_shape, which is the whole weight's
-            writer.write(key, bytes_of(torch.tensor(unit.shape, dtype=torch.int64)))
+        elif unit.at == 0:
+            whole = torch.tensor(unit.shape, dtype=torch.int64) if key == f"{name}.weight_shape" else tensor
+            writer.write(key, bytes_of(whole))
     difference, power = weight_sums(rows, weight)
-    return Rounded(name=name, weight=weight, decisions=dict(decisions), difference=difference, power=power)
+    return Rounded(name=name, linear=linear, decisions=dict(decisions), difference=difference, power=power)
 
 
 def _commit(writer: Writer, path: Path, record: dict[str, Any]) -> None:

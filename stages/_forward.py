@@ -4,9 +4,10 @@ For each layer: quantize it (stages/_layer.py) or read it back, write its file w
 behind it, and keep the hidden states that enter the next one. So a run that was stopped goes on at its layer.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,15 @@ from quantflow.models.reading import read_tensor
 from stages import _memory, _state
 from stages._bits import CANARY_TOKENS, tensor_hash
 from stages._config import Quantize
-from stages._layer import FORMAT, LayerWork, install_all, quantize_layer
+from stages._inputs import input_statistics
+from stages._layer import FORMAT, install_all, quantize_layer
 from stages._plan import Plan
 from stages._progress import Progress
 from stages._resources import Allowance
+from stages._share import Share
+from stages._slices import sliced
+from stages._team import Team
+from stages._work import LayerWork
 
 __all__ = ["Forward", "open_source"]
 
@@ -42,6 +48,8 @@ class Forward:
         output: the stage's folder.
         key: digest of everything that the result depends on.
         seed: of the canary where there is no measurement.
+        share: which part of each tensor is written.
+        team: the cards that share the work; each has the whole layer.
     """
 
     output: Path
@@ -55,30 +63,31 @@ class Forward:
     progress: Progress
     workers: Workers
     allowance: Allowance
+    share: Share
+    team: Team
 
     def layers(self) -> None:
         """Bring every layer's file up to date and carry the canary, and the calibration where needed, through the model."""
         stream = LayerStream(self.source, self.graph)
         tokens = _canary_tokens(self.source, self.measurement, self.seed)
-        sequences = [tokens]  # the canary is last, so that the others can go on before the layer is quantized
-        if self.plan.needs_hessian and self.measurement is not None:
-            sequences = [*self.measurement.sequences, tokens]
-        folder = _state.scratch(self.output)
-        hidden = HiddenStates(len(sequences), folder=folder, cache_bytes=self.allowance.cache_bytes)
-        start = _state.restart(self.output, self.key, self.graph, hidden)
+        # The canary is last, so that the others can go on before the layer is quantized.
+        sequences = [*self.team.mine(self._calibration), tokens]
+        cache_bytes = self.allowance.cache_bytes
+        opened = partial(HiddenStates, len(sequences), folder=_state.scratch(self.output), cache_bytes=cache_bytes)
+        start, hidden = _state.restart_together(self.output, self.key, self.graph, opened=opened, span=self.team.span)
         states = stream.begin(sequences, hidden=hidden)
         if not hidden.restored:
-            hidden.commit(0, key=self.key)
+            hidden.commit(0, key=self.key, settled=self.team.wait)
         rest, stage = self.graph.layers[start:], f"quantize {self.plan.name}"
         last = states[-1].hidden
-        told: Any = {"samples": len(sequences) - 1, "nbytes": self._bytes}
+        told: Any = {"samples": len(self._calibration), "nbytes": self._bytes}
         for layer in self.progress.steps(rest, stage=stage, unit="layer", before=start, **told):
             _memory.give_back_holes()
             as_stored = not self.plan.transforms  # they change weights, in float32
             with stream.layer(layer.index, as_stored=as_stored) as module, _linears_restored(module):
                 last = self._layer(stream, module, layer, states)
             if layer is not self.graph.layers[-1]:
-                hidden.commit(layer.index + 1, key=self.key)
+                hidden.commit(layer.index + 1, key=self.key, settled=self.team.wait)
         hidden.close()
         _memory.give_back_holes()
         logits = stream.finish(last)
@@ -92,7 +101,8 @@ class Forward:
         *calibration, canary = states
         path = _state.layer_path(self.output, layer.index)
         layer_key = digest_of([self.key, layer.index])
-        kept = _state.finished(path, layer_key) is not None
+        # A card's part does not make the layer; cards that have it make it again together, to the same bytes.
+        kept = self.team.world == 1 and _state.finished(path, layer_key) is not None
         more = layer is not self.graph.layers[-1]
         original = more and not quantized_inputs(self.entry)
         if kept:
@@ -100,7 +110,7 @@ class Forward:
                 stream.advance(module, calibration, workers=self.workers)
             _read_back(module, layer, self.plan, path)
         else:
-            statistics = {} if self.measurement is None else _input_statistics(self.measurement, layer)
+            statistics = {} if self.measurement is None else input_statistics(self.measurement, layer)
             work = LayerWork(
                 stream=stream,
                 source=self.source,
@@ -110,22 +120,30 @@ class Forward:
                 statistics=statistics,
                 canary=canary,
                 states=calibration,
+                tokens=[len(sequence) for sequence in self._calibration],
                 keep_outputs=original,
                 workers=self.workers,
                 ahead=self.allowance.in_flight,
                 progress=self.progress,
+                team=self.team,
             )
             quantize_layer(work)
         output = stream.run(module, canary)
         if not kept:
             found = {"errors": work.errors, "decisions": work.decisions, "changed": sorted(set(work.changed))}
-            _state.write_layer(path, work.tensors, {**found, "key": layer_key, "canary": tensor_hash(output)})
+            found |= {"key": layer_key, "canary": tensor_hash(output)} | self.share.record(layer)
+            _state.write_layer(path, sliced(work.tensors, layer.linears, self.plan.schemes, self.share), found)
         if more:
             if not original:
                 self.progress.doing("through the quantized layer")
                 stream.advance(module, calibration, workers=self.workers)
             canary.store.put(canary.index, output)
         return output
+
+    @property
+    def _calibration(self) -> Sequence[Tensor]:
+        """The sequences that run through the layers, those of every card."""
+        return self.measurement.sequences if self.plan.needs_hessian and self.measurement is not None else ()
 
     def _bytes(self, layer: Layer) -> int:
         prefix = f"{layer.prefix}."
@@ -148,16 +166,6 @@ def _canary_tokens(source: Source, measurement: Measurement | None, seed: int) -
         return measurement.sequences[0][:CANARY_TOKENS]
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(source.config.vocab_size, (CANARY_TOKENS,), generator=generator)
-
-
-def _input_statistics(measurement: Measurement, layer: Layer) -> dict[str, Mapping[str, Tensor]]:
-    """Return, per linear of the layer, the statistics of its input."""
-    found: dict[str, dict[str, Tensor]] = {name: {} for name in layer.linears}
-    for key, tensor in measurement.statistics.items():
-        name, site, statistic = key.split("|")
-        if site == "input" and name in found:
-            found[name][statistic] = tensor
-    return dict(found)
 
 
 def _read_back(module: nn.Module, layer: Layer, plan: Plan, path: Path) -> None:

@@ -5,35 +5,40 @@ The result is what `quantize` (or `quantize --ranks G`) writes from the same sou
     joined.json    per linear: how its parts were joined, of how many cards with how many channels together, and in how
                    many of these the card's scale was not the largest, so that they were rounded again from the source
 
-Each unit of the source is read once more beside what the cards made of it: the figures of error are sums in one order,
-values that need another scale are rounded from the original ones, and what is copied is copied from there.
+File to file each unit of the source is read once more beside what the cards made of it: the figures of error are sums in
+one order, values that need another scale are rounded from the original ones, and what is copied is copied from there.
+Where the model ran, every card saw whole layers (stages/_slices.py): the parts are put together, and nothing else is read.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from quantflow.artifact import disk
 from quantflow.artifact.canonical import canonical_json, digest_of, read_json
 from quantflow.artifact.digests import NAME as HASHES
 from quantflow.artifact.digests import Digests
+from quantflow.artifact.safetensors_header import read_header
 from quantflow.errors import InputError, QuantflowError, UsageError
 from quantflow.measurements.placement import check_cover, joined, share
-from quantflow.models.graph import Graph, graph_for
+from quantflow.models.graph import graph_for
+from quantflow.models.reading import read_tensor
 from quantflow.models.source import ModelFiles, open_files
-from stages import _workspace
+from stages import _state, _workspace
 from stages._bits import identify, single_threaded, tools
 from stages._config import Resources
 from stages._file_to_file import quantize_files
-from stages._parts import Parts, Shard
-from stages._plan import plan_from
+from stages._parts import COLUMNS, HOW, Parts, Shard
+from stages._plan import Plan, plan_from
 from stages._progress import Progress
 from stages._ranks import rank_folder
 from stages._resources import allow_quantize
 from stages._share import STAGE, Share, shard_folders
 from stages._sizes import model_size
+from stages._slices import Part, Schemes, put_together
 
 REPORT = "joined.json"
 
@@ -53,7 +58,7 @@ def join(
         shards: as `open_shards` returns them.
         output: one group's result itself; of several, the folder of rank-GGG-of-GGG. It appears at once.
         groups: ranks, each in one of them.
-        model: the source; None reads where quantize found it.
+        model: the source; None reads where quantize found it. Not read where the model ran.
         replace: redo a finished result that was made from other inputs, instead of refusing.
         progress: is told after each layer.
 
@@ -62,9 +67,9 @@ def join(
         InputError: the source is not there or another one, or the shards were made by other library versions.
     """
     _check_groups(groups, world=len(shards))
-    source = _source(shards, model)
-    graph = graph_for(source.config)
-    targets = [_target(shards, graph, rank=rank, world=len(groups)) for rank in range(len(groups))]
+    ran = read_json(shards[0].folder / "quantize.json")["proof"] == "canary"
+    source = None if ran else _source(shards, model)
+    targets = [_target(shards, rank=rank, world=len(groups)) for rank in range(len(groups))]
     inputs: dict[str, Any] = {**shards[0].made_from}
     stage = "quantize"
     if len(groups) > 1:
@@ -77,19 +82,38 @@ def join(
         with _workspace.publish(output, stage=stage, inputs=inputs) as temporary:
             for target, group in zip(targets, groups, strict=True):
                 folder = temporary if len(groups) == 1 else rank_folder(temporary, target.rank, target.world)
-                _write(folder, [shards[rank] for rank in group], target, source=source, graph=graph, progress=progress)
+                _write(folder, [shards[rank] for rank in group], target, source=source, progress=progress)
     return output
 
 
-def _write(
-    folder: Path, shards: Sequence[Shard], target: Share, *, source: ModelFiles, graph: Graph, progress: Progress
-) -> None:
+def _write(folder: Path, shards: Sequence[Shard], target: Share, *, source: ModelFiles | None, progress: Progress) -> None:
     """Write what the shards of one group are together."""
     disk.make_folder(folder / "layers")
-    summary = read_json(shards[0].folder / "quantize.json")
-    plan, parts = plan_from(summary), Parts(shards)
+    summary, inputs = read_json(shards[0].folder / "quantize.json"), {**shards[0].made_from, **target.inputs()}
+    plan = plan_from(summary)
+    if source is None:
+        linears = _put_together(folder, shards, target, plan=plan, key=digest_of(inputs), progress=progress)
+    else:
+        linears = _round_together(folder, shards, target, plan=plan, source=source, inputs=inputs, progress=progress)
+    disk.write_atomic(folder / "quantize.json", canonical_json(summary))
+    disk.write_atomic(folder / REPORT, canonical_json({"shards": [shard.share.rank for shard in shards], "linears": linears}))
+    if target.world > 1:
+        _workspace.finish(folder, stage=STAGE, inputs=inputs)
+
+
+def _round_together(
+    folder: Path,
+    shards: Sequence[Shard],
+    target: Share,
+    *,
+    plan: Plan,
+    source: ModelFiles,
+    inputs: Mapping[str, Any],
+    progress: Progress,
+) -> list[dict[str, Any]]:
+    """Write the layers with what needs another scale rounded again from the source; return how each linear was joined."""
+    graph, parts = graph_for(source.config), Parts(shards)
     infos = {name: target.info(info) for name, info in source.checkpoint.infos.items()}
-    inputs = {**shards[0].made_from, **target.inputs()}
     quantize_files(
         folder,
         plan,
@@ -100,13 +124,52 @@ def _write(
         allowance=allow_quantize(Resources(), model_size(infos, source.config, graph), plan, lengths=[], folder=folder),
         progress=progress,
         share=target,
+        inputs=parts.inputs(plan),
         choose=parts,
     )
-    linears = [parts.report[name] for name in graph.linears if name in parts.report]
-    disk.write_atomic(folder / "quantize.json", canonical_json(summary))
-    disk.write_atomic(folder / REPORT, canonical_json({"shards": [shard.share.rank for shard in shards], "linears": linears}))
-    if target.world > 1:
-        _workspace.finish(folder, stage=STAGE, inputs=inputs)
+    return [parts.report[name] for name in graph.linears if name in parts.report]
+
+
+def _put_together(
+    folder: Path, shards: Sequence[Shard], target: Share, *, plan: Plan, key: str, progress: Progress
+) -> list[dict[str, Any]]:
+    """Write the layers from the parts of all cards, and the canary that each of them ran; return how each linear was joined.
+
+    Raises:
+        InputError: the canary was another one on a card: it did not compute what the first did.
+    """
+    rows: list[dict[str, Any]] = []
+    paths = sorted((shards[0].folder / "layers").glob("*.safetensors"))
+    for path in progress.steps(paths, stage=f"unify {plan.name}", unit="layer"):
+        records = [read_json(shard.folder / "layers" / path.with_suffix(".json").name) for shard in shards]
+        for shard, other in zip(shards, records, strict=True):
+            if other["canary"] != records[0]["canary"]:
+                raise InputError(
+                    f"{shard.folder / 'layers' / path.name}: its card computed {other['canary'][:16]} on the canary, the "
+                    f"first one {records[0]['canary'][:16]}",
+                    "quantize all shards with one command, on machines of one kind",
+                )
+        record, linears = records[0], list(records[0].pop("placements"))
+        parts: list[Part] = [(shard.share, _tensors(shard.folder / "layers" / path.name)) for shard in shards]
+        tensors, counts = put_together(parts, linears, plan.schemes)
+        told: dict[str, Any] = {"key": digest_of([key, int(path.stem)])}
+        if target.world > 1:
+            told["placements"] = {name: dict(target.placements[name]) for name in linears}
+        _state.write_layer(folder / "layers" / path.name, tensors, {**record, **told})
+        rows += [_row(name, counts[name], shards[0].share, tensors, plan.schemes) for name in linears if plan.schemes[name]]
+    for name in ("canary.safetensors", "canary.json"):
+        disk.copy(shards[0].folder / name, folder / name)
+    return rows
+
+
+def _tensors(path: Path) -> dict[str, Tensor]:
+    return {name: read_tensor(path, info) for name, info in read_header(path)[0].items()}
+
+
+def _row(name: str, cards: int, share: Share, tensors: Mapping[str, Tensor], schemes: Schemes) -> dict[str, Any]:
+    """Return what the report says about a linear."""
+    how = HOW[share.placements[name]["axis"]] if cards > 1 else "one part"
+    return dict(zip(COLUMNS, (name, how, cards, len(tensors[f"{name}.weight_scale"]), 0), strict=True))
 
 
 def summary(folder: Path) -> dict[str, Any]:
@@ -160,10 +223,10 @@ def _check_groups(groups: Sequence[Sequence[int]], *, world: int) -> None:
         )
 
 
-def _target(shards: Sequence[Shard], graph: Graph, *, rank: int, world: int) -> Share:
+def _target(shards: Sequence[Shard], *, rank: int, world: int) -> Share:
     """Return what one group's result holds: what that card of the smaller world would."""
     placements = {}
-    for name in graph.linears:
+    for name in shards[0].share.placements:
         parts = [shard.share.placements[name] for shard in shards]
         check_cover(name, parts)
         placements[name] = share(name, joined(parts), cards=world, card=rank)

@@ -4,6 +4,9 @@ The order is fixed: smooth, prove on the canary that smoothing changed nothing, 
 quantize group by group, put the quantized linears in place. What comes out holds every tensor of the layer under its name in
 the artifact, so the file of a layer is all that a resumed run needs.
 
+Cards that quantize a layer together (stages/_team.py) each collect the Hessians of their groups, quantize these, and tell
+the others what they became; all else every card does.
+
 In memory at once: while sequences run, the layer and half a Hessian per group; while a group is quantized, its Hessian, which
 its algorithm overwrites, and the weights and half Hessians of the groups that are still to come. Weights are as stored, or
 in float32 where a transform may change them.
@@ -11,8 +14,6 @@ in float32 where a transform may change them.
 
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -21,77 +22,25 @@ from torch import Tensor, nn
 
 from quantflow.algorithms import ALGORITHMS
 from quantflow.backends import reference
-from quantflow.core.activations import static_input, unseen
-from quantflow.core.parallel import Workers
 from quantflow.core.qtensor import QuantizedLinear
 from quantflow.core.scheme import LinearScheme
 from quantflow.errors import StatisticsError
 from quantflow.evaluation.layer_error import relative_error, weight_error
 from quantflow.formats import FORMATS
-from quantflow.models.capture import LayerStream, State
+from quantflow.models.capture import State
 from quantflow.models.graph import Layer, LinearGroup
 from quantflow.models.hooks import watch
-from quantflow.models.load import Source, materialize_, release_
-from quantflow.models.reading import DTYPES
+from quantflow.models.load import materialize_, release_
 from quantflow.observers.hessian import HessianObserver
 from quantflow.runtime.linear import QuantLinear
 from quantflow.transforms import TRANSFORMS
+from stages._inputs import input_of
 from stages._memory import give_back_holes
 from stages._plan import Plan
-from stages._progress import Progress
+from stages._work import LayerWork
 
 FORMAT = FORMATS["compressed-tensors"]
 SMOOTHING_TOLERANCE = 1e-6  # ||change||^2 / ||output||^2 of the canary: a float32 reordering, not another function
-
-
-@dataclass(kw_only=True)
-class LayerWork:
-    """What quantizing one layer reads, and what it has found so far.
-
-    Attributes:
-        statistics: linear's source name -> statistic -> tensor, of the linear's input; changed by smoothing.
-        states: the calibration sequences where they enter the layer; empty when the algorithm needs no Hessians.
-        keep_outputs: make the original layer's outputs the states' next hidden states, while the Hessians are collected.
-        ahead: how many sequences may be under way at once.
-        errors: linear -> {"weight", "output"}: relative squared error, output on the canary.
-        decisions: linear -> what the transforms and the algorithm decided.
-        tensors: what the layer's file will hold.
-        changed: source names of tensors that are not quantized and not as in the source.
-    """
-
-    stream: LayerStream
-    source: Source
-    module: nn.Module
-    layer: Layer
-    plan: Plan
-    statistics: dict[str, Mapping[str, Tensor]]
-    canary: State
-    states: Sequence[State]
-    keep_outputs: bool
-    workers: Workers
-    ahead: int
-    progress: Progress
-    errors: dict[str, dict[str, float]] = field(default_factory=dict)
-    decisions: dict[str, dict[str, Any]] = field(default_factory=dict)
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    changed: list[str] = field(default_factory=list)
-
-    @property
-    def stored(self) -> list[str]:
-        """The source names of the layer's tensors."""
-        return [name for name in self.source.names if name.startswith(f"{self.layer.prefix}.")]
-
-    def read(self, name: str) -> Tensor:
-        """Return a source tensor as stored."""
-        return self.source.read([name])[name]
-
-    def dtype_of(self, name: str) -> torch.dtype:
-        """Return the dtype in which a source tensor is stored."""
-        return DTYPES[self.source.checkpoint.infos[name].dtype]
-
-    def child(self, name: str) -> Any:
-        """Return the norm or linear with that source name."""
-        return self.module.get_submodule(self.layer.relative(name))
 
 
 def quantize_layer(work: LayerWork) -> None:
@@ -104,8 +53,14 @@ def quantize_layer(work: LayerWork) -> None:
     _smooth(work)
     inputs, outputs = _canary_traffic(work, original)
     hessians = _collect_hessians(work) if work.plan.needs_hessian else {}
-    for group in work.layer.groups:
-        _quantize_group(work, group, hessians.pop(group.linears[0], None))
+    numbered = list(enumerate(work.layer.groups))
+    for number, group in numbered:
+        if not work.team.owns(number):  # first, so that no card has more in memory than one that quantizes all groups
+            _release(work, group.linears)
+    for number, group in numbered:
+        if work.team.owns(number):
+            _quantize_group(work, group, hessians.pop(number, None))
+    _exchange(work)
     give_back_holes()
     install_all(work.module, work.layer, work.plan, work.tensors)
     for name in work.errors:
@@ -186,31 +141,39 @@ def _canary_traffic(work: LayerWork, original: Tensor) -> tuple[dict[str, Tensor
     return inputs, outputs
 
 
-def _collect_hessians(work: LayerWork) -> dict[str, HessianObserver]:
-    """Return, per group by its first linear, the Hessian of its input, folded in sample order.
+def _collect_hessians(work: LayerWork) -> dict[int, HessianObserver]:
+    """Return, for each group of this card by its number, the Hessian of its input, folded in sample order.
 
     Sequences run on the workers; their inputs are folded here, in order, while the next ones run.
     """
-    firsts = [g.linears[0] for g in work.layer.groups if any(work.plan.schemes[name] is not None for name in g.linears)]
-    observers = {name: HessianObserver(features=work.child(name).weight.shape[1]) for name in firsts}
+    firsts = {
+        number: group.linears[0]
+        for number, group in enumerate(work.layer.groups)
+        if any(work.plan.schemes[name] is not None for name in group.linears)
+    }
+    features = {number: work.child(name).weight.shape[1] for number, name in firsts.items()}
+    observers = {number: HessianObserver(features=features[number]) for number in filter(work.team.owns, firsts)}
     seen = threading.local()  # hooks are the module's, what they see belongs to the sequence that the thread runs
 
-    def remember(name: str, x: Tensor, _y: Tensor) -> None:
-        seen.inputs[name] = x
+    def remember(number: int, x: Tensor, _y: Tensor) -> None:
+        seen.inputs[number] = x
 
-    def unit(state: State) -> tuple[dict[str, Tensor], Tensor]:
+    def unit(state: State) -> tuple[State, Tensor, dict[int, Tensor]]:
         seen.inputs = {}
         hidden = work.stream.run(work.module, state)
-        return seen.inputs, hidden
+        return state, hidden, seen.inputs
 
-    with ExitStack() as stack:
-        stack.enter_context(watch(work.module, {work.layer.relative(name): partial(remember, name) for name in firsts}))
+    def add(number: int, x: Tensor) -> None:
+        observers[number].update(x)
+
+    watched = {work.layer.relative(name): partial(remember, number) for number, name in firsts.items()}
+    with watch(work.module, watched):
         arrived = work.workers.stream(unit, work.states, ahead=work.ahead)
-        for number, (state, (inputs, hidden)) in enumerate(zip(work.states, arrived, strict=True), start=1):
-            work.progress.doing(f"sequence {number} of {len(work.states)}")
-            for name, observer in observers.items():
-                observer.update(inputs.pop(name))
-            if work.keep_outputs:
+        for first in range(0, len(work.tokens), work.team.world):  # of the sequences that all cards run at once
+            work.progress.doing(f"sequence {first + 1} of {len(work.tokens)}")
+            state, hidden, inputs = next(arrived, (None, None, {}))
+            work.team.gather(inputs, features, tokens=work.tokens[first : first + work.team.world], add=add)
+            if work.keep_outputs and state is not None and hidden is not None:
                 state.store.put(state.index, hidden)
             give_back_holes()
     return observers
@@ -226,8 +189,26 @@ def _quantize_group(work: LayerWork, group: LinearGroup, hessian: HessianObserve
         members = [name for name in group.linears if work.plan.schemes[name] == scheme]
         work.progress.doing(", ".join(work.layer.relative(name) for name in members))
         _quantize_members(work, members, scheme, statistics=statistics, last=scheme is schemes[-1])
-        for name in members:
+        _release(work, members)
+
+
+def _release(work: LayerWork, names: Sequence[str]) -> None:
+    """Let go of the weights of linears that are quantized."""
+    for name in names:
+        if work.plan.schemes[name] is not None:
             release_(work.child(name), ["weight"])
+
+
+def _exchange(work: LayerWork) -> None:
+    """Give every card what each group became, in the order in which one card finds it."""
+    tensors, work.tensors = work.tensors, {}
+    for number, group in enumerate(work.layer.groups):
+        mine = {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[0] in group.linears}
+        about = [{name: of[name] for name in group.linears if name in of} for of in (work.errors, work.decisions)]
+        made, (errors, decisions) = work.team.broadcast(mine, about, number=number)
+        work.tensors |= made
+        work.errors |= errors
+        work.decisions |= decisions
 
 
 def _quantize_members(
@@ -251,21 +232,14 @@ def _quantize_members(
     )
     if last:
         statistics.pop("hessian_sum", None)
-    input_scale, input_zero_point = None, None
-    if scheme.input is not None and not scheme.input.dynamic:
-        input_scale, input_zero_point = static_input(statistics, scheme.input)
-        if unseen(statistics):
-            for name in members:
-                work.decisions.setdefault(name, {})["input"] = "unseen in calibration, scale 1"
+    seen = input_of(members[0], scheme, statistics)
     for name, result in results.items():
         quantized = QuantizedLinear(
-            weight=result.weight, scheme=scheme, input_scale=input_scale, input_zero_point=input_zero_point
+            weight=result.weight, scheme=scheme, input_scale=seen.scale, input_zero_point=seen.zero_point
         )
         work.tensors |= FORMAT.encode(name, quantized, scale_dtype=scale_dtype)
         work.errors[name] = {"weight": weight_error(weights[name], result.weight, name=name)}
-        work.decisions.setdefault(name, {}).update(result.decisions)
-        if "amax" in statistics:
-            work.decisions[name]["input_amax"] = float(statistics["amax"])
+        work.decisions.setdefault(name, {}).update({**result.decisions, **seen.decisions})
 
 
 def _required(statistics: Mapping[str, Tensor], name: str, statistic: str) -> Tensor:

@@ -139,11 +139,6 @@ def need_validate(model: ModelSize, *, lengths: Sequence[int], models: int) -> N
     return Need(stage="validate", moments=moments, cache=models * hidden, scratch=(models + 1) * hidden)
 
 
-def need_generate(*, layer: int, prepared: int, head: int, tokens: int) -> Need:
-    """Return what generation from disk takes: the layer that computes, the one that is being read, KV cache and head."""
-    return Need(stage="generate", moments=((LIBRARIES + 2 * prepared + layer + head + tokens, 0),))
-
-
 def _layer_in_memory(layer: LayerSize) -> int:
     """A layer in float32, and its largest tensor as stored while it is converted."""
     return FLOAT * layer.elements + layer.largest[1]

@@ -30,7 +30,6 @@ from stages._progress import Progress
 from stages._replica import Replica
 from stages._resources import Allowance
 
-_NOWHERE = -1  # no layer whose input was kept
 Observers = dict[str, list[Any]]  # `<source name>|<site>` -> observers
 
 
@@ -57,7 +56,8 @@ class Observation:
     def statistics(self, sequences: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return every statistic of every layer, by `<source name>|<site>|<statistic>`."""
         stream = self._stream()
-        start, hidden = self._restart(len(sequences))
+        opened = partial(HiddenStates, len(sequences), folder=self.folder / "hidden", cache_bytes=self.allowance.cache_bytes)
+        start, hidden = _state.restart_together(self.folder, self.key, self.graph, opened=opened, span=self.replica.span)
         states = stream.begin(sequences, hidden=hidden)
         if not hidden.restored:
             hidden.commit(0, key=self.key, settled=self.replica.wait)
@@ -84,18 +84,6 @@ class Observation:
         stream = LayerStream(Share(source=self.source, placements=self.replica.placements), self.graph)
         cut_(stream, self.replica.placements, self.replica.mesh)
         return stream
-
-    def _restart(self, count: int) -> tuple[int, HiddenStates]:
-        """Return the layer to go on with, the same on every card of the replica, and the hidden states that enter it."""
-        limit: int | None = None
-        while True:
-            hidden = HiddenStates(count, folder=self.folder / "hidden", cache_bytes=self.allowance.cache_bytes)
-            start = 0
-            if limit != _NOWHERE:
-                start = _state.restart(self.folder, self.key, self.graph, hidden, limit=limit)
-            limit, most = self.replica.span(start if hidden.restored else _NOWHERE)
-            if limit == most:
-                return start, hidden
 
     def _measure_layer(
         self, stream: LayerStream, module: nn.Module, layer: Layer, states: Sequence[State]

@@ -16,7 +16,7 @@ from typing import Any
 import click
 
 from quantflow.errors import QuantflowError, UsageError
-from stages._config import bars_wanted, launched_rank
+from stages._config import bars_wanted, speaks
 from stages._progress import PATIENCE, Progress
 from stages._signals import Interrupted, Signals
 
@@ -67,7 +67,8 @@ def offline(command: Command) -> Command:
 def reporting(shared: Mapping[str, Any], output: Path) -> Iterator[Progress]:
     """Yield the progress of a verb that writes `output`: as `common`'s options say, with a log file `<output>.log` beside it.
 
-    A rank that torchrun started has no log: what it says reaches the one of the process that asked for it.
+    A rank has no log: what it says reaches the one of the process that started it. Of ranks that somebody's torchrun started
+    the first keeps one.
     """
     given = click.get_current_context().find_object(Invocation) or Invocation()
     progress = Progress(
@@ -76,7 +77,7 @@ def reporting(shared: Mapping[str, Any], output: Path) -> Iterator[Progress]:
         bars=bars_wanted(),
         signals=given.signals,
     )
-    if launched_rank() is not None:
+    if not speaks():
         yield progress
         return
     path = output.absolute()

@@ -1,7 +1,7 @@
 """The shards of a quantized model, opened, and what the cards made of some rows of a linear put side by side."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -10,11 +10,14 @@ from torch import Tensor
 
 from quantflow.artifact.canonical import read_json
 from quantflow.artifact.safetensors_header import TensorInfo, read_header
-from quantflow.core.joining import join_columns, join_rows, requantize_, zero_groups
+from quantflow.core.joining import Joined, join_columns, join_rows, requantize_, shared_scale, zero_groups
 from quantflow.core.qtensor import QTensor
 from quantflow.errors import InputError
 from quantflow.formats import FORMATS
+from quantflow.models.reading import read_tensor
 from stages import _workspace
+from stages._inputs import Input
+from stages._plan import Plan
 from stages._share import STAGE, Share, shard_folders
 from stages._units import Unit
 from stages._values import Stored, decoded_rows
@@ -32,12 +35,14 @@ class Shard:
         inputs: what it was made from, as its DONE.json says.
         share: which part it is.
         stored: every linear's tensors.
+        decisions: what its records say of every linear.
     """
 
     folder: Path
     inputs: Mapping[str, Any]
     share: Share
     stored: Stored
+    decisions: Mapping[str, Mapping[str, Any]]
 
     @property
     def made_from(self) -> dict[str, Any]:
@@ -64,19 +69,45 @@ class Parts:
 
     def __call__(self, unit: Unit, rows: Tensor) -> tuple[QTensor, Mapping[str, Any]]:
         """Return the rows of the joined weight, and its decisions as the algorithm counts them."""
-        name = unit.info.name.removesuffix(".weight")
+        assert unit.scheme is not None  # only linears are joined
+        name, scale, zeros = unit.linear, None, None
+        if unit.scheme.weights.granularity == "per_tensor":
+            scale, zeros = self._shared(name)
         holders = {_span(shard, name): shard for shard in reversed(self._shards)}  # of copies the first card's
         axis = self._shards[0].share.placements[name]["axis"]
-        if axis == 1:
-            weight, requantized = _from_columns(holders, unit, rows)
-        else:
-            weight, requantized = _from_rows(holders, unit), 0
+        made = _from_columns(holders, unit, scale) if axis == 1 else _from_rows(holders, unit, scale)
+        for stale, columns in made.stale:
+            requantize_(made.weight, rows, rows=stale, columns=columns)
         with self._lock:
             how = HOW[axis] if len(holders) > 1 else "one part"
             told = self.report.setdefault(name, dict(zip(COLUMNS, (name, how, len(holders), 0, 0), strict=True)))
-            told["channels"] += unit.count * (len(holders) if axis == 1 else 1)  # every card has a scale for each row
-            told["requantized"] += requantized
-        return weight, {"zero_groups": zero_groups(rows, weight.scale)}
+            told["channels"] += unit.count * (len(holders) if axis == 1 else 1)  # every card has each row, or has it alone
+            told["requantized"] += sum(int(stale.sum()) for stale, _ in made.stale)
+        if zeros is None:
+            return made.weight, {"zero_groups": zero_groups(rows, made.weight.scale)}
+        return made.weight, {"zero_groups": int(zeros and unit.at == 0)}
+
+    def inputs(self, plan: Plan) -> dict[str, Input]:
+        """Return what the shards, made with one measurement, say of each linear's input."""
+        first, found = self._shards[0], {}
+        for name, scheme in plan.schemes.items():
+            if scheme is not None:
+                decisions = {key: value for key, value in first.decisions[name].items() if key != "zero_groups"}
+                scale, zero_point = (
+                    read_tensor(*first.stored[key]) if key in first.stored else None
+                    for key in (f"{name}.input_scale", f"{name}.input_zero_point")
+                )
+                found[name] = Input(scale=scale, zero_point=zero_point, decisions=decisions)
+        return found
+
+    def _shared(self, name: str) -> tuple[Tensor, bool]:
+        """Return the one scale of a weight, [1, 1], and whether it stands for zeros alone.
+
+        All cards count: a copy's scale is also that of what the card holds of the linears that share the input.
+        """
+        scales = [read_tensor(*shard.stored[f"{name}.weight_scale"]).float().reshape(1, 1) for shard in self._shards]
+        zeros = [shard.decisions[name]["zero_groups"] > 0 for shard in self._shards]
+        return shared_scale(scales, zeros=zeros), all(zeros)
 
 
 def open_shards(folder: Path) -> list[Shard]:
@@ -89,7 +120,9 @@ def open_shards(folder: Path) -> list[Shard]:
     found: dict[int, Shard] = {}
     for path in shard_folders(folder):
         inputs = _workspace.require_done(path, stage=STAGE)["inputs"]
-        shard = Shard(folder=path, inputs=inputs, share=_share(path, inputs["share"]), stored=_stored(path))
+        placements, decisions = _recorded(path)
+        held = Share(**inputs["share"], placements=placements)
+        shard = Shard(folder=path, inputs=inputs, share=held, stored=_stored(path), decisions=decisions)
         first = next(iter(found.values()), shard)
         other = _workspace.difference(first.made_from, shard.made_from)
         if other is not None:
@@ -114,36 +147,36 @@ def open_shards(folder: Path) -> list[Shard]:
     return [found[rank] for rank in range(world)]
 
 
-def _from_rows(holders: Mapping[tuple[int, int], Shard], unit: Unit) -> QTensor:
-    """Return a unit's rows, each from the card that holds it."""
+def _from_rows(holders: Mapping[tuple[int, int], Shard], unit: Unit, scale: Tensor | None) -> Joined:
+    """Return a unit's rows, each from the card that holds it.
+
+    Args:
+        holders: first and last row -> who holds them.
+        unit: of the joined weight.
+        scale: of the whole weight, where it has one.
+    """
     stop, found = unit.first + unit.count, []
     for (begin, end), shard in sorted(holders.items(), key=lambda item: item[0]):
         if max(begin, unit.first) < min(end, stop):
             found.append(_rows(shard, unit, max(begin, unit.first), min(end, stop)))
-    return join_rows(found)
+    return join_rows(found, scale=scale)
 
 
-def _from_columns(holders: Mapping[tuple[int, int], Shard], unit: Unit, original: Tensor) -> tuple[QTensor, int]:
-    """Return a unit's rows, each from all cards, and for how many rows of a card the values were rounded again.
-
-    Args:
-        holders: first and last column -> who holds them.
-        unit: of the joined weight.
-        original: the unit in the source, of the same columns.
-    """
-    spans = sorted(holders)
-    made = join_columns([_rows(holders[span], unit, unit.first, unit.first + unit.count) for span in spans])
-    for (begin, end), stale in zip(spans, made.stale, strict=True):
-        columns = slice(begin - spans[0][0], end - spans[0][0])
-        requantize_(made.weight, original, rows=stale, columns=columns)
-    return made.weight, sum(int(stale.sum()) for stale in made.stale)
+def _from_columns(holders: Mapping[tuple[int, int], Shard], unit: Unit, scale: Tensor | None) -> Joined:
+    """Return a unit's rows, each from all cards; as `_from_rows`, with columns."""
+    stop = unit.first + unit.count
+    return join_columns([_rows(holders[span], unit, unit.first, stop) for span in sorted(holders)], scale=scale)
 
 
-def _share(folder: Path, which: Mapping[str, int]) -> Share:
+def _recorded(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what a shard's records say of each linear: its placement, and what was decided."""
     placements: dict[str, Any] = {}
+    decisions: dict[str, Any] = {}
     for path in sorted((folder / "layers").glob("*.json")):
-        placements |= read_json(path)["placements"]
-    return Share(rank=which["rank"], world=which["world"], placements=placements)
+        record = read_json(path)
+        placements |= record["placements"]
+        decisions |= record["decisions"]
+    return placements, decisions
 
 
 def _stored(folder: Path) -> Stored:
@@ -163,13 +196,14 @@ def _span(shard: Shard, name: str) -> tuple[int, int]:
 def _rows(shard: Shard, unit: Unit, first: int, stop: int) -> QTensor:
     """Return what a card made of some rows of the source's tensor, which it holds, of all columns that it holds."""
     assert unit.scheme is not None  # only linears are joined
-    name = unit.info.name.removesuffix(".weight")
     held = shard.share.part(unit.info).rows
     rows, columns = shard.share.info(unit.info).shape
     begin, end = first - held.start, stop - held.start
     aligned = begin // _ROW_MULTIPLE * _ROW_MULTIPLE  # where packed zero points begin with a whole word
     count = min(rows, -(-end // _ROW_MULTIPLE) * _ROW_MULTIPLE) - aligned
-    weight = decoded_rows(name, unit.scheme, shard.stored, first=aligned, count=count, columns=columns)
+    weight = decoded_rows(unit.linear, unit.scheme, shard.stored, first=aligned, count=count, columns=columns).weight
     wanted = slice(begin - aligned, end - aligned)
+    if weight.scheme.granularity == "per_tensor":
+        return replace(weight, qvalue=weight.qvalue[wanted])
     zero_point = None if weight.zero_point is None else weight.zero_point[wanted]
-    return QTensor(qvalue=weight.qvalue[wanted], scale=weight.scale[wanted], zero_point=zero_point, scheme=weight.scheme)
+    return replace(weight, qvalue=weight.qvalue[wanted], scale=weight.scale[wanted], zero_point=zero_point)

@@ -24,8 +24,8 @@ class Plan:
         algorithm: a key of ALGORITHMS.
         transforms: (name, options) in the order in which they run.
         needs: the statistics of a linear's input that have to be there.
-        file_to_file: whether weights go from file to file and the model never runs: no measurement is given, and every
-            row of a weight is rounded by itself.
+        file_to_file: whether weights go from file to file and the model never runs: weights are rounded by themselves, and
+            either several cards do that, or no measurement is given and every row has scales of its own.
     """
 
     name: str
@@ -52,14 +52,18 @@ class Plan:
         return {"schemes": schemes, "algorithm": self.algorithm, "transforms": transforms}
 
 
-def resolve(entry: Quantize, graph: Graph, shapes: Mapping[str, Sequence[int]], *, measured: bool = True) -> Plan:
+def resolve(
+    entry: Quantize, graph: Graph, shapes: Mapping[str, Sequence[int]], *, measured: bool = True, ranks: int = 1
+) -> Plan:
     """Return the plan for one entry of the recipe.
 
     Args:
         entry: the recipe's words.
         graph: the model's linears.
         shapes: source tensor name -> shape, from the shard headers.
-        measured: whether a measurement will be given; with one the artifact is proven by running its first tokens.
+        measured: whether a measurement will be given; with one the artifact of one process is proven by running its first
+            tokens.
+        ranks: how many cards share the model.
 
     Raises:
         UsageError: a pattern matches nothing, an algorithm or transform is unknown or does not fit, a group size does
@@ -79,12 +83,13 @@ def resolve(entry: Quantize, graph: Graph, shapes: Mapping[str, Sequence[int]], 
     for name, scheme in schemes.items():
         if scheme is not None:
             group_size_for(scheme.weights, shapes[f"{name}.weight"][1], name=name)
-            _check_algorithm(entry.name, algorithm, scheme)
+            _check_algorithm(entry.name, algorithm, scheme, ranks)
     if not any(schemes.values()):
         raise UsageError(f"{entry.name}: ignore leaves none of {len(schemes)} linears to quantize", "ignore fewer")
     transforms = _transforms(entry, base)
     used = [scheme for scheme in schemes.values() if scheme is not None]
     needs = _needs(algorithm, [name for name, _ in transforms], used)
+    alone = ALGORITHMS[algorithm].BY_ROW and not transforms
     by_row = all(scheme.weights.granularity in ("per_channel", "per_group") for scheme in used)
     return Plan(
         name=entry.name,
@@ -92,7 +97,7 @@ def resolve(entry: Quantize, graph: Graph, shapes: Mapping[str, Sequence[int]], 
         algorithm=algorithm,
         transforms=transforms,
         needs=needs,
-        file_to_file=not (measured or needs or transforms) and by_row and ALGORITHMS[algorithm].BY_ROW,
+        file_to_file=alone and (ranks > 1 or (by_row and not (measured or needs))),
     )
 
 
@@ -175,7 +180,12 @@ def _scheme(name: str, group_size: int | None, flavour: str | None = None) -> Li
     return scheme if flavour is None else with_float8(scheme, flavour)
 
 
-def _check_algorithm(name: str, algorithm: str, scheme: LinearScheme) -> None:
+def _check_algorithm(name: str, algorithm: str, scheme: LinearScheme, ranks: int) -> None:
+    if ranks > 1 and ALGORITHMS[algorithm].BY_ROW and algorithm != "rtn":
+        raise UsageError(
+            f"{name}: --ranks {ranks}: unify cannot join the scales that {algorithm} chooses",
+            "use rtn or gptq, or leave --ranks out",
+        )
     if algorithm != "rtn" and scheme.weights.kind != "int":
         raise UsageError(
             f"{name}: algorithm {algorithm} with scheme {scheme.name}",

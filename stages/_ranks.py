@@ -12,8 +12,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from quantflow.errors import InputError, IntegrityError, QuantflowError, ResourceError, UnsupportedError, UsageError
+from stages._config import launched_environment
 from stages._progress import Progress
 
+LOST = "another rank ended, or cannot be reached"  # what a rank says that ends because of it
 _PR_SET_PDEATHSIG = 1
 _BY_EXIT_CODE = {kind.exit_code: kind for kind in (UsageError, ResourceError, UnsupportedError, IntegrityError)}
 _RANK = re.compile(r"rank\s*: (\d+) \(local_rank")
@@ -54,17 +56,24 @@ def launch(arguments: Sequence[str], *, ranks: int, progress: Progress) -> None:
     cause, remedy = f"{arguments[0]}: torchrun failed", "run the same command with --ranks 1 to see why"
     ends: dict[int, int] = {}  # rank -> exit code, as torchrun reports them: at last the one that failed first
     rank: int | None = None
+    own = True  # whether the rank that wrote last failed by itself
     with subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, preexec_fn=die_with_parent
+        command,
+        env=launched_environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=die_with_parent,
     ) as process:
         assert process.stderr is not None  # it is a pipe
         try:
             for line in process.stderr:
                 text = line.rstrip("\n")
                 if text.startswith("error: "):
-                    cause = text.removeprefix("error: ")
+                    own = LOST not in text and text != "error: terminated"  # what torchrun ends the others with
+                    cause = text.removeprefix("error: ") if own else cause
                 elif text.startswith("  fix: "):
-                    remedy = text.removeprefix("  fix: ")
+                    remedy = text.removeprefix("  fix: ") if own else remedy
                 elif text.startswith((f"{arguments[0]}: ", f"{arguments[0]} ")):
                     progress.say(text)
                 elif found := _RANK.search(text):

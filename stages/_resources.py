@@ -7,7 +7,6 @@ A stage asks once, before it reads anything:
     allowance = allow_quantize(job.resources, size, plan, lengths=[512, 512], folder=job.output)      # either path
     allowance = allow_export(job.resources, size, plan, shard_size=4 << 30, folder=job.output)
     allowance = allow_validate(job.resources, size, lengths=[512, 512], folder=job.report, models=3)
-    allowance = allow_generate(job.resources, layer=..., prepared=..., head=..., tokens=..., folder=job.artifact)
 
 and uses what it was given: `Workers(allowance.workers)`, `ahead=allowance.in_flight`,
 `HiddenStates(n, folder=..., cache_bytes=allowance.cache_bytes)`. Nothing of it changes a bit of a result: it only says
@@ -28,7 +27,7 @@ from quantflow.errors import ResourceError
 from stages import _memory
 from stages._config import Resources, parse_size
 from stages._log import size as text_of
-from stages._needs import Need, need_export, need_files, need_generate, need_layers, need_measure, need_validate
+from stages._needs import Need, need_export, need_files, need_layers, need_measure, need_validate
 from stages._plan import Plan
 from stages._sizes import ModelSize
 
@@ -95,23 +94,6 @@ def allow_validate(
         ResourceError: it does not fit; the message says what is needed and what there is.
     """
     return grant(need_validate(model, lengths=lengths, models=models), resources, folder=folder)
-
-
-def allow_generate(resources: Resources, *, layer: int, prepared: int, head: int, tokens: int, folder: Path) -> Allowance:
-    """Return what `generate --disk-offload` may use.
-
-    Args:
-        resources: the limits.
-        layer: bytes of the largest decoder layer as stored.
-        prepared: bytes of the largest decoder layer as its backend computes with it.
-        head: bytes of the part of the head that is in memory at once.
-        tokens: bytes of the KV cache at its longest.
-        folder: the artifact.
-
-    Raises:
-        ResourceError: it does not fit; the message says what is needed and what there is.
-    """
-    return grant(need_generate(layer=layer, prepared=prepared, head=head, tokens=tokens), resources, folder=folder)
 
 
 def grant(need: Need, resources: Resources, *, folder: Path, base: int | None = None) -> Allowance:

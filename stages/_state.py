@@ -25,6 +25,8 @@ from quantflow.models.hidden import HiddenStates
 from quantflow.models.reading import NAMES, bytes_of
 from stages import _workspace
 
+_NOWHERE = -1  # no layer whose input was kept
+
 
 def begin(folder: Path, inputs: Mapping[str, Any], *, say: Callable[[str], None]) -> None:
     """Note what an unfinished result is made from, and tell where that differs from what an earlier attempt noted."""
@@ -75,6 +77,28 @@ def restart(folder: Path, key: str, graph: Graph, hidden: HiddenStates, *, limit
         if hidden.restore(index, key=key):
             return index
     return 0
+
+
+def restart_together(
+    folder: Path, key: str, graph: Graph, *, opened: Callable[[], HiddenStates], span: Callable[[int], tuple[int, int]]
+) -> tuple[int, HiddenStates]:
+    """Return the layer to go on with, the same on every card, and the hidden states that enter it.
+
+    Args:
+        folder: the stage's.
+        key: digest of everything that the result depends on.
+        graph: the model's.
+        opened: returns hidden states without a generation.
+        span: returns the least and the greatest of the cards' values.
+    """
+    limit: int | None = None
+    while True:
+        hidden, start = opened(), 0
+        if limit != _NOWHERE:
+            start = restart(folder, key, graph, hidden, limit=limit)
+        limit, most = span(start if hidden.restored else _NOWHERE)
+        if limit == most:
+            return start, hidden
 
 
 def layer_path(folder: Path, index: int) -> Path:

@@ -49,6 +49,16 @@ class Unit:
     columns: slice | None = None
 
     @property
+    def linear(self) -> str:
+        """The linear that the tensor belongs to, or what its name has before the last dot."""
+        return self.info.name.rpartition(".")[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which the source stores it."""
+        return DTYPES[self.info.dtype]
+
+    @property
     def by_rows(self) -> bool:
         """Whether the unit is counted in rows, not in elements."""
         return self.scheme is not None or self.columns is not None
@@ -56,7 +66,7 @@ class Unit:
     @property
     def row_bytes(self) -> int:
         """Bytes, as stored, of a row that is written, or of an element."""
-        return (self.shape[1] if self.by_rows else 1) * DTYPES[self.info.dtype].itemsize
+        return (self.shape[1] if self.by_rows else 1) * self.dtype.itemsize
 
     @property
     def nbytes(self) -> int:
@@ -67,7 +77,7 @@ class Unit:
     def offset(self) -> int:
         """Where the first row or element begins in the file."""
         width = self.info.shape[1] if self.by_rows else 1
-        return self.info.offset + self.first * width * DTYPES[self.info.dtype].itemsize
+        return self.info.offset + self.first * width * self.dtype.itemsize
 
     def read(self) -> Tensor:
         """Read the unit, [rows, columns] or [elements] as stored.
@@ -79,7 +89,7 @@ class Unit:
             rows = replace(self.info, shape=(self.count, self.info.shape[1]), offset=self.offset)
             return read_columns(self.path, rows, self.columns)
         shape = (self.count, self.shape[1]) if self.by_rows else (self.count,)
-        return read_once(self.path, shape, DTYPES[self.info.dtype], self.offset, name=self.info.name)
+        return read_once(self.path, shape, self.dtype, self.offset, name=self.info.name)
 
 
 def layer_specs(layer: Layer, plan: Plan, source: ModelFiles, share: Share = WHOLE) -> dict[str, Spec]:

@@ -149,11 +149,14 @@ def refuse_other_result(folder: Path, inputs: Mapping[str, Any], *, force: bool,
 
 
 @contextmanager
-def publish(folder: Path, *, stage: str | None, inputs: Mapping[str, Any]) -> Iterator[Path]:
+def publish(
+    folder: Path, *, stage: str | None, inputs: Mapping[str, Any], hashes: Mapping[str, str] | None = None
+) -> Iterator[Path]:
     """Yield a temporary folder that becomes `folder` when the block ends without an error.
 
     With a `stage`, DONE.json is written into it first; an artifact has none, its manifest is written by the block.
     An interrupted block, and a fault at any call, leave the old folder or none under the name, or the new one whole.
+    `hashes` are those of `finish`, which the block may add to.
     """
     temporary, old = _beside(folder)
     _put_back(folder)
@@ -163,7 +166,7 @@ def publish(folder: Path, *, stage: str | None, inputs: Mapping[str, Any]) -> It
     try:
         yield temporary
         if stage is not None:
-            finish(temporary, stage=stage, inputs=inputs)
+            finish(temporary, stage=stage, inputs=inputs, hashes=hashes)
         _sync_tree(temporary)
         if folder.exists():
             os.replace(folder, old)

@@ -178,7 +178,9 @@ def measure(model: str, output: str | None, settings: tuple[str, ...], recipe: s
     help="Calibrate a layer on what the quantized layers before it put out, or the original ones.",
 )
 @click.option("--name", help="Which entry of the recipe (default: the first).")
-@click.option("--ranks", type=int, default=1, help="Processes (default 1), each with a slice of each linear; unify joins them.")
+@click.option(
+    "--ranks", type=int, default=1, help="Processes (default 1); each writes a slice of each linear, unify joins them."
+)
 @click.option("--seed", type=int, help="Of the canary where no measurement is given (default 0).")
 @quant_configured
 @bounded
@@ -189,6 +191,7 @@ def quantize(model: str, output: str, settings: tuple[str, ...], recipe: str | N
     \b
     Example: quantflow quantize ./llama -o work/2-quantize --scheme W4A16 --measurement work/1-measure
              quantflow quantize ./llama -o work/shards --scheme FP8_DYNAMIC --ranks 4
+             quantflow quantize ./llama -o work/shards --scheme W4A16 --measurement work/1-measure --ranks 4
     """
     from quantflow.errors import UsageError
     from stages import quantize as stage
@@ -536,13 +539,16 @@ def _chosen(recipe: "Recipe", everything: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _run(stage: Any, job: Any, shared: dict[str, Any]) -> None:
-    """Run a stage that returns a folder, and print it."""
+    """Run a stage that returns a folder, and print it; of several ranks one does."""
+    from stages._config import speaks
+
     if shared["dry_run"]:
         show(dataclasses.asdict(job), as_json=shared["as_json"], text=str(job))
         return
     with reporting(shared, job.output) as progress:
         folder = stage.run(job, progress)
-    show({"folder": str(folder)}, as_json=shared["as_json"], text=str(folder))
+    if speaks():
+        show({"folder": str(folder)}, as_json=shared["as_json"], text=str(folder))
 
 
 def main() -> int:

@@ -187,11 +187,12 @@ def _measure_rank(job: Job, progress: Progress, *, rank: int, world: int) -> Non
                 statistics = observation.statistics([sequences[i] for i in mine])
         if not finished:
             meta = _meta(job, source, graph, sequences, mine, model=inputs["model"], rank=rank, replica=replica)
-            with _workspace.publish(folder, stage="measure", inputs=inputs) as temporary:
+            written: dict[str, str] = {}
+            with _workspace.publish(folder, stage="measure", inputs=inputs, hashes=written) as temporary:
                 measurement = Measurement(
                     meta=meta, statistics=statistics, sequences=[sequences[i] for i in mine], indices=mine
                 )
-                write_measurement(temporary, measurement)
+                written |= write_measurement(temporary, measurement)
         replica.wait()  # as long as one card is not finished, the others have to be able to help it
         _remove(work)
         for line in account("measure", allowance, folder):

@@ -6,15 +6,17 @@ Writes   <o>/layers/<index>.safetensors and .json, quantize.json, DONE.json; unl
 Resumes  at the layer where it stopped: finished layers and the hidden states that enter the next one are read back
 Fails    2 the recipe does not fit the model, 3 unusable model or measurement, 5 memory, disk or a held folder, 6 unsupported
 
-Where neither statistics nor a forward pass are needed, weights go from file to file (stages/_file_to_file.py). Otherwise
+Where no forward pass is needed, weights go from file to file (stages/_file_to_file.py). Otherwise
 the canary (the first tokens of the calibration text) and, for algorithms that need Hessians, the calibration text run
 through the model layer by layer (stages/_layer.py). Memory is that of one layer, whatever the depth of the model.
 
-With N ranks torchrun starts N processes, of plans that go file to file: each quantizes its slice of every linear, reading
-no more than that, into <o>/rank-RRR-of-NNN/ (stages/_share.py), and unify makes one result of these shards.
+With N ranks torchrun starts N processes, each of which writes its slice of every linear into <o>/rank-RRR-of-NNN/
+(stages/_share.py); unify makes one result of these shards. File to file a rank reads no more than its slice. Where the
+model runs, the ranks share the work of each layer, whole on each, and tell each other what came out (stages/_team.py).
 """
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -36,12 +38,14 @@ from stages import _memory, _state, _workspace
 from stages._bits import CANARY_TOKENS, identify, single_threaded, tensor_hash, tools
 from stages._config import Quantize, Resources, launched_rank
 from stages._file_to_file import quantize_files
+from stages._inputs import inputs_of
 from stages._plan import Plan, resolve
 from stages._progress import Progress
 from stages._ranks import die_with_parent, launch, rank_folder
 from stages._resources import Allowance, account, allow_quantize
 from stages._share import STAGE, WHOLE, Share
 from stages._sizes import model_size
+from stages._team import ALONE, Team, together
 from stages._triples import are_gaudis, measurement_from
 
 VERSION = 1  # of what this stage computes; part of every state key
@@ -78,7 +82,7 @@ def run(job: Job, progress: Progress) -> Path:
     source = open_files(job.model)
     graph = graph_for(source.config)
     shapes = {name: info.shape for name, info in source.checkpoint.infos.items()}
-    plan = resolve(job.entry, graph, shapes, measured=job.measurement is not None)
+    plan = resolve(job.entry, graph, shapes, measured=job.measurement is not None, ranks=job.ranks)
     if job.ranks == 1:
         return _quantize(job, plan, source, graph, progress)
     from stages._cut import shares_of  # here: one process starts without transformers' configurations
@@ -92,15 +96,21 @@ def run(job: Job, progress: Progress) -> Path:
     if launched[1] != job.ranks:
         raise UsageError(f"quantize: --ranks {job.ranks}, torchrun started {launched[1]}", "give the same number")
     die_with_parent()
-    mine = replace(job, output=folders[launched[0]])
-    _quantize(mine, plan, source, graph, replace(progress, quiet=progress.quiet or launched[0] > 0), share=shares[launched[0]])
+    rank, mine = launched[0], replace(job, output=folders[launched[0]])
+    quiet = replace(progress, quiet=progress.quiet or rank > 0)
+    with nullcontext(ALONE) if plan.file_to_file else together(rank=rank, world=job.ranks) as team:
+        _quantize(mine, plan, source, graph, quiet, share=shares[rank], team=team)
     return job.output
 
 
 def _launch(job: Job, plan: Plan, source: ModelFiles, shares: Mapping[Path, Share], progress: Progress) -> None:
     """Start torchrun with one process per rank, after the source was hashed once for all of them."""
+    measured, measurement = _measurement(job, plan, source, progress)
     disk.make_folder(job.output)
-    about = {**_inputs(job, plan, source, None), "model": identify(source.checkpoint, Digests(job.output / HASHES))}
+    digests = Digests(job.output / HASHES, also=_known_hashes(measured))
+    about = {**_inputs(job, plan, source, measurement), "model": identify(source.checkpoint, digests)}
+    _refuse_foreign_measurement(job, measured, measurement, about)
+    del measurement  # each rank reads it, beside this process
     inputs = {folder: {**about, **share.inputs()} for folder, share in shares.items()}
     if all(_workspace.is_up_to_date(folder, made_from) for folder, made_from in inputs.items()):
         progress.say(f"quantize {job.entry.name}: up to date")
@@ -110,26 +120,29 @@ def _launch(job: Job, plan: Plan, source: ModelFiles, shares: Mapping[Path, Shar
     launch(job.arguments, ranks=job.ranks, progress=progress)
 
 
-def _quantize(job: Job, plan: Plan, source: ModelFiles, graph: Graph, progress: Progress, *, share: Share = WHOLE) -> Path:
-    """Quantize what the share says into the job's folder."""
+def _quantize(
+    job: Job, plan: Plan, source: ModelFiles, graph: Graph, progress: Progress, *, share: Share = WHOLE, team: Team = ALONE
+) -> Path:
+    """Quantize what the share says into the job's folder, together with the team."""
     folder, measurement = _measurement(job, plan, source, progress)
     lengths = [] if measurement is None else [len(sequence) for sequence in measurement.sequences]
     with _workspace.locked(job.output), single_threaded(), torch.no_grad():
         _workspace.refuse_other_result(job.output, {}, force=True, parts=PARTS)
         disk.make_folder(job.output)
-        also = _known_hashes(folder) if share is WHOLE else [job.output.parent / HASHES]
-        digests = Digests(job.output / HASHES, also=also)
+        also = [] if share is WHOLE else [job.output.parent / HASHES]
+        digests = Digests(job.output / HASHES, also=[*also, *_known_hashes(folder)])
         inputs = about = {**_inputs(job, plan, source, measurement), **share.inputs()}
-        if not plan.file_to_file or _workspace.done(job.output) is not None:  # otherwise hashed while they are quantized
+        ahead = plan.file_to_file and measurement is None and _workspace.done(job.output) is None
+        if not ahead:  # otherwise hashed while they are quantized
             inputs = {**about, "model": identify(source.checkpoint, digests)}
             _refuse_foreign_measurement(job, folder, measurement, inputs)
-        if _workspace.is_up_to_date(job.output, inputs):
+        if team.all(_workspace.is_up_to_date(job.output, inputs)):  # otherwise who is finished helps the others
             _state.remove_scratch(job.output)
             progress.say(f"quantize {job.entry.name}: up to date")
             return job.output
         _workspace.refuse_other_result(job.output, inputs, force=job.replace, parts=PARTS)
-        infos = {name: share.info(info) for name, info in source.checkpoint.infos.items()}
-        sizes = model_size(infos, source.config, graph)
+        held = share if plan.file_to_file else WHOLE  # where the model runs, a card has whole layers
+        sizes = model_size({name: held.info(info) for name, info in source.checkpoint.infos.items()}, source.config, graph)
         allowance = allow_quantize(job.resources, sizes, plan, lengths=lengths, folder=job.output)
         _memory.reset_peak()
         _state.begin(job.output, inputs, say=partial(_say, progress, job))
@@ -145,13 +158,16 @@ def _quantize(job: Job, plan: Plan, source: ModelFiles, graph: Graph, progress: 
                 allowance=allowance,
                 progress=progress,
                 share=share,
+                inputs=inputs_of(measurement, graph, plan.schemes),
             )
             inputs = {**about, "model": identify(source.checkpoint, digests)}
         else:
-            _run_layers(job, plan, graph, measurement, key=digest_of(inputs), allowance=allowance, progress=progress)
+            key = digest_of(inputs)
+            _run_layers(job, plan, graph, measurement, key=key, allowance=allowance, progress=progress, share=share, team=team)
         disk.write_atomic(job.output / "quantize.json", canonical_json(_summary(job, plan, measurement)))
         hashes = {f"layers/{path.name}": digest for path, digest in _state.hashes(job.output, graph).items()}
         _workspace.finish(job.output, stage="quantize" if share is WHOLE else STAGE, inputs=inputs, hashes=hashes)
+        team.wait()  # as long as one card is not finished, the others have to be able to help it
         _state.remove_scratch(job.output)
         for line in account(f"quantize {job.entry.name}", allowance, job.output):
             progress.note(line)
@@ -167,6 +183,8 @@ def _run_layers(
     key: str,
     allowance: Allowance,
     progress: Progress,
+    share: Share,
+    team: Team,
 ) -> None:
     """Bring every layer up to date by running the model, layer by layer."""
     from stages._forward import Forward, open_source  # here: file to file starts without transformers' model code
@@ -184,6 +202,8 @@ def _run_layers(
             progress=progress,
             workers=workers,
             allowance=allowance,
+            share=share,
+            team=team,
         ).layers()
 
 

@@ -1,23 +1,26 @@
 """Stage 3, unify: merge what several ranks measured into what fewer would have measured, or expand one to more.
 
-Reads    the rank folders of a measurement, the files of Gaudi's toolkit, or the rank folders of `quantize --ranks` and the
-         model that they were made from
+Reads    the rank folders of a measurement, the files of Gaudi's toolkit, or the rank folders of `quantize --ranks` and, if
+         they were made file to file, the model that they were made from
 Writes   <o>/rank-RRR-of-GGG/, one per group, or Gaudi's files of each group; all of <o> appears at once. Shards of one
          group become <o> itself, a quantize folder
 Resumes  a finished result of the same ranks and groups is left alone
 Fails    2 groups that do not cover every rank once or that no card would hold, 3 missing, duplicate, foreign or damaged
          ranks, a source that is gone and statistics that cannot be merged, 5 the folder is held, 7 a damaged shard
 
-Statistics are read one at a time, so memory is that of one group's result, whatever the number of ranks. Of shards
-(stages/_join.py) it is that of a few units.
+Statistics are read one at a time, so memory is that of two groups' results, whatever the number of ranks: one is written
+while the next is merged. Of shards (stages/_join.py) it is that of a few units.
 """
 
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from quantflow.core.parallel import Workers
 from quantflow.errors import InputError, UsageError
@@ -33,6 +36,7 @@ from quantflow.measurements.record import (
 )
 from quantflow.measurements.unify import unify_each
 from stages import _memory, _unify_triples, _workspace
+from stages._bits import single_threaded
 from stages._join import REPORT, join
 from stages._join import summary as summary_of_shards
 from stages._parts import COLUMNS as PART_COLUMNS
@@ -43,6 +47,7 @@ from stages._share import shard_folders
 from stages._triples import are_gaudis
 
 _RANK_FOLDER = re.compile(r"rank-[0-9]{3,}-of-[0-9]{3,}")
+AT_ONCE = 2  # results in memory: one is merged while another is on its way to the disk
 _TOLD = 8  # lines about outliers; all of them are in measurement.json
 COLUMNS = ("statistic", "rule", "count")
 
@@ -58,7 +63,7 @@ class Job:
         allow_missing: go on without replicas that are missing as a whole; the result says which.
         expand: make so many ranks of one instead of merging.
         replace: redo a finished result that was made from other inputs, instead of refusing.
-        model: what quantized shards were made from; None reads where quantize found it.
+        model: what quantized shards were made from; None reads where quantize found it. Not read where the model ran.
     """
 
     measurement: Path
@@ -89,20 +94,32 @@ def run(job: Job, progress: Progress) -> Path:
         "allow_missing": job.allow_missing,
         "expand": job.expand,
     }
-    with _workspace.locked(job.output):
+    with _workspace.locked(job.output), single_threaded(), torch.no_grad():
         if _workspace.is_up_to_date(job.output, inputs):
             progress.say("unify: up to date")
             return job.output
         _workspace.refuse_other_result(job.output, inputs, force=job.replace)
         made, count = _made(job, metas, groups)
-        with _workspace.publish(job.output, stage="unify", inputs=inputs) as temporary:
+        hashes: dict[str, str] = {}
+        with (
+            _workspace.publish(job.output, stage="unify", inputs=inputs, hashes=hashes) as temporary,
+            Workers(AT_ONCE) as workers,  # inside: no thread writes any more when the folder is finished, or removed
+        ):
+            written = workers.stream(partial(_write, temporary, count), enumerate(made))
             for rank in progress.steps(range(count), stage="unify", unit="rank"):
-                measurement = next(made)
-                folder = rank_folder(temporary, rank, count)
-                folder.mkdir()
-                write_measurement(folder, measurement)
-                _tell(progress, rank, measurement.meta.get("unified", {}))
+                files, unified = next(written)
+                hashes |= files
+                _tell(progress, rank, unified)
     return job.output
+
+
+def _write(output: Path, count: int, numbered: tuple[int, Measurement]) -> tuple[dict[str, str], dict[str, Any]]:
+    """Write one rank; return the sha256 of its files by their name in the output, and what is told about it."""
+    rank, measurement = numbered
+    folder = rank_folder(output, rank, count)
+    folder.mkdir()
+    hashes = write_measurement(folder, measurement)
+    return {f"{folder.name}/{name}": digest for name, digest in hashes.items()}, measurement.meta.get("unified", {})
 
 
 def _join(job: Job, progress: Progress) -> Path:

@@ -5,7 +5,7 @@ Only calls of `os` are used, so that a test can make any one of them fail.
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -32,10 +32,20 @@ def write_file(path: Path, data: bytes | bytearray | memoryview) -> None:
     Raises:
         OSError: the file system failed; what was written so far may be left under the name.
     """
+    write_parts(path, (data,))
+
+
+def write_parts(path: Path, parts: Iterable[bytes | bytearray | memoryview]) -> None:
+    """Write a file as `write_file` does, of parts that are made one after the other and need not be held together.
+
+    Raises:
+        OSError: the file system failed; what was written so far may be left under the name.
+    """
     descriptor = create(path)
     try:
         with naming(path):
-            write_all(descriptor, data)
+            for part in parts:
+                write_all(descriptor, part)
             os.fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -37,20 +37,22 @@ class Layout:
     nbytes: int
 
 
-def layout(specs: Mapping[str, Spec], *, metadata: Mapping[str, str] | None = None) -> Layout:
+def layout(specs: Mapping[str, Spec], *, metadata: Mapping[str, str] | None = None, keep_order: bool = False) -> Layout:
     """Return where the tensors of a file will lie.
 
     Args:
         specs: name -> (dtype as safetensors names it, shape).
-        metadata: of the file; None says `format: pt`.
+        metadata: of the file; None says `format: pt`, an empty one says nothing.
+        keep_order: let tensors stand as `specs` has them, which sees to it that they are aligned.
 
     Raises:
         InputError: naming the tensor: an unknown dtype, or a shape that the format cannot hold.
     """
-    table: dict[str, object] = {METADATA: dict(METADATA_PT if metadata is None else metadata)}
+    told = METADATA_PT if metadata is None else metadata
+    table: dict[str, object] = {METADATA: dict(told)} if told else {}
     position = 0
     spans = {}
-    for name in sorted(specs, key=lambda name: (-DTYPE_BITS.get(specs[name][0], 0), name)):
+    for name in specs if keep_order else sorted(specs, key=lambda name: (-DTYPE_BITS.get(specs[name][0], 0), name)):
         dtype, shape = specs[name]
         size = tensor_bytes(dtype, shape)
         if size is None or name == METADATA:

@@ -17,6 +17,8 @@ from quantflow.core.parallel import SEQUENTIAL, Workers
 from quantflow.core.scheme import TensorScheme
 from quantflow.errors import InputError
 
+Bounds = tuple[Tensor, Tensor]  # the smallest and the largest value, [] float32 each
+
 _MULTIPLES = tuple(step / 32 for step in range(33, 21, -1))  # of the range that are tried: 1.03 to 0.69
 
 
@@ -69,21 +71,45 @@ def weight_grids(
         groups.group_size_for(scheme, weight.shape[1], name=name)
     units = [(name, rows) for name, weight in weights.items() for rows in groups.row_units(weight)]
 
-    def bounds(unit: tuple[str, slice]) -> tuple[Tensor, Tensor]:
-        low, high = _range(unit[0], weights[unit[0]][unit[1]], scheme=scheme)
-        return low.min(), high.max()
+    def bounds(unit: tuple[str, slice]) -> Bounds:
+        return bounds_of(unit[0], weights[unit[0]][unit[1]], scheme=scheme)
 
     def grid(unit: tuple[str, slice]) -> Grid:
         return _unit_grid(unit[0], weights[unit[0]][unit[1]], scheme=scheme, scale_dtype=scale_dtype, importance=importance)
 
     if scheme.granularity == "per_tensor" and units:
-        low, high = (torch.stack(ends) for ends in zip(*workers.map(bounds, units), strict=True))
-        low, high = low.min().reshape(1, 1), high.max().reshape(1, 1)
-        return {name: _grid(low, high, scheme=scheme, scale_dtype=scale_dtype) for name in weights}
+        return dict.fromkeys(weights, shared_grid(workers.map(bounds, units), scheme=scheme, scale_dtype=scale_dtype))
     parts: dict[str, list[Grid]] = {name: [] for name in weights}
     for (name, _), part in zip(units, workers.map(grid, units), strict=True):
         parts[name].append(part)
     return {name: _joined(of_rows) for name, of_rows in parts.items()}
+
+
+def bounds_of(name: str, weight: Tensor, *, scheme: TensorScheme) -> Bounds:
+    """Return the range of some rows of a weight, [] each: -amax and amax when symmetric.
+
+    Args:
+        name: for messages.
+        weight: [O, I], any float dtype.
+        scheme: per_tensor.
+
+    Raises:
+        InputError: the weight holds NaN or Inf.
+    """
+    low, high = _range(name, weight, scheme=scheme)
+    return low.min(), high.max()
+
+
+def shared_grid(bounds: Sequence[Bounds], *, scheme: TensorScheme, scale_dtype: torch.dtype) -> Grid:
+    """Return the one grid of everything whose ranges are given, scale [1, 1].
+
+    Args:
+        bounds: as `bounds_of` returns them, in any order, at least one.
+        scheme: per_tensor.
+        scale_dtype: the dtype in which the layout stores scales.
+    """
+    low, high = (torch.stack(ends) for ends in zip(*bounds, strict=True))
+    return _grid(low.min().reshape(1, 1), high.max().reshape(1, 1), scheme=scheme, scale_dtype=scale_dtype)
 
 
 def _joined(parts: Sequence[Grid]) -> Grid:

@@ -1,15 +1,17 @@
 """One quantized weight from those of several cards that each rounded a part of it.
 
 Cards that hold rows, or columns in whole groups, have the scales that one process has: their parts are put side by side.
-Cards that hold columns of rows that have one scale each took it from their own columns. One process takes it from the
-largest magnitude of the whole row, and scales follow magnitudes monotonically, so its scale is the largest of the cards',
-bit for bit; the values that were rounded with a smaller one are rounded again, from the original weight. A part of zeros
-alone has scale 1, which stands for no magnitude and does not count (with that scale any other part has a value that is not
-zero). Nothing is rounded from already rounded values.
+Cards that hold columns of rows that have one scale each took it from their own columns, and cards that hold any part of a
+weight that has one scale took that from their own part. One process takes it from the largest magnitude of the whole, and
+scales follow magnitudes monotonically, so its scale is the largest of the cards', bit for bit; the values that were rounded
+with a smaller one are rounded again, from the original weight. A part of zeros alone has scale 1, which stands for no
+magnitude and does not count (a row with that scale and any other part has a value that is not zero; of a whole weight the
+caller knows). Nothing is rounded from already rounded values.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -25,41 +27,60 @@ class Joined:
 
     Attributes:
         weight: [O, I]; `requantize_` brings the values of `stale` up to date.
-        stale: for each part, which rows of it were rounded with another scale, bool [O].
+        stale: which rows of which columns were rounded with another scale, (bool [O], columns), once for each part that
+            holds columns.
     """
 
     weight: QTensor
-    stale: tuple[Tensor, ...]
+    stale: tuple[tuple[Tensor, slice], ...]
 
 
-def join_rows(parts: Sequence[QTensor]) -> QTensor:
+def shared_scale(scales: Sequence[Tensor], *, zeros: Sequence[bool]) -> Tensor:
+    """Return the scale that one process gives a weight, from those that cards gave their parts.
+
+    Args:
+        scales: [1, 1] each, symmetric, one per card.
+        zeros: of each, whether it stands for zeros alone.
+    """
+    known = [scale for scale, empty in zip(scales, zeros, strict=True) if not empty]
+    return torch.stack(known or [scales[0]]).amax(dim=0)
+
+
+def join_rows(parts: Sequence[QTensor], *, scale: Tensor | None = None) -> Joined:
     """Return the weight whose rows are those of the parts, in order.
 
     Args:
-        parts: [O_i, I] each, with scales per channel or per group.
+        parts: [O_i, I] each.
+        scale: of per_tensor weights, and only of these: what `shared_scale` returned, [1, 1].
 
     Raises:
-        SchemeError: the parts' rows share a scale.
+        SchemeError: per_tensor parts without their scale, or with a zero_point.
     """
     if parts[0].scheme.granularity == "per_tensor":
-        raise SchemeError("parts of a per_tensor weight", "quantize it in one process, or choose scales per channel")
-    return _side_by_side(parts, 0, scale=torch.cat([part.scale for part in parts]))
+        scale = _checked(parts, scale)
+        stale = torch.cat([(part.scale != scale)[0].expand(len(part.qvalue)) for part in parts])  # [O]
+        return Joined(weight=_side_by_side(parts, 0, scale=scale), stale=((stale, slice(None)),))
+    return Joined(weight=_side_by_side(parts, 0, scale=torch.cat([part.scale for part in parts])), stale=())
 
 
-def join_columns(parts: Sequence[QTensor]) -> Joined:
+def join_columns(parts: Sequence[QTensor], *, scale: Tensor | None = None) -> Joined:
     """Return the weight whose columns are those of the parts, in order.
 
     Args:
         parts: [O, I_i] each; per group the groups are whole in one part, per channel each row has a scale in every part.
+        scale: of per_tensor weights, and only of these: what `shared_scale` returned, [1, 1].
 
     Raises:
         SchemeError: a scale of an asymmetric weight spans the parts: their zero points do not tell the range that it came
-            from; or the weight is per_tensor.
+            from; or per_tensor parts without their scale.
     """
     scheme = parts[0].scheme
     if scheme.granularity == "per_group":
-        weight = _side_by_side(parts, 1, scale=torch.cat([part.scale for part in parts], dim=1))
-        return Joined(weight=weight, stale=tuple(torch.zeros(len(weight.qvalue), dtype=torch.bool) for _ in parts))
+        return Joined(weight=_side_by_side(parts, 1, scale=torch.cat([part.scale for part in parts], dim=1)), stale=())
+    if scheme.granularity == "per_tensor":
+        scale = _checked(parts, scale)
+        stale = [(part.scale != scale)[0].expand(len(part.qvalue)) for part in parts]
+        return Joined(weight=_side_by_side(parts, 1, scale=scale), stale=_of_columns(parts, stale))
     if scheme.granularity != "per_channel" or not scheme.symmetric:
         raise SchemeError(
             f"columns of a {scheme.granularity} weight with symmetric={scheme.symmetric}, one scale over {len(parts)} parts",
@@ -69,23 +90,24 @@ def join_columns(parts: Sequence[QTensor]) -> Joined:
     known = [torch.where(empty, torch.zeros_like(part.scale), part.scale) for part, empty in zip(parts, zeros, strict=True)]
     largest = torch.stack(known).amax(dim=0)  # [O, 1]
     scale = torch.where(largest == 0, torch.ones_like(largest), largest)
-    stale = tuple(((part.scale != scale) & ~empty)[:, 0] for part, empty in zip(parts, zeros, strict=True))
-    return Joined(weight=_side_by_side(parts, 1, scale=scale), stale=stale)
+    stale = [((part.scale != scale) & ~empty)[:, 0] for part, empty in zip(parts, zeros, strict=True)]
+    return Joined(weight=_side_by_side(parts, 1, scale=scale), stale=_of_columns(parts, stale))
 
 
 def requantize_(weight: QTensor, original: Tensor, *, rows: Tensor, columns: slice) -> None:
     """Round some rows of some columns again, with the scale that the weight has now.
 
     Args:
-        weight: per channel, symmetric; its qvalue is changed.
+        weight: per channel or per tensor, symmetric; its qvalue is changed.
         original: [O, I], what it was made from.
         rows: which rows, bool [O].
         columns: which columns.
     """
     if not rows.any():
         return
+    scale = weight.scale.expand(len(weight.qvalue), 1)[rows]  # [n, 1]
     # Bytes are moved: there is no indexed assignment of float8.
-    made = affine.quantize(original[rows, columns].float(), weight.scale[rows], None, weight.scheme)  # [n, columns]
+    made = affine.quantize(original[rows, columns].float(), scale, None, weight.scheme)  # [n, columns]
     weight.qvalue.view(torch.uint8)[rows, columns] = made.view(torch.uint8)
 
 
@@ -98,6 +120,23 @@ def zero_groups(original: Tensor, scale: Tensor) -> int:
     """
     split = groups.to_groups(original.float(), original.shape[1] // scale.shape[1])  # [O, G, g]
     return int((split.abs().amax(dim=-1) == 0).sum())
+
+
+def _checked(parts: Sequence[QTensor], scale: Tensor | None) -> Tensor:
+    """Return the scale that per_tensor parts are to have."""
+    if scale is None or not parts[0].scheme.symmetric:
+        raise SchemeError(
+            f"parts of a per_tensor weight with symmetric={parts[0].scheme.symmetric}, "
+            f"their scale is {'not given' if scale is None else 'given'}",
+            "give the largest of the parts' scales; of asymmetric weights it does not tell the zero_point",
+        )
+    return scale
+
+
+def _of_columns(parts: Sequence[QTensor], stale: Sequence[Tensor]) -> tuple[tuple[Tensor, slice], ...]:
+    """Return the rows of each part with the columns that it has in the whole."""
+    ends = list(accumulate(part.qvalue.shape[1] for part in parts))
+    return tuple((rows, slice(begin, end)) for rows, begin, end in zip(stale, [0, *ends], ends, strict=False))
 
 
 def _side_by_side(parts: Sequence[QTensor], axis: int, *, scale: Tensor) -> QTensor:

@@ -96,12 +96,13 @@ def weight_sums(weight: Tensor, quantized: QTensor) -> tuple[float, float]:
 
     Args:
         weight: [O, I], any float dtype.
-        quantized: [O, I], with a scale for each row.
+        quantized: [O, I].
     """
     size, difference, power = weight.shape[1] // quantized.scale.shape[1], 0.0, 0.0
     for part in groups.row_units(weight):
-        scale = quantized.scale[part, :, None]  # [O, G, 1]
-        zero_point = None if quantized.zero_point is None else quantized.zero_point[part, :, None]
+        grid = slice(None) if quantized.scheme.granularity == "per_tensor" else part
+        scale = quantized.scale[grid, :, None]  # [O or 1, G, 1]
+        zero_point = None if quantized.zero_point is None else quantized.zero_point[grid, :, None]
         split = groups.to_groups(quantized.qvalue[part], size)  # [O, G, g]
         sums = squared_sums(weight[part], dequantize(split, scale, zero_point).flatten(1))
         difference, power = difference + sums[0], power + sums[1]

@@ -102,27 +102,30 @@ def row_spans(name: str, scheme: LinearScheme, *, first: int, count: int) -> dic
 
     Args:
         name: the linear's source name, without `.weight`.
-        scheme: per_channel or per_group weights.
+        scheme: of the linear.
         first: the first of the rows, a multiple of ROW_MULTIPLE.
         count: how many rows, a multiple of ROW_MULTIPLE too unless they are the last.
 
     Returns:
-        full name -> (first row in that tensor, how many); without the tensors that describe the whole linear.
+        full name -> (first row in that tensor, how many); without the tensors that describe the whole linear, the scale of
+        per_tensor weights among them.
 
     Raises:
-        SchemeError: the rows share a scale with others, or do not begin at a whole word.
+        SchemeError: the rows do not begin at a whole word.
     """
-    if scheme.weights.granularity == "per_tensor" or first % ROW_MULTIPLE:
-        raise SchemeError(
-            f"{name}: rows from {first} of {scheme.weights.granularity} weights cannot stand alone",
-            f"take multiples of {ROW_MULTIPLE} rows, or the whole linear",
-        )
+    if first % ROW_MULTIPLE:
+        raise SchemeError(f"{name}: rows from {first} do not begin at a whole word", f"take multiples of {ROW_MULTIPLE} rows")
+    whole = {"weight_shape", "input_scale", "input_zero_point"}
+    if scheme.weights.granularity == "per_tensor":
+        whole |= {"weight_scale", "weight_zero_point"}
     spans = {}
     for key in tensor_names(name, scheme):
         suffix = key.removeprefix(f"{name}.")
+        if suffix in whole:
+            continue
         if suffix == "weight_zero_point" and scheme.layout == "pack-quantized":
             spans[key] = (first * scheme.weights.num_bits // 32, -(-count * scheme.weights.num_bits // 32))
-        elif suffix not in ("weight_shape", "input_scale", "input_zero_point"):
+        else:
             spans[key] = (first, count)
     return spans
 

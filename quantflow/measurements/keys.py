@@ -4,9 +4,10 @@ Statistics with one value per channel are of the last dimension of what flowed a
 output features.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
 from quantflow.errors import StatisticsError
@@ -56,8 +57,8 @@ def by_site(statistics: Mapping[str, Item]) -> dict[tuple[str, str], dict[str, I
         StatisticsError: a key is not one.
     """
     sites: dict[tuple[str, str], dict[str, Item]] = {}
-    for key in sorted(parse_key(text) for text in statistics):
-        sites.setdefault((key.name, key.site), {})[key.statistic] = statistics[str(key)]
+    for (name, site, statistic), text in sorted((parse_key(text), text) for text in statistics):
+        sites.setdefault((name, site), {})[statistic] = statistics[text]
     return sites
 
 
@@ -95,3 +96,23 @@ def observers_at(name: str, site: str, *, statistics: Mapping[str, Tensor]) -> l
         return [kind.from_state({part: statistics[part] for part in kind.STATISTICS}) for kind in kinds]
     except StatisticsError as error:
         raise StatisticsError(f"{name}|{site}: {error.cause}", error.remedy) from error
+
+
+def are_states(alike: Sequence[Mapping[str, Tensor]]) -> bool:
+    """Return whether `observers_at` takes each of several sites; a no may also mean that they have to be asked one by one.
+
+    Observers compare single values with bounds. So it is enough to show them the smallest and the largest of all sites,
+    which takes less than half the time. Hessians are left to be asked for one by one: there is to be no copy of them.
+
+    Args:
+        alike: statistic name -> tensor, of each site; the same names, dtypes and shapes at all of them.
+    """
+    if "hessian_sum" in alike[0]:
+        return False
+    ends = {key: torch.aminmax(torch.stack([site[key] for site in alike]), dim=0) for key in alike[0]}
+    try:
+        observers_at("", "", statistics={key: end.min for key, end in ends.items()})
+        observers_at("", "", statistics={key: end.max for key, end in ends.items()})
+    except StatisticsError:
+        return False
+    return True

@@ -169,17 +169,19 @@ def _agreed(key: Key, values: Sequence[Value]) -> Value:
 def _refuse_unusable(key: Key, values: Sequence[Value]) -> None:
     """Refuse values of another dtype or shape than they must have, NaN, Inf and the wrong sign."""
     dtype = values[0].tensor.dtype
+    shapes = {channels: _shape(key.statistic, channels) for channels in {value.channels for value in values}}
     for value in values:
-        shape = _shape(key.statistic, value.channels)
+        shape = shapes[value.channels]
         if value.tensor.shape != shape or value.tensor.dtype != dtype:
             raise StatisticsError(
                 f"{value.who}: {key} is {value.tensor.dtype} {list(value.tensor.shape)}, {dtype} {list(shape)} is expected",
                 _AGAIN,
             )
     # All at once, because that is faster than one by one; but not Hessians, of which a copy may not fit into memory.
-    whole = key.statistic != "hessian_sum"
-    if whole and _fault(key.statistic, torch.cat([value.tensor.view(-1) for value in values])) is None:
-        return
+    if key.statistic != "hessian_sum":
+        tensors = [value.tensor for value in values]
+        if _fault(key.statistic, torch.cat(tensors) if shape else torch.stack(tensors)) is None:
+            return
     for value in values:
         fault = _fault(key.statistic, value.tensor)
         if fault is not None:

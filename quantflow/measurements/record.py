@@ -16,6 +16,7 @@ measurement.json          everything else, `meta`:
 Rank r of mesh.world = dp * tp ranks is card r % tp of replica r // tp; the cards of a replica run the same sequences.
 """
 
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,16 +24,16 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file
 from torch import Tensor
 
 from quantflow.artifact import disk
 from quantflow.artifact.canonical import digest_of, file_digest, read_json, readable_json
 from quantflow.core.parallel import SEQUENTIAL, Workers
 from quantflow.errors import InputError, IntegrityError, StatisticsError, UnsupportedError
-from quantflow.measurements.keys import Key, by_site, observers_at
+from quantflow.measurements.keys import Key, are_states, by_site, observers_at
 from quantflow.measurements.placement import check_placement
-from quantflow.measurements.stored import Headers, StoredStatistics
+from quantflow.measurements.stored import Headers, StoredStatistics, write_tensors
 from quantflow.observers import observers_for
 
 LAYOUT_VERSION = 1
@@ -109,8 +110,8 @@ def statistic(measurement: Measurement, name: str, *, site: str, statistic: str)
     return value
 
 
-def write_measurement(folder: Path, measurement: Measurement) -> str:
-    """Write the three files into an existing folder and return the digest. Equal measurements give equal bytes.
+def write_measurement(folder: Path, measurement: Measurement) -> dict[str, str]:
+    """Write the three files into an existing folder and return the sha256 of each. Equal measurements give equal bytes.
 
     Raises:
         InputError: meta and sequences contradict each other.
@@ -126,13 +127,12 @@ def write_measurement(folder: Path, measurement: Measurement) -> str:
         "lengths": torch.tensor(lengths, dtype=torch.int64),
         "indices": torch.tensor(measurement.indices, dtype=torch.int64),
     }
-    disk.write_file(folder / STATISTICS_NAME, save(_unshared(measurement.statistics)))
-    disk.write_file(folder / CALIBRATION_NAME, save(calibration))
-    files = {name: file_digest(folder / name) for name in (STATISTICS_NAME, CALIBRATION_NAME)}
+    tensors = {STATISTICS_NAME: measurement.statistics, CALIBRATION_NAME: calibration}
+    files = {name: write_tensors(folder / name, held) for name, held in tensors.items()}
     meta = {key: value for key, value in measurement.meta.items() if key not in _WRITTEN_KEYS} | {"files": files}
-    digest = digest_of(meta)
-    disk.write_file(folder / META_NAME, readable_json({**meta, "digest": digest}))
-    return digest
+    record = readable_json({**meta, "digest": digest_of(meta)})
+    disk.write_file(folder / META_NAME, record)
+    return {**files, META_NAME: hashlib.sha256(record).hexdigest()}
 
 
 def read_measurement(folder: Path) -> Measurement:
@@ -261,10 +261,16 @@ def _check_counts(measurement: Measurement, *, name: str) -> None:
 
 def _check_statistics(measurement: Measurement) -> None:
     name = measurement.origin or "the measurement"
-    for (tensor, site), statistics in by_site(measurement.statistics).items():
+    sites = by_site(measurement.statistics)
+    alike: dict[tuple[Any, ...], list[dict[str, Tensor]]] = {}  # by what they hold
+    for (tensor, site), statistics in sites.items():
         if tensor not in measurement.meta["tensors"]:
             raise StatisticsError(f"{name}: {tensor}|{site} was measured, `tensors` does not list it", _AGAIN)
-        observers_at(tensor, site, statistics=statistics)
+        structure = tuple((statistic, value.dtype, value.shape) for statistic, value in statistics.items())
+        alike.setdefault(structure, []).append(statistics)
+    if not all(map(are_states, alike.values())):
+        for (tensor, site), statistics in sites.items():
+            observers_at(tensor, site, statistics=statistics)
 
 
 def _check_fields(meta: Mapping[str, Any], *, name: str) -> None:
@@ -285,16 +291,3 @@ def _check_fields(meta: Mapping[str, Any], *, name: str) -> None:
         raise InputError(f"{name}: mesh.rank is {rank} of mesh.world {world}", _AGAIN)
     for tensor, placement in meta["tensors"].items():
         check_placement(tensor, placement, where=name)
-
-
-def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return contiguous tensors of which no two share memory: linears that share an input share its statistics."""
-    seen: set[int] = set()
-    result: dict[str, Tensor] = {}
-    for name, value in sorted(tensors.items()):
-        own = value.detach().cpu().contiguous()
-        if own.untyped_storage().data_ptr() in seen:
-            own = own.clone()
-        seen.add(own.untyped_storage().data_ptr())
-        result[name] = own
-    return result

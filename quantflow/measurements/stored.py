@@ -1,5 +1,9 @@
-"""The tensors of statistics files, each read when it is asked for: those of many ranks do not fit into memory together."""
+"""The tensors of statistics files, each read when it is asked for: those of many ranks do not fit into memory together.
 
+Files are written here too, block by block, as the format's own writer makes them: tensors sorted by dtype, then by key.
+"""
+
+import hashlib
 import os
 import weakref
 from collections.abc import Iterator, Mapping
@@ -8,11 +12,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from quantflow.artifact import disk
 from quantflow.artifact.safetensors_header import MAX_HEADER_BYTES, TensorInfo, read_header
+from quantflow.artifact.safetensors_writer import layout
 from quantflow.errors import InputError
 
-_DTYPES = {"F32": torch.float32, "F64": torch.float64, "I64": torch.int64}
+_DTYPES = {"I64": torch.int64, "F64": torch.float64, "F32": torch.float32}  # in the order of a file
 _BLOCK = 1 << 17  # bytes; of each rank, a few are in memory at once
+_WRITTEN_AT_ONCE = 1 << 22  # bytes: so many that threads seldom wait for the interpreter between them
 _AGAIN = "measure again, or copy the file again from where it was measured"
 
 
@@ -37,9 +44,55 @@ class Headers:
             infos, _ = read_header(path)
             for info in infos.values():
                 if info.dtype not in _DTYPES:
-                    raise InputError(f"{path}: {info.name} is {info.dtype}, expected one of {', '.join(_DTYPES)}", _AGAIN)
+                    raise InputError(
+                        f"{path}: {info.name} is {info.dtype}, expected one of {', '.join(sorted(_DTYPES))}", _AGAIN
+                    )
             self._known[size, text] = infos
         return self._known[size, text]
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
+    """Write tensors into a file and return its sha256; they may share memory.
+
+    It is the hash of what was to be written: what the disk makes of that can be compared with it.
+
+    Args:
+        path: the file; nobody reads it yet.
+        tensors: name -> tensor, float32, float64 or int64.
+
+    Raises:
+        OSError: the file system failed.
+    """
+    digest = hashlib.sha256()
+
+    def hashed() -> Iterator[bytes | memoryview]:
+        for part in _parts(tensors):
+            digest.update(part)
+            yield part
+
+    disk.write_parts(path, hashed())
+    return digest.hexdigest()
+
+
+def _parts(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+    """Yield the bytes of a file: small tensors together, large ones without a copy."""
+    dtypes = {dtype: (number, name) for number, (name, dtype) in enumerate(_DTYPES.items())}
+    names = sorted(tensors, key=lambda name: (dtypes[tensors[name].dtype], name))
+    specs = {name: (dtypes[tensors[name].dtype][1], tuple(tensors[name].shape)) for name in names}
+    yield layout(specs, metadata={}, keep_order=True).header
+    block: list[memoryview] = []
+    size = 0
+    for name in names:
+        part = disk.flat(tensors[name].numpy(force=True).ravel().data)
+        if size + len(part) > _WRITTEN_AT_ONCE:
+            yield b"".join(block)
+            block, size = [], 0
+        if len(part) > _WRITTEN_AT_ONCE:
+            yield part
+        else:
+            block.append(part)
+            size += len(part)
+    yield b"".join(block)
 
 
 class StoredStatistics(Mapping[str, Tensor]):

@@ -11,11 +11,13 @@ from stages._config import (
     apply_settings,
     bars_wanted,
     find_config,
+    launched_environment,
     launched_rank,
     nearest,
     parse_size,
     read_yaml,
     recipe_from,
+    speaks,
 )
 from stages._gate import METRICS, load_gate
 from stages._options import overlay
@@ -248,3 +250,16 @@ def test_the_rank_is_the_launchers_and_only_when_both_variables_are_there(monkey
     assert launched_rank() is None
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert launched_rank() == (1, 4)
+
+
+def test_of_ranks_that_somebody_started_the_first_speaks_and_of_our_own_none(monkeypatch):
+    assert speaks()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank, alone in (("0", True), ("1", False)):
+        monkeypatch.setenv("RANK", rank)
+        assert speaks() is alone
+    for rank in ("0", "1"):
+        for name, value in launched_environment().items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("RANK", rank)
+        assert not speaks()

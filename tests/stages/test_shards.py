@@ -35,23 +35,6 @@ def one(model: Path, output: Path, recipe: Quantize) -> Path:
     return quantize.run(quantize.Job(model=model, output=output, entry=recipe), QUIET)
 
 
-@pytest.fixture
-def cards(monkeypatch):
-    """Return a function that quantizes as N ranks would, one after the other in this process."""
-
-    def run(model: Path, output: Path, recipe: Quantize, *, ranks: int, only: tuple[int, ...] | None = None) -> Path:
-        monkeypatch.setattr(quantize, "die_with_parent", lambda: None)
-        for rank in range(ranks) if only is None else only:
-            monkeypatch.setenv("RANK", str(rank))
-            monkeypatch.setenv("WORLD_SIZE", str(ranks))
-            quantize.run(quantize.Job(model=model, output=output, entry=recipe, ranks=ranks), QUIET)
-        monkeypatch.delenv("RANK")
-        monkeypatch.delenv("WORLD_SIZE")
-        return output
-
-    return run
-
-
 def together(shards: Path, output: Path, **options) -> Path:
     return unify.run(unify.Job(measurement=shards, output=output, **options), QUIET)
 
@@ -233,9 +216,9 @@ def test_what_is_up_to_date_is_left_alone(model, tmp_path, cards):
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"scheme": "W4A16", "algorithm": "gptq", "group_size": 32}, "gptq runs the calibration text through the model"),
-        ({"scheme": "W8A8"}, "smoothquant changes a norm"),
-        ({"scheme": "FP8"}, "the scheme needs amax of each linear's input"),
+        ({"scheme": "W4A16", "algorithm": "gptq", "group_size": 32}, "gptq needs count, hessian_sum, none is given"),
+        ({"scheme": "W8A8"}, "needs channel_amax, none is given"),
+        ({"scheme": "FP8"}, "needs amax, none is given"),
         ({"scheme": "W8A16", "ranks": 8}, "4 heads over 8 cards"),
         ({"scheme": "W8A16", "ranks": 3}, "128 columns over 3 cards"),
         ({"scheme": "W4A16", "algorithm": "rtn", "group_size": 32, "ranks": 4}, "64 columns over 4 are 16, groups have 32"),

@@ -278,14 +278,18 @@ def test_machines_that_meet_under_an_outer_torchrun_measure_what_ranks_of_one_ma
     line = [*launcher, "measure", str(model), "-o", str(tmp_path / "m"), *options, "--stats", STATS, "--tp", "2"]
     machines = [subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     try:
+        said = []
         for machine in machines:
-            _, told = machine.communicate(timeout=200)
+            out, told = machine.communicate(timeout=200)
             assert machine.returncode == 0, told
+            said += out.splitlines()
     finally:
         for machine in machines:
             machine.kill()
             machine.communicate()
     assert contents(tmp_path / "m") == contents(measured(2, 2))
+    assert said == [str(tmp_path / "m")]  # by the first rank, which keeps the log too
+    assert "begin: quantflow measure" in (tmp_path / "m.log").read_text()
 
 
 def contents(folder: Path) -> dict[str, bytes]:

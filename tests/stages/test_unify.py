@@ -1,9 +1,14 @@
 """The verb unify on rank folders: which files are read, what is printed, refused, and written."""
 
+import errno
+import hashlib
 import json
+import os
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +16,8 @@ import torch
 from safetensors.torch import load_file
 
 from quantflow.measurements.record import Measurement, open_measurements, read_measurement, read_meta, write_measurement
+from quantflow.measurements.unify import unify_each
+from stages import unify
 from stages._options import exit_code
 from stages.cli import cli
 
@@ -112,6 +119,52 @@ def test_four_groups_of_two_are_written_in_one_go(said, tmp_path):
     code, _, err = said("unify", "-g", "01", "23", "45", "67", "-m", tmp_path / "m", "-o", tmp_path / "u")
     assert code == 0, err
     assert [amax(tmp_path / "u", rank, 4) for rank in range(4)] == [2.0, 4.0, 6.0, 8.0]
+    recorded = json.loads((tmp_path / "u" / "DONE.json").read_text())["files"]
+    assert len(recorded) == 4 * 3
+    for name, about in recorded.items():
+        data = (tmp_path / "u" / name).read_bytes()
+        assert about == {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
+
+
+def test_a_rank_is_written_while_the_next_one_is_merged_and_no_other(said, tmp_path, monkeypatch):
+    ranks(tmp_path / "m", dp=8)
+    made, changed = [], threading.Condition()
+
+    def each(*arguments, **options):
+        for measurement in unify_each(*arguments, **options):
+            with changed:
+                made.append(measurement.meta["mesh"]["rank"])
+                changed.notify_all()
+            yield measurement
+
+    def write_one(path, measurement):
+        due = min(measurement.meta["mesh"]["rank"] + 2, 4)
+        with changed:
+            changed.wait_for(lambda: len(made) >= due, timeout=60)
+            assert len(made) == due
+        return write_measurement(path, measurement)
+
+    monkeypatch.setattr(unify, "unify_each", each)
+    monkeypatch.setattr(unify, "write_measurement", write_one)
+    code, _, err = said("unify", "--ranks", "4", "-m", tmp_path / "m", "-o", tmp_path / "u")
+    assert code == 0, err
+    assert [amax(tmp_path / "u", rank, 4) for rank in range(4)] == [2.0, 4.0, 6.0, 8.0]
+
+
+@pytest.mark.parametrize("failing", [0, 2, 3])
+def test_a_rank_that_cannot_be_written_leaves_nothing_of_the_others(refused, tmp_path, monkeypatch, failing):
+    ranks(tmp_path / "m", dp=8)
+
+    def write_one(path, measurement):
+        time.sleep(0.05)  # others are under way when one fails
+        if measurement.meta["mesh"]["rank"] == failing:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path / "statistics.safetensors"))
+        return write_measurement(path, measurement)
+
+    monkeypatch.setattr(unify, "write_measurement", write_one)
+    told = refused(5, "unify", "--ranks", "4", "-m", tmp_path / "m", "-o", tmp_path / "u")
+    assert f"rank-00{failing}-of-004" in told
+    assert not any((tmp_path / name).exists() for name in ("u", ".u.tmp", ".u.old"))
 
 
 def test_any_grouping_of_replicas_that_covers_every_rank_once_is_merged(said, tmp_path):

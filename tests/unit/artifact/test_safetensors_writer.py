@@ -95,6 +95,13 @@ def test_tensors_are_aligned_and_the_layout_follows_from_names_and_shapes_alone(
     assert json.loads(one.header[8:])["x"] == {"dtype": "BF16", "shape": [1, 1], "data_offsets": [16, 18]}
 
 
+def test_the_caller_may_choose_the_order_and_leave_the_metadata_out():
+    specs = {"z": ("I64", (1,)), "a": ("F64", (2,)), "y": ("F32", ())}
+    made = layout({name: specs[name] for name in ("z", "a", "y")}, metadata={}, keep_order=True)
+    assert list(json.loads(made.header[8:])) == list(made.tensors) == ["z", "a", "y"]
+    assert [info.offset - len(made.header) for info in made.tensors.values()] == [0, 8, 24]
+
+
 @pytest.mark.parametrize(
     "pieces",
     [

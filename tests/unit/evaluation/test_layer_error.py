@@ -53,7 +53,7 @@ def test_a_ratio_to_nothing_is_refused_by_name_and_nothing_to_nothing_is_no_erro
             error_from(difference, power, name="q_proj")
 
 
-@pytest.mark.parametrize("name", ["FP8_DYNAMIC", "W8A8", "W4A16_ASYM"])
+@pytest.mark.parametrize("name", ["FP8", "FP8_DYNAMIC", "W8A8", "W4A16_ASYM"])
 def test_the_sums_of_a_weight_are_those_of_its_dequantized_values(name):
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(300, 1024, generator=generator).bfloat16()  # more than one unit of rows

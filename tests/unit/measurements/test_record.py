@@ -81,10 +81,11 @@ def test_what_is_written_is_read(folder, measurement):
     assert sorted(path.name for path in folder.iterdir()) == list(FILES)
 
 
-def test_the_digest_is_returned_and_is_that_of_the_content(tmp_path, measurement):
-    digest = write_measurement(tmp_path, measurement)
+def test_the_hashes_are_returned_and_those_of_the_tensors_and_the_digest_recorded(tmp_path, measurement):
+    hashes = write_measurement(tmp_path, measurement)
+    assert hashes == {name: file_digest(tmp_path / name) for name in FILES}
     meta = json.loads((tmp_path / "measurement.json").read_text())
-    assert meta.pop("digest") == digest == digest_of(meta)
+    assert meta.pop("digest") == digest_of(meta)
     assert meta["files"] == {name: file_digest(tmp_path / name) for name in FILES if name != "measurement.json"}
 
 
@@ -264,6 +265,33 @@ def test_a_statistic_that_cannot_be_is_refused_when_read_and_when_written(folder
     with pytest.raises(StatisticsError, match=rf"{Q}\|{message}"):
         write_measurement(tmp_path, replace(measurement, statistics=measurement.statistics | {f"{Q}|{key}": value}))
     assert not list(tmp_path.glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("place", [0, 4, 8])
+@pytest.mark.parametrize(
+    ("statistic", "value", "message"),
+    [
+        ("channel_amax", -1e-30, "channel_amax: channel_amax holds -1"),
+        ("channel_amax", math.nan, "channel_amax: channel_amax holds 1 NaN and 0 Inf"),
+        ("min_val", -math.inf, "min_max: min_val holds 0 NaN and 1 Inf"),
+        ("min_val", 1e-30, "min_max: min_val up to 1"),
+        ("max_val", -1e-30, "min_max: .* max_val down to -1"),
+        ("max_val", math.inf, "min_max: max_val holds 0 NaN and 1 Inf"),
+    ],
+)
+def test_one_value_that_cannot_be_is_found_among_many_sites(tmp_path, measurement, place, statistic, value, message):
+    signs = {"channel_amax": 1.0, "min_val": -1.0, "max_val": 1.0}
+    values = {
+        f"{number}|{site}|{kind}": torch.full((channels,), sign * number)
+        for number in range(9)
+        for site, channels in (("input", 4), ("output", 2), ("weight", 0))
+        for kind, sign in signs.items()
+    }
+    meta = measurement.meta | {"tensors": {str(number): META["tensors"][Q] for number in range(9)}}
+    write_measurement(tmp_path, replace(measurement, meta=meta, statistics=values))
+    values[f"{place}|input|{statistic}"][3] = value
+    with pytest.raises(StatisticsError, match=rf"^{place}\|input: {message}"):
+        write_measurement(tmp_path, replace(measurement, meta=meta, statistics=values))
 
 
 @pytest.mark.parametrize("key", ["amax", f"{Q}|amax", f"{Q}|gradient|amax", f"{Q}|input|amax|x", "|input|amax"])

@@ -1,13 +1,16 @@
 """Statistics read from their file one at a time are what the whole file holds."""
 
+import hashlib
 import random
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save, save_file
 
 from quantflow.errors import InputError
-from quantflow.measurements.stored import Headers, StoredStatistics
+from quantflow.measurements.stored import Headers, StoredStatistics, write_tensors
 
 
 @pytest.fixture(scope="module")
@@ -76,3 +79,33 @@ def test_a_file_that_shrinks_meanwhile_is_named(file, tmp_path):
     assert stored._infos[last].nbytes > 0
     with pytest.raises(InputError, match=r"shrinking: .* has \d+ bytes, \d+ when it was opened"):
         stored[last]
+
+
+NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=4).filter(lambda name: name != "__metadata__")
+SHAPES = st.sampled_from([(), (0,), (1,), (3,), (2, 5)])
+SPECS = st.tuples(SHAPES, st.sampled_from([torch.float32, torch.float64, torch.int64]))
+
+
+@given(st.dictionaries(NAMES, SPECS, max_size=8))
+def test_what_is_written_is_what_the_format_s_own_writer_makes(tmp_path_factory, specs):
+    tensors = {name: (torch.rand(shape) * 9).to(dtype) for name, (shape, dtype) in specs.items()}
+    path = tmp_path_factory.mktemp("written") / "f"
+    digest = write_tensors(path, tensors)
+    assert path.read_bytes() == save(tensors)
+    assert digest == hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_tensors_longer_than_what_is_written_at_once_stand_between_short_ones(tmp_path):
+    sizes = {"a": 7, "b": 3_000_000, "c": 0, "d": 900_000, "e": 900_000, "f": 5, "g": 1 << 20, "h": (1 << 20) + 1, "i": 1}
+    tensors = {name: torch.arange(size).float() for name, size in sizes.items()}
+    assert write_tensors(tmp_path / "f", tensors) == hashlib.sha256(save(tensors)).hexdigest()
+    assert (tmp_path / "f").read_bytes() == save(tensors)
+
+
+def test_tensors_that_share_memory_or_lie_across_it_are_each_written_whole(tmp_path):
+    whole = torch.rand(40, 30)
+    tensors = {"across": whole.T, "column": whole[:, 3], "row": whole[5], "whole": whole, "again": whole, "learned": whole + 0}
+    tensors["learned"].requires_grad_()
+    write_tensors(tmp_path / "f", tensors)
+    apart = {name: value.detach().clone(memory_format=torch.contiguous_format) for name, value in tensors.items()}
+    assert (tmp_path / "f").read_bytes() == save(apart)

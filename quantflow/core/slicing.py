@@ -1,0 +1,90 @@
+"""A part of a quantized weight, and the weight from its parts.
+
+Nothing is rounded: what is cut and put together again has the bits that were chosen for the whole.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from quantflow.core.qtensor import QTensor
+from quantflow.core.scheme import TensorScheme
+from quantflow.errors import SchemeError
+
+
+def cut(weight: QTensor, part: slice, *, axis: int) -> QTensor:
+    """Return some rows or columns of a weight.
+
+    Args:
+        weight: [O, I]; not modified.
+        part: start and stop along the axis.
+        axis: 0 takes rows, 1 columns.
+
+    Returns:
+        [length, I] or [O, length], with the scales of the whole that it shares: of columns of per_channel weights those of
+        whole rows.
+
+    Raises:
+        SchemeError: a group would be split.
+    """
+    rows, columns = (part, slice(None)) if axis == 0 else (slice(None), part)
+    scales: tuple[slice, slice] = (slice(None), slice(None))
+    if _follow(weight.scheme, axis):
+        scales = (part, slice(None)) if axis == 0 else (slice(None), _groups(weight.scheme, part))
+    zero_point = None if weight.zero_point is None else weight.zero_point[scales].contiguous()
+    return QTensor(
+        qvalue=weight.qvalue[rows, columns].contiguous(),
+        scale=weight.scale[scales].contiguous(),
+        zero_point=zero_point,
+        scheme=weight.scheme,
+    )
+
+
+def side_by_side(parts: Sequence[QTensor], *, axis: int) -> QTensor:
+    """Undo `cut`.
+
+    Args:
+        parts: of one weight, in order, without hole or overlap.
+        axis: along which they were cut.
+
+    Raises:
+        SchemeError: parts that share scales have different ones.
+    """
+    first = parts[0]
+    qvalue = torch.cat([part.qvalue.view(torch.uint8) for part in parts], dim=axis).view(first.qvalue.dtype)
+    grids = []
+    for found in ([part.scale for part in parts], [part.zero_point for part in parts if part.zero_point is not None]):
+        if not found or _follow(first.scheme, axis):
+            grids.append(torch.cat(found, dim=axis) if found else None)
+        else:
+            grids.append(_one(found, first.scheme))
+    scale, zero_point = grids
+    assert scale is not None  # every part has one
+    return QTensor(qvalue=qvalue, scale=scale, zero_point=zero_point, scheme=first.scheme)
+
+
+def _follow(scheme: TensorScheme, axis: int) -> bool:
+    """Return whether each part has scales of its own."""
+    return scheme.granularity == "per_group" or (scheme.granularity == "per_channel" and axis == 0)
+
+
+def _groups(scheme: TensorScheme, part: slice) -> slice:
+    """Return which groups some columns are."""
+    size = scheme.group_size
+    if size is None or part.start % size or part.stop % size:
+        raise SchemeError(
+            f"columns {part.start} to {part.stop} of groups of {size}", "cut where groups end, or choose smaller groups"
+        )
+    return slice(part.start // size, part.stop // size)
+
+
+def _one(found: Sequence[Tensor], scheme: TensorScheme) -> Tensor:
+    """Return what all parts share."""
+    for other in found[1:]:
+        if not torch.equal(found[0], other):
+            raise SchemeError(
+                f"parts of a {scheme.granularity} weight have different scales or zero points",
+                "put parts of one weight together",
+            )
+    return found[0]

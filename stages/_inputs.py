@@ -1,0 +1,75 @@
+"""What calibration says of each linear's input: the scale of a static one, and what is noted of it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from quantflow.core.activations import static_input, unseen
+from quantflow.core.scheme import LinearScheme
+from quantflow.errors import StatisticsError
+from quantflow.measurements.record import Measurement
+from quantflow.models.graph import Graph, Layer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Input:
+    """The input of one linear.
+
+    Attributes:
+        scale, zero_point: as QuantizedLinear has them.
+        decisions: for the layer's record.
+    """
+
+    scale: Tensor | None = None
+    zero_point: Tensor | None = None
+    decisions: Mapping[str, Any] = field(default_factory=dict)
+
+
+NOTHING = Input()
+
+
+def input_of(name: str, scheme: LinearScheme, statistics: Mapping[str, Tensor]) -> Input:
+    """Return what the statistics of a linear's input say of it.
+
+    Raises:
+        StatisticsError: the scheme has a static input, and what it needs is missing or damaged; names the linear.
+    """
+    decisions: dict[str, Any] = {}
+    if "amax" in statistics:
+        decisions["input_amax"] = float(statistics["amax"])
+    if scheme.input is None or scheme.input.dynamic:
+        return Input(decisions=decisions)
+    try:
+        scale, zero_point = static_input(statistics, scheme.input)
+    except StatisticsError as error:
+        raise StatisticsError(f"{name}: {error.cause}", error.remedy) from error
+    if unseen(statistics):
+        decisions["input"] = "unseen in calibration, scale 1"
+    return Input(scale=scale, zero_point=zero_point, decisions=decisions)
+
+
+def input_statistics(measurement: Measurement, layer: Layer) -> dict[str, Mapping[str, Tensor]]:
+    """Return, per linear of the layer, the statistics of its input."""
+    found: dict[str, dict[str, Tensor]] = {name: {} for name in layer.linears}
+    for key, tensor in measurement.statistics.items():
+        name, site, statistic = key.split("|")
+        if site == "input" and name in found:
+            found[name][statistic] = tensor
+    return dict(found)
+
+
+def inputs_of(measurement: Measurement | None, graph: Graph, schemes: Mapping[str, LinearScheme | None]) -> dict[str, Input]:
+    """Return what is known of the input of each quantized linear; those that share an input share what was seen of it."""
+    found: dict[str, Input] = {}
+    if measurement is None:
+        return found
+    for layer in graph.layers:
+        statistics = input_statistics(measurement, layer)
+        for group in layer.groups:
+            for name in group.linears:
+                scheme = schemes[name]
+                if scheme is not None:
+                    found[name] = input_of(name, scheme, statistics[group.linears[0]])
+    return found

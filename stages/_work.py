@@ -1,0 +1,70 @@
+"""What quantizing one decoder layer reads, and what it has found so far."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantflow.core.parallel import Workers
+from quantflow.models.capture import LayerStream, State
+from quantflow.models.graph import Layer
+from quantflow.models.load import Source
+from quantflow.models.reading import DTYPES
+from stages._plan import Plan
+from stages._progress import Progress
+from stages._team import Team
+
+
+@dataclass(kw_only=True)
+class LayerWork:
+    """What quantizing one layer reads, and what it has found so far.
+
+    Attributes:
+        statistics: linear's source name -> statistic -> tensor, of the linear's input; changed by smoothing.
+        states: this card's calibration sequences where they enter the layer; empty when the algorithm needs no Hessians.
+        tokens: how many each calibration sequence has, those of every card in sample order.
+        keep_outputs: make the original layer's outputs the states' next hidden states, while the Hessians are collected.
+        ahead: how many sequences may be under way at once.
+        errors: linear -> {"weight", "output"}: relative squared error, output on the canary.
+        decisions: linear -> what the transforms and the algorithm decided.
+        tensors: what the layer's file will hold.
+        changed: source names of tensors that are not quantized and not as in the source.
+    """
+
+    stream: LayerStream
+    source: Source
+    module: nn.Module
+    layer: Layer
+    plan: Plan
+    statistics: dict[str, Mapping[str, Tensor]]
+    canary: State
+    states: Sequence[State]
+    tokens: Sequence[int]
+    keep_outputs: bool
+    workers: Workers
+    ahead: int
+    progress: Progress
+    team: Team
+    errors: dict[str, dict[str, float]] = field(default_factory=dict)
+    decisions: dict[str, dict[str, Any]] = field(default_factory=dict)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    changed: list[str] = field(default_factory=list)
+
+    @property
+    def stored(self) -> list[str]:
+        """The source names of the layer's tensors."""
+        return [name for name in self.source.names if name.startswith(f"{self.layer.prefix}.")]
+
+    def read(self, name: str) -> Tensor:
+        """Return a source tensor as stored."""
+        return self.source.read([name])[name]
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Return the dtype in which a source tensor is stored."""
+        return DTYPES[self.source.checkpoint.infos[name].dtype]
+
+    def child(self, name: str) -> Any:
+        """Return the norm or linear with that source name."""
+        return self.module.get_submodule(self.layer.relative(name))
