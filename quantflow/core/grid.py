@@ -78,7 +78,8 @@ def weight_grids(
         return _unit_grid(unit[0], weights[unit[0]][unit[1]], scheme=scheme, scale_dtype=scale_dtype, importance=importance)
 
     if scheme.granularity == "per_tensor" and units:
-        return dict.fromkeys(weights, shared_grid(workers.map(bounds, units), scheme=scheme, scale_dtype=scale_dtype))
+        ends = workers.map(bounds, units)  # tensors of its own for every weight: files cannot hold shared memory
+        return {name: shared_grid(ends, scheme=scheme, scale_dtype=scale_dtype) for name in weights}
     parts: dict[str, list[Grid]] = {name: [] for name in weights}
     for (name, _), part in zip(units, workers.map(grid, units), strict=True):
         parts[name].append(part)
