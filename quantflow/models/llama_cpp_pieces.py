@@ -45,12 +45,10 @@ def pieces(
     lacking = next((name for name in map(_byte, range(256)) if name not in table["model"]["vocab"]), None)
     if lacking is not None:
         raise UnsupportedError(f"{folder}: its tokenizer falls back to bytes and has no {lacking}", ELSEWHERE)
-    bytes_, unknown = frozenset(map(_byte, range(256))), table["model"].get("unk_token")
-    for index, text in enumerate(texts):
-        if text in bytes_:
-            types[index] = BYTE
-        elif text == unknown:
-            types[index] = UNKNOWN
+    for value in range(256):
+        types[table["model"]["vocab"][_byte(value)]] = BYTE
+    if special["unknown"] is not None:
+        types[special["unknown"]] = UNKNOWN
     normal = {text for text, kind in zip(texts, types, strict=True) if kind == NORMAL}
     scores = _scores(table["model"]["merges"], normal, folder=folder)
     return {

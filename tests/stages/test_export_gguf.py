@@ -28,6 +28,7 @@ NAMES = {  # of a layer, beside those that are permuted
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
 }
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
 
 
 def run(*arguments) -> int:
@@ -107,7 +108,7 @@ def test_queries_keys_and_values_of_a_neox_are_one_after_the_other(family_model,
 
 def test_an_artifact_is_written_dequantized(llama, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(export_stage, "_prove", lambda *_: None)
-    assert run("quantize", llama, "-o", tmp_path / "q", "--scheme", "W8A8", "--set", "quantize.0.algorithm=rtn") == 0
+    assert run("quantize", llama, "-o", tmp_path / "q", "--scheme", "FP8_DYNAMIC") == 0
     assert run("export", tmp_path / "q", "-o", tmp_path / "a") == 0
     found = tensors_of(export(tmp_path / "a", tmp_path / "o", "--dtype", "f32"))
     assert "14 linears quantize their inputs too" in capsys.readouterr().err
@@ -239,7 +240,7 @@ def unknown(model):
 
 
 def yarn(model):
-    change(model / "config.json", rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0})
+    change(model / "config.json", rope_parameters={**YARN, "rope_theta": 1e4})
 
 
 def metaspace(model):

@@ -34,6 +34,7 @@ LAYER = {  # of one key head of 4
 }
 BLOCK = ["attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm", "ffn_gate", "ffn_up", "ffn_down"]
 OUTSIDE = {"model.embed_tokens.weight": (32, 8), "model.norm.weight": (8,), "lm_head.weight": (32, 8)}
+YARN = {"factor": 2.0, "original_max_position_embeddings": 32}
 
 
 def llama(**changes):
@@ -209,7 +210,7 @@ def test_llama_3s_factors_give_transformers_frequencies():
     [
         (llama(hidden_act="gelu"), "hidden_act 'gelu', llama.cpp computes 'silu' for llama"),
         (llama(head_dim=3), "heads of 3, llama.cpp rotates pairs"),
-        (llama(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}), "rope_type 'yarn'"),
+        (llama(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, **YARN}), "rope_type 'yarn'"),
         (llama(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}), "partial_rotary"),
         (SimpleNamespace(model_type="gemma2"), "model_type 'gemma2' has no architecture in GGUF here"),
     ],
