@@ -24,7 +24,6 @@ from stages._progress import Progress
 pytestmark = pytest.mark.slow
 
 VARIABLE = "LLAMA_CPP_ENV"
-RELEASES = {"gguf": "0.19.0", "llama_cpp_python": "0.3.36"}
 MODEL = Path(__file__).parents[2] / "examples" / "tiny-llama"
 TEXTS = [
     "def main(argv=None):\n    return parser.parse_args(argv)\n",
@@ -69,18 +68,17 @@ sys.exit(llama_cpp.llama_model_quantize(sys.argv[1].encode(), sys.argv[2].encode
 """
 
 
-@pytest.fixture(scope="module")
-def call() -> Callable[..., str]:
-    """Run a program of the other environment and return what it prints, or skip and say how to make one."""
+def caller(**needed: str) -> Callable[..., str]:
+    """Return what runs a program of the other environment and returns what it prints, or skip and say how to make one."""
     folder = os.environ.get(VARIABLE, "")
     python = Path(folder).absolute() / "bin" / "python"
-    packages = " ".join(f"{name}=={release}" for name, release in RELEASES.items())
+    packages = " ".join(f"{name}=={release}" for name, release in needed.items())
     how = f"python3 -m venv ENV; ENV/bin/pip install {packages} numpy"
     if not folder:
-        pytest.skip(f"{VARIABLE} does not name an environment with llama.cpp; make one: {how}")
-    ask = f"from importlib.metadata import version; print({{name: version(name) for name in {list(RELEASES)}}})"
+        pytest.skip(f"{VARIABLE} does not name an environment with {packages}; make one: {how}")
+    ask = f"from importlib.metadata import version; print({{name: version(name) for name in {list(needed)}}})"
     found = subprocess.run([str(python), "-c", ask], capture_output=True, text=True, check=False) if python.exists() else None
-    if found is None or found.stdout.strip() != str(RELEASES):
+    if found is None or found.stdout.strip() != str(needed):
         pytest.skip(f"{VARIABLE}={folder} does not hold {packages}: {how}")
 
     def run(program: str, *arguments: object) -> str:
@@ -90,6 +88,16 @@ def call() -> Callable[..., str]:
         return result.stdout
 
     return run
+
+
+@pytest.fixture(scope="module")
+def read() -> Callable[..., str]:
+    return caller(gguf="0.19.0")
+
+
+@pytest.fixture(scope="module")
+def call() -> Callable[..., str]:
+    return caller(llama_cpp_python="0.3.36")
 
 
 def export(source: Path, output: Path, dtype: str) -> Path:
@@ -122,11 +130,11 @@ def divergence(reference: np.ndarray, found: np.ndarray) -> float:
     return float((p.exp() * (p - q)).sum(-1).mean())
 
 
-def test_gguf_py_reads_every_tensor_and_field(call, tmp_path):
+def test_gguf_py_reads_every_tensor_and_field(read, tmp_path):
     source = load_file(MODEL / "model.safetensors")
     for dtype, matrix in (("f16", torch.float16), ("bf16", torch.bfloat16), ("f32", torch.float32)):
         file = export(MODEL, tmp_path / dtype, dtype)
-        fields = json.loads(call(READ, file, tmp_path / "t.npz"))
+        fields = json.loads(read(READ, file, tmp_path / "t.npz"))
         assert fields["general.architecture"] == "llama" and fields["GGUF.version"] == 3
         assert fields["llama.attention.layer_norm_rms_epsilon"] == pytest.approx(1e-6, rel=1e-6)
         table = json.loads((MODEL / "tokenizer.json").read_text())["model"]
