@@ -4,7 +4,7 @@
     calibration: {source, samples, sequence_length, pack}
     measure:     {ranks, tp, dp, stats}
     quantize:    [{name, scheme, algorithm, group_size, float8, transforms, ignore, overrides, expect}, ...]
-    unify:       {groups}               export: {format, shard_size, device, scale_method}
+    unify:       {groups}               export: {format, shard_size, device, scale_method, dtype}
     validate:    {text, tokens, sequence_length, gate, allow_inconclusive}
     resources:   {max_memory, max_disk, disk_offload}
 
@@ -105,12 +105,21 @@ class Unify:
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """The layout on disk and the largest size of one weight file; `device` and `scale_method` are Gaudi's, of format inc."""
+    """The layout on disk and the largest size of one weight file.
+
+    `device` and `scale_method` are Gaudi's, of format inc; `dtype` is that of matrices in format gguf.
+    """
 
     format: str = "compressed-tensors"
     shard_size: str = "4GiB"
     device: str | None = None
     scale_method: str | None = None
+    dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse a dtype where the format's own is the only one."""
+        if self.dtype is not None and self.format != "gguf":
+            raise UsageError(f"export: dtype {self.dtype} beside format {self.format}", "leave it out, or choose format gguf")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -301,13 +301,16 @@ def unify(
 
 
 @cli.command()
-@click.argument("quantized", metavar="QUANTIZED|MEASUREMENT")
+@click.argument("quantized", metavar="QUANTIZED|MEASUREMENT|MODEL")
 @click.option("-o", "--output", metavar="DIR", required=True, help="The artifact's folder.")
 @click.option("--model", metavar="DIR", help="The source (default: where quantize read it).")
-@click.option("--format", "layout", help="compressed-tensors (default), or inc: Gaudi's files of a measurement.")
+@click.option(
+    "--format", "layout", help="compressed-tensors (default), inc: Gaudi's files of a measurement, or gguf: for llama.cpp."
+)
 @click.option("--shard-size", metavar="SIZE", help="Largest weight file (default 4GiB).")
 @click.option("--device", help="Of format inc: gaudi2, gaudi3, or cpu for its emulation.")
 @click.option("--scale-method", metavar="NAME", help="Of format inc (default maxabs_hw).")
+@click.option("--dtype", help="Of format gguf: bf16, f16 or f32 (default: the model's).")
 @click.option("--keep-orig", is_flag=True, help="Of format inc: keep what Gaudi measured beside what is written for it.")
 @quant_configured
 @bounded
@@ -315,17 +318,21 @@ def unify(
 def export(
     quantized: str, output: str, model: str | None, settings: tuple[str, ...], recipe: str | None, **shared: Any
 ) -> None:
-    """Stage 4: write QUANTIZED as an artifact and prove it in a fresh process; or MEASUREMENT as Gaudi's files.
+    """Stage 4: write QUANTIZED as an artifact and prove it in a fresh process; or MEASUREMENT or MODEL for other runtimes.
+
+    Format inc makes Gaudi's files of a MEASUREMENT; format gguf makes llama.cpp's of a MODEL, or of an artifact's
+    dequantized weights.
 
     \b
     Example: quantflow export work/2-quantize -o work/4-export
              quantflow export work/1-measure -o work/gaudi --format inc --device gaudi2
+             quantflow export ./llama -o work/gguf --format gguf --dtype bf16
     """
     from stages import export as stage
     from stages._quant_flags import given
 
     found = given("export", shared["quant_config"], quiet=shared["quiet"])
-    keys = {"format": "layout", "shard_size": "shard_size", "device": "device", "scale_method": "scale_method"}
+    keys = {"format": "layout", **{key: key for key in ("shard_size", "device", "scale_method", "dtype")}}
     flags = {"model": model or "unused", **{f"export.{key}": shared[name] for key, name in keys.items()}, **limits(shared)}
     values = _recipe(recipe, settings, flags)
     if values.export.format == "inc":
@@ -333,6 +340,12 @@ def export(
 
         chosen: Any = {"output": output, "model": model, "options": values.export, "found": found, "force": shared["force"]}
         _run(_export_inc, _export_inc.job_from(quantized, **chosen, keep_originals=shared["keep_orig"]), shared)
+        return
+    if values.export.format == "gguf":
+        from stages import _export_gguf
+
+        made = _export_gguf.job_from(quantized, output=output, model=model, recipe=values, force=shared["force"])
+        _run(_export_gguf, made, shared)
         return
     job = stage.Job(
         quantized=Path(quantized),

@@ -326,7 +326,7 @@ def test_export_refuses_what_quantize_did_not_finish_and_another_model(refused, 
     assert "quantflow quantize" in refused(3, "export", tmp_path / "nowhere", *line)
     assert "'measure'" in refused(3, "export", work / "measured" / "rank-000-of-001", *line)
     assert "was made from" in refused(3, "export", work / "quantized", *line, "--model", family_model("qwen2"))
-    assert "format 'gguf'" in refused(2, "export", work / "quantized", *line, "--format", "gguf")
+    assert "format 'awq'" in refused(2, "export", work / "quantized", *line, "--format", "awq")
     assert "size '4 apples'" in refused(2, "export", work / "quantized", *line, "--shard-size", "4 apples")
     damaged = Path(shutil.copytree(work / "quantized", tmp_path / "q"))
     (damaged / "layers" / "00001.json").write_text("{}")

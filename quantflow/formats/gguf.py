@@ -1,0 +1,296 @@
+"""The GGUF file, version 3: what llama.cpp reads. One file, little-endian: a header, then the tensors' bytes.
+
+    4 bytes   the letters GGUF
+    u32       version, 3
+    u64 u64   how many tensors, how many metadata fields
+    a field:  name, u32 kind, value             a string is u64 length and UTF-8; an array is u32 kind, u64 count, items
+    a tensor: name, u32 dimensions, u64 each, the fastest first, u32 type, u64 offset from the beginning of the data
+    data      each tensor at a multiple of 32 bytes, in the order of the header, without gaps; the file ends at one too
+
+Metadata is name -> (kind, value), a kind as in `KINDS`, in brackets for an array: `("u32", 7)`, `("[string]", ["a", "b"])`.
+Only tensors of plain numbers are written and read, named as safetensors names them: F32, F16 and BF16.
+Source: github.com/ggml-org/ggml, docs/gguf.md.
+"""
+
+import os
+import struct
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
+
+from quantflow.artifact import disk
+from quantflow.artifact.folder import POINTER_START, reading, refuse_pointer
+from quantflow.artifact.safetensors_header import TensorInfo
+from quantflow.errors import InputError, UnsupportedError
+
+NAME = "gguf"
+LAYOUT_VERSION = 3
+ALIGNMENT = 32
+MAX_NAME_BYTES = 63  # llama.cpp keeps a tensor's name and a zero byte in 64
+MAX_DIMENSIONS = 4
+# kind -> (its number, how struct spells it)
+KINDS = {
+    "u8": (0, "B"), "i8": (1, "b"), "u16": (2, "H"), "i16": (3, "h"), "u32": (4, "I"), "i32": (5, "i"),
+    "f32": (6, "f"), "bool": (7, "?"), "string": (8, ""), "u64": (10, "Q"), "i64": (11, "q"), "f64": (12, "d"),
+}  # fmt: skip
+ARRAY = 9
+TYPES = {"F32": (0, 4), "F16": (1, 2), "BF16": (30, 2)}  # dtype -> (its number, bytes of an element)
+FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32}  # what general.file_type says of a file whose matrices have that dtype
+_ALIGNMENT_KEY = "general.alignment"
+_DAMAGED = "write the file again"
+_NAMES = {number: kind for kind, (number, _) in KINDS.items()}
+_DTYPES = {number: dtype for dtype, (number, _) in TYPES.items()}
+
+Metadata = Mapping[str, tuple[str, Any]]
+Spec = tuple[str, tuple[int, ...]]
+Buffer = bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Where everything lies in a file.
+
+    Attributes:
+        header: the file's first bytes, padded to where the data begins.
+        tensors: name -> place, in the order of the file; the slowest dimension first, offsets from the beginning of the FILE.
+        nbytes: the size of the whole file.
+    """
+
+    header: bytes
+    tensors: dict[str, TensorInfo]
+    nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """What a file says of itself; `tensors` as in `Layout`."""
+
+    metadata: dict[str, tuple[str, Any]]
+    tensors: dict[str, TensorInfo]
+
+
+def layout(metadata: Metadata, specs: Mapping[str, Spec]) -> Layout:
+    """Return where the tensors of a file will lie.
+
+    Args:
+        metadata: name -> (kind, value), in the order of the file.
+        specs: name -> (F32, F16 or BF16; shape, slowest dimension first), in the order of the file.
+
+    Raises:
+        InputError: naming the field or the tensor that the format cannot hold.
+    """
+    if _ALIGNMENT_KEY in metadata:
+        raise InputError(f"{_ALIGNMENT_KEY}: given, {ALIGNMENT} is the only one that is written", "leave it out")
+    head = [b"GGUF", struct.pack("<IQQ", LAYOUT_VERSION, len(specs), len(metadata))]
+    head += [_string(key) + _value(key, kind, value) for key, (kind, value) in metadata.items()]
+    offset, spans = 0, {}
+    for name, (dtype, shape) in specs.items():
+        nbytes = _tensor_bytes(name, dtype, shape)
+        dimensions = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
+        head.append(_string(name) + dimensions + struct.pack("<IQ", TYPES[dtype][0], offset))
+        spans[name] = (offset, nbytes)
+        offset += _padded(nbytes)
+    header = b"".join(head)
+    header += bytes(-len(header) % ALIGNMENT)
+    tensors = {
+        name: TensorInfo(name=name, dtype=dtype, shape=tuple(shape), offset=len(header) + spans[name][0], nbytes=spans[name][1])
+        for name, (dtype, shape) in specs.items()
+    }
+    return Layout(header=header, tensors=tensors, nbytes=len(header) + offset)
+
+
+def write(path: Path, planned: Layout, pieces: Callable[[TensorInfo], Iterable[Buffer]]) -> None:
+    """Write a file, a piece of a tensor at a time, and wait until it is on the disk.
+
+    Args:
+        path: the file; removed again when something fails.
+        planned: from `layout`.
+        pieces: returns the bytes of a tensor in order, in pieces of any size.
+
+    Raises:
+        InputError: the pieces of a tensor have another size than the tensor.
+        OSError: the file system failed.
+    """
+    descriptor = disk.create(path)
+    try:
+        with disk.naming(path):
+            disk.write_all(descriptor, planned.header)
+        for info in planned.tensors.values():
+            done = 0
+            for piece in pieces(info):
+                view = disk.flat(piece)
+                done += view.nbytes
+                with disk.naming(path):
+                    disk.write_all(descriptor, view)
+            if done != info.nbytes:
+                raise InputError(f"{info.name}: {info.nbytes} bytes, its pieces have {done}", "report this defect of quantflow")
+            with disk.naming(path):
+                disk.write_all(descriptor, bytes(_padded(done) - done))
+        with disk.naming(path):
+            os.fsync(descriptor)
+    except BaseException:
+        with suppress(OSError):  # the fault that led here is the one to report
+            disk.remove(path)
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def read_header(path: Path) -> Header:
+    """Read and check the header of a file; no weight is read.
+
+    Raises:
+        InputError: naming the file: unreadable, truncated, longer than its tensors, or any violation of the format.
+        UnsupportedError: another version or alignment, or a tensor of another type than F32, F16 and BF16.
+    """
+    with reading(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        head = file.read(len(POINTER_START))
+        refuse_pointer(head, path)
+        if not head.startswith(b"GGUF"):
+            raise InputError(f"{path}: begins with {head[:4]!r}, not with b'GGUF'", "give a GGUF file")
+        file.seek(4)
+        cursor = _Cursor(path=path, file=file, size=size)
+        (version,) = cursor.unpack("I")
+        if version != LAYOUT_VERSION:
+            raise UnsupportedError(
+                f"{path}: GGUF version {version}, {LAYOUT_VERSION} is known", "write it with a newer llama.cpp"
+            )
+        count, fields = cursor.unpack("QQ")
+        metadata: dict[str, tuple[str, Any]] = {}
+        for _ in range(fields):
+            key = cursor.string()
+            if key in metadata:
+                raise InputError(f"{path}: field {key!r} stands twice", _DAMAGED)
+            metadata[key] = cursor.value(key)
+        if metadata.get(_ALIGNMENT_KEY, ("u32", ALIGNMENT))[1] != ALIGNMENT:
+            raise UnsupportedError(f"{path}: alignment {metadata[_ALIGNMENT_KEY][1]}, {ALIGNMENT} is known", "write it again")
+        entries = [cursor.tensor() for _ in range(count)]
+        begin = _padded(file.tell())
+    return Header(metadata=metadata, tensors=_placed(path, entries, begin=begin, size=size))
+
+
+def _placed(path: Path, entries: list[TensorInfo], *, begin: int, size: int) -> dict[str, TensorInfo]:
+    """Check that the tensors follow each other and fill the file from `begin` on; return them with offsets in the file."""
+    tensors: dict[str, TensorInfo] = {}
+    position = begin
+    for info in entries:
+        if info.name in tensors:
+            raise InputError(f"{path}: tensor {info.name!r} stands twice", _DAMAGED)
+        if begin + info.offset != position:
+            raise InputError(f"{path}: tensor {info.name!r} at {begin + info.offset}, expected {position}", _DAMAGED)
+        tensors[info.name] = TensorInfo(name=info.name, dtype=info.dtype, shape=info.shape, offset=position, nbytes=info.nbytes)
+        position += _padded(info.nbytes)
+    if position != size:
+        raise InputError(f"{path}: {size} bytes where the header describes {position}", _DAMAGED)
+    return tensors
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Cursor:
+    """Takes values where the file stands, and never more than the file has."""
+
+    path: Path
+    file: BufferedReader
+    size: int
+
+    def take(self, nbytes: int) -> bytes:
+        if nbytes > self.size - self.file.tell():
+            raise InputError(f"{self.path}: truncated, {nbytes} bytes at {self.file.tell()} of {self.size}", _DAMAGED)
+        return self.file.read(nbytes)
+
+    def unpack(self, code: str) -> tuple[Any, ...]:
+        return struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}")))
+
+    def string(self) -> str:
+        data = self.take(self.unpack("Q")[0])
+        try:
+            return data.decode()
+        except UnicodeDecodeError as error:
+            raise InputError(f"{self.path}: the string {data[:40]!r} is not UTF-8", _DAMAGED) from error
+
+    def kind(self, key: str) -> str:
+        (number,) = self.unpack("I")
+        if number not in _NAMES:
+            raise InputError(f"{self.path}: field {key!r} has the unknown kind {number}", _DAMAGED)
+        return _NAMES[number]
+
+    def value(self, key: str) -> tuple[str, Any]:
+        if self.unpack("I") != (ARRAY,):
+            self.file.seek(-4, os.SEEK_CUR)
+            kind = self.kind(key)
+            return kind, self.items(kind, 1)[0]
+        kind = self.kind(key)
+        (count,) = self.unpack("Q")
+        return f"[{kind}]", self.items(kind, count)
+
+    def items(self, kind: str, count: int) -> list[Any]:
+        least = 8 if kind == "string" else struct.calcsize(KINDS[kind][1])
+        if count * least > self.size - self.file.tell():
+            raise InputError(f"{self.path}: truncated, {count} items at {self.file.tell()} of {self.size}", _DAMAGED)
+        if kind == "string":
+            return [self.string() for _ in range(count)]
+        return list(self.unpack(f"{count}{KINDS[kind][1]}"))
+
+    def tensor(self) -> TensorInfo:
+        """Return a tensor whose offset counts from the beginning of the data."""
+        name = self.string()
+        (count,) = self.unpack("I")
+        if not 1 <= count <= MAX_DIMENSIONS:
+            raise InputError(f"{self.path}: tensor {name!r} has {count} dimensions, 1 to {MAX_DIMENSIONS} are known", _DAMAGED)
+        shape = self.unpack(f"{count}Q")[::-1]
+        number, offset = self.unpack("IQ")
+        if number not in _DTYPES:
+            known = ", ".join(f"{number} ({dtype})" for number, dtype in _DTYPES.items())
+            raise UnsupportedError(f"{self.path}: tensor {name!r} has type {number}, known: {known}", "read it with llama.cpp")
+        nbytes = _tensor_bytes(name, _DTYPES[number], shape)
+        return TensorInfo(name=name, dtype=_DTYPES[number], shape=shape, offset=offset, nbytes=nbytes)
+
+
+def _string(text: str) -> bytes:
+    try:
+        data = text.encode()
+    except UnicodeEncodeError as error:  # a lone surrogate
+        raise InputError(f"{text!r}: cannot be written as UTF-8", "mend it where it comes from") from error
+    return struct.pack("<Q", len(data)) + data
+
+
+def _value(key: str, kind: str, value: Any) -> bytes:
+    """Return the bytes of a field behind its name."""
+    array = kind.startswith("[")
+    kind = kind.strip("[]")
+    if kind not in KINDS:
+        raise InputError(f"{key}: kind {kind!r} is unknown", f"use one of {', '.join(KINDS)}")
+    number, code = KINDS[kind]
+    items = list(value) if array else [value]
+    head = struct.pack("<IIQ", ARRAY, number, len(items)) if array else struct.pack("<I", number)
+    if kind == "string":
+        return head + b"".join(map(_string, items))
+    try:
+        return head + struct.pack(f"<{len(items)}{code}", *items)
+    except (struct.error, OverflowError) as error:
+        raise InputError(f"{key}: {str(value)[:60]} is no {kind} ({error})", "use a kind that holds it") from error
+
+
+def _tensor_bytes(name: str, dtype: str, shape: tuple[int, ...]) -> int:
+    if dtype not in TYPES:
+        raise InputError(f"{name}: dtype {dtype}", f"use one of {', '.join(TYPES)}")
+    if not 1 <= len(shape) <= MAX_DIMENSIONS or min(shape) < 1:
+        raise InputError(
+            f"{name}: shape {list(shape)}, GGUF holds 1 to {MAX_DIMENSIONS} dimensions of 1 or more", "leave it out"
+        )
+    if len(name.encode()) > MAX_NAME_BYTES:
+        raise InputError(f"{name}: {len(name.encode())} bytes of name, llama.cpp takes {MAX_NAME_BYTES}", "shorten it")
+    elements = 1
+    for dimension in shape:
+        elements *= dimension
+    if elements >= 2**62:
+        raise InputError(f"{name}: shape {list(shape)} is larger than any file", _DAMAGED)
+    return elements * TYPES[dtype][1]
+
+
+def _padded(nbytes: int) -> int:
+    return nbytes + -nbytes % ALIGNMENT

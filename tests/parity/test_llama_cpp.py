@@ -1,0 +1,260 @@
+"""Our GGUF files in other people's hands: gguf-py reads them, llama.cpp runs them, its quantizer takes them.
+
+Slow and in an environment of its own, which LLAMA_CPP_ENV names; without it every test here is skipped.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from quantflow.models.llama_cpp_vocabulary import PRE_TOKENIZERS
+from stages import _export_gguf
+from stages._progress import Progress
+
+pytestmark = pytest.mark.slow
+
+VARIABLE = "LLAMA_CPP_ENV"
+MODEL = Path(__file__).parents[2] / "examples" / "tiny-llama"
+TEXTS = [
+    "def main(argv=None):\n    return parser.parse_args(argv)\n",
+    "  It's 1234567 o'clock,\tisn't IT?\n\n\n  x  =  y ",
+    "Grüße, 世界! naïve café 🙂🙂 ½ ٣",
+    "</s> stays text, and so does <s>",
+    "",
+]
+
+# gguf-py: every tensor as float32, and every field.
+READ = """
+import json, sys
+import numpy as np
+from gguf import GGUFReader
+from gguf.quants import dequantize
+
+reader = GGUFReader(sys.argv[1])
+np.savez(sys.argv[2], **{t.name: dequantize(t.data, t.tensor_type).reshape(t.shape[::-1]) for t in reader.tensors})
+print(json.dumps({name: field.contents() for name, field in reader.fields.items()}))
+"""
+
+# llama.cpp: the tokens of texts, and the logits of ids; keys and values kept in float32, one thread.
+RUN = """
+import json, sys
+import numpy as np
+from llama_cpp import Llama
+
+llama = Llama(sys.argv[1], n_ctx=512, logits_all=True, n_threads=1, n_threads_batch=1, type_k=0, type_v=0, verbose=False)
+texts, ids = json.loads(sys.argv[2]), json.loads(sys.argv[3])
+llama.eval(ids)
+np.save(sys.argv[4], np.array(llama.scores[: len(ids)]))
+print(json.dumps([llama.tokenize(text.encode(), add_bos=True, special=False) for text in texts]))
+"""
+
+QUANTIZE = """
+import ctypes, sys
+import llama_cpp
+
+params = llama_cpp.llama_model_quantize_default_params()
+params.ftype, params.nthread = llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M, 1
+sys.exit(llama_cpp.llama_model_quantize(sys.argv[1].encode(), sys.argv[2].encode(), ctypes.byref(params)))
+"""
+
+
+def caller(**needed: str) -> Callable[..., str]:
+    """Return what runs a program of the other environment and returns what it prints, or skip and say how to make one."""
+    folder = os.environ.get(VARIABLE, "")
+    python = Path(folder).absolute() / "bin" / "python"
+    packages = " ".join(f"{name}=={release}" for name, release in needed.items())
+    how = f"python3 -m venv ENV; ENV/bin/pip install {packages} numpy"
+    if not folder:
+        pytest.skip(f"{VARIABLE} does not name an environment with {packages}; make one: {how}")
+    ask = f"from importlib.metadata import version; print({{name: version(name) for name in {list(needed)}}})"
+    found = subprocess.run([str(python), "-c", ask], capture_output=True, text=True, check=False) if python.exists() else None
+    if found is None or found.stdout.strip() != str(needed):
+        pytest.skip(f"{VARIABLE}={folder} does not hold {packages}: {how}")
+
+    def run(program: str, *arguments: object) -> str:
+        line = [str(python), "-c", program, *map(str, arguments)]
+        result = subprocess.run(line, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stderr[-3000:]
+        return result.stdout
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def read() -> Callable[..., str]:
+    return caller(gguf="0.19.0")
+
+
+@pytest.fixture(scope="module")
+def call() -> Callable[..., str]:
+    return caller(llama_cpp_python="0.3.36")
+
+
+def export(source: Path, output: Path, dtype: str) -> Path:
+    _export_gguf.run(_export_gguf.Job(source=source, output=output, dtype=dtype), Progress(quiet=True))
+    return output / f"model-{dtype}.gguf"
+
+
+@pytest.fixture(scope="module")
+def ids() -> list[int]:
+    """Tokens of a text that the model was trained on the like of."""
+    text = (MODEL / "train.py").read_text()
+    return AutoTokenizer.from_pretrained(MODEL)(text)["input_ids"][:256]
+
+
+def logits_of(model: Path, ids: list[int]) -> np.ndarray:
+    with torch.no_grad():
+        found = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()(torch.tensor([ids])).logits
+    return found[0].numpy()
+
+
+def run(call: Callable[..., str], file: Path, ids: list[int], texts=()) -> tuple[np.ndarray, list[list[int]]]:
+    output = file.with_suffix(".npy")
+    tokens = json.loads(call(RUN, file, json.dumps(list(texts)), json.dumps(ids), output).splitlines()[-1])
+    return np.load(output), tokens
+
+
+def divergence(reference: np.ndarray, found: np.ndarray) -> float:
+    """Return the mean KL divergence, in nats per token."""
+    p, q = (torch.from_numpy(x).double().log_softmax(-1) for x in (reference, found))
+    return float((p.exp() * (p - q)).sum(-1).mean())
+
+
+def test_gguf_py_reads_every_tensor_and_field(read, tmp_path):
+    source = load_file(MODEL / "model.safetensors")
+    for dtype, matrix in (("f16", torch.float16), ("bf16", torch.bfloat16), ("f32", torch.float32)):
+        file = export(MODEL, tmp_path / dtype, dtype)
+        fields = json.loads(read(READ, file, tmp_path / "t.npz"))
+        assert fields["general.architecture"] == "llama" and fields["GGUF.version"] == 3
+        assert fields["llama.attention.layer_norm_rms_epsilon"] == pytest.approx(1e-6, rel=1e-6)
+        table = json.loads((MODEL / "tokenizer.json").read_text())["model"]
+        assert fields["tokenizer.ggml.tokens"] == sorted(table["vocab"], key=table["vocab"].get)
+        assert fields["tokenizer.ggml.merges"] == [" ".join(pair) for pair in table["merges"]]
+        found = np.load(tmp_path / "t.npz")
+        assert len(found.files) == len(source) == fields["GGUF.tensor_count"]
+        down = source["model.layers.2.mlp.down_proj.weight"].to(matrix).float().numpy()
+        assert np.array_equal(found["blk.2.ffn_down.weight"], down)
+        keys = source["model.layers.3.self_attn.k_proj.weight"].to(matrix).float().numpy()
+        pairs = keys.reshape(4, 2, 32, 512).swapaxes(1, 2).reshape(256, 512)  # heads, halves, rows of a half, columns
+        assert np.array_equal(found["blk.3.attn_k.weight"], pairs)
+        assert np.array_equal(found["output_norm.weight"], source["model.norm.weight"].float().numpy())
+
+
+# llama.cpp rounds what enters a product to the dtype of the weights, transformers here does not: float32 differs by the
+# order of sums alone, the others by 2^-11 and 2^-8 of each input.
+@pytest.mark.parametrize(("dtype", "largest", "nats"), [("f32", 2e-4, 1e-9), ("f16", 0.05, 1e-5), ("bf16", 0.5, 1e-3)])
+def test_llama_cpp_computes_the_logits_of_transformers(call, tmp_path, ids, dtype, largest, nats):
+    expected = logits_of(MODEL, ids)
+    found, _ = run(call, export(MODEL, tmp_path / "o", dtype), ids)
+    error, apart = float(np.abs(found - expected).max()), divergence(expected, found)
+    print(f"{dtype}: largest difference {error:.2e} of logits up to {np.abs(expected).max():.1f}, {apart:.2e} nats")
+    assert error < largest and apart < nats
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gpt_neox"])
+def test_llama_cpp_computes_every_family(call, tmp_path, family_model, family):
+    model, ids = family_model(family), [0, *range(2, 300, 5)]
+    expected = logits_of(model, ids)
+    found, _ = run(call, export(model, tmp_path / "o", "f32"), ids)
+    error = float(np.abs(found - expected).max() / np.abs(expected).max())
+    print(f"{family}: largest difference {error:.2e} of the largest logit")
+    assert error < (2e-3 if family == "gpt_neox" else 1e-5)  # llama.cpp's GELU is a table of float16
+
+
+@pytest.mark.parametrize("kind", ["llama3", "linear"])
+def test_llama_cpp_scales_rotations_as_transformers_does(call, tmp_path, llama, kind):
+    model = Path(shutil.copytree(llama, tmp_path / "model"))
+    config = json.loads((model / "config.json").read_text())
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0}
+    if kind == "llama3":
+        rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+    (model / "config.json").write_text(json.dumps({**config, "rope_parameters": rope}))
+    ids = [0, *range(2, 300, 3)]
+    expected, plain = logits_of(model, ids), logits_of(llama, ids)
+    found, _ = run(call, export(model, tmp_path / "o", "f32"), ids)
+    scale = np.abs(expected).max()
+    assert np.abs(found - expected).max() / scale < 1e-5 < 1e-2 < np.abs(plain - expected).max() / scale
+
+
+def test_llama_cpps_tokens_are_transformers(call, tmp_path, ids):
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    _, tokens = run(call, export(MODEL, tmp_path / "o", "f16"), ids, TEXTS)
+    # transformers takes `<s>` in a text for the token, llama.cpp when asked to (special=True); here it is text to both.
+    expected = [tokenizer(text, split_special_tokens=True)["input_ids"] for text in TEXTS]
+    assert tokens == expected
+
+
+@pytest.mark.parametrize("name", PRE_TOKENIZERS.values())
+def test_every_way_to_split_a_text_gives_transformers_tokens(call, tmp_path, llama, name):
+    (steps, own, whole) = next(key for key, found in PRE_TOKENIZERS.items() if found == name)
+    tokenizer = Tokenizer(models.BPE(ignore_merges=whole))
+    before = [
+        pre_tokenizers.Digits(individual_digits=True) if "digit" in step else pre_tokenizers.Split(Regex(step), "isolated")
+        for step in steps
+    ]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [*before, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=own)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator([text * 3 for text in TEXTS[:3]] + ["12 123 1234  \n\n x"] * 4, trainer)
+    model = Path(shutil.copytree(llama, tmp_path / "model"))
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    made.save_pretrained(model)
+    texts = [text for text in TEXTS if "<s>" not in text]
+    _, tokens = run(call, export(model, tmp_path / "o", "f16"), [0, 5], texts)
+    assert tokens == [AutoTokenizer.from_pretrained(model)(text)["input_ids"] for text in texts]
+
+
+def sentence_pieces() -> Tokenizer:
+    """Return a tokenizer as the conversion from SentencePiece makes one: every way to make a token of two, by token."""
+    trained = Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    trainer = trainers.BpeTrainer(vocab_size=60, show_progress=False)
+    trained.train_from_iterator([TEXTS[0], "is it a value, is it a scale, isn't it " * 4], trainer)
+    learnt = sorted(trained.get_vocab(), key=trained.get_vocab().get)
+    texts = ["<unk>", "<s>", "</s>", *(f"<0x{value:02X}>" for value in range(256)), *learnt]
+    merges = [
+        (text[:cut], text[cut:])
+        for text in learnt
+        for cut in range(1, len(text))
+        if text[:cut] in learnt and text[cut:] in learnt
+    ]
+    vocab = {text: index for index, text in enumerate(texts)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return tokenizer
+
+
+def test_sentence_pieces_give_transformers_tokens(call, tmp_path, llama):
+    model = Path(shutil.copytree(llama, tmp_path / "model"))
+    special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    PreTrainedTokenizerFast(tokenizer_object=sentence_pieces(), **special).save_pretrained(model)
+    texts = [text for text in TEXTS if "<s>" not in text]
+    _, tokens = run(call, export(model, tmp_path / "o", "f16"), [0, 5], texts)
+    assert tokens == [AutoTokenizer.from_pretrained(model)(text)["input_ids"] for text in texts]
+
+
+def test_llama_cpps_quantizer_takes_the_file(call, tmp_path, ids):
+    small = tmp_path / "q4_k_m.gguf"
+    call(QUANTIZE, export(MODEL, tmp_path / "o", "f16"), small)
+    assert small.stat().st_size < 0.4 * (tmp_path / "o" / "model-f16.gguf").stat().st_size
+    found, _ = run(call, small, ids)
+    apart = divergence(logits_of(MODEL, ids), found)
+    print(f"Q4_K_M: {apart:.2e} nats")
+    assert 1e-4 < apart < 0.1
