@@ -16,7 +16,7 @@ class QTensor:
 
     Invariants (shapes and dtypes are checked when it is made, values by `validate`):
         real ~= scale * (qvalue - zero_point), scale repeated over the columns of its group
-        qvalue      [O, I]           int8 for 4 and 8 bit integers, unpacked; the flavour's dtype for float8
+        qvalue      [O, I]           int8 for integers of any num_bits, unpacked; the flavour's dtype for float8
         scale       [O or 1, G]      float32, finite, positive; G divides I; [1, 1] when per_tensor
         zero_point  as scale, int8   None exactly when the scheme is symmetric
     """

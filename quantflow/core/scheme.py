@@ -1,8 +1,8 @@
 """Schemes: how the weights and inputs of a linear are quantized, as plain data.
 
-The names in PRESETS are the field's: they mean what compressed-tensors means by them, with two exceptions.
-W8A8_STATIC is ours. W8A16 has a scale per channel, as kernels for it want; compressed-tensors 0.20 has one per 128
-columns. A scheme validates itself and computes nothing.
+The names in PRESETS are the field's: they mean what compressed-tensors means by them, with these exceptions.
+W8A8_STATIC, W3A16_ASYM and W2A16_ASYM are ours. W8A16 has a scale per channel, as kernels for it want; compressed-tensors
+0.20 has one per 128 columns. A scheme validates itself and computes nothing.
 """
 
 from dataclasses import dataclass, replace
@@ -13,6 +13,7 @@ from quantflow.errors import SchemeError
 Kind = Literal["int", "float"]
 Granularity = Literal["per_tensor", "per_channel", "per_group", "per_token"]
 Layout = Literal["float-quantized", "int-quantized", "pack-quantized"]
+INT_BITS = (2, 3, 4, 8)
 FLOAT8_FLAVOURS = ("e4m3fn", "e5m2", "e4m3fnuz", "gaudi2")
 
 
@@ -27,7 +28,7 @@ class TensorScheme:
 
     Attributes:
         kind: `int` (two's complement of `num_bits`) or `float` (the float8 flavour named by `float8`).
-        num_bits: 4 or 8.
+        num_bits: one of INT_BITS; 8 for float.
         granularity: which elements share a scale; `per_token` needs `dynamic`.
         group_size: input features per group; only with `per_group`.
         symmetric: zero_point is None, the range is centred on zero.
@@ -52,8 +53,8 @@ class TensorScheme:
         _known("kind", self.kind, get_args(Kind))
         _known("granularity", self.granularity, get_args(Granularity))
         _known("float8", self.float8, FLOAT8_FLAVOURS)
-        if self.num_bits not in ((4, 8) if self.kind == "int" else (8,)):
-            raise SchemeError(f"num_bits={self.num_bits} with kind={self.kind!r}", "use 4 or 8 for int and 8 for float")
+        if self.num_bits not in (INT_BITS if self.kind == "int" else (8,)):
+            raise SchemeError(f"num_bits={self.num_bits} with kind={self.kind!r}", "use 2, 3, 4 or 8 for int and 8 for float")
         if (self.granularity == "per_group") != (self.group_size is not None):
             raise SchemeError(
                 f"granularity={self.granularity!r} with group_size={self.group_size}",
@@ -129,6 +130,11 @@ _INT8_TOKEN = TensorScheme(kind="int", num_bits=8, granularity="per_token", dyna
 _INT8_STATIC = TensorScheme(kind="int", num_bits=8, granularity="per_tensor", symmetric=False)
 _INT4_GROUP = TensorScheme(kind="int", num_bits=4, granularity="per_group", group_size=128)
 
+
+def _in_groups(name: str, weights: TensorScheme, inputs: TensorScheme | None = None) -> LinearScheme:
+    return LinearScheme(name=name, weights=weights, input=inputs, layout="pack-quantized", algorithm="gptq")
+
+
 PRESETS: dict[str, LinearScheme] = {
     scheme.name: scheme
     for scheme in (
@@ -145,14 +151,13 @@ PRESETS: dict[str, LinearScheme] = {
             transforms=("smoothquant",),
         ),
         LinearScheme(name="W8A16", weights=_INT8_CHANNEL, input=None, layout="pack-quantized"),
-        LinearScheme(name="W4A16", weights=_INT4_GROUP, input=None, layout="pack-quantized", algorithm="gptq"),
-        LinearScheme(
-            name="W4A16_ASYM",
-            weights=replace(_INT4_GROUP, symmetric=False),
-            input=None,
-            layout="pack-quantized",
-            algorithm="gptq",
-        ),
+        _in_groups("W4A16", _INT4_GROUP),
+        _in_groups("W4A16_ASYM", replace(_INT4_GROUP, symmetric=False)),
+        _in_groups("W4A8", _INT4_GROUP, _INT8_TOKEN),
+        _in_groups("W3A16", replace(_INT4_GROUP, num_bits=3)),
+        _in_groups("W3A16_ASYM", replace(_INT4_GROUP, num_bits=3, symmetric=False)),
+        _in_groups("W2A16", replace(_INT4_GROUP, num_bits=2)),
+        _in_groups("W2A16_ASYM", replace(_INT4_GROUP, num_bits=2, symmetric=False)),
     )
 }
 ALIASES = {"FP8_STATIC": "FP8", "INT8": "W8A8"}

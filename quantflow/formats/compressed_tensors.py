@@ -38,7 +38,7 @@ _STRATEGIES: dict[str, Granularity] = {
     "group": "per_group",
     "token": "per_token",
 }
-ROW_MULTIPLE = 8  # rows whose zero points fill whole words, at any number of bits
+ROW_MULTIPLE = 32  # rows whose zero points fill whole words, at any number of bits
 _DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 # Loaders match the names of their modules; where these differ from the checkpoint's, an ignored linear needs both.
 _MODULE_NAMES = {("gpt_neox", "embed_out"): "lm_head"}
@@ -97,14 +97,22 @@ def tensor_specs(
     return {key: specs[key.removeprefix(f"{name}.")] for key in tensor_names(name, scheme)}
 
 
+def row_multiple(scheme: LinearScheme) -> int:
+    """Return the fewest rows that are encoded by themselves; it divides ROW_MULTIPLE.
+
+    Their zero points fill whole words. Units are as small with 8 bits as with 4: a layer's sums of errors depend on the cut.
+    """
+    return max(8, packing.elements_of_whole_words(scheme.weights.num_bits))
+
+
 def row_spans(name: str, scheme: LinearScheme, *, first: int, count: int) -> dict[str, tuple[int, int]]:
     """Return where some rows of the linear `name` stand in its tensors, so that it is encoded and decoded piece by piece.
 
     Args:
         name: the linear's source name, without `.weight`.
         scheme: per_channel or per_group weights.
-        first: the first of the rows, a multiple of ROW_MULTIPLE.
-        count: how many rows, a multiple of ROW_MULTIPLE too unless they are the last.
+        first: the first of the rows, a multiple of `row_multiple`.
+        count: how many rows, a multiple of it too unless they are the last.
 
     Returns:
         full name -> (first row in that tensor, how many); without the tensors that describe the whole linear.
@@ -112,10 +120,10 @@ def row_spans(name: str, scheme: LinearScheme, *, first: int, count: int) -> dic
     Raises:
         SchemeError: the rows share a scale with others, or do not begin at a whole word.
     """
-    if scheme.weights.granularity == "per_tensor" or first % ROW_MULTIPLE:
+    if scheme.weights.granularity == "per_tensor" or first % row_multiple(scheme):
         raise SchemeError(
             f"{name}: rows from {first} of {scheme.weights.granularity} weights cannot stand alone",
-            f"take multiples of {ROW_MULTIPLE} rows, or the whole linear",
+            f"take multiples of {row_multiple(scheme)} rows, or the whole linear",
         )
     spans = {}
     for key in tensor_names(name, scheme):

@@ -57,6 +57,25 @@ W4A16_ASYM_G2 = QuantizedLinear(  # plus 8, lowest bits first: 0 f 7 8 is the by
     ),
     scheme=with_group_size(PRESETS["W4A16_ASYM"], 2),
 )
+W3A16_ASYM_G6 = QuantizedLinear(
+    # Plus 4, lowest bits first. Row 0 is 0 1 2 3 4 5 6 7 and four times 7: 24 bits 88c6fa, then fff and zeros. Row 1 is 7 and
+    # eleven times 0: 07.
+    weight=QTensor(
+        qvalue=torch.tensor([[*range(-4, 4), 3, 3, 3, 3], [3] + [-4] * 11], dtype=torch.int8),
+        scale=torch.tensor([[0.5, 1.0], [2.0, 4.0]]),
+        zero_point=torch.tensor([[-4, 3], [1, -1]], dtype=torch.int8),  # columns: 0 5 is 28, 7 3 is 1f
+        scheme=with_group_size(PRESETS["W3A16_ASYM"], 6).weights,
+    ),
+    scheme=with_group_size(PRESETS["W3A16_ASYM"], 6),
+)
+W2A16_G4 = QuantizedLinear(  # plus 2, lowest bits first: 0 1 2 3 is e4, 3 3 0 0 is 0f
+    weight=QTensor(
+        qvalue=torch.tensor([[-2, -1, 0, 1, 1, 1, -2, -2]], dtype=torch.int8),
+        scale=torch.tensor([[0.5, 1.0]]),
+        scheme=with_group_size(PRESETS["W2A16"], 4).weights,
+    ),
+    scheme=with_group_size(PRESETS["W2A16"], 4),
+)
 
 GOLDEN = {
     "FP8": (
@@ -103,6 +122,25 @@ GOLDEN = {
             "l.weight_scale": (torch.bfloat16, [2, 2], "003f803f00408040"),
             "l.weight_shape": (torch.int64, [2], "02000000000000000400000000000000"),
             "l.weight_zero_point": (torch.int32, [1, 2], "800000007f000000"),
+        },
+    ),
+    "W3A16_ASYM": (
+        W3A16_ASYM_G6,
+        torch.bfloat16,
+        {
+            "l.weight_packed": (torch.int32, [2, 2], "88c6faff0f0000000700000000000000"),
+            "l.weight_scale": (torch.bfloat16, [2, 2], "003f803f00408040"),
+            "l.weight_shape": (torch.int64, [2], "02000000000000000c00000000000000"),
+            "l.weight_zero_point": (torch.int32, [1, 2], "280000001f000000"),
+        },
+    ),
+    "W2A16": (
+        W2A16_G4,
+        torch.bfloat16,
+        {
+            "l.weight_packed": (torch.int32, [1, 1], "e40f0000"),
+            "l.weight_scale": (torch.bfloat16, [1, 2], "003f803f"),
+            "l.weight_shape": (torch.int64, [2], "01000000000000000800000000000000"),
         },
     ),
 }

@@ -2,7 +2,8 @@
 
 A tiny Llama of each preset is written with `encode` and `quantization_config` and loaded with
 `AutoModelForCausalLM.from_pretrained`. In float32 its logits are bit-equal to those of a model that has our dequantized
-weights and our fake-quantized inputs, for every preset but W4A16_ASYM, which compressed-tensors 0.20 does not load.
+weights and our fake-quantized inputs, for every preset but those with packed zero points (W4A16_ASYM, W3A16_ASYM,
+W2A16_ASYM), which compressed-tensors 0.20 does not load.
 """
 
 import json
@@ -29,7 +30,9 @@ from quantflow.core.scheme import PRESETS, LinearScheme, with_group_size
 from quantflow.formats import compressed_tensors
 
 SCHEMES = {name: with_group_size(s, 32) if s.weights.group_size else s for name, s in PRESETS.items()}
-LOADABLE = [name for name in SCHEMES if name != "W4A16_ASYM"]
+ASYMMETRIC = [name for name, scheme in SCHEMES.items() if not scheme.weights.symmetric]
+LOADABLE = [name for name in SCHEMES if name not in ASYMMETRIC]
+OURS = ("W8A8_STATIC", "W3A16_ASYM", "W2A16_ASYM")  # names that they do not have
 GROUPS = (
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     ("self_attn.o_proj",),
@@ -79,7 +82,7 @@ def test_their_model_accepts_our_config_and_means_the_same(name):
     assert (group.format, group.targets, group.output_activations) == (scheme.layout, ["Linear"], None)
 
 
-@pytest.mark.parametrize("name", [name for name in SCHEMES if name not in ("W8A8_STATIC", "W8A16")])
+@pytest.mark.parametrize("name", [name for name in SCHEMES if name not in (*OURS, "W8A16")])
 def test_a_preset_means_what_theirs_means(name):
     config = compressed_tensors.quantization_config({"l": PRESETS[name]}, ignore=[], model_type="llama")
     ours = QuantizationConfig.model_validate(config).config_groups["group_0"]
@@ -90,8 +93,8 @@ def test_a_preset_means_what_theirs_means(name):
         assert args is None or all(getattr(args, field) == getattr(other, field) for field in same)
 
 
-def test_two_presets_are_ours_alone():  # W8A16 is per channel here, and in groups of 128 there
-    assert "W8A8_STATIC" not in PRESET_SCHEMES
+def test_four_presets_are_ours_alone():  # W8A16 is per channel here, and in groups of 128 there
+    assert not PRESET_SCHEMES.keys() & set(OURS)
     assert PRESET_SCHEMES["W8A16"]["weights"].strategy == "group"
     assert PRESETS["W8A16"].weights.granularity == "per_channel"
 
@@ -115,8 +118,8 @@ def test_their_compressor_writes_our_tensors_and_reads_our_weight(name, shape):
     assert torch.equal(compressor.decompress(dict(theirs), group)["weight"], linear.weight.dequantize())
 
 
-@pytest.mark.parametrize("num_bits", [4, 8])
-@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (9, 40), (8, 33)], ids=str)
+@pytest.mark.parametrize("num_bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (9, 40), (8, 33), (32, 64), (70, 11)], ids=str)
 @pytest.mark.parametrize("axis", [0, 1])
 def test_their_packing_is_ours_along_both_axes(num_bits, shape, axis):
     half = 1 << (num_bits - 1)
@@ -218,17 +221,21 @@ def test_stock_transformers_computes_our_formulas_bit_for_bit(tmp_path, name, dt
     stock, ours = logits_of_stock(tmp_path), logits_by_the_formulas(artifact)
     assert torch.equal(stock, ours)
     assert not torch.equal(stock, exact)  # or nothing was quantized
-    assert (stock - exact).norm() < 0.5 * exact.norm()
+    if SCHEMES[name].weights.num_bits > 3:  # of this random model less is left when it is rounded to 3 or 2 bits
+        assert (stock - exact).norm() < 0.5 * exact.norm()
 
 
-@pytest.mark.parametrize("names", [("FP8_DYNAMIC", "W4A16"), ("W8A8_STATIC", "W8A16")], ids="+".join)
+@pytest.mark.parametrize(
+    "names", [("FP8_DYNAMIC", "W4A16"), ("W8A8_STATIC", "W8A16"), ("W4A8", "W3A16"), ("W2A16", "W8A8")], ids="+".join
+)
 def test_stock_transformers_loads_two_schemes_in_one_model(tmp_path, names):
     artifact = write_artifact(tmp_path, [SCHEMES[name] for name in names])
     assert torch.equal(logits_of_stock(tmp_path), logits_by_the_formulas(artifact))
 
 
-def test_zero_points_of_packed_weights_do_not_load_plainly(tmp_path):
-    artifact = write_artifact(tmp_path, [SCHEMES["W4A16_ASYM"]] * 2)
+@pytest.mark.parametrize("name", ASYMMETRIC)
+def test_zero_points_of_packed_weights_do_not_load_plainly(tmp_path, name):
+    artifact = write_artifact(tmp_path, [SCHEMES[name]] * 2)
     with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
         logits_of_stock(tmp_path)
     with pytest.warns(UserWarning, match="loading attributes"):
@@ -236,8 +243,9 @@ def test_zero_points_of_packed_weights_do_not_load_plainly(tmp_path):
     assert torch.equal(dequantized, logits_by_the_formulas(artifact))
 
 
-def test_what_is_written_with_zero_points_reads_back(tmp_path):
-    artifact = write_artifact(tmp_path, [SCHEMES["W4A16_ASYM"]] * 2, dtype=torch.bfloat16)
+@pytest.mark.parametrize("name", ASYMMETRIC)
+def test_what_is_written_with_zero_points_reads_back(tmp_path, name):
+    artifact = write_artifact(tmp_path, [SCHEMES[name]] * 2, dtype=torch.bfloat16)
     tensors = load_file(tmp_path / "model.safetensors")
     config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     schemes = compressed_tensors.schemes_from_config(config, [*artifact.linears, "lm_head"])

@@ -32,6 +32,8 @@ W8A8_STATIC = {"scheme": "W8A8_STATIC", "transforms": ({"smoothquant": {"alpha":
 W8A16 = {"scheme": "W8A16"}
 W4A16 = {"scheme": "W4A16", "algorithm": "gptq", "group_size": 32}
 W4A16_ASYM = {"scheme": "W4A16_ASYM", "algorithm": "gptq", "group_size": 32}
+W4A8 = {"scheme": "W4A8", "algorithm": "gptq", "group_size": 32}
+W3A16_ASYM = {"scheme": "W3A16_ASYM", "algorithm": "gptq", "group_size": 32}
 
 # Largest ||logits - source logits|| / ||source logits|| that a scheme may cost: measured, and about half as much again. These
 # random models amplify errors far more than trained ones do; a mistaken name, axis or scale gives more than 1.
@@ -39,6 +41,8 @@ COMBINATIONS = [
     ("llama", W4A16, 0.6),
     ("llama", FP8, 0.25),
     ("llama", W8A8_STATIC, 0.15),
+    ("llama", W4A8, 0.6),
+    ("llama", W3A16_ASYM, 0.95),
     ("mistral", W4A16_ASYM, 0.6),
     ("mistral", FP8, 0.25),
     ("qwen2", W4A16, 0.6),

@@ -39,6 +39,10 @@ def test_every_linear_of_the_decoder_layers_is_quantized_and_nothing_else():
         ("W8A8_STATIC", {}, {"min_val", "max_val", "channel_amax"}),
         ("W4A16", {"group_size": 32}, {"hessian_sum", "count"}),
         ("W4A16", {"group_size": 32, "algorithm": "rtn"}, set()),
+        ("W3A16_ASYM", {"group_size": 32}, {"hessian_sum", "count"}),
+        ("W2A16", {"group_size": 32, "algorithm": "rtn"}, set()),
+        ("W4A8", {"group_size": 32}, {"hessian_sum", "count"}),
+        ("W4A8", {"group_size": 32, "algorithm": "rtn"}, set()),
         ("W8A16", {"overrides": (Override(match="re:.*q_proj", scheme="FP8"),)}, {"amax"}),
     ],
 )
@@ -104,6 +108,13 @@ def test_a_group_size_that_does_not_divide_names_the_linear_and_both_numbers():
     assert "model.layers.0.mlp.down_proj" in caught.value.cause
     assert "96" in caught.value.cause and "64" in caught.value.cause
     assert plan("W4A16", group_size=64, ignore=("re:.*down_proj",)).schemes["model.layers.0.mlp.down_proj"] is None
+
+
+@pytest.mark.parametrize("scheme", ["W2A16", "W2A16_ASYM", "W3A16", "W3A16_ASYM", "W4A8"])
+def test_weights_of_few_bits_take_any_group_size_that_divides(scheme):
+    assert plan(scheme, group_size=16).schemes["model.layers.0.mlp.down_proj"].weights.group_size == 16
+    with pytest.raises(SchemeError, match="in_features=96 is not a multiple of group_size=64"):
+        plan(scheme, group_size=64)
 
 
 @pytest.mark.parametrize("size", [0, -32])

@@ -23,6 +23,9 @@ SCHEMES = {
     **{name: with_group_size(s, 8) if s.weights.group_size else s for name, s in PRESETS.items()},
     "int8-asym": LinearScheme(name="custom", weights=INT8_ASYM, input=None, layout="int-quantized"),
     "int8-asym-packed": LinearScheme(name="custom", weights=INT8_ASYM, input=None, layout="pack-quantized"),
+    "int3-asym-packed": LinearScheme(
+        name="custom", weights=replace(INT8_ASYM, num_bits=3), input=None, layout="pack-quantized"
+    ),
 }
 
 
@@ -99,11 +102,12 @@ def test_what_encode_makes_is_known_before_there_is_a_weight(name, rows, groups,
 @settings(max_examples=60, deadline=None)
 @given(
     st.sampled_from(sorted(name for name, s in SCHEMES.items() if s.weights.granularity != "per_tensor")),
-    st.integers(1, 40),
-    st.sampled_from([8, 16, 24]),
+    st.integers(1, 100),
+    st.integers(1, 3),
 )
-def test_a_linear_encoded_by_rows_is_the_linear_encoded_whole(name, rows, step):
+def test_a_linear_encoded_by_rows_is_the_linear_encoded_whole(name, rows, multiple):
     scheme = SCHEMES[name]
+    step = multiple * compressed_tensors.row_multiple(scheme)
     linear = random_linear(scheme, rows, 16)
     whole = compressed_tensors.encode("a.b", linear, scale_dtype=torch.bfloat16)
     once = {key for key in whole if key.endswith(("weight_shape", "input_scale", "input_zero_point"))}
@@ -124,10 +128,35 @@ def test_a_linear_encoded_by_rows_is_the_linear_encoded_whole(name, rows, step):
     assert all(torch.equal(filled[key].float(), whole[key].float()) for key in filled)
 
 
-@pytest.mark.parametrize(("name", "first"), [("FP8", 0), ("W4A16", 4), ("W4A16_ASYM", 12)])
+@pytest.mark.parametrize(
+    ("name", "first"), [("FP8", 0), ("W4A16", 4), ("W4A16_ASYM", 12), ("W3A16_ASYM", 16), ("W2A16_ASYM", 8)]
+)
 def test_rows_that_cannot_stand_alone_are_refused(name, first):
     with pytest.raises(SchemeError, match=rf"m\.q: rows from {first} of per_"):
         compressed_tensors.row_spans("m.q", SCHEMES[name], first=first, count=8)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"), [("FP8_DYNAMIC", 8), ("W8A16", 8), ("W4A16_ASYM", 8), ("W3A16", 32), ("W3A16_ASYM", 32), ("W2A16", 16)]
+)
+def test_so_many_rows_are_encoded_by_themselves(name, rows):
+    assert compressed_tensors.row_multiple(PRESETS[name]) == rows
+    assert compressed_tensors.ROW_MULTIPLE % rows == 0
+
+
+def test_32_rows_of_zero_points_of_3_bits_are_three_words():
+    spans = compressed_tensors.row_spans("q", PRESETS["W3A16_ASYM"], first=64, count=40)
+    assert spans == {"q.weight_packed": (64, 40), "q.weight_scale": (64, 40), "q.weight_zero_point": (6, 4)}
+
+
+@pytest.mark.parametrize(
+    ("name", "packed", "zero_points"),
+    [("W2A16_ASYM", (5, 16), (1, 2)), ("W3A16_ASYM", (5, 24), (1, 2)), ("W4A16_ASYM", (5, 32), (1, 2))],
+)
+def test_packed_shapes_of_5_by_256_worked_by_hand(name, packed, zero_points):  # 256 of 3 bits are 24 words, 5 of them one
+    specs = compressed_tensors.tensor_specs("q", PRESETS[name], (5, 256), torch.bfloat16)
+    assert specs["q.weight_packed"] == ("I32", packed) and specs["q.weight_zero_point"] == ("I32", zero_points)
+    assert specs["q.weight_scale"] == ("BF16", (5, 2)) and specs["q.weight_shape"] == ("I64", (2,))
 
 
 def test_specs_of_a_linear_that_the_scheme_does_not_fit_are_refused_by_name():
@@ -145,6 +174,8 @@ def test_specs_of_a_linear_that_the_scheme_does_not_fit_are_refused_by_name():
         ("W8A16", ["weight_packed", "weight_scale", "weight_shape"]),
         ("W4A16", ["weight_packed", "weight_scale", "weight_shape"]),
         ("W4A16_ASYM", ["weight_packed", "weight_scale", "weight_shape", "weight_zero_point"]),
+        ("W4A8", ["weight_packed", "weight_scale", "weight_shape"]),
+        ("W3A16_ASYM", ["weight_packed", "weight_scale", "weight_shape", "weight_zero_point"]),
     ],
 )
 def test_a_linear_becomes_these_tensors(name, suffixes):
@@ -153,7 +184,7 @@ def test_a_linear_becomes_these_tensors(name, suffixes):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_only_packed_scales_have_the_models_dtype(name):
-    expected = torch.float16 if name in ("W8A16", "W4A16", "W4A16_ASYM") else torch.float32
+    expected = torch.float32 if name in ("FP8", "FP8_DYNAMIC", "W8A8", "W8A8_STATIC") else torch.float16
     assert compressed_tensors.scale_dtype(PRESETS[name], torch.float16) == expected
 
 
@@ -211,6 +242,9 @@ FLOAT8_NAN = torch.full((2, 8), math.nan).to(torch.float8_e4m3fn)
         ("W4A16", "weight_shape", torch.tensor([3, 8]), r"m\.q\.weight_packed: \[2, 1\], weight_shape \(3, 8\)"),
         ("W4A16", "weight_shape", torch.tensor([2, 7]), r"m\.q: weight is \[2, 7\], group_size=8"),
         ("W4A16_ASYM", "weight_zero_point", torch.zeros(2, 1, dtype=torch.int32), r"weight_zero_point: .*\(1, 1\)"),
+        ("W3A16", "weight_shape", torch.tensor([2, 11]), r"m\.q\.weight_packed: \[2, 1\], .* \(2, 11\) needs \[2, 2\]"),
+        ("W3A16_ASYM", "weight_zero_point", torch.zeros(2, 1, dtype=torch.int32), r"weight_zero_point: .*\(1, 1\)"),
+        ("W2A16", "weight_packed", torch.zeros(2, 2, dtype=torch.int32), r"m\.q\.weight_packed: \[2, 2\], .* needs \[2, 1\]"),
         ("int8-asym", "weight_zero_point", torch.zeros(2, dtype=torch.int8), r"weight_zero_point: .*\(2, 1\)"),
     ],
 )
@@ -326,7 +360,7 @@ def test_order_of_columns_is_history_and_not_layout():
         ({"format": None}, r"group_0: layout=None"),
         ({"weights": {"strategy": "block"}}, r"group_0: strategy 'block'"),
         ({"weights": {"strategy": "tensor_group"}}, r"group_0: strategy 'tensor_group'"),
-        ({"weights": {"num_bits": 3}}, r"group_0: num_bits=3"),
+        ({"weights": {"num_bits": 5}}, r"group_0: num_bits=5"),
         ({"weights": {"type": "float"}}, r"group_0: .*layout='pack-quantized'.*float"),
         ({"weights": {"type": "posit"}}, r"group_0: kind='posit'"),
         ({"weights": {"actorder": "group"}}, r"group_0: .*actorder='group'"),
