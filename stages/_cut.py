@@ -42,6 +42,9 @@ def shares_of(source: ModelFiles, graph: Graph, plan: Plan, *, ranks: int) -> li
 
 def _whole(plan: Plan) -> Iterator[str]:
     """Yield why a plan needs more than a slice of each weight."""
+    for scheme in filter(None, plan.schemes.values()):
+        if scheme.weights.granularity == "per_block":
+            yield f"{scheme.name} has one scale for a block of rows"
     if plan.file_to_file:
         return
     if plan.needs_hessian:

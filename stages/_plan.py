@@ -85,7 +85,7 @@ def resolve(entry: Quantize, graph: Graph, shapes: Mapping[str, Sequence[int]], 
     transforms = _transforms(entry, base)
     used = [scheme for scheme in schemes.values() if scheme is not None]
     needs = _needs(algorithm, [name for name, _ in transforms], used)
-    by_row = all(scheme.weights.granularity in ("per_channel", "per_group") for scheme in used)
+    by_row = all(scheme.weights.granularity in ("per_channel", "per_group", "per_block") for scheme in used)
     return Plan(
         name=entry.name,
         schemes=schemes,

@@ -29,14 +29,19 @@ def obstacles(model: ModelSize, graph: Graph, schemes: Mapping[str, LinearScheme
             for name in group.linears:
                 rows, columns = model.infos[f"{name}.weight"].shape
                 scheme = schemes[name]
-                why = _rows(rows, size) if group.norm is not None else cut_columns(columns, size, scheme)
+                why = _cut_rows(rows, size, scheme) if group.norm is not None else cut_columns(columns, size, scheme)
                 if why is not None:
                     found.append((name, why))
     return found
 
 
-def _rows(rows: int, size: int) -> str | None:
-    return f"{rows} rows over {size}" if units_of(rows, cards=size, card=0) is None else None
+def _cut_rows(rows: int, size: int, scheme: LinearScheme | None) -> str | None:
+    held = units_of(rows, cards=size, card=0)
+    if held is None:
+        return f"{rows} rows over {size}"
+    if scheme is not None and held[1] % scheme.weights.block_rows and size > 1:
+        return f"{rows} rows over {size} are {held[1]}, blocks have {scheme.weights.block_rows}"
+    return None
 
 
 def cut_columns(columns: int, size: int, scheme: LinearScheme | None) -> str | None:

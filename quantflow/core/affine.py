@@ -117,6 +117,9 @@ def fake_quantize_input(x: Tensor, scheme: TensorScheme | None, scale: Tensor | 
     """
     if scheme is None:
         return x
+    if scheme.dynamic and scheme.group_size is not None:
+        split = x.reshape(*x.shape[:-1], x.shape[-1] // scheme.group_size, scheme.group_size)  # [..., G, g]
+        return fake_quantize_per_token(split, scheme).flatten(-2)
     if scheme.dynamic:
         return fake_quantize_per_token(x, scheme)
     assert scale is not None  # QuantizedLinear refuses a static input without it

@@ -41,8 +41,10 @@ def join_rows(parts: Sequence[QTensor]) -> QTensor:
     Raises:
         SchemeError: the parts' rows share a scale.
     """
-    if parts[0].scheme.granularity == "per_tensor":
-        raise SchemeError("parts of a per_tensor weight", "quantize it in one process, or choose scales per channel")
+    if parts[0].scheme.granularity in ("per_tensor", "per_block"):
+        raise SchemeError(
+            f"parts of a {parts[0].scheme.granularity} weight", "quantize it in one process, or choose scales per channel"
+        )
     return _side_by_side(parts, 0, scale=torch.cat([part.scale for part in parts]))
 
 

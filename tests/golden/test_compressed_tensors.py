@@ -30,6 +30,14 @@ FP8_DYNAMIC = QuantizedLinear(
     ),
     scheme=PRESETS["FP8_DYNAMIC"],
 )
+FP8_BLOCK_2 = QuantizedLinear(  # blocks of 2 x 2; the third row has one of its own
+    weight=QTensor(
+        qvalue=torch.tensor([[1.0, -448.0, 0.5, 0.0]] * 3).to(torch.float8_e4m3fn),
+        scale=torch.tensor([[0.5, 1.0], [0.5, 1.0], [2.0, 4.0]]),
+        scheme=with_group_size(PRESETS["FP8_BLOCK"], 2).weights,
+    ),
+    scheme=with_group_size(PRESETS["FP8_BLOCK"], 2),
+)
 W8A8_STATIC = QuantizedLinear(  # two's complement: -128 is 80, -1 is ff
     weight=QTensor(
         qvalue=torch.tensor([[-128, 127, -1], [0, 1, 2]], dtype=torch.int8),
@@ -93,6 +101,14 @@ GOLDEN = {
         {
             "l.weight": (torch.float8_e4m3fn, [2, 2], "38fe3000"),
             "l.weight_scale": (torch.float32, [2, 1], "0000003f0000803f"),
+        },
+    ),
+    "FP8_BLOCK": (
+        FP8_BLOCK_2,
+        torch.float32,
+        {
+            "l.weight": (torch.float8_e4m3fn, [3, 4], "38fe3000" * 3),
+            "l.weight_scale": (torch.float32, [2, 2], "0000003f0000803f0000004000008040"),
         },
     ),
     "W8A8_STATIC": (
@@ -200,3 +216,12 @@ def test_the_config_is_this_document():
             }
         },
     }
+
+
+def test_the_arguments_of_blocks_are_these():
+    scheme = with_group_size(PRESETS["FP8_BLOCK"], 64)
+    (group,) = compressed_tensors.quantization_config({"q": scheme}, ignore=[], model_type="llama")["config_groups"].values()
+    same = {"num_bits": 8, "type": "float", "symmetric": True}
+    blocks = {"strategy": "block", "group_size": None, "block_structure": [64, 64], "dynamic": False}
+    assert group["weights"] == same | blocks
+    assert group["input_activations"] == same | {"strategy": "group", "group_size": 64, "dynamic": True}

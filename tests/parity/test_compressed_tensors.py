@@ -18,6 +18,7 @@ from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus, apply_quantization_config
 from compressed_tensors.quantization.lifecycle.forward import fake_quantize, forward_quantize
 from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
+from compressed_tensors.quantization.utils import calculate_qparams
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig, GPTNeoXConfig, LlamaConfig, LlamaForCausalLM
@@ -73,11 +74,15 @@ def their_group(scheme: LinearScheme):
 def test_their_model_accepts_our_config_and_means_the_same(name):
     scheme, group = SCHEMES[name], their_group(SCHEMES[name])
     strategies = {"per_tensor": "tensor", "per_channel": "channel", "per_group": "group", "per_token": "token"}
+    strategies["per_block"] = "block"
     for ours, theirs in ((scheme.weights, group.weights), (scheme.input, group.input_activations)):
         assert (ours is None) == (theirs is None)
         if ours is not None:
             assert (theirs.type, theirs.num_bits) == (ours.kind, ours.num_bits)
-            assert (theirs.strategy, theirs.group_size) == (strategies[ours.granularity], ours.group_size)
+            in_blocks = ours.granularity == "per_block"
+            assert theirs.strategy == strategies[ours.granularity]
+            assert theirs.group_size == (None if in_blocks else ours.group_size)
+            assert theirs.block_structure == ([ours.group_size] * 2 if in_blocks else None)
             assert (theirs.symmetric, theirs.dynamic) == (ours.symmetric, ours.dynamic)
     assert (group.format, group.targets, group.output_activations) == (scheme.layout, ["Linear"], None)
 
@@ -87,7 +92,7 @@ def test_a_preset_means_what_theirs_means(name):
     config = compressed_tensors.quantization_config({"l": PRESETS[name]}, ignore=[], model_type="llama")
     ours = QuantizationConfig.model_validate(config).config_groups["group_0"]
     theirs = QuantizationConfig(config_groups={name: ["Linear"]}).config_groups[name]
-    same = ("num_bits", "type", "symmetric", "strategy", "group_size", "dynamic")
+    same = ("num_bits", "type", "symmetric", "strategy", "group_size", "block_structure", "dynamic")
     for args, other in ((ours.weights, theirs.weights), (ours.input_activations, theirs.input_activations)):
         assert (args is None) == (other is None)
         assert args is None or all(getattr(args, field) == getattr(other, field) for field in same)
@@ -116,6 +121,15 @@ def test_their_compressor_writes_our_tensors_and_reads_our_weight(name, shape):
         assert (tensor.dtype, tensor.shape) == (ours[key].dtype, ours[key].shape)
         assert torch.equal(tensor.float(), ours[key].float()), key
     assert torch.equal(compressor.decompress(dict(theirs), group)["weight"], linear.weight.dequantize())
+
+
+@pytest.mark.parametrize("shape", [(64, 96), (70, 32)], ids=str)
+def test_the_scale_of_a_block_is_theirs(shape):
+    scheme, weight = SCHEMES["FP8_BLOCK"], random(*shape)
+    result = rtn.quantize_group({"l": weight}, scheme, statistics={}, scale_dtype=torch.float32)["l"].weight
+    padded = nn.functional.pad(weight, (0, 0, 0, -shape[0] % 32)).unflatten(0, (-1, 32)).unflatten(2, (-1, 32))
+    scale, _ = calculate_qparams(padded.amin((1, 3)), padded.amax((1, 3)), their_group(scheme).weights)
+    assert torch.equal(result.scale[::32], scale)
 
 
 @pytest.mark.parametrize("num_bits", [2, 3, 4, 8])
@@ -226,7 +240,7 @@ def test_stock_transformers_computes_our_formulas_bit_for_bit(tmp_path, name, dt
 
 
 @pytest.mark.parametrize(
-    "names", [("FP8_DYNAMIC", "W4A16"), ("W8A8_STATIC", "W8A16"), ("W4A8", "W3A16"), ("W2A16", "W8A8")], ids="+".join
+    "names", [("FP8_DYNAMIC", "W4A16"), ("W8A8_STATIC", "W8A16"), ("W4A8", "W3A16"), ("W2A16", "FP8_BLOCK")], ids="+".join
 )
 def test_stock_transformers_loads_two_schemes_in_one_model(tmp_path, names):
     artifact = write_artifact(tmp_path, [SCHEMES[name] for name in names])

@@ -36,6 +36,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "W8A8": {"scheme": "W8A8"},
     "W8A8_STATIC": {"scheme": "W8A8_STATIC"},
     "W8A16": {"scheme": "W8A16"},
+    "FP8_BLOCK": {"scheme": "FP8_BLOCK"},
     "W4A16": GPTQ,
     "W4A8": {"scheme": "W4A8"},
     "W3A16": {"scheme": "W3A16"},

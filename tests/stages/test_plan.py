@@ -42,6 +42,7 @@ def test_every_linear_of_the_decoder_layers_is_quantized_and_nothing_else():
         ("W3A16_ASYM", {"group_size": 32}, {"hessian_sum", "count"}),
         ("W2A16", {"group_size": 32, "algorithm": "rtn"}, set()),
         ("W4A8", {"group_size": 32}, {"hessian_sum", "count"}),
+        ("FP8_BLOCK", {"group_size": 32}, set()),
         ("W4A8", {"group_size": 32, "algorithm": "rtn"}, set()),
         ("W8A16", {"overrides": (Override(match="re:.*q_proj", scheme="FP8"),)}, {"amax"}),
     ],
@@ -129,7 +130,12 @@ def test_a_group_size_for_a_scheme_without_groups_is_refused():
 
 
 @pytest.mark.parametrize(
-    "options", [{"scheme": "FP8"}, {"scheme": "W8A16", "overrides": (Override(match="re:.*", scheme="FP8"),)}]
+    "options",
+    [
+        {"scheme": "FP8"},
+        {"scheme": "FP8_BLOCK", "group_size": 32},
+        {"scheme": "W8A16", "overrides": (Override(match="re:.*", scheme="FP8"),)},
+    ],
 )
 def test_gptq_with_float8_is_refused(options):
     with pytest.raises(UsageError, match="gptq with scheme FP8"):

@@ -65,7 +65,7 @@ def test_observers_are_those_that_the_schemes_need(planned, llama):
     assert planned(llama, "--for", "W8A8_STATIC")["calibration"]["observers"] == ["channel_amax", "min_max"]
 
 
-@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "W8A16", "W4A8", "W3A16_ASYM", "W2A16"])
+@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "FP8_BLOCK", "W8A16", "W4A8", "W3A16_ASYM", "W2A16"])
 def test_the_bytes_of_the_artifact_are_those_that_export_writes(planned, llama, tmp_path, monkeypatch, scheme):
     monkeypatch.setattr(export_stage, "_prove", lambda *_: None)  # a fresh process: test_verbs has it
     groups = preset(scheme).weights.group_size is not None
@@ -201,6 +201,9 @@ def model_with(heads, kv_heads, rows, columns):
         ((8, 8, 66, 1024), "FP8_DYNAMIC", 4, ["up"]),
         ((8, 8, 64, 1022), "FP8_DYNAMIC", 4, ["down"]),
         ((8, 8, 64, 512), "W4A16", 8, ["down"]),  # 64 columns a card, groups of 128
+        ((8, 8, 256, 256), "FP8_BLOCK", 2, []),
+        ((8, 8, 192, 256), "FP8_BLOCK", 2, ["up"]),  # 96 rows a card, blocks of 128
+        ((8, 8, 192, 256), "FP8_BLOCK", 1, []),
         ((8, 8, 64, 72), "W8A16", 4, ["down"]),  # 18 columns a card, four to a word
         ((8, 8, 64, 72), "FP8_DYNAMIC", 4, []),
         ((7, 7, 63, 129), "FP8_DYNAMIC", 1, []),

@@ -37,6 +37,12 @@ def test_the_range_of_an_int_scheme_is_twos_complement(num_bits, qmin, qmax):
         ({"granularity": "per_group", "group_size": 0}, r"group_size=0; use a positive divisor"),
         ({"granularity": "per_group", "group_size": -1}, r"group_size=-1"),
         ({"granularity": "per_token"}, r"granularity='per_token' with dynamic=False; .* always dynamic"),
+        ({"granularity": "per_block", "kind": "float"}, r"granularity='per_block' with group_size=None; give group_size"),
+        ({"granularity": "per_block", "group_size": 8}, r"granularity='per_block' with kind='int', dynamic=False; blocks are"),
+        (
+            {"granularity": "per_block", "group_size": 8, "kind": "float", "dynamic": True},
+            r"granularity='per_block' with kind='float', dynamic=True",
+        ),
         ({"kind": "float", "symmetric": False}, r"kind='float' with symmetric=False; float8 has no zero_point"),
     ],
 )
@@ -53,6 +59,7 @@ def test_a_tensor_scheme_that_has_no_meaning_is_refused(changes, message):
         ({"input": replace(TOKEN, symmetric=False)}, r"mine: input with granularity='per_token', .* symmetric=False"),
         ({"input": replace(STATIC, dynamic=True)}, r"mine: input with granularity='per_tensor', dynamic=True"),
         ({"input": INT8}, r"mine: input with granularity='per_channel'"),
+        ({"input": replace(INT4_GROUP, dynamic=True)}, r"mine: input with granularity='per_group'.*beside blocks of its size"),
         ({"layout": "float-quantized"}, r"mine: layout='float-quantized' with weights of kind='int'"),
         (
             {"weights": TensorScheme(kind="float", num_bits=8, granularity="per_tensor")},
@@ -64,6 +71,20 @@ def test_a_linear_scheme_that_no_linear_computes_is_refused(changes, message):
     scheme = LinearScheme(name="mine", weights=INT8, input=None, layout="int-quantized")
     with pytest.raises(SchemeError, match=message):
         replace(scheme, **changes)
+
+
+def test_an_input_in_groups_stands_beside_blocks_of_its_size_alone():
+    scheme = preset("FP8_BLOCK")
+    assert (scheme.weights.block_rows, scheme.weights.group_size, scheme.input.group_size) == (128, 128, 128)
+    for changed in (replace(scheme.input, group_size=64), replace(scheme.input, dynamic=False)):
+        with pytest.raises(SchemeError, match=r"FP8_BLOCK: input with granularity='per_group'"):
+            replace(scheme, input=changed)
+    with pytest.raises(SchemeError, match=r"FP8_BLOCK: input with granularity='per_group'"):
+        replace(scheme, weights=preset("FP8_DYNAMIC").weights)
+
+
+def test_only_blocks_share_scales_between_some_rows():
+    assert {name for name, scheme in PRESETS.items() if scheme.weights.block_rows > 1} == {"FP8_BLOCK"}
 
 
 def test_inputs_are_none_static_per_tensor_or_dynamic_per_token():
@@ -81,13 +102,16 @@ def test_a_preset_means_what_compressed_tensors_means_by_its_name(name):
             assert args is None
             continue
         strategy = {"per_tensor": "tensor", "per_channel": "channel", "per_group": "group", "per_token": "token"}
+        strategy["per_block"] = "block"
+        size = mine.group_size if args.block_structure is None else None
+        assert args.block_structure in (None, [mine.group_size] * 2)
         assert (
             mine.kind,
             mine.num_bits,
             mine.symmetric,
             mine.dynamic,
             strategy[mine.granularity],
-            mine.group_size,
+            size,
         ) == (
             str(args.type),
             args.num_bits,
@@ -141,6 +165,11 @@ def test_a_group_size_replaces_that_of_a_scheme_with_groups(name, size):
     scheme = with_group_size(preset(name), size)
     assert scheme.weights == replace(preset(name).weights, group_size=size)
     assert replace(scheme, weights=preset(name).weights) == preset(name)
+
+
+def test_the_size_of_blocks_is_that_of_the_inputs_groups():
+    scheme = with_group_size(preset("FP8_BLOCK"), 64)
+    assert (scheme.weights.group_size, scheme.weights.block_rows, scheme.input.group_size) == (64, 64, 64)
 
 
 def test_a_group_size_for_a_scheme_without_groups_is_refused():

@@ -35,6 +35,8 @@ def random_linear(scheme: LinearScheme, rows: int, columns: int, *, seed: int = 
     weights = scheme.weights
     shape = (1, 1) if weights.granularity == "per_tensor" else (rows, columns // (weights.group_size or columns))
     scale = 2.0 ** torch.randint(-9, 3, shape, generator=generator)
+    if weights.granularity == "per_block":
+        scale = scale[:: weights.block_rows].repeat_interleave(weights.block_rows, 0)[:rows]
     zero_point = None
     if weights.kind == "float":
         qvalue = (torch.randn(rows, columns, generator=generator) * 50).to(torch.float8_e4m3fn)
@@ -129,7 +131,7 @@ def test_a_linear_encoded_by_rows_is_the_linear_encoded_whole(name, rows, multip
 
 
 @pytest.mark.parametrize(
-    ("name", "first"), [("FP8", 0), ("W4A16", 4), ("W4A16_ASYM", 12), ("W3A16_ASYM", 16), ("W2A16_ASYM", 8)]
+    ("name", "first"), [("FP8", 0), ("FP8_BLOCK", 4), ("W4A16", 4), ("W4A16_ASYM", 12), ("W3A16_ASYM", 16), ("W2A16_ASYM", 8)]
 )
 def test_rows_that_cannot_stand_alone_are_refused(name, first):
     with pytest.raises(SchemeError, match=rf"m\.q: rows from {first} of per_"):
@@ -137,16 +139,32 @@ def test_rows_that_cannot_stand_alone_are_refused(name, first):
 
 
 @pytest.mark.parametrize(
-    ("name", "rows"), [("FP8_DYNAMIC", 8), ("W8A16", 8), ("W4A16_ASYM", 8), ("W3A16", 32), ("W3A16_ASYM", 32), ("W2A16", 16)]
+    ("name", "rows"),
+    [("FP8_DYNAMIC", 8), ("FP8_BLOCK", 128), ("W8A16", 8), ("W4A16_ASYM", 8), ("W3A16", 32), ("W3A16_ASYM", 32), ("W2A16", 16)],
 )
 def test_so_many_rows_are_encoded_by_themselves(name, rows):
     assert compressed_tensors.row_multiple(PRESETS[name]) == rows
-    assert compressed_tensors.ROW_MULTIPLE % rows == 0
+    assert name == "FP8_BLOCK" or compressed_tensors.ROW_MULTIPLE % rows == 0
 
 
 def test_32_rows_of_zero_points_of_3_bits_are_three_words():
     spans = compressed_tensors.row_spans("q", PRESETS["W3A16_ASYM"], first=64, count=40)
     assert spans == {"q.weight_packed": (64, 40), "q.weight_scale": (64, 40), "q.weight_zero_point": (6, 4)}
+
+
+def test_rows_of_blocks_have_a_row_of_scales_for_each_block():
+    spans = compressed_tensors.row_spans("q", PRESETS["FP8_BLOCK"], first=256, count=130)
+    assert spans == {"q.weight": (256, 130), "q.weight_scale": (2, 2)}
+    specs = compressed_tensors.tensor_specs("q", PRESETS["FP8_BLOCK"], (300, 256), torch.bfloat16)
+    assert specs == {"q.weight": ("F8_E4M3", (300, 256)), "q.weight_scale": ("F32", (3, 2))}
+
+
+def test_rows_of_a_block_with_several_scales_are_refused():
+    linear = random_linear(SCHEMES["FP8_BLOCK"], 9, 8)
+    scale = linear.weight.scale.clone()
+    scale[7] *= 2
+    with pytest.raises(SchemeError, match=r"m\.q: 8 rows of a block have several scales"):
+        compressed_tensors.encode("m.q", replace(linear, weight=replace(linear.weight, scale=scale)))
 
 
 @pytest.mark.parametrize(
@@ -169,6 +187,7 @@ def test_specs_of_a_linear_that_the_scheme_does_not_fit_are_refused_by_name():
     [
         ("FP8", ["weight", "weight_scale", "input_scale"]),
         ("FP8_DYNAMIC", ["weight", "weight_scale"]),
+        ("FP8_BLOCK", ["weight", "weight_scale"]),
         ("W8A8", ["weight", "weight_scale"]),
         ("W8A8_STATIC", ["weight", "weight_scale", "input_scale", "input_zero_point"]),
         ("W8A16", ["weight_packed", "weight_scale", "weight_shape"]),
@@ -184,7 +203,7 @@ def test_a_linear_becomes_these_tensors(name, suffixes):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_only_packed_scales_have_the_models_dtype(name):
-    expected = torch.float32 if name in ("FP8", "FP8_DYNAMIC", "W8A8", "W8A8_STATIC") else torch.float16
+    expected = torch.float32 if name in ("FP8", "FP8_DYNAMIC", "FP8_BLOCK", "W8A8", "W8A8_STATIC") else torch.float16
     assert compressed_tensors.scale_dtype(PRESETS[name], torch.float16) == expected
 
 
@@ -237,6 +256,7 @@ FLOAT8_NAN = torch.full((2, 8), math.nan).to(torch.float8_e4m3fn)
         ("FP8", "input_scale", torch.tensor([math.inf]), r"m\.q\.input_scale: scale inf"),
         ("FP8", "input_scale", torch.tensor([-0.5]), r"m\.q\.input_scale: scale -0\.5"),
         ("FP8", "weight", FLOAT8_NAN, r"m\.q: qvalue nan"),
+        ("FP8_BLOCK", "weight_scale", torch.ones(2, 1), r"m\.q\.weight_scale: is torch\.float32 \[2, 1\], .*\(1, 1\)"),
         ("W8A8_STATIC", "input_zero_point", torch.ones(1), r"m\.q\.input_zero_point: is torch\.float32"),
         ("W4A16", "weight_shape", torch.tensor([2, 9]), r"m\.q\.weight_packed: \[2, 1\], weight_shape \(2, 9\)"),
         ("W4A16", "weight_shape", torch.tensor([3, 8]), r"m\.q\.weight_packed: \[2, 1\], weight_shape \(3, 8\)"),
@@ -359,6 +379,8 @@ def test_order_of_columns_is_history_and_not_layout():
         ({"format": "marlin-24"}, r"group_0: layout='marlin-24'"),
         ({"format": None}, r"group_0: layout=None"),
         ({"weights": {"strategy": "block"}}, r"group_0: strategy 'block'"),
+        ({"weights": {"strategy": "block", "block_structure": [128, 64]}}, r"group_0: .*block_structure=\[128, 64\]"),
+        ({"weights": {"strategy": "block", "block_structure": [8, 8]}}, r"group_0: granularity='per_block' with kind='int'"),
         ({"weights": {"strategy": "tensor_group"}}, r"group_0: strategy 'tensor_group'"),
         ({"weights": {"num_bits": 5}}, r"group_0: num_bits=5"),
         ({"weights": {"type": "float"}}, r"group_0: .*layout='pack-quantized'.*float"),
