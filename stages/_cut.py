@@ -16,11 +16,15 @@ def shares_of(source: ModelFiles, graph: Graph, plan: Plan, *, ranks: int) -> li
     Key and value heads that are fewer than the ranks go to several of them, as runtimes do.
 
     Raises:
-        UsageError: heads, rows, columns or groups do not divide.
+        UsageError: heads, rows, columns or groups do not divide, or scales span blocks of rows.
         UnsupportedError: transformers has no tensor-parallel plan for the family.
     """
     if ranks < 1:
         raise UsageError(f"ranks={ranks}", "give 1 or more")
+    for scheme in filter(None, plan.schemes.values()):
+        if scheme.weights.granularity == "per_block":
+            told = f"{plan.name}: --ranks {ranks}: {scheme.name} has one scale for a block of rows, which a cut may split"
+            raise UsageError(told, "choose scales per channel or group, or leave --ranks out")
     config = load_config(source.checkpoint)
     shapes = {name: info.shape for name, info in source.checkpoint.infos.items()}
     shares = []

@@ -90,7 +90,7 @@ def resolve(
     used = [scheme for scheme in schemes.values() if scheme is not None]
     needs = _needs(algorithm, [name for name, _ in transforms], used)
     alone = ALGORITHMS[algorithm].BY_ROW and not transforms
-    by_row = all(scheme.weights.granularity in ("per_channel", "per_group") for scheme in used)
+    by_row = all(scheme.weights.granularity in ("per_channel", "per_group", "per_block") for scheme in used)
     return Plan(
         name=entry.name,
         schemes=schemes,

@@ -132,7 +132,7 @@ def _values(checkpoint: Checkpoint, name: str, scheme: LinearScheme) -> str:
     found = {key: checkpoint.tensors[key] for key in FORMAT.tensor_names(name, scheme)}
     tensors = {key: (checkpoint.folder / file, info) for key, (file, info) in found.items()}
     rows, columns = _shape(name, tensors)
-    digest, step = ValuesDigest(), row_step(columns)
+    digest, step = ValuesDigest(), row_step(columns, scheme)
     for first in range(0, rows, step):
         count = min(step, rows - first)
         digest.update(decoded_rows(name, scheme, tensors, first=first, count=count, columns=columns))

@@ -8,13 +8,13 @@ Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
 
 from collections.abc import Mapping
 
+from quantflow.core.packing import elements_of_whole_words
 from quantflow.core.scheme import LinearScheme
 from quantflow.measurements.placement import units_of
 from quantflow.models.graph import Graph
 from stages._sizes import ModelSize
 
 SIZES = (1, 2, 4, 8)
-WORD = 32  # bits of the words into which pack-quantized values are packed along the columns
 
 
 def obstacles(model: ModelSize, graph: Graph, schemes: Mapping[str, LinearScheme | None], size: int) -> list[tuple[str, str]]:
@@ -29,14 +29,19 @@ def obstacles(model: ModelSize, graph: Graph, schemes: Mapping[str, LinearScheme
             for name in group.linears:
                 rows, columns = model.infos[f"{name}.weight"].shape
                 scheme = schemes[name]
-                why = _rows(rows, size) if group.norm is not None else cut_columns(columns, size, scheme)
+                why = _cut_rows(rows, size, scheme) if group.norm is not None else cut_columns(columns, size, scheme)
                 if why is not None:
                     found.append((name, why))
     return found
 
 
-def _rows(rows: int, size: int) -> str | None:
-    return f"{rows} rows over {size}" if units_of(rows, cards=size, card=0) is None else None
+def _cut_rows(rows: int, size: int, scheme: LinearScheme | None) -> str | None:
+    held = units_of(rows, cards=size, card=0)
+    if held is None:
+        return f"{rows} rows over {size}"
+    if scheme is not None and held[1] % scheme.weights.block_rows and size > 1:
+        return f"{rows} rows over {size} are {held[1]}, blocks have {scheme.weights.block_rows}"
+    return None
 
 
 def cut_columns(columns: int, size: int, scheme: LinearScheme | None) -> str | None:
@@ -50,6 +55,9 @@ def cut_columns(columns: int, size: int, scheme: LinearScheme | None) -> str | N
     group_size = scheme.weights.group_size
     if group_size is not None and share % group_size:
         return f"{columns} columns over {size} are {share}, groups have {group_size}"
-    if scheme.layout == "pack-quantized" and share * scheme.weights.num_bits % WORD:
-        return f"{columns} columns over {size} are {share}, a word holds {WORD // scheme.weights.num_bits}"
+    num_bits = scheme.weights.num_bits
+    count = elements_of_whole_words(num_bits)  # pack-quantized values are packed along the columns
+    if scheme.layout == "pack-quantized" and share % count:
+        words = count * num_bits // 32
+        return f"{columns} columns over {size} are {share}, {'a word holds' if words == 1 else f'{words} words hold'} {count}"
     return None

@@ -119,7 +119,7 @@ def units_of(layer: Layer, plan: Plan, source: ModelFiles, share: Share = WHOLE)
         part, shape = share.part(info), share.info(info).shape
         first, total, step = part.rows.start, torch.Size(shape).numel(), UNIT
         if scheme is not None or part.columns is not None:
-            total, step = shape[0], row_step(shape[1])
+            total, step = shape[0], row_step(shape[1], scheme)
         else:
             first *= torch.Size(info.shape[1:]).numel()
         for at in range(0, total, step):
@@ -135,9 +135,9 @@ def units_of(layer: Layer, plan: Plan, source: ModelFiles, share: Share = WHOLE)
             )
 
 
-def row_step(in_features: int) -> int:
-    """Return how many rows of a weight make a unit."""
-    multiple: int = FORMAT.ROW_MULTIPLE
+def row_step(in_features: int, scheme: LinearScheme | None) -> int:
+    """Return how many rows of a weight make a unit; scheme: None copies them."""
+    multiple: int = 1 if scheme is None else FORMAT.row_multiple(scheme)
     return max(1, UNIT // max(1, in_features) // multiple) * multiple
 
 

@@ -166,7 +166,9 @@ def measure(model: str, output: str | None, settings: tuple[str, ...], recipe: s
 @cli.command()
 @click.argument("model")
 @click.option("-o", "--output", metavar="DIR", required=True, help="Where the quantized layers go.")
-@click.option("--scheme", help="FP8, FP8_DYNAMIC, W8A8, W8A8_STATIC, W8A16, W4A16 or W4A16_ASYM.")
+@click.option(
+    "--scheme", help="FP8, FP8_DYNAMIC, FP8_BLOCK, W8A8, W8A8_STATIC, W8A16, W4A8, or W4A16, W3A16, W2A16 and these _ASYM."
+)
 @click.option("--algorithm", help="rtn, rtn_mse, hqq or gptq (default: the scheme's).")
 @click.option("--group-size", type=int, help="Input features per scale (default: the scheme's).")
 @click.option("--smoothquant", type=float, metavar="ALPHA", help="Smooth with this alpha; 0.5 is usual.")

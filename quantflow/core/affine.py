@@ -4,9 +4,9 @@
 in the range of qvalue, or None when symmetric. Rounding is half to even. Everything broadcasts; nothing here knows
 about groups or layers.
 
-The symmetric integer rule is compressed-tensors': scale = amax / 127.5 (int8) or amax / 7.5 (int4), clamped to
--128..127 or -8..7. A float8 scale is amax / largest. A range of zero (an all-zero group, an unseen input) has scale
-1: any positive scale reproduces it, and 1 is readable.
+The symmetric integer rule is compressed-tensors': scale = amax / 127.5 (int8), amax / 7.5 (int4), amax / 3.5 (int3) or
+amax / 1.5 (int2), clamped to -128..127, -8..7, -4..3 or -2..1. A float8 scale is amax / largest. A range of zero (an
+all-zero group, an unseen input) has scale 1: any positive scale reproduces it, and 1 is readable.
 Source: Jacob et al. 2018, arXiv:1712.05877, section 2.1.
 """
 
@@ -57,7 +57,7 @@ def stored(scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def quantize(x: Tensor, scale: Tensor, zero_point: Tensor | None, scheme: TensorScheme) -> Tensor:
-    """Return the qvalues of `x`: int8 (also for 4 bits) or the flavour's float8 dtype, saturating.
+    """Return the qvalues of `x`: int8 (of fewer bits too) or the flavour's float8 dtype, saturating.
 
     NaN stays NaN in float8; integers have no code for it, so whoever quantizes to int refuses NaN first.
 
@@ -117,6 +117,9 @@ def fake_quantize_input(x: Tensor, scheme: TensorScheme | None, scale: Tensor | 
     """
     if scheme is None:
         return x
+    if scheme.dynamic and scheme.group_size is not None:
+        split = x.reshape(*x.shape[:-1], x.shape[-1] // scheme.group_size, scheme.group_size)  # [..., G, g]
+        return fake_quantize_per_token(split, scheme).flatten(-2)
     if scheme.dynamic:
         return fake_quantize_per_token(x, scheme)
     assert scale is not None  # QuantizedLinear refuses a static input without it

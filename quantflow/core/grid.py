@@ -55,7 +55,7 @@ def weight_grids(
 
     Args:
         weights: name -> [O, I], any float dtype; not modified. `groups.row_units` of them are converted at a time.
-        scheme: per_tensor, per_channel or per_group.
+        scheme: per_tensor, per_channel, per_group or per_block.
         scale_dtype: the dtype in which the layout stores scales.
         importance: [I], at least zero; when given, each scale of an int scheme that is not per_tensor comes from the
             multiple of its range that makes sum_j importance_j * (rounded_j - weight_j)^2 smallest.
@@ -69,7 +69,7 @@ def weight_grids(
         if weight.ndim != 2 or weight.numel() == 0:
             raise InputError(f"{name}: weight is {list(weight.shape)}, [O, I] is needed", "list the layer under `ignore`")
         groups.group_size_for(scheme, weight.shape[1], name=name)
-    units = [(name, rows) for name, weight in weights.items() for rows in groups.row_units(weight)]
+    units = [(name, rows) for name, weight in weights.items() for rows in groups.row_units(weight, multiple=scheme.block_rows)]
 
     def bounds(unit: tuple[str, slice]) -> Bounds:
         return bounds_of(unit[0], weights[unit[0]][unit[1]], scheme=scheme)
@@ -141,6 +141,11 @@ def _unit_grid(name: str, weight: Tensor, *, scheme: TensorScheme, scale_dtype: 
     """Return the grid of some rows of a weight, which has scales of its own for each of them."""
     weight = weight.float()
     bounds = _range(name, weight, scheme=scheme)
+    if scheme.granularity == "per_block":
+        blocks = groups.spans(len(weight), scheme.block_rows)
+        amax = torch.stack([bounds[1][rows].amax(dim=0) for rows in blocks])  # [ceil(O / block_rows), G]
+        of_blocks = _grid(-amax, amax, scheme=scheme, scale_dtype=scale_dtype)
+        return replace(of_blocks, scale=groups.expand_rows(of_blocks.scale, scheme.block_rows, len(weight)))
     grid = _grid(*bounds, scheme=scheme, scale_dtype=scale_dtype)
     if importance is None or scheme.kind != "int":
         return grid

@@ -13,9 +13,9 @@ def spans(stop: int, length: int, *, start: int = 0) -> list[slice]:
     return [slice(first, min(first + length, stop)) for first in range(start, stop, length)]
 
 
-def row_units(weight: Tensor) -> list[slice]:
-    """Return the rows of a weight in units of about UNIT_ELEMENTS elements, at least one row each.  weight: [O, I]."""
-    return spans(weight.shape[0], max(1, UNIT_ELEMENTS // weight.shape[1]))
+def row_units(weight: Tensor, *, multiple: int = 1) -> list[slice]:
+    """Return the rows of a weight in units of about UNIT_ELEMENTS elements, at least `multiple` rows each.  weight: [O, I]."""
+    return spans(weight.shape[0], max(1, UNIT_ELEMENTS // weight.shape[1] // multiple) * multiple)
 
 
 def unit_bytes(columns: int) -> int:
@@ -42,6 +42,11 @@ def group_size_for(scheme: TensorScheme, in_features: int, *, name: str = "weigh
 def to_groups(weight: Tensor, group_size: int) -> Tensor:
     """Split the columns of a weight into groups; a view.  [O, I] -> [O, G, g]."""
     return weight.reshape(weight.shape[0], weight.shape[1] // group_size, group_size)  # [O, G, g]
+
+
+def expand_rows(per_block: Tensor, block_rows: int, rows: int) -> Tensor:
+    """Repeat a value per block over its rows, of which the last block may have fewer.  [ceil(O / block_rows), G] -> [O, G]."""
+    return per_block.repeat_interleave(block_rows, dim=0)[:rows]  # [O, G]
 
 
 def expand(per_group: Tensor, in_features: int) -> Tensor:

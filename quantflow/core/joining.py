@@ -56,7 +56,10 @@ def join_rows(parts: Sequence[QTensor], *, scale: Tensor | None = None) -> Joine
     Raises:
         SchemeError: per_tensor parts without their scale, or with a zero_point.
     """
-    if parts[0].scheme.granularity == "per_tensor":
+    granularity = parts[0].scheme.granularity
+    if granularity == "per_block":
+        raise SchemeError(f"parts of a {granularity} weight", "quantize it in one process, or choose scales per channel")
+    if granularity == "per_tensor":
         scale = _checked(parts, scale)
         stale = torch.cat([(part.scale != scale)[0].expand(len(part.qvalue)) for part in parts])  # [O]
         return Joined(weight=_side_by_side(parts, 0, scale=scale), stale=((stale, slice(None)),))

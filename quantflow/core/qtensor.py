@@ -16,8 +16,8 @@ class QTensor:
 
     Invariants (shapes and dtypes are checked when it is made, values by `validate`):
         real ~= scale * (qvalue - zero_point), scale repeated over the columns of its group
-        qvalue      [O, I]           int8 for 4 and 8 bit integers, unpacked; the flavour's dtype for float8
-        scale       [O or 1, G]      float32, finite, positive; G divides I; [1, 1] when per_tensor
+        qvalue      [O, I]           int8 for integers of any num_bits, unpacked; the flavour's dtype for float8
+        scale       [O or 1, G]      float32, finite, positive; G divides I; [1, 1] when per_tensor; per_block, equal rows
         zero_point  as scale, int8   None exactly when the scheme is symmetric
     """
 
@@ -61,7 +61,7 @@ class QTensor:
             )
 
     def validate(self, name: str) -> None:
-        """Check the values: scale finite and positive, qvalue and zero_point within the scheme's range.
+        """Check the values: scale finite, positive and equal in a block, qvalue and zero_point within the scheme's range.
 
         Raises:
             SchemeError: naming `name` and the first value that is out of range.
@@ -70,6 +70,13 @@ class QTensor:
         if bad.any():
             raise SchemeError(
                 f"{name}: scale {self.scale[bad][0].item()}, it is finite and positive", "quantize the weight again"
+            )
+        block_rows = self.scheme.block_rows
+        if block_rows > 1 and not torch.equal(
+            groups.expand_rows(self.scale[::block_rows], block_rows, len(self.scale)), self.scale
+        ):
+            raise SchemeError(
+                f"{name}: {block_rows} rows of a block have several scales", "quantize the rows of a block together"
             )
         if self.scheme.kind == "float":
             flavour, magnitude = self.scheme.float8, float8.largest_magnitude(self.qvalue)

@@ -1,8 +1,8 @@
 """Schemes: how the weights and inputs of a linear are quantized, as plain data.
 
-The names in PRESETS are the field's: they mean what compressed-tensors means by them, with two exceptions.
-W8A8_STATIC is ours. W8A16 has a scale per channel, as kernels for it want; compressed-tensors 0.20 has one per 128
-columns. A scheme validates itself and computes nothing.
+The names in PRESETS are the field's: they mean what compressed-tensors means by them, with these exceptions.
+W8A8_STATIC, W3A16_ASYM and W2A16_ASYM are ours. W8A16 has a scale per channel, as kernels for it want; compressed-tensors
+0.20 has one per 128 columns. A scheme validates itself and computes nothing.
 """
 
 from dataclasses import dataclass, replace
@@ -11,8 +11,9 @@ from typing import Literal, get_args
 from quantflow.errors import SchemeError
 
 Kind = Literal["int", "float"]
-Granularity = Literal["per_tensor", "per_channel", "per_group", "per_token"]
+Granularity = Literal["per_tensor", "per_channel", "per_group", "per_block", "per_token"]
 Layout = Literal["float-quantized", "int-quantized", "pack-quantized"]
+INT_BITS = (2, 3, 4, 8)
 FLOAT8_FLAVOURS = ("e4m3fn", "e5m2", "e4m3fnuz", "gaudi2")
 
 
@@ -27,9 +28,9 @@ class TensorScheme:
 
     Attributes:
         kind: `int` (two's complement of `num_bits`) or `float` (the float8 flavour named by `float8`).
-        num_bits: 4 or 8.
+        num_bits: one of INT_BITS; 8 for float.
         granularity: which elements share a scale; `per_token` needs `dynamic`.
-        group_size: input features per group; only with `per_group`.
+        group_size: input features per group; of `per_block` also the rows that share a scale. Only with these two.
         symmetric: zero_point is None, the range is centred on zero.
         dynamic: the scale is computed from each input at run time instead of being stored.
         float8: one of FLOAT8_FLAVOURS; only read when `kind` is `float`.
@@ -52,19 +53,28 @@ class TensorScheme:
         _known("kind", self.kind, get_args(Kind))
         _known("granularity", self.granularity, get_args(Granularity))
         _known("float8", self.float8, FLOAT8_FLAVOURS)
-        if self.num_bits not in ((4, 8) if self.kind == "int" else (8,)):
-            raise SchemeError(f"num_bits={self.num_bits} with kind={self.kind!r}", "use 4 or 8 for int and 8 for float")
-        if (self.granularity == "per_group") != (self.group_size is not None):
+        if self.num_bits not in (INT_BITS if self.kind == "int" else (8,)):
+            raise SchemeError(f"num_bits={self.num_bits} with kind={self.kind!r}", "use 2, 3, 4 or 8 for int and 8 for float")
+        if (self.granularity in ("per_group", "per_block")) != (self.group_size is not None):
             raise SchemeError(
                 f"granularity={self.granularity!r} with group_size={self.group_size}",
-                "give group_size with per_group, and only there",
+                "give group_size with per_group and per_block, and only there",
             )
         if self.group_size is not None and self.group_size < 1:
             raise SchemeError(f"group_size={self.group_size}", "use a positive divisor of in_features")
         if (self.granularity == "per_token") and not self.dynamic:
             raise SchemeError("granularity='per_token' with dynamic=False", "a scale per token is always dynamic")
+        if self.granularity == "per_block" and (self.kind != "float" or self.dynamic):
+            raise SchemeError(
+                f"granularity='per_block' with kind={self.kind!r}, dynamic={self.dynamic}", "blocks are of float8 weights"
+            )
         if self.kind == "float" and not self.symmetric:
             raise SchemeError("kind='float' with symmetric=False", "float8 has no zero_point; use symmetric=True")
+
+    @property
+    def block_rows(self) -> int:
+        """How many rows of a weight share the scale of a group; 1 but for `per_block`, and not read for `per_tensor`."""
+        return self.group_size if self.granularity == "per_block" and self.group_size is not None else 1
 
     @property
     def qmin(self) -> int:
@@ -98,8 +108,8 @@ class LinearScheme:
         """Refuse weights and inputs that no linear here computes: a silent substitute would be a wrong number.
 
         Raises:
-            SchemeError: dynamic weights, an input that is neither static per tensor nor symmetric per token, or a
-                layout that cannot hold the weights.
+            SchemeError: dynamic weights, an input that is neither static per tensor nor symmetric per token (or, of weights
+                per block, per group), or a layout that cannot hold the weights.
         """
         _known("layout", self.layout, get_args(Layout))
         if self.weights.dynamic:
@@ -108,11 +118,13 @@ class LinearScheme:
         if inputs is not None:
             static = inputs.granularity == "per_tensor" and not inputs.dynamic
             per_token = inputs.granularity == "per_token" and inputs.symmetric
-            if not (static or per_token):
+            per_group = (inputs.granularity, inputs.dynamic, inputs.symmetric) == ("per_group", True, True)
+            beside_blocks = self.weights.granularity == "per_block" and inputs.group_size == self.weights.group_size
+            if not (static or per_token or (per_group and beside_blocks)):
                 raise SchemeError(
                     f"{self.name}: input with granularity={inputs.granularity!r}, dynamic={inputs.dynamic}, "
                     f"symmetric={inputs.symmetric}",
-                    "use a static input per_tensor, or a dynamic symmetric one per_token",
+                    "use a static input per_tensor, a dynamic symmetric one per_token, or beside blocks of its size per_group",
                 )
         if (self.layout == "float-quantized") != (self.weights.kind == "float"):
             raise SchemeError(
@@ -124,16 +136,24 @@ class LinearScheme:
 _FP8_TENSOR = TensorScheme(kind="float", num_bits=8, granularity="per_tensor")
 _FP8_CHANNEL = TensorScheme(kind="float", num_bits=8, granularity="per_channel")
 _FP8_TOKEN = TensorScheme(kind="float", num_bits=8, granularity="per_token", dynamic=True)
+_FP8_BLOCK = TensorScheme(kind="float", num_bits=8, granularity="per_block", group_size=128)
+_FP8_GROUP = TensorScheme(kind="float", num_bits=8, granularity="per_group", group_size=128, dynamic=True)
 _INT8_CHANNEL = TensorScheme(kind="int", num_bits=8, granularity="per_channel")
 _INT8_TOKEN = TensorScheme(kind="int", num_bits=8, granularity="per_token", dynamic=True)
 _INT8_STATIC = TensorScheme(kind="int", num_bits=8, granularity="per_tensor", symmetric=False)
 _INT4_GROUP = TensorScheme(kind="int", num_bits=4, granularity="per_group", group_size=128)
+
+
+def _in_groups(name: str, weights: TensorScheme, inputs: TensorScheme | None = None) -> LinearScheme:
+    return LinearScheme(name=name, weights=weights, input=inputs, layout="pack-quantized", algorithm="gptq")
+
 
 PRESETS: dict[str, LinearScheme] = {
     scheme.name: scheme
     for scheme in (
         LinearScheme(name="FP8", weights=_FP8_TENSOR, input=_FP8_TENSOR, layout="float-quantized"),
         LinearScheme(name="FP8_DYNAMIC", weights=_FP8_CHANNEL, input=_FP8_TOKEN, layout="float-quantized"),
+        LinearScheme(name="FP8_BLOCK", weights=_FP8_BLOCK, input=_FP8_GROUP, layout="float-quantized"),
         LinearScheme(
             name="W8A8", weights=_INT8_CHANNEL, input=_INT8_TOKEN, layout="int-quantized", transforms=("smoothquant",)
         ),
@@ -145,14 +165,13 @@ PRESETS: dict[str, LinearScheme] = {
             transforms=("smoothquant",),
         ),
         LinearScheme(name="W8A16", weights=_INT8_CHANNEL, input=None, layout="pack-quantized"),
-        LinearScheme(name="W4A16", weights=_INT4_GROUP, input=None, layout="pack-quantized", algorithm="gptq"),
-        LinearScheme(
-            name="W4A16_ASYM",
-            weights=replace(_INT4_GROUP, symmetric=False),
-            input=None,
-            layout="pack-quantized",
-            algorithm="gptq",
-        ),
+        _in_groups("W4A16", _INT4_GROUP),
+        _in_groups("W4A16_ASYM", replace(_INT4_GROUP, symmetric=False)),
+        _in_groups("W4A8", _INT4_GROUP, _INT8_TOKEN),
+        _in_groups("W3A16", replace(_INT4_GROUP, num_bits=3)),
+        _in_groups("W3A16_ASYM", replace(_INT4_GROUP, num_bits=3, symmetric=False)),
+        _in_groups("W2A16", replace(_INT4_GROUP, num_bits=2)),
+        _in_groups("W2A16_ASYM", replace(_INT4_GROUP, num_bits=2, symmetric=False)),
     )
 }
 ALIASES = {"FP8_STATIC": "FP8", "INT8": "W8A8"}
@@ -171,17 +190,20 @@ def preset(name: str) -> LinearScheme:
 
 
 def with_group_size(scheme: LinearScheme, group_size: int) -> LinearScheme:
-    """Return `scheme` with its weights in groups of `group_size`.
+    """Return `scheme` with its weights in groups or blocks of `group_size`, and inputs that have groups in such ones too.
 
     Raises:
-        SchemeError: the scheme's weights are not per_group.
+        SchemeError: the scheme's weights have no groups.
     """
-    if scheme.weights.granularity != "per_group":
+    if scheme.weights.group_size is None:
         raise SchemeError(
             f"scheme {scheme.name} has {scheme.weights.granularity} weights, group_size={group_size} was given",
             "drop group_size, or choose a scheme with groups such as W4A16",
         )
-    return replace(scheme, weights=replace(scheme.weights, group_size=group_size))
+    inputs = scheme.input
+    if inputs is not None and inputs.group_size is not None:
+        inputs = replace(inputs, group_size=group_size)
+    return replace(scheme, weights=replace(scheme.weights, group_size=group_size), input=inputs)
 
 
 def with_float8(scheme: LinearScheme, flavour: str) -> LinearScheme:

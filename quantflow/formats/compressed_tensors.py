@@ -10,23 +10,23 @@ A linear called NAME is stored as
 |                 | NAME.weight_zero_point int32 [ceil(O * num_bits / 32), G], packed down the columns (asymmetric) |
 | a static input  | NAME.input_scale float32 [1], NAME.input_zero_point int8 [1] (asymmetric)                       |
 
-weight_scale is [1] per tensor, [O, 1] per channel, [O, G] per group; in the model's dtype for pack-quantized, else
-float32. compressed-tensors 0.20 cannot load its own pack-quantized files with zero points, except with
-`dequantize=True`. Longer than 300 lines because tensors and config are one contract, hence one file.
+weight_scale is [1] per tensor, [O, 1] per channel, [O, G] per group, [ceil(O / g), G] per block of g x g; in the model's
+dtype for pack-quantized, else float32. compressed-tensors 0.20 cannot load its own pack-quantized files with zero points,
+except with `dequantize=True`. Longer than 300 lines because tensors and config are one contract, hence one file.
 Source: github.com/vllm-project/compressed-tensors, release 0.20.0, `compressors/` and `quantization/quant_args.py`.
 """
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from quantflow.core import float8, packing
+from quantflow.core.groups import expand_rows
 from quantflow.core.qtensor import QTensor, QuantizedLinear
-from quantflow.core.scheme import PRESETS, Granularity, Kind, Layout, LinearScheme, TensorScheme, with_float8
+from quantflow.core.scheme import PRESETS, Granularity, Kind, Layout, LinearScheme, TensorScheme, with_float8, with_group_size
 from quantflow.errors import InputError, SchemeError, UnsupportedError
 
 NAME = "compressed-tensors"
@@ -36,9 +36,10 @@ _STRATEGIES: dict[str, Granularity] = {
     "tensor": "per_tensor",
     "channel": "per_channel",
     "group": "per_group",
+    "block": "per_block",
     "token": "per_token",
 }
-ROW_MULTIPLE = 8  # rows whose zero points fill whole words, at any number of bits
+ROW_MULTIPLE = 32  # rows whose zero points fill whole words, at any number of bits
 _DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 # Loaders match the names of their modules; where these differ from the checkpoint's, an ignored linear needs both.
 _MODULE_NAMES = {("gpt_neox", "embed_out"): "lm_head"}
@@ -97,14 +98,24 @@ def tensor_specs(
     return {key: specs[key.removeprefix(f"{name}.")] for key in tensor_names(name, scheme)}
 
 
+def row_multiple(scheme: LinearScheme) -> int:
+    """Return the fewest rows that are encoded by themselves: their zero points fill whole words, or they are a block.
+
+    Units are as small with 8 bits as with 4: a layer's sums of errors depend on the cut.
+    """
+    if scheme.weights.granularity == "per_block":
+        return scheme.weights.block_rows
+    return max(8, packing.elements_of_whole_words(scheme.weights.num_bits))
+
+
 def row_spans(name: str, scheme: LinearScheme, *, first: int, count: int) -> dict[str, tuple[int, int]]:
     """Return where some rows of the linear `name` stand in its tensors, so that it is encoded and decoded piece by piece.
 
     Args:
         name: the linear's source name, without `.weight`.
         scheme: of the linear.
-        first: the first of the rows, a multiple of ROW_MULTIPLE.
-        count: how many rows, a multiple of ROW_MULTIPLE too unless they are the last.
+        first: the first of the rows, a multiple of `row_multiple`.
+        count: how many rows, a multiple of it too unless they are the last.
 
     Returns:
         full name -> (first row in that tensor, how many); without the tensors that describe the whole linear, the scale of
@@ -113,8 +124,11 @@ def row_spans(name: str, scheme: LinearScheme, *, first: int, count: int) -> dic
     Raises:
         SchemeError: the rows do not begin at a whole word.
     """
-    if first % ROW_MULTIPLE:
-        raise SchemeError(f"{name}: rows from {first} do not begin at a whole word", f"take multiples of {ROW_MULTIPLE} rows")
+    multiple = row_multiple(scheme)
+    if first % multiple:
+        raise SchemeError(
+            f"{name}: rows from {first} do not begin at a whole word or block", f"take multiples of {multiple} rows"
+        )
     whole = {"weight_shape", "input_scale", "input_zero_point"}
     if scheme.weights.granularity == "per_tensor":
         whole |= {"weight_scale", "weight_zero_point"}
@@ -125,6 +139,9 @@ def row_spans(name: str, scheme: LinearScheme, *, first: int, count: int) -> dic
             continue
         if suffix == "weight_zero_point" and scheme.layout == "pack-quantized":
             spans[key] = (first * scheme.weights.num_bits // 32, -(-count * scheme.weights.num_bits // 32))
+        elif suffix == "weight_scale":
+            block_rows = scheme.weights.block_rows
+            spans[key] = (first // block_rows, -(-count // block_rows))
         else:
             spans[key] = (first, count)
     return spans
@@ -150,7 +167,8 @@ def encode(name: str, linear: QuantizedLinear, *, scale_dtype: torch.dtype = tor
         raise SchemeError(
             f"{name}: scales are not exact in {scale_dtype}", "quantize with the scale_dtype that the layout stores"
         )
-    tensors = {f"{name}.weight_scale": scale.reshape(_scale_shape(scheme, weight.qvalue.shape))}
+    scale = scale[:: scheme.block_rows].reshape(_scale_shape(scheme, weight.qvalue.shape)).contiguous()
+    tensors = {f"{name}.weight_scale": scale}
     if linear.scheme.layout == "pack-quantized":
         tensors[f"{name}.weight_packed"] = packing.pack(weight.qvalue, scheme.num_bits)
         tensors[f"{name}.weight_shape"] = torch.tensor(weight.qvalue.shape, dtype=torch.int64)
@@ -206,6 +224,8 @@ def decode(name: str, tensors: Mapping[str, Tensor], scheme: LinearScheme) -> Qu
         input_scale = _scale(tensors, f"{name}.input_scale", (1,))
         if not scheme.input.symmetric:
             input_zero_point = _tensor(tensors, f"{name}.input_zero_point", torch.int8, (1,))
+    if weights.granularity == "per_block":
+        scale, grid = expand_rows(scale, weights.block_rows, len(qvalue)), (len(qvalue), shape[1])
     weight = QTensor(qvalue=qvalue, scale=scale.reshape(grid), zero_point=zero_point, scheme=weights)
     try:
         weight.validate(name)
@@ -319,7 +339,8 @@ def _scale_shape(scheme: TensorScheme, shape: Sequence[int], *, name: str = "wei
         raise InputError(
             f"{name}: weight is {list(shape)}, group_size={scheme.group_size}", "the file is damaged; export again"
         )
-    return (1,) if scheme.granularity == "per_tensor" else (shape[0], shape[1] // (scheme.group_size or shape[1]))
+    rows = -(-shape[0] // scheme.block_rows)
+    return (1,) if scheme.granularity == "per_tensor" else (rows, shape[1] // (scheme.group_size or shape[1]))
 
 
 def _tensor(tensors: Mapping[str, Tensor], key: str, dtype: torch.dtype | None, shape: tuple[int, ...] | None = None) -> Tensor:
@@ -355,7 +376,7 @@ def _zero_point(tensors: Mapping[str, Tensor], key: str, *, scheme: LinearScheme
 def _arguments(scheme: TensorScheme) -> dict[str, Any]:
     """Return compressed-tensors' QuantizationArgs for one tensor."""
     strategy = next(key for key, granularity in _STRATEGIES.items() if granularity == scheme.granularity)
-    return {
+    arguments: dict[str, Any] = {
         "num_bits": scheme.num_bits,
         "type": scheme.kind,
         "symmetric": scheme.symmetric,
@@ -363,6 +384,9 @@ def _arguments(scheme: TensorScheme) -> dict[str, Any]:
         "group_size": scheme.group_size,
         "dynamic": scheme.dynamic,
     }
+    if scheme.granularity == "per_block":
+        arguments |= {"group_size": None, "block_structure": [scheme.group_size, scheme.group_size]}
+    return arguments
 
 
 def _tensor_scheme(arguments: Mapping[str, Any]) -> TensorScheme:
@@ -374,11 +398,17 @@ def _tensor_scheme(arguments: Mapping[str, Any]) -> TensorScheme:
     if dynamic not in (True, False) or actorder not in (None, "weight", "static"):
         raise SchemeError(f"dynamic={dynamic!r}, actorder={actorder!r}", "use true or false, and null or weight")
     granularity = _STRATEGIES[strategy]
+    group_size = arguments.get("group_size") if granularity == "per_group" else None
+    if granularity == "per_block":
+        structure = arguments.get("block_structure")
+        if not isinstance(structure, list) or len(structure) != 2 or structure[0] != structure[1]:
+            raise SchemeError(f"strategy 'block' with block_structure={structure!r}", "use square blocks, such as [128, 128]")
+        group_size = structure[0]
     return TensorScheme(
         kind=cast(Kind, arguments.get("type", "int")),
         num_bits=arguments.get("num_bits", 8),
         granularity=granularity,
-        group_size=arguments.get("group_size") if granularity == "per_group" else None,
+        group_size=group_size,
         symmetric=arguments.get("symmetric", True),
         dynamic=dynamic,
     )
@@ -399,8 +429,8 @@ def _linear_scheme(label: str, group: Mapping[str, Any], *, layout: Any) -> Line
     _check_layout(found)
     for preset in PRESETS.values():
         candidate = preset
-        if preset.weights.granularity == found.weights.granularity == "per_group":
-            candidate = replace(preset, weights=replace(preset.weights, group_size=found.weights.group_size))
+        if preset.weights.group_size is not None and found.weights.group_size is not None:
+            candidate = with_group_size(preset, found.weights.group_size)
         if (candidate.weights, candidate.input, candidate.layout) == (found.weights, found.input, found.layout):
             return candidate
     return found

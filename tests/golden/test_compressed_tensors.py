@@ -30,6 +30,14 @@ FP8_DYNAMIC = QuantizedLinear(
     ),
     scheme=PRESETS["FP8_DYNAMIC"],
 )
+FP8_BLOCK_2 = QuantizedLinear(  # blocks of 2 x 2; the third row has one of its own
+    weight=QTensor(
+        qvalue=torch.tensor([[1.0, -448.0, 0.5, 0.0]] * 3).to(torch.float8_e4m3fn),
+        scale=torch.tensor([[0.5, 1.0], [0.5, 1.0], [2.0, 4.0]]),
+        scheme=with_group_size(PRESETS["FP8_BLOCK"], 2).weights,
+    ),
+    scheme=with_group_size(PRESETS["FP8_BLOCK"], 2),
+)
 W8A8_STATIC = QuantizedLinear(  # two's complement: -128 is 80, -1 is ff
     weight=QTensor(
         qvalue=torch.tensor([[-128, 127, -1], [0, 1, 2]], dtype=torch.int8),
@@ -57,6 +65,25 @@ W4A16_ASYM_G2 = QuantizedLinear(  # plus 8, lowest bits first: 0 f 7 8 is the by
     ),
     scheme=with_group_size(PRESETS["W4A16_ASYM"], 2),
 )
+W3A16_ASYM_G6 = QuantizedLinear(
+    # Plus 4, lowest bits first. Row 0 is 0 1 2 3 4 5 6 7 and four times 7: 24 bits 88c6fa, then fff and zeros. Row 1 is 7 and
+    # eleven times 0: 07.
+    weight=QTensor(
+        qvalue=torch.tensor([[*range(-4, 4), 3, 3, 3, 3], [3] + [-4] * 11], dtype=torch.int8),
+        scale=torch.tensor([[0.5, 1.0], [2.0, 4.0]]),
+        zero_point=torch.tensor([[-4, 3], [1, -1]], dtype=torch.int8),  # columns: 0 5 is 28, 7 3 is 1f
+        scheme=with_group_size(PRESETS["W3A16_ASYM"], 6).weights,
+    ),
+    scheme=with_group_size(PRESETS["W3A16_ASYM"], 6),
+)
+W2A16_G4 = QuantizedLinear(  # plus 2, lowest bits first: 0 1 2 3 is e4, 3 3 0 0 is 0f
+    weight=QTensor(
+        qvalue=torch.tensor([[-2, -1, 0, 1, 1, 1, -2, -2]], dtype=torch.int8),
+        scale=torch.tensor([[0.5, 1.0]]),
+        scheme=with_group_size(PRESETS["W2A16"], 4).weights,
+    ),
+    scheme=with_group_size(PRESETS["W2A16"], 4),
+)
 
 GOLDEN = {
     "FP8": (
@@ -74,6 +101,14 @@ GOLDEN = {
         {
             "l.weight": (torch.float8_e4m3fn, [2, 2], "38fe3000"),
             "l.weight_scale": (torch.float32, [2, 1], "0000003f0000803f"),
+        },
+    ),
+    "FP8_BLOCK": (
+        FP8_BLOCK_2,
+        torch.float32,
+        {
+            "l.weight": (torch.float8_e4m3fn, [3, 4], "38fe3000" * 3),
+            "l.weight_scale": (torch.float32, [2, 2], "0000003f0000803f0000004000008040"),
         },
     ),
     "W8A8_STATIC": (
@@ -103,6 +138,25 @@ GOLDEN = {
             "l.weight_scale": (torch.bfloat16, [2, 2], "003f803f00408040"),
             "l.weight_shape": (torch.int64, [2], "02000000000000000400000000000000"),
             "l.weight_zero_point": (torch.int32, [1, 2], "800000007f000000"),
+        },
+    ),
+    "W3A16_ASYM": (
+        W3A16_ASYM_G6,
+        torch.bfloat16,
+        {
+            "l.weight_packed": (torch.int32, [2, 2], "88c6faff0f0000000700000000000000"),
+            "l.weight_scale": (torch.bfloat16, [2, 2], "003f803f00408040"),
+            "l.weight_shape": (torch.int64, [2], "02000000000000000c00000000000000"),
+            "l.weight_zero_point": (torch.int32, [1, 2], "280000001f000000"),
+        },
+    ),
+    "W2A16": (
+        W2A16_G4,
+        torch.bfloat16,
+        {
+            "l.weight_packed": (torch.int32, [1, 1], "e40f0000"),
+            "l.weight_scale": (torch.bfloat16, [1, 2], "003f803f"),
+            "l.weight_shape": (torch.int64, [2], "01000000000000000800000000000000"),
         },
     ),
 }
@@ -162,3 +216,12 @@ def test_the_config_is_this_document():
             }
         },
     }
+
+
+def test_the_arguments_of_blocks_are_these():
+    scheme = with_group_size(PRESETS["FP8_BLOCK"], 64)
+    (group,) = compressed_tensors.quantization_config({"q": scheme}, ignore=[], model_type="llama")["config_groups"].values()
+    same = {"num_bits": 8, "type": "float", "symmetric": True}
+    blocks = {"strategy": "block", "group_size": None, "block_structure": [64, 64], "dynamic": False}
+    assert group["weights"] == same | blocks
+    assert group["input_activations"] == same | {"strategy": "group", "group_size": 64, "dynamic": True}

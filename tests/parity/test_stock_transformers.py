@@ -36,7 +36,11 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "W8A8": {"scheme": "W8A8"},
     "W8A8_STATIC": {"scheme": "W8A8_STATIC"},
     "W8A16": {"scheme": "W8A16"},
+    "FP8_BLOCK": {"scheme": "FP8_BLOCK"},
     "W4A16": GPTQ,
+    "W4A8": {"scheme": "W4A8"},
+    "W3A16": {"scheme": "W3A16"},
+    "W2A16": {"scheme": "W2A16", "group_size": 32},
 }
 
 # Runs in the other environment: artifact, tokens.safetensors, logits.safetensors.

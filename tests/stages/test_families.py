@@ -27,11 +27,14 @@ LINEARS = {"llama": 7, "mistral": 7, "qwen2": 7, "qwen3": 7, "gpt_neox": 4}  # o
 Entry = dict[str, Any]
 FP8 = {"scheme": "FP8"}
 FP8_DYNAMIC = {"scheme": "FP8_DYNAMIC"}
+FP8_BLOCK = {"scheme": "FP8_BLOCK", "group_size": 32}
 W8A8 = {"scheme": "W8A8"}
 W8A8_STATIC = {"scheme": "W8A8_STATIC", "transforms": ({"smoothquant": {"alpha": 0.5}},)}
 W8A16 = {"scheme": "W8A16"}
 W4A16 = {"scheme": "W4A16", "algorithm": "gptq", "group_size": 32}
 W4A16_ASYM = {"scheme": "W4A16_ASYM", "algorithm": "gptq", "group_size": 32}
+W4A8 = {"scheme": "W4A8", "algorithm": "gptq", "group_size": 32}
+W3A16_ASYM = {"scheme": "W3A16_ASYM", "algorithm": "gptq", "group_size": 32}
 
 # Largest ||logits - source logits|| / ||source logits|| that a scheme may cost: measured, and about half as much again. These
 # random models amplify errors far more than trained ones do; a mistaken name, axis or scale gives more than 1.
@@ -39,6 +42,9 @@ COMBINATIONS = [
     ("llama", W4A16, 0.6),
     ("llama", FP8, 0.25),
     ("llama", W8A8_STATIC, 0.15),
+    ("llama", W4A8, 0.6),
+    ("llama", FP8_BLOCK, 0.15),
+    ("llama", W3A16_ASYM, 0.95),
     ("mistral", W4A16_ASYM, 0.6),
     ("mistral", FP8, 0.25),
     ("qwen2", W4A16, 0.6),

@@ -31,7 +31,7 @@ from stages._plan import resolve
 from stages._progress import Progress
 from stages._units import row_step
 
-SCHEMES = ["FP8_DYNAMIC", "W8A8", "W8A16", "W4A16", "W4A16_ASYM"]
+SCHEMES = ["FP8_DYNAMIC", "W8A8", "W8A16", "W4A16", "W4A16_ASYM", "W4A8", "W3A16_ASYM", "W2A16", "FP8_BLOCK"]
 FITTED = [(name, algorithm) for name in ("W8A16", "W4A16", "W4A16_ASYM") for algorithm in ("rtn_mse", "hqq")]
 QUIET = Progress(quiet=True)
 
@@ -286,6 +286,16 @@ def test_a_full_disk_leaves_finished_layers_and_no_part_of_another(llama, tmp_pa
     assert contents(quantize(llama, tmp_path / "out", entry("W8A8"))) == expected
 
 
-def test_rows_of_a_unit_fill_whole_words_of_packed_zero_points(monkeypatch):
+@pytest.mark.parametrize(
+    ("schemes", "steps"),
+    [
+        (["FP8_DYNAMIC", "W8A16", "W4A16_ASYM"], [1 << 20, 1048, 256, 184, 8, 8]),
+        (["W3A16", "W3A16_ASYM"], [1 << 20, 1024, 256, 160, 32, 32]),
+        (["W2A16_ASYM"], [1 << 20, 1040, 256, 176, 16, 16]),
+        (["FP8_BLOCK"], [1 << 20, 1024, 256, 128, 128, 128]),
+    ],
+)
+def test_rows_of_a_unit_fill_whole_words_of_packed_zero_points(monkeypatch, schemes, steps):
     monkeypatch.setattr(_units, "UNIT", 1 << 20)
-    assert [row_step(columns) for columns in (1, 1000, 4096, 5632, 1 << 20, 1 << 23)] == [1 << 20, 1048, 256, 184, 8, 8]
+    for scheme in schemes:
+        assert [row_step(columns, PRESETS[scheme]) for columns in (1, 1000, 4096, 5632, 1 << 20, 1 << 23)] == steps

@@ -1,5 +1,6 @@
 """Verdicts from bounds, and the thresholds that are shipped."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -73,6 +74,21 @@ def test_auto_tells_chosen_integers_from_rounded_ones():
     chosen, rounded = (load("auto", scheme="W4A16", algorithm=name) for name in ("gptq", "rtn"))
     assert (chosen.name, rounded.name) == ("int4", "int4_rtn")
     assert chosen.thresholds["mean_kld"] < rounded.thresholds["mean_kld"]
+
+
+def test_fewer_bits_are_allowed_more_and_never_less():
+    order = [load("auto", scheme=f"W{bits}A16", algorithm="gptq") for bits in (4, 3, 2)]
+    order.insert(2, load("auto", scheme="W3A16_ASYM", algorithm="rtn"))
+    assert [gate.name for gate in order] == ["int4", "int3", "int3_rtn", "int2"]
+    assert load("auto", scheme="W2A16_ASYM", algorithm="rtn").name == "int2"
+    for strict, loose in itertools.pairwise(order):
+        for metric, sign in METRICS.items():
+            assert (strict.thresholds[metric] < loose.thresholds[metric]) == (sign == "<=")
+
+
+def test_w4a8_is_judged_as_its_weights():
+    assert load("auto", scheme="W4A8", algorithm="gptq").name == "int4"
+    assert load("auto", scheme="W4A8", algorithm="rtn").name == "int4_rtn"
 
 
 def test_auto_without_a_fitting_gate_is_refused():

@@ -39,6 +39,11 @@ def test_every_linear_of_the_decoder_layers_is_quantized_and_nothing_else():
         ("W8A8_STATIC", {}, {"min_val", "max_val", "channel_amax"}),
         ("W4A16", {"group_size": 32}, {"hessian_sum", "count"}),
         ("W4A16", {"group_size": 32, "algorithm": "rtn"}, set()),
+        ("W3A16_ASYM", {"group_size": 32}, {"hessian_sum", "count"}),
+        ("W2A16", {"group_size": 32, "algorithm": "rtn"}, set()),
+        ("W4A8", {"group_size": 32}, {"hessian_sum", "count"}),
+        ("FP8_BLOCK", {"group_size": 32}, set()),
+        ("W4A8", {"group_size": 32, "algorithm": "rtn"}, set()),
         ("W8A16", {"overrides": (Override(match="re:.*q_proj", scheme="FP8"),)}, {"amax"}),
     ],
 )
@@ -106,6 +111,13 @@ def test_a_group_size_that_does_not_divide_names_the_linear_and_both_numbers():
     assert plan("W4A16", group_size=64, ignore=("re:.*down_proj",)).schemes["model.layers.0.mlp.down_proj"] is None
 
 
+@pytest.mark.parametrize("scheme", ["W2A16", "W2A16_ASYM", "W3A16", "W3A16_ASYM", "W4A8"])
+def test_weights_of_few_bits_take_any_group_size_that_divides(scheme):
+    assert plan(scheme, group_size=16).schemes["model.layers.0.mlp.down_proj"].weights.group_size == 16
+    with pytest.raises(SchemeError, match="in_features=96 is not a multiple of group_size=64"):
+        plan(scheme, group_size=64)
+
+
 @pytest.mark.parametrize("size", [0, -32])
 def test_a_group_size_below_one_is_refused(size):
     with pytest.raises(SchemeError, match=f"group_size={size}"):
@@ -118,7 +130,12 @@ def test_a_group_size_for_a_scheme_without_groups_is_refused():
 
 
 @pytest.mark.parametrize(
-    "options", [{"scheme": "FP8"}, {"scheme": "W8A16", "overrides": (Override(match="re:.*", scheme="FP8"),)}]
+    "options",
+    [
+        {"scheme": "FP8"},
+        {"scheme": "FP8_BLOCK", "group_size": 32},
+        {"scheme": "W8A16", "overrides": (Override(match="re:.*", scheme="FP8"),)},
+    ],
 )
 def test_gptq_with_float8_is_refused(options):
     with pytest.raises(UsageError, match="gptq with scheme FP8"):

@@ -7,13 +7,13 @@ import shutil
 import pytest
 
 from quantflow.artifact import checkpoint as checkpoint_module
-from quantflow.core.scheme import preset
+from quantflow.core.scheme import preset, with_group_size
 from quantflow.models import reading
 from quantflow.models.graph import FAMILIES, Graph, Layer, LinearGroup
 from stages import export as export_stage
 from stages._options import exit_code
 from stages._sizes import ModelSize
-from stages._tensor_parallel import obstacles
+from stages._tensor_parallel import cut_columns, obstacles
 from stages.cli import cli
 from stages.plan import spans
 
@@ -65,11 +65,15 @@ def test_observers_are_those_that_the_schemes_need(planned, llama):
     assert planned(llama, "--for", "W8A8_STATIC")["calibration"]["observers"] == ["channel_amax", "min_max"]
 
 
-@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "W8A16"])
+@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "FP8_BLOCK", "W8A16", "W4A8", "W3A16_ASYM", "W2A16"])
 def test_the_bytes_of_the_artifact_are_those_that_export_writes(planned, llama, tmp_path, monkeypatch, scheme):
     monkeypatch.setattr(export_stage, "_prove", lambda *_: None)  # a fresh process: test_verbs has it
-    (artifact,) = planned(llama, "--for", scheme)["artifacts"]
-    assert run("quantize", llama, "-o", tmp_path / "quantized", "--scheme", scheme) == 0
+    groups = preset(scheme).weights.group_size is not None
+    options = ("--scheme", scheme, "--algorithm", "rtn", *(("--group-size", 32) if groups else ()))
+    (artifact,) = planned(llama, "--for", f"{scheme}:rtn", *(("--set", "quantize.0.group_size=32") if groups else ()))[
+        "artifacts"
+    ]
+    assert run("quantize", llama, "-o", tmp_path / "quantized", *options) == 0
     assert run("export", tmp_path / "quantized", "-o", tmp_path / "artifact") == 0
     written = sum(path.stat().st_size for path in (tmp_path / "artifact").iterdir())
     weights = (tmp_path / "artifact" / "model.safetensors").stat().st_size
@@ -89,6 +93,13 @@ def test_bits_and_coverage_are_those_worked_out_by_hand(planned, llama):
     row = next(row for row in artifact["schemes"] if row["tensors"].endswith("down_proj"))
     assert (row["tensors"], row["shape"], row["count"]) == ("model.layers.{0-1}.mlp.down_proj", [64, 128], 2)
     assert (row["bytes_before"], row["bytes_after"]) == (2 * 2 * 64 * 128, 2 * (64 * 128 + 2 * 64 + 16))
+
+
+@pytest.mark.parametrize(("scheme", "bits"), [("W3A16_ASYM", 3 + 16 / 32 + 3 / 32), ("W2A16", 2 + 16 / 32)])
+def test_few_bits_are_dense_in_weights_and_zero_points(planned, llama, scheme, bits):
+    (artifact,) = planned(llama, "--for", f"{scheme}:rtn", "--set", "quantize.0.group_size=32")["artifacts"]
+    weights = sum(r * c for r, c in [(64, 64), (32, 64), (32, 64), (64, 64), (128, 64), (128, 64), (64, 128)])
+    assert artifact["bits_per_weight"] == pytest.approx(bits + 7 * 128 / weights)  # 128 bits of shape per linear
 
 
 def test_a_stage_that_does_not_fit_is_marked_and_the_others_are_planned(planned, llama, capsys):
@@ -190,6 +201,9 @@ def model_with(heads, kv_heads, rows, columns):
         ((8, 8, 66, 1024), "FP8_DYNAMIC", 4, ["up"]),
         ((8, 8, 64, 1022), "FP8_DYNAMIC", 4, ["down"]),
         ((8, 8, 64, 512), "W4A16", 8, ["down"]),  # 64 columns a card, groups of 128
+        ((8, 8, 256, 256), "FP8_BLOCK", 2, []),
+        ((8, 8, 192, 256), "FP8_BLOCK", 2, ["up"]),  # 96 rows a card, blocks of 128
+        ((8, 8, 192, 256), "FP8_BLOCK", 1, []),
         ((8, 8, 64, 72), "W8A16", 4, ["down"]),  # 18 columns a card, four to a word
         ((8, 8, 64, 72), "FP8_DYNAMIC", 4, []),
         ((7, 7, 63, 129), "FP8_DYNAMIC", 1, []),
@@ -199,3 +213,18 @@ def test_what_does_not_divide_over_cards_is_named(shape, scheme, size, found):
     model, graph = model_with(*shape)
     schemes = dict.fromkeys(("up", "down"), preset(scheme))
     assert [name for name, _ in obstacles(model, graph, schemes, size)] == found
+
+
+@pytest.mark.parametrize(
+    ("scheme", "group_size", "columns", "size", "why"),
+    [
+        ("W3A16", 16, 64, 2, None),
+        ("W3A16", 16, 64, 4, "64 columns over 4 are 16, 3 words hold 32"),
+        ("W3A16", 32, 192, 4, "192 columns over 4 are 48, groups have 32"),
+        ("W2A16", 8, 64, 4, None),
+        ("W2A16", 8, 64, 8, "64 columns over 8 are 8, a word holds 16"),
+        ("W4A8", 4, 48, 4, "48 columns over 4 are 12, a word holds 8"),
+    ],
+)
+def test_columns_are_cut_where_words_begin(scheme, group_size, columns, size, why):
+    assert cut_columns(columns, size, with_group_size(preset(scheme), group_size)) == why

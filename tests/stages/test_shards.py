@@ -123,6 +123,21 @@ def test_rows_that_begin_within_a_word_of_zero_points_are_joined(llama, tmp_path
     assert hashes(made) == hashes(whole)
 
 
+def test_rows_of_3_bits_that_begin_within_three_words_are_joined(model, tmp_path, cards, small_units):
+    recipe = Quantize(name="x", scheme="W3A16_ASYM", algorithm="rtn", group_size=16)  # 16 rows of keys per card, units of 32
+    whole = one(model, tmp_path / "whole", recipe)
+    made = together(cards(model, tmp_path / "shards", recipe, ranks=2), tmp_path / "made")
+    assert hashes(made) == hashes(whole)
+    with pytest.raises(UsageError, match="64 columns over 4 are 16, 3 words hold 32"):
+        cards(model, tmp_path / "four", recipe, ranks=4)
+
+
+def test_blocks_of_rows_are_not_cut(model, tmp_path, cards):
+    recipe = Quantize(name="x", scheme="FP8_BLOCK", group_size=16)
+    with pytest.raises(UsageError, match="x: --ranks 2: FP8_BLOCK has one scale for a block of rows"):
+        cards(model, tmp_path / "shards", recipe, ranks=2)
+
+
 @pytest.mark.parametrize("family", ["gpt_neox", "qwen2", "qwen3", "mistral"])
 def test_every_family_and_mixed_schemes_with_ignored_linears(family_model, tmp_path, cards, small_units, family):
     ignored = {"gpt_neox": ("re:.*dense_4h_to_h", "re:.*dense_h_to_4h")}.get(family, ("re:.*down_proj", "re:.*up_proj"))

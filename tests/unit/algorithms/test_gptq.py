@@ -26,8 +26,10 @@ W4_TENSOR = replace(  # its scale comes from the whole range
     W4_CHANNEL, layout="int-quantized", weights=replace(W4_CHANNEL.weights, granularity="per_tensor")
 )
 W8_CHANNEL = preset("W8A16")
-SCHEMES = [W4_G32, W4_G32_ASYM, W4_CHANNEL, W8_CHANNEL]
-IDS = ["int4-g32", "int4-g32-asym", "int4-channel", "int8-channel"]
+W3_G32 = with_group_size(preset("W3A16"), 32)
+W2_G32_ASYM = with_group_size(preset("W2A16_ASYM"), 32)
+SCHEMES = [W4_G32, W4_G32_ASYM, W4_CHANNEL, W8_CHANNEL, W3_G32, W2_G32_ASYM]
+IDS = ["int4-g32", "int4-g32-asym", "int4-channel", "int8-channel", "int3-g32", "int2-g32-asym"]
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -15,7 +15,11 @@ from quantflow.core.scheme import TensorScheme
 from quantflow.errors import SchemeError
 
 INT4 = TensorScheme(kind="int", num_bits=4, granularity="per_channel")
+INT3 = TensorScheme(kind="int", num_bits=3, granularity="per_channel")
+INT2 = TensorScheme(kind="int", num_bits=2, granularity="per_channel")
 INT8 = TensorScheme(kind="int", num_bits=8, granularity="per_channel")
+INT2_ASYM = TensorScheme(kind="int", num_bits=2, granularity="per_channel", symmetric=False)
+INT3_ASYM = TensorScheme(kind="int", num_bits=3, granularity="per_channel", symmetric=False)
 INT4_ASYM = TensorScheme(kind="int", num_bits=4, granularity="per_channel", symmetric=False)
 INT8_ASYM = TensorScheme(kind="int", num_bits=8, granularity="per_channel", symmetric=False)
 FP8 = TensorScheme(kind="float", num_bits=8, granularity="per_channel")
@@ -33,6 +37,8 @@ def tensor(*values: float) -> torch.Tensor:
     [
         (INT4, 7.5, 1.0),
         (INT4, 15.0, 2.0),
+        (INT3, 3.5, 1.0),
+        (INT2, 3.0, 2.0),
         (INT8, 127.5, 1.0),
         (INT8, 1.0, 1 / 127.5),
         (FP8, 448.0, 1.0),
@@ -80,6 +86,10 @@ def test_a_symmetric_scale_keeps_the_shape_and_is_float32_whatever_comes_in():
         (INT8_ASYM, -510.0, 0.0, 2.0, 127),
         (INT8_ASYM, 0.0, 127.5, 0.5, -128),
         (INT4_ASYM, -3.0, 12.0, 1.0, -5),
+        (INT3_ASYM, -3.0, 4.0, 1.0, -1),
+        (INT3_ASYM, 0.0, 14.0, 2.0, -4),
+        (INT2_ASYM, -1.0, 2.0, 1.0, -1),
+        (INT2_ASYM, -6.0, 0.0, 2.0, 1),
         (INT4_ASYM, -0.5, 14.5, 1.0, -8),  # -7.5 is a tie, to even
         (INT4_ASYM, -1.5, 13.5, 1.0, -6),  # -6.5 is a tie, to even
         (INT8_ASYM, 10.0, 255.0, 1.0, -128),  # zero is forced in from below
@@ -112,6 +122,8 @@ def test_rounding_is_half_to_even_and_the_ends_clamp():
     assert affine.quantize(x, tensor(1.0), None, INT4).tolist() == [-8, -2, -2, 0, 0, 2, 2, 6, 7, 7, -8, 7, -8]
     assert affine.quantize(x, tensor(1.0), None, INT8).tolist()[:9] == [-8, -2, -2, 0, 0, 2, 2, 6, 8]
     assert affine.quantize(tensor(1e9, -1e9), tensor(1.0), None, INT8).tolist() == [127, -128]
+    assert affine.quantize(tensor(3.5, 2.5, -3.5, -9.0), tensor(1.0), None, INT3).tolist() == [3, 2, -4, -4]
+    assert affine.quantize(tensor(1.5, 0.5, -1.5, -9.0), tensor(1.0), None, INT2).tolist() == [1, 0, -2, -2]
 
 
 def test_the_zero_point_is_added_before_rounding():
@@ -180,7 +192,7 @@ def test_a_stored_scale_is_what_the_file_gives_back(dtype, scale, expected):
     assert result.to(dtype).float().tolist() == [expected]  # storing it again loses nothing
 
 
-@pytest.mark.parametrize("scheme", [INT4, INT8])
+@pytest.mark.parametrize("scheme", [INT2, INT3, INT4, INT8])
 @settings(max_examples=50, deadline=None)
 @given(values=st.lists(reals, min_size=1, max_size=8))
 def test_a_symmetric_error_is_at_most_half_a_step(scheme, values):
@@ -190,7 +202,7 @@ def test_a_symmetric_error_is_at_most_half_a_step(scheme, values):
     assert (error <= scale.double() * 0.5001).all()
 
 
-@pytest.mark.parametrize("scheme", [INT4_ASYM, INT8_ASYM])
+@pytest.mark.parametrize("scheme", [INT2_ASYM, INT3_ASYM, INT4_ASYM, INT8_ASYM])
 @settings(max_examples=50, deadline=None)
 @given(values=st.lists(reals, min_size=1, max_size=8))
 def test_an_asymmetric_error_is_at_most_half_a_step_and_zero_is_exact(scheme, values):
@@ -212,7 +224,7 @@ def test_a_float8_error_is_at_most_a_sixteenth_or_half_a_subnormal_step(values):
     assert (error <= bound * 1.0001).all()
 
 
-@pytest.mark.parametrize("scheme", [INT4, INT8, INT4_ASYM, INT8_ASYM, FP8])
+@pytest.mark.parametrize("scheme", [INT2, INT3, INT4, INT8, INT2_ASYM, INT3_ASYM, INT4_ASYM, INT8_ASYM, FP8])
 @settings(max_examples=50, deadline=None)
 @given(values=st.lists(st.floats(width=32, min_value=-1e6, max_value=1e6), min_size=2, max_size=8))
 def test_quantizing_twice_changes_nothing_and_order_is_kept(scheme, values):
@@ -233,7 +245,7 @@ def their_args(scheme: TensorScheme) -> QuantizationArgs:
     )
 
 
-@pytest.mark.parametrize("scheme", [INT4, INT8, INT4_ASYM, INT8_ASYM, FP8])
+@pytest.mark.parametrize("scheme", [INT2, INT3, INT4, INT8, INT2_ASYM, INT3_ASYM, INT4_ASYM, INT8_ASYM, FP8])
 def test_scales_zero_points_and_rounding_are_those_of_compressed_tensors(scheme):
     x = torch.randn(64, 96, generator=torch.Generator().manual_seed(0)) + 0.3
     low, high = x.amin(dim=1, keepdim=True), x.amax(dim=1, keepdim=True)

@@ -12,6 +12,8 @@ INT4_G2_ASYM = TensorScheme(kind="int", num_bits=4, granularity="per_group", gro
 INT4_G32 = TensorScheme(kind="int", num_bits=4, granularity="per_group", group_size=32)
 INT4_G32_ASYM = TensorScheme(kind="int", num_bits=4, granularity="per_group", group_size=32, symmetric=False)
 FP8_TENSOR = TensorScheme(kind="float", num_bits=8, granularity="per_tensor")
+FP8_BLOCK_2 = TensorScheme(kind="float", num_bits=8, granularity="per_block", group_size=2)
+FP8_BLOCK_128 = TensorScheme(kind="float", num_bits=8, granularity="per_block", group_size=128)
 INT8_TENSOR_ASYM = TensorScheme(kind="int", num_bits=8, granularity="per_tensor", symmetric=False)
 
 
@@ -55,6 +57,23 @@ def test_a_group_of_zeros_has_scale_one_and_is_counted(scheme):
     grid = weight_grids({"a": torch.tensor([[0.0, 0.0, 1.0, 2.0]])}, scheme, scale_dtype=torch.bfloat16)["a"]
     assert grid.scale[0, 0] == 1
     assert grid.zero_groups == 1
+
+
+def test_blocks_worked_by_hand_are_repeated_over_their_rows_and_zeros_are_counted_once():  # amax / 448 of 2 x 2
+    weight = torch.tensor([[448.0, 1.0, 0.0, 0.0], [-896.0, 2.0, 0.0, -0.0], [3.0, -1792.0, 112.0, 1.0]])
+    grid = weight_grids({"a": weight}, FP8_BLOCK_2, scale_dtype=torch.float32)["a"]
+    assert grid.scale.tolist() == [[2.0, 1.0], [2.0, 1.0], [4.0, 0.25]]
+    assert (grid.zero_point, grid.zero_groups) == (None, 1)
+
+
+def test_no_unit_of_rows_ends_within_a_block():
+    weight = torch.zeros(300, 4096)  # a unit of a quarter of a million elements has 64 of its rows
+    weight[100, 5], weight[299, 130] = 896.0, 1792.0
+    grid = weight_grids({"a": weight}, FP8_BLOCK_128, scale_dtype=torch.float32)["a"]
+    expected = torch.ones(300, 32)
+    expected[:128, 0], expected[256:, 1] = 2.0, 4.0
+    assert torch.equal(grid.scale, expected)
+    assert grid.zero_groups == 3 * 32 - 2
 
 
 def test_no_weights_make_no_grids():

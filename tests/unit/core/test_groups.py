@@ -51,6 +51,12 @@ def test_expand_gives_each_column_the_value_of_its_group(rows, count, size):
     assert all(wide[row, column] == per[row, column // size] for row in range(rows) for column in range(count * size))
 
 
+def test_rows_of_a_block_have_its_value_and_the_last_block_may_be_shorter():
+    per_block = torch.tensor([[1, 2], [3, 4]])
+    assert groups.expand_rows(per_block, 2, 3).tolist() == [[1, 2], [1, 2], [3, 4]]
+    assert groups.expand_rows(per_block, 1, 2).tolist() == per_block.tolist()
+
+
 def test_without_groups_a_row_is_one_group():
     assert groups.group_size_for(PER_CHANNEL, 12) == 12
 

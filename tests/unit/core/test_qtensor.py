@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quantflow.core.qtensor import QTensor, QuantizedLinear
-from quantflow.core.scheme import LinearScheme, TensorScheme, preset
+from quantflow.core.scheme import LinearScheme, TensorScheme, preset, with_group_size
 from quantflow.errors import SchemeError
 
 CHANNEL = TensorScheme(kind="int", num_bits=8, granularity="per_channel")
@@ -188,3 +188,12 @@ def test_the_input_as_a_linear_sees_it_worked_by_hand():
     fp8 = QuantizedLinear(weight=weight(preset("FP8")), scheme=preset("FP8"), input_scale=SCALE)
     # 2.6 lies between 2.5 and 2.75; -0.4 between -0.40625 and -0.375; 255 rounds to 256; 2 is exact
     assert fp8.fake_quantize_input(x).tolist() == [[1.25, -0.203125], [128.0, 1.0]]
+
+
+def test_an_input_beside_blocks_has_a_scale_per_token_and_group_worked_by_hand():
+    scheme = with_group_size(preset("FP8_BLOCK"), 2)
+    blocks = QTensor(qvalue=torch.ones(1, 4).to(torch.float8_e4m3fn), scale=torch.ones(1, 2), scheme=scheme.weights)
+    # Scales 896 / 448 = 2 and 7 / 448 = 1 / 64; 0.1 * 64 = 6.4 lies between 6 and 6.5. Then scale 1, 1.0625 is a tie, to even.
+    x = torch.tensor([[3.0, 896.0, 7.0, 0.1], [-448.0, 1.0625, 0.0, 0.0]])
+    found = QuantizedLinear(weight=blocks, scheme=scheme).fake_quantize_input(x)
+    assert found.tolist() == [[3.0, 896.0, 7.0, 6.5 / 64], [-448.0, 1.0, 0.0, 0.0]]

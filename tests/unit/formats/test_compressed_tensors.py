@@ -23,6 +23,9 @@ SCHEMES = {
     **{name: with_group_size(s, 8) if s.weights.group_size else s for name, s in PRESETS.items()},
     "int8-asym": LinearScheme(name="custom", weights=INT8_ASYM, input=None, layout="int-quantized"),
     "int8-asym-packed": LinearScheme(name="custom", weights=INT8_ASYM, input=None, layout="pack-quantized"),
+    "int3-asym-packed": LinearScheme(
+        name="custom", weights=replace(INT8_ASYM, num_bits=3), input=None, layout="pack-quantized"
+    ),
 }
 
 
@@ -32,6 +35,8 @@ def random_linear(scheme: LinearScheme, rows: int, columns: int, *, seed: int = 
     weights = scheme.weights
     shape = (1, 1) if weights.granularity == "per_tensor" else (rows, columns // (weights.group_size or columns))
     scale = 2.0 ** torch.randint(-9, 3, shape, generator=generator)
+    if weights.granularity == "per_block":
+        scale = scale[:: weights.block_rows].repeat_interleave(weights.block_rows, 0)[:rows]
     zero_point = None
     if weights.kind == "float":
         qvalue = (torch.randn(rows, columns, generator=generator) * 50).to(torch.float8_e4m3fn)
@@ -99,11 +104,12 @@ def test_what_encode_makes_is_known_before_there_is_a_weight(name, rows, groups,
 @settings(max_examples=60, deadline=None)
 @given(
     st.sampled_from(sorted(SCHEMES)),
-    st.integers(1, 40),
-    st.sampled_from([8, 16, 24]),
+    st.integers(1, 100),
+    st.integers(1, 3),
 )
-def test_a_linear_encoded_by_rows_is_the_linear_encoded_whole(name, rows, step):
+def test_a_linear_encoded_by_rows_is_the_linear_encoded_whole(name, rows, multiple):
     scheme = SCHEMES[name]
+    step = multiple * compressed_tensors.row_multiple(scheme)
     linear = random_linear(scheme, rows, 16)
     whole = compressed_tensors.encode("a.b", linear, scale_dtype=torch.bfloat16)
     shared = scheme.weights.granularity == "per_tensor"
@@ -124,10 +130,51 @@ def test_a_linear_encoded_by_rows_is_the_linear_encoded_whole(name, rows, step):
     assert all(torch.equal(filled[key].float(), whole[key].float()) for key in filled)
 
 
-@pytest.mark.parametrize(("name", "first"), [("FP8", 1), ("W4A16", 4), ("W4A16_ASYM", 12)])
+@pytest.mark.parametrize(
+    ("name", "first"), [("FP8", 1), ("FP8_BLOCK", 4), ("W4A16", 4), ("W4A16_ASYM", 12), ("W3A16_ASYM", 16), ("W2A16_ASYM", 8)]
+)
 def test_rows_that_cannot_stand_alone_are_refused(name, first):
-    with pytest.raises(SchemeError, match=rf"m\.q: rows from {first} do not begin at a whole word"):
+    with pytest.raises(SchemeError, match=rf"m\.q: rows from {first} do not begin at a whole word or block"):
         compressed_tensors.row_spans("m.q", SCHEMES[name], first=first, count=8)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [("FP8_DYNAMIC", 8), ("FP8_BLOCK", 128), ("W8A16", 8), ("W4A16_ASYM", 8), ("W3A16", 32), ("W3A16_ASYM", 32), ("W2A16", 16)],
+)
+def test_so_many_rows_are_encoded_by_themselves(name, rows):
+    assert compressed_tensors.row_multiple(PRESETS[name]) == rows
+    assert name == "FP8_BLOCK" or compressed_tensors.ROW_MULTIPLE % rows == 0
+
+
+def test_32_rows_of_zero_points_of_3_bits_are_three_words():
+    spans = compressed_tensors.row_spans("q", PRESETS["W3A16_ASYM"], first=64, count=40)
+    assert spans == {"q.weight_packed": (64, 40), "q.weight_scale": (64, 40), "q.weight_zero_point": (6, 4)}
+
+
+def test_rows_of_blocks_have_a_row_of_scales_for_each_block():
+    spans = compressed_tensors.row_spans("q", PRESETS["FP8_BLOCK"], first=256, count=130)
+    assert spans == {"q.weight": (256, 130), "q.weight_scale": (2, 2)}
+    specs = compressed_tensors.tensor_specs("q", PRESETS["FP8_BLOCK"], (300, 256), torch.bfloat16)
+    assert specs == {"q.weight": ("F8_E4M3", (300, 256)), "q.weight_scale": ("F32", (3, 2))}
+
+
+def test_rows_of_a_block_with_several_scales_are_refused():
+    linear = random_linear(SCHEMES["FP8_BLOCK"], 9, 8)
+    scale = linear.weight.scale.clone()
+    scale[7] *= 2
+    with pytest.raises(SchemeError, match=r"m\.q: 8 rows of a block have several scales"):
+        compressed_tensors.encode("m.q", replace(linear, weight=replace(linear.weight, scale=scale)))
+
+
+@pytest.mark.parametrize(
+    ("name", "packed", "zero_points"),
+    [("W2A16_ASYM", (5, 16), (1, 2)), ("W3A16_ASYM", (5, 24), (1, 2)), ("W4A16_ASYM", (5, 32), (1, 2))],
+)
+def test_packed_shapes_of_5_by_256_worked_by_hand(name, packed, zero_points):  # 256 of 3 bits are 24 words, 5 of them one
+    specs = compressed_tensors.tensor_specs("q", PRESETS[name], (5, 256), torch.bfloat16)
+    assert specs["q.weight_packed"] == ("I32", packed) and specs["q.weight_zero_point"] == ("I32", zero_points)
+    assert specs["q.weight_scale"] == ("BF16", (5, 2)) and specs["q.weight_shape"] == ("I64", (2,))
 
 
 def test_specs_of_a_linear_that_the_scheme_does_not_fit_are_refused_by_name():
@@ -140,11 +187,14 @@ def test_specs_of_a_linear_that_the_scheme_does_not_fit_are_refused_by_name():
     [
         ("FP8", ["weight", "weight_scale", "input_scale"]),
         ("FP8_DYNAMIC", ["weight", "weight_scale"]),
+        ("FP8_BLOCK", ["weight", "weight_scale"]),
         ("W8A8", ["weight", "weight_scale"]),
         ("W8A8_STATIC", ["weight", "weight_scale", "input_scale", "input_zero_point"]),
         ("W8A16", ["weight_packed", "weight_scale", "weight_shape"]),
         ("W4A16", ["weight_packed", "weight_scale", "weight_shape"]),
         ("W4A16_ASYM", ["weight_packed", "weight_scale", "weight_shape", "weight_zero_point"]),
+        ("W4A8", ["weight_packed", "weight_scale", "weight_shape"]),
+        ("W3A16_ASYM", ["weight_packed", "weight_scale", "weight_shape", "weight_zero_point"]),
     ],
 )
 def test_a_linear_becomes_these_tensors(name, suffixes):
@@ -153,7 +203,7 @@ def test_a_linear_becomes_these_tensors(name, suffixes):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_only_packed_scales_have_the_models_dtype(name):
-    expected = torch.float16 if name in ("W8A16", "W4A16", "W4A16_ASYM") else torch.float32
+    expected = torch.float32 if name in ("FP8", "FP8_DYNAMIC", "FP8_BLOCK", "W8A8", "W8A8_STATIC") else torch.float16
     assert compressed_tensors.scale_dtype(PRESETS[name], torch.float16) == expected
 
 
@@ -206,11 +256,15 @@ FLOAT8_NAN = torch.full((2, 8), math.nan).to(torch.float8_e4m3fn)
         ("FP8", "input_scale", torch.tensor([math.inf]), r"m\.q\.input_scale: scale inf"),
         ("FP8", "input_scale", torch.tensor([-0.5]), r"m\.q\.input_scale: scale -0\.5"),
         ("FP8", "weight", FLOAT8_NAN, r"m\.q: qvalue nan"),
+        ("FP8_BLOCK", "weight_scale", torch.ones(2, 1), r"m\.q\.weight_scale: is torch\.float32 \[2, 1\], .*\(1, 1\)"),
         ("W8A8_STATIC", "input_zero_point", torch.ones(1), r"m\.q\.input_zero_point: is torch\.float32"),
         ("W4A16", "weight_shape", torch.tensor([2, 9]), r"m\.q\.weight_packed: \[2, 1\], weight_shape \(2, 9\)"),
         ("W4A16", "weight_shape", torch.tensor([3, 8]), r"m\.q\.weight_packed: \[2, 1\], weight_shape \(3, 8\)"),
         ("W4A16", "weight_shape", torch.tensor([2, 7]), r"m\.q: weight is \[2, 7\], group_size=8"),
         ("W4A16_ASYM", "weight_zero_point", torch.zeros(2, 1, dtype=torch.int32), r"weight_zero_point: .*\(1, 1\)"),
+        ("W3A16", "weight_shape", torch.tensor([2, 11]), r"m\.q\.weight_packed: \[2, 1\], .* \(2, 11\) needs \[2, 2\]"),
+        ("W3A16_ASYM", "weight_zero_point", torch.zeros(2, 1, dtype=torch.int32), r"weight_zero_point: .*\(1, 1\)"),
+        ("W2A16", "weight_packed", torch.zeros(2, 2, dtype=torch.int32), r"m\.q\.weight_packed: \[2, 2\], .* needs \[2, 1\]"),
         ("int8-asym", "weight_zero_point", torch.zeros(2, dtype=torch.int8), r"weight_zero_point: .*\(2, 1\)"),
     ],
 )
@@ -325,8 +379,10 @@ def test_order_of_columns_is_history_and_not_layout():
         ({"format": "marlin-24"}, r"group_0: layout='marlin-24'"),
         ({"format": None}, r"group_0: layout=None"),
         ({"weights": {"strategy": "block"}}, r"group_0: strategy 'block'"),
+        ({"weights": {"strategy": "block", "block_structure": [128, 64]}}, r"group_0: .*block_structure=\[128, 64\]"),
+        ({"weights": {"strategy": "block", "block_structure": [8, 8]}}, r"group_0: granularity='per_block' with kind='int'"),
         ({"weights": {"strategy": "tensor_group"}}, r"group_0: strategy 'tensor_group'"),
-        ({"weights": {"num_bits": 3}}, r"group_0: num_bits=3"),
+        ({"weights": {"num_bits": 5}}, r"group_0: num_bits=5"),
         ({"weights": {"type": "float"}}, r"group_0: .*layout='pack-quantized'.*float"),
         ({"weights": {"type": "posit"}}, r"group_0: kind='posit'"),
         ({"weights": {"actorder": "group"}}, r"group_0: .*actorder='group'"),
