@@ -17,6 +17,8 @@ TEXTS := artifacts/tiny-llama-text
 
 # Gaudi's toolkit, for its tests: an environment of its own that holds neural-compressor-pt; without it they are skipped.
 export NEURAL_COMPRESSOR_ENV ?= $(wildcard artifacts/peers/inc)
+# llama.cpp likewise: one that holds gguf and llama-cpp-python.
+export LLAMA_CPP_ENV ?= $(wildcard artifacts/peers/llamacpp)
 
 .PHONY: help install demo test test-slow check measure unify quantize export validate clean
 

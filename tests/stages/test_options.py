@@ -20,6 +20,7 @@ from quantflow.errors import (
     UnsupportedError,
     UsageError,
 )
+from stages._config import launched_environment
 from stages._options import common, exit_code, outline, reporting, show, table
 
 
@@ -174,11 +175,14 @@ def test_the_environment_silences_the_bars(tmp_path, monkeypatch, value, wanted)
     assert found == [wanted]
 
 
-def test_a_rank_writes_no_log_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.setenv("RANK", "0")
+@pytest.mark.parametrize(("rank", "ours", "written"), [("0", True, []), ("1", False, []), ("0", False, ["out.log"])])
+def test_a_rank_has_a_log_where_it_is_the_first_of_somebodys_torchrun(tmp_path, monkeypatch, rank, ours, written):
+    for name, value in (launched_environment() if ours else {}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert exit_code(writing(lambda progress: progress.say("measure: hello")), ["verb", str(tmp_path / "out")]) == 0
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == written
 
 
 @pytest.mark.parametrize("arguments", [["nothing"], ["verb", "--nope"], ["verb", "more"]])
