@@ -201,6 +201,7 @@ class LayerStream:
             for name in stored:
                 (weight,) = self.weights.read([names[name]]).values()
                 materialize_(module, {name: weight}, dtype=weight.dtype)
+                del weight  # whoever has the module may let go of it, which a name that waits here would prevent
             with in_parts(linears.values(), dtype=self.dtype):
                 yield module
         finally:

@@ -1,5 +1,6 @@
 """The model run layer by layer equals the model run by transformers."""
 
+import gc
 from dataclasses import replace
 
 import pytest
@@ -25,7 +26,7 @@ from quantflow.errors import InputError, UnsupportedError, UsageError
 from quantflow.models.capture import LayerStream
 from quantflow.models.graph import graph_for
 from quantflow.models.hooks import KVRecorder, QueryRecorder, watch
-from quantflow.models.load import open_source
+from quantflow.models.load import open_source, release_
 
 SHAPE = {
     "vocab_size": 50,
@@ -361,3 +362,15 @@ def test_a_layer_whose_linears_stay_as_stored_gives_the_same_bits_and_is_release
     assert all(value.is_meta for value in layer.parameters())
     with stream.layer(1) as layer:
         assert torch.equal(stream.run(layer, state), wanted)
+
+
+def test_who_has_a_layer_can_let_go_of_a_weight_as_stored(folders):
+    stream = stream_of(folders["llama bfloat16"])
+    with stream.layer(1, as_stored=True) as layer:
+        linears = [part for part in layer.modules() if isinstance(part, nn.Linear)]
+        places = {part.weight.data_ptr() for part in linears}
+        for part in linears:
+            release_(part, ["weight"])
+        gc.collect()
+        tensors = [value for value in gc.get_objects() if type(value) in (torch.Tensor, nn.Parameter) and not value.is_meta]
+        assert not [value.shape for value in tensors if value.dtype == torch.bfloat16 and value.data_ptr() in places]
