@@ -25,7 +25,7 @@ from quantflow.backends import reference
 from quantflow.core.qtensor import QuantizedLinear
 from quantflow.core.scheme import LinearScheme
 from quantflow.errors import StatisticsError
-from quantflow.evaluation.layer_error import relative_error, weight_error
+from quantflow.evaluation.layer_error import error_from, relative_error, weight_sums
 from quantflow.formats import FORMATS
 from quantflow.models.capture import State
 from quantflow.models.graph import Layer, LinearGroup
@@ -49,7 +49,7 @@ def quantize_layer(work: LayerWork) -> None:
     Raises:
         StatisticsError: a statistic is missing, or smoothing changed the layer's function.
     """
-    original = work.stream.run(work.module, work.canary)
+    original = work.stream.run(work.module, work.canary) if work.plan.transforms else None
     _smooth(work)
     inputs, outputs = _canary_traffic(work, original)
     hessians = _collect_hessians(work) if work.plan.needs_hessian else {}
@@ -122,8 +122,11 @@ def _smooth_group(work: LayerWork, group: LinearGroup, name: str, options: Mappi
         }
 
 
-def _canary_traffic(work: LayerWork, original: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Run the canary through the smoothed layer; return each linear's input and output there."""
+def _canary_traffic(work: LayerWork, original: Tensor | None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Run the canary through the smoothed layer; return each linear's input and output there.
+
+    `original` is what the layer put out before it was smoothed, None where nothing smooths.
+    """
     inputs: dict[str, Tensor] = {}
     outputs: dict[str, Tensor] = {}
 
@@ -132,7 +135,7 @@ def _canary_traffic(work: LayerWork, original: Tensor) -> tuple[dict[str, Tensor
 
     with watch(work.module, {work.layer.relative(name): partial(remember, name) for name in work.layer.linears}):
         smoothed = work.stream.run(work.module, work.canary)
-    change = relative_error(original, smoothed, name=work.layer.prefix)
+    change = 0.0 if original is None else relative_error(original, smoothed, name=work.layer.prefix)
     if change > SMOOTHING_TOLERANCE:
         raise StatisticsError(
             f"{work.layer.prefix}: transforms changed the layer's output by {change:.3g} (relative, squared)",
@@ -233,12 +236,13 @@ def _quantize_members(
     if last:
         statistics.pop("hessian_sum", None)
     seen = input_of(members[0], scheme, statistics)
-    for name, result in results.items():
+    errors = work.workers.map(lambda name: weight_sums(weights[name], results[name].weight), results)
+    for (name, result), sums in zip(results.items(), errors, strict=True):
         quantized = QuantizedLinear(
             weight=result.weight, scheme=scheme, input_scale=seen.scale, input_zero_point=seen.zero_point
         )
         work.tensors |= FORMAT.encode(name, quantized, scale_dtype=scale_dtype)
-        work.errors[name] = {"weight": weight_error(weights[name], result.weight, name=name)}
+        work.errors[name] = {"weight": error_from(*sums, name=name)}
         work.decisions.setdefault(name, {}).update({**result.decisions, **seen.decisions})
 
 
