@@ -1,6 +1,7 @@
 """The model card that export writes into README.md: what the artifact is, where it loads, and where it does not."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any
 
 NOTES = {
@@ -50,6 +51,8 @@ def model_card(manifest: Mapping[str, Any]) -> str:
     ]
     if any(not scheme["weights"]["symmetric"] for scheme in schemes):
         lines += ["", ASYMMETRIC]
+    if experts := [layer["experts"] for layer in manifest["layers"] if "experts" in layer]:
+        lines += ["", _experts(experts)]
     lines += [
         "",
         "vLLM: written to its published layout, not run. Gaudi: not run.",
@@ -58,6 +61,19 @@ def model_card(manifest: Mapping[str, Any]) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def _experts(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return what calibration reached of the experts of each layer, and who reads them."""
+    tokens = [count for row in rows for count in row["tokens"] or ()]
+    short = sum(len({name.rpartition(".")[0] for name in row["short"]}) for row in rows)
+    reached = (
+        f"calibration tokens per expert: at least {min(tokens)}, median {median(tokens):g}" if tokens else "not calibrated"
+    )
+    return (
+        f"Experts in {len(rows)} layers, {reached}; {short} were short of tokens. Routers are not quantized. "
+        "An expert is stored as its own linears, which is what vLLM's layout for compressed-tensors names."
+    )
 
 
 def _calibration(measurement: Mapping[str, Any] | None) -> str:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from quantflow.errors import StatisticsError, UsageError
 from quantflow.observers.amax import AmaxObserver
 from quantflow.observers.channel_amax import ChannelAmaxObserver
+from quantflow.observers.count import CountObserver
 from quantflow.observers.hessian import HessianObserver, observer_bytes
 from quantflow.observers.histogram import BINS, HistogramObserver, upper_edge
 from quantflow.observers.mean_abs import MeanAbsObserver
@@ -25,6 +26,11 @@ def observed(observer, x=X):
 
 def test_amax_is_the_largest_magnitude():
     assert observed(AmaxObserver(3)) == {"amax": 3.0}
+
+
+def test_count_is_how_many_rows_there_were_whatever_they_hold():
+    assert observed(CountObserver(3)) == {"count": 2}
+    assert observed(CountObserver(3), torch.zeros(4, 2, 3)) == {"count": 8}
 
 
 def test_amax_without_a_width_takes_tensors_of_any_width():
