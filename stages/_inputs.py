@@ -84,7 +84,8 @@ def inputs_of(
     if measurement is None:
         return found
     for layer in graph.layers:
-        statistics, decisions = input_statistics(measurement, layer), {}
+        statistics: Mapping[str, Mapping[str, Tensor]] = input_statistics(measurement, layer)
+        decisions: Mapping[str, str] = {}
         if policy is not None:
             treatment = treat(layer, policy, statistics, of_layer(layer, shorts))
             statistics, decisions = treatment.statistics, treatment.decisions
