@@ -33,7 +33,7 @@ from quantflow.errors import InputError, UsageError
 
 SHIPPED = Path(configs.__file__).parent
 FED = ("routed", "all")  # tokens that measure shows to an expert
-POLICIES = ("error", "all", "rtn", "share_max")  # for experts that calibration reached too seldom; stages/_experts.py
+POLICIES = ("error", "all", "damp", "rtn", "share_max")  # for experts that calibration reached too seldom; stages/_experts.py
 UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 _SPOKEN_FOR = "QUANTFLOW_LAUNCHED"  # in the environment of ranks whose messages the process that started them passes on
 
@@ -81,7 +81,8 @@ class Quantize:
     """One artifact: null means what the scheme's preset says, or what measured better (`quantized_inputs`).
 
     `float8` is another flavour for FP8 schemes: `gaudi2` keeps to the 240 that Gaudi2 holds. `experts` is what becomes of
-    experts that calibration reached with fewer than `expert_tokens`; null is a quarter of a linear's input features.
+    experts that calibration reached with fewer than `expert_tokens`; null is two per input feature for algorithms that read
+    statistics, and 100 for static inputs.
     """
 
     name: str

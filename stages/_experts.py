@@ -3,11 +3,17 @@
     policy     weights, by an algorithm that reads statistics    static input
     error      refused                                           refused
     all        calibrated on every token                         of a measurement that showed every expert every token
+    damp       by a Hessian shrunk towards an even one           the widest range among the layer's experts
     rtn        rounded to nearest                                the widest range among the layer's experts
     share_max  not for such algorithms                           the widest range among them, for all experts of the layer
 
-An expert is undercalibrated for a linear when the router sent it fewer tokens than a quarter of the linear's input features,
-or than the recipe's `expert_tokens`. What reads no statistics (rtn, hqq, dynamic inputs) has no use for a policy.
+Too seldom is fewer tokens from the router than the recipe's `expert_tokens`, or where it names none
+
+    2 * in_features    for an algorithm that reads statistics: below that GPTQ's output can be worse than that of round to
+                       nearest, unless it is damped (benchmarks/expert_tokens.py)
+    100                for a static input: of n tokens in random order the next one exceeds the largest with probability 1 / n
+
+What reads no statistics (rtn, hqq, dynamic inputs) has no use for a policy.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,12 +29,14 @@ from quantflow.measurements.record import Measurement
 from quantflow.measurements.routing import routed_key
 from quantflow.models.graph import Graph, Layer, LinearGroup
 
-SHARE = 4  # input features per token that an expert needs; benchmarks/expert_tokens.py
+PER_FEATURE = 2  # tokens that a linear needs whose weights are chosen by statistics of its input
+FOR_RANGE = 100  # tokens that a static input needs
 _WIDEST: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
     "amax": torch.maximum,
     "min_val": torch.minimum,
     "max_val": torch.maximum,
 }
+_BECAME = {"damp": "Hessian damped by its mean diagonal", "rtn": "rounded to nearest"}
 ROUTED = "routed"
 _LISTED = 8  # experts that a message names
 
@@ -40,8 +48,8 @@ class Policy:
     """What becomes of experts that got too few tokens.
 
     Attributes:
-        name: error, all, rtn or share_max.
-        tokens: how few are too few; None is a share of each linear's input features.
+        name: error, all, damp, rtn or share_max.
+        tokens: how many an expert needs; None is what is said above.
         weights: the algorithm reads statistics.
         inputs: some inputs are static.
     """
@@ -53,7 +61,9 @@ class Policy:
 
     def needed(self, features: int) -> int:
         """Return how many tokens a linear of so many input features needs."""
-        return -(-features // SHARE) if self.tokens is None else self.tokens
+        if self.tokens is not None:
+            return self.tokens
+        return max(PER_FEATURE * features if self.weights else 0, FOR_RANGE if self.inputs else 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,11 +82,13 @@ class Treatment:
     Attributes:
         statistics: of every linear's input, some replaced.
         rounded: linears that are rounded to nearest, whatever the algorithm.
+        damped: linears whose Hessian is shrunk.
         decisions: linear -> what to note.
     """
 
     statistics: Statistics
     rounded: frozenset[str]
+    damped: frozenset[str]
     decisions: Mapping[str, str]
 
 
@@ -96,7 +108,7 @@ def policy_for(name: str, *, policy: str, tokens: int | None, weights: bool, inp
     if policy == "share_max" and weights:
         raise UsageError(
             f"{name}: experts share_max with an algorithm that reads statistics of each expert's inputs",
-            "share_max is about static inputs alone; use error, all or rtn",
+            "share_max is about static inputs alone; use error, all, damp or rtn",
         )
     return Policy(name=policy, tokens=tokens, weights=weights, inputs=inputs) if weights or inputs else None
 
@@ -158,7 +170,7 @@ def refuse(name: str, shorts: Sequence[Short]) -> None:
     if shorts:
         raise StatisticsError(
             f"{name}: {described(shorts)}",
-            "give more or other calibration text, or say what becomes of them: --experts all, rtn or share_max, or fewer "
+            "give more or other calibration text, or say what becomes of them: --experts all, damp, rtn or share_max, or fewer "
             "--expert-tokens",
         )
 
@@ -232,22 +244,21 @@ def treat(layer: Layer, policy: Policy, statistics: Statistics, shorts: Iterable
     """
     replaced: dict[str, Mapping[str, Tensor]] = dict(statistics)
     decisions: dict[str, str] = {}
-    rounded: set[str] = set()
     short = {name: item for item in shorts for name in item.group.linears}
     widened = (
         [name for group in layer.groups if group.expert for name in group.linears] if policy.name == "share_max" else short
     )
-    if policy.inputs and policy.name in ("rtn", "share_max"):
+    if policy.inputs and policy.name in ("damp", "rtn", "share_max"):
         widest = _widest_of(layer, statistics)
         for name in widened:
             replaced[name] = {**statistics.get(name, {}), **widest[_role(name)]}
             decisions[name] = f"static input of the widest range among {layer.experts} experts"
-    if policy.name == "rtn":
-        for name, item in short.items():
-            rounded.add(name)
-            told = [f"{item.tokens} of {item.needed} tokens: rounded to nearest", decisions.get(name)]
-            decisions[name] = "; ".join(filter(None, told))
-    return Treatment(statistics=replaced, rounded=frozenset(rounded), decisions=decisions)
+    became = _BECAME.get(policy.name) if policy.weights else None
+    for name, item in short.items() if became else ():
+        told = [f"{item.tokens} of {item.needed} tokens: {became}", decisions.get(name)]
+        decisions[name] = "; ".join(filter(None, told))
+    chosen = {of: frozenset(short if policy.weights and policy.name == of else ()) for of in _BECAME}
+    return Treatment(statistics=replaced, rounded=chosen["rtn"], damped=chosen["damp"], decisions=decisions)
 
 
 def _widest_of(layer: Layer, statistics: Statistics) -> dict[str, dict[str, Tensor]]:

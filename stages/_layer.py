@@ -33,7 +33,7 @@ from quantflow.models.experts import watch_routing
 from quantflow.models.graph import Layer, LinearGroup
 from quantflow.models.hooks import watch
 from quantflow.models.load import materialize_, release_
-from quantflow.observers.hessian import HessianObserver
+from quantflow.observers.hessian import HessianObserver, shrink_
 from quantflow.runtime.linear import QuantLinear
 from quantflow.transforms import TRANSFORMS
 from stages._experts import ROUTED, Short, fed_by, record_of, refuse, short_of_tokens, treat
@@ -207,7 +207,7 @@ def _treat_experts(work: LayerWork) -> None:
     if policy.name == "error":
         refuse(work.layer.prefix, shorts)
     treatment = treat(work.layer, policy, work.statistics, shorts)
-    work.statistics, work.rounded = dict(treatment.statistics), treatment.rounded
+    work.statistics, work.rounded, work.damped = dict(treatment.statistics), treatment.rounded, treatment.damped
     for name, told in treatment.decisions.items():
         work.decisions.setdefault(name, {})["experts"] = told
     fed = fed_by(policy) if policy.weights else work.fed
@@ -219,6 +219,8 @@ def _quantize_group(work: LayerWork, group: LinearGroup, hessian: HessianObserve
     give_back_holes()  # what the group before left
     statistics = {**work.statistics.get(group.linears[0], {}), **({} if hessian is None else hessian.take())}
     give_back_holes()  # the strips of the Hessian
+    if group.linears[0] in work.damped and "hessian_sum" in statistics:
+        shrink_(statistics["hessian_sum"])
     schemes = list(dict.fromkeys(scheme for scheme in map(work.plan.schemes.get, group.linears) if scheme is not None))
     for scheme in schemes:
         members = [name for name in group.linears if work.plan.schemes[name] == scheme]

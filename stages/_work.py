@@ -34,6 +34,7 @@ class LayerWork:
         routed: expert -> tokens that the router sent to it; None where nobody counted.
         fed: which tokens the measurement's statistics show each expert, `routed` or `all`; None where it does not say.
         rounded: linears that are rounded to nearest, whatever the algorithm.
+        damped: linears whose Hessian is shrunk.
         experts: what the layer's record says of its experts.
     """
 
@@ -58,6 +59,7 @@ class LayerWork:
     routed: dict[str, int] | None = None
     fed: str | None = None
     rounded: frozenset[str] = frozenset()
+    damped: frozenset[str] = frozenset()
     experts: dict[str, Any] | None = None
 
     @property

@@ -182,8 +182,8 @@ def measure(model: str, output: str | None, settings: tuple[str, ...], recipe: s
     default=None,
     help="Calibrate a layer on what the quantized layers before it put out, or the original ones.",
 )
-@click.option("--experts", metavar="POLICY", help="For experts short of tokens: error (default), all, rtn or share_max.")
-@click.option("--expert-tokens", type=int, help="How few are too few (default: a quarter of the linear's input features).")
+@click.option("--experts", metavar="POLICY", help="For experts short of tokens: error (default), all, damp, rtn or share_max.")
+@click.option("--expert-tokens", type=int, help="How many it needs (default: two per input feature; 100 for static inputs).")
 @click.option("--name", help="Which entry of the recipe (default: the first).")
 @click.option(
     "--ranks", type=int, default=1, help="Processes (default 1); each writes a slice of each linear, unify joins them."

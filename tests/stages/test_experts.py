@@ -24,7 +24,9 @@ from stages._ranks import rank_folder
 
 UNREACHED = 4  # of five experts, two per token
 QUIET = Progress(quiet=True)
-GPTQ = {"scheme": "W4A16", "algorithm": "gptq", "group_size": 32}
+NEEDED = 24  # tokens; every expert but the unreachable one gets more
+GPTQ = {"scheme": "W4A16", "algorithm": "gptq", "group_size": 32, "expert_tokens": NEEDED}
+STATIC = {"scheme": "FP8", "expert_tokens": NEEDED}
 
 
 def starve(folder):
@@ -145,15 +147,15 @@ def test_the_number_of_workers_changes_no_byte(starving, measurement, text_files
         assert (alone / name).read_bytes() == (measurement / name).read_bytes()
 
 
-@pytest.mark.parametrize("words", [GPTQ, {"scheme": "FP8"}], ids=["gptq", "static"])
+@pytest.mark.parametrize("words", [GPTQ, STATIC], ids=["gptq", "static"])
 def test_by_default_an_expert_without_tokens_is_an_error_before_a_layer_is_quantized(starving, measurement, tmp_path, words):
     with pytest.raises(StatisticsError) as caught:
         made(starving, tmp_path / "q", measurement, **words)
     assert caught.value.cause == (
         "x: 2 experts got fewer calibration tokens than needed: "
-        f"{expert(UNREACHED)} (0 of 24), {expert(UNREACHED, 1)} (0 of 24)"  # 24 of the 96 inputs of w2
+        f"{expert(UNREACHED)} (0 of {NEEDED}), {expert(UNREACHED, 1)} (0 of {NEEDED})"
     )
-    assert "--experts all, rtn or share_max" in caught.value.remedy
+    assert "--experts all, damp, rtn or share_max" in caught.value.remedy
     assert not list((tmp_path / "q").glob("layers/*"))
 
 
@@ -171,14 +173,32 @@ def test_rtn_rounds_the_short_expert_to_nearest_and_says_so(starving, measuremen
     same = {name for name in found if torch.equal(found[name], nearest[name]) and name.endswith("weight_packed")}
     assert same == {f"{expert(UNREACHED, layer)}.{linear}.weight_packed" for layer in (0, 1) for linear in ("w1", "w2", "w3")}
     for layer, record in enumerate(layers(folder)):
-        assert record["decisions"][f"{expert(UNREACHED, layer)}.w2"]["experts"] == "0 of 24 tokens: rounded to nearest"
+        assert record["decisions"][f"{expert(UNREACHED, layer)}.w2"]["experts"] == f"0 of {NEEDED} tokens: rounded to nearest"
         assert "experts" not in record["decisions"][f"{expert(0, layer)}.w2"]
         assert record["experts"]["short"] == {
-            f"{expert(UNREACHED, layer)}.w1": {"tokens": 0, "needed": 16},
-            f"{expert(UNREACHED, layer)}.w2": {"tokens": 0, "needed": 24},
+            f"{expert(UNREACHED, layer)}.w1": {"tokens": 0, "needed": NEEDED},
+            f"{expert(UNREACHED, layer)}.w2": {"tokens": 0, "needed": NEEDED},
         }
         assert set(record["errors"][f"{expert(UNREACHED, layer)}.w1"]) == {"weight"}  # the canary does not reach it either
         assert {"weight", "output"} == set(record["errors"][f"model.layers.{layer}.self_attn.q_proj"])
+
+
+def test_damp_shrinks_the_hessian_of_what_few_tokens_there_are(starving, measurement, tmp_path):
+    fewest = min(tokens_by_hand(starving, measurement)[0][:4])
+    words = {**GPTQ, "expert_tokens": fewest + 1}
+    folder = made(starving, tmp_path / "q", measurement, **words, experts="damp")
+    (record, _), found = layers(folder), tensors(folder)
+    short = {name.rpartition(".")[0] for name in record["experts"]["short"]}
+    assert expert(UNREACHED) in short and len(short) > 1
+    plain = tensors(made(starving, tmp_path / "plain", measurement, **{**GPTQ, "expert_tokens": 0}))
+    nearest = tensors(made(starving, tmp_path / "rtn", measurement, scheme="W4A16", algorithm="rtn", group_size=32))
+    for number in range(5):
+        name = f"{expert(number)}.w2"
+        assert ("experts" in record["decisions"][name]) == (expert(number) in short)
+        assert torch.equal(found[f"{name}.weight_packed"], plain[f"{name}.weight_packed"]) == (
+            expert(number) not in short or number == UNREACHED  # of which nothing is known either way
+        )
+        assert torch.equal(found[f"{name}.weight_packed"], nearest[f"{name}.weight_packed"]) == (number == UNREACHED)
 
 
 def test_all_shows_the_expert_every_token_and_beats_rtn_on_them(starving, measurement, tmp_path):
@@ -211,7 +231,7 @@ def output_error(model, folder, measurement):
 
 
 def test_share_max_gives_all_experts_of_a_layer_the_widest_static_range(starving, measurement, tmp_path):
-    found = tensors(made(starving, tmp_path / "q", measurement, scheme="FP8", experts="share_max"))
+    found = tensors(made(starving, tmp_path / "q", measurement, **STATIC, experts="share_max"))
     statistics = load_file(measurement / "statistics.safetensors")
     for layer in (0, 1):
         for linear in ("w1", "w2", "w3"):
@@ -221,7 +241,7 @@ def test_share_max_gives_all_experts_of_a_layer_the_widest_static_range(starving
 
 
 def test_rtn_gives_a_short_expert_the_widest_range_and_leaves_the_others_theirs(starving, measurement, tmp_path):
-    found = tensors(made(starving, tmp_path / "q", measurement, scheme="FP8", experts="rtn"))
+    found = tensors(made(starving, tmp_path / "q", measurement, **STATIC, experts="rtn"))
     statistics = load_file(measurement / "statistics.safetensors")
     own = [float(statistics[f"{expert(number)}.w2|input|amax"]) for number in range(5)]
     scales = [float(found[f"{expert(number)}.w2.input_scale"]) for number in range(5)]
@@ -244,9 +264,9 @@ def test_an_asymmetric_range_is_shared_from_its_lowest_to_its_highest_end():
 
 def test_all_with_static_inputs_needs_a_measurement_that_showed_all(starving, measurement, fed, tmp_path):
     with pytest.raises(StatisticsError, match="the measurement showed each expert routed tokens") as caught:
-        made(starving, tmp_path / "no", measurement, scheme="FP8", experts="all")
+        made(starving, tmp_path / "no", measurement, **STATIC, experts="all")
     assert caught.value.remedy == "measure again with --experts all"
-    found = tensors(made(starving, tmp_path / "q", fed, scheme="FP8", experts="all"))
+    found = tensors(made(starving, tmp_path / "q", fed, **STATIC, experts="all"))
     assert float(found[f"{expert(UNREACHED)}.w1.input_scale"]) == float(found[f"{expert(0)}.w1.input_scale"])
     statistics = load_file(fed / "statistics.safetensors")
     assert statistics[f"{expert(UNREACHED)}.w2|input|amax"] > 0
@@ -254,20 +274,29 @@ def test_all_with_static_inputs_needs_a_measurement_that_showed_all(starving, me
     assert set(tensors(made(starving, tmp_path / "plain", fed, scheme="FP8"))) == set(found)  # nothing is short of tokens
 
 
-def test_tokens_are_too_few_below_a_quarter_of_the_features_or_what_is_said():
+def test_an_expert_needs_two_tokens_per_feature_for_its_weights_and_a_hundred_for_its_range():
+    assert Policy(weights=True).needed(2048) == 4096
+    assert Policy(inputs=True).needed(2048) == 100
+    assert Policy(weights=True, inputs=True).needed(2048) == 4096
+    assert Policy(weights=True, inputs=True).needed(16) == 100
+    assert Policy(weights=True, inputs=True, tokens=7).needed(2048) == 7
+
+
+def test_groups_of_an_expert_are_short_of_tokens_each_by_its_own_features():
     layer = graph_for(MixtralConfig(num_hidden_layers=1, num_local_experts=2)).layers[0]
     shapes = {f"{name}.weight": (8, 10 if name.endswith("w2") else 16) for name in layer.linears}
     schemes = dict.fromkeys(layer.linears, "something")
-    tokens = {expert(0): 3, expert(1): 4}
+    tokens = {expert(0): 31, expert(1): 32}
 
     def short(policy, schemes=schemes):
         found = short_of_tokens(layer, policy, tokens, schemes=schemes, shapes=shapes)
         return [(item.group.linears[0].removeprefix(f"{layer.block}.experts."), item.tokens, item.needed) for item in found]
 
-    assert short(Policy()) == [("0.w1", 3, 4)]  # 16 / 4; of w2 10 / 4 is 3, rounded up
-    assert short(Policy(tokens=4)) == [("0.w1", 3, 4), ("0.w2", 3, 4)]
+    assert short(Policy(weights=True)) == [("0.w1", 31, 32)]
+    assert short(Policy(tokens=32)) == [("0.w1", 31, 32), ("0.w2", 31, 32)]
     assert short(Policy(tokens=0)) == []
-    assert short(Policy(), {**schemes, f"{expert(0)}.w1": None, f"{expert(0)}.w3": None}) == []
+    unquantized = {**schemes, f"{expert(0)}.w1": None, f"{expert(0)}.w3": None}
+    assert short(Policy(weights=True), unquantized) == []
 
 
 def test_a_policy_that_an_algorithm_has_no_use_for_is_refused():
@@ -294,8 +323,8 @@ def test_several_ranks_neither_cut_a_mixture_nor_calibrate_it_together(starving,
 
 
 def test_ranks_that_round_to_nearest_share_the_widest_range_too(starving, measurement, tmp_path, cards):
-    alone = tensors(made(starving, tmp_path / "alone", measurement, scheme="FP8", experts="share_max"))
-    entry = Quantize(name="x", scheme="FP8", experts="share_max")
+    alone = tensors(made(starving, tmp_path / "alone", measurement, **STATIC, experts="share_max"))
+    entry = Quantize(name="x", **STATIC, experts="share_max")
     cards(starving, tmp_path / "shards", entry, ranks=2, measurement=measurement)
     for rank in (0, 1):
         shard = tensors(rank_folder(tmp_path / "shards", rank, 2))
