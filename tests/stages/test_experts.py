@@ -378,7 +378,10 @@ def test_the_artifact_says_what_became_of_every_expert_and_router(artifact):
     reasons = {entry["name"]: entry["reason"] for entry in manifest["ledger"]["tensors"]}
     assert reasons["model.layers.0.block_sparse_moe.gate.weight"] == "a router decides by it, never quantized"
     assert summarize(artifact)["experts"]["model.layers.1.block_sparse_moe.experts"]["short"] == 1
-    assert "2 were short of tokens. Routers are not quantized." in (artifact / "README.md").read_text()
+    card = (artifact / "README.md").read_text()
+    assert "routers are not quantized. Calibration tokens per expert in 2 layers: at least 0" in card
+    assert "2 experts were short of tokens." in card
+    assert "pack-quantized: Stock transformers loads it with the experts' weights dequantized" in card
     with safe_open(artifact / "model.safetensors", framework="pt") as file:
         assert f"{expert(UNREACHED)}.w1.weight_packed" in file.keys()  # noqa: SIM118 - not a mapping
 
