@@ -16,7 +16,7 @@ from quantflow.formats import compressed_tensors
 from quantflow.models.graph import graph_for
 from quantflow.runtime.load import load
 from quantflow.runtime.offload import load_offloaded
-from stages import _memory, export, measure, plan, quantize
+from stages import _memory, export, measure, plan, quantize, unify
 from stages._config import Calibration, Quantize, recipe_from
 from stages._experts import Policy, Short, described, policy_for, short_of_tokens, treat
 from stages._progress import Progress
@@ -330,6 +330,26 @@ def test_ranks_that_round_to_nearest_share_the_widest_range_too(starving, measur
         shard = tensors(rank_folder(tmp_path / "shards", rank, 2))
         for name in [name for name in shard if name.endswith("input_scale")]:
             assert torch.equal(shard[name], alone[name])
+    job = unify.Job(measurement=tmp_path / "shards", output=tmp_path / "joined", model=starving)
+    found = tensors(unify.run(job, QUIET))
+    assert found.keys() == alone.keys()
+    assert all(torch.equal(found[name].view(torch.uint8), alone[name].view(torch.uint8)) for name in found if found[name].ndim)
+
+
+def test_replicas_that_measure_a_part_each_are_merged_into_what_one_measured(starving, measurement, text_files, tmp_path):
+    calibration = Calibration(source=str(text_files["calibration"]), samples=6, sequence_length=48)
+    job = measure.Job(model=starving, output=tmp_path / "m", calibration=calibration, ranks=2)
+    for rank in (0, 1):
+        measure._measure_rank(job, QUIET, rank=rank, world=2)
+    merged = unify.run(unify.Job(measurement=tmp_path / "m", output=tmp_path / "u"), QUIET)
+    folder = merged if (merged / "measurement.json").exists() else rank_folder(merged, 0, 1)
+    found, one = (load_file(path / "statistics.safetensors") for path in (folder, measurement))
+    assert found.keys() == one.keys()
+    assert all(torch.equal(found[key], one[key]) for key in one if key.endswith(("amax", "|count", "|counts", "_val")))
+    ledgers = [json.loads((path / "measurement.json").read_text())["routed"] for path in (folder, measurement)]
+    assert ledgers[0] == ledgers[1]
+    unseen = json.loads((folder / "measurement.json").read_text())["unified"]["unseen"]
+    assert unseen == [f"{expert(UNREACHED, layer)}.w1" for layer in (0, 1)]
 
 
 def test_a_run_that_was_stopped_goes_on_to_the_same_bytes(starving, measurement, tmp_path):
