@@ -19,8 +19,10 @@ from quantflow.runtime.offload import load_offloaded
 from stages import _memory, export, measure, plan, quantize, unify
 from stages._config import Calibration, Quantize, recipe_from
 from stages._experts import Policy, Short, described, policy_for, short_of_tokens, treat
+from stages._options import exit_code
 from stages._progress import Progress
 from stages._ranks import rank_folder
+from stages.cli import cli
 
 UNREACHED = 4  # of five experts, two per token
 QUIET = Progress(quiet=True)
@@ -446,6 +448,31 @@ def test_the_plan_counts_what_is_written(starving, artifact, text_files):
     assert rows["model.layers.{0-1}.block_sparse_moe.gate"] == (2, "copied, a router")
     assert sum(row["bytes_before"] for row in planned["schemes"]) == found["model"]["bytes"]
     assert abs(planned["output_bytes"] / sum(path.stat().st_size for path in artifact.iterdir()) - 1) < 0.2
+
+
+def test_the_flags_reach_the_stages_and_a_wrong_word_is_answered_with_the_right_ones(starving, measurement, tmp_path, capsys):
+    def said(*arguments):
+        code = exit_code(cli, [str(argument) for argument in arguments])
+        out, err = capsys.readouterr()
+        return code, out + err
+
+    code, text = said("measure", starving, "-o", tmp_path, "--calibration", "x", "--experts", "all", "--dry-run", "--json")
+    assert (code, json.loads(text)["experts"]) == (0, "all")
+    flags = ("--scheme", "W4A16", "--experts", "damp", "--expert-tokens", 7)
+    code, text = said("quantize", starving, "-o", tmp_path, *flags, "--dry-run", "--json")
+    entry = json.loads(text)["entry"]
+    assert (code, entry["experts"], entry["expert_tokens"]) == (0, "damp", 7)
+    for arguments in (
+        ("quantize", starving, "-o", tmp_path, "--scheme", "FP8", "--experts", "shared"),
+        ("measure", starving, "-o", tmp_path, "--calibration", "x", "--experts", "every"),
+    ):
+        code, text = said(*arguments)
+        assert code == 2
+        assert "valid: " in text
+    code, text = said("quantize", starving, "-o", tmp_path / "q", "--scheme", "FP8", "--measurement", measurement)
+    assert code == 3
+    assert "experts got fewer calibration tokens than needed" in text
+    assert "fix: give more or other calibration text, or say what becomes of them: --experts all, damp, rtn" in text
 
 
 def test_what_a_short_expert_lacks_is_told_once_per_expert():
