@@ -27,6 +27,7 @@ from quantflow.models.reading import read_tensor
 from stages import _memory, _state
 from stages._bits import CANARY_TOKENS, tensor_hash
 from stages._config import Quantize
+from stages._experts import routed_tokens
 from stages._inputs import input_statistics
 from stages._layer import FORMAT, install_all, quantize_layer
 from stages._plan import Plan
@@ -126,11 +127,14 @@ class Forward:
                 ahead=self.allowance.in_flight,
                 progress=self.progress,
                 team=self.team,
+                routed=routed_tokens(self.measurement, layer),
+                fed=None if self.measurement is None else self.measurement.meta.get("experts"),
             )
             quantize_layer(work)
         output = stream.run(module, canary)
         if not kept:
             found = {"errors": work.errors, "decisions": work.decisions, "changed": sorted(set(work.changed))}
+            found |= {} if work.experts is None else {"experts": work.experts}
             found |= {"key": layer_key, "canary": tensor_hash(output)} | self.share.record(layer)
             _state.write_layer(path, sliced(work.tensors, layer.linears, self.plan.schemes, self.share), found)
         if more:

@@ -1,8 +1,9 @@
 """One decoder layer of stage 2: transforms, statistics, algorithm, and what the artifact will hold for it.
 
 The order is fixed: smooth, prove on the canary that smoothing changed nothing, collect Hessians of the smoothed inputs,
-quantize group by group, put the quantized linears in place. What comes out holds every tensor of the layer under its name in
-the artifact, so the file of a layer is all that a resumed run needs.
+look which experts got too few tokens (stages/_experts.py), quantize group by group, put the quantized linears in place. What
+comes out holds every tensor of the layer under its name in the artifact, so the file of a layer is all that a resumed run
+needs.
 
 Cards that quantize a layer together (stages/_team.py) each collect the Hessians of their groups, quantize these, and tell
 the others what they became; all else every card does.
@@ -28,14 +29,17 @@ from quantflow.errors import StatisticsError
 from quantflow.evaluation.layer_error import error_from, relative_error, weight_sums
 from quantflow.formats import FORMATS
 from quantflow.models.capture import State
+from quantflow.models.experts import watch_routing
 from quantflow.models.graph import Layer, LinearGroup
 from quantflow.models.hooks import watch
 from quantflow.models.load import materialize_, release_
-from quantflow.observers.hessian import HessianObserver
+from quantflow.observers.hessian import HessianObserver, shrink_
 from quantflow.runtime.linear import QuantLinear
 from quantflow.transforms import TRANSFORMS
+from stages._experts import ROUTED, Short, fed_by, record_of, refuse, short_of_tokens, treat
 from stages._inputs import input_of
 from stages._memory import give_back_holes
+from stages._observe import FEEDING
 from stages._plan import Plan
 from stages._work import LayerWork
 
@@ -53,6 +57,7 @@ def quantize_layer(work: LayerWork) -> None:
     _smooth(work)
     inputs, outputs = _canary_traffic(work, original)
     hessians = _collect_hessians(work) if work.plan.needs_hessian else {}
+    _treat_experts(work)
     numbered = list(enumerate(work.layer.groups))
     for number, group in numbered:
         if not work.team.owns(number):  # first, so that no card has more in memory than one that quantizes all groups
@@ -63,7 +68,7 @@ def quantize_layer(work: LayerWork) -> None:
     _exchange(work)
     give_back_holes()
     install_all(work.module, work.layer, work.plan, work.tensors)
-    for name in work.errors:
+    for name in work.errors.keys() & outputs.keys():  # the canary does not reach every expert
         work.errors[name]["output"] = relative_error(outputs[name], work.child(name)(inputs[name]), name=name)
     for name in work.stored:
         if name.removesuffix(".weight") not in work.errors:
@@ -161,25 +166,55 @@ def _collect_hessians(work: LayerWork) -> dict[int, HessianObserver]:
     def remember(number: int, x: Tensor, _y: Tensor) -> None:
         seen.inputs[number] = x
 
-    def unit(state: State) -> tuple[State, Tensor, dict[int, Tensor]]:
-        seen.inputs = {}
+    def unit(state: State) -> tuple[State, Tensor, dict[int, Tensor], Tensor]:
+        seen.inputs, seen.routed = {}, nobody
         hidden = work.stream.run(work.module, state)
-        return state, hidden, seen.inputs
+        return state, hidden, seen.inputs, seen.routed
 
     def add(number: int, x: Tensor) -> None:
         observers[number].update(x)
 
+    def routed(tokens: Tensor) -> None:
+        seen.routed = tokens
+
     watched = {work.layer.relative(name): partial(remember, number) for number, name in firsts.items()}
-    with watch(work.module, watched):
+    total = nobody = torch.zeros(work.layer.experts, dtype=torch.int64)
+    feeding = FEEDING[fed_by(work.plan.experts)](work.module)
+    with watch(work.module, watched), watch_routing(work.module, routed), feeding:
         arrived = work.workers.stream(unit, work.states, ahead=work.ahead)
         for first in range(0, len(work.tokens), work.team.world):  # of the sequences that all cards run at once
             work.progress.doing(f"sequence {first + 1} of {len(work.tokens)}")
-            state, hidden, inputs = next(arrived, (None, None, {}))
+            state, hidden, inputs, tokens = next(arrived, (None, None, {}, nobody))
+            total = total + tokens
             work.team.gather(inputs, features, tokens=work.tokens[first : first + work.team.world], add=add)
             if work.keep_outputs and state is not None and hidden is not None:
                 state.store.put(state.index, hidden)
             give_back_holes()
+    work.routed = dict(zip(work.layer.gates, total.tolist(), strict=True))
     return observers
+
+
+def _treat_experts(work: LayerWork) -> None:
+    """Let the policy decide what becomes of experts that got too few tokens.
+
+    Raises:
+        StatisticsError: there are such experts, and the policy is `error`.
+    """
+    policy, shorts = work.plan.experts, list[Short]()
+    if policy is None or not work.layer.experts:
+        work.experts = record_of(work.layer, work.routed, fed=work.fed, shorts=()) if work.routed else None
+        return
+    if policy.name != "all" and work.routed is not None and (policy.weights or work.fed == ROUTED):
+        shapes = {name: info.shape for name, info in work.source.checkpoint.infos.items()}
+        shorts = short_of_tokens(work.layer, policy, work.routed, schemes=work.plan.schemes, shapes=shapes)
+    if policy.name == "error":
+        refuse(work.layer.prefix, shorts)
+    treatment = treat(work.layer, policy, work.statistics, shorts)
+    work.statistics, work.rounded, work.damped = dict(treatment.statistics), treatment.rounded, treatment.damped
+    for name, told in treatment.decisions.items():
+        work.decisions.setdefault(name, {})["experts"] = told
+    fed = fed_by(policy) if policy.weights else work.fed
+    work.experts = record_of(work.layer, work.routed, fed=fed, shorts=shorts)
 
 
 def _quantize_group(work: LayerWork, group: LinearGroup, hessian: HessianObserver | None) -> None:
@@ -187,6 +222,8 @@ def _quantize_group(work: LayerWork, group: LinearGroup, hessian: HessianObserve
     give_back_holes()  # what the group before left
     statistics = {**work.statistics.get(group.linears[0], {}), **({} if hessian is None else hessian.take())}
     give_back_holes()  # the strips of the Hessian
+    if group.linears[0] in work.damped and "hessian_sum" in statistics:
+        shrink_(statistics["hessian_sum"])
     schemes = list(dict.fromkeys(scheme for scheme in map(work.plan.schemes.get, group.linears) if scheme is not None))
     for scheme in schemes:
         members = [name for name in group.linears if work.plan.schemes[name] == scheme]
@@ -226,11 +263,12 @@ def _quantize_members(
 
     The `last` of a group may overwrite the Hessian, and lets go of it.
     """
-    for statistic in ALGORITHMS[work.plan.algorithm].NEEDS:
+    algorithm = ALGORITHMS["rtn" if members[0] in work.rounded else work.plan.algorithm]
+    for statistic in algorithm.NEEDS:
         _required(statistics, members[0], statistic)
     weights = {name: work.child(name).weight.detach() for name in members}
     scale_dtype = FORMAT.scale_dtype(scheme, work.dtype_of(f"{members[0]}.weight"))
-    results = ALGORITHMS[work.plan.algorithm].quantize_group(
+    results = algorithm.quantize_group(
         weights, scheme, statistics=statistics, scale_dtype=scale_dtype, workers=work.workers, in_place=last
     )
     if last:

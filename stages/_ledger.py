@@ -21,7 +21,7 @@ def tensor_entries(
         changed: source tensors that absorbed a smoothing.
         encoder: the artifact's format.
     """
-    linears = set(graph.linears)
+    linears, routers = set(graph.linears), set(graph.routers)
     entries = []
     for name, (_, info) in source.checkpoint.tensors.items():
         linear = name.removesuffix(".weight")
@@ -31,6 +31,8 @@ def tensor_entries(
             becomes, action, reason = encoder.tensor_names(linear, schemes[linear]), "quantized", schemes[linear].name
         elif linear in linears:
             reason = "ignored by the recipe"
+        elif linear in routers:
+            reason = "a router decides by it, never quantized"
         elif name in changed:
             action, reason = "changed", "absorbed a smoothing"
         entries.append(

@@ -4,6 +4,7 @@ They describe the largest of a stage's processes, without what Python and its li
 export's proof runs in a process of its own, each rank of measure is one.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -54,10 +55,11 @@ class Need:
 def need_measure(model: ModelSize, *, lengths: Sequence[int], stats: Sequence[str]) -> Need:
     """Return what measure takes: a layer in float32, a sequence's forward per worker, hidden states, statistics.
 
-    Each layer's statistics wait on disk until all are there; then they are in memory together.
+    Without statistics no layer runs, unless there are experts, whose tokens are counted. Each layer's statistics wait on disk
+    until all are there; then they are in memory together.
     """
     ids = 8 * sum(lengths)
-    if not stats:
+    if not stats and not model.sparse:
         return Need(stage="measure", moments=((2 * ids, 0),), result=ids)
     statistics = sum(_statistics_bytes(layer, stats) for layer in model.layers)
     longest = max(lengths, default=0)
@@ -87,7 +89,7 @@ def need_layers(model: ModelSize, plan: Plan, *, lengths: Sequence[int]) -> Need
     encoded = layer_bytes(model, plan.schemes)
     halves = sum(observer_bytes(k) for _, _, k in model.layer.groups) if plan.needs_hessian else 0
     forward = _forward_bytes(model, longest)
-    inputs = _inputs_bytes(model, longest) if plan.needs_hessian else 0
+    inputs = _inputs_bytes(model, plan, longest) if plan.needs_hessian else 0
     folding = inputs + _folding_bytes(model) if plan.needs_hessian else 0  # one sequence more, being added up
     layer = _layer_in_memory(model.layer) if plan.transforms else _layer_as_stored(model)
     parts = 0 if plan.transforms else _parts_bytes(model, longest)
@@ -174,11 +176,14 @@ def _embedding_bytes(model: ModelSize, lengths: Sequence[int]) -> int:
 
 
 def _forward_bytes(model: ModelSize, tokens: int) -> int:
-    """A float32 forward of one sequence through a layer: residual and norm, and the wider of attention and MLP."""
+    """A float32 forward of one sequence through a layer: residual and norm, and the wider of attention and MLP.
+
+    A mixture's experts run one after the other, each on all tokens at most: it has their sum, and one's input and output.
+    """
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
     attention = 3 * queries + 2 * keys + 2 * queries  # q, its rotation, k and v, both repeated over the heads
     wide = max((width for _, outputs, _ in model.layer.groups for width in outputs), default=0)
-    return FLOAT * tokens * (3 * model.hidden + max(attention, 3 * wide))
+    return FLOAT * tokens * ((6 if model.sparse else 3) * model.hidden + max(attention, 3 * wide))
 
 
 def _observing_bytes(model: ModelSize, tokens: int) -> int:
@@ -186,9 +191,14 @@ def _observing_bytes(model: ModelSize, tokens: int) -> int:
     return 3 * FLOAT * tokens * max(k for _, _, k in model.layer.groups)
 
 
-def _inputs_bytes(model: ModelSize, tokens: int) -> int:
-    """The inputs of a layer's groups, kept from a sequence's forward until they are folded into the Hessians."""
-    return FLOAT * tokens * sum(k for _, _, k in model.layer.groups)
+def _inputs_bytes(model: ModelSize, plan: Plan, tokens: int) -> int:
+    """The inputs of a layer's groups, kept from a sequence's forward until they are folded into the Hessians.
+
+    Of an expert they are those of the tokens that are sent to it, unless the policy shows it every token.
+    """
+    every = plan.experts is not None and plan.experts.name == "all"
+    features = sum(k for _, _, k in model.layer.groups) if every else model.layer.features
+    return math.ceil(FLOAT * tokens * features)
 
 
 def _head_bytes(model: ModelSize, tokens: int) -> int:

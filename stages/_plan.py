@@ -8,11 +8,12 @@ from typing import Any
 from quantflow.algorithms import ALGORITHMS
 from quantflow.core.groups import group_size_for
 from quantflow.core.scheme import LinearScheme, TensorScheme, preset, with_float8, with_group_size
-from quantflow.errors import UsageError
+from quantflow.errors import InputError, UsageError
 from quantflow.models.graph import Graph
 from quantflow.observers import observers_for
 from quantflow.transforms import TRANSFORMS
 from stages._config import Quantize, nearest
+from stages._experts import Policy, policy_for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +27,7 @@ class Plan:
         needs: the statistics of a linear's input that have to be there.
         file_to_file: whether weights go from file to file and the model never runs: one process does that where rows are
             quantized by themselves and no measurement is given, several cards where they are rounded to nearest.
+        experts: what becomes of undercalibrated experts; None where no expert is quantized by statistics.
     """
 
     name: str
@@ -34,6 +36,7 @@ class Plan:
     transforms: tuple[tuple[str, Mapping[str, Any]], ...]
     needs: frozenset[str]
     file_to_file: bool = False
+    experts: Policy | None = None
 
     @property
     def needs_hessian(self) -> bool:
@@ -68,6 +71,7 @@ def resolve(
     Raises:
         UsageError: a pattern matches nothing, an algorithm or transform is unknown or does not fit, a group size does
             not divide a linear's input, or nothing is left to quantize.
+        InputError: a linear of the family that the checkpoint does not have.
     """
     base = _scheme(entry.scheme, entry.group_size, entry.float8)
     algorithm = entry.algorithm or base.algorithm
@@ -82,7 +86,7 @@ def resolve(
             schemes[name] = None if name in ignored else _scheme(override.scheme, override.group_size, flavour)
     for name, scheme in schemes.items():
         if scheme is not None:
-            group_size_for(scheme.weights, shapes[f"{name}.weight"][1], name=name)
+            group_size_for(scheme.weights, _shape(shapes, name)[1], name=name)
             _check_algorithm(entry.name, algorithm, scheme)
     if not any(schemes.values()):
         raise UsageError(f"{entry.name}: ignore leaves none of {len(schemes)} linears to quantize", "ignore fewer")
@@ -98,7 +102,24 @@ def resolve(
         transforms=transforms,
         needs=needs,
         file_to_file=alone and (by_row and not (measured or needs) if ranks == 1 else algorithm == "rtn"),
+        experts=_experts(entry, graph, schemes, algorithm),
     )
+
+
+def _shape(shapes: Mapping[str, Sequence[int]], name: str) -> Sequence[int]:
+    shape = shapes.get(f"{name}.weight")
+    if shape is None:
+        raise InputError(f"{name}.weight: not in the checkpoint", "check that config.json belongs to these weights")
+    return shape
+
+
+def _experts(entry: Quantize, graph: Graph, schemes: Mapping[str, LinearScheme | None], algorithm: str) -> Policy | None:
+    """Return what becomes of undercalibrated experts, None where none is quantized by statistics."""
+    names = [name for layer in graph.layers for group in layer.groups if group.expert for name in group.linears]
+    used = [scheme for scheme in map(schemes.get, names) if scheme is not None]
+    static = any(scheme.input is not None and not scheme.input.dynamic for scheme in used)
+    reads = bool(used) and bool(ALGORITHMS[algorithm].NEEDS)
+    return policy_for(entry.name, policy=entry.experts, tokens=entry.expert_tokens, weights=reads, inputs=static)
 
 
 def plan_from(summary: Mapping[str, Any]) -> Plan:

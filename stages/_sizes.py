@@ -25,12 +25,21 @@ class LayerSize:
         elements: how many numbers these are.
         groups: linears that share an input: (source names, output features of each, input features).
         largest: (elements, stored bytes) of its largest tensor.
+        shares: of each group, how much of the tokens goes through it; of an expert, the experts chosen per one there is.
+        sparse: whether it has experts.
     """
 
     stored: int
     elements: int
     groups: tuple[tuple[tuple[str, ...], tuple[int, ...], int], ...]
     largest: tuple[int, int]
+    shares: tuple[float, ...]
+    sparse: bool
+
+    @property
+    def features(self) -> float:
+        """Input features of all groups that one token goes through, on average."""
+        return sum(k * share for (_, _, k), share in zip(self.groups, self.shares, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +74,11 @@ class ModelSize:
         """The largest decoder layer."""
         return max(self.layers, key=lambda layer: layer.elements)
 
+    @property
+    def sparse(self) -> bool:
+        """Whether any layer has experts."""
+        return any(layer.sparse for layer in self.layers)
+
 
 def model_size(infos: Mapping[str, TensorInfo], config: Any, graph: Graph) -> ModelSize:
     """Return the sizes of a model.
@@ -87,6 +101,8 @@ def model_size(infos: Mapping[str, TensorInfo], config: Any, graph: Graph) -> Mo
                 elements=sum(map(elements_of, found)),
                 groups=tuple(_group(group.linears, infos) for group in layer.groups),
                 largest=(elements_of(largest), largest.nbytes),
+                shares=tuple(1.0 if group.expert is None else layer.chosen / layer.experts for group in layer.groups),
+                sparse=layer.experts > 0,
             )
         )
     outside = [info for name, info in infos.items() if name not in inside]

@@ -31,6 +31,11 @@ class LayerWork:
         decisions: linear -> what the transforms and the algorithm decided.
         tensors: what the layer's file will hold.
         changed: source names of tensors that are not quantized and not as in the source.
+        routed: expert -> tokens that the router sent to it; None where nobody counted.
+        fed: which tokens the measurement's statistics show each expert, `routed` or `all`; None where it does not say.
+        rounded: linears that are rounded to nearest, whatever the algorithm.
+        damped: linears whose Hessian is shrunk.
+        experts: what the layer's record says of its experts.
     """
 
     stream: LayerStream
@@ -51,6 +56,11 @@ class LayerWork:
     decisions: dict[str, dict[str, Any]] = field(default_factory=dict)
     tensors: dict[str, Tensor] = field(default_factory=dict)
     changed: list[str] = field(default_factory=list)
+    routed: dict[str, int] | None = None
+    fed: str | None = None
+    rounded: frozenset[str] = frozenset()
+    damped: frozenset[str] = frozenset()
+    experts: dict[str, Any] | None = None
 
     @property
     def stored(self) -> list[str]:

@@ -116,6 +116,7 @@ def plan(subject: str, output: str, as_json: bool, settings: tuple[str, ...], **
 @click.option("--seed", type=int, help="Of the choice of documents (default 0).")
 @click.option("--for", "schemes", metavar="SCHEMES", help="What these need, such as W4A16:gptq,FP8 (default: everything).")
 @click.option("--stats", metavar="NAMES", help="Observers of each linear's input, comma-separated.")
+@click.option("--experts", metavar="FED", help="Tokens that each expert of a mixture is shown: routed to it (default), or all.")
 @click.option("--ranks", type=int, help="Processes (default 1); started with torchrun unless it started this one.")
 @click.option("--tp", type=int, help="Ranks that share a model, each with a slice of every linear (default 1).")
 @click.option("--dp", type=int, help="Replicas of the model, which share the sequences (default: ranks / tp).")
@@ -145,6 +146,7 @@ def measure(model: str, output: str | None, settings: tuple[str, ...], recipe: s
         "measure.tp": shared["tp"],
         "measure.dp": shared["dp"],
         "measure.stats": _statistics(shared["stats"], shared["schemes"]),
+        "measure.experts": shared["experts"],
     }
     values = _recipe(recipe, settings, flags, beneath=lambda data: measure_beneath(data, found))
     job = stage.Job(
@@ -156,6 +158,7 @@ def measure(model: str, output: str | None, settings: tuple[str, ...], recipe: s
         tp=values.measure.tp,
         dp=values.measure.dp,
         stats=_chosen(values, stage.DEFAULT_STATS),
+        experts=values.measure.experts,
         replace=shared["force"],
         resources=values.resources,
         arguments=tuple(sys.argv[1:]),
@@ -179,6 +182,8 @@ def measure(model: str, output: str | None, settings: tuple[str, ...], recipe: s
     default=None,
     help="Calibrate a layer on what the quantized layers before it put out, or the original ones.",
 )
+@click.option("--experts", metavar="POLICY", help="For experts short of tokens: error (default), all, damp, rtn or share_max.")
+@click.option("--expert-tokens", type=int, help="How many it needs (default: two per input feature; 100 for static inputs).")
 @click.option("--name", help="Which entry of the recipe (default: the first).")
 @click.option(
     "--ranks", type=int, default=1, help="Processes (default 1); each writes a slice of each linear, unify joins them."
@@ -209,6 +214,8 @@ def quantize(model: str, output: str, settings: tuple[str, ...], recipe: str | N
         "transforms": None if smooth is None else [{"smoothquant": {"alpha": smooth}}],
         "ignore": list(shared["ignore"]) or None,
         "quantized_inputs": shared["quantized_inputs"],
+        "experts": shared["experts"],
+        "expert_tokens": shared["expert_tokens"],
     }
     name, scheme = shared["name"], shared["scheme"]
     if recipe is not None:

@@ -41,6 +41,8 @@ from stages._share import refuse_shards
 from stages._side_files import is_side_file
 from stages._sizes import model_size
 
+LAYER_KEYS = ("errors", "decisions", "changed", "experts")  # of a layer's record, in the manifest; experts of mixtures
+
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
@@ -157,7 +159,7 @@ def _write(
         "measurement": summary["measurement"],
         "float8": {"flavour": flavours[0], "largest": FLAVOURS[flavours[0]].largest} if flavours else None,
         "ledger": ledger.to_json(),
-        "layers": [{key: layer[key] for key in ("errors", "decisions", "changed")} for layer in layers],
+        "layers": [{key: layer[key] for key in LAYER_KEYS if key in layer} for layer in layers],
         "proof": _proof_of(job, summary, layers),
         "tools": {**tools(), "quantflow_layout": FORMATS[job.format].LAYOUT_VERSION},
         "made_from": made_from,
@@ -239,7 +241,7 @@ def _write_config(folder: Path, source: ModelFiles, graph: Graph, schemes: Mappi
     untouched = [name for name in graph.linears if name not in schemes]
     head = [name.removesuffix(".weight") for name in source.names if name in ("lm_head.weight", "embed_out.weight")]
     config["quantization_config"] = FORMATS["compressed-tensors"].quantization_config(
-        schemes, ignore=[*untouched, *(head or ["lm_head"])], model_type=graph.family.model_type
+        schemes, ignore=[*untouched, *graph.routers, *(head or ["lm_head"])], model_type=graph.family.model_type
     )
     disk.write_file(folder / CONFIG, readable_json(config))
 

@@ -37,6 +37,7 @@ from quantflow.models.source import ModelFiles, open_files
 from stages import _memory, _state, _workspace
 from stages._bits import CANARY_TOKENS, identify, single_threaded, tensor_hash, tools
 from stages._config import Quantize, Resources, launched_rank
+from stages._experts import check_before, described, refuse_team
 from stages._file_to_file import quantize_files
 from stages._inputs import inputs_of
 from stages._plan import Plan, resolve
@@ -83,6 +84,8 @@ def run(job: Job, progress: Progress) -> Path:
     graph = graph_for(source.config)
     shapes = {name: info.shape for name, info in source.checkpoint.infos.items()}
     plan = resolve(job.entry, graph, shapes, measured=job.measurement is not None, ranks=job.ranks)
+    if job.ranks > 1 and not plan.file_to_file:
+        refuse_team(plan.name, graph, ranks=job.ranks)
     if job.ranks == 1:
         return _quantize(job, plan, source, graph, progress)
     from stages._cut import shares_of  # here: one process starts without transformers' configurations
@@ -125,6 +128,10 @@ def _quantize(
 ) -> Path:
     """Quantize what the share says into the job's folder, together with the team."""
     folder, measurement = _measurement(job, plan, source, progress)
+    shapes = {name: info.shape for name, info in source.checkpoint.infos.items()}
+    shorts = check_before(plan.name, plan.experts, graph, measurement, schemes=plan.schemes, shapes=shapes)
+    if shorts:
+        progress.say(f"quantize {job.entry.name}: {described(shorts)}; --experts {job.entry.experts}")
     lengths = [] if measurement is None else [len(sequence) for sequence in measurement.sequences]
     with _workspace.locked(job.output), single_threaded(), torch.no_grad():
         _workspace.refuse_other_result(job.output, {}, force=True, parts=PARTS)
@@ -158,7 +165,7 @@ def _quantize(
                 allowance=allowance,
                 progress=progress,
                 share=share,
-                inputs=inputs_of(measurement, graph, plan.schemes),
+                inputs=inputs_of(measurement, graph, plan.schemes, policy=plan.experts, shorts=shorts),
             )
             inputs = {**about, "model": identify(source.checkpoint, digests)}
         else:

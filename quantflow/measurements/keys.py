@@ -14,7 +14,8 @@ from quantflow.errors import StatisticsError
 from quantflow.observers import OBSERVERS, Observer
 
 Item = TypeVar("Item")
-SITES = ("input", "output", "weight", "query", "k_cache", "v_cache")  # query and k_cache after RoPE
+# query and k_cache after RoPE; routed: the tokens that a router sent to an expert, whatever else the expert was shown
+SITES = ("input", "output", "weight", "query", "k_cache", "v_cache", "routed")
 
 
 class Key(NamedTuple):

@@ -120,6 +120,22 @@ class HessianObserver:
         return observer
 
 
+def shrink_(hessian_sum: Tensor) -> None:
+    """Add the mean of its diagonal to a Hessian's diagonal: what was seen then counts half, that all features are alike half.
+
+    Of few samples most directions of the input were not seen, and what was seen of the others is largely chance. With as many
+    samples as features GPTQ makes up for rounding errors along chance; shrunk it is better than round to nearest for any
+    number of samples (benchmarks/expert_tokens.py). A sum of nothing stays one of nothing.
+    Source: Ledoit and Wolf 2004, "A well-conditioned estimator for large-dimensional covariance matrices", with one half as
+    the intensity.
+
+    Args:
+        hessian_sum: [K, K] float32, modified.
+    """
+    diagonal = hessian_sum.diagonal()
+    diagonal += diagonal.double().mean().float()
+
+
 def observer_bytes(features: int) -> int:
     """Return the memory of an observer that has seen samples: its strips."""
     return sum(4 * (span.stop - span.start) * span.stop for span in spans(features, ROWS))
