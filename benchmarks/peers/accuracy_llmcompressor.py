@@ -21,6 +21,7 @@ from llmcompressor.modifiers.gptq import GPTQModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
 from llmcompressor.modifiers.transform.awq import AWQMapping, AWQModifier
 from llmcompressor.modifiers.transform.smoothquant import SmoothQuantModifier
+from llmcompressor.pipelines.cache import IntermediatesCache
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -69,6 +70,8 @@ def recipe(settings: dict[str, Any], *, family: str) -> list[Modifier]:
         named = {"mappings": [[linears, norm] for norm, linears in NEOX]} if family == "gpt_neox" else {}
         found.append(SmoothQuantModifier(smoothing_strength=settings["smoothing"], **named))
     if settings["algorithm"] == "awq":
+        if not torch.accelerator.is_available():  # pinned memory is for transfers to one
+            IntermediatesCache.pin_memory = lambda *_: None
         mappings = [AWQMapping(norm, linears) for norm, linears in NEOX] if family == "gpt_neox" else None
         found.append(AWQModifier(mappings=mappings))
     modifier = GPTQModifier if settings["algorithm"] == "gptq" else QuantizationModifier
