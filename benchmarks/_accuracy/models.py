@@ -17,7 +17,7 @@ from quantflow.models.load import load_tokenizer, open_source
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "tiny-llama"
-TRAIN = Path(__file__).with_name("train.py")
+TRAIN = Path(__file__).with_name("train_model.py")
 SAMPLES, LENGTH = 64, 512  # calibration sequences and tokens of each, also the evaluation's windows
 TRAINED = ("gpt-neox", "wide-llama")
 MODELS = ("tiny-llama", "tiny-llama-outliers", *TRAINED)
