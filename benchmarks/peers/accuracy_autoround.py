@@ -41,9 +41,10 @@ def quantize(model: str, rows: list[list[int]], output: Path, settings: dict[str
 
 
 def dequantize(_model: Path, folder: Path, settings: dict[str, Any]) -> Saved:
-    """Read the saved files."""
-    tensors = {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
-    kind = json.loads((folder / "config.json").read_text())["quantization_config"]["packing_format"]
+    """Read the saved files, from the folder that it makes below the one it is given."""
+    (config,) = folder.rglob("config.json")
+    kind = json.loads(config.read_text())["quantization_config"]["packing_format"]
+    tensors = {name: tensor for path in config.parent.glob("*.safetensors") for name, tensor in load_file(path).items()}
     names = [name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")]
     if kind == "auto_round:auto_awq":
         weights = {name: awq_weight(arrays(tensors), name) for name in names}
