@@ -39,7 +39,7 @@ from stages._bits import CANARY_TOKENS, identify, single_threaded, tensor_hash, 
 from stages._config import Quantize, Resources, launched_rank
 from stages._file_to_file import quantize_files
 from stages._inputs import inputs_of
-from stages._plan import Plan, resolve
+from stages._plan import KNOWN, OUTSIDE, Plan, resolve
 from stages._progress import Progress
 from stages._ranks import die_with_parent, launch, rank_folder
 from stages._resources import Allowance, account, allow_quantize
@@ -49,7 +49,7 @@ from stages._team import ALONE, Team, together
 from stages._triples import are_gaudis, measurement_from
 
 VERSION = 1  # of what this stage computes; part of every state key
-PARTS = ("layers", "canary.safetensors", "canary.json", "quantize.json")
+PARTS = ("layers", OUTSIDE, "canary.safetensors", "canary.json", "quantize.json")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +125,7 @@ def _quantize(
 ) -> Path:
     """Quantize what the share says into the job's folder, together with the team."""
     folder, measurement = _measurement(job, plan, source, progress)
-    lengths = [] if measurement is None else [len(sequence) for sequence in measurement.sequences]
+    lengths = [] if measurement is None else [len(sequence) for sequence in plan.text(measurement.sequences)]
     with _workspace.locked(job.output), single_threaded(), torch.no_grad():
         _workspace.refuse_other_result(job.output, {}, force=True, parts=PARTS)
         disk.make_folder(job.output)
@@ -147,6 +147,7 @@ def _quantize(
         _memory.reset_peak()
         _state.begin(job.output, inputs, say=partial(_say, progress, job))
         _state.remove_others(job.output, [layer.index for layer in graph.layers])
+        disk.remove(job.output / OUTSIDE)  # of an earlier attempt with other transforms
         if plan.file_to_file:
             quantize_files(
                 job.output,
@@ -263,7 +264,8 @@ def _inputs(job: Job, plan: Plan, source: ModelFiles, measurement: Measurement |
         "measurement": None if measurement is None else measurement.meta["digest"],
         "seed": job.seed,
         "revision": job.revision,
-        "versions": {"quantize": VERSION, plan.algorithm: ALGORITHMS[plan.algorithm].VERSION},
+        "versions": {"quantize": VERSION, plan.algorithm: ALGORITHMS[plan.algorithm].VERSION}
+        | {name: KNOWN[name].VERSION for name, _ in plan.transforms},
         "tools": tools(),
     }
 

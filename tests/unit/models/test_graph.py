@@ -40,6 +40,28 @@ def test_a_gpt_neox_layer_by_hand():
     ]
 
 
+def test_values_feed_the_output_projection_head_by_head_and_what_goes_up_feeds_what_goes_down():
+    layer = graph_for(LlamaConfig(num_hidden_layers=1, num_attention_heads=32, num_key_value_heads=8, hidden_size=4096)).layers[
+        0
+    ]
+    fed = {group.linears: (group.feeder, group.per_head) for group in layer.groups if group.feeder is not None}
+    assert fed == {
+        ("model.layers.0.self_attn.o_proj",): ("model.layers.0.self_attn.v_proj", True),
+        ("model.layers.0.mlp.down_proj",): ("model.layers.0.mlp.up_proj", False),
+    }
+    assert (layer.repeats, layer.head_dim) == (4, 128)
+
+
+def test_a_head_may_be_wider_than_its_share_of_the_hidden_state():
+    layer = graph_for(LlamaConfig(num_hidden_layers=1, num_attention_heads=4, hidden_size=64, head_dim=32)).layers[0]
+    assert (layer.repeats, layer.head_dim) == (1, 32)
+
+
+def test_nothing_is_folded_through_an_activation_or_into_a_linear_of_queries_keys_and_values():
+    assert all(group.feeder is None for group in FAMILIES["gpt_neox"].groups)
+    assert FAMILIES["gpt_neox"].residual is None
+
+
 def test_a_full_name_is_told_as_the_layer_calls_it():
     layer = graph_for(LlamaConfig(num_hidden_layers=2)).layers[1]
     assert layer.relative("model.layers.1.mlp.down_proj") == "mlp.down_proj"

@@ -14,6 +14,7 @@ from quantflow.observers.hessian import HessianObserver, observer_bytes
 from quantflow.observers.histogram import BINS, HistogramObserver, upper_edge
 from quantflow.observers.mean_abs import MeanAbsObserver
 from quantflow.observers.min_max import MinMaxObserver
+from quantflow.observers.rows import RowSample
 
 X = torch.tensor([[[1.0, -2.0, 0.0]], [[-3.0, 1.0, 0.5]]])  # two sequences of one token
 
@@ -252,3 +253,38 @@ def test_percentiles_of_nothing_of_zeros_and_beyond_the_edges():
 def test_a_percentile_is_given_in_percent(q):
     with pytest.raises(UsageError, match=r"percentile .* is not within 0\.\.100"):
         HistogramObserver().percentile(q)
+
+
+def test_rows_at_equal_distances_are_kept_in_order():  # of six rows the middle ones of the first and the second half
+    sample = RowSample(1, each=2)
+    sample.update(torch.arange(6.0).reshape(1, 6, 1))
+    sample.update(torch.tensor([[[7.0]]]))
+    assert sample.state()["rows"].flatten().tolist() == [1.0, 4.0, 7.0]
+
+
+def test_an_unseen_sample_has_no_rows():
+    assert RowSample(3, each=2).state()["rows"].shape == (0, 3)
+
+
+@pytest.mark.parametrize(("x", "message"), [(torch.ones(2, 4), "4 features"), (torch.full((1, 3), math.nan), "NaN")])
+def test_a_sample_refuses_what_no_observer_takes(x, message):
+    with pytest.raises(StatisticsError, match=message):
+        RowSample(3, each=2).update(x)
+
+
+@pytest.mark.parametrize("features", [3, 300])
+def test_a_divided_hessian_is_that_of_divided_samples(features):
+    x = torch.randn(50, features, generator=torch.Generator().manual_seed(0))
+    factors = torch.linspace(0.5, 4, features)
+    divided, expected = HessianObserver(features), HessianObserver(features)
+    divided.update(x)
+    divided.divide_(factors)
+    expected.update(x / factors)
+    assert torch.allclose(divided.state()["hessian_sum"], expected.state()["hessian_sum"], rtol=1e-5, atol=1e-5)
+    assert divided.state()["count"] == 50
+
+
+def test_an_unseen_hessian_can_be_divided():
+    observer = HessianObserver(3)
+    observer.divide_(torch.ones(3))
+    assert not observer.state()["hessian_sum"].any()
