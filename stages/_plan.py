@@ -18,6 +18,7 @@ from stages._config import Quantize, nearest
 
 OUTSIDE = "outside.safetensors"  # in a quantize folder: what lies outside the layers and is not as in the source
 SEQUENCES = 32  # of calibration text that run where nothing but rows is needed of it
+APART = 4  # of that many sequences one gives rows, where the others give a static range
 SAMPLE_ROWS = 1024  # of each input that a search tries its candidates on
 KNOWN: Mapping[str, Transform | Turn] = {**ROTATIONS, **TRANSFORMS}
 Item = TypeVar("Item")
@@ -80,9 +81,15 @@ class Plan:
         """Whether a transform cuts the ranges of the weights before the algorithm quantizes them."""
         return any(name == "awq" and awq.clips(options, self.algorithm) for name, options in self.transforms)
 
+    @property
+    def rows_apart(self) -> int:
+        """Of how many sequences one gives rows: 1, or where a static range is tried on them, which the others give."""
+        inputs = [scheme.input for scheme in self.schemes.values() if scheme is not None]
+        return APART if self.needs_rows and any(scheme is not None and not scheme.dynamic for scheme in inputs) else 1
+
     def text(self, sequences: Sequence[Item]) -> Sequence[Item]:
         """Return what of the calibration text runs through the model: all, some at equal distances, or nothing."""
-        if self.needs_hessian or self.observed:
+        if self.needs_hessian or self.observed or self.rows_apart > 1:
             return sequences
         if not self.needs_rows or not sequences:
             return ()

@@ -18,6 +18,7 @@ from stages._memory import give_back_holes
 from stages._work import LayerWork
 
 FORMAT = FORMATS["compressed-tensors"]
+SEARCHED = ("rows", "seen_min", "seen_max")
 BY_ROW = ("per_channel", "per_group")  # scales that take a factor of their row up, so that it costs nothing
 
 
@@ -45,8 +46,8 @@ def smooth(work: LayerWork, hessians: Mapping[int, HessianObserver]) -> None:
             _fold(work, work.layer.groups[number], smoothing)
             if number in hessians:
                 hessians[number].divide_(smoothing.factors)
-    for linear, statistics in work.statistics.items():  # rows have served
-        work.statistics[linear] = {key: value for key, value in statistics.items() if key != "rows"}
+    for linear, statistics in work.statistics.items():  # what searches read has served
+        work.statistics[linear] = {key: value for key, value in statistics.items() if key not in SEARCHED}
 
 
 def _why_not(work: LayerWork, group: LinearGroup) -> str | None:

@@ -51,9 +51,10 @@ def collect(work: LayerWork) -> dict[int, HessianObserver]:
 
 def _observers(work: LayerWork, features: int) -> list[Any]:
     """Return what sees an input besides its Hessian."""
-    each = max(1, SAMPLE_ROWS // max(1, len(work.tokens)))
+    apart = work.plan.rows_apart if len(work.tokens) > 1 else 1
+    each = max(1, SAMPLE_ROWS // max(1, len(work.tokens) // apart))
     observers: list[Any] = [OBSERVERS[name](features=features) for name in work.plan.observed]
-    return [*observers, RowSample(features, each=each)] if work.plan.needs_rows else observers
+    return [*observers, RowSample(features, each=each, apart=apart)] if work.plan.needs_rows else observers
 
 
 def _run(work: LayerWork, firsts: Mapping[int, str], features: Mapping[int, int], add: Callable[[int, Tensor], None]) -> None:

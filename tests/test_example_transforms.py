@@ -134,8 +134,8 @@ def relative(found: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize(
     ("scheme", "transform"),
     [
-        ("W8A8_STATIC", {"smoothquant": {"alpha": 0.5}}),
-        ("W8A8_STATIC", {"smoothquant": {"alpha": "auto"}}),
+        ("W8A8_STATIC", {"smoothquant": {"alpha": 0.5, "linears": True}}),
+        ("W8A8", {"smoothquant": {"alpha": "auto"}}),
         ("W4A16", {"awq": {}}),
     ],
     ids=["smoothquant", "searched-smoothquant", "awq"],
@@ -195,3 +195,28 @@ def test_a_rotated_model_has_the_logits_of_its_source(folder_of, windows, tmp_pa
     difference = relative(logits_of(rotated)(windows[0]), logits_of(plain)(windows[0]))
     print(f"{model}, heads={heads}: logits changed by {difference:.2e}")
     assert difference < 1e-5
+
+
+def test_static_int8_inputs_with_outliers_need_smoothing_and_a_search_goes_further(kld):
+    """down_proj reads no norm's output: there the search folds into up_proj."""
+    plain = kld("outliers", "W8A8_STATIC", "rtn")
+    norms = kld("outliers", "W8A8_STATIC", "rtn", {"smoothquant": {"alpha": 0.5, "linears": False}})
+    auto = kld("outliers", "W8A8_STATIC", "rtn", {"smoothquant": {"alpha": "auto"}})
+    assert 0 < auto < 0.9 * norms
+    assert auto < plain / 500
+
+
+@pytest.mark.parametrize(
+    ("scheme", "options", "bound"),
+    [("W4A16", {}, 0.85), ("W4A16", {"group_size": 64}, 0.9), ("W3A16", {}, 0.75), ("W3A16", {"group_size": 64}, 0.75)],
+    ids=["W4A16-g128", "W4A16-g64", "W3A16-g128", "W3A16-g64"],
+)
+def test_awq_loses_less_than_rounding_to_nearest(kld, scheme, options, bound):
+    rtn, awq = (kld("embedded", scheme, "rtn", *transforms, **options) for transforms in ((), ({"awq": {}},)))
+    assert 0 < awq < bound * rtn
+
+
+@pytest.mark.parametrize(("scheme", "factor"), [("W8A8_STATIC", 400), ("W4A8", 40)])
+def test_a_rotation_takes_nearly_all_that_outliers_cost(kld, scheme, factor):
+    plain, rotated = (kld("outliers", scheme, "rtn", *transforms) for transforms in ((), ({"hadamard": {}},)))
+    assert 0 < rotated < plain / factor

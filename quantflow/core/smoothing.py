@@ -19,7 +19,7 @@ from quantflow.errors import InputError, StatisticsError
 # Beyond four decades a channel is damaged rather than large, and float16 norms run out of exponents.
 SMALLEST, LARGEST = 1e-4, 1e4
 
-_DIVIDED = ("channel_amax", "min_val", "max_val", "abs_sum", "rows")
+_DIVIDED = ("channel_amax", "min_val", "max_val", "abs_sum", "rows", "seen_min", "seen_max")
 _DERIVED_OR_DROPPED = ("amax", "counts")
 
 
@@ -58,7 +58,8 @@ class Fold:
         weights: name -> [O, I], float; not modified.
         schemes: name -> how it will be quantized.
         scale_dtypes: name -> the dtype in which its layout stores scales.
-        statistics: of the input, by their names; `rows` are some of its rows, [R, I].
+        statistics: of the input, by their names; `rows` are some of its rows, [R, I], and `seen_min` and `seen_max` [I] its
+            range in other text than theirs.
     """
 
     weights: Mapping[str, Tensor]

@@ -22,7 +22,7 @@ from quantflow.core.smoothing import Fold, Outcome, Smoothing, column_amax, fitt
 from quantflow.errors import StatisticsError, UsageError
 
 VERSION: int = 2
-OPTIONS: Mapping[str, Any] = {"alpha": 0.5, "linears": True}
+OPTIONS: Mapping[str, Any] = {"alpha": 0.5, "linears": None}
 ALPHAS = tuple(step / 20 for step in range(21))
 
 
@@ -31,7 +31,8 @@ def checked(options: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         options: `alpha`, how much of the difficulty moves, 0 (weights keep theirs) to 1 (all of the input's), or `auto`;
-            `linears`, whether linears absorb factors too, where the fold has no norm.
+            `linears`, whether linears absorb factors too, where the fold has no norm; None is only where alpha is searched,
+            since no one alpha is right for these folds.
 
     Raises:
         UsageError: one has no meaning.
@@ -40,9 +41,9 @@ def checked(options: Mapping[str, Any]) -> dict[str, Any]:
     number = isinstance(alpha, float | int) and not isinstance(alpha, bool)
     if alpha != "auto" and not (number and 0 <= alpha <= 1):
         raise UsageError(f"smoothquant alpha={alpha!r}", "give a number from 0 to 1, or auto")
-    if not isinstance(linears, bool):
+    if not isinstance(linears, bool | None):
         raise UsageError(f"smoothquant linears={linears!r}", "give true or false")
-    return {"alpha": float(alpha) if number else alpha, "linears": linears}
+    return {"alpha": float(alpha) if number else alpha, "linears": alpha == "auto" if linears is None else linears}
 
 
 def needs(options: Mapping[str, Any]) -> tuple[str, ...]:

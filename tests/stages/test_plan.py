@@ -187,11 +187,11 @@ def test_a_transform_that_cannot_be_is_refused(transform, said):
 
 
 def test_transforms_are_the_presets_unless_named_and_both_ends_of_alpha_are_allowed():
-    assert plan("W8A8").transforms == (("smoothquant", {"alpha": 0.5, "linears": True}),)
+    assert plan("W8A8").transforms == (("smoothquant", {"alpha": 0.5, "linears": False}),)
     assert plan("FP8").transforms == ()
     for alpha in (0, 1):
         found = plan("FP8_DYNAMIC", transforms=({"smoothquant": {"alpha": alpha}},)).transforms
-        assert found == (("smoothquant", {"alpha": float(alpha), "linears": True}),)
+        assert found == (("smoothquant", {"alpha": float(alpha), "linears": False}),)
 
 
 def test_a_search_over_rows_runs_some_of_the_text_and_one_over_hessians_all_of_it():
@@ -200,6 +200,8 @@ def test_a_search_over_rows_runs_some_of_the_text_and_one_over_hessians_all_of_i
     assert list(auto.text(range(128))) == list(range(0, 128, 4))
     assert list(auto.text(range(3))) == [0, 1, 2]
     assert not list(auto.text(()))
+    static = plan("W8A8_STATIC", transforms=({"smoothquant": {"alpha": "auto"}},))
+    assert (auto.rows_apart, static.rows_apart, len(static.text(range(128)))) == (1, 4, 128)
     awq = plan("W4A16", algorithm="rtn", group_size=32, transforms=({"awq": {}},))
     assert (awq.needs_rows, awq.needs_hessian, awq.clips) == (False, True, True)
     assert len(awq.text(range(128))) == 128

@@ -101,7 +101,7 @@ def test_linears_absorb_nothing_where_the_recipe_says_so(family_model, measured,
 
 
 def test_a_linear_whose_rows_share_a_scale_absorbs_nothing_and_says_why(family_model, measured, tmp_path):
-    entry = {"scheme": "FP8", "transforms": ({"smoothquant": {"alpha": 0.5}},)}
+    entry = {"scheme": "FP8", "transforms": ({"smoothquant": {"alpha": 0.5, "linears": True}},)}
     found = decisions_of(quantized(family_model("llama"), measured("llama"), tmp_path / "q", entry))
     assert found["model.layers.0.mlp.down_proj"]["smoothquant"] == "skipped: rows of mlp.up_proj share scales"
     assert found["model.layers.0.mlp.up_proj"]["smoothquant"]["alpha"] == 0.5

@@ -65,3 +65,15 @@ def test_memory_does_not_grow_with_rows_that_take_no_part():
     assert working_bytes(512, 1024, samples=0, workers=0) == 0  # all rows: no copy of them
     one, two = (working_bytes(512, 1024, samples=100, workers=workers) for workers in (1, 2))
     assert two == 2 * one
+
+
+def test_a_static_range_is_that_of_other_text_where_it_is_known():
+    """Seen: 0 to 10, so the row's 20 is clipped to 10; its own range would have kept it."""
+    x, weight = torch.tensor([[20.0, 0.0]]), torch.eye(2)
+    own = {"min_val": torch.zeros(2), "max_val": torch.tensor([20.0, 0.0])}
+    other = {"seen_min": torch.zeros(2), "seen_max": torch.tensor([10.0, 5.0])}
+    losses = [trial(fold_of({"w": weight}, "W8A8_STATIC", **own, **more)).output_loss(torch.ones(2), x) for more in ({}, other)]
+    assert losses[0] < 0.05
+    assert losses[1] == pytest.approx(100, rel=0.02)
+    smoothed = trial(fold_of({"w": weight}, "W8A8_STATIC", **own, **other)).output_loss(torch.tensor([2.0, 1.0]), x)
+    assert smoothed == pytest.approx(100, rel=0.02)  # 20 / 2 against 10 / 2

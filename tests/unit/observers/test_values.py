@@ -262,6 +262,15 @@ def test_rows_at_equal_distances_are_kept_in_order():  # of six rows the middle 
     assert sample.state()["rows"].flatten().tolist() == [1.0, 4.0, 7.0]
 
 
+def test_of_calls_apart_the_second_gives_rows_and_the_others_the_range():
+    sample = RowSample(1, each=1, apart=3)
+    for value in (3.0, 90.0, -2.0, 5.0, -80.0, 1.0):
+        sample.update(torch.tensor([[[value]]]))
+    state = sample.state()
+    assert state["rows"].flatten().tolist() == [90.0, -80.0]
+    assert (state["seen_min"].tolist(), state["seen_max"].tolist()) == ([-2.0], [5.0])
+
+
 def test_an_unseen_sample_has_no_rows():
     assert RowSample(3, each=2).state()["rows"].shape == (0, 3)
 

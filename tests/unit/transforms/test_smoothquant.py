@@ -289,6 +289,11 @@ def test_the_search_is_the_same_on_two_workers():
     assert torch.equal(one.smoothing.factors, two.smoothing.factors)
 
 
+def test_linears_absorb_factors_where_alpha_is_searched_unless_the_recipe_says_otherwise():
+    told = [({"alpha": alpha, "linears": linears}) for alpha in (0.5, "auto") for linears in (None, True, False)]
+    assert [smoothquant.checked(options)["linears"] for options in told] == [False, True, False, True, True, False]
+
+
 def test_the_table_knows_it_by_name():
     assert TRANSFORMS["smoothquant"] is smoothquant
     assert smoothquant.needs({"alpha": 0.5, "linears": True}) == ("channel_amax",)
