@@ -19,7 +19,7 @@ class Transform(Protocol):
     """Counts the changes that give other results for the same inputs; part of the resume key."""
 
     OPTIONS: Mapping[str, Any]
-    """What a recipe may set, and what it is otherwise. `linears`: linears absorb factors too, where a fold has no norm."""
+    """What a recipe may set, and what it is otherwise; `linears`: linears absorb factors too, where a fold has no norm."""
 
     def checked(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return options after looking at their values."""
