@@ -3,8 +3,8 @@
 Everything here is in SOURCE names, the names of the checkpoint, without the `.weight` at the end.
 For the families in `FAMILIES` a decoder layer has the same names in the checkpoint and in the module tree, but for what
 `Layer.relative` renames; `quantflow.models.capture` checks that when it opens a model. The experts of a mixture are linears
-of their own, as the checkpoint has them: `quantflow.models.experts` gives the module tree the same. Longer than 300 lines
-because the table of families stands with the records that it is made of.
+of their own, as the checkpoint has them: `quantflow.models.experts` gives the module tree the same.
+Longer than 300 lines because the table of families stands with the records that it is made of.
 """
 
 from dataclasses import dataclass, replace
