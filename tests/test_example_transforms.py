@@ -201,7 +201,7 @@ def test_a_rotated_model_has_the_logits_of_its_source(folder_of, windows, tmp_pa
 
 def test_static_int8_inputs_with_outliers_need_smoothing(kld):
     plain, auto = (kld("outliers", "W8A8_STATIC", "rtn", *given) for given in ((), ({"smoothquant": {"alpha": "auto"}},)))
-    assert 0 < auto < plain / 500
+    assert 0 < auto < plain / 100  # two orders of magnitude
 
 
 @pytest.mark.slow
