@@ -13,7 +13,7 @@ Too seldom is fewer tokens from the router than the recipe's `expert_tokens`, or
                        nearest, unless it is damped (benchmarks/expert_tokens.py)
     100                for a static input: of n tokens in random order the next one exceeds the largest with probability 1 / n
 
-What reads no statistics (rtn, hqq, dynamic inputs) has no use for a policy.
+What reads no statistics (rtn, hqq, dynamic inputs) has no use for a policy; a transform that cuts ranges for rtn reads some.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -279,7 +279,7 @@ def _role(name: str) -> str:
 
 def fed_by(policy: Policy | None) -> str:
     """Return which tokens an expert is shown while an algorithm's statistics are collected: `routed` to it, or `all`."""
-    return "all" if policy is not None and policy.name == "all" else ROUTED
+    return "all" if policy is not None and policy.weights and policy.name == "all" else ROUTED
 
 
 def record_of(layer: Layer, tokens: Mapping[str, int] | None, *, fed: str | None, shorts: Iterable[Short]) -> dict[str, Any]:

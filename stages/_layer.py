@@ -1,19 +1,18 @@
 """One decoder layer of stage 2: transforms, statistics, algorithm, and what the artifact will hold for it.
 
-The order is fixed: smooth, prove on the canary that smoothing changed nothing, collect Hessians of the smoothed inputs,
-look which experts got too few tokens (stages/_experts.py), quantize group by group, put the quantized linears in place. What
-comes out holds every tensor of the layer under its name in the artifact, so the file of a layer is all that a resumed run
-needs.
+The order is fixed: collect what the calibration text shows (stages/_traffic.py), smooth (stages/_smooth.py), prove on the
+canary that smoothing changed nothing, look which experts got too few tokens (stages/_experts.py), quantize group by group, put
+the quantized linears in place. What comes out holds every tensor of the layer under its name in the artifact, so the file of a
+layer is all that a resumed run needs.
 
 Cards that quantize a layer together (stages/_team.py) each collect the Hessians of their groups, quantize these, and tell
 the others what they became; all else every card does.
 
-In memory at once: while sequences run, the layer and half a Hessian per group; while a group is quantized, its Hessian, which
-its algorithm overwrites, and the weights and half Hessians of the groups that are still to come. Weights are as stored, or
-in float32 where a transform may change them.
+In memory at once: while sequences run, the layer and half a Hessian per group; while a fold is searched, its whole Hessian
+beside them; while a group is quantized, its Hessian, which its algorithm overwrites, and the weights and half Hessians of
+the groups that are still to come. Weights are as stored, or in float32 where a transform may change them.
 """
 
-import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -28,19 +27,18 @@ from quantflow.core.scheme import LinearScheme
 from quantflow.errors import StatisticsError
 from quantflow.evaluation.layer_error import error_from, relative_error, weight_sums
 from quantflow.formats import FORMATS
-from quantflow.models.capture import State
-from quantflow.models.experts import watch_routing
 from quantflow.models.graph import Layer, LinearGroup
 from quantflow.models.hooks import watch
 from quantflow.models.load import materialize_, release_
 from quantflow.observers.hessian import HessianObserver, shrink_
 from quantflow.runtime.linear import QuantLinear
-from quantflow.transforms import TRANSFORMS
+from quantflow.transforms import awq
 from stages._experts import ROUTED, Short, fed_by, record_of, refuse, short_of_tokens, treat
 from stages._inputs import input_of
 from stages._memory import give_back_holes
-from stages._observe import FEEDING
 from stages._plan import Plan
+from stages._smooth import smooth
+from stages._traffic import collect
 from stages._work import LayerWork
 
 FORMAT = FORMATS["compressed-tensors"]
@@ -53,10 +51,10 @@ def quantize_layer(work: LayerWork) -> None:
     Raises:
         StatisticsError: a statistic is missing, or smoothing changed the layer's function.
     """
-    original = work.stream.run(work.module, work.canary) if work.plan.transforms else None
-    _smooth(work)
+    original = work.stream.run(work.module, work.canary) if work.plan.smoothings else None
+    hessians = collect(work) if work.plan.needs_text else {}
+    smooth(work, hessians)
     inputs, outputs = _canary_traffic(work, original)
-    hessians = _collect_hessians(work) if work.plan.needs_hessian else {}
     _treat_experts(work)
     numbered = list(enumerate(work.layer.groups))
     for number, group in numbered:
@@ -73,7 +71,7 @@ def quantize_layer(work: LayerWork) -> None:
     for name in work.stored:
         if name.removesuffix(".weight") not in work.errors:
             kept = work.read(name)
-            work.tensors[name] = _current(work, name).to(kept.dtype) if name in work.changed else kept
+            work.tensors[name] = work.current(name).to(kept.dtype) if name in work.changed else kept
 
 
 def install_all(module: nn.Module, layer: Layer, plan: Plan, tensors: Mapping[str, Tensor]) -> None:
@@ -89,42 +87,6 @@ def install_all(module: nn.Module, layer: Layer, plan: Plan, tensors: Mapping[st
             give_back_holes()
         else:  # in one product from float32, as export's proof runs it: equal bits are then no matter of the BLAS
             materialize_(old, {"weight": old.weight.detach()}, dtype=torch.float32)
-
-
-def _smooth(work: LayerWork) -> None:
-    for name, options in work.plan.transforms:
-        for group in work.layer.groups:
-            if group.norm is None:
-                continue
-            if any(work.plan.schemes[linear] is None for linear in group.linears):
-                for linear in group.linears:
-                    work.decisions.setdefault(linear, {})[name] = "skipped: its group is not quantized as a whole"
-                continue
-            _smooth_group(work, group, name, options)
-
-
-def _smooth_group(work: LayerWork, group: LinearGroup, name: str, options: Mapping[str, Any]) -> None:
-    transform = TRANSFORMS[name]
-    assert group.norm is not None  # the caller skips groups without one
-    norm = work.child(group.norm)
-    smoothing = transform.solve(
-        {linear: work.child(linear).weight for linear in group.linears},
-        input_amax=_required(work.statistics.get(group.linears[0], {}), group.linears[0], "channel_amax"),
-        norm_weight=norm.weight.to(work.dtype_of(f"{group.norm}.weight")),
-        alpha=options["alpha"],
-    )
-    transform.apply_(norm, [work.child(linear) for linear in group.linears], smoothing=smoothing)
-    for key in [key for key in work.stored if key.rpartition(".")[0] == group.norm]:
-        current = _current(work, key)
-        current.copy_(current.to(work.dtype_of(key)))  # go on with the values that the artifact will hold
-        work.changed.append(key)
-    for linear in group.linears:
-        work.statistics[linear] = transform.smooth_statistics(work.statistics[linear], smoothing.factors)
-        work.decisions.setdefault(linear, {})[name] = {
-            "alpha": options["alpha"],
-            "smallest_factor": float(smoothing.factors.min()),
-            "largest_factor": float(smoothing.factors.max()),
-        }
 
 
 def _canary_traffic(work: LayerWork, original: Tensor | None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -147,51 +109,6 @@ def _canary_traffic(work: LayerWork, original: Tensor | None) -> tuple[dict[str,
             "this family's norms and linears do not fit together as its graph says; leave transforms out",
         )
     return inputs, outputs
-
-
-def _collect_hessians(work: LayerWork) -> dict[int, HessianObserver]:
-    """Return, for each group of this card by its number, the Hessian of its input, folded in sample order.
-
-    Sequences run on the workers; their inputs are folded here, in order, while the next ones run.
-    """
-    firsts = {
-        number: group.linears[0]
-        for number, group in enumerate(work.layer.groups)
-        if any(work.plan.schemes[name] is not None for name in group.linears)
-    }
-    features = {number: work.child(name).weight.shape[1] for number, name in firsts.items()}
-    observers = {number: HessianObserver(features=features[number]) for number in filter(work.team.owns, firsts)}
-    seen = threading.local()  # hooks are the module's, what they see belongs to the sequence that the thread runs
-
-    def remember(number: int, x: Tensor, _y: Tensor) -> None:
-        seen.inputs[number] = x
-
-    def unit(state: State) -> tuple[State, Tensor, dict[int, Tensor], Tensor]:
-        seen.inputs, seen.routed = {}, nobody
-        hidden = work.stream.run(work.module, state)
-        return state, hidden, seen.inputs, seen.routed
-
-    def add(number: int, x: Tensor) -> None:
-        observers[number].update(x)
-
-    def routed(tokens: Tensor) -> None:
-        seen.routed = tokens
-
-    watched = {work.layer.relative(name): partial(remember, number) for number, name in firsts.items()}
-    total = nobody = torch.zeros(work.layer.experts, dtype=torch.int64)
-    feeding = FEEDING[fed_by(work.plan.experts)](work.module)
-    with watch(work.module, watched), watch_routing(work.module, routed), feeding:
-        arrived = work.workers.stream(unit, work.states, ahead=work.ahead)
-        for first in range(0, len(work.tokens), work.team.world):  # of the sequences that all cards run at once
-            work.progress.doing(f"sequence {first + 1} of {len(work.tokens)}")
-            state, hidden, inputs, tokens = next(arrived, (None, None, {}, nobody))
-            total = total + tokens
-            work.team.gather(inputs, features, tokens=work.tokens[first : first + work.team.world], add=add)
-            if work.keep_outputs and state is not None and hidden is not None:
-                state.store.put(state.index, hidden)
-            give_back_holes()
-    work.routed = dict(zip(work.layer.gates, total.tolist(), strict=True))
-    return observers
 
 
 def _treat_experts(work: LayerWork) -> None:
@@ -269,7 +186,12 @@ def _quantize_members(
     weights = {name: work.child(name).weight.detach() for name in members}
     scale_dtype = FORMAT.scale_dtype(scheme, work.dtype_of(f"{members[0]}.weight"))
     results = algorithm.quantize_group(
-        weights, scheme, statistics=statistics, scale_dtype=scale_dtype, workers=work.workers, in_place=last
+        _clipped(work, weights, scheme, statistics=statistics),
+        scheme,
+        statistics=statistics,
+        scale_dtype=scale_dtype,
+        workers=work.workers,
+        in_place=last,
     )
     if last:
         statistics.pop("hessian_sum", None)
@@ -284,6 +206,23 @@ def _quantize_members(
         work.decisions.setdefault(name, {}).update({**result.decisions, **seen.decisions})
 
 
+def _clipped(
+    work: LayerWork, weights: Mapping[str, Tensor], scheme: LinearScheme, *, statistics: Mapping[str, Tensor]
+) -> Mapping[str, Tensor]:
+    """Return what the algorithm is given of the weights: their groups cut, where a transform of the plan does that.
+
+    Those of an expert that is rounded to nearest for want of tokens stay whole.
+    """
+    if not work.plan.clips or next(iter(weights)) in work.rounded:
+        return weights
+    hessian_sum = _required(statistics, next(iter(weights)), "hessian_sum")
+    scale_dtype = FORMAT.scale_dtype(scheme, work.dtype_of(f"{next(iter(weights))}.weight"))
+    found, shares = awq.clipped(weights, scheme.weights, hessian_sum=hessian_sum, scale_dtype=scale_dtype, workers=work.workers)
+    for name, share in shares.items():
+        work.decisions.setdefault(name, {})["clipped_groups"] = share
+    return found
+
+
 def _required(statistics: Mapping[str, Tensor], name: str, statistic: str) -> Tensor:
     tensor = statistics.get(statistic)
     if tensor is None:
@@ -292,9 +231,3 @@ def _required(statistics: Mapping[str, Tensor], name: str, statistic: str) -> Te
             f"measure again with --stats that include {statistic}",
         )
     return tensor
-
-
-def _current(work: LayerWork, name: str) -> Tensor:
-    owner, _, leaf = name.rpartition(".")
-    tensor: Tensor = getattr(work.child(owner), leaf)
-    return tensor.detach()

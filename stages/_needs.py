@@ -12,9 +12,11 @@ from quantflow.algorithms import ALGORITHMS
 from quantflow.core import groups
 from quantflow.models.stand_ins import HEAD_ROWS, LINEAR_ROWS
 from quantflow.observers.hessian import ROWS, observer_bytes
-from stages._plan import Plan
+from quantflow.transforms import TRANSFORMS
+from stages._experts import fed_by
+from stages._plan import SAMPLE_ROWS, Plan
 from stages._shards import ONE_FILE
-from stages._sizes import FLOAT, LayerSize, ModelSize, layer_bytes, quantized_bytes
+from stages._sizes import FLOAT, Group, LayerSize, ModelSize, layer_bytes, quantized_bytes
 
 FILES_BASE = 235_000_000  # a process with Python, torch and quantflow
 MODEL_BASE = 365_000_000  # and transformers' model code, which only a stage that runs the model imports
@@ -81,27 +83,33 @@ def need_measure(model: ModelSize, *, lengths: Sequence[int], stats: Sequence[st
 def need_layers(model: ModelSize, plan: Plan, *, lengths: Sequence[int]) -> Need:
     """Return what quantize takes layer by layer.
 
-    The calibration text runs through the layer while the Hessians grow, half of each; then each group is quantized with its
-    whole Hessian and the halves of the groups after it; then the quantized layer, beside what its file will hold, runs again.
+    The calibration text runs through the layer while the Hessians grow, half of each; transforms compare their candidates;
+    then each group is quantized with its whole Hessian and the halves of the groups after it; then the quantized layer,
+    beside what its file will hold, runs again.
     """
-    longest = max(lengths, default=CANARY_TOKENS) if plan.needs_hessian else CANARY_TOKENS
-    hidden = _hidden_bytes(model, lengths) if plan.needs_hessian else 0
+    longest = max(lengths, default=CANARY_TOKENS)
+    hidden = _hidden_bytes(model, lengths)
     encoded = layer_bytes(model, plan.schemes)
     halves = sum(observer_bytes(k) for _, _, k in model.layer.groups) if plan.needs_hessian else 0
+    kept = FLOAT * SAMPLE_ROWS * sum(k for _, _, k in _folds(model.layer)) if plan.needs_rows else 0
     forward = _forward_bytes(model, longest)
-    inputs = _inputs_bytes(model, plan, longest) if plan.needs_hessian else 0
-    folding = inputs + _folding_bytes(model) if plan.needs_hessian else 0  # one sequence more, being added up
+    inputs = _inputs_bytes(model, plan, longest) if plan.needs_text else 0
+    folding = inputs + (_folding_bytes(model) if plan.needs_hessian else 0)  # one sequence more, being added up
     layer = _layer_in_memory(model.layer) if plan.transforms else _layer_as_stored(model)
     parts = 0 if plan.transforms else _parts_bytes(model, longest)
     moments = (
         (LIBRARIES + _embedding_bytes(model, lengths), 0),
-        (LIBRARIES + layer + halves + folding, forward + inputs + parts),
+        (LIBRARIES + layer + halves + kept + folding, forward + inputs + parts),
+        *((LIBRARIES + layer + halves + 2 * kept + fixed, each) for fixed, each in _searching(model, plan)),
         *((LIBRARIES + fixed, each) for fixed, each in _quantizing(model, plan)),
         (LIBRARIES + max(encoded) + _installing_bytes(model, plan), 0),
         (LIBRARIES + max(encoded) + _installed_bytes(model), forward),
         (LIBRARIES + _head_bytes(model, CANARY_TOKENS), 0),
     )
-    return Need(stage="quantize", moments=moments, cache=hidden, result=sum(encoded), scratch=2 * hidden)
+    if plan.rotation is not None:  # the head, as stored and rotated, on its way to a file
+        moments = (*moments, (LIBRARIES + 2 * model.head[1], 0))
+    result = sum(encoded) + (model.outside if plan.rotation is not None else 0)
+    return Need(stage="quantize", moments=moments, cache=hidden, result=result, scratch=2 * hidden)
 
 
 def need_files(model: ModelSize, plan: Plan) -> Need:
@@ -196,7 +204,7 @@ def _inputs_bytes(model: ModelSize, plan: Plan, tokens: int) -> int:
 
     Of an expert they are those of the tokens that are sent to it, unless the policy shows it every token.
     """
-    every = plan.experts is not None and plan.experts.name == "all"
+    every = fed_by(plan.experts) == "all"
     features = sum(k for _, _, k in model.layer.groups) if every else model.layer.features
     return math.ceil(FLOAT * tokens * features)
 
@@ -219,6 +227,26 @@ def _statistics_bytes(layer: LayerSize, stats: Sequence[str], *, whole: bool = T
     return total
 
 
+def _folds(layer: LayerSize) -> list[Group]:
+    """Return the groups that a search can have to do with."""
+    return [group for group, folds in zip(layer.groups, layer.folds, strict=True) if folds]
+
+
+def _searching(model: ModelSize, plan: Plan) -> list[Moment]:
+    """Each group while a transform compares its candidates, beside the layer: its whole Hessian, and what that takes."""
+    moments = []
+    for name, options in plan.smoothings:
+        reads = TRANSFORMS[name].needs(options)
+        for _, outputs, k in _folds(model.layer):
+            hessian = FLOAT * k * k if "hessian_sum" in reads else 0
+            fixed, one = (
+                TRANSFORMS[name].working_bytes(k, sum(outputs), options=options, samples=SAMPLE_ROWS, workers=workers)
+                for workers in (0, 1)
+            )
+            moments.append((hessian + fixed, one - fixed))
+    return moments
+
+
 def _quantizing(model: ModelSize, plan: Plan) -> list[Moment]:
     """Each group while its Hessian is made whole from its half, and then while it is quantized.
 
@@ -233,12 +261,21 @@ def _quantizing(model: ModelSize, plan: Plan) -> list[Moment]:
         in_place = len({plan.schemes[name] for name in names} - {None}) < 2
         factor = algorithm.working_bytes(k, rows, workers=0, in_place=in_place)
         each = algorithm.working_bytes(k, rows, workers=1, in_place=in_place) - factor
+        if plan.clips:
+            factor += _clipped_bytes(plan, names, rows=rows, features=k)
+            each = max(each, 2 * groups.unit_bytes(k))
         encoded = sum(_encoded_bytes(model, plan, name) for name in names)
         held = left + sum(halves[index + 1 :]) + (4 * k * k if plan.needs_hessian else 0) + done
         moments += [(held + halves[index], 0), (held + factor + rows * k + encoded, each)]
         done += encoded
         left -= FLOAT * rows * k if plan.transforms else _stored_bytes(model, names)
     return moments
+
+
+def _clipped_bytes(plan: Plan, names: Sequence[str], *, rows: int, features: int) -> int:
+    """Weights that are cut, in float32, and the blocks of the Hessian that say where."""
+    sizes = [(scheme.weights.group_size or features) for name in names if (scheme := plan.schemes[name]) is not None]
+    return FLOAT * features * (rows + max(sizes, default=0))
 
 
 def _encoded_bytes(model: ModelSize, plan: Plan, name: str) -> int:

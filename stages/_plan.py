@@ -1,19 +1,28 @@
 """What quantize will do to each linear, worked out from the recipe, the graph and the shard headers alone."""
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from quantflow.algorithms import ALGORITHMS
 from quantflow.core.groups import group_size_for
-from quantflow.core.scheme import LinearScheme, TensorScheme, preset, with_float8, with_group_size
+from quantflow.core.scheme import LinearScheme, preset, with_float8, with_group_size
 from quantflow.errors import InputError, UsageError
 from quantflow.models.graph import Graph
 from quantflow.observers import observers_for
-from quantflow.transforms import TRANSFORMS
+from quantflow.observers.rows import NAME as ROWS
+from quantflow.transforms import ROTATIONS, TRANSFORMS, Transform, Turn, awq
 from stages._config import Quantize, nearest
 from stages._experts import Policy, policy_for
+
+OUTSIDE = "outside.safetensors"  # in a quantize folder: what lies outside the layers and is not as in the source
+SEQUENCES = 32  # of calibration text that run where nothing but rows is needed of it
+APART = 4  # of that many sequences one gives rows, where the others give a static range
+SAMPLE_ROWS = 1024  # of each input that a search tries its candidates on
+KNOWN: Mapping[str, Transform | Turn] = {**ROTATIONS, **TRANSFORMS}
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +49,55 @@ class Plan:
 
     @property
     def needs_hessian(self) -> bool:
-        """Whether the calibration text runs through the model again, layer by layer."""
+        """Whether the inputs of all the calibration text are multiplied with each other."""
         return "hessian_sum" in self.needs
+
+    @property
+    def needs_rows(self) -> bool:
+        """Whether a transform tries its candidates on inputs of the calibration text."""
+        return ROWS in self.needs
+
+    @property
+    def needs_text(self) -> bool:
+        """Whether calibration text runs through the model again, layer by layer."""
+        return self.needs_hessian or self.needs_rows or bool(self.observed)
+
+    @property
+    def rotation(self) -> tuple[str, Mapping[str, Any]] | None:
+        """The transform of the whole model that comes before all others, or None."""
+        return next((item for item in self.transforms if item[0] in ROTATIONS), None)
+
+    @property
+    def smoothings(self) -> tuple[tuple[str, Mapping[str, Any]], ...]:
+        """The transforms of each layer by itself."""
+        return tuple(item for item in self.transforms if item[0] in TRANSFORMS)
+
+    @property
+    def observed(self) -> tuple[str, ...]:
+        """The observers of inputs as no measurement has seen them, since they are rotated."""
+        if self.rotation is None:
+            return ()
+        return tuple(name for name in observers_for(self.needs - {ROWS}) if name != "hessian")
+
+    @property
+    def clips(self) -> bool:
+        """Whether a transform cuts the ranges of the weights before the algorithm quantizes them."""
+        return _clips(self.transforms, self.algorithm)
+
+    @property
+    def rows_apart(self) -> int:
+        """Of how many sequences one gives rows: 1, or where a static range is tried on them, which the others give."""
+        inputs = [scheme.input for scheme in self.schemes.values() if scheme is not None]
+        return APART if self.needs_rows and any(scheme is not None and not scheme.dynamic for scheme in inputs) else 1
+
+    def text(self, sequences: Sequence[Item]) -> Sequence[Item]:
+        """Return what of the calibration text runs through the model: all, some at equal distances, or nothing."""
+        if self.needs_hessian or self.observed or self.rows_apart > 1:
+            return sequences
+        if not self.needs_rows or not sequences:
+            return ()
+        count = min(SEQUENCES, len(sequences))
+        return [sequences[index * len(sequences) // count] for index in range(count)]
 
     @property
     def needs_measurement(self) -> bool:
@@ -91,8 +147,10 @@ def resolve(
     if not any(schemes.values()):
         raise UsageError(f"{entry.name}: ignore leaves none of {len(schemes)} linears to quantize", "ignore fewer")
     transforms = _transforms(entry, base)
+    if ranks > 1 and any(name in ROTATIONS for name, _ in transforms):
+        raise UsageError(f"{entry.name}: hadamard with --ranks {ranks}", "quantize with one process, or leave hadamard out")
     used = [scheme for scheme in schemes.values() if scheme is not None]
-    needs = _needs(algorithm, [name for name, _ in transforms], used)
+    needs = _needs(algorithm, transforms, used)
     alone = ALGORITHMS[algorithm].BY_ROW and not transforms
     by_row = all(scheme.weights.granularity in ("per_channel", "per_group", "per_block") for scheme in used)
     return Plan(
@@ -102,7 +160,7 @@ def resolve(
         transforms=transforms,
         needs=needs,
         file_to_file=alone and (by_row and not (measured or needs) if ranks == 1 else algorithm == "rtn"),
-        experts=_experts(entry, graph, schemes, algorithm),
+        experts=_experts(entry, graph, schemes, weights=bool(ALGORITHMS[algorithm].NEEDS) or _clips(transforms, algorithm)),
     )
 
 
@@ -113,43 +171,24 @@ def _shape(shapes: Mapping[str, Sequence[int]], name: str) -> Sequence[int]:
     return shape
 
 
-def _experts(entry: Quantize, graph: Graph, schemes: Mapping[str, LinearScheme | None], algorithm: str) -> Policy | None:
-    """Return what becomes of undercalibrated experts, None where none is quantized by statistics."""
+def _experts(entry: Quantize, graph: Graph, schemes: Mapping[str, LinearScheme | None], *, weights: bool) -> Policy | None:
+    """Return what becomes of undercalibrated experts, None where none is quantized by statistics.
+
+    Args:
+        entry: the recipe's words.
+        graph: its experts.
+        schemes: of each linear.
+        weights: the algorithm, or a transform that cuts ranges for it, reads statistics.
+    """
     names = [name for layer in graph.layers for group in layer.groups if group.expert for name in group.linears]
     used = [scheme for scheme in map(schemes.get, names) if scheme is not None]
     static = any(scheme.input is not None and not scheme.input.dynamic for scheme in used)
-    reads = bool(used) and bool(ALGORITHMS[algorithm].NEEDS)
+    reads = bool(used) and weights
     return policy_for(entry.name, policy=entry.experts, tokens=entry.expert_tokens, weights=reads, inputs=static)
 
 
-def plan_from(summary: Mapping[str, Any]) -> Plan:
-    """Return the plan that a finished quantize folder followed, without what it asked of a measurement.
-
-    Args:
-        summary: the content of quantize.json.
-    """
-    plan = summary["plan"]
-    return Plan(
-        name=summary["recipe"]["name"],
-        schemes={name: None if data is None else scheme_from(data) for name, data in plan["schemes"].items()},
-        algorithm=plan["algorithm"],
-        transforms=(),
-        needs=frozenset(),
-        file_to_file=summary["proof"] == "tensors",
-    )
-
-
-def scheme_from(data: Mapping[str, Any]) -> LinearScheme:
-    """Return the scheme that quantize.json spells."""
-    inputs = data["input"]
-    return LinearScheme(
-        **{
-            **data,
-            "weights": TensorScheme(**data["weights"]),
-            "input": None if inputs is None else TensorScheme(**inputs),
-            "transforms": tuple(data["transforms"]),
-        }
-    )
+def _clips(transforms: Sequence[tuple[str, Mapping[str, Any]]], algorithm: str) -> bool:
+    return any(name == "awq" and awq.clips(options, algorithm) for name, options in transforms)
 
 
 def needs_of(entry: Quantize) -> frozenset[str]:
@@ -163,7 +202,7 @@ def needs_of(entry: Quantize) -> frozenset[str]:
     algorithm = entry.algorithm or schemes[0].algorithm
     if algorithm not in ALGORITHMS:
         raise UsageError(f"{entry.name}: algorithm {algorithm!r} is unknown", nearest(algorithm, list(ALGORITHMS)))
-    return _needs(algorithm, [name for name, _ in _transforms(entry, schemes[0])], schemes)
+    return _needs(algorithm, _transforms(entry, schemes[0]), schemes)
 
 
 def entries_of(text: str) -> tuple[Quantize, ...]:
@@ -185,12 +224,12 @@ def entries_of(text: str) -> tuple[Quantize, ...]:
 def statistics_for(entries: Sequence[Quantize]) -> tuple[str, ...]:
     """Return the observers that measure has to run for all of these artifacts, possibly none.
 
-    Hessians are not among them: each lives for one layer, inside quantize, which needs the token ids alone.
+    Hessians and rows are not among them: they live for one layer, inside quantize, which needs the token ids alone.
 
     Raises:
         UsageError: a scheme, algorithm or transform is unknown.
     """
-    needs = frozenset().union(*(needs_of(entry) for entry in entries))
+    needs = frozenset().union(*(needs_of(entry) for entry in entries)) - {ROWS}
     return tuple(name for name in observers_for(needs) if name != "hessian")
 
 
@@ -228,24 +267,32 @@ def _transforms(entry: Quantize, base: LinearScheme) -> tuple[tuple[str, Mapping
     result = []
     for item in given:
         for name, options in item.items():
-            if name not in TRANSFORMS:
-                raise UsageError(f"{entry.name}: transform {name!r} is unknown", nearest(str(name), list(TRANSFORMS)))
+            if name not in KNOWN:
+                raise UsageError(f"{entry.name}: transform {name!r} is unknown", nearest(str(name), list(KNOWN)))
+            transform = KNOWN[name]
             if not isinstance(options, Mapping | None):
-                raise UsageError(f"{entry.name}: {name}: {options!r} is not a mapping", f"write {{{name}: {{alpha: 0.5}}}}")
-            merged = {"alpha": 0.5, **(options or {})}
-            for key in merged:
-                if key != "alpha":
-                    raise UsageError(f"{entry.name}: {name} has no option {key!r}", nearest(str(key), ["alpha"]))
-            if not isinstance(merged["alpha"], float | int) or not 0 <= merged["alpha"] <= 1:
-                raise UsageError(f"{entry.name}: {name} alpha={merged['alpha']!r}", "give a number from 0 to 1")
-            result.append((name, {"alpha": float(merged["alpha"])}))
+                example = ", ".join(f"{key}: {json.dumps(value)}" for key, value in transform.OPTIONS.items())
+                raise UsageError(f"{entry.name}: {name}: {options!r} is not a mapping", f"write {{{name}: {{{example}}}}}")
+            for key in options or ():
+                if key not in transform.OPTIONS:
+                    known = nearest(str(key), list(transform.OPTIONS))
+                    raise UsageError(f"{entry.name}: {name} has no option {key!r}", known)
+            try:
+                result.append((name, transform.checked({**transform.OPTIONS, **(options or {})})))
+            except UsageError as error:
+                raise UsageError(f"{entry.name}: {error.cause}", error.remedy) from error
+    if any(name in ROTATIONS for name, _ in result[1:]):
+        names = ", ".join(name for name, _ in result)
+        raise UsageError(f"{entry.name}: transforms {names}", "rotate once, before all other transforms")
     return tuple(result)
 
 
-def _needs(algorithm: str, transforms: Sequence[str], schemes: Sequence[LinearScheme]) -> frozenset[str]:
+def _needs(
+    algorithm: str, transforms: Sequence[tuple[str, Mapping[str, Any]]], schemes: Sequence[LinearScheme]
+) -> frozenset[str]:
     needs = set(ALGORITHMS[algorithm].NEEDS)
-    for name in transforms:
-        needs |= set(TRANSFORMS[name].NEEDS)
+    for name, options in transforms:
+        needs |= set(KNOWN[name].needs(options))
     for scheme in schemes:
         if scheme.input is not None and not scheme.input.dynamic:
             needs |= {"amax"} if scheme.input.symmetric else {"min_val", "max_val"}

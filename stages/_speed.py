@@ -70,7 +70,7 @@ class Speed:
                     work += rounding.seconds(rows, k) + self.hessian * share * tokens * k * k
                 else:
                     work += self.rounded[plan.name] * rows * k
-        passes = 2 if plan.needs_hessian else 0  # before the layer is quantized, and after
+        passes = 2 if plan.needs_text else 0  # before the layer is quantized, and after
         work += passes * self.token * tokens * len(model.layers)
         return 2 * self.read * model.stored + work / self.cores + writing
 

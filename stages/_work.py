@@ -12,6 +12,7 @@ from quantflow.models.capture import LayerStream, State
 from quantflow.models.graph import Layer
 from quantflow.models.load import Source
 from quantflow.models.reading import DTYPES
+from quantflow.models.rotated import Rotated
 from stages._plan import Plan
 from stages._progress import Progress
 from stages._team import Team
@@ -39,7 +40,7 @@ class LayerWork:
     """
 
     stream: LayerStream
-    source: Source
+    source: Source | Rotated
     module: nn.Module
     layer: Layer
     plan: Plan
@@ -67,6 +68,11 @@ class LayerWork:
         """The source names of the layer's tensors."""
         return [name for name in self.source.names if name.startswith(f"{self.layer.prefix}.")]
 
+    @property
+    def quantized(self) -> frozenset[str]:
+        """The source names of the weights that are quantized."""
+        return frozenset(f"{name}.weight" for name in self.layer.linears if self.plan.schemes[name] is not None)
+
     def read(self, name: str) -> Tensor:
         """Return a source tensor as stored."""
         return self.source.read([name])[name]
@@ -78,3 +84,9 @@ class LayerWork:
     def child(self, name: str) -> Any:
         """Return the norm or linear with that source name."""
         return self.module.get_submodule(self.layer.relative(name))
+
+    def current(self, name: str) -> Tensor:
+        """Return a tensor of the layer as it is now, by its source name."""
+        owner, _, leaf = name.rpartition(".")
+        tensor: Tensor = getattr(self.child(owner), leaf)
+        return tensor.detach()

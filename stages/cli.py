@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from stages import _memory
-from stages._flags import bounded, limits, quant_configured
+from stages._flags import bounded, limits, number_or_word, quant_configured
 from stages._options import common, exit_code, offline, outline, overlay, reporting, show, table
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ def measure(model: str, output: str | None, settings: tuple[str, ...], recipe: s
 )
 @click.option("--algorithm", help="rtn, rtn_mse, hqq or gptq (default: the scheme's).")
 @click.option("--group-size", type=int, help="Input features per scale (default: the scheme's).")
-@click.option("--smoothquant", type=float, metavar="ALPHA", help="Smooth with this alpha; 0.5 is usual.")
+@click.option("--smoothquant", metavar="ALPHA", help="Smooth with this alpha, 0.5 is usual; auto searches one per input.")
 @click.option("--ignore", multiple=True, metavar="PATTERN", help="Leave these linears alone: a name, or re:...")
 @click.option("--measurement", metavar="DIR", help="What stage 1 or unify wrote; for FP8 also Gaudi's own files.")
 @click.option(
@@ -211,7 +211,7 @@ def quantize(model: str, output: str, settings: tuple[str, ...], recipe: str | N
         "scheme": shared["scheme"],
         "algorithm": shared["algorithm"],
         "group_size": shared["group_size"],
-        "transforms": None if smooth is None else [{"smoothquant": {"alpha": smooth}}],
+        "transforms": None if smooth is None else [{"smoothquant": {"alpha": number_or_word(smooth)}}],
         "ignore": list(shared["ignore"]) or None,
         "quantized_inputs": shared["quantized_inputs"],
         "experts": shared["experts"],

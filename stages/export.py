@@ -32,7 +32,8 @@ from stages._bits import tools
 from stages._card import model_card
 from stages._config import Resources, nearest, parse_size
 from stages._ledger import tensor_entries
-from stages._plan import plan_from, scheme_from
+from stages._plan import OUTSIDE
+from stages._planned import plan_from, scheme_from
 from stages._progress import Progress
 from stages._proof import proving
 from stages._resources import Allowance, allow_export, compare
@@ -143,7 +144,7 @@ def _write(
     links = _write_weights(folder, job, source, graph, record["files"])
     files = _copy_side_files(folder, source)
     _write_config(folder, source, graph, schemes)
-    changed = {name for layer in layers for name in layer["changed"]}
+    changed = {name for layer in layers for name in layer["changed"]} | set(_outside(job.quantized))
     ledger = Ledger(tensors=tensor_entries(source, graph, schemes, changed, FORMATS[job.format]), files=files)
     sizes = {name: (source.checkpoint.folder / name).stat().st_size for name in source.checkpoint.files}
     ledger.check(source.checkpoint.infos, source_files=sizes)
@@ -189,8 +190,9 @@ def _write_weights(
         IntegrityError: a layer's file differs from its recorded hash.
     """
     prefixes = tuple(f"{layer.prefix}." for layer in graph.layers)
+    changed = _outside(job.quantized)
     outside = [
-        Stored(path=source.checkpoint.folder / file, info=info)
+        changed.get(name) or Stored(path=source.checkpoint.folder / file, info=info)
         for name, (file, info) in source.checkpoint.tensors.items()
         if not name.startswith(prefixes)
     ]
@@ -203,6 +205,14 @@ def _write_weights(
             raise _damaged(path)
     write_shards(folder, shards)
     return links
+
+
+def _outside(quantized: Path) -> dict[str, Stored]:
+    """Return what lies outside the layers and was changed by quantize."""
+    path = quantized / OUTSIDE
+    if not path.is_file():
+        return {}
+    return {name: Stored(path=path, info=info) for name, info in read_header(path)[0].items()}
 
 
 def _damaged(path: Path) -> IntegrityError:

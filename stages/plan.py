@@ -98,7 +98,7 @@ def _stages(
         seconds = None if speed is None else speed.measure(model, share, stats)
         stages.append(_stage("measure", None, need_measure(model, lengths=share, stats=stats), job, seconds))
     for plan in plans:
-        used = lengths if plan.needs_hessian else []
+        used = plan.text(lengths)
         need = need_files(model, plan) if plan.file_to_file else need_layers(model, plan, lengths=used)
         seconds = None if speed is None else speed.quantize(model, plan, used)
         stages.append(_stage("quantize", plan.name, need, job, seconds))

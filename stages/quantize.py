@@ -6,9 +6,8 @@ Writes   <o>/layers/<index>.safetensors and .json, quantize.json, DONE.json; unl
 Resumes  at the layer where it stopped: finished layers and the hidden states that enter the next one are read back
 Fails    2 the recipe does not fit the model, 3 unusable model or measurement, 5 memory, disk or a held folder, 6 unsupported
 
-Where no forward pass is needed, weights go from file to file (stages/_file_to_file.py). Otherwise
-the canary (the first tokens of the calibration text) and, for algorithms that need Hessians, the calibration text run
-through the model layer by layer (stages/_layer.py). Memory is that of one layer, whatever the depth of the model.
+Where no forward pass is needed, weights go from file to file (stages/_file_to_file.py). Otherwise the canary, which is the
+calibration text's first tokens, and for what reads it all of that text run layer by layer, one in memory (stages/_layer.py).
 
 With N ranks torchrun starts N processes, each of which writes its slice of every linear into <o>/rank-RRR-of-NNN/
 (stages/_share.py); unify makes one result of these shards. File to file a rank reads no more than its slice. Where the
@@ -40,7 +39,7 @@ from stages._config import Quantize, Resources, launched_rank
 from stages._experts import check_before, described, refuse_team
 from stages._file_to_file import quantize_files
 from stages._inputs import inputs_of
-from stages._plan import Plan, resolve
+from stages._plan import KNOWN, OUTSIDE, Plan, resolve
 from stages._progress import Progress
 from stages._ranks import die_with_parent, launch, rank_folder
 from stages._resources import Allowance, account, allow_quantize
@@ -50,7 +49,7 @@ from stages._team import ALONE, Team, together
 from stages._triples import are_gaudis, measurement_from
 
 VERSION = 1  # of what this stage computes; part of every state key
-PARTS = ("layers", "canary.safetensors", "canary.json", "quantize.json")
+PARTS = ("layers", OUTSIDE, "canary.safetensors", "canary.json", "quantize.json")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +131,7 @@ def _quantize(
     shorts = check_before(plan.name, plan.experts, graph, measurement, schemes=plan.schemes, shapes=shapes)
     if shorts:
         progress.say(f"quantize {job.entry.name}: {described(shorts)}; --experts {job.entry.experts}")
-    lengths = [] if measurement is None else [len(sequence) for sequence in measurement.sequences]
+    lengths = [] if measurement is None else [len(sequence) for sequence in plan.text(measurement.sequences)]
     with _workspace.locked(job.output), single_threaded(), torch.no_grad():
         _workspace.refuse_other_result(job.output, {}, force=True, parts=PARTS)
         disk.make_folder(job.output)
@@ -154,6 +153,7 @@ def _quantize(
         _memory.reset_peak()
         _state.begin(job.output, inputs, say=partial(_say, progress, job))
         _state.remove_others(job.output, [layer.index for layer in graph.layers])
+        disk.remove(job.output / OUTSIDE)  # of an earlier attempt with other transforms
         if plan.file_to_file:
             quantize_files(
                 job.output,
@@ -270,7 +270,8 @@ def _inputs(job: Job, plan: Plan, source: ModelFiles, measurement: Measurement |
         "measurement": None if measurement is None else measurement.meta["digest"],
         "seed": job.seed,
         "revision": job.revision,
-        "versions": {"quantize": VERSION, plan.algorithm: ALGORITHMS[plan.algorithm].VERSION},
+        "versions": {"quantize": VERSION, plan.algorithm: ALGORITHMS[plan.algorithm].VERSION}
+        | {name: KNOWN[name].VERSION for name, _ in plan.transforms},
         "tools": tools(),
     }
 

@@ -1,9 +1,10 @@
-"""Which linears a model has, which of them share an input, and which norm that input comes from: one table per family.
+"""Which linears a model has, which of them share an input, and what that input comes from: one table per family.
 
 Everything here is in SOURCE names, the names of the checkpoint, without the `.weight` at the end.
 For the families in `FAMILIES` a decoder layer has the same names in the checkpoint and in the module tree, but for what
 `Layer.relative` renames; `quantflow.models.capture` checks that when it opens a model. The experts of a mixture are linears
 of their own, as the checkpoint has them: `quantflow.models.experts` gives the module tree the same.
+Longer than 300 lines because the table of families stands with the records that it is made of.
 """
 
 from dataclasses import dataclass, replace
@@ -20,6 +21,9 @@ class LinearGroup:
         linears: names, inside the layer in a `Family`, full in a `Layer`.
         norm: the norm whose output is exactly the group's input and nobody else's, or None when something else lies between,
             or the router, which is not quantized, reads that output too.
+        feeder: the linear of whose outputs the group's input is a sum of multiples, each channel from one output, by numbers
+            that do not depend on it: a factor goes through. Attention weighs values, a gate multiplies what goes up.
+        per_head: the feeder's outputs are heads, each of which `Layer.repeats` heads of the group's input come from.
         fused: runtimes run the group as one linear, so per-tensor scales have to be shared over it.
         expert: the expert that the linears are part of, such as `mlp.experts.3`; None outside a mixture. Only some tokens
             reach it.
@@ -27,8 +31,15 @@ class LinearGroup:
 
     linears: tuple[str, ...]
     norm: str | None = None
+    feeder: str | None = None
+    per_head: bool = False
     fused: bool = False
     expert: str | None = None
+
+    @property
+    def folds(self) -> bool:
+        """Whether what the group reads comes from something that factors can be folded into."""
+        return self.norm is not None or self.feeder is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +60,18 @@ class Mixture:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Residual:
+    """What reads and writes the hidden state outside the layers, in families whose norms are all RMSNorms.
+
+    Such a norm multiplies x / sqrt(mean x^2) by its weight (not by 1 + it), so it commutes with rotations.
+    """
+
+    embedding: str = "model.embed_tokens"
+    norm: str = "model.norm"
+    head: str = "lm_head"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Family:
     """One model type.
 
@@ -58,6 +81,8 @@ class Family:
         attention: the attention module inside a layer, the one that writes the KV cache.
         groups: every linear of a decoder layer exactly once, in the order in which the layer calls them.
         mixture: what stands in the place of the `mlp` among `groups` in the layers that config.json makes sparse.
+        residual: None where a norm subtracts the mean, which no rotation commutes with, and for mixtures, whose routers read
+            the hidden state too. Elsewhere the groups whose input is no norm's output write it, and no others do.
     """
 
     model_type: str
@@ -66,6 +91,7 @@ class Family:
     attention: str
     groups: tuple[LinearGroup, ...]
     mixture: Mixture | None = None
+    residual: Residual | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +104,8 @@ class Layer:
         block: the mixture's module, as the checkpoint calls it; None in a dense layer.
         experts: how many experts the mixture has, 0 in a dense layer.
         chosen: how many of them a token goes to.
+        repeats: how many query heads share a key/value head.
+        head_dim: features of a head.
     """
 
     index: int
@@ -88,6 +116,8 @@ class Layer:
     block: str | None = None
     experts: int = 0
     chosen: int = 0
+    repeats: int = 1
+    head_dim: int = 1
 
     @property
     def linears(self) -> tuple[str, ...]:
@@ -140,9 +170,9 @@ class Graph:
 MLP = "mlp"  # how transformers calls the MLP of a layer, and the mixture in its place
 _LLAMA_GROUPS = (
     LinearGroup(linears=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), norm="input_layernorm", fused=True),
-    LinearGroup(linears=("self_attn.o_proj",)),
+    LinearGroup(linears=("self_attn.o_proj",), feeder="self_attn.v_proj", per_head=True),
     LinearGroup(linears=("mlp.gate_proj", "mlp.up_proj"), norm="post_attention_layernorm", fused=True),
-    LinearGroup(linears=("mlp.down_proj",)),
+    LinearGroup(linears=("mlp.down_proj",), feeder="mlp.up_proj"),
 )
 _LLAMA = Family(
     model_type="llama",
@@ -150,6 +180,7 @@ _LLAMA = Family(
     layers="model.layers",
     attention="self_attn",
     groups=_LLAMA_GROUPS,
+    residual=Residual(),
 )
 # The norms feed the same linears with and without use_parallel_residual; only what is added to the result differs.
 _GPT_NEOX = Family(
@@ -168,10 +199,11 @@ _GPT_NEOX = Family(
 _QWEN2_MOE = Mixture(
     shared=(
         LinearGroup(linears=("shared_expert.gate_proj", "shared_expert.up_proj"), fused=True),
-        LinearGroup(linears=("shared_expert.down_proj",)),
+        LinearGroup(linears=("shared_expert.down_proj",), feeder="shared_expert.up_proj"),
     ),
     routers=("gate", "shared_expert_gate"),
 )
+_SPARSE = replace(_LLAMA, residual=None)
 _MIXTRAL = Mixture(block="block_sparse_moe", linears=("w1", "w3", "w2"))
 FAMILIES: dict[str, Family] = {
     family.model_type: family
@@ -181,10 +213,10 @@ FAMILIES: dict[str, Family] = {
         replace(_LLAMA, model_type="qwen2", architecture="Qwen2ForCausalLM"),
         replace(_LLAMA, model_type="qwen3", architecture="Qwen3ForCausalLM"),
         _GPT_NEOX,
-        replace(_LLAMA, model_type="mixtral", architecture="MixtralForCausalLM", mixture=_MIXTRAL),
-        replace(_LLAMA, model_type="qwen2_moe", architecture="Qwen2MoeForCausalLM", mixture=_QWEN2_MOE),
-        replace(_LLAMA, model_type="qwen3_moe", architecture="Qwen3MoeForCausalLM", mixture=Mixture()),
-        replace(_LLAMA, model_type="olmoe", architecture="OlmoeForCausalLM", mixture=Mixture()),
+        replace(_SPARSE, model_type="mixtral", architecture="MixtralForCausalLM", mixture=_MIXTRAL),
+        replace(_SPARSE, model_type="qwen2_moe", architecture="Qwen2MoeForCausalLM", mixture=_QWEN2_MOE),
+        replace(_SPARSE, model_type="qwen3_moe", architecture="Qwen3MoeForCausalLM", mixture=Mixture()),
+        replace(_SPARSE, model_type="olmoe", architecture="OlmoeForCausalLM", mixture=Mixture()),
     )
 }
 
@@ -228,26 +260,37 @@ def graph_for(config: Any) -> Graph:
 def _layer(family: Family, index: int, config: Any) -> Layer:
     prefix = f"{family.layers}.{index}"
     experts = _experts(family, index, config)
-    if family.mixture is None or not experts:
-        groups = tuple(_full(group, prefix) for group in family.groups)
-        return Layer(index=index, prefix=prefix, attention=f"{prefix}.{family.attention}", groups=groups)
-    block = f"{prefix}.{family.mixture.block}"
-    dense = [group for group in family.groups if not group.linears[0].startswith(f"{MLP}.")]
-    routed = [group for number in range(experts) for group in _expert(family.mixture, number)]
-    chosen = getattr(config, "num_experts_per_tok", None)
-    return Layer(
+    heads = int(config.num_attention_heads)
+    shared = int(getattr(config, "num_key_value_heads", None) or heads)
+    groups = tuple(_full(_unclipped(group, config), prefix) for group in family.groups)
+    layer = Layer(
         index=index,
         prefix=prefix,
         attention=f"{prefix}.{family.attention}",
-        groups=(
-            *(_full(group, prefix) for group in dense),
-            *(_full(group, block) for group in (*family.mixture.shared, *routed)),
-        ),
+        groups=groups,
+        repeats=heads // shared,
+        head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
+    )
+    if family.mixture is None or not experts:
+        return layer
+    block = f"{prefix}.{family.mixture.block}"
+    dense = [group for group in groups if not group.linears[0].startswith(f"{prefix}.{MLP}.")]
+    routed = [group for number in range(experts) for group in _expert(family.mixture, number)]
+    chosen = getattr(config, "num_experts_per_tok", None)
+    return replace(
+        layer,
+        groups=(*dense, *(_full(group, block) for group in (*family.mixture.shared, *routed))),
         routers=tuple(f"{block}.{name}" for name in family.mixture.routers),
         block=block,
         experts=experts,
         chosen=chosen if isinstance(chosen, int) else experts,
     )
+
+
+def _unclipped(group: LinearGroup, config: Any) -> LinearGroup:
+    """Return a group without its feeder where values are cut to a range (OLMoE's `clip_qkv`), which no factor goes through."""
+    clips = group.per_head and getattr(config, "clip_qkv", None) is not None
+    return replace(group, feeder=None, per_head=False) if clips else group
 
 
 def _experts(family: Family, index: int, config: Any) -> int:
@@ -271,7 +314,10 @@ def _experts(family: Family, index: int, config: Any) -> int:
 
 
 def _expert(mixture: Mixture, number: int) -> tuple[LinearGroup, LinearGroup]:
-    """Return the groups of one expert: gate and up share an input, down has its own."""
+    """Return the groups of one expert: gate and up share an input, down has its own.
+
+    What goes up does not absorb factors for down: an expert's few tokens would choose them.
+    """
     expert = f"experts.{number}"
     gate, up, down = (f"{expert}.{name}" for name in mixture.linears)
     return LinearGroup(linears=(gate, up), fused=True, expert=expert), LinearGroup(linears=(down,), expert=expert)
@@ -279,9 +325,10 @@ def _expert(mixture: Mixture, number: int) -> tuple[LinearGroup, LinearGroup]:
 
 def _full(group: LinearGroup, prefix: str) -> LinearGroup:
     """Return a group with full names."""
-    return LinearGroup(
+    return replace(
+        group,
         linears=tuple(f"{prefix}.{name}" for name in group.linears),
         norm=None if group.norm is None else f"{prefix}.{group.norm}",
-        fused=group.fused,
+        feeder=None if group.feeder is None else f"{prefix}.{group.feeder}",
         expert=None if group.expert is None else f"{prefix}.{group.expert}",
     )

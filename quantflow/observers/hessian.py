@@ -85,6 +85,12 @@ class HessianObserver:
                 mine += more
         self._count = self._count + other._count
 
+    def divide_(self, factors: Tensor) -> None:
+        """Make this the observer that had seen every x / factors.  factors: [K] float32, not zero."""
+        for span, strip in zip(spans(self._features, ROWS), self._strips, strict=False):  # none when unseen
+            strip /= factors[span, None]
+            strip /= factors[: span.stop]
+
     def state(self) -> dict[str, Tensor]:
         """Return {"hessian_sum": [K, K] float32, "count": [] int64}, beside what is kept here."""
         return self._state(reversed(self._strips))

@@ -1,7 +1,7 @@
 """Families as data; that the data is true of the real modules is tested with `capture`."""
 
 import pytest
-from transformers import DeepseekV3Config, GPT2Config, GPTNeoXConfig, LlamaConfig, MixtralConfig, Qwen2MoeConfig
+from transformers import DeepseekV3Config, GPT2Config, GPTNeoXConfig, LlamaConfig, MixtralConfig, OlmoeConfig, Qwen2MoeConfig
 
 from quantflow.errors import InputError, UnsupportedError
 from quantflow.models.graph import FAMILIES, family_for, graph_for
@@ -37,6 +37,59 @@ def test_a_gpt_neox_layer_by_hand():
         (("gpt_neox.layers.1.attention.dense",), None, False),
         (("gpt_neox.layers.1.mlp.dense_h_to_4h",), "gpt_neox.layers.1.post_attention_layernorm", False),
         (("gpt_neox.layers.1.mlp.dense_4h_to_h",), None, False),
+    ]
+
+
+def test_values_feed_the_output_projection_head_by_head_and_what_goes_up_feeds_what_goes_down():
+    layer = graph_for(LlamaConfig(num_hidden_layers=1, num_attention_heads=32, num_key_value_heads=8, hidden_size=4096)).layers[
+        0
+    ]
+    fed = {group.linears: (group.feeder, group.per_head) for group in layer.groups if group.feeder is not None}
+    assert fed == {
+        ("model.layers.0.self_attn.o_proj",): ("model.layers.0.self_attn.v_proj", True),
+        ("model.layers.0.mlp.down_proj",): ("model.layers.0.mlp.up_proj", False),
+    }
+    assert (layer.repeats, layer.head_dim) == (4, 128)
+
+
+def test_a_head_may_be_wider_than_its_share_of_the_hidden_state():
+    layer = graph_for(LlamaConfig(num_hidden_layers=1, num_attention_heads=4, hidden_size=64, head_dim=32)).layers[0]
+    assert (layer.repeats, layer.head_dim) == (1, 32)
+
+
+def test_nothing_is_folded_through_an_activation_or_into_a_linear_of_queries_keys_and_values():
+    assert all(group.feeder is None for group in FAMILIES["gpt_neox"].groups)
+    assert FAMILIES["gpt_neox"].residual is None
+
+
+@pytest.mark.parametrize("config", [MixtralConfig, Qwen2MoeConfig, OlmoeConfig], ids=lambda config: config.model_type)
+def test_of_a_mixture_nothing_is_folded_into_the_norm_that_the_router_reads_or_inside_an_expert(config):
+    layer = graph_for(config(num_hidden_layers=1, num_local_experts=2, num_experts=2)).layers[0]
+    name = layer.prefix
+    folded = {group.linears[-1]: group.norm or group.feeder for group in layer.groups if group.folds}
+    shared = {f"{name}.mlp.shared_expert.down_proj": f"{name}.mlp.shared_expert.up_proj"}
+    assert folded == {
+        f"{name}.self_attn.v_proj": f"{name}.input_layernorm",
+        f"{name}.self_attn.o_proj": f"{name}.self_attn.v_proj",
+        **(shared if config is Qwen2MoeConfig else {}),
+    }
+    assert FAMILIES[config.model_type].residual is None
+
+
+def test_the_dense_layers_of_a_mixture_are_folded_like_any_other():
+    layer = graph_for(Qwen2MoeConfig(num_hidden_layers=1, num_experts=2, mlp_only_layers=[0])).layers[0]
+    assert [group.norm or group.feeder for group in layer.groups] == [
+        "model.layers.0.input_layernorm",
+        "model.layers.0.self_attn.v_proj",
+        "model.layers.0.post_attention_layernorm",
+        "model.layers.0.mlp.up_proj",
+    ]
+
+
+def test_values_that_are_cut_to_a_range_feed_nothing():
+    layer = graph_for(OlmoeConfig(num_hidden_layers=1, num_experts=2, clip_qkv=8.0)).layers[0]
+    assert [group.linears for group in layer.groups if group.folds] == [
+        tuple(f"model.layers.0.self_attn.{name}_proj" for name in "qkv")
     ]
 
 
