@@ -1,7 +1,6 @@
 """What this process and this machine use and have, in bytes. Nothing here decides anything."""
 
 import ctypes
-import gc
 import os
 import resource
 import sys
@@ -11,7 +10,6 @@ from pathlib import Path
 
 MAPPED = 8 << 20  # bytes from which a block is a mapping of its own
 KEPT = 4 << 20  # bytes that may lie free at the end of the heap, for the next unit
-SELDOM = 20_000  # objects that are made before Python looks for cycles among them; 700 where nothing is said
 _MMAP_THRESHOLD, _TRIM_THRESHOLD, _ARENA_MAX = -3, -1, -8  # of mallopt, see mallopt(3)
 _PROC = Path("/proc")
 _CGROUP = Path("/sys/fs/cgroup")
@@ -61,21 +59,6 @@ def reset_peak() -> bool:
 def largest_peak() -> int:
     """Return the peak of this process or of the largest that it waited for, whichever is more."""
     return max(usage().peak, peak_of_children())
-
-
-def collect_seldom() -> None:
-    """Let Python look for cycles of dead objects less often: torch and transformers make 350,000 objects that stay.
-
-    Each look goes through all of them: that is a tenth of the time that importing takes. Tensors are in no cycles here.
-    """
-    gc.set_threshold(SELDOM, 10, 10)
-
-
-def give_back_imports() -> None:
-    """Let go of what importing left in cycles, and keep what it made out of later looks."""
-    gc.collect()
-    gc.freeze()
-    give_back_holes()
 
 
 def give_back_freed() -> None:

@@ -181,7 +181,6 @@ def main(order: str) -> int:
     if not order:  # the export has ended
         return 0
     _memory.give_back_freed()
-    _memory.collect_seldom()
     torch.set_num_threads(1)
     *places, workers = json.loads(order)
     artifact, quantized, source = map(Path, places)

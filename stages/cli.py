@@ -567,7 +567,6 @@ def _run(stage: Any, job: Any, shared: dict[str, Any]) -> None:
     if shared["dry_run"]:
         show(dataclasses.asdict(job), as_json=shared["as_json"], text=str(job))
         return
-    _memory.give_back_imports()
     with reporting(shared, job.output) as progress:
         folder = stage.run(job, progress)
     if speaks():
@@ -577,7 +576,6 @@ def _run(stage: Any, job: Any, shared: dict[str, Any]) -> None:
 def main() -> int:
     """Run the command line of this process and return its exit code."""
     _memory.give_back_freed()
-    _memory.collect_seldom()
     return exit_code(cli, sys.argv[1:])
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -36,6 +37,7 @@ from stages._traffic import collect
 from stages._work import LayerWork
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "tiny-llama"
+GATES = Path(__file__).parents[1] / "configs" / "gates"
 QUIET = Progress(quiet=True)
 STDLIB = runpy.run_path(str(EXAMPLE / "stdlib_text.py"))
 PLANT = runpy.run_path(str(EXAMPLE / "plant_outliers.py"))
@@ -201,7 +203,8 @@ def test_a_rotated_model_has_the_logits_of_its_source(folder_of, windows, tmp_pa
 
 def test_static_int8_inputs_with_outliers_need_smoothing(kld):
     plain, auto = (kld("outliers", "W8A8_STATIC", "rtn", *given) for given in ((), ({"smoothquant": {"alpha": "auto"}},)))
-    assert 0 < auto < plain / 100  # two orders of magnitude
+    limit = yaml.safe_load((GATES / "int8.yaml").read_text(encoding="utf-8"))["thresholds"]["mean_kld"]
+    assert 0 < auto < limit < plain  # the gate of the scheme lets it through, and refuses the plain one
 
 
 @pytest.mark.slow
