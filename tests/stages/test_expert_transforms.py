@@ -11,8 +11,8 @@ from quantflow.errors import StatisticsError, UnsupportedError, UsageError
 from quantflow.models.load import load_model, open_source
 from quantflow.observers.rows import RowSample
 from quantflow.runtime.load import load
-from stages import _plan, _traffic, export, measure, quantize
-from stages._config import Calibration, Quantize
+from stages import _plan, _traffic, export, quantize
+from stages._config import Quantize
 from stages._progress import Progress
 from stages._ranks import rank_folder
 
@@ -22,23 +22,6 @@ AWQ = {"scheme": "W4A16", "group_size": 32, "algorithm": "rtn", "transforms": ({
 PLAIN = {**AWQ, "transforms": ()}
 AUTO = {"scheme": "W8A8", "transforms": ({"smoothquant": {"alpha": "auto"}},)}
 STATIC = {"scheme": "W8A8_STATIC", "expert_tokens": 0}
-
-
-@pytest.fixture(scope="module")
-def measured(family_model, text_files, tmp_path_factory):
-    """Return the measurement of a family, taken once."""
-    taken = {}
-
-    def take(family: str) -> Path:
-        if family not in taken:
-            calibration = Calibration(source=str(text_files["calibration"]), samples=6, sequence_length=48)
-            folder = tmp_path_factory.mktemp("measured") / family
-            stats = ("amax", "channel_amax", "min_max", "mean_abs")
-            job = measure.Job(model=family_model(family), output=folder, calibration=calibration, stats=stats)
-            taken[family] = measure.run(job, QUIET)
-        return taken[family]
-
-    return take
 
 
 def quantized(model: Path, measurement: Path | None, folder: Path, entry: dict) -> Path:
@@ -70,10 +53,10 @@ def difference(model: Path, artifact: Path) -> float:
     "entry", [{**AWQ, "scheme": "W8A16", "group_size": None, "expert_tokens": 0}, AUTO], ids=["awq", "auto"]
 )
 def test_a_smoothed_mixture_is_proven_close_to_its_source_and_its_experts_are_left_out(
-    family, family_model, measured, tmp_path, entry
+    family, family_model, measured_family, tmp_path, entry
 ):
     """In eight bits, where a factor that is not undone would show."""
-    folder = quantized(family_model(family), measured(family), tmp_path / "q", entry)
+    folder = quantized(family_model(family), measured_family(family), tmp_path / "q", entry)
     artifact = export.run(export.Job(quantized=folder, output=tmp_path / "artifact"), QUIET)
     name = next(iter(entry["transforms"][0]))
     (record, _) = records(folder)
@@ -86,18 +69,18 @@ def test_a_smoothed_mixture_is_proven_close_to_its_source_and_its_experts_are_le
     assert 0 < difference(family_model(family), artifact) < 0.08
 
 
-def test_static_inputs_of_a_mixture_lose_no_more_where_its_attention_is_smoothed(family_model, measured, tmp_path):
+def test_static_inputs_of_a_mixture_lose_no_more_where_its_attention_is_smoothed(family_model, measured_family, tmp_path):
     """Its experts lose most, whose few tokens give narrow ranges; smoothing must leave these as they are."""
     found = {}
     for name, transforms in {"plain": (), "auto": AUTO["transforms"]}.items():
         entry = {**STATIC, "transforms": transforms}
-        folder = quantized(family_model("mixtral"), measured("mixtral"), tmp_path / name, entry)
+        folder = quantized(family_model("mixtral"), measured_family("mixtral"), tmp_path / name, entry)
         artifact = export.run(export.Job(quantized=folder, output=tmp_path / f"{name}-artifact"), QUIET)
         found[name] = difference(family_model("mixtral"), artifact)
     assert found["auto"] < 1.05 * found["plain"]
 
 
-def test_no_rows_are_kept_of_experts(family_model, measured, tmp_path, monkeypatch):
+def test_no_rows_are_kept_of_experts(family_model, measured_family, tmp_path, monkeypatch):
     widths = []
 
     class Counted(RowSample):
@@ -106,43 +89,45 @@ def test_no_rows_are_kept_of_experts(family_model, measured, tmp_path, monkeypat
             super().__init__(features, **options)
 
     monkeypatch.setattr(_traffic, "RowSample", Counted)
-    quantized(family_model("mixtral"), measured("mixtral"), tmp_path / "q", AUTO)
+    quantized(family_model("mixtral"), measured_family("mixtral"), tmp_path / "q", AUTO)
     assert widths == [64, 64] * 2  # what q, k and v read, and o, of two layers
 
 
-def test_text_that_gives_nothing_but_rows_leaves_the_ledger_of_tokens_alone(family_model, measured, tmp_path, monkeypatch):
+def test_text_that_gives_nothing_but_rows_leaves_the_ledger_of_tokens_alone(
+    family_model, measured_family, tmp_path, monkeypatch
+):
     monkeypatch.setattr(_plan, "SEQUENCES", 2)  # of six
-    folder = quantized(family_model("mixtral"), measured("mixtral"), tmp_path / "q", AUTO)
-    ledger = json.loads((rank_folder(measured("mixtral"), 0, 1) / "measurement.json").read_text())["routed"]
+    folder = quantized(family_model("mixtral"), measured_family("mixtral"), tmp_path / "q", AUTO)
+    ledger = json.loads((rank_folder(measured_family("mixtral"), 0, 1) / "measurement.json").read_text())["routed"]
     assert [record["experts"]["tokens"] for record in records(folder)] == [row["tokens"] for row in ledger.values()]
 
 
 @pytest.mark.parametrize("algorithm", ["rtn", "gptq"])
 def test_the_text_that_hessians_see_is_counted_where_the_measurement_is_not_believed(
-    family_model, measured, tmp_path, monkeypatch, algorithm
+    family_model, measured_family, tmp_path, monkeypatch, algorithm
 ):
     monkeypatch.setattr("stages._forward.routed_tokens", lambda *_: None)
     entry = {**AWQ, "algorithm": algorithm, "expert_tokens": 0}
-    folder = quantized(family_model("mixtral"), measured("mixtral"), tmp_path / "q", entry)
-    ledger = json.loads((rank_folder(measured("mixtral"), 0, 1) / "measurement.json").read_text())["routed"]
+    folder = quantized(family_model("mixtral"), measured_family("mixtral"), tmp_path / "q", entry)
+    ledger = json.loads((rank_folder(measured_family("mixtral"), 0, 1) / "measurement.json").read_text())["routed"]
     assert [record["experts"]["tokens"] for record in records(folder)] == [row["tokens"] for row in ledger.values()]
 
 
-def test_awqs_clip_of_an_expert_with_too_few_tokens_is_refused(family_model, measured, tmp_path):
+def test_awqs_clip_of_an_expert_with_too_few_tokens_is_refused(family_model, measured_family, tmp_path):
     entry = {**AWQ, "expert_tokens": MANY}
     with pytest.raises(StatisticsError, match="8 experts got fewer calibration tokens than needed"):
-        quantized(family_model("mixtral"), measured("mixtral"), tmp_path / "q", entry)
+        quantized(family_model("mixtral"), measured_family("mixtral"), tmp_path / "q", entry)
     with pytest.raises(UsageError, match="share_max with an algorithm that reads statistics"):
-        quantized(family_model("mixtral"), measured("mixtral"), tmp_path / "q", {**entry, "experts": "share_max"})
+        quantized(family_model("mixtral"), measured_family("mixtral"), tmp_path / "q", {**entry, "experts": "share_max"})
     whole = {**entry, "transforms": ({"awq": {"clip": False}},)}
-    folder = quantized(family_model("mixtral"), measured("mixtral"), tmp_path / "whole", whole)
+    folder = quantized(family_model("mixtral"), measured_family("mixtral"), tmp_path / "whole", whole)
     assert [record["experts"]["short"] for record in records(folder)] == [{}, {}]
 
 
-def test_awqs_clip_follows_the_policy_of_experts(family_model, measured, tmp_path):
+def test_awqs_clip_follows_the_policy_of_experts(family_model, measured_family, tmp_path):
     entry = {**AWQ, "expert_tokens": MANY}
     folders = {
-        name: quantized(family_model("mixtral"), measured("mixtral"), tmp_path / name, words)
+        name: quantized(family_model("mixtral"), measured_family("mixtral"), tmp_path / name, words)
         for name, words in {
             "plain": PLAIN,
             "cut": {**AWQ, "expert_tokens": 0},

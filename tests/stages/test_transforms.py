@@ -23,23 +23,6 @@ HADAMARD = {"scheme": "W8A16", "transforms": ({"hadamard": {}},)}
 BOTH = {"scheme": "W8A8_STATIC", "transforms": ({"hadamard": {}}, {"smoothquant": {"alpha": "auto"}})}
 
 
-@pytest.fixture(scope="module")
-def measured(family_model, text_files, tmp_path_factory):
-    """Return the measurement of a family, taken once."""
-    taken = {}
-
-    def take(family: str) -> Path:
-        if family not in taken:
-            calibration = Calibration(source=str(text_files["calibration"]), samples=6, sequence_length=48)
-            folder = tmp_path_factory.mktemp("measured") / family
-            stats = ("amax", "channel_amax", "min_max", "mean_abs")
-            job = measure.Job(model=family_model(family), output=folder, calibration=calibration, stats=stats)
-            taken[family] = measure.run(job, QUIET)
-        return taken[family]
-
-    return take
-
-
 def quantized(model: Path, measurement: Path | None, folder: Path, entry: dict, **options) -> Path:
     words = Quantize(name="x", **entry)
     return quantize.run(quantize.Job(model=model, output=folder, entry=words, measurement=measurement, **options), QUIET)
@@ -62,9 +45,9 @@ def difference(model: Path, artifact: Path) -> float:
 
 
 @pytest.mark.parametrize("entry", [AWQ, AUTO], ids=["awq", "smoothquant"])
-def test_what_a_search_found_is_in_the_record_of_every_linear(family_model, measured, tmp_path, entry):
+def test_what_a_search_found_is_in_the_record_of_every_linear(family_model, measured_family, tmp_path, entry):
     name = next(iter(entry["transforms"][0]))
-    found = decisions_of(quantized(family_model("llama"), measured("llama"), tmp_path / "q", entry))
+    found = decisions_of(quantized(family_model("llama"), measured_family("llama"), tmp_path / "q", entry))
     assert len(found) == 14
     for linear, decisions in found.items():
         told = decisions[name]
@@ -79,9 +62,9 @@ def test_what_a_search_found_is_in_the_record_of_every_linear(family_model, meas
 @pytest.mark.parametrize(
     "entry", [AWQ | {"scheme": "W8A16", "group_size": None}, AUTO | {"scheme": "W8A8"}], ids=["awq", "auto"]
 )
-def test_a_searched_artifact_is_proven_and_close_to_its_source(family, family_model, measured, tmp_path, entry):
+def test_a_searched_artifact_is_proven_and_close_to_its_source(family, family_model, measured_family, tmp_path, entry):
     """In eight bits, where a factor that is not undone would show."""
-    folder = quantized(family_model(family), measured(family), tmp_path / "q", entry)
+    folder = quantized(family_model(family), measured_family(family), tmp_path / "q", entry)
     artifact = export.run(export.Job(quantized=folder, output=tmp_path / "artifact"), QUIET)
     found = difference(family_model(family), artifact)
     print(f"{family}: {found:.4f}")
@@ -95,24 +78,24 @@ def test_a_searched_artifact_is_proven_and_close_to_its_source(family, family_mo
     assert any(name.endswith("v_proj.bias") for name in changed) == (divided and family == "qwen2")
 
 
-def test_linears_absorb_nothing_where_the_recipe_says_so(family_model, measured, tmp_path):
+def test_linears_absorb_nothing_where_the_recipe_says_so(family_model, measured_family, tmp_path):
     entry = {**AUTO, "transforms": ({"smoothquant": {"alpha": "auto", "linears": False}},)}
-    found = decisions_of(quantized(family_model("llama"), measured("llama"), tmp_path / "q", entry))
+    found = decisions_of(quantized(family_model("llama"), measured_family("llama"), tmp_path / "q", entry))
     assert {name.rpartition(".")[2] for name, told in found.items() if "smoothquant" not in told} == {"o_proj", "down_proj"}
 
 
-def test_a_linear_whose_rows_share_a_scale_absorbs_nothing_and_says_why(family_model, measured, tmp_path):
+def test_a_linear_whose_rows_share_a_scale_absorbs_nothing_and_says_why(family_model, measured_family, tmp_path):
     entry = {"scheme": "FP8", "transforms": ({"smoothquant": {"alpha": 0.5, "linears": True}},)}
-    found = decisions_of(quantized(family_model("llama"), measured("llama"), tmp_path / "q", entry))
+    found = decisions_of(quantized(family_model("llama"), measured_family("llama"), tmp_path / "q", entry))
     assert found["model.layers.0.mlp.down_proj"]["smoothquant"] == "skipped: rows of mlp.up_proj share scales"
     assert found["model.layers.0.mlp.up_proj"]["smoothquant"]["alpha"] == 0.5
 
 
-def test_a_linear_that_is_not_quantized_absorbs_powers_of_two(family_model, measured, tmp_path):
+def test_a_linear_that_is_not_quantized_absorbs_powers_of_two(family_model, measured_family, tmp_path):
     """Its weight stays in the source's dtype: the rows are divided, and nothing is rounded."""
     entry = {**AUTO, "ignore": ("re:.*v_proj", "re:.*q_proj", "re:.*k_proj")}
     model = family_model("llama")
-    folder = quantized(model, measured("llama"), tmp_path / "q", entry)
+    folder = quantized(model, measured_family("llama"), tmp_path / "q", entry)
     name = "model.layers.0.self_attn.v_proj.weight"
     before = load_file(model / "model.safetensors")[name].float()
     after = load_file(folder / "layers" / "00000.safetensors")[name]
@@ -154,14 +137,14 @@ def test_a_linear_that_is_not_quantized_is_rotated_and_called_changed(family_mod
     assert ledger["model.layers.0.self_attn.o_proj.weight"]["reason"] == "absorbed a transform"
 
 
-def test_static_inputs_of_a_rotated_model_are_observed_in_it(family_model, measured, tmp_path):
+def test_static_inputs_of_a_rotated_model_are_observed_in_it(family_model, measured_family, tmp_path):
     """The measurement has seen other inputs. The bound: static ranges of a random model cost much, foreign ones all."""
     model = family_model("llama")
-    folder = quantized(model, measured("llama"), tmp_path / "q", BOTH)
+    folder = quantized(model, measured_family("llama"), tmp_path / "q", BOTH)
     artifact = export.run(export.Job(quantized=folder, output=tmp_path / "artifact"), QUIET)
     assert difference(model, artifact) < 0.5
     scale = load_file(folder / "layers" / "00000.safetensors")["model.layers.0.self_attn.q_proj.input_scale"]
-    plain = quantized(model, measured("llama"), tmp_path / "plain", {**AUTO, "transforms": ()})
+    plain = quantized(model, measured_family("llama"), tmp_path / "plain", {**AUTO, "transforms": ()})
     other = load_file(plain / "layers" / "00000.safetensors")["model.layers.0.self_attn.q_proj.input_scale"]
     assert not torch.equal(scale, other)
 
@@ -202,11 +185,11 @@ def test_a_tied_head_is_not_rotated(family_model, tmp_path):
         quantized(model, None, tmp_path / "q", HADAMARD)
 
 
-def test_what_an_earlier_attempt_rotated_is_not_exported_by_a_later_one(family_model, measured, tmp_path):
+def test_what_an_earlier_attempt_rotated_is_not_exported_by_a_later_one(family_model, measured_family, tmp_path):
     model = family_model("llama")
-    folder = quantized(model, measured("llama"), tmp_path / "q", HADAMARD)
+    folder = quantized(model, measured_family("llama"), tmp_path / "q", HADAMARD)
     assert (folder / "outside.safetensors").is_file()
-    quantized(model, measured("llama"), tmp_path / "q", AWQ, replace=True)
+    quantized(model, measured_family("llama"), tmp_path / "q", AWQ, replace=True)
     assert not (folder / "outside.safetensors").exists()
     artifact = export.run(export.Job(quantized=folder, output=tmp_path / "artifact"), QUIET)
     source, written = (load_file(path / "model.safetensors") for path in (model, artifact))
