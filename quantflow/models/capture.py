@@ -216,12 +216,23 @@ class LayerStream:
             state: the sequence, `state.hidden` is the layer's input.
             cache: a `KVRecorder`, or None.
         """
+        return self.forward(module, state, state.hidden, cache=cache)
+
+    def forward(self, module: nn.Module, state: State, hidden: Tensor, *, cache: Cache | None = None) -> Tensor:
+        """Return what a decoder layer makes of a hidden state, [1, S, H]; gradients flow where they are enabled.
+
+        Args:
+            module: as `layer` yields it.
+            state: the sequence that the layer is called for; its own hidden state is not read.
+            hidden: the layer's input, [1, S, H].
+            cache: a `KVRecorder`, or None.
+        """
         call = state.calls[self._index[module]]
         kwargs = call.kwargs
         if cache is not None:
             kwargs = kwargs | {name: cache for name in _CACHE_ARGUMENTS if name in kwargs}
-        hidden: Tensor = module(state.hidden, *call.args, **kwargs)
-        return hidden
+        output: Tensor = module(hidden, *call.args, **kwargs)
+        return output
 
     def advance(
         self,
@@ -263,6 +274,10 @@ class LayerStream:
 
         Not to be called from several threads: it changes the model while it runs.
         """
+        return self.logits(hidden)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the same as `finish`; gradients flow where they are enabled."""
         with self.head(), self._replaced([Constant(hidden) for _ in self._originals]):
             logits: Tensor = self.model(inputs_embeds=hidden, use_cache=False).logits
         return logits
