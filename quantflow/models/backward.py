@@ -32,10 +32,12 @@ from quantflow.models.capture import LayerStream, State
 from quantflow.models.graph import Layer
 from quantflow.models.hooks import watch
 
+_ROWS = 64  # positions whose labels are drawn at once; part of which labels they are
+
 Observe = Callable[[str, Tensor, Tensor], None]
 """Takes a linear's source name, its input x [1, S, I] and the gradient g [1, S, O] by its output; changes neither."""
 Through = Callable[[State, Tensor, Observe], Tensor]
-"""Takes a sequence whose hidden state enters the layer and the gradient [1, S, H] by what leaves it; returns that by the input."""
+"""Takes a sequence as it enters the layer and the gradient [1, S, H] by what leaves the layer; returns that by the input."""
 
 
 def generator_for(seed: int, index: int) -> torch.Generator:
@@ -63,8 +65,9 @@ def sampled_gradient(stream: LayerStream, hidden: Tensor, *, generator: torch.Ge
         leaf = hidden.detach().requires_grad_()
         logits = stream.logits(leaf)
     difference = logits.detach()[0].float().softmax(dim=-1)  # [S, V]: p, and then p - onehot(y), the gradient by the logits
-    labels = torch.multinomial(difference, 1, generator=generator)  # [S, 1]
-    difference.scatter_add_(1, labels, torch.full_like(labels, -1, dtype=difference.dtype))
+    for part in difference.split(_ROWS):  # type: ignore[no-untyped-call]  # drawing takes as much memory as what is drawn from
+        labels = torch.multinomial(part, 1, generator=generator)  # [rows, 1]
+        part.scatter_add_(1, labels, torch.full_like(labels, -1, dtype=part.dtype))
     (gradient,) = torch.autograd.grad(logits, leaf, difference[None].to(logits.dtype))
     return gradient
 
@@ -84,7 +87,7 @@ def backward(stream: LayerStream, module: nn.Module, layer: Layer) -> Iterator[T
     mine = threading.local()  # hooks are the module's, what they see belongs to the sequence that the thread runs
 
     def remember(name: str, x: Tensor, y: Tensor) -> None:
-        y.register_hook(partial(_show, mine.observe, name, x.detach()))
+        y.register_hook(partial(_show, mine.observe, name, x.detach()))  # type: ignore[no-untyped-call]
 
     def through(state: State, gradient: Tensor, observe: Observe) -> Tensor:
         mine.observe = observe

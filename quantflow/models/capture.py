@@ -11,15 +11,14 @@ recorder; what it handed to each layer (masks, position embeddings) is replayed 
         logits = [stream.finish(state.hidden) for state in states]
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from quantflow.core.parallel import SEQUENTIAL, Workers
@@ -29,32 +28,9 @@ from quantflow.models.hidden import HiddenStates
 from quantflow.models.load import materialize_, skeleton
 from quantflow.models.names import NameMap
 from quantflow.models.stand_ins import Call, Constant, Head, Recorder, Rows, TensorPool, in_parts
+from quantflow.models.weights import Weights
 
 _CACHE_ARGUMENTS = ("past_key_values", "layer_past")
-
-
-class Weights(Protocol):
-    """Where a stream takes its weights from: a checkpoint (`models.load.Source`), or an artifact."""
-
-    @property
-    def config(self) -> PreTrainedConfig:
-        """The model's configuration."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Every source name; a quantized linear counts as its one `NAME.weight`."""
-
-    def read(self, names: Iterable[str], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """Read tensors that are not quantized; floating ones as `dtype`, None as stored."""
-
-    def read_rows(self, name: str, rows: Tensor) -> Tensor:
-        """Read rows [n] of a tensor that is not quantized and two-dimensional, [n, columns] as stored."""
-
-    def fill_(self, module: nn.Module, names: Mapping[str, str], *, dtype: torch.dtype) -> None:
-        """Give a module its weights: parameter name relative to `module` -> source name."""
-
-    def empty_(self, module: nn.Module, names: Mapping[str, str]) -> None:
-        """Undo `fill_`: no memory is held, and the module tree is as it was."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,9 +28,7 @@ SHAPE = {
 }
 MODELS = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, num_key_value_heads=1)),
-    "qwen3 tied": lambda: Qwen3ForCausalLM(
-        Qwen3Config(**SHAPE, num_key_value_heads=1, head_dim=8, tie_word_embeddings=True)
-    ),
+    "qwen3 tied": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, num_key_value_heads=1, head_dim=8, tie_word_embeddings=True)),
     "gpt_neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**SHAPE)),
 }
 SEQUENCES = [torch.tensor([0, 5, 9, 2, 22, 7]), torch.tensor([3, 1, 4])]
@@ -69,7 +67,7 @@ def streamed(stream, sequences, *, workers=None):
     for layer in reversed(stream.graph.layers):
         with stream.layer(layer.index) as module, backward(stream, module, layer) as through:
 
-            def one(index, layer=layer, through=through):
+            def one(index, layer=layer, through=through, gradients=gradients):
                 def observe(name, x, g):
                     found[index, name] = x.clone(), g.clone()
 
@@ -83,16 +81,15 @@ def streamed(stream, sequences, *, workers=None):
 def whole(model, sequence, index, names):
     """The same by autograd through the whole model at once; the loss is written with the labels that the seed draws."""
     model = copy.deepcopy(model).requires_grad_(False)
-    seen, kept = {}, []
+    seen = {}
     for name in names:
         model.get_submodule(name).register_forward_hook(
             lambda _m, args, y, name=name: seen.update({name: (args[0], y)}) or y.retain_grad()
         )
     embedded = model.get_input_embeddings()(sequence[None]).requires_grad_()
     logits = model(inputs_embeds=embedded, use_cache=False).logits[0]
-    labels = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator_for(7, index))[:, 0]
+    labels = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator_for(7, index))[:, 0]  # fewer than 64
     functional.cross_entropy(logits, labels, reduction="sum").backward()
-    kept.append(embedded.grad)
     return {name: (x, y.grad) for name, (x, y) in seen.items()}, embedded.grad
 
 
@@ -163,13 +160,18 @@ def test_half_the_squared_gradient_predicts_the_divergence_that_a_small_change_o
     states, inputs = layer_inputs(stream, [sequence])
     squares, draws = 0.0, 600
     layers = stream.graph.layers
-    with stream.head(), stream.layer(2) as last, stream.layer(1) as middle:
-        with backward(stream, last, layers[2]) as upper, backward(stream, middle, layers[1]) as lower:
-            for draw in range(draws):
-                seen = {}
-                gradient = sampled_gradient(stream, inputs[3][0], generator=generator_for(draw, 0))
-                gradient = upper(entering(states[0], inputs[2][0]), gradient, lambda name, x, g: None)
-                lower(entering(states[0], inputs[1][0]), gradient, lambda name, x, g, seen=seen: seen.update({name: (x, g)}))
-                x, g = seen[linear]
-                squares += float((g * (x @ change.T)).sum()) ** 2
+    with (
+        stream.head(),
+        stream.layer(2) as last,
+        stream.layer(1) as middle,
+        backward(stream, last, layers[2]) as upper,
+        backward(stream, middle, layers[1]) as lower,
+    ):
+        for draw in range(draws):
+            seen = {}
+            gradient = sampled_gradient(stream, inputs[3][0], generator=generator_for(draw, 0))
+            gradient = upper(entering(states[0], inputs[2][0]), gradient, lambda name, x, g: None)
+            lower(entering(states[0], inputs[1][0]), gradient, lambda name, x, g, seen=seen: seen.update({name: (x, g)}))
+            x, g = seen[linear]
+            squares += float((g * (x @ change.T)).sum()) ** 2
     assert squares / draws / 2 == pytest.approx(divergence, rel=0.15)
