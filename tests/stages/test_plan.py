@@ -163,8 +163,8 @@ def test_an_unknown_algorithm_names_the_nearest():
 
 
 def test_an_unknown_scheme_in_an_override_is_refused():
-    with pytest.raises(SchemeError, match="scheme 'W5A16' is unknown"):
-        plan("W8A16", overrides=(Override(match="re:.*", scheme="W5A16"),))
+    with pytest.raises(SchemeError, match="scheme 'W7A16' is unknown"):
+        plan("W8A16", overrides=(Override(match="re:.*", scheme="W7A16"),))
 
 
 @pytest.mark.parametrize(
