@@ -9,7 +9,9 @@ from dataclasses import dataclass
 
 from quantflow.algorithms import ALGORITHMS
 from quantflow.core import groups
+from quantflow.core.sensitivity import ROWS as SAMPLED_ROWS
 from quantflow.models.stand_ins import HEAD_ROWS, LINEAR_ROWS
+from quantflow.observers.fisher import FisherObserver
 from quantflow.observers.hessian import ROWS, observer_bytes
 from stages._plan import Plan
 from stages._shards import ONE_FILE
@@ -23,6 +25,8 @@ BUFFERS = 64 << 20  # that files are copied and compared through
 WAITING = 3  # units per worker, file to file, that are under way or wait to be written
 READERS = 2  # units of file to file beyond the workers' own, since a unit waits for the disk before it computes
 UNIT_FILES = 4  # bytes of each of their weights: as stored and as written
+
+GRADIENTS = FisherObserver.NAME  # the statistic that the way back is run for
 
 Moment = tuple[int, int]  # bytes whatever is chosen, bytes per worker
 
@@ -54,7 +58,8 @@ class Need:
 def need_measure(model: ModelSize, *, lengths: Sequence[int], stats: Sequence[str]) -> Need:
     """Return what measure takes: a layer in float32, a sequence's forward per worker, hidden states, statistics.
 
-    Each layer's statistics wait on disk until all are there; then they are in memory together.
+    Each layer's statistics wait on disk until all are there; then they are in memory together. Where gradients are measured
+    too, what enters each layer waits on disk for the way back.
     """
     ids = 8 * sum(lengths)
     if not stats:
@@ -65,7 +70,7 @@ def need_measure(model: ModelSize, *, lengths: Sequence[int], stats: Sequence[st
     largest = max(_statistics_bytes(layer, stats) for layer in model.layers)
     growing = max(_statistics_bytes(layer, stats, whole=False) for layer in model.layers)
     worker = _forward_bytes(model, longest) + _observing_bytes(model, longest) + growing
-    moments = (
+    moments: tuple[Moment, ...] = (
         (LIBRARIES + _embedding_bytes(model, lengths), 0),
         (LIBRARIES + _layer_in_memory(model.layer) + growing, worker),
         (LIBRARIES + _layer_in_memory(model.layer) + largest, 0),
@@ -73,7 +78,20 @@ def need_measure(model: ModelSize, *, lengths: Sequence[int], stats: Sequence[st
     )
     # Two generations of hidden states while layers run; at the end one, beside what the layers found, which is written again.
     scratch = hidden + max(hidden, statistics)
+    if GRADIENTS in stats:
+        scratch = (len(model.layers) + 1 + 2) * hidden + statistics
+        moments = (
+            *moments,
+            (LIBRARIES + _head_bytes(model, longest), 0),
+            (LIBRARIES + _layer_in_memory(model.layer) + growing, _backward_bytes(model, longest) + growing),
+        )
     return Need(stage="measure", moments=moments, cache=hidden, result=ids + statistics, scratch=scratch)
+
+
+def need_choice(model: ModelSize) -> Need:
+    """Return what choosing schemes takes: per worker rows of the widest weight, as stored, in float32, rounded, their error."""
+    widest = max(k for layer in model.layers for _, _, k in layer.groups)
+    return Need(stage="choose", base=FILES_BASE, moments=((0, 5 * FLOAT * SAMPLED_ROWS * widest + groups.unit_bytes(widest)),))
 
 
 def need_layers(model: ModelSize, plan: Plan, *, lengths: Sequence[int]) -> Need:
@@ -181,6 +199,18 @@ def _forward_bytes(model: ModelSize, tokens: int) -> int:
     return FLOAT * tokens * (3 * model.hidden + max(attention, 3 * wide))
 
 
+def _backward_bytes(model: ModelSize, tokens: int) -> int:
+    """What a sequence's forward through a layer keeps for its way back, and the gradients that are under way then.
+
+    Each norm keeps about four tensors of the hidden size, attention what it was asked and gave and both again repeated over the
+    heads, and an MLP the tensors between its linears; and every linear its input.
+    """
+    queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    wide = max((width for _, outputs, _ in model.layer.groups for width in outputs), default=0)
+    kept = 12 * model.hidden + 8 * queries + 4 * keys + 6 * wide
+    return FLOAT * tokens * kept
+
+
 def _observing_bytes(model: ModelSize, tokens: int) -> int:
     """What observers hold while they look at one input: magnitudes, and bins of eight bytes."""
     return 3 * FLOAT * tokens * max(k for _, _, k in model.layer.groups)
@@ -198,14 +228,14 @@ def _head_bytes(model: ModelSize, tokens: int) -> int:
 
 def _statistics_bytes(layer: LayerSize, stats: Sequence[str], *, whole: bool = True) -> int:
     """Statistics of a layer, each under the name of its linear, those of a shared input too; Hessians whole or half."""
-    per_feature = {"channel_amax": 4, "min_max": 8, "mean_abs": 8}
+    per_feature = {"channel_amax": 4, "min_max": 8, "mean_abs": 8, GRADIENTS: 8}
     total = 0
-    for names, _, k in layer.groups:
+    for names, outputs, k in layer.groups:
         each = 16 + k * sum(per_feature.get(name, 0) for name in stats)
         each += (8 * 514 if "histogram" in stats else 0) + (
             (4 * k * k if whole else observer_bytes(k)) if "hessian" in stats else 0
         )
-        total += each * len(names)
+        total += each * len(names) + (8 * sum(outputs) if GRADIENTS in stats else 0)
     return total
 
 

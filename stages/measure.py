@@ -34,6 +34,7 @@ from quantflow.observers import OBSERVERS
 from stages import _memory, _replica, _state, _workspace
 from stages._bits import identify, single_threaded, tools
 from stages._config import Calibration, Resources, launched_rank, nearest
+from stages._needs import GRADIENTS
 from stages._observe import Observation
 from stages._progress import Progress
 from stages._ranks import die_with_parent, launch, rank_folder, refuse_other_world
@@ -83,7 +84,11 @@ def run(job: Job, progress: Progress) -> Path:
     if launched is not None and job.ranks not in (1, launched[1]):
         raise UsageError(f"measure: ranks={job.ranks}, torchrun started {launched[1]}", "leave --ranks out under torchrun")
     world = job.ranks if launched is None else launched[1]
-    _replica.sizes(world, job.tp, job.dp)
+    if _replica.sizes(world, job.tp, job.dp)[1] > 1 and GRADIENTS in job.stats:
+        raise UsageError(
+            f"measure: statistic {GRADIENTS} with tp={_replica.sizes(world, job.tp, job.dp)[1]}",
+            "gradients go through a model that is whole: measure it with --tp 1, on any number of ranks",
+        )
     refuse_other_world(job.output, world)
     if launched is not None:
         _join(job, progress, rank=launched[0], world=launched[1])
@@ -175,6 +180,8 @@ def _measure_rank(job: Job, progress: Progress, *, rank: int, world: int) -> Non
             with Workers(allowance.workers if replica.cards == 1 else 1) as workers:
                 observation = Observation(
                     stats=job.stats,
+                    indices=mine,
+                    seed=job.seed,
                     source=source,
                     graph=graph,
                     folder=work,

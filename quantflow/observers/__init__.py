@@ -12,6 +12,7 @@ on the CPU whatever device the samples are on. An unseen observer is all zeros, 
 | mean_abs     | abs_sum [C], count []        | sums in rank order, count exact |
 | histogram    | counts [514]                 | exact, in any order             |
 | hessian      | hessian_sum [K, K], count [] | sums in rank order, count exact |
+| fisher       | square_sum [C], count []     | sums in rank order, count exact |
 """
 
 from collections.abc import Iterable, Mapping
@@ -23,6 +24,7 @@ from torch import Tensor
 from quantflow.errors import UsageError
 from quantflow.observers.amax import AmaxObserver
 from quantflow.observers.channel_amax import ChannelAmaxObserver
+from quantflow.observers.fisher import FisherObserver
 from quantflow.observers.hessian import HessianObserver
 from quantflow.observers.histogram import HistogramObserver
 from quantflow.observers.mean_abs import MeanAbsObserver
@@ -62,6 +64,7 @@ OBSERVERS: Mapping[str, type[Observer]] = MappingProxyType(
         MeanAbsObserver.NAME: MeanAbsObserver,
         HistogramObserver.NAME: HistogramObserver,
         HessianObserver.NAME: HessianObserver,
+        FisherObserver.NAME: FisherObserver,
     }
 )
 
