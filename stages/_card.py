@@ -21,7 +21,8 @@ ASYMMETRIC = (
 def model_card(manifest: Mapping[str, Any]) -> str:
     """Return the card of an artifact."""
     recipe, source = manifest["recipe"], manifest["source"]
-    resolved = recipe["resolved"]
+    resolved, chosen = recipe["resolved"], recipe.get("chosen")
+    what = recipe["scheme"] if chosen is None else f"mixed precision of {chosen['bits_per_weight']:.2f} bits per weight"
     schemes = [scheme for scheme in resolved["schemes"].values() if scheme is not None]
     layouts = sorted({scheme["layout"] for scheme in schemes})
     transforms = ", ".join(f"{name} {options}" for item in resolved["transforms"] for name, options in item.items())
@@ -33,9 +34,9 @@ def model_card(manifest: Mapping[str, Any]) -> str:
         "tags: [quantflow, compressed-tensors]",
         "---",
         "",
-        f"# {source['name']}, {recipe['scheme']}",
+        f"# {source['name']}, {what}",
         "",
-        f"{len(schemes)} of {len(resolved['schemes'])} linears quantized: {recipe['scheme']} by {resolved['algorithm']}"
+        f"{len(schemes)} of {len(resolved['schemes'])} linears quantized: {what} by {resolved['algorithm']}"
         f"{f', after {transforms}' if transforms else ''}.",
         "",
         "| | |",

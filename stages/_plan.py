@@ -11,6 +11,7 @@ from quantflow.core.scheme import LinearScheme, TensorScheme, preset, with_float
 from quantflow.errors import UsageError
 from quantflow.models.graph import Graph
 from quantflow.observers import observers_for
+from quantflow.observers.fisher import FisherObserver
 from quantflow.transforms import TRANSFORMS
 from stages._config import Quantize, nearest
 
@@ -69,7 +70,7 @@ def resolve(
         UsageError: a pattern matches nothing, an algorithm or transform is unknown or does not fit, a group size does
             not divide a linear's input, or nothing is left to quantize.
     """
-    base = _scheme(entry.scheme, entry.group_size, entry.float8)
+    base = scheme_of(entry.scheme, entry.group_size, entry.float8)
     algorithm = entry.algorithm or base.algorithm
     if algorithm not in ALGORITHMS:
         raise UsageError(f"{entry.name}: algorithm {algorithm!r} is unknown", nearest(algorithm, list(ALGORITHMS)))
@@ -79,16 +80,17 @@ def resolve(
     for override in entry.overrides:
         for name in _matches(override.match, list(graph.linears), f"{entry.name}: overrides"):
             flavour = entry.float8 if preset(override.scheme).weights.kind == "float" else None
-            schemes[name] = None if name in ignored else _scheme(override.scheme, override.group_size, flavour)
+            schemes[name] = None if name in ignored else scheme_of(override.scheme, override.group_size, flavour)
     for name, scheme in schemes.items():
-        if scheme is not None:
+        if scheme is not None and (not entry.mixed or name in overridden(entry, graph)):  # others get one that fits
             group_size_for(scheme.weights, shapes[f"{name}.weight"][1], name=name)
+        if scheme is not None:
             _check_algorithm(entry.name, algorithm, scheme)
     if not any(schemes.values()):
         raise UsageError(f"{entry.name}: ignore leaves none of {len(schemes)} linears to quantize", "ignore fewer")
     transforms = _transforms(entry, base)
     used = [scheme for scheme in schemes.values() if scheme is not None]
-    needs = _needs(algorithm, [name for name, _ in transforms], used)
+    needs = _needs(algorithm, [name for name, _ in transforms], used) | _needs_of_choice(entry, transforms)
     alone = ALGORITHMS[algorithm].BY_ROW and not transforms
     by_row = all(scheme.weights.granularity in ("per_channel", "per_group", "per_block") for scheme in used)
     return Plan(
@@ -137,24 +139,44 @@ def needs_of(entry: Quantize) -> frozenset[str]:
     Raises:
         UsageError: the scheme, algorithm or a transform is unknown.
     """
-    schemes = [_scheme(entry.scheme, entry.group_size)]
-    schemes += [_scheme(override.scheme, override.group_size) for override in entry.overrides]
+    schemes = [scheme_of(entry.scheme, entry.group_size)]
+    schemes += [scheme_of(override.scheme, override.group_size) for override in entry.overrides]
     algorithm = entry.algorithm or schemes[0].algorithm
     if algorithm not in ALGORITHMS:
         raise UsageError(f"{entry.name}: algorithm {algorithm!r} is unknown", nearest(algorithm, list(ALGORITHMS)))
-    return _needs(algorithm, [name for name, _ in _transforms(entry, schemes[0])], schemes)
+    transforms = _transforms(entry, schemes[0])
+    return _needs(algorithm, [name for name, _ in transforms], schemes) | _needs_of_choice(entry, transforms)
+
+
+def overridden(entry: Quantize, graph: Graph) -> frozenset[str]:
+    """Return the linears that an override names.
+
+    Raises:
+        UsageError: a pattern matches nothing.
+    """
+    linears = list(graph.linears)
+    return frozenset(n for each in entry.overrides for n in _matches(each.match, linears, f"{entry.name}: overrides"))
 
 
 def entries_of(text: str) -> tuple[Quantize, ...]:
-    """Return the artifacts that `W4A16:gptq,FP8` means: schemes, each with an algorithm where it is not the usual one.
+    """Return the artifacts that `W4A16:gptq,W4A16@4.25,FP8` means.
+
+    After a colon stands the algorithm, where it is not the scheme's usual one. With @ schemes are chosen for so many bits per
+    weight, with zero points where the named scheme has them.
 
     Raises:
-        UsageError: a scheme is unknown, or one stands twice.
+        UsageError: a scheme is unknown, one stands twice, or what follows @ is no number.
     """
     entries = []
     for word in filter(None, (part.strip() for part in text.split(","))):
-        scheme, _, algorithm = word.partition(":")
-        entries.append(Quantize(name=word.lower().replace(":", "-"), scheme=scheme, algorithm=algorithm or None))
+        rest, at, target = word.partition("@")
+        scheme, _, algorithm = rest.partition(":")
+        try:
+            bits = float(target) if at else None
+        except ValueError as error:
+            raise UsageError(f"schemes {text!r}: {target!r} is no number of bits", "write W4A16@4.25") from error
+        name = word.lower().replace(":", "-").replace("@", "-at-")
+        entries.append(Quantize(name=name, scheme=scheme, algorithm=algorithm or None, target_bpw=bits))
     names = [entry.name for entry in entries]
     if len(set(names)) < len(names) or not names:
         raise UsageError(f"schemes {text!r}: {len(names)} of them, {len(set(names))} different", "name each scheme once")
@@ -173,7 +195,12 @@ def statistics_for(entries: Sequence[Quantize]) -> tuple[str, ...]:
     return tuple(name for name in observers_for(needs) if name != "hessian")
 
 
-def _scheme(name: str, group_size: int | None, flavour: str | None = None) -> LinearScheme:
+def scheme_of(name: str, group_size: int | None, flavour: str | None = None) -> LinearScheme:
+    """Return the scheme that a recipe means by a name, a group size and a flavour of float8; None is the preset's.
+
+    Raises:
+        SchemeError: no preset has that name, or it has no groups or no float8.
+    """
     scheme = preset(name)
     if group_size is not None:
         scheme = with_group_size(scheme, group_size)
@@ -186,6 +213,22 @@ def _check_algorithm(name: str, algorithm: str, scheme: LinearScheme) -> None:
             f"{name}: algorithm {algorithm} with scheme {scheme.name}",
             f"{algorithm} chooses integers; use algorithm rtn for float8",
         )
+
+
+def _needs_of_choice(entry: Quantize, transforms: Sequence[tuple[str, Mapping[str, Any]]]) -> frozenset[str]:
+    """Return the statistics that schemes are chosen by, none where they are given.
+
+    Raises:
+        UsageError: a transform would change the weights whose sensitivity was measured.
+    """
+    if not entry.mixed:
+        return frozenset()
+    if transforms:
+        raise UsageError(
+            f"{entry.name}: target_bpw or max_kld with transform {transforms[0][0]}",
+            "sensitivities are those of the weights as they are: leave transforms out",
+        )
+    return frozenset(FisherObserver.STATISTICS) - {"count"}
 
 
 def _matches(pattern: str, names: Sequence[str], where: str) -> list[str]:

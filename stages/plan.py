@@ -141,6 +141,7 @@ def _artifact(checkpoint: Checkpoint, graph: Graph, model: ModelSize, plan: Plan
     return {
         "name": plan.name,
         "scheme": next(entry.scheme for entry in recipe.quantize if entry.name == plan.name),
+        "chosen": next(entry.mixed for entry in recipe.quantize if entry.name == plan.name),
         "algorithm": plan.algorithm,
         "transforms": [transform for transform, _ in plan.transforms],
         "path": "file to file" if plan.file_to_file else "layer by layer",
