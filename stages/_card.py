@@ -1,8 +1,11 @@
 """The model card that export writes into README.md: what the artifact is, where it loads, and where it does not."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any
 
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 NOTES = {
     "float-quantized": "Stock transformers with compressed-tensors loads it, and runs it with the formulas used here.",
     "int-quantized": "Stock transformers with compressed-tensors loads it, and runs it with the formulas used here.",
@@ -12,6 +15,12 @@ PROOFS = {
     "canary": "canary, {layers} layers recomputed from this folder",
     "tensors": "tensors, every weight of {layers} layers decoded from this folder and compared",
 }
+MIXTURES = {
+    "float-quantized": "Stock transformers loads it with the experts' weights dequantized and their inputs as they are.",
+    "int-quantized": "Stock transformers 5.23 does not load experts of this layout.",
+    "pack-quantized": "Stock transformers loads it with the experts' weights dequantized to the model's dtype.",
+}
+ASYMMETRIC_EXPERTS = "It has zero points, with which stock transformers 5.23 does not load experts, `dequantize=True` or not."
 ASYMMETRIC = (
     "It has zero points: compressed-tensors 0.20 does not reload packed zero points plainly; "
     "pass `quantization_config=CompressedTensorsConfig(dequantize=True)`."
@@ -27,6 +36,7 @@ def model_card(manifest: Mapping[str, Any]) -> str:
     layouts = sorted({scheme["layout"] for scheme in schemes})
     transforms = ", ".join(f"{name} {options}" for item in resolved["transforms"] for name, options in item.items())
     sizes = manifest["ledger"]["bytes"]
+    sparse = any(_EXPERT.search(name) for name in resolved["schemes"])
     lines = [
         "---",
         f"base_model: {source['name']}",
@@ -47,10 +57,12 @@ def model_card(manifest: Mapping[str, Any]) -> str:
         f"| proof | {PROOFS[manifest['proof']['kind']].format(layers=manifest['proof']['layers'])} |",
         f"| digest | `{manifest['digest']}` |",
         "",
-        *[f"{layout}: {NOTES[layout]}" for layout in layouts],
+        *[f"{layout}: {(MIXTURES if sparse else NOTES)[layout]}" for layout in layouts],
     ]
     if any(not scheme["weights"]["symmetric"] for scheme in schemes):
-        lines += ["", ASYMMETRIC]
+        lines += ["", ASYMMETRIC_EXPERTS if sparse else ASYMMETRIC]
+    if sparse:
+        lines += ["", *_experts([layer["experts"] for layer in manifest["layers"] if "experts" in layer])]
     lines += [
         "",
         "vLLM: written to its published layout, not run. Gaudi: not run.",
@@ -59,6 +71,19 @@ def model_card(manifest: Mapping[str, Any]) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def _experts(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return how an artifact holds its experts, and what calibration reached of them, where that is known."""
+    stored = "Each expert is stored as linears of its own, in the source's names; routers are not quantized."
+    tokens = [count for row in rows for count in row["tokens"] or ()]
+    if not tokens:
+        return [stored]
+    short = sum(len({name.rpartition(".")[0] for name in row["short"]}) for row in rows)
+    return [
+        f"{stored} Calibration tokens per expert in {len(rows)} layers: at least {min(tokens)}, median {median(tokens):g}; "
+        f"{short} experts were short of tokens."
+    ]
 
 
 def _calibration(measurement: Mapping[str, Any] | None) -> str:

@@ -2,9 +2,9 @@
 
     model: folder                       revision: null         seed: 0
     calibration: {source, samples, sequence_length, pack}
-    measure:     {ranks, tp, dp, stats}
-    quantize:    [{name, scheme, algorithm, group_size, float8, transforms, ignore, overrides, target_bpw, max_kld, candidates,
-                  expect}, ...]
+    measure:     {ranks, tp, dp, stats, experts}
+    quantize:    [{name, scheme, algorithm, group_size, float8, transforms, ignore, overrides, experts, expert_tokens,
+                   target_bpw, max_kld, candidates, expect}, ...]
     unify:       {groups}               export: {format, shard_size, device, scale_method, dtype}
     validate:    {text, tokens, sequence_length, gate, allow_inconclusive}
     resources:   {max_memory, max_disk, disk_offload}
@@ -33,6 +33,8 @@ from quantflow.core.scheme import ALIASES, FLOAT8_FLAVOURS, PRESETS
 from quantflow.errors import InputError, UsageError
 
 SHIPPED = Path(configs.__file__).parent
+FED = ("routed", "all")  # tokens that measure shows to an expert
+POLICIES = ("error", "all", "damp", "rtn", "share_max")  # for experts that calibration reached too seldom; stages/_experts.py
 UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 _SPOKEN_FOR = "QUANTFLOW_LAUNCHED"  # in the environment of ranks whose messages the process that started them passes on
 
@@ -49,12 +51,21 @@ class Calibration:
 
 @dataclass(frozen=True, kw_only=True)
 class Measure:
-    """`tp` of the ranks share a model, null is what the others leave of ranks = tp x dp; `stats` null: what artifacts need."""
+    """`tp` of the ranks share a model, null is what the others leave of ranks = tp x dp; `stats` null: what artifacts need.
+
+    `experts` of a mixture are shown the tokens that are `routed` to them, or `all`; null: all where an artifact asks for it.
+    """
 
     ranks: int = 1
     tp: int | None = None
     dp: int | None = None
     stats: tuple[str, ...] | None = None
+    experts: str | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse a word that means nothing."""
+        if self.experts not in (None, *FED):
+            raise UsageError(f"measure: experts={self.experts!r}", nearest(str(self.experts), FED))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,9 +89,11 @@ class Candidate:
 class Quantize:
     """One artifact: null means what the scheme's preset says, or what measured better (`quantized_inputs`).
 
-    `float8` is another flavour for FP8 schemes: `gaudi2` keeps to the 240 that Gaudi2 holds. With `target_bpw` (bits per
-    quantized weight) or `max_kld` (mean KL divergence, nats per token) every linear that `overrides` does not name gets the
-    one of `candidates` that measured sensitivities speak for; null is integers of 2 to 8 bits.
+    `float8` is another flavour for FP8 schemes: `gaudi2` keeps to the 240 that Gaudi2 holds. `experts` is what becomes of
+    experts that calibration reached with fewer than `expert_tokens`; null is two per input feature for algorithms that read
+    statistics, and 100 for static inputs. With `target_bpw` (bits per quantized weight) or `max_kld` (mean KL divergence,
+    nats per token) every linear that `overrides` does not name gets the one of `candidates` that measured sensitivities
+    speak for; null is integers of 2 to 8 bits.
     """
 
     name: str
@@ -92,6 +105,8 @@ class Quantize:
     ignore: tuple[str, ...] = ()
     overrides: tuple[Override, ...] = ()
     quantized_inputs: bool | None = None
+    experts: str = "error"
+    expert_tokens: int | None = None
     target_bpw: float | None = None
     max_kld: float | None = None
     candidates: tuple[Candidate, ...] | None = None
@@ -107,6 +122,10 @@ class Quantize:
         self._check_choice()
         if self.expect not in ("pass", "fail"):
             raise UsageError(f"quantize {self.name!r}: expect={self.expect!r}", "use pass or fail")
+        if self.experts not in POLICIES:
+            raise UsageError(f"quantize {self.name!r}: experts={self.experts!r}", nearest(self.experts, POLICIES))
+        if self.expert_tokens is not None and self.expert_tokens < 0:
+            raise UsageError(f"quantize {self.name!r}: expert_tokens={self.expert_tokens}", "give 0 or more")
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name):
             raise UsageError(f"quantize: name {self.name!r}", "use letters, digits, '.', '_' and '-': it names a folder")
         if self.scheme not in (*PRESETS, *ALIASES):

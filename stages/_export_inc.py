@@ -24,7 +24,7 @@ from torch import Tensor
 
 from quantflow.core.gaudi import DEVICES, Target, target
 from quantflow.core.gaudi_methods import method_config
-from quantflow.errors import InputError, UsageError
+from quantflow.errors import InputError, UnsupportedError, UsageError
 from quantflow.measurements import inc_nodes
 from quantflow.measurements.inc import MEASUREMENT, Triple, read_triple
 from quantflow.measurements.inc_names import find_triples
@@ -163,6 +163,7 @@ def _measured(job: Job) -> Measured:
     Raises:
         UsageError: a quantized folder, or several ranks for one shared file.
         InputError: no measurement, or ranks that contradict each other.
+        UnsupportedError: a measurement of a mixture of experts.
     """
     path = job.measurement
     if (path / "quantize.json").exists() or (path / "quantflow.json").exists():
@@ -178,6 +179,11 @@ def _measured(job: Job) -> Measured:
     else:
         measurements = [read_measurement(folder) for folder in rank_folders(path)]
         _refuse_missing(path, measurements)
+        if "experts" in measurements[0].meta:
+            raise UnsupportedError(
+                f"{path}: measured on a {measurements[0].meta['model']['family']}, Gaudi's names of experts are not known here",
+                "export the measurement of a model without experts",
+            )
         found = Measured(
             ranks=tuple(Triple(nodes=inc_nodes.nodes_from(one.statistics)) for one in measurements),
             ours=True,

@@ -30,3 +30,11 @@ def quant_configured(command: Command) -> Command:
 def limits(shared: dict[str, Any]) -> dict[str, Any]:
     """Return the flags of `bounded` as values of a recipe, to be laid over it."""
     return {f"resources.{name}": shared[name] for name in ("max_memory", "max_disk", "disk_offload")}
+
+
+def number_or_word(text: str) -> float | str:
+    """Return a flag's value as a recipe would hold it: `0.5` is a number, `auto` is a word."""
+    try:
+        return float(text)
+    except ValueError:
+        return text

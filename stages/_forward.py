@@ -24,14 +24,17 @@ from quantflow.models.graph import Graph, Layer
 from quantflow.models.hidden import HiddenStates
 from quantflow.models.load import Source, materialize_, open_source
 from quantflow.models.reading import read_tensor
+from quantflow.models.rotated import Rotated
 from stages import _memory, _state
 from stages._bits import CANARY_TOKENS, tensor_hash
 from stages._config import Quantize
+from stages._experts import routed_tokens
 from stages._inputs import input_statistics
 from stages._layer import FORMAT, install_all, quantize_layer
 from stages._plan import Plan
 from stages._progress import Progress
 from stages._resources import Allowance
+from stages._rotate import prove_rotation, rotated_source, write_outside
 from stages._share import Share
 from stages._slices import sliced
 from stages._team import Team
@@ -68,8 +71,12 @@ class Forward:
 
     def layers(self) -> None:
         """Bring every layer's file up to date and carry the canary, and the calibration where needed, through the model."""
-        stream = LayerStream(self.source, self.graph)
+        source = rotated_source(self.source, self.graph, self.plan)
         tokens = _canary_tokens(self.source, self.measurement, self.seed)
+        if isinstance(source, Rotated):
+            prove_rotation(self.source, source, self.graph, tokens)
+            write_outside(self.output, source)
+        stream = LayerStream(source, self.graph)
         # The canary is last, so that the others can go on before the layer is quantized.
         sequences = [*self.team.mine(self._calibration), tokens]
         cache_bytes = self.allowance.cache_bytes
@@ -85,7 +92,7 @@ class Forward:
             _memory.give_back_holes()
             as_stored = not self.plan.transforms  # they change weights, in float32
             with stream.layer(layer.index, as_stored=as_stored) as module, linears_restored(module):
-                last = self._layer(stream, module, layer, states)
+                last = self._layer(stream, source, module, layer, states)
             if layer is not self.graph.layers[-1]:
                 hidden.commit(layer.index + 1, key=self.key, settled=self.team.wait)
         hidden.close()
@@ -96,7 +103,9 @@ class Forward:
         canary = {"layers": [record["canary"] for record in records], "logits": tensor_hash(logits)}
         disk.write_atomic(self.output / "canary.json", canonical_json(canary))
 
-    def _layer(self, stream: LayerStream, module: nn.Module, layer: Layer, states: Sequence[State]) -> Tensor:
+    def _layer(
+        self, stream: LayerStream, source: Source | Rotated, module: nn.Module, layer: Layer, states: Sequence[State]
+    ) -> Tensor:
         """Quantize a layer, or read it back, and put the hidden states that leave it; return the canary's."""
         *calibration, canary = states
         path = _state.layer_path(self.output, layer.index)
@@ -110,10 +119,11 @@ class Forward:
                 stream.advance(module, calibration, workers=self.workers)
             read_back(module, layer, self.plan, path)
         else:
-            statistics = {} if self.measurement is None else input_statistics(self.measurement, layer)
+            measured = None if self.plan.rotation is not None else self.measurement  # of a rotated model's inputs nothing is
+            statistics = {} if measured is None else input_statistics(measured, layer)
             work = LayerWork(
                 stream=stream,
-                source=self.source,
+                source=source,
                 module=module,
                 layer=layer,
                 plan=self.plan,
@@ -126,11 +136,16 @@ class Forward:
                 ahead=self.allowance.in_flight,
                 progress=self.progress,
                 team=self.team,
+                routed=routed_tokens(self.measurement, layer),
+                fed=None if self.measurement is None else self.measurement.meta.get("experts"),
             )
+            if isinstance(source, Rotated):
+                work.changed += [name for name in work.stored if source.changes(name) and name not in work.quantized]
             quantize_layer(work)
         output = stream.run(module, canary)
         if not kept:
             found = {"errors": work.errors, "decisions": work.decisions, "changed": sorted(set(work.changed))}
+            found |= {} if work.experts is None else {"experts": work.experts}
             found |= {"key": layer_key, "canary": tensor_hash(output)} | self.share.record(layer)
             _state.write_layer(path, sliced(work.tensors, layer.linears, self.plan.schemes, self.share), found)
         if more:
@@ -143,7 +158,7 @@ class Forward:
     @property
     def _calibration(self) -> Sequence[Tensor]:
         """The sequences that run through the layers, those of every card."""
-        return self.measurement.sequences if self.plan.needs_hessian and self.measurement is not None else ()
+        return () if self.measurement is None else self.plan.text(self.measurement.sequences)
 
     def _bytes(self, layer: Layer) -> int:
         prefix = f"{layer.prefix}."

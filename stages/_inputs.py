@@ -1,7 +1,7 @@
 """What calibration says of each linear's input: the scale of a static one, and what is noted of it."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -11,6 +11,7 @@ from quantflow.core.scheme import LinearScheme
 from quantflow.errors import StatisticsError
 from quantflow.measurements.record import Measurement
 from quantflow.models.graph import Graph, Layer
+from stages._experts import Policy, Short, of_layer, treat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,22 +55,45 @@ def input_statistics(measurement: Measurement, layer: Layer) -> dict[str, Mappin
     """Return, per linear of the layer, the statistics of its input."""
     found: dict[str, dict[str, Tensor]] = {name: {} for name in layer.linears}
     for key, tensor in measurement.statistics.items():
+        if not key.startswith(f"{layer.prefix}."):
+            continue
         name, site, statistic = key.split("|")
         if site == "input" and name in found:
             found[name][statistic] = tensor
     return dict(found)
 
 
-def inputs_of(measurement: Measurement | None, graph: Graph, schemes: Mapping[str, LinearScheme | None]) -> dict[str, Input]:
-    """Return what is known of the input of each quantized linear; those that share an input share what was seen of it."""
+def inputs_of(
+    measurement: Measurement | None,
+    graph: Graph,
+    schemes: Mapping[str, LinearScheme | None],
+    *,
+    policy: Policy | None = None,
+    shorts: Sequence[Short] = (),
+) -> dict[str, Input]:
+    """Return what is known of the input of each quantized linear; those that share an input share what was seen of it.
+
+    Args:
+        measurement: None knows nothing.
+        graph: the linears.
+        schemes: of each.
+        policy: what becomes of undercalibrated experts.
+        shorts: the groups of experts that got too few tokens.
+    """
     found: dict[str, Input] = {}
     if measurement is None:
         return found
     for layer in graph.layers:
-        statistics = input_statistics(measurement, layer)
+        statistics: Mapping[str, Mapping[str, Tensor]] = input_statistics(measurement, layer)
+        decisions: Mapping[str, str] = {}
+        if policy is not None:
+            treatment = treat(layer, policy, statistics, of_layer(layer, shorts))
+            statistics, decisions = treatment.statistics, treatment.decisions
         for group in layer.groups:
             for name in group.linears:
                 scheme = schemes[name]
                 if scheme is not None:
-                    found[name] = input_of(name, scheme, statistics[group.linears[0]])
+                    seen = input_of(name, scheme, statistics[group.linears[0]])
+                    told = {"experts": decisions[name]} if name in decisions else {}
+                    found[name] = replace(seen, decisions={**seen.decisions, **told})
     return found

@@ -32,7 +32,8 @@ from stages._bits import identify, single_threaded, tools
 from stages._config import Resources
 from stages._file_to_file import quantize_files
 from stages._parts import COLUMNS, HOW, Parts, Shard
-from stages._plan import Plan, plan_from
+from stages._plan import Plan
+from stages._planned import plan_from
 from stages._progress import Progress
 from stages._ranks import rank_folder
 from stages._resources import allow_quantize

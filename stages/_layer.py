@@ -1,18 +1,18 @@
 """One decoder layer of stage 2: transforms, statistics, algorithm, and what the artifact will hold for it.
 
-The order is fixed: smooth, prove on the canary that smoothing changed nothing, collect Hessians of the smoothed inputs,
-quantize group by group, put the quantized linears in place. What comes out holds every tensor of the layer under its name in
-the artifact, so the file of a layer is all that a resumed run needs.
+The order is fixed: collect what the calibration text shows (stages/_traffic.py), smooth (stages/_smooth.py), prove on the
+canary that smoothing changed nothing, look which experts got too few tokens (stages/_experts.py), quantize group by group, put
+the quantized linears in place. What comes out holds every tensor of the layer under its name in the artifact, so the file of a
+layer is all that a resumed run needs.
 
 Cards that quantize a layer together (stages/_team.py) each collect the Hessians of their groups, quantize these, and tell
 the others what they became; all else every card does.
 
-In memory at once: while sequences run, the layer and half a Hessian per group; while a group is quantized, its Hessian, which
-its algorithm overwrites, and the weights and half Hessians of the groups that are still to come. Weights are as stored, or
-in float32 where a transform may change them.
+In memory at once: while sequences run, the layer and half a Hessian per group; while a fold is searched, its whole Hessian
+beside them; while a group is quantized, its Hessian, which its algorithm overwrites, and the weights and half Hessians of
+the groups that are still to come. Weights are as stored, or in float32 where a transform may change them.
 """
 
-import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -25,18 +25,20 @@ from quantflow.backends import reference
 from quantflow.core.qtensor import QuantizedLinear
 from quantflow.core.scheme import LinearScheme
 from quantflow.errors import StatisticsError
-from quantflow.evaluation.layer_error import relative_error, weight_error
+from quantflow.evaluation.layer_error import error_from, relative_error, weight_sums
 from quantflow.formats import FORMATS
-from quantflow.models.capture import State
 from quantflow.models.graph import Layer, LinearGroup
 from quantflow.models.hooks import watch
 from quantflow.models.load import materialize_, release_
-from quantflow.observers.hessian import HessianObserver
+from quantflow.observers.hessian import HessianObserver, shrink_
 from quantflow.runtime.linear import QuantLinear
-from quantflow.transforms import TRANSFORMS
+from quantflow.transforms import awq
+from stages._experts import ROUTED, Short, fed_by, record_of, refuse, short_of_tokens, treat
 from stages._inputs import input_of
 from stages._memory import give_back_holes
 from stages._plan import Plan
+from stages._smooth import smooth
+from stages._traffic import collect
 from stages._work import LayerWork
 
 FORMAT = FORMATS["compressed-tensors"]
@@ -49,10 +51,11 @@ def quantize_layer(work: LayerWork) -> None:
     Raises:
         StatisticsError: a statistic is missing, or smoothing changed the layer's function.
     """
-    original = work.stream.run(work.module, work.canary)
-    _smooth(work)
+    original = work.stream.run(work.module, work.canary) if work.plan.smoothings else None
+    hessians = collect(work) if work.plan.needs_text else {}
+    smooth(work, hessians)
     inputs, outputs = _canary_traffic(work, original)
-    hessians = _collect_hessians(work) if work.plan.needs_hessian else {}
+    _treat_experts(work)
     numbered = list(enumerate(work.layer.groups))
     for number, group in numbered:
         if not work.team.owns(number):  # first, so that no card has more in memory than one that quantizes all groups
@@ -63,12 +66,12 @@ def quantize_layer(work: LayerWork) -> None:
     _exchange(work)
     give_back_holes()
     install_all(work.module, work.layer, work.plan, work.tensors)
-    for name in work.errors:
+    for name in work.errors.keys() & outputs.keys():  # the canary does not reach every expert
         work.errors[name]["output"] = relative_error(outputs[name], work.child(name)(inputs[name]), name=name)
     for name in work.stored:
         if name.removesuffix(".weight") not in work.errors:
             kept = work.read(name)
-            work.tensors[name] = _current(work, name).to(kept.dtype) if name in work.changed else kept
+            work.tensors[name] = work.current(name).to(kept.dtype) if name in work.changed else kept
 
 
 def install_all(module: nn.Module, layer: Layer, plan: Plan, tensors: Mapping[str, Tensor]) -> None:
@@ -86,44 +89,11 @@ def install_all(module: nn.Module, layer: Layer, plan: Plan, tensors: Mapping[st
             materialize_(old, {"weight": old.weight.detach()}, dtype=torch.float32)
 
 
-def _smooth(work: LayerWork) -> None:
-    for name, options in work.plan.transforms:
-        for group in work.layer.groups:
-            if group.norm is None:
-                continue
-            if any(work.plan.schemes[linear] is None for linear in group.linears):
-                for linear in group.linears:
-                    work.decisions.setdefault(linear, {})[name] = "skipped: its group is not quantized as a whole"
-                continue
-            _smooth_group(work, group, name, options)
+def _canary_traffic(work: LayerWork, original: Tensor | None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Run the canary through the smoothed layer; return each linear's input and output there.
 
-
-def _smooth_group(work: LayerWork, group: LinearGroup, name: str, options: Mapping[str, Any]) -> None:
-    transform = TRANSFORMS[name]
-    assert group.norm is not None  # the caller skips groups without one
-    norm = work.child(group.norm)
-    smoothing = transform.solve(
-        {linear: work.child(linear).weight for linear in group.linears},
-        input_amax=_required(work.statistics.get(group.linears[0], {}), group.linears[0], "channel_amax"),
-        norm_weight=norm.weight.to(work.dtype_of(f"{group.norm}.weight")),
-        alpha=options["alpha"],
-    )
-    transform.apply_(norm, [work.child(linear) for linear in group.linears], smoothing=smoothing)
-    for key in [key for key in work.stored if key.rpartition(".")[0] == group.norm]:
-        current = _current(work, key)
-        current.copy_(current.to(work.dtype_of(key)))  # go on with the values that the artifact will hold
-        work.changed.append(key)
-    for linear in group.linears:
-        work.statistics[linear] = transform.smooth_statistics(work.statistics[linear], smoothing.factors)
-        work.decisions.setdefault(linear, {})[name] = {
-            "alpha": options["alpha"],
-            "smallest_factor": float(smoothing.factors.min()),
-            "largest_factor": float(smoothing.factors.max()),
-        }
-
-
-def _canary_traffic(work: LayerWork, original: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Run the canary through the smoothed layer; return each linear's input and output there."""
+    `original` is what the layer put out before it was smoothed, None where nothing smooths.
+    """
     inputs: dict[str, Tensor] = {}
     outputs: dict[str, Tensor] = {}
 
@@ -132,7 +102,7 @@ def _canary_traffic(work: LayerWork, original: Tensor) -> tuple[dict[str, Tensor
 
     with watch(work.module, {work.layer.relative(name): partial(remember, name) for name in work.layer.linears}):
         smoothed = work.stream.run(work.module, work.canary)
-    change = relative_error(original, smoothed, name=work.layer.prefix)
+    change = 0.0 if original is None else relative_error(original, smoothed, name=work.layer.prefix)
     if change > SMOOTHING_TOLERANCE:
         raise StatisticsError(
             f"{work.layer.prefix}: transforms changed the layer's output by {change:.3g} (relative, squared)",
@@ -141,42 +111,27 @@ def _canary_traffic(work: LayerWork, original: Tensor) -> tuple[dict[str, Tensor
     return inputs, outputs
 
 
-def _collect_hessians(work: LayerWork) -> dict[int, HessianObserver]:
-    """Return, for each group of this card by its number, the Hessian of its input, folded in sample order.
+def _treat_experts(work: LayerWork) -> None:
+    """Let the policy decide what becomes of experts that got too few tokens.
 
-    Sequences run on the workers; their inputs are folded here, in order, while the next ones run.
+    Raises:
+        StatisticsError: there are such experts, and the policy is `error`.
     """
-    firsts = {
-        number: group.linears[0]
-        for number, group in enumerate(work.layer.groups)
-        if any(work.plan.schemes[name] is not None for name in group.linears)
-    }
-    features = {number: work.child(name).weight.shape[1] for number, name in firsts.items()}
-    observers = {number: HessianObserver(features=features[number]) for number in filter(work.team.owns, firsts)}
-    seen = threading.local()  # hooks are the module's, what they see belongs to the sequence that the thread runs
-
-    def remember(number: int, x: Tensor, _y: Tensor) -> None:
-        seen.inputs[number] = x
-
-    def unit(state: State) -> tuple[State, Tensor, dict[int, Tensor]]:
-        seen.inputs = {}
-        hidden = work.stream.run(work.module, state)
-        return state, hidden, seen.inputs
-
-    def add(number: int, x: Tensor) -> None:
-        observers[number].update(x)
-
-    watched = {work.layer.relative(name): partial(remember, number) for number, name in firsts.items()}
-    with watch(work.module, watched):
-        arrived = work.workers.stream(unit, work.states, ahead=work.ahead)
-        for first in range(0, len(work.tokens), work.team.world):  # of the sequences that all cards run at once
-            work.progress.doing(f"sequence {first + 1} of {len(work.tokens)}")
-            state, hidden, inputs = next(arrived, (None, None, {}))
-            work.team.gather(inputs, features, tokens=work.tokens[first : first + work.team.world], add=add)
-            if work.keep_outputs and state is not None and hidden is not None:
-                state.store.put(state.index, hidden)
-            give_back_holes()
-    return observers
+    policy, shorts = work.plan.experts, list[Short]()
+    if policy is None or not work.layer.experts:
+        work.experts = record_of(work.layer, work.routed, fed=work.fed, shorts=()) if work.routed else None
+        return
+    if policy.name != "all" and work.routed is not None and (policy.weights or work.fed == ROUTED):
+        shapes = {name: info.shape for name, info in work.source.checkpoint.infos.items()}
+        shorts = short_of_tokens(work.layer, policy, work.routed, schemes=work.plan.schemes, shapes=shapes)
+    if policy.name == "error":
+        refuse(work.layer.prefix, shorts)
+    treatment = treat(work.layer, policy, work.statistics, shorts)
+    work.statistics, work.rounded, work.damped = dict(treatment.statistics), treatment.rounded, treatment.damped
+    for name, told in treatment.decisions.items():
+        work.decisions.setdefault(name, {})["experts"] = told
+    fed = fed_by(policy) if policy.weights else work.fed
+    work.experts = record_of(work.layer, work.routed, fed=fed, shorts=shorts)
 
 
 def _quantize_group(work: LayerWork, group: LinearGroup, hessian: HessianObserver | None) -> None:
@@ -184,6 +139,8 @@ def _quantize_group(work: LayerWork, group: LinearGroup, hessian: HessianObserve
     give_back_holes()  # what the group before left
     statistics = {**work.statistics.get(group.linears[0], {}), **({} if hessian is None else hessian.take())}
     give_back_holes()  # the strips of the Hessian
+    if group.linears[0] in work.damped and "hessian_sum" in statistics:
+        shrink_(statistics["hessian_sum"])
     schemes = list(dict.fromkeys(scheme for scheme in map(work.plan.schemes.get, group.linears) if scheme is not None))
     for scheme in schemes:
         members = [name for name in group.linears if work.plan.schemes[name] == scheme]
@@ -223,23 +180,47 @@ def _quantize_members(
 
     The `last` of a group may overwrite the Hessian, and lets go of it.
     """
-    for statistic in ALGORITHMS[work.plan.algorithm].NEEDS:
+    algorithm = ALGORITHMS["rtn" if members[0] in work.rounded else work.plan.algorithm]
+    for statistic in algorithm.NEEDS:
         _required(statistics, members[0], statistic)
     weights = {name: work.child(name).weight.detach() for name in members}
     scale_dtype = FORMAT.scale_dtype(scheme, work.dtype_of(f"{members[0]}.weight"))
-    results = ALGORITHMS[work.plan.algorithm].quantize_group(
-        weights, scheme, statistics=statistics, scale_dtype=scale_dtype, workers=work.workers, in_place=last
+    results = algorithm.quantize_group(
+        _clipped(work, weights, scheme, statistics=statistics),
+        scheme,
+        statistics=statistics,
+        scale_dtype=scale_dtype,
+        workers=work.workers,
+        in_place=last,
     )
     if last:
         statistics.pop("hessian_sum", None)
     seen = input_of(members[0], scheme, statistics)
-    for name, result in results.items():
+    errors = work.workers.map(lambda name: weight_sums(weights[name], results[name].weight), results)
+    for (name, result), sums in zip(results.items(), errors, strict=True):
         quantized = QuantizedLinear(
             weight=result.weight, scheme=scheme, input_scale=seen.scale, input_zero_point=seen.zero_point
         )
         work.tensors |= FORMAT.encode(name, quantized, scale_dtype=scale_dtype)
-        work.errors[name] = {"weight": weight_error(weights[name], result.weight, name=name)}
+        work.errors[name] = {"weight": error_from(*sums, name=name)}
         work.decisions.setdefault(name, {}).update({**result.decisions, **seen.decisions})
+
+
+def _clipped(
+    work: LayerWork, weights: Mapping[str, Tensor], scheme: LinearScheme, *, statistics: Mapping[str, Tensor]
+) -> Mapping[str, Tensor]:
+    """Return what the algorithm is given of the weights: their groups cut, where a transform of the plan does that.
+
+    Those of an expert that is rounded to nearest for want of tokens stay whole.
+    """
+    if not work.plan.clips or next(iter(weights)) in work.rounded:
+        return weights
+    hessian_sum = _required(statistics, next(iter(weights)), "hessian_sum")
+    scale_dtype = FORMAT.scale_dtype(scheme, work.dtype_of(f"{next(iter(weights))}.weight"))
+    found, shares = awq.clipped(weights, scheme.weights, hessian_sum=hessian_sum, scale_dtype=scale_dtype, workers=work.workers)
+    for name, share in shares.items():
+        work.decisions.setdefault(name, {})["clipped_groups"] = share
+    return found
 
 
 def _required(statistics: Mapping[str, Tensor], name: str, statistic: str) -> Tensor:
@@ -250,9 +231,3 @@ def _required(statistics: Mapping[str, Tensor], name: str, statistic: str) -> Te
             f"measure again with --stats that include {statistic}",
         )
     return tensor
-
-
-def _current(work: LayerWork, name: str) -> Tensor:
-    owner, _, leaf = name.rpartition(".")
-    tensor: Tensor = getattr(work.child(owner), leaf)
-    return tensor.detach()

@@ -18,10 +18,10 @@ def tensor_entries(
         source: the checkpoint.
         graph: its linears.
         schemes: linear -> its scheme, for those that are quantized.
-        changed: source tensors that absorbed a smoothing.
+        changed: source tensors that absorbed a transform.
         encoder: the artifact's format.
     """
-    linears = set(graph.linears)
+    linears, routers = set(graph.linears), set(graph.routers)
     entries = []
     for name, (_, info) in source.checkpoint.tensors.items():
         linear = name.removesuffix(".weight")
@@ -29,10 +29,12 @@ def tensor_entries(
         action, reason = "copied", "not a linear of a decoder layer"
         if name.endswith(".weight") and linear in schemes:
             becomes, action, reason = encoder.tensor_names(linear, schemes[linear]), "quantized", schemes[linear].name
+        elif name in changed:
+            action, reason = "changed", "absorbed a transform"
         elif linear in linears:
             reason = "ignored by the recipe"
-        elif name in changed:
-            action, reason = "changed", "absorbed a smoothing"
+        elif linear in routers:
+            reason = "a router decides by it, never quantized"
         entries.append(
             LedgerEntry(
                 name=name,

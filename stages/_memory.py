@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MAPPED = 8 << 20  # bytes from which a block is a mapping of its own
-KEPT = 16 << 20  # bytes that may lie free at the end of the heap, for the next unit
+KEPT = 4 << 20  # bytes that may lie free at the end of the heap, for the next unit
 _MMAP_THRESHOLD, _TRIM_THRESHOLD, _ARENA_MAX = -3, -1, -8  # of mallopt, see mallopt(3)
 _PROC = Path("/proc")
 _CGROUP = Path("/sys/fs/cgroup")

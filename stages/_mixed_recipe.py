@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 
 from quantflow.models.graph import Graph
 from stages._config import Candidate, Override, Quantize
@@ -58,7 +58,8 @@ def recipe_text(entry: Quantize, *, model: str, revision: str | None, seed: int,
         f"seed: {seed}",
         "quantize:",
     ]
-    given = {key: value for key, value in asdict(entry).items() if value not in (None, (), "pass") and key != "overrides"}
+    usual = {each.name: each.default for each in fields(entry)}
+    given = {key: value for key, value in asdict(entry).items() if value != usual[key] and key != "overrides"}
     for position, (key, value) in enumerate(given.items()):
         lines.append(f"  {'-' if position == 0 else ' '} {key}: {json.dumps(value)}")
     if entry.overrides:

@@ -6,6 +6,7 @@ those of one. Where gradients are observed too, what enters each layer is kept u
 
 import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,8 +17,10 @@ from torch import Tensor, nn
 from quantflow.artifact.canonical import digest_of
 from quantflow.artifact.safetensors_header import read_header
 from quantflow.core.parallel import Workers
+from quantflow.measurements.routing import SITE as ROUTED
 from quantflow.models.backward import generator_for
 from quantflow.models.capture import LayerStream, State
+from quantflow.models.experts import every_token, watch_routing
 from quantflow.models.graph import Graph, Layer
 from quantflow.models.hidden import HiddenStates
 from quantflow.models.hooks import KVRecorder, QueryRecorder, watch
@@ -25,15 +28,17 @@ from quantflow.models.load import Source
 from quantflow.models.reading import read_tensor
 from quantflow.models.tensor_parallel import Share, cut_
 from quantflow.observers import OBSERVERS
+from quantflow.observers.count import CountObserver
 from stages import _state
+from stages._amounts import GRADIENTS
 from stages._backward import Backward
 from stages._memory import give_back_holes
-from stages._needs import GRADIENTS
 from stages._progress import Progress
 from stages._replica import Replica
 from stages._resources import Allowance
 
 Observers = dict[str, list[Any]]  # `<source name>|<site>` -> observers
+FEEDING: dict[str, Any] = {"routed": nullcontext, "all": every_token}  # which tokens the experts of a mixture are shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +51,7 @@ class Observation:
         seed: of the labels that gradients are taken for.
         folder: of the resume state.
         key: digest of everything that the statistics depend on.
+        experts: a key of FEEDING.
     """
 
     stats: Sequence[str]
@@ -59,6 +65,7 @@ class Observation:
     workers: Workers
     allowance: Allowance
     replica: Replica
+    experts: str = "routed"
 
     def statistics(self, sequences: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return every statistic of every layer, by `<source name>|<site>|<statistic>`."""
@@ -124,6 +131,7 @@ class Observation:
         self, stream: LayerStream, module: nn.Module, layer: Layer, states: Sequence[State]
     ) -> dict[str, Tensor]:
         """Run a layer over every sequence, put the hidden states that leave it, and return its statistics."""
+        firsts, gates = {group.linears[0] for group in layer.groups}, list(layer.gates.values())
         mine = threading.local()  # hooks are the module's, what they see belongs to the sequence that the thread runs
 
         def unit(state: State) -> tuple[Tensor, Observers]:
@@ -134,24 +142,41 @@ class Observation:
             return hidden, mine.observers
 
         def watched(name: str, x: Tensor, y: Tensor) -> None:
-            self._observe_linear(mine.observers, layer, name, x, y)
+            if name in firsts:  # linears of a group see one input: observed once
+                _observer(mine.observers, f"{name}|input", self._of_inputs, x)
+            _observer(mine.observers, f"{name}|output", ["amax"], y)
+
+        def routed(tokens: Tensor) -> None:
+            for gate, count in zip(gates, tokens.unbind(), strict=True):
+                mine.observers[f"{gate}|{ROUTED}"] = [CountObserver.from_state({"count": count.clone()})]
 
         total: Observers = {}
         for name in layer.linears:
             weight: Any = module.get_submodule(layer.relative(name)).weight
             _observer(total, f"{name}|weight", ["amax"], weight)
-        with watch(module, {layer.relative(name): partial(watched, name) for name in layer.linears}):
+        watching = watch(module, {layer.relative(name): partial(watched, name) for name in layer.linears})
+        with watching, watch_routing(module, routed), FEEDING[self.experts](module):
             arrived = self.workers.stream(unit, states, ahead=self.allowance.in_flight)
             for number, (state, (hidden, observers)) in enumerate(zip(states, arrived, strict=True), start=1):
                 self.progress.doing(f"sequence {number} of {len(states)}")
                 _merge(total, observers)
                 state.store.put(state.index, hidden)
+        self._add_unseen(total, module, layer)
         return _by_name(total, layer)
 
-    def _observe_linear(self, observers: Observers, layer: Layer, name: str, x: Tensor, y: Tensor) -> None:
-        if any(group.linears[0] == name for group in layer.groups):  # linears of a group see one input: observed once
-            _observer(observers, f"{name}|input", [kind for kind in self.stats if kind != GRADIENTS], x)
-        _observer(observers, f"{name}|output", ["amax"], y)
+    def _add_unseen(self, total: Observers, module: nn.Module, layer: Layer) -> None:
+        """Add what was seen of experts that no token reached, nothing: so every rank has the same statistics."""
+        for group in layer.groups:
+            for name in group.linears if group.expert is not None else ():
+                weight: Any = module.get_submodule(layer.relative(name)).weight
+                outputs, inputs = weight.shape
+                total.setdefault(f"{name}|output", _observers(["amax"], outputs))
+                if name == group.linears[0]:
+                    total.setdefault(f"{name}|input", _observers(self._of_inputs, inputs))
+
+    @property
+    def _of_inputs(self) -> list[str]:
+        return [kind for kind in self.stats if kind != GRADIENTS]
 
     def _observe_cache(self, observers: Observers, layer: Layer, key: Tensor, value: Tensor) -> None:
         _observer(observers, f"{layer.attention}|k_cache", ["amax"], key)
@@ -165,9 +190,13 @@ class Observation:
 def _observer(observers: Observers, site: str, kinds: Sequence[str], x: Tensor) -> None:
     """Let the observers of a site see a tensor, [..., features]."""
     if site not in observers:
-        observers[site] = [OBSERVERS[kind](features=x.shape[-1]) for kind in kinds]
+        observers[site] = _observers(kinds, x.shape[-1])
     for observer in observers[site]:
         observer.update(x)
+
+
+def _observers(kinds: Sequence[str], features: int) -> list[Any]:
+    return [OBSERVERS[kind](features=features) for kind in kinds]
 
 
 def _merge(total: Observers, observers: Observers) -> None:
@@ -186,8 +215,8 @@ def _by_name(observers: Observers, layer: Layer) -> dict[str, Tensor]:
     for site in list(observers):
         for observer in observers.pop(site):
             found |= {f"{site}|{name}": tensor for name, tensor in observer.state().items()}
-    for group in layer.groups:
-        shared = f"{group.linears[0]}|input|"
-        for key in [key for key in found if key.startswith(shared)]:
-            found |= {f"{name}|input|{key.removeprefix(shared)}": found[key] for name in group.linears[1:]}
+    others = {f"{group.linears[0]}|input": group.linears[1:] for group in layer.groups}
+    for key in list(found):
+        site, _, statistic = key.rpartition("|")
+        found |= {f"{name}|input|{statistic}": found[key] for name in others.get(site, ())}
     return found

@@ -3,17 +3,25 @@
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from quantflow.algorithms import ALGORITHMS
 from quantflow.core.groups import group_size_for
-from quantflow.core.scheme import LinearScheme, TensorScheme, preset, with_float8, with_group_size
-from quantflow.errors import UsageError
+from quantflow.core.scheme import LinearScheme, preset
+from quantflow.errors import InputError, UnsupportedError, UsageError
 from quantflow.models.graph import Graph
 from quantflow.observers import observers_for
-from quantflow.observers.fisher import FisherObserver
-from quantflow.transforms import TRANSFORMS
+from quantflow.observers.rows import NAME as ROWS
+from quantflow.transforms import ROTATIONS, TRANSFORMS, awq
 from stages._config import Quantize, nearest
+from stages._entry import algorithm_of, needs_of, scheme_of, transforms_of
+from stages._experts import Policy, policy_for
+
+OUTSIDE = "outside.safetensors"  # in a quantize folder: what lies outside the layers and is not as in the source
+SEQUENCES = 32  # of calibration text that run where nothing but rows is needed of it
+APART = 4  # of that many sequences one gives rows, where the others give a static range
+SAMPLE_ROWS = 1024  # of each input that a search tries its candidates on
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +35,7 @@ class Plan:
         needs: the statistics of a linear's input that have to be there.
         file_to_file: whether weights go from file to file and the model never runs: one process does that where rows are
             quantized by themselves and no measurement is given, several cards where they are rounded to nearest.
+        experts: what becomes of undercalibrated experts; None where no expert is quantized by statistics.
     """
 
     name: str
@@ -35,11 +44,59 @@ class Plan:
     transforms: tuple[tuple[str, Mapping[str, Any]], ...]
     needs: frozenset[str]
     file_to_file: bool = False
+    experts: Policy | None = None
 
     @property
     def needs_hessian(self) -> bool:
-        """Whether the calibration text runs through the model again, layer by layer."""
+        """Whether the inputs of all the calibration text are multiplied with each other."""
         return "hessian_sum" in self.needs
+
+    @property
+    def needs_rows(self) -> bool:
+        """Whether a transform tries its candidates on inputs of the calibration text."""
+        return ROWS in self.needs
+
+    @property
+    def needs_text(self) -> bool:
+        """Whether calibration text runs through the model again, layer by layer."""
+        return self.needs_hessian or self.needs_rows or bool(self.observed)
+
+    @property
+    def rotation(self) -> tuple[str, Mapping[str, Any]] | None:
+        """The transform of the whole model that comes before all others, or None."""
+        return next((item for item in self.transforms if item[0] in ROTATIONS), None)
+
+    @property
+    def smoothings(self) -> tuple[tuple[str, Mapping[str, Any]], ...]:
+        """The transforms of each layer by itself."""
+        return tuple(item for item in self.transforms if item[0] in TRANSFORMS)
+
+    @property
+    def observed(self) -> tuple[str, ...]:
+        """The observers of inputs as no measurement has seen them, since they are rotated."""
+        if self.rotation is None:
+            return ()
+        return tuple(name for name in observers_for(self.needs - {ROWS}) if name != "hessian")
+
+    @property
+    def clips(self) -> bool:
+        """Whether a transform cuts the ranges of the weights before the algorithm quantizes them."""
+        return _clips(self.transforms, self.algorithm)
+
+    @property
+    def rows_apart(self) -> int:
+        """Of how many sequences one gives rows: 1, or where a static range is tried on them, which the others give."""
+        inputs = [scheme.input for scheme in self.schemes.values() if scheme is not None]
+        return APART if self.needs_rows and any(scheme is not None and not scheme.dynamic for scheme in inputs) else 1
+
+    def text(self, sequences: Sequence[Item]) -> Sequence[Item]:
+        """Return what of the calibration text runs through the model: all, some at equal distances, or nothing."""
+        if self.needs_hessian or self.observed or self.rows_apart > 1:
+            return sequences
+        if not self.needs_rows or not sequences:
+            return ()
+        count = min(SEQUENCES, len(sequences))
+        return [sequences[index * len(sequences) // count] for index in range(count)]
 
     @property
     def needs_measurement(self) -> bool:
@@ -69,28 +126,23 @@ def resolve(
     Raises:
         UsageError: a pattern matches nothing, an algorithm or transform is unknown or does not fit, a group size does
             not divide a linear's input, or nothing is left to quantize.
+        InputError: a linear of the family that the checkpoint does not have.
+        UnsupportedError: schemes are to be chosen for a mixture of experts.
     """
-    base = scheme_of(entry.scheme, entry.group_size, entry.float8)
-    algorithm = entry.algorithm or base.algorithm
-    if algorithm not in ALGORITHMS:
-        raise UsageError(f"{entry.name}: algorithm {algorithm!r} is unknown", nearest(algorithm, list(ALGORITHMS)))
-    modules = [name.removesuffix(".weight") for name in shapes if name.endswith(".weight")]
-    ignored = {name for pattern in entry.ignore for name in _matches(pattern, modules, f"{entry.name}: ignore")}
-    schemes: dict[str, LinearScheme | None] = {name: None if name in ignored else base for name in graph.linears}
-    for override in entry.overrides:
-        for name in _matches(override.match, list(graph.linears), f"{entry.name}: overrides"):
-            flavour = entry.float8 if preset(override.scheme).weights.kind == "float" else None
-            schemes[name] = None if name in ignored else scheme_of(override.scheme, override.group_size, flavour)
-    for name, scheme in schemes.items():
-        if scheme is not None and (not entry.mixed or name in overridden(entry, graph)):  # others get one that fits
-            group_size_for(scheme.weights, shapes[f"{name}.weight"][1], name=name)
-        if scheme is not None:
-            _check_algorithm(entry.name, algorithm, scheme)
-    if not any(schemes.values()):
-        raise UsageError(f"{entry.name}: ignore leaves none of {len(schemes)} linears to quantize", "ignore fewer")
-    transforms = _transforms(entry, base)
+    if entry.mixed and graph.sparse:
+        raise UnsupportedError(
+            f"{entry.name}: target_bpw or max_kld of a {graph.family.model_type}; experts' sensitivities are not measured",
+            "give one scheme, and overrides where linears need another",
+        )
+    base, algorithm = scheme_of(entry.scheme, entry.group_size, entry.float8), algorithm_of(entry)
+    schemes = _schemes(entry, graph, shapes, base=base)
     used = [scheme for scheme in schemes.values() if scheme is not None]
-    needs = _needs(algorithm, [name for name, _ in transforms], used) | _needs_of_choice(entry, transforms)
+    for scheme in used:
+        _check_algorithm(entry.name, algorithm, scheme)
+    transforms = transforms_of(entry)
+    if ranks > 1 and any(name in ROTATIONS for name, _ in transforms):
+        raise UsageError(f"{entry.name}: hadamard with --ranks {ranks}", "quantize with one process, or leave hadamard out")
+    needs = needs_of(entry, used)
     alone = ALGORITHMS[algorithm].BY_ROW and not transforms
     by_row = all(scheme.weights.granularity in ("per_channel", "per_group", "per_block") for scheme in used)
     return Plan(
@@ -100,52 +152,58 @@ def resolve(
         transforms=transforms,
         needs=needs,
         file_to_file=alone and (by_row and not (measured or needs) if ranks == 1 else algorithm == "rtn"),
+        experts=_experts(entry, graph, schemes, weights=bool(ALGORITHMS[algorithm].NEEDS) or _clips(transforms, algorithm)),
     )
 
 
-def plan_from(summary: Mapping[str, Any]) -> Plan:
-    """Return the plan that a finished quantize folder followed, without what it asked of a measurement.
+def _schemes(
+    entry: Quantize, graph: Graph, shapes: Mapping[str, Sequence[int]], *, base: LinearScheme
+) -> dict[str, LinearScheme | None]:
+    """Return the scheme of every linear, None where `ignore` names it; `base` stands where one is to be chosen."""
+    modules = [name.removesuffix(".weight") for name in shapes if name.endswith(".weight")]
+    ignored = {name for pattern in entry.ignore for name in _matches(pattern, modules, f"{entry.name}: ignore")}
+    schemes: dict[str, LinearScheme | None] = {name: None if name in ignored else base for name in graph.linears}
+    for override in entry.overrides:
+        for name in _matches(override.match, list(graph.linears), f"{entry.name}: overrides"):
+            flavour = entry.float8 if preset(override.scheme).weights.kind == "float" else None
+            schemes[name] = None if name in ignored else scheme_of(override.scheme, override.group_size, flavour)
+    given = overridden(entry, graph) if entry.mixed else frozenset(schemes)  # for others one is chosen that fits
+    for name, scheme in schemes.items():
+        if scheme is not None:
+            features = _features(shapes, name)
+            if name in given:
+                group_size_for(scheme.weights, features, name=name)
+    if not any(schemes.values()):
+        raise UsageError(f"{entry.name}: ignore leaves none of {len(schemes)} linears to quantize", "ignore fewer")
+    return schemes
+
+
+def _features(shapes: Mapping[str, Sequence[int]], name: str) -> int:
+    """Return how many inputs a linear has."""
+    shape = shapes.get(f"{name}.weight")
+    if shape is None:
+        raise InputError(f"{name}.weight: not in the checkpoint", "check that config.json belongs to these weights")
+    return shape[1]
+
+
+def _experts(entry: Quantize, graph: Graph, schemes: Mapping[str, LinearScheme | None], *, weights: bool) -> Policy | None:
+    """Return what becomes of undercalibrated experts, None where none is quantized by statistics.
 
     Args:
-        summary: the content of quantize.json.
+        entry: the recipe's words.
+        graph: its experts.
+        schemes: of each linear.
+        weights: the algorithm, or a transform that cuts ranges for it, reads statistics.
     """
-    plan = summary["plan"]
-    return Plan(
-        name=summary["recipe"]["name"],
-        schemes={name: None if data is None else scheme_from(data) for name, data in plan["schemes"].items()},
-        algorithm=plan["algorithm"],
-        transforms=(),
-        needs=frozenset(),
-        file_to_file=summary["proof"] == "tensors",
-    )
+    names = [name for layer in graph.layers for group in layer.groups if group.expert for name in group.linears]
+    used = [scheme for scheme in map(schemes.get, names) if scheme is not None]
+    static = any(scheme.input is not None and not scheme.input.dynamic for scheme in used)
+    reads = bool(used) and weights
+    return policy_for(entry.name, policy=entry.experts, tokens=entry.expert_tokens, weights=reads, inputs=static)
 
 
-def scheme_from(data: Mapping[str, Any]) -> LinearScheme:
-    """Return the scheme that quantize.json spells."""
-    inputs = data["input"]
-    return LinearScheme(
-        **{
-            **data,
-            "weights": TensorScheme(**data["weights"]),
-            "input": None if inputs is None else TensorScheme(**inputs),
-            "transforms": tuple(data["transforms"]),
-        }
-    )
-
-
-def needs_of(entry: Quantize) -> frozenset[str]:
-    """Return the statistics that one entry of the recipe asks for, whatever the model.
-
-    Raises:
-        UsageError: the scheme, algorithm or a transform is unknown.
-    """
-    schemes = [scheme_of(entry.scheme, entry.group_size)]
-    schemes += [scheme_of(override.scheme, override.group_size) for override in entry.overrides]
-    algorithm = entry.algorithm or schemes[0].algorithm
-    if algorithm not in ALGORITHMS:
-        raise UsageError(f"{entry.name}: algorithm {algorithm!r} is unknown", nearest(algorithm, list(ALGORITHMS)))
-    transforms = _transforms(entry, schemes[0])
-    return _needs(algorithm, [name for name, _ in transforms], schemes) | _needs_of_choice(entry, transforms)
+def _clips(transforms: Sequence[tuple[str, Mapping[str, Any]]], algorithm: str) -> bool:
+    return any(name == "awq" and awq.clips(options, algorithm) for name, options in transforms)
 
 
 def overridden(entry: Quantize, graph: Graph) -> frozenset[str]:
@@ -158,77 +216,12 @@ def overridden(entry: Quantize, graph: Graph) -> frozenset[str]:
     return frozenset(n for each in entry.overrides for n in _matches(each.match, linears, f"{entry.name}: overrides"))
 
 
-def entries_of(text: str) -> tuple[Quantize, ...]:
-    """Return the artifacts that `W4A16:gptq,W4A16@4.25,FP8` means.
-
-    After a colon stands the algorithm, where it is not the scheme's usual one. With @ schemes are chosen for so many bits per
-    weight, with zero points where the named scheme has them.
-
-    Raises:
-        UsageError: a scheme is unknown, one stands twice, or what follows @ is no number.
-    """
-    entries = []
-    for word in filter(None, (part.strip() for part in text.split(","))):
-        rest, at, target = word.partition("@")
-        scheme, _, algorithm = rest.partition(":")
-        try:
-            bits = float(target) if at else None
-        except ValueError as error:
-            raise UsageError(f"schemes {text!r}: {target!r} is no number of bits", "write W4A16@4.25") from error
-        name = word.lower().replace(":", "-").replace("@", "-at-")
-        entries.append(Quantize(name=name, scheme=scheme, algorithm=algorithm or None, target_bpw=bits))
-    names = [entry.name for entry in entries]
-    if len(set(names)) < len(names) or not names:
-        raise UsageError(f"schemes {text!r}: {len(names)} of them, {len(set(names))} different", "name each scheme once")
-    return tuple(entries)
-
-
-def statistics_for(entries: Sequence[Quantize]) -> tuple[str, ...]:
-    """Return the observers that measure has to run for all of these artifacts, possibly none.
-
-    Hessians are not among them: each lives for one layer, inside quantize, which needs the token ids alone.
-
-    Raises:
-        UsageError: a scheme, algorithm or transform is unknown.
-    """
-    needs = frozenset().union(*(needs_of(entry) for entry in entries))
-    return tuple(name for name in observers_for(needs) if name != "hessian")
-
-
-def scheme_of(name: str, group_size: int | None, flavour: str | None = None) -> LinearScheme:
-    """Return the scheme that a recipe means by a name, a group size and a flavour of float8; None is the preset's.
-
-    Raises:
-        SchemeError: no preset has that name, or it has no groups or no float8.
-    """
-    scheme = preset(name)
-    if group_size is not None:
-        scheme = with_group_size(scheme, group_size)
-    return scheme if flavour is None else with_float8(scheme, flavour)
-
-
 def _check_algorithm(name: str, algorithm: str, scheme: LinearScheme) -> None:
     if algorithm != "rtn" and scheme.weights.kind != "int":
         raise UsageError(
             f"{name}: algorithm {algorithm} with scheme {scheme.name}",
             f"{algorithm} chooses integers; use algorithm rtn for float8",
         )
-
-
-def _needs_of_choice(entry: Quantize, transforms: Sequence[tuple[str, Mapping[str, Any]]]) -> frozenset[str]:
-    """Return the statistics that schemes are chosen by, none where they are given.
-
-    Raises:
-        UsageError: a transform would change the weights whose sensitivity was measured.
-    """
-    if not entry.mixed:
-        return frozenset()
-    if transforms:
-        raise UsageError(
-            f"{entry.name}: target_bpw or max_kld with transform {transforms[0][0]}",
-            "sensitivities are those of the weights as they are: leave transforms out",
-        )
-    return frozenset(FisherObserver.STATISTICS) - {"count"}
 
 
 def _matches(pattern: str, names: Sequence[str], where: str) -> list[str]:
@@ -243,32 +236,3 @@ def _matches(pattern: str, names: Sequence[str], where: str) -> list[str]:
     if not found:
         raise UsageError(f"{where}: {pattern!r} matches none of {len(names)} modules", f"{nearest(pattern, names[:7])}, ...")
     return found
-
-
-def _transforms(entry: Quantize, base: LinearScheme) -> tuple[tuple[str, Mapping[str, Any]], ...]:
-    given = entry.transforms if entry.transforms is not None else tuple({name: {}} for name in base.transforms)
-    result = []
-    for item in given:
-        for name, options in item.items():
-            if name not in TRANSFORMS:
-                raise UsageError(f"{entry.name}: transform {name!r} is unknown", nearest(str(name), list(TRANSFORMS)))
-            if not isinstance(options, Mapping | None):
-                raise UsageError(f"{entry.name}: {name}: {options!r} is not a mapping", f"write {{{name}: {{alpha: 0.5}}}}")
-            merged = {"alpha": 0.5, **(options or {})}
-            for key in merged:
-                if key != "alpha":
-                    raise UsageError(f"{entry.name}: {name} has no option {key!r}", nearest(str(key), ["alpha"]))
-            if not isinstance(merged["alpha"], float | int) or not 0 <= merged["alpha"] <= 1:
-                raise UsageError(f"{entry.name}: {name} alpha={merged['alpha']!r}", "give a number from 0 to 1")
-            result.append((name, {"alpha": float(merged["alpha"])}))
-    return tuple(result)
-
-
-def _needs(algorithm: str, transforms: Sequence[str], schemes: Sequence[LinearScheme]) -> frozenset[str]:
-    needs = set(ALGORITHMS[algorithm].NEEDS)
-    for name in transforms:
-        needs |= set(TRANSFORMS[name].NEEDS)
-    for scheme in schemes:
-        if scheme.input is not None and not scheme.input.dynamic:
-            needs |= {"amax"} if scheme.input.symmetric else {"min_val", "max_val"}
-    return frozenset(needs)

@@ -77,7 +77,7 @@ def _probe(checkpoint: Checkpoint, graph: Graph, plans: Sequence[Plan], *, lengt
         observed=observed,
         hessian=observed["hessian"] / weight.shape[1],
         rounded={plan.name: _rounded(plan, weight) for plan in plans},
-        gptq={plan.name: _gptq(plan, weight) for plan in plans if plan.needs_hessian},
+        gptq={plan.name: _gptq(plan, weight) for plan in plans if "hessian_sum" in ALGORITHMS[plan.algorithm].NEEDS},
     )
 
 
@@ -109,7 +109,7 @@ def _scheme(plan: Plan) -> LinearScheme:
 def _rounded(plan: Plan, weight: Tensor) -> float:
     """Return the seconds per weight of encoding and of rounding, to nearest where the plan's algorithm reads statistics."""
     scheme, piece = _scheme(plan), weight[:ROWS].contiguous()
-    algorithm = ALGORITHMS["rtn" if plan.needs_hessian else plan.algorithm]
+    algorithm = ALGORITHMS["rtn" if ALGORITHMS[plan.algorithm].NEEDS else plan.algorithm]
     dtype = FORMAT.scale_dtype(scheme, weight.dtype)
 
     def round_piece() -> None:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from quantflow.artifact import disk
@@ -105,6 +106,7 @@ def write_report(path: Path, rows: Sequence[Row]) -> None:
             "<p class=note>The largest |x| of each linear's input in calibration, after smoothing where there is any.</p>",
             lines(ranges, unit="largest |x|"),
         ]
+    body += _experts(rows)
     body += ["<h2>Artifacts</h2>", _digests(results)]
     page = (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>quantflow validation</title>'
@@ -133,6 +135,32 @@ def _gates(results: Sequence[Mapping[str, Any]]) -> str:
             f"<span class={result['outcome']}>{verdict_text(result)}</span>, {escape(why)}{note}</li>"
         )
     return f"<ul>{''.join(rows)}</ul>"
+
+
+def _experts(rows: Sequence[Row]) -> list[str]:
+    """Return the ledger of tokens: how many reached the experts of each layer; nothing for models without experts."""
+    columns = ("artifact", "experts", "shown", "least", "median", "most", "short of tokens")
+    body = []
+    for row in rows:
+        for found in [layer["experts"] for layer in row.layers if "experts" in layer]:
+            tokens = found["tokens"]
+            known = ["", "", ""] if not tokens else [str(min(tokens)), f"{median(tokens):g}", str(max(tokens))]
+            short = [
+                f"{name.rpartition('.')[0].rpartition('.')[2]} ({told['tokens']} of {told['needed']})"
+                for name, told in found["short"].items()
+            ]
+            texts = [str(row.result["artifact"]), found["experts"], str(found["fed"] or ""), *known, ", ".join(short) or "none"]
+            cells = [f"<td{' class=left' if i < 3 else ''}>{escape(text)}</td>" for i, text in enumerate(texts)]
+            body.append(f"<tr>{''.join(cells)}</tr>")
+    if not body:
+        return []
+    head = "".join(f"<th{' class=left' if i < 3 else ''}>{escape(name)}</th>" for i, name in enumerate(columns))
+    return [
+        "<h2>Calibration tokens of the experts</h2>",
+        "<p class=note>How many tokens the router sent to the experts of each layer; what was done with those that got too few "
+        "stands with the decisions in quantflow.json.</p>",
+        f"<div class=wide><table><tr>{head}</tr>{''.join(body)}</table></div>",
+    ]
 
 
 def _digests(results: Sequence[Mapping[str, Any]]) -> str:
@@ -166,6 +194,6 @@ def _ranges(row: Row) -> dict[str, float]:
 
 
 def _short(name: str) -> str:
-    """Return `3.q_proj` for `model.layers.3.self_attn.q_proj`."""
-    match = re.search(r"\.(\d+)\..*?([^.]+)$", name)
+    """Return `3.q_proj` for `model.layers.3.self_attn.q_proj`, `3.7.up_proj` for that of its expert 7."""
+    match = re.search(r"\.(\d+)\..*?((?:\d+\.)?[^.]+)$", name)
     return f"{match[1]}.{match[2]}" if match else name

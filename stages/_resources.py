@@ -58,7 +58,7 @@ class Allowance:
 def allow_measure(
     resources: Resources, model: ModelSize, *, lengths: Sequence[int], stats: Sequence[str], folder: Path
 ) -> Allowance:
-    """Return what measure may use for sequences of these lengths; no `stats` means that no layer runs.
+    """Return what measure may use for sequences of these lengths; see `need_measure`.
 
     Raises:
         ResourceError: it does not fit; the message says what is needed and what there is.

@@ -18,7 +18,7 @@ from quantflow.models.graph import Graph, Layer
 from quantflow.models.reading import DTYPES, read_rows
 from quantflow.models.source import ModelFiles
 from stages._config import Candidate, Quantize
-from stages._plan import scheme_of
+from stages._entry import scheme_of
 from stages._progress import Progress
 from stages._sizes import elements_of, quantized_bytes
 

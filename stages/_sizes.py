@@ -14,6 +14,7 @@ from quantflow.models.reading import DTYPES
 
 FORMAT = FORMATS["compressed-tensors"]
 FLOAT = 4  # bytes of a float32, in which every layer runs
+Group = tuple[tuple[str, ...], tuple[int, ...], int]  # source names, output features of each, input features
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,14 +24,25 @@ class LayerSize:
     Attributes:
         stored: bytes of its tensors in the checkpoint.
         elements: how many numbers these are.
-        groups: linears that share an input: (source names, output features of each, input features).
+        groups: linears that share an input.
         largest: (elements, stored bytes) of its largest tensor.
+        folds: of each group, whether what it reads comes from something that factors can be folded into.
+        shares: of each group, how much of the tokens goes through it; of an expert, the experts chosen per one there is.
+        sparse: whether it has experts.
     """
 
     stored: int
     elements: int
-    groups: tuple[tuple[tuple[str, ...], tuple[int, ...], int], ...]
+    groups: tuple[Group, ...]
     largest: tuple[int, int]
+    folds: tuple[bool, ...]
+    shares: tuple[float, ...]
+    sparse: bool
+
+    @property
+    def features(self) -> float:
+        """Input features of all groups that one token goes through, on average."""
+        return sum(k * share for (_, _, k), share in zip(self.groups, self.shares, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +77,11 @@ class ModelSize:
         """The largest decoder layer."""
         return max(self.layers, key=lambda layer: layer.elements)
 
+    @property
+    def sparse(self) -> bool:
+        """Whether any layer has experts."""
+        return any(layer.sparse for layer in self.layers)
+
 
 def model_size(infos: Mapping[str, TensorInfo], config: Any, graph: Graph) -> ModelSize:
     """Return the sizes of a model.
@@ -87,6 +104,9 @@ def model_size(infos: Mapping[str, TensorInfo], config: Any, graph: Graph) -> Mo
                 elements=sum(map(elements_of, found)),
                 groups=tuple(_group(group.linears, infos) for group in layer.groups),
                 largest=(elements_of(largest), largest.nbytes),
+                folds=tuple(group.folds for group in layer.groups),
+                shares=tuple(1.0 if group.expert is None else layer.chosen / layer.experts for group in layer.groups),
+                sparse=layer.experts > 0,
             )
         )
     outside = [info for name, info in infos.items() if name not in inside]
@@ -151,7 +171,7 @@ def _spec_bytes(dtype: str, shape: Sequence[int]) -> int:
     return count
 
 
-def _group(names: tuple[str, ...], infos: Mapping[str, TensorInfo]) -> tuple[tuple[str, ...], tuple[int, ...], int]:
+def _group(names: tuple[str, ...], infos: Mapping[str, TensorInfo]) -> Group:
     shapes = []
     for name in names:
         info = infos.get(f"{name}.weight")

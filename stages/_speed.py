@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from stages._needs import GRADIENTS
+from stages._amounts import GRADIENTS
 from stages._plan import Plan
 from stages._sizes import FLOAT, ModelSize, layer_bytes
 
@@ -48,9 +48,9 @@ class Speed:
     def measure(self, model: ModelSize, lengths: Sequence[int], stats: Sequence[str]) -> float:
         """Return the seconds of measure: hash the source, read it, run it, look at every input."""
         hashing = self.hashed * model.stored / self.cores
-        if not stats:
+        if not stats and not model.sparse:
             return hashing
-        tokens, features = sum(lengths), sum(k for layer in model.layers for _, _, k in layer.groups)
+        tokens, features = sum(lengths), sum(layer.features for layer in model.layers)
         passes = 4 if GRADIENTS in stats else 1  # each layer again, and its gradients take two forwards' products
         running = passes * self.token * tokens * len(model.layers)
         running += tokens * features * sum(self.observed[name] for name in stats)
@@ -67,13 +67,13 @@ class Speed:
         tokens, work = sum(lengths), 0.0
         rounding = self.gptq.get(plan.name)
         for layer in model.layers:
-            for names, outputs, k in layer.groups:
+            for (names, outputs, k), share in zip(layer.groups, layer.shares, strict=True):
                 rows = sum(width for name, width in zip(names, outputs, strict=True) if plan.schemes[name] is not None)
                 if rounding is not None:
-                    work += rounding.seconds(rows, k) + self.hessian * tokens * k * k
+                    work += rounding.seconds(rows, k) + self.hessian * share * tokens * k * k
                 else:
                     work += self.rounded[plan.name] * rows * k
-        passes = 2 if plan.needs_hessian else 0  # before the layer is quantized, and after
+        passes = 2 if plan.needs_text else 0  # before the layer is quantized, and after
         work += passes * self.token * tokens * len(model.layers)
         return 2 * self.read * model.stored + work / self.cores + writing
 

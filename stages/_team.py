@@ -76,7 +76,8 @@ class Team:
         for rank, length in enumerate(tokens):
             for number in filter(self.owns, features):
                 if rank == self.rank:
-                    add(number, inputs.pop(number))
+                    if number in inputs:  # no token of the sequence may have reached an expert
+                        add(number, inputs.pop(number))
                 else:
                     add(number, self._receive(torch.empty(1, length, features[number]), rank, number))
         for send in sends:

@@ -1,8 +1,8 @@
 """Whether a quantized model can be cut over 2, 4 or 8 cards: what does not divide, by name.
 
-A linear behind a norm is cut by its rows (each card computes some outputs), any other by its columns (each card takes some
-inputs), as Megatron does and every runtime since. Heads go whole; key and value heads that are fewer than the cards are
-copied, as runtimes do, where the cards are a multiple of them.
+A linear behind a norm, or one of several that runtimes fuse, is cut by its rows (each card computes some outputs), any other
+by its columns (each card takes some inputs), as Megatron does and every runtime since. Heads go whole; key and value heads
+that are fewer than the cards are copied, as runtimes do, where the cards are a multiple of them.
 Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
 """
 
@@ -29,7 +29,8 @@ def obstacles(model: ModelSize, graph: Graph, schemes: Mapping[str, LinearScheme
             for name in group.linears:
                 rows, columns = model.infos[f"{name}.weight"].shape
                 scheme = schemes[name]
-                why = _cut_rows(rows, size, scheme) if group.norm is not None else cut_columns(columns, size, scheme)
+                by_rows = group.norm is not None or group.fused
+                why = _cut_rows(rows, size, scheme) if by_rows else cut_columns(columns, size, scheme)
                 if why is not None:
                     found.append((name, why))
     return found

@@ -12,6 +12,7 @@ from quantflow.models.capture import LayerStream, State
 from quantflow.models.graph import Layer
 from quantflow.models.load import Source
 from quantflow.models.reading import DTYPES
+from quantflow.models.rotated import Rotated
 from stages._plan import Plan
 from stages._progress import Progress
 from stages._team import Team
@@ -31,10 +32,15 @@ class LayerWork:
         decisions: linear -> what the transforms and the algorithm decided.
         tensors: what the layer's file will hold.
         changed: source names of tensors that are not quantized and not as in the source.
+        routed: expert -> tokens that the router sent to it; None where nobody counted.
+        fed: which tokens the measurement's statistics show each expert, `routed` or `all`; None where it does not say.
+        rounded: linears that are rounded to nearest, whatever the algorithm.
+        damped: linears whose Hessian is shrunk.
+        experts: what the layer's record says of its experts.
     """
 
     stream: LayerStream
-    source: Source
+    source: Source | Rotated
     module: nn.Module
     layer: Layer
     plan: Plan
@@ -51,11 +57,21 @@ class LayerWork:
     decisions: dict[str, dict[str, Any]] = field(default_factory=dict)
     tensors: dict[str, Tensor] = field(default_factory=dict)
     changed: list[str] = field(default_factory=list)
+    routed: dict[str, int] | None = None
+    fed: str | None = None
+    rounded: frozenset[str] = frozenset()
+    damped: frozenset[str] = frozenset()
+    experts: dict[str, Any] | None = None
 
     @property
     def stored(self) -> list[str]:
         """The source names of the layer's tensors."""
         return [name for name in self.source.names if name.startswith(f"{self.layer.prefix}.")]
+
+    @property
+    def quantized(self) -> frozenset[str]:
+        """The source names of the weights that are quantized."""
+        return frozenset(f"{name}.weight" for name in self.layer.linears if self.plan.schemes[name] is not None)
 
     def read(self, name: str) -> Tensor:
         """Return a source tensor as stored."""
@@ -68,3 +84,9 @@ class LayerWork:
     def child(self, name: str) -> Any:
         """Return the norm or linear with that source name."""
         return self.module.get_submodule(self.layer.relative(name))
+
+    def current(self, name: str) -> Tensor:
+        """Return a tensor of the layer as it is now, by its source name."""
+        owner, _, leaf = name.rpartition(".")
+        tensor: Tensor = getattr(self.child(owner), leaf)
+        return tensor.detach()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from stages import _memory
-from stages._flags import bounded, limits, quant_configured
+from stages._flags import bounded, limits, number_or_word, quant_configured
 from stages._options import common, exit_code, offline, outline, overlay, reporting, show, table
 
 if TYPE_CHECKING:
@@ -118,6 +118,7 @@ def plan(subject: str, output: str, as_json: bool, settings: tuple[str, ...], **
     "--for", "schemes", metavar="SCHEMES", help="What these need, such as W4A16:gptq,W4A16@4.25,FP8 (default: all but @)."
 )
 @click.option("--stats", metavar="NAMES", help="Observers of each linear's input, comma-separated.")
+@click.option("--experts", metavar="FED", help="Tokens that each expert of a mixture is shown: routed to it (default), or all.")
 @click.option("--ranks", type=int, help="Processes (default 1); started with torchrun unless it started this one.")
 @click.option("--tp", type=int, help="Ranks that share a model, each with a slice of every linear (default 1).")
 @click.option("--dp", type=int, help="Replicas of the model, which share the sequences (default: ranks / tp).")
@@ -147,6 +148,7 @@ def measure(model: str, output: str | None, settings: tuple[str, ...], recipe: s
         "measure.tp": shared["tp"],
         "measure.dp": shared["dp"],
         "measure.stats": _statistics(shared["stats"], shared["schemes"]),
+        "measure.experts": shared["experts"],
     }
     values = _recipe(recipe, settings, flags, beneath=lambda data: measure_beneath(data, found))
     job = stage.Job(
@@ -158,6 +160,7 @@ def measure(model: str, output: str | None, settings: tuple[str, ...], recipe: s
         tp=values.measure.tp,
         dp=values.measure.dp,
         stats=_chosen(values, stage.DEFAULT_STATS),
+        experts=values.measure.experts,
         replace=shared["force"],
         resources=values.resources,
         arguments=tuple(sys.argv[1:]),
@@ -175,7 +178,7 @@ def measure(model: str, output: str | None, settings: tuple[str, ...], recipe: s
 @click.option("--group-size", type=int, help="Input features per scale (default: the scheme's).")
 @click.option("--target-bpw", type=float, metavar="BITS", help="Choose schemes for so many bits per weight, such as 4.25.")
 @click.option("--max-kld", type=float, metavar="NATS", help="Choose schemes for so much mean KL divergence, such as 0.02.")
-@click.option("--smoothquant", type=float, metavar="ALPHA", help="Smooth with this alpha; 0.5 is usual.")
+@click.option("--smoothquant", metavar="ALPHA", help="Smooth with this alpha, 0.5 is usual; auto searches one per input.")
 @click.option("--ignore", multiple=True, metavar="PATTERN", help="Leave these linears alone: a name, or re:...")
 @click.option("--measurement", metavar="DIR", help="What stage 1 or unify wrote; for FP8 also Gaudi's own files.")
 @click.option(
@@ -183,6 +186,8 @@ def measure(model: str, output: str | None, settings: tuple[str, ...], recipe: s
     default=None,
     help="Calibrate a layer on what the quantized layers before it put out, or the original ones.",
 )
+@click.option("--experts", metavar="POLICY", help="For experts short of tokens: error (default), all, damp, rtn or share_max.")
+@click.option("--expert-tokens", type=int, help="How many it needs (default: two per input feature; 100 for static inputs).")
 @click.option("--name", help="Which entry of the recipe (default: the first).")
 @click.option(
     "--ranks", type=int, default=1, help="Processes (default 1); each writes a slice of each linear, unify joins them."
@@ -211,11 +216,13 @@ def quantize(model: str, output: str, settings: tuple[str, ...], recipe: str | N
         "scheme": shared["scheme"],
         "algorithm": shared["algorithm"],
         "group_size": shared["group_size"],
-        "transforms": None if smooth is None else [{"smoothquant": {"alpha": smooth}}],
+        "transforms": None if smooth is None else [{"smoothquant": {"alpha": number_or_word(smooth)}}],
         "ignore": list(shared["ignore"]) or None,
         "quantized_inputs": shared["quantized_inputs"],
         "target_bpw": shared["target_bpw"],
         "max_kld": shared["max_kld"],
+        "experts": shared["experts"],
+        "expert_tokens": shared["expert_tokens"],
     }
     name, scheme = shared["name"], shared["scheme"]
     if recipe is not None:
@@ -535,7 +542,7 @@ def _recipe(
 
 def _entries(schemes: str) -> list[dict[str, Any]]:
     """Return the artifacts that --for names, as a recipe spells them."""
-    from stages._plan import entries_of
+    from stages._entry import entries_of
 
     entries = entries_of(schemes)
     keys = ("name", "scheme", "algorithm", "target_bpw")
@@ -545,7 +552,7 @@ def _entries(schemes: str) -> list[dict[str, Any]]:
 def _statistics(names: str | None, schemes: str | None) -> list[str] | None:
     """Return the observers that --stats names or that the schemes of --for need; None where neither is given."""
     from quantflow.errors import UsageError
-    from stages._plan import entries_of, statistics_for
+    from stages._entry import entries_of, statistics_for
 
     if names is not None and schemes is not None:
         raise UsageError(f"measure: --stats {names} beside --for {schemes}", "give one of them")
@@ -556,7 +563,7 @@ def _statistics(names: str | None, schemes: str | None) -> list[str] | None:
 
 def _chosen(recipe: "Recipe", everything: tuple[str, ...]) -> tuple[str, ...]:
     """Return the observers of a measurement: those named, what the recipe's artifacts need, or everything."""
-    from stages._plan import statistics_for
+    from stages._entry import statistics_for
 
     if recipe.measure.stats is not None:
         return recipe.measure.stats

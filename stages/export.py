@@ -32,7 +32,8 @@ from stages._bits import tools
 from stages._card import model_card
 from stages._config import Resources, nearest, parse_size
 from stages._ledger import tensor_entries
-from stages._plan import plan_from, scheme_from
+from stages._plan import OUTSIDE
+from stages._planned import plan_from, scheme_from
 from stages._progress import Progress
 from stages._proof import proving
 from stages._resources import Allowance, allow_export, compare
@@ -40,6 +41,8 @@ from stages._shards import Stored, linked, shards_for, write_shards
 from stages._share import refuse_shards
 from stages._side_files import is_side_file
 from stages._sizes import model_size
+
+LAYER_KEYS = ("errors", "decisions", "changed", "experts")  # of a layer's record, in the manifest; experts of mixtures
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +144,7 @@ def _write(
     links = _write_weights(folder, job, source, graph, record["files"])
     files = _copy_side_files(folder, source)
     _write_config(folder, source, graph, schemes)
-    changed = {name for layer in layers for name in layer["changed"]}
+    changed = {name for layer in layers for name in layer["changed"]} | set(_outside(job.quantized))
     ledger = Ledger(tensors=tensor_entries(source, graph, schemes, changed, FORMATS[job.format]), files=files)
     sizes = {name: (source.checkpoint.folder / name).stat().st_size for name in source.checkpoint.files}
     ledger.check(source.checkpoint.infos, source_files=sizes)
@@ -157,7 +160,7 @@ def _write(
         "measurement": summary["measurement"],
         "float8": {"flavour": flavours[0], "largest": FLAVOURS[flavours[0]].largest} if flavours else None,
         "ledger": ledger.to_json(),
-        "layers": [{key: layer[key] for key in ("errors", "decisions", "changed")} for layer in layers],
+        "layers": [{key: layer[key] for key in LAYER_KEYS if key in layer} for layer in layers],
         "proof": _proof_of(job, summary, layers),
         "tools": {**tools(), "quantflow_layout": FORMATS[job.format].LAYOUT_VERSION},
         "made_from": made_from,
@@ -187,8 +190,9 @@ def _write_weights(
         IntegrityError: a layer's file differs from its recorded hash.
     """
     prefixes = tuple(f"{layer.prefix}." for layer in graph.layers)
+    changed = _outside(job.quantized)
     outside = [
-        Stored(path=source.checkpoint.folder / file, info=info)
+        changed.get(name) or Stored(path=source.checkpoint.folder / file, info=info)
         for name, (file, info) in source.checkpoint.tensors.items()
         if not name.startswith(prefixes)
     ]
@@ -201,6 +205,14 @@ def _write_weights(
             raise _damaged(path)
     write_shards(folder, shards)
     return links
+
+
+def _outside(quantized: Path) -> dict[str, Stored]:
+    """Return what lies outside the layers and was changed by quantize."""
+    path = quantized / OUTSIDE
+    if not path.is_file():
+        return {}
+    return {name: Stored(path=path, info=info) for name, info in read_header(path)[0].items()}
 
 
 def _damaged(path: Path) -> IntegrityError:
@@ -239,7 +251,7 @@ def _write_config(folder: Path, source: ModelFiles, graph: Graph, schemes: Mappi
     untouched = [name for name in graph.linears if name not in schemes]
     head = [name.removesuffix(".weight") for name in source.names if name in ("lm_head.weight", "embed_out.weight")]
     config["quantization_config"] = FORMATS["compressed-tensors"].quantization_config(
-        schemes, ignore=[*untouched, *(head or ["lm_head"])], model_type=graph.family.model_type
+        schemes, ignore=[*untouched, *graph.routers, *(head or ["lm_head"])], model_type=graph.family.model_type
     )
     disk.write_file(folder / CONFIG, readable_json(config))
 

@@ -8,6 +8,8 @@ Fails    3 unusable model or text, 5 memory, disk or a held folder, 6 unsupporte
 With N ranks torchrun starts N processes, and unify merges what they measure; or they are those of an outer torchrun, over
 several machines. Each measures every N-th sequence (dp), or with `tp` a slice of every linear (stages/_replica.py). Memory
 is that of one decoder layer in float32, whatever the depth of the model (stages/_observe.py).
+
+Of a mixture of experts it is also counted how many tokens the router sends to each, whatever statistics are wanted.
 """
 
 from collections.abc import Sequence
@@ -24,7 +26,7 @@ from quantflow.artifact.canonical import digest_of, file_digest
 from quantflow.artifact.digests import NAME as HASHES
 from quantflow.artifact.digests import Digests
 from quantflow.core.parallel import Workers
-from quantflow.errors import UsageError
+from quantflow.errors import UnsupportedError, UsageError
 from quantflow.measurements.record import LAYOUT_VERSION, Measurement, write_measurement
 from quantflow.models.calibration import hash_sequences, read_documents, select
 from quantflow.models.graph import Graph, graph_for
@@ -32,9 +34,10 @@ from quantflow.models.load import Source, load_tokenizer, open_source
 from quantflow.models.sharding import placements
 from quantflow.observers import OBSERVERS
 from stages import _memory, _replica, _state, _workspace
+from stages._amounts import GRADIENTS
 from stages._bits import identify, single_threaded, tools
 from stages._config import Calibration, Resources, launched_rank, nearest
-from stages._needs import GRADIENTS
+from stages._experts import ROUTED
 from stages._observe import Observation
 from stages._progress import Progress
 from stages._ranks import die_with_parent, launch, rank_folder, refuse_other_world
@@ -54,7 +57,8 @@ class Job:
 
     Attributes:
         stats: observers of every linear's input; outputs, weights, K and V get amax. Without any, only the token ids are
-            kept and no layer runs.
+            kept and no layer runs, unless there are experts.
+        experts: which tokens each expert of a mixture is shown: `routed` to it, or `all`; None is routed.
         tp: ranks that share a model, each with a slice of it; null means 1, or what dp leaves.
         dp: replicas of the model, which share the sequences; null means what tp leaves.
         replace: redo a finished result that was made from other inputs, instead of refusing.
@@ -70,6 +74,7 @@ class Job:
     tp: int | None = None
     dp: int | None = None
     stats: tuple[str, ...] = DEFAULT_STATS
+    experts: str | None = None
     replace: bool = False
     arguments: tuple[str, ...] = field(default=())
     resources: Resources = Resources()
@@ -84,11 +89,7 @@ def run(job: Job, progress: Progress) -> Path:
     if launched is not None and job.ranks not in (1, launched[1]):
         raise UsageError(f"measure: ranks={job.ranks}, torchrun started {launched[1]}", "leave --ranks out under torchrun")
     world = job.ranks if launched is None else launched[1]
-    if _replica.sizes(world, job.tp, job.dp)[1] > 1 and GRADIENTS in job.stats:
-        raise UsageError(
-            f"measure: statistic {GRADIENTS} with tp={_replica.sizes(world, job.tp, job.dp)[1]}",
-            "gradients go through a model that is whole: measure it with --tp 1, on any number of ranks",
-        )
+    _replica.sizes(world, job.tp, job.dp)
     refuse_other_world(job.output, world)
     if launched is not None:
         _join(job, progress, rank=launched[0], world=launched[1])
@@ -102,8 +103,8 @@ def run(job: Job, progress: Progress) -> Path:
 def _launch(job: Job, progress: Progress) -> None:
     """Start torchrun with one process per rank, after the mistakes that every rank would stumble over were looked for."""
     source = open_source(job.model)
-    graph_for(source.config)
     dp, tp = _replica.sizes(job.ranks, job.tp, job.dp)
+    _check_fit(job, graph_for(source.config), tp=tp)
     placements(source.config, _shapes(source), tp=tp, rank=0)  # a model that cannot be cut is refused here, once
     disk.make_folder(job.output)
     inputs = _inputs(job, source, Digests(job.output / HASHES), world=job.ranks)
@@ -128,6 +129,32 @@ def _join(job: Job, progress: Progress, *, rank: int, world: int) -> None:
         distributed.destroy_process_group()
 
 
+def _check_fit(job: Job, graph: Graph, *, tp: int) -> None:
+    """Refuse what does not go with a model's experts, or with several cards.
+
+    Raises:
+        UsageError: `experts` is given and there are none, or gradients on several cards.
+        UnsupportedError: a mixture on several cards, or its gradients.
+    """
+    if GRADIENTS in job.stats and graph.sparse:
+        raise UnsupportedError(
+            f"measure: statistic {GRADIENTS} of a {graph.family.model_type}, whose experts each see other tokens",
+            "name statistics without it, and schemes without @",
+        )
+    if GRADIENTS in job.stats and tp > 1:
+        raise UsageError(
+            f"measure: statistic {GRADIENTS} with tp={tp}",
+            "gradients go through a model that is whole: measure it with --tp 1, on any number of ranks",
+        )
+    if job.experts is not None and not graph.sparse:
+        raise UsageError(f"measure: experts={job.experts}, a {graph.family.model_type} has no experts", "leave --experts out")
+    if graph.sparse and tp > 1:
+        raise UnsupportedError(
+            f"measure: --tp {tp} of a {graph.family.model_type}, whose experts run on one card here",
+            "use --dp, each of whose replicas holds one layer at a time",
+        )
+
+
 def _inputs(job: Job, source: Source, digests: Digests, *, world: int) -> dict[str, Any]:
     if job.calibration.source is None:
         raise UsageError("calibration: no source", "give --calibration FILE or the recipe's calibration.source")
@@ -144,6 +171,7 @@ def _inputs(job: Job, source: Source, digests: Digests, *, world: int) -> dict[s
         "stats": list(job.stats),
         "world": world,
         "tp": _replica.sizes(world, job.tp, job.dp)[1],
+        **({} if job.experts is None else {"experts": job.experts}),
         "version": VERSION,
         "tools": tools(),
     }
@@ -152,6 +180,7 @@ def _inputs(job: Job, source: Source, digests: Digests, *, world: int) -> dict[s
 def _measure_rank(job: Job, progress: Progress, *, rank: int, world: int) -> None:
     source = open_source(job.model)
     graph = graph_for(source.config)
+    _check_fit(job, graph, tp=_replica.sizes(world, job.tp, job.dp)[1])
     folder = rank_folder(job.output, rank, world)
     work = folder.parent / f".{folder.name}.work"
     _workspace.refuse_other_result(folder, {}, force=True, parts=PARTS)  # before anything is written beside a foreign folder
@@ -163,7 +192,7 @@ def _measure_rank(job: Job, progress: Progress, *, rank: int, world: int) -> Non
     with _workspace.locked(folder), single_threaded(), torch.no_grad():
         finished = _workspace.is_up_to_date(folder, inputs)
         if replica.all(finished):  # otherwise a finished card helps the others to their sums
-            _remove(work)
+            disk.remove_tree(work)  # the resume state
             progress.say("measure: up to date")
             return
         if not finished:
@@ -175,7 +204,7 @@ def _measure_rank(job: Job, progress: Progress, *, rank: int, world: int) -> Non
         _memory.reset_peak()
         _state.begin(work, inputs, say=lambda text: progress.say(f"measure: unfinished with {text}; it begins again"))
         statistics = {}
-        if job.stats:
+        if job.stats or graph.sparse:
             # Sequences that run at once would add up over the cards in an order of their own on each.
             with Workers(allowance.workers if replica.cards == 1 else 1) as workers:
                 observation = Observation(
@@ -190,6 +219,7 @@ def _measure_rank(job: Job, progress: Progress, *, rank: int, world: int) -> Non
                     workers=workers,
                     allowance=allowance,
                     replica=replica,
+                    experts=job.experts or ROUTED,
                 )
                 statistics = observation.statistics([sequences[i] for i in mine])
         if not finished:
@@ -201,7 +231,7 @@ def _measure_rank(job: Job, progress: Progress, *, rank: int, world: int) -> Non
                 )
                 written |= write_measurement(temporary, measurement)
         replica.wait()  # as long as one card is not finished, the others have to be able to help it
-        _remove(work)
+        disk.remove_tree(work)  # the resume state
         for line in account("measure", allowance, folder):
             progress.note(line)
 
@@ -215,11 +245,6 @@ def _replica_of(job: Job, source: Source, *, rank: int, world: int) -> Replica:
 
 def _shapes(source: Source) -> dict[str, tuple[int, ...]]:
     return {name: info.shape for name, info in source.checkpoint.infos.items()}
-
-
-def _remove(work: Path) -> None:
-    """Remove the resume state of a rank that is finished."""
-    disk.remove_tree(work)
 
 
 def calibration_sequences(
@@ -268,6 +293,7 @@ def _meta(
             "sequence_length": max(len(s) for s in sequences),
         },
         "observers": list(job.stats),
+        **({"experts": job.experts or ROUTED} if graph.sparse else {}),
         "tensors": {name: replica.placements[name] for name in names},
         "counts": {"samples": len(mine), "tokens": sum(len(sequences[i]) for i in mine)},
         "tools": tools(),

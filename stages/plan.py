@@ -8,7 +8,7 @@ The numbers are those that the stages check before they begin (stages/_needs.py)
 its samples, which is the most that it can.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,9 @@ from quantflow.models.graph import Graph, graph_for
 from quantflow.models.source import open_files
 from stages import _memory
 from stages._config import Recipe, parse_size
+from stages._entry import statistics_for
 from stages._needs import Need, need_export, need_files, need_layers, need_measure, need_validate
-from stages._plan import Plan, resolve, statistics_for
+from stages._plan import Plan, resolve
 from stages._resources import grant, memory_limit
 from stages._side_files import is_side_file
 from stages._sizes import FORMAT, ModelSize, elements_of, layer_bytes, model_size, quantized_bytes, quantized_specs
@@ -98,7 +99,7 @@ def _stages(
         seconds = None if speed is None else speed.measure(model, share, stats)
         stages.append(_stage("measure", None, need_measure(model, lengths=share, stats=stats), job, seconds))
     for plan in plans:
-        used = lengths if plan.needs_hessian else []
+        used = plan.text(lengths)
         need = need_files(model, plan) if plan.file_to_file else need_layers(model, plan, lengths=used)
         seconds = None if speed is None else speed.quantize(model, plan, used)
         stages.append(_stage("quantize", plan.name, need, job, seconds))
@@ -168,7 +169,7 @@ def output_bytes(checkpoint: Checkpoint, graph: Graph, model: ModelSize, plan: P
     if weights > shard_size:
         weights += len(readable_json({name: "model-00001-of-00001.safetensors" for name in specs}))
     schemes = {name: scheme for name, scheme in plan.schemes.items() if scheme is not None}
-    ignore = [name for name in graph.linears if name not in schemes] + ["lm_head"]
+    ignore = [*(name for name in graph.linears if name not in schemes), *graph.routers, "lm_head"]
     quantization = FORMAT.quantization_config(schemes, ignore=ignore, model_type=graph.family.model_type)
     config = len(readable_json({**checkpoint.config, "quantization_config": quantization}))
     copied = [name for name in checkpoint.files if name not in (CONFIG, INDEX) and is_side_file(name, checkpoint.config)]
@@ -178,27 +179,30 @@ def output_bytes(checkpoint: Checkpoint, graph: Graph, model: ModelSize, plan: P
 
 
 def _scheme_table(graph: Graph, model: ModelSize, plan: Plan) -> list[dict[str, Any]]:
-    """Return tensors and their schemes; equal linears of several layers are one row, as are the tensors outside."""
-    rows: dict[tuple[Any, ...], list[int]] = {}
+    """Return tensors and their schemes; equal linears of several layers or experts are one row, as are the tensors outside."""
+    rows: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
     for layer in graph.layers:
-        for linear in layer.linears:
-            info, scheme = model.infos[f"{linear}.weight"], plan.schemes[linear]
+        experts = {name: group.expert for group in layer.groups if group.expert for name in group.linears}
+        for linear in (*layer.linears, *layer.routers):
+            info, scheme = model.infos[f"{linear}.weight"], plan.schemes.get(linear)
             after = info.nbytes if scheme is None else quantized_bytes(linear, scheme, info)
-            words = None if scheme is None else _words(scheme)
-            key = (layer.relative(linear), info.shape, words, info.nbytes, after)
-            rows.setdefault(key, []).append(layer.index)
+            words = "copied" if scheme is None else _words(scheme)
+            place, number = _place(layer.inside(linear), layer.inside(experts.get(linear, "")))
+            key = (place, info.shape, "copied, a router" if linear in layer.routers else words, info.nbytes, after)
+            rows.setdefault(key, []).append((layer.index, number))
     table = [
         {
-            "tensors": f"{graph.family.layers}.{spans(indices)}.{linear}",
-            "count": len(indices),
+            "tensors": f"{graph.family.layers}.{_spans(layer for layer, _ in where)}."
+            + place.replace("*", _spans(number for _, number in where)),
+            "count": len(where),
             "shape": list(shape),
-            "scheme": words or "copied",
-            "bytes_before": len(indices) * before,
-            "bytes_after": len(indices) * after,
+            "scheme": words,
+            "bytes_before": len(where) * before,
+            "bytes_after": len(where) * after,
         }
-        for (linear, shape, words, before, after), indices in rows.items()
+        for (place, shape, words, before, after), where in rows.items()
     ]
-    linears = {f"{name}.weight" for name in graph.linears}
+    linears = {f"{name}.weight" for name in (*graph.linears, *graph.routers)}
     rest = [info for name, info in model.infos.items() if name not in linears]
     for name in ("embeddings, heads", "norms, biases"):
         chosen = [info for info in rest if (len(info.shape) > 1) == (name == "embeddings, heads")]
@@ -206,6 +210,18 @@ def _scheme_table(graph: Graph, model: ModelSize, plan: Plan) -> list[dict[str, 
         about = {"tensors": name, "count": len(chosen), "shape": None, "scheme": "copied"}
         table.append({**about, "bytes_before": size, "bytes_after": size})
     return table
+
+
+def _place(linear: str, expert: str) -> tuple[str, int]:
+    """Return a linear's name in its layer with `*` for the number of its expert, and that number; 0 where there is none."""
+    if not expert:
+        return linear, 0
+    experts, _, number = expert.rpartition(".")
+    return f"{experts}.*.{linear.removeprefix(f'{expert}.')}", int(number)
+
+
+def _spans(indices: Iterable[int]) -> str:
+    return spans(sorted(set(indices)))
 
 
 def _words(scheme: Any) -> str:

@@ -7,9 +7,8 @@ Writes   <o>/layers/<index>.safetensors and .json, quantize.json, DONE.json; unl
 Resumes  at the layer where it stopped: finished layers and the hidden states that enter the next one are read back
 Fails    2 the recipe does not fit the model, 3 unusable model or measurement, 5 memory, disk or a held folder, 6 unsupported
 
-Where no forward pass is needed, weights go from file to file (stages/_file_to_file.py). Otherwise
-the canary (the first tokens of the calibration text) and, for algorithms that need Hessians, the calibration text run
-through the model layer by layer (stages/_layer.py). Memory is that of one layer, whatever the depth of the model.
+Where no forward pass is needed, weights go from file to file (stages/_file_to_file.py). Otherwise the canary, which is the
+calibration text's first tokens, and for what reads it all of that text run layer by layer, one in memory (stages/_layer.py).
 
 With N ranks torchrun starts N processes, each of which writes its slice of every linear into <o>/rank-RRR-of-NNN/
 (stages/_share.py); unify makes one result of these shards. File to file a rank reads no more than its slice. Where the
@@ -38,11 +37,13 @@ from quantflow.models.source import ModelFiles, open_files
 from stages import _choose, _memory, _mixed, _state, _workspace
 from stages._bits import CANARY_TOKENS, identify, single_threaded, tensor_hash, tools
 from stages._config import Quantize, Resources, launched_rank
+from stages._entry import KNOWN
+from stages._experts import check_before, described, refuse_team
 from stages._file_to_file import quantize_files
 from stages._inputs import inputs_of
 from stages._measured import known_hashes, measurement_of, refuse_foreign
 from stages._mixed import Mixture
-from stages._plan import Plan, resolve
+from stages._plan import OUTSIDE, Plan, resolve
 from stages._progress import Progress
 from stages._ranks import die_with_parent, launch, rank_folder
 from stages._resources import Allowance, account, allow_quantize
@@ -51,7 +52,7 @@ from stages._sizes import model_size
 from stages._team import ALONE, Team, together
 
 VERSION = 1  # of what this stage computes; part of every state key
-PARTS = ("layers", "canary.safetensors", "canary.json", "quantize.json", *_choose.PARTS)
+PARTS = ("layers", OUTSIDE, "canary.safetensors", "canary.json", "quantize.json", *_choose.PARTS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +90,8 @@ def run(job: Job, progress: Progress) -> Path:
     plan = resolve(job.entry, graph, shapes, measured=job.measurement is not None, ranks=job.ranks)
     if job.entry.mixed:
         return _choose_and_quantize(job, plan, source, graph, progress)
+    if job.ranks > 1 and not plan.file_to_file:
+        refuse_team(plan.name, graph, ranks=job.ranks)
     if job.ranks == 1:
         return _quantize(job, plan, source, graph, progress)
     from stages._cut import shares_of  # here: one process starts without transformers' configurations
@@ -150,7 +153,11 @@ def _quantize(
 ) -> Path:
     """Quantize what the share says into the job's folder, together with the team."""
     folder, measurement = _measurement(job, plan, source, progress)
-    lengths = [] if measurement is None else [len(sequence) for sequence in measurement.sequences]
+    shapes = {name: info.shape for name, info in source.checkpoint.infos.items()}
+    shorts = check_before(plan.name, plan.experts, graph, measurement, schemes=plan.schemes, shapes=shapes)
+    if shorts:
+        progress.say(f"quantize {job.entry.name}: {described(shorts)}; --experts {job.entry.experts}")
+    lengths = [] if measurement is None else [len(sequence) for sequence in plan.text(measurement.sequences)]
     with _workspace.locked(job.output), single_threaded(), torch.no_grad():
         _workspace.refuse_other_result(job.output, {}, force=True, parts=PARTS)
         disk.make_folder(job.output)
@@ -172,6 +179,7 @@ def _quantize(
         _memory.reset_peak()
         _state.begin(job.output, inputs, say=partial(_say, progress, job))
         _state.remove_others(job.output, [layer.index for layer in graph.layers])
+        disk.remove(job.output / OUTSIDE)  # of an earlier attempt with other transforms
         if plan.file_to_file:
             quantize_files(
                 job.output,
@@ -183,7 +191,7 @@ def _quantize(
                 allowance=allowance,
                 progress=progress,
                 share=share,
-                inputs=inputs_of(measurement, graph, plan.schemes),
+                inputs=inputs_of(measurement, graph, plan.schemes, policy=plan.experts, shorts=shorts),
             )
             inputs = {**about, "model": identify(source.checkpoint, digests)}
         else:
@@ -243,18 +251,8 @@ def _settled(job: Job, plan: Plan, graph: Graph, measurement: Measurement, *, ke
     from stages._divergence import settle  # here: as above
 
     assert job.mixture is not None  # the caller has looked
-    about: Any = {"revision": job.revision, "seed": job.seed, "resources": job.resources}
-    return settle(
-        job.output,
-        job.mixture,
-        plan,
-        model=job.model,
-        graph=graph,
-        measurement=measurement,
-        key=key,
-        progress=progress,
-        **about,
-    )
+    about: Any = {"model": job.model, "revision": job.revision, "seed": job.seed, "resources": job.resources}
+    return settle(job.output, job.mixture, plan, **about, graph=graph, measurement=measurement, key=key, progress=progress)
 
 
 def _say(progress: Progress, job: Job, difference: str) -> None:
@@ -270,7 +268,8 @@ def _inputs(job: Job, plan: Plan, source: ModelFiles, measurement: Measurement |
         "measurement": None if measurement is None else measurement.meta["digest"],
         "seed": job.seed,
         "revision": job.revision,
-        "versions": {"quantize": VERSION, plan.algorithm: ALGORITHMS[plan.algorithm].VERSION},
+        "versions": {"quantize": VERSION, plan.algorithm: ALGORITHMS[plan.algorithm].VERSION}
+        | {name: KNOWN[name].VERSION for name, _ in plan.transforms},
         "tools": tools(),
     }
 

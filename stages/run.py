@@ -20,7 +20,8 @@ from quantflow.models.graph import graph_for
 from quantflow.models.load import open_source
 from stages import export, measure, quantize, unify, validate
 from stages._config import Recipe
-from stages._plan import resolve, statistics_for
+from stages._entry import statistics_for
+from stages._plan import resolve
 from stages._progress import Progress
 from stages._ranks import rank_folder
 from stages._report import Row, write_report
@@ -91,11 +92,13 @@ def _measure(job: Job, progress: Progress) -> Path:
     stats = recipe.measure.stats
     if stats is None:
         stats = statistics_for(recipe.quantize)
+    experts = _fed(recipe, stats)
     first = folder / "1-measure"
     calibration = recipe.calibration
     arguments = ["measure", recipe.model, "-o", str(first), "--calibration", str(calibration.source), "--force"]
     arguments += ["--samples", str(calibration.samples), "--seed", str(recipe.seed), "--stats", ",".join(stats)]
     arguments += ["--sequence-length", str(calibration.sequence_length)] if calibration.sequence_length else []
+    arguments += [f"--experts={experts}"] if experts else []
     arguments += ["--pack"] if calibration.pack else []
     arguments += [f"--tp={recipe.measure.tp}"] if recipe.measure.tp else []
     arguments += [f"--dp={recipe.measure.dp}"] if recipe.measure.dp else []
@@ -111,6 +114,7 @@ def _measure(job: Job, progress: Progress) -> Path:
             tp=recipe.measure.tp,
             dp=recipe.measure.dp,
             stats=stats,
+            experts=experts,
             replace=True,
             resources=recipe.resources,
             arguments=tuple(arguments),
@@ -122,6 +126,13 @@ def _measure(job: Job, progress: Progress) -> Path:
     groups = recipe.unify.groups or ()
     job_unify = unify.Job(measurement=first, output=folder / "3-unify", groups=groups, replace=True)
     return unify.run(job_unify, progress)
+
+
+def _fed(recipe: Recipe, stats: Sequence[str]) -> str | None:
+    """Return which tokens the experts of a mixture are shown: all where an artifact asks for it and reads statistics."""
+    if recipe.measure.experts is not None or not stats or not graph_for(open_source(recipe.model).config).sparse:
+        return recipe.measure.experts
+    return "all" if any(entry.experts == "all" for entry in recipe.quantize) else None
 
 
 def _validate(job: Job, name: str, expect: str, artifact: Path, progress: Progress) -> dict[str, Any]:

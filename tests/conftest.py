@@ -12,10 +12,14 @@ from transformers import (
     GPTNeoXConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
+    OlmoeConfig,
     PreTrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 VOCABULARY = 320
@@ -30,12 +34,18 @@ SHAPE = {
     "eos_token_id": 1,
 }
 GROUPED = {**SHAPE, "num_key_value_heads": 2}
+EXPERTS = 4
+MIXED = {**GROUPED, "num_experts": EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
 FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": lambda: LlamaConfig(**GROUPED),
     "mistral": lambda: MistralConfig(**GROUPED),
     "qwen2": lambda: Qwen2Config(**GROUPED),
     "qwen3": lambda: Qwen3Config(**GROUPED, head_dim=16),
     "gpt_neox": lambda: GPTNeoXConfig(**SHAPE),
+    "mixtral": lambda: MixtralConfig(**GROUPED, num_local_experts=EXPERTS, num_experts_per_tok=2),
+    "qwen2_moe": lambda: Qwen2MoeConfig(**MIXED, shared_expert_intermediate_size=160),
+    "qwen3_moe": lambda: Qwen3MoeConfig(**MIXED, head_dim=16, norm_topk_prob=True),
+    "olmoe": lambda: OlmoeConfig(**GROUPED, num_experts=EXPERTS, num_experts_per_tok=2, pad_token_id=1),
 }
 
 

@@ -12,6 +12,7 @@ Example: python examples/tiny-llama/train.py --minutes 100 --output examples/tin
 """
 
 import argparse
+import copy
 import json
 import math
 import platform
@@ -23,7 +24,7 @@ import stdlib_text
 import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
@@ -81,7 +82,7 @@ def tokenize(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> torch.Tens
 
 
 @torch.no_grad()
-def heldout_loss(model: LlamaForCausalLM, tokens: torch.Tensor, limit: int) -> float:
+def heldout_loss(model: PreTrainedModel, tokens: torch.Tensor, limit: int) -> float:
     """Return nats per token over the first `limit` tokens, in sequences of SEQUENCE."""
     model.eval()
     total, count = 0.0, 0
@@ -93,7 +94,7 @@ def heldout_loss(model: LlamaForCausalLM, tokens: torch.Tensor, limit: int) -> f
     return total / count
 
 
-def optimizers(model: LlamaForCausalLM, *, peak: float, decay: float) -> list[tuple[torch.optim.Optimizer, float]]:
+def optimizers(model: PreTrainedModel, *, peak: float, decay: float) -> list[tuple[torch.optim.Optimizer, float]]:
     """Return each optimizer with its peak learning rate."""
     matrices = [p for n, p in model.named_parameters() if "layers" in n and p.ndim == 2]
     rest = [p for n, p in model.named_parameters() if not ("layers" in n and p.ndim == 2)]
@@ -102,11 +103,9 @@ def optimizers(model: LlamaForCausalLM, *, peak: float, decay: float) -> list[tu
     return [(muon, peak), (adamw, peak)]
 
 
-def save(model: LlamaForCausalLM, output: Path) -> None:
+def save(model: PreTrainedModel, output: Path) -> None:
     """Write the weights rounded to bf16, leaving the model in float32."""
-    rounded = build_model().to(torch.bfloat16)
-    rounded.load_state_dict(model.state_dict())
-    rounded.save_pretrained(output)
+    copy.deepcopy(model).to(torch.bfloat16).save_pretrained(output)
 
 
 def rate(done: float) -> float:
@@ -115,7 +114,7 @@ def rate(done: float) -> float:
 
 
 def train(
-    model: LlamaForCausalLM,
+    model: PreTrainedModel,
     tokens: torch.Tensor,
     heldout: torch.Tensor,
     *,

@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from quantflow.artifact.canonical import read_json
@@ -59,6 +60,7 @@ def _artifact(folder: Path) -> dict[str, Any]:
             {"action": action, "reason": reason, "tensors": count} for (action, reason), count in sorted(reasons.items())
         ],
         "layers": len(manifest["layers"] or ()),
+        **_experts(manifest["layers"] or ()),
         **model,
     }
 
@@ -95,7 +97,26 @@ def _measurement(folder: Path) -> dict[str, Any]:
         "tensors": dict(sorted(kinds.items())),
         "statistics": dict(sorted(names.items())),
         "bytes": sum(info.nbytes for info in statistics.values()),
+        **_routed(record.get("experts"), record.get("routed")),
     }
+
+
+def _routed(fed: Any, routed: Any) -> dict[str, Any]:
+    """Return the tokens that the router sent to the experts of each layer, in short; nothing for a model without experts."""
+    if not isinstance(routed, Mapping):
+        return {}
+    rows = {experts: {key: row[key] for key in ("least", "median")} for experts, row in routed.items()}
+    return {"experts": fed, "tokens_per_expert": rows}
+
+
+def _experts(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the same of an artifact, and how many experts were short of tokens."""
+    rows = {}
+    for row in [layer["experts"] for layer in layers if "experts" in layer]:
+        tokens = row["tokens"]
+        known = {} if tokens is None else {"least": min(tokens), "median": median(tokens)}
+        rows[row["experts"]] = {"fed": row["fed"], **known, "short": len({name.rpartition(".")[0] for name in row["short"]})}
+    return {"experts": rows} if rows else {}
 
 
 def _by_dtype(infos: Iterable[TensorInfo]) -> dict[str, dict[str, int]]:

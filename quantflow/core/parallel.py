@@ -1,8 +1,9 @@
 """Threads for independent units of work: rows of a weight, sequences, files.
 
-torch runs on one thread inside each unit (`torch.set_num_threads(1)`, which the stages call), because GEMM, Cholesky and
-reductions give other bits on two. What is split into units, and how large they are, never depends on how many workers
-there are: so neither do the results. Threads suffice, since torch and the hashes let go of the interpreter's lock.
+torch runs on one thread inside each unit (`torch.set_num_threads(1)`, which the stages call and each thread of the workers
+repeats), because GEMM, Cholesky and reductions give other bits on two. What is split into units, and how large they are,
+never depends on how many workers there are: so neither do the results. Threads suffice, since torch and the hashes let go of
+the interpreter's lock.
 """
 
 from collections import deque
@@ -10,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Self, TypeVar
+
+import torch
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -59,7 +62,8 @@ class Workers:
             yield from map(function, items)
             return
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(self.count)
+            # How many threads a product takes is said in each thread anew; unsaid, it is one per core.
+            self._pool = ThreadPoolExecutor(self.count, initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),))
         limit = self.count if ahead is None else max(1, ahead)
         running: deque[Future[Result]] = deque()
         try:

@@ -4,7 +4,6 @@ Sums are taken in float64 over blocks of a constant size, in order, so that a fl
 """
 
 import math
-from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -31,47 +30,13 @@ def relative_error(original: Tensor, approximation: Tensor, *, name: str) -> flo
     Raises:
         InputError: the result is not finite.
     """
+    difference = power = 0.0
     left, right = original.reshape(-1).split(_BLOCK), approximation.reshape(-1).split(_BLOCK)  # type: ignore[no-untyped-call]
-    return _ratio(zip(left, right, strict=True), name=name)
-
-
-def weight_error(weight: Tensor, quantized: QTensor, *, name: str) -> float:
-    """Return the relative error of a quantized weight, dequantizing some of its rows at a time.
-
-    Args:
-        weight: [O, I], any float dtype.
-        quantized: what it became, [O, I].
-        name: for the error message.
-
-    Raises:
-        InputError: the result is not finite.
-    """
-    return _ratio(_rows(weight, quantized), name=name)
-
-
-def _rows(weight: Tensor, quantized: QTensor) -> Iterator[tuple[Tensor, Tensor]]:
-    columns = weight.shape[1]
-    step = max(1, _BLOCK // columns)
-    for start in range(0, len(weight), step):
-        part = slice(start, start + step)
-        grid = part if len(quantized.scale) == len(weight) else slice(None)
-        scale = groups.expand(quantized.scale[grid], columns)
-        zero_point = None if quantized.zero_point is None else groups.expand(quantized.zero_point[grid], columns)
-        yield weight[part], dequantize(quantized.qvalue[part], scale, zero_point)
-
-
-def _ratio(blocks: Iterable[tuple[Tensor, Tensor]], *, name: str) -> float:
-    difference = power = torch.zeros((), dtype=torch.float64)
-    for original, approximation in blocks:
-        exact = original.double()
-        difference = difference + (exact - approximation.double()).square().sum()
-        power = power + exact.square().sum()
-    if power == 0 and difference == 0:
-        return 0.0
-    ratio = difference / power
-    if not torch.isfinite(ratio):
-        raise InputError(f"{name}: relative error {ratio.item()}", "the weight or its input holds NaN or Inf, or is zero")
-    return float(ratio)
+    for block, other in zip(left, right, strict=True):
+        exact = block.double()
+        difference += float((exact - other.double()).square().sum())
+        power += float(exact.square().sum())
+    return error_from(difference, power, name=name)
 
 
 def squared_sums(original: Tensor, approximation: Tensor) -> tuple[float, float]:
@@ -119,5 +84,5 @@ def error_from(difference: float, power: float, *, name: str) -> float:
         return 0.0
     found = difference / power if power else math.inf
     if not math.isfinite(found):
-        raise InputError(f"{name}: relative error {found}", "the weight holds NaN or Inf, or is zero")
+        raise InputError(f"{name}: relative error {found}", "the weight or its input holds NaN or Inf, or is zero")
     return found

@@ -309,11 +309,14 @@ def schemes_from_config(
         if scheme.weights.kind == "float":
             scheme = with_float8(scheme, flavour)
         by_target.update(dict.fromkeys(group.get("targets", ()), scheme))
-    ignore = config.get("ignore") or ()
+    ignore = set(config.get("ignore") or ())
+    # A name is looked up; only what may mean several linears is compared with each: mixtures have tens of thousands.
+    wide_targets, wide_ignore = ([word for word in words if _is_wide(word)] for words in (by_target, ignore))
     resolved: dict[str, LinearScheme | None] = {}
     for name in linears:
-        matches = [target for target in by_target if _matches(name, target)]
-        ignored = any(_matches(name, pattern) for pattern in ignore)
+        matches = [target for target in wide_targets if _matches(name, target)]
+        matches += [name] if name in by_target else []
+        ignored = name in ignore or any(_matches(name, pattern) for pattern in wide_ignore)
         resolved[name] = None if ignored or not matches else by_target[min(matches, key=_specificity)]
     return resolved
 
@@ -439,6 +442,10 @@ def _linear_scheme(label: str, group: Mapping[str, Any], *, layout: Any) -> Line
 def _specificity(target: str) -> tuple[bool, bool, str]:
     """Order targets as compressed-tensors does: exact names first, then patterns, then the class."""
     return (target == "Linear", target.startswith("re:"), target)
+
+
+def _is_wide(target: str) -> bool:
+    return target == "Linear" or target.startswith("re:")
 
 
 def _matches(name: str, target: str) -> bool:

@@ -12,7 +12,9 @@ from quantflow.measurements.keys import by_site, observer_kinds
 from quantflow.measurements.placement import Placement, check_cover
 from quantflow.measurements.record import Measurement
 
-_SAME_ON_EVERY_RANK = ("model.fingerprint", "model.family", "calibration", "dtype", "seed", "observers", "tools", "device")
+_SAME_ON_EVERY_RANK = (
+    *("model.fingerprint", "model.family", "calibration", "dtype", "seed", "observers", "experts", "tools", "device"),
+)
 _OF_A_SHARE = ("offset", "length")  # what may differ between the cards of a replica
 _ONE = "give the ranks of one measurement"
 

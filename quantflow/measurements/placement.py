@@ -29,6 +29,7 @@ From it follows what the ranks of one replica, which all run the same tokens, sa
     query             same        samples
     gradient          same        channels  same              samples
     guided_input      same        same      channels          samples
+    routed            same        same      same              samples
 
 same: every rank all of it. channels: each rank its own channels. samples: each rank all channels of its own samples
 (heads of queries and caches are samples of head_dim channels). partial: each rank a summand of every sample.
@@ -96,7 +97,7 @@ def check_placement(name: str, placement: Any, *, where: str) -> None:
 def layout(placement: Placement, site: str) -> Layout:
     """Return how the ranks of a replica share what flows at a site; see the table above."""
     kind = placement["kind"]
-    if kind == "replicated":
+    if kind == "replicated" or (site == "routed" and kind != "expert"):
         return "same"
     if kind == "expert" or site not in ("input", "output", "weight", "gradient", "guided_input"):
         return "samples"

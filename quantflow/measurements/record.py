@@ -9,6 +9,8 @@ measurement.json          everything else, `meta`:
  dtype, seed, calibration: {hash, samples, tokens, sequence_length} of the whole set, observers: [names],
  tensors: {source name: its placement, see placement.py},
  counts: {samples, tokens} of this rank, tools,
+ experts: of a mixture, whether an expert was shown the tokens that were `routed` to it, or `all`,
+ routed: the ledger of tokens of each expert, made from the statistics by routing.py,
  device: the name and generation of what computed, where it was no CPU (those are in tools),
  unified: what unify.py says, where it made this, expanded: what expand.py says, where it made this,
  files: {name: sha256}, digest: sha256 of the canonical JSON of all this without digest}
@@ -33,6 +35,7 @@ from quantflow.core.parallel import SEQUENTIAL, Workers
 from quantflow.errors import InputError, IntegrityError, StatisticsError, UnsupportedError
 from quantflow.measurements.keys import Key, are_states, by_site, observers_at
 from quantflow.measurements.placement import check_placement
+from quantflow.measurements.routing import ledger_of
 from quantflow.measurements.stored import Headers, StoredStatistics, write_tensors
 from quantflow.observers import observers_for
 
@@ -64,8 +67,8 @@ _FIELDS: tuple[tuple[str, type], ...] = (
     ("tools", dict),
 )
 _KEYS = {path.split(".")[0] for path, _ in _FIELDS} | {"kind"}
-_WRITTEN_KEYS = {"files", "digest"}
-_OPTIONAL_KEYS = {"device", "unified", "expanded"}
+_WRITTEN_KEYS = {"files", "digest", "routed"}
+_OPTIONAL_KEYS = {"device", "experts", "unified", "expanded"}
 _AGAIN = "measure again, or copy the folder again from where it was measured"
 
 
@@ -130,6 +133,7 @@ def write_measurement(folder: Path, measurement: Measurement) -> dict[str, str]:
     tensors = {STATISTICS_NAME: measurement.statistics, CALIBRATION_NAME: calibration}
     files = {name: write_tensors(folder / name, held) for name, held in tensors.items()}
     meta = {key: value for key, value in measurement.meta.items() if key not in _WRITTEN_KEYS} | {"files": files}
+    meta |= {"routed": ledger} if (ledger := ledger_of(measurement.statistics)) else {}
     record = readable_json({**meta, "digest": digest_of(meta)})
     disk.write_file(folder / META_NAME, record)
     return {**files, META_NAME: hashlib.sha256(record).hexdigest()}

@@ -31,6 +31,7 @@ from quantflow.measurements.keys import Key, by_site
 from quantflow.measurements.merging import BOUNDED, Value, merge
 from quantflow.measurements.placement import channels, joined, layout, shares
 from quantflow.measurements.record import Measurement
+from quantflow.measurements.routing import routed_key
 
 Grid = Sequence[Sequence[Measurement]]  # one row per replica, cards in order
 
@@ -187,8 +188,9 @@ def _is_at(member: Measurement, name: str, site: str, statistics: Iterable[str])
 
 
 def _unseen(tensors: Mapping[str, Mapping[str, Any]], statistics: Mapping[str, Tensor]) -> list[str]:
-    """Return the experts of a group whose input has no statistics, or none but those of nothing."""
+    """Return the experts of a group whose input has no statistics, or none but those of nothing, or that got no token."""
     experts = {name for name, placement in tensors.items() if placement["kind"] == "expert" and placement["length"]}
+    counted = {key.partition("|")[0]: key for key in map(routed_key, tensors) if key in statistics}
     sites = by_site({text: value for text, value in statistics.items() if text.partition("|")[0] in experts})
     seen = {name for (name, site), values in sites.items() if site == "input" and any(map(torch.any, values.values()))}
-    return sorted(experts - seen)
+    return sorted((experts - seen) | {name for name, key in counted.items() if not statistics[key]})

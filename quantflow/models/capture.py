@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -101,12 +102,12 @@ class LayerStream:
                 del tied[name]
 
     def _check_graph(self) -> None:
-        found = {
-            f"{self.graph.family.layers}.{name}"
-            for name, module in self._layers.named_modules()
-            if isinstance(module, nn.Linear)
-        }
-        known = {name for name in self.graph.linears if self.names.to_module.get(f"{name}.weight") == f"{name}.weight"}
+        modules = {name: layer.module(name) for layer in self.graph.layers for name in (*layer.linears, *layer.routers)}
+        bound = self.names.to_module
+        known = {modules[name] for name in self.graph.linears if bound.get(f"{name}.weight") == f"{modules[name]}.weight"}
+        inside = self._layers.named_modules(prefix=self.graph.family.layers)
+        found = {name for name, module in inside if isinstance(module, nn.Linear)}
+        found -= {modules[name] for name in self.graph.routers}
         if found != known:
             name = min(found ^ known)
             raise UnsupportedError(
@@ -168,9 +169,10 @@ class LayerStream:
             as_stored: keep the weights of its linears in the dtype that they are stored in, half the memory for the same
                 outputs (`quantflow.models.stand_ins.in_parts`). They must not be quantized.
         """
-        module, prefix = self._originals[index], f"{self.graph.layers[index].prefix}."
-        names = {name: self.names.to_source[f"{prefix}{name}"] for name, _ in module.named_parameters()}
-        linears = {name: part for name, part in module.named_modules() if as_stored and isinstance(part, nn.Linear)}
+        module, layer = self._originals[index], self.graph.layers[index]
+        names = {name: self.names.to_source[f"{layer.prefix}.{name}"] for name, _ in module.named_parameters()}
+        inside = [layer.relative(name) for name in layer.linears if as_stored]
+        linears: dict[str, Any] = {name: module.get_submodule(name) for name in inside}
         stored = [f"{name}.weight" for name in linears]
         try:
             self.weights.fill_(module, {name: names[name] for name in names if name not in stored}, dtype=self.dtype)

@@ -1,14 +1,16 @@
-"""Which linears a model has, which of them share an input, and which norm that input comes from: one table per family.
+"""Which linears a model has, which of them share an input, and what that input comes from: one table per family.
 
 Everything here is in SOURCE names, the names of the checkpoint, without the `.weight` at the end.
-For the families in `FAMILIES` a decoder layer has the same names in the checkpoint and in the module tree;
-`quantflow.models.capture` checks that when it opens a model.
+For the families in `FAMILIES` a decoder layer has the same names in the checkpoint and in the module tree, but for what
+`Layer.relative` renames; `quantflow.models.capture` checks that when it opens a model. The experts of a mixture are linears
+of their own, as the checkpoint has them: `quantflow.models.experts` gives the module tree the same.
+Longer than 300 lines because the table of families stands with the records that it is made of.
 """
 
 from dataclasses import dataclass, replace
 from typing import Any
 
-from quantflow.errors import UnsupportedError
+from quantflow.errors import InputError, UnsupportedError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,13 +19,56 @@ class LinearGroup:
 
     Attributes:
         linears: names, inside the layer in a `Family`, full in a `Layer`.
-        norm: the norm whose output is exactly the group's input, or None when something else lies between.
+        norm: the norm whose output is exactly the group's input and nobody else's, or None when something else lies between,
+            or the router, which is not quantized, reads that output too.
+        feeder: the linear of whose outputs the group's input is a sum of multiples, each channel from one output, by numbers
+            that do not depend on it: a factor goes through. Attention weighs values, a gate multiplies what goes up.
+        per_head: the feeder's outputs are heads, each of which `Layer.repeats` heads of the group's input come from.
         fused: runtimes run the group as one linear, so per-tensor scales have to be shared over it.
+        expert: the expert that the linears are part of, such as `mlp.experts.3`; None outside a mixture. Only some tokens
+            reach it.
     """
 
     linears: tuple[str, ...]
     norm: str | None = None
+    feeder: str | None = None
+    per_head: bool = False
     fused: bool = False
+    expert: str | None = None
+
+    @property
+    def folds(self) -> bool:
+        """Whether what the group reads comes from something that factors can be folded into."""
+        return self.norm is not None or self.feeder is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixture:
+    """What a sparse layer has in the place of its MLP.
+
+    Attributes:
+        block: its module inside a layer, as the checkpoint calls it; transformers calls it `mlp` in every family.
+        linears: what the gate, up and down linears of an expert are called.
+        shared: linears that every token goes through beside the experts, in call order.
+        routers: linears that decide which experts a token goes to and what they count; they stay as they are.
+    """
+
+    block: str = "mlp"
+    linears: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    shared: tuple[LinearGroup, ...] = ()
+    routers: tuple[str, ...] = ("gate",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Residual:
+    """What reads and writes the hidden state outside the layers, in families whose norms are all RMSNorms.
+
+    Such a norm multiplies x / sqrt(mean x^2) by its weight (not by 1 + it), so it commutes with rotations.
+    """
+
+    embedding: str = "model.embed_tokens"
+    norm: str = "model.norm"
+    head: str = "lm_head"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +80,9 @@ class Family:
         layers: the list of decoder layers, `model.layers`.
         attention: the attention module inside a layer, the one that writes the KV cache.
         groups: every linear of a decoder layer exactly once, in the order in which the layer calls them.
+        mixture: what stands in the place of the `mlp` among `groups` in the layers that config.json makes sparse.
+        residual: None where a norm subtracts the mean, which no rotation commutes with, and for mixtures, whose routers read
+            the hidden state too. Elsewhere the groups whose input is no norm's output write it, and no others do.
     """
 
     model_type: str
@@ -42,25 +90,58 @@ class Family:
     layers: str
     attention: str
     groups: tuple[LinearGroup, ...]
+    mixture: Mixture | None = None
+    residual: Residual | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """One decoder layer; `prefix` is `model.layers.3`, the names in `groups` are full."""
+    """One decoder layer; all names are full.
+
+    Attributes:
+        prefix: `model.layers.3`.
+        routers: linears of a mixture that are never quantized; empty in a dense layer.
+        block: the mixture's module, as the checkpoint calls it; None in a dense layer.
+        experts: how many experts the mixture has, 0 in a dense layer.
+        chosen: how many of them a token goes to.
+        repeats: how many query heads share a key/value head.
+        head_dim: features of a head.
+    """
 
     index: int
     prefix: str
     attention: str
     groups: tuple[LinearGroup, ...]
+    routers: tuple[str, ...] = ()
+    block: str | None = None
+    experts: int = 0
+    chosen: int = 0
+    repeats: int = 1
+    head_dim: int = 1
 
     @property
     def linears(self) -> tuple[str, ...]:
-        """Full names of the layer's linears, in call order."""
+        """Full names of the layer's linears, routers not among them, in call order."""
         return tuple(name for group in self.groups for name in group.linears)
 
-    def relative(self, name: str) -> str:
-        """Return a full name of this layer as the layer itself calls it: `self_attn.q_proj`."""
+    @property
+    def gates(self) -> dict[str, str]:
+        """Each expert, in order, and its first linear, under which its tokens are counted."""
+        return {group.expert: group.linears[0] for group in self.groups if group.expert is not None and group.fused}
+
+    def inside(self, name: str) -> str:
+        """Return a full name of this layer without the layer's own: `self_attn.q_proj`."""
         return name.removeprefix(f"{self.prefix}.")
+
+    def relative(self, name: str) -> str:
+        """Return a full name of this layer as its module calls it: `mlp.gate` for Mixtral's `block_sparse_moe.gate`."""
+        if self.block is not None and name.startswith(f"{self.block}."):
+            return f"{MLP}.{name.removeprefix(f'{self.block}.')}"
+        return self.inside(name)
+
+    def module(self, name: str) -> str:
+        """Return a full name of this layer as the whole model calls it: `model.layers.3.mlp.gate`."""
+        return f"{self.prefix}.{self.relative(name)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,15 +153,26 @@ class Graph:
 
     @property
     def linears(self) -> tuple[str, ...]:
-        """Full names of every linear of the decoder layers, in call order."""
+        """Full names of every linear of the decoder layers, routers not among them, in call order."""
         return tuple(name for layer in self.layers for name in layer.linears)
 
+    @property
+    def routers(self) -> tuple[str, ...]:
+        """Full names of the linears of mixtures that are never quantized."""
+        return tuple(name for layer in self.layers for name in layer.routers)
 
+    @property
+    def sparse(self) -> bool:
+        """Whether any layer has experts."""
+        return any(layer.experts for layer in self.layers)
+
+
+MLP = "mlp"  # how transformers calls the MLP of a layer, and the mixture in its place
 _LLAMA_GROUPS = (
     LinearGroup(linears=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), norm="input_layernorm", fused=True),
-    LinearGroup(linears=("self_attn.o_proj",)),
+    LinearGroup(linears=("self_attn.o_proj",), feeder="self_attn.v_proj", per_head=True),
     LinearGroup(linears=("mlp.gate_proj", "mlp.up_proj"), norm="post_attention_layernorm", fused=True),
-    LinearGroup(linears=("mlp.down_proj",)),
+    LinearGroup(linears=("mlp.down_proj",), feeder="mlp.up_proj"),
 )
 _LLAMA = Family(
     model_type="llama",
@@ -88,6 +180,7 @@ _LLAMA = Family(
     layers="model.layers",
     attention="self_attn",
     groups=_LLAMA_GROUPS,
+    residual=Residual(),
 )
 # The norms feed the same linears with and without use_parallel_residual; only what is added to the result differs.
 _GPT_NEOX = Family(
@@ -102,6 +195,16 @@ _GPT_NEOX = Family(
         LinearGroup(linears=("mlp.dense_4h_to_h",)),
     ),
 )
+# The shared expert reads what the experts and the router read; its own gate is a row that says how much it counts.
+_QWEN2_MOE = Mixture(
+    shared=(
+        LinearGroup(linears=("shared_expert.gate_proj", "shared_expert.up_proj"), fused=True),
+        LinearGroup(linears=("shared_expert.down_proj",), feeder="shared_expert.up_proj"),
+    ),
+    routers=("gate", "shared_expert_gate"),
+)
+_SPARSE = replace(_LLAMA, residual=None)
+_MIXTRAL = Mixture(block="block_sparse_moe", linears=("w1", "w3", "w2"))
 FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
@@ -110,6 +213,10 @@ FAMILIES: dict[str, Family] = {
         replace(_LLAMA, model_type="qwen2", architecture="Qwen2ForCausalLM"),
         replace(_LLAMA, model_type="qwen3", architecture="Qwen3ForCausalLM"),
         _GPT_NEOX,
+        replace(_SPARSE, model_type="mixtral", architecture="MixtralForCausalLM", mixture=_MIXTRAL),
+        replace(_SPARSE, model_type="qwen2_moe", architecture="Qwen2MoeForCausalLM", mixture=_QWEN2_MOE),
+        replace(_SPARSE, model_type="qwen3_moe", architecture="Qwen3MoeForCausalLM", mixture=Mixture()),
+        replace(_SPARSE, model_type="olmoe", architecture="OlmoeForCausalLM", mixture=Mixture()),
     )
 }
 
@@ -143,20 +250,85 @@ def graph_for(config: Any) -> Graph:
 
     Raises:
         UnsupportedError: the family is not supported.
+        InputError: a mixture, and no number of experts.
     """
     family = family_for(config.model_type, getattr(config, "architectures", None))
     count: int = config.num_hidden_layers
-    return Graph(family=family, layers=tuple(_layer(family, index) for index in range(count)))
+    return Graph(family=family, layers=tuple(_layer(family, index, config) for index in range(count)))
 
 
-def _layer(family: Family, index: int) -> Layer:
+def _layer(family: Family, index: int, config: Any) -> Layer:
     prefix = f"{family.layers}.{index}"
-    groups = tuple(
-        LinearGroup(
-            linears=tuple(f"{prefix}.{name}" for name in group.linears),
-            norm=None if group.norm is None else f"{prefix}.{group.norm}",
-            fused=group.fused,
-        )
-        for group in family.groups
+    experts = _experts(family, index, config)
+    heads = int(config.num_attention_heads)
+    shared = int(getattr(config, "num_key_value_heads", None) or heads)
+    groups = tuple(_full(_unclipped(group, config), prefix) for group in family.groups)
+    layer = Layer(
+        index=index,
+        prefix=prefix,
+        attention=f"{prefix}.{family.attention}",
+        groups=groups,
+        repeats=heads // shared,
+        head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
     )
-    return Layer(index=index, prefix=prefix, attention=f"{prefix}.{family.attention}", groups=groups)
+    if family.mixture is None or not experts:
+        return layer
+    block = f"{prefix}.{family.mixture.block}"
+    dense = [group for group in groups if not group.linears[0].startswith(f"{prefix}.{MLP}.")]
+    routed = [group for number in range(experts) for group in _expert(family.mixture, number)]
+    chosen = getattr(config, "num_experts_per_tok", None)
+    return replace(
+        layer,
+        groups=(*dense, *(_full(group, block) for group in (*family.mixture.shared, *routed))),
+        routers=tuple(f"{block}.{name}" for name in family.mixture.routers),
+        block=block,
+        experts=experts,
+        chosen=chosen if isinstance(chosen, int) else experts,
+    )
+
+
+def _unclipped(group: LinearGroup, config: Any) -> LinearGroup:
+    """Return a group without its feeder where values are cut to a range (OLMoE's `clip_qkv`), which no factor goes through."""
+    clips = group.per_head and getattr(config, "clip_qkv", None) is not None
+    return replace(group, feeder=None, per_head=False) if clips else group
+
+
+def _experts(family: Family, index: int, config: Any) -> int:
+    """Return how many experts a layer has, 0 where it is dense, as the families' own modules decide.
+
+    Raises:
+        InputError: config.json has no number of experts.
+    """
+    if family.mixture is None:
+        return 0
+    counts = [getattr(config, key, None) for key in ("num_experts", "num_local_experts")]  # transformers takes either
+    found = [count for count in counts if isinstance(count, int)]
+    if not found:
+        raise InputError(
+            f"config.json: num_experts and num_local_experts are {counts}, a {family.model_type} has experts",
+            "restore the file from its source",
+        )
+    step = getattr(config, "decoder_sparse_step", None) or 1
+    dense = index in (getattr(config, "mlp_only_layers", None) or ()) or (index + 1) % step
+    return 0 if dense else found[0]
+
+
+def _expert(mixture: Mixture, number: int) -> tuple[LinearGroup, LinearGroup]:
+    """Return the groups of one expert: gate and up share an input, down has its own.
+
+    What goes up does not absorb factors for down: an expert's few tokens would choose them.
+    """
+    expert = f"experts.{number}"
+    gate, up, down = (f"{expert}.{name}" for name in mixture.linears)
+    return LinearGroup(linears=(gate, up), fused=True, expert=expert), LinearGroup(linears=(down,), expert=expert)
+
+
+def _full(group: LinearGroup, prefix: str) -> LinearGroup:
+    """Return a group with full names."""
+    return replace(
+        group,
+        linears=tuple(f"{prefix}.{name}" for name in group.linears),
+        norm=None if group.norm is None else f"{prefix}.{group.norm}",
+        feeder=None if group.feeder is None else f"{prefix}.{group.feeder}",
+        expert=None if group.expert is None else f"{prefix}.{group.expert}",
+    )

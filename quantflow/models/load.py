@@ -18,8 +18,10 @@ from transformers import (
 from quantflow.artifact.checkpoint import Checkpoint, open_checkpoint, refuse_quantized
 from quantflow.errors import InputError, UnsupportedError
 from quantflow.models.configuration import first_line, load_config
+from quantflow.models.experts import view_
 from quantflow.models.names import NameMap, twins
 from quantflow.models.reading import read_rows, read_tensor
+from quantflow.models.source import refuse_stacked_experts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +69,7 @@ def open_source(folder: str | Path) -> Source:
     """
     checkpoint = open_checkpoint(Path(folder))
     refuse_quantized(checkpoint)
+    refuse_stacked_experts(checkpoint)
     return Source(checkpoint=checkpoint, config=load_config(checkpoint))
 
 
@@ -110,6 +113,8 @@ def read_tensors(checkpoint: Checkpoint, names: Iterable[str], *, dtype: torch.d
 def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
     """Return the causal LM of a configuration without storage: parameters on meta, buffers real, eval mode, SDPA.
 
+    The experts of a mixture are linears of their own (`quantflow.models.experts`).
+
     Raises:
         UnsupportedError: a buffer that is not computed from the configuration alone.
     """
@@ -126,6 +131,7 @@ def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
                 "use a supported family without them",
             )
         model.set_submodule(name, type(module)(model.config))
+    view_(model)
     model.requires_grad_(False)
     return model.eval()
 

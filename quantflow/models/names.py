@@ -52,10 +52,15 @@ class NameMap:
     def module_name(self, source: str) -> str:
         """Return the module name of a source name; a name the table does not mention stays as it is.
 
+        What the table merges is a parameter of its own where the model has one of its name: the linears of experts.
+
         Raises:
             UnsupportedError: the table merges or splits this tensor, so it is no single parameter.
         """
         name: str
+        name, _ = rename_source_key(source, self._renamings, [], self._prefix, self._parameters)
+        if name in self._parameters:
+            return name
         name, converter = rename_source_key(source, self._renamings, self._converters, self._prefix, self._parameters)
         if converter is not None:
             raise UnsupportedError(

@@ -10,7 +10,7 @@ from typing import Any
 from quantflow.artifact.canonical import digest_of, file_digest
 from quantflow.artifact.checkpoint import CONFIG, Checkpoint, open_checkpoint, refuse_quantized
 from quantflow.artifact.digests import Digests
-from quantflow.errors import InputError
+from quantflow.errors import InputError, UnsupportedError
 from quantflow.models.graph import family_for
 
 _SIZES = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
@@ -68,7 +68,22 @@ def open_files(folder: str | Path) -> ModelFiles:
     """
     checkpoint = open_checkpoint(Path(folder))
     refuse_quantized(checkpoint)
+    refuse_stacked_experts(checkpoint)
     return ModelFiles(checkpoint=checkpoint, config=PlainConfig(checkpoint))
+
+
+def refuse_stacked_experts(checkpoint: Checkpoint) -> None:
+    """Refuse a mixture whose experts are one tensor, as transformers has them in memory.
+
+    Raises:
+        UnsupportedError: naming the tensor.
+    """
+    for name, (file, info) in checkpoint.tensors.items():
+        if len(info.shape) == 3 and ".experts." in name:
+            raise UnsupportedError(
+                f"{file}: {name} {list(info.shape)} holds all experts of a layer",
+                "use a checkpoint with a tensor per expert and projection, as save_pretrained of transformers writes it",
+            )
 
 
 def fingerprint(checkpoint: Checkpoint, digests: Digests | None = None) -> str:

@@ -13,6 +13,7 @@ on the CPU whatever device the samples are on. An unseen observer is all zeros, 
 | histogram    | counts [514]                 | exact, in any order             |
 | hessian      | hessian_sum [K, K], count [] | sums in rank order, count exact |
 | fisher       | square_sum [C], count []     | sums in rank order, count exact |
+| count        | count []                     | exact, in any order             |
 """
 
 from collections.abc import Iterable, Mapping
@@ -24,6 +25,7 @@ from torch import Tensor
 from quantflow.errors import UsageError
 from quantflow.observers.amax import AmaxObserver
 from quantflow.observers.channel_amax import ChannelAmaxObserver
+from quantflow.observers.count import CountObserver
 from quantflow.observers.fisher import FisherObserver
 from quantflow.observers.hessian import HessianObserver
 from quantflow.observers.histogram import HistogramObserver
@@ -65,6 +67,7 @@ OBSERVERS: Mapping[str, type[Observer]] = MappingProxyType(
         HistogramObserver.NAME: HistogramObserver,
         HessianObserver.NAME: HessianObserver,
         FisherObserver.NAME: FisherObserver,
+        CountObserver.NAME: CountObserver,
     }
 )
 

@@ -10,6 +10,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from quantflow.artifact.canonical import read_json
 from quantflow.artifact.checkpoint import Checkpoint
 from quantflow.backends import hpu
+from quantflow.errors import UnsupportedError
+from quantflow.models.graph import graph_for
 from quantflow.models.load import load_tokenizer, skeleton
 from quantflow.models.names import NameMap
 from quantflow.runtime.artifact import Artifact, open_artifact
@@ -61,13 +63,18 @@ def load(
     Raises:
         IntegrityError: a file differs from its hash.
         InputError: a tensor that is missing, unknown or not used; a scale that is not finite and positive; no manifest.
-        UnsupportedError: a family, layout version, device or scheme that this version does not know.
+        UnsupportedError: a family, layout version, device or scheme that this version does not know; a mixture on a Gaudi.
         UsageError: a backend that is unknown or cannot run a linear; another dtype than float32, bfloat16 and float16.
     """
     on_gaudi = torch.device(device).type == hpu.NAME
     if on_gaudi:
         hpu.require()  # before anything is read; importing the bridge makes torch know the device
     artifact = open_artifact(folder, backend=backend, dtype=dtype, verify=verify, device=device)
+    if on_gaudi and graph_for(artifact.config).sparse:
+        raise UnsupportedError(
+            f"{folder}: experts on {hpu.NAME}: a graph that is replayed sends every token where the first went",
+            "run it on the CPU",
+        )
     model = skeleton(artifact.config)
     artifact.fill_(model, NameMap(model).bind(artifact.names).to_source, dtype=dtype)
     model.to(artifact.device)

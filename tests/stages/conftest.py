@@ -4,11 +4,28 @@ from pathlib import Path
 
 import pytest
 
-from stages import quantize
-from stages._config import Quantize
+from stages import measure, quantize
+from stages._config import Calibration, Quantize
 from stages._progress import Progress
 
 QUIET = Progress(quiet=True)
+
+
+@pytest.fixture(scope="module")
+def measured_family(family_model, text_files, tmp_path_factory):
+    """Return the measurement of a family, taken once."""
+    taken = {}
+
+    def take(family: str) -> Path:
+        if family not in taken:
+            calibration = Calibration(source=str(text_files["calibration"]), samples=6, sequence_length=48)
+            folder = tmp_path_factory.mktemp("measured") / family
+            stats = ("amax", "channel_amax", "min_max", "mean_abs")
+            job = measure.Job(model=family_model(family), output=folder, calibration=calibration, stats=stats)
+            taken[family] = measure.run(job, QUIET)
+        return taken[family]
+
+    return take
 
 
 @pytest.fixture

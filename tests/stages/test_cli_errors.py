@@ -169,6 +169,7 @@ def test_calibration_text_that_is_missing_or_not_given_is_refused(refused, llama
         (("--scheme", "FP8_DYNAMIC", "--algorithm", "gptq"), "gptq"),
         (("--scheme", "W8A16", "--algorithm", "gtpq"), "did you mean 'gptq'"),
         (("--scheme", "W8A8", "--smoothquant", "1.5"), "alpha=1.5"),
+        (("--scheme", "W8A8", "--smoothquant", "half"), "alpha='half'"),
         (("--scheme", "W4A16", "--group-size", "32"), "hessian_sum"),
         (("--scheme", "FP8"), "needs amax"),
         (("--scheme", "W8A16", "--sceme", "FP8"), "--sceme"),

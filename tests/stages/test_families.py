@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig
+from transformers import AutoModelForCausalLM, DeepseekV3Config, GPT2Config, LlamaConfig
 
 from quantflow.artifact.verify import verify
 from quantflow.errors import GateError, UnsupportedError
@@ -22,7 +22,18 @@ from stages._progress import Progress
 
 QUIET = Progress(quiet=True)
 LAX = {"ppl_ratio": 1e9, "mean_kld": 1e9, "kld_p999": 1e9, "top1_agreement": 0.0}
-LINEARS = {"llama": 7, "mistral": 7, "qwen2": 7, "qwen3": 7, "gpt_neox": 4}  # of one decoder layer
+# Of one decoder layer; mixtures: attention, four experts of three linears each, a shared expert.
+LINEARS = {
+    "llama": 7,
+    "mistral": 7,
+    "qwen2": 7,
+    "qwen3": 7,
+    "gpt_neox": 4,
+    "mixtral": 16,
+    "qwen2_moe": 19,
+    "qwen3_moe": 16,
+    "olmoe": 16,
+}
 
 Entry = dict[str, Any]
 FP8 = {"scheme": "FP8"}
@@ -57,6 +68,13 @@ COMBINATIONS = [
     ("gpt_neox", FP8, 0.25),
     ("gpt_neox", W8A8_STATIC, 0.15),
     ("gpt_neox", FP8_DYNAMIC, 0.15),
+    ("mixtral", {**W4A16, "experts": "rtn", "expert_tokens": 16}, 0.6),
+    ("mixtral", {**FP8, "experts": "share_max"}, 0.3),
+    ("qwen2_moe", {**W4A16_ASYM, "experts": "all"}, 0.6),
+    ("qwen3_moe", {**W4A16, "experts": "rtn", "expert_tokens": 16}, 0.6),
+    ("qwen3_moe", W8A8, 0.15),
+    ("olmoe", {**W4A16, "experts": "all"}, 0.6),
+    ("olmoe", FP8_DYNAMIC, 0.3),
 ]
 
 
@@ -256,11 +274,13 @@ def test_a_float32_source_keeps_float32_where_it_is_not_quantized(
 @pytest.mark.parametrize(
     ("config", "name"),
     [
-        (MixtralConfig(vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-                       num_key_value_heads=2, num_local_experts=2), "mixtral"),
+        (DeepseekV3Config(vocab_size=64, hidden_size=16, intermediate_size=16, moe_intermediate_size=16, num_hidden_layers=1,
+                          num_attention_heads=2, num_key_value_heads=2, n_routed_experts=2, n_group=1, topk_group=1,
+                          num_experts_per_tok=1, first_k_dense_replace=0, q_lora_rank=None, kv_lora_rank=8,
+                          qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8), "deepseek_v3"),
         (GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2), "gpt2"),
     ],
-    ids=["mixtral", "gpt2"],
+    ids=["deepseek_v3", "gpt2"],
 )  # fmt: skip
 def test_an_unsupported_family_is_refused_by_its_name(
     config: Any, name: str, text_files: dict[str, Path], tmp_path: Path

@@ -17,9 +17,10 @@ from quantflow.models.load import load_model, open_source
 from quantflow.runtime.load import load
 from stages import _mixed, export, measure, quantize
 from stages._config import Calibration, Candidate, Override, Quantize, read_yaml, recipe_from
+from stages._entry import entries_of, statistics_for
 from stages._mixed import Mixture
 from stages._options import exit_code
-from stages._plan import entries_of, resolve, statistics_for
+from stages._plan import resolve
 from stages._progress import Progress
 from stages._ranks import rank_folder
 from stages._sensitivity import Item, candidates_of
@@ -408,11 +409,19 @@ def test_what_has_to_be_measured_first_is_told(llama, text_files, tmp_path, caps
     assert run("measure", llama, "-o", tmp_path / "1", *text, "--for", "W4A16") == 0
     assert run("quantize", llama, "-o", tmp_path / "out", "--target-bpw", "4.5", "--measurement", tmp_path / "1") == 3
     assert "the measurement has no square_sum of its gradient\n  fix: measure with --stats fisher" in capsys.readouterr().err
-    with pytest.raises(UsageError, match="target_bpw or max_kld with transform smoothquant; .* leave transforms out"):
-        entry = Quantize(name="x", scheme="W4A16", target_bpw=4.5, transforms=({"smoothquant": {"alpha": 0.5}},))
-        quantize.run(quantize.Job(model=llama, output=tmp_path / "out", entry=entry), QUIET)
     with pytest.raises(UsageError, match="target_bpw or max_kld with --ranks 2; choose with one process"):
         quantize.run(quantize.Job(model=llama, output=tmp_path / "out", entry=ENTRY, ranks=2), QUIET)
+
+
+@pytest.mark.parametrize("transform", ["smoothquant", "awq", "hadamard"])
+def test_transforms_are_refused_before_anything_is_measured_or_chosen(llama, tmp_path, transform):
+    entry = Quantize(name="x", scheme="W4A16", target_bpw=4.5, transforms=({transform: None},))
+    message = f"target_bpw or max_kld with transform {transform}; .* leave transforms out"
+    with pytest.raises(UsageError, match=message):
+        statistics_for([entry])
+    with pytest.raises(UsageError, match=message):
+        quantize.run(quantize.Job(model=llama, output=tmp_path / "out", entry=entry), QUIET)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_verb_prints_the_choice_and_draws_the_pareto_curve(llama, measured, tmp_path, capsys):

@@ -13,7 +13,7 @@ from quantflow.models.load import load_tokenizer, open_source
 from stages import measure, quantize
 from stages._config import Calibration, Candidate, Quantize, Resources
 from stages._divergence import divergence
-from stages._plan import plan_from
+from stages._planned import plan_from
 from stages._progress import Progress
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny-llama"

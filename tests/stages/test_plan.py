@@ -6,7 +6,8 @@ from transformers import LlamaConfig
 from quantflow.errors import SchemeError, UsageError
 from quantflow.models.graph import graph_for
 from stages._config import Override, Quantize
-from stages._plan import entries_of, resolve, statistics_for
+from stages._entry import entries_of, statistics_for
+from stages._plan import resolve
 
 GRAPH = graph_for(
     LlamaConfig(
@@ -187,11 +188,39 @@ def test_a_transform_that_cannot_be_is_refused(transform, said):
 
 
 def test_transforms_are_the_presets_unless_named_and_both_ends_of_alpha_are_allowed():
-    assert plan("W8A8").transforms == (("smoothquant", {"alpha": 0.5}),)
+    assert plan("W8A8").transforms == (("smoothquant", {"alpha": 0.5, "linears": False}),)
     assert plan("FP8").transforms == ()
     for alpha in (0, 1):
         found = plan("FP8_DYNAMIC", transforms=({"smoothquant": {"alpha": alpha}},)).transforms
-        assert found == (("smoothquant", {"alpha": float(alpha)}),)
+        assert found == (("smoothquant", {"alpha": float(alpha), "linears": False}),)
+
+
+def test_a_search_over_rows_runs_some_of_the_text_and_one_over_hessians_all_of_it():
+    auto = plan("W8A8", transforms=({"smoothquant": {"alpha": "auto"}},))
+    assert (auto.needs_rows, auto.needs_hessian, auto.needs_text) == (True, False, True)
+    assert list(auto.text(range(128))) == list(range(0, 128, 4))
+    assert list(auto.text(range(3))) == [0, 1, 2]
+    assert not list(auto.text(()))
+    static = plan("W8A8_STATIC", transforms=({"smoothquant": {"alpha": "auto"}},))
+    assert (auto.rows_apart, static.rows_apart, len(static.text(range(128)))) == (1, 4, 128)
+    awq = plan("W4A16", algorithm="rtn", group_size=32, transforms=({"awq": {}},))
+    assert (awq.needs_rows, awq.needs_hessian, awq.clips) == (False, True, True)
+    assert len(awq.text(range(128))) == 128
+    assert not plan("W8A8").needs_text and not list(plan("W8A8").text(range(128)))
+
+
+def test_what_a_rotated_model_needs_is_observed_in_it_with_all_of_the_text():
+    static = plan("W8A8_STATIC", transforms=({"hadamard": {}}, {"smoothquant": {"alpha": 0.5}}))
+    assert static.observed == ("channel_amax", "min_max")
+    assert len(static.text(range(128))) == 128
+    alone = plan("W8A16", transforms=({"hadamard": {}},))
+    assert alone.observed == () and not alone.needs_text and not alone.file_to_file
+
+
+def test_measure_observes_what_a_search_reads_and_no_rows():
+    entry = Quantize(name="a", scheme="W8A8", transforms=({"smoothquant": {"alpha": "auto"}},))
+    assert statistics_for([entry]) == ("channel_amax",)
+    assert statistics_for([Quantize(name="a", scheme="W4A16", transforms=({"awq": {}},))]) == ("mean_abs",)
 
 
 def test_the_plan_as_data_names_every_linear_its_scheme_and_the_algorithm():

@@ -19,6 +19,9 @@ ENTRIES = {
     "gptq": Quantize(name="x", scheme="W4A16", group_size=32),
     "gptq on quantized inputs": Quantize(name="x", scheme="W4A16", group_size=32, quantized_inputs=True),
     "smoothquant": Quantize(name="x", scheme="W8A8_STATIC"),
+    "searched smoothquant": Quantize(name="x", scheme="W8A8", transforms=({"smoothquant": {"alpha": "auto"}},)),
+    "awq": Quantize(name="x", scheme="W4A16", group_size=32, algorithm="rtn", transforms=({"awq": {}},)),
+    "hadamard": Quantize(name="x", scheme="W8A8_STATIC", algorithm="gptq", transforms=({"hadamard": {}},)),
 }
 
 

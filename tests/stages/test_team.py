@@ -206,8 +206,20 @@ def test_gptq_on_several_cards_unified_is_what_one_process_writes(alone, shards,
         ({"scheme": "W8A8", "algorithm": "gptq"}, 2),
         ({"scheme": "FP8", "transforms": [{"smoothquant": {"alpha": 0.5}}]}, 4),
         ({"scheme": "W4A16", "group_size": 16, "algorithm": "hqq"}, 2),
+        ({"scheme": "W4A16", "group_size": 16, "transforms": [{"awq": {"clip": True}}]}, 2),
+        ({"scheme": "W8A8_STATIC", "transforms": [{"smoothquant": {"alpha": "auto"}}]}, 4),
     ],
-    ids=["smoothquant", "static", "asymmetric-on-quantized-inputs", "ignored", "smoothquant-and-gptq", "per-tensor", "hqq"],
+    ids=[
+        "smoothquant",
+        "static",
+        "asymmetric-on-quantized-inputs",
+        "ignored",
+        "smoothquant-and-gptq",
+        "per-tensor",
+        "hqq",
+        "awq-and-gptq",
+        "searched-smoothquant",
+    ],
 )
 def test_every_plan_that_runs_the_model_is_what_one_process_writes(alone, ranks, tmp_path, recipe, world):
     ranks(tmp_path / "shards", recipe, world=world)

@@ -3,6 +3,7 @@
 import threading
 
 import pytest
+import torch
 
 from quantflow.core.parallel import SEQUENTIAL, Workers
 
@@ -20,6 +21,17 @@ def test_two_workers_run_two_units_at_once():
     both = threading.Barrier(2, timeout=PATIENCE)  # breaks unless two units wait at the same time
     with Workers(2) as workers:
         assert workers.map(lambda item: both.wait() >= 0 and item, [1, 2, 3, 4]) == [1, 2, 3, 4]
+
+
+def test_every_thread_is_told_anew_how_many_threads_a_product_takes(monkeypatch):
+    # It is a setting of each thread: what a stage says in its own reaches no other, and a product on two has other bits.
+    told: list[tuple[int, int]] = []
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: told.append((threading.get_ident(), number)))
+    with Workers(2) as workers:
+        both = threading.Barrier(2, timeout=PATIENCE)
+        ran = workers.map(lambda _: both.wait() >= 0 and threading.get_ident(), range(2))
+    assert sorted(told) == sorted((thread, 7) for thread in ran)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])

@@ -93,6 +93,7 @@ def test_query_heads_are_each_cards_own_where_key_heads_are_copies(simulation):
     assert shares(cards, "k_cache") == [[0, 1], [2, 3]]
     assert shares(cards, "query") == [[0], [1], [2], [3]]
     assert layout(cards[0], "query") == "samples"
+    assert layout(cards[0], "routed") == "same"  # a router sends the same tokens on every card
 
 
 def test_a_full_group_is_replicated_with_a_plan_and_a_part_of_one_knows_its_place(made):

@@ -1,9 +1,9 @@
 """Families as data; that the data is true of the real modules is tested with `capture`."""
 
 import pytest
-from transformers import GPT2Config, GPTNeoXConfig, LlamaConfig, MixtralConfig, Qwen3MoeConfig
+from transformers import DeepseekV3Config, GPT2Config, GPTNeoXConfig, LlamaConfig, MixtralConfig, OlmoeConfig, Qwen2MoeConfig
 
-from quantflow.errors import UnsupportedError
+from quantflow.errors import InputError, UnsupportedError
 from quantflow.models.graph import FAMILIES, family_for, graph_for
 
 
@@ -40,16 +40,136 @@ def test_a_gpt_neox_layer_by_hand():
     ]
 
 
+def test_values_feed_the_output_projection_head_by_head_and_what_goes_up_feeds_what_goes_down():
+    layer = graph_for(LlamaConfig(num_hidden_layers=1, num_attention_heads=32, num_key_value_heads=8, hidden_size=4096)).layers[
+        0
+    ]
+    fed = {group.linears: (group.feeder, group.per_head) for group in layer.groups if group.feeder is not None}
+    assert fed == {
+        ("model.layers.0.self_attn.o_proj",): ("model.layers.0.self_attn.v_proj", True),
+        ("model.layers.0.mlp.down_proj",): ("model.layers.0.mlp.up_proj", False),
+    }
+    assert (layer.repeats, layer.head_dim) == (4, 128)
+
+
+def test_a_head_may_be_wider_than_its_share_of_the_hidden_state():
+    layer = graph_for(LlamaConfig(num_hidden_layers=1, num_attention_heads=4, hidden_size=64, head_dim=32)).layers[0]
+    assert (layer.repeats, layer.head_dim) == (1, 32)
+
+
+def test_nothing_is_folded_through_an_activation_or_into_a_linear_of_queries_keys_and_values():
+    assert all(group.feeder is None for group in FAMILIES["gpt_neox"].groups)
+    assert FAMILIES["gpt_neox"].residual is None
+
+
+@pytest.mark.parametrize("config", [MixtralConfig, Qwen2MoeConfig, OlmoeConfig], ids=lambda config: config.model_type)
+def test_of_a_mixture_nothing_is_folded_into_the_norm_that_the_router_reads_or_inside_an_expert(config):
+    layer = graph_for(config(num_hidden_layers=1, num_local_experts=2, num_experts=2)).layers[0]
+    name = layer.prefix
+    folded = {group.linears[-1]: group.norm or group.feeder for group in layer.groups if group.folds}
+    shared = {f"{name}.mlp.shared_expert.down_proj": f"{name}.mlp.shared_expert.up_proj"}
+    assert folded == {
+        f"{name}.self_attn.v_proj": f"{name}.input_layernorm",
+        f"{name}.self_attn.o_proj": f"{name}.self_attn.v_proj",
+        **(shared if config is Qwen2MoeConfig else {}),
+    }
+    assert FAMILIES[config.model_type].residual is None
+
+
+def test_the_dense_layers_of_a_mixture_are_folded_like_any_other():
+    layer = graph_for(Qwen2MoeConfig(num_hidden_layers=1, num_experts=2, mlp_only_layers=[0])).layers[0]
+    assert [group.norm or group.feeder for group in layer.groups] == [
+        "model.layers.0.input_layernorm",
+        "model.layers.0.self_attn.v_proj",
+        "model.layers.0.post_attention_layernorm",
+        "model.layers.0.mlp.up_proj",
+    ]
+
+
+def test_values_that_are_cut_to_a_range_feed_nothing():
+    layer = graph_for(OlmoeConfig(num_hidden_layers=1, num_experts=2, clip_qkv=8.0)).layers[0]
+    assert [group.linears for group in layer.groups if group.folds] == [
+        tuple(f"model.layers.0.self_attn.{name}_proj" for name in "qkv")
+    ]
+
+
 def test_a_full_name_is_told_as_the_layer_calls_it():
     layer = graph_for(LlamaConfig(num_hidden_layers=2)).layers[1]
     assert layer.relative("model.layers.1.mlp.down_proj") == "mlp.down_proj"
 
 
+def test_a_sparse_layer_of_mixtral_by_hand():
+    layer = graph_for(MixtralConfig(num_hidden_layers=2, num_local_experts=3, num_experts_per_tok=2)).layers[1]
+    block = "model.layers.1.block_sparse_moe"
+    assert [group.linears for group in layer.groups[:2]] == [
+        tuple(f"model.layers.1.self_attn.{name}_proj" for name in "qkv"),
+        ("model.layers.1.self_attn.o_proj",),
+    ]
+    assert [(group.linears, group.norm, group.fused, group.expert) for group in layer.groups[2:]] == [
+        group
+        for number in range(3)
+        for group in (
+            ((f"{block}.experts.{number}.w1", f"{block}.experts.{number}.w3"), None, True, f"{block}.experts.{number}"),
+            ((f"{block}.experts.{number}.w2",), None, False, f"{block}.experts.{number}"),
+        )
+    ]
+    assert layer.routers == (f"{block}.gate",)
+    assert (layer.experts, layer.chosen) == (3, 2)
+    assert layer.gates == {f"{block}.experts.{number}": f"{block}.experts.{number}.w1" for number in range(3)}
+
+
+def test_mixtral_calls_its_mixture_by_another_name_in_memory():
+    layer = graph_for(MixtralConfig(num_hidden_layers=2, num_local_experts=2)).layers[1]
+    name = "model.layers.1.block_sparse_moe.experts.0.w2"
+    assert layer.inside(name) == "block_sparse_moe.experts.0.w2"
+    assert layer.relative(name) == "mlp.experts.0.w2"
+    assert layer.module(name) == "model.layers.1.mlp.experts.0.w2"
+    assert layer.relative("model.layers.1.self_attn.q_proj") == "self_attn.q_proj"
+
+
+def test_qwen2_moe_has_a_shared_expert_whose_gate_is_a_router():
+    layer = graph_for(Qwen2MoeConfig(num_hidden_layers=1, num_experts=2)).layers[0]
+    assert [group.linears for group in layer.groups[2:4]] == [
+        ("model.layers.0.mlp.shared_expert.gate_proj", "model.layers.0.mlp.shared_expert.up_proj"),
+        ("model.layers.0.mlp.shared_expert.down_proj",),
+    ]
+    assert [group.expert for group in layer.groups[2:4]] == [None, None]
+    assert layer.routers == ("model.layers.0.mlp.gate", "model.layers.0.mlp.shared_expert_gate")
+
+
+@pytest.mark.parametrize(
+    ("options", "sparse"),
+    [
+        ({}, [0, 1, 2, 3, 4, 5]),
+        ({"decoder_sparse_step": 2}, [1, 3, 5]),
+        ({"mlp_only_layers": [0, 3]}, [1, 2, 4, 5]),
+        ({"decoder_sparse_step": 3, "mlp_only_layers": [2]}, [5]),
+    ],
+    ids=str,
+)
+def test_which_layers_are_sparse_is_what_the_families_modules_say(options, sparse):
+    graph = graph_for(Qwen2MoeConfig(num_hidden_layers=6, num_experts=2, **options))
+    assert [layer.index for layer in graph.layers if layer.experts] == sparse
+    dense = [layer for layer in graph.layers if not layer.experts]
+    assert all(layer.linears[-1].endswith("mlp.down_proj") and len(layer.linears) == 7 for layer in dense)
+    assert all(layer.routers == () for layer in dense)
+    assert graph.sparse
+
+
+def test_a_mixture_without_a_number_of_experts_is_refused():
+    class Config:
+        model_type, num_hidden_layers = "qwen3_moe", 1
+
+    with pytest.raises(InputError, match=r"num_experts and num_local_experts are \[None, None\], a qwen3_moe has experts"):
+        graph_for(Config())
+
+
 def test_the_supported_families_are_these():
-    assert list(FAMILIES) == ["llama", "mistral", "qwen2", "qwen3", "gpt_neox"]
+    dense = ["llama", "mistral", "qwen2", "qwen3", "gpt_neox"]
+    assert list(FAMILIES) == [*dense, "mixtral", "qwen2_moe", "qwen3_moe", "olmoe"]
 
 
-@pytest.mark.parametrize("config", [GPT2Config(), MixtralConfig(), Qwen3MoeConfig()], ids=lambda c: c.model_type)
+@pytest.mark.parametrize("config", [GPT2Config(), DeepseekV3Config()], ids=lambda c: c.model_type)
 def test_an_unsupported_family_is_refused_by_name(config):
     message = f"model_type '{config.model_type}' .*; use a model of one of llama, mistral, qwen2, qwen3, gpt_neox"
     with pytest.raises(UnsupportedError, match=message):

@@ -93,7 +93,14 @@ def test_two_tensors_for_one_parameter_are_refused(neox):
         NameMap(neox).bind([*neox.state_dict(), "embed_out.weight"])
 
 
+def test_an_expert_of_mixtral_has_other_names_in_the_model():
+    names = NameMap(skeleton(MixtralConfig(**SHAPE, num_local_experts=2, num_key_value_heads=2)))
+    found = names.module_name("model.layers.0.block_sparse_moe.experts.1.w2.weight")
+    assert found == "model.layers.0.mlp.experts.1.w2.weight"
+    assert names.module_name("model.layers.0.block_sparse_moe.gate.weight") == "model.layers.0.mlp.gate.weight"
+
+
 def test_weights_that_are_merged_on_load_are_refused_by_name():
     config = MixtralConfig(**SHAPE, num_local_experts=2, num_key_value_heads=2)
-    with pytest.raises(UnsupportedError, match=r"experts\.0\.w1\.weight: merged or split on load"):
-        NameMap(skeleton(config)).bind(["model.layers.0.block_sparse_moe.experts.0.w1.weight"])
+    with pytest.raises(UnsupportedError, match=r"experts\.2\.w1\.weight: merged or split on load"):
+        NameMap(skeleton(config)).bind(["model.layers.0.block_sparse_moe.experts.2.w1.weight"])

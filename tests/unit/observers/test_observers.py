@@ -13,7 +13,7 @@ from quantflow.observers import OBSERVERS, observers_for
 
 C = 4
 NAMES = list(OBSERVERS)
-EXACT = ["amax", "channel_amax", "min_max", "histogram"]
+EXACT = ["amax", "channel_amax", "min_max", "histogram", "count"]
 IDEMPOTENT = ["amax", "channel_amax", "min_max"]
 SUMS = ["mean_abs", "hessian", "fisher"]
 NEEDS_FEATURES = ["channel_amax", "min_max", "mean_abs", "hessian", "fisher"]
@@ -56,7 +56,7 @@ def rounding(value):
 
 
 def test_the_table_has_every_observer_under_its_name_and_its_statistics():
-    assert NAMES == ["amax", "channel_amax", "min_max", "mean_abs", "histogram", "hessian", "fisher"]
+    assert NAMES == ["amax", "channel_amax", "min_max", "mean_abs", "histogram", "hessian", "fisher", "count"]
     for name, kind in OBSERVERS.items():
         assert name == kind.NAME
         assert tuple(kind(C).state()) == kind.STATISTICS

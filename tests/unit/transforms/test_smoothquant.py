@@ -8,6 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from quantflow.core.parallel import Workers
+from quantflow.core.scheme import preset
+from quantflow.core.smoothing import Absorber, Fold, Smoothing, apply_, smooth_statistics
 from quantflow.errors import InputError, StatisticsError, UsageError
 from quantflow.transforms import TRANSFORMS, smoothquant
 
@@ -16,11 +19,46 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+def fold_of(weights, amax, absorber=None, *, scheme="W8A8", **statistics):
+    """Return a fold with a norm of ones, or what is given."""
+    return Fold(
+        weights=weights,
+        schemes=dict.fromkeys(weights, preset(scheme)),
+        scale_dtypes=dict.fromkeys(weights, torch.float32),
+        statistics={"channel_amax": amax, **statistics},
+        absorber=Absorber(norm_weight=torch.ones(amax.shape[0])) if absorber is None else absorber,
+    )
+
+
+def solve(weights, amax, absorber=None, *, alpha):
+    options = {"alpha": alpha, "linears": True}
+    smoothing = smoothquant.solve(fold_of(weights, amax, absorber), options=options).smoothing
+    assert smoothing is not None
+    return smoothing
+
+
 def test_two_channels_worked_by_hand():  # sqrt(4 / 1) = 2, sqrt(1 / 4) = 0.5; column maxima are over both linears
     weights = {"q": torch.tensor([[1.0, -2.0]]), "k": torch.tensor([[0.5, 4.0]])}
-    smoothing = smoothquant.solve(weights, input_amax=torch.tensor([4.0, 1.0]), norm_weight=torch.tensor([3.0, 3.0]), alpha=0.5)
+    smoothing = solve(weights, torch.tensor([4.0, 1.0]), Absorber(norm_weight=torch.tensor([3.0, 3.0])), alpha=0.5)
     assert smoothing.factors.tolist() == [2.0, 0.5]
     assert smoothing.norm_weight.tolist() == [1.5, 6.0]
+
+
+def test_heads_that_share_their_values_share_factors_worked_by_hand():
+    """Two heads of one value head of two features; the larger amax of each feature counts: 16 and 4, over columns 1 and 4."""
+    weights = {"o": torch.tensor([[1.0, 4.0, 0.5, 1.0]])}
+    smoothing = solve(weights, torch.tensor([16.0, 1.0, 1.0, 4.0]), Absorber(repeats=2, head_dim=2), alpha=0.5)
+    assert smoothing.factors.tolist() == [4.0, 1.0, 4.0, 1.0]
+    assert smoothing.divisors.tolist() == [4.0, 1.0]
+    assert smoothing.norm_weight is None
+
+
+def test_a_linear_that_is_stored_in_few_bits_is_divided_by_powers_of_two():  # sqrt(9) = 3 -> 4, sqrt(1 / 7) = 0.38 -> 0.5
+    smoothing = solve({"o": torch.tensor([[1.0, 7.0]])}, torch.tensor([9.0, 1.0]), Absorber(exact=True), alpha=0.5)
+    assert smoothing.factors.tolist() == [4.0, 0.5]
+    weight = random(2, 3).to(torch.bfloat16)
+    divided = (weight.float() / smoothing.divisors[:, None]).to(torch.bfloat16).float()
+    assert torch.equal(divided * smoothing.divisors[:, None], weight.float())
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 0.5, 0.8, 1.0])
@@ -28,8 +66,7 @@ def test_factors_are_those_of_the_authors_code(alpha):  # smooth.py, smooth_ln_f
     weight, act_scales = random(8, 16), random(16, seed=1).abs() * 10
     weight_scales = weight.abs().max(dim=0, keepdim=True)[0].max(dim=0)[0].clamp(min=1e-5)
     expected = (act_scales.pow(alpha) / weight_scales.pow(1 - alpha)).clamp(min=1e-5)
-    smoothing = smoothquant.solve({"q": weight}, input_amax=act_scales, norm_weight=torch.ones(16), alpha=alpha)
-    torch.testing.assert_close(smoothing.factors, expected)
+    torch.testing.assert_close(solve({"q": weight}, act_scales, alpha=alpha).factors, expected)
 
 
 @settings(max_examples=40, deadline=None)
@@ -47,17 +84,34 @@ def test_the_function_is_preserved_although_the_norm_is_stored_in_its_own_dtype(
     x = random(5, 16, seed=seed + 1) * torch.logspace(-2, 2, 16)
     inner = norm(x)
     before = [linear(inner) for linear in linears]
-    smoothing = smoothquant.solve(
-        {str(i): linear.weight.detach() for i, linear in enumerate(linears)},
-        input_amax=inner.detach().abs().amax(0),
-        norm_weight=norm.weight.detach().to(dtype),
-        alpha=alpha,
-    )
+    weights = {str(i): linear.weight.detach() for i, linear in enumerate(linears)}
+    absorber = Absorber(norm_weight=norm.weight.detach().to(dtype))
+    smoothing = solve(weights, inner.detach().abs().amax(0), absorber, alpha=alpha)
     assert smoothing.norm_weight.dtype == dtype
-    smoothquant.apply_(norm, linears, smoothing=smoothing)
+    apply_(norm, linears, smoothing=smoothing)
     assert torch.equal(norm.weight, smoothing.norm_weight.float())
     for linear, expected in zip(linears, before, strict=True):
         torch.testing.assert_close(linear(norm(x)), expected, rtol=1e-5, atol=1e-5 * float(expected.detach().abs().max()))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**31), st.floats(0, 1), st.sampled_from([1, 2, 4]), st.booleans())
+def test_the_function_is_preserved_where_a_linear_absorbs_the_factors(seed, alpha, repeats, has_bias):
+    """Attention's mean over tokens stands for all that weighs values: each value head is read by several query heads."""
+    torch.manual_seed(seed)
+    values, output = nn.Linear(6, 8, bias=has_bias), nn.Linear(8 * repeats, 5)
+    x = torch.randn(7, 6) * 3
+
+    def inputs():
+        heads = values(x).reshape(7, 2, 1, 4).expand(7, 2, repeats, 4)
+        return heads.reshape(7, 8 * repeats).cumsum(0) / 7
+
+    expected = output(inputs())
+    absorber = Absorber(repeats=repeats, head_dim=4, exact=has_bias)
+    smoothing = solve({"o": output.weight.detach()}, inputs().detach().abs().amax(0), absorber, alpha=alpha)
+    assert not torch.equal(smoothing.factors, torch.ones(8 * repeats))
+    apply_(values, [output], smoothing=smoothing)
+    torch.testing.assert_close(output(inputs()), expected, rtol=1e-5, atol=1e-5 * float(expected.detach().abs().max()))
 
 
 def test_a_norms_bias_is_divided_too():
@@ -65,8 +119,8 @@ def test_a_norms_bias_is_divided_too():
     with torch.no_grad():
         norm.bias.copy_(torch.tensor([8.0, 8.0]))
         linear.weight.copy_(torch.tensor([[1.0, 1.0]]))
-    smoothing = smoothquant.Smoothing(factors=torch.tensor([2.0, 0.5]), norm_weight=torch.tensor([0.5, 2.0]))
-    smoothquant.apply_(norm, [linear], smoothing=smoothing)
+    factors = torch.tensor([2.0, 0.5])
+    apply_(norm, [linear], smoothing=Smoothing(factors=factors, divisors=factors, norm_weight=torch.tensor([0.5, 2.0])))
     assert norm.bias.tolist() == [4.0, 16.0]
     assert linear.weight.tolist() == [[2.0, 0.5]]
 
@@ -74,20 +128,14 @@ def test_a_norms_bias_is_divided_too():
 def test_channels_that_carry_nothing_keep_factor_one():
     weight = torch.ones(2, 4)
     weight[:, 1] = 0
-    smoothing = smoothquant.solve(
-        {"q": weight},
-        input_amax=torch.tensor([0.0, 9.0, 9.0, 9.0]),
-        norm_weight=torch.tensor([1.0, 1.0, 0.0, 1.0]),
-        alpha=0.5,
-    )
+    absorber = Absorber(norm_weight=torch.tensor([1.0, 1.0, 0.0, 1.0]))
+    smoothing = solve({"q": weight}, torch.tensor([0.0, 9.0, 9.0, 9.0]), absorber, alpha=0.5)
     assert smoothing.factors.tolist() == [1.0, 1.0, 1.0, 3.0]
     assert smoothing.norm_weight.tolist()[:3] == [1.0, 1.0, 0.0]
 
 
 def test_factors_stay_within_four_decades():
-    smoothing = smoothquant.solve(
-        {"q": torch.ones(1, 2)}, input_amax=torch.tensor([1e9, 1e-9]), norm_weight=torch.ones(2), alpha=1.0
-    )
+    smoothing = solve({"q": torch.ones(1, 2)}, torch.tensor([1e9, 1e-9]), alpha=1.0)
     torch.testing.assert_close(smoothing.factors, torch.tensor([1e4, 1e-4]))
 
 
@@ -95,7 +143,7 @@ def test_factors_stay_within_four_decades():
 def test_a_norm_that_cannot_store_the_quotient_keeps_its_channel(norm_value):
     norm_weight = torch.tensor([norm_value], dtype=torch.float16)
     amax = 1e4 if norm_value < 1 else 1e-4
-    smoothing = smoothquant.solve({"q": torch.ones(1, 1)}, input_amax=torch.tensor([amax]), norm_weight=norm_weight, alpha=1.0)
+    smoothing = solve({"q": torch.ones(1, 1)}, torch.tensor([amax]), Absorber(norm_weight=norm_weight), alpha=1.0)
     assert smoothing.factors.tolist() == [1.0]
     assert torch.equal(smoothing.norm_weight, norm_weight)
 
@@ -112,8 +160,9 @@ def test_smoothed_statistics_are_what_a_second_measurement_would_have_seen():
         "count": torch.tensor(32),
         "counts": torch.ones(4, dtype=torch.int64),
         "hessian_sum": (x.T @ x).double(),
+        "rows": x[:3],
     }
-    smoothed = smoothquant.smooth_statistics(stats, factors)
+    smoothed = smooth_statistics(stats, factors)
     expected = {
         "amax": smooth.abs().max(),
         "channel_amax": smooth.abs().amax(0),
@@ -122,6 +171,7 @@ def test_smoothed_statistics_are_what_a_second_measurement_would_have_seen():
         "abs_sum": smooth.abs().double().sum(0),
         "count": torch.tensor(32),
         "hessian_sum": (smooth.T @ smooth).double(),
+        "rows": smooth[:3],
     }
     assert set(smoothed) == set(expected)  # the histogram is gone
     for name, value in expected.items():
@@ -130,32 +180,47 @@ def test_smoothed_statistics_are_what_a_second_measurement_would_have_seen():
 
 def test_amax_is_taken_from_the_range_where_channels_are_missing_and_dropped_without_any():
     stats = {"amax": torch.tensor(9.0), "min_val": torch.tensor([-9.0, -1.0]), "max_val": torch.tensor([1.0, 4.0])}
-    assert smoothquant.smooth_statistics(stats, torch.tensor([3.0, 0.5]))["amax"] == 8
-    assert smoothquant.smooth_statistics({"amax": torch.tensor(9.0)}, torch.ones(2)) == {}
+    assert smooth_statistics(stats, torch.tensor([3.0, 0.5]))["amax"] == 8
+    assert smooth_statistics({"amax": torch.tensor(9.0)}, torch.ones(2)) == {}
 
 
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"alpha": 1.5}, UsageError, r"alpha=1\.5 is outside 0\.\.1; choose"),
-        ({"alpha": math.nan}, UsageError, r"alpha=nan"),
-        ({"fold_weights": {}}, InputError, r"the fold has no linears"),
-        ({"fold_weights": {"q": torch.ones(2, 3)}}, InputError, r"q: weight is \[2, 3\], the norm has 2 features"),
-        ({"fold_weights": {"q": torch.full((2, 2), math.nan)}}, InputError, r"q: weight holds NaN or Inf"),
-        ({"input_amax": torch.ones(3)}, StatisticsError, r"channel_amax is \[3\], the norm is \[2\]"),
-        ({"input_amax": torch.tensor([1.0, -1.0])}, StatisticsError, r"negative value, NaN or Inf; measure again"),
-        ({"input_amax": torch.tensor([1.0, math.inf])}, StatisticsError, r"negative value, NaN or Inf"),
+        ({"options": {"alpha": 1.5, "linears": True}}, UsageError, r"alpha=1\.5; give a number from 0 to 1, or auto"),
+        ({"options": {"alpha": math.nan, "linears": True}}, UsageError, r"alpha=nan"),
+        ({"options": {"alpha": True, "linears": True}}, UsageError, r"alpha=True"),
+        ({"options": {"alpha": 0.5, "linears": "all"}}, UsageError, r"linears='all'; give true or false"),
+        ({"weights": {}}, InputError, r"the fold has no linears"),
+        ({"weights": {"q": torch.ones(2, 3)}}, InputError, r"q: weight is \[2, 3\], what it reads has 2 features"),
+        ({"weights": {"q": torch.full((2, 2), math.nan)}}, InputError, r"q: weight holds NaN or Inf"),
+        ({"amax": torch.ones(3)}, StatisticsError, r"q: channel_amax is \[3\], the fold needs \[2\]"),
+        ({"amax": torch.tensor([1.0, -1.0])}, StatisticsError, r"negative value, NaN or Inf; measure again"),
+        ({"amax": torch.tensor([1.0, math.inf])}, StatisticsError, r"negative value, NaN or Inf"),
+        ({"options": {"alpha": "auto", "linears": True}}, StatisticsError, r"q\|input\|rows: the measurement does not hold"),
     ],
 )
 def test_errors_name_what_disagrees(changes, error, message):
-    arguments = {"fold_weights": {"q": torch.ones(2, 2)}, "input_amax": torch.ones(2), "alpha": 0.5} | changes
+    given = {"weights": {"q": torch.ones(2, 2)}, "amax": torch.ones(2), "options": {"alpha": 0.5, "linears": True}} | changes
+    fold = fold_of(given["weights"], given["amax"], Absorber(norm_weight=torch.ones(2)))
     with pytest.raises(error, match=message):
-        smoothquant.solve(norm_weight=torch.ones(2), **arguments)
+        smoothquant.solve(fold, options=given["options"])
+
+
+def test_a_sample_without_rows_is_refused():
+    fold = fold_of({"q": torch.ones(2, 2)}, torch.ones(2), rows=torch.zeros(0, 2))
+    with pytest.raises(StatisticsError, match=r"rows is \[0, 2\]"):
+        smoothquant.solve(fold, options={"alpha": "auto", "linears": True})
 
 
 def test_an_unknown_statistic_is_not_passed_on_unsmoothed():
-    with pytest.raises(StatisticsError, match=r"statistic median has no rule for smoothing"):
-        smoothquant.smooth_statistics({"median": torch.ones(2)}, torch.ones(2))
+    with pytest.raises(StatisticsError, match=r"statistic median has no rule"):
+        smooth_statistics({"median": torch.ones(2)}, torch.ones(2))
+
+
+def int8_rows(x: torch.Tensor) -> torch.Tensor:  # one scale per row, with compressed-tensors' divisor
+    scale = x.abs().amax(-1, keepdim=True) / 127.5
+    return (x / scale).round().clamp(-128, 127) * scale
 
 
 def test_smoothing_takes_most_of_the_error_that_an_outlier_channel_causes():
@@ -165,13 +230,71 @@ def test_smoothing_takes_most_of_the_error_that_an_outlier_channel_causes():
 
     x, weight = random(256, 64), random(32, 64, seed=1)
     x[:, 7] *= 100
-    factors = smoothquant.solve({"q": weight}, input_amax=x.abs().amax(0), norm_weight=torch.ones(64), alpha=0.5).factors
+    factors = solve({"q": weight}, x.abs().amax(0), alpha=0.5).factors
     exact = x @ weight.T
     plain = (int8(x) @ int8(weight).T - exact).norm()
     smooth = (int8(x / factors) @ int8(weight * factors).T - exact).norm()
     assert smooth < 0.3 * plain
 
 
+def test_the_automatic_alpha_is_the_one_of_least_output_error():
+    """Against a search of ten lines over the same 21 alphas, on the same rows."""
+    x, weight = random(256, 64), random(32, 64, seed=1)
+    x[:, 7] *= 30
+    amax_x, amax_w = x.abs().amax(0), weight.abs().amax(0)
+    losses = {}
+    for step in range(21):
+        s = (amax_x.double() ** (step / 20) / amax_w.double() ** (1 - step / 20)).float()
+        s = 1 / (1 / s)  # what a norm of ones was really divided by: at int8's ties the last digit counts
+        losses[step / 20] = (int8_rows(x / s) @ int8_rows(weight * s).T - x @ weight.T).square().sum()
+    plain = (int8_rows(x) @ int8_rows(weight).T - x @ weight.T).square().sum()
+    outcome = smoothquant.solve(fold_of({"q": weight}, amax_x, rows=x), options={"alpha": "auto", "linears": True})
+    found = outcome.decisions
+    assert found["alpha"] == min(losses, key=losses.get) not in (0.0, 1.0)
+    assert found["error"] == pytest.approx(float(min(losses.values()) / (x @ weight.T).square().sum()), rel=1e-4)
+    assert found["error_before"] == pytest.approx(float(plain / (x @ weight.T).square().sum()), rel=1e-4)
+
+
+def test_static_inputs_are_tried_with_the_range_that_they_will_have():
+    """The outlier's channel alone decides a static range: the search sees that, and moves it into the weight."""
+    x, weight = random(256, 64), random(32, 64, seed=1)
+    x[:, 7] = 100 + x[:, 7]
+    ranges = {"min_val": x.amin(0), "max_val": x.amax(0)}
+    fold = fold_of({"q": weight}, x.abs().amax(0), scheme="W8A8_STATIC", rows=x, **ranges)
+    found = smoothquant.solve(fold, options={"alpha": "auto", "linears": True}).decisions
+    assert found["error"] < 0.2 * found["error_before"]
+    scale = (x.amax() - x.amin().clamp_max(0)) / 255
+    lost = (x / scale).round() * scale @ int8_rows(weight).T - x @ weight.T
+    assert found["error_before"] == pytest.approx(float(lost.square().sum() / (x @ weight.T).square().sum()), rel=1e-2)
+
+
+def test_a_fold_that_nothing_helps_is_left_as_it_is_and_says_so():
+    """Every channel and column is the same: no factor but one, and the loss is that of nothing."""
+    x, weight = torch.ones(8, 4), torch.ones(2, 4)
+    outcome = smoothquant.solve(fold_of({"q": weight}, torch.ones(4), rows=x), options={"alpha": "auto", "linears": True})
+    assert outcome.smoothing is None
+    assert outcome.decisions["alpha"] is None
+    assert outcome.decisions["kept"] == "no alpha lowers the error"
+    assert outcome.decisions["error"] == outcome.decisions["error_before"]
+
+
+def test_the_search_is_the_same_on_two_workers():
+    x, weight = random(128, 64), random(32, 64, seed=1)
+    x[:, 3] *= 20
+    fold, options = fold_of({"q": weight}, x.abs().amax(0), rows=x), {"alpha": "auto", "linears": True}
+    with Workers(2) as workers:
+        two = smoothquant.solve(fold, options=options, workers=workers)
+    one = smoothquant.solve(fold, options=options)
+    assert one.decisions == two.decisions
+    assert torch.equal(one.smoothing.factors, two.smoothing.factors)
+
+
+def test_linears_absorb_factors_where_alpha_is_searched_unless_the_recipe_says_otherwise():
+    told = [({"alpha": alpha, "linears": linears}) for alpha in (0.5, "auto") for linears in (None, True, False)]
+    assert [smoothquant.checked(options)["linears"] for options in told] == [False, True, False, True, True, False]
+
+
 def test_the_table_knows_it_by_name():
     assert TRANSFORMS["smoothquant"] is smoothquant
-    assert smoothquant.NEEDS == ("channel_amax",)
+    assert smoothquant.needs({"alpha": 0.5, "linears": True}) == ("channel_amax",)
+    assert smoothquant.needs({"alpha": "auto", "linears": True}) == ("channel_amax", "rows")

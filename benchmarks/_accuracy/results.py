@@ -1,0 +1,181 @@
+"""What came out: rows of the table, kept as JSON, and the bars."""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from _report import Bar, gb, table, write_results
+
+from _accuracy.rows import INPUTS, ITERATIONS, OURS, WEIGHTS
+
+PART = "accuracy"
+COLUMNS = ("model", "program", "scheme", "bits per weight", "KLD mean", "KLD 99.9 %", "perplexity", "top-1", "seconds", "RSS")
+GPTQ_PEERS = ("GPTQModel", "llm-compressor GPTQ")
+GPTQ_KLD, GPTQ_COST, BEST_KLD, INPUTS_KLD = 1.02, 0.6, 0.85, 1.0
+SAME_BITS = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """One row.
+
+    Attributes:
+        bits: per weight, counted from the files.
+        mean_kld, kld_p999: nats.
+        ppl_ratio: perplexity over the original's.
+        top1_agreement: 0..1.
+        seconds, cpu: of the whole processes, imports included; wall and processor.
+        rss: bytes, of the largest process.
+        quantizing: seconds of quantization alone, as the peer's script clocks them; None of quantflow.
+    """
+
+    model: str
+    program: str
+    scheme: str
+    bits: float
+    mean_kld: float
+    kld_p999: float
+    ppl_ratio: float
+    top1_agreement: float
+    seconds: float
+    cpu: float
+    rss: int
+    quantizing: float | None = None
+    version: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What a later run of the same replaces."""
+        return self.model, self.program, self.scheme
+
+
+def read(path: Path | None, *, tokens: int) -> dict[tuple[str, str, str], Outcome]:
+    """Return the rows of a results file; none where there is no file, or its evaluation had another number of tokens."""
+    if path is None or not path.exists():
+        return {}
+    earlier = json.loads(path.read_text()).get(PART, {})
+    if earlier.get("tokens") != tokens:
+        return {}
+    return {outcome.key: outcome for outcome in (Outcome(**row) for row in earlier["rows"])}
+
+
+def write(path: Path, about: dict[str, Any], outcomes: Sequence[Outcome], judged: Sequence[Bar]) -> None:
+    """Write the results file."""
+    write_results(path, about, PART, {"rows": [asdict(outcome) for outcome in outcomes]}, judged)
+
+
+def ordered(outcomes: Iterable[Outcome], models: Sequence[str]) -> list[Outcome]:
+    """Return rows by model, then scheme as rows.py has them (others by their bits), then divergence."""
+    schemes = [*(scheme.name for scheme in WEIGHTS), *INPUTS]
+
+    def place(row: Outcome) -> tuple[int, int, float, float]:
+        shared = (schemes.index(row.scheme), 0.0) if row.scheme in schemes else (len(schemes), row.bits)
+        return (models.index(row.model), *shared, row.mean_kld)
+
+    return sorted(outcomes, key=place)
+
+
+def as_table(outcomes: Iterable[Outcome]) -> str:
+    """Return the table in Markdown."""
+    rows = [
+        (
+            row.model,
+            row.program,
+            row.scheme,
+            f"{row.bits:.3f}",
+            f"{row.mean_kld:.5f}",
+            f"{row.kld_p999:.4f}",
+            f"{row.ppl_ratio:.4f}",
+            f"{row.top1_agreement:.2%}",
+            f"{row.seconds:.0f}",
+            gb(row.rss),
+        )
+        for row in outcomes
+    ]
+    return table(COLUMNS, rows)
+
+
+def judge(outcomes: Iterable[Outcome]) -> list[Bar]:
+    """Return the bars of every model, of those rows that are there."""
+    models: dict[str, dict[tuple[str, str], Outcome]] = {}
+    for row in outcomes:
+        models.setdefault(row.model, {})[row.program, row.scheme] = row
+    judged = []
+    for rows in models.values():
+        for scheme in WEIGHTS:
+            judged += [*_gptq(rows, scheme.name), *_best(rows, scheme.name)]
+        for name in ("W8A8", "FP8"):
+            judged += _inputs(rows, name)
+        judged += _no_slower(rows)
+    return judged
+
+
+Rows = dict[tuple[str, str], Outcome]
+
+
+def _gptq(rows: Rows, scheme: str) -> list[Bar]:
+    """GPTQ alone, next to each of the others' at equal settings."""
+    ours, judged = rows.get((f"{OURS} gptq", scheme)), []
+    for peer in GPTQ_PEERS:
+        theirs = rows.get((peer, scheme))
+        if ours is None or theirs is None:
+            continue
+        judged.append(_kld_bar(ours, theirs, limit=GPTQ_KLD))
+        seconds, memory = f"{ours.seconds:.1f} s of {theirs.seconds:.1f} s", f"{gb(ours.rss)} of {gb(theirs.rss)}"
+        judged.append(_bar(ours, theirs, "seconds", ours.seconds / theirs.seconds, limit=GPTQ_COST, numbers=seconds))
+        judged.append(_bar(ours, theirs, "peak RSS", ours.rss / theirs.rss, limit=GPTQ_COST, numbers=memory))
+    return judged
+
+
+def _best(rows: Rows, scheme: str) -> list[Bar]:
+    """`best`, next to the best peer with the same settings, or with as many bits or fewer."""
+    ours = rows.get((f"{OURS} best", scheme))
+    if ours is None:
+        return []
+    peers = [
+        row
+        for row in rows.values()
+        if not row.program.startswith(OURS)
+        and row.scheme not in INPUTS
+        and (row.scheme == scheme or row.bits <= ours.bits + SAME_BITS)
+    ]
+    return [_kld_bar(ours, min(peers, key=lambda row: row.mean_kld), limit=BEST_KLD)] if peers else []
+
+
+def _inputs(rows: Rows, scheme: str) -> list[Bar]:
+    """`best` where there is one, else the best of quantflow's, next to the best peer."""
+    found = [row for row in rows.values() if row.scheme == scheme]
+    peers = [row for row in found if not row.program.startswith(OURS)]
+    ours = [row for row in found if row.program == f"{OURS} best"] or [row for row in found if row.program.startswith(OURS)]
+    if not ours or not peers:
+        return []
+    nearest, other = (min(side, key=lambda row: row.mean_kld) for side in (ours, peers))
+    return [_kld_bar(nearest, other, limit=INPUTS_KLD)]
+
+
+def _no_slower(rows: Rows) -> list[Bar]:
+    """`best`, next to AutoRound's default."""
+    name = WEIGHTS[0].name
+    ours, theirs = rows.get((f"{OURS} best", name)), rows.get((next(iter(ITERATIONS)), name))
+    if ours is None or theirs is None:
+        return []
+    numbers = f"{ours.seconds:.1f} s of {theirs.seconds:.1f} s"
+    return [_bar(ours, theirs, "seconds", ours.seconds / theirs.seconds, limit=1.0, numbers=numbers)]
+
+
+def _kld_bar(ours: Outcome, theirs: Outcome, *, limit: float) -> Bar:
+    numbers = f"{ours.mean_kld:.5f} of {theirs.mean_kld:.5f}"
+    return _bar(ours, theirs, "KLD", ours.mean_kld / theirs.mean_kld, limit=limit, numbers=numbers)
+
+
+def _bar(ours: Outcome, theirs: Outcome, what: str, ratio: float, *, limit: float, numbers: str) -> Bar:
+    peer = theirs.program if theirs.scheme == ours.scheme else f"{theirs.program} {theirs.scheme}"
+    return Bar(
+        what=f"{ours.model}, {ours.scheme}, {ours.program}: {what}",
+        promised=f"<= {limit}x {peer}",
+        found=f"{ratio:.2f}x, {numbers}",
+        met=ratio <= limit,
+    )

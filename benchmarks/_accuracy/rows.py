@@ -1,0 +1,185 @@
+"""What is compared: every program with every scheme it has, as commands that run one after another in processes of their own.
+
+Settings are equal where a program lets them be: symmetric or with zero points, 128 weights to a scale at 4 bits and 64 below.
+Everything else is the program's default, or what its own examples use.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from _quantflow import Commands
+
+from quantflow.algorithms import ALGORITHMS
+from quantflow.core.scheme import preset
+
+SCRIPTS = Path(__file__).resolve().parents[1] / "peers"
+OURS = "quantflow"
+Command = tuple[str | Path, ...]
+Settings = Mapping[str, object]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightScheme:
+    """Integers for weights alone.
+
+    Attributes:
+        name: as the table shows it.
+        preset: quantflow's.
+    """
+
+    name: str
+    preset: str
+    bits: int
+    group: int
+    symmetric: bool
+
+    @property
+    def settings(self) -> Settings:
+        """What the peers' programs are told."""
+        return {"bits": self.bits, "group_size": self.group, "symmetric": self.symmetric}
+
+
+def _weight_scheme(bits: int, group: int, symmetric: bool) -> WeightScheme:
+    name = f"W{bits}A16" + ("" if symmetric else "_ASYM")
+    return WeightScheme(name=f"{name} g{group}", preset=name, bits=bits, group=group, symmetric=symmetric)
+
+
+WEIGHTS = tuple(_weight_scheme(bits, group, sym) for bits, group in ((4, 128), (3, 64), (2, 64)) for sym in (True, False))
+# Schemes with quantized inputs -> quantflow's algorithms, of those that there are.
+INPUTS = {
+    "W8A8": ("rtn", "gptq", "best"),
+    "W4A8 g128": ("rtn", "gptq", "best"),
+    "FP8": ("rtn", "best"),
+    "FP8_DYNAMIC": ("rtn", "best"),
+}
+LLAMA_CPP = ("Q8_0", "Q6_K", "Q5_K_M", "Q5_K_S", "Q4_K_M", "Q4_K_S", "Q4_1", "Q4_0", "IQ4_NL", "IQ4_XS")
+LLAMA_CPP += ("Q3_K_L", "Q3_K_M", "Q3_K_S", "IQ3_M", "IQ3_S", "Q2_K")  # smaller ones want an importance matrix
+ITERATIONS = {"AutoRound": 200, "AutoRound 50 iterations": 50}  # the first is its default
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One line of the table.
+
+    Attributes:
+        commands: timed, from import to the saved files.
+        after: reads the files back; not timed. None for quantflow, whose files the benchmark reads itself.
+        environment: variables beside this process's own.
+    """
+
+    program: str
+    scheme: str
+    commands: tuple[Command, ...]
+    after: Command | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def text(self) -> str:
+        """What `--only` looks into."""
+        return f"{self.program}: {self.scheme}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where the rows of one model find and put their files.
+
+    Attributes:
+        output: a folder that each row has for itself; the last command leaves `artifact` (quantflow) or `report.json` in it.
+        gguf, names: as `export_gguf` returns them.
+        peers: an environment per peer.
+    """
+
+    model: Path
+    calibration: Path
+    output: Path
+    gguf: Path
+    names: Path
+    peers: Path
+
+
+def all_rows(place: Place) -> list[Row]:
+    """Return every row of one model."""
+    return [*_ours(place), *_llm_compressor(place), *_gptqmodel(place), *_autoround(place), *_others(place)]
+
+
+def _ours(place: Place) -> Iterator[Row]:
+    for algorithm in ALGORITHMS:
+        for scheme in WEIGHTS:
+            options = ("--group-size", str(scheme.group))
+            yield _our_row(place, algorithm, name=scheme.name, scheme=scheme.preset, options=options)
+        for name, algorithms in INPUTS.items():
+            if algorithm in algorithms:
+                yield _our_row(place, algorithm, name=name, scheme=name.split()[0])
+
+
+def _our_row(place: Place, algorithm: str, *, name: str, scheme: str, options: tuple[str, ...] = ()) -> Row:
+    ours, wanted = Commands(model=place.model), preset(scheme)
+    measured, quantized, artifact = (place.output / part for part in ("measured", "quantized", "artifact"))
+    static = wanted.input is not None and not wanted.input.dynamic
+    commands: tuple[Command, ...] = ()
+    quantize = (*ours.quantize(quantized, scheme=scheme, algorithm=algorithm), *options)
+    if ALGORITHMS[algorithm].NEEDS or wanted.transforms or static:
+        commands = (ours.measure(measured, place.calibration, needs=f"{scheme}:{algorithm}"),)
+        quantize = (*quantize, "--measurement", measured)
+    return Row(program=f"{OURS} {algorithm}", scheme=name, commands=(*commands, quantize, ours.export(quantized, artifact)))
+
+
+def _peer(
+    place: Place, peer: str, program: str, scheme: str, settings: Settings, *, environment: Mapping[str, str] | None = None
+) -> Row:
+    """Return the row of a peer whose script is accuracy_PEER.py and whose environment is PEER."""
+    call: Command = (place.peers / peer / "bin" / "python", SCRIPTS / f"accuracy_{peer}.py")
+    told = ("quantize", place.model, place.calibration, place.output, json.dumps(settings))
+    return Row(
+        program=program,
+        scheme=scheme,
+        commands=((*call, *told),),
+        after=(*call, "dequantize", place.model, place.output),
+        environment={"HF_HUB_OFFLINE": "1", **(environment or {})},
+    )
+
+
+def _llm_compressor(place: Place) -> Iterator[Row]:
+    def row(program: str, name: str, /, **settings: object) -> Row:
+        return _peer(place, "llmcompressor", f"llm-compressor {program}", name, settings)
+
+    for scheme in WEIGHTS:
+        for program in ("RTN", "GPTQ", "AWQ"):
+            yield row(program, scheme.name, algorithm=program.lower(), **scheme.settings)
+    for alpha in (0.5, 0.8):
+        yield row(f"SmoothQuant {alpha} GPTQ", "W8A8", algorithm="gptq", scheme="W8A8", smoothing=alpha)
+    for program in ("RTN", "GPTQ"):
+        yield row(program, "W8A8", algorithm=program.lower(), scheme="W8A8")
+        yield row(program, "W4A8 g128", algorithm=program.lower(), scheme="W4A8")
+    yield row("RTN", "FP8", algorithm="rtn", scheme="FP8")
+    yield row("RTN", "FP8_DYNAMIC", algorithm="rtn", scheme="FP8_DYNAMIC")
+
+
+def _gptqmodel(place: Place) -> Iterator[Row]:
+    workers = {"GPTQMODEL_CPU_WORKERS": "2"}  # on two cores it refuses to start without
+    for scheme in WEIGHTS:
+        yield _peer(place, "gptqmodel", "GPTQModel", scheme.name, scheme.settings, environment=workers)
+
+
+def _autoround(place: Place) -> Iterator[Row]:
+    for program, iterations in ITERATIONS.items():
+        for scheme in WEIGHTS:
+            yield _peer(place, "autoround", program, scheme.name, {**scheme.settings, "iterations": iterations})
+
+
+def _others(place: Place) -> Iterator[Row]:
+    for kind in LLAMA_CPP:
+        settings = {"type": kind, "gguf": str(place.gguf), "names": str(place.names)}
+        yield _peer(place, "llamacpp", "llama.cpp", kind, settings)
+    for scheme in WEIGHTS:
+        yield _peer(place, "inc", "neural-compressor RTN", scheme.name, scheme.settings)
+    for bits, group in ((4, 128), (4, 64), (3, 64), (2, 64)):
+        # Its zero points are float16 numbers, so that it has more bits at equal groups.
+        yield _peer(place, "hqq", "HQQ", f"{bits} bits g{group}", {"bits": bits, "group_size": group})
+
+
+def installed(row: Row) -> bool:
+    """Return whether the program is there."""
+    return row.program.startswith(OURS) or Path(row.commands[0][0]).exists()

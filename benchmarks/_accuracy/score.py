@@ -1,0 +1,145 @@
+"""The evaluation, the same for every program: its dequantized weights in the float32 model, its inputs rounded as it would.
+
+    bits per weight = 8 * bytes of packed weights, scales and zero points / weights of the quantized linears
+
+The metrics are those of quantflow.evaluation, of held-out windows, against the original model in float32.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+from _watch import Failed
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from quantflow.core.affine import fake_quantize_input
+from quantflow.core.scheme import TensorScheme
+from quantflow.evaluation.bootstrap import bootstrap
+from quantflow.evaluation.divergence import join, score
+from quantflow.evaluation.perplexity import logits_of
+from quantflow.formats.compressed_tensors import tensor_names
+from quantflow.models.graph import graph_for
+from quantflow.models.load import Source, load_model, open_source
+from quantflow.models.names import NameMap
+from quantflow.runtime.artifact import open_artifact
+
+NOT_WEIGHTS = ("weight_shape", "input_scale", "input_zero_point")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Input:
+    """How the input of a linear is rounded; `scale` [1] and `zero_point` [1] of a static one."""
+
+    scheme: TensorScheme
+    scale: Tensor | None = None
+    zero_point: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Candidate:
+    """A quantized model as plain tensors.
+
+    Attributes:
+        weights: source name of each quantized linear -> its dequantized weight [O, I] float32.
+        changed: source name -> the other tensors that are no longer the source's, such as smoothed norms.
+        inputs: source name of a linear -> how its input is rounded; those that are not are left out.
+        stored: bytes of packed weights, scales and zero points.
+    """
+
+    weights: Mapping[str, Tensor]
+    changed: Mapping[str, Tensor] = field(default_factory=dict)
+    inputs: Mapping[str, Input] = field(default_factory=dict)
+    stored: int
+
+    @property
+    def bits(self) -> float:
+        """Bits per weight of the quantized linears."""
+        return bits_per_weight(self.stored, [weight.numel() for weight in self.weights.values()])
+
+
+def bits_per_weight(stored: int, counts: Sequence[int]) -> float:
+    """Return the bits of `stored` bytes for each of so many weights."""
+    return 8 * stored / sum(counts)
+
+
+def of_artifact(folder: Path, source: Source) -> Candidate:
+    """Read an artifact of quantflow."""
+    artifact = open_artifact(folder, backend="reference")
+    weights, inputs, stored = {}, {}, 0
+    for name, placement in artifact.linears.items():
+        linear = artifact.decode(name)
+        weights[name] = linear.weight.dequantize()
+        if linear.scheme.input is not None:
+            inputs[name] = Input(scheme=linear.scheme.input, scale=linear.input_scale, zero_point=linear.input_zero_point)
+        parts = [part for part in tensor_names(name, placement.scheme) if not part.endswith(NOT_WEIGHTS)]
+        stored += sum(artifact.checkpoint.infos[part].nbytes for part in parts)
+    quantized = {f"{name}.weight" for name in weights}
+    others = artifact.read([name for name in artifact.names if name not in quantized])
+    before = source.read(others)
+    changed = {name: tensor for name, tensor in others.items() if not torch.equal(tensor, before[name])}
+    return Candidate(weights=weights, changed=changed, inputs=inputs, stored=stored)
+
+
+def of_peer(folder: Path) -> Candidate:
+    """Read what a peer's script wrote: weights.safetensors, and report.json with `bytes`, `linears`, `input`, `scales`."""
+    tensors, report = load_file(folder / "weights.safetensors"), json.loads((folder / "report.json").read_text())
+    weights = {name: tensors.pop(f"{name}.weight") for name in report["linears"]}
+    inputs = {}
+    if report["input"] is not None:
+        scheme = TensorScheme(**report["input"])
+        static = {name: torch.tensor([scale]) for name, scale in report["scales"].items()}
+        inputs = {name: Input(scheme=scheme, scale=static.get(name)) for name in weights}
+        if not scheme.dynamic and static.keys() != weights.keys():
+            raise Failed(f"{folder}: static inputs, {len(static)} scales of {len(weights)} linears")
+    return Candidate(weights=weights, changed=tensors, inputs=inputs, stored=report["bytes"])
+
+
+class Judge:
+    """Scores candidates of one model; it keeps the original's logits, float32 [S, V] for every window."""
+
+    def __init__(self, model: Path, windows: Sequence[Tensor]) -> None:
+        """Run the original model over the windows, int64 [S] each."""
+        self.source, self._windows = open_source(model), windows
+        logits = logits_of(load_model(self.source, dtype=torch.float32))
+        self._baseline = [logits(window) for window in windows]
+
+    def score(self, candidate: Candidate) -> dict[str, float]:
+        """Return ppl_ratio, mean_kld and kld_p999 in nats, top1_agreement.
+
+        Raises:
+            Failed: a linear of the decoder layers that the candidate leaves out, or a weight of another shape.
+        """
+        if missing := sorted(set(graph_for(self.source.config).linears) - candidate.weights.keys()):
+            raise Failed(f"{missing[0]}: not quantized, so bits would not be comparable ({len(missing)} such linears)")
+        model = load_model(self.source, dtype=torch.float32)
+        put_(model, candidate)
+        logits = logits_of(model)
+        pairs = zip(self._baseline, self._windows, strict=True)
+        comparison = join(score(known, logits(window), window) for known, window in pairs)
+        found = bootstrap(comparison, generator=torch.Generator().manual_seed(0), resamples=1)
+        return {name: bounds.value for name, bounds in found.items()}
+
+
+def put_(model: nn.Module, candidate: Candidate) -> None:
+    """Give a model a candidate's weights, and its linears the hooks that round what enters them.
+
+    Raises:
+        Failed: a weight of another shape.
+    """
+    names = NameMap(model)  # type: ignore[arg-type]
+    for name, tensor in {**{f"{key}.weight": value for key, value in candidate.weights.items()}, **candidate.changed}.items():
+        parameter = model.get_parameter(names.module_name(name))
+        if parameter.shape != tensor.shape:
+            raise Failed(f"{name}: {list(tensor.shape)}, the model has {list(parameter.shape)}")
+        parameter.data.copy_(tensor)
+    for name, entering in candidate.inputs.items():
+        module = model.get_submodule(names.module_name(f"{name}.weight").removesuffix(".weight"))
+        module.register_forward_pre_hook(partial(_rounded, entering))
+
+
+def _rounded(entering: Input, _module: nn.Module, arguments: tuple[Tensor]) -> tuple[Tensor]:
+    return (fake_quantize_input(arguments[0], entering.scheme, entering.scale, entering.zero_point),)

@@ -1,0 +1,167 @@
+"""quantflow next to its peers: how far a quantized model is from the original, at how many bits, in how much time and memory.
+
+    python benchmarks/accuracy.py --peers DIR                          every model, program and scheme: hours
+    python benchmarks/accuracy.py --models tiny-llama --only W4A16     rows whose text contains it
+
+The same model, calibration tokens and evaluation for every program; README.md says what is run. Needs an environment in
+which quantflow is installed with its `dev` extra, /usr/bin/time and Linux. Exits 1 when a bar is missed.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from _accuracy import results
+from _accuracy.models import LENGTH, MODELS, SAMPLES, export_gguf, make_model, make_text
+from _accuracy.plot import draw
+from _accuracy.results import Outcome
+from _accuracy.rows import Place, Row, all_rows, installed
+from _accuracy.score import Candidate, Judge, of_artifact, of_peer
+from _report import Bar, bars, gb, machine
+from _watch import Failed, need_tools, run
+
+ROOT = Path(__file__).resolve().parents[1]
+TOKENS, QUICK = 16000, 1000
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the rows that were asked for and return the exit code."""
+    given = _arguments(arguments)
+    work = given.work.resolve()
+    work.mkdir(parents=True, exist_ok=True)
+    tokens = QUICK if given.quick else TOKENS
+    about = {"machine": machine(work), "tokens": tokens, "calibration": [SAMPLES, LENGTH]}
+    about["versions"] = {name: version(name) for name in ("quantflow", "torch", "transformers")}
+    found = results.read(given.results, tokens=tokens)
+    try:
+        need_tools()
+        text = make_text(work / "text", tokens=tokens)
+        for name in given.models:
+            model = make_model(name, work, minutes=given.minutes)
+            gguf, names = export_gguf(model, work / "gguf" / name)
+            place = Place(
+                model=model,
+                calibration=text.calibration,
+                output=work / "row",
+                gguf=gguf,
+                names=names,
+                peers=given.peers.resolve(),
+            )
+            rows = [row for row in all_rows(place) if _wanted(row, given.only)]
+            if given.resume:
+                rows = [row for row in rows if (name, row.program, row.scheme) not in found]
+            if rows:
+                _model_rows(name, rows, place, Judge(model, text.windows), found, given.results, about)
+    except Failed as error:
+        print(error, file=sys.stderr)
+        return 2
+    judged = _report(found, given.results, given.plot, about)
+    missed = [bar.what for bar in judged if not bar.met]
+    return 1 if missed else 0
+
+
+def _model_rows(
+    name: str,
+    rows: Sequence[Row],
+    place: Place,
+    judge: Judge,
+    found: dict[tuple[str, str, str], Outcome],
+    path: Path | None,
+    about: dict[str, Any],
+) -> None:
+    """Run rows of one model and put their outcomes into `found`; a program that fails is said and left out."""
+    for row in rows:
+        if not installed(row):
+            print(f"{name}, {row.text}: not installed below {place.peers}, left out", flush=True)
+            continue
+        try:
+            outcome = _outcome(name, row, place, judge)
+        except Failed as error:
+            print(f"{name}, {row.text}: FAILED, left out\n{error}", flush=True)
+            continue
+        found[outcome.key] = outcome
+        cost = f"{outcome.seconds:.0f} s, {gb(outcome.rss)}"
+        print(f"{name}, {row.text}: {outcome.bits:.3f} bits, KLD {outcome.mean_kld:.5f}, {cost}", flush=True)
+        if path is not None:
+            results.write(path, about, list(found.values()), [])
+
+
+def _outcome(name: str, row: Row, place: Place, judge: Judge) -> Outcome:
+    """Run one row from nothing and score what it leaves.
+
+    Raises:
+        Failed: a command failed, or what it left cannot be compared.
+    """
+    shutil.rmtree(place.output, ignore_errors=True)
+    place.output.mkdir()
+    log = place.output.parent / "logs" / f"{name}-{row.text}.log".replace(" ", "-").replace(":", "")
+    log.unlink(missing_ok=True)
+    told: dict[str, Any] = {"environment": dict(row.environment), "where": place.output}
+    steps = [run(command, log=log, **told) for command in row.commands]
+    report: dict[str, Any] = {}
+    candidate: Candidate
+    if row.after is None:
+        candidate = of_artifact(place.output / "artifact", judge.source)
+    else:
+        run(row.after, log=log, **told)
+        candidate = of_peer(place.output)
+        report = json.loads((place.output / "report.json").read_text())
+    metrics = judge.score(candidate)
+    shutil.rmtree(place.output)
+    return Outcome(
+        model=name,
+        program=row.program,
+        scheme=row.scheme,
+        bits=candidate.bits,
+        **metrics,
+        seconds=sum(step.seconds for step in steps),
+        cpu=sum(step.cpu for step in steps),
+        rss=max(step.rss for step in steps),
+        quantizing=report.get("seconds"),
+        version=report.get("version", version("quantflow")),
+        settings=report.get("settings", {}),
+    )
+
+
+def _report(
+    found: dict[tuple[str, str, str], Outcome], path: Path | None, plot: Path | None, about: dict[str, Any]
+) -> list[Bar]:
+    """Print the table and the bars, write the files, and return the bars."""
+    outcomes = results.ordered(found.values(), MODELS)
+    judged = results.judge(outcomes)
+    print(f"\n{results.as_table(outcomes)}")
+    if judged:
+        missed = sum(not bar.met for bar in judged)
+        print(f"\n{bars(judged)}\n\n{len(judged) - missed} of {len(judged)} bars met")
+    if path is not None:
+        results.write(path, about, outcomes, judged)
+    if plot is not None and outcomes:
+        draw(outcomes, plot)
+    return judged
+
+
+def _wanted(row: Row, only: Sequence[str]) -> bool:
+    return not only or any(word in row.text for word in only)
+
+
+def _arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="MODEL", help=", ".join(MODELS))
+    parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="rows whose `program: scheme` contains one")
+    parser.add_argument("--peers", type=Path, default=ROOT / "artifacts" / "peers", help="a folder of environments")
+    parser.add_argument("--work", type=Path, default=ROOT / "artifacts" / "accuracy", help="where everything goes")
+    parser.add_argument("--quick", action="store_true", help=f"evaluate {QUICK} tokens instead of {TOKENS}")
+    parser.add_argument("--minutes", type=float, default=10.0, help="of training each model that is trained (default 10)")
+    parser.add_argument("--results", type=Path, metavar="FILE", help="JSON; rows in it that are not run stay and are shown")
+    parser.add_argument("--resume", action="store_true", help="do not run rows that --results has")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="SVG: divergence against bits per weight")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,56 @@
+"""How many samples there were: for an expert of a mixture, how many tokens the router sent to it."""
+
+from collections.abc import Mapping
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from quantflow.core import statistics
+
+
+class CountObserver:
+    """How many rows were seen, whatever they hold.
+
+    Algebra: merge is associative and commutative, exactly; an unseen observer (0) is neutral. Not idempotent: what is merged
+    twice counts twice.
+
+    Args:
+        features: size of the last dimension of every x, or None for any.
+    """
+
+    NAME: ClassVar[str] = "count"
+    STATISTICS: ClassVar[tuple[str, ...]] = ("count",)
+
+    def __init__(self, features: int | None = None) -> None:
+        """Start with nothing seen."""
+        self._features = features
+        self._count = torch.zeros((), dtype=torch.int64)
+
+    def update(self, x: Tensor) -> None:
+        """Take in samples.  x: [..., features], any float dtype; each of its rows counts one.
+
+        Raises:
+            StatisticsError: x has other features, or holds NaN or Inf; nothing is taken in.
+        """
+        self._count = self._count + statistics.finite_rows(x, self._features, observer=self.NAME).shape[0]
+
+    def merge(self, other: Self) -> None:
+        """Take in what `other` has seen."""
+        self._count = self._count + other._count
+
+    def state(self) -> dict[str, Tensor]:
+        """Return {"count": [] int64}."""
+        return {"count": self._count}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Tensor]) -> Self:
+        """Make the observer that had this state.
+
+        Raises:
+            StatisticsError: the state is not one of this observer's.
+        """
+        observer = cls()
+        (observer._count,) = statistics.checked_state(state, {"count": (torch.int64, ())}, observer=cls.NAME)
+        statistics.refuse_negative(observer._count, "count", observer=cls.NAME)
+        return observer

@@ -1,0 +1,199 @@
+"""AWQ: enlarge the weights of the channels that matter, so that rounding costs them less, and cut ranges short.
+
+    x @ W.T  =  (x / s) @ (W * s).T        s_j = mean|x_j| ** alpha    or    mean|x_j| ** alpha / mean|w_j| ** (1 - alpha)
+
+with s divided by sqrt(max s * min s). mean|w_j| is the mean over all rows of |w| over the largest magnitude of its group.
+alpha goes from 0.00 to 0.95 by 0.05 in both forms; taken is the candidate whose outputs differ least from the original ones
+with the weights rounded to nearest. That difference is exact over all calibration tokens, tr(E H E^T) with E = W' - W and
+H = X^T X: no sample of the inputs is needed. The fold stays as it is where no candidate is better than nothing.
+
+Then the clip: each group of a row is cut to 1.00 to 0.55 of its largest magnitude by 0.05, and the cut is taken whose own
+part of the output, e H_gg e^T, loses least. It changes the function, as rounding does, and is part of it.
+Sources: Lin et al. 2023, arXiv:2306.00978, section 3.2; AutoAWQ 0.2.9, `quantize/quantizer.py`, for the second form and the
+clip, with the outputs of the fold's linears as the measure of both, where AutoAWQ takes those of the block around them.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantflow.core import groups, trial
+from quantflow.core.grid import weight_grids
+from quantflow.core.parallel import SEQUENTIAL, Workers
+from quantflow.core.rounding import rounded
+from quantflow.core.scheme import TensorScheme
+from quantflow.core.smoothing import Fold, Outcome, Smoothing, fitted
+from quantflow.errors import StatisticsError, UsageError
+
+VERSION: int = 1
+OPTIONS: Mapping[str, Any] = {"duo": "both", "clip": "auto", "linears": True}
+ALPHAS = tuple(step / 20 for step in range(20))
+SHARES = tuple(1 - step / 20 for step in range(10))  # of the largest magnitude of a group
+_CLIPPED = ("per_channel", "per_group")  # elsewhere a row's range is not its own
+_Candidate = tuple[float, bool]  # alpha, and whether it is divided by the weights' own
+
+
+def checked(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a recipe's options after looking at their values.
+
+    Args:
+        options: `duo`, whether s is divided by the weights' part: false, true, or `both` tries both; `clip`, true, false, or
+            `auto`: where the algorithm takes the whole range of a weight; `linears`, whether linears absorb factors too,
+            where the fold has no norm.
+
+    Raises:
+        UsageError: one has no meaning.
+    """
+    for name, words in (("duo", ("both",)), ("clip", ("auto",)), ("linears", ())):
+        if not isinstance(options[name], bool) and options[name] not in words:
+            raise UsageError(f"awq {name}={options[name]!r}", f"give {', '.join(['true', 'false', *words])}")
+    return dict(options)
+
+
+def needs(options: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the statistics of the input that `solve` and `clipped` read."""
+    del options
+    return ("abs_sum", "hessian_sum", "count")
+
+
+def clips(options: Mapping[str, Any], algorithm: str) -> bool:
+    """Return whether weights are clipped before this algorithm quantizes them; others than rtn choose ranges themselves."""
+    return options["clip"] is True or (options["clip"] == "auto" and algorithm == "rtn")
+
+
+def working_bytes(features: int, rows: int, *, options: Mapping[str, Any], samples: int, workers: int) -> int:
+    """Return the most memory that `solve` takes beyond weights and statistics, in bytes; see `quantflow.core.trial`."""
+    del options, samples
+    return trial.working_bytes(features, rows, samples=0, workers=workers)
+
+
+def solve(fold: Fold, *, options: Mapping[str, Any], workers: Workers = SEQUENTIAL) -> Outcome:
+    """Choose the factors of one fold.
+
+    Args:
+        fold: its linears, and of what they read `abs_sum` [I], `count` [] and `hessian_sum` [I, I] float32.
+        options: as `checked` returns them.
+        workers: compare several candidates at once; how many changes nothing but the time.
+
+    Returns:
+        The factors; decisions: alpha (None where nothing helps) and duo, error and error_before (relative and squared, of the
+        outputs), the smallest and the largest factor.
+
+    Raises:
+        UsageError: an option has no meaning.
+        InputError: the fold is empty, a weight has another number of input features, or is not finite.
+        StatisticsError: a statistic is missing, has another shape, is negative or not finite.
+    """
+    duo = checked(options)["duo"]
+    features = fold.features
+    hessian = fold.statistic("hessian_sum", (features, features))
+    abs_sum, count = fold.statistic("abs_sum", (features,)), int(fold.statistic("count", ()))
+    if not (torch.isfinite(abs_sum) & (abs_sum >= 0)).all() or count < 1:
+        raise StatisticsError(f"awq: abs_sum holds a negative value, NaN or Inf, or count={count}", "measure again")
+    means = abs_sum.double() / count, _weight_means(fold, features=features)
+    x, w = (fold.absorber.shared(mean, lambda split: split.mean(1)) for mean in means)
+    compared = trial.trial(fold)
+
+    def loss(candidate: _Candidate | None) -> float:
+        factors = torch.ones(features) if candidate is None else _with(candidate, x, w, fold).factors
+        return compared.weight_loss(factors, hessian)
+
+    candidates = [(alpha, form) for form in (False, True) if duo in ("both", form) for alpha in ALPHAS]
+    before, *losses = workers.map(loss, (None, *candidates))
+    power, least = compared.weight_power(hessian) or 1.0, min(losses)
+    decisions: dict[str, Any] = {"error_before": before / power, "error": min(before, least) / power}
+    if not least < before:
+        return Outcome(smoothing=None, decisions={"alpha": None, "kept": "no factors lower the error", **decisions})
+    candidate = candidates[losses.index(least)]
+    smoothing = _with(candidate, x, w, fold)
+    extent = {"smallest_factor": float(smoothing.factors.min()), "largest_factor": float(smoothing.factors.max())}
+    return Outcome(smoothing=smoothing, decisions={"alpha": candidate[0], "duo": candidate[1], **decisions, **extent})
+
+
+def clipped(
+    weights: Mapping[str, Tensor],
+    scheme: TensorScheme,
+    *,
+    hessian_sum: Tensor,
+    scale_dtype: torch.dtype,
+    workers: Workers = SEQUENTIAL,
+) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Return the weights with each group of a row cut where rounding it then loses least.
+
+    Args:
+        weights: name -> [O, I], any float dtype, linears that share an input; not modified.
+        scheme: of int weights, per channel or per group; with any other the weights are returned as they are.
+        hessian_sum: [I, I] float32, the sum of x^T x over the input's rows.
+        scale_dtype: the dtype in which the layout stores scales.
+        workers: run units of rows; how many there are changes nothing but the time.
+
+    Returns:
+        name -> [O, I] float32; name -> the share of its groups that are cut.
+    """
+    if scheme.kind != "int" or scheme.granularity not in _CLIPPED:
+        return dict(weights), {}
+    features = hessian_sum.shape[0]
+    size = groups.group_size_for(scheme, features)
+    blocks = torch.stack([hessian_sum[span, span] for span in groups.spans(features, size)])  # [G, g, g]
+
+    found = {name: torch.empty(weight.shape) for name, weight in weights.items()}
+
+    def unit(item: tuple[str, slice]) -> int:
+        name, rows = item
+        found[name][rows], count = _cut(weights[name][rows].float(), blocks, scheme=scheme, scale_dtype=scale_dtype)
+        return count
+
+    shares: dict[str, float] = {}
+    for name, weight in weights.items():
+        counts = workers.map(unit, [(name, rows) for rows in groups.row_units(weight)])
+        shares[name] = sum(counts) / (len(weight) * len(blocks))
+    return found, shares
+
+
+def _weight_means(fold: Fold, *, features: int) -> Tensor:
+    """Return the mean over all rows of |w| over the largest magnitude of its group, [I] float64."""
+    total = torch.zeros(features, dtype=torch.float64)
+    for name, weight in fold.weights.items():
+        size = groups.group_size_for(fold.schemes[name].weights, features, name=name)
+        for rows in groups.row_units(weight):
+            split = groups.to_groups(weight[rows].float(), size).abs()  # [O, G, g]
+            total += (split / (split.amax(dim=-1, keepdim=True) + 1e-6)).flatten(1).sum(dim=0, dtype=torch.float64)
+    return total / sum(len(weight) for weight in fold.weights.values())
+
+
+def _with(candidate: _Candidate, x: Tensor, w: Tensor, fold: Fold) -> Smoothing:
+    """Return the factors of a candidate.  x: mean |x|, w: the weights' means, [I] float64 each."""
+    alpha, duo = candidate
+    carries = (x > 0) & (w > 0)
+    wanted = (x**alpha / (w ** (1 - alpha) + 1e-4) if duo else x**alpha).clamp_min(1e-4)
+    if carries.any():  # those that carry nothing say nothing about the others
+        wanted = wanted / (wanted[carries].max() * wanted[carries].min()).sqrt()
+    return fitted(wanted, absorber=fold.absorber, carries=carries)
+
+
+def _cut(weight: Tensor, blocks: Tensor, *, scheme: TensorScheme, scale_dtype: torch.dtype) -> tuple[Tensor, int]:
+    """Return some rows of a weight, cut, and how many of their groups are.
+
+    Args:
+        weight: [O, I] float32.
+        blocks: of the Hessian, on its diagonal, [G, g, g].
+        scheme: of the weight.
+        scale_dtype: in which its scales are stored.
+    """
+    split = groups.to_groups(weight, blocks.shape[-1])  # [O, G, g]
+    amax = split.abs().amax(dim=-1, keepdim=True)  # [O, G, 1]
+    best, least = split, torch.full(amax.shape[:2], torch.inf)
+    chosen = torch.ones_like(least)
+    for share in SHARES:
+        limit = amax * share
+        cut = split.clamp(-limit, limit)
+        grids = weight_grids({"": cut.flatten(1)}, scheme, scale_dtype=scale_dtype)
+        error = rounded({"": cut.flatten(1)}, grids, scheme)[""].dequantize().reshape(split.shape) - split  # [O, G, g]
+        columns = error.transpose(0, 1)  # [G, O, g]
+        loss = ((columns @ blocks) * columns).sum(dim=-1).T  # [O, G]
+        better = loss < least
+        best = torch.where(better[..., None], cut, best)
+        chosen, least = torch.where(better, torch.full_like(chosen, share), chosen), torch.where(better, loss, least)
+    return best.flatten(1), int((chosen < 1).sum())

@@ -1,0 +1,116 @@
+"""Hadamard rotation: spread every outlier over all channels, folded into the weights so that the model computes the same.
+
+    residual     x Q             an RMSNorm commutes with a rotation once its weight is folded into the linears that read it
+    reads it     W diag(g) Q     g is the norm's weight, which becomes 1
+    writes it    Q^T W, b Q
+    values       v R, per head   rows of the value projection R^T W, columns of the output projection W R
+
+Q is of the size of the residual, R of that of a head; both are Hadamard matrices with random signs (quantflow/core/
+orthogonal.py). Nothing is computed at run time. What nothing can be folded into is left out: QuaRot's rotation of the input of
+the down projection, and of queries and keys, need a transform while the model runs.
+Sources: Ashkboos et al. 2024, arXiv:2404.00456 (QuaRot), section 4, stages 1a, 1c; Liu et al. 2024, arXiv:2405.16406
+(SpinQuant), R1 and R2, here not learned.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantflow.core import groups
+from quantflow.core.orthogonal import Rotation, rotate_columns_, rotate_rows_, rotated, rotation
+from quantflow.errors import UsageError
+
+VERSION: int = 1
+OPTIONS: Mapping[str, Any] = {"seed": 0, "heads": True}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rotations:
+    """The rotations of a model.
+
+    Attributes:
+        residual: of the hidden state between layers, in which every linear reads and writes.
+        head: of the values of each head; None where they stay.
+    """
+
+    residual: Rotation
+    head: Rotation | None
+
+
+def checked(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a recipe's options after looking at their values.
+
+    Args:
+        options: `seed` of the signs, a number from 0 on; `heads`, whether values are rotated too.
+
+    Raises:
+        UsageError: one has no meaning.
+    """
+    seed, heads = options["seed"], options["heads"]
+    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 1 << 32:
+        raise UsageError(f"hadamard seed={seed!r}", "give a whole number from 0 to 4294967295")
+    if not isinstance(heads, bool):
+        raise UsageError(f"hadamard heads={heads!r}", "give true or false")
+    return dict(options)
+
+
+def needs(options: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the statistics that the rotation reads: none. What others need is observed after it."""
+    del options
+    return ()
+
+
+def solve(*, hidden: int, head_dim: int, options: Mapping[str, Any]) -> Rotations:
+    """Return the rotations of a model.
+
+    Args:
+        hidden: features of its hidden state.
+        head_dim: features of a value head.
+        options: as `checked` returns them.
+    """
+    chosen = checked(options)
+    head = rotation(head_dim, seed=chosen["seed"], sequence=1) if chosen["heads"] else None
+    return Rotations(residual=rotation(hidden, seed=chosen["seed"]), head=head)
+
+
+def reader(weight: Tensor, norm_weight: Tensor, by: Rotation, *, dtype: torch.dtype) -> Tensor:
+    """Return the weight of a linear that reads the residual through a norm: W diag(g) Q, rounded to `dtype`.
+
+    Args:
+        weight: [O, H], any float dtype.
+        norm_weight: [H], which is 1 afterwards.
+        by: of the residual.
+        dtype: of the result.
+    """
+    target = torch.empty(weight.shape, dtype=dtype)
+    for rows in groups.row_units(weight):
+        target[rows] = rotated(weight[rows].float() * norm_weight.float(), by).to(dtype)
+    return target
+
+
+def writer(weight: Tensor, by: Rotation, *, dtype: torch.dtype) -> Tensor:
+    """Return the weight [H, I] of a linear that writes the residual, Q^T W, or its bias [H], b Q, rounded to `dtype`."""
+    if weight.ndim == 1:
+        return rotated(weight, by).to(dtype)
+    return rotate_columns_(torch.empty(weight.shape, dtype=dtype), weight, by)
+
+
+def values(weight: Tensor, by: Rotation) -> Tensor:
+    """Return the weight [heads * d, I] or the bias [heads * d] of the value projection with each head rotated, float32."""
+    if weight.ndim == 1:
+        return rotated(weight, by)
+    heads = weight.reshape(-1, by.size, weight.shape[1])  # [heads, d, I]
+    return torch.cat([rotate_columns_(torch.empty(head.shape), head, by) for head in heads])
+
+
+def value_reader(weight: Tensor, by: Rotation) -> Tensor:
+    """Return the weight [O, heads * d] of the output projection, whose inputs are rotated head by head, float32."""
+    return rotate_rows_(torch.empty(weight.shape), weight, by)
+
+
+def residual(hidden: Tensor, by: Rotation) -> Tensor:
+    """Return a hidden state as the rotated model has it.  hidden: [..., H]."""
+    return rotated(hidden, by)

@@ -1,0 +1,37 @@
+"""The plan of a finished quantize folder, as its quantize.json spells it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from quantflow.core.scheme import LinearScheme, TensorScheme
+from stages._plan import Plan
+
+
+def plan_from(summary: Mapping[str, Any]) -> Plan:
+    """Return the plan that a finished quantize folder followed, without what it asked of a measurement.
+
+    Args:
+        summary: the content of quantize.json.
+    """
+    plan = summary["plan"]
+    return Plan(
+        name=summary["recipe"]["name"],
+        schemes={name: None if data is None else scheme_from(data) for name, data in plan["schemes"].items()},
+        algorithm=plan["algorithm"],
+        transforms=(),
+        needs=frozenset(),
+        file_to_file=summary["proof"] == "tensors",
+    )
+
+
+def scheme_from(data: Mapping[str, Any]) -> LinearScheme:
+    """Return the scheme that quantize.json spells."""
+    inputs = data["input"]
+    return LinearScheme(
+        **{
+            **data,
+            "weights": TensorScheme(**data["weights"]),
+            "input": None if inputs is None else TensorScheme(**inputs),
+            "transforms": tuple(data["transforms"]),
+        }
+    )

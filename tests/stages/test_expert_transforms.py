@@ -1,0 +1,160 @@
+"""Transforms of mixtures of experts: what is no expert's is smoothed, experts are left to their policy, rotations refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from quantflow.errors import StatisticsError, UnsupportedError, UsageError
+from quantflow.models.load import load_model, open_source
+from quantflow.observers.rows import RowSample
+from quantflow.runtime.load import load
+from stages import _plan, _traffic, export, quantize
+from stages._config import Quantize
+from stages._progress import Progress
+from stages._ranks import rank_folder
+
+QUIET = Progress(quiet=True)
+MANY = 1_000_000  # tokens, which no expert gets
+AWQ = {"scheme": "W4A16", "group_size": 32, "algorithm": "rtn", "transforms": ({"awq": {}},)}
+PLAIN = {**AWQ, "transforms": ()}
+AUTO = {"scheme": "W8A8", "transforms": ({"smoothquant": {"alpha": "auto"}},)}
+STATIC = {"scheme": "W8A8_STATIC", "expert_tokens": 0}
+
+
+def quantized(model: Path, measurement: Path | None, folder: Path, entry: dict) -> Path:
+    words = Quantize(name="x", **entry)
+    return quantize.run(quantize.Job(model=model, output=folder, entry=words, measurement=measurement), QUIET)
+
+
+def records(folder: Path) -> list[dict]:
+    return [json.loads(path.read_text()) for path in sorted((folder / "layers").glob("*.json"))]
+
+
+def tensors(folder: Path) -> dict:
+    return {
+        name: tensor for path in sorted((folder / "layers").glob("*.safetensors")) for name, tensor in load_file(path).items()
+    }
+
+
+def difference(model: Path, artifact: Path) -> float:
+    """Return ||logits - those of the source|| / ||those of the source||."""
+    tokens = torch.randint(2, 300, (1, 64), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        expected = load_model(open_source(model), dtype=torch.float32)(tokens).logits
+        found = load(artifact, backend="reference").model(tokens).logits
+    return float((found - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe"])
+@pytest.mark.parametrize(
+    "entry", [{**AWQ, "scheme": "W8A16", "group_size": None, "expert_tokens": 0}, AUTO], ids=["awq", "auto"]
+)
+def test_a_smoothed_mixture_is_proven_close_to_its_source_and_its_experts_are_left_out(
+    family, family_model, measured_family, tmp_path, entry
+):
+    """In eight bits, where a factor that is not undone would show."""
+    folder = quantized(family_model(family), measured_family(family), tmp_path / "q", entry)
+    artifact = export.run(export.Job(quantized=folder, output=tmp_path / "artifact"), QUIET)
+    name = next(iter(entry["transforms"][0]))
+    (record, _) = records(folder)
+    smoothed = {linear.rpartition(".layers.0.")[2] for linear, told in record["decisions"].items() if name in told}
+    shared = {f"mlp.shared_expert.{linear}_proj" for linear in ("gate", "up", "down")} if family == "qwen2_moe" else set()
+    assert smoothed == {f"self_attn.{linear}_proj" for linear in "qkvo"} | (shared & {"mlp.shared_expert.down_proj"})
+    norms = {changed for changed in record["changed"] if "norm" in changed}
+    assert norms <= {"model.layers.0.input_layernorm.weight"}  # the router reads what the other norm gives
+    assert any(told[name].get("alpha") is not None for told in record["decisions"].values() if name in told)
+    assert 0 < difference(family_model(family), artifact) < 0.08
+
+
+def test_static_inputs_of_a_mixture_lose_no_more_where_its_attention_is_smoothed(family_model, measured_family, tmp_path):
+    """Its experts lose most, whose few tokens give narrow ranges; smoothing must leave these as they are."""
+    found = {}
+    for name, transforms in {"plain": (), "auto": AUTO["transforms"]}.items():
+        entry = {**STATIC, "transforms": transforms}
+        folder = quantized(family_model("mixtral"), measured_family("mixtral"), tmp_path / name, entry)
+        artifact = export.run(export.Job(quantized=folder, output=tmp_path / f"{name}-artifact"), QUIET)
+        found[name] = difference(family_model("mixtral"), artifact)
+    assert found["auto"] < 1.05 * found["plain"]
+
+
+def test_no_rows_are_kept_of_experts(family_model, measured_family, tmp_path, monkeypatch):
+    widths = []
+
+    class Counted(RowSample):
+        def __init__(self, features, **options):
+            widths.append(features)
+            super().__init__(features, **options)
+
+    monkeypatch.setattr(_traffic, "RowSample", Counted)
+    quantized(family_model("mixtral"), measured_family("mixtral"), tmp_path / "q", AUTO)
+    assert widths == [64, 64] * 2  # what q, k and v read, and o, of two layers
+
+
+def test_text_that_gives_nothing_but_rows_leaves_the_ledger_of_tokens_alone(
+    family_model, measured_family, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(_plan, "SEQUENCES", 2)  # of six
+    folder = quantized(family_model("mixtral"), measured_family("mixtral"), tmp_path / "q", AUTO)
+    ledger = json.loads((rank_folder(measured_family("mixtral"), 0, 1) / "measurement.json").read_text())["routed"]
+    assert [record["experts"]["tokens"] for record in records(folder)] == [row["tokens"] for row in ledger.values()]
+
+
+@pytest.mark.parametrize("algorithm", ["rtn", "gptq"])
+def test_the_text_that_hessians_see_is_counted_where_the_measurement_is_not_believed(
+    family_model, measured_family, tmp_path, monkeypatch, algorithm
+):
+    monkeypatch.setattr("stages._forward.routed_tokens", lambda *_: None)
+    entry = {**AWQ, "algorithm": algorithm, "expert_tokens": 0}
+    folder = quantized(family_model("mixtral"), measured_family("mixtral"), tmp_path / "q", entry)
+    ledger = json.loads((rank_folder(measured_family("mixtral"), 0, 1) / "measurement.json").read_text())["routed"]
+    assert [record["experts"]["tokens"] for record in records(folder)] == [row["tokens"] for row in ledger.values()]
+
+
+def test_awqs_clip_of_an_expert_with_too_few_tokens_is_refused(family_model, measured_family, tmp_path):
+    entry = {**AWQ, "expert_tokens": MANY}
+    with pytest.raises(StatisticsError, match="8 experts got fewer calibration tokens than needed"):
+        quantized(family_model("mixtral"), measured_family("mixtral"), tmp_path / "q", entry)
+    with pytest.raises(UsageError, match="share_max with an algorithm that reads statistics"):
+        quantized(family_model("mixtral"), measured_family("mixtral"), tmp_path / "q", {**entry, "experts": "share_max"})
+    whole = {**entry, "transforms": ({"awq": {"clip": False}},)}
+    folder = quantized(family_model("mixtral"), measured_family("mixtral"), tmp_path / "whole", whole)
+    assert [record["experts"]["short"] for record in records(folder)] == [{}, {}]
+
+
+def test_awqs_clip_follows_the_policy_of_experts(family_model, measured_family, tmp_path):
+    entry = {**AWQ, "expert_tokens": MANY}
+    folders = {
+        name: quantized(family_model("mixtral"), measured_family("mixtral"), tmp_path / name, words)
+        for name, words in {
+            "plain": PLAIN,
+            "cut": {**AWQ, "expert_tokens": 0},
+            "damp": {**entry, "experts": "damp"},
+            "rtn": {**entry, "experts": "rtn"},
+            "all": {**entry, "experts": "all"},
+        }.items()
+    }
+    found = {name: tensors(folder) for name, folder in folders.items()}
+    packed = [name for name in found["plain"] if ".experts." in name and name.endswith("weight_packed")]
+    assert len(packed) == 2 * 4 * 3
+
+    def same(one: str, other: str) -> int:
+        return sum(torch.equal(found[one][name], found[other][name]) for name in packed)
+
+    assert same("rtn", "plain") == len(packed)
+    assert same("cut", "plain") < len(packed) / 2
+    assert same("damp", "cut") < len(packed) and same("all", "cut") < len(packed)
+    (record, _) = records(folders["rtn"])
+    told = record["decisions"]["model.layers.0.block_sparse_moe.experts.0.w1"]
+    assert "clipped_groups" not in told and told["experts"].endswith("rounded to nearest")
+    assert "clipped_groups" in record["decisions"]["model.layers.0.self_attn.q_proj"]
+    assert records(folders["all"])[0]["experts"]["fed"] == "all"
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe"])
+def test_a_mixture_is_not_rotated(family, family_model, tmp_path):
+    entry = {"scheme": "W8A16", "transforms": ({"hadamard": {}},)}
+    with pytest.raises(UnsupportedError, match=f"the routers of family {family} read the hidden state, which it rotates"):
+        quantized(family_model(family), None, tmp_path / "q", entry)

@@ -1,0 +1,307 @@
+"""The benchmark of accuracy, without its peers: how files are read, bits counted, rows scored, bars judged, tables printed."""
+
+import json
+import sys
+import xml.etree.ElementTree as ElementTree
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from quantflow.evaluation.divergence import score
+from quantflow.evaluation.perplexity import logits_of
+from quantflow.models.load import load_model, open_source
+from quantflow.runtime.load import load
+from stages import export, measure, quantize
+from stages._config import Calibration, Quantize
+from stages._progress import Progress
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+QUIET = Progress(quiet=True)
+W4 = "W4A16 g128"
+
+
+@pytest.fixture
+def part(monkeypatch: pytest.MonkeyPatch):
+    """Return what imports a module as the benchmark's programs see it."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS / "peers"))
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return import_module
+
+
+@pytest.fixture
+def results(part) -> ModuleType:
+    return part("_accuracy.results")
+
+
+@pytest.fixture
+def shared(part) -> ModuleType:
+    return part("_shared")
+
+
+def outcome(results: ModuleType, program: str, scheme: str = W4, **values: Any):
+    plain = {"model": "tiny-llama", "bits": 4.125, "mean_kld": 0.01, "kld_p999": 0.2, "ppl_ratio": 1.01, "top1_agreement": 0.9}
+    return results.Outcome(program=program, scheme=scheme, **{**plain, "seconds": 10.0, "cpu": 9.0, "rss": 10**9, **values})
+
+
+def words_of(values: list[int], bits: int) -> np.ndarray:
+    """Integers end to end, the lowest bit first, as one number that is cut into words."""
+    number = sum(value << (bits * index) for index, value in enumerate(values))
+    return np.frombuffer(number.to_bytes(len(values) * bits // 8, "little"), dtype="<i4")
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_integers_are_read_from_words_in_the_order_of_their_bits(shared, bits):
+    values = [(5 * index + 3) % (1 << bits) for index in range(32)]
+    assert shared.unpack(words_of(values, bits)[None], bits, axis=1)[0].tolist() == values
+    assert shared.unpack(words_of(values, bits)[:, None], bits, axis=0)[:, 0].tolist() == values
+    assert shared.unpack(np.array([[0x76543210]]), 4, axis=1)[0].tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("minus_one", [True, False])
+def test_gptqs_layout_is_read_with_both_kinds_of_zero_points(shared, minus_one):
+    """Eight inputs in two groups, eight outputs; the layout's first version takes one off each zero point, as whole words."""
+    values = np.arange(64).reshape(8, 8) % 16  # [I, O]
+    points = np.array([[0, 8, 15, 1, 2, 3, 4, 0], [7, 0, 0, 15, 8, 8, 8, 8]])  # [G, O]
+    scales = np.linspace(0.5, 2.0, 16, dtype=np.float16).reshape(2, 8)
+    stored = [sum(int(point) << (4 * index) for index, point in enumerate(row)) for row in points]
+    stored = [(word - (0x11111111 if minus_one else 0)) % 2**32 for word in stored]
+    tensors = {
+        "x.qweight": np.array([[sum(int(v) << (4 * i) for i, v in enumerate(values[:, o])) for o in range(8)]], dtype="<u4"),
+        "x.qzeros": np.array([[word] for word in stored], dtype="<u4"),
+        "x.scales": scales,
+    }
+    tensors = {name: tensor.view("<i4") if tensor.dtype == np.dtype("<u4") else tensor for name, tensor in tensors.items()}
+    expected = [[float(scales[i // 4, o]) * float(values[i, o] - points[i // 4, o]) for i in range(8)] for o in range(8)]
+    found = shared.gptq_weight(tensors, "x", bits=4, minus_one=minus_one)
+    assert found.dtype == np.float32
+    assert found.tolist() == expected
+    order = np.array([1, 0, 1, 0, 1, 0, 1, 0])
+    moved = shared.gptq_weight({**tensors, "x.g_idx": order}, "x", bits=4, minus_one=minus_one)
+    assert moved[3, 0] == float(scales[1, 3]) * float(values[0, 3] - points[1, 3])
+
+
+def test_awqs_layout_is_read_in_its_order(shared):
+    """A word holds outputs 0, 2, 4, 6, 1, 3, 5, 7."""
+    word = sum(output << (4 * place) for place, output in enumerate([0, 2, 4, 6, 1, 3, 5, 7]))
+    tensors = {
+        "x.qweight": np.array([[word], [word]]).astype("<u4").view("<i4"),
+        "x.qzeros": np.zeros((1, 1), dtype="<i4"),
+        "x.scales": np.full((1, 8), 0.5, dtype=np.float16),
+    }
+    assert shared.awq_weight(tensors, "x").tolist() == [[0.5 * output] * 2 for output in range(8)]
+
+
+def test_a_peers_two_files_come_back_as_a_candidate(part, shared, tmp_path, monkeypatch):
+    weights = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones((4, 2), dtype=np.float32)}
+    scheme = {"kind": "float", "num_bits": 8, "granularity": "per_tensor", "dynamic": False}
+
+    def quantized(model, rows, output, settings):
+        assert (model, rows, output, settings) == ("M", [[1, 2], [3]], tmp_path / "model", {"bits": 4})
+        return shared.Report(version="1.2", seconds=3.0, settings={"more": True})
+
+    def dequantized(model, output, settings):
+        assert (model, output, settings) == (Path("M"), tmp_path / "model", {"bits": 4, "more": True})
+        changed = {"norm.weight": np.full(3, 2.0)}
+        return shared.Saved(weights=weights, stored=7, changed=changed, input=scheme, scales={"a": 0.5, "b": 0.25})
+
+    (tmp_path / "c.jsonl").write_text('{"input_ids": [1, 2]}\n{"input_ids": [3]}\n')
+    told = ["quantize", "M", str(tmp_path / "c.jsonl"), str(tmp_path), '{"bits": 4}']
+    for line in (told, ["dequantize", "M", str(tmp_path)]):
+        monkeypatch.setattr(sys, "argv", ["accuracy_x.py", *line])
+        shared.main(quantized, dequantized)
+    assert load_file(tmp_path / "weights.safetensors")["a.weight"].tolist() == weights["a"].tolist()
+    candidate = part("_accuracy.score").of_peer(tmp_path)
+    assert {name: weight.tolist() for name, weight in candidate.weights.items()} == {n: w.tolist() for n, w in weights.items()}
+    assert candidate.changed["norm.weight"].tolist() == [2.0, 2.0, 2.0]
+    assert candidate.inputs["b"].scale.tolist() == [0.25] and not candidate.inputs["b"].scheme.dynamic
+    assert candidate.bits == 8 * 7 / 14
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["version"], report["seconds"], report["settings"]) == ("1.2", 3.0, {"bits": 4, "more": True})
+
+
+def test_a_static_input_without_a_scale_is_refused(part, shared, tmp_path):
+    shared.write_safetensors(tmp_path / "weights.safetensors", {"a.weight": np.zeros((2, 2))})
+    report = {"bytes": 1, "linears": ["a"], "scales": {}}
+    report["input"] = {"kind": "float", "num_bits": 8, "granularity": "per_tensor", "dynamic": False}
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    with pytest.raises(part("_watch").Failed, match="0 scales of 1 linears"):
+        part("_accuracy.score").of_peer(tmp_path)
+
+
+def test_bits_count_scales_and_zero_points(part):
+    bits = part("_accuracy.score").bits_per_weight
+    assert bits(64 + 2, [128]) == 4.125  # a group of 128 at 4 bits with a scale of 16
+    assert bits(2 * (24 + 2) + 3, [64, 64]) == 8 * 55 / 128
+
+
+@pytest.fixture(scope="module")
+def smoothed(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Artifacts of a small model: integers in groups of 32, and W8A8, whose norms are not the source's."""
+    folder = tmp_path_factory.mktemp("accuracy")
+    lines = [json.dumps({"input_ids": list(range(start, start + 60))}) for start in range(2, 10)]
+    (folder / "ids.jsonl").write_text("\n".join(lines) + "\n")
+    calibration = Calibration(source=str(folder / "ids.jsonl"), samples=8, sequence_length=64)
+    measured = measure.run(measure.Job(model=llama, output=folder / "m", calibration=calibration), QUIET)
+    made = {}
+    for scheme, group in (("W4A16_ASYM", 32), ("W8A8", None), ("FP8", None)):
+        entry = Quantize(name=scheme.lower().replace("_", "-"), scheme=scheme, algorithm="rtn", group_size=group)
+        job = quantize.Job(model=llama, output=folder / f"{scheme}-q", entry=entry, measurement=measured)
+        done = quantize.run(job, QUIET)
+        made[scheme] = export.run(export.Job(quantized=done, output=folder / scheme), QUIET)
+    return made
+
+
+@pytest.mark.parametrize(("scheme", "bits"), [("W4A16_ASYM", 4 + 16 / 32 + 4 / 32), ("W8A8", None), ("FP8", None)])
+def test_an_artifact_as_plain_tensors_scores_what_its_runtime_does(part, llama, smoothed, scheme, bits):
+    """Weights, smoothed norms and rounded inputs all arrive: the scores are those of the runtime's own logits."""
+    module, windows = part("_accuracy.score"), [torch.arange(5, 65), torch.arange(100, 140)]
+    judge = module.Judge(llama, windows)
+    candidate = module.of_artifact(smoothed[scheme], judge.source)
+    found = judge.score(candidate)
+    original = logits_of(load_model(open_source(llama), dtype=torch.float32))
+    running = logits_of(load(smoothed[scheme], backend="reference").model)
+    kld = torch.cat([score(original(window), running(window), window).kld for window in windows])
+    assert found["mean_kld"] == pytest.approx(float(kld.mean()), rel=1e-4) and float(kld.mean()) > 1e-6
+    assert found["kld_p999"] == pytest.approx(float(kld.max()), rel=1e-4)  # of 98 tokens
+    assert bool(candidate.changed) == (scheme == "W8A8") and bool(candidate.inputs) == (scheme != "W4A16_ASYM")
+    if bits is not None:
+        assert candidate.bits == bits
+    else:
+        assert 8 < candidate.bits < 8.6  # a float32 scale per 64 or 128 inputs, or per linear
+
+
+def test_a_linear_that_was_left_out_is_refused(part, llama, smoothed):
+    module = part("_accuracy.score")
+    judge = module.Judge(llama, [torch.arange(5, 65)])
+    whole = module.of_artifact(smoothed["W4A16_ASYM"], judge.source)
+    name = "model.layers.1.mlp.down_proj"
+    rest = {key: weight for key, weight in whole.weights.items() if key != name}
+    with pytest.raises(part("_watch").Failed, match=f"{name}: not quantized"):
+        judge.score(module.Candidate(weights=rest, stored=1))
+    with pytest.raises(part("_watch").Failed, match=r"down_proj.weight: \[2, 2\], the model has \[64, 128\]"):
+        judge.score(module.Candidate(weights={**rest, name: torch.zeros(2, 2)}, stored=1))
+
+
+def test_every_row_is_there_once_and_quantflow_measures_where_it_must(part, tmp_path):
+    rows = part("_accuracy.rows")
+    paths = {key: tmp_path / key for key in ("model", "calibration", "output", "gguf", "names", "peers")}
+    found = rows.all_rows(rows.Place(**paths))
+    assert len({(row.program, row.scheme) for row in found}) == len(found)
+    table = {(row.program, row.scheme): row for row in found}
+
+    def stages(program: str, scheme: str) -> list[object]:
+        return [command[3] for command in table[program, scheme].commands]
+
+    assert stages("quantflow rtn", W4) == ["quantize", "export"]
+    assert stages("quantflow gptq", W4) == stages("quantflow rtn", "W8A8") == ["measure", "quantize", "export"]
+    assert stages("quantflow rtn", "FP8") == ["measure", "quantize", "export"]
+    assert stages("quantflow rtn", "FP8_DYNAMIC") == ["quantize", "export"]
+    words = table["quantflow gptq", "W3A16_ASYM g64"].commands[1]
+    assert words[words.index("--group-size") + 1] == "64" and words[words.index("--scheme") + 1] == "W3A16_ASYM"
+    peer = table["GPTQModel", "W2A16 g64"]
+    assert json.loads(peer.commands[0][-1]) == {"bits": 2, "group_size": 64, "symmetric": True}
+    assert rows.installed(table["quantflow rtn", W4]) and not rows.installed(peer)
+    scripts = {row.commands[0][1] for row in found if row.after is not None}
+    assert len(scripts) == 6 and all(script.is_file() for script in scripts)
+
+
+def test_gptq_is_judged_against_each_peer_at_equal_settings(results):
+    rows = [
+        outcome(results, "quantflow gptq", mean_kld=0.0102, seconds=5.0, rss=6 * 10**8),
+        outcome(results, "GPTQModel", mean_kld=0.0100, seconds=10.0),
+        outcome(results, "llm-compressor GPTQ", mean_kld=0.0099, seconds=8.0),
+        outcome(results, "GPTQModel", "W3A16 g64", mean_kld=1e-9),  # nothing of ours to compare it with
+    ]
+    found = {(bar.what.rsplit(": ")[-1], bar.promised): (bar.found, bar.met) for bar in results.judge(rows)}
+    assert found == {
+        ("KLD", "<= 1.02x GPTQModel"): ("1.02x, 0.01020 of 0.01000", True),
+        ("KLD", "<= 1.02x llm-compressor GPTQ"): ("1.03x, 0.01020 of 0.00990", False),
+        ("seconds", "<= 0.6x GPTQModel"): ("0.50x, 5.0 s of 10.0 s", True),
+        ("seconds", "<= 0.6x llm-compressor GPTQ"): ("0.62x, 5.0 s of 8.0 s", False),
+        ("peak RSS", "<= 0.6x GPTQModel"): ("0.60x, 0.60 GB of 1.00 GB", True),
+        ("peak RSS", "<= 0.6x llm-compressor GPTQ"): ("0.60x, 0.60 GB of 1.00 GB", True),
+    }
+
+
+def test_best_is_judged_against_equal_settings_and_fewer_bits_of_peers_alone(results):
+    rows = [
+        outcome(results, "quantflow best", mean_kld=0.0084, seconds=100.0),
+        outcome(results, "quantflow gptq", mean_kld=0.0001),
+        outcome(results, "AutoRound", mean_kld=0.0105, bits=4.156, seconds=99.0),  # stores zero points that say nothing
+        outcome(results, "llama.cpp", "IQ4_NL", mean_kld=0.0002, bits=4.5),
+        outcome(results, "llm-compressor RTN", "W8A8", mean_kld=0.0003, bits=4.0),
+        outcome(results, "llama.cpp", "Q9", mean_kld=0.0100, bits=4.1),
+    ]
+    found = {bar.promised: (bar.what, bar.found, bar.met) for bar in results.judge(rows)}
+    subject = f"tiny-llama, {W4}, quantflow best"
+    assert found == {
+        "<= 0.85x llama.cpp Q9": (f"{subject}: KLD", "0.84x, 0.00840 of 0.01000", True),
+        "<= 1.0x AutoRound": (f"{subject}: seconds", "1.01x, 100.0 s of 99.0 s", False),
+    }
+    assert not any("best" in bar.what for bar in results.judge(rows[1:]))
+
+
+def test_quantized_inputs_are_judged_by_the_best_of_both_sides(results):
+    rows = [
+        outcome(results, "quantflow rtn", "FP8", mean_kld=0.0021),
+        outcome(results, "quantflow other", "FP8", mean_kld=0.0019),
+        outcome(results, "llm-compressor RTN", "FP8", mean_kld=0.0020),
+        outcome(results, "llm-compressor RTN", "FP8_DYNAMIC", mean_kld=0.0001),
+    ]
+    (bar,) = results.judge(rows)
+    assert (bar.what, bar.found, bar.met) == ("tiny-llama, FP8, quantflow other: KLD", "0.95x, 0.00190 of 0.00200", True)
+    (bar,) = results.judge([*rows, outcome(results, "quantflow best", "FP8", mean_kld=0.0022)])
+    assert (bar.found, bar.met) == ("1.10x, 0.00220 of 0.00200", False)
+
+
+def test_models_are_judged_apart(results):
+    pair = [outcome(results, "quantflow gptq", mean_kld=0.02), outcome(results, "GPTQModel", mean_kld=0.01)]
+    other = [outcome(results, row.program, model="gpt-neox", mean_kld=0.03 - row.mean_kld) for row in pair]
+    klds = [bar.met for bar in results.judge([*pair, *other]) if "KLD" in bar.what]
+    assert klds == [False, True]
+
+
+def test_the_table_is_in_order_and_says_each_row(results):
+    rows = [
+        outcome(results, "llama.cpp", "Q8_0", bits=8.5, model="gpt-neox"),
+        outcome(results, "llama.cpp", "Q8_0", bits=8.5),
+        outcome(results, "llama.cpp", "Q4_0", bits=4.5, mean_kld=0.5),
+        outcome(results, "a", "W3A16 g64"),
+        outcome(results, "b", mean_kld=0.02),
+        outcome(results, "c", mean_kld=0.01),
+    ]
+    found = results.ordered(rows, ["tiny-llama", "gpt-neox"])
+    assert [row.program for row in found] == ["c", "b", "a", "llama.cpp", "llama.cpp", "llama.cpp"]
+    assert [row.scheme for row in found[3:]] == ["Q4_0", "Q8_0", "Q8_0"] and found[-1].model == "gpt-neox"
+    lines = results.as_table(found[:1]).splitlines()
+    assert lines[0].count("|") == lines[2].count("|") == 11
+    assert lines[2] == f"| tiny-llama | c | {W4} | 4.125 | 0.01000 | 0.2000 | 1.0100 | 90.00% | 10 | 1.00 GB |"
+
+
+def test_results_are_kept_for_the_next_run_unless_the_evaluation_differs(results, tmp_path):
+    path, rows = tmp_path / "r.json", [outcome(results, "GPTQModel", settings={"bits": 4}, quantizing=2.0)]
+    assert results.read(path, tokens=100) == results.read(None, tokens=100) == {}
+    results.write(path, {"tokens": 100}, rows, [])
+    assert results.read(path, tokens=100) == {("tiny-llama", "GPTQModel", W4): rows[0]}
+    assert results.read(path, tokens=16000) == {}
+
+
+@pytest.mark.filterwarnings("default")
+def test_the_plot_has_a_mark_for_every_row_with_weights_alone(part, results, tmp_path):
+    pytest.importorskip("matplotlib")
+    rows = [
+        outcome(results, "quantflow rtn"),
+        outcome(results, "GPTQModel"),
+        outcome(results, "GPTQModel", "W3A16 g64", bits=3.25),
+    ]
+    part("_accuracy.plot").draw([*rows, outcome(results, "llm-compressor RTN", "FP8")], tmp_path / "p.svg")
+    text = (tmp_path / "p.svg").read_text()
+    ElementTree.fromstring(text)
+    assert all(word in text for word in ("tiny-llama", "quantflow rtn", "GPTQModel", "bits per weight"))
+    assert "llm-compressor" not in text

@@ -1,0 +1,94 @@
+"""Hadamard rotations: known matrices, the properties that make them useful, sizes of models, errors."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quantflow.core.orthogonal import paley, rotate_columns_, rotate_rows_, rotated, rotation
+from quantflow.errors import InputError
+
+MODEL_SIZES = [64, 80, 96, 128, 512, 768, 896, 1536, 2560, 3584]  # heads and hidden states of published models
+
+
+def matrix(by) -> torch.Tensor:
+    return rotated(torch.eye(by.size), by)
+
+
+def test_size_four_is_sylvesters_matrix_by_hand():
+    by = rotation(4, seed=0)
+    expected = torch.tensor([[1, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, -1, -1, 1]]) / 2.0
+    assert torch.equal(matrix(by), by.signs[:, None] * expected)
+
+
+def test_order_twelve_is_a_hadamard_matrix():
+    found = paley(12)
+    assert set(found.unique().tolist()) == {-1.0, 1.0}
+    assert torch.equal(found @ found.T, 12 * torch.eye(12))
+
+
+@pytest.mark.parametrize("order", [4, 8, 12, 20, 24, 28, 32, 36, 44, 48, 60, 68, 76, 84, 108])
+def test_every_order_that_paley_makes_has_orthogonal_rows(order):
+    found = paley(order)
+    assert torch.equal(found @ found.T, order * torch.eye(order))
+    assert torch.equal(found.abs(), torch.ones(order, order))
+
+
+@pytest.mark.parametrize("order", [1, 2, 3, 5, 10, 40, 52, 56, 64, 92])
+def test_orders_that_paley_does_not_make_are_none(order):  # 56: 55 and 27 are no primes
+    assert paley(order) is None
+
+
+@pytest.mark.parametrize("size", MODEL_SIZES)
+def test_a_rotation_is_orthogonal_and_spreads_every_channel_evenly(size):
+    by = rotation(size, seed=1)
+    q = matrix(by)
+    assert torch.allclose(q @ q.T, torch.eye(size), atol=1e-5)
+    assert by.mixes == size
+    assert torch.allclose(q.abs(), torch.full((size, size), size**-0.5), atol=1e-6)
+
+
+@pytest.mark.parametrize(("size", "block"), [(1, 1), (7 * 13 * 2, 2), (5 * 103, 1), (47 * 64, 64)])
+def test_a_size_without_a_known_matrix_is_rotated_block_by_block(size, block):
+    by = rotation(size, seed=1)
+    q = matrix(by)
+    assert torch.allclose(q @ q.T, torch.eye(size), atol=1e-5)
+    assert by.mixes == block
+    assert int((q[0] != 0).sum()) == block
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**31), st.sampled_from([2, 12, 24, 64, 96]), st.integers(1, 3))
+def test_rows_and_columns_are_rotated_as_by_the_matrix(seed, size, times):
+    generator = torch.Generator().manual_seed(seed)
+    by, weight = rotation(size, seed=seed), torch.randn(5, times * size, generator=generator)
+    q = torch.block_diag(*[matrix(by)] * times)
+    torch.testing.assert_close(rotate_rows_(torch.empty(weight.shape), weight, by), weight @ q, rtol=1e-4, atol=1e-5)
+    tall = weight.T.contiguous()
+    torch.testing.assert_close(rotate_columns_(torch.empty(tall.shape), tall, by), q.T @ tall, rtol=1e-4, atol=1e-5)
+
+
+def test_signs_come_from_the_seed_and_the_place():
+    one = rotation(64, seed=3)
+    assert torch.equal(one.signs, rotation(64, seed=3).signs)
+    assert not torch.equal(one.signs, rotation(64, seed=4).signs)
+    assert not torch.equal(one.signs, rotation(64, seed=3, sequence=1).signs)
+
+
+def test_a_large_matrix_in_pieces_is_the_same_and_its_source_is_left_alone():
+    by, weight = rotation(512, seed=0), torch.randn(1500, 512, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    before = weight.clone()
+    found = rotate_rows_(torch.empty_like(weight), weight, by)
+    assert torch.equal(found, rotated(weight, by).to(torch.bfloat16))
+    assert torch.equal(weight, before)
+
+
+def test_no_rows_are_no_rows():
+    assert rotated(torch.zeros(0, 8), rotation(8, seed=0)).shape == (0, 8)
+
+
+def test_errors_name_the_two_sizes():
+    with pytest.raises(InputError, match=r"6 channels, it is one of 4"):
+        rotated(torch.ones(2, 6), rotation(4, seed=0))
+    with pytest.raises(InputError, match=r"size=0"):
+        rotation(0, seed=0)
