@@ -51,6 +51,8 @@ def test_the_wheel_holds_the_package_and_its_recipes_and_nothing_else(wheel: Pat
     for shipped in sorted([*(ROOT / "configs").glob("*/*.yaml"), *(ROOT / "configs").glob("*/*.json")]):
         assert shipped.relative_to(ROOT).as_posix() in names
     assert "quantflow/py.typed" in names
+    for source in (ROOT / "quantflow").rglob("*.c"):
+        assert source.relative_to(ROOT).as_posix() in names
 
 
 def test_a_shipped_recipe_runs_from_another_folder(binaries: Path, tmp_path: Path) -> None:
