@@ -1,0 +1,242 @@
+/* What lies between the linears of a Llama-like decoder layer, for quantflow/runtime/native_ops.py.
+ *
+ * Rows of a batch, heads and positions are independent work; each is computed by one thread in one order, so the bits do not
+ * depend on how many threads there are. All arithmetic is float32. Loops marked `omp simd` may be summed in vector lanes, in an
+ * order that the compiler fixes. The cache is written as `kind` says: float32, bfloat16, float8 e4m3 (RNE, saturating), or int8
+ * with a scale per head and position (amax / 127.5, clamped to -128..127).
+ */
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+enum kind { FLOAT32, BFLOAT16, FLOAT8, INT8 };
+enum { BLOCK = 32, WORTH_A_THREAD = 32768 }; /* positions of a softmax step; elements below which a second thread costs more */
+
+typedef struct { /* one layer; NULL where it has none */
+    void *keys, *values;               /* [rows, kv_heads, capacity, dim] of `kind` */
+    float *key_scales, *value_scales;  /* [rows, kv_heads, capacity], int8 only */
+    const float *q_norm, *k_norm;      /* [dim] */
+    int64_t window;                    /* how many positions a query sees, itself included; 0: all before it */
+} Layer;
+
+typedef struct { /* one step */
+    const float *cos, *sin;            /* [capacity, dim] by position in the text */
+    const int64_t *padding;            /* [rows] columns on the left that are no text */
+    int64_t rows, count, start;        /* sequences; new columns of each; the first new column */
+    int64_t heads, kv_heads, dim, capacity, kind;
+    float scale, eps;
+} Step;
+
+static inline float bits_float(uint32_t bits) { float x; memcpy(&x, &bits, 4); return x; }
+static inline uint32_t float_bits(float x) { uint32_t bits; memcpy(&bits, &x, 4); return bits; }
+
+/* exp with an error of about 1 ulp (Cephes' expf): arithmetic only, so that loops over it are vectorized. NaN stays NaN. */
+static inline float exponential(float x) {
+    x = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
+    float n = rintf(x * 1.44269504088896341f);
+    float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * (r * r) + r + 1.0f;
+    return p * bits_float((uint32_t)(int32_t)(n + 127.0f) << 23);
+}
+
+static inline float dot(const float *a, const float *b, int64_t n) {
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < n; i++) sum += a[i] * b[i];
+    return sum;
+}
+
+static inline void normalize(const float *x, const float *weight, float *out, int64_t width, float eps) {
+    float inverse = 1.0f / sqrtf(dot(x, x, width) / (float)width + eps);
+#pragma omp simd
+    for (int64_t i = 0; i < width; i++) out[i] = weight[i] * (x[i] * inverse);
+}
+
+/* x += delta, where there is one; out = RMSNorm(x) * weight.  x, delta, out: [rows, width] */
+void add_norm(float *x, const float *delta, const float *weight, float *out, int64_t rows, int64_t width, float eps) {
+#pragma omp parallel for if (rows > 1 && rows * width > WORTH_A_THREAD)
+    for (int64_t row = 0; row < rows; row++) {
+        float *at = x + row * width;
+        if (delta)
+#pragma omp simd
+            for (int64_t i = 0; i < width; i++) at[i] += delta[row * width + i];
+        normalize(at, weight, out + row * width, width, eps);
+    }
+}
+
+/* out = silu(gate) * up.  gate_up: [rows, 2 width]; out: [rows, width] */
+void silu_mul(const float *gate_up, float *out, int64_t rows, int64_t width) {
+#pragma omp parallel for if (rows > 1 && rows * width > WORTH_A_THREAD)
+    for (int64_t row = 0; row < rows; row++) {
+        const float *g = gate_up + row * 2 * width, *u = g + width;
+        float *to = out + row * width;
+#pragma omp simd
+        for (int64_t i = 0; i < width; i++) to[i] = g[i] / (1.0f + exponential(-g[i])) * u[i];
+    }
+}
+
+/* out = x @ weight.T + bias, the weight in bfloat16.  x: [rows, in]; weight: [outs, in]; out: [rows, outs] */
+void product_bfloat16(const float *x, const uint16_t *weight, const float *bias, float *out, int64_t rows, int64_t in, int64_t outs) {
+#pragma omp parallel for schedule(static) if (outs * in > WORTH_A_THREAD)
+    for (int64_t o = 0; o < outs; o++)
+        for (int64_t row = 0; row < rows; row++) {
+            const uint16_t *w = weight + o * in;
+            float sum = 0;
+#pragma omp simd reduction(+ : sum)
+            for (int64_t i = 0; i < in; i++) sum += x[row * in + i] * bits_float((uint32_t)w[i] << 16);
+            out[row * outs + o] = bias ? sum + bias[o] : sum;
+        }
+}
+
+static inline uint16_t to_bfloat16(float x) {
+    uint32_t bits = float_bits(x);
+    uint16_t rounded = (uint16_t)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+    return x != x ? 0x7FC0 : rounded;
+}
+
+static inline uint8_t to_float8(float x) {
+    float size = fabsf(x) < 448.0f ? fabsf(x) : 448.0f;
+    uint32_t bits = float_bits(size), sign = float_bits(x) >> 24 & 0x80;
+    uint32_t normal = ((bits + 0x7FFFF + (bits >> 20 & 1)) >> 20) - (120 << 3);
+    uint32_t code = size < 0.015625f ? (uint32_t)(int32_t)rintf(size * 512.0f) : normal; /* below 2^-6: multiples of 2^-9 */
+    return (uint8_t)(sign | (x != x ? 0x7F : code));
+}
+
+static inline float from_float8(uint8_t code) { /* bits of 2^-120 times the number; 0x7F, NaN, is what no finite float gives */
+    float size = bits_float((uint32_t)(code & 0x7F) << 20) * 0x1p120f;
+    size = (code & 0x7F) == 0x7F ? NAN : size;
+    return code & 0x80 ? -size : size;
+}
+
+/* Write `dim` floats as element `index` of the cache. */
+static void store(const float *x, void *cache, float *scales, int64_t index, int64_t dim, int64_t kind) {
+    if (kind == FLOAT32) memcpy((float *)cache + index * dim, x, dim * sizeof(float));
+    if (kind == BFLOAT16) {
+        uint16_t *to = (uint16_t *)cache + index * dim;
+#pragma omp simd
+        for (int64_t i = 0; i < dim; i++) to[i] = to_bfloat16(x[i]);
+    }
+    if (kind == FLOAT8) {
+        uint8_t *to = (uint8_t *)cache + index * dim;
+#pragma omp simd
+        for (int64_t i = 0; i < dim; i++) to[i] = to_float8(x[i]);
+    }
+    if (kind == INT8) {
+        int8_t *to = (int8_t *)cache + index * dim;
+        float amax = 0;
+        for (int64_t i = 0; i < dim; i++) amax = !(fabsf(x[i]) <= amax) ? fabsf(x[i]) : amax; /* NaN stays: its scale is NaN */
+        float scale = amax <= 0 ? 1.0f : amax / 127.5f < 0x1p-126f ? 0x1p-126f : amax / 127.5f;
+        scales[index] = scale;
+        for (int64_t i = 0; i < dim; i++) {
+            float q = rintf(x[i] / scale);
+            to[i] = (int8_t)(q < -128 ? -128 : q > 127 ? 127 : q == q ? q : 0);
+        }
+    }
+}
+
+/* Return element `index` of the cache as floats, in place or in `room`. */
+static inline const float *fetch(const void *cache, const float *scales, int64_t index, int64_t dim, int64_t kind, float *room) {
+    if (kind == FLOAT32) return (const float *)cache + index * dim;
+    if (kind == BFLOAT16) {
+        const uint16_t *from = (const uint16_t *)cache + index * dim;
+#pragma omp simd
+        for (int64_t i = 0; i < dim; i++) room[i] = bits_float((uint32_t)from[i] << 16);
+    }
+    if (kind == FLOAT8) {
+        const uint8_t *from = (const uint8_t *)cache + index * dim;
+#pragma omp simd
+        for (int64_t i = 0; i < dim; i++) room[i] = from_float8(from[i]);
+    }
+    if (kind == INT8) {
+        const int8_t *from = (const int8_t *)cache + index * dim;
+        float scale = scales[index];
+#pragma omp simd
+        for (int64_t i = 0; i < dim; i++) room[i] = from[i] * scale;
+    }
+    return room;
+}
+
+static void rotate(float *x, const float *norm, const float *cos, const float *sin, int64_t dim, float eps) {
+    if (norm) normalize(x, norm, x, dim, eps);
+    int64_t half = dim / 2;
+#pragma omp simd
+    for (int64_t i = 0; i < half; i++) {
+        float low = x[i], high = x[i + half];
+        x[i] = low * cos[i] - high * sin[i];
+        x[i + half] = high * cos[i + half] + low * sin[i + half];
+    }
+}
+
+/* Norm and rotate queries and keys in place, and write keys and values to the cache.
+ * qkv: [rows, count, (heads + 2 kv_heads) * dim] */
+void rotate_store(const Step *s, const Layer *l, float *qkv) {
+    int64_t dim = s->dim, width = (s->heads + 2 * s->kv_heads) * dim;
+#pragma omp parallel for if (s->rows * s->count > 1 && s->rows * s->count * width > WORTH_A_THREAD)
+    for (int64_t at = 0; at < s->rows * s->count; at++) {
+        int64_t row = at / s->count, column = s->start + at % s->count;
+        int64_t position = column < s->padding[row] ? 0 : column - s->padding[row];
+        const float *cos = s->cos + position * dim, *sin = s->sin + position * dim;
+        float *q = qkv + at * width, *k = q + s->heads * dim, *v = k + s->kv_heads * dim;
+        for (int64_t h = 0; h < s->heads; h++) rotate(q + h * dim, l->q_norm, cos, sin, dim, s->eps);
+        for (int64_t h = 0; h < s->kv_heads; h++) {
+            int64_t index = (row * s->kv_heads + h) * s->capacity + column;
+            rotate(k + h * dim, l->k_norm, cos, sin, dim, s->eps);
+            store(k + h * dim, l->keys, l->key_scales, index, dim, s->kind);
+            store(v + h * dim, l->values, l->value_scales, index, dim, s->kind);
+        }
+    }
+}
+
+/* One head of keys and values, and the `group` queries that share it, from column `first` to `end`, by the running softmax of
+ * Milakov and Gimelshein 2018 (arXiv:1805.02867), BLOCK columns at a time.  q, out: [group, dim] */
+static inline void attend_head(const Step *s, const Layer *l, const float *q, float *out, int64_t base, int64_t first, int64_t end) {
+    int64_t group = s->heads / s->kv_heads, dim = s->dim;
+    float room[dim], scores[group][BLOCK], largest[group], total[group];
+    memset(out, 0, group * dim * sizeof(float));
+    for (int64_t g = 0; g < group; g++) largest[g] = -INFINITY, total[g] = 0;
+    for (int64_t begin = first; begin < end; begin += BLOCK) {
+        int64_t n = end - begin < BLOCK ? end - begin : BLOCK;
+        for (int64_t j = 0; j < n; j++) {
+            const float *k = fetch(l->keys, l->key_scales, base + begin + j, dim, s->kind, room);
+            for (int64_t g = 0; g < group; g++) scores[g][j] = dot(q + g * dim, k, dim) * s->scale;
+        }
+        for (int64_t g = 0; g < group; g++) {
+            float top = largest[g], sum = 0;
+            for (int64_t j = 0; j < n; j++) top = scores[g][j] > top ? scores[g][j] : top;
+            float shrink = exponential(largest[g] - top);
+#pragma omp simd reduction(+ : sum)
+            for (int64_t j = 0; j < n; j++) sum += scores[g][j] = exponential(scores[g][j] - top);
+            total[g] = total[g] * shrink + sum;
+            largest[g] = top;
+#pragma omp simd
+            for (int64_t i = 0; i < dim; i++) out[g * dim + i] *= shrink;
+        }
+        for (int64_t j = 0; j < n; j++) {
+            const float *v = fetch(l->values, l->value_scales, base + begin + j, dim, s->kind, room);
+            for (int64_t g = 0; g < group; g++)
+#pragma omp simd
+                for (int64_t i = 0; i < dim; i++) out[g * dim + i] += scores[g][j] * v[i];
+        }
+    }
+    for (int64_t g = 0; g < group; g++)
+        for (int64_t i = 0; i < dim; i++) out[g * dim + i] /= end > first ? total[g] : 1; /* padding sees nothing: zeros */
+}
+
+/* Attention of the new columns over the cache.  qkv: as rotate_store left it; out: [rows, count, heads * dim] */
+void attend(const Step *s, const Layer *l, const float *qkv, float *out) {
+    int64_t dim = s->dim, width = (s->heads + 2 * s->kv_heads) * dim, group = s->heads / s->kv_heads;
+    int64_t units = s->rows * s->count * s->kv_heads, seen = s->start + s->count;
+#pragma omp parallel for if (units > 1 && units * group * seen * dim > WORTH_A_THREAD)
+    for (int64_t unit = 0; unit < units; unit++) {
+        int64_t head = unit % s->kv_heads, at = unit / s->kv_heads, row = at / s->count, column = s->start + at % s->count;
+        int64_t first = s->padding[row], base = (row * s->kv_heads + head) * s->capacity;
+        if (l->window && column + 1 - l->window > first) first = column + 1 - l->window;
+        attend_head(s, l, qkv + at * width + head * group * dim, out + (at * s->heads + head * group) * dim, base, first, column + 1);
+    }
+}
