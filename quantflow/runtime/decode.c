@@ -1,4 +1,4 @@
-/* What lies between the linears of a Llama-like decoder layer, for quantflow/runtime/native_ops.py.
+/* What lies between the linears of a Llama-like decoder layer, for quantflow/runtime/operations.py.
  *
  * Rows of a batch, heads and positions are independent work; each is computed by one thread in one order, so the bits do not
  * depend on how many threads there are. All arithmetic is float32. Loops marked `omp simd` may be summed in vector lanes, in an
@@ -10,10 +10,10 @@
 #include <string.h>
 
 enum kind { FLOAT32, BFLOAT16, FLOAT8, INT8 };
-enum { BLOCK = 32, WORTH_A_THREAD = 32768 }; /* positions of a softmax step; elements below which a second thread costs more */
+enum { LANES = 16, BLOCK = 64, WORTH_A_THREAD = 32768 }; /* columns of a softmax step; elements below which a thread costs more */
 
 typedef struct { /* one layer; NULL where it has none */
-    void *keys, *values;               /* [rows, kv_heads, capacity, dim] of `kind` */
+    void *keys, *values;               /* [rows, kv_heads, capacity / 16, dim, 16], [rows, kv_heads, capacity, dim] of `kind` */
     float *key_scales, *value_scales;  /* [rows, kv_heads, capacity], int8 only */
     const float *q_norm, *k_norm;      /* [dim] */
     int64_t window;                    /* how many positions a query sees, itself included; 0: all before it */
@@ -26,6 +26,14 @@ typedef struct { /* one step */
     int64_t heads, kv_heads, dim, capacity, kind;
     float scale, eps;
 } Step;
+
+typedef float v16 __attribute__((vector_size(64), aligned(1), may_alias));
+typedef uint32_t u16 __attribute__((vector_size(64)));
+typedef int32_t i16 __attribute__((vector_size(64)));
+typedef uint16_t w16 __attribute__((vector_size(32), aligned(1), may_alias));
+typedef uint8_t b16 __attribute__((vector_size(16), aligned(1), may_alias));
+typedef int8_t c16 __attribute__((vector_size(16), aligned(1), may_alias));
+#define INLINE inline __attribute__((always_inline))
 
 static inline float bits_float(uint32_t bits) { float x; memcpy(&x, &bits, 4); return x; }
 static inline uint32_t float_bits(float x) { uint32_t bits; memcpy(&bits, &x, 4); return bits; }
@@ -108,58 +116,29 @@ static inline uint8_t to_float8(float x) {
     return (uint8_t)(sign | (x != x ? 0x7F : code));
 }
 
-static inline float from_float8(uint8_t code) { /* bits of 2^-120 times the number; 0x7F, NaN, is what no finite float gives */
-    float size = bits_float((uint32_t)(code & 0x7F) << 20) * 0x1p120f;
-    size = (code & 0x7F) == 0x7F ? NAN : size;
-    return code & 0x80 ? -size : size;
-}
-
-/* Write `dim` floats as element `index` of the cache. */
-static void store(const float *x, void *cache, float *scales, int64_t index, int64_t dim, int64_t kind) {
-    if (kind == FLOAT32) memcpy((float *)cache + index * dim, x, dim * sizeof(float));
-    if (kind == BFLOAT16) {
-        uint16_t *to = (uint16_t *)cache + index * dim;
-#pragma omp simd
-        for (int64_t i = 0; i < dim; i++) to[i] = to_bfloat16(x[i]);
-    }
-    if (kind == FLOAT8) {
-        uint8_t *to = (uint8_t *)cache + index * dim;
-#pragma omp simd
-        for (int64_t i = 0; i < dim; i++) to[i] = to_float8(x[i]);
-    }
-    if (kind == INT8) {
-        int8_t *to = (int8_t *)cache + index * dim;
-        float amax = 0;
-        for (int64_t i = 0; i < dim; i++) amax = !(fabsf(x[i]) <= amax) ? fabsf(x[i]) : amax; /* NaN stays: its scale is NaN */
-        float scale = amax <= 0 ? 1.0f : amax / 127.5f < 0x1p-126f ? 0x1p-126f : amax / 127.5f;
-        scales[index] = scale;
-        for (int64_t i = 0; i < dim; i++) {
-            float q = rintf(x[i] / scale);
-            to[i] = (int8_t)(q < -128 ? -128 : q > 127 ? 127 : q == q ? q : 0);
-        }
+/* Write `dim` floats from element `at` of the cache on, `stride` apart; int8's scale is element `index` of `scales`. */
+static void store(const float *x, void *cache, int64_t at, int64_t stride, float *scales, int64_t index, int64_t dim, int64_t kind) {
+    float amax = 0, step = 1;
+    for (int64_t i = 0; kind == INT8 && i < dim; i++) amax = fabsf(x[i]) <= amax ? amax : fabsf(x[i]); /* NaN stays */
+    if (kind == INT8 && !(amax <= 0)) step = amax / 127.5f < 0x1p-126f ? 0x1p-126f : amax / 127.5f;
+    if (kind == INT8) scales[index] = step;
+    for (int64_t i = 0; i < dim; i++, at += stride) {
+        float q = rintf(x[i] / step);
+        if (kind == FLOAT32) ((float *)cache)[at] = x[i];
+        if (kind == BFLOAT16) ((uint16_t *)cache)[at] = to_bfloat16(x[i]);
+        if (kind == FLOAT8) ((uint8_t *)cache)[at] = to_float8(x[i]);
+        if (kind == INT8) ((int8_t *)cache)[at] = (int8_t)(q < -128 ? -128 : q > 127 ? 127 : q == q ? q : 0);
     }
 }
 
-/* Return element `index` of the cache as floats, in place or in `room`. */
-static inline const float *fetch(const void *cache, const float *scales, int64_t index, int64_t dim, int64_t kind, float *room) {
-    if (kind == FLOAT32) return (const float *)cache + index * dim;
-    if (kind == BFLOAT16) {
-        const uint16_t *from = (const uint16_t *)cache + index * dim;
-#pragma omp simd
-        for (int64_t i = 0; i < dim; i++) room[i] = bits_float((uint32_t)from[i] << 16);
-    }
-    if (kind == FLOAT8) {
-        const uint8_t *from = (const uint8_t *)cache + index * dim;
-#pragma omp simd
-        for (int64_t i = 0; i < dim; i++) room[i] = from_float8(from[i]);
-    }
-    if (kind == INT8) {
-        const int8_t *from = (const int8_t *)cache + index * dim;
-        float scale = scales[index];
-#pragma omp simd
-        for (int64_t i = 0; i < dim; i++) room[i] = from[i] * scale;
-    }
-    return room;
+/* Return 16 numbers of the cache from element `at` on, int8 without its scale. */
+static INLINE v16 load(const void *cache, int64_t at, int64_t kind) {
+    if (kind == FLOAT32) return *(const v16 *)((const float *)cache + at);
+    if (kind == BFLOAT16) return (v16)(__builtin_convertvector(*(const w16 *)((const uint16_t *)cache + at), u16) << 16);
+    if (kind == INT8) return __builtin_convertvector(__builtin_convertvector(*(const c16 *)((const int8_t *)cache + at), i16), v16);
+    u16 code = __builtin_convertvector(*(const b16 *)((const uint8_t *)cache + at), u16), size = code & 0x7F;
+    u16 bits = (u16)((v16)(size << 20) * 0x1p120f); /* the exponent's bias: 127 - 7; exact for subnormals too */
+    return (v16)(bits | (code & 0x80) << 24 | ((u16)(size == 0x7F) & 0x7FC00000)); /* 0x7F is NaN */
 }
 
 static void rotate(float *x, const float *norm, const float *cos, const float *sin, int64_t dim, float eps) {
@@ -185,47 +164,68 @@ void rotate_store(const Step *s, const Layer *l, float *qkv) {
         float *q = qkv + at * width, *k = q + s->heads * dim, *v = k + s->kv_heads * dim;
         for (int64_t h = 0; h < s->heads; h++) rotate(q + h * dim, l->q_norm, cos, sin, dim, s->eps);
         for (int64_t h = 0; h < s->kv_heads; h++) {
-            int64_t index = (row * s->kv_heads + h) * s->capacity + column;
+            int64_t index = (row * s->kv_heads + h) * s->capacity + column, lane = column % LANES;
             rotate(k + h * dim, l->k_norm, cos, sin, dim, s->eps);
-            store(k + h * dim, l->keys, l->key_scales, index, dim, s->kind);
-            store(v + h * dim, l->values, l->value_scales, index, dim, s->kind);
+            store(k + h * dim, l->keys, (index - lane) * dim + lane, LANES, l->key_scales, index, dim, s->kind);
+            store(v + h * dim, l->values, index * dim, 1, l->value_scales, index, dim, s->kind);
         }
     }
 }
 
-/* One head of keys and values, and the `group` queries that share it, from column `first` to `end`, by the running softmax of
- * Milakov and Gimelshein 2018 (arXiv:1805.02867), BLOCK columns at a time.  q, out: [group, dim] */
-static inline void attend_head(const Step *s, const Layer *l, const float *q, float *out, int64_t base, int64_t first, int64_t end) {
-    int64_t group = s->heads / s->kv_heads, dim = s->dim;
-    float room[dim], scores[group][BLOCK], largest[group], total[group];
-    memset(out, 0, group * dim * sizeof(float));
-    for (int64_t g = 0; g < group; g++) largest[g] = -INFINITY, total[g] = 0;
-    for (int64_t begin = first; begin < end; begin += BLOCK) {
-        int64_t n = end - begin < BLOCK ? end - begin : BLOCK;
-        for (int64_t j = 0; j < n; j++) {
-            const float *k = fetch(l->keys, l->key_scales, base + begin + j, dim, s->kind, room);
-            for (int64_t g = 0; g < group; g++) scores[g][j] = dot(q + g * dim, k, dim) * s->scale;
+/* `count` of at most `tile` queries over the columns `first` to `end` of one head of the cache, by the running softmax of
+ * Milakov and Gimelshein 2018 (arXiv:1805.02867), BLOCK columns at a time.  q, out: [count, dim]; base: the head's column 0 */
+static INLINE void attend_tile(const Step *s, const Layer *l, const float *q, float *out, int64_t base, int64_t first,
+                               int64_t end, int64_t count, const int tile, const int kind) {
+    int64_t dim = s->dim;
+    float queries[dim][tile], scores[tile][BLOCK], sums[tile][dim], largest[tile], total[tile];
+    memset(sums, 0, sizeof sums);
+    for (int g = 0; g < tile; g++) largest[g] = -INFINITY, total[g] = 0;
+    for (int64_t i = 0; i < dim * tile; i++) queries[i / tile][i % tile] = i % tile < count ? q[i % tile * dim + i / tile] : 0;
+    for (int64_t begin = first - first % LANES; begin < end; begin += BLOCK) {
+        int64_t low = first > begin ? first - begin : 0, high = end - begin < BLOCK ? end - begin : BLOCK;
+        for (int64_t j = 0; j < high; j += LANES) {
+            v16 sum[tile];
+            for (int g = 0; g < tile; g++) sum[g] = (v16){0};
+            for (int64_t i = 0; i < dim; i++) {
+                v16 k = load(l->keys, (base + begin + j) * dim + i * LANES, kind);
+                for (int g = 0; g < tile; g++) sum[g] += k * queries[i][g];
+            }
+            v16 scale = (v16){0} + s->scale;
+            if (kind == INT8) scale *= *(const v16 *)(l->key_scales + base + begin + j);
+            for (int g = 0; g < tile; g++) *(v16 *)(scores[g] + j) = sum[g] * scale;
         }
-        for (int64_t g = 0; g < group; g++) {
+        for (int g = 0; g < tile; g++) {
             float top = largest[g], sum = 0;
-            for (int64_t j = 0; j < n; j++) top = scores[g][j] > top ? scores[g][j] : top;
+#pragma omp simd reduction(max : top)
+            for (int64_t j = low; j < high; j++) top = scores[g][j] > top ? scores[g][j] : top;
             float shrink = exponential(largest[g] - top);
 #pragma omp simd reduction(+ : sum)
-            for (int64_t j = 0; j < n; j++) sum += scores[g][j] = exponential(scores[g][j] - top);
+            for (int64_t j = low; j < high; j++) sum += scores[g][j] = exponential(scores[g][j] - top);
             total[g] = total[g] * shrink + sum;
             largest[g] = top;
-#pragma omp simd
-            for (int64_t i = 0; i < dim; i++) out[g * dim + i] *= shrink;
+            for (int64_t i = 0; i < dim; i++) sums[g][i] *= shrink;
+            for (int64_t j = low; kind == INT8 && j < high; j++) scores[g][j] *= l->value_scales[base + begin + j];
         }
-        for (int64_t j = 0; j < n; j++) {
-            const float *v = fetch(l->values, l->value_scales, base + begin + j, dim, s->kind, room);
-            for (int64_t g = 0; g < group; g++)
-#pragma omp simd
-                for (int64_t i = 0; i < dim; i++) out[g * dim + i] += scores[g][j] * v[i];
+        for (int64_t i = 0; i < dim; i += LANES) {
+            v16 sum[tile];
+            for (int g = 0; g < tile; g++) sum[g] = *(const v16 *)(sums[g] + i);
+            for (int64_t j = low; j < high; j++) {
+                v16 v = load(l->values, (base + begin + j) * dim + i, kind);
+                for (int g = 0; g < tile; g++) sum[g] += v * scores[g][j];
+            }
+            for (int g = 0; g < tile; g++) *(v16 *)(sums[g] + i) = sum[g];
         }
     }
-    for (int64_t g = 0; g < group; g++)
-        for (int64_t i = 0; i < dim; i++) out[g * dim + i] /= end > first ? total[g] : 1; /* padding sees nothing: zeros */
+    for (int64_t g = 0; g < count; g++)
+        for (int64_t i = 0; i < dim; i++) out[g * dim + i] = end > first ? sums[g][i] / total[g] : 0; /* padding sees nothing */
+}
+
+static INLINE void attend_head(const Step *s, const Layer *l, const float *q, float *out, int64_t base, int64_t first, int64_t end,
+                               const int kind) {
+    int64_t group = s->heads / s->kv_heads, g = 0;
+    for (; group - g > 4; g += 8)
+        attend_tile(s, l, q + g * s->dim, out + g * s->dim, base, first, end, group - g < 8 ? group - g : 8, 8, kind);
+    for (; g < group; g += 4) attend_tile(s, l, q + g * s->dim, out + g * s->dim, base, first, end, group - g, 4, kind);
 }
 
 /* Attention of the new columns over the cache.  qkv: as rotate_store left it; out: [rows, count, heads * dim] */
@@ -237,6 +237,11 @@ void attend(const Step *s, const Layer *l, const float *qkv, float *out) {
         int64_t head = unit % s->kv_heads, at = unit / s->kv_heads, row = at / s->count, column = s->start + at % s->count;
         int64_t first = s->padding[row], base = (row * s->kv_heads + head) * s->capacity;
         if (l->window && column + 1 - l->window > first) first = column + 1 - l->window;
-        attend_head(s, l, qkv + at * width + head * group * dim, out + (at * s->heads + head * group) * dim, base, first, column + 1);
+        const float *q = qkv + at * width + head * group * dim;
+        float *to = out + (at * s->heads + head * group) * dim;
+        if (s->kind == FLOAT32) attend_head(s, l, q, to, base, first, column + 1, FLOAT32);
+        if (s->kind == BFLOAT16) attend_head(s, l, q, to, base, first, column + 1, BFLOAT16);
+        if (s->kind == FLOAT8) attend_head(s, l, q, to, base, first, column + 1, FLOAT8);
+        if (s->kind == INT8) attend_head(s, l, q, to, base, first, column + 1, INT8);
     }
 }

@@ -1,5 +1,8 @@
 """Keys and values of every layer, allocated once and written in place, in float32, bfloat16, float8 or int8.
 
+Values lie as they come, [columns, features]; keys lie with 16 columns side by side, [columns / 16, features, 16], so that one
+step of a vector unit adds a feature to the scores of 16 columns.
+
 float8 is e4m3fn without a scale, as serving systems keep it where none was measured: keys after the rotation and values lie
 well inside its range of 448. int8 has a scale per head and position, the largest magnitude / 127.5. Attention reads what
 was kept, of new positions too, so that a position means the same in whatever forward it is attended to.
@@ -16,6 +19,7 @@ from quantflow.errors import UsageError
 
 # The dtype of the storage; float8 is kept as bytes, which torch can index and copy. The order is decode.c's `enum kind`.
 KINDS = MappingProxyType({"float32": torch.float32, "bfloat16": torch.bfloat16, "float8": torch.uint8, "int8": torch.int8})
+LANES = 16
 _INT8 = TensorScheme(kind="int", num_bits=8, granularity="per_token", dynamic=True)
 
 
@@ -25,10 +29,11 @@ class KVCache:
     Attributes:
         kind: a key of KINDS.
         rows: sequences in use; storage may hold more.
-        capacity: columns that there is room for.
+        capacity: columns that there is room for, a multiple of LANES, so it may be more than was asked for.
         length: columns in use.
         padding: [rows] int64, how many columns at the left of a sequence are padding.
-        keys, values: of each layer, [rows or more, kv_heads, capacity, head_dim] in the storage's dtype.
+        keys: of each layer, [rows or more, kv_heads, capacity / LANES, head_dim, LANES] in the storage's dtype.
+        values: of each layer, [rows or more, kv_heads, capacity, head_dim] in the storage's dtype.
         key_scales, value_scales: of each layer, [rows or more, kv_heads, capacity] float32 for int8; otherwise empty.
     """
 
@@ -42,12 +47,14 @@ class KVCache:
             raise UsageError(f"kv cache {kind!r} is unknown", f"use one of {', '.join(KINDS)}")
         if rows < 1 or capacity < 1:
             raise UsageError(f"kv cache of {rows} rows and {capacity} positions", "give at least one of each")
-        self.kind, self.rows, self.capacity, self.length = kind, rows, capacity, 0
+        blocks = -(-capacity // LANES)
+        self.kind, self.rows, self.capacity, self.length = kind, rows, blocks * LANES, 0
         self.padding = torch.zeros(rows, dtype=torch.int64)
-        shape = (rows, kv_heads, capacity, head_dim)
-        self.keys, self.values = ([torch.empty(shape, dtype=KINDS[kind]) for _ in range(layers)] for _ in range(2))
+        heads, dtype = (rows, kv_heads), KINDS[kind]
+        self.keys = [torch.empty(*heads, blocks, head_dim, LANES, dtype=dtype) for _ in range(layers)]
+        self.values = [torch.empty(*heads, self.capacity, head_dim, dtype=dtype) for _ in range(layers)]
         count = layers if kind == "int8" else 0
-        self.key_scales, self.value_scales = ([torch.empty(shape[:3]) for _ in range(count)] for _ in range(2))
+        self.key_scales, self.value_scales = ([torch.empty(*heads, self.capacity) for _ in range(count)] for _ in range(2))
 
     @property
     def nbytes(self) -> int:
@@ -65,30 +72,27 @@ class KVCache:
             layer: its index.
             keys, values: [rows, kv_heads, T, head_dim] float32.
         """
-        columns = slice(self.length, self.length + keys.shape[2])
-        scales = (self.key_scales, self.value_scales)
-        for x, storage, scale in zip((keys, values), (self.keys, self.values), scales, strict=True):
-            target = storage[layer][: self.rows, :, columns]
-            if self.kind == "float8":
-                target.copy_(float8.cast(x, "e4m3fn").view(torch.uint8))
-            elif self.kind == "int8":
-                found = affine.scale_from_amax(x.abs().amax(dim=-1), _INT8)  # [rows, kv_heads, T]
-                scale[layer][: self.rows, :, columns] = found
-                target.copy_(affine.quantize(x, found[..., None], None, _INT8))
-            else:
-                target.copy_(x)
+        columns = torch.arange(self.length, self.length + keys.shape[2])
+        blocks, lanes = columns // LANES, columns % LANES
+        key_codes, key_scales = self._encode(keys)
+        value_codes, value_scales = self._encode(values)
+        self.keys[layer].transpose(3, 4)[: self.rows, :, blocks, lanes] = key_codes
+        self.values[layer][: self.rows, :, columns] = value_codes
+        if self.kind == "int8":
+            self.key_scales[layer][: self.rows, :, columns] = key_scales
+            self.value_scales[layer][: self.rows, :, columns] = value_scales
 
     def read(self, layer: int, end: int) -> tuple[Tensor, Tensor]:
         """Return what is kept of the first `end` columns, keys and values [rows, kv_heads, end, head_dim] float32."""
-        found = []
-        for storage, scales in ((self.keys, self.key_scales), (self.values, self.value_scales)):
-            x = storage[layer][: self.rows, :, :end]
-            if self.kind == "float8":
-                x = float8.widen(x.view(torch.float8_e4m3fn))
-            elif self.kind == "int8":
-                x = x * scales[layer][: self.rows, :, :end, None]
-            found.append(x.float())
-        return found[0], found[1]
+        blocks = -(-end // LANES)
+        keys = self.keys[layer][: self.rows, :, :blocks].transpose(3, 4).flatten(2, 3)[:, :, :end]
+        values = self.values[layer][: self.rows, :, :end]
+        if self.kind == "float8":
+            return float8.widen(keys.view(torch.float8_e4m3fn)), float8.widen(values.view(torch.float8_e4m3fn))
+        if self.kind == "int8":
+            scales = [scale[layer][: self.rows, :, :end, None] for scale in (self.key_scales, self.value_scales)]
+            return keys * scales[0], values * scales[1]
+        return keys.float(), values.float()
 
     def keep(self, rows: Tensor) -> None:
         """Let sequence i become the old sequence rows[i].
@@ -105,10 +109,11 @@ class KVCache:
         changed = not torch.equal(rows, torch.arange(len(rows)))
         for tensors in self._storage() if changed else ():
             for layer, tensor in enumerate(tensors):
-                kept = tensor[:, :, : self.length][rows]  # [B', kv_heads, length, ...]
+                used = -(-self.length * tensor.shape[2] // self.capacity)  # columns, or blocks of them
+                kept = tensor[:, :, :used][rows]  # [B', kv_heads, used, ...]
                 if len(rows) > len(tensor):
                     tensors[layer] = tensor.new_empty((len(rows), *tensor.shape[1:]))
-                tensors[layer][: len(rows), :, : self.length] = kept
+                tensors[layer][: len(rows), :, :used] = kept
         self.rows = len(rows)
 
     def crop(self, length: int) -> None:
@@ -120,6 +125,15 @@ class KVCache:
         if not 0 <= length <= self.length:
             raise UsageError(f"kv cache: crop to {length} of {self.length} positions", "crop to at most what there is")
         self.length = length
+
+    def _encode(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the codes of x, [..., head_dim] in the storage's dtype, and int8's scales [...]."""
+        if self.kind == "float8":
+            return float8.cast(x, "e4m3fn").view(torch.uint8), None
+        if self.kind == "int8":
+            scale = affine.scale_from_amax(x.abs().amax(dim=-1), _INT8)
+            return affine.quantize(x, scale[..., None], None, _INT8), scale
+        return x.to(KINDS[self.kind]), None
 
     def _storage(self) -> tuple[list[Tensor], ...]:
         return self.keys, self.values, self.key_scales, self.value_scales

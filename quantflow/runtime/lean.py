@@ -13,12 +13,11 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from quantflow.core import native
 from quantflow.errors import UnsupportedError, UsageError
 from quantflow.models.graph import Graph, Layer, Residual, graph_for
 from quantflow.runtime.artifact import Artifact
 from quantflow.runtime.kv_cache import KVCache
-from quantflow.runtime.operations import SOURCE, Attention, Heads, NativeOperations, Operations, TorchOperations
+from quantflow.runtime.operations import Attention, Heads, NativeOperations, Operations, TorchOperations, fused_why_not
 from quantflow.runtime.projection import Projection, plain, plain_weight, projection
 
 _ROTATIONS = ("default", "linear", "llama3", "yarn")  # of each position alone; the others look at the sequence's length
@@ -95,8 +94,8 @@ class LeanDecoder:
             eps=config.rms_norm_eps,
         )
         attention = [_attention(artifact, layer) for layer in graph.layers]
-        missing = native.why_not(SOURCE, needs=()) if fused else "it was not asked for"
-        self.notes = () if missing is None else (f"{SOURCE.name} is not used: {missing}",)
+        missing = fused_why_not(self._heads) if fused else "it was not asked for"
+        self.notes = () if missing is None else (f"small operations run in torch: {missing}",)
         make = NativeOperations if missing is None else TorchOperations
         self._operations: Operations = make(self._heads, attention)
         self._blocks = [_block(artifact, layer, self._operations) for layer in graph.layers]
@@ -105,15 +104,15 @@ class LeanDecoder:
         self._tables = (torch.empty(0, self._heads.dim),) * 2
 
     def begin(self, *, rows: int, capacity: int) -> None:
-        """Empty the cache; see `Decoder.begin`. A batch of the last one's shape takes its memory over."""
+        """Empty the cache; see `Decoder.begin`. A batch that fits into the last one's memory takes it over."""
         cache = self.cache
-        if cache is not None and (len(cache.keys[0]), cache.capacity) == (rows, capacity):
+        if cache is not None and len(cache.keys[0]) >= rows and cache.capacity >= capacity:
             cache.clear(rows)
         else:
             shape = {"layers": len(self._blocks), "kv_heads": self._heads.shared, "head_dim": self._heads.dim}
             self.cache = cache = KVCache(kind=self._kind, rows=rows, capacity=capacity, **shape)
-        if len(self._tables[0]) < capacity:
-            cos, sin = self._rotary(torch.empty(0), torch.arange(capacity)[None])  # [1, capacity, dim]
+        if len(self._tables[0]) < cache.capacity:
+            cos, sin = self._rotary(torch.empty(0), torch.arange(cache.capacity)[None])  # [1, capacity, dim]
             self._tables = cos[0].contiguous(), sin[0].contiguous()
         self._operations.begin(cache, *self._tables)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from quantflow.core import native
-from quantflow.runtime.kv_cache import KINDS, KVCache
+from quantflow.runtime.kv_cache import KINDS, LANES, KVCache
 
 SOURCE = Path(__file__).with_name("decode.c")
 _FEW = 16  # new columns, and rows of a product, up to which one pass over the memory counts more than the arithmetic
@@ -130,6 +130,13 @@ class TorchOperations:
         return result if bias is None else result + bias
 
 
+def fused_why_not(heads: Heads) -> str | None:
+    """Return why decode.c cannot be used, in a sentence, or None; compiles it if need be."""
+    if heads.dim % LANES:
+        return f"it works on {LANES} features at once, heads have {heads.dim}"
+    return native.why_not(SOURCE, needs=())
+
+
 class _Layer(ctypes.Structure):
     _fields_ = [(name, ctypes.c_void_p) for name in ("keys", "values", "key_scales", "value_scales", "q_norm", "k_norm")] + [
         ("window", ctypes.c_int64)
@@ -156,7 +163,7 @@ class NativeOperations:
         """Take the shapes and the layers of a model, and compile decode.c if need be.
 
         Raises:
-            UnsupportedError: it cannot be compiled here; see `quantflow.core.native.why_not`.
+            UnsupportedError: it cannot be compiled here; see `fused_why_not`.
         """
         self._heads, self._layers = heads, layers
         self._library = _functions(native.library(SOURCE))
