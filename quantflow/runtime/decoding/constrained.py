@@ -1,9 +1,10 @@
 """Beam search whose sequences contain given words: grid beam search (Hokamp and Liu 2017).
 
-A sequence owes the tokens of its words that it has not said. Beside the likeliest continuations, each step tries those
-that say the next owed token; the beams are then shared between banks of sequences that owe equally many (Post and Vilar
-2018, section 3), so that those that have begun a word do not lose at once to those that avoid it. A sequence that could no
-longer say what it owes is dropped, one that owes anything does not end: whatever is returned contains every word.
+A sequence owes the tokens of its words that it has not said. Beside the likeliest continuations, of all sequences and of
+each, every step tries those that say the next owed token; the beams are then shared between banks of sequences that owe
+equally many (Post and Vilar 2018, section 3), so that those that have begun a word do not lose at once to those that avoid
+it. A sequence that could no longer say what it owes is dropped, one that owes anything does not end: whatever is returned
+contains every word.
 """
 
 import math
@@ -93,9 +94,11 @@ def _candidates(steps: Tensor, lines: list[Line], request: Request, *, beams: Be
     for end in request.ends:
         steps[:, end] = steps[:, end].masked_fill(owing, NEVER)
     totals = steps + torch.tensor([line.score for line in lines], device=steps.device)[:, None]
-    width = max(2, 1 + len(request.ends)) * beams.count
-    best = totals.flatten().topk(min(width, totals.numel())).indices.tolist()
+    width = min(max(2, 1 + len(request.ends)) * beams.count, totals.numel())
+    best = totals.flatten().topk(width).indices.tolist()
     picks = {(pick // totals.shape[1], pick % totals.shape[1]) for pick in best}
+    own = totals.topk(min(beams.count, totals.shape[1])).indices.tolist()  # a line that has paid is rarely among the likeliest
+    picks |= {(row, token) for row, tokens in enumerate(own) for token in tokens}
     for row, line in enumerate(lines):
         picks |= {(row, token) for token in progress(line.tokens, beams.force_words)[1]}
     found = []
