@@ -14,6 +14,7 @@ from transformers import DynamicCache
 from quantflow.errors import UsageError
 
 
+@runtime_checkable
 class Decoder(Protocol):
     """A causal language model with a key-value cache of its own.
 
