@@ -146,10 +146,7 @@ class _Layer(ctypes.Structure):
 class _Step(ctypes.Structure):
     _fields_ = (
         [(name, ctypes.c_void_p) for name in ("cos", "sin", "padding")]
-        + [
-            (name, ctypes.c_int64)
-            for name in ("rows", "count", "start", "heads", "kv_heads", "dim", "capacity", "kind")
-        ]
+        + [(name, ctypes.c_int64) for name in ("rows", "count", "start", "heads", "kv_heads", "dim", "capacity", "kind")]
         + [("scale", ctypes.c_float), ("eps", ctypes.c_float)]
     )
 
