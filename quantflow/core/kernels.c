@@ -15,6 +15,7 @@
 
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
+#define MOST 12 /* tokens of a tile */
 
 enum kind { W4, W8, F8 };            /* weights: 4-bit, int8, e4m3 */
 enum input { ASIS, INT8, E4M3 };     /* what happens to the input */
@@ -38,9 +39,25 @@ struct weight {
     int32_t bf16;            /* x, bias and y are bfloat16 instead of float */
 };
 
+/* The columns of 16 words of floats, and of 8 words of two bfloat16, as `part_of` takes them from a weight. */
+static const int32_t orders[3][3][16] = {
+    [W4][FLOAT] = {0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15},
+    [W4][BFLOAT] = {0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15},
+    [W8][FLOAT] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
+    [W8][BFLOAT] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
+    [F8][FLOAT] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
+    [F8][BFLOAT] = {0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15},
+};
+
+/* bfloat16 of 0 to 15 and -16 to -1; of 0 to 7 times 2^-9. */
+static const uint16_t integers[32] = {
+    0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170,
+    0xc180, 0xc170, 0xc160, 0xc150, 0xc140, 0xc130, 0xc120, 0xc110, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80};
+static const uint16_t subnormals[32] = {0x0000, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
+
 struct tokens { /* inputs as the products want them */
-    int64_t words; /* of a token */
-    uint32_t *x;   /* [tokens, words]: 4 int8, 2 bfloat16 or 1 float, in the order of the weight's columns */
+    int64_t words; /* of a token: 4 int8, 2 bfloat16 or 1 float, in the order of the weight's columns */
+    uint32_t *x;   /* tile after tile [words, tokens of the tile] */
     float *scale;  /* [tokens, input_grouped ? groups : 1] */
     int32_t *sum;  /* [tokens, groups], of int8 */
     enum math math;
@@ -92,53 +109,59 @@ static float scale_of(const struct weight *w, const void *x, int64_t begin, int6
     return amax / w->input_largest > smallest ? amax / w->input_largest : smallest;
 }
 
-/* Quantize and arrange the columns [begin, end) of a token, and zeros up to `padded`. */
+/* Quantize and arrange columns of a token from `begin` on, and zeros from `end` to `padded`; word i goes to out[i * stride]. */
 INLINE void arrange(const struct weight *w, const void *x, int64_t begin, int64_t end, int64_t padded, float scale,
-                    enum math math, uint32_t *out) {
-    const __m512i floats = _mm512_set_epi32(15, 11, 14, 10, 13, 9, 12, 8, 7, 3, 6, 2, 5, 1, 4, 0);
-    const __m512i pairs = _mm512_set_epi32(15, 13, 11, 9, 14, 12, 10, 8, 7, 5, 3, 1, 6, 4, 2, 0);
+                    const enum math math, uint32_t *out, int stride, int32_t *sums) {
+    const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    const __m512i at = _mm512_mullo_epi32(lanes, _mm512_set1_epi32(stride)), order = _mm512_loadu_si512(orders[w->kind][math]);
     const __m512 step = _mm512_set1_ps(scale), zero = _mm512_set1_ps((float)w->input_zero);
     const __m512 largest = _mm512_set1_ps(w->input_largest);
+    __m512i sum = _mm512_setzero_si512();
     for (int64_t i = begin; i < padded; i += 16) {
         __mmask16 mask = first(end - i);
-        __m512 value = load(x, i, w->bf16, mask);
+        __m512 value = _mm512_div_ps(load(x, i, w->bf16, mask), step);
         if (math == INTEGER) {
-            value = _mm512_add_ps(_mm512_div_ps(value, step), zero);
-            value = _mm512_max_ps(_mm512_min_ps(value, _mm512_set1_ps(127)), _mm512_set1_ps(-128));
-            __m128i bytes = _mm512_maskz_cvtepi32_epi8(mask, _mm512_cvtps_epi32(value));
+            value = _mm512_max_ps(_mm512_min_ps(_mm512_add_ps(value, zero), _mm512_set1_ps(127)), _mm512_set1_ps(-128));
+            __m512i q = _mm512_maskz_cvtps_epi32(mask, value);
+            __m128i bytes = _mm512_cvtepi32_epi8(q);
             if (w->kind == W8) bytes = _mm_xor_si128(bytes, _mm_set1_epi8((char)0x80));
-            _mm_storeu_si128((__m128i *)((int8_t *)out + i), bytes);
+            _mm_i32scatter_epi32(out + i / 4 * stride, _mm512_castsi512_si128(at), bytes, 4);
+            sum = _mm512_add_epi32(sum, q);
+            if ((i + 16) % w->group == 0) {
+                sums[i / w->group] = _mm512_reduce_add_epi32(sum);
+                sum = _mm512_setzero_si512();
+            }
             continue;
         }
-        if (w->input == E4M3) {
-            value = _mm512_div_ps(value, step);
+        if (w->input == E4M3)
             value = round_e4m3(_mm512_max_ps(_mm512_min_ps(value, largest), _mm512_sub_ps(_mm512_setzero_ps(), largest)));
+        value = _mm512_permutexvar_ps(order, value);
+        if (math == FLOAT) {
+            _mm512_i32scatter_ps(out + i * stride, at, value, 4);
+        } else {
+            uint16_t halves[16];
+            store(halves, 0, 1, 0xffff, value);
+            _mm256_i32scatter_epi32(out + i / 2 * stride, _mm512_castsi512_si256(at), _mm256_loadu_si256((__m256i *)halves), 4);
         }
-        if (w->kind == W4) value = _mm512_permutexvar_ps(math == FLOAT ? floats : pairs, value);
-        if (math == FLOAT) _mm512_storeu_ps((float *)out + i, value);
-        else store(out, i, 1, 0xffff, value);
     }
 }
 
-static void prepare(const struct weight *w, const void *x, int64_t token, const struct tokens *to) {
+/* How many of the tokens left are multiplied at once. */
+INLINE int tile_of(int64_t left) { return left >= MOST ? MOST : left >= 8 ? 8 : left >= 4 ? 4 : 1; }
+
+static void prepare(const struct weight *w, const void *x, int64_t token, int64_t tile, int size, const struct tokens *to) {
     const void *row = (const char *)x + token * w->columns * (w->bf16 ? 2 : 4);
-    uint32_t *out = to->x + token * to->words;
-    int64_t parts = w->input_grouped ? w->groups : 1, padded = w->group * w->groups, width = padded / parts;
-    for (int64_t p = 0; p < parts; p++) {
-        int64_t end = (p + 1) * width < w->columns ? (p + 1) * width : w->columns;
+    uint32_t *out = to->x + tile * to->words + token - tile;
+    int32_t *sums = to->sum + token * w->groups;
+    int64_t parts = w->input_grouped ? w->groups : 1, width = w->group * w->groups / parts;
+    for (int64_t begin = 0, p = 0; p < parts; p++, begin += width) {
+        int64_t end = begin + width < w->columns ? begin + width : w->columns;
         int unscaled = 0;
-        float scale = w->input == ASIS ? 1 : scale_of(w, row, p * width, end, &unscaled);
+        float scale = w->input == ASIS ? 1 : scale_of(w, row, begin, end, &unscaled);
         to->scale[token * parts + p] = unscaled ? NAN : scale;
-        if (to->math == INTEGER) arrange(w, row, p * width, end, (p + 1) * width, scale, INTEGER, out);
-        else if (to->math == FLOAT) arrange(w, row, p * width, end, (p + 1) * width, scale, FLOAT, out);
-        else arrange(w, row, p * width, end, (p + 1) * width, scale, BFLOAT, out);
-    }
-    if (w->kind != W4 || to->math != INTEGER) return;
-    for (int64_t g = 0; g < w->groups; g++) {
-        const int8_t *values = (const int8_t *)out + g * w->group;
-        int32_t sum = 0;
-        for (int64_t i = 0; i < w->group; i++) sum += values[i];
-        to->sum[token * w->groups + g] = sum;
+        if (to->math == INTEGER) arrange(w, row, begin, end, begin + width, scale, INTEGER, out, size, sums);
+        else if (to->math == FLOAT) arrange(w, row, begin, end, begin + width, scale, FLOAT, out, size, sums);
+        else arrange(w, row, begin, end, begin + width, scale, BFLOAT, out, size, sums);
     }
 }
 
@@ -154,18 +177,23 @@ INLINE __m512 floats_of(enum kind kind, __m512i line, int v, __m512 zero) {
     return _mm512_mul_ps(_mm512_castsi512_ps(top), _mm512_set1_ps(0x1p120f));
 }
 
-/* The same as pairs of bfloat16; what `floats_of` returns has zeros where bfloat16 has no bits. */
+/* The same as pairs of bfloat16; of e4m3 the v-th bytes of both halves, without the float32 subnormals that would be slow. */
 INLINE __m512i pairs_of(enum kind kind, __m512i line, int v, __m512i zero) {
-    if (kind != W4) {
-        __m512i low = _mm512_castps_si512(floats_of(kind, line, 2 * v, _mm512_setzero_ps()));
-        __m512i high = _mm512_castps_si512(floats_of(kind, line, 2 * v + 1, _mm512_setzero_ps()));
-        return _mm512_or_si512(high, _mm512_srli_epi32(low, 16));
+    if (kind == W4) {
+        __m512i q = _mm512_and_si512(_mm512_srli_epi16(line, 4 * v), _mm512_set1_epi16(15));
+        return _mm512_permutexvar_epi16(_mm512_sub_epi16(q, zero), _mm512_loadu_si512(integers));
     }
-    static const uint16_t values[32] = {/* 0 to 15, -16 to -1 */
-        0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170,
-        0xc180, 0xc170, 0xc160, 0xc150, 0xc140, 0xc130, 0xc120, 0xc110, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80};
-    __m512i q = _mm512_and_si512(_mm512_srli_epi16(line, 4 * v), _mm512_set1_epi16(15));
-    return _mm512_permutexvar_epi16(_mm512_sub_epi16(q, zero), _mm512_loadu_si512(values));
+    if (kind == W8) { /* what `floats_of` returns has zeros where bfloat16 has no bits */
+        __m512i low = _mm512_castps_si512(floats_of(kind, line, 2 * v, _mm512_setzero_ps()));
+        return _mm512_or_si512(_mm512_srli_epi32(low, 16),
+                               _mm512_castps_si512(floats_of(kind, line, 2 * v + 1, _mm512_setzero_ps())));
+    }
+    __m512i code = v ? _mm512_srli_epi16(line, 8) : line, sign = v ? line : _mm512_slli_epi16(line, 8);
+    __m512i size = _mm512_and_si512(_mm512_slli_epi16(code, 4), _mm512_set1_epi16(0x07f0));
+    __mmask32 subnormal = _mm512_cmplt_epu16_mask(size, _mm512_set1_epi16(0x80));
+    size = _mm512_add_epi16(size, _mm512_set1_epi16(120 << 7));
+    size = _mm512_mask_permutexvar_epi16(size, subnormal, code, _mm512_loadu_si512(subnormals));
+    return _mm512_ternarylogic_epi32(size, sign, _mm512_set1_epi16((short)0x8000), 0xf8); /* size | (sign & 0x8000) */
 }
 
 /* acc + the v-th word of an input times that part of a line. */
@@ -187,85 +215,90 @@ INLINE __m512i part_of(enum kind kind, enum math math, __m512i line, int v, __m5
     return _mm512_and_si512(v ? _mm512_srli_epi16(line, 4) : line, _mm512_set1_epi8(15));
 }
 
-/* The outputs of R times 16 rows, from 16-row block `block` on, and T tokens. */
-INLINE void tile(const struct weight *w, const struct tokens *in, int64_t block, int64_t token, const void *bias, void *y,
-                 const enum kind kind, const enum math math, const int R, const int T) {
-    const int columns = kind == W4 ? 8 : 4, parts = columns / (math == INTEGER ? 4 : math == BFLOAT ? 2 : 1);
-    const int64_t lines = w->group / columns, grouped = w->input_grouped ? w->groups : 1;
-    const uint32_t *x = in->x + token * in->words;
-    const uint8_t *data[4];
-    __m512 total[4][12];
+/* Add the products of the columns of a group to acc [R, T]: R times 16 rows, 32 of them `pair` bytes after the others. */
+INLINE void add(const uint8_t *data, int64_t pair, int64_t lines, const uint32_t *x, const __m512i *zeros, __m512i *acc,
+                const enum kind kind, const enum math math, const int R, const int T) {
+    const int parts = (kind == W4 ? 8 : 4) / (math == INTEGER ? 4 : math == BFLOAT ? 2 : 1);
+    __m512i sum[4][MOST], zero[4];
     UNROLL for (int r = 0; r < R; r++) {
-        data[r] = w->data + ((block + r) / 2 * lines * w->groups * 2 + (block + r) % 2) * 64;
-        UNROLL for (int t = 0; t < T; t++) total[r][t] = _mm512_setzero_ps();
+        zero[r] = zeros[r];
+        UNROLL for (int t = 0; t < T; t++) sum[r][t] = acc[r * T + t];
     }
-    for (int64_t g = 0; g < w->groups; g++) {
-        __m512i acc[4][12], zero[4];
-        UNROLL for (int r = 0; r < R; r++) {
-            int64_t at = ((block + r) * w->groups + g) * 16;
-            zero[r] = kind == W4 && w->zero ? _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(w->zero + at)))
-                                            : _mm512_set1_epi32(8);
+    for (int64_t i = 0; i < lines; i++) {
+        __m512i line[4];
+        UNROLL for (int r = 0; r < R; r++) line[r] = _mm512_loadu_si512(data + r / 2 * pair + r % 2 * 64);
+        UNROLL for (int v = 0; v < parts; v++) {
+            __m512i part[4];
+            UNROLL for (int r = 0; r < R; r++) part[r] = part_of(kind, math, line[r], v, zero[r]);
             UNROLL for (int t = 0; t < T; t++) {
-                acc[r][t] = _mm512_setzero_si512();
-                if (math == INTEGER && kind == W4)
-                    acc[r][t] = _mm512_sub_epi32(
-                        acc[r][t], _mm512_mullo_epi32(zero[r], _mm512_set1_epi32(in->sum[(token + t) * w->groups + g])));
-                if (math == INTEGER && kind == W8) acc[r][t] = _mm512_loadu_si512(w->offset + at);
-            }
-            if (math == FLOAT) zero[r] = _mm512_castps_si512(_mm512_cvtepi32_ps(zero[r]));
-            if (math == BFLOAT) zero[r] = _mm512_or_si512(zero[r], _mm512_slli_epi32(zero[r], 16));
-        }
-        for (int64_t i = 0; i < lines; i++) {
-            __m512i line[4];
-            UNROLL for (int r = 0; r < R; r++) {
-                line[r] = _mm512_loadu_si512(data[r]);
-                if (T == 1) _mm_prefetch((const char *)data[r] + 4096, _MM_HINT_T0);
-                data[r] += 128;
-            }
-            UNROLL for (int v = 0; v < parts; v++) {
-                __m512i part[4];
-                UNROLL for (int r = 0; r < R; r++) part[r] = part_of(kind, math, line[r], v, zero[r]);
-                UNROLL for (int t = 0; t < T; t++) {
-                    const __m512i word = _mm512_set1_epi32((int)x[t * in->words + v]);
-                    UNROLL for (int r = 0; r < R; r++) acc[r][t] = multiply(kind, math, acc[r][t], part[r], word);
-                }
-            }
-            x += parts;
-        }
-        UNROLL for (int r = 0; r < R; r++) {
-            int64_t at = ((block + r) * w->groups + g) * 16;
-            __m512 scale = load(w->scale, at, !w->wide, 0xffff);
-            UNROLL for (int t = 0; t < T; t++) {
-                __m512 sum = math == INTEGER ? _mm512_cvtepi32_ps(acc[r][t]) : _mm512_castsi512_ps(acc[r][t]);
-                if (w->input_grouped) sum = _mm512_mul_ps(sum, _mm512_set1_ps(in->scale[(token + t) * grouped + g]));
-                total[r][t] = _mm512_fmadd_ps(sum, scale, total[r][t]);
+                const __m512i word = _mm512_set1_epi32((int)x[v * T + t]);
+                UNROLL for (int r = 0; r < R; r++) sum[r][t] = multiply(kind, math, sum[r][t], part[r], word);
             }
         }
+        data += 128;
+        x += parts * T;
     }
     UNROLL for (int r = 0; r < R; r++) {
-        int64_t row = (block + r) * 16;
-        __mmask16 mask = first(w->rows - row);
-        __m512 add = bias ? load(bias, row, w->bf16, mask) : _mm512_setzero_ps();
-        UNROLL for (int t = 0; t < T; t++) {
-            __m512 scale = _mm512_set1_ps(w->input_grouped ? 1 : in->scale[token + t]);
-            store(y, (token + t) * w->rows + row, w->bf16, mask, _mm512_fmadd_ps(total[r][t], scale, add));
-        }
+        UNROLL for (int t = 0; t < T; t++) acc[r * T + t] = sum[r][t];
     }
 }
 
-#define TILES(T) \
-    for (; tokens - t >= T; t += T) \
-        for (int64_t half = 0; half < 4; half += 2) tile(w, in, block + half, t, bias, y, kind, math, 2, T);
+typedef void (*adder)(const uint8_t *, int64_t, int64_t, const uint32_t *, const __m512i *, __m512i *);
+#define ADDER(KIND, MATH, R, T)                                                                                         \
+    static __attribute__((noinline)) void KIND##_##MATH##_##T(const uint8_t *data, int64_t pair, int64_t lines,         \
+                                                              const uint32_t *x, const __m512i *zeros, __m512i *acc) {  \
+        add(data, pair, lines, x, zeros, acc, KIND, MATH, R, T);                                                        \
+    }
+#define ADDERS(KIND, MATH) \
+    ADDER(KIND, MATH, 4, 1) ADDER(KIND, MATH, 2, 4) ADDER(KIND, MATH, 2, 8) ADDER(KIND, MATH, 2, 12)
+#define NAMES(KIND, MATH) [KIND][MATH] = {KIND##_##MATH##_1, KIND##_##MATH##_4, KIND##_##MATH##_8, KIND##_##MATH##_12}
+ADDERS(W4, INTEGER) ADDERS(W4, FLOAT) ADDERS(W4, BFLOAT) ADDERS(W8, INTEGER) ADDERS(W8, FLOAT) ADDERS(W8, BFLOAT)
+ADDERS(F8, FLOAT) ADDERS(F8, BFLOAT)
+static const adder adders[3][3][4] = {NAMES(W4, INTEGER), NAMES(W4, FLOAT),  NAMES(W4, BFLOAT), NAMES(W8, INTEGER),
+                                      NAMES(W8, FLOAT),   NAMES(W8, BFLOAT), NAMES(F8, FLOAT),  NAMES(F8, BFLOAT)};
 
-INLINE void blocks(const struct weight *w, const struct tokens *in, int64_t tokens, const void *bias, void *y,
-                   const enum kind kind, const enum math math) {
-    _Pragma("omp for schedule(static)") for (int64_t block = 0; block < (w->rows + 63) / 64 * 4; block += 4) {
-        int64_t t = 0;
-        TILES(12)
-        TILES(8)
-        TILES(4)
-        TILES(2)
-        if (t < tokens) tile(w, in, block, t, bias, y, kind, math, 4, 1);
+/* The outputs of R times 16 rows, from 16-row block `block` on, and T tokens. */
+static void tile(const struct weight *w, const struct tokens *in, int64_t block, int64_t token, const void *bias, void *y, int R,
+                 int T) {
+    const adder add_group = adders[w->kind][in->math][T / 4];
+    const int64_t lines = w->group / (w->kind == W4 ? 8 : 4), pair = lines * w->groups * 128;
+    const uint8_t *data = w->data + block / 2 * pair;
+    const uint32_t *x = in->x + token * in->words;
+    __m512 total[2 * MOST];
+    __m512i acc[2 * MOST], zero[4];
+    for (int i = 0; i < R * T; i++) total[i] = _mm512_setzero_ps();
+    for (int64_t g = 0; g < w->groups; g++) {
+        for (int r = 0; r < R; r++) {
+            int64_t at = ((block + r) * w->groups + g) * 16;
+            zero[r] = w->zero ? _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(w->zero + at))) : _mm512_set1_epi32(8);
+            for (int t = 0; t < T; t++) {
+                __m512i sum = _mm512_set1_epi32(in->math == INTEGER ? -in->sum[(token + t) * w->groups + g] : 0);
+                acc[r * T + t] = w->offset ? _mm512_loadu_si512(w->offset + at) : _mm512_mullo_epi32(zero[r], sum);
+            }
+            if (in->math == FLOAT) zero[r] = _mm512_castps_si512(_mm512_cvtepi32_ps(zero[r]));
+            if (in->math == BFLOAT) zero[r] = _mm512_or_si512(zero[r], _mm512_slli_epi32(zero[r], 16));
+        }
+        add_group(data, pair, lines, x, zero, acc);
+        data += lines * 128;
+        x += in->words / w->groups * T;
+        for (int r = 0; r < R; r++) {
+            __m512 scale = load(w->scale, ((block + r) * w->groups + g) * 16, !w->wide, 0xffff);
+            for (int t = 0; t < T; t++) {
+                __m512i bits = acc[r * T + t];
+                __m512 sum = in->math == INTEGER ? _mm512_cvtepi32_ps(bits) : _mm512_castsi512_ps(bits);
+                if (w->input_grouped) sum = _mm512_mul_ps(sum, _mm512_set1_ps(in->scale[(token + t) * w->groups + g]));
+                total[r * T + t] = _mm512_fmadd_ps(sum, scale, total[r * T + t]);
+            }
+        }
+    }
+    for (int r = 0; r < R; r++) {
+        int64_t row = (block + r) * 16;
+        __mmask16 mask = first(w->rows - row);
+        __m512 offset = bias ? load(bias, row, w->bf16, mask) : _mm512_setzero_ps();
+        for (int t = 0; t < T; t++) {
+            __m512 scale = _mm512_set1_ps(w->input_grouped ? 1 : in->scale[token + t]);
+            store(y, (token + t) * w->rows + row, w->bf16, mask, _mm512_fmadd_ps(total[r * T + t], scale, offset));
+        }
     }
 }
 
@@ -280,16 +313,17 @@ int quantflow_linear(const struct weight *w, const void *x, int64_t tokens, cons
     in.scale = (float *)(in.x + tokens * in.words);
     in.sum = (int32_t *)(in.scale + tokens * w->groups);
     _Pragma("omp parallel") {
-        _Pragma("omp for schedule(static)") for (int64_t t = 0; t < tokens; t++) prepare(w, x, t, &in);
-        switch (w->kind * 3 + in.math) {
-        case W4 * 3 + INTEGER: blocks(w, &in, tokens, bias, y, W4, INTEGER); break;
-        case W4 * 3 + FLOAT: blocks(w, &in, tokens, bias, y, W4, FLOAT); break;
-        case W4 * 3 + BFLOAT: blocks(w, &in, tokens, bias, y, W4, BFLOAT); break;
-        case W8 * 3 + INTEGER: blocks(w, &in, tokens, bias, y, W8, INTEGER); break;
-        case W8 * 3 + FLOAT: blocks(w, &in, tokens, bias, y, W8, FLOAT); break;
-        case W8 * 3 + BFLOAT: blocks(w, &in, tokens, bias, y, W8, BFLOAT); break;
-        case F8 * 3 + FLOAT: blocks(w, &in, tokens, bias, y, F8, FLOAT); break;
-        case F8 * 3 + BFLOAT: blocks(w, &in, tokens, bias, y, F8, BFLOAT); break;
+        _Pragma("omp for schedule(static)") for (int64_t t = 0; t < tokens; t++) {
+            int64_t begin = t < tokens / MOST * MOST ? t / MOST * MOST : tokens / MOST * MOST;
+            while (begin + tile_of(tokens - begin) <= t) begin += tile_of(tokens - begin);
+            prepare(w, x, t, begin, tile_of(tokens - begin), &in);
+        }
+        _Pragma("omp for schedule(static)") for (int64_t block = 0; block < (w->rows + 63) / 64 * 4; block += 4) {
+            for (int64_t t = 0, size; t < tokens; t += size) {
+                size = tile_of(tokens - t);
+                int rows = size == 1 ? 4 : 2;
+                for (int part = 0; part < 4; part += rows) tile(w, &in, block + part, t, bias, y, rows, (int)size);
+            }
         }
     }
     free(in.x);

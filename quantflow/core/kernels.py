@@ -1,4 +1,4 @@
-"""Weights of 4 and 8 bits in the layout of kernels.c, and the call that multiplies with them; the backends choose what runs where.
+"""Weights of 4 and 8 bits in the layout of kernels.c, and the call that multiplies with them; backends say which of them run.
 
 A linear of 4 bits is stored as qvalue + 8 and may have zero points; one of 2 or 3 bits is stored in 4. Scales that bfloat16
 holds, which those of most layouts are, are read as such.
@@ -16,6 +16,7 @@ from torch.nn import functional
 from quantflow.core import float8, native
 from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.core.scheme import LinearScheme, TensorScheme
+from quantflow.errors import UsageError
 
 SOURCE = Path(__file__).with_name("kernels.c")
 NEEDS = ("avx512f", "avx512bw", "avx512vl", "avx512_vnni")
@@ -134,7 +135,22 @@ def prepare(linear: QuantizedLinear, dtype: torch.dtype) -> Prepared:
 
 
 def linear(x: Tensor, prepared: Prepared, bias: Tensor | None) -> Tensor:
-    """Return x @ W.T + bias.  x: [..., I] in the prepared dtype; returns [..., O]."""
+    """Return x @ W.T + bias.  x: [..., I] in the prepared dtype; returns [..., O].
+
+    Raises:
+        UsageError: inputs or a bias that the weight was not prepared for; C would read other memory.
+    """
+    if x.dtype != prepared.dtype or x.shape[-1] != prepared.columns or x.device.type != "cpu":
+        raise UsageError(
+            f"inputs: {x.dtype} {list(x.shape)} on {x.device}, the weight was prepared for {prepared.dtype} "
+            f"[..., {prepared.columns}] on cpu",
+            "give inputs of that dtype and shape",
+        )
+    if bias is not None and (bias.dtype != prepared.dtype or bias.shape != (prepared.rows,) or not bias.is_contiguous()):
+        raise UsageError(
+            f"bias: {bias.dtype} {list(bias.shape)}, the weight was prepared for {prepared.dtype} [{prepared.rows}]",
+            "give a bias of that dtype and shape",
+        )
     x = x.contiguous()
     result = x.new_empty(*x.shape[:-1], prepared.rows)
     tokens = x.numel() // prepared.columns
