@@ -70,7 +70,8 @@ class KVCache:
 
         Args:
             layer: its index.
-            keys, values: [rows, kv_heads, T, head_dim] float32.
+            keys: [rows, kv_heads, T, head_dim] float32.
+            values: as keys.
         """
         columns = torch.arange(self.length, self.length + keys.shape[2])
         blocks, lanes = columns // LANES, columns % LANES
@@ -78,7 +79,7 @@ class KVCache:
         value_codes, value_scales = self._encode(values)
         self.keys[layer].transpose(3, 4)[: self.rows, :, blocks, lanes] = key_codes
         self.values[layer][: self.rows, :, columns] = value_codes
-        if self.kind == "int8":
+        if key_scales is not None and value_scales is not None:
             self.key_scales[layer][: self.rows, :, columns] = key_scales
             self.value_scales[layer][: self.rows, :, columns] = value_scales
 

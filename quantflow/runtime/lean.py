@@ -150,7 +150,7 @@ class LeanDecoder:
         rows, count = input_ids.shape
         if rows != cache.rows or count < 1 or cache.length + count > cache.capacity:
             raise UsageError(
-                f"input_ids {rows} x {count}: the cache has {cache.rows} sequences, {cache.length} of {cache.capacity} positions",
+                f"input_ids {rows} x {count}: the cache has {cache.rows} rows, {cache.length} of {cache.capacity} positions",
                 "begin with as many as there will be",
             )
         if padding is not None:
@@ -204,10 +204,8 @@ def _ends(artifact: Artifact, graph: Graph, operations: Operations) -> tuple[Ten
     assert isinstance(residual, Residual)  # `why_not` refuses other families
     embedding = plain_weight(artifact, f"{residual.embedding}.weight", operations)
     source = artifact.to_source[f"{residual.head}.weight"].removesuffix(".weight")
-    if source == residual.embedding:
-        head = plain(embedding, None, operations)
-    else:
-        head = projection(artifact, [source], operations)
+    tied = source == residual.embedding
+    head = plain(embedding, None, operations) if tied else projection(artifact, [source], operations)
     return embedding, _vector(artifact, f"{residual.norm}.weight"), head
 
 

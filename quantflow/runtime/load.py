@@ -1,4 +1,4 @@
-"""Open an artifact as a model that runs, with all of its weights in memory."""
+"""Open an artifact with all of its weights in memory: as a model of transformers that runs, or as a decoder."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,14 +10,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from quantflow.artifact.canonical import read_json
 from quantflow.artifact.checkpoint import Checkpoint
 from quantflow.backends import hpu
-from quantflow.errors import UnsupportedError
+from quantflow.errors import UnsupportedError, UsageError
 from quantflow.models.graph import graph_for
 from quantflow.models.load import load_tokenizer, skeleton
-from quantflow.models.names import NameMap
+from quantflow.runtime import lean
 from quantflow.runtime.artifact import Artifact, open_artifact
+from quantflow.runtime.decoder import Decoder, TransformersDecoder
 
 _TOKENIZER_FILES = frozenset({"tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json"})
 _GENERATION = "generation_config.json"
+DECODERS = ("auto", "lean", "transformers")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -39,6 +41,77 @@ class Runtime:
     backends: dict[str, str]
     reasons: dict[str, dict[str, str]]
     eos_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Loaded:
+    """An artifact that decodes.
+
+    Attributes:
+        decoder: what runs it.
+        name: lean or transformers.
+        reasons: why a faster way was not taken, in sentences; empty where all that there is was used.
+        artifact: what was opened.
+        tokenizer: None when the artifact has no tokenizer files.
+        eos_token_ids: tokens that end a text.
+    """
+
+    decoder: Decoder
+    name: str
+    reasons: tuple[str, ...]
+    artifact: Artifact
+    tokenizer: PreTrainedTokenizerBase | None
+    eos_token_ids: tuple[int, ...]
+
+
+def load_decoder(
+    folder: str | Path,
+    *,
+    decoder: str = "auto",
+    kv_cache: str = "auto",
+    backend: str = "auto",
+    dtype: torch.dtype = torch.float32,
+    verify: bool = True,
+    device: str | torch.device = "cpu",
+    crops: bool = False,
+) -> Loaded:
+    """Open an artifact to decode with it.
+
+    Args:
+        folder: what `quantflow export` wrote.
+        decoder: `lean` for `quantflow.runtime.lean`, `transformers` for its modules, `auto` for the first where it can.
+        kv_cache: a key of `quantflow.runtime.kv_cache.KINDS`, or `auto` for dtype; the others need the lean decoder.
+        backend: as for `load`.
+        dtype: as for `load`.
+        verify: as for `load`.
+        device: as for `load`.
+        crops: whether `crop` will be called; speculation does.
+
+    Raises:
+        UnsupportedError: the lean decoder was asked for and cannot run this artifact; and what `load` raises.
+        UsageError: a decoder that is unknown, or a cache that transformers' modules do not have; and what `load` raises.
+        IntegrityError: as for `load`.
+        InputError: as for `load`.
+    """
+    if decoder not in DECODERS:
+        raise UsageError(f"decoder {decoder!r} is unknown", f"use one of {', '.join(DECODERS)}")
+    reason: str | None = "it was not asked for"
+    if decoder != "transformers" and torch.device(device).type == "cpu":
+        artifact = open_artifact(folder, backend=backend, dtype=dtype, verify=verify)
+        reason = lean.why_not(artifact)
+        if reason is None or decoder == "lean":
+            made = lean.LeanDecoder(artifact, kv_cache=kv_cache)
+            return _loaded(made, "lean", made.notes, artifact)
+        verify = False  # it is done
+    elif decoder == "lean":
+        raise UnsupportedError(f"the lean decoder: it runs on cpu, not on {device}", "use decoder transformers")
+    elif decoder == "auto":
+        reason = f"it runs on cpu, not on {device}"
+    if kv_cache != "auto":
+        raise UsageError(f"kv cache {kv_cache}: the lean decoder has it, and is not used: {reason}", "leave kv_cache out")
+    artifact, model = _with_model(folder, backend=backend, dtype=dtype, verify=verify, device=device)
+    modules = TransformersDecoder(model, device=artifact.device, crops=crops)
+    return _loaded(modules, "transformers", (f"the lean decoder is not used: {reason}",), artifact)
 
 
 def load(
@@ -66,6 +139,13 @@ def load(
         UnsupportedError: a family, layout version, device or scheme that this version does not know; a mixture on a Gaudi.
         UsageError: a backend that is unknown or cannot run a linear; another dtype than float32, bfloat16 and float16.
     """
+    return as_runtime(*_with_model(folder, backend=backend, dtype=dtype, verify=verify, device=device))
+
+
+def _with_model(
+    folder: str | Path, *, backend: str, dtype: torch.dtype, verify: bool, device: str | torch.device
+) -> tuple[Artifact, PreTrainedModel]:
+    """Return an artifact and transformers' model with its weights."""
     on_gaudi = torch.device(device).type == hpu.NAME
     if on_gaudi:
         hpu.require()  # before anything is read; importing the bridge makes torch know the device
@@ -76,11 +156,11 @@ def load(
             "run it on the CPU",
         )
     model = skeleton(artifact.config)
-    artifact.fill_(model, NameMap(model).bind(artifact.names).to_source, dtype=dtype)
+    artifact.fill_(model, artifact.to_source, dtype=dtype)
     model.to(artifact.device)
     if on_gaudi:
         hpu.wrap_in_graph(model)  # replaces the model's forward by one that replays graphs, and returns the same model
-    return as_runtime(artifact, model)
+    return artifact, model
 
 
 def as_runtime(artifact: Artifact, model: PreTrainedModel) -> Runtime:
@@ -89,15 +169,30 @@ def as_runtime(artifact: Artifact, model: PreTrainedModel) -> Runtime:
     Raises:
         InputError: the tokenizer's files or generation_config.json are damaged.
     """
-    has_tokenizer = not _TOKENIZER_FILES.isdisjoint(artifact.checkpoint.files)
     return Runtime(
         model=model,
-        tokenizer=load_tokenizer(artifact.checkpoint.folder) if has_tokenizer else None,
+        tokenizer=_tokenizer(artifact),
         manifest=artifact.manifest,
         backends={name: linear.backend.NAME for name, linear in artifact.linears.items()},
         reasons={name: linear.reasons for name, linear in artifact.linears.items()},
         eos_token_ids=_eos_token_ids(artifact.checkpoint),
     )
+
+
+def _loaded(decoder: Decoder, name: str, reasons: tuple[str, ...], artifact: Artifact) -> Loaded:
+    return Loaded(
+        decoder=decoder,
+        name=name,
+        reasons=reasons,
+        artifact=artifact,
+        tokenizer=_tokenizer(artifact),
+        eos_token_ids=_eos_token_ids(artifact.checkpoint),
+    )
+
+
+def _tokenizer(artifact: Artifact) -> PreTrainedTokenizerBase | None:
+    files = artifact.checkpoint.files
+    return None if _TOKENIZER_FILES.isdisjoint(files) else load_tokenizer(artifact.checkpoint.folder)
 
 
 def _eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
