@@ -14,6 +14,7 @@ import click
 
 from stages import _memory
 from stages._flags import bounded, limits, number_or_word, quant_configured
+from stages._generate_flags import generating
 from stages._options import common, exit_code, offline, outline, overlay, reporting, show, table
 
 if TYPE_CHECKING:
@@ -416,32 +417,38 @@ def validate(
 
 @cli.command()
 @click.argument("artifact")
-@click.option("--prompt", required=True, help="The text to continue.")
-@click.option("--max-new-tokens", type=int, default=64, show_default=True)
-@click.option("--temperature", type=float, help="Sample instead of taking the most likely token.")
-@click.option("--top-k", type=int, help="Sample from the k most likely tokens.")
-@click.option("--top-p", type=float, help="Sample from the fewest tokens that hold this probability.")
-@click.option("--seed", type=int, default=0, show_default=True)
+@generating
 @click.option("--backend", default="auto", show_default=True, help="auto, reference, or a kernel by name.")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
 @click.option("--device", type=click.Choice(["cpu", "cuda", "hpu"]), default="cpu", show_default=True)
 @click.option("--disk-offload", is_flag=True, help="Keep one layer in memory at a time and read the next from disk.")
+@click.option("-q", "--quiet", is_flag=True, help="No progress.")
 @offline
-def generate(artifact: str, prompt: str, as_json: bool, **options: Any) -> None:
-    """Continue a prompt with the thin runtime, which verifies ARTIFACT first.
+def generate(artifact: str, as_json: bool, quiet: bool, **options: Any) -> None:
+    """Continue prompts with the thin runtime, which verifies ARTIFACT first; docs/generate.md has every way.
 
     \b
     Example: quantflow generate work/4-export --prompt "def main():" --max-new-tokens 32
+             quantflow generate work/4-export --prompts questions.jsonl --column question --chat --batch-size 8 --json
+             quantflow generate work/4-export --prompt "def main():" --num-beams 4 --num-return-sequences 2
     """
     from stages import generate as stage
+    from stages._config import bars_wanted
+    from stages._generate_job import job_from
+    from stages._progress import Progress
+
+    del options["debug"]
+    pieces: list[str] = []
 
     def stream(text: str) -> None:
+        pieces.append(text)
         if not as_json:
             click.echo(text, nl=False)
 
-    del options["debug"]
-    result = stage.run(stage.Job(artifact=Path(artifact), prompt=prompt, **options), stream)
-    show(result, as_json=as_json, text="")
+    result = stage.run(job_from(artifact, options), stream, Progress(quiet=quiet, bars=bars_wanted()))
+    texts = "" if pieces else "\n\n".join(output["prompt"] + output["text"] for output in result["outputs"])
+    show(result, as_json=as_json, text=texts)
+    stage.raise_for_difference(result)
 
 
 @cli.command()

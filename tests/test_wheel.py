@@ -88,4 +88,4 @@ def test_a_shipped_recipe_runs_from_another_folder(binaries: Path, tmp_path: Pat
 
     prompt = ["generate", str(artifact), "--prompt", "def main():", "--max-new-tokens", "8", "--json"]
     generated = subprocess.run([str(binaries / "quantflow"), *prompt], cwd=work, capture_output=True, text=True, check=True)
-    assert len(json.loads(generated.stdout)["tokens"]) == 8
+    assert len(json.loads(generated.stdout)["outputs"][0]["tokens"]) == 8

@@ -69,7 +69,7 @@ def generate(
         method: None takes one token after the other; see the module for the others.
         sampling: None takes the most likely token, or the best beams.
         rules: penalties and what may not be said.
-        padding: [B] int64, how many tokens at the left of each prompt are padding; None: none.
+        padding: [B] int64, how many tokens at the left of each prompt are padding; None or zeros: none.
         returned: sequences per prompt, with sampling or beams.
         eos_token_id: stop after any of these; it is part of the result.
         pad_token_id: fills rows that ended; None takes the first end token, or 0.
@@ -86,7 +86,7 @@ def generate(
     ends = (eos_token_id,) if isinstance(eos_token_id, int) else tuple(eos_token_id or ())
     request = Request(
         input_ids=input_ids,
-        padding=padding,
+        padding=None if padding is None or not bool(padding.any()) else padding,
         max_new_tokens=max_new_tokens,
         sampling=sampling,
         rules=rules or Rules(),
@@ -96,13 +96,13 @@ def generate(
         returned=returned,
         stream=stream,
     )
-    speculative = isinstance(method, Draft | Lookup | Medusa)
-    decoder = model if isinstance(model, Decoder) else TransformersDecoder(model, crops=speculative)
-    _check(decoder, request, method)
-    with torch.inference_mode():
-        return _run(decoder, request, method)
+    if not isinstance(model, Decoder):
+        model = TransformersDecoder(model, crops=isinstance(method, Draft | Lookup | Medusa))
+    _check(model, request, method)
+    return _run(model, request, method)
 
 
+@torch.inference_mode()
 def _run(decoder: Decoder, request: Request, method: Method | None) -> Tensor:
     if method is None:
         return decode(decoder, request)

@@ -4,12 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 
 from quantflow.errors import InputError
+from quantflow.models.reading import read_file
 
 HEADS_FILE = "medusa_lm_head.safetensors"
 
@@ -52,13 +51,10 @@ def load_medusa(folder: str | Path, *, device: str | torch.device = "cpu") -> Me
     """Read the heads of a folder: tensors `{head}.{block}.linear.weight`, `.bias` and last `{head}.{blocks}.weight`.
 
     Raises:
-        InputError: no such file, or names and shapes that are not those of heads.
+        InputError: no such file, a damaged one, or names that are not those of heads.
     """
     path = Path(folder) / HEADS_FILE
-    try:
-        tensors = {name: tensor.float().to(device) for name, tensor in load_file(path).items()}
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"{path}: {error}", "name a folder that holds Medusa heads as safetensors") from error
+    tensors = {name: tensor.float().to(device) for name, tensor in read_file(path).items()}
     heads: list[Head] = []
     while any(name.startswith(f"{len(heads)}.") for name in tensors):
         number, blocks = len(heads), list[tuple[Tensor, Tensor]]()

@@ -231,7 +231,7 @@ def test_heads_of_other_names_are_refused(tmp_path, names, message):
 
 
 def test_a_folder_without_heads_is_refused(tmp_path):
-    with pytest.raises(InputError, match="medusa_lm_head.safetensors: .*; name a folder that holds Medusa heads"):
+    with pytest.raises(InputError, match="medusa_lm_head.safetensors: No such file"):
         load_medusa(tmp_path)
 
 
