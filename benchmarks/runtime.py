@@ -179,8 +179,7 @@ def _judge(medians: dict[tuple[str, str], float], what: str, ours: str, theirs: 
 
 def _results(programs: Sequence[Program], reads: Sequence[float], judged: Sequence[Bar]) -> dict[str, Any]:
     found = {
-        program.name: program.ready
-        | {f"{what} at {batch}": values for (what, batch), values in program.found.items()}
+        program.name: program.ready | {f"{what} at {batch}": values for (what, batch), values in program.found.items()}
         for program in programs
     }
     return {"programs": found, "read_bytes_per_second": list(reads), "bars": [vars(bar) for bar in judged]}

@@ -49,6 +49,7 @@ class Job:
     dtype: str = "float32"
     decoder: str = "auto"
     kv_cache: str = "auto"
+    pack: bool = False
     device: str = "cpu"
     seed: int = 0
 
@@ -66,6 +67,7 @@ def run(job: Job, progress: Progress) -> dict[str, Any]:
         job.artifact,
         decoder=job.decoder,
         kv_cache=job.kv_cache,
+        pack=job.pack,
         backend=job.backend,
         dtype=getattr(torch, job.dtype),
         device=job.device,
@@ -79,7 +81,7 @@ def run(job: Job, progress: Progress) -> dict[str, Any]:
         "settings": {name: value for name, value in asdict(job).items() if name not in ("artifact", "profile")},
         "decoder": loaded.name,
         "reasons": list(loaded.reasons),
-        "backends": sorted({placement.backend.NAME for placement in loaded.artifact.linears.values()}),
+        "backends": sorted(set(loaded.backends.values())),
         "threads": torch.get_num_threads(),
         "load_seconds": load_seconds,
         "percentiles": "of sorted times" if job.ordered else "of times in the order of the runs, as text-generation-benchmark",

@@ -15,18 +15,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from quantflow.artifact.canonical import read_json
 from quantflow.artifact.manifest import MANIFEST_NAME
 from quantflow.errors import GateError, InputError, UsageError
 from quantflow.models.load import load_tokenizer, open_source, skeleton
 from quantflow.models.names import NameMap
-from quantflow.runtime.adapters import attach_
-from quantflow.runtime.decoder import TransformersDecoder
-from quantflow.runtime.decoding import Beams, Draft, Lookup, Medusa, Method, Rules, Sampling, generate, load_medusa
+from quantflow.runtime.adapters import Adapted, attach_
+from quantflow.runtime.decoder import Decoder, TransformersDecoder
+from quantflow.runtime.decoding import Beams, Draft, Lookup, Method, Rules, Sampling, generate, load_medusa
 from quantflow.runtime.decoding.text import TextStream, continuation, stop_at, word_ids
-from quantflow.runtime.load import Runtime, load
+from quantflow.runtime.load import Loaded, load, load_decoder, with_modules
 from quantflow.runtime.offload import load_offloaded
 from stages._progress import Progress
 from stages._prompts import Prompt, encode, read_prompts, shown
@@ -52,6 +52,9 @@ class Job:
         returned: texts per prompt.
         adapter: folder of a LoRA adapter; with `merge` in the weights that are not quantized.
         reference: a JSON file, prompt -> text, that the texts must equal.
+        decoder: `lean` or `transformers`, or `auto` for the first where it can.
+        kv_cache: of the lean decoder: float32, bfloat16, float8, int8, or `auto` for the dtype.
+        pack: keep the weights beside the artifact as the lean decoder holds them, and load them from there.
         disk_offload: leave the weights on disk and read them for every token; the same tokens with little memory.
         device: where the model runs.
     """
@@ -81,6 +84,9 @@ class Job:
     reference: Path | None = None
     backend: str = "auto"
     dtype: str = "float32"
+    decoder: str = "auto"
+    kv_cache: str = "auto"
+    pack: bool = False
     disk_offload: bool = False
     device: str = "cpu"
 
@@ -89,21 +95,19 @@ def run(job: Job, stream: Callable[[str], None], progress: Progress | None = Non
     """Generate; the text of a single sequence is handed to `stream` piece by piece, its prompt first.
 
     Returns:
-        `outputs`, one per text: prompt, text, tokens; `timing`; `adapter`, how many linears it went into and beside; and
-        `differing`, the prompts whose texts are not those of the reference.
+        `outputs`, one per text: prompt, text, tokens; `timing`; `decoder`, its name and why no faster one; `adapter`, how many
+        linears it went into and beside; and `differing`, the prompts whose texts are not those of the reference.
     """
     _check(job)
     prompts: list[Prompt] = list(job.prompts)
     if job.source is not None:
         prompts += read_prompts(job.source, column=job.column, limit=job.limit)
     expected = _reference(job.reference)
-    runtime = _open(job)
-    tokenizer = runtime.tokenizer or load_tokenizer(job.artifact)
-    adapted = None if job.adapter is None else attach_(runtime.model, job.adapter, merge=job.merge)
+    loaded, adapted = _open(job)
+    tokenizer = loaded.tokenizer or load_tokenizer(job.artifact)
     rows = encode(prompts, tokenizer, limit=job.max_input_tokens, chat=job.chat)
-    method, options = _method(job, tokenizer), _options(job, runtime, tokenizer)
-    crops = isinstance(method, Draft | Lookup | Medusa)
-    decoder = Timed(TransformersDecoder(runtime.model, device=job.device, crops=crops))
+    method, options = _method(job, tokenizer), _options(job, loaded, tokenizer)
+    decoder = Timed(loaded.decoder)
     batches = [range(i, min(i + job.batch_size, len(rows))) for i in range(0, len(rows), job.batch_size)]
     alone = len(rows) * job.returned == 1 and not isinstance(method, Beams)
     outputs: list[dict[str, Any]] = []
@@ -123,6 +127,7 @@ def run(job: Job, stream: Callable[[str], None], progress: Progress | None = Non
     return {
         "outputs": outputs,
         "timing": {"seconds": seconds, "tokens": count, "tokens_per_second": count / seconds, **decoder.summary()},
+        "decoder": {"name": loaded.name, "reasons": list(loaded.reasons)},
         "adapter": None if adapted is None else {"merged": len(adapted.merged), "beside": len(adapted.beside)},
         "differing": [o["prompt"] for o in outputs if expected is not None and expected.get(o["prompt"]) != o["text"]],
     }
@@ -161,11 +166,21 @@ def _check(job: Job) -> None:
         raise UsageError("generate: merge without an adapter", "give --adapter")
 
 
-def _open(job: Job) -> Runtime:
+def _open(job: Job) -> tuple[Loaded, Adapted | None]:
+    """Return what decodes, and what became of the adapter; an adapter and weights on disk go with transformers' modules."""
     dtype: torch.dtype = getattr(torch, job.dtype)
-    if job.disk_offload:
-        return load_offloaded(job.artifact, backend=job.backend, dtype=dtype)
-    return load(job.artifact, backend=job.backend, dtype=dtype, device=job.device)
+    crops = job.draft is not None or job.medusa is not None or isinstance(job.method, Lookup)
+    options: Any = {"backend": job.backend, "dtype": dtype}
+    special = [name for name in ("disk_offload", "adapter") if getattr(job, name)]
+    if not special:
+        options |= {"decoder": job.decoder, "kv_cache": job.kv_cache, "pack": job.pack, "device": job.device, "crops": crops}
+        return load_decoder(job.artifact, **options), None
+    if job.decoder == "lean" or job.kv_cache != "auto":
+        told = f"generate: {special[0]} with decoder {job.decoder}, kv_cache {job.kv_cache}"
+        raise UsageError(told, "leave them out: it runs in transformers' modules with their cache")
+    runtime = load_offloaded(job.artifact, **options) if job.disk_offload else load(job.artifact, device=job.device, **options)
+    adapted = None if job.adapter is None else attach_(runtime.model, job.adapter, merge=job.merge)
+    return with_modules(runtime, reason=f"{special[0]} was asked for", device=job.device, crops=crops), adapted
 
 
 def _method(job: Job, tokenizer: PreTrainedTokenizerBase) -> Method | None:
@@ -173,27 +188,26 @@ def _method(job: Job, tokenizer: PreTrainedTokenizerBase) -> Method | None:
     if job.medusa is not None:
         return load_medusa(job.medusa, device=job.device)
     if job.draft is not None:
-        model = _draft(job.draft, job)
-        return Draft(decoder=TransformersDecoder(model, device=job.device, crops=True), tokens=job.draft_tokens)
+        return Draft(decoder=_draft(job.draft, job), tokens=job.draft_tokens)
     if isinstance(job.method, Beams) and job.force_words:
         return replace(job.method, force_words=word_ids(tokenizer, job.force_words, before=(" ",)))
     return job.method
 
 
-def _draft(folder: Path, job: Job) -> PreTrainedModel:
-    """Return the model of a folder, which is an artifact or a checkpoint."""
+def _draft(folder: Path, job: Job) -> Decoder:
+    """Return what decodes with a folder, which is an artifact or a checkpoint."""
     dtype: torch.dtype = getattr(torch, job.dtype)
     if (folder / MANIFEST_NAME).exists():
-        return load(folder, backend=job.backend, dtype=dtype, device=job.device).model
+        return load_decoder(folder, backend=job.backend, dtype=dtype, device=job.device, crops=True).decoder
     source = open_source(folder)
     model = skeleton(source.config)
     source.fill_(model, NameMap(model).bind(source.names).to_source, dtype=dtype)
-    return model.to(job.device)
+    return TransformersDecoder(model.to(job.device), device=job.device, crops=True)
 
 
-def _options(job: Job, runtime: Runtime, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def _options(job: Job, loaded: Loaded, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Return what `quantflow.runtime.decoding.generate` is told beside the prompts and the method."""
-    ends = () if job.ignore_eos else runtime.eos_token_ids
+    ends = () if job.ignore_eos else loaded.eos_token_ids
     return {
         "max_new_tokens": job.max_new_tokens,
         "sampling": job.sampling,

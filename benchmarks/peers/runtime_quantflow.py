@@ -1,12 +1,14 @@
-"""quantflow for runtime.py; see _serve.py. SETTINGS: artifact, dtype, backend, kv_cache, threads. In quantflow's environment."""
+"""quantflow for runtime.py; see _serve.py. SETTINGS: artifact, dtype, backend, kv_cache, threads."""
 
 import time
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
 from _serve import Program, Timed, clocked, serve
 
+from quantflow.artifact.checkpoint import open_checkpoint
 from quantflow.core import kernels
 from quantflow.runtime.load import load_decoder
 
@@ -26,7 +28,7 @@ def load(settings: dict[str, Any]) -> Program:
     )
     if loaded.reasons:
         raise SystemExit(f"{settings['artifact']}: {'; '.join(loaded.reasons)}")
-    infos = loaded.artifact.checkpoint.infos
+    infos = open_checkpoint(Path(settings["artifact"])).infos
     tied = "lm_head.weight" not in infos and "lm_head.weight_packed" not in infos
     weights = sum(info.nbytes for name, info in infos.items() if tied or name != "model.embed_tokens.weight")
     decoder = loaded.decoder

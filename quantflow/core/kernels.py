@@ -121,15 +121,34 @@ def prepare(linear: QuantizedLinear, dtype: torch.dtype) -> Prepared:
         wide,
         dtype == torch.bfloat16,
     )
+    return _prepared(record, tensors, dtype)
+
+
+def dump(prepared: Prepared) -> tuple[Tensor | None, ...]:
+    """Return what `restore` makes the record from again: tensors, the first of which are the bytes of `struct weight`."""
+    return torch.frombuffer(bytearray(prepared.weight), dtype=torch.uint8), *prepared.tensors
+
+
+def restore(parts: tuple[Tensor | None, ...], dtype: torch.dtype) -> Prepared:
+    """Return the record that `dump` was given, with these tensors and the dtype that it was prepared for."""
+    record, *tensors = parts
+    assert record is not None  # dump puts it there
+    weight = _Weight.from_buffer_copy(record.numpy())
+    for field, tensor in zip(("data", "scale", "zero", "offset"), tensors, strict=True):
+        setattr(weight, field, native.address(tensor))
+    return _prepared(weight, tuple(tensors), dtype)
+
+
+def _prepared(weight: Any, tensors: tuple[Tensor | None, ...], dtype: torch.dtype) -> Prepared:
     call = native.library(SOURCE).quantflow_linear
     call.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p]
     return Prepared(
-        rows=rows,
-        columns=columns,
+        rows=weight.rows,
+        columns=weight.columns,
         dtype=dtype,
         tensors=tensors,
-        weight=record,
-        address=ctypes.addressof(record),
+        weight=weight,
+        address=ctypes.addressof(weight),
         call=call,
     )
 

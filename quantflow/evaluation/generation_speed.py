@@ -113,6 +113,4 @@ def time_run(
                 produced += int(running.sum())
             seconds.append(time.perf_counter() - begin)
             running &= ~torch.isin(step[:, 0], stop)
-    return Run(
-        first_seconds=seconds[0], step_seconds=tuple(seconds[1:]), requested=rows * new_tokens, produced=produced
-    )
+    return Run(first_seconds=seconds[0], step_seconds=tuple(seconds[1:]), requested=rows * new_tokens, produced=produced)

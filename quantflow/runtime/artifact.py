@@ -6,7 +6,7 @@ decides that from the headers; values are checked when they are read. What does 
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +111,7 @@ class Artifact:
                 f"{name}: weight is {list(found)}, bias {bias}, the model needs {list(placement.shape)}",
                 "check that config.json belongs to these weights",
             )
-        return linear if self.device.type == "cpu" else _moved(linear, self.device)
+        return linear.to(self.device)
 
     def bias(self, name: str) -> Tensor | None:
         """Read the bias of the quantized linear `name`, [out_features] in `dtype`; None when it has none."""
@@ -290,20 +290,3 @@ def _bound(
         if linear in linears and parameter.rpartition(".")[0] != linears[linear]:
             raise InputError(f"{parameter}: needed by the model, not in the artifact", "export the artifact again")
     return to_source
-
-
-def _moved(linear: QuantizedLinear, device: torch.device) -> QuantizedLinear:
-    """Return the linear on a device."""
-
-    def moved(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor.to(device)
-
-    weight = linear.weight
-    return replace(
-        linear,
-        weight=replace(
-            weight, qvalue=weight.qvalue.to(device), scale=weight.scale.to(device), zero_point=moved(weight.zero_point)
-        ),
-        input_scale=moved(linear.input_scale),
-        input_zero_point=moved(linear.input_zero_point),
-    )

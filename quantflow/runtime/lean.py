@@ -18,6 +18,7 @@ from quantflow.models.graph import Graph, Layer, Residual, graph_for
 from quantflow.runtime.artifact import Artifact
 from quantflow.runtime.kv_cache import KVCache
 from quantflow.runtime.operations import Attention, Heads, NativeOperations, Operations, TorchOperations, fused_why_not
+from quantflow.runtime.packed import Pack
 from quantflow.runtime.projection import Projection, plain, plain_weight, projection
 
 _ROTATIONS = ("default", "linear", "llama3", "yarn")  # of each position alone; the others look at the sequence's length
@@ -63,13 +64,14 @@ class LeanDecoder:
         cache: keys and values since `begin`; None before.
     """
 
-    def __init__(self, artifact: Artifact, *, kv_cache: str = "auto", fused: bool = True) -> None:
+    def __init__(self, artifact: Artifact, *, kv_cache: str = "auto", fused: bool = True, pack: Pack | None = None) -> None:
         """Read the weights.
 
         Args:
             artifact: opened for the CPU.
             kv_cache: a key of `quantflow.runtime.kv_cache.KINDS`, or `auto` for the artifact's dtype.
             fused: call decode.c where it can be compiled; otherwise torch.
+            pack: where weights are looked for first; what is not there is put into it.
 
         Raises:
             UnsupportedError: `why_not` has a reason.
@@ -98,8 +100,8 @@ class LeanDecoder:
         self.notes = () if missing is None else (f"small operations run in torch: {missing}",)
         make = NativeOperations if missing is None else TorchOperations
         self._operations: Operations = make(self._heads, attention)
-        self._blocks = [_block(artifact, layer, self._operations) for layer in graph.layers]
-        self._embedding, self._norm, self._head = _ends(artifact, graph, self._operations)
+        self._blocks = [_block(artifact, layer, self._operations, pack) for layer in graph.layers]
+        self._embedding, self._norm, self._head = _ends(artifact, graph, self._operations, pack)
         self._rotary = LlamaRotaryEmbedding(config)  # of every family here: they differ in their configuration alone
         self._tables = (torch.empty(0, self._heads.dim),) * 2
 
@@ -175,9 +177,9 @@ class LeanDecoder:
         return self.cache
 
 
-def _block(artifact: Artifact, layer: Layer, operations: Operations) -> Block:
+def _block(artifact: Artifact, layer: Layer, operations: Operations, pack: Pack | None) -> Block:
     qkv, output, gate_up, down = layer.groups
-    products = [projection(artifact, group.linears, operations) for group in (qkv, output, gate_up, down)]
+    products = [projection(artifact, group.linears, operations, pack) for group in (qkv, output, gate_up, down)]
     assert qkv.norm is not None and gate_up.norm is not None  # `why_not` refuses other families
     return Block(
         attention_norm=_vector(artifact, f"{qkv.norm}.weight"),
@@ -198,14 +200,14 @@ def _attention(artifact: Artifact, layer: Layer) -> Attention:
     return Attention(q_norm=q_norm, k_norm=k_norm, window=getattr(config, "sliding_window", None) or 0 if slides else 0)
 
 
-def _ends(artifact: Artifact, graph: Graph, operations: Operations) -> tuple[Tensor, Tensor, Projection]:
+def _ends(artifact: Artifact, graph: Graph, operations: Operations, pack: Pack | None) -> tuple[Tensor, Tensor, Projection]:
     """Return the embedding [V, H], the last norm [H], and the head, which may be the embedding again."""
     residual = graph.family.residual
     assert isinstance(residual, Residual)  # `why_not` refuses other families
-    embedding = plain_weight(artifact, f"{residual.embedding}.weight", operations)
+    embedding = plain_weight(artifact, f"{residual.embedding}.weight", operations, pack)
     source = artifact.to_source[f"{residual.head}.weight"].removesuffix(".weight")
     tied = source == residual.embedding
-    head = plain(embedding, None, operations) if tied else projection(artifact, [source], operations)
+    head = plain(embedding, None, operations) if tied else projection(artifact, [source], operations, pack)
     return embedding, _vector(artifact, f"{residual.norm}.weight"), head
 
 

@@ -9,16 +9,22 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from quantflow.artifact.canonical import read_json
 from quantflow.artifact.checkpoint import Checkpoint
+from quantflow.artifact.manifest import read_manifest
+from quantflow.artifact.verify import verify as verify_artifact
 from quantflow.backends import hpu
+from quantflow.core import kernels, native
 from quantflow.errors import UnsupportedError, UsageError
 from quantflow.models.graph import graph_for
 from quantflow.models.load import load_tokenizer, skeleton
-from quantflow.runtime import lean
+from quantflow.runtime import lean, operations, projection
+from quantflow.runtime import packed as packed_file
 from quantflow.runtime.artifact import Artifact, open_artifact
 from quantflow.runtime.decoder import Decoder, TransformersDecoder
+from quantflow.runtime.packed import Pack
 
 _TOKENIZER_FILES = frozenset({"tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json"})
 _GENERATION = "generation_config.json"
+_WEIGHTS = ".safetensors"
 DECODERS = ("auto", "lean", "transformers")
 
 
@@ -51,15 +57,15 @@ class Loaded:
         decoder: what runs it.
         name: lean or transformers.
         reasons: why a faster way was not taken, in sentences; empty where all that there is was used.
-        artifact: what was opened.
-        tokenizer: None when the artifact has no tokenizer files.
-        eos_token_ids: tokens that end a text.
+        backends: as in `Runtime`.
+        tokenizer: as in `Runtime`.
+        eos_token_ids: as in `Runtime`.
     """
 
     decoder: Decoder
     name: str
     reasons: tuple[str, ...]
-    artifact: Artifact
+    backends: dict[str, str]
     tokenizer: PreTrainedTokenizerBase | None
     eos_token_ids: tuple[int, ...]
 
@@ -74,6 +80,7 @@ def load_decoder(
     verify: bool = True,
     device: str | torch.device = "cpu",
     crops: bool = False,
+    pack: bool = False,
 ) -> Loaded:
     """Open an artifact to decode with it.
 
@@ -86,6 +93,7 @@ def load_decoder(
         verify: as for `load`.
         device: as for `load`.
         crops: whether `crop` will be called; speculation does.
+        pack: of the lean decoder: read its weights from FOLDER-packed, as kernels want them, or put them there.
 
     Raises:
         UnsupportedError: the lean decoder was asked for and cannot run this artifact; and what `load` raises.
@@ -95,13 +103,28 @@ def load_decoder(
     """
     if decoder not in DECODERS:
         raise UsageError(f"decoder {decoder!r} is unknown", f"use one of {', '.join(DECODERS)}")
-    reason: str | None = "it was not asked for"
+    reason = "it was not asked for"
     if decoder != "transformers" and torch.device(device).type == "cpu":
-        artifact = open_artifact(folder, backend=backend, dtype=dtype, verify=verify)
-        reason = lean.why_not(artifact)
-        if reason is None or decoder == "lean":
-            made = lean.LeanDecoder(artifact, kv_cache=kv_cache)
-            return _loaded(made, "lean", made.notes, artifact)
+        packed = _pack(Path(folder), backend, dtype, verify=verify) if pack else None
+        whole = packed is not None and packed.complete
+        if whole and verify:  # the weights' own files are not read, and the pack has been checked
+            verify_artifact(
+                Path(folder), map_all=lambda check, names: map(check, (n for n in names if not n.endswith(_WEIGHTS)))
+            )
+        artifact = open_artifact(folder, backend=backend, dtype=dtype, verify=verify and not whole)
+        reason = lean.why_not(artifact) or ""
+        if not reason or decoder == "lean":
+            made = lean.LeanDecoder(artifact, kv_cache=kv_cache, pack=packed)
+            if packed is not None:
+                packed.save()
+            return Loaded(
+                decoder=made,
+                name="lean",
+                reasons=made.notes,
+                backends=_backends(artifact),
+                tokenizer=_tokenizer(artifact),
+                eos_token_ids=_eos_token_ids(artifact.checkpoint),
+            )
         verify = False  # it is done
     elif decoder == "lean":
         raise UnsupportedError(f"the lean decoder: it runs on cpu, not on {device}", "use decoder transformers")
@@ -109,9 +132,27 @@ def load_decoder(
         reason = f"it runs on cpu, not on {device}"
     if kv_cache != "auto":
         raise UsageError(f"kv cache {kv_cache}: the lean decoder has it, and is not used: {reason}", "leave kv_cache out")
-    artifact, model = _with_model(folder, backend=backend, dtype=dtype, verify=verify, device=device)
-    modules = TransformersDecoder(model, device=artifact.device, crops=crops)
-    return _loaded(modules, "transformers", (f"the lean decoder is not used: {reason}",), artifact)
+    runtime = load(folder, backend=backend, dtype=dtype, verify=verify, device=device)
+    return with_modules(runtime, reason=reason, device=device, crops=crops)
+
+
+def with_modules(runtime: Runtime, *, reason: str, device: str | torch.device, crops: bool) -> Loaded:
+    """Return transformers' modules as what decodes.
+
+    Args:
+        runtime: with whatever was attached to its model.
+        reason: why the lean decoder is not used.
+        device: of the model.
+        crops: whether `crop` will be called.
+    """
+    return Loaded(
+        decoder=TransformersDecoder(runtime.model, device=device, crops=crops),
+        name="transformers",
+        reasons=(f"the lean decoder is not used: {reason}",),
+        backends=runtime.backends,
+        tokenizer=runtime.tokenizer,
+        eos_token_ids=runtime.eos_token_ids,
+    )
 
 
 def load(
@@ -139,13 +180,6 @@ def load(
         UnsupportedError: a family, layout version, device or scheme that this version does not know; a mixture on a Gaudi.
         UsageError: a backend that is unknown or cannot run a linear; another dtype than float32, bfloat16 and float16.
     """
-    return as_runtime(*_with_model(folder, backend=backend, dtype=dtype, verify=verify, device=device))
-
-
-def _with_model(
-    folder: str | Path, *, backend: str, dtype: torch.dtype, verify: bool, device: str | torch.device
-) -> tuple[Artifact, PreTrainedModel]:
-    """Return an artifact and transformers' model with its weights."""
     on_gaudi = torch.device(device).type == hpu.NAME
     if on_gaudi:
         hpu.require()  # before anything is read; importing the bridge makes torch know the device
@@ -160,7 +194,7 @@ def _with_model(
     model.to(artifact.device)
     if on_gaudi:
         hpu.wrap_in_graph(model)  # replaces the model's forward by one that replays graphs, and returns the same model
-    return artifact, model
+    return as_runtime(artifact, model)
 
 
 def as_runtime(artifact: Artifact, model: PreTrainedModel) -> Runtime:
@@ -173,21 +207,23 @@ def as_runtime(artifact: Artifact, model: PreTrainedModel) -> Runtime:
         model=model,
         tokenizer=_tokenizer(artifact),
         manifest=artifact.manifest,
-        backends={name: linear.backend.NAME for name, linear in artifact.linears.items()},
+        backends=_backends(artifact),
         reasons={name: linear.reasons for name, linear in artifact.linears.items()},
         eos_token_ids=_eos_token_ids(artifact.checkpoint),
     )
 
 
-def _loaded(decoder: Decoder, name: str, reasons: tuple[str, ...], artifact: Artifact) -> Loaded:
-    return Loaded(
-        decoder=decoder,
-        name=name,
-        reasons=reasons,
-        artifact=artifact,
-        tokenizer=_tokenizer(artifact),
-        eos_token_ids=_eos_token_ids(artifact.checkpoint),
-    )
+def _pack(folder: Path, backend: str, dtype: torch.dtype, *, verify: bool) -> Pack:
+    """Return the pack of an artifact for these choices on this machine."""
+    machine = [native.why_not(kernels.SOURCE, needs=kernels.NEEDS), native.why_not(operations.SOURCE, needs=())]
+    inputs = (read_manifest(folder)["digest"], dtype, backend, *(reason is None for reason in machine))
+    code = [Path(module.__file__ or "") for module in (kernels, lean, operations, packed_file, projection)]
+    name = packed_file.name_of(*inputs, sources=(*code, kernels.SOURCE))
+    return Pack(folder.with_name(f"{folder.name}-packed") / name, verify=verify)
+
+
+def _backends(artifact: Artifact) -> dict[str, str]:
+    return {name: linear.backend.NAME for name, linear in artifact.linears.items()}
 
 
 def _tokenizer(artifact: Artifact) -> PreTrainedTokenizerBase | None:

@@ -6,51 +6,63 @@ what a row gives does not depend on the others. Where they differ each linear is
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from quantflow.backends import Backend
-from quantflow.core import joining
+from quantflow.core import joining, kernels
 from quantflow.core.qtensor import QuantizedLinear
 from quantflow.runtime.artifact import Artifact
-from quantflow.runtime.linear import QuantLinear
 from quantflow.runtime.operations import Operations
+from quantflow.runtime.packed import Pack
 
 Projection = Callable[[Tensor], Tensor]  # [N, I] float32 -> [N, sum of O] float32, contiguous
 
 
-def projection(artifact: Artifact, names: Sequence[str], operations: Operations) -> Projection:
+def projection(artifact: Artifact, names: Sequence[str], operations: Operations, pack: Pack | None = None) -> Projection:
     """Read linears and return the function from their input to their outputs, side by side in the order of `names`.
 
     Args:
         artifact: where they are.
         names: source names, without `.weight`.
         operations: runs the linears that are not quantized.
+        pack: where they are looked for first, and kept.
 
     Raises:
         InputError: see `Artifact.decode`.
     """
     quantized = {name in artifact.linears for name in names}
     if quantized == {False}:
-        return _plain(artifact, names, operations)
+        return _plain(artifact, names, operations, pack)
     if quantized == {True}:
-        joined = _join(artifact, [artifact.decode(name) for name in names], names)
-        if joined is not None:
-            linear, backend = joined
-            bias = _bias([artifact.bias(name) for name in names], [artifact.linears[name].shape[0] for name in names])
-            return _in_dtype(QuantLinear(linear, bias=bias, backend=backend, dtype=artifact.dtype), artifact.dtype)
-    parts = [projection(artifact, [name], operations) for name in names]
+        found = _quantized(artifact, names, pack)
+        if found is not None:
+            return found
+    parts = [projection(artifact, [name], operations, pack) for name in names]
     return lambda x: torch.cat([part(x) for part in parts], dim=-1)
 
 
-def plain_weight(artifact: Artifact, name: str, operations: Operations) -> Tensor:
+def plain_weight(artifact: Artifact, name: str, operations: Operations, pack: Pack | None) -> Tensor:
     """Return a matrix that is not quantized, in the dtype that it is held in.
 
     That is the artifact's dtype; what is stored in bfloat16 may stay so under float32: the same numbers in half the bytes.
     """
-    weight = artifact.read([name])[name]
-    return weight if weight.dtype == torch.bfloat16 and operations.WIDENS else weight.to(artifact.dtype)
+
+    def make() -> Tensor:
+        weight = artifact.read([name])[name]
+        return weight if weight.dtype == torch.bfloat16 and operations.WIDENS else weight.to(artifact.dtype)
+
+    return kept(pack, name, make)
+
+
+def kept(pack: Pack | None, name: str, make: Callable[[], Tensor]) -> Tensor:
+    """Return a tensor from the pack, made if it is not there."""
+    if pack is None:
+        return make()
+    (tensor,) = pack.get(name, lambda: (make(),))
+    assert tensor is not None  # it was put there as one
+    return tensor
 
 
 def plain(weight: Tensor, bias: Tensor | None, operations: Operations) -> Projection:
@@ -58,14 +70,28 @@ def plain(weight: Tensor, bias: Tensor | None, operations: Operations) -> Projec
     return lambda x: operations.product(x, weight, bias)
 
 
-def _in_dtype(linear: QuantLinear, dtype: torch.dtype) -> Projection:
+def _quantized(artifact: Artifact, names: Sequence[str], pack: Pack | None) -> Projection | None:
+    """Return quantized linears as one product, or None where they are not one."""
+    key, backend, dtype = "+".join(names), artifact.linears[names[0]].backend, artifact.dtype
+    if pack is not None and key in pack:
+        prepared: Any = kernels.restore(pack.get(key, tuple), dtype)
+    else:
+        joined = _join(artifact, [artifact.decode(name) for name in names], names)
+        if joined is None:
+            return None
+        prepared = backend.prepare(joined, dtype)
+        if pack is not None and isinstance(prepared, kernels.Prepared):
+            parts = kernels.dump(prepared)
+            pack.get(key, lambda: parts)
+    linear = backend.linear
+    bias = _bias([artifact.bias(name) for name in names], [artifact.linears[name].shape[0] for name in names])
     if dtype == torch.float32:
-        return linear.forward
-    return lambda x: linear.forward(x.to(dtype)).float()
+        return lambda x: linear(x, prepared, bias)
+    return lambda x: linear(x.to(dtype), prepared, bias).float()
 
 
-def _plain(artifact: Artifact, names: Sequence[str], operations: Operations) -> Projection:
-    weights = [plain_weight(artifact, f"{name}.weight", operations) for name in names]
+def _plain(artifact: Artifact, names: Sequence[str], operations: Operations, pack: Pack | None) -> Projection:
+    weights = [plain_weight(artifact, f"{name}.weight", operations, pack) for name in names]
     stored = [f"{name}.bias" for name in names]
     biases = [artifact.read([name], torch.float32)[name] if name in artifact.checkpoint.tensors else None for name in stored]
     bias = _bias(biases, [len(weight) for weight in weights])
@@ -81,14 +107,12 @@ def _bias(biases: Sequence[Tensor | None], lengths: Sequence[int]) -> Tensor | N
     return torch.cat([found[0].new_zeros(n) if bias is None else bias for bias, n in zip(biases, lengths, strict=True)])
 
 
-def _join(
-    artifact: Artifact, linears: Sequence[QuantizedLinear], names: Sequence[str]
-) -> tuple[QuantizedLinear, Backend] | None:
-    """Return linears as one and what runs it, or None where they are quantized differently or no longer fit a kernel."""
+def _join(artifact: Artifact, linears: Sequence[QuantizedLinear], names: Sequence[str]) -> QuantizedLinear | None:
+    """Return linears as one, or None where they are quantized differently or no longer fit their kernel."""
     first, placement = linears[0], artifact.linears[names[0]]
     backend = placement.backend
     if len(linears) == 1:
-        return first, backend
+        return first
     scheme = first.scheme
     weights = scheme.weights
     whole = weights.granularity == "per_tensor"
@@ -106,7 +130,7 @@ def _join(
     if backend.why_not(scheme, artifact.device, shape=shape, dtype=artifact.dtype) is not None:
         return None
     weight = joining.join_rows([linear.weight for linear in linears], scale=first.weight.scale if whole else None).weight
-    return replace(first, weight=weight), backend
+    return replace(first, weight=weight)
 
 
 def _same(a: Tensor | None, b: Tensor | None) -> bool:

@@ -350,3 +350,18 @@ def test_the_flags_make_the_job_that_they_name():
     job = job_from("a", values)
     assert job.method == Beams(count=3, early_stopping="never")
     assert (job.sampling.top_p, job.sampling.top_k, job.artifact) == (0.5, None, Path("a"))
+
+
+def test_H11_the_lean_decoder_and_transformers_modules_say_the_same_and_which_it_was(generate):
+    lean, modules = (generate(*given(), "--decoder", decoder, "--max-new-tokens", "12") for decoder in ("auto", "transformers"))
+    assert lean["decoder"] == {"name": "lean", "reasons": []}
+    assert modules["decoder"]["name"] == "transformers"
+    assert lean["outputs"] == modules["outputs"]
+
+
+def test_a_smaller_cache_goes_with_the_lean_decoder_alone(generate, tmp_path):
+    assert generate(*given(), "--kv-cache", "int8", "--max-new-tokens", "2")["decoder"]["name"] == "lean"
+    told = generate(*given(), "--kv-cache", "int8", "--decoder", "transformers", code=2)
+    assert "kv cache int8: the lean decoder has it, and is not used: it was not asked for" in told
+    told = generate(*given(), "--decoder", "lean", "--disk-offload", code=2)
+    assert "generate: disk_offload with decoder lean, kv_cache auto" in told
