@@ -445,14 +445,58 @@ def generate(artifact: str, prompt: str, as_json: bool, **options: Any) -> None:
 
 
 @cli.command()
-@click.argument("path")
+@click.option("--kernels", is_flag=True, help="Time the backends on one linear each, our own and torch's, beside a plain read.")
+@click.option("--scheme", "schemes", metavar="NAMES", default="W4A16,W4A8,W8A8,W8A16,FP8_DYNAMIC", show_default=True)
+@click.option("--shape", "shapes", metavar="OUTxIN,...", default="2048x2048,5632x2048,2048x5632", show_default=True)
+@click.option("--tokens", metavar="N,...", default="1,8,256", show_default=True, help="Rows of the input.")
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="bfloat16", show_default=True)
+@click.option("--rounds", type=int, default=7, show_default=True, help="Timed calls of each; medians are printed.")
 @offline
-def inspect(path: str, as_json: bool, **_shared: Any) -> None:
+def bench(kernels: bool, as_json: bool, **options: Any) -> None:
+    """Time what runs an artifact: with --kernels each backend on linears with random weights.
+
+    \b
+    Example: quantflow bench --kernels --scheme W4A16,W4A8 --shape 4096x4096 --tokens 1,256
+    """
+    from quantflow.errors import UsageError
+    from stages import bench as stage
+
+    if not kernels:
+        raise UsageError("bench: nothing to time", "give --kernels")
+    counts = [count for count in options["tokens"].split(",") if count]
+    if not all(count.isdecimal() for count in counts):
+        raise UsageError(f"bench: tokens {options['tokens']!r}", "write numbers, such as 1,8,256")
+    job = stage.KernelJob(
+        schemes=tuple(name for name in options["schemes"].split(",") if name),
+        shapes=tuple(shape for shape in options["shapes"].split(",") if shape),
+        tokens=tuple(map(int, counts)),
+        dtype=options["dtype"],
+        rounds=options["rounds"],
+    )
+    result = stage.run_kernels(job)
+    show(result, as_json=as_json, text=stage.text(result))
+
+
+@cli.command()
+@click.argument("path")
+@click.option("--backends", is_flag=True, help="Of an artifact: what would run each linear here, and why the others would not.")
+@click.option(
+    "--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True, help="For --backends."
+)
+@offline
+def inspect(path: str, backends: bool, dtype: str, as_json: bool, **_shared: Any) -> None:
     """Say what PATH is and what it holds: a model, a measurement or an artifact. Reads no weight.
 
     \b
     Example: quantflow inspect work/4-export
+             quantflow inspect work/4-export --backends --dtype bfloat16
     """
+    if backends:
+        from stages import _backends
+
+        rows = _backends.backends(Path(path), dtype=dtype)
+        show(rows, as_json=as_json, text=_backends.text(rows))
+        return
     from quantflow.artifact.inspect import summarize
 
     summary = summarize(Path(path))
