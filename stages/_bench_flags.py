@@ -40,11 +40,11 @@ _OPTIONS = (
 
 
 def values(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a `stages._latency.Job` from the options' values."""
-    given = dict(options)
-    profile = given.pop("profile")
-    return {
-        **given,
-        "ordered": not given.pop("unsorted_percentiles"),
-        "profile": None if profile is None else Path(profile),
-    }
+    """Return the fields of a `stages._latency.Job`, but for the artifact, from the options' values."""
+    names = [option for option in _FIELDS if options.get(option) is not None]
+    found = {name: options[name] for name in names} | {"ordered": not options["unsorted_percentiles"]}
+    return found if options["profile"] is None else {**found, "profile": Path(options["profile"])}
+
+
+_FIELDS = ("batch_sizes", "input_tokens", "new_tokens", "runs", "warmups", "ignore_eos", "backend", "dtype", "decoder")
+_FIELDS += ("kv_cache", "pack", "device", "seed")

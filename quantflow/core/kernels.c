@@ -36,7 +36,7 @@ struct weight {
     float input_scale;       /* of a static input; 0: from each token, or each of its groups */
     float input_largest;     /* what a dynamic scale maps the largest magnitude to */
     int32_t input_zero, input_grouped, kind, input, wide;
-    int32_t bf16;            /* x, bias and y are bfloat16 instead of float */
+    int32_t bf16;            /* inputs that are not quantized are multiplied as bfloat16, where the CPU can */
 };
 
 /* The columns of 16 words of floats, and of 8 words of two bfloat16, as `part_of` takes them from a weight. */
@@ -61,6 +61,7 @@ struct tokens { /* inputs as the products want them */
     float *scale;  /* [tokens, input_grouped ? groups : 1] */
     int32_t *sum;  /* [tokens, groups], of int8 */
     enum math math;
+    int bf16; /* x, bias and y are bfloat16 instead of float */
 };
 
 INLINE __m512 widen(__m256i half) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16)); }
@@ -94,11 +95,11 @@ INLINE __m512 round_e4m3(__m512 x) {
 }
 
 /* The scale of columns [begin, end); what it cannot scale (NaN; without a static scale Inf too) becomes NaN, in `unscaled`. */
-static float scale_of(const struct weight *w, const void *x, int64_t begin, int64_t end, int *unscaled) {
+static float scale_of(const struct weight *w, const void *x, int bf16, int64_t begin, int64_t end, int *unscaled) {
     __m512 most = _mm512_setzero_ps();
     __mmask16 nan = 0;
     for (int64_t i = begin; i < end; i += 16) {
-        __m512 value = load(x, i, w->bf16, first(end - i));
+        __m512 value = load(x, i, bf16, first(end - i));
         nan |= _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
         most = _mm512_max_ps(most, _mm512_abs_ps(value));
     }
@@ -110,7 +111,7 @@ static float scale_of(const struct weight *w, const void *x, int64_t begin, int6
 }
 
 /* Quantize and arrange columns of a token from `begin` on, and zeros from `end` to `padded`; word i goes to out[i * stride]. */
-INLINE void arrange(const struct weight *w, const void *x, int64_t begin, int64_t end, int64_t padded, float scale,
+INLINE void arrange(const struct weight *w, const void *x, int bf16, int64_t begin, int64_t end, int64_t padded, float scale,
                     const enum math math, uint32_t *out, int stride, int32_t *sums) {
     const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
     const __m512i at = _mm512_mullo_epi32(lanes, _mm512_set1_epi32(stride)), order = _mm512_loadu_si512(orders[w->kind][math]);
@@ -119,7 +120,7 @@ INLINE void arrange(const struct weight *w, const void *x, int64_t begin, int64_
     __m512i sum = _mm512_setzero_si512();
     for (int64_t i = begin; i < padded; i += 16) {
         __mmask16 mask = first(end - i);
-        __m512 value = _mm512_div_ps(load(x, i, w->bf16, mask), step);
+        __m512 value = _mm512_div_ps(load(x, i, bf16, mask), step);
         if (math == INTEGER) {
             value = _mm512_max_ps(_mm512_min_ps(_mm512_add_ps(value, zero), _mm512_set1_ps(127)), _mm512_set1_ps(-128));
             __m512i q = _mm512_maskz_cvtps_epi32(mask, value);
@@ -150,18 +151,18 @@ INLINE void arrange(const struct weight *w, const void *x, int64_t begin, int64_
 INLINE int tile_of(int64_t left) { return left >= MOST ? MOST : left >= 8 ? 8 : left >= 4 ? 4 : 1; }
 
 static void prepare(const struct weight *w, const void *x, int64_t token, int64_t tile, int size, const struct tokens *to) {
-    const void *row = (const char *)x + token * w->columns * (w->bf16 ? 2 : 4);
+    const void *row = (const char *)x + token * w->columns * (to->bf16 ? 2 : 4);
     uint32_t *out = to->x + tile * to->words + token - tile;
     int32_t *sums = to->sum + token * w->groups;
     int64_t parts = w->input_grouped ? w->groups : 1, width = w->group * w->groups / parts;
     for (int64_t begin = 0, p = 0; p < parts; p++, begin += width) {
         int64_t end = begin + width < w->columns ? begin + width : w->columns;
         int unscaled = 0;
-        float scale = w->input == ASIS ? 1 : scale_of(w, row, begin, end, &unscaled);
+        float scale = w->input == ASIS ? 1 : scale_of(w, row, to->bf16, begin, end, &unscaled);
         to->scale[token * parts + p] = unscaled ? NAN : scale;
-        if (to->math == INTEGER) arrange(w, row, begin, end, begin + width, scale, INTEGER, out, size, sums);
-        else if (to->math == FLOAT) arrange(w, row, begin, end, begin + width, scale, FLOAT, out, size, sums);
-        else arrange(w, row, begin, end, begin + width, scale, BFLOAT, out, size, sums);
+        if (to->math == INTEGER) arrange(w, row, to->bf16, begin, end, begin + width, scale, INTEGER, out, size, sums);
+        else if (to->math == FLOAT) arrange(w, row, to->bf16, begin, end, begin + width, scale, FLOAT, out, size, sums);
+        else arrange(w, row, to->bf16, begin, end, begin + width, scale, BFLOAT, out, size, sums);
     }
 }
 
@@ -226,7 +227,11 @@ INLINE void add(const uint8_t *data, int64_t pair, int64_t lines, const uint32_t
     }
     for (int64_t i = 0; i < lines; i++) {
         __m512i line[4];
-        UNROLL for (int r = 0; r < R; r++) line[r] = _mm512_loadu_si512(data + r / 2 * pair + r % 2 * 64);
+        UNROLL for (int r = 0; r < R; r++) {
+            const uint8_t *at = data + r / 2 * pair + r % 2 * 64;
+            line[r] = _mm512_loadu_si512(at);
+            if (T == 1) _mm_prefetch((const char *)at + 4096, _MM_HINT_T0); /* past a page, where the CPU itself stops */
+        }
         UNROLL for (int v = 0; v < parts; v++) {
             __m512i part[4];
             UNROLL for (int r = 0; r < R; r++) part[r] = part_of(kind, math, line[r], v, zero[r]);
@@ -294,17 +299,19 @@ static void tile(const struct weight *w, const struct tokens *in, int64_t block,
     for (int r = 0; r < R; r++) {
         int64_t row = (block + r) * 16;
         __mmask16 mask = first(w->rows - row);
-        __m512 offset = bias ? load(bias, row, w->bf16, mask) : _mm512_setzero_ps();
+        __m512 offset = bias ? load(bias, row, in->bf16, mask) : _mm512_setzero_ps();
         for (int t = 0; t < T; t++) {
             __m512 scale = _mm512_set1_ps(w->input_grouped ? 1 : in->scale[token + t]);
-            store(y, (token + t) * w->rows + row, w->bf16, mask, _mm512_fmadd_ps(total[r * T + t], scale, offset));
+            store(y, (token + t) * w->rows + row, in->bf16, mask, _mm512_fmadd_ps(total[r * T + t], scale, offset));
         }
     }
 }
 
-/* Compute tokens of x [tokens, columns] into y [tokens, rows]; bias [rows] or NULL. Returns 0, or 1 without memory. */
-int quantflow_linear(const struct weight *w, const void *x, int64_t tokens, const void *bias, void *y) {
-    struct tokens in = {.math = w->input == INT8 ? INTEGER : HAS_BFLOAT && (w->bf16 || w->input == E4M3) ? BFLOAT : FLOAT};
+/* Compute tokens of x [tokens, columns] into y [tokens, rows]; bias [rows] or NULL; all bfloat16 or all float. Returns 0, or 1
+   without memory. */
+int quantflow_linear(const struct weight *w, const void *x, int64_t tokens, const void *bias, void *y, int bf16) {
+    int narrow = HAS_BFLOAT && (w->bf16 || w->input == E4M3);
+    struct tokens in = {.bf16 = bf16, .math = w->input == INT8 ? INTEGER : narrow ? BFLOAT : FLOAT};
     int64_t columns = w->group * w->groups;
     in.words = columns / (in.math == INTEGER ? 4 : in.math == BFLOAT ? 2 : 1);
     size_t size = (size_t)(tokens * (in.words + w->groups * 2) * 4 + 127) / 64 * 64;

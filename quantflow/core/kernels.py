@@ -7,7 +7,7 @@ holds, which those of most layouts are, are read as such.
 import ctypes
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -46,11 +46,12 @@ class Prepared:
 
     Attributes:
         rows, columns: out_features, in_features.
-        dtype: of inputs, bias and outputs.
+        dtype: of the inputs.
         tensors: what `weight` points to: data, scale, zero points, offsets.
         weight: `struct weight`.
         address: of `weight`.
-        call: `quantflow_linear`.
+        call: `quantflow_linear`(address, x, tokens, bias or None, y, 1 for bfloat16 or 0 for float32), which takes
+            `data_ptr()` of contiguous tensors and checks nothing; it returns 0, or 1 where there was no memory.
     """
 
     rows: int
@@ -60,6 +61,10 @@ class Prepared:
     weight: Any
     address: int
     call: Any
+
+    def __deepcopy__(self, memo: object) -> Self:
+        """Return the record itself: nothing changes it, and a copy would point to the tensors of this one."""
+        return self
 
 
 def why_not(scheme: LinearScheme, device: torch.device, *, shape: tuple[int, int], dtype: torch.dtype, name: str) -> str | None:
@@ -103,7 +108,7 @@ def prepare(linear: QuantizedLinear, dtype: torch.dtype) -> Prepared:
     tensors = (
         _data(weight.qvalue, kind, group=group),
         scale if wide else narrow,
-        None if weight.zero_point is None else _lanes((weight.zero_point + 8).to(torch.uint8), padding=8),
+        None if weight.zero_point is None else _lanes((weight.zero_point + 8).to(torch.uint8).expand(rows, -1), padding=8),
         _offsets(weight, input_zero) if integer and kind == _W8 else None,
     )
     record = _Weight(
@@ -141,7 +146,7 @@ def restore(parts: tuple[Tensor | None, ...], dtype: torch.dtype) -> Prepared:
 
 def _prepared(weight: Any, tensors: tuple[Tensor | None, ...], dtype: torch.dtype) -> Prepared:
     call = native.library(SOURCE).quantflow_linear
-    call.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p]
+    call.argtypes = [*[ctypes.c_void_p] * 2, ctypes.c_int64, *[ctypes.c_void_p] * 2, ctypes.c_int32]
     return Prepared(
         rows=weight.rows,
         columns=weight.columns,
@@ -154,26 +159,33 @@ def _prepared(weight: Any, tensors: tuple[Tensor | None, ...], dtype: torch.dtyp
 
 
 def linear(x: Tensor, prepared: Prepared, bias: Tensor | None) -> Tensor:
-    """Return x @ W.T + bias.  x: [..., I] in the prepared dtype; returns [..., O].
+    """Return x @ W.T + bias in x's dtype, [..., O].
+
+    Args:
+        x: [..., I] in the prepared dtype; or float32 for a weight prepared for bfloat16: inputs that the scheme does not
+            quantize are then rounded to it, outputs are not.
+        prepared: the weight.
+        bias: [O] in x's dtype, or None.
 
     Raises:
         UsageError: inputs or a bias that the weight was not prepared for; C would read other memory.
     """
-    if x.dtype != prepared.dtype or x.shape[-1] != prepared.columns or x.device.type != "cpu":
+    if x.dtype not in (prepared.dtype, torch.float32) or x.shape[-1] != prepared.columns or x.device.type != "cpu":
         raise UsageError(
             f"inputs: {x.dtype} {list(x.shape)} on {x.device}, the weight was prepared for {prepared.dtype} "
             f"[..., {prepared.columns}] on cpu",
             "give inputs of that dtype and shape",
         )
-    if bias is not None and (bias.dtype != prepared.dtype or bias.shape != (prepared.rows,) or not bias.is_contiguous()):
+    if bias is not None and (bias.dtype != x.dtype or bias.shape != (prepared.rows,) or not bias.is_contiguous()):
         raise UsageError(
-            f"bias: {bias.dtype} {list(bias.shape)}, the weight was prepared for {prepared.dtype} [{prepared.rows}]",
+            f"bias: {bias.dtype} {list(bias.shape)}, inputs and outputs are {x.dtype} [{prepared.rows}]",
             "give a bias of that dtype and shape",
         )
     x = x.contiguous()
     result = x.new_empty(*x.shape[:-1], prepared.rows)
     tokens = x.numel() // prepared.columns
-    if prepared.call(prepared.address, x.data_ptr(), tokens, native.address(bias), result.data_ptr()):
+    pointers = (prepared.address, x.data_ptr(), tokens, native.address(bias), result.data_ptr())
+    if prepared.call(*pointers, x.dtype == torch.bfloat16):
         raise MemoryError(f"inputs of {tokens} tokens of {prepared.columns} features")
     return result  # [..., O]
 
@@ -204,3 +216,17 @@ def _offsets(weight: QTensor, input_zero: int) -> Tensor:
     """Return what the sums of 8-bit weights by int8 inputs + 128 begin with, [B, G, 16] int32."""
     groups = weight.qvalue.view(len(weight.qvalue), weight.scale.shape[1], -1)  # [O, G, g]
     return _lanes(groups.sum(dim=-1, dtype=torch.int32) * -(128 + input_zero), padding=0)
+
+
+def read(data: Tensor) -> int:
+    """Read a contiguous tensor once and do nothing else with it: what a kernel that is bound by memory could reach at best.
+
+    Returns:
+        A sum that means nothing; it keeps the compiler from leaving the reads out.
+
+    Raises:
+        UnsupportedError: the library cannot be had.
+    """
+    function = native.library(SOURCE).quantflow_read
+    function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_int64], ctypes.c_int64
+    return int(function(data.data_ptr(), data.nbytes))

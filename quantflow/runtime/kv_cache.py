@@ -43,8 +43,7 @@ class KVCache:
         Raises:
             UsageError: the kind is unknown, or there is no row or no column.
         """
-        if kind not in KINDS:
-            raise UsageError(f"kv cache {kind!r} is unknown", f"use one of {', '.join(KINDS)}")
+        require_kind(kind)
         if rows < 1 or capacity < 1:
             raise UsageError(f"kv cache of {rows} rows and {capacity} positions", "give at least one of each")
         blocks = -(-capacity // LANES)
@@ -138,3 +137,13 @@ class KVCache:
 
     def _storage(self) -> tuple[list[Tensor], ...]:
         return self.keys, self.values, self.key_scales, self.value_scales
+
+
+def require_kind(kind: str) -> None:
+    """Refuse a kind that is not in KINDS.
+
+    Raises:
+        UsageError: naming it.
+    """
+    if kind not in KINDS:
+        raise UsageError(f"kv cache {kind!r} is unknown", f"use one of {', '.join(KINDS)}")

@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from quantflow.errors import UnsupportedError, UsageError
 from quantflow.models.graph import Graph, Layer, Residual, graph_for
 from quantflow.runtime.artifact import Artifact
-from quantflow.runtime.kv_cache import KVCache
+from quantflow.runtime.kv_cache import KVCache, require_kind
 from quantflow.runtime.operations import Attention, Heads, NativeOperations, Operations, TorchOperations, fused_why_not
 from quantflow.runtime.packed import Pack
 from quantflow.runtime.projection import Projection, plain, plain_weight, projection
@@ -75,6 +75,7 @@ class LeanDecoder:
 
         Raises:
             UnsupportedError: `why_not` has a reason.
+            UsageError: a cache of an unknown kind.
             InputError: a tensor that holds what it must not.
         """
         reason = why_not(artifact)
@@ -87,6 +88,7 @@ class LeanDecoder:
         self.device = artifact.device
         self.cache: KVCache | None = None
         self._kind = str(artifact.dtype).removeprefix("torch.") if kv_cache == "auto" else kv_cache
+        require_kind(self._kind)
         first = graph.layers[0]
         self._heads = Heads(
             query=config.num_attention_heads,

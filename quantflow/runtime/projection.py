@@ -87,6 +87,9 @@ def _quantized(artifact: Artifact, names: Sequence[str], pack: Pack | None) -> P
     bias = _bias([artifact.bias(name) for name in names], [artifact.linears[name].shape[0] for name in names])
     if dtype == torch.float32:
         return lambda x: linear(x, prepared, bias)
+    if isinstance(prepared, kernels.Prepared):  # they round inputs themselves and return float32 as it is
+        wide = None if bias is None else bias.float()
+        return lambda x: linear(x, prepared, wide)
     return lambda x: linear(x.to(dtype), prepared, bias).float()
 
 

