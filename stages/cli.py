@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from stages import _memory
+from stages._bench_flags import timing
 from stages._flags import bounded, limits, number_or_word, quant_configured
+from stages._generate_flags import generating
 from stages._options import common, exit_code, offline, outline, overlay, reporting, show, table
 
 if TYPE_CHECKING:
@@ -425,43 +427,111 @@ def validate(
 
 @cli.command()
 @click.argument("artifact")
-@click.option("--prompt", required=True, help="The text to continue.")
-@click.option("--max-new-tokens", type=int, default=64, show_default=True)
-@click.option("--temperature", type=float, help="Sample instead of taking the most likely token.")
-@click.option("--top-k", type=int, help="Sample from the k most likely tokens.")
-@click.option("--top-p", type=float, help="Sample from the fewest tokens that hold this probability.")
-@click.option("--seed", type=int, default=0, show_default=True)
+@generating
 @click.option("--backend", default="auto", show_default=True, help="auto, reference, or a kernel by name.")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
 @click.option("--device", type=click.Choice(["cpu", "cuda", "hpu"]), default="cpu", show_default=True)
+@click.option("--decoder", default="auto", show_default=True, help="lean, transformers, or auto: lean where it can.")
+@click.option("--kv-cache", metavar="KIND", default="auto", help="float32, bfloat16, float8 or int8 (default: --dtype).")
+@click.option("--pack", is_flag=True, help="Keep the weights as kernels want them in ARTIFACT-packed, and load from there.")
 @click.option("--disk-offload", is_flag=True, help="Keep one layer in memory at a time and read the next from disk.")
+@click.option("-q", "--quiet", is_flag=True, help="No progress.")
 @offline
-def generate(artifact: str, prompt: str, as_json: bool, **options: Any) -> None:
-    """Continue a prompt with the thin runtime, which verifies ARTIFACT first.
+def generate(artifact: str, as_json: bool, quiet: bool, **options: Any) -> None:
+    """Continue prompts with the thin runtime, which verifies ARTIFACT first; docs/generate.md has every way.
 
     \b
     Example: quantflow generate work/4-export --prompt "def main():" --max-new-tokens 32
+             quantflow generate work/4-export --prompts questions.jsonl --column question --chat --batch-size 8 --json
+             quantflow generate work/4-export --prompt "def main():" --num-beams 4 --num-return-sequences 2
     """
     from stages import generate as stage
+    from stages._config import bars_wanted
+    from stages._generate_job import job_from
+    from stages._progress import Progress
+
+    del options["debug"]
+    pieces: list[str] = []
 
     def stream(text: str) -> None:
+        pieces.append(text)
         if not as_json:
             click.echo(text, nl=False)
 
-    del options["debug"]
-    result = stage.run(stage.Job(artifact=Path(artifact), prompt=prompt, **options), stream)
-    show(result, as_json=as_json, text="")
+    result = stage.run(job_from(artifact, options), stream, Progress(quiet=quiet, bars=bars_wanted()))
+    texts = "" if pieces else "\n\n".join(output["prompt"] + output["text"] for output in result["outputs"])
+    show(result, as_json=as_json, text=texts)
+    stage.raise_for_difference(result)
+
+
+@cli.command()
+@click.argument("artifact", required=False)
+@timing
+@click.option("--kernels", is_flag=True, help="Time the backends on one linear each, our own and torch's, beside a plain read.")
+@click.option("--scheme", "schemes", metavar="NAMES", default="W4A16,W4A8,W8A8,W8A16,FP8_DYNAMIC", help="For --kernels.")
+@click.option("--shape", "shapes", metavar="OUTxIN,...", default="2048x2048,5632x2048,2048x5632", help="For --kernels.")
+@click.option("--tokens", metavar="N,...", default="1,8,256", help="For --kernels: rows of the input.")
+@click.option("--rounds", type=int, default=7, help="For --kernels: timed calls of each; medians are printed.")
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="Default: float32; with --kernels bfloat16.")
+@click.option("-q", "--quiet", is_flag=True, help="No progress.")
+@offline
+def bench(artifact: str | None, kernels: bool, as_json: bool, quiet: bool, **options: Any) -> None:
+    """Time ARTIFACT as `generate` runs it: first and next token, per batch size; or with --kernels the linears alone.
+
+    \b
+    Example: quantflow bench work/4-export -b 1 -b 8 --input-tokens 256 --new-tokens 32
+             quantflow bench --kernels --scheme W4A16,W4A8 --shape 4096x4096 --tokens 1,256
+    """
+    from quantflow.errors import UsageError
+    from stages import _latency
+    from stages import bench as stage
+    from stages._bench_flags import values
+    from stages._config import bars_wanted
+    from stages._progress import Progress
+
+    if artifact is not None and kernels:
+        raise UsageError(f"bench: --kernels beside an artifact, {artifact}", "give one of them")
+    if artifact is not None:
+        job = _latency.Job(artifact=Path(artifact), **values(options))
+        timed = _latency.run(job, Progress(quiet=quiet, bars=bars_wanted()))
+        show(timed, as_json=as_json, text=_latency.text(timed))
+        return
+    if not kernels:
+        raise UsageError("bench: nothing to time", "give an artifact, or --kernels")
+    counts = [count for count in options["tokens"].split(",") if count]
+    if not all(count.isdecimal() for count in counts):
+        raise UsageError(f"bench: tokens {options['tokens']!r}", "write numbers, such as 1,8,256")
+    linears = stage.KernelJob(
+        schemes=tuple(name for name in options["schemes"].split(",") if name),
+        shapes=tuple(shape for shape in options["shapes"].split(",") if shape),
+        tokens=tuple(map(int, counts)),
+        dtype=options["dtype"] or "bfloat16",
+        rounds=options["rounds"],
+    )
+    result = stage.run_kernels(linears)
+    show(result, as_json=as_json, text=stage.text(result))
 
 
 @cli.command()
 @click.argument("path")
+@click.option("--backends", is_flag=True, help="Of an artifact: what would run each linear here, and why the others would not.")
+@click.option(
+    "--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True, help="For --backends."
+)
 @offline
-def inspect(path: str, as_json: bool, **_shared: Any) -> None:
+def inspect(path: str, backends: bool, dtype: str, as_json: bool, **_shared: Any) -> None:
     """Say what PATH is and what it holds: a model, a measurement or an artifact. Reads no weight.
 
     \b
     Example: quantflow inspect work/4-export
+             quantflow inspect work/4-export --backends --dtype bfloat16
     """
+    if backends:
+        from stages import _backends
+
+        rows = _backends.backends(Path(path), dtype=dtype)
+        show(rows, as_json=as_json, text=_backends.text(rows))
+        return
     from quantflow.artifact.inspect import summarize
 
     summary = summarize(Path(path))

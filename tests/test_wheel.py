@@ -51,6 +51,8 @@ def test_the_wheel_holds_the_package_and_its_recipes_and_nothing_else(wheel: Pat
     for shipped in sorted([*(ROOT / "configs").glob("*/*.yaml"), *(ROOT / "configs").glob("*/*.json")]):
         assert shipped.relative_to(ROOT).as_posix() in names
     assert "quantflow/py.typed" in names
+    for source in (ROOT / "quantflow").rglob("*.c"):
+        assert source.relative_to(ROOT).as_posix() in names
 
 
 def test_a_shipped_recipe_runs_from_another_folder(binaries: Path, tmp_path: Path) -> None:
@@ -86,4 +88,4 @@ def test_a_shipped_recipe_runs_from_another_folder(binaries: Path, tmp_path: Pat
 
     prompt = ["generate", str(artifact), "--prompt", "def main():", "--max-new-tokens", "8", "--json"]
     generated = subprocess.run([str(binaries / "quantflow"), *prompt], cwd=work, capture_output=True, text=True, check=True)
-    assert len(json.loads(generated.stdout)["tokens"]) == 8
+    assert len(json.loads(generated.stdout)["outputs"][0]["tokens"]) == 8

@@ -7,8 +7,9 @@ reference.py is the oracle of the others. Every file exports
     prepare(linear, dtype) -> Prepared     the weight in the kernel's own layout; dtype is the one of the inputs
     linear(x, prepared, bias) -> Tensor    x [..., in_features] -> [..., out_features], in x's dtype
 
-Nothing falls back silently: a kernel that cannot run a linear says why, and `choose` returns the
-reasons with its choice.
+Nothing falls back silently: a kernel that cannot run a linear says why, and `choose` returns the reasons with its choice.
+Their order is that of preference: our own kernels (C, compiled on first use, AVX512-VNNI), torch's, the oracle, which runs
+everything. Those behind the oracle compute something else than the scheme says and are taken by name only.
 """
 
 from collections.abc import Mapping
@@ -18,7 +19,19 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from quantflow.backends import hpu, int4_pack, int8_mm, int8_pack, reference
+from quantflow.backends import (
+    fp8,
+    hpu,
+    int4_pack,
+    int8_mm,
+    int8_pack,
+    reference,
+    w4a8,
+    w4a16,
+    w4a16_int8,
+    w8a8,
+    w8a16,
+)
 from quantflow.core.qtensor import QuantizedLinear
 from quantflow.core.scheme import LinearScheme
 from quantflow.errors import UsageError
@@ -42,7 +55,10 @@ class Backend(Protocol):
 
 
 BACKENDS: Mapping[str, Backend] = MappingProxyType(
-    {backend.NAME: backend for backend in (hpu, int8_mm, int4_pack, int8_pack, reference)}
+    {
+        backend.NAME: backend
+        for backend in (hpu, w8a8, w4a8, w4a16, w8a16, fp8, int8_mm, int4_pack, int8_pack, reference, w4a16_int8)
+    }
 )
 
 

@@ -1,6 +1,6 @@
 """The two values that the rest of quantflow passes around: a quantized weight, and a linear that has one."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -153,3 +153,17 @@ class QuantizedLinear:
     def fake_quantize_input(self, x: Tensor) -> Tensor:
         """Return the input as the quantized linear sees it, in x's dtype.  x: [..., in_features]."""
         return affine.fake_quantize_input(x, self.scheme.input, self.input_scale, self.input_zero_point)
+
+    def to(self, device: torch.device) -> "QuantizedLinear":
+        """Return the linear on a device, itself where it is there already."""
+        weight = self.weight
+        if weight.qvalue.device == device:
+            return self
+
+        def moved(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.to(device)
+
+        there = replace(
+            weight, qvalue=weight.qvalue.to(device), scale=weight.scale.to(device), zero_point=moved(weight.zero_point)
+        )
+        return replace(self, weight=there, input_scale=moved(self.input_scale), input_zero_point=moved(self.input_zero_point))

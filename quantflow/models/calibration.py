@@ -23,9 +23,8 @@ from transformers import PreTrainedTokenizerBase
 
 from quantflow.artifact.canonical import parse_json
 from quantflow.artifact.folder import reading
-from quantflow.artifact.safetensors_header import read_header
 from quantflow.errors import InputError, UsageError
-from quantflow.models.reading import read_tensor
+from quantflow.models.reading import read_file
 
 MIN_TOKENS = 2  # a shorter document predicts nothing
 _KINDS = ("text", "messages", "input_ids")
@@ -194,8 +193,7 @@ def _from_messages(messages: Any, where: str, tokenizer: PreTrainedTokenizerBase
 
 
 def _read_tokens(path: Path, tokenizer: PreTrainedTokenizerBase | None) -> list[list[int]]:
-    infos, _ = read_header(path)
-    tensors = {name: read_tensor(path, info) for name, info in infos.items()}
+    tensors = read_file(path)
     for name, tensor in tensors.items():
         if tensor.is_floating_point() or tensor.dtype == torch.bool:
             raise InputError(f"{path}: {name} is {tensor.dtype}, token ids are integers", "store int64")

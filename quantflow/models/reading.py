@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quantflow.artifact.folder import reading
 from quantflow.artifact.once import BLOCK, fill
-from quantflow.artifact.safetensors_header import TensorInfo
+from quantflow.artifact.safetensors_header import TensorInfo, read_header
 from quantflow.errors import InputError, UnsupportedError
 
 DTYPES: dict[str, torch.dtype] = {
@@ -53,6 +53,17 @@ def read_tensor(path: Path, info: TensorInfo) -> Tensor:
     if tensor.is_floating_point():
         check_finite(tensor, name=info.name, path=path)
     return tensor
+
+
+def read_file(path: Path) -> dict[str, Tensor]:
+    """Read every tensor of a safetensors file, as stored.
+
+    Raises:
+        InputError: no such file, a damaged header, or a tensor that holds NaN or Inf.
+        UnsupportedError: a dtype that torch has no name for.
+    """
+    infos, _ = read_header(path)
+    return {name: read_tensor(path, info) for name, info in infos.items()}
 
 
 def read_rows(path: Path, info: TensorInfo, rows: Tensor) -> Tensor:

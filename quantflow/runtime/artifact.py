@@ -6,7 +6,7 @@ decides that from the headers; values are checked when they are read. What does 
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,7 @@ class Artifact:
         config: of the model, without the quantization: what is in memory is ours, not one of transformers' quantizers.
         manifest: quantflow.json.
         names: source names of the model's parameters; a quantized linear stands for the one parameter `NAME.weight`.
+        to_source: the model's own name of every parameter -> its source name; a tied one has its twin's.
         linears: source name of each quantized linear -> what is known of it.
         dtype: of the parameters that are not quantized and of all inputs.
         device: where weights are put.
@@ -68,6 +69,7 @@ class Artifact:
     config: PreTrainedConfig
     manifest: dict[str, Any]
     names: tuple[str, ...]
+    to_source: dict[str, str]
     linears: dict[str, Placement]
     dtype: torch.dtype
     device: torch.device
@@ -109,7 +111,7 @@ class Artifact:
                 f"{name}: weight is {list(found)}, bias {bias}, the model needs {list(placement.shape)}",
                 "check that config.json belongs to these weights",
             )
-        return linear if self.device.type == "cpu" else _moved(linear, self.device)
+        return linear.to(self.device)
 
     def bias(self, name: str) -> Tensor | None:
         """Read the bias of the quantized linear `name`, [out_features] in `dtype`; None when it has none."""
@@ -210,7 +212,7 @@ def open_artifact(
     modules = _linear_modules(model, names, checkpoint)
     schemes = _schemes(checkpoint, manifest, tuple(modules))
     parameters = _parameters(checkpoint, schemes)
-    _check_complete(model, names, parameters, linears={name: modules[name] for name in schemes})
+    to_source = _bound(model, names, parameters, linears={name: modules[name] for name in schemes})
     device = torch.device(device)
     linears = {}
     for name, scheme in schemes.items():
@@ -224,6 +226,7 @@ def open_artifact(
         config=config,
         manifest=manifest,
         names=parameters,
+        to_source=to_source,
         linears=linears,
         dtype=dtype,
         device=device,
@@ -271,30 +274,19 @@ def _claimed(schemes: Mapping[str, LinearScheme]) -> set[str]:
     return {tensor for name, scheme in schemes.items() for tensor in compressed_tensors.tensor_names(name, scheme)}
 
 
-def _check_complete(model: PreTrainedModel, names: NameMap, parameters: tuple[str, ...], *, linears: Mapping[str, str]) -> None:
-    """Refuse a tensor that belongs nowhere, and a parameter without one, such as the twin of a quantized linear.
+def _bound(
+    model: PreTrainedModel, names: NameMap, parameters: tuple[str, ...], *, linears: Mapping[str, str]
+) -> dict[str, str]:
+    """Return each parameter's source; refuse a tensor that belongs nowhere, or a parameter without one.
+
+    The twin of a quantized linear has none.
 
     Raises:
         InputError: naming the tensor or the parameter.
     """
-    for parameter, source in names.bind(parameters).to_source.items():
+    to_source = names.bind(parameters).to_source
+    for parameter, source in to_source.items():
         linear = source.rpartition(".")[0]
         if linear in linears and parameter.rpartition(".")[0] != linears[linear]:
             raise InputError(f"{parameter}: needed by the model, not in the artifact", "export the artifact again")
-
-
-def _moved(linear: QuantizedLinear, device: torch.device) -> QuantizedLinear:
-    """Return the linear on a device."""
-
-    def moved(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor.to(device)
-
-    weight = linear.weight
-    return replace(
-        linear,
-        weight=replace(
-            weight, qvalue=weight.qvalue.to(device), scale=weight.scale.to(device), zero_point=moved(weight.zero_point)
-        ),
-        input_scale=moved(linear.input_scale),
-        input_zero_point=moved(linear.input_zero_point),
-    )
+    return to_source

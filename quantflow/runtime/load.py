@@ -1,4 +1,4 @@
-"""Open an artifact as a model that runs, with all of its weights in memory."""
+"""Open an artifact with all of its weights in memory: as a model of transformers that runs, or as a decoder."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,15 +9,23 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from quantflow.artifact.canonical import read_json
 from quantflow.artifact.checkpoint import Checkpoint
+from quantflow.artifact.manifest import read_manifest
+from quantflow.artifact.verify import verify as verify_artifact
 from quantflow.backends import hpu
-from quantflow.errors import UnsupportedError
+from quantflow.core import kernels, native
+from quantflow.errors import UnsupportedError, UsageError
 from quantflow.models.graph import graph_for
 from quantflow.models.load import load_tokenizer, skeleton
-from quantflow.models.names import NameMap
+from quantflow.runtime import lean, operations, projection
+from quantflow.runtime import packed as packed_file
 from quantflow.runtime.artifact import Artifact, open_artifact
+from quantflow.runtime.decoder import Decoder, TransformersDecoder
+from quantflow.runtime.packed import Pack
 
 _TOKENIZER_FILES = frozenset({"tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json"})
 _GENERATION = "generation_config.json"
+_WEIGHTS = ".safetensors"
+DECODERS = ("auto", "lean", "transformers")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -39,6 +47,112 @@ class Runtime:
     backends: dict[str, str]
     reasons: dict[str, dict[str, str]]
     eos_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Loaded:
+    """An artifact that decodes.
+
+    Attributes:
+        decoder: what runs it.
+        name: lean or transformers.
+        reasons: why a faster way was not taken, in sentences; empty where all that there is was used.
+        backends: as in `Runtime`.
+        tokenizer: as in `Runtime`.
+        eos_token_ids: as in `Runtime`.
+    """
+
+    decoder: Decoder
+    name: str
+    reasons: tuple[str, ...]
+    backends: dict[str, str]
+    tokenizer: PreTrainedTokenizerBase | None
+    eos_token_ids: tuple[int, ...]
+
+
+def load_decoder(
+    folder: str | Path,
+    *,
+    decoder: str = "auto",
+    kv_cache: str = "auto",
+    backend: str = "auto",
+    dtype: torch.dtype = torch.float32,
+    verify: bool = True,
+    device: str | torch.device = "cpu",
+    crops: bool = False,
+    pack: bool = False,
+) -> Loaded:
+    """Open an artifact to decode with it.
+
+    Args:
+        folder: what `quantflow export` wrote.
+        decoder: `lean` for `quantflow.runtime.lean`, `transformers` for its modules, `auto` for the first where it can.
+        kv_cache: a key of `quantflow.runtime.kv_cache.KINDS`, or `auto` for dtype; the others need the lean decoder.
+        backend: as for `load`.
+        dtype: as for `load`.
+        verify: as for `load`.
+        device: as for `load`.
+        crops: whether `crop` will be called; speculation does.
+        pack: of the lean decoder: read its weights from FOLDER-packed, as kernels want them, or put them there.
+
+    Raises:
+        UnsupportedError: the lean decoder was asked for and cannot run this artifact; and what `load` raises.
+        UsageError: a decoder that is unknown, or a cache that transformers' modules do not have; and what `load` raises.
+        IntegrityError: as for `load`.
+        InputError: as for `load`.
+    """
+    if decoder not in DECODERS:
+        raise UsageError(f"decoder {decoder!r} is unknown", f"use one of {', '.join(DECODERS)}")
+    reason = "it was not asked for"
+    if decoder != "transformers" and torch.device(device).type == "cpu":
+        packed = _pack(Path(folder), backend, dtype, verify=verify) if pack else None
+        whole = packed is not None and packed.complete
+        if whole and verify:  # the weights' own files are not read, and the pack has been checked
+            verify_artifact(
+                Path(folder), map_all=lambda check, names: map(check, (n for n in names if not n.endswith(_WEIGHTS)))
+            )
+        artifact = open_artifact(folder, backend=backend, dtype=dtype, verify=verify and not whole)
+        reason = lean.why_not(artifact) or ""
+        if not reason or decoder == "lean":
+            made = lean.LeanDecoder(artifact, kv_cache=kv_cache, pack=packed)
+            if packed is not None:
+                packed.save()
+            return Loaded(
+                decoder=made,
+                name="lean",
+                reasons=made.notes,
+                backends=_backends(artifact),
+                tokenizer=_tokenizer(artifact),
+                eos_token_ids=_eos_token_ids(artifact.checkpoint),
+            )
+        verify = False  # it is done
+    elif decoder == "lean":
+        raise UnsupportedError(f"the lean decoder: it runs on cpu, not on {device}", "use decoder transformers")
+    elif decoder == "auto":
+        reason = f"it runs on cpu, not on {device}"
+    if kv_cache != "auto":
+        raise UsageError(f"kv cache {kv_cache}: the lean decoder has it, and is not used: {reason}", "leave kv_cache out")
+    runtime = load(folder, backend=backend, dtype=dtype, verify=verify, device=device)
+    return with_modules(runtime, reason=reason, device=device, crops=crops)
+
+
+def with_modules(runtime: Runtime, *, reason: str, device: str | torch.device, crops: bool) -> Loaded:
+    """Return transformers' modules as what decodes.
+
+    Args:
+        runtime: with whatever was attached to its model.
+        reason: why the lean decoder is not used.
+        device: of the model.
+        crops: whether `crop` will be called.
+    """
+    return Loaded(
+        decoder=TransformersDecoder(runtime.model, device=device, crops=crops),
+        name="transformers",
+        reasons=(f"the lean decoder is not used: {reason}",),
+        backends=runtime.backends,
+        tokenizer=runtime.tokenizer,
+        eos_token_ids=runtime.eos_token_ids,
+    )
 
 
 def load(
@@ -76,7 +190,7 @@ def load(
             "run it on the CPU",
         )
     model = skeleton(artifact.config)
-    artifact.fill_(model, NameMap(model).bind(artifact.names).to_source, dtype=dtype)
+    artifact.fill_(model, artifact.to_source, dtype=dtype)
     model.to(artifact.device)
     if on_gaudi:
         hpu.wrap_in_graph(model)  # replaces the model's forward by one that replays graphs, and returns the same model
@@ -89,15 +203,32 @@ def as_runtime(artifact: Artifact, model: PreTrainedModel) -> Runtime:
     Raises:
         InputError: the tokenizer's files or generation_config.json are damaged.
     """
-    has_tokenizer = not _TOKENIZER_FILES.isdisjoint(artifact.checkpoint.files)
     return Runtime(
         model=model,
-        tokenizer=load_tokenizer(artifact.checkpoint.folder) if has_tokenizer else None,
+        tokenizer=_tokenizer(artifact),
         manifest=artifact.manifest,
-        backends={name: linear.backend.NAME for name, linear in artifact.linears.items()},
+        backends=_backends(artifact),
         reasons={name: linear.reasons for name, linear in artifact.linears.items()},
         eos_token_ids=_eos_token_ids(artifact.checkpoint),
     )
+
+
+def _pack(folder: Path, backend: str, dtype: torch.dtype, *, verify: bool) -> Pack:
+    """Return the pack of an artifact for these choices on this machine."""
+    machine = [native.why_not(kernels.SOURCE, needs=kernels.NEEDS), native.why_not(operations.SOURCE, needs=())]
+    inputs = (read_manifest(folder)["digest"], dtype, backend, *(reason is None for reason in machine))
+    code = [Path(module.__file__ or "") for module in (kernels, lean, operations, packed_file, projection)]
+    name = packed_file.name_of(*inputs, sources=(*code, kernels.SOURCE))
+    return Pack(folder.with_name(f"{folder.name}-packed") / name, verify=verify)
+
+
+def _backends(artifact: Artifact) -> dict[str, str]:
+    return {name: linear.backend.NAME for name, linear in artifact.linears.items()}
+
+
+def _tokenizer(artifact: Artifact) -> PreTrainedTokenizerBase | None:
+    files = artifact.checkpoint.files
+    return None if _TOKENIZER_FILES.isdisjoint(files) else load_tokenizer(artifact.checkpoint.folder)
 
 
 def _eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:

@@ -101,6 +101,7 @@ def test_the_help_lists_every_stage(capsys):
         "export",
         "validate",
         "generate",
+        "bench",
         "inspect",
         "verify",
         "diff",

@@ -25,11 +25,11 @@ PEAK = """
 import sys
 from pathlib import Path
 from stages.generate import Job, run
-job = Job(artifact=Path(sys.argv[1]), prompt="value scale", max_new_tokens=3, disk_offload=True)
+job = Job(artifact=Path(sys.argv[1]), prompts=("value scale",), max_new_tokens=3, disk_offload=True)
 def peak():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) * 1024
 before = peak()
-tokens = run(job, lambda text: None)["tokens"]
+tokens = run(job, lambda text: None)["outputs"][0]["tokens"]
 print(tokens, peak() - before)
 """
 
@@ -61,11 +61,11 @@ def test_generation_from_disk_prints_the_text_of_the_loaded_model(artifact):
     pieces = {True: [], False: []}
     results = {}
     for offload, said in pieces.items():
-        job = Generate(artifact=artifact, prompt="value scale", max_new_tokens=12, disk_offload=offload)
-        results[offload] = generate(job, said.append)
+        job = Generate(artifact=artifact, prompts=("value scale",), max_new_tokens=12, disk_offload=offload)
+        results[offload] = generate(job, said.append)["outputs"]
     assert results[True] == results[False]
     assert pieces[True] == pieces[False]
-    assert len(results[True]["tokens"]) > 1
+    assert len(results[True][0]["tokens"]) > 1
 
 
 def test_metrics_are_those_of_both_models_run_whole_by_transformers(job):
@@ -139,7 +139,9 @@ def test_a_validation_that_does_not_fit_says_what_it_needs_before_it_reads_a_lay
 
 def test_the_peak_of_generation_from_disk_is_a_fraction_of_the_weights(large_artifact):
     folder, nbytes = large_artifact
-    expected = generate(Generate(artifact=folder, prompt="value scale", max_new_tokens=3), lambda _: None)["tokens"]
+    expected = generate(Generate(artifact=folder, prompts=("value scale",), max_new_tokens=3), lambda _: None)["outputs"][0][
+        "tokens"
+    ]
     found = subprocess.run([sys.executable, "-c", PEAK, folder], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     tokens, _, grown = found.strip().rpartition(" ")
     assert json.loads(tokens) == expected

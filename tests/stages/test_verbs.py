@@ -4,14 +4,11 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 
 from stages import _resources
 from stages import export as export_stage
-from stages import generate as generate_stage
 from stages import measure as measure_stage
 from stages._config import Calibration
 from stages._options import exit_code
@@ -173,10 +170,11 @@ def test_measure_takes_its_recipe_under_set_under_flags(as_json, llama, tmp_path
 def test_generate_streams_exactly_the_text_that_it_returns(as_json, capsys, done):
     line = ("generate", done / "4", "--prompt", "value scalé", "--max-new-tokens", "24")
     result, err = as_json(*line)
-    assert err == "" and len(result["tokens"]) <= 24
+    (output,) = result["outputs"]
+    assert err == "" and len(output["tokens"]) <= 24
     capsys.readouterr()
     assert run(*line) == 0
-    assert capsys.readouterr().out == f"{result['prompt']}{result['text']}\n"
+    assert capsys.readouterr().out == f"{output['prompt']}{output['text']}\n"
 
 
 def test_quantize_that_exports_makes_what_the_two_verbs_make(as_json, done, lines, llama, tmp_path):
@@ -200,30 +198,9 @@ def test_quantize_that_exports_is_refused_for_shards_before_anything_is_read(cap
     assert not list(tmp_path.iterdir())
 
 
-def test_half_a_character_is_held_back_until_its_next_token(monkeypatch):
-    class Words:
-        def __call__(self, _text, return_tensors):
-            return {"input_ids": torch.zeros(1, 1, dtype=torch.int64)}
-
-        def decode(self, tokens, skip_special_tokens):
-            return bytes(tokens).decode("utf-8", errors="replace")
-
-    def three_tokens(_model, _prompt, *, stream, **_options):
-        for token in (*"é".encode(), 0xFF):
-            stream(token)
-        return [0, *"é".encode(), 0xFF]
-
-    runtime = SimpleNamespace(model=None, tokenizer=Words(), eos_token_ids=())
-    monkeypatch.setattr(generate_stage, "load", lambda *_, **__: runtime)
-    monkeypatch.setattr(generate_stage, "generate", three_tokens)
-    told = []
-    result = generate_stage.run(generate_stage.Job(artifact=Path("a"), prompt="caf"), told.append)
-    assert told == ["café", "\ufffd"] and result["text"] == "é\ufffd"
-
-
 def test_sampling_follows_its_seed(as_json, done):
     line = ("generate", done / "4", "--prompt", "value", "--max-new-tokens", "12", "--temperature", "2.0")
-    first, second, other = (as_json(*line, "--seed", seed)[0]["tokens"] for seed in (1, 1, 2))
+    first, second, other = (as_json(*line, "--seed", seed)[0]["outputs"][0]["tokens"] for seed in (1, 1, 2))
     assert first == second != other
 
 

@@ -1,18 +1,30 @@
 """Every kernel against the oracle, the oracle against a product worked out in float64, and the reasons not to run."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantflow.backends import BACKENDS, choose, int4_pack, int8_mm, int8_pack, reference
+from quantflow.backends import BACKENDS, choose, fp8, int4_pack, int8_mm, int8_pack, reference, w4a8, w4a16, w8a8, w8a16
+from quantflow.core import kernels, native
 from quantflow.core.qtensor import QTensor, QuantizedLinear
-from quantflow.core.scheme import PRESETS, LinearScheme, with_group_size
+from quantflow.core.scheme import PRESETS, LinearScheme, TensorScheme, with_float8, with_group_size
 from quantflow.errors import UsageError
 
 CPU = torch.device("cpu")
 W4 = with_group_size(PRESETS["W4A16"], 32)
 W4_ASYM = with_group_size(PRESETS["W4A16_ASYM"], 32)
+W4A8 = with_group_size(PRESETS["W4A8"], 32)
+W4A8_ASYM = replace(W4A8, weights=W4_ASYM.weights)
+W3 = with_group_size(PRESETS["W3A16"], 32)
+W2 = with_group_size(PRESETS["W2A16_ASYM"], 32)
+BLOCK = with_group_size(PRESETS["FP8_BLOCK"], 32)
+CHANNEL = TensorScheme(kind="int", num_bits=4, granularity="per_channel")
+TENSOR = TensorScheme(kind="int", num_bits=4, granularity="per_tensor", symmetric=False)
+W4_CHANNEL, W4A8_CHANNEL = replace(W4, weights=CHANNEL), replace(W4A8, weights=CHANNEL)
+NO_KERNELS = native.why_not(kernels.SOURCE, needs=kernels.NEEDS)
 
 
 def quantized(scheme: LinearScheme, shape: tuple[int, int], *, seed: int = 0, qvalue=None) -> QuantizedLinear:
@@ -69,14 +81,44 @@ def agree(backend, linear: QuantizedLinear, x: torch.Tensor, *, bias=None) -> No
         assert ((actual.float() - expected.float()).abs() <= tolerance * size).all()
 
 
-CASES = [
+TORCH = [
     (int8_mm, PRESETS["W8A8"]),
     (int8_mm, PRESETS["W8A8_STATIC"]),
     (int8_pack, PRESETS["W8A16"]),
     (int4_pack, W4),
     (int4_pack, W4_ASYM),
 ]
-NAMES = ["int8_mm-dynamic", "int8_mm-static", "int8_pack", "int4_pack-symmetric", "int4_pack-asymmetric"]
+OURS = [
+    (w8a8, PRESETS["W8A8"]),
+    (w8a8, PRESETS["W8A8_STATIC"]),
+    (w8a16, PRESETS["W8A16"]),
+    (w4a8, W4A8),
+    (w4a8, W4A8_ASYM),
+    (w4a8, W4A8_CHANNEL),
+    (w4a16, W4),
+    (w4a16, W4_ASYM),
+    (w4a16, W4_CHANNEL),
+    (w4a16, replace(W4, weights=TENSOR)),
+    (w8a16, replace(W4, weights=replace(W4.weights, num_bits=8))),
+    (w8a8, replace(W4A8, weights=replace(W4.weights, num_bits=8))),
+    (fp8, replace(PRESETS["FP8_DYNAMIC"], input=None)),
+    (w4a16, W3),
+    (w4a16, W2),
+    (fp8, PRESETS["FP8"]),
+    (fp8, PRESETS["FP8_DYNAMIC"]),
+    (fp8, BLOCK),
+]
+
+
+def cases(pairs):
+    """Return pairs of backend and scheme as parameters, our own kernels skipped with the reason where they cannot run."""
+    skipped = pytest.mark.skipif(NO_KERNELS is not None, reason=str(NO_KERNELS))
+    names = [(f"{b.NAME}-{s.name}-{s.weights.granularity}-{'' if s.weights.symmetric else 'a'}symmetric") for b, s in pairs]
+    marks = [[skipped] if pair in OURS else [] for pair in pairs]
+    return [pytest.param(*pair, marks=m, id=name) for pair, m, name in zip(pairs, marks, names, strict=True)]
+
+
+CASES = cases([*TORCH, *OURS])
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -113,14 +155,14 @@ def test_the_zero_point_of_an_input_is_taken_out_of_the_integer_product_by_hand(
     assert actual.item() == pytest.approx(0.6)
 
 
-@pytest.mark.parametrize(("backend", "scheme"), CASES, ids=NAMES)
+@pytest.mark.parametrize(("backend", "scheme"), CASES)
 @pytest.mark.parametrize("kind", ["random", "outliers", "zeros", "saturated", "tiny"])
 @pytest.mark.parametrize("shape", [(1, 128), (2, 3, 128), (67, 128)], ids=["one token", "batch", "many tokens"])
 def test_a_kernel_agrees_with_the_oracle_on_such_inputs(backend, scheme, kind, shape):
     agree(backend, quantized(scheme, (48, 128)), inputs(kind, shape), bias=torch.linspace(-1, 1, 48))
 
 
-@pytest.mark.parametrize(("backend", "scheme"), CASES, ids=NAMES)
+@pytest.mark.parametrize(("backend", "scheme"), cases([pair for pair in [*TORCH, *OURS] if pair[0] is not fp8]))
 @pytest.mark.parametrize("end", ["qmin", "qmax"])
 def test_a_kernel_does_not_saturate_its_sums_when_every_qvalue_is_at_the_end_of_its_range(backend, scheme, end):
     qvalue = torch.full((16, 4096), getattr(scheme.weights, end), dtype=torch.int8)
@@ -157,20 +199,48 @@ def test_int4_pack_agrees_with_the_oracle_at_any_shape_it_accepts(rows, tiles, g
         agree(int4_pack, linear, inputs("random", (rows, groups * group_size), seed=seed))
 
 
-@pytest.mark.parametrize(("backend", "scheme"), CASES, ids=NAMES)
+@pytest.mark.parametrize(("backend", "scheme"), CASES)
 def test_no_tokens_and_strided_inputs_are_handled(backend, scheme):
     linear = quantized(scheme, (16, 64))
     assert backend.linear(torch.zeros(0, 64), backend.prepare(linear, torch.float32), None).shape == (0, 16)
     agree(backend, linear, inputs("random", (64, 7)).t())
 
 
-def test_nan_in_an_input_reaches_the_output_of_its_token_only():
-    linear = quantized(PRESETS["W8A8"], (8, 32))
-    x = inputs("random", (2, 32))
+@pytest.mark.parametrize(("backend", "scheme"), cases([(int8_mm, PRESETS["W8A8"]), *OURS]))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nan_in_an_input_reaches_the_output_of_its_token_only(backend, scheme, dtype):
+    linear = quantized(scheme, (8, 32))
+    x = inputs("random", (2, 32)).to(dtype)
     x[1, 3] = float("nan")
-    y = int8_mm.linear(x, int8_mm.prepare(linear, torch.float32), None)
+    y = backend.linear(x, backend.prepare(linear, dtype), None)
     assert y[1].isnan().all()
     assert not y[0].isnan().any()
+
+
+@pytest.mark.skipif(NO_KERNELS is not None, reason=str(NO_KERNELS))
+@settings(max_examples=15, deadline=None)
+@given(rows=st.integers(0, 40), outputs=st.integers(1, 140), columns=st.integers(1, 130), seed=st.integers(0, 2**20))
+def test_our_own_kernels_agree_with_the_oracle_at_any_shape(rows, outputs, columns, seed):
+    for backend, scheme in OURS:
+        if scheme.weights.group_size is None:
+            linear = quantized(scheme, (outputs, columns), seed=seed)
+            agree(backend, linear, inputs("random", (rows, columns), seed=seed), bias=torch.linspace(-1, 1, outputs))
+
+
+@pytest.mark.skipif(NO_KERNELS is not None, reason=str(NO_KERNELS))
+@settings(max_examples=10, deadline=None)
+@given(
+    rows=st.integers(1, 40),
+    outputs=st.integers(1, 140),
+    groups=st.integers(1, 3),
+    group_size=st.sampled_from([16, 32, 48, 64, 128]),
+    seed=st.integers(0, 2**20),
+)
+def test_our_own_kernels_agree_with_the_oracle_in_any_groups(rows, outputs, groups, group_size, seed):
+    for backend, scheme in OURS:
+        if scheme.weights.group_size is not None:
+            linear = quantized(with_group_size(scheme, group_size), (outputs, groups * group_size), seed=seed)
+            agree(backend, linear, inputs("random", (rows, groups * group_size), seed=seed))
 
 
 REASONS = [
@@ -223,6 +293,42 @@ REASONS = [
         (16, 64),
         torch.float32,
         "int8_pack needs symmetric int8 weights per channel, scheme W4A16 has others",
+    ),
+    (w8a8, PRESETS["W8A16"], (16, 64), torch.float32, "w8a8 needs int8 inputs, scheme W8A16 has none"),
+    (w8a8, PRESETS["FP8"], (16, 64), torch.float32, "w8a8 needs symmetric int8 weights, scheme FP8 has others"),
+    (w8a16, PRESETS["W8A8"], (16, 64), torch.float32, "w8a16 needs inputs in the model's dtype, scheme W8A8 quantizes them"),
+    (w8a16, W4, (16, 64), torch.float32, "w8a16 needs symmetric int8 weights, scheme W4A16 has others"),
+    (w4a8, W4, (16, 64), torch.float32, "w4a8 needs symmetric int8 inputs, scheme W4A16 has none"),
+    (
+        w4a8,
+        PRESETS["W8A8"],
+        (16, 64),
+        torch.float32,
+        "w4a8 needs integer weights of at most 4 bits, scheme W8A8 has int8",
+    ),
+    (w4a16, W4A8, (16, 64), torch.float32, "w4a16 needs inputs in the model's dtype, scheme W4A8 quantizes them"),
+    (
+        w4a16,
+        PRESETS["FP8"],
+        (16, 64),
+        torch.float32,
+        "w4a16 needs integer weights of at most 4 bits, scheme FP8 has float8",
+    ),
+    (
+        w4a16,
+        with_group_size(W4, 24),
+        (16, 48),
+        torch.float32,
+        "w4a16 needs groups that 16 divides, not group_size 24",
+    ),
+    (fp8, W4, (16, 64), torch.float32, "fp8 needs e4m3fn weights, scheme W4A16 has int4"),
+    (fp8, with_float8(PRESETS["FP8"], "e5m2"), (16, 64), torch.float32, "fp8 needs e4m3fn weights, scheme FP8 has e5m2"),
+    (
+        w8a8,
+        PRESETS["W8A8"],
+        (16, 43805),
+        torch.float32,
+        "w8a8 sums in int32, which holds 43804 input features, not 43805",
     ),
     (int4_pack, W4, (24, 64), torch.float32, "int4_pack needs out_features that 16 divides, not 24"),
     (
@@ -290,37 +396,61 @@ def test_a_kernel_says_why_it_cannot_run_a_linear(backend, scheme, shape, dtype,
     assert backend.why_not(scheme, CPU, shape=shape, dtype=dtype) == reason
 
 
-@pytest.mark.parametrize(("backend", "scheme"), CASES, ids=NAMES)
+@pytest.mark.parametrize(("backend", "scheme"), CASES)
 def test_a_cpu_kernel_refuses_another_device(backend, scheme):
     reason = backend.why_not(scheme, torch.device("cuda"), shape=(16, 64), dtype=torch.float32)
     assert reason == f"{backend.NAME} runs on cpu, not on cuda"
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_auto_takes_the_first_kernel_that_can_and_says_why_the_others_cannot(preset):
+def test_without_our_own_kernels_auto_takes_the_first_that_can_and_says_why_the_others_cannot(preset, monkeypatch):
+    monkeypatch.setattr(native, "why_not", lambda *_args, **_options: "this CPU has no avx512_vnni")
     expected = {"W8A8": "int8_mm", "W8A8_STATIC": "int8_mm", "W8A16": "int8_pack"}
     expected |= {"W4A16": "int4_pack", "W4A16_ASYM": "int4_pack"}
     backend, reasons = choose(PRESETS[preset], CPU, shape=(16, 128), dtype=torch.float32)
     names = list(BACKENDS)
-    assert expected.get(preset, "reference") == backend.NAME  # of 2 and 3 bits, of W4A8 and of float8 none on a CPU
+    assert expected.get(preset, "reference") == backend.NAME  # torch has none of 2 and 3 bits, of W4A8 and of float8 on a CPU
     assert list(reasons) == names[: names.index(backend.NAME)]
 
 
-def test_the_oracle_stands_last_and_is_taken_when_a_shape_fits_no_kernel():
+@pytest.mark.skipif(NO_KERNELS is not None, reason=str(NO_KERNELS))
+@pytest.mark.parametrize("preset", PRESETS)
+def test_auto_prefers_our_own_kernel_and_says_why_those_before_it_cannot(preset):
+    expected = {"W8A8": "w8a8", "W8A8_STATIC": "w8a8", "W8A16": "w8a16", "W4A8": "w4a8"}
+    expected |= {"FP8": "fp8", "FP8_DYNAMIC": "fp8", "FP8_BLOCK": "fp8"}
+    backend, reasons = choose(PRESETS[preset], CPU, shape=(17, 128), dtype=torch.bfloat16)
+    assert expected.get(preset, "w4a16") == backend.NAME
+    assert list(reasons) == list(BACKENDS)[: list(BACKENDS).index(backend.NAME)]
+
+
+def test_the_oracle_stands_behind_all_that_compute_the_same_and_is_taken_when_a_dtype_fits_no_kernel():
+    backend, reasons = choose(PRESETS["W4A16"], CPU, shape=(16, 128), dtype=torch.float16)
+    assert backend.NAME == "reference"
+    assert list(BACKENDS)[list(BACKENDS).index("reference") + 1 :] == ["w4a16_int8"]
+    assert reasons["w4a16"] == "w4a16 needs float32 or bfloat16 inputs, not torch.float16"
+
+
+def test_where_our_own_kernels_cannot_be_had_the_reason_is_among_the_reasons(monkeypatch):
+    monkeypatch.setattr(native, "why_not", lambda *_args, **_options: "no C compiler (gcc, cc); install gcc")
+    backend, reasons = choose(PRESETS["W8A16"], CPU, shape=(16, 96), dtype=torch.float32)
+    assert backend.NAME == "int8_pack"
+    assert reasons["w8a16"] == "w8a16: no C compiler (gcc, cc); install gcc"
     backend, reasons = choose(PRESETS["W8A16"], CPU, shape=(16, 100), dtype=torch.float32)
-    assert list(BACKENDS)[-1] == backend.NAME == "reference"
+    assert backend.NAME == "reference"
     assert reasons["int8_pack"] == "int8_pack needs in_features that 16 divides, not 100"
 
 
 def test_a_named_backend_that_cannot_run_is_an_error_and_not_a_fallback():
     with pytest.raises(UsageError, match=r"^backend int8_pack: int8_pack needs in_features that 16 divides, not 100; use"):
         choose(PRESETS["W8A16"], CPU, shape=(16, 100), dtype=torch.float32, backend="int8_pack")
-    with pytest.raises(UsageError, match=r"^backend 'fast' is unknown; use one of auto, hpu, int8_mm, int4_pack, int8_pack"):
+    with pytest.raises(
+        UsageError, match=r"^backend 'fast' is unknown; use one of auto, hpu, w8a8, w4a8, w4a16, w8a16, fp8, int8_mm"
+    ):
         choose(PRESETS["W8A16"], CPU, shape=(16, 96), dtype=torch.float32, backend="fast")
 
 
 def test_preparing_a_weight_does_not_modify_it():
-    for backend, scheme in [*CASES, (reference, PRESETS["FP8"])]:
+    for backend, scheme in [*TORCH, *([] if NO_KERNELS else OURS), (reference, PRESETS["FP8"])]:
         linear = quantized(scheme, (16, 64))
         before = linear.weight.qvalue.clone(), linear.weight.scale.clone()
         prepared = backend.prepare(linear, torch.float32)

@@ -44,13 +44,13 @@ def seal(folder: Path, ledger: Ledger) -> None:
     write_manifest(folder, build_manifest(folder, body={**body, "ledger": ledger.to_json()}))
 
 
-def _make_artifact(folder: Path, config, schemes) -> AutoModelForCausalLM:
-    """Write an artifact of a random model; `schemes` is one scheme, or a function of a linear's name.
+def _make_artifact(folder: Path, config, schemes, *, model=None) -> AutoModelForCausalLM:
+    """Write an artifact of a model, a random one by default; `schemes` is one scheme, or a function of a linear's name.
 
     Returns:
         transformers' model with the dequantized weights, whose linears fake-quantize their inputs.
     """
-    model = random_model(config)
+    model = random_model(config) if model is None else model
     model.save_pretrained(folder)
     source = load_file(folder / "model.safetensors")
     scheme_of = schemes if callable(schemes) else lambda name: schemes

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import GPTNeoXConfig, LlamaConfig, Qwen2Config
 
+from quantflow.core import kernels, native
 from quantflow.core.scheme import PRESETS, with_group_size
 from quantflow.errors import InputError, IntegrityError, UnsupportedError, UsageError
 from quantflow.formats import compressed_tensors as layout
@@ -33,8 +34,14 @@ def logits(model) -> torch.Tensor:
 
 
 SCHEMES = {name: with_group_size(s, 32) if s.weights.group_size else s for name, s in PRESETS.items()}
-BACKENDS = {"W8A8": "int8_mm", "W8A8_STATIC": "int8_mm", "W8A16": "int8_pack"}
-BACKENDS |= {"W4A16": "int4_pack", "W4A16_ASYM": "int4_pack"}
+OURS = native.why_not(kernels.SOURCE, needs=kernels.NEEDS) is None  # else torch's kernels, as far as they go
+if OURS:
+    BACKENDS = {"W8A8": "w8a8", "W8A8_STATIC": "w8a8", "W8A16": "w8a16", "W4A8": "w4a8"}
+    BACKENDS |= {name: "w4a16" for name in SCHEMES if name[:5] in ("W4A16", "W3A16", "W2A16")}
+    BACKENDS |= {name: "fp8" for name in SCHEMES if name.startswith("FP8")}
+else:
+    BACKENDS = {"W8A8": "int8_mm", "W8A8_STATIC": "int8_mm", "W8A16": "int8_pack"}
+    BACKENDS |= {"W4A16": "int4_pack", "W4A16_ASYM": "int4_pack"}
 
 
 @pytest.mark.parametrize("name", SCHEMES)
@@ -66,8 +73,8 @@ def test_mixed_schemes_and_unquantized_linears_load_from_the_config_alone(tmp_pa
     expected = logits(make_artifact(tmp_path, LLAMA, scheme_of))
     runtime = load(tmp_path)
     assert torch.allclose(logits(runtime.model), expected, atol=2e-5, rtol=2e-5)
-    assert runtime.backends["model.layers.0.mlp.up_proj"] == "int8_pack"
-    assert runtime.backends["model.layers.1.mlp.up_proj"] == "int4_pack"
+    assert runtime.backends["model.layers.0.mlp.up_proj"] == BACKENDS["W8A16"]
+    assert runtime.backends["model.layers.1.mlp.up_proj"] == BACKENDS["W4A16"]
     assert type(runtime.model.model.layers[0].mlp.down_proj) is torch.nn.Linear
 
 
@@ -77,15 +84,16 @@ def test_the_loaded_model_is_frozen_and_says_what_it_is(tmp_path, make_artifact)
     assert not runtime.model.training
     assert not any(parameter.requires_grad for parameter in runtime.model.parameters())
     assert isinstance(runtime.model.model.layers[1].self_attn.q_proj, QuantLinear)
-    assert "in_features=64, out_features=32, backend=int4_pack" in repr(runtime.model.model.layers[1].self_attn.k_proj)
+    assert f"in_features=64, out_features=32, backend={BACKENDS['W4A16']}" in repr(
+        runtime.model.model.layers[1].self_attn.k_proj
+    )
     assert runtime.manifest["kind"] == "artifact"
     assert not hasattr(runtime.model.config, "quantization_config")
     assert runtime.tokenizer is None
     assert runtime.eos_token_ids == (2,)
-    assert runtime.reasons["model.layers.0.mlp.up_proj"] == {
-        "hpu": "hpu runs on device hpu, not on cpu; give device hpu",
-        "int8_mm": "int8_mm needs symmetric int8 weights per channel or per tensor, scheme W4A16 has others",
-    }
+    reasons = runtime.reasons["model.layers.0.mlp.up_proj"]
+    assert reasons["hpu"] == "hpu runs on device hpu, not on cpu; give device hpu"
+    assert reasons["w8a8"] == "w8a8 needs symmetric int8 weights, scheme W4A16 has others"
 
 
 def test_bfloat16_logits_stay_near_those_of_float32(tmp_path, make_artifact):

@@ -149,8 +149,8 @@ def test_sampling_values_outside_their_ranges_are_refused(options, message):
 
 
 def test_prompts_that_cannot_be_decoded_are_refused(model):
-    for ids in (prompt(0), torch.zeros(2, 3, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)):
-        with pytest.raises(UsageError, match=r"^input_ids: shape \[.*\], \[1, S\] is decoded; give one prompt"):
+    for ids in (prompt(0), prompt(3)[:0], torch.zeros(3, dtype=torch.int64)):
+        with pytest.raises(UsageError, match=r"^input_ids: shape \[.*\], \[B, S\] is decoded; give prompts of a token"):
             generate(model, ids, max_new_tokens=1)
     with pytest.raises(UsageError, match=r"^max_new_tokens=0; use 1 or more"):
         generate(model, prompt(3), max_new_tokens=0)

@@ -1,0 +1,57 @@
+"""quantflow for runtime.py; see _serve.py. SETTINGS: artifact, dtype, backend, kv_cache, threads."""
+
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from _serve import Program, Timed, clocked, serve
+
+from quantflow.artifact.checkpoint import open_checkpoint
+from quantflow.core import kernels
+from quantflow.runtime.load import load_decoder
+
+CACHE_BYTES = 128 << 20  # read first, so that what is timed comes from memory
+REPEATS = 5
+
+
+def load(settings: dict[str, Any]) -> Program:
+    """Load an artifact as `quantflow generate` does, without hashing its files first."""
+    torch.set_num_threads(settings["threads"])
+    loaded = load_decoder(
+        settings["artifact"],
+        backend=settings["backend"],
+        kv_cache=settings["kv_cache"],
+        dtype=getattr(torch, settings["dtype"]),
+        verify=False,
+    )
+    if loaded.reasons:
+        raise SystemExit(f"{settings['artifact']}: {'; '.join(loaded.reasons)}")
+    infos = open_checkpoint(Path(settings["artifact"])).infos
+    tied = "lm_head.weight" not in infos and "lm_head.weight_packed" not in infos
+    weights = sum(info.nbytes for name, info in infos.items() if tied or name != "model.embed_tokens.weight")
+    decoder = loaded.decoder
+
+    def run(rows: list[list[int]], new: int) -> Timed:
+        decoder.begin(rows=len(rows), capacity=len(rows[0]) + new)
+        with torch.inference_mode():
+            return clocked(lambda ids: decoder.forward(ids).argmax(dim=-1, keepdim=True), torch.tensor(rows), new)
+
+    return Program(version=version("quantflow"), weight_bytes=weights, run=run, read=read)
+
+
+def read(size: int) -> float:
+    """Return the fewest seconds that a plain read of so many bytes took, with torch's threads."""
+    other, data = torch.zeros(CACHE_BYTES, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
+    taken = []
+    for _ in range(REPEATS):
+        kernels.read(other)
+        begin = time.perf_counter()
+        kernels.read(data)
+        taken.append(time.perf_counter() - begin)
+    return min(taken)
+
+
+if __name__ == "__main__":
+    serve(load)

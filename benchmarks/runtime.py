@@ -1,0 +1,279 @@
+"""quantflow's runtime beside llama.cpp, OpenVINO GenAI, ONNX Runtime GenAI and transformers: prefill and decode, interleaved.
+
+    python benchmarks/runtime.py                          the 1.1 B checkpoint; README.md says what is run
+    python benchmarks/runtime.py --size 50MB --rounds 1 --batches 1      a try, minutes
+
+Needs an environment in which quantflow is installed, and one below --peers for each peer that is to take part.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from _quantflow import QUANTFLOW
+from _report import Bar, bars, gb, machine, table
+from _synthetic import SHAPES, TOKENIZER_IDS, make_checkpoint
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPTS = Path(__file__).parent / "peers"
+SEED = 0
+BUSY = 0.7  # load average above which seconds mean little
+SCHEMES = ("W4A16", "W4A8", "W8A8", "FP8_DYNAMIC")
+# What a program is compared with, and by how much: decode and prefill at batch 1, decode at batch 8. None is not judged.
+BARS = (
+    ("decode, 1 at once", "quantflow 4-bit", "OpenVINO int4", 1.15),
+    ("decode, 1 at once", "quantflow 4-bit", "llama.cpp Q4_0", 1.7),
+    ("decode, 1 at once", "quantflow 4-bit", "memory limit", 0.77),
+    ("decode, 1 at once", "quantflow W8A8", "OpenVINO int8", 1.0),
+    ("decode, 1 at once", "quantflow W8A8", "memory limit", 0.85),
+    ("decode, 1 at once", "quantflow FP8_DYNAMIC", "OpenVINO int8", 0.8),
+    ("prefill, 1 at once", "quantflow W8A8", "OpenVINO int8", 1.3),
+    ("prefill, 1 at once", "quantflow 4-bit", "OpenVINO int4", 1.3),
+    ("decode, 8 at once", "quantflow 4-bit", "OpenVINO int4", 1.2),
+    ("decode, 8 at once", "quantflow 4-bit", "llama.cpp Q4_0", 1.2),
+)
+
+
+@dataclass(kw_only=True)
+class Program:
+    """A process that holds one model and answers.
+
+    Attributes:
+        name: in the tables.
+        python: of its environment.
+        script: in peers/.
+        settings: what it is started with.
+        found: (what, how many at once) -> tokens per second of each round.
+    """
+
+    name: str
+    python: Path
+    script: str
+    settings: dict[str, Any]
+    ready: dict[str, Any] = field(default_factory=dict)
+    found: dict[tuple[str, int], list[float]] = field(default_factory=dict)
+    process: subprocess.Popen[str] | None = None
+
+    def start(self, threads: int, log: Path) -> None:
+        """Start it and wait until its model is loaded; what it says goes to a log beside the others."""
+        environment = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "PATH": "/usr/bin:/bin"}
+        environment |= {"PYTHONPATH": str(ROOT), "HOME": str(Path.home()), "TQDM_DISABLE": "1"}
+        command = [str(self.python), str(SCRIPTS / self.script), json.dumps(self.settings | {"threads": threads})]
+        with log.open("w") as errors:
+            pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
+            self.process = subprocess.Popen(command, text=True, env=environment, **pipes)
+        self.ready = self._answer(f"see {log}")
+
+    def ask(self, question: dict[str, Any]) -> dict[str, Any]:
+        """Return the answer to a question."""
+        assert self.process is not None and self.process.stdin is not None
+        print(json.dumps(question), file=self.process.stdin, flush=True)
+        return self._answer("it ended")
+
+    def stop(self) -> None:
+        """End the process."""
+        if self.process is not None and self.process.stdin is not None:
+            self.process.stdin.close()
+            self.process.wait()
+
+    def _answer(self, told: str) -> dict[str, Any]:
+        assert self.process is not None and self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit(f"{self.name}: {told}")
+        return dict(json.loads(line))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run every program that is there and return the exit code."""
+    given = _arguments(arguments)
+    work = given.work.resolve()
+    work.mkdir(parents=True, exist_ok=True)
+    model = work / f"llama-{given.size}"
+    make_checkpoint(model, SHAPES[given.size], seed=SEED, tokenizer=ROOT / "examples" / "tiny-llama")
+    about = machine(work) | {"threads": given.threads, "size": given.size, "rounds": given.rounds}
+    if about["load"] > BUSY:
+        print(f"load average {about['load']:.1f}: the machine is not idle, seconds will be too many", flush=True)
+    programs = [program for program in _programs(given, model, work) if _wanted(program, given.only)]
+    try:
+        for program in programs:
+            program.start(given.threads, work / f"{program.name.replace(' ', '-')}.log")
+            print(f"{program.name}: {program.ready['version']}, {gb(program.ready['weight_bytes'])} a token", flush=True)
+        reads = _rounds(programs, given)
+    finally:
+        for program in programs:
+            program.stop()
+    judged = _report(programs, reads, given.batches)
+    if given.json is not None:
+        given.json.parent.mkdir(parents=True, exist_ok=True)
+        given.json.write_text(json.dumps(about | _results(programs, reads, judged), indent=2, sort_keys=True) + "\n")
+    return 1 if any(not bar.met for bar in judged) else 0
+
+
+def _rounds(programs: Sequence[Program], given: argparse.Namespace) -> list[float]:
+    """Let the programs take turns; return the bytes per second of a plain read in each round."""
+    draw, reads = random.Random(SEED), []
+    reader = next((program for program in programs if program.script == "runtime_quantflow.py"), None)
+    size = max(program.ready["weight_bytes"] for program in programs)
+    for turn in range(given.rounds + 1):  # the first is not counted: caches fill, memory is reserved
+        if reader is not None:
+            reads.append(size / reader.ask({"read": size})["seconds"])
+        for batch in given.batches:
+            for program in programs:
+                rows = [draw.choices(TOKENIZER_IDS[: given.vocabulary], k=given.prompt) for _ in range(batch)]
+                answer = program.ask({"rows": rows, "new": given.new})
+                if turn:
+                    decode = batch / statistics.median(answer["steps"])
+                    program.found.setdefault(("decode", batch), []).append(decode)
+                    program.found.setdefault(("prefill", batch), []).append(batch * given.prompt / answer["first"])
+        print(f"round {turn} of {given.rounds}", flush=True)
+    return reads[1:]
+
+
+def _report(programs: Sequence[Program], reads: Sequence[float], batches: Sequence[int]) -> list[Bar]:
+    """Print a table per batch size and the bars; return the bars."""
+    speed = statistics.median(reads) if reads else None
+    if speed is not None:
+        print(f"\na plain read of the weights: {speed / 1e9:.1f} GB/s")
+    medians: dict[tuple[str, str], float] = {}
+    for batch in batches:
+        rows = []
+        for program in programs:
+            prefill, decode = (statistics.median(program.found[(what, batch)]) for what in ("prefill", "decode"))
+            medians[f"prefill, {batch} at once", program.name] = prefill
+            medians[f"decode, {batch} at once", program.name] = decode
+            limit = None if speed is None else batch * speed / program.ready["weight_bytes"]
+            if limit is not None:
+                medians[f"decode, {batch} at once", f"memory limit of {program.name}"] = limit
+            lowest, highest = min(program.found["decode", batch]), max(program.found["decode", batch])
+            share = "" if limit is None else f"{decode / limit:.0%}"
+            rows.append((program.name, f"{prefill:.0f}", f"{decode:.1f}", f"{lowest:.1f} to {highest:.1f}", share))
+        print(f"\n{batch} at once\n")
+        print(table(("program", "prefill tokens/s", "decode tokens/s", "lowest to highest", "of the memory limit"), rows))
+    judged = [bar for bar in (_judge(medians, *line) for line in BARS) if bar is not None]
+    if judged:
+        print("\n" + bars(judged))
+    return judged
+
+
+def _judge(medians: dict[tuple[str, str], float], what: str, ours: str, theirs: str, least: float) -> Bar | None:
+    """Return a bar, or None where a side of it was not run; of several 4-bit artifacts the best counts."""
+    names = ("quantflow W4A16", "quantflow W4A16 int8", "quantflow W4A8") if ours == "quantflow 4-bit" else (ours,)
+    found = []
+    for name in names:
+        other = f"memory limit of {name}" if theirs == "memory limit" else theirs
+        if (what, name) in medians and (what, other) in medians:
+            found.append((medians[what, name] / medians[what, other], name))
+    if not found:
+        return None
+    ratio, name = max(found)
+    return Bar(what=f"{what}: {name} to {theirs}", promised=f"{least:.2f}x", found=f"{ratio:.2f}x", met=ratio >= least)
+
+
+def _results(programs: Sequence[Program], reads: Sequence[float], judged: Sequence[Bar]) -> dict[str, Any]:
+    found = {
+        program.name: program.ready | {f"{what} at {batch}": values for (what, batch), values in program.found.items()}
+        for program in programs
+    }
+    return {"programs": found, "read_bytes_per_second": list(reads), "bars": [vars(bar) for bar in judged]}
+
+
+def _programs(given: argparse.Namespace, model: Path, work: Path) -> list[Program]:
+    """Return the programs whose environment is there, with what they load made."""
+    peers, here = given.peers.resolve(), Path(sys.executable)
+    runs = [("", scheme, "auto") for scheme in SCHEMES] + [(" int8", "W4A16", "w4a16_int8")]
+    programs = [
+        Program(
+            name=f"quantflow {scheme}{suffix}",
+            python=here,
+            script="runtime_quantflow.py",
+            settings={
+                "artifact": str(_artifact(model, work, scheme)),
+                "dtype": given.dtype,
+                "backend": backend,
+                "kv_cache": given.kv_cache,
+            },
+        )
+        for suffix, scheme, backend in runs
+        if _wanted(f"quantflow {scheme}{suffix}", given.only)
+    ]
+    transformers = {"model": str(model), "dtype": "bfloat16"}
+    programs.append(Program(name="transformers bf16", python=here, script="runtime_transformers.py", settings=transformers))
+    python = peers / "llamacpp/bin/python"
+    if _there(python) and _wanted("llama.cpp", given.only):
+        source = work / "gguf"
+        if not source.exists():
+            _quantflow("export", model, "-o", source, "--format", "gguf", "--dtype", "bf16", "-q")
+        file = next(source.glob("*.gguf"))
+        for kind in ("Q4_0", "Q8_0"):
+            settings = {"gguf": str(file), "type": kind, "output": str(work / f"{kind}.gguf")}
+            programs.append(Program(name=f"llama.cpp {kind}", python=python, script="runtime_llamacpp.py", settings=settings))
+    python = peers / "openvino/bin/python"
+    for bits in (4, 8) if _there(python) else ():
+        settings = {"model": str(model), "bits": bits, "output": str(work / f"openvino-int{bits}")}
+        programs.append(Program(name=f"OpenVINO int{bits}", python=python, script="runtime_openvino.py", settings=settings))
+    python = peers / "onnx/bin/python"
+    if _there(python):
+        settings = {"model": str(model), "output": str(work / "onnx-int4")}
+        programs.append(Program(name="ONNX Runtime int4", python=python, script="runtime_onnx.py", settings=settings))
+    return programs
+
+
+def _there(python: Path) -> bool:
+    if not python.exists():
+        print(f"{python.parent.parent.name}: not installed below {python.parent.parent.parent}, left out", flush=True)
+    return python.exists()
+
+
+def _artifact(model: Path, work: Path, scheme: str) -> Path:
+    """Return an artifact of the checkpoint, rounded to nearest, made unless it is there."""
+    folder, quantized = work / scheme, work / f"quantized-{scheme}"
+    if not (folder / "quantflow.json").exists():
+        recipe = work / f"{scheme}.yaml"
+        entry = {"name": "artifact", "scheme": scheme, "algorithm": "rtn", "transforms": []}
+        recipe.write_text(json.dumps({"model": str(model), "quantize": [entry]}))  # JSON is YAML
+        _quantflow("quantize", model, "-o", quantized, "--recipe", recipe, "-q")
+        _quantflow("export", quantized, "-o", folder, "-q")
+        for path in sorted(quantized.rglob("*"), reverse=True):
+            path.rmdir() if path.is_dir() else path.unlink()
+        quantized.rmdir()
+    return folder
+
+
+def _quantflow(*words: str | Path) -> None:
+    subprocess.run([*QUANTFLOW, *words], check=True, cwd=ROOT)
+
+
+def _wanted(program: Program | str, only: Sequence[str]) -> bool:
+    name = program if isinstance(program, str) else program.name
+    return not only or any(word in name or name in word for word in only)
+
+
+def _arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SHAPES, default="2GB", help="of the checkpoint (default 2GB, 1.1 B weights)")
+    parser.add_argument("--work", type=Path, default=ROOT / "artifacts" / "runtime", help="where everything is made and kept")
+    parser.add_argument("--peers", type=Path, default=ROOT / "artifacts" / "peers", help="a folder of environments")
+    parser.add_argument("--threads", type=int, default=2, help="of every program (default 2)")
+    parser.add_argument("--rounds", type=int, default=5, help="medians are reported (default 5)")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8], help="sequences at once (default 1 8)")
+    parser.add_argument("--prompt", type=int, default=256, help="tokens of each prompt (default 256)")
+    parser.add_argument("--new", type=int, default=32, help="tokens added to each (default 32)")
+    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"], help="quantflow's (default bfloat16)")
+    parser.add_argument("--kv-cache", default="auto", help="quantflow's (default: the dtype)")
+    parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="programs whose name contains it")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="all figures")
+    given = parser.parse_args(arguments)
+    given.vocabulary = min(len(TOKENIZER_IDS), SHAPES[given.size].vocab - TOKENIZER_IDS.start)
+    return given
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,232 @@
+"""Weights of 4 and 8 bits in the layout of kernels.c, and the call that multiplies with them; backends say which of them run.
+
+A linear of 4 bits is stored as qvalue + 8 and may have zero points; one of 2 or 3 bits is stored in 4. Scales that bfloat16
+holds, which those of most layouts are, are read as such.
+"""
+
+import ctypes
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from quantflow.core import float8, native
+from quantflow.core.qtensor import QTensor, QuantizedLinear
+from quantflow.core.scheme import LinearScheme, TensorScheme
+from quantflow.errors import UsageError
+
+SOURCE = Path(__file__).with_name("kernels.c")
+NEEDS = ("avx512f", "avx512bw", "avx512vl", "avx512_vnni")
+
+_W4, _W8, _F8 = 0, 1, 2
+_ASIS, _INT8, _E4M3 = 0, 1, 2
+_LANES, _ROWS = 16, 64  # rows of a register; rows are padded to this
+_COLUMNS = 16  # columns and groups are padded to, or must be, a multiple of this
+# |qx + 128 - zero_point| <= 383 and |qw| <= 128: a sum of so many products stays in an int32, what it begins with included.
+_MAX_IN_FEATURES = (2**31 - 1) // (383 * 128)
+
+
+class _Weight(ctypes.Structure):
+    """`struct weight` of kernels.c."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("rows", "columns", "group", "groups")),
+        *((name, ctypes.c_void_p) for name in ("data", "scale", "zero", "offset")),
+        *((name, ctypes.c_float) for name in ("input_scale", "input_largest")),
+        *((name, ctypes.c_int32) for name in ("input_zero", "input_grouped", "kind", "input", "wide", "bf16")),
+    ]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Prepared:
+    """A weight as kernels.c reads it. Another C function may be given `address`; it is valid as long as this record.
+
+    Attributes:
+        rows, columns: out_features, in_features.
+        dtype: of the inputs.
+        tensors: what `weight` points to: data, scale, zero points, offsets.
+        weight: `struct weight`.
+        address: of `weight`.
+        call: `quantflow_linear`(address, x, tokens, bias or None, y, 1 for bfloat16 or 0 for float32), which takes
+            `data_ptr()` of contiguous tensors and checks nothing; it returns 0, or 1 where there was no memory.
+    """
+
+    rows: int
+    columns: int
+    dtype: torch.dtype
+    tensors: tuple[Tensor | None, ...]
+    weight: Any
+    address: int
+    call: Any
+
+    def __deepcopy__(self, memo: object) -> Self:
+        """Return the record itself: nothing changes it, and a copy would point to the tensors of this one."""
+        return self
+
+
+def why_not(scheme: LinearScheme, device: torch.device, *, shape: tuple[int, int], dtype: torch.dtype, name: str) -> str | None:
+    """Return why kernels.c cannot run a linear of any kind that `name` is for, or None; compiles it if need be.
+
+    Args:
+        scheme: the kind of its weights and input was looked at before.
+        device: cpu.
+        shape: (out_features, in_features).
+        dtype: of the inputs.
+        name: the backend's.
+    """
+    weights = scheme.weights
+    if device.type != "cpu":
+        return f"{name} runs on cpu, not on {device.type}"
+    if dtype not in (torch.float32, torch.bfloat16):
+        return f"{name} needs float32 or bfloat16 inputs, not {dtype}"
+    if weights.group_size is not None and weights.group_size % _COLUMNS:
+        return f"{name} needs groups that {_COLUMNS} divides, not group_size {weights.group_size}"
+    if scheme.input is not None and scheme.input.kind == "int" and shape[1] > _MAX_IN_FEATURES:
+        return f"{name} sums in int32, which holds {_MAX_IN_FEATURES} input features, not {shape[1]}"
+    reason = native.why_not(SOURCE, needs=NEEDS)
+    return None if reason is None else f"{name}: {reason}"
+
+
+def prepare(linear: QuantizedLinear, dtype: torch.dtype) -> Prepared:
+    """Arrange a weight that `why_not` let pass; the linear is not kept.
+
+    Raises:
+        UnsupportedError: the library cannot be had.
+    """
+    weight, inputs = linear.weight, linear.scheme.input
+    rows, columns = weight.qvalue.shape
+    group = weight.scheme.group_size or columns + -columns % _COLUMNS
+    kind = _F8 if weight.scheme.kind == "float" else _W8 if weight.scheme.num_bits == 8 else _W4
+    input_zero = 0 if linear.input_zero_point is None else int(linear.input_zero_point)
+    integer = inputs is not None and inputs.kind == "int"
+    scale = _lanes(weight.scale.expand(rows, -1), padding=0)  # [B, G, 16]
+    narrow = scale.to(torch.bfloat16)
+    wide = not torch.equal(narrow.float(), scale)
+    tensors = (
+        _data(weight.qvalue, kind, group=group),
+        scale if wide else narrow,
+        None if weight.zero_point is None else _lanes((weight.zero_point + 8).to(torch.uint8).expand(rows, -1), padding=8),
+        _offsets(weight, input_zero) if integer and kind == _W8 else None,
+    )
+    record = _Weight(
+        rows,
+        columns,
+        group,
+        scale.shape[1],
+        *map(native.address, tensors),
+        0.0 if linear.input_scale is None else float(linear.input_scale),
+        0.0 if inputs is None else _largest(inputs),
+        input_zero,
+        inputs is not None and inputs.granularity == "per_group",
+        kind,
+        _ASIS if inputs is None else _INT8 if integer else _E4M3,
+        wide,
+        dtype == torch.bfloat16,
+    )
+    return _prepared(record, tensors, dtype)
+
+
+def dump(prepared: Prepared) -> tuple[Tensor | None, ...]:
+    """Return what `restore` makes the record from again: tensors, the first of which are the bytes of `struct weight`."""
+    return torch.frombuffer(bytearray(prepared.weight), dtype=torch.uint8), *prepared.tensors
+
+
+def restore(parts: tuple[Tensor | None, ...], dtype: torch.dtype) -> Prepared:
+    """Return the record that `dump` was given, with these tensors and the dtype that it was prepared for."""
+    record, *tensors = parts
+    assert record is not None  # dump puts it there
+    weight = _Weight.from_buffer_copy(record.numpy())
+    for field, tensor in zip(("data", "scale", "zero", "offset"), tensors, strict=True):
+        setattr(weight, field, native.address(tensor))
+    return _prepared(weight, tuple(tensors), dtype)
+
+
+def _prepared(weight: Any, tensors: tuple[Tensor | None, ...], dtype: torch.dtype) -> Prepared:
+    call = native.library(SOURCE).quantflow_linear
+    call.argtypes = [*[ctypes.c_void_p] * 2, ctypes.c_int64, *[ctypes.c_void_p] * 2, ctypes.c_int32]
+    return Prepared(
+        rows=weight.rows,
+        columns=weight.columns,
+        dtype=dtype,
+        tensors=tensors,
+        weight=weight,
+        address=ctypes.addressof(weight),
+        call=call,
+    )
+
+
+def linear(x: Tensor, prepared: Prepared, bias: Tensor | None) -> Tensor:
+    """Return x @ W.T + bias in x's dtype, [..., O].
+
+    Args:
+        x: [..., I] in the prepared dtype; or float32 for a weight prepared for bfloat16: inputs that the scheme does not
+            quantize are then rounded to it, outputs are not.
+        prepared: the weight.
+        bias: [O] in x's dtype, or None.
+
+    Raises:
+        UsageError: inputs or a bias that the weight was not prepared for; C would read other memory.
+    """
+    if x.dtype not in (prepared.dtype, torch.float32) or x.shape[-1] != prepared.columns or x.device.type != "cpu":
+        raise UsageError(
+            f"inputs: {x.dtype} {list(x.shape)} on {x.device}, the weight was prepared for {prepared.dtype} "
+            f"[..., {prepared.columns}] on cpu",
+            "give inputs of that dtype and shape",
+        )
+    if bias is not None and (bias.dtype != x.dtype or bias.shape != (prepared.rows,) or not bias.is_contiguous()):
+        raise UsageError(
+            f"bias: {bias.dtype} {list(bias.shape)}, inputs and outputs are {x.dtype} [{prepared.rows}]",
+            "give a bias of that dtype and shape",
+        )
+    x = x.contiguous()
+    result = x.new_empty(*x.shape[:-1], prepared.rows)
+    tokens = x.numel() // prepared.columns
+    pointers = (prepared.address, x.data_ptr(), tokens, native.address(bias), result.data_ptr())
+    if prepared.call(*pointers, x.dtype == torch.bfloat16):
+        raise MemoryError(f"inputs of {tokens} tokens of {prepared.columns} features")
+    return result  # [..., O]
+
+
+def _largest(scheme: TensorScheme) -> float:
+    """Return what a dynamic scale maps the largest magnitude to."""
+    return float8.FLAVOURS[scheme.float8].largest if scheme.kind == "float" else (scheme.qmax - scheme.qmin) / 2
+
+
+def _lanes(values: Tensor, *, padding: int) -> Tensor:
+    """Return values of rows and groups, [O, G], as [B, G, 16] of whole 64 rows."""
+    padded = functional.pad(values, (0, 0, 0, -len(values) % _ROWS), value=padding)
+    return padded.view(-1, _LANES, values.shape[1]).transpose(1, 2).contiguous()  # [B, G, 16]
+
+
+def _data(qvalue: Tensor, kind: int, *, group: int) -> Tensor:
+    """Return the lines of a weight: [pairs of 16 rows, lines, 2, 16] int32."""
+    codes = qvalue.view(torch.int8) if kind == _F8 else qvalue + 8 if kind == _W4 else qvalue
+    codes = functional.pad(codes, (0, -codes.shape[1] % group, 0, -len(codes) % _ROWS))
+    if kind == _W4:
+        halves = codes.view(torch.uint8).view(len(codes), -1, 2, 4)  # [O, lines, 2, 4]
+        codes = halves[:, :, 0] | halves[:, :, 1] << 4  # [O, lines, 4]
+    words = codes.reshape(len(codes), -1).view(torch.int32)  # [O, lines]
+    return words.view(-1, 2, _LANES, words.shape[1]).permute(0, 3, 1, 2).contiguous()  # [O / 32, lines, 2, 16]
+
+
+def _offsets(weight: QTensor, input_zero: int) -> Tensor:
+    """Return what the sums of 8-bit weights by int8 inputs + 128 begin with, [B, G, 16] int32."""
+    groups = weight.qvalue.view(len(weight.qvalue), weight.scale.shape[1], -1)  # [O, G, g]
+    return _lanes(groups.sum(dim=-1, dtype=torch.int32) * -(128 + input_zero), padding=0)
+
+
+def read(data: Tensor) -> int:
+    """Read a contiguous tensor once and do nothing else with it: what a kernel that is bound by memory could reach at best.
+
+    Returns:
+        A sum that means nothing; it keeps the compiler from leaving the reads out.
+
+    Raises:
+        UnsupportedError: the library cannot be had.
+    """
+    function = native.library(SOURCE).quantflow_read
+    function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_int64], ctypes.c_int64
+    return int(function(data.data_ptr(), data.nbytes))

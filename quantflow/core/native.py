@@ -1,0 +1,171 @@
+"""C sources of this package, compiled for the machine they run on when they are first used.
+
+A library is compiled once, kept in a cache folder under the hash of all that it depends on (source, compiler, flags, CPU), and
+carries the hash of its own bytes at its end, which is checked before it is loaded: a damaged one is compiled again. Processes
+that need it at once each compile their own, and the last renames over the others. It shares torch's OpenMP runtime, so
+`torch.set_num_threads` says how many threads it takes.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from torch import Tensor  # loads torch's OpenMP runtime, which the library then shares instead of bringing another
+
+from quantflow.errors import UnsupportedError
+
+_FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fopenmp", "-fno-math-errno", "-shared", "-fPIC")
+_COMPILERS = ("gcc", "cc")
+_CPU_FIELDS = ("model name", "flags", "microcode")
+_DIGEST_BYTES = hashlib.sha256().digest_size
+_FOLDER = "set QUANTFLOW_CACHE to a folder of your own that can be written"
+
+
+def library(source: Path) -> ctypes.CDLL:
+    """Return the library of a C source, compiled if the cache does not hold it; one per process.
+
+    The compiler is the environment's CC, else gcc. The cache is QUANTFLOW_CACHE, else quantflow/ in XDG_CACHE_HOME or ~/.cache.
+
+    Raises:
+        UnsupportedError: no compiler, one that fails, or a cache folder that cannot be used.
+    """
+    found = _attempt(source)
+    if isinstance(found, UnsupportedError):
+        raise UnsupportedError(found.cause, found.remedy)
+    return found
+
+
+def why_not(source: Path, *, needs: tuple[str, ...]) -> str | None:
+    """Return why the library of a C source cannot be had here, in a sentence, or None when it can.
+
+    Args:
+        source: compiled if need be.
+        needs: instruction sets by the kernel's names, such as `avx512_vnni`.
+    """
+    missing = [name for name in needs if name not in _instructions()]
+    if missing:
+        return f"this CPU has no {missing[0]}"
+    found = _attempt(source)
+    return str(found) if isinstance(found, UnsupportedError) else None
+
+
+def address(tensor: Tensor | None) -> int | None:
+    """Return where the elements of a contiguous CPU tensor begin, as a C function takes it; None for NULL."""
+    return None if tensor is None else tensor.data_ptr()
+
+
+@functools.cache
+def _attempt(source: Path) -> ctypes.CDLL | UnsupportedError:
+    """Return the library or why there is none: a compiler that failed is not asked again for every linear."""
+    try:
+        return _load(source)
+    except UnsupportedError as error:
+        return error
+
+
+def _load(source: Path) -> ctypes.CDLL:
+    compiler, code = _compiler(), source.read_bytes()
+    parts = (code, _identity(compiler), " ".join(_FLAGS).encode(), _cpu().encode())
+    key = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
+    folder = _cache_folder()
+    path = folder / f"{source.stem}-{key[:32]}.so"
+    try:
+        if not _intact(path):
+            _build(source, compiler, path)
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise UnsupportedError(f"{path}: {error.strerror or error}", _FOLDER) from error
+
+
+def _build(source: Path, compiler: str, path: Path) -> None:
+    """Compile `source` beside `path`, add its hash, and rename it there.
+
+    Raises:
+        UnsupportedError: the compiler fails, or its result belongs to a folder that others may write to.
+    """
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        made = Path(folder) / path.name
+        command = [compiler, *_FLAGS, "-o", str(made), str(source), "-lm"]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        if result.returncode:
+            said = next((line for line in result.stderr.splitlines() if "error" in line), result.stderr.strip()[:200])
+            raise UnsupportedError(
+                f"{source.name}: {compiler} exits {result.returncode}: {said}", "set CC to a gcc of version 11 or later"
+            )
+        body = made.read_bytes()
+        made.write_bytes(body + hashlib.sha256(body).digest())  # the loader reads what the headers name, not the end
+        made.replace(path)
+
+
+def _intact(path: Path) -> bool:
+    """Return whether the library is there and ends in its own hash: loading a truncated one would kill the process."""
+    if not path.is_file():
+        return False
+    content = path.read_bytes()
+    return hashlib.sha256(content[:-_DIGEST_BYTES]).digest() == content[-_DIGEST_BYTES:]
+
+
+def _compiler() -> str:
+    """Return the compiler's path.
+
+    Raises:
+        UnsupportedError: there is none.
+    """
+    wanted = os.environ.get("CC")
+    for name in (wanted,) if wanted else _COMPILERS:
+        found = shutil.which(name)
+        if found:
+            return found
+    raise UnsupportedError(f"no C compiler ({wanted or ', '.join(_COMPILERS)})", "install gcc, or set CC to a compiler")
+
+
+def _identity(compiler: str) -> bytes:
+    """Return what tells a compiler from its other versions, without running it."""
+    real = os.path.realpath(compiler)
+    status = os.stat(real)
+    return f"{real} {status.st_size} {status.st_mtime_ns}".encode()
+
+
+def _cpu_lines() -> dict[str, str]:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return {}
+    pairs = (line.partition(":") for line in text.split("\n\n")[0].splitlines())
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+@functools.cache
+def _cpu() -> str:
+    """Return what -march=native looks at, as the kernel tells it."""
+    lines = _cpu_lines()
+    return "\n".join(lines.get(field, "") for field in _CPU_FIELDS)
+
+
+@functools.cache
+def _instructions() -> frozenset[str]:
+    """Return the instruction sets of this CPU by the kernel's names."""
+    return frozenset(_cpu_lines().get("flags", "").split())
+
+
+def _cache_folder() -> Path:
+    """Return the folder of compiled libraries, made if need be.
+
+    Raises:
+        UnsupportedError: it cannot be made, or others may write to it.
+    """
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(os.environ.get("QUANTFLOW_CACHE") or Path(home) / "quantflow")
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.stat()
+    except OSError as error:
+        raise UnsupportedError(f"{folder}: {error.strerror or error}", _FOLDER) from error
+    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise UnsupportedError(f"{folder}: others may write code to it that this process would run", _FOLDER)
+    return folder

@@ -1,0 +1,116 @@
+"""How long a decoder takes for the first token and for each further one, greedily, on random prompts.
+
+Every run has another prompt, so that nothing that was computed before can answer it.
+"""
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantflow.errors import UsageError
+from quantflow.runtime.decoder import Decoder
+
+PERCENTILES = (50, 90, 99)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One batch, from its prompts to its last tokens.
+
+    Attributes:
+        first_seconds: until the first token of every sequence is known.
+        step_seconds: of each further token.
+        requested: tokens that were asked for, over all sequences.
+        produced: tokens up to the first end token of each sequence, that one included; all where ends are ignored.
+    """
+
+    first_seconds: float
+    step_seconds: tuple[float, ...]
+    requested: int
+    produced: int
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole run."""
+        return self.first_seconds + sum(self.step_seconds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """What several measurements of the same thing are.
+
+    Attributes:
+        average, lowest, highest: of all.
+        percentiles: those of PERCENTILES: element int(n * p / 100) of the n measurements in the order they are given in.
+    """
+
+    average: float
+    lowest: float
+    highest: float
+    percentiles: tuple[float, ...]
+
+
+def spread(values: Sequence[float], *, ordered: bool = True) -> Spread | None:
+    """Return the spread of measurements, or None of none.
+
+    Args:
+        values: in the order in which they were taken.
+        ordered: sort them for the percentiles. Without it these are what text-generation-benchmark prints, which takes
+            elements of the unsorted list: with 10 runs its p90 and p99 are the last run.
+    """
+    if not values:
+        return None
+    row = sorted(values) if ordered else list(values)
+    at = [row[min(len(row) - 1, int(len(row) * p / 100))] for p in PERCENTILES]
+    return Spread(average=sum(row) / len(row), lowest=min(row), highest=max(row), percentiles=tuple(at))
+
+
+def random_prompts(rows: int, length: int, *, vocab_size: int, seed: int) -> Tensor:
+    """Return token ids [rows, length] int64, uniform over the vocabulary."""
+    return torch.randint(vocab_size, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def time_run(
+    decoder: Decoder,
+    prompts: Tensor,
+    *,
+    new_tokens: int,
+    ends: Collection[int] = (),
+    span: Callable[[str], AbstractContextManager[Any]] = lambda name: nullcontext(),
+) -> Run:
+    """Continue prompts greedily and time every token.
+
+    Args:
+        decoder: its cache is emptied first, which is not timed.
+        prompts: [B, S] int64.
+        new_tokens: of each sequence, 1 or more.
+        ends: tokens at which a sequence ends; the run ends when all have. None are looked for where it is empty.
+        span: entered around the prompt and around each token, with their names; for a profiler.
+
+    Raises:
+        UsageError: no token is asked for, or more than the decoder has positions for.
+    """
+    rows, length = prompts.shape
+    if new_tokens < 1 or (decoder.positions is not None and length + new_tokens > decoder.positions):
+        raise UsageError(
+            f"{length} prompt tokens + {new_tokens} new ones: the model has {decoder.positions} positions",
+            "ask for one new token or more, and for fewer than that together",
+        )
+    decoder.begin(rows=rows, capacity=length + new_tokens)
+    prompts, stop = prompts.to(decoder.device), torch.tensor(sorted(ends), device=decoder.device)
+    running = torch.ones(rows, dtype=torch.bool, device=decoder.device)
+    seconds, produced, step = [], 0, prompts
+    with torch.inference_mode():
+        while len(seconds) < new_tokens and running.any():
+            begin = time.perf_counter()
+            with span("token" if seconds else "prompt"):
+                step = decoder.forward(step).argmax(dim=-1, keepdim=True)  # [B, 1]
+                produced += int(running.sum())
+            seconds.append(time.perf_counter() - begin)
+            running &= ~torch.isin(step[:, 0], stop)
+    return Run(first_seconds=seconds[0], step_seconds=tuple(seconds[1:]), requested=rows * new_tokens, produced=produced)

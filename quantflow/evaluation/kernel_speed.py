@@ -1,0 +1,118 @@
+"""How long the backends take for one linear, beside a plain read of as many bytes.
+
+Before every timed call a buffer larger than any cache is read, so that the weight comes from memory, as it does when a model
+decodes. Backends and the plain read take turns; medians are reported.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantflow.algorithms import rtn
+from quantflow.backends import BACKENDS
+from quantflow.core import kernels, native
+from quantflow.core.qtensor import QuantizedLinear
+from quantflow.core.scheme import LinearScheme
+
+_CACHE_BYTES = 128 << 20  # read to push everything else out
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelTiming:
+    """One backend, one linear, one number of tokens.
+
+    Attributes:
+        backend, scheme: their names.
+        out_features, in_features: the linear's shape.
+        tokens: rows of the input.
+        weight_bytes: of the weight as the backend holds it, scales included.
+        seconds: the median.
+        read_seconds: the median of a plain read of weight_bytes; None where our own kernels cannot be had.
+    """
+
+    backend: str
+    scheme: str
+    out_features: int
+    in_features: int
+    tokens: int
+    weight_bytes: int
+    seconds: float
+    read_seconds: float | None
+
+
+def kernel_timings(
+    scheme: LinearScheme,
+    shape: tuple[int, int],
+    *,
+    tokens: Sequence[int],
+    dtype: torch.dtype,
+    rounds: int,
+    seed: int = 0,
+) -> Iterator[KernelTiming]:
+    """Yield the timings of every backend that can run such a linear on the CPU, for every number of tokens.
+
+    Args:
+        scheme: without a static input, whose scale only calibration knows.
+        shape: (out_features, in_features); the weight is random.
+        tokens: rows of the input.
+        dtype: of the inputs.
+        rounds: timed calls of each.
+        seed: of weight and inputs.
+
+    Raises:
+        SchemeError: the scheme has a static input, or its groups do not divide in_features.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(shape, generator=generator) / shape[1] ** 0.5
+    found = rtn.quantize_group({"weight": weight}, scheme, statistics={}, scale_dtype=torch.bfloat16)
+    linear = QuantizedLinear(weight=found["weight"].weight, scheme=scheme)
+    able = {n: b for n, b in BACKENDS.items() if b.why_not(scheme, _CPU, shape=shape, dtype=dtype) is None}
+    prepared = {name: backend.prepare(linear, dtype) for name, backend in able.items()}
+    sizes = {name: weight_bytes(value) for name, value in prepared.items()}
+    reads = native.why_not(kernels.SOURCE, needs=kernels.NEEDS) is None
+    cache = torch.zeros(_CACHE_BYTES // 8, dtype=torch.int64)
+    plain = torch.zeros(max(sizes.values()), dtype=torch.uint8)
+    for count in tokens:
+        x = torch.randn(count, shape[1], generator=generator).to(dtype)
+        calls: dict[str, Callable[[], object]] = {}
+        for name, backend in able.items():
+            calls[name] = lambda backend=backend, name=name: backend.linear(x, prepared[name], None)  # noqa: B023, called here
+            if reads:
+                calls[f"read {name}"] = lambda name=name: kernels.read(plain[: sizes[name]])
+        taken = _medians(calls, cache, rounds=rounds)
+        for name in able:
+            yield KernelTiming(
+                backend=name,
+                scheme=scheme.name,
+                out_features=shape[0],
+                in_features=shape[1],
+                tokens=count,
+                weight_bytes=sizes[name],
+                seconds=taken[name],
+                read_seconds=taken.get(f"read {name}"),
+            )
+
+
+def weight_bytes(prepared: Any) -> int:
+    """Return the bytes of the tensors that a backend's record holds."""
+    values = [getattr(prepared, field.name) for field in fields(prepared)]
+    tensors = [v for value in values for v in (value if isinstance(value, tuple) else (value,)) if isinstance(v, Tensor)]
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _medians(calls: dict[str, Callable[[], object]], cache: Tensor, *, rounds: int) -> dict[str, float]:
+    """Return the median seconds of each call; the first round is not counted."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds + 1):
+        for name, call in calls.items():
+            cache.sum()
+            begin = time.perf_counter()
+            call()
+            seconds[name].append(time.perf_counter() - begin)
+    return {name: statistics.median(taken[1:]) for name, taken in seconds.items()}

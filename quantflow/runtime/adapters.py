@@ -1,0 +1,154 @@
+"""LoRA adapters (Hu et al. 2021) in PEFT's files, beside a linear of any kind or merged into one that is not quantized.
+
+y = base(x) + scaling * B (A x),  A [r, in_features], B [out_features, r]
+"""
+
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from quantflow.artifact.canonical import read_json
+from quantflow.errors import InputError, UnsupportedError, UsageError
+from quantflow.models.reading import read_file
+
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
+_ONLY = {"use_dora": False, "bias": "none", "modules_to_save": None, "fan_in_fan_out": False, "lora_bias": False}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapted:
+    """What `attach_` did: names of linears in the model, by where the adapter went."""
+
+    merged: tuple[str, ...]
+    beside: tuple[str, ...]
+
+
+class AdaptedLinear(nn.Module):
+    """A linear with a low-rank product beside it. The base stays as it is, quantized or not.
+
+    Attributes:
+        base: maps [..., in_features] to [..., out_features].
+        down: A, [r, in_features].
+        up: scaling * B, [out_features, r].
+    """
+
+    down: Tensor
+    up: Tensor
+
+    def __init__(self, base: nn.Module, *, down: Tensor, up: Tensor) -> None:
+        """Put the product beside `base`; both factors have the dtype and device of its inputs."""
+        super().__init__()
+        self.base = base
+        self.register_buffer("down", down, persistent=False)
+        self.register_buffer("up", up, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return base(x) + up (down x).  x: [..., in_features]."""
+        added = functional.linear(functional.linear(x, self.down), self.up)
+        return torch.add(self.base(x), added)
+
+
+def attach_(model: nn.Module, folder: str | Path, *, merge: bool = False) -> Adapted:
+    """Give a model the adapter of a folder.
+
+    Args:
+        model: a Hugging Face causal LM, its linears of any kind; float32, bfloat16 or float16.
+        folder: holds adapter_config.json and adapter_model.safetensors, as PEFT's `save_pretrained` writes them.
+        merge: add the product to the weight of each linear that has one in floating point, which costs no time afterwards; a
+            quantized weight cannot hold it, so there the adapter stays beside.
+
+    Raises:
+        InputError: files that are missing or damaged, tensors that belong to no linear of the model or do not fit it.
+        UnsupportedError: another kind of adapter than plain LoRA on linears.
+        UsageError: a merge into a weight that the embedding shares.
+    """
+    path = Path(folder)
+    config = _read_config(path / _CONFIG)
+    parts = _parts(path / _WEIGHTS)
+    bases = {name: _linear(model, name, down, up, path=path / _WEIGHTS) for name, (down, up) in parts.items()}
+    merged = tuple(name for name, base in bases.items() if merge and isinstance(base, nn.Linear))
+    _refuse_shared(model, {name: bases[name] for name in merged})
+    first = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
+    for name, (down, up) in parts.items():
+        base, scaled = bases[name], up.float() * _scaling(config, name, rank=down.shape[0])
+        if name in merged:
+            weight: Any = base.weight
+            weight.data += (scaled @ down.float()).to(weight)
+        else:
+            model.set_submodule(name, AdaptedLinear(base, down=down.to(first), up=scaled.to(first)))
+    return Adapted(merged=merged, beside=tuple(name for name in parts if name not in merged))
+
+
+def _refuse_shared(model: nn.Module, linears: dict[str, nn.Module]) -> None:
+    """Refuse to merge into a weight that the embedding shares, which would change it too.
+
+    Raises:
+        UsageError: naming the linear.
+    """
+    shared: Any = getattr(model, "get_input_embeddings", lambda: None)()
+    for name, linear in linears.items():
+        if getattr(shared, "weight", None) is linear.weight:
+            raise UsageError(f"{name}: its weight is the embedding's too", "leave the adapter beside it")
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    config = read_json(path)
+    if not isinstance(config, dict):
+        raise InputError(f"{path}: not a table", "restore the file from where it came from")
+    if config.get("peft_type") != "LORA":
+        raise UnsupportedError(f"{path}: peft_type {config.get('peft_type')}", "give a LoRA adapter")
+    for key, usual in _ONLY.items():
+        if config.get(key, usual) not in (usual, [] if usual is None else usual):
+            raise UnsupportedError(f"{path}: {key} is {config[key]}, {usual} is supported", "give a plain LoRA adapter")
+    for key in ("r", "lora_alpha"):
+        if not isinstance(config.get(key), int | float) or config[key] <= 0:
+            raise InputError(f"{path}: {key} is {config.get(key)}", "restore the file from where it came from")
+    return config
+
+
+def _parts(path: Path) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return name of the linear -> (A, B)."""
+    sides: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in read_file(path).items():
+        found = _NAME.fullmatch(name)
+        if found is None:
+            raise UnsupportedError(f"{path}: {name} is no factor of a linear", "give a LoRA adapter of linears alone")
+        sides.setdefault(found["module"], {})[found["side"]] = tensor
+    for module, pair in sides.items():
+        if pair.keys() != {"A", "B"}:
+            raise InputError(f"{path}: {module} has lora_{''.join(pair)} alone", "restore the file from where it came from")
+    if not sides:
+        raise InputError(f"{path}: holds no tensor", "give an adapter that was trained")
+    return {module: (pair["A"], pair["B"]) for module, pair in sides.items()}
+
+
+def _linear(model: nn.Module, name: str, down: Tensor, up: Tensor, *, path: Path) -> nn.Module:
+    """Return the linear that an adapter's factors belong to, after a look at their shapes."""
+    try:
+        base = model.get_submodule(name)
+    except AttributeError as error:
+        raise InputError(f"{path}: {name} is no linear of the model", "give an adapter of this model") from error
+    wanted = [getattr(base, key, None) for key in ("in_features", "out_features")]  # one that is read from disk does not tell
+    fits = down.ndim == up.ndim == 2 and down.shape[0] == up.shape[1]
+    told = [size for size, here in zip((down.shape[-1], up.shape[0]), wanted, strict=True) if here not in (None, size)]
+    if not fits or told:
+        shapes = f"A {list(down.shape)}, B {list(up.shape)}"
+        raise InputError(f"{path}: {name} maps {wanted[0]} to {wanted[1]}, {shapes}", "give an adapter of this model")
+    return base
+
+
+def _scaling(config: dict[str, Any], name: str, *, rank: int) -> float:
+    """Return alpha / r, or alpha / sqrt(r) where the adapter is rank-stabilized (Kalajdzievski 2023)."""
+    alpha = config["lora_alpha"]
+    for pattern, other in (config.get("alpha_pattern") or {}).items():
+        if re.fullmatch(rf"(.*\.)?({pattern})", name):
+            alpha = other
+            break
+    return float(alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank)

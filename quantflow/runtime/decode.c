@@ -1,0 +1,222 @@
+/* What lies between the linears of a Llama-like decoder layer, for quantflow/runtime/operations.py; all arithmetic is float32.
+ *
+ * Rows, heads and positions are independent work; each is computed by one thread in one order, so the bits do not depend on how
+ * many threads there are. Loops marked `omp simd` may be summed in vector lanes, in an order that the compiler fixes. The cache
+ * holds float32, bfloat16, float8 (e4m3, saturating), or int8 with a scale (amax / 127.5) per head and position.
+ */
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+enum kind { FLOAT32, BFLOAT16, FLOAT8, INT8 };
+enum { LANES = 16, TILE = 4, BLOCK = 64 }; /* columns of keys side by side; queries at a time; columns of a softmax step */
+enum { WORTH_A_THREAD = 32768 };           /* elements below which a second thread costs more */
+
+typedef struct { /* one layer; NULL where it has none */
+    void *keys, *values;               /* [rows, kv_heads, capacity / 16, dim, 16], [rows, kv_heads, capacity, dim] of `kind` */
+    float *key_scales, *value_scales;  /* [rows, kv_heads, capacity], int8 only */
+    const float *q_norm, *k_norm;      /* [dim] */
+    int64_t window;                    /* how many positions a query sees, itself included; 0: all before it */
+} Layer;
+
+typedef struct { /* one step */
+    const float *cos, *sin;            /* [capacity, dim] by position in the text */
+    const int64_t *padding;            /* [rows] columns on the left that are no text */
+    int64_t rows, count, start;        /* sequences; new columns of each; the first new column */
+    int64_t heads, kv_heads, dim, capacity, kind;
+    float scale, eps;
+} Step;
+
+#define VECTOR(bytes) __attribute__((vector_size(bytes), aligned(1), may_alias))
+typedef float v16 VECTOR(64); typedef uint32_t u16 VECTOR(64); typedef int32_t i16 VECTOR(64);
+typedef uint16_t w16 VECTOR(32); typedef uint8_t b16 VECTOR(16); typedef int8_t c16 VECTOR(16);
+
+static inline float bits_float(uint32_t bits) { float x; memcpy(&x, &bits, 4); return x; }
+static inline uint32_t float_bits(float x) { uint32_t bits; memcpy(&bits, &x, 4); return bits; }
+
+/* exp with an error of about 1 ulp (Cephes' expf): arithmetic only, so that loops over it are vectorized. NaN stays NaN. */
+static inline float exponential(float x) {
+    x = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
+    float n = rintf(x * 1.44269504f), r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    float p = (((1.9875691500e-4f * r + 1.3981999507e-3f) * r + 8.3334519073e-3f) * r + 4.1665795894e-2f) * r;
+    p = ((p + 1.6666665459e-1f) * r + 5.0000001201e-1f) * (r * r) + r + 1.0f;
+    return p * bits_float((uint32_t)(int32_t)(n + 127.0f) << 23);
+}
+
+static inline void normalize(const float *x, const float *weight, float *out, int64_t width, float eps) {
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < width; i++) sum += x[i] * x[i];
+    float inverse = 1.0f / sqrtf(sum / (float)width + eps);
+#pragma omp simd
+    for (int64_t i = 0; i < width; i++) out[i] = weight[i] * (x[i] * inverse);
+}
+
+/* x += delta, where there is one; out = RMSNorm(x) * weight.  x, delta, out: [rows, width] */
+void add_norm(float *x, const float *delta, const float *weight, float *out, int64_t rows, int64_t width, float eps) {
+#pragma omp parallel for if (rows > 1 && rows * width > WORTH_A_THREAD)
+    for (int64_t row = 0; row < rows; row++) {
+        float *at = x + row * width;
+        if (delta)
+#pragma omp simd
+            for (int64_t i = 0; i < width; i++) at[i] += delta[row * width + i];
+        normalize(at, weight, out + row * width, width, eps);
+    }
+}
+
+/* out = silu(gate) * up.  gate_up: [rows, 2 width]; out: [rows, width] */
+void silu_mul(const float *gate_up, float *out, int64_t rows, int64_t width) {
+#pragma omp parallel for if (rows > 1 && rows * width > WORTH_A_THREAD)
+    for (int64_t row = 0; row < rows; row++) {
+        const float *g = gate_up + row * 2 * width, *u = g + width;
+#pragma omp simd
+        for (int64_t i = 0; i < width; i++) out[row * width + i] = g[i] / (1.0f + exponential(-g[i])) * u[i];
+    }
+}
+
+/* out = x @ weight.T + bias, the weight in bfloat16, four rows of x at a time.  x: [rows, in]; weight: [outs, in] */
+void product_bfloat16(const float *x, const uint16_t *weight, const float *bias, float *out, int64_t rows, int64_t in,
+                      int64_t outs) {
+#pragma omp parallel for schedule(static) if (outs * in > WORTH_A_THREAD)
+    for (int64_t o = 0; o < outs; o++)
+        for (int64_t row = 0; row < rows; row += 4) {
+            int64_t last = rows - 1 - row, at[4] = {0, last < 1 ? last : 1, last < 2 ? last : 2, last < 3 ? last : 3};
+            const float *a = x + row * in, *b = a + at[1] * in, *c = a + at[2] * in, *d = a + at[3] * in;
+            float first = 0, second = 0, third = 0, fourth = 0;
+#pragma omp simd reduction(+ : first, second, third, fourth)
+            for (int64_t i = 0; i < in; i++) {
+                float w = bits_float((uint32_t)weight[o * in + i] << 16);
+                first += a[i] * w, second += b[i] * w, third += c[i] * w, fourth += d[i] * w;
+            }
+            float sums[4] = {first, second, third, fourth}; /* those beyond the last row are the last row's again */
+            for (int j = 0; j < 4; j++) out[(row + at[j]) * outs + o] = sums[j] + (bias ? bias[o] : 0);
+        }
+}
+
+static inline uint8_t to_float8(float x) {
+    float size = fabsf(x) < 448.0f ? fabsf(x) : 448.0f;
+    uint32_t bits = float_bits(size), sign = float_bits(x) >> 24 & 0x80;
+    uint32_t normal = ((bits + 0x7FFFF + (bits >> 20 & 1)) >> 20) - (120 << 3);
+    uint32_t code = size < 0.015625f ? (uint32_t)(int32_t)rintf(size * 512.0f) : normal; /* below 2^-6: multiples of 2^-9 */
+    return (uint8_t)(sign | (x != x ? 0x7F : code));
+}
+
+/* Write `dim` floats from element `at` of the cache on, `stride` apart; int8's scale is element `index` of `scales`. */
+static void store(const float *x, void *cache, int64_t at, int64_t stride, float *scales, int64_t index, int64_t dim,
+                  int64_t kind) {
+    float amax = 0, step = 1;
+    for (int64_t i = 0; kind == INT8 && i < dim; i++) amax = fabsf(x[i]) > amax || x[i] != x[i] ? fabsf(x[i]) : amax;
+    if (kind == INT8 && !(amax <= 0)) step = amax / 127.5f < 0x1p-126f ? 0x1p-126f : amax / 127.5f; /* NaN where one is */
+    if (kind == INT8) scales[index] = step;
+    for (int64_t i = 0; i < dim; i++, at += stride) {
+        uint32_t bits = float_bits(x[i]);
+        float q = rintf(x[i] / step);
+        if (kind == FLOAT32) ((float *)cache)[at] = x[i];
+        if (kind == BFLOAT16) ((uint16_t *)cache)[at] = x[i] != x[i] ? 0x7FC0 : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+        if (kind == FLOAT8) ((uint8_t *)cache)[at] = to_float8(x[i]);
+        if (kind == INT8) ((int8_t *)cache)[at] = (int8_t)(q < -128 ? -128 : q > 127 ? 127 : q == q ? q : 0);
+    }
+}
+
+/* Return 16 numbers of the cache from element `at` on, int8 without its scale. */
+static inline __attribute__((always_inline)) v16 load(const void *cache, int64_t at, int64_t kind) {
+    if (kind == FLOAT32) return *(const v16 *)((const float *)cache + at);
+    if (kind == BFLOAT16) return (v16)(__builtin_convertvector(*(const w16 *)((const uint16_t *)cache + at), u16) << 16);
+    if (kind == INT8) return __builtin_convertvector(__builtin_convertvector(*(const c16 *)((int8_t *)cache + at), i16), v16);
+    u16 code = __builtin_convertvector(*(const b16 *)((const uint8_t *)cache + at), u16), size = code & 0x7F;
+    u16 bits = (u16)((v16)(size << 20) * 0x1p120f); /* the exponent's bias: 127 - 7; exact for subnormals too */
+    return (v16)(bits | (code & 0x80) << 24 | ((u16)(size == 0x7F) & 0x7FC00000)); /* 0x7F is NaN */
+}
+
+/* Norm, rotate queries and keys in place; write keys and values to the cache.  qkv: [rows, count, heads + 2 kv_heads, dim] */
+void rotate_store(const Step *s, const Layer *l, float *qkv) {
+    int64_t dim = s->dim, width = (s->heads + 2 * s->kv_heads) * dim;
+#pragma omp parallel for if (s->rows * s->count > 1 && s->rows * s->count * width > WORTH_A_THREAD)
+    for (int64_t at = 0; at < s->rows * s->count; at++) {
+        int64_t row = at / s->count, column = s->start + at % s->count;
+        int64_t position = column < s->padding[row] ? 0 : column - s->padding[row];
+        const float *cos = s->cos + position * dim, *sin = s->sin + position * dim;
+        float *x = qkv + at * width;
+        for (int64_t h = 0; h < s->heads + s->kv_heads; h++, x += dim) {
+            const float *norm = h < s->heads ? l->q_norm : l->k_norm;
+            if (norm) normalize(x, norm, x, dim, s->eps);
+#pragma omp simd
+            for (int64_t i = 0; i < dim / 2; i++) {
+                float low = x[i], high = x[i + dim / 2];
+                x[i] = low * cos[i] - high * sin[i];
+                x[i + dim / 2] = high * cos[i + dim / 2] + low * sin[i + dim / 2];
+            }
+        }
+        for (int64_t h = 0; h < s->kv_heads; h++, x += dim) { /* x: a head of values, its keys kv_heads before it */
+            int64_t index = (row * s->kv_heads + h) * s->capacity + column, lane = column % LANES;
+            store(x - s->kv_heads * dim, l->keys, (index - lane) * dim + lane, LANES, l->key_scales, index, dim, s->kind);
+            store(x, l->values, index * dim, 1, l->value_scales, index, dim, s->kind);
+        }
+    }
+}
+
+/* `count` of at most TILE queries over the columns `first` to `end` of one head of the cache, by the running softmax of Milakov
+ * and Gimelshein 2018 (arXiv:1805.02867), BLOCK columns at a time.  q, out: [count, dim]; base: the head's column 0 */
+static inline __attribute__((always_inline)) void attend_tile(const Step *s, const Layer *l, const float *q, float *out, int64_t base,
+                                                              int64_t first, int64_t end, int64_t count, const int kind) {
+    int64_t dim = s->dim;
+    float queries[dim][TILE], scores[TILE][BLOCK], sums[TILE][dim], largest[TILE], total[TILE];
+    memset(sums, 0, sizeof sums);
+    for (int g = 0; g < TILE; g++) largest[g] = -INFINITY, total[g] = 0;
+    for (int64_t i = 0; i < dim * TILE; i++) queries[i / TILE][i % TILE] = i % TILE < count ? q[i % TILE * dim + i / TILE] : 0;
+    for (int64_t begin = first - first % LANES; begin < end; begin += BLOCK) {
+        int64_t low = first > begin ? first - begin : 0, high = end - begin < BLOCK ? end - begin : BLOCK;
+        for (int64_t j = 0; j < high; j += LANES) {
+            v16 sum[TILE];
+            for (int g = 0; g < TILE; g++) sum[g] = (v16){0};
+            for (int64_t i = 0; i < dim; i++) {
+                v16 k = load(l->keys, (base + begin + j) * dim + i * LANES, kind);
+                for (int g = 0; g < TILE; g++) sum[g] += k * queries[i][g];
+            }
+            v16 scale = kind == INT8 ? load(l->key_scales, base + begin + j, FLOAT32) * s->scale : (v16){0} + s->scale;
+            for (int g = 0; g < TILE; g++) *(v16 *)(scores[g] + j) = sum[g] * scale;
+        }
+        for (int g = 0; g < TILE; g++) {
+            float top = largest[g], sum = 0;
+#pragma omp simd reduction(max : top)
+            for (int64_t j = low; j < high; j++) top = scores[g][j] > top ? scores[g][j] : top;
+            float shrink = exponential(largest[g] - top);
+#pragma omp simd reduction(+ : sum)
+            for (int64_t j = low; j < high; j++) sum += scores[g][j] = exponential(scores[g][j] - top);
+            total[g] = total[g] * shrink + sum, largest[g] = top;
+            for (int64_t i = 0; i < dim; i++) sums[g][i] *= shrink;
+            for (int64_t j = low; kind == INT8 && j < high; j++) scores[g][j] *= l->value_scales[base + begin + j];
+        }
+        for (int64_t i = 0; i < dim; i += LANES) {
+            v16 sum[TILE];
+            for (int g = 0; g < TILE; g++) sum[g] = *(const v16 *)(sums[g] + i);
+            for (int64_t j = low; j < high; j++) {
+                v16 v = load(l->values, (base + begin + j) * dim + i, kind);
+                for (int g = 0; g < TILE; g++) sum[g] += v * scores[g][j];
+            }
+            for (int g = 0; g < TILE; g++) *(v16 *)(sums[g] + i) = sum[g];
+        }
+    }
+    for (int64_t g = 0; g < count; g++)
+        for (int64_t i = 0; i < dim; i++) out[g * dim + i] = end > first ? sums[g][i] / total[g] : 0; /* padding sees nothing */
+}
+
+/* Attention of the new columns over the cache.  qkv: as rotate_store left it; out: [rows, count, heads * dim] */
+void attend(const Step *s, const Layer *l, const float *qkv, float *out) {
+    int64_t dim = s->dim, width = (s->heads + 2 * s->kv_heads) * dim, group = s->heads / s->kv_heads;
+    int64_t tiles = (group + TILE - 1) / TILE, units = s->rows * s->count * s->kv_heads * tiles, seen = s->start + s->count;
+#pragma omp parallel for if (units > 1 && units * TILE * seen * dim > WORTH_A_THREAD)
+    for (int64_t unit = 0; unit < units; unit++) {
+        int64_t g = unit % tiles * TILE, head = unit / tiles % s->kv_heads, at = unit / tiles / s->kv_heads;
+        int64_t row = at / s->count, base = (row * s->kv_heads + head) * s->capacity;
+        int64_t first = s->padding[row], end = s->start + at % s->count + 1;
+        if (l->window && end - l->window > first) first = end - l->window;
+        int64_t count = group - g < TILE ? group - g : TILE, query = head * group + g;
+        const float *q = qkv + at * width + query * dim;
+        float *to = out + (at * s->heads + query) * dim;
+        if (s->kind == FLOAT32) attend_tile(s, l, q, to, base, first, end, count, FLOAT32);
+        if (s->kind == BFLOAT16) attend_tile(s, l, q, to, base, first, end, count, BFLOAT16);
+        if (s->kind == FLOAT8) attend_tile(s, l, q, to, base, first, end, count, FLOAT8);
+        if (s->kind == INT8) attend_tile(s, l, q, to, base, first, end, count, INT8);
+    }
+}

@@ -1,0 +1,157 @@
+"""What every way to generate stands on: one model, one key-value cache, four methods.
+
+Whoever generates keeps the tokens; a decoder keeps what it has seen of them. Positions are columns of the batch: in a
+batch whose prompts are padded on the left, padding takes columns too, but it is never attended to, and a sequence's own
+positions count from its first real token.
+"""
+
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from quantflow.errors import UsageError
+
+
+@runtime_checkable
+class Decoder(Protocol):
+    """A causal language model with a key-value cache of its own.
+
+    Attributes:
+        vocab_size: V, the length of a row of logits.
+        positions: the most positions that a sequence may have, or None where nothing bounds them.
+        device: where ids are expected and logits are returned.
+    """
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+
+    @property
+    def positions(self) -> int | None:
+        """How long a sequence may be; None: unbounded."""
+
+    @property
+    def device(self) -> torch.device:
+        """Of ids and logits."""
+
+    def begin(self, *, rows: int, capacity: int) -> None:
+        """Empty the cache.
+
+        Args:
+            rows: B, sequences of the prompt; `keep` may make more of them.
+            capacity: no sequence will have more positions than this, padding included.
+        """
+
+    def forward(self, input_ids: Tensor, *, padding: Tensor | None = None, last_only: bool = True) -> Tensor:
+        """Append T positions to every sequence of the cache.
+
+        Args:
+            input_ids: [B, T] int64, T at least 1.
+            padding: [B] int64, how many tokens at the left of a prompt are padding; given with the first forward after
+                `begin`, or never; the decoder remembers it.
+            last_only: compute the logits of the last position only.
+
+        Returns:
+            float32, [B, V], or [B, T, V] without `last_only`.
+        """
+
+    def keep(self, rows: Tensor) -> None:
+        """Let sequence i of the cache become the old sequence rows[i].
+
+        Args:
+            rows: [B'] int64; rows may repeat or be left out, and B' may differ from B.
+        """
+
+    def crop(self, length: int) -> None:
+        """Forget every position from `length` on, in all sequences; at most the cache's length."""
+
+
+@runtime_checkable
+class HiddenDecoder(Decoder, Protocol):
+    """A decoder that can show what its head reads; contrastive search and Medusa heads need one."""
+
+    def forward_hidden(self, input_ids: Tensor, *, padding: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Do as `forward`, all positions.
+
+        Returns:
+            logits [B, T, V] float32, and the final hidden states [B, T, H] float32 (after the last norm).
+        """
+
+
+class TransformersDecoder:
+    """A Hugging Face causal LM, or one whose linears are QuantLinear, with transformers' own cache.
+
+    Attributes:
+        vocab_size, positions, device: as in `Decoder`.
+    """
+
+    def __init__(self, model: nn.Module, *, device: str | torch.device | None = None, crops: bool = False) -> None:
+        """Take a model; its cache is empty until `begin`.
+
+        Args:
+            model: called as `model(input_ids=..., past_key_values=..., use_cache=True, logits_to_keep=...)`.
+            device: where it runs; None asks its parameters.
+            crops: whether `crop` will be called. The cache of a sliding window then keeps what lies before the window.
+        """
+        config: Any = model.config
+        parameter = next(model.parameters(), None)
+        own = torch.device("cpu") if parameter is None else parameter.device
+        self.vocab_size: int = config.vocab_size
+        self.positions: int | None = getattr(config, "max_position_embeddings", None)
+        self.device = own if device is None else torch.device(device)
+        self._model, self._crops = model, crops
+        self._cache = DynamicCache(config=config)
+        self._padding: Tensor | None = None
+        self._length = 0
+
+    def begin(self, *, rows: int, capacity: int) -> None:
+        """Empty the cache; it grows with the tokens, so neither number is needed."""
+        self._cache = DynamicCache(config=self._model.config)
+        for layer in self._cache.layers:
+            if self._crops and layer.is_sliding:
+                layer.activate_past_recording()
+        self._padding, self._length = None, 0
+
+    def forward(self, input_ids: Tensor, *, padding: Tensor | None = None, last_only: bool = True) -> Tensor:
+        """Append positions; see `Decoder.forward`."""
+        logits: Tensor = self._call(input_ids, padding, logits_to_keep=1 if last_only else 0).logits  # [B, T or 1, V]
+        return logits[:, -1].float() if last_only else logits.float()
+
+    def forward_hidden(self, input_ids: Tensor, *, padding: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Append positions; see `HiddenDecoder.forward_hidden`."""
+        output = self._call(input_ids, padding, logits_to_keep=0, output_hidden_states=True)
+        return output.logits.float(), output.hidden_states[-1].float()
+
+    def keep(self, rows: Tensor) -> None:
+        """Choose sequences of the cache; see `Decoder.keep`."""
+        self._cache.reorder_cache(rows)
+        if self._padding is not None:
+            self._padding = self._padding[rows]
+
+    def crop(self, length: int) -> None:
+        """Forget positions; see `Decoder.crop`.
+
+        Raises:
+            UsageError: a length that the cache has not reached, or one made without `crops`.
+        """
+        if not self._crops or not 0 <= length <= self._length:
+            raise UsageError(
+                f"crop to {length} positions: the cache has {self._length}, crops={self._crops}",
+                "crop to what it has, and make the decoder with crops=True",
+            )
+        self._cache.crop(length - self._length)  # transformers takes how many to remove, as a negative number
+        self._length = length
+
+    def _call(self, input_ids: Tensor, padding: Tensor | None, **options: Any) -> Any:
+        """Run the model; padded batches get a mask and positions, others neither, as a graph was captured."""
+        if padding is not None and bool(padding.any()):
+            self._padding = padding
+        begin, self._length = self._length, self._length + input_ids.shape[1]
+        if self._padding is not None:
+            columns = torch.arange(self._length, device=input_ids.device)
+            real = columns >= self._padding[:, None]  # [B, length]
+            options["attention_mask"] = real.long()
+            options["position_ids"] = (columns - self._padding[:, None]).clamp(min=0)[:, begin:]  # [B, T]
+        return self._model(input_ids=input_ids, past_key_values=self._cache, use_cache=True, **options)

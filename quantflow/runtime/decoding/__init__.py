@@ -1,0 +1,146 @@
+"""Ways to generate: greedy, sampled, beams, contrastive, and speculation, on anything that is a `Decoder`.
+
+    logits.py       filters and penalties: pure functions on [B, V]
+    options.py      what may be asked for: Sampling, Rules, Beams, Contrastive, Draft, Lookup
+    request.py      prompts with all of that, and the steps that every method shares
+    sequential.py   one token after the other
+    beams.py        beam search; constrained.py: with words that must be said
+    speculation.py  a draft model, the text itself or Medusa's heads propose, the model confirms; medusa.py: the heads
+    contrastive.py  contrastive search
+    text.py         stop strings, and text that is shown while it grows
+
+A batch has its prompts padded on the left. Whatever a row says, it would say alone.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from quantflow.runtime.decoder import Decoder, TransformersDecoder
+from quantflow.runtime.decoding.beams import beam_search
+from quantflow.runtime.decoding.constrained import constrained_search
+from quantflow.runtime.decoding.contrastive import contrastive_search
+from quantflow.runtime.decoding.medusa import Medusa, load_medusa
+from quantflow.runtime.decoding.options import Beams, Contrastive, Draft, Lookup, Rules, Sampling, distribution, require
+from quantflow.runtime.decoding.request import Request
+from quantflow.runtime.decoding.sequential import decode
+from quantflow.runtime.decoding.speculation import speculate
+
+__all__ = [
+    "Beams",
+    "Contrastive",
+    "Draft",
+    "Lookup",
+    "Medusa",
+    "Method",
+    "Rules",
+    "Sampling",
+    "distribution",
+    "generate",
+    "load_medusa",
+]
+
+Method = Beams | Contrastive | Draft | Lookup | Medusa
+
+
+def generate(
+    model: nn.Module | Decoder,
+    input_ids: Tensor,
+    *,
+    max_new_tokens: int,
+    method: Method | None = None,
+    sampling: Sampling | None = None,
+    rules: Rules | None = None,
+    padding: Tensor | None = None,
+    returned: int = 1,
+    eos_token_id: int | Collection[int] | None = None,
+    pad_token_id: int | None = None,
+    stop: Callable[[Sequence[int]], bool] | None = None,
+    stream: Callable[[int], None] | None = None,
+) -> Tensor:
+    """Continue prompts.
+
+    Args:
+        model: a Hugging Face causal LM, one whose linears are QuantLinear, or a Decoder.
+        input_ids: [B, S] int64, S at least 1.
+        max_new_tokens: at most so many tokens are added to each.
+        method: None takes one token after the other; see the module for the others.
+        sampling: None takes the most likely token, or the best beams.
+        rules: penalties and what may not be said.
+        padding: [B] int64, how many tokens at the left of each prompt are padding; None or zeros: none.
+        returned: sequences per prompt, with sampling or beams.
+        eos_token_id: stop after any of these; it is part of the result.
+        pad_token_id: fills rows that ended; None takes the first end token, or 0.
+        stop: told the new tokens of a row after each, says whether its text ends there.
+        stream: called with each new token as soon as it is known; of one sequence, and not with beams.
+
+    Returns:
+        [B * returned, S + n] int64, the prompts included.
+
+    Raises:
+        UsageError: shapes or counts that cannot be decoded, that exceed the model's positions, or that do not go together.
+        InputError: the model's logits hold NaN.
+    """
+    ends = (eos_token_id,) if isinstance(eos_token_id, int) else tuple(eos_token_id or ())
+    request = Request(
+        input_ids=input_ids,
+        padding=None if padding is None or not bool(padding.any()) else padding,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        rules=rules or Rules(),
+        ends=ends,
+        stop=stop,
+        pad=pad_token_id if pad_token_id is not None else (ends or (0,))[0],
+        returned=returned,
+        stream=stream,
+    )
+    if not isinstance(model, Decoder):
+        model = TransformersDecoder(model, crops=isinstance(method, Draft | Lookup | Medusa))
+    _check(model, request, method)
+    return _run(model, request, method)
+
+
+@torch.inference_mode()
+def _run(decoder: Decoder, request: Request, method: Method | None) -> Tensor:
+    if method is None:
+        return decode(decoder, request)
+    if isinstance(method, Contrastive):
+        return contrastive_search(decoder, request, method)
+    if not isinstance(method, Beams):
+        return speculate(decoder, request, method)
+    if not method.force_words:
+        return beam_search(decoder, request, method)[0]
+    found = []
+    for index in range(request.input_ids.shape[0]):  # what a row owes differs from row to row
+        one = request.row(index)
+        new = constrained_search(decoder, one, method)[0]
+        left = request.input_ids[index, : request.prompt_length - one.prompt_length]
+        found.append(torch.cat([left.expand(len(new), -1), new], dim=1))
+    longest = max(rows.shape[1] for rows in found)
+    return torch.cat([functional.pad(rows, (0, longest - rows.shape[1]), value=request.pad) for rows in found])
+
+
+def _check(decoder: Decoder, request: Request, method: Method | None) -> None:
+    """Refuse what cannot be decoded.
+
+    Raises:
+        UsageError: naming the shape, the count, or the two options that disagree.
+    """
+    shape, padding, new = list(request.input_ids.shape), request.padding, request.max_new_tokens
+    require(
+        len(shape) == 2 and min(shape) >= 1, f"input_ids: shape {shape}, [B, S] is decoded", "give prompts of a token or more"
+    )
+    fits = padding is None or (padding.shape == (shape[0],) and bool(((padding >= 0) & (padding < shape[1])).all()))
+    require(fits, f"padding={padding} of prompts {shape}", "give each row's count, smaller than its length")
+    require(new >= 1, f"max_new_tokens={new}", "use 1 or more")
+    real = shape[1] - (0 if padding is None else int(padding.min()))
+    positions = decoder.positions
+    told = f"prompt of {real} + max_new_tokens={new}: the model has {positions} positions"
+    require(positions is None or real + new <= positions, told, "shorten the prompt or use fewer new tokens")
+    most = method.count if isinstance(method, Beams) else 1 if request.sampling is None else request.returned
+    told = f"returned={request.returned}: {most} sequences differ"
+    require(1 <= request.returned <= most, told, "sample, or use as many beams")
+    alone = shape[0] * request.returned == 1 and not isinstance(method, Beams)
+    require(request.stream is None or alone, "stream: more than one sequence grows", "stream one prompt, without beams")

@@ -1,0 +1,132 @@
+"""What every method is given, and the three steps they share: apply the rules, choose a token, see whether a row has ended."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from quantflow.errors import InputError, UsageError
+from quantflow.runtime.decoding import logits as on
+from quantflow.runtime.decoding.options import Rules, Sampling, distribution
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Request:
+    """Prompts, and how they are continued.
+
+    Attributes:
+        input_ids: [B, S] int64, prompts padded on the left.
+        padding: [B] int64, how many tokens at the left of each are padding; None: none.
+        max_new_tokens: at most so many are added.
+        sampling: None takes the most likely token.
+        rules: what may be said.
+        ends: tokens that end a text, and are its last.
+        stop: told the new tokens of a row, whether its text ends there; None: it does not.
+        pad: fills a row after its end.
+        returned: sequences per prompt.
+        stream: called with each token of the only row as soon as it is known.
+    """
+
+    input_ids: Tensor
+    padding: Tensor | None = None
+    max_new_tokens: int
+    sampling: Sampling | None = None
+    rules: Rules = Rules()
+    ends: tuple[int, ...] = ()
+    stop: Callable[[Sequence[int]], bool] | None = None
+    pad: int = 0
+    returned: int = 1
+    stream: Callable[[int], None] | None = None
+
+    @property
+    def prompt_length(self) -> int:
+        """S."""
+        return self.input_ids.shape[1]
+
+    @property
+    def capacity(self) -> int:
+        """Columns of the longest result."""
+        return self.prompt_length + self.max_new_tokens
+
+    def generator(self) -> torch.Generator | None:
+        """Return the generator that tokens are drawn with, seeded; None where none are."""
+        return None if self.sampling is None else torch.Generator(self.input_ids.device).manual_seed(self.sampling.seed)
+
+    def repeated(self, times: int) -> "Request":
+        """Return it with every prompt `times` times, one after the other."""
+        padding = None if self.padding is None else self.padding.repeat_interleave(times)
+        return replace(self, input_ids=self.input_ids.repeat_interleave(times, dim=0), padding=padding)
+
+    def row(self, index: int) -> "Request":
+        """Return it with one prompt only, its padding taken off."""
+        begin = 0 if self.padding is None else int(self.padding[index])
+        return replace(self, input_ids=self.input_ids[index : index + 1, begin:], padding=None)
+
+    def canvas(self) -> Tensor:
+        """Return the prompts with room for what follows, [B, S + max_new_tokens], filled with `pad`."""
+        room = self.input_ids.new_full((self.input_ids.shape[0], self.max_new_tokens), self.pad)
+        return torch.cat([self.input_ids, room], dim=1)
+
+
+def allowed(logits: Tensor, tokens: Tensor, request: Request) -> Tensor:
+    """Return logits with the rules applied.
+
+    Args:
+        logits: [B, V], of the token after `tokens`.
+        tokens: [B, L], prompts and what was generated, in the rows of `request`.
+        request: the rules, the prompts and the ends.
+
+    Raises:
+        InputError: logits that hold NaN.
+        UsageError: rules that forbid every token.
+    """
+    length, rules = tokens.shape[1], request.rules
+    if logits.isnan().any():
+        raise InputError(
+            f"logits after {length} tokens hold NaN",
+            "verify the artifact, its weights or scales are damaged; or the dtype overflows, try float32",
+        )
+    if rules == Rules():
+        return logits
+    if rules.repetition_penalty != 1:
+        logits = on.repetition_penalty(logits, tokens, rules.repetition_penalty, padding=request.padding)
+    if rules.frequency_penalty or rules.presence_penalty:
+        generated = tokens[:, request.prompt_length :]
+        logits = on.frequency_penalty(logits, generated, frequency=rules.frequency_penalty, presence=rules.presence_penalty)
+    if rules.no_repeat_ngram_size:
+        logits = on.no_repeat_ngrams(logits, tokens, rules.no_repeat_ngram_size, padding=request.padding)
+    if rules.bad_words:
+        logits = on.ban_words(logits, tokens, rules.bad_words, padding=request.padding)
+    logits = on.ban_tokens(logits, request.ends, rows=_too_short(tokens, request))
+    if (logits.amax(dim=-1) == on.NEVER).any():
+        raise UsageError(f"rules: every token is forbidden after {length} tokens", "forbid fewer words or n-grams")
+    return logits
+
+
+def choose(scores: Tensor, request: Request, generator: torch.Generator | None) -> Tensor:
+    """Return the next token of each row, [B] int64.  scores: [B, V]."""
+    if request.sampling is None:
+        return scores.argmax(dim=-1)
+    return torch.multinomial(distribution(scores, request.sampling), 1, generator=generator)[:, 0]
+
+
+def ended(tokens: Tensor, request: Request) -> Tensor:
+    """Return which rows end with their last token, [N] bool.  tokens: [N, L] with at least one new token."""
+    last = tokens[:, -1]
+    done = torch.zeros_like(last, dtype=torch.bool)
+    for end in request.ends:
+        done |= last == end
+    if request.stop is not None:
+        told = [request.stop(row) for row in tokens[:, request.prompt_length :].tolist()]
+        done |= torch.tensor(told, device=done.device)
+    return done
+
+
+def _too_short(tokens: Tensor, request: Request) -> Tensor:
+    """Return which rows may not end yet, [B] bool; padding is not counted.  tokens: [B, L]."""
+    rules, length = request.rules, tokens.shape[1]
+    real = torch.full_like(tokens[:, 0], length)
+    if request.padding is not None:
+        real = real - request.padding
+    return (real < rules.min_length) | (length - request.prompt_length < rules.min_new_tokens)

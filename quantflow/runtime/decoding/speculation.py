@@ -1,0 +1,183 @@
+"""Speculation: tokens are proposed cheaply, and one forward of the model says how many of them it would have taken.
+
+Greedily, a proposal is taken where it is the model's own choice, so the tokens are those of greedy decoding. Sampled, the
+rule of speculative sampling (Leviathan et al. 2023, algorithm 1) makes them distributed as the model's own.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from quantflow.errors import UsageError
+from quantflow.runtime.decoder import Decoder, HiddenDecoder
+from quantflow.runtime.decoding.medusa import Medusa
+from quantflow.runtime.decoding.options import Draft, Lookup, distribution
+from quantflow.runtime.decoding.request import Request, allowed, choose, ended
+
+Speculation = Draft | Lookup | Medusa
+
+
+class Proposer(Protocol):
+    """Whoever guesses the next tokens."""
+
+    def propose(self, tokens: Tensor, count: int, *, hidden: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Guess.
+
+        Args:
+            tokens: [1, L], what is decided.
+            count: tokens at most.
+            hidden: [H], the model's final state at position L - 2, which the last token came from; None where the
+                decoder shows none, or at first.
+
+        Returns:
+            [k] int64 tokens, k from 0 to `count`, and the probabilities [k, V] that each was drawn from; None: it was
+            not drawn.
+        """
+
+
+def speculate(decoder: Decoder, request: Request, method: Speculation) -> Tensor:
+    """Continue each prompt, one after the other, by proposals that the model confirms.
+
+    Returns:
+        [B * returned, S + n] int64.
+
+    Raises:
+        UsageError: a draft of another vocabulary, or Medusa heads on a decoder that shows no hidden states.
+    """
+    if isinstance(method, Draft) and method.decoder.vocab_size != decoder.vocab_size:
+        told = f"draft: a vocabulary of {method.decoder.vocab_size}, the model's has {decoder.vocab_size}"
+        raise UsageError(told, "use a draft model with the same tokenizer")
+    if isinstance(method, Medusa) and not isinstance(decoder, HiddenDecoder):
+        raise UsageError(f"medusa: {type(decoder).__name__} shows no hidden states", "use transformers' modules")
+    generator, found = request.generator(), list[Tensor]()
+    for index in range(request.input_ids.shape[0]):
+        one = request.row(index)
+        for _ in range(request.returned):
+            new = _speculate(decoder, one, _proposer(method, one, generator), generator=generator)
+            found.append(torch.cat([request.input_ids[index], new]))
+    longest = max(len(row) for row in found)
+    return torch.stack([functional.pad(row, (0, longest - len(row)), value=request.pad) for row in found])
+
+
+def _speculate(decoder: Decoder, request: Request, proposer: Proposer, *, generator: torch.Generator | None) -> Tensor:
+    """Return the new tokens of a prompt, [n]."""
+    tokens, start, cached = request.input_ids, request.prompt_length, 0
+    hidden: Tensor | None = None
+    decoder.begin(rows=1, capacity=request.capacity)
+    if start > 1:  # logits of the whole prompt would be large; from here on a forward has few positions
+        decoder.forward(tokens[:, :-1])
+        cached = start - 1
+    while tokens.shape[1] < request.capacity:
+        guess, drawn_from = proposer.propose(tokens, request.capacity - tokens.shape[1] - 1, hidden=hidden)
+        step = torch.cat([tokens[:, cached:], guess[None]], dim=1)  # [1, 1 + k]
+        if isinstance(decoder, HiddenDecoder) and isinstance(proposer, _Heads):
+            logits, states = decoder.forward_hidden(step)
+        else:
+            logits, states = decoder.forward(step, last_only=False), None
+        tried = torch.cat([tokens, guess[None]], dim=1)
+        known = tokens.shape[1]
+        scores = torch.cat([allowed(logits[:, i], tried[:, : known + i], request) for i in range(len(guess) + 1)])  # [1 + k, V]
+        taken = _confirm(scores, guess, drawn_from, request=request, generator=generator)
+        for token in taken:
+            tokens = torch.cat([tokens, token[None, None]], dim=1)
+            if request.stream is not None:
+                request.stream(int(token))
+            if ended(tokens, request)[0]:
+                return tokens[0, start:]
+        cached = tokens.shape[1] - 1
+        decoder.crop(cached)
+        hidden = None if states is None else states[0, len(taken) - 1]
+    return tokens[0, start:]
+
+
+def _confirm(
+    scores: Tensor, guess: Tensor, drawn_from: Tensor | None, *, request: Request, generator: torch.Generator | None
+) -> Tensor:
+    """Return the tokens that are taken, [1..k+1]: the proposals up to the first that is refused, then one of the model's.
+
+    Args:
+        scores: [k + 1, V], the model's logits after the text and after each proposal.
+        guess: [k].
+        drawn_from: [k, V], or None for a proposal that was certain.
+        request: how tokens are drawn.
+        generator: None greedily.
+    """
+    count = len(guess)
+    if request.sampling is None:
+        chosen = scores.argmax(dim=-1)
+        agreed = int((chosen[:count] == guess).cumprod(dim=0).sum())
+        return chosen[: agreed + 1]
+    own = distribution(scores, request.sampling)
+    theirs = functional.one_hot(guess, own.shape[1]).float() if drawn_from is None else drawn_from
+    at = guess[:, None]
+    draws = torch.rand(count, generator=generator, device=scores.device)
+    agrees = draws * theirs.gather(1, at)[:, 0] < own[:count].gather(1, at)[:, 0]
+    agreed = int(agrees.cumprod(dim=0).sum())
+    rest = own[agreed] if agreed == count else (own[agreed] - theirs[agreed]).clamp(min=0)
+    return torch.cat([guess[:agreed], torch.multinomial(rest, 1, generator=generator)])
+
+
+def _proposer(method: Speculation, request: Request, generator: torch.Generator | None) -> Proposer:
+    if isinstance(method, Draft):
+        return _Drafter(method, request, generator)
+    return _Finder(method) if isinstance(method, Lookup) else _Heads(method)
+
+
+class _Drafter:
+    """Proposes what a draft model says, by the same rules and the same sampling."""
+
+    def __init__(self, method: Draft, request: Request, generator: torch.Generator | None) -> None:
+        """Begin a text."""
+        self._decoder, self._count = method.decoder, method.tokens
+        self._request, self._generator = request, generator
+        self._seen = request.input_ids[:, :0]  # what the draft's cache holds
+        self._decoder.begin(rows=1, capacity=request.capacity)
+
+    def propose(self, tokens: Tensor, count: int, *, hidden: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Guess, from a cache cropped to what was confirmed."""
+        known = tokens.shape[1]
+        common = min(self._seen.shape[1], known - 1)
+        same = int((self._seen[0, :common] == tokens[0, :common]).cumprod(dim=0).sum())
+        if same < self._seen.shape[1]:
+            self._decoder.crop(same)
+        tried, cached, drawn_from = tokens, same, []
+        for _ in range(min(self._count, count)):
+            scores = allowed(self._decoder.forward(tried[:, cached:]), tried, self._request)
+            cached = tried.shape[1]
+            if self._request.sampling is not None:
+                drawn_from.append(distribution(scores, self._request.sampling))
+            tried = torch.cat([tried, choose(scores, self._request, self._generator)[None]], dim=1)
+        self._seen = tried[:, :cached]
+        return tried[0, known:], torch.cat(drawn_from) if drawn_from else None
+
+
+class _Finder:
+    """Proposes what followed the last tokens where they first stood."""
+
+    def __init__(self, method: Lookup) -> None:
+        """Take the lengths."""
+        self._method = method
+
+    def propose(self, tokens: Tensor, count: int, *, hidden: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Guess, by the longest end of the text that stood before."""
+        text = tokens[0]
+        for size in range(min(self._method.ngram, len(text) - 1), 0, -1):
+            places = (text.unfold(0, size, 1)[:-1] == text[-size:]).all(dim=1).nonzero()
+            if len(places):
+                begin = int(places[0, 0]) + size
+                return text[begin : begin + min(self._method.tokens, count)], None
+        return text[:0], None
+
+
+class _Heads:
+    """Proposes what Medusa's heads say."""
+
+    def __init__(self, method: Medusa) -> None:
+        """Take the heads."""
+        self._method = method
+
+    def propose(self, tokens: Tensor, count: int, *, hidden: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Guess from the state that the last token came from; head i is i + 1 tokens ahead of it."""
+        return (tokens[0, :0] if hidden is None else self._method.propose(hidden)[:count]), None

@@ -1,0 +1,82 @@
+"""Between tokens and text: stop strings, text that is shown while it grows, and words as tokens."""
+
+from collections.abc import Callable, Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from quantflow.runtime.decoding.options import Words
+
+_HALF = "\ufffd"  # what the bytes of an unfinished character decode to
+_CONTEXT = 5  # tokens before a text that its first token is decoded with: some tokenizers drop a leading space
+
+
+class TextStream:
+    """Hands out the text of tokens as soon as it is certain. A character may need several tokens."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], *, tell: Callable[[str], None]) -> None:
+        """Begin after a prompt.
+
+        Args:
+            tokenizer: of prompt and tokens.
+            prompt: its tokens.
+            tell: called with each new piece, never empty.
+        """
+        self._tokenizer, self._tell = tokenizer, tell
+        self._tokens = list(prompt[-_CONTEXT:])
+        self._told, self._whole = 0, len(self._tokens)  # pieces are decoded from the first to the end, told from the second
+
+    def put(self, token: int) -> None:
+        """Add a token."""
+        self._tokens.append(token)
+        self._say(final=False)
+
+    def end(self) -> None:
+        """Tell what is left, whole characters or not."""
+        self._say(final=True)
+
+    def _say(self, *, final: bool) -> None:
+        before, after = self._decode(self._tokens[self._told : self._whole]), self._decode(self._tokens[self._told :])
+        if len(after) > len(before) and (final or not after.endswith(_HALF)):
+            self._told, self._whole = self._whole, len(self._tokens)
+            self._tell(after[len(before) :])
+
+    def _decode(self, tokens: list[int]) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+def continuation(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], tokens: Sequence[int]) -> str:
+    """Return the text of tokens that follow a prompt, special tokens left out."""
+    pieces: list[str] = []
+    stream = TextStream(tokenizer, prompt, tell=pieces.append)
+    for token in tokens:
+        stream.put(token)
+    stream.end()
+    return "".join(pieces)
+
+
+def stop_at(tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> Callable[[Sequence[int]], bool]:
+    """Return what says whether the text of new tokens has just come to hold one of the strings.
+
+    Args:
+        tokenizer: of the tokens.
+        strings: not empty.
+
+    Returns:
+        For `generate(stop=...)`: it decodes as many of the last tokens as the longest string has bytes, and a few more.
+    """
+    special = frozenset(tokenizer.all_special_ids)
+    reach = max(len(string.encode()) for string in strings) + _CONTEXT
+
+    def stops(tokens: Sequence[int]) -> bool:
+        recent = [token for token in tokens[-2 * reach :] if token not in special][-reach:]
+        text = tokenizer.decode(recent)
+        return any(string in text for string in strings)
+
+    return stops
+
+
+def word_ids(tokenizer: PreTrainedTokenizerBase, words: Sequence[str], *, before: Sequence[str]) -> Words:
+    """Return the tokens of each word behind each of some texts, such as a space and nothing; duplicates are left out."""
+    spelled = [space + word for word in words for space in before]
+    found = (tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in spelled)
+    return tuple(dict.fromkeys(ids for ids in found if ids))

@@ -1,0 +1,149 @@
+"""Keys and values of every layer, allocated once and written in place, in float32, bfloat16, float8 or int8.
+
+Values lie as they come, [columns, features]; keys lie with 16 columns side by side, [columns / 16, features, 16], so that one
+step of a vector unit adds a feature to the scores of 16 columns.
+
+float8 is e4m3fn without a scale, as serving systems keep it where none was measured: keys after the rotation and values lie
+well inside its range of 448. int8 has a scale per head and position, the largest magnitude / 127.5. Attention reads what
+was kept, of new positions too, so that a position means the same in whatever forward it is attended to.
+"""
+
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from quantflow.core import affine, float8
+from quantflow.core.scheme import TensorScheme
+from quantflow.errors import UsageError
+
+# The dtype of the storage; float8 is kept as bytes, which torch can index and copy. The order is decode.c's `enum kind`.
+KINDS = MappingProxyType({"float32": torch.float32, "bfloat16": torch.bfloat16, "float8": torch.uint8, "int8": torch.int8})
+LANES = 16
+_INT8 = TensorScheme(kind="int", num_bits=8, granularity="per_token", dynamic=True)
+
+
+class KVCache:
+    """The cache of one batch.
+
+    Attributes:
+        kind: a key of KINDS.
+        rows: sequences in use; storage may hold more.
+        capacity: columns that there is room for, a multiple of LANES, so it may be more than was asked for.
+        length: columns in use.
+        padding: [rows] int64, how many columns at the left of a sequence are padding.
+        keys: of each layer, [rows or more, kv_heads, capacity / LANES, head_dim, LANES] in the storage's dtype.
+        values: of each layer, [rows or more, kv_heads, capacity, head_dim] in the storage's dtype.
+        key_scales, value_scales: of each layer, [rows or more, kv_heads, capacity] float32 for int8; otherwise empty.
+    """
+
+    def __init__(self, *, kind: str, layers: int, rows: int, kv_heads: int, capacity: int, head_dim: int) -> None:
+        """Reserve the memory; what is never written takes none.
+
+        Raises:
+            UsageError: the kind is unknown, or there is no row or no column.
+        """
+        require_kind(kind)
+        if rows < 1 or capacity < 1:
+            raise UsageError(f"kv cache of {rows} rows and {capacity} positions", "give at least one of each")
+        blocks = -(-capacity // LANES)
+        self.kind, self.rows, self.capacity, self.length = kind, rows, blocks * LANES, 0
+        self.padding = torch.zeros(rows, dtype=torch.int64)
+        heads, dtype = (rows, kv_heads), KINDS[kind]
+        self.keys = [torch.empty(*heads, blocks, head_dim, LANES, dtype=dtype) for _ in range(layers)]
+        self.values = [torch.empty(*heads, self.capacity, head_dim, dtype=dtype) for _ in range(layers)]
+        count = layers if kind == "int8" else 0
+        self.key_scales, self.value_scales = ([torch.empty(*heads, self.capacity) for _ in range(count)] for _ in range(2))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the storage."""
+        return sum(tensor.nbytes for tensors in self._storage() for tensor in tensors)
+
+    def clear(self, rows: int) -> None:
+        """Forget everything and expect so many sequences, at most those there is storage for."""
+        self.rows, self.length, self.padding = rows, 0, torch.zeros(rows, dtype=torch.int64)
+
+    def store(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Write new columns from `length` on; `length` itself changes when all layers are written.
+
+        Args:
+            layer: its index.
+            keys: [rows, kv_heads, T, head_dim] float32.
+            values: as keys.
+        """
+        columns = torch.arange(self.length, self.length + keys.shape[2])
+        blocks, lanes = columns // LANES, columns % LANES
+        key_codes, key_scales = self._encode(keys)
+        value_codes, value_scales = self._encode(values)
+        self.keys[layer].transpose(3, 4)[: self.rows, :, blocks, lanes] = key_codes
+        self.values[layer][: self.rows, :, columns] = value_codes
+        if key_scales is not None and value_scales is not None:
+            self.key_scales[layer][: self.rows, :, columns] = key_scales
+            self.value_scales[layer][: self.rows, :, columns] = value_scales
+
+    def read(self, layer: int, end: int) -> tuple[Tensor, Tensor]:
+        """Return what is kept of the first `end` columns, keys and values [rows, kv_heads, end, head_dim] float32."""
+        blocks = -(-end // LANES)
+        keys = self.keys[layer][: self.rows, :, :blocks].transpose(3, 4).flatten(2, 3)[:, :, :end]
+        values = self.values[layer][: self.rows, :, :end]
+        if self.kind == "float8":
+            return float8.widen(keys.view(torch.float8_e4m3fn)), float8.widen(values.view(torch.float8_e4m3fn))
+        if self.kind == "int8":
+            scales = [scale[layer][: self.rows, :, :end, None] for scale in (self.key_scales, self.value_scales)]
+            return keys * scales[0], values * scales[1]
+        return keys.float(), values.float()
+
+    def keep(self, rows: Tensor) -> None:
+        """Let sequence i become the old sequence rows[i].
+
+        Args:
+            rows: [B'] int64; where B' is more than there is storage for, the storage grows.
+
+        Raises:
+            UsageError: a row that there is not, or none at all.
+        """
+        if not len(rows) or int(rows.min()) < 0 or int(rows.max()) >= self.rows:
+            raise UsageError(f"kv cache: keep rows {rows.tolist()} of {self.rows}", "keep at least one that there is")
+        self.padding = self.padding[rows]
+        changed = not torch.equal(rows, torch.arange(len(rows)))
+        for tensors in self._storage() if changed else ():
+            for layer, tensor in enumerate(tensors):
+                used = -(-self.length * tensor.shape[2] // self.capacity)  # columns, or blocks of them
+                kept = tensor[:, :, :used][rows]  # [B', kv_heads, used, ...]
+                if len(rows) > len(tensor):
+                    tensors[layer] = tensor.new_empty((len(rows), *tensor.shape[1:]))
+                tensors[layer][: len(rows), :, :used] = kept
+        self.rows = len(rows)
+
+    def crop(self, length: int) -> None:
+        """Forget every column from `length` on.
+
+        Raises:
+            UsageError: there are not so many.
+        """
+        if not 0 <= length <= self.length:
+            raise UsageError(f"kv cache: crop to {length} of {self.length} positions", "crop to at most what there is")
+        self.length = length
+
+    def _encode(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the codes of x, [..., head_dim] in the storage's dtype, and int8's scales [...]."""
+        if self.kind == "float8":
+            return float8.cast(x, "e4m3fn").view(torch.uint8), None
+        if self.kind == "int8":
+            scale = affine.scale_from_amax(x.abs().amax(dim=-1), _INT8)
+            return affine.quantize(x, scale[..., None], None, _INT8), scale
+        return x.to(KINDS[self.kind]), None
+
+    def _storage(self) -> tuple[list[Tensor], ...]:
+        return self.keys, self.values, self.key_scales, self.value_scales
+
+
+def require_kind(kind: str) -> None:
+    """Refuse a kind that is not in KINDS.
+
+    Raises:
+        UsageError: naming it.
+    """
+    if kind not in KINDS:
+        raise UsageError(f"kv cache {kind!r} is unknown", f"use one of {', '.join(KINDS)}")

@@ -1,0 +1,217 @@
+"""A decoder for the Llama-like families: the layers as a short list of products, and what lies between them as one call each.
+
+No module of transformers runs in its loop; the rotation of positions comes from transformers' own function once per batch.
+Hidden states are float32 whatever the artifact's dtype is: that one says what linears read, and how their weights are kept.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from quantflow.errors import UnsupportedError, UsageError
+from quantflow.models.graph import Graph, Layer, Residual, graph_for
+from quantflow.runtime.artifact import Artifact
+from quantflow.runtime.kv_cache import KVCache, require_kind
+from quantflow.runtime.operations import Attention, Heads, NativeOperations, Operations, TorchOperations, fused_why_not
+from quantflow.runtime.packed import Pack
+from quantflow.runtime.projection import Projection, plain, plain_weight, projection
+
+_ROTATIONS = ("default", "linear", "llama3", "yarn")  # of each position alone; the others look at the sequence's length
+_ACTIVATIONS = ("silu", "swish")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Block:
+    """A decoder layer: its norms [H] float32, and its products."""
+
+    attention_norm: Tensor
+    qkv: Projection
+    output: Projection
+    mlp_norm: Tensor
+    gate_up: Projection
+    down: Projection
+
+
+def why_not(artifact: Artifact) -> str | None:
+    """Return why an artifact needs transformers' modules, in a sentence, or None when `LeanDecoder` can run it."""
+    config: Any = artifact.config
+    graph = graph_for(config)
+    if artifact.device.type != "cpu":
+        return f"it runs on cpu, not on {artifact.device.type}"
+    if graph.sparse or graph.family.residual is None:
+        return f"it knows layers like Llama's, not those of {config.model_type}"
+    if config.hidden_act not in _ACTIVATIONS:
+        return f"it gates with silu, not with {config.hidden_act}"
+    rotation = config.rope_parameters["rope_type"]
+    if rotation not in _ROTATIONS:
+        return f"its rotation depends on the position alone, that of rope_type {rotation} on the sequence too"
+    if artifact.dtype == torch.float16:
+        return "it holds weights in float32 or bfloat16, not in float16"
+    return None
+
+
+class LeanDecoder:
+    """A `Decoder` whose weights come straight from an artifact.
+
+    Attributes:
+        vocab_size, positions, device: as in `quantflow.runtime.decoder.Decoder`.
+        notes: what of it is slower than it could be here, and why.
+        cache: keys and values since `begin`; None before.
+    """
+
+    def __init__(self, artifact: Artifact, *, kv_cache: str = "auto", fused: bool = True, pack: Pack | None = None) -> None:
+        """Read the weights.
+
+        Args:
+            artifact: opened for the CPU.
+            kv_cache: a key of `quantflow.runtime.kv_cache.KINDS`, or `auto` for the artifact's dtype.
+            fused: call decode.c where it can be compiled; otherwise torch.
+            pack: where weights are looked for first; what is not there is put into it.
+
+        Raises:
+            UnsupportedError: `why_not` has a reason.
+            UsageError: a cache of an unknown kind.
+            InputError: a tensor that holds what it must not.
+        """
+        reason = why_not(artifact)
+        if reason is not None:
+            raise UnsupportedError(f"the lean decoder: {reason}", "use decoder transformers")
+        config: Any = artifact.config
+        graph = graph_for(config)
+        self.vocab_size: int = config.vocab_size
+        self.positions: int | None = getattr(config, "max_position_embeddings", None)
+        self.device = artifact.device
+        self.cache: KVCache | None = None
+        self._kind = str(artifact.dtype).removeprefix("torch.") if kv_cache == "auto" else kv_cache
+        require_kind(self._kind)
+        first = graph.layers[0]
+        self._heads = Heads(
+            query=config.num_attention_heads,
+            shared=config.num_attention_heads // first.repeats,
+            dim=first.head_dim,
+            scale=first.head_dim**-0.5,
+            eps=config.rms_norm_eps,
+        )
+        attention = [_attention(artifact, layer) for layer in graph.layers]
+        missing = fused_why_not(self._heads) if fused else "it was not asked for"
+        self.notes = () if missing is None else (f"small operations run in torch: {missing}",)
+        make = NativeOperations if missing is None else TorchOperations
+        self._operations: Operations = make(self._heads, attention)
+        self._blocks = [_block(artifact, layer, self._operations, pack) for layer in graph.layers]
+        self._embedding, self._norm, self._head = _ends(artifact, graph, self._operations, pack)
+        self._rotary = LlamaRotaryEmbedding(config)  # of every family here: they differ in their configuration alone
+        self._tables = (torch.empty(0, self._heads.dim),) * 2
+
+    def begin(self, *, rows: int, capacity: int) -> None:
+        """Empty the cache; see `Decoder.begin`. A batch that fits into the last one's memory takes it over."""
+        cache = self.cache
+        if cache is not None and len(cache.keys[0]) >= rows and cache.capacity >= capacity:
+            cache.clear(rows)
+        else:
+            shape = {"layers": len(self._blocks), "kv_heads": self._heads.shared, "head_dim": self._heads.dim}
+            self.cache = cache = KVCache(kind=self._kind, rows=rows, capacity=capacity, **shape)
+        if len(self._tables[0]) < cache.capacity:
+            cos, sin = self._rotary(torch.empty(0), torch.arange(cache.capacity)[None])  # [1, capacity, dim]
+            self._tables = cos[0].contiguous(), sin[0].contiguous()
+        self._operations.begin(cache, *self._tables)
+
+    def forward(self, input_ids: Tensor, *, padding: Tensor | None = None, last_only: bool = True) -> Tensor:
+        """Append positions; see `Decoder.forward`.
+
+        Raises:
+            UsageError: more rows or columns than `begin` made room for.
+        """
+        with torch.inference_mode():
+            hidden = self._hidden(input_ids, padding, last_only=last_only)
+            logits = self._head(hidden)
+        return logits if last_only else logits.view(*input_ids.shape, -1)  # [B, T, V]
+
+    def forward_hidden(self, input_ids: Tensor, *, padding: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Append positions; see `HiddenDecoder.forward_hidden`."""
+        with torch.inference_mode():
+            hidden = self._hidden(input_ids, padding, last_only=False).clone()  # the next step writes where it lies
+            logits = self._head(hidden)
+        return logits.view(*input_ids.shape, -1), hidden.view(*input_ids.shape, -1)
+
+    def keep(self, rows: Tensor) -> None:
+        """Choose sequences of the cache; see `Decoder.keep`."""
+        cache = self._begun()
+        cache.keep(rows)
+        self._operations.begin(cache, *self._tables)
+
+    def crop(self, length: int) -> None:
+        """Forget positions; see `Decoder.crop`."""
+        self._begun().crop(length)
+
+    def _hidden(self, input_ids: Tensor, padding: Tensor | None, *, last_only: bool) -> Tensor:
+        """Run the layers.  Returns [B or B * T, H], after the last norm."""
+        cache, operations = self._begun(), self._operations
+        rows, count = input_ids.shape
+        if rows != cache.rows or count < 1 or cache.length + count > cache.capacity:
+            raise UsageError(
+                f"input_ids {rows} x {count}: the cache has {cache.rows} rows, {cache.length} of {cache.capacity} positions",
+                "begin with as many as there will be",
+            )
+        if padding is not None:
+            cache.padding.copy_(padding)
+        operations.step(count)
+        x = functional.embedding(input_ids.reshape(-1), self._embedding).float()  # [B * T, H]
+        delta: Tensor | None = None
+        for index, block in enumerate(self._blocks):
+            qkv = block.qkv(operations.add_norm(x, delta, block.attention_norm))
+            delta = block.output(operations.attend(qkv, index))
+            gate_up = block.gate_up(operations.add_norm(x, delta, block.mlp_norm))
+            delta = block.down(operations.silu_mul(gate_up))
+        cache.length += count
+        if last_only and count > 1:
+            last = slice(count - 1, None, count)
+            x, delta = x[last].contiguous(), None if delta is None else delta[last].contiguous()  # [B, H]
+        return operations.add_norm(x, delta, self._norm)
+
+    def _begun(self) -> KVCache:
+        if self.cache is None:
+            raise UsageError("the decoder has no cache", "call begin before anything else")
+        return self.cache
+
+
+def _block(artifact: Artifact, layer: Layer, operations: Operations, pack: Pack | None) -> Block:
+    qkv, output, gate_up, down = layer.groups
+    products = [projection(artifact, group.linears, operations, pack) for group in (qkv, output, gate_up, down)]
+    assert qkv.norm is not None and gate_up.norm is not None  # `why_not` refuses other families
+    return Block(
+        attention_norm=_vector(artifact, f"{qkv.norm}.weight"),
+        qkv=products[0],
+        output=products[1],
+        mlp_norm=_vector(artifact, f"{gate_up.norm}.weight"),
+        gate_up=products[2],
+        down=products[3],
+    )
+
+
+def _attention(artifact: Artifact, layer: Layer) -> Attention:
+    config: Any = artifact.config
+    kinds: Sequence[str] | None = getattr(config, "layer_types", None)
+    slides = kinds is None or kinds[layer.index] == "sliding_attention"
+    norms = [f"{layer.attention}.{name}.weight" for name in ("q_norm", "k_norm")]
+    q_norm, k_norm = (_vector(artifact, name) if name in artifact.checkpoint.tensors else None for name in norms)
+    return Attention(q_norm=q_norm, k_norm=k_norm, window=getattr(config, "sliding_window", None) or 0 if slides else 0)
+
+
+def _ends(artifact: Artifact, graph: Graph, operations: Operations, pack: Pack | None) -> tuple[Tensor, Tensor, Projection]:
+    """Return the embedding [V, H], the last norm [H], and the head, which may be the embedding again."""
+    residual = graph.family.residual
+    assert isinstance(residual, Residual)  # `why_not` refuses other families
+    embedding = plain_weight(artifact, f"{residual.embedding}.weight", operations, pack)
+    source = artifact.to_source[f"{residual.head}.weight"].removesuffix(".weight")
+    tied = source == residual.embedding
+    head = plain(embedding, None, operations) if tied else projection(artifact, [source], operations, pack)
+    return embedding, _vector(artifact, f"{residual.norm}.weight"), head
+
+
+def _vector(artifact: Artifact, name: str) -> Tensor:
+    return artifact.read([name], torch.float32)[name]

@@ -1,0 +1,52 @@
+"""A decoder that notes how long each forward took."""
+
+import time
+from collections.abc import Callable
+from statistics import fmean
+from typing import Any
+
+from quantflow.runtime.decoder import Decoder, HiddenDecoder
+
+
+class Timed:
+    """Does what another decoder does, and counts.
+
+    Attributes:
+        seconds: of each forward since the beginning, in order.
+        first: which of them were the first after a `begin`, those that read a prompt.
+    """
+
+    def __init__(self, decoder: Decoder) -> None:
+        """Stand in for `decoder`; it shows hidden states if that one does."""
+        self.vocab_size, self.positions, self.device = decoder.vocab_size, decoder.positions, decoder.device
+        self.keep, self.crop = decoder.keep, decoder.crop
+        self.forward: Any = self._timed(decoder.forward)
+        if isinstance(decoder, HiddenDecoder):
+            self.forward_hidden = self._timed(decoder.forward_hidden)
+        self.seconds: list[float] = []
+        self.first: list[int] = []
+        self._decoder = decoder
+
+    def begin(self, *, rows: int, capacity: int) -> None:
+        """Empty the cache; the next forward reads a prompt."""
+        self.first.append(len(self.seconds))
+        self._decoder.begin(rows=rows, capacity=capacity)
+
+    def summary(self) -> dict[str, float | int | None]:
+        """Return how many forwards there were, and the mean seconds of those that read a prompt and of all others."""
+        prompts = [self.seconds[i] for i in self.first]
+        others = [value for i, value in enumerate(self.seconds) if i not in set(self.first)]
+        return {
+            "forwards": len(self.seconds),
+            "first_forward_seconds": fmean(prompts) if prompts else None,
+            "next_forward_seconds": fmean(others) if others else None,
+        }
+
+    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any, **options: Any) -> Any:
+            begin = time.perf_counter()
+            result = call(*arguments, **options)
+            self.seconds.append(time.perf_counter() - begin)
+            return result
+
+        return timed

@@ -1,0 +1,367 @@
+"""`generate`: where prompts come from, which way they are continued, and what is printed."""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
+
+from quantflow.errors import InputError, UnsupportedError, UsageError
+from quantflow.runtime.decoding import Beams
+from stages import _prompts
+from stages import export as export_stage
+from stages import generate as stage
+from stages._generate_job import job_from
+from stages._options import exit_code
+from stages._progress import Progress
+from stages._prompts import encode, read_prompts
+from stages.cli import cli
+
+PROMPTS = ("value scale", "round", "group layer token model")
+
+
+def run(*arguments):
+    return exit_code(cli, [str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory, llama):
+    """8-bit weights; lm_head stays in floats."""
+    work = tmp_path_factory.mktemp("generate")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(export_stage, "_prove", lambda *_: None)  # a fresh process: test_verbs has it
+        assert run("quantize", llama, "-o", work / "2", "--scheme", "W8A16", "-q") == 0
+        assert run("export", work / "2", "-o", work / "4", "-q") == 0
+    return work / "4"
+
+
+@pytest.fixture
+def generate(artifact, capsys):
+    """Run the verb with --json and return the document; stderr has to stay empty."""
+
+    def call(*arguments, code=0):
+        capsys.readouterr()
+        assert run("generate", artifact, *arguments, "--json", "-q") == code, capsys.readouterr().err
+        out, err = capsys.readouterr()
+        assert code or err == ""
+        return json.loads(out) if out else err
+
+    return call
+
+
+def given(prompts=PROMPTS):
+    return [part for prompt in prompts for part in ("--prompt", prompt)]
+
+
+def texts(result):
+    return [output["text"] for output in result["outputs"]]
+
+
+def test_H4_H5_B4_B30_all_prompts_are_answered_in_order_whatever_the_batch(generate):
+    alone = [texts(generate("--prompt", prompt, "--max-new-tokens", 6))[0] for prompt in PROMPTS]
+    assert len(set(alone)) == 3
+    for size in (1, 2, 3, 8):
+        result = generate(*given(), "--max-new-tokens", 6, "--batch-size", size)
+        assert [output["prompt"] for output in result["outputs"]] == list(PROMPTS)
+        assert texts(result) == alone
+
+
+def test_H6_B23_I9_without_an_end_there_are_exactly_as_many_tokens_as_asked_for(generate):
+    result = generate(*given(), "--max-new-tokens", 7, "--batch-size", 3, "--ignore-eos")
+    assert [len(output["tokens"]) for output in result["outputs"]] == [7, 7, 7]
+    assert result["timing"]["tokens"] == 21
+
+
+def test_H7_H31_a_limit_keeps_the_first_tokens_of_each_prompt_and_none_keeps_all(artifact, generate):
+    words = AutoTokenizer.from_pretrained(artifact)
+    rows = [words(prompt)["input_ids"] for prompt in PROMPTS]
+    assert encode(PROMPTS, words, limit=None, chat=False) == rows
+    assert encode(PROMPTS, words, limit=3, chat=False) == [row[:3] for row in rows]
+    assert min(map(len, rows)) < 100 and encode(PROMPTS, words, limit=100, chat=False) == rows  # nothing is filled up
+    whole, cut = (generate("--prompt", PROMPTS[2], "--max-new-tokens", 5, *more) for more in ((), ("--max-input-tokens", 2)))
+    assert texts(whole) != texts(cut)
+
+
+def test_B32_a_text_that_is_not_the_references_is_exit_4_and_both_are_shown(generate, tmp_path):
+    (tmp_path / "prompts.json").write_text(json.dumps(PROMPTS))
+    line = ("--prompts", tmp_path / "prompts.json", "--max-new-tokens", 4, "--reference", tmp_path / "reference.json")
+    (tmp_path / "reference.json").write_text("{}")
+    made = {output["prompt"]: output["text"] for output in generate(*line, code=4)["outputs"]}
+    (tmp_path / "reference.json").write_text(json.dumps(made))
+    assert generate(*line)["differing"] == []
+    (tmp_path / "reference.json").write_text(json.dumps(made | {PROMPTS[1]: "another"}))
+    assert generate(*line, code=4)["differing"] == [PROMPTS[1]]
+
+
+def test_a_reference_that_fails_says_which_prompt(artifact, capsys, tmp_path):
+    (tmp_path / "r.json").write_text(json.dumps({"value": "no"}))
+    assert run("generate", artifact, "--prompt", "value", "--max-new-tokens", "2", "--reference", tmp_path / "r.json") == 4
+    assert "error: reference: 1 of 1 texts differ, the first after 'value'" in capsys.readouterr().err
+
+
+ROWS = [{"id": 1, "question": "first", "answer": "a"}, {"id": 2, "question": "second\n\nline", "answer": "b"}]
+FILES = {
+    "a.jsonl": "".join(json.dumps(row) + "\n" for row in ROWS),
+    "a.json": json.dumps(ROWS),
+    "a.csv": 'id,question,answer\r\n1,first,a\r\n2,"second\n\nline",b\r\n',
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_H29_B4_a_file_gives_its_column(tmp_path, name):
+    (tmp_path / name).write_text(FILES[name])
+    assert read_prompts(str(tmp_path / name), column="question") == ["first", "second\n\nline"]
+    assert read_prompts(str(tmp_path / name), column="answer") == ["a", "b"]
+    first = ["1", "2"] if name == "a.csv" else ["first", "second\n\nline"]  # in csv everything is text
+    assert read_prompts(str(tmp_path / name)) == first
+
+
+def test_a_text_file_has_prompts_between_blank_lines_and_a_json_list_has_texts(tmp_path):
+    (tmp_path / "a.txt").write_text("one\ntwo\n\nthree\n\n\n")
+    (tmp_path / "a.json").write_text('["one\\ntwo", "three"]')
+    assert read_prompts(str(tmp_path / "a.txt")) == read_prompts(str(tmp_path / "a.json")) == ["one\ntwo", "three"]
+
+
+def test_H30_B31_a_limit_takes_the_first_prompts(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps([str(number) for number in range(9)]))
+    assert read_prompts(str(tmp_path / "a.json"), limit=3) == ["0", "1", "2"]
+    assert len(read_prompts(str(tmp_path / "a.json"), limit=99)) == 9
+    with pytest.raises(UsageError, match="^limit=0; use 1 or more$"):
+        read_prompts(str(tmp_path / "a.json"), limit=0)
+
+
+@pytest.mark.parametrize(
+    ("splits", "taken"), [(("train", "validation", "test"), "test"), (("train", "validation"), "validation")]
+)
+def test_H29_of_a_folder_the_first_split_of_test_validation_and_train_is_taken(tmp_path, splits, taken):
+    for split in splits:
+        (tmp_path / f"{split}-00000.jsonl").write_text(json.dumps({"text": split}))
+    assert read_prompts(str(tmp_path)) == [taken]
+
+
+def test_H29_a_hub_name_is_read_by_datasets_with_the_same_rules(monkeypatch):
+    splits = {"train": [{"text": "wrong"}], "test": iter([{"id": 3, "text": "right"}, {"id": 4, "text": "too"}])}
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset={"somebody/questions": splits}.__getitem__))
+    monkeypatch.setattr(_prompts, "find_spec", lambda _: True)
+    assert read_prompts("somebody/questions", limit=1) == ["right"]
+    with pytest.raises(InputError, match="^nobody/nothing: .*; check the name and the network"):
+        read_prompts("nobody/nothing")
+
+
+def test_what_an_absent_package_would_read_is_refused_with_its_name(monkeypatch, tmp_path):
+    monkeypatch.setattr(_prompts, "find_spec", lambda _: None)
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    with pytest.raises(UnsupportedError, match="a.parquet: parquet is read by pyarrow, which is not installed; install it"):
+        read_prompts(str(tmp_path / "a.parquet"))
+    with pytest.raises(UnsupportedError, match="^somebody/questions: no file or folder here, and hub names are read by the"):
+        read_prompts("somebody/questions")
+
+
+def test_H29_parquet_gives_its_column(tmp_path):
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(arrow.Table.from_pylist(ROWS), tmp_path / "a.parquet")
+    assert read_prompts(str(tmp_path / "a.parquet")) == ["first", "second\n\nline"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "options", "message"),
+    [
+        ("a.json", "{}", {}, "a.json: dict, a list is needed"),
+        ("a.json", "[]", {}, "a.json: holds no prompt"),
+        ("a.json", "[3]", {}, "a.json: row 1: int, a text or an object is needed"),
+        ("a.json", '["x"]', {"column": "y"}, "a.json: row 1: a text, column y was asked for"),
+        ("a.jsonl", '{"a": "x"}\n{"b": 1}', {}, "a.jsonl: row 2: no column with a text among b"),
+        ("a.jsonl", '{"a": "x"}', {"column": "z"}, "a.jsonl: row 1: no column z among a; give --column"),
+        ("a.jsonl", '{"a": 5}', {"column": "a"}, "a.jsonl: row 1: a is int, a text or messages are needed"),
+        ("a.jsonl", '{"a": ', {}, "a.jsonl: line 1: not strict JSON"),
+        ("a.xml", "x", {}, "a.xml: suffix '.xml' is not known; use one of .txt"),
+        ("b/a.txt", "x", {}, "2 files, none of which is called test, validation, train"),
+    ],
+)
+def test_files_that_hold_no_prompts_are_refused(tmp_path, name, content, options, message):
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(content)
+    source = path
+    if path.parent != tmp_path:
+        (path.parent / "c.txt").write_text("y")
+        source = path.parent
+    with pytest.raises((InputError, UsageError)) as caught:
+        read_prompts(str(source), **options)
+    assert message in str(caught.value)
+
+
+@pytest.fixture
+def chatting(artifact):
+    words = AutoTokenizer.from_pretrained(artifact)
+    words.chat_template = (
+        "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    return words
+
+
+def test_a_chat_goes_through_the_template_once_and_ends_where_the_answer_begins(chatting):
+    talk = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "why"}]
+    found = [chatting.decode(row) for row in encode(["why", talk], chatting, limit=None, chat=True)]
+    assert found == ["<s>[user] why [assistant]", "<s>[system] be brief [user] why [assistant]"]
+
+
+def test_messages_in_a_file_are_a_chat(tmp_path, chatting):
+    talk = [{"role": "user", "content": "why"}]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"id": 3, "messages": talk}))
+    prompts = read_prompts(str(tmp_path / "a.jsonl"))
+    assert prompts == [talk]
+    assert chatting.decode(encode(prompts, chatting, limit=None, chat=False)[0]) == "<s>[user] why [assistant]"
+    assert _prompts.shown(prompts[0]) == "why"
+
+
+def test_a_chat_without_a_template_is_refused(artifact, capsys):
+    assert run("generate", artifact, "--prompt", "value", "--chat") == 2
+    assert "error: prompt 1: a chat, but the tokenizer has no chat template" in capsys.readouterr().err
+
+
+def test_a_prompt_without_a_token_is_refused(artifact):
+    words = AutoTokenizer.from_pretrained(artifact)
+    words._tokenizer.post_processor = None  # no BOS: nothing is left of an empty text
+    with pytest.raises(UsageError, match="^prompt 2: '' has no token; give a text of a token or more$"):
+        encode(["x", ""], words, limit=None, chat=False)
+
+
+def test_H16_speculation_gives_the_greedy_text_in_fewer_forwards(generate, artifact, llama):
+    line = ("--prompt", "value scale round value scale", "--max-new-tokens", 16, "--ignore-eos")
+    plain = generate(*line)
+    assert plain["timing"]["forwards"] == 16
+    for more in (("--assistant-model", artifact), ("--assistant-model", llama, "--assistant-tokens", 3)):
+        result = generate(*line, *more)
+        assert texts(result) == texts(plain)
+        assert result["timing"]["forwards"] < 14
+    assert texts(generate(*line, "--prompt-lookup", 4)) == texts(plain)
+
+
+def test_medusa_heads_of_a_folder_do_not_change_the_text(generate, artifact, tmp_path):
+    head = load_file(next(artifact.glob("*.safetensors")))["lm_head.weight"].float()
+    zeros = {"0.0.linear.weight": torch.zeros(64, 64), "0.0.linear.bias": torch.zeros(64)}
+    save_file({**zeros, "0.1.weight": head, "1.0.weight": head.clone()}, tmp_path / "medusa_lm_head.safetensors")
+    line = ("--prompt", "value scale", "--max-new-tokens", 9)
+    assert texts(generate(*line, "--medusa", tmp_path)) == texts(generate(*line))
+
+
+def test_H13_I7_beams_give_as_many_texts_per_prompt_as_asked_for(generate):
+    line = (*given(), "--max-new-tokens", 5, "--num-beams", 4, "--batch-size", 2)
+    result = generate(*line, "--num-return-sequences", 2)
+    assert [output["prompt"] for output in result["outputs"]] == [prompt for prompt in PROMPTS for _ in range(2)]
+    assert texts(result)[::2] == texts(generate(*line))
+    assert texts(result)[0] != texts(result)[1]
+
+
+def test_H15_words_are_never_or_always_said(generate):
+    line = ("--prompt", "value scale", "--max-new-tokens", 8)
+    said = generate(*line)["outputs"][0]
+    word = "zero point"
+    assert word not in said["text"]
+    assert word in texts(generate(*line, "--num-beams", 3, "--force-words", word))[0]
+    often = next(piece for piece in said["text"].split() if piece.isascii() and piece.isalpha())
+    assert often not in texts(generate(*line, "--bad-words", often))[0].split()
+
+
+def test_a_text_ends_with_a_stop_string_in_every_row(generate):
+    line = (*given(), "--max-new-tokens", 12, "--batch-size", 3, "--ignore-eos")
+    free = texts(generate(*line))
+    stop = free[0][3:5]
+    for whole, cut in zip(free, texts(generate(*line, "--stop", stop)), strict=True):
+        assert whole.startswith(cut)
+        assert (stop in cut) == (stop in whole)
+    assert len(texts(generate(*line, "--stop", stop))[0]) < len(free[0])
+
+
+def test_H14_contrastive_search_is_certain_and_not_greedy(generate):
+    line = ("--prompt", "value scale", "--max-new-tokens", 12)
+    first, second = (texts(generate(*line, "--penalty-alpha", 0.6, "--top-k", 4)) for _ in range(2))
+    assert first == second != texts(generate(*line))
+
+
+def test_H33_an_adapter_changes_the_text_and_is_merged_where_weights_are_floats(generate, tmp_path):
+    names = {"model.layers.0.self_attn.q_proj": (64, 64), "lm_head": (320, 64)}
+    tensors = {}
+    for name, (rows, columns) in names.items():
+        tensors[f"base_model.model.{name}.lora_A.weight"] = torch.randn(2, columns, generator=torch.Generator().manual_seed(1))
+        tensors[f"base_model.model.{name}.lora_B.weight"] = torch.randn(rows, 2, generator=torch.Generator().manual_seed(2))
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 2}))
+    line = ("--prompt", "value scale", "--max-new-tokens", 8)
+    beside, merged = (generate(*line, "--adapter", tmp_path, *more) for more in ((), ("--merge-adapter",)))
+    assert (beside["adapter"], merged["adapter"]) == ({"merged": 0, "beside": 2}, {"merged": 1, "beside": 1})
+    assert texts(beside) == texts(merged) != texts(generate(*line))
+
+
+def test_B33_I12_the_result_says_how_long_the_first_and_the_other_forwards_took(generate):
+    timing = generate(*given(), "--max-new-tokens", 5, "--ignore-eos")["timing"]
+    assert (timing["forwards"], timing["tokens"]) == (15, 15)
+    assert timing["tokens_per_second"] == pytest.approx(15 / timing["seconds"])
+    inside = 3 * timing["first_forward_seconds"] + 12 * timing["next_forward_seconds"]
+    assert 0 < inside < timing["seconds"]
+
+
+def test_many_prompts_are_told_about_batch_by_batch(artifact, capsys):
+    job = stage.Job(artifact=artifact, prompts=PROMPTS, max_new_tokens=2)
+    pieces = []
+    stage.run(job, pieces.append, Progress(patience=0.0))
+    assert pieces == []  # several texts are printed when they are whole
+    err = capsys.readouterr().err
+    assert "generate: batch 1 of 3" in err and "generate: batch 3 of 3" in err
+
+
+def test_without_json_several_texts_stand_between_blank_lines(artifact, generate, capsys):
+    outputs = generate(*given(), "--max-new-tokens", 3)["outputs"]
+    assert run("generate", artifact, *given(), "--max-new-tokens", "3") == 0
+    assert capsys.readouterr().out == "\n\n".join(o["prompt"] + o["text"] for o in outputs) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "generate: no prompt"),
+        (("--prompt", "x", "--num-beams", 2, "--prompt-lookup", 3), "generate: several ways together"),
+        (("--prompt", "x", "--length-penalty", 2), "generate: options of beams without --num-beams"),
+        (("--prompt", "x", "--force-words", "y"), "generate: force_words without beams"),
+        (("--prompt", "x", "--merge-adapter"), "generate: merge without an adapter"),
+        (("--prompt", "x", "--batch-size", 0), "batch_size=0"),
+        (("--prompt", "x", "--max-input-tokens", 0), "max_input_tokens=0"),
+        (("--prompt", "x", "--penalty-alpha", 0.5, "--top-k", 1), "top_k=1 with penalty_alpha"),
+        (("--prompt", "x", "--num-return-sequences", 2), "returned=2: 1 sequences differ"),
+    ],
+)
+def test_options_that_do_not_go_together_are_exit_2(artifact, capsys, options, message):
+    assert run("generate", artifact, *options) == 2
+    assert capsys.readouterr().err.startswith(f"error: {message}")
+
+
+def test_the_flags_make_the_job_that_they_name():
+    flags = cli.commands["generate"].make_context(
+        "generate", ["a", "--num-beams", "3", "--early-stopping", "never", "--top-p", "0.5"]
+    )
+    values = {name: value for name, value in flags.params.items() if name not in ("artifact", "as_json", "debug", "quiet")}
+    job = job_from("a", values)
+    assert job.method == Beams(count=3, early_stopping="never")
+    assert (job.sampling.top_p, job.sampling.top_k, job.artifact) == (0.5, None, Path("a"))
+
+
+def test_H11_the_lean_decoder_and_transformers_modules_say_the_same_and_which_it_was(generate):
+    lean, modules = (generate(*given(), "--decoder", decoder, "--max-new-tokens", "12") for decoder in ("auto", "transformers"))
+    assert lean["decoder"] == {"name": "lean", "reasons": []}
+    assert modules["decoder"]["name"] == "transformers"
+    assert lean["outputs"] == modules["outputs"]
+
+
+def test_a_smaller_cache_goes_with_the_lean_decoder_alone(generate, tmp_path):
+    assert generate(*given(), "--kv-cache", "int8", "--max-new-tokens", "2")["decoder"]["name"] == "lean"
+    told = generate(*given(), "--kv-cache", "int8", "--decoder", "transformers", code=2)
+    assert "kv cache int8: the lean decoder has it, and is not used: it was not asked for" in told
+    told = generate(*given(), "--decoder", "lean", "--disk-offload", code=2)
+    assert "generate: disk_offload with decoder lean, kv_cache auto" in told

@@ -1,0 +1,277 @@
+"""The C kernels where their result is known to the last bit: codes, rounding, order of sums; and what they refuse."""
+
+import copy
+import gc
+from dataclasses import replace
+
+import pytest
+import torch
+
+from quantflow.backends import int4_pack, w4a8, w4a16, w4a16_int8, w8a8
+from quantflow.core import affine, float8, kernels, native
+from quantflow.core.qtensor import QTensor, QuantizedLinear
+from quantflow.core.scheme import PRESETS, LinearScheme, TensorScheme, with_float8, with_group_size
+from quantflow.errors import UsageError
+from quantflow.runtime.linear import QuantLinear
+
+REASON = native.why_not(kernels.SOURCE, needs=kernels.NEEDS)
+if REASON is not None:
+    pytest.skip(REASON, allow_module_level=True)
+
+DTYPES = [torch.float32, torch.bfloat16]
+FP8 = PRESETS["FP8_DYNAMIC"].weights
+STATIC_FP8 = PRESETS["FP8"]
+
+
+def scheme_of(name: str, group_size: int = 32) -> LinearScheme:
+    scheme = PRESETS[name]
+    return scheme if scheme.weights.group_size is None else with_group_size(scheme, group_size)
+
+
+def linear_of(scheme: LinearScheme, qvalue: torch.Tensor, *, scale=None, zero_point=None, input_scale=None) -> QuantizedLinear:
+    weights = scheme.weights
+    groups = qvalue.shape[1] // (weights.group_size or qvalue.shape[1])
+    shape = (1, 1) if weights.granularity == "per_tensor" else (len(qvalue), groups)
+    return QuantizedLinear(
+        weight=QTensor(
+            qvalue=qvalue,
+            scale=torch.ones(shape) if scale is None else scale,
+            zero_point=zero_point,
+            scheme=weights,
+        ),
+        scheme=scheme,
+        input_scale=None if input_scale is None else torch.tensor([input_scale]),
+        input_zero_point=torch.tensor([-11], dtype=torch.int8) if input_scale and not scheme.input.symmetric else None,
+    )
+
+
+def random_linear(name: str, shape: tuple[int, int], *, scale_dtype: torch.dtype = torch.bfloat16) -> QuantizedLinear:
+    scheme, generator = scheme_of(name), torch.Generator().manual_seed(0)
+    weights = scheme.weights
+    if weights.kind == "float":
+        qvalue = torch.randn(shape, generator=generator).to(torch.float8_e4m3fn)
+    else:
+        qvalue = torch.randint(weights.qmin, weights.qmax + 1, shape, generator=generator, dtype=torch.int8)
+    groups = shape[1] // (weights.group_size or shape[1])
+    sizes = (1, 1) if weights.granularity == "per_tensor" else (shape[0], groups)
+    zero_point = None
+    if not weights.symmetric:
+        zero_point = torch.randint(weights.qmin, weights.qmax + 1, sizes, generator=generator, dtype=torch.int8)
+    scale = (torch.rand(sizes, generator=generator) + 0.1).to(scale_dtype).float()
+    static = scheme.input is not None and not scheme.input.dynamic
+    return linear_of(scheme, qvalue, scale=scale, zero_point=zero_point, input_scale=0.03 if static else None)
+
+
+def run(linear: QuantizedLinear, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    return kernels.linear(x, kernels.prepare(linear, x.dtype), bias)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_code_of_e4m3_is_widened_to_its_value(dtype):
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes = codes[(codes & 0x7F) != 0x7F].view(torch.float8_e4m3fn)  # the two codes of NaN are refused when an artifact is read
+    qvalue = codes.repeat(3)[: 3 * 254].view(127, 6).contiguous()
+    for scheme in (replace(PRESETS["FP8_DYNAMIC"], input=None), with_float8(STATIC_FP8, "gaudi2")):
+        linear = linear_of(scheme, qvalue) if scheme.input is None else linear_of(scheme, qvalue, input_scale=1.0)
+        columns = run(linear, torch.eye(6, dtype=dtype))  # [6, 127]
+        assert torch.equal(columns.float().t(), qvalue.float())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["W8A16", "W8A8", "W8A8_STATIC"])
+def test_every_int8_is_multiplied_as_it_is(dtype, name):
+    qvalue = torch.arange(-128, 128).to(torch.int8).view(64, 4)
+    scheme = scheme_of(name)
+    x = torch.eye(4, dtype=dtype)
+    if name == "W8A8":
+        x *= 127.5  # a scale of 1: 127.5 is 128, which saturates at 127
+        expected = 127.0 * qvalue.float()
+        actual = run(linear_of(scheme, qvalue), x)
+    elif name == "W8A8_STATIC":
+        expected = qvalue.float()
+        actual = run(linear_of(scheme, qvalue, input_scale=1.0), x)
+    else:
+        expected = qvalue.float()
+        actual = run(linear_of(scheme, qvalue), x)
+    assert torch.equal(actual.t().contiguous(), expected.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["W4A16_ASYM", "W4A16", "W3A16_ASYM", "W2A16"])
+def test_every_pair_of_a_qvalue_and_a_zero_point_is_their_difference_in_every_column(dtype, name):
+    scheme = scheme_of(name, 16)
+    weights = scheme.weights
+    qvalues = torch.arange(weights.qmin, weights.qmax + 1, dtype=torch.int8)
+    zeros = torch.zeros(1, dtype=torch.int8) if weights.symmetric else qvalues
+    count = len(qvalues)
+    qvalue = torch.stack([qvalues.repeat(16)[row : row + 16] for row in range(count)]).repeat(len(zeros), 1)  # [Z * Q, 16]
+    zero_point = zeros.repeat_interleave(count)[:, None]
+    linear = linear_of(scheme, qvalue, zero_point=None if weights.symmetric else zero_point)
+    assert torch.equal(run(linear, torch.eye(16, dtype=dtype)).float().t(), (qvalue - zero_point).float())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("static", [True, False])
+def test_inputs_are_rounded_to_e4m3_as_torch_casts_them(dtype, static):
+    x = torch.cat([torch.randn(4000, generator=torch.Generator().manual_seed(0)) * 2.0**e for e in range(-14, 10)])
+    codes = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    ties = (codes[1:] + codes[:-1]) / 2
+    x = torch.cat([x, codes, ties, -ties, ties.nextafter(codes[1:]), torch.tensor([1e9, -1e9, -0.0])])
+    x = x[: len(x) // 64 * 64].view(-1, 64).to(dtype)
+    unit = torch.eye(64).to(torch.float8_e4m3fn)
+    if static:
+        linear, scale = linear_of(STATIC_FP8, unit, input_scale=1.0), torch.ones(1)
+    else:
+        linear = linear_of(PRESETS["FP8_DYNAMIC"], unit)
+        scale = affine.scale_from_amax(x.abs().amax(dim=-1, keepdim=True), PRESETS["FP8_DYNAMIC"].input)
+    expected = float8.cast(x.float() / scale, "e4m3fn").float() * scale
+    assert torch.equal(run(linear, x), expected.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["W8A8", "W8A8_STATIC", "W4A8"])
+def test_inputs_are_rounded_to_int8_as_the_equation_says(dtype, name):
+    scheme = scheme_of(name)
+    x = torch.randn(200, 64, generator=torch.Generator().manual_seed(0)) * torch.logspace(-30, 4, 200)[:, None]
+    x[0] = 0
+    x[1] = torch.arange(-32, 32) + 0.5  # halves: ties
+    x[1, 0] = 127.5
+    x = x.to(dtype)
+    static = not scheme.input.dynamic
+    linear = linear_of(scheme, torch.eye(64).to(torch.int8), input_scale=0.25 if static else None)
+    scale = linear.input_scale if static else affine.scale_from_amax(x.abs().amax(dim=-1, keepdim=True), scheme.input)
+    qvalue = affine.quantize(x, scale, linear.input_zero_point, scheme.input)
+    expected = affine.dequantize(qvalue, scale, linear.input_zero_point)
+    assert torch.equal(run(linear, x), expected.to(dtype))
+
+
+def test_a_group_with_a_zero_point_worked_by_hand():
+    # 32 columns, qvalues 7 then zeros, zero_point -3, scale 0.5: weights 0.5 * (7 + 3) = 5 and 0.5 * 3 = 1.5.
+    # Inputs 127.5 and -51: scale 1, qvalues 127 and -51. 127 * 5 - 51 * 1.5 = 558.5, and a bias of 1.
+    scheme = replace(scheme_of("W4A8"), weights=scheme_of("W4A16_ASYM").weights)
+    qvalue = torch.zeros(1, 32, dtype=torch.int8)
+    qvalue[0, 0] = 7
+    linear = linear_of(scheme, qvalue, scale=torch.tensor([[0.5]]), zero_point=torch.tensor([[-3]], dtype=torch.int8))
+    x = torch.zeros(1, 32)
+    x[0, 0], x[0, 31] = 127.5, -51
+    assert w4a8.linear(x, w4a8.prepare(linear, torch.float32), torch.ones(1)).tolist() == [[559.5]]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bits_depend_neither_on_threads_nor_on_the_other_tokens(name, dtype):
+    scheme = PRESETS[name]
+    shape = (300, 2 * (scheme.weights.group_size or 100))
+    linear = random_linear(name, shape)
+    x = torch.randn(31, shape[1], generator=torch.Generator().manual_seed(1)).to(dtype)  # tiles of 12, 12, 4, 1, 1 and 1
+    prepared = kernels.prepare(linear, dtype)
+    before, results = torch.get_num_threads(), []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        try:
+            results.append(kernels.linear(x, prepared, None))
+        finally:
+            torch.set_num_threads(before)
+    assert torch.equal(*results)
+    alone = torch.cat([kernels.linear(row[None], prepared, None) for row in x])
+    assert torch.equal(alone, results[0])
+    assert torch.equal(kernels.linear(x[:8], prepared, None), results[0][:8])
+
+
+@pytest.mark.parametrize("name", ["W8A8", "W4A8"])
+def test_bfloat16_outputs_are_the_float32_ones_rounded_to_even(name):
+    linear = random_linear(name, (80, 64))
+    x = torch.randn(20, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    x[3] = 3e38  # outputs beyond the largest bfloat16 are Inf
+    bias = torch.randn(80, generator=torch.Generator().manual_seed(2)).bfloat16()
+    assert torch.equal(run(linear, x, bias), run(linear, x.float(), bias.float()).bfloat16())
+
+
+@pytest.mark.parametrize("name", ["W4A16", "W8A8", "FP8_DYNAMIC"])
+def test_scales_that_bfloat16_does_not_hold_are_not_rounded(name):
+    linear = random_linear(name, (48, 64), scale_dtype=torch.float32)
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
+    expected = linear.fake_quantize_input(x).double() @ linear.weight.dequantize().double().t()
+    assert torch.allclose(run(linear, x).double(), expected, rtol=0, atol=1e-6 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["W8A8", "W4A8", "FP8_DYNAMIC", "W4A16"])
+def test_an_infinite_input_leaves_no_finite_output_of_its_token_and_a_zero_token_gives_the_bias(name, dtype):
+    linear = random_linear(name, (40, 64))
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
+    x[0, 5], x[1] = float("inf"), 0
+    bias = torch.linspace(-1, 1, 40).to(dtype)
+    y = run(linear, x, bias)
+    if name == "W4A16":
+        assert torch.equal(~y[0].isfinite(), torch.ones(40, dtype=torch.bool))  # Inf * 0 is NaN, else Inf
+    else:
+        assert y[0].isnan().all()  # the oracle's, whose scale is Inf
+    assert torch.equal(y[1], bias)
+    assert y[2].isfinite().all()
+
+
+def test_four_bit_weights_are_multiplied_without_rounding_them_to_the_dtype_of_the_inputs():
+    # Why it exists: with bfloat16 inputs torch's kernel, which rounds, is ten times as far from the product.
+    linear = random_linear("W4A16_ASYM", (64, 512))
+    x = torch.randn(16, 512, generator=torch.Generator().manual_seed(1)).bfloat16()
+    exact = x.double() @ linear.weight.dequantize().double().t()
+    errors = []
+    for backend in (w4a16, int4_pack):
+        y = backend.linear(x, backend.prepare(linear, torch.bfloat16), None).double()
+        errors.append((y - exact).abs().mean().item())
+    assert errors[0] <= 1.001 * (exact.bfloat16().double() - exact).abs().mean().item()  # that of rounding the result
+    assert errors[0] < errors[1]
+
+
+def test_quantizing_inputs_of_a_scheme_that_does_not_is_w4a8_by_another_name():
+    linear = random_linear("W4A16", (48, 64))
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
+    named = w4a16_int8.linear(x, w4a16_int8.prepare(linear, torch.float32), None)
+    scheme = replace(linear.scheme, input=PRESETS["W4A8"].input)
+    assert torch.equal(named, run(replace(linear, scheme=scheme), x))
+    assert not torch.allclose(named, run(linear, x), rtol=1e-4, atol=1e-4)
+    reason = w4a16_int8.why_not(PRESETS["W4A8"], torch.device("cpu"), shape=(16, 128), dtype=torch.float32)
+    assert reason == "w4a16_int8 needs inputs in the model's dtype, scheme W4A8 quantizes them"
+
+
+def test_a_copied_module_outlives_the_one_it_was_copied_from():
+    linear, x = random_linear("W8A8", (8, 32)), torch.ones(1, 32)
+    module = QuantLinear(linear, bias=None, backend=w8a8, dtype=torch.float32)
+    expected, copied = module(x), copy.deepcopy(module)
+    del module
+    gc.collect()
+    torch.full((64, 64), -1, dtype=torch.int32)  # what was freed is used again
+    assert torch.equal(copied(x), expected)
+
+
+def test_inputs_that_the_weight_was_not_prepared_for_are_refused():
+    prepared = w8a8.prepare(random_linear("W8A8", (8, 32)), torch.float32)
+    for x in (torch.zeros(2, 32, dtype=torch.bfloat16), torch.zeros(2, 31), torch.zeros(2, 32, device="meta")):
+        with pytest.raises(UsageError, match=r"^inputs: .* the weight was prepared for torch.float32 \[..., 32\] on cpu; give"):
+            w8a8.linear(x, prepared, None)
+    for bias in (torch.zeros(8, dtype=torch.bfloat16), torch.zeros(9), torch.zeros(8, 2)[:, 0]):
+        with pytest.raises(UsageError, match=r"^bias: .*, inputs and outputs are torch.float32 \[8\]; give"):
+            w8a8.linear(torch.zeros(2, 32), prepared, bias)
+
+
+@pytest.mark.parametrize("name", ["W4A16", "W8A16", "FP8_DYNAMIC", "W8A8"])
+def test_float32_inputs_of_a_weight_for_bfloat16_are_rounded_where_they_are_not_quantized_and_outputs_are_not(name):
+    linear = random_linear(name, (48, 64))
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
+    bias = torch.randn(48, generator=torch.Generator().manual_seed(2))
+    y = kernels.linear(x, kernels.prepare(linear, torch.bfloat16), bias)
+    seen = x if linear.scheme.input is not None else x.bfloat16().float()
+    expected = linear.fake_quantize_input(seen).double() @ linear.weight.dequantize().double().t() + bias
+    assert y.dtype == torch.float32
+    assert torch.allclose(y.double(), expected, rtol=0, atol=1e-6 * expected.abs().max().item())
+    assert not torch.equal(y, y.bfloat16().float())
+
+
+def test_a_row_of_equal_int4_sums_exactly_to_what_an_int32_holds():
+    # 15 * 127 * 32768 = 62423040 per channel of 32768 columns, every term at its end.
+    weights = TensorScheme(kind="int", num_bits=4, granularity="per_channel", symmetric=False)
+    scheme = replace(PRESETS["W4A8"], weights=weights)
+    qvalue = torch.full((16, 32768), 7, dtype=torch.int8)
+    linear = linear_of(scheme, qvalue, zero_point=torch.full((16, 1), -8, dtype=torch.int8))
+    assert run(linear, torch.full((1, 32768), 127.5)).unique().tolist() == [62423040.0]

@@ -1,0 +1,175 @@
+"""C that is compiled when it is first used: what the cache holds, what damages it, and what is said where it cannot be."""
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from quantflow.core import native
+from quantflow.errors import UnsupportedError
+
+if not any(shutil.which(name) for name in ("gcc", "cc")):
+    pytest.skip("no C compiler here", allow_module_level=True)
+
+SOURCE = """
+#include <omp.h>
+int answer(void) { return ANSWER; }
+int threads(void) { int n = 0;
+_Pragma("omp parallel reduction(+:n)") n += 1;
+return n; }
+"""
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch) -> Path:
+    """An empty cache folder of this test's own."""
+    native._attempt.cache_clear()
+    monkeypatch.setenv("QUANTFLOW_CACHE", str(tmp_path / "cache"))
+    yield tmp_path / "cache"
+    native._attempt.cache_clear()
+
+
+def source(folder: Path, answer: object = 42, name: str = "small.c") -> Path:
+    path = folder / name
+    path.write_text(SOURCE.replace("ANSWER", str(answer)))
+    return path
+
+
+def in_another_process(path: Path, environment: dict[str, str] | None = None) -> subprocess.Popen:
+    """Start a process that prints the answer of the library, or the error."""
+    code = f"""
+from pathlib import Path
+from quantflow.core import native
+from quantflow.errors import UnsupportedError
+try:
+    print(native.library(Path({str(path)!r})).answer())
+except UnsupportedError as error:
+    print(error)
+"""
+    options = {"stdout": subprocess.PIPE, "text": True, "env": {**os.environ, **(environment or {})}}
+    return subprocess.Popen([sys.executable, "-c", code], **options)
+
+
+def test_a_source_is_compiled_once_and_loaded_from_the_cache_by_the_next_process(tmp_path, cache, monkeypatch):
+    path = source(tmp_path)
+    assert native.library(path).answer() == 42
+    (built,) = cache.glob("small-*.so")
+    before = built.stat().st_mtime_ns
+    native._attempt.cache_clear()
+    monkeypatch.setattr(native, "_build", None)  # compiling again would call None
+    assert native.library(path).answer() == 42
+    assert built.stat().st_mtime_ns == before
+    assert list(cache.iterdir()) == [built]  # nothing temporary is left
+
+
+def test_another_source_compiler_or_cpu_gets_a_library_of_its_own(tmp_path, cache, monkeypatch):
+    native.library(source(tmp_path, 1))
+    native._attempt.cache_clear()
+    assert native.library(source(tmp_path, 2)).answer() == 2
+    for name in ("_cpu", "_identity"):
+        native._attempt.cache_clear()
+        with monkeypatch.context() as patched:
+            patched.setattr(native, name, lambda *_: "x" if name == "_cpu" else b"x")  # noqa: B023, called in this turn
+            native.library(source(tmp_path, 2))
+    assert len(list(cache.iterdir())) == 4
+
+
+@pytest.mark.parametrize("damage", ["truncated", "empty", "flipped"])
+def test_a_damaged_library_is_compiled_again(tmp_path, cache, damage):
+    path = source(tmp_path)
+    assert in_another_process(path).communicate()[0] == "42\n"
+    (built,) = cache.glob("*.so")
+    content = bytearray(built.read_bytes())
+    content[len(content) // 2] ^= 1
+    whole = len(content)
+    built.write_bytes({"truncated": content[: whole // 2], "empty": b"", "flipped": content}[damage])
+    assert native.library(path).answer() == 42
+    assert built.stat().st_size == whole
+
+
+def test_two_processes_that_need_a_library_at_once_both_get_it(tmp_path, cache):
+    path = source(tmp_path)
+    both = [in_another_process(path) for _ in range(2)]
+    assert [process.communicate()[0] for process in both] == ["42\n", "42\n"]
+    assert len(list(cache.iterdir())) == 1
+
+
+def test_it_takes_as_many_threads_as_torch(tmp_path):
+    built, before = native.library(source(tmp_path)), torch.get_num_threads()
+    for count in (1, 2):
+        torch.set_num_threads(count)
+        try:
+            assert built.threads() == count
+        finally:
+            torch.set_num_threads(before)
+
+
+def test_a_missing_compiler_is_named_with_a_remedy(tmp_path, monkeypatch):
+    path = source(tmp_path)
+    monkeypatch.setenv("CC", "no-such-compiler")
+    with pytest.raises(UnsupportedError, match=r"^no C compiler \(no-such-compiler\); install gcc, or set CC to a compiler$"):
+        native.library(path)
+    assert native.why_not(path, needs=()) == "no C compiler (no-such-compiler); install gcc, or set CC to a compiler"
+
+
+def test_a_source_that_does_not_compile_says_what_the_compiler_said_and_is_tried_once(tmp_path, cache, monkeypatch):
+    path = source(tmp_path, "nonsense")
+    with pytest.raises(UnsupportedError, match=r"^small\.c: .*gcc exits 1: .*nonsense.* undeclared.*; set CC to a gcc"):
+        native.library(path)
+    assert list(cache.iterdir()) == []
+    monkeypatch.setattr(native, "_build", None)
+    assert "exits 1" in native.why_not(path, needs=())
+
+
+def test_a_cache_that_cannot_be_made_says_what_to_set(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("QUANTFLOW_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(UnsupportedError, match=r"/file/cache: Not a directory; set QUANTFLOW_CACHE to a folder of your own"):
+        native.library(source(tmp_path))
+
+
+def test_a_cache_that_can_only_be_read_serves_what_it_holds_and_says_so_otherwise(tmp_path, cache, monkeypatch):
+    held, missing = source(tmp_path), source(tmp_path, 7, "other.c")
+    native.library(held)
+    native._attempt.cache_clear()
+
+    def refuse(**_options):
+        raise PermissionError(13, "Permission denied", str(cache))
+
+    monkeypatch.setattr(native.tempfile, "TemporaryDirectory", refuse)  # root, who runs some of these tests, may write anywhere
+    assert native.library(held).answer() == 42
+    with pytest.raises(UnsupportedError, match=r"/other-\w+\.so: Permission denied; set QUANTFLOW_CACHE"):
+        native.library(missing)
+
+
+def test_code_is_not_loaded_from_a_folder_that_others_may_write(tmp_path, cache):
+    cache.mkdir()
+    cache.chmod(0o777)
+    with pytest.raises(UnsupportedError, match=r"/cache: others may write code to it that this process would run; set"):
+        native.library(source(tmp_path))
+
+
+def test_the_cache_follows_xdg_and_is_the_users_alone(tmp_path):
+    environment = {"QUANTFLOW_CACHE": "", "XDG_CACHE_HOME": str(tmp_path / "xdg")}
+    assert in_another_process(source(tmp_path), environment).communicate()[0] == "42\n"
+    folder = tmp_path / "xdg" / "quantflow"
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert len(list(folder.iterdir())) == 1
+
+
+def test_an_instruction_set_that_the_cpu_lacks_is_named_before_anything_is_compiled(tmp_path, monkeypatch):
+    monkeypatch.setattr(native, "_build", None)
+    assert native.why_not(source(tmp_path), needs=("avx9000",)) == "this CPU has no avx9000"
+
+
+def test_a_library_that_can_be_had_has_no_reason_and_takes_addresses_of_tensors(tmp_path):
+    path = source(tmp_path)
+    assert native.why_not(path, needs=()) is None
+    tensor = torch.tensor([5, 6], dtype=torch.int32)
+    assert ctypes.c_int32.from_address(native.address(tensor)).value == 5
+    assert native.address(None) is None

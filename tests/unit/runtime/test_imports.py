@@ -1,0 +1,20 @@
+"""What running an artifact does not need is not imported."""
+
+import subprocess
+import sys
+
+CODE = """
+import importlib, pkgutil, sys
+import quantflow.runtime
+for module in pkgutil.walk_packages(quantflow.runtime.__path__, "quantflow.runtime."):
+    importlib.import_module(module.name)
+foreign = ("lm_eval", "datasets", "peft", "pyarrow")
+layers = ("models.calibration", "observers", "algorithms", "transforms", "measurements", "evaluation")
+own = [f"quantflow.{name}" for name in layers]
+print(*(name for name in sys.modules if name.startswith((*foreign, *own, "stages"))))
+"""
+
+
+def test_the_runtime_imports_neither_evaluation_nor_data_sets_nor_calibration():
+    found = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == []

@@ -1,0 +1,107 @@
+"""The cache: what is kept of a number, rows and columns."""
+
+import pytest
+import torch
+
+from quantflow.errors import UsageError
+from quantflow.runtime.kv_cache import KINDS, KVCache
+
+
+def cache(kind: str, *, rows: int = 2, capacity: int = 40) -> KVCache:
+    return KVCache(kind=kind, layers=2, rows=rows, kv_heads=3, capacity=capacity, head_dim=8)
+
+
+def numbers(rows: int, count: int, seed: int) -> torch.Tensor:
+    return torch.randn(rows, 3, count, 8, generator=torch.Generator().manual_seed(seed))
+
+
+def fill(kept: KVCache, counts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Write columns in several pieces to both layers; return layer 1's keys and values."""
+    written = []
+    for seed, count in enumerate(counts):
+        keys, values = numbers(kept.rows, count, seed), numbers(kept.rows, count, seed + 100)
+        kept.store(0, values, keys)
+        kept.store(1, keys, values)
+        kept.length += count
+        written.append((keys, values))
+    keys, values = zip(*written, strict=True)
+    return torch.cat(keys, dim=2), torch.cat(values, dim=2)
+
+
+# Half a step, of a number: bfloat16 has 8 significant bits, e4m3 has 4; of int8 that of a largest number of 8 at most, clamped.
+ROOM = {"float32": 0.0, "bfloat16": 2**-8, "float8": 2**-4, "int8": 4 / 127.5}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_written_in_pieces_reads_back_within_the_rounding_of_its_kind(kind):
+    kept = cache(kind)
+    keys, values = fill(kept, [7, 1, 15, 1])
+    for found, expected in zip(kept.read(1, 24), (keys, values), strict=True):
+        assert found.shape == expected.shape
+        room = ROOM[kind] * (1 if kind == "int8" else expected.abs().clamp_min(2**-6))
+        assert ((found - expected).abs() <= room).all()
+
+
+def test_int8_has_a_scale_per_head_and_position_worked_by_hand():
+    kept = KVCache(kind="int8", layers=1, rows=1, kv_heads=2, capacity=3, head_dim=2)
+    kept.store(0, torch.tensor([[[[2.55, -1.0]], [[0.0, 0.0]]]]), torch.tensor([[[[255.0, 2.0]], [[-127.5, 1.0]]]]))
+    assert kept.key_scales[0][0, :, 0].tolist() == pytest.approx([0.02, 1.0])
+    assert kept.keys[0][0, :, 0, :, 0].tolist() == [[127, -50], [0, 0]]  # 127.5 rounds to 128, which is clamped
+    assert kept.value_scales[0][0, :, 0].tolist() == [2.0, 1.0]
+    assert kept.values[0][0, :, 0].tolist() == [[127, 1], [-128, 1]]
+
+
+def test_float8_saturates_and_keeps_nan():
+    kept = KVCache(kind="float8", layers=1, rows=1, kv_heads=1, capacity=1, head_dim=2)
+    kept.store(0, torch.tensor([[[[1000.0, -1000.0]]]]), torch.tensor([[[[float("nan"), 0.3]]]]))
+    keys, values = kept.read(0, 1)
+    assert keys.flatten().tolist() == [448.0, -448.0]
+    assert values.isnan().flatten().tolist() == [True, False]
+    assert values[0, 0, 0, 1] == 0.3125
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [[1], [1, 0], [0, 0, 1, 1, 0]], ids=["fewer", "swapped", "more"])
+def test_rows_are_kept_in_the_order_asked_for(kind, rows):
+    kept = cache(kind)
+    fill(kept, [17])
+    kept.padding.copy_(torch.tensor([4, 9]))
+    before = [part.clone() for part in kept.read(1, 17)]
+    kept.keep(torch.tensor(rows))
+    assert kept.padding.tolist() == [[4, 9][row] for row in rows]
+    for old, new in zip(before, kept.read(1, 17), strict=True):
+        assert torch.equal(new, old[rows])
+    assert kept.rows == len(rows)
+
+
+def test_columns_are_cropped_and_written_again():
+    kept = cache("float32")
+    keys, _ = fill(kept, [20])
+    kept.crop(5)
+    kept.store(1, numbers(2, 3, 9), numbers(2, 3, 9))
+    found, _ = kept.read(1, 8)
+    assert torch.equal(found, torch.cat([keys[:, :, :5], numbers(2, 3, 9)], dim=2))
+
+
+def test_smaller_kinds_take_a_half_and_a_quarter_and_int8_its_scales():
+    sizes = {kind: cache(kind).nbytes for kind in KINDS}
+    assert sizes["bfloat16"] * 2 == sizes["float8"] * 4 == sizes["float32"]
+    assert sizes["float32"] == 2 * 2 * 2 * 3 * 48 * 8 * 4  # layers, keys and values, rows, heads, columns, features, bytes
+    assert sizes["int8"] == sizes["float8"] + 2 * 2 * 2 * 3 * 48 * 4
+
+
+@pytest.mark.parametrize(
+    ("act", "told"),
+    [
+        (lambda kept: kept.crop(4), "kv cache: crop to 4 of 3 positions"),
+        (lambda kept: kept.keep(torch.tensor([2])), r"kv cache: keep rows \[2\] of 2"),
+        (lambda kept: kept.keep(torch.tensor([], dtype=torch.int64)), r"kv cache: keep rows \[\] of 2"),
+        (lambda kept: cache("int4"), "kv cache 'int4' is unknown; use one of float32, bfloat16, float8, int8"),
+        (lambda kept: cache("int8", rows=0), "kv cache of 0 rows and 40 positions"),
+    ],
+)
+def test_what_there_is_not_is_an_error(act, told):
+    kept = cache("float32")
+    fill(kept, [3])
+    with pytest.raises(UsageError, match=told):
+        act(kept)

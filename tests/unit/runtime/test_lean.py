@@ -1,0 +1,286 @@
+"""The lean decoder against transformers' model with the same dequantized weights."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from quantflow.core.scheme import PRESETS, with_group_size
+from quantflow.errors import UnsupportedError, UsageError
+from quantflow.runtime import lean
+from quantflow.runtime.artifact import open_artifact
+from quantflow.runtime.decoder import Decoder, HiddenDecoder, TransformersDecoder
+from quantflow.runtime.decoding import Lookup, generate
+from quantflow.runtime.lean import LeanDecoder
+from quantflow.runtime.load import load_decoder
+
+ROOT = Path(__file__).resolve().parents[3]
+W4A16 = with_group_size(PRESETS["W4A16"], 32)
+W8A16 = PRESETS["W8A16"]
+SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96, "vocab_size": 96, "eos_token_id": 2}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+
+
+def rope(kind: str, **more) -> dict:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **more}}
+
+
+LLAMA = LlamaConfig(**SIZES, tie_word_embeddings=False, architectures=["LlamaForCausalLM"])
+BANDS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+FAMILIES = {
+    "llama": LLAMA,
+    "llama, narrow heads": LlamaConfig(**SIZES | {"num_attention_heads": 8, "head_dim": 8}, architectures=["LlamaForCausalLM"]),
+    "llama, wide heads": LlamaConfig(
+        **SIZES, head_dim=48, attention_bias=True, mlp_bias=True, architectures=["LlamaForCausalLM"]
+    ),
+    "llama, seven to a head": LlamaConfig(
+        **SIZES | {"hidden_size": 112, "num_attention_heads": 7, "num_key_value_heads": 1, "head_dim": 16},
+        architectures=["LlamaForCausalLM"],
+    ),
+    "llama3 rope": LlamaConfig(**SIZES, **rope("llama3", factor=8.0, **BANDS), architectures=["LlamaForCausalLM"]),
+    "linear rope": LlamaConfig(**SIZES, **rope("linear", factor=2.0), architectures=["LlamaForCausalLM"]),
+    "yarn rope": LlamaConfig(
+        **SIZES, **rope("yarn", factor=4.0, original_max_position_embeddings=16), architectures=["LlamaForCausalLM"]
+    ),
+    "mistral, a window of 6": MistralConfig(**SIZES, sliding_window=6, architectures=["MistralForCausalLM"]),
+    "qwen2, biases and a tied head": Qwen2Config(**SIZES, tie_word_embeddings=True, architectures=["Qwen2ForCausalLM"]),
+    "qwen2, one of two layers slides": Qwen2Config(
+        **SIZES, use_sliding_window=True, sliding_window=5, max_window_layers=1, architectures=["Qwen2ForCausalLM"]
+    ),
+    "qwen3, norms over heads": Qwen3Config(**SIZES, head_dim=32, architectures=["Qwen3ForCausalLM"]),
+}
+
+
+def ids(rows: int, count: int, seed: int) -> torch.Tensor:
+    return torch.randint(3, 96, (rows, count), generator=torch.Generator().manual_seed(seed))
+
+
+def walk(decoder: Decoder) -> list[torch.Tensor]:
+    """Return the logits of everything that a decoder is asked for: a prompt, steps, a few at once, crop, other rows."""
+    found = []
+    with torch.inference_mode():
+        decoder.begin(rows=2, capacity=40)
+        found.append(decoder.forward(ids(2, 9, 0), padding=torch.tensor([0, 3])))
+        found += [decoder.forward(ids(2, 1, seed)) for seed in (1, 2, 3)]
+        found.append(decoder.forward(ids(2, 4, 4), last_only=False))
+        decoder.crop(11)
+        found.append(decoder.forward(ids(2, 1, 5)))
+        decoder.keep(torch.tensor([1, 1, 0]))
+        found.append(decoder.forward(ids(3, 18, 6), last_only=False))
+        decoder.keep(torch.tensor([2]))
+        found.append(decoder.forward(ids(1, 1, 7)))
+        decoder.begin(rows=1, capacity=20)
+        found.append(decoder.forward(ids(1, 20, 8), last_only=False))
+    return found
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["in C", "in torch"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_has_the_logits_of_transformers_whatever_is_asked(family, fused, tmp_path, make_artifact):
+    model = make_artifact(tmp_path, FAMILIES[family], W8A16)
+    artifact = open_artifact(tmp_path, backend="reference")
+    expected = walk(TransformersDecoder(model, crops=True))
+    for ours, theirs in zip(walk(LeanDecoder(artifact, fused=fused)), expected, strict=True):
+        assert torch.allclose(ours, theirs, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["W8A8", "W8A8_STATIC", "FP8", "FP8_BLOCK", "W4A16_ASYM", "W4A8"])
+def test_linears_of_every_scheme_are_put_together_without_changing_their_outputs(name, tmp_path, make_artifact):
+    config = LlamaConfig(**SIZES | {"hidden_size": 128, "intermediate_size": 128}, architectures=["LlamaForCausalLM"])
+    scheme = (
+        PRESETS[name] if name == "FP8_BLOCK" or not PRESETS[name].weights.group_size else with_group_size(PRESETS[name], 32)
+    )
+    model = make_artifact(tmp_path, config, scheme)
+    decoder = LeanDecoder(open_artifact(tmp_path, backend="reference"))
+    prompt = ids(2, 12, 0)
+    decoder.begin(rows=2, capacity=12)
+    # Another order of sums can move an input over a rounding boundary of its grid.
+    assert torch.allclose(decoder.forward(prompt, last_only=False), model(prompt).logits, atol=2e-2, rtol=2e-2)
+
+
+def test_linears_that_are_quantized_differently_are_computed_apart(tmp_path, make_artifact):
+    def scheme_of(name):
+        return None if name.endswith(("v_proj", "gate_proj")) else W8A16 if name.endswith("k_proj") else W4A16
+
+    config = Qwen2Config(**SIZES, architectures=["Qwen2ForCausalLM"])
+    model = make_artifact(tmp_path, config, scheme_of)
+    decoder = LeanDecoder(open_artifact(tmp_path, backend="reference"))
+    decoder.begin(rows=1, capacity=12)
+    prompt = ids(1, 12, 0)
+    assert torch.allclose(decoder.forward(prompt, last_only=False), model(prompt).logits, atol=2e-5, rtol=2e-5)
+
+
+def test_bfloat16_weights_are_kept_so_and_their_logits_are_those_of_float32(tmp_path, make_artifact, edit_tensors):
+    model = make_artifact(tmp_path, LLAMA, W4A16)
+
+    def narrow(tensors):
+        tensors |= {name: tensors[name].bfloat16() for name in ("lm_head.weight", "model.embed_tokens.weight")}
+
+    edit_tensors(tmp_path, narrow)
+    for name in ("lm_head", "model.embed_tokens"):
+        weight = model.get_submodule(name).weight
+        weight.data = weight.data.bfloat16().float()
+    expected = walk(TransformersDecoder(model, crops=True))
+    for fused in (True, False):
+        found = walk(LeanDecoder(open_artifact(tmp_path, backend="reference", verify=False), fused=fused))
+        assert all(torch.allclose(ours, theirs, atol=2e-5, rtol=2e-5) for ours, theirs in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["in C", "in torch"])
+def test_one_and_two_threads_give_the_same_bits(fused, tmp_path, make_artifact):
+    config = LlamaConfig(**SIZES | {"hidden_size": 512, "head_dim": 64}, architectures=["LlamaForCausalLM"])
+    make_artifact(tmp_path, config, W8A16)
+    decoder, found = LeanDecoder(open_artifact(tmp_path), fused=fused), []
+    if not fused:
+        pytest.skip("torch's own sums depend on it")
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            decoder.begin(rows=2, capacity=80)
+            found.append([decoder.forward(ids(2, 16, 0)), decoder.forward(ids(2, 16, 1)), decoder.forward(ids(2, 1, 2))])
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+
+
+def to_int8(x: torch.Tensor) -> torch.Tensor:
+    step = x.abs().amax(dim=-1, keepdim=True) / 127.5
+    return (x / step).round().clamp(-128, 127) * step
+
+
+ROUNDED = {
+    "bfloat16": lambda x: x.bfloat16().float(),
+    "float8": lambda x: x.to(torch.float8_e4m3fn).float(),
+    "int8": to_int8,
+}
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["in C", "in torch"])
+@pytest.mark.parametrize("kind", ROUNDED)
+def test_a_smaller_cache_gives_the_logits_of_transformers_with_rounded_keys_and_values(
+    kind, fused, tmp_path, make_artifact, monkeypatch
+):
+    model = make_artifact(tmp_path, LLAMA, W4A16)
+    exact = walk(TransformersDecoder(model, crops=True))
+    update = DynamicCache.update
+
+    def rounding(self, keys, values, *arguments, **options):
+        return update(self, ROUNDED[kind](keys), ROUNDED[kind](values), *arguments, **options)
+
+    monkeypatch.setattr(DynamicCache, "update", rounding)
+    expected = walk(TransformersDecoder(model, crops=True))
+    found = walk(LeanDecoder(open_artifact(tmp_path, backend="reference"), kv_cache=kind, fused=fused))
+    for ours, theirs, whole in zip(found, expected, exact, strict=True):
+        # A number in the middle between two codes may fall to either: a few among hundreds, a twentieth of all at most.
+        assert (ours - theirs).abs().max() < 0.05 * (theirs - whole).abs().max()
+
+
+def test_hidden_states_are_what_the_head_reads(tmp_path, make_artifact):
+    model = make_artifact(tmp_path, LLAMA, W4A16)
+    decoder, peer = LeanDecoder(open_artifact(tmp_path, backend="reference")), TransformersDecoder(model)
+    assert isinstance(decoder, HiddenDecoder)
+    for each in (decoder, peer):
+        each.begin(rows=1, capacity=9)
+    for ours, theirs in zip(decoder.forward_hidden(ids(1, 9, 0)), peer.forward_hidden(ids(1, 9, 0)), strict=True):
+        assert torch.allclose(ours, theirs, atol=2e-5, rtol=2e-5)
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory, make_artifact):
+    """The example model in W4A16: the artifact, and transformers' model with its dequantized weights."""
+    folder = tmp_path_factory.mktemp("example")
+    model = AutoModelForCausalLM.from_pretrained(ROOT / "examples/tiny-llama", dtype=torch.float32).eval()
+    return folder, make_artifact(folder, model.config, PRESETS["W4A16"], model=model)
+
+
+def prompts() -> tuple[torch.Tensor, torch.Tensor]:
+    """Fifty pieces of this repository's own text, padded on the left."""
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "examples/tiny-llama")
+    text = tokenizer((ROOT / "CHANGELOG.md").read_text() * 2)["input_ids"]
+    rows = [text[60 * index : 60 * index + 5 + index % 23] for index in range(50)]
+    padding = torch.tensor([27 - len(row) for row in rows])
+    return torch.tensor([[2] * (27 - len(row)) + row for row in rows]), padding
+
+
+def test_fifty_prompts_continue_with_the_64_tokens_of_transformers(example):
+    folder, model = example
+    tokens, padding = prompts()
+    expected = generate(model, tokens, padding=padding, max_new_tokens=64)
+    decoder = LeanDecoder(open_artifact(folder, backend="reference", verify=False))
+    assert torch.equal(generate(decoder, tokens, padding=padding, max_new_tokens=64), expected)
+
+
+def test_speculation_gives_the_tokens_of_greedy_decoding(example):
+    folder, _ = example
+    decoder = LeanDecoder(open_artifact(folder, verify=False))
+    prompt = prompts()[0][22:23]
+    expected = generate(decoder, prompt, max_new_tokens=48)
+    assert torch.equal(generate(decoder, prompt, max_new_tokens=48, method=Lookup(tokens=4)), expected)
+
+
+NEOX = GPTNeoXConfig(**SIZES, architectures=["GPTNeoXForCausalLM"])
+GELU = LlamaConfig(**SIZES, hidden_act="gelu", architectures=["LlamaForCausalLM"])
+DYNAMIC = LlamaConfig(**SIZES, **rope("dynamic", factor=2.0), architectures=["LlamaForCausalLM"])
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (NEOX, "it knows layers like Llama's, not those of gpt_neox"),
+        (GELU, "it gates with silu, not with gelu"),
+        (DYNAMIC, "its rotation depends on the position alone, that of rope_type dynamic on the sequence too"),
+    ],
+)
+def test_what_it_cannot_run_goes_through_transformers_and_says_why(config, reason, tmp_path, make_artifact):
+    model = make_artifact(tmp_path, config, W4A16)
+    loaded = load_decoder(tmp_path)
+    assert (loaded.name, loaded.reasons) == ("transformers", (f"the lean decoder is not used: {reason}",))
+    loaded.decoder.begin(rows=1, capacity=8)
+    assert torch.allclose(loaded.decoder.forward(ids(1, 8, 0)), model(ids(1, 8, 0)).logits[:, -1], atol=1e-4)
+    with pytest.raises(UnsupportedError, match=f"the lean decoder: {reason}; use decoder transformers"):
+        load_decoder(tmp_path, decoder="lean")
+    with pytest.raises(UsageError, match=r"kv cache int8: the lean decoder has it, and is not used: "):
+        load_decoder(tmp_path, kv_cache="int8")
+
+
+def test_the_lean_decoder_is_taken_where_it_can_be_and_transformers_where_it_is_asked_for(tmp_path, make_artifact):
+    make_artifact(tmp_path, LLAMA, W4A16)
+    assert isinstance(load_decoder(tmp_path).decoder, LeanDecoder)
+    asked = load_decoder(tmp_path, decoder="transformers")
+    assert (asked.name, asked.reasons) == ("transformers", ("the lean decoder is not used: it was not asked for",))
+    assert isinstance(asked.decoder, TransformersDecoder)
+    with pytest.raises(UsageError, match="decoder 'fast' is unknown; use one of auto, lean, transformers"):
+        load_decoder(tmp_path, decoder="fast")
+
+
+def test_without_a_compiler_it_runs_in_torch_and_says_so(tmp_path, make_artifact, monkeypatch):
+    make_artifact(tmp_path, LLAMA, W4A16)
+    monkeypatch.setattr(lean, "fused_why_not", lambda heads: "no C compiler (gcc, cc)")
+    loaded = load_decoder(tmp_path)
+    assert loaded.reasons == ("small operations run in torch: no C compiler (gcc, cc)",)
+    loaded.decoder.begin(rows=1, capacity=8)
+    assert loaded.decoder.forward(ids(1, 8, 0)).shape == (1, 96)
+
+
+def test_more_than_there_is_room_for_is_an_error(tmp_path, make_artifact):
+    make_artifact(tmp_path, LLAMA, W4A16)
+    decoder = LeanDecoder(open_artifact(tmp_path))
+    with pytest.raises(UsageError, match="the decoder has no cache; call begin before anything else"):
+        decoder.forward(ids(1, 3, 0))
+    decoder.begin(rows=1, capacity=16)
+    with pytest.raises(UsageError, match="input_ids 2 x 3: the cache has 1 rows, 0 of 16 positions"):
+        decoder.forward(ids(2, 3, 0))
+    decoder.forward(ids(1, 16, 0))
+    with pytest.raises(UsageError, match="input_ids 1 x 1: the cache has 1 rows, 16 of 16 positions"):
+        decoder.forward(ids(1, 1, 0))

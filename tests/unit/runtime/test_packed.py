@@ -1,0 +1,115 @@
+"""Weights kept as kernels want them: the same decoder without preparing anything, and nothing that is damaged."""
+
+import dataclasses
+
+import pytest
+import torch
+from transformers import LlamaConfig, Qwen2Config
+
+from quantflow.backends import w4a16, w8a8
+from quantflow.core import kernels, native
+from quantflow.core.scheme import PRESETS, with_group_size
+from quantflow.errors import IntegrityError
+from quantflow.runtime.artifact import Artifact
+from quantflow.runtime.load import load_decoder
+from quantflow.runtime.packed import Pack
+
+SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96, "vocab_size": 96, "max_position_embeddings": 64}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+LLAMA = LlamaConfig(**SIZES, tie_word_embeddings=False, architectures=["LlamaForCausalLM"])
+QWEN2 = Qwen2Config(**SIZES, tie_word_embeddings=True, architectures=["Qwen2ForCausalLM"])
+W4A16 = with_group_size(PRESETS["W4A16_ASYM"], 32)
+PROMPT = torch.randint(3, 96, (2, 9), generator=torch.Generator().manual_seed(0))
+OURS = native.why_not(kernels.SOURCE, needs=kernels.NEEDS) is None
+
+
+def logits(loaded) -> torch.Tensor:
+    loaded.decoder.begin(rows=2, capacity=9)
+    return loaded.decoder.forward(PROMPT, last_only=False)
+
+
+def pack_of(folder):
+    (found,) = (folder.parent / f"{folder.name}-packed").iterdir()
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("config", "scheme"), [(LLAMA, W4A16), (QWEN2, PRESETS["W8A8"])], ids=["W4A16_ASYM", "W8A8"])
+def test_a_second_load_gives_the_same_bits_and_prepares_nothing(config, scheme, dtype, tmp_path, make_artifact, monkeypatch):
+    folder = tmp_path / "artifact"
+    make_artifact(folder, config, scheme)
+    expected = logits(load_decoder(folder, dtype=dtype))
+    assert torch.equal(logits(load_decoder(folder, dtype=dtype, pack=True)), expected)
+    if OURS:
+        for owner, name in ((w4a16, "prepare"), (w8a8, "prepare"), (Artifact, "decode")):
+            monkeypatch.setattr(owner, name, lambda *_args: pytest.fail("a weight was prepared again"))
+    assert torch.equal(logits(load_decoder(folder, dtype=dtype, pack=True)), expected)
+
+
+def test_other_choices_and_another_artifact_have_files_of_their_own(tmp_path, make_artifact):
+    folder = tmp_path / "artifact"
+    make_artifact(folder, LLAMA, W4A16)
+    load_decoder(folder, pack=True)
+    first = pack_of(folder)
+    load_decoder(folder, pack=True, dtype=torch.bfloat16)
+    load_decoder(folder, pack=True, backend="reference")
+    assert len(list(first.parent.iterdir())) == 3
+
+
+@pytest.mark.parametrize("where", [0.5, -1], ids=["in the middle", "the last byte"])
+def test_a_flipped_bit_is_an_integrity_error_unless_nothing_is_verified(where, tmp_path, make_artifact):
+    folder = tmp_path / "artifact"
+    make_artifact(folder, LLAMA, W4A16)
+    load_decoder(folder, pack=True)
+    path = pack_of(folder)
+    content = bytearray(path.read_bytes())
+    content[int(len(content) * where) if where > 0 else -1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(IntegrityError, match="its data is not what was written; remove the file; it is made again"):
+        load_decoder(folder, pack=True)
+    load_decoder(folder, pack=True, verify=False)
+
+
+@pytest.mark.parametrize("size", [0, 10, 100, -64])
+def test_a_file_that_ends_early_is_an_integrity_error(size, tmp_path):
+    path = tmp_path / "a.pack"
+    pack = Pack(path, verify=True)
+    pack.get("x", lambda: (torch.arange(1000), None))
+    pack.save()
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(IntegrityError, match="remove the file; it is made again"):
+        Pack(path, verify=True)
+
+
+def test_a_changed_config_beside_a_whole_pack_is_still_noticed(tmp_path, make_artifact):
+    folder = tmp_path / "artifact"
+    make_artifact(folder, LLAMA, W4A16)
+    load_decoder(folder, pack=True)
+    (folder / "config.json").write_text((folder / "config.json").read_text().replace("silu", "relu"))
+    with pytest.raises(IntegrityError, match=r"config\.json"):
+        load_decoder(folder, pack=True)
+
+
+def test_tensors_of_every_dtype_and_shape_come_back_at_whole_lines_of_the_cache(tmp_path):
+    written = {
+        "a": (torch.arange(7, dtype=torch.int8), None, torch.randn(3, 5)),
+        "b": (torch.randn(2, 3).bfloat16(), torch.arange(6, dtype=torch.int32).view(2, 3).t()),
+    }
+    pack = Pack(tmp_path / "new" / "a.pack", verify=True)
+    for name, parts in written.items():
+        pack.get(name, lambda parts=parts: parts)
+    pack.save()
+    again = Pack(pack.path, verify=True)
+    assert again.complete and "c" not in again
+    for name, parts in written.items():
+        for found, expected in zip(again.get(name, tuple), parts, strict=True):
+            assert (found is None) == (expected is None)
+            assert expected is None or (torch.equal(found, expected) and found.data_ptr() % 64 == 0)
+
+
+def test_the_pack_is_not_where_the_artifact_is_whose_files_stay_as_they_were(tmp_path, make_artifact):
+    folder = tmp_path / "artifact"
+    make_artifact(folder, LLAMA, W4A16)
+    before = sorted(path.name for path in folder.iterdir())
+    assert dataclasses.is_dataclass(load_decoder(folder, pack=True))
+    assert sorted(path.name for path in folder.iterdir()) == before
