@@ -596,7 +596,9 @@ def _run(stage: Any, job: Any, shared: dict[str, Any], *, report: Callable[[Path
 def main() -> int:
     """Run the command line of this process and return its exit code."""
     _memory.give_back_freed()
-    return exit_code(cli, sys.argv[1:])
+    code = exit_code(cli, sys.argv[1:])
+    _memory.end_quickly()
+    return code
 
 
 if __name__ == "__main__":
