@@ -118,7 +118,9 @@ class Backward:
         """Bring every gradient back through a layer, put those by its input, and return what its linears were shown."""
         total: Observers = {}
         with backward(self.stream, module, layer) as through:
-            arrived = self.workers.stream(partial(_sequence, through, gradients, self.stats), states, ahead=self.allowance.in_flight)
+            arrived = self.workers.stream(
+                partial(_sequence, through, gradients, self.stats), states, ahead=self.allowance.in_flight
+            )
             for number, (gradient, observers) in enumerate(arrived):
                 self.progress.doing(f"sequence {number + 1} of {len(states)}")
                 for site, seen in observers.items():
@@ -133,9 +135,7 @@ class Backward:
         return digest_of([self.key, index])
 
 
-def _sequence(
-    through: Through, gradients: HiddenStates, stats: Sequence[str], state: State
-) -> tuple[Tensor, Observers]:
+def _sequence(through: Through, gradients: HiddenStates, stats: Sequence[str], state: State) -> tuple[Tensor, Observers]:
     """Return the gradient by the input of one sequence, and what observers of its own saw on the way."""
     observers: Observers = {}
 

@@ -118,19 +118,17 @@ def quantize_group(
     importance = diagonal + DAMPINGS[0] * diagonal.mean()  # as gptq's
     grids = weight_grids(weights, scheme.weights, scale_dtype=scale_dtype, importance=importance, workers=workers)
     columns = feedback_of(hessian_sum, name=next(iter(weights)), workers=workers)
-    inputs = Side(matrix=hessian_sum, damping=columns.damping)
+    inputs = Side(matrix=hessian_sum.float(), damping=columns.damping)
 
     def unit(name: str) -> GroupResult:
-        apart = torch.cat(apart(weights[name].shape[0], _ROWS))
-        rows = feedback_of(
-            gradients[name], name=name, statistic="gradient_sum", dampings=_GRADIENT_DAMPINGS, order=apart
-        )
+        order = torch.cat(apart(weights[name].shape[0], _ROWS))
+        rows = feedback_of(gradients[name], name=name, statistic="gradient_sum", dampings=_GRADIENT_DAMPINGS, order=order)
         problem = Problem(
             weight=weights[name],
             grid=grids[name],
             scheme=scheme.weights,
             scale_dtype=scale_dtype,
-            outputs=Side(matrix=gradients[name], damping=rows.damping),
+            outputs=Side(matrix=gradients[name].float(), damping=rows.damping),
             inputs=inputs,
         )
         decisions = {**columns.decisions, "gradient_damping": rows.decisions["damping"], "order": "hessian_diagonal"}

@@ -158,8 +158,9 @@ def descend_(problem: Problem, qvalue: Tensor) -> None:
         scales, _ = per_row([(of_rows(problem.grid, rows), slice(0, len(rows)))])  # a step is a step wherever zero lies
         now = qvalue[rows].T.float().contiguous()  # [I, R]
         curves = (problem.inputs.matrix.diagonal() + problem.inputs.damping).tolist()
-        change = _moves_(now, gradient, scales=scales, coupling=coupling, matrix=problem.inputs.matrix, curves=curves,
-                         scheme=problem.scheme)
+        change = _moves_(
+            now, gradient, scales=scales, coupling=coupling, matrix=problem.inputs.matrix, curves=curves, scheme=problem.scheme
+        )
         qvalue[rows] = now.T.to(torch.int8)
         errors[rows] -= change.T
 

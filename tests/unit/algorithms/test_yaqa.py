@@ -261,14 +261,22 @@ def test_one_weight_and_zeros_are_weights():
     [
         ({"scheme": preset("FP8_DYNAMIC")}, SchemeError, "yaqa with kind='float'; use rtn"),
         (
-            {"scheme": replace(W4_CHANNEL, weights=replace(W4_CHANNEL.weights, granularity="per_tensor"), layout="int-quantized")},
+            {
+                "scheme": replace(
+                    W4_CHANNEL, weights=replace(W4_CHANNEL.weights, granularity="per_tensor"), layout="int-quantized"
+                )
+            },
             SchemeError,
             "yaqa with one scale per tensor; use gptq",
         ),
         ({"gradient": None}, StatisticsError, "w: statistic gradient_sum is missing; measure for yaqa"),
         ({"gradient": torch.eye(3)}, StatisticsError, r"w: gradient_sum is \[3, 3\], the weight has 4 rows"),
         ({"gradient": -torch.eye(4)}, StatisticsError, "w: gradient_sum holds NaN, Inf or a negative diagonal"),
-        ({"gradient": torch.eye(4) + torch.tensor([[0, torch.nan, 0, 0]] + 3 * [[0.0] * 4])}, StatisticsError, "w: gradient_sum"),
+        (
+            {"gradient": torch.eye(4) + torch.tensor([[0, torch.nan, 0, 0]] + 3 * [[0.0] * 4])},
+            StatisticsError,
+            "w: gradient_sum",
+        ),
         ({"gradient": torch.ones(4, 4) * 100 - 99 * torch.eye(4)}, StatisticsError, "w: gradient_sum is not positive definite"),
         ({"hessian": None}, StatisticsError, "w: statistic hessian_sum is missing; measure for yaqa"),
         ({"weight": torch.full((4, 32), torch.nan)}, InputError, "w: weight holds NaN or Inf"),
