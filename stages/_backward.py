@@ -1,4 +1,4 @@
-"""The way back of stage 1: gradients of the model's own loss, brought from the head to the first layer, and what is observed of them.
+"""The way back of stage 1: gradients of the model's own loss, brought from the head to the first layer, and watched.
 
 Forward every layer's input was kept. Here each layer runs again, from the last to the first, and what reaches its linears is
 watched by observers, as it is on the way forward: each sequence has its own, which are merged in sample order.

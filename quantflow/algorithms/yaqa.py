@@ -32,7 +32,6 @@ from torch import Tensor
 from quantflow.core import groups
 from quantflow.core.descent import Problem, Side, apart, descend_, errors_of, loss_of, of_rows, rescaled, working_bytes_of
 from quantflow.core.feedback import (
-    BLOCK,
     DAMPINGS,
     Feedback,
     checked_hessian,

@@ -123,7 +123,7 @@ def rescaled(problem: Problem, qvalue: Tensor) -> Problem:
 
 
 def _moments(inputs: Side, split: Tensor) -> Tensor:
-    """Return how the scales of a row bear on each other, d H d^T, [R, G, G].  split: the qvalues less zero points, [R, G, g]."""
+    """Return how the scales of a row bear on each other, d H d^T, [R, G, G].  split: d, qvalues less zero points, [R, G, g]."""
     rows, count, size = split.shape
     found = torch.empty(rows, count, count)
     for index, columns in enumerate(groups.spans(count * size, size)):

@@ -8,11 +8,9 @@ import torch
 from safetensors.torch import load_file
 
 from quantflow.errors import StatisticsError, UsageError
-from quantflow.evaluation.divergence import token_kld
 from quantflow.models.backward import generator_for
 from quantflow.models.load import load_model, open_source
-from quantflow.runtime.load import load
-from stages import export, measure, quantize
+from stages import measure, quantize
 from stages._config import Calibration, Quantize
 from stages._entry import algorithm_of, entries_of, statistics_for
 from stages._options import exit_code
@@ -96,22 +94,6 @@ def test_what_was_decided_of_each_linear_is_in_its_layers_record(best):
     assert 0 < decisions["loss"] < decisions["loss_start"] < 1
     assert decisions["moved"] > 0
     assert json.loads((best / "quantize.json").read_text())["plan"]["algorithm"] == "yaqa"
-
-
-def test_the_models_predictions_change_less_than_with_gptq(best, llama, measured, tmp_path):  # why it exists
-    """On the text that was measured, which a random model of this size has nothing to learn beyond."""
-    plain = made(llama, measured, tmp_path / "gptq", replace(ENTRY, algorithm="gptq"))
-    original = load_model(open_source(llama), dtype=torch.float32)
-    kept = load_file(measured / "calibration.safetensors")
-    sequences = torch.split(kept["tokens"], kept["lengths"].tolist())
-    divergence = {}
-    for name, folder in (("best", best), ("gptq", plain)):
-        artifact = export.run(export.Job(quantized=folder, output=tmp_path / f"{name}-artifact"), QUIET)
-        quantized = load(artifact, backend="reference").model
-        with torch.no_grad():
-            pairs = [[model(one[None], use_cache=False).logits[0] for model in (original, quantized)] for one in sequences]
-        divergence[name] = sum(float(token_kld(left, right).sum()) for left, right in pairs)
-    assert divergence["best"] < 0.9 * divergence["gptq"]
 
 
 def test_the_result_is_the_same_whatever_the_memory_and_wherever_it_was_stopped(best, llama, measured, tmp_path, monkeypatch):
