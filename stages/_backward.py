@@ -128,8 +128,8 @@ class Backward:
                         kept.merge(more)
                     total[site] += seen[len(total[site]) :]
                 gradients.put(number, gradient)
-        states = {site: [observer.state() for observer in total[site]] for site in sorted(total)}
-        return {f"{site}|{name}": value for site, kinds in states.items() for state in kinds for name, value in state.items()}
+        found = [(site, observer.state()) for site in sorted(total) for observer in total[site]]
+        return {f"{site}|{name}": value for site, state in found for name, value in state.items()}
 
     def _layer_key(self, index: int) -> str:
         return digest_of([self.key, index])

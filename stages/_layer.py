@@ -33,10 +33,11 @@ from quantflow.models.load import materialize_, release_
 from quantflow.observers.hessian import HessianObserver, shrink_
 from quantflow.runtime.linear import QuantLinear
 from quantflow.transforms import awq
+from stages._entry import GRADIENT_SUM
 from stages._experts import ROUTED, Short, fed_by, record_of, refuse, short_of_tokens, treat
 from stages._inputs import input_of
 from stages._memory import give_back_holes
-from stages._plan import GRADIENT_SUM, Plan
+from stages._plan import Plan
 from stages._smooth import smooth
 from stages._traffic import collect
 from stages._work import LayerWork
