@@ -4,10 +4,16 @@ from collections.abc import Sequence
 
 from quantflow.models.stand_ins import HEAD_ROWS, LINEAR_ROWS
 from quantflow.observers.fisher import FisherObserver
+from quantflow.observers.gradient import GradientObserver
 from quantflow.observers.hessian import ROWS, observer_bytes
 from stages._sizes import FLOAT, LayerSize, ModelSize, elements_of
 
-GRADIENTS = FisherObserver.NAME  # the statistic that the way back is run for
+GRADIENTS = (FisherObserver.NAME, GradientObserver.NAME)  # the statistics that the way back is run for
+
+
+def goes_back(stats: Sequence[str]) -> bool:
+    """Return whether a statistic is of gradients."""
+    return not set(GRADIENTS).isdisjoint(stats)
 
 
 def layer_in_memory(layer: LayerSize) -> int:
@@ -80,12 +86,18 @@ def head_bytes(model: ModelSize, tokens: int) -> int:
 
 def statistics_bytes(layer: LayerSize, stats: Sequence[str], *, whole: bool = True) -> int:
     """Statistics of a layer, each under the name of its linear, those of a shared input too; Hessians whole or half."""
-    per_feature = {"channel_amax": 4, "min_max": 8, "mean_abs": 8, GRADIENTS: 8}
+    per_feature = {"channel_amax": 4, "min_max": 8, "mean_abs": 8, FisherObserver.NAME: 8}
     total = 0
     for names, outputs, k in layer.groups:
         each = 16 + k * sum(per_feature.get(name, 0) for name in stats)
         each += (8 * 514 if "histogram" in stats else 0) + (
             (4 * k * k if whole else observer_bytes(k)) if "hessian" in stats else 0
         )
-        total += each * len(names) + (8 * sum(outputs) if GRADIENTS in stats else 0)
+        total += each * len(names) + (8 * sum(outputs) if FisherObserver.NAME in stats else 0)
+        total += gradient_bytes(outputs) if GradientObserver.NAME in stats else 0
     return total
+
+
+def gradient_bytes(outputs: Sequence[int]) -> int:
+    """The sums of products of the gradients by the outputs of some linears."""
+    return FLOAT * sum(width * width for width in outputs)

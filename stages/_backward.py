@@ -1,4 +1,4 @@
-"""The way back of stage 1: gradients of the model's own loss, brought from the head to the first layer, and their squares.
+"""The way back of stage 1: gradients of the model's own loss, brought from the head to the first layer, and watched.
 
 Forward every layer's input was kept. Here each layer runs again, from the last to the first, and what reaches its linears is
 watched by observers, as it is on the way forward: each sequence has its own, which are merged in sample order.
@@ -25,13 +25,15 @@ from quantflow.models.capture import LayerStream, State
 from quantflow.models.graph import Graph, Layer
 from quantflow.models.hidden import HiddenStates
 from quantflow.models.stand_ins import Call
+from quantflow.observers import OBSERVERS
 from quantflow.observers.fisher import FisherObserver
+from quantflow.observers.gradient import GradientObserver
 from stages import _state
 from stages._memory import give_back_holes
 from stages._progress import Progress
 from stages._resources import Allowance
 
-Observers = dict[str, FisherObserver]  # `<source name>|<site>` -> observer
+Observers = dict[str, list[Any]]  # `<source name>|<site>` -> observers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +45,7 @@ class Backward:
         generators: of each sequence, draws its labels.
         hidden: the folder of the hidden states, a generation for the input of every layer and one for what leaves the last.
         folder: of the resume state.
+        stats: observers of the gradients, by name.
         key: digest of everything that the statistics depend on.
     """
 
@@ -52,6 +55,7 @@ class Backward:
     generators: Sequence[torch.Generator]
     hidden: Path
     folder: Path
+    stats: Sequence[str]
     key: str
     progress: Progress
     workers: Workers
@@ -114,29 +118,37 @@ class Backward:
         """Bring every gradient back through a layer, put those by its input, and return what its linears were shown."""
         total: Observers = {}
         with backward(self.stream, module, layer) as through:
-            arrived = self.workers.stream(partial(_sequence, through, gradients), states, ahead=self.allowance.in_flight)
+            arrived = self.workers.stream(
+                partial(_sequence, through, gradients, self.stats), states, ahead=self.allowance.in_flight
+            )
             for number, (gradient, observers) in enumerate(arrived):
                 self.progress.doing(f"sequence {number + 1} of {len(states)}")
-                for site, observer in observers.items():
-                    if site in total:
-                        total[site].merge(observer)
-                    else:
-                        total[site] = observer
+                for site, seen in observers.items():
+                    for kept, more in zip(total.setdefault(site, []), seen, strict=False):  # none at first
+                        kept.merge(more)
+                    total[site] += seen[len(total[site]) :]
                 gradients.put(number, gradient)
-        return {f"{site}|{name}": value for site in sorted(total) for name, value in total[site].state().items()}
+        found = [(site, observer.state()) for site in sorted(total) for observer in total[site]]
+        return {f"{site}|{name}": value for site, state in found for name, value in state.items()}
 
     def _layer_key(self, index: int) -> str:
         return digest_of([self.key, index])
 
 
-def _sequence(through: Through, gradients: HiddenStates, state: State) -> tuple[Tensor, Observers]:
+def _sequence(through: Through, gradients: HiddenStates, stats: Sequence[str], state: State) -> tuple[Tensor, Observers]:
     """Return the gradient by the input of one sequence, and what observers of its own saw on the way."""
     observers: Observers = {}
 
+    def see(site: str, kind: str, seen: Tensor) -> None:
+        observers.setdefault(site, []).append(OBSERVERS[kind](features=seen.shape[-1]))
+        observers[site][-1].update(seen)
+
     def observe(name: str, x: Tensor, gradient: Tensor) -> None:
-        weights = gradient.square().mean(dim=-1, keepdim=True).sqrt()  # [1, S, 1]
-        for site, seen in (("gradient", gradient), ("guided_input", x * weights)):
-            observers[f"{name}|{site}"] = FisherObserver(features=seen.shape[-1])
-            observers[f"{name}|{site}"].update(seen)
+        if FisherObserver.NAME in stats:
+            weights = gradient.square().mean(dim=-1, keepdim=True).sqrt()  # [1, S, 1]
+            see(f"{name}|gradient", FisherObserver.NAME, gradient)
+            see(f"{name}|guided_input", FisherObserver.NAME, x * weights)
+        if GradientObserver.NAME in stats:
+            see(f"{name}|gradient", GradientObserver.NAME, gradient)
 
     return through(state, gradients.get(state.index), observe), observers

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quantflow.algorithms import ALGORITHMS
-from quantflow.core.scheme import LinearScheme, preset, with_float8, with_group_size
+from quantflow.core.scheme import LinearScheme, TensorScheme, preset, with_float8, with_group_size
 from quantflow.errors import UsageError
 from quantflow.observers import observers_for
 from quantflow.observers.fisher import FisherObserver
@@ -13,6 +13,8 @@ from quantflow.observers.rows import NAME as ROWS
 from quantflow.transforms import ROTATIONS, TRANSFORMS, Transform, Turn
 from stages._config import Quantize, nearest
 
+BEST = "best"  # stands for an algorithm, `_best` says for which
+GRADIENT_SUM = "gradient_sum"  # the one statistic that algorithms read of a linear's output
 KNOWN: Mapping[str, Transform | Turn] = {**ROTATIONS, **TRANSFORMS}
 
 
@@ -71,15 +73,28 @@ def scheme_of(name: str, group_size: int | None, flavour: str | None = None) -> 
 
 
 def algorithm_of(entry: Quantize) -> str:
-    """Return the algorithm that an entry names, or its scheme's usual one.
+    """Return the algorithm that an entry names, or its scheme's usual one; `best` is one of the others.
 
     Raises:
         UsageError: it is unknown.
     """
-    algorithm = entry.algorithm or preset(entry.scheme).algorithm
+    scheme = preset(entry.scheme)
+    algorithm = entry.algorithm or scheme.algorithm
+    if algorithm == BEST:
+        return _best(scheme.weights, transforms=len(transforms_of(entry)))
     if algorithm not in ALGORITHMS:
-        raise UsageError(f"{entry.name}: algorithm {algorithm!r} is unknown", nearest(algorithm, list(ALGORITHMS)))
+        raise UsageError(f"{entry.name}: algorithm {algorithm!r} is unknown", nearest(algorithm, [*ALGORITHMS, BEST]))
     return algorithm
+
+
+def _best(weights: TensorScheme, *, transforms: int) -> str:
+    """Return the algorithm that measured best (benchmarks/accuracy.py) for such weights.
+
+    Of 8 bits little is left to be gained over gptq, which goes with transforms; round to nearest is what there is for float8.
+    """
+    if weights.kind != "int":
+        return "rtn"
+    return "gptq" if transforms or weights.num_bits == 8 else "yaqa"
 
 
 def needs_of(entry: Quantize, schemes: Sequence[LinearScheme]) -> frozenset[str]:
@@ -98,6 +113,11 @@ def needs_of(entry: Quantize, schemes: Sequence[LinearScheme]) -> frozenset[str]
     for scheme in schemes:
         if scheme.input is not None and not scheme.input.dynamic:
             needs |= {"amax"} if scheme.input.symmetric else {"min_val", "max_val"}
+    if GRADIENT_SUM in needs and transforms:
+        raise UsageError(
+            f"{entry.name}: {algorithm_of(entry)} with transform {transforms[0][0]}",
+            "gradients are those by the outputs as they are: leave transforms out, or use gptq",
+        )
     if entry.mixed and transforms:
         raise UsageError(
             f"{entry.name}: target_bpw or max_kld with transform {transforms[0][0]}",

@@ -53,12 +53,22 @@ def input_of(name: str, scheme: LinearScheme, statistics: Mapping[str, Tensor]) 
 
 def input_statistics(measurement: Measurement, layer: Layer) -> dict[str, Mapping[str, Tensor]]:
     """Return, per linear of the layer, the statistics of its input."""
+    return _of_site(measurement, layer, "input")
+
+
+def gradient_sums(measurement: Measurement, layer: Layer) -> dict[str, Tensor]:
+    """Return, per linear of the layer that has one, `gradient_sum`."""
+    found = _of_site(measurement, layer, "gradient")
+    return {name: of["gradient_sum"] for name, of in found.items() if "gradient_sum" in of}
+
+
+def _of_site(measurement: Measurement, layer: Layer, wanted: str) -> dict[str, Mapping[str, Tensor]]:
     found: dict[str, dict[str, Tensor]] = {name: {} for name in layer.linears}
     for key, tensor in measurement.statistics.items():
         if not key.startswith(f"{layer.prefix}."):
             continue
         name, site, statistic = key.split("|")
-        if site == "input" and name in found:
+        if site == wanted and name in found:
             found[name][statistic] = tensor
     return dict(found)
 

@@ -33,6 +33,7 @@ from quantflow.models.load import materialize_, release_
 from quantflow.observers.hessian import HessianObserver, shrink_
 from quantflow.runtime.linear import QuantLinear
 from quantflow.transforms import awq
+from stages._entry import GRADIENT_SUM
 from stages._experts import ROUTED, Short, fed_by, record_of, refuse, short_of_tokens, treat
 from stages._inputs import input_of
 from stages._memory import give_back_holes
@@ -181,14 +182,18 @@ def _quantize_members(
     The `last` of a group may overwrite the Hessian, and lets go of it.
     """
     algorithm = ALGORITHMS["rtn" if members[0] in work.rounded else work.plan.algorithm]
+    gradients = {}
     for statistic in algorithm.NEEDS:
-        _required(statistics, members[0], statistic)
+        if statistic == GRADIENT_SUM:
+            gradients = {f"{name}|{statistic}": _gradient(work, name) for name in members}
+        else:
+            _required(statistics, members[0], statistic)
     weights = {name: work.child(name).weight.detach() for name in members}
     scale_dtype = FORMAT.scale_dtype(scheme, work.dtype_of(f"{members[0]}.weight"))
     results = algorithm.quantize_group(
         _clipped(work, weights, scheme, statistics=statistics),
         scheme,
-        statistics=statistics,
+        statistics={**statistics, **gradients},
         scale_dtype=scale_dtype,
         workers=work.workers,
         in_place=last,
@@ -221,6 +226,15 @@ def _clipped(
     for name, share in shares.items():
         work.decisions.setdefault(name, {})["clipped_groups"] = share
     return found
+
+
+def _gradient(work: LayerWork, name: str) -> Tensor:
+    if name not in work.gradients:
+        raise StatisticsError(
+            f"{name}|gradient|{GRADIENT_SUM}: the measurement does not hold it",
+            f"measure again with --stats gradient, or --for with {work.plan.algorithm} as the algorithm",
+        )
+    return work.gradients[name]
 
 
 def _required(statistics: Mapping[str, Tensor], name: str, statistic: str) -> Tensor:

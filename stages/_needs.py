@@ -15,11 +15,12 @@ from quantflow.models.stand_ins import HEAD_ROWS
 from quantflow.observers.hessian import observer_bytes
 from quantflow.transforms import TRANSFORMS
 from stages._amounts import (
-    GRADIENTS,
     backward_bytes,
     embedding_bytes,
     folding_bytes,
     forward_bytes,
+    goes_back,
+    gradient_bytes,
     head_bytes,
     hidden_bytes,
     layer_as_stored,
@@ -94,7 +95,7 @@ def need_measure(model: ModelSize, *, lengths: Sequence[int], stats: Sequence[st
     )
     # Two generations of hidden states while layers run; at the end one, beside what the layers found, which is written again.
     scratch = hidden + max(hidden, statistics)
-    if GRADIENTS in stats:
+    if goes_back(stats):
         scratch = (len(model.layers) + 1 + 2) * hidden + statistics
         moments = (
             *moments,
@@ -139,7 +140,9 @@ def need_layers(model: ModelSize, plan: Plan, *, lengths: Sequence[int]) -> Need
     if plan.rotation is not None:  # the head, as stored and rotated, on its way to a file
         moments = (*moments, (LIBRARIES + 2 * model.head[1], 0))
     result = sum(encoded) + (model.outside if plan.rotation is not None else 0)
-    return Need(stage="quantize", moments=moments, cache=hidden, result=result, scratch=2 * hidden)
+    gradients = sum(gradient_bytes(outputs) for layer in model.layers for _, outputs, _ in layer.groups)
+    base = MODEL_BASE + (gradients if plan.needs_gradients else 0)  # the measurement is in memory as long as the stage runs
+    return Need(stage="quantize", base=base, moments=moments, cache=hidden, result=result, scratch=2 * hidden)
 
 
 def need_files(model: ModelSize, plan: Plan) -> Need:

@@ -30,7 +30,7 @@ from quantflow.models.tensor_parallel import Share, cut_
 from quantflow.observers import OBSERVERS
 from quantflow.observers.count import CountObserver
 from stages import _state
-from stages._amounts import GRADIENTS
+from stages._amounts import GRADIENTS, goes_back
 from stages._backward import Backward
 from stages._memory import give_back_holes
 from stages._progress import Progress
@@ -46,7 +46,7 @@ class Observation:
     """One rank's sequences on their way through the layers.
 
     Attributes:
-        stats: observers of every linear's input; `fisher` is one of the gradient by its output.
+        stats: observers of every linear's input; `fisher` and `gradient` are of the gradient by its output.
         indices: of the sequences in the whole calibration set.
         seed: of the labels that gradients are taken for.
         folder: of the resume state.
@@ -69,7 +69,7 @@ class Observation:
 
     def statistics(self, sequences: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return every statistic of every layer, by `<source name>|<site>|<statistic>`."""
-        stream, backwards = self._stream(), GRADIENTS in self.stats
+        stream, backwards = self._stream(), goes_back(self.stats)
         opened = partial(
             HiddenStates,
             len(sequences),
@@ -113,7 +113,8 @@ class Observation:
             calls=calls,
             generators=[generator_for(self.seed, index) for index in self.indices],
             hidden=self.folder / "hidden",
-            folder=self.folder / GRADIENTS,
+            folder=self.folder / "backwards",
+            stats=[kind for kind in self.stats if kind in GRADIENTS],
             key=self.key,
             progress=self.progress,
             workers=self.workers,
@@ -176,7 +177,7 @@ class Observation:
 
     @property
     def _of_inputs(self) -> list[str]:
-        return [kind for kind in self.stats if kind != GRADIENTS]
+        return [kind for kind in self.stats if kind not in GRADIENTS]
 
     def _observe_cache(self, observers: Observers, layer: Layer, key: Tensor, value: Tensor) -> None:
         _observer(observers, f"{layer.attention}|k_cache", ["amax"], key)

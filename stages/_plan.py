@@ -14,7 +14,7 @@ from quantflow.observers import observers_for
 from quantflow.observers.rows import NAME as ROWS
 from quantflow.transforms import ROTATIONS, TRANSFORMS, awq
 from stages._config import Quantize, nearest
-from stages._entry import algorithm_of, needs_of, scheme_of, transforms_of
+from stages._entry import GRADIENT_SUM, algorithm_of, needs_of, scheme_of, transforms_of
 from stages._experts import Policy, policy_for
 
 OUTSIDE = "outside.safetensors"  # in a quantize folder: what lies outside the layers and is not as in the source
@@ -50,6 +50,11 @@ class Plan:
     def needs_hessian(self) -> bool:
         """Whether the inputs of all the calibration text are multiplied with each other."""
         return "hessian_sum" in self.needs
+
+    @property
+    def needs_gradients(self) -> bool:
+        """Whether the algorithm reads what the measurement says of the gradients by each output."""
+        return GRADIENT_SUM in self.needs
 
     @property
     def needs_rows(self) -> bool:

@@ -144,7 +144,7 @@ def _one(plan: Plan, weight: Tensor, rows: int, columns: int) -> float:
     scheme = _scheme(plan)
     piece = weight[:rows, :columns].contiguous()
     x = torch.randn(2 * columns, columns, generator=torch.Generator().manual_seed(1))
-    statistics = {"hessian_sum": x.T @ x, "count": torch.tensor(2 * columns)}
+    statistics = {"hessian_sum": x.T @ x, "count": torch.tensor(2 * columns), "w|gradient_sum": torch.eye(rows)}
     dtype = FORMAT.scale_dtype(scheme, weight.dtype)
     begin = time.perf_counter()
     ALGORITHMS[plan.algorithm].quantize_group({"w": piece}, scheme, statistics=statistics, scale_dtype=dtype)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from stages._amounts import GRADIENTS
+from stages._amounts import goes_back
 from stages._plan import Plan
 from stages._sizes import FLOAT, ModelSize, layer_bytes
 
@@ -51,7 +51,7 @@ class Speed:
         if not stats and not model.sparse:
             return hashing
         tokens, features = sum(lengths), sum(layer.features for layer in model.layers)
-        passes = 4 if GRADIENTS in stats else 1  # each layer again, and its gradients take two forwards' products
+        passes = 4 if goes_back(stats) else 1  # each layer again, and its gradients take two forwards' products
         running = passes * self.token * tokens * len(model.layers)
         running += tokens * features * sum(self.observed[name] for name in stats)
         hidden = 2 * self.written * FLOAT * model.hidden * tokens * len(model.layers)

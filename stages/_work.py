@@ -37,6 +37,7 @@ class LayerWork:
         rounded: linears that are rounded to nearest, whatever the algorithm.
         damped: linears whose Hessian is shrunk.
         experts: what the layer's record says of its experts.
+        gradients: linear -> `gradient_sum`, where it was measured.
     """
 
     stream: LayerStream
@@ -62,6 +63,7 @@ class LayerWork:
     rounded: frozenset[str] = frozenset()
     damped: frozenset[str] = frozenset()
     experts: dict[str, Any] | None = None
+    gradients: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def stored(self) -> list[str]:

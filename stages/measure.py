@@ -8,7 +8,6 @@ Fails    3 unusable model or text, 5 memory, disk or a held folder, 6 unsupporte
 With N ranks torchrun starts N processes, and unify merges what they measure; or they are those of an outer torchrun, over
 several machines. Each measures every N-th sequence (dp), or with `tp` a slice of every linear (stages/_replica.py). Memory
 is that of one decoder layer in float32, whatever the depth of the model (stages/_observe.py).
-
 Of a mixture of experts it is also counted how many tokens the router sends to each, whatever statistics are wanted.
 """
 
@@ -136,14 +135,15 @@ def _check_fit(job: Job, graph: Graph, *, tp: int) -> None:
         UsageError: `experts` is given and there are none, or gradients on several cards.
         UnsupportedError: a mixture on several cards, or its gradients.
     """
-    if GRADIENTS in job.stats and graph.sparse:
+    gradients = ", ".join(name for name in job.stats if name in GRADIENTS)
+    if gradients and graph.sparse:
         raise UnsupportedError(
-            f"measure: statistic {GRADIENTS} of a {graph.family.model_type}, whose experts each see other tokens",
-            "name statistics without it, and schemes without @",
+            f"measure: statistic {gradients} of a {graph.family.model_type}, whose experts each see other tokens",
+            "name statistics without it, and schemes without @, yaqa and best",
         )
-    if GRADIENTS in job.stats and tp > 1:
+    if gradients and tp > 1:
         raise UsageError(
-            f"measure: statistic {GRADIENTS} with tp={tp}",
+            f"measure: statistic {gradients} with tp={tp}",
             "gradients go through a model that is whole: measure it with --tp 1, on any number of ranks",
         )
     if job.experts is not None and not graph.sparse:

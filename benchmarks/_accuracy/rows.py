@@ -13,6 +13,7 @@ from _quantflow import Commands
 
 from quantflow.algorithms import ALGORITHMS
 from quantflow.core.scheme import preset
+from stages._entry import BEST, entries_of, needs_of
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "peers"
 OURS = "quantflow"
@@ -105,7 +106,7 @@ def all_rows(place: Place) -> list[Row]:
 
 
 def _ours(place: Place) -> Iterator[Row]:
-    for algorithm in ALGORITHMS:
+    for algorithm in (*(name for name in ALGORITHMS if name != "yaqa"), BEST):  # for weights alone best is yaqa
         for scheme in WEIGHTS:
             options = ("--group-size", str(scheme.group))
             yield _our_row(place, algorithm, name=scheme.name, scheme=scheme.preset, options=options)
@@ -115,12 +116,11 @@ def _ours(place: Place) -> Iterator[Row]:
 
 
 def _our_row(place: Place, algorithm: str, *, name: str, scheme: str, options: tuple[str, ...] = ()) -> Row:
-    ours, wanted = Commands(model=place.model), preset(scheme)
+    ours, (entry,) = Commands(model=place.model), entries_of(f"{scheme}:{algorithm}")
     measured, quantized, artifact = (place.output / part for part in ("measured", "quantized", "artifact"))
-    static = wanted.input is not None and not wanted.input.dynamic
     commands: tuple[Command, ...] = ()
     quantize = (*ours.quantize(quantized, scheme=scheme, algorithm=algorithm), *options)
-    if ALGORITHMS[algorithm].NEEDS or wanted.transforms or static:
+    if needs_of(entry, [preset(scheme)]):
         commands = (ours.measure(measured, place.calibration, needs=f"{scheme}:{algorithm}"),)
         quantize = (*quantize, "--measurement", measured)
     return Row(program=f"{OURS} {algorithm}", scheme=name, commands=(*commands, quantize, ours.export(quantized, artifact)))

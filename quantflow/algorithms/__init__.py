@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from quantflow.algorithms import gptq, hqq, rtn, rtn_mse
+from quantflow.algorithms import gptq, hqq, rtn, rtn_mse, yaqa
 from quantflow.core.parallel import SEQUENTIAL, Workers
 from quantflow.core.result import GroupResult
 from quantflow.core.scheme import LinearScheme
@@ -16,7 +16,7 @@ class Algorithm(Protocol):
     """What every file of this folder exports."""
 
     NEEDS: tuple[str, ...]
-    """Names of the statistics of the group's input that `quantize_group` reads."""
+    """Names of the statistics that `quantize_group` reads: of the group's input, `gradient_sum` of each linear's output."""
 
     BY_ROW: bool
     """Whether a row of a weight with scales of its own follows from that row alone: then weights go from file to file."""
@@ -42,4 +42,4 @@ class Algorithm(Protocol):
         ...
 
 
-ALGORITHMS: dict[str, Algorithm] = {"rtn": rtn, "rtn_mse": rtn_mse, "hqq": hqq, "gptq": gptq}
+ALGORITHMS: dict[str, Algorithm] = {"rtn": rtn, "rtn_mse": rtn_mse, "hqq": hqq, "gptq": gptq, "yaqa": yaqa}

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from quantflow.errors import InputError, UsageError
-from quantflow.measurements.keys import Key, by_site
+from quantflow.measurements.keys import MATRICES, Key, by_site
 from quantflow.measurements.merging import PER_CHANNEL, SUMS
 from quantflow.measurements.placement import Placement, layout, share
 from quantflow.measurements.record import Measurement
@@ -90,7 +90,7 @@ def _cut(values: Mapping[str, Tensor], placement: Placement, site: str, rules: C
     for statistic, value in values.items():
         if how == "channels" and statistic in PER_CHANNEL:
             rule, found[statistic] = _CUT, value[part]
-        elif how == "channels" and statistic == "hessian_sum":
+        elif how == "channels" and statistic in MATRICES:
             rule, found[statistic] = _CUT, value[part, part]
         elif how == "channels" and statistic == "count":
             rule, found[statistic] = _KEPT, value

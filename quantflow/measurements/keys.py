@@ -18,6 +18,8 @@ Item = TypeVar("Item")
 # gradient: of the loss, by the output; guided_input: the input, each token of it times the root mean square of that gradient.
 SITES = ("input", "output", "weight", "query", "k_cache", "v_cache", "routed", "gradient", "guided_input")
 
+MATRICES = ("hessian_sum", "gradient_sum")  # statistics [C, C], which may be too large for a copy
+
 
 class Key(NamedTuple):
     """Which statistic of which tensor.
@@ -104,12 +106,12 @@ def are_states(alike: Sequence[Mapping[str, Tensor]]) -> bool:
     """Return whether `observers_at` takes each of several sites; a no may also mean that they have to be asked one by one.
 
     Observers compare single values with bounds. So it is enough to show them the smallest and the largest of all sites,
-    which takes less than half the time. Hessians are left to be asked for one by one: there is to be no copy of them.
+    which takes less than half the time. Matrices are left to be asked for one by one: there is to be no copy of them.
 
     Args:
         alike: statistic name -> tensor, of each site; the same names, dtypes and shapes at all of them.
     """
-    if "hessian_sum" in alike[0]:
+    if not alike[0].keys().isdisjoint(MATRICES):
         return False
     ends = {key: torch.aminmax(torch.stack([site[key] for site in alike]), dim=0) for key in alike[0]}
     try:

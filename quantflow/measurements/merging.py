@@ -10,12 +10,12 @@ First the cards of each replica, then the replicas. What flows at a site is on t
     abs_sum, square_sum          once    concatenated          added            refused
     count                        once    once                  added            refused
     counts (histogram)           once    added                 added            refused
-    hessian_sum                  once    refused               added            refused
+    hessian_sum, gradient_sum    once    refused               added            refused
 
 once: the lowest rank's, after checking that the others have the same: exactly, and for sums of floats within 1e-5 of
 the largest, since arithmetic on several cards rounds differently. The same holds for cards that hold copies of a share.
 bounded: |a + b| <= |a| + |b|, so the sum of the summands' maxima bounds the maximum of their sum; rounded away from zero.
-A Hessian of channels is only known within each card's own; between cards it is not there to be merged.
+A sum of products of channels is only known within each card's own; between cards it is not there to be merged.
 
 Replicas see different samples: maxima, minima and sums, folded in rank order. Statistics of a weight are taken once, after
 checking that the replicas have the same.
@@ -30,17 +30,21 @@ import torch
 from torch import Tensor
 
 from quantflow.errors import StatisticsError
-from quantflow.measurements.keys import Key
+from quantflow.measurements.keys import MATRICES, Key
 from quantflow.measurements.placement import Layout
 from quantflow.observers.histogram import BINS
 
 PER_CHANNEL = ("channel_amax", "min_val", "max_val", "abs_sum", "square_sum")
-SUMS = ("abs_sum", "square_sum", "count", "counts", "hessian_sum")
+SUMS = ("abs_sum", "square_sum", "count", "counts", *MATRICES)
 TOLERANCE = 1e-5  # of the largest entry, between sums that cards of one replica took of the same values
 
 BOUNDED = "bounded by the sum"
 _ONCE, _JOINED = "taken once", "concatenated"
 _LARGER, _SMALLER, _ADDED = "maximum", "minimum", "added"
+_WHOLE = {
+    "hessian_sum": "measure with --stats without hessian; quantize accumulates Hessians itself, on the whole model",
+    "gradient_sum": "measure gradients with --tp 1, on any number of ranks",
+}
 _AGAIN = "measure again; give the ranks of one measurement"
 _FOLDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     _LARGER: torch.maximum,
@@ -109,10 +113,10 @@ def _within(key: Key, layout: Layout) -> str:
             f"{key}: cards hold summands of the output, and no {statistic} of a sum follows from those of its summands",
             "measure amax of such outputs alone, or measure them after the summands were added up",
         )
-    if statistic == "hessian_sum":
+    if statistic in MATRICES:
         raise StatisticsError(
             f"{key}: each card has the products of its own channels, those between cards were measured by none",
-            "measure with --stats without hessian; quantize accumulates Hessians itself, on the whole model",
+            _WHOLE[statistic],
         )
     if statistic in PER_CHANNEL:
         return _JOINED
@@ -177,8 +181,8 @@ def _refuse_unusable(key: Key, values: Sequence[Value]) -> None:
                 f"{value.who}: {key} is {value.tensor.dtype} {list(value.tensor.shape)}, {dtype} {list(shape)} is expected",
                 _AGAIN,
             )
-    # All at once, because that is faster than one by one; but not Hessians, of which a copy may not fit into memory.
-    if key.statistic != "hessian_sum":
+    # All at once, because that is faster than one by one; but not matrices, of which a copy may not fit into memory.
+    if key.statistic not in MATRICES:
         tensors = [value.tensor for value in values]
         if _fault(key.statistic, torch.cat(tensors) if shape else torch.stack(tensors)) is None:
             return
@@ -191,7 +195,7 @@ def _refuse_unusable(key: Key, values: Sequence[Value]) -> None:
 def _shape(statistic: str, channels: int) -> tuple[int, ...]:
     if statistic in PER_CHANNEL:
         return (channels,)
-    if statistic == "hessian_sum":
+    if statistic in MATRICES:
         return (channels, channels)
     return (BINS,) if statistic == "counts" else ()
 
@@ -203,7 +207,7 @@ def _fault(statistic: str, tensor: Tensor) -> str | None:
     low, high = (end.item() for end in torch.aminmax(tensor))
     if not (math.isfinite(low) and math.isfinite(high)):
         return f"{int(tensor.isnan().sum())} NaN and {int(tensor.isinf().sum())} Inf"
-    if statistic == "hessian_sum":
+    if statistic in MATRICES:
         low = tensor.diagonal().min().item()
         return f"{low} on its diagonal, which is at least 0" if low < 0 else None
     if statistic == "min_val":

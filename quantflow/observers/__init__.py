@@ -4,16 +4,17 @@ An observer is shown samples (`update`), folds in what another one saw (`merge`)
 (`state`, `from_state`); the names are the statistic names in measurement files. It refuses NaN and Inf. The state lives
 on the CPU whatever device the samples are on. An unseen observer is all zeros, and merging it changes nothing.
 
-| observer     | statistics                   | merge over ranks                |
-|--------------|------------------------------|---------------------------------|
-| amax         | amax []                      | exact, in any order             |
-| channel_amax | channel_amax [C]             | exact, in any order             |
-| min_max      | min_val [C], max_val [C]     | exact, in any order             |
-| mean_abs     | abs_sum [C], count []        | sums in rank order, count exact |
-| histogram    | counts [514]                 | exact, in any order             |
-| hessian      | hessian_sum [K, K], count [] | sums in rank order, count exact |
-| fisher       | square_sum [C], count []     | sums in rank order, count exact |
-| count        | count []                     | exact, in any order             |
+| observer     | statistics                    | merge over ranks                |
+|--------------|-------------------------------|---------------------------------|
+| amax         | amax []                       | exact, in any order             |
+| channel_amax | channel_amax [C]              | exact, in any order             |
+| min_max      | min_val [C], max_val [C]      | exact, in any order             |
+| mean_abs     | abs_sum [C], count []         | sums in rank order, count exact |
+| histogram    | counts [514]                  | exact, in any order             |
+| hessian      | hessian_sum [K, K], count []  | sums in rank order, count exact |
+| fisher       | square_sum [C], count []      | sums in rank order, count exact |
+| gradient     | gradient_sum [C, C], count [] | sums in rank order, count exact |
+| count        | count []                      | exact, in any order             |
 """
 
 from collections.abc import Iterable, Mapping
@@ -27,6 +28,7 @@ from quantflow.observers.amax import AmaxObserver
 from quantflow.observers.channel_amax import ChannelAmaxObserver
 from quantflow.observers.count import CountObserver
 from quantflow.observers.fisher import FisherObserver
+from quantflow.observers.gradient import GradientObserver
 from quantflow.observers.hessian import HessianObserver
 from quantflow.observers.histogram import HistogramObserver
 from quantflow.observers.mean_abs import MeanAbsObserver
@@ -67,6 +69,7 @@ OBSERVERS: Mapping[str, type[Observer]] = MappingProxyType(
         HistogramObserver.NAME: HistogramObserver,
         HessianObserver.NAME: HessianObserver,
         FisherObserver.NAME: FisherObserver,
+        GradientObserver.NAME: GradientObserver,
         CountObserver.NAME: CountObserver,
     }
 )

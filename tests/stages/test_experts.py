@@ -332,6 +332,7 @@ def test_sensitivities_of_experts_are_neither_measured_nor_chosen_by(starving, t
     for arguments, cause, fix in (
         ((*measuring, "--stats", "amax,fisher"), "statistic fisher of a mixtral", "name statistics without it"),
         ((*measuring, "--for", "W4A16@4.25"), "statistic fisher of a mixtral", "and schemes without @"),
+        ((*measuring, "--for", "W4A16:best"), "statistic gradient of a mixtral", "and schemes without @, yaqa and best"),
         (("quantize", starving, "-o", tmp_path / "q", "--target-bpw", 4.25), "max_kld of a mixtral", "give one scheme"),
         (("plan", recipe), "max_kld of a mixtral", "overrides where linears need another"),
     ):

@@ -115,6 +115,15 @@ def test_gradients_need_the_input_of_every_layer_on_disk_and_a_sequence_on_its_w
     assert need.moments[-2][0] >= LIBRARIES + head
 
 
+def test_sums_of_gradients_are_in_the_measurement_and_in_memory_while_weights_are_rounded_by_them():
+    plain, need = (need_measure(MODEL, lengths=[10], stats=stats) for stats in (("amax",), ("amax", "gradient")))
+    sums = 2 * 4 * (3 * 256**2 + 2 * 128**2 + 2 * 512**2)  # of each linear's outputs, in two layers
+    assert need.result - plain.result == sums
+    assert need.scratch - plain.scratch > sums and len(need.moments) > len(plain.moments)  # it goes back
+    gptq, yaqa = (need_layers(MODEL, plan("W4A16", algorithm=name), lengths=[10]) for name in ("gptq", "yaqa"))
+    assert yaqa.base - gptq.base == sums
+
+
 def test_the_way_back_takes_three_more_passes_through_every_layer():
     speed = Speed(
         cores=2, read=0.0, written=0.0, hashed=0.0, token=3.0, observed={"fisher": 0.0}, hessian=0.0, rounded={}, gptq={}

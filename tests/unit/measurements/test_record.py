@@ -122,7 +122,8 @@ def test_a_statistic_is_found_by_name_site_and_statistic(measurement):
 
 
 @pytest.mark.parametrize(
-    ("wanted", "stats"), [("hessian_sum", "hessian"), ("min_val", "min_max"), ("amax", "amax"), ("count", "count")]
+    ("wanted", "stats"),
+    [("hessian_sum", "hessian"), ("gradient_sum", "gradient"), ("min_val", "min_max"), ("amax", "amax"), ("count", "count")],
 )
 def test_a_missing_statistic_is_refused_and_the_message_says_how_to_get_it(measurement, wanted, stats):
     with pytest.raises(StatisticsError) as caught:

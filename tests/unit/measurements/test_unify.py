@@ -298,6 +298,7 @@ def test_unified_counts_what_was_merged_by_which_rule():
         ("count", "added"): 3,
         ("counts", "added"): 3,
         ("hessian_sum", "added"): 3,
+        ("gradient_sum", "added"): 3,
         ("max_val", "maximum"): 3,
         ("min_val", "minimum"): 3,
     }

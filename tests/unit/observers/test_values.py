@@ -14,6 +14,7 @@ from quantflow.observers.amax import AmaxObserver
 from quantflow.observers.channel_amax import ChannelAmaxObserver
 from quantflow.observers.count import CountObserver
 from quantflow.observers.fisher import FisherObserver
+from quantflow.observers.gradient import GradientObserver
 from quantflow.observers.hessian import HessianObserver, observer_bytes, shrink_
 from quantflow.observers.histogram import BINS, HistogramObserver, upper_edge
 from quantflow.observers.mean_abs import MeanAbsObserver
@@ -89,6 +90,22 @@ def test_sums_do_not_lose_small_values_beside_a_large_one():
     for _ in range(4):
         observer.update(torch.tensor([[0.25]]))  # lost in float32, whose step is 128 there
     assert observer.state()["abs_sum"].tolist() == [2.0**30 + 1]
+
+
+def test_gradients_are_summed_as_outer_products_worked_by_hand():
+    assert observed(GradientObserver(3)) == {
+        "gradient_sum": [[10.0, -5.0, -1.5], [-5.0, 5.0, 0.5], [-1.5, 0.5, 0.25]],
+        "count": 2,
+    }
+
+
+def test_gradients_whose_square_overflows_are_refused_and_nothing_is_taken_in():
+    observer = GradientObserver(2)
+    observer.update(torch.tensor([[1e19, 1.0]]))
+    before = observer.state()["gradient_sum"].clone()
+    with pytest.raises(StatisticsError, match=r"gradient: gradient \[1, 2\] up to 1\.8e\+19, its square exceeds float32"):
+        observer.update(torch.tensor([[1.8e19, 1.0]]))
+    assert torch.equal(observer.state()["gradient_sum"], before) and observer.state()["count"] == 1
 
 
 def test_a_hessian_is_a_sum_of_outer_products_and_a_count_of_rows():

@@ -1,0 +1,160 @@
+"""`--algorithm best`: gradients measured, weights rounded by them, resumed, refused where it does not fit."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from quantflow.errors import StatisticsError, UsageError
+from quantflow.models.backward import generator_for
+from quantflow.models.load import load_model, open_source
+from stages import measure, quantize
+from stages._config import Calibration, Quantize
+from stages._entry import algorithm_of, entries_of, statistics_for
+from stages._options import exit_code
+from stages._progress import Progress
+from stages._ranks import rank_folder
+from stages.cli import cli
+
+QUIET = Progress(quiet=True)
+ENTRY = Quantize(name="best", scheme="W4A16", algorithm="best", group_size=32)
+
+
+def calibration(text_files):
+    return Calibration(source=str(text_files["calibration"]), samples=6, sequence_length=48)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory, llama, text_files):
+    folder = tmp_path_factory.mktemp("measured")
+    job = measure.Job(model=llama, output=folder, calibration=calibration(text_files), stats=("fisher", "gradient"))
+    measure.run(job, QUIET)
+    return rank_folder(folder, 0, 1)
+
+
+@pytest.fixture(scope="module")
+def best(tmp_path_factory, llama, measured):
+    return made(llama, measured, tmp_path_factory.mktemp("best") / "out")
+
+
+def made(llama, measured, folder, entry=ENTRY, progress=QUIET):
+    return quantize.run(quantize.Job(model=llama, output=folder, entry=entry, measurement=measured), progress)
+
+
+def files(folder):
+    return {path.name: path.read_bytes() for path in sorted((folder / "layers").iterdir())}
+
+
+def test_sums_of_gradients_are_those_of_the_whole_model_by_autograd(llama, measured):
+    model = load_model(open_source(llama), dtype=torch.float32).requires_grad_(False)
+    names = ("model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj")
+    seen = {}
+    for name in names:
+        model.get_submodule(name).register_forward_hook(
+            lambda _module, _args, y, name=name: seen.update({name: y}) or y.retain_grad()
+        )
+    expected = dict.fromkeys(names, 0.0)
+    kept = load_file(measured / "calibration.safetensors")
+    for index, tokens in enumerate(torch.split(kept["tokens"], kept["lengths"].tolist())):
+        embedded = model.get_input_embeddings()(tokens[None]).requires_grad_()
+        logits = model(inputs_embeds=embedded, use_cache=False).logits[0]
+        labels = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator_for(0, index))[:, 0]  # at most 64
+        torch.nn.functional.cross_entropy(logits, labels, reduction="sum").backward()
+        for name, y in seen.items():
+            gradient = y.grad[0].double()  # [S, O]
+            expected[name] += gradient.T @ gradient
+    statistics = load_file(measured / "statistics.safetensors")
+    for name in names:
+        found = statistics[f"{name}|gradient|gradient_sum"]
+        torch.testing.assert_close(found.double(), expected[name], rtol=1e-4, atol=1e-5 * float(expected[name].max()))
+        squares = statistics[f"{name}|gradient|square_sum"]  # fisher's, of the same gradients
+        torch.testing.assert_close(found.diagonal().double(), squares, rtol=1e-5, atol=0)
+        assert statistics[f"{name}|gradient|count"] == len(kept["tokens"])
+
+
+def test_ranks_that_share_the_text_measure_summands(llama, text_files, measured, tmp_path):
+    found = []
+    job = measure.Job(model=llama, output=tmp_path / "two", calibration=calibration(text_files), stats=("gradient",))
+    for rank in range(2):
+        measure._measure_rank(job, QUIET, rank=rank, world=2)
+        found.append(load_file(rank_folder(tmp_path / "two", rank, 2) / "statistics.safetensors"))
+    whole = load_file(measured / "statistics.safetensors")
+    keys = [key for key in whole if key.endswith("gradient_sum")]
+    assert len(keys) == 14
+    for key in keys:
+        torch.testing.assert_close(found[0][key] + found[1][key], whole[key], rtol=1e-4, atol=1e-6 * float(whole[key].max()))
+
+
+def test_what_was_decided_of_each_linear_is_in_its_layers_record(best):
+    record = json.loads((best / "layers" / "00001.json").read_text())
+    decisions = record["decisions"]["model.layers.1.self_attn.o_proj"]
+    assert decisions["gradient_damping"] == 0.03 and decisions["damping"] == 0.01
+    assert 0 < decisions["loss"] < decisions["loss_start"] < 1
+    assert decisions["moved"] > 0
+    assert json.loads((best / "quantize.json").read_text())["plan"]["algorithm"] == "yaqa"
+
+
+def test_the_result_is_the_same_whatever_the_memory_and_wherever_it_was_stopped(best, llama, measured, tmp_path, monkeypatch):
+    original = quantize.allow_quantize
+    monkeypatch.setattr(
+        quantize, "allow_quantize", lambda *a, **k: replace(original(*a, **k), workers=2, in_flight=2, cache_bytes=0)
+    )
+
+    class Stopped(BaseException):
+        pass
+
+    class StopAtTheSecond(Progress):
+        def steps(self, items, **told):
+            for number, item in enumerate(items):
+                if number == 1:
+                    raise Stopped
+                yield item
+
+    with pytest.raises(Stopped):
+        made(llama, measured, tmp_path / "out", progress=StopAtTheSecond(quiet=True))
+    assert len(files(tmp_path / "out")) == 2
+    assert files(made(llama, measured, tmp_path / "out")) == files(best)
+
+
+@pytest.mark.parametrize(
+    ("word", "algorithm", "statistics"),
+    [
+        ("W4A16:best", "yaqa", ("gradient",)),
+        ("W2A16_ASYM:best", "yaqa", ("gradient",)),
+        ("W4A8:best", "yaqa", ("gradient",)),
+        ("W4A16:yaqa", "yaqa", ("gradient",)),
+        ("W8A16:best", "gptq", ()),
+        ("W8A8:best", "gptq", ("channel_amax",)),  # smoothed
+        ("FP8_DYNAMIC:best", "rtn", ()),
+    ],
+)
+def test_best_is_the_algorithm_that_fits_the_scheme(word, algorithm, statistics):
+    (entry,) = entries_of(word)
+    assert algorithm_of(entry) == algorithm
+    assert statistics_for([entry]) == statistics
+
+
+def test_transforms_go_with_best_and_not_with_yaqa():
+    transforms = ({"awq": {}},)
+    assert algorithm_of(replace(ENTRY, transforms=transforms)) == "gptq"
+    with pytest.raises(UsageError, match="best: yaqa with transform awq; .* leave transforms out, or use gptq"):
+        statistics_for([replace(ENTRY, algorithm="yaqa", transforms=transforms)])
+
+
+def test_what_has_to_be_measured_first_is_told(llama, text_files, tmp_path, capsys):
+    given = ("quantize", llama, "-o", tmp_path / "out", "--scheme", "W4A16", "--group-size", 32, "--algorithm", "best")
+    assert exit_code(cli, [str(word) for word in given]) == 2
+    assert "needs count, gradient_sum, hessian_sum, none is given" in capsys.readouterr().err
+    job = measure.Job(model=llama, output=tmp_path / "1", calibration=calibration(text_files), stats=())
+    measure.run(job, QUIET)
+    with pytest.raises(StatisticsError, match=r"q_proj\|gradient\|gradient_sum: .* measure again with --stats gradient"):
+        made(llama, tmp_path / "1", tmp_path / "out")
+
+
+def test_ranks_that_share_the_model_are_refused(llama, text_files, tmp_path):
+    given = calibration(text_files)
+    job = measure.Job(model=llama, output=tmp_path / "x", calibration=given, stats=("gradient",), ranks=2, tp=2)
+    with pytest.raises(UsageError, match="statistic gradient with tp=2; .* measure it with --tp 1"):
+        measure.run(job, QUIET)
