@@ -20,7 +20,8 @@ from quantflow.models.graph import graph_for
 from quantflow.models.load import open_source
 from stages import export, measure, quantize, unify, validate
 from stages._config import Recipe
-from stages._plan import resolve, statistics_for
+from stages._entry import statistics_for
+from stages._plan import resolve
 from stages._progress import Progress
 from stages._ranks import rank_folder
 from stages._report import Row, write_report
