@@ -235,6 +235,12 @@ def test_quantizing_inputs_of_a_scheme_that_does_not_is_w4a8_by_another_name():
     assert reason == "w4a16_int8 needs inputs in the model's dtype, scheme W4A8 quantizes them"
 
 
+def test_a_nan_whose_bits_are_all_set_is_not_rounded_to_a_number():
+    x = torch.zeros(1, 64)
+    x.view(torch.int32)[0, 3] = 0x7FFFFFFF  # adding half a bfloat16 to it would carry into the sign
+    assert kernels.linear(x, kernels.prepare(random_linear("W8A16", (8, 64)), torch.bfloat16), None).isnan().all()
+
+
 def test_a_copied_module_outlives_the_one_it_was_copied_from():
     linear, x = random_linear("W8A8", (8, 32)), torch.ones(1, 32)
     module = QuantLinear(linear, bias=None, backend=w8a8, dtype=torch.float32)
