@@ -137,13 +137,13 @@ INLINE void arrange(const struct weight *w, const void *x, int bf16, int64_t beg
         if (w->input == E4M3)
             value = round_e4m3(_mm512_max_ps(_mm512_min_ps(value, largest), _mm512_sub_ps(_mm512_setzero_ps(), largest)));
         value = _mm512_permutexvar_ps(order, value);
-        if (math == FLOAT) {
-            _mm512_i32scatter_ps(out + i * stride, at, value, 4);
-        } else {
-            uint16_t halves[16];
-            store(halves, 0, 1, 0xffff, value);
+        uint16_t halves[16];
+        const int narrow = math == BFLOAT || (w->bf16 && w->input == ASIS);
+        if (narrow) store(halves, 0, 1, 0xffff, value);
+        if (math == FLOAT)
+            _mm512_i32scatter_ps(out + i * stride, at, narrow ? load(halves, 0, 1, 0xffff) : value, 4);
+        else
             _mm256_i32scatter_epi32(out + i / 2 * stride, _mm512_castsi512_si256(at), _mm256_loadu_si256((__m256i *)halves), 4);
-        }
     }
 }
 

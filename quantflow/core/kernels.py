@@ -1,6 +1,7 @@
 """Weights of 4 and 8 bits in the layout of kernels.c, and the call that multiplies with them; backends say which of them run.
 
-A linear of 4 bits is stored as qvalue + 8 and may have zero points; one of 2 or 3 bits is stored in 4. Scales that bfloat16
+A linear of 4 bits is stored as qvalue + 8 and may have zero points; one of 2 or 3 bits is stored in 4, one of 5 or 6 bits in 8,
+its zero points taken out. Scales that bfloat16
 holds, which those of most layouts are, are read as such.
 """
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from quantflow.core import float8, native
+from quantflow.core import float8, groups, native
 from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.core.scheme import LinearScheme, TensorScheme
 from quantflow.errors import UsageError
@@ -99,16 +100,18 @@ def prepare(linear: QuantizedLinear, dtype: torch.dtype) -> Prepared:
     weight, inputs = linear.weight, linear.scheme.input
     rows, columns = weight.qvalue.shape
     group = weight.scheme.group_size or columns + -columns % _COLUMNS
-    kind = _F8 if weight.scheme.kind == "float" else _W8 if weight.scheme.num_bits == 8 else _W4
+    kind = _F8 if weight.scheme.kind == "float" else _W8 if weight.scheme.num_bits > 4 else _W4
     input_zero = 0 if linear.input_zero_point is None else int(linear.input_zero_point)
     integer = inputs is not None and inputs.kind == "int"
     scale = _lanes(weight.scale.expand(rows, -1), padding=0)  # [B, G, 16]
     narrow = scale.to(torch.bfloat16)
     wide = not torch.equal(narrow.float(), scale)
     tensors = (
-        _data(weight.qvalue, kind, group=group),
+        _data(weight, kind, group=group),
         scale if wide else narrow,
-        None if weight.zero_point is None else _lanes((weight.zero_point + 8).to(torch.uint8).expand(rows, -1), padding=8),
+        None
+        if weight.zero_point is None or kind != _W4
+        else _lanes((weight.zero_point + 8).to(torch.uint8).expand(rows, -1), padding=8),
         _offsets(weight, input_zero) if integer and kind == _W8 else None,
     )
     record = _Weight(
@@ -201,9 +204,11 @@ def _lanes(values: Tensor, *, padding: int) -> Tensor:
     return padded.view(-1, _LANES, values.shape[1]).transpose(1, 2).contiguous()  # [B, G, 16]
 
 
-def _data(qvalue: Tensor, kind: int, *, group: int) -> Tensor:
+def _data(weight: QTensor, kind: int, *, group: int) -> Tensor:
     """Return the lines of a weight: [pairs of 16 rows, lines, 2, 16] int32."""
-    codes = qvalue.view(torch.int8) if kind == _F8 else qvalue + 8 if kind == _W4 else qvalue
+    codes = weight.qvalue.view(torch.int8) if kind == _F8 else weight.qvalue + 8 if kind == _W4 else weight.qvalue
+    if kind == _W8 and weight.zero_point is not None:  # of 6 bits or fewer: the differences are int8
+        codes = (groups.to_groups(codes, codes.shape[1] // weight.scale.shape[1]) - weight.zero_point[..., None]).flatten(1)
     codes = functional.pad(codes, (0, -codes.shape[1] % group, 0, -len(codes) % _ROWS))
     if kind == _W4:
         halves = codes.view(torch.uint8).view(len(codes), -1, 2, 4)  # [O, lines, 2, 4]
@@ -214,8 +219,8 @@ def _data(qvalue: Tensor, kind: int, *, group: int) -> Tensor:
 
 def _offsets(weight: QTensor, input_zero: int) -> Tensor:
     """Return what the sums of 8-bit weights by int8 inputs + 128 begin with, [B, G, 16] int32."""
-    groups = weight.qvalue.view(len(weight.qvalue), weight.scale.shape[1], -1)  # [O, G, g]
-    return _lanes(groups.sum(dim=-1, dtype=torch.int32) * -(128 + input_zero), padding=0)
+    split = weight.qvalue.view(len(weight.qvalue), weight.scale.shape[1], -1)  # [O, G, g]
+    return _lanes(split.sum(dim=-1, dtype=torch.int32) * -(128 + input_zero), padding=0)
 
 
 def read(data: Tensor) -> int:

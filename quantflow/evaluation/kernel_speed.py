@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,9 +83,9 @@ def kernel_timings(
         x = torch.randn(count, shape[1], generator=generator).to(dtype)
         calls: dict[str, Callable[[], object]] = {}
         for name, backend in able.items():
-            calls[name] = lambda backend=backend, name=name: backend.linear(x, prepared[name], None)  # noqa: B023, called here
+            calls[name] = partial(backend.linear, x, prepared[name], None)
             if reads:
-                calls[f"read {name}"] = lambda name=name: kernels.read(plain[: sizes[name]])
+                calls[f"read {name}"] = partial(kernels.read, plain[: sizes[name]])
         taken = _medians(calls, cache, rounds=rounds)
         for name in able:
             yield KernelTiming(

@@ -99,6 +99,8 @@ OURS = [
     (w4a16, W4_ASYM),
     (w4a16, W4_CHANNEL),
     (w4a16, replace(W4, weights=TENSOR)),
+    (w8a16, with_group_size(PRESETS["W6A16_ASYM"], 32)),
+    (w8a16, with_group_size(PRESETS["W5A16"], 32)),
     (w8a16, replace(W4, weights=replace(W4.weights, num_bits=8))),
     (w8a8, replace(W4A8, weights=replace(W4.weights, num_bits=8))),
     (fp8, replace(PRESETS["FP8_DYNAMIC"], input=None)),
@@ -297,7 +299,7 @@ REASONS = [
     (w8a8, PRESETS["W8A16"], (16, 64), torch.float32, "w8a8 needs int8 inputs, scheme W8A16 has none"),
     (w8a8, PRESETS["FP8"], (16, 64), torch.float32, "w8a8 needs symmetric int8 weights, scheme FP8 has others"),
     (w8a16, PRESETS["W8A8"], (16, 64), torch.float32, "w8a16 needs inputs in the model's dtype, scheme W8A8 quantizes them"),
-    (w8a16, W4, (16, 64), torch.float32, "w8a16 needs symmetric int8 weights, scheme W4A16 has others"),
+    (w8a16, W4, (16, 64), torch.float32, "w8a16 needs symmetric int8 weights, or 5 or 6 bits, scheme W4A16 has others"),
     (w4a8, W4, (16, 64), torch.float32, "w4a8 needs symmetric int8 inputs, scheme W4A16 has none"),
     (
         w4a8,
@@ -418,6 +420,7 @@ def test_without_our_own_kernels_auto_takes_the_first_that_can_and_says_why_the_
 def test_auto_prefers_our_own_kernel_and_says_why_those_before_it_cannot(preset):
     expected = {"W8A8": "w8a8", "W8A8_STATIC": "w8a8", "W8A16": "w8a16", "W4A8": "w4a8"}
     expected |= {"FP8": "fp8", "FP8_DYNAMIC": "fp8", "FP8_BLOCK": "fp8"}
+    expected |= {name: "w8a16" for name in PRESETS if name[:2] in ("W6", "W5")}
     backend, reasons = choose(PRESETS[preset], CPU, shape=(17, 128), dtype=torch.bfloat16)
     assert expected.get(preset, "w4a16") == backend.NAME
     assert list(reasons) == list(BACKENDS)[: list(BACKENDS).index(backend.NAME)]

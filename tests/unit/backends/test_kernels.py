@@ -66,6 +66,11 @@ def run(linear: QuantizedLinear, x: torch.Tensor, bias: torch.Tensor | None = No
     return kernels.linear(x, kernels.prepare(linear, x.dtype), bias)
 
 
+def run_in_float32(linear: QuantizedLinear, x: torch.Tensor) -> torch.Tensor:
+    """Run a weight prepared for bfloat16; the output is float32, so that nothing hides in its rounding."""
+    return kernels.linear(x.float(), kernels.prepare(linear, torch.bfloat16), None)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_code_of_e4m3_is_widened_to_its_value(dtype):
     codes = torch.arange(256, dtype=torch.uint8)
@@ -233,6 +238,34 @@ def test_quantizing_inputs_of_a_scheme_that_does_not_is_w4a8_by_another_name():
     assert not torch.allclose(named, run(linear, x), rtol=1e-4, atol=1e-4)
     reason = w4a16_int8.why_not(PRESETS["W4A8"], torch.device("cpu"), shape=(16, 128), dtype=torch.float32)
     assert reason == "w4a16_int8 needs inputs in the model's dtype, scheme W4A8 quantizes them"
+
+
+def test_a_cpu_without_bfloat16_products_computes_the_same_in_float32(tmp_path, monkeypatch):
+    compiler = tmp_path / "gcc"
+    compiler.write_text('#!/bin/sh\nexec gcc "$@" -mno-avx512bf16\n')
+    compiler.chmod(0o700)
+    x = torch.randn(5, 96, generator=torch.Generator().manual_seed(1)).bfloat16()
+    names = ["W4A16", "W4A16_ASYM", "W8A16", "FP8_DYNAMIC"]
+    linears = {name: random_linear(name, (48, 96)) for name in names}
+    for given in (x, x.float() + 2**-12):  # float32 inputs are rounded here too
+        wanted = {name: run_in_float32(linear, given) for name, linear in linears.items()}
+        with monkeypatch.context() as patched:
+            patched.setenv("CC", str(compiler))
+            patched.setenv("QUANTFLOW_CACHE", str(tmp_path / "cache"))
+            native._attempt.cache_clear()
+            try:
+                found = {name: run_in_float32(linear, given) for name, linear in linears.items()}
+            finally:
+                native._attempt.cache_clear()
+        for name in names:
+            assert torch.allclose(found[name], wanted[name], rtol=0, atol=1e-6 * wanted[name].abs().max().item())
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+def test_a_nan_whose_bits_are_all_set_is_not_rounded_to_a_number():
+    x = torch.zeros(1, 64)
+    x.view(torch.int32)[0, 3] = 0x7FFFFFFF  # adding half a bfloat16 to it would carry into the sign
+    assert kernels.linear(x, kernels.prepare(random_linear("W8A16", (8, 64)), torch.bfloat16), None).isnan().all()
 
 
 def test_a_copied_module_outlives_the_one_it_was_copied_from():
