@@ -41,6 +41,10 @@ BARS = (
 )
 
 
+class Ended(Exception):
+    """A program that ended instead of answering."""
+
+
 @dataclass(kw_only=True)
 class Program:
     """A process that holds one model and answers.
@@ -75,7 +79,7 @@ class Program:
         """Return the answer to a question."""
         assert self.process is not None and self.process.stdin is not None
         print(json.dumps(question), file=self.process.stdin, flush=True)
-        return self._answer("it ended")
+        return self._answer("see its log")
 
     def stop(self) -> None:
         """End the process."""
@@ -87,7 +91,7 @@ class Program:
         assert self.process is not None and self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise SystemExit(f"{self.name}: {told}")
+            raise Ended(f"{self.name} ended: {told}")
         return dict(json.loads(line))
 
 
@@ -103,8 +107,13 @@ def main(arguments: Sequence[str]) -> int:
         print(f"load average {about['load']:.1f}: the machine is not idle, seconds will be too many", flush=True)
     programs = [program for program in _programs(given, model, work) if _wanted(program, given.only)]
     try:
-        for program in programs:
-            program.start(given.threads, work / f"{program.name.replace(' ', '-')}.log")
+        for program in list(programs):
+            try:
+                program.start(given.threads, work / f"{program.name.replace(' ', '-')}.log")
+            except Ended as error:
+                print(f"{error}; left out", flush=True)
+                programs.remove(program)
+                continue
             print(f"{program.name}: {program.ready['version']}, {gb(program.ready['weight_bytes'])} a token", flush=True)
         reads = _rounds(programs, given)
     finally:

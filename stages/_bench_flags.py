@@ -46,5 +46,15 @@ def values(options: dict[str, Any]) -> dict[str, Any]:
     return found if options["profile"] is None else {**found, "profile": Path(options["profile"])}
 
 
-_FIELDS = ("batch_sizes", "input_tokens", "new_tokens", "runs", "warmups", "ignore_eos", "backend", "dtype", "decoder")
+_FIELDS: tuple[str, ...] = (
+    "batch_sizes",
+    "input_tokens",
+    "new_tokens",
+    "runs",
+    "warmups",
+    "ignore_eos",
+    "backend",
+    "dtype",
+    "decoder",
+)
 _FIELDS += ("kv_cache", "pack", "device", "seed")

@@ -132,7 +132,7 @@ def _profile(job: Job, loaded: Loaded, path: Path) -> Run:
     with profile(activities=[ProfilerActivity.CPU], with_stack=True) as trace:
         found = time_run(loaded.decoder, prompts, new_tokens=min(job.new_tokens, 8), span=record_function)
     path.parent.mkdir(parents=True, exist_ok=True)
-    trace.export_chrome_trace(str(path))  # type: ignore[no-untyped-call]
+    trace.export_chrome_trace(str(path))
     return found
 
 

@@ -141,7 +141,7 @@ def restore(parts: tuple[Tensor | None, ...], dtype: torch.dtype) -> Prepared:
     """Return the record that `dump` was given, with these tensors and the dtype that it was prepared for."""
     record, *tensors = parts
     assert record is not None  # dump puts it there
-    weight = _Weight.from_buffer_copy(record.numpy())
+    weight = _Weight.from_buffer_copy(record.numpy().tobytes())
     for field, tensor in zip(("data", "scale", "zero", "offset"), tensors, strict=True):
         setattr(weight, field, native.address(tensor))
     return _prepared(weight, tuple(tensors), dtype)

@@ -104,7 +104,8 @@ def time_run(
     decoder.begin(rows=rows, capacity=length + new_tokens)
     prompts, stop = prompts.to(decoder.device), torch.tensor(sorted(ends), device=decoder.device)
     running = torch.ones(rows, dtype=torch.bool, device=decoder.device)
-    seconds, produced, step = [], 0, prompts
+    seconds: list[float] = []
+    produced, step = 0, prompts
     with torch.inference_mode():
         while len(seconds) < new_tokens and running.any():
             begin = time.perf_counter()
