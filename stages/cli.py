@@ -6,7 +6,7 @@ Longer than 300 lines because every verb stands here, once, with its help text.
 
 import dataclasses
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -193,6 +193,7 @@ def measure(model: str, output: str | None, settings: tuple[str, ...], recipe: s
     "--ranks", type=int, default=1, help="Processes (default 1); each writes a slice of each linear, unify joins them."
 )
 @click.option("--seed", type=int, help="Of the canary where no measurement is given (default 0).")
+@click.option("--export", "artifact", metavar="DIR", help="Then write the artifact there and prove it, as export does.")
 @quant_configured
 @bounded
 @common
@@ -201,15 +202,20 @@ def quantize(model: str, output: str, settings: tuple[str, ...], recipe: str | N
 
     \b
     Example: quantflow quantize ./llama -o work/2-quantize --scheme W4A16 --measurement work/1-measure
+             quantflow quantize ./llama -o work/2-quantize --scheme FP8_DYNAMIC --export work/llama-fp8
              quantflow quantize ./llama -o work/mixed --target-bpw 4.25 --measurement work/1-measure
              quantflow quantize ./llama -o work/shards --scheme FP8_DYNAMIC --ranks 4
              quantflow quantize ./llama -o work/shards --scheme W4A16 --measurement work/1-measure --ranks 4
     """
     from quantflow.errors import UsageError
+    from stages import export as exporting
     from stages import quantize as stage
     from stages._config import apply_settings, find_config, nearest, read_yaml, recipe_from
     from stages._quant_flags import entry_beneath, given, measurement_beneath
 
+    artifact = shared["artifact"]
+    if artifact is not None and shared["ranks"] != 1:
+        raise UsageError(f"quantize: --export with --ranks {shared['ranks']}", "join the shards with unify, then export")
     found = given("quantize", shared["quant_config"], quiet=shared["quiet"])
     smooth = shared["smoothquant"]
     flags = {
@@ -256,7 +262,10 @@ def quantize(model: str, output: str, settings: tuple[str, ...], recipe: str | N
         ranks=shared["ranks"],
         arguments=tuple(sys.argv[1:]),
     )
-    _run(stage, job, shared, report=_choice if job.entry.mixed else None)
+    then: list[tuple[Any, Any]] = []
+    if artifact is not None:
+        then = [(exporting, exporting.job_from(values, quantized=job.output, output=artifact, model=model, force=job.replace))]
+    _run(stage, job, shared, report=_choice if job.entry.mixed else None, then=then)
 
 
 @cli.command()
@@ -365,16 +374,7 @@ def export(
         made = _export_gguf.job_from(quantized, output=output, model=model, recipe=values, force=shared["force"])
         _run(_export_gguf, made, shared)
         return
-    job = stage.Job(
-        quantized=Path(quantized),
-        output=Path(output),
-        model=Path(model) if model else None,
-        format=values.export.format,
-        shard_size=values.export.shard_size,
-        replace=shared["force"],
-        resources=values.resources,
-    )
-    _run(stage, job, shared)
+    _run(stage, stage.job_from(values, quantized=quantized, output=output, model=model, force=shared["force"]), shared)
 
 
 @cli.command()
@@ -579,17 +579,27 @@ def _choice(folder: Path) -> str:
     return f"{chosen}\nrecipe: {folder / RECIPE}\nPareto curve: {folder / PLOT}\n"
 
 
-def _run(stage: Any, job: Any, shared: dict[str, Any], *, report: Callable[[Path], str] | None = None) -> None:
-    """Run a stage that returns a folder, and print it, after what `report` says of it; of several ranks one does."""
+def _run(
+    stage: Any,
+    job: Any,
+    shared: dict[str, Any],
+    *,
+    report: Callable[[Path], str] | None = None,
+    then: Sequence[tuple[Any, Any]] = (),
+) -> None:
+    """Run a stage, and those `then`, and print the last one's folder after what `report` says of the first; one rank does."""
     from stages._config import speaks
 
+    steps = [(stage, job), *then]
     if shared["dry_run"]:
-        show(dataclasses.asdict(job), as_json=shared["as_json"], text=str(job))
+        jobs = [dataclasses.asdict(todo) for _, todo in steps]
+        show(jobs if then else jobs[0], as_json=shared["as_json"], text="\n".join(str(todo) for _, todo in steps))
         return
-    with reporting(shared, job.output) as progress:
-        folder = stage.run(job, progress)
+    for part, todo in steps:
+        with reporting(shared, todo.output) as progress:
+            folder = part.run(todo, progress)
     if speaks():
-        told = "" if report is None else report(folder)
+        told = "" if report is None else report(job.output)
         show({"folder": str(folder)}, as_json=shared["as_json"], text=f"{told}{folder}")
 
 

@@ -59,14 +59,8 @@ def run(job: Job, progress: Progress) -> list[dict[str, Any]]:
             progress,
         )
         artifact = export.run(
-            export.Job(
-                quantized=quantized,
-                output=folder / "4-export" / entry.name,
-                model=Path(recipe.model),
-                format=recipe.export.format,
-                shard_size=recipe.export.shard_size,
-                replace=True,
-                resources=recipe.resources,
+            export.job_from(
+                recipe, quantized=quantized, output=folder / "4-export" / entry.name, model=recipe.model, force=True
             ),
             progress,
         )

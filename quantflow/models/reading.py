@@ -30,7 +30,7 @@ DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
 }
 NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
-_CHECK_ELEMENTS = 1 << 18  # elements that are looked at together: the copy of their exponents stays in the cache
+_CHECK_ELEMENTS = 1 << 20  # elements that are looked at together: the copy of their exponents stays in the cache
 _NOT_FINITE: dict[torch.dtype, tuple[torch.dtype, int]] = {  # the integer of this size, and its bits that are all set then
     torch.float64: (torch.int64, 0x7FF << 52),
     torch.float32: (torch.int32, 0xFF << 23),
