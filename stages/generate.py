@@ -24,7 +24,7 @@ from quantflow.models.load import load_tokenizer, open_source, skeleton
 from quantflow.models.names import NameMap
 from quantflow.runtime.adapters import attach_
 from quantflow.runtime.decoder import TransformersDecoder
-from quantflow.runtime.decoding import Beams, Draft, Lookup, Medusa, Method, Rules, Sampling, generate, load_medusa
+from quantflow.runtime.decoding import Beams, Draft, Lookup, Method, Rules, Sampling, generate, load_medusa
 from quantflow.runtime.decoding.text import TextStream, continuation, stop_at, word_ids
 from quantflow.runtime.load import Runtime, load
 from quantflow.runtime.offload import load_offloaded
@@ -100,10 +100,10 @@ def run(job: Job, stream: Callable[[str], None], progress: Progress | None = Non
     runtime = _open(job)
     tokenizer = runtime.tokenizer or load_tokenizer(job.artifact)
     adapted = None if job.adapter is None else attach_(runtime.model, job.adapter, merge=job.merge)
-    rows = encode(prompts, tokenizer, limit=job.max_input_tokens, chat=job.chat)
-    method, options = _method(job, tokenizer), _options(job, runtime, tokenizer)
-    crops = isinstance(method, Draft | Lookup | Medusa)
+    crops = job.draft is not None or job.medusa is not None or isinstance(job.method, Lookup)
     decoder = Timed(TransformersDecoder(runtime.model, device=job.device, crops=crops))
+    rows = encode(prompts, tokenizer, limit=job.max_input_tokens, chat=job.chat)
+    method, options = _method(job, tokenizer), _options(job, tokenizer, ends=runtime.eos_token_ids)
     batches = [range(i, min(i + job.batch_size, len(rows))) for i in range(0, len(rows), job.batch_size)]
     alone = len(rows) * job.returned == 1 and not isinstance(method, Beams)
     outputs: list[dict[str, Any]] = []
@@ -112,7 +112,8 @@ def run(job: Job, stream: Callable[[str], None], progress: Progress | None = Non
     for batch in telling.steps(batches, stage="generate", unit="batch"):
         ids, padding = _left_padded([rows[i] for i in batch], pad=options["pad_token_id"] or 0, device=job.device)
         told = _teller(tokenizer, prompts[0], rows[0], stream) if alone else None
-        found = generate(decoder, ids, padding=padding, method=method, stream=told and told.put, **options)
+        tell = None if told is None else told.put
+        found = generate(decoder, ids, padding=padding, method=method, stream=tell, **options)
         if told is not None:
             told.end()
         for i, row in zip((i for i in batch for _ in range(job.returned)), found[:, ids.shape[1] :].tolist(), strict=True):
@@ -191,15 +192,14 @@ def _draft(folder: Path, job: Job) -> PreTrainedModel:
     return model.to(job.device)
 
 
-def _options(job: Job, runtime: Runtime, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def _options(job: Job, tokenizer: PreTrainedTokenizerBase, *, ends: tuple[int, ...]) -> dict[str, Any]:
     """Return what `quantflow.runtime.decoding.generate` is told beside the prompts and the method."""
-    ends = () if job.ignore_eos else runtime.eos_token_ids
     return {
         "max_new_tokens": job.max_new_tokens,
         "sampling": job.sampling,
         "rules": replace(job.rules, bad_words=word_ids(tokenizer, job.bad_words, before=("", " "))),
         "returned": job.returned,
-        "eos_token_id": ends,
+        "eos_token_id": () if job.ignore_eos else ends,
         "pad_token_id": tokenizer.pad_token_id,
         "stop": stop_at(tokenizer, job.stop) if job.stop else None,
     }
