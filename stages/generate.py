@@ -111,7 +111,7 @@ def run(job: Job, stream: Callable[[str], None], progress: Progress | None = Non
     telling = progress if progress is not None and len(batches) > 1 else Progress(quiet=True)
     for batch in telling.steps(batches, stage="generate", unit="batch"):
         ids, padding = _left_padded([rows[i] for i in batch], pad=options["pad_token_id"] or 0, device=job.device)
-        told = _teller(tokenizer, prompts[0], rows[0], stream) if alone else None
+        told = _Spoken(tokenizer, shown(prompts[0]), rows[0], stream) if alone else None
         tell = None if told is None else told.put
         found = generate(decoder, ids, padding=padding, method=method, stream=tell, **options)
         if told is not None:
@@ -221,11 +221,24 @@ def _left_padded(rows: Sequence[list[int]], *, pad: int, device: str) -> tuple[T
     return ids, torch.tensor([longest - len(row) for row in rows], device=device)
 
 
-def _teller(
-    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, tokens: Sequence[int], stream: Callable[[str], None]
-) -> TextStream:
-    stream(shown(prompt))
-    return TextStream(tokenizer, tokens, tell=stream)
+class _Spoken:
+    """The text of a single sequence on its way out; the prompt goes with the first piece, so not before there is one."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, prompt: str, tokens: Sequence[int], stream: Callable[[str], None]
+    ) -> None:
+        self._prompt, self._stream = prompt, stream
+        self._text = TextStream(tokenizer, tokens, tell=self._tell)
+        self.put = self._text.put
+
+    def end(self) -> None:
+        self._text.end()
+        if self._prompt:
+            self._tell("")
+
+    def _tell(self, piece: str) -> None:
+        self._stream(self._prompt + piece)
+        self._prompt = ""
 
 
 def _own(tokens: list[int], ends: Sequence[int], stop: Callable[[Sequence[int]], bool] | None) -> list[int]:
