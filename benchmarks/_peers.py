@@ -85,17 +85,16 @@ def _programs(ours: Commands, calibration: Path, work: Path, peers: Path) -> lis
     compressor, gptqmodel = peers / "llmcompressor/bin/python", peers / "gptqmodel/bin/python"
     quantized, artifact, measured = work / "quantized", work / "artifact", work / "measured"
     offline = (("HF_HUB_OFFLINE", "1"),)
-    export = ours.export(quantized, artifact)
     programs = []
     for scheme, task in (("FP8_DYNAMIC", TASKS[0]), ("W4A16", TASKS[1])):
-        quantize = ours.quantize(quantized, scheme=scheme, algorithm="rtn")
-        programs.append(Program(task=task, name="quantflow", commands=(quantize, export)))
+        quantize = ours.quantize(quantized, scheme=scheme, algorithm="rtn", artifact=artifact)
+        programs.append(Program(task=task, name="quantflow", commands=(quantize,)))
         for name, workers in (("llm-compressor model_free", "1"), ("llm-compressor model_free, 2 workers", "2")):
             command = (compressor, SCRIPTS / "llmcompressor_model_free.py", model, scheme, artifact, "--workers", workers)
             programs.append(Program(task=task, name=name, commands=(command,), environment=offline))
     measure = ours.measure(measured, calibration, needs="W4A16:gptq")
-    quantize = ours.quantize(quantized, scheme="W4A16", algorithm="gptq")
-    stages = (measure, (*quantize, "--measurement", measured), export)
+    quantize = ours.quantize(quantized, scheme="W4A16", algorithm="gptq", artifact=artifact)
+    stages = (measure, (*quantize, "--measurement", measured))
     sequential = (compressor, SCRIPTS / "llmcompressor_gptq.py", model, calibration, artifact)
     spilled = (*sequential, "--offload", work / "offload")
     theirs = (gptqmodel, SCRIPTS / "gptqmodel_gptq.py", model, calibration, artifact)

@@ -47,9 +47,10 @@ class Commands:
     model: Path
     limits: tuple[str, ...] = ()
 
-    def quantize(self, output: Path, *, scheme: str, algorithm: str) -> tuple[str | Path, ...]:
-        """Return stage 2."""
-        words = ("--scheme", scheme, "--algorithm", algorithm)
+    def quantize(self, output: Path, *, scheme: str, algorithm: str, artifact: Path | None = None) -> tuple[str | Path, ...]:
+        """Return stage 2, and stage 4 with it where an artifact is named."""
+        words: tuple[str | Path, ...] = ("--scheme", scheme, "--algorithm", algorithm)
+        words += ("--export", artifact) if artifact is not None else ()
         return (*QUANTFLOW, "quantize", self.model, "-o", output, *words, *self.limits)
 
     def measure(self, output: Path, calibration: Path, *, needs: str | None) -> tuple[str | Path, ...]:

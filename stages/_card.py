@@ -30,12 +30,13 @@ ASYMMETRIC = (
 def model_card(manifest: Mapping[str, Any]) -> str:
     """Return the card of an artifact."""
     recipe, source = manifest["recipe"], manifest["source"]
-    resolved = recipe["resolved"]
+    resolved, chosen = recipe["resolved"], recipe.get("chosen")
+    what = recipe["scheme"] if chosen is None else f"mixed precision of {chosen['bits_per_weight']:.2f} bits per weight"
     schemes = [scheme for scheme in resolved["schemes"].values() if scheme is not None]
     layouts = sorted({scheme["layout"] for scheme in schemes})
     transforms = ", ".join(f"{name} {options}" for item in resolved["transforms"] for name, options in item.items())
     sizes = manifest["ledger"]["bytes"]
-    mixed = any(_EXPERT.search(name) for name in resolved["schemes"])
+    sparse = any(_EXPERT.search(name) for name in resolved["schemes"])
     lines = [
         "---",
         f"base_model: {source['name']}",
@@ -43,9 +44,9 @@ def model_card(manifest: Mapping[str, Any]) -> str:
         "tags: [quantflow, compressed-tensors]",
         "---",
         "",
-        f"# {source['name']}, {recipe['scheme']}",
+        f"# {source['name']}, {what}",
         "",
-        f"{len(schemes)} of {len(resolved['schemes'])} linears quantized: {recipe['scheme']} by {resolved['algorithm']}"
+        f"{len(schemes)} of {len(resolved['schemes'])} linears quantized: {what} by {resolved['algorithm']}"
         f"{f', after {transforms}' if transforms else ''}.",
         "",
         "| | |",
@@ -56,11 +57,11 @@ def model_card(manifest: Mapping[str, Any]) -> str:
         f"| proof | {PROOFS[manifest['proof']['kind']].format(layers=manifest['proof']['layers'])} |",
         f"| digest | `{manifest['digest']}` |",
         "",
-        *[f"{layout}: {(MIXTURES if mixed else NOTES)[layout]}" for layout in layouts],
+        *[f"{layout}: {(MIXTURES if sparse else NOTES)[layout]}" for layout in layouts],
     ]
     if any(not scheme["weights"]["symmetric"] for scheme in schemes):
-        lines += ["", ASYMMETRIC_EXPERTS if mixed else ASYMMETRIC]
-    if mixed:
+        lines += ["", ASYMMETRIC_EXPERTS if sparse else ASYMMETRIC]
+    if sparse:
         lines += ["", *_experts([layer["experts"] for layer in manifest["layers"] if "experts" in layer])]
     lines += [
         "",

@@ -4,7 +4,7 @@
     calibration: {source, samples, sequence_length, pack}
     measure:     {ranks, tp, dp, stats, experts}
     quantize:    [{name, scheme, algorithm, group_size, float8, transforms, ignore, overrides, experts, expert_tokens,
-                   expect}, ...]
+                   target_bpw, max_kld, candidates, expect}, ...]
     unify:       {groups}               export: {format, shard_size, device, scale_method, dtype}
     validate:    {text, tokens, sequence_length, gate, allow_inconclusive}
     resources:   {max_memory, max_disk, disk_offload}
@@ -16,6 +16,7 @@ read here and nowhere else. Longer than 300 lines because every key of a recipe 
 
 import dataclasses
 import difflib
+import math
 import os
 import re
 import types
@@ -77,12 +78,22 @@ class Override:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A scheme that may be chosen for a linear."""
+
+    scheme: str
+    group_size: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Quantize:
     """One artifact: null means what the scheme's preset says, or what measured better (`quantized_inputs`).
 
     `float8` is another flavour for FP8 schemes: `gaudi2` keeps to the 240 that Gaudi2 holds. `experts` is what becomes of
     experts that calibration reached with fewer than `expert_tokens`; null is two per input feature for algorithms that read
-    statistics, and 100 for static inputs.
+    statistics, and 100 for static inputs. With `target_bpw` (bits per quantized weight) or `max_kld` (mean KL divergence,
+    nats per token) every linear that `overrides` does not name gets the one of `candidates` that measured sensitivities
+    speak for; null is integers of 2 to 8 bits.
     """
 
     name: str
@@ -96,10 +107,19 @@ class Quantize:
     quantized_inputs: bool | None = None
     experts: str = "error"
     expert_tokens: int | None = None
+    target_bpw: float | None = None
+    max_kld: float | None = None
+    candidates: tuple[Candidate, ...] | None = None
     expect: str = "pass"
+
+    @property
+    def mixed(self) -> bool:
+        """Whether schemes are to be chosen."""
+        return self.target_bpw is not None or self.max_kld is not None
 
     def __post_init__(self) -> None:
         """Refuse values that no stage could use."""
+        self._check_choice()
         if self.expect not in ("pass", "fail"):
             raise UsageError(f"quantize {self.name!r}: expect={self.expect!r}", "use pass or fail")
         if self.experts not in POLICIES:
@@ -114,6 +134,21 @@ class Quantize:
             )
         if self.float8 not in (None, *FLOAT8_FLAVOURS):
             raise UsageError(f"quantize {self.name!r}: float8={self.float8!r}", nearest(str(self.float8), FLOAT8_FLAVOURS))
+
+    def _check_choice(self) -> None:
+        """Refuse what schemes cannot be chosen by."""
+        if self.target_bpw is not None and self.max_kld is not None:
+            raise UsageError(
+                f"quantize {self.name!r}: target_bpw={self.target_bpw} beside max_kld={self.max_kld}", "give one of them"
+            )
+        for key, value in (("target_bpw", self.target_bpw), ("max_kld", self.max_kld)):
+            if value is not None and not (value > 0 and math.isfinite(value)):
+                raise UsageError(f"quantize {self.name!r}: {key}={value}", "give a positive number")
+        if self.candidates is not None and not (self.mixed and self.candidates):
+            raise UsageError(
+                f"quantize {self.name!r}: {len(self.candidates)} candidates, target_bpw={self.target_bpw}",
+                "name at least one, and give target_bpw or max_kld; or leave candidates out",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,6 +346,8 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
         if not isinstance(value, dict):
             raise UsageError(f"{where}: {value!r} is not a mapping", "write {name: {option: value}}")
         return value
+    if hint is float and type(value) is int:
+        return float(value)
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
         raise UsageError(f"{where}: {value!r} is {type(value).__name__}, not {hint.__name__}", f"give a {hint.__name__}")
     return value

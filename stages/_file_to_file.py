@@ -17,7 +17,7 @@ and what the system's cache still holds of it then is taken from there, the rest
 the hashes of the files that it lies in, and the model's fingerprint is known at the end.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -153,8 +153,13 @@ def quantize_files(
         sizes = [sum(unit.nbytes for unit in units_of(layer, plan, source, share)) for layer in graph.layers]
         told = f"{'quantize' if choose is None else 'unify'} {plan.name}"
         for layer in progress.steps(graph.layers, stage=told, unit="layer", nbytes=lambda layer: sizes[layer.index]):
-            path, layer_key = layer_path(output, layer.index), digest_of([key, layer.index, hashes.of(files[layer.index])])
-            if finished(path, layer_key) is not None:
+            path, used = layer_path(output, layer.index), files[layer.index]
+            hashes.begin(used)
+
+            def layer_key(index: int = layer.index, used: Sequence[str] = used) -> str:
+                return digest_of([key, index, hashes.of(used)])
+
+            if path.exists() and finished(path, layer_key()) is not None:  # nothing waits for hashes where nothing is there
                 continue
             units = partial(units_of, layer, plan, source, share)
             rounded = choose or _by(plan.algorithm, _shared_grids(layer, units(), workers))
@@ -204,9 +209,14 @@ def _by(algorithm: str, grids: Mapping[str, Grid]) -> Choose:
 
 
 def _fill(
-    writer: Writer, units: Iterator[Unit], choose: Choose, inputs: Mapping[str, Input], workers: Workers, key: str
+    writer: Writer,
+    units: Iterator[Unit],
+    choose: Choose,
+    inputs: Mapping[str, Input],
+    workers: Workers,
+    key: Callable[[], str],
 ) -> dict[str, Any]:
-    """Write every unit's bytes and return the layer's record; where that fails the file is removed."""
+    """Write every unit's bytes and return the layer's record under its key; where that fails the file is removed."""
     account = Account()
 
     def work(unit: Unit) -> Rounded | None:
@@ -220,7 +230,7 @@ def _fill(
         for rounded in workers.stream(work, units, ahead=AHEAD * workers.count):
             if rounded is not None:
                 account.add(rounded)
-        return account.as_json(key, inputs)
+        return account.as_json(key(), inputs)
     except BaseException:
         writer.abandon()
         raise

@@ -91,7 +91,7 @@ class Forward:
         for layer in self.progress.steps(rest, stage=stage, unit="layer", before=start, **told):
             _memory.give_back_holes()
             as_stored = not self.plan.transforms  # they change weights, in float32
-            with stream.layer(layer.index, as_stored=as_stored) as module, _linears_restored(module):
+            with stream.layer(layer.index, as_stored=as_stored) as module, linears_restored(module):
                 last = self._layer(stream, source, module, layer, states)
             if layer is not self.graph.layers[-1]:
                 hidden.commit(layer.index + 1, key=self.key, settled=self.team.wait)
@@ -117,7 +117,7 @@ class Forward:
         if kept:
             if original:
                 stream.advance(module, calibration, workers=self.workers)
-            _read_back(module, layer, self.plan, path)
+            read_back(module, layer, self.plan, path)
         else:
             measured = None if self.plan.rotation is not None else self.measurement  # of a rotated model's inputs nothing is
             statistics = {} if measured is None else input_statistics(measured, layer)
@@ -183,7 +183,7 @@ def _canary_tokens(source: Source, measurement: Measurement | None, seed: int) -
     return torch.randint(source.config.vocab_size, (CANARY_TOKENS,), generator=generator)
 
 
-def _read_back(module: nn.Module, layer: Layer, plan: Plan, path: Path) -> None:
+def read_back(module: nn.Module, layer: Layer, plan: Plan, path: Path) -> None:
     """Put a finished layer's tensors into its module."""
     infos, _ = read_header(path)
     tensors = {name: read_tensor(path, info) for name, info in infos.items()}
@@ -195,7 +195,7 @@ def _read_back(module: nn.Module, layer: Layer, plan: Plan, path: Path) -> None:
 
 
 @contextmanager
-def _linears_restored(module: nn.Module) -> Iterator[None]:
+def linears_restored(module: nn.Module) -> Iterator[None]:
     """Undo, at the end, every replacement of a linear inside the block: the model's skeleton is used again."""
     originals = {name: child for name, child in module.named_modules() if isinstance(child, nn.Linear)}
     try:

@@ -1,4 +1,4 @@
-"""The hashes of files that are read for another reason too: each is made just before that, and while the last is read."""
+"""The hashes of files that are read for another reason too: each is made while that file, or the one before it, is read."""
 
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -33,14 +33,18 @@ class HashesAhead:
         """Drop what has not begun."""
         self._pool.shutdown(cancel_futures=True)
 
-    def of(self, files: Sequence[str]) -> dict[str, str]:
-        """Return file -> sha256, 64 hexadecimal digits.
-
-        Raises:
-            InputError: a file cannot be read.
-        """
+    def begin(self, files: Sequence[str]) -> None:
+        """Hash files, and the one after them, while the caller goes on."""
         last = max((self._order.index(file) for file in files), default=-1)
         for file in self._order[: last + 2]:
             if file not in self._known:
                 self._known[file] = self._pool.submit(self._digests.of, self._folder / file)
+
+    def of(self, files: Sequence[str]) -> dict[str, str]:
+        """Return file -> sha256, 64 hexadecimal digits, as soon as they are known.
+
+        Raises:
+            InputError: a file cannot be read.
+        """
+        self.begin(files)
         return {file: self._known[file].result() for file in files}

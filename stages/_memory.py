@@ -1,6 +1,7 @@
 """What this process and this machine use and have, in bytes. Nothing here decides anything."""
 
 import ctypes
+import gc
 import os
 import resource
 import sys
@@ -9,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MAPPED = 8 << 20  # bytes from which a block is a mapping of its own
-KEPT = 4 << 20  # bytes that may lie free at the end of the heap, for the next unit
-_MMAP_THRESHOLD, _TRIM_THRESHOLD, _ARENA_MAX = -3, -1, -8  # of mallopt, see mallopt(3)
+KEPT = 4 << 20  # bytes that lie free at the end of the heap, for the next unit, at least; twice as many at most
+_MMAP_THRESHOLD, _TRIM_THRESHOLD, _TOP_PAD, _ARENA_MAX = -3, -1, -2, -8  # of mallopt, see mallopt(3)
 _PROC = Path("/proc")
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -72,7 +73,8 @@ def give_back_freed() -> None:
     with suppress(OSError, AttributeError):
         library = ctypes.CDLL(None)
         library.mallopt(_MMAP_THRESHOLD, MAPPED)
-        library.mallopt(_TRIM_THRESHOLD, KEPT)
+        library.mallopt(_TRIM_THRESHOLD, 2 * KEPT)
+        library.mallopt(_TOP_PAD, KEPT)
         library.mallopt(_ARENA_MAX, 1)
 
 
@@ -83,6 +85,11 @@ def give_back_holes() -> None:
     """
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def end_quickly() -> None:
+    """Let the process end without a search for cycles through all that torch imported, which takes half a second."""
+    gc.freeze()
 
 
 def peak_of_children() -> int:

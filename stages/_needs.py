@@ -10,19 +10,35 @@ from dataclasses import dataclass
 
 from quantflow.algorithms import ALGORITHMS
 from quantflow.core import groups
-from quantflow.models.stand_ins import HEAD_ROWS, LINEAR_ROWS
-from quantflow.observers.hessian import ROWS, observer_bytes
+from quantflow.core.sensitivity import ROWS as SAMPLED_ROWS
+from quantflow.models.stand_ins import HEAD_ROWS
+from quantflow.observers.hessian import observer_bytes
 from quantflow.transforms import TRANSFORMS
+from stages._amounts import (
+    GRADIENTS,
+    backward_bytes,
+    embedding_bytes,
+    folding_bytes,
+    forward_bytes,
+    head_bytes,
+    hidden_bytes,
+    layer_as_stored,
+    layer_in_memory,
+    observing_bytes,
+    parts_bytes,
+    statistics_bytes,
+    stored_bytes,
+)
 from stages._experts import fed_by
 from stages._plan import SAMPLE_ROWS, Plan
 from stages._shards import ONE_FILE
-from stages._sizes import FLOAT, Group, LayerSize, ModelSize, layer_bytes, quantized_bytes
+from stages._sizes import FLOAT, Group, LayerSize, ModelSize, elements_of, layer_bytes, quantized_bytes
 
 FILES_BASE = 235_000_000  # a process with Python, torch and quantflow
 MODEL_BASE = 365_000_000  # and transformers' model code, which only a stage that runs the model imports
 LIBRARIES = 30_000_000  # code and buffers that torch and transformers load when the first layer runs
 CANARY_TOKENS = 64
-BUFFERS = 64 << 20  # that files are copied and compared through
+BUFFERS = 24 << 20  # that files are copied, compared and decoded through
 WAITING = 3  # units per worker, file to file, that are under way or wait to be written
 READERS = 2  # units of file to file beyond the workers' own, since a unit waits for the disk before it computes
 UNIT_FILES = 4  # bytes of each of their weights: as stored and as written
@@ -58,26 +74,40 @@ def need_measure(model: ModelSize, *, lengths: Sequence[int], stats: Sequence[st
     """Return what measure takes: a layer in float32, a sequence's forward per worker, hidden states, statistics.
 
     Without statistics no layer runs, unless there are experts, whose tokens are counted. Each layer's statistics wait on disk
-    until all are there; then they are in memory together.
+    until all are there; then they are in memory together. Where gradients are measured too, what enters each layer waits on
+    disk for the way back.
     """
     ids = 8 * sum(lengths)
     if not stats and not model.sparse:
         return Need(stage="measure", moments=((2 * ids, 0),), result=ids)
-    statistics = sum(_statistics_bytes(layer, stats) for layer in model.layers)
+    statistics = sum(statistics_bytes(layer, stats) for layer in model.layers)
     longest = max(lengths, default=0)
-    hidden = _hidden_bytes(model, lengths)
-    largest = max(_statistics_bytes(layer, stats) for layer in model.layers)
-    growing = max(_statistics_bytes(layer, stats, whole=False) for layer in model.layers)
-    worker = _forward_bytes(model, longest) + _observing_bytes(model, longest) + growing
-    moments = (
-        (LIBRARIES + _embedding_bytes(model, lengths), 0),
-        (LIBRARIES + _layer_in_memory(model.layer) + growing, worker),
-        (LIBRARIES + _layer_in_memory(model.layer) + largest, 0),
+    hidden = hidden_bytes(model, lengths)
+    largest = max(statistics_bytes(layer, stats) for layer in model.layers)
+    growing = max(statistics_bytes(layer, stats, whole=False) for layer in model.layers)
+    worker = forward_bytes(model, longest) + observing_bytes(model, longest) + growing
+    moments: tuple[Moment, ...] = (
+        (LIBRARIES + embedding_bytes(model, lengths), 0),
+        (LIBRARIES + layer_in_memory(model.layer) + growing, worker),
+        (LIBRARIES + layer_in_memory(model.layer) + largest, 0),
         (LIBRARIES + 2 * statistics, 0),
     )
     # Two generations of hidden states while layers run; at the end one, beside what the layers found, which is written again.
     scratch = hidden + max(hidden, statistics)
+    if GRADIENTS in stats:
+        scratch = (len(model.layers) + 1 + 2) * hidden + statistics
+        moments = (
+            *moments,
+            (LIBRARIES + head_bytes(model, longest), 0),
+            (LIBRARIES + layer_in_memory(model.layer) + growing, backward_bytes(model, longest) + growing),
+        )
     return Need(stage="measure", moments=moments, cache=hidden, result=ids + statistics, scratch=scratch)
+
+
+def need_choice(model: ModelSize) -> Need:
+    """Return what choosing schemes takes: per worker rows of the widest weight, as stored, in float32, rounded, their error."""
+    widest = max(k for layer in model.layers for _, _, k in layer.groups)
+    return Need(stage="choose", base=FILES_BASE, moments=((0, 5 * FLOAT * SAMPLED_ROWS * widest + groups.unit_bytes(widest)),))
 
 
 def need_layers(model: ModelSize, plan: Plan, *, lengths: Sequence[int]) -> Need:
@@ -88,23 +118,23 @@ def need_layers(model: ModelSize, plan: Plan, *, lengths: Sequence[int]) -> Need
     beside what its file will hold, runs again.
     """
     longest = max(lengths, default=CANARY_TOKENS)
-    hidden = _hidden_bytes(model, lengths)
+    hidden = hidden_bytes(model, lengths)
     encoded = layer_bytes(model, plan.schemes)
     halves = sum(observer_bytes(k) for _, _, k in model.layer.groups) if plan.needs_hessian else 0
     kept = FLOAT * SAMPLE_ROWS * sum(k for _, _, k in _folds(model.layer)) if plan.needs_rows else 0
-    forward = _forward_bytes(model, longest)
+    forward = forward_bytes(model, longest)
     inputs = _inputs_bytes(model, plan, longest) if plan.needs_text else 0
-    folding = inputs + (_folding_bytes(model) if plan.needs_hessian else 0)  # one sequence more, being added up
-    layer = _layer_in_memory(model.layer) if plan.transforms else _layer_as_stored(model)
-    parts = 0 if plan.transforms else _parts_bytes(model, longest)
+    folding = inputs + (folding_bytes(model) if plan.needs_hessian else 0)  # one sequence more, being added up
+    layer = layer_in_memory(model.layer) if plan.transforms else layer_as_stored(model)
+    parts = 0 if plan.transforms else parts_bytes(model, longest)
     moments = (
-        (LIBRARIES + _embedding_bytes(model, lengths), 0),
+        (LIBRARIES + embedding_bytes(model, lengths), 0),
         (LIBRARIES + layer + halves + kept + folding, forward + inputs + parts),
         *((LIBRARIES + layer + halves + 2 * kept + fixed, each) for fixed, each in _searching(model, plan)),
         *((LIBRARIES + fixed, each) for fixed, each in _quantizing(model, plan)),
         (LIBRARIES + max(encoded) + _installing_bytes(model, plan), 0),
         (LIBRARIES + max(encoded) + _installed_bytes(model), forward),
-        (LIBRARIES + _head_bytes(model, CANARY_TOKENS), 0),
+        (LIBRARIES + head_bytes(model, CANARY_TOKENS), 0),
     )
     if plan.rotation is not None:  # the head, as stored and rotated, on its way to a file
         moments = (*moments, (LIBRARIES + 2 * model.head[1], 0))
@@ -130,8 +160,8 @@ def need_export(model: ModelSize, plan: Plan, *, shard_size: int) -> Need:
     moments: tuple[Moment, ...] = ((BUFFERS, 0),)
     base = FILES_BASE if plan.file_to_file else MODEL_BASE
     if not plan.file_to_file:
-        running = _installed_bytes(model) + _forward_bytes(model, CANARY_TOKENS)
-        proof = max(_installing_bytes(model, plan), running, _head_bytes(model, CANARY_TOKENS))
+        running = _installed_bytes(model) + forward_bytes(model, CANARY_TOKENS)
+        proof = max(_installing_bytes(model, plan), running, head_bytes(model, CANARY_TOKENS))
         moments = (*moments, (LIBRARIES + proof, 0))
     return Need(stage="export", base=base, moments=moments, result=model.outside + sum(layers) - linked)
 
@@ -139,64 +169,14 @@ def need_export(model: ModelSize, plan: Plan, *, shard_size: int) -> Need:
 def need_validate(model: ModelSize, *, lengths: Sequence[int], models: int) -> Need:
     """Return what validate takes: a layer in float32, a window's forward per worker, every model's hidden states, heads."""
     longest = max(lengths, default=0)
-    hidden = _hidden_bytes(model, lengths)
+    hidden = hidden_bytes(model, lengths)
     logits = FLOAT * longest * model.vocabulary
     moments = (
-        (LIBRARIES + _embedding_bytes(model, lengths), 0),
-        (LIBRARIES + _layer_in_memory(model.layer), _forward_bytes(model, longest)),
+        (LIBRARIES + embedding_bytes(model, lengths), 0),
+        (LIBRARIES + layer_in_memory(model.layer), forward_bytes(model, longest)),
         (LIBRARIES + models * (model.head[1] + logits), FLOAT * HEAD_ROWS * model.hidden + 2 * logits),
     )
     return Need(stage="validate", moments=moments, cache=models * hidden, scratch=(models + 1) * hidden)
-
-
-def _layer_in_memory(layer: LayerSize) -> int:
-    """A layer in float32, and its largest tensor as stored while it is converted."""
-    return FLOAT * layer.elements + layer.largest[1]
-
-
-def _layer_as_stored(model: ModelSize) -> int:
-    """A layer whose linears keep their weights as stored; what else it has is in float32."""
-    linears = [name for names, _, _ in model.layer.groups for name in names]
-    return _stored_bytes(model, linears) + FLOAT * (model.layer.elements - sum(_weights(model, name) for name in linears))
-
-
-def _stored_bytes(model: ModelSize, linears: Sequence[str]) -> int:
-    return sum(model.infos[f"{name}.weight"].nbytes for name in linears)
-
-
-def _parts_bytes(model: ModelSize, tokens: int) -> int:
-    """The rows of such a weight that are in float32 at once, and what they make of a sequence."""
-    return FLOAT * LINEAR_ROWS * (tokens + max(k for _, _, k in model.layer.groups))
-
-
-def _folding_bytes(model: ModelSize) -> int:
-    """What a Hessian takes while one input is added: the product for its largest strip."""
-    return FLOAT * ROWS * max(k for _, _, k in model.layer.groups)
-
-
-def _hidden_bytes(model: ModelSize, lengths: Sequence[int]) -> int:
-    return FLOAT * model.hidden * sum(lengths)
-
-
-def _embedding_bytes(model: ModelSize, lengths: Sequence[int]) -> int:
-    """Rows of the embedding that the sequences name, at most one per token, as stored and in float32."""
-    return 2 * FLOAT * model.hidden * min(model.vocabulary, sum(lengths))
-
-
-def _forward_bytes(model: ModelSize, tokens: int) -> int:
-    """A float32 forward of one sequence through a layer: residual and norm, and the wider of attention and MLP.
-
-    A mixture's experts run one after the other, each on all tokens at most: it has their sum, and one's input and output.
-    """
-    queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    attention = 3 * queries + 2 * keys + 2 * queries  # q, its rotation, k and v, both repeated over the heads
-    wide = max((width for _, outputs, _ in model.layer.groups for width in outputs), default=0)
-    return FLOAT * tokens * ((6 if model.sparse else 3) * model.hidden + max(attention, 3 * wide))
-
-
-def _observing_bytes(model: ModelSize, tokens: int) -> int:
-    """What observers hold while they look at one input: magnitudes, and bins of eight bytes."""
-    return 3 * FLOAT * tokens * max(k for _, _, k in model.layer.groups)
 
 
 def _inputs_bytes(model: ModelSize, plan: Plan, tokens: int) -> int:
@@ -207,24 +187,6 @@ def _inputs_bytes(model: ModelSize, plan: Plan, tokens: int) -> int:
     every = fed_by(plan.experts) == "all"
     features = sum(k for _, _, k in model.layer.groups) if every else model.layer.features
     return math.ceil(FLOAT * tokens * features)
-
-
-def _head_bytes(model: ModelSize, tokens: int) -> int:
-    """The head as stored, a part of it in float32, and the logits of one sequence, in parts and joined."""
-    return model.head[1] + FLOAT * HEAD_ROWS * model.hidden + 2 * FLOAT * tokens * model.vocabulary
-
-
-def _statistics_bytes(layer: LayerSize, stats: Sequence[str], *, whole: bool = True) -> int:
-    """Statistics of a layer, each under the name of its linear, those of a shared input too; Hessians whole or half."""
-    per_feature = {"channel_amax": 4, "min_max": 8, "mean_abs": 8}
-    total = 0
-    for names, _, k in layer.groups:
-        each = 16 + k * sum(per_feature.get(name, 0) for name in stats)
-        each += (8 * 514 if "histogram" in stats else 0) + (
-            (4 * k * k if whole else observer_bytes(k)) if "hessian" in stats else 0
-        )
-        total += each * len(names)
-    return total
 
 
 def _folds(layer: LayerSize) -> list[Group]:
@@ -255,7 +217,7 @@ def _quantizing(model: ModelSize, plan: Plan) -> list[Moment]:
     """
     moments, done, algorithm = [], 0, ALGORITHMS[plan.algorithm]
     halves = [observer_bytes(k) if plan.needs_hessian else 0 for _, _, k in model.layer.groups]
-    left = FLOAT * model.layer.elements if plan.transforms else _layer_as_stored(model)
+    left = FLOAT * model.layer.elements if plan.transforms else layer_as_stored(model)
     for index, (names, outputs, k) in enumerate(model.layer.groups):
         rows = sum(outputs)
         in_place = len({plan.schemes[name] for name in names} - {None}) < 2
@@ -268,7 +230,7 @@ def _quantizing(model: ModelSize, plan: Plan) -> list[Moment]:
         held = left + sum(halves[index + 1 :]) + (4 * k * k if plan.needs_hessian else 0) + done
         moments += [(held + halves[index], 0), (held + factor + rows * k + encoded, each)]
         done += encoded
-        left -= FLOAT * rows * k if plan.transforms else _stored_bytes(model, names)
+        left -= FLOAT * rows * k if plan.transforms else stored_bytes(model, names)
     return moments
 
 
@@ -291,9 +253,4 @@ def _installed_bytes(model: ModelSize) -> int:
 def _installing_bytes(model: ModelSize, plan: Plan) -> int:
     """The same while its largest linear is dequantized, beside its qvalues of one byte."""
     names = (name for names, _, _ in model.layer.groups for name in names if plan.schemes[name] is not None)
-    return _installed_bytes(model) + max((_weights(model, name) for name in names), default=0)
-
-
-def _weights(model: ModelSize, name: str) -> int:
-    rows, columns = model.infos[f"{name}.weight"].shape
-    return rows * columns
+    return _installed_bytes(model) + max((elements_of(model.infos[f"{name}.weight"]) for name in names), default=0)

@@ -1,7 +1,7 @@
 """The statistics of every layer: sequences run through the model layer by layer, watched by observers.
 
 Each sequence has observers of its own, which are merged in sample order: sequences run on several threads, and the sums are
-those of one.
+those of one. Where gradients are observed too, what enters each layer is kept until it was run backwards (stages/_backward.py).
 """
 
 import threading
@@ -18,6 +18,7 @@ from quantflow.artifact.canonical import digest_of
 from quantflow.artifact.safetensors_header import read_header
 from quantflow.core.parallel import Workers
 from quantflow.measurements.routing import SITE as ROUTED
+from quantflow.models.backward import generator_for
 from quantflow.models.capture import LayerStream, State
 from quantflow.models.experts import every_token, watch_routing
 from quantflow.models.graph import Graph, Layer
@@ -29,6 +30,8 @@ from quantflow.models.tensor_parallel import Share, cut_
 from quantflow.observers import OBSERVERS
 from quantflow.observers.count import CountObserver
 from stages import _state
+from stages._amounts import GRADIENTS
+from stages._backward import Backward
 from stages._memory import give_back_holes
 from stages._progress import Progress
 from stages._replica import Replica
@@ -43,13 +46,17 @@ class Observation:
     """One rank's sequences on their way through the layers.
 
     Attributes:
-        stats: observers of every linear's input.
+        stats: observers of every linear's input; `fisher` is one of the gradient by its output.
+        indices: of the sequences in the whole calibration set.
+        seed: of the labels that gradients are taken for.
         folder: of the resume state.
         key: digest of everything that the statistics depend on.
         experts: a key of FEEDING.
     """
 
     stats: Sequence[str]
+    indices: Sequence[int]
+    seed: int
     source: Source
     graph: Graph
     folder: Path
@@ -62,8 +69,14 @@ class Observation:
 
     def statistics(self, sequences: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return every statistic of every layer, by `<source name>|<site>|<statistic>`."""
-        stream = self._stream()
-        opened = partial(HiddenStates, len(sequences), folder=self.folder / "hidden", cache_bytes=self.allowance.cache_bytes)
+        stream, backwards = self._stream(), GRADIENTS in self.stats
+        opened = partial(
+            HiddenStates,
+            len(sequences),
+            folder=self.folder / "hidden",
+            cache_bytes=self.allowance.cache_bytes,
+            keep=backwards,
+        )
         start, hidden = _state.restart_together(self.folder, self.key, self.graph, opened=opened, span=self.replica.span)
         states = stream.begin(sequences, hidden=hidden)
         if not hidden.restored:
@@ -73,17 +86,39 @@ class Observation:
         for layer in self.progress.steps(rest, stage="measure", unit="layer", before=start, **told):
             path, layer_key = _state.layer_path(self.folder, layer.index), digest_of([self.key, layer.index])
             last = layer is self.graph.layers[-1]
-            if last and self.replica.all(_state.finished(path, layer_key) is not None):
+            if last and not backwards and self.replica.all(_state.finished(path, layer_key) is not None):
                 continue
             give_back_holes()
             with stream.layer(layer.index) as module:
                 found = self._measure_layer(stream, module, layer, states)
             _state.write_layer(path, found, {"key": layer_key})
-            if not last:
+            if not last or backwards:
                 hidden.commit(layer.index + 1, key=self.key, settled=self.replica.wait)
         hidden.close()
-        paths = [_state.layer_path(self.folder, layer.index) for layer in self.graph.layers]
+        del hidden
+        folders = [self.folder]
+        if backwards:
+            folders.append(self._backward(stream, states).run())
+        paths = [_state.layer_path(folder, layer.index) for folder in folders for layer in self.graph.layers]
         return {name: read_tensor(path, info) for path in paths for name, info in read_header(path)[0].items()}
+
+    def _backward(self, stream: LayerStream, states: list[State]) -> Backward:
+        """Return the way back from what left the last layer; the hidden states that the way forward cached are let go of."""
+        calls = [state.calls for state in states]
+        states.clear()
+        give_back_holes()
+        return Backward(
+            stream=stream,
+            graph=self.graph,
+            calls=calls,
+            generators=[generator_for(self.seed, index) for index in self.indices],
+            hidden=self.folder / "hidden",
+            folder=self.folder / GRADIENTS,
+            key=self.key,
+            progress=self.progress,
+            workers=self.workers,
+            allowance=self.allowance,
+        )
 
     def _stream(self) -> LayerStream:
         if self.replica.mesh is None:
@@ -108,7 +143,7 @@ class Observation:
 
         def watched(name: str, x: Tensor, y: Tensor) -> None:
             if name in firsts:  # linears of a group see one input: observed once
-                _observer(mine.observers, f"{name}|input", self.stats, x)
+                _observer(mine.observers, f"{name}|input", self._of_inputs, x)
             _observer(mine.observers, f"{name}|output", ["amax"], y)
 
         def routed(tokens: Tensor) -> None:
@@ -137,7 +172,11 @@ class Observation:
                 outputs, inputs = weight.shape
                 total.setdefault(f"{name}|output", _observers(["amax"], outputs))
                 if name == group.linears[0]:
-                    total.setdefault(f"{name}|input", _observers(self.stats, inputs))
+                    total.setdefault(f"{name}|input", _observers(self._of_inputs, inputs))
+
+    @property
+    def _of_inputs(self) -> list[str]:
+        return [kind for kind in self.stats if kind != GRADIENTS]
 
     def _observe_cache(self, observers: Observers, layer: Layer, key: Tensor, value: Tensor) -> None:
         _observer(observers, f"{layer.attention}|k_cache", ["amax"], key)

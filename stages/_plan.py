@@ -1,6 +1,5 @@
 """What quantize will do to each linear, worked out from the recipe, the graph and the shard headers alone."""
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -8,20 +7,20 @@ from typing import Any, TypeVar
 
 from quantflow.algorithms import ALGORITHMS
 from quantflow.core.groups import group_size_for
-from quantflow.core.scheme import LinearScheme, preset, with_float8, with_group_size
-from quantflow.errors import InputError, UsageError
+from quantflow.core.scheme import LinearScheme, preset
+from quantflow.errors import InputError, UnsupportedError, UsageError
 from quantflow.models.graph import Graph
 from quantflow.observers import observers_for
 from quantflow.observers.rows import NAME as ROWS
-from quantflow.transforms import ROTATIONS, TRANSFORMS, Transform, Turn, awq
+from quantflow.transforms import ROTATIONS, TRANSFORMS, awq
 from stages._config import Quantize, nearest
+from stages._entry import algorithm_of, needs_of, scheme_of, transforms_of
 from stages._experts import Policy, policy_for
 
 OUTSIDE = "outside.safetensors"  # in a quantize folder: what lies outside the layers and is not as in the source
 SEQUENCES = 32  # of calibration text that run where nothing but rows is needed of it
 APART = 4  # of that many sequences one gives rows, where the others give a static range
 SAMPLE_ROWS = 1024  # of each input that a search tries its candidates on
-KNOWN: Mapping[str, Transform | Turn] = {**ROTATIONS, **TRANSFORMS}
 Item = TypeVar("Item")
 
 
@@ -128,29 +127,22 @@ def resolve(
         UsageError: a pattern matches nothing, an algorithm or transform is unknown or does not fit, a group size does
             not divide a linear's input, or nothing is left to quantize.
         InputError: a linear of the family that the checkpoint does not have.
+        UnsupportedError: schemes are to be chosen for a mixture of experts.
     """
-    base = _scheme(entry.scheme, entry.group_size, entry.float8)
-    algorithm = entry.algorithm or base.algorithm
-    if algorithm not in ALGORITHMS:
-        raise UsageError(f"{entry.name}: algorithm {algorithm!r} is unknown", nearest(algorithm, list(ALGORITHMS)))
-    modules = [name.removesuffix(".weight") for name in shapes if name.endswith(".weight")]
-    ignored = {name for pattern in entry.ignore for name in _matches(pattern, modules, f"{entry.name}: ignore")}
-    schemes: dict[str, LinearScheme | None] = {name: None if name in ignored else base for name in graph.linears}
-    for override in entry.overrides:
-        for name in _matches(override.match, list(graph.linears), f"{entry.name}: overrides"):
-            flavour = entry.float8 if preset(override.scheme).weights.kind == "float" else None
-            schemes[name] = None if name in ignored else _scheme(override.scheme, override.group_size, flavour)
-    for name, scheme in schemes.items():
-        if scheme is not None:
-            group_size_for(scheme.weights, _shape(shapes, name)[1], name=name)
-            _check_algorithm(entry.name, algorithm, scheme)
-    if not any(schemes.values()):
-        raise UsageError(f"{entry.name}: ignore leaves none of {len(schemes)} linears to quantize", "ignore fewer")
-    transforms = _transforms(entry, base)
+    if entry.mixed and graph.sparse:
+        raise UnsupportedError(
+            f"{entry.name}: target_bpw or max_kld of a {graph.family.model_type}; experts' sensitivities are not measured",
+            "give one scheme, and overrides where linears need another",
+        )
+    base, algorithm = scheme_of(entry.scheme, entry.group_size, entry.float8), algorithm_of(entry)
+    schemes = _schemes(entry, graph, shapes, base=base)
+    used = [scheme for scheme in schemes.values() if scheme is not None]
+    for scheme in used:
+        _check_algorithm(entry.name, algorithm, scheme)
+    transforms = transforms_of(entry)
     if ranks > 1 and any(name in ROTATIONS for name, _ in transforms):
         raise UsageError(f"{entry.name}: hadamard with --ranks {ranks}", "quantize with one process, or leave hadamard out")
-    used = [scheme for scheme in schemes.values() if scheme is not None]
-    needs = _needs(algorithm, transforms, used)
+    needs = needs_of(entry, used)
     alone = ALGORITHMS[algorithm].BY_ROW and not transforms
     by_row = all(scheme.weights.granularity in ("per_channel", "per_group", "per_block") for scheme in used)
     return Plan(
@@ -164,11 +156,34 @@ def resolve(
     )
 
 
-def _shape(shapes: Mapping[str, Sequence[int]], name: str) -> Sequence[int]:
+def _schemes(
+    entry: Quantize, graph: Graph, shapes: Mapping[str, Sequence[int]], *, base: LinearScheme
+) -> dict[str, LinearScheme | None]:
+    """Return the scheme of every linear, None where `ignore` names it; `base` stands where one is to be chosen."""
+    modules = [name.removesuffix(".weight") for name in shapes if name.endswith(".weight")]
+    ignored = {name for pattern in entry.ignore for name in _matches(pattern, modules, f"{entry.name}: ignore")}
+    schemes: dict[str, LinearScheme | None] = {name: None if name in ignored else base for name in graph.linears}
+    for override in entry.overrides:
+        for name in _matches(override.match, list(graph.linears), f"{entry.name}: overrides"):
+            flavour = entry.float8 if preset(override.scheme).weights.kind == "float" else None
+            schemes[name] = None if name in ignored else scheme_of(override.scheme, override.group_size, flavour)
+    given = overridden(entry, graph) if entry.mixed else frozenset(schemes)  # for others one is chosen that fits
+    for name, scheme in schemes.items():
+        if scheme is not None:
+            features = _features(shapes, name)
+            if name in given:
+                group_size_for(scheme.weights, features, name=name)
+    if not any(schemes.values()):
+        raise UsageError(f"{entry.name}: ignore leaves none of {len(schemes)} linears to quantize", "ignore fewer")
+    return schemes
+
+
+def _features(shapes: Mapping[str, Sequence[int]], name: str) -> int:
+    """Return how many inputs a linear has."""
     shape = shapes.get(f"{name}.weight")
     if shape is None:
         raise InputError(f"{name}.weight: not in the checkpoint", "check that config.json belongs to these weights")
-    return shape
+    return shape[1]
 
 
 def _experts(entry: Quantize, graph: Graph, schemes: Mapping[str, LinearScheme | None], *, weights: bool) -> Policy | None:
@@ -191,53 +206,14 @@ def _clips(transforms: Sequence[tuple[str, Mapping[str, Any]]], algorithm: str) 
     return any(name == "awq" and awq.clips(options, algorithm) for name, options in transforms)
 
 
-def needs_of(entry: Quantize) -> frozenset[str]:
-    """Return the statistics that one entry of the recipe asks for, whatever the model.
+def overridden(entry: Quantize, graph: Graph) -> frozenset[str]:
+    """Return the linears that an override names.
 
     Raises:
-        UsageError: the scheme, algorithm or a transform is unknown.
+        UsageError: a pattern matches nothing.
     """
-    schemes = [_scheme(entry.scheme, entry.group_size)]
-    schemes += [_scheme(override.scheme, override.group_size) for override in entry.overrides]
-    algorithm = entry.algorithm or schemes[0].algorithm
-    if algorithm not in ALGORITHMS:
-        raise UsageError(f"{entry.name}: algorithm {algorithm!r} is unknown", nearest(algorithm, list(ALGORITHMS)))
-    return _needs(algorithm, _transforms(entry, schemes[0]), schemes)
-
-
-def entries_of(text: str) -> tuple[Quantize, ...]:
-    """Return the artifacts that `W4A16:gptq,FP8` means: schemes, each with an algorithm where it is not the usual one.
-
-    Raises:
-        UsageError: a scheme is unknown, or one stands twice.
-    """
-    entries = []
-    for word in filter(None, (part.strip() for part in text.split(","))):
-        scheme, _, algorithm = word.partition(":")
-        entries.append(Quantize(name=word.lower().replace(":", "-"), scheme=scheme, algorithm=algorithm or None))
-    names = [entry.name for entry in entries]
-    if len(set(names)) < len(names) or not names:
-        raise UsageError(f"schemes {text!r}: {len(names)} of them, {len(set(names))} different", "name each scheme once")
-    return tuple(entries)
-
-
-def statistics_for(entries: Sequence[Quantize]) -> tuple[str, ...]:
-    """Return the observers that measure has to run for all of these artifacts, possibly none.
-
-    Hessians and rows are not among them: they live for one layer, inside quantize, which needs the token ids alone.
-
-    Raises:
-        UsageError: a scheme, algorithm or transform is unknown.
-    """
-    needs = frozenset().union(*(needs_of(entry) for entry in entries)) - {ROWS}
-    return tuple(name for name in observers_for(needs) if name != "hessian")
-
-
-def _scheme(name: str, group_size: int | None, flavour: str | None = None) -> LinearScheme:
-    scheme = preset(name)
-    if group_size is not None:
-        scheme = with_group_size(scheme, group_size)
-    return scheme if flavour is None else with_float8(scheme, flavour)
+    linears = list(graph.linears)
+    return frozenset(n for each in entry.overrides for n in _matches(each.match, linears, f"{entry.name}: overrides"))
 
 
 def _check_algorithm(name: str, algorithm: str, scheme: LinearScheme) -> None:
@@ -260,40 +236,3 @@ def _matches(pattern: str, names: Sequence[str], where: str) -> list[str]:
     if not found:
         raise UsageError(f"{where}: {pattern!r} matches none of {len(names)} modules", f"{nearest(pattern, names[:7])}, ...")
     return found
-
-
-def _transforms(entry: Quantize, base: LinearScheme) -> tuple[tuple[str, Mapping[str, Any]], ...]:
-    given = entry.transforms if entry.transforms is not None else tuple({name: {}} for name in base.transforms)
-    result = []
-    for item in given:
-        for name, options in item.items():
-            if name not in KNOWN:
-                raise UsageError(f"{entry.name}: transform {name!r} is unknown", nearest(str(name), list(KNOWN)))
-            transform = KNOWN[name]
-            if not isinstance(options, Mapping | None):
-                example = ", ".join(f"{key}: {json.dumps(value)}" for key, value in transform.OPTIONS.items())
-                raise UsageError(f"{entry.name}: {name}: {options!r} is not a mapping", f"write {{{name}: {{{example}}}}}")
-            for key in options or ():
-                if key not in transform.OPTIONS:
-                    known = nearest(str(key), list(transform.OPTIONS))
-                    raise UsageError(f"{entry.name}: {name} has no option {key!r}", known)
-            try:
-                result.append((name, transform.checked({**transform.OPTIONS, **(options or {})})))
-            except UsageError as error:
-                raise UsageError(f"{entry.name}: {error.cause}", error.remedy) from error
-    if any(name in ROTATIONS for name, _ in result[1:]):
-        names = ", ".join(name for name, _ in result)
-        raise UsageError(f"{entry.name}: transforms {names}", "rotate once, before all other transforms")
-    return tuple(result)
-
-
-def _needs(
-    algorithm: str, transforms: Sequence[tuple[str, Mapping[str, Any]]], schemes: Sequence[LinearScheme]
-) -> frozenset[str]:
-    needs = set(ALGORITHMS[algorithm].NEEDS)
-    for name, options in transforms:
-        needs |= set(KNOWN[name].needs(options))
-    for scheme in schemes:
-        if scheme.input is not None and not scheme.input.dynamic:
-            needs |= {"amax"} if scheme.input.symmetric else {"min_val", "max_val"}
-    return frozenset(needs)

@@ -45,6 +45,10 @@ def _artifact(artifact: Mapping[str, Any]) -> list[str]:
         f"{artifact['bits_per_weight']:.2f} bits per quantized weight, "
         f"{coverage['weights']:.1%} of the weights and {coverage['bytes']:.1%} of the bytes are quantized"
     ]
+    if artifact["chosen"]:
+        lines.append(
+            f"schemes are chosen when it runs, by what was measured; the figures are those of {artifact['scheme']} for all"
+        )
     rows = [
         (
             row["tensors"],

@@ -1,7 +1,7 @@
-"""Line and interval plots as inline SVG: no script, no font, no file beside the page that holds them."""
+"""Line and interval plots as SVG, inline or a file: no script, no font, nothing beside the page that holds them."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -18,6 +18,15 @@ class Interval:
     lower: float
     upper: float
     limit: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """A marked point of `curves`."""
+
+    label: str
+    x: float
+    y: float
 
 
 def lines(series: Mapping[str, Mapping[str, float]], *, unit: str, height: int = 300) -> str:
@@ -98,5 +107,73 @@ def intervals(rows: Sequence[Interval], *, unit: str) -> str:
     return _svg(parts, TOP + height + 44)
 
 
-def _svg(parts: Sequence[str], height: float) -> str:
+def curves(
+    *, line: Sequence[tuple[float, float]], label: str, points: Mapping[str, Sequence[Point]], x: str, y: str, height: int = 420
+) -> str:
+    """Draw a line and series of marked points on a logarithmic vertical axis, as a file of its own; zero is left out.
+
+    Args:
+        line: (x, y) from left to right.
+        label: what it is.
+        points: name of the series -> its points, each with its label beside it.
+        x: the name of the horizontal axis.
+        y: of the vertical one.
+        height: of the drawing area, pixels.
+    """
+    series = {label: [Point(label="", x=a, y=b) for a, b in line if b > 0]}
+    series |= {name: [point for point in of_name if point.y > 0] for name, of_name in points.items()}
+    everything = [point for of_name in series.values() for point in of_name]
+    if not everything:
+        return _svg([f'<text x="{LEFT}" y="30">nothing to draw: every value is zero</text>'], 60, alone=True)
+    low, high = (math.floor(min(p.x for p in everything)), math.ceil(max(p.x for p in everything) + 1e-9))
+    bottom, top = (
+        math.floor(math.log10(min(p.y for p in everything))),
+        math.ceil(math.log10(max(p.y for p in everything)) + 1e-9),
+    )
+    top, right, foot = max(top, bottom + 1), WIDTH - RIGHT, TOP + height
+
+    def place(point: Point) -> tuple[float, float]:
+        across = LEFT + (right - LEFT) * (point.x - low) / (high - low)
+        return across, TOP + height * (top - math.log10(point.y)) / (top - bottom)
+
+    parts = _axes(place, across=range(low, high + 1), powers=range(bottom, top + 1), foot=foot, names=(x, y))
+    for index, (name, of_name) in enumerate(series.items()):
+        colour, spots = COLOURS[index % len(COLOURS)], [place(point) for point in of_name]
+        if index == 0:
+            path = " ".join(f"{a:.1f},{b:.1f}" for a, b in spots)
+            parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
+        else:
+            parts += [f'<circle cx="{a:.1f}" cy="{b:.1f}" r="4" fill="{colour}"/>' for a, b in spots]
+        for point, (a, b) in zip(of_name, spots, strict=True):
+            parts.append(f'<text x="{a + 6:.1f}" y="{b - 6:.1f}">{escape(point.label)}</text>' if point.label else "")
+        level = TOP + 12 + 18 * index
+        parts.append(f'<rect x="{right + 16}" y="{level - 9}" width="10" height="10" fill="{colour}"/>')
+        parts.append(f'<text x="{right + 32}" y="{level}">{escape(name)}</text>')
+    return _svg(parts, foot + 46, alone=True)
+
+
+def _axes(
+    place: Callable[[Point], tuple[float, float]], *, across: range, powers: range, foot: float, names: tuple[str, str]
+) -> list[str]:
+    """Return grid lines, their values, and the names of both axes."""
+    parts, right = [], WIDTH - RIGHT
+    for power in powers:
+        level = place(Point(label="", x=across[0], y=10.0**power))[1]
+        parts.append(f'<line x1="{LEFT}" x2="{right}" y1="{level:.1f}" y2="{level:.1f}" class="grid"/>')
+        parts.append(f'<text x="{LEFT - 8}" y="{level + 4:.1f}" text-anchor="end">1e{power}</text>')
+    for value in across:
+        at = place(Point(label="", x=value, y=1.0))[0]
+        parts.append(f'<line x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{foot}" class="grid"/>')
+        parts.append(f'<text x="{at:.1f}" y="{foot + 16}" text-anchor="middle">{value}</text>')
+    middle = (TOP + foot) / 2
+    parts.append(f'<text x="{(LEFT + right) / 2}" y="{foot + 36}" text-anchor="middle">{escape(names[0])}</text>')
+    turned = f'transform="rotate(-90 14 {middle})" text-anchor="middle"'
+    return [*parts, f'<text x="14" y="{middle}" {turned}>{escape(names[1])}</text>']
+
+
+def _svg(parts: Sequence[str], height: float, *, alone: bool = False) -> str:
+    if alone:  # a file of its own: what a page says of text and grids stands in it
+        style = "text { font: 11px system-ui, sans-serif; fill: #3b4047; } .grid { stroke: #e3e6ea; }"
+        head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" width="{WIDTH}">'
+        return f'{head}<style>{style}</style><rect width="100%" height="100%" fill="#fff"/>{"".join(parts)}</svg>'
     return f'<svg viewBox="0 0 {WIDTH} {height:.0f}" width="{WIDTH}" role="img">{"".join(parts)}</svg>'

@@ -39,7 +39,7 @@ from stages._units import row_step
 from stages._values import Stored, ValuesDigest, decoded_rows
 
 FORMAT = FORMATS["compressed-tensors"]
-COMPARE_BYTES = 8 << 20  # of two tensors that are in memory at once
+COMPARE_BYTES = 1 << 20  # of two tensors that are in memory at once
 _REPORT = "this is a defect in the layout or the loader; keep the folder and report it"
 _KINDS: Mapping[int, type[QuantflowError]] = {3: InputError, 5: ResourceError, 6: UnsupportedError}
 
@@ -201,4 +201,6 @@ def _fail(cause: str, remedy: str, code: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.stdin.read()))
+    ended = main(sys.stdin.read())
+    _memory.end_quickly()
+    sys.exit(ended)

@@ -19,7 +19,7 @@ from quantflow.artifact.safetensors_writer import Writer
 from quantflow.models.reading import DTYPES, bytes_of, check_finite, read_into
 
 ONE_FILE = 512 << 20  # bytes of tensors up to which one file is made; above, links cost nothing and copies seconds
-COPY_BYTES = 8 << 20  # of a tensor that are in memory at once
+COPY_BYTES = 1 << 20  # of a tensor that are in memory at once: the second look at them is the cache's
 
 
 @dataclass(frozen=True, kw_only=True)

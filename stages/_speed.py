@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from stages._amounts import GRADIENTS
 from stages._plan import Plan
 from stages._sizes import FLOAT, ModelSize, layer_bytes
 
@@ -50,7 +51,9 @@ class Speed:
         if not stats and not model.sparse:
             return hashing
         tokens, features = sum(lengths), sum(layer.features for layer in model.layers)
-        running = self.token * tokens * len(model.layers) + tokens * features * sum(self.observed[name] for name in stats)
+        passes = 4 if GRADIENTS in stats else 1  # each layer again, and its gradients take two forwards' products
+        running = passes * self.token * tokens * len(model.layers)
+        running += tokens * features * sum(self.observed[name] for name in stats)
         hidden = 2 * self.written * FLOAT * model.hidden * tokens * len(model.layers)
         return hashing + self.read * model.stored + running / self.cores + hidden
 

@@ -82,7 +82,8 @@ def _run(work: LayerWork, firsts: Mapping[int, str], features: Mapping[int, int]
     def unit(state: State) -> tuple[State, Tensor, dict[int, Tensor], Tensor]:
         seen.inputs, seen.routed = {}, nobody
         hidden = work.stream.run(work.module, state)
-        return state, hidden, seen.inputs, seen.routed
+        inputs, seen.inputs = seen.inputs, {}  # a thread that waits for its next sequence keeps nothing of this one
+        return state, hidden, inputs, seen.routed
 
     watched = {work.layer.relative(name): partial(remember, number) for number, name in firsts.items()}
     total = nobody = torch.zeros(work.layer.experts, dtype=torch.int64)
@@ -96,5 +97,6 @@ def _run(work: LayerWork, firsts: Mapping[int, str], features: Mapping[int, int]
             work.team.gather(inputs, features, tokens=work.tokens[first : first + work.team.world], add=add)
             if work.keep_outputs and state is not None and hidden is not None:
                 state.store.put(state.index, hidden)
+            del state, hidden, inputs  # before the next ones are waited for
             give_back_holes()
     return total

@@ -6,7 +6,7 @@ Longer than 300 lines because every verb stands here, once, with its help text.
 
 import dataclasses
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -115,7 +115,9 @@ def plan(subject: str, output: str, as_json: bool, settings: tuple[str, ...], **
 @click.option("--sequence-length", type=int, help="Tokens per sequence at most (default min(2048, the model's)).")
 @click.option("--pack", is_flag=True, default=None, help="Join documents instead of cutting each.")
 @click.option("--seed", type=int, help="Of the choice of documents (default 0).")
-@click.option("--for", "schemes", metavar="SCHEMES", help="What these need, such as W4A16:gptq,FP8 (default: everything).")
+@click.option(
+    "--for", "schemes", metavar="SCHEMES", help="What these need, such as W4A16:gptq,W4A16@4.25,FP8 (default: all but @)."
+)
 @click.option("--stats", metavar="NAMES", help="Observers of each linear's input, comma-separated.")
 @click.option("--experts", metavar="FED", help="Tokens that each expert of a mixture is shown: routed to it (default), or all.")
 @click.option("--ranks", type=int, help="Processes (default 1); started with torchrun unless it started this one.")
@@ -171,10 +173,12 @@ def measure(model: str, output: str | None, settings: tuple[str, ...], recipe: s
 @click.argument("model")
 @click.option("-o", "--output", metavar="DIR", required=True, help="Where the quantized layers go.")
 @click.option(
-    "--scheme", help="FP8, FP8_DYNAMIC, FP8_BLOCK, W8A8, W8A8_STATIC, W8A16, W4A8, or W4A16, W3A16, W2A16 and these _ASYM."
+    "--scheme", help="FP8, FP8_DYNAMIC, FP8_BLOCK, W8A8, W8A8_STATIC, W8A16, W4A8, or W6A16 to W2A16 and these _ASYM."
 )
 @click.option("--algorithm", help="rtn, rtn_mse, hqq or gptq (default: the scheme's).")
 @click.option("--group-size", type=int, help="Input features per scale (default: the scheme's).")
+@click.option("--target-bpw", type=float, metavar="BITS", help="Choose schemes for so many bits per weight, such as 4.25.")
+@click.option("--max-kld", type=float, metavar="NATS", help="Choose schemes for so much mean KL divergence, such as 0.02.")
 @click.option("--smoothquant", metavar="ALPHA", help="Smooth with this alpha, 0.5 is usual; auto searches one per input.")
 @click.option("--ignore", multiple=True, metavar="PATTERN", help="Leave these linears alone: a name, or re:...")
 @click.option("--measurement", metavar="DIR", help="What stage 1 or unify wrote; for FP8 also Gaudi's own files.")
@@ -190,6 +194,7 @@ def measure(model: str, output: str | None, settings: tuple[str, ...], recipe: s
     "--ranks", type=int, default=1, help="Processes (default 1); each writes a slice of each linear, unify joins them."
 )
 @click.option("--seed", type=int, help="Of the canary where no measurement is given (default 0).")
+@click.option("--export", "artifact", metavar="DIR", help="Then write the artifact there and prove it, as export does.")
 @quant_configured
 @bounded
 @common
@@ -198,14 +203,20 @@ def quantize(model: str, output: str, settings: tuple[str, ...], recipe: str | N
 
     \b
     Example: quantflow quantize ./llama -o work/2-quantize --scheme W4A16 --measurement work/1-measure
+             quantflow quantize ./llama -o work/2-quantize --scheme FP8_DYNAMIC --export work/llama-fp8
+             quantflow quantize ./llama -o work/mixed --target-bpw 4.25 --measurement work/1-measure
              quantflow quantize ./llama -o work/shards --scheme FP8_DYNAMIC --ranks 4
              quantflow quantize ./llama -o work/shards --scheme W4A16 --measurement work/1-measure --ranks 4
     """
     from quantflow.errors import UsageError
+    from stages import export as exporting
     from stages import quantize as stage
     from stages._config import apply_settings, find_config, nearest, read_yaml, recipe_from
     from stages._quant_flags import entry_beneath, given, measurement_beneath
 
+    artifact = shared["artifact"]
+    if artifact is not None and shared["ranks"] != 1:
+        raise UsageError(f"quantize: --export with --ranks {shared['ranks']}", "join the shards with unify, then export")
     found = given("quantize", shared["quant_config"], quiet=shared["quiet"])
     smooth = shared["smoothquant"]
     flags = {
@@ -215,6 +226,8 @@ def quantize(model: str, output: str, settings: tuple[str, ...], recipe: str | N
         "transforms": None if smooth is None else [{"smoothquant": {"alpha": number_or_word(smooth)}}],
         "ignore": list(shared["ignore"]) or None,
         "quantized_inputs": shared["quantized_inputs"],
+        "target_bpw": shared["target_bpw"],
+        "max_kld": shared["max_kld"],
         "experts": shared["experts"],
         "expert_tokens": shared["expert_tokens"],
     }
@@ -223,10 +236,12 @@ def quantize(model: str, output: str, settings: tuple[str, ...], recipe: str | N
         data = read_yaml(find_config("recipes", recipe))
     elif scheme is not None:
         data = {"quantize": [{"name": name or scheme.lower(), "scheme": scheme}]}
+    elif shared["target_bpw"] is not None or shared["max_kld"] is not None:
+        data = {"quantize": [{"name": name or "mixed", "scheme": "W4A16"}]}
     elif found is not None:
         data = {"quantize": [{"name": name or "fp8", "scheme": "FP8"}]}
     else:
-        raise UsageError("quantize: no scheme", "give --scheme, for example --scheme W4A16, or --recipe")
+        raise UsageError("quantize: no scheme", "give --scheme, for example --scheme W4A16, or --target-bpw, or --recipe")
     data = overlay(apply_settings(data, settings), {"model": model, "seed": shared["seed"], **limits(shared)})
     names = [entry.name for entry in recipe_from(data).quantize]
     if name not in (None, *names) or not names:
@@ -248,7 +263,10 @@ def quantize(model: str, output: str, settings: tuple[str, ...], recipe: str | N
         ranks=shared["ranks"],
         arguments=tuple(sys.argv[1:]),
     )
-    _run(stage, job, shared)
+    then: list[tuple[Any, Any]] = []
+    if artifact is not None:
+        then = [(exporting, exporting.job_from(values, quantized=job.output, output=artifact, model=model, force=job.replace))]
+    _run(stage, job, shared, report=_choice if job.entry.mixed else None, then=then)
 
 
 @cli.command()
@@ -357,16 +375,7 @@ def export(
         made = _export_gguf.job_from(quantized, output=output, model=model, recipe=values, force=shared["force"])
         _run(_export_gguf, made, shared)
         return
-    job = stage.Job(
-        quantized=Path(quantized),
-        output=Path(output),
-        model=Path(model) if model else None,
-        format=values.export.format,
-        shard_size=values.export.shard_size,
-        replace=shared["force"],
-        resources=values.resources,
-    )
-    _run(stage, job, shared)
+    _run(stage, stage.job_from(values, quantized=quantized, output=output, model=model, force=shared["force"]), shared)
 
 
 @cli.command()
@@ -540,16 +549,17 @@ def _recipe(
 
 def _entries(schemes: str) -> list[dict[str, Any]]:
     """Return the artifacts that --for names, as a recipe spells them."""
-    from stages._plan import entries_of
+    from stages._entry import entries_of
 
     entries = entries_of(schemes)
-    return [{"name": entry.name, "scheme": entry.scheme, "algorithm": entry.algorithm} for entry in entries]
+    keys = ("name", "scheme", "algorithm", "target_bpw")
+    return [{key: getattr(entry, key) for key in keys} for entry in entries]
 
 
 def _statistics(names: str | None, schemes: str | None) -> list[str] | None:
     """Return the observers that --stats names or that the schemes of --for need; None where neither is given."""
     from quantflow.errors import UsageError
-    from stages._plan import entries_of, statistics_for
+    from stages._entry import entries_of, statistics_for
 
     if names is not None and schemes is not None:
         raise UsageError(f"measure: --stats {names} beside --for {schemes}", "give one of them")
@@ -560,30 +570,52 @@ def _statistics(names: str | None, schemes: str | None) -> list[str] | None:
 
 def _chosen(recipe: "Recipe", everything: tuple[str, ...]) -> tuple[str, ...]:
     """Return the observers of a measurement: those named, what the recipe's artifacts need, or everything."""
-    from stages._plan import statistics_for
+    from stages._entry import statistics_for
 
     if recipe.measure.stats is not None:
         return recipe.measure.stats
     return statistics_for(recipe.quantize) if recipe.quantize else everything
 
 
-def _run(stage: Any, job: Any, shared: dict[str, Any]) -> None:
-    """Run a stage that returns a folder, and print it; of several ranks one does."""
+def _choice(folder: Path) -> str:
+    """Return the table of the schemes that were chosen, and where the rest of it is."""
+    from quantflow.artifact.canonical import read_json
+    from stages._choose import COLUMNS, PLOT, RECIPE, RECORD, rows
+
+    chosen = table(COLUMNS, rows(read_json(folder / RECORD)))
+    return f"{chosen}\nrecipe: {folder / RECIPE}\nPareto curve: {folder / PLOT}\n"
+
+
+def _run(
+    stage: Any,
+    job: Any,
+    shared: dict[str, Any],
+    *,
+    report: Callable[[Path], str] | None = None,
+    then: Sequence[tuple[Any, Any]] = (),
+) -> None:
+    """Run a stage, and those `then`, and print the last one's folder after what `report` says of the first; one rank does."""
     from stages._config import speaks
 
+    steps = [(stage, job), *then]
     if shared["dry_run"]:
-        show(dataclasses.asdict(job), as_json=shared["as_json"], text=str(job))
+        jobs = [dataclasses.asdict(todo) for _, todo in steps]
+        show(jobs if then else jobs[0], as_json=shared["as_json"], text="\n".join(str(todo) for _, todo in steps))
         return
-    with reporting(shared, job.output) as progress:
-        folder = stage.run(job, progress)
+    for part, todo in steps:
+        with reporting(shared, todo.output) as progress:
+            folder = part.run(todo, progress)
     if speaks():
-        show({"folder": str(folder)}, as_json=shared["as_json"], text=str(folder))
+        told = "" if report is None else report(job.output)
+        show({"folder": str(folder)}, as_json=shared["as_json"], text=f"{told}{folder}")
 
 
 def main() -> int:
     """Run the command line of this process and return its exit code."""
     _memory.give_back_freed()
-    return exit_code(cli, sys.argv[1:])
+    code = exit_code(cli, sys.argv[1:])
+    _memory.end_quickly()
+    return code
 
 
 if __name__ == "__main__":

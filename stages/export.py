@@ -30,7 +30,7 @@ from quantflow.models.source import ModelFiles, fingerprint, open_files
 from stages import _memory, _workspace
 from stages._bits import tools
 from stages._card import model_card
-from stages._config import Resources, nearest, parse_size
+from stages._config import Recipe, Resources, nearest, parse_size
 from stages._ledger import tensor_entries
 from stages._plan import OUTSIDE
 from stages._planned import plan_from, scheme_from
@@ -63,6 +63,19 @@ class Job:
     shard_size: str = "4GiB"
     replace: bool = False
     resources: Resources = Resources()
+
+
+def job_from(recipe: Recipe, *, quantized: str | Path, output: str | Path, model: str | Path | None, force: bool) -> Job:
+    """Return the artifact that a recipe's `export` and `resources` say; see `Job`."""
+    return Job(
+        quantized=Path(quantized),
+        output=Path(output),
+        model=Path(model) if model else None,
+        format=recipe.export.format,
+        shard_size=recipe.export.shard_size,
+        replace=force,
+        resources=recipe.resources,
+    )
 
 
 def run(job: Job, progress: Progress) -> Path:

@@ -34,6 +34,7 @@ from quantflow.models.load import Source, load_tokenizer, open_source
 from quantflow.models.sharding import placements
 from quantflow.observers import OBSERVERS
 from stages import _memory, _replica, _state, _workspace
+from stages._amounts import GRADIENTS
 from stages._bits import identify, single_threaded, tools
 from stages._config import Calibration, Resources, launched_rank, nearest
 from stages._experts import ROUTED
@@ -103,7 +104,7 @@ def _launch(job: Job, progress: Progress) -> None:
     """Start torchrun with one process per rank, after the mistakes that every rank would stumble over were looked for."""
     source = open_source(job.model)
     dp, tp = _replica.sizes(job.ranks, job.tp, job.dp)
-    _check_experts(job, graph_for(source.config), tp=tp)
+    _check_fit(job, graph_for(source.config), tp=tp)
     placements(source.config, _shapes(source), tp=tp, rank=0)  # a model that cannot be cut is refused here, once
     disk.make_folder(job.output)
     inputs = _inputs(job, source, Digests(job.output / HASHES), world=job.ranks)
@@ -128,13 +129,23 @@ def _join(job: Job, progress: Progress, *, rank: int, world: int) -> None:
         distributed.destroy_process_group()
 
 
-def _check_experts(job: Job, graph: Graph, *, tp: int) -> None:
-    """Refuse what makes no sense of a model's experts.
+def _check_fit(job: Job, graph: Graph, *, tp: int) -> None:
+    """Refuse what does not go with a model's experts, or with several cards.
 
     Raises:
-        UsageError: `experts` is given and there are none.
-        UnsupportedError: a mixture on several cards.
+        UsageError: `experts` is given and there are none, or gradients on several cards.
+        UnsupportedError: a mixture on several cards, or its gradients.
     """
+    if GRADIENTS in job.stats and graph.sparse:
+        raise UnsupportedError(
+            f"measure: statistic {GRADIENTS} of a {graph.family.model_type}, whose experts each see other tokens",
+            "name statistics without it, and schemes without @",
+        )
+    if GRADIENTS in job.stats and tp > 1:
+        raise UsageError(
+            f"measure: statistic {GRADIENTS} with tp={tp}",
+            "gradients go through a model that is whole: measure it with --tp 1, on any number of ranks",
+        )
     if job.experts is not None and not graph.sparse:
         raise UsageError(f"measure: experts={job.experts}, a {graph.family.model_type} has no experts", "leave --experts out")
     if graph.sparse and tp > 1:
@@ -169,7 +180,7 @@ def _inputs(job: Job, source: Source, digests: Digests, *, world: int) -> dict[s
 def _measure_rank(job: Job, progress: Progress, *, rank: int, world: int) -> None:
     source = open_source(job.model)
     graph = graph_for(source.config)
-    _check_experts(job, graph, tp=_replica.sizes(world, job.tp, job.dp)[1])
+    _check_fit(job, graph, tp=_replica.sizes(world, job.tp, job.dp)[1])
     folder = rank_folder(job.output, rank, world)
     work = folder.parent / f".{folder.name}.work"
     _workspace.refuse_other_result(folder, {}, force=True, parts=PARTS)  # before anything is written beside a foreign folder
@@ -181,7 +192,7 @@ def _measure_rank(job: Job, progress: Progress, *, rank: int, world: int) -> Non
     with _workspace.locked(folder), single_threaded(), torch.no_grad():
         finished = _workspace.is_up_to_date(folder, inputs)
         if replica.all(finished):  # otherwise a finished card helps the others to their sums
-            _remove(work)
+            disk.remove_tree(work)  # the resume state
             progress.say("measure: up to date")
             return
         if not finished:
@@ -198,6 +209,8 @@ def _measure_rank(job: Job, progress: Progress, *, rank: int, world: int) -> Non
             with Workers(allowance.workers if replica.cards == 1 else 1) as workers:
                 observation = Observation(
                     stats=job.stats,
+                    indices=mine,
+                    seed=job.seed,
                     source=source,
                     graph=graph,
                     folder=work,
@@ -218,7 +231,7 @@ def _measure_rank(job: Job, progress: Progress, *, rank: int, world: int) -> Non
                 )
                 written |= write_measurement(temporary, measurement)
         replica.wait()  # as long as one card is not finished, the others have to be able to help it
-        _remove(work)
+        disk.remove_tree(work)  # the resume state
         for line in account("measure", allowance, folder):
             progress.note(line)
 
@@ -232,11 +245,6 @@ def _replica_of(job: Job, source: Source, *, rank: int, world: int) -> Replica:
 
 def _shapes(source: Source) -> dict[str, tuple[int, ...]]:
     return {name: info.shape for name, info in source.checkpoint.infos.items()}
-
-
-def _remove(work: Path) -> None:
-    """Remove the resume state of a rank that is finished."""
-    disk.remove_tree(work)
 
 
 def calibration_sequences(

@@ -21,8 +21,9 @@ from quantflow.models.graph import Graph, graph_for
 from quantflow.models.source import open_files
 from stages import _memory
 from stages._config import Recipe, parse_size
+from stages._entry import statistics_for
 from stages._needs import Need, need_export, need_files, need_layers, need_measure, need_validate
-from stages._plan import Plan, resolve, statistics_for
+from stages._plan import Plan, resolve
 from stages._resources import grant, memory_limit
 from stages._side_files import is_side_file
 from stages._sizes import FORMAT, ModelSize, elements_of, layer_bytes, model_size, quantized_bytes, quantized_specs
@@ -141,6 +142,7 @@ def _artifact(checkpoint: Checkpoint, graph: Graph, model: ModelSize, plan: Plan
     return {
         "name": plan.name,
         "scheme": next(entry.scheme for entry in recipe.quantize if entry.name == plan.name),
+        "chosen": next(entry.mixed for entry in recipe.quantize if entry.name == plan.name),
         "algorithm": plan.algorithm,
         "transforms": [transform for transform, _ in plan.transforms],
         "path": "file to file" if plan.file_to_file else "layer by layer",

@@ -2,7 +2,8 @@
 
 Reads    the model folder; a measurement of one rank, when the scheme, transforms or algorithm need statistics; for what needs
          maxima alone also the files of Gaudi's toolkit
-Writes   <o>/layers/<index>.safetensors and .json, quantize.json, DONE.json; unless file to file canary.safetensors and .json
+Writes   <o>/layers/<index>.safetensors and .json, quantize.json, DONE.json; unless file to file canary.safetensors and .json;
+         where schemes are chosen also recipe.yaml, choice.json and pareto.svg
 Resumes  at the layer where it stopped: finished layers and the hidden states that enter the next one are read back
 Fails    2 the recipe does not fit the model, 3 unusable model or measurement, 5 memory, disk or a held folder, 6 unsupported
 
@@ -25,31 +26,33 @@ import torch
 
 from quantflow.algorithms import ALGORITHMS
 from quantflow.artifact import disk
-from quantflow.artifact.canonical import canonical_json, digest_of
+from quantflow.artifact.canonical import canonical_json, digest_of, read_json
 from quantflow.artifact.digests import NAME as HASHES
 from quantflow.artifact.digests import Digests
 from quantflow.core.parallel import Workers
-from quantflow.errors import InputError, UsageError
-from quantflow.measurements.record import Measurement, read_measurement
+from quantflow.errors import UsageError
+from quantflow.measurements.record import Measurement
 from quantflow.models.graph import Graph, graph_for
 from quantflow.models.source import ModelFiles, open_files
-from stages import _memory, _state, _workspace
+from stages import _choose, _memory, _mixed, _state, _workspace
 from stages._bits import CANARY_TOKENS, identify, single_threaded, tensor_hash, tools
 from stages._config import Quantize, Resources, launched_rank
+from stages._entry import KNOWN
 from stages._experts import check_before, described, refuse_team
 from stages._file_to_file import quantize_files
 from stages._inputs import inputs_of
-from stages._plan import KNOWN, OUTSIDE, Plan, resolve
+from stages._measured import known_hashes, measurement_of, refuse_foreign
+from stages._mixed import Mixture
+from stages._plan import OUTSIDE, Plan, resolve
 from stages._progress import Progress
 from stages._ranks import die_with_parent, launch, rank_folder
 from stages._resources import Allowance, account, allow_quantize
 from stages._share import STAGE, WHOLE, Share
 from stages._sizes import model_size
 from stages._team import ALONE, Team, together
-from stages._triples import are_gaudis, measurement_from
 
 VERSION = 1  # of what this stage computes; part of every state key
-PARTS = ("layers", OUTSIDE, "canary.safetensors", "canary.json", "quantize.json")
+PARTS = ("layers", OUTSIDE, "canary.safetensors", "canary.json", "quantize.json", *_choose.PARTS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +66,7 @@ class Job:
         resources: how much memory and disk each rank may use; no bit of the result depends on it.
         ranks: cards that share the model, each with a slice of every linear.
         arguments: the command line after `quantflow`, which torchrun's processes get again.
+        mixture: what the entry's schemes were chosen from, where they were.
     """
 
     model: Path
@@ -75,6 +79,7 @@ class Job:
     resources: Resources = Resources()
     ranks: int = 1
     arguments: tuple[str, ...] = ()
+    mixture: Mixture | None = None
 
 
 def run(job: Job, progress: Progress) -> Path:
@@ -83,6 +88,8 @@ def run(job: Job, progress: Progress) -> Path:
     graph = graph_for(source.config)
     shapes = {name: info.shape for name, info in source.checkpoint.infos.items()}
     plan = resolve(job.entry, graph, shapes, measured=job.measurement is not None, ranks=job.ranks)
+    if job.entry.mixed:
+        return _choose_and_quantize(job, plan, source, graph, progress)
     if job.ranks > 1 and not plan.file_to_file:
         refuse_team(plan.name, graph, ranks=job.ranks)
     if job.ranks == 1:
@@ -105,13 +112,32 @@ def run(job: Job, progress: Progress) -> Path:
     return job.output
 
 
+def _choose_and_quantize(job: Job, plan: Plan, source: ModelFiles, graph: Graph, progress: Progress) -> Path:
+    """Choose the schemes and quantize with them, again as long as the result costs another divergence than was allowed."""
+    if job.ranks > 1:
+        raise UsageError(
+            f"quantize: target_bpw or max_kld with --ranks {job.ranks}",
+            "choose with one process; give the recipe.yaml that it writes to the ranks",
+        )
+    about: Any = {"model": job.model, "given": job.measurement, "source": source, "graph": graph, "resources": job.resources}
+    mixture = _choose.mixture_of(job.output, job.entry, plan, **about, parts=PARTS, progress=progress)
+    shapes = {name: info.shape for name, info in source.checkpoint.infos.items()}
+    while True:
+        chosen = replace(job, entry=mixture.resolved(), mixture=mixture)
+        progress.say(f"quantize {job.entry.name}: {mixture.told}")
+        _quantize(chosen, resolve(chosen.entry, graph, shapes), source, graph, progress)
+        if _workspace.done(job.output) is not None:
+            return job.output
+        mixture = _mixed.read(job.output, job.entry, graph, key=mixture.key) or mixture
+
+
 def _launch(job: Job, plan: Plan, source: ModelFiles, shares: Mapping[Path, Share], progress: Progress) -> None:
     """Start torchrun with one process per rank, after the source was hashed once for all of them."""
     measured, measurement = _measurement(job, plan, source, progress)
     disk.make_folder(job.output)
-    digests = Digests(job.output / HASHES, also=_known_hashes(measured))
+    digests = Digests(job.output / HASHES, also=known_hashes(measured))
     about = {**_inputs(job, plan, source, measurement), "model": identify(source.checkpoint, digests)}
-    _refuse_foreign_measurement(job, measured, measurement, about)
+    refuse_foreign(measurement, model=job.model, fingerprint=about["model"], folder=measured)
     del measurement  # each rank reads it, beside this process
     inputs = {folder: {**about, **share.inputs()} for folder, share in shares.items()}
     if all(_workspace.is_up_to_date(folder, made_from) for folder, made_from in inputs.items()):
@@ -136,12 +162,12 @@ def _quantize(
         _workspace.refuse_other_result(job.output, {}, force=True, parts=PARTS)
         disk.make_folder(job.output)
         also = [] if share is WHOLE else [job.output.parent / HASHES]
-        digests = Digests(job.output / HASHES, also=[*also, *_known_hashes(folder)])
+        digests = Digests(job.output / HASHES, also=[*also, *known_hashes(folder)])
         inputs = about = {**_inputs(job, plan, source, measurement), **share.inputs()}
         ahead = plan.file_to_file and measurement is None and _workspace.done(job.output) is None
         if not ahead:  # otherwise hashed while they are quantized
             inputs = {**about, "model": identify(source.checkpoint, digests)}
-            _refuse_foreign_measurement(job, folder, measurement, inputs)
+            refuse_foreign(measurement, model=job.model, fingerprint=inputs["model"], folder=folder)
         if team.all(_workspace.is_up_to_date(job.output, inputs)):  # otherwise who is finished helps the others
             _state.remove_scratch(job.output)
             progress.say(f"quantize {job.entry.name}: up to date")
@@ -171,6 +197,8 @@ def _quantize(
         else:
             key = digest_of(inputs)
             _run_layers(job, plan, graph, measurement, key=key, allowance=allowance, progress=progress, share=share, team=team)
+            if job.mixture and measurement and not _settled(job, plan, graph, measurement, key=key, progress=progress):
+                return job.output  # unfinished: schemes are chosen again
         disk.write_atomic(job.output / "quantize.json", canonical_json(_summary(job, plan, measurement)))
         hashes = {f"layers/{path.name}": digest for path, digest in _state.hashes(job.output, graph).items()}
         _workspace.finish(job.output, stage="quantize" if share is WHOLE else STAGE, inputs=inputs, hashes=hashes)
@@ -214,51 +242,21 @@ def _run_layers(
         ).layers()
 
 
+def _measurement(job: Job, plan: Plan, source: ModelFiles, progress: Progress) -> tuple[Path | None, Measurement | None]:
+    return measurement_of(job.measurement, plan, scheme=job.entry.scheme, source=source, progress=progress)
+
+
+def _settled(job: Job, plan: Plan, graph: Graph, measurement: Measurement, *, key: str, progress: Progress) -> bool:
+    """Measure what chosen schemes cost and return whether they stay."""
+    from stages._divergence import settle  # here: as above
+
+    assert job.mixture is not None  # the caller has looked
+    about: Any = {"model": job.model, "revision": job.revision, "seed": job.seed, "resources": job.resources}
+    return settle(job.output, job.mixture, plan, **about, graph=graph, measurement=measurement, key=key, progress=progress)
+
+
 def _say(progress: Progress, job: Job, difference: str) -> None:
     progress.say(f"quantize {job.entry.name}: the unfinished result was made with {difference}; its layers are made again")
-
-
-def _known_hashes(folder: Path | None) -> list[Path]:
-    """Return where measure may have kept the source's hashes."""
-    return [] if folder is None else [folder / HASHES, folder.parent / HASHES]
-
-
-def _measurement(job: Job, plan: Plan, source: ModelFiles, progress: Progress) -> tuple[Path | None, Measurement | None]:
-    """Return the folder of the one rank, where it has files of ours, and what it holds."""
-    if job.measurement is None:
-        if plan.needs_measurement:
-            raise UsageError(
-                f"{plan.name}: {job.entry.scheme} with {plan.algorithm} needs {', '.join(sorted(plan.needs))}, none is given",
-                "run `quantflow measure` and give its folder with --measurement",
-            )
-        return None, None
-    folder = job.measurement
-    if are_gaudis(folder):
-        return None, measurement_from(folder, plan, source=source, progress=progress)
-    if not (folder / "measurement.json").exists():
-        ranks = sorted(folder.glob("rank-*-of-*"))
-        if len(ranks) > 1:
-            raise InputError(f"{folder}: holds {len(ranks)} ranks, quantize reads one", "run `quantflow unify` on it first")
-        folder = ranks[0] if ranks else folder
-    if _workspace.done(folder) is None and _workspace.done(folder.parent) is None:
-        raise InputError(f"{folder}: is unfinished or missing (no DONE.json)", "run `quantflow measure`; it continues")
-    measurement = read_measurement(folder)
-    if measurement.meta["mesh"]["world"] != 1:
-        raise InputError(f"{folder}: one of {measurement.meta['mesh']['world']} ranks", "run `quantflow unify` first")
-    return folder, measurement
-
-
-def _refuse_foreign_measurement(
-    job: Job, folder: Path | None, measurement: Measurement | None, inputs: Mapping[str, Any]
-) -> None:
-    if measurement is None or measurement.meta["model"]["fingerprint"] is None:  # Gaudi's files were recognised already
-        return
-    expected, found = inputs["model"], measurement.meta["model"]["fingerprint"]
-    if expected != found:
-        raise InputError(
-            f"{folder}: measured on model {found[:16]}, {job.model} is {expected[:16]}",
-            "measure this model, or give the measurement that belongs to it",
-        )
 
 
 def _inputs(job: Job, plan: Plan, source: ModelFiles, measurement: Measurement | None) -> dict[str, Any]:
@@ -291,9 +289,10 @@ def _summary(job: Job, plan: Plan, measurement: Measurement | None) -> dict[str,
         about["sequence_heads"] = hashes
         if "unified" in meta:
             about["unified"] = {key: meta["unified"].get(key) for key in ("world", "ranks", "missing")}
+    chosen = {} if job.mixture is None else {"chosen": read_json(job.output / _choose.RECORD)}
     return {
         "source": {"folder": str(job.model), "name": job.model.resolve().name, "revision": job.revision},
-        "recipe": {**_recipe(job.entry), "seed": job.seed},
+        "recipe": {**_recipe(job.entry), "seed": job.seed, **chosen},
         "plan": plan.as_json(),
         "measurement": about,
         "proof": "tensors" if plan.file_to_file else "canary",

@@ -20,7 +20,8 @@ from quantflow.models.graph import graph_for
 from quantflow.models.load import open_source
 from stages import export, measure, quantize, unify, validate
 from stages._config import Recipe
-from stages._plan import resolve, statistics_for
+from stages._entry import statistics_for
+from stages._plan import resolve
 from stages._progress import Progress
 from stages._ranks import rank_folder
 from stages._report import Row, write_report
@@ -58,14 +59,8 @@ def run(job: Job, progress: Progress) -> list[dict[str, Any]]:
             progress,
         )
         artifact = export.run(
-            export.Job(
-                quantized=quantized,
-                output=folder / "4-export" / entry.name,
-                model=Path(recipe.model),
-                format=recipe.export.format,
-                shard_size=recipe.export.shard_size,
-                replace=True,
-                resources=recipe.resources,
+            export.job_from(
+                recipe, quantized=quantized, output=folder / "4-export" / entry.name, model=recipe.model, force=True
             ),
             progress,
         )

@@ -24,7 +24,7 @@ from quantflow.models.rotated import Rotated
 from quantflow.transforms import hadamard
 from stages import measure, quantize
 from stages._config import Calibration, Quantize
-from stages._forward import _read_back
+from stages._forward import read_back
 from stages._inputs import input_statistics
 from stages._plan import resolve
 from stages._planned import plan_from
@@ -124,7 +124,7 @@ def model_of(source: Path, quantized: Path):
     model, graph = load_model(open_source(source), dtype=torch.float32), graph_for(open_source(source).config)
     plan = plan_from(read_json(quantized / "quantize.json"))
     for layer in graph.layers:
-        _read_back(model.get_submodule(layer.prefix), layer, plan, layer_path(quantized, layer.index))
+        read_back(model.get_submodule(layer.prefix), layer, plan, layer_path(quantized, layer.index))
     if (quantized / "outside.safetensors").is_file():
         materialize_(model, load_file(quantized / "outside.safetensors"), dtype=torch.float32)
     return model

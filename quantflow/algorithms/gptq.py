@@ -38,12 +38,13 @@ from quantflow.errors import SchemeError, StatisticsError
 
 NEEDS: tuple[str, ...] = ("hessian_sum", "count")
 BY_ROW: bool = False
-VERSION: int = 3
+VERSION: int = 4
 
 # Constants, since they order the sums and so are part of the result.
 _BLOCK = 128  # columns whose errors reach the columns after them in one product
 _SUB_BLOCK = 32  # columns within a block, likewise
 _UNIT_ROWS = 1024  # at most; fewer make the calls per column dear, more leave workers idle
+_UNIT_WEIGHTS = 4 << 20  # at most, unless that would be fewer than 128 rows: of wide layers a unit is what takes the memory
 _DAMPINGS = (0.01, 0.1, 1.0)  # tried in this order, as fractions of the mean diagonal
 
 _Piece = tuple[str, slice]  # rows of one linear
@@ -69,9 +70,9 @@ class _Feedback:
 def working_bytes(features: int, rows: int, *, workers: int = 1, in_place: bool = False) -> int:
     """Return the most memory that `quantize_group` takes beyond weights, statistics and results, in bytes.
 
-    4 I^2 for the factor, unless it is made in place. For each worker a unit of R <= 1024 rows: its work in float32 (4 I R),
-    the qvalues (I R) and the scales, at most one per 32 columns (2 * 4 I R / 32); and a block and its scratch
-    (4 R (128 + 1)), or what the elementwise units take, if that is more.
+    4 I^2 for the factor, unless it is made in place. For each worker a unit of R rows (`_unit_rows`): its work in
+    float32 (4 I R), the qvalues (I R) and the scales, at most one per 32 columns (2 * 4 I R / 32); and a block and its
+    scratch (4 R (128 + 1)), or what the elementwise units take, if that is more.
 
     Args:
         features: I, in_features of the group.
@@ -79,7 +80,7 @@ def working_bytes(features: int, rows: int, *, workers: int = 1, in_place: bool 
         workers: how many.
         in_place: as `quantize_group` is called.
     """
-    unit = min(_UNIT_ROWS, rows) * (features * (4 + 1) + features // 4 + 4 * (_BLOCK + 1))
+    unit = min(_unit_rows(features), rows) * (features * (4 + 1) + features // 4 + 4 * (_BLOCK + 1))
     factor = 0 if in_place else 4 * features * features
     return factor + workers * max(unit, groups.unit_bytes(features))
 
@@ -127,7 +128,8 @@ def quantize_group(
     def unit(pieces: Sequence[_Piece]) -> None:
         _round_rows(pieces, weights, grids, scheme=scheme.weights, feedback=feedback, qvalues=qvalues)
 
-    workers.map(unit, _units({name: weight.shape[0] for name, weight in weights.items()}))
+    limit = _unit_rows(hessian_sum.shape[0])
+    workers.map(unit, _units({name: weight.shape[0] for name, weight in weights.items()}, limit=limit))
     return {
         name: GroupResult(
             weight=QTensor(qvalue=qvalues[name], scale=grid.scale, zero_point=grid.zero_point, scheme=scheme.weights),
@@ -137,10 +139,15 @@ def quantize_group(
     }
 
 
-def _units(rows: Mapping[str, int]) -> list[list[_Piece]]:
-    """Cut the rows of all linears, one after the other, into an even number of units of at most _UNIT_ROWS rows."""
+def _unit_rows(features: int) -> int:
+    """Return how many rows of I features a unit has at most."""
+    return min(_UNIT_ROWS, max(128, _UNIT_WEIGHTS // max(1, features)))
+
+
+def _units(rows: Mapping[str, int], *, limit: int) -> list[list[_Piece]]:
+    """Cut the rows of all linears, one after the other, into an even number of equal units of at most `limit` rows."""
     total = sum(rows.values())
-    length = -(-total // (2 * -(-total // (2 * _UNIT_ROWS))))
+    length = -(-total // (2 * -(-total // (2 * limit))))
     units: list[list[_Piece]] = []
     left = 0  # rows that the last unit still takes
     for name, count in rows.items():

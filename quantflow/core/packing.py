@@ -5,6 +5,8 @@ qvalue + 2 ** (num_bits - 1). The last word of a row is filled up with zero bits
 
     num_bits 2:   word = e0 | e1 << 2 | e2 << 4 | ... | e15 << 30
     num_bits 3:   word = e0 | e1 << 3 | e2 << 6 | ... | e10 << 30, of which e10's top bit is the next word's lowest
+    num_bits 5:   word = e0 | e1 << 5 | e2 << 10 | ... | e6 << 30, of which e6's top three bits are the next word's lowest
+    num_bits 6:   word = e0 | e1 << 6 | e2 << 12 | ... | e5 << 30, of which e5's top four bits are the next word's lowest
     num_bits 4:   word = e0 | e1 << 4 | e2 << 8 | ... | e7 << 28
     num_bits 8:   word = e0 | e1 << 8 | e2 << 16 | e3 << 24
 
@@ -24,10 +26,10 @@ def elements_of_whole_words(num_bits: int) -> int:
     """Return the fewest elements that fill whole words: 32 of 3 bits fill three.
 
     Raises:
-        SchemeError: num_bits is not 2, 3, 4 or 8.
+        SchemeError: num_bits is none of 2, 3, 4, 5, 6 and 8.
     """
     if num_bits not in INT_BITS:
-        raise SchemeError(f"num_bits={num_bits}", "words hold elements of 2, 3, 4 or 8 bits")
+        raise SchemeError(f"num_bits={num_bits}", "words hold elements of 2, 3, 4, 5, 6 or 8 bits")
     return 32 // math.gcd(32, num_bits)
 
 
@@ -35,7 +37,7 @@ def pack(qvalue: Tensor, num_bits: int) -> Tensor:
     """Pack each row.  qvalue: [O, I] int8 in the range of num_bits; returns [O, ceil(I * num_bits / 32)] int32.
 
     Raises:
-        SchemeError: num_bits is not 2, 3, 4 or 8, or a qvalue does not fit.
+        SchemeError: num_bits is none of 2, 3, 4, 5, 6 and 8, or a qvalue does not fit.
     """
     count = elements_of_whole_words(num_bits)
     offset = 1 << (num_bits - 1)
@@ -70,7 +72,7 @@ def unpack(words: Tensor, num_bits: int, in_features: int) -> Tensor:
     """Undo `pack`.  words: [O, W] int32; returns [O, in_features] int8.
 
     Raises:
-        SchemeError: num_bits is not 2, 3, 4 or 8, or W words do not hold in_features elements.
+        SchemeError: num_bits is none of 2, 3, 4, 5, 6 and 8, or W words do not hold in_features elements.
     """
     count, needed = elements_of_whole_words(num_bits), -(-in_features * num_bits // 32)
     if words.shape[1] != needed:
@@ -93,7 +95,7 @@ def unpack(words: Tensor, num_bits: int, in_features: int) -> Tensor:
 
 
 def _eights(words: Tensor, num_bits: int, width: int) -> Tensor:
-    """Return the unsigned elements of rows of `width`, one a byte, as flat int64.  num_bits: at most 4."""
+    """Return the unsigned elements of rows of `width`, one a byte, as flat int64.  num_bits: at most 6."""
     rows = words.shape[0]
     whole = torch.zeros(rows, width * num_bits // 32, dtype=torch.int32, device=words.device)
     whole[:, : words.shape[1]] = words
@@ -104,19 +106,21 @@ def _eights(words: Tensor, num_bits: int, width: int) -> Tensor:
 
 
 def _squeeze_(eights: Tensor, num_bits: int) -> None:
-    """Move eight elements of at most 4 bits, one a byte of an int64, to its lowest bits: neighbours, then pairs, then fours."""
-    for lane in (16, 32, 64):
-        used = lane // 8 * num_bits
-        eights |= eights >> (lane - used) // 2
-        eights &= _mask(lane, used)
+    """Move eight elements of at most 6 bits, one a byte of an int64, to its lowest bits: neighbours, then pairs, then fours."""
+    for half in (8, 16, 32):
+        used = half // 8 * num_bits
+        upper = eights & _mask(2 * half, used) << half
+        eights ^= upper
+        eights |= upper.bitwise_right_shift_(half - used)
 
 
 def _spread_(eights: Tensor, num_bits: int) -> None:
     """Undo `_squeeze_`."""
-    for lane in (64, 32, 16):
-        used = lane // 8 * num_bits
-        eights |= eights << (lane - used) // 2
-        eights &= _mask(lane // 2, used // 2)
+    for half in (32, 16, 8):
+        used = half // 8 * num_bits
+        upper = eights & _mask(2 * half, used) << used
+        eights ^= upper
+        eights |= upper.bitwise_left_shift_(half - used)
 
 
 def _mask(lane: int, used: int) -> int:

@@ -1,8 +1,8 @@
 """Schemes: how the weights and inputs of a linear are quantized, as plain data.
 
 The names in PRESETS are the field's: they mean what compressed-tensors means by them, with these exceptions.
-W8A8_STATIC, W3A16_ASYM and W2A16_ASYM are ours. W8A16 has a scale per channel, as kernels for it want; compressed-tensors
-0.20 has one per 128 columns. A scheme validates itself and computes nothing.
+W8A8_STATIC, and the _ASYM of W6A16, W5A16, W3A16 and W2A16, are ours. W8A16 has a scale per channel, as kernels for it want;
+compressed-tensors 0.20 has one per 128 columns. A scheme validates itself and computes nothing.
 """
 
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ from quantflow.errors import SchemeError
 Kind = Literal["int", "float"]
 Granularity = Literal["per_tensor", "per_channel", "per_group", "per_block", "per_token"]
 Layout = Literal["float-quantized", "int-quantized", "pack-quantized"]
-INT_BITS = (2, 3, 4, 8)
+INT_BITS = (2, 3, 4, 5, 6, 8)
 FLOAT8_FLAVOURS = ("e4m3fn", "e5m2", "e4m3fnuz", "gaudi2")
 
 
@@ -54,7 +54,9 @@ class TensorScheme:
         _known("granularity", self.granularity, get_args(Granularity))
         _known("float8", self.float8, FLOAT8_FLAVOURS)
         if self.num_bits not in (INT_BITS if self.kind == "int" else (8,)):
-            raise SchemeError(f"num_bits={self.num_bits} with kind={self.kind!r}", "use 2, 3, 4 or 8 for int and 8 for float")
+            raise SchemeError(
+                f"num_bits={self.num_bits} with kind={self.kind!r}", "use 2, 3, 4, 5, 6 or 8 for int and 8 for float"
+            )
         if (self.granularity in ("per_group", "per_block")) != (self.group_size is not None):
             raise SchemeError(
                 f"granularity={self.granularity!r} with group_size={self.group_size}",
@@ -165,6 +167,10 @@ PRESETS: dict[str, LinearScheme] = {
             transforms=("smoothquant",),
         ),
         LinearScheme(name="W8A16", weights=_INT8_CHANNEL, input=None, layout="pack-quantized"),
+        _in_groups("W6A16", replace(_INT4_GROUP, num_bits=6)),
+        _in_groups("W6A16_ASYM", replace(_INT4_GROUP, num_bits=6, symmetric=False)),
+        _in_groups("W5A16", replace(_INT4_GROUP, num_bits=5)),
+        _in_groups("W5A16_ASYM", replace(_INT4_GROUP, num_bits=5, symmetric=False)),
         _in_groups("W4A16", _INT4_GROUP),
         _in_groups("W4A16_ASYM", replace(_INT4_GROUP, symmetric=False)),
         _in_groups("W4A8", _INT4_GROUP, _INT8_TOKEN),

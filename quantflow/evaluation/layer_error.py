@@ -5,7 +5,6 @@ Sums are taken in float64 over blocks of a constant size, in order, so that a fl
 
 import math
 
-import torch
 from torch import Tensor
 
 from quantflow.core import groups
@@ -49,11 +48,16 @@ def squared_sums(original: Tensor, approximation: Tensor) -> tuple[float, float]
         original: [O, I], any float dtype.
         approximation: [O, I] float32.
     """
-    exact = original.float()
-    powers = [(tensor * tensor).sum(dim=1, dtype=torch.float32).double().sum() for tensor in (approximation - exact, exact)]
-    if not _SMALLEST < float(powers[1]) < _LARGEST:
-        powers = [tensor.double().square().sum() for tensor in (approximation.double() - original.double(), original)]
-    return float(powers[0]), float(powers[1])
+    power = float(_squares(exact := original.float()))
+    if not _SMALLEST < power < _LARGEST:
+        exact = original.double()
+        return float((approximation.double() - exact).square().sum()), float(exact.square().sum())
+    return float(_squares(approximation - exact)), power
+
+
+def _squares(tensor: Tensor) -> Tensor:
+    """Return the sum of the squares of a float32 matrix: of each row in float32, of the rows in float64."""
+    return (tensor * tensor).sum(dim=1).double().sum()
 
 
 def weight_sums(weight: Tensor, quantized: QTensor) -> tuple[float, float]:

@@ -14,8 +14,9 @@ from quantflow.errors import StatisticsError
 from quantflow.observers import OBSERVERS, Observer
 
 Item = TypeVar("Item")
-# query and k_cache after RoPE; routed: the tokens that a router sent to an expert, whatever else the expert was shown
-SITES = ("input", "output", "weight", "query", "k_cache", "v_cache", "routed")
+# query and k_cache after RoPE; routed: the tokens that a router sent to an expert, whatever else the expert was shown;
+# gradient: of the loss, by the output; guided_input: the input, each token of it times the root mean square of that gradient.
+SITES = ("input", "output", "weight", "query", "k_cache", "v_cache", "routed", "gradient", "guided_input")
 
 
 class Key(NamedTuple):

@@ -7,7 +7,7 @@ First the cards of each replica, then the replicas. What flows at a site is on t
     amax                         once    maximum               maximum          bounded
     channel_amax, max_val        once    concatenated          maximum          bounded
     min_val                      once    concatenated          minimum          bounded
-    abs_sum                      once    concatenated          added            refused
+    abs_sum, square_sum          once    concatenated          added            refused
     count                        once    once                  added            refused
     counts (histogram)           once    added                 added            refused
     hessian_sum                  once    refused               added            refused
@@ -34,8 +34,8 @@ from quantflow.measurements.keys import Key
 from quantflow.measurements.placement import Layout
 from quantflow.observers.histogram import BINS
 
-PER_CHANNEL = ("channel_amax", "min_val", "max_val", "abs_sum")
-SUMS = ("abs_sum", "count", "counts", "hessian_sum")
+PER_CHANNEL = ("channel_amax", "min_val", "max_val", "abs_sum", "square_sum")
+SUMS = ("abs_sum", "square_sum", "count", "counts", "hessian_sum")
 TOLERANCE = 1e-5  # of the largest entry, between sums that cards of one replica took of the same values
 
 BOUNDED = "bounded by the sum"

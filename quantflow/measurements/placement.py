@@ -27,6 +27,8 @@ From it follows what the ranks of one replica, which all run the same tokens, sa
     weight            same        channels  samples           samples
     k_cache, v_cache  same        samples
     query             same        samples
+    gradient          same        channels  same              samples
+    guided_input      same        same      channels          samples
     routed            same        same      same              samples
 
 same: every rank all of it. channels: each rank its own channels. samples: each rank all channels of its own samples
@@ -97,7 +99,7 @@ def layout(placement: Placement, site: str) -> Layout:
     kind = placement["kind"]
     if kind == "replicated" or (site == "routed" and kind != "expert"):
         return "same"
-    if kind == "expert" or site not in ("input", "output", "weight"):
+    if kind == "expert" or site not in ("input", "output", "weight", "gradient", "guided_input"):
         return "samples"
     if site == "output":
         if placement.get("output") in ("gathered", "reduced"):
@@ -105,6 +107,8 @@ def layout(placement: Placement, site: str) -> Layout:
         return "partial" if kind == "row" else "channels"
     if site == "weight":
         return "channels" if kind == "column" else "samples"
+    if site == "gradient":  # of the output after it is added up
+        return "channels" if kind == "column" else "same"
     return "same" if kind == "column" else "channels"
 
 
@@ -113,7 +117,7 @@ def channels(placement: Placement, site: str) -> int:
     outputs, inputs = placement["full_shape"]
     if layout(placement, site) == "channels":
         return int(placement["length"])
-    return int(outputs if site in ("output", "weight") else inputs)
+    return int(outputs if site in ("output", "weight", "gradient") else inputs)
 
 
 def shares(placements: Sequence[Placement], site: str) -> list[list[int]]:

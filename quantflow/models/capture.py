@@ -11,15 +11,15 @@ recorder; what it handed to each layer (masks, position embeddings) is replayed 
         logits = [stream.finish(state.hidden) for state in states]
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from quantflow.core.parallel import SEQUENTIAL, Workers
@@ -29,32 +29,9 @@ from quantflow.models.hidden import HiddenStates
 from quantflow.models.load import materialize_, skeleton
 from quantflow.models.names import NameMap
 from quantflow.models.stand_ins import Call, Constant, Head, Recorder, Rows, TensorPool, in_parts
+from quantflow.models.weights import Weights
 
 _CACHE_ARGUMENTS = ("past_key_values", "layer_past")
-
-
-class Weights(Protocol):
-    """Where a stream takes its weights from: a checkpoint (`models.load.Source`), or an artifact."""
-
-    @property
-    def config(self) -> PreTrainedConfig:
-        """The model's configuration."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Every source name; a quantized linear counts as its one `NAME.weight`."""
-
-    def read(self, names: Iterable[str], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """Read tensors that are not quantized; floating ones as `dtype`, None as stored."""
-
-    def read_rows(self, name: str, rows: Tensor) -> Tensor:
-        """Read rows [n] of a tensor that is not quantized and two-dimensional, [n, columns] as stored."""
-
-    def fill_(self, module: nn.Module, names: Mapping[str, str], *, dtype: torch.dtype) -> None:
-        """Give a module its weights: parameter name relative to `module` -> source name."""
-
-    def empty_(self, module: nn.Module, names: Mapping[str, str]) -> None:
-        """Undo `fill_`: no memory is held, and the module tree is as it was."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,12 +194,23 @@ class LayerStream:
             state: the sequence, `state.hidden` is the layer's input.
             cache: a `KVRecorder`, or None.
         """
+        return self.forward(module, state, state.hidden, cache=cache)
+
+    def forward(self, module: nn.Module, state: State, hidden: Tensor, *, cache: Cache | None = None) -> Tensor:
+        """Return what a decoder layer makes of a hidden state, [1, S, H]; gradients flow where they are enabled.
+
+        Args:
+            module: as `layer` yields it.
+            state: the sequence that the layer is called for; its own hidden state is not read.
+            hidden: the layer's input, [1, S, H].
+            cache: a `KVRecorder`, or None.
+        """
         call = state.calls[self._index[module]]
         kwargs = call.kwargs
         if cache is not None:
             kwargs = kwargs | {name: cache for name in _CACHE_ARGUMENTS if name in kwargs}
-        hidden: Tensor = module(state.hidden, *call.args, **kwargs)
-        return hidden
+        output: Tensor = module(hidden, *call.args, **kwargs)
+        return output
 
     def advance(
         self,
@@ -264,6 +252,10 @@ class LayerStream:
 
         Not to be called from several threads: it changes the model while it runs.
         """
+        return self.logits(hidden)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the same as `finish`; gradients flow where they are enabled."""
         with self.head(), self._replaced([Constant(hidden) for _ in self._originals]):
             logits: Tensor = self.model(inputs_embeds=hidden, use_cache=False).logits
         return logits

@@ -2,7 +2,8 @@
 
 Every hidden state of a layer's input is one generation. While a layer runs, the next generation is written beside the
 current one; `commit` makes it the current one, under a name, with its hash. So a process that is killed finds the last
-committed generation whole, and goes on with the layer that it belongs to.
+committed generation whole, and goes on with the layer that it belongs to. What runs backwards afterwards needs the input
+of every layer: then all generations are kept.
 
     <folder>/00012.hidden   the input of layer 12, sequence after sequence, raw
     <folder>/00012.json     {"key", "sha256", "shapes", "dtype"}, written after it
@@ -35,9 +36,10 @@ class HiddenStates:
         count: how many sequences there are.
         folder: where generations are written; None keeps them in memory alone.
         cache_bytes: how much is kept in memory beside the file, in file order; None keeps all.
+        keep: leave every committed generation in the folder.
     """
 
-    def __init__(self, count: int, *, folder: Path | None = None, cache_bytes: int | None = None) -> None:
+    def __init__(self, count: int, *, folder: Path | None = None, cache_bytes: int | None = None, keep: bool = False) -> None:
         """Start without a generation; the first one is what is put until the first commit.
 
         Raises:
@@ -48,6 +50,7 @@ class HiddenStates:
         self._count = count
         self._folder = folder
         self._cache_bytes = cache_bytes
+        self._keep = keep
         self._cache: list[Tensor | None] = [None] * count
         self._shapes: list[tuple[int, ...]] = [()] * count
         self._dtype = torch.float32
@@ -109,7 +112,7 @@ class HiddenStates:
             self._put = 0  # in memory alone, a generation that is complete is the current one
 
     def commit(self, label: int, *, key: str, settled: Callable[[], None] = _nobody_else) -> None:
-        """Make the next generation the current one, and remove the others.
+        """Make the next generation the current one, and remove the others unless all are kept.
 
         Args:
             label: the layer whose input it is.
@@ -134,7 +137,7 @@ class HiddenStates:
         disk.write_atomic(path.with_suffix(".json"), canonical_json(record))
         self._current, self._put, self._hash = path, 0, hashlib.sha256()
         settled()
-        for other in sorted(self._folder.glob("*")):
+        for other in [] if self._keep else sorted(self._folder.glob("*")):
             if other.stem != path.stem:
                 disk.remove(other)
 

@@ -30,7 +30,15 @@ DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
 }
 NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
-_CHECK_ELEMENTS = 1 << 20  # elements that are looked at together: their float32 copy stays in the cache
+_CHECK_ELEMENTS = 1 << 20  # elements that are looked at together: the copy of their exponents stays in the cache
+_NOT_FINITE: dict[torch.dtype, tuple[torch.dtype, int]] = {  # the integer of this size, and its bits that are all set then
+    torch.float64: (torch.int64, 0x7FF << 52),
+    torch.float32: (torch.int32, 0xFF << 23),
+    torch.float16: (torch.int16, 0x1F << 10),
+    torch.bfloat16: (torch.int16, 0xFF << 7),
+    torch.float8_e5m2: (torch.uint8, 0x1F << 2),
+    torch.float8_e4m3fn: (torch.uint8, 0x7F),  # it has no Inf, and one NaN
+}
 
 
 def read_tensor(path: Path, info: TensorInfo) -> Tensor:
@@ -164,18 +172,18 @@ def read_once(path: Path, shape: Sequence[int], dtype: torch.dtype, offset: int,
 def check_finite(tensor: Tensor, *, name: str, path: Path) -> None:
     """Refuse NaN and Inf.
 
-    The largest magnitude of a part tells: NaN is larger than anything in torch's amax. It is ten times as fast as
-    isfinite, which is not vectorised for bfloat16.
+    The bits of a value that is not finite tell: those of its exponent are all set. Integers are compared at the speed of
+    the memory, where isfinite is not vectorised for bfloat16.
 
     Raises:
         InputError: naming the tensor, and how many of its values are not finite.
     """
-    flat = tensor.flatten()
+    integer, mask = _NOT_FINITE[tensor.dtype]
+    flat = tensor.flatten().view(integer)
     for start in range(0, len(flat), _CHECK_ELEMENTS):
-        part = flat[start : start + _CHECK_ELEMENTS]
-        values = part.double() if part.dtype == torch.float64 else part.float()
-        if not torch.isfinite(values.abs().amax()):
-            count = int((~torch.isfinite(values)).sum())
+        bits = flat[start : start + _CHECK_ELEMENTS] & mask
+        if bits.amax() == mask:
+            count = int((bits == mask).sum())
             raise InputError(
                 f"{name}: {count} values of {path.name} are NaN or Inf, all must be finite",
                 "download the file again, or repair the checkpoint",

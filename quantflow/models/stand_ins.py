@@ -86,8 +86,30 @@ class Head(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return the logits [..., V] of [..., H]."""
-        parts = [functional.linear(hidden, rows.to(self.dtype)) for rows in torch.split(self.rows, HEAD_ROWS)]
+        logits: Tensor = _Projection.apply(hidden, self.rows, self.dtype)  # type: ignore[no-untyped-call]
+        return logits
+
+
+class _Projection(torch.autograd.Function):
+    """hidden @ weight.T, forwards and backwards with a few converted rows in memory; autograd would keep all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return [..., V] of hidden [..., H] and weight [V, H], computed in `dtype`."""
+        ctx.save_for_backward(weight)
+        ctx.dtype = dtype
+        parts = [functional.linear(hidden, rows.to(dtype)) for rows in torch.split(weight, HEAD_ROWS)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Return the gradient by hidden, [..., H], of that by the output, [..., V]; weight and dtype have none."""
+        (weight,) = ctx.saved_tensors
+        (gradient,) = gradients
+        total = gradient.new_zeros(*gradient.shape[:-1], weight.shape[1])
+        for part, rows in zip(gradient.split(HEAD_ROWS, dim=-1), torch.split(weight, HEAD_ROWS), strict=True):
+            total += part @ rows.to(ctx.dtype)
+        return total, None, None
 
 
 @contextmanager

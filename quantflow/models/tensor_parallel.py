@@ -30,7 +30,7 @@ STYLES = {"column": "colwise", "row": "rowwise"}  # what a placement is called i
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """The weights of one rank, as `quantflow.models.capture.Weights` asks for them.
+    """The weights of one rank, as `quantflow.models.weights.Weights` asks for them.
 
     Attributes:
         source: the whole checkpoint.

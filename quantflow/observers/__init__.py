@@ -12,6 +12,7 @@ on the CPU whatever device the samples are on. An unseen observer is all zeros, 
 | mean_abs     | abs_sum [C], count []        | sums in rank order, count exact |
 | histogram    | counts [514]                 | exact, in any order             |
 | hessian      | hessian_sum [K, K], count [] | sums in rank order, count exact |
+| fisher       | square_sum [C], count []     | sums in rank order, count exact |
 | count        | count []                     | exact, in any order             |
 """
 
@@ -25,6 +26,7 @@ from quantflow.errors import UsageError
 from quantflow.observers.amax import AmaxObserver
 from quantflow.observers.channel_amax import ChannelAmaxObserver
 from quantflow.observers.count import CountObserver
+from quantflow.observers.fisher import FisherObserver
 from quantflow.observers.hessian import HessianObserver
 from quantflow.observers.histogram import HistogramObserver
 from quantflow.observers.mean_abs import MeanAbsObserver
@@ -64,6 +66,7 @@ OBSERVERS: Mapping[str, type[Observer]] = MappingProxyType(
         MeanAbsObserver.NAME: MeanAbsObserver,
         HistogramObserver.NAME: HistogramObserver,
         HessianObserver.NAME: HessianObserver,
+        FisherObserver.NAME: FisherObserver,
         CountObserver.NAME: CountObserver,
     }
 )

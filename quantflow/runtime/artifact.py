@@ -52,7 +52,7 @@ class Placement:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Artifact:
-    """An opened artifact; it satisfies the `Weights` protocol of quantflow.models.capture. Safe to use from threads.
+    """An opened artifact; it satisfies the `Weights` protocol of quantflow.models.weights. Safe to use from threads.
 
     Attributes:
         checkpoint: its files and tensor headers.

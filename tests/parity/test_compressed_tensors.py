@@ -33,7 +33,7 @@ from quantflow.formats import compressed_tensors
 SCHEMES = {name: with_group_size(s, 32) if s.weights.group_size else s for name, s in PRESETS.items()}
 ASYMMETRIC = [name for name, scheme in SCHEMES.items() if not scheme.weights.symmetric]
 LOADABLE = [name for name in SCHEMES if name not in ASYMMETRIC]
-OURS = ("W8A8_STATIC", "W3A16_ASYM", "W2A16_ASYM")  # names that they do not have
+OURS = ("W8A8_STATIC", "W6A16_ASYM", "W5A16_ASYM", "W3A16_ASYM", "W2A16_ASYM")  # names that they do not have
 GROUPS = (
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     ("self_attn.o_proj",),
@@ -132,7 +132,7 @@ def test_the_scale_of_a_block_is_theirs(shape):
     assert torch.equal(result.scale[::32], scale)
 
 
-@pytest.mark.parametrize("num_bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("num_bits", [2, 3, 4, 5, 6, 8])
 @pytest.mark.parametrize("shape", [(1, 1), (3, 7), (9, 40), (8, 33), (32, 64), (70, 11)], ids=str)
 @pytest.mark.parametrize("axis", [0, 1])
 def test_their_packing_is_ours_along_both_axes(num_bits, shape, axis):

@@ -41,6 +41,8 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "W4A8": {"scheme": "W4A8"},
     "W3A16": {"scheme": "W3A16"},
     "W2A16": {"scheme": "W2A16", "group_size": 32},
+    "W5A16": {"scheme": "W5A16", "group_size": 32},
+    "W6A16": {"scheme": "W6A16"},
 }
 
 # Runs in the other environment: artifact, tokens.safetensors, logits.safetensors.

@@ -6,7 +6,8 @@ from transformers import LlamaConfig
 from quantflow.errors import SchemeError, UsageError
 from quantflow.models.graph import graph_for
 from stages._config import Override, Quantize
-from stages._plan import entries_of, resolve, statistics_for
+from stages._entry import entries_of, statistics_for
+from stages._plan import resolve
 
 GRAPH = graph_for(
     LlamaConfig(
@@ -163,8 +164,8 @@ def test_an_unknown_algorithm_names_the_nearest():
 
 
 def test_an_unknown_scheme_in_an_override_is_refused():
-    with pytest.raises(SchemeError, match="scheme 'W5A16' is unknown"):
-        plan("W8A16", overrides=(Override(match="re:.*", scheme="W5A16"),))
+    with pytest.raises(SchemeError, match="scheme 'W7A16' is unknown"):
+        plan("W8A16", overrides=(Override(match="re:.*", scheme="W7A16"),))
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from stages._plot import COLOURS, Interval, intervals, lines
+from stages._plot import COLOURS, Interval, Point, curves, intervals, lines
 
 
 def drawn(svg):
@@ -72,3 +72,27 @@ def test_bounds_of_zero_are_drawn_at_the_edge():
     svg = intervals([row(value=0.0, lower=0.0)], unit="x")
     assert all(math.isfinite(float(line.get("x1"))) for line in drawn(svg).iter("line"))
     assert "every value is zero" in intervals([row(value=0, lower=0, upper=0, limit=0)], unit="x")
+
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def test_a_curve_is_a_file_of_its_own_whose_points_stand_on_a_linear_and_a_logarithmic_axis():
+    points = {"uniform": [Point(label="W4 <g64>", x=4.0, y=0.01), Point(label="W6", x=6.0, y=0.0001)]}
+    svg = curves(line=[(4.0, 0.01), (5.0, 0.001), (6.0, 0.0001)], label="best", points=points, x="bits", y="KLD")
+    root = drawn(svg)
+    line = [tuple(map(float, pair.split(","))) for pair in root.find(f"{SVG}polyline").get("points").split()]
+    marks = [(float(c.get("cx")), float(c.get("cy"))) for c in root.iter(f"{SVG}circle")]
+    assert marks == [line[0], line[2]]
+    assert line[1][0] - line[0][0] == pytest.approx(line[2][0] - line[1][0], abs=0.11)
+    assert line[1][1] - line[0][1] == pytest.approx(line[2][1] - line[1][1], abs=0.11)
+    assert line[0][0] < line[2][0] and line[0][1] < line[2][1]  # down is less
+    texts = [text.text for text in root.iter(f"{SVG}text")]
+    assert {"W4 <g64>", "W6", "bits", "KLD", "best", "uniform", "1e-2", "1e-4", "4", "6"} <= set(texts)
+
+
+def test_a_curve_leaves_zero_out_and_says_where_nothing_is_left():
+    svg = curves(line=[(4.0, 0.1), (5.0, 0.0)], label="best", points={"one": [Point(label="a", x=4.0, y=0.0)]}, x="x", y="y")
+    assert len(drawn(svg).find(f"{SVG}polyline").get("points").split()) == 1
+    assert not list(drawn(svg).iter(f"{SVG}circle"))
+    assert "every value is zero" in curves(line=[(4.0, 0.0)], label="best", points={}, x="x", y="y")

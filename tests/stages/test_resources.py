@@ -15,6 +15,7 @@ from stages._needs import LIBRARIES, Need, need_layers, need_measure
 from stages._plan import resolve
 from stages._resources import compare, grant, memory_limit, round_up, written_bytes
 from stages._sizes import layer_bytes, model_size
+from stages._speed import Speed
 
 MB = 10**6
 HIDDEN, WIDE, VOCABULARY = 256, 512, 1000
@@ -98,6 +99,27 @@ def test_measure_holds_one_float32_layer_and_keeps_two_generations_of_hidden_sta
     layer = 4 * LAYER + 2 * 512 * 256
     assert need.peak(base=0, workers=1, cache=0) >= LIBRARIES + layer
     assert need.peak(base=7, workers=1, cache=0) == need.peak(base=0, workers=1, cache=0) + 7
+
+
+def test_gradients_need_the_input_of_every_layer_on_disk_and_a_sequence_on_its_way_back():
+    plain, need = (need_measure(MODEL, lengths=[10, 30], stats=stats) for stats in (("amax",), ("amax", "fisher")))
+    hidden = 4 * HIDDEN * 40
+    features = 3 * 256 + 256 + 2 * 256 + 512  # inputs; the outputs of all linears are as many channels of gradients
+    outputs = 256 + 128 + 128 + 256 + 512 + 512 + 256
+    assert need.result - plain.result == 2 * 8 * (features + outputs)
+    statistics = need.result - 8 * 40
+    assert need.scratch == (2 + 1) * hidden + 2 * hidden + statistics  # inputs and the last output; two of gradients
+    sequence = 4 * 30 * (2 * HIDDEN + 3 * 512)  # at the least: what enters and leaves it, and what an MLP has inside
+    assert need.moments[-1][1] > plain.moments[1][1] and need.moments[-1][1] >= sequence
+    head = 2 * VOCABULARY * HIDDEN + 2 * 4 * 30 * VOCABULARY  # as stored, logits and their gradient
+    assert need.moments[-2][0] >= LIBRARIES + head
+
+
+def test_the_way_back_takes_three_more_passes_through_every_layer():
+    speed = Speed(
+        cores=2, read=0.0, written=0.0, hashed=0.0, token=3.0, observed={"fisher": 0.0}, hessian=0.0, rounded={}, gptq={}
+    )  # fmt: skip
+    assert speed.measure(MODEL, [10, 30], ["fisher"]) == 4 * 3.0 * 40 * 2 / 2
 
 
 def test_measuring_nothing_runs_no_layer():

@@ -177,6 +177,27 @@ def test_generate_streams_exactly_the_text_that_it_returns(as_json, capsys, done
     assert capsys.readouterr().out == f"{output['prompt']}{output['text']}\n"
 
 
+def test_quantize_that_exports_makes_what_the_two_verbs_make(as_json, done, lines, llama, tmp_path):
+    ours = ("quantize", llama, "-o", tmp_path / "2", "--measurement", done / "1", *SCHEME, "--export", tmp_path / "4")
+    found, err = as_json(*ours)
+    assert found == {"folder": str(tmp_path / "4")}
+    assert "proving it in a fresh process" in err
+    for name in ("2", "4"):
+        mine, other = ({path.name for path in (folder / name).iterdir()} - {".hashes.json"} for folder in (tmp_path, done))
+        assert mine == other
+    digests = [json.loads((folder / "4" / "quantflow.json").read_text())["digest"] for folder in (tmp_path, done)]
+    assert digests[0] == digests[1]
+    _, err = as_json(*ours)
+    assert err.count("up to date") == 2
+
+
+def test_quantize_that_exports_is_refused_for_shards_before_anything_is_read(capsys, tmp_path):
+    wanted = ("quantize", "nowhere", "-o", tmp_path / "2", "--scheme", "FP8_DYNAMIC", "--ranks", "2")
+    assert run(*wanted, "--export", tmp_path / "4") == 2
+    assert "--export with --ranks 2" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def test_sampling_follows_its_seed(as_json, done):
     line = ("generate", done / "4", "--prompt", "value", "--max-new-tokens", "12", "--temperature", "2.0")
     first, second, other = (as_json(*line, "--seed", seed)[0]["outputs"][0]["tokens"] for seed in (1, 1, 2))

@@ -45,7 +45,15 @@ def test_the_first_bytes_of_3_bits_worked_by_hand():
     assert pack(qvalue, 3).tolist() == [[0xFAC688]]
 
 
-@pytest.mark.parametrize("num_bits", [2, 3])
+def test_the_first_bytes_of_5_and_6_bits_worked_by_hand():
+    # 1 2 3 4 5 6 7 8, lowest bits first. 5 bits: 01000 00111 00110 00101 00100 00011 00010 00001 is 0x41CC520C41.
+    qvalue = torch.arange(1, 9, dtype=torch.int8)[None]
+    assert pack(qvalue - 16, 5).tolist() == [[0xCC520C41 - 2**32, 0x41]]
+    # 6 bits: 001000 000111 000110 000101 000100 000011 000010 000001 is 0x207185103081.
+    assert pack(qvalue - 32, 6).tolist() == [[0x85103081 - 2**32, 0x2071]]
+
+
+@pytest.mark.parametrize("num_bits", [2, 3, 5, 6])
 def test_rows_are_the_bits_of_one_large_number(num_bits):
     generator = torch.Generator().manual_seed(num_bits)
     half = 1 << (num_bits - 1)
@@ -55,7 +63,7 @@ def test_rows_are_the_bits_of_one_large_number(num_bits):
         assert words == [(number >> (32 * word)) & 0xFFFFFFFF for word in range(-(-101 * num_bits // 32))]
 
 
-@pytest.mark.parametrize(("num_bits", "elements"), [(2, 16), (3, 32), (4, 8), (8, 4)])
+@pytest.mark.parametrize(("num_bits", "elements"), [(2, 16), (3, 32), (4, 8), (5, 32), (6, 16), (8, 4)])
 def test_this_many_elements_fill_whole_words(num_bits, elements):
     assert elements_of_whole_words(num_bits) == elements
 
@@ -89,7 +97,7 @@ def test_every_pair_of_bytes_packs_to_itself_and_back_in_8_bits(half):
     assert torch.equal(unpack(torch.from_numpy(words), 8, 4), qvalue)
 
 
-@pytest.mark.parametrize("num_bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("num_bits", [2, 3, 4, 5, 6, 8])
 @pytest.mark.parametrize("columns", [*range(1, 20), 31, 32, 33, 43, 64])
 def test_any_number_of_columns_round_trips_and_fills_the_last_word_with_zero_bits(num_bits, columns):
     offset = 1 << (num_bits - 1)
@@ -107,7 +115,7 @@ def test_any_number_of_columns_round_trips_and_fills_the_last_word_with_zero_bit
 
 
 @settings(max_examples=60, deadline=None)
-@given(num_bits=st.sampled_from([2, 3, 4, 8]), rows=st.integers(1, 4), columns=st.integers(1, 40), data=st.data())
+@given(num_bits=st.sampled_from([2, 3, 4, 5, 6, 8]), rows=st.integers(1, 4), columns=st.integers(1, 40), data=st.data())
 def test_unpack_undoes_pack(num_bits, rows, columns, data):
     offset = 1 << (num_bits - 1)
     values = data.draw(st.lists(st.integers(-offset, offset - 1), min_size=rows * columns, max_size=rows * columns))
@@ -115,7 +123,7 @@ def test_unpack_undoes_pack(num_bits, rows, columns, data):
     assert torch.equal(unpack(pack(qvalue, num_bits), num_bits, columns), qvalue)
 
 
-@pytest.mark.parametrize("num_bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("num_bits", [2, 3, 4, 5, 6, 8])
 @pytest.mark.parametrize("columns", [1, 7, 8, 11, 64, 129])
 def test_words_are_those_of_compressed_tensors(num_bits, columns):
     offset = 1 << (num_bits - 1)
@@ -154,9 +162,9 @@ def test_a_qvalue_that_does_not_fit_is_refused_and_the_message_gives_both_ranges
         pack(torch.tensor([[0, -3]], dtype=torch.int8), 2)
 
 
-@pytest.mark.parametrize("num_bits", [0, 1, 5, 16])
+@pytest.mark.parametrize("num_bits", [0, 1, 7, 16])
 def test_other_widths_are_refused(num_bits):
-    with pytest.raises(SchemeError, match=f"num_bits={num_bits}; words hold elements of 2, 3, 4 or 8 bits"):
+    with pytest.raises(SchemeError, match=f"num_bits={num_bits}; words hold elements of 2, 3, 4, 5, 6 or 8 bits"):
         pack(torch.zeros(1, 8, dtype=torch.int8), num_bits)
     with pytest.raises(SchemeError, match=f"num_bits={num_bits}"):
         unpack(torch.zeros(1, 1, dtype=torch.int32), num_bits, 8)

@@ -28,8 +28,8 @@ def test_the_range_of_an_int_scheme_is_twos_complement(num_bits, qmin, qmax):
         ({"kind": "uint"}, r"kind='uint' is unknown; use one of int, float"),
         ({"granularity": "per_row"}, r"granularity='per_row' is unknown; use one of per_tensor, per_channel"),
         ({"float8": "e3m4"}, r"float8='e3m4' is unknown; use one of e4m3fn, e5m2"),
-        ({"num_bits": 1}, r"num_bits=1 with kind='int'; use 2, 3, 4 or 8 for int and 8 for float"),
-        ({"num_bits": 5}, r"num_bits=5 with kind='int'; use 2, 3, 4 or 8 for int and 8 for float"),
+        ({"num_bits": 1}, r"num_bits=1 with kind='int'; use 2, 3, 4, 5, 6 or 8 for int and 8 for float"),
+        ({"num_bits": 7}, r"num_bits=7 with kind='int'; use 2, 3, 4, 5, 6 or 8 for int and 8 for float"),
         ({"num_bits": 3, "kind": "float"}, r"num_bits=3 with kind='float'"),
         ({"num_bits": 4, "kind": "float"}, r"num_bits=4 with kind='float'"),
         ({"group_size": 32}, r"granularity='per_channel' with group_size=32; give group_size with per_group"),
@@ -92,7 +92,9 @@ def test_inputs_are_none_static_per_tensor_or_dynamic_per_token():
         assert LinearScheme(name="mine", weights=INT8, input=inputs, layout="int-quantized").input == inputs
 
 
-@pytest.mark.parametrize("name", sorted(set(PRESETS) - {"W8A8_STATIC", "W8A16", "W3A16_ASYM", "W2A16_ASYM"}))
+@pytest.mark.parametrize(
+    "name", sorted(set(PRESETS) - {"W8A8_STATIC", "W8A16", *(f"W{bits}A16_ASYM" for bits in (2, 3, 5, 6))})
+)
 def test_a_preset_means_what_compressed_tensors_means_by_its_name(name):
     theirs = preset_name_to_scheme(name, ["Linear"])
     ours = preset(name)

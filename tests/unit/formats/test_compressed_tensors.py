@@ -382,7 +382,7 @@ def test_order_of_columns_is_history_and_not_layout():
         ({"weights": {"strategy": "block", "block_structure": [128, 64]}}, r"group_0: .*block_structure=\[128, 64\]"),
         ({"weights": {"strategy": "block", "block_structure": [8, 8]}}, r"group_0: granularity='per_block' with kind='int'"),
         ({"weights": {"strategy": "tensor_group"}}, r"group_0: strategy 'tensor_group'"),
-        ({"weights": {"num_bits": 5}}, r"group_0: num_bits=5"),
+        ({"weights": {"num_bits": 7}}, r"group_0: num_bits=7"),
         ({"weights": {"type": "float"}}, r"group_0: .*layout='pack-quantized'.*float"),
         ({"weights": {"type": "posit"}}, r"group_0: kind='posit'"),
         ({"weights": {"actorder": "group"}}, r"group_0: .*actorder='group'"),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quantflow.errors import InputError, StatisticsError, UsageError
-from quantflow.measurements.placement import layout, shares
+from quantflow.measurements.placement import channels, layout, shares
 from quantflow.measurements.record import read_measurement, write_measurement
 from quantflow.measurements.unify import unify
 
@@ -52,6 +52,15 @@ def test_weights_cut_by_rows_are_concatenated_and_weights_cut_by_columns_are_max
     assert merged.statistics["up|weight|channel_amax"].tolist() == up.abs().amax(dim=1).tolist()
     assert merged.statistics["down|weight|channel_amax"].tolist() == down.abs().amax(dim=1).tolist()
     assert [len(merged.statistics[f"{name}|weight|channel_amax"]) for name in ("up", "down")] == [4, 2]
+
+
+def test_gradients_and_guided_inputs_are_shared_as_outputs_and_inputs_are(made):
+    """The gradient by a row's output is that of the sum, which every card has."""
+    column, row = made.placement("up", 0), made.placement("down", 0)
+    assert [layout(column, where) for where in ("gradient", "guided_input")] == ["channels", "same"]
+    assert [layout(row, where) for where in ("gradient", "guided_input")] == ["same", "channels"]
+    assert [channels(column, "gradient"), channels(row, "gradient")] == [2, 2]
+    assert [channels(column, "guided_input"), channels(row, "guided_input")] == [3, 2]
 
 
 def test_sums_that_every_card_has_are_taken_once_and_not_added_up(made):

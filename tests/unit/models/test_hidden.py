@@ -81,6 +81,18 @@ def test_only_the_committed_generation_stays_and_a_new_process_takes_it_up(tmp_p
     assert sorted(path.name for path in tmp_path.iterdir()) == ["00003.hidden", "00003.json"]
 
 
+def test_where_all_generations_are_kept_each_is_taken_up_by_its_label(tmp_path):
+    hidden = HiddenStates(3, folder=tmp_path, keep=True)
+    for label in range(3):
+        put_all(hidden, generation(label))
+        hidden.commit(label, key="k")
+    hidden.close()
+    for label in (1, 0, 2):
+        again = HiddenStates(3, folder=tmp_path, cache_bytes=0, keep=True)
+        assert again.restore(label, key="k")
+        assert all(torch.equal(again.get(index), tensor) for index, tensor in enumerate(generation(label)))
+
+
 @pytest.mark.parametrize("harm", ["other key", "bit flipped", "cut short", "record cut short", "record gone", "other count"])
 def test_a_generation_that_is_damaged_or_foreign_is_not_taken_up(tmp_path, harm):
     hidden = HiddenStates(3, folder=tmp_path)

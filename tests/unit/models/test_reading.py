@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import math
 import os
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from quantflow.errors import InputError
-from quantflow.models.reading import bytes_of, read_once
+from quantflow.models.reading import bytes_of, check_finite, read_once
 
 SIZE = 50_001  # more than twelve blocks, and no multiple of one
 
@@ -78,3 +79,30 @@ def test_a_system_without_reads_past_the_cache_reads_through_it(file: Path, monk
     monkeypatch.delattr(os, "O_DIRECT", raising=False)
     found = read_once(file, (30_000,), torch.uint8, 5, name="w")
     assert bytes(bytes_of(found)) == file.read_bytes()[5:30_005]
+
+
+def finite(tensor):
+    try:
+        check_finite(tensor, name="x", path=Path("model.safetensors"))
+    except InputError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16])
+def test_every_code_of_a_small_float_is_finite_where_torch_says_so(dtype):
+    integer = torch.uint8 if dtype.itemsize == 1 else torch.int16
+    codes = torch.arange(2 ** (8 * dtype.itemsize)).to(integer).view(dtype)
+    expected = torch.isfinite(codes.float())
+    assert finite(codes[expected])
+    assert not any(finite(code) for code in codes[~expected][:, None][:300])
+    with pytest.raises(InputError, match=f"^x: {int((~expected).sum())} values of model.safetensors are NaN or Inf"):
+        check_finite(codes, name="x", path=Path("model.safetensors"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_ends_of_a_large_float_are_finite_and_what_lies_beyond_is_not(dtype):
+    info = torch.finfo(dtype)
+    assert finite(torch.tensor([info.max, info.min, info.tiny, -info.tiny * info.eps, 0.0, -0.0], dtype=dtype))
+    for value in (math.inf, -math.inf, math.nan, -math.nan):
+        assert not finite(torch.tensor([1.0, value], dtype=dtype))

@@ -27,6 +27,18 @@ def test_the_head_in_parts_is_the_whole_head(monkeypatch):
         assert (found - expected).abs().max() < 1e-5
 
 
+def test_the_gradient_through_the_head_in_parts_is_that_through_the_whole_head(monkeypatch):
+    torch.manual_seed(0)
+    weight, gradient = torch.randn(11, 8).bfloat16(), torch.randn(1, 3, 11)
+    expected = gradient.double() @ weight.double()
+    for rows in (4, 11, 100):
+        monkeypatch.setattr(stand_ins, "HEAD_ROWS", rows)
+        hidden = torch.randn(1, 3, 8, requires_grad=True)
+        (found,) = torch.autograd.grad(Head(weight, dtype=torch.float32)(hidden), hidden, gradient)
+        assert found.dtype == torch.float32
+        assert (found - expected).abs().max() < 1e-5
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("features", "outputs"), [(64, 96), (512, 1376), (1376, 512)])

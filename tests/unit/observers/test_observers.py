@@ -15,8 +15,8 @@ C = 4
 NAMES = list(OBSERVERS)
 EXACT = ["amax", "channel_amax", "min_max", "histogram", "count"]
 IDEMPOTENT = ["amax", "channel_amax", "min_max"]
-SUMS = ["mean_abs", "hessian"]
-NEEDS_FEATURES = ["channel_amax", "min_max", "mean_abs", "hessian"]
+SUMS = ["mean_abs", "hessian", "fisher"]
+NEEDS_FEATURES = ["channel_amax", "min_max", "mean_abs", "hessian", "fisher"]
 
 values = st.floats(width=32, min_value=-1024, max_value=1024)
 batches = st.integers(1, 5).flatmap(lambda n: st.lists(values, min_size=n * C, max_size=n * C))
@@ -56,7 +56,7 @@ def rounding(value):
 
 
 def test_the_table_has_every_observer_under_its_name_and_its_statistics():
-    assert NAMES == ["amax", "channel_amax", "min_max", "mean_abs", "histogram", "hessian", "count"]
+    assert NAMES == ["amax", "channel_amax", "min_max", "mean_abs", "histogram", "hessian", "fisher", "count"]
     for name, kind in OBSERVERS.items():
         assert name == kind.NAME
         assert tuple(kind(C).state()) == kind.STATISTICS
@@ -217,6 +217,7 @@ def test_samples_are_not_changed(name):
         (["count", "abs_sum"], ("mean_abs",)),
         (["max_val", "min_val", "amax"], ("amax", "min_max")),
         (["counts"], ("histogram",)),
+        (["square_sum"], ("fisher",)),
     ],
 )
 def test_the_observers_for_what_algorithms_need(needs, observers):

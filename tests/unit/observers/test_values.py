@@ -13,6 +13,7 @@ from quantflow.errors import StatisticsError, UsageError
 from quantflow.observers.amax import AmaxObserver
 from quantflow.observers.channel_amax import ChannelAmaxObserver
 from quantflow.observers.count import CountObserver
+from quantflow.observers.fisher import FisherObserver
 from quantflow.observers.hessian import HessianObserver, observer_bytes, shrink_
 from quantflow.observers.histogram import BINS, HistogramObserver, upper_edge
 from quantflow.observers.mean_abs import MeanAbsObserver
@@ -70,6 +71,16 @@ def test_mean_abs_is_a_sum_and_a_count_of_rows():
     assert observed(observer) == {"abs_sum": [4.0, 3.0, 0.5], "count": 2}
     assert observer.mean.tolist() == [2.0, 1.5, 0.25]
     assert observer.mean.dtype == torch.float64
+
+
+def test_fisher_is_a_sum_of_squares_and_a_count_of_rows():
+    assert observed(FisherObserver(3)) == {"square_sum": [10.0, 5.0, 0.25], "count": 2}
+
+
+def test_squares_of_small_gradients_are_not_lost():
+    observer = FisherObserver(1)
+    observer.update(torch.full((2, 1), 2.0**-80))  # whose square is zero in float32
+    assert observer.state()["square_sum"].tolist() == [2.0**-159]
 
 
 def test_sums_do_not_lose_small_values_beside_a_large_one():

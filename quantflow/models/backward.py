@@ -1,0 +1,105 @@
+"""Gradients of the model's own loss, layer by layer in reverse, with one decoder layer in memory at a time.
+
+The loss is -sum_t log p(y_t), each y_t drawn from the distribution p_t that the model itself predicts at position t. The mean
+of the square of its gradient is then the diagonal of the true Fisher information: near the original model
+
+    sum_t KL(p_t || p'_t)  ~  1/2 dy^T F dy,    F = E[g g^T],    g = dLoss / dy
+
+for a change dy of any tensor y of the model. Draws at different positions are independent, so sums over positions need no
+labels of a text, and no second draw.
+
+    hidden states of every layer's input are kept while the text runs forward; then
+
+    gradient = sampled_gradient(stream, hidden, generator=generator)              at the output of the last layer
+    for layer in reversed(graph.layers):
+        with stream.layer(layer.index) as module, backward(stream, module, layer) as through:
+            gradient = through(state, gradient, observe)                          at the layer's input
+
+Each layer runs again, with gradients enabled, from what entered it: activation checkpointing with a checkpoint per layer.
+Source: Martens 2014, arXiv:1412.1193, sections 5 and 9.2 (the Fisher as the curvature of the KL divergence).
+"""
+
+import hashlib
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from quantflow.models.capture import LayerStream, State
+from quantflow.models.graph import Layer
+from quantflow.models.hooks import watch
+
+_ROWS = 64  # positions whose labels are drawn at once; part of which labels they are
+
+Observe = Callable[[str, Tensor, Tensor], None]
+"""Takes a linear's source name, its input x [1, S, I] and the gradient g [1, S, O] by its output; changes neither."""
+Through = Callable[[State, Tensor, Observe], Tensor]
+"""Takes a sequence as it enters the layer and the gradient [1, S, H] by what leaves the layer; returns that by the input."""
+
+
+def generator_for(seed: int, index: int) -> torch.Generator:
+    """Return the generator of the labels of one sequence, whichever process draws them.
+
+    Args:
+        seed: of the measurement.
+        index: the sequence's number in the whole calibration set.
+    """
+    digest = hashlib.sha256(f"{seed}:{index}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7]))
+
+
+def sampled_gradient(stream: LayerStream, hidden: Tensor, *, generator: torch.Generator) -> Tensor:
+    """Return the gradient of the loss by the output of the last layer, [1, S, H] float32.
+
+    Not to be called from several threads, as `LayerStream.finish`; cheaper inside `stream.head()`.
+
+    Args:
+        stream: the model.
+        hidden: the output of the last layer, [1, S, H].
+        generator: draws a label for every position.
+    """
+    with torch.enable_grad():
+        leaf = hidden.detach().requires_grad_()
+        logits = stream.logits(leaf)
+    difference = logits.detach()[0].float().softmax(dim=-1)  # [S, V]: p, and then p - onehot(y), the gradient by the logits
+    for part in difference.split(_ROWS):  # type: ignore[no-untyped-call]  # drawing takes as much memory as what is drawn from
+        labels = torch.multinomial(part, 1, generator=generator)  # [rows, 1]
+        part.scatter_add_(1, labels, torch.full_like(labels, -1, dtype=part.dtype))
+    (gradient,) = torch.autograd.grad(logits, leaf, difference[None].to(logits.dtype))
+    return gradient
+
+
+@contextmanager
+def backward(stream: LayerStream, module: nn.Module, layer: Layer) -> Iterator[Through]:
+    """Yield the function that brings gradients back through a decoder layer, one sequence per call, from several threads.
+
+    While it runs, it shows every linear of the layer to its `observe`, in the order in which gradients reach them; in memory
+    are then the activations of one sequence per thread.
+
+    Args:
+        stream: the model.
+        module: the layer in float32, as `stream.layer` yields it.
+        layer: which one.
+    """
+    mine = threading.local()  # hooks are the module's, what they see belongs to the sequence that the thread runs
+
+    def remember(name: str, x: Tensor, y: Tensor) -> None:
+        y.register_hook(partial(_show, mine.observe, name, x.detach()))  # type: ignore[no-untyped-call]
+
+    def through(state: State, gradient: Tensor, observe: Observe) -> Tensor:
+        mine.observe = observe
+        with torch.enable_grad():
+            leaf = state.hidden.detach().requires_grad_()
+            output = stream.forward(module, state, leaf)
+        (found,) = torch.autograd.grad(output, leaf, gradient)
+        return found
+
+    with watch(module, {layer.relative(name): partial(remember, name) for name in layer.linears}):
+        yield through
+
+
+def _show(observe: Observe, name: str, x: Tensor, gradient: Tensor) -> None:
+    observe(name, x, gradient)

@@ -1,0 +1,77 @@
+"""The mean square of each channel: of the gradient by a linear's output it is the diagonal of the Fisher information."""
+
+from collections.abc import Mapping
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from quantflow.core import groups, statistics
+
+_ROWS_AT_ONCE = 32  # whose float64 copy a core's cache holds; part of the result's last digits, because it orders the sum
+
+
+class FisherObserver:
+    """Sum of squares of each channel, in float64, and how many samples it is over.
+
+    It is shown two tensors of a linear: the gradient of the loss by its output, [..., O], and its input, each token of it
+    times the root mean square of that gradient, [..., I]. Rounding errors e [O, I] of the weight then cost, summed over the
+    tokens, about 1/2 sum_oi e_oi^2 F_o A_i / mean(F) nats, F and A the two sums: the mean of g_o^2 x_i^2 over tokens is
+    taken to be a product of one factor per row and one per column, as the sums over rows and over columns have it.
+
+    Algebra: merge is commutative, and associative up to rounding in float64: fold in rank order. The count is exact.
+    An unseen observer is neutral. Not idempotent: what is merged twice counts twice.
+    Source: the diagonal of the Fisher information as a weight of squared errors is Optimal Brain Damage's (LeCun et al.
+    1990); one factor per row and one per column is K-FAC's (Martens, Grosse 2015, arXiv:1503.05671), here of diagonals.
+
+    Args:
+        features: size C of the last dimension of every x.
+    """
+
+    NAME: ClassVar[str] = "fisher"
+    STATISTICS: ClassVar[tuple[str, ...]] = ("square_sum", "count")
+
+    def __init__(self, features: int) -> None:
+        """Start with nothing seen."""
+        self._square_sum = torch.zeros(features, dtype=torch.float64)
+        self._count = torch.zeros((), dtype=torch.int64)
+
+    def update(self, x: Tensor) -> None:
+        """Take in samples.  x: [..., C], any float dtype; each of its rows counts one.
+
+        Raises:
+            StatisticsError: x has other features, or holds NaN or Inf; nothing is taken in.
+        """
+        rows = statistics.finite_rows(x, self._square_sum.numel(), observer=self.NAME)
+        for part in groups.spans(rows.shape[0], _ROWS_AT_ONCE):
+            self._square_sum = self._square_sum + rows[part].double().square().sum(dim=0).cpu()
+        self._count = self._count + rows.shape[0]
+
+    def merge(self, other: Self) -> None:
+        """Take in what `other` has seen.
+
+        Raises:
+            StatisticsError: the number of features differs.
+        """
+        statistics.refuse_other_shape(self._square_sum.shape, other._square_sum.shape, observer=self.NAME)
+        self._square_sum = self._square_sum + other._square_sum
+        self._count = self._count + other._count
+
+    def state(self) -> dict[str, Tensor]:
+        """Return {"square_sum": [C] float64, "count": [] int64}."""
+        return {"square_sum": self._square_sum, "count": self._count}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Tensor]) -> Self:
+        """Make the observer that had this state.
+
+        Raises:
+            StatisticsError: the state is not one of this observer's.
+        """
+        expected = {"square_sum": (torch.float64, (None,)), "count": (torch.int64, ())}
+        square_sum, count = statistics.checked_state(state, expected, observer=cls.NAME)
+        statistics.refuse_negative(square_sum, "square_sum", observer=cls.NAME)
+        statistics.refuse_negative(count, "count", observer=cls.NAME)
+        observer = cls(square_sum.numel())
+        observer._square_sum, observer._count = square_sum, count
+        return observer

@@ -1,0 +1,91 @@
+"""What the parts of a model take in memory while they run, in bytes, from its sizes alone."""
+
+from collections.abc import Sequence
+
+from quantflow.models.stand_ins import HEAD_ROWS, LINEAR_ROWS
+from quantflow.observers.fisher import FisherObserver
+from quantflow.observers.hessian import ROWS, observer_bytes
+from stages._sizes import FLOAT, LayerSize, ModelSize, elements_of
+
+GRADIENTS = FisherObserver.NAME  # the statistic that the way back is run for
+
+
+def layer_in_memory(layer: LayerSize) -> int:
+    """A layer in float32, and its largest tensor as stored while it is converted."""
+    return FLOAT * layer.elements + layer.largest[1]
+
+
+def layer_as_stored(model: ModelSize) -> int:
+    """A layer whose linears keep their weights as stored; what else it has is in float32."""
+    linears = [name for names, _, _ in model.layer.groups for name in names]
+    weights = sum(elements_of(model.infos[f"{name}.weight"]) for name in linears)
+    return stored_bytes(model, linears) + FLOAT * (model.layer.elements - weights)
+
+
+def stored_bytes(model: ModelSize, linears: Sequence[str]) -> int:
+    return sum(model.infos[f"{name}.weight"].nbytes for name in linears)
+
+
+def parts_bytes(model: ModelSize, tokens: int) -> int:
+    """The rows of such a weight that are in float32 at once, and what they make of a sequence."""
+    return FLOAT * LINEAR_ROWS * (tokens + max(k for _, _, k in model.layer.groups))
+
+
+def folding_bytes(model: ModelSize) -> int:
+    """What a Hessian takes while one input is added: the product for its largest strip."""
+    return FLOAT * ROWS * max(k for _, _, k in model.layer.groups)
+
+
+def hidden_bytes(model: ModelSize, lengths: Sequence[int]) -> int:
+    return FLOAT * model.hidden * sum(lengths)
+
+
+def embedding_bytes(model: ModelSize, lengths: Sequence[int]) -> int:
+    """Rows of the embedding that the sequences name, at most one per token, as stored and in float32."""
+    return 2 * FLOAT * model.hidden * min(model.vocabulary, sum(lengths))
+
+
+def forward_bytes(model: ModelSize, tokens: int) -> int:
+    """A float32 forward of one sequence through a layer: residual and norm, and the wider of attention and MLP.
+
+    A mixture's experts run one after the other, each on all tokens at most: it has their sum, and one's input and output.
+    """
+    queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    attention = 3 * queries + 2 * keys + 2 * queries  # q, its rotation, k and v, both repeated over the heads
+    wide = max((width for _, outputs, _ in model.layer.groups for width in outputs), default=0)
+    return FLOAT * tokens * ((6 if model.sparse else 3) * model.hidden + max(attention, 3 * wide))
+
+
+def backward_bytes(model: ModelSize, tokens: int) -> int:
+    """What a sequence's forward through a layer keeps for its way back, and the gradients that are under way then.
+
+    Each norm keeps about four tensors of the hidden size, attention what it was asked and gave and both again repeated over the
+    heads, and an MLP the tensors between its linears; and every linear its input.
+    """
+    queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    wide = max((width for _, outputs, _ in model.layer.groups for width in outputs), default=0)
+    kept = 12 * model.hidden + 8 * queries + 4 * keys + 6 * wide
+    return FLOAT * tokens * kept
+
+
+def observing_bytes(model: ModelSize, tokens: int) -> int:
+    """What observers hold while they look at one input: magnitudes, and bins of eight bytes."""
+    return 3 * FLOAT * tokens * max(k for _, _, k in model.layer.groups)
+
+
+def head_bytes(model: ModelSize, tokens: int) -> int:
+    """The head as stored, a part of it in float32, and the logits of one sequence, in parts and joined."""
+    return model.head[1] + FLOAT * HEAD_ROWS * model.hidden + 2 * FLOAT * tokens * model.vocabulary
+
+
+def statistics_bytes(layer: LayerSize, stats: Sequence[str], *, whole: bool = True) -> int:
+    """Statistics of a layer, each under the name of its linear, those of a shared input too; Hessians whole or half."""
+    per_feature = {"channel_amax": 4, "min_max": 8, "mean_abs": 8, GRADIENTS: 8}
+    total = 0
+    for names, outputs, k in layer.groups:
+        each = 16 + k * sum(per_feature.get(name, 0) for name in stats)
+        each += (8 * 514 if "histogram" in stats else 0) + (
+            (4 * k * k if whole else observer_bytes(k)) if "hessian" in stats else 0
+        )
+        total += each * len(names) + (8 * sum(outputs) if GRADIENTS in stats else 0)
+    return total

@@ -1,0 +1,136 @@
+"""What an entry of a recipe means by itself, whatever the model: its schemes, algorithm, transforms, and what they need."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from quantflow.algorithms import ALGORITHMS
+from quantflow.core.scheme import LinearScheme, preset, with_float8, with_group_size
+from quantflow.errors import UsageError
+from quantflow.observers import observers_for
+from quantflow.observers.fisher import FisherObserver
+from quantflow.observers.rows import NAME as ROWS
+from quantflow.transforms import ROTATIONS, TRANSFORMS, Transform, Turn
+from stages._config import Quantize, nearest
+
+KNOWN: Mapping[str, Transform | Turn] = {**ROTATIONS, **TRANSFORMS}
+
+
+def entries_of(text: str) -> tuple[Quantize, ...]:
+    """Return the artifacts that `W4A16:gptq,W4A16@4.25,FP8` means.
+
+    After a colon stands the algorithm, where it is not the scheme's usual one. With @ schemes are chosen for so many bits per
+    weight, with zero points where the named scheme has them.
+
+    Raises:
+        UsageError: a scheme is unknown, one stands twice, or what follows @ is no number.
+    """
+    entries = []
+    for word in filter(None, (part.strip() for part in text.split(","))):
+        rest, at, target = word.partition("@")
+        scheme, _, algorithm = rest.partition(":")
+        try:
+            bits = float(target) if at else None
+        except ValueError as error:
+            raise UsageError(f"schemes {text!r}: {target!r} is no number of bits", "write W4A16@4.25") from error
+        name = word.lower().replace(":", "-").replace("@", "-at-")
+        entries.append(Quantize(name=name, scheme=scheme, algorithm=algorithm or None, target_bpw=bits))
+    names = [entry.name for entry in entries]
+    if len(set(names)) < len(names) or not names:
+        raise UsageError(f"schemes {text!r}: {len(names)} of them, {len(set(names))} different", "name each scheme once")
+    return tuple(entries)
+
+
+def statistics_for(entries: Sequence[Quantize]) -> tuple[str, ...]:
+    """Return the observers that measure has to run for all of these artifacts, possibly none.
+
+    Hessians and rows are not among them: they live for one layer, inside quantize, which needs the token ids alone.
+
+    Raises:
+        UsageError: a scheme, algorithm or transform is unknown.
+    """
+    needs = frozenset().union(*(needs_of(entry, _schemes_named(entry)) for entry in entries)) - {ROWS}
+    return tuple(name for name in observers_for(needs) if name != "hessian")
+
+
+def _schemes_named(entry: Quantize) -> list[LinearScheme]:
+    overridden = [scheme_of(override.scheme, override.group_size) for override in entry.overrides]
+    return [scheme_of(entry.scheme, entry.group_size), *overridden]
+
+
+def scheme_of(name: str, group_size: int | None, flavour: str | None = None) -> LinearScheme:
+    """Return the scheme that a recipe means by a name, a group size and a flavour of float8; None is the preset's.
+
+    Raises:
+        SchemeError: no preset has that name, or it has no groups or no float8.
+    """
+    scheme = preset(name)
+    if group_size is not None:
+        scheme = with_group_size(scheme, group_size)
+    return scheme if flavour is None else with_float8(scheme, flavour)
+
+
+def algorithm_of(entry: Quantize) -> str:
+    """Return the algorithm that an entry names, or its scheme's usual one.
+
+    Raises:
+        UsageError: it is unknown.
+    """
+    algorithm = entry.algorithm or preset(entry.scheme).algorithm
+    if algorithm not in ALGORITHMS:
+        raise UsageError(f"{entry.name}: algorithm {algorithm!r} is unknown", nearest(algorithm, list(ALGORITHMS)))
+    return algorithm
+
+
+def needs_of(entry: Quantize, schemes: Sequence[LinearScheme]) -> frozenset[str]:
+    """Return the statistics that an artifact needs.
+
+    Args:
+        entry: the recipe's words.
+        schemes: of its linears.
+
+    Raises:
+        UsageError: the algorithm or a transform is unknown, or would change weights whose sensitivity was measured.
+    """
+    needs, transforms = set(ALGORITHMS[algorithm_of(entry)].NEEDS), transforms_of(entry)
+    for name, options in transforms:
+        needs |= set(KNOWN[name].needs(options))
+    for scheme in schemes:
+        if scheme.input is not None and not scheme.input.dynamic:
+            needs |= {"amax"} if scheme.input.symmetric else {"min_val", "max_val"}
+    if entry.mixed and transforms:
+        raise UsageError(
+            f"{entry.name}: target_bpw or max_kld with transform {transforms[0][0]}",
+            "sensitivities are those of the weights as they are: leave transforms out",
+        )
+    return frozenset(needs) | (frozenset(FisherObserver.STATISTICS) - {"count"} if entry.mixed else frozenset())
+
+
+def transforms_of(entry: Quantize) -> tuple[tuple[str, Mapping[str, Any]], ...]:
+    """Return (name, options) of each transform that an entry names, or its scheme's usual ones.
+
+    Raises:
+        UsageError: one is unknown, has no such option, or does not stand where it has to.
+    """
+    given = entry.transforms if entry.transforms is not None else tuple({name: {}} for name in preset(entry.scheme).transforms)
+    result = []
+    for item in given:
+        for name, options in item.items():
+            if name not in KNOWN:
+                raise UsageError(f"{entry.name}: transform {name!r} is unknown", nearest(str(name), list(KNOWN)))
+            transform = KNOWN[name]
+            if not isinstance(options, Mapping | None):
+                example = ", ".join(f"{key}: {json.dumps(value)}" for key, value in transform.OPTIONS.items())
+                raise UsageError(f"{entry.name}: {name}: {options!r} is not a mapping", f"write {{{name}: {{{example}}}}}")
+            for key in options or ():
+                if key not in transform.OPTIONS:
+                    known = nearest(str(key), list(transform.OPTIONS))
+                    raise UsageError(f"{entry.name}: {name} has no option {key!r}", known)
+            try:
+                result.append((name, transform.checked({**transform.OPTIONS, **(options or {})})))
+            except UsageError as error:
+                raise UsageError(f"{entry.name}: {error.cause}", error.remedy) from error
+    if any(name in ROTATIONS for name, _ in result[1:]):
+        names = ", ".join(name for name, _ in result)
+        raise UsageError(f"{entry.name}: transforms {names}", "rotate once, before all other transforms")
+    return tuple(result)

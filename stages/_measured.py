@@ -1,0 +1,75 @@
+"""The measurement that stage 2 reads: found, recognised, and refused where it is of another model."""
+
+from pathlib import Path
+
+from quantflow.artifact.digests import NAME as HASHES
+from quantflow.errors import InputError, UsageError
+from quantflow.measurements.record import Measurement, read_measurement
+from quantflow.models.source import ModelFiles
+from stages import _workspace
+from stages._plan import Plan
+from stages._progress import Progress
+from stages._triples import are_gaudis, measurement_from
+
+
+def known_hashes(folder: Path | None) -> list[Path]:
+    """Return where measure may have kept the source's hashes."""
+    return [] if folder is None else [folder / HASHES, folder.parent / HASHES]
+
+
+def measurement_of(
+    folder: Path | None, plan: Plan, *, scheme: str, source: ModelFiles, progress: Progress
+) -> tuple[Path | None, Measurement | None]:
+    """Return the folder of the one rank, where it has files of ours, and what it holds.
+
+    Args:
+        folder: what was given: of a measurement or of one rank; Gaudi's files, as a folder or folder/prefix; or None.
+        plan: what has to be known.
+        scheme: what the recipe calls it.
+        source: the model.
+        progress: told what Gaudi's files are taken for.
+
+    Raises:
+        UsageError: a measurement is needed, and none is given.
+        InputError: it is unfinished, or of several ranks.
+    """
+    if folder is None:
+        if plan.needs_measurement:
+            raise UsageError(
+                f"{plan.name}: {scheme} with {plan.algorithm} needs {', '.join(sorted(plan.needs))}, none is given",
+                "run `quantflow measure` and give its folder with --measurement",
+            )
+        return None, None
+    if are_gaudis(folder):
+        return None, measurement_from(folder, plan, source=source, progress=progress)
+    if not (folder / "measurement.json").exists():
+        ranks = sorted(folder.glob("rank-*-of-*"))
+        if len(ranks) > 1:
+            raise InputError(f"{folder}: holds {len(ranks)} ranks, quantize reads one", "run `quantflow unify` on it first")
+        folder = ranks[0] if ranks else folder
+    if _workspace.done(folder) is None and _workspace.done(folder.parent) is None:
+        raise InputError(f"{folder}: is unfinished or missing (no DONE.json)", "run `quantflow measure`; it continues")
+    measurement = read_measurement(folder)
+    if measurement.meta["mesh"]["world"] != 1:
+        raise InputError(f"{folder}: one of {measurement.meta['mesh']['world']} ranks", "run `quantflow unify` first")
+    return folder, measurement
+
+
+def refuse_foreign(measurement: Measurement | None, *, model: Path, fingerprint: str, folder: Path | None) -> None:
+    """Refuse a measurement of another model.
+
+    Args:
+        measurement: Gaudi's files were recognised already.
+        model: the source folder.
+        fingerprint: of the source.
+        folder: of the measurement.
+
+    Raises:
+        InputError: naming both.
+    """
+    found = None if measurement is None else measurement.meta["model"]["fingerprint"]
+    if found is not None and found != fingerprint:
+        raise InputError(
+            f"{folder}: measured on model {found[:16]}, {model} is {fingerprint[:16]}",
+            "measure this model, or give the measurement that belongs to it",
+        )
