@@ -9,7 +9,7 @@ from stages.generate import Job
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p")
 _RULES = ("repetition_penalty", "frequency_penalty", "presence_penalty", "no_repeat_ngram_size", "min_length", "min_new_tokens")
-_BEAMS = {"length_penalty": 1.0, "early_stopping": "false"}
+_BEAMS: dict[str, Any] = {"length_penalty": 1.0, "early_stopping": "false"}
 _PATHS = ("draft", "medusa", "adapter", "reference")
 
 
@@ -38,7 +38,7 @@ def job_from(artifact: str, values: dict[str, Any]) -> Job:
         method = Lookup(tokens=lookup)
     wanted = {name: value for name, value in filters.items() if value is not None}
     rules = Rules(**{name: given.pop(name) for name in _RULES})
-    paths = {name: Path(given.pop(name)) for name in _PATHS if given[name] is not None}
+    paths: dict[str, Any] = {name: Path(given.pop(name)) for name in _PATHS if given[name] is not None}
     rest = {name: value for name, value in given.items() if name not in _PATHS}
     sampling = Sampling(seed=seed, **wanted) if wanted else None
     return Job(artifact=Path(artifact), method=method, sampling=sampling, rules=rules, **paths, **rest)

@@ -171,7 +171,7 @@ def _prompt(row: Any, number: int, column: str | None, *, source: str) -> Prompt
     name = column or next((key for key, value in row.items() if isinstance(value, str) or _is_chat(value)), None)
     if name not in row:
         raise InputError(f"{where}: no column {name or 'with a text'} among {', '.join(map(str, row))}", "give --column")
-    value = row[name]
+    value: Prompt = row[name]
     if not isinstance(value, str) and not _is_chat(value):
         raise InputError(f"{where}: {name} is {type(value).__name__}, a text or messages are needed", "give another --column")
     return value

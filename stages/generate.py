@@ -115,8 +115,9 @@ def run(job: Job, stream: Callable[[str], None], progress: Progress | None = Non
     telling = progress if progress is not None and len(batches) > 1 else Progress(quiet=True)
     for batch in telling.steps(batches, stage="generate", unit="batch"):
         ids, padding = _left_padded([rows[i] for i in batch], pad=options["pad_token_id"] or 0, device=job.device)
-        told = _teller(tokenizer, prompts[0], rows[0], stream) if alone else None
-        found = generate(decoder, ids, padding=padding, method=method, stream=told and told.put, **options)
+        told = _Spoken(tokenizer, shown(prompts[0]), rows[0], stream) if alone else None
+        tell = None if told is None else told.put
+        found = generate(decoder, ids, padding=padding, method=method, stream=tell, **options)
         if told is not None:
             told.end()
         for i, row in zip((i for i in batch for _ in range(job.returned)), found[:, ids.shape[1] :].tolist(), strict=True):
@@ -213,7 +214,7 @@ def _options(job: Job, loaded: Loaded, tokenizer: PreTrainedTokenizerBase) -> di
         "sampling": job.sampling,
         "rules": replace(job.rules, bad_words=word_ids(tokenizer, job.bad_words, before=("", " "))),
         "returned": job.returned,
-        "eos_token_id": ends,
+        "eos_token_id": () if job.ignore_eos else ends,
         "pad_token_id": tokenizer.pad_token_id,
         "stop": stop_at(tokenizer, job.stop) if job.stop else None,
     }
@@ -235,11 +236,24 @@ def _left_padded(rows: Sequence[list[int]], *, pad: int, device: str) -> tuple[T
     return ids, torch.tensor([longest - len(row) for row in rows], device=device)
 
 
-def _teller(
-    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, tokens: Sequence[int], stream: Callable[[str], None]
-) -> TextStream:
-    stream(shown(prompt))
-    return TextStream(tokenizer, tokens, tell=stream)
+class _Spoken:
+    """The text of a single sequence on its way out; the prompt goes with the first piece, so not before there is one."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, prompt: str, tokens: Sequence[int], stream: Callable[[str], None]
+    ) -> None:
+        self._prompt, self._stream = prompt, stream
+        self._text = TextStream(tokenizer, tokens, tell=self._tell)
+        self.put = self._text.put
+
+    def end(self) -> None:
+        self._text.end()
+        if self._prompt:
+            self._tell("")
+
+    def _tell(self, piece: str) -> None:
+        self._stream(self._prompt + piece)
+        self._prompt = ""
 
 
 def _own(tokens: list[int], ends: Sequence[int], stop: Callable[[Sequence[int]], bool] | None) -> list[int]:

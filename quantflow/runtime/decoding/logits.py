@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 NEVER = float("-inf")
+_NUCLEUS = 1024  # tokens that are looked at first: a vocabulary of 32000 takes 50 times as long to sort
 
 
 def top_k(logits: Tensor, count: int, *, least: int = 1) -> Tensor:
@@ -20,10 +21,16 @@ def top_k(logits: Tensor, count: int, *, least: int = 1) -> Tensor:
 
 def top_p(logits: Tensor, mass: float, *, least: int = 1) -> Tensor:
     """Keep the most likely tokens that together reach `mass` (nucleus sampling, Holtzman et al. 2020, section 3.1)."""
-    ordered, order = logits.sort()  # least likely first
-    beyond = ordered.softmax(dim=-1).cumsum(dim=-1) <= 1 - mass
-    beyond[..., -least:] = False
-    return logits.masked_fill(beyond.scatter(-1, order, beyond), NEVER)
+    total = logits.logsumexp(dim=-1, keepdim=True)
+    for count in (min(_NUCLEUS, logits.shape[-1]), logits.shape[-1]):
+        values, order = logits.topk(count)  # likeliest first
+        share = (values - total).exp()
+        before = share.cumsum(dim=-1) - share  # what the likelier ones hold
+        if (before[..., -1] >= mass).all():
+            break
+    inside = before < mass
+    inside[..., :least] = True
+    return torch.full_like(logits, NEVER).scatter(-1, order, values.masked_fill(~inside, NEVER))
 
 
 def min_p(logits: Tensor, share: float, *, least: int = 1) -> Tensor:

@@ -128,7 +128,7 @@ def test_a_cache_that_is_cropped_and_reordered_gives_the_logits_of_the_text_that
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"padding": torch.tensor([0])}, r"^padding=tensor\(\[0\]\) of prompts \[4, 12\]; give each row's count"),
+        ({"padding": torch.tensor([1])}, r"^padding=tensor\(\[1\]\) of prompts \[4, 12\]; give each row's count"),
         ({"padding": torch.tensor([0, 1, 2, 12])}, r"^padding=.* of prompts \[4, 12\]; give each row's count, smaller"),
         ({"returned": 2}, r"^returned=2: 1 sequences differ; sample, or use as many beams$"),
         ({"returned": 0, "sampling": Sampling()}, r"^returned=0: 0 sequences differ"),

@@ -35,6 +35,14 @@ def test_B15_B16_filters_are_those_of_transformers(seed, value, least):
     assert torch.equal(logits.typical_p(scores, value, least=least), peer.TypicalLogitsWarper(value, **options)(tokens, scores))
 
 
+@pytest.mark.parametrize("spread", [0.01, 3.0])  # the nucleus of flat logits is longer than what is looked at first
+def test_B16_a_nucleus_of_a_large_vocabulary_is_that_of_transformers(spread):
+    scores = torch.randn(2, 5000, generator=torch.Generator().manual_seed(4)) * spread
+    found = logits.top_p(scores, 0.9)
+    assert torch.equal(found, peer.TopPLogitsWarper(0.9)(torch.zeros(2, 1), scores))
+    assert (int(found[0].isfinite().sum()) > 1024) == (spread < 1)
+
+
 @settings(max_examples=40, deadline=None)
 @given(seed=SEEDS, penalty=st.sampled_from([0.5, 1.3, 2.0]), size=st.integers(1, 4))
 def test_B18_B19_penalties_are_those_of_transformers(seed, penalty, size):
