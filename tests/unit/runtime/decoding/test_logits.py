@@ -161,3 +161,12 @@ def test_rules_outside_their_ranges_are_refused(options, message):
     with pytest.raises(UsageError) as caught:
         Rules(**options)
     assert str(caught.value) == message
+
+
+def test_B21_padding_does_not_count_towards_a_least_length():
+    rules = Rules(min_length=4)
+    request = Request(
+        input_ids=torch.zeros(2, 4).long(), padding=torch.tensor([3, 0]), max_new_tokens=2, rules=rules, ends=(1,)
+    )
+    found = allowed(torch.zeros(2, 3), torch.zeros(2, 4).long(), request)
+    assert found.tolist() == [[0, -math.inf, 0], [0, 0, 0]]
