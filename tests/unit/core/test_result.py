@@ -13,7 +13,11 @@ from quantflow.core.scheme import preset, with_group_size
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_decisions_survive_json_unchanged(algorithm):
-    statistics = {"hessian_sum": torch.eye(8, dtype=torch.float64), "count": torch.tensor(8)}
+    statistics = {
+        "hessian_sum": torch.eye(8, dtype=torch.float64),
+        "count": torch.tensor(8),
+        "a|gradient_sum": torch.eye(2, dtype=torch.float64),
+    }
     weights = {"a": torch.arange(16.0).reshape(2, 8)}
     scheme = with_group_size(preset("W4A16"), 4)
     result = ALGORITHMS[algorithm].quantize_group(weights, scheme, statistics=statistics, scale_dtype=torch.float32)
