@@ -88,9 +88,10 @@ def algorithm_of(entry: Quantize) -> str:
 
 
 def _best(weights: TensorScheme, *, transforms: int) -> str:
-    """Return the algorithm that measured best (benchmarks/accuracy.py) for such weights.
+    """Return the algorithm that `best` stands for, of such weights.
 
-    Of 8 bits little is left to be gained over gptq, which goes with transforms; round to nearest is what there is for float8.
+    Measured beside the others (benchmarks/accuracy.py) for 4 bits; other bits below 8 follow it. gptq goes with transforms,
+    which yaqa does not; round to nearest is what there is for float8.
     """
     if weights.kind != "int":
         return "rtn"

@@ -88,7 +88,7 @@ def give_back_holes() -> None:
 
 
 def end_quickly() -> None:
-    """Let the process end without a search for cycles through all that torch imported, which takes half a second."""
+    """Let the process end without a last search for cycles through all that torch and transformers imported."""
     gc.freeze()
 
 

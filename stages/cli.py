@@ -210,7 +210,6 @@ def quantize(model: str, output: str, settings: tuple[str, ...], recipe: str | N
              quantflow quantize ./llama -o work/shards --scheme W4A16 --measurement work/1-measure --ranks 4
     """
     from quantflow.errors import UsageError
-    from stages import export as exporting
     from stages import quantize as stage
     from stages._config import apply_settings, find_config, nearest, read_yaml, recipe_from
     from stages._quant_flags import entry_beneath, given, measurement_beneath
@@ -266,7 +265,11 @@ def quantize(model: str, output: str, settings: tuple[str, ...], recipe: str | N
     )
     then: list[tuple[Any, Any]] = []
     if artifact is not None:
-        then = [(exporting, exporting.job_from(values, quantized=job.output, output=artifact, model=model, force=job.replace))]
+        from stages import export as exporting
+
+        made = exporting.job_from(values, quantized=job.output, output=artifact, model=model, force=job.replace)
+        exporting.check(made)  # before hours of quantizing, not after them
+        then = [(exporting, made)]
     _run(stage, job, shared, report=_choice if job.entry.mixed else None, then=then)
 
 

@@ -78,10 +78,21 @@ def job_from(recipe: Recipe, *, quantized: str | Path, output: str | Path, model
     )
 
 
-def run(job: Job, progress: Progress) -> Path:
-    """Export and prove the artifact and return its folder; one that is up to date is left alone."""
+def check(job: Job) -> None:
+    """Refuse what can be seen before there is anything to export.
+
+    Raises:
+        UsageError: an unknown format, or a folder that is the quantized one.
+    """
     if job.format not in FORMATS:
         raise UsageError(f"format {job.format!r} of a quantized model is unknown", nearest(job.format, list(FORMATS)))
+    if job.output.resolve() == job.quantized.resolve():
+        raise UsageError(f"{job.output}: the artifact's folder and the quantized one", "give two folders")
+
+
+def run(job: Job, progress: Progress) -> Path:
+    """Export and prove the artifact and return its folder; one that is up to date is left alone."""
+    check(job)
     refuse_shards(job.quantized)
     record = _workspace.require_done(job.quantized, stage="quantize", unread="layers/*.safetensors")
     summary = read_json(job.quantized / "quantize.json")

@@ -176,8 +176,8 @@ def _open(job: Job) -> tuple[Loaded, Adapted | None]:
     if not special:
         options |= {"decoder": job.decoder, "kv_cache": job.kv_cache, "pack": job.pack, "device": job.device, "crops": crops}
         return load_decoder(job.artifact, **options), None
-    if job.decoder == "lean" or job.kv_cache != "auto":
-        told = f"generate: {special[0]} with decoder {job.decoder}, kv_cache {job.kv_cache}"
+    if job.decoder == "lean" or job.kv_cache != "auto" or job.pack:
+        told = f"generate: {special[0]} with decoder {job.decoder}, kv_cache {job.kv_cache}, pack {job.pack}"
         raise UsageError(told, "leave them out: it runs in transformers' modules with their cache")
     runtime = load_offloaded(job.artifact, **options) if job.disk_offload else load(job.artifact, device=job.device, **options)
     adapted = None if job.adapter is None else attach_(runtime.model, job.adapter, merge=job.merge)
@@ -214,7 +214,7 @@ def _options(job: Job, loaded: Loaded, tokenizer: PreTrainedTokenizerBase) -> di
         "sampling": job.sampling,
         "rules": replace(job.rules, bad_words=word_ids(tokenizer, job.bad_words, before=("", " "))),
         "returned": job.returned,
-        "eos_token_id": () if job.ignore_eos else ends,
+        "eos_token_id": ends,
         "pad_token_id": tokenizer.pad_token_id,
         "stop": stop_at(tokenizer, job.stop) if job.stop else None,
     }

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import shutil
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -180,6 +181,22 @@ def test_layers_of_a_file_that_changed_are_made_again_and_no_others(llama, tmp_p
     quantize(model, output, entry("W8A8"))
     assert (layers / "00000.safetensors").stat().st_mtime_ns == times["00000.safetensors"]
     assert contents(layers)["00001.safetensors"] != before["00001.safetensors"]
+
+
+def test_a_layer_is_quantized_while_its_file_is_hashed(llama, tmp_path, monkeypatch):
+    read, of, read_unit = threading.Event(), Digests.of, _units.Unit.read
+
+    def waits(self, path):
+        assert read.wait(timeout=30), "nothing is read before the hash is known"
+        return of(self, path)
+
+    def tells(self):
+        read.set()
+        return read_unit(self)
+
+    monkeypatch.setattr(Digests, "of", waits)
+    monkeypatch.setattr(_units.Unit, "read", tells)
+    assert contents(quantize(llama, tmp_path, entry("FP8_DYNAMIC")))
 
 
 def test_the_file_of_the_next_layers_is_hashed_ahead_and_every_file_once(tmp_path):

@@ -191,6 +191,20 @@ def test_quantize_that_exports_makes_what_the_two_verbs_make(as_json, done, line
     assert err.count("up to date") == 2
 
 
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--export", "2"), "the artifact's folder and the quantized one"),
+        (("--export", "4", "--set", "export.format=inc"), "format 'inc'"),
+    ],
+)
+def test_quantize_that_cannot_export_is_refused_before_it_quantizes(capsys, llama, tmp_path, monkeypatch, options, told):
+    monkeypatch.chdir(tmp_path)
+    assert run("quantize", llama, "-o", "2", "--scheme", "FP8_DYNAMIC", *options) == 2
+    assert told in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def test_quantize_that_exports_is_refused_for_shards_before_anything_is_read(capsys, tmp_path):
     wanted = ("quantize", "nowhere", "-o", tmp_path / "2", "--scheme", "FP8_DYNAMIC", "--ranks", "2")
     assert run(*wanted, "--export", tmp_path / "4") == 2

@@ -307,13 +307,25 @@ def test_float32_is_as_good_as_float64_on_an_ill_conditioned_hessian(samples, sc
     assert (result.weight.dequantize().double() == reference.float().double()).double().mean() > 0.98
 
 
-def test_several_units_of_several_linears_take_the_decisions_of_the_textbook():
+@pytest.mark.parametrize("rows", [1024, 200])  # of a unit at most; fewer where the features are many
+def test_several_units_of_several_linears_take_the_decisions_of_the_textbook(monkeypatch, rows):
+    monkeypatch.setattr(gptq, "_UNIT_WEIGHTS", rows * 96)
     x = correlated_inputs(256, 96, seed=4)
     weights = {"q": random(700, 96, seed=5), "k": random(30, 96, seed=6), "v": random(900, 96, seed=7)}
     results = gptq.quantize_group(weights, W4_G32_ASYM, statistics=statistics_of(x), scale_dtype=torch.float32)
     for name, weight in weights.items():
         expected = algorithm_one(weight, x, results[name])
         assert (results[name].weight.qvalue == expected).double().mean() > 0.999  # the rest are ties but for 2^-24
+
+
+@pytest.mark.parametrize(
+    ("features", "longest"), [(1024, 1000), (4096, 1000), (8192, 500), (1 << 20, 125)], ids=["narrow", "edge", "wide", "huge"]
+)
+def test_units_of_wide_layers_have_fewer_rows_an_even_number_of_them(features, longest):
+    units = gptq._units({"a": 700, "b": 1300}, limit=gptq._unit_rows(features))
+    assert len(units) % 2 == 0
+    assert max(sum(rows.stop - rows.start for _, rows in unit) for unit in units) == longest
+    assert sum(rows.stop - rows.start for unit in units for _, rows in unit) == 2000
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=IDS)
