@@ -374,3 +374,5 @@ def test_a_smaller_cache_goes_with_the_lean_decoder_alone(generate, tmp_path):
     assert "kv cache int8: the lean decoder has it, and is not used: it was not asked for" in told
     told = generate(*given(), "--decoder", "lean", "--disk-offload", code=2)
     assert "generate: disk_offload with decoder lean, kv_cache auto" in told
+    told = generate(*given(), "--pack", "--disk-offload", code=2)
+    assert "generate: disk_offload with decoder auto, kv_cache auto, pack True" in told
