@@ -169,10 +169,11 @@ class HiddenStates:
             os.rmdir(self._folder)
 
     def close(self) -> None:
-        """Let go of the file that is being written; committed generations stay."""
+        """Drop the generation that is being written, such as what leaves the last layer; committed ones stay."""
         if self._next >= 0:
             os.close(self._next)
             self._next = -1
+            disk.remove(self._next_path)
 
     @property
     def _next_path(self) -> Path:

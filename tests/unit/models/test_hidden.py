@@ -54,6 +54,16 @@ def test_without_a_folder_generations_follow_each_other_in_memory():
     assert not hidden.restore(2, key="k")
 
 
+def test_what_is_not_committed_when_it_ends_takes_no_disk(tmp_path):
+    hidden = HiddenStates(3, folder=tmp_path)
+    put_all(hidden, generation(0))
+    hidden.commit(0, key="k")
+    put_all(hidden, generation(1))
+    hidden.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["00000.hidden", "00000.json"]
+    assert HiddenStates(3, folder=tmp_path).restore(0, key="k")
+
+
 def test_the_file_is_the_bytes_of_the_sequences_under_their_hash(tmp_path):
     hidden = HiddenStates(3, folder=tmp_path)
     tensors = generation(7)
