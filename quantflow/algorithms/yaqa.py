@@ -11,9 +11,9 @@ up for that in another, as one of a column can for that of another in GPTQ.
 
 Two steps:
 
-1. Feedback on both sides. With G = (I + M) D' (I + M)^T by blocks of rows, as H in GPTQ by columns, rows still to be rounded
-   aim at w - (what the errors of rounded rows make of them), and GPTQ rounds them for that. Rows within a block of 32 do
-   not make up for each other, so that they can be rounded side by side.
+1. Feedback on both sides (quantflow/core/wavefront.py). With G = (I + M) D' (I + M)^T by blocks of rows, as H in GPTQ by
+   columns, rows still to be rounded aim at w - (what the errors of rounded rows make of them), and GPTQ rounds them for that.
+   Rows within a block of 8 do not make up for each other.
 2. Descent (quantflow/core/descent.py), in `_SWEEPS` sweeps: scales are fitted to the qvalues by least squares, then weights
    are moved by steps, one at a time, as long as that makes tr(G E H E^T) smaller. The best of all sweeps is kept, and the
    first step's result where none is better.
@@ -30,17 +30,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantflow.core import blocks, groups
-from quantflow.core.descent import Problem, Side, apart, descend_, errors_of, loss_of, of_rows, rescaled, working_bytes_of
-from quantflow.core.feedback import (
-    DAMPINGS,
-    Feedback,
-    checked_hessian,
-    feedback_of,
-    gathered,
-    per_row,
-    round_columns_,
-)
+from quantflow.core import blocks, descent, groups, wavefront
+from quantflow.core.cholesky import mirror_
+from quantflow.core.descent import Problem, Side, apart, descend_, loss_of, of_rows, rescaled
+from quantflow.core.feedback import DAMPINGS, checked_hessian, feedback_of
 from quantflow.core.grid import Grid, weight_grids
 from quantflow.core.parallel import SEQUENTIAL, Workers
 from quantflow.core.qtensor import QTensor
@@ -62,7 +55,7 @@ def working_bytes(features: int, rows: int, *, workers: int = 1, in_place: bool 
     """Return the most memory that `quantize_group` takes beyond weights, statistics and results, in bytes.
 
     4 I^2 for the factor of the group's Hessian. For each worker a block of outputs, O of at most 2048: the factor of its G and
-    a part of it (4 O^2 + 4 O R with R = 8 rows), its qvalues thrice, its errors, and what the descent takes.
+    a part of it (4 O^2 + 4 O R with R = 8 rows), its qvalues twice, and what either step takes.
 
     Args:
         features: I, in_features of the group.
@@ -72,7 +65,8 @@ def working_bytes(features: int, rows: int, *, workers: int = 1, in_place: bool 
     """
     del in_place
     rows = min(rows, blocks.MOST)
-    unit = 4 * rows * (rows + _ROWS) + (3 + 4) * rows * features + working_bytes_of(features, rows)
+    steps = max(descent.working_bytes_of(features, rows), wavefront.working_bytes_of(features, rows, length=_ROWS))
+    unit = 4 * rows * (rows + _ROWS) + 2 * rows * features + steps
     return 4 * features * features + workers * max(unit, groups.unit_bytes(features))
 
 
@@ -119,14 +113,15 @@ def quantize_group(
     importance = diagonal + DAMPINGS[0] * diagonal.mean()  # as gptq's
     grids = weight_grids(weights, scheme.weights, scale_dtype=scale_dtype, importance=importance, workers=workers)
     columns = feedback_of(hessian_sum, name=next(iter(weights)), workers=workers)
+    mirror_(columns.lower.T)
     inputs = Side(matrix=hessian_sum.float(), damping=columns.damping)
 
     def unit(part: tuple[str, slice]) -> _Found:
         name, block = part
         members = torch.arange(block.start, block.stop)
         sums = blocks.block_of(gradients[name], block).float()
-        order = torch.cat(apart(len(members), _ROWS))
-        rows = feedback_of(sums, name=name, statistic="gradient_sum", dampings=_GRADIENT_DAMPINGS, order=order)
+        parts = apart(len(members), _ROWS)
+        rows = feedback_of(sums, name=name, statistic="gradient_sum", dampings=_GRADIENT_DAMPINGS, order=torch.cat(parts))
         problem = Problem(
             weight=weights[name][block],
             grid=of_rows(grids[name], members),
@@ -135,7 +130,10 @@ def quantize_group(
             outputs=Side(matrix=sums, damping=rows.damping),
             inputs=inputs,
         )
-        return _descended(problem, _rounded(problem, rows, columns), damping=rows.share)
+        first = wavefront.round_rows(
+            problem.weight, problem.grid, scheme=problem.scheme, rows=rows, parts=parts, columns=columns
+        )
+        return _descended(problem, first, damping=rows.share)
 
     units = [(name, block) for name, weight in weights.items() for block in blocks.blocks(weight.shape[0])]
     found: dict[str, list[_Found]] = {name: [] for name in weights}
@@ -159,28 +157,6 @@ def _checked_gradient(name: str, rows: int, statistics: Mapping[str, Tensor]) ->
     if not torch.isfinite(diagonal).all() or (diagonal < 0).any():
         raise StatisticsError(f"{name}: gradient_sum holds NaN, Inf or a negative diagonal", "measure again")
     return gradient_sum
-
-
-def _rounded(problem: Problem, rows: Feedback, columns: Feedback) -> Tensor:
-    """Return the qvalues [O, I] int8 that feedback on both sides finds."""
-    weight = problem.weight
-    qvalue = torch.empty(weight.shape, dtype=torch.int8)
-    errors = torch.zeros(weight.shape)  # in the order of `rows`
-    stop = weight.shape[0]
-    for members in reversed(apart(weight.shape[0], _ROWS)):
-        block, done = slice(stop - len(members), stop), slice(stop, None)
-        stop = block.start
-        wanted = weight[members].float()  # [R, I]
-        if block.stop < weight.shape[0]:
-            # What a block owes to those before it: their part of the factor, with the block's own made 1.
-            within = rows.lower[block, block].tril(-1) + torch.eye(len(members))
-            owed = torch.linalg.solve_triangular(within, rows.lower[done, block], upper=False, left=False, unitriangular=True)
-            wanted += owed.T @ errors[done]
-        work = gathered([wanted], order=columns.order)
-        scales, zero_points = per_row([(of_rows(problem.grid, members), slice(0, len(members)))])
-        qvalue[members] = round_columns_(work, scales, zero_points, scheme=problem.scheme, feedback=columns).T
-        errors[block] = errors_of(problem, qvalue[members], members)
-    return qvalue
 
 
 @dataclass(frozen=True, kw_only=True)
