@@ -125,6 +125,7 @@ class Backward:
                 self.progress.doing(f"sequence {number + 1} of {len(states)}")
                 _merge(total, observers)
                 gradients.put(number, gradient)
+                give_back_holes()  # what a sequence leaves is in many pieces of many sizes
         found = [(site, observer.state()) for site in sorted(total) for observer in total[site]]
         return {f"{site}|{name}": value for site, state in found for name, value in state.items()}
 
