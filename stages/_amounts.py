@@ -99,6 +99,12 @@ def statistics_bytes(layer: LayerSize, stats: Sequence[str], *, whole: bool = Tr
     return total
 
 
+def watching_bytes(model: ModelSize, tokens: int) -> int:
+    """What observers hold while they look at one gradient: its squares, and the product of its largest block."""
+    wide = max(width for _, outputs, _ in model.layer.groups for width in outputs)
+    return FLOAT * (tokens * wide + blocks.width(wide) ** 2)
+
+
 def gradient_bytes(outputs: Sequence[int]) -> int:
     """The sums of products of the gradients by the outputs of some linears, in blocks of outputs."""
     return sum(map(blocks.nbytes, outputs))

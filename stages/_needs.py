@@ -32,6 +32,7 @@ from stages._amounts import (
     parts_bytes,
     statistics_bytes,
     stored_bytes,
+    watching_bytes,
 )
 from stages._experts import fed_by
 from stages._plan import SAMPLE_ROWS, Plan
@@ -106,10 +107,11 @@ def need_measure(model: ModelSize, *, lengths: Sequence[int], stats: Sequence[st
     if goes_back(stats):
         scratch = (len(model.layers) + 1 + 2) * hidden + statistics
         sums = max(statistics_bytes(layer, backwards) for layer in model.layers)
+        back = backward_bytes(model, longest) + watching_bytes(model, longest)
         moments = (
             *moments,
             (LIBRARIES + head_bytes(model, longest), 0),
-            (LIBRARIES + layer_in_memory(model.layer) + sums, backward_bytes(model, longest) + sums),
+            (LIBRARIES + layer_in_memory(model.layer) + sums, back + sums),
         )
     return Need(stage="measure", moments=moments, cache=hidden, result=ids + statistics, scratch=scratch)
 
