@@ -135,10 +135,11 @@ def gptq_to_yaqa(outputs: tuple[int, ...], features: int) -> int:
 
 
 def test_the_way_back_takes_three_more_passes_through_every_layer():
-    speed = Speed(
-        cores=2, read=0.0, written=0.0, hashed=0.0, token=3.0, observed={"fisher": 0.0}, hessian=0.0, rounded={}, gptq={}
-    )  # fmt: skip
+    none = dict.fromkeys(("read", "written", "hashed", "hessian"), 0.0)
+    speed = Speed(cores=2, token=3.0, observed={"fisher": 0.0}, gradient=0.5, rounded={}, gptq={}, **none)
     assert speed.measure(MODEL, [10, 30], ["fisher"]) == 4 * 3.0 * 40 * 2 / 2
+    products = 2 * (3 * 256**2 + 2 * 128**2 + 2 * 512**2)  # of the outputs of seven linears, in two layers
+    assert speed.measure(MODEL, [10, 30], ["gradient"]) == (4 * 3.0 * 40 * 2 + 0.5 * 40 * products) / 2
 
 
 def test_measuring_nothing_runs_no_layer():
