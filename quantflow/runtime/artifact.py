@@ -113,6 +113,11 @@ class Artifact:
             )
         return linear.to(self.device)
 
+    def quantized(self, name: str) -> QuantizedLinear | None:
+        """Return the linear whose weight `name` is, decoded, None where it is not quantized; see `decode`."""
+        linear = name.removesuffix(".weight")
+        return self.decode(linear) if linear in self.linears else None
+
     def bias(self, name: str) -> Tensor | None:
         """Read the bias of the quantized linear `name`, [out_features] in `dtype`; None when it has none."""
         if not self.linears[name].biased:
