@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from quantflow.algorithms import ALGORITHMS
-from quantflow.core.groups import group_size_for
 from quantflow.core.scheme import LinearScheme, preset
 from quantflow.errors import InputError, UsageError
 from quantflow.models.graph import Graph
@@ -63,8 +62,9 @@ def head_of(
         ignored: what the entry's `ignore` names.
 
     Raises:
-        UsageError: the scheme or algorithm needs statistics, or `ignore` names the head.
-        SchemeError: a group size that does not divide the head's input, or a scheme without groups.
+        UsageError: the scheme or algorithm needs statistics, its groups do not divide the head's input, or `ignore` names
+            the head.
+        SchemeError: a group size, and a scheme without groups.
         InputError: the checkpoint has neither a head nor an embedding.
     """
     if entry.head is None:
@@ -75,8 +75,10 @@ def head_of(
     if linear in ignored:
         told = f"{entry.name}: ignore names {linear}, head gives it {entry.head.scheme}"
         raise UsageError(told, "take one of the two out")
-    algorithm = _algorithm(entry.name, entry.head, scheme)
-    group_size_for(scheme.weights, shapes[tensor][1], name=linear)
+    algorithm, features = _algorithm(entry.name, entry.head, scheme), shapes[tensor][1]
+    if features % (scheme.weights.group_size or 1):
+        told = f"{entry.name}: head: {linear} has {features} inputs, {scheme.name} groups of {scheme.weights.group_size}"
+        raise UsageError(told, "give a group size that divides them, such as --head W4A16:hqq:32, or a scheme without groups")
     return HeadPlan(linear=linear, tensor=tensor, scheme=scheme, algorithm=algorithm)
 
 

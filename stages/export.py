@@ -31,7 +31,7 @@ from stages._artifact_config import artifact_config
 from stages._bits import tools
 from stages._card import model_card
 from stages._config import Recipe, Resources, nearest, parse_size
-from stages._head import FILE, HeadPlan
+from stages._head import FILE
 from stages._ledger import tensor_entries
 from stages._plan import OUTSIDE
 from stages._planned import plan_from
@@ -44,7 +44,6 @@ from stages._side_files import is_side_file
 from stages._sizes import model_size
 
 LAYER_KEYS = ("errors", "decisions", "changed", "experts")  # of a layer's record, in the manifest; experts of mixtures
-HEAD_KEYS = ("errors", "decisions")  # of the head's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +166,7 @@ def _write(
     graph, plan = graph_for(source.config), plan_from(summary)
     layers = [read_json(path) for path in sorted((job.quantized / "layers").glob("*.json"))]
     schemes, head = plan.quantized, _head_file.record_of(job.quantized)
-    links = _write_weights(folder, job, source, graph, record["files"], head=plan.head)
+    links = _write_weights(folder, job, source, graph, record["files"])
     files = _copy_side_files(folder, source)
     config = artifact_config(source.checkpoint.config, graph, plan, names=source.names)
     disk.write_file(folder / CONFIG, readable_json(config))
@@ -188,7 +187,11 @@ def _write(
         "float8": {"flavour": flavours[0], "largest": FLAVOURS[flavours[0]].largest} if flavours else None,
         "ledger": ledger.to_json(),
         "layers": [{key: layer[key] for key in LAYER_KEYS if key in layer} for layer in layers],
-        **({"head": {"linear": plan.head.linear, **{key: head[key] for key in HEAD_KEYS}}} if plan.head else {}),
+        **(
+            {"head": {"linear": plan.head.linear, "errors": head["errors"], "decisions": head["decisions"]}}
+            if plan.head
+            else {}
+        ),
         "proof": _proof_of(job, summary, layers, head),
         "tools": {**tools(), "quantflow_layout": FORMATS[job.format].LAYOUT_VERSION},
         "made_from": made_from,
@@ -213,13 +216,7 @@ def _proof_of(
 
 
 def _write_weights(
-    folder: Path,
-    job: Job,
-    source: ModelFiles,
-    graph: Graph,
-    recorded: Mapping[str, Mapping[str, Any]],
-    *,
-    head: HeadPlan | None,
+    folder: Path, job: Job, source: ModelFiles, graph: Graph, recorded: Mapping[str, Mapping[str, Any]]
 ) -> Mapping[str, Path]:
     """Write the shards; return which of them are links to what.
 
@@ -228,14 +225,13 @@ def _write_weights(
     """
     prefixes = tuple(f"{layer.prefix}." for layer in graph.layers)
     changed = _outside(job.quantized)
-    replaced = None if head is None else f"{head.linear}.weight"
+    replaced = {f"{linear}.weight" for linear in _head_file.record_of(job.quantized).get("errors", ())}
     outside = [
         changed.get(name) or Stored(path=source.checkpoint.folder / file, info=info)
         for name, (file, info) in source.checkpoint.tensors.items()
-        if not name.startswith(prefixes) and name != replaced
+        if not name.startswith(prefixes) and name not in replaced
     ]
-    if head is not None:
-        outside += _stored(job.quantized / FILE)
+    outside += _stored(job.quantized / FILE) if replaced else []
     paths = [job.quantized / "layers" / f"{layer.index:05d}.safetensors" for layer in graph.layers]
     layers = [_stored(path) for path in paths]
     shards = shards_for(outside, layers, limit=parse_size(job.shard_size))

@@ -248,11 +248,8 @@ class LayerStream:
         name = f"{self._head}.weight"
         source = self.names.to_source[name]
         others = [other for other in self._outer if other not in (name, f"{self._embedding}.weight")]
-        linear = self.weights.quantized(source) if linear is None else linear
-        if linear is None:
-            head: nn.Module = Head(self.weights.read([source])[source], dtype=self.dtype)
-        else:
-            head = QuantizedHead(linear, dtype=self.dtype)
+        linear = linear or self.weights.quantized(source)
+        head = QuantizedHead(linear, self.dtype) if linear else Head(self.weights.read([source])[source], dtype=self.dtype)
         with nullcontext() if inside else self._resident(others), self._in_place_of(self._head, head):
             yield
 

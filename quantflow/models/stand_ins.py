@@ -94,7 +94,7 @@ class Head(nn.Module):
 class QuantizedHead(nn.Module):
     """Stands for a head that is quantized: keeps its qvalues, and dequantizes a few rows at a time. It has no gradient."""
 
-    def __init__(self, linear: QuantizedLinear, *, dtype: torch.dtype) -> None:
+    def __init__(self, linear: QuantizedLinear, dtype: torch.dtype) -> None:
         """Hold the weight.
 
         Args:
