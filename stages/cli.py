@@ -438,7 +438,7 @@ def validate(
 @cli.command()
 @click.argument("artifact")
 @generating
-@click.option("--backend", default="auto", show_default=True, help="auto, reference, or a kernel by name.")
+@click.option("--backend", default="auto", show_default=True, help="auto, reference, a kernel by name, or several: a,b,auto.")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
 @click.option("--device", type=click.Choice(["cpu", "cuda", "hpu"]), default="cpu", show_default=True)
 @click.option("--decoder", default="auto", show_default=True, help="lean, transformers, or auto: lean where it can.")
