@@ -94,18 +94,26 @@ def quantize_files(
         told: Any = {"stage": f"{'quantize' if choose is None else 'unify'} {plan.name}", "nbytes": partial(_nbytes, share)}
         for unit, blocks in (("layer", layers), ("head", head)):
             for block in progress.steps(blocks, unit=unit, **told):
-                hashes.begin(block.files)
+                written = _written(output, block, key=key, hashes=hashes, about=about)
+                if written is not None:
+                    while pending:  # one layer at a time waits for the disk
+                        pending.pop().result()
+                    pending.append(committer.submit(commit, *written))
 
-                def block_key(block: Block = block) -> str:
-                    return digest_of([key, block.key, hashes.of(block.files)])
 
-                path = output / block.path
-                if path.exists() and finished(path, block_key()) is not None:  # nothing waits for hashes where nothing is
-                    continue
-                written: tuple[Writer, Path, dict[str, Any]] = write_block(output, block, key=block_key, **about)
-                while pending:  # one layer at a time waits for the disk
-                    pending.pop().result()
-                pending.append(committer.submit(commit, *written))
+def _written(
+    output: Path, block: Block, *, key: str, hashes: HashesAhead, about: Mapping[str, Any]
+) -> tuple[Writer, Path, dict[str, Any]] | None:
+    """Write a block and return what `commit` needs, None where its file is finished; `about` is for `write_block`."""
+    hashes.begin(block.files)
+
+    def block_key() -> str:
+        return digest_of([key, block.key, hashes.of(block.files)])
+
+    path = output / block.path
+    if path.exists() and finished(path, block_key()) is not None:  # nothing waits for hashes where nothing is there
+        return None
+    return write_block(output, block, key=block_key, **about)
 
 
 def _blocks(plan: Plan, source: ModelFiles, graph: Graph) -> tuple[list[Block], list[Block]]:
