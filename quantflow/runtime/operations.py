@@ -207,10 +207,6 @@ class NativeOperations:
         """See `Operations`."""
         heads, count, structure = self._heads, self._step.count, self._structures[layer]
         self._library.rotate_store(self._step, structure, qkv.data_ptr())
-        if count > _FEW:
-            split = qkv.view(self._cache.rows, count, heads.query + 2 * heads.shared, heads.dim)  # [B, T, heads, D]
-            q = split[:, :, : heads.query].transpose(1, 2)  # [B, query, T, D]
-            return attend_many(q, self._cache, layer, heads=heads, window=self._layers[layer].window)
         out = self._room("attention", qkv.shape[0], heads.query * heads.dim)
         self._library.attend(self._step, structure, qkv.data_ptr(), out.data_ptr())
         return out
