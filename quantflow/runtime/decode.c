@@ -241,25 +241,17 @@ void attend(const Step *s, const Layer *l, const float *qkv, float *out) {
         int64_t base = (row * s->kv_heads + head) * s->capacity, first[TILE], end[TILE], left = queries - tile * TILE;
         const float *q[TILE];
         float *to[TILE];
-        for (int g = 0; g < TILE && g < left; g++) {
-            int64_t column = (tile * TILE + g) / group, query = head * group + (tile * TILE + g) % group;
+        for (int64_t g = 0; g < TILE; g++) { /* those beyond the last query are the last one again */
+            int64_t at = tile * TILE + (g < left ? g : left - 1), column = at / group, query = head * group + at % group;
             q[g] = qkv + (row * s->count + column) * width + query * dim;
             to[g] = out + ((row * s->count + column) * s->heads + query) * dim;
             first[g] = s->padding[row], end[g] = s->start + column + 1;
             if (l->window && end[g] - l->window > first[g]) first[g] = end[g] - l->window;
         }
-#define ATTEND(T)                                                                               \
-    switch (s->kind) {                                                                          \
-    case FLOAT32: attend_tile(s, l, q + g, to + g, base, first + g, end + g, FLOAT32, T); break;   \
-    case BFLOAT16: attend_tile(s, l, q + g, to + g, base, first + g, end + g, BFLOAT16, T); break; \
-    case FLOAT8: attend_tile(s, l, q + g, to + g, base, first + g, end + g, FLOAT8, T); break;     \
-    case INT8: attend_tile(s, l, q + g, to + g, base, first + g, end + g, INT8, T);                \
-    }
-        int g = 0;
-        if (left >= TILE) ATTEND(TILE)
-        else
-            for (; g < left; g += left - g >= 4 ? 4 : 1)
-                if (left - g >= 4) ATTEND(4)
-                else ATTEND(1)
+#define ATTEND(KIND)                                                                                                   \
+    if (s->kind == KIND && left > TILE / 2) attend_tile(s, l, q, to, base, first, end, KIND, TILE);                    \
+    if (s->kind == KIND && left > 1 && left <= TILE / 2) attend_tile(s, l, q, to, base, first, end, KIND, TILE / 2);   \
+    if (s->kind == KIND && left == 1) attend_tile(s, l, q, to, base, first, end, KIND, 1);
+        ATTEND(FLOAT32) ATTEND(BFLOAT16) ATTEND(FLOAT8) ATTEND(INT8)
     }
 }
