@@ -223,7 +223,7 @@ def _pack(folder: Path, backend: str, dtype: torch.dtype, *, verify: bool) -> Pa
 
 
 def _backends(artifact: Artifact) -> dict[str, str]:
-    return {name: linear.backend.NAME for name, linear in artifact.linears.items()}
+    return {name: linear.backend.name for name, linear in artifact.linears.items()}
 
 
 def _tokenizer(artifact: Artifact) -> PreTrainedTokenizerBase | None:

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from quantflow.backends import reference
 from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.formats import compressed_tensors
 from quantflow.models.graph import graph_for
@@ -208,7 +207,7 @@ def _multiply(artifact: Artifact, piece: Piece) -> Multiply:
     """Read a piece and return the function from an input to its rows of the output."""
     name = piece.linear
     if name in artifact.linears:
-        if artifact.linears[name].backend is not reference:
+        if artifact.linears[name].backend.name != "reference":
             return artifact.prepare(name)
         return _Dequantized(linear=artifact.decode(name), bias=artifact.bias(name), dtype=artifact.dtype)
     weight = artifact.read_rows(f"{name}.weight", torch.arange(piece.start, piece.stop))
