@@ -9,7 +9,7 @@ import torch
 from _serve import Program, Timed, clocked, serve
 
 from quantflow.artifact.checkpoint import open_checkpoint
-from quantflow.core import kernels
+from quantflow.evaluation import kernel_speed
 from quantflow.runtime.load import load_decoder
 
 CACHE_BYTES = 128 << 20  # read first, so that what is timed comes from memory
@@ -46,9 +46,9 @@ def read(size: int) -> float:
     other, data = torch.zeros(CACHE_BYTES, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
     taken = []
     for _ in range(REPEATS):
-        kernels.read(other)
+        kernel_speed.read(other)
         begin = time.perf_counter()
-        kernels.read(data)
+        kernel_speed.read(data)
         taken.append(time.perf_counter() - begin)
     return min(taken)
 

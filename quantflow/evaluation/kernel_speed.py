@@ -4,6 +4,7 @@ Before every timed call a buffer larger than any cache is read, so that the weig
 decodes. Backends and the plain read take turns; medians are reported.
 """
 
+import ctypes
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -85,7 +86,7 @@ def kernel_timings(
         for name, backend in able.items():
             calls[name] = partial(backend.linear, x, prepared[name], None)
             if reads:
-                calls[f"read {name}"] = partial(kernels.read, plain[: sizes[name]])
+                calls[f"read {name}"] = partial(read, plain[: sizes[name]])
         taken = _medians(calls, cache, rounds=rounds)
         for name in able:
             yield KernelTiming(
@@ -98,6 +99,20 @@ def kernel_timings(
                 seconds=taken[name],
                 read_seconds=taken.get(f"read {name}"),
             )
+
+
+def read(data: Tensor) -> int:
+    """Read a contiguous tensor once and do nothing else with it: what a kernel that is bound by memory could reach at best.
+
+    Returns:
+        A sum that means nothing; it keeps the compiler from leaving the reads out.
+
+    Raises:
+        UnsupportedError: the library of our own kernels cannot be had.
+    """
+    function = native.library(kernels.SOURCE).quantflow_read
+    function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_int64], ctypes.c_int64
+    return int(function(data.data_ptr(), data.nbytes))
 
 
 def weight_bytes(prepared: Any) -> int:
