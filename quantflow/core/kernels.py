@@ -5,6 +5,7 @@ its zero points taken out. Scales that bfloat16 holds, which those of most layou
 """
 
 import ctypes
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -47,7 +48,7 @@ class Prepared:
     Attributes:
         rows, columns: out_features, in_features.
         dtype: of the inputs.
-        tensors: what `weight` points to: data, scale, zero points, offsets.
+        tensors: what `weight` points to, by its field: data, scale, zero, offset.
         weight: `struct weight`.
         address: of `weight`; valid as long as this record.
         call: `quantflow_linear`(address, x, tokens, bias or None, y, 1 for bfloat16 or 0 for float32), which takes
@@ -57,7 +58,7 @@ class Prepared:
     rows: int
     columns: int
     dtype: torch.dtype
-    tensors: tuple[Tensor | None, ...]
+    tensors: dict[str, Tensor]
     weight: Any
     address: int
     call: Any
@@ -105,10 +106,11 @@ def prepare(linear: QuantizedLinear, dtype: torch.dtype) -> Prepared:
     scale = _lanes(weight.scale.expand(rows, -1), padding=0)  # [B, G, 16]
     narrow = scale.to(torch.bfloat16)
     wide = not torch.equal(narrow.float(), scale)
-    zero = None
+    tensors = {"data": _data(weight, kind, group=group), "scale": scale if wide else narrow}
     if kind == _W4 and weight.zero_point is not None:
-        zero = _lanes((weight.zero_point + 8).to(torch.uint8).expand(rows, -1), padding=8)
-    offset = _offsets(weight, input_zero) if integer and kind == _W8 else None
+        tensors["zero"] = _lanes((weight.zero_point + 8).to(torch.uint8).expand(rows, -1), padding=8)
+    if kind == _W8 and integer:
+        tensors["offset"] = _offsets(weight, input_zero)
     record = _Weight(
         rows=rows,
         columns=columns,
@@ -123,24 +125,23 @@ def prepare(linear: QuantizedLinear, dtype: torch.dtype) -> Prepared:
         wide=wide,
         bf16=dtype == torch.bfloat16,
     )
-    return _prepared(record, (_data(weight, kind, group=group), scale if wide else narrow, zero, offset), dtype)
+    return _prepared(record, tensors, dtype)
 
 
-def dump(prepared: Prepared) -> tuple[Tensor | None, ...]:
-    """Return what `restore` makes the record from again: tensors, the first of which are the bytes of `struct weight`."""
-    return torch.frombuffer(bytearray(prepared.weight), dtype=torch.uint8), *prepared.tensors
+def dump(prepared: Prepared) -> dict[str, Tensor]:
+    """Return what `restore` makes the record from again: its tensors, and the bytes of `struct weight`."""
+    return {"weight": torch.frombuffer(bytearray(prepared.weight), dtype=torch.uint8), **prepared.tensors}
 
 
-def restore(parts: tuple[Tensor | None, ...], dtype: torch.dtype) -> Prepared:
+def restore(parts: Mapping[str, Tensor], dtype: torch.dtype) -> Prepared:
     """Return the record that `dump` was given, with these tensors and the dtype that it was prepared for."""
-    record, *tensors = parts
-    assert record is not None  # dump puts it there
-    return _prepared(_Weight.from_buffer_copy(record.numpy().tobytes()), tuple(tensors), dtype)
+    weight = _Weight.from_buffer_copy(parts["weight"].numpy().tobytes())
+    return _prepared(weight, {name: tensor for name, tensor in parts.items() if name != "weight"}, dtype)
 
 
-def _prepared(weight: Any, tensors: tuple[Tensor | None, ...], dtype: torch.dtype) -> Prepared:
-    for field, tensor in zip(("data", "scale", "zero", "offset"), tensors, strict=True):
-        setattr(weight, field, native.address(tensor))
+def _prepared(weight: Any, tensors: dict[str, Tensor], dtype: torch.dtype) -> Prepared:
+    for field, tensor in tensors.items():
+        setattr(weight, field, tensor.data_ptr())
     call = native.library(SOURCE).quantflow_linear
     call.argtypes = [*[ctypes.c_void_p] * 2, ctypes.c_int64, *[ctypes.c_void_p] * 2, ctypes.c_int32]
     shape = {"rows": weight.rows, "columns": weight.columns}

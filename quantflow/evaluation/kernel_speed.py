@@ -118,7 +118,8 @@ def read(data: Tensor) -> int:
 def weight_bytes(prepared: Any) -> int:
     """Return the bytes of the tensors that a backend's record holds."""
     values = [getattr(prepared, field.name) for field in fields(prepared)]
-    tensors = [v for value in values for v in (value if isinstance(value, tuple) else (value,)) if isinstance(v, Tensor)]
+    held = [v for value in values for v in (value.values() if isinstance(value, dict) else (value,))]
+    tensors = [value for value in held if isinstance(value, Tensor)]
     return sum(tensor.nbytes for tensor in tensors)
 
 

@@ -17,7 +17,7 @@ from quantflow.errors import UnsupportedError, UsageError
 from quantflow.models.graph import Graph, Layer, Residual, graph_for
 from quantflow.runtime.artifact import Artifact
 from quantflow.runtime.kv_cache import KVCache, require_kind
-from quantflow.runtime.operations import Attention, Heads, NativeOperations, Operations, TorchOperations, fused_why_not
+from quantflow.runtime.operations import Attention, Heads, Operations, fused_why_not
 from quantflow.runtime.packed import Pack
 from quantflow.runtime.projection import Projection, plain, plain_weight, projection
 
@@ -100,8 +100,7 @@ class LeanDecoder:
         attention = [_attention(artifact, layer) for layer in graph.layers]
         missing = fused_why_not(self._heads) if fused else "it was not asked for"
         self.notes = () if missing is None else (f"small operations run in torch: {missing}",)
-        make = NativeOperations if missing is None else TorchOperations
-        self._operations: Operations = make(self._heads, attention)
+        self._operations = Operations(self._heads, attention, fused=missing is None)
         self._blocks = [_block(artifact, layer, self._operations, pack) for layer in graph.layers]
         self._embedding, self._norm, self._head = _ends(artifact, graph, self._operations, pack)
         self._rotary = LlamaRotaryEmbedding(config)  # of every family here: they differ in their configuration alone
