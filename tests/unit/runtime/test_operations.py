@@ -1,0 +1,81 @@
+"""Attention in C and in torch, beside a softmax in float64 over what each query sees."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quantflow.runtime.kv_cache import KVCache
+from quantflow.runtime.operations import Attention, Heads, Operations, fused_why_not
+
+DIM = 16
+
+
+def attended(*, fused: bool, counts: list[int], query: int, shared: int, window: int, padding: list[int], seed: int):
+    """Feed columns in pieces; return what they put out [B, T, query, DIM], and queries, keys and values as they were given."""
+    heads = Heads(query=query, shared=shared, dim=DIM, scale=0.7, eps=1e-6)
+    operations = Operations(heads, [Attention(q_norm=None, k_norm=None, window=window)], fused=fused)
+    rows, capacity = len(padding), sum(counts)
+    cache = KVCache(kind="float32", rows=rows, capacity=capacity, layers=1, kv_heads=shared, head_dim=DIM)
+    cache.padding.copy_(torch.tensor(padding))
+    operations.begin(cache, torch.ones(cache.capacity, DIM), torch.zeros(cache.capacity, DIM))  # no rotation
+    given_, found = [], []
+    generator = torch.Generator().manual_seed(seed)
+    for count in counts:
+        qkv = torch.randn(rows * count, (query + 2 * shared) * DIM, generator=generator)
+        given_.append(qkv.view(rows, count, -1, DIM).clone())
+        operations.step(count)
+        found.append(operations.attend(qkv, 0).view(rows, count, query, DIM).clone())
+        cache.length += count
+    q, k, v = torch.cat(given_, dim=1).double().split([query, shared, shared], dim=2)
+    return torch.cat(found, dim=1), q, k, v
+
+
+def expected(q, k, v, *, window: int, padding: list[int]):
+    """Return softmax(0.7 q k) v of every query that is text, one after the other; None where it is padding."""
+    rows, columns, query, _ = q.shape
+    repeats = query // k.shape[2]
+    for row in range(rows):
+        for at in range(padding[row], columns):
+            first = max(padding[row], at + 1 - window) if window else padding[row]
+            for head in range(query):
+                keys, values = k[row, first : at + 1, head // repeats], v[row, first : at + 1, head // repeats]
+                yield row, at, head, (0.7 * keys @ q[row, at, head]).softmax(dim=0) @ values
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@settings(max_examples=25, deadline=None)
+@given(
+    counts=st.lists(st.sampled_from([1, 2, 5, 17, 40, 70]), min_size=1, max_size=3),
+    heads=st.sampled_from([(1, 1), (3, 3), (2, 1), (6, 2), (8, 1), (9, 1), (14, 2)]),
+    window=st.sampled_from([0, 1, 3, 16, 65]),
+    padding=st.lists(st.sampled_from([0, 1, 20]), min_size=1, max_size=2),
+    seed=st.integers(0, 3),
+)
+def test_every_query_attends_to_what_it_sees(fused, counts, heads, window, padding, seed):
+    if fused and fused_why_not(Heads(query=1, shared=1, dim=DIM, scale=1.0, eps=0.0)) is not None:
+        pytest.skip("no C compiler")
+    query, shared = heads
+    found, *inputs = attended(
+        fused=fused, counts=counts, query=query, shared=shared, window=window, padding=padding, seed=seed
+    )
+    for row, at, head, output in expected(*inputs, window=window, padding=padding):
+        assert (found[row, at, head].double() - output).abs().max() < 5e-6
+
+
+def test_the_bits_of_a_query_depend_neither_on_what_came_with_it_nor_on_threads():
+    given_ = {"query": 6, "shared": 2, "window": 33, "padding": [0, 7], "seed": 1}
+    if fused_why_not(Heads(query=1, shared=1, dim=DIM, scale=1.0, eps=0.0)) is not None:
+        pytest.skip("no C compiler")
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = cut(attended(fused=True, counts=[90], **given_), 90)
+        torch.set_num_threads(2)
+        assert torch.equal(alone[0, 60], cut(attended(fused=True, counts=[90], **given_), 90)[0, 60])
+    finally:
+        torch.set_num_threads(threads)
+
+
+def cut(results, columns: int):
+    return results[0][:, :columns]
