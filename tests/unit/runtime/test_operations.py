@@ -19,16 +19,14 @@ def attended(*, fused: bool, counts: list[int], query: int, shared: int, window:
     cache = KVCache(kind="float32", rows=rows, capacity=capacity, layers=1, kv_heads=shared, head_dim=DIM)
     cache.padding.copy_(torch.tensor(padding))
     operations.begin(cache, torch.ones(cache.capacity, DIM), torch.zeros(cache.capacity, DIM))  # no rotation
-    given_, found = [], []
-    generator = torch.Generator().manual_seed(seed)
+    qkv = torch.randn(rows, capacity, query + 2 * shared, DIM, generator=torch.Generator().manual_seed(seed))
+    found = []
     for count in counts:
-        qkv = torch.randn(rows * count, (query + 2 * shared) * DIM, generator=generator)
-        given_.append(qkv.view(rows, count, -1, DIM).clone())
         operations.step(count)
-        found.append(operations.attend(qkv, 0).view(rows, count, query, DIM).clone())
+        piece = qkv[:, cache.length : cache.length + count].reshape(rows * count, -1).clone()
+        found.append(operations.attend(piece, 0).view(rows, count, query, DIM).clone())
         cache.length += count
-    q, k, v = torch.cat(given_, dim=1).double().split([query, shared, shared], dim=2)
-    return torch.cat(found, dim=1), q, k, v
+    return torch.cat(found, dim=1), *qkv.double().split([query, shared, shared], dim=2)
 
 
 def expected(q, k, v, *, window: int, padding: list[int]):
@@ -56,26 +54,20 @@ def test_every_query_attends_to_what_it_sees(fused, counts, heads, window, paddi
     if fused and fused_why_not(Heads(query=1, shared=1, dim=DIM, scale=1.0, eps=0.0)) is not None:
         pytest.skip("no C compiler")
     query, shared = heads
-    found, *inputs = attended(
-        fused=fused, counts=counts, query=query, shared=shared, window=window, padding=padding, seed=seed
-    )
+    found, *inputs = attended(fused=fused, counts=counts, query=query, shared=shared, window=window, padding=padding, seed=seed)
     for row, at, head, output in expected(*inputs, window=window, padding=padding):
         assert (found[row, at, head].double() - output).abs().max() < 5e-6
 
 
-def test_the_bits_of_a_query_depend_neither_on_what_came_with_it_nor_on_threads():
-    given_ = {"query": 6, "shared": 2, "window": 33, "padding": [0, 7], "seed": 1}
+def test_the_bits_of_a_query_depend_neither_on_what_comes_with_it_nor_on_threads():
     if fused_why_not(Heads(query=1, shared=1, dim=DIM, scale=1.0, eps=0.0)) is not None:
         pytest.skip("no C compiler")
-    threads = torch.get_num_threads()
+    threads, settings_ = torch.get_num_threads(), {"query": 6, "shared": 2, "window": 33, "padding": [0, 7], "seed": 1}
+    found = []
     try:
-        torch.set_num_threads(1)
-        alone = cut(attended(fused=True, counts=[90], **given_), 90)
-        torch.set_num_threads(2)
-        assert torch.equal(alone[0, 60], cut(attended(fused=True, counts=[90], **given_), 90)[0, 60])
+        for count, counts in ((1, [90]), (2, [90]), (2, [50, 17, 22, 1]), (1, [1] * 90)):
+            torch.set_num_threads(count)
+            found.append(attended(fused=True, counts=counts, **settings_)[0])
     finally:
         torch.set_num_threads(threads)
-
-
-def cut(results, columns: int):
-    return results[0][:, :columns]
+    assert all(torch.equal(found[0], other) for other in found[1:])
