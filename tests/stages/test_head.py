@@ -20,7 +20,7 @@ from quantflow.models.graph import graph_for
 from quantflow.models.reading import read_tensor
 from quantflow.runtime.adapters import attach_
 from quantflow.runtime.artifact import open_artifact
-from quantflow.runtime.load import load, load_decoder
+from quantflow.runtime.load import load
 from quantflow.runtime.offload import load_offloaded
 from stages import _units
 from stages import export as export_stage
@@ -263,7 +263,7 @@ def test_every_way_to_run_it_gives_the_logits_of_the_dequantized_head(make, mode
             stream.advance(module, states)
     torch.testing.assert_close(torch.cat([stream.finish(state.hidden) for state in states]), expected, **close)
     for pack in (False, True, True) if name != "neox" else ():
-        loaded = load_decoder(artifact, decoder="lean", pack=pack)
+        loaded = load(artifact, decoder="lean", pack=pack)
         assert loaded.backends["lm_head"] != "reference" or set(loaded.backends.values()) == {"reference"}
         loaded.decoder.begin(rows=2, capacity=20)
         assert loaded.decoder.vocab_size == VOCABULARY
@@ -276,7 +276,7 @@ def test_every_way_to_run_it_gives_the_logits_of_the_dequantized_head(make, mode
 def test_every_scheme_that_needs_no_statistics_runs_and_is_proven(make, models, head):
     quantized, artifact = make("tied", "--scheme", "W8A16", "--head", head)
     prove(artifact, quantized, models["tied"], workers=SEQUENTIAL)
-    loaded = load_decoder(artifact, decoder="lean")
+    loaded = load(artifact, decoder="lean")
     loaded.decoder.begin(rows=2, capacity=20)
     with torch.no_grad():
         expected = load(artifact, backend="reference").model(IDS).logits
