@@ -6,6 +6,9 @@ and the sum is whole. More are cut into equal blocks of a multiple of `ALIGNED`,
 fewer outputs leaves zeros at the end of its rows.
 
 What rounding the rows of one block costs then does not depend on the rows of another: they are rounded by themselves.
+
+What is lost: on the example model, whose linears have 256 to 1024 outputs, W4A16 has a mean KLD of 0.00783 with whole sums and
+of 0.00828 with `MOST` = 256 (benchmarks/accuracy.py --models tiny-llama --only "best: W4A16 g128"); gptq, without any, 0.01009.
 """
 
 import torch
