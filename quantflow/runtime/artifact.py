@@ -192,7 +192,7 @@ def open_artifact(
 
     Args:
         folder: what `quantflow export` wrote.
-        backend: as `quantflow.backends.choose` takes it, for all quantized linears: a name, `auto`, or several with commas.
+        backend: of all quantized linears, as `quantflow.backends.choose` takes it.
         dtype: of the parameters that are not quantized and of all inputs.
         verify: compare every file with its recorded hash first; it reads the artifact once more, in small pieces.
         device: where weights are put.
