@@ -21,6 +21,7 @@ from quantflow.runtime import packed as packed_file
 from quantflow.runtime.artifact import Artifact, open_artifact
 from quantflow.runtime.decoder import Decoder, TransformersDecoder
 from quantflow.runtime.packed import Pack
+from quantflow.runtime.tensor_parallel import Ranks, Wire
 
 _TOKENIZER_FILES = frozenset({"tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json"})
 _GENERATION = "generation_config.json"
@@ -81,6 +82,7 @@ def load_decoder(
     device: str | torch.device = "cpu",
     crops: bool = False,
     pack: bool = False,
+    wire: Wire | None = None,
 ) -> Loaded:
     """Open an artifact to decode with it.
 
@@ -94,6 +96,7 @@ def load_decoder(
         device: as for `load`.
         crops: whether `crop` will be called; speculation does.
         pack: of the lean decoder: read its weights from FOLDER-packed, as kernels want them, or put them there.
+        wire: to the other processes that share the model with this one, which then holds its part of the lean decoder alone.
 
     Raises:
         UnsupportedError: the lean decoder was asked for and cannot run this artifact; and what `load` raises.
@@ -103,9 +106,11 @@ def load_decoder(
     """
     if decoder not in DECODERS:
         raise UsageError(f"decoder {decoder!r} is unknown", f"use one of {', '.join(DECODERS)}")
+    if wire is not None and (decoder == "transformers" or torch.device(device).type != "cpu"):
+        raise UsageError(f"{wire.world} ranks: decoder {decoder} on {device}", "share the lean decoder, on cpu")
     reason = "it was not asked for"
     if decoder != "transformers" and torch.device(device).type == "cpu":
-        packed = _pack(Path(folder), backend, dtype, verify=verify) if pack else None
+        packed = _pack(Path(folder), backend, dtype, wire, verify=verify) if pack else None
         whole = packed is not None and packed.complete
         if whole and verify:  # the weights' own files are not read, and the pack has been checked
             verify_artifact(
@@ -113,8 +118,10 @@ def load_decoder(
             )
         artifact = open_artifact(folder, backend=backend, dtype=dtype, verify=verify and not whole)
         reason = lean.why_not(artifact) or ""
-        if not reason or decoder == "lean":
-            made = lean.LeanDecoder(artifact, kv_cache=kv_cache, pack=packed)
+        if not reason or decoder == "lean" or wire is not None:
+            ranks = None if wire is None or reason else Ranks(artifact, wire)
+            share = artifact if ranks is None else ranks.artifact
+            made = lean.LeanDecoder(share, kv_cache=kv_cache, pack=packed, ranks=ranks)
             if packed is not None:
                 packed.save()
             return Loaded(
@@ -213,10 +220,11 @@ def as_runtime(artifact: Artifact, model: PreTrainedModel) -> Runtime:
     )
 
 
-def _pack(folder: Path, backend: str, dtype: torch.dtype, *, verify: bool) -> Pack:
+def _pack(folder: Path, backend: str, dtype: torch.dtype, wire: Wire | None, *, verify: bool) -> Pack:
     """Return the pack of an artifact for these choices on this machine."""
     machine = [native.why_not(kernels.SOURCE, needs=kernels.NEEDS), native.why_not(operations.SOURCE, needs=())]
-    inputs = (read_manifest(folder)["digest"], dtype, backend, *(reason is None for reason in machine))
+    part = () if wire is None else (wire.rank, wire.world)
+    inputs = (read_manifest(folder)["digest"], dtype, backend, *(reason is None for reason in machine), *part)
     code = [Path(module.__file__ or "") for module in (kernels, lean, operations, packed_file, projection)]
     name = packed_file.name_of(*inputs, sources=(*code, kernels.SOURCE))
     return Pack(folder.with_name(f"{folder.name}-packed") / name, verify=verify)
