@@ -105,7 +105,7 @@ def launch(
         raise _failure(ends, ranks=ranks, cause=cause, remedy=remedy, again=again)
 
 
-def _failure(ends: Mapping[int, int], *, ranks: int, cause: str, remedy: str, again: str) -> QuantflowError:
+def _failure(ends: Mapping[int, int], *, ranks: int, cause: str, remedy: str, again: str = AGAIN) -> QuantflowError:
     """Return the error that tells which rank ended the others.
 
     Args:

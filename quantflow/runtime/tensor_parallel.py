@@ -38,6 +38,7 @@ from quantflow.runtime.artifact import Artifact
 
 Spans = Sequence[tuple[int, int]]  # of each rank: the first row, and how many
 Function = Callable[[Tensor], Tensor]
+_PLAIN = 4  # rows of a matrix that is not quantized; MKL adds up a row in another order at the edge of a block of so many
 
 
 class Wire(Protocol):
@@ -114,7 +115,7 @@ class Ranks:
                 raise UsageError(f"{name}: token ids {int(ids.min())} to {int(ids.max())} of {rows}", "give ids of this model")
             own = (ids - first).clamp(0, len(table) - 1)  # of a token of another rank any row: nobody takes it
             parts = self._wire.gather(functional.embedding(own, table).float())  # [ranks, N, H]
-            return parts[torch.bucketize(ids, ends, right=True), torch.arange(len(ids))]  # [N, H]
+            return parts[torch.bucketize(ids.contiguous(), ends, right=True), torch.arange(len(ids))]  # [N, H]
 
         return embed
 
@@ -203,7 +204,7 @@ def _rows(artifact: Artifact, name: str) -> int:
 
 def _unit(artifact: Artifact, name: str) -> int:
     placement = artifact.linears.get(name)
-    return 1 if placement is None else compressed_tensors.row_multiple(placement.scheme)
+    return _PLAIN if placement is None else compressed_tensors.row_multiple(placement.scheme)
 
 
 def _share(artifact: Artifact, spans: Mapping[str, Spans], rank: int) -> Artifact:
