@@ -24,6 +24,7 @@ from quantflow.runtime.tensor_parallel import Wire, spans_of
 from stages._config import launched_rank
 from stages._progress import Progress
 from stages._ranks import die_with_parent, launch
+from stages._shared_memory import nearest
 from stages._team import Team, connected, together
 
 Result = TypeVar("Result")
@@ -131,7 +132,7 @@ def joined(verb: str, world: int) -> Iterator[Wire | None]:
         return
     die_with_parent()
     with together(rank=launched[0], world=world) as team:
-        yield Gloo(verb=verb, team=team)
+        yield nearest(verb, Gloo(verb=verb, team=team))
 
 
 def drive(loaded: Loaded, wire: Wire | None, work: Callable[[Loaded], Result]) -> Result | None:
