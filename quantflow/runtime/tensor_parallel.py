@@ -187,7 +187,7 @@ def _why_not(artifact: Artifact, name: str, spans: Spans) -> str | None:
     """Return why a linear cannot be cut so."""
     rows, unit, placement = _rows(artifact, name), _unit(artifact, name), artifact.linears.get(name)
     for first, count in spans:
-        if not count or first % unit or (count % unit and first + count < rows):
+        if not count or (count % unit and first + count < rows):
             return f"{name}: {rows} rows are not cut within {unit}, a rank would have {count} from {first} on"
         shape = (count, 0 if placement is None else placement.shape[1])
         if placement is not None:
