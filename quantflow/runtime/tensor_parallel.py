@@ -38,6 +38,7 @@ from quantflow.runtime.artifact import Artifact
 
 Spans = Sequence[tuple[int, int]]  # of each rank: the first row, and how many
 Function = Callable[[Tensor], Tensor]
+_OF_HEADS = ("k_scale", "v_scale")  # of a quantized cache: one number, or one of each key and value head
 _PLAIN = 4  # rows of a matrix that is not quantized; MKL adds up a row in another order at the edge of a block of so many
 
 
@@ -223,11 +224,14 @@ def _share(artifact: Artifact, spans: Mapping[str, Spans], rank: int) -> Artifac
             file, info = tensors[key]
             tensors[key] = file, _some_rows(info, start, length)
     config: Any = copy.deepcopy(artifact.config)
-    layer = graph_for(config).layers[0]
-    config.head_dim = layer.head_dim
-    config.num_attention_heads, config.num_key_value_heads = (
-        spans[name][rank][1] // layer.head_dim for name in layer.groups[0].linears[:2]
-    )
+    layers = graph_for(config).layers
+    dim, shared = layers[0].head_dim, config.num_attention_heads // layers[0].repeats
+    queries, keys = (spans[name][rank] for name in layers[0].groups[0].linears[:2])  # alike in every layer
+    for name in (f"{layer.attention}.{end}" for layer in layers for end in _OF_HEADS):
+        if name in tensors and tensors[name][1].shape[0] == shared:
+            file, info = tensors[name]
+            tensors[name] = file, _some_rows(info, keys[0] // dim, keys[1] // dim)
+    config.head_dim, config.num_attention_heads, config.num_key_value_heads = dim, queries[1] // dim, keys[1] // dim
     return replace(artifact, checkpoint=replace(artifact.checkpoint, tensors=tensors), config=config, linears=linears)
 
 

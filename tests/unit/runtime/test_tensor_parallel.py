@@ -2,6 +2,7 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
+from quantflow.artifact.safetensors_header import TensorInfo
 from quantflow.core import kernels, native
 from quantflow.core.scheme import PRESETS, with_group_size
 from quantflow.errors import UnsupportedError, UsageError
@@ -263,6 +265,25 @@ def test_rows_that_do_not_divide_are_shared_in_whole_blocks(tmp_path, make_artif
     assert spans["model.layers.1.mlp.up_proj"] == spans["model.layers.0.mlp.gate_proj"]
     assert spans["lm_head"] == [(0, 24), (24, 24), (48, 24), (72, 25)]  # 97 tokens
     assert spans["model.layers.0.self_attn.v_proj"] == [(0, 128), (0, 128), (128, 128), (128, 128)]  # two heads on four ranks
+
+
+def test_scales_of_a_cache_go_with_its_heads(tmp_path, make_artifact):
+    make_artifact(tmp_path, LLAMA, W4A16)
+    artifact = open_artifact(tmp_path)
+    own = {"k_scale": (2, 1, 1), "v_scale": (1,)}  # of each head; of all
+    scales = {
+        f"model.layers.1.self_attn.{name}": (
+            "x",
+            TensorInfo(name=name, dtype="F32", shape=shape, offset=80, nbytes=4 * shape[0]),
+        )
+        for name, shape in own.items()
+    }
+    whole = replace(artifact, checkpoint=replace(artifact.checkpoint, tensors=artifact.checkpoint.tensors | scales))
+    for rank, offset in enumerate((80, 80, 84, 84)):  # two heads on four ranks
+        infos = Ranks(whole, Meeting(rank, 4, {})).artifact.checkpoint.infos
+        keys, values = (infos[name] for name in scales)
+        assert (keys.shape, keys.offset, keys.nbytes) == ((1, 1, 1), offset, 4)
+        assert (values.shape, values.offset, values.nbytes) == ((1,), 80, 4)
 
 
 @pytest.mark.parametrize("token", [-1, 97])
