@@ -313,10 +313,10 @@ def test_a_share_is_packed_by_itself_and_loaded_again(tmp_path, make_artifact):
         return found
 
     made = among(2, ask)[0]
-    assert len(list((tmp_path / "artifact-packed").glob("*.pack"))) == 2
+    assert len(list((tmp_path / "artifact-packed").iterdir())) == 2
     assert equal(among(2, ask)[0], made)
     load_decoder(folder, pack=True)
-    assert len(list((tmp_path / "artifact-packed").glob("*.pack"))) == 3
+    assert len(list((tmp_path / "artifact-packed").iterdir())) == 3
 
 
 def test_what_the_lean_decoder_does_not_run_is_refused_by_every_rank(tmp_path, make_artifact):
