@@ -32,7 +32,6 @@ from torch.nn import functional
 from quantflow.artifact.safetensors_header import TensorInfo
 from quantflow.errors import UsageError
 from quantflow.formats import compressed_tensors
-from quantflow.measurements.placement import units_of
 from quantflow.models.graph import Residual, graph_for
 from quantflow.runtime.artifact import Artifact
 
@@ -157,16 +156,15 @@ def _spans(artifact: Artifact, world: int) -> dict[str, Spans] | str:
     assert isinstance(residual, Residual)  # the lean decoder runs no other family
     heads: int = config.num_attention_heads
     shared = heads // graph.layers[0].repeats
-    held = [units_of(heads, cards=world, card=card) for card in range(world)]
-    copied = [units_of(shared, cards=world, card=card, copies=True) for card in range(world)]
+    if heads % world or (shared % world and world % shared):
+        return f"{heads} heads, {shared} of keys and values, do not go whole"
+    own, copied = heads // world * dim, max(1, shared // world) * dim  # rows
     head = artifact.to_source[f"{residual.head}.weight"].removesuffix(".weight")
     spans: dict[str, Spans] = {}
     for layer in graph.layers:
         query, *others = layer.groups[0].linears
-        for name, units in ((query, held), *((other, copied) for other in others)):
-            spans[name] = [(unit[0] * dim, unit[1] * dim) for unit in units if unit is not None]
-            if len(spans[name]) < world:
-                return f"{heads} heads, {shared} of keys and values, do not go whole"
+        spans[query] = [(rank * own, own) for rank in range(world)]
+        spans |= dict.fromkeys(others, [(rank * shared // world * dim, copied) for rank in range(world)])
     for names in (*(group.linears for layer in graph.layers for group in layer.groups[1:]), [residual.embedding], [head]):
         spans |= dict.fromkeys(names, _even(artifact, names, world))
     for name, found in spans.items():
