@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from quantflow.errors import UsageError
 from quantflow.evaluation.generation_speed import PERCENTILES, Run, Spread, random_prompts, spread, time_run
 from quantflow.runtime.lean import LeanDecoder
-from quantflow.runtime.load import Loaded, load_decoder
+from quantflow.runtime.load import Loaded, load
 from stages import _generate_ranks
 from stages._memory import usage
 from stages._progress import Progress
@@ -81,7 +81,7 @@ def run(job: Job, progress: Progress) -> dict[str, Any] | None:
     with _generate_ranks.joined("bench", world) as wire:
         begin = time.perf_counter()
         options |= {"decoder": job.decoder, "kv_cache": job.kv_cache, "pack": job.pack, "device": job.device}
-        loaded = load_decoder(job.artifact, wire=wire, **options)
+        loaded = load(job.artifact, wire=wire, **options)
         load_seconds = time.perf_counter() - begin
         batches = _generate_ranks.drive(loaded, wire, lambda led: _timed(job, led, progress))
         peaks = [usage().peak]

@@ -13,21 +13,20 @@ import ctypes
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from quantflow.backends import reference
-from quantflow.core.qtensor import QTensor, QuantizedLinear
+from quantflow.core.qtensor import QuantizedLinear
 from quantflow.formats import compressed_tensors
 from quantflow.models.graph import graph_for
 from quantflow.models.load import skeleton
 from quantflow.models.names import NameMap
 from quantflow.runtime.artifact import Artifact, open_artifact
-from quantflow.runtime.load import Runtime, as_runtime
+from quantflow.runtime.load import Loaded, with_modules
 
 Multiply = Callable[[Tensor], Tensor]  # [..., I] -> [..., rows]
 _PIECE = 1 << 19  # weights that are converted to the inputs' dtype at once
@@ -126,8 +125,13 @@ class StreamedEmbedding(nn.Module):
 
 
 def load_offloaded(
-    folder: str | Path, *, backend: str = "auto", dtype: torch.dtype = torch.float32, verify: bool = True
-) -> Runtime:
+    folder: str | Path,
+    *,
+    backend: str = "auto",
+    dtype: torch.dtype = torch.float32,
+    verify: bool = True,
+    crops: bool = False,
+) -> Loaded:
     """Open an artifact as a model whose weights stay on disk; the same tokens as `load`, each at the price of a reading.
 
     Memory holds norms, the linear that runs, those that the thread is ahead with (as many bytes as the largest linear
@@ -140,6 +144,7 @@ def load_offloaded(
         backend: as for `load`.
         dtype: as for `load`.
         verify: compare every file with its recorded hash first.
+        crops: as for `load`.
 
     Raises:
         IntegrityError, InputError, UnsupportedError, UsageError: as for `load`, but for values: those are checked when
@@ -162,7 +167,7 @@ def load_offloaded(
         model.set_submodule(module, StreamedLinear(pieces[module], prefetch))
     model.set_submodule(embedding, StreamedEmbedding(artifact, names.to_source[f"{embedding}.weight"]))
     artifact.fill_(model, resident, dtype=dtype)
-    return as_runtime(artifact, model)
+    return with_modules(artifact, model, reason="disk_offload was asked for", crops=crops)
 
 
 def _return_memory() -> None:
@@ -208,7 +213,7 @@ def _multiply(artifact: Artifact, piece: Piece) -> Multiply:
     """Read a piece and return the function from an input to its rows of the output."""
     name = piece.linear
     if name in artifact.linears:
-        if artifact.linears[name].backend is not reference:
+        if artifact.linears[name].backend.name != "reference":
             return artifact.prepare(name)
         return _Dequantized(linear=artifact.decode(name), bias=artifact.bias(name), dtype=artifact.dtype)
     weight = artifact.read_rows(f"{name}.weight", torch.arange(piece.start, piece.stop))
@@ -242,16 +247,6 @@ class _Dequantized:
         height, width = self.linear.weight.qvalue.shape
         parts = []
         for start, stop in _ranges(height, _rows_at_once(width)):
-            weight = _rows(self.linear.weight, start, stop).dequantize().to(self.dtype)
+            weight = self.linear.weight.rows(slice(start, stop)).dequantize().to(self.dtype)
             parts.append(functional.linear(x, weight, None if self.bias is None else self.bias[start:stop]))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
-
-
-def _rows(weight: QTensor, start: int, stop: int) -> QTensor:
-    """Return rows of a quantized weight; views."""
-
-    def cut(values: Tensor) -> Tensor:
-        return values if weight.scheme.granularity == "per_tensor" else values[start:stop]
-
-    zero_point = None if weight.zero_point is None else cut(weight.zero_point)
-    return replace(weight, qvalue=weight.qvalue[start:stop], scale=cut(weight.scale), zero_point=zero_point)

@@ -21,7 +21,7 @@ from quantflow.runtime.decoder import Decoder
 from quantflow.runtime.decoding import Beams, Contrastive, Draft, Lookup, Sampling, generate
 from quantflow.runtime.leader import Leader, follow
 from quantflow.runtime.lean import LeanDecoder
-from quantflow.runtime.load import load_decoder
+from quantflow.runtime.load import load
 from quantflow.runtime.tensor_parallel import Ranks, spans_of
 
 SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96, "vocab_size": 97, "eos_token_id": 2}
@@ -304,7 +304,7 @@ def test_a_share_is_packed_by_itself_and_loaded_again(tmp_path, make_artifact):
     make_artifact(folder, LLAMA, W4A16)
 
     def ask(wire):
-        loaded = load_decoder(folder, pack=True, wire=wire)
+        loaded = load(folder, decoder="auto", pack=True, wire=wire)
         if wire.rank:
             return follow(loaded.decoder, wire)
         leader = Leader(loaded.decoder, wire)
@@ -315,7 +315,7 @@ def test_a_share_is_packed_by_itself_and_loaded_again(tmp_path, make_artifact):
     made = among(2, ask)[0]
     assert len(list((tmp_path / "artifact-packed").iterdir())) == 2
     assert equal(among(2, ask)[0], made)
-    load_decoder(folder, pack=True)
+    load(folder, decoder="auto", pack=True)
     assert len(list((tmp_path / "artifact-packed").iterdir())) == 3
 
 
@@ -324,9 +324,9 @@ def test_what_the_lean_decoder_does_not_run_is_refused_by_every_rank(tmp_path, m
     make_artifact(tmp_path, config, W4A16)
     wire = Meeting(0, 2, {})
     with pytest.raises(UnsupportedError, match="the lean decoder: it gates with silu, not with gelu"):
-        load_decoder(tmp_path, wire=wire)
+        load(tmp_path, decoder="auto", wire=wire)
     with pytest.raises(UsageError, match="2 ranks: decoder transformers on cpu"):
-        load_decoder(tmp_path, decoder="transformers", wire=wire)
+        load(tmp_path, decoder="transformers", wire=wire)
 
 
 class Recorder:
