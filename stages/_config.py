@@ -386,9 +386,9 @@ def launched_rank() -> tuple[int, int] | None:
     return (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if launched else None
 
 
-def launched_environment() -> dict[str, str]:
-    """Return the environment of ranks that this process starts and speaks for."""
-    return {**os.environ, _SPOKEN_FOR: "1"}
+def launched_environment(threads: int | None = None) -> dict[str, str]:
+    """Return the environment of ranks that this process starts and speaks for; None leaves the number of threads to them."""
+    return {**os.environ, _SPOKEN_FOR: "1", **({} if threads is None else {"OMP_NUM_THREADS": str(threads)})}
 
 
 def speaks() -> bool:

@@ -468,7 +468,10 @@ def generate(artifact: str, as_json: bool, quiet: bool, **options: Any) -> None:
         if not as_json:
             click.echo(text, nl=False)
 
+    options["arguments"] = tuple(sys.argv[1:])
     result = stage.run(job_from(artifact, options), stream, Progress(quiet=quiet, bars=bars_wanted()))
+    if result is None:  # rank 0 has it
+        return
     texts = "" if pieces else "\n\n".join(output["prompt"] + output["text"] for output in result["outputs"])
     show(result, as_json=as_json, text=texts)
     stage.raise_for_difference(result)
@@ -502,9 +505,10 @@ def bench(artifact: str | None, kernels: bool, as_json: bool, quiet: bool, **opt
     if artifact is not None and kernels:
         raise UsageError(f"bench: --kernels beside an artifact, {artifact}", "give one of them")
     if artifact is not None:
-        job = _latency.Job(artifact=Path(artifact), **values(options))
+        job = _latency.Job(artifact=Path(artifact), arguments=tuple(sys.argv[1:]), **values(options))
         timed = _latency.run(job, Progress(quiet=quiet, bars=bars_wanted()))
-        show(timed, as_json=as_json, text=_latency.text(timed))
+        if timed is not None:  # otherwise rank 0 has it
+            show(timed, as_json=as_json, text=_latency.text(timed))
         return
     if not kernels:
         raise UsageError("bench: nothing to time", "give an artifact, or --kernels")

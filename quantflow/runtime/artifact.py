@@ -42,6 +42,7 @@ class Placement:
         biased: the artifact holds its bias.
         backend: what will run it.
         reasons: why each backend that is preferred over `backend` cannot.
+        elsewhere: rows of the stored linear that are no part of `shape`: other processes hold them.
     """
 
     scheme: LinearScheme
@@ -49,6 +50,7 @@ class Placement:
     biased: bool
     backend: Backend
     reasons: dict[str, str]
+    elsewhere: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -104,6 +106,8 @@ class Artifact:
         """
         placement = self.linears[name]
         tensors = read_tensors(self.checkpoint, compressed_tensors.tensor_names(name, placement.scheme))
+        if placement.elsewhere and f"{name}.weight_shape" in tensors:
+            tensors[f"{name}.weight_shape"][0] -= placement.elsewhere
         linear = compressed_tensors.decode(name, tensors, placement.scheme)
         found = tuple(linear.weight.qvalue.shape)
         bias = list(self.checkpoint.infos[f"{name}.bias"].shape) if placement.biased else None
