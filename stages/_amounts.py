@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from quantflow.core import blocks
 from quantflow.models.stand_ins import HEAD_ROWS, LINEAR_ROWS
 from quantflow.observers.fisher import FisherObserver
 from quantflow.observers.gradient import GradientObserver
@@ -104,6 +105,19 @@ def statistics_bytes(layer: LayerSize, stats: Sequence[str], *, whole: bool = Tr
     return total
 
 
+def watching_bytes(model: ModelSize, tokens: int) -> int:
+    """What observers hold while they look at one gradient: its squares, and the product of its largest block."""
+    wide = max(width for _, outputs, _ in model.layer.groups for width in outputs)
+    return FLOAT * (tokens * wide + blocks.width(wide) ** 2)
+
+
 def gradient_bytes(outputs: Sequence[int]) -> int:
-    """The sums of products of the gradients by the outputs of some linears."""
-    return FLOAT * sum(width * width for width in outputs)
+    """The sums of products of the gradients by the outputs of some linears, in blocks of outputs."""
+    return sum(map(blocks.nbytes, outputs))
+
+
+def matrix_bytes(layer: LayerSize, stats: Sequence[str]) -> int:
+    """The largest matrix among the statistics of a layer, which are read one at a time."""
+    hessians = [FLOAT * k * k for _, _, k in layer.groups if "hessian" in stats]
+    gradients = [blocks.nbytes(o) for _, outputs, _ in layer.groups for o in outputs if GradientObserver.NAME in stats]
+    return max([0, *hessians, *gradients])

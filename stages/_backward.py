@@ -123,16 +123,23 @@ class Backward:
             )
             for number, (gradient, observers) in enumerate(arrived):
                 self.progress.doing(f"sequence {number + 1} of {len(states)}")
-                for site, seen in observers.items():
-                    for kept, more in zip(total.setdefault(site, []), seen, strict=False):  # none at first
-                        kept.merge(more)
-                    total[site] += seen[len(total[site]) :]
+                _merge(total, observers)
                 gradients.put(number, gradient)
+                give_back_holes()  # what a sequence leaves is in many pieces of many sizes
         found = [(site, observer.state()) for site in sorted(total) for observer in total[site]]
         return {f"{site}|{name}": value for site, state in found for name, value in state.items()}
 
     def _layer_key(self, index: int) -> str:
         return digest_of([self.key, index])
+
+
+def _merge(total: Observers, observers: Observers) -> None:
+    """Add what one sequence showed, and let go of it: while the next one is awaited, sums are there once."""
+    while observers:
+        site, seen = observers.popitem()
+        for kept, more in zip(total.setdefault(site, []), seen, strict=False):  # none at first
+            kept.merge(more)
+        total[site] += seen[len(total[site]) :]
 
 
 def _sequence(through: Through, gradients: HiddenStates, stats: Sequence[str], state: State) -> tuple[Tensor, Observers]:

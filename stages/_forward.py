@@ -30,7 +30,7 @@ from stages._bits import CANARY_TOKENS, tensor_hash
 from stages._config import Quantize
 from stages._experts import routed_tokens
 from stages._head_file import bring_up_to_date, read_head
-from stages._inputs import gradient_sums, input_statistics
+from stages._inputs import gradient_sum, input_statistics
 from stages._layer import FORMAT, install_all, quantize_layer
 from stages._plan import Plan
 from stages._progress import Progress
@@ -142,7 +142,7 @@ class Forward:
                 team=self.team,
                 routed=routed_tokens(self.measurement, layer),
                 fed=None if self.measurement is None else self.measurement.meta.get("experts"),
-                gradients={} if self.measurement is None else gradient_sums(self.measurement, layer),
+                gradient=partial(gradient_sum, self.measurement),
             )
             if isinstance(source, Rotated):
                 work.changed += [name for name in work.stored if source.changes(name) and name not in work.quantized]

@@ -11,6 +11,7 @@ from quantflow.core.scheme import LinearScheme
 from quantflow.errors import StatisticsError
 from quantflow.measurements.record import Measurement
 from quantflow.models.graph import Graph, Layer
+from stages._entry import GRADIENT_SUM
 from stages._experts import Policy, Short, of_layer, treat
 
 
@@ -53,24 +54,19 @@ def input_of(name: str, scheme: LinearScheme, statistics: Mapping[str, Tensor]) 
 
 def input_statistics(measurement: Measurement, layer: Layer) -> dict[str, Mapping[str, Tensor]]:
     """Return, per linear of the layer, the statistics of its input."""
-    return _of_site(measurement, layer, "input")
-
-
-def gradient_sums(measurement: Measurement, layer: Layer) -> dict[str, Tensor]:
-    """Return, per linear of the layer that has one, `gradient_sum`."""
-    found = _of_site(measurement, layer, "gradient")
-    return {name: of["gradient_sum"] for name, of in found.items() if "gradient_sum" in of}
-
-
-def _of_site(measurement: Measurement, layer: Layer, wanted: str) -> dict[str, Mapping[str, Tensor]]:
     found: dict[str, dict[str, Tensor]] = {name: {} for name in layer.linears}
-    for key, tensor in measurement.statistics.items():
+    for key in measurement.statistics:
         if not key.startswith(f"{layer.prefix}."):
             continue
         name, site, statistic = key.split("|")
-        if site == wanted and name in found:
-            found[name][statistic] = tensor
+        if site == "input" and name in found:
+            found[name][statistic] = measurement.statistics[key]
     return dict(found)
+
+
+def gradient_sum(measurement: Measurement | None, name: str) -> Tensor | None:
+    """Return `gradient_sum` of a linear, read now and kept by nobody else; None where it was not measured."""
+    return None if measurement is None else measurement.statistics.get(f"{name}|gradient|{GRADIENT_SUM}")
 
 
 def inputs_of(

@@ -229,12 +229,13 @@ def _clipped(
 
 
 def _gradient(work: LayerWork, name: str) -> Tensor:
-    if name not in work.gradients:
+    found = work.gradient(name)
+    if found is None:
         raise StatisticsError(
             f"{name}|gradient|{GRADIENT_SUM}: the measurement does not hold it",
             f"measure again with --stats gradient, or --for with {work.plan.algorithm} as the algorithm",
         )
-    return work.gradients[name]
+    return found
 
 
 def _required(statistics: Mapping[str, Tensor], name: str, statistic: str) -> Tensor:

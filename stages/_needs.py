@@ -12,9 +12,11 @@ from quantflow.algorithms import ALGORITHMS
 from quantflow.core import groups
 from quantflow.core.sensitivity import ROWS as SAMPLED_ROWS
 from quantflow.models.stand_ins import HEAD_ROWS
-from quantflow.observers.hessian import observer_bytes
+from quantflow.observers.gradient import GradientObserver
+from quantflow.observers.hessian import HessianObserver, observer_bytes
 from quantflow.transforms import TRANSFORMS
 from stages._amounts import (
+    GRADIENTS,
     backward_bytes,
     embedding_bytes,
     folding_bytes,
@@ -26,10 +28,12 @@ from stages._amounts import (
     hidden_bytes,
     layer_as_stored,
     layer_in_memory,
+    matrix_bytes,
     observing_bytes,
     parts_bytes,
     statistics_bytes,
     stored_bytes,
+    watching_bytes,
 )
 from stages._experts import fed_by
 from stages._head import HeadPlan
@@ -56,6 +60,7 @@ WAITING = 3  # units per worker, file to file, that are under way or wait to be 
 READERS = 2  # units of file to file beyond the workers' own, since a unit waits for the disk before it computes
 UNIT_FILES = 4  # bytes of each of their weights: as stored and as written
 
+MATRICES = (GradientObserver.NAME, HessianObserver.NAME)  # the statistics that are read one at a time
 Moment = tuple[int, int]  # bytes whatever is chosen, bytes per worker
 
 
@@ -87,8 +92,9 @@ def need_measure(model: ModelSize, *, lengths: Sequence[int], stats: Sequence[st
     """Return what measure takes: a layer in float32, a sequence's forward per worker, hidden states, statistics.
 
     Without statistics no layer runs, unless there are experts, whose tokens are counted. Each layer's statistics wait on disk
-    until all are there; then they are in memory together. Where gradients are measured too, what enters each layer waits on
-    disk for the way back.
+    until all are there; then they are in memory together, but for matrices, which are read one at a time. Where gradients are
+    measured too, what enters each layer waits on disk for the way back, on which a sequence's sums of products of gradients
+    are beside those of all before it.
     """
     ids = 8 * sum(lengths)
     if not stats and not model.sparse:
@@ -96,23 +102,28 @@ def need_measure(model: ModelSize, *, lengths: Sequence[int], stats: Sequence[st
     statistics = sum(statistics_bytes(layer, stats) for layer in model.layers)
     longest = max(lengths, default=0)
     hidden = hidden_bytes(model, lengths)
-    largest = max(statistics_bytes(layer, stats) for layer in model.layers)
-    growing = max(statistics_bytes(layer, stats, whole=False) for layer in model.layers)
+    forwards, backwards = [name for name in stats if name not in GRADIENTS], [name for name in stats if name in GRADIENTS]
+    small = sum(statistics_bytes(layer, [name for name in stats if name not in MATRICES]) for layer in model.layers)
+    matrix = max(matrix_bytes(layer, stats) for layer in model.layers)
+    largest = max(statistics_bytes(layer, forwards) for layer in model.layers)
+    growing = max(statistics_bytes(layer, forwards, whole=False) for layer in model.layers)
     worker = forward_bytes(model, longest) + observing_bytes(model, longest) + growing
     moments: tuple[Moment, ...] = (
         (LIBRARIES + embedding_bytes(model, lengths), 0),
         (LIBRARIES + layer_in_memory(model.layer) + growing, worker),
         (LIBRARIES + layer_in_memory(model.layer) + largest, 0),
-        (LIBRARIES + 2 * statistics, 0),
+        (LIBRARIES + 2 * (small + matrix), 0),
     )
     # Two generations of hidden states while layers run; at the end one, beside what the layers found, which is written again.
     scratch = hidden + max(hidden, statistics)
     if goes_back(stats):
         scratch = (len(model.layers) + 1 + 2) * hidden + statistics
+        sums = max(statistics_bytes(layer, backwards) for layer in model.layers)
+        back = backward_bytes(model, longest) + watching_bytes(model, longest)
         moments = (
             *moments,
             (LIBRARIES + head_bytes(model, longest), 0),
-            (LIBRARIES + layer_in_memory(model.layer) + growing, backward_bytes(model, longest) + growing),
+            (LIBRARIES + layer_in_memory(model.layer) + sums, back + sums),
         )
     return Need(stage="measure", moments=moments, cache=hidden, result=ids + statistics, scratch=scratch)
 
@@ -153,9 +164,7 @@ def need_layers(model: ModelSize, plan: Plan, *, lengths: Sequence[int]) -> Need
     if plan.rotation is not None:  # the head, as stored and rotated, on its way to a file
         moments = (*moments, (LIBRARIES + 2 * model.head[1], 0))
     result = sum(encoded) + head_file_bytes(model, plan.head) + (model.outside if plan.rotation is not None else 0)
-    gradients = sum(gradient_bytes(outputs) for layer in model.layers for _, outputs, _ in layer.groups)
-    base = MODEL_BASE + (gradients if plan.needs_gradients else 0)  # the measurement is in memory as long as the stage runs
-    return Need(stage="quantize", base=base, moments=moments, cache=hidden, result=result, scratch=2 * hidden)
+    return Need(stage="quantize", moments=moments, cache=hidden, result=result, scratch=2 * hidden)
 
 
 def need_files(model: ModelSize, plan: Plan) -> Need:
@@ -256,6 +265,7 @@ def _quantizing(model: ModelSize, plan: Plan) -> list[Moment]:
             each = max(each, 2 * groups.unit_bytes(k))
         encoded = sum(_encoded_bytes(model, plan, name) for name in names)
         held = left + sum(halves[index + 1 :]) + (4 * k * k if plan.needs_hessian else 0) + done
+        factor += gradient_bytes(outputs) if plan.needs_gradients else 0  # read now, let go of with the group
         moments += [(held + halves[index], 0), (held + factor + rows * k + encoded, each)]
         done += encoded
         left -= FLOAT * rows * k if plan.transforms else stored_bytes(model, names)

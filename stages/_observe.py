@@ -5,7 +5,7 @@ those of one. Where gradients are observed too, what enters each layer is kept u
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from quantflow.artifact.canonical import digest_of
 from quantflow.artifact.safetensors_header import read_header
 from quantflow.core.parallel import Workers
+from quantflow.measurements.keys import is_matrix
 from quantflow.measurements.routing import SITE as ROUTED
+from quantflow.measurements.stored import Deferred, Later
 from quantflow.models.backward import generator_for
 from quantflow.models.capture import LayerStream, State
 from quantflow.models.experts import every_token, watch_routing
@@ -67,8 +69,8 @@ class Observation:
     replica: Replica
     experts: str = "routed"
 
-    def statistics(self, sequences: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Return every statistic of every layer, by `<source name>|<site>|<statistic>`."""
+    def statistics(self, sequences: Sequence[Tensor]) -> Mapping[str, Tensor]:
+        """Return every statistic of every layer, by `<source name>|<site>|<statistic>`; matrices stay in the layers' files."""
         stream, backwards = self._stream(), goes_back(self.stats)
         opened = partial(
             HiddenStates,
@@ -100,7 +102,14 @@ class Observation:
         if backwards:
             folders.append(self._backward(stream, states).run())
         paths = [_state.layer_path(folder, layer.index) for folder in folders for layer in self.graph.layers]
-        return {name: read_tensor(path, info) for path in paths for name, info in read_header(path)[0].items()}
+        held, later = dict[str, Tensor](), dict[str, Later]()
+        for path in paths:
+            for name, info in read_header(path)[0].items():
+                if is_matrix(name):
+                    later[name] = Later((info.dtype, info.shape), partial(read_tensor, path, info))
+                else:
+                    held[name] = read_tensor(path, info)
+        return Deferred(held, later)
 
     def _backward(self, stream: LayerStream, states: list[State]) -> Backward:
         """Return the way back from what left the last layer; the hidden states that the way forward cached are let go of."""

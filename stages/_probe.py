@@ -16,6 +16,7 @@ from torch import Tensor
 
 from quantflow.algorithms import ALGORITHMS
 from quantflow.artifact.checkpoint import Checkpoint
+from quantflow.core import blocks
 from quantflow.core.qtensor import QuantizedLinear
 from quantflow.core.scheme import LinearScheme
 from quantflow.models.capture import LayerStream
@@ -23,6 +24,7 @@ from quantflow.models.configuration import load_config
 from quantflow.models.graph import Graph
 from quantflow.models.load import Source
 from quantflow.observers import OBSERVERS
+from quantflow.observers.gradient import GradientObserver
 from stages import _memory
 from stages._plan import Plan
 from stages._sizes import FORMAT
@@ -76,6 +78,7 @@ def _probe(checkpoint: Checkpoint, graph: Graph, plans: Sequence[Plan], *, lengt
         token=running / len(tokens),
         observed=observed,
         hessian=observed["hessian"] / weight.shape[1],
+        gradient=observed[GradientObserver.NAME] / blocks.width(weight.shape[1]),
         rounded={plan.name: _rounded(plan, weight) for plan in plans},
         gptq={plan.name: _gptq(plan, weight) for plan in plans if "hessian_sum" in ALGORITHMS[plan.algorithm].NEEDS},
     )

@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from quantflow.core import blocks
+from quantflow.observers.gradient import GradientObserver
 from stages._amounts import goes_back
 from stages._plan import Plan
 from stages._sizes import FLOAT, ModelSize, elements_of, head_file_bytes, layer_bytes, outside_bytes
@@ -31,6 +33,7 @@ class Speed:
         token: seconds of one token through one layer, at the probe's sequence length.
         observed: seconds of an input's element under each observer.
         hessian: seconds of a token under a Hessian, per squared feature.
+        gradient: seconds of a token under sums of gradients, per product that is kept.
         rounded: artifact -> seconds per weight, rounded to nearest, encoded.
         gptq: artifact -> what rounding with a Hessian takes; those that need none are missing.
     """
@@ -42,6 +45,7 @@ class Speed:
     token: float
     observed: Mapping[str, float]
     hessian: float
+    gradient: float
     rounded: Mapping[str, float]
     gptq: Mapping[str, Rounding]
 
@@ -53,7 +57,10 @@ class Speed:
         tokens, features = sum(lengths), sum(layer.features for layer in model.layers)
         passes = 4 if goes_back(stats) else 1  # each layer again, and its gradients take two forwards' products
         running = passes * self.token * tokens * len(model.layers)
-        running += tokens * features * sum(self.observed[name] for name in stats)
+        running += tokens * features * sum(self.observed[name] for name in stats if name != GradientObserver.NAME)
+        if GradientObserver.NAME in stats:
+            widths = [width for layer in model.layers for _, outputs, _ in layer.groups for width in outputs]
+            running += tokens * self.gradient * sum(width * blocks.width(width) for width in widths)
         hidden = 2 * self.written * FLOAT * model.hidden * tokens * len(model.layers)
         return hashing + self.read * model.stored + running / self.cores + hidden
 

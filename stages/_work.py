@@ -1,6 +1,6 @@
 """What quantizing one decoder layer reads, and what it has found so far."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,7 +37,7 @@ class LayerWork:
         rounded: linears that are rounded to nearest, whatever the algorithm.
         damped: linears whose Hessian is shrunk.
         experts: what the layer's record says of its experts.
-        gradients: linear -> `gradient_sum`, where it was measured.
+        gradient: returns `gradient_sum` of a linear, read now; None where it was not measured.
     """
 
     stream: LayerStream
@@ -63,7 +63,7 @@ class LayerWork:
     rounded: frozenset[str] = frozenset()
     damped: frozenset[str] = frozenset()
     experts: dict[str, Any] | None = None
-    gradients: Mapping[str, Tensor] = field(default_factory=dict)
+    gradient: Callable[[str], Tensor | None] = lambda _: None
 
     @property
     def stored(self) -> list[str]:

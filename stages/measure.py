@@ -11,7 +11,7 @@ is that of one decoder layer in float32, whatever the depth of the model (stages
 Of a mixture of experts it is also counted how many tokens the router sends to each, whatever statistics are wanted.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -44,7 +44,7 @@ from stages._replica import Replica
 from stages._resources import account, allow_measure
 from stages._sizes import model_size
 
-VERSION = 2
+VERSION = 3
 PARTS = ("statistics.safetensors", "calibration.safetensors", "measurement.json")
 DEFAULT_STATS = ("amax", "channel_amax", "min_max", "mean_abs", "histogram")
 TIMEOUT = timedelta(seconds=60)
@@ -203,7 +203,7 @@ def _measure_rank(job: Job, progress: Progress, *, rank: int, world: int) -> Non
         allowance = allow_measure(job.resources, sizes, lengths=lengths, stats=job.stats, folder=folder)
         _memory.reset_peak()
         _state.begin(work, inputs, say=lambda text: progress.say(f"measure: unfinished with {text}; it begins again"))
-        statistics = {}
+        statistics: Mapping[str, Tensor] = {}
         if job.stats or graph.sparse:
             # Sequences that run at once would add up over the cards in an order of their own on each.
             with Workers(allowance.workers if replica.cards == 1 else 1) as workers:

@@ -11,45 +11,39 @@ up for that in another, as one of a column can for that of another in GPTQ.
 
 Two steps:
 
-1. Feedback on both sides. With G = (I + M) D' (I + M)^T by blocks of rows, as H in GPTQ by columns, rows still to be rounded
-   aim at w - (what the errors of rounded rows make of them), and GPTQ rounds them for that. Rows within a block of 32 do
-   not make up for each other, so that they can be rounded side by side.
+1. Feedback on both sides (quantflow/core/wavefront.py). With G = (I + M) D' (I + M)^T by blocks of rows, as H in GPTQ by
+   columns, rows still to be rounded aim at w - (what the errors of rounded rows make of them), and GPTQ rounds them for that.
+   Rows within a block of 8 do not make up for each other.
 2. Descent (quantflow/core/descent.py), in `_SWEEPS` sweeps: scales are fitted to the qvalues by least squares, then weights
    are moved by steps, one at a time, as long as that makes tr(G E H E^T) smaller. The best of all sweeps is kept, and the
    first step's result where none is better.
 
-Both use damped G and H. Linears are independent of each other: they are the units that workers run.
+Both use damped G and H. G is known in blocks of at most 2048 outputs (quantflow/core/blocks.py); between blocks it is zero,
+so their rows are rounded by themselves, and each block of each linear is a unit that workers run.
 Sources: Tseng, Sun, De Sa 2025, "Model-Preserving Adaptive Rounding", arXiv:2505.22988, for the objective and the feedback on
 both sides; Behdin et al. 2023, "QuantEase", arXiv:2309.01885, for the descent, there with G = 1.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from quantflow.core import groups
-from quantflow.core.descent import Problem, Side, apart, descend_, errors_of, loss_of, of_rows, rescaled, working_bytes_of
-from quantflow.core.feedback import (
-    DAMPINGS,
-    Feedback,
-    checked_hessian,
-    feedback_of,
-    gathered,
-    per_row,
-    round_columns_,
-)
-from quantflow.core.grid import weight_grids
+from quantflow.core import blocks, descent, groups, wavefront
+from quantflow.core.cholesky import mirror_
+from quantflow.core.descent import Problem, Side, apart, descend_, loss_of, of_rows, rescaled
+from quantflow.core.feedback import DAMPINGS, checked_hessian, feedback_of
+from quantflow.core.grid import Grid, weight_grids
 from quantflow.core.parallel import SEQUENTIAL, Workers
 from quantflow.core.qtensor import QTensor
-from quantflow.core.result import GroupResult
+from quantflow.core.result import JSON, GroupResult
 from quantflow.core.scheme import LinearScheme
 from quantflow.errors import SchemeError, StatisticsError
 
 NEEDS: tuple[str, ...] = ("hessian_sum", "count", "gradient_sum")
 BY_ROW: bool = False
-VERSION: int = 1
+VERSION: int = 2
 
 # Constants, since they order the sums and so are part of the result.
 _ROWS = 8  # of a block, rounded side by side
@@ -60,8 +54,8 @@ _GRADIENT_DAMPINGS = (0.03, 0.3, 3.0)  # a gradient counts for one draw of a lab
 def working_bytes(features: int, rows: int, *, workers: int = 1, in_place: bool = False) -> int:
     """Return the most memory that `quantize_group` takes beyond weights, statistics and results, in bytes.
 
-    4 I^2 for the factor of the group's Hessian. For each worker a linear, of O rows at most: the factor of its G and a part
-    of it (4 O^2 + 4 O R with R = 8 rows of a block), its qvalues thrice, its errors, and what the descent takes.
+    4 I^2 for the factor of the group's Hessian. For each worker a block of outputs, O of at most 2048: the factor of its G and
+    a part of it (4 O^2 + 4 O R with R = 8 rows), its qvalues twice, and what either step takes.
 
     Args:
         features: I, in_features of the group.
@@ -70,8 +64,10 @@ def working_bytes(features: int, rows: int, *, workers: int = 1, in_place: bool 
         in_place: not read: the Hessian is read again after it was factored.
     """
     del in_place
-    linear = 4 * rows * (rows + _ROWS) + (3 + 4) * rows * features + working_bytes_of(features, rows)
-    return 4 * features * features + workers * max(linear, groups.unit_bytes(features))
+    rows = min(rows, blocks.MOST)
+    steps = max(descent.working_bytes_of(features, rows), wavefront.working_bytes_of(features, rows, length=_ROWS))
+    unit = 4 * rows * (rows + _ROWS) + 2 * rows * features + steps
+    return 4 * features * features + workers * max(unit, groups.unit_bytes(features))
 
 
 def quantize_group(
@@ -89,15 +85,15 @@ def quantize_group(
         weights: name -> [O, I], any float dtype; not modified.
         scheme: its `weights` are int, per channel or per group.
         statistics: `hessian_sum` [I, I], the sum of x^T x over the group's input rows, and `count` [], how many rows; and for
-            every weight `<name>|gradient_sum` [O, O], the sum of g^T g over the gradients of the loss by its output.
+            every weight `<name>|gradient_sum` [O, W], the sum of g^T g over the gradients of the loss by its output, in blocks.
         scale_dtype: the dtype in which the layout stores scales.
-        workers: run linears; how many there are changes nothing but the time.
+        workers: run blocks of outputs; how many there are changes nothing but the time.
         in_place: not read.
 
     Returns:
-        name -> the quantized weight; decisions: those of gptq, `gradient_damping` as `damping`, of G; `sweeps` (how many are
-        in the result), `moved` (weights that they changed), and `loss_start` and `loss` (tr(G E H E^T) after the first step
-        and in the end, over tr(G W H W^T)).
+        name -> the quantized weight; decisions: those of gptq, `gradient_damping` as `damping`, of G, the largest of its
+        blocks; `sweeps` (how many are in the result, at most), `moved` (weights that they changed), and `loss_start` and
+        `loss` (tr(G E H E^T) after the first step and in the end, over tr(G W H W^T)).
 
     Raises:
         SchemeError: the scheme's weights are not int or share one scale, or group_size does not divide in_features.
@@ -117,85 +113,67 @@ def quantize_group(
     importance = diagonal + DAMPINGS[0] * diagonal.mean()  # as gptq's
     grids = weight_grids(weights, scheme.weights, scale_dtype=scale_dtype, importance=importance, workers=workers)
     columns = feedback_of(hessian_sum, name=next(iter(weights)), workers=workers)
+    mirror_(columns.lower.T)
     inputs = Side(matrix=hessian_sum.float(), damping=columns.damping)
 
-    def unit(name: str) -> GroupResult:
-        order = torch.cat(apart(weights[name].shape[0], _ROWS))
-        rows = feedback_of(gradients[name], name=name, statistic="gradient_sum", dampings=_GRADIENT_DAMPINGS, order=order)
+    def unit(part: tuple[str, slice]) -> _Found:
+        name, block = part
+        members = torch.arange(block.start, block.stop)
+        sums = blocks.block_of(gradients[name], block).float()
+        parts = apart(len(members), _ROWS)
+        rows = feedback_of(sums, name=name, statistic="gradient_sum", dampings=_GRADIENT_DAMPINGS, order=torch.cat(parts))
         problem = Problem(
-            weight=weights[name],
-            grid=grids[name],
+            weight=weights[name][block],
+            grid=of_rows(grids[name], members),
             scheme=scheme.weights,
             scale_dtype=scale_dtype,
-            outputs=Side(matrix=gradients[name].float(), damping=rows.damping),
+            outputs=Side(matrix=sums, damping=rows.damping),
             inputs=inputs,
         )
-        decisions = {**columns.decisions, "gradient_damping": rows.decisions["damping"], "order": "hessian_diagonal"}
-        found = _descended(problem, _rounded(problem, rows, columns))
-        return GroupResult(
-            weight=found.weight,
-            decisions={
-                **decisions,
-                "tokens": tokens,
-                "zero_groups": grids[name].zero_groups,
-                "sweeps": found.sweeps,
-                "moved": found.moved,
-                "loss_start": found.loss_start,
-                "loss": found.loss,
-            },
+        first = wavefront.round_rows(
+            problem.weight, problem.grid, scheme=problem.scheme, rows=rows, parts=parts, columns=columns
         )
+        return _descended(problem, first, damping=rows.share)
 
-    return dict(zip(weights, workers.map(unit, weights), strict=True))
+    units = [(name, block) for name, weight in weights.items() for block in blocks.blocks(weight.shape[0])]
+    found: dict[str, list[_Found]] = {name: [] for name in weights}
+    for (name, _), made in zip(units, workers.stream(unit, units), strict=True):
+        found[name].append(made)
+    told = {**columns.decisions, "order": "hessian_diagonal", "tokens": tokens}
+    return {name: _joined(found.pop(name), scheme, grids[name], told=told) for name in weights}
 
 
 def _checked_gradient(name: str, rows: int, statistics: Mapping[str, Tensor]) -> Tensor:
     gradient_sum = statistics.get(f"{name}|gradient_sum")
     if gradient_sum is None:
         raise StatisticsError(f"{name}: statistic gradient_sum is missing", "measure for yaqa")
-    if tuple(gradient_sum.shape) != (rows, rows):
+    wanted = (rows, blocks.width(rows))
+    if tuple(gradient_sum.shape) != wanted:
         raise StatisticsError(
-            f"{name}: gradient_sum is {list(gradient_sum.shape)}, the weight has {rows} rows", "measure with this model"
+            f"{name}: gradient_sum is {list(gradient_sum.shape)}, the weight has {rows} rows, in blocks {list(wanted)}",
+            "measure with this model",
         )
-    diagonal = gradient_sum.diagonal()
+    diagonal = blocks.diagonal_of(gradient_sum)
     if not torch.isfinite(diagonal).all() or (diagonal < 0).any():
         raise StatisticsError(f"{name}: gradient_sum holds NaN, Inf or a negative diagonal", "measure again")
     return gradient_sum
 
 
-def _rounded(problem: Problem, rows: Feedback, columns: Feedback) -> Tensor:
-    """Return the qvalues [O, I] int8 that feedback on both sides finds."""
-    weight = problem.weight
-    qvalue = torch.empty(weight.shape, dtype=torch.int8)
-    errors = torch.zeros(weight.shape)  # in the order of `rows`
-    stop = weight.shape[0]
-    for members in reversed(apart(weight.shape[0], _ROWS)):
-        block, done = slice(stop - len(members), stop), slice(stop, None)
-        stop = block.start
-        wanted = weight[members].float()  # [R, I]
-        if block.stop < weight.shape[0]:
-            # What a block owes to those before it: their part of the factor, with the block's own made 1.
-            within = rows.lower[block, block].tril(-1) + torch.eye(len(members))
-            owed = torch.linalg.solve_triangular(within, rows.lower[done, block], upper=False, left=False, unitriangular=True)
-            wanted += owed.T @ errors[done]
-        work = gathered([wanted], order=columns.order)
-        scales, zero_points = per_row([(of_rows(problem.grid, members), slice(0, len(members)))])
-        qvalue[members] = round_columns_(work, scales, zero_points, scheme=problem.scheme, feedback=columns).T
-        errors[block] = errors_of(problem, qvalue[members], members)
-    return qvalue
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Found:
-    """What the descent ended with; the fields are those of the decisions."""
+    """What became of a block of outputs, and what it cost: if all were zeros, after the first step, in the end."""
 
-    weight: QTensor
+    qvalue: Tensor
+    scale: Tensor
+    damping: float
     sweeps: int
     moved: int
-    loss_start: float
-    loss: float
+    whole: float
+    first: float
+    least: float
 
 
-def _descended(problem: Problem, qvalue: Tensor) -> _Found:
+def _descended(problem: Problem, qvalue: Tensor, *, damping: float) -> _Found:
     """Return the best of the start and what sweeps of descent make of it.  qvalue: [O, I] int8, modified."""
     start = kept = qvalue.clone()
     best, least, sweeps = problem, loss_of(problem, qvalue), 0
@@ -207,11 +185,33 @@ def _descended(problem: Problem, qvalue: Tensor) -> _Found:
         if not loss < least:
             break
         best, kept, least, sweeps = problem, qvalue.clone(), loss, sweep
-    whole = loss_of(problem, None) or 1.0
     return _Found(
-        weight=QTensor(qvalue=kept, scale=best.grid.scale, zero_point=best.grid.zero_point, scheme=problem.scheme),
+        qvalue=kept,
+        scale=best.grid.scale,
+        damping=damping,
         sweeps=sweeps,
         moved=int((kept != start).sum()),
-        loss_start=first / whole,
-        loss=least / whole,
+        whole=loss_of(problem, None),
+        first=first,
+        least=least,
     )
+
+
+def _joined(found: Sequence[_Found], scheme: LinearScheme, grid: Grid, *, told: Mapping[str, JSON]) -> GroupResult:
+    """Return what became of a linear, from what did of its blocks."""
+    whole = sum(part.whole for part in found) or 1.0
+    decisions = {
+        "gradient_damping": max(part.damping for part in found),
+        "zero_groups": grid.zero_groups,
+        "sweeps": max(part.sweeps for part in found),
+        "moved": sum(part.moved for part in found),
+        "loss_start": sum(part.first for part in found) / whole,
+        "loss": sum(part.least for part in found) / whole,
+    }
+    weight = QTensor(
+        qvalue=torch.cat([part.qvalue for part in found]),
+        scale=torch.cat([part.scale for part in found]),
+        zero_point=grid.zero_point,
+        scheme=scheme.weights,
+    )
+    return GroupResult(weight=weight, decisions={**told, **decisions})

@@ -71,7 +71,10 @@ def reorder_(matrix: Tensor, order: Tensor, *, workers: Workers = SEQUENTIAL) ->
 
 
 def mirror_(matrix: Tensor) -> None:
-    """Copy what is above the diagonal of a matrix [K, K] to below it: what `cholesky_` was given is there again."""
+    """Copy what is above the diagonal of a matrix [K, K] to below it: what `cholesky_` was given is there again.
+
+    Of the transpose, a view, what is below goes above.
+    """
     for rows in spans(matrix.shape[0], _BLOCK):
         matrix[rows.stop :, rows] = matrix[rows, rows.stop :].T
         corner = matrix[rows, rows]

@@ -40,12 +40,14 @@ class Feedback:
         order: [I] int64, the columns from the last to be processed to the first.
         lower: [I, I] float32, below the diagonal (I + U)^T of the matrix in that order; the rest has no meaning.
         damping: what was added to the diagonal, as the matrix has it.
+        share: the same as a fraction of the mean diagonal.
         decisions: what was done to factor it.
     """
 
     order: Tensor
     lower: Tensor
     damping: float
+    share: float
     decisions: dict[str, JSON]
 
 
@@ -125,7 +127,7 @@ def feedback_of(
             for columns in groups.spans(lower.shape[0], BLOCK):
                 lower[columns.start :, columns] /= roots[columns]
             decisions: dict[str, JSON] = {"damping": damping, "attempts": attempt, "dead_channels": int(dead.sum())}
-            return Feedback(order=order, lower=lower, damping=damping * mean, decisions=decisions)
+            return Feedback(order=order, lower=lower, damping=damping * mean, share=damping, decisions=decisions)
     raise StatisticsError(
         f"{name}: {statistic} is not positive definite with a damping of {dampings[-1]} times its mean diagonal",
         "the statistic is damaged; measure again",

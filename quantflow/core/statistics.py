@@ -66,7 +66,7 @@ def checked_state(
                 "measure again",
             )
         free.update(have for want, have in zip(shape, value.shape, strict=True) if want is None)
-        if not torch.isfinite(value).all():
+        if value.numel() and not all(torch.isfinite(end) for end in torch.aminmax(value)):  # no copy of a matrix
             raise StatisticsError(f"{observer}: {name} holds {_describe_non_finite(value)}", "measure again")
     if len(free) > 1:
         raise StatisticsError(f"{observer}: the state has {sorted(free)} features", "measure again")
@@ -81,6 +81,28 @@ def refuse_negative(value: Tensor, name: str, *, observer: str) -> None:
     """
     if value.numel() and value.min() < 0:
         raise StatisticsError(f"{observer}: {name} holds {value.min().item()}, it is at least 0", "measure again")
+
+
+def refuse_overflow(rows: Tensor, squares: Sequence[Tensor], *, what: str, observer: str) -> None:
+    """Refuse samples whose products do not fit into a float32 sum beside what it holds.
+
+    |s_ij| <= sqrt(s_ii s_jj): the diagonal overflows first. A sum of squares is the same within rounding as its entry.
+
+    Args:
+        rows: [N, C], the samples.
+        squares: the diagonal of the sum, in parts.
+        what: the samples are, for the message.
+        observer: its name, likewise.
+
+    Raises:
+        StatisticsError: naming the largest value.
+    """
+    for part, held in zip(torch.split(rows, [len(held) for held in squares], dim=1), squares, strict=True):
+        if not torch.isfinite(held + 1.001 * part.square().sum(dim=0).cpu()).all():
+            raise StatisticsError(
+                f"{observer}: {what} up to {rows.abs().max().item():.3g}, its square exceeds float32",
+                "leave the layer unquantized, or repair the model",
+            )
 
 
 def refuse_other_shape(mine: Sequence[int], other: Sequence[int], *, observer: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from quantflow.core import blocks
 from quantflow.errors import InputError, UsageError
 from quantflow.measurements.keys import MATRICES, Key, by_site
 from quantflow.measurements.merging import PER_CHANNEL, SUMS
@@ -91,7 +92,8 @@ def _cut(values: Mapping[str, Tensor], placement: Placement, site: str, rules: C
         if how == "channels" and statistic in PER_CHANNEL:
             rule, found[statistic] = _CUT, value[part]
         elif how == "channels" and statistic in MATRICES:
-            rule, found[statistic] = _CUT, value[part, part]
+            cut = blocks.cut(value, part) if statistic == "gradient_sum" else value[part, part]
+            rule, found[statistic] = _CUT, cut
         elif how == "channels" and statistic == "count":
             rule, found[statistic] = _KEPT, value
         elif how == "channels" and statistic == "amax" and "channel_amax" in values:

@@ -18,7 +18,7 @@ Item = TypeVar("Item")
 # gradient: of the loss, by the output; guided_input: the input, each token of it times the root mean square of that gradient.
 SITES = ("input", "output", "weight", "query", "k_cache", "v_cache", "routed", "gradient", "guided_input")
 
-MATRICES = ("hessian_sum", "gradient_sum")  # statistics [C, C], which may be too large for a copy
+MATRICES = ("hessian_sum", "gradient_sum")  # statistics [C, C] or by blocks of outputs, which may be too large for a copy
 
 
 class Key(NamedTuple):
@@ -37,6 +37,11 @@ class Key(NamedTuple):
     def __str__(self) -> str:
         """Return the key as files have it."""
         return "|".join(self)
+
+
+def is_matrix(text: str) -> bool:
+    """Return whether a key is that of a matrix."""
+    return text.rpartition("|")[2] in MATRICES
 
 
 def parse_key(text: str) -> Key:

@@ -29,6 +29,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from quantflow.core import blocks
 from quantflow.errors import StatisticsError
 from quantflow.measurements.keys import MATRICES, Key
 from quantflow.measurements.placement import Layout
@@ -195,6 +196,8 @@ def _refuse_unusable(key: Key, values: Sequence[Value]) -> None:
 def _shape(statistic: str, channels: int) -> tuple[int, ...]:
     if statistic in PER_CHANNEL:
         return (channels,)
+    if statistic == "gradient_sum":
+        return channels, blocks.width(channels)
     if statistic in MATRICES:
         return (channels, channels)
     return (BINS,) if statistic == "counts" else ()
@@ -208,7 +211,7 @@ def _fault(statistic: str, tensor: Tensor) -> str | None:
     if not (math.isfinite(low) and math.isfinite(high)):
         return f"{int(tensor.isnan().sum())} NaN and {int(tensor.isinf().sum())} Inf"
     if statistic in MATRICES:
-        low = tensor.diagonal().min().item()
+        low = (blocks.diagonal_of(tensor) if statistic == "gradient_sum" else tensor.diagonal()).min().item()
         return f"{low} on its diagonal, which is at least 0" if low < 0 else None
     if statistic == "min_val":
         return f"{high}, it is at most 0" if high > 0 else None

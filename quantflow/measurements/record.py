@@ -33,10 +33,10 @@ from quantflow.artifact import disk
 from quantflow.artifact.canonical import digest_of, file_digest, read_json, readable_json
 from quantflow.core.parallel import SEQUENTIAL, Workers
 from quantflow.errors import InputError, IntegrityError, StatisticsError, UnsupportedError
-from quantflow.measurements.keys import Key, are_states, by_site, observers_at
+from quantflow.measurements.keys import Key, are_states, by_site, is_matrix, observers_at
 from quantflow.measurements.placement import check_placement
 from quantflow.measurements.routing import ledger_of
-from quantflow.measurements.stored import Headers, StoredStatistics, write_tensors
+from quantflow.measurements.stored import Headers, StoredStatistics, read_small, write_tensors
 from quantflow.observers import observers_for
 
 LAYOUT_VERSION = 1
@@ -140,7 +140,7 @@ def write_measurement(folder: Path, measurement: Measurement) -> dict[str, str]:
 
 
 def read_measurement(folder: Path) -> Measurement:
-    """Read and check a measurement.
+    """Read and check a measurement; its matrices are looked at one by one, and read again when they are asked for.
 
     Raises:
         InputError: a file is missing or not of its format, or the three contradict each other.
@@ -150,7 +150,7 @@ def read_measurement(folder: Path) -> Measurement:
     """
     meta = read_meta(folder)
     _check_files(folder, meta)
-    measurement = _open(folder, meta, _load)
+    measurement = _open(folder, meta, read_small)
     _check_statistics(measurement)
     return measurement
 
@@ -265,16 +265,20 @@ def _check_counts(measurement: Measurement, *, name: str) -> None:
 
 def _check_statistics(measurement: Measurement) -> None:
     name = measurement.origin or "the measurement"
-    sites = by_site(measurement.statistics)
+    sites = by_site({text: text for text in measurement.statistics})
     alike: dict[tuple[Any, ...], list[dict[str, Tensor]]] = {}  # by what they hold
-    for (tensor, site), statistics in sites.items():
+    single = dict[tuple[str, str], dict[str, str]]()  # matrices, of which one is in memory at a time
+    for (tensor, site), texts in sites.items():
         if tensor not in measurement.meta["tensors"]:
             raise StatisticsError(f"{name}: {tensor}|{site} was measured, `tensors` does not list it", _AGAIN)
+        if any(map(is_matrix, texts.values())):
+            single[tensor, site] = texts
+            continue
+        statistics = {statistic: measurement.statistics[text] for statistic, text in texts.items()}
         structure = tuple((statistic, value.dtype, value.shape) for statistic, value in statistics.items())
         alike.setdefault(structure, []).append(statistics)
-    if not all(map(are_states, alike.values())):
-        for (tensor, site), statistics in sites.items():
-            observers_at(tensor, site, statistics=statistics)
+    for (tensor, site), texts in (single if all(map(are_states, alike.values())) else sites).items():
+        observers_at(tensor, site, statistics={statistic: measurement.statistics[text] for statistic, text in texts.items()})
 
 
 def _check_fields(meta: Mapping[str, Any], *, name: str) -> None:

@@ -1,21 +1,26 @@
 """The tensors of statistics files, each read when it is asked for: those of many ranks do not fit into memory together.
 
+Nor do the matrices of one rank: `Deferred` has small statistics at hand, and makes or reads a matrix whenever it is asked for.
+
 Files are written here too, block by block, as the format's own writer makes them: tensors sorted by dtype, then by key.
 """
 
 import hashlib
 import os
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from quantflow.artifact import disk
 from quantflow.artifact.safetensors_header import MAX_HEADER_BYTES, TensorInfo, read_header
-from quantflow.artifact.safetensors_writer import layout
+from quantflow.artifact.safetensors_writer import Spec, layout
 from quantflow.errors import InputError
+from quantflow.measurements.keys import is_matrix
 
 _DTYPES = {"I64": torch.int64, "F64": torch.float64, "F32": torch.float32}  # in the order of a file
 _BLOCK = 1 << 17  # bytes; of each rank, a few are in memory at once
@@ -74,12 +79,21 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
+def spec_of(tensors: Mapping[str, Tensor], name: str) -> Spec:
+    """Return dtype as safetensors names it, and shape, of a statistic, which is not read for that."""
+    return tensors.spec(name) if isinstance(tensors, Deferred | StoredStatistics) else _spec(tensors[name])
+
+
+def _spec(tensor: Tensor) -> Spec:
+    return next(name for name, dtype in _DTYPES.items() if dtype == tensor.dtype), tuple(tensor.shape)
+
+
 def _parts(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     """Yield the bytes of a file: small tensors together, large ones without a copy."""
-    dtypes = {dtype: (number, name) for number, (name, dtype) in enumerate(_DTYPES.items())}
-    names = sorted(tensors, key=lambda name: (dtypes[tensors[name].dtype], name))
-    specs = {name: (dtypes[tensors[name].dtype][1], tuple(tensors[name].shape)) for name in names}
-    yield layout(specs, metadata={}, keep_order=True).header
+    order = list(_DTYPES)
+    specs = {name: spec_of(tensors, name) for name in tensors}
+    names = sorted(specs, key=lambda name: (order.index(specs[name][0]), name))
+    yield layout({name: specs[name] for name in names}, metadata={}, keep_order=True).header
     block: list[memoryview] = []
     size = 0
     for name in names:
@@ -93,6 +107,53 @@ def _parts(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
             block.append(part)
             size += len(part)
     yield b"".join(block)
+
+
+class Later(NamedTuple):
+    """A tensor that is made when it is asked for.
+
+    Attributes:
+        spec: dtype as safetensors names it, and shape.
+        make: returns it; nobody keeps it.
+    """
+
+    spec: Spec
+    make: Callable[[], Tensor]
+
+
+class Deferred(Mapping[str, Tensor]):
+    """Key -> tensor, of which some are at hand and each of the others is made anew whenever it is asked for.
+
+    Args:
+        held: key -> tensor.
+        later: key -> how it is made.
+    """
+
+    def __init__(self, held: Mapping[str, Tensor], later: Mapping[str, Later]) -> None:
+        """Make nothing yet."""
+        self._held = held
+        self._later = later
+
+    def __getitem__(self, key: str) -> Tensor:
+        """Return a tensor; what is not there is a KeyError."""
+        return self._held[key] if key in self._held else self._later[key].make()
+
+    def spec(self, key: str) -> Spec:
+        """Return dtype and shape of a tensor without making it."""
+        return self._later[key].spec if key in self._later else _spec(self._held[key])
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the keys."""
+        yield from self._held
+        yield from self._later
+
+    def __len__(self) -> int:
+        """Return how many tensors there are."""
+        return len(self._held) + len(self._later)
+
+    def __contains__(self, key: object) -> bool:
+        """Return whether a tensor is there, without making it."""
+        return key in self._held or key in self._later
 
 
 class StoredStatistics(Mapping[str, Tensor]):
@@ -118,8 +179,8 @@ class StoredStatistics(Mapping[str, Tensor]):
         """Read a tensor; what is not there is a KeyError."""
         info = self._infos[key]
         dtype = _DTYPES[info.dtype]
-        if not info.nbytes:
-            return torch.empty(info.shape, dtype=dtype)
+        if info.nbytes > _BLOCK or not info.nbytes:
+            return self._read_alone(key, info)
         begin, block = self._blocks.get(info.dtype, (0, b""))
         if not begin <= info.offset <= info.offset + info.nbytes <= begin + len(block):
             begin, block = info.offset, self._read(key, info)
@@ -128,9 +189,24 @@ class StoredStatistics(Mapping[str, Tensor]):
         tensor = torch.frombuffer(block, dtype=dtype, count=count, offset=info.offset - begin)
         return tensor if len(info.shape) == 1 else tensor.view(info.shape)
 
+    def spec(self, key: str) -> Spec:
+        """Return dtype and shape of a tensor without reading it."""
+        return self._infos[key].dtype, self._infos[key].shape
+
+    def _read_alone(self, key: str, info: TensorInfo) -> Tensor:
+        """Return a tensor that nobody keeps beside who asked for it."""
+        tensor = torch.empty(info.shape, dtype=_DTYPES[info.dtype])
+        view, done = disk.flat(tensor.numpy().ravel().data), 0
+        while done < info.nbytes:
+            count = os.preadv(self._descriptor, [view[done:]], info.offset + done)
+            if not count:
+                raise InputError(f"{self._path}: {key} has {done} bytes, {info.nbytes} when it was opened", _AGAIN)
+            done += count
+        return tensor
+
     def _read(self, key: str, info: TensorInfo) -> bytearray:
-        """Return the bytes of a tensor and of what follows it."""
-        block = bytearray(max(info.nbytes, _BLOCK))
+        """Return the bytes of a small tensor and of what follows it."""
+        block = bytearray(_BLOCK)
         count = os.preadv(self._descriptor, [block], info.offset)
         if count < info.nbytes:
             raise InputError(f"{self._path}: {key} has {count} bytes, {info.nbytes} when it was opened", _AGAIN)
@@ -148,3 +224,14 @@ class StoredStatistics(Mapping[str, Tensor]):
     def __contains__(self, key: object) -> bool:
         """Return whether a tensor is there, without reading it."""
         return key in self._infos
+
+
+def read_small(path: Path) -> Deferred:
+    """Read the statistics of a file but for matrices, which are read whenever they are asked for.
+
+    Raises:
+        InputError: as `Headers.read`, or the file ends early.
+    """
+    stored = StoredStatistics(path, Headers())
+    matrices = {key: Later(stored.spec(key), partial(stored.__getitem__, key)) for key in stored if is_matrix(key)}
+    return Deferred({key: stored[key].clone() for key in stored if key not in matrices}, matrices)

@@ -16,8 +16,9 @@ What became of a group is in `unified` of its measurement:
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,11 +28,12 @@ from quantflow.errors import InputError, StatisticsError
 from quantflow.measurements.agreement import by_rank, check_agreement
 from quantflow.measurements.contributions import Outlier, contributor, outliers
 from quantflow.measurements.grouping import arrange, check_groups, some
-from quantflow.measurements.keys import Key, by_site
+from quantflow.measurements.keys import Key, by_site, is_matrix
 from quantflow.measurements.merging import BOUNDED, Value, merge
 from quantflow.measurements.placement import channels, joined, layout, shares
 from quantflow.measurements.record import Measurement
 from quantflow.measurements.routing import routed_key
+from quantflow.measurements.stored import Deferred, Later, spec_of
 
 Grid = Sequence[Sequence[Measurement]]  # one row per replica, cards in order
 
@@ -146,8 +148,9 @@ def _merge_group(
     )
 
 
-def _merge_statistics(grid: Grid) -> tuple[dict[str, Tensor], _Account]:
-    account, merged = _Account(), {}
+def _merge_statistics(grid: Grid) -> tuple[Deferred, _Account]:
+    """Return what the ranks of a group have seen together, matrices merged when they are asked for, one by one."""
+    account, merged, later = _Account(), dict[str, Tensor](), dict[str, Later]()
     texts: set[str] = set().union(*(member.statistics for row in grid for member in row))
     for (name, site), statistics in by_site(dict.fromkeys(texts)).items():
         first = grid[0][0].meta["tensors"][name]
@@ -156,24 +159,36 @@ def _merge_statistics(grid: Grid) -> tuple[dict[str, Tensor], _Account]:
         placements = [[member.meta["tensors"][name] for member in row] for row in rows]
         stacks = [shares(parts, site) for parts in placements]
         widths = [[channels(part, site) for part in parts] for parts in placements]
-        names = [[member.who for member in row] for row in rows]
         for statistic in statistics:
             key = Key(name, site, statistic)
             text = str(key)
-            values = [
-                [Value(who, member.statistics[text], width) for member, who, width in zip(*cells, strict=True)]
-                for cells in zip(rows, names, widths, strict=True)
-            ]
-            merged[text], rule = merge(key, values, layout=layout(first, site), stacks=stacks)
+            merging = partial(_merged, key, rows, widths, layout=layout(first, site), stacks=stacks)
+            merged[text], rule = merging()
+            if is_matrix(text):  # looked at, and made again when it is written
+                later[text] = Later(spec_of(merged, text), partial(_first, merging))
+                del merged[text]
             account.rules[statistic, rule] += 1
             if BOUNDED in rule or (site == "output" and first.get("bound")):
                 account.bounds.append(text)
             if statistic == "amax":
-                amax = [value.tensor.item() for row in values for value in row]
-                seen = dict(zip((member.meta["mesh"]["rank"] for row in rows for member in row), amax, strict=True))
+                members = [member for row in rows for member in row]
+                seen = {member.meta["mesh"]["rank"]: member.statistics[text].item() for member in members}
                 account.maxima[text] = contributor(seen)
                 account.outliers += outliers(text, seen)
-    return merged, account
+    return Deferred(merged, later), account
+
+
+def _merged(key: Key, rows: Grid, widths: Sequence[Sequence[int]], **shared: Any) -> tuple[Tensor, str]:
+    """Return a statistic of every rank merged, and by which rule."""
+    values = [
+        [Value(member.who, member.statistics[str(key)], width) for member, width in zip(*cells, strict=True)]
+        for cells in zip(rows, widths, strict=True)
+    ]
+    return merge(key, values, **shared)
+
+
+def _first(merging: Callable[[], tuple[Tensor, str]]) -> Tensor:
+    return merging()[0]
 
 
 def _is_at(member: Measurement, name: str, site: str, statistics: Iterable[str]) -> bool:
@@ -191,6 +206,6 @@ def _unseen(tensors: Mapping[str, Mapping[str, Any]], statistics: Mapping[str, T
     """Return the experts of a group whose input has no statistics, or none but those of nothing, or that got no token."""
     experts = {name for name, placement in tensors.items() if placement["kind"] == "expert" and placement["length"]}
     counted = {key.partition("|")[0]: key for key in map(routed_key, tensors) if key in statistics}
-    sites = by_site({text: value for text, value in statistics.items() if text.partition("|")[0] in experts})
+    sites = by_site({text: statistics[text] for text in statistics if text.partition("|")[0] in experts})
     seen = {name for (name, site), values in sites.items() if site == "input" and any(map(torch.any, values.values()))}
     return sorted((experts - seen) | {name for name, key in counted.items() if not statistics[key]})

@@ -13,7 +13,7 @@ on the CPU whatever device the samples are on. An unseen observer is all zeros, 
 | histogram    | counts [514]                  | exact, in any order             |
 | hessian      | hessian_sum [K, K], count []  | sums in rank order, count exact |
 | fisher       | square_sum [C], count []      | sums in rank order, count exact |
-| gradient     | gradient_sum [C, C], count [] | sums in rank order, count exact |
+| gradient     | gradient_sum [C, W], count [] | sums in rank order, count exact |
 | count        | count []                      | exact, in any order             |
 """
 

@@ -6,8 +6,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from quantflow.core import statistics
-from quantflow.errors import StatisticsError
+from quantflow.core import blocks, statistics
 
 
 class GradientObserver:
@@ -16,7 +15,8 @@ class GradientObserver:
     It is shown the gradient of the loss by a linear's output, [..., O]. With the second moment of the linear's input it makes
     up the Kronecker-factored Fisher information of its weight: what rounding errors cost, the whole model considered.
 
-    The sum is float32 and whole: one product per call, rounded once and added, as in the Hessian of an input.
+    The sum is float32 and whole up to 2048 outputs; of more it is that of blocks of outputs, [O, W] (quantflow/core/blocks.py).
+    A product is rounded once and added, as in the Hessian of an input.
 
     Algebra: merge is commutative, and associative up to rounding in float32: fold in rank order. The count is exact.
     An unseen observer is neutral. Not idempotent: what is merged twice counts twice.
@@ -30,7 +30,7 @@ class GradientObserver:
     STATISTICS: ClassVar[tuple[str, ...]] = ("gradient_sum", "count")
 
     def __init__(self, features: int) -> None:
-        """Start with nothing seen; the first samples take the memory, 4 * C^2 bytes."""
+        """Start with nothing seen; the first samples take the memory, 4 * C * W bytes."""
         self._features = features
         self._sum: Tensor | None = None
         self._count = torch.zeros((), dtype=torch.int64)
@@ -42,15 +42,13 @@ class GradientObserver:
             StatisticsError: x has other features, holds NaN or Inf, or the sum overflows; nothing is taken in.
         """
         rows = statistics.finite_rows(x, self._features, observer=self.NAME)
-        more = (rows.T @ rows).cpu()
-        # |s_ij| <= sqrt(s_ii s_jj): the diagonal overflows first.
-        if not torch.isfinite(1.001 * more.diagonal() + self._whole().diagonal()).all():
-            raise StatisticsError(
-                f"{self.NAME}: gradient {list(x.shape)} up to {rows.abs().max().item():.3g}, its square exceeds float32",
-                "leave the layer unquantized, or repair the model",
-            )
-        self._add(more)
-        self._count = self._count + rows.shape[0]
+        total = self._whole()
+        parts = blocks.blocks(self._features)
+        diagonal = [blocks.block_of(total, part).diagonal() for part in parts]
+        statistics.refuse_overflow(rows, diagonal, what=f"gradient {list(x.shape)}", observer=self.NAME)
+        for part in parts:
+            blocks.block_of(total, part).add_((rows[:, part].T @ rows[:, part]).cpu())
+        self._sum, self._count = total, self._count + rows.shape[0]
 
     def merge(self, other: Self) -> None:
         """Take in what `other` has seen.
@@ -60,22 +58,19 @@ class GradientObserver:
         """
         statistics.refuse_other_shape(self._shape, other._shape, observer=self.NAME)
         if other._sum is not None:
-            self._add(other._sum)
+            self._sum = other._sum.clone() if self._sum is None else self._sum.add_(other._sum)
         self._count = self._count + other._count
 
     def state(self) -> dict[str, Tensor]:
-        """Return {"gradient_sum": [C, C] float32, "count": [] int64}."""
+        """Return {"gradient_sum": [C, W] float32, "count": [] int64}."""
         return {"gradient_sum": self._whole(), "count": self._count}
-
-    def _add(self, more: Tensor) -> None:
-        self._sum = more.clone() if self._sum is None else self._sum.add_(more)
 
     def _whole(self) -> Tensor:
         return torch.zeros(self._shape) if self._sum is None else self._sum
 
     @property
     def _shape(self) -> tuple[int, int]:
-        return self._features, self._features
+        return self._features, blocks.width(self._features)
 
     @classmethod
     def from_state(cls, state: Mapping[str, Tensor]) -> Self:
@@ -84,10 +79,12 @@ class GradientObserver:
         Raises:
             StatisticsError: the state is not one of this observer's.
         """
-        expected = {"gradient_sum": (torch.float32, (None, None)), "count": (torch.int64, ())}
-        gradient_sum, count = statistics.checked_state(state, expected, observer=cls.NAME)
-        statistics.refuse_negative(gradient_sum.diagonal(), "the diagonal of gradient_sum", observer=cls.NAME)
-        statistics.refuse_negative(count, "count", observer=cls.NAME)
-        observer = cls(gradient_sum.shape[0])
-        observer._sum, observer._count = gradient_sum.clone(), count
+        count = state["gradient_sum"].shape[0] if "gradient_sum" in state and state["gradient_sum"].ndim else 0
+        expected = {"gradient_sum": (torch.float32, (count, blocks.width(count))), "count": (torch.int64, ())}
+        gradient_sum, seen = statistics.checked_state(state, expected, observer=cls.NAME)
+        diagonal = blocks.diagonal_of(gradient_sum)
+        statistics.refuse_negative(diagonal, "the diagonal of gradient_sum", observer=cls.NAME)
+        statistics.refuse_negative(seen, "count", observer=cls.NAME)
+        observer = cls(count)
+        observer._sum, observer._count = gradient_sum.clone(), seen
         return observer

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from quantflow.core import statistics
 from quantflow.core.groups import spans
-from quantflow.errors import StatisticsError
 
 ROWS = 256  # of the sum, in a strip that is added to at once; part of the result, because it chooses the kernel
 
@@ -57,15 +56,8 @@ class HessianObserver:
         """
         rows = statistics.finite_rows(x, self._features, observer=self.NAME)
         strips = self._strips or _zeros(self._features)
-        for span, strip in zip(spans(self._features, ROWS), strips, strict=True):
-            # |s_ij| <= sqrt(s_ii s_jj): the diagonal overflows first. A sum of squares is the same within rounding as its
-            # entry.
-            more = 1.001 * rows[:, span].square().sum(dim=0).cpu()
-            if not torch.isfinite(strip[:, span].diagonal() + more).all():
-                raise StatisticsError(
-                    f"{self.NAME}: input {list(x.shape)} up to {rows.abs().max().item():.3g}, its square exceeds float32",
-                    "leave the layer unquantized, or repair the model",
-                )
+        diagonal = [strip[:, span].diagonal() for span, strip in zip(spans(self._features, ROWS), strips, strict=True)]
+        statistics.refuse_overflow(rows, diagonal, what=f"input {list(x.shape)}", observer=self.NAME)
         for span, strip in zip(spans(self._features, ROWS), strips, strict=True):
             # A product that is rounded once and then added loses less than one that grows in the sum, and updates then fold
             # as merges do.

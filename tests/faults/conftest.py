@@ -197,6 +197,7 @@ def commands(server: Server, inputs: dict[str, Path], tmp_path_factory: pytest.T
     small = ["--shard-size", "30KB"]
     lines: dict[str, Callable[[Path], list[object]]] = {
         "measure": lambda out: ["measure", model, "-o", out, *text, "--stats", "amax"],
+        "measure-gradients": lambda out: ["measure", model, "-o", out, *text, "--stats", "gradient"],
         "quantize": lambda out: ["quantize", model, "-o", out, *int4],
         "file-to-file": lambda out: ["quantize", model, "-o", out, "--scheme", "FP8_DYNAMIC"],
         "unify": lambda out: ["unify", "-g", "0", "-m", made / "measure", "-o", out],

@@ -13,6 +13,7 @@ KINDS = ("open", "write", "fsync", "rename", "unlink")
 PROMISED = {"EIO": 3, "ENOSPC": 5, "KILL": -9}
 STAGES = (
     "measure",
+    "measure-gradients",
     "quantize",
     "file-to-file",
     "unify",

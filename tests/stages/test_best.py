@@ -1,6 +1,7 @@
 """`--algorithm best`: gradients measured, weights rounded by them, resumed, refused where it does not fit."""
 
 import json
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from quantflow.errors import StatisticsError, UsageError
+from quantflow.measurements.stored import Deferred
 from quantflow.models.backward import generator_for
 from quantflow.models.load import load_model, open_source
 from stages import measure, quantize
@@ -94,6 +96,57 @@ def test_what_was_decided_of_each_linear_is_in_its_layers_record(best):
     assert 0 < decisions["loss"] < decisions["loss_start"] < 1
     assert decisions["moved"] > 0
     assert json.loads((best / "quantize.json").read_text())["plan"]["algorithm"] == "yaqa"
+
+
+class Stopped(BaseException):
+    """What ends a measurement on its way back."""
+
+
+def stopping(*, before=None, inside=None):
+    """A progress that ends the run before so many layers of the way back, or where a sequence has gone through one."""
+    seen, back = [], ("measure backwards", "layer")
+
+    class StopAt(Progress):
+        def steps(self, items, **told):
+            for number, item in enumerate(items):
+                seen.append((told["stage"], told["unit"]))
+                if seen[-1] == back and number == before:
+                    raise Stopped
+                yield item
+
+        def doing(self, text):
+            if seen[-1] == back and text == inside:
+                raise Stopped
+
+    return StopAt(quiet=True)
+
+
+def test_a_measurement_stopped_anywhere_on_the_way_back_ends_in_the_same_bytes(llama, text_files, measured, tmp_path):
+    job = measure.Job(model=llama, output=tmp_path, calibration=calibration(text_files), stats=("fisher", "gradient"))
+    for where in ({"before": 0}, {"inside": "sequence 3 of 6"}, {"before": 1}, {"inside": "sequence 1 of 6"}):
+        with pytest.raises(Stopped):
+            measure.run(job, stopping(**where))
+    finished = sorted(path.name for path in tmp_path.glob(".*.work/backwards/layers/*.json"))
+    assert finished == ["00001.json"]  # the last layer comes first
+    measure.run(job, QUIET)
+    again = rank_folder(tmp_path, 0, 1)
+    for name in ("statistics.safetensors", "calibration.safetensors", "measurement.json"):
+        assert (again / name).read_bytes() == (measured / name).read_bytes()
+
+
+def test_sums_of_gradients_are_read_for_the_linears_of_one_input_and_then_let_go_of(llama, measured, tmp_path, monkeypatch):
+    alive, most, original = weakref.WeakSet(), [], Deferred.__getitem__
+
+    def read(self, key):
+        found = original(self, key)
+        if key.endswith("gradient_sum"):
+            alive.add(found)
+            most.append(len(alive))
+        return found
+
+    monkeypatch.setattr(Deferred, "__getitem__", read)
+    made(llama, measured, tmp_path / "out")
+    assert len(most) == 2 * 14 and max(most) == 3  # each looked at once, and read for its weight; q, k and v together
 
 
 def test_the_result_is_the_same_whatever_the_memory_and_wherever_it_was_stopped(best, llama, measured, tmp_path, monkeypatch):

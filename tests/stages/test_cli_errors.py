@@ -178,7 +178,7 @@ def test_calibration_text_that_is_missing_or_not_given_is_refused(refused, llama
         (("--scheme", "W8A16", "--set", "quantize.0.transforms=[{smoothquant: 0.5}]"), "0.5 is not a mapping"),
         ((), "--scheme"),
         (("--recipe", "tiny-lama"), "did you mean 'tiny-llama'"),
-        (("--recipe", "tiny-llama", "--name", "w4a16-gpt"), "did you mean 'w4a16-gptq'"),
+        (("--recipe", "tiny-llama", "--name", "w4a16-bst"), "did you mean 'w4a16-best'"),
         (("--set", "quantize=[]", "--recipe", "tiny-llama"), "no entry"),
     ],
 )

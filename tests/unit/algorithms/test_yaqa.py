@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantflow.algorithms import ALGORITHMS, gptq, yaqa
+from quantflow.core import blocks
 from quantflow.core.parallel import Workers
 from quantflow.core.scheme import LinearScheme, TensorScheme, preset, with_group_size
 from quantflow.errors import InputError, SchemeError, StatisticsError
@@ -291,6 +292,91 @@ def test_errors_name_the_linear_and_the_remedy(changes, error, message):
             statistics[name] = changes[key]
     with pytest.raises(error, match=message):
         run(weight, changes.get("scheme", W4_G32), {name: value for name, value in statistics.items() if value is not None})
+
+
+def fitted(weight, qvalue, scale, outputs, inputs):
+    """Scales of a row by least squares, all other rows left as they are; those that would double or halve stay. float64."""
+    groups = scale.shape[1]
+    size = weight.shape[1] // groups
+    split = torch.zeros(*qvalue.shape, groups, dtype=torch.float64)  # column j of group k: q there, 0 elsewhere
+    for group in range(groups):
+        split[:, group * size : (group + 1) * size, group] = qvalue[:, group * size : (group + 1) * size].double()
+    errors = weight.double() - (split @ scale.double()[:, :, None])[:, :, 0]
+    new = scale.double().clone()
+    for row in range(len(weight)):
+        pull = (outputs[row] @ errors @ inputs) @ split[row] / outputs[row, row]
+        moved = scale[row].double() + torch.linalg.solve(split[row].T @ inputs @ split[row], pull)
+        fits = (moved > scale[row] / 2) & (moved < scale[row] * 2)
+        new[row] = torch.where(fits, moved, scale[row].double())
+    return new.float()
+
+
+def moved_by_steps(weight, qvalue, scale, outputs, inputs):
+    """Column after column, the step that makes the loss smallest, again and again until none does. float64, whole losses."""
+    qvalue = qvalue.double().clone()
+    steps = scale.double().repeat_interleave(weight.shape[1] // scale.shape[1], 1)
+    for column in range(weight.shape[1]):
+        while True:
+            errors = weight.double() - qvalue * steps
+            gradient = outputs @ errors @ inputs[:, column]
+            best, chosen = 0.0, None
+            for row in range(len(weight)):
+                step, curve = steps[row, column], outputs[row, row] * inputs[column, column]
+                target = (qvalue[row, column] + gradient[row] / (curve * step)).round().clamp(-8, 7)
+                change = (target - qvalue[row, column]) * step
+                gain = float(change * (2 * gradient[row] - change * curve))
+                if gain > best:
+                    best, chosen = gain, (row, target)
+            if chosen is None:
+                break
+            qvalue[chosen[0], column] = chosen[1]
+    return qvalue.to(torch.int8)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_whole_of_it_is_what_the_formulas_say_in_float64(monkeypatch, seed):
+    weight, statistics = random(6, 64, seed=seed), statistics_of(6, 64, seed=seed)
+    result = run(weight, W4_G32, statistics)
+    monkeypatch.setattr(yaqa, "_SWEEPS", 0)
+    before = run(weight, W4_G32, statistics)
+    outputs, inputs = sides(statistics)
+    expected = conditional_minima(weight, before, statistics, [[0, 1, 2, 3, 4, 5]])  # one block of rows
+    scale, kept = before.weight.scale, (expected, before.weight.scale)
+
+    def loss(qvalue, scale):
+        return loss_of(weight.double() - qvalue.double() * scale.double().repeat_interleave(32, 1), statistics)
+
+    least = loss(*kept)
+    for _ in range(2):
+        better = fitted(weight, expected, scale, outputs, inputs)
+        scale = better if loss(expected, better) < loss(expected, scale) else scale
+        expected = moved_by_steps(weight, expected, scale, outputs, inputs)
+        if not loss(expected, scale) < least:
+            break
+        kept, least = (expected, scale), loss(expected, scale)
+    assert torch.equal(result.weight.qvalue, kept[0])
+    torch.testing.assert_close(result.weight.scale, kept[1], rtol=1e-4, atol=0)
+    assert result.decisions["loss"] == pytest.approx(least / loss_of(weight, statistics), rel=1e-4)
+
+
+def test_one_block_over_all_outputs_is_the_whole_and_more_are_linears_of_their_rows(monkeypatch):
+    weight, statistics = random(40, 64, seed=5), statistics_of(40, 64, seed=5)
+    whole = run(weight, W4_G32, statistics)
+    monkeypatch.setattr(blocks, "MOST", 40)
+    assert torch.equal(run(weight, W4_G32, statistics).weight.qvalue, whole.weight.qvalue)
+    monkeypatch.setattr(blocks, "MOST", 16)
+    monkeypatch.setattr(blocks, "ALIGNED", 8)  # three blocks of 16, 16 and 8 rows
+    sums = statistics["w|gradient_sum"]
+    held = torch.zeros(40, 16)
+    for first in (0, 16, 32):
+        held[first : first + 16, : min(16, 40 - first)] = sums[first : first + 16, first : first + 16]
+    cut = run(weight, W4_G32, {**statistics, "w|gradient_sum": held})
+    for first in (0, 16, 32):
+        rows = slice(first, min(first + 16, 40))
+        alone = run(weight[rows], W4_G32, {**statistics, "w|gradient_sum": sums[rows, rows]})
+        assert torch.equal(cut.weight.qvalue[rows], alone.weight.qvalue)
+        assert torch.equal(cut.weight.scale[rows], alone.weight.scale)
+    assert not torch.equal(cut.weight.qvalue, whole.weight.qvalue)
 
 
 def test_the_working_memory_holds_both_factors_and_a_linear_for_each_worker():

@@ -327,7 +327,7 @@ def test_a_file_that_is_not_safetensors_is_refused_though_its_hash_fits(folder):
     (folder / "statistics.safetensors").write_bytes(b"not a tensor")
     files = json.loads((folder / "measurement.json").read_text())["files"]
     rewrite(folder, files=files | {"statistics.safetensors": file_digest(folder / "statistics.safetensors")})
-    with pytest.raises(InputError, match=r"statistics\.safetensors: cannot be read as safetensors"):
+    with pytest.raises(InputError, match=r"statistics\.safetensors: header of \d+ bytes, the format allows 100000000"):
         read_measurement(folder)
 
 

@@ -1,6 +1,7 @@
 """Statistics read from their file one at a time are what the whole file holds."""
 
 import hashlib
+import os
 import random
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save, save_file
 
 from quantflow.errors import InputError
-from quantflow.measurements.stored import Headers, StoredStatistics, write_tensors
+from quantflow.measurements.stored import Headers, StoredStatistics, read_small, write_tensors
 
 
 @pytest.fixture(scope="module")
@@ -109,3 +110,29 @@ def test_tensors_that_share_memory_or_lie_across_it_are_each_written_whole(tmp_p
     write_tensors(tmp_path / "f", tensors)
     apart = {name: value.detach().clone(memory_format=torch.contiguous_format) for name, value in tensors.items()}
     assert (tmp_path / "f").read_bytes() == save(apart)
+
+
+def test_matrices_are_read_whenever_they_are_asked_for_and_kept_by_nobody(tmp_path):
+    tensors = {"a|input|amax": torch.tensor(2.0), "a|input|hessian_sum": torch.eye(200), "a|input|count": torch.tensor(3)}
+    tensors["a|gradient|gradient_sum"] = 2 * torch.eye(300)
+    write_tensors(tmp_path / "f", tensors)
+    read = read_small(tmp_path / "f")
+    assert sorted(read) == sorted(tensors) and len(read) == 4
+    for key, value in tensors.items():
+        assert torch.equal(read[key], value) and key in read
+        assert read.spec(key) == ("I64" if key.endswith("count") else "F32", tuple(value.shape))
+    one, two = read["a|gradient|gradient_sum"], read["a|gradient|gradient_sum"]
+    one.zero_()
+    assert torch.equal(two, 2 * torch.eye(300))
+    assert read["a|input|amax"] is read["a|input|amax"]
+    with pytest.raises(KeyError):
+        read["b|input|amax"]
+    assert write_tensors(tmp_path / "g", read) == hashlib.sha256((tmp_path / "f").read_bytes()).hexdigest()
+
+
+def test_a_matrix_whose_file_ends_early_is_named(tmp_path):
+    write_tensors(tmp_path / "f", {"a|input|hessian_sum": torch.eye(300)})
+    read = read_small(tmp_path / "f")
+    os.truncate(tmp_path / "f", 1000)
+    with pytest.raises(InputError, match=r"f: a\|input\|hessian_sum has \d+ bytes, 360000 when it was opened"):
+        read["a|input|hessian_sum"]

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantflow.algorithms import ALGORITHMS
+from quantflow.core import blocks
 from quantflow.core.scheme import preset, with_group_size
 from quantflow.errors import StatisticsError, UsageError
 from quantflow.observers.amax import AmaxObserver
@@ -97,6 +98,22 @@ def test_gradients_are_summed_as_outer_products_worked_by_hand():
         "gradient_sum": [[10.0, -5.0, -1.5], [-5.0, 5.0, 0.5], [-1.5, 0.5, 0.25]],
         "count": 2,
     }
+
+
+def test_gradients_of_many_outputs_are_summed_in_blocks_worked_by_hand(monkeypatch):
+    monkeypatch.setattr(blocks, "MOST", 2)
+    monkeypatch.setattr(blocks, "ALIGNED", 1)
+    observer = GradientObserver(3)
+    observer.update(torch.tensor([[1.0, 2.0, 3.0], [0.0, 1.0, -1.0]]))
+    other = GradientObserver(3)
+    other.update(torch.tensor([[1.0, 0.0, 2.0]]))
+    assert observer.state()["gradient_sum"].tolist() == [[1.0, 2.0], [2.0, 5.0], [10.0, 0.0]]
+    observer.merge(other)
+    assert observer.state()["gradient_sum"].tolist() == [[2.0, 2.0], [2.0, 5.0], [14.0, 0.0]]
+    again = GradientObserver.from_state(observer.state())
+    assert torch.equal(again.state()["gradient_sum"], observer.state()["gradient_sum"])
+    with pytest.raises(StatisticsError, match=r"gradient: gradient_sum is torch\.float32 \[3, 3\], expected .* \[3, 2\]"):
+        GradientObserver.from_state({"gradient_sum": torch.eye(3), "count": torch.tensor(1)})
 
 
 def test_gradients_whose_square_overflows_are_refused_and_nothing_is_taken_in():

@@ -1,0 +1,74 @@
+"""Blocks of outputs: how they are cut, worked out by hand; what they hold of a whole sum, and of a part of it."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quantflow.core import blocks
+
+
+@pytest.mark.parametrize(
+    ("outputs", "width", "count"),
+    [
+        (0, 0, 0),
+        (1, 1, 1),
+        (2048, 2048, 1),
+        (2049, 1152, 2),  # two of 1024.5, to the next 128
+        (4096, 2048, 2),
+        (5120, 1792, 3),  # three of 1706.7: 14 heads of 128 each, and 12
+        (13824, 2048, 7),  # seven of 1974.9
+    ],
+)
+def test_the_width_of_blocks_worked_by_hand(outputs, width, count):
+    assert blocks.width(outputs) == width
+    assert len(blocks.blocks(outputs)) == count
+    assert blocks.nbytes(outputs) == 4 * outputs * width
+
+
+@given(outputs=st.integers(1, 50_000))
+def test_blocks_hold_every_output_once_and_never_more_than_they_may(outputs):
+    parts = blocks.blocks(outputs)
+    assert [place for part in parts for place in (part.start, part.stop)] == [
+        0,
+        *(place for part in parts[1:] for place in (part.start, part.start)),
+        outputs,
+    ]
+    assert all(0 < part.stop - part.start <= min(blocks.width(outputs), 2048) for part in parts)
+    assert len(parts) == 1 or blocks.width(outputs) % 128 == 0
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Blocks of at most 4 outputs, in pairs."""
+    monkeypatch.setattr(blocks, "MOST", 4)
+    monkeypatch.setattr(blocks, "ALIGNED", 2)
+
+
+def held(whole):
+    """Of a whole sum, what its blocks hold, by the definition: row after row, the columns of its own block, then zeros."""
+    width = blocks.width(len(whole))
+    rows = torch.zeros(len(whole), width)
+    for row in range(len(whole)):
+        first = row // width * width
+        found = whole[row, first : first + width]
+        rows[row, : len(found)] = found
+    return rows
+
+
+@pytest.mark.usefixtures("small")
+def test_a_block_and_the_diagonal_of_a_sum_worked_by_hand():
+    sums = torch.tensor([[1.0, 2, 3, 4], [2, 5, 6, 7], [3, 6, 8, 9], [4, 7, 9, 10], [11, 12, 0, 0], [12, 13, 0, 0]])
+    assert blocks.block_of(sums, slice(4, 6)).tolist() == [[11, 12], [12, 13]]
+    assert blocks.diagonal_of(sums).tolist() == [1, 5, 8, 10, 11, 13]
+    assert blocks.diagonal_of(torch.empty(0, 0)).tolist() == []
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("part", [slice(0, 11), slice(0, 4), slice(2, 5), slice(3, 11), slice(5, 5)])
+def test_a_part_of_the_outputs_keeps_the_products_that_both_its_blocks_and_the_wholes_have(part):
+    x = torch.randn(20, 11, generator=torch.Generator().manual_seed(0))
+    whole = x.T @ x
+    size, count = blocks.width(11), part.stop - part.start
+    mask = torch.tensor([[i // size == j // size for j in range(11)] for i in range(11)])
+    assert torch.equal(blocks.cut(held(whole), part), held((whole * mask)[part, part]) if count else torch.empty(0, 0))
