@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from quantflow.core import groups
+from quantflow.core import comparison
 from quantflow.core.feedback import (
     BLOCK,
     DAMPINGS,
@@ -40,7 +40,7 @@ from quantflow.core.feedback import (
 from quantflow.core.grid import Grid, weight_grids
 from quantflow.core.parallel import SEQUENTIAL, Workers
 from quantflow.core.qtensor import QTensor
-from quantflow.core.result import GroupResult
+from quantflow.core.result import JSON, GroupResult
 from quantflow.core.scheme import LinearScheme, TensorScheme
 from quantflow.errors import SchemeError
 
@@ -60,7 +60,7 @@ def working_bytes(features: int, rows: int, *, workers: int = 1, in_place: bool 
 
     4 I^2 for the factor, unless it is made in place. For each worker a unit of R rows (`_unit_rows`): its work in
     float32 (4 I R), the qvalues (I R) and the scales, at most one per 32 columns (2 * 4 I R / 32); and a block and its
-    scratch (4 R (128 + 1)), or what the elementwise units take, if that is more.
+    scratch (4 R (128 + 1)), or what the elementwise units or the comparison of a linear take, if that is more.
 
     Args:
         features: I, in_features of the group.
@@ -70,7 +70,7 @@ def working_bytes(features: int, rows: int, *, workers: int = 1, in_place: bool 
     """
     unit = min(_unit_rows(features), rows) * (features * (4 + 1) + features // 4 + 4 * (BLOCK + 1))
     factor = 0 if in_place else 4 * features * features
-    return factor + workers * max(unit, groups.unit_bytes(features))
+    return factor + workers * max(unit, comparison.working_bytes(features))
 
 
 def quantize_group(
@@ -95,7 +95,8 @@ def quantize_group(
     Returns:
         name -> the quantized weight; decisions: `damping` (the fraction of the mean diagonal that was added) and
         `attempts` (factorisations tried), `dead_channels` (inputs that were always zero; their columns are rounded to
-        nearest), `tokens` (count), `zero_groups` (scales that stand for zeros only), `order`.
+        nearest), `tokens` (count), `zero_groups` (scales that stand for zeros only), `order`, and those of
+        `comparison.compared`.
 
     Raises:
         SchemeError: the scheme's weights are not int, or group_size does not divide in_features.
@@ -118,12 +119,16 @@ def quantize_group(
 
     limit = _unit_rows(hessian_sum.shape[0])
     workers.map(unit, _units({name: weight.shape[0] for name, weight in weights.items()}, limit=limit))
-    return {
-        name: GroupResult(
-            weight=QTensor(qvalue=qvalues[name], scale=grid.scale, zero_point=grid.zero_point, scheme=scheme.weights),
-            decisions={**feedback.decisions, "order": "hessian_diagonal", "tokens": tokens, "zero_groups": grid.zero_groups},
-        )
+    made = {
+        name: QTensor(qvalue=qvalues[name], scale=grid.scale, zero_point=grid.zero_point, scheme=scheme.weights)
         for name, grid in grids.items()
+    }
+    about: dict[str, JSON] = {**feedback.decisions, "order": "hessian_diagonal", "tokens": tokens}
+    moment = comparison.moment_of(feedback)
+    told = comparison.compared(weights, made, moment, scale_dtype=scale_dtype, workers=workers)
+    return {
+        name: GroupResult(weight=weight, decisions={**about, "zero_groups": grids[name].zero_groups, **told[name]})
+        for name, weight in made.items()
     }
 
 

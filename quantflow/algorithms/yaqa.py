@@ -24,12 +24,12 @@ both sides; Behdin et al. 2023, "QuantEase", arXiv:2309.01885, for the descent, 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from quantflow.core import groups
+from quantflow.core import comparison
 from quantflow.core.descent import Problem, Side, apart, descend_, errors_of, loss_of, of_rows, rescaled, working_bytes_of
 from quantflow.core.feedback import (
     DAMPINGS,
@@ -71,7 +71,7 @@ def working_bytes(features: int, rows: int, *, workers: int = 1, in_place: bool 
     """
     del in_place
     linear = 4 * rows * (rows + _ROWS) + (3 + 4) * rows * features + working_bytes_of(features, rows)
-    return 4 * features * features + workers * max(linear, groups.unit_bytes(features))
+    return 4 * features * features + workers * max(linear, comparison.working_bytes(features))
 
 
 def quantize_group(
@@ -145,7 +145,11 @@ def quantize_group(
             },
         )
 
-    return dict(zip(weights, workers.map(unit, weights), strict=True))
+    made = dict(zip(weights, workers.map(unit, weights), strict=True))
+    moment = comparison.SecondMoment(upper=inputs.matrix, diagonal=inputs.matrix.diagonal())
+    found = {name: result.weight for name, result in made.items()}
+    told = comparison.compared(weights, found, moment, scale_dtype=scale_dtype, workers=workers)
+    return {name: replace(result, decisions={**result.decisions, **told[name]}) for name, result in made.items()}
 
 
 def _checked_gradient(name: str, rows: int, statistics: Mapping[str, Tensor]) -> Tensor:

@@ -38,13 +38,16 @@ class Feedback:
 
     Attributes:
         order: [I] int64, the columns from the last to be processed to the first.
-        lower: [I, I] float32, below the diagonal (I + U)^T of the matrix in that order; the rest has no meaning.
+        lower: [I, I] float32, below the diagonal (I + U)^T of the matrix in that order; above it the matrix itself, times a
+            power of two; the diagonal has no meaning.
+        diagonal: [I] float64, of that matrix.
         damping: what was added to the diagonal, as the matrix has it.
         decisions: what was done to factor it.
     """
 
     order: Tensor
     lower: Tensor
+    diagonal: Tensor
     damping: float
     decisions: dict[str, JSON]
 
@@ -123,9 +126,11 @@ def feedback_of(
         if cholesky_(lower, workers=workers):
             roots = lower.diagonal().clone()
             for columns in groups.spans(lower.shape[0], BLOCK):
-                lower[columns.start :, columns] /= roots[columns]
+                lower[columns.stop :, columns] /= roots[columns]
+                corner = lower[columns, columns]
+                corner.copy_((corner / roots[columns]).tril() + corner.triu(1))
             decisions: dict[str, JSON] = {"damping": damping, "attempts": attempt, "dead_channels": int(dead.sum())}
-            return Feedback(order=order, lower=lower, damping=damping * mean, decisions=decisions)
+            return Feedback(order=order, lower=lower, diagonal=pivots, damping=damping * mean, decisions=decisions)
     raise StatisticsError(
         f"{name}: {statistic} is not positive definite with a damping of {dampings[-1]} times its mean diagonal",
         "the statistic is damaged; measure again",

@@ -128,6 +128,10 @@ def test_two_columns_worked_by_hand():
         "order": "hessian_diagonal",
         "tokens": 1,
         "zero_groups": 0,
+        # Errors (-0.8, 0.5) instead of round to nearest's (0.2, 0.5), of 2 * 2.2^2 - 2 * 2 * 2.2 * 7.5 + 4 * 7.5^2.
+        "output_error": pytest.approx(math.sqrt((2 * 0.64 - 4 * 0.4 + 4 * 0.25) / 168.68)),
+        "output_error_rtn": pytest.approx(math.sqrt((2 * 0.04 + 4 * 0.1 + 4 * 0.25) / 168.68)),
+        "same_as_rtn": False,
     }
 
 
