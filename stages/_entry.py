@@ -5,7 +5,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quantflow.algorithms import ALGORITHMS
-from quantflow.core.scheme import LinearScheme, TensorScheme, preset, with_float8, with_group_size
+from quantflow.core.scheme import (
+    LinearScheme,
+    TensorScheme,
+    preset,
+    with_float8,
+    with_group_size,
+    with_scale_rounding,
+)
 from quantflow.errors import UsageError
 from quantflow.observers import observers_for
 from quantflow.observers.fisher import FisherObserver
@@ -60,8 +67,10 @@ def _schemes_named(entry: Quantize) -> list[LinearScheme]:
     return [scheme_of(entry.scheme, entry.group_size), *overridden]
 
 
-def scheme_of(name: str, group_size: int | None, flavour: str | None = None) -> LinearScheme:
-    """Return the scheme that a recipe means by a name, a group size and a flavour of float8; None is the preset's.
+def scheme_of(name: str, group_size: int | None, flavour: str | None = None, rounding: str | None = None) -> LinearScheme:
+    """Return the scheme that a recipe means by a name, a group size, and of float8 a flavour and how its scales are rounded.
+
+    None is the preset's.
 
     Raises:
         SchemeError: no preset has that name, or it has no groups or no float8.
@@ -69,7 +78,8 @@ def scheme_of(name: str, group_size: int | None, flavour: str | None = None) -> 
     scheme = preset(name)
     if group_size is not None:
         scheme = with_group_size(scheme, group_size)
-    return scheme if flavour is None else with_float8(scheme, flavour)
+    scheme = scheme if flavour is None else with_float8(scheme, flavour)
+    return scheme if rounding is None else with_scale_rounding(scheme, rounding)
 
 
 def algorithm_of(entry: Quantize) -> str:
@@ -90,12 +100,10 @@ def algorithm_of(entry: Quantize) -> str:
 def _best(weights: TensorScheme, *, transforms: int) -> str:
     """Return the algorithm that `best` stands for, of such weights.
 
-    Measured beside the others (benchmarks/accuracy.py) for 4 bits; other bits below 8 follow it. gptq goes with transforms,
-    which yaqa does not; round to nearest is what there is for float8.
+    Measured beside the others (benchmarks/accuracy.py) for 4 bits; other bits below 8 follow it. gptq goes with transforms and
+    float8, which yaqa does not.
     """
-    if weights.kind != "int":
-        return "rtn"
-    return "gptq" if transforms or weights.num_bits == 8 else "yaqa"
+    return "gptq" if transforms or weights.kind != "int" or weights.num_bits == 8 else "yaqa"
 
 
 def needs_of(entry: Quantize, schemes: Sequence[LinearScheme]) -> frozenset[str]:

@@ -21,6 +21,7 @@ OUTSIDE = "outside.safetensors"  # in a quantize folder: what lies outside the l
 SEQUENCES = 32  # of calibration text that run where nothing but rows is needed of it
 APART = 4  # of that many sequences one gives rows, where the others give a static range
 SAMPLE_ROWS = 1024  # of each input that a search tries its candidates on
+_INTEGERS = ("hqq", "yaqa")  # algorithms that have nothing to choose of float8
 Item = TypeVar("Item")
 
 
@@ -139,7 +140,7 @@ def resolve(
             f"{entry.name}: target_bpw or max_kld of a {graph.family.model_type}; experts' sensitivities are not measured",
             "give one scheme, and overrides where linears need another",
         )
-    base, algorithm = scheme_of(entry.scheme, entry.group_size, entry.float8), algorithm_of(entry)
+    base, algorithm = scheme_of(entry.scheme, entry.group_size, entry.float8, entry.scale_rounding), algorithm_of(entry)
     schemes = _schemes(entry, graph, shapes, base=base)
     used = [scheme for scheme in schemes.values() if scheme is not None]
     for scheme in used:
@@ -170,8 +171,8 @@ def _schemes(
     schemes: dict[str, LinearScheme | None] = {name: None if name in ignored else base for name in graph.linears}
     for override in entry.overrides:
         for name in _matches(override.match, list(graph.linears), f"{entry.name}: overrides"):
-            flavour = entry.float8 if preset(override.scheme).weights.kind == "float" else None
-            schemes[name] = None if name in ignored else scheme_of(override.scheme, override.group_size, flavour)
+            floats = (entry.float8, entry.scale_rounding) if preset(override.scheme).weights.kind == "float" else ()
+            schemes[name] = None if name in ignored else scheme_of(override.scheme, override.group_size, *floats)
     given = overridden(entry, graph) if entry.mixed else frozenset(schemes)  # for others one is chosen that fits
     for name, scheme in schemes.items():
         if scheme is not None:
@@ -222,10 +223,15 @@ def overridden(entry: Quantize, graph: Graph) -> frozenset[str]:
 
 
 def _check_algorithm(name: str, algorithm: str, scheme: LinearScheme) -> None:
-    if algorithm != "rtn" and scheme.weights.kind != "int":
+    if algorithm in _INTEGERS and scheme.weights.kind != "int":
         raise UsageError(
             f"{name}: algorithm {algorithm} with scheme {scheme.name}",
-            f"{algorithm} chooses integers; use algorithm rtn for float8",
+            f"{algorithm} chooses integers; use rtn, rtn_mse or gptq for float8",
+        )
+    if algorithm == "rtn_mse" and scheme.weights.granularity == "per_tensor":
+        raise UsageError(
+            f"{name}: algorithm rtn_mse with scheme {scheme.name}, whose weights share one scale",
+            "use rtn or gptq, or a scale per channel or block such as FP8_DYNAMIC's",
         )
 
 

@@ -39,10 +39,9 @@ from quantflow.core.feedback import (
 )
 from quantflow.core.grid import Grid, weight_grids
 from quantflow.core.parallel import SEQUENTIAL, Workers
-from quantflow.core.qtensor import QTensor
+from quantflow.core.qtensor import QTensor, qvalue_dtype
 from quantflow.core.result import JSON, GroupResult
 from quantflow.core.scheme import LinearScheme, TensorScheme
-from quantflow.errors import SchemeError
 
 NEEDS: tuple[str, ...] = ("hessian_sum", "count")
 BY_ROW: bool = False
@@ -86,7 +85,7 @@ def quantize_group(
 
     Args:
         weights: name -> [O, I], any float dtype; not modified.
-        scheme: its `weights` are int, at any granularity.
+        scheme: its `weights` are int or float8, at any granularity.
         statistics: `hessian_sum` [I, I], the sum of x^T x over the group's input rows, and `count` [], how many rows.
         scale_dtype: the dtype in which the layout stores scales.
         workers: run blocks of the factorisation and units of rows; how many there are changes nothing but the time.
@@ -99,12 +98,10 @@ def quantize_group(
         `comparison.compared`.
 
     Raises:
-        SchemeError: the scheme's weights are not int, or group_size does not divide in_features.
+        SchemeError: group_size does not divide in_features.
         InputError: a weight is empty or holds NaN or Inf.
         StatisticsError: a statistic is missing, has another shape, is not finite, or is no sum of x^T x.
     """
-    if scheme.weights.kind != "int":
-        raise SchemeError(f"scheme {scheme.name}: gptq with kind={scheme.weights.kind!r}", "use rtn for float8")
     if not weights:
         return {}
     hessian_sum, tokens = checked_hessian(statistics, weights, algorithm="gptq")
@@ -112,7 +109,7 @@ def quantize_group(
     importance = diagonal + DAMPINGS[0] * diagonal.mean()  # damped too: an unseen channel still matters a little
     grids = weight_grids(weights, scheme.weights, scale_dtype=scale_dtype, importance=importance, workers=workers)
     feedback = feedback_of(hessian_sum, name=next(iter(weights)), workers=workers, in_place=in_place)
-    qvalues = {name: torch.empty(weight.shape, dtype=torch.int8) for name, weight in weights.items()}
+    qvalues = {name: torch.empty(weight.shape, dtype=qvalue_dtype(scheme.weights)) for name, weight in weights.items()}
 
     def unit(pieces: Sequence[_Piece]) -> None:
         _round_rows(pieces, weights, grids, scheme=scheme.weights, feedback=feedback, qvalues=qvalues)

@@ -20,6 +20,7 @@ from quantflow.core import affine, groups
 from quantflow.core.cholesky import cholesky_, mirror_, reorder_
 from quantflow.core.grid import Grid
 from quantflow.core.parallel import SEQUENTIAL, Workers
+from quantflow.core.qtensor import qvalue_dtype
 from quantflow.core.result import JSON
 from quantflow.core.scheme import TensorScheme
 from quantflow.errors import StatisticsError
@@ -170,14 +171,14 @@ def round_columns_(
         work: [I, R], the weights in the order of `feedback` (`gathered`); afterwards weight - rounded weight.
         scales: [G, R], of groups in the order of the weights.
         zero_points: likewise, or None.
-        scheme: int.
+        scheme: any.
         feedback: of the rows' input.
 
     Returns:
-        The qvalues, [I, R] int8, in the order of the weights.
+        The qvalues, [I, R] in the dtype of the scheme's, in the order of the weights.
     """
     lower, (columns, width) = feedback.lower, work.shape
-    qvalue = torch.empty(columns, width, dtype=torch.int8)
+    qvalue = torch.empty(columns, width, dtype=qvalue_dtype(scheme))
     rounded = torch.empty(width)
     places = feedback.order.tolist()
     group_size = columns // scales.shape[0]
