@@ -16,6 +16,7 @@ Layout = Literal["float-quantized", "int-quantized", "pack-quantized"]
 INT_BITS = (2, 3, 4, 5, 6, 8)
 FLOAT8_FLAVOURS = ("e4m3fn", "e5m2", "e4m3fnuz", "gaudi2")
 SCALE_ROUNDINGS = ("none", "pow2")
+INPUT_OBSERVERS = ("amax", "mse", "percentile")
 
 
 def _known(field: str, value: object, words: tuple[str, ...]) -> None:
@@ -36,7 +37,9 @@ class TensorScheme:
         dynamic: the scale is computed from each input at run time instead of being stored.
         float8: one of FLOAT8_FLAVOURS; only read when `kind` is `float`.
         scale_rounding: `pow2` rounds a stored scale of float8 up to a power of two, as hardware that shifts exponents wants it.
-            Not compared: what was stored is a scale like any other, and no layout says how it was chosen.
+        observer: of a static input, what its range is: all that was seen (`amax`), or less, by the squared error (`mse`) or up
+            to a `percentile`. Neither of these two is compared: what was stored is a scale like any other, and no layout says
+            how it was chosen.
     """
 
     kind: Kind
@@ -47,6 +50,7 @@ class TensorScheme:
     dynamic: bool = False
     float8: str = "e4m3fn"
     scale_rounding: str = field(default="none", compare=False)
+    observer: str = field(default="amax", compare=False)
 
     def __post_init__(self) -> None:
         """Refuse words that are unknown and combinations that have no meaning.
@@ -58,6 +62,7 @@ class TensorScheme:
         _known("granularity", self.granularity, get_args(Granularity))
         _known("float8", self.float8, FLOAT8_FLAVOURS)
         _known("scale_rounding", self.scale_rounding, SCALE_ROUNDINGS)
+        _known("observer", self.observer, INPUT_OBSERVERS)
         if self.scale_rounding != "none" and (self.kind != "float" or self.dynamic):
             raise SchemeError(
                 f"scale_rounding={self.scale_rounding!r} with kind={self.kind!r}, dynamic={self.dynamic}",
@@ -248,3 +253,16 @@ def with_scale_rounding(scheme: LinearScheme, rounding: str) -> LinearScheme:
     if inputs is not None and not inputs.dynamic:
         inputs = replace(inputs, scale_rounding=rounding)
     return replace(scheme, weights=replace(scheme.weights, scale_rounding=rounding), input=inputs)
+
+
+def with_input_observer(scheme: LinearScheme, observer: str) -> LinearScheme:
+    """Return `scheme` with the range of its static input chosen otherwise.
+
+    Raises:
+        SchemeError: the scheme has no static input, or the observer is unknown.
+    """
+    if scheme.input is None or scheme.input.dynamic:
+        raise SchemeError(
+            f"scheme {scheme.name} has no static input, input_observer={observer!r} was given", "drop it, or use FP8"
+        )
+    return replace(scheme, input=replace(scheme.input, observer=observer))

@@ -12,6 +12,7 @@ from quantflow.core.scheme import preset
 from quantflow.runtime.artifact import open_artifact
 from stages import export, measure, quantize
 from stages._config import Calibration, Quantize
+from stages._entry import statistics_for
 from stages._options import exit_code
 from stages._progress import Progress
 from stages.cli import cli
@@ -116,3 +117,42 @@ def test_what_no_file_could_hold_is_refused_before_anything_is_written(llama, me
     assert exit_code(cli, [str(word) for word in line]) == code
     assert told in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory, llama, text_files):
+    """A measurement with histograms."""
+    calibration = Calibration(source=str(text_files["calibration"]), samples=6, sequence_length=48)
+    folder, stats = tmp_path_factory.mktemp("counted") / "out", ("amax", "min_max", "histogram")
+    return measure.run(measure.Job(model=llama, output=folder, calibration=calibration, stats=stats), QUIET)
+
+
+@pytest.mark.parametrize("scheme", ["FP8", "W8A8_STATIC"])
+@pytest.mark.parametrize("observer", ["mse", "percentile"])
+def test_the_range_of_a_static_input_is_what_the_observer_says(llama, counted, tmp_path, scheme, observer):
+    words = {"scheme": scheme, "algorithm": "rtn", "transforms": ()}
+    cut = made(llama, tmp_path / "cut", counted, input_observer=observer, **words)
+    whole = tensors(made(llama, tmp_path / "whole", counted, **words))
+    for name, told in decisions(cut).items():
+        assert told["input_reach"] <= (1.125 if observer == "percentile" else 1.0) * told["input_amax"]
+        scale = tensors(cut)[f"{name}.input_scale"]
+        assert scale <= whole[f"{name}.input_scale"]
+        if scheme == "FP8":
+            assert scale.item() == pytest.approx(min(told["input_reach"], told["input_amax"]) / 448)
+    if scheme == "W8A8_STATIC" and observer == "mse":
+        assert any(told["input_reach"] < told["input_amax"] for told in decisions(cut).values())
+
+
+def test_what_an_observer_needs_is_asked_for(llama, measured, tmp_path, capsys):
+    def refused(code, *options):
+        line = ("quantize", llama, "-o", tmp_path / "out", "--measurement", measured, *options)
+        assert exit_code(cli, [str(word) for word in line]) == code
+        return capsys.readouterr().err
+
+    mse = ("--set", "quantize.0.input_observer=mse")
+    assert "counts" in refused(3, "--scheme", "FP8", *mse)
+    assert "no static input, input_observer='mse'" in refused(2, "--scheme", "FP8_DYNAMIC", *mse)
+    assert "give `transforms: []`" in refused(2, "--scheme", "W8A8_STATIC", *mse)
+    assert "did you mean 'mse'" in refused(2, "--scheme", "FP8", "--set", "quantize.0.input_observer=mes")
+    entry = Quantize(name="x", scheme="FP8", input_observer="mse")
+    assert statistics_for([entry]) == ("amax", "histogram")
