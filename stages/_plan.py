@@ -147,7 +147,8 @@ def resolve(
     used = [scheme for scheme in schemes.values() if scheme is not None]
     for scheme in dict.fromkeys(used):
         _check_algorithm(entry.name, algorithm, scheme)
-        FORMATS["compressed-tensors"].tensor_names(entry.name, scheme)  # refuses what it cannot hold
+    layout, kinds = FORMATS["compressed-tensors"], {str(number): scheme for number, scheme in enumerate(dict.fromkeys(used))}
+    layout.quantization_config(kinds, ignore=(), model_type=graph.family.model_type)  # refuses what no file could hold
     transforms = transforms_of(entry)
     if ranks > 1 and any(name in ROTATIONS for name, _ in transforms):
         raise UsageError(f"{entry.name}: hadamard with --ranks {ranks}", "quantize with one process, or leave hadamard out")

@@ -143,7 +143,11 @@ def test_the_range_of_a_static_input_is_what_the_observer_says(llama, counted, t
         assert any(told["input_reach"] < told["input_amax"] for told in decisions(cut).values())
 
 
-def test_what_an_observer_needs_is_asked_for(llama, measured, tmp_path, capsys):
+def test_what_an_observer_needs_is_asked_for(llama, text_files, tmp_path, capsys):
+    calibration = Calibration(source=str(text_files["calibration"]), samples=2, sequence_length=48)
+    job = measure.Job(model=llama, output=tmp_path / "1", calibration=calibration, stats=("amax",))
+    measured = measure.run(job, QUIET)
+
     def refused(code, *options):
         line = ("quantize", llama, "-o", tmp_path / "out", "--measurement", measured, *options)
         assert exit_code(cli, [str(word) for word in line]) == code
