@@ -4,7 +4,7 @@
     calibration: {source, samples, sequence_length, pack}
     measure:     {ranks, tp, dp, stats, experts}
     quantize:    [{name, scheme, algorithm, group_size, float8, scale_rounding, input_observer, transforms, ignore,
-                   overrides, experts, expert_tokens, target_bpw, max_kld, candidates, expect}, ...]
+                   overrides, head, experts, expert_tokens, target_bpw, max_kld, candidates, expect}, ...]
     unify:       {groups}               export: {format, shard_size, device, scale_method, dtype}
     validate:    {text, tokens, sequence_length, gate, allow_inconclusive}
     resources:   {max_memory, max_disk, disk_offload}
@@ -78,6 +78,20 @@ class Override:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Head:
+    """The scheme of the head; `algorithm` null is the scheme's own."""
+
+    scheme: str
+    algorithm: str | None = None
+    group_size: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse a word that means nothing."""
+        if self.scheme not in (*PRESETS, *ALIASES):
+            raise UsageError(f"head: scheme {self.scheme!r} is unknown", nearest(self.scheme, [*PRESETS, *ALIASES]))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Candidate:
     """A scheme that may be chosen for a linear."""
 
@@ -93,9 +107,9 @@ class Quantize:
     stored scales powers of two. `input_observer` chooses the range of static inputs from the measured histogram: `mse` by the
     squared error, `percentile` up to 99.99 %. `experts` is what becomes of
     experts that calibration reached with fewer than `expert_tokens`; null is two per input feature for algorithms that read
-    statistics, and 100 for static inputs. With `target_bpw` (bits per quantized weight) or `max_kld` (mean KL divergence,
-    nats per token) every linear that `overrides` does not name gets the one of `candidates` that measured sensitivities
-    speak for; null is integers of 2 to 8 bits.
+    statistics, and 100 for static inputs. `head` null leaves the head as it is. With `target_bpw` (bits per quantized weight
+    of the layers) or `max_kld` (mean KL divergence, nats per token) every linear of a layer that `overrides` does not name
+    gets the one of `candidates` that measured sensitivities speak for; null is integers of 2 to 8 bits.
     """
 
     name: str
@@ -108,6 +122,7 @@ class Quantize:
     transforms: tuple[dict[str, Any], ...] | None = None
     ignore: tuple[str, ...] = ()
     overrides: tuple[Override, ...] = ()
+    head: Head | None = None
     quantized_inputs: bool | None = None
     experts: str = "error"
     expert_tokens: int | None = None

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quantflow.core.scheme import LinearScheme, TensorScheme
+from stages._head import HeadPlan
 from stages._plan import Plan
 
 
@@ -21,7 +22,14 @@ def plan_from(summary: Mapping[str, Any]) -> Plan:
         transforms=(),
         needs=frozenset(),
         file_to_file=summary["proof"] == "tensors",
+        head=head_from(plan),
     )
+
+
+def head_from(plan: Mapping[str, Any]) -> HeadPlan | None:
+    """Return what becomes of the head, from a plan as quantize.json and manifests spell it; None where it stays as it is."""
+    head = plan.get("head")
+    return None if head is None else HeadPlan(**{**head, "scheme": scheme_from(head["scheme"])})
 
 
 def scheme_from(data: Mapping[str, Any]) -> LinearScheme:

@@ -77,7 +77,7 @@ def load(
         folder: what `quantflow export` wrote.
         decoder: `lean` for `quantflow.runtime.lean`, `transformers` for its modules, `auto` for the first where it can.
         kv_cache: a key of `quantflow.runtime.kv_cache.KINDS`, or `auto` for dtype; the others need the lean decoder.
-        backend: a key of quantflow.backends.BACKENDS for all quantized linears, or `auto` for the first that can.
+        backend: as `quantflow.backends.choose` takes it, for all quantized linears: a name, `auto`, or several with commas.
         dtype: of the parameters that are not quantized and of all inputs.
         verify: compare every file with its recorded hash first; it reads the artifact once more.
         device: where the model runs.
