@@ -19,7 +19,7 @@ from quantflow.observers import observers_for
 from quantflow.observers.fisher import FisherObserver
 from quantflow.observers.rows import NAME as ROWS
 from quantflow.transforms import ROTATIONS, TRANSFORMS, Transform, Turn
-from stages._config import Override, Quantize, nearest
+from stages._config import Head, Override, Quantize, nearest
 
 BEST = "best"  # stands for an algorithm, `_best` says for which
 GRADIENT_SUM = "gradient_sum"  # the one statistic that algorithms read of a linear's output
@@ -90,8 +90,8 @@ def base_of(entry: Quantize) -> LinearScheme:
     return scheme if entry.input_observer is None else with_input_observer(scheme, entry.input_observer)
 
 
-def override_of(entry: Quantize, override: Override) -> LinearScheme:
-    """Return the scheme of an override, with what the entry says as far as it fits.
+def override_of(entry: Quantize, override: Override | Head) -> LinearScheme:
+    """Return the scheme of an override or the head, with what the entry says as far as it fits.
 
     Raises:
         SchemeError: as `scheme_of`.
