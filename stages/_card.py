@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from quantflow.artifact.inspect import output_errors
+
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 NOTES = {
     "float-quantized": "Stock transformers with compressed-tensors loads it, and runs it with the formulas used here.",
@@ -56,6 +58,7 @@ def model_card(manifest: Mapping[str, Any]) -> str:
         f"| source bytes quantized / changed / copied | {sizes['quantized']} / {sizes['changed']} / {sizes['copied']} |",
         f"| calibration | {_calibration(manifest['measurement'])} |",
         f"| proof | {PROOFS[manifest['proof']['kind']].format(layers=manifest['proof']['layers'])} |",
+        *_output_errors(resolved["algorithm"], output_errors(manifest["layers"] or ())),
         f"| digest | `{manifest['digest']}` |",
         "",
         *[f"{layout}: {(MIXTURES if sparse else NOTES)[layout]}" for layout in layouts],
@@ -92,6 +95,16 @@ def _experts(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return [
         f"{stored} Calibration tokens per expert in {len(rows)} layers: at least {min(tokens)}, median {median(tokens):g}; "
         f"{short} experts were short of tokens."
+    ]
+
+
+def _output_errors(algorithm: str, found: Mapping[str, Any]) -> list[str]:
+    """Return the row about outputs on the calibration text, where there were any."""
+    if not found:
+        return []
+    return [
+        f"| output error on the calibration text, median of {found['linears']} linears | {algorithm} {found['median']:.2%}, "
+        f"rtn {found['median_rtn']:.2%}; worst {found['worst']:.2%} ({found['worst_linear']}) |"
     ]
 
 

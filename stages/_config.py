@@ -3,8 +3,8 @@
     model: folder                       revision: null         seed: 0
     calibration: {source, samples, sequence_length, pack}
     measure:     {ranks, tp, dp, stats, experts}
-    quantize:    [{name, scheme, algorithm, group_size, float8, transforms, ignore, overrides, head, experts, expert_tokens,
-                   target_bpw, max_kld, candidates, expect}, ...]
+    quantize:    [{name, scheme, algorithm, group_size, float8, scale_rounding, input_observer, transforms, ignore,
+                   overrides, head, experts, expert_tokens, target_bpw, max_kld, candidates, expect}, ...]
     unify:       {groups}               export: {format, shard_size, device, scale_method, dtype}
     validate:    {text, tokens, sequence_length, gate, allow_inconclusive}
     resources:   {max_memory, max_disk, disk_offload}
@@ -29,7 +29,7 @@ from typing import Any
 import yaml
 
 import configs
-from quantflow.core.scheme import ALIASES, FLOAT8_FLAVOURS, PRESETS
+from quantflow.core.scheme import ALIASES, FLOAT8_FLAVOURS, INPUT_OBSERVERS, PRESETS, SCALE_ROUNDINGS
 from quantflow.errors import InputError, UsageError
 
 SHIPPED = Path(configs.__file__).parent
@@ -103,7 +103,9 @@ class Candidate:
 class Quantize:
     """One artifact: null means what the scheme's preset says, or what measured better (`quantized_inputs`).
 
-    `float8` is another flavour for FP8 schemes: `gaudi2` keeps to the 240 that Gaudi2 holds. `experts` is what becomes of
+    `float8` is another flavour for FP8 schemes: `gaudi2` keeps to the 240 that Gaudi2 holds. `scale_rounding` pow2 makes their
+    stored scales powers of two. `input_observer` chooses the range of static inputs from the measured histogram: `mse` by the
+    squared error, `percentile` up to 99.99 %. `experts` is what becomes of
     experts that calibration reached with fewer than `expert_tokens`; null is two per input feature for algorithms that read
     statistics, and 100 for static inputs. `head` null leaves the head as it is. With `target_bpw` (bits per quantized weight
     of the layers) or `max_kld` (mean KL divergence, nats per token) every linear of a layer that `overrides` does not name
@@ -115,6 +117,8 @@ class Quantize:
     algorithm: str | None = None
     group_size: int | None = None
     float8: str | None = None
+    scale_rounding: str | None = None
+    input_observer: str | None = None
     transforms: tuple[dict[str, Any], ...] | None = None
     ignore: tuple[str, ...] = ()
     overrides: tuple[Override, ...] = ()
@@ -149,6 +153,12 @@ class Quantize:
             )
         if self.float8 not in (None, *FLOAT8_FLAVOURS):
             raise UsageError(f"quantize {self.name!r}: float8={self.float8!r}", nearest(str(self.float8), FLOAT8_FLAVOURS))
+        if self.input_observer not in (None, *INPUT_OBSERVERS):
+            words = nearest(str(self.input_observer), INPUT_OBSERVERS)
+            raise UsageError(f"quantize {self.name!r}: input_observer={self.input_observer!r}", words)
+        if self.scale_rounding not in (None, *SCALE_ROUNDINGS):
+            words = nearest(str(self.scale_rounding), SCALE_ROUNDINGS)
+            raise UsageError(f"quantize {self.name!r}: scale_rounding={self.scale_rounding!r}", words)
 
     def _check_choice(self) -> None:
         """Refuse what schemes cannot be chosen by."""

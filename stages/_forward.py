@@ -39,6 +39,7 @@ from stages._rotate import prove_rotation, rotated_source, write_outside
 from stages._share import Share
 from stages._slices import sliced
 from stages._team import Team
+from stages._unchanged import refuse_unchanged
 from stages._work import LayerWork
 
 __all__ = ["Forward", "open_source"]
@@ -104,6 +105,7 @@ class Forward:
             logits = stream.finish(last)
         _state.save(self.output / "canary.safetensors", {"tokens": tokens, "logits": logits})
         records = [_state.record(self.output, layer.index) for layer in self.graph.layers]
+        refuse_unchanged(self.plan, records, self.measurement)
         canary = {"layers": [record["canary"] for record in records], "logits": tensor_hash(logits)}
         disk.write_atomic(self.output / "canary.json", canonical_json(canary))
 
