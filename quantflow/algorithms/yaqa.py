@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from quantflow.core import blocks, comparison, descent, groups, wavefront
+from quantflow.core import blocks, comparison, descent, wavefront
 from quantflow.core.cholesky import mirror_
 from quantflow.core.descent import Problem, Side, apart, descend_, loss_of, of_rows, rescaled
 from quantflow.core.feedback import DAMPINGS, checked_hessian, feedback_of
@@ -140,11 +140,11 @@ def quantize_group(
     for (name, _), made in zip(units, workers.stream(unit, units), strict=True):
         found[name].append(made)
     told = {**columns.decisions, "order": "hessian_diagonal", "tokens": tokens}
-    made = {name: _joined(found.pop(name), scheme, grids[name], told=told) for name in weights}
+    joined = {name: _joined(found.pop(name), scheme, grids[name], told=told) for name in weights}
     moment = comparison.SecondMoment(upper=inputs.matrix, diagonal=inputs.matrix.diagonal())
-    results = {name: result.weight for name, result in made.items()}
+    results = {name: result.weight for name, result in joined.items()}
     errors = comparison.compared(weights, results, moment, scale_dtype=scale_dtype, workers=workers)
-    return {name: replace(result, decisions={**result.decisions, **errors[name]}) for name, result in made.items()}
+    return {name: replace(result, decisions={**result.decisions, **errors[name]}) for name, result in joined.items()}
 
 
 def _checked_gradient(name: str, rows: int, statistics: Mapping[str, Tensor]) -> Tensor:
