@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from stages._planned import kv_words_of
+
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 NOTES = {
     "float-quantized": "Stock transformers with compressed-tensors loads it, and runs it with the formulas used here.",
@@ -35,7 +37,7 @@ def model_card(manifest: Mapping[str, Any]) -> str:
     schemes = [scheme for scheme in resolved["schemes"].values() if scheme is not None]
     layouts = sorted({scheme["layout"] for scheme in schemes})
     transforms = ", ".join(f"{name} {options}" for item in resolved["transforms"] for name, options in item.items())
-    sizes = manifest["ledger"]["bytes"]
+    sizes, cache = manifest["ledger"]["bytes"], _cache(resolved)
     sparse = any(_EXPERT.search(name) for name in resolved["schemes"])
     lines = [
         "---",
@@ -53,6 +55,7 @@ def model_card(manifest: Mapping[str, Any]) -> str:
         "|---|---|",
         f"| source | {source['name']}, revision {source['revision'] or 'not recorded'} |",
         f"| source bytes quantized / changed / copied | {sizes['quantized']} / {sizes['changed']} / {sizes['copied']} |",
+        *([] if cache is None else [f"| keys and values | {cache} |"]),
         f"| calibration | {_calibration(manifest['measurement'])} |",
         f"| proof | {PROOFS[manifest['proof']['kind']].format(layers=manifest['proof']['layers'])} |",
         f"| digest | `{manifest['digest']}` |",
@@ -84,6 +87,17 @@ def _experts(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         f"{stored} Calibration tokens per expert in {len(rows)} layers: at least {min(tokens)}, median {median(tokens):g}; "
         f"{short} experts were short of tokens."
     ]
+
+
+def _cache(resolved: Mapping[str, Any]) -> str | None:
+    """Return how keys and values are kept, None where the artifact says nothing of them."""
+    words = kv_words_of(resolved)
+    if words is None:
+        return None
+    return (
+        f"{words}, scales measured (`k_scale`, `v_scale` of each attention); "
+        "stock transformers with compressed-tensors rounds them by the formulas used here"
+    )
 
 
 def _calibration(measurement: Mapping[str, Any] | None) -> str:
