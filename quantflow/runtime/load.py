@@ -13,6 +13,7 @@ from quantflow.artifact.manifest import read_manifest
 from quantflow.artifact.verify import verify as verify_artifact
 from quantflow.backends import hpu
 from quantflow.core import kernels, native
+from quantflow.core.kv import KVScales
 from quantflow.errors import UnsupportedError, UsageError
 from quantflow.models.graph import graph_for
 from quantflow.models.load import load_tokenizer, skeleton
@@ -20,6 +21,7 @@ from quantflow.runtime import lean, operations, projection
 from quantflow.runtime import packed as packed_file
 from quantflow.runtime.artifact import Artifact, open_artifact
 from quantflow.runtime.decoder import Decoder, TransformersDecoder
+from quantflow.runtime.kv_scales import read_kv_scales
 from quantflow.runtime.packed import Pack
 
 _TOKENIZER_FILES = frozenset({"tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json"})
@@ -39,6 +41,7 @@ class Runtime:
         backends: source name of each quantized linear -> name of its backend.
         reasons: source name -> why each backend that is preferred over the chosen one cannot run that linear.
         eos_token_ids: tokens that end a text.
+        kv_scales: of each layer's cache, for whoever keeps keys and values; none where they stay as they are.
     """
 
     model: PreTrainedModel
@@ -47,6 +50,7 @@ class Runtime:
     backends: dict[str, str]
     reasons: dict[str, dict[str, str]]
     eos_token_ids: tuple[int, ...]
+    kv_scales: tuple[KVScales, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -87,7 +91,8 @@ def load_decoder(
     Args:
         folder: what `quantflow export` wrote.
         decoder: `lean` for `quantflow.runtime.lean`, `transformers` for its modules, `auto` for the first where it can.
-        kv_cache: a key of `quantflow.runtime.kv_cache.KINDS`, or `auto` for dtype; the others need the lean decoder.
+        kv_cache: a key of `quantflow.runtime.kv_cache.KINDS`, which needs the lean decoder; or `auto` for 8 bits with the
+            artifact's measured scales where it brings some, else for dtype.
         backend: as for `load`.
         dtype: as for `load`.
         verify: as for `load`.
@@ -146,7 +151,7 @@ def with_modules(runtime: Runtime, *, reason: str, device: str | torch.device, c
         crops: whether `crop` will be called.
     """
     return Loaded(
-        decoder=TransformersDecoder(runtime.model, device=device, crops=crops),
+        decoder=TransformersDecoder(runtime.model, device=device, crops=crops, kv_scales=runtime.kv_scales),
         name="transformers",
         reasons=(f"the lean decoder is not used: {reason}",),
         backends=runtime.backends,
@@ -210,6 +215,7 @@ def as_runtime(artifact: Artifact, model: PreTrainedModel) -> Runtime:
         backends=_backends(artifact),
         reasons={name: linear.reasons for name, linear in artifact.linears.items()},
         eos_token_ids=_eos_token_ids(artifact.checkpoint),
+        kv_scales=read_kv_scales(artifact),
     )
 
 
