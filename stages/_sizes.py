@@ -149,7 +149,9 @@ def quantized_specs(name: str, scheme: LinearScheme, info: TensorInfo) -> dict[s
     return specs
 
 
-def layer_bytes(model: ModelSize, schemes: Mapping[str, LinearScheme | None], *, kv_cache: TensorScheme | None) -> list[int]:
+def layer_bytes(
+    model: ModelSize, schemes: Mapping[str, LinearScheme | None], *, kv_cache: TensorScheme | None = None
+) -> list[int]:
     """Return the bytes of the tensors of each decoder layer after quantization, scales of its cache included.
 
     File headers are not counted.

@@ -293,6 +293,9 @@ def test_stock_transformers_rounds_keys_and_values_as_our_formula_does(tmp_path,
             top = (448 if scheme.kind == "float" else 128) * of_layer.keys.reshape(-1, 1, 1)
             assert (one.keys.abs() >= top * 0.99).any()  # something saturated
     assert not torch.equal(expected, plain[:, -expected.shape[1] :])
+    with torch.no_grad():  # a forward without a cache rounds them too
+        whole = artifact.source(TOKENS, past_key_values=RoundedCache(artifact.source.config, scales), use_cache=True).logits
+        assert torch.equal(stock.eval()(TOKENS, use_cache=False).logits, whole)
 
 
 @pytest.mark.parametrize("name", ASYMMETRIC)

@@ -17,9 +17,10 @@ from quantflow.artifact.verify import verify
 from quantflow.errors import IntegrityError, QuantflowError, StatisticsError, UnsupportedError, UsageError
 from quantflow.measurements.record import read_measurement
 from quantflow.runtime.artifact import open_artifact
-from quantflow.runtime.load import load, load_decoder
+from quantflow.runtime.load import load, load_decoder, with_modules
+from quantflow.runtime.offload import load_offloaded
 from stages import export, measure, plan, quantize, validate
-from stages._config import Calibration, KVCache, Quantize, Recipe, Validate, kv_cache_flag, recipe_from
+from stages._config import Calibration, Candidate, KVCache, Quantize, Recipe, Validate, kv_cache_flag, read_yaml, recipe_from
 from stages._options import exit_code
 from stages._progress import Progress
 from stages.cli import cli
@@ -27,6 +28,12 @@ from stages.cli import cli
 QUIET = Progress(quiet=True)
 ATTENTION = "model.layers.{}.self_attn"
 CACHES = [KVCache(scheme=s, granularity=g) for s in ("FP8", "INT8") for g in ("per_tensor", "per_head")]
+
+
+def run(*arguments: Any) -> int:
+    return exit_code(cli, [str(argument) for argument in arguments])
+
+
 EACH = pytest.mark.parametrize("cache", CACHES, ids=lambda cache: f"{cache.scheme} {cache.granularity}")
 
 
@@ -341,3 +348,54 @@ def test_measuring_for_a_recipe_with_a_cache_runs_the_layers() -> None:
 
     assert statistics_for([Quantize(name="x", scheme="W4A16")]) == ()
     assert statistics_for([Quantize(name="x", scheme="W4A16", kv_cache=CACHES[0])]) == ("amax",)
+
+
+def test_weights_on_disk_run_with_the_same_cache(made: Any) -> None:
+    _, artifact = made(CACHES[3])
+    ids = torch.randint(3, 320, (1, 12), generator=torch.Generator().manual_seed(2))
+    found = []
+    for opened in (load, load_offloaded):
+        decoder = with_modules(opened(artifact), reason="", device="cpu", crops=False).decoder
+        decoder.begin(rows=1, capacity=12)
+        found.append(decoder.forward(ids, last_only=False))
+    plain = load(artifact).model(ids).logits
+    assert torch.equal(*found) and not torch.allclose(found[0], plain, rtol=1e-4)
+
+
+def test_gaudis_files_give_one_scale_of_a_cache_and_none_of_a_head(
+    llama: Path, measured_family: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = str(tmp_path / "gaudi")
+    assert run("export", measured_family("llama"), "-o", folder, "--format", "inc", "--device", "gaudi2") == 0
+    given = ("quantize", llama, "--scheme", "FP8", "--measurement", f"{folder}/hqt_output", "--kv-cache")
+    assert run(*given, "INT8", "-o", tmp_path / "q") == 0
+    statistics = read_measurement(measured_family("llama") / "rank-000-of-001").statistics
+    for layer in (0, 1):
+        amax = statistics[f"{ATTENTION.format(layer)}|k_cache|amax"]
+        scale = load_file(tmp_path / "q" / "layers" / f"0000{layer}.safetensors")[f"{ATTENTION.format(layer)}.k_scale"]
+        assert scale.tolist() == pytest.approx([amax.item() / 127.5])
+    capsys.readouterr()
+    assert run(*given, "INT8:per_head", "-o", tmp_path / "h") == 3
+    assert "or use per_tensor: Gaudi's files hold one maximum of a cache" in capsys.readouterr().err
+
+
+def test_chosen_schemes_are_settled_with_the_cache_and_their_recipe_repeats_it(
+    llama: Path, text_files: dict[str, Path], tmp_path: Path
+) -> None:
+    calibration = Calibration(source=str(text_files["calibration"]), samples=4, sequence_length=48)
+    stats = ("amax", "fisher")
+    measured = measure.run(measure.Job(model=llama, output=tmp_path / "m", calibration=calibration, stats=stats), QUIET)
+    candidates = tuple(Candidate(scheme=scheme, group_size=32) for scheme in ("W6A16", "W4A16"))
+    costs = {}
+    for name, cache in (("plain", None), ("cached", KVCache(scheme="INT8", granularity="per_head"))):
+        entry = Quantize(name="x", scheme="W4A16", target_bpw=6.0, candidates=candidates, kv_cache=cache)
+        job = quantize.Job(model=llama, output=tmp_path / name, entry=entry, measurement=measured)
+        quantize.run(job, QUIET)
+        costs[name] = json.loads((tmp_path / name / "choice.json").read_text())["measured_kld"]
+    assert costs["plain"] != costs["cached"]
+    (again,) = recipe_from(read_yaml(tmp_path / "cached" / "recipe.yaml")).quantize
+    assert again.kv_cache == KVCache(scheme="INT8", granularity="per_head")
+    quantize.run(quantize.Job(model=llama, output=tmp_path / "again", entry=again, measurement=measured), QUIET)
+    for index in (0, 1):
+        first, second = (tmp_path / name / "layers" / f"0000{index}.safetensors" for name in ("cached", "again"))
+        assert first.read_bytes() == second.read_bytes()
