@@ -22,6 +22,8 @@ MIXTURES = {
     "int-quantized": "Stock transformers 5.23 does not load experts of this layout.",
     "pack-quantized": "Stock transformers loads it with the experts' weights dequantized to the model's dtype.",
 }
+MEASURED = ", scales measured (`k_scale`, `v_scale` of each attention)"
+ROUNDED = "; stock transformers with compressed-tensors rounds them by the formulas used here"
 ASYMMETRIC_EXPERTS = "It has zero points, with which stock transformers 5.23 does not load experts, `dequantize=True` or not."
 ASYMMETRIC = (
     "It has zero points: compressed-tensors 0.20 does not reload packed zero points plainly; "
@@ -37,8 +39,9 @@ def model_card(manifest: Mapping[str, Any]) -> str:
     schemes = [scheme for scheme in resolved["schemes"].values() if scheme is not None]
     layouts = sorted({scheme["layout"] for scheme in schemes})
     transforms = ", ".join(f"{name} {options}" for item in resolved["transforms"] for name, options in item.items())
-    sizes, cache = manifest["ledger"]["bytes"], _cache(resolved)
+    sizes = manifest["ledger"]["bytes"]
     sparse = any(_EXPERT.search(name) for name in resolved["schemes"])
+    cache = kv_words_of(resolved)
     lines = [
         "---",
         f"base_model: {source['name']}",
@@ -55,7 +58,7 @@ def model_card(manifest: Mapping[str, Any]) -> str:
         "|---|---|",
         f"| source | {source['name']}, revision {source['revision'] or 'not recorded'} |",
         f"| source bytes quantized / changed / copied | {sizes['quantized']} / {sizes['changed']} / {sizes['copied']} |",
-        *([] if cache is None else [f"| keys and values | {cache} |"]),
+        *([] if cache is None else [f"| keys and values | {cache}{MEASURED}{'' if sparse else ROUNDED} |"]),
         f"| calibration | {_calibration(manifest['measurement'])} |",
         f"| proof | {PROOFS[manifest['proof']['kind']].format(layers=manifest['proof']['layers'])} |",
         f"| digest | `{manifest['digest']}` |",
@@ -87,17 +90,6 @@ def _experts(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         f"{stored} Calibration tokens per expert in {len(rows)} layers: at least {min(tokens)}, median {median(tokens):g}; "
         f"{short} experts were short of tokens."
     ]
-
-
-def _cache(resolved: Mapping[str, Any]) -> str | None:
-    """Return how keys and values are kept, None where the artifact says nothing of them."""
-    words = kv_words_of(resolved)
-    if words is None:
-        return None
-    return (
-        f"{words}, scales measured (`k_scale`, `v_scale` of each attention); "
-        "stock transformers with compressed-tensors rounds them by the formulas used here"
-    )
 
 
 def _calibration(measurement: Mapping[str, Any] | None) -> str:

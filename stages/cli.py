@@ -438,7 +438,12 @@ def validate(
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
 @click.option("--device", type=click.Choice(["cpu", "cuda", "hpu"]), default="cpu", show_default=True)
 @click.option("--decoder", default="auto", show_default=True, help="lean, transformers, or auto: lean where it can.")
-@click.option("--kv-cache", metavar="KIND", default="auto", help="float32, bfloat16, float8 or int8 (default: --dtype).")
+@click.option(
+    "--kv-cache",
+    metavar="KIND",
+    default="auto",
+    help="float32, bfloat16, float8 or int8 (default: the artifact's, else --dtype).",
+)
 @click.option("--pack", is_flag=True, help="Keep the weights as kernels want them in ARTIFACT-packed, and load from there.")
 @click.option("--disk-offload", is_flag=True, help="Keep one layer in memory at a time and read the next from disk.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress.")
