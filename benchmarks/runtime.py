@@ -98,9 +98,9 @@ class Program:
 def main(arguments: Sequence[str]) -> int:
     """Run every program that is there and return the exit code."""
     given = _arguments(arguments)
-    work = given.work.resolve()
+    work = given.work.resolve() / given.size  # what another size left must not be taken for this one's
     work.mkdir(parents=True, exist_ok=True)
-    model = work / f"llama-{given.size}"
+    model = work / "model"
     make_checkpoint(model, SHAPES[given.size], seed=SEED, tokenizer=ROOT / "examples" / "tiny-llama")
     about = machine(work) | {"threads": given.threads, "size": given.size, "rounds": given.rounds}
     if about["load"] > BUSY:
