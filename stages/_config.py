@@ -29,7 +29,7 @@ from typing import Any
 import yaml
 
 import configs
-from quantflow.core.kv import GRANULARITIES, NAMES
+from quantflow.core.kv_scheme import GRANULARITIES, NAMES
 from quantflow.core.scheme import ALIASES, FLOAT8_FLAVOURS, PRESETS
 from quantflow.errors import InputError, UsageError
 
