@@ -32,6 +32,7 @@ class Weights:
         read: (name, first row, last row + 1) -> these rows, floating and finite.
         working_bytes: what `read` holds at most.
         quantized_inputs: linears that quantize what they are given.
+        kv_cache: whether keys and values are quantized.
     """
 
     folder: Path
@@ -42,6 +43,7 @@ class Weights:
     read: Read
     working_bytes: int = 0
     quantized_inputs: int = 0
+    kv_cache: bool = False
 
 
 def open_weights(folder: Path) -> Weights:
@@ -98,6 +100,7 @@ def _of_artifact(artifact: Artifact) -> Weights:
         read=read,
         working_bytes=3 * 4 * largest,  # qvalues as read and unpacked, the weight in float32, and a product on the way
         quantized_inputs=sum(placement.scheme.input is not None for placement in artifact.linears.values()),
+        kv_cache=artifact.kv_cache is not None,
     )
 
 

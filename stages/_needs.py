@@ -120,7 +120,7 @@ def need_layers(model: ModelSize, plan: Plan, *, lengths: Sequence[int]) -> Need
     """
     longest = max(lengths, default=CANARY_TOKENS)
     hidden = hidden_bytes(model, lengths)
-    encoded = layer_bytes(model, plan.schemes)
+    encoded = layer_bytes(model, plan.schemes, kv_cache=plan.kv_cache)
     halves = sum(observer_bytes(k) for _, _, k in model.layer.groups) if plan.needs_hessian else 0
     kept = FLOAT * SAMPLE_ROWS * sum(k for _, _, k in _folds(model.layer)) if plan.needs_rows else 0
     forward = forward_bytes(model, longest)
@@ -149,7 +149,9 @@ def need_files(model: ModelSize, plan: Plan) -> Need:
     """Return what quantize takes file to file: per worker the unit that it rounds, and those that wait to be written."""
     worker = ALGORITHMS[plan.algorithm].working_bytes(0, 0) + WAITING * UNIT_FILES * groups.UNIT_ELEMENTS
     moments = ((LIBRARIES + READERS * worker, worker),)
-    return Need(stage="quantize", base=FILES_BASE, moments=moments, result=sum(layer_bytes(model, plan.schemes)))
+    return Need(
+        stage="quantize", base=FILES_BASE, moments=moments, result=sum(layer_bytes(model, plan.schemes, kv_cache=plan.kv_cache))
+    )
 
 
 def need_export(model: ModelSize, plan: Plan, *, shard_size: int) -> Need:
@@ -157,7 +159,7 @@ def need_export(model: ModelSize, plan: Plan, *, shard_size: int) -> Need:
 
     The proof of a canary holds one quantized layer, and after the last of them the head as stored.
     """
-    layers = layer_bytes(model, plan.schemes)
+    layers = layer_bytes(model, plan.schemes, kv_cache=plan.kv_cache)
     whole = model.outside + sum(layers) <= min(shard_size, ONE_FILE)
     linked = 0 if whole else sum(size for size in layers if size <= shard_size)
     moments: tuple[Moment, ...] = ((BUFFERS, 0),)

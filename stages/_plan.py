@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from quantflow.algorithms import ALGORITHMS
 from quantflow.core.groups import group_size_for
-from quantflow.core.scheme import LinearScheme, preset
+from quantflow.core.scheme import LinearScheme, TensorScheme, preset
 from quantflow.errors import InputError, UnsupportedError, UsageError
 from quantflow.models.graph import Graph
 from quantflow.observers import observers_for
@@ -16,6 +16,7 @@ from quantflow.transforms import ROTATIONS, TRANSFORMS, awq
 from stages._config import Quantize, nearest
 from stages._entry import GRADIENT_SUM, algorithm_of, needs_of, scheme_of, transforms_of
 from stages._experts import Policy, policy_for
+from stages._kv_cache import kv_cache_of
 
 OUTSIDE = "outside.safetensors"  # in a quantize folder: what lies outside the layers and is not as in the source
 SEQUENCES = 32  # of calibration text that run where nothing but rows is needed of it
@@ -36,6 +37,7 @@ class Plan:
         file_to_file: whether weights go from file to file and the model never runs: one process does that where rows are
             quantized by themselves and no measurement is given, several cards where they are rounded to nearest.
         experts: what becomes of undercalibrated experts; None where no expert is quantized by statistics.
+        kv_cache: how keys and values are kept; None is as they are.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Plan:
     needs: frozenset[str]
     file_to_file: bool = False
     experts: Policy | None = None
+    kv_cache: TensorScheme | None = None
 
     @property
     def needs_hessian(self) -> bool:
@@ -106,13 +109,14 @@ class Plan:
     @property
     def needs_measurement(self) -> bool:
         """Whether a measurement has to be given."""
-        return bool(self.needs)
+        return bool(self.needs) or self.kv_cache is not None
 
     def as_json(self) -> dict[str, Any]:
         """Return the plan as plain data, for state keys and manifests."""
         schemes = {name: None if scheme is None else asdict(scheme) for name, scheme in self.schemes.items()}
         transforms = [{name: dict(options)} for name, options in self.transforms]
-        return {"schemes": schemes, "algorithm": self.algorithm, "transforms": transforms}
+        kv_cache = {} if self.kv_cache is None else {"kv_cache": asdict(self.kv_cache)}
+        return {"schemes": schemes, "algorithm": self.algorithm, "transforms": transforms, **kv_cache}
 
 
 def resolve(
@@ -132,7 +136,7 @@ def resolve(
         UsageError: a pattern matches nothing, an algorithm or transform is unknown or does not fit, a group size does
             not divide a linear's input, or nothing is left to quantize.
         InputError: a linear of the family that the checkpoint does not have.
-        UnsupportedError: schemes are to be chosen for a mixture of experts.
+        UnsupportedError: schemes are to be chosen for a mixture of experts; or as `kv_cache_of`.
     """
     if entry.mixed and graph.sparse:
         raise UnsupportedError(
@@ -149,6 +153,7 @@ def resolve(
         raise UsageError(f"{entry.name}: hadamard with --ranks {ranks}", "quantize with one process, or leave hadamard out")
     needs = needs_of(entry, used)
     alone = ALGORITHMS[algorithm].BY_ROW and not transforms
+    kv_cache = kv_cache_of(entry, graph, transforms, ranks=ranks)
     by_row = all(scheme.weights.granularity in ("per_channel", "per_group", "per_block") for scheme in used)
     return Plan(
         name=entry.name,
@@ -156,7 +161,8 @@ def resolve(
         algorithm=algorithm,
         transforms=transforms,
         needs=needs,
-        file_to_file=alone and (by_row and not (measured or needs) if ranks == 1 else algorithm == "rtn"),
+        file_to_file=alone and (by_row and not (measured or needs or kv_cache) if ranks == 1 else algorithm == "rtn"),
+        kv_cache=kv_cache,
         experts=_experts(entry, graph, schemes, weights=bool(ALGORITHMS[algorithm].NEEDS) or _clips(transforms, algorithm)),
     )
 

@@ -59,7 +59,7 @@ class Speed:
 
     def quantize(self, model: ModelSize, plan: Plan, lengths: Sequence[int]) -> float:
         """Return the seconds of quantize, on the path that the plan takes."""
-        result = sum(layer_bytes(model, plan.schemes))
+        result = sum(layer_bytes(model, plan.schemes, kv_cache=plan.kv_cache))
         writing = (self.written + self.hashed) * result
         if plan.file_to_file:
             weights = sum(layer.elements for layer in model.layers)
@@ -79,7 +79,7 @@ class Speed:
 
     def export(self, model: ModelSize, plan: Plan) -> float:
         """Return the seconds of export: copy what is not linked, hash, and read it all again for the proof."""
-        result = model.outside + sum(layer_bytes(model, plan.schemes))
+        result = model.outside + sum(layer_bytes(model, plan.schemes, kv_cache=plan.kv_cache))
         return self.written * model.outside + 2 * (self.hashed / self.cores + self.read) * result + PROOF
 
     def validate(self, model: ModelSize, lengths: Sequence[int]) -> float:

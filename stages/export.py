@@ -21,8 +21,7 @@ from quantflow.artifact.ledger import FileEntry, Ledger
 from quantflow.artifact.manifest import MANIFEST_NAME, build_manifest, read_manifest, write_manifest
 from quantflow.artifact.safetensors_header import read_header
 from quantflow.artifact.verify import verify
-from quantflow.core.float8 import FLAVOURS
-from quantflow.core.scheme import LinearScheme
+from quantflow.core.scheme import LinearScheme, TensorScheme
 from quantflow.errors import InputError, IntegrityError, QuantflowError, UsageError
 from quantflow.formats import FORMATS
 from quantflow.models.graph import Graph, graph_for
@@ -31,9 +30,10 @@ from stages import _memory, _workspace
 from stages._bits import tools
 from stages._card import model_card
 from stages._config import Recipe, Resources, nearest, parse_size
+from stages._kv_cache import kv_names
 from stages._ledger import tensor_entries
 from stages._plan import OUTSIDE
-from stages._planned import plan_from, scheme_from
+from stages._planned import float8_of, kv_scheme_from, plan_from, scheme_from
 from stages._progress import Progress
 from stages._proof import proving
 from stages._resources import Allowance, allow_export, compare
@@ -42,7 +42,7 @@ from stages._share import refuse_shards
 from stages._side_files import is_side_file
 from stages._sizes import model_size
 
-LAYER_KEYS = ("errors", "decisions", "changed", "experts")  # of a layer's record, in the manifest; experts of mixtures
+LAYER_KEYS = ("errors", "decisions", "changed", "experts", "kv_cache")  # of a layer's record, in the manifest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,12 +167,13 @@ def _write(
     schemes = {name: scheme_from(data) for name, data in summary["plan"]["schemes"].items() if data is not None}
     links = _write_weights(folder, job, source, graph, record["files"])
     files = _copy_side_files(folder, source)
-    _write_config(folder, source, graph, schemes)
+    kv_cache = kv_scheme_from(summary["plan"])
+    _write_config(folder, source, graph, schemes, kv_cache)
     changed = {name for layer in layers for name in layer["changed"]} | set(_outside(job.quantized))
-    ledger = Ledger(tensors=tensor_entries(source, graph, schemes, changed, FORMATS[job.format]), files=files)
+    entries = tensor_entries(source, graph, schemes, changed, FORMATS[job.format])
+    ledger = Ledger(tensors=entries, files=files, measured=kv_names(graph, kv_cache))
     sizes = {name: (source.checkpoint.folder / name).stat().st_size for name in source.checkpoint.files}
     ledger.check(source.checkpoint.infos, source_files=sizes)
-    flavours = sorted({t.float8 for s in schemes.values() for t in (s.weights, s.input) if t and t.kind == "float"})
     body = {
         "kind": "artifact",
         "source": {
@@ -182,7 +183,7 @@ def _write(
         },
         "recipe": {**summary["recipe"], "resolved": summary["plan"], "format": job.format},
         "measurement": summary["measurement"],
-        "float8": {"flavour": flavours[0], "largest": FLAVOURS[flavours[0]].largest} if flavours else None,
+        "float8": float8_of(summary["plan"]),
         "ledger": ledger.to_json(),
         "layers": [{key: layer[key] for key in LAYER_KEYS if key in layer} for layer in layers],
         "proof": _proof_of(job, summary, layers),
@@ -269,13 +270,16 @@ def _copy_side_files(folder: Path, source: ModelFiles) -> tuple[FileEntry, ...]:
     return tuple(entries)
 
 
-def _write_config(folder: Path, source: ModelFiles, graph: Graph, schemes: Mapping[str, LinearScheme]) -> None:
+def _write_config(
+    folder: Path, source: ModelFiles, graph: Graph, schemes: Mapping[str, LinearScheme], kv_cache: TensorScheme | None
+) -> None:
     """Write the source's config.json with the layout's quantization_config added and nothing else changed."""
     config = dict(source.checkpoint.config)
     untouched = [name for name in graph.linears if name not in schemes]
     head = [name.removesuffix(".weight") for name in source.names if name in ("lm_head.weight", "embed_out.weight")]
+    ignore, model_type = [*untouched, *graph.routers, *(head or ["lm_head"])], graph.family.model_type
     config["quantization_config"] = FORMATS["compressed-tensors"].quantization_config(
-        schemes, ignore=[*untouched, *graph.routers, *(head or ["lm_head"])], model_type=graph.family.model_type
+        schemes, ignore=ignore, model_type=model_type, kv_cache=kv_cache
     )
     disk.write_file(folder / CONFIG, readable_json(config))
 

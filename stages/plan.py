@@ -16,6 +16,7 @@ from typing import Any
 from quantflow.artifact.canonical import canonical_json, readable_json
 from quantflow.artifact.checkpoint import CONFIG, INDEX, Checkpoint
 from quantflow.artifact.safetensors_writer import Spec, layout
+from quantflow.core.kv import kv_words
 from quantflow.errors import ResourceError
 from quantflow.models.graph import Graph, graph_for
 from quantflow.models.source import open_files
@@ -145,9 +146,10 @@ def _artifact(checkpoint: Checkpoint, graph: Graph, model: ModelSize, plan: Plan
         "chosen": next(entry.mixed for entry in recipe.quantize if entry.name == plan.name),
         "algorithm": plan.algorithm,
         "transforms": [transform for transform, _ in plan.transforms],
+        "kv_cache": None if plan.kv_cache is None else kv_words(plan.kv_cache),
         "path": "file to file" if plan.file_to_file else "layer by layer",
         "output_bytes": output_bytes(checkpoint, graph, model, plan, shard_size=parse_size(recipe.export.shard_size)),
-        "tensor_bytes": model.outside + sum(layer_bytes(model, plan.schemes)),
+        "tensor_bytes": model.outside + sum(layer_bytes(model, plan.schemes, kv_cache=plan.kv_cache)),
         "bits_per_weight": bits / weights,
         "coverage": {
             "weights": weights / sum(map(elements_of, model.infos.values())),
@@ -165,12 +167,15 @@ def output_bytes(checkpoint: Checkpoint, graph: Graph, model: ModelSize, plan: P
         linear = name.removesuffix(".weight")
         scheme = plan.schemes.get(linear) if name.endswith(".weight") else None
         specs |= {name: (info.dtype, info.shape)} if scheme is None else quantized_specs(linear, scheme, info)
+    for layer in graph.layers if plan.kv_cache is not None else ():
+        specs |= FORMAT.kv_tensor_specs(layer.attention, plan.kv_cache, model.kv_heads)
     weights = layout(specs).nbytes
     if weights > shard_size:
         weights += len(readable_json({name: "model-00001-of-00001.safetensors" for name in specs}))
     schemes = {name: scheme for name, scheme in plan.schemes.items() if scheme is not None}
     ignore = [*(name for name in graph.linears if name not in schemes), *graph.routers, "lm_head"]
-    quantization = FORMAT.quantization_config(schemes, ignore=ignore, model_type=graph.family.model_type)
+    about = {"ignore": ignore, "model_type": graph.family.model_type, "kv_cache": plan.kv_cache}
+    quantization = FORMAT.quantization_config(schemes, **about)
     config = len(readable_json({**checkpoint.config, "quantization_config": quantization}))
     copied = [name for name in checkpoint.files if name not in (CONFIG, INDEX) and is_side_file(name, checkpoint.config)]
     side = sum((checkpoint.folder / name).stat().st_size for name in copied)

@@ -2,7 +2,8 @@
  *
  * Rows, heads and positions are independent work; each is computed by one thread in one order, so the bits do not depend on how
  * many threads there are. Loops marked `omp simd` may be summed in vector lanes, in an order that the compiler fixes. The cache
- * holds float32, bfloat16, float8 (e4m3, saturating), or int8 with a scale (amax / 127.5) per head and position.
+ * holds float32, bfloat16, float8 (e4m3, saturating) or int8. The latter two have a scale per head where it was measured: scores
+ * are multiplied by that of the keys, outputs by that of the values. Else int8 has one per head and position, amax / 127.5.
  */
 #include <math.h>
 #include <stdint.h>
@@ -14,7 +15,8 @@ enum { WORTH_A_THREAD = 32768 };           /* elements below which a second thre
 
 typedef struct { /* one layer; NULL where it has none */
     void *keys, *values;               /* [rows, kv_heads, capacity / 16, dim, 16], [rows, kv_heads, capacity, dim] of `kind` */
-    float *key_scales, *value_scales;  /* [rows, kv_heads, capacity], int8 only */
+    float *key_scales, *value_scales;  /* [rows, kv_heads, capacity]; int8 without measured scales */
+    const float *key_steps, *value_steps; /* [kv_heads], the measured scales; float8 and int8 */
     const float *q_norm, *k_norm;      /* [dim] */
     int64_t window;                    /* how many positions a query sees, itself included; 0: all before it */
 } Layer;
@@ -101,19 +103,20 @@ static inline uint8_t to_float8(float x) {
     return (uint8_t)(sign | (x != x ? 0x7F : code));
 }
 
-/* Write `dim` floats from element `at` of the cache on, `stride` apart; int8's scale is element `index` of `scales`. */
-static void store(const float *x, void *cache, int64_t at, int64_t stride, float *scales, int64_t index, int64_t dim,
+/* Write `dim` floats, in units of `step`, from element `at` of the cache on, `stride` apart. Where there are `scales` the step is
+ * the numbers' own, and kept as element `index`. */
+static void store(const float *x, void *cache, int64_t at, int64_t stride, float step, float *scales, int64_t index, int64_t dim,
                   int64_t kind) {
-    float amax = 0, step = 1;
-    for (int64_t i = 0; kind == INT8 && i < dim; i++) amax = fabsf(x[i]) > amax || x[i] != x[i] ? fabsf(x[i]) : amax;
-    if (kind == INT8 && !(amax <= 0)) step = amax / 127.5f < 0x1p-126f ? 0x1p-126f : amax / 127.5f; /* NaN where one is */
-    if (kind == INT8) scales[index] = step;
+    float amax = 0;
+    for (int64_t i = 0; scales && i < dim; i++) amax = fabsf(x[i]) > amax || x[i] != x[i] ? fabsf(x[i]) : amax;
+    if (scales && !(amax <= 0)) step = amax / 127.5f < 0x1p-126f ? 0x1p-126f : amax / 127.5f; /* NaN where one is */
+    if (scales) scales[index] = step;
     for (int64_t i = 0; i < dim; i++, at += stride) {
         uint32_t bits = float_bits(x[i]);
         float q = rintf(x[i] / step);
         if (kind == FLOAT32) ((float *)cache)[at] = x[i];
         if (kind == BFLOAT16) ((uint16_t *)cache)[at] = x[i] != x[i] ? 0x7FC0 : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
-        if (kind == FLOAT8) ((uint8_t *)cache)[at] = to_float8(x[i]);
+        if (kind == FLOAT8) ((uint8_t *)cache)[at] = to_float8(x[i] / step);
         if (kind == INT8) ((int8_t *)cache)[at] = (int8_t)(q < -128 ? -128 : q > 127 ? 127 : q == q ? q : 0);
     }
 }
@@ -149,17 +152,20 @@ void rotate_store(const Step *s, const Layer *l, float *qkv) {
         }
         for (int64_t h = 0; h < s->kv_heads; h++, x += dim) { /* x: a head of values, its keys kv_heads before it */
             int64_t index = (row * s->kv_heads + h) * s->capacity + column, lane = column % LANES;
-            store(x - s->kv_heads * dim, l->keys, (index - lane) * dim + lane, LANES, l->key_scales, index, dim, s->kind);
-            store(x, l->values, index * dim, 1, l->value_scales, index, dim, s->kind);
+            float k = l->key_steps ? l->key_steps[h] : 1, v = l->value_steps ? l->value_steps[h] : 1;
+            store(x - s->kv_heads * dim, l->keys, (index - lane) * dim + lane, LANES, k, l->key_scales, index, dim, s->kind);
+            store(x, l->values, index * dim, 1, v, l->value_scales, index, dim, s->kind);
         }
     }
 }
 
 /* `count` of at most TILE queries over the columns `first` to `end` of one head of the cache, by the running softmax of Milakov
- * and Gimelshein 2018 (arXiv:1805.02867), BLOCK columns at a time.  q, out: [count, dim]; base: the head's column 0 */
-static inline __attribute__((always_inline)) void attend_tile(const Step *s, const Layer *l, const float *q, float *out, int64_t base,
-                                                              int64_t first, int64_t end, int64_t count, const int kind) {
-    int64_t dim = s->dim;
+ * and Gimelshein 2018 (arXiv:1805.02867), BLOCK columns at a time.  q, out: [count, dim]; base: column 0 of the head `h` */
+static inline __attribute__((always_inline)) void attend_tile(const Step *s, const Layer *l, const float *q, float *out,
+                                                              int64_t h, int64_t base, int64_t first, int64_t end,
+                                                              int64_t count, const int kind) {
+    int64_t dim = s->dim, dynamic = kind == INT8 && l->key_scales;
+    float unit = l->key_steps ? s->scale * l->key_steps[h] : s->scale, step = l->value_steps ? l->value_steps[h] : 1;
     float queries[dim][TILE], scores[TILE][BLOCK], sums[TILE][dim], largest[TILE], total[TILE];
     memset(sums, 0, sizeof sums);
     for (int g = 0; g < TILE; g++) largest[g] = -INFINITY, total[g] = 0;
@@ -173,7 +179,7 @@ static inline __attribute__((always_inline)) void attend_tile(const Step *s, con
                 v16 k = load(l->keys, (base + begin + j) * dim + i * LANES, kind);
                 for (int g = 0; g < TILE; g++) sum[g] += k * queries[i][g];
             }
-            v16 scale = kind == INT8 ? load(l->key_scales, base + begin + j, FLOAT32) * s->scale : (v16){0} + s->scale;
+            v16 scale = dynamic ? load(l->key_scales, base + begin + j, FLOAT32) * unit : (v16){0} + unit;
             for (int g = 0; g < TILE; g++) *(v16 *)(scores[g] + j) = sum[g] * scale;
         }
         for (int g = 0; g < TILE; g++) {
@@ -185,7 +191,7 @@ static inline __attribute__((always_inline)) void attend_tile(const Step *s, con
             for (int64_t j = low; j < high; j++) sum += scores[g][j] = exponential(scores[g][j] - top);
             total[g] = total[g] * shrink + sum, largest[g] = top;
             for (int64_t i = 0; i < dim; i++) sums[g][i] *= shrink;
-            for (int64_t j = low; kind == INT8 && j < high; j++) scores[g][j] *= l->value_scales[base + begin + j];
+            for (int64_t j = low; dynamic && j < high; j++) scores[g][j] *= l->value_scales[base + begin + j];
         }
         for (int64_t i = 0; i < dim; i += LANES) {
             v16 sum[TILE];
@@ -198,7 +204,8 @@ static inline __attribute__((always_inline)) void attend_tile(const Step *s, con
         }
     }
     for (int64_t g = 0; g < count; g++)
-        for (int64_t i = 0; i < dim; i++) out[g * dim + i] = end > first ? sums[g][i] / total[g] : 0; /* padding sees nothing */
+        for (int64_t i = 0; i < dim; i++) /* padding sees nothing */
+            out[g * dim + i] = end > first ? sums[g][i] / total[g] * step : 0;
 }
 
 /* Attention of the new columns over the cache.  qkv: as rotate_store left it; out: [rows, count, heads * dim] */
@@ -214,9 +221,9 @@ void attend(const Step *s, const Layer *l, const float *qkv, float *out) {
         int64_t count = group - g < TILE ? group - g : TILE, query = head * group + g;
         const float *q = qkv + at * width + query * dim;
         float *to = out + (at * s->heads + query) * dim;
-        if (s->kind == FLOAT32) attend_tile(s, l, q, to, base, first, end, count, FLOAT32);
-        if (s->kind == BFLOAT16) attend_tile(s, l, q, to, base, first, end, count, BFLOAT16);
-        if (s->kind == FLOAT8) attend_tile(s, l, q, to, base, first, end, count, FLOAT8);
-        if (s->kind == INT8) attend_tile(s, l, q, to, base, first, end, count, INT8);
+        if (s->kind == FLOAT32) attend_tile(s, l, q, to, head, base, first, end, count, FLOAT32);
+        if (s->kind == BFLOAT16) attend_tile(s, l, q, to, head, base, first, end, count, BFLOAT16);
+        if (s->kind == FLOAT8) attend_tile(s, l, q, to, head, base, first, end, count, FLOAT8);
+        if (s->kind == INT8) attend_tile(s, l, q, to, head, base, first, end, count, INT8);
     }
 }

@@ -19,6 +19,7 @@ from quantflow.models.load import load_tokenizer, skeleton
 from quantflow.runtime import lean, operations, packed, projection
 from quantflow.runtime.artifact import Artifact, open_artifact
 from quantflow.runtime.decoder import Decoder, TransformersDecoder
+from quantflow.runtime.kv_scales import read_kv_scales
 
 _TOKENIZER_FILES = frozenset({"tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json"})
 _GENERATION = "generation_config.json"
@@ -76,7 +77,8 @@ def load(
     Args:
         folder: what `quantflow export` wrote.
         decoder: `lean` for `quantflow.runtime.lean`, `transformers` for its modules, `auto` for the first where it can.
-        kv_cache: a key of `quantflow.runtime.kv_cache.KINDS`, or `auto` for dtype; the others need the lean decoder.
+        kv_cache: a key of `quantflow.runtime.kv_cache.KINDS`, which needs the lean decoder; or `auto` for 8 bits with the
+            artifact's measured scales where it brings some, else for dtype.
         backend: a key of quantflow.backends.BACKENDS for all quantized linears, or `auto` for the first that can.
         dtype: of the parameters that are not quantized and of all inputs.
         verify: compare every file with its recorded hash first; it reads the artifact once more.
@@ -130,7 +132,7 @@ def with_modules(artifact: Artifact, model: PreTrainedModel, *, reason: str, cro
     Raises:
         InputError: the tokenizer's files or generation_config.json are damaged.
     """
-    decoder = TransformersDecoder(model, device=artifact.device, crops=crops)
+    decoder = TransformersDecoder(model, device=artifact.device, crops=crops, kv_scales=read_kv_scales(artifact))
     return _loaded(artifact, decoder, model=model, reasons=(f"the lean decoder is not used: {reason}",))
 
 
