@@ -185,17 +185,10 @@ class LeanDecoder:
 
 
 def _block(artifact: Artifact, layer: Layer, operations: Operations, pack: Pack | None) -> Block:
-    qkv, output, gate_up, down = layer.groups
-    products = [projection(artifact, group.linears, operations, pack) for group in (qkv, output, gate_up, down)]
-    assert qkv.norm is not None and gate_up.norm is not None  # `why_not` refuses other families
-    return Block(
-        attention_norm=_vector(artifact, f"{qkv.norm}.weight"),
-        qkv=products[0],
-        output=products[1],
-        mlp_norm=_vector(artifact, f"{gate_up.norm}.weight"),
-        gate_up=products[2],
-        down=products[3],
-    )
+    qkv, output, gate_up, down = (projection(artifact, group.linears, operations, pack) for group in layer.groups)
+    # `why_not` refuses families whose first and third group read no norm
+    attention_norm, mlp_norm = (_vector(artifact, f"{layer.groups[index].norm}.weight") for index in (0, 2))
+    return Block(attention_norm=attention_norm, qkv=qkv, output=output, mlp_norm=mlp_norm, gate_up=gate_up, down=down)
 
 
 def _attention(artifact: Artifact, layer: Layer) -> Attention:

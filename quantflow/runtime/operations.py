@@ -230,13 +230,16 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _functions(library: ctypes.CDLL) -> Any:
-    """Say what the functions of decode.c take."""
-    pointer, count = ctypes.c_void_p, ctypes.c_int64
-    library.add_norm.argtypes = [pointer] * 4 + [count] * 2 + [ctypes.c_float]
-    library.silu_mul.argtypes = [pointer] * 2 + [count] * 2
-    library.product_bfloat16.argtypes = [pointer] * 4 + [count] * 3
-    library.rotate_store.argtypes = [ctypes.POINTER(_Step), ctypes.POINTER(_Layer), pointer]
-    library.attend.argtypes = [ctypes.POINTER(_Step), ctypes.POINTER(_Layer), pointer, pointer]
-    for name in ("add_norm", "silu_mul", "product_bfloat16", "rotate_store", "attend"):
-        getattr(library, name).restype = None
+    """Say what the functions of decode.c take; they return nothing."""
+    pointer, count, step, layer = ctypes.c_void_p, ctypes.c_int64, ctypes.POINTER(_Step), ctypes.POINTER(_Layer)
+    arguments = {
+        "add_norm": [pointer] * 4 + [count] * 2 + [ctypes.c_float],
+        "silu_mul": [pointer] * 2 + [count] * 2,
+        "product_bfloat16": [pointer] * 4 + [count] * 3,
+        "rotate_store": [step, layer, pointer],
+        "attend": [step, layer, pointer, pointer],
+    }
+    for name, types in arguments.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = types, None
     return library

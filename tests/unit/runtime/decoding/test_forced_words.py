@@ -119,11 +119,12 @@ def test_a_text_that_ends_before_it_has_said_its_words_is_not_returned(chain):
 
 
 def test_a_line_that_can_no_longer_say_its_words_takes_no_beam(chain):
-    # Of two tokens the word is both. MORE is likelier at first, but with the one token that is left nothing could be said.
-    decoder = chain({START: {MORE: 0.9, WORD: 0.1}, WORD: {OTHER_END: 0.5, MORE: 0.5}, MORE: {MORE: 0.9, WORD: 0.1}})
-    method = Beams(count=1, force_words=((WORD, OTHER_END),))
-    found = generate(decoder, torch.tensor([[START]]), max_new_tokens=2, method=method, eos_token_id=END)
-    assert found[0, 1:].tolist() == [WORD, OTHER_END]
+    # After two tokens W X has said the word, A W and B W owe one token; B B is likelier than B W and owes two of one.
+    a, b, w, x, start = range(5)
+    table = {start: {w: 0.2, a: 0.4, b: 0.4}, a: {w: 0.5, a: 0.5}, b: {w: 0.4, b: 0.6}, w: {x: 1.0}, x: {a: 1.0}}
+    method = Beams(count=3, force_words=((w, x),))
+    found = generate(chain(table), torch.tensor([[start]]), max_new_tokens=3, method=method, returned=3)
+    assert sorted(found[:, 1:].tolist()) == [[a, w, x], [b, w, x], [w, x, a]]
 
 
 def test_what_a_text_owes_worked_by_hand():
