@@ -140,8 +140,8 @@ def restore(parts: Mapping[str, Tensor], dtype: torch.dtype) -> Prepared:
 
 
 def _prepared(weight: Any, tensors: dict[str, Tensor], dtype: torch.dtype) -> Prepared:
-    for field, tensor in tensors.items():
-        setattr(weight, field, tensor.data_ptr())
+    for field in ("data", "scale", "zero", "offset"):  # all of them: what was restored has addresses of another process
+        setattr(weight, field, native.address(tensors.get(field)))
     call = native.library(SOURCE).quantflow_linear
     call.argtypes = [*[ctypes.c_void_p] * 2, ctypes.c_int64, *[ctypes.c_void_p] * 2, ctypes.c_int32]
     shape = {"rows": weight.rows, "columns": weight.columns}

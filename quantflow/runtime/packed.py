@@ -3,7 +3,7 @@
 The file is named after the hash of everything that decides what is in it: the artifact's digest, the dtype, the kernels, the
 code that lays the weights out. It is never changed; another artifact or another version makes another file. Its tensors are
 called KEY|PART; those that fill whole lines of the cache come first, so each of these begins at one. The metadata has the
-sha256 of the data.
+sha256 of their names, dtypes, shapes and bytes.
 """
 
 import hashlib
@@ -11,7 +11,7 @@ import json
 import mmap
 import os
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from quantflow.artifact.safetensors_header import read_header
-from quantflow.artifact.safetensors_writer import layout
+from quantflow.artifact.safetensors_writer import Spec, layout
 from quantflow.errors import InputError, IntegrityError
 from quantflow.models.reading import DTYPES, NAMES, bytes_of, read_into
 
@@ -65,11 +65,9 @@ class Pack:
             return
         tensors = {f"{key}|{part}": tensor for key, parts in self._kept.items() for part, tensor in parts.items()}
         order = sorted(tensors, key=lambda name: (tensors[name].nbytes % _LINE > 0, -tensors[name].itemsize))
-        digest = hashlib.sha256()
-        for name in order:
-            digest.update(bytes_of(tensors[name]))
         specs = {name: (NAMES[tensors[name].dtype], tuple(tensors[name].shape)) for name in order}
-        header = layout(specs, metadata={"sha256": digest.hexdigest()}, keep_order=True).header
+        digest = _digest(specs, (bytes_of(tensors[name]) for name in order))
+        header = layout(specs, metadata={"sha256": digest}, keep_order=True).header
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=self.path.parent) as folder:
             made = Path(folder) / self.path.name
@@ -89,12 +87,21 @@ def name_of(*inputs: object, sources: Iterable[Path]) -> str:
     return f"{digest.hexdigest()[:32]}.safetensors"
 
 
+def _digest(specs: Mapping[str, Spec], data: Iterable[mmap.mmap | memoryview]) -> str:
+    digest = hashlib.sha256(json.dumps(list(specs.items())).encode())
+    for piece in data:
+        digest.update(piece)
+    return digest.hexdigest()
+
+
 def _read(path: Path, *, verify: bool) -> dict[str, Tensor]:
     """Read every tensor into one block, several parts of it at once."""
     try:
         infos, metadata = read_header(path)
     except InputError as error:
         raise IntegrityError(error.cause, _REMEDY) from error
+    if not infos:
+        raise IntegrityError(f"{path}: holds no tensor", _REMEDY)
     begin, size = min(info.offset for info in infos.values()), sum(info.nbytes for info in infos.values())
     memory = mmap.mmap(-1, size)
     if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -103,7 +110,8 @@ def _read(path: Path, *, verify: bool) -> dict[str, Tensor]:
     step = -(-size // _READERS)
     with ThreadPoolExecutor(_READERS) as pool:
         list(pool.map(lambda at: read_into(path, data[at : at + step], begin + at, name=path.name), range(0, size, step)))
-    if verify and hashlib.sha256(memory).hexdigest() != metadata.get("sha256"):
+    specs = {name: (info.dtype, info.shape) for name, info in infos.items()}
+    if verify and _digest(specs, [memory]) != metadata.get("sha256"):
         raise IntegrityError(f"{path}: its data is not what was written", _REMEDY)
     spans = {name: data[info.offset - begin : info.offset - begin + info.nbytes] for name, info in infos.items()}
     return {name: span.view(DTYPES[infos[name].dtype]).view(infos[name].shape) for name, span in spans.items()}

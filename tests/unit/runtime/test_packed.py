@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, Qwen2Config
 
 from quantflow.core import kernels, native
@@ -67,6 +67,19 @@ def test_a_flipped_bit_is_an_integrity_error_unless_nothing_is_verified(where, t
     with pytest.raises(IntegrityError, match="its data is not what was written; remove the file; it is made again"):
         load(folder, decoder="auto", pack=True)
     load(folder, decoder="auto", pack=True, verify=False)
+
+
+def test_a_tensor_by_another_name_and_a_file_of_none_are_integrity_errors(tmp_path):
+    path = tmp_path / "a.safetensors"
+    pack = Pack(path, verify=True)
+    pack.get("x", lambda: {"y": torch.arange(16)})
+    pack.save()
+    path.write_bytes(path.read_bytes().replace(b"x|y", b"x|z"))
+    with pytest.raises(IntegrityError, match="its data is not what was written; remove the file; it is made again"):
+        Pack(path, verify=True)
+    save_file({}, path)
+    with pytest.raises(IntegrityError, match="a.safetensors: holds no tensor; remove the file; it is made again"):
+        Pack(path, verify=True)
 
 
 @pytest.mark.parametrize("size", [0, 10, 100, -64])
