@@ -74,7 +74,7 @@ def test_what_cannot_be_cut_by_channel_keeps_maxima_as_bounds_and_loses_sums(sim
             assert gone not in one.statistics
         rules = {(row["statistic"], row["rule"]): row["count"] for row in one.meta["expanded"]["rules"]}
         assert rules["counts", "left out"] == 6  # up's output and weight, down's input and weight, both caches
-        assert rules["channel_amax", "cut"] == 3
+        assert rules["channel_amax", "cut"] == 4  # up's output and weight, down's input, the heads
         assert rules["channel_amax", "the whole's, which bounds it"] == 3
 
 

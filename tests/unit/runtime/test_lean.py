@@ -194,7 +194,7 @@ def test_measured_scales_give_the_logits_of_transformers_with_keys_and_values_ro
     family, scheme, fused, tmp_path, make_artifact, monkeypatch
 ):
     config = FAMILIES[family]
-    model = make_artifact(tmp_path, config, W4A16)
+    model = make_artifact(tmp_path, config, W8A16)
     heads = 1 if scheme.granularity == "per_tensor" else config.num_key_value_heads
     scales = [
         kv_scales(scheme, keys=torch.linspace(0.4, 0.9, heads) * (layer + 1), values=torch.linspace(0.2, 0.4, heads))
