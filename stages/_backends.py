@@ -19,13 +19,13 @@ def backends(folder: Path, *, dtype: str) -> list[dict[str, Any]]:
     artifact = open_artifact(folder, dtype=getattr(torch, dtype), verify=False)
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     for name, linear in artifact.linears.items():
-        key = (linear.scheme, linear.shape, linear.backend.NAME)
+        key = (linear.scheme, linear.shape, linear.backend.name)
         row = {
             "first": name,
             "count": 0,
             "scheme": linear.scheme.name,
             "shape": list(linear.shape),
-            "backend": linear.backend.NAME,
+            "backend": linear.backend.name,
             "why_not": linear.reasons,
         }
         rows.setdefault(key, row)["count"] += 1

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from quantflow.errors import UsageError
 from quantflow.evaluation.generation_speed import PERCENTILES, Run, Spread, random_prompts, spread, time_run
 from quantflow.runtime.lean import LeanDecoder
-from quantflow.runtime.load import Loaded, load_decoder
+from quantflow.runtime.load import Loaded, load
 from stages._memory import usage
 from stages._progress import Progress
 
@@ -63,7 +63,7 @@ def run(job: Job, progress: Progress) -> dict[str, Any]:
             "use 1 or more of each",
         )
     begin = time.perf_counter()
-    loaded = load_decoder(
+    loaded = load(
         job.artifact,
         decoder=job.decoder,
         kv_cache=job.kv_cache,

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from quantflow.algorithms import ALGORITHMS
-from quantflow.backends import reference
+from quantflow.backends import BACKENDS
 from quantflow.core.qtensor import QuantizedLinear
 from quantflow.core.scheme import LinearScheme
 from quantflow.errors import StatisticsError
@@ -83,7 +83,7 @@ def install_all(module: nn.Module, layer: Layer, plan: Plan, tensors: Mapping[st
         if scheme is not None:
             bias = None if old.bias is None else old.bias.detach().float()
             quantized = FORMAT.decode(name, tensors, scheme)
-            linear = QuantLinear(quantized, bias=bias, backend=reference, dtype=torch.float32)
+            linear = QuantLinear(quantized, bias=bias, backend=BACKENDS["reference"], dtype=torch.float32)
             module.set_submodule(layer.relative(name), linear)
             give_back_holes()
         else:  # in one product from float32, as export's proof runs it: equal bits are then no matter of the BLAS

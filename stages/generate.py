@@ -26,7 +26,7 @@ from quantflow.runtime.adapters import Adapted, attach_
 from quantflow.runtime.decoder import Decoder, TransformersDecoder
 from quantflow.runtime.decoding import Beams, Draft, Lookup, Method, Rules, Sampling, generate, load_medusa
 from quantflow.runtime.decoding.text import TextStream, continuation, stop_at, word_ids
-from quantflow.runtime.load import Loaded, load, load_decoder, with_modules
+from quantflow.runtime.load import Loaded, load
 from quantflow.runtime.offload import load_offloaded
 from stages._progress import Progress
 from stages._prompts import Prompt, encode, read_prompts, shown
@@ -171,17 +171,20 @@ def _open(job: Job) -> tuple[Loaded, Adapted | None]:
     """Return what decodes, and what became of the adapter; an adapter and weights on disk go with transformers' modules."""
     dtype: torch.dtype = getattr(torch, job.dtype)
     crops = job.draft is not None or job.medusa is not None or isinstance(job.method, Lookup)
-    options: Any = {"backend": job.backend, "dtype": dtype}
+    options: Any = {"backend": job.backend, "dtype": dtype, "crops": crops}
     special = [name for name in ("disk_offload", "adapter") if getattr(job, name)]
     if not special:
-        options |= {"decoder": job.decoder, "kv_cache": job.kv_cache, "pack": job.pack, "device": job.device, "crops": crops}
-        return load_decoder(job.artifact, **options), None
+        options |= {"decoder": job.decoder, "kv_cache": job.kv_cache, "pack": job.pack, "device": job.device}
+        return load(job.artifact, **options), None
     if job.decoder == "lean" or job.kv_cache != "auto" or job.pack:
         told = f"generate: {special[0]} with decoder {job.decoder}, kv_cache {job.kv_cache}, pack {job.pack}"
         raise UsageError(told, "leave them out: it runs in transformers' modules with their cache")
-    runtime = load_offloaded(job.artifact, **options) if job.disk_offload else load(job.artifact, device=job.device, **options)
-    adapted = None if job.adapter is None else attach_(runtime.model, job.adapter, merge=job.merge)
-    return with_modules(runtime, reason=f"{special[0]} was asked for", device=job.device, crops=crops), adapted
+    loaded = load_offloaded(job.artifact, **options) if job.disk_offload else load(job.artifact, device=job.device, **options)
+    if job.adapter is None:
+        return loaded, None
+    assert loaded.model is not None  # these are transformers' modules
+    adapted = attach_(loaded.model, job.adapter, merge=job.merge)
+    return replace(loaded, reasons=(f"the lean decoder is not used: {special[0]} was asked for",)), adapted
 
 
 def _method(job: Job, tokenizer: PreTrainedTokenizerBase) -> Method | None:
@@ -199,7 +202,7 @@ def _draft(folder: Path, job: Job) -> Decoder:
     """Return what decodes with a folder, which is an artifact or a checkpoint."""
     dtype: torch.dtype = getattr(torch, job.dtype)
     if (folder / MANIFEST_NAME).exists():
-        return load_decoder(folder, backend=job.backend, dtype=dtype, device=job.device, crops=True).decoder
+        return load(folder, decoder="auto", backend=job.backend, dtype=dtype, device=job.device, crops=True).decoder
     source = open_source(folder)
     model = skeleton(source.config)
     source.fill_(model, NameMap(model).bind(source.names).to_source, dtype=dtype)

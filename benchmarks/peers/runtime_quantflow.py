@@ -9,8 +9,8 @@ import torch
 from _serve import Program, Timed, clocked, serve
 
 from quantflow.artifact.checkpoint import open_checkpoint
-from quantflow.core import kernels
-from quantflow.runtime.load import load_decoder
+from quantflow.evaluation import kernel_speed
+from quantflow.runtime import load as runtime
 
 CACHE_BYTES = 128 << 20  # read first, so that what is timed comes from memory
 REPEATS = 5
@@ -19,8 +19,9 @@ REPEATS = 5
 def load(settings: dict[str, Any]) -> Program:
     """Load an artifact as `quantflow generate` does, without hashing its files first."""
     torch.set_num_threads(settings["threads"])
-    loaded = load_decoder(
+    loaded = runtime.load(
         settings["artifact"],
+        decoder="auto",
         backend=settings["backend"],
         kv_cache=settings["kv_cache"],
         dtype=getattr(torch, settings["dtype"]),
@@ -46,9 +47,9 @@ def read(size: int) -> float:
     other, data = torch.zeros(CACHE_BYTES, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
     taken = []
     for _ in range(REPEATS):
-        kernels.read(other)
+        kernel_speed.read(other)
         begin = time.perf_counter()
-        kernels.read(data)
+        kernel_speed.read(data)
         taken.append(time.perf_counter() - begin)
     return min(taken)
 

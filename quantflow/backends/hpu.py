@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quantflow.core.backend import Backend
 from quantflow.core.float8 import FLAVOURS
 from quantflow.core.qtensor import QuantizedLinear
 from quantflow.core.scheme import LinearScheme
@@ -41,7 +42,7 @@ class Prepared:
     input_inverse: Tensor
 
 
-def why_not(scheme: LinearScheme, device: torch.device, *, shape: tuple[int, int], dtype: torch.dtype) -> str | None:
+def _why_not(scheme: LinearScheme, device: torch.device, *, shape: tuple[int, int], dtype: torch.dtype) -> str | None:
     """Return why Gaudi cannot run this linear, or None.  shape: (out_features, in_features)."""
     del shape  # any
     weights, inputs = scheme.weights, scheme.input
@@ -96,7 +97,7 @@ def wrap_in_graph(model: nn.Module) -> nn.Module:
     return wrapped
 
 
-def prepare(linear: QuantizedLinear, dtype: torch.dtype) -> Prepared:
+def _prepare(linear: QuantizedLinear, dtype: torch.dtype) -> Prepared:
     """Keep the codes and the scales that were measured; `dtype` is not needed, scales are float32."""
     assert linear.input_scale is not None  # why_not refuses such a scheme
     return Prepared(
@@ -107,7 +108,7 @@ def prepare(linear: QuantizedLinear, dtype: torch.dtype) -> Prepared:
     )
 
 
-def linear(x: Tensor, prepared: Prepared, bias: Tensor | None) -> Tensor:
+def _linear(x: Tensor, prepared: Prepared, bias: Tensor | None) -> Tensor:
     """Return x @ W.T + bias.  x: [..., I] bfloat16; returns [..., O]."""
     rows = x.reshape(-1, x.shape[-1])  # [M, I]
     operators: Any = torch.ops.hpu
@@ -134,3 +135,6 @@ def _habana(part: str) -> Any:
 
 def _largest_held() -> float:
     return FLAVOURS["gaudi2" if device_name().startswith("GAUDI2") else "e4m3fn"].largest
+
+
+BACKEND = Backend(name=NAME, why_not=_why_not, prepare=_prepare, linear=_linear)

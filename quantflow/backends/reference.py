@@ -7,10 +7,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from quantflow.core import affine
+from quantflow.core.backend import Backend
 from quantflow.core.qtensor import QuantizedLinear
 from quantflow.core.scheme import LinearScheme, TensorScheme
-
-NAME = "reference"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,12 +27,11 @@ class Prepared:
     zero_point: Tensor | None
 
 
-def why_not(scheme: LinearScheme, device: torch.device, *, shape: tuple[int, int], dtype: torch.dtype) -> str | None:
-    """Return None: it runs every linear."""
+def _why_not(scheme: LinearScheme, device: torch.device, *, shape: tuple[int, int], dtype: torch.dtype) -> str | None:
     return None
 
 
-def prepare(linear: QuantizedLinear, dtype: torch.dtype) -> Prepared:
+def _prepare(linear: QuantizedLinear, dtype: torch.dtype) -> Prepared:
     """Dequantize the weight in float32 and round it to `dtype`."""
     return Prepared(
         weight=linear.weight.dequantize().to(dtype),
@@ -43,7 +41,10 @@ def prepare(linear: QuantizedLinear, dtype: torch.dtype) -> Prepared:
     )
 
 
-def linear(x: Tensor, prepared: Prepared, bias: Tensor | None) -> Tensor:
+def _linear(x: Tensor, prepared: Prepared, bias: Tensor | None) -> Tensor:
     """Return x @ W.T + bias.  x: [..., I] in the prepared dtype; returns [..., O]."""
     x = affine.fake_quantize_input(x, prepared.scheme, prepared.scale, prepared.zero_point)
     return functional.linear(x, prepared.weight, bias)
+
+
+BACKEND = Backend(name="reference", why_not=_why_not, prepare=_prepare, linear=_linear)

@@ -1,11 +1,11 @@
 """Weights of 4 and 8 bits in the layout of kernels.c, and the call that multiplies with them; backends say which of them run.
 
 A linear of 4 bits is stored as qvalue + 8 and may have zero points; one of 2 or 3 bits is stored in 4, one of 5 or 6 bits in 8,
-its zero points taken out. Scales that bfloat16
-holds, which those of most layouts are, are read as such.
+its zero points taken out. Scales that bfloat16 holds, which those of most layouts are, are read as such.
 """
 
 import ctypes
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -43,14 +43,14 @@ class _Weight(ctypes.Structure):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Prepared:
-    """A weight as kernels.c reads it. Another C function may be given `address`; it is valid as long as this record.
+    """A weight as kernels.c reads it.
 
     Attributes:
         rows, columns: out_features, in_features.
         dtype: of the inputs.
-        tensors: what `weight` points to: data, scale, zero points, offsets.
+        tensors: what `weight` points to, by its field: data, scale, zero, offset.
         weight: `struct weight`.
-        address: of `weight`.
+        address: of `weight`; valid as long as this record.
         call: `quantflow_linear`(address, x, tokens, bias or None, y, 1 for bfloat16 or 0 for float32), which takes
             `data_ptr()` of contiguous tensors and checks nothing; it returns 0, or 1 where there was no memory.
     """
@@ -58,7 +58,7 @@ class Prepared:
     rows: int
     columns: int
     dtype: torch.dtype
-    tensors: tuple[Tensor | None, ...]
+    tensors: dict[str, Tensor]
     weight: Any
     address: int
     call: Any
@@ -106,59 +106,46 @@ def prepare(linear: QuantizedLinear, dtype: torch.dtype) -> Prepared:
     scale = _lanes(weight.scale.expand(rows, -1), padding=0)  # [B, G, 16]
     narrow = scale.to(torch.bfloat16)
     wide = not torch.equal(narrow.float(), scale)
-    tensors = (
-        _data(weight, kind, group=group),
-        scale if wide else narrow,
-        None
-        if weight.zero_point is None or kind != _W4
-        else _lanes((weight.zero_point + 8).to(torch.uint8).expand(rows, -1), padding=8),
-        _offsets(weight, input_zero) if integer and kind == _W8 else None,
-    )
+    tensors = {"data": _data(weight, kind, group=group), "scale": scale if wide else narrow}
+    if kind == _W4 and weight.zero_point is not None:
+        tensors["zero"] = _lanes((weight.zero_point + 8).to(torch.uint8).expand(rows, -1), padding=8)
+    if kind == _W8 and integer:
+        tensors["offset"] = _offsets(weight, input_zero)
     record = _Weight(
-        rows,
-        columns,
-        group,
-        scale.shape[1],
-        *map(native.address, tensors),
-        0.0 if linear.input_scale is None else float(linear.input_scale),
-        0.0 if inputs is None else _largest(inputs),
-        input_zero,
-        inputs is not None and inputs.granularity == "per_group",
-        kind,
-        _ASIS if inputs is None else _INT8 if integer else _E4M3,
-        wide,
-        dtype == torch.bfloat16,
+        rows=rows,
+        columns=columns,
+        group=group,
+        groups=scale.shape[1],
+        input_scale=0.0 if linear.input_scale is None else float(linear.input_scale),
+        input_largest=0.0 if inputs is None else _largest(inputs),
+        input_zero=input_zero,
+        input_grouped=inputs is not None and inputs.granularity == "per_group",
+        kind=kind,
+        input=_ASIS if inputs is None else _INT8 if integer else _E4M3,
+        wide=wide,
+        bf16=dtype == torch.bfloat16,
     )
     return _prepared(record, tensors, dtype)
 
 
-def dump(prepared: Prepared) -> tuple[Tensor | None, ...]:
-    """Return what `restore` makes the record from again: tensors, the first of which are the bytes of `struct weight`."""
-    return torch.frombuffer(bytearray(prepared.weight), dtype=torch.uint8), *prepared.tensors
+def dump(prepared: Prepared) -> dict[str, Tensor]:
+    """Return what `restore` makes the record from again: its tensors, and the bytes of `struct weight`."""
+    return {"weight": torch.frombuffer(bytearray(prepared.weight), dtype=torch.uint8), **prepared.tensors}
 
 
-def restore(parts: tuple[Tensor | None, ...], dtype: torch.dtype) -> Prepared:
+def restore(parts: Mapping[str, Tensor], dtype: torch.dtype) -> Prepared:
     """Return the record that `dump` was given, with these tensors and the dtype that it was prepared for."""
-    record, *tensors = parts
-    assert record is not None  # dump puts it there
-    weight = _Weight.from_buffer_copy(record.numpy().tobytes())
-    for field, tensor in zip(("data", "scale", "zero", "offset"), tensors, strict=True):
-        setattr(weight, field, native.address(tensor))
-    return _prepared(weight, tuple(tensors), dtype)
+    weight = _Weight.from_buffer_copy(parts["weight"].numpy().tobytes())
+    return _prepared(weight, {name: tensor for name, tensor in parts.items() if name != "weight"}, dtype)
 
 
-def _prepared(weight: Any, tensors: tuple[Tensor | None, ...], dtype: torch.dtype) -> Prepared:
+def _prepared(weight: Any, tensors: dict[str, Tensor], dtype: torch.dtype) -> Prepared:
+    for field in ("data", "scale", "zero", "offset"):  # all of them: what was restored has addresses of another process
+        setattr(weight, field, native.address(tensors.get(field)))
     call = native.library(SOURCE).quantflow_linear
     call.argtypes = [*[ctypes.c_void_p] * 2, ctypes.c_int64, *[ctypes.c_void_p] * 2, ctypes.c_int32]
-    return Prepared(
-        rows=weight.rows,
-        columns=weight.columns,
-        dtype=dtype,
-        tensors=tensors,
-        weight=weight,
-        address=ctypes.addressof(weight),
-        call=call,
-    )
+    shape = {"rows": weight.rows, "columns": weight.columns}
+    return Prepared(**shape, dtype=dtype, tensors=tensors, weight=weight, address=ctypes.addressof(weight), call=call)
 
 
 def linear(x: Tensor, prepared: Prepared, bias: Tensor | None) -> Tensor:
@@ -221,17 +208,3 @@ def _offsets(weight: QTensor, input_zero: int) -> Tensor:
     """Return what the sums of 8-bit weights by int8 inputs + 128 begin with, [B, G, 16] int32."""
     split = weight.qvalue.view(len(weight.qvalue), weight.scale.shape[1], -1)  # [O, G, g]
     return _lanes(split.sum(dim=-1, dtype=torch.int32) * -(128 + input_zero), padding=0)
-
-
-def read(data: Tensor) -> int:
-    """Read a contiguous tensor once and do nothing else with it: what a kernel that is bound by memory could reach at best.
-
-    Returns:
-        A sum that means nothing; it keeps the compiler from leaving the reads out.
-
-    Raises:
-        UnsupportedError: the library cannot be had.
-    """
-    function = native.library(SOURCE).quantflow_read
-    function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_int64], ctypes.c_int64
-    return int(function(data.data_ptr(), data.nbytes))

@@ -47,7 +47,8 @@ def why_not(source: Path, *, needs: tuple[str, ...]) -> str | None:
         source: compiled if need be.
         needs: instruction sets by the kernel's names, such as `avx512_vnni`.
     """
-    missing = [name for name in needs if name not in _instructions()]
+    known = _cpu().get("flags", "").split()
+    missing = [name for name in needs if name not in known]
     if missing:
         return f"this CPU has no {missing[0]}"
     found = _attempt(source)
@@ -69,8 +70,8 @@ def _attempt(source: Path) -> ctypes.CDLL | UnsupportedError:
 
 
 def _load(source: Path) -> ctypes.CDLL:
-    compiler, code = _compiler(), source.read_bytes()
-    parts = (code, _identity(compiler), " ".join(_FLAGS).encode(), _cpu().encode())
+    compiler, machine = _compiler(), "\n".join(_cpu().get(field, "") for field in _CPU_FIELDS)
+    parts = (source.read_bytes(), _identity(compiler), " ".join(_FLAGS).encode(), machine.encode())
     key = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
     folder = _cache_folder()
     path = folder / f"{source.stem}-{key[:32]}.so"
@@ -131,26 +132,15 @@ def _identity(compiler: str) -> bytes:
     return f"{real} {status.st_size} {status.st_mtime_ns}".encode()
 
 
-def _cpu_lines() -> dict[str, str]:
+@functools.cache
+def _cpu() -> dict[str, str]:
+    """Return what the kernel tells of the first CPU; -march=native looks at some of it."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         return {}
     pairs = (line.partition(":") for line in text.split("\n\n")[0].splitlines())
     return {name.strip(): value.strip() for name, _, value in pairs}
-
-
-@functools.cache
-def _cpu() -> str:
-    """Return what -march=native looks at, as the kernel tells it."""
-    lines = _cpu_lines()
-    return "\n".join(lines.get(field, "") for field in _CPU_FIELDS)
-
-
-@functools.cache
-def _instructions() -> frozenset[str]:
-    """Return the instruction sets of this CPU by the kernel's names."""
-    return frozenset(_cpu_lines().get("flags", "").split())
 
 
 def _cache_folder() -> Path:

@@ -17,7 +17,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from quantflow.artifact.checkpoint import Checkpoint, open_checkpoint
 from quantflow.artifact.manifest import read_manifest
 from quantflow.artifact.verify import verify as verify_artifact
-from quantflow.backends import Backend, choose
+from quantflow.backends import choose
+from quantflow.core.backend import Backend
 from quantflow.core.qtensor import QuantizedLinear
 from quantflow.core.scheme import LinearScheme, TensorScheme
 from quantflow.errors import InputError, UsageError

@@ -26,17 +26,9 @@ class Decoder(Protocol):
         device: where ids are expected and logits are returned.
     """
 
-    @property
-    def vocab_size(self) -> int:
-        """V."""
-
-    @property
-    def positions(self) -> int | None:
-        """How long a sequence may be; None: unbounded."""
-
-    @property
-    def device(self) -> torch.device:
-        """Of ids and logits."""
+    vocab_size: int
+    positions: int | None
+    device: torch.device
 
     def begin(self, *, rows: int, capacity: int) -> None:
         """Empty the cache.

@@ -18,7 +18,7 @@ from quantflow.models.graph import Graph, Layer, Residual, graph_for
 from quantflow.runtime.artifact import Artifact
 from quantflow.runtime.kv_cache import KIND_OF, KVCache, require_kind
 from quantflow.runtime.kv_scales import read_kv_scales
-from quantflow.runtime.operations import Attention, Heads, NativeOperations, Operations, TorchOperations, fused_why_not
+from quantflow.runtime.operations import Attention, Heads, Operations, fused_why_not
 from quantflow.runtime.packed import Pack
 from quantflow.runtime.projection import Projection, plain, plain_weight, projection
 
@@ -106,8 +106,7 @@ class LeanDecoder:
         attention = [_attention(artifact, layer) for layer in graph.layers]
         missing = fused_why_not(self._heads) if fused else "it was not asked for"
         self.notes = () if missing is None else (f"small operations run in torch: {missing}",)
-        make = NativeOperations if missing is None else TorchOperations
-        self._operations: Operations = make(self._heads, attention)
+        self._operations = Operations(self._heads, attention, fused=missing is None)
         self._blocks = [_block(artifact, layer, self._operations, pack) for layer in graph.layers]
         self._embedding, self._norm, self._head = _ends(artifact, graph, self._operations, pack)
         self._rotary = LlamaRotaryEmbedding(config)  # of every family here: they differ in their configuration alone
@@ -186,17 +185,10 @@ class LeanDecoder:
 
 
 def _block(artifact: Artifact, layer: Layer, operations: Operations, pack: Pack | None) -> Block:
-    qkv, output, gate_up, down = layer.groups
-    products = [projection(artifact, group.linears, operations, pack) for group in (qkv, output, gate_up, down)]
-    assert qkv.norm is not None and gate_up.norm is not None  # `why_not` refuses other families
-    return Block(
-        attention_norm=_vector(artifact, f"{qkv.norm}.weight"),
-        qkv=products[0],
-        output=products[1],
-        mlp_norm=_vector(artifact, f"{gate_up.norm}.weight"),
-        gate_up=products[2],
-        down=products[3],
-    )
+    qkv, output, gate_up, down = (projection(artifact, group.linears, operations, pack) for group in layer.groups)
+    # `why_not` refuses families whose first and third group read no norm
+    attention_norm, mlp_norm = (_vector(artifact, f"{layer.groups[index].norm}.weight") for index in (0, 2))
+    return Block(attention_norm=attention_norm, qkv=qkv, output=output, mlp_norm=mlp_norm, gate_up=gate_up, down=down)
 
 
 def _attention(artifact: Artifact, layer: Layer) -> Attention:

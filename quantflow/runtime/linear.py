@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantflow.backends import Backend
+from quantflow.core.backend import Backend
 from quantflow.core.qtensor import QuantizedLinear
 
 
@@ -33,7 +33,7 @@ class QuantLinear(nn.Module):
         """
         super().__init__()
         self.out_features, self.in_features = quantized.weight.qvalue.shape
-        self.backend = backend.NAME
+        self.backend = backend.name
         self.register_buffer("bias", None if bias is None else bias.to(dtype), persistent=False)
         self._linear = backend.linear
         self._prepared: Any = backend.prepare(quantized, dtype)

@@ -20,14 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from quantflow.backends import reference
 from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.formats import compressed_tensors
 from quantflow.models.graph import graph_for
 from quantflow.models.load import skeleton
 from quantflow.models.names import NameMap
 from quantflow.runtime.artifact import Artifact, open_artifact
-from quantflow.runtime.load import Runtime, as_runtime
+from quantflow.runtime.load import Loaded, with_modules
 
 Multiply = Callable[[Tensor], Tensor]  # [..., I] -> [..., rows]
 _PIECE = 1 << 19  # weights that are converted to the inputs' dtype at once
@@ -126,8 +125,13 @@ class StreamedEmbedding(nn.Module):
 
 
 def load_offloaded(
-    folder: str | Path, *, backend: str = "auto", dtype: torch.dtype = torch.float32, verify: bool = True
-) -> Runtime:
+    folder: str | Path,
+    *,
+    backend: str = "auto",
+    dtype: torch.dtype = torch.float32,
+    verify: bool = True,
+    crops: bool = False,
+) -> Loaded:
     """Open an artifact as a model whose weights stay on disk; the same tokens as `load`, each at the price of a reading.
 
     Memory holds norms, the linear that runs, those that the thread is ahead with (as many bytes as the largest linear
@@ -140,6 +144,7 @@ def load_offloaded(
         backend: as for `load`.
         dtype: as for `load`.
         verify: compare every file with its recorded hash first.
+        crops: as for `load`.
 
     Raises:
         IntegrityError, InputError, UnsupportedError, UsageError: as for `load`, but for values: those are checked when
@@ -162,7 +167,7 @@ def load_offloaded(
         model.set_submodule(module, StreamedLinear(pieces[module], prefetch))
     model.set_submodule(embedding, StreamedEmbedding(artifact, names.to_source[f"{embedding}.weight"]))
     artifact.fill_(model, resident, dtype=dtype)
-    return as_runtime(artifact, model)
+    return with_modules(artifact, model, reason="disk_offload was asked for", crops=crops)
 
 
 def _return_memory() -> None:
@@ -208,7 +213,7 @@ def _multiply(artifact: Artifact, piece: Piece) -> Multiply:
     """Read a piece and return the function from an input to its rows of the output."""
     name = piece.linear
     if name in artifact.linears:
-        if artifact.linears[name].backend is not reference:
+        if artifact.linears[name].backend.name != "reference":
             return artifact.prepare(name)
         return _Dequantized(linear=artifact.decode(name), bias=artifact.bias(name), dtype=artifact.dtype)
     weight = artifact.read_rows(f"{name}.weight", torch.arange(piece.start, piece.stop))

@@ -1,14 +1,15 @@
 """What lies between the linears of a Llama-like decoder layer: norms, rotation, cache, attention, the gate.
 
-`NativeOperations` calls decode.c, `TorchOperations` torch; the results agree within float32 rounding. All tensors are
-float32. Both hold the state of one batch: `begin` gives them its cache, `step` says how many columns are new.
+Each operation is one call of decode.c, or the same in torch where that cannot be compiled; the results agree within float32
+rounding. All tensors are float32. The state is that of one batch: `begin` gives it a cache, `step` says how many columns are
+new.
 """
 
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,82 +55,6 @@ class Attention:
     window: int
 
 
-class Operations(Protocol):
-    """The operations on one batch.
-
-    Attributes:
-        WIDENS: `product` takes weights in bfloat16 as the float32 numbers that they are, without rounding inputs to it.
-    """
-
-    WIDENS: bool
-
-    def begin(self, cache: KVCache, cos: Tensor, sin: Tensor) -> None:
-        """Take a cache, or one whose storage has changed, and the rotation of each position, [capacity, dim]."""
-
-    def step(self, count: int) -> None:
-        """Expect `count` new columns, from the cache's length on."""
-
-    def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
-        """Add delta to x in place and return the norm of x, valid until the next call.  x, delta: [N, H]."""
-
-    def attend(self, qkv: Tensor, layer: int) -> Tensor:
-        """Rotate, write to the cache and attend.  qkv: [N, (query + 2 shared) * dim], changed; returns [N, query * dim]."""
-
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """Return silu(gate) * up, valid until the next call.  gate_up: [N, 2 I]; returns [N, I]."""
-
-    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return x @ weight.T + bias.  x: [N, I]; weight: [O, I], float32 or bfloat16; bias: [O]; returns [N, O]."""
-
-
-class TorchOperations:
-    """Operations in torch."""
-
-    WIDENS = False
-
-    def __init__(self, heads: Heads, layers: Sequence[Attention]) -> None:
-        """Take the shapes and the layers of a model."""
-        self._heads, self._layers = heads, layers
-        self._count = 0
-
-    def begin(self, cache: KVCache, cos: Tensor, sin: Tensor) -> None:
-        """See `Operations`."""
-        self._cache, self._cos, self._sin = cache, cos, sin
-
-    def step(self, count: int) -> None:
-        """See `Operations`."""
-        self._count = count
-
-    def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
-        """See `Operations`."""
-        if delta is not None:
-            x += delta
-        return _norm(x, weight, self._heads.eps)
-
-    def attend(self, qkv: Tensor, layer: int) -> Tensor:
-        """See `Operations`."""
-        heads, cache, settings = self._heads, self._cache, self._layers[layer]
-        split = qkv.view(cache.rows, self._count, heads.query + 2 * heads.shared, heads.dim)  # [B, T, heads, D]
-        q, k, v = split.transpose(1, 2).split([heads.query, heads.shared, heads.shared], dim=1)  # type: ignore[no-untyped-call]
-        columns = torch.arange(cache.length, cache.length + self._count)
-        positions = (columns - cache.padding[:, None]).clamp_min(0)  # [B, T]
-        cos, sin = self._cos[positions][:, None], self._sin[positions][:, None]  # [B, 1, T, D]
-        q = _rotate(q if settings.q_norm is None else _norm(q, settings.q_norm, heads.eps), cos, sin)
-        k = _rotate(k if settings.k_norm is None else _norm(k, settings.k_norm, heads.eps), cos, sin)
-        cache.store(layer, k, v)
-        return attend_many(q, cache, layer, heads=heads, window=settings.window)
-
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """See `Operations`."""
-        gate, up = gate_up.chunk(2, dim=-1)
-        return functional.silu(gate) * up
-
-    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """See `Operations`."""
-        result = functional.linear(x.to(weight.dtype), weight).float()
-        return result if bias is None else result + bias
-
-
 def fused_why_not(heads: Heads) -> str | None:
     """Return why decode.c cannot be used, in a sentence, or None; compiles it if need be."""
     if heads.dim % LANES:
@@ -152,27 +77,28 @@ class _Step(ctypes.Structure):
     )
 
 
-class NativeOperations:
-    """Operations in C; attention of many new columns, and products of many rows, in torch."""
+class Operations:
+    """The operations on one batch: in C where it is `fused`, but for attention of many new columns and products of many rows.
 
-    WIDENS = True
+    Attributes:
+        widens: `product` takes weights in bfloat16 as the float32 numbers that they are, without rounding inputs to it.
+    """
 
-    def __init__(self, heads: Heads, layers: Sequence[Attention]) -> None:
-        """Take the shapes and the layers of a model, and compile decode.c if need be.
+    def __init__(self, heads: Heads, layers: Sequence[Attention], *, fused: bool) -> None:
+        """Take the shapes and the layers of a model; `fused` compiles decode.c if need be.
 
         Raises:
             UnsupportedError: it cannot be compiled here; see `fused_why_not`.
         """
-        self._heads, self._layers = heads, layers
-        self._library = _functions(native.library(SOURCE))
-        self._torch = TorchOperations(heads, layers)
+        self.widens = fused
+        self._heads, self._layers, self._count = heads, layers, 0
+        self._library = _functions(native.library(SOURCE)) if fused else None
         self._rooms: dict[str, Tensor] = {}
 
     def begin(self, cache: KVCache, cos: Tensor, sin: Tensor) -> None:
-        """See `Operations`."""
+        """Take a cache, or one whose storage has changed, and the rotation of each position, [capacity, dim]."""
         heads = self._heads
         self._cache, self._tables = cache, (cos, sin, cache.padding)  # C has their addresses: they must live on
-        self._torch.begin(cache, cos, sin)
         self._step = _Step(
             *map(native.address, self._tables),
             rows=cache.rows,
@@ -193,12 +119,14 @@ class NativeOperations:
         ]
 
     def step(self, count: int) -> None:
-        """See `Operations`."""
-        self._step.count, self._step.start = count, self._cache.length
-        self._torch.step(count)
+        """Expect `count` new columns, from the cache's length on."""
+        self._count = self._step.count = count
+        self._step.start = self._cache.length
 
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
-        """See `Operations`."""
+        """Add delta to x in place and return the norm of x, valid until the next call.  x, delta: [N, H]."""
+        if self._library is None:
+            return _norm(x if delta is None else x.add_(delta), weight, self._heads.eps)
         rows, width = x.shape
         out = self._room("norm", rows, width)
         added = None if delta is None else delta.data_ptr()
@@ -206,36 +134,83 @@ class NativeOperations:
         return out
 
     def attend(self, qkv: Tensor, layer: int) -> Tensor:
-        """See `Operations`."""
-        heads, count, structure = self._heads, self._step.count, self._structures[layer]
+        """Rotate, write to the cache and attend.  qkv: [N, (query + 2 shared) * dim], changed; returns [N, query * dim]."""
+        heads, structure = self._heads, self._structures[layer]
+        if self._library is None:
+            return self._attend_many(self._rotate_store(qkv, layer), layer)
         self._library.rotate_store(self._step, structure, qkv.data_ptr())
-        if count > _FEW:
-            split = qkv.view(self._cache.rows, count, heads.query + 2 * heads.shared, heads.dim)  # [B, T, heads, D]
-            q = split[:, :, : heads.query].transpose(1, 2)  # [B, query, T, D]
-            return attend_many(q, self._cache, layer, heads=heads, window=self._layers[layer].window)
+        if self._count > _FEW:
+            return self._attend_many(self._split(qkv)[:, : heads.query], layer)
         out = self._room("attention", qkv.shape[0], heads.query * heads.dim)
         self._library.attend(self._step, structure, qkv.data_ptr(), out.data_ptr())
         return out
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """See `Operations`."""
+        """Return silu(gate) * up, valid until the next call.  gate_up: [N, 2 I]; returns [N, I]."""
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        if self._library is None:
+            return functional.silu(gate_up[:, :width]) * gate_up[:, width:]
         out = self._room("gate", rows, width)
         self._library.silu_mul(gate_up.data_ptr(), out.data_ptr(), rows, width)
         return out
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """See `Operations`."""
-        if weight.dtype != torch.bfloat16:
-            return self._torch.product(x, weight, bias)
-        if x.shape[0] > _FEW:
+        """Return x @ weight.T + bias.  x: [N, I]; weight: [O, I], float32 or bfloat16; bias: [O]; returns [N, O]."""
+        if self._library is None or weight.dtype != torch.bfloat16:
+            result = functional.linear(x.to(weight.dtype), weight).float()
+        elif x.shape[0] > _FEW:
             split: Any = weight.split(_WIDENED)  # type: ignore[no-untyped-call]
             result = torch.cat([functional.linear(x, rows.float()) for rows in split], dim=-1)
-            return result if bias is None else result + bias
-        out = torch.empty(x.shape[0], weight.shape[0])
-        pointers = (x.data_ptr(), weight.data_ptr(), native.address(bias), out.data_ptr())
-        self._library.product_bfloat16(*pointers, *x.shape, weight.shape[0])
-        return out
+        else:
+            out = torch.empty(x.shape[0], weight.shape[0])
+            pointers = (x.data_ptr(), weight.data_ptr(), native.address(bias), out.data_ptr())
+            self._library.product_bfloat16(*pointers, *x.shape, weight.shape[0])
+            return out
+        return result if bias is None else result + bias
+
+    def _split(self, qkv: Tensor) -> Tensor:
+        """Return [B, query + 2 shared, T, dim]; a view."""
+        heads = self._heads
+        return qkv.view(self._cache.rows, self._count, heads.query + 2 * heads.shared, heads.dim).transpose(1, 2)
+
+    def _rotate_store(self, qkv: Tensor, layer: int) -> Tensor:
+        """Do as the function of this name in decode.c, in torch.  Returns the queries, [B, query, T, dim]."""
+        heads, cache, settings = self._heads, self._cache, self._layers[layer]
+        q, k, v = self._split(qkv).split([heads.query, heads.shared, heads.shared], dim=1)  # type: ignore[no-untyped-call]
+        columns = torch.arange(cache.length, cache.length + self._count)
+        positions = (columns - cache.padding[:, None]).clamp_min(0)  # [B, T]
+        cos, sin = (table[positions][:, None] for table in self._tables[:2])  # [B, 1, T, D]
+        q = _rotate(q if settings.q_norm is None else _norm(q, settings.q_norm, heads.eps), cos, sin)
+        k = _rotate(k if settings.k_norm is None else _norm(k, settings.k_norm, heads.eps), cos, sin)
+        cache.store(layer, k, v)
+        return q
+
+    def _attend_many(self, q: Tensor, layer: int) -> Tensor:
+        """Attend to the cache in torch; the new columns are written already.
+
+        Args:
+            q: [B, query, T, D], rotated.
+            layer: which.
+
+        Returns:
+            [B * T, query * D]. A query that is padding sees itself alone.
+        """
+        heads, cache, window = self._heads, self._cache, self._layers[layer].window
+        start, end = cache.length, cache.length + self._count
+        keys, values = cache.read(layer, end)  # [B, shared, end, D]
+        mask = None
+        if start or 0 < window < end or cache.padding.any():
+            columns, own = torch.arange(end), torch.arange(start, end)[:, None]  # [end], [T, 1]
+            seen = columns <= own
+            if window:
+                seen &= columns > own - window
+            mask = (seen & (columns >= cache.padding[:, None, None])) | (columns == own)  # [B, T, end]
+            mask = mask[:, None]
+        grouped = heads.query != heads.shared
+        result = functional.scaled_dot_product_attention(
+            q, keys, values, attn_mask=mask, is_causal=mask is None, scale=heads.scale, enable_gqa=grouped
+        )
+        return result.transpose(1, 2).reshape(-1, heads.query * heads.dim)  # [B * T, query * D]
 
     def _room(self, name: str, rows: int, width: int) -> Tensor:
         """Return memory that the operation has used before, where it has the size: no allocation per token."""
@@ -243,36 +218,6 @@ class NativeOperations:
         if found is None or found.shape != (rows, width):
             found = self._rooms[name] = torch.empty(rows, width)
         return found
-
-
-def attend_many(q: Tensor, cache: KVCache, layer: int, *, heads: Heads, window: int) -> Tensor:
-    """Attend to the cache, its newest columns among it, in torch.
-
-    Args:
-        q: [B, query, T, D], rotated; those of the columns from the cache's length on, which are written already.
-        cache: where keys and values are.
-        layer: which.
-        heads: the shapes.
-        window: as in `Attention`.
-
-    Returns:
-        [B * T, query * D]. A query that is padding sees itself alone.
-    """
-    start, count = cache.length, q.shape[2]
-    end = start + count
-    keys, values = cache.read(layer, end)  # [B, shared, end, D]
-    mask = None
-    if start or 0 < window < end or cache.padding.any():
-        columns, own = torch.arange(end), torch.arange(start, end)[:, None]  # [end], [T, 1]
-        seen = columns <= own
-        if window:
-            seen &= columns > own - window
-        mask = (seen & (columns >= cache.padding[:, None, None])) | (columns == own)  # [B, T, end]
-        mask = mask[:, None]
-    result = functional.scaled_dot_product_attention(
-        q, keys, values, attn_mask=mask, is_causal=mask is None, scale=heads.scale, enable_gqa=heads.query != heads.shared
-    )
-    return result.transpose(1, 2).reshape(-1, heads.query * heads.dim)  # [B * T, query * D]
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -285,13 +230,16 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _functions(library: ctypes.CDLL) -> Any:
-    """Say what the functions of decode.c take."""
-    pointer, count = ctypes.c_void_p, ctypes.c_int64
-    library.add_norm.argtypes = [pointer] * 4 + [count] * 2 + [ctypes.c_float]
-    library.silu_mul.argtypes = [pointer] * 2 + [count] * 2
-    library.product_bfloat16.argtypes = [pointer] * 4 + [count] * 3
-    library.rotate_store.argtypes = [ctypes.POINTER(_Step), ctypes.POINTER(_Layer), pointer]
-    library.attend.argtypes = [ctypes.POINTER(_Step), ctypes.POINTER(_Layer), pointer, pointer]
-    for name in ("add_norm", "silu_mul", "product_bfloat16", "rotate_store", "attend"):
-        getattr(library, name).restype = None
+    """Say what the functions of decode.c take; they return nothing."""
+    pointer, count, step, layer = ctypes.c_void_p, ctypes.c_int64, ctypes.POINTER(_Step), ctypes.POINTER(_Layer)
+    arguments = {
+        "add_norm": [pointer] * 4 + [count] * 2 + [ctypes.c_float],
+        "silu_mul": [pointer] * 2 + [count] * 2,
+        "product_bfloat16": [pointer] * 4 + [count] * 3,
+        "rotate_store": [step, layer, pointer],
+        "attend": [step, layer, pointer, pointer],
+    }
+    for name, types in arguments.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = types, None
     return library

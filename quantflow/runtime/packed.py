@@ -1,12 +1,9 @@
-"""What loading an artifact makes of its weights, kept beside it in one file, so that loading it again is reading alone.
-
-    16 bytes       the name of the layout
-    8 bytes        length of the header, little-endian
-    header         JSON: {"sha256": of the data, "entries": {name: [[dtype, shape, offset into the data] or null, ...]}}
-    data           from the next multiple of 64 bytes on; every tensor begins at one
+"""What loading an artifact makes of its weights, kept beside it in one safetensors file: loading it again is reading alone.
 
 The file is named after the hash of everything that decides what is in it: the artifact's digest, the dtype, the kernels, the
-code that lays the weights out. It is never changed; another artifact or another version makes another file.
+code that lays the weights out. It is never changed; another artifact or another version makes another file. Its tensors are
+called KEY|PART; those that fill whole lines of the cache come first, so each of these begins at one. The metadata has the
+sha256 of their names, dtypes, shapes and bytes.
 """
 
 import hashlib
@@ -14,20 +11,22 @@ import json
 import mmap
 import os
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from quantflow.errors import IntegrityError
+from quantflow.artifact.safetensors_header import read_header
+from quantflow.artifact.safetensors_writer import Spec, layout
+from quantflow.errors import InputError, IntegrityError
+from quantflow.models.reading import DTYPES, NAMES, bytes_of, read_into
 
-Parts = tuple[Tensor | None, ...]
-_LAYOUT = b"quantflow pack 1"
-_ALIGNED = 64  # bytes, a line of the cache
+Parts = dict[str, Tensor]
+_LINE = 64  # bytes of a line of the cache
 _READERS = 2  # threads
+_REMEDY = "remove the file; it is made again"
 
 
 class Pack:
@@ -42,55 +41,42 @@ class Pack:
         """Read the file, if it is there, into memory of its own.
 
         Raises:
-            IntegrityError: `verify`, and its data is not what was written.
+            IntegrityError: it is damaged; its data is compared with the hash if `verify`.
         """
-        self.path = path
-        self._parts: dict[str, Parts] = {}
-        self.complete = path.is_file()
-        if self.complete:
-            self._parts = _read(path, verify=verify)
+        self.path, self.complete = path, path.is_file()
+        self._kept: dict[str, Parts] = {}
+        for name, tensor in (_read(path, verify=verify) if self.complete else {}).items():
+            key, _, part = name.rpartition("|")
+            self._kept.setdefault(key, {})[part] = tensor
 
-    def __contains__(self, name: str) -> bool:
-        """Return whether there is something under a name."""
-        return name in self._parts
+    def __contains__(self, key: str) -> bool:
+        """Return whether there is something under a key."""
+        return key in self._kept
 
-    def get(self, name: str, make: Callable[[], Parts]) -> Parts:
-        """Return what is kept under a name, made now if there is nothing."""
-        if name not in self._parts:
-            self._parts[name] = make()
-        return self._parts[name]
+    def get(self, key: str, make: Callable[[], Parts]) -> Parts:
+        """Return what is kept under a key, made now if there is nothing."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        return self._kept[key]
 
     def save(self) -> None:
         """Write the file, unless it was read; another process that does the same renames over it."""
         if self.complete:
             return
+        tensors = {f"{key}|{part}": tensor for key, parts in self._kept.items() for part, tensor in parts.items()}
+        order = sorted(tensors, key=lambda name: (tensors[name].nbytes % _LINE > 0, -tensors[name].itemsize))
+        specs = {name: (NAMES[tensors[name].dtype], tuple(tensors[name].shape)) for name in order}
+        digest = _digest(specs, (bytes_of(tensors[name]) for name in order))
+        header = layout(specs, metadata={"sha256": digest}, keep_order=True).header
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        entries, end = {}, 0
-        for name, parts in self._parts.items():
-            entries[name] = [None if part is None else [str(part.dtype)[6:], list(part.shape), 0] for part in parts]
-            for entry, part in zip(entries[name], parts, strict=True):
-                if entry is not None and part is not None:
-                    entry[2], end = end, end + _whole(part.nbytes)
-        digest = hashlib.sha256()
         with tempfile.TemporaryDirectory(dir=self.path.parent) as folder:
             made = Path(folder) / self.path.name
             with made.open("wb") as file:
-                file.write(_header(entries, "0" * 64))
-                for piece in self._pieces():
-                    file.write(piece)
-                    digest.update(piece)
-                file.seek(0)
-                file.write(_header(entries, digest.hexdigest()))
+                file.write(header)
+                file.writelines(bytes_of(tensors[name]) for name in order)
                 file.flush()
                 os.fsync(file.fileno())
             made.replace(self.path)
-
-    def _pieces(self) -> Iterable[Any]:
-        for parts in self._parts.values():
-            for part in parts:
-                if part is not None:
-                    yield part.contiguous().reshape(-1).view(torch.uint8).numpy()
-                    yield b"\0" * (_whole(part.nbytes) - part.nbytes)
 
 
 def name_of(*inputs: object, sources: Iterable[Path]) -> str:
@@ -98,60 +84,34 @@ def name_of(*inputs: object, sources: Iterable[Path]) -> str:
     digest = hashlib.sha256(json.dumps([str(value) for value in inputs]).encode())
     for source in sources:
         digest.update(hashlib.sha256(source.read_bytes()).digest())
-    return f"{digest.hexdigest()[:32]}.pack"
+    return f"{digest.hexdigest()[:32]}.safetensors"
 
 
-def _header(entries: dict[str, Any], digest: str) -> bytes:
-    text = json.dumps({"sha256": digest, "entries": entries}).encode()
-    head = _LAYOUT + len(text).to_bytes(8, "little") + text
-    return head + b" " * (_whole(len(head)) - len(head))
+def _digest(specs: Mapping[str, Spec], data: Iterable[mmap.mmap | memoryview]) -> str:
+    digest = hashlib.sha256(json.dumps(list(specs.items())).encode())
+    for piece in data:
+        digest.update(piece)
+    return digest.hexdigest()
 
 
-def _read(path: Path, *, verify: bool) -> dict[str, Parts]:
-    with path.open("rb", buffering=0) as file:
-        head = file.read(24)
-        size = int.from_bytes(head[16:], "little")
-        try:
-            header = json.loads(file.read(size) if head[:16] == _LAYOUT else b"")
-        except ValueError as error:
-            raise IntegrityError(f"{path}: not a pack of this layout", "remove the file; it is made again") from error
-        start = _whole(24 + size)
-        nbytes = max(1, os.fstat(file.fileno()).st_size - start)
-        memory = mmap.mmap(-1, nbytes)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            memory.madvise(mmap.MADV_HUGEPAGE)  # fewer faults now, and fewer misses of the page table with every token
-        _fill(file.fileno(), memoryview(memory), start)
-    if verify and hashlib.sha256(memory).hexdigest() != header["sha256"]:
-        raise IntegrityError(f"{path}: its data is not what was written", "remove the file; it is made again")
+def _read(path: Path, *, verify: bool) -> dict[str, Tensor]:
+    """Read every tensor into one block, several parts of it at once."""
+    try:
+        infos, metadata = read_header(path)
+    except InputError as error:
+        raise IntegrityError(error.cause, _REMEDY) from error
+    if not infos:
+        raise IntegrityError(f"{path}: holds no tensor", _REMEDY)
+    begin, size = min(info.offset for info in infos.values()), sum(info.nbytes for info in infos.values())
+    memory = mmap.mmap(-1, size)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)  # fewer faults now, and fewer misses of the page table with every token
     data = torch.frombuffer(memory, dtype=torch.uint8)
-    return {name: tuple(_tensor(data, entry) for entry in entries) for name, entries in header["entries"].items()}
-
-
-def _fill(descriptor: int, memory: memoryview, start: int) -> None:
-    """Read a file from byte `start` on, several parts of it at once."""
-    step = _whole(-(-len(memory) // _READERS))
-
-    def read(begin: int) -> None:
-        end = min(begin + step, len(memory))
-        while begin < end:
-            count = os.preadv(descriptor, [memory[begin:end]], start + begin)
-            if not count:
-                raise IntegrityError(f"a pack ends after {start + begin} bytes", "remove the file; it is made again")
-            begin += count
-
+    step = -(-size // _READERS)
     with ThreadPoolExecutor(_READERS) as pool:
-        list(pool.map(read, range(0, len(memory), step)))
-
-
-def _tensor(data: Tensor, entry: Any) -> Tensor | None:
-    if entry is None:
-        return None
-    dtype: torch.dtype = getattr(torch, entry[0])
-    count = dtype.itemsize
-    for size in entry[1]:
-        count *= size
-    return data[entry[2] : entry[2] + count].view(dtype).view(entry[1])
-
-
-def _whole(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNED) * _ALIGNED
+        list(pool.map(lambda at: read_into(path, data[at : at + step], begin + at, name=path.name), range(0, size, step)))
+    specs = {name: (info.dtype, info.shape) for name, info in infos.items()}
+    if verify and _digest(specs, [memory]) != metadata.get("sha256"):
+        raise IntegrityError(f"{path}: its data is not what was written", _REMEDY)
+    spans = {name: data[info.offset - begin : info.offset - begin + info.nbytes] for name, info in infos.items()}
+    return {name: span.view(DTYPES[infos[name].dtype]).view(infos[name].shape) for name, span in spans.items()}

@@ -35,10 +35,9 @@ def projection(artifact: Artifact, names: Sequence[str], operations: Operations,
     quantized = {name in artifact.linears for name in names}
     if quantized == {False}:
         return _plain(artifact, names, operations, pack)
-    if quantized == {True}:
-        found = _quantized(artifact, names, pack)
-        if found is not None:
-            return found
+    found = _quantized(artifact, names, pack) if quantized == {True} else None
+    if found is not None:
+        return found
     parts = [projection(artifact, [name], operations, pack) for name in names]
     return lambda x: torch.cat([part(x) for part in parts], dim=-1)
 
@@ -49,20 +48,12 @@ def plain_weight(artifact: Artifact, name: str, operations: Operations, pack: Pa
     That is the artifact's dtype; what is stored in bfloat16 may stay so under float32: the same numbers in half the bytes.
     """
 
-    def make() -> Tensor:
+    def make() -> dict[str, Tensor]:
         weight = artifact.read([name])[name]
-        return weight if weight.dtype == torch.bfloat16 and operations.WIDENS else weight.to(artifact.dtype)
+        held = weight.dtype == torch.bfloat16 and operations.widens
+        return {"weight": weight if held else weight.to(artifact.dtype)}
 
-    return kept(pack, name, make)
-
-
-def kept(pack: Pack | None, name: str, make: Callable[[], Tensor]) -> Tensor:
-    """Return a tensor from the pack, made if it is not there."""
-    if pack is None:
-        return make()
-    (tensor,) = pack.get(name, lambda: (make(),))
-    assert tensor is not None  # it was put there as one
-    return tensor
+    return (make() if pack is None else pack.get(name, make))["weight"]
 
 
 def plain(weight: Tensor, bias: Tensor | None, operations: Operations) -> Projection:
@@ -70,67 +61,60 @@ def plain(weight: Tensor, bias: Tensor | None, operations: Operations) -> Projec
     return lambda x: operations.product(x, weight, bias)
 
 
+def _plain(artifact: Artifact, names: Sequence[str], operations: Operations, pack: Pack | None) -> Projection:
+    weights = [plain_weight(artifact, f"{name}.weight", operations, pack) for name in names]
+    bias = _bias(artifact, names, [len(weight) for weight in weights], torch.float32)
+    return plain(weights[0] if len(weights) == 1 else torch.cat(weights), bias, operations)
+
+
 def _quantized(artifact: Artifact, names: Sequence[str], pack: Pack | None) -> Projection | None:
     """Return quantized linears as one product, or None where they are not one."""
     key, backend, dtype = "+".join(names), artifact.linears[names[0]].backend, artifact.dtype
     if pack is not None and key in pack:
-        prepared: Any = kernels.restore(pack.get(key, tuple), dtype)
+        prepared: Any = kernels.restore(pack.get(key, dict), dtype)
     else:
         joined = _join(artifact, [artifact.decode(name) for name in names], names)
         if joined is None:
             return None
         prepared = backend.prepare(joined, dtype)
         if pack is not None and isinstance(prepared, kernels.Prepared):
-            parts = kernels.dump(prepared)
-            pack.get(key, lambda: parts)
+            pack.get(key, lambda: kernels.dump(prepared))
     linear = backend.linear
-    bias = _bias([artifact.bias(name) for name in names], [artifact.linears[name].shape[0] for name in names])
-    if dtype == torch.float32:
+    bias = _bias(artifact, names, [artifact.linears[name].shape[0] for name in names], dtype)
+    if isinstance(prepared, kernels.Prepared) and bias is not None:
+        bias = bias.float()
+    if isinstance(prepared, kernels.Prepared) or dtype == torch.float32:  # ours round inputs themselves and return float32
         return lambda x: linear(x, prepared, bias)
-    if isinstance(prepared, kernels.Prepared):  # they round inputs themselves and return float32 as it is
-        wide = None if bias is None else bias.float()
-        return lambda x: linear(x, prepared, wide)
     return lambda x: linear(x.to(dtype), prepared, bias).float()
 
 
-def _plain(artifact: Artifact, names: Sequence[str], operations: Operations, pack: Pack | None) -> Projection:
-    weights = [plain_weight(artifact, f"{name}.weight", operations, pack) for name in names]
-    stored = [f"{name}.bias" for name in names]
-    biases = [artifact.read([name], torch.float32)[name] if name in artifact.checkpoint.tensors else None for name in stored]
-    bias = _bias(biases, [len(weight) for weight in weights])
-    weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-    return plain(weight, bias, operations)
-
-
-def _bias(biases: Sequence[Tensor | None], lengths: Sequence[int]) -> Tensor | None:
+def _bias(artifact: Artifact, names: Sequence[str], lengths: Sequence[int], dtype: torch.dtype) -> Tensor | None:
     """Return the biases below each other, zeros where a linear has none; None when none has one."""
-    found = [bias for bias in biases if bias is not None]
-    if not found:
+    stored = [f"{name}.bias" if f"{name}.bias" in artifact.checkpoint.tensors else None for name in names]
+    if not any(stored):
         return None
-    return torch.cat([found[0].new_zeros(n) if bias is None else bias for bias, n in zip(biases, lengths, strict=True)])
+    read = [None if name is None else artifact.read([name], dtype)[name] for name in stored]
+    return torch.cat([torch.zeros(n, dtype=dtype) if bias is None else bias for bias, n in zip(read, lengths, strict=True)])
 
 
 def _join(artifact: Artifact, linears: Sequence[QuantizedLinear], names: Sequence[str]) -> QuantizedLinear | None:
     """Return linears as one, or None where they are quantized differently or no longer fit their kernel."""
     first, placement = linears[0], artifact.linears[names[0]]
-    backend = placement.backend
     if len(linears) == 1:
         return first
-    scheme = first.scheme
-    weights = scheme.weights
-    whole = weights.granularity == "per_tensor"
+    weights, whole = first.scheme.weights, first.scheme.weights.granularity == "per_tensor"
     alike = all(
-        linear.scheme == scheme
-        and artifact.linears[name].backend is backend
+        linear.scheme == first.scheme
+        and artifact.linears[name].backend is placement.backend
         and _same(linear.input_scale, first.input_scale)
         and _same(linear.input_zero_point, first.input_zero_point)
         and (not whole or _same(linear.weight.scale, first.weight.scale))
         for name, linear in zip(names, linears, strict=True)
     )
-    shape = (sum(len(linear.weight.qvalue) for linear in linears), placement.shape[1])
     if not alike or weights.granularity == "per_block" or (whole and not weights.symmetric):
         return None
-    if backend.why_not(scheme, artifact.device, shape=shape, dtype=artifact.dtype) is not None:
+    shape = (sum(len(linear.weight.qvalue) for linear in linears), placement.shape[1])
+    if placement.backend.why_not(first.scheme, artifact.device, shape=shape, dtype=artifact.dtype) is not None:
         return None
     weight = joining.join_rows([linear.weight for linear in linears], scale=first.weight.scale if whole else None).weight
     return replace(first, weight=weight)

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from quantflow.models.load import load_tokenizer
-from quantflow.runtime.decoder import TransformersDecoder
+from quantflow.runtime.decoder import Decoder
 from quantflow.runtime.load import load
 from stages import export, measure, quantize
 from stages._config import Calibration, KVCache, Quantize
@@ -118,7 +118,7 @@ def source_logits(windows: torch.Tensor) -> torch.Tensor:
         return torch.cat([model(window[None]).logits for window in windows])
 
 
-def _logits(decoder: TransformersDecoder, window: torch.Tensor) -> torch.Tensor:
+def _logits(decoder: Decoder, window: torch.Tensor) -> torch.Tensor:
     decoder.begin(rows=1, capacity=len(window))
     return decoder.forward(window[None], last_only=False)
 
@@ -134,8 +134,7 @@ def test_stock_transformers_computes_what_our_runtime_computes(
     paths = [str(artifact), str(tmp_path / "tokens.safetensors"), str(tmp_path / "logits.safetensors")]
     subprocess.run([str(stock_python), "-c", PROGRAM, *paths], check=True, cwd=tmp_path)
     theirs = load_file(tmp_path / "logits.safetensors")["logits"]
-    runtime = load(artifact, backend="reference", dtype=torch.float32)
-    decoder = TransformersDecoder(runtime.model, kv_scales=runtime.kv_scales)
+    decoder = load(artifact, backend="reference", dtype=torch.float32).decoder
     with quantize.single_threaded(), torch.no_grad():
         ours = torch.cat([_logits(decoder, window) for window in windows])
     assert (artifact / "tokenizer.json").read_bytes() == (MODEL / "tokenizer.json").read_bytes()

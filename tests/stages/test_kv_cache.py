@@ -17,7 +17,7 @@ from quantflow.artifact.verify import verify
 from quantflow.errors import IntegrityError, QuantflowError, StatisticsError, UnsupportedError, UsageError
 from quantflow.measurements.record import read_measurement
 from quantflow.runtime.artifact import open_artifact
-from quantflow.runtime.load import load, load_decoder, with_modules
+from quantflow.runtime.load import load
 from quantflow.runtime.offload import load_offloaded
 from stages import export, measure, plan, quantize, validate
 from stages._config import Calibration, Candidate, KVCache, Quantize, Recipe, Validate, kv_cache_flag, read_yaml, recipe_from
@@ -183,7 +183,7 @@ def test_both_decoders_keep_the_cache_as_the_artifact_says(cache: KVCache, decod
     ids = torch.randint(3, 320, (1, 40), generator=torch.Generator().manual_seed(1))
     model = load(artifact, backend="reference").model
     rounding = Rounding(model.config, load_file(artifact / "model.safetensors"), cache.scheme)
-    loaded = load_decoder(artifact, decoder=decoder, backend="reference")
+    loaded = load(artifact, decoder=decoder, backend="reference")
     loaded.decoder.begin(rows=1, capacity=40)
     with torch.no_grad():
         plain = model(ids).logits[0]
@@ -200,7 +200,7 @@ def test_an_explicit_kind_wins_over_the_artifact(made: Any) -> None:
     _, artifact = made(CACHES[0])
     kinds = {}
     for kind in ("auto", "float32", "float8", "int8"):
-        decoder: Any = load_decoder(artifact, kv_cache=kind, backend="reference").decoder
+        decoder: Any = load(artifact, decoder="auto", kv_cache=kind, backend="reference").decoder
         decoder.begin(rows=1, capacity=8)
         kinds[kind] = (decoder.cache.kind, len(decoder.cache.key_steps), len(decoder.cache.key_scales))
     assert kinds == {"auto": ("float8", 2, 0), "float32": ("float32", 0, 0), "float8": ("float8", 0, 0), "int8": ("int8", 0, 2)}
@@ -355,7 +355,7 @@ def test_weights_on_disk_run_with_the_same_cache(made: Any) -> None:
     ids = torch.randint(3, 320, (1, 12), generator=torch.Generator().manual_seed(2))
     found = []
     for opened in (load, load_offloaded):
-        decoder = with_modules(opened(artifact), reason="", device="cpu", crops=False).decoder
+        decoder = opened(artifact).decoder
         decoder.begin(rows=1, capacity=12)
         found.append(decoder.forward(ids, last_only=False))
     plain = load(artifact).model(ids).logits

@@ -7,12 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantflow.backends import BACKENDS, choose, fp8, int4_pack, int8_mm, int8_pack, reference, w4a8, w4a16, w8a8, w8a16
+from quantflow.backends import BACKENDS, choose
 from quantflow.core import kernels, native
 from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.core.scheme import PRESETS, LinearScheme, TensorScheme, with_float8, with_group_size
 from quantflow.errors import UsageError
 
+_, w8a8, w4a8, w4a16, w8a16, fp8, int8_mm, int4_pack, int8_pack, reference, _ = BACKENDS.values()  # in order of preference
 CPU = torch.device("cpu")
 W4 = with_group_size(PRESETS["W4A16"], 32)
 W4_ASYM = with_group_size(PRESETS["W4A16_ASYM"], 32)
@@ -115,7 +116,7 @@ OURS = [
 def cases(pairs):
     """Return pairs of backend and scheme as parameters, our own kernels skipped with the reason where they cannot run."""
     skipped = pytest.mark.skipif(NO_KERNELS is not None, reason=str(NO_KERNELS))
-    names = [(f"{b.NAME}-{s.name}-{s.weights.granularity}-{'' if s.weights.symmetric else 'a'}symmetric") for b, s in pairs]
+    names = [(f"{b.name}-{s.name}-{s.weights.granularity}-{'' if s.weights.symmetric else 'a'}symmetric") for b, s in pairs]
     marks = [[skipped] if pair in OURS else [] for pair in pairs]
     return [pytest.param(*pair, marks=m, id=name) for pair, m, name in zip(pairs, marks, names, strict=True)]
 
@@ -401,7 +402,7 @@ def test_a_kernel_says_why_it_cannot_run_a_linear(backend, scheme, shape, dtype,
 @pytest.mark.parametrize(("backend", "scheme"), CASES)
 def test_a_cpu_kernel_refuses_another_device(backend, scheme):
     reason = backend.why_not(scheme, torch.device("cuda"), shape=(16, 64), dtype=torch.float32)
-    assert reason == f"{backend.NAME} runs on cpu, not on cuda"
+    assert reason == f"{backend.name} runs on cpu, not on cuda"
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -411,8 +412,8 @@ def test_without_our_own_kernels_auto_takes_the_first_that_can_and_says_why_the_
     expected |= {"W4A16": "int4_pack", "W4A16_ASYM": "int4_pack"}
     backend, reasons = choose(PRESETS[preset], CPU, shape=(16, 128), dtype=torch.float32)
     names = list(BACKENDS)
-    assert expected.get(preset, "reference") == backend.NAME  # torch has none of 2 and 3 bits, of W4A8 and of float8 on a CPU
-    assert list(reasons) == names[: names.index(backend.NAME)]
+    assert expected.get(preset, "reference") == backend.name  # torch has none of 2 and 3 bits, of W4A8 and of float8 on a CPU
+    assert list(reasons) == names[: names.index(backend.name)]
 
 
 @pytest.mark.skipif(NO_KERNELS is not None, reason=str(NO_KERNELS))
@@ -422,13 +423,13 @@ def test_auto_prefers_our_own_kernel_and_says_why_those_before_it_cannot(preset)
     expected |= {"FP8": "fp8", "FP8_DYNAMIC": "fp8", "FP8_BLOCK": "fp8"}
     expected |= {name: "w8a16" for name in PRESETS if name[:2] in ("W6", "W5")}
     backend, reasons = choose(PRESETS[preset], CPU, shape=(17, 128), dtype=torch.bfloat16)
-    assert expected.get(preset, "w4a16") == backend.NAME
-    assert list(reasons) == list(BACKENDS)[: list(BACKENDS).index(backend.NAME)]
+    assert expected.get(preset, "w4a16") == backend.name
+    assert list(reasons) == list(BACKENDS)[: list(BACKENDS).index(backend.name)]
 
 
 def test_the_oracle_stands_behind_all_that_compute_the_same_and_is_taken_when_a_dtype_fits_no_kernel():
     backend, reasons = choose(PRESETS["W4A16"], CPU, shape=(16, 128), dtype=torch.float16)
-    assert backend.NAME == "reference"
+    assert backend.name == "reference"
     assert list(BACKENDS)[list(BACKENDS).index("reference") + 1 :] == ["w4a16_int8"]
     assert reasons["w4a16"] == "w4a16 needs float32 or bfloat16 inputs, not torch.float16"
 
@@ -436,10 +437,10 @@ def test_the_oracle_stands_behind_all_that_compute_the_same_and_is_taken_when_a_
 def test_where_our_own_kernels_cannot_be_had_the_reason_is_among_the_reasons(monkeypatch):
     monkeypatch.setattr(native, "why_not", lambda *_args, **_options: "no C compiler (gcc, cc); install gcc")
     backend, reasons = choose(PRESETS["W8A16"], CPU, shape=(16, 96), dtype=torch.float32)
-    assert backend.NAME == "int8_pack"
+    assert backend.name == "int8_pack"
     assert reasons["w8a16"] == "w8a16: no C compiler (gcc, cc); install gcc"
     backend, reasons = choose(PRESETS["W8A16"], CPU, shape=(16, 100), dtype=torch.float32)
-    assert backend.NAME == "reference"
+    assert backend.name == "reference"
     assert reasons["int8_pack"] == "int8_pack needs in_features that 16 divides, not 100"
 
 

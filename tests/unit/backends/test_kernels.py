@@ -7,13 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quantflow.backends import int4_pack, w4a8, w4a16, w4a16_int8, w8a8
+from quantflow.backends import BACKENDS
 from quantflow.core import affine, float8, kernels, native
 from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.core.scheme import PRESETS, LinearScheme, TensorScheme, with_float8, with_group_size
 from quantflow.errors import UsageError
 from quantflow.runtime.linear import QuantLinear
 
+int4_pack, w4a8, w4a16, w4a16_int8, w8a8 = (BACKENDS[name] for name in ("int4_pack", "w4a8", "w4a16", "w4a16_int8", "w8a8"))
 REASON = native.why_not(kernels.SOURCE, needs=kernels.NEEDS)
 if REASON is not None:
     pytest.skip(REASON, allow_module_level=True)

@@ -74,7 +74,7 @@ def test_another_source_compiler_or_cpu_gets_a_library_of_its_own(tmp_path, cach
     for name in ("_cpu", "_identity"):
         native._attempt.cache_clear()
         with monkeypatch.context() as patched:
-            patched.setattr(native, name, lambda *_: "x" if name == "_cpu" else b"x")  # noqa: B023, called in this turn
+            patched.setattr(native, name, lambda *_: {"flags": "x"} if name == "_cpu" else b"x")  # noqa: B023, called in this turn
             native.library(source(tmp_path, 2))
     assert len(list(cache.iterdir())) == 4
 

@@ -23,7 +23,7 @@ from quantflow.runtime.artifact import open_artifact
 from quantflow.runtime.decoder import Decoder, HiddenDecoder, TransformersDecoder
 from quantflow.runtime.decoding import Lookup, generate
 from quantflow.runtime.lean import LeanDecoder
-from quantflow.runtime.load import load_decoder
+from quantflow.runtime.load import load
 
 ROOT = Path(__file__).resolve().parents[3]
 W4A16 = with_group_size(PRESETS["W4A16"], 32)
@@ -267,30 +267,30 @@ DYNAMIC = LlamaConfig(**SIZES, **rope("dynamic", factor=2.0), architectures=["Ll
 )
 def test_what_it_cannot_run_goes_through_transformers_and_says_why(config, reason, tmp_path, make_artifact):
     model = make_artifact(tmp_path, config, W4A16)
-    loaded = load_decoder(tmp_path)
+    loaded = load(tmp_path, decoder="auto")
     assert (loaded.name, loaded.reasons) == ("transformers", (f"the lean decoder is not used: {reason}",))
     loaded.decoder.begin(rows=1, capacity=8)
     assert torch.allclose(loaded.decoder.forward(ids(1, 8, 0)), model(ids(1, 8, 0)).logits[:, -1], atol=1e-4)
     with pytest.raises(UnsupportedError, match=f"the lean decoder: {reason}; use decoder transformers"):
-        load_decoder(tmp_path, decoder="lean")
+        load(tmp_path, decoder="lean")
     with pytest.raises(UsageError, match=r"kv cache int8: the lean decoder has it, and is not used: "):
-        load_decoder(tmp_path, kv_cache="int8")
+        load(tmp_path, decoder="auto", kv_cache="int8")
 
 
 def test_the_lean_decoder_is_taken_where_it_can_be_and_transformers_where_it_is_asked_for(tmp_path, make_artifact):
     make_artifact(tmp_path, LLAMA, W4A16)
-    assert isinstance(load_decoder(tmp_path).decoder, LeanDecoder)
-    asked = load_decoder(tmp_path, decoder="transformers")
+    assert isinstance(load(tmp_path, decoder="auto").decoder, LeanDecoder)
+    asked = load(tmp_path, decoder="transformers")
     assert (asked.name, asked.reasons) == ("transformers", ("the lean decoder is not used: it was not asked for",))
     assert isinstance(asked.decoder, TransformersDecoder)
     with pytest.raises(UsageError, match="decoder 'fast' is unknown; use one of auto, lean, transformers"):
-        load_decoder(tmp_path, decoder="fast")
+        load(tmp_path, decoder="fast")
 
 
 def test_without_a_compiler_it_runs_in_torch_and_says_so(tmp_path, make_artifact, monkeypatch):
     make_artifact(tmp_path, LLAMA, W4A16)
     monkeypatch.setattr(lean, "fused_why_not", lambda heads: "no C compiler (gcc, cc)")
-    loaded = load_decoder(tmp_path)
+    loaded = load(tmp_path, decoder="auto")
     assert loaded.reasons == ("small operations run in torch: no C compiler (gcc, cc)",)
     loaded.decoder.begin(rows=1, capacity=8)
     assert loaded.decoder.forward(ids(1, 8, 0)).shape == (1, 96)

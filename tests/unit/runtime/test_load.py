@@ -88,11 +88,11 @@ def test_the_loaded_model_is_frozen_and_says_what_it_is(tmp_path, make_artifact)
     assert f"in_features=64, out_features=32, backend={BACKENDS['W4A16']}" in repr(
         runtime.model.model.layers[1].self_attn.k_proj
     )
-    assert runtime.manifest["kind"] == "artifact"
+    assert runtime.artifact.manifest["kind"] == "artifact"
     assert not hasattr(runtime.model.config, "quantization_config")
     assert runtime.tokenizer is None
     assert runtime.eos_token_ids == (2,)
-    reasons = runtime.reasons["model.layers.0.mlp.up_proj"]
+    reasons = runtime.artifact.linears["model.layers.0.mlp.up_proj"].reasons
     assert reasons["hpu"] == "hpu runs on device hpu, not on cpu; give device hpu"
     assert reasons["w8a8"] == "w8a8 needs symmetric int8 weights, scheme W4A16 has others"
 

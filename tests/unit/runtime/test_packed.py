@@ -4,14 +4,14 @@ import dataclasses
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, Qwen2Config
 
-from quantflow.backends import w4a16, w8a8
 from quantflow.core import kernels, native
 from quantflow.core.scheme import PRESETS, with_group_size
 from quantflow.errors import IntegrityError
 from quantflow.runtime.artifact import Artifact
-from quantflow.runtime.load import load_decoder
+from quantflow.runtime.load import load
 from quantflow.runtime.packed import Pack
 
 SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96, "vocab_size": 96, "max_position_embeddings": 64}
@@ -38,21 +38,20 @@ def pack_of(folder):
 def test_a_second_load_gives_the_same_bits_and_prepares_nothing(config, scheme, dtype, tmp_path, make_artifact, monkeypatch):
     folder = tmp_path / "artifact"
     make_artifact(folder, config, scheme)
-    expected = logits(load_decoder(folder, dtype=dtype))
-    assert torch.equal(logits(load_decoder(folder, dtype=dtype, pack=True)), expected)
+    expected = logits(load(folder, decoder="auto", dtype=dtype))
+    assert torch.equal(logits(load(folder, decoder="auto", dtype=dtype, pack=True)), expected)
     if OURS:
-        for owner, name in ((w4a16, "prepare"), (w8a8, "prepare"), (Artifact, "decode")):
-            monkeypatch.setattr(owner, name, lambda *_args: pytest.fail("a weight was prepared again"))
-    assert torch.equal(logits(load_decoder(folder, dtype=dtype, pack=True)), expected)
+        monkeypatch.setattr(Artifact, "decode", lambda *_args: pytest.fail("a weight was prepared again"))
+    assert torch.equal(logits(load(folder, decoder="auto", dtype=dtype, pack=True)), expected)
 
 
 def test_other_choices_and_another_artifact_have_files_of_their_own(tmp_path, make_artifact):
     folder = tmp_path / "artifact"
     make_artifact(folder, LLAMA, W4A16)
-    load_decoder(folder, pack=True)
+    load(folder, decoder="auto", pack=True)
     first = pack_of(folder)
-    load_decoder(folder, pack=True, dtype=torch.bfloat16)
-    load_decoder(folder, pack=True, backend="reference")
+    load(folder, decoder="auto", pack=True, dtype=torch.bfloat16)
+    load(folder, decoder="auto", pack=True, backend="reference")
     assert len(list(first.parent.iterdir())) == 3
 
 
@@ -60,21 +59,34 @@ def test_other_choices_and_another_artifact_have_files_of_their_own(tmp_path, ma
 def test_a_flipped_bit_is_an_integrity_error_unless_nothing_is_verified(where, tmp_path, make_artifact):
     folder = tmp_path / "artifact"
     make_artifact(folder, LLAMA, W4A16)
-    load_decoder(folder, pack=True)
+    load(folder, decoder="auto", pack=True)
     path = pack_of(folder)
     content = bytearray(path.read_bytes())
     content[int(len(content) * where) if where > 0 else -1] ^= 1
     path.write_bytes(content)
     with pytest.raises(IntegrityError, match="its data is not what was written; remove the file; it is made again"):
-        load_decoder(folder, pack=True)
-    load_decoder(folder, pack=True, verify=False)
+        load(folder, decoder="auto", pack=True)
+    load(folder, decoder="auto", pack=True, verify=False)
+
+
+def test_a_tensor_by_another_name_and_a_file_of_none_are_integrity_errors(tmp_path):
+    path = tmp_path / "a.safetensors"
+    pack = Pack(path, verify=True)
+    pack.get("x", lambda: {"y": torch.arange(16)})
+    pack.save()
+    path.write_bytes(path.read_bytes().replace(b"x|y", b"x|z"))
+    with pytest.raises(IntegrityError, match="its data is not what was written; remove the file; it is made again"):
+        Pack(path, verify=True)
+    save_file({}, path)
+    with pytest.raises(IntegrityError, match="a.safetensors: holds no tensor; remove the file; it is made again"):
+        Pack(path, verify=True)
 
 
 @pytest.mark.parametrize("size", [0, 10, 100, -64])
 def test_a_file_that_ends_early_is_an_integrity_error(size, tmp_path):
-    path = tmp_path / "a.pack"
+    path = tmp_path / "a.safetensors"
     pack = Pack(path, verify=True)
-    pack.get("x", lambda: (torch.arange(1000), None))
+    pack.get("x", lambda: {"y": torch.arange(1000)})
     pack.save()
     path.write_bytes(path.read_bytes()[:size])
     with pytest.raises(IntegrityError, match="remove the file; it is made again"):
@@ -84,32 +96,33 @@ def test_a_file_that_ends_early_is_an_integrity_error(size, tmp_path):
 def test_a_changed_config_beside_a_whole_pack_is_still_noticed(tmp_path, make_artifact):
     folder = tmp_path / "artifact"
     make_artifact(folder, LLAMA, W4A16)
-    load_decoder(folder, pack=True)
+    load(folder, decoder="auto", pack=True)
     (folder / "config.json").write_text((folder / "config.json").read_text().replace("silu", "relu"))
     with pytest.raises(IntegrityError, match=r"config\.json"):
-        load_decoder(folder, pack=True)
+        load(folder, decoder="auto", pack=True)
 
 
-def test_tensors_of_every_dtype_and_shape_come_back_at_whole_lines_of_the_cache(tmp_path):
+def test_tensors_of_every_dtype_and_shape_come_back_and_those_of_whole_lines_of_the_cache_begin_at_one(tmp_path):
     written = {
-        "a": (torch.arange(7, dtype=torch.int8), None, torch.randn(3, 5)),
-        "b": (torch.randn(2, 3).bfloat16(), torch.arange(6, dtype=torch.int32).view(2, 3).t()),
+        "a": {"x": torch.arange(7, dtype=torch.int8), "y": torch.randn(3, 5)},
+        "b|c": {"x": torch.randn(2, 16).bfloat16(), "y": torch.arange(32, dtype=torch.int32).view(2, 16).t()},
     }
-    pack = Pack(tmp_path / "new" / "a.pack", verify=True)
-    for name, parts in written.items():
-        pack.get(name, lambda parts=parts: parts)
+    pack = Pack(tmp_path / "new" / "a.safetensors", verify=True)
+    for key, parts in written.items():
+        pack.get(key, lambda parts=parts: parts)
     pack.save()
+    assert load_file(pack.path).keys() == {"a|x", "a|y", "b|c|x", "b|c|y"}  # any reader of safetensors reads it
     again = Pack(pack.path, verify=True)
-    assert again.complete and "c" not in again
-    for name, parts in written.items():
-        for found, expected in zip(again.get(name, tuple), parts, strict=True):
-            assert (found is None) == (expected is None)
-            assert expected is None or (torch.equal(found, expected) and found.data_ptr() % 64 == 0)
+    assert again.complete and "b" not in again
+    for key, parts in written.items():
+        found = again.get(key, dict)
+        assert found.keys() == parts.keys() and all(torch.equal(found[name], parts[name]) for name in parts)
+    assert all(tensor.data_ptr() % 64 == 0 for tensor in again.get("b|c", dict).values())
 
 
 def test_the_pack_is_not_where_the_artifact_is_whose_files_stay_as_they_were(tmp_path, make_artifact):
     folder = tmp_path / "artifact"
     make_artifact(folder, LLAMA, W4A16)
     before = sorted(path.name for path in folder.iterdir())
-    assert dataclasses.is_dataclass(load_decoder(folder, pack=True))
+    assert dataclasses.is_dataclass(load(folder, decoder="auto", pack=True))
     assert sorted(path.name for path in folder.iterdir()) == before

@@ -53,3 +53,36 @@ def peer(tiny):
         return tiny.generate(ids, attention_mask=mask, **options)
 
     return run
+
+
+class Chain:
+    """A decoder whose next token depends on the last one alone, and whose hidden state is that token's own."""
+
+    positions, device = None, torch.device("cpu")
+
+    def __init__(self, table: dict[int, dict[int, float]], states: list[list[float]] | None = None) -> None:
+        """Take the probabilities of what follows each token that is ever followed, and a state of every token."""
+        self.vocab_size = 1 + max(token for row in table.values() for token in (*row, *table))
+        self._logits = torch.full((self.vocab_size, self.vocab_size), -torch.inf)
+        for token, row in table.items():
+            for following, probability in row.items():
+                self._logits[token, following] = torch.tensor(probability).log()
+        self._states = torch.tensor(states or [[1.0]] * self.vocab_size)
+
+    def begin(self, *, rows, capacity): ...
+
+    def keep(self, rows): ...
+
+    def crop(self, length): ...
+
+    def forward(self, input_ids, *, padding=None, last_only=True):
+        return self._logits[input_ids[:, -1] if last_only else input_ids]
+
+    def forward_hidden(self, input_ids, *, padding=None):
+        return self._logits[input_ids], self._states[input_ids]
+
+
+@pytest.fixture(scope="session")
+def chain():
+    """Return `Chain`."""
+    return Chain

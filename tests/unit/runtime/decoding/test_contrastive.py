@@ -34,6 +34,27 @@ def test_H14_contrastive_search_is_the_papers(tiny, rows, batch, alpha, top_k):
         assert result[pad:] == oracle(tiny, row, alpha=alpha, top_k=top_k, new=NEW)
 
 
+PAD, HERE, LIKE_PAD, OTHER = range(4)
+
+
+@pytest.mark.parametrize(
+    ("states", "shares", "expected"),
+    [
+        # The likelier one is like padding and like nothing that was said: 0.5 * 0.6 - 0 beats 0.5 * 0.4 - 0.
+        ([[0.0, 1.0], [1.0, 0.0], [0.0, 1.0], [0.0, -1.0]], (0.6, 0.4), LIKE_PAD),
+        # All that was said is unlike both. 0.5 * 0.4 + 0.5 * 1 beats 0.5 * 0.6 + 0.5 * 0.6, whatever padding would be like.
+        ([[0.0, 1.0], [1.0, 0.0], [-0.6, 0.8], [-1.0, 0.0]], (0.6, 0.4), OTHER),
+    ],
+    ids=["like padding", "unlike everything"],
+)
+def test_padding_on_the_left_was_not_said_worked_by_hand(chain, states, shares, expected):
+    decoder = chain({HERE: dict(zip((LIKE_PAD, OTHER), shares, strict=True))}, states)
+    method, prompts = Contrastive(alpha=0.5, top_k=2), [[HERE, HERE, HERE], [PAD, PAD, HERE]]
+    for rows, padding in ((prompts, [0, 2]), (prompts[1:], [2]), ([[HERE]], [0])):
+        found = generate(decoder, torch.tensor(rows), max_new_tokens=1, padding=torch.tensor(padding), method=method)
+        assert found[:, -1].tolist() == [expected] * len(rows)
+
+
 def test_H14_without_a_penalty_it_is_greedy(tiny, batch):
     ids, padding = batch
     rules = Rules(repetition_penalty=1.2)

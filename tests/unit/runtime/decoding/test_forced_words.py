@@ -86,6 +86,47 @@ def test_each_row_of_a_padded_batch_says_the_words(tiny, batch, rows):
         assert torch.equal(found[2 * i, : ids.shape[1]], ids[i])
 
 
+END, WORD, MORE, START, OTHER_END = range(5)
+
+
+@pytest.mark.parametrize(
+    ("early_stopping", "expected"), [(False, [WORD, END]), (True, [WORD, END]), ("never", [WORD, MORE, END])]
+)
+def test_a_line_that_is_no_better_than_the_worst_of_a_full_pool_ends_the_search(chain, early_stopping, expected):
+    # After two tokens: log(1/2) / 2 is finished and log(1/2) / 2 runs on; one more token would make it log(1/2) / 3.
+    decoder = chain({START: {WORD: 1.0}, WORD: {END: 0.5, MORE: 0.5}, MORE: {END: 1.0}})
+    method = Beams(count=1, early_stopping=early_stopping, force_words=((WORD,),))
+    found = generate(decoder, torch.tensor([[START]]), max_new_tokens=4, method=method, eos_token_id=END)
+    assert found[0, 1:].tolist() == expected
+
+
+def test_the_pool_holds_as_many_sequences_as_there_are_beams(chain):
+    # Two lines end at the second token, one is kept: it is full with log(0.5) / 2, which log(0.4) / 2 does not reach.
+    decoder = chain({START: {WORD: 1.0}, WORD: {END: 0.5, OTHER_END: 0.1, MORE: 0.4}, MORE: {END: 1.0}})
+    method = Beams(count=1, force_words=((WORD,),))
+    found = generate(decoder, torch.tensor([[START]]), max_new_tokens=4, method=method, eos_token_id=[END, OTHER_END])
+    assert found[0, 1:].tolist() == [WORD, END]
+
+
+def test_a_text_that_ends_before_it_has_said_its_words_is_not_returned(chain):
+    decoder = chain({START: {WORD: 0.1, MORE: 0.9}, MORE: {WORD: 0.5, MORE: 0.5}, WORD: {MORE: 1.0}})
+    method = Beams(count=2, force_words=((WORD,),))
+    options = {"max_new_tokens": 3, "method": method, "stop": lambda new: len(new) == 1}
+    found = generate(decoder, torch.tensor([[START]]), **options)
+    assert found[0, 1:].tolist() == [WORD]  # the likelier MORE ends there too, and owes the word
+    with pytest.raises(UsageError, match=r"^force_words: 1 of 2 sequences found; use more beams$"):
+        generate(decoder, torch.tensor([[START]]), returned=2, **options)
+
+
+def test_a_line_that_can_no_longer_say_its_words_takes_no_beam(chain):
+    # After two tokens W X has said the word, A W and B W owe one token; B B is likelier than B W and owes two of one.
+    a, b, w, x, start = range(5)
+    table = {start: {w: 0.2, a: 0.4, b: 0.4}, a: {w: 0.5, a: 0.5}, b: {w: 0.4, b: 0.6}, w: {x: 1.0}, x: {a: 1.0}}
+    method = Beams(count=3, force_words=((w, x),))
+    found = generate(chain(table), torch.tensor([[start]]), max_new_tokens=3, method=method, returned=3)
+    assert sorted(found[:, 1:].tolist()) == [[a, w, x], [b, w, x], [w, x, a]]
+
+
 def test_what_a_text_owes_worked_by_hand():
     words = ((1, 2, 3), (2, 5))
     assert progress((), words) == (5, {1, 2})
