@@ -26,6 +26,7 @@ SCRIPTS = Path(__file__).parent / "peers"
 SEED = 0
 BUSY = 0.7  # load average above which seconds mean little
 SCHEMES = ("W4A16", "W4A8", "W8A8", "FP8_DYNAMIC")
+HEAD = "W8A16"  # of all of them: OpenVINO's head has 8 bits too
 # What a program is compared with, and by how much: decode and prefill at batch 1, decode at batch 8. None is not judged.
 BARS = (
     ("decode, 1 at once", "quantflow 4-bit", "OpenVINO int4", 1.15),
@@ -197,7 +198,7 @@ def _results(programs: Sequence[Program], reads: Sequence[float], judged: Sequen
 def _programs(given: argparse.Namespace, model: Path, work: Path) -> list[Program]:
     """Return the programs whose environment is there, with what they load made."""
     peers, here = given.peers.resolve(), Path(sys.executable)
-    runs = [("", scheme, "auto") for scheme in SCHEMES] + [(" int8", "W4A16", "w4a16_int8")]
+    runs = [("", scheme, "auto") for scheme in SCHEMES] + [(" int8", "W4A16", "w4a16_int8,auto")]  # auto: the head
     programs = [
         Program(
             name=f"quantflow {scheme}{suffix}",
@@ -242,11 +243,11 @@ def _there(python: Path) -> bool:
 
 
 def _artifact(model: Path, work: Path, scheme: str) -> Path:
-    """Return an artifact of the checkpoint, rounded to nearest, made unless it is there."""
-    folder, quantized = work / scheme, work / f"quantized-{scheme}"
+    """Return an artifact of the checkpoint, rounded to nearest, its head to 8 bits, made unless it is there."""
+    folder, quantized = work / f"{scheme}-head-{HEAD}", work / f"quantized-{scheme}"
     if not (folder / "quantflow.json").exists():
         recipe = work / f"{scheme}.yaml"
-        entry = {"name": "artifact", "scheme": scheme, "algorithm": "rtn", "transforms": []}
+        entry = {"name": "artifact", "scheme": scheme, "algorithm": "rtn", "transforms": [], "head": {"scheme": HEAD}}
         recipe.write_text(json.dumps({"model": str(model), "quantize": [entry]}))  # JSON is YAML
         _quantflow("quantize", model, "-o", quantized, "--recipe", recipe, "-q")
         _quantflow("export", quantized, "-o", folder, "-q")

@@ -6,7 +6,8 @@ from quantflow.models.stand_ins import HEAD_ROWS, LINEAR_ROWS
 from quantflow.observers.fisher import FisherObserver
 from quantflow.observers.gradient import GradientObserver
 from quantflow.observers.hessian import ROWS, observer_bytes
-from stages._sizes import FLOAT, LayerSize, ModelSize, elements_of
+from stages._head import HeadPlan
+from stages._sizes import FLOAT, LayerSize, ModelSize, elements_of, head_file_bytes
 
 GRADIENTS = (FisherObserver.NAME, GradientObserver.NAME)  # the statistics that the way back is run for
 
@@ -79,9 +80,14 @@ def observing_bytes(model: ModelSize, tokens: int) -> int:
     return 3 * FLOAT * tokens * max(k for _, _, k in model.layer.groups)
 
 
-def head_bytes(model: ModelSize, tokens: int) -> int:
+def head_bytes(model: ModelSize, tokens: int, head: HeadPlan | None = None) -> int:
     """The head as stored, a part of it in float32, and the logits of one sequence, in parts and joined."""
-    return model.head[1] + FLOAT * HEAD_ROWS * model.hidden + 2 * FLOAT * tokens * model.vocabulary
+    return head_in_memory(model, head) + FLOAT * HEAD_ROWS * model.hidden + 2 * FLOAT * tokens * model.vocabulary
+
+
+def head_in_memory(model: ModelSize, head: HeadPlan | None) -> int:
+    """The head as stored; one that is quantized while it is unpacked: as stored, and twice a byte for each weight."""
+    return model.head[1] if head is None else head_file_bytes(model, head) + 2 * elements_of(model.infos[head.tensor])
 
 
 def statistics_bytes(layer: LayerSize, stats: Sequence[str], *, whole: bool = True) -> int:

@@ -30,7 +30,9 @@ _OPTIONS = (
         help="Take percentiles from times in the order of the runs, as text-generation-benchmark does.",
     ),
     click.option("--profile", metavar="FILE", help="Write a trace of one more run, for chrome://tracing."),
-    click.option("--backend", default="auto", show_default=True, help="auto, reference, or a kernel by name."),
+    click.option(
+        "--backend", default="auto", show_default=True, help="auto, reference, a kernel by name, or several: a,b,auto."
+    ),
     click.option("--decoder", default="auto", show_default=True, help="lean, transformers, or auto: lean where it can."),
     click.option(
         "--kv-cache",

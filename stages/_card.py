@@ -37,7 +37,8 @@ def model_card(manifest: Mapping[str, Any]) -> str:
     resolved, chosen = recipe["resolved"], recipe.get("chosen")
     what = recipe["scheme"] if chosen is None else f"mixed precision of {chosen['bits_per_weight']:.2f} bits per weight"
     schemes = [scheme for scheme in resolved["schemes"].values() if scheme is not None]
-    layouts = sorted({scheme["layout"] for scheme in schemes})
+    stored = [*schemes, *([resolved["head"]["scheme"]] if "head" in resolved else [])]
+    layouts = sorted({scheme["layout"] for scheme in stored})
     transforms = ", ".join(f"{name} {options}" for item in resolved["transforms"] for name, options in item.items())
     sizes = manifest["ledger"]["bytes"]
     sparse = any(_EXPERT.search(name) for name in resolved["schemes"])
@@ -52,7 +53,7 @@ def model_card(manifest: Mapping[str, Any]) -> str:
         f"# {source['name']}, {what}",
         "",
         f"{len(schemes)} of {len(resolved['schemes'])} linears quantized: {what} by {resolved['algorithm']}"
-        f"{f', after {transforms}' if transforms else ''}.",
+        f"{f', after {transforms}' if transforms else ''}.{_head(resolved.get('head'))}",
         "",
         "| | |",
         "|---|---|",
@@ -65,7 +66,7 @@ def model_card(manifest: Mapping[str, Any]) -> str:
         "",
         *[f"{layout}: {(MIXTURES if sparse else NOTES)[layout]}" for layout in layouts],
     ]
-    if any(not scheme["weights"]["symmetric"] for scheme in schemes):
+    if any(not scheme["weights"]["symmetric"] for scheme in stored):
         lines += ["", ASYMMETRIC_EXPERTS if sparse else ASYMMETRIC]
     if sparse:
         lines += ["", *_experts([layer["experts"] for layer in manifest["layers"] if "experts" in layer])]
@@ -77,6 +78,14 @@ def model_card(manifest: Mapping[str, Any]) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def _head(head: Mapping[str, Any] | None) -> str:
+    """Return a sentence about a head that is quantized, after a space; nothing where it is not."""
+    if head is None:
+        return ""
+    apart = f", no longer tied to {head['tensor']}" if head["tensor"] != f"{head['linear']}.weight" else ""
+    return f" The head ({head['linear']}) is {head['scheme']['name']} by {head['algorithm']}{apart}."
 
 
 def _experts(rows: Sequence[Mapping[str, Any]]) -> list[str]:

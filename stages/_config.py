@@ -4,7 +4,7 @@
     calibration: {source, samples, sequence_length, pack}
     measure:     {ranks, tp, dp, stats, experts}
     quantize:    [{name, scheme, algorithm, group_size, float8, transforms, ignore, overrides, kv_cache: {scheme, granularity},
-                   experts, expert_tokens, target_bpw, max_kld, candidates, expect}, ...]
+                   head, experts, expert_tokens, target_bpw, max_kld, candidates, expect}, ...]
     unify:       {groups}               export: {format, shard_size, device, scale_method, dtype}
     validate:    {text, tokens, sequence_length, gate, allow_inconclusive}
     resources:   {max_memory, max_disk, disk_offload}
@@ -79,6 +79,20 @@ class Override:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Head:
+    """The scheme of the head; `algorithm` null is the scheme's own."""
+
+    scheme: str
+    algorithm: str | None = None
+    group_size: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse a word that means nothing."""
+        if self.scheme not in (*PRESETS, *ALIASES):
+            raise UsageError(f"head: scheme {self.scheme!r} is unknown", nearest(self.scheme, [*PRESETS, *ALIASES]))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Candidate:
     """A scheme that may be chosen for a linear."""
 
@@ -106,9 +120,10 @@ class Quantize:
 
     `float8` is another flavour for FP8 schemes: `gaudi2` keeps to the 240 that Gaudi2 holds. `experts` is what becomes of
     experts that calibration reached with fewer than `expert_tokens`; null is two per input feature for algorithms that read
-    statistics, and 100 for static inputs. With `target_bpw` (bits per quantized weight) or `max_kld` (mean KL divergence,
-    nats per token) every linear that `overrides` does not name gets the one of `candidates` that measured sensitivities
-    speak for; null is integers of 2 to 8 bits. `kv_cache` null keeps keys and values as they are.
+    statistics, and 100 for static inputs. `head` null leaves the head as it is. With `target_bpw` (bits per quantized weight
+    of the layers) or `max_kld` (mean KL divergence, nats per token) every linear of a layer that `overrides` does not name
+    gets the one of `candidates` that measured sensitivities speak for; null is integers of 2 to 8 bits. `kv_cache` null
+    keeps keys and values as they are.
     """
 
     name: str
@@ -120,6 +135,7 @@ class Quantize:
     ignore: tuple[str, ...] = ()
     overrides: tuple[Override, ...] = ()
     kv_cache: KVCache | None = None
+    head: Head | None = None
     quantized_inputs: bool | None = None
     experts: str = "error"
     expert_tokens: int | None = None

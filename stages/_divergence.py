@@ -1,8 +1,8 @@
 """What a quantized model is measured to cost before it is finished: its divergence from the original on calibration text.
 
 Both models run layer by layer beside each other, so a layer of the source is read once: as it is for the original, then with
-its quantized linears in place. The text is the head of the calibration set, which gptq has fitted the weights to; what a
-text that it has not seen costs is validate's to say.
+its quantized linears in place; each has its own head where that is quantized too. The text is the head of the calibration
+set, which gptq has fitted the weights to; what a text that it has not seen costs is validate's to say.
 """
 
 from functools import partial
@@ -22,6 +22,7 @@ from quantflow.models.load import open_source, release_
 from stages import _choose, _mixed, _state
 from stages._config import Resources
 from stages._forward import linears_restored, read_back
+from stages._head_file import read_head
 from stages._kv_cache import kv_scales_of
 from stages._memory import give_back_holes
 from stages._mixed import Mixture
@@ -108,7 +109,7 @@ def divergence(
     scratch = folder.parent / f".{folder.name}.divergence"
     sizes = model_size(source.checkpoint.infos, source.config, graph)
     lengths = [len(sequence) for sequence in sequences]
-    allowance = allow_validate(resources, sizes, lengths=lengths, folder=scratch, models=len(MODELS))
+    allowance = allow_validate(resources, sizes, lengths=lengths, folder=scratch, models=len(MODELS), head=plan.head)
     share = None if allowance.cache_bytes is None else allowance.cache_bytes // len(MODELS)
     stream = LayerStream(source, graph)
     disk.remove_tree(scratch)
@@ -129,10 +130,13 @@ def divergence(
                         stream.advance(module, states[name], cache=cache if name == "quantized" else None, workers=workers)
                         hidden[name].commit(layer.index + 1, key=key)
         total = 0.0
+        head = read_head(folder, plan.head)
         with stream.head():
             logits = partial(_logits, stream, hidden)
             for number in range(len(sequences)):
-                total += float(token_kld(logits("original", number), logits("quantized", number)).sum())
+                expected = logits("original", number)
+                with stream.head(head):
+                    total += float(token_kld(expected, logits("quantized", number)).sum())
         return total / sum(lengths)
     finally:
         for kept in hidden.values():

@@ -6,8 +6,8 @@ Resumes  a finished result of the same inputs is left alone
 Fails    2 a dtype that does not hold a weight, 3 unusable input, 5 the folder is held or the disk is full, 6 a family,
          tokenizer or rotary embedding that is not written, 7 the file is not what was written
 
-Matrices have the chosen dtype, vectors (norms, biases) float32. A piece of a tensor is in memory at a time; of an
-artifact a linear. Before the folder appears the file is read again: its header, and every tensor against the source.
+Matrices have the chosen dtype, vectors (norms, biases) float32. A piece of a tensor is in memory at a
+time. Before the folder appears the file is read again: its header, and every tensor against the source.
 """
 
 from collections.abc import Iterator

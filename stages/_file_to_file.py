@@ -6,59 +6,37 @@ input is written beside the weight. Memory holds a few units (stages/_units.py),
 Units are cut by the code's constants, and everything that is added up is added in their order, so neither workers nor
 memory change a bit of what is written. One card of several writes its part of each tensor (stages/_share.py).
 
-    layers/00012.safetensors    the layer as the artifact holds it
-    layers/00012.json           {"key", "sha256", "errors", "decisions", "changed", "values"}, of a part "placements" too
-
-`values` is, per linear, the sha256 of what the algorithm chose, before its layout packed it: export's proof decodes the
-artifact and compares. A layer is written under another name, synced and hashed while the next one is quantized.
+A layer's file (stages/_blocks.py), and after the layers that of the head where it is quantized, is written under another
+name, synced and hashed while the next one is quantized.
 
 The source is read from the disk once: the file that holds the next layers is hashed while those of this one are quantized,
 and what the system's cache still holds of it then is taken from there, the rest past it (`read_once`). So a layer's key has
 the hashes of the files that it lies in, and the model's fingerprint is known at the end.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
-import torch
-from torch import Tensor
-
-from quantflow.algorithms import ALGORITHMS
-from quantflow.artifact import disk
-from quantflow.artifact.canonical import canonical_json, digest_of, file_digest
+from quantflow.artifact.canonical import digest_of
 from quantflow.artifact.digests import Digests
 from quantflow.artifact.safetensors_writer import Writer
-from quantflow.core import affine
-from quantflow.core.grid import Bounds, Grid, bounds_of, shared_grid
 from quantflow.core.parallel import Workers
-from quantflow.core.qtensor import QTensor, QuantizedLinear
-from quantflow.core.scheme import LinearScheme
-from quantflow.evaluation.layer_error import error_from, weight_sums
-from quantflow.formats import FORMATS
-from quantflow.models.graph import Graph, Layer
-from quantflow.models.reading import bytes_of, check_finite
+from quantflow.models.graph import Graph
 from quantflow.models.source import ModelFiles
+from stages._blocks import Choose, commit, write_block
 from stages._hashes_ahead import HashesAhead
-from stages._inputs import NOTHING, Input
+from stages._inputs import Input
 from stages._needs import READERS
 from stages._plan import Plan
 from stages._progress import Progress
 from stages._share import WHOLE, Share
-from stages._state import finished, layer_path
-from stages._units import Unit, files_of, layer_specs, units_of
-from stages._values import ValuesDigest
-
-FORMAT = FORMATS["compressed-tensors"]
-AHEAD = 2  # units per worker that are begun or finished but not yet written down: none waits for the one who adds up
-
-# A unit of a linear and its rows of the source, [rows, columns] -> what they become, and the decisions to be counted.
-Choose = Callable[[Unit, Tensor], tuple[QTensor, Mapping[str, Any]]]
+from stages._state import finished
+from stages._units import Block, head_block, layer_block, units_of
 
 
 class Allowed(Protocol):
@@ -68,45 +46,6 @@ class Allowed(Protocol):
     def workers(self) -> int:
         """At least 1."""
         ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rounded:
-    """What a unit of a linear contributes to the layer's record; its bytes are in the file already."""
-
-    name: str
-    linear: QuantizedLinear
-    decisions: dict[str, Any]
-    difference: float
-    power: float
-
-
-@dataclass(kw_only=True)
-class Account:
-    """The layer's record while its units come in, in order."""
-
-    difference: dict[str, float] = field(default_factory=dict)
-    power: dict[str, float] = field(default_factory=dict)
-    decisions: dict[str, dict[str, Any]] = field(default_factory=dict)
-    values: dict[str, ValuesDigest] = field(default_factory=dict)
-
-    def add(self, rounded: Rounded) -> None:
-        """Add the next rows of a linear; counts are added up."""
-        name = rounded.name
-        self.difference[name] = self.difference.get(name, 0.0) + rounded.difference
-        self.power[name] = self.power.get(name, 0.0) + rounded.power
-        known = self.decisions.setdefault(name, {})
-        for key, count in rounded.decisions.items():
-            known[key] = known.get(key, 0) + count
-        self.values.setdefault(name, ValuesDigest()).update(rounded.linear)
-
-    def as_json(self, key: str, inputs: Mapping[str, Input]) -> dict[str, Any]:
-        """Return the record without the file's hash."""
-        for name, decisions in self.decisions.items():
-            decisions.update(inputs.get(name, NOTHING).decisions)
-        errors = {name: {"weight": error_from(self.difference[name], self.power[name], name=name)} for name in self.power}
-        values = {name: digest.hexdigest() for name, digest in self.values.items()}
-        return {"key": key, "errors": errors, "decisions": self.decisions, "changed": [], "values": values}
 
 
 def quantize_files(
@@ -123,7 +62,7 @@ def quantize_files(
     inputs: Mapping[str, Input] = MappingProxyType({}),
     choose: Choose | None = None,
 ) -> None:
-    """Bring every layer's file in `output` up to date.
+    """Bring every layer's file in `output`, and that of a head that is quantized, up to date.
 
     Args:
         output: the stage's folder, locked by the caller; `layers` is there.
@@ -136,7 +75,7 @@ def quantize_files(
         progress: is told after each layer.
         share: which part of each tensor is written.
         inputs: what is known of each linear's input.
-        choose: what a linear's rows become; None quantizes them by the plan's algorithm.
+        choose: what a linear's rows become; None quantizes them by the algorithm of each block.
 
     Raises:
         InputError: a tensor holds NaN or Inf, or a file of the source ends early or is gone.
@@ -145,124 +84,47 @@ def quantize_files(
     with ExitStack() as stack:
         workers = stack.enter_context(Workers(allowance.workers + READERS))
         committer = stack.enter_context(ThreadPoolExecutor(1))
-        files = [files_of(layer, source) for layer in graph.layers]
+        layers, head = _blocks(plan, source, graph)
+        files = [block.files for block in (*layers, *head)]
         hashes = stack.enter_context(HashesAhead(files, folder=source.checkpoint.folder, digests=digests))
         pending: list[Future[None]] = []
         # Whatever ends the loop, a layer whose bytes are complete is committed before this returns.
         stack.callback(lambda: [future.result() for future in pending])
-        sizes = [sum(unit.nbytes for unit in units_of(layer, plan, source, share)) for layer in graph.layers]
-        told = f"{'quantize' if choose is None else 'unify'} {plan.name}"
-        for layer in progress.steps(graph.layers, stage=told, unit="layer", nbytes=lambda layer: sizes[layer.index]):
-            path, used = layer_path(output, layer.index), files[layer.index]
-            hashes.begin(used)
-
-            def layer_key(index: int = layer.index, used: Sequence[str] = used) -> str:
-                return digest_of([key, index, hashes.of(used)])
-
-            if path.exists() and finished(path, layer_key()) is not None:  # nothing waits for hashes where nothing is there
-                continue
-            units = partial(units_of, layer, plan, source, share)
-            rounded = choose or _by(plan.algorithm, _shared_grids(layer, units(), workers))
-            writer = Writer(disk.temporary_for(path), layer_specs(layer, plan, source, share))
-            record = _fill(writer, units(), rounded, inputs, workers, layer_key) | share.record(layer)
-            while pending:  # one layer at a time waits for the disk
-                pending.pop().result()
-            pending.append(committer.submit(_commit, writer, path, record))
+        about: Any = {"workers": workers, "share": share, "inputs": inputs, "choose": choose}
+        told: Any = {"stage": f"{'quantize' if choose is None else 'unify'} {plan.name}", "nbytes": partial(_nbytes, share)}
+        for unit, blocks in (("layer", layers), ("head", head)):
+            for block in progress.steps(blocks, unit=unit, **told):
+                written = _written(output, block, key=key, hashes=hashes, about=about)
+                if written is not None:
+                    while pending:  # one layer at a time waits for the disk
+                        pending.pop().result()
+                    pending.append(committer.submit(commit, *written))
 
 
-def _shared_grids(layer: Layer, units: Iterable[Unit], workers: Workers) -> dict[str, Grid]:
-    """Return the grid of each linear that has one scale, which all linears of its input and its scheme have in common."""
-    shared = [(unit, unit.scheme) for unit in units if unit.scheme and unit.scheme.weights.granularity == "per_tensor"]
+def _written(
+    output: Path, block: Block, *, key: str, hashes: HashesAhead, about: Mapping[str, Any]
+) -> tuple[Writer, Path, dict[str, Any]] | None:
+    """Write a block and return what `commit` needs, None where its file is finished; `about` is for `write_block`."""
+    hashes.begin(block.files)
 
-    def bounds(part: tuple[Unit, LinearScheme]) -> tuple[str, Bounds]:
-        unit, scheme = part
-        return unit.linear, bounds_of(unit.linear, unit.read(), scheme=scheme.weights)
+    def block_key() -> str:
+        return digest_of([key, block.key, hashes.of(block.files)])
 
-    found: dict[str, list[Bounds]] = {}
-    for name, ends in workers.stream(bounds, shared, ahead=AHEAD * workers.count):
-        found.setdefault(name, []).append(ends)
-    schemes = {unit.linear: (scheme, FORMAT.scale_dtype(scheme, unit.dtype)) for unit, scheme in shared}
-    grids = {}
-    for group in layer.groups:
-        for name in found.keys() & set(group.linears):
-            scheme, scale_dtype = schemes[name]
-            ranges = [pair for other in group.linears if schemes.get(other) == schemes[name] for pair in found[other]]
-            grids[name] = shared_grid(ranges, scheme=scheme.weights, scale_dtype=scale_dtype)
-    return grids
-
-
-def _by(algorithm: str, grids: Mapping[str, Grid]) -> Choose:
-    """Return a function that quantizes rows by an algorithm that reads nothing else, or to a grid that is known."""
-
-    def quantized(unit: Unit, rows: Tensor) -> tuple[QTensor, Mapping[str, Any]]:
-        assert unit.scheme is not None  # units that are copied do not come here
-        scale_dtype, name = FORMAT.scale_dtype(unit.scheme, rows.dtype), unit.linear
-        if name in grids:
-            grid, scheme = grids[name], unit.scheme.weights
-            qvalue = affine.quantize(rows.float(), grid.scale, grid.zero_point, scheme)
-            weight = QTensor(qvalue=qvalue, scale=grid.scale, zero_point=grid.zero_point, scheme=scheme)
-            return weight, {"zero_groups": grid.zero_groups if unit.at == 0 else 0}
-        made = ALGORITHMS[algorithm].quantize_group({name: rows}, unit.scheme, statistics={}, scale_dtype=scale_dtype)[name]
-        return made.weight, made.decisions
-
-    return quantized
-
-
-def _fill(
-    writer: Writer,
-    units: Iterator[Unit],
-    choose: Choose,
-    inputs: Mapping[str, Input],
-    workers: Workers,
-    key: Callable[[], str],
-) -> dict[str, Any]:
-    """Write every unit's bytes and return the layer's record under its key; where that fails the file is removed."""
-    account = Account()
-
-    def work(unit: Unit) -> Rounded | None:
-        tensor = unit.read()
-        if unit.scheme is not None:
-            return _round(writer, unit, tensor, unit.scheme, choose, inputs.get(unit.linear, NOTHING))
-        _copy(writer, unit, tensor)
+    path = output / block.path
+    if path.exists() and finished(path, block_key()) is not None:  # nothing waits for hashes where nothing is there
         return None
-
-    try:
-        for rounded in workers.stream(work, units, ahead=AHEAD * workers.count):
-            if rounded is not None:
-                account.add(rounded)
-        return account.as_json(key(), inputs)
-    except BaseException:
-        writer.abandon()
-        raise
+    return write_block(output, block, key=block_key, **about)
 
 
-def _copy(writer: Writer, unit: Unit, tensor: Tensor) -> None:
-    """Copy a unit as it is stored."""
-    if tensor.is_floating_point():
-        check_finite(tensor, name=unit.info.name, path=unit.path)
-    writer.write(unit.info.name, bytes_of(tensor), offset_bytes=unit.at * unit.row_bytes)
+def _blocks(plan: Plan, source: ModelFiles, graph: Graph) -> tuple[list[Block], list[Block]]:
+    """Return the layers, and the head where it is quantized."""
+    layers = [layer_block(layer, plan, source) for layer in graph.layers]
+    if plan.head is None:
+        return layers, []
+    file, info = source.checkpoint.tensors[plan.head.tensor]
+    return layers, [head_block(plan.head, source.checkpoint.folder / file, info)]
 
 
-def _round(writer: Writer, unit: Unit, rows: Tensor, scheme: LinearScheme, choose: Choose, seen: Input) -> Rounded:
-    """Quantize a unit and write what its layout makes of it; what its rows share with others once."""
-    name = unit.linear
-    weight, decisions = choose(unit, rows)
-    linear = QuantizedLinear(weight=weight, scheme=scheme, input_scale=seen.scale, input_zero_point=seen.zero_point)
-    scale_dtype = FORMAT.scale_dtype(scheme, rows.dtype)
-    tensors = FORMAT.encode(name, linear, scale_dtype=scale_dtype)
-    spans = FORMAT.row_spans(name, scheme, first=unit.at, count=unit.count)
-    for key, tensor in tensors.items():
-        if key in spans:
-            writer.write(key, bytes_of(tensor), offset_bytes=spans[key][0] * tensor[0].nbytes)
-        elif unit.at == 0:
-            whole = torch.tensor(unit.shape, dtype=torch.int64) if key == f"{name}.weight_shape" else tensor
-            writer.write(key, bytes_of(whole))
-    difference, power = weight_sums(rows, weight)
-    return Rounded(name=name, linear=linear, decisions=dict(decisions), difference=difference, power=power)
-
-
-def _commit(writer: Writer, path: Path, record: dict[str, Any]) -> None:
-    """Give a complete layer its name, then its record."""
-    writer.close()
-    disk.replace(writer.path, path)
-    disk.write_atomic(path.with_suffix(".json"), canonical_json({**record, "sha256": file_digest(path)}))
+def _nbytes(share: Share, block: Block) -> int:
+    """Return the bytes that are read of a block."""
+    return sum(unit.nbytes for unit in units_of(block, share))

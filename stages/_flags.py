@@ -6,6 +6,8 @@ from typing import Any
 
 import click
 
+from quantflow.errors import UsageError
+
 Command = Callable[..., Any]
 
 
@@ -25,6 +27,30 @@ def quant_configured(command: Command) -> Command:
     """Add --quant-config."""
     told = "Gaudi's JSON, or a shipped one by its name; below the recipe (default: the environment's QUANT_CONFIG)."
     return click.option("--quant-config", metavar="FILE", help=told)(command)
+
+
+def headed(command: Command) -> Command:
+    """Add --head."""
+    told = "Quantize the head too: W8A16, W4A16:hqq, W4A16:hqq:64 (default: leave it as it is); a tied one is untied."
+    return click.option("--head", metavar="SCHEME[:ALGORITHM[:GROUP]]", help=told)(command)
+
+
+def head_from(text: str | None) -> dict[str, Any] | None:
+    """Return what --head says as a recipe would hold it, None where it is not given.
+
+    Raises:
+        UsageError: it has more parts than three, or a group size that is no number.
+    """
+    if text is None:
+        return None
+    scheme, *rest = text.split(":")
+    size = rest.pop() if rest and rest[-1].isdecimal() else None
+    if len(rest) > 1:
+        raise UsageError(
+            f"--head {text}: {len(rest)} words after the scheme", "write SCHEME:ALGORITHM:GROUP, such as W4A16:hqq:64"
+        )
+    given = {"scheme": scheme, "algorithm": rest[0] if rest else None, "group_size": None if size is None else int(size)}
+    return {key: value for key, value in given.items() if value is not None}
 
 
 def limits(shared: dict[str, Any]) -> dict[str, Any]:

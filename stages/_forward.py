@@ -30,6 +30,7 @@ from stages import _memory, _state
 from stages._bits import CANARY_TOKENS, tensor_hash
 from stages._config import Quantize
 from stages._experts import routed_tokens
+from stages._head_file import bring_up_to_date, read_head
 from stages._inputs import gradient_sums, input_statistics
 from stages._kv_cache import kv_record, kv_scales_of, kv_tensors
 from stages._layer import FORMAT, install_all, quantize_layer
@@ -78,6 +79,8 @@ class Forward:
         if isinstance(source, Rotated):
             prove_rotation(self.source, source, self.graph, tokens)
             write_outside(self.output, source)
+        about: Any = {"workers": self.workers, "progress": self.progress}
+        bring_up_to_date(self.output, self.plan, self.source.checkpoint, key=self.key, **about)
         stream = LayerStream(source, self.graph)
         # The canary is last, so that the others can go on before the layer is quantized.
         sequences = [*self.team.mine(self._calibration), tokens]
@@ -99,7 +102,8 @@ class Forward:
                 hidden.commit(layer.index + 1, key=self.key, settled=self.team.wait)
         hidden.close()
         _memory.give_back_holes()
-        logits = stream.finish(last)
+        with stream.head(read_head(self.output, self.plan.head)):
+            logits = stream.finish(last)
         _state.save(self.output / "canary.safetensors", {"tokens": tokens, "logits": logits})
         records = [_state.record(self.output, layer.index) for layer in self.graph.layers]
         canary = {"layers": [record["canary"] for record in records], "logits": tensor_hash(logits)}

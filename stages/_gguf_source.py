@@ -1,4 +1,4 @@
-"""Where a GGUF file's weights come from: a model's own files, or an artifact, a linear at a time."""
+"""Where a GGUF file's weights come from: a model's own files, or an artifact, some rows at a time."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,11 +12,15 @@ from quantflow.artifact.checkpoint import Checkpoint, open_checkpoint, refuse_qu
 from quantflow.artifact.digests import Digests
 from quantflow.artifact.manifest import MANIFEST_NAME
 from quantflow.errors import InputError
+from quantflow.formats import FORMATS
 from quantflow.models.configuration import load_config
 from quantflow.models.reading import DTYPES, NAMES, check_finite, read_into
 from quantflow.runtime.artifact import Artifact, open_artifact
 from stages._bits import identify
+from stages._values import decoded_rows
 
+FORMAT = FORMATS["compressed-tensors"]
+WORKING = 24 << 20  # bytes: a piece's qvalues as read and unpacked, and rows beside it
 Read = Callable[[str, int, int], Tensor]
 
 
@@ -75,22 +79,17 @@ def open_weights(folder: Path) -> Weights:
 
 def _of_artifact(artifact: Artifact) -> Weights:
     infos = artifact.checkpoint.infos
-    held: dict[str, Tensor] = {}  # the linear that was asked for last: its rows are asked for one after another
 
     def read(name: str, start: int, stop: int) -> Tensor:
         linear = name.removesuffix(".weight")
         if name == linear or linear not in artifact.linears:
             return _rows(artifact.checkpoint, name, start, stop)
-        if name not in held:
-            held.clear()
-            held[name] = artifact.decode(linear).weight.dequantize()
-        return held[name][start:stop]
+        return _dequantized(artifact, linear, start, stop)
 
     shapes = {name: infos[name].shape for name in artifact.names if name in infos}
     dtypes = {name: infos[name].dtype for name in shapes}
     for linear, placement in artifact.linears.items():
         shapes[f"{linear}.weight"], dtypes[f"{linear}.weight"] = placement.shape, NAMES[torch.float32]
-    largest = max((rows * columns for rows, columns in (p.shape for p in artifact.linears.values())), default=0)
     return Weights(
         folder=artifact.checkpoint.folder,
         config=artifact.config,
@@ -98,10 +97,30 @@ def _of_artifact(artifact: Artifact) -> Weights:
         shapes=shapes,
         dtypes=dtypes,
         read=read,
-        working_bytes=3 * 4 * largest,  # qvalues as read and unpacked, the weight in float32, and a product on the way
+        working_bytes=WORKING,
         quantized_inputs=sum(placement.scheme.input is not None for placement in artifact.linears.values()),
         kv_cache=artifact.kv_cache is not None,
     )
+
+
+def _dequantized(artifact: Artifact, name: str, start: int, stop: int) -> Tensor:
+    """Return rows of a quantized linear, float32.
+
+    Raises:
+        InputError: as `decoded_rows`, or the linear has another shape than the model's.
+    """
+    scheme, (rows, columns) = artifact.linears[name].scheme, artifact.linears[name].shape
+    tensors = {key: artifact.checkpoint.tensors[key] for key in FORMAT.tensor_names(name, scheme)}
+    key = f"{name}.weight" if f"{name}.weight" in tensors else f"{name}.weight_packed"
+    if tensors[key][1].shape[0] != rows:
+        raise InputError(
+            f"{key}: {tensors[key][1].shape[0]} rows, the model needs {rows}", "check that config.json belongs to these weights"
+        )
+    stored = {key: (artifact.checkpoint.folder / file, info) for key, (file, info) in tensors.items()}
+    multiple = FORMAT.row_multiple(scheme)  # rows that are decoded by themselves
+    first, last = start // multiple * multiple, min(rows, -(-stop // multiple) * multiple)
+    found = decoded_rows(name, scheme, stored, first=first, count=last - first, columns=columns)
+    return found.weight.dequantize()[start - first : stop - first]
 
 
 def _rows(checkpoint: Checkpoint, name: str, start: int, stop: int) -> Tensor:

@@ -7,10 +7,17 @@ from quantflow.artifact.ledger import LedgerEntry
 from quantflow.core.scheme import LinearScheme
 from quantflow.models.graph import Graph
 from quantflow.models.source import ModelFiles
+from stages._head import HeadPlan
 
 
 def tensor_entries(
-    source: ModelFiles, graph: Graph, schemes: Mapping[str, LinearScheme], changed: set[str], encoder: ModuleType
+    source: ModelFiles,
+    graph: Graph,
+    schemes: Mapping[str, LinearScheme],
+    changed: set[str],
+    encoder: ModuleType,
+    *,
+    head: HeadPlan | None,
 ) -> tuple[LedgerEntry, ...]:
     """Return the ledger's entry for every source tensor.
 
@@ -20,6 +27,7 @@ def tensor_entries(
         schemes: linear -> its scheme, for those that are quantized.
         changed: source tensors that absorbed a transform.
         encoder: the artifact's format.
+        head: what became of the head; None where nothing did.
     """
     linears, routers = set(graph.linears), set(graph.routers)
     entries = []
@@ -31,6 +39,9 @@ def tensor_entries(
             becomes, action, reason = encoder.tensor_names(linear, schemes[linear]), "quantized", schemes[linear].name
         elif name in changed:
             action, reason = "changed", "absorbed a transform"
+        elif head is not None and head.tied and name == head.tensor:
+            becomes = (name, *encoder.tensor_names(head.linear, head.scheme))
+            reason = f"the embedding; {head.linear}, which was tied to it, is {head.scheme.name}"
         elif linear in linears:
             reason = "ignored by the recipe"
         elif linear in routers:

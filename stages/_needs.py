@@ -22,6 +22,7 @@ from stages._amounts import (
     goes_back,
     gradient_bytes,
     head_bytes,
+    head_in_memory,
     hidden_bytes,
     layer_as_stored,
     layer_in_memory,
@@ -31,9 +32,20 @@ from stages._amounts import (
     stored_bytes,
 )
 from stages._experts import fed_by
+from stages._head import HeadPlan
 from stages._plan import SAMPLE_ROWS, Plan
 from stages._shards import ONE_FILE
-from stages._sizes import FLOAT, Group, LayerSize, ModelSize, elements_of, layer_bytes, quantized_bytes
+from stages._sizes import (
+    FLOAT,
+    Group,
+    LayerSize,
+    ModelSize,
+    elements_of,
+    head_file_bytes,
+    layer_bytes,
+    outside_bytes,
+    quantized_bytes,
+)
 
 FILES_BASE = 235_000_000  # a process with Python, torch and quantflow
 MODEL_BASE = 365_000_000  # and transformers' model code, which only a stage that runs the model imports
@@ -135,11 +147,12 @@ def need_layers(model: ModelSize, plan: Plan, *, lengths: Sequence[int]) -> Need
         *((LIBRARIES + fixed, each) for fixed, each in _quantizing(model, plan)),
         (LIBRARIES + max(encoded) + _installing_bytes(model, plan), 0),
         (LIBRARIES + max(encoded) + _installed_bytes(model), forward),
-        (LIBRARIES + head_bytes(model, CANARY_TOKENS), 0),
+        (LIBRARIES + head_bytes(model, CANARY_TOKENS, plan.head), 0),
+        *([] if plan.head is None else [_rounding(plan.head.algorithm)]),
     )
     if plan.rotation is not None:  # the head, as stored and rotated, on its way to a file
         moments = (*moments, (LIBRARIES + 2 * model.head[1], 0))
-    result = sum(encoded) + (model.outside if plan.rotation is not None else 0)
+    result = sum(encoded) + head_file_bytes(model, plan.head) + (model.outside if plan.rotation is not None else 0)
     gradients = sum(gradient_bytes(outputs) for layer in model.layers for _, outputs, _ in layer.groups)
     base = MODEL_BASE + (gradients if plan.needs_gradients else 0)  # the measurement is in memory as long as the stage runs
     return Need(stage="quantize", base=base, moments=moments, cache=hidden, result=result, scratch=2 * hidden)
@@ -147,11 +160,9 @@ def need_layers(model: ModelSize, plan: Plan, *, lengths: Sequence[int]) -> Need
 
 def need_files(model: ModelSize, plan: Plan) -> Need:
     """Return what quantize takes file to file: per worker the unit that it rounds, and those that wait to be written."""
-    worker = ALGORITHMS[plan.algorithm].working_bytes(0, 0) + WAITING * UNIT_FILES * groups.UNIT_ELEMENTS
-    moments = ((LIBRARIES + READERS * worker, worker),)
-    return Need(
-        stage="quantize", base=FILES_BASE, moments=moments, result=sum(layer_bytes(model, plan.schemes, kv_cache=plan.kv_cache))
-    )
+    algorithms = [plan.algorithm, *([] if plan.head is None else [plan.head.algorithm])]
+    result = sum(layer_bytes(model, plan.schemes, kv_cache=plan.kv_cache)) + head_file_bytes(model, plan.head)
+    return Need(stage="quantize", base=FILES_BASE, moments=tuple(map(_rounding, algorithms)), result=result)
 
 
 def need_export(model: ModelSize, plan: Plan, *, shard_size: int) -> Need:
@@ -159,29 +170,41 @@ def need_export(model: ModelSize, plan: Plan, *, shard_size: int) -> Need:
 
     The proof of a canary holds one quantized layer, and after the last of them the head as stored.
     """
-    layers = layer_bytes(model, plan.schemes, kv_cache=plan.kv_cache)
-    whole = model.outside + sum(layers) <= min(shard_size, ONE_FILE)
+    layers, outside = layer_bytes(model, plan.schemes, kv_cache=plan.kv_cache), outside_bytes(model, plan.head)
+    whole = outside + sum(layers) <= min(shard_size, ONE_FILE)
     linked = 0 if whole else sum(size for size in layers if size <= shard_size)
     moments: tuple[Moment, ...] = ((BUFFERS, 0),)
     base = FILES_BASE if plan.file_to_file else MODEL_BASE
     if not plan.file_to_file:
         running = _installed_bytes(model) + forward_bytes(model, CANARY_TOKENS)
-        proof = max(_installing_bytes(model, plan), running, head_bytes(model, CANARY_TOKENS))
+        proof = max(_installing_bytes(model, plan), running, head_bytes(model, CANARY_TOKENS, plan.head))
         moments = (*moments, (LIBRARIES + proof, 0))
-    return Need(stage="export", base=base, moments=moments, result=model.outside + sum(layers) - linked)
+    return Need(stage="export", base=base, moments=moments, result=outside + sum(layers) - linked)
 
 
-def need_validate(model: ModelSize, *, lengths: Sequence[int], models: int) -> Need:
-    """Return what validate takes: a layer in float32, a window's forward per worker, every model's hidden states, heads."""
+def need_validate(model: ModelSize, *, lengths: Sequence[int], models: int, head: HeadPlan | None = None) -> Need:
+    """Return what validate takes: a layer in float32, a window's forward per worker, every model's hidden states, heads.
+
+    One of the models has its head quantized where `head` says so.
+    """
     longest = max(lengths, default=0)
     hidden = hidden_bytes(model, lengths)
     logits = FLOAT * longest * model.vocabulary
     moments = (
         (LIBRARIES + embedding_bytes(model, lengths), 0),
         (LIBRARIES + layer_in_memory(model.layer), forward_bytes(model, longest)),
-        (LIBRARIES + models * (model.head[1] + logits), FLOAT * HEAD_ROWS * model.hidden + 2 * logits),
+        (
+            LIBRARIES + (models - 1) * model.head[1] + head_in_memory(model, head) + models * logits,
+            FLOAT * HEAD_ROWS * model.hidden + 2 * logits,
+        ),
     )
     return Need(stage="validate", moments=moments, cache=models * hidden, scratch=(models + 1) * hidden)
+
+
+def _rounding(algorithm: str) -> Moment:
+    """File to file: the units that workers round, those that wait to be written, and those that are read ahead."""
+    worker = ALGORITHMS[algorithm].working_bytes(0, 0) + WAITING * UNIT_FILES * groups.UNIT_ELEMENTS
+    return LIBRARIES + READERS * worker, worker
 
 
 def _inputs_bytes(model: ModelSize, plan: Plan, tokens: int) -> int:

@@ -16,6 +16,7 @@ from quantflow.transforms import ROTATIONS, TRANSFORMS, awq
 from stages._config import Quantize, nearest
 from stages._entry import GRADIENT_SUM, algorithm_of, needs_of, scheme_of, transforms_of
 from stages._experts import Policy, policy_for
+from stages._head import HeadPlan, head_of, refuse_ranks
 from stages._kv_cache import kv_cache_of
 
 OUTSIDE = "outside.safetensors"  # in a quantize folder: what lies outside the layers and is not as in the source
@@ -37,6 +38,7 @@ class Plan:
         file_to_file: whether weights go from file to file and the model never runs: one process does that where rows are
             quantized by themselves and no measurement is given, several cards where they are rounded to nearest.
         experts: what becomes of undercalibrated experts; None where no expert is quantized by statistics.
+        head: what becomes of the head; None leaves it as it is.
         kv_cache: how keys and values are kept; None is as they are.
     """
 
@@ -47,7 +49,14 @@ class Plan:
     needs: frozenset[str]
     file_to_file: bool = False
     experts: Policy | None = None
+    head: HeadPlan | None = None
     kv_cache: TensorScheme | None = None
+
+    @property
+    def quantized(self) -> dict[str, LinearScheme]:
+        """Every linear that is quantized, the head last."""
+        found = {name: scheme for name, scheme in self.schemes.items() if scheme is not None}
+        return found if self.head is None else {**found, self.head.linear: self.head.scheme}
 
     @property
     def needs_hessian(self) -> bool:
@@ -115,8 +124,9 @@ class Plan:
         """Return the plan as plain data, for state keys and manifests."""
         schemes = {name: None if scheme is None else asdict(scheme) for name, scheme in self.schemes.items()}
         transforms = [{name: dict(options)} for name, options in self.transforms]
+        head = {} if self.head is None else {"head": self.head.as_json()}
         kv_cache = {} if self.kv_cache is None else {"kv_cache": asdict(self.kv_cache)}
-        return {"schemes": schemes, "algorithm": self.algorithm, "transforms": transforms, **kv_cache}
+        return {"schemes": schemes, "algorithm": self.algorithm, "transforms": transforms, **head, **kv_cache}
 
 
 def resolve(
@@ -134,7 +144,7 @@ def resolve(
 
     Raises:
         UsageError: a pattern matches nothing, an algorithm or transform is unknown or does not fit, a group size does
-            not divide a linear's input, or nothing is left to quantize.
+            not divide a linear's input, nothing is left to quantize, or several cards are to quantize the head.
         InputError: a linear of the family that the checkpoint does not have.
         UnsupportedError: schemes are to be chosen for a mixture of experts; or as `kv_cache_of`.
     """
@@ -151,6 +161,8 @@ def resolve(
     transforms = transforms_of(entry)
     if ranks > 1 and any(name in ROTATIONS for name, _ in transforms):
         raise UsageError(f"{entry.name}: hadamard with --ranks {ranks}", "quantize with one process, or leave hadamard out")
+    head = head_of(entry, graph, shapes, ignored=_ignored(entry, shapes))
+    refuse_ranks(entry.name, head, ranks=ranks)
     needs = needs_of(entry, used)
     alone = ALGORITHMS[algorithm].BY_ROW and not transforms
     kv_cache = kv_cache_of(entry, graph, transforms, ranks=ranks)
@@ -164,6 +176,7 @@ def resolve(
         file_to_file=alone and (by_row and not (measured or needs or kv_cache) if ranks == 1 else algorithm == "rtn"),
         kv_cache=kv_cache,
         experts=_experts(entry, graph, schemes, weights=bool(ALGORITHMS[algorithm].NEEDS) or _clips(transforms, algorithm)),
+        head=head,
     )
 
 
@@ -171,8 +184,7 @@ def _schemes(
     entry: Quantize, graph: Graph, shapes: Mapping[str, Sequence[int]], *, base: LinearScheme
 ) -> dict[str, LinearScheme | None]:
     """Return the scheme of every linear, None where `ignore` names it; `base` stands where one is to be chosen."""
-    modules = [name.removesuffix(".weight") for name in shapes if name.endswith(".weight")]
-    ignored = {name for pattern in entry.ignore for name in _matches(pattern, modules, f"{entry.name}: ignore")}
+    ignored = _ignored(entry, shapes)
     schemes: dict[str, LinearScheme | None] = {name: None if name in ignored else base for name in graph.linears}
     for override in entry.overrides:
         for name in _matches(override.match, list(graph.linears), f"{entry.name}: overrides"):
@@ -187,6 +199,12 @@ def _schemes(
     if not any(schemes.values()):
         raise UsageError(f"{entry.name}: ignore leaves none of {len(schemes)} linears to quantize", "ignore fewer")
     return schemes
+
+
+def _ignored(entry: Quantize, shapes: Mapping[str, Sequence[int]]) -> frozenset[str]:
+    """Return the modules that `ignore` names, linears of the layers or not."""
+    modules = [name.removesuffix(".weight") for name in shapes if name.endswith(".weight")]
+    return frozenset(name for pattern in entry.ignore for name in _matches(pattern, modules, f"{entry.name}: ignore"))
 
 
 def _features(shapes: Mapping[str, Sequence[int]], name: str) -> int:

@@ -6,6 +6,7 @@ from typing import Any
 from quantflow.core.float8 import FLAVOURS
 from quantflow.core.kv import kv_words
 from quantflow.core.scheme import LinearScheme, TensorScheme
+from stages._head import HeadPlan
 from stages._plan import Plan
 
 
@@ -23,6 +24,7 @@ def plan_from(summary: Mapping[str, Any]) -> Plan:
         transforms=(),
         needs=frozenset(),
         file_to_file=summary["proof"] == "tensors",
+        head=head_from(plan),
         kv_cache=kv_scheme_from(plan),
     )
 
@@ -39,13 +41,19 @@ def kv_words_of(plan: Mapping[str, Any]) -> str | None:
     return None if scheme is None else kv_words(scheme)
 
 
-def float8_of(plan: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the flavour of float8 of a plan in quantize.json, of weights, inputs and caches; None where there is none."""
-    parts = [plan.get("kv_cache")]
-    for scheme in plan["schemes"].values():
-        parts += [] if scheme is None else [scheme["weights"], scheme["input"]]
-    flavours = sorted({part["float8"] for part in parts if part is not None and part["kind"] == "float"})
+def float8_of(plan: Plan) -> dict[str, Any] | None:
+    """Return the flavour of float8 of weights, inputs and caches; None where there is none."""
+    parts = [plan.kv_cache]
+    for scheme in plan.quantized.values():
+        parts += [scheme.weights, scheme.input]
+    flavours = sorted({part.float8 for part in parts if part is not None and part.kind == "float"})
     return {"flavour": flavours[0], "largest": FLAVOURS[flavours[0]].largest} if flavours else None
+
+
+def head_from(plan: Mapping[str, Any]) -> HeadPlan | None:
+    """Return what becomes of the head, from a plan as quantize.json and manifests spell it; None where it stays as it is."""
+    head = plan.get("head")
+    return None if head is None else HeadPlan(**{**head, "scheme": scheme_from(head["scheme"])})
 
 
 def scheme_from(data: Mapping[str, Any]) -> LinearScheme:

@@ -35,6 +35,7 @@ from quantflow.models.graph import graph_for
 from quantflow.models.reading import read_into, read_tensor
 from quantflow.models.source import PlainConfig
 from stages import _memory
+from stages._head_file import record_of
 from stages._units import row_step
 from stages._values import Stored, ValuesDigest, decoded_rows
 
@@ -107,12 +108,13 @@ def _judge(code: int, told: str, artifact: Path) -> None:
 
 def _prove_tensors(artifact: Checkpoint, quantized: Path, *, workers: Workers) -> None:
     """Decode every quantized linear and compare its values with those that quantize recorded."""
-    linears = graph_for(PlainConfig(artifact)).linears
+    linears = [*graph_for(PlainConfig(artifact)).linears, *_heads(artifact)]
     found_schemes = FORMAT.schemes_from_config(artifact.config["quantization_config"], linears)
     schemes = {name: scheme for name, scheme in found_schemes.items() if scheme is not None}
     expected: dict[str, str] = {}
     for path in sorted((quantized / "layers").glob("*.json")):
         expected |= read_json(path)["values"]
+    expected |= record_of(quantized).get("values", {})
     if expected.keys() != schemes.keys():
         name = min(expected.keys() ^ schemes.keys())
         raise IntegrityError(f"{name}: quantized in only one of the artifact and what quantize recorded", _REPORT)
@@ -125,6 +127,12 @@ def _prove_tensors(artifact: Checkpoint, quantized: Path, *, workers: Workers) -
             raise IntegrityError(
                 f"{name}: the exported artifact decodes to values {found[:16]}, quantize chose {expected[name][:16]}", _REPORT
             )
+
+
+def _heads(artifact: Checkpoint) -> list[str]:
+    """Return the head where the manifest says that it is quantized."""
+    head = read_manifest(artifact.folder).get("head")
+    return [] if head is None else [head["linear"]]
 
 
 def _values(checkpoint: Checkpoint, name: str, scheme: LinearScheme) -> str:

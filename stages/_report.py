@@ -39,7 +39,7 @@ COLUMNS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One artifact: its validation.json, and its manifest's `layers`."""
+    """One artifact: its validation.json, and what `parts_of` returns of its manifest."""
 
     result: Mapping[str, Any]
     layers: Sequence[Mapping[str, Any]]
@@ -67,6 +67,11 @@ def cells(result: Mapping[str, Any]) -> tuple[str, ...]:
         f"{100 * metrics['top1_agreement']:.2f} %",
         verdict_text(result),
     )
+
+
+def parts_of(manifest: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return what a manifest records of each layer, and of the head where that is quantized."""
+    return [*manifest["layers"], *([manifest["head"]] if "head" in manifest else [])]
 
 
 def write_report(path: Path, rows: Sequence[Row]) -> None:

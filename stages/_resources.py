@@ -26,6 +26,7 @@ from quantflow.artifact.disk import free_bytes
 from quantflow.errors import ResourceError
 from stages import _memory
 from stages._config import Resources, parse_size
+from stages._head import HeadPlan
 from stages._log import size as text_of
 from stages._needs import Need, need_export, need_files, need_layers, need_measure, need_validate
 from stages._plan import Plan
@@ -86,14 +87,22 @@ def allow_export(resources: Resources, model: ModelSize, plan: Plan, *, shard_si
 
 
 def allow_validate(
-    resources: Resources, model: ModelSize, *, lengths: Sequence[int], folder: Path, models: int = 3
+    resources: Resources,
+    model: ModelSize,
+    *,
+    lengths: Sequence[int],
+    folder: Path,
+    models: int = 3,
+    head: HeadPlan | None = None,
 ) -> Allowance:
     """Return what validate may use for windows of these lengths and that many models (baseline, candidate, noise).
+
+    The candidate's head is quantized where `head` says so.
 
     Raises:
         ResourceError: it does not fit; the message says what is needed and what there is.
     """
-    return grant(need_validate(model, lengths=lengths, models=models), resources, folder=folder)
+    return grant(need_validate(model, lengths=lengths, models=models, head=head), resources, folder=folder)
 
 
 def grant(need: Need, resources: Resources, *, folder: Path, base: int | None = None) -> Allowance:

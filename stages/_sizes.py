@@ -11,6 +11,7 @@ from quantflow.errors import InputError, UnsupportedError
 from quantflow.formats import FORMATS
 from quantflow.models.graph import Graph
 from quantflow.models.reading import DTYPES
+from stages._head import HeadPlan
 
 FORMAT = FORMATS["compressed-tensors"]
 FLOAT = 4  # bytes of a float32, in which every layer runs
@@ -147,6 +148,17 @@ def quantized_specs(name: str, scheme: LinearScheme, info: TensorInfo) -> dict[s
         raise UnsupportedError(f"{info.name}: dtype {info.dtype} is not known", f"use one of {', '.join(DTYPES)}")
     specs: dict[str, Spec] = FORMAT.tensor_specs(name, scheme, info.shape, DTYPES[info.dtype])
     return specs
+
+
+def outside_bytes(model: ModelSize, head: HeadPlan | None) -> int:
+    """Return the bytes of the tensors outside the layers after quantization; head: what becomes of the head, or None."""
+    replaced = 0 if head is None or head.tied else model.infos[head.tensor].nbytes
+    return model.outside + head_file_bytes(model, head) - replaced
+
+
+def head_file_bytes(model: ModelSize, head: HeadPlan | None) -> int:
+    """Return the bytes of the tensors that the head becomes, 0 where it stays as it is."""
+    return 0 if head is None else quantized_bytes(head.linear, head.scheme, model.infos[head.tensor])
 
 
 def layer_bytes(

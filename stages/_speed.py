@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from stages._amounts import goes_back
 from stages._plan import Plan
-from stages._sizes import FLOAT, ModelSize, layer_bytes
+from stages._sizes import FLOAT, ModelSize, elements_of, head_file_bytes, layer_bytes, outside_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,12 +59,13 @@ class Speed:
 
     def quantize(self, model: ModelSize, plan: Plan, lengths: Sequence[int]) -> float:
         """Return the seconds of quantize, on the path that the plan takes."""
-        result = sum(layer_bytes(model, plan.schemes, kv_cache=plan.kv_cache))
+        head = 0 if plan.head is None else elements_of(model.infos[plan.head.tensor])
+        result = sum(layer_bytes(model, plan.schemes, kv_cache=plan.kv_cache)) + head_file_bytes(model, plan.head)
         writing = (self.written + self.hashed) * result
         if plan.file_to_file:
-            weights = sum(layer.elements for layer in model.layers)
+            weights = head + sum(layer.elements for layer in model.layers)
             return max(self.read * model.stored + self.rounded[plan.name] * weights / self.cores, writing)
-        tokens, work = sum(lengths), 0.0
+        tokens, work = sum(lengths), self.rounded[plan.name] * head
         rounding = self.gptq.get(plan.name)
         for layer in model.layers:
             for (names, outputs, k), share in zip(layer.groups, layer.shares, strict=True):
@@ -79,8 +80,9 @@ class Speed:
 
     def export(self, model: ModelSize, plan: Plan) -> float:
         """Return the seconds of export: copy what is not linked, hash, and read it all again for the proof."""
-        result = model.outside + sum(layer_bytes(model, plan.schemes, kv_cache=plan.kv_cache))
-        return self.written * model.outside + 2 * (self.hashed / self.cores + self.read) * result + PROOF
+        outside = outside_bytes(model, plan.head)
+        result = outside + sum(layer_bytes(model, plan.schemes, kv_cache=plan.kv_cache))
+        return self.written * outside + 2 * (self.hashed / self.cores + self.read) * result + PROOF
 
     def validate(self, model: ModelSize, lengths: Sequence[int]) -> float:
         """Return the seconds of validate: three models over every window, and their heads."""

@@ -126,9 +126,9 @@ def record(folder: Path, index: int) -> dict[str, Any]:
     return found
 
 
-def hashes(folder: Path, graph: Graph) -> dict[Path, str]:
-    """Return the sha256 of every layer's file, from its record."""
-    return {layer_path(folder, layer.index): str(record(folder, layer.index)["sha256"]) for layer in graph.layers}
+def hashes(folder: Path, graph: Graph) -> dict[str, str]:
+    """Return the sha256 of every layer's file, from its record, by its name in the folder."""
+    return {f"layers/{layer.index:05d}.safetensors": str(record(folder, layer.index)["sha256"]) for layer in graph.layers}
 
 
 def write_layer(path: Path, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:

@@ -1,10 +1,10 @@
 """The units of file to file: some rows of a weight, or some elements of a copied tensor, that are read and written at once.
 
-Units are cut by the code's constants from what is written, be it a whole layer or one card's part of it. Their order is
-that of the bytes in the source's files.
+Units are cut by the code's constants from what is written, be it a whole layer, one card's part of it, or the head. Their
+order is that of the bytes in the source's files.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from quantflow.formats import FORMATS
 from quantflow.models.graph import Layer
 from quantflow.models.reading import DTYPES, read_columns, read_once
 from quantflow.models.source import ModelFiles
+from stages._head import FILE, HeadPlan
 from stages._plan import Plan
 from stages._share import WHOLE, Share
 
@@ -92,30 +93,94 @@ class Unit:
         return read_once(self.path, shape, self.dtype, self.offset, name=self.info.name)
 
 
-def layer_specs(layer: Layer, plan: Plan, source: ModelFiles, share: Share = WHOLE) -> dict[str, Spec]:
-    """Return every tensor of a layer's file: name -> (dtype as safetensors names it, shape)."""
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """What one file of the result is made from: a decoder layer, or the head.
+
+    Attributes:
+        path: of the file, in the stage's folder.
+        key: what a state key calls it: a layer's index, or a word.
+        folder: where the source's files are.
+        tensors: its files, and where in each a tensor is, in the order of their bytes; a head that is tied has the place of
+            the embedding's and a name of its own.
+        schemes: linear -> its scheme; what is not there is copied.
+        groups: linears that share an input.
+        algorithm: a key of ALGORITHMS.
+        layer: None of the head.
+    """
+
+    path: str
+    key: int | str
+    folder: Path
+    tensors: tuple[tuple[str, TensorInfo], ...]
+    schemes: Mapping[str, LinearScheme | None]
+    groups: tuple[tuple[str, ...], ...]
+    algorithm: str
+    layer: Layer | None = None
+
+    @property
+    def files(self) -> list[str]:
+        """The source's files that it lies in."""
+        return list(dict.fromkeys(file for file, _ in self.tensors))
+
+    def linear(self, info: TensorInfo) -> tuple[str, LinearScheme | None]:
+        """Return the linear that a tensor is the weight of, and its scheme, None where the tensor is copied."""
+        linear, _, leaf = info.name.rpartition(".")
+        return linear, self.schemes.get(linear) if leaf == "weight" else None
+
+
+def layer_block(layer: Layer, plan: Plan, source: ModelFiles) -> Block:
+    """Return a decoder layer."""
+    inside = f"{layer.prefix}."
+    found = [(file, info) for name, (file, info) in source.checkpoint.tensors.items() if name.startswith(inside)]
+    return Block(
+        path=f"layers/{layer.index:05d}.safetensors",
+        key=layer.index,
+        folder=source.checkpoint.folder,
+        tensors=tuple(sorted(found, key=lambda item: (item[0], item[1].offset, item[1].name))),
+        schemes={name: plan.schemes[name] for name in layer.linears},
+        groups=tuple(group.linears for group in layer.groups),
+        algorithm=plan.algorithm,
+        layer=layer,
+    )
+
+
+def head_block(head: HeadPlan, path: Path, info: TensorInfo) -> Block:
+    """Return the head, whose weight stands at `info` in the file `path`."""
+    return Block(
+        path=FILE,
+        key="head",
+        folder=path.parent,
+        tensors=((path.name, replace(info, name=f"{head.linear}.weight")),),
+        schemes={head.linear: head.scheme},
+        groups=((head.linear,),),
+        algorithm=head.algorithm,
+    )
+
+
+def block_specs(block: Block, share: Share = WHOLE) -> dict[str, Spec]:
+    """Return every tensor of a block's file: name -> (dtype as safetensors names it, shape)."""
     specs: dict[str, Spec] = {}
-    for name, info in _tensors(layer, source):
-        linear, scheme = _linear(name, plan)
+    for _, info in block.tensors:
+        linear, scheme = block.linear(info)
         shape = share.info(info).shape
         if scheme is None:
-            specs[name] = (info.dtype, shape)
+            specs[info.name] = (info.dtype, shape)
         else:
             specs |= FORMAT.tensor_specs(linear, scheme, shape, DTYPES[info.dtype])
     return specs
 
 
-def units_of(layer: Layer, plan: Plan, source: ModelFiles, share: Share = WHOLE) -> Iterator[Unit]:
-    """Yield the units of a layer in the order of their bytes in the source's files.
+def units_of(block: Block, share: Share = WHOLE) -> Iterator[Unit]:
+    """Yield the units of a block in the order of their bytes in the source's files.
 
     Raises:
         UnsupportedError: a dtype that torch has no name for.
     """
-    for name, info in _tensors(layer, source):
-        file, _ = source.checkpoint.tensors[name]
+    for file, info in block.tensors:
         if info.dtype not in DTYPES:
-            raise UnsupportedError(f"{name}: dtype {info.dtype} in {file} is not known", f"use one of {', '.join(DTYPES)}")
-        _, scheme = _linear(name, plan)
+            raise UnsupportedError(f"{info.name}: dtype {info.dtype} in {file} is not known", f"use one of {', '.join(DTYPES)}")
+        _, scheme = block.linear(info)
         part, shape = share.part(info), share.info(info).shape
         first, total, step = part.rows.start, torch.Size(shape).numel(), UNIT
         if scheme is not None or part.columns is not None:
@@ -124,7 +189,7 @@ def units_of(layer: Layer, plan: Plan, source: ModelFiles, share: Share = WHOLE)
             first *= torch.Size(info.shape[1:]).numel()
         for at in range(0, total, step):
             yield Unit(
-                path=source.checkpoint.folder / file,
+                path=block.folder / file,
                 info=info,
                 shape=shape,
                 scheme=scheme,
@@ -139,24 +204,3 @@ def row_step(in_features: int, scheme: LinearScheme | None) -> int:
     """Return how many rows of a weight make a unit; scheme: None copies them."""
     multiple: int = 1 if scheme is None else FORMAT.row_multiple(scheme)
     return max(1, UNIT // max(1, in_features) // multiple) * multiple
-
-
-def files_of(layer: Layer, source: ModelFiles) -> list[str]:
-    """Return the source's files that a layer lies in."""
-    return list(dict.fromkeys(source.checkpoint.tensors[name][0] for name, _ in _tensors(layer, source)))
-
-
-def _tensors(layer: Layer, source: ModelFiles) -> list[tuple[str, TensorInfo]]:
-    """Return the source's tensors of a layer, in the order of their bytes."""
-    found = [
-        (file, info.offset, name, info)
-        for name, (file, info) in source.checkpoint.tensors.items()
-        if name.startswith(f"{layer.prefix}.")
-    ]
-    return [(name, info) for _, _, name, info in sorted(found, key=lambda item: item[:3])]
-
-
-def _linear(name: str, plan: Plan) -> tuple[str, LinearScheme | None]:
-    """Return the linear that a source tensor is the weight of, and its scheme, None where the tensor is copied."""
-    linear, _, leaf = name.rpartition(".")
-    return linear, plan.schemes.get(linear) if leaf == "weight" else None

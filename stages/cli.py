@@ -14,7 +14,7 @@ import click
 
 from stages import _memory
 from stages._bench_flags import timing
-from stages._flags import bounded, limits, number_or_word, quant_configured
+from stages._flags import bounded, head_from, headed, limits, number_or_word, quant_configured
 from stages._generate_flags import generating
 from stages._options import common, exit_code, offline, outline, overlay, reporting, show, table
 
@@ -73,6 +73,7 @@ def run(recipe_name: str, output: str | None, settings: tuple[str, ...], **share
 @click.option("--for", "schemes", metavar="SCHEMES", help="Artifacts of MODEL, such as W4A16:gptq,FP8 (default: all schemes).")
 @click.option("--samples", type=int, help="Calibration sequences (default 128).")
 @click.option("--sequence-length", type=int, help="Tokens of each (default min(2048, the model's)).")
+@headed
 @click.option("--probe", is_flag=True, help="Read, run and round parts of one layer to say how long everything takes.")
 @click.option("-o", "--output", metavar="DIR", default="artifacts", help="On the disk that will be written.")
 @bounded
@@ -98,7 +99,10 @@ def plan(subject: str, output: str, as_json: bool, settings: tuple[str, ...], **
     else:
         data = {"model": subject, "quantize": _entries(",".join(PRESETS) if shared["schemes"] is None else shared["schemes"])}
     flags = {"calibration.samples": shared["samples"], "calibration.sequence_length": shared["sequence_length"]}
-    values = recipe_from(overlay(apply_settings(data, settings), {**flags, **limits(shared)}))
+    data = overlay(apply_settings(data, settings), {**flags, **limits(shared)})
+    for entry in data.get("quantize", ()):
+        overlay(entry, {"head": head_from(shared["head"])})
+    values = recipe_from(data)
     job = stage.Job(recipe=values, measured=whole, folder=Path(output))
     if shared["probe"]:
         from stages._probe import probe
@@ -182,6 +186,7 @@ def measure(model: str, output: str | None, settings: tuple[str, ...], recipe: s
 @click.option("--max-kld", type=float, metavar="NATS", help="Choose schemes for so much mean KL divergence, such as 0.02.")
 @click.option("--smoothquant", metavar="ALPHA", help="Smooth with this alpha, 0.5 is usual; auto searches one per input.")
 @click.option("--ignore", multiple=True, metavar="PATTERN", help="Leave these linears alone: a name, or re:...")
+@headed
 @click.option("--kv-cache", metavar="SCHEME", help="Keys and values in FP8 or INT8, with a measured scale; FP8:per_head.")
 @click.option("--measurement", metavar="DIR", help="What stage 1 or unify wrote; for FP8 also Gaudi's own files.")
 @click.option(
@@ -206,6 +211,7 @@ def quantize(model: str, output: str, settings: tuple[str, ...], recipe: str | N
     \b
     Example: quantflow quantize ./llama -o work/2-quantize --scheme W4A16 --measurement work/1-measure
              quantflow quantize ./llama -o work/2-quantize --scheme FP8_DYNAMIC --export work/llama-fp8
+             quantflow quantize ./llama -o work/w4a16 --scheme W4A16 --measurement work/1-measure --head W8A16
              quantflow quantize ./llama -o work/mixed --target-bpw 4.25 --measurement work/1-measure
              quantflow quantize ./llama -o work/fp8 --scheme FP8 --kv-cache FP8 --measurement work/1-measure
              quantflow quantize ./llama -o work/shards --scheme FP8_DYNAMIC --ranks 4
@@ -227,6 +233,7 @@ def quantize(model: str, output: str, settings: tuple[str, ...], recipe: str | N
         "group_size": shared["group_size"],
         "transforms": None if smooth is None else [{"smoothquant": {"alpha": number_or_word(smooth)}}],
         "ignore": list(shared["ignore"]) or None,
+        "head": head_from(shared["head"]),
         "kv_cache": kv_cache_flag(shared["kv_cache"]),
         "quantized_inputs": shared["quantized_inputs"],
         "target_bpw": shared["target_bpw"],
@@ -434,7 +441,7 @@ def validate(
 @cli.command()
 @click.argument("artifact")
 @generating
-@click.option("--backend", default="auto", show_default=True, help="auto, reference, or a kernel by name.")
+@click.option("--backend", default="auto", show_default=True, help="auto, reference, a kernel by name, or several: a,b,auto.")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
 @click.option("--device", type=click.Choice(["cpu", "cuda", "hpu"]), default="cpu", show_default=True)
 @click.option("--decoder", default="auto", show_default=True, help="lean, transformers, or auto: lean where it can.")

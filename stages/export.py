@@ -21,19 +21,20 @@ from quantflow.artifact.ledger import FileEntry, Ledger
 from quantflow.artifact.manifest import MANIFEST_NAME, build_manifest, read_manifest, write_manifest
 from quantflow.artifact.safetensors_header import read_header
 from quantflow.artifact.verify import verify
-from quantflow.core.scheme import LinearScheme, TensorScheme
 from quantflow.errors import InputError, IntegrityError, QuantflowError, UsageError
 from quantflow.formats import FORMATS
 from quantflow.models.graph import Graph, graph_for
 from quantflow.models.source import ModelFiles, fingerprint, open_files
-from stages import _memory, _workspace
+from stages import _head_file, _memory, _workspace
+from stages._artifact_config import artifact_config
 from stages._bits import tools
 from stages._card import model_card
 from stages._config import Recipe, Resources, nearest, parse_size
+from stages._head import FILE
 from stages._kv_cache import kv_names
 from stages._ledger import tensor_entries
 from stages._plan import OUTSIDE
-from stages._planned import float8_of, kv_scheme_from, plan_from, scheme_from
+from stages._planned import float8_of, plan_from
 from stages._progress import Progress
 from stages._proof import proving
 from stages._resources import Allowance, allow_export, compare
@@ -162,16 +163,16 @@ def _write(
     digests: Digests,
 ) -> Mapping[str, Path]:
     """Write the artifact; return which of its files are links to which files of the quantized folder."""
-    graph = graph_for(source.config)
+    graph, plan = graph_for(source.config), plan_from(summary)
     layers = [read_json(path) for path in sorted((job.quantized / "layers").glob("*.json"))]
-    schemes = {name: scheme_from(data) for name, data in summary["plan"]["schemes"].items() if data is not None}
+    schemes, head = plan.quantized, _head_file.record_of(job.quantized)
     links = _write_weights(folder, job, source, graph, record["files"])
     files = _copy_side_files(folder, source)
-    kv_cache = kv_scheme_from(summary["plan"])
-    _write_config(folder, source, graph, schemes, kv_cache)
+    config = artifact_config(source.checkpoint.config, graph, plan, names=source.names)
+    disk.write_file(folder / CONFIG, readable_json(config))
     changed = {name for layer in layers for name in layer["changed"]} | set(_outside(job.quantized))
-    entries = tensor_entries(source, graph, schemes, changed, FORMATS[job.format])
-    ledger = Ledger(tensors=entries, files=files, measured=kv_names(graph, kv_cache))
+    entries = tensor_entries(source, graph, schemes, changed, FORMATS[job.format], head=plan.head)
+    ledger = Ledger(tensors=entries, files=files, measured=kv_names(graph, plan.kv_cache))
     sizes = {name: (source.checkpoint.folder / name).stat().st_size for name in source.checkpoint.files}
     ledger.check(source.checkpoint.infos, source_files=sizes)
     body = {
@@ -183,10 +184,15 @@ def _write(
         },
         "recipe": {**summary["recipe"], "resolved": summary["plan"], "format": job.format},
         "measurement": summary["measurement"],
-        "float8": float8_of(summary["plan"]),
+        "float8": float8_of(plan),
         "ledger": ledger.to_json(),
         "layers": [{key: layer[key] for key in LAYER_KEYS if key in layer} for layer in layers],
-        "proof": _proof_of(job, summary, layers),
+        **(
+            {"head": {"linear": plan.head.linear, "errors": head["errors"], "decisions": head["decisions"]}}
+            if plan.head
+            else {}
+        ),
+        "proof": _proof_of(job, summary, layers, head),
         "tools": {**tools(), "quantflow_layout": FORMATS[job.format].LAYOUT_VERSION},
         "made_from": made_from,
     }
@@ -198,10 +204,13 @@ def _write(
     return links
 
 
-def _proof_of(job: Job, summary: Mapping[str, Any], layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _proof_of(
+    job: Job, summary: Mapping[str, Any], layers: Sequence[Mapping[str, Any]], head: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return what the manifest says about the proof that is given before the artifact is published."""
     if summary["proof"] == "tensors":
-        return {"kind": "tensors", "layers": len(layers), "digest": digest_of([layer["values"] for layer in layers])}
+        values = [part["values"] for part in (*layers, *([head] if head else []))]
+        return {"kind": "tensors", "layers": len(layers), "digest": digest_of(values)}
     canary = read_json(job.quantized / "canary.json")
     return {"kind": "canary", "layers": len(canary["layers"]), "digest": digest_of(canary)}
 
@@ -216,13 +225,15 @@ def _write_weights(
     """
     prefixes = tuple(f"{layer.prefix}." for layer in graph.layers)
     changed = _outside(job.quantized)
+    replaced = {f"{linear}.weight" for linear in _head_file.record_of(job.quantized).get("errors", ())}
     outside = [
         changed.get(name) or Stored(path=source.checkpoint.folder / file, info=info)
         for name, (file, info) in source.checkpoint.tensors.items()
-        if not name.startswith(prefixes)
+        if not name.startswith(prefixes) and name not in replaced
     ]
+    outside += _stored(job.quantized / FILE) if replaced else []
     paths = [job.quantized / "layers" / f"{layer.index:05d}.safetensors" for layer in graph.layers]
-    layers = [[Stored(path=path, info=info) for info in read_header(path)[0].values()] for path in paths]
+    layers = [_stored(path) for path in paths]
     shards = shards_for(outside, layers, limit=parse_size(job.shard_size))
     links = linked(shards)
     for path in paths:
@@ -235,9 +246,11 @@ def _write_weights(
 def _outside(quantized: Path) -> dict[str, Stored]:
     """Return what lies outside the layers and was changed by quantize."""
     path = quantized / OUTSIDE
-    if not path.is_file():
-        return {}
-    return {name: Stored(path=path, info=info) for name, info in read_header(path)[0].items()}
+    return {stored.info.name: stored for stored in _stored(path)} if path.is_file() else {}
+
+
+def _stored(path: Path) -> list[Stored]:
+    return [Stored(path=path, info=info) for info in read_header(path)[0].values()]
 
 
 def _damaged(path: Path) -> IntegrityError:
@@ -268,20 +281,6 @@ def _copy_side_files(folder: Path, source: ModelFiles) -> tuple[FileEntry, ...]:
             disk.copy(path, folder / name)
         entries.append(FileEntry(name=name, nbytes=path.stat().st_size, action=action, reason=reason))  # type: ignore[arg-type]
     return tuple(entries)
-
-
-def _write_config(
-    folder: Path, source: ModelFiles, graph: Graph, schemes: Mapping[str, LinearScheme], kv_cache: TensorScheme | None
-) -> None:
-    """Write the source's config.json with the layout's quantization_config added and nothing else changed."""
-    config = dict(source.checkpoint.config)
-    untouched = [name for name in graph.linears if name not in schemes]
-    head = [name.removesuffix(".weight") for name in source.names if name in ("lm_head.weight", "embed_out.weight")]
-    ignore, model_type = [*untouched, *graph.routers, *(head or ["lm_head"])], graph.family.model_type
-    config["quantization_config"] = FORMATS["compressed-tensors"].quantization_config(
-        schemes, ignore=ignore, model_type=model_type, kv_cache=kv_cache
-    )
-    disk.write_file(folder / CONFIG, readable_json(config))
 
 
 def _prove(prove: Callable[[], None], links: Mapping[str, Path]) -> None:

@@ -15,19 +15,31 @@ from typing import Any
 
 from quantflow.artifact.canonical import canonical_json, readable_json
 from quantflow.artifact.checkpoint import CONFIG, INDEX, Checkpoint
+from quantflow.artifact.safetensors_header import TensorInfo
 from quantflow.artifact.safetensors_writer import Spec, layout
 from quantflow.core.kv import kv_words
 from quantflow.errors import ResourceError
 from quantflow.models.graph import Graph, graph_for
 from quantflow.models.source import open_files
 from stages import _memory
+from stages._artifact_config import artifact_config
 from stages._config import Recipe, parse_size
 from stages._entry import statistics_for
+from stages._head import HeadPlan
 from stages._needs import Need, need_export, need_files, need_layers, need_measure, need_validate
 from stages._plan import Plan, resolve
 from stages._resources import grant, memory_limit
 from stages._side_files import is_side_file
-from stages._sizes import FORMAT, ModelSize, elements_of, layer_bytes, model_size, quantized_bytes, quantized_specs
+from stages._sizes import (
+    FORMAT,
+    ModelSize,
+    elements_of,
+    layer_bytes,
+    model_size,
+    outside_bytes,
+    quantized_bytes,
+    quantized_specs,
+)
 from stages._speed import Speed
 from stages._tensor_parallel import SIZES, obstacles
 
@@ -108,7 +120,7 @@ def _stages(
         seconds = None if speed is None else speed.export(model, plan)
         stages.append(_stage("export", plan.name, need, job, seconds))
         if recipe.validate.text is not None:
-            need = need_validate(model, lengths=windows, models=3)
+            need = need_validate(model, lengths=windows, models=3, head=plan.head)
             seconds = None if speed is None else speed.validate(model, windows)
             stages.append(_stage("validate", plan.name, need, job, seconds))
     return stages
@@ -133,15 +145,15 @@ def _stage(name: str, artifact: str | None, need: Need, job: Job, seconds: float
 
 def _artifact(checkpoint: Checkpoint, graph: Graph, model: ModelSize, plan: Plan, recipe: Recipe) -> dict[str, Any]:
     """Return what an artifact will be: bytes, bits per weight, coverage, schemes, and how it can be cut."""
-    weights = bits = source_bytes = 0
-    for linear, scheme in plan.schemes.items():
-        if scheme is not None:
-            info = model.infos[f"{linear}.weight"]
-            weights += elements_of(info)
-            source_bytes += info.nbytes
-            bits += 8 * quantized_bytes(linear, scheme, info)
+    weights = bits = 0
+    for linear, scheme in plan.quantized.items():
+        info = _weight(model, plan, linear)
+        weights += elements_of(info)
+        bits += 8 * quantized_bytes(linear, scheme, info)
+    covered = [model.infos[name] for linear in plan.quantized if (name := f"{linear}.weight") in model.infos]
     return {
         "name": plan.name,
+        "head": None if plan.head is None else plan.head.scheme.name,
         "scheme": next(entry.scheme for entry in recipe.quantize if entry.name == plan.name),
         "chosen": next(entry.mixed for entry in recipe.quantize if entry.name == plan.name),
         "algorithm": plan.algorithm,
@@ -149,11 +161,11 @@ def _artifact(checkpoint: Checkpoint, graph: Graph, model: ModelSize, plan: Plan
         "kv_cache": None if plan.kv_cache is None else kv_words(plan.kv_cache),
         "path": "file to file" if plan.file_to_file else "layer by layer",
         "output_bytes": output_bytes(checkpoint, graph, model, plan, shard_size=parse_size(recipe.export.shard_size)),
-        "tensor_bytes": model.outside + sum(layer_bytes(model, plan.schemes, kv_cache=plan.kv_cache)),
+        "tensor_bytes": outside_bytes(model, plan.head) + sum(layer_bytes(model, plan.schemes, kv_cache=plan.kv_cache)),
         "bits_per_weight": bits / weights,
         "coverage": {
-            "weights": weights / sum(map(elements_of, model.infos.values())),
-            "bytes": source_bytes / model.stored,
+            "weights": sum(map(elements_of, covered)) / sum(map(elements_of, model.infos.values())),
+            "bytes": sum(info.nbytes for info in covered) / model.stored,
         },
         "schemes": _scheme_table(graph, model, plan),
         "tensor_parallel": {str(size): _folded(obstacles(model, graph, plan.schemes, size)) for size in SIZES},
@@ -162,25 +174,27 @@ def _artifact(checkpoint: Checkpoint, graph: Graph, model: ModelSize, plan: Plan
 
 def output_bytes(checkpoint: Checkpoint, graph: Graph, model: ModelSize, plan: Plan, *, shard_size: int) -> int:
     """Return the bytes of the artifact's folder: tensors and headers exactly, manifest and card nearly."""
-    specs: dict[str, Spec] = {}
-    for name, info in model.infos.items():
-        linear = name.removesuffix(".weight")
-        scheme = plan.schemes.get(linear) if name.endswith(".weight") else None
-        specs |= {name: (info.dtype, info.shape)} if scheme is None else quantized_specs(linear, scheme, info)
+    schemes = plan.quantized
+    replaced = {f"{linear}.weight" for linear in schemes}
+    specs: dict[str, Spec] = {name: (info.dtype, info.shape) for name, info in model.infos.items() if name not in replaced}
+    for linear, scheme in schemes.items():
+        specs |= quantized_specs(linear, scheme, _weight(model, plan, linear))
     for layer in graph.layers if plan.kv_cache is not None else ():
         specs |= FORMAT.kv_tensor_specs(layer.attention, plan.kv_cache, model.kv_heads)
     weights = layout(specs).nbytes
     if weights > shard_size:
         weights += len(readable_json({name: "model-00001-of-00001.safetensors" for name in specs}))
-    schemes = {name: scheme for name, scheme in plan.schemes.items() if scheme is not None}
-    ignore = [*(name for name in graph.linears if name not in schemes), *graph.routers, "lm_head"]
-    about = {"ignore": ignore, "model_type": graph.family.model_type, "kv_cache": plan.kv_cache}
-    quantization = FORMAT.quantization_config(schemes, **about)
-    config = len(readable_json({**checkpoint.config, "quantization_config": quantization}))
+    config = len(readable_json(artifact_config(checkpoint.config, graph, plan, names=model.infos)))
     copied = [name for name in checkpoint.files if name not in (CONFIG, INDEX) and is_side_file(name, checkpoint.config)]
     side = sum((checkpoint.folder / name).stat().st_size for name in copied)
     manifest = len(canonical_json(plan.as_json())) + PER_TENSOR * (len(model.infos) + len(schemes))
     return weights + config + side + manifest + CARD
+
+
+def _weight(model: ModelSize, plan: Plan, linear: str) -> TensorInfo:
+    """Return the source's weight of a linear; of a tied head the embedding's."""
+    head = plan.head
+    return model.infos[head.tensor if head is not None and head.linear == linear else f"{linear}.weight"]
 
 
 def _scheme_table(graph: Graph, model: ModelSize, plan: Plan) -> list[dict[str, Any]]:
@@ -208,6 +222,9 @@ def _scheme_table(graph: Graph, model: ModelSize, plan: Plan) -> list[dict[str, 
         for (place, shape, words, before, after), where in rows.items()
     ]
     linears = {f"{name}.weight" for name in (*graph.linears, *graph.routers)}
+    if plan.head is not None:
+        table.append(_head_row(model, plan.head))
+        linears.add(f"{plan.head.linear}.weight")
     rest = [info for name, info in model.infos.items() if name not in linears]
     for name in ("embeddings, heads", "norms, biases"):
         chosen = [info for info in rest if (len(info.shape) > 1) == (name == "embeddings, heads")]
@@ -215,6 +232,19 @@ def _scheme_table(graph: Graph, model: ModelSize, plan: Plan) -> list[dict[str, 
         about = {"tensors": name, "count": len(chosen), "shape": None, "scheme": "copied"}
         table.append({**about, "bytes_before": size, "bytes_after": size})
     return table
+
+
+def _head_row(model: ModelSize, head: HeadPlan) -> dict[str, Any]:
+    """Return the row of the head; one that is tied takes no bytes of its own before."""
+    info = model.infos[head.tensor]
+    return {
+        "tensors": f"{head.linear}, tied before" if head.tied else head.linear,
+        "count": 1,
+        "shape": list(info.shape),
+        "scheme": _words(head.scheme),
+        "bytes_before": 0 if head.tied else info.nbytes,
+        "bytes_after": quantized_bytes(head.linear, head.scheme, info),
+    }
 
 
 def _place(linear: str, expert: str) -> tuple[str, int]:

@@ -3,7 +3,7 @@
 Reads    the model folder; a measurement of one rank, when the scheme, transforms or algorithm need statistics; for what needs
          maxima alone also the files of Gaudi's toolkit
 Writes   <o>/layers/<index>.safetensors and .json, quantize.json, DONE.json; unless file to file canary.safetensors and .json;
-         where schemes are chosen also recipe.yaml, choice.json and pareto.svg
+         of a head that is quantized head.safetensors and .json; where schemes are chosen recipe.yaml, choice.json, pareto.svg
 Resumes  at the layer where it stopped: finished layers and the hidden states that enter the next one are read back
 Fails    2 the recipe does not fit the model, 3 unusable model or measurement, 5 memory, disk or a held folder, 6 unsupported
 
@@ -34,7 +34,7 @@ from quantflow.errors import UsageError
 from quantflow.measurements.record import Measurement
 from quantflow.models.graph import Graph, graph_for
 from quantflow.models.source import ModelFiles, open_files
-from stages import _choose, _memory, _mixed, _state, _workspace
+from stages import _choose, _head, _head_file, _memory, _mixed, _state, _workspace
 from stages._bits import CANARY_TOKENS, identify, single_threaded, tensor_hash, tools
 from stages._config import Quantize, Resources, launched_rank
 from stages._entry import KNOWN
@@ -52,7 +52,7 @@ from stages._sizes import model_size
 from stages._team import ALONE, Team, together
 
 VERSION = 1  # of what this stage computes; part of every state key
-PARTS = ("layers", OUTSIDE, "canary.safetensors", "canary.json", "quantize.json", *_choose.PARTS)
+PARTS = ("layers", OUTSIDE, _head.FILE, _head.RECORD, "canary.safetensors", "canary.json", "quantize.json", *_choose.PARTS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +179,7 @@ def _quantize(
         _memory.reset_peak()
         _state.begin(job.output, inputs, say=partial(_say, progress, job))
         _state.remove_others(job.output, [layer.index for layer in graph.layers])
-        disk.remove(job.output / OUTSIDE)  # of an earlier attempt with other transforms
+        _head_file.remove_others(job.output, plan)
         if plan.file_to_file:
             quantize_files(
                 job.output,
@@ -200,7 +200,7 @@ def _quantize(
             if job.mixture and measurement and not _settled(job, plan, graph, measurement, key=key, progress=progress):
                 return job.output  # unfinished: schemes are chosen again
         disk.write_atomic(job.output / "quantize.json", canonical_json(_summary(job, plan, measurement)))
-        hashes = {f"layers/{path.name}": digest for path, digest in _state.hashes(job.output, graph).items()}
+        hashes = _state.hashes(job.output, graph) | _head_file.hashes(job.output)
         _workspace.finish(job.output, stage="quantize" if share is WHOLE else STAGE, inputs=inputs, hashes=hashes)
         team.wait()  # as long as one card is not finished, the others have to be able to help it
         _state.remove_scratch(job.output)
@@ -269,7 +269,8 @@ def _inputs(job: Job, plan: Plan, source: ModelFiles, measurement: Measurement |
         "seed": job.seed,
         "revision": job.revision,
         "versions": {"quantize": VERSION, plan.algorithm: ALGORITHMS[plan.algorithm].VERSION}
-        | {name: KNOWN[name].VERSION for name, _ in plan.transforms},
+        | {name: KNOWN[name].VERSION for name, _ in plan.transforms}
+        | ({} if plan.head is None else {"head": ALGORITHMS[plan.head.algorithm].VERSION}),
         "tools": tools(),
     }
 

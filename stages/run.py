@@ -24,7 +24,7 @@ from stages._entry import statistics_for
 from stages._plan import resolve
 from stages._progress import Progress
 from stages._ranks import rank_folder
-from stages._report import Row, write_report
+from stages._report import Row, parts_of, write_report
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +148,7 @@ def _validate(job: Job, name: str, expect: str, artifact: Path, progress: Progre
 
 def _report(folder: Path, names: Sequence[str], results: Sequence[dict[str, Any]]) -> None:
     rows = [
-        Row(result=result, layers=read_manifest(folder / "4-export" / name)["layers"])
+        Row(result=result, layers=parts_of(read_manifest(folder / "4-export" / name)))
         for name, result in zip(names, results, strict=True)
     ]
     write_report(folder / "report.html", rows)

@@ -42,9 +42,9 @@ from stages._bits import CANARY_TOKENS, single_threaded, tensor_hash, tools
 from stages._compare import BASELINE, Comparing
 from stages._config import Resources, Validate
 from stages._gate import Gate, gate_files, judge, load_gate
-from stages._planned import kv_words_of
+from stages._planned import head_from, kv_words_of
 from stages._progress import Progress
-from stages._report import Row, write_report
+from stages._report import Row, parts_of, write_report
 from stages._resources import allow_validate, compare
 from stages._sizes import model_size
 
@@ -91,7 +91,7 @@ def run(job: Job, progress: Progress) -> dict[str, Any]:
         result = _validate(job, manifest, source, inputs, progress)
         with _workspace.publish(job.report, stage="validate", inputs=inputs) as folder:
             disk.write_file(folder / "validation.json", json.dumps(result, indent=1, sort_keys=True).encode())
-            write_report(folder / "report.html", [Row(result=result, layers=manifest["layers"])])
+            write_report(folder / "report.html", [Row(result=result, layers=parts_of(manifest))])
         disk.remove_tree(_state.scratch(job.report))
     return result
 
@@ -252,7 +252,8 @@ def _compared(
         streams["noise"] = LayerStream(source, graph, dtype=torch.bfloat16)
     sizes = model_size(source.checkpoint.infos, source.config, graph)
     lengths = [len(sequence) for sequence in sequences]
-    allowance = allow_validate(job.resources, sizes, lengths=lengths, models=len(streams), folder=job.report)
+    head = head_from(artifact.manifest["recipe"]["resolved"])
+    allowance = allow_validate(job.resources, sizes, lengths=lengths, models=len(streams), folder=job.report, head=head)
     _memory.reset_peak()
     compared = Comparing(
         streams=streams,
@@ -272,8 +273,10 @@ def bits_per_weight(artifact: Path, manifest: Mapping[str, Any]) -> float:
     bits, weights = 0, 0
     infos = open_checkpoint(artifact).infos
     for entry in manifest["ledger"]["tensors"]:
-        if entry["action"] == "quantized":
-            bits += 8 * sum(infos[name].nbytes for name in entry["becomes"])
+        # Of an embedding that is copied what else it becomes is the head that was tied to it.
+        made = entry["becomes"] if entry["action"] == "quantized" else [n for n in entry["becomes"] if n != entry["name"]]
+        if made:
+            bits += 8 * sum(infos[name].nbytes for name in made)
             weights += entry["shape"][0] * entry["shape"][1]
     return bits / weights
 

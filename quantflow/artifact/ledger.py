@@ -27,7 +27,8 @@ class LedgerEntry:
         dtype: its dtype in the source, as safetensors names it.
         shape: its shape in the source.
         nbytes: its bytes in the source.
-        action: quantized, copied (same bytes), changed (such as a norm that absorbed a smoothing) or dropped.
+        action: quantized, copied (same bytes), changed (such as a norm that absorbed a smoothing) or dropped. An embedding
+            that was the head too is copied where the head was quantized, and becomes the head's tensors beside itself.
         reason: why, a phrase.
         becomes: the artifact's tensors that exist because of it, scales included; empty exactly when dropped.
     """
@@ -154,7 +155,8 @@ class Ledger:
         _refuse_unequal("artifact tensor", left=known, right=tensors, where=("ledger", "artifact"))
         for name, entry in claimed.items():
             info = tensors[name]
-            if entry.action == "copied" and (entry.dtype, entry.shape) != (info.dtype, info.shape):
+            itself = name == entry.name or entry.name not in entry.becomes
+            if entry.action == "copied" and itself and (entry.dtype, entry.shape) != (info.dtype, info.shape):
                 cause = f"copied from {entry.dtype} {list(entry.shape)}, is {info.dtype} {list(info.shape)}"
                 raise IntegrityError(f"artifact tensor {name!r}: {cause}", _AGAIN)
 

@@ -21,6 +21,7 @@ MANIFEST_NAME = "quantflow.json"
 LAYOUT_VERSION = 1
 UNHASHED = frozenset({MANIFEST_NAME, "README.md", ".gitattributes"})
 BODY_KEYS = frozenset({"kind", "source", "recipe", "measurement", "float8", "ledger", "layers", "proof", "tools", "made_from"})
+OPTIONAL_KEYS = frozenset({"head"})  # of a head that is quantized: its source name, errors and decisions, as of a layer
 KEYS = BODY_KEYS | {"layout_version", "files", "digest"}
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _AGAIN = "copy or export the artifact again"
@@ -31,7 +32,7 @@ def build_manifest(folder: Path, *, body: Mapping[str, Any], hashes: Mapping[str
 
     Args:
         folder: the artifact; every file but those in UNHASHED is hashed.
-        body: exactly the keys in BODY_KEYS; `kind` is "artifact".
+        body: the keys in BODY_KEYS, and those in OPTIONAL_KEYS that there is something to say about; `kind` is "artifact".
         hashes: file name -> sha256 of files whose content was hashed already; whoever gives them sees to it that a
             reader compares them with the content before the artifact is published.
 
@@ -108,7 +109,7 @@ def _check_digest(manifest: Mapping[str, Any]) -> None:
 
 
 def _check_keys(keys: set[str], *, expected: frozenset[str], name: str) -> None:
-    for what, names in (("lacks", expected - keys), ("has the unknown key", keys - expected)):
+    for what, names in (("lacks", expected - keys), ("has the unknown key", keys - expected - OPTIONAL_KEYS)):
         if names:
             cause = f"{name}: {what} {', '.join(sorted(names))}"
             raise InputError(cause, "use a quantflow of the version that wrote it")

@@ -35,17 +35,21 @@ def choose(
         device: where it runs.
         shape: (out_features, in_features).
         dtype: the dtype of its inputs.
-        backend: a key of BACKENDS, or `auto` for the first of them that can.
+        backend: a key of BACKENDS, or `auto` for the first of them that can; several with commas are tried in turn, such as
+            `w4a16_int8,auto` where linears are quantized differently.
 
     Raises:
         UsageError: the backend is unknown, or cannot run this linear.
     """
-    if backend not in ("auto", *BACKENDS):
-        raise UsageError(f"backend {backend!r} is unknown", f"use one of auto, {', '.join(BACKENDS)}")
+    words = backend.split(",")
+    for word in words:
+        if word not in ("auto", *BACKENDS):
+            raise UsageError(f"backend {word!r} is unknown", f"use one of auto, {', '.join(BACKENDS)}")
     reasons: dict[str, str] = {}
-    for name in BACKENDS if backend == "auto" else (backend,):
+    for name in [name for word in words for name in (BACKENDS if word == "auto" else (word,))]:
         reason = BACKENDS[name].why_not(scheme, device, shape=shape, dtype=dtype)
         if reason is None:
             return BACKENDS[name], reasons
         reasons[name] = reason
-    raise UsageError(f"backend {backend}: {reasons[backend]}", "use backend auto or reference")  # `auto` ends at the oracle
+    told = "; ".join(reasons[word] for word in words)  # `auto` ends at the oracle
+    raise UsageError(f"backend {backend}: {told}", "use backend auto or reference")

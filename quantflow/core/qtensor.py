@@ -94,6 +94,15 @@ class QTensor:
                     "quantize again",
                 )
 
+    def rows(self, rows: slice) -> "QTensor":
+        """Return some of the rows, as views; of scales per block those of the rows, which need not be whole blocks."""
+
+        def cut(values: Tensor) -> Tensor:
+            return values if self.scheme.granularity == "per_tensor" else values[rows]
+
+        zero_point = None if self.zero_point is None else cut(self.zero_point)
+        return replace(self, qvalue=self.qvalue[rows], scale=cut(self.scale), zero_point=zero_point)
+
     def dequantize(self) -> Tensor:
         """Return the float32 approximation, [O, I]."""
         real = float8.widen(self.qvalue)  # a tensor of its own, changed in place: no second float32 copy is made

@@ -45,7 +45,7 @@ _STRATEGIES: dict[str, Granularity] = {
 }
 ROW_MULTIPLE = 32  # rows whose zero points fill whole words, at any number of bits
 _DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-# Loaders match the names of their modules; where these differ from the checkpoint's, an ignored linear needs both.
+# Loaders match the names of their modules; where these differ from the checkpoint's, a linear is listed by both.
 _MODULE_NAMES = {("gpt_neox", "embed_out"): "lm_head"}
 
 
@@ -306,8 +306,8 @@ def quantization_config(
 
     Args:
         schemes: source name -> scheme, every quantized linear of the model.
-        ignore: source names of the model's other linears, lm_head among them.
-        model_type: config.json's; decides whether loaders know an ignored linear by another name too.
+        ignore: source names of the model's other linears, lm_head among them unless it is quantized.
+        model_type: config.json's; decides whether loaders know a linear by another name too.
         kv_cache: how keys and values are kept; None for as they are.
 
     Raises:
@@ -324,7 +324,7 @@ def quantization_config(
         targets.setdefault((scheme.layout, scheme.weights, scheme.input), []).append(name)
     groups = {
         f"group_{index}": {
-            "targets": names if len(targets) > 1 else ["Linear"],
+            "targets": _with_aliases(names, model_type) if len(targets) > 1 else ["Linear"],
             "weights": _arguments(weights),
             "input_activations": None if inputs is None else _arguments(inputs),
             "output_activations": None,
@@ -333,16 +333,20 @@ def quantization_config(
         for index, ((layout, weights, inputs), names) in enumerate(targets.items())
     }
     layouts = {layout for layout, _, _ in targets}
-    aliases = [_MODULE_NAMES[model_type, name] for name in ignore if (model_type, name) in _MODULE_NAMES]
     return {
         "quant_method": NAME,
         "format": layouts.pop() if len(layouts) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "global_compression_ratio": None,
-        "ignore": [*ignore, *aliases],
+        "ignore": _with_aliases(ignore, model_type),
         "kv_cache_scheme": None if kv_cache is None else _arguments(kv_cache),
         "config_groups": groups,
     }
+
+
+def _with_aliases(names: Sequence[str], model_type: str) -> list[str]:
+    """Return source names, and after them those by which loaders know some of them too."""
+    return [*names, *(_MODULE_NAMES[model_type, name] for name in names if (model_type, name) in _MODULE_NAMES)]
 
 
 def schemes_from_config(

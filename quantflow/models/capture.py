@@ -12,7 +12,7 @@ recorder; what it handed to each layer (masks, position embeddings) is replayed 
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,12 +23,13 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from quantflow.core.parallel import SEQUENTIAL, Workers
+from quantflow.core.qtensor import QuantizedLinear
 from quantflow.errors import InputError, UnsupportedError
 from quantflow.models.graph import Graph
 from quantflow.models.hidden import HiddenStates
 from quantflow.models.load import materialize_, skeleton
 from quantflow.models.names import NameMap
-from quantflow.models.stand_ins import Call, Constant, Head, Recorder, Rows, TensorPool, in_parts
+from quantflow.models.stand_ins import Call, Constant, Head, QuantizedHead, Recorder, Rows, TensorPool, in_parts
 from quantflow.models.weights import Weights
 
 _CACHE_ARGUMENTS = ("past_key_values", "layer_past")
@@ -239,16 +240,22 @@ class LayerStream:
             state.store.put(state.index, hidden)
 
     @contextmanager
-    def head(self) -> Iterator[None]:
-        """Keep the final norm and the head in memory for many calls of `finish`; the head in its stored dtype."""
-        if isinstance(self.model.get_submodule(self._head), Head):
+    def head(self, linear: QuantizedLinear | None = None) -> Iterator[None]:
+        """Keep the final norm and the head in memory for many calls of `finish`; the head as it is stored.
+
+        Args:
+            linear: computes the logits in the place of the weights' own head; inside another `head()` until this one ends.
+        """
+        inside = isinstance(self.model.get_submodule(self._head), Head | QuantizedHead)
+        if inside and linear is None:
             yield
             return
         name = f"{self._head}.weight"
         source = self.names.to_source[name]
         others = [other for other in self._outer if other not in (name, f"{self._embedding}.weight")]
-        head = Head(self.weights.read([source])[source], dtype=self.dtype)
-        with self._resident(others), self._in_place_of(self._head, head):
+        linear = linear or self.weights.quantized(source)
+        head = QuantizedHead(linear, self.dtype) if linear else Head(self.weights.read([source])[source], dtype=self.dtype)
+        with nullcontext() if inside else self._resident(others), self._in_place_of(self._head, head):
             yield
 
     @torch.no_grad()

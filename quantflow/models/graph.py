@@ -81,6 +81,7 @@ class Family:
         attention: the attention module inside a layer, the one that writes the KV cache.
         groups: every linear of a decoder layer exactly once, in the order in which the layer calls them.
         mixture: what stands in the place of the `mlp` among `groups` in the layers that config.json makes sparse.
+        embedding, head: what reads the tokens, and what makes logits of the last hidden state.
         residual: None where a norm subtracts the mean, which no rotation commutes with, and for mixtures, whose routers read
             the hidden state too. Elsewhere the groups whose input is no norm's output write it, and no others do.
     """
@@ -91,6 +92,8 @@ class Family:
     attention: str
     groups: tuple[LinearGroup, ...]
     mixture: Mixture | None = None
+    embedding: str = "model.embed_tokens"
+    head: str = "lm_head"
     residual: Residual | None = None
 
 
@@ -194,6 +197,8 @@ _GPT_NEOX = Family(
         LinearGroup(linears=("mlp.dense_h_to_4h",), norm="post_attention_layernorm"),
         LinearGroup(linears=("mlp.dense_4h_to_h",)),
     ),
+    embedding="gpt_neox.embed_in",
+    head="embed_out",
 )
 # The shared expert reads what the experts and the router read; its own gate is a row that says how much it counts.
 _QWEN2_MOE = Mixture(

@@ -50,6 +50,9 @@ class Source:
         file, info = self.checkpoint.tensors[name]
         return read_rows(self.checkpoint.folder / file, info, rows)
 
+    def quantized(self, name: str) -> None:
+        """Return None: nothing is quantized yet."""
+
     def fill_(self, module: nn.Module, names: Mapping[str, str], *, dtype: torch.dtype) -> None:
         """Give parameters of a module their values: name relative to `module` -> source name."""
         for name, source in names.items():

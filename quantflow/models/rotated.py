@@ -97,6 +97,9 @@ class Rotated:
             return found
         return hadamard.residual(found, self.rotations.residual).to(found.dtype)
 
+    def quantized(self, name: str) -> None:
+        """Return None: nothing is quantized yet."""
+
     def fill_(self, module: nn.Module, names: Mapping[str, str], *, dtype: torch.dtype) -> None:
         """Give parameters of a module their values: name relative to `module` -> source name."""
         for name, source in names.items():

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from quantflow.core.groups import spans
+from quantflow.core.qtensor import QuantizedLinear
 
 LINEAR_ROWS = 256  # of a linear's weight that are converted at once: few enough for a core's cache; it never changes either
 HEAD_ROWS = 4096  # of the head that are converted at once; part of the result's last digits, so it never changes
@@ -88,6 +89,29 @@ class Head(nn.Module):
         """Return the logits [..., V] of [..., H]."""
         logits: Tensor = _Projection.apply(hidden, self.rows, self.dtype)  # type: ignore[no-untyped-call]
         return logits
+
+
+class QuantizedHead(nn.Module):
+    """Stands for a head that is quantized: keeps its qvalues, and dequantizes a few rows at a time. It has no gradient."""
+
+    def __init__(self, linear: QuantizedLinear, dtype: torch.dtype) -> None:
+        """Hold the weight.
+
+        Args:
+            linear: the weight, [V, H], and what happens to its input.
+            dtype: what is computed in.
+        """
+        super().__init__()
+        self.linear, self.dtype = linear, dtype
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return the logits [..., V] of [..., H]."""
+        seen, weight = self.linear.fake_quantize_input(hidden), self.linear.weight
+        parts = [
+            functional.linear(seen, weight.rows(rows).dequantize().to(self.dtype))
+            for rows in spans(len(weight.qvalue), HEAD_ROWS)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
 class _Projection(torch.autograd.Function):

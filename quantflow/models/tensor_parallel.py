@@ -58,6 +58,9 @@ class Share:
         """Read rows of a tensor that is not cut; see `Source.read_rows`."""
         return self.source.read_rows(name, rows)
 
+    def quantized(self, name: str) -> None:
+        """Return None: nothing is quantized yet."""
+
     def fill_(self, module: nn.Module, names: Mapping[str, str], *, dtype: torch.dtype) -> None:
         """Give parameters of a module their values, of a cut linear this rank's slice: name in `module` -> source name."""
         for name, source in names.items():

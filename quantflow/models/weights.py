@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from quantflow.core.qtensor import QuantizedLinear
+
 
 class Weights(Protocol):
     """Where a stream takes its weights from: a checkpoint (`models.load.Source`), or an artifact."""
@@ -24,6 +26,9 @@ class Weights(Protocol):
 
     def read_rows(self, name: str, rows: Tensor) -> Tensor:
         """Read rows [n] of a tensor that is not quantized and two-dimensional, [n, columns] as stored."""
+
+    def quantized(self, name: str) -> QuantizedLinear | None:
+        """Read the linear whose weight `name` is, None where it is not quantized."""
 
     def fill_(self, module: nn.Module, names: Mapping[str, str], *, dtype: torch.dtype) -> None:
         """Give a module its weights: parameter name relative to `module` -> source name."""

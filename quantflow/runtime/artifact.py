@@ -117,6 +117,11 @@ class Artifact:
             )
         return linear.to(self.device)
 
+    def quantized(self, name: str) -> QuantizedLinear | None:
+        """Return the linear whose weight `name` is, decoded, None where it is not quantized; see `decode`."""
+        linear = name.removesuffix(".weight")
+        return self.decode(linear) if linear in self.linears else None
+
     def bias(self, name: str) -> Tensor | None:
         """Read the bias of the quantized linear `name`, [out_features] in `dtype`; None when it has none."""
         if not self.linears[name].biased:
@@ -190,7 +195,7 @@ def open_artifact(
 
     Args:
         folder: what `quantflow export` wrote.
-        backend: a key of quantflow.backends.BACKENDS for all quantized linears, or `auto` for the first that can.
+        backend: as `quantflow.backends.choose` takes it, for all quantized linears: a name, `auto`, or several with commas.
         dtype: of the parameters that are not quantized and of all inputs.
         verify: compare every file with its recorded hash first; it reads the artifact once more, in small pieces.
         device: where weights are put.

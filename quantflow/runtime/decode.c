@@ -10,7 +10,7 @@
 #include <string.h>
 
 enum kind { FLOAT32, BFLOAT16, FLOAT8, INT8 };
-enum { LANES = 16, TILE = 4, BLOCK = 64 }; /* columns of keys side by side; queries at a time; columns of a softmax step */
+enum { LANES = 16, TILE = 8, BLOCK = 64 }; /* columns of keys side by side; queries at a time, at most; columns of a softmax step */
 enum { WORTH_A_THREAD = 32768 };           /* elements below which a second thread costs more */
 
 typedef struct { /* one layer; NULL where it has none */
@@ -36,13 +36,16 @@ typedef uint16_t w16 VECTOR(32); typedef uint8_t b16 VECTOR(16); typedef int8_t 
 static inline float bits_float(uint32_t bits) { float x; memcpy(&x, &bits, 4); return x; }
 static inline uint32_t float_bits(float x) { uint32_t bits; memcpy(&bits, &x, 4); return bits; }
 
-/* exp with an error of about 1 ulp (Cephes' expf): arithmetic only, so that loops over it are vectorized. NaN stays NaN. */
-static inline float exponential(float x) {
-    x = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
-    float n = rintf(x * 1.44269504f), r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-    float p = (((1.9875691500e-4f * r + 1.3981999507e-3f) * r + 8.3334519073e-3f) * r + 4.1665795894e-2f) * r;
+static inline v16 pick(i16 where, v16 a, v16 b) { return (v16)((where & (i16)a) | (~where & (i16)b)); }
+
+/* exp with an error of about 1 ulp (Cephes' expf) of numbers from -87 to 88, and of those as of these beyond. NaN stays NaN. */
+static inline v16 exponentials(v16 x) {
+    x = pick(x < -87.0f, (v16){0} - 87.0f, pick(x > 88.0f, (v16){0} + 88.0f, x));
+    v16 n = (x * 1.44269504f + 12582912.0f) - 12582912.0f; /* the nearest integer: the last bit of 1.5 * 2^23 is 1 */
+    v16 r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    v16 p = (((1.9875691500e-4f * r + 1.3981999507e-3f) * r + 8.3334519073e-3f) * r + 4.1665795894e-2f) * r;
     p = ((p + 1.6666665459e-1f) * r + 5.0000001201e-1f) * (r * r) + r + 1.0f;
-    return p * bits_float((uint32_t)(int32_t)(n + 127.0f) << 23);
+    return p * (v16)(__builtin_convertvector(n + 127.0f, i16) << 23);
 }
 
 static inline void normalize(const float *x, const float *weight, float *out, int64_t width, float eps) {
@@ -71,8 +74,13 @@ void silu_mul(const float *gate_up, float *out, int64_t rows, int64_t width) {
 #pragma omp parallel for if (rows > 1 && rows * width > WORTH_A_THREAD)
     for (int64_t row = 0; row < rows; row++) {
         const float *g = gate_up + row * 2 * width, *u = g + width;
-#pragma omp simd
-        for (int64_t i = 0; i < width; i++) out[row * width + i] = g[i] / (1.0f + exponential(-g[i])) * u[i];
+        for (int64_t i = 0; i < width; i += LANES) {
+            v16 gate = {0}, up = {0};
+            size_t bytes = 4 * (size_t)(width - i < LANES ? width - i : LANES);
+            memcpy(&gate, g + i, bytes), memcpy(&up, u + i, bytes);
+            gate = gate / (1.0f + exponentials(-gate)) * up;
+            memcpy(out + row * width + i, &gate, bytes);
+        }
     }
 }
 
@@ -159,71 +167,98 @@ void rotate_store(const Step *s, const Layer *l, float *qkv) {
     }
 }
 
-/* `count` of at most TILE queries over the columns `first` to `end` of one head of the cache, by the running softmax of Milakov
- * and Gimelshein 2018 (arXiv:1805.02867), BLOCK columns at a time.  q, out: [count, dim]; base: column 0 of the head `h` */
-static inline __attribute__((always_inline)) void attend_tile(const Step *s, const Layer *l, const float *q, float *out,
-                                                              int64_t h, int64_t base, int64_t first, int64_t end,
-                                                              int64_t count, const int kind) {
-    int64_t dim = s->dim, dynamic = kind == INT8 && l->key_scales;
+/* One query's part of a softmax step: `scores` [BLOCK] become exp(score - largest), and 0 outside of columns `first` to `end` of
+ * them. Returns what earlier sums shrink by. */
+static inline float soften(v16 *scores, int64_t first, int64_t end, float *largest, float *total) {
+    const v16 none = (v16){0} - INFINITY, old = (v16){0} + *largest;
+    const i16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    int from = first < 0 ? 0 : (int)first, to = end > BLOCK ? BLOCK : (int)end;
+    v16 tops = old, sums = {0};
+    for (int j = 0; j < BLOCK / LANES; j++) {
+        scores[j] = pick((lanes >= from - j * LANES) & (lanes < to - j * LANES), scores[j], none);
+        tops = pick(scores[j] > tops, scores[j], tops);
+    }
+    float top = tops[0], sum = 0;
+    for (int i = 1; i < LANES; i++) top = tops[i] > top ? tops[i] : top;
+    if (top == -INFINITY) top = 0; /* it sees no column yet, or -inf alone */
+    for (int j = 0; j < BLOCK / LANES; j++) {
+        scores[j] = pick(scores[j] == none, (v16){0}, exponentials(scores[j] - top));
+        sums += scores[j];
+    }
+    for (int i = 0; i < LANES; i++) sum += sums[i];
+    float shrink = exponentials(old - top)[0];
+    *total = *total * shrink + sum, *largest = top;
+    return shrink;
+}
+
+/* T queries of one head of the cache over the columns that they see, by the running softmax of Milakov and Gimelshein 2018
+ * (arXiv:1805.02867), BLOCK columns at a time.  q, out: of each, [dim]; first, end: what it sees; base: column 0 of the head `h` */
+static inline __attribute__((always_inline)) void attend_tile(const Step *s, const Layer *l, const float **q, float **out,
+                                                              int64_t h, int64_t base, const int64_t *first, const int64_t *end,
+                                                              const int kind, const int T) {
+    int64_t dim = s->dim, low = first[0], high = end[T - 1], dynamic = kind == INT8 && l->key_scales; /* ends grow with queries */
     float unit = l->key_steps ? s->scale * l->key_steps[h] : s->scale, step = l->value_steps ? l->value_steps[h] : 1;
-    float queries[dim][TILE], scores[TILE][BLOCK], sums[TILE][dim], largest[TILE], total[TILE];
+    float queries[dim][T], scores[T][BLOCK] __attribute__((aligned(64))), sums[T][dim], largest[T], total[T];
     memset(sums, 0, sizeof sums);
-    for (int g = 0; g < TILE; g++) largest[g] = -INFINITY, total[g] = 0;
-    for (int64_t i = 0; i < dim * TILE; i++) queries[i / TILE][i % TILE] = i % TILE < count ? q[i % TILE * dim + i / TILE] : 0;
-    for (int64_t begin = first - first % LANES; begin < end; begin += BLOCK) {
-        int64_t low = first > begin ? first - begin : 0, high = end - begin < BLOCK ? end - begin : BLOCK;
-        for (int64_t j = 0; j < high; j += LANES) {
+    for (int g = 0; g < T; g++) largest[g] = -INFINITY, total[g] = 0;
+    for (int64_t i = 0; i < dim; i++) for (int g = 0; g < T; g++) queries[i][g] = q[g][i] * unit;
+    for (int64_t begin = low - low % BLOCK; begin < high; begin += BLOCK) {
+        int64_t from = low > begin ? low - begin : 0, to = high - begin < BLOCK ? high - begin : BLOCK;
+        for (int64_t j = 0; j < to; j += LANES) {
             v16 sum[TILE];
-            for (int g = 0; g < TILE; g++) sum[g] = (v16){0};
+            for (int g = 0; g < T; g++) sum[g] = (v16){0};
             for (int64_t i = 0; i < dim; i++) {
                 v16 k = load(l->keys, (base + begin + j) * dim + i * LANES, kind);
-                for (int g = 0; g < TILE; g++) sum[g] += k * queries[i][g];
+#pragma GCC unroll 8
+                for (int g = 0; g < T; g++) sum[g] += k * queries[i][g];
             }
-            v16 scale = dynamic ? load(l->key_scales, base + begin + j, FLOAT32) * unit : (v16){0} + unit;
-            for (int g = 0; g < TILE; g++) *(v16 *)(scores[g] + j) = sum[g] * scale;
+            for (int g = 0; g < T; g++) {
+                if (dynamic) sum[g] *= load(l->key_scales, base + begin + j, FLOAT32);
+                *(v16 *)(scores[g] + j) = sum[g];
+            }
         }
-        for (int g = 0; g < TILE; g++) {
-            float top = largest[g], sum = 0;
-#pragma omp simd reduction(max : top)
-            for (int64_t j = low; j < high; j++) top = scores[g][j] > top ? scores[g][j] : top;
-            float shrink = exponential(largest[g] - top);
-#pragma omp simd reduction(+ : sum)
-            for (int64_t j = low; j < high; j++) sum += scores[g][j] = exponential(scores[g][j] - top);
-            total[g] = total[g] * shrink + sum, largest[g] = top;
+        for (int g = 0; g < T; g++) {
+            float shrink = soften((v16 *)scores[g], first[g] - begin, end[g] - begin, largest + g, total + g);
             for (int64_t i = 0; i < dim; i++) sums[g][i] *= shrink;
-            for (int64_t j = low; dynamic && j < high; j++) scores[g][j] *= l->value_scales[base + begin + j];
+            for (int64_t j = from; dynamic && j < to; j++) scores[g][j] *= l->value_scales[base + begin + j];
         }
         for (int64_t i = 0; i < dim; i += LANES) {
             v16 sum[TILE];
-            for (int g = 0; g < TILE; g++) sum[g] = *(const v16 *)(sums[g] + i);
-            for (int64_t j = low; j < high; j++) {
+            for (int g = 0; g < T; g++) sum[g] = *(const v16 *)(sums[g] + i);
+            for (int64_t j = from; j < to; j++) {
                 v16 v = load(l->values, (base + begin + j) * dim + i, kind);
-                for (int g = 0; g < TILE; g++) sum[g] += v * scores[g][j];
+#pragma GCC unroll 8
+                for (int g = 0; g < T; g++) sum[g] += v * scores[g][j];
             }
-            for (int g = 0; g < TILE; g++) *(v16 *)(sums[g] + i) = sum[g];
+            for (int g = 0; g < T; g++) *(v16 *)(sums[g] + i) = sum[g];
         }
     }
-    for (int64_t g = 0; g < count; g++)
+    for (int g = 0; g < T; g++)
         for (int64_t i = 0; i < dim; i++) /* padding sees nothing */
-            out[g * dim + i] = end > first ? sums[g][i] / total[g] * step : 0;
+            out[g][i] = end[g] > first[g] ? sums[g][i] / total[g] * step : 0;
 }
 
 /* Attention of the new columns over the cache.  qkv: as rotate_store left it; out: [rows, count, heads * dim] */
 void attend(const Step *s, const Layer *l, const float *qkv, float *out) {
-    int64_t dim = s->dim, width = (s->heads + 2 * s->kv_heads) * dim, group = s->heads / s->kv_heads;
-    int64_t tiles = (group + TILE - 1) / TILE, units = s->rows * s->count * s->kv_heads * tiles, seen = s->start + s->count;
-#pragma omp parallel for if (units > 1 && units * TILE * seen * dim > WORTH_A_THREAD)
-    for (int64_t unit = 0; unit < units; unit++) {
-        int64_t g = unit % tiles * TILE, head = unit / tiles % s->kv_heads, at = unit / tiles / s->kv_heads;
-        int64_t row = at / s->count, base = (row * s->kv_heads + head) * s->capacity;
-        int64_t first = s->padding[row], end = s->start + at % s->count + 1;
-        if (l->window && end - l->window > first) first = end - l->window;
-        int64_t count = group - g < TILE ? group - g : TILE, query = head * group + g;
-        const float *q = qkv + at * width + query * dim;
-        float *to = out + (at * s->heads + query) * dim;
-        if (s->kind == FLOAT32) attend_tile(s, l, q, to, head, base, first, end, count, FLOAT32);
-        if (s->kind == BFLOAT16) attend_tile(s, l, q, to, head, base, first, end, count, BFLOAT16);
-        if (s->kind == FLOAT8) attend_tile(s, l, q, to, head, base, first, end, count, FLOAT8);
-        if (s->kind == INT8) attend_tile(s, l, q, to, head, base, first, end, count, INT8);
+    int64_t dim = s->dim, width = (s->heads + 2 * s->kv_heads) * dim, group = s->heads / s->kv_heads, queries = s->count * group;
+    int64_t tiles = (queries + TILE - 1) / TILE, units = s->rows * s->kv_heads * tiles, seen = s->start + s->count;
+#pragma omp parallel for schedule(dynamic) if (units > 1 && units * TILE * seen * dim > WORTH_A_THREAD)
+    for (int64_t unit = 0; unit < units; unit++) { /* queries of a head and its columns, column by column */
+        int64_t row = unit % s->rows, head = unit / s->rows % s->kv_heads, tile = tiles - 1 - unit / s->rows / s->kv_heads;
+        int64_t base = (row * s->kv_heads + head) * s->capacity, first[TILE], end[TILE], left = queries - tile * TILE;
+        const float *q[TILE];
+        float *to[TILE];
+        for (int64_t g = 0; g < TILE; g++) { /* those beyond the last query are the last one again */
+            int64_t at = tile * TILE + (g < left ? g : left - 1), column = at / group, query = head * group + at % group;
+            q[g] = qkv + (row * s->count + column) * width + query * dim;
+            to[g] = out + ((row * s->count + column) * s->heads + query) * dim;
+            first[g] = s->padding[row], end[g] = s->start + column + 1;
+            if (l->window && end[g] - l->window > first[g]) first[g] = end[g] - l->window;
+        }
+#define ATTEND(KIND)                                                                                                   \
+    if (s->kind == KIND && left > TILE / 2) attend_tile(s, l, q, to, head, base, first, end, KIND, TILE);              \
+    if (s->kind == KIND && left > 1 && left <= TILE / 2) attend_tile(s, l, q, to, head, base, first, end, KIND, TILE / 2); \
+    if (s->kind == KIND && left == 1) attend_tile(s, l, q, to, head, base, first, end, KIND, 1);
+        ATTEND(FLOAT32) ATTEND(BFLOAT16) ATTEND(FLOAT8) ATTEND(INT8)
     }
 }

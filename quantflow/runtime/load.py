@@ -79,7 +79,7 @@ def load(
         decoder: `lean` for `quantflow.runtime.lean`, `transformers` for its modules, `auto` for the first where it can.
         kv_cache: a key of `quantflow.runtime.kv_cache.KINDS`, which needs the lean decoder; or `auto` for 8 bits with the
             artifact's measured scales where it brings some, else for dtype.
-        backend: a key of quantflow.backends.BACKENDS for all quantized linears, or `auto` for the first that can.
+        backend: as `quantflow.backends.choose` takes it, for all quantized linears: a name, `auto`, or several with commas.
         dtype: of the parameters that are not quantized and of all inputs.
         verify: compare every file with its recorded hash first; it reads the artifact once more.
         device: where the model runs.

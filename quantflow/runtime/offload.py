@@ -13,14 +13,14 @@ import ctypes
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from quantflow.core.qtensor import QTensor, QuantizedLinear
+from quantflow.core.qtensor import QuantizedLinear
 from quantflow.formats import compressed_tensors
 from quantflow.models.graph import graph_for
 from quantflow.models.load import skeleton
@@ -247,16 +247,6 @@ class _Dequantized:
         height, width = self.linear.weight.qvalue.shape
         parts = []
         for start, stop in _ranges(height, _rows_at_once(width)):
-            weight = _rows(self.linear.weight, start, stop).dequantize().to(self.dtype)
+            weight = self.linear.weight.rows(slice(start, stop)).dequantize().to(self.dtype)
             parts.append(functional.linear(x, weight, None if self.bias is None else self.bias[start:stop]))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
-
-
-def _rows(weight: QTensor, start: int, stop: int) -> QTensor:
-    """Return rows of a quantized weight; views."""
-
-    def cut(values: Tensor) -> Tensor:
-        return values if weight.scheme.granularity == "per_tensor" else values[start:stop]
-
-    zero_point = None if weight.zero_point is None else cut(weight.zero_point)
-    return replace(weight, qvalue=weight.qvalue[start:stop], scale=cut(weight.scale), zero_point=zero_point)

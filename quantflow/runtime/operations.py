@@ -19,7 +19,7 @@ from quantflow.core import native
 from quantflow.runtime.kv_cache import KINDS, LANES, KVCache
 
 SOURCE = Path(__file__).with_name("decode.c")
-_FEW = 16  # new columns, and rows of a product, up to which one pass over the memory counts more than the arithmetic
+_FEW = 16  # rows of a product up to which one pass over the memory counts more than the arithmetic
 _WIDENED = 4096  # rows of a weight that are converted at once
 
 
@@ -78,7 +78,7 @@ class _Step(ctypes.Structure):
 
 
 class Operations:
-    """The operations on one batch: in C where it is `fused`, but for attention of many new columns and products of many rows.
+    """The operations on one batch: in C where it is `fused`, but for products of many rows.
 
     Attributes:
         widens: `product` takes weights in bfloat16 as the float32 numbers that they are, without rounding inputs to it.
@@ -137,10 +137,8 @@ class Operations:
         """Rotate, write to the cache and attend.  qkv: [N, (query + 2 shared) * dim], changed; returns [N, query * dim]."""
         heads, structure = self._heads, self._structures[layer]
         if self._library is None:
-            return self._attend_many(self._rotate_store(qkv, layer), layer)
+            return self._attend(self._rotate_store(qkv, layer), layer)
         self._library.rotate_store(self._step, structure, qkv.data_ptr())
-        if self._count > _FEW:
-            return self._attend_many(self._split(qkv)[:, : heads.query], layer)
         out = self._room("attention", qkv.shape[0], heads.query * heads.dim)
         self._library.attend(self._step, structure, qkv.data_ptr(), out.data_ptr())
         return out
@@ -185,7 +183,7 @@ class Operations:
         cache.store(layer, k, v)
         return q
 
-    def _attend_many(self, q: Tensor, layer: int) -> Tensor:
+    def _attend(self, q: Tensor, layer: int) -> Tensor:
         """Attend to the cache in torch; the new columns are written already.
 
         Args:

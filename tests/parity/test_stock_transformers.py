@@ -20,7 +20,7 @@ from quantflow.models.load import load_tokenizer
 from quantflow.runtime.decoder import Decoder
 from quantflow.runtime.load import load
 from stages import export, measure, quantize
-from stages._config import Calibration, KVCache, Quantize
+from stages._config import Calibration, Head, KVCache, Quantize
 from stages._progress import Progress
 
 pytestmark = pytest.mark.slow
@@ -121,6 +121,52 @@ def source_logits(windows: torch.Tensor) -> torch.Tensor:
 def _logits(decoder: Decoder, window: torch.Tensor) -> torch.Tensor:
     decoder.begin(rows=1, capacity=len(window))
     return decoder.forward(window[None], last_only=False)
+
+
+HEADS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # of the layers, and of the head
+    "W4A16, head W8A16": (GPTQ, {"scheme": "W8A16"}),
+    "W8A16, head W8A16": ({"scheme": "W8A16"}, {"scheme": "W8A16"}),
+    "W8A8, head W8A8": ({"scheme": "W8A8"}, {"scheme": "W8A8"}),
+    "FP8_DYNAMIC, head W4A16": ({"scheme": "FP8_DYNAMIC"}, {"scheme": "W4A16", "algorithm": "hqq"}),
+}
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The example model with its embedding as its head, as `tie_word_embeddings` has it: other logits, and one tensor."""
+    folder = tmp_path_factory.mktemp("tied") / "model"
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.bfloat16)
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    model.save_pretrained(folder)
+    assert "lm_head.weight" not in load_file(folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("source", ["untied", "tied"])
+def test_stock_transformers_computes_the_logits_of_a_quantized_head(
+    source: str, name: str, stock_python: Path, tied: Path, texts: Path, windows: torch.Tensor, tmp_path: Path
+) -> None:
+    model = tied if source == "tied" else MODEL
+    layers, head = HEADS[name]
+    calibration = Calibration(source=str(texts / "calibration.jsonl"), samples=4, sequence_length=256)
+    measured = measure.run(
+        measure.Job(model=model, output=tmp_path / "measured", calibration=calibration, stats=("channel_amax",)), QUIET
+    )
+    entry = Quantize(name="x", **layers, head=Head(**head))
+    job = quantize.Job(model=model, output=tmp_path / "quantized", entry=entry, measurement=measured)
+    artifact = export.run(export.Job(quantized=quantize.run(job, QUIET), output=tmp_path / "artifact"), QUIET)
+    save_file({"windows": windows}, tmp_path / "tokens.safetensors")
+    paths = [str(artifact), str(tmp_path / "tokens.safetensors"), str(tmp_path / "logits.safetensors")]
+    subprocess.run([str(stock_python), "-c", PROGRAM, *paths], check=True, cwd=tmp_path)
+    theirs = load_file(tmp_path / "logits.safetensors")["logits"]
+    loaded = load(artifact, backend="reference", dtype=torch.float32)
+    with quantize.single_threaded(), torch.no_grad():
+        ours = torch.cat([loaded.model(window[None]).logits for window in windows])
+    print(f"{source}, {name}: largest difference {(ours - theirs).abs().max():.3e} of {theirs.abs().max():.3g}")
+    assert loaded.backends["lm_head"] == "reference"
+    assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("name", SCHEMES)

@@ -16,7 +16,7 @@ from quantflow.models.graph import graph_for
 from quantflow.models.load import load_model, open_source
 from quantflow.runtime.load import load
 from stages import _mixed, export, measure, quantize
-from stages._config import Calibration, Candidate, Override, Quantize, read_yaml, recipe_from
+from stages._config import Calibration, Candidate, Head, Override, Quantize, read_yaml, recipe_from
 from stages._entry import entries_of, statistics_for
 from stages._mixed import Mixture
 from stages._options import exit_code
@@ -184,8 +184,8 @@ def test_within_a_divergence_the_fewest_bits_are_found_by_measuring_again_and_th
     assert run_with(Told, tmp_path / "whole")[-1] == "quantize mixed: up to date"
 
 
-def test_what_is_measured_is_the_divergence_of_the_exported_artifact(mixed, llama, measured, tmp_path):
-    artifact = export.run(export.Job(quantized=mixed, output=tmp_path / "artifact"), QUIET)
+def divergence(artifact, llama, measured):
+    """Return the mean divergence of an artifact from its source on the calibration text, and that text's tokens."""
     original, quantized = load_model(open_source(llama), dtype=torch.float32), load(artifact, backend="reference").model
     sequences = torch.split(
         load_file(measured / "calibration.safetensors")["tokens"],
@@ -197,11 +197,31 @@ def test_what_is_measured_is_the_divergence_of_the_exported_artifact(mixed, llam
             left, right = (model(sequence[None], use_cache=False).logits[0] for model in (original, quantized))
             total += float(token_kld(left, right).sum())
     tokens = sum(len(sequence) for sequence in sequences)
-    assert record(mixed)["measured_kld"] == pytest.approx(total / tokens, rel=1e-3)
+    return total / tokens, tokens
+
+
+def test_what_is_measured_is_the_divergence_of_the_exported_artifact(mixed, llama, measured, tmp_path):
+    artifact = export.run(export.Job(quantized=mixed, output=tmp_path / "artifact"), QUIET)
+    expected, tokens = divergence(artifact, llama, measured)
+    assert record(mixed)["measured_kld"] == pytest.approx(expected, rel=1e-3)
     assert record(mixed)["tokens"] == tokens
     chosen = read_manifest(artifact)["recipe"]["chosen"]
     assert chosen == record(mixed)
     assert f"mixed precision of {chosen['bits_per_weight']:.2f} bits per weight by gptq" in (artifact / "README.md").read_text()
+
+
+def test_the_choice_leaves_the_head_alone_and_what_is_measured_is_with_the_head_as_it_will_be(mixed, llama, measured, tmp_path):
+    entry = replace(ENTRY, head=Head(scheme="W3A16", algorithm="rtn", group_size=64))
+    job = quantize.Job(model=llama, output=tmp_path / "q", entry=entry, measurement=measured)
+    artifact = export.run(export.Job(quantized=quantize.run(job, QUIET), output=tmp_path / "artifact"), QUIET)
+    found, plain = record(job.output), record(mixed)
+    for key in ("items", "bits_per_weight", "predicted_kld", "tokens"):
+        assert found[key] == plain[key], key
+    expected, _ = divergence(artifact, llama, measured)
+    assert found["measured_kld"] == pytest.approx(expected, rel=1e-3)
+    assert found["measured_kld"] > 1.05 * plain["measured_kld"]  # 3 bits of the head are seen
+    assert recipe_from(read_yaml(job.output / "recipe.yaml")).quantize[0].head == entry.head
+    assert "The head (lm_head) is W3A16 by rtn." in (artifact / "README.md").read_text()
 
 
 def test_sensitivities_are_those_of_the_whole_model_by_autograd(llama, measured):

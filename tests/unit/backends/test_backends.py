@@ -453,6 +453,20 @@ def test_a_named_backend_that_cannot_run_is_an_error_and_not_a_fallback():
         choose(PRESETS["W8A16"], CPU, shape=(16, 96), dtype=torch.float32, backend="fast")
 
 
+def test_several_named_backends_are_tried_in_turn_and_nothing_else():
+    def chosen(name, features, backend):
+        return choose(PRESETS[name], CPU, shape=(16, features), dtype=torch.float32, backend=backend)
+
+    backend, reasons = chosen("W8A16", 100, "int8_pack,reference")
+    assert backend.name == "reference" and list(reasons) == ["int8_pack"]
+    assert chosen("W8A16", 96, "int8_pack,reference")[0].name == "int8_pack"
+    assert chosen("W8A16", 96, "int4_pack,auto")[0].name == chosen("W8A16", 96, "auto")[0].name
+    with pytest.raises(UsageError, match=r"^backend int8_pack,int4_pack: int8_pack needs in_features .* 100; int4_pack "):
+        chosen("W8A16", 100, "int8_pack,int4_pack")
+    with pytest.raises(UsageError, match=r"^backend 'fast' is unknown"):
+        chosen("W8A16", 96, "int8_pack,fast")
+
+
 def test_preparing_a_weight_does_not_modify_it():
     for backend, scheme in [*TORCH, *([] if NO_KERNELS else OURS), (reference, PRESETS["FP8"])]:
         linear = quantized(scheme, (16, 64))

@@ -1,0 +1,73 @@
+"""Attention in C and in torch, beside a softmax in float64 over what each query sees."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quantflow.runtime.kv_cache import KVCache
+from quantflow.runtime.operations import Attention, Heads, Operations, fused_why_not
+
+DIM = 16
+
+
+def attended(*, fused: bool, counts: list[int], query: int, shared: int, window: int, padding: list[int], seed: int):
+    """Feed columns in pieces; return what they put out [B, T, query, DIM], and queries, keys and values as they were given."""
+    heads = Heads(query=query, shared=shared, dim=DIM, scale=0.7, eps=1e-6)
+    operations = Operations(heads, [Attention(q_norm=None, k_norm=None, window=window)], fused=fused)
+    rows, capacity = len(padding), sum(counts)
+    cache = KVCache(kind="float32", rows=rows, capacity=capacity, layers=1, kv_heads=shared, head_dim=DIM)
+    cache.padding.copy_(torch.tensor(padding))
+    operations.begin(cache, torch.ones(cache.capacity, DIM), torch.zeros(cache.capacity, DIM))  # no rotation
+    qkv = torch.randn(rows, capacity, query + 2 * shared, DIM, generator=torch.Generator().manual_seed(seed))
+    found = []
+    for count in counts:
+        operations.step(count)
+        piece = qkv[:, cache.length : cache.length + count].reshape(rows * count, -1).clone()
+        found.append(operations.attend(piece, 0).view(rows, count, query, DIM).clone())
+        cache.length += count
+    return torch.cat(found, dim=1), *qkv.double().split([query, shared, shared], dim=2)
+
+
+def expected(q, k, v, *, window: int, padding: list[int]):
+    """Return softmax(0.7 q k) v of every query that is text, one after the other; None where it is padding."""
+    rows, columns, query, _ = q.shape
+    repeats = query // k.shape[2]
+    for row in range(rows):
+        for at in range(padding[row], columns):
+            first = max(padding[row], at + 1 - window) if window else padding[row]
+            for head in range(query):
+                keys, values = k[row, first : at + 1, head // repeats], v[row, first : at + 1, head // repeats]
+                yield row, at, head, (0.7 * keys @ q[row, at, head]).softmax(dim=0) @ values
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@settings(max_examples=25, deadline=None)
+@given(
+    counts=st.lists(st.sampled_from([1, 2, 5, 17, 40, 70]), min_size=1, max_size=3),
+    heads=st.sampled_from([(1, 1), (3, 3), (2, 1), (6, 2), (8, 1), (9, 1), (14, 2)]),
+    window=st.sampled_from([0, 1, 3, 16, 65]),
+    padding=st.lists(st.sampled_from([0, 1, 20]), min_size=1, max_size=2),
+    seed=st.integers(0, 3),
+)
+def test_every_query_attends_to_what_it_sees(fused, counts, heads, window, padding, seed):
+    if fused and fused_why_not(Heads(query=1, shared=1, dim=DIM, scale=1.0, eps=0.0)) is not None:
+        pytest.skip("no C compiler")
+    query, shared = heads
+    found, *inputs = attended(fused=fused, counts=counts, query=query, shared=shared, window=window, padding=padding, seed=seed)
+    for row, at, head, output in expected(*inputs, window=window, padding=padding):
+        assert (found[row, at, head].double() - output).abs().max() < 5e-6
+
+
+def test_the_bits_of_a_query_depend_neither_on_what_comes_with_it_nor_on_threads():
+    if fused_why_not(Heads(query=1, shared=1, dim=DIM, scale=1.0, eps=0.0)) is not None:
+        pytest.skip("no C compiler")
+    threads, settings_ = torch.get_num_threads(), {"query": 6, "shared": 2, "window": 33, "padding": [0, 7], "seed": 1}
+    found = []
+    try:
+        for count, counts in ((1, [90]), (2, [90]), (2, [50, 17, 22, 1]), (1, [1] * 90)):
+            torch.set_num_threads(count)
+            found.append(attended(fused=True, counts=counts, **settings_)[0])
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(found[0], other) for other in found[1:])
