@@ -182,10 +182,7 @@ def _validate(
         "model": manifest["source"]["name"],
         "size": sum(entry["bytes"] for entry in manifest["files"].values()),
         "bits_per_weight": bits_per_weight(job.artifact, manifest),
-        "perplexity": {
-            "baseline": _perplexity(candidate.nll_baseline),
-            "candidate": _perplexity(candidate.nll_candidate),
-        },
+        "perplexity": {"baseline": _perplexity(candidate.nll_baseline), "candidate": _perplexity(candidate.nll_candidate)},
         "metrics": metrics,
         "noise_floor": floor,
         "gate": _gate_json(gate),

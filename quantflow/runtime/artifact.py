@@ -265,10 +265,9 @@ def _parameters(checkpoint: Checkpoint, schemes: Mapping[str, LinearScheme], cla
     Raises:
         InputError: a weight that is stored twice, or a tensor that a scheme names, `claimed`, is missing.
     """
-    missing = sorted(claimed - checkpoint.tensors.keys())
-    if missing:
-        owner = "cache" if missing[0].endswith((".k_scale", ".v_scale")) else "linear"
-        raise InputError(f"{missing[0]}: its {owner}'s scheme needs it, it is not in the artifact", "export it again")
+    if missing := sorted(claimed - checkpoint.tensors.keys()):
+        whose = "cache" if missing[0].endswith((".k_scale", ".v_scale")) else "linear"
+        raise InputError(f"{missing[0]}: its {whose}'s scheme needs it, it is not in the artifact", "export it again")
     others = [name for name in checkpoint.tensors if name not in claimed]
     for name in others:
         if name.endswith(".weight") and name.removesuffix(".weight") in schemes:
@@ -278,8 +277,8 @@ def _parameters(checkpoint: Checkpoint, schemes: Mapping[str, LinearScheme], cla
 
 def _claimed(schemes: Mapping[str, LinearScheme], cached: PreTrainedConfig | None) -> set[str]:
     """Return the names of all tensors of quantized linears, and of the caches of a model where these are quantized too."""
-    layers = () if cached is None else graph_for(cached).layers
-    scales = {tensor for layer in layers for tensor in compressed_tensors.kv_tensor_names(layer.attention)}
+    attentions = () if cached is None else (layer.attention for layer in graph_for(cached).layers)
+    scales = {tensor for attention in attentions for tensor in compressed_tensors.kv_tensor_names(attention)}
     return scales | {tensor for name, scheme in schemes.items() for tensor in compressed_tensors.tensor_names(name, scheme)}
 
 

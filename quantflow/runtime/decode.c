@@ -234,8 +234,7 @@ static inline __attribute__((always_inline)) void attend_tile(const Step *s, con
         }
     }
     for (int g = 0; g < T; g++)
-        for (int64_t i = 0; i < dim; i++) /* padding sees nothing */
-            out[g][i] = end[g] > first[g] ? sums[g][i] / total[g] * step : 0;
+        for (int64_t i = 0; i < dim; i++) out[g][i] = end[g] > first[g] ? sums[g][i] / total[g] * step : 0; /* padding: 0 */
 }
 
 /* Attention of the new columns over the cache.  qkv: as rotate_store left it; out: [rows, count, heads * dim] */
