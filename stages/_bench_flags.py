@@ -34,7 +34,12 @@ _OPTIONS = (
         "--backend", default="auto", show_default=True, help="auto, reference, a kernel by name, or several: a,b,auto."
     ),
     click.option("--decoder", default="auto", show_default=True, help="lean, transformers, or auto: lean where it can."),
-    click.option("--kv-cache", metavar="KIND", default="auto", help="float32, bfloat16, float8 or int8 (default: --dtype)."),
+    click.option(
+        "--kv-cache",
+        metavar="KIND",
+        default="auto",
+        help="float32, bfloat16, float8 or int8 (default: the artifact's, else --dtype).",
+    ),
     click.option("--pack", is_flag=True, help="Keep the weights as kernels want them in ARTIFACT-packed, and load from there."),
     click.option("--device", type=click.Choice(["cpu", "cuda", "hpu"]), default="cpu", show_default=True),
     click.option(

@@ -6,6 +6,7 @@ from statistics import median
 from typing import Any
 
 from quantflow.artifact.inspect import output_errors
+from stages._planned import kv_words_of
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 NOTES = {
@@ -22,6 +23,8 @@ MIXTURES = {
     "int-quantized": "Stock transformers 5.23 does not load experts of this layout.",
     "pack-quantized": "Stock transformers loads it with the experts' weights dequantized to the model's dtype.",
 }
+MEASURED = ", scales measured (`k_scale`, `v_scale` of each attention)"
+ROUNDED = "; stock transformers with compressed-tensors rounds them by the formulas used here"
 ASYMMETRIC_EXPERTS = "It has zero points, with which stock transformers 5.23 does not load experts, `dequantize=True` or not."
 ASYMMETRIC = (
     "It has zero points: compressed-tensors 0.20 does not reload packed zero points plainly; "
@@ -40,6 +43,7 @@ def model_card(manifest: Mapping[str, Any]) -> str:
     transforms = ", ".join(f"{name} {options}" for item in resolved["transforms"] for name, options in item.items())
     sizes = manifest["ledger"]["bytes"]
     sparse = any(_EXPERT.search(name) for name in resolved["schemes"])
+    cache = kv_words_of(resolved)
     lines = [
         "---",
         f"base_model: {source['name']}",
@@ -56,6 +60,7 @@ def model_card(manifest: Mapping[str, Any]) -> str:
         "|---|---|",
         f"| source | {source['name']}, revision {source['revision'] or 'not recorded'} |",
         f"| source bytes quantized / changed / copied | {sizes['quantized']} / {sizes['changed']} / {sizes['copied']} |",
+        *([] if cache is None else [f"| keys and values | {cache}{MEASURED}{'' if sparse else ROUNDED} |"]),
         f"| calibration | {_calibration(manifest['measurement'])} |",
         f"| proof | {PROOFS[manifest['proof']['kind']].format(layers=manifest['proof']['layers'])} |",
         *_output_errors(resolved["algorithm"], output_errors(manifest["layers"] or ())),

@@ -3,8 +3,8 @@
     model: folder                       revision: null         seed: 0
     calibration: {source, samples, sequence_length, pack}
     measure:     {ranks, tp, dp, stats, experts}
-    quantize:    [{name, scheme, algorithm, group_size, float8, scale_rounding, input_observer, transforms, ignore,
-                   overrides, head, experts, expert_tokens, target_bpw, max_kld, candidates, expect}, ...]
+    quantize:    [{name, scheme, algorithm, group_size, float8, scale_rounding, input_observer, transforms, ignore, overrides,
+                   kv_cache: {scheme, granularity}, head, experts, expert_tokens, target_bpw, max_kld, candidates, expect}, ...]
     unify:       {groups}               export: {format, shard_size, device, scale_method, dtype}
     validate:    {text, tokens, sequence_length, gate, allow_inconclusive}
     resources:   {max_memory, max_disk, disk_offload}
@@ -29,6 +29,7 @@ from typing import Any
 import yaml
 
 import configs
+from quantflow.core.kv_scheme import GRANULARITIES, NAMES
 from quantflow.core.scheme import ALIASES, FLOAT8_FLAVOURS, INPUT_OBSERVERS, PRESETS, SCALE_ROUNDINGS
 from quantflow.errors import InputError, UsageError
 
@@ -100,6 +101,20 @@ class Candidate:
 
 
 @dataclass(frozen=True, kw_only=True)
+class KVCache:
+    """How keys and values are kept: `scheme` FP8 or INT8, one measured scale `per_tensor` or `per_head`."""
+
+    scheme: str
+    granularity: str = "per_tensor"
+
+    def __post_init__(self) -> None:
+        """Refuse words that mean nothing."""
+        for key, word, known in (("scheme", self.scheme, tuple(NAMES)), ("granularity", self.granularity, GRANULARITIES)):
+            if word not in known:
+                raise UsageError(f"kv_cache: {key}={word!r}", nearest(word, known))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Quantize:
     """One artifact: null means what the scheme's preset says, or what measured better (`quantized_inputs`).
 
@@ -109,7 +124,8 @@ class Quantize:
     experts that calibration reached with fewer than `expert_tokens`; null is two per input feature for algorithms that read
     statistics, and 100 for static inputs. `head` null leaves the head as it is. With `target_bpw` (bits per quantized weight
     of the layers) or `max_kld` (mean KL divergence, nats per token) every linear of a layer that `overrides` does not name
-    gets the one of `candidates` that measured sensitivities speak for; null is integers of 2 to 8 bits.
+    gets the one of `candidates` that measured sensitivities speak for; null is integers of 2 to 8 bits. `kv_cache` null
+    keeps keys and values as they are.
     """
 
     name: str
@@ -122,6 +138,7 @@ class Quantize:
     transforms: tuple[dict[str, Any], ...] | None = None
     ignore: tuple[str, ...] = ()
     overrides: tuple[Override, ...] = ()
+    kv_cache: KVCache | None = None
     head: Head | None = None
     quantized_inputs: bool | None = None
     experts: str = "error"
@@ -270,6 +287,14 @@ def nearest(word: str, valid: Sequence[str]) -> str:
     """Return the remedy for a misspelt word."""
     close = difflib.get_close_matches(word, valid, n=1, cutoff=0.5)
     return f"did you mean {close[0]!r}? valid: {', '.join(valid)}" if close else f"valid: {', '.join(valid)}"
+
+
+def kv_cache_flag(text: str | None) -> dict[str, str] | None:
+    """Return what `FP8` or `FP8:per_head` means, as a recipe spells it; None for no flag."""
+    if text is None:
+        return None
+    scheme, colon, granularity = text.partition(":")
+    return {"scheme": scheme, **({"granularity": granularity} if colon else {})}
 
 
 def find_config(kind: str, name: str) -> Path:

@@ -60,6 +60,8 @@ def statistics_for(entries: Sequence[Quantize]) -> tuple[str, ...]:
         UsageError: a scheme, algorithm or transform is unknown.
     """
     needs = frozenset().union(*(needs_of(entry, _schemes_named(entry)) for entry in entries)) - {ROWS}
+    if any(entry.kv_cache is not None for entry in entries):  # what the caches store is measured wherever layers run
+        needs |= {"amax"}
     return tuple(name for name in observers_for(needs) if name != "hessian")
 
 

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from quantflow.algorithms import ALGORITHMS
 from quantflow.core.groups import group_size_for
-from quantflow.core.scheme import LinearScheme
+from quantflow.core.scheme import LinearScheme, TensorScheme
 from quantflow.errors import InputError, UnsupportedError, UsageError
 from quantflow.formats import FORMATS
 from quantflow.models.graph import Graph
@@ -18,6 +18,7 @@ from stages._config import Quantize, nearest
 from stages._entry import GRADIENT_SUM, algorithm_of, base_of, needs_of, override_of, transforms_of
 from stages._experts import Policy, policy_for
 from stages._head import HeadPlan, head_of, refuse_ranks
+from stages._kv_cache import kv_cache_of
 
 OUTSIDE = "outside.safetensors"  # in a quantize folder: what lies outside the layers and is not as in the source
 SEQUENCES = 32  # of calibration text that run where nothing but rows is needed of it
@@ -40,6 +41,7 @@ class Plan:
             quantized by themselves and no measurement is given, several cards where they are rounded to nearest.
         experts: what becomes of undercalibrated experts; None where no expert is quantized by statistics.
         head: what becomes of the head; None leaves it as it is.
+        kv_cache: how keys and values are kept; None is as they are.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Plan:
     file_to_file: bool = False
     experts: Policy | None = None
     head: HeadPlan | None = None
+    kv_cache: TensorScheme | None = None
 
     @property
     def quantized(self) -> dict[str, LinearScheme]:
@@ -117,14 +120,15 @@ class Plan:
     @property
     def needs_measurement(self) -> bool:
         """Whether a measurement has to be given."""
-        return bool(self.needs)
+        return bool(self.needs) or self.kv_cache is not None
 
     def as_json(self) -> dict[str, Any]:
         """Return the plan as plain data, for state keys and manifests."""
         schemes = {name: None if scheme is None else asdict(scheme) for name, scheme in self.schemes.items()}
         transforms = [{name: dict(options)} for name, options in self.transforms]
         head = {} if self.head is None else {"head": self.head.as_json()}
-        return {"schemes": schemes, "algorithm": self.algorithm, "transforms": transforms, **head}
+        kv_cache = {} if self.kv_cache is None else {"kv_cache": asdict(self.kv_cache)}
+        return {"schemes": schemes, "algorithm": self.algorithm, "transforms": transforms, **head, **kv_cache}
 
 
 def resolve(
@@ -144,8 +148,8 @@ def resolve(
         UsageError: a pattern matches nothing, an algorithm or transform is unknown or does not fit, a group size does
             not divide a linear's input, nothing is left to quantize, or several cards are to quantize the head.
         InputError: a linear of the family that the checkpoint does not have.
-        UnsupportedError: schemes are to be chosen for a mixture of experts, ranges of its inputs are to be cut, or no file
-            holds a scheme.
+        UnsupportedError: schemes are to be chosen for a mixture of experts, ranges of its inputs are to be cut, no file holds a
+            scheme, or as `kv_cache_of`.
     """
     if entry.mixed and graph.sparse:
         raise UnsupportedError(
@@ -172,6 +176,7 @@ def resolve(
             "leave input_observer out",
         )
     alone = ALGORITHMS[algorithm].BY_ROW and not transforms
+    kv_cache = kv_cache_of(entry, graph, transforms, ranks=ranks)
     by_row = all(scheme.weights.granularity in ("per_channel", "per_group", "per_block") for scheme in used)
     return Plan(
         name=entry.name,
@@ -179,7 +184,8 @@ def resolve(
         algorithm=algorithm,
         transforms=transforms,
         needs=needs,
-        file_to_file=alone and (by_row and not (measured or needs) if ranks == 1 else algorithm == "rtn"),
+        file_to_file=alone and (by_row and not (measured or needs or kv_cache) if ranks == 1 else algorithm == "rtn"),
+        kv_cache=kv_cache,
         experts=_experts(entry, graph, schemes, weights=bool(ALGORITHMS[algorithm].NEEDS) or _clips(transforms, algorithm)),
         head=head,
     )

@@ -58,7 +58,7 @@ def cells(result: Mapping[str, Any]) -> tuple[str, ...]:
     steps = [name for item in result["transforms"] for name in item]
     return (
         str(result["artifact"]),
-        str(result["scheme"]),
+        ", cache ".join(filter(None, (result["scheme"], result.get("kv_cache")))),
         " + ".join([*steps, result["algorithm"]]),
         f"{result['size'] / 1e6:.1f} MB",
         f"{result['bits_per_weight']:.2f}",

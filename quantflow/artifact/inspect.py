@@ -59,6 +59,7 @@ def _artifact(folder: Path) -> dict[str, Any]:
         "actions": [
             {"action": action, "reason": reason, "tensors": count} for (action, reason), count in sorted(reasons.items())
         ],
+        **({"measured_tensors": len(ledger.measured)} if ledger.measured else {}),
         "layers": len(manifest["layers"] or ()),
         **({"output_error": errors} if (errors := output_errors(manifest["layers"] or ())) else {}),
         **_experts(manifest["layers"] or ()),
@@ -74,12 +75,21 @@ def _model(checkpoint: Checkpoint) -> dict[str, Any]:
         "architectures": config.get("architectures"),
         "quant_method": quantization.get("quant_method") if isinstance(quantization, dict) else None,
         "format": quantization.get("format") if isinstance(quantization, dict) else None,
+        **_cache(quantization),
         "tensors": len(checkpoint.tensors),
         "bytes": sum(info.nbytes for info in checkpoint.infos.values()),
         "dtypes": _by_dtype(checkpoint.infos.values()),
         "shards": list(checkpoint.shards),
         "files": list(checkpoint.files),
     }
+
+
+def _cache(quantization: Any) -> dict[str, Any]:
+    """Return how keys and values are kept, in short; nothing where they stay as they are."""
+    scheme = quantization.get("kv_cache_scheme") if isinstance(quantization, dict) else None
+    if not isinstance(scheme, dict):
+        return {}
+    return {"kv_cache": f"{scheme.get('type')}{scheme.get('num_bits')} {scheme.get('strategy')}"}
 
 
 def _measurement(folder: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Literal, get_args
 from quantflow.errors import SchemeError
 
 Kind = Literal["int", "float"]
-Granularity = Literal["per_tensor", "per_channel", "per_group", "per_block", "per_token"]
+Granularity = Literal["per_tensor", "per_channel", "per_group", "per_block", "per_token", "per_head"]
 Layout = Literal["float-quantized", "int-quantized", "pack-quantized"]
 INT_BITS = (2, 3, 4, 5, 6, 8)
 FLOAT8_FLAVOURS = ("e4m3fn", "e5m2", "e4m3fnuz", "gaudi2")
@@ -31,7 +31,7 @@ class TensorScheme:
     Attributes:
         kind: `int` (two's complement of `num_bits`) or `float` (the float8 flavour named by `float8`).
         num_bits: one of INT_BITS; 8 for float.
-        granularity: which elements share a scale; `per_token` needs `dynamic`.
+        granularity: which elements share a scale; `per_token` needs `dynamic`; `per_head` is of keys and values alone.
         group_size: input features per group; of `per_block` also the rows that share a scale. Only with these two.
         symmetric: zero_point is None, the range is centred on zero.
         dynamic: the scale is computed from each input at run time instead of being stored.
@@ -81,6 +81,8 @@ class TensorScheme:
             raise SchemeError(f"group_size={self.group_size}", "use a positive divisor of in_features")
         if (self.granularity == "per_token") and not self.dynamic:
             raise SchemeError("granularity='per_token' with dynamic=False", "a scale per token is always dynamic")
+        if self.granularity == "per_head" and self.dynamic:
+            raise SchemeError("granularity='per_head' with dynamic=True", "the scales of heads are measured and stored")
         if self.granularity == "per_block" and (self.kind != "float" or self.dynamic):
             raise SchemeError(
                 f"granularity='per_block' with kind={self.kind!r}, dynamic={self.dynamic}", "blocks are of float8 weights"
@@ -131,6 +133,8 @@ class LinearScheme:
         _known("layout", self.layout, get_args(Layout))
         if self.weights.dynamic:
             raise SchemeError(f"{self.name}: weights with dynamic=True", "the scale of a weight is always stored")
+        if self.weights.granularity == "per_head":
+            raise SchemeError(f"{self.name}: weights with granularity='per_head'", "heads are those of keys and values")
         inputs = self.input
         if inputs is not None:
             static = inputs.granularity == "per_tensor" and not inputs.dynamic

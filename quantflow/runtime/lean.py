@@ -16,7 +16,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from quantflow.errors import UnsupportedError, UsageError
 from quantflow.models.graph import Graph, Layer, Residual, graph_for
 from quantflow.runtime.artifact import Artifact
-from quantflow.runtime.kv_cache import KVCache, require_kind
+from quantflow.runtime.kv_cache import KIND_OF, KVCache, require_kind
+from quantflow.runtime.kv_scales import read_kv_scales
 from quantflow.runtime.operations import Attention, Heads, Operations, fused_why_not
 from quantflow.runtime.packed import Pack
 from quantflow.runtime.projection import Projection, plain, plain_weight, projection
@@ -78,7 +79,8 @@ class LeanDecoder:
 
         Args:
             artifact: opened for the CPU.
-            kv_cache: a key of `quantflow.runtime.kv_cache.KINDS`, or `auto` for the artifact's dtype.
+            kv_cache: a key of `quantflow.runtime.kv_cache.KINDS`, without measured scales; or `auto` for what the artifact
+                brings scales for, else its dtype.
             fused: call decode.c where it can be compiled; otherwise torch.
             pack: where weights are looked for first; what is not there is put into it.
             ranks: what puts the parts together where `artifact` is the share of one of several processes.
@@ -97,7 +99,11 @@ class LeanDecoder:
         self.positions: int | None = getattr(config, "max_position_embeddings", None)
         self.device = artifact.device
         self.cache: KVCache | None = None
-        self._kind = str(artifact.dtype).removeprefix("torch.") if kv_cache == "auto" else kv_cache
+        self._kv_scales = read_kv_scales(artifact) if kv_cache == "auto" else ()
+        usual = str(artifact.dtype).removeprefix("torch.")
+        if self._kv_scales:
+            usual = KIND_OF[self._kv_scales[0].scheme.kind]
+        self._kind = usual if kv_cache == "auto" else kv_cache
         require_kind(self._kind)
         first = graph.layers[0]
         self._heads = Heads(
@@ -129,7 +135,7 @@ class LeanDecoder:
             cache.clear(rows)
         else:
             shape = {"layers": len(self._blocks), "kv_heads": self._heads.shared, "head_dim": self._heads.dim}
-            self.cache = cache = KVCache(kind=self._kind, rows=rows, capacity=capacity, **shape)
+            self.cache = cache = KVCache(kind=self._kind, rows=rows, capacity=capacity, scales=self._kv_scales, **shape)
         if len(self._tables[0]) < cache.capacity:
             cos, sin = self._rotary(torch.empty(0), torch.arange(cache.capacity)[None])  # [1, capacity, dim]
             self._tables = cos[0].contiguous(), sin[0].contiguous()

@@ -19,6 +19,7 @@ from quantflow.models.load import load_tokenizer, skeleton
 from quantflow.runtime import lean, operations, packed, projection
 from quantflow.runtime.artifact import Artifact, open_artifact
 from quantflow.runtime.decoder import Decoder, TransformersDecoder
+from quantflow.runtime.kv_scales import read_kv_scales
 from quantflow.runtime.tensor_parallel import Ranks, Wire
 
 _TOKENIZER_FILES = frozenset({"tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json"})
@@ -78,8 +79,9 @@ def load(
     Args:
         folder: what `quantflow export` wrote.
         decoder: `lean` for `quantflow.runtime.lean`, `transformers` for its modules, `auto` for the first where it can.
-        kv_cache: a key of `quantflow.runtime.kv_cache.KINDS`, or `auto` for dtype; the others need the lean decoder.
-        backend: of all quantized linears, as `quantflow.backends.choose` takes it.
+        kv_cache: a key of `quantflow.runtime.kv_cache.KINDS`, which needs the lean decoder; or `auto` for 8 bits with the
+            artifact's measured scales where it brings some, else for dtype.
+        backend: as `quantflow.backends.choose` takes it, for all quantized linears: a name, `auto`, or several with commas.
         dtype: of the parameters that are not quantized and of all inputs.
         verify: compare every file with its recorded hash first; it reads the artifact once more.
         device: where the model runs.
@@ -137,7 +139,7 @@ def with_modules(artifact: Artifact, model: PreTrainedModel, *, reason: str, cro
     Raises:
         InputError: the tokenizer's files or generation_config.json are damaged.
     """
-    decoder = TransformersDecoder(model, device=artifact.device, crops=crops)
+    decoder = TransformersDecoder(model, device=artifact.device, crops=crops, kv_scales=read_kv_scales(artifact))
     return _loaded(artifact, decoder, model=model, reasons=(f"the lean decoder is not used: {reason}",))
 
 
