@@ -6,6 +6,7 @@ Slow: builds a virtual environment that holds torch, transformers and compressed
 """
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -139,6 +140,8 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model.config.tie_word_embeddings = True
     model.tie_weights()
     model.save_pretrained(folder)
+    for path in MODEL.glob("tokenizer*"):
+        shutil.copy(path, folder / path.name)
     assert "lm_head.weight" not in load_file(folder / "model.safetensors")
     return folder
 
