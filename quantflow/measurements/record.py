@@ -227,7 +227,10 @@ def _read_meta(path: Path) -> dict[str, Any]:
 
 
 def _read_sequences(path: Path) -> tuple[list[Tensor], list[int]]:
-    tensors = _load(path)
+    try:
+        tensors: dict[str, Tensor] = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"{path}: cannot be read as safetensors ({error})", _AGAIN) from error
     tokens, lengths, indices = (tensors.get(name) for name in ("tokens", "lengths", "indices"))
     if len(tensors) != 3 or tokens is None or lengths is None or indices is None:
         raise InputError(f"{path}: holds {sorted(tensors)}, expected tokens, lengths, indices", _AGAIN)
@@ -237,14 +240,6 @@ def _read_sequences(path: Path) -> tuple[list[Tensor], list[int]]:
     if int(lengths.sum()) != tokens.numel():
         raise InputError(f"{path}: lengths add up to {int(lengths.sum())}, there are {tokens.numel()} tokens", _AGAIN)
     return list(torch.split(tokens, lengths.tolist())), indices.tolist()
-
-
-def _load(path: Path) -> dict[str, Tensor]:
-    try:
-        loaded: dict[str, Tensor] = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"{path}: cannot be read as safetensors ({error})", _AGAIN) from error
-    return loaded
 
 
 def _check_counts(measurement: Measurement, *, name: str) -> None:
