@@ -9,7 +9,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "quantflow"
 RUNTIME = PACKAGE / "runtime"
-# A LoRA beside a linear, weights that stay on disk, and a model over several processes (rank 0 leads, each has some rows): not on
+# A LoRA beside a linear, weights that stay on disk, a model over several processes (rank 0 leads, each has some rows): not on
 # the way from an artifact to a token. Nothing else stands aside.
 ASIDE = {RUNTIME / name for name in ("adapters.py", "offload.py", "leader.py", "tensor_parallel.py")}
 # Loading, linears, the cache, what decodes, every backend, and the glue to their C.

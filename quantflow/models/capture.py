@@ -9,6 +9,8 @@ recorder; what it handed to each layer (masks, position embeddings) is replayed 
             stream.advance(layer, states)
     with stream.head():
         logits = [stream.finish(state.hidden) for state in states]
+
+Longer than 300 lines because recording and replaying share what a layer is called with.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

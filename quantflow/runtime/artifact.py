@@ -3,6 +3,7 @@
 Every tensor of the artifact is used exactly once and every parameter of the model gets its value: the tensors of a
 quantized linear are those its scheme names, all others are parameters of the family's own module tree. `open_artifact`
 decides that from the headers; values are checked when they are read. What does not add up is an error.
+Longer than 300 lines because opening and reading must agree on which tensor belongs to what.
 """
 
 from collections.abc import Iterable, Mapping
