@@ -28,5 +28,7 @@ def artifact_config(config: Mapping[str, Any], graph: Graph, plan: Plan, *, name
         ignored += [name for name in _HEADS if f"{name}.weight" in names] or _HEADS[:1]
     else:
         own["tie_word_embeddings"] = False
-    own["quantization_config"] = FORMAT.quantization_config(schemes, ignore=ignored, model_type=graph.family.model_type)
+    own["quantization_config"] = FORMAT.quantization_config(
+        schemes, ignore=ignored, model_type=graph.family.model_type, kv_cache=plan.kv_cache
+    )
     return own

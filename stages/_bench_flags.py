@@ -34,9 +34,17 @@ _OPTIONS = (
         "--backend", default="auto", show_default=True, help="auto, reference, a kernel by name, or several: a,b,auto."
     ),
     click.option("--decoder", default="auto", show_default=True, help="lean, transformers, or auto: lean where it can."),
-    click.option("--kv-cache", metavar="KIND", default="auto", help="float32, bfloat16, float8 or int8 (default: --dtype)."),
+    click.option(
+        "--kv-cache",
+        metavar="KIND",
+        default="auto",
+        help="float32, bfloat16, float8 or int8 (default: the artifact's, else --dtype).",
+    ),
     click.option("--pack", is_flag=True, help="Keep the weights as kernels want them in ARTIFACT-packed, and load from there."),
     click.option("--device", type=click.Choice(["cpu", "cuda", "hpu"]), default="cpu", show_default=True),
+    click.option(
+        "--ranks", type=int, default=1, metavar="N", help="Processes that share the model (default 1), or torchrun's."
+    ),
     click.option("--seed", type=int, default=0, show_default=True, help="Of the prompts; each run has the next."),
 )
 
@@ -59,4 +67,4 @@ _FIELDS: tuple[str, ...] = (
     "dtype",
     "decoder",
 )
-_FIELDS += ("kv_cache", "pack", "device", "seed")
+_FIELDS += ("kv_cache", "pack", "device", "ranks", "seed")

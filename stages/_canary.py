@@ -11,6 +11,7 @@ from quantflow.models.capture import LayerStream
 from quantflow.models.graph import graph_for
 from quantflow.models.reading import read_tensor
 from quantflow.runtime.artifact import open_artifact
+from quantflow.runtime.kv_scales import rounder
 from stages._bits import tensor_hash
 
 
@@ -25,7 +26,7 @@ def prove_canary(folder: Path, quantized: Path) -> None:
     infos, _ = read_header(quantized / "canary.safetensors")
     tokens = read_tensor(quantized / "canary.safetensors", infos["tokens"])
     expected = read_json(quantized / "canary.json")
-    stream = LayerStream(artifact, graph := graph_for(artifact.config))
+    stream = LayerStream(artifact, graph := graph_for(artifact.config), cache=rounder(artifact))
     states = stream.begin([tokens])
     for layer, right in zip(graph.layers, expected["layers"], strict=True):
         with stream.layer(layer.index) as module:

@@ -5,6 +5,9 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from quantflow.artifact.inspect import output_errors
+from stages._planned import kv_words_of
+
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 NOTES = {
     "float-quantized": "Stock transformers with compressed-tensors loads it, and runs it with the formulas used here.",
@@ -20,6 +23,8 @@ MIXTURES = {
     "int-quantized": "Stock transformers 5.23 does not load experts of this layout.",
     "pack-quantized": "Stock transformers loads it with the experts' weights dequantized to the model's dtype.",
 }
+MEASURED = ", scales measured (`k_scale`, `v_scale` of each attention)"
+ROUNDED = "; stock transformers with compressed-tensors rounds them by the formulas used here"
 ASYMMETRIC_EXPERTS = "It has zero points, with which stock transformers 5.23 does not load experts, `dequantize=True` or not."
 ASYMMETRIC = (
     "It has zero points: compressed-tensors 0.20 does not reload packed zero points plainly; "
@@ -38,6 +43,7 @@ def model_card(manifest: Mapping[str, Any]) -> str:
     transforms = ", ".join(f"{name} {options}" for item in resolved["transforms"] for name, options in item.items())
     sizes = manifest["ledger"]["bytes"]
     sparse = any(_EXPERT.search(name) for name in resolved["schemes"])
+    cache = kv_words_of(resolved)
     lines = [
         "---",
         f"base_model: {source['name']}",
@@ -54,8 +60,10 @@ def model_card(manifest: Mapping[str, Any]) -> str:
         "|---|---|",
         f"| source | {source['name']}, revision {source['revision'] or 'not recorded'} |",
         f"| source bytes quantized / changed / copied | {sizes['quantized']} / {sizes['changed']} / {sizes['copied']} |",
+        *([] if cache is None else [f"| keys and values | {cache}{MEASURED}{'' if sparse else ROUNDED} |"]),
         f"| calibration | {_calibration(manifest['measurement'])} |",
         f"| proof | {PROOFS[manifest['proof']['kind']].format(layers=manifest['proof']['layers'])} |",
+        *_output_errors(resolved["algorithm"], output_errors(manifest["layers"] or ())),
         f"| digest | `{manifest['digest']}` |",
         "",
         *[f"{layout}: {(MIXTURES if sparse else NOTES)[layout]}" for layout in layouts],
@@ -92,6 +100,16 @@ def _experts(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return [
         f"{stored} Calibration tokens per expert in {len(rows)} layers: at least {min(tokens)}, median {median(tokens):g}; "
         f"{short} experts were short of tokens."
+    ]
+
+
+def _output_errors(algorithm: str, found: Mapping[str, Any]) -> list[str]:
+    """Return the row about outputs on the calibration text, where there were any."""
+    if not found:
+        return []
+    return [
+        f"| output error on the calibration text, median of {found['linears']} linears | {algorithm} {found['median']:.2%}, "
+        f"rtn {found['median_rtn']:.2%}; worst {found['worst']:.2%} ({found['worst_linear']}) |"
     ]
 
 

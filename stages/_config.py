@@ -3,8 +3,8 @@
     model: folder                       revision: null         seed: 0
     calibration: {source, samples, sequence_length, pack}
     measure:     {ranks, tp, dp, stats, experts}
-    quantize:    [{name, scheme, algorithm, group_size, float8, transforms, ignore, overrides, head, experts, expert_tokens,
-                   target_bpw, max_kld, candidates, expect}, ...]
+    quantize:    [{name, scheme, algorithm, group_size, float8, scale_rounding, input_observer, transforms, ignore, overrides,
+                   kv_cache: {scheme, granularity}, head, experts, expert_tokens, target_bpw, max_kld, candidates, expect}, ...]
     unify:       {groups}               export: {format, shard_size, device, scale_method, dtype}
     validate:    {text, tokens, sequence_length, gate, allow_inconclusive}
     resources:   {max_memory, max_disk, disk_offload}
@@ -29,7 +29,8 @@ from typing import Any
 import yaml
 
 import configs
-from quantflow.core.scheme import ALIASES, FLOAT8_FLAVOURS, PRESETS
+from quantflow.core.kv_scheme import GRANULARITIES, NAMES
+from quantflow.core.scheme import ALIASES, FLOAT8_FLAVOURS, INPUT_OBSERVERS, PRESETS, SCALE_ROUNDINGS
 from quantflow.errors import InputError, UsageError
 
 SHIPPED = Path(configs.__file__).parent
@@ -100,14 +101,31 @@ class Candidate:
 
 
 @dataclass(frozen=True, kw_only=True)
+class KVCache:
+    """How keys and values are kept: `scheme` FP8 or INT8, one measured scale `per_tensor` or `per_head`."""
+
+    scheme: str
+    granularity: str = "per_tensor"
+
+    def __post_init__(self) -> None:
+        """Refuse words that mean nothing."""
+        for key, word, known in (("scheme", self.scheme, tuple(NAMES)), ("granularity", self.granularity, GRANULARITIES)):
+            if word not in known:
+                raise UsageError(f"kv_cache: {key}={word!r}", nearest(word, known))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Quantize:
     """One artifact: null means what the scheme's preset says, or what measured better (`quantized_inputs`).
 
-    `float8` is another flavour for FP8 schemes: `gaudi2` keeps to the 240 that Gaudi2 holds. `experts` is what becomes of
+    `float8` is another flavour for FP8 schemes: `gaudi2` keeps to the 240 that Gaudi2 holds. `scale_rounding` pow2 makes their
+    stored scales powers of two. `input_observer` chooses the range of static inputs from the measured histogram: `mse` by the
+    squared error, `percentile` up to 99.99 %. `experts` is what becomes of
     experts that calibration reached with fewer than `expert_tokens`; null is two per input feature for algorithms that read
     statistics, and 100 for static inputs. `head` null leaves the head as it is. With `target_bpw` (bits per quantized weight
     of the layers) or `max_kld` (mean KL divergence, nats per token) every linear of a layer that `overrides` does not name
-    gets the one of `candidates` that measured sensitivities speak for; null is integers of 2 to 8 bits.
+    gets the one of `candidates` that measured sensitivities speak for; null is integers of 2 to 8 bits. `kv_cache` null
+    keeps keys and values as they are.
     """
 
     name: str
@@ -115,9 +133,12 @@ class Quantize:
     algorithm: str | None = None
     group_size: int | None = None
     float8: str | None = None
+    scale_rounding: str | None = None
+    input_observer: str | None = None
     transforms: tuple[dict[str, Any], ...] | None = None
     ignore: tuple[str, ...] = ()
     overrides: tuple[Override, ...] = ()
+    kv_cache: KVCache | None = None
     head: Head | None = None
     quantized_inputs: bool | None = None
     experts: str = "error"
@@ -149,6 +170,12 @@ class Quantize:
             )
         if self.float8 not in (None, *FLOAT8_FLAVOURS):
             raise UsageError(f"quantize {self.name!r}: float8={self.float8!r}", nearest(str(self.float8), FLOAT8_FLAVOURS))
+        if self.input_observer not in (None, *INPUT_OBSERVERS):
+            words = nearest(str(self.input_observer), INPUT_OBSERVERS)
+            raise UsageError(f"quantize {self.name!r}: input_observer={self.input_observer!r}", words)
+        if self.scale_rounding not in (None, *SCALE_ROUNDINGS):
+            words = nearest(str(self.scale_rounding), SCALE_ROUNDINGS)
+            raise UsageError(f"quantize {self.name!r}: scale_rounding={self.scale_rounding!r}", words)
 
     def _check_choice(self) -> None:
         """Refuse what schemes cannot be chosen by."""
@@ -260,6 +287,14 @@ def nearest(word: str, valid: Sequence[str]) -> str:
     """Return the remedy for a misspelt word."""
     close = difflib.get_close_matches(word, valid, n=1, cutoff=0.5)
     return f"did you mean {close[0]!r}? valid: {', '.join(valid)}" if close else f"valid: {', '.join(valid)}"
+
+
+def kv_cache_flag(text: str | None) -> dict[str, str] | None:
+    """Return what `FP8` or `FP8:per_head` means, as a recipe spells it; None for no flag."""
+    if text is None:
+        return None
+    scheme, colon, granularity = text.partition(":")
+    return {"scheme": scheme, **({"granularity": granularity} if colon else {})}
 
 
 def find_config(kind: str, name: str) -> Path:
@@ -386,9 +421,9 @@ def launched_rank() -> tuple[int, int] | None:
     return (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if launched else None
 
 
-def launched_environment() -> dict[str, str]:
-    """Return the environment of ranks that this process starts and speaks for."""
-    return {**os.environ, _SPOKEN_FOR: "1"}
+def launched_environment(threads: int | None = None) -> dict[str, str]:
+    """Return the environment of ranks that this process starts and speaks for; None leaves the number of threads to them."""
+    return {**os.environ, _SPOKEN_FOR: "1", **({} if threads is None else {"OMP_NUM_THREADS": str(threads)})}
 
 
 def speaks() -> bool:

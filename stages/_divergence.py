@@ -17,11 +17,13 @@ from quantflow.measurements.record import Measurement
 from quantflow.models.capture import LayerStream
 from quantflow.models.graph import Graph
 from quantflow.models.hidden import HiddenStates
+from quantflow.models.hooks import KVRounder
 from quantflow.models.load import open_source, release_
 from stages import _choose, _mixed, _state
 from stages._config import Resources
 from stages._forward import linears_restored, read_back
 from stages._head_file import read_head
+from stages._kv_cache import kv_scales_of
 from stages._memory import give_back_holes
 from stages._mixed import Mixture
 from stages._plan import Plan
@@ -66,7 +68,15 @@ def settle(
     if not mixture.settled:
         sequences = _head(measurement.sequences)
         measured = divergence(
-            folder, plan, model=model, graph=graph, sequences=sequences, key=key, resources=resources, progress=progress
+            folder,
+            plan,
+            model=model,
+            graph=graph,
+            sequences=sequences,
+            key=key,
+            resources=resources,
+            progress=progress,
+            cache=_rounder(measurement, plan, graph),
         )
         after = mixture.with_round(measured)
         _mixed.write(folder, after)
@@ -89,8 +99,12 @@ def divergence(
     key: str,
     resources: Resources,
     progress: Progress,
+    cache: KVRounder | None = None,
 ) -> float:
-    """Return the mean KL divergence of a folder's quantized layers from the original, nats per token."""
+    """Return the mean KL divergence of a folder's quantized layers from the original, nats per token.
+
+    `cache` is what the quantized layers' keys and values go through, where their cache is quantized too.
+    """
     source = open_source(model)
     scratch = folder.parent / f".{folder.name}.divergence"
     sizes = model_size(source.checkpoint.infos, source.config, graph)
@@ -113,7 +127,7 @@ def divergence(
                             for linear in filter(plan.schemes.get, layer.linears):  # both at once would be two layers
                                 release_(module.get_submodule(layer.relative(linear)), ["weight"])
                             read_back(module, layer, plan, _state.layer_path(folder, layer.index))
-                        stream.advance(module, states[name], workers=workers)
+                        stream.advance(module, states[name], cache=cache if name == "quantized" else None, workers=workers)
                         hidden[name].commit(layer.index + 1, key=key)
         total = 0.0
         head = read_head(folder, plan.head)
@@ -128,6 +142,12 @@ def divergence(
         for kept in hidden.values():
             kept.close()
         disk.remove_tree(scratch)
+
+
+def _rounder(measurement: Measurement, plan: Plan, graph: Graph) -> KVRounder | None:
+    found = {layer.index: kv_scales_of(measurement, layer, plan.kv_cache) for layer in graph.layers}
+    scales = {index: scales for index, scales in found.items() if scales is not None}
+    return KVRounder(scales) if scales else None
 
 
 def _logits(stream: LayerStream, hidden: dict[str, HiddenStates], name: str, number: int) -> Tensor:

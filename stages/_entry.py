@@ -5,13 +5,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quantflow.algorithms import ALGORITHMS
-from quantflow.core.scheme import LinearScheme, TensorScheme, preset, with_float8, with_group_size
+from quantflow.core.scheme import (
+    LinearScheme,
+    TensorScheme,
+    preset,
+    with_float8,
+    with_group_size,
+    with_input_observer,
+    with_scale_rounding,
+)
 from quantflow.errors import UsageError
 from quantflow.observers import observers_for
 from quantflow.observers.fisher import FisherObserver
 from quantflow.observers.rows import NAME as ROWS
 from quantflow.transforms import ROTATIONS, TRANSFORMS, Transform, Turn
-from stages._config import Quantize, nearest
+from stages._config import Head, Override, Quantize, nearest
 
 BEST = "best"  # stands for an algorithm, `_best` says for which
 GRADIENT_SUM = "gradient_sum"  # the one statistic that algorithms read of a linear's output
@@ -52,24 +60,50 @@ def statistics_for(entries: Sequence[Quantize]) -> tuple[str, ...]:
         UsageError: a scheme, algorithm or transform is unknown.
     """
     needs = frozenset().union(*(needs_of(entry, _schemes_named(entry)) for entry in entries)) - {ROWS}
+    if any(entry.kv_cache is not None for entry in entries):  # what the caches store is measured wherever layers run
+        needs |= {"amax"}
     return tuple(name for name in observers_for(needs) if name != "hessian")
 
 
 def _schemes_named(entry: Quantize) -> list[LinearScheme]:
-    overridden = [scheme_of(override.scheme, override.group_size) for override in entry.overrides]
-    return [scheme_of(entry.scheme, entry.group_size), *overridden]
+    return [base_of(entry), *(override_of(entry, override) for override in entry.overrides)]
 
 
-def scheme_of(name: str, group_size: int | None, flavour: str | None = None) -> LinearScheme:
-    """Return the scheme that a recipe means by a name, a group size and a flavour of float8; None is the preset's.
+def scheme_of(name: str, group_size: int | None) -> LinearScheme:
+    """Return the scheme that a recipe means by a name and a group size; None is the preset's.
 
     Raises:
-        SchemeError: no preset has that name, or it has no groups or no float8.
+        SchemeError: no preset has that name, or it has no groups.
     """
-    scheme = preset(name)
-    if group_size is not None:
-        scheme = with_group_size(scheme, group_size)
-    return scheme if flavour is None else with_float8(scheme, flavour)
+    return preset(name) if group_size is None else with_group_size(preset(name), group_size)
+
+
+def base_of(entry: Quantize) -> LinearScheme:
+    """Return the scheme of an entry's linears, with all that the entry says of float8, scales and static inputs.
+
+    Raises:
+        SchemeError: as `scheme_of`, or the scheme has no float8 or no static input of which that could be said.
+    """
+    scheme = scheme_of(entry.scheme, entry.group_size)
+    if entry.float8 is not None:
+        scheme = with_float8(scheme, entry.float8)
+    if entry.scale_rounding is not None:
+        scheme = with_scale_rounding(scheme, entry.scale_rounding)
+    return scheme if entry.input_observer is None else with_input_observer(scheme, entry.input_observer)
+
+
+def override_of(entry: Quantize, override: Override | Head) -> LinearScheme:
+    """Return the scheme of an override or the head, with what the entry says as far as it fits.
+
+    Raises:
+        SchemeError: as `scheme_of`.
+    """
+    scheme = scheme_of(override.scheme, override.group_size)
+    if scheme.weights.kind == "float":
+        scheme = scheme if entry.float8 is None else with_float8(scheme, entry.float8)
+        scheme = scheme if entry.scale_rounding is None else with_scale_rounding(scheme, entry.scale_rounding)
+    static = scheme.input is not None and not scheme.input.dynamic
+    return with_input_observer(scheme, entry.input_observer) if static and entry.input_observer is not None else scheme
 
 
 def algorithm_of(entry: Quantize) -> str:
@@ -90,12 +124,10 @@ def algorithm_of(entry: Quantize) -> str:
 def _best(weights: TensorScheme, *, transforms: int) -> str:
     """Return the algorithm that `best` stands for, of such weights.
 
-    Measured beside the others (benchmarks/accuracy.py) for 4 bits; other bits below 8 follow it. gptq goes with transforms,
-    which yaqa does not; round to nearest is what there is for float8.
+    Measured beside the others (benchmarks/accuracy.py) for 4 bits; other bits below 8 follow it. gptq goes with transforms and
+    float8, which yaqa does not.
     """
-    if weights.kind != "int":
-        return "rtn"
-    return "gptq" if transforms or weights.num_bits == 8 else "yaqa"
+    return "gptq" if transforms or weights.kind != "int" or weights.num_bits == 8 else "yaqa"
 
 
 def needs_of(entry: Quantize, schemes: Sequence[LinearScheme]) -> frozenset[str]:
@@ -113,7 +145,13 @@ def needs_of(entry: Quantize, schemes: Sequence[LinearScheme]) -> frozenset[str]
         needs |= set(KNOWN[name].needs(options))
     for scheme in schemes:
         if scheme.input is not None and not scheme.input.dynamic:
+            needs |= {"counts"} if scheme.input.observer != "amax" else set()
             needs |= {"amax"} if scheme.input.symmetric else {"min_val", "max_val"}
+    if "counts" in needs and transforms:
+        raise UsageError(
+            f"{entry.name}: input_observer={entry.input_observer!r} with transform {transforms[0][0]}",
+            "histograms are those of the inputs as they are: give `transforms: []`, or leave input_observer out",
+        )
     if GRADIENT_SUM in needs and transforms:
         raise UsageError(
             f"{entry.name}: {algorithm_of(entry)} with transform {transforms[0][0]}",

@@ -228,3 +228,5 @@ def _report(job: Job, weights: Weights, progress: Progress) -> None:
         progress.say(f"{name}: context_length is {window}, the sliding window; llama.cpp has none for this family")
     if weights.quantized_inputs:
         progress.say(f"{name}: {weights.quantized_inputs} linears quantize their inputs too, which llama.cpp will not do")
+    if weights.kv_cache:
+        progress.say(f"{name}: the measured scales of the key-value cache are left out, llama.cpp takes none")

@@ -22,6 +22,7 @@ from quantflow.measurements.record import Measurement
 from quantflow.models.capture import LayerStream, State
 from quantflow.models.graph import Graph, Layer
 from quantflow.models.hidden import HiddenStates
+from quantflow.models.hooks import KVRounder
 from quantflow.models.load import Source, materialize_, open_source
 from quantflow.models.reading import read_tensor
 from quantflow.models.rotated import Rotated
@@ -31,6 +32,7 @@ from stages._config import Quantize
 from stages._experts import routed_tokens
 from stages._head_file import bring_up_to_date, read_head
 from stages._inputs import gradient_sum, input_statistics
+from stages._kv_cache import kv_record, kv_scales_of, kv_tensors
 from stages._layer import FORMAT, install_all, quantize_layer
 from stages._plan import Plan
 from stages._progress import Progress
@@ -39,6 +41,7 @@ from stages._rotate import prove_rotation, rotated_source, write_outside
 from stages._share import Share
 from stages._slices import sliced
 from stages._team import Team
+from stages._unchanged import refuse_unchanged
 from stages._work import LayerWork
 
 __all__ = ["Forward", "open_source"]
@@ -104,6 +107,7 @@ class Forward:
             logits = stream.finish(last)
         _state.save(self.output / "canary.safetensors", {"tokens": tokens, "logits": logits})
         records = [_state.record(self.output, layer.index) for layer in self.graph.layers]
+        refuse_unchanged(self.plan, records, self.measurement)
         canary = {"layers": [record["canary"] for record in records], "logits": tensor_hash(logits)}
         disk.write_atomic(self.output / "canary.json", canonical_json(canary))
 
@@ -116,6 +120,8 @@ class Forward:
         layer_key = digest_of([self.key, layer.index])
         # A card's part does not make the layer; cards that have it make it again together, to the same bytes.
         kept = self.team.world == 1 and _state.finished(path, layer_key) is not None
+        kv_scales = kv_scales_of(self.measurement, layer, self.plan.kv_cache)
+        cache = None if kv_scales is None else KVRounder({layer.index: kv_scales})
         more = layer is not self.graph.layers[-1]
         original = more and not quantized_inputs(self.entry)
         if kept:
@@ -147,16 +153,18 @@ class Forward:
             if isinstance(source, Rotated):
                 work.changed += [name for name in work.stored if source.changes(name) and name not in work.quantized]
             quantize_layer(work)
-        output = stream.run(module, canary)
+            work.tensors |= kv_tensors(layer, kv_scales)
+        output = stream.run(module, canary, cache=cache)
         if not kept:
             found = {"errors": work.errors, "decisions": work.decisions, "changed": sorted(set(work.changed))}
             found |= {} if work.experts is None else {"experts": work.experts}
+            found |= kv_record(self.measurement, layer, self.plan.kv_cache)
             found |= {"key": layer_key, "canary": tensor_hash(output)} | self.share.record(layer)
             _state.write_layer(path, sliced(work.tensors, layer.linears, self.plan.schemes, self.share), found)
         if more:
             if not original:
                 self.progress.doing("through the quantized layer")
-                stream.advance(module, calibration, workers=self.workers)
+                stream.advance(module, calibration, cache=cache, workers=self.workers)
             canary.store.put(canary.index, output)
         return output
 
@@ -195,7 +203,8 @@ def read_back(module: nn.Module, layer: Layer, plan: Plan, path: Path) -> None:
     install_all(module, layer, plan, tensors)
     made = {part for name, scheme in plan.schemes.items() if scheme is not None for part in FORMAT.tensor_names(name, scheme)}
     biases = {f"{name}.bias" for name in layer.linears}
-    rest = {layer.relative(name): tensor for name, tensor in tensors.items() if name not in made | biases}
+    of_cache = set(FORMAT.kv_tensor_names(layer.attention))
+    rest = {layer.relative(name): tensor for name, tensor in tensors.items() if name not in made | biases | of_cache}
     materialize_(module, rest, dtype=torch.float32)
 
 

@@ -69,4 +69,7 @@ _WAY = (
         is_flag=True,
         help="Merge it where weights are not quantized; beside the others still.",
     ),
+    click.option(
+        "--ranks", type=int, default=1, metavar="N", help="Processes that share the model (default 1), or torchrun's."
+    ),
 )

@@ -36,6 +36,7 @@ class Weights:
         read: (name, first row, last row + 1) -> these rows, floating and finite.
         working_bytes: what `read` holds at most.
         quantized_inputs: linears that quantize what they are given.
+        kv_cache: whether keys and values are quantized.
     """
 
     folder: Path
@@ -46,6 +47,7 @@ class Weights:
     read: Read
     working_bytes: int = 0
     quantized_inputs: int = 0
+    kv_cache: bool = False
 
 
 def open_weights(folder: Path) -> Weights:
@@ -97,6 +99,7 @@ def _of_artifact(artifact: Artifact) -> Weights:
         read=read,
         working_bytes=WORKING,
         quantized_inputs=sum(placement.scheme.input is not None for placement in artifact.linears.values()),
+        kv_cache=artifact.kv_cache is not None,
     )
 
 

@@ -14,11 +14,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from quantflow.algorithms import ALGORITHMS
-from quantflow.core.scheme import LinearScheme, preset
+from quantflow.core.scheme import LinearScheme
 from quantflow.errors import InputError, UsageError
 from quantflow.models.graph import Graph
 from stages._config import Head, Quantize, nearest
-from stages._entry import BEST, scheme_of
+from stages._entry import BEST, override_of
 
 FILE, RECORD = "head.safetensors", "head.json"  # in a quantize folder
 _MODULE = "lm_head"  # as every family's module calls it, and checkpoints that were saved under the module's name
@@ -69,8 +69,7 @@ def head_of(
     """
     if entry.head is None:
         return None
-    flavour = entry.float8 if preset(entry.head.scheme).weights.kind == "float" else None
-    scheme = scheme_of(entry.head.scheme, entry.head.group_size, flavour)
+    scheme = override_of(entry, entry.head)
     linear, tensor = names_of(graph, shapes)
     if linear in ignored:
         told = f"{entry.name}: ignore names {linear}, head gives it {entry.head.scheme}"

@@ -6,11 +6,12 @@ from typing import Any
 
 from torch import Tensor
 
-from quantflow.core.activations import static_input, unseen
-from quantflow.core.scheme import LinearScheme
+from quantflow.core.activations import clipped, least_error_reach, static_input, unseen
+from quantflow.core.scheme import LinearScheme, TensorScheme
 from quantflow.errors import StatisticsError
 from quantflow.measurements.record import Measurement
 from quantflow.models.graph import Graph, Layer
+from quantflow.observers.histogram import HistogramObserver
 from stages._entry import GRADIENT_SUM
 from stages._experts import Policy, Short, of_layer, treat
 
@@ -30,6 +31,7 @@ class Input:
 
 
 NOTHING = Input()
+PERCENTILE = 99.99  # of the magnitudes that were seen, which `input_observer: percentile` keeps
 
 
 def input_of(name: str, scheme: LinearScheme, statistics: Mapping[str, Tensor]) -> Input:
@@ -44,12 +46,26 @@ def input_of(name: str, scheme: LinearScheme, statistics: Mapping[str, Tensor]) 
     if scheme.input is None or scheme.input.dynamic:
         return Input(decisions=decisions)
     try:
+        if scheme.input.observer != "amax" and not unseen(statistics):
+            decisions["input_reach"] = _reach(statistics, scheme.input)
+            statistics = clipped(statistics, decisions["input_reach"])
         scale, zero_point = static_input(statistics, scheme.input)
     except StatisticsError as error:
         raise StatisticsError(f"{name}: {error.cause}", error.remedy) from error
     if unseen(statistics):
         decisions["input"] = "unseen in calibration, scale 1"
     return Input(scale=scale, zero_point=zero_point, decisions=decisions)
+
+
+def _reach(statistics: Mapping[str, Tensor], scheme: TensorScheme) -> float:
+    """Return where the range of a static input ends, by the counts of its magnitudes."""
+    if "counts" not in statistics:
+        raise StatisticsError("input: statistic counts is missing", "measure with --stats that include histogram")
+    seen = HistogramObserver.from_state({"counts": statistics["counts"]})
+    if scheme.observer == "percentile":
+        return seen.percentile(PERCENTILE)
+    magnitudes, counts = seen.points()
+    return least_error_reach(statistics, scheme, magnitudes=magnitudes, counts=counts)
 
 
 def input_statistics(measurement: Measurement, layer: Layer) -> dict[str, Mapping[str, Tensor]]:

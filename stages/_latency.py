@@ -19,6 +19,7 @@ from quantflow.errors import UsageError
 from quantflow.evaluation.generation_speed import PERCENTILES, Run, Spread, random_prompts, spread, time_run
 from quantflow.runtime.lean import LeanDecoder
 from quantflow.runtime.load import Loaded, load
+from stages import _generate_ranks
 from stages._memory import usage
 from stages._progress import Progress
 
@@ -34,6 +35,8 @@ class Job:
         ordered: percentiles are taken from the sorted times.
         ignore_eos: go on after an end token.
         profile: where a trace of one more run goes, for chrome://tracing; None for no such run.
+        ranks: processes that share the model, each with a part of every matrix.
+        arguments: the command line after `quantflow`, which these get again.
     """
 
     artifact: Path
@@ -51,44 +54,63 @@ class Job:
     kv_cache: str = "auto"
     pack: bool = False
     device: str = "cpu"
+    ranks: int = 1
+    arguments: tuple[str, ...] = ()
     seed: int = 0
 
 
-def run(job: Job, progress: Progress) -> dict[str, Any]:
-    """Time every batch size and return settings, the machine's share, and a record per batch size."""
+def run(job: Job, progress: Progress) -> dict[str, Any] | None:
+    """Time every batch size and return settings, the machine's share, and a record per batch size.
+
+    Returns:
+        None where another process has the result: rank 0 of several.
+    """
     counts = (*job.batch_sizes, job.input_tokens, job.new_tokens, job.runs)
     if not job.batch_sizes or min(counts) < 1 or job.warmups < 0:
         raise UsageError(
             f"bench: batch sizes {list(job.batch_sizes)}, {job.input_tokens} + {job.new_tokens} tokens, {job.runs} runs",
             "use 1 or more of each",
         )
-    begin = time.perf_counter()
-    loaded = load(
-        job.artifact,
-        decoder=job.decoder,
-        kv_cache=job.kv_cache,
-        pack=job.pack,
-        backend=job.backend,
-        dtype=getattr(torch, job.dtype),
-        device=job.device,
-    )
-    load_seconds = time.perf_counter() - begin
-    batches = [_batch(job, loaded, rows, progress) for rows in job.batch_sizes]
-    if job.profile is not None:
-        _profile(job, loaded, job.profile)
+    without = {"the transformers decoder": job.decoder == "transformers", f"device {job.device}": job.device != "cpu"}
+    world = _generate_ranks.world_of("bench", job.ranks, without=without)
+    options: Any = {"backend": job.backend, "dtype": getattr(torch, job.dtype)}
+    if _generate_ranks.starts(world):
+        options |= {"arguments": job.arguments, "progress": progress}
+        _generate_ranks.start(job.artifact, verb="bench", world=world, **options)
+        return None
+    with _generate_ranks.joined("bench", world) as wire:
+        begin = time.perf_counter()
+        options |= {"decoder": job.decoder, "kv_cache": job.kv_cache, "pack": job.pack, "device": job.device}
+        loaded = load(job.artifact, wire=wire, **options)
+        load_seconds = time.perf_counter() - begin
+        batches = _generate_ranks.drive(loaded, wire, lambda led: _timed(job, led, progress))
+        peaks = [usage().peak]
+        if wire is not None:
+            peaks = wire.gather(torch.tensor(peaks)).flatten().tolist()
+    if batches is None:
+        return None
     return {
         "artifact": str(job.artifact),
-        "settings": {name: value for name, value in asdict(job).items() if name not in ("artifact", "profile")},
+        "settings": {key: value for key, value in asdict(job).items() if key not in ("artifact", "profile", "arguments")},
+        "ranks": world,
         "decoder": loaded.name,
         "reasons": list(loaded.reasons),
         "backends": sorted(set(loaded.backends.values())),
         "threads": torch.get_num_threads(),
         "load_seconds": load_seconds,
         "percentiles": "of sorted times" if job.ordered else "of times in the order of the runs, as text-generation-benchmark",
-        "memory": {"peak_bytes": usage().peak, "kv_cache_bytes": _cache_bytes(loaded)},
+        "memory": {"peak_bytes": max(peaks), "rank_peak_bytes": peaks, "kv_cache_bytes": _cache_bytes(loaded)},
         "profile": None if job.profile is None else str(job.profile),
         "batches": batches,
     }
+
+
+def _timed(job: Job, loaded: Loaded, progress: Progress) -> list[dict[str, Any]]:
+    """Return a record per batch size, and write the trace that was asked for."""
+    batches = [_batch(job, loaded, rows, progress) for rows in job.batch_sizes]
+    if job.profile is not None:
+        _profile(job, loaded, job.profile)
+    return batches
 
 
 def _batch(job: Job, loaded: Loaded, rows: int, progress: Progress) -> dict[str, Any]:
@@ -150,7 +172,7 @@ def text(result: Mapping[str, Any]) -> str:
     """Return the result of `run` as Markdown: a latency summary per batch size, and text-generation-benchmark's tables."""
     head = [
         f"{result['artifact']}: {result['decoder']} decoder, {', '.join(result['backends']) or 'no quantized linear'}, "
-        f"{result['threads']} threads, loaded in {result['load_seconds']:.2f} s, "
+        f"{_workers(result)}, loaded in {result['load_seconds']:.2f} s, "
         f"peak memory {result['memory']['peak_bytes'] / 2**30:.2f} GiB",
         *result["reasons"],
         f"percentiles {result['percentiles']}",
@@ -159,6 +181,12 @@ def text(result: Mapping[str, Any]) -> str:
         head.append(f"trace: {result['profile']}")
     summaries = [_summary(result, batch) for batch in result["batches"]]
     return "\n\n".join(["\n".join(head), *summaries, _parameters(result), _latencies(result), _rates(result)])
+
+
+def _workers(result: Mapping[str, Any]) -> str:
+    """Return how many threads computed, of how many ranks."""
+    ranks = result["ranks"]
+    return f"{result['threads']} threads" if ranks == 1 else f"{ranks} ranks of {result['threads']} threads"
 
 
 def _summary(result: Mapping[str, Any], batch: Mapping[str, Any]) -> str:

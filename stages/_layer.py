@@ -22,7 +22,9 @@ from torch import Tensor, nn
 
 from quantflow.algorithms import ALGORITHMS
 from quantflow.backends import BACKENDS
+from quantflow.core.comparison import SecondMoment, compared
 from quantflow.core.qtensor import QuantizedLinear
+from quantflow.core.result import GroupResult
 from quantflow.core.scheme import LinearScheme
 from quantflow.errors import StatisticsError
 from quantflow.evaluation.layer_error import error_from, relative_error, weight_sums
@@ -190,14 +192,16 @@ def _quantize_members(
             _required(statistics, members[0], statistic)
     weights = {name: work.child(name).weight.detach() for name in members}
     scale_dtype = FORMAT.scale_dtype(scheme, work.dtype_of(f"{members[0]}.weight"))
+    given = _clipped(work, weights, scheme, statistics=statistics)
     results = algorithm.quantize_group(
-        _clipped(work, weights, scheme, statistics=statistics),
+        given,
         scheme,
         statistics={**statistics, **gradients},
         scale_dtype=scale_dtype,
         workers=work.workers,
         in_place=last,
     )
+    told = _compared(work, given, results, statistics=statistics, scale_dtype=scale_dtype)
     if last:
         statistics.pop("hessian_sum", None)
     seen = input_of(members[0], scheme, statistics)
@@ -208,7 +212,7 @@ def _quantize_members(
         )
         work.tensors |= FORMAT.encode(name, quantized, scale_dtype=scale_dtype)
         work.errors[name] = {"weight": error_from(*sums, name=name)}
-        work.decisions.setdefault(name, {}).update({**result.decisions, **seen.decisions})
+        work.decisions.setdefault(name, {}).update({**result.decisions, **told.get(name, {}), **seen.decisions})
 
 
 def _clipped(
@@ -226,6 +230,26 @@ def _clipped(
     for name, share in shares.items():
         work.decisions.setdefault(name, {})["clipped_groups"] = share
     return found
+
+
+def _compared(
+    work: LayerWork,
+    weights: Mapping[str, Tensor],
+    results: Mapping[str, GroupResult],
+    *,
+    statistics: Mapping[str, Tensor],
+    scale_dtype: torch.dtype,
+) -> Mapping[str, Mapping[str, Any]]:
+    """Compare what an algorithm that reads no Hessian made, where a transform needed one, with plain round to nearest.
+
+    Algorithms that read Hessians do so themselves, since they overwrite them.
+    """
+    rounded = work.plan.algorithm == "rtn" or next(iter(weights)) in work.rounded
+    if rounded or "hessian_sum" in ALGORITHMS[work.plan.algorithm].NEEDS or "hessian_sum" not in statistics:
+        return {}
+    made = {name: result.weight for name, result in results.items()}
+    moment = SecondMoment(upper=statistics["hessian_sum"], diagonal=statistics["hessian_sum"].diagonal())
+    return compared(weights, made, moment, scale_dtype=scale_dtype, workers=work.workers)
 
 
 def _gradient(work: LayerWork, name: str) -> Tensor:

@@ -5,8 +5,10 @@ from pathlib import Path
 from quantflow.artifact.digests import NAME as HASHES
 from quantflow.errors import InputError, UsageError
 from quantflow.measurements.record import Measurement, read_measurement
+from quantflow.models.graph import graph_for
 from quantflow.models.source import ModelFiles
 from stages import _workspace
+from stages._kv_cache import kv_scales_of
 from stages._plan import Plan
 from stages._progress import Progress
 from stages._triples import are_gaudis, measurement_from
@@ -32,11 +34,23 @@ def measurement_of(
     Raises:
         UsageError: a measurement is needed, and none is given.
         InputError: it is unfinished, or of several ranks.
+        StatisticsError: the plan quantizes caches, and what they store was not measured.
     """
+    where, measurement = _found(folder, plan, scheme=scheme, source=source, progress=progress)
+    for layer in graph_for(source.config).layers:  # what is missing is said before hours are spent, not after them
+        kv_scales_of(measurement, layer, plan.kv_cache)
+    return where, measurement
+
+
+def _found(
+    folder: Path | None, plan: Plan, *, scheme: str, source: ModelFiles, progress: Progress
+) -> tuple[Path | None, Measurement | None]:
+    """Return the folder and what it holds, before it was looked into."""
     if folder is None:
         if plan.needs_measurement:
+            needs = [*sorted(plan.needs), *([] if plan.kv_cache is None else ["the largest keys and values of the cache"])]
             raise UsageError(
-                f"{plan.name}: {scheme} with {plan.algorithm} needs {', '.join(sorted(plan.needs))}, none is given",
+                f"{plan.name}: {scheme} with {plan.algorithm} needs {', '.join(needs)}, none is given",
                 "run `quantflow measure` and give its folder with --measurement",
             )
         return None, None

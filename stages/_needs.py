@@ -143,7 +143,7 @@ def need_layers(model: ModelSize, plan: Plan, *, lengths: Sequence[int]) -> Need
     """
     longest = max(lengths, default=CANARY_TOKENS)
     hidden = hidden_bytes(model, lengths)
-    encoded = layer_bytes(model, plan.schemes)
+    encoded = layer_bytes(model, plan.schemes, kv_cache=plan.kv_cache)
     halves = sum(observer_bytes(k) for _, _, k in model.layer.groups) if plan.needs_hessian else 0
     kept = FLOAT * SAMPLE_ROWS * sum(k for _, _, k in _folds(model.layer)) if plan.needs_rows else 0
     forward = forward_bytes(model, longest)
@@ -170,7 +170,7 @@ def need_layers(model: ModelSize, plan: Plan, *, lengths: Sequence[int]) -> Need
 def need_files(model: ModelSize, plan: Plan) -> Need:
     """Return what quantize takes file to file: per worker the unit that it rounds, and those that wait to be written."""
     algorithms = [plan.algorithm, *([] if plan.head is None else [plan.head.algorithm])]
-    result = sum(layer_bytes(model, plan.schemes)) + head_file_bytes(model, plan.head)
+    result = sum(layer_bytes(model, plan.schemes, kv_cache=plan.kv_cache)) + head_file_bytes(model, plan.head)
     return Need(stage="quantize", base=FILES_BASE, moments=tuple(map(_rounding, algorithms)), result=result)
 
 
@@ -179,7 +179,7 @@ def need_export(model: ModelSize, plan: Plan, *, shard_size: int) -> Need:
 
     The proof of a canary holds one quantized layer, and after the last of them the head as stored.
     """
-    layers, outside = layer_bytes(model, plan.schemes), outside_bytes(model, plan.head)
+    layers, outside = layer_bytes(model, plan.schemes, kv_cache=plan.kv_cache), outside_bytes(model, plan.head)
     whole = outside + sum(layers) <= min(shard_size, ONE_FILE)
     linked = 0 if whole else sum(size for size in layers if size <= shard_size)
     moments: tuple[Moment, ...] = ((BUFFERS, 0),)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from quantflow.artifact.canonical import digest_of
 from quantflow.artifact.safetensors_header import read_header
 from quantflow.core.parallel import Workers
-from quantflow.measurements.keys import is_matrix
+from quantflow.measurements.keys import HEADS, is_matrix
 from quantflow.measurements.routing import SITE as ROUTED
 from quantflow.measurements.stored import Deferred, Later
 from quantflow.models.backward import generator_for
@@ -191,6 +191,8 @@ class Observation:
     def _observe_cache(self, observers: Observers, layer: Layer, key: Tensor, value: Tensor) -> None:
         _observer(observers, f"{layer.attention}|k_cache", ["amax"], key)
         _observer(observers, f"{layer.attention}|v_cache", ["amax"], value)
+        for site, states in zip(HEADS, (key, value), strict=True):
+            _observer(observers, f"{layer.attention}|{site}", ["channel_amax"], states.transpose(1, 3))  # [1, D, S, heads]
 
     def _bytes(self, layer: Layer) -> int:
         prefix = f"{layer.prefix}."

@@ -7,21 +7,24 @@ from typing import Any, TypeVar
 
 from quantflow.algorithms import ALGORITHMS
 from quantflow.core.groups import group_size_for
-from quantflow.core.scheme import LinearScheme, preset
+from quantflow.core.scheme import LinearScheme, TensorScheme
 from quantflow.errors import InputError, UnsupportedError, UsageError
+from quantflow.formats import FORMATS
 from quantflow.models.graph import Graph
 from quantflow.observers import observers_for
 from quantflow.observers.rows import NAME as ROWS
 from quantflow.transforms import ROTATIONS, TRANSFORMS, awq
 from stages._config import Quantize, nearest
-from stages._entry import GRADIENT_SUM, algorithm_of, needs_of, scheme_of, transforms_of
+from stages._entry import GRADIENT_SUM, algorithm_of, base_of, needs_of, override_of, transforms_of
 from stages._experts import Policy, policy_for
 from stages._head import HeadPlan, head_of, refuse_ranks
+from stages._kv_cache import kv_cache_of
 
 OUTSIDE = "outside.safetensors"  # in a quantize folder: what lies outside the layers and is not as in the source
 SEQUENCES = 32  # of calibration text that run where nothing but rows is needed of it
 APART = 4  # of that many sequences one gives rows, where the others give a static range
 SAMPLE_ROWS = 1024  # of each input that a search tries its candidates on
+_INTEGERS = ("hqq", "yaqa")  # algorithms that have nothing to choose of float8
 Item = TypeVar("Item")
 
 
@@ -38,6 +41,7 @@ class Plan:
             quantized by themselves and no measurement is given, several cards where they are rounded to nearest.
         experts: what becomes of undercalibrated experts; None where no expert is quantized by statistics.
         head: what becomes of the head; None leaves it as it is.
+        kv_cache: how keys and values are kept; None is as they are.
     """
 
     name: str
@@ -48,6 +52,7 @@ class Plan:
     file_to_file: bool = False
     experts: Policy | None = None
     head: HeadPlan | None = None
+    kv_cache: TensorScheme | None = None
 
     @property
     def quantized(self) -> dict[str, LinearScheme]:
@@ -115,14 +120,15 @@ class Plan:
     @property
     def needs_measurement(self) -> bool:
         """Whether a measurement has to be given."""
-        return bool(self.needs)
+        return bool(self.needs) or self.kv_cache is not None
 
     def as_json(self) -> dict[str, Any]:
         """Return the plan as plain data, for state keys and manifests."""
         schemes = {name: None if scheme is None else asdict(scheme) for name, scheme in self.schemes.items()}
         transforms = [{name: dict(options)} for name, options in self.transforms]
         head = {} if self.head is None else {"head": self.head.as_json()}
-        return {"schemes": schemes, "algorithm": self.algorithm, "transforms": transforms, **head}
+        kv_cache = {} if self.kv_cache is None else {"kv_cache": asdict(self.kv_cache)}
+        return {"schemes": schemes, "algorithm": self.algorithm, "transforms": transforms, **head, **kv_cache}
 
 
 def resolve(
@@ -142,25 +148,35 @@ def resolve(
         UsageError: a pattern matches nothing, an algorithm or transform is unknown or does not fit, a group size does
             not divide a linear's input, nothing is left to quantize, or several cards are to quantize the head.
         InputError: a linear of the family that the checkpoint does not have.
-        UnsupportedError: schemes are to be chosen for a mixture of experts.
+        UnsupportedError: schemes are to be chosen for a mixture of experts, ranges of its inputs are to be cut, no file holds a
+            scheme, or as `kv_cache_of`.
     """
     if entry.mixed and graph.sparse:
         raise UnsupportedError(
             f"{entry.name}: target_bpw or max_kld of a {graph.family.model_type}; experts' sensitivities are not measured",
             "give one scheme, and overrides where linears need another",
         )
-    base, algorithm = scheme_of(entry.scheme, entry.group_size, entry.float8), algorithm_of(entry)
+    base, algorithm = base_of(entry), algorithm_of(entry)
     schemes = _schemes(entry, graph, shapes, base=base)
     used = [scheme for scheme in schemes.values() if scheme is not None]
-    for scheme in used:
+    for scheme in dict.fromkeys(used):
         _check_algorithm(entry.name, algorithm, scheme)
+    layout, kinds = FORMATS["compressed-tensors"], {str(number): scheme for number, scheme in enumerate(dict.fromkeys(used))}
+    layout.quantization_config(kinds, ignore=(), model_type=graph.family.model_type)  # refuses what no file could hold
     transforms = transforms_of(entry)
     if ranks > 1 and any(name in ROTATIONS for name, _ in transforms):
         raise UsageError(f"{entry.name}: hadamard with --ranks {ranks}", "quantize with one process, or leave hadamard out")
     head = head_of(entry, graph, shapes, ignored=_ignored(entry, shapes))
     refuse_ranks(entry.name, head, ranks=ranks)
     needs = needs_of(entry, used)
+    if "counts" in needs and graph.sparse:
+        raise UnsupportedError(
+            f"{entry.name}: input_observer={entry.input_observer!r} of a {graph.family.model_type}; experts share ranges, "
+            "not histograms",
+            "leave input_observer out",
+        )
     alone = ALGORITHMS[algorithm].BY_ROW and not transforms
+    kv_cache = kv_cache_of(entry, graph, transforms, ranks=ranks)
     by_row = all(scheme.weights.granularity in ("per_channel", "per_group", "per_block") for scheme in used)
     return Plan(
         name=entry.name,
@@ -168,7 +184,8 @@ def resolve(
         algorithm=algorithm,
         transforms=transforms,
         needs=needs,
-        file_to_file=alone and (by_row and not (measured or needs) if ranks == 1 else algorithm == "rtn"),
+        file_to_file=alone and (by_row and not (measured or needs or kv_cache) if ranks == 1 else algorithm == "rtn"),
+        kv_cache=kv_cache,
         experts=_experts(entry, graph, schemes, weights=bool(ALGORITHMS[algorithm].NEEDS) or _clips(transforms, algorithm)),
         head=head,
     )
@@ -182,8 +199,7 @@ def _schemes(
     schemes: dict[str, LinearScheme | None] = {name: None if name in ignored else base for name in graph.linears}
     for override in entry.overrides:
         for name in _matches(override.match, list(graph.linears), f"{entry.name}: overrides"):
-            flavour = entry.float8 if preset(override.scheme).weights.kind == "float" else None
-            schemes[name] = None if name in ignored else scheme_of(override.scheme, override.group_size, flavour)
+            schemes[name] = None if name in ignored else override_of(entry, override)
     given = overridden(entry, graph) if entry.mixed else frozenset(schemes)  # for others one is chosen that fits
     for name, scheme in schemes.items():
         if scheme is not None:
@@ -240,10 +256,15 @@ def overridden(entry: Quantize, graph: Graph) -> frozenset[str]:
 
 
 def _check_algorithm(name: str, algorithm: str, scheme: LinearScheme) -> None:
-    if algorithm != "rtn" and scheme.weights.kind != "int":
+    if algorithm in _INTEGERS and scheme.weights.kind != "int":
         raise UsageError(
             f"{name}: algorithm {algorithm} with scheme {scheme.name}",
-            f"{algorithm} chooses integers; use algorithm rtn for float8",
+            f"{algorithm} chooses integers; use rtn, rtn_mse or gptq for float8",
+        )
+    if algorithm == "rtn_mse" and scheme.weights.granularity == "per_tensor":
+        raise UsageError(
+            f"{name}: algorithm rtn_mse with scheme {scheme.name}, whose weights share one scale",
+            "use rtn or gptq, or a scale per channel or block such as FP8_DYNAMIC's",
         )
 
 

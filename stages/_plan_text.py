@@ -41,8 +41,9 @@ def _artifact(artifact: Mapping[str, Any]) -> list[str]:
     coverage = artifact["coverage"]
     algorithm = " ".join([*artifact["transforms"], artifact["algorithm"]])
     head = f" and a head of {artifact['head']}" if artifact["head"] else ""
+    path = ("" if artifact["kv_cache"] is None else f"cache {artifact['kv_cache']}, ") + artifact["path"]
     lines = [
-        f"{artifact['name']}: {artifact['scheme']} by {algorithm}{head}, {artifact['path']}: {size(artifact['output_bytes'])}, "
+        f"{artifact['name']}: {artifact['scheme']} by {algorithm}{head}, {path}: {size(artifact['output_bytes'])}, "
         f"{artifact['bits_per_weight']:.2f} bits per quantized weight, "
         f"{coverage['weights']:.1%} of the weights and {coverage['bytes']:.1%} of the bytes are quantized"
     ]

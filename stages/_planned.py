@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from quantflow.core.float8 import FLAVOURS
+from quantflow.core.kv import kv_words
 from quantflow.core.scheme import LinearScheme, TensorScheme
 from stages._head import HeadPlan
 from stages._plan import Plan
@@ -23,7 +25,29 @@ def plan_from(summary: Mapping[str, Any]) -> Plan:
         needs=frozenset(),
         file_to_file=summary["proof"] == "tensors",
         head=head_from(plan),
+        kv_cache=kv_scheme_from(plan),
     )
+
+
+def kv_scheme_from(plan: Mapping[str, Any]) -> TensorScheme | None:
+    """Return how keys and values are kept, as the plan in quantize.json spells it."""
+    data = plan.get("kv_cache")
+    return None if data is None else TensorScheme(**data)
+
+
+def kv_words_of(plan: Mapping[str, Any]) -> str | None:
+    """Return the same in words, `FP8 per_head`."""
+    scheme = kv_scheme_from(plan)
+    return None if scheme is None else kv_words(scheme)
+
+
+def float8_of(plan: Plan) -> dict[str, Any] | None:
+    """Return the flavour of float8 of weights, inputs and caches; None where there is none."""
+    parts = [plan.kv_cache]
+    for scheme in plan.quantized.values():
+        parts += [scheme.weights, scheme.input]
+    flavours = sorted({part.float8 for part in parts if part is not None and part.kind == "float"})
+    return {"flavour": flavours[0], "largest": FLAVOURS[flavours[0]].largest} if flavours else None
 
 
 def head_from(plan: Mapping[str, Any]) -> HeadPlan | None:

@@ -11,13 +11,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from quantflow.errors import InputError, IntegrityError, QuantflowError, ResourceError, UnsupportedError, UsageError
+from quantflow.errors import GateError, InputError, IntegrityError, QuantflowError, ResourceError, UnsupportedError, UsageError
 from stages._config import launched_environment
 from stages._progress import Progress
 
+AGAIN = "the same command continues with what is missing"
 LOST = "another rank ended, or cannot be reached"  # what a rank says that ends because of it
 _PR_SET_PDEATHSIG = 1
-_BY_EXIT_CODE = {kind.exit_code: kind for kind in (UsageError, ResourceError, UnsupportedError, IntegrityError)}
+_BY_EXIT_CODE = {kind.exit_code: kind for kind in (UsageError, GateError, ResourceError, UnsupportedError, IntegrityError)}
 _RANK = re.compile(r"rank\s*: (\d+) \(local_rank")
 _EXIT_CODE = re.compile(r"exitcode\s*: (-?\d+) \(pid")
 
@@ -44,8 +45,24 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def launch(arguments: Sequence[str], *, ranks: int, progress: Progress) -> None:
+def launch(
+    arguments: Sequence[str],
+    *,
+    ranks: int,
+    progress: Progress,
+    speaks: bool = False,
+    threads: int | None = None,
+    again: str = AGAIN,
+) -> None:
     """Run `quantflow <arguments>` in `ranks` processes under torchrun and wait for all of them.
+
+    Args:
+        arguments: the command line.
+        ranks: how many.
+        progress: tells what they tell.
+        speaks: what they write to stdout is this process's output; otherwise nobody sees it.
+        threads: of each; None leaves it to them.
+        again: what is said of the same command line after a failure.
 
     Raises:
         QuantflowError: a rank failed; the class, and so the exit code, is that of the rank's own error.
@@ -59,8 +76,8 @@ def launch(arguments: Sequence[str], *, ranks: int, progress: Progress) -> None:
     own = True  # whether the rank that wrote last failed by itself
     with subprocess.Popen(
         command,
-        env=launched_environment(),
-        stdout=subprocess.DEVNULL,
+        env=launched_environment(threads),
+        stdout=None if speaks else subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
         preexec_fn=die_with_parent,
@@ -85,10 +102,10 @@ def launch(arguments: Sequence[str], *, ranks: int, progress: Progress) -> None:
             process.kill()  # and its ranks with it, see die_with_parent
             raise
     if process.returncode:
-        raise _failure(ends, ranks=ranks, cause=cause, remedy=remedy)
+        raise _failure(ends, ranks=ranks, cause=cause, remedy=remedy, again=again)
 
 
-def _failure(ends: Mapping[int, int], *, ranks: int, cause: str, remedy: str) -> QuantflowError:
+def _failure(ends: Mapping[int, int], *, ranks: int, cause: str, remedy: str, again: str = AGAIN) -> QuantflowError:
     """Return the error that tells which rank ended the others.
 
     Args:
@@ -96,8 +113,8 @@ def _failure(ends: Mapping[int, int], *, ranks: int, cause: str, remedy: str) ->
         ranks: how many there were.
         cause: what a rank wrote before it ended.
         remedy: likewise.
+        again: of the same command line.
     """
-    again = "the same command continues with what is missing"
     for rank, code in ends.items():
         if code < 0 and -code != signal.SIGTERM:  # torchrun ends the others with that one
             told = f"rank {rank} of {ranks} was ended by {signal.Signals(-code).name}"

@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any
 
 from quantflow.artifact import disk
+from quantflow.artifact.inspect import output_errors
 from stages._gate import METRICS
 from stages._plot import Interval, intervals, lines
 
@@ -57,7 +58,7 @@ def cells(result: Mapping[str, Any]) -> tuple[str, ...]:
     steps = [name for item in result["transforms"] for name in item]
     return (
         str(result["artifact"]),
-        str(result["scheme"]),
+        ", cache ".join(filter(None, (result["scheme"], result.get("kv_cache")))),
         " + ".join([*steps, result["algorithm"]]),
         f"{result['size'] / 1e6:.1f} MB",
         f"{result['bits_per_weight']:.2f}",
@@ -103,7 +104,8 @@ def write_report(path: Path, rows: Sequence[Row]) -> None:
                 f"<p class=note>||quantized - original||² / ||original||² of {note}.</p>",
                 lines(found, unit="relative squared error"),
             ]
-    ranges = {str(row.result["artifact"]): _ranges(row) for row in rows}
+    body += _calibrated(rows)
+    ranges = {str(row.result["artifact"]): _told(row, "input_amax") for row in rows}
     ranges = {name: values for name, values in ranges.items() if values}
     if ranges:
         body += [
@@ -168,6 +170,37 @@ def _experts(rows: Sequence[Row]) -> list[str]:
     ]
 
 
+def _calibrated(rows: Sequence[Row]) -> list[str]:
+    """Return what calibration did to the outputs, as a table and a plot; nothing where no algorithm is calibrated."""
+    columns = ("artifact", "algorithm", "linears", "median", "median of rtn", "worst", "worse than rtn", "same as rtn")
+    body, plotted = [], dict[str, dict[str, float]]()
+    for row in rows:
+        found, result = output_errors(row.layers), row.result
+        if found:
+            shares = [f"{found[key]:.2%}" for key in ("median", "median_rtn", "worst")]
+            counts = [str(found[key]) for key in ("worse_than_rtn", "same_as_rtn")]
+            texts = [str(result["artifact"]), str(result["algorithm"]), str(found["linears"]), *shares, *counts]
+            body.append("".join(f"<td{' class=left' if i < 2 else ''}>{escape(text)}</td>" for i, text in enumerate(texts)))
+            plotted[str(result["artifact"])] = _told(row, "output_error")
+            plotted[f"{result['artifact']}, rtn"] = _told(row, "output_error_rtn")
+    if not body:
+        return []
+    head = "".join(f"<th{' class=left' if i < 2 else ''}>{escape(name)}</th>" for i, name in enumerate(columns))
+    return [
+        "<h2>Output error on the calibration text</h2>",
+        "<p class=note>||quantized - original|| / ||original|| of each linear's output, its input as it was, and the same of "
+        "round to nearest without calibration, of rows that stand for all.</p>",
+        f"<div class=wide><table><tr>{head}</tr>{''.join(f'<tr>{cells}</tr>' for cells in body)}</table></div>",
+        lines(plotted, unit="relative error"),
+    ]
+
+
+def _told(row: Row, key: str) -> dict[str, float]:
+    """Return a number that was decided of each linear, where it was."""
+    decisions = [(name, told) for layer in row.layers for name, told in layer["decisions"].items()]
+    return {_short(name): told[key] for name, told in decisions if told.get(key) is not None}
+
+
 def _digests(results: Sequence[Mapping[str, Any]]) -> str:
     items = [f"<li>{escape(str(r['artifact']))}: <code>{escape(str(r['digest']))}</code></li>" for r in results]
     return f"<ul>{''.join(items)}</ul>"
@@ -187,15 +220,6 @@ def _weight_errors(row: Row) -> dict[str, float]:
     """Return the errors of weights where those of outputs are not known, as after quantizing file to file."""
     errors = [(name, error) for layer in row.layers for name, error in layer["errors"].items()]
     return {_short(name): error["weight"] for name, error in errors if "output" not in error}
-
-
-def _ranges(row: Row) -> dict[str, float]:
-    return {
-        _short(name): decision["input_amax"]
-        for layer in row.layers
-        for name, decision in layer["decisions"].items()
-        if "input_amax" in decision
-    }
 
 
 def _short(name: str) -> str:

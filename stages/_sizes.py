@@ -6,7 +6,7 @@ from typing import Any
 
 from quantflow.artifact.safetensors_header import TensorInfo
 from quantflow.artifact.safetensors_writer import Spec
-from quantflow.core.scheme import LinearScheme
+from quantflow.core.scheme import LinearScheme, TensorScheme
 from quantflow.errors import InputError, UnsupportedError
 from quantflow.formats import FORMATS
 from quantflow.models.graph import Graph
@@ -161,11 +161,18 @@ def head_file_bytes(model: ModelSize, head: HeadPlan | None) -> int:
     return 0 if head is None else quantized_bytes(head.linear, head.scheme, model.infos[head.tensor])
 
 
-def layer_bytes(model: ModelSize, schemes: Mapping[str, LinearScheme | None]) -> list[int]:
-    """Return the bytes of the tensors of each decoder layer after quantization, without file headers."""
+def layer_bytes(
+    model: ModelSize, schemes: Mapping[str, LinearScheme | None], *, kv_cache: TensorScheme | None = None
+) -> list[int]:
+    """Return the bytes of the tensors of each decoder layer after quantization, scales of its cache included.
+
+    File headers are not counted.
+    """
+    specs = {} if kv_cache is None else FORMAT.kv_tensor_specs("", kv_cache, model.kv_heads)
+    scales = sum(_spec_bytes(dtype, shape) for dtype, shape in specs.values())
     result = []
     for layer in model.layers:
-        size = layer.stored
+        size = layer.stored + scales
         for names, _, _ in layer.groups:
             for name in names:
                 scheme = schemes[name]

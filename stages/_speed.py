@@ -67,7 +67,7 @@ class Speed:
     def quantize(self, model: ModelSize, plan: Plan, lengths: Sequence[int]) -> float:
         """Return the seconds of quantize, on the path that the plan takes."""
         head = 0 if plan.head is None else elements_of(model.infos[plan.head.tensor])
-        result = sum(layer_bytes(model, plan.schemes)) + head_file_bytes(model, plan.head)
+        result = sum(layer_bytes(model, plan.schemes, kv_cache=plan.kv_cache)) + head_file_bytes(model, plan.head)
         writing = (self.written + self.hashed) * result
         if plan.file_to_file:
             weights = head + sum(layer.elements for layer in model.layers)
@@ -88,7 +88,7 @@ class Speed:
     def export(self, model: ModelSize, plan: Plan) -> float:
         """Return the seconds of export: copy what is not linked, hash, and read it all again for the proof."""
         outside = outside_bytes(model, plan.head)
-        result = outside + sum(layer_bytes(model, plan.schemes))
+        result = outside + sum(layer_bytes(model, plan.schemes, kv_cache=plan.kv_cache))
         return self.written * outside + 2 * (self.hashed / self.cores + self.read) * result + PROOF
 
     def validate(self, model: ModelSize, lengths: Sequence[int]) -> float:

@@ -81,7 +81,7 @@ class Team:
                 else:
                     add(number, self._receive(torch.empty(1, length, features[number]), rank, number))
         for send in sends:
-            with _connected():
+            with connected():
                 send.wait()
 
     def broadcast(self, tensors: Mapping[str, Tensor], about: Any, *, number: int) -> tuple[dict[str, Tensor], Any]:
@@ -114,7 +114,7 @@ class Team:
         if self.world == 1:
             return value, value
         both = torch.tensor([value, -value])
-        with _connected():
+        with connected():
             distributed.all_reduce(both, op=distributed.ReduceOp.MIN, group=self.group)
         return int(both[0]), -int(both[1])
 
@@ -127,16 +127,16 @@ class Team:
         self.span(0)
 
     def _post(self, tensor: Tensor, number: int) -> Any:
-        with _connected():
+        with connected():
             return distributed.isend(tensor, number % self.world, group=self.group, tag=number)
 
     def _receive(self, tensor: Tensor, rank: int, number: int) -> Tensor:
-        with _connected():
+        with connected():
             distributed.recv(tensor, rank, group=self.group, tag=number)
         return tensor
 
     def _from(self, owner: int, tensor: Tensor) -> Tensor:
-        with _connected():
+        with connected():
             distributed.broadcast(tensor, owner, group=self.group)
         return tensor
 
@@ -156,8 +156,11 @@ def together(*, rank: int, world: int) -> Iterator[Team]:
 
 
 @contextmanager
-def _connected() -> Iterator[None]:
+def connected(verb: str = "quantize") -> Iterator[None]:
     """Give a connection that breaks its name.
+
+    Args:
+        verb: what runs.
 
     Raises:
         ResourceError: another card ended, and nobody ended this one because of it.
@@ -168,4 +171,4 @@ def _connected() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun names the rank that fails first: let it end this one
         time.sleep(GRACE)
         told = " ".join(str(error).split())
-        raise ResourceError(f"quantize: {LOST}: {told}", "look what it said; the same command continues") from error
+        raise ResourceError(f"{verb}: {LOST}: {told}", "look what it said; the same command continues") from error

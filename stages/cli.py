@@ -187,6 +187,7 @@ def measure(model: str, output: str | None, settings: tuple[str, ...], recipe: s
 @click.option("--smoothquant", metavar="ALPHA", help="Smooth with this alpha, 0.5 is usual; auto searches one per input.")
 @click.option("--ignore", multiple=True, metavar="PATTERN", help="Leave these linears alone: a name, or re:...")
 @headed
+@click.option("--kv-cache", metavar="SCHEME", help="Keys and values in FP8 or INT8, with a measured scale; FP8:per_head.")
 @click.option("--measurement", metavar="DIR", help="What stage 1 or unify wrote; for FP8 also Gaudi's own files.")
 @click.option(
     "--quantized-inputs/--original-inputs",
@@ -212,12 +213,13 @@ def quantize(model: str, output: str, settings: tuple[str, ...], recipe: str | N
              quantflow quantize ./llama -o work/2-quantize --scheme FP8_DYNAMIC --export work/llama-fp8
              quantflow quantize ./llama -o work/w4a16 --scheme W4A16 --measurement work/1-measure --head W8A16
              quantflow quantize ./llama -o work/mixed --target-bpw 4.25 --measurement work/1-measure
+             quantflow quantize ./llama -o work/fp8 --scheme FP8 --kv-cache FP8 --measurement work/1-measure
              quantflow quantize ./llama -o work/shards --scheme FP8_DYNAMIC --ranks 4
              quantflow quantize ./llama -o work/shards --scheme W4A16 --measurement work/1-measure --ranks 4
     """
     from quantflow.errors import UsageError
     from stages import quantize as stage
-    from stages._config import apply_settings, find_config, nearest, read_yaml, recipe_from
+    from stages._config import apply_settings, find_config, kv_cache_flag, nearest, read_yaml, recipe_from
     from stages._quant_flags import entry_beneath, given, measurement_beneath
 
     artifact = shared["artifact"]
@@ -232,6 +234,7 @@ def quantize(model: str, output: str, settings: tuple[str, ...], recipe: str | N
         "transforms": None if smooth is None else [{"smoothquant": {"alpha": number_or_word(smooth)}}],
         "ignore": list(shared["ignore"]) or None,
         "head": head_from(shared["head"]),
+        "kv_cache": kv_cache_flag(shared["kv_cache"]),
         "quantized_inputs": shared["quantized_inputs"],
         "target_bpw": shared["target_bpw"],
         "max_kld": shared["max_kld"],
@@ -442,7 +445,12 @@ def validate(
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
 @click.option("--device", type=click.Choice(["cpu", "cuda", "hpu"]), default="cpu", show_default=True)
 @click.option("--decoder", default="auto", show_default=True, help="lean, transformers, or auto: lean where it can.")
-@click.option("--kv-cache", metavar="KIND", default="auto", help="float32, bfloat16, float8 or int8 (default: --dtype).")
+@click.option(
+    "--kv-cache",
+    metavar="KIND",
+    default="auto",
+    help="float32, bfloat16, float8 or int8 (default: the artifact's, else --dtype).",
+)
 @click.option("--pack", is_flag=True, help="Keep the weights as kernels want them in ARTIFACT-packed, and load from there.")
 @click.option("--disk-offload", is_flag=True, help="Keep one layer in memory at a time and read the next from disk.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress.")
@@ -468,7 +476,10 @@ def generate(artifact: str, as_json: bool, quiet: bool, **options: Any) -> None:
         if not as_json:
             click.echo(text, nl=False)
 
+    options["arguments"] = tuple(sys.argv[1:])
     result = stage.run(job_from(artifact, options), stream, Progress(quiet=quiet, bars=bars_wanted()))
+    if result is None:  # rank 0 has it
+        return
     texts = "" if pieces else "\n\n".join(output["prompt"] + output["text"] for output in result["outputs"])
     show(result, as_json=as_json, text=texts)
     stage.raise_for_difference(result)
@@ -502,9 +513,10 @@ def bench(artifact: str | None, kernels: bool, as_json: bool, quiet: bool, **opt
     if artifact is not None and kernels:
         raise UsageError(f"bench: --kernels beside an artifact, {artifact}", "give one of them")
     if artifact is not None:
-        job = _latency.Job(artifact=Path(artifact), **values(options))
+        job = _latency.Job(artifact=Path(artifact), arguments=tuple(sys.argv[1:]), **values(options))
         timed = _latency.run(job, Progress(quiet=quiet, bars=bars_wanted()))
-        show(timed, as_json=as_json, text=_latency.text(timed))
+        if timed is not None:  # otherwise rank 0 has it
+            show(timed, as_json=as_json, text=_latency.text(timed))
         return
     if not kernels:
         raise UsageError("bench: nothing to time", "give an artifact, or --kernels")

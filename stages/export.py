@@ -21,7 +21,6 @@ from quantflow.artifact.ledger import FileEntry, Ledger
 from quantflow.artifact.manifest import MANIFEST_NAME, build_manifest, read_manifest, write_manifest
 from quantflow.artifact.safetensors_header import read_header
 from quantflow.artifact.verify import verify
-from quantflow.core.float8 import FLAVOURS
 from quantflow.errors import InputError, IntegrityError, QuantflowError, UsageError
 from quantflow.formats import FORMATS
 from quantflow.models.graph import Graph, graph_for
@@ -32,9 +31,10 @@ from stages._bits import tools
 from stages._card import model_card
 from stages._config import Recipe, Resources, nearest, parse_size
 from stages._head import FILE
+from stages._kv_cache import kv_names
 from stages._ledger import tensor_entries
 from stages._plan import OUTSIDE
-from stages._planned import plan_from
+from stages._planned import float8_of, plan_from
 from stages._progress import Progress
 from stages._proof import proving
 from stages._resources import Allowance, allow_export, compare
@@ -43,7 +43,7 @@ from stages._share import refuse_shards
 from stages._side_files import is_side_file
 from stages._sizes import model_size
 
-LAYER_KEYS = ("errors", "decisions", "changed", "experts")  # of a layer's record, in the manifest; experts of mixtures
+LAYER_KEYS = ("errors", "decisions", "changed", "experts", "kv_cache")  # of a layer's record, in the manifest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,10 +171,10 @@ def _write(
     config = artifact_config(source.checkpoint.config, graph, plan, names=source.names)
     disk.write_file(folder / CONFIG, readable_json(config))
     changed = {name for layer in layers for name in layer["changed"]} | set(_outside(job.quantized))
-    ledger = Ledger(tensors=tensor_entries(source, graph, schemes, changed, FORMATS[job.format], head=plan.head), files=files)
+    entries = tensor_entries(source, graph, schemes, changed, FORMATS[job.format], head=plan.head)
+    ledger = Ledger(tensors=entries, files=files, measured=kv_names(graph, plan.kv_cache))
     sizes = {name: (source.checkpoint.folder / name).stat().st_size for name in source.checkpoint.files}
     ledger.check(source.checkpoint.infos, source_files=sizes)
-    flavours = sorted({t.float8 for s in schemes.values() for t in (s.weights, s.input) if t and t.kind == "float"})
     body = {
         "kind": "artifact",
         "source": {
@@ -184,7 +184,7 @@ def _write(
         },
         "recipe": {**summary["recipe"], "resolved": summary["plan"], "format": job.format},
         "measurement": summary["measurement"],
-        "float8": {"flavour": flavours[0], "largest": FLAVOURS[flavours[0]].largest} if flavours else None,
+        "float8": float8_of(plan),
         "ledger": ledger.to_json(),
         "layers": [{key: layer[key] for key in LAYER_KEYS if key in layer} for layer in layers],
         **(

@@ -28,6 +28,8 @@ from quantflow.runtime.decoding import Beams, Draft, Lookup, Method, Rules, Samp
 from quantflow.runtime.decoding.text import TextStream, continuation, stop_at, word_ids
 from quantflow.runtime.load import Loaded, load
 from quantflow.runtime.offload import load_offloaded
+from quantflow.runtime.tensor_parallel import Wire
+from stages import _generate_ranks
 from stages._progress import Progress
 from stages._prompts import Prompt, encode, read_prompts, shown
 from stages._timed import Timed
@@ -57,6 +59,8 @@ class Job:
         pack: keep the weights beside the artifact as the lean decoder holds them, and load them from there.
         disk_offload: leave the weights on disk and read them for every token; the same tokens with little memory.
         device: where the model runs.
+        ranks: processes that share the model, each with a part of every matrix.
+        arguments: the command line after `quantflow`, which these get again.
     """
 
     artifact: Path
@@ -89,21 +93,50 @@ class Job:
     pack: bool = False
     disk_offload: bool = False
     device: str = "cpu"
+    ranks: int = 1
+    arguments: tuple[str, ...] = ()
 
 
-def run(job: Job, stream: Callable[[str], None], progress: Progress | None = None) -> dict[str, Any]:
+def run(job: Job, stream: Callable[[str], None], progress: Progress | None = None) -> dict[str, Any] | None:
     """Generate; the text of a single sequence is handed to `stream` piece by piece, its prompt first.
 
     Returns:
-        `outputs`, one per text: prompt, text, tokens; `timing`; `decoder`, its name and why no faster one; `adapter`, how many
-        linears it went into and beside; and `differing`, the prompts whose texts are not those of the reference.
+        `outputs`, one per text: prompt, text, tokens; `timing`; `decoder`, its name and why no faster one; `ranks`; `adapter`,
+        how many linears it went into and beside; and `differing`, the prompts whose texts are not those of the reference.
+        None where another process has the result: rank 0 of several.
     """
     _check(job)
-    prompts: list[Prompt] = list(job.prompts)
-    if job.source is not None:
-        prompts += read_prompts(job.source, column=job.column, limit=job.limit)
-    expected = _reference(job.reference)
-    loaded, adapted = _open(job)
+    without = {"the transformers decoder": job.decoder == "transformers", f"device {job.device}": job.device != "cpu"}
+    without |= {"an adapter": job.adapter is not None, "disk_offload": job.disk_offload}
+    world = _generate_ranks.world_of("generate", job.ranks, without=without)
+    telling = Progress(quiet=True) if progress is None else progress
+    if _generate_ranks.starts(world):
+        options: Any = {"backend": job.backend, "dtype": getattr(torch, job.dtype), "arguments": job.arguments}
+        _generate_ranks.start(job.artifact, verb="generate", world=world, progress=telling, **options)
+        return None
+    with _generate_ranks.joined("generate", world) as wire:
+        prompts: list[Prompt] = list(job.prompts)
+        if job.source is not None and (wire is None or wire.rank == 0):
+            prompts += read_prompts(job.source, column=job.column, limit=job.limit)
+        expected = _reference(job.reference)
+        loaded, adapted = _open(job, wire)
+        result = _generate_ranks.drive(loaded, wire, lambda led: _continue(job, led, prompts, stream, telling))
+    if result is None:
+        return None
+    return {
+        **result,
+        "ranks": world,
+        "adapter": None if adapted is None else {"merged": len(adapted.merged), "beside": len(adapted.beside)},
+        "differing": [
+            o["prompt"] for o in result["outputs"] if expected is not None and expected.get(o["prompt"]) != o["text"]
+        ],
+    }
+
+
+def _continue(
+    job: Job, loaded: Loaded, prompts: Sequence[Prompt], stream: Callable[[str], None], progress: Progress
+) -> dict[str, Any]:
+    """Return the outputs, how long they took, and what decoded."""
     tokenizer = loaded.tokenizer or load_tokenizer(job.artifact)
     rows = encode(prompts, tokenizer, limit=job.max_input_tokens, chat=job.chat)
     method, options = _method(job, tokenizer), _options(job, loaded, tokenizer)
@@ -112,7 +145,7 @@ def run(job: Job, stream: Callable[[str], None], progress: Progress | None = Non
     alone = len(rows) * job.returned == 1 and not isinstance(method, Beams)
     outputs: list[dict[str, Any]] = []
     begin = time.perf_counter()
-    telling = progress if progress is not None and len(batches) > 1 else Progress(quiet=True)
+    telling = progress if len(batches) > 1 else Progress(quiet=True)
     for batch in telling.steps(batches, stage="generate", unit="batch"):
         ids, padding = _left_padded([rows[i] for i in batch], pad=options["pad_token_id"] or 0, device=job.device)
         told = _Spoken(tokenizer, shown(prompts[0]), rows[0], stream) if alone else None
@@ -129,8 +162,6 @@ def run(job: Job, stream: Callable[[str], None], progress: Progress | None = Non
         "outputs": outputs,
         "timing": {"seconds": seconds, "tokens": count, "tokens_per_second": count / seconds, **decoder.summary()},
         "decoder": {"name": loaded.name, "reasons": list(loaded.reasons)},
-        "adapter": None if adapted is None else {"merged": len(adapted.merged), "beside": len(adapted.beside)},
-        "differing": [o["prompt"] for o in outputs if expected is not None and expected.get(o["prompt"]) != o["text"]],
     }
 
 
@@ -167,7 +198,7 @@ def _check(job: Job) -> None:
         raise UsageError("generate: merge without an adapter", "give --adapter")
 
 
-def _open(job: Job) -> tuple[Loaded, Adapted | None]:
+def _open(job: Job, wire: Wire | None) -> tuple[Loaded, Adapted | None]:
     """Return what decodes, and what became of the adapter; an adapter and weights on disk go with transformers' modules."""
     dtype: torch.dtype = getattr(torch, job.dtype)
     crops = job.draft is not None or job.medusa is not None or isinstance(job.method, Lookup)
@@ -175,7 +206,7 @@ def _open(job: Job) -> tuple[Loaded, Adapted | None]:
     special = [name for name in ("disk_offload", "adapter") if getattr(job, name)]
     if not special:
         options |= {"decoder": job.decoder, "kv_cache": job.kv_cache, "pack": job.pack, "device": job.device}
-        return load(job.artifact, **options), None
+        return load(job.artifact, wire=wire, **options), None
     if job.decoder == "lean" or job.kv_cache != "auto" or job.pack:
         told = f"generate: {special[0]} with decoder {job.decoder}, kv_cache {job.kv_cache}, pack {job.pack}"
         raise UsageError(told, "leave them out: it runs in transformers' modules with their cache")

@@ -55,8 +55,8 @@ class Job:
     """One measurement.
 
     Attributes:
-        stats: observers of every linear's input; outputs, weights, K and V get amax. Without any, only the token ids are
-            kept and no layer runs, unless there are experts.
+        stats: observers of every linear's input; outputs, weights, K and V get amax, K and V also that of each head. Without
+            any, only the token ids are kept and no layer runs, unless there are experts.
         experts: which tokens each expert of a mixture is shown: `routed` to it, or `all`; None is routed.
         tp: ranks that share a model, each with a slice of it; null means 1, or what dp leaves.
         dp: replicas of the model, which share the sequences; null means what tp leaves.

@@ -17,6 +17,7 @@ from quantflow.artifact.canonical import canonical_json, readable_json
 from quantflow.artifact.checkpoint import CONFIG, INDEX, Checkpoint
 from quantflow.artifact.safetensors_header import TensorInfo
 from quantflow.artifact.safetensors_writer import Spec, layout
+from quantflow.core.kv import kv_words
 from quantflow.errors import ResourceError
 from quantflow.models.graph import Graph, graph_for
 from quantflow.models.source import open_files
@@ -29,7 +30,16 @@ from stages._needs import Need, need_export, need_files, need_layers, need_measu
 from stages._plan import Plan, resolve
 from stages._resources import grant, memory_limit
 from stages._side_files import is_side_file
-from stages._sizes import ModelSize, elements_of, layer_bytes, model_size, outside_bytes, quantized_bytes, quantized_specs
+from stages._sizes import (
+    FORMAT,
+    ModelSize,
+    elements_of,
+    layer_bytes,
+    model_size,
+    outside_bytes,
+    quantized_bytes,
+    quantized_specs,
+)
 from stages._speed import Speed
 from stages._tensor_parallel import SIZES, obstacles
 
@@ -148,9 +158,10 @@ def _artifact(checkpoint: Checkpoint, graph: Graph, model: ModelSize, plan: Plan
         "chosen": next(entry.mixed for entry in recipe.quantize if entry.name == plan.name),
         "algorithm": plan.algorithm,
         "transforms": [transform for transform, _ in plan.transforms],
+        "kv_cache": None if plan.kv_cache is None else kv_words(plan.kv_cache),
         "path": "file to file" if plan.file_to_file else "layer by layer",
         "output_bytes": output_bytes(checkpoint, graph, model, plan, shard_size=parse_size(recipe.export.shard_size)),
-        "tensor_bytes": outside_bytes(model, plan.head) + sum(layer_bytes(model, plan.schemes)),
+        "tensor_bytes": outside_bytes(model, plan.head) + sum(layer_bytes(model, plan.schemes, kv_cache=plan.kv_cache)),
         "bits_per_weight": bits / weights,
         "coverage": {
             "weights": sum(map(elements_of, covered)) / sum(map(elements_of, model.infos.values())),
@@ -168,6 +179,8 @@ def output_bytes(checkpoint: Checkpoint, graph: Graph, model: ModelSize, plan: P
     specs: dict[str, Spec] = {name: (info.dtype, info.shape) for name, info in model.infos.items() if name not in replaced}
     for linear, scheme in schemes.items():
         specs |= quantized_specs(linear, scheme, _weight(model, plan, linear))
+    for layer in graph.layers if plan.kv_cache is not None else ():
+        specs |= FORMAT.kv_tensor_specs(layer.attention, plan.kv_cache, model.kv_heads)
     weights = layout(specs).nbytes
     if weights > shard_size:
         weights += len(readable_json({name: "model-00001-of-00001.safetensors" for name in specs}))

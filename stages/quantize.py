@@ -5,7 +5,7 @@ Reads    the model folder; a measurement of one rank, when the scheme, transform
 Writes   <o>/layers/<index>.safetensors and .json, quantize.json, DONE.json; unless file to file canary.safetensors and .json;
          of a head that is quantized head.safetensors and .json; where schemes are chosen recipe.yaml, choice.json, pareto.svg
 Resumes  at the layer where it stopped: finished layers and the hidden states that enter the next one are read back
-Fails    2 the recipe does not fit the model, 3 unusable model or measurement, 5 memory, disk or a held folder, 6 unsupported
+Fails    2 the recipe does not fit the model, 3 unusable or ineffective inputs, 5 memory, disk or a held folder, 6 unsupported
 
 Where no forward pass is needed, weights go from file to file (stages/_file_to_file.py). Otherwise the canary, which is the
 calibration text's first tokens, and for what reads it all of that text run layer by layer, one in memory (stages/_layer.py).
@@ -51,7 +51,7 @@ from stages._share import STAGE, WHOLE, Share
 from stages._sizes import model_size
 from stages._team import ALONE, Team, together
 
-VERSION = 1  # of what this stage computes; part of every state key
+VERSION = 2  # of what this stage computes; part of every state key
 PARTS = ("layers", OUTSIDE, _head.FILE, _head.RECORD, "canary.safetensors", "canary.json", "quantize.json", *_choose.PARTS)
 
 

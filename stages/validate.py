@@ -7,7 +7,7 @@ Fails    3 unusable text, or text that was calibrated on; 4 the gate failed, was
          was expected; 7 the artifact is damaged
 
 Layer by layer: memory holds one layer of one model, then the heads, whatever the models' size (stages/_compare.py).
-Protocol: both models in float32, the artifact on the reference backend, windows of one length, KL over the whole vocabulary.
+Protocol: float32, the artifact on the reference backend, its cache rounded, windows of one length, KL over all the vocabulary.
 The noise floor is the baseline in bf16 against itself in float32.
 """
 
@@ -36,18 +36,19 @@ from quantflow.models.graph import graph_for
 from quantflow.models.load import Source, load_tokenizer, open_source, skeleton
 from quantflow.models.source import fingerprint
 from quantflow.runtime.artifact import open_artifact
+from quantflow.runtime.kv_scales import rounder
 from stages import _memory, _state, _workspace
 from stages._bits import CANARY_TOKENS, single_threaded, tensor_hash, tools
 from stages._compare import BASELINE, Comparing
 from stages._config import Resources, Validate
 from stages._gate import Gate, gate_files, judge, load_gate
-from stages._planned import head_from
+from stages._planned import head_from, kv_words_of
 from stages._progress import Progress
 from stages._report import Row, parts_of, write_report
 from stages._resources import allow_validate, compare
 from stages._sizes import model_size
 
-VERSION = 1
+VERSION = 2
 RESAMPLES = 2000
 
 
@@ -175,15 +176,13 @@ def _validate(
         "artifact": recipe["name"],
         "digest": manifest["digest"],
         "scheme": recipe["scheme"],
+        "kv_cache": kv_words_of(recipe["resolved"]),
         "algorithm": recipe["resolved"]["algorithm"],
         "transforms": recipe["resolved"]["transforms"],
         "model": manifest["source"]["name"],
         "size": sum(entry["bytes"] for entry in manifest["files"].values()),
         "bits_per_weight": bits_per_weight(job.artifact, manifest),
-        "perplexity": {
-            "baseline": _perplexity(candidate.nll_baseline),
-            "candidate": _perplexity(candidate.nll_candidate),
-        },
+        "perplexity": {"baseline": _perplexity(candidate.nll_baseline), "candidate": _perplexity(candidate.nll_candidate)},
         "metrics": metrics,
         "noise_floor": floor,
         "gate": _gate_json(gate),
@@ -244,7 +243,8 @@ def _compared(
     """Return the candidate's comparison with the baseline, and that of the baseline in bf16 where it is not known."""
     graph = graph_for(source.config)
     artifact = open_artifact(job.artifact, backend="reference", dtype=torch.float32)
-    streams = {BASELINE: LayerStream(source, graph), "candidate": LayerStream(artifact, graph_for(artifact.config))}
+    candidate = LayerStream(artifact, graph_for(artifact.config), cache=rounder(artifact))
+    streams = {BASELINE: LayerStream(source, graph), "candidate": candidate}
     if with_noise:
         streams["noise"] = LayerStream(source, graph, dtype=torch.bfloat16)
     sizes = model_size(source.checkpoint.infos, source.config, graph)

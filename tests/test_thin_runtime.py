@@ -9,8 +9,9 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "quantflow"
 RUNTIME = PACKAGE / "runtime"
-# A LoRA beside a linear, and weights that stay on disk: not on the way from an artifact to a token. Nothing else stands aside.
-ASIDE = {RUNTIME / "adapters.py", RUNTIME / "offload.py"}
+# A LoRA beside a linear, weights that stay on disk, a model over several processes (rank 0 leads, each has some rows): not on
+# the way from an artifact to a token. Nothing else stands aside.
+ASIDE = {RUNTIME / name for name in ("adapters.py", "offload.py", "leader.py", "tensor_parallel.py")}
 # Loading, linears, the cache, what decodes, every backend, and the glue to their C.
 CORE = sorted({*RUNTIME.glob("*.py"), *(PACKAGE / "backends").glob("*.py")} - ASIDE)
 CORE += [PACKAGE / "core" / name for name in ("backend.py", "kernels.py", "native.py")]
@@ -36,11 +37,11 @@ def whole_lines(text: str) -> int:
 @pytest.mark.parametrize(
     ("files", "count", "most"),
     [
-        (CORE, code_lines, 1460),
-        (CORE, whole_lines, 2460),  # docstrings (shapes, errors, sources) and blank lines among them
+        (CORE, code_lines, 1565),
+        (CORE, whole_lines, 2615),  # docstrings (shapes, errors, sources) and blank lines among them
         (WAYS, whole_lines, 1500),
         (C, whole_lines, 600),
-        (sorted(ASIDE), whole_lines, 450),
+        (sorted(ASIDE), whole_lines, 750),
     ],
     ids=["the core path, code", "the core path, all lines", "the ways of generating", "C", "what stands aside"],
 )

@@ -52,8 +52,8 @@ WEIGHTS = tuple(_weight_scheme(bits, group, sym) for bits, group in ((4, 128), (
 INPUTS = {
     "W8A8": ("rtn", "gptq", "best"),
     "W4A8 g128": ("rtn", "gptq", "best"),
-    "FP8": ("rtn", "best"),
-    "FP8_DYNAMIC": ("rtn", "best"),
+    "FP8": ("rtn", "gptq", "best"),
+    "FP8_DYNAMIC": ("rtn", "rtn_mse", "gptq", "best"),
 }
 LLAMA_CPP = ("Q8_0", "Q6_K", "Q5_K_M", "Q5_K_S", "Q4_K_M", "Q4_K_S", "Q4_1", "Q4_0", "IQ4_NL", "IQ4_XS")
 LLAMA_CPP += ("Q3_K_L", "Q3_K_M", "Q3_K_S", "IQ3_M", "IQ3_S", "Q2_K")  # smaller ones want an importance matrix

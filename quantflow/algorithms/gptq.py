@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from quantflow.core import groups
+from quantflow.core import comparison
 from quantflow.core.feedback import (
     BLOCK,
     DAMPINGS,
@@ -39,10 +39,9 @@ from quantflow.core.feedback import (
 )
 from quantflow.core.grid import Grid, weight_grids
 from quantflow.core.parallel import SEQUENTIAL, Workers
-from quantflow.core.qtensor import QTensor
-from quantflow.core.result import GroupResult
+from quantflow.core.qtensor import QTensor, qvalue_dtype
+from quantflow.core.result import JSON, GroupResult
 from quantflow.core.scheme import LinearScheme, TensorScheme
-from quantflow.errors import SchemeError
 
 NEEDS: tuple[str, ...] = ("hessian_sum", "count")
 BY_ROW: bool = False
@@ -60,7 +59,7 @@ def working_bytes(features: int, rows: int, *, workers: int = 1, in_place: bool 
 
     4 I^2 for the factor, unless it is made in place. For each worker a unit of R rows (`_unit_rows`): its work in
     float32 (4 I R), the qvalues (I R) and the scales, at most one per 32 columns (2 * 4 I R / 32); and a block and its
-    scratch (4 R (128 + 1)), or what the elementwise units take, if that is more.
+    scratch (4 R (128 + 1)), or what the elementwise units or the comparison of a linear take, if that is more.
 
     Args:
         features: I, in_features of the group.
@@ -70,7 +69,7 @@ def working_bytes(features: int, rows: int, *, workers: int = 1, in_place: bool 
     """
     unit = min(_unit_rows(features), rows) * (features * (4 + 1) + features // 4 + 4 * (BLOCK + 1))
     factor = 0 if in_place else 4 * features * features
-    return factor + workers * max(unit, groups.unit_bytes(features))
+    return factor + workers * max(unit, comparison.working_bytes(features))
 
 
 def quantize_group(
@@ -86,7 +85,7 @@ def quantize_group(
 
     Args:
         weights: name -> [O, I], any float dtype; not modified.
-        scheme: its `weights` are int, at any granularity.
+        scheme: its `weights` are int or float8, at any granularity.
         statistics: `hessian_sum` [I, I], the sum of x^T x over the group's input rows, and `count` [], how many rows.
         scale_dtype: the dtype in which the layout stores scales.
         workers: run blocks of the factorisation and units of rows; how many there are changes nothing but the time.
@@ -95,15 +94,14 @@ def quantize_group(
     Returns:
         name -> the quantized weight; decisions: `damping` (the fraction of the mean diagonal that was added) and
         `attempts` (factorisations tried), `dead_channels` (inputs that were always zero; their columns are rounded to
-        nearest), `tokens` (count), `zero_groups` (scales that stand for zeros only), `order`.
+        nearest), `tokens` (count), `zero_groups` (scales that stand for zeros only), `order`, and those of
+        `comparison.compared`.
 
     Raises:
-        SchemeError: the scheme's weights are not int, or group_size does not divide in_features.
+        SchemeError: group_size does not divide in_features.
         InputError: a weight is empty or holds NaN or Inf.
         StatisticsError: a statistic is missing, has another shape, is not finite, or is no sum of x^T x.
     """
-    if scheme.weights.kind != "int":
-        raise SchemeError(f"scheme {scheme.name}: gptq with kind={scheme.weights.kind!r}", "use rtn for float8")
     if not weights:
         return {}
     hessian_sum, tokens = checked_hessian(statistics, weights, algorithm="gptq")
@@ -111,19 +109,23 @@ def quantize_group(
     importance = diagonal + DAMPINGS[0] * diagonal.mean()  # damped too: an unseen channel still matters a little
     grids = weight_grids(weights, scheme.weights, scale_dtype=scale_dtype, importance=importance, workers=workers)
     feedback = feedback_of(hessian_sum, name=next(iter(weights)), workers=workers, in_place=in_place)
-    qvalues = {name: torch.empty(weight.shape, dtype=torch.int8) for name, weight in weights.items()}
+    qvalues = {name: torch.empty(weight.shape, dtype=qvalue_dtype(scheme.weights)) for name, weight in weights.items()}
 
     def unit(pieces: Sequence[_Piece]) -> None:
         _round_rows(pieces, weights, grids, scheme=scheme.weights, feedback=feedback, qvalues=qvalues)
 
     limit = _unit_rows(hessian_sum.shape[0])
     workers.map(unit, _units({name: weight.shape[0] for name, weight in weights.items()}, limit=limit))
-    return {
-        name: GroupResult(
-            weight=QTensor(qvalue=qvalues[name], scale=grid.scale, zero_point=grid.zero_point, scheme=scheme.weights),
-            decisions={**feedback.decisions, "order": "hessian_diagonal", "tokens": tokens, "zero_groups": grid.zero_groups},
-        )
+    made = {
+        name: QTensor(qvalue=qvalues[name], scale=grid.scale, zero_point=grid.zero_point, scheme=scheme.weights)
         for name, grid in grids.items()
+    }
+    about: dict[str, JSON] = {**feedback.decisions, "order": "hessian_diagonal", "tokens": tokens}
+    moment = comparison.moment_of(feedback)
+    told = comparison.compared(weights, made, moment, scale_dtype=scale_dtype, workers=workers)
+    return {
+        name: GroupResult(weight=weight, decisions={**about, "zero_groups": grids[name].zero_groups, **told[name]})
+        for name, weight in made.items()
     }
 
 

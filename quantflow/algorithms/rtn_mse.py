@@ -1,7 +1,8 @@
-"""Round-to-nearest on a range that is cut where that loses less: of twelve multiples of each range, the one of least error.
+"""Round-to-nearest on another range where that loses less: of some multiples of each range, the one of least error.
 
 A few large weights make the step of a whole group coarse. Cut a little short, the range costs them something and gives
-all others a finer step; which multiple makes the sum of squared errors smallest is found for each scale by itself. Uses the
+all others a finer step; of float8, a wider one moves the points towards the weights. Which multiple makes the sum of squared
+errors smallest is found for each scale by itself (quantflow/core/grid.py). Uses the
 weights alone and reads no statistics; gptq does the same with the error of the inputs that it has seen.
 Source: Choukroun et al. 2019, arXiv:1902.06822, which chooses ranges by the mean squared error.
 """
@@ -50,7 +51,7 @@ def quantize_group(
 
     Args:
         weights: name -> [O, I], any float dtype, the linears that share an input; not modified.
-        scheme: its `weights` are int, per channel or per group.
+        scheme: its `weights` are per channel, per group or per block.
         statistics: not read.
         scale_dtype: the dtype in which the layout stores scales.
         workers: run units of rows; how many there are changes nothing but the time.
@@ -61,14 +62,12 @@ def quantize_group(
 
     Raises:
         InputError: a weight is empty or holds NaN or Inf.
-        SchemeError: the scheme's weights are float8 or share one scale, or group_size does not divide in_features.
+        SchemeError: the scheme's weights share one scale, or group_size does not divide in_features.
     """
     del statistics, in_place  # the signature is every algorithm's
-    if scheme.weights.kind != "int":
-        raise SchemeError(f"scheme {scheme.name}: rtn_mse with kind={scheme.weights.kind!r}", "use rtn for float8")
     if scheme.weights.granularity == "per_tensor":
         raise SchemeError(
-            f"scheme {scheme.name}: rtn_mse with one scale per tensor", "use rtn, or a scale per channel or group"
+            f"scheme {scheme.name}: rtn_mse with one scale per tensor", "use rtn, or a scale per channel, group or block"
         )
     if not weights:
         return {}

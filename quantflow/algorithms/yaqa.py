@@ -25,12 +25,12 @@ both sides; Behdin et al. 2023, "QuantEase", arXiv:2309.01885, for the descent, 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from quantflow.core import blocks, descent, groups, wavefront
+from quantflow.core import blocks, comparison, descent, wavefront
 from quantflow.core.cholesky import mirror_
 from quantflow.core.descent import Problem, Side, apart, descend_, loss_of, of_rows, rescaled
 from quantflow.core.feedback import DAMPINGS, checked_hessian, feedback_of
@@ -67,7 +67,7 @@ def working_bytes(features: int, rows: int, *, workers: int = 1, in_place: bool 
     rows = min(rows, blocks.MOST)
     steps = max(descent.working_bytes_of(features, rows), wavefront.working_bytes_of(features, rows, length=_ROWS))
     unit = 4 * rows * (rows + _ROWS) + 2 * rows * features + steps
-    return 4 * features * features + workers * max(unit, groups.unit_bytes(features))
+    return 4 * features * features + workers * max(unit, comparison.working_bytes(features))
 
 
 def quantize_group(
@@ -140,7 +140,11 @@ def quantize_group(
     for (name, _), made in zip(units, workers.stream(unit, units), strict=True):
         found[name].append(made)
     told = {**columns.decisions, "order": "hessian_diagonal", "tokens": tokens}
-    return {name: _joined(found.pop(name), scheme, grids[name], told=told) for name in weights}
+    joined = {name: _joined(found.pop(name), scheme, grids[name], told=told) for name in weights}
+    moment = comparison.SecondMoment(upper=inputs.matrix, diagonal=inputs.matrix.diagonal())
+    results = {name: result.weight for name, result in joined.items()}
+    errors = comparison.compared(weights, results, moment, scale_dtype=scale_dtype, workers=workers)
+    return {name: replace(result, decisions={**result.decisions, **errors[name]}) for name, result in joined.items()}
 
 
 def _checked_gradient(name: str, rows: int, statistics: Mapping[str, Tensor]) -> Tensor:

@@ -59,7 +59,9 @@ def _artifact(folder: Path) -> dict[str, Any]:
         "actions": [
             {"action": action, "reason": reason, "tensors": count} for (action, reason), count in sorted(reasons.items())
         ],
+        **({"measured_tensors": len(ledger.measured)} if ledger.measured else {}),
         "layers": len(manifest["layers"] or ()),
+        **({"output_error": errors} if (errors := output_errors(manifest["layers"] or ())) else {}),
         **_experts(manifest["layers"] or ()),
         **model,
     }
@@ -73,12 +75,21 @@ def _model(checkpoint: Checkpoint) -> dict[str, Any]:
         "architectures": config.get("architectures"),
         "quant_method": quantization.get("quant_method") if isinstance(quantization, dict) else None,
         "format": quantization.get("format") if isinstance(quantization, dict) else None,
+        **_cache(quantization),
         "tensors": len(checkpoint.tensors),
         "bytes": sum(info.nbytes for info in checkpoint.infos.values()),
         "dtypes": _by_dtype(checkpoint.infos.values()),
         "shards": list(checkpoint.shards),
         "files": list(checkpoint.files),
     }
+
+
+def _cache(quantization: Any) -> dict[str, Any]:
+    """Return how keys and values are kept, in short; nothing where they stay as they are."""
+    scheme = quantization.get("kv_cache_scheme") if isinstance(quantization, dict) else None
+    if not isinstance(scheme, dict):
+        return {}
+    return {"kv_cache": f"{scheme.get('type')}{scheme.get('num_bits')} {scheme.get('strategy')}"}
 
 
 def _measurement(folder: Path) -> dict[str, Any]:
@@ -117,6 +128,33 @@ def _experts(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         known = {} if tokens is None else {"least": min(tokens), "median": median(tokens)}
         rows[row["experts"]] = {"fed": row["fed"], **known, "short": len({name.rpartition(".")[0] for name in row["short"]})}
     return {"experts": rows} if rows else {}
+
+
+def output_errors(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return in short what a manifest's `layers` say of the outputs on the calibration text; empty where they say nothing.
+
+    Returns:
+        `linears` (how many were compared), `median` and `median_rtn` (relative, of the algorithm and of plain round to
+        nearest), `worst` and its `worst_linear`, `worse_than_rtn` and `same_as_rtn` (how many linears are).
+    """
+    rows = [
+        (name, told["output_error"], told["output_error_rtn"], told["same_as_rtn"])
+        for layer in layers
+        for name, told in layer.get("decisions", {}).items()
+        if told.get("output_error") is not None and told.get("output_error_rtn") is not None
+    ]
+    if not rows:
+        return {}
+    worst = max(rows, key=lambda row: row[1])
+    return {
+        "linears": len(rows),
+        "median": median(error for _, error, _, _ in rows),
+        "median_rtn": median(error for _, _, error, _ in rows),
+        "worst": worst[1],
+        "worst_linear": worst[0],
+        "worse_than_rtn": sum(error > rtn for _, error, rtn, _ in rows),
+        "same_as_rtn": sum(same for _, _, _, same in rows),
+    }
 
 
 def _by_dtype(infos: Iterable[TensorInfo]) -> dict[str, dict[str, int]]:

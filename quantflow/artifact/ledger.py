@@ -90,10 +90,13 @@ class Ledger:
     Attributes:
         tensors: one entry for every tensor of the source.
         files: one entry for every file of the source.
+        measured: the artifact's tensors that come from no tensor of the source but from what was measured, the scales of
+            its caches; not in the byte sums, which are the source's.
     """
 
     tensors: tuple[LedgerEntry, ...]
     files: tuple[FileEntry, ...] = field(default=())
+    measured: tuple[str, ...] = field(default=())
 
     def __post_init__(self) -> None:
         """Check that nothing is recorded twice.
@@ -103,7 +106,8 @@ class Ledger:
         """
         _refuse_repeated("source tensor", (entry.name for entry in self.tensors))
         _refuse_repeated("source file", (entry.name for entry in self.files))
-        _refuse_repeated("artifact tensor", (name for entry in self.tensors for name in entry.becomes))
+        made = (name for entry in self.tensors for name in entry.becomes)
+        _refuse_repeated("artifact tensor", (*made, *self.measured))
 
     def bytes_by_action(self) -> dict[str, int]:
         """Return the source's bytes: `source` in total, and of each action."""
@@ -147,7 +151,8 @@ class Ledger:
             IntegrityError: naming the tensor.
         """
         claimed = {name: entry for entry in self.tensors for name in entry.becomes}
-        _refuse_unequal("artifact tensor", left=claimed, right=tensors, where=("ledger", "artifact"))
+        known = claimed | dict.fromkeys(self.measured)
+        _refuse_unequal("artifact tensor", left=known, right=tensors, where=("ledger", "artifact"))
         for name, entry in claimed.items():
             info = tensors[name]
             itself = name == entry.name or entry.name not in entry.becomes
@@ -156,9 +161,11 @@ class Ledger:
                 raise IntegrityError(f"artifact tensor {name!r}: {cause}", _AGAIN)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the ledger as JSON: tensors, files, and the byte sums of the source."""
+        """Return the ledger as JSON: tensors, files, the byte sums of the source, and `measured` where there is any."""
         tensors = [{**asdict(entry), "shape": list(entry.shape), "becomes": list(entry.becomes)} for entry in self.tensors]
-        return {"tensors": tensors, "files": [asdict(entry) for entry in self.files], "bytes": self.bytes_by_action()}
+        measured = {"measured": list(self.measured)} if self.measured else {}
+        files = [asdict(entry) for entry in self.files]
+        return {"tensors": tensors, "files": files, "bytes": self.bytes_by_action(), **measured}
 
     @classmethod
     def from_json(cls, value: Any) -> "Ledger":
@@ -168,9 +175,13 @@ class Ledger:
             InputError: it has another form.
             IntegrityError: its byte sums are not those of its entries.
         """
-        if not isinstance(value, dict) or set(value) != {"tensors", "files", "bytes"}:
-            raise InputError("ledger: needs exactly tensors, files and bytes", _AGAIN)
-        ledger = cls(tensors=_entries(LedgerEntry, value["tensors"]), files=_entries(FileEntry, value["files"]))
+        if not isinstance(value, dict) or set(value) - {"measured"} != {"tensors", "files", "bytes"}:
+            raise InputError("ledger: needs exactly tensors, files and bytes, and may have measured", _AGAIN)
+        measured = value.get("measured", [])
+        if not _has_form("becomes", measured):
+            raise InputError(f"ledger: measured is {str(measured)[:40]!r}", _AGAIN)
+        tensors, files = _entries(LedgerEntry, value["tensors"]), _entries(FileEntry, value["files"])
+        ledger = cls(tensors=tensors, files=files, measured=tuple(measured))
         if value["bytes"] != ledger.bytes_by_action():
             cause = f"ledger: byte sums {value['bytes']}, its entries give {ledger.bytes_by_action()}"
             raise IntegrityError(cause, _AGAIN)

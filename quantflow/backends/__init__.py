@@ -42,14 +42,12 @@ def choose(
         UsageError: the backend is unknown, or cannot run this linear.
     """
     words = backend.split(",")
-    for word in words:
-        if word not in ("auto", *BACKENDS):
-            raise UsageError(f"backend {word!r} is unknown", f"use one of auto, {', '.join(BACKENDS)}")
+    for word in sorted(set(words) - {"auto", *BACKENDS}):
+        raise UsageError(f"backend {word!r} is unknown", f"use one of auto, {', '.join(BACKENDS)}")
     reasons: dict[str, str] = {}
     for name in [name for word in words for name in (BACKENDS if word == "auto" else (word,))]:
         reason = BACKENDS[name].why_not(scheme, device, shape=shape, dtype=dtype)
         if reason is None:
             return BACKENDS[name], reasons
         reasons[name] = reason
-    told = "; ".join(reasons[word] for word in words)  # `auto` ends at the oracle
-    raise UsageError(f"backend {backend}: {told}", "use backend auto or reference")
+    raise UsageError(f"backend {backend}: {'; '.join(reasons.values())}", "use backend auto or reference")

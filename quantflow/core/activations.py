@@ -9,6 +9,8 @@ from quantflow.core import affine
 from quantflow.core.scheme import TensorScheme
 from quantflow.errors import SchemeError, StatisticsError
 
+_ENDS = tuple(step / 64 for step in range(64, 3, -1))  # of the largest magnitude that are tried: 1 to 1/16
+
 
 def static_input(statistics: Mapping[str, Tensor], scheme: TensorScheme) -> tuple[Tensor, Tensor | None]:
     """Return (input_scale, input_zero_point) of a static per-tensor input.
@@ -41,6 +43,47 @@ def static_input(statistics: Mapping[str, Tensor], scheme: TensorScheme) -> tupl
     if low > high:
         raise StatisticsError(f"input: min_val {low.item()} is above max_val {high.item()}", "measure again")
     return affine.scale_and_zero_point_from_range(low, high, scheme)
+
+
+def clipped(statistics: Mapping[str, Tensor], reach: float) -> dict[str, Tensor]:
+    """Return statistics whose ranges end at `reach` in both directions, where they go beyond."""
+    found = dict(statistics)
+    if "amax" in found:
+        found["amax"] = found["amax"].clamp_max(reach)
+    for name in found.keys() & {"min_val", "max_val"}:
+        found[name] = found[name].clamp(-reach, reach)
+    return found
+
+
+def least_error_reach(statistics: Mapping[str, Tensor], scheme: TensorScheme, *, magnitudes: Tensor, counts: Tensor) -> float:
+    """Return where a range has to end so that what was seen is rounded with the least squared error.
+
+    The ends that are tried are `_ENDS` of the largest magnitude; of equal ones the widest is taken. Of an asymmetric range
+    all values are counted on its longer side: the shorter one is not cut before that is as short.
+
+    Args:
+        statistics: as `static_input` reads them.
+        scheme: static, per_tensor.
+        magnitudes: [P], ascending, what stands for the values that were seen; those beyond the largest do not count.
+        counts: [P], how many there were of each.
+
+    Raises:
+        SchemeError, StatisticsError: as `static_input`.
+    """
+    sides = [statistics[name].max() for name in ("amax", "max_val") if name in statistics]
+    sides += [-statistics["min_val"].min()] if "min_val" in statistics else []
+    largest = max(float(side) for side in sides) if sides else 0.0
+    negative = not scheme.symmetric and float(-statistics["min_val"].min()) == largest
+    inside = magnitudes <= largest
+    values, weights = magnitudes[inside] * (-1 if negative else 1), counts[inside].double()
+    best, least = largest, None
+    for share in _ENDS:
+        scale, zero_point = static_input(clipped(statistics, share * largest), scheme)
+        error = affine.fake_quantize(values, scale, zero_point, scheme).double() - values.double()
+        loss = float((error.square() * weights).sum())
+        if least is None or loss < least:
+            best, least = share * largest, loss
+    return best
 
 
 def unseen(statistics: Mapping[str, Tensor]) -> bool:

@@ -19,10 +19,17 @@ from quantflow.errors import SchemeError
 
 
 def scale_from_amax(amax: Tensor, scheme: TensorScheme) -> Tensor:
-    """Return the symmetric scale for a largest magnitude, same shape, float32, positive; NaN stays NaN."""
+    """Return the symmetric scale for a largest magnitude, same shape, float32, positive; NaN stays NaN.
+
+    With `scale_rounding` pow2 it is the smallest power of two that is not below that.
+    """
     half_range = float8.FLAVOURS[scheme.float8].largest if scheme.kind == "float" else (scheme.qmax - scheme.qmin) / 2
     amax = amax.float()
-    return torch.where(amax <= 0, torch.ones_like(amax), (amax / half_range).clamp_min(torch.finfo(torch.float32).tiny))
+    scale = torch.where(amax <= 0, torch.ones_like(amax), (amax / half_range).clamp_min(torch.finfo(torch.float32).tiny))
+    if scheme.scale_rounding == "none":
+        return scale
+    mantissa, exponent = torch.frexp(scale)  # of [0.5, 1)
+    return torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).int()).where(scale.isfinite(), scale)
 
 
 def scale_and_zero_point_from_range(min_val: Tensor, max_val: Tensor, scheme: TensorScheme) -> tuple[Tensor, Tensor]:
@@ -74,15 +81,17 @@ def quantize(x: Tensor, scale: Tensor, zero_point: Tensor | None, scheme: Tensor
 
 
 def round_(scaled: Tensor, zero_point: Tensor | None, scheme: TensorScheme) -> Tensor:
-    """Replace x / scale by the qvalue of x, as a float; return it.
+    """Replace x / scale by the qvalue of x, as a float32; return it.
 
     The part of `quantize` that an algorithm may do in memory of its own, to the same bits.
 
     Args:
         scaled: x / scale, float32.
         zero_point: any dtype that holds its integers, broadcastable against scaled, or None.
-        scheme: int; its num_bits are read.
+        scheme: its kind, num_bits and float8 are read.
     """
+    if scheme.kind == "float":
+        return float8.round_(scaled, scheme.float8)
     if zero_point is not None:
         scaled += zero_point
     return scaled.round_().clamp_(scheme.qmin, scheme.qmax)

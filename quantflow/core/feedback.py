@@ -20,6 +20,7 @@ from quantflow.core import affine, groups
 from quantflow.core.cholesky import cholesky_, mirror_, reorder_
 from quantflow.core.grid import Grid
 from quantflow.core.parallel import SEQUENTIAL, Workers
+from quantflow.core.qtensor import qvalue_dtype
 from quantflow.core.result import JSON
 from quantflow.core.scheme import TensorScheme
 from quantflow.errors import StatisticsError
@@ -38,7 +39,9 @@ class Feedback:
 
     Attributes:
         order: [I] int64, the columns from the last to be processed to the first.
-        lower: [I, I] float32, below the diagonal (I + U)^T of the matrix in that order; the rest has no meaning.
+        lower: [I, I] float32, below the diagonal (I + U)^T of the matrix in that order; above it the matrix itself, times a
+            power of two; the diagonal has no meaning.
+        diagonal: [I] float64, of that matrix.
         damping: what was added to the diagonal, as the matrix has it.
         share: the same as a fraction of the mean diagonal.
         decisions: what was done to factor it.
@@ -46,6 +49,7 @@ class Feedback:
 
     order: Tensor
     lower: Tensor
+    diagonal: Tensor
     damping: float
     share: float
     decisions: dict[str, JSON]
@@ -125,9 +129,13 @@ def feedback_of(
         if cholesky_(lower, workers=workers):
             roots = lower.diagonal().clone()
             for columns in groups.spans(lower.shape[0], BLOCK):
-                lower[columns.start :, columns] /= roots[columns]
+                lower[columns.stop :, columns] /= roots[columns]
+                corner = lower[columns, columns]
+                corner.copy_((corner / roots[columns]).tril() + corner.triu(1))
             decisions: dict[str, JSON] = {"damping": damping, "attempts": attempt, "dead_channels": int(dead.sum())}
-            return Feedback(order=order, lower=lower, damping=damping * mean, share=damping, decisions=decisions)
+            return Feedback(
+                order=order, lower=lower, diagonal=pivots, damping=damping * mean, share=damping, decisions=decisions
+            )
     raise StatisticsError(
         f"{name}: {statistic} is not positive definite with a damping of {dampings[-1]} times its mean diagonal",
         "the statistic is damaged; measure again",
@@ -167,14 +175,14 @@ def round_columns_(
         work: [I, R], the weights in the order of `feedback` (`gathered`); afterwards weight - rounded weight.
         scales: [G, R], of groups in the order of the weights.
         zero_points: likewise, or None.
-        scheme: int.
+        scheme: any.
         feedback: of the rows' input.
 
     Returns:
-        The qvalues, [I, R] int8, in the order of the weights.
+        The qvalues, [I, R] in the dtype of the scheme's, in the order of the weights.
     """
     lower, (columns, width) = feedback.lower, work.shape
-    qvalue = torch.empty(columns, width, dtype=torch.int8)
+    qvalue = torch.empty(columns, width, dtype=qvalue_dtype(scheme))
     rounded = torch.empty(width)
     places = feedback.order.tolist()
     group_size = columns // scales.shape[0]

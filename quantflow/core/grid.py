@@ -1,25 +1,35 @@
 """The grid that a weight is rounded to: its scales and zero points, from the range of the original weight.
 
 The range is the weight's own, or, where it is known how much each input matters, the multiple of it that loses least: a
-range cut a little short costs its largest elements something and gives all others a finer step.
+range cut a little short costs its largest elements something and gives all others a finer step. Float8 has no finer step to
+give: its points are as dense, relative to their size, at any scale but in the last binade. There it is wider ranges, up to
+twice, that are tried: they move the points between those of a binade, so that the elements that count lie near them, and
+cut nothing.
 
 Linears that share an input share their per-tensor scale, so that an engine may fuse them (q/k/v, gate/up).
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from quantflow.core import affine, groups
 from quantflow.core.parallel import SEQUENTIAL, Workers
-from quantflow.core.scheme import TensorScheme
+from quantflow.core.scheme import Kind, TensorScheme
 from quantflow.errors import InputError
 
 Bounds = tuple[Tensor, Tensor]  # the smallest and the largest value, [] float32 each
 
-_MULTIPLES = tuple(step / 32 for step in range(33, 21, -1))  # of the range that are tried: 1.03 to 0.69
+# Of the range that are tried.
+_MULTIPLES: Mapping[Kind, tuple[float, ...]] = MappingProxyType(
+    {
+        "int": tuple(step / 32 for step in range(33, 21, -1)),  # 1.03 to 0.69
+        "float": tuple(step / 32 for step in range(33, 65)),  # 1.03 to 2: a binade
+    }
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +67,8 @@ def weight_grids(
         weights: name -> [O, I], any float dtype; not modified. `groups.row_units` of them are converted at a time.
         scheme: per_tensor, per_channel, per_group or per_block.
         scale_dtype: the dtype in which the layout stores scales.
-        importance: [I], at least zero; when given, each scale of an int scheme that is not per_tensor comes from the
-            multiple of its range that makes sum_j importance_j * (rounded_j - weight_j)^2 smallest.
+        importance: [I], at least zero; when given, each scale of a scheme that is not per_tensor comes from the multiple of
+            its range that makes sum_j importance_j * (rounded_j - weight_j)^2 smallest, over all rows of a block.
         workers: run units of rows; how many there are changes nothing but the time.
 
     Raises:
@@ -144,10 +154,13 @@ def _unit_grid(name: str, weight: Tensor, *, scheme: TensorScheme, scale_dtype: 
     if scheme.granularity == "per_block":
         blocks = groups.spans(len(weight), scheme.block_rows)
         amax = torch.stack([bounds[1][rows].amax(dim=0) for rows in blocks])  # [ceil(O / block_rows), G]
-        of_blocks = _grid(-amax, amax, scheme=scheme, scale_dtype=scale_dtype)
-        return replace(of_blocks, scale=groups.expand_rows(of_blocks.scale, scheme.block_rows, len(weight)))
-    grid = _grid(*bounds, scheme=scheme, scale_dtype=scale_dtype)
-    if importance is None or scheme.kind != "int":
+        grid = _grid(-amax, amax, scheme=scheme, scale_dtype=scale_dtype)
+        grid = replace(grid, scale=groups.expand_rows(grid.scale, scheme.block_rows, len(weight)))
+        amax = groups.expand_rows(amax, scheme.block_rows, len(weight))
+        bounds = (-amax, amax)
+    else:
+        grid = _grid(*bounds, scheme=scheme, scale_dtype=scale_dtype)
+    if importance is None:
         return grid
     return _search(weight, bounds, grid, importance, scheme=scheme, scale_dtype=scale_dtype)
 
@@ -174,12 +187,12 @@ def _search(
     scheme: TensorScheme,
     scale_dtype: torch.dtype,
 ) -> Grid:
-    """Return the best grid over _MULTIPLES of the range, group by group; of equals the whole range, then the widest."""
+    """Return the best grid over _MULTIPLES of the range, scale by scale; of equals the whole range, then the first."""
     split = groups.to_groups(weight, weight.shape[1] // whole.scale.shape[1])  # [O, G, g]
     matters = importance.float().reshape(split.shape[1:])  # [G, g]
     scratch = torch.empty_like(split)
     best, least = whole, _loss(split, whole, matters, scratch=scratch, scheme=scheme)
-    for multiple in _MULTIPLES:
+    for multiple in _MULTIPLES[scheme.kind]:
         grid = _grid(bounds[0] * multiple, bounds[1] * multiple, scheme=scheme, scale_dtype=scale_dtype)
         loss = _loss(split, grid, matters, scratch=scratch, scheme=scheme)
         better = loss < least
@@ -192,10 +205,17 @@ def _search(
 
 
 def _loss(split: Tensor, grid: Grid, matters: Tensor, *, scratch: Tensor, scheme: TensorScheme) -> Tensor:
-    """Return the weighted squared error of rounding to a grid, [O, G].  split, scratch: [O, G, g]."""
+    """Return the weighted squared error of rounding to a grid, [O, G], of a block in each of its rows.
+
+    split, scratch: [O, G, g].
+    """
     scale = grid.scale[..., None]
     zero_point = None if grid.zero_point is None else grid.zero_point[..., None].float()
     error = affine.round_(torch.div(split, scale, out=scratch), zero_point, scheme)
     if zero_point is not None:
         error -= zero_point
-    return error.mul_(scale).sub_(split).square_().mul_(matters).sum(dim=-1)
+    loss = error.mul_(scale).sub_(split).square_().mul_(matters).sum(dim=-1)
+    if scheme.block_rows == 1:
+        return loss
+    blocks = torch.stack([loss[rows].sum(dim=0) for rows in groups.spans(len(loss), scheme.block_rows)])
+    return groups.expand_rows(blocks, scheme.block_rows, len(loss))

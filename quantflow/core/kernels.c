@@ -7,7 +7,6 @@
    Inputs are quantized to int8 and multiplied as integers, or kept as float and multiplied with the integers (or float8
    values) of the weight in float32 or bfloat16, which hold them exactly; a group's sum is scaled once. Every output is summed by one
    thread in an order of its own, so bits depend neither on the threads nor on the other tokens of a call. */
-
 #include <immintrin.h>
 #include <math.h>
 #include <stdint.h>
@@ -335,17 +334,4 @@ int quantflow_linear(const struct weight *w, const void *x, int64_t tokens, cons
     }
     free(in.x);
     return 0;
-}
-
-/* Read memory and do nothing else: what any kernel could reach. Returns a sum, so that the reads are not left out. */
-int64_t quantflow_read(const uint8_t *data, int64_t bytes) {
-    int64_t sum = 0;
-    _Pragma("omp parallel for schedule(static) reduction(+ : sum)") for (int64_t part = 0; part < bytes / 4096; part++) {
-        __m512i acc[4] = {0};
-        for (int64_t i = 0; i < 4096; i += 256)
-            UNROLL for (int r = 0; r < 4; r++)
-                acc[r] = _mm512_add_epi32(acc[r], _mm512_loadu_si512(data + part * 4096 + i + r * 64));
-        sum += _mm512_reduce_add_epi32(_mm512_add_epi32(_mm512_add_epi32(acc[0], acc[1]), _mm512_add_epi32(acc[2], acc[3])));
-    }
-    return sum;
 }

@@ -10,6 +10,11 @@ from quantflow.core.scheme import LinearScheme, TensorScheme
 from quantflow.errors import SchemeError
 
 
+def qvalue_dtype(scheme: TensorScheme) -> torch.dtype:
+    """Return the dtype of a weight's qvalues: int8 for integers, the flavour's for float8."""
+    return float8.FLAVOURS[scheme.float8].dtype if scheme.kind == "float" else torch.int8
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)  # == on tensors has no single answer; identity does
 class QTensor:
     """A quantized two-dimensional weight.
@@ -32,7 +37,7 @@ class QTensor:
         Raises:
             SchemeError: one of the invariants on shape or dtype does not hold.
         """
-        expected = float8.FLAVOURS[self.scheme.float8].dtype if self.scheme.kind == "float" else torch.int8
+        expected = qvalue_dtype(self.scheme)
         if self.qvalue.dtype != expected or self.qvalue.ndim != 2:
             raise SchemeError(
                 f"qvalue is {self.qvalue.dtype} {list(self.qvalue.shape)}, the scheme needs {expected} [O, I]",

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from quantflow.core import affine, float8, groups
+from quantflow.core import affine, groups
 from quantflow.core.grid import Grid
 from quantflow.core.parallel import SEQUENTIAL, Workers
-from quantflow.core.qtensor import QTensor
+from quantflow.core.qtensor import QTensor, qvalue_dtype
 from quantflow.core.scheme import TensorScheme
 
 
@@ -23,7 +23,7 @@ def rounded(
         scheme: any.
         workers: run units of rows; how many there are changes nothing but the time.
     """
-    dtype = float8.FLAVOURS[scheme.float8].dtype if scheme.kind == "float" else torch.int8
+    dtype = qvalue_dtype(scheme)
     qvalues = {
         name: torch.empty_like(weight, dtype=dtype, memory_format=torch.contiguous_format) for name, weight in weights.items()
     }

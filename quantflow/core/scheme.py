@@ -5,16 +5,18 @@ W8A8_STATIC, and the _ASYM of W6A16, W5A16, W3A16 and W2A16, are ours. W8A16 has
 compressed-tensors 0.20 has one per 128 columns. A scheme validates itself and computes nothing.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from quantflow.errors import SchemeError
 
 Kind = Literal["int", "float"]
-Granularity = Literal["per_tensor", "per_channel", "per_group", "per_block", "per_token"]
+Granularity = Literal["per_tensor", "per_channel", "per_group", "per_block", "per_token", "per_head"]
 Layout = Literal["float-quantized", "int-quantized", "pack-quantized"]
 INT_BITS = (2, 3, 4, 5, 6, 8)
 FLOAT8_FLAVOURS = ("e4m3fn", "e5m2", "e4m3fnuz", "gaudi2")
+SCALE_ROUNDINGS = ("none", "pow2")
+INPUT_OBSERVERS = ("amax", "mse", "percentile")
 
 
 def _known(field: str, value: object, words: tuple[str, ...]) -> None:
@@ -29,11 +31,15 @@ class TensorScheme:
     Attributes:
         kind: `int` (two's complement of `num_bits`) or `float` (the float8 flavour named by `float8`).
         num_bits: one of INT_BITS; 8 for float.
-        granularity: which elements share a scale; `per_token` needs `dynamic`.
+        granularity: which elements share a scale; `per_token` needs `dynamic`; `per_head` is of keys and values alone.
         group_size: input features per group; of `per_block` also the rows that share a scale. Only with these two.
         symmetric: zero_point is None, the range is centred on zero.
         dynamic: the scale is computed from each input at run time instead of being stored.
         float8: one of FLOAT8_FLAVOURS; only read when `kind` is `float`.
+        scale_rounding: `pow2` rounds a stored scale of float8 up to a power of two, as hardware that shifts exponents wants it.
+        observer: of a static input, what its range is: all that was seen (`amax`), or less, by the squared error (`mse`) or up
+            to a `percentile`. Neither of these two is compared: what was stored is a scale like any other, and no layout says
+            how it was chosen.
     """
 
     kind: Kind
@@ -43,6 +49,8 @@ class TensorScheme:
     symmetric: bool = True
     dynamic: bool = False
     float8: str = "e4m3fn"
+    scale_rounding: str = field(default="none", compare=False)
+    observer: str = field(default="amax", compare=False)
 
     def __post_init__(self) -> None:
         """Refuse words that are unknown and combinations that have no meaning.
@@ -53,6 +61,13 @@ class TensorScheme:
         _known("kind", self.kind, get_args(Kind))
         _known("granularity", self.granularity, get_args(Granularity))
         _known("float8", self.float8, FLOAT8_FLAVOURS)
+        _known("scale_rounding", self.scale_rounding, SCALE_ROUNDINGS)
+        _known("observer", self.observer, INPUT_OBSERVERS)
+        if self.scale_rounding != "none" and (self.kind != "float" or self.dynamic):
+            raise SchemeError(
+                f"scale_rounding={self.scale_rounding!r} with kind={self.kind!r}, dynamic={self.dynamic}",
+                "stored scales of float8 are rounded to powers of two, no others",
+            )
         if self.num_bits not in (INT_BITS if self.kind == "int" else (8,)):
             raise SchemeError(
                 f"num_bits={self.num_bits} with kind={self.kind!r}", "use 2, 3, 4, 5, 6 or 8 for int and 8 for float"
@@ -66,6 +81,8 @@ class TensorScheme:
             raise SchemeError(f"group_size={self.group_size}", "use a positive divisor of in_features")
         if (self.granularity == "per_token") and not self.dynamic:
             raise SchemeError("granularity='per_token' with dynamic=False", "a scale per token is always dynamic")
+        if self.granularity == "per_head" and self.dynamic:
+            raise SchemeError("granularity='per_head' with dynamic=True", "the scales of heads are measured and stored")
         if self.granularity == "per_block" and (self.kind != "float" or self.dynamic):
             raise SchemeError(
                 f"granularity='per_block' with kind={self.kind!r}, dynamic={self.dynamic}", "blocks are of float8 weights"
@@ -116,6 +133,8 @@ class LinearScheme:
         _known("layout", self.layout, get_args(Layout))
         if self.weights.dynamic:
             raise SchemeError(f"{self.name}: weights with dynamic=True", "the scale of a weight is always stored")
+        if self.weights.granularity == "per_head":
+            raise SchemeError(f"{self.name}: weights with granularity='per_head'", "heads are those of keys and values")
         inputs = self.input
         if inputs is not None:
             static = inputs.granularity == "per_tensor" and not inputs.dynamic
@@ -222,3 +241,32 @@ def with_float8(scheme: LinearScheme, flavour: str) -> LinearScheme:
         raise SchemeError(f"scheme {scheme.name} has integer weights, float8={flavour!r} was given", "drop float8, or use FP8")
     inputs = None if scheme.input is None else replace(scheme.input, float8=flavour)
     return replace(scheme, weights=replace(scheme.weights, float8=flavour), input=inputs)
+
+
+def with_scale_rounding(scheme: LinearScheme, rounding: str) -> LinearScheme:
+    """Return `scheme` with the scales that it stores, of its weights and of a static input, rounded.
+
+    Raises:
+        SchemeError: the scheme holds integers, or the rounding is unknown.
+    """
+    if scheme.weights.kind != "float":
+        raise SchemeError(
+            f"scheme {scheme.name} has integer weights, scale_rounding={rounding!r} was given", "drop it, or use FP8"
+        )
+    inputs = scheme.input
+    if inputs is not None and not inputs.dynamic:
+        inputs = replace(inputs, scale_rounding=rounding)
+    return replace(scheme, weights=replace(scheme.weights, scale_rounding=rounding), input=inputs)
+
+
+def with_input_observer(scheme: LinearScheme, observer: str) -> LinearScheme:
+    """Return `scheme` with the range of its static input chosen otherwise.
+
+    Raises:
+        SchemeError: the scheme has no static input, or the observer is unknown.
+    """
+    if scheme.input is None or scheme.input.dynamic:
+        raise SchemeError(
+            f"scheme {scheme.name} has no static input, input_observer={observer!r} was given", "drop it, or use FP8"
+        )
+    return replace(scheme, input=replace(scheme.input, observer=observer))

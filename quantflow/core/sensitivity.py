@@ -23,9 +23,9 @@ from quantflow.errors import StatisticsError
 ROWS = 512  # of a weight that are looked at, evenly spaced: enough for a sum over rows; part of the result
 
 
-def sampled_rows(count: int) -> Tensor:
-    """Return which of `count` rows stand for all of them, int64 [at most ROWS], ascending."""
-    number = min(count, ROWS)
+def sampled_rows(count: int, *, most: int = ROWS) -> Tensor:
+    """Return which of `count` rows stand for all of them, int64 [at most `most`], ascending."""
+    number = min(count, most)
     return torch.arange(number) * count // number
 
 

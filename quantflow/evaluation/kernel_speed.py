@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from quantflow.core.scheme import LinearScheme
 
 _CACHE_BYTES = 128 << 20  # read to push everything else out
 _CPU = torch.device("cpu")
+_READ = Path(__file__).with_name("read.c")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +79,7 @@ def kernel_timings(
     able = {n: b for n, b in BACKENDS.items() if b.why_not(scheme, _CPU, shape=shape, dtype=dtype) is None}
     prepared = {name: backend.prepare(linear, dtype) for name, backend in able.items()}
     sizes = {name: weight_bytes(value) for name, value in prepared.items()}
-    reads = native.why_not(kernels.SOURCE, needs=kernels.NEEDS) is None
+    reads = native.why_not(_READ, needs=kernels.NEEDS) is None
     cache = torch.zeros(_CACHE_BYTES // 8, dtype=torch.int64)
     plain = torch.zeros(max(sizes.values()), dtype=torch.uint8)
     for count in tokens:
@@ -110,7 +112,7 @@ def read(data: Tensor) -> int:
     Raises:
         UnsupportedError: the library of our own kernels cannot be had.
     """
-    function = native.library(kernels.SOURCE).quantflow_read
+    function = native.library(_READ).quantflow_read
     function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_int64], ctypes.c_int64
     return int(function(data.data_ptr(), data.nbytes))
 

@@ -9,6 +9,7 @@ A linear called NAME is stored as
 | pack-quantized  | NAME.weight_packed int32 [O, W], NAME.weight_scale, NAME.weight_shape int64 [2] = (O, I),       |
 |                 | NAME.weight_zero_point int32 [ceil(O * num_bits / 32), G], packed down the columns (asymmetric) |
 | a static input  | NAME.input_scale float32 [1], NAME.input_zero_point int8 [1] (asymmetric)                       |
+| a cache         | ATTENTION.k_scale, ATTENTION.v_scale float32, [1] per tensor or [kv_heads, 1, 1] per head       |
 
 weight_scale is [1] per tensor, [O, 1] per channel, [O, G] per group, [ceil(O / g), G] per block of g x g; in the model's
 dtype for pack-quantized, else float32. compressed-tensors 0.20 cannot load its own pack-quantized files with zero points,
@@ -25,6 +26,8 @@ from torch import Tensor
 
 from quantflow.core import float8, packing
 from quantflow.core.groups import expand_rows
+from quantflow.core.kv import SCHEMES as KV_SCHEMES
+from quantflow.core.kv import KVScales
 from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.core.scheme import PRESETS, Granularity, Kind, Layout, LinearScheme, TensorScheme, with_float8, with_group_size
 from quantflow.errors import InputError, SchemeError, UnsupportedError
@@ -38,6 +41,7 @@ _STRATEGIES: dict[str, Granularity] = {
     "group": "per_group",
     "block": "per_block",
     "token": "per_token",
+    "attn_head": "per_head",
 }
 ROW_MULTIPLE = 32  # rows whose zero points fill whole words, at any number of bits
 _DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -234,7 +238,68 @@ def decode(name: str, tensors: Mapping[str, Tensor], scheme: LinearScheme) -> Qu
     return QuantizedLinear(weight=weight, scheme=scheme, input_scale=input_scale, input_zero_point=input_zero_point)
 
 
-def quantization_config(schemes: Mapping[str, LinearScheme], *, ignore: Sequence[str], model_type: str) -> dict[str, Any]:
+def kv_tensor_names(attention: str) -> tuple[str, str]:
+    """Return the names of the scales of the keys and of the values that the module `attention` writes to its cache."""
+    return f"{attention}.k_scale", f"{attention}.v_scale"
+
+
+def kv_tensor_specs(attention: str, scheme: TensorScheme, kv_heads: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return the tensors that `encode_kv` makes: full name -> (dtype as safetensors names it, shape)."""
+    return dict.fromkeys(kv_tensor_names(attention), ("F32", _kv_shape(scheme, kv_heads)))
+
+
+def encode_kv(attention: str, scales: KVScales) -> dict[str, Tensor]:
+    """Return the tensors that hold the scales of the cache of the module `attention`."""
+    shape = _kv_shape(scales.scheme, scales.keys.numel())
+    both = (scales.keys, scales.values)
+    return {name: scale.reshape(shape).clone() for name, scale in zip(kv_tensor_names(attention), both, strict=True)}
+
+
+def decode_kv(attention: str, tensors: Mapping[str, Tensor], scheme: TensorScheme, *, kv_heads: int) -> KVScales:
+    """Undo `encode_kv`.
+
+    Args:
+        attention: source name of the attention module.
+        tensors: full name -> tensor; may hold others too; not modified.
+        scheme: as `kv_scheme_from_config` reads it.
+        kv_heads: of the model.
+
+    Raises:
+        InputError: a tensor is missing, has another dtype or shape, or holds a scale that is not finite and positive.
+    """
+    shape = _kv_shape(scheme, kv_heads)
+    keys, values = (_scale(tensors, name, shape).flatten() for name in kv_tensor_names(attention))
+    return KVScales(scheme=scheme, keys=keys, values=values)
+
+
+def kv_scheme_from_config(config: Mapping[str, Any]) -> TensorScheme | None:
+    """Return how config.json's `quantization_config` says that keys and values are kept, None for as they are.
+
+    Raises:
+        UnsupportedError: in another way than those of `quantflow.core.kv`.
+    """
+    arguments = config.get("kv_cache_scheme")
+    if arguments is None:
+        return None
+    if not isinstance(arguments, dict):
+        raise _unsupported(f"kv_cache_scheme is {arguments!r}")
+    try:
+        found = _tensor_scheme(arguments)
+    except SchemeError as error:
+        raise _unsupported(f"kv_cache_scheme is of an unknown kind: {error.cause}") from error
+    if found not in KV_SCHEMES:
+        told = f"{found.kind}{found.num_bits} {found.granularity}, symmetric={found.symmetric}, dynamic={found.dynamic}"
+        raise _unsupported(f"kv_cache_scheme is {told}; 8 bits, symmetric, static, per tensor or per head are known")
+    return found
+
+
+def _kv_shape(scheme: TensorScheme, kv_heads: int) -> tuple[int, ...]:
+    return (1,) if scheme.granularity == "per_tensor" else (kv_heads, 1, 1)
+
+
+def quantization_config(
+    schemes: Mapping[str, LinearScheme], *, ignore: Sequence[str], model_type: str, kv_cache: TensorScheme | None = None
+) -> dict[str, Any]:
     """Return the `quantization_config` of config.json.
 
     One scheme for all targets the class Linear, the way the field's own tools do; several schemes target names.
@@ -243,6 +308,7 @@ def quantization_config(schemes: Mapping[str, LinearScheme], *, ignore: Sequence
         schemes: source name -> scheme, every quantized linear of the model.
         ignore: source names of the model's other linears, lm_head among them unless it is quantized.
         model_type: config.json's; decides whether loaders know a linear by another name too.
+        kv_cache: how keys and values are kept; None for as they are.
 
     Raises:
         UnsupportedError: the layout does not hold a scheme.
@@ -273,7 +339,7 @@ def quantization_config(schemes: Mapping[str, LinearScheme], *, ignore: Sequence
         "quantization_status": "compressed",
         "global_compression_ratio": None,
         "ignore": _with_aliases(ignore, model_type),
-        "kv_cache_scheme": None,
+        "kv_cache_scheme": None if kv_cache is None else _arguments(kv_cache),
         "config_groups": groups,
     }
 
@@ -299,7 +365,7 @@ def schemes_from_config(
         UnsupportedError: a method, strategy, format or option that this version does not know.
         InputError: config_groups is missing, or a pattern is not a regular expression.
     """
-    for key, known in (("quant_method", NAME), ("quantization_status", "compressed"), ("kv_cache_scheme", None)):
+    for key, known in (("quant_method", NAME), ("quantization_status", "compressed")):
         if config.get(key) != known:
             raise _unsupported(f"{key} is {config.get(key)!r}, {known!r} is known")
     groups = config.get("config_groups")
@@ -316,6 +382,7 @@ def schemes_from_config(
     ignore = set(config.get("ignore") or ())
     # A name is looked up; only what may mean several linears is compared with each: mixtures have tens of thousands.
     wide_targets, wide_ignore = ([word for word in words if _is_wide(word)] for words in (by_target, ignore))
+    kv_scheme_from_config(config)  # what is not known of the cache is refused, whoever asks for linears alone
     resolved: dict[str, LinearScheme | None] = {}
     for name in linears:
         matches = [target for target in wide_targets if _matches(name, target)]

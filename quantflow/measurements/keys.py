@@ -1,7 +1,7 @@
 """Names of statistics in a file, `<source name>|<site>|<statistic>`, and the observers they belong to.
 
 Statistics with one value per channel are of the last dimension of what flowed at the site, and of a weight's rows, its
-output features.
+output features; at HEADS they are of each key/value head.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -14,9 +14,10 @@ from quantflow.errors import StatisticsError
 from quantflow.observers import OBSERVERS, Observer
 
 Item = TypeVar("Item")
+HEADS = ("k_heads", "v_heads")  # what the caches store once more, with heads in the place of features
 # query and k_cache after RoPE; routed: the tokens that a router sent to an expert, whatever else the expert was shown;
 # gradient: of the loss, by the output; guided_input: the input, each token of it times the root mean square of that gradient.
-SITES = ("input", "output", "weight", "query", "k_cache", "v_cache", "routed", "gradient", "guided_input")
+SITES = ("input", "output", "weight", "query", "k_cache", "v_cache", *HEADS, "routed", "gradient", "guided_input")
 
 MATRICES = ("hessian_sum", "gradient_sum")  # statistics [C, C] or by blocks of outputs, which may be too large for a copy
 

@@ -26,6 +26,7 @@ From it follows what the ranks of one replica, which all run the same tokens, sa
     output            same        channels  partial or same   samples
     weight            same        channels  samples           samples
     k_cache, v_cache  same        samples
+    k_heads, v_heads  same        channels
     query             same        samples
     gradient          same        channels  same              samples
     guided_input      same        same      channels          samples
@@ -33,7 +34,8 @@ From it follows what the ranks of one replica, which all run the same tokens, sa
 
 same: every rank all of it. channels: each rank its own channels. samples: each rank all channels of its own samples
 (heads of queries and caches are samples of head_dim channels). partial: each rank a summand of every sample.
-The channels of a weight are its rows, the output features; those of any other site are the last dimension of its tensor.
+The channels of a weight are its rows, the output features; those of k_heads and v_heads are heads; those of any other site
+are the last dimension of its tensor.
 Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
 """
 
@@ -41,6 +43,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from quantflow.errors import InputError, StatisticsError, UsageError
+from quantflow.measurements.keys import HEADS
 
 KINDS = ("replicated", "column", "row", "expert")
 OUTPUTS = {"column": ("sliced", "gathered", "reduced"), "row": ("partial", "reduced")}
@@ -99,6 +102,8 @@ def layout(placement: Placement, site: str) -> Layout:
     kind = placement["kind"]
     if kind == "replicated" or (site == "routed" and kind != "expert"):
         return "same"
+    if site in HEADS:
+        return "channels"
     if kind == "expert" or site not in ("input", "output", "weight", "gradient", "guided_input"):
         return "samples"
     if site == "output":
@@ -117,7 +122,7 @@ def channels(placement: Placement, site: str) -> int:
     outputs, inputs = placement["full_shape"]
     if layout(placement, site) == "channels":
         return int(placement["length"])
-    return int(outputs if site in ("output", "weight", "gradient") else inputs)
+    return int(outputs if site in ("output", "weight", "gradient", *HEADS) else inputs)
 
 
 def shares(placements: Sequence[Placement], site: str) -> list[list[int]]:

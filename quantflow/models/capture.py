@@ -9,6 +9,8 @@ recorder; what it handed to each layer (masks, position embeddings) is replayed 
             stream.advance(layer, states)
     with stream.head():
         logits = [stream.finish(state.hidden) for state in states]
+
+Longer than 300 lines because recording and replaying share what a layer is called with.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -61,15 +63,19 @@ class LayerStream:
     Attributes:
         model: the causal LM, parameters on meta.
         names: what every tensor of the checkpoint is in the model.
+        cache: what keys and values go through where a call brings none.
     """
 
-    def __init__(self, weights: Weights, graph: Graph, *, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, weights: Weights, graph: Graph, *, dtype: torch.dtype = torch.float32, cache: Cache | None = None
+    ) -> None:
         """Build the model without storage and check it against the checkpoint and the graph.
 
         Args:
             weights: the opened checkpoint or artifact.
             graph: its graph.
             dtype: of the weights and hidden states, whatever the checkpoint stores.
+            cache: what keys and values go through where a call brings none, a `KVRounder`, or None.
 
         Raises:
             InputError: the checkpoint and its config.json do not belong together.
@@ -78,6 +84,7 @@ class LayerStream:
         self.weights = weights
         self.graph = graph
         self.dtype = dtype
+        self.cache = cache
         self.model: PreTrainedModel = skeleton(weights.config)
         self.names = NameMap(self.model).bind(weights.names)
         self._layers: nn.ModuleList = self.model.get_submodule(graph.family.layers)
@@ -193,7 +200,7 @@ class LayerStream:
         Args:
             module: as `layer` yields it.
             state: the sequence, `state.hidden` is the layer's input.
-            cache: a `KVRecorder`, or None.
+            cache: a `KVRecorder` or `KVRounder`, or None for the stream's own.
         """
         return self.forward(module, state, state.hidden, cache=cache)
 
@@ -204,10 +211,10 @@ class LayerStream:
             module: as `layer` yields it.
             state: the sequence that the layer is called for; its own hidden state is not read.
             hidden: the layer's input, [1, S, H].
-            cache: a `KVRecorder`, or None.
+            cache: a `KVRecorder` or `KVRounder`, or None for the stream's own.
         """
         call = state.calls[self._index[module]]
-        kwargs = call.kwargs
+        kwargs, cache = call.kwargs, self.cache if cache is None else cache
         if cache is not None:
             kwargs = kwargs | {name: cache for name in _CACHE_ARGUMENTS if name in kwargs}
         output: Tensor = module(hidden, *call.args, **kwargs)
@@ -226,7 +233,7 @@ class LayerStream:
         Args:
             module: as `layer` yields it.
             states: every sequence of a store.
-            cache: a `KVRecorder`, or None; it must bear calls from several threads.
+            cache: a `KVRecorder` or `KVRounder`, or None for the stream's own; it must bear calls from several threads.
             workers: run several sequences at once.
         """
         waiting = list(states)

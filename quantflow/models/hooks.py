@@ -10,6 +10,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers.cache_utils import Cache
 
+from quantflow.core.kv import KVScales
 from quantflow.errors import UsageError
 
 LinearCallback = Callable[[Tensor, Tensor], None]
@@ -31,6 +32,22 @@ class KVRecorder(Cache):  # type: ignore[misc]
         """Report K and V and return them unchanged."""
         self._callback(layer_idx, key_states, value_states)
         return key_states, value_states
+
+
+class KVRounder(Cache):  # type: ignore[misc]
+    """A cache that stores nothing and hands back what one that keeps 8 bits would; it bears calls from several threads."""
+
+    def __init__(self, scales: Mapping[int, KVScales]) -> None:
+        """Round by layer index -> the scales of its keys and values."""
+        super().__init__(layers=[])
+        self._scales = scales
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return K after RoPE and V, [1, key/value heads, S, head_dim], rounded."""
+        scales = self._scales[layer_idx]
+        return scales.round_keys(key_states), scales.round_values(value_states)
 
 
 class QueryRecorder(TorchFunctionMode):

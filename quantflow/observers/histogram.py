@@ -87,6 +87,18 @@ class HistogramObserver:
         statistics.refuse_negative(observer._counts, "counts", observer=cls.NAME)
         return observer
 
+    def points(self) -> tuple[Tensor, Tensor]:
+        """Return what stands for the values that were seen: magnitudes, ascending, and how many each of them counts for.
+
+        Four at equal distances in every bin, [4 * (BINS - 2) + 1] float32 and float64 each; what is below the first edge is
+        zero, and what is beyond the last one is left out.
+        """
+        edges = torch.tensor([upper_edge(index) for index in range(BINS - 1)])
+        low, width = edges[:-1, None], edges.diff()[:, None]
+        inside = (low + width * (torch.arange(4) + 0.5) / 4).flatten()
+        counts = self._counts[1:-1].double().repeat_interleave(4) / 4
+        return torch.cat([torch.zeros(1), inside]), torch.cat([self._counts[:1].double(), counts])
+
     def percentile(self, q: float) -> float:
         """Return a magnitude that at least q percent of the values do not exceed; 0 when unseen.
 

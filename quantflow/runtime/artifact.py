@@ -3,6 +3,7 @@
 Every tensor of the artifact is used exactly once and every parameter of the model gets its value: the tensors of a
 quantized linear are those its scheme names, all others are parameters of the family's own module tree. `open_artifact`
 decides that from the headers; values are checked when they are read. What does not add up is an error.
+Longer than 300 lines because opening and reading must agree on which tensor belongs to what.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,10 +21,11 @@ from quantflow.artifact.verify import verify as verify_artifact
 from quantflow.backends import choose
 from quantflow.core.backend import Backend
 from quantflow.core.qtensor import QuantizedLinear
-from quantflow.core.scheme import LinearScheme
+from quantflow.core.scheme import LinearScheme, TensorScheme
 from quantflow.errors import InputError, UsageError
 from quantflow.formats import compressed_tensors
 from quantflow.models.configuration import load_config
+from quantflow.models.graph import graph_for
 from quantflow.models.load import materialize_, read_tensors, release_, skeleton
 from quantflow.models.names import NameMap, twins
 from quantflow.models.reading import read_rows
@@ -42,6 +44,7 @@ class Placement:
         biased: the artifact holds its bias.
         backend: what will run it.
         reasons: why each backend that is preferred over `backend` cannot.
+        elsewhere: rows of the stored linear that are no part of `shape`: other processes hold them.
     """
 
     scheme: LinearScheme
@@ -49,6 +52,7 @@ class Placement:
     biased: bool
     backend: Backend
     reasons: dict[str, str]
+    elsewhere: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -64,6 +68,7 @@ class Artifact:
         linears: source name of each quantized linear -> what is known of it.
         dtype: of the parameters that are not quantized and of all inputs.
         device: where weights are put.
+        kv_cache: how it says that keys and values are kept; None is as they are.
     """
 
     checkpoint: Checkpoint
@@ -74,6 +79,7 @@ class Artifact:
     linears: dict[str, Placement]
     dtype: torch.dtype
     device: torch.device
+    kv_cache: TensorScheme | None = None
 
     def read(self, names: Iterable[str], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """Read plain tensors; see `quantflow.models.load.read_tensors`.
@@ -104,6 +110,8 @@ class Artifact:
         """
         placement = self.linears[name]
         tensors = read_tensors(self.checkpoint, compressed_tensors.tensor_names(name, placement.scheme))
+        if placement.elsewhere and f"{name}.weight_shape" in tensors:
+            tensors[f"{name}.weight_shape"][0] -= placement.elsewhere
         linear = compressed_tensors.decode(name, tensors, placement.scheme)
         found = tuple(linear.weight.qvalue.shape)
         bias = list(self.checkpoint.infos[f"{name}.bias"].shape) if placement.biased else None
@@ -192,7 +200,7 @@ def open_artifact(
 
     Args:
         folder: what `quantflow export` wrote.
-        backend: as `quantflow.backends.choose` takes it, for all quantized linears: a name, `auto`, or several with commas.
+        backend: of all quantized linears, as `quantflow.backends.choose` takes it.
         dtype: of the parameters that are not quantized and of all inputs.
         verify: compare every file with its recorded hash first; it reads the artifact once more, in small pieces.
         device: where weights are put.
@@ -216,8 +224,9 @@ def open_artifact(
     model = skeleton(config)
     names = NameMap(model)
     modules = _linear_modules(model, names, checkpoint)
+    kv_cache = compressed_tensors.kv_scheme_from_config(checkpoint.config["quantization_config"])
     schemes = _schemes(checkpoint, manifest, tuple(modules))
-    parameters = _parameters(checkpoint, schemes)
+    parameters = _parameters(checkpoint, schemes, _claimed(schemes, config if kv_cache else None))
     to_source = _bound(model, names, parameters, linears={name: modules[name] for name in schemes})
     device = torch.device(device)
     linears = {}
@@ -236,6 +245,7 @@ def open_artifact(
         linears=linears,
         dtype=dtype,
         device=device,
+        kv_cache=kv_cache,
     )
 
 
@@ -248,27 +258,21 @@ def _linear_modules(model: PreTrainedModel, names: NameMap, checkpoint: Checkpoi
 
 
 def _schemes(checkpoint: Checkpoint, manifest: Mapping[str, Any], linears: tuple[str, ...]) -> dict[str, LinearScheme]:
-    """Return the scheme of every quantized linear.
-
-    Raises:
-        InputError: a tensor that its scheme names is missing.
-    """
+    """Return the scheme of every quantized linear."""
     flavour = (manifest["float8"] or {}).get("flavour", "e4m3fn")
     found = compressed_tensors.schemes_from_config(checkpoint.config["quantization_config"], linears, flavour=flavour)
-    schemes = {name: scheme for name, scheme in found.items() if scheme is not None}
-    missing = sorted(_claimed(schemes) - checkpoint.tensors.keys())
-    if missing:
-        raise InputError(f"{missing[0]}: its linear's scheme needs it, it is not in the artifact", "export it again")
-    return schemes
+    return {name: scheme for name, scheme in found.items() if scheme is not None}
 
 
-def _parameters(checkpoint: Checkpoint, schemes: Mapping[str, LinearScheme]) -> tuple[str, ...]:
+def _parameters(checkpoint: Checkpoint, schemes: Mapping[str, LinearScheme], claimed: set[str]) -> tuple[str, ...]:
     """Return the source names of the model's parameters; a quantized linear stands for the one parameter `NAME.weight`.
 
     Raises:
-        InputError: a weight that is stored twice.
+        InputError: a weight that is stored twice, or a tensor that a scheme names, `claimed`, is missing.
     """
-    claimed = _claimed(schemes)
+    if missing := sorted(claimed - checkpoint.tensors.keys()):
+        whose = "cache" if missing[0].endswith((".k_scale", ".v_scale")) else "linear"
+        raise InputError(f"{missing[0]}: its {whose}'s scheme needs it, it is not in the artifact", "export it again")
     others = [name for name in checkpoint.tensors if name not in claimed]
     for name in others:
         if name.endswith(".weight") and name.removesuffix(".weight") in schemes:
@@ -276,8 +280,11 @@ def _parameters(checkpoint: Checkpoint, schemes: Mapping[str, LinearScheme]) -> 
     return (*others, *(f"{name}.weight" for name in schemes))
 
 
-def _claimed(schemes: Mapping[str, LinearScheme]) -> set[str]:
-    return {tensor for name, scheme in schemes.items() for tensor in compressed_tensors.tensor_names(name, scheme)}
+def _claimed(schemes: Mapping[str, LinearScheme], cached: PreTrainedConfig | None) -> set[str]:
+    """Return the names of all tensors of quantized linears, and of the caches of a model where these are quantized too."""
+    attentions = () if cached is None else (layer.attention for layer in graph_for(cached).layers)
+    scales = {tensor for attention in attentions for tensor in compressed_tensors.kv_tensor_names(attention)}
+    return scales | {tensor for name, scheme in schemes.items() for tensor in compressed_tensors.tensor_names(name, scheme)}
 
 
 def _bound(

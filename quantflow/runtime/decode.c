@@ -2,7 +2,8 @@
  *
  * Rows, heads and positions are independent work; each is computed by one thread in one order, so the bits do not depend on how
  * many threads there are. Loops marked `omp simd` may be summed in vector lanes, in an order that the compiler fixes. The cache
- * holds float32, bfloat16, float8 (e4m3, saturating), or int8 with a scale (amax / 127.5) per head and position.
+ * holds float32, bfloat16, float8 (e4m3, saturating) or int8. The latter two have a scale per head where it was measured: scores
+ * are multiplied by that of the keys, outputs by that of the values. Else int8 has one per head and position, amax / 127.5.
  */
 #include <math.h>
 #include <stdint.h>
@@ -14,7 +15,8 @@ enum { WORTH_A_THREAD = 32768 };           /* elements below which a second thre
 
 typedef struct { /* one layer; NULL where it has none */
     void *keys, *values;               /* [rows, kv_heads, capacity / 16, dim, 16], [rows, kv_heads, capacity, dim] of `kind` */
-    float *key_scales, *value_scales;  /* [rows, kv_heads, capacity], int8 only */
+    float *key_scales, *value_scales;  /* [rows, kv_heads, capacity]; int8 without measured scales */
+    const float *key_steps, *value_steps; /* [kv_heads], the measured scales; float8 and int8 */
     const float *q_norm, *k_norm;      /* [dim] */
     int64_t window;                    /* how many positions a query sees, itself included; 0: all before it */
 } Layer;
@@ -109,19 +111,20 @@ static inline uint8_t to_float8(float x) {
     return (uint8_t)(sign | (x != x ? 0x7F : code));
 }
 
-/* Write `dim` floats from element `at` of the cache on, `stride` apart; int8's scale is element `index` of `scales`. */
-static void store(const float *x, void *cache, int64_t at, int64_t stride, float *scales, int64_t index, int64_t dim,
+/* Write `dim` floats, in units of `step`, from element `at` of the cache on, `stride` apart. Where there are `scales` the step is
+ * the numbers' own, and kept as element `index`. */
+static void store(const float *x, void *cache, int64_t at, int64_t stride, float step, float *scales, int64_t index, int64_t dim,
                   int64_t kind) {
-    float amax = 0, step = 1;
-    for (int64_t i = 0; kind == INT8 && i < dim; i++) amax = fabsf(x[i]) > amax || x[i] != x[i] ? fabsf(x[i]) : amax;
-    if (kind == INT8 && !(amax <= 0)) step = amax / 127.5f < 0x1p-126f ? 0x1p-126f : amax / 127.5f; /* NaN where one is */
-    if (kind == INT8) scales[index] = step;
+    float amax = 0;
+    for (int64_t i = 0; scales && i < dim; i++) amax = fabsf(x[i]) > amax || x[i] != x[i] ? fabsf(x[i]) : amax;
+    if (scales && !(amax <= 0)) step = amax / 127.5f < 0x1p-126f ? 0x1p-126f : amax / 127.5f; /* NaN where one is */
+    if (scales) scales[index] = step;
     for (int64_t i = 0; i < dim; i++, at += stride) {
         uint32_t bits = float_bits(x[i]);
         float q = rintf(x[i] / step);
         if (kind == FLOAT32) ((float *)cache)[at] = x[i];
         if (kind == BFLOAT16) ((uint16_t *)cache)[at] = x[i] != x[i] ? 0x7FC0 : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
-        if (kind == FLOAT8) ((uint8_t *)cache)[at] = to_float8(x[i]);
+        if (kind == FLOAT8) ((uint8_t *)cache)[at] = to_float8(x[i] / step);
         if (kind == INT8) ((int8_t *)cache)[at] = (int8_t)(q < -128 ? -128 : q > 127 ? 127 : q == q ? q : 0);
     }
 }
@@ -157,8 +160,9 @@ void rotate_store(const Step *s, const Layer *l, float *qkv) {
         }
         for (int64_t h = 0; h < s->kv_heads; h++, x += dim) { /* x: a head of values, its keys kv_heads before it */
             int64_t index = (row * s->kv_heads + h) * s->capacity + column, lane = column % LANES;
-            store(x - s->kv_heads * dim, l->keys, (index - lane) * dim + lane, LANES, l->key_scales, index, dim, s->kind);
-            store(x, l->values, index * dim, 1, l->value_scales, index, dim, s->kind);
+            float k = l->key_steps ? l->key_steps[h] : 1, v = l->value_steps ? l->value_steps[h] : 1;
+            store(x - s->kv_heads * dim, l->keys, (index - lane) * dim + lane, LANES, k, l->key_scales, index, dim, s->kind);
+            store(x, l->values, index * dim, 1, v, l->value_scales, index, dim, s->kind);
         }
     }
 }
@@ -188,14 +192,16 @@ static inline float soften(v16 *scores, int64_t first, int64_t end, float *large
 }
 
 /* T queries of one head of the cache over the columns that they see, by the running softmax of Milakov and Gimelshein 2018
- * (arXiv:1805.02867), BLOCK columns at a time.  q, out: of each, [dim]; first, end: what it sees; base: the head's column 0 */
-static inline __attribute__((always_inline)) void attend_tile(const Step *s, const Layer *l, const float **q, float **out, int64_t base,
-                                                              const int64_t *first, const int64_t *end, const int kind, const int T) {
-    int64_t dim = s->dim, low = first[0], high = end[T - 1]; /* both grow from query to query */
+ * (arXiv:1805.02867), BLOCK columns at a time.  q, out: of each, [dim]; first, end: what it sees; base: column 0 of the head `h` */
+static inline __attribute__((always_inline)) void attend_tile(const Step *s, const Layer *l, const float **q, float **out,
+                                                              int64_t h, int64_t base, const int64_t *first, const int64_t *end,
+                                                              const int kind, const int T) {
+    int64_t dim = s->dim, low = first[0], high = end[T - 1], dynamic = kind == INT8 && l->key_scales; /* ends grow with queries */
+    float unit = l->key_steps ? s->scale * l->key_steps[h] : s->scale, step = l->value_steps ? l->value_steps[h] : 1;
     float queries[dim][T], scores[T][BLOCK] __attribute__((aligned(64))), sums[T][dim], largest[T], total[T];
     memset(sums, 0, sizeof sums);
     for (int g = 0; g < T; g++) largest[g] = -INFINITY, total[g] = 0;
-    for (int64_t i = 0; i < dim; i++) for (int g = 0; g < T; g++) queries[i][g] = q[g][i] * s->scale;
+    for (int64_t i = 0; i < dim; i++) for (int g = 0; g < T; g++) queries[i][g] = q[g][i] * unit;
     for (int64_t begin = low - low % BLOCK; begin < high; begin += BLOCK) {
         int64_t from = low > begin ? low - begin : 0, to = high - begin < BLOCK ? high - begin : BLOCK;
         for (int64_t j = 0; j < to; j += LANES) {
@@ -207,14 +213,14 @@ static inline __attribute__((always_inline)) void attend_tile(const Step *s, con
                 for (int g = 0; g < T; g++) sum[g] += k * queries[i][g];
             }
             for (int g = 0; g < T; g++) {
-                if (kind == INT8) sum[g] *= load(l->key_scales, base + begin + j, FLOAT32);
+                if (dynamic) sum[g] *= load(l->key_scales, base + begin + j, FLOAT32);
                 *(v16 *)(scores[g] + j) = sum[g];
             }
         }
         for (int g = 0; g < T; g++) {
             float shrink = soften((v16 *)scores[g], first[g] - begin, end[g] - begin, largest + g, total + g);
             for (int64_t i = 0; i < dim; i++) sums[g][i] *= shrink;
-            for (int64_t j = from; kind == INT8 && j < to; j++) scores[g][j] *= l->value_scales[base + begin + j];
+            for (int64_t j = from; dynamic && j < to; j++) scores[g][j] *= l->value_scales[base + begin + j];
         }
         for (int64_t i = 0; i < dim; i += LANES) {
             v16 sum[TILE];
@@ -228,7 +234,7 @@ static inline __attribute__((always_inline)) void attend_tile(const Step *s, con
         }
     }
     for (int g = 0; g < T; g++)
-        for (int64_t i = 0; i < dim; i++) out[g][i] = end[g] > first[g] ? sums[g][i] / total[g] : 0; /* padding sees nothing */
+        for (int64_t i = 0; i < dim; i++) out[g][i] = end[g] > first[g] ? sums[g][i] / total[g] * step : 0; /* padding: 0 */
 }
 
 /* Attention of the new columns over the cache.  qkv: as rotate_store left it; out: [rows, count, heads * dim] */
@@ -249,9 +255,9 @@ void attend(const Step *s, const Layer *l, const float *qkv, float *out) {
             if (l->window && end[g] - l->window > first[g]) first[g] = end[g] - l->window;
         }
 #define ATTEND(KIND)                                                                                                   \
-    if (s->kind == KIND && left > TILE / 2) attend_tile(s, l, q, to, base, first, end, KIND, TILE);                    \
-    if (s->kind == KIND && left > 1 && left <= TILE / 2) attend_tile(s, l, q, to, base, first, end, KIND, TILE / 2);   \
-    if (s->kind == KIND && left == 1) attend_tile(s, l, q, to, base, first, end, KIND, 1);
+    if (s->kind == KIND && left > TILE / 2) attend_tile(s, l, q, to, head, base, first, end, KIND, TILE);              \
+    if (s->kind == KIND && left > 1 && left <= TILE / 2) attend_tile(s, l, q, to, head, base, first, end, KIND, TILE / 2); \
+    if (s->kind == KIND && left == 1) attend_tile(s, l, q, to, head, base, first, end, KIND, 1);
         ATTEND(FLOAT32) ATTEND(BFLOAT16) ATTEND(FLOAT8) ATTEND(INT8)
     }
 }

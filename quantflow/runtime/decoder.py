@@ -5,12 +5,14 @@ batch whose prompts are padded on the left, padding takes columns too, but it is
 positions count from its first real token.
 """
 
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from quantflow.core.kv import KVScales
 from quantflow.errors import UsageError
 
 
@@ -72,6 +74,29 @@ class HiddenDecoder(Decoder, Protocol):
         """
 
 
+class RoundedCache(DynamicCache):  # type: ignore[misc]
+    """transformers' cache, which keeps what is left of keys and values after rounding them with measured scales."""
+
+    def __init__(self, config: Any, scales: Sequence[KVScales]) -> None:
+        """Start empty.
+
+        Args:
+            config: the model's.
+            scales: of each layer.
+        """
+        super().__init__(config=config)
+        self._scales = scales
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Append K after RoPE and V, [B, key/value heads, T, head_dim], rounded; return all that there is."""
+        scales = self._scales[layer_idx]
+        rounded = scales.round_keys(key_states), scales.round_values(value_states)
+        found: tuple[Tensor, Tensor] = super().update(*rounded, layer_idx, *args, **kwargs)
+        return found
+
+
 class TransformersDecoder:
     """A Hugging Face causal LM, or one whose linears are QuantLinear, with transformers' own cache.
 
@@ -79,13 +104,21 @@ class TransformersDecoder:
         vocab_size, positions, device: as in `Decoder`.
     """
 
-    def __init__(self, model: nn.Module, *, device: str | torch.device | None = None, crops: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        device: str | torch.device | None = None,
+        crops: bool = False,
+        kv_scales: Sequence[KVScales] = (),
+    ) -> None:
         """Take a model; its cache is empty until `begin`.
 
         Args:
             model: called as `model(input_ids=..., past_key_values=..., use_cache=True, logits_to_keep=...)`.
             device: where it runs; None asks its parameters.
             crops: whether `crop` will be called. The cache of a sliding window then keeps what lies before the window.
+            kv_scales: of each layer; the cache then holds keys and values rounded with them, in the model's dtype.
         """
         config: Any = model.config
         parameter = next(model.parameters(), None)
@@ -93,14 +126,14 @@ class TransformersDecoder:
         self.vocab_size: int = config.vocab_size
         self.positions: int | None = getattr(config, "max_position_embeddings", None)
         self.device = own if device is None else torch.device(device)
-        self._model, self._crops = model, crops
-        self._cache = DynamicCache(config=config)
+        self._model, self._crops, self._kv_scales = model, crops, kv_scales
+        self._cache = self._empty()
         self._padding: Tensor | None = None
         self._length = 0
 
     def begin(self, *, rows: int, capacity: int) -> None:
         """Empty the cache; it grows with the tokens, so neither number is needed."""
-        self._cache = DynamicCache(config=self._model.config)
+        self._cache = self._empty()
         for layer in self._cache.layers:
             if self._crops and layer.is_sliding:
                 layer.activate_past_recording()
@@ -135,6 +168,10 @@ class TransformersDecoder:
             )
         self._cache.crop(length - self._length)  # transformers takes how many to remove, as a negative number
         self._length = length
+
+    def _empty(self) -> DynamicCache:
+        config = self._model.config
+        return RoundedCache(config, self._kv_scales) if self._kv_scales else DynamicCache(config=config)
 
     def _call(self, input_ids: Tensor, padding: Tensor | None, **options: Any) -> Any:
         """Run the model; padded batches get a mask and positions, others neither, as a graph was captured."""

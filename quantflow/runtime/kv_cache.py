@@ -3,24 +3,29 @@
 Values lie as they come, [columns, features]; keys lie with 16 columns side by side, [columns / 16, features, 16], so that one
 step of a vector unit adds a feature to the scores of 16 columns.
 
-float8 is e4m3fn without a scale, as serving systems keep it where none was measured: keys after the rotation and values lie
-well inside its range of 448. int8 has a scale per head and position, the largest magnitude / 127.5. Attention reads what
-was kept, of new positions too, so that a position means the same in whatever forward it is attended to.
+With measured scales (quantflow.core.kv) float8 and int8 are in their units; int8 keeps a NaN as 0 then, having no code for it.
+Without, float8 is e4m3fn as serving systems keep it: keys after the rotation and values lie well inside its range of 448; and
+int8 has a scale per head and position, the largest magnitude / 127.5. Attention reads what was kept, of new positions too, so
+that a position means the same in whatever forward it is attended to.
 """
 
+from collections.abc import Sequence
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from quantflow.core import affine, float8
+from quantflow.core.kv import KVScales
 from quantflow.core.scheme import TensorScheme
 from quantflow.errors import UsageError
 
 # The dtype of the storage; float8 is kept as bytes, which torch can index and copy. The order is decode.c's `enum kind`.
 KINDS = MappingProxyType({"float32": torch.float32, "bfloat16": torch.bfloat16, "float8": torch.uint8, "int8": torch.int8})
 LANES = 16
+KIND_OF = MappingProxyType({"float": "float8", "int": "int8"})  # of measured scales: TensorScheme.kind -> a key of KINDS
 _INT8 = TensorScheme(kind="int", num_bits=8, granularity="per_token", dynamic=True)
+_FLOAT8 = TensorScheme(kind="float", num_bits=8, granularity="per_head")
 
 
 class KVCache:
@@ -34,25 +39,50 @@ class KVCache:
         padding: [rows] int64, how many columns at the left of a sequence are padding.
         keys: of each layer, [rows or more, kv_heads, capacity / LANES, head_dim, LANES] in the storage's dtype.
         values: of each layer, [rows or more, kv_heads, capacity, head_dim] in the storage's dtype.
-        key_scales, value_scales: of each layer, [rows or more, kv_heads, capacity] float32 for int8; otherwise empty.
+        key_scales, value_scales: of each layer, [rows or more, kv_heads, capacity] float32 for int8 that was not measured;
+            otherwise empty.
+        key_steps, value_steps: of each layer, [kv_heads] float32 where they were measured; otherwise empty.
     """
 
-    def __init__(self, *, kind: str, layers: int, rows: int, kv_heads: int, capacity: int, head_dim: int) -> None:
+    def __init__(
+        self,
+        *,
+        kind: str,
+        layers: int,
+        rows: int,
+        kv_heads: int,
+        capacity: int,
+        head_dim: int,
+        scales: Sequence[KVScales] = (),
+    ) -> None:
         """Reserve the memory; what is never written takes none.
 
+        Args:
+            kind: a key of KINDS.
+            layers: how many.
+            rows: sequences.
+            kv_heads: of a layer.
+            capacity: columns.
+            head_dim: features of a head.
+            scales: of each layer, as they were measured for this kind; or none.
+
         Raises:
-            UsageError: the kind is unknown, or there is no row or no column.
+            UsageError: the kind is unknown or has no scales, or there is no row or no column.
         """
         require_kind(kind)
         if rows < 1 or capacity < 1:
             raise UsageError(f"kv cache of {rows} rows and {capacity} positions", "give at least one of each")
+        if any(KIND_OF[scale.scheme.kind] != kind for scale in scales):
+            raise UsageError(f"kv cache {kind}: the scales are of {scales[0].scheme.kind}", "use the kind that was measured")
         blocks = -(-capacity // LANES)
         self.kind, self.rows, self.capacity, self.length = kind, rows, blocks * LANES, 0
         self.padding = torch.zeros(rows, dtype=torch.int64)
         heads, dtype = (rows, kv_heads), KINDS[kind]
         self.keys = [torch.empty(*heads, blocks, head_dim, LANES, dtype=dtype) for _ in range(layers)]
         self.values = [torch.empty(*heads, self.capacity, head_dim, dtype=dtype) for _ in range(layers)]
-        count = layers if kind == "int8" else 0
+        self.key_steps = [scale.keys.expand(kv_heads).contiguous() for scale in scales]
+        self.value_steps = [scale.values.expand(kv_heads).contiguous() for scale in scales]
+        count = layers if kind == "int8" and not scales else 0
         self.key_scales, self.value_scales = ([torch.empty(*heads, self.capacity) for _ in range(count)] for _ in range(2))
 
     @property
@@ -74,8 +104,8 @@ class KVCache:
         """
         columns = torch.arange(self.length, self.length + keys.shape[2])
         blocks, lanes = columns // LANES, columns % LANES
-        key_codes, key_scales = self._encode(keys)
-        value_codes, value_scales = self._encode(values)
+        key_codes, key_scales = self._encode(keys, self.key_steps[layer] if self.key_steps else None)
+        value_codes, value_scales = self._encode(values, self.value_steps[layer] if self.value_steps else None)
         self.keys[layer].transpose(3, 4)[: self.rows, :, blocks, lanes] = key_codes
         self.values[layer][: self.rows, :, columns] = value_codes
         if key_scales is not None and value_scales is not None:
@@ -88,7 +118,9 @@ class KVCache:
         keys = self.keys[layer][: self.rows, :, :blocks].transpose(3, 4).flatten(2, 3)[:, :, :end]
         values = self.values[layer][: self.rows, :, :end]
         if self.kind == "float8":
-            return float8.widen(keys.view(torch.float8_e4m3fn)), float8.widen(values.view(torch.float8_e4m3fn))
+            keys, values = (float8.widen(part.view(torch.float8_e4m3fn)) for part in (keys, values))
+        if self.key_steps:
+            return keys * self.key_steps[layer][:, None, None], values * self.value_steps[layer][:, None, None]
         if self.kind == "int8":
             scales = [scale[layer][: self.rows, :, :end, None] for scale in (self.key_scales, self.value_scales)]
             return keys * scales[0], values * scales[1]
@@ -126,8 +158,12 @@ class KVCache:
             raise UsageError(f"kv cache: crop to {length} of {self.length} positions", "crop to at most what there is")
         self.length = length
 
-    def _encode(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the codes of x, [..., head_dim] in the storage's dtype, and int8's scales [...]."""
+    def _encode(self, x: Tensor, steps: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return the codes of x, [..., kv_heads, T, D] in the storage's dtype, and the scales [...] that were not measured."""
+        if steps is not None and self.kind == "int8":
+            return affine.quantize(x.masked_fill(x.isnan(), 0), steps[:, None, None], None, _INT8), None
+        if steps is not None:
+            return affine.quantize(x, steps[:, None, None], None, _FLOAT8).view(torch.uint8), None
         if self.kind == "float8":
             return float8.cast(x, "e4m3fn").view(torch.uint8), None
         if self.kind == "int8":

@@ -5,7 +5,7 @@ Hidden states are float32 whatever the artifact's dtype is: that one says what l
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,10 +16,12 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from quantflow.errors import UnsupportedError, UsageError
 from quantflow.models.graph import Graph, Layer, Residual, graph_for
 from quantflow.runtime.artifact import Artifact
-from quantflow.runtime.kv_cache import KVCache, require_kind
+from quantflow.runtime.kv_cache import KIND_OF, KVCache, require_kind
+from quantflow.runtime.kv_scales import read_kv_scales
 from quantflow.runtime.operations import Attention, Heads, Operations, fused_why_not
 from quantflow.runtime.packed import Pack
 from quantflow.runtime.projection import Projection, plain, plain_weight, projection
+from quantflow.runtime.tensor_parallel import Ranks
 
 _ROTATIONS = ("default", "linear", "llama3", "yarn")  # of each position alone; the others look at the sequence's length
 _ACTIVATIONS = ("silu", "swish")
@@ -64,14 +66,24 @@ class LeanDecoder:
         cache: keys and values since `begin`; None before.
     """
 
-    def __init__(self, artifact: Artifact, *, kv_cache: str = "auto", fused: bool = True, pack: Pack | None = None) -> None:
+    def __init__(
+        self,
+        artifact: Artifact,
+        *,
+        kv_cache: str = "auto",
+        fused: bool = True,
+        pack: Pack | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
         """Read the weights.
 
         Args:
             artifact: opened for the CPU.
-            kv_cache: a key of `quantflow.runtime.kv_cache.KINDS`, or `auto` for the artifact's dtype.
+            kv_cache: a key of `quantflow.runtime.kv_cache.KINDS`, without measured scales; or `auto` for what the artifact
+                brings scales for, else its dtype.
             fused: call decode.c where it can be compiled; otherwise torch.
             pack: where weights are looked for first; what is not there is put into it.
+            ranks: what puts the parts together where `artifact` is the share of one of several processes.
 
         Raises:
             UnsupportedError: `why_not` has a reason.
@@ -87,7 +99,11 @@ class LeanDecoder:
         self.positions: int | None = getattr(config, "max_position_embeddings", None)
         self.device = artifact.device
         self.cache: KVCache | None = None
-        self._kind = str(artifact.dtype).removeprefix("torch.") if kv_cache == "auto" else kv_cache
+        self._kv_scales = read_kv_scales(artifact) if kv_cache == "auto" else ()
+        usual = str(artifact.dtype).removeprefix("torch.")
+        if self._kv_scales:
+            usual = KIND_OF[self._kv_scales[0].scheme.kind]
+        self._kind = usual if kv_cache == "auto" else kv_cache
         require_kind(self._kind)
         first = graph.layers[0]
         self._heads = Heads(
@@ -102,7 +118,13 @@ class LeanDecoder:
         self.notes = () if missing is None else (f"small operations run in torch: {missing}",)
         self._operations = Operations(self._heads, attention, fused=missing is None)
         self._blocks = [_block(artifact, layer, self._operations, pack) for layer in graph.layers]
-        self._embedding, self._norm, self._head = _ends(artifact, graph, self._operations, pack)
+        embedding, self._norm, self._head = _ends(artifact, graph, self._operations, pack)
+        self._embed: Projection = lambda ids: functional.embedding(ids, embedding).float()
+        if ranks is not None:
+            self._blocks = [_put_together(*pair, ranks) for pair in zip(self._blocks, graph.layers, strict=True)]
+            names = graph.family.residual or Residual()
+            self._embed = ranks.embedding(embedding, names.embedding)
+            self._head = ranks.joined(self._head, artifact.to_source[f"{names.head}.weight"].removesuffix(".weight"))
         self._rotary = LlamaRotaryEmbedding(config)  # of every family here: they differ in their configuration alone
         self._tables = (torch.empty(0, self._heads.dim),) * 2
 
@@ -113,7 +135,7 @@ class LeanDecoder:
             cache.clear(rows)
         else:
             shape = {"layers": len(self._blocks), "kv_heads": self._heads.shared, "head_dim": self._heads.dim}
-            self.cache = cache = KVCache(kind=self._kind, rows=rows, capacity=capacity, **shape)
+            self.cache = cache = KVCache(kind=self._kind, rows=rows, capacity=capacity, scales=self._kv_scales, **shape)
         if len(self._tables[0]) < cache.capacity:
             cos, sin = self._rotary(torch.empty(0), torch.arange(cache.capacity)[None])  # [1, capacity, dim]
             self._tables = cos[0].contiguous(), sin[0].contiguous()
@@ -159,7 +181,7 @@ class LeanDecoder:
         if padding is not None:
             cache.padding.copy_(padding)
         operations.step(count)
-        x = functional.embedding(input_ids.reshape(-1), self._embedding).float()  # [B * T, H]
+        x = self._embed(input_ids.reshape(-1))  # [B * T, H]
         delta: Tensor | None = None
         for index, block in enumerate(self._blocks):
             qkv = block.qkv(operations.add_norm(x, delta, block.attention_norm))
@@ -183,6 +205,12 @@ def _block(artifact: Artifact, layer: Layer, operations: Operations, pack: Pack 
     # `why_not` refuses families whose first and third group read no norm
     attention_norm, mlp_norm = (_vector(artifact, f"{layer.groups[index].norm}.weight") for index in (0, 2))
     return Block(attention_norm=attention_norm, qkv=qkv, output=output, mlp_norm=mlp_norm, gate_up=gate_up, down=down)
+
+
+def _put_together(block: Block, layer: Layer, ranks: Ranks) -> Block:
+    """Return a block whose two products that need more than a rank's own part get and give all of it."""
+    qkv, output, gate_up, down = (group.linears[0] for group in layer.groups)
+    return replace(block, output=ranks.across(block.output, qkv, output), down=ranks.across(block.down, gate_up, down))
 
 
 def _attention(artifact: Artifact, layer: Layer) -> Attention:

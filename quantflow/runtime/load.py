@@ -19,6 +19,8 @@ from quantflow.models.load import load_tokenizer, skeleton
 from quantflow.runtime import lean, operations, packed, projection
 from quantflow.runtime.artifact import Artifact, open_artifact
 from quantflow.runtime.decoder import Decoder, TransformersDecoder
+from quantflow.runtime.kv_scales import read_kv_scales
+from quantflow.runtime.tensor_parallel import Ranks, Wire
 
 _TOKENIZER_FILES = frozenset({"tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json"})
 _GENERATION = "generation_config.json"
@@ -68,6 +70,7 @@ def load(
     device: str | torch.device = "cpu",
     crops: bool = False,
     pack: bool = False,
+    wire: Wire | None = None,
 ) -> Loaded:
     """Open an artifact.
 
@@ -76,13 +79,15 @@ def load(
     Args:
         folder: what `quantflow export` wrote.
         decoder: `lean` for `quantflow.runtime.lean`, `transformers` for its modules, `auto` for the first where it can.
-        kv_cache: a key of `quantflow.runtime.kv_cache.KINDS`, or `auto` for dtype; the others need the lean decoder.
+        kv_cache: a key of `quantflow.runtime.kv_cache.KINDS`, which needs the lean decoder; or `auto` for 8 bits with the
+            artifact's measured scales where it brings some, else for dtype.
         backend: as `quantflow.backends.choose` takes it, for all quantized linears: a name, `auto`, or several with commas.
         dtype: of the parameters that are not quantized and of all inputs.
         verify: compare every file with its recorded hash first; it reads the artifact once more.
         device: where the model runs.
         crops: whether `crop` will be called; speculation does.
         pack: of the lean decoder: read its weights from FOLDER-packed, as kernels want them, or put them there.
+        wire: to the other processes that share the model with this one, which then holds its part of the lean decoder alone.
 
     Raises:
         IntegrityError: a file differs from its hash.
@@ -96,11 +101,13 @@ def load(
     folder, device = Path(folder), torch.device(device)
     if decoder not in DECODERS:
         raise UsageError(f"decoder {decoder!r} is unknown", f"use one of {', '.join(DECODERS)}")
+    if wire is not None and (decoder == "transformers" or device.type != "cpu"):
+        raise UsageError(f"{wire.world} ranks: decoder {decoder} on {device}", "share the lean decoder, on cpu")
     if device.type == hpu.NAME:
         hpu.require()  # before anything is read; importing the bridge makes torch know the device
     kept = None
     if pack and decoder != "transformers" and device.type == "cpu":
-        kept = _pack(folder, backend, dtype, verify=verify)
+        kept = _pack(folder, backend, dtype, wire, verify=verify)
         if kept.complete and verify:  # the weights' own files are not read, and the pack has been checked
             verify_artifact(
                 folder, map_all=lambda check, names: map(check, (n for n in names if not n.endswith(".safetensors")))
@@ -108,8 +115,10 @@ def load(
             verify = False
     artifact = open_artifact(folder, backend=backend, dtype=dtype, verify=verify, device=device)
     reason = "it was not asked for" if decoder == "transformers" else lean.why_not(artifact)
-    if reason is None or decoder == "lean":
-        made = lean.LeanDecoder(artifact, kv_cache=kv_cache, pack=kept)
+    if reason is None or decoder == "lean" or wire is not None:
+        ranks = None if wire is None or reason is not None else Ranks(artifact, wire)
+        share = artifact if ranks is None else ranks.artifact
+        made = lean.LeanDecoder(share, kv_cache=kv_cache, pack=kept, ranks=ranks)
         if kept is not None:
             kept.save()
         return _loaded(artifact, made, model=None, reasons=made.notes)
@@ -130,7 +139,7 @@ def with_modules(artifact: Artifact, model: PreTrainedModel, *, reason: str, cro
     Raises:
         InputError: the tokenizer's files or generation_config.json are damaged.
     """
-    decoder = TransformersDecoder(model, device=artifact.device, crops=crops)
+    decoder = TransformersDecoder(model, device=artifact.device, crops=crops, kv_scales=read_kv_scales(artifact))
     return _loaded(artifact, decoder, model=model, reasons=(f"the lean decoder is not used: {reason}",))
 
 
@@ -148,10 +157,11 @@ def _filled(artifact: Artifact) -> PreTrainedModel:
     return model
 
 
-def _pack(folder: Path, backend: str, dtype: torch.dtype, *, verify: bool) -> packed.Pack:
+def _pack(folder: Path, backend: str, dtype: torch.dtype, wire: Wire | None, *, verify: bool) -> packed.Pack:
     """Return the pack of an artifact for these choices on this machine."""
     machine = [native.why_not(kernels.SOURCE, needs=kernels.NEEDS), native.why_not(operations.SOURCE, needs=())]
-    inputs = (read_manifest(folder)["digest"], dtype, backend, *(reason is None for reason in machine))
+    part = () if wire is None else (wire.rank, wire.world)
+    inputs = (read_manifest(folder)["digest"], dtype, backend, *(reason is None for reason in machine), *part)
     code = [Path(module.__file__ or "") for module in (kernels, lean, operations, packed, projection)]
     name = packed.name_of(*inputs, sources=(*code, kernels.SOURCE))
     return packed.Pack(folder.with_name(f"{folder.name}-packed") / name, verify=verify)

@@ -63,9 +63,10 @@ def fused_why_not(heads: Heads) -> str | None:
 
 
 class _Layer(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_void_p) for name in ("keys", "values", "key_scales", "value_scales", "q_norm", "k_norm")] + [
-        ("window", ctypes.c_int64)
-    ]
+    _fields_ = [
+        (name, ctypes.c_void_p)
+        for name in ("keys", "values", "key_scales", "value_scales", "key_steps", "value_steps", "q_norm", "k_norm")
+    ] + [("window", ctypes.c_int64)]
 
 
 class _Step(ctypes.Structure):
@@ -109,7 +110,8 @@ class Operations:
             scale=heads.scale,
             eps=heads.eps,
         )
-        scales = (cache.key_scales, cache.value_scales) if cache.key_scales else ([None] * len(self._layers),) * 2
+        none = [None] * len(self._layers)
+        scales = (part or none for part in (cache.key_scales, cache.value_scales, cache.key_steps, cache.value_steps))
         of_layer = zip(cache.keys, cache.values, *scales, self._layers, strict=True)
         self._structures = [
             _Layer(*map(native.address, (*tensors, layer.q_norm, layer.k_norm)), window=layer.window)

@@ -21,14 +21,24 @@ from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 from compressed_tensors.quantization.utils import calculate_qparams
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, CompressedTensorsConfig, GPTNeoXConfig, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    CompressedTensorsConfig,
+    DynamicCache,
+    GPTNeoXConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from quantflow.algorithms import rtn
 from quantflow.core import affine, packing
 from quantflow.core.activations import static_input
+from quantflow.core.kv import SCHEMES as KV_SCHEMES
+from quantflow.core.kv import KVScales, kv_scales, kv_words
 from quantflow.core.qtensor import QuantizedLinear
 from quantflow.core.scheme import PRESETS, LinearScheme, with_group_size
 from quantflow.formats import compressed_tensors
+from quantflow.runtime.decoder import RoundedCache
 
 SCHEMES = {name: with_group_size(s, 32) if s.weights.group_size else s for name, s in PRESETS.items()}
 ASYMMETRIC = [name for name, scheme in SCHEMES.items() if not scheme.weights.symmetric]
@@ -170,7 +180,13 @@ class Artifact:
     linears: dict[str, QuantizedLinear]
 
 
-def write_artifact(folder: Path, layer_schemes: Sequence[LinearScheme], *, dtype: torch.dtype = torch.float32) -> Artifact:
+def write_artifact(
+    folder: Path,
+    layer_schemes: Sequence[LinearScheme],
+    *,
+    dtype: torch.dtype = torch.float32,
+    kv_scales: Sequence[KVScales] = (),
+) -> Artifact:
     """Quantize a Llama with two layers, a scheme for each; `dtype` is that of its scales where the layout packs."""
     config = LlamaConfig(
         hidden_size=64, intermediate_size=128, vocab_size=64, num_hidden_layers=2, num_attention_heads=4,
@@ -199,9 +215,14 @@ def write_artifact(folder: Path, layer_schemes: Sequence[LinearScheme], *, dtype
             for name, linear in quantized.items():
                 tensors |= compressed_tensors.encode(name, linear, scale_dtype=scale_dtype)
             linears |= quantized
+    for index, scales in enumerate(kv_scales):
+        tensors |= compressed_tensors.encode_kv(f"model.layers.{index}.self_attn", scales)
     document = config.to_dict() | {
         "quantization_config": compressed_tensors.quantization_config(
-            {name: linear.scheme for name, linear in linears.items()}, ignore=["lm_head"], model_type="llama"
+            {name: linear.scheme for name, linear in linears.items()},
+            ignore=["lm_head"],
+            model_type="llama",
+            kv_cache=kv_scales[0].scheme if kv_scales else None,
         )
     }
     (folder / "config.json").write_text(json.dumps(document))
@@ -245,6 +266,36 @@ def test_stock_transformers_computes_our_formulas_bit_for_bit(tmp_path, name, dt
 def test_stock_transformers_loads_two_schemes_in_one_model(tmp_path, names):
     artifact = write_artifact(tmp_path, [SCHEMES[name] for name in names])
     assert torch.equal(logits_of_stock(tmp_path), logits_by_the_formulas(artifact))
+
+
+@pytest.mark.parametrize("scheme", KV_SCHEMES, ids=kv_words)
+@pytest.mark.parametrize("name", ["FP8", "W8A8", "W4A16"])
+def test_stock_transformers_rounds_keys_and_values_as_our_formula_does(tmp_path, name, scheme):
+    """Bit for bit, of a whole prompt and of a step after it; half of what there is lies beyond what the scales were made of."""
+    heads = 1 if scheme.granularity == "per_tensor" else 2
+    scales = [
+        kv_scales(scheme, keys=torch.linspace(0.6, 0.9, heads) * (index + 1), values=torch.linspace(0.3, 0.5, heads))
+        for index in (0, 1)
+    ]
+    artifact = write_artifact(tmp_path, [SCHEMES[name]] * 2, kv_scales=scales)
+    plain = logits_by_the_formulas(artifact)
+    stock, report = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, output_loading_info=True)
+    assert not any(report.values()), report
+    for cut in (TOKENS.shape[1], 25):
+        theirs, ours = DynamicCache(config=stock.config), RoundedCache(artifact.source.config, scales)
+        with torch.no_grad():
+            for part in filter(torch.numel, (TOKENS[:, :cut], TOKENS[:, cut:])):
+                expected = artifact.source(part, past_key_values=ours, use_cache=True).logits
+                found = stock.eval()(part, past_key_values=theirs, use_cache=True).logits
+                assert torch.equal(found, expected)
+        for one, other, of_layer in zip(theirs.layers, ours.layers, scales, strict=True):
+            assert torch.equal(one.keys, other.keys) and torch.equal(one.values, other.values)
+            top = (448 if scheme.kind == "float" else 128) * of_layer.keys.reshape(-1, 1, 1)
+            assert (one.keys.abs() >= top * 0.99).any()  # something saturated
+    assert not torch.equal(expected, plain[:, -expected.shape[1] :])
+    with torch.no_grad():  # a forward without a cache rounds them too
+        whole = artifact.source(TOKENS, past_key_values=RoundedCache(artifact.source.config, scales), use_cache=True).logits
+        assert torch.equal(stock.eval()(TOKENS, use_cache=False).logits, whole)
 
 
 @pytest.mark.parametrize("name", ASYMMETRIC)

@@ -6,6 +6,7 @@ Slow: builds a virtual environment that holds torch, transformers and compressed
 """
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,9 +18,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from quantflow.models.load import load_tokenizer
+from quantflow.runtime.decoder import Decoder
 from quantflow.runtime.load import load
 from stages import export, measure, quantize
-from stages._config import Calibration, Head, Quantize
+from stages._config import Calibration, Head, KVCache, Quantize
 from stages._progress import Progress
 
 pytestmark = pytest.mark.slow
@@ -43,6 +45,10 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "W2A16": {"scheme": "W2A16", "group_size": 32},
     "W5A16": {"scheme": "W5A16", "group_size": 32},
     "W6A16": {"scheme": "W6A16"},
+    "FP8, cache FP8": {"scheme": "FP8", "kv_cache": KVCache(scheme="FP8")},
+    "FP8, cache FP8 per head": {"scheme": "FP8", "kv_cache": KVCache(scheme="FP8", granularity="per_head")},
+    "W8A8, cache INT8": {"scheme": "W8A8", "kv_cache": KVCache(scheme="INT8")},
+    "W4A16, cache INT8 per head": {"scheme": "W4A16", "kv_cache": KVCache(scheme="INT8", granularity="per_head")},
 }
 
 # Runs in the other environment: artifact, tokens.safetensors, logits.safetensors.
@@ -113,6 +119,11 @@ def source_logits(windows: torch.Tensor) -> torch.Tensor:
         return torch.cat([model(window[None]).logits for window in windows])
 
 
+def _logits(decoder: Decoder, window: torch.Tensor) -> torch.Tensor:
+    decoder.begin(rows=1, capacity=len(window))
+    return decoder.forward(window[None], last_only=False)
+
+
 HEADS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # of the layers, and of the head
     "W4A16, head W8A16": (GPTQ, {"scheme": "W8A16"}),
     "W8A16, head W8A16": ({"scheme": "W8A16"}, {"scheme": "W8A16"}),
@@ -129,6 +140,8 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model.config.tie_word_embeddings = True
     model.tie_weights()
     model.save_pretrained(folder)
+    for path in MODEL.glob("tokenizer*"):
+        shutil.copy(path, folder / path.name)
     assert "lm_head.weight" not in load_file(folder / "model.safetensors")
     return folder
 
@@ -170,9 +183,9 @@ def test_stock_transformers_computes_what_our_runtime_computes(
     paths = [str(artifact), str(tmp_path / "tokens.safetensors"), str(tmp_path / "logits.safetensors")]
     subprocess.run([str(stock_python), "-c", PROGRAM, *paths], check=True, cwd=tmp_path)
     theirs = load_file(tmp_path / "logits.safetensors")["logits"]
-    model = load(artifact, backend="reference", dtype=torch.float32).model
+    decoder = load(artifact, backend="reference", dtype=torch.float32).decoder
     with quantize.single_threaded(), torch.no_grad():
-        ours = torch.cat([model(window[None]).logits for window in windows])
+        ours = torch.cat([_logits(decoder, window) for window in windows])
     assert (artifact / "tokenizer.json").read_bytes() == (MODEL / "tokenizer.json").read_bytes()
     difference = (ours - theirs).abs()
     same = ours.argmax(-1) == theirs.argmax(-1)

@@ -180,7 +180,9 @@ def test_the_result_is_the_same_whatever_the_memory_and_wherever_it_was_stopped(
         ("W4A16:yaqa", "yaqa", ("gradient",)),
         ("W8A16:best", "gptq", ()),
         ("W8A8:best", "gptq", ("channel_amax",)),  # smoothed
-        ("FP8_DYNAMIC:best", "rtn", ()),
+        ("FP8_DYNAMIC:best", "gptq", ()),
+        ("FP8_BLOCK:best", "gptq", ()),
+        ("FP8:best", "gptq", ("amax",)),
     ],
 )
 def test_best_is_the_algorithm_that_fits_the_scheme(word, algorithm, statistics):

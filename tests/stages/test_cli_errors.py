@@ -166,7 +166,7 @@ def test_calibration_text_that_is_missing_or_not_given_is_refused(refused, llama
         (("--scheme", "W8A16", "--ignore", "re:.*quack"), "'re:.*quack' matches none"),
         (("--scheme", "W8A16", "--ignore", "re:.*"), "none of 14 linears"),
         (("--scheme", "W4A61"), "did you mean 'W4A16'"),
-        (("--scheme", "FP8_DYNAMIC", "--algorithm", "gptq"), "gptq"),
+        (("--scheme", "FP8_DYNAMIC", "--algorithm", "hqq"), "hqq chooses integers"),
         (("--scheme", "W8A16", "--algorithm", "gtpq"), "did you mean 'gptq'"),
         (("--scheme", "W8A8", "--smoothquant", "1.5"), "alpha=1.5"),
         (("--scheme", "W8A8", "--smoothquant", "half"), "alpha='half'"),

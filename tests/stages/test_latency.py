@@ -54,6 +54,7 @@ RESULT = {
     "reasons": ["small operations run in torch: no C compiler"],
     "backends": ["w4a16"],
     "threads": 2,
+    "ranks": 1,
     "load_seconds": 1.5,
     "memory": {"peak_bytes": 3 << 29},
     "percentiles": "of sorted times",

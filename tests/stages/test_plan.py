@@ -138,15 +138,22 @@ def test_a_group_size_for_a_scheme_without_groups_is_refused():
         {"scheme": "W8A16", "overrides": (Override(match="re:.*", scheme="FP8"),)},
     ],
 )
-def test_gptq_with_float8_is_refused(options):
-    with pytest.raises(UsageError, match="gptq with scheme FP8"):
-        plan(**options, algorithm="gptq")
+def test_gptq_takes_float8(options):
+    assert plan(**options, algorithm="gptq").needs_hessian
 
 
-@pytest.mark.parametrize("algorithm", ["rtn_mse", "hqq"])
-def test_what_fits_integers_is_refused_for_float8_with_what_to_use(algorithm):
-    with pytest.raises(UsageError, match=f"algorithm {algorithm} with scheme FP8_DYNAMIC; .* use algorithm rtn for float8"):
+@pytest.mark.parametrize("algorithm", ["yaqa", "hqq"])
+def test_what_chooses_integers_is_refused_for_float8_with_what_to_use(algorithm):
+    with pytest.raises(UsageError, match=f"{algorithm} with scheme FP8_DYNAMIC; .* use rtn, rtn_mse or gptq for float8"):
         plan("FP8_DYNAMIC", algorithm=algorithm)
+
+
+def test_what_searches_each_scale_is_refused_for_one_of_a_tensor_with_what_to_use():
+    with pytest.raises(UsageError, match="rtn_mse with scheme FP8, whose weights share one scale; use rtn or gptq"):
+        plan("FP8", algorithm="rtn_mse")
+    for scheme in ("FP8_DYNAMIC", "FP8_BLOCK"):
+        entry = Quantize(name="a", scheme=scheme, algorithm="rtn_mse", group_size=32 if scheme == "FP8_BLOCK" else None)
+        assert resolve(entry, GRAPH, SHAPES, measured=False).file_to_file
 
 
 @pytest.mark.parametrize("algorithm", ["rtn", "rtn_mse", "hqq"])

@@ -151,7 +151,7 @@ def test_a_recipe_is_planned_as_run_would_run_it(planned, llama, text_files, tmp
         (("--for", "W7A16"), 2, "W7A16"),
         (("--for", "FP8,FP8"), 2, "2 of them, 1 different"),
         (("--for", ""), 2, "0 of them"),
-        (("--for", "FP8:gptq"), 2, "gptq chooses integers"),
+        (("--for", "FP8:hqq"), 2, "hqq chooses integers"),
         (("--max-memory", "much"), 2, "size 'much'"),
     ],
 )

@@ -143,7 +143,7 @@ def test_keys_and_values_are_measured_in_the_cache_alone_so_nothing_is_made_to_a
     Queries are in no cache, so theirs are measured where attention takes them.
     """
     sites = {key.split("|")[1] for key in statistics(unified) if key.startswith("model.layers.0.self_attn|")}
-    assert sites == {"k_cache", "v_cache", "query"}
+    assert sites == {"k_cache", "v_cache", "query", "k_heads", "v_heads"}
 
 
 @pytest.mark.parametrize("entry", [{"scheme": "FP8"}, {"scheme": "W8A8_STATIC"}], ids=lambda entry: entry["scheme"])

@@ -131,3 +131,17 @@ def test_activation_ranges_are_drawn_where_they_are_known(tmp_path):
 def test_several_artifacts_share_one_page(tmp_path):
     text = page(tmp_path, Row(result=RESULT, layers=LAYERS), Row(result={**RESULT, "artifact": "other"}, layers=LAYERS))
     assert "2 artifacts validated" in text and text.count("<svg") == 2
+
+
+def test_output_errors_on_the_calibration_text_stand_beside_those_of_round_to_nearest(tmp_path):
+    errors = [(0.02, 0.05, False), (0.06, 0.04, False), (0.03, 0.03, True), (None, None, False)]  # the last has no output
+    keys = ("output_error", "output_error_rtn", "same_as_rtn")
+    decisions = {
+        f"model.layers.0.{name}": dict(zip(keys, told, strict=True)) for name, told in zip("qkvo", errors, strict=True)
+    }
+    content = page(tmp_path, Row(result=RESULT, layers=[{"errors": {}, "decisions": decisions}]))
+    assert "<h2>Output error on the calibration text</h2>" in content
+    cells = ("3", "3.00%", "4.00%", "6.00%", "1", "1")
+    row = "<td class=left>int8</td><td class=left>rtn</td>" + "".join(f"<td>{cell}</td>" for cell in cells)
+    assert row in content and "int8, rtn" in content
+    assert "Output error on the calibration text" not in page(tmp_path, Row(result=RESULT, layers=LAYERS))

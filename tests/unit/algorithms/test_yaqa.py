@@ -1,5 +1,6 @@
 """YAQA: by hand, against conditional minima found by dense algebra, as properties, at the edges, its errors, why it exists."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -133,6 +134,10 @@ def test_descent_worked_by_hand():
         "zero_groups": 0,
         "sweeps": 1,
         "moved": 1,
+        # Of 0.9375^2 * (200 * 8^2 + 2.3^2 + 3.4^2): 0.7 and 0.4 of a step; rtn's scale is 1, and -7.5 off by 0.5.
+        "output_error": pytest.approx(math.sqrt((0.7**2 + 0.4**2) / (12800 + 2.3**2 + 3.4**2))),
+        "output_error_rtn": pytest.approx(math.sqrt((200 * 0.5**2 + 0.15625**2 + 0.1875**2) / (0.9375**2 * 12816.85))),
+        "same_as_rtn": False,
     }
 
 

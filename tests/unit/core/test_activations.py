@@ -9,7 +9,7 @@ from compressed_tensors.quantization.utils import calculate_qparams
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantflow.core.activations import static_input, unseen
+from quantflow.core.activations import clipped, least_error_reach, static_input, unseen
 from quantflow.core.scheme import TensorScheme
 from quantflow.errors import SchemeError, StatisticsError
 
@@ -98,3 +98,52 @@ def test_a_dynamic_input_has_no_stored_scale():
     scheme = TensorScheme(kind="int", num_bits=8, granularity="per_token", dynamic=True)
     with pytest.raises(SchemeError, match=r"dynamic=True.*a stored input scale is static"):
         static_input({"amax": torch.ones(())}, scheme)
+
+
+def test_ranges_end_at_the_reach_where_they_go_beyond():
+    statistics = {"amax": torch.tensor(5.0), "min_val": torch.tensor([-5.0, -0.5]), "max_val": torch.tensor([1.0, 3.0])}
+    found = clipped(statistics, 2.0)
+    assert {name: value.tolist() for name, value in found.items()} == {
+        "amax": 2.0,
+        "min_val": [-2.0, -0.5],
+        "max_val": [1.0, 2.0],
+    }
+    assert clipped({"count": torch.tensor(9), "amax": torch.tensor(1.0)}, 2.0) == {"count": torch.tensor(9), "amax": 1.0}
+    assert statistics["amax"] == 5
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("scheme", [INT8, INT8_ASYM, FP8], ids=["int8", "asymmetric", "fp8"])
+def test_the_reach_is_the_one_of_least_error_among_those_tried(scheme, sign):
+    values = torch.randn(3000, generator=torch.Generator().manual_seed(0)).abs()
+    values[0] = 40.0  # one outlier
+    values = values.sort().values
+    low, high = (torch.zeros(1), values.max()[None]) if sign > 0 else (-values.max()[None], torch.zeros(1))
+    statistics = {"amax": values.max(), "min_val": low, "max_val": high}
+    found = least_error_reach(statistics, scheme, magnitudes=values, counts=torch.ones(3000))
+    losses = {}
+    for step in range(4, 65):
+        reach = 40.0 * step / 64
+        if scheme.kind == "float":
+            scale = reach / 448
+            rounded = (values / scale).clamp(max=448).to(torch.float8_e4m3fn).float() * scale
+        elif scheme.symmetric:
+            scale = reach / 127.5
+            rounded = (values / scale).round().clamp(max=127) * scale
+        else:
+            rounded = (values / (reach / 255)).round().clamp(max=255) * (reach / 255)
+        losses[reach] = float((rounded.double() - values.double()).square().sum())
+    assert losses[found] == pytest.approx(min(losses.values()), rel=1e-3)
+    if scheme is INT8:
+        assert found < 40
+    if scheme is FP8:  # has points enough for small values beside a large one
+        assert found > 30
+
+
+def test_a_range_without_outliers_stays_whole_and_what_was_not_seen_has_none():
+    values = torch.linspace(0, 1, 1000)
+    about = {"magnitudes": values, "counts": torch.ones(1000)}
+    assert least_error_reach({"amax": torch.tensor(1.0)}, INT8, **about) == 1.0
+    assert least_error_reach({"amax": torch.tensor(0.0)}, INT8, **about) == 0.0
+    with pytest.raises(StatisticsError, match="statistic amax is missing"):
+        least_error_reach({}, INT8, **about)

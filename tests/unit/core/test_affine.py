@@ -1,6 +1,7 @@
 """The equation, both ways: worked by hand, as properties, and against compressed-tensors."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -259,3 +260,21 @@ def test_scales_zero_points_and_rounding_are_those_of_compressed_tensors(scheme)
     assert torch.equal(scale, their_scale)
     theirs = their_fake_quantize(x, their_scale, their_zero_point, args)
     assert torch.equal(affine.fake_quantize(x, scale, zero_point, scheme), theirs)
+
+
+@pytest.mark.parametrize(
+    ("amax", "scale"), [(448.0, 1.0), (448.1, 2.0), (447.9, 1.0), (224.0, 0.5), (0.0, 1.0), (3.0, 2.0**-7)]
+)
+def test_a_scale_rounded_to_a_power_of_two_is_the_next_one_that_is_not_below(amax, scale):
+    scheme = TensorScheme(kind="float", num_bits=8, granularity="per_channel", scale_rounding="pow2")
+    assert affine.scale_from_amax(torch.tensor([amax]), scheme).tolist() == [scale]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.floats(1e-30, 1e30), st.sampled_from(["e4m3fn", "e5m2", "e4m3fnuz", "gaudi2"]))
+def test_scales_of_powers_of_two_cut_nothing_and_are_less_than_twice_the_plain_ones(amax, flavour):
+    scheme = TensorScheme(kind="float", num_bits=8, granularity="per_tensor", float8=flavour)
+    plain = affine.scale_from_amax(torch.tensor([amax]), scheme)
+    rounded = affine.scale_from_amax(torch.tensor([amax]), replace(scheme, scale_rounding="pow2"))
+    assert math.frexp(rounded.item())[0] == 0.5
+    assert plain <= rounded < 2 * plain

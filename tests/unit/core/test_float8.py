@@ -210,3 +210,27 @@ def test_the_cast_that_may_use_its_input_gives_the_codes_of_the_one_that_may_not
     codes = float8.cast(x, flavour).view(torch.uint8)
     assert torch.equal(x, before)
     assert torch.equal(float8.cast_(x, flavour).view(torch.uint8), codes)
+
+
+@pytest.mark.parametrize("flavour", LAYOUT)
+def test_values_rounded_in_float32_are_those_that_a_search_in_the_table_finds(flavour):
+    generator = torch.Generator().manual_seed(3)
+    bits = torch.randint(-(2**31), 2**31, (4000,), generator=generator).to(torch.int32).view(torch.float32)
+    values = torch.tensor(usable(flavour))
+    middles = (values[1:] + values[:-1]) / 2
+    beside = [torch.nextafter(middles, torch.tensor(end)) for end in (0.0, math.inf)]
+    x = torch.cat([bits[bits.isfinite()], torch.randn(4000, generator=generator) * values[-1] / 3, values, middles, *beside])
+    expected = [math.copysign(decode(nearest_code(value, flavour) & 0x7F, flavour), value) for value in x.tolist()]
+    found = x.clone()
+    assert float8.round_(found, flavour) is found
+    assert found.tolist() == expected
+
+
+@pytest.mark.parametrize("flavour", LAYOUT)
+def test_rounding_in_float32_saturates_keeps_nan_and_takes_any_shape(flavour):
+    largest = float8.FLAVOURS[flavour].largest
+    found = float8.round_(torch.tensor([[math.inf, -1e30], [math.nan, -0.0]]), flavour)
+    assert found[0].tolist() == [largest, -largest] and found[1, 0].isnan() and found[1, 1] == 0
+    assert float8.round_(torch.empty(0, 3), flavour).shape == (0, 3)
+    x = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(float8.round_(x.clone().T, flavour), float8.round_(x, flavour).T)

@@ -133,6 +133,28 @@ def test_the_search_finds_the_best_of_the_multiples_for_every_group(scheme):
             assert losses[nearest] == pytest.approx(min(losses.values()), rel=1e-4)
 
 
+@pytest.mark.parametrize(
+    "scheme", [TensorScheme(kind="float", num_bits=8, granularity="per_channel"), FP8_BLOCK_2], ids=["channel", "block"]
+)
+def test_of_float8_ranges_up_to_twice_as_wide_are_tried(scheme):
+    generator = torch.Generator().manual_seed(0)
+    weight, importance = torch.randn(5, 8, generator=generator), torch.rand(8, generator=generator) ** 4
+    grid = weight_grids({"a": weight}, scheme, scale_dtype=torch.float32, importance=importance)["a"]
+    rows, columns = (1, 8) if scheme.group_size is None else (2, 2)  # the last block has one row
+    for row in range(0, 5, rows):
+        for column in range(0, 8, columns):
+            part = weight[row : row + rows, column : column + columns]
+            losses = {}
+            for multiple in range(32, 65):
+                scale = part.abs().max() / 448 * (multiple / 32)
+                rounded = (part / scale).to(torch.float8_e4m3fn).double() * scale.double()  # nothing is above 448 here
+                losses[multiple] = ((rounded - part).square() * importance[column : column + columns]).sum().item()
+            found = grid.scale[row : row + rows, column // columns].unique()
+            assert len(found) == 1
+            multiple = round(32 * found.item() * 448 / part.abs().max().item())
+            assert losses[multiple] == pytest.approx(min(losses.values()), rel=1e-4)
+
+
 def test_a_group_that_does_not_matter_keeps_its_whole_range():
     weight = torch.randn(2, 64, generator=torch.Generator().manual_seed(1))
     importance = torch.cat([torch.zeros(32), torch.ones(32)])
@@ -142,7 +164,7 @@ def test_a_group_that_does_not_matter_keeps_its_whole_range():
     assert not torch.equal(searched.scale[:, 1], plain.scale[:, 1])
 
 
-def test_per_tensor_and_float_grids_are_never_searched():
+def test_per_tensor_grids_are_never_searched():
     weight = {"a": torch.randn(4, 8, generator=torch.Generator().manual_seed(2))}
     for scheme in (FP8_TENSOR, INT8_TENSOR_ASYM):
         plain = weight_grids(weight, scheme, scale_dtype=torch.float32)["a"]

@@ -96,6 +96,10 @@ class Simulation:
             "cut": lambda x, card: x[self.head_span(card, card)].flatten(0, 1),
             "joined": lambda x, first, last: x[self.head_span(first, last)].flatten(0, 1),
         }
+        by_head = {
+            "cut": lambda x, card: x[:, self.head_span(card, card)],
+            "joined": lambda x, first, last: x[:, self.head_span(first, last)],
+        }
         rows = {"cut": lambda x, card: x[self.span(card, card)], "joined": lambda x, first, last: x[self.span(first, last)]}
         summed = {
             "cut": lambda x, card: x[:, self.span(card, card)] @ down[:, self.span(card, card)].T,
@@ -112,6 +116,7 @@ class Simulation:
             Site("plain", "weight", plain.T, **same),
             Site("attention", "k_cache", self.caches, **heads),
             Site("attention", "v_cache", [2 * x for x in self.caches], **heads),
+            Site("attention", "k_heads", [x.flatten(1).T for x in self.caches], **by_head, statistics=("channel_amax",)),
         ]
         if self.partial:
             return [*found, Site("down", "output", self.middles, **summed, statistics=EXTREMES)]

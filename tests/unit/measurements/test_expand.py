@@ -51,6 +51,19 @@ def test_what_every_card_sees_is_kept_as_it_is(simulation):
             assert torch.equal(one.statistics[key], merged.statistics[key])
 
 
+@pytest.mark.parametrize(("heads", "tp"), [(8, 4), (2, 4)], ids=["two heads each", "two cards to a head"])
+def test_each_card_gets_the_maxima_of_its_own_heads(simulation, heads, tp):
+    made, merged = whole(simulation, tp=tp, heads=heads)
+    largest = torch.cat([x.flatten(1) for x in made.caches], dim=1).abs().amax(dim=1)  # [heads]
+    assert merged.statistics["attention|k_heads|channel_amax"].tolist() == largest.tolist()
+    for card, one in enumerate(expanded(merged, tp)):
+        span = made.head_span(card, card)
+        assert one.statistics["attention|k_heads|channel_amax"].tolist() == largest[span].tolist()
+        assert one.statistics["attention|k_cache|amax"] == largest.max()
+    (again,) = unify(expanded(merged, tp), [list(range(tp))])
+    assert again.statistics["attention|k_heads|channel_amax"].tolist() == largest.tolist()
+
+
 def test_what_cannot_be_cut_by_channel_keeps_maxima_as_bounds_and_loses_sums(simulation):
     _, merged = whole(simulation, tp=2)
     for one in expanded(merged, 2):
@@ -61,7 +74,7 @@ def test_what_cannot_be_cut_by_channel_keeps_maxima_as_bounds_and_loses_sums(sim
             assert gone not in one.statistics
         rules = {(row["statistic"], row["rule"]): row["count"] for row in one.meta["expanded"]["rules"]}
         assert rules["counts", "left out"] == 6  # up's output and weight, down's input and weight, both caches
-        assert rules["channel_amax", "cut"] == 3
+        assert rules["channel_amax", "cut"] == 4  # up's output and weight, down's input, the heads
         assert rules["channel_amax", "the whole's, which bounds it"] == 3
 
 

@@ -378,3 +378,16 @@ def test_an_unseen_hessian_can_be_divided():
     observer = HessianObserver(3)
     observer.divide_(torch.ones(3))
     assert not observer.state()["hessian_sum"].any()
+
+
+def test_the_points_of_a_histogram_stand_for_its_values():
+    # 1 and 1.1 lie in the bin from 1 to 1.125, 3 in that from 3 to 3.25; 0 is below the first edge, 2^30 beyond the last.
+    observer = HistogramObserver()
+    observer.update(torch.tensor([[1.0, -1.1, 3.0, 0.0, -(2.0**30)]]))
+    magnitudes, counts = observer.points()
+    assert len(magnitudes) == len(counts) == 4 * (BINS - 2) + 1
+    assert (magnitudes.diff() > 0).all()
+    seen = {magnitude: count for magnitude, count in zip(magnitudes.tolist(), counts.tolist(), strict=True) if count}
+    ones = [1 + 0.125 * (part + 0.5) / 4 for part in range(4)]
+    threes = [3 + 0.25 * (part + 0.5) / 4 for part in range(4)]
+    assert seen == {0.0: 1.0} | dict.fromkeys(ones, 0.5) | dict.fromkeys(threes, 0.25)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from quantflow.core.kv import SCHEMES, KVScales, kv_scheme, kv_words
 from quantflow.errors import UsageError
 from quantflow.runtime.kv_cache import KINDS, KVCache
 
@@ -58,6 +59,60 @@ def test_float8_saturates_and_keeps_nan():
     assert keys.flatten().tolist() == [448.0, -448.0]
     assert values.isnan().flatten().tolist() == [True, False]
     assert values[0, 0, 0, 1] == 0.3125
+
+
+def measured(scheme, layers: int = 2) -> list[KVScales]:
+    count = 1 if scheme.granularity == "per_tensor" else 3
+    steps = torch.tensor([2.0**-5, 2.0**-4, 2.0**-3])[:count]  # int8 saturates at 4, 8 and 16
+    return [KVScales(scheme=scheme, keys=steps * (layer + 1), values=steps / (layer + 1)) for layer in range(layers)]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=kv_words)
+def test_with_measured_scales_what_reads_back_is_the_reference_formula_bit_for_bit(scheme):
+    scales, kind = measured(scheme), "float8" if scheme.kind == "float" else "int8"
+    kept = KVCache(kind=kind, layers=2, rows=2, kv_heads=3, capacity=40, head_dim=8, scales=scales)
+    keys, values = (part * 5 for part in fill_scaled(kept, 5.0))
+    for layer, (k, v) in enumerate(((values, keys), (keys, values))):
+        found = kept.read(layer, 24)
+        for part, x, steps in zip(found, (k, v), (scales[layer].keys, scales[layer].values), strict=True):
+            step = steps.reshape(-1, 1, 1)
+            if scheme.kind == "float":
+                expected = (x / step).clamp(-448, 448).to(torch.float8_e4m3fn).float() * step
+            else:
+                expected = (x / step).round().clamp(-128, 127) * step
+            assert torch.equal(part, expected)
+            if scheme.kind == "int":
+                assert (part.abs() < x.abs() - 0.5 * step).any()  # something saturated
+    assert not kept.key_scales and kept.nbytes == 2 * 2 * 2 * 3 * 48 * 8  # no scale per position
+
+
+def fill_scaled(kept: KVCache, factor: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `fill`, with numbers that are `factor` as large; what is returned is not."""
+    store = kept.store
+    kept.store = lambda layer, keys, values: store(layer, keys * factor, values * factor)
+    return fill(kept, [7, 1, 15, 1])
+
+
+def test_measured_scales_of_another_kind_are_refused():
+    with pytest.raises(UsageError, match="kv cache int8: the scales are of float; use the kind that was measured"):
+        KVCache(
+            kind="int8", layers=2, rows=1, kv_heads=3, capacity=1, head_dim=8, scales=measured(kv_scheme("FP8", "per_head"))
+        )
+
+
+@pytest.mark.parametrize("name", ["FP8", "INT8"])
+def test_nan_is_kept_where_there_is_a_code_for_it(name):
+    scales = measured(kv_scheme(name, "per_head"), layers=1)
+    kept = KVCache(
+        kind="float8" if name == "FP8" else "int8", layers=1, rows=1, kv_heads=3, capacity=1, head_dim=8, scales=scales
+    )
+    x = torch.ones(1, 3, 1, 8)
+    x[0, 1, 0, 2] = torch.nan
+    kept.store(0, x, x)
+    for part in kept.read(0, 1):
+        odd = part[0, 1, 0, 2]
+        assert odd.isnan() if name == "FP8" else odd == 0
+        assert part.nan_to_num().sum() == 23
 
 
 @pytest.mark.parametrize("kind", KINDS)

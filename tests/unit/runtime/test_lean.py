@@ -15,6 +15,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from quantflow.core.kv import SCHEMES, kv_scales, kv_words
 from quantflow.core.scheme import PRESETS, with_group_size
 from quantflow.errors import UnsupportedError, UsageError
 from quantflow.runtime import lean
@@ -183,6 +184,28 @@ def test_a_smaller_cache_gives_the_logits_of_transformers_with_rounded_keys_and_
     found = walk(LeanDecoder(open_artifact(tmp_path, backend="reference"), kv_cache=kind, fused=fused))
     for ours, theirs, whole in zip(found, expected, exact, strict=True):
         # A number in the middle between two codes may fall to either: a few among hundreds, a twentieth of all at most.
+        assert (ours - theirs).abs().max() < 0.05 * (theirs - whole).abs().max()
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["in C", "in torch"])
+@pytest.mark.parametrize("scheme", SCHEMES, ids=kv_words)
+@pytest.mark.parametrize("family", ["llama", "llama, seven to a head", "mistral, a window of 6"])
+def test_measured_scales_give_the_logits_of_transformers_with_keys_and_values_rounded_by_them(
+    family, scheme, fused, tmp_path, make_artifact, monkeypatch
+):
+    config = FAMILIES[family]
+    model = make_artifact(tmp_path, config, W8A16)
+    heads = 1 if scheme.granularity == "per_tensor" else config.num_key_value_heads
+    scales = [
+        kv_scales(scheme, keys=torch.linspace(0.4, 0.9, heads) * (layer + 1), values=torch.linspace(0.2, 0.4, heads))
+        for layer in (0, 1)
+    ]
+    exact = walk(TransformersDecoder(model, crops=True))
+    expected = walk(TransformersDecoder(model, crops=True, kv_scales=scales))
+    monkeypatch.setattr(lean, "read_kv_scales", lambda artifact: scales)
+    found = walk(LeanDecoder(open_artifact(tmp_path, backend="reference"), fused=fused))
+    for ours, theirs, whole in zip(found, expected, exact, strict=True):
+        # As above: a number in the middle between two codes may fall to either.
         assert (ours - theirs).abs().max() < 0.05 * (theirs - whole).abs().max()
 
 

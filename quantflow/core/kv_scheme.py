@@ -1,0 +1,31 @@
+"""The ways to keep keys and values in 8 bits, as plain data; what they compute is quantflow.core.kv's."""
+
+from quantflow.core.scheme import TensorScheme
+from quantflow.errors import SchemeError
+
+NAMES = {"FP8": "float", "INT8": "int"}  # in recipes -> TensorScheme.kind
+GRANULARITIES = ("per_tensor", "per_head")
+SCHEMES = tuple(
+    TensorScheme(kind=kind, num_bits=8, granularity=granularity)  # type: ignore[arg-type]
+    for kind in NAMES.values()
+    for granularity in GRANULARITIES
+)
+
+
+def kv_scheme(name: str, granularity: str) -> TensorScheme:
+    """Return the scheme that a recipe spells with a key of NAMES and one of GRANULARITIES.
+
+    Raises:
+        SchemeError: there is none of these words.
+    """
+    for scheme in SCHEMES:
+        if (scheme.kind, scheme.granularity) == (NAMES.get(name), granularity):
+            return scheme
+    raise SchemeError(
+        f"kv_cache scheme {name!r} {granularity!r} is unknown", f"use {' or '.join(NAMES)}, {' or '.join(GRANULARITIES)}"
+    )
+
+
+def kv_words(scheme: TensorScheme) -> str:
+    """Return what people call a scheme: `FP8 per_head`."""
+    return f"{next(name for name, kind in NAMES.items() if kind == scheme.kind)} {scheme.granularity}"
