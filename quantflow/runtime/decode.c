@@ -180,14 +180,14 @@ static inline float soften(v16 *scores, int64_t first, int64_t end, float *large
     }
     float top = tops[0], sum = 0;
     for (int i = 1; i < LANES; i++) top = tops[i] > top ? tops[i] : top;
-    if (top == -INFINITY) top = 0; /* it sees no column yet, or -inf alone */
+    *largest = top, top = top == -INFINITY ? 0 : top; /* where it sees no column yet, or -inf alone */
     for (int j = 0; j < BLOCK / LANES; j++) {
         scores[j] = pick(scores[j] == none, (v16){0}, exponentials(scores[j] - top));
         sums += scores[j];
     }
     for (int i = 0; i < LANES; i++) sum += sums[i];
     float shrink = exponentials(old - top)[0];
-    *total = *total * shrink + sum, *largest = top;
+    *total = *total * shrink + sum;
     return shrink;
 }
 

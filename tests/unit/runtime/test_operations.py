@@ -11,7 +11,7 @@ from quantflow.runtime.operations import Attention, Heads, Operations, fused_why
 DIM = 16
 
 
-def attended(*, fused: bool, counts: list[int], query: int, shared: int, window: int, padding: list[int], seed: int):
+def attended(*, fused: bool, counts: list[int], query: int, shared: int, window: int, padding: list[int], seed: int, shift=0.0):
     """Feed columns in pieces; return what they put out [B, T, query, DIM], and queries, keys and values as they were given."""
     heads = Heads(query=query, shared=shared, dim=DIM, scale=0.7, eps=1e-6)
     operations = Operations(heads, [Attention(q_norm=None, k_norm=None, window=window)], fused=fused)
@@ -20,6 +20,7 @@ def attended(*, fused: bool, counts: list[int], query: int, shared: int, window:
     cache.padding.copy_(torch.tensor(padding))
     operations.begin(cache, torch.ones(cache.capacity, DIM), torch.zeros(cache.capacity, DIM))  # no rotation
     qkv = torch.randn(rows, capacity, query + 2 * shared, DIM, generator=torch.Generator().manual_seed(seed))
+    qkv[:, :, :query, 0], qkv[:, :, query : query + shared, 0] = shift, -shift  # all scores fall by 0.7 shift^2
     found = []
     for count in counts:
         operations.step(count)
@@ -57,6 +58,15 @@ def test_every_query_attends_to_what_it_sees(fused, counts, heads, window, paddi
     found, *inputs = attended(fused=fused, counts=counts, query=query, shared=shared, window=window, padding=padding, seed=seed)
     for row, at, head, output in expected(*inputs, window=window, padding=padding):
         assert (found[row, at, head].double() - output).abs().max() < 5e-6
+
+
+def test_a_query_whose_scores_are_far_below_zero_is_not_lost_behind_columns_that_it_does_not_see():
+    if fused_why_not(Heads(query=1, shared=1, dim=DIM, scale=1.0, eps=0.0)) is not None:
+        pytest.skip("no C compiler")
+    given_ = {"query": 1, "shared": 1, "window": 5, "padding": [0], "seed": 0, "shift": 20.0}
+    found, *inputs = attended(fused=True, counts=[140], **given_)  # the last of a tile see no column of its first block
+    for row, at, head, output in expected(*inputs, window=5, padding=[0]):
+        assert (found[row, at, head].double() - output).abs().max() < 1e-3
 
 
 def test_the_bits_of_a_query_depend_neither_on_what_comes_with_it_nor_on_threads():

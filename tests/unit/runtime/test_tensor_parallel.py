@@ -126,12 +126,7 @@ def walk(decoder: Decoder) -> list[torch.Tensor]:
 
 
 def equal(found, expected):
-    """Return whether all are equal; of a hundred positions at once, which attend in torch, within what its sums may move."""
-    pairs = list(zip(found, expected, strict=True))
-    long = [pair for pair in pairs if pair[0].ndim == 3 and pair[0].shape[1] == 100]
-    short = [pair for pair in pairs if pair[0].ndim < 3 or pair[0].shape[1] != 100]
-    assert all(torch.allclose(ours, theirs, atol=2e-2, rtol=2e-2) for ours, theirs in long)
-    return len(short) >= 2 and all(torch.equal(ours, theirs) for ours, theirs in short)
+    return len(found) == len(expected) and all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
 @exact
