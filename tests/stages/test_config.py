@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from quantflow.core.scheme import PRESETS
 from quantflow.errors import InputError, UsageError
 from stages._config import (
     SHIPPED,
@@ -19,6 +18,7 @@ from stages._config import (
     recipe_from,
     speaks,
 )
+from stages._entry import algorithm_of
 from stages._gate import METRICS, load_gate
 from stages._options import overlay
 
@@ -228,7 +228,7 @@ def test_every_shipped_recipe_parses_and_its_gate_fits_every_artifact(name):
     assert recipe.quantize and recipe.calibration.source and recipe.validate.text
     assert recipe.calibration.source != recipe.validate.text
     for entry in recipe.quantize:
-        algorithm = entry.algorithm or PRESETS[entry.scheme].algorithm
+        algorithm = algorithm_of(entry)
         gate = load_gate(recipe.validate.gate, scheme=entry.scheme, algorithm=algorithm, parameters=1, noise_top1=1.0)
         assert set(gate.thresholds) == set(METRICS)
 
