@@ -2,8 +2,8 @@
 
     error = sqrt(tr(E H E^T) / tr(W H W^T)) = ||X E^T|| / ||X W^T||,    E = W - Q,    H = X^T X
 
-Each trace is a product with H, and of all rows two of them, round to nearest's and the original's, would take two thirds of
-the time that GPTQ takes to round. So errors are those of `ROWS` rows of a weight, evenly spaced and the same for all
+Each trace is a product with H, and two of them over all rows, round to nearest's and the original's, would cost a good part of
+what GPTQ itself does. So errors are those of `ROWS` rows of a weight, evenly spaced and the same for all
 three; of them they are exact. Whether *anything* differs from plain round to nearest is looked at over all rows, up to the
 first that does.
 """

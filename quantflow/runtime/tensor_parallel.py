@@ -11,8 +11,8 @@ Nothing is added up between processes. Each output is one process's sum over the
 process sums it, so as far as an output of a kernel does not depend on which others are computed beside it (none of ours
 does), the logits have the bits of one process on any number of ranks and with any scheme (torch promises less; it multiplies
 matrices that are not quantized by many rows): scales of tokens and of static inputs, groups of columns, scales of whole rows
-are what they are without a cut. The usual cut, o and down by columns, sums up
-twice a layer in an order of its own and gives each rank another input to quantize; this one puts together four times a layer.
+are what they are without a cut. The usual cut, o and down by columns, sums up twice a layer in an order of its own and gives
+each rank another input to quantize; this one puts together four times a layer.
 What lies between the matrices every rank computes for itself.
 
 Rows are contiguous in a file, so a rank's artifact is the whole one with other headers: offsets and shapes of its rows.
