@@ -37,7 +37,7 @@ THEIRS = """
 import json, sys
 import numpy as np
 import torch
-from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
 from compressed_tensors.quantization.utils import calculate_qparams
 from llmcompressor.modifiers.gptq.gptq_quantize import quantize_weight
 from llmcompressor.modifiers.transform.smoothquant.base import SmoothQuantModifier
@@ -57,7 +57,7 @@ for name, (bits, symmetric, size) in told["schemes"].items():
     found[f"{name}.real"] = real[0]
     weight = given[f"{name}.weight"]
     split = weight.reshape(1, weight.shape[0], -1, size or weight.shape[1])
-    token = QuantizationArgs(**{**words, "strategy": "token", "group_size": None})
+    token = args.model_copy(update={"strategy": QuantizationStrategy.TOKEN})  # as its observer does
     low, high = _grid_search_mse(split, args, token, 11 / 32, 100, 32, 2.0, 0.3)
     found[f"{name}.mse_scale"], point = calculate_qparams(low, high, args)
     found[f"{name}.mse_zero_point"] = point.float()
@@ -135,15 +135,13 @@ def test_gptq_takes_its_decisions_on_the_same_scales(theirs: Mapping[str, Tensor
     step = (found - WEIGHT).abs().amax()
     same = (found - expected).abs() < 1e-3 * step
     print(f"{name}: {int((~same).sum())} of {same.numel()} weights differ")
-    assert same.all(dim=1).float().mean() > 0.9  # a tie but for float32's last bits changes what follows in its row
-    assert same.float().mean() > 0.99
-    errors = [float(((WEIGHT - real) @ X.T).norm()) for real in (found, expected)]
-    assert errors[0] == pytest.approx(errors[1], rel=0.01)
+    assert same.all(dim=1).float().mean() > 0.95  # a tie but for float32's last bits changes what follows in its row
+    assert same.float().mean() > 0.999
 
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_rtn_mse_finds_the_scales_of_its_search_of_the_same_multiples(theirs: Mapping[str, Tensor], name: str) -> None:
-    """Its observer tries 32/32 down to 22/32 of each range; we also 33/32, which is better where scales differ."""
+    """Its observer tries 32/32 down to 22/32 of each range; we also 33/32, which loses less where scales differ."""
     scheme, mine = SCHEMES[name].weights, ours(rtn_mse, SCHEMES[name])
     scale, point = theirs[f"{name}.mse_scale"], theirs[f"{name}.mse_zero_point"]
     groups = WEIGHT.reshape(*scale.shape, -1)  # [O, G, g]
@@ -152,12 +150,15 @@ def test_rtn_mse_finds_the_scales_of_its_search_of_the_same_multiples(theirs: Ma
         q = (groups / scale[..., None] + point[..., None]).round().clamp(scheme.qmin, scheme.qmax)
         return (groups - scale[..., None] * (q - point[..., None])).square().sum(-1)
 
+    high, low = groups.amax(-1).clamp(min=0), groups.amin(-1).clamp(max=0)
+    whole = (2 * torch.maximum(high, -low) if scheme.symmetric else high - low) / (2**scheme.num_bits - 1)
     points = torch.zeros_like(mine.scale) if mine.zero_point is None else mine.zero_point.float()
     differs = (mine.scale / scale - 1).abs() > 1e-5
     print(f"{name}: {int(differs.sum())} of {differs.numel()} scales differ")
-    assert differs.float().mean() < 0.4
-    assert (lost(mine.scale, points) <= lost(scale, point) * (1 + 1e-5)).all()
+    assert 0 < differs.float().mean() < 0.4
+    torch.testing.assert_close(mine.scale[differs], whole[differs] * 33 / 32)
     assert (lost(mine.scale, points)[differs] < lost(scale, point)[differs]).all()
+    assert torch.equal(points[~differs], point[~differs])
 
 
 @pytest.mark.parametrize("alpha", ALPHAS)
