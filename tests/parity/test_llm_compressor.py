@@ -1,4 +1,4 @@
-"""llm-compressor itself, on a CPU: GPTQ's rounding, the search of a range, SmoothQuant's factors, of the same numbers.
+"""llm-compressor itself, on a CPU, of the same numbers: GPTQ's rounding, a search of ranges, SmoothQuant's and AWQ's factors.
 
 Slow and in an environment of its own, which LLM_COMPRESSOR_ENV names; without it every test here is skipped.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 from quantflow.algorithms import gptq, rtn_mse
 from quantflow.core.scheme import LinearScheme, preset, with_group_size
 from quantflow.core.smoothing import Absorber, Fold
-from quantflow.transforms import smoothquant
+from quantflow.transforms import awq, smoothquant
 
 pytestmark = pytest.mark.slow
 
@@ -37,9 +37,13 @@ THEIRS = """
 import json, sys
 import numpy as np
 import torch
-from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
+from compressed_tensors.quantization import (
+    QuantizationArgs, QuantizationScheme, QuantizationStrategy, disable_quantization, initialize_module_for_quantization
+)
 from compressed_tensors.quantization.utils import calculate_qparams
 from llmcompressor.modifiers.gptq.gptq_quantize import quantize_weight
+from llmcompressor.modifiers.transform.awq import AWQModifier
+from llmcompressor.modifiers.transform.awq.mappings import ResolvedMapping
 from llmcompressor.modifiers.transform.smoothquant.base import SmoothQuantModifier
 from llmcompressor.observers.mse_quant import _grid_search_mse
 
@@ -66,6 +70,40 @@ linear.weight.data = given["smooth.weight"]
 for alpha in told["alphas"]:
     modifier = SmoothQuantModifier(smoothing_strength=alpha)
     found[f"smooth.{alpha}"] = modifier._calculate_smoothing_scales([linear], given["smooth.range"])
+
+
+class Linears(torch.nn.Module):
+    def __init__(self, weights):
+        super().__init__()
+        self.linears = torch.nn.ModuleList(torch.nn.Linear(*weight.shape[::-1], bias=False) for weight in weights)
+        for linear, weight in zip(self.linears, weights):
+            linear.weight = torch.nn.Parameter(weight.clone(), requires_grad=False)
+
+    def forward(self, x):
+        return torch.cat([linear(x) for linear in self.linears], dim=-1)
+
+
+class Search(AWQModifier):
+    def _run_samples(self, module):
+        return [module(given["awq.x"])]
+
+
+for duo, steps in ((False, 21), (True, 22)):  # alpha by 0.05; with weights it tries no factors first
+    parent = Linears([given["awq.q"], given["awq.k"]])
+    layers = list(parent.linears)
+    outputs, weights = [parent(given["awq.x"])], {layer: layer.weight.clone() for layer in layers}
+    args = QuantizationArgs(num_bits=4, type="int", symmetric=False, strategy="group", group_size=32)
+    for layer in layers:
+        initialize_module_for_quantization(layer, QuantizationScheme(targets=["Linear"], weights=args))
+        layer.weight_observer = None
+        disable_quantization(layer)  # while it searches, as its modifier does: weights are rounded by the search
+    x = given["awq.x"].abs()
+    search = Search(duo_scaling=duo, n_grid=steps)
+    search._smooth_activation_stats["norm"] = [x.sum(0), torch.tensor(len(x))]
+    about = {"smooth_name": "norm", "smooth_layer": parent, "balance_layers": layers, "balance_names": ["q", "k"]}
+    mapping = ResolvedMapping(**about, parent=parent, parent_name="")
+    found[f"awq.{duo}"] = search._compute_best_scale(mapping, outputs, weights)
+    found[f"awq.{duo}.reduction"] = torch.tensor(search._error_metrics[0]["reduction"])
 np.savez(sys.argv[3], **{name: tensor.detach().numpy() for name, tensor in found.items()})
 """
 
@@ -103,12 +141,23 @@ def inputs(features: int) -> Tensor:
 
 X, WEIGHT = inputs(256), random(48, 256, seed=4) * torch.linspace(0.5, 2.0, 48)[:, None]
 STATISTICS = {"hessian_sum": X.T @ X, "count": torch.tensor(len(X))}
+PAIR = {"q": WEIGHT, "k": random(16, 256, seed=5)}
 RANGE = 2 * X.abs().amax(0)  # theirs is the largest value less the smallest; of symmetric inputs that is twice the largest
 
 
 def ours(algorithm: Any, scheme: LinearScheme) -> Any:
     made = algorithm.quantize_group({"w": WEIGHT}, scheme, statistics=STATISTICS, scale_dtype=torch.float32)
     return made["w"].weight
+
+
+def fold_of(weights: Mapping[str, Tensor], scheme: LinearScheme, **statistics: Tensor) -> Fold:
+    return Fold(
+        weights=weights,
+        schemes=dict.fromkeys(weights, scheme),
+        scale_dtypes=dict.fromkeys(weights, torch.float32),
+        statistics=statistics,
+        absorber=Absorber(norm_weight=torch.ones(X.shape[1])),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +170,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Tensor]:
         told[name] = (scheme.weights.num_bits, scheme.weights.symmetric, scheme.weights.group_size)
         parts = {"weight": WEIGHT, "hessian": STATISTICS["hessian_sum"], "scale": weight.scale, "zero_point": points}
         given |= {f"{name}.{part}": tensor.numpy() for part, tensor in parts.items()}
+    given |= {"awq.x": X.numpy(), **{f"awq.{name}": weight.numpy() for name, weight in PAIR.items()}}
     given |= {"smooth.weight": WEIGHT.numpy(), "smooth.range": RANGE.numpy()}
     np.savez(folder / "given.npz", **given)
     call(THEIRS, json.dumps({"schemes": told, "alphas": ALPHAS}), folder / "given.npz", folder / "found.npz")
@@ -164,14 +214,21 @@ def test_rtn_mse_finds_the_scales_of_its_search_of_the_same_multiples(theirs: Ma
 @pytest.mark.parametrize("alpha", ALPHAS)
 def test_smoothquants_factors_are_its_but_for_one_number(theirs: Mapping[str, Tensor], alpha: float) -> None:
     """It takes ranges where the paper takes maxima, of inputs and weights: all factors have 2^(2 alpha - 1) in common."""
-    scheme = preset("W8A8")
-    fold = Fold(
-        weights={"w": WEIGHT},
-        schemes={"w": scheme},
-        scale_dtypes={"w": torch.float32},
-        statistics={"channel_amax": RANGE / 2},
-        absorber=Absorber(norm_weight=torch.ones(len(RANGE))),
-    )
+    fold = fold_of({"w": WEIGHT}, preset("W8A8"), channel_amax=RANGE / 2)
     smoothing = smoothquant.solve(fold, options={"alpha": alpha, "linears": True}).smoothing
     assert smoothing is not None
     torch.testing.assert_close(smoothing.factors * 2 ** (2 * alpha - 1), theirs[f"smooth.{alpha}"])
+
+
+@pytest.mark.parametrize("duo", [False, True], ids=["inputs", "inputs-and-weights"])
+def test_awqs_search_takes_its_step(theirs: Mapping[str, Tensor], duo: bool) -> None:
+    """Of alphas by 0.05, with zero points in groups of 32, on the outputs of two linears that share their input."""
+    statistics = {"abs_sum": X.abs().double().sum(0), **STATISTICS}
+    fold = fold_of(PAIR, SCHEMES["int4-g32-asym"], **statistics)
+    found = awq.solve(fold, options={"duo": duo, "clip": False, "linears": True})
+    assert found.smoothing is not None and found.decisions["duo"] == duo
+    torch.testing.assert_close(found.smoothing.factors, theirs[f"awq.{duo}"].reshape(-1).float(), rtol=1e-4, atol=0)
+    reduction = found.decisions["error"] / found.decisions["error_before"]
+    print(f"alpha {found.decisions['alpha']}, error {reduction:.3f} of that without")
+    assert 0 < found.decisions["alpha"] < 0.95  # a step that both have tried, and its neighbours
+    assert reduction == pytest.approx(float(theirs[f"awq.{duo}.reduction"]), rel=1e-4)
