@@ -15,7 +15,7 @@ COLUMNS = ("model", "program", "scheme", "bits per weight", "KLD mean", "KLD 99.
 GPTQ_PEERS = ("GPTQModel", "llm-compressor GPTQ")
 GPTQ_KLD, GPTQ_COST, BEST_KLD, INPUTS_KLD = 1.02, 0.6, 0.85, 1.0
 EIGHT_KLD = MIXED_KLD = 1.0  # below, by however much
-Q4_K_M = ("llama.cpp", "Q4_K_M")
+Q8_0, Q4_K_M = ("llama.cpp", "Q8_0"), ("llama.cpp", "Q4_K_M")
 SAME_BITS = 1e-6
 
 
@@ -90,7 +90,7 @@ def as_table(outcomes: Iterable[Outcome]) -> str:
             row.program,
             row.scheme,
             f"{row.bits:.3f}",
-            f"{row.mean_kld:.5f}",
+            _kld(row.mean_kld),
             f"{row.kld_p999:.4f}",
             f"{row.ppl_ratio:.4f}",
             f"{row.top1_agreement:.2%}",
@@ -112,7 +112,7 @@ def judge(outcomes: Iterable[Outcome]) -> list[Bar]:
         for scheme in WEIGHTS:
             limit = EIGHT_KLD if scheme == EIGHT else BEST_KLD
             judged += [*_gptq(rows, scheme.name), *_best(rows, scheme.name, limit=limit)]
-        judged += _mixed(rows)
+        judged += [*_eight(rows), *_mixed(rows)]
         for name in ("W8A8", "FP8"):
             judged += _inputs(rows, name)
         judged += _no_slower(rows)
@@ -151,6 +151,12 @@ def _best(rows: Rows, scheme: str, *, limit: float) -> list[Bar]:
     return [_kld_bar(ours, min(peers, key=lambda row: row.mean_kld), limit=limit)] if peers else []
 
 
+def _eight(rows: Rows) -> list[Bar]:
+    """`best` of 8 bits, next to a peer's that has finer groups and half a bit more."""
+    ours, theirs = rows.get((f"{OURS} best", EIGHT.name)), rows.get(Q8_0)
+    return [_kld_bar(ours, theirs, limit=EIGHT_KLD)] if ours is not None and theirs is not None else []
+
+
 def _mixed(rows: Rows) -> list[Bar]:
     """Mixtures, next to the straight line between the uniform schemes around them, and to a peer's mixture of more bits."""
     judged = []
@@ -165,7 +171,7 @@ def _mixed(rows: Rows) -> list[Bar]:
                 Bar(
                     what=f"{ours.model}, {scheme}, {program}: KLD",
                     promised=f"<= {MIXED_KLD}x the line from {LOWER.name} to {UPPER.name}",
-                    found=f"{ours.mean_kld / line:.2f}x, {ours.mean_kld:.5f} of {line:.5f}",
+                    found=f"{ours.mean_kld / line:.2f}x, {_kld(ours.mean_kld)} of {_kld(line)}",
                     met=ours.mean_kld <= MIXED_KLD * line,
                 )
             )
@@ -204,7 +210,7 @@ def _time_bars(ours: Outcome, theirs: Outcome, *, limit: float) -> list[Bar]:
 
 
 def _kld_bar(ours: Outcome, theirs: Outcome, *, limit: float) -> Bar:
-    numbers = f"{ours.mean_kld:.5f} of {theirs.mean_kld:.5f}"
+    numbers = f"{_kld(ours.mean_kld)} of {_kld(theirs.mean_kld)}"
     return _bar(ours, theirs, "KLD", ours.mean_kld / theirs.mean_kld, limit=limit, numbers=numbers)
 
 
@@ -216,3 +222,8 @@ def _bar(ours: Outcome, theirs: Outcome, what: str, ratio: float, *, limit: floa
         found=f"{ratio:.2f}x, {numbers}",
         met=ratio <= limit,
     )
+
+
+def _kld(nats: float) -> str:
+    """Return a divergence with three digits that say something."""
+    return f"{nats:.5f}" if nats >= 1e-3 else f"{nats:.7f}"

@@ -29,7 +29,9 @@ SCHEMES = {
     "int3-g64": with_group_size(preset("W3A16"), 64),
     "int2-g32-asym": with_group_size(preset("W2A16_ASYM"), 32),
     "int8-channel": preset("W8A16"),
+    "float8-channel": preset("FP8_DYNAMIC"),
 }
+INTEGERS = [name for name, scheme in SCHEMES.items() if scheme.weights.kind == "int"]
 ALPHAS = (0.3, 0.5, 0.8)
 
 # Runs in the other environment: every case of every part, from the arrays of one file into another.
@@ -51,14 +53,16 @@ torch.set_num_threads(1)
 told, arrays = json.loads(sys.argv[1]), np.load(sys.argv[2])
 given = {name: torch.from_numpy(arrays[name]) for name in arrays.files}
 found = {}
-for name, (bits, symmetric, size) in told["schemes"].items():
+for name, (kind, bits, symmetric, size) in told["schemes"].items():
     grouping = {"strategy": "group", "group_size": size} if size else {"strategy": "channel"}
-    words = {"num_bits": bits, "type": "int", "symmetric": symmetric, **grouping}
+    words = {"num_bits": bits, "type": kind, "symmetric": symmetric, **grouping}
     args = QuantizationArgs(**words, actorder="weight" if size else None)
     parts = [given[f"{name}.{part}"][None].clone() for part in ("weight", "hessian", "scale", "zero_point")]
     real, _, fallback = quantize_weight(*parts, None, args)
     assert not fallback.any()
     found[f"{name}.real"] = real[0]
+    if kind == "float":
+        continue
     weight = given[f"{name}.weight"]
     split = weight.reshape(1, weight.shape[0], -1, size or weight.shape[1])
     token = args.model_copy(update={"strategy": QuantizationStrategy.TOKEN})  # as its observer does
@@ -167,7 +171,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Tensor]:
     for name, scheme in SCHEMES.items():
         weight = ours(gptq, scheme)
         points = torch.zeros_like(weight.scale) if weight.zero_point is None else weight.zero_point
-        told[name] = (scheme.weights.num_bits, scheme.weights.symmetric, scheme.weights.group_size)
+        told[name] = (scheme.weights.kind, scheme.weights.num_bits, scheme.weights.symmetric, scheme.weights.group_size)
         parts = {"weight": WEIGHT, "hessian": STATISTICS["hessian_sum"], "scale": weight.scale, "zero_point": points}
         given |= {f"{name}.{part}": tensor.numpy() for part, tensor in parts.items()}
     given |= {"awq.x": X.numpy(), **{f"awq.{name}": weight.numpy() for name, weight in PAIR.items()}}
@@ -189,7 +193,7 @@ def test_gptq_takes_its_decisions_on_the_same_scales(theirs: Mapping[str, Tensor
     assert same.float().mean() > 0.999
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", INTEGERS)
 def test_rtn_mse_finds_the_scales_of_its_search_of_the_same_multiples(theirs: Mapping[str, Tensor], name: str) -> None:
     """Its observer tries 32/32 down to 22/32 of each range; we also 33/32, which loses less where scales differ."""
     scheme, mine = SCHEMES[name].weights, ours(rtn_mse, SCHEMES[name])

@@ -1,6 +1,7 @@
-"""The knapsack of schemes against all combinations, and by hand."""
+"""The knapsack of schemes against all combinations, against dynamic programming, and by hand."""
 
 import itertools
+import math
 import random
 import time
 
@@ -99,6 +100,35 @@ def test_no_combination_within_the_limit_is_better(items, limit):
     limited, small = sums(items, found)
     assert limited <= limit
     assert small == min(within)
+
+
+def by_dynamic_programming(items, limit):
+    """The least cost with at most so many bits, item after item for every number of bits (Kellerer et al., section 11.5)."""
+    least_cost = [0.0] * (limit + 1)
+    for options in items:
+        least_cost = [
+            min((least_cost[bits - a] + b for a, b in options if a <= bits), default=math.inf) for bits in range(limit + 1)
+        ]
+    return least_cost[limit]
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 2**31), share=st.floats(0.05, 0.95))
+def test_forty_items_cost_what_dynamic_programming_finds(seed, share):
+    """16^40 combinations, of costs that fall by about 4 with each bit, as those of schemes do."""
+    generator = random.Random(seed)
+    items = []
+    for _ in range(40):
+        weights, sensitivity = generator.randint(1, 6), generator.lognormvariate(0, 2)
+        options = [(weights * bits + generator.randint(0, 2), sensitivity * 4.0**-bits) for bits in range(2, 10) for _ in "ab"]
+        items.append([(a, b * generator.uniform(0.7, 1.3)) for a, b in options])
+    fewest, most = (sum(pick(a for a, _ in options) for options in items) for pick in (min, max))
+    limit = int(fewest + share * (most - fewest))
+    found = least(items, limit)
+    assert found is not None
+    limited, small = sums(items, found)
+    assert limited <= limit
+    assert small == pytest.approx(by_dynamic_programming(items, limit), rel=1e-12)
 
 
 @settings(max_examples=200, deadline=None)
