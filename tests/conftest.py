@@ -141,7 +141,7 @@ class Meeting:
 
 
 def meet(world: int, work: Callable[[Meeting], Any]) -> list[Any]:
-    """Return what `work` makes of each rank's wire; the first error breaks the others' waiting."""
+    """Return what `work` makes of each rank's wire; a rank's error breaks the others' waiting, and is raised."""
     table = {"parts": [None] * world, "all": threading.Barrier(world)}
 
     def rank(number: int) -> Any:
@@ -153,7 +153,11 @@ def meet(world: int, work: Callable[[Meeting], Any]) -> list[Any]:
             raise
 
     with ThreadPoolExecutor(world) as pool:
-        return [future.result() for future in [pool.submit(rank, number) for number in range(world)]]
+        futures = [pool.submit(rank, number) for number in range(world)]
+    for error in (future.exception() for future in futures):
+        if error is not None and not isinstance(error, threading.BrokenBarrierError):
+            raise error
+    return [future.result() for future in futures]
 
 
 @pytest.fixture(scope="session")

@@ -149,9 +149,9 @@ def test_a_large_model_is_chosen_for_within_seconds_and_nearly_as_well_as_the_hu
         widths = [bits + 16 / size for bits in (2, 3, 4, 5, 6) for size in (32, 64, 128)] + [8.1]
         items.append([(int(weights * w), weights * sensitivity * 4.0**-w * generator.uniform(0.8, 1.2)) for w in widths])
     limit = int(4.25 * sum(min(a for a, _ in options) for options in items) / 2.125)
-    begin = time.monotonic()
+    begin = time.process_time()  # not the clock's: the machine may be busy
     limited, small = sums(items, least(items, limit))
-    assert time.monotonic() - begin < 10
+    assert time.process_time() - begin < 10
     corners = [sums(items, picks) for picks in frontier(items)]
     (a1, b1), (a2, b2) = next((left, right) for left, right in itertools.pairwise(corners) if left[0] <= limit < right[0])
     bound = b1 + (b2 - b1) * (limit - a1) / (a2 - a1)
