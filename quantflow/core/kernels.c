@@ -23,6 +23,7 @@ enum math { INTEGER, FLOAT, BFLOAT }; /* what is multiplied */
 enum { HAS_BFLOAT = 1 };
 #else
 enum { HAS_BFLOAT = 0 };
+#define _mm512_dpbf16_ps(acc, a, b) (acc)
 #endif
 
 struct weight {
@@ -42,8 +43,7 @@ struct weight {
 static const int32_t orders[3][3][16] = {
     [W4][FLOAT] = {0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15},
     [W4][BFLOAT] = {0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15},
-    [W8][FLOAT] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
-    [W8][BFLOAT] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
+    [W8] = {[FLOAT ... BFLOAT] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}},
     [F8][FLOAT] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
     [F8][BFLOAT] = {0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15},
 };
@@ -201,11 +201,7 @@ INLINE __m512i multiply(enum kind kind, enum math math, __m512i acc, __m512i par
     if (math == INTEGER) return kind == W4 ? _mm512_dpbusd_epi32(acc, part, x) : _mm512_dpbusd_epi32(acc, x, part);
     if (math == FLOAT)
         return _mm512_castps_si512(_mm512_fmadd_ps(_mm512_castsi512_ps(part), _mm512_castsi512_ps(x), _mm512_castsi512_ps(acc)));
-#ifdef __AVX512BF16__
     return _mm512_castps_si512(_mm512_dpbf16_ps(_mm512_castsi512_ps(acc), (__m512bh)part, (__m512bh)x));
-#else
-    return acc;
-#endif
 }
 
 INLINE __m512i part_of(enum kind kind, enum math math, __m512i line, int v, __m512i zero) {
@@ -215,9 +211,10 @@ INLINE __m512i part_of(enum kind kind, enum math math, __m512i line, int v, __m5
     return _mm512_and_si512(v ? _mm512_srli_epi16(line, 4) : line, _mm512_set1_epi8(15));
 }
 
+#define PLACE const struct weight *w, const struct tokens *in, int64_t block, int64_t token, int64_t g, __m512 *total
+
 /* Add group `g` to total [R, T]: R times 16 rows from 16-row block `block` on, T tokens from `token` on. */
-INLINE void add(const struct weight *w, const struct tokens *in, int64_t block, int64_t token, int64_t g, __m512 *total,
-                const enum kind kind, const enum math math, const int R, const int T) {
+INLINE void add(PLACE, const enum kind kind, const enum math math, const int R, const int T) {
     const int parts = (kind == W4 ? 8 : 4) / (math == INTEGER ? 4 : math == BFLOAT ? 2 : 1);
     const int64_t lines = w->group / (kind == W4 ? 8 : 4), pair = lines * w->groups * 128, at = (block * w->groups + g) * 16;
     const uint8_t *data = w->data + block / 2 * pair + g * lines * 128;
@@ -252,9 +249,7 @@ INLINE void add(const struct weight *w, const struct tokens *in, int64_t block, 
         x += parts * T;
     }
     UNROLL for (int r = 0; r < R; r++) {
-        UNROLL for (int t = 0; t < T; t++) __asm__("" : "+v"(sum[r][t]));
-    }
-    UNROLL for (int r = 0; r < R; r++) {
+        UNROLL for (int t = 0; t < T; t++) __asm__("" : "+v"(sum[r][t])); /* else gcc keeps some of them in memory */
         const __m512 scale = load(w->scale, at + r * w->groups * 16, !w->wide, 0xffff);
         UNROLL for (int t = 0; t < T; t++) {
             __m512 whole = math == INTEGER ? _mm512_cvtepi32_ps(sum[r][t]) : _mm512_castsi512_ps(sum[r][t]);
@@ -264,28 +259,22 @@ INLINE void add(const struct weight *w, const struct tokens *in, int64_t block, 
     }
 }
 
-typedef void (*adder)(const struct weight *, const struct tokens *, int64_t, int64_t, int64_t, __m512 *);
-#define ADDER(KIND, MATH, R, T)                                                                                         \
-    static __attribute__((noinline)) void KIND##_##MATH##_##T(const struct weight *w, const struct tokens *in,          \
-                                                              int64_t block, int64_t token, int64_t g, __m512 *total) { \
-        add(w, in, block, token, g, total, KIND, MATH, R, T);                                                           \
-    }
+#define ADDER(KIND, MATH, R, T) \
+    static __attribute__((noinline)) void KIND##_##MATH##_##T(PLACE) { add(w, in, block, token, g, total, KIND, MATH, R, T); }
 #define ADDERS(KIND, MATH) \
     ADDER(KIND, MATH, 4, 1) ADDER(KIND, MATH, 2, 4) ADDER(KIND, MATH, 2, 8) ADDER(KIND, MATH, 2, 12)
 #define NAMES(KIND, MATH) [KIND][MATH] = {KIND##_##MATH##_1, KIND##_##MATH##_4, KIND##_##MATH##_8, KIND##_##MATH##_12}
 ADDERS(W4, INTEGER) ADDERS(W4, FLOAT) ADDERS(W4, BFLOAT) ADDERS(W8, INTEGER) ADDERS(W8, FLOAT) ADDERS(W8, BFLOAT)
 ADDERS(F8, FLOAT) ADDERS(F8, BFLOAT)
-static const adder adders[3][3][4] = {NAMES(W4, INTEGER), NAMES(W4, FLOAT),  NAMES(W4, BFLOAT), NAMES(W8, INTEGER),
-                                      NAMES(W8, FLOAT),   NAMES(W8, BFLOAT), NAMES(F8, FLOAT),  NAMES(F8, BFLOAT)};
+static void (*const adders[3][3][4])(PLACE) = {NAMES(W4, INTEGER), NAMES(W4, FLOAT),  NAMES(W4, BFLOAT), NAMES(W8, INTEGER),
+                                               NAMES(W8, FLOAT),   NAMES(W8, BFLOAT), NAMES(F8, FLOAT),  NAMES(F8, BFLOAT)};
 
 /* The outputs of R times 16 rows, from 16-row block `block` on, and T tokens. */
 static void tile(const struct weight *w, const struct tokens *in, int64_t block, int64_t token, const void *bias, void *y, int R,
                  int T) {
-    __m512 total[2 * MOST];
-    for (int i = 0; i < R * T; i++) {
-        total[i] = _mm512_setzero_ps();
+    __m512 total[2 * MOST] = {0};
+    for (int i = 0; i < R * T; i++) /* the outputs' lines, which are not in a cache */
         __builtin_prefetch((char *)y + ((token + i % T) * w->rows + (block + i / T) * 16) * (in->bf16 ? 2 : 4), 1);
-    }
     for (int64_t g = 0; g < w->groups; g++) adders[w->kind][in->math][T / 4](w, in, block, token, g, total);
     for (int r = 0; r < R; r++) {
         int64_t row = (block + r) * 16;
@@ -298,8 +287,7 @@ static void tile(const struct weight *w, const struct tokens *in, int64_t block,
     }
 }
 
-/* Compute tokens of x [tokens, columns] into y [tokens, rows]; bias [rows] or NULL; all bfloat16 or all float. Returns 0, or 1
-   without memory. */
+/* y [tokens, rows] of x [tokens, columns] and bias [rows] or NULL, all bfloat16 or all float. Returns 0, or 1 without memory. */
 int quantflow_linear(const struct weight *w, const void *x, int64_t tokens, const void *bias, void *y, int bf16) {
     int narrow = HAS_BFLOAT && (w->bf16 || w->input == E4M3);
     struct tokens in = {.bf16 = bf16, .math = w->input == INT8 ? INTEGER : narrow ? BFLOAT : FLOAT};

@@ -1,13 +1,14 @@
-"""What lies between the linears of a Llama-like decoder layer: norms, rotation, cache, attention, the gate.
+"""The layers of a Llama-like decoder: their products, and between them norms, rotation, cache, attention, the gate.
 
-Each operation is one call of decode.c, or the same in torch where that cannot be compiled; the results agree within float32
-rounding. All tensors are float32. The state is that of one batch: `begin` gives it a cache, `step` says how many columns are
-new.
+Where kernels.c has all products, the layers are one call of decode.c. Else each operation is one, or the same in torch where it
+cannot be compiled; the results agree within float32 rounding. All tensors are float32. The state is that of one batch: `begin`
+gives it a cache, `step` says how many columns are new.
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from quantflow.core import native
+from quantflow.core import kernels, native
 from quantflow.runtime.kv_cache import KINDS, LANES, KVCache
 
+Projection = Callable[[Tensor], Tensor]  # [N, I] float32 -> [N, sum of O] float32, contiguous
 SOURCE = Path(__file__).with_name("decode.c")
 _FEW = 16  # rows of a product up to which one pass over the memory counts more than the arithmetic
 _WIDENED = 4096  # rows of a weight that are converted at once
+_PRODUCTS = ("qkv", "output", "gate_up", "down")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +58,18 @@ class Attention:
     window: int
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Block:
+    """A decoder layer: its norms [H] float32, and its products."""
+
+    attention_norm: Tensor
+    qkv: Projection
+    output: Projection
+    mlp_norm: Tensor
+    gate_up: Projection
+    down: Projection
+
+
 def fused_why_not(heads: Heads) -> str | None:
     """Return why decode.c cannot be used, in a sentence, or None; compiles it if need be."""
     if heads.dim % LANES:
@@ -62,19 +77,27 @@ def fused_why_not(heads: Heads) -> str | None:
     return native.why_not(SOURCE, needs=())
 
 
+class _Product(ctypes.Structure):
+    _fields_ = [("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p)]
+
+
 class _Layer(ctypes.Structure):
     _fields_ = [
-        (name, ctypes.c_void_p)
-        for name in ("keys", "values", "key_scales", "value_scales", "key_steps", "value_steps", "q_norm", "k_norm")
-    ] + [("window", ctypes.c_int64)]
+        *((name, ctypes.c_void_p) for name in ("keys", "values", "key_scales", "value_scales", "key_steps", "value_steps")),
+        *((name, ctypes.c_void_p) for name in ("q_norm", "k_norm", "attention_norm", "mlp_norm")),
+        *((name, _Product) for name in _PRODUCTS),
+        ("window", ctypes.c_int64),
+    ]
 
 
 class _Step(ctypes.Structure):
-    _fields_ = (
-        [(name, ctypes.c_void_p) for name in ("cos", "sin", "padding")]
-        + [(name, ctypes.c_int64) for name in ("rows", "count", "start", "heads", "kv_heads", "dim", "capacity", "kind")]
-        + [("scale", ctypes.c_float), ("eps", ctypes.c_float)]
-    )
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("cos", "sin", "padding")),
+        *((name, ctypes.c_int64) for name in ("rows", "count", "start", "heads", "kv_heads", "dim", "capacity", "kind")),
+        *((name, ctypes.c_int64) for name in ("hidden", "intermediate")),
+        *((name, ctypes.c_float) for name in ("scale", "eps")),
+        ("linear", ctypes.c_void_p),
+    ]
 
 
 class Operations:
@@ -94,6 +117,16 @@ class Operations:
         self._heads, self._layers, self._count = heads, layers, 0
         self._library = _functions(native.library(SOURCE)) if fused else None
         self._rooms: dict[str, Tensor] = {}
+        self._blocks: Sequence[Block] = ()
+        self._widths: dict[str, int] = {}  # of what `run` of decode.c computes; empty where it cannot
+
+    def take(self, blocks: Sequence[Block]) -> None:
+        """Take the layers that `run` runs; before `begin`."""
+        self._blocks, found = blocks, [getattr(block, name) for block in blocks for name in _PRODUCTS]
+        if self._library is not None and all(isinstance(f, partial) and f.func is kernels.linear for f in found):
+            qkv, output, gate_up, down = (product.keywords["prepared"] for product in found[:4])  # alike in every layer
+            self._widths = {"norm": qkv.columns, "qkv": qkv.rows, "attention": output.columns}
+            self._widths |= {"gate_up": gate_up.rows, "gate": down.columns, "delta": down.rows}
 
     def begin(self, cache: KVCache, cos: Tensor, sin: Tensor) -> None:
         """Take a cache, or one whose storage has changed, and the rotation of each position, [capacity, dim]."""
@@ -109,19 +142,43 @@ class Operations:
             kind=tuple(KINDS).index(cache.kind),
             scale=heads.scale,
             eps=heads.eps,
+            hidden=self._widths.get("norm", 0),
+            intermediate=self._widths.get("gate", 0),
         )
         none = [None] * len(self._layers)
         scales = (part or none for part in (cache.key_scales, cache.value_scales, cache.key_steps, cache.value_steps))
         of_layer = zip(cache.keys, cache.values, *scales, self._layers, strict=True)
-        self._structures = [
+        structures = [
             _Layer(*map(native.address, (*tensors, layer.q_norm, layer.k_norm)), window=layer.window)
             for *tensors, layer in of_layer
         ]
+        for structure, block in zip(structures, self._blocks if self._widths else (), strict=False):
+            structure.attention_norm, structure.mlp_norm = block.attention_norm.data_ptr(), block.mlp_norm.data_ptr()
+            for name in _PRODUCTS:
+                product = getattr(block, name).keywords
+                setattr(structure, name, _Product(product["prepared"].address, native.address(product["bias"])))
+                self._step.linear = ctypes.cast(product["prepared"].call, ctypes.c_void_p)
+        self._structures = (_Layer * len(structures))(*structures)
 
     def step(self, count: int) -> None:
         """Expect `count` new columns, from the cache's length on."""
         self._count = self._step.count = count
         self._step.start = self._cache.length
+
+    def run(self, x: Tensor) -> Tensor | None:
+        """Run the layers on x [N, H], changed; return what is still to be added to it, valid until the next call."""
+        if self._widths:
+            rooms = [self._room(name, len(x), width) for name, width in self._widths.items()]
+            if self._library.run(self._step, self._structures, len(self._structures), *map(native.address, [x, *rooms])):
+                raise MemoryError(f"inputs of {len(x)} tokens")
+            return rooms[-1]
+        delta = None
+        for index, block in enumerate(self._blocks):
+            qkv = block.qkv(self.add_norm(x, delta, block.attention_norm))
+            delta = block.output(self.attend(qkv, index))
+            gate_up = block.gate_up(self.add_norm(x, delta, block.mlp_norm))
+            delta = block.down(self.silu_mul(gate_up))
+        return delta
 
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
         """Add delta to x in place and return the norm of x, valid until the next call.  x, delta: [N, H]."""
@@ -129,8 +186,7 @@ class Operations:
             return _norm(x if delta is None else x.add_(delta), weight, self._heads.eps)
         rows, width = x.shape
         out = self._room("norm", rows, width)
-        added = None if delta is None else delta.data_ptr()
-        self._library.add_norm(x.data_ptr(), added, weight.data_ptr(), out.data_ptr(), rows, width, self._heads.eps)
+        self._library.add_norm(*map(native.address, (x, delta, weight, out)), rows, width, self._heads.eps)
         return out
 
     def attend(self, qkv: Tensor, layer: int) -> Tensor:
@@ -228,7 +284,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _functions(library: ctypes.CDLL) -> Any:
-    """Say what the functions of decode.c take; they return nothing."""
+    """Say what the functions of decode.c take; `run` alone returns something."""
     pointer, count, step, layer = ctypes.c_void_p, ctypes.c_int64, ctypes.POINTER(_Step), ctypes.POINTER(_Layer)
     arguments = {
         "add_norm": [pointer] * 4 + [count] * 2 + [ctypes.c_float],
@@ -236,8 +292,8 @@ def _functions(library: ctypes.CDLL) -> Any:
         "product_bfloat16": [pointer] * 4 + [count] * 3,
         "rotate_store": [step, layer, pointer],
         "attend": [step, layer, pointer, pointer],
+        "run": [step, layer, count] + [pointer] * 7,
     }
     for name, types in arguments.items():
-        function = getattr(library, name)
-        function.argtypes, function.restype = types, None
+        getattr(library, name).argtypes = types
     return library

@@ -4,8 +4,9 @@ The rows of weights that are quantized alike are put below each other, and so ar
 what a row gives does not depend on the others. Where they differ each linear is computed on its own.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,10 +15,8 @@ from torch import Tensor
 from quantflow.core import joining, kernels
 from quantflow.core.qtensor import QuantizedLinear
 from quantflow.runtime.artifact import Artifact
-from quantflow.runtime.operations import Operations
+from quantflow.runtime.operations import Operations, Projection
 from quantflow.runtime.packed import Pack
-
-Projection = Callable[[Tensor], Tensor]  # [N, I] float32 -> [N, sum of O] float32, contiguous
 
 
 def projection(artifact: Artifact, names: Sequence[str], operations: Operations, pack: Pack | None = None) -> Projection:
@@ -84,7 +83,7 @@ def _quantized(artifact: Artifact, names: Sequence[str], pack: Pack | None) -> P
     if isinstance(prepared, kernels.Prepared) and bias is not None:
         bias = bias.float()
     if isinstance(prepared, kernels.Prepared) or dtype == torch.float32:  # ours round inputs themselves and return float32
-        return lambda x: linear(x, prepared, bias)
+        return partial(linear, prepared=prepared, bias=bias)
     return lambda x: linear(x.to(dtype), prepared, bias).float()
 
 
