@@ -13,7 +13,9 @@ enum kind { FLOAT32, BFLOAT16, FLOAT8, INT8 };
 enum { LANES = 16, TILE = 8, BLOCK = 64 }; /* columns of keys side by side; queries at a time, at most; columns of a softmax step */
 enum { WORTH_A_THREAD = 32768 };           /* elements below which a second thread costs more */
 
-typedef struct { const void *weight; const float *bias; } Product; /* as `linear` of a step takes them */
+typedef struct { int64_t rows, columns; } Weight; /* how `struct weight` of core/kernels.c begins, whose function `call` is */
+typedef struct { const Weight *weight; const float *bias;
+                 int (*call)(const Weight *, const float *x, int64_t tokens, const float *bias, float *y, int bf16); } Product;
 typedef struct { /* one layer; NULL where it has none */
     void *keys, *values;               /* [rows, kv_heads, capacity / 16, dim, 16], [rows, kv_heads, capacity, dim] of `kind` */
     float *key_scales, *value_scales;  /* [rows, kv_heads, capacity]; int8 without measured scales */
@@ -27,9 +29,8 @@ typedef struct { /* one step */
     const float *cos, *sin;            /* [capacity, dim] by position in the text */
     const int64_t *padding;            /* [rows] columns on the left that are no text */
     int64_t rows, count, start;        /* sequences; new columns of each; the first new column */
-    int64_t heads, kv_heads, dim, capacity, kind, hidden, intermediate;
+    int64_t heads, kv_heads, dim, capacity, kind;
     float scale, eps;
-    int (*linear)(const void *weight, const float *x, int64_t tokens, const float *bias, float *y, int bf16); /* of kernels.c */
 } Step;
 
 #define VECTOR(bytes) __attribute__((vector_size(bytes), aligned(1), may_alias))
@@ -267,17 +268,16 @@ void attend(const Step *s, const Layer *l, const float *qkv, float *out) {
     }
 }
 
-/* All layers on x [rows * count, hidden]; what the last one adds to it is in `delta`. The others are room for the results of a
- * layer's parts. Returns 0, or 1 without memory. */
+/* All layers on x [rows * count, hidden], `delta` left to add; the others are room for their parts. Returns 1 without memory. */
 int run(const Step *s, const Layer *layers, int64_t many, float *x, float *norm, float *qkv, float *heads, float *gate_up,
         float *gate, float *delta) {
-    int64_t n = s->rows * s->count, failed = 0;
-#define LINEAR(PRODUCT, X, Y) failed |= s->linear(l->PRODUCT.weight, X, n, l->PRODUCT.bias, Y, 0)
+    int64_t n = s->rows * s->count, hidden = layers->qkv.weight->columns, failed = 0;
+#define LINEAR(PRODUCT, X, Y) failed |= l->PRODUCT.call(l->PRODUCT.weight, X, n, l->PRODUCT.bias, Y, 0)
     for (const Layer *l = layers; l < layers + many && !failed; l++) {
-        add_norm(x, l == layers ? NULL : delta, l->attention_norm, norm, n, s->hidden, s->eps);
+        add_norm(x, l == layers ? NULL : delta, l->attention_norm, norm, n, hidden, s->eps);
         LINEAR(qkv, norm, qkv), rotate_store(s, l, qkv), attend(s, l, qkv, heads), LINEAR(output, heads, delta);
-        add_norm(x, delta, l->mlp_norm, norm, n, s->hidden, s->eps);
-        LINEAR(gate_up, norm, gate_up), silu_mul(gate_up, gate, n, s->intermediate), LINEAR(down, gate, delta);
+        add_norm(x, delta, l->mlp_norm, norm, n, hidden, s->eps);
+        LINEAR(gate_up, norm, gate_up), silu_mul(gate_up, gate, n, l->down.weight->columns), LINEAR(down, gate, delta);
     }
     return (int)failed;
 }

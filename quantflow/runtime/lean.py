@@ -6,6 +6,7 @@ Hidden states are float32 whatever the artifact's dtype is: that one says what l
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from quantflow.runtime.kv_cache import KIND_OF, KVCache, require_kind
 from quantflow.runtime.kv_scales import read_kv_scales
 from quantflow.runtime.operations import Attention, Block, Heads, Operations, Projection, fused_why_not
 from quantflow.runtime.packed import Pack
-from quantflow.runtime.projection import plain, plain_weight, projection
+from quantflow.runtime.projection import plain_weight, projection
 from quantflow.runtime.tensor_parallel import Ranks
 
 _ROTATIONS = ("default", "linear", "llama3", "yarn")  # of each position alone; the others look at the sequence's length
@@ -185,16 +186,16 @@ class LeanDecoder:
 
 
 def _block(artifact: Artifact, layer: Layer, operations: Operations, pack: Pack | None) -> Block:
-    qkv, output, gate_up, down = (projection(artifact, group.linears, operations, pack) for group in layer.groups)
+    products = tuple(projection(artifact, group.linears, operations, pack) for group in layer.groups)
     # `why_not` refuses families whose first and third group read no norm
-    attention_norm, mlp_norm = (_vector(artifact, f"{layer.groups[index].norm}.weight") for index in (0, 2))
-    return Block(attention_norm=attention_norm, qkv=qkv, output=output, mlp_norm=mlp_norm, gate_up=gate_up, down=down)
+    norms = tuple(_vector(artifact, f"{layer.groups[index].norm}.weight") for index in (0, 2))
+    return Block(norms=norms, products=products)
 
 
 def _put_together(block: Block, layer: Layer, ranks: Ranks) -> Block:
     """Return a block whose two products that need more than a rank's own part get and give all of it."""
-    qkv, output, gate_up, down = (group.linears[0] for group in layer.groups)
-    return replace(block, output=ranks.across(block.output, qkv, output), down=ranks.across(block.down, gate_up, down))
+    names, (qkv, output, gate_up, down) = [group.linears[0] for group in layer.groups], block.products
+    return replace(block, products=(qkv, ranks.across(output, *names[:2]), gate_up, ranks.across(down, *names[2:])))
 
 
 def _attention(artifact: Artifact, layer: Layer) -> Attention:
@@ -212,8 +213,8 @@ def _ends(artifact: Artifact, graph: Graph, operations: Operations, pack: Pack |
     assert isinstance(residual, Residual)  # `why_not` refuses other families
     embedding = plain_weight(artifact, f"{residual.embedding}.weight", operations, pack)
     source = artifact.to_source[f"{residual.head}.weight"].removesuffix(".weight")
-    tied = source == residual.embedding
-    head = plain(embedding, None, operations) if tied else projection(artifact, [source], operations, pack)
+    tied_head = partial(operations.product, weight=embedding, bias=None)
+    head = tied_head if source == residual.embedding else projection(artifact, [source], operations, pack)
     return embedding, _vector(artifact, f"{residual.norm}.weight"), head
 
 

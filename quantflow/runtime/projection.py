@@ -55,15 +55,10 @@ def plain_weight(artifact: Artifact, name: str, operations: Operations, pack: Pa
     return (make() if pack is None else pack.get(name, make))["weight"]
 
 
-def plain(weight: Tensor, bias: Tensor | None, operations: Operations) -> Projection:
-    """Return the function from an input to x @ weight.T + bias.  weight: [O, I]; bias: [O] float32, or None."""
-    return lambda x: operations.product(x, weight, bias)
-
-
 def _plain(artifact: Artifact, names: Sequence[str], operations: Operations, pack: Pack | None) -> Projection:
     weights = [plain_weight(artifact, f"{name}.weight", operations, pack) for name in names]
     bias = _bias(artifact, names, [len(weight) for weight in weights], torch.float32)
-    return plain(weights[0] if len(weights) == 1 else torch.cat(weights), bias, operations)
+    return partial(operations.product, weight=weights[0] if len(weights) == 1 else torch.cat(weights), bias=bias)
 
 
 def _quantized(artifact: Artifact, names: Sequence[str], pack: Pack | None) -> Projection | None:
@@ -78,7 +73,7 @@ def _quantized(artifact: Artifact, names: Sequence[str], pack: Pack | None) -> P
         prepared = backend.prepare(joined, dtype)
         if pack is not None and isinstance(prepared, kernels.Prepared):
             pack.get(key, lambda: kernels.dump(prepared))
-    linear = backend.linear
+    linear: Any = backend.linear
     bias = _bias(artifact, names, [artifact.linears[name].shape[0] for name in names], dtype)
     if isinstance(prepared, kernels.Prepared) and bias is not None:
         bias = bias.float()
