@@ -1,4 +1,4 @@
-"""A decoder for the Llama-like families: the layers as a short list of products, and what lies between them as one call each.
+"""A decoder for the Llama-like families: the layers as a short list of products, run in one call where C has them all.
 
 No module of transformers runs in its loop; the rotation of positions comes from transformers' own function once per batch.
 Hidden states are float32 whatever the artifact's dtype is: that one says what linears read, and how their weights are kept.
