@@ -83,7 +83,11 @@ def among(world, work):
             raise
 
     with ThreadPoolExecutor(world) as pool:
-        return [future.result() for future in [pool.submit(rank, number) for number in range(world)]]
+        futures = [pool.submit(rank, number) for number in range(world)]
+    errors = [error for future in futures if (error := future.exception()) is not None]
+    for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+        raise error  # what broke the waiting comes before that it was broken
+    return [future.result() for future in futures]
 
 
 def shared(folder, world, ask, *, backend="auto", **options):
