@@ -23,6 +23,7 @@ enum math { INTEGER, FLOAT, BFLOAT }; /* what is multiplied */
 enum { HAS_BFLOAT = 1 };
 #else
 enum { HAS_BFLOAT = 0 };
+#define _mm512_dpbf16_ps(acc, a, b) (acc)
 #endif
 
 struct weight {
@@ -42,8 +43,7 @@ struct weight {
 static const int32_t orders[3][3][16] = {
     [W4][FLOAT] = {0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15},
     [W4][BFLOAT] = {0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15},
-    [W8][FLOAT] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
-    [W8][BFLOAT] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
+    [W8] = {[FLOAT ... BFLOAT] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}},
     [F8][FLOAT] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
     [F8][BFLOAT] = {0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15},
 };
@@ -201,11 +201,7 @@ INLINE __m512i multiply(enum kind kind, enum math math, __m512i acc, __m512i par
     if (math == INTEGER) return kind == W4 ? _mm512_dpbusd_epi32(acc, part, x) : _mm512_dpbusd_epi32(acc, x, part);
     if (math == FLOAT)
         return _mm512_castps_si512(_mm512_fmadd_ps(_mm512_castsi512_ps(part), _mm512_castsi512_ps(x), _mm512_castsi512_ps(acc)));
-#ifdef __AVX512BF16__
     return _mm512_castps_si512(_mm512_dpbf16_ps(_mm512_castsi512_ps(acc), (__m512bh)part, (__m512bh)x));
-#else
-    return acc;
-#endif
 }
 
 INLINE __m512i part_of(enum kind kind, enum math math, __m512i line, int v, __m512i zero) {
@@ -215,14 +211,24 @@ INLINE __m512i part_of(enum kind kind, enum math math, __m512i line, int v, __m5
     return _mm512_and_si512(v ? _mm512_srli_epi16(line, 4) : line, _mm512_set1_epi8(15));
 }
 
-/* Add the products of the columns of a group to acc [R, T]: R times 16 rows, 32 of them `pair` bytes after the others. */
-INLINE void add(const uint8_t *data, int64_t pair, int64_t lines, const uint32_t *x, const __m512i *zeros, __m512i *acc,
-                const enum kind kind, const enum math math, const int R, const int T) {
+#define PLACE const struct weight *w, const struct tokens *in, int64_t block, int64_t token, int64_t g, __m512 *total
+
+/* Add group `g` to total [R, T]: R times 16 rows from 16-row block `block` on, T tokens from `token` on. */
+INLINE void add(PLACE, const enum kind kind, const enum math math, const int R, const int T) {
     const int parts = (kind == W4 ? 8 : 4) / (math == INTEGER ? 4 : math == BFLOAT ? 2 : 1);
+    const int64_t lines = w->group / (kind == W4 ? 8 : 4), pair = lines * w->groups * 128, at = (block * w->groups + g) * 16;
+    const uint8_t *data = w->data + block / 2 * pair + g * lines * 128;
+    const uint32_t *x = in->x + token * in->words + g * lines * parts * T;
     __m512i sum[4][MOST], zero[4];
     UNROLL for (int r = 0; r < R; r++) {
-        zero[r] = zeros[r];
-        UNROLL for (int t = 0; t < T; t++) sum[r][t] = acc[r * T + t];
+        const int64_t row = at + r * w->groups * 16;
+        zero[r] = w->zero ? _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(w->zero + row))) : _mm512_set1_epi32(8);
+        UNROLL for (int t = 0; t < T; t++) {
+            const __m512i other = _mm512_set1_epi32(math == INTEGER ? -in->sum[(token + t) * w->groups + g] : 0);
+            sum[r][t] = math == INTEGER && kind == W8 ? _mm512_loadu_si512(w->offset + row) : _mm512_mullo_epi32(zero[r], other);
+        }
+        if (math == FLOAT) zero[r] = _mm512_castps_si512(_mm512_cvtepi32_ps(zero[r]));
+        if (math == BFLOAT) zero[r] = _mm512_or_si512(zero[r], _mm512_slli_epi32(zero[r], 16));
     }
     for (int64_t i = 0; i < lines; i++) {
         __m512i line[4];
@@ -243,58 +249,33 @@ INLINE void add(const uint8_t *data, int64_t pair, int64_t lines, const uint32_t
         x += parts * T;
     }
     UNROLL for (int r = 0; r < R; r++) {
-        UNROLL for (int t = 0; t < T; t++) acc[r * T + t] = sum[r][t];
+        UNROLL for (int t = 0; t < T; t++) __asm__("" : "+v"(sum[r][t])); /* else gcc keeps some of them in memory */
+        const __m512 scale = load(w->scale, at + r * w->groups * 16, !w->wide, 0xffff);
+        UNROLL for (int t = 0; t < T; t++) {
+            __m512 whole = math == INTEGER ? _mm512_cvtepi32_ps(sum[r][t]) : _mm512_castsi512_ps(sum[r][t]);
+            if (w->input_grouped) whole = _mm512_mul_ps(whole, _mm512_set1_ps(in->scale[(token + t) * w->groups + g]));
+            total[r * T + t] = _mm512_fmadd_ps(whole, scale, total[r * T + t]);
+        }
     }
 }
 
-typedef void (*adder)(const uint8_t *, int64_t, int64_t, const uint32_t *, const __m512i *, __m512i *);
-#define ADDER(KIND, MATH, R, T)                                                                                         \
-    static __attribute__((noinline)) void KIND##_##MATH##_##T(const uint8_t *data, int64_t pair, int64_t lines,         \
-                                                              const uint32_t *x, const __m512i *zeros, __m512i *acc) {  \
-        add(data, pair, lines, x, zeros, acc, KIND, MATH, R, T);                                                        \
-    }
+#define ADDER(KIND, MATH, R, T) \
+    static __attribute__((noinline)) void KIND##_##MATH##_##T(PLACE) { add(w, in, block, token, g, total, KIND, MATH, R, T); }
 #define ADDERS(KIND, MATH) \
     ADDER(KIND, MATH, 4, 1) ADDER(KIND, MATH, 2, 4) ADDER(KIND, MATH, 2, 8) ADDER(KIND, MATH, 2, 12)
 #define NAMES(KIND, MATH) [KIND][MATH] = {KIND##_##MATH##_1, KIND##_##MATH##_4, KIND##_##MATH##_8, KIND##_##MATH##_12}
 ADDERS(W4, INTEGER) ADDERS(W4, FLOAT) ADDERS(W4, BFLOAT) ADDERS(W8, INTEGER) ADDERS(W8, FLOAT) ADDERS(W8, BFLOAT)
 ADDERS(F8, FLOAT) ADDERS(F8, BFLOAT)
-static const adder adders[3][3][4] = {NAMES(W4, INTEGER), NAMES(W4, FLOAT),  NAMES(W4, BFLOAT), NAMES(W8, INTEGER),
-                                      NAMES(W8, FLOAT),   NAMES(W8, BFLOAT), NAMES(F8, FLOAT),  NAMES(F8, BFLOAT)};
+static void (*const adders[3][3][4])(PLACE) = {NAMES(W4, INTEGER), NAMES(W4, FLOAT),  NAMES(W4, BFLOAT), NAMES(W8, INTEGER),
+                                               NAMES(W8, FLOAT),   NAMES(W8, BFLOAT), NAMES(F8, FLOAT),  NAMES(F8, BFLOAT)};
 
 /* The outputs of R times 16 rows, from 16-row block `block` on, and T tokens. */
 static void tile(const struct weight *w, const struct tokens *in, int64_t block, int64_t token, const void *bias, void *y, int R,
                  int T) {
-    const adder add_group = adders[w->kind][in->math][T / 4];
-    const int64_t lines = w->group / (w->kind == W4 ? 8 : 4), pair = lines * w->groups * 128;
-    const uint8_t *data = w->data + block / 2 * pair;
-    const uint32_t *x = in->x + token * in->words;
-    __m512 total[2 * MOST];
-    __m512i acc[2 * MOST], zero[4];
-    for (int i = 0; i < R * T; i++) total[i] = _mm512_setzero_ps();
-    for (int64_t g = 0; g < w->groups; g++) {
-        for (int r = 0; r < R; r++) {
-            int64_t at = ((block + r) * w->groups + g) * 16;
-            zero[r] = w->zero ? _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(w->zero + at))) : _mm512_set1_epi32(8);
-            for (int t = 0; t < T; t++) {
-                __m512i sum = _mm512_set1_epi32(in->math == INTEGER ? -in->sum[(token + t) * w->groups + g] : 0);
-                acc[r * T + t] = w->offset ? _mm512_loadu_si512(w->offset + at) : _mm512_mullo_epi32(zero[r], sum);
-            }
-            if (in->math == FLOAT) zero[r] = _mm512_castps_si512(_mm512_cvtepi32_ps(zero[r]));
-            if (in->math == BFLOAT) zero[r] = _mm512_or_si512(zero[r], _mm512_slli_epi32(zero[r], 16));
-        }
-        add_group(data, pair, lines, x, zero, acc);
-        data += lines * 128;
-        x += in->words / w->groups * T;
-        for (int r = 0; r < R; r++) {
-            __m512 scale = load(w->scale, ((block + r) * w->groups + g) * 16, !w->wide, 0xffff);
-            for (int t = 0; t < T; t++) {
-                __m512i bits = acc[r * T + t];
-                __m512 sum = in->math == INTEGER ? _mm512_cvtepi32_ps(bits) : _mm512_castsi512_ps(bits);
-                if (w->input_grouped) sum = _mm512_mul_ps(sum, _mm512_set1_ps(in->scale[(token + t) * w->groups + g]));
-                total[r * T + t] = _mm512_fmadd_ps(sum, scale, total[r * T + t]);
-            }
-        }
-    }
+    __m512 total[2 * MOST] = {0};
+    for (int i = 0; i < R * T; i++) /* the outputs' lines, which are not in a cache */
+        __builtin_prefetch((char *)y + ((token + i % T) * w->rows + (block + i / T) * 16) * (in->bf16 ? 2 : 4), 1);
+    for (int64_t g = 0; g < w->groups; g++) adders[w->kind][in->math][T / 4](w, in, block, token, g, total);
     for (int r = 0; r < R; r++) {
         int64_t row = (block + r) * 16;
         __mmask16 mask = first(w->rows - row);
@@ -306,8 +287,7 @@ static void tile(const struct weight *w, const struct tokens *in, int64_t block,
     }
 }
 
-/* Compute tokens of x [tokens, columns] into y [tokens, rows]; bias [rows] or NULL; all bfloat16 or all float. Returns 0, or 1
-   without memory. */
+/* y [tokens, rows] of x [tokens, columns] and bias [rows] or NULL, all bfloat16 or all float. Returns 0, or 1 without memory. */
 int quantflow_linear(const struct weight *w, const void *x, int64_t tokens, const void *bias, void *y, int bf16) {
     int narrow = HAS_BFLOAT && (w->bf16 || w->input == E4M3);
     struct tokens in = {.bf16 = bf16, .math = w->input == INT8 ? INTEGER : narrow ? BFLOAT : FLOAT};

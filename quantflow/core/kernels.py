@@ -46,21 +46,16 @@ class Prepared:
     """A weight as kernels.c reads it.
 
     Attributes:
-        rows, columns: out_features, in_features.
         dtype: of the inputs.
         tensors: what `weight` points to, by its field: data, scale, zero, offset.
-        weight: `struct weight`.
-        address: of `weight`; valid as long as this record.
-        call: `quantflow_linear`(address, x, tokens, bias or None, y, 1 for bfloat16 or 0 for float32), which takes
+        weight: `struct weight`; its rows and columns are out_features and in_features. It lives as long as this record.
+        call: `quantflow_linear`(address of weight, x, tokens, bias or None, y, 1 for bfloat16 or 0 for float32), which takes
             `data_ptr()` of contiguous tensors and checks nothing; it returns 0, or 1 where there was no memory.
     """
 
-    rows: int
-    columns: int
     dtype: torch.dtype
     tensors: dict[str, Tensor]
     weight: Any
-    address: int
     call: Any
 
     def __deepcopy__(self, memo: object) -> Self:
@@ -144,8 +139,7 @@ def _prepared(weight: Any, tensors: dict[str, Tensor], dtype: torch.dtype) -> Pr
         setattr(weight, field, native.address(tensors.get(field)))
     call = native.library(SOURCE).quantflow_linear
     call.argtypes = [*[ctypes.c_void_p] * 2, ctypes.c_int64, *[ctypes.c_void_p] * 2, ctypes.c_int32]
-    shape = {"rows": weight.rows, "columns": weight.columns}
-    return Prepared(**shape, dtype=dtype, tensors=tensors, weight=weight, address=ctypes.addressof(weight), call=call)
+    return Prepared(dtype=dtype, tensors=tensors, weight=weight, call=call)
 
 
 def linear(x: Tensor, prepared: Prepared, bias: Tensor | None) -> Tensor:
@@ -160,23 +154,24 @@ def linear(x: Tensor, prepared: Prepared, bias: Tensor | None) -> Tensor:
     Raises:
         UsageError: inputs or a bias that the weight was not prepared for; C would read other memory.
     """
-    if x.dtype not in (prepared.dtype, torch.float32) or x.shape[-1] != prepared.columns or x.device.type != "cpu":
+    rows, columns = prepared.weight.rows, prepared.weight.columns
+    if x.dtype not in (prepared.dtype, torch.float32) or x.shape[-1] != columns or x.device.type != "cpu":
         raise UsageError(
             f"inputs: {x.dtype} {list(x.shape)} on {x.device}, the weight was prepared for {prepared.dtype} "
-            f"[..., {prepared.columns}] on cpu",
+            f"[..., {columns}] on cpu",
             "give inputs of that dtype and shape",
         )
-    if bias is not None and (bias.dtype != x.dtype or bias.shape != (prepared.rows,) or not bias.is_contiguous()):
+    if bias is not None and (bias.dtype != x.dtype or bias.shape != (rows,) or not bias.is_contiguous()):
         raise UsageError(
-            f"bias: {bias.dtype} {list(bias.shape)}, inputs and outputs are {x.dtype} [{prepared.rows}]",
+            f"bias: {bias.dtype} {list(bias.shape)}, inputs and outputs are {x.dtype} [{rows}]",
             "give a bias of that dtype and shape",
         )
     x = x.contiguous()
-    result = x.new_empty(*x.shape[:-1], prepared.rows)
-    tokens = x.numel() // prepared.columns
-    pointers = (prepared.address, x.data_ptr(), tokens, native.address(bias), result.data_ptr())
+    result = x.new_empty(*x.shape[:-1], rows)
+    tokens = x.numel() // columns
+    pointers = (ctypes.addressof(prepared.weight), x.data_ptr(), tokens, native.address(bias), result.data_ptr())
     if prepared.call(*pointers, x.dtype == torch.bfloat16):
-        raise MemoryError(f"inputs of {tokens} tokens of {prepared.columns} features")
+        raise MemoryError(f"inputs of {tokens} tokens of {columns} features")
     return result  # [..., O]
 
 

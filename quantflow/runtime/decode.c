@@ -13,11 +13,15 @@ enum kind { FLOAT32, BFLOAT16, FLOAT8, INT8 };
 enum { LANES = 16, TILE = 8, BLOCK = 64 }; /* columns of keys side by side; queries at a time, at most; columns of a softmax step */
 enum { WORTH_A_THREAD = 32768 };           /* elements below which a second thread costs more */
 
+typedef struct { int64_t rows, columns; } Weight; /* how `struct weight` of core/kernels.c begins, whose function `call` is */
+typedef struct { const Weight *weight; const float *bias;
+                 int (*call)(const Weight *, const float *x, int64_t tokens, const float *bias, float *y, int bf16); } Product;
 typedef struct { /* one layer; NULL where it has none */
     void *keys, *values;               /* [rows, kv_heads, capacity / 16, dim, 16], [rows, kv_heads, capacity, dim] of `kind` */
     float *key_scales, *value_scales;  /* [rows, kv_heads, capacity]; int8 without measured scales */
     const float *key_steps, *value_steps; /* [kv_heads], the measured scales; float8 and int8 */
-    const float *q_norm, *k_norm;      /* [dim] */
+    const float *q_norm, *k_norm, *attention_norm, *mlp_norm; /* [dim], [dim]; [hidden], [hidden] */
+    Product qkv, output, gate_up, down; /* they and the last two norms are for `run` alone */
     int64_t window;                    /* how many positions a query sees, itself included; 0: all before it */
 } Layer;
 
@@ -77,9 +81,11 @@ void silu_mul(const float *gate_up, float *out, int64_t rows, int64_t width) {
         for (int64_t i = 0; i < width; i += LANES) {
             v16 gate = {0}, up = {0};
             size_t bytes = 4 * (size_t)(width - i < LANES ? width - i : LANES);
-            memcpy(&gate, g + i, bytes), memcpy(&up, u + i, bytes);
+            if (bytes == sizeof gate) gate = *(const v16 *)(g + i), up = *(const v16 *)(u + i);
+            else memcpy(&gate, g + i, bytes), memcpy(&up, u + i, bytes);
             gate = gate / (1.0f + exponentials(-gate)) * up;
-            memcpy(out + row * width + i, &gate, bytes);
+            if (bytes == sizeof gate) *(v16 *)(out + row * width + i) = gate; /* a copy of unknown length is slow */
+            else memcpy(out + row * width + i, &gate, bytes);
         }
     }
 }
@@ -260,4 +266,18 @@ void attend(const Step *s, const Layer *l, const float *qkv, float *out) {
     if (s->kind == KIND && left == 1) attend_tile(s, l, q, to, head, base, first, end, KIND, 1);
         ATTEND(FLOAT32) ATTEND(BFLOAT16) ATTEND(FLOAT8) ATTEND(INT8)
     }
+}
+
+/* All layers on x [rows * count, hidden], `delta` left to add; the others are room for their parts. Returns 1 without memory. */
+int run(const Step *s, const Layer *layers, int64_t many, float *x, float *norm, float *qkv, float *heads, float *gate_up,
+        float *gate, float *delta) {
+    int64_t n = s->rows * s->count, hidden = layers->qkv.weight->columns, failed = 0;
+#define LINEAR(PRODUCT, X, Y) failed |= l->PRODUCT.call(l->PRODUCT.weight, X, n, l->PRODUCT.bias, Y, 0)
+    for (const Layer *l = layers; l < layers + many && !failed; l++) {
+        add_norm(x, l == layers ? NULL : delta, l->attention_norm, norm, n, hidden, s->eps);
+        LINEAR(qkv, norm, qkv), rotate_store(s, l, qkv), attend(s, l, qkv, heads), LINEAR(output, heads, delta);
+        add_norm(x, delta, l->mlp_norm, norm, n, hidden, s->eps);
+        LINEAR(gate_up, norm, gate_up), silu_mul(gate_up, gate, n, l->down.weight->columns), LINEAR(down, gate, delta);
+    }
+    return (int)failed;
 }

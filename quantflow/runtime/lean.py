@@ -1,11 +1,12 @@
-"""A decoder for the Llama-like families: the layers as a short list of products, and what lies between them as one call each.
+"""A decoder for the Llama-like families: the layers as a short list of products, run in one call where C has them all.
 
 No module of transformers runs in its loop; the rotation of positions comes from transformers' own function once per batch.
 Hidden states are float32 whatever the artifact's dtype is: that one says what linears read, and how their weights are kept.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,25 +19,13 @@ from quantflow.models.graph import Graph, Layer, Residual, graph_for
 from quantflow.runtime.artifact import Artifact
 from quantflow.runtime.kv_cache import KIND_OF, KVCache, require_kind
 from quantflow.runtime.kv_scales import read_kv_scales
-from quantflow.runtime.operations import Attention, Heads, Operations, fused_why_not
+from quantflow.runtime.operations import Attention, Block, Heads, Operations, Projection, fused_why_not
 from quantflow.runtime.packed import Pack
-from quantflow.runtime.projection import Projection, plain, plain_weight, projection
+from quantflow.runtime.projection import plain_weight, projection
 from quantflow.runtime.tensor_parallel import Ranks
 
 _ROTATIONS = ("default", "linear", "llama3", "yarn")  # of each position alone; the others look at the sequence's length
 _ACTIVATIONS = ("silu", "swish")
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Block:
-    """A decoder layer: its norms [H] float32, and its products."""
-
-    attention_norm: Tensor
-    qkv: Projection
-    output: Projection
-    mlp_norm: Tensor
-    gate_up: Projection
-    down: Projection
 
 
 def why_not(artifact: Artifact) -> str | None:
@@ -105,7 +94,7 @@ class LeanDecoder:
             usual = KIND_OF[self._kv_scales[0].scheme.kind]
         self._kind = usual if kv_cache == "auto" else kv_cache
         require_kind(self._kind)
-        first = graph.layers[0]
+        first, self._layers = graph.layers[0], len(graph.layers)
         self._heads = Heads(
             query=config.num_attention_heads,
             shared=config.num_attention_heads // first.repeats,
@@ -117,14 +106,15 @@ class LeanDecoder:
         missing = fused_why_not(self._heads) if fused else "it was not asked for"
         self.notes = () if missing is None else (f"small operations run in torch: {missing}",)
         self._operations = Operations(self._heads, attention, fused=missing is None)
-        self._blocks = [_block(artifact, layer, self._operations, pack) for layer in graph.layers]
+        blocks = [_block(artifact, layer, self._operations, pack) for layer in graph.layers]
         embedding, self._norm, self._head = _ends(artifact, graph, self._operations, pack)
         self._embed: Projection = lambda ids: functional.embedding(ids, embedding).float()
         if ranks is not None:
-            self._blocks = [_put_together(*pair, ranks) for pair in zip(self._blocks, graph.layers, strict=True)]
+            blocks = [_put_together(*pair, ranks) for pair in zip(blocks, graph.layers, strict=True)]
             names = graph.family.residual or Residual()
             self._embed = ranks.embedding(embedding, names.embedding)
             self._head = ranks.joined(self._head, artifact.to_source[f"{names.head}.weight"].removesuffix(".weight"))
+        self._operations.take(blocks)
         self._rotary = LlamaRotaryEmbedding(config)  # of every family here: they differ in their configuration alone
         self._tables = (torch.empty(0, self._heads.dim),) * 2
 
@@ -134,7 +124,7 @@ class LeanDecoder:
         if cache is not None and len(cache.keys[0]) >= rows and cache.capacity >= capacity:
             cache.clear(rows)
         else:
-            shape = {"layers": len(self._blocks), "kv_heads": self._heads.shared, "head_dim": self._heads.dim}
+            shape = {"layers": self._layers, "kv_heads": self._heads.shared, "head_dim": self._heads.dim}
             self.cache = cache = KVCache(kind=self._kind, rows=rows, capacity=capacity, scales=self._kv_scales, **shape)
         if len(self._tables[0]) < cache.capacity:
             cos, sin = self._rotary(torch.empty(0), torch.arange(cache.capacity)[None])  # [1, capacity, dim]
@@ -182,12 +172,7 @@ class LeanDecoder:
             cache.padding.copy_(padding)
         operations.step(count)
         x = self._embed(input_ids.reshape(-1))  # [B * T, H]
-        delta: Tensor | None = None
-        for index, block in enumerate(self._blocks):
-            qkv = block.qkv(operations.add_norm(x, delta, block.attention_norm))
-            delta = block.output(operations.attend(qkv, index))
-            gate_up = block.gate_up(operations.add_norm(x, delta, block.mlp_norm))
-            delta = block.down(operations.silu_mul(gate_up))
+        delta = operations.run(x)
         cache.length += count
         if last_only and count > 1:
             last = slice(count - 1, None, count)
@@ -201,16 +186,16 @@ class LeanDecoder:
 
 
 def _block(artifact: Artifact, layer: Layer, operations: Operations, pack: Pack | None) -> Block:
-    qkv, output, gate_up, down = (projection(artifact, group.linears, operations, pack) for group in layer.groups)
+    products = tuple(projection(artifact, group.linears, operations, pack) for group in layer.groups)
     # `why_not` refuses families whose first and third group read no norm
-    attention_norm, mlp_norm = (_vector(artifact, f"{layer.groups[index].norm}.weight") for index in (0, 2))
-    return Block(attention_norm=attention_norm, qkv=qkv, output=output, mlp_norm=mlp_norm, gate_up=gate_up, down=down)
+    norms = tuple(_vector(artifact, f"{layer.groups[index].norm}.weight") for index in (0, 2))
+    return Block(norms=norms, products=products)
 
 
 def _put_together(block: Block, layer: Layer, ranks: Ranks) -> Block:
     """Return a block whose two products that need more than a rank's own part get and give all of it."""
-    qkv, output, gate_up, down = (group.linears[0] for group in layer.groups)
-    return replace(block, output=ranks.across(block.output, qkv, output), down=ranks.across(block.down, gate_up, down))
+    names, (qkv, output, gate_up, down) = [group.linears[0] for group in layer.groups], block.products
+    return replace(block, products=(qkv, ranks.across(output, *names[:2]), gate_up, ranks.across(down, *names[2:])))
 
 
 def _attention(artifact: Artifact, layer: Layer) -> Attention:
@@ -228,8 +213,8 @@ def _ends(artifact: Artifact, graph: Graph, operations: Operations, pack: Pack |
     assert isinstance(residual, Residual)  # `why_not` refuses other families
     embedding = plain_weight(artifact, f"{residual.embedding}.weight", operations, pack)
     source = artifact.to_source[f"{residual.head}.weight"].removesuffix(".weight")
-    tied = source == residual.embedding
-    head = plain(embedding, None, operations) if tied else projection(artifact, [source], operations, pack)
+    tied_head = partial(operations.product, weight=embedding, bias=None)
+    head = tied_head if source == residual.embedding else projection(artifact, [source], operations, pack)
     return embedding, _vector(artifact, f"{residual.norm}.weight"), head
 
 

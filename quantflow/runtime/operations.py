@@ -1,13 +1,15 @@
-"""What lies between the linears of a Llama-like decoder layer: norms, rotation, cache, attention, the gate.
+"""The layers of a Llama-like decoder: their products, and between them norms, rotation, cache, attention, the gate.
 
-Each operation is one call of decode.c, or the same in torch where that cannot be compiled; the results agree within float32
-rounding. All tensors are float32. The state is that of one batch: `begin` gives it a cache, `step` says how many columns are
-new.
+Where kernels.c has all products, the layers are one call of decode.c. Else each operation is one, or the same in torch where it
+cannot be compiled; the results agree within float32 rounding. All tensors are float32. The state is that of one batch: `begin`
+gives it a cache, `step` says how many columns are new.
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from quantflow.core import native
+from quantflow.core import kernels, native
 from quantflow.runtime.kv_cache import KINDS, LANES, KVCache
 
+Projection = Callable[[Tensor], Tensor]  # [N, I] float32 -> [N, sum of O] float32, contiguous
 SOURCE = Path(__file__).with_name("decode.c")
 _FEW = 16  # rows of a product up to which one pass over the memory counts more than the arithmetic
 _WIDENED = 4096  # rows of a weight that are converted at once
@@ -55,6 +58,14 @@ class Attention:
     window: int
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Block:
+    """A decoder layer: its norms [H] float32, of attention and MLP, and its products: qkv, output, gate_up, down."""
+
+    norms: tuple[Tensor, ...]
+    products: tuple[Projection, ...]
+
+
 def fused_why_not(heads: Heads) -> str | None:
     """Return why decode.c cannot be used, in a sentence, or None; compiles it if need be."""
     if heads.dim % LANES:
@@ -63,10 +74,7 @@ def fused_why_not(heads: Heads) -> str | None:
 
 
 class _Layer(ctypes.Structure):
-    _fields_ = [
-        (name, ctypes.c_void_p)
-        for name in ("keys", "values", "key_scales", "value_scales", "key_steps", "value_steps", "q_norm", "k_norm")
-    ] + [("window", ctypes.c_int64)]
+    _fields_ = [("pointers", ctypes.c_void_p * 22), ("window", ctypes.c_int64)]  # in the order of decode.c
 
 
 class _Step(ctypes.Structure):
@@ -75,6 +83,17 @@ class _Step(ctypes.Structure):
         + [(name, ctypes.c_int64) for name in ("rows", "count", "start", "heads", "kv_heads", "dim", "capacity", "kind")]
         + [("scale", ctypes.c_float), ("eps", ctypes.c_float)]
     )
+
+
+_POINTER, _COUNT = ctypes.c_void_p, ctypes.c_int64
+_ARGUMENTS = (  # of the functions of decode.c
+    ("add_norm", [_POINTER] * 4 + [_COUNT] * 2 + [ctypes.c_float]),
+    ("silu_mul", [_POINTER] * 2 + [_COUNT] * 2),
+    ("product_bfloat16", [_POINTER] * 4 + [_COUNT] * 3),
+    ("rotate_store", [ctypes.POINTER(_Step), ctypes.POINTER(_Layer), _POINTER]),
+    ("attend", [ctypes.POINTER(_Step), ctypes.POINTER(_Layer), _POINTER, _POINTER]),
+    ("run", [ctypes.POINTER(_Step), ctypes.POINTER(_Layer), _COUNT] + [_POINTER] * 7),
+)
 
 
 class Operations:
@@ -92,45 +111,63 @@ class Operations:
         """
         self.widens = fused
         self._heads, self._layers, self._count = heads, layers, 0
-        self._library = _functions(native.library(SOURCE)) if fused else None
+        self._library: Any = native.library(SOURCE) if fused else None
+        for name, types in _ARGUMENTS if fused else ():
+            getattr(self._library, name).argtypes = types
         self._rooms: dict[str, Tensor] = {}
+        self._blocks: Sequence[Block] = ()
+        self._widths: dict[str, int] = {}  # of what decode.c computes of a layer; empty where Python calls it step by step
+
+    def take(self, blocks: Sequence[Block]) -> None:
+        """Take what `run` runs; before `begin`."""
+        self._blocks, found = blocks, [product for block in blocks for product in block.products]
+        if self._library is not None and all(isinstance(p, partial) and p.func is kernels.linear for p in found):
+            first: Any = found[:4]  # those of the other layers are like them
+            qkv, output, gate_up, down = (product.keywords["prepared"].weight for product in first)
+            self._widths = {"norm": qkv.columns, "qkv": qkv.rows, "attention": output.columns}
+            self._widths |= {"gate_up": gate_up.rows, "gate": down.columns, "delta": down.rows}
 
     def begin(self, cache: KVCache, cos: Tensor, sin: Tensor) -> None:
         """Take a cache, or one whose storage has changed, and the rotation of each position, [capacity, dim]."""
         heads = self._heads
         self._cache, self._tables = cache, (cos, sin, cache.padding)  # C has their addresses: they must live on
-        self._step = _Step(
-            *map(native.address, self._tables),
-            rows=cache.rows,
-            heads=heads.query,
-            kv_heads=heads.shared,
-            dim=heads.dim,
-            capacity=cache.capacity,
-            kind=tuple(KINDS).index(cache.kind),
-            scale=heads.scale,
-            eps=heads.eps,
-        )
+        sizes = (cache.rows, 0, 0, heads.query, heads.shared, heads.dim, cache.capacity, tuple(KINDS).index(cache.kind))
+        self._step = _Step(*map(native.address, self._tables), *sizes, heads.scale, heads.eps)
         none = [None] * len(self._layers)
         scales = (part or none for part in (cache.key_scales, cache.value_scales, cache.key_steps, cache.value_steps))
-        of_layer = zip(cache.keys, cache.values, *scales, self._layers, strict=True)
-        self._structures = [
-            _Layer(*map(native.address, (*tensors, layer.q_norm, layer.k_norm)), window=layer.window)
-            for *tensors, layer in of_layer
+        whole = [self._pointers(block) for block in self._blocks] if self._widths else [()] * len(self._layers)
+        of_layer = zip(cache.keys, cache.values, *scales, self._layers, whole, strict=True)
+        structures = [
+            _Layer(tuple(map(native.address, (*tensors, layer.q_norm, layer.k_norm))) + more, layer.window)
+            for *tensors, layer, more in of_layer
         ]
+        self._structures = (_Layer * len(structures))(*structures)
 
     def step(self, count: int) -> None:
         """Expect `count` new columns, from the cache's length on."""
         self._count = self._step.count = count
         self._step.start = self._cache.length
 
+    def run(self, x: Tensor) -> Tensor | None:
+        """Run the layers on x [N, H], changed; return what is still to be added to it, valid until the next call."""
+        if self._widths:
+            rooms = [self._room(name, len(x), width) for name, width in self._widths.items()]
+            if self._library.run(self._step, self._structures, len(self._structures), *map(native.address, [x, *rooms])):
+                raise MemoryError(f"inputs of {len(x)} tokens")
+            return rooms[-1]
+        delta = None
+        for index, block in enumerate(self._blocks):
+            qkv, output, gate_up, down = block.products
+            delta = output(self.attend(qkv(self.add_norm(x, delta, block.norms[0])), index))
+            delta = down(self.silu_mul(gate_up(self.add_norm(x, delta, block.norms[1]))))
+        return delta
+
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
         """Add delta to x in place and return the norm of x, valid until the next call.  x, delta: [N, H]."""
         if self._library is None:
             return _norm(x if delta is None else x.add_(delta), weight, self._heads.eps)
-        rows, width = x.shape
-        out = self._room("norm", rows, width)
-        added = None if delta is None else delta.data_ptr()
-        self._library.add_norm(x.data_ptr(), added, weight.data_ptr(), out.data_ptr(), rows, width, self._heads.eps)
+        out = self._room("norm", *x.shape)
+        self._library.add_norm(*map(native.address, (x, delta, weight, out)), *x.shape, self._heads.eps)
         return out
 
     def attend(self, qkv: Tensor, layer: int) -> Tensor:
@@ -166,15 +203,11 @@ class Operations:
             return out
         return result if bias is None else result + bias
 
-    def _split(self, qkv: Tensor) -> Tensor:
-        """Return [B, query + 2 shared, T, dim]; a view."""
-        heads = self._heads
-        return qkv.view(self._cache.rows, self._count, heads.query + 2 * heads.shared, heads.dim).transpose(1, 2)
-
     def _rotate_store(self, qkv: Tensor, layer: int) -> Tensor:
         """Do as the function of this name in decode.c, in torch.  Returns the queries, [B, query, T, dim]."""
         heads, cache, settings = self._heads, self._cache, self._layers[layer]
-        q, k, v = self._split(qkv).split([heads.query, heads.shared, heads.shared], dim=1)  # type: ignore[no-untyped-call]
+        parts: Any = qkv.view(cache.rows, self._count, -1, heads.dim).transpose(1, 2)  # [B, query + 2 shared, T, dim]
+        q, k, v = parts.split([heads.query, heads.shared, heads.shared], dim=1)
         columns = torch.arange(cache.length, cache.length + self._count)
         positions = (columns - cache.padding[:, None]).clamp_min(0)  # [B, T]
         cos, sin = (table[positions][:, None] for table in self._tables[:2])  # [B, 1, T, D]
@@ -210,6 +243,13 @@ class Operations:
         )
         return result.transpose(1, 2).reshape(-1, heads.query * heads.dim)  # [B * T, query * D]
 
+    def _pointers(self, block: Block) -> tuple[int | None, ...]:
+        """Return what decode.c calls: the norms of a layer, and of each product its weight, bias and function."""
+        products: Any = [product.keywords for product in block.products if isinstance(product, partial)]
+        calls = ((p["prepared"].weight, p["bias"], p["prepared"].call) for p in products)
+        found = ((ctypes.addressof(w), native.address(b), ctypes.cast(c, ctypes.c_void_p).value) for w, b, c in calls)
+        return tuple(chain(map(native.address, block.norms), *found))
+
     def _room(self, name: str, rows: int, width: int) -> Tensor:
         """Return memory that the operation has used before, where it has the size: no allocation per token."""
         found = self._rooms.get(name)
@@ -225,19 +265,3 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     low, high = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-high, low], dim=-1) * sin
-
-
-def _functions(library: ctypes.CDLL) -> Any:
-    """Say what the functions of decode.c take; they return nothing."""
-    pointer, count, step, layer = ctypes.c_void_p, ctypes.c_int64, ctypes.POINTER(_Step), ctypes.POINTER(_Layer)
-    arguments = {
-        "add_norm": [pointer] * 4 + [count] * 2 + [ctypes.c_float],
-        "silu_mul": [pointer] * 2 + [count] * 2,
-        "product_bfloat16": [pointer] * 4 + [count] * 3,
-        "rotate_store": [step, layer, pointer],
-        "attend": [step, layer, pointer, pointer],
-    }
-    for name, types in arguments.items():
-        function = getattr(library, name)
-        function.argtypes, function.restype = types, None
-    return library

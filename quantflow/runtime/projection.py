@@ -4,8 +4,9 @@ The rows of weights that are quantized alike are put below each other, and so ar
 what a row gives does not depend on the others. Where they differ each linear is computed on its own.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,10 +15,8 @@ from torch import Tensor
 from quantflow.core import joining, kernels
 from quantflow.core.qtensor import QuantizedLinear
 from quantflow.runtime.artifact import Artifact
-from quantflow.runtime.operations import Operations
+from quantflow.runtime.operations import Operations, Projection
 from quantflow.runtime.packed import Pack
-
-Projection = Callable[[Tensor], Tensor]  # [N, I] float32 -> [N, sum of O] float32, contiguous
 
 
 def projection(artifact: Artifact, names: Sequence[str], operations: Operations, pack: Pack | None = None) -> Projection:
@@ -56,15 +55,10 @@ def plain_weight(artifact: Artifact, name: str, operations: Operations, pack: Pa
     return (make() if pack is None else pack.get(name, make))["weight"]
 
 
-def plain(weight: Tensor, bias: Tensor | None, operations: Operations) -> Projection:
-    """Return the function from an input to x @ weight.T + bias.  weight: [O, I]; bias: [O] float32, or None."""
-    return lambda x: operations.product(x, weight, bias)
-
-
 def _plain(artifact: Artifact, names: Sequence[str], operations: Operations, pack: Pack | None) -> Projection:
     weights = [plain_weight(artifact, f"{name}.weight", operations, pack) for name in names]
     bias = _bias(artifact, names, [len(weight) for weight in weights], torch.float32)
-    return plain(weights[0] if len(weights) == 1 else torch.cat(weights), bias, operations)
+    return partial(operations.product, weight=weights[0] if len(weights) == 1 else torch.cat(weights), bias=bias)
 
 
 def _quantized(artifact: Artifact, names: Sequence[str], pack: Pack | None) -> Projection | None:
@@ -79,12 +73,12 @@ def _quantized(artifact: Artifact, names: Sequence[str], pack: Pack | None) -> P
         prepared = backend.prepare(joined, dtype)
         if pack is not None and isinstance(prepared, kernels.Prepared):
             pack.get(key, lambda: kernels.dump(prepared))
-    linear = backend.linear
+    linear: Any = backend.linear
     bias = _bias(artifact, names, [artifact.linears[name].shape[0] for name in names], dtype)
     if isinstance(prepared, kernels.Prepared) and bias is not None:
         bias = bias.float()
     if isinstance(prepared, kernels.Prepared) or dtype == torch.float32:  # ours round inputs themselves and return float32
-        return lambda x: linear(x, prepared, bias)
+        return partial(linear, prepared=prepared, bias=bias)
     return lambda x: linear(x.to(dtype), prepared, bias).float()
 
 

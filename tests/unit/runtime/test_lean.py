@@ -18,7 +18,7 @@ from transformers import (
 from quantflow.core.kv import SCHEMES, kv_scales, kv_words
 from quantflow.core.scheme import PRESETS, with_group_size
 from quantflow.errors import UnsupportedError, UsageError
-from quantflow.runtime import lean
+from quantflow.runtime import lean, projection
 from quantflow.runtime.artifact import open_artifact
 from quantflow.runtime.decoder import Decoder, HiddenDecoder, TransformersDecoder
 from quantflow.runtime.decoding import Lookup, generate
@@ -135,6 +135,17 @@ def test_bfloat16_weights_are_kept_so_and_their_logits_are_those_of_float32(tmp_
     for fused in (True, False):
         found = walk(LeanDecoder(open_artifact(tmp_path, backend="reference", verify=False), fused=fused))
         assert all(torch.allclose(ours, theirs, atol=2e-5, rtol=2e-5) for ours, theirs in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_in_one_call_have_the_bits_of_one_call_for_each_operation(family, tmp_path, make_artifact, monkeypatch):
+    make_artifact(tmp_path, FAMILIES[family], with_group_size(PRESETS["W4A16"], 16))
+    artifact = open_artifact(tmp_path, backend="w4a16_int8,auto")
+    together = walk(LeanDecoder(artifact))
+    # A product that is no partial of kernels.linear is one that C cannot call.
+    monkeypatch.setattr(projection, "partial", lambda function, **settings: lambda x: function(x, **settings))
+    for one, many in zip(together, walk(LeanDecoder(artifact)), strict=True):
+        assert torch.equal(one, many)
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["in C", "in torch"])

@@ -81,3 +81,15 @@ def test_the_bits_of_a_query_depend_neither_on_what_comes_with_it_nor_on_threads
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+@pytest.mark.skipif(fused_why_not(Heads(query=1, shared=1, dim=16, scale=1, eps=1)) is not None, reason="no compiler")
+@settings(deadline=None, max_examples=30)
+@given(rows=st.integers(1, 3), width=st.integers(1, 70), seed=st.integers(0, 99))
+def test_the_gate_of_any_width_is_silu_times_up(rows, width, seed):
+    heads = Heads(query=1, shared=1, dim=DIM, scale=1.0, eps=1e-6)
+    operations = Operations(heads, [], fused=True)
+    gate_up = 30 * torch.randn(rows, 2 * width, generator=torch.Generator().manual_seed(seed))
+    found = operations.silu_mul(gate_up).double()
+    gate, up = gate_up.double().split(width, dim=1)
+    assert torch.allclose(found, gate / (1 + torch.exp(-gate)) * up, rtol=1e-5, atol=1e-12)
