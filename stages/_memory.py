@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MAPPED = 8 << 20  # bytes from which a block is a mapping of its own
-KEPT = 4 << 20  # bytes that lie free at the end of the heap, for the next unit, at least; twice as many at most
+KEPT = 16 << 20  # bytes that lie free at the end of the heap, for the next unit, at least; twice as many at most
+CREATED = 10_000  # objects, from which the search for cycles begins
 _MMAP_THRESHOLD, _TRIM_THRESHOLD, _TOP_PAD, _ARENA_MAX = -3, -1, -2, -8  # of mallopt, see mallopt(3)
 _PROC = Path("/proc")
 _CGROUP = Path("/sys/fs/cgroup")
@@ -76,6 +77,11 @@ def give_back_freed() -> None:
         library.mallopt(_TRIM_THRESHOLD, 2 * KEPT)
         library.mallopt(_TOP_PAD, KEPT)
         library.mallopt(_ARENA_MAX, 1)
+
+
+def start_quickly() -> None:
+    """Search for cycles less often: what torch and transformers create while they are imported is searched again and again."""
+    gc.set_threshold(CREATED)
 
 
 def give_back_holes() -> None:

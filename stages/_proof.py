@@ -188,6 +188,7 @@ def main(order: str) -> int:
     """
     if not order:  # the export has ended
         return 0
+    _memory.start_quickly()
     _memory.give_back_freed()
     torch.set_num_threads(1)
     *places, workers = json.loads(order)

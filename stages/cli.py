@@ -697,6 +697,7 @@ def _run(
 
 def main() -> int:
     """Run the command line of this process and return its exit code."""
+    _memory.start_quickly()
     _memory.give_back_freed()
     code = exit_code(cli, sys.argv[1:])
     _memory.end_quickly()
