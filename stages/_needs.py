@@ -52,7 +52,7 @@ from stages._sizes import (
 )
 
 FILES_BASE = 235_000_000  # a process with Python, torch and quantflow
-MODEL_BASE = 365_000_000  # and transformers' model code, which only a stage that runs the model imports
+MODEL_BASE = 290_000_000  # and transformers' model code, which only a stage that runs the model imports
 LIBRARIES = 30_000_000  # code and buffers that torch and transformers load when the first layer runs
 CANARY_TOKENS = 64
 BUFFERS = 24 << 20  # that files are copied, compared and decoded through

@@ -44,6 +44,9 @@ def run(recipe_name: str, output: str | None, settings: tuple[str, ...], **share
     \b
     Example: quantflow run tiny-llama --set quantize.0.group_size=64
     """
+    from stages._model_code import import_model_code
+
+    import_model_code()
     from quantflow.errors import UsageError
     from stages import run as stage
     from stages._config import find_config
@@ -138,7 +141,7 @@ def measure(model: str, output: str | None, settings: tuple[str, ...], recipe: s
     Example: quantflow measure ./llama -o work/1-measure --calibration text.jsonl --samples 128 --ranks 8 --tp 4
              QUANT_CONFIG=maxabs_measure.json quantflow measure ./llama --calibration text.jsonl
     """
-    from stages import measure as stage
+    from stages._model_code import import_model_code
     from stages._quant_flags import given, measure_beneath, output_beneath
 
     found = given("measure", shared["quant_config"], quiet=shared["quiet"])
@@ -157,6 +160,10 @@ def measure(model: str, output: str | None, settings: tuple[str, ...], recipe: s
         "measure.experts": shared["experts"],
     }
     values = _recipe(recipe, settings, flags, beneath=lambda data: measure_beneath(data, found))
+    if values.measure.tp in (None, 1):
+        import_model_code()
+    from stages import measure as stage
+
     job = stage.Job(
         model=Path(model),
         output=Path(output_beneath(output, found)),
@@ -412,6 +419,9 @@ def validate(
     \b
     Example: quantflow validate work/4-export --baseline ./llama --text heldout.jsonl
     """
+    from stages._model_code import import_model_code
+
+    import_model_code()
     from stages import validate as stage
     from stages._report import COLUMNS, cells
 

@@ -43,6 +43,7 @@ from stages._file_to_file import quantize_files
 from stages._inputs import inputs_of
 from stages._measured import known_hashes, measurement_of, refuse_foreign
 from stages._mixed import Mixture
+from stages._model_code import import_model_code
 from stages._plan import OUTSIDE, Plan, resolve
 from stages._progress import Progress
 from stages._ranks import die_with_parent, launch, rank_folder
@@ -222,6 +223,7 @@ def _run_layers(
     team: Team,
 ) -> None:
     """Bring every layer up to date by running the model, layer by layer."""
+    import_model_code()
     from stages._forward import Forward, open_source  # here: file to file starts without transformers' model code
 
     with Workers(allowance.workers) as workers:
