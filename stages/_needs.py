@@ -190,7 +190,7 @@ def need_export(model: ModelSize, plan: Plan, *, shard_size: int) -> Need:
 
 
 def need_validate(model: ModelSize, *, lengths: Sequence[int], models: int, head: HeadPlan | None = None) -> Need:
-    """Return what validate takes: a layer in float32, a window's forward per worker, every model's hidden states, heads.
+    """Return what validate takes: a layer in float32, a window's forward per worker, heads.
 
     One of the models has its head quantized where `head` says so.
     """
