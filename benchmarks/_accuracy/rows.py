@@ -119,11 +119,11 @@ def _our_row(place: Place, algorithm: str, *, name: str, scheme: str, options: t
     ours, (entry,) = Commands(model=place.model), entries_of(f"{scheme}:{algorithm}")
     measured, quantized, artifact = (place.output / part for part in ("measured", "quantized", "artifact"))
     commands: tuple[Command, ...] = ()
-    quantize = (*ours.quantize(quantized, scheme=scheme, algorithm=algorithm), *options)
+    quantize = (*ours.quantize(quantized, scheme=scheme, algorithm=algorithm, artifact=artifact), *options)
     if needs_of(entry, [preset(scheme)]):
         commands = (ours.measure(measured, place.calibration, needs=f"{scheme}:{algorithm}"),)
         quantize = (*quantize, "--measurement", measured)
-    return Row(program=f"{OURS} {algorithm}", scheme=name, commands=(*commands, quantize, ours.export(quantized, artifact)))
+    return Row(program=f"{OURS} {algorithm}", scheme=name, commands=(*commands, quantize))
 
 
 def _peer(
