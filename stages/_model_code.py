@@ -21,6 +21,8 @@ from unittest import mock
 import torch
 from torch import distributed
 
+from stages._memory import search_as_ever
+
 _MODULES = ("transformers.modeling_utils", "transformers.masking_utils", "transformers.integrations.moe")
 _COMPILER = "torch._dynamo"
 
@@ -32,6 +34,7 @@ def import_model_code() -> None:
     with _without_compiler(), mock.patch.object(distributed, "is_available", lambda: False):
         for name in _MODULES:
             importlib.import_module(name)
+    search_as_ever()
 
 
 @contextmanager

@@ -118,12 +118,10 @@ def _ours(place: Place) -> Iterator[Row]:
 def _our_row(place: Place, algorithm: str, *, name: str, scheme: str, options: tuple[str, ...] = ()) -> Row:
     ours, (entry,) = Commands(model=place.model), entries_of(f"{scheme}:{algorithm}")
     measured, quantized, artifact = (place.output / part for part in ("measured", "quantized", "artifact"))
-    commands: tuple[Command, ...] = ()
     quantize = (*ours.quantize(quantized, scheme=scheme, algorithm=algorithm, artifact=artifact), *options)
     if needs_of(entry, [preset(scheme)]):
-        commands = (ours.measure(measured, place.calibration, needs=f"{scheme}:{algorithm}"),)
-        quantize = (*quantize, "--measurement", measured)
-    return Row(program=f"{OURS} {algorithm}", scheme=name, commands=(*commands, quantize))
+        quantize = (*quantize, "--measurement", measured, "--calibration", place.calibration)
+    return Row(program=f"{OURS} {algorithm}", scheme=name, commands=(quantize,))
 
 
 def _peer(
