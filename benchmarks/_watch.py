@@ -1,6 +1,7 @@
 """Run a program and watch it: seconds, peak resident size as the kernel counts it, anonymous and file pages apart, disk.
 
-`/usr/bin/time -v` gives the largest peak of any one process that was waited for. Sampling /proc gives what it cannot:
+`/usr/bin/time -v` gives the largest peak of any one process that was waited for; but stages of quantflow let the kernel count
+anew when they begin, so the peak is sampled too (VmHWM), and what counts is the larger. Sampling /proc gives what it cannot:
 RssAnon and RssFile summed over the whole tree of processes (pages that two of them share are counted twice).
 Linux only.
 """
@@ -27,7 +28,7 @@ class Run:
     Attributes:
         seconds: of the whole process, imports included.
         cpu: seconds of processor time, user and system, which other programs on the machine disturb less.
-        rss: bytes, "Maximum resident set size" of /usr/bin/time.
+        rss: bytes, the larger of "Maximum resident set size" of /usr/bin/time and the largest VmHWM that a sample saw.
         anon: bytes, the largest sum of RssAnon over the process tree that a sample saw.
         file: bytes, the largest sum of RssFile.
         disk: bytes, the most that lay below the watched folder, over what lay there at the start.
@@ -79,7 +80,7 @@ def run(
     log.parent.mkdir(parents=True, exist_ok=True)
     words = [TIME, "-v", "-o", str(report), *map(str, command)]
     before = disk_bytes(folder)
-    anon = file = disk = 0
+    anon = file = disk = peak = 0
     killed = False
     with log.open("ab") as errors, log.with_name(log.name + ".out").open("w+b") as output:
         begin = time.monotonic()
@@ -89,8 +90,8 @@ def run(
         try:
             while process.poll() is None:
                 now = time.monotonic()
-                a, f = _resident(process.pid)
-                anon, file = max(anon, a), max(file, f)
+                a, f, p = _resident(process.pid)
+                anon, file, peak = max(anon, a), max(file, f), max(peak, p)
                 if now - looked > DISK_INTERVAL:
                     disk, looked = max(disk, disk_bytes(folder) - before), now
                 if until is not None and not killed and until(now - begin):
@@ -112,7 +113,7 @@ def run(
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
         raise Failed(f"{' '.join(map(str, command))}: exit {process.returncode}\n{tail}")
     said = dict(re.findall(r"^\s*(User|System|Maximum)[^:]*: ([\d.]+)$", report.read_text(), re.MULTILINE))
-    cpu, rss = float(said["User"]) + float(said["System"]), int(said["Maximum"]) * 1024
+    cpu, rss = float(said["User"]) + float(said["System"]), max(int(said["Maximum"]) * 1024, peak)
     return Run(seconds=seconds, cpu=cpu, rss=rss, anon=anon, file=file, disk=disk, code=process.returncode, output=text)
 
 
@@ -180,15 +181,16 @@ def _names(folder: str) -> list[str]:
         return []
 
 
-def _resident(pid: int) -> tuple[int, int]:
-    """Return (RssAnon, RssFile with shared memory) in bytes, summed over `pid` and all below it."""
-    anon = file = 0
+def _resident(pid: int) -> tuple[int, int, int]:
+    """Return (RssAnon, RssFile with shared memory) in bytes, summed over `pid` and all below it, and the largest VmHWM."""
+    anon = file = peak = 0
     for member in (pid, *_descendants(pid)):
         try:
             text = Path(f"/proc/{member}/status").read_text()
         except OSError:
             continue  # it ended
-        sizes = {key: int(value) * 1024 for key, value in re.findall(r"^(Rss\w+):\s+(\d+) kB", text, re.MULTILINE)}
+        sizes = {key: int(value) * 1024 for key, value in re.findall(r"^(Rss\w+|VmHWM):\s+(\d+) kB", text, re.MULTILINE)}
         anon += sizes.get("RssAnon", 0)
         file += sizes.get("RssFile", 0) + sizes.get("RssShmem", 0)
-    return anon, file
+        peak = max(peak, sizes.get("VmHWM", 0))
+    return anon, file, peak

@@ -64,7 +64,7 @@ class Backward:
     def run(self) -> Path:
         """Return the folder whose layers hold the statistics of every layer."""
         disk.make_folder(self.folder / "layers")
-        gradients = HiddenStates(len(self.calls), folder=self.folder / "hidden", cache_bytes=self.allowance.cache_bytes)
+        gradients = HiddenStates(len(self.calls), folder=self.folder / "hidden")
         left = self._restart(gradients)
         if left is None:
             left = len(self.graph.layers)
@@ -94,7 +94,7 @@ class Backward:
         Raises:
             InputError: the file is not as it was written.
         """
-        store = HiddenStates(len(self.calls), folder=self.hidden, cache_bytes=0, keep=True)
+        store = HiddenStates(len(self.calls), folder=self.hidden, keep=True)
         if not store.restore(index, key=self.key):
             raise InputError(
                 f"{self.hidden / f'{index:05d}.hidden'}: is missing or changed while it was in use",

@@ -49,10 +49,7 @@ class Comparing:
     @torch.no_grad()
     def scores(self) -> dict[str, Comparison]:
         """Return each model's comparison with the baseline; the number of workers changes no bit of it."""
-        share = None if self.allowance.cache_bytes is None else self.allowance.cache_bytes // len(self.streams)
-        hidden = {
-            name: HiddenStates(len(self.sequences), folder=self.folder / name, cache_bytes=share) for name in self.streams
-        }
+        hidden = {name: HiddenStates(len(self.sequences), folder=self.folder / name) for name in self.streams}
         try:
             with Workers(self.allowance.workers) as workers:
                 self._layers(hidden, workers)

@@ -110,10 +110,9 @@ def divergence(
     sizes = model_size(source.checkpoint.infos, source.config, graph)
     lengths = [len(sequence) for sequence in sequences]
     allowance = allow_validate(resources, sizes, lengths=lengths, folder=scratch, models=len(MODELS), head=plan.head)
-    share = None if allowance.cache_bytes is None else allowance.cache_bytes // len(MODELS)
     stream = LayerStream(source, graph)
     disk.remove_tree(scratch)
-    hidden = {name: HiddenStates(len(sequences), folder=scratch / name, cache_bytes=share) for name in MODELS}
+    hidden = {name: HiddenStates(len(sequences), folder=scratch / name) for name in MODELS}
     states = {name: stream.begin(sequences, hidden=hidden[name]) for name in MODELS}
     try:
         with Workers(allowance.workers) as workers:

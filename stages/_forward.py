@@ -85,8 +85,7 @@ class Forward:
         stream = LayerStream(source, self.graph)
         # The canary is last, so that the others can go on before the layer is quantized.
         sequences = [*self.team.mine(self._calibration), tokens]
-        cache_bytes = self.allowance.cache_bytes
-        opened = partial(HiddenStates, len(sequences), folder=_state.scratch(self.output), cache_bytes=cache_bytes)
+        opened = partial(HiddenStates, len(sequences), folder=_state.scratch(self.output))
         start, hidden = _state.restart_together(self.output, self.key, self.graph, opened=opened, span=self.team.span)
         states = stream.begin(sequences, hidden=hidden)
         if not hidden.restored:

@@ -11,7 +11,9 @@ from pathlib import Path
 
 MAPPED = 8 << 20  # bytes from which a block is a mapping of its own
 KEPT = 4 << 20  # bytes that lie free at the end of the heap, for the next unit, at least; twice as many at most
+CREATED = 100_000  # objects, from which cycles are searched for while Python imports
 _MMAP_THRESHOLD, _TRIM_THRESHOLD, _TOP_PAD, _ARENA_MAX = -3, -1, -2, -8  # of mallopt, see mallopt(3)
+_CREATED_BEFORE = gc.get_threshold()[0]
 _PROC = Path("/proc")
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -76,6 +78,17 @@ def give_back_freed() -> None:
         library.mallopt(_TRIM_THRESHOLD, 2 * KEPT)
         library.mallopt(_TOP_PAD, KEPT)
         library.mallopt(_ARENA_MAX, 1)
+
+
+def start_quickly() -> None:
+    """Search for cycles less often: what torch and transformers create while they are imported is searched again and again."""
+    gc.set_threshold(CREATED, *gc.get_threshold()[1:])
+
+
+def search_as_ever() -> None:
+    """Search for cycles as often as before `start_quickly`, but not in what is there now: tensors may hang on new ones."""
+    gc.freeze()
+    gc.set_threshold(_CREATED_BEFORE, *gc.get_threshold()[1:])
 
 
 def give_back_holes() -> None:

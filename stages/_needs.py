@@ -52,7 +52,7 @@ from stages._sizes import (
 )
 
 FILES_BASE = 235_000_000  # a process with Python, torch and quantflow
-MODEL_BASE = 365_000_000  # and transformers' model code, which only a stage that runs the model imports
+MODEL_BASE = 290_000_000  # and transformers' model code, which only a stage that runs the model imports
 LIBRARIES = 30_000_000  # code and buffers that torch and transformers load when the first layer runs
 CANARY_TOKENS = 64
 BUFFERS = 24 << 20  # that files are copied, compared and decoded through
@@ -70,7 +70,6 @@ class Need:
 
     Attributes:
         moments: the largest of these counts: memory beside the process itself, and of each unit that runs at once.
-        cache: hidden states in all, any part of which can wait on disk.
         result: files that stay.
         scratch: files that are removed at the end of the stage.
         base: the process itself, once it has imported what the stage uses.
@@ -78,18 +77,17 @@ class Need:
 
     stage: str
     moments: tuple[Moment, ...]
-    cache: int = 0
     result: int = 0
     scratch: int = 0
     base: int = MODEL_BASE
 
-    def peak(self, *, base: int, workers: int, cache: int) -> int:
+    def peak(self, *, base: int, workers: int) -> int:
         """Return the memory of the process with that choice."""
-        return base + max(fixed + workers * each for fixed, each in self.moments) + cache
+        return base + max(fixed + workers * each for fixed, each in self.moments)
 
 
 def need_measure(model: ModelSize, *, lengths: Sequence[int], stats: Sequence[str]) -> Need:
-    """Return what measure takes: a layer in float32, a sequence's forward per worker, hidden states, statistics.
+    """Return what measure takes: a layer in float32, a sequence's forward per worker, statistics; hidden states are on disk.
 
     Without statistics no layer runs, unless there are experts, whose tokens are counted. Each layer's statistics wait on disk
     until all are there; then they are in memory together, but for matrices, which are read one at a time. Where gradients are
@@ -125,7 +123,7 @@ def need_measure(model: ModelSize, *, lengths: Sequence[int], stats: Sequence[st
             (LIBRARIES + head_bytes(model, longest), 0),
             (LIBRARIES + layer_in_memory(model.layer) + sums, back + sums),
         )
-    return Need(stage="measure", moments=moments, cache=hidden, result=ids + statistics, scratch=scratch)
+    return Need(stage="measure", moments=moments, result=ids + statistics, scratch=scratch)
 
 
 def need_choice(model: ModelSize) -> Need:
@@ -164,7 +162,7 @@ def need_layers(model: ModelSize, plan: Plan, *, lengths: Sequence[int]) -> Need
     if plan.rotation is not None:  # the head, as stored and rotated, on its way to a file
         moments = (*moments, (LIBRARIES + 2 * model.head[1], 0))
     result = sum(encoded) + head_file_bytes(model, plan.head) + (model.outside if plan.rotation is not None else 0)
-    return Need(stage="quantize", moments=moments, cache=hidden, result=result, scratch=2 * hidden)
+    return Need(stage="quantize", moments=moments, result=result, scratch=2 * hidden)
 
 
 def need_files(model: ModelSize, plan: Plan) -> Need:
@@ -192,7 +190,7 @@ def need_export(model: ModelSize, plan: Plan, *, shard_size: int) -> Need:
 
 
 def need_validate(model: ModelSize, *, lengths: Sequence[int], models: int, head: HeadPlan | None = None) -> Need:
-    """Return what validate takes: a layer in float32, a window's forward per worker, every model's hidden states, heads.
+    """Return what validate takes: a layer in float32, a window's forward per worker, heads.
 
     One of the models has its head quantized where `head` says so.
     """
@@ -207,7 +205,7 @@ def need_validate(model: ModelSize, *, lengths: Sequence[int], models: int, head
             FLOAT * HEAD_ROWS * model.hidden + 2 * logits,
         ),
     )
-    return Need(stage="validate", moments=moments, cache=models * hidden, scratch=(models + 1) * hidden)
+    return Need(stage="validate", moments=moments, scratch=(models + 1) * hidden)
 
 
 def _rounding(algorithm: str) -> Moment:

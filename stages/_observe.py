@@ -72,13 +72,7 @@ class Observation:
     def statistics(self, sequences: Sequence[Tensor]) -> Mapping[str, Tensor]:
         """Return every statistic of every layer, by `<source name>|<site>|<statistic>`; matrices stay in the layers' files."""
         stream, backwards = self._stream(), goes_back(self.stats)
-        opened = partial(
-            HiddenStates,
-            len(sequences),
-            folder=self.folder / "hidden",
-            cache_bytes=self.allowance.cache_bytes,
-            keep=backwards,
-        )
+        opened = partial(HiddenStates, len(sequences), folder=self.folder / "hidden", keep=backwards)
         start, hidden = _state.restart_together(self.folder, self.key, self.graph, opened=opened, span=self.replica.span)
         states = stream.begin(sequences, hidden=hidden)
         if not hidden.restored:
@@ -97,7 +91,6 @@ class Observation:
             if not last or backwards:
                 hidden.commit(layer.index + 1, key=self.key, settled=self.replica.wait)
         hidden.close()
-        del hidden
         folders = [self.folder]
         if backwards:
             folders.append(self._backward(stream, states).run())
@@ -112,9 +105,8 @@ class Observation:
         return Deferred(held, later)
 
     def _backward(self, stream: LayerStream, states: list[State]) -> Backward:
-        """Return the way back from what left the last layer; the hidden states that the way forward cached are let go of."""
+        """Return the way back from what left the last layer."""
         calls = [state.calls for state in states]
-        states.clear()
         give_back_holes()
         return Backward(
             stream=stream,

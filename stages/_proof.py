@@ -36,6 +36,7 @@ from quantflow.models.reading import read_into, read_tensor
 from quantflow.models.source import PlainConfig
 from stages import _memory
 from stages._head_file import record_of
+from stages._model_code import import_model_code
 from stages._units import row_step
 from stages._values import Stored, ValuesDigest, decoded_rows
 
@@ -56,6 +57,7 @@ def prove(artifact: Path, quantized: Path, source: Path, *, workers: Workers) ->
     opened = open_checkpoint(artifact)
     _compare_copies(opened, open_checkpoint(source), workers=workers)
     if proof["kind"] == "canary":
+        import_model_code()
         from stages._canary import prove_canary  # here: the other kind starts without transformers' model code
 
         prove_canary(artifact, quantized)
@@ -188,6 +190,7 @@ def main(order: str) -> int:
     """
     if not order:  # the export has ended
         return 0
+    _memory.start_quickly()
     _memory.give_back_freed()
     torch.set_num_threads(1)
     *places, workers = json.loads(order)

@@ -8,10 +8,9 @@ A stage asks once, before it reads anything:
     allowance = allow_export(job.resources, size, plan, shard_size=4 << 30, folder=job.output)
     allowance = allow_validate(job.resources, size, lengths=[512, 512], folder=job.report, models=3)
 
-and uses what it was given: `Workers(allowance.workers)`, `ahead=allowance.in_flight`,
-`HiddenStates(n, folder=..., cache_bytes=allowance.cache_bytes)`. Nothing of it changes a bit of a result: it only says
-how many independent units run at once and what waits on disk. When memory is short, first the hidden states go to disk,
-then the second worker goes; what is left is what the stage cannot do without.
+and uses what it was given: `Workers(allowance.workers)`, `ahead=allowance.in_flight`. Nothing of it changes a bit of a
+result: it only says how many independent units run at once. When memory is short the second worker goes; what is left is
+what the stage cannot do without. Hidden states wait on disk whatever there is: the system's file cache has those that fit.
 
 What is needed comes from the formulas of `stages._needs`, which `quantflow plan` prints. A limit holds for each process of
 a stage by itself.
@@ -42,7 +41,6 @@ class Allowance:
     Attributes:
         workers: units that run at once, at least 1.
         in_flight: units that may be begun or finished but not yet taken.
-        cache_bytes: hidden states that stay in memory; None is all of them, and no file is needed for the rest.
         peak_bytes: what the memory of the process is expected to come to.
         disk_bytes: what the stage is expected to write, scratch files included.
         result_bytes: of these, what stays.
@@ -50,7 +48,6 @@ class Allowance:
 
     workers: int
     in_flight: int
-    cache_bytes: int | None
     peak_bytes: int
     disk_bytes: int
     result_bytes: int = 0
@@ -106,7 +103,7 @@ def allow_validate(
 
 
 def grant(need: Need, resources: Resources, *, folder: Path, base: int | None = None) -> Allowance:
-    """Return the most that fits: all workers and all in memory, else less of both.
+    """Return the most that fits: all workers, or as many as there is memory for.
 
     Args:
         need: what the stage takes.
@@ -115,25 +112,22 @@ def grant(need: Need, resources: Resources, *, folder: Path, base: int | None = 
         base: bytes of the process before the stage; None takes what it has, or will have once it has imported everything.
 
     Raises:
-        ResourceError: not even one worker with everything on disk fits, or the disk is too small.
+        ResourceError: not even one worker fits, or the disk is too small.
     """
     resident = max(_memory.usage().resident, need.base) if base is None else base
     limit, why = memory_limit(resources, resident=resident)
-    least = need.peak(base=resident, workers=1, cache=0)
+    least = need.peak(base=resident, workers=1)
     if least > limit:
         raise ResourceError(
             f"{need.stage}: needs {least} bytes of memory ({text_of(least)}), {why} is {limit} ({text_of(limit)})",
             _remedy(resources, least),
         )
     check_disk(need, resources, folder=folder)
-    workers = next(n for n in range(_memory.usable_cores(), 0, -1) if need.peak(base=resident, workers=n, cache=0) <= limit)
-    room = limit - need.peak(base=resident, workers=workers, cache=0)
-    cache = None if need.cache <= room else room
+    workers = next(n for n in range(_memory.usable_cores(), 0, -1) if need.peak(base=resident, workers=n) <= limit)
     return Allowance(
         workers=workers,
         in_flight=workers,
-        cache_bytes=cache,
-        peak_bytes=need.peak(base=resident, workers=workers, cache=need.cache if cache is None else cache),
+        peak_bytes=need.peak(base=resident, workers=workers),
         disk_bytes=need.result + need.scratch,
         result_bytes=need.result,
     )

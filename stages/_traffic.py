@@ -98,5 +98,5 @@ def _run(work: LayerWork, firsts: Mapping[int, str], features: Mapping[int, int]
             if work.keep_outputs and state is not None and hidden is not None:
                 state.store.put(state.index, hidden)
             del state, hidden, inputs  # before the next ones are waited for
-            give_back_holes()
+    give_back_holes()
     return total

@@ -44,6 +44,9 @@ def run(recipe_name: str, output: str | None, settings: tuple[str, ...], **share
     \b
     Example: quantflow run tiny-llama --set quantize.0.group_size=64
     """
+    from stages._model_code import import_model_code
+
+    import_model_code()
     from quantflow.errors import UsageError
     from stages import run as stage
     from stages._config import find_config
@@ -138,7 +141,7 @@ def measure(model: str, output: str | None, settings: tuple[str, ...], recipe: s
     Example: quantflow measure ./llama -o work/1-measure --calibration text.jsonl --samples 128 --ranks 8 --tp 4
              QUANT_CONFIG=maxabs_measure.json quantflow measure ./llama --calibration text.jsonl
     """
-    from stages import measure as stage
+    from stages._model_code import import_model_code
     from stages._quant_flags import given, measure_beneath, output_beneath
 
     found = given("measure", shared["quant_config"], quiet=shared["quiet"])
@@ -157,6 +160,10 @@ def measure(model: str, output: str | None, settings: tuple[str, ...], recipe: s
         "measure.experts": shared["experts"],
     }
     values = _recipe(recipe, settings, flags, beneath=lambda data: measure_beneath(data, found))
+    if values.measure.tp in (None, 1):
+        import_model_code()
+    from stages import measure as stage
+
     job = stage.Job(
         model=Path(model),
         output=Path(output_beneath(output, found)),
@@ -190,6 +197,9 @@ def measure(model: str, output: str | None, settings: tuple[str, ...], recipe: s
 @click.option("--kv-cache", metavar="SCHEME", help="Keys and values in FP8 or INT8, with a measured scale; FP8:per_head.")
 @click.option("--measurement", metavar="DIR", help="What stage 1 or unify wrote; for FP8 also Gaudi's own files.")
 @click.option(
+    "--calibration", metavar="FILE", help="Measure first, as stage 1 with this text, into the folder of --measurement."
+)
+@click.option(
     "--quantized-inputs/--original-inputs",
     default=None,
     help="Calibrate a layer on what the quantized layers before it put out, or the original ones.",
@@ -211,6 +221,7 @@ def quantize(model: str, output: str, settings: tuple[str, ...], recipe: str | N
     \b
     Example: quantflow quantize ./llama -o work/2-quantize --scheme W4A16 --measurement work/1-measure
              quantflow quantize ./llama -o work/2-quantize --scheme FP8_DYNAMIC --export work/llama-fp8
+             quantflow quantize ./llama -o work/2 --scheme W4A16 --calibration text.jsonl --measurement work/1
              quantflow quantize ./llama -o work/w4a16 --scheme W4A16 --measurement work/1-measure --head W8A16
              quantflow quantize ./llama -o work/mixed --target-bpw 4.25 --measurement work/1-measure
              quantflow quantize ./llama -o work/fp8 --scheme FP8 --kv-cache FP8 --measurement work/1-measure
@@ -225,6 +236,11 @@ def quantize(model: str, output: str, settings: tuple[str, ...], recipe: str | N
     artifact = shared["artifact"]
     if artifact is not None and shared["ranks"] != 1:
         raise UsageError(f"quantize: --export with --ranks {shared['ranks']}", "join the shards with unify, then export")
+    if shared["calibration"] is not None and (shared["measurement"] is None or shared["ranks"] != 1):
+        cause = f"quantize: --calibration {shared['calibration']}"
+        if shared["measurement"] is None:
+            raise UsageError(f"{cause} without --measurement", "name the folder that the measurement goes to")
+        raise UsageError(f"{cause} with --ranks {shared['ranks']}", "measure first, then give --measurement alone")
     found = given("quantize", shared["quant_config"], quiet=shared["quiet"])
     smooth = shared["smoothquant"]
     flags = {
@@ -253,6 +269,7 @@ def quantize(model: str, output: str, settings: tuple[str, ...], recipe: str | N
     else:
         raise UsageError("quantize: no scheme", "give --scheme, for example --scheme W4A16, or --target-bpw, or --recipe")
     data = overlay(apply_settings(data, settings), {"model": model, "seed": shared["seed"], **limits(shared)})
+    data = overlay(data, {"calibration.source": shared["calibration"]})
     names = [entry.name for entry in recipe_from(data).quantize]
     if name not in (None, *names) or not names:
         raise UsageError(f"quantize: no entry {name or ''!r} in the recipe", nearest(name or "", names))
@@ -280,6 +297,8 @@ def quantize(model: str, output: str, settings: tuple[str, ...], recipe: str | N
         made = exporting.job_from(values, quantized=job.output, output=artifact, model=model, force=job.replace)
         exporting.check(made)  # before hours of quantizing, not after them
         then = [(exporting, made)]
+    if shared["calibration"] is not None and not shared["dry_run"]:
+        _measure_first(values, job, shared)
     _run(stage, job, shared, report=_choice if job.entry.mixed else None, then=then)
 
 
@@ -412,6 +431,9 @@ def validate(
     \b
     Example: quantflow validate work/4-export --baseline ./llama --text heldout.jsonl
     """
+    from stages._model_code import import_model_code
+
+    import_model_code()
     from stages import validate as stage
     from stages._report import COLUMNS, cells
 
@@ -632,6 +654,29 @@ def _recipe(
     return recipe_from(beneath(overlay(apply_settings(data, settings), flags)))
 
 
+def _measure_first(values: "Recipe", job: Any, shared: dict[str, Any]) -> None:
+    """Measure what a quantize job needs, in this process, into the folder that it reads."""
+    from stages._model_code import import_model_code
+
+    import_model_code()
+    from stages import measure
+    from stages._entry import statistics_for
+
+    given = values.measure.stats
+    todo = measure.Job(
+        model=job.model,
+        output=job.measurement,
+        calibration=values.calibration,
+        seed=values.seed,
+        stats=statistics_for([job.entry]) if given is None else given,
+        experts=values.measure.experts,
+        replace=job.replace,
+        resources=values.resources,
+    )
+    with reporting(shared, todo.output) as progress:
+        measure.run(todo, progress)
+
+
 def _entries(schemes: str) -> list[dict[str, Any]]:
     """Return the artifacts that --for names, as a recipe spells them."""
     from stages._entry import entries_of
@@ -697,6 +742,7 @@ def _run(
 
 def main() -> int:
     """Run the command line of this process and return its exit code."""
+    _memory.start_quickly()
     _memory.give_back_freed()
     code = exit_code(cli, sys.argv[1:])
     _memory.end_quickly()

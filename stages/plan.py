@@ -137,10 +137,9 @@ def _stage(name: str, artifact: str | None, need: Need, job: Job, seconds: float
     try:
         allowed = grant(need, job.recipe.resources, folder=job.folder, base=need.base)
     except ResourceError as error:
-        least = need.peak(base=need.base, workers=1, cache=0)
-        return about | {"peak_memory": least, "workers": 1, "cache": 0, "refused": error.cause}
-    cache = need.cache if allowed.cache_bytes is None else allowed.cache_bytes
-    return about | {"peak_memory": allowed.peak_bytes, "workers": allowed.workers, "cache": cache, "refused": None}
+        least = need.peak(base=need.base, workers=1)
+        return about | {"peak_memory": least, "workers": 1, "refused": error.cause}
+    return about | {"peak_memory": allowed.peak_bytes, "workers": allowed.workers, "refused": None}
 
 
 def _artifact(checkpoint: Checkpoint, graph: Graph, model: ModelSize, plan: Plan, recipe: Recipe) -> dict[str, Any]:

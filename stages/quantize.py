@@ -18,7 +18,6 @@ model runs, the ranks share the work of each layer, whole on each, and tell each
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +42,7 @@ from stages._file_to_file import quantize_files
 from stages._inputs import inputs_of
 from stages._measured import known_hashes, measurement_of, refuse_foreign
 from stages._mixed import Mixture
+from stages._model_code import import_model_code
 from stages._plan import OUTSIDE, Plan, resolve
 from stages._progress import Progress
 from stages._ranks import die_with_parent, launch, rank_folder
@@ -177,7 +177,8 @@ def _quantize(
         sizes = model_size({name: held.info(info) for name, info in source.checkpoint.infos.items()}, source.config, graph)
         allowance = allow_quantize(job.resources, sizes, plan, lengths=lengths, folder=job.output)
         _memory.reset_peak()
-        _state.begin(job.output, inputs, say=partial(_say, progress, job))
+        begun = f"quantize {job.entry.name}: the unfinished result was made with"
+        _state.begin(job.output, inputs, say=lambda text: progress.say(f"{begun} {text}; its layers are made again"))
         _state.remove_others(job.output, [layer.index for layer in graph.layers])
         _head_file.remove_others(job.output, plan)
         if plan.file_to_file:
@@ -222,6 +223,7 @@ def _run_layers(
     team: Team,
 ) -> None:
     """Bring every layer up to date by running the model, layer by layer."""
+    import_model_code()
     from stages._forward import Forward, open_source  # here: file to file starts without transformers' model code
 
     with Workers(allowance.workers) as workers:
@@ -253,10 +255,6 @@ def _settled(job: Job, plan: Plan, graph: Graph, measurement: Measurement, *, ke
     assert job.mixture is not None  # the caller has looked
     about: Any = {"model": job.model, "revision": job.revision, "seed": job.seed, "resources": job.resources}
     return settle(job.output, job.mixture, plan, **about, graph=graph, measurement=measurement, key=key, progress=progress)
-
-
-def _say(progress: Progress, job: Job, difference: str) -> None:
-    progress.say(f"quantize {job.entry.name}: the unfinished result was made with {difference}; its layers are made again")
 
 
 def _inputs(job: Job, plan: Plan, source: ModelFiles, measurement: Measurement | None) -> dict[str, Any]:

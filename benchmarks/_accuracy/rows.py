@@ -135,12 +135,10 @@ def _our_row(
     options = options if target is None else (*options, "--target-bpw", str(target))
     ours, (entry,) = Commands(model=place.model), entries_of(needs)
     measured, quantized, artifact = (place.output / part for part in ("measured", "quantized", "artifact"))
-    commands: tuple[Command, ...] = ()
-    quantize = (*ours.quantize(quantized, scheme=scheme, algorithm=algorithm), *options)
+    quantize = (*ours.quantize(quantized, scheme=scheme, algorithm=algorithm, artifact=artifact), *options)
     if needs_of(entry, [preset(scheme)]):
-        commands = (ours.measure(measured, place.calibration, needs=needs),)
-        quantize = (*quantize, "--measurement", measured)
-    return Row(program=f"{OURS} {algorithm}", scheme=name, commands=(*commands, quantize, ours.export(quantized, artifact)))
+        quantize = (*quantize, "--measurement", measured, "--calibration", place.calibration)
+    return Row(program=f"{OURS} {algorithm}", scheme=name, commands=(quantize,))
 
 
 def _peer(

@@ -1,4 +1,4 @@
-"""What flows between two decoder layers: one hidden state per calibration sequence, in memory or on disk.
+"""What flows between two decoder layers: one hidden state per calibration sequence, on disk or in memory.
 
 Every hidden state of a layer's input is one generation. While a layer runs, the next generation is written beside the
 current one; `commit` makes it the current one, under a name, with its hash. So a process that is killed finds the last
@@ -8,7 +8,8 @@ of every layer: then all generations are kept.
     <folder>/00012.hidden   the input of layer 12, sequence after sequence, raw
     <folder>/00012.json     {"key", "sha256", "shapes", "dtype"}, written after it
 
-Without a folder everything is in memory and nothing is kept.
+With a folder nothing stays in this process's memory: what was written is read again, from the system's file cache as long
+as there is room for it. Without one everything is in memory and nothing is kept.
 """
 
 import hashlib
@@ -34,24 +35,16 @@ class HiddenStates:
 
     Args:
         count: how many sequences there are.
-        folder: where generations are written; None keeps them in memory alone.
-        cache_bytes: how much is kept in memory beside the file, in file order; None keeps all.
+        folder: where generations are written; None keeps them in memory.
         keep: leave every committed generation in the folder.
     """
 
-    def __init__(self, count: int, *, folder: Path | None = None, cache_bytes: int | None = None, keep: bool = False) -> None:
-        """Start without a generation; the first one is what is put until the first commit.
-
-        Raises:
-            UsageError: a limit on memory, and no folder for the rest.
-        """
-        if folder is None and cache_bytes is not None:
-            raise UsageError(f"hidden states: cache_bytes={cache_bytes} and no folder", "give a folder for what exceeds it")
+    def __init__(self, count: int, *, folder: Path | None = None, keep: bool = False) -> None:
+        """Start without a generation; the first one is what is put until the first commit."""
         self._count = count
         self._folder = folder
-        self._cache_bytes = cache_bytes
         self._keep = keep
-        self._cache: list[Tensor | None] = [None] * count
+        self._held: list[Tensor | None] = [None] * count  # without a folder
         self._shapes: list[tuple[int, ...]] = [()] * count
         self._dtype = torch.float32
         self._current: Path | None = None
@@ -76,9 +69,9 @@ class HiddenStates:
         Raises:
             InputError: the file of the generation ends early.
         """
-        cached = self._cache[index]
-        if cached is not None:
-            return cached
+        held = self._held[index]
+        if held is not None:
+            return held
         shapes = self._shapes
         offset = sum(_bytes(shape, self._dtype) for shape in shapes[:index])
         path = self._next_path if index < self._put else self._current
@@ -99,17 +92,17 @@ class HiddenStates:
             raise UsageError(f"hidden states: sequence {index} put, {self._put} is next", "put sequences in order")
         hidden = hidden.detach().contiguous()
         self._shapes[index], self._dtype = tuple(hidden.shape), hidden.dtype
-        if self._folder is not None:
-            if self._next < 0:
-                self._next = disk.create(self._next_path)
-            data = bytes_of(hidden)
-            self._hash.update(data)
-            with disk.naming(self._next_path):
-                disk.write_all(self._next, data)
         self._put = index + 1
-        self._cache[index] = hidden if self._fits(index) else None
-        if self._put == self._count and self._folder is None:
-            self._put = 0  # in memory alone, a generation that is complete is the current one
+        if self._folder is None:
+            self._held[index] = hidden
+            self._put %= self._count  # in memory, a generation that is complete is the current one
+            return
+        if self._next < 0:
+            self._next = disk.create(self._next_path)
+        data = bytes_of(hidden)
+        self._hash.update(data)
+        with disk.naming(self._next_path):
+            disk.write_all(self._next, data)
 
     def commit(self, label: int, *, key: str, settled: Callable[[], None] = _nobody_else) -> None:
         """Make the next generation the current one, and remove the others unless all are kept.
@@ -155,9 +148,6 @@ class HiddenStates:
             return False
         self._shapes = [tuple(shape) for shape in record["shapes"]]
         self._current, self._put = path, 0
-        self._cache = [None] * self._count
-        for index in range(self._count):
-            self._cache[index] = self.get(index) if self._fits(index) else None
         return True
 
     def discard(self) -> None:
@@ -179,12 +169,6 @@ class HiddenStates:
     def _next_path(self) -> Path:
         assert self._folder is not None  # callers have looked
         return self._folder / ".next.hidden"
-
-    def _fits(self, index: int) -> bool:
-        """Return whether a sequence is among the first that fit into the cache."""
-        if self._cache_bytes is None:
-            return True
-        return sum(_bytes(shape, self._dtype) for shape in self._shapes[: index + 1]) <= self._cache_bytes
 
 
 _DTYPES: dict[str, torch.dtype] = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)}

@@ -4,9 +4,11 @@ import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -14,6 +16,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.initialization import no_init_weights
 
 from quantflow.artifact.checkpoint import Checkpoint, open_checkpoint, refuse_quantized
 from quantflow.errors import InputError, UnsupportedError
@@ -113,6 +116,19 @@ def read_tensors(checkpoint: Checkpoint, names: Iterable[str], *, dtype: torch.d
     return tensors
 
 
+class _EmptyOnMeta(TorchFunctionMode):
+    """Tensors that are to be filled are made without storage; what is computed, such as buffers, is computed.
+
+    `torch.device("meta")` would do without storage for the latter too, by formulas in Python for which torch imports its
+    compiler: a second, and 60 MB of the process.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call `func`; `torch.empty` on meta where no device is named."""
+        given = kwargs or {}
+        return func(*args, **(given | {"device": "meta"} if func is torch.empty and given.get("device") is None else given))
+
+
 def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
     """Return the causal LM of a configuration without storage: parameters on meta, buffers real, eval mode, SDPA.
 
@@ -121,19 +137,18 @@ def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
     Raises:
         UnsupportedError: a buffer that is not computed from the configuration alone.
     """
-    with torch.device("meta"):
+    with _EmptyOnMeta(), no_init_weights():
         model = AutoModelForCausalLM.from_config(
             copy.deepcopy(config), dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=False
         )
-    for name, module in list(model.named_modules()):
-        if not any(buffer.is_meta for buffer in module.buffers(recurse=False)):
-            continue
-        if "RotaryEmbedding" not in type(module).__name__:
+    release_(model, [name for name, parameter in model.named_parameters() if not parameter.is_meta])
+    model.tie_weights()
+    for name, module in model.named_modules():
+        if any(True for _ in module.buffers(recurse=False)) and "RotaryEmbedding" not in type(module).__name__:
             raise UnsupportedError(
                 f"{name}: {type(module).__name__} has buffers that config.json does not determine",
                 "use a supported family without them",
             )
-        model.set_submodule(name, type(module)(model.config))
     view_(model)
     model.requires_grad_(False)
     return model.eval()

@@ -256,9 +256,7 @@ def test_a_fisher_statistic_is_the_same_whatever_the_memory_and_however_often_it
     calibration = Calibration(source=str(text_files["calibration"]), samples=6, sequence_length=48)
     job = measure.Job(model=llama, output=tmp_path / "found", calibration=calibration, stats=("amax", "fisher"))
     original = measure.allow_measure
-    monkeypatch.setattr(
-        measure, "allow_measure", lambda *a, **k: replace(original(*a, **k), workers=1, in_flight=1, cache_bytes=0)
-    )
+    monkeypatch.setattr(measure, "allow_measure", lambda *a, **k: replace(original(*a, **k), workers=1, in_flight=1))
 
     class Stopped(BaseException):
         pass

@@ -87,13 +87,13 @@ def test_metrics_are_those_of_both_models_run_whole_by_transformers(job):
     assert 0 < result["noise_floor"]["mean_kld"]["value"] < 0.1
 
 
-def test_memory_limits_and_workers_change_no_bit_of_a_validation(job, tmp_path, monkeypatch):
+def test_workers_change_no_bit_of_a_validation(job, tmp_path, monkeypatch):
     stage.run(job, Progress(quiet=True))
     expected = (job.report / "validation.json").read_bytes()
     plan = stage.allow_validate
 
     def small(*arguments, **options):
-        return type(allowed := plan(*arguments, **options))(**{**vars(allowed), "workers": 1, "cache_bytes": 20_000})
+        return type(allowed := plan(*arguments, **options))(**{**vars(allowed), "workers": 1})
 
     monkeypatch.setattr(stage, "allow_validate", small)
     other = changed(job, report=tmp_path / "other")

@@ -10,6 +10,7 @@ from quantflow.artifact import checkpoint as checkpoint_module
 from quantflow.core.scheme import preset, with_group_size
 from quantflow.models import reading
 from quantflow.models.graph import FAMILIES, Graph, Layer, LinearGroup
+from stages import _memory
 from stages import export as export_stage
 from stages._options import exit_code
 from stages._sizes import ModelSize
@@ -110,12 +111,18 @@ def test_a_stage_that_does_not_fit_is_marked_and_the_others_are_planned(planned,
     assert "does not fit: quantize: needs" in capsys.readouterr().out
 
 
-def test_a_smaller_limit_takes_hidden_states_out_of_memory(planned, llama):
+def test_a_smaller_limit_takes_a_worker(planned, llama, monkeypatch):
+    monkeypatch.setattr(_memory, "usable_cores", lambda: 2)
     wide = planned(llama, "--for", "FP8")["stages"][0]
-    limit = wide["peak_memory"] - wide["cache"] // 2
+    limit = wide["peak_memory"] - 1
     narrow = planned(llama, "--for", "FP8", "--max-memory", f"{limit}B")["stages"][0]
-    assert 0 < narrow["cache"] < wide["cache"] and narrow["peak_memory"] <= limit
+    assert (wide["workers"], narrow["workers"]) == (2, 1) and narrow["peak_memory"] <= limit
     assert narrow["scratch"] == wide["scratch"]
+
+
+def test_hidden_states_are_no_memory_but_disk(planned, llama):
+    few, many = (planned(llama, "--for", "FP8", "--samples", samples)["stages"][0] for samples in ("128", "256"))
+    assert many["peak_memory"] == few["peak_memory"] and many["scratch"] > few["scratch"]
 
 
 def test_a_probe_says_how_long_it_takes(planned, llama):

@@ -92,13 +92,13 @@ def test_measure_holds_one_float32_layer_and_keeps_two_generations_of_hidden_sta
     features = 3 * 256 + 256 + 2 * 256 + 512  # of each linear's input
     statistics = 2 * (4 * features + 7 * 16)
     assert hidden > statistics  # so the most is there while layers run: two generations, and what the layers found so far
-    assert (need.cache, need.scratch, need.result) == (hidden, 2 * hidden, 8 * 40 + statistics)
+    assert (need.scratch, need.result) == (2 * hidden, 8 * 40 + statistics)
     every = need_measure(MODEL, lengths=[1], stats=("channel_amax", "hessian"))
     written = every.result - 8  # without the token: at the end the statistics of the layers, and the same once more
     assert every.scratch == 4 * HIDDEN + written
     layer = 4 * LAYER + 2 * 512 * 256
-    assert need.peak(base=0, workers=1, cache=0) >= LIBRARIES + layer
-    assert need.peak(base=7, workers=1, cache=0) == need.peak(base=0, workers=1, cache=0) + 7
+    assert need.peak(base=0, workers=1) >= LIBRARIES + layer
+    assert need.peak(base=7, workers=1) == need.peak(base=0, workers=1) + 7
 
 
 def test_gradients_need_the_input_of_every_layer_on_disk_and_a_sequence_on_its_way_back():
@@ -144,7 +144,7 @@ def test_the_way_back_takes_three_more_passes_through_every_layer():
 
 def test_measuring_nothing_runs_no_layer():
     need = need_measure(MODEL, lengths=[100], stats=())
-    assert need.peak(base=0, workers=2, cache=0) < 10_000 and need.result == 800 and need.scratch == 0
+    assert need.peak(base=0, workers=2) < 10_000 and need.result == 800 and need.scratch == 0
 
 
 def test_gptq_needs_half_of_every_hessian_and_the_whole_of_the_group_that_it_rounds():
@@ -173,7 +173,7 @@ def test_two_schemes_of_one_input_take_a_factor_beside_the_hessian():
     assert two[rounding][0] - one[rounding][0] == 4 * 256**2 + more
 
 
-NEED = Need(stage="measure", moments=((100 * MB, 50 * MB),), cache=40 * MB, result=1 * MB)
+NEED = Need(stage="measure", moments=((100 * MB, 50 * MB),), result=1 * MB)
 
 
 @pytest.fixture
@@ -188,14 +188,14 @@ def machine(monkeypatch):
 class TestGrant:
     def test_everything_that_fits_is_given(self, tmp_path):
         found = grant(NEED, Resources(), folder=tmp_path, base=10 * MB)
-        assert (found.workers, found.cache_bytes) == (2, None)
-        assert found.peak_bytes == (10 + 100 + 2 * 50 + 40) * MB and found.disk_bytes == 1 * MB
+        assert found.workers == 2
+        assert found.peak_bytes == (10 + 100 + 2 * 50) * MB and found.disk_bytes == 1 * MB
 
-    def test_hidden_states_leave_memory_before_a_worker_goes(self, tmp_path):
-        found = grant(NEED, Resources(max_memory="220MB"), folder=tmp_path, base=10 * MB)
-        assert (found.workers, found.cache_bytes, found.peak_bytes) == (2, 10 * MB, 220 * MB)
-        found = grant(NEED, Resources(max_memory="165MB"), folder=tmp_path, base=10 * MB)
-        assert (found.workers, found.cache_bytes, found.peak_bytes) == (1, 5 * MB, 165 * MB)
+    def test_a_worker_goes_where_memory_is_short(self, tmp_path):
+        found = grant(NEED, Resources(max_memory="210MB"), folder=tmp_path, base=10 * MB)
+        assert (found.workers, found.peak_bytes) == (2, 210 * MB)
+        found = grant(NEED, Resources(max_memory="209MB"), folder=tmp_path, base=10 * MB)
+        assert (found.workers, found.peak_bytes) == (1, 160 * MB)
 
     def test_the_refusal_names_what_is_needed_the_limit_and_the_flag_that_would_do(self, tmp_path):
         with pytest.raises(ResourceError) as caught:
@@ -208,9 +208,9 @@ class TestGrant:
         with pytest.raises(ResourceError, match="is 100000000") as caught:
             grant(NEED, Resources(disk_offload=True), folder=tmp_path, base=0)
         assert "instead of --disk-offload" in caught.value.remedy
-        small = Need(stage="measure", moments=((40 * MB, 10 * MB),), cache=70 * MB)
+        small = Need(stage="measure", moments=((60 * MB, 40 * MB),))
         found = grant(small, Resources(disk_offload=True), folder=tmp_path, base=0)
-        assert (found.workers, found.cache_bytes, found.peak_bytes) == (2, 40 * MB, 100 * MB)
+        assert (found.workers, found.peak_bytes) == (1, 100 * MB)
 
     def test_a_limit_beyond_what_is_free_is_what_is_free(self):
         assert memory_limit(Resources(max_memory="5GB"), resident=7)[0] == 900 * MB + 7

@@ -25,13 +25,13 @@ ENTRIES = {
 }
 
 
-def limit(monkeypatch, *, workers, cache_bytes):
+def limit(monkeypatch, *, workers):
     """Give every stage this allowance."""
     for module, name in ((measure, "allow_measure"), (quantize, "allow_quantize")):
         original = getattr(module, name)
 
         def allow(*args, original=original, **options):
-            return replace(original(*args, **options), workers=workers, in_flight=workers, cache_bytes=cache_bytes)
+            return replace(original(*args, **options), workers=workers, in_flight=workers)
 
         monkeypatch.setattr(module, name, allow)
 
@@ -73,21 +73,20 @@ class StopAfter(Progress):
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
-@pytest.mark.parametrize("cache_bytes", [None, 0, 20_000])
-def test_a_measurement_does_not_depend_on_cores_or_memory(llama, text_files, tmp_path, monkeypatch, workers, cache_bytes):
+def test_a_measurement_does_not_depend_on_cores(llama, text_files, tmp_path, monkeypatch, workers):
     expected = files_of(measured(llama, text_files, tmp_path / "expected"))
-    limit(monkeypatch, workers=workers, cache_bytes=cache_bytes)
+    limit(monkeypatch, workers=workers)
     assert files_of(measured(llama, text_files, tmp_path / "found")) == expected
     assert sorted(path.name for path in (tmp_path / "found").iterdir() if path.is_dir()) == ["rank-000-of-001"]
 
 
 @pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES)
-def test_quantized_layers_do_not_depend_on_cores_or_memory(llama, text_files, tmp_path, monkeypatch, entry):
+def test_quantized_layers_do_not_depend_on_cores(llama, text_files, tmp_path, monkeypatch, entry):
     measurement = measured(llama, text_files, tmp_path / "measured")
     expected = files_of(quantized(llama, measurement, tmp_path / "expected", entry))
-    for workers, cache_bytes in ((1, 0), (2, None), (2, 0)):
-        limit(monkeypatch, workers=workers, cache_bytes=cache_bytes)
-        folder = quantized(llama, measurement, tmp_path / f"found-{workers}-{cache_bytes}", entry)
+    for workers in (1, 2):
+        limit(monkeypatch, workers=workers)
+        folder = quantized(llama, measurement, tmp_path / f"found-{workers}", entry)
         assert files_of(folder) == expected
         assert not (folder.parent / f".{folder.name}.hidden").exists()
 

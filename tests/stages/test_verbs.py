@@ -280,13 +280,31 @@ def test_measuring_for_gptq_keeps_the_token_ids_alone_and_gives_the_same_artifac
         assert (tmp_path / "2" / name).read_bytes() == (done / "2" / name).read_bytes()
 
 
+def test_quantize_measures_first_where_it_is_given_text_and_makes_the_same(lines, done, text_files, tmp_path, capsys):
+    text = ("--calibration", text_files["calibration"], "--set", "calibration.samples=6")
+    line = ("quantize", lines["quantize"][1], "-o", tmp_path / "2", *text, *SCHEME)
+    assert run(*line) == 2
+    assert "without --measurement" in capsys.readouterr().err
+    assert run(*line, "--measurement", tmp_path / "1", "--ranks", "2") == 2
+    assert run(*line, "--measurement", tmp_path / "1", "--dry-run") == 0 and not (tmp_path / "1").exists()
+    capsys.readouterr()
+    assert run(*line, "--measurement", tmp_path / "1") == 0
+    assert capsys.readouterr().out.splitlines() == [str(tmp_path / "2")]
+    for index in range(2):
+        name = f"layers/{index:05d}.safetensors"
+        assert (tmp_path / "2" / name).read_bytes() == (done / "2" / name).read_bytes()
+    before = tree(tmp_path / "1" / "rank-000-of-001") | tree(tmp_path / "2")
+    assert run(*line, "--measurement", tmp_path / "1") == 0
+    assert tree(tmp_path / "1" / "rank-000-of-001") | tree(tmp_path / "2") == before
+
+
 def test_limits_change_no_byte_of_what_is_made(lines, done, tmp_path, monkeypatch):
     line = ("quantize", lines["quantize"][1], "--measurement", done / "1", *SCHEME)
     assert run(*line, "-o", tmp_path / "tenth", "--disk-offload", "--max-disk", "1GB") == 0
     given = _resources.grant
-    monkeypatch.setattr(_resources, "grant", lambda *a, **k: replace(given(*a, **k), cache_bytes=0))  # all of it on disk
-    assert run(*line, "-o", tmp_path / "disk", "--max-memory", "8GB") == 0
-    for folder in ("tenth", "disk"):
+    monkeypatch.setattr(_resources, "grant", lambda *a, **k: replace(given(*a, **k), workers=1, in_flight=1))
+    assert run(*line, "-o", tmp_path / "one", "--max-memory", "8GB") == 0
+    for folder in ("tenth", "one"):
         for index in range(2):
             name = f"layers/{index:05d}.safetensors"
             assert (tmp_path / folder / name).read_bytes() == (done / "2" / name).read_bytes()

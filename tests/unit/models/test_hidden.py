@@ -1,6 +1,7 @@
 """Hidden states between two layers: the same whether in memory or on disk, and whole after any interruption."""
 
 import hashlib
+import weakref
 
 import pytest
 import torch
@@ -24,9 +25,8 @@ def put_all(hidden, tensors):
         hidden.put(index, tensor)
 
 
-@pytest.mark.parametrize("cache_bytes", [None, 0, 48, 63, 64, 1000])
-def test_what_was_put_is_what_is_read_whatever_is_kept_in_memory(tmp_path, cache_bytes):
-    hidden = HiddenStates(3, folder=tmp_path, cache_bytes=cache_bytes)
+def test_what_was_put_is_what_is_read(tmp_path):
+    hidden = HiddenStates(3, folder=tmp_path)
     for label in range(3):
         tensors = generation(label)
         put_all(hidden, tensors)
@@ -34,8 +34,16 @@ def test_what_was_put_is_what_is_read_whatever_is_kept_in_memory(tmp_path, cache
         assert all(torch.equal(hidden.get(index), tensor) for index, tensor in enumerate(tensors))
 
 
+def test_with_a_folder_nothing_stays_in_memory(tmp_path):
+    hidden, tensor = HiddenStates(1, folder=tmp_path), torch.ones(1, 2, 4)
+    put = weakref.ref(tensor.untyped_storage())
+    hidden.put(0, tensor)
+    del tensor
+    assert put() is None
+
+
 def test_while_a_generation_is_put_later_sequences_are_still_of_the_current_one(tmp_path):
-    hidden = HiddenStates(3, folder=tmp_path, cache_bytes=0)
+    hidden = HiddenStates(3, folder=tmp_path)
     old, new = generation(0), generation(1)
     put_all(hidden, old)
     hidden.commit(0, key="k")
@@ -76,13 +84,13 @@ def test_the_file_is_the_bytes_of_the_sequences_under_their_hash(tmp_path):
 
 
 def test_only_the_committed_generation_stays_and_a_new_process_takes_it_up(tmp_path):
-    hidden = HiddenStates(3, folder=tmp_path, cache_bytes=48)
+    hidden = HiddenStates(3, folder=tmp_path)
     for label in range(3):
         put_all(hidden, generation(label))
         hidden.commit(label, key="k")
     hidden.put(0, generation(9)[0])  # killed in the middle of the next generation
     hidden.close()
-    again = HiddenStates(3, folder=tmp_path, cache_bytes=48)
+    again = HiddenStates(3, folder=tmp_path)
     assert not again.restore(1, key="k")
     assert again.restore(2, key="k")
     assert all(torch.equal(again.get(index), tensor) for index, tensor in enumerate(generation(2)))
@@ -98,7 +106,7 @@ def test_where_all_generations_are_kept_each_is_taken_up_by_its_label(tmp_path):
         hidden.commit(label, key="k")
     hidden.close()
     for label in (1, 0, 2):
-        again = HiddenStates(3, folder=tmp_path, cache_bytes=0, keep=True)
+        again = HiddenStates(3, folder=tmp_path, keep=True)
         assert again.restore(label, key="k")
         assert all(torch.equal(again.get(index), tensor) for index, tensor in enumerate(generation(label)))
 
@@ -131,13 +139,8 @@ def test_sequences_are_put_in_order_and_all_of_them(tmp_path):
         hidden.commit(0, key="k")
 
 
-def test_a_limit_on_memory_needs_a_folder():
-    with pytest.raises(UsageError, match="cache_bytes=0 and no folder"):
-        HiddenStates(1, cache_bytes=0)
-
-
 def test_a_file_that_was_cut_while_it_was_used_is_named(tmp_path):
-    hidden = HiddenStates(3, folder=tmp_path, cache_bytes=0)
+    hidden = HiddenStates(3, folder=tmp_path)
     put_all(hidden, generation(0))
     hidden.commit(0, key="k")
     (tmp_path / "00000.hidden").write_bytes(b"1234")
@@ -155,14 +158,14 @@ def test_discard_leaves_nothing(tmp_path):
 
 
 @settings(max_examples=25, deadline=None)
-@given(lengths=st.lists(st.integers(1, 6), min_size=1, max_size=6), cache_bytes=st.integers(0, 200), dtype=st.booleans())
-def test_any_lengths_come_back_in_any_dtype(tmp_path_factory, lengths, cache_bytes, dtype):
+@given(lengths=st.lists(st.integers(1, 6), min_size=1, max_size=6), dtype=st.booleans())
+def test_any_lengths_come_back_in_any_dtype(tmp_path_factory, lengths, dtype):
     folder = tmp_path_factory.mktemp("hidden")
     tensors = [torch.randn(1, length, 3).to(torch.bfloat16 if dtype else torch.float32) for length in lengths]
-    hidden = HiddenStates(len(lengths), folder=folder, cache_bytes=cache_bytes)
+    hidden = HiddenStates(len(lengths), folder=folder)
     put_all(hidden, tensors)
     hidden.commit(0, key="k")
-    again = HiddenStates(len(lengths), folder=folder, cache_bytes=0)
+    again = HiddenStates(len(lengths), folder=folder)
     assert again.restore(0, key="k")
     for store in (hidden, again):
         assert all(torch.equal(store.get(index), tensor) for index, tensor in enumerate(tensors))
