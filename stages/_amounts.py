@@ -8,8 +8,9 @@ from quantflow.models.stand_ins import HEAD_ROWS, LINEAR_ROWS
 from quantflow.observers.fisher import FisherObserver
 from quantflow.observers.gradient import GradientObserver
 from quantflow.observers.hessian import ROWS, observer_bytes
+from stages._compatible import LEARNING
 from stages._head import HeadPlan
-from stages._plan import LEARNING, Plan
+from stages._plan import Plan
 from stages._sizes import FLOAT, LayerSize, ModelSize, elements_of, head_file_bytes
 
 GRADIENTS = (FisherObserver.NAME, GradientObserver.NAME)  # the statistics that the way back is run for
@@ -148,4 +149,4 @@ def learning_moments(model: ModelSize, plan: Plan, tokens: int) -> list[tuple[in
     algorithm = BLOCK_ALGORITHMS[LEARNING]
     none, one = (algorithm.working_bytes(weights, (started - weights) // 5, widest=widest, workers=count) for count in (0, 1))
     run = backward_bytes(model, tokens) + 3 * FLOAT * tokens * model.hidden
-    return [(held + started + none, one - none + run), (held + 2 * started + FLOAT * weights, 0)]
+    return [(held + started + none, one - none + run), (held + 3 * started, 0)]

@@ -12,8 +12,8 @@ from typing import Any
 from quantflow.algorithms import BLOCK_ALGORITHMS
 from quantflow.core.block import Block
 from quantflow.models.block import running
+from stages._compatible import LEARNING
 from stages._memory import give_back_holes
-from stages._plan import LEARNING
 from stages._work import LayerWork
 
 

@@ -14,6 +14,7 @@ from quantflow.models.graph import Graph
 from quantflow.observers import observers_for
 from quantflow.observers.rows import NAME as ROWS
 from quantflow.transforms import ROTATIONS, TRANSFORMS, awq
+from stages._compatible import LEARNING, check_algorithm, check_learning
 from stages._config import Quantize, SignRound, nearest
 from stages._entry import GRADIENT_SUM, KNOWN, algorithm_of, base_of, learned_of, needs_of, override_of, transforms_of
 from stages._experts import Policy, policy_for
@@ -24,8 +25,6 @@ OUTSIDE = "outside.safetensors"  # in a quantize folder: what lies outside the l
 SEQUENCES = 32  # of calibration text that run where nothing but rows is needed of it
 APART = 4  # of that many sequences one gives rows, where the others give a static range
 SAMPLE_ROWS = 1024  # of each input that a search tries its candidates on
-LEARNING = "signround"  # a key of BLOCK_ALGORITHMS
-_INTEGERS = ("hqq", "yaqa", LEARNING)  # algorithms that have nothing to choose of float8
 Item = TypeVar("Item")
 
 
@@ -179,10 +178,9 @@ def resolve(
     schemes = _schemes(entry, graph, shapes, base=base)
     used = [scheme for scheme in schemes.values() if scheme is not None]
     for scheme in dict.fromkeys(used):
-        for method in (algorithm, *([] if learned is None else [LEARNING])):
-            _check_algorithm(entry.name, method, scheme)
-    if learned is not None:
-        _check_learning(entry.name, graph, ranks=ranks)
+        check_algorithm(entry.name, algorithm, scheme)
+        if learned is not None:
+            check_learning(entry.name, scheme, graph, ranks=ranks)
     layout, kinds = FORMATS["compressed-tensors"], {str(number): scheme for number, scheme in enumerate(dict.fromkeys(used))}
     layout.quantization_config(kinds, ignore=(), model_type=graph.family.model_type)  # refuses what no file could hold
     transforms = transforms_of(entry)
@@ -276,28 +274,6 @@ def overridden(entry: Quantize, graph: Graph) -> frozenset[str]:
     """
     linears = list(graph.linears)
     return frozenset(n for each in entry.overrides for n in _matches(each.match, linears, f"{entry.name}: overrides"))
-
-
-def _check_algorithm(name: str, algorithm: str, scheme: LinearScheme) -> None:
-    if algorithm in _INTEGERS and scheme.weights.kind != "int":
-        raise UsageError(
-            f"{name}: algorithm {algorithm} with scheme {scheme.name}",
-            f"{algorithm} chooses integers; use rtn, rtn_mse or gptq for float8",
-        )
-    if algorithm in ("rtn_mse", LEARNING) and scheme.weights.granularity == "per_tensor":
-        raise UsageError(
-            f"{name}: algorithm {algorithm} with scheme {scheme.name}, whose weights share one scale",
-            "use rtn or gptq, or a scale per channel or block such as FP8_DYNAMIC's",
-        )
-
-
-def _check_learning(name: str, graph: Graph, *, ranks: int) -> None:
-    if graph.sparse:
-        raise UnsupportedError(
-            f"{name}: {LEARNING} of a {graph.family.model_type}; experts' rounding is not learned", "use gptq for mixtures"
-        )
-    if ranks > 1:
-        raise UsageError(f"{name}: {LEARNING} with --ranks {ranks}", "quantize with one process, or use gptq")
 
 
 def _matches(pattern: str, names: Sequence[str], where: str) -> list[str]:

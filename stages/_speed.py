@@ -7,7 +7,8 @@ from quantflow.algorithms import BLOCK_ALGORITHMS
 from quantflow.core import blocks
 from quantflow.observers.gradient import GradientObserver
 from stages._amounts import goes_back
-from stages._plan import LEARNING, Plan
+from stages._compatible import LEARNING
+from stages._plan import Plan
 from stages._sizes import FLOAT, ModelSize, elements_of, head_file_bytes, layer_bytes, outside_bytes
 
 
