@@ -11,7 +11,7 @@ from pathlib import Path
 
 from _quantflow import Commands
 
-from quantflow.algorithms import ALGORITHMS
+from quantflow.algorithms import ALGORITHMS, BLOCK_ALGORITHMS
 from quantflow.core.scheme import preset
 from stages._entry import BEST, entries_of, needs_of
 
@@ -106,7 +106,8 @@ def all_rows(place: Place) -> list[Row]:
 
 
 def _ours(place: Place) -> Iterator[Row]:
-    for algorithm in (*(name for name in ALGORITHMS if name != "yaqa"), BEST):  # for weights alone best is yaqa
+    named = [name for name in (*ALGORITHMS, *BLOCK_ALGORITHMS) if name != "yaqa"]  # for weights alone best is yaqa
+    for algorithm in (*named, BEST):
         for scheme in WEIGHTS:
             options = ("--group-size", str(scheme.group))
             yield _our_row(place, algorithm, name=scheme.name, scheme=scheme.preset, options=options)

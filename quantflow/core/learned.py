@@ -19,7 +19,7 @@ from quantflow.core.qtensor import QTensor, qvalue_dtype
 from quantflow.errors import SchemeError
 
 _LEAST = 2.0**-6  # of a multiplier: a range of zero has no scale
-_EDGE = 0.499  # of a step: how far from its point a weight may be that is rounded to it
+_EDGE = 0.499  # of a step: how far from its point a weight is taken that is not rounded to the nearest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,8 @@ class Learned:
     Attributes:
         start: what it begins with, int with scales per channel or per group: its scales are the ranges.
         scale_dtype: the dtype in which the layout stores scales.
-        steps: [O, G, g] float32, the weight in steps of the start's scale, at most `_EDGE` from the point it was rounded to.
+        steps: [O, G, g] float32, the weight in steps of the start's scale; one that was not rounded to the nearest point is
+            `_EDGE` from its own.
         offset: [O, G, g] float32.
         high, low: [O, G] float32, the multipliers of either end of the range; `low` is not read where it is symmetric.
     """
@@ -65,12 +66,11 @@ class Learned:
         steps = torch.empty(weight.shape, dtype=torch.float32)
         for rows in groups.row_units(weight):
             part = start.rows(rows)
-            point = part.qvalue.float()  # [R, I]
-            lowest, highest = point - _EDGE, point + _EDGE
-            lowest[point == scheme.qmin], highest[point == scheme.qmax] = -torch.inf, torch.inf  # clipped from anywhere
-            found = weight[rows].float() / groups.expand(part.scale, weight.shape[1])
             zero = 0 if part.zero_point is None else groups.expand(part.zero_point.float(), weight.shape[1])
-            steps[rows] = (found + zero).clamp_(lowest, highest).sub_(zero)
+            exact = weight[rows].float() / groups.expand(part.scale, weight.shape[1])
+            point = part.qvalue.float() - zero  # [R, I]
+            nearest = (exact.round() + zero).clamp_(scheme.qmin, scheme.qmax).sub_(zero) == point
+            steps[rows] = torch.where(nearest, exact, exact.clamp(point - _EDGE, point + _EDGE))
         split = groups.to_groups(steps, group_size)  # [O, G, g]
         ones = torch.ones_like(start.scale)
         return cls(

@@ -162,11 +162,11 @@ def test_the_papers_algorithm_in_plain_code_learns_the_same(scheme, monkeypatch)
     inputs = [random(10, 16, seed=8 + i) @ random(16, 16, seed=7) / 4 for i in range(6)]
     if scheme.weights.symmetric:
         starts = {name: cut_short(weights[name], start) for name, start in starts.items()}
-    expected = plain(weights, starts, inputs, scheme, iterations=30, batches=[[0, 2, 4], [1, 3, 5]])
+    expected = plain(weights, starts, inputs, scheme, iterations=16, batches=[[0, 2, 4], [1, 3, 5]])
     falling = itertools.count(-100)  # so that the last iterate is the best
     monkeypatch.setattr(signround, "_losses", lambda *_: (1.0, -next(falling) / 100))
-    found = refined(weights, block, starts, iterations=30, sequences=3)
-    assert found["a"].decisions["best_iteration"] == 30
+    found = refined(weights, block, starts, iterations=16, sequences=3)
+    assert found["a"].decisions["best_iteration"] == 16
     same = total = 0
     for name, (_, qvalue, scale) in expected.items():
         torch.testing.assert_close(found[name].weight.scale.double(), scale, rtol=1e-5, atol=0)
