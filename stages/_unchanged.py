@@ -30,5 +30,6 @@ def refuse_unchanged(plan: Plan, records: Sequence[Mapping[str, Any]], measureme
         raise StatisticsError(
             f"quantize {plan.name}: {plan.method} with calibration {calibration} ({counts['samples']} sequences, "
             f"{counts['tokens']} tokens) changed nothing: all {compared} linears are what rtn makes of them",
-            "look at the text with `quantflow calibration inspect` and measure again, or use --algorithm rtn",
+            f"{'give it more iterations, ' if plan.learned is not None else ''}look at the text with `quantflow calibration "
+            "inspect` and measure again, or use --algorithm rtn",
         )

@@ -13,7 +13,7 @@ from _quantflow import Commands
 
 from quantflow.algorithms import ALGORITHMS, BLOCK_ALGORITHMS
 from quantflow.core.scheme import preset
-from stages._entry import BEST, entries_of, needs_of
+from stages._entry import BEST, entries_of, learned_of, needs_of
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "peers"
 OURS = "quantflow"
@@ -121,7 +121,7 @@ def _our_row(place: Place, algorithm: str, *, name: str, scheme: str, options: t
     measured, quantized, artifact = (place.output / part for part in ("measured", "quantized", "artifact"))
     commands: tuple[Command, ...] = ()
     quantize = (*ours.quantize(quantized, scheme=scheme, algorithm=algorithm), *options)
-    if needs_of(entry, [preset(scheme)]):
+    if needs_of(entry, [preset(scheme)]) or learned_of(entry) is not None:
         commands = (ours.measure(measured, place.calibration, needs=f"{scheme}:{algorithm}"),)
         quantize = (*quantize, "--measurement", measured)
     return Row(program=f"{OURS} {algorithm}", scheme=name, commands=(*commands, quantize, ours.export(quantized, artifact)))

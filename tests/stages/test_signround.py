@@ -20,7 +20,7 @@ from stages._ranks import rank_folder
 from stages.cli import cli
 
 QUIET = Progress(quiet=True)
-FEW = SignRound(iterations=6, sequences=2)
+FEW = SignRound(iterations=12, sequences=3)
 ENTRY = Quantize(name="learned", scheme="W4A16", algorithm="signround", group_size=32, signround=FEW)
 
 
@@ -67,11 +67,11 @@ def test_the_recorded_loss_is_that_of_the_artifacts_layers_on_what_its_own_layer
         for told in record["decisions"].values():
             assert told["block_loss"] == pytest.approx(expected, rel=1e-3)
             assert 0 < told["block_loss"] < told["block_loss_start"]
-            assert (told["iterations"], told["start"]["algorithm"]) == (6, "rtn")
+            assert (told["iterations"], told["start"]["algorithm"]) == (12, "rtn")
             assert told["moved"] > 0 and told["same_as_rtn"] is False
     summary = json.loads((folder / "quantize.json").read_text())
     assert summary["plan"]["algorithm"] == "signround"
-    assert summary["plan"]["learned"] == {"iterations": 6, "sequences": 2, "start": "rtn"}
+    assert summary["plan"]["learned"] == {"iterations": 12, "sequences": 3, "start": "rtn"}
     plan = plan_from(summary)
     assert (plan.algorithm, plan.method, plan.learned) == ("rtn", "signround", FEW)
     assert "linears quantized: W4A16 by signround." in (artifact / "README.md").read_text()
@@ -84,11 +84,11 @@ def test_the_recorded_loss_is_that_of_the_artifacts_layers_on_what_its_own_layer
         ("llama", {"signround": replace(FEW, start="hqq"), "scheme": "W3A16_ASYM"}),
         ("llama", {"transforms": ({"awq": {}},)}),
         ("llama", {"transforms": ({"hadamard": {}},), "signround": replace(FEW, start="gptq")}),
-        ("llama", {"scheme": "W8A8", "group_size": None}),
+        ("llama", {"scheme": "W8A8", "group_size": None, "signround": replace(FEW, start="gptq")}),
         ("llama", {"ignore": ("re:.*k_proj",), "overrides": (Override(match="re:.*q_proj", scheme="W8A16"),)}),
         ("gpt_neox", {"scheme": "W4A16_ASYM"}),
     ],
-    ids=["gptq", "hqq-asym", "awq", "hadamard-gptq", "w8a8-smoothquant", "mixed", "gpt-neox"],
+    ids=["gptq", "hqq-asym", "awq", "hadamard-gptq", "w8a8-smoothquant-gptq", "mixed", "gpt-neox"],
 )
 def test_it_goes_on_from_other_algorithms_with_transforms_and_other_schemes(
     family_model, measured_family, tmp_path, family, words
@@ -136,9 +136,9 @@ def test_options_come_from_the_recipe_and_from_set(llama, measured, tmp_path):
     assert algorithm_of(found) == "rtn"
     assert algorithm_of(replace(found, signround=SignRound(start="gptq"))) == "gptq"
     given = ("quantize", llama, "-o", tmp_path / "2", "--scheme", "W4A16", "--group-size", 32, "--algorithm", "signround")
-    given += ("--measurement", measured, "--set", "quantize.0.signround.iterations=2", "-q")
+    given += ("--measurement", measured, "--set", "quantize.0.signround.iterations=12", "-q")
     assert exit_code(cli, [str(word) for word in given]) == 0
-    assert records(tmp_path / "2")[0]["decisions"]["model.layers.0.mlp.up_proj"]["iterations"] == 2
+    assert records(tmp_path / "2")[0]["decisions"]["model.layers.0.mlp.up_proj"]["iterations"] == 12
 
 
 def test_what_has_to_be_measured_is_the_text_alone(llama, tmp_path, capsys):
