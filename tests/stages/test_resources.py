@@ -171,7 +171,7 @@ def test_learned_rounding_needs_the_text_twice_all_weights_and_a_way_back_per_wo
     fixed, each = max(learned.moments)
     assert fixed == LIBRARIES + stored + started + 18 * linears + 8 * 4 * linears // 128
     activations = 4 * 10 * (2 * HIDDEN + 3 * 512)  # at the least: what enters and leaves the layer, and what an MLP has inside
-    units = 3 * 6 * 4 * (1 << 18)  # of rows whose rounding takes a step: of so small a layer more than a gradient of all weights
+    units = 3 * 6 * 4 * (1 << 18)  # of rows that take a step: of so small a layer more than a gradient of all weights
     assert units + activations < each < units + 10 * activations
 
 
