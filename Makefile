@@ -19,6 +19,8 @@ TEXTS := artifacts/tiny-llama-text
 export NEURAL_COMPRESSOR_ENV ?= $(wildcard artifacts/peers/inc)
 # llama.cpp likewise: one that holds gguf and llama-cpp-python.
 export LLAMA_CPP_ENV ?= $(wildcard artifacts/peers/llamacpp)
+# llm-compressor likewise.
+export LLM_COMPRESSOR_ENV ?= $(wildcard artifacts/peers/llmcompressor)
 
 .PHONY: help install demo test test-slow check measure unify quantize export validate clean
 

@@ -56,7 +56,8 @@ def main(arguments: Sequence[str]) -> int:
             if given.resume:
                 rows = [row for row in rows if (name, row.program, row.scheme) not in found]
             if rows:
-                _model_rows(name, rows, place, Judge(model, text.windows), found, given.results, about)
+                judge = Judge(model, text.windows)
+                _model_rows(name, rows, place, judge, found, given.results, about, idle=not given.busy)
     except Failed as error:
         print(error, file=sys.stderr)
         return 2
@@ -73,6 +74,8 @@ def _model_rows(
     found: dict[tuple[str, str, str], Outcome],
     path: Path | None,
     about: dict[str, Any],
+    *,
+    idle: bool,
 ) -> None:
     """Run rows of one model and put their outcomes into `found`; a program that fails is said and left out."""
     for row in rows:
@@ -80,7 +83,7 @@ def _model_rows(
             print(f"{name}, {row.text}: not installed below {place.peers}, left out", flush=True)
             continue
         try:
-            outcome = _outcome(name, row, place, judge)
+            outcome = _outcome(name, row, place, judge, idle=idle)
         except Failed as error:
             print(f"{name}, {row.text}: FAILED, left out\n{error}", flush=True)
             continue
@@ -91,7 +94,7 @@ def _model_rows(
             results.write(path, about, list(found.values()), [])
 
 
-def _outcome(name: str, row: Row, place: Place, judge: Judge) -> Outcome:
+def _outcome(name: str, row: Row, place: Place, judge: Judge, *, idle: bool) -> Outcome:
     """Run one row from nothing and score what it leaves.
 
     Raises:
@@ -125,6 +128,7 @@ def _outcome(name: str, row: Row, place: Place, judge: Judge) -> Outcome:
         quantizing=report.get("seconds"),
         version=report.get("version", version("quantflow")),
         settings=report.get("settings", {}),
+        idle=idle,
     )
 
 
@@ -159,6 +163,7 @@ def _arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=10.0, help="of training each model that is trained (default 10)")
     parser.add_argument("--results", type=Path, metavar="FILE", help="JSON; rows in it that are not run stay and are shown")
     parser.add_argument("--resume", action="store_true", help="do not run rows that --results has")
+    parser.add_argument("--busy", action="store_true", help="other programs run too: seconds of these rows are left out")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="SVG: divergence against bits per weight")
     return parser.parse_args(arguments)
 

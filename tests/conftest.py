@@ -1,8 +1,11 @@
-"""Small models with a real tokenizer and text, made once per session; every file they write is under pytest's own folders."""
+"""Small models with a real tokenizer and text, made once per session, under pytest's own folders; and ranks as threads."""
 
 import json
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -116,3 +119,54 @@ def family_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
         return made[family]
 
     return make
+
+
+class Meeting:
+    """A `Wire` between threads, which counts what goes over it; `table` holds every rank's part and a barrier."""
+
+    def __init__(self, rank: int, world: int, table: dict[str, Any]) -> None:
+        self.rank, self.world, self.parts, self._table = rank, world, 0, table
+
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
+        assert part.is_contiguous()
+        self.parts += 1
+        self._table["parts"][self.rank] = part.clone()
+        self._table["all"].wait(300)
+        found = torch.stack(self._table["parts"])
+        self._table["all"].wait(300)
+        return found
+
+    def broadcast(self, numbers: torch.Tensor) -> None:
+        numbers.copy_(self.gather(numbers)[0])
+
+
+def meet(world: int, work: Callable[[Meeting], Any]) -> list[Any]:
+    """Return what `work` makes of each rank's wire; a rank's error breaks the others' waiting, and is raised."""
+    table = {"parts": [None] * world, "all": threading.Barrier(world)}
+
+    def rank(number: int) -> Any:
+        torch.set_num_threads(1)
+        try:
+            return work(Meeting(number, world, table))
+        except BaseException:
+            table["all"].abort()
+            raise
+
+    with ThreadPoolExecutor(world) as pool:
+        futures = [pool.submit(rank, number) for number in range(world)]
+    for error in (future.exception() for future in futures):
+        if error is not None and not isinstance(error, threading.BrokenBarrierError):
+            raise error
+    return [future.result() for future in futures]
+
+
+@pytest.fixture(scope="session")
+def among() -> Callable[[int, Callable[[Meeting], Any]], list[Any]]:
+    """Run ranks as threads that meet; see `meet`."""
+    return meet
+
+
+@pytest.fixture(scope="session")
+def meeting() -> Callable[[int, int], Meeting]:
+    """Return the wire of one rank of a world whose others never come."""
+    return lambda rank, world: Meeting(rank, world, {})

@@ -218,6 +218,19 @@ def test_every_row_is_there_once_and_quantflow_measures_where_it_must(part, tmp_
     assert stages("quantflow rtn", "FP8_DYNAMIC") == ["quantize", "export"]
     words = table["quantflow gptq", "W3A16_ASYM g64"].commands[1]
     assert words[words.index("--group-size") + 1] == "64" and words[words.index("--scheme") + 1] == "W3A16_ASYM"
+    mixed = table["quantflow best", "W4A16@4.25"].commands
+    assert mixed[0][mixed[0].index("--for") + 1] == "W4A16:best@4.25" and "--group-size" not in mixed[1]
+    assert [mixed[1][mixed[1].index(f"--{word}") + 1] for word in ("scheme", "algorithm", "target-bpw")] == [
+        "W4A16",
+        "best",
+        "4.25",
+    ]
+    uniform = table["quantflow gptq", "W5A16 g128"].commands[1]
+    assert uniform[uniform.index("--scheme") + 1] == "W5A16" and uniform[uniform.index("--group-size") + 1] == "128"
+    assert "--group-size" not in table["quantflow best", "W8A16"].commands[1] and "--target-bpw" not in uniform
+    mixing = {program for program, scheme in table if scheme in ("W5A16 g128", "W6A16 g128", *rows.MIXED)}
+    assert mixing == {"quantflow gptq", "quantflow best"}
+    assert json.loads(table["llm-compressor GPTQ", "W8A16"].commands[0][-1])["group_size"] == -1
     peer = table["GPTQModel", "W2A16 g64"]
     assert json.loads(peer.commands[0][-1]) == {"bits": 2, "group_size": 64, "symmetric": True}
     assert rows.installed(table["quantflow rtn", W4]) and not rows.installed(peer)
@@ -274,6 +287,83 @@ def test_quantized_inputs_are_judged_by_the_best_of_both_sides(results):
     assert (bar.found, bar.met) == ("1.10x, 0.00220 of 0.00200", False)
 
 
+def test_a_mixture_is_judged_against_the_line_between_its_own_algorithms_uniform_schemes(results):
+    """A quarter of the way from 4.125 to 5.125 bits, 0.012 to 0.004: at 0.010."""
+    uniform = [
+        outcome(results, "quantflow best", mean_kld=0.012),
+        outcome(results, "quantflow best", "W5A16 g128", bits=5.125, mean_kld=0.004),
+        outcome(results, "quantflow gptq", mean_kld=0.100),
+        outcome(results, "llm-compressor GPTQ", "W5A16 g128", bits=5.125, mean_kld=1e-9),
+    ]
+
+    def judged(kld, program="quantflow best", bits=4.375):
+        mixed = outcome(results, program, "W4A16@4.25", bits=bits, mean_kld=kld)
+        return [bar for bar in results.judge([*uniform, mixed]) if "line" in bar.promised]
+
+    (bar,) = judged(0.0099)
+    assert (bar.what, bar.promised) == (
+        "tiny-llama, W4A16@4.25, quantflow best: KLD",
+        "<= 1.0x the line from W4A16 g128 to W5A16 g128",
+    )
+    assert (bar.found, bar.met) == ("0.99x, 0.00990 of 0.01000", True)
+    (bar,) = judged(0.0101)
+    assert (bar.found, bar.met) == ("1.01x, 0.01010 of 0.01000", False)
+    assert judged(0.001, "quantflow gptq") == []  # its own 5 bits are not there
+    assert judged(0.001, bits=4.0) == judged(0.001, bits=5.2) == []  # no line there
+
+
+def test_a_mixture_is_judged_against_q4_k_m_where_it_has_no_more_bits(results):
+    rows = [
+        outcome(results, "quantflow best", "W4A16@4.25", bits=4.25, mean_kld=0.0090),
+        outcome(results, "quantflow best", "W4A16@4.65", bits=4.65, mean_kld=0.0080),
+        outcome(results, "llama.cpp", "Q4_K_S", bits=4.5, mean_kld=0.0001),
+    ]
+    assert results.judge(rows) == []
+    four = outcome(results, "llama.cpp", "Q4_K_M", bits=4.7, mean_kld=0.0085)
+    assert [(bar.what, bar.promised, bar.found, bar.met) for bar in results.judge([*rows, four])] == [
+        ("tiny-llama, W4A16@4.25, quantflow best: KLD", "<= 1.0x llama.cpp Q4_K_M", "1.06x, 0.00900 of 0.00850", False),
+        ("tiny-llama, W4A16@4.65, quantflow best: KLD", "<= 1.0x llama.cpp Q4_K_M", "0.94x, 0.00800 of 0.00850", True),
+    ]
+    fewer = outcome(results, "llama.cpp", "Q4_K_M", bits=4.6, mean_kld=0.0085)
+    assert ["4.25" in bar.what for bar in results.judge([*rows, fewer])] == [True]
+
+
+def test_fewer_bits_than_q4_k_ms_are_asked_for_on_every_model(part):
+    """llama.cpp mixes 4.5 bits with 6.5625 (values and the MLP's way back, of some layers) and 5.5 (a fused q/k/v)."""
+    wide = {"qkvo": 2 * 768 * 768 + 768 * 256, "v": 768 * 256, "mlp": 2 * 768 * 2304, "down": 768 * 2304}  # 1 of 3 layers
+    least = 4.5 + (6.5625 - 4.5) * (wide["v"] + wide["down"]) / sum(wide.values()) / 3
+    assert all(bits < least for bits in part("_accuracy.rows").MIXED.values()) and least == pytest.approx(4.696, abs=1e-3)
+
+
+def test_8_bits_are_judged_by_being_below_peers_of_equal_bits_and_llama_cpps_8_bits(results):
+    rows = [
+        outcome(results, "quantflow best", "W8A16", bits=8.03, mean_kld=0.00010),
+        outcome(results, "llm-compressor GPTQ", "W8A16", bits=8.03, mean_kld=0.00011),
+        outcome(results, "GPTQModel", "W8A16", bits=8.05, mean_kld=0.00009),  # equal settings, its zero points say nothing
+        outcome(results, "llama.cpp", "Q8_0", bits=8.5, mean_kld=0.000125),
+    ]
+    assert [(bar.promised, bar.found, bar.met) for bar in results.judge(rows)] == [
+        ("<= 1.0x GPTQModel", "1.11x, 0.0001000 of 0.0000900", False),
+        ("<= 1.0x llama.cpp Q8_0", "0.80x, 0.0001000 of 0.0001250", True),
+    ]
+    (bar,) = results.judge([row for row in rows if row.program in ("quantflow best", "llm-compressor GPTQ")])
+    assert (bar.promised, bar.met) == ("<= 1.0x llm-compressor GPTQ", True)
+
+
+def test_seconds_of_a_busy_machine_are_neither_shown_nor_judged(results):
+    rows = [
+        outcome(results, "quantflow gptq", seconds=5.0),
+        outcome(results, "GPTQModel", seconds=10.0, idle=False),
+        outcome(results, "quantflow best", seconds=5.0, idle=False),
+        outcome(results, "AutoRound", seconds=10.0),
+    ]
+    assert not any("seconds" in bar.what for bar in results.judge(rows))
+    assert any("peak RSS" in bar.what for bar in results.judge(rows))
+    again = [outcome(results, row.program, seconds=row.seconds) for row in rows]
+    assert sum("seconds" in bar.what for bar in results.judge(again)) == 2
+    assert results.as_table(rows[1:2]).splitlines()[2].endswith("| 90.00% |  | 1.00 GB |")
+
+
 def test_models_are_judged_apart(results):
     pair = [outcome(results, "quantflow gptq", mean_kld=0.02), outcome(results, "GPTQModel", mean_kld=0.01)]
     other = [outcome(results, row.program, model="gpt-neox", mean_kld=0.03 - row.mean_kld) for row in pair]
@@ -314,8 +404,17 @@ def test_the_plot_has_a_mark_for_every_row_with_weights_alone(part, results, tmp
         outcome(results, "GPTQModel"),
         outcome(results, "GPTQModel", "W3A16 g64", bits=3.25),
     ]
+    rows += [outcome(results, "HQQ", "4 bits g64", bits=4.5, model="gpt-neox")]
     part("_accuracy.plot").draw([*rows, outcome(results, "llm-compressor RTN", "FP8")], tmp_path / "p.svg")
     text = (tmp_path / "p.svg").read_text()
     ElementTree.fromstring(text)
-    assert all(word in text for word in ("tiny-llama", "quantflow rtn", "GPTQModel", "bits per weight"))
+    assert [text.count(f">{word}<") for word in ("tiny-llama", "gpt-neox", "bits per weight")] == [1, 1, 2]
+    assert [text.count(f">{word}<") for word in ("quantflow rtn", "GPTQModel", "HQQ")] == [1, 1, 1]  # one legend for all panels
     assert "llm-compressor" not in text
+
+
+def test_the_plots_lines_go_down_where_more_bits_help_and_nowhere_else(part):
+    least = part("_accuracy.plot").least
+    points = [(4.5, 0.02), (3.0, 0.1), (4.0, 0.03), (4.25, 0.04), (4.0, 0.05)]
+    assert least(points, end=8.0) == [(3.0, 0.1), (4.0, 0.03), (4.5, 0.02), (8.0, 0.02)]
+    assert least([(3.0, 0.1)], end=3.0) == [(3.0, 0.1)] and least([], end=3.0) == []

@@ -1,6 +1,11 @@
-"""The plot: divergence against bits per weight, one panel per model, weights alone."""
+"""The plot: divergence against bits per weight, one panel per model, weights alone.
 
-from collections.abc import Sequence
+A program is known by its marker's shape, filled of quantflow's and hollow of a peer's; colours only help. Of each side a line
+says the least divergence with at most so many bits. Panels stand below each other, as wide as a page, so that text keeps its
+size there.
+"""
+
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import matplotlib
@@ -11,32 +16,59 @@ from _accuracy.rows import INPUTS, OURS
 matplotlib.use("Agg")
 matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "accuracy"})  # text stays text, the same bytes each time
 from matplotlib import pyplot  # noqa: E402, after the backend is chosen
+from matplotlib.axes import Axes  # noqa: E402
 
-MARKERS = "ovs^D<P>X*hp"
+MARKERS = "ovs^DPh<X>pd*8"
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56b4e9", "#000000")  # Okabe and Ito's, the yellow darker
+WIDTH, HEIGHT, LEGEND = 10.0, 7.0, 1.2  # inches; HEIGHT of a panel: a factor of 1.15 in divergence is a marker's size
+SIDES = {True: ("-", "0.2", f"{OURS}, the least"), False: ("--", "0.5", "peers, the least")}
 
 
 def draw(outcomes: Sequence[Outcome], path: Path) -> None:
-    """Write an SVG; quantflow's programs are filled, the peers' are not. Rows with quantized inputs are left out."""
+    """Write an SVG, or what else the suffix says. Rows with quantized inputs are left out."""
     rows = [row for row in outcomes if row.scheme not in INPUTS]
     models, programs = (list(dict.fromkeys(getattr(row, key) for row in rows)) for key in ("model", "program"))
-    figure, panels = pyplot.subplots(1, len(models), figsize=(6.5 * len(models), 5.5), squeeze=False, layout="constrained")
-    for axes, model in zip(panels[0], models, strict=True):
+    sides = [[name for name in programs if name.startswith(OURS) == ours] for ours in (True, False)]
+    figure, panels = pyplot.subplots(
+        len(models), figsize=(WIDTH, HEIGHT * len(models) + LEGEND), squeeze=False, layout="constrained"
+    )
+    for axes, model in zip(panels[:, 0], models, strict=True):
+        _panel(axes, model, [row for row in rows if row.model == model], sides)
+    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=4, fontsize="small")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    pyplot.close(figure)
+
+
+def _panel(axes: Axes, model: str, rows: Sequence[Outcome], sides: Sequence[Sequence[str]]) -> None:
+    """Draw one model; every program gets its place in the legend, rows or not."""
+    for ours, programs in zip((True, False), sides, strict=True):
+        style, grey, label = SIDES[ours]
+        end = max((row.bits for row in rows), default=0.0)
+        corners = least(((row.bits, row.mean_kld) for row in rows if row.program in programs), end=end)
+        axes.step(
+            *zip(*corners, strict=True) if corners else ([], []), style, color=grey, where="post", linewidth=1, label=label
+        )
         for index, program in enumerate(programs):
-            points = sorted((row.bits, row.mean_kld) for row in rows if (row.model, row.program) == (model, program))
-            colour = f"C{index % 10}"
-            ours = program.startswith(OURS)
+            points = [(row.bits, row.mean_kld) for row in rows if row.program == program]
+            colour = COLOURS[index % len(COLOURS)]
             axes.plot(
                 [bits for bits, _ in points],
                 [kld for _, kld in points],
                 MARKERS[index % len(MARKERS)],
                 color=colour,
                 markerfacecolor=colour if ours else "none",
-                markersize=7 if ours else 6,
+                markersize=6.5,
                 label=program,
             )
-        axes.set(title=model, xlabel="bits per weight", ylabel="mean KL divergence, nats per token", yscale="log")
-        axes.grid(alpha=0.3, which="both")
-    panels[0][0].legend(fontsize="small")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Date": None})
-    pyplot.close(figure)
+    axes.set(title=model, xlabel="bits per weight", ylabel="mean KL divergence, nats per token", yscale="log")
+    axes.grid(alpha=0.25, which="both")
+
+
+def least(points: Iterable[tuple[float, float]], *, end: float) -> list[tuple[float, float]]:
+    """Return the corners of the least divergence with at most so many bits, by bits; the last one again at `end`, if beyond."""
+    corners: list[tuple[float, float]] = []
+    for bits, divergence in sorted(points):
+        if not corners or divergence < corners[-1][1]:
+            corners.append((bits, divergence))
+    return [*corners, (end, corners[-1][1])] if corners and corners[-1][0] < end else corners

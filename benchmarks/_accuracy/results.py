@@ -8,12 +8,14 @@ from typing import Any
 
 from _report import Bar, gb, table, write_results
 
-from _accuracy.rows import INPUTS, ITERATIONS, OURS, WEIGHTS
+from _accuracy.rows import EIGHT, INPUTS, ITERATIONS, LOWER, MIXED, OURS, UPPER, WEIGHTS
 
 PART = "accuracy"
 COLUMNS = ("model", "program", "scheme", "bits per weight", "KLD mean", "KLD 99.9 %", "perplexity", "top-1", "seconds", "RSS")
 GPTQ_PEERS = ("GPTQModel", "llm-compressor GPTQ")
 GPTQ_KLD, GPTQ_COST, BEST_KLD, INPUTS_KLD = 1.02, 0.6, 0.85, 1.0
+EIGHT_KLD = MIXED_KLD = 1.0  # below, by however much
+Q8_0, Q4_K_M = ("llama.cpp", "Q8_0"), ("llama.cpp", "Q4_K_M")
 SAME_BITS = 1e-6
 
 
@@ -29,6 +31,7 @@ class Outcome:
         seconds, cpu: of the whole processes, imports included; wall and processor.
         rss: bytes, of the largest process.
         quantizing: seconds of quantization alone, as the peer's script clocks them; None of quantflow.
+        idle: whether the machine did nothing else meanwhile; otherwise seconds are neither shown nor judged.
     """
 
     model: str
@@ -45,6 +48,7 @@ class Outcome:
     quantizing: float | None = None
     version: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
+    idle: bool = True
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -86,11 +90,11 @@ def as_table(outcomes: Iterable[Outcome]) -> str:
             row.program,
             row.scheme,
             f"{row.bits:.3f}",
-            f"{row.mean_kld:.5f}",
+            _kld(row.mean_kld),
             f"{row.kld_p999:.4f}",
             f"{row.ppl_ratio:.4f}",
             f"{row.top1_agreement:.2%}",
-            f"{row.seconds:.0f}",
+            f"{row.seconds:.0f}" if row.idle else "",
             gb(row.rss),
         )
         for row in outcomes
@@ -106,7 +110,9 @@ def judge(outcomes: Iterable[Outcome]) -> list[Bar]:
     judged = []
     for rows in models.values():
         for scheme in WEIGHTS:
-            judged += [*_gptq(rows, scheme.name), *_best(rows, scheme.name)]
+            limit = EIGHT_KLD if scheme == EIGHT else BEST_KLD
+            judged += [*_gptq(rows, scheme.name), *_best(rows, scheme.name, limit=limit)]
+        judged += [*_eight(rows), *_mixed(rows)]
         for name in ("W8A8", "FP8"):
             judged += _inputs(rows, name)
         judged += _no_slower(rows)
@@ -124,13 +130,13 @@ def _gptq(rows: Rows, scheme: str) -> list[Bar]:
         if ours is None or theirs is None:
             continue
         judged.append(_kld_bar(ours, theirs, limit=GPTQ_KLD))
-        seconds, memory = f"{ours.seconds:.1f} s of {theirs.seconds:.1f} s", f"{gb(ours.rss)} of {gb(theirs.rss)}"
-        judged.append(_bar(ours, theirs, "seconds", ours.seconds / theirs.seconds, limit=GPTQ_COST, numbers=seconds))
+        judged += _time_bars(ours, theirs, limit=GPTQ_COST)
+        memory = f"{gb(ours.rss)} of {gb(theirs.rss)}"
         judged.append(_bar(ours, theirs, "peak RSS", ours.rss / theirs.rss, limit=GPTQ_COST, numbers=memory))
     return judged
 
 
-def _best(rows: Rows, scheme: str) -> list[Bar]:
+def _best(rows: Rows, scheme: str, *, limit: float) -> list[Bar]:
     """`best`, next to the best peer with the same settings, or with as many bits or fewer."""
     ours = rows.get((f"{OURS} best", scheme))
     if ours is None:
@@ -142,7 +148,37 @@ def _best(rows: Rows, scheme: str) -> list[Bar]:
         and row.scheme not in INPUTS
         and (row.scheme == scheme or row.bits <= ours.bits + SAME_BITS)
     ]
-    return [_kld_bar(ours, min(peers, key=lambda row: row.mean_kld), limit=BEST_KLD)] if peers else []
+    return [_kld_bar(ours, min(peers, key=lambda row: row.mean_kld), limit=limit)] if peers else []
+
+
+def _eight(rows: Rows) -> list[Bar]:
+    """`best` of 8 bits, next to a peer's that has finer groups and half a bit more."""
+    ours, theirs = rows.get((f"{OURS} best", EIGHT.name)), rows.get(Q8_0)
+    return [_kld_bar(ours, theirs, limit=EIGHT_KLD)] if ours is not None and theirs is not None else []
+
+
+def _mixed(rows: Rows) -> list[Bar]:
+    """Mixtures, next to the straight line between the uniform schemes around them, and to a peer's mixture of more bits."""
+    judged = []
+    for (program, scheme), ours in rows.items():
+        if scheme not in MIXED:
+            continue
+        lower, upper = rows.get((program, LOWER.name)), rows.get((program, UPPER.name))
+        if lower is not None and upper is not None and lower.bits <= ours.bits <= upper.bits:
+            share = (ours.bits - lower.bits) / (upper.bits - lower.bits)
+            line = lower.mean_kld + share * (upper.mean_kld - lower.mean_kld)
+            judged.append(
+                Bar(
+                    what=f"{ours.model}, {scheme}, {program}: KLD",
+                    promised=f"<= {MIXED_KLD}x the line from {LOWER.name} to {UPPER.name}",
+                    found=f"{ours.mean_kld / line:.2f}x, {_kld(ours.mean_kld)} of {_kld(line)}",
+                    met=ours.mean_kld <= MIXED_KLD * line,
+                )
+            )
+        theirs = rows.get(Q4_K_M)
+        if theirs is not None and ours.bits <= theirs.bits:
+            judged.append(_kld_bar(ours, theirs, limit=MIXED_KLD))
+    return judged
 
 
 def _inputs(rows: Rows, scheme: str) -> list[Bar]:
@@ -162,12 +198,19 @@ def _no_slower(rows: Rows) -> list[Bar]:
     ours, theirs = rows.get((f"{OURS} best", name)), rows.get((next(iter(ITERATIONS)), name))
     if ours is None or theirs is None:
         return []
+    return _time_bars(ours, theirs, limit=1.0)
+
+
+def _time_bars(ours: Outcome, theirs: Outcome, *, limit: float) -> list[Bar]:
+    """Return the bar of seconds, where both were run on an idle machine."""
+    if not (ours.idle and theirs.idle):
+        return []
     numbers = f"{ours.seconds:.1f} s of {theirs.seconds:.1f} s"
-    return [_bar(ours, theirs, "seconds", ours.seconds / theirs.seconds, limit=1.0, numbers=numbers)]
+    return [_bar(ours, theirs, "seconds", ours.seconds / theirs.seconds, limit=limit, numbers=numbers)]
 
 
 def _kld_bar(ours: Outcome, theirs: Outcome, *, limit: float) -> Bar:
-    numbers = f"{ours.mean_kld:.5f} of {theirs.mean_kld:.5f}"
+    numbers = f"{_kld(ours.mean_kld)} of {_kld(theirs.mean_kld)}"
     return _bar(ours, theirs, "KLD", ours.mean_kld / theirs.mean_kld, limit=limit, numbers=numbers)
 
 
@@ -179,3 +222,8 @@ def _bar(ours: Outcome, theirs: Outcome, what: str, ratio: float, *, limit: floa
         found=f"{ratio:.2f}x, {numbers}",
         met=ratio <= limit,
     )
+
+
+def _kld(nats: float) -> str:
+    """Return a divergence with three digits that say something."""
+    return f"{nats:.5f}" if nats >= 1e-3 else f"{nats:.7f}"

@@ -1,7 +1,7 @@
 """What is compared: every program with every scheme it has, as commands that run one after another in processes of their own.
 
-Settings are equal where a program lets them be: symmetric or with zero points, 128 weights to a scale at 4 bits and 64 below.
-Everything else is the program's default, or what its own examples use.
+Settings are equal where a program lets them be: symmetric or with zero points, 128 weights to a scale at 4 bits, 64 below, and
+a scale per output at 8. Everything else is the program's default, or what its own examples use.
 """
 
 import json
@@ -28,6 +28,7 @@ class WeightScheme:
     Attributes:
         name: as the table shows it.
         preset: quantflow's.
+        group: weights to a scale; -1, as the peers have it, where each output has one.
     """
 
     name: str
@@ -47,7 +48,15 @@ def _weight_scheme(bits: int, group: int, symmetric: bool) -> WeightScheme:
     return WeightScheme(name=f"{name} g{group}", preset=name, bits=bits, group=group, symmetric=symmetric)
 
 
+EIGHT = WeightScheme(name="W8A16", preset="W8A16", bits=8, group=-1, symmetric=True)
 WEIGHTS = tuple(_weight_scheme(bits, group, sym) for bits, group in ((4, 128), (3, 64), (2, 64)) for sym in (True, False))
+WEIGHTS += (EIGHT,)
+# Schemes chosen per linear for so many bits per weight; 4.65 is less than llama.cpp's Q4_K_M takes of any of the models. And
+# uniform ones with more bits, which no peer but llama.cpp has: mixtures are compared with the line from LOWER to UPPER.
+MIXED = {"W4A16@4.25": 4.25, "W4A16@4.65": 4.65}
+FINER = tuple(_weight_scheme(bits, 128, symmetric=True) for bits in (5, 6))
+LOWER, UPPER = WEIGHTS[0], FINER[0]
+MIXED_BY = ("gptq", "best")  # also of FINER
 # Schemes with quantized inputs -> quantflow's algorithms, of those that there are.
 INPUTS = {
     "W8A8": ("rtn", "gptq", "best"),
@@ -108,21 +117,29 @@ def all_rows(place: Place) -> list[Row]:
 def _ours(place: Place) -> Iterator[Row]:
     named = [name for name in (*ALGORITHMS, *BLOCK_ALGORITHMS) if name != "yaqa"]  # for weights alone best is yaqa
     for algorithm in (*named, BEST):
-        for scheme in WEIGHTS:
-            options = ("--group-size", str(scheme.group))
+        mixes = algorithm in MIXED_BY
+        for scheme in (*WEIGHTS, *(FINER if mixes else ())):
+            options = ("--group-size", str(scheme.group)) if scheme.group > 0 else ()
             yield _our_row(place, algorithm, name=scheme.name, scheme=scheme.preset, options=options)
+        for name, target in MIXED.items() if mixes else ():
+            yield _our_row(place, algorithm, name=name, scheme=LOWER.preset, target=target)
         for name, algorithms in INPUTS.items():
             if algorithm in algorithms:
                 yield _our_row(place, algorithm, name=name, scheme=name.split()[0])
 
 
-def _our_row(place: Place, algorithm: str, *, name: str, scheme: str, options: tuple[str, ...] = ()) -> Row:
-    ours, (entry,) = Commands(model=place.model), entries_of(f"{scheme}:{algorithm}")
+def _our_row(
+    place: Place, algorithm: str, *, name: str, scheme: str, options: tuple[str, ...] = (), target: float | None = None
+) -> Row:
+    """Return a row of quantflow's, measured where it must be; schemes are chosen where bits per weight are given."""
+    needs = f"{scheme}:{algorithm}" if target is None else f"{scheme}:{algorithm}@{target}"
+    options = options if target is None else (*options, "--target-bpw", str(target))
+    ours, (entry,) = Commands(model=place.model), entries_of(needs)
     measured, quantized, artifact = (place.output / part for part in ("measured", "quantized", "artifact"))
     commands: tuple[Command, ...] = ()
     quantize = (*ours.quantize(quantized, scheme=scheme, algorithm=algorithm), *options)
     if needs_of(entry, [preset(scheme)]) or learned_of(entry) is not None:
-        commands = (ours.measure(measured, place.calibration, needs=f"{scheme}:{algorithm}"),)
+        commands = (ours.measure(measured, place.calibration, needs=needs),)
         quantize = (*quantize, "--measurement", measured)
     return Row(program=f"{OURS} {algorithm}", scheme=name, commands=(*commands, quantize, ours.export(quantized, artifact)))
 
@@ -176,7 +193,7 @@ def _others(place: Place) -> Iterator[Row]:
         yield _peer(place, "llamacpp", "llama.cpp", kind, settings)
     for scheme in WEIGHTS:
         yield _peer(place, "inc", "neural-compressor RTN", scheme.name, scheme.settings)
-    for bits, group in ((4, 128), (4, 64), (3, 64), (2, 64)):
+    for bits, group in ((8, 64), (4, 128), (4, 64), (3, 64), (2, 64)):
         # Its zero points are float16 numbers, so that it has more bits at equal groups.
         yield _peer(place, "hqq", "HQQ", f"{bits} bits g{group}", {"bits": bits, "group_size": group})
 

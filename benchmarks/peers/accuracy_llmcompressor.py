@@ -1,7 +1,7 @@
 """llm-compressor for accuracy.py; see _shared.py for the arguments.
 
-SETTINGS: algorithm (rtn, gptq, awq), smoothing (of SmoothQuant, alpha), and either scheme (a preset) or bits, group_size and
-symmetric. Its own defaults otherwise; lm_head left alone.
+SETTINGS: algorithm (rtn, gptq, awq), smoothing (of SmoothQuant, alpha), and either scheme (a preset) or bits, group_size (-1 is
+a scale per output) and symmetric. Its own defaults otherwise; lm_head left alone.
 """
 
 import json
@@ -56,13 +56,9 @@ def recipe(settings: dict[str, Any], *, family: str) -> list[Modifier]:
     if "scheme" in settings:
         told["scheme"] = settings["scheme"]
     else:
-        weights = QuantizationArgs(
-            num_bits=settings["bits"],
-            type="int",
-            symmetric=settings["symmetric"],
-            strategy="group",
-            group_size=settings["group_size"],
-        )
+        size = settings["group_size"]
+        grouping = {"strategy": "group", "group_size": size} if size > 0 else {"strategy": "channel"}
+        weights = QuantizationArgs(num_bits=settings["bits"], type="int", symmetric=settings["symmetric"], **grouping)
         told["config_groups"] = {"group_0": QuantizationScheme(targets=["Linear"], weights=weights)}
         del told["targets"]
     found: list[Modifier] = []

@@ -3,9 +3,7 @@
 import os
 import subprocess
 import sys
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -21,43 +19,18 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-class Meeting:
-    """A `Wire` between threads, which counts what goes over it."""
-
-    def __init__(self, rank, world, table):
-        self.rank, self.world, self.parts, self._table = rank, world, 0, table
-
-    def gather(self, part):
-        self.parts += 1
-        self._table["parts"][self.rank] = part.clone()
-        self._table["all"].wait(300)
-        found = torch.stack(self._table["parts"])
-        self._table["all"].wait(300)
-        return found
-
-    def broadcast(self, numbers):
-        numbers.copy_(self.gather(numbers)[0])
-
-
-def among(world, work):
-    table = {"parts": [None] * world, "all": threading.Barrier(world)}
-    with ThreadPoolExecutor(world) as pool:
-        futures = [pool.submit(work, Meeting(rank, world, table)) for rank in range(world)]
-        return [future.result() for future in futures]
-
-
 def left_behind():
     return sorted(Path("/dev/shm").glob("quantflow-*"))
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_every_rank_gets_every_part_in_order_and_no_file_is_left(world):
+def test_every_rank_gets_every_part_in_order_and_no_file_is_left(world, among):
     sizes = [1, 7, 64, 4096, 250_000, 262_144, 262_145, 3]  # floats; a room holds 262,144
 
-    def work(meeting):
-        wire = nearest("generate", meeting)
-        assert isinstance(wire, SharedMemory) and (wire.rank, wire.world) == (meeting.rank, world)
-        before, found = meeting.parts, []
+    def work(sockets):
+        wire = nearest("generate", sockets)
+        assert isinstance(wire, SharedMemory) and (wire.rank, wire.world) == (sockets.rank, world)
+        before, found = sockets.parts, []
         for turn in range(60):
             if (turn + wire.rank) % 11 == 0:
                 time.sleep(0.002)  # ranks come late in turns
@@ -66,7 +39,7 @@ def test_every_rank_gets_every_part_in_order_and_no_file_is_left(world):
             found.append(wire.gather(part[None]))
         numbers = torch.tensor([5, 6, -(2**60)]) if wire.rank == 0 else torch.zeros(3, dtype=torch.int64)
         wire.broadcast(numbers)
-        return found, numbers.tolist(), meeting.parts - before
+        return found, numbers.tolist(), sockets.parts - before
 
     for found, numbers, over_sockets in among(world, work):
         for turn, parts in enumerate(found):
@@ -79,7 +52,7 @@ def test_every_rank_gets_every_part_in_order_and_no_file_is_left(world):
 
 
 @pytest.mark.parametrize("why", ["another processor", "no room"])
-def test_where_there_is_no_such_memory_the_sockets_stay(why, monkeypatch):
+def test_where_there_is_no_such_memory_the_sockets_stay(why, monkeypatch, among):
     if why == "another processor":
         monkeypatch.setattr(_shared_memory.platform, "machine", lambda: "aarch64")
     else:
@@ -88,16 +61,16 @@ def test_where_there_is_no_such_memory_the_sockets_stay(why, monkeypatch):
             raise OSError(28, "No space left on device")
 
         monkeypatch.setattr(_shared_memory.os, "posix_fallocate", full)
-    assert among(2, lambda meeting: nearest("generate", meeting) is meeting) == [True, True]
+    assert among(2, lambda sockets: nearest("generate", sockets) is sockets) == [True, True]
     assert left_behind() == []
 
 
-def test_a_rank_whose_process_ended_is_not_waited_for(monkeypatch):
+def test_a_rank_whose_process_ended_is_not_waited_for(monkeypatch, meeting):
     monkeypatch.setattr(_team, "GRACE", 0.0)
     monkeypatch.setattr(_team.signal, "signal", lambda *_: None)
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     memory = _shared_memory.mmap.mmap(-1, _shared_memory.size_of(2))
-    wire = SharedMemory("generate", Meeting(0, 2, {}), memory, processes=[os.getpid(), ended.pid])
+    wire = SharedMemory("generate", meeting(0, 2), memory, processes=[os.getpid(), ended.pid])
     with pytest.raises(ResourceError, match="generate: another rank ended, or cannot be reached: rank 1 has no process"):
         wire.gather(torch.zeros(1))

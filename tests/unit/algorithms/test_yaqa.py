@@ -1,8 +1,9 @@
-"""YAQA: by hand, against conditional minima found by dense algebra, as properties, at the edges, its errors, why it exists."""
+"""YAQA: by hand, against the paper's update and conditional minima, as properties, at the edges, its errors, why it exists."""
 
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from quantflow.algorithms import ALGORITHMS, gptq, yaqa
 from quantflow.core import blocks
+from quantflow.core.descent import apart
 from quantflow.core.parallel import Workers
 from quantflow.core.scheme import LinearScheme, TensorScheme, preset, with_group_size
 from quantflow.errors import InputError, SchemeError, StatisticsError
@@ -149,6 +151,55 @@ def test_feedback_on_both_sides_takes_conditional_minima(monkeypatch, length, bl
     weight, statistics = random(5, 6, seed=seed), statistics_of(5, 6, seed=seed)
     result = run(weight, W4_CHANNEL, statistics)
     assert torch.equal(result.weight.qvalue, conditional_minima(weight, result, statistics, blocks))
+
+
+def strictly_lower(matrix, sizes):
+    """L of matrix = (L + 1) D (L + 1)^T with D block diagonal and L zero in the blocks of these sizes and above them."""
+    rest, lower, first = matrix.copy(), np.zeros_like(matrix), 0
+    for size in sizes:
+        here, below = slice(first, first + size), slice(first + size, None)
+        lower[below, here] = rest[below, here] @ np.linalg.inv(rest[here, here])
+        rest[below, below] -= lower[below, here] @ rest[here, below]
+        first += size
+    return lower
+
+
+def papers_update(weight, result, statistics, parts):
+    """Round w + (L_O^T E L_I + L_O^T E + E L_I), weight after weight from the last, E the errors of what is rounded. float64.
+
+    L_O and L_I are of G and H, rows in the order of the parts and columns with the largest diagonal last.
+    """
+    scheme, outputs, inputs = result.weight.scheme, *(matrix.numpy() for matrix in sides(statistics))
+    rows, columns = np.array([row for part in parts for row in part]), np.argsort(inputs.diagonal())
+    sizes = [len(part) for part in parts]
+    of_rows = strictly_lower(outputs[rows][:, rows], sizes)
+    of_columns = strictly_lower(inputs[columns][:, columns], [1] * len(columns))
+    weight, scale, zero_point = (tensor.double().numpy()[rows][:, columns] for tensor in (weight, *grid_of(result)))
+    error, qvalue = np.zeros_like(weight), np.zeros_like(weight)
+    for last in np.cumsum(sizes)[::-1]:
+        for row in range(last - sizes.pop(), last):
+            for column in reversed(range(len(columns))):
+                pull = of_rows[:, row] @ error @ of_columns[:, column]
+                pull += of_rows[:, row] @ error[:, column] + error[row] @ of_columns[:, column]
+                q = np.round((weight[row, column] + pull) / scale[row, column] + zero_point[row, column])
+                qvalue[row, column] = q = np.clip(q, scheme.qmin, scheme.qmax)
+                error[row, column] = weight[row, column] - scale[row, column] * (q - zero_point[row, column])
+    back = np.empty_like(qvalue)
+    back[np.ix_(rows, columns)] = qvalue
+    return torch.from_numpy(back).to(torch.int8)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=IDS)
+@pytest.mark.parametrize(("rows", "length"), [(5, 1), (21, 8)])
+def test_feedback_on_both_sides_is_the_papers_update(monkeypatch, rows, length, scheme):  # arXiv:2505.22988
+    monkeypatch.setattr(yaqa, "_ROWS", length)
+    monkeypatch.setattr(yaqa, "_SWEEPS", 0)
+    weight, statistics = random(rows, 64, seed=6), statistics_of(rows, 64, seed=6)
+    result = run(weight, scheme, statistics)
+    expected = papers_update(weight, result, statistics, [part.tolist() for part in apart(rows, length)])
+    assert torch.equal(result.weight.qvalue, expected)
+    plain = gptq.quantize_group({"w": weight}, scheme, statistics=statistics, scale_dtype=torch.float32)["w"]
+    assert not torch.equal(plain.weight.qvalue, expected)  # or the other side says nothing
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=IDS)

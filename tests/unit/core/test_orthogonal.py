@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from compressed_tensors.transform.utils.hadamard import deterministic_hadamard_matrix
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +20,13 @@ def test_size_four_is_sylvesters_matrix_by_hand():
     by = rotation(4, seed=0)
     expected = torch.tensor([[1, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, -1, -1, 1]]) / 2.0
     assert torch.equal(matrix(by), by.signs[:, None] * expected)
+
+
+@pytest.mark.parametrize("size", [1, 2, 8, 64, 512])
+def test_a_power_of_two_is_the_matrix_that_compressed_tensors_has(size):
+    by = rotation(size, seed=2)
+    theirs = deterministic_hadamard_matrix(size, dtype=torch.float32)
+    torch.testing.assert_close(matrix(by), by.signs[:, None] * theirs / size**0.5)
 
 
 def test_order_twelve_is_a_hadamard_matrix():

@@ -1,7 +1,6 @@
 """A model over several ranks, here threads, has the bits and the tokens of one process; each rank holds its rows alone."""
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -48,58 +47,24 @@ exact = pytest.mark.skipif(
 )
 
 
-class Meeting:
-    """A `Wire` between threads."""
+@pytest.fixture(scope="session")
+def shared(among):
+    """Return what gives what `ask` makes of a decoder over so many ranks."""
 
-    def __init__(self, rank, world, table):
-        self.rank, self.world, self._table = rank, world, table
+    def over_ranks(folder, world, ask, *, backend="auto", **options):
+        def work(wire):
+            ranks = Ranks(open_artifact(folder, backend=backend, verify=False), wire)
+            decoder = LeanDecoder(ranks.artifact, ranks=ranks, **options)
+            if wire.rank:
+                return follow(decoder, wire)
+            leader = Leader(decoder, wire)
+            found = ask(leader)
+            leader.end()
+            return found
 
-    def gather(self, part):
-        assert part.is_contiguous()
-        self._table["parts"][self.rank] = part.clone()
-        self._table["all"].wait(300)
-        found = torch.stack(self._table["parts"])
-        self._table["all"].wait(300)
-        return found
+        return among(world, work)[0]
 
-    def broadcast(self, numbers):
-        if self.rank == 0:
-            self._table["numbers"] = numbers.clone()
-        self._table["all"].wait(300)
-        numbers.copy_(self._table["numbers"])
-        self._table["all"].wait(300)
-
-
-def among(world, work):
-    """Return what `work` makes of each rank's wire; the first error breaks the others' waiting."""
-    table = {"parts": [None] * world, "all": threading.Barrier(world)}
-
-    def rank(number):
-        torch.set_num_threads(1)
-        try:
-            return work(Meeting(number, world, table))
-        except BaseException:
-            table["all"].abort()
-            raise
-
-    with ThreadPoolExecutor(world) as pool:
-        return [future.result() for future in [pool.submit(rank, number) for number in range(world)]]
-
-
-def shared(folder, world, ask, *, backend="auto", **options):
-    """Return what `ask` makes of a decoder over so many ranks."""
-
-    def work(wire):
-        ranks = Ranks(open_artifact(folder, backend=backend, verify=False), wire)
-        decoder = LeanDecoder(ranks.artifact, ranks=ranks, **options)
-        if wire.rank:
-            return follow(decoder, wire)
-        leader = Leader(decoder, wire)
-        found = ask(leader)
-        leader.end()
-        return found
-
-    return among(world, work)[0]
+    return over_ranks
 
 
 def alone(folder, ask, *, backend="auto", **options):
@@ -131,7 +96,7 @@ def equal(found, expected):
 
 @exact
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_of_every_family_have_the_bits_of_one_process(family, tmp_path, make_artifact):
+def test_logits_of_every_family_have_the_bits_of_one_process(family, tmp_path, make_artifact, shared):
     make_artifact(tmp_path, FAMILIES[family], W4A16)
     expected = alone(tmp_path, walk)
     for world in (1, 7) if family == "seven to a head" else (1, 2, 4):
@@ -142,7 +107,7 @@ def test_logits_of_every_family_have_the_bits_of_one_process(family, tmp_path, m
 @pytest.mark.parametrize(
     "name", ["W8A8", "W8A8_STATIC", "W8A16", "FP8", "FP8_DYNAMIC", "FP8_BLOCK", "W4A16", "W4A16_ASYM", "W3A16_ASYM", "W4A8"]
 )
-def test_logits_of_every_scheme_have_the_bits_of_one_process(name, tmp_path, make_artifact):
+def test_logits_of_every_scheme_have_the_bits_of_one_process(name, tmp_path, make_artifact, shared):
     make_artifact(tmp_path, WIDE, PRESETS[name])
     expected = alone(tmp_path, walk)
     assert all(found.isfinite().all() for found in expected)
@@ -151,7 +116,7 @@ def test_logits_of_every_scheme_have_the_bits_of_one_process(name, tmp_path, mak
 
 
 @exact
-def test_linears_that_are_quantized_differently_or_not_have_the_bits_of_one_process(tmp_path, make_artifact):
+def test_linears_that_are_quantized_differently_or_not_have_the_bits_of_one_process(tmp_path, make_artifact, shared):
     def scheme_of(name):
         return {"v_proj": None, "k_proj": PRESETS["W8A8"], "up_proj": None}.get(name.rpartition(".")[2], W4A16)
 
@@ -162,21 +127,21 @@ def test_linears_that_are_quantized_differently_or_not_have_the_bits_of_one_proc
 
 @exact
 @pytest.mark.parametrize("kind", ["bfloat16", "float8", "int8"])
-def test_every_cache_is_cut_with_its_heads(kind, tmp_path, make_artifact):
+def test_every_cache_is_cut_with_its_heads(kind, tmp_path, make_artifact, shared):
     make_artifact(tmp_path, LLAMA, W4A16)
     expected = alone(tmp_path, walk, kv_cache=kind)
     assert equal(shared(tmp_path, 4, walk, kv_cache=kind), expected)
 
 
 @pytest.mark.parametrize("options", [{"fused": False}, {"backend": "reference"}], ids=str)
-def test_without_our_own_kernels_logits_are_those_of_one_process_within_rounding(options, tmp_path, make_artifact):
+def test_without_our_own_kernels_logits_are_those_of_one_process_within_rounding(options, tmp_path, make_artifact, shared):
     make_artifact(tmp_path, LLAMA, W4A16)
     for ours, theirs in zip(shared(tmp_path, 2, walk, **options), alone(tmp_path, walk, **options), strict=True):
         assert torch.allclose(ours, theirs, atol=2e-6, rtol=2e-6)
 
 
 @exact
-def test_every_way_to_generate_gives_the_tokens_of_one_process(tmp_path, make_artifact):
+def test_every_way_to_generate_gives_the_tokens_of_one_process(tmp_path, make_artifact, shared):
     make_artifact(tmp_path / "model", LLAMA, W4A16)
     make_artifact(
         tmp_path / "draft", LlamaConfig(**SIZES | {"num_hidden_layers": 1}, architectures=["LlamaForCausalLM"]), W4A16
@@ -202,7 +167,7 @@ def test_every_way_to_generate_gives_the_tokens_of_one_process(tmp_path, make_ar
     assert equal(shared(tmp_path / "model", 2, every), expected)
 
 
-def test_a_rank_reads_and_holds_its_rows_and_norms_alone(tmp_path, make_artifact, monkeypatch):
+def test_a_rank_reads_and_holds_its_rows_and_norms_alone(tmp_path, make_artifact, monkeypatch, among):
     make_artifact(tmp_path, WIDE, W4A16)
     counted = {}
     fill = reading._fill
@@ -267,7 +232,7 @@ def test_rows_that_do_not_divide_are_shared_in_whole_blocks(tmp_path, make_artif
     assert spans["model.layers.0.self_attn.v_proj"] == [(0, 128), (0, 128), (128, 128), (128, 128)]  # two heads on four ranks
 
 
-def test_scales_of_a_cache_go_with_its_heads(tmp_path, make_artifact):
+def test_scales_of_a_cache_go_with_its_heads(tmp_path, make_artifact, meeting):
     make_artifact(tmp_path, LLAMA, W4A16)
     artifact = open_artifact(tmp_path)
     own = {"k_scale": (2, 1, 1), "v_scale": (1,)}  # of each head; of all
@@ -280,14 +245,14 @@ def test_scales_of_a_cache_go_with_its_heads(tmp_path, make_artifact):
     }
     whole = replace(artifact, checkpoint=replace(artifact.checkpoint, tensors=artifact.checkpoint.tensors | scales))
     for rank, offset in enumerate((80, 80, 84, 84)):  # two heads on four ranks
-        infos = Ranks(whole, Meeting(rank, 4, {})).artifact.checkpoint.infos
+        infos = Ranks(whole, meeting(rank, 4)).artifact.checkpoint.infos
         keys, values = (infos[name] for name in scales)
         assert (keys.shape, keys.offset, keys.nbytes) == ((1, 1, 1), offset, 4)
         assert (values.shape, values.offset, values.nbytes) == ((1,), 80, 4)
 
 
 @pytest.mark.parametrize("token", [-1, 97])
-def test_a_token_that_no_rank_has_is_refused(token, tmp_path, make_artifact):
+def test_a_token_that_no_rank_has_is_refused(token, tmp_path, make_artifact, shared):
     make_artifact(tmp_path, LLAMA, W4A16)
 
     def ask(decoder):
@@ -298,7 +263,7 @@ def test_a_token_that_no_rank_has_is_refused(token, tmp_path, make_artifact):
         shared(tmp_path, 2, ask)
 
 
-def test_a_share_is_packed_by_itself_and_loaded_again(tmp_path, make_artifact):
+def test_a_share_is_packed_by_itself_and_loaded_again(tmp_path, make_artifact, among):
     folder = tmp_path / "artifact"
     folder.mkdir()
     make_artifact(folder, LLAMA, W4A16)
@@ -319,10 +284,10 @@ def test_a_share_is_packed_by_itself_and_loaded_again(tmp_path, make_artifact):
     assert len(list((tmp_path / "artifact-packed").iterdir())) == 3
 
 
-def test_what_the_lean_decoder_does_not_run_is_refused_by_every_rank(tmp_path, make_artifact):
+def test_what_the_lean_decoder_does_not_run_is_refused_by_every_rank(tmp_path, make_artifact, meeting):
     config = LlamaConfig(**SIZES, hidden_act="gelu", architectures=["LlamaForCausalLM"])
     make_artifact(tmp_path, config, W4A16)
-    wire = Meeting(0, 2, {})
+    wire = meeting(0, 2)
     with pytest.raises(UnsupportedError, match="the lean decoder: it gates with silu, not with gelu"):
         load(tmp_path, decoder="auto", wire=wire)
     with pytest.raises(UsageError, match="2 ranks: decoder transformers on cpu"):
