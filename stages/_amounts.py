@@ -2,12 +2,15 @@
 
 from collections.abc import Sequence
 
+from quantflow.algorithms import BLOCK_ALGORITHMS
 from quantflow.core import blocks
 from quantflow.models.stand_ins import HEAD_ROWS, LINEAR_ROWS
 from quantflow.observers.fisher import FisherObserver
 from quantflow.observers.gradient import GradientObserver
 from quantflow.observers.hessian import ROWS, observer_bytes
+from stages._compatible import LEARNING
 from stages._head import HeadPlan
+from stages._plan import Plan
 from stages._sizes import FLOAT, LayerSize, ModelSize, elements_of, head_file_bytes
 
 GRADIENTS = (FisherObserver.NAME, GradientObserver.NAME)  # the statistics that the way back is run for
@@ -121,3 +124,29 @@ def matrix_bytes(layer: LayerSize, stats: Sequence[str]) -> int:
     hessians = [FLOAT * k * k for _, _, k in layer.groups if "hessian" in stats]
     gradients = [blocks.nbytes(o) for _, outputs, _ in layer.groups for o in outputs if GradientObserver.NAME in stats]
     return max([0, *hessians, *gradients])
+
+
+def started_bytes(plan: Plan, names: Sequence[str], outputs: Sequence[int], features: int) -> int:
+    """Qvalues of linears that share an input and wait to be learned from, a byte each, their scales and zero points."""
+    quantized = [
+        (scheme, rows) for name, rows in zip(names, outputs, strict=True) if (scheme := plan.schemes[name]) is not None
+    ]
+    return sum(rows * (features + 5 * (features // (scheme.weights.group_size or features))) for scheme, rows in quantized)
+
+
+def learning_moments(model: ModelSize, plan: Plan, tokens: int) -> list[tuple[int, int]]:
+    """While a layer's rounding is learned, and while what came out is encoded: all of its weights, what it starts from, that.
+
+    Each worker brings a sequence there and back, with its target beside it.
+    """
+    if plan.learned is None:
+        return []
+    held = FLOAT * model.layer.elements if plan.transforms else layer_as_stored(model)
+    started = sum(started_bytes(plan, names, outputs, k) for names, outputs, k in model.layer.groups)
+    names = [name for linears, _, _ in model.layer.groups for name in linears if plan.schemes[name] is not None]
+    weights = sum(elements_of(model.infos[f"{name}.weight"]) for name in names)
+    widest = max(k for _, _, k in model.layer.groups)
+    algorithm = BLOCK_ALGORITHMS[LEARNING]
+    none, one = (algorithm.working_bytes(weights, (started - weights) // 5, widest=widest, workers=count) for count in (0, 1))
+    run = backward_bytes(model, tokens) + 3 * FLOAT * tokens * model.hidden
+    return [(held + started + none, one - none + run), (held + 3 * started, 0)]

@@ -4,7 +4,8 @@
     calibration: {source, samples, sequence_length, pack}
     measure:     {ranks, tp, dp, stats, experts}
     quantize:    [{name, scheme, algorithm, group_size, float8, scale_rounding, input_observer, transforms, ignore, overrides,
-                   kv_cache: {scheme, granularity}, head, experts, expert_tokens, target_bpw, max_kld, candidates, expect}, ...]
+                   signround: {iterations, sequences, start}, kv_cache: {scheme, granularity}, head, experts, expert_tokens,
+                   target_bpw, max_kld, candidates, expect}, ...]
     unify:       {groups}               export: {format, shard_size, device, scale_method, dtype}
     validate:    {text, tokens, sequence_length, gate, allow_inconclusive}
     resources:   {max_memory, max_disk, disk_offload}
@@ -93,6 +94,21 @@ class Head:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SignRound:
+    """Algorithm signround: so many `iterations` of so many `sequences` of the text, from what the algorithm `start` makes."""
+
+    iterations: int = 200
+    sequences: int = 8
+    start: str = "rtn"
+
+    def __post_init__(self) -> None:
+        """Refuse counts that are none."""
+        for key, value in (("iterations", self.iterations), ("sequences", self.sequences)):
+            if value < 1:
+                raise UsageError(f"signround: {key}={value}", "give 1 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Candidate:
     """A scheme that may be chosen for a linear."""
 
@@ -125,7 +141,7 @@ class Quantize:
     statistics, and 100 for static inputs. `head` null leaves the head as it is. With `target_bpw` (bits per quantized weight
     of the layers) or `max_kld` (mean KL divergence, nats per token) every linear of a layer that `overrides` does not name
     gets the one of `candidates` that measured sensitivities speak for; null is integers of 2 to 8 bits. `kv_cache` null
-    keeps keys and values as they are.
+    keeps keys and values as they are. `signround` is how the algorithm of that name learns.
     """
 
     name: str
@@ -138,6 +154,7 @@ class Quantize:
     transforms: tuple[dict[str, Any], ...] | None = None
     ignore: tuple[str, ...] = ()
     overrides: tuple[Override, ...] = ()
+    signround: SignRound | None = None
     kv_cache: KVCache | None = None
     head: Head | None = None
     quantized_inputs: bool | None = None

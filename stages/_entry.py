@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quantflow.algorithms import ALGORITHMS
+from quantflow.algorithms import ALGORITHMS, BLOCK_ALGORITHMS
 from quantflow.core.scheme import (
     LinearScheme,
     TensorScheme,
@@ -19,7 +19,7 @@ from quantflow.observers import observers_for
 from quantflow.observers.fisher import FisherObserver
 from quantflow.observers.rows import NAME as ROWS
 from quantflow.transforms import ROTATIONS, TRANSFORMS, Transform, Turn
-from stages._config import Head, Override, Quantize, nearest
+from stages._config import Head, Override, Quantize, SignRound, nearest
 
 BEST = "best"  # stands for an algorithm, `_best` says for which
 GRADIENT_SUM = "gradient_sum"  # the one statistic that algorithms read of a linear's output
@@ -107,18 +107,52 @@ def override_of(entry: Quantize, override: Override | Head) -> LinearScheme:
 
 
 def algorithm_of(entry: Quantize) -> str:
-    """Return the algorithm that an entry names, or its scheme's usual one; `best` is one of the others.
+    """Return the algorithm that quantizes linears that share an input, a key of ALGORITHMS.
+
+    It is what an entry names, or its scheme's usual one; `best` is one of the others, and what learns has one to start from.
 
     Raises:
         UsageError: it is unknown.
     """
-    scheme = preset(entry.scheme)
+    scheme, learned = preset(entry.scheme), learned_of(entry)
     algorithm = entry.algorithm or scheme.algorithm
+    if learned is not None:
+        if learned.start not in ALGORITHMS:
+            words = nearest(learned.start, list(ALGORITHMS))
+            raise UsageError(f"{entry.name}: {algorithm}: start={learned.start!r} is no algorithm to start from", words)
+        return learned.start
     if algorithm == BEST:
         return _best(scheme.weights, transforms=len(transforms_of(entry)))
     if algorithm not in ALGORITHMS:
-        raise UsageError(f"{entry.name}: algorithm {algorithm!r} is unknown", nearest(algorithm, [*ALGORITHMS, BEST]))
+        known = [*ALGORITHMS, *BLOCK_ALGORITHMS, BEST]
+        raise UsageError(f"{entry.name}: algorithm {algorithm!r} is unknown", nearest(algorithm, known))
     return algorithm
+
+
+def learned_of(entry: Quantize) -> SignRound | None:
+    """Return how an entry's rounding is learned, None where its algorithm does not learn.
+
+    Raises:
+        UsageError: it says how, and its algorithm is another; or what does not go with it.
+    """
+    if entry.algorithm not in BLOCK_ALGORITHMS:
+        if entry.signround is not None:
+            raise UsageError(
+                f"{entry.name}: signround beside algorithm {entry.algorithm or preset(entry.scheme).algorithm}",
+                "give `algorithm: signround`, or leave signround out",
+            )
+        return None
+    if entry.quantized_inputs is not None:
+        raise UsageError(
+            f"{entry.name}: quantized_inputs={entry.quantized_inputs} with {entry.algorithm}",
+            "it learns on quantized inputs towards original outputs: leave quantized_inputs out",
+        )
+    if entry.mixed:
+        raise UsageError(
+            f"{entry.name}: target_bpw or max_kld with {entry.algorithm}",
+            "choose with gptq, and give the recipe.yaml that it writes `algorithm: signround`",
+        )
+    return entry.signround or SignRound()
 
 
 def _best(weights: TensorScheme, *, transforms: int) -> str:

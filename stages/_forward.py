@@ -83,8 +83,10 @@ class Forward:
         about: Any = {"workers": self.workers, "progress": self.progress}
         bring_up_to_date(self.output, self.plan, self.source.checkpoint, key=self.key, **about)
         stream = LayerStream(source, self.graph)
-        # The canary is last, so that the others can go on before the layer is quantized.
-        sequences = [*self.team.mine(self._calibration), tokens]
+        # The canary is last, so that the others can go on before the layer is quantized. What learns needs the text twice:
+        # as the original layers and as the quantized ones put it out.
+        text = self.team.mine(self._calibration)
+        sequences = [*text, *(text if self.plan.learned is not None else ()), tokens]
         opened = partial(HiddenStates, len(sequences), folder=_state.scratch(self.output))
         start, hidden = _state.restart_together(self.output, self.key, self.graph, opened=opened, span=self.team.span)
         states = stream.begin(sequences, hidden=hidden)
@@ -114,7 +116,10 @@ class Forward:
         self, stream: LayerStream, source: Source | Rotated, module: nn.Module, layer: Layer, states: Sequence[State]
     ) -> Tensor:
         """Quantize a layer, or read it back, and put the hidden states that leave it; return the canary's."""
+        learned = self.plan.learned is not None
         *calibration, canary = states
+        again = calibration[len(calibration) // 2 :] if learned else []
+        calibration = calibration[: len(calibration) - len(again)]
         path = _state.layer_path(self.output, layer.index)
         layer_key = digest_of([self.key, layer.index])
         # A card's part does not make the layer; cards that have it make it again together, to the same bytes.
@@ -139,8 +144,9 @@ class Forward:
                 statistics=statistics,
                 canary=canary,
                 states=calibration,
+                again=again,
                 tokens=[len(sequence) for sequence in self._calibration],
-                keep_outputs=original,
+                keep_outputs=original or learned,
                 workers=self.workers,
                 ahead=self.allowance.in_flight,
                 progress=self.progress,
@@ -161,9 +167,9 @@ class Forward:
             found |= {"key": layer_key, "canary": tensor_hash(output)} | self.share.record(layer)
             _state.write_layer(path, sliced(work.tensors, layer.linears, self.plan.schemes, self.share), found)
         if more:
-            if not original:
+            if learned or not original:
                 self.progress.doing("through the quantized layer")
-                stream.advance(module, calibration, cache=cache, workers=self.workers)
+                stream.advance(module, again if learned else calibration, cache=cache, workers=self.workers)
             canary.store.put(canary.index, output)
         return output
 

@@ -1,19 +1,21 @@
 """One decoder layer of stage 2: transforms, statistics, algorithm, and what the artifact will hold for it.
 
 The order is fixed: collect what the calibration text shows (stages/_traffic.py), smooth (stages/_smooth.py), prove on the
-canary that smoothing changed nothing, look which experts got too few tokens (stages/_experts.py), quantize group by group, put
-the quantized linears in place. What comes out holds every tensor of the layer under its name in the artifact, so the file of a
-layer is all that a resumed run needs.
+canary that smoothing changed nothing, look which experts got too few tokens (stages/_experts.py), quantize group by group,
+learn from there on where the plan says so (stages/_learn.py), put the quantized linears in place. What comes out holds every
+tensor of the layer under its name in the artifact, so the file of a layer is all that a resumed run needs.
 
 Cards that quantize a layer together (stages/_team.py) each collect the Hessians of their groups, quantize these, and tell
 the others what they became; all else every card does.
 
 In memory at once: while sequences run, the layer and half a Hessian per group; while a fold is searched, its whole Hessian
 beside them; while a group is quantized, its Hessian, which its algorithm overwrites, and the weights and half Hessians of
-the groups that are still to come. Weights are as stored, or in float32 where a transform may change them.
+the groups that are still to come; while rounding is learned all weights. They are as stored, or in float32 where a transform
+may change them.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -38,11 +40,12 @@ from quantflow.transforms import awq
 from stages._entry import GRADIENT_SUM
 from stages._experts import ROUTED, Short, fed_by, record_of, refuse, short_of_tokens, treat
 from stages._inputs import input_of
+from stages._learn import learn
 from stages._memory import give_back_holes
 from stages._plan import Plan
 from stages._smooth import smooth
 from stages._traffic import collect
-from stages._work import LayerWork
+from stages._work import LayerWork, Made
 
 FORMAT = FORMATS["compressed-tensors"]
 SMOOTHING_TOLERANCE = 1e-6  # ||change||^2 / ||output||^2 of the canary: a float32 reordering, not another function
@@ -66,6 +69,9 @@ def quantize_layer(work: LayerWork) -> None:
     for number, group in numbered:
         if work.team.owns(number):
             _quantize_group(work, group, hessians.pop(number, None))
+    if work.plan.learned is not None:
+        learn(work)
+        _encode(work, list(work.made))
     _exchange(work)
     give_back_holes()
     install_all(work.module, work.layer, work.plan, work.tensors)
@@ -149,7 +155,8 @@ def _quantize_group(work: LayerWork, group: LinearGroup, hessian: HessianObserve
         members = [name for name in group.linears if work.plan.schemes[name] == scheme]
         work.progress.doing(", ".join(work.layer.relative(name) for name in members))
         _quantize_members(work, members, scheme, statistics=statistics, last=scheme is schemes[-1])
-        _release(work, members)
+        if work.plan.learned is None:
+            _encode(work, members)
 
 
 def _release(work: LayerWork, names: Sequence[str]) -> None:
@@ -179,7 +186,7 @@ def _quantize_members(
     statistics: dict[str, Tensor],
     last: bool,
 ) -> None:
-    """Quantize linears that share an input and a scheme, and keep what the layer's file will hold of them.
+    """Quantize linears that share an input and a scheme.
 
     The `last` of a group may overwrite the Hessian, and lets go of it.
     """
@@ -205,14 +212,24 @@ def _quantize_members(
     if last:
         statistics.pop("hessian_sum", None)
     seen = input_of(members[0], scheme, statistics)
-    errors = work.workers.map(lambda name: weight_sums(weights[name], results[name].weight), results)
-    for (name, result), sums in zip(results.items(), errors, strict=True):
+    for name, result in results.items():
+        result = replace(result, decisions={**result.decisions, **told.get(name, {})})
+        work.made[name] = Made(result=result, scheme=scheme, scale_dtype=scale_dtype, seen=seen)
+
+
+def _encode(work: LayerWork, names: Sequence[str]) -> None:
+    """Keep what the layer's file will hold of linears that are quantized, and let go of their weights."""
+    made = {name: work.made.pop(name) for name in names}
+    errors = work.workers.map(lambda name: weight_sums(work.child(name).weight.detach(), made[name].result.weight), made)
+    for (name, found), sums in zip(made.items(), errors, strict=True):
+        result, seen = found.result, found.seen
         quantized = QuantizedLinear(
-            weight=result.weight, scheme=scheme, input_scale=seen.scale, input_zero_point=seen.zero_point
+            weight=result.weight, scheme=found.scheme, input_scale=seen.scale, input_zero_point=seen.zero_point
         )
-        work.tensors |= FORMAT.encode(name, quantized, scale_dtype=scale_dtype)
+        work.tensors |= FORMAT.encode(name, quantized, scale_dtype=found.scale_dtype)
         work.errors[name] = {"weight": error_from(*sums, name=name)}
-        work.decisions.setdefault(name, {}).update({**result.decisions, **told.get(name, {}), **seen.decisions})
+        work.decisions.setdefault(name, {}).update({**result.decisions, **seen.decisions})
+    _release(work, names)
 
 
 def _clipped(

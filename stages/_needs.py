@@ -28,9 +28,11 @@ from stages._amounts import (
     hidden_bytes,
     layer_as_stored,
     layer_in_memory,
+    learning_moments,
     matrix_bytes,
     observing_bytes,
     parts_bytes,
+    started_bytes,
     statistics_bytes,
     stored_bytes,
     watching_bytes,
@@ -140,7 +142,7 @@ def need_layers(model: ModelSize, plan: Plan, *, lengths: Sequence[int]) -> Need
     beside what its file will hold, runs again.
     """
     longest = max(lengths, default=CANARY_TOKENS)
-    hidden = hidden_bytes(model, lengths)
+    hidden = hidden_bytes(model, lengths) * (1 if plan.learned is None else 2)
     encoded = layer_bytes(model, plan.schemes, kv_cache=plan.kv_cache)
     halves = sum(observer_bytes(k) for _, _, k in model.layer.groups) if plan.needs_hessian else 0
     kept = FLOAT * SAMPLE_ROWS * sum(k for _, _, k in _folds(model.layer)) if plan.needs_rows else 0
@@ -154,6 +156,7 @@ def need_layers(model: ModelSize, plan: Plan, *, lengths: Sequence[int]) -> Need
         (LIBRARIES + layer + halves + kept + folding, forward + inputs + parts),
         *((LIBRARIES + layer + halves + 2 * kept + fixed, each) for fixed, each in _searching(model, plan)),
         *((LIBRARIES + fixed, each) for fixed, each in _quantizing(model, plan)),
+        *((LIBRARIES + fixed, each) for fixed, each in learning_moments(model, plan, longest)),
         (LIBRARIES + max(encoded) + _installing_bytes(model, plan), 0),
         (LIBRARIES + max(encoded) + _installed_bytes(model), forward),
         (LIBRARIES + head_bytes(model, CANARY_TOKENS, plan.head), 0),
@@ -265,8 +268,9 @@ def _quantizing(model: ModelSize, plan: Plan) -> list[Moment]:
         held = left + sum(halves[index + 1 :]) + (4 * k * k if plan.needs_hessian else 0) + done
         factor += gradient_bytes(outputs) if plan.needs_gradients else 0  # read now, let go of with the group
         moments += [(held + halves[index], 0), (held + factor + rows * k + encoded, each)]
-        done += encoded
-        left -= FLOAT * rows * k if plan.transforms else stored_bytes(model, names)
+        done += encoded if plan.learned is None else started_bytes(plan, names, outputs, k)
+        if plan.learned is None:
+            left -= FLOAT * rows * k if plan.transforms else stored_bytes(model, names)
     return moments
 
 

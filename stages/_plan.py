@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
-from quantflow.algorithms import ALGORITHMS
+from quantflow.algorithms import ALGORITHMS, BLOCK_ALGORITHMS
 from quantflow.core.groups import group_size_for
 from quantflow.core.scheme import LinearScheme, TensorScheme
 from quantflow.errors import InputError, UnsupportedError, UsageError
@@ -14,8 +14,9 @@ from quantflow.models.graph import Graph
 from quantflow.observers import observers_for
 from quantflow.observers.rows import NAME as ROWS
 from quantflow.transforms import ROTATIONS, TRANSFORMS, awq
-from stages._config import Quantize, nearest
-from stages._entry import GRADIENT_SUM, algorithm_of, base_of, needs_of, override_of, transforms_of
+from stages._compatible import LEARNING, check_algorithm, check_learning
+from stages._config import Quantize, SignRound, nearest
+from stages._entry import GRADIENT_SUM, KNOWN, algorithm_of, base_of, learned_of, needs_of, override_of, transforms_of
 from stages._experts import Policy, policy_for
 from stages._head import HeadPlan, head_of, refuse_ranks
 from stages._kv_cache import kv_cache_of
@@ -24,7 +25,6 @@ OUTSIDE = "outside.safetensors"  # in a quantize folder: what lies outside the l
 SEQUENCES = 32  # of calibration text that run where nothing but rows is needed of it
 APART = 4  # of that many sequences one gives rows, where the others give a static range
 SAMPLE_ROWS = 1024  # of each input that a search tries its candidates on
-_INTEGERS = ("hqq", "yaqa")  # algorithms that have nothing to choose of float8
 Item = TypeVar("Item")
 
 
@@ -35,6 +35,7 @@ class Plan:
     Attributes:
         schemes: every linear of the decoder layers, in model order; None is left as it is.
         algorithm: a key of ALGORITHMS.
+        learned: how rounding is learned from there on; None stays with what the algorithm makes.
         transforms: (name, options) in the order in which they run.
         needs: the statistics of a linear's input that have to be there.
         file_to_file: whether weights go from file to file and the model never runs: one process does that where rows are
@@ -53,6 +54,22 @@ class Plan:
     experts: Policy | None = None
     head: HeadPlan | None = None
     kv_cache: TensorScheme | None = None
+    learned: SignRound | None = None
+
+    @property
+    def method(self) -> str:
+        """The algorithm as recipes name it."""
+        return self.algorithm if self.learned is None else LEARNING
+
+    @property
+    def versions(self) -> dict[str, int]:
+        """The versions of what the result is computed by."""
+        found = {
+            self.algorithm: ALGORITHMS[self.algorithm].VERSION,
+            **{name: KNOWN[name].VERSION for name, _ in self.transforms},
+        }
+        found |= {} if self.learned is None else {LEARNING: BLOCK_ALGORITHMS[LEARNING].VERSION}
+        return found | ({} if self.head is None else {"head": ALGORITHMS[self.head.algorithm].VERSION})
 
     @property
     def quantized(self) -> dict[str, LinearScheme]:
@@ -78,7 +95,7 @@ class Plan:
     @property
     def needs_text(self) -> bool:
         """Whether calibration text runs through the model again, layer by layer."""
-        return self.needs_hessian or self.needs_rows or bool(self.observed)
+        return self.needs_hessian or self.needs_rows or bool(self.observed) or self.learned is not None
 
     @property
     def rotation(self) -> tuple[str, Mapping[str, Any]] | None:
@@ -110,7 +127,7 @@ class Plan:
 
     def text(self, sequences: Sequence[Item]) -> Sequence[Item]:
         """Return what of the calibration text runs through the model: all, some at equal distances, or nothing."""
-        if self.needs_hessian or self.observed or self.rows_apart > 1:
+        if self.needs_hessian or self.observed or self.rows_apart > 1 or self.learned is not None:
             return sequences
         if not self.needs_rows or not sequences:
             return ()
@@ -120,7 +137,7 @@ class Plan:
     @property
     def needs_measurement(self) -> bool:
         """Whether a measurement has to be given."""
-        return bool(self.needs) or self.kv_cache is not None
+        return bool(self.needs) or self.kv_cache is not None or self.learned is not None
 
     def as_json(self) -> dict[str, Any]:
         """Return the plan as plain data, for state keys and manifests."""
@@ -128,7 +145,8 @@ class Plan:
         transforms = [{name: dict(options)} for name, options in self.transforms]
         head = {} if self.head is None else {"head": self.head.as_json()}
         kv_cache = {} if self.kv_cache is None else {"kv_cache": asdict(self.kv_cache)}
-        return {"schemes": schemes, "algorithm": self.algorithm, "transforms": transforms, **head, **kv_cache}
+        learned = {} if self.learned is None else {"learned": asdict(self.learned)}
+        return {"schemes": schemes, "algorithm": self.method, **learned, "transforms": transforms, **head, **kv_cache}
 
 
 def resolve(
@@ -156,11 +174,13 @@ def resolve(
             f"{entry.name}: target_bpw or max_kld of a {graph.family.model_type}; experts' sensitivities are not measured",
             "give one scheme, and overrides where linears need another",
         )
-    base, algorithm = base_of(entry), algorithm_of(entry)
+    base, algorithm, learned = base_of(entry), algorithm_of(entry), learned_of(entry)
     schemes = _schemes(entry, graph, shapes, base=base)
     used = [scheme for scheme in schemes.values() if scheme is not None]
     for scheme in dict.fromkeys(used):
-        _check_algorithm(entry.name, algorithm, scheme)
+        check_algorithm(entry.name, algorithm, scheme)
+        if learned is not None:
+            check_learning(entry.name, scheme, graph, ranks=ranks)
     layout, kinds = FORMATS["compressed-tensors"], {str(number): scheme for number, scheme in enumerate(dict.fromkeys(used))}
     layout.quantization_config(kinds, ignore=(), model_type=graph.family.model_type)  # refuses what no file could hold
     transforms = transforms_of(entry)
@@ -175,7 +195,7 @@ def resolve(
             "not histograms",
             "leave input_observer out",
         )
-    alone = ALGORITHMS[algorithm].BY_ROW and not transforms
+    alone = ALGORITHMS[algorithm].BY_ROW and not transforms and learned is None
     kv_cache = kv_cache_of(entry, graph, transforms, ranks=ranks)
     by_row = all(scheme.weights.granularity in ("per_channel", "per_group", "per_block") for scheme in used)
     return Plan(
@@ -188,6 +208,7 @@ def resolve(
         kv_cache=kv_cache,
         experts=_experts(entry, graph, schemes, weights=bool(ALGORITHMS[algorithm].NEEDS) or _clips(transforms, algorithm)),
         head=head,
+        learned=learned,
     )
 
 
@@ -253,19 +274,6 @@ def overridden(entry: Quantize, graph: Graph) -> frozenset[str]:
     """
     linears = list(graph.linears)
     return frozenset(n for each in entry.overrides for n in _matches(each.match, linears, f"{entry.name}: overrides"))
-
-
-def _check_algorithm(name: str, algorithm: str, scheme: LinearScheme) -> None:
-    if algorithm in _INTEGERS and scheme.weights.kind != "int":
-        raise UsageError(
-            f"{name}: algorithm {algorithm} with scheme {scheme.name}",
-            f"{algorithm} chooses integers; use rtn, rtn_mse or gptq for float8",
-        )
-    if algorithm == "rtn_mse" and scheme.weights.granularity == "per_tensor":
-        raise UsageError(
-            f"{name}: algorithm rtn_mse with scheme {scheme.name}, whose weights share one scale",
-            "use rtn or gptq, or a scale per channel or block such as FP8_DYNAMIC's",
-        )
 
 
 def _matches(pattern: str, names: Sequence[str], where: str) -> list[str]:

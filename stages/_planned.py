@@ -6,6 +6,7 @@ from typing import Any
 from quantflow.core.float8 import FLAVOURS
 from quantflow.core.kv import kv_words
 from quantflow.core.scheme import LinearScheme, TensorScheme
+from stages._config import SignRound
 from stages._head import HeadPlan
 from stages._plan import Plan
 
@@ -20,7 +21,8 @@ def plan_from(summary: Mapping[str, Any]) -> Plan:
     return Plan(
         name=summary["recipe"]["name"],
         schemes={name: None if data is None else scheme_from(data) for name, data in plan["schemes"].items()},
-        algorithm=plan["algorithm"],
+        algorithm=plan["learned"]["start"] if "learned" in plan else plan["algorithm"],
+        learned=SignRound(**plan["learned"]) if "learned" in plan else None,
         transforms=(),
         needs=frozenset(),
         file_to_file=summary["proof"] == "tensors",

@@ -3,9 +3,11 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from quantflow.algorithms import BLOCK_ALGORITHMS
 from quantflow.core import blocks
 from quantflow.observers.gradient import GradientObserver
 from stages._amounts import goes_back
+from stages._compatible import LEARNING
 from stages._plan import Plan
 from stages._sizes import FLOAT, ModelSize, elements_of, head_file_bytes, layer_bytes, outside_bytes
 
@@ -82,7 +84,11 @@ class Speed:
                 else:
                     work += self.rounded[plan.name] * rows * k
         passes = 2 if plan.needs_text else 0  # before the layer is quantized, and after
-        work += passes * self.token * tokens * len(model.layers)
+        runs = passes * len(lengths)
+        if plan.learned is not None:
+            told = {"iterations": plan.learned.iterations, "sequences": plan.learned.sequences}
+            runs += BLOCK_ALGORITHMS[LEARNING].runs(len(lengths), **told)
+        work += runs * self.token * tokens / max(1, len(lengths)) * len(model.layers)
         return 2 * self.read * model.stored + work / self.cores + writing
 
     def export(self, model: ModelSize, plan: Plan) -> float:

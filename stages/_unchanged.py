@@ -21,14 +21,15 @@ def refuse_unchanged(plan: Plan, records: Sequence[Mapping[str, Any]], measureme
     Raises:
         StatisticsError: they are; names the calibration and how many linears there are.
     """
-    if measurement is None or "hessian_sum" not in ALGORITHMS[plan.algorithm].NEEDS:
+    if measurement is None or ("hessian_sum" not in ALGORITHMS[plan.algorithm].NEEDS and plan.learned is None):
         return
     told = {name: of for record in records for name, of in record["decisions"].items()}
     if unchanged(told):
         counts, calibration = measurement.meta["counts"], measurement.meta["calibration"]["hash"][:16]
         compared = sum("same_as_rtn" in of for of in told.values())
         raise StatisticsError(
-            f"quantize {plan.name}: {plan.algorithm} with calibration {calibration} ({counts['samples']} sequences, "
+            f"quantize {plan.name}: {plan.method} with calibration {calibration} ({counts['samples']} sequences, "
             f"{counts['tokens']} tokens) changed nothing: all {compared} linears are what rtn makes of them",
-            "look at the text with `quantflow calibration inspect` and measure again, or use --algorithm rtn",
+            f"{'give it more iterations, ' if plan.learned is not None else ''}look at the text with `quantflow calibration "
+            "inspect` and measure again, or use --algorithm rtn",
         )

@@ -8,14 +8,33 @@ import torch
 from torch import Tensor, nn
 
 from quantflow.core.parallel import Workers
+from quantflow.core.result import GroupResult
+from quantflow.core.scheme import LinearScheme
 from quantflow.models.capture import LayerStream, State
 from quantflow.models.graph import Layer
 from quantflow.models.load import Source
 from quantflow.models.reading import DTYPES
 from quantflow.models.rotated import Rotated
+from stages._inputs import Input
 from stages._plan import Plan
 from stages._progress import Progress
 from stages._team import Team
+
+
+@dataclass(frozen=True, kw_only=True)
+class Made:
+    """What became of one linear, before its layout encodes it.
+
+    Attributes:
+        result: its quantized weight, and what was decided.
+        scale_dtype: in which its layout stores scales.
+        seen: its input.
+    """
+
+    result: GroupResult
+    scheme: LinearScheme
+    scale_dtype: torch.dtype
+    seen: Input
 
 
 @dataclass(kw_only=True)
@@ -25,9 +44,11 @@ class LayerWork:
     Attributes:
         statistics: linear's source name -> statistic -> tensor, of the linear's input; changed by smoothing.
         states: this card's calibration sequences where they enter the layer; empty when the algorithm needs no Hessians.
+        again: the same sequences as they leave the quantized layers before this one; empty where rounding is not learned.
         tokens: how many each calibration sequence has, those of every card in sample order.
         keep_outputs: make the original layer's outputs the states' next hidden states, while the Hessians are collected.
         ahead: how many sequences may be under way at once.
+        made: linear -> what became of it; emptied where that is encoded.
         errors: linear -> {"weight", "output"}: relative squared error, output on the canary.
         decisions: linear -> what the transforms and the algorithm decided.
         tensors: what the layer's file will hold.
@@ -54,6 +75,8 @@ class LayerWork:
     ahead: int
     progress: Progress
     team: Team
+    again: Sequence[State] = ()
+    made: dict[str, Made] = field(default_factory=dict)
     errors: dict[str, dict[str, float]] = field(default_factory=dict)
     decisions: dict[str, dict[str, Any]] = field(default_factory=dict)
     tensors: dict[str, Tensor] = field(default_factory=dict)

@@ -187,7 +187,7 @@ def measure(model: str, output: str | None, settings: tuple[str, ...], recipe: s
 @click.option(
     "--scheme", help="FP8, FP8_DYNAMIC, FP8_BLOCK, W8A8, W8A8_STATIC, W8A16, W4A8, or W6A16 to W2A16 and these _ASYM."
 )
-@click.option("--algorithm", help="rtn, rtn_mse, hqq, gptq, yaqa or best (default: the scheme's).")
+@click.option("--algorithm", help="rtn, rtn_mse, hqq, gptq, yaqa, signround or best (default: the scheme's).")
 @click.option("--group-size", type=int, help="Input features per scale (default: the scheme's).")
 @click.option("--target-bpw", type=float, metavar="BITS", help="Choose schemes for so many bits per weight, such as 4.25.")
 @click.option("--max-kld", type=float, metavar="NATS", help="Choose schemes for so much mean KL divergence, such as 0.02.")

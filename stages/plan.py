@@ -155,7 +155,7 @@ def _artifact(checkpoint: Checkpoint, graph: Graph, model: ModelSize, plan: Plan
         "head": None if plan.head is None else plan.head.scheme.name,
         "scheme": next(entry.scheme for entry in recipe.quantize if entry.name == plan.name),
         "chosen": next(entry.mixed for entry in recipe.quantize if entry.name == plan.name),
-        "algorithm": plan.algorithm,
+        "algorithm": plan.method,
         "transforms": [transform for transform, _ in plan.transforms],
         "kv_cache": None if plan.kv_cache is None else kv_words(plan.kv_cache),
         "path": "file to file" if plan.file_to_file else "layer by layer",

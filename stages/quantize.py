@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 
-from quantflow.algorithms import ALGORITHMS
 from quantflow.artifact import disk
 from quantflow.artifact.canonical import canonical_json, digest_of, read_json
 from quantflow.artifact.digests import NAME as HASHES
@@ -36,7 +35,6 @@ from quantflow.models.source import ModelFiles, open_files
 from stages import _choose, _head, _head_file, _memory, _mixed, _state, _workspace
 from stages._bits import CANARY_TOKENS, identify, single_threaded, tensor_hash, tools
 from stages._config import Quantize, Resources, launched_rank
-from stages._entry import KNOWN
 from stages._experts import check_before, described, refuse_team
 from stages._file_to_file import quantize_files
 from stages._inputs import inputs_of
@@ -266,9 +264,7 @@ def _inputs(job: Job, plan: Plan, source: ModelFiles, measurement: Measurement |
         "measurement": None if measurement is None else measurement.meta["digest"],
         "seed": job.seed,
         "revision": job.revision,
-        "versions": {"quantize": VERSION, plan.algorithm: ALGORITHMS[plan.algorithm].VERSION}
-        | {name: KNOWN[name].VERSION for name, _ in plan.transforms}
-        | ({} if plan.head is None else {"head": ALGORITHMS[plan.head.algorithm].VERSION}),
+        "versions": {"quantize": VERSION, **plan.versions},
         "tools": tools(),
     }
 

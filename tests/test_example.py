@@ -23,7 +23,7 @@ from quantflow.models.graph import graph_for
 from quantflow.models.load import load_model, load_tokenizer, open_source
 from quantflow.runtime.load import load
 from stages import export, measure, quantize
-from stages._config import Calibration, Quantize
+from stages._config import Calibration, Quantize, SignRound
 from stages._progress import Progress
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "tiny-llama"
@@ -193,7 +193,9 @@ def text(tmp_path: Path) -> Iterator[Path]:
     yield path
 
 
-def mean_kld(text: Path, folder: Path, algorithms: tuple[str, ...], stats: tuple[str, ...]) -> dict[str, float]:
+def mean_kld(
+    text: Path, folder: Path, algorithms: tuple[str, ...], stats: tuple[str, ...], *, signround: SignRound | None = None
+) -> dict[str, float]:
     """Return what the example in 4 bits loses by each algorithm, measured as the demo does it, in nats per held-out token."""
     calibration = Calibration(source=str(text), samples=128, sequence_length=512)
     job = measure.Job(model=EXAMPLE, output=folder / "measured", calibration=calibration, stats=stats)
@@ -202,7 +204,8 @@ def mean_kld(text: Path, folder: Path, algorithms: tuple[str, ...], stats: tuple
     baseline = logits_of(load_model(open_source(EXAMPLE), dtype=torch.float32))
     found = {}
     for algorithm in algorithms:
-        entry = Quantize(name=algorithm, scheme="W4A16", algorithm=algorithm)
+        learned = signround if algorithm == "signround" else None
+        entry = Quantize(name=algorithm, scheme="W4A16", algorithm=algorithm, signround=learned)
         made = quantize.run(quantize.Job(model=EXAMPLE, output=folder / algorithm, entry=entry, measurement=measured), QUIET)
         artifact = export.run(export.Job(quantized=made, output=folder / f"{algorithm}-artifact"), QUIET)
         candidate = logits_of(load(artifact, backend="reference").model)
@@ -223,6 +226,14 @@ def test_gptq_keeps_the_example_much_closer_to_its_source_than_rounding_to_neare
 def test_best_keeps_the_example_closer_to_its_source_than_gptq(text: Path, tmp_path: Path) -> None:
     kld = mean_kld(text, tmp_path, ("gptq", "best"), ("gradient",))
     assert 0 < kld["best"] < 0.85 * kld["gptq"]
+
+
+@needs_weights
+@pytest.mark.slow
+def test_learned_rounding_keeps_the_example_closer_to_its_source_than_rounding_to_nearest(text: Path, tmp_path: Path) -> None:
+    few = SignRound(iterations=200, sequences=2)
+    kld = mean_kld(text, tmp_path, ("rtn", "signround"), (), signround=few)
+    assert 0 < kld["signround"] < 0.5 * kld["rtn"]
 
 
 @needs_weights

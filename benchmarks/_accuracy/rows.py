@@ -11,9 +11,9 @@ from pathlib import Path
 
 from _quantflow import Commands
 
-from quantflow.algorithms import ALGORITHMS
+from quantflow.algorithms import ALGORITHMS, BLOCK_ALGORITHMS
 from quantflow.core.scheme import preset
-from stages._entry import BEST, entries_of, needs_of
+from stages._entry import BEST, entries_of, learned_of, needs_of
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "peers"
 OURS = "quantflow"
@@ -115,7 +115,8 @@ def all_rows(place: Place) -> list[Row]:
 
 
 def _ours(place: Place) -> Iterator[Row]:
-    for algorithm in (*(name for name in ALGORITHMS if name != "yaqa"), BEST):  # for weights alone best is yaqa
+    named = [name for name in (*ALGORITHMS, *BLOCK_ALGORITHMS) if name != "yaqa"]  # for weights alone best is yaqa
+    for algorithm in (*named, BEST):
         mixes = algorithm in MIXED_BY
         for scheme in (*WEIGHTS, *(FINER if mixes else ())):
             options = ("--group-size", str(scheme.group)) if scheme.group > 0 else ()
@@ -136,7 +137,7 @@ def _our_row(
     ours, (entry,) = Commands(model=place.model), entries_of(needs)
     measured, quantized, artifact = (place.output / part for part in ("measured", "quantized", "artifact"))
     quantize = (*ours.quantize(quantized, scheme=scheme, algorithm=algorithm, artifact=artifact), *options)
-    if needs_of(entry, [preset(scheme)]):
+    if needs_of(entry, [preset(scheme)]) or learned_of(entry) is not None:
         quantize = (*quantize, "--measurement", measured, "--calibration", place.calibration)
     return Row(program=f"{OURS} {algorithm}", scheme=name, commands=(quantize,))
 

@@ -1,19 +1,25 @@
-"""Algorithms, by the name used in recipes. One file each; this table is the only registry."""
+"""Algorithms, by the name used in recipes. One file each; these tables are the only registry.
 
-from collections.abc import Mapping
+Those of ALGORITHMS quantize the linears that share an input. Those of BLOCK_ALGORITHMS go on from there, with all linears of a
+decoder layer and the layer itself.
+"""
+
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from quantflow.algorithms import gptq, hqq, rtn, rtn_mse, yaqa
+from quantflow.algorithms import gptq, hqq, rtn, rtn_mse, signround, yaqa
+from quantflow.core.block import Block
 from quantflow.core.parallel import SEQUENTIAL, Workers
+from quantflow.core.qtensor import QTensor
 from quantflow.core.result import GroupResult
 from quantflow.core.scheme import LinearScheme
 
 
 class Algorithm(Protocol):
-    """What every file of this folder exports."""
+    """What the file of an algorithm exports."""
 
     NEEDS: tuple[str, ...]
     """Names of the statistics that `quantize_group` reads: of the group's input, `gradient_sum` of each linear's output."""
@@ -42,4 +48,35 @@ class Algorithm(Protocol):
         ...
 
 
+class BlockAlgorithm(Protocol):
+    """What the file of an algorithm exports that works with a whole decoder layer."""
+
+    VERSION: int
+    """As of an `Algorithm`."""
+
+    def working_bytes(self, weights: int, scales: int, *, widest: int, workers: int = 1) -> int:
+        """Return the most memory that `refine` takes beyond the layer, its runs, what it starts from and results, in bytes."""
+        ...
+
+    def runs(self, samples: int, *, iterations: int, sequences: int) -> int:
+        """Return how many sequences `refine` runs through the layer, a way back counted as two."""
+        ...
+
+    def refine(
+        self,
+        block: Block,
+        weights: Mapping[str, Tensor],
+        starts: Mapping[str, QTensor],
+        *,
+        scale_dtypes: Mapping[str, torch.dtype],
+        iterations: int,
+        sequences: int,
+        workers: Workers = SEQUENTIAL,
+        tell: Callable[[str], object] = str,
+    ) -> dict[str, GroupResult]:
+        """Go on from what an `Algorithm` made of the linears of a layer."""
+        ...
+
+
 ALGORITHMS: dict[str, Algorithm] = {"rtn": rtn, "rtn_mse": rtn_mse, "hqq": hqq, "gptq": gptq, "yaqa": yaqa}
+BLOCK_ALGORITHMS: dict[str, BlockAlgorithm] = {"signround": signround}

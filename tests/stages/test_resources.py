@@ -10,7 +10,7 @@ from quantflow.artifact.safetensors_header import TensorInfo
 from quantflow.errors import InputError, ResourceError, UsageError
 from quantflow.models.graph import FAMILIES, Graph, Layer, LinearGroup
 from stages import _memory
-from stages._config import Override, Quantize, Resources
+from stages._config import Override, Quantize, Resources, SignRound
 from stages._needs import LIBRARIES, Need, need_layers, need_measure
 from stages._plan import resolve
 from stages._resources import compare, grant, memory_limit, round_up, written_bytes
@@ -157,6 +157,31 @@ def test_gptq_needs_half_of_every_hessian_and_the_whole_of_the_group_that_it_rou
     assert gptq.moments[making][0] - rtn.moments[making][0] == 4 * 256**2 + 3 * small + large
     assert gptq.moments[rounding][0] - rtn.moments[rounding][0] == 4 * 256**2 + 2 * small + large
     assert (rtn.scratch, gptq.scratch) == (0, 2 * 4 * HIDDEN * 10)
+
+
+def test_learned_rounding_needs_the_text_twice_all_weights_and_a_way_back_per_worker():
+    nearest, learned = (need_layers(MODEL, plan("W4A16", algorithm=name), lengths=[10]) for name in ("rtn", "signround"))
+    hidden = 4 * HIDDEN * 10
+    assert (learned.cache, learned.scratch) == (2 * hidden, 2 * 2 * hidden)
+    assert learned.result == nearest.result
+    assert len(learned.moments) == len(nearest.moments) + 2
+    linears = LAYER - 256
+    stored = 2 * linears + 4 * 256  # the norm is in float32
+    started = linears + 5 * linears // 128  # qvalues, scales, and zero points if there were any
+    fixed, each = max(learned.moments)
+    assert fixed == LIBRARIES + stored + started + 18 * linears + 8 * 4 * linears // 128
+    activations = 4 * 10 * (2 * HIDDEN + 3 * 512)  # at the least: what enters and leaves the layer, and what an MLP has inside
+    units = 3 * 6 * 4 * (1 << 18)  # of rows that take a step: of so small a layer more than a gradient of all weights
+    assert units + activations < each < units + 10 * activations
+
+
+def test_learning_runs_each_sequence_there_and_back_in_every_iteration():
+    none = dict.fromkeys(("read", "written", "hashed", "hessian", "gradient"), 0.0)
+    speed = Speed(cores=2, token=3.0, observed={}, rounded={"a": 0.0}, gptq={}, **none)
+    given = plan("W4A16", algorithm="signround", signround=SignRound(iterations=100, sequences=4))
+    # Of each of two layers: the original and the quantized layer, 100 times 2 sequences of 20 tokens there and back, and
+    # the error of both at the start and ten times.
+    assert speed.quantize(MODEL, given, [10, 30]) == (2 * 2 + 100 * 2 * 3 + 11 * 2) * 20 * 3.0 * 2 / 2
 
 
 def test_weights_are_counted_as_stored_or_in_float32_where_a_transform_changes_them():

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from quantflow.errors import InputError
 from stages import measure, quantize
-from stages._config import Calibration, Quantize
+from stages._config import Calibration, Quantize, SignRound
 from stages._progress import Progress
 from stages._ranks import rank_folder
 
@@ -21,6 +21,7 @@ ENTRIES = {
     "smoothquant": Quantize(name="x", scheme="W8A8_STATIC"),
     "searched smoothquant": Quantize(name="x", scheme="W8A8", transforms=({"smoothquant": {"alpha": "auto"}},)),
     "awq": Quantize(name="x", scheme="W4A16", group_size=32, algorithm="rtn", transforms=({"awq": {}},)),
+    "signround": Quantize(name="x", scheme="W4A16", group_size=32, algorithm="signround", signround=SignRound(iterations=3)),
     "hadamard": Quantize(name="x", scheme="W8A8_STATIC", algorithm="gptq", transforms=({"hadamard": {}},)),
 }
 

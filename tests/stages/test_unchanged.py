@@ -121,7 +121,7 @@ def test_one_linear_that_changed_is_enough(llama, text_files, tmp_path):
 
 
 def test_experts_that_a_policy_rounds_to_nearest_say_nothing_of_calibration():
-    plan = SimpleNamespace(name="x", algorithm="gptq")
+    plan = SimpleNamespace(name="x", algorithm="gptq", method="gptq", learned=None)
     meta = {"counts": {"samples": 1, "tokens": 9}, "calibration": {"hash": "c" * 64}}
     rounded, same, other = {"zero_groups": 0}, {"same_as_rtn": True}, {"same_as_rtn": False}
 

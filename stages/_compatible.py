@@ -1,0 +1,54 @@
+"""Which algorithm goes with which scheme and model: what is refused before a weight is read."""
+
+from quantflow.core.scheme import LinearScheme
+from quantflow.errors import UnsupportedError, UsageError
+from quantflow.models.graph import Graph
+
+LEARNING = "signround"  # a key of BLOCK_ALGORITHMS
+_INTEGERS = ("hqq", "yaqa", LEARNING)  # algorithms that have nothing to choose of float8
+_BY_ROW = ("rtn_mse", LEARNING)  # and that have nothing to do where all rows share a scale
+
+
+def check_algorithm(name: str, algorithm: str, scheme: LinearScheme) -> None:
+    """Refuse a scheme that an algorithm cannot do.
+
+    Args:
+        name: of the artifact.
+        algorithm: as recipes name it.
+        scheme: of some of its linears.
+
+    Raises:
+        UsageError: naming both.
+    """
+    if algorithm in _INTEGERS and scheme.weights.kind != "int":
+        raise UsageError(
+            f"{name}: algorithm {algorithm} with scheme {scheme.name}",
+            f"{algorithm} chooses integers; use rtn, rtn_mse or gptq for float8",
+        )
+    if algorithm in _BY_ROW and scheme.weights.granularity == "per_tensor":
+        raise UsageError(
+            f"{name}: algorithm {algorithm} with scheme {scheme.name}, whose weights share one scale",
+            "use rtn or gptq, or a scale per channel or block such as FP8_DYNAMIC's",
+        )
+
+
+def check_learning(name: str, scheme: LinearScheme, graph: Graph, *, ranks: int) -> None:
+    """Refuse what rounding cannot be learned for.
+
+    Args:
+        name: of the artifact.
+        scheme: of some of its linears.
+        graph: the model's.
+        ranks: how many cards share it.
+
+    Raises:
+        UsageError: the scheme is float8, or there are several cards.
+        UnsupportedError: a mixture of experts.
+    """
+    check_algorithm(name, LEARNING, scheme)
+    if graph.sparse:
+        raise UnsupportedError(
+            f"{name}: {LEARNING} of a {graph.family.model_type}; experts' rounding is not learned", "use gptq for mixtures"
+        )
+    if ranks > 1:
+        raise UsageError(f"{name}: {LEARNING} with --ranks {ranks}", "quantize with one process, or use gptq")
