@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantflow.core.backend import Backend
+from quantflow.core.backend import BFLOAT16, E4M3_WEIGHTS, Backend, Case, is_e4m3, need, on, weights_per
 from quantflow.core.float8 import FLAVOURS
 from quantflow.core.qtensor import QuantizedLinear
-from quantflow.core.scheme import LinearScheme
 from quantflow.errors import UnsupportedError
 
 NAME = "hpu"
@@ -40,28 +39,6 @@ class Prepared:
     weight_scale: Tensor
     input_scale: Tensor
     input_inverse: Tensor
-
-
-def _why_not(scheme: LinearScheme, device: torch.device, *, shape: tuple[int, int], dtype: torch.dtype) -> str | None:
-    """Return why Gaudi cannot run this linear, or None.  shape: (out_features, in_features)."""
-    del shape  # any
-    weights, inputs = scheme.weights, scheme.input
-    if device.type != NAME:
-        return f"{NAME} runs on device hpu, not on {device.type}; give device hpu"
-    missing = missing_here()
-    if missing is not None:
-        return f"{NAME} needs {missing}"
-    if weights.kind != "float" or weights.granularity not in ("per_tensor", "per_channel"):
-        return f"{NAME} needs float8 weights per tensor or per channel, scheme {scheme.name} has others"
-    if inputs is None or inputs.kind != "float" or inputs.dynamic:
-        return f"{NAME} needs a measured float8 input scale, scheme {scheme.name} has none"
-    if dtype != torch.bfloat16:
-        return f"{NAME} needs bfloat16 inputs, not {dtype}"
-    largest, held = FLAVOURS[weights.float8].largest, _largest_held()
-    if largest > held:
-        reach = f"weights in {weights.float8} reach {largest:g}, {device_name()} holds {held:g}"
-        return f"{NAME}: {reach}; quantize with float8 gaudi2"
-    return None
 
 
 def missing_here() -> str | None:
@@ -133,8 +110,35 @@ def _habana(part: str) -> Any:
     return getattr(import_module(f"{PACKAGE}.torch"), part)
 
 
-def _largest_held() -> float:
-    return FLAVOURS["gaudi2" if device_name().startswith("GAUDI2") else "e4m3fn"].largest
+def _absent(case: Case) -> str | None:
+    missing = missing_here()
+    return None if missing is None else f"{case.name} needs {missing}"
 
 
-BACKEND = Backend(name=NAME, why_not=_why_not, prepare=_prepare, linear=_linear)
+def _static(case: Case) -> bool:
+    inputs = case.scheme.input
+    return inputs is not None and is_e4m3(inputs) and not inputs.dynamic
+
+
+def _too_large(case: Case) -> str | None:
+    """Return why the device does not hold codes of this flavour: the second generation's end at 240."""
+    flavour, name = case.scheme.weights.float8, device_name()
+    largest, held = FLAVOURS[flavour].largest, FLAVOURS["gaudi2" if name.startswith("GAUDI2") else "e4m3fn"].largest
+    reach = f"weights in {flavour} reach {largest:g}, {name} holds {held:g}; quantize with float8 gaudi2"
+    return f"{case.name}: {reach}" if largest > held else None
+
+
+BACKEND = Backend(
+    name=NAME,
+    needs=(
+        on(NAME),
+        _absent,
+        E4M3_WEIGHTS,
+        weights_per("per_tensor", "per_channel"),
+        need("needs a measured float8 input scale, {c.inputs}", _static),
+        BFLOAT16,
+        _too_large,
+    ),
+    prepare=_prepare,
+    linear=_linear,
+)

@@ -9,7 +9,7 @@ from torch.nn import functional
 from quantflow.core import affine
 from quantflow.core.backend import Backend
 from quantflow.core.qtensor import QuantizedLinear
-from quantflow.core.scheme import LinearScheme, TensorScheme
+from quantflow.core.scheme import TensorScheme
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,10 +25,6 @@ class Prepared:
     scheme: TensorScheme | None
     scale: Tensor | None
     zero_point: Tensor | None
-
-
-def _why_not(scheme: LinearScheme, device: torch.device, *, shape: tuple[int, int], dtype: torch.dtype) -> str | None:
-    return None
 
 
 def _prepare(linear: QuantizedLinear, dtype: torch.dtype) -> Prepared:
@@ -47,4 +43,4 @@ def _linear(x: Tensor, prepared: Prepared, bias: Tensor | None) -> Tensor:
     return functional.linear(x, prepared.weight, bias)
 
 
-BACKEND = Backend(name="reference", why_not=_why_not, prepare=_prepare, linear=_linear)
+BACKEND = Backend(name="reference", prepare=_prepare, linear=_linear)

@@ -100,8 +100,8 @@ def test_without_the_package_the_reason_names_it():
 
 
 def test_on_another_device_the_reason_names_the_device():
-    assert reason(device=CPU) == "hpu runs on device hpu, not on cpu; give device hpu"
-    with pytest.raises(UsageError, match="backend hpu: hpu runs on device hpu, not on cpu"):
+    assert reason(device=CPU) == "hpu runs on hpu, not on cpu"
+    with pytest.raises(UsageError, match="backend hpu: hpu runs on hpu, not on cpu"):
         choose(FP8, CPU, shape=(8, 16), dtype=torch.bfloat16, backend="hpu")
 
 
@@ -115,8 +115,8 @@ def test_a_package_without_a_device_and_one_that_fails_to_import_are_told(bridge
 @pytest.mark.parametrize(
     ("scheme", "dtype", "said"),
     [
-        (PRESETS["W8A8"], torch.bfloat16, "float8 weights"),
-        (PRESETS["W4A16"], torch.bfloat16, "float8 weights"),
+        (PRESETS["W8A8"], torch.bfloat16, "e4m3fn weights"),
+        (PRESETS["W4A16"], torch.bfloat16, "e4m3fn weights"),
         (PRESETS["FP8_DYNAMIC"], torch.bfloat16, "measured float8 input scale"),
         (FP8, torch.float32, "bfloat16 inputs"),
         (PRESETS["FP8"], torch.bfloat16, "weights in e4m3fn reach 448, GAUDI2 holds 240; quantize with float8 gaudi2"),
