@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -11,12 +12,12 @@ from quantflow.artifact.canonical import read_json
 from quantflow.artifact.checkpoint import Checkpoint
 from quantflow.artifact.manifest import read_manifest
 from quantflow.artifact.verify import verify as verify_artifact
-from quantflow.backends import hpu
+from quantflow.backends import cuda, hpu
 from quantflow.core import kernels, native
 from quantflow.errors import UnsupportedError, UsageError
 from quantflow.models.graph import graph_for
 from quantflow.models.load import load_tokenizer, skeleton
-from quantflow.runtime import lean, operations, packed, projection
+from quantflow.runtime import graphs, lean, operations, packed, projection
 from quantflow.runtime.artifact import Artifact, open_artifact
 from quantflow.runtime.decoder import Decoder, TransformersDecoder
 from quantflow.runtime.kv_scales import read_kv_scales
@@ -24,6 +25,7 @@ from quantflow.runtime.tensor_parallel import Ranks, Wire
 
 _TOKENIZER_FILES = frozenset({"tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json"})
 _GENERATION = "generation_config.json"
+_REQUIRE = MappingProxyType({"cpu": lambda: None, cuda.NAME: cuda.require, hpu.NAME: hpu.require})
 DECODERS = ("auto", "lean", "transformers")
 
 
@@ -103,8 +105,9 @@ def load(
         raise UsageError(f"decoder {decoder!r} is unknown", f"use one of {', '.join(DECODERS)}")
     if wire is not None and (decoder == "transformers" or device.type != "cpu"):
         raise UsageError(f"{wire.world} ranks: decoder {decoder} on {device}", "share the lean decoder, on cpu")
-    if device.type == hpu.NAME:
-        hpu.require()  # before anything is read; importing the bridge makes torch know the device
+    if device.type not in _REQUIRE:
+        raise UsageError(f"device {device} is unknown", f"use one of {', '.join(_REQUIRE)}")
+    _REQUIRE[device.type]()  # before anything is read
     kept = None
     if pack and decoder != "transformers" and device.type == "cpu":
         kept = _pack(folder, backend, dtype, wire, verify=verify)
@@ -139,8 +142,15 @@ def with_modules(artifact: Artifact, model: PreTrainedModel, *, reason: str, cro
     Raises:
         InputError: the tokenizer's files or generation_config.json are damaged.
     """
+    reasons: tuple[str, ...] = (f"the lean decoder is not used: {reason}",)
+    if artifact.device.type == cuda.NAME:
+        missing = graphs.why_not(artifact)
+        if missing is None:
+            captured = graphs.GraphDecoder(model, device=artifact.device, capture=cuda.capture)
+            return _loaded(artifact, captured, model=model, reasons=reasons)
+        reasons += (f"decode steps are not captured: {missing}",)
     decoder = TransformersDecoder(model, device=artifact.device, crops=crops, kv_scales=read_kv_scales(artifact))
-    return _loaded(artifact, decoder, model=model, reasons=(f"the lean decoder is not used: {reason}",))
+    return _loaded(artifact, decoder, model=model, reasons=reasons)
 
 
 def _filled(artifact: Artifact) -> PreTrainedModel:

@@ -299,7 +299,13 @@ REASONS = [
     ),
     (w8a8, PRESETS["W8A16"], (16, 64), torch.float32, "w8a8 needs int8 inputs, scheme W8A16 has none"),
     (w8a8, PRESETS["FP8"], (16, 64), torch.float32, "w8a8 needs symmetric int8 weights, scheme FP8 has e4m3fn per tensor"),
-    (w8a16, PRESETS["W8A8"], (16, 64), torch.float32, "w8a16 needs inputs in the model's dtype, scheme W8A8 has int8 per token"),
+    (
+        w8a16,
+        PRESETS["W8A8"],
+        (16, 64),
+        torch.float32,
+        "w8a16 needs inputs in the model's dtype, scheme W8A8 has int8 per token",
+    ),
     (w8a16, W4, (16, 64), torch.float32, "w8a16 needs symmetric int8 weights, or 5 or 6 bits, scheme W4A16 has int4 per group"),
     (w4a8, W4, (16, 64), torch.float32, "w4a8 needs int8 inputs, scheme W4A16 has none"),
     (
@@ -325,7 +331,13 @@ REASONS = [
         "w4a16 needs groups that 16 divides, not group_size 24",
     ),
     (fp8, W4, (16, 64), torch.float32, "fp8 needs e4m3fn weights, scheme W4A16 has int4 per group"),
-    (fp8, with_float8(PRESETS["FP8"], "e5m2"), (16, 64), torch.float32, "fp8 needs e4m3fn weights, scheme FP8 has e5m2 per tensor"),
+    (
+        fp8,
+        with_float8(PRESETS["FP8"], "e5m2"),
+        (16, 64),
+        torch.float32,
+        "fp8 needs e4m3fn weights, scheme FP8 has e5m2 per tensor",
+    ),
     (
         w8a8,
         PRESETS["W8A8"],
