@@ -24,22 +24,22 @@ from dataclasses import replace
 import torch
 
 from quantflow.core import kernels
-from quantflow.core.backend import E4M3_WEIGHTS, INPUTS_AS_THEY_ARE, INT8_INPUTS, INT8_WEIGHTS, Backend, Case, is_e4m3, need
+from quantflow.core.backend import (
+    E4M3_WEIGHTS,
+    INPUTS_AS_THEY_ARE,
+    INT8_INPUTS,
+    INT8_WEIGHTS,
+    Backend,
+    Case,
+    is_e4m3,
+    is_int,
+    need,
+)
 from quantflow.core.kernels import Prepared
 from quantflow.core.qtensor import QuantizedLinear
 from quantflow.core.scheme import TensorScheme
 
 _TOKENS = TensorScheme(kind="int", num_bits=8, granularity="per_token", dynamic=True)
-
-
-def _four_bits(case: Case) -> bool:
-    weights = case.scheme.weights
-    return weights.kind == "int" and weights.num_bits <= 4
-
-
-def _five_bits_or_more(case: Case) -> bool:
-    weights = case.scheme.weights
-    return weights.kind == "int" and (weights.num_bits in (5, 6) or (weights.num_bits == 8 and weights.symmetric))
 
 
 def _kernels(case: Case) -> str | None:
@@ -50,12 +50,14 @@ def _with_int8_inputs(linear: QuantizedLinear, dtype: torch.dtype) -> Prepared:
     return kernels.prepare(replace(linear, scheme=replace(linear.scheme, input=_TOKENS)), dtype)
 
 
-_FOUR = need("needs integer weights of at most 4 bits, {c.weights}", _four_bits)
-_MORE = need("needs symmetric int8 weights, or 5 or 6 bits, {c.weights}", _five_bits_or_more)
-_SYMMETRIC = need(
-    "needs symmetric inputs, {c.inputs}", lambda case: case.scheme.input is not None and case.scheme.input.symmetric
-)
-_E4M3 = need("needs e4m3fn inputs or none, {c.inputs}", lambda case: case.scheme.input is None or is_e4m3(case.scheme.input))
+def _more(weights: TensorScheme) -> bool:
+    return is_int(weights, 5, 6) or (is_int(weights, 8) and weights.symmetric)
+
+
+_FOUR = need("needs integer weights of at most 4 bits, {c.stored}", lambda c: is_int(c.weights, 2, 3, 4))
+_MORE = need("needs symmetric int8 weights, or 5 or 6 bits, {c.stored}", lambda c: _more(c.weights))
+_SYMMETRIC = need("needs symmetric inputs, {c.taken}", lambda c: c.scheme.input is not None and c.scheme.input.symmetric)
+_E4M3 = need("needs e4m3fn inputs or none, {c.taken}", lambda c: c.scheme.input is None or is_e4m3(c.scheme.input))
 
 BACKENDS = tuple(
     Backend(name=name, needs=(*needs, _kernels), prepare=kernels.prepare, linear=kernels.linear)

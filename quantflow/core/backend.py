@@ -34,12 +34,17 @@ class Case:
     dtype: torch.dtype
 
     @property
-    def weights(self) -> str:
+    def weights(self) -> TensorScheme:
+        """The scheme of the weights."""
+        return self.scheme.weights
+
+    @property
+    def stored(self) -> str:
         """What the scheme stores, in words."""
         return f"scheme {self.scheme.name} has {_called(self.scheme.weights)}"
 
     @property
-    def inputs(self) -> str:
+    def taken(self) -> str:
         """What the scheme makes of inputs, in words."""
         return f"scheme {self.scheme.name} has {_called(self.scheme.input)}"
 
@@ -73,7 +78,12 @@ def on(*kinds: str, capability: tuple[int, int] = (8, 0)) -> Need:
 def weights_per(*granularities: str) -> Need:
     """Return the need of weights with one of these granularities."""
     words = " or ".join(granularities).replace("_", " ")
-    return need(f"needs weights {words}, {{c.weights}}", lambda case: case.scheme.weights.granularity in granularities)
+    return need(f"needs weights {words}, {{c.stored}}", lambda c: c.weights.granularity in granularities)
+
+
+def is_int(tensor: TensorScheme | None, *bits: int) -> bool:
+    """Return whether a tensor is quantized to integers of so many bits."""
+    return tensor is not None and tensor.kind == "int" and tensor.num_bits in bits
 
 
 def is_e4m3(tensor: TensorScheme | None) -> bool:
@@ -81,14 +91,9 @@ def is_e4m3(tensor: TensorScheme | None) -> bool:
     return tensor is not None and tensor.kind == "float" and FLAVOURS[tensor.float8].dtype == torch.float8_e4m3fn
 
 
-def _int8_weights(case: Case) -> bool:
-    weights = case.scheme.weights
-    return (weights.kind, weights.num_bits, weights.symmetric) == ("int", 8, True)
-
-
-def _int8_inputs(case: Case) -> bool:
-    inputs = case.scheme.input
-    return inputs is not None and (inputs.kind, inputs.num_bits) == ("int", 8)
+def is_static(tensor: TensorScheme | None) -> bool:
+    """Return whether a tensor has a stored scale."""
+    return tensor is not None and not tensor.dynamic
 
 
 def _called(tensor: TensorScheme | None) -> str:
@@ -98,11 +103,17 @@ def _called(tensor: TensorScheme | None) -> str:
     return f"{kind} {tensor.granularity.replace('_', ' ')}"
 
 
-INT8_WEIGHTS = need("needs symmetric int8 weights, {c.weights}", _int8_weights)
-INT8_INPUTS = need("needs int8 inputs, {c.inputs}", _int8_inputs)
-E4M3_WEIGHTS = need("needs e4m3fn weights, {c.weights}", lambda case: is_e4m3(case.scheme.weights))
-INPUTS_AS_THEY_ARE = need("needs inputs in the model's dtype, {c.inputs}", lambda case: case.scheme.input is None)
-BFLOAT16 = need("needs bfloat16 inputs, not {c.dtype}", lambda case: case.dtype == torch.bfloat16)
+INT8_WEIGHTS = need("needs symmetric int8 weights, {c.stored}", lambda c: is_int(c.weights, 8) and c.weights.symmetric)
+INT8_INPUTS = need("needs int8 inputs, {c.taken}", lambda c: is_int(c.scheme.input, 8))
+E4M3_WEIGHTS = need("needs e4m3fn weights, {c.stored}", lambda c: is_e4m3(c.weights))
+INPUTS_AS_THEY_ARE = need("needs inputs in the model's dtype, {c.taken}", lambda c: c.scheme.input is None)
+BFLOAT16 = need("needs bfloat16 inputs on {c.device.type}, not {c.dtype}", lambda c: c.dtype == torch.bfloat16)
+
+
+def keep(linear: QuantizedLinear, dtype: torch.dtype) -> QuantizedLinear:
+    """Return the linear itself: what multiplies codes and rescales in float32 prepares nothing."""
+    del dtype
+    return linear
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -56,15 +56,15 @@ class GraphDecoder:
         self.device = device
         self._model, self._capture = model, capture
         self._step: Step | None = None
+        self._length = 0
         self._reserve(rows=0, columns=0)
 
     def begin(self, *, rows: int, capacity: int) -> None:
         """Empty the cache; see `Decoder.begin`. As many rows in the same bucket take over the last batch's memory and graph."""
         columns = capacity + -capacity % BUCKET
-        if self._real.shape != (rows, columns):
+        if (len(self._ids), len(self._columns)) != (rows, columns):
             self._reserve(rows=rows, columns=columns)
         self._cache.reset()
-        self._real.fill_(1)
         self._padding.zero_()
         self._length = 0
 
@@ -75,34 +75,32 @@ class GraphDecoder:
             UsageError: more rows or columns than `begin` made room for.
         """
         first = self._length == 0  # the layers of the cache take their memory then
-        positions = self._place(input_ids, padding)
+        self._place(input_ids, padding)
         if first or input_ids.shape[1] > 1 or not last_only:
-            logits: Tensor = self._run(input_ids, positions, logits_to_keep=1 if last_only else 0).logits
+            logits: Tensor = self._run(input_ids, logits_to_keep=1 if last_only else 0).logits
             return logits[:, -1].float() if last_only else logits.float()
         self._ids.copy_(input_ids)
-        self._positions.copy_(positions)
         if self._step is None:
-            self._step = self._capture(lambda: self._run(self._ids, self._positions, logits_to_keep=1).logits[:, -1].float())
+            self._step = self._capture(lambda: self._run(self._ids, logits_to_keep=1).logits[:, -1].float())
         return self._step().clone()  # the next step writes where it lies
 
     def forward_hidden(self, input_ids: Tensor, *, padding: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Append positions; see `HiddenDecoder.forward_hidden`. It is not captured."""
-        output = self._run(input_ids, self._place(input_ids, padding), output_hidden_states=True)
+        self._place(input_ids, padding)
+        output = self._run(input_ids, output_hidden_states=True)
         return output.logits.float(), output.hidden_states[-1].float()
 
     def keep(self, rows: Tensor) -> None:
         """Choose sequences of the cache; see `Decoder.keep`. As many as there were keep their memory and graph."""
-        old = self._cache.layers, self._real[rows], self._padding[rows], self._length
+        layers, padding = self._cache.layers, self._padding[rows]
         if len(rows) != len(self._ids):
-            self._reserve(rows=len(rows), columns=self._real.shape[1])
-        layers, real, padding, self._length = old
+            self._reserve(rows=len(rows), columns=len(self._columns))
         for layer, new in zip(layers, self._cache.layers, strict=True):
             keys, values = layer.keys[rows], layer.values[rows]
             if not new.is_initialized:
                 new.lazy_initialization(keys, values)
             new.keys.copy_(keys)
             new.values.copy_(values)
-        self._real.copy_(real)
         self._padding.copy_(padding)
 
     def crop(self, length: int) -> None:
@@ -118,31 +116,27 @@ class GraphDecoder:
     def _reserve(self, *, rows: int, columns: int) -> None:
         """Make the tensors of a step anew; the graph of the old ones is of no use."""
         self._cache = StaticCache(config=self._model.config, max_cache_len=columns)
-        self._real, self._padding, self._ids, self._positions, self._at = (
-            torch.zeros(size, dtype=torch.int64, device=self.device) for size in ((rows, columns), *[(rows, 1)] * 3, ())
-        )
-        self._length = 0
+        self._columns = torch.arange(columns, device=self.device)
+        self._ids, self._padding = torch.zeros(2, rows, 1, dtype=torch.int64, device=self.device)
+        self._at = torch.zeros((), dtype=torch.int64, device=self.device)
         self._step = None
 
-    def _place(self, input_ids: Tensor, padding: Tensor | None) -> Tensor:
-        """Make room for ids; return their positions in their sequences, [B, T]."""
-        rows, columns = self._real.shape
-        begin, end = self._length, self._length + input_ids.shape[1]
-        if len(input_ids) != rows or end > columns:
+    def _place(self, input_ids: Tensor, padding: Tensor | None) -> None:
+        """Say where ids are written, and make room for them."""
+        rows, columns = len(self._ids), len(self._columns)
+        begin, self._length = self._length, self._length + input_ids.shape[1]
+        if len(input_ids) != rows or self._length > columns:
             raise UsageError(
                 f"input_ids {list(input_ids.shape)}: the cache has {rows} rows, {begin} of {columns} positions",
                 "begin with as many as there will be",
             )
         if padding is not None:
             self._padding.copy_(padding[:, None])
-            self._real.copy_(torch.arange(columns, device=self.device) >= self._padding)
         self._at.fill_(begin)
-        self._length = end
-        positions: Tensor = torch.arange(begin, end, device=self.device) - self._padding  # [B, T]
-        return positions.clamp(min=0)
 
-    def _run(self, input_ids: Tensor, positions: Tensor, **options: Any) -> Any:
+    def _run(self, input_ids: Tensor, **options: Any) -> Any:
         counts = [layer.cumulative_length for layer in self._cache.layers]
         torch._foreach_copy_(counts, [self._at] * len(counts))
-        batch = {"input_ids": input_ids, "position_ids": positions, "attention_mask": self._real}
+        real, at = self._columns >= self._padding, self._at + self._columns[: input_ids.shape[1]]  # [B, columns], [T]
+        batch = {"input_ids": input_ids, "attention_mask": real, "position_ids": (at - self._padding).clamp(min=0)}
         return self._model(**batch, past_key_values=self._cache, use_cache=True, **options)

@@ -25,7 +25,7 @@ from quantflow.runtime.tensor_parallel import Ranks, Wire
 
 _TOKENIZER_FILES = frozenset({"tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json"})
 _GENERATION = "generation_config.json"
-_REQUIRE = MappingProxyType({"cpu": lambda: None, cuda.NAME: cuda.require, hpu.NAME: hpu.require})
+_MISSING = MappingProxyType({"cpu": lambda: None, cuda.NAME: cuda.missing_here, hpu.NAME: hpu.missing_here})
 DECODERS = ("auto", "lean", "transformers")
 
 
@@ -105,9 +105,10 @@ def load(
         raise UsageError(f"decoder {decoder!r} is unknown", f"use one of {', '.join(DECODERS)}")
     if wire is not None and (decoder == "transformers" or device.type != "cpu"):
         raise UsageError(f"{wire.world} ranks: decoder {decoder} on {device}", "share the lean decoder, on cpu")
-    if device.type not in _REQUIRE:
-        raise UsageError(f"device {device} is unknown", f"use one of {', '.join(_REQUIRE)}")
-    _REQUIRE[device.type]()  # before anything is read
+    if device.type not in _MISSING:
+        raise UsageError(f"device {device} is unknown", f"use one of {', '.join(_MISSING)}")
+    if missing := _MISSING[device.type]():  # before anything is read
+        raise UnsupportedError(f"device {device}: needs {missing}", "use device cpu, or a machine with that")
     kept = None
     if pack and decoder != "transformers" and device.type == "cpu":
         kept = _pack(folder, backend, dtype, wire, verify=verify)

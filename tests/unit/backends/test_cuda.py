@@ -116,13 +116,13 @@ REASONS = [
         "fp8_mm",
         replace(FP8, input=None),
         {},
-        "fp8_mm needs e4m3fn inputs per tensor or per token, scheme FP8 has none",
+        "fp8_mm needs e4m3fn inputs, scheme FP8 has none",
     ),
-    ("fp8_mm", FP8, {"dtype": torch.float32}, "fp8_mm needs bfloat16 inputs, not torch.float32"),
-    ("fp8_mm", FP8, {"shape": (48, 40)}, "fp8_mm needs features that 16 divides, not 48 by 40"),
-    ("fp8_mm", FP8, {"shape": (40, 48)}, "fp8_mm needs features that 16 divides, not 40 by 48"),
-    ("int8_mm", PRESETS["W8A8"], {"shape": (48, 100)}, "int8_mm needs features that 8 divides on cuda, not 48 by 100"),
-    ("int8_mm", PRESETS["W8A8"], {"shape": (49, 128)}, "int8_mm needs features that 8 divides on cuda, not 49 by 128"),
+    ("fp8_mm", FP8, {"dtype": torch.float32}, "fp8_mm needs bfloat16 inputs on cuda, not torch.float32"),
+    ("fp8_mm", FP8, {"shape": (48, 40)}, "fp8_mm needs in_features that 16 divides, not 40"),
+    ("fp8_mm", FP8, {"shape": (40, 48)}, "fp8_mm needs out_features that 16 divides, not 40"),
+    ("int8_mm", PRESETS["W8A8"], {"shape": (48, 100)}, "int8_mm needs in_features that 8 divides on cuda, not 100"),
+    ("int8_mm", PRESETS["W8A8"], {"shape": (49, 128)}, "int8_mm needs out_features that 8 divides on cuda, not 49"),
     ("int4_pack", W4, {"dtype": torch.float32}, "int4_pack needs bfloat16 inputs on cuda, not torch.float32"),
     ("int4_pack", W4, {"shape": (24, 128)}, "int4_pack needs out_features that 16 divides, not 24"),
     ("int4_pack", W4, {"shape": (48, 48)}, "int4_pack needs in_features that group_size 32 divides, not 48"),
@@ -142,7 +142,7 @@ def test_features_in_eights_are_needed_on_a_gpu_alone():
 
 def test_loading_for_a_gpu_without_one_is_refused_before_anything_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UnsupportedError, match=r"device cuda: torch .* finds no GPU; use device cpu"):
+    with pytest.raises(UnsupportedError, match=r"device cuda: needs a GPU, torch .* finds none; use device cpu"):
         load(tmp_path / "missing", device="cuda")
 
 
