@@ -123,16 +123,14 @@ class GraphDecoder:
 
     def _place(self, input_ids: Tensor, padding: Tensor | None) -> None:
         """Say where ids are written, and make room for them."""
-        rows, columns = len(self._ids), len(self._columns)
-        begin, self._length = self._length, self._length + input_ids.shape[1]
-        if len(input_ids) != rows or self._length > columns:
-            raise UsageError(
-                f"input_ids {list(input_ids.shape)}: the cache has {rows} rows, {begin} of {columns} positions",
-                "begin with as many as there will be",
-            )
+        rows, columns, end = len(self._ids), len(self._columns), self._length + input_ids.shape[1]
+        if len(input_ids) != rows or end > columns:
+            there = f"the cache has {rows} rows, {self._length} of {columns} positions"
+            raise UsageError(f"input_ids {list(input_ids.shape)}: {there}", "begin with as many as there will be")
         if padding is not None:
             self._padding.copy_(padding[:, None])
-        self._at.fill_(begin)
+        self._at.fill_(self._length)
+        self._length = end
 
     def _run(self, input_ids: Tensor, **options: Any) -> Any:
         counts = [layer.cumulative_length for layer in self._cache.layers]

@@ -289,8 +289,8 @@ def test_int4_tiles_hold_the_weight_where_tensor_cores_look_for_it(as_on_gpu, sc
 
 @pytest.mark.parametrize(("columns", "inner"), [(32, 2), (96, 2), (64, 4), (128, 8), (384, 8)])
 def test_as_many_tiles_lie_side_by_side_as_the_columns_allow(as_on_gpu, columns, inner):
-    prepared = BACKENDS["int4_pack"].prepare(quantized(W4, (16, columns)), torch.bfloat16)
-    assert prepared.weight.shape == (2, columns // (16 * inner), 32, inner // 2)
+    packed, *_ = BACKENDS["int4_pack"].prepare(quantized(W4, (16, columns)), torch.bfloat16)
+    assert packed.shape == (2, columns // (16 * inner), 32, inner // 2)
 
 
 @pytest.mark.parametrize("preset", ["W8A8", "W8A8_STATIC"])

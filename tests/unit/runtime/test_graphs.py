@@ -204,7 +204,7 @@ def test_more_than_there_is_room_for_is_refused(pair):
         pair[0].forward(ids(2, 3))
     with pytest.raises(UsageError, match=rf"0 of {BUCKET} positions"):
         pair[0].forward(ids(1, BUCKET + 1))
-    pair[0].forward(ids(1, 3))
+    pair[0].forward(ids(1, 3))  # what was refused left nothing
     with pytest.raises(UsageError, match="crop to 4 positions: the cache has 3"):
         pair[0].crop(4)
 
