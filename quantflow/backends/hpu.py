@@ -9,17 +9,19 @@ Source: neural_compressor's and vllm-hpu-extension's calls of `torch.ops.hpu`, f
 
 from importlib import import_module
 from importlib.util import find_spec
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from quantflow.core.backend import BFLOAT16, E4M3_WEIGHTS, Backend, Case, is_e4m3, is_static, keep, need, on, weights_per
+from quantflow.core.backend import BFLOAT16, E4M3_WEIGHTS, Backend, Case, is_e4m3, keep, need, on, weights_per
 from quantflow.core.float8 import FLAVOURS
 from quantflow.core.qtensor import QuantizedLinear
 
 NAME = "hpu"
 PACKAGE = "habana_frameworks"
+_ROWS_BY_ROWS = MappingProxyType({"trans_A": False, "trans_B": True, "D": None, "accumulate": False})
 
 
 def missing_here() -> str | None:
@@ -33,15 +35,9 @@ def missing_here() -> str | None:
     return None if available else f"a Gaudi device; {PACKAGE} finds none"
 
 
-def device_name() -> str:
-    """Return the generation as the bridge names it: GAUDI2, GAUDI3."""
-    return str(_habana("hpu").get_device_name()).upper()
-
-
-def wrap_in_graph(model: nn.Module) -> nn.Module:
-    """Return the model on its way through Gaudi's graphs: each shape of inputs is compiled once and replayed."""
-    wrapped: nn.Module = _habana("hpu").wrap_in_hpu_graph(model)
-    return wrapped
+def wrap_in_graph(model: nn.Module) -> None:
+    """Send a model's forward through Gaudi's graphs: each shape of inputs is compiled once and replayed."""
+    _habana("hpu").wrap_in_hpu_graph(model)
 
 
 def _linear(x: Tensor, linear: QuantizedLinear, bias: Tensor | None) -> Tensor:
@@ -50,17 +46,12 @@ def _linear(x: Tensor, linear: QuantizedLinear, bias: Tensor | None) -> Tensor:
     operators: Any = torch.ops.hpu
     rows, factor = x.reshape(-1, x.shape[-1]), 1.0 / linear.input_scale  # [M, I], [1]: what the cast multiplies by
     codes, _ = operators.cast_to_fp8_v2(rows, factor, False, False, torch.float8_e4m3fn)
+    scales = {
+        "A_scale_inv": linear.input_scale,
+        "B_scale_inv": linear.weight.scale.reshape(-1),
+    }  # by its name an inverse: the step
     result: Tensor = operators.fp8_gemm_v2(
-        A=codes,
-        trans_A=False,
-        B=linear.weight.qvalue,
-        trans_B=True,
-        D=None,
-        out_dtype=x.dtype,
-        A_scale_inv=linear.input_scale,  # the bridge calls the step an inverse: it undoes the cast
-        B_scale_inv=linear.weight.scale.reshape(-1),
-        bias=bias,
-        accumulate=False,
+        A=codes, B=linear.weight.qvalue, out_dtype=x.dtype, bias=bias, **scales, **_ROWS_BY_ROWS
     )
     return result.reshape(*x.shape[:-1], result.shape[1])  # [..., O]
 
@@ -72,7 +63,7 @@ def _habana(part: str) -> Any:
 
 def _too_large(case: Case) -> str | None:
     """Return why the device does not hold codes of this flavour: the second generation's end at 240."""
-    flavour, name = case.scheme.weights.float8, device_name()
+    flavour, name = case.weights.float8, str(_habana("hpu").get_device_name()).upper()  # GAUDI2, GAUDI3
     largest, held = FLAVOURS[flavour].largest, FLAVOURS["gaudi2" if name.startswith("GAUDI2") else "e4m3fn"].largest
     reach = f"weights in {flavour} reach {largest:g}, {name} holds {held:g}; quantize with float8 gaudi2"
     return f"{case.name}: {reach}" if largest > held else None
@@ -83,7 +74,7 @@ _NEEDS = (
     lambda c: None if (missing := missing_here()) is None else f"{c.name} needs {missing}",
     E4M3_WEIGHTS,
     weights_per("per_tensor", "per_channel"),
-    need("needs a measured e4m3fn input scale, {c.taken}", lambda c: is_e4m3(c.scheme.input) and is_static(c.scheme.input)),
+    need("needs a measured e4m3fn input scale, {c.taken}", lambda c: is_e4m3(c.scheme.input) and not c.scheme.input.dynamic),
     BFLOAT16,
     _too_large,
 )

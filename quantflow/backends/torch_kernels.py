@@ -28,7 +28,7 @@ from quantflow.core.backend import (
     INT8_INPUTS,
     INT8_WEIGHTS,
     Backend,
-    Case,
+    Need,
     is_int,
     need,
     on,
@@ -39,7 +39,8 @@ from quantflow.core.qtensor import QuantizedLinear
 # |qx - zero_point| <= 255 and |qw| <= 128, so an int32 holds this many products whatever the numbers are.
 _MOST = (2**31 - 1) // (255 * 128)
 _GROUP_SIZES = (32, 64, 128, 256)
-_SIZES = ", ".join(map(str, _GROUP_SIZES))
+_GROUP = "group_size {c.weights.group_size}"
+_FLOATS = (torch.float32, torch.bfloat16)
 _MULTIPLE = 16  # of int4's out_features and int8's in_features; torch does not check: wrong numbers, or a crash
 _ROWS = 128  # packed at once, a multiple of the kernel's tiles of at most 64 rows: their int32 copy stays small
 _INNER_TILES = 1  # read by the GPU's packing only, but the CPU's has the argument as well
@@ -53,21 +54,21 @@ Packed = tuple[Tensor, Tensor, int | None]
 
 
 def _int8_prepare(linear: QuantizedLinear, dtype: torch.dtype) -> tuple[QuantizedLinear, Tensor | None]:
-    """Return the linear, and the sum of each output's qvalues, [O] int32, where inputs have a zero point."""
-    del dtype  # the rescaling is float32
-    sums = linear.weight.qvalue.sum(dim=1, dtype=torch.int32)
-    return linear, None if linear.input_zero_point is None else sums
+    """Return the linear, and what an input's zero point puts into each sum, [O] int32; `dtype` is not needed."""
+    del dtype
+    zero = linear.input_zero_point
+    return linear, None if zero is None else zero.int() * linear.weight.qvalue.sum(dim=1, dtype=torch.int32)
 
 
 def _int8_linear(x: Tensor, prepared: tuple[QuantizedLinear, Tensor | None], bias: Tensor | None) -> Tensor:
-    linear, row_sums = prepared
-    rows = x.reshape(-1, x.shape[-1])  # [M, I]
-    qvalue, scale = linear.quantize_input(rows)
+    linear, offset = prepared
+    qvalue, scale = linear.quantize_input(x.reshape(-1, x.shape[-1]))  # [M, I]
+    tokens = len(qvalue)
     if on_gpu(x):
-        qvalue = functional.pad(qvalue, (0, 0, 0, max(0, _TOKENS - len(rows))))
-    product = torch._int_mm(qvalue, linear.weight.qvalue.t())[: len(rows)]  # [M, O] int32
-    if row_sums is not None and linear.input_zero_point is not None:
-        product -= linear.input_zero_point.int() * row_sums
+        qvalue = functional.pad(qvalue, (0, 0, 0, max(0, _TOKENS - tokens)))
+    product = torch._int_mm(qvalue, linear.weight.qvalue.t())[:tokens]  # [M, O] int32
+    if offset is not None:
+        product -= offset
     result = product.float() * scale * linear.weight.scale.t()
     if bias is not None:
         result += bias
@@ -118,39 +119,37 @@ def on_gpu(tensor: Tensor) -> bool:
     return tensor.is_cuda
 
 
-def _on_cpu(case: Case) -> bool:
-    return case.device.type == "cpu"
+def _on_gpu(need: Need) -> Need:
+    return lambda case: None if case.device.type == "cpu" else need(case)
 
 
-_FLOATS = (torch.float32, torch.bfloat16)
-_ANY = (
-    on("cpu", "cuda"),
-    need("needs float32 or bfloat16 inputs, which hold every scale, not {c.dtype}", lambda c: c.dtype in _FLOATS),
-)
+_DEVICES = on("cpu", "cuda")
+_DTYPES = need("needs float32 or bfloat16 inputs, which hold every scale, not {c.dtype}", lambda c: c.dtype in _FLOATS)
 _INT8_MM = (
-    on("cpu", "cuda"),
+    _DEVICES,
     INT8_WEIGHTS,
     weights_per("per_channel", "per_tensor"),
     INT8_INPUTS,
     need("needs 2 or more input features, torch's kernel returns wrong sums for 1", lambda c: c.shape[1] > 1),
     need(f"sums in int32, which holds {_MOST} input features, not {{c.shape[1]}}", lambda c: c.shape[1] <= _MOST),
-    need("needs out_features that 8 divides on cuda, not {c.shape[0]}", lambda c: _on_cpu(c) or c.shape[0] % 8 == 0),
-    need("needs in_features that 8 divides on cuda, not {c.shape[1]}", lambda c: _on_cpu(c) or c.shape[1] % 8 == 0),
+    _on_gpu(need("needs out_features that 8 divides on cuda, not {c.shape[0]}", lambda c: c.shape[0] % 8 == 0)),
+    _on_gpu(need("needs in_features that 8 divides on cuda, not {c.shape[1]}", lambda c: c.shape[1] % 8 == 0)),
 )
 _INT4_PACK = (
-    *_ANY,
-    lambda c: None if _on_cpu(c) else BFLOAT16(c),
+    _DEVICES,
+    _DTYPES,
+    _on_gpu(BFLOAT16),
     need("needs int4 weights, {c.stored}", lambda c: is_int(c.weights, 4)),
     INPUTS_AS_THEY_ARE,
-    need(f"needs group_size {_SIZES}, not {{c.weights.group_size}}", lambda c: c.weights.group_size in _GROUP_SIZES),
+    need("needs group_size 32, 64, 128, 256, not {c.weights.group_size}", lambda c: c.weights.group_size in _GROUP_SIZES),
     need(f"needs out_features that {_MULTIPLE} divides, not {{c.shape[0]}}", lambda c: c.shape[0] % _MULTIPLE == 0),
     need(
-        "needs in_features that group_size {c.weights.group_size} divides, not {c.shape[1]}",
-        lambda c: c.shape[1] % (c.weights.group_size or 1) == 0,
+        f"needs in_features that {_GROUP} divides, not {{c.shape[1]}}", lambda c: c.shape[1] % (c.weights.group_size or 1) == 0
     ),
 )
 _INT8_PACK = (
-    *_ANY,
+    _DEVICES,
+    _DTYPES,
     INT8_WEIGHTS,
     weights_per("per_channel"),
     INPUTS_AS_THEY_ARE,

@@ -5,7 +5,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -86,14 +86,9 @@ def is_int(tensor: TensorScheme | None, *bits: int) -> bool:
     return tensor is not None and tensor.kind == "int" and tensor.num_bits in bits
 
 
-def is_e4m3(tensor: TensorScheme | None) -> bool:
+def is_e4m3(tensor: TensorScheme | None) -> TypeGuard[TensorScheme]:
     """Return whether a tensor is quantized to codes of e4m3fn."""
     return tensor is not None and tensor.kind == "float" and FLAVOURS[tensor.float8].dtype == torch.float8_e4m3fn
-
-
-def is_static(tensor: TensorScheme | None) -> bool:
-    """Return whether a tensor has a stored scale."""
-    return tensor is not None and not tensor.dynamic
 
 
 def _called(tensor: TensorScheme | None) -> str:

@@ -158,10 +158,8 @@ class TransformersDecoder:
             UsageError: a length that the cache has not reached, or one made without `crops`.
         """
         if not self._crops or not 0 <= length <= self._length:
-            raise UsageError(
-                f"crop to {length} positions: the cache has {self._length}, crops={self._crops}",
-                "crop to what it has, and make the decoder with crops=True",
-            )
+            cause = f"crop to {length} positions: the cache has {self._length}, crops={self._crops}"
+            raise UsageError(cause, "crop to what it has, and make the decoder with crops=True")
         self._cache.crop(length - self._length)  # transformers takes how many to remove, as a negative number
         self._length = length
 

@@ -143,28 +143,25 @@ def with_modules(artifact: Artifact, model: PreTrainedModel, *, reason: str, cro
     Raises:
         InputError: the tokenizer's files or generation_config.json are damaged.
     """
-    reasons: tuple[str, ...] = (f"the lean decoder is not used: {reason}",)
-    if artifact.device.type == cuda.NAME:
-        missing = graphs.why_not(artifact)
-        if missing is None:
-            captured = graphs.GraphDecoder(model, device=artifact.device, capture=cuda.capture)
-            return _loaded(artifact, captured, model=model, reasons=reasons)
-        reasons += (f"decode steps are not captured: {missing}",)
-    decoder = TransformersDecoder(model, device=artifact.device, crops=crops, kv_scales=read_kv_scales(artifact))
-    return _loaded(artifact, decoder, model=model, reasons=reasons)
+    decoder: Decoder = TransformersDecoder(model, device=artifact.device, crops=crops, kv_scales=read_kv_scales(artifact))
+    reasons = [f"the lean decoder is not used: {reason}"]
+    if artifact.device.type == cuda.NAME and (missing := graphs.why_not(artifact)):
+        reasons.append(f"decode steps are not captured: {missing}")
+    elif artifact.device.type == cuda.NAME:
+        decoder = graphs.GraphDecoder(model, device=artifact.device, capture=cuda.capture)
+    return _loaded(artifact, decoder, model=model, reasons=tuple(reasons))
 
 
 def _filled(artifact: Artifact) -> PreTrainedModel:
     """Return transformers' model with an artifact's weights, on its device."""
-    on_gaudi = artifact.device.type == hpu.NAME
-    if on_gaudi and graph_for(artifact.config).sparse:
+    if artifact.device.type == hpu.NAME and graph_for(artifact.config).sparse:
         what = f"experts on {hpu.NAME}: a graph that is replayed sends every token where the first went"
         raise UnsupportedError(f"{artifact.checkpoint.folder}: {what}", "run it on the CPU")
     model = skeleton(artifact.config)
     artifact.fill_(model, artifact.to_source, dtype=artifact.dtype)
     model.to(artifact.device)
-    if on_gaudi:
-        hpu.wrap_in_graph(model)  # replaces the model's forward by one that replays graphs, and returns the same model
+    if artifact.device.type == hpu.NAME:
+        hpu.wrap_in_graph(model)
     return model
 
 

@@ -132,7 +132,8 @@ def test_gaudi3_holds_the_whole_of_e4m3fn_and_is_preferred_over_the_reference(br
 
 def test_graphs_are_the_bridges(bridge):
     model = torch.nn.Linear(2, 2)
-    assert hpu.wrap_in_graph(model) is model and bridge.wrapped == [model]
+    hpu.wrap_in_graph(model)
+    assert bridge.wrapped == [model]
 
 
 def test_loading_for_gaudi_without_it_is_refused_before_anything_is_read(tmp_path):
