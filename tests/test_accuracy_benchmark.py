@@ -86,6 +86,20 @@ def test_gptqs_layout_is_read_with_both_kinds_of_zero_points(shared, minus_one):
     assert moved[3, 0] == float(scales[1, 3]) * float(values[0, 3] - points[1, 3])
 
 
+@pytest.mark.parametrize("minus_one", [True, False])
+def test_zero_points_of_3_bits_are_one_too_small_each_by_itself(shared, minus_one):
+    """Thirty-two outputs of one group: the 11th and the 22nd lie in two words, and a 0 is stored as 7."""
+    points = [index * 5 % 8 for index in range(32)]
+    stored = [(point - 1) % 8 if minus_one else point for point in points]
+    tensors = {
+        "x.qweight": np.zeros((3, 32), dtype="<i4"),  # 32 inputs
+        "x.qzeros": words_of(stored, 3)[None],
+        "x.scales": np.ones((1, 32), dtype=np.float16),
+    }
+    found = shared.gptq_weight(tensors, "x", bits=3, minus_one=minus_one)
+    assert found.tolist() == [[float(-point)] * 32 for point in points]
+
+
 def test_awqs_layout_is_read_in_its_order(shared):
     """A word holds outputs 0, 2, 4, 6, 1, 3, 5, 7."""
     word = sum(output << (4 * place) for place, output in enumerate([0, 2, 4, 6, 1, 3, 5, 7]))

@@ -105,10 +105,9 @@ def unpack(words: Array, bits: int, *, axis: int) -> Array:
     return np.moveaxis(values, -1, axis)
 
 
-def _ones(bits: int, words: int) -> Array:
-    """Return int32 words in which every integer is 1."""
-    digits = np.tile([1] + [0] * (bits - 1), words * 32 // bits).astype(np.uint8)
-    return np.packbits(digits, bitorder="little").view("<i4")
+def _ones(bits: int) -> np.int32:
+    """Return a word in which every integer is 1; of bits that divide 32."""
+    return np.packbits(np.tile([1] + [0] * (bits - 1), 32 // bits), bitorder="little").view("<i4")[0]
 
 
 def gptq_weight(tensors: Mapping[str, Array], name: str, *, bits: int, minus_one: bool) -> Array:
@@ -120,14 +119,17 @@ def gptq_weight(tensors: Mapping[str, Array], name: str, *, bits: int, minus_one
         tensors: name -> `qweight` int32 [I * bits / 32, O], `qzeros` int32 [G, O * bits / 32], `scales` [G, O], `g_idx` [I].
         name: of the linear.
         bits: of an integer.
-        minus_one: zero points are stored one too small, as the layout's first version has it; whole words were subtracted.
+        minus_one: zero points are stored one too small, as the layout's first version has it. Whole words were subtracted, but
+            of 3 bits each integer by itself, since some of them lie in two words.
     """
     zeros, scales = tensors[f"{name}.qzeros"].astype("<i4"), tensors[f"{name}.scales"].astype(np.float32)
-    if minus_one:
-        zeros = zeros + _ones(bits, zeros.shape[1])  # numpy's integers wrap around, as those that were subtracted did
+    if minus_one and bits != 3:
+        zeros = zeros + _ones(bits)  # numpy's integers wrap around, as those that were subtracted did
     values = unpack(tensors[f"{name}.qweight"], bits, axis=0)  # [I, O]
     groups = tensors.get(f"{name}.g_idx", np.arange(len(values)) * len(scales) // len(values))
     points = unpack(zeros, bits, axis=1)  # [G, O]
+    if minus_one and bits == 3:
+        points = (points + 1) % 8
     return ((values - points[groups]) * scales[groups]).T.astype(np.float32)
 
 
