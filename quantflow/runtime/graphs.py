@@ -59,6 +59,7 @@ class GraphDecoder:
         self._length = 0
         self._reserve(rows=0, columns=0)
 
+    @torch.inference_mode()
     def begin(self, *, rows: int, capacity: int) -> None:
         """Empty the cache; see `Decoder.begin`. As many rows in the same bucket take over the last batch's memory and graph."""
         columns = capacity + -capacity % BUCKET
@@ -68,6 +69,7 @@ class GraphDecoder:
         self._padding.zero_()
         self._length = 0
 
+    @torch.inference_mode()
     def forward(self, input_ids: Tensor, *, padding: Tensor | None = None, last_only: bool = True) -> Tensor:
         """Append positions; see `Decoder.forward`.
 
@@ -84,12 +86,14 @@ class GraphDecoder:
             self._step = self._capture(lambda: self._run(self._ids, logits_to_keep=1).logits[:, -1].float())
         return self._step().clone()  # the next step writes where it lies
 
+    @torch.inference_mode()
     def forward_hidden(self, input_ids: Tensor, *, padding: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Append positions; see `HiddenDecoder.forward_hidden`. It is not captured."""
         self._place(input_ids, padding)
         output = self._run(input_ids, output_hidden_states=True)
         return output.logits.float(), output.hidden_states[-1].float()
 
+    @torch.inference_mode()
     def keep(self, rows: Tensor) -> None:
         """Choose sequences of the cache; see `Decoder.keep`. As many as there were keep their memory and graph."""
         layers, padding = self._cache.layers, self._padding[rows]

@@ -78,8 +78,6 @@ class Capture:
 def capturing(monkeypatch):
     """Under a capture transformers looks at no mask's values; it sees that from the stream, which a CPU has not."""
     monkeypatch.setattr("transformers.masking_utils.is_tracing", lambda *_: True)
-    with torch.inference_mode():
-        yield
 
 
 @pytest.fixture(params=CONFIGS)
