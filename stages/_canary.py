@@ -9,9 +9,10 @@ from quantflow.artifact.safetensors_header import read_header
 from quantflow.errors import IntegrityError
 from quantflow.models.capture import LayerStream
 from quantflow.models.graph import graph_for
+from quantflow.models.hooks import KVRounder
 from quantflow.models.reading import read_tensor
-from quantflow.runtime.artifact import open_artifact
-from quantflow.runtime.kv_scales import rounder
+from quantflow.runtime.artifact import Artifact, open_artifact
+from quantflow.runtime.kv_scales import read_kv_scales
 from stages._bits import tensor_hash
 
 
@@ -39,3 +40,9 @@ def prove_canary(folder: Path, quantized: Path) -> None:
             )
     if tensor_hash(stream.finish(states[0].hidden)) != expected["logits"]:
         raise IntegrityError("logits: differ from quantize's on the canary", "keep the folder and report it")
+
+
+def rounder(artifact: Artifact) -> KVRounder | None:
+    """Return what rounds the keys and values of every layer as the artifact's cache would; None where it keeps them."""
+    scales = read_kv_scales(artifact)
+    return KVRounder(dict(enumerate(scales))) if scales else None

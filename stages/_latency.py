@@ -151,7 +151,8 @@ def _spread(job: Job, values: Sequence[float]) -> dict[str, float] | None:
 def _profile(job: Job, loaded: Loaded, path: Path) -> Run:
     """Write a trace of one run of the first batch size, the functions of Python in it."""
     prompts = _prompts(job, loaded, job.batch_sizes[0], job.warmups + job.runs)
-    with profile(activities=[ProfilerActivity.CPU], with_stack=True) as trace:
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if job.device == "cuda" else [])]
+    with profile(activities=activities, with_stack=True) as trace:
         found = time_run(loaded.decoder, prompts, new_tokens=min(job.new_tokens, 8), span=record_function)
     path.parent.mkdir(parents=True, exist_ok=True)
     trace.export_chrome_trace(str(path))

@@ -36,9 +36,9 @@ from quantflow.models.graph import graph_for
 from quantflow.models.load import Source, load_tokenizer, open_source, skeleton
 from quantflow.models.source import fingerprint
 from quantflow.runtime.artifact import open_artifact
-from quantflow.runtime.kv_scales import rounder
 from stages import _memory, _state, _workspace
 from stages._bits import CANARY_TOKENS, single_threaded, tensor_hash, tools
+from stages._canary import rounder
 from stages._compare import BASELINE, Comparing
 from stages._config import Resources, Validate
 from stages._gate import Gate, gate_files, judge, load_gate

@@ -11,12 +11,12 @@ from types import MappingProxyType
 
 import torch
 
-from quantflow.backends import hpu, reference, torch_kernels, vnni
+from quantflow.backends import cuda, hpu, reference, torch_kernels, vnni
 from quantflow.core.backend import Backend
 from quantflow.core.scheme import LinearScheme
 from quantflow.errors import UsageError
 
-_ORDER = (hpu.BACKEND, *vnni.BACKENDS, *torch_kernels.BACKENDS, reference.BACKEND, *vnni.BY_NAME_ONLY)
+_ORDER = (hpu.BACKEND, cuda.BACKEND, *vnni.BACKENDS, *torch_kernels.BACKENDS, reference.BACKEND, *vnni.BY_NAME_ONLY)
 BACKENDS: Mapping[str, Backend] = MappingProxyType({backend.name: backend for backend in _ORDER})
 
 

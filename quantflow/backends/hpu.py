@@ -7,65 +7,25 @@ docs/gaudi.md says, line by line, what was never run on the device. `habana_fram
 Source: neural_compressor's and vllm-hpu-extension's calls of `torch.ops.hpu`, for names and arguments.
 """
 
-from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from quantflow.core.backend import Backend
+from quantflow.core.backend import BFLOAT16, E4M3_WEIGHTS, Backend, Case, is_e4m3, keep, need, on, weights_per
 from quantflow.core.float8 import FLAVOURS
 from quantflow.core.qtensor import QuantizedLinear
-from quantflow.core.scheme import LinearScheme
-from quantflow.errors import UnsupportedError
 
 NAME = "hpu"
 PACKAGE = "habana_frameworks"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prepared:
-    """A weight as the device multiplies it.
-
-    Attributes:
-        weight: [O, I], codes of e4m3fn.
-        weight_scale: [1] or [O], in the dtype of the inputs' scales, float32.
-        input_scale: [1] float32.
-        input_inverse: [1] float32, 1 / input_scale: what the cast multiplies by.
-    """
-
-    weight: Tensor
-    weight_scale: Tensor
-    input_scale: Tensor
-    input_inverse: Tensor
-
-
-def _why_not(scheme: LinearScheme, device: torch.device, *, shape: tuple[int, int], dtype: torch.dtype) -> str | None:
-    """Return why Gaudi cannot run this linear, or None.  shape: (out_features, in_features)."""
-    del shape  # any
-    weights, inputs = scheme.weights, scheme.input
-    if device.type != NAME:
-        return f"{NAME} runs on device hpu, not on {device.type}; give device hpu"
-    missing = missing_here()
-    if missing is not None:
-        return f"{NAME} needs {missing}"
-    if weights.kind != "float" or weights.granularity not in ("per_tensor", "per_channel"):
-        return f"{NAME} needs float8 weights per tensor or per channel, scheme {scheme.name} has others"
-    if inputs is None or inputs.kind != "float" or inputs.dynamic:
-        return f"{NAME} needs a measured float8 input scale, scheme {scheme.name} has none"
-    if dtype != torch.bfloat16:
-        return f"{NAME} needs bfloat16 inputs, not {dtype}"
-    largest, held = FLAVOURS[weights.float8].largest, _largest_held()
-    if largest > held:
-        reach = f"weights in {weights.float8} reach {largest:g}, {device_name()} holds {held:g}"
-        return f"{NAME}: {reach}; quantize with float8 gaudi2"
-    return None
+_ROWS_BY_ROWS = MappingProxyType({"trans_A": False, "trans_B": True, "D": None, "accumulate": False})
 
 
 def missing_here() -> str | None:
-    """Return what this machine lacks to run on Gaudi, in words, or None."""
+    """Return what this machine lacks to run on Gaudi, in words, or None. Asking makes torch know the device."""
     if find_spec(PACKAGE) is None:
         return f"the package {PACKAGE}, which comes with Gaudi's software and is not installed"
     try:
@@ -75,57 +35,25 @@ def missing_here() -> str | None:
     return None if available else f"a Gaudi device; {PACKAGE} finds none"
 
 
-def require() -> None:
-    """Load Gaudi's bridge, which makes torch know the device.
-
-    Raises:
-        UnsupportedError: saying what is missing.
-    """
-    missing = missing_here()
-    if missing is not None:
-        raise UnsupportedError(f"device hpu: needs {missing}", "use device cpu, or a machine with Gaudi's software")
+def wrap_in_graph(model: nn.Module) -> None:
+    """Send a model's forward through Gaudi's graphs: each shape of inputs is compiled once and replayed."""
+    _habana("hpu").wrap_in_hpu_graph(model)
 
 
-def device_name() -> str:
-    """Return the generation as the bridge names it: GAUDI2, GAUDI3."""
-    return str(_habana("hpu").get_device_name()).upper()
-
-
-def wrap_in_graph(model: nn.Module) -> nn.Module:
-    """Return the model on its way through Gaudi's graphs: each shape of inputs is compiled once and replayed."""
-    wrapped: nn.Module = _habana("hpu").wrap_in_hpu_graph(model)
-    return wrapped
-
-
-def _prepare(linear: QuantizedLinear, dtype: torch.dtype) -> Prepared:
-    """Keep the codes and the scales that were measured; `dtype` is not needed, scales are float32."""
-    assert linear.input_scale is not None  # why_not refuses such a scheme
-    return Prepared(
-        weight=linear.weight.qvalue.contiguous(),
-        weight_scale=linear.weight.scale.reshape(-1),
-        input_scale=linear.input_scale,
-        input_inverse=1.0 / linear.input_scale,
-    )
-
-
-def _linear(x: Tensor, prepared: Prepared, bias: Tensor | None) -> Tensor:
+def _linear(x: Tensor, linear: QuantizedLinear, bias: Tensor | None) -> Tensor:
     """Return x @ W.T + bias.  x: [..., I] bfloat16; returns [..., O]."""
-    rows = x.reshape(-1, x.shape[-1])  # [M, I]
+    assert linear.input_scale is not None  # its needs refuse such a scheme
     operators: Any = torch.ops.hpu
-    codes, _ = operators.cast_to_fp8_v2(rows, prepared.input_inverse, False, False, torch.float8_e4m3fn)
+    rows, factor = x.reshape(-1, x.shape[-1]), 1.0 / linear.input_scale  # [M, I], [1]: what the cast multiplies by
+    codes, _ = operators.cast_to_fp8_v2(rows, factor, False, False, torch.float8_e4m3fn)
+    scales = {
+        "A_scale_inv": linear.input_scale,
+        "B_scale_inv": linear.weight.scale.reshape(-1),
+    }  # by its name an inverse: the step
     result: Tensor = operators.fp8_gemm_v2(
-        A=codes,
-        trans_A=False,
-        B=prepared.weight,
-        trans_B=True,
-        D=None,
-        out_dtype=x.dtype,
-        A_scale_inv=prepared.input_scale,  # the bridge calls the step an inverse: it undoes the cast
-        B_scale_inv=prepared.weight_scale,
-        bias=bias,
-        accumulate=False,
+        A=codes, B=linear.weight.qvalue, out_dtype=x.dtype, bias=bias, **scales, **_ROWS_BY_ROWS
     )
-    return result.reshape(*x.shape[:-1], prepared.weight.shape[0])  # [..., O]
+    return result.reshape(*x.shape[:-1], result.shape[1])  # [..., O]
 
 
 def _habana(part: str) -> Any:
@@ -133,8 +61,21 @@ def _habana(part: str) -> Any:
     return getattr(import_module(f"{PACKAGE}.torch"), part)
 
 
-def _largest_held() -> float:
-    return FLAVOURS["gaudi2" if device_name().startswith("GAUDI2") else "e4m3fn"].largest
+def _too_large(case: Case) -> str | None:
+    """Return why the device does not hold codes of this flavour: the second generation's end at 240."""
+    flavour, name = case.weights.float8, str(_habana("hpu").get_device_name()).upper()  # GAUDI2, GAUDI3
+    largest, held = FLAVOURS[flavour].largest, FLAVOURS["gaudi2" if name.startswith("GAUDI2") else "e4m3fn"].largest
+    reach = f"weights in {flavour} reach {largest:g}, {name} holds {held:g}; quantize with float8 gaudi2"
+    return f"{case.name}: {reach}" if largest > held else None
 
 
-BACKEND = Backend(name=NAME, why_not=_why_not, prepare=_prepare, linear=_linear)
+_NEEDS = (
+    on(NAME),
+    lambda c: None if (missing := missing_here()) is None else f"{c.name} needs {missing}",
+    E4M3_WEIGHTS,
+    weights_per("per_tensor", "per_channel"),
+    need("needs a measured e4m3fn input scale, {c.taken}", lambda c: is_e4m3(c.scheme.input) and not c.scheme.input.dynamic),
+    BFLOAT16,
+    _too_large,
+)
+BACKEND = Backend(name=NAME, needs=_NEEDS, prepare=keep, linear=_linear)

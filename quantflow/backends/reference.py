@@ -1,7 +1,5 @@
 """The oracle: dequantize the weight once, fake-quantize the input, multiply. Runs every scheme anywhere."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -9,42 +7,21 @@ from torch.nn import functional
 from quantflow.core import affine
 from quantflow.core.backend import Backend
 from quantflow.core.qtensor import QuantizedLinear
-from quantflow.core.scheme import LinearScheme, TensorScheme
+from quantflow.core.scheme import TensorScheme
 
-
-@dataclass(frozen=True, kw_only=True)
-class Prepared:
-    """A dequantized weight, and what happens to the input; the qvalues are not kept.
-
-    Attributes:
-        weight: [O, I] in the dtype of the inputs.
-        scheme, scale, zero_point: of the input, None where it has none.
-    """
-
-    weight: Tensor
-    scheme: TensorScheme | None
-    scale: Tensor | None
-    zero_point: Tensor | None
-
-
-def _why_not(scheme: LinearScheme, device: torch.device, *, shape: tuple[int, int], dtype: torch.dtype) -> str | None:
-    return None
+# A dequantized weight [O, I] in the dtype of the inputs; scheme, scale and zero point of the input. The qvalues are not kept.
+Prepared = tuple[Tensor, TensorScheme | None, Tensor | None, Tensor | None]
 
 
 def _prepare(linear: QuantizedLinear, dtype: torch.dtype) -> Prepared:
     """Dequantize the weight in float32 and round it to `dtype`."""
-    return Prepared(
-        weight=linear.weight.dequantize().to(dtype),
-        scheme=linear.scheme.input,
-        scale=linear.input_scale,
-        zero_point=linear.input_zero_point,
-    )
+    return linear.weight.dequantize().to(dtype), linear.scheme.input, linear.input_scale, linear.input_zero_point
 
 
 def _linear(x: Tensor, prepared: Prepared, bias: Tensor | None) -> Tensor:
     """Return x @ W.T + bias.  x: [..., I] in the prepared dtype; returns [..., O]."""
-    x = affine.fake_quantize_input(x, prepared.scheme, prepared.scale, prepared.zero_point)
-    return functional.linear(x, prepared.weight, bias)
+    weight, scheme, scale, zero_point = prepared
+    return functional.linear(affine.fake_quantize_input(x, scheme, scale, zero_point), weight, bias)
 
 
-BACKEND = Backend(name="reference", why_not=_why_not, prepare=_prepare, linear=_linear)
+BACKEND = Backend(name="reference", prepare=_prepare, linear=_linear)

@@ -19,90 +19,54 @@ w4a16_int8: a scheme that leaves inputs alone, run with inputs quantized to int8
 artifact's: faster for prompts and batches, and less exact.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
-from quantflow.core import float8, kernels
-from quantflow.core.backend import Backend
+from quantflow.core import kernels
+from quantflow.core.backend import (
+    E4M3_WEIGHTS,
+    INPUTS_AS_THEY_ARE,
+    INT8_INPUTS,
+    INT8_WEIGHTS,
+    Backend,
+    Case,
+    is_e4m3,
+    is_int,
+    need,
+)
 from quantflow.core.kernels import Prepared
 from quantflow.core.qtensor import QuantizedLinear
-from quantflow.core.scheme import LinearScheme, TensorScheme
+from quantflow.core.scheme import TensorScheme
 
-Lack = Callable[[LinearScheme], str | None]  # what is needed, and what the scheme has instead; None where that is no other
 _TOKENS = TensorScheme(kind="int", num_bits=8, granularity="per_token", dynamic=True)
 
 
-def _four_bits(scheme: LinearScheme) -> str | None:
-    weights = scheme.weights
-    if weights.kind == "int" and weights.num_bits <= 4:
-        return None
-    return f"integer weights of at most 4 bits, scheme {scheme.name} has {weights.kind}{weights.num_bits}"
-
-
-def _eight_bits(scheme: LinearScheme) -> str | None:
-    weights = scheme.weights
-    alike = (weights.kind, weights.num_bits, weights.symmetric) == ("int", 8, True)
-    return None if alike else f"symmetric int8 weights, scheme {scheme.name} has others"
-
-
-def _five_bits_or_more(scheme: LinearScheme) -> str | None:
-    weights = scheme.weights
-    if weights.kind == "int" and (weights.num_bits in (5, 6) or (weights.num_bits == 8 and weights.symmetric)):
-        return None
-    return f"symmetric int8 weights, or 5 or 6 bits, scheme {scheme.name} has others"
-
-
-def _int8_inputs(scheme: LinearScheme) -> str | None:
-    inputs = scheme.input
-    if inputs is not None and (inputs.kind, inputs.num_bits) == ("int", 8):
-        return None
-    return f"int8 inputs, scheme {scheme.name} has {'none' if inputs is None else inputs.kind}"
-
-
-def _symmetric_int8_inputs(scheme: LinearScheme) -> str | None:
-    inputs = scheme.input
-    if inputs is not None and (inputs.kind, inputs.num_bits, inputs.symmetric) == ("int", 8, True):
-        return None
-    return f"symmetric int8 inputs, scheme {scheme.name} has {'none' if inputs is None else 'others'}"
-
-
-def _inputs_as_they_are(scheme: LinearScheme) -> str | None:
-    return None if scheme.input is None else f"inputs in the model's dtype, scheme {scheme.name} quantizes them"
-
-
-def _e4m3(scheme: LinearScheme) -> str | None:
-    tensors = (
-        {"weights": scheme.weights} if scheme.input is None else {"weights": scheme.weights, "inputs or none": scheme.input}
-    )
-    for what, tensor in tensors.items():
-        if tensor.kind != "float" or float8.FLAVOURS[tensor.float8].dtype != torch.float8_e4m3fn:
-            found = tensor.float8 if tensor.kind == "float" else f"{tensor.kind}{tensor.num_bits}"
-            return f"e4m3fn {what}, scheme {scheme.name} has {found}"
-    return None
+def _kernels(case: Case) -> str | None:
+    return kernels.why_not(case.scheme, case.device, shape=case.shape, dtype=case.dtype, name=case.name)
 
 
 def _with_int8_inputs(linear: QuantizedLinear, dtype: torch.dtype) -> Prepared:
     return kernels.prepare(replace(linear, scheme=replace(linear.scheme, input=_TOKENS)), dtype)
 
 
-def _kernel(name: str, *lacks: Lack, prepare: Callable[[QuantizedLinear, torch.dtype], Prepared] = kernels.prepare) -> Backend:
-    def why_not(scheme: LinearScheme, device: torch.device, *, shape: tuple[int, int], dtype: torch.dtype) -> str | None:
-        for lack in lacks:
-            found = lack(scheme)
-            if found is not None:
-                return f"{name} needs {found}"
-        return kernels.why_not(scheme, device, shape=shape, dtype=dtype, name=name)
-
-    return Backend(name=name, why_not=why_not, prepare=prepare, linear=kernels.linear)
+def _more(weights: TensorScheme) -> bool:
+    return is_int(weights, 5, 6) or (is_int(weights, 8) and weights.symmetric)
 
 
-BACKENDS = (
-    _kernel("w8a8", _eight_bits, _int8_inputs),
-    _kernel("w4a8", _four_bits, _symmetric_int8_inputs),
-    _kernel("w4a16", _four_bits, _inputs_as_they_are),
-    _kernel("w8a16", _five_bits_or_more, _inputs_as_they_are),
-    _kernel("fp8", _e4m3),
+_FOUR = need("needs integer weights of at most 4 bits, {c.stored}", lambda c: is_int(c.weights, 2, 3, 4))
+_MORE = need("needs symmetric int8 weights, or 5 or 6 bits, {c.stored}", lambda c: _more(c.weights))
+_SYMMETRIC = need("needs symmetric inputs, {c.taken}", lambda c: c.scheme.input is not None and c.scheme.input.symmetric)
+_E4M3 = need("needs e4m3fn inputs or none, {c.taken}", lambda c: c.scheme.input is None or is_e4m3(c.scheme.input))
+
+BACKENDS = tuple(
+    Backend(name=name, needs=(*needs, _kernels), prepare=kernels.prepare, linear=kernels.linear)
+    for name, needs in {
+        "w8a8": (INT8_WEIGHTS, INT8_INPUTS),
+        "w4a8": (_FOUR, INT8_INPUTS, _SYMMETRIC),
+        "w4a16": (_FOUR, INPUTS_AS_THEY_ARE),
+        "w8a16": (_MORE, INPUTS_AS_THEY_ARE),
+        "fp8": (E4M3_WEIGHTS, _E4M3),
+    }.items()
 )
-BY_NAME_ONLY = (_kernel("w4a16_int8", _four_bits, _inputs_as_they_are, prepare=_with_int8_inputs),)
+BY_NAME_ONLY = (replace(BACKENDS[2], name="w4a16_int8", prepare=_with_int8_inputs),)

@@ -111,8 +111,12 @@ def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor | None, scheme: T
 
 def fake_quantize_per_token(x: Tensor, scheme: TensorScheme) -> Tensor:
     """Fake-quantize each row of `x` with a symmetric scale of its own.  x: [..., features]."""
-    scale = scale_from_amax(x.abs().amax(dim=-1, keepdim=True), scheme)
-    return fake_quantize(x, scale, None, scheme)
+    return fake_quantize(x, scale_per_token(x, scheme), None, scheme)
+
+
+def scale_per_token(x: Tensor, scheme: TensorScheme) -> Tensor:
+    """Return the symmetric scale of each row of `x`, [..., 1] float32.  x: [..., features]."""
+    return scale_from_amax(x.abs().amax(dim=-1, keepdim=True), scheme)
 
 
 def fake_quantize_input(x: Tensor, scheme: TensorScheme | None, scale: Tensor | None, zero_point: Tensor | None) -> Tensor:

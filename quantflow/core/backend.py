@@ -1,21 +1,114 @@
-"""The record of one way to compute `x @ W.T + bias` with a quantized weight; `quantflow.backends` has them all."""
+"""The record of one way to compute `x @ W.T + bias` with a quantized weight, and the sentences that say why it cannot.
+
+`quantflow.backends` has them all. What several of them need of a linear is named here once.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
+from quantflow.core.float8 import FLAVOURS
 from quantflow.core.qtensor import QuantizedLinear
-from quantflow.core.scheme import LinearScheme
+from quantflow.core.scheme import LinearScheme, TensorScheme
 
 
-class WhyNot(Protocol):
-    """Why a backend cannot run a linear."""
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A linear that the backend `name` is asked about.
 
-    def __call__(self, scheme: LinearScheme, device: torch.device, *, shape: tuple[int, int], dtype: torch.dtype) -> str | None:
-        """Return the reason in a sentence, None when it can.  shape: (out_features, in_features); dtype: of the inputs."""
+    Attributes:
+        name: the backend's.
+        scheme: the linear's.
+        device: where it would run.
+        shape: (out_features, in_features).
+        dtype: of its inputs.
+    """
+
+    name: str
+    scheme: LinearScheme
+    device: torch.device
+    shape: tuple[int, int]
+    dtype: torch.dtype
+
+    @property
+    def weights(self) -> TensorScheme:
+        """The scheme of the weights."""
+        return self.scheme.weights
+
+    @property
+    def stored(self) -> str:
+        """What the scheme stores, in words."""
+        return f"scheme {self.scheme.name} has {_called(self.scheme.weights)}"
+
+    @property
+    def taken(self) -> str:
+        """What the scheme makes of inputs, in words."""
+        return f"scheme {self.scheme.name} has {_called(self.scheme.input)}"
+
+
+Need = Callable[[Case], str | None]  # why a case cannot run, in a sentence; None where this need is met
+
+
+def need(words: str, holds: Callable[[Case], bool]) -> Need:
+    """Return a need that `holds` decides; in its words `{c}` is the case."""
+    return lambda case: None if holds(case) else f"{case.name} {words.format(c=case)}"
+
+
+def on(*kinds: str, capability: tuple[int, int] = (8, 0)) -> Need:
+    """Return the need of one of these devices; of `cuda` one by NVIDIA, of at least this compute capability."""
+
+    def lack(case: Case) -> str | None:
+        device = case.device
+        if device.type not in kinds:
+            return f"{case.name} runs on {' and '.join(kinds)}, not on {device.type}"
+        if device.type != "cuda":
+            return None
+        if torch.version.cuda is None or not torch.cuda.is_available():
+            return f"{case.name} needs a GPU by NVIDIA, torch {torch.__version__} finds none"
+        found = torch.cuda.get_device_capability(device)
+        words = "needs compute capability {}.{}, {} has {}.{}".format(*capability, device, *found)
+        return f"{case.name} {words}" if found < capability else None
+
+    return lack
+
+
+def weights_per(*granularities: str) -> Need:
+    """Return the need of weights with one of these granularities."""
+    words = " or ".join(granularities).replace("_", " ")
+    return need(f"needs weights {words}, {{c.stored}}", lambda c: c.weights.granularity in granularities)
+
+
+def is_int(tensor: TensorScheme | None, *bits: int) -> bool:
+    """Return whether a tensor is quantized to integers of so many bits."""
+    return tensor is not None and tensor.kind == "int" and tensor.num_bits in bits
+
+
+def is_e4m3(tensor: TensorScheme | None) -> TypeGuard[TensorScheme]:
+    """Return whether a tensor is quantized to codes of e4m3fn."""
+    return tensor is not None and tensor.kind == "float" and FLAVOURS[tensor.float8].dtype == torch.float8_e4m3fn
+
+
+def _called(tensor: TensorScheme | None) -> str:
+    if tensor is None:
+        return "none"
+    kind = tensor.float8 if tensor.kind == "float" else f"{'' if tensor.symmetric else 'asymmetric '}int{tensor.num_bits}"
+    return f"{kind} {tensor.granularity.replace('_', ' ')}"
+
+
+INT8_WEIGHTS = need("needs symmetric int8 weights, {c.stored}", lambda c: is_int(c.weights, 8) and c.weights.symmetric)
+INT8_INPUTS = need("needs int8 inputs, {c.taken}", lambda c: is_int(c.scheme.input, 8))
+E4M3_WEIGHTS = need("needs e4m3fn weights, {c.stored}", lambda c: is_e4m3(c.weights))
+INPUTS_AS_THEY_ARE = need("needs inputs in the model's dtype, {c.taken}", lambda c: c.scheme.input is None)
+BFLOAT16 = need("needs bfloat16 inputs on {c.device.type}, not {c.dtype}", lambda c: c.dtype == torch.bfloat16)
+
+
+def keep(linear: QuantizedLinear, dtype: torch.dtype) -> QuantizedLinear:
+    """Return the linear itself: what multiplies codes and rescales in float32 prepares nothing."""
+    del dtype
+    return linear
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,12 +117,17 @@ class Backend:
 
     Attributes:
         name: the key in `quantflow.backends.BACKENDS`.
-        why_not: see `WhyNot`.
         prepare: (linear, dtype of the inputs) -> the weight in the kernel's own layout, a record.
         linear: (x [..., in_features], what was prepared, bias [out_features] or None) -> [..., out_features] in x's dtype.
+        needs: of a linear that it can run; the first that is not met is the reason.
     """
 
     name: str
-    why_not: WhyNot
     prepare: Callable[[QuantizedLinear, torch.dtype], Any]
     linear: Callable[[Tensor, Any, Tensor | None], Tensor]
+    needs: tuple[Need, ...] = ()
+
+    def why_not(self, scheme: LinearScheme, device: torch.device, *, shape: tuple[int, int], dtype: torch.dtype) -> str | None:
+        """Return why it cannot run a linear, in a sentence; None when it can.  shape: (out_features, in_features)."""
+        case = Case(name=self.name, scheme=scheme, device=device, shape=shape, dtype=dtype)
+        return next(filter(None, (lack(case) for lack in self.needs)), None)

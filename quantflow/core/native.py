@@ -36,7 +36,7 @@ def library(source: Path) -> ctypes.CDLL:
     """
     found = _attempt(source)
     if isinstance(found, UnsupportedError):
-        raise UnsupportedError(found.cause, found.remedy)
+        raise found
     return found
 
 
@@ -47,10 +47,9 @@ def why_not(source: Path, *, needs: tuple[str, ...]) -> str | None:
         source: compiled if need be.
         needs: instruction sets by the kernel's names, such as `avx512_vnni`.
     """
-    known = _cpu().get("flags", "").split()
-    missing = [name for name in needs if name not in known]
-    if missing:
-        return f"this CPU has no {missing[0]}"
+    for name in needs:
+        if name not in _cpu().get("flags", "").split():
+            return f"this CPU has no {name}"
     found = _attempt(source)
     return str(found) if isinstance(found, UnsupportedError) else None
 
@@ -73,8 +72,7 @@ def _load(source: Path) -> ctypes.CDLL:
     compiler, machine = _compiler(), "\n".join(_cpu().get(field, "") for field in _CPU_FIELDS)
     parts = (source.read_bytes(), _identity(compiler), " ".join(_FLAGS).encode(), machine.encode())
     key = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
-    folder = _cache_folder()
-    path = folder / f"{source.stem}-{key[:32]}.so"
+    path = _cache_folder() / f"{source.stem}-{key[:32]}.so"
     try:
         if not _intact(path):
             _build(source, compiler, path)
@@ -95,9 +93,8 @@ def _build(source: Path, compiler: str, path: Path) -> None:
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         if result.returncode:
             said = next((line for line in result.stderr.splitlines() if "error" in line), result.stderr.strip()[:200])
-            raise UnsupportedError(
-                f"{source.name}: {compiler} exits {result.returncode}: {said}", "set CC to a gcc of version 11 or later"
-            )
+            cause = f"{source.name}: {compiler} exits {result.returncode}: {said}"
+            raise UnsupportedError(cause, "set CC to a gcc of version 11 or later")
         body = made.read_bytes()
         made.write_bytes(body + hashlib.sha256(body).digest())  # the loader reads what the headers name, not the end
         made.replace(path)
@@ -127,9 +124,8 @@ def _compiler() -> str:
 
 def _identity(compiler: str) -> bytes:
     """Return what tells a compiler from its other versions, without running it."""
-    real = os.path.realpath(compiler)
-    status = os.stat(real)
-    return f"{real} {status.st_size} {status.st_mtime_ns}".encode()
+    status = os.stat(compiler)
+    return f"{os.path.realpath(compiler)} {status.st_size} {status.st_mtime_ns}".encode()
 
 
 @functools.cache
@@ -149,8 +145,8 @@ def _cache_folder() -> Path:
     Raises:
         UnsupportedError: it cannot be made, or others may write to it.
     """
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(os.environ.get("QUANTFLOW_CACHE") or Path(home) / "quantflow")
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = Path(os.environ.get("QUANTFLOW_CACHE") or home / "quantflow")
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.stat()

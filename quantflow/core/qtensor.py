@@ -168,6 +168,15 @@ class QuantizedLinear:
         """Return the input as the quantized linear sees it, in x's dtype.  x: [..., in_features]."""
         return affine.fake_quantize_input(x, self.scheme.input, self.input_scale, self.input_zero_point)
 
+    def quantize_input(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the qvalues of an input, and their scale: [..., 1], one per token, or the stored [1].  x: [..., in_features].
+
+        The scheme quantizes inputs, statically or per token.
+        """
+        assert self.scheme.input is not None
+        scale = affine.scale_per_token(x, self.scheme.input) if self.input_scale is None else self.input_scale
+        return affine.quantize(x, scale, self.input_zero_point, self.scheme.input), scale
+
     def to(self, device: torch.device) -> "QuantizedLinear":
         """Return the linear on a device, itself where it is there already."""
         weight = self.weight

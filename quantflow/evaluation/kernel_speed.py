@@ -8,7 +8,7 @@ import ctypes
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -118,11 +118,13 @@ def read(data: Tensor) -> int:
 
 
 def weight_bytes(prepared: Any) -> int:
-    """Return the bytes of the tensors that a backend's record holds."""
-    values = [getattr(prepared, field.name) for field in fields(prepared)]
-    held = [v for value in values for v in (value.values() if isinstance(value, dict) else (value,))]
-    tensors = [value for value in held if isinstance(value, Tensor)]
-    return sum(tensor.nbytes for tensor in tensors)
+    """Return the bytes of the tensors that a backend made of a weight: a record, a tuple, or what they hold."""
+    if isinstance(prepared, Tensor):
+        return prepared.nbytes
+    if is_dataclass(prepared):
+        prepared = {field.name: getattr(prepared, field.name) for field in fields(prepared)}
+    parts = prepared.values() if isinstance(prepared, dict) else prepared if isinstance(prepared, tuple) else ()
+    return sum(map(weight_bytes, parts))
 
 
 def _medians(calls: dict[str, Callable[[], object]], cache: Tensor, *, rounds: int) -> dict[str, float]:

@@ -3,7 +3,6 @@
 Every tensor of the artifact is used exactly once and every parameter of the model gets its value: the tensors of a
 quantized linear are those its scheme names, all others are parameters of the family's own module tree. `open_artifact`
 decides that from the headers; values are checked when they are read. What does not add up is an error.
-Longer than 300 lines because opening and reading must agree on which tensor belongs to what.
 """
 
 from collections.abc import Iterable, Mapping
@@ -87,10 +86,7 @@ class Artifact:
         Raises:
             UsageError: the tensor is quantized; `prepare` reads it.
         """
-        names = tuple(names)
-        for name in names:
-            self._refuse_quantized(name)
-        return read_tensors(self.checkpoint, names, dtype=dtype)
+        return read_tensors(self.checkpoint, [self._plain(name) for name in names], dtype=dtype)
 
     def read_rows(self, name: str, rows: Tensor) -> Tensor:
         """Read rows of a plain tensor.  rows: int64 [n]; returns [n, columns], as stored.
@@ -98,8 +94,7 @@ class Artifact:
         Raises:
             UsageError: the tensor is quantized.
         """
-        self._refuse_quantized(name)
-        file, info = self.checkpoint.tensors[name]
+        file, info = self.checkpoint.tensors[self._plain(name)]
         return read_rows(self.checkpoint.folder / file, info, rows)
 
     def decode(self, name: str) -> QuantizedLinear:
@@ -113,13 +108,11 @@ class Artifact:
         if placement.elsewhere and f"{name}.weight_shape" in tensors:
             tensors[f"{name}.weight_shape"][0] -= placement.elsewhere
         linear = compressed_tensors.decode(name, tensors, placement.scheme)
-        found = tuple(linear.weight.qvalue.shape)
+        found, wanted = list(linear.weight.qvalue.shape), list(placement.shape)
         bias = list(self.checkpoint.infos[f"{name}.bias"].shape) if placement.biased else None
-        if found != placement.shape or bias not in (None, [placement.shape[0]]):
-            raise InputError(
-                f"{name}: weight is {list(found)}, bias {bias}, the model needs {list(placement.shape)}",
-                "check that config.json belongs to these weights",
-            )
+        if found != wanted or bias not in (None, wanted[:1]):
+            cause = f"{name}: weight is {found}, bias {bias}, the model needs {wanted}"
+            raise InputError(cause, "check that config.json belongs to these weights")
         return linear.to(self.device)
 
     def quantized(self, name: str) -> QuantizedLinear | None:
@@ -165,11 +158,11 @@ class Artifact:
                 continue
             if name in tied and names.get(tied[name]) == source and tied[name] in together:
                 continue
-            tensor = self.read([source])[source].to(self.device)
+            tensors = {name: self.read([source])[source].to(self.device)}
             if name in tied:
-                together[name] = tensor
+                together |= tensors
             else:
-                materialize_(module, {name: tensor}, dtype=dtype)
+                materialize_(module, tensors, dtype=dtype)
         materialize_(module, together, dtype=dtype)
 
     def empty_(self, module: nn.Module, names: Iterable[str]) -> None:
@@ -183,9 +176,10 @@ class Artifact:
                 module.set_submodule(owner, plain.eval())
         release_(module, names)
 
-    def _refuse_quantized(self, name: str) -> None:
+    def _plain(self, name: str) -> str:
         if name.endswith(".weight") and name.removesuffix(".weight") in self.linears:
             raise UsageError(f"{name}: quantized in this artifact", "prepare the linear instead of reading its weight")
+        return name
 
 
 def open_artifact(
@@ -217,15 +211,18 @@ def open_artifact(
     if verify:
         verify_artifact(folder)
     manifest, checkpoint = read_manifest(folder), open_checkpoint(folder)
-    if not isinstance(checkpoint.config.get("quantization_config"), dict):
+    quantization = checkpoint.config.get("quantization_config")
+    if not isinstance(quantization, dict):
         raise InputError(f"{folder / 'config.json'}: no quantization_config", "give the folder of an exported artifact")
     config = load_config(checkpoint)
     del config.quantization_config
     model = skeleton(config)
     names = NameMap(model)
     modules = _linear_modules(model, names, checkpoint)
-    kv_cache = compressed_tensors.kv_scheme_from_config(checkpoint.config["quantization_config"])
-    schemes = _schemes(checkpoint, manifest, tuple(modules))
+    kv_cache = compressed_tensors.kv_scheme_from_config(quantization)
+    flavour = (manifest["float8"] or {}).get("flavour", "e4m3fn")
+    found = compressed_tensors.schemes_from_config(quantization, tuple(modules), flavour=flavour)
+    schemes = {name: scheme for name, scheme in found.items() if scheme is not None}
     parameters = _parameters(checkpoint, schemes, _claimed(schemes, config if kv_cache else None))
     to_source = _bound(model, names, parameters, linears={name: modules[name] for name in schemes})
     device = torch.device(device)
@@ -257,13 +254,6 @@ def _linear_modules(model: PreTrainedModel, names: NameMap, checkpoint: Checkpoi
     return {owner: module for owner, module in modules.items() if module in known}
 
 
-def _schemes(checkpoint: Checkpoint, manifest: Mapping[str, Any], linears: tuple[str, ...]) -> dict[str, LinearScheme]:
-    """Return the scheme of every quantized linear."""
-    flavour = (manifest["float8"] or {}).get("flavour", "e4m3fn")
-    found = compressed_tensors.schemes_from_config(checkpoint.config["quantization_config"], linears, flavour=flavour)
-    return {name: scheme for name, scheme in found.items() if scheme is not None}
-
-
 def _parameters(checkpoint: Checkpoint, schemes: Mapping[str, LinearScheme], claimed: set[str]) -> tuple[str, ...]:
     """Return the source names of the model's parameters; a quantized linear stands for the one parameter `NAME.weight`.
 
@@ -287,9 +277,7 @@ def _claimed(schemes: Mapping[str, LinearScheme], cached: PreTrainedConfig | Non
     return scales | {tensor for name, scheme in schemes.items() for tensor in compressed_tensors.tensor_names(name, scheme)}
 
 
-def _bound(
-    model: PreTrainedModel, names: NameMap, parameters: tuple[str, ...], *, linears: Mapping[str, str]
-) -> dict[str, str]:
+def _bound(model: PreTrainedModel, names: NameMap, found: tuple[str, ...], *, linears: Mapping[str, str]) -> dict[str, str]:
     """Return each parameter's source; refuse a tensor that belongs nowhere, or a parameter without one.
 
     The twin of a quantized linear has none.
@@ -297,7 +285,7 @@ def _bound(
     Raises:
         InputError: naming the tensor or the parameter.
     """
-    to_source = names.bind(parameters).to_source
+    to_source = names.bind(found).to_source
     for parameter, source in to_source.items():
         linear = source.rpartition(".")[0]
         if linear in linears and parameter.rpartition(".")[0] != linears[linear]:

@@ -74,27 +74,23 @@ class HiddenDecoder(Decoder, Protocol):
         """
 
 
-class RoundedCache(DynamicCache):  # type: ignore[misc]
-    """transformers' cache, which keeps what is left of keys and values after rounding them with measured scales."""
+def rounded_cache(config: Any, scales: Sequence[KVScales]) -> DynamicCache:
+    """Return transformers' cache, empty, keeping what is left of keys and values after rounding them with measured scales.
 
-    def __init__(self, config: Any, scales: Sequence[KVScales]) -> None:
-        """Start empty.
+    Args:
+        config: the model's.
+        scales: of each layer; none rounds nothing.
+    """
+    cache = DynamicCache(config=config)
+    update = cache.update
 
-        Args:
-            config: the model's.
-            scales: of each layer.
-        """
-        super().__init__(config=config)
-        self._scales = scales
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    def rounded(keys: Tensor, values: Tensor, layer: int, *args: Any, **kwargs: Any) -> Any:
         """Append K after RoPE and V, [B, key/value heads, T, head_dim], rounded; return all that there is."""
-        scales = self._scales[layer_idx]
-        rounded = scales.round_keys(key_states), scales.round_values(value_states)
-        found: tuple[Tensor, Tensor] = super().update(*rounded, layer_idx, *args, **kwargs)
-        return found
+        return update(scales[layer].round_keys(keys), scales[layer].round_values(values), layer, *args, **kwargs)
+
+    if scales:
+        cache.update = rounded
+    return cache
 
 
 class TransformersDecoder:
@@ -162,16 +158,13 @@ class TransformersDecoder:
             UsageError: a length that the cache has not reached, or one made without `crops`.
         """
         if not self._crops or not 0 <= length <= self._length:
-            raise UsageError(
-                f"crop to {length} positions: the cache has {self._length}, crops={self._crops}",
-                "crop to what it has, and make the decoder with crops=True",
-            )
+            cause = f"crop to {length} positions: the cache has {self._length}, crops={self._crops}"
+            raise UsageError(cause, "crop to what it has, and make the decoder with crops=True")
         self._cache.crop(length - self._length)  # transformers takes how many to remove, as a negative number
         self._length = length
 
     def _empty(self) -> DynamicCache:
-        config = self._model.config
-        return RoundedCache(config, self._kv_scales) if self._kv_scales else DynamicCache(config=config)
+        return rounded_cache(self._model.config, self._kv_scales)
 
     def _call(self, input_ids: Tensor, padding: Tensor | None, **options: Any) -> Any:
         """Run the model; padded batches get a mask and positions, others neither, as a graph was captured."""

@@ -1,11 +1,8 @@
-"""The scales that an artifact brings for its key-value cache, and what rounds keys and values with them."""
-
-from typing import Any
+"""The scales that an artifact brings for its key-value cache."""
 
 from quantflow.core.kv import KVScales
 from quantflow.formats import compressed_tensors
 from quantflow.models.graph import graph_for
-from quantflow.models.hooks import KVRounder
 from quantflow.models.load import read_tensors
 from quantflow.runtime.artifact import Artifact
 
@@ -19,19 +16,9 @@ def read_kv_scales(artifact: Artifact) -> tuple[KVScales, ...]:
     scheme, config = artifact.kv_cache, artifact.config
     if scheme is None:
         return ()
-    heads = _kv_heads(config)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     found = []
     for layer in graph_for(config).layers:
         tensors = read_tensors(artifact.checkpoint, compressed_tensors.kv_tensor_names(layer.attention))
         found.append(compressed_tensors.decode_kv(layer.attention, tensors, scheme, kv_heads=heads))
     return tuple(found)
-
-
-def rounder(artifact: Artifact) -> KVRounder | None:
-    """Return what rounds the keys and values of every layer as the artifact's cache would; None where it keeps them."""
-    scales = read_kv_scales(artifact)
-    return KVRounder(dict(enumerate(scales))) if scales else None
-
-
-def _kv_heads(config: Any) -> int:
-    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -11,12 +12,12 @@ from quantflow.artifact.canonical import read_json
 from quantflow.artifact.checkpoint import Checkpoint
 from quantflow.artifact.manifest import read_manifest
 from quantflow.artifact.verify import verify as verify_artifact
-from quantflow.backends import hpu
+from quantflow.backends import cuda, hpu
 from quantflow.core import kernels, native
 from quantflow.errors import UnsupportedError, UsageError
 from quantflow.models.graph import graph_for
 from quantflow.models.load import load_tokenizer, skeleton
-from quantflow.runtime import lean, operations, packed, projection
+from quantflow.runtime import graphs, lean, operations, packed, projection
 from quantflow.runtime.artifact import Artifact, open_artifact
 from quantflow.runtime.decoder import Decoder, TransformersDecoder
 from quantflow.runtime.kv_scales import read_kv_scales
@@ -24,6 +25,7 @@ from quantflow.runtime.tensor_parallel import Ranks, Wire
 
 _TOKENIZER_FILES = frozenset({"tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json"})
 _GENERATION = "generation_config.json"
+_MISSING = MappingProxyType({"cpu": lambda: None, cuda.NAME: cuda.missing_here, hpu.NAME: hpu.missing_here})
 DECODERS = ("auto", "lean", "transformers")
 
 
@@ -103,8 +105,10 @@ def load(
         raise UsageError(f"decoder {decoder!r} is unknown", f"use one of {', '.join(DECODERS)}")
     if wire is not None and (decoder == "transformers" or device.type != "cpu"):
         raise UsageError(f"{wire.world} ranks: decoder {decoder} on {device}", "share the lean decoder, on cpu")
-    if device.type == hpu.NAME:
-        hpu.require()  # before anything is read; importing the bridge makes torch know the device
+    if device.type not in _MISSING:
+        raise UsageError(f"device {device} is unknown", f"use one of {', '.join(_MISSING)}")
+    if missing := _MISSING[device.type]():  # before anything is read
+        raise UnsupportedError(f"device {device}: needs {missing}", "use device cpu, or a machine with that")
     kept = None
     if pack and decoder != "transformers" and device.type == "cpu":
         kept = _pack(folder, backend, dtype, wire, verify=verify)
@@ -139,21 +143,25 @@ def with_modules(artifact: Artifact, model: PreTrainedModel, *, reason: str, cro
     Raises:
         InputError: the tokenizer's files or generation_config.json are damaged.
     """
-    decoder = TransformersDecoder(model, device=artifact.device, crops=crops, kv_scales=read_kv_scales(artifact))
-    return _loaded(artifact, decoder, model=model, reasons=(f"the lean decoder is not used: {reason}",))
+    decoder: Decoder = TransformersDecoder(model, device=artifact.device, crops=crops, kv_scales=read_kv_scales(artifact))
+    reasons = [f"the lean decoder is not used: {reason}"]
+    if artifact.device.type == cuda.NAME and (missing := graphs.why_not(artifact)):
+        reasons.append(f"decode steps are not captured: {missing}")
+    elif artifact.device.type == cuda.NAME:
+        decoder = graphs.GraphDecoder(model, device=artifact.device, capture=cuda.capture)
+    return _loaded(artifact, decoder, model=model, reasons=tuple(reasons))
 
 
 def _filled(artifact: Artifact) -> PreTrainedModel:
     """Return transformers' model with an artifact's weights, on its device."""
-    on_gaudi = artifact.device.type == hpu.NAME
-    if on_gaudi and graph_for(artifact.config).sparse:
+    if artifact.device.type == hpu.NAME and graph_for(artifact.config).sparse:
         what = f"experts on {hpu.NAME}: a graph that is replayed sends every token where the first went"
         raise UnsupportedError(f"{artifact.checkpoint.folder}: {what}", "run it on the CPU")
     model = skeleton(artifact.config)
     artifact.fill_(model, artifact.to_source, dtype=artifact.dtype)
     model.to(artifact.device)
-    if on_gaudi:
-        hpu.wrap_in_graph(model)  # replaces the model's forward by one that replays graphs, and returns the same model
+    if artifact.device.type == hpu.NAME:
+        hpu.wrap_in_graph(model)
     return model
 
 

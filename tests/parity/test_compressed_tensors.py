@@ -38,7 +38,7 @@ from quantflow.core.kv import KVScales, kv_scales, kv_words
 from quantflow.core.qtensor import QuantizedLinear
 from quantflow.core.scheme import PRESETS, LinearScheme, with_group_size
 from quantflow.formats import compressed_tensors
-from quantflow.runtime.decoder import RoundedCache
+from quantflow.runtime.decoder import rounded_cache
 
 SCHEMES = {name: with_group_size(s, 32) if s.weights.group_size else s for name, s in PRESETS.items()}
 ASYMMETRIC = [name for name, scheme in SCHEMES.items() if not scheme.weights.symmetric]
@@ -282,7 +282,7 @@ def test_stock_transformers_rounds_keys_and_values_as_our_formula_does(tmp_path,
     stock, report = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, output_loading_info=True)
     assert not any(report.values()), report
     for cut in (TOKENS.shape[1], 25):
-        theirs, ours = DynamicCache(config=stock.config), RoundedCache(artifact.source.config, scales)
+        theirs, ours = DynamicCache(config=stock.config), rounded_cache(artifact.source.config, scales)
         with torch.no_grad():
             for part in filter(torch.numel, (TOKENS[:, :cut], TOKENS[:, cut:])):
                 expected = artifact.source(part, past_key_values=ours, use_cache=True).logits
@@ -294,7 +294,7 @@ def test_stock_transformers_rounds_keys_and_values_as_our_formula_does(tmp_path,
             assert (one.keys.abs() >= top * 0.99).any()  # something saturated
     assert not torch.equal(expected, plain[:, -expected.shape[1] :])
     with torch.no_grad():  # a forward without a cache rounds them too
-        whole = artifact.source(TOKENS, past_key_values=RoundedCache(artifact.source.config, scales), use_cache=True).logits
+        whole = artifact.source(TOKENS, past_key_values=rounded_cache(artifact.source.config, scales), use_cache=True).logits
         assert torch.equal(stock.eval()(TOKENS, use_cache=False).logits, whole)
 
 

@@ -97,7 +97,7 @@ def test_inspect_says_what_runs_the_linears_of_an_artifact_and_why_the_others_do
     assert run("inspect", artifact, "--backends", "--dtype", "bfloat16") == 0
     text = capsys.readouterr().out
     assert "W4A16, not run by" in text
-    assert "  w8a8: w8a8 needs symmetric int8 weights, scheme W4A16 has others" in text
+    assert "  w8a8: w8a8 needs symmetric int8 weights, scheme W4A16 has int4 per group" in text
 
 
 def test_backends_of_what_is_no_artifact_is_an_input_error(capsys, llama):

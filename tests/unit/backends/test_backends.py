@@ -13,7 +13,7 @@ from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.core.scheme import PRESETS, LinearScheme, TensorScheme, with_float8, with_group_size
 from quantflow.errors import UsageError
 
-_, w8a8, w4a8, w4a16, w8a16, fp8, int8_mm, int4_pack, int8_pack, reference, _ = BACKENDS.values()  # in order of preference
+_, _, w8a8, w4a8, w4a16, w8a16, fp8, int8_mm, int4_pack, int8_pack, reference, _ = BACKENDS.values()  # as preferred
 CPU = torch.device("cpu")
 W4 = with_group_size(PRESETS["W4A16"], 32)
 W4_ASYM = with_group_size(PRESETS["W4A16_ASYM"], 32)
@@ -253,7 +253,7 @@ REASONS = [
         PRESETS["FP8"],
         (16, 64),
         torch.float32,
-        "int8_mm needs symmetric int8 weights per channel or per tensor, scheme FP8 has others",
+        "int8_mm needs symmetric int8 weights, scheme FP8 has e4m3fn per tensor",
     ),
     (
         int8_mm,
@@ -288,34 +288,40 @@ REASONS = [
         PRESETS["W8A8"],
         (16, 64),
         torch.float32,
-        "int8_pack needs inputs in the model's dtype, scheme W8A8 quantizes them",
+        "int8_pack needs inputs in the model's dtype, scheme W8A8 has int8 per token",
     ),
     (
         int8_pack,
         W4,
         (16, 64),
         torch.float32,
-        "int8_pack needs symmetric int8 weights per channel, scheme W4A16 has others",
+        "int8_pack needs symmetric int8 weights, scheme W4A16 has int4 per group",
     ),
     (w8a8, PRESETS["W8A16"], (16, 64), torch.float32, "w8a8 needs int8 inputs, scheme W8A16 has none"),
-    (w8a8, PRESETS["FP8"], (16, 64), torch.float32, "w8a8 needs symmetric int8 weights, scheme FP8 has others"),
-    (w8a16, PRESETS["W8A8"], (16, 64), torch.float32, "w8a16 needs inputs in the model's dtype, scheme W8A8 quantizes them"),
-    (w8a16, W4, (16, 64), torch.float32, "w8a16 needs symmetric int8 weights, or 5 or 6 bits, scheme W4A16 has others"),
-    (w4a8, W4, (16, 64), torch.float32, "w4a8 needs symmetric int8 inputs, scheme W4A16 has none"),
+    (w8a8, PRESETS["FP8"], (16, 64), torch.float32, "w8a8 needs symmetric int8 weights, scheme FP8 has e4m3fn per tensor"),
+    (
+        w8a16,
+        PRESETS["W8A8"],
+        (16, 64),
+        torch.float32,
+        "w8a16 needs inputs in the model's dtype, scheme W8A8 has int8 per token",
+    ),
+    (w8a16, W4, (16, 64), torch.float32, "w8a16 needs symmetric int8 weights, or 5 or 6 bits, scheme W4A16 has int4 per group"),
+    (w4a8, W4, (16, 64), torch.float32, "w4a8 needs int8 inputs, scheme W4A16 has none"),
     (
         w4a8,
         PRESETS["W8A8"],
         (16, 64),
         torch.float32,
-        "w4a8 needs integer weights of at most 4 bits, scheme W8A8 has int8",
+        "w4a8 needs integer weights of at most 4 bits, scheme W8A8 has int8 per channel",
     ),
-    (w4a16, W4A8, (16, 64), torch.float32, "w4a16 needs inputs in the model's dtype, scheme W4A8 quantizes them"),
+    (w4a16, W4A8, (16, 64), torch.float32, "w4a16 needs inputs in the model's dtype, scheme W4A8 has int8 per token"),
     (
         w4a16,
         PRESETS["FP8"],
         (16, 64),
         torch.float32,
-        "w4a16 needs integer weights of at most 4 bits, scheme FP8 has float8",
+        "w4a16 needs integer weights of at most 4 bits, scheme FP8 has e4m3fn per tensor",
     ),
     (
         w4a16,
@@ -324,8 +330,14 @@ REASONS = [
         torch.float32,
         "w4a16 needs groups that 16 divides, not group_size 24",
     ),
-    (fp8, W4, (16, 64), torch.float32, "fp8 needs e4m3fn weights, scheme W4A16 has int4"),
-    (fp8, with_float8(PRESETS["FP8"], "e5m2"), (16, 64), torch.float32, "fp8 needs e4m3fn weights, scheme FP8 has e5m2"),
+    (fp8, W4, (16, 64), torch.float32, "fp8 needs e4m3fn weights, scheme W4A16 has int4 per group"),
+    (
+        fp8,
+        with_float8(PRESETS["FP8"], "e5m2"),
+        (16, 64),
+        torch.float32,
+        "fp8 needs e4m3fn weights, scheme FP8 has e5m2 per tensor",
+    ),
     (
         w8a8,
         PRESETS["W8A8"],
@@ -347,42 +359,42 @@ REASONS = [
         PRESETS["FP8_DYNAMIC"],
         (16, 64),
         torch.float32,
-        "int4_pack needs int4 weights, scheme FP8_DYNAMIC has float8",
+        "int4_pack needs int4 weights, scheme FP8_DYNAMIC has e4m3fn per channel",
     ),
     (
         int4_pack,
         PRESETS["W4A8"],
         (16, 128),
         torch.float32,
-        "int4_pack needs inputs in the model's dtype, scheme W4A8 quantizes them",
+        "int4_pack needs inputs in the model's dtype, scheme W4A8 has int8 per token",
     ),
     (
         int4_pack,
         PRESETS["W3A16"],
         (16, 128),
         torch.float32,
-        "int4_pack needs int4 weights, scheme W3A16 has int3",
+        "int4_pack needs int4 weights, scheme W3A16 has int3 per group",
     ),
     (
         int4_pack,
         PRESETS["W2A16_ASYM"],
         (16, 128),
         torch.float32,
-        "int4_pack needs int4 weights, scheme W2A16_ASYM has int2",
+        "int4_pack needs int4 weights, scheme W2A16_ASYM has asymmetric int2 per group",
     ),
     (
         int8_mm,
         PRESETS["W4A8"],
         (16, 128),
         torch.float32,
-        "int8_mm needs symmetric int8 weights per channel or per tensor, scheme W4A8 has others",
+        "int8_mm needs symmetric int8 weights, scheme W4A8 has int4 per group",
     ),
     (
         int8_pack,
         PRESETS["W3A16"],
         (16, 128),
         torch.float32,
-        "int8_pack needs symmetric int8 weights per channel, scheme W3A16 has others",
+        "int8_pack needs symmetric int8 weights, scheme W3A16 has int3 per group",
     ),
     (
         int4_pack,
@@ -399,7 +411,7 @@ def test_a_kernel_says_why_it_cannot_run_a_linear(backend, scheme, shape, dtype,
     assert backend.why_not(scheme, CPU, shape=shape, dtype=dtype) == reason
 
 
-@pytest.mark.parametrize(("backend", "scheme"), CASES)
+@pytest.mark.parametrize(("backend", "scheme"), cases(OURS))
 def test_a_cpu_kernel_refuses_another_device(backend, scheme):
     reason = backend.why_not(scheme, torch.device("cuda"), shape=(16, 64), dtype=torch.float32)
     assert reason == f"{backend.name} runs on cpu, not on cuda"
@@ -448,7 +460,7 @@ def test_a_named_backend_that_cannot_run_is_an_error_and_not_a_fallback():
     with pytest.raises(UsageError, match=r"^backend int8_pack: int8_pack needs in_features that 16 divides, not 100; use"):
         choose(PRESETS["W8A16"], CPU, shape=(16, 100), dtype=torch.float32, backend="int8_pack")
     with pytest.raises(
-        UsageError, match=r"^backend 'fast' is unknown; use one of auto, hpu, w8a8, w4a8, w4a16, w8a16, fp8, int8_mm"
+        UsageError, match=r"^backend 'fast' is unknown; use one of auto, hpu, fp8_mm, w8a8, w4a8, w4a16, w8a16, fp8, int8_mm"
     ):
         choose(PRESETS["W8A16"], CPU, shape=(16, 96), dtype=torch.float32, backend="fast")
 

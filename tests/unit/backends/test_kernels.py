@@ -238,7 +238,7 @@ def test_quantizing_inputs_of_a_scheme_that_does_not_is_w4a8_by_another_name():
     assert torch.equal(named, run(replace(linear, scheme=scheme), x))
     assert not torch.allclose(named, run(linear, x), rtol=1e-4, atol=1e-4)
     reason = w4a16_int8.why_not(PRESETS["W4A8"], torch.device("cpu"), shape=(16, 128), dtype=torch.float32)
-    assert reason == "w4a16_int8 needs inputs in the model's dtype, scheme W4A8 quantizes them"
+    assert reason == "w4a16_int8 needs inputs in the model's dtype, scheme W4A8 has int8 per token"
 
 
 def test_a_cpu_without_bfloat16_products_computes_the_same_in_float32(tmp_path, monkeypatch):

@@ -93,8 +93,8 @@ def test_the_loaded_model_is_frozen_and_says_what_it_is(tmp_path, make_artifact)
     assert runtime.tokenizer is None
     assert runtime.eos_token_ids == (2,)
     reasons = runtime.artifact.linears["model.layers.0.mlp.up_proj"].reasons
-    assert reasons["hpu"] == "hpu runs on device hpu, not on cpu; give device hpu"
-    assert reasons["w8a8"] == "w8a8 needs symmetric int8 weights, scheme W4A16 has others"
+    assert reasons["hpu"] == "hpu runs on hpu, not on cpu"
+    assert reasons["w8a8"] == "w8a8 needs symmetric int8 weights, scheme W4A16 has int4 per group"
 
 
 def test_bfloat16_logits_stay_near_those_of_float32(tmp_path, make_artifact):

@@ -1,0 +1,144 @@
+"""transformers' modules over a cache of fixed length, so that a decode step can be captured once and replayed.
+
+A step reads and writes tensors that stay where they are: the ids, their positions, where they are written, what is padding, and
+the cache. It may run twice without harm, because it begins by telling every layer where it writes. A prompt, which has another
+length each time, is not captured. The cache's length is that of a bucket, so that a graph serves many prompts.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import StaticCache
+
+from quantflow.errors import UsageError
+from quantflow.models.graph import graph_for
+from quantflow.runtime.artifact import Artifact
+
+BUCKET = 256  # columns of a cache are a multiple of it
+_ROTATIONS = ("default", "linear", "llama3", "yarn")  # of each position alone; the others wait for the sequence's length
+
+Step = Callable[[], Tensor]
+
+
+def why_not(artifact: Artifact) -> str | None:
+    """Return why an artifact's decode steps cannot be captured, in a sentence, or None when they can."""
+    config: Any = artifact.config
+    if graph_for(config).sparse:
+        return "a graph sends every token to the experts of the first"
+    if any(StaticCache(config=config, max_cache_len=1).is_sliding):
+        return "a cache that slides counts its columns outside of the graph"
+    rotation = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
+    if rotation not in _ROTATIONS:
+        return f"it knows rotations of each position alone, not rope_type {rotation}"
+    return None if artifact.kv_cache is None else "a cache with measured scales grows with the text"
+
+
+class GraphDecoder:
+    """A Hugging Face causal LM, or one whose linears are QuantLinear, whose decode steps are replayed.
+
+    Attributes:
+        vocab_size, positions, device: as in `quantflow.runtime.decoder.Decoder`.
+    """
+
+    def __init__(self, model: nn.Module, *, device: torch.device, capture: Callable[[Step], Step]) -> None:
+        """Take a model; there is no cache until `begin`.
+
+        Args:
+            model: on the device; called as transformers' models are.
+            device: where it runs.
+            capture: `quantflow.backends.cuda.capture`, or what does as it does.
+        """
+        config: Any = model.config
+        self.vocab_size: int = config.vocab_size
+        self.positions: int | None = getattr(config, "max_position_embeddings", None)
+        self.device = device
+        self._model, self._capture = model, capture
+        self._step: Step | None = None
+        self._length = 0
+        self._reserve(rows=0, columns=0)
+
+    @torch.inference_mode()
+    def begin(self, *, rows: int, capacity: int) -> None:
+        """Empty the cache; see `Decoder.begin`. As many rows in the same bucket take over the last batch's memory and graph."""
+        columns = capacity + -capacity % BUCKET
+        if (len(self._ids), len(self._columns)) != (rows, columns):
+            self._reserve(rows=rows, columns=columns)
+        self._cache.reset()
+        self._padding.zero_()
+        self._length = 0
+
+    @torch.inference_mode()
+    def forward(self, input_ids: Tensor, *, padding: Tensor | None = None, last_only: bool = True) -> Tensor:
+        """Append positions; see `Decoder.forward`.
+
+        Raises:
+            UsageError: more rows or columns than `begin` made room for.
+        """
+        first = self._length == 0  # the layers of the cache take their memory then
+        self._place(input_ids, padding)
+        if first or input_ids.shape[1] > 1 or not last_only:
+            logits: Tensor = self._run(input_ids, logits_to_keep=1 if last_only else 0).logits
+            return logits[:, -1].float() if last_only else logits.float()
+        self._ids.copy_(input_ids)
+        if self._step is None:
+            self._step = self._capture(lambda: self._run(self._ids, logits_to_keep=1).logits[:, -1].float())
+        return self._step().clone()  # the next step writes where it lies
+
+    @torch.inference_mode()
+    def forward_hidden(self, input_ids: Tensor, *, padding: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Append positions; see `HiddenDecoder.forward_hidden`. It is not captured."""
+        self._place(input_ids, padding)
+        output = self._run(input_ids, output_hidden_states=True)
+        return output.logits.float(), output.hidden_states[-1].float()
+
+    @torch.inference_mode()
+    def keep(self, rows: Tensor) -> None:
+        """Choose sequences of the cache; see `Decoder.keep`. As many as there were keep their memory and graph."""
+        layers, padding = self._cache.layers, self._padding[rows]
+        if len(rows) != len(self._ids):
+            self._reserve(rows=len(rows), columns=len(self._columns))
+        for layer, new in zip(layers, self._cache.layers, strict=True):
+            keys, values = layer.keys[rows], layer.values[rows]
+            if not new.is_initialized:
+                new.lazy_initialization(keys, values)
+            new.keys.copy_(keys)
+            new.values.copy_(values)
+        self._padding.copy_(padding)
+
+    def crop(self, length: int) -> None:
+        """Forget positions; see `Decoder.crop`.
+
+        Raises:
+            UsageError: there are not so many.
+        """
+        if not 0 <= length <= self._length:
+            raise UsageError(f"crop to {length} positions: the cache has {self._length}", "crop to at most what there is")
+        self._length = length
+
+    def _reserve(self, *, rows: int, columns: int) -> None:
+        """Make the tensors of a step anew; the graph of the old ones is of no use."""
+        self._cache = StaticCache(config=self._model.config, max_cache_len=columns)
+        self._columns = torch.arange(columns, device=self.device)
+        self._ids, self._padding = torch.zeros(2, rows, 1, dtype=torch.int64, device=self.device)
+        self._at = torch.zeros((), dtype=torch.int64, device=self.device)
+        self._step = None
+
+    def _place(self, input_ids: Tensor, padding: Tensor | None) -> None:
+        """Say where ids are written, and make room for them."""
+        rows, columns, end = len(self._ids), len(self._columns), self._length + input_ids.shape[1]
+        if len(input_ids) != rows or end > columns:
+            there = f"the cache has {rows} rows, {self._length} of {columns} positions"
+            raise UsageError(f"input_ids {list(input_ids.shape)}: {there}", "begin with as many as there will be")
+        if padding is not None:
+            self._padding.copy_(padding[:, None])
+        self._at.fill_(self._length)
+        self._length = end
+
+    def _run(self, input_ids: Tensor, **options: Any) -> Any:
+        counts = [layer.cumulative_length for layer in self._cache.layers]
+        torch._foreach_copy_(counts, [self._at] * len(counts))
+        real, at = self._columns >= self._padding, self._at + self._columns[: input_ids.shape[1]]  # [B, columns], [T]
+        batch = {"input_ids": input_ids, "attention_mask": real, "position_ids": (at - self._padding).clamp(min=0)}
+        return self._model(**batch, past_key_values=self._cache, use_cache=True, **options)
