@@ -218,16 +218,13 @@ def test_every_row_is_there_once_and_quantflow_measures_where_it_must(part, tmp_
     assert measured("quantflow gptq", W4) and measured("quantflow rtn", "W8A8") and measured("quantflow rtn", "FP8")
     (words,) = table["quantflow gptq", "W3A16_ASYM g64"].commands
     assert words[words.index("--group-size") + 1] == "64" and words[words.index("--scheme") + 1] == "W3A16_ASYM"
-    mixed = table["quantflow best", "W4A16@4.25"].commands
-    assert mixed[0][mixed[0].index("--for") + 1] == "W4A16:best@4.25" and "--group-size" not in mixed[1]
-    assert [mixed[1][mixed[1].index(f"--{word}") + 1] for word in ("scheme", "algorithm", "target-bpw")] == [
-        "W4A16",
-        "best",
-        "4.25",
-    ]
-    uniform = table["quantflow gptq", "W5A16 g128"].commands[1]
+    (mixed,) = table["quantflow best", "W4A16@4.25"].commands
+    assert [mixed[mixed.index(f"--{word}") + 1] for word in ("scheme", "algorithm", "target-bpw")] == ["W4A16", "best", "4.25"]
+    assert measured("quantflow best", "W4A16@4.25") and "--group-size" not in mixed
+    (uniform,) = table["quantflow gptq", "W5A16 g128"].commands
     assert uniform[uniform.index("--scheme") + 1] == "W5A16" and uniform[uniform.index("--group-size") + 1] == "128"
-    assert "--group-size" not in table["quantflow best", "W8A16"].commands[1] and "--target-bpw" not in uniform
+    assert "--target-bpw" not in uniform and "--group-size" not in table["quantflow best", "W8A16"].commands[0]
+    assert measured("quantflow signround", W4)
     mixing = {program for program, scheme in table if scheme in ("W5A16 g128", "W6A16 g128", *rows.MIXED)}
     assert mixing == {"quantflow gptq", "quantflow best"}
     assert json.loads(table["llm-compressor GPTQ", "W8A16"].commands[0][-1])["group_size"] == -1
