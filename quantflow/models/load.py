@@ -1,6 +1,7 @@
 """From files to modules: a checkpoint opened, a model without storage, and its parameters put in and taken out."""
 
 import copy
+import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,6 +117,11 @@ def read_tensors(checkpoint: Checkpoint, names: Iterable[str], *, dtype: torch.d
     return tensors
 
 
+# transformers makes a model without values by replacing functions of torch in the whole process meanwhile. What a second thread
+# found replaced it would put back replaced.
+_ONE_AT_A_TIME = threading.Lock()
+
+
 class _EmptyOnMeta(TorchFunctionMode):
     """Tensors that are to be filled are made without storage; what is computed, such as buffers, is computed.
 
@@ -137,7 +143,7 @@ def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
     Raises:
         UnsupportedError: a buffer that is not computed from the configuration alone.
     """
-    with _EmptyOnMeta(), no_init_weights():
+    with _ONE_AT_A_TIME, _EmptyOnMeta(), no_init_weights():
         model = AutoModelForCausalLM.from_config(
             copy.deepcopy(config), dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=False
         )

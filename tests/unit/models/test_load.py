@@ -2,6 +2,7 @@
 
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -193,6 +194,14 @@ def test_skeleton_has_no_storage_but_real_rotary_buffers():
     assert torch.allclose(model.model.rotary_emb.inv_freq, expected)
     assert model.config._attn_implementation == "sdpa"
     assert model.config is not config
+
+
+def test_threads_that_make_skeletons_leave_the_functions_that_draw_weights():
+    drawing = torch.nn.init.normal_
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: skeleton(LlamaConfig(**SHAPE)), range(16)))
+    assert torch.nn.init.normal_ is drawing
+    assert torch.isfinite(LlamaForCausalLM(LlamaConfig(**SHAPE)).lm_head.weight).all()
 
 
 @pytest.mark.parametrize("tied", [False, True])
