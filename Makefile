@@ -52,7 +52,7 @@ test: $(READY) ## the default tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 test-slow: $(READY) ## the tests that build environments or run for minutes
-	$(BIN)/python -m pytest -m slow -s
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow -n 2
 
 check: $(READY) ## format, lint, types
 	$(BIN)/ruff format --check .
