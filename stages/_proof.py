@@ -1,4 +1,4 @@
-"""The fresh process in which export proves an artifact, and what starts it.
+"""The fresh process in which export proves an artifact; stages/_proving.py starts it.
 
 Every file is compared with the manifest's hash, every copied tensor outside the layers with the source's bytes. Then, by
 the kind of proof that the manifest names:
@@ -8,14 +8,12 @@ the kind of proof that the manifest names:
     tensors     every quantized linear, decoded some rows at a time, has the values that quantize chose, and every other
                 tensor the source's bytes: what is proved where no model ran
 
-Example: echo '["ARTIFACT", "QUANTIZED", "SOURCE", 2]' | python -m stages._proof
+Example: echo '["ARTIFACT", "QUANTIZED", "SOURCE", 2]' | python -m stages._proof canary
 """
 
 import json
-import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +27,7 @@ from quantflow.artifact.safetensors_header import TensorInfo
 from quantflow.artifact.verify import verify
 from quantflow.core.parallel import Workers
 from quantflow.core.scheme import LinearScheme
-from quantflow.errors import InputError, IntegrityError, QuantflowError, ResourceError, UnsupportedError
+from quantflow.errors import IntegrityError, QuantflowError
 from quantflow.formats import FORMATS
 from quantflow.models.graph import graph_for
 from quantflow.models.reading import read_into, read_tensor
@@ -37,13 +35,13 @@ from quantflow.models.source import PlainConfig
 from stages import _memory
 from stages._head_file import record_of
 from stages._model_code import import_model_code
+from stages._proving import CANARY
 from stages._units import row_step
 from stages._values import Stored, ValuesDigest, decoded_rows
 
 FORMAT = FORMATS["compressed-tensors"]
 COMPARE_BYTES = 1 << 20  # of two tensors that are in memory at once
 _REPORT = "this is a defect in the layout or the loader; keep the folder and report it"
-_KINDS: Mapping[int, type[QuantflowError]] = {3: InputError, 5: ResourceError, 6: UnsupportedError}
 
 
 def prove(artifact: Path, quantized: Path, source: Path, *, workers: Workers) -> None:
@@ -56,56 +54,13 @@ def prove(artifact: Path, quantized: Path, source: Path, *, workers: Workers) ->
     proof = verify(artifact, map_all=workers.map)["proof"]
     opened = open_checkpoint(artifact)
     _compare_copies(opened, open_checkpoint(source), workers=workers)
-    if proof["kind"] == "canary":
+    if proof["kind"] == CANARY:
         import_model_code()
         from stages._canary import prove_canary  # here: the other kind starts without transformers' model code
 
         prove_canary(artifact, quantized)
     else:
         _prove_tensors(opened, quantized, workers=workers)
-
-
-@contextmanager
-def proving() -> Iterator[Callable[..., None]]:
-    """Start a process that proves an artifact when it is told where one is; meanwhile it imports what it needs.
-
-    Yields:
-        A function of the artifact, the quantized folder, the source, and `workers`. It raises
-
-        IntegrityError: as `prove`, and any other error of the project as the process met it.
-        ResourceError: the process was killed.
-        InputError: the process ended in another way.
-    """
-    command = [sys.executable, "-m", "stages._proof"]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-
-    def proved(artifact: Path, quantized: Path, source: Path, *, workers: int) -> None:
-        places = [str(path.resolve()) for path in (artifact, quantized, source)]
-        _, told = process.communicate(json.dumps([*places, workers]))
-        _judge(process.returncode, told, artifact)
-
-    try:
-        yield proved
-    finally:
-        if process.returncode is None:  # export failed before there was anything to prove
-            process.kill()
-            process.communicate()
-
-
-def _judge(code: int, told: str, artifact: Path) -> None:
-    """Raise what the process met."""
-    if code == 0:
-        return
-    lines = told.strip().splitlines() or ["no message"]
-    try:
-        message = json.loads(lines[-1])
-        cause, remedy = message["cause"], message["remedy"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        if code < 0:  # the kernel does that when memory ends
-            killed = f"{artifact}: the proof process was ended by signal {-code}"
-            raise ResourceError(killed, "free some memory and export again") from error
-        raise InputError(f"{artifact}: the proof process ended with {code}: {lines[-1]}", "report this") from error
-    raise _KINDS.get(code, IntegrityError)(cause, remedy)
 
 
 def _prove_tensors(artifact: Checkpoint, quantized: Path, *, workers: Workers) -> None:
@@ -182,6 +137,15 @@ def _bytes(path: Path, info: TensorInfo, start: int) -> Tensor:
     return piece
 
 
+def prepare(expected: Sequence[str]) -> None:
+    """Import what the kinds of proof that are expected need beyond this module, so that it is there when there is an order."""
+    _memory.start_quickly()
+    _memory.give_back_freed()
+    if CANARY in expected:
+        import_model_code()
+        from stages import _canary  # noqa: F401  # here: as above
+
+
 def main(order: str) -> int:
     """Prove what `order` names, [ARTIFACT, QUANTIZED, SOURCE, WORKERS] in JSON; nothing where it is empty.
 
@@ -190,8 +154,6 @@ def main(order: str) -> int:
     """
     if not order:  # the export has ended
         return 0
-    _memory.start_quickly()
-    _memory.give_back_freed()
     torch.set_num_threads(1)
     *places, workers = json.loads(order)
     artifact, quantized, source = map(Path, places)
@@ -212,6 +174,7 @@ def _fail(cause: str, remedy: str, code: int) -> int:
 
 
 if __name__ == "__main__":
+    prepare(sys.argv[1:])
     ended = main(sys.stdin.read())
     _memory.end_quickly()
     sys.exit(ended)

@@ -7,6 +7,7 @@ Longer than 300 lines because every verb stands here, once, with its help text.
 import dataclasses
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -229,9 +230,7 @@ def quantize(model: str, output: str, settings: tuple[str, ...], recipe: str | N
              quantflow quantize ./llama -o work/shards --scheme W4A16 --measurement work/1-measure --ranks 4
     """
     from quantflow.errors import UsageError
-    from stages import quantize as stage
-    from stages._config import apply_settings, find_config, kv_cache_flag, nearest, read_yaml, recipe_from
-    from stages._quant_flags import entry_beneath, given, measurement_beneath
+    from stages._proving import CANARY, proving
 
     artifact = shared["artifact"]
     if artifact is not None and shared["ranks"] != 1:
@@ -241,6 +240,14 @@ def quantize(model: str, output: str, settings: tuple[str, ...], recipe: str | N
         if shared["measurement"] is None:
             raise UsageError(f"{cause} without --measurement", "name the folder that the measurement goes to")
         raise UsageError(f"{cause} with --ranks {shared['ranks']}", "measure first, then give --measurement alone")
+    proved = None
+    if artifact is not None and not shared["dry_run"]:  # first, so that both processes import torch at once
+        expected = [] if shared["calibration"] is None else [CANARY]
+        proved = click.get_current_context().with_resource(proving(*expected))
+    from stages import quantize as stage
+    from stages._config import apply_settings, find_config, kv_cache_flag, nearest, read_yaml, recipe_from
+    from stages._quant_flags import entry_beneath, given, measurement_beneath
+
     found = given("quantize", shared["quant_config"], quiet=shared["quiet"])
     smooth = shared["smoothquant"]
     flags = {
@@ -290,13 +297,13 @@ def quantize(model: str, output: str, settings: tuple[str, ...], recipe: str | N
         ranks=shared["ranks"],
         arguments=tuple(sys.argv[1:]),
     )
-    then: list[tuple[Any, Any]] = []
+    then: list[tuple[Callable[..., Path], Any]] = []
     if artifact is not None:
         from stages import export as exporting
 
         made = exporting.job_from(values, quantized=job.output, output=artifact, model=model, force=job.replace)
         exporting.check(made)  # before hours of quantizing, not after them
-        then = [(exporting, made)]
+        then = [(partial(exporting.run, proved=proved), made)]
     if shared["calibration"] is not None and not shared["dry_run"]:
         _measure_first(values, job, shared)
     _run(stage, job, shared, report=_choice if job.entry.mixed else None, then=then)
@@ -722,19 +729,19 @@ def _run(
     shared: dict[str, Any],
     *,
     report: Callable[[Path], str] | None = None,
-    then: Sequence[tuple[Any, Any]] = (),
+    then: Sequence[tuple[Callable[..., Path], Any]] = (),
 ) -> None:
-    """Run a stage, and those `then`, and print the last one's folder after what `report` says of the first; one rank does."""
+    """Run a stage, and what is done `then`, and print the last folder after what `report` says of the first; one rank does."""
     from stages._config import speaks
 
-    steps = [(stage, job), *then]
+    steps = [(stage.run, job), *then]
     if shared["dry_run"]:
         jobs = [dataclasses.asdict(todo) for _, todo in steps]
         show(jobs if then else jobs[0], as_json=shared["as_json"], text="\n".join(str(todo) for _, todo in steps))
         return
-    for part, todo in steps:
+    for run_part, todo in steps:
         with reporting(shared, todo.output) as progress:
-            folder = part.run(todo, progress)
+            folder = run_part(todo, progress)
     if speaks():
         told = "" if report is None else report(job.output)
         show({"folder": str(folder)}, as_json=shared["as_json"], text=f"{told}{folder}")

@@ -7,6 +7,7 @@ Fails    3 unfinished, foreign or ununified input, 5 the folder is held or the d
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,7 +37,7 @@ from stages._ledger import tensor_entries
 from stages._plan import OUTSIDE
 from stages._planned import float8_of, plan_from
 from stages._progress import Progress
-from stages._proof import proving
+from stages._proving import Proved, proving
 from stages._resources import Allowance, allow_export, compare
 from stages._shards import Stored, linked, shards_for, write_shards
 from stages._share import refuse_shards
@@ -91,8 +92,8 @@ def check(job: Job) -> None:
         raise UsageError(f"{job.output}: the artifact's folder and the quantized one", "give two folders")
 
 
-def run(job: Job, progress: Progress) -> Path:
-    """Export and prove the artifact and return its folder; one that is up to date is left alone."""
+def run(job: Job, progress: Progress, *, proved: Proved | None = None) -> Path:
+    """Export the artifact, prove it in a process that `proving` started or starts here, and return its folder."""
     check(job)
     refuse_shards(job.quantized)
     record = _workspace.require_done(job.quantized, stage="quantize", unread="layers/*.safetensors")
@@ -113,10 +114,11 @@ def run(job: Job, progress: Progress) -> Path:
             )
         allowance = _allowance(job, source, summary)
         _memory.reset_peak()
-        with proving() as proved, _workspace.publish(job.output, stage=None, inputs={}) as folder:
+        fresh = proving(summary["proof"]) if proved is None else nullcontext(proved)
+        with fresh as told, _workspace.publish(job.output, stage=None, inputs={}) as folder:
             links = _write(job, folder, source, summary, record, made_from, digests)
             progress.say(f"export {job.output.name}: proving it in a fresh process")
-            prove = partial(proved, folder, job.quantized, source.checkpoint.folder, workers=allowance.workers)
+            prove = partial(told, folder, job.quantized, source.checkpoint.folder, workers=allowance.workers)
             _prove(prove, links)
         used = _memory.largest_peak()
         progress.note(compare(f"export {job.output.name}", planned=allowance.peak_bytes, used=used))

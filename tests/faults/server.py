@@ -177,7 +177,7 @@ def forked_proof(faults: Faults):
             """Do nothing: there is no process yet."""
 
     def popen(command, **options):
-        return Proof() if command == [sys.executable, "-m", "stages._proof"] else original(command, **options)
+        return Proof() if command[:3] == [sys.executable, "-m", "stages._proof"] else original(command, **options)
 
     return popen
 

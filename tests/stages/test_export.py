@@ -22,7 +22,8 @@ from quantflow.errors import InputError, IntegrityError, ResourceError
 from stages import _proof, _shards, _values
 from stages import export as export_stage
 from stages._options import exit_code
-from stages._proof import prove, proving
+from stages._proof import prove
+from stages._proving import proving
 from stages._shards import Stored, shard_names, shards_for
 from stages.cli import cli
 
