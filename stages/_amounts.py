@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from quantflow.algorithms import BLOCK_ALGORITHMS
 from quantflow.core import blocks
-from quantflow.models.stand_ins import HEAD_ROWS, LINEAR_ROWS
+from quantflow.models.stand_ins import HEAD_ROWS, LINEAR_ROWS, LINEAR_TOKENS
 from quantflow.observers.fisher import FisherObserver
 from quantflow.observers.gradient import GradientObserver
 from quantflow.observers.hessian import ROWS, observer_bytes
@@ -38,8 +38,9 @@ def stored_bytes(model: ModelSize, linears: Sequence[str]) -> int:
 
 
 def parts_bytes(model: ModelSize, tokens: int) -> int:
-    """The rows of such a weight that are in float32 at once, and what they make of a sequence."""
-    return FLOAT * LINEAR_ROWS * (tokens + max(k for _, _, k in model.layer.groups))
+    """The rows of such a weight that are in float32 at once, a copy of the tokens they meet, and what they make, twice."""
+    features, some = max(k for _, _, k in model.layer.groups), min(tokens, LINEAR_TOKENS)
+    return FLOAT * (LINEAR_ROWS * (2 * some + features) + some * features)
 
 
 def folding_bytes(model: ModelSize) -> int:

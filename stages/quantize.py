@@ -49,7 +49,7 @@ from stages._share import STAGE, WHOLE, Share
 from stages._sizes import model_size
 from stages._team import ALONE, Team, together
 
-VERSION = 2  # of what this stage computes; part of every state key
+VERSION = 3  # of what this stage computes; part of every state key
 PARTS = ("layers", OUTSIDE, _head.FILE, _head.RECORD, "canary.safetensors", "canary.json", "quantize.json", *_choose.PARTS)
 
 

@@ -175,7 +175,7 @@ class LayerStream:
         Args:
             index: which one.
             as_stored: keep the weights of its linears in the dtype that they are stored in, half the memory for the same
-                outputs (`quantflow.models.stand_ins.in_parts`). They must not be quantized.
+                outputs up to rounding (`quantflow.models.stand_ins.in_parts`). They must not be quantized.
         """
         module, layer = self._originals[index], self.graph.layers[index]
         names = {name: self.names.to_source[f"{layer.prefix}.{name}"] for name, _ in module.named_parameters()}

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from quantflow.core.groups import spans
+from quantflow.core.product import operand, product
 from quantflow.core.qtensor import QuantizedLinear
 
 LINEAR_ROWS = 256  # of a linear's weight that are converted at once: few enough for a core's cache; it never changes either
+LINEAR_TOKENS = 512  # of its input that are multiplied with these at once
 HEAD_ROWS = 4096  # of the head that are converted at once; part of the result's last digits, so it never changes
 
 
@@ -140,8 +142,8 @@ class _Projection(torch.autograd.Function):
 def in_parts(linears: Iterable[nn.Linear], *, dtype: torch.dtype) -> Iterator[None]:
     """Let linears compute in `dtype` from weights in any other, a few rows at a time, until the block ends.
 
-    Their outputs are those of converted weights wherever a product's terms are added in an order that does not depend on
-    how many outputs there are, which MKL's is; and they come as fast, since the rows that are converted stay in the cache.
+    Outputs are those of converted weights but for the order of sums (quantflow/core/product.py); and they come as fast, since
+    the rows that are converted stay in the cache.
     """
     chosen = list(linears)
     try:
@@ -157,11 +159,14 @@ def _in_parts(linear: nn.Linear, dtype: torch.dtype, x: Tensor) -> Tensor:
     """Return the output [..., O] of [..., I]; a weight that is in `dtype` already needs no parts."""
     if linear.weight.dtype == dtype:
         return functional.linear(x, linear.weight, linear.bias)
-    output = torch.empty(*x.shape[:-1], linear.weight.shape[0], dtype=dtype)
-    for rows in spans(linear.weight.shape[0], LINEAR_ROWS):
-        bias = None if linear.bias is None else linear.bias[rows]
-        output[..., rows] = functional.linear(x, linear.weight[rows].to(dtype), bias)
-    return output
+    tokens = x.reshape(-1, x.shape[-1])  # [N, I]
+    output = torch.empty(len(tokens), linear.weight.shape[0], dtype=dtype)
+    for some in spans(len(tokens), LINEAR_TOKENS):
+        left = operand(tokens[some])
+        for rows in spans(linear.weight.shape[0], LINEAR_ROWS):
+            bias = None if linear.bias is None else linear.bias[rows]
+            output[some, rows] = product(left, linear.weight[rows].to(dtype), bias)
+    return output.unflatten(0, x.shape[:-1])  # [..., O]
 
 
 class TensorPool:

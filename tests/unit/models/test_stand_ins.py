@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from quantflow.core.product import operand, product
 from quantflow.models import stand_ins
 from quantflow.models.stand_ins import Head, Rows, in_parts
 
@@ -42,15 +43,29 @@ def test_the_gradient_through_the_head_in_parts_is_that_through_the_whole_head(m
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("features", "outputs"), [(64, 96), (512, 1376), (1376, 512)])
-def test_a_linear_in_parts_of_its_stored_weight_is_the_float32_linear_to_the_bit(features, outputs, dtype, bias):
+def test_a_linear_in_parts_of_its_stored_weight_is_the_whole_product_to_the_bit(features, outputs, dtype, bias):
     torch.manual_seed(0)
     linear = nn.Linear(features, outputs, bias=bias).requires_grad_(False)
     linear.weight = nn.Parameter(linear.weight.to(dtype), requires_grad=False)
-    x = torch.randn(1, 33, features)
-    wanted = functional.linear(x, linear.weight.float(), linear.bias)
+    x = torch.randn(1, 600, features)  # more tokens than are multiplied at once
+    weight = linear.weight.float()
+    whole = functional.linear(x, weight, linear.bias) if dtype == torch.float32 else product(operand(x), weight, linear.bias)
+    exact = functional.linear(x.double(), weight.double(), linear.bias.double() if bias else None)
     with in_parts([linear], dtype=torch.float32):
         found = linear(x)
-    assert found.dtype == torch.float32 and torch.equal(found, wanted)
+    assert found.dtype == torch.float32 and torch.equal(found, whole)
+    assert (found - exact).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (1, 1, 8), (2, 3, 8)])
+def test_a_linear_in_parts_takes_any_number_of_tokens(shape):
+    linear = nn.Linear(8, 4).requires_grad_(False)
+    linear.weight = nn.Parameter(linear.weight.bfloat16(), requires_grad=False)
+    x = torch.ones(shape)
+    wanted = functional.linear(x.double(), linear.weight.double(), linear.bias.double())
+    with in_parts([linear], dtype=torch.float32):
+        found = linear(x)
+    assert found.shape == wanted.shape and torch.allclose(found.double(), wanted, atol=1e-6)
 
 
 def test_a_linear_in_parts_is_seen_by_hooks_and_is_itself_afterwards():

@@ -1,0 +1,63 @@
+"""Products by way of another library: the same numbers up to rounding, the same bits each time."""
+
+import numpy
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quantflow.core.parallel import Workers
+from quantflow.core.product import operand, product
+
+FAST = torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
+def test_a_product_worked_by_hand():
+    left, right = torch.tensor([[1.0, 2.0], [3.0, -1.0]]), torch.tensor([[10.0, 1.0], [0.5, 4.0], [0.0, -1.0]])
+    wanted = torch.tensor([[13.0, 108.5, -2.0], [30.0, 97.5, 1.0]])
+    assert torch.equal(product(operand(left), right, torch.tensor([1.0, 100.0, 0.0])), wanted)
+    assert torch.equal(product(operand(left), right), wanted - torch.tensor([1.0, 100.0, 0.0]))
+
+
+@given(rows=st.integers(0, 70), columns=st.integers(1, 40), outputs=st.integers(1, 40), seed=st.integers(0, 99))
+def test_whole_numbers_are_multiplied_exactly_whatever_the_shape(rows, columns, outputs, seed):
+    generator = torch.Generator().manual_seed(seed)
+    left = torch.randint(-50, 50, (rows, columns), generator=generator)
+    right = torch.randint(-50, 50, (outputs, columns), generator=generator)
+    found = product(operand(left.float()), right.float())
+    assert found.layout == torch.strided and numpy.array_equal(found.numpy(), left.numpy() @ right.numpy().T)
+
+
+@pytest.mark.parametrize("features", [64, 512, 4096])
+def test_sums_are_float32_throughout(features):
+    """An error in the tenth bit or so, as of bfloat16 or tf32, would be a thousand times as large as what is allowed."""
+    generator = torch.Generator().manual_seed(0)
+    left, right = torch.randn(96, features, generator=generator), torch.randn(80, features, generator=generator)
+    exact = left.double().numpy() @ right.double().numpy().T
+    error = product(operand(left), right).double().numpy() - exact
+    assert (error**2).mean() ** 0.5 < 2**-24 * features  # of products of size 1; a random walk is far below
+
+
+def test_threads_change_no_bit():
+    generator = torch.Generator().manual_seed(0)
+    lefts = [torch.randn(1, 200, 300, generator=generator) for _ in range(12)]
+    right = torch.randn(77, 300, generator=generator)
+    with Workers(3) as workers:
+        found = workers.map(lambda left: product(operand(left), right), lefts)
+    assert all(torch.equal(one, product(operand(left), right)) for left, one in zip(lefts, found, strict=True))
+
+
+def test_gradients_flow():
+    left, right = torch.ones(2, 3, requires_grad=True), torch.arange(12.0).reshape(4, 3)
+    (gradient,) = torch.autograd.grad(product(operand(left), right).sum(), left)
+    assert torch.equal(gradient, right.sum(dim=0).expand(2, 3))
+
+
+@pytest.mark.parametrize("x", [torch.ones(2, 3).double(), torch.ones(2, 3).bfloat16(), torch.ones(0, 3)], ids=str)
+def test_what_does_not_fit_stays_as_it_is(x):
+    assert operand(x) is x
+
+
+@pytest.mark.skipif(not FAST, reason="torch multiplies as it would anyhow")
+def test_the_other_library_is_taken_where_it_is_faster():
+    assert operand(torch.ones(2, 3)).is_mkldnn
