@@ -7,7 +7,7 @@ from quantflow.core import blocks
 from quantflow.models.stand_ins import HEAD_ROWS, LINEAR_ROWS, LINEAR_TOKENS
 from quantflow.observers.fisher import FisherObserver
 from quantflow.observers.gradient import GradientObserver
-from quantflow.observers.hessian import ROWS, observer_bytes
+from quantflow.observers.hessian import observer_bytes
 from stages._compatible import LEARNING
 from stages._head import HeadPlan
 from stages._plan import Plan
@@ -41,11 +41,6 @@ def parts_bytes(model: ModelSize, tokens: int) -> int:
     """The rows of such a weight that are in float32 at once, a copy of the tokens they meet, and what they make, twice."""
     features, some = max(k for _, _, k in model.layer.groups), min(tokens, LINEAR_TOKENS)
     return FLOAT * (LINEAR_ROWS * (2 * some + features) + some * features)
-
-
-def folding_bytes(model: ModelSize) -> int:
-    """What a Hessian takes while one input is added: the product for its largest strip."""
-    return FLOAT * ROWS * max(k for _, _, k in model.layer.groups)
 
 
 def hidden_bytes(model: ModelSize, lengths: Sequence[int]) -> int:

@@ -13,13 +13,12 @@ from quantflow.core import groups
 from quantflow.core.sensitivity import ROWS as SAMPLED_ROWS
 from quantflow.models.stand_ins import HEAD_ROWS
 from quantflow.observers.gradient import GradientObserver
-from quantflow.observers.hessian import HessianObserver, observer_bytes
+from quantflow.observers.hessian import HessianObserver, folding_bytes, observer_bytes
 from quantflow.transforms import TRANSFORMS
 from stages._amounts import (
     GRADIENTS,
     backward_bytes,
     embedding_bytes,
-    folding_bytes,
     forward_bytes,
     goes_back,
     gradient_bytes,
@@ -148,7 +147,8 @@ def need_layers(model: ModelSize, plan: Plan, *, lengths: Sequence[int]) -> Need
     kept = FLOAT * SAMPLE_ROWS * sum(k for _, _, k in _folds(model.layer)) if plan.needs_rows else 0
     forward = forward_bytes(model, longest)
     inputs = _inputs_bytes(model, plan, longest) if plan.needs_text else 0
-    folding = inputs + (folding_bytes(model) if plan.needs_hessian else 0)  # one sequence more, being added up
+    widest = max(k for _, _, k in model.layer.groups)
+    folding = inputs + (folding_bytes(widest, longest) if plan.needs_hessian else 0)  # one sequence more, being added up
     layer = layer_in_memory(model.layer) if plan.transforms else layer_as_stored(model)
     parts = 0 if plan.transforms else parts_bytes(model, longest)
     moments = (

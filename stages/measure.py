@@ -44,7 +44,7 @@ from stages._replica import Replica
 from stages._resources import account, allow_measure
 from stages._sizes import model_size
 
-VERSION = 3
+VERSION = 4
 PARTS = ("statistics.safetensors", "calibration.safetensors", "measurement.json")
 DEFAULT_STATS = ("amax", "channel_amax", "min_max", "mean_abs", "histogram")
 TIMEOUT = timedelta(seconds=60)

@@ -8,8 +8,10 @@ from torch import Tensor
 
 from quantflow.core import statistics
 from quantflow.core.groups import spans
+from quantflow.core.product import operand, product
 
 ROWS = 256  # of the sum, in a strip that is added to at once; part of the result, because it chooses the kernel
+COLUMNS = 4 * ROWS  # of the sum, that a product has at most; likewise
 
 
 class HessianObserver:
@@ -58,10 +60,15 @@ class HessianObserver:
         strips = self._strips or _zeros(self._features)
         diagonal = [strip[:, span].diagonal() for span, strip in zip(spans(self._features, ROWS), strips, strict=True)]
         statistics.refuse_overflow(rows, diagonal, what=f"input {list(x.shape)}", observer=self.NAME)
-        for span, strip in zip(spans(self._features, ROWS), strips, strict=True):
-            # A product that is rounded once and then added loses less than one that grows in the sum, and updates then fold
-            # as merges do.
-            strip += (rows[:, span].T @ rows[:, : span.stop]).cpu()
+        # A product that is rounded once and then added loses less than one that grows in the sum, and updates then fold as
+        # merges do.
+        for columns in spans(self._features, COLUMNS):
+            right = _turned(rows, columns)
+            for span, strip in zip(spans(self._features, ROWS), strips, strict=True):
+                if span.stop > columns.start:
+                    stop = min(span.stop, columns.stop)
+                    left = operand(_turned(rows, span))
+                    strip[:, columns.start : stop] += product(left, right[: stop - columns.start]).cpu()
         self._strips, self._count = strips, self._count + rows.shape[0]
 
     def merge(self, other: Self) -> None:
@@ -134,6 +141,12 @@ def shrink_(hessian_sum: Tensor) -> None:
     diagonal += diagonal.double().mean().float()
 
 
+def folding_bytes(features: int, samples: int) -> int:
+    """Return the memory of an update: columns turned, those of a strip again and as oneDNN has them, and a product, twice."""
+    wide = min(features, COLUMNS)
+    return 4 * ((wide + 2 * ROWS) * samples + 2 * ROWS * wide)
+
+
 def observer_bytes(features: int) -> int:
     """Return the memory of an observer that has seen samples: its strips."""
     return sum(4 * (span.stop - span.start) * span.stop for span in spans(features, ROWS))
@@ -141,6 +154,11 @@ def observer_bytes(features: int) -> int:
 
 def _zeros(features: int) -> list[Tensor]:
     return [torch.zeros(span.stop - span.start, span.stop) for span in spans(features, ROWS)]
+
+
+def _turned(rows: Tensor, columns: slice) -> Tensor:
+    """Return [C, N] of some of the columns of rows [N, K], contiguous; in two steps, each of which torch does quickly."""
+    return rows[:, columns].contiguous().T.contiguous()
 
 
 def _popped(strips: list[Tensor]) -> Iterator[Tensor]:

@@ -151,7 +151,8 @@ def test_gptq_needs_half_of_every_hessian_and_the_whole_of_the_group_that_it_rou
     rtn = need_layers(MODEL, plan("W4A16", algorithm="rtn"), lengths=[])
     gptq = need_layers(MODEL, plan("W4A16"), lengths=[10])
     small, large = 4 * 256**2, 4 * (256 * 256 + 256 * 512)  # in strips of 256 rows, which end at the diagonal
-    inputs, product = 4 * 10 * (3 * 256 + 512), 4 * 256 * 512  # of the sequence of ten tokens that is added up
+    inputs, product = 4 * 10 * (3 * 256 + 512), 4 * 2 * 256 * 512  # of the sequence of ten tokens that is added up
+    product += 4 * 10 * (512 + 2 * 256)  # the same, turned: of all columns, and of a strip twice
     assert gptq.moments[1][0] - rtn.moments[1][0] == 3 * small + large + inputs + product
     making, rounding = 2, 3  # the first group's, behind the embedding and the forward
     assert gptq.moments[making][0] - rtn.moments[making][0] == 4 * 256**2 + 3 * small + large
