@@ -240,8 +240,8 @@ def quantize(model: str, output: str, settings: tuple[str, ...], recipe: str | N
         if shared["measurement"] is None:
             raise UsageError(f"{cause} without --measurement", "name the folder that the measurement goes to")
         raise UsageError(f"{cause} with --ranks {shared['ranks']}", "measure first, then give --measurement alone")
-    proved = None
-    if artifact is not None and not shared["dry_run"]:  # first, so that both processes import torch at once
+    proved, bounds = None, (shared["max_memory"], shared["disk_offload"])
+    if artifact is not None and not shared["dry_run"] and not any(bounds):  # first, so that both import torch at once
         expected = [] if shared["calibration"] is None else [CANARY]
         proved = click.get_current_context().with_resource(proving(*expected))
     from stages import quantize as stage

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -189,6 +191,40 @@ def test_quantize_that_exports_makes_what_the_two_verbs_make(as_json, done, line
     assert digests[0] == digests[1]
     _, err = as_json(*ours)
     assert err.count("up to date") == 2
+
+
+def test_the_proof_starts_before_anything_is_imported_or_measured_and_ends_with_the_verb(llama, tmp_path):
+    """So both processes import torch at once; the proof's own waits for its order, and knows nothing of the artifact yet."""
+    script = """
+import subprocess, sys
+real, started = subprocess.Popen, []
+def popen(command, **options):
+    started.append((command[1:], "torch" in sys.modules, real(command, **options)))
+    return started[-1][-1]
+subprocess.Popen = popen
+from stages._options import exit_code
+from stages.cli import cli
+code = exit_code(cli, sys.argv[1:])
+((command, late, process),) = started
+print(code, *command, late, process.poll() is not None)
+"""
+    text = tmp_path / "text.txt"
+    text.write_text("a scale and a value\n\n" * 8)
+    line = ("quantize", llama, "-o", tmp_path / "2", "--scheme", "W4A16", "--group-size", "5", "--export", tmp_path / "4")
+    for more, expected in (((), ""), (("--calibration", text, "--measurement", tmp_path / "1"), " canary")):
+        called = [sys.executable, "-c", script, *map(str, (*line, *more))]
+        found = subprocess.run(called, capture_output=True, text=True)  # ends with 2: no 5 divides the features
+        assert found.stdout.splitlines() == [f"2 -m stages._proof{expected} False True"], found.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [(("--dry-run",), 0), (("--group-size", "5", "--max-memory", "9GB"), 2), (("--group-size", "5", "--disk-offload"), 2)],
+)
+def test_no_proof_waits_beside_a_dry_run_or_where_memory_is_bounded(monkeypatch, llama, tmp_path, options, code):
+    monkeypatch.setattr(subprocess, "Popen", None)
+    line = ("quantize", llama, "-o", tmp_path / "2", "--scheme", "W4A16", "--algorithm", "rtn", "--export", tmp_path / "4")
+    assert run(*line, *options) == code
 
 
 @pytest.mark.parametrize(
