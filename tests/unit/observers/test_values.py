@@ -16,7 +16,7 @@ from quantflow.observers.channel_amax import ChannelAmaxObserver
 from quantflow.observers.count import CountObserver
 from quantflow.observers.fisher import FisherObserver
 from quantflow.observers.gradient import GradientObserver
-from quantflow.observers.hessian import HessianObserver, observer_bytes, shrink_
+from quantflow.observers.hessian import COLUMNS, HessianObserver, observer_bytes, shrink_
 from quantflow.observers.histogram import BINS, HistogramObserver, upper_edge
 from quantflow.observers.mean_abs import MeanAbsObserver
 from quantflow.observers.min_max import MinMaxObserver
@@ -186,6 +186,15 @@ def test_a_hessian_is_the_float32_sum_of_float32_products_block_by_block():  # t
         wanted[256:] += rows[:, 256:].T @ rows
     wanted = wanted.tril() + wanted.tril(-1).T
     assert torch.equal(observer.state()["hessian_sum"], wanted)
+
+
+@pytest.mark.parametrize("features", [COLUMNS, COLUMNS + 1, 2 * COLUMNS + 300])
+def test_a_hessian_that_is_made_of_several_products_is_exact_where_the_numbers_are_whole(features):
+    x = torch.randint(-9, 10, (1, 7, features), generator=torch.Generator().manual_seed(0))
+    observer = HessianObserver(features)
+    observer.update(x.float())
+    rows = x[0].numpy()
+    assert (observer.state()["hessian_sum"].numpy() == rows.T @ rows).all()
 
 
 def test_half_a_hessian_is_held():
