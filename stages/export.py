@@ -118,8 +118,7 @@ def run(job: Job, progress: Progress, *, proved: Proved | None = None) -> Path:
         with fresh as told, _workspace.publish(job.output, stage=None, inputs={}) as folder:
             links = _write(job, folder, source, summary, record, made_from, digests)
             progress.say(f"export {job.output.name}: proving it in a fresh process")
-            prove = partial(told, folder, job.quantized, source.checkpoint.folder, workers=allowance.workers)
-            _prove(prove, links)
+            _prove(partial(told, folder, job.quantized, source.checkpoint.folder, workers=allowance.workers), links)
         used = _memory.largest_peak()
         progress.note(compare(f"export {job.output.name}", planned=allowance.peak_bytes, used=used))
     return job.output

@@ -13,8 +13,9 @@ from torch.nn import functional
 def operand(x: Tensor) -> Tensor:
     """Return what `product` takes as its first operand: a copy as oneDNN has it, or x itself.  x: [..., I]."""
     fits = x.dtype == torch.float32 and x.device.type == "cpu" and x.numel() > 0
-    there = torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512"
-    return x.to_mkldnn() if fits and there else x
+    there: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    faster = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return x.to_mkldnn() if fits and there and faster else x
 
 
 def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:

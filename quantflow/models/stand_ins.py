@@ -166,7 +166,7 @@ def _in_parts(linear: nn.Linear, dtype: torch.dtype, x: Tensor) -> Tensor:
         for rows in spans(linear.weight.shape[0], LINEAR_ROWS):
             bias = None if linear.bias is None else linear.bias[rows]
             output[some, rows] = product(left, linear.weight[rows].to(dtype), bias)
-    return output.unflatten(0, x.shape[:-1])  # [..., O]
+    return output.reshape(*x.shape[:-1], linear.weight.shape[0])  # [..., O]
 
 
 class TensorPool:
