@@ -189,6 +189,7 @@ def open_artifact(
     dtype: torch.dtype = torch.float32,
     verify: bool = True,
     device: str | torch.device = "cpu",
+    manifest: dict[str, Any] | None = None,
 ) -> Artifact:
     """Open an artifact; memory holds headers and the manifest, no weight.
 
@@ -198,6 +199,7 @@ def open_artifact(
         dtype: of the parameters that are not quantized and of all inputs.
         verify: compare every file with its recorded hash first; it reads the artifact once more, in small pieces.
         device: where weights are put.
+        manifest: quantflow.json, where it has been read before.
 
     Raises:
         IntegrityError: a file differs from its hash.
@@ -210,7 +212,7 @@ def open_artifact(
     folder = Path(folder)
     if verify:
         verify_artifact(folder)
-    manifest, checkpoint = read_manifest(folder), open_checkpoint(folder)
+    manifest, checkpoint = manifest or read_manifest(folder), open_checkpoint(folder)
     quantization = checkpoint.config.get("quantization_config")
     if not isinstance(quantization, dict):
         raise InputError(f"{folder / 'config.json'}: no quantization_config", "give the folder of an exported artifact")
