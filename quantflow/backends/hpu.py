@@ -46,12 +46,9 @@ def _linear(x: Tensor, linear: QuantizedLinear, bias: Tensor | None) -> Tensor:
     operators: Any = torch.ops.hpu
     rows, factor = x.reshape(-1, x.shape[-1]), 1.0 / linear.input_scale  # [M, I], [1]: what the cast multiplies by
     codes, _ = operators.cast_to_fp8_v2(rows, factor, False, False, torch.float8_e4m3fn)
-    scales = {
-        "A_scale_inv": linear.input_scale,
-        "B_scale_inv": linear.weight.scale.reshape(-1),
-    }  # by its name an inverse: the step
+    steps = {"A_scale_inv": linear.input_scale, "B_scale_inv": linear.weight.scale.reshape(-1)}  # inverses by name alone
     result: Tensor = operators.fp8_gemm_v2(
-        A=codes, B=linear.weight.qvalue, out_dtype=x.dtype, bias=bias, **scales, **_ROWS_BY_ROWS
+        A=codes, B=linear.weight.qvalue, out_dtype=x.dtype, bias=bias, **steps, **_ROWS_BY_ROWS
     )
     return result.reshape(*x.shape[:-1], result.shape[1])  # [..., O]
 

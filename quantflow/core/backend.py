@@ -75,6 +75,18 @@ def on(*kinds: str, capability: tuple[int, int] = (8, 0)) -> Need:
     return lack
 
 
+def divides(number: int, axis: int, *, where: str = "") -> Need:
+    """Return the need of out_features, axis 0, or in_features, axis 1, that `number` divides."""
+    words = f"needs {('out_features', 'in_features')[axis]} that {number} divides{where}, not {{c.shape[{axis}]}}"
+    return need(words, lambda c: c.shape[axis] % number == 0)
+
+
+def sums_in_int32(most: int) -> Need:
+    """Return the need of at most so many input features where these are int8 too."""
+    words = f"sums in int32, which holds {most} input features, not {{c.shape[1]}}"
+    return need(words, lambda c: not is_int(c.scheme.input, 8) or c.shape[1] <= most)
+
+
 def weights_per(*granularities: str) -> Need:
     """Return the need of weights with one of these granularities."""
     words = " or ".join(granularities).replace("_", " ")
@@ -102,6 +114,7 @@ INT8_WEIGHTS = need("needs symmetric int8 weights, {c.stored}", lambda c: is_int
 INT8_INPUTS = need("needs int8 inputs, {c.taken}", lambda c: is_int(c.scheme.input, 8))
 E4M3_WEIGHTS = need("needs e4m3fn weights, {c.stored}", lambda c: is_e4m3(c.weights))
 INPUTS_AS_THEY_ARE = need("needs inputs in the model's dtype, {c.taken}", lambda c: c.scheme.input is None)
+FLOATS = need("needs float32 or bfloat16 inputs, not {c.dtype}", lambda c: c.dtype in (torch.float32, torch.bfloat16))
 BFLOAT16 = need("needs bfloat16 inputs on {c.device.type}, not {c.dtype}", lambda c: c.dtype == torch.bfloat16)
 
 

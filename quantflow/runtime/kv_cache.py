@@ -90,6 +90,10 @@ class KVCache:
         """Bytes of the storage."""
         return sum(tensor.nbytes for tensors in self._storage() for tensor in tensors)
 
+    def of(self, layer: int) -> tuple[Tensor | None, ...]:
+        """Return keys, values, their scales and their steps of a layer, None for what there is not."""
+        return tuple(part[layer] if part else None for part in (*self._storage(), self.key_steps, self.value_steps))
+
     def clear(self, rows: int) -> None:
         """Forget everything and expect so many sequences, at most those there is storage for."""
         self.rows, self.length, self.padding = rows, 0, torch.zeros(rows, dtype=torch.int64)

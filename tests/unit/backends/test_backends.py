@@ -281,7 +281,7 @@ REASONS = [
         PRESETS["W8A16"],
         (16, 64),
         torch.float16,
-        "int8_pack needs float32 or bfloat16 inputs, which hold every scale, not torch.float16",
+        "int8_pack needs float32 or bfloat16 inputs, not torch.float16",
     ),
     (
         int8_pack,
@@ -401,7 +401,7 @@ REASONS = [
         W4,
         (16, 64),
         torch.float16,
-        "int4_pack needs float32 or bfloat16 inputs, which hold every scale, not torch.float16",
+        "int4_pack needs float32 or bfloat16 inputs, not torch.float16",
     ),
 ]
 
