@@ -74,6 +74,28 @@ class HiddenDecoder(Decoder, Protocol):
         """
 
 
+def require_length(length: int, *, have: int) -> None:
+    """Refuse to forget positions that there are not.
+
+    Raises:
+        UsageError: naming both numbers.
+    """
+    if not 0 <= length <= have:
+        raise UsageError(f"crop to {length} positions: the cache has {have}", "crop to at most what there is")
+
+
+def require_room(input_ids: Tensor, *, rows: int, length: int, capacity: int) -> None:
+    """Refuse ids [B, T] that `begin` made no room for, or none.
+
+    Raises:
+        UsageError: naming both shapes.
+    """
+    found, count = input_ids.shape
+    if found != rows or count < 1 or length + count > capacity:
+        cause = f"input_ids {found} x {count}: the cache has {rows} rows, {length} of {capacity} positions"
+        raise UsageError(cause, "begin with as many as there will be")
+
+
 def rounded_cache(config: Any, scales: Sequence[KVScales]) -> DynamicCache:
     """Return transformers' cache, empty, keeping what is left of keys and values after rounding them with measured scales.
 

@@ -15,16 +15,15 @@ from torch.nn import functional
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from quantflow.errors import UnsupportedError, UsageError
-from quantflow.models.graph import Graph, Layer, Residual, graph_for
+from quantflow.models.graph import Graph, Layer, Residual, graph_for, moving_rotation
 from quantflow.runtime.artifact import Artifact
+from quantflow.runtime.decoder import require_room
 from quantflow.runtime.kv_cache import KIND_OF, KVCache, require_kind
-from quantflow.runtime.kv_scales import read_kv_scales
 from quantflow.runtime.operations import Block, Heads, Operations, Projection, compiled, fused_why_not, product
 from quantflow.runtime.packed import Pack
 from quantflow.runtime.projection import plain_weight, projection
 from quantflow.runtime.tensor_parallel import Ranks
 
-_ROTATIONS = ("default", "linear", "llama3", "yarn")  # of each position alone; the others look at the sequence's length
 _ACTIVATIONS = ("silu", "swish")
 
 
@@ -38,8 +37,7 @@ def why_not(artifact: Artifact) -> str | None:
         return f"it knows layers like Llama's, not those of {config.model_type}"
     if config.hidden_act not in _ACTIVATIONS:
         return f"it gates with silu, not with {config.hidden_act}"
-    rotation = config.rope_parameters["rope_type"]
-    if rotation not in _ROTATIONS:
+    if rotation := moving_rotation(config):
         return f"its rotation depends on the position alone, that of rope_type {rotation} on the sequence too"
     if artifact.dtype == torch.float16:
         return "it holds weights in float32 or bfloat16, not in float16"
@@ -88,7 +86,7 @@ class LeanDecoder:
         self.positions: int | None = getattr(config, "max_position_embeddings", None)
         self.device = artifact.device
         self.cache: KVCache | None = None
-        self._kv_scales = read_kv_scales(artifact) if kv_cache == "auto" else ()
+        self._kv_scales = artifact.kv_scales() if kv_cache == "auto" else ()
         usual = str(artifact.dtype).removeprefix("torch.")
         if self._kv_scales:
             usual = KIND_OF[self._kv_scales[0].scheme.kind]
@@ -160,12 +158,8 @@ class LeanDecoder:
     def _hidden(self, input_ids: Tensor, padding: Tensor | None, *, last_only: bool) -> Tensor:
         """Run the layers.  Returns [B or B * T, H], after the last norm."""
         cache, operations = self._begun(), self._operations
-        rows, count = input_ids.shape
-        if rows != cache.rows or count < 1 or cache.length + count > cache.capacity:
-            raise UsageError(
-                f"input_ids {rows} x {count}: the cache has {cache.rows} rows, {cache.length} of {cache.capacity} positions",
-                "begin with as many as there will be",
-            )
+        count = input_ids.shape[1]
+        require_room(input_ids, rows=cache.rows, length=cache.length, capacity=cache.capacity)
         if padding is not None:
             cache.padding.copy_(padding)
         operations.step(count)

@@ -20,7 +20,6 @@ from quantflow.models.load import load_tokenizer, skeleton
 from quantflow.runtime import graphs, lean, operations, packed, projection
 from quantflow.runtime.artifact import Artifact, open_artifact
 from quantflow.runtime.decoder import Decoder, TransformersDecoder
-from quantflow.runtime.kv_scales import read_kv_scales
 from quantflow.runtime.tensor_parallel import Ranks, Wire
 
 _TOKENIZER_FILES = frozenset({"tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json"})
@@ -144,7 +143,7 @@ def with_modules(artifact: Artifact, model: PreTrainedModel, *, reason: str, cro
     Raises:
         InputError: the tokenizer's files or generation_config.json are damaged.
     """
-    decoder: Decoder = TransformersDecoder(model, device=artifact.device, crops=crops, kv_scales=read_kv_scales(artifact))
+    decoder: Decoder = TransformersDecoder(model, device=artifact.device, crops=crops, kv_scales=artifact.kv_scales())
     reasons = [f"the lean decoder is not used: {reason}"]
     if artifact.device.type == cuda.NAME and (missing := graphs.why_not(artifact)):
         reasons.append(f"decode steps are not captured: {missing}")

@@ -73,22 +73,20 @@ def _quantized(artifact: Artifact, names: Sequence[str], pack: Pack | None) -> P
         prepared = backend.prepare(joined, dtype)
         if pack is not None and isinstance(prepared, kernels.Prepared):
             pack.get(key, lambda: kernels.dump(prepared))
+    given = torch.float32 if isinstance(prepared, kernels.Prepared) else dtype  # ours round inputs themselves
+    bias = _bias(artifact, names, [artifact.linears[name].shape[0] for name in names], given)
     linear: Any = backend.linear
-    bias = _bias(artifact, names, [artifact.linears[name].shape[0] for name in names], dtype)
-    if isinstance(prepared, kernels.Prepared) and bias is not None:
-        bias = bias.float()
-    if isinstance(prepared, kernels.Prepared) or dtype == torch.float32:  # ours round inputs themselves and return float32
+    if given == torch.float32:
         return partial(linear, prepared=prepared, bias=bias)
     return lambda x: linear(x.to(dtype), prepared, bias).float()
 
 
 def _bias(artifact: Artifact, names: Sequence[str], lengths: Sequence[int], dtype: torch.dtype) -> Tensor | None:
     """Return the biases below each other, zeros where a linear has none; None when none has one."""
-    stored = [f"{name}.bias" if f"{name}.bias" in artifact.checkpoint.tensors else None for name in names]
-    if not any(stored):
+    found = [artifact.bias(name, dtype) for name in names]
+    if all(bias is None for bias in found):
         return None
-    read = [None if name is None else artifact.read([name], dtype)[name] for name in stored]
-    return torch.cat([torch.zeros(n, dtype=dtype) if bias is None else bias for bias, n in zip(read, lengths, strict=True)])
+    return torch.cat([torch.zeros(n, dtype=dtype) if bias is None else bias for bias, n in zip(found, lengths, strict=True)])
 
 
 def _join(artifact: Artifact, linears: Sequence[QuantizedLinear], names: Sequence[str]) -> QuantizedLinear | None:
