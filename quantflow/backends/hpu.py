@@ -62,13 +62,13 @@ def _too_large(case: Case) -> str | None:
     """Return why the device does not hold codes of this flavour: the second generation's end at 240."""
     flavour, name = case.weights.float8, str(_habana("hpu").get_device_name()).upper()  # GAUDI2, GAUDI3
     largest, held = FLAVOURS[flavour].largest, FLAVOURS["gaudi2" if name.startswith("GAUDI2") else "e4m3fn"].largest
-    reach = f"weights in {flavour} reach {largest:g}, {name} holds {held:g}; quantize with float8 gaudi2"
-    return f"{case.name}: {reach}" if largest > held else None
+    reach = f"holds {held:g} on {name}, weights in {flavour} reach {largest:g}; quantize with float8 gaudi2"
+    return reach if largest > held else None
 
 
 _NEEDS = (
     on(NAME),
-    lambda c: None if (missing := missing_here()) is None else f"{c.name} needs {missing}",
+    lambda _: None if (missing := missing_here()) is None else f"needs {missing}",
     E4M3_WEIGHTS,
     weights_per("per_tensor", "per_channel"),
     need("needs a measured e4m3fn input scale, {c.taken}", lambda c: is_e4m3(c.scheme.input) and not c.scheme.input.dynamic),

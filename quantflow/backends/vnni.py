@@ -32,9 +32,9 @@ from quantflow.core.scheme import TensorScheme
 _TOKENS = TensorScheme(kind="int", num_bits=8, granularity="per_token", dynamic=True)
 
 
-def _library(case: backend.Case) -> str | None:
+def _library(_case: backend.Case) -> str | None:
     reason = native.why_not(kernels.SOURCE, needs=kernels.NEEDS)
-    return None if reason is None else f"{case.name}: {reason}"
+    return None if reason is None else f"cannot be had here: {reason}"
 
 
 def _with_int8_inputs(linear: QuantizedLinear, dtype: torch.dtype) -> Prepared:

@@ -17,17 +17,15 @@ from quantflow.core.scheme import LinearScheme, TensorScheme
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A linear that the backend `name` is asked about.
+    """A linear that a backend is asked about.
 
     Attributes:
-        name: the backend's.
         scheme: the linear's.
         device: where it would run.
         shape: (out_features, in_features).
         dtype: of its inputs.
     """
 
-    name: str
     scheme: LinearScheme
     device: torch.device
     shape: tuple[int, int]
@@ -49,12 +47,12 @@ class Case:
         return f"scheme {self.scheme.name} has {_called(self.scheme.input)}"
 
 
-Need = Callable[[Case], str | None]  # why a case cannot run, in a sentence; None where this need is met
+Need = Callable[[Case], str | None]  # what a case lacks, in a sentence about the backend; None where it is met
 
 
 def need(words: str, holds: Callable[[Case], bool]) -> Need:
     """Return a need that `holds` decides; in its words `{c}` is the case."""
-    return lambda case: None if holds(case) else f"{case.name} {words.format(c=case)}"
+    return lambda case: None if holds(case) else words.format(c=case)
 
 
 def on(*kinds: str, capability: tuple[int, int] = (8, 0)) -> Need:
@@ -63,14 +61,14 @@ def on(*kinds: str, capability: tuple[int, int] = (8, 0)) -> Need:
     def lack(case: Case) -> str | None:
         device = case.device
         if device.type not in kinds:
-            return f"{case.name} runs on {' and '.join(kinds)}, not on {device.type}"
+            return f"runs on {' and '.join(kinds)}, not on {device.type}"
         if device.type != "cuda":
             return None
         if torch.version.cuda is None or not torch.cuda.is_available():
-            return f"{case.name} needs a GPU by NVIDIA, torch {torch.__version__} finds none"
+            return f"needs a GPU by NVIDIA, torch {torch.__version__} finds none"
         found = torch.cuda.get_device_capability(device)
         words = "needs compute capability {}.{}, {} has {}.{}".format(*capability, device, *found)
-        return f"{case.name} {words}" if found < capability else None
+        return words if found < capability else None
 
     return lack
 
@@ -140,7 +138,6 @@ class Backend:
     linear: Callable[[Tensor, Any, Tensor | None], Tensor]
     needs: tuple[Need, ...] = ()
 
-    def why_not(self, scheme: LinearScheme, device: torch.device, *, shape: tuple[int, int], dtype: torch.dtype) -> str | None:
-        """Return why it cannot run a linear, in a sentence; None when it can.  shape: (out_features, in_features)."""
-        case = Case(name=self.name, scheme=scheme, device=device, shape=shape, dtype=dtype)
-        return next(filter(None, (lack(case) for lack in self.needs)), None)
+    def why_not(self, case: Case) -> str | None:
+        """Return why it cannot run a linear, in a sentence; None when it can."""
+        return next((f"{self.name} {reason}" for lack in self.needs if (reason := lack(case)) is not None), None)

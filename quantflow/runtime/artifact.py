@@ -18,7 +18,7 @@ from quantflow.artifact.checkpoint import Checkpoint, open_checkpoint
 from quantflow.artifact.manifest import read_manifest
 from quantflow.artifact.verify import verify as verify_artifact
 from quantflow.backends import choose
-from quantflow.core.backend import Backend
+from quantflow.core.backend import Backend, Case
 from quantflow.core.kv import KVScales
 from quantflow.core.qtensor import QuantizedLinear
 from quantflow.core.scheme import LinearScheme, TensorScheme
@@ -242,7 +242,7 @@ def open_artifact(
     for name, scheme in schemes.items():
         original: Any = model.get_submodule(modules[name])
         shape = (original.out_features, original.in_features)
-        chosen, reasons = choose(scheme, device, shape=shape, dtype=dtype, backend=backend)
+        chosen, reasons = choose(Case(scheme=scheme, device=device, shape=shape, dtype=dtype), backend=backend)
         linears[name] = Placement(scheme=scheme, shape=shape, backend=chosen, reasons=reasons)
     return Artifact(
         checkpoint=checkpoint,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from quantflow.core import joining, kernels
+from quantflow.core.backend import Case
 from quantflow.core.qtensor import QuantizedLinear
 from quantflow.runtime.artifact import Artifact
 from quantflow.runtime.operations import Projection, product
@@ -106,7 +107,10 @@ def _join(artifact: Artifact, linears: Sequence[QuantizedLinear], names: Sequenc
     if not alike or weights.granularity == "per_block" or (whole and not weights.symmetric):
         return None
     shape = (sum(len(linear.weight.qvalue) for linear in linears), placement.shape[1])
-    if placement.backend.why_not(first.scheme, artifact.device, shape=shape, dtype=artifact.dtype) is not None:
+    if (
+        placement.backend.why_not(Case(scheme=first.scheme, device=artifact.device, shape=shape, dtype=artifact.dtype))
+        is not None
+    ):
         return None
     weight = joining.join_rows([linear.weight for linear in linears], scale=first.weight.scale if whole else None).weight
     return replace(first, weight=weight)
