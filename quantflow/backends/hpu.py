@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantflow.core.backend import BFLOAT16, E4M3_WEIGHTS, Backend, Case, is_e4m3, keep, need, on, weights_per
+from quantflow.core.backend import BFLOAT16, E4M3_WEIGHTS, Backend, Case, is_e4m3, need, on, weights_per
 from quantflow.core.float8 import FLAVOURS
 from quantflow.core.qtensor import QuantizedLinear
 
@@ -40,12 +40,17 @@ def wrap_in_graph(model: nn.Module) -> None:
     _habana("hpu").wrap_in_hpu_graph(model)
 
 
-def _linear(x: Tensor, linear: QuantizedLinear, bias: Tensor | None) -> Tensor:
-    """Return x @ W.T + bias.  x: [..., I] bfloat16; returns [..., O]."""
+def _prepare(linear: QuantizedLinear, dtype: torch.dtype) -> tuple[QuantizedLinear, Tensor]:
+    """Return the linear, and what the cast of its inputs multiplies them by, [1]."""
+    del dtype
     assert linear.input_scale is not None  # its needs refuse such a scheme
-    operators: Any = torch.ops.hpu
-    rows, factor = x.reshape(-1, x.shape[-1]), 1.0 / linear.input_scale  # [M, I], [1]: what the cast multiplies by
-    codes, _ = operators.cast_to_fp8_v2(rows, factor, False, False, torch.float8_e4m3fn)
+    return linear, 1.0 / linear.input_scale
+
+
+def _linear(x: Tensor, prepared: tuple[QuantizedLinear, Tensor], bias: Tensor | None) -> Tensor:
+    """Return x @ W.T + bias.  x: [..., I] bfloat16; returns [..., O]."""
+    (linear, factor), operators = prepared, torch.ops.hpu
+    codes, _ = operators.cast_to_fp8_v2(x.reshape(-1, x.shape[-1]), factor, False, False, torch.float8_e4m3fn)  # [M, I]
     steps = {"A_scale_inv": linear.input_scale, "B_scale_inv": linear.weight.scale.reshape(-1)}  # inverses by name alone
     result: Tensor = operators.fp8_gemm_v2(
         A=codes, B=linear.weight.qvalue, out_dtype=x.dtype, bias=bias, **steps, **_ROWS_BY_ROWS
@@ -75,4 +80,4 @@ _NEEDS = (
     BFLOAT16,
     _too_large,
 )
-BACKEND = Backend(name=NAME, needs=_NEEDS, prepare=keep, linear=_linear)
+BACKEND = Backend(name=NAME, needs=_NEEDS, prepare=_prepare, linear=_linear)

@@ -80,11 +80,7 @@ class Artifact:
     kv_cache: TensorScheme | None = None
 
     def read(self, names: Iterable[str], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """Read plain tensors; see `quantflow.models.load.read_tensors`.
-
-        Raises:
-            UsageError: the tensor is quantized; `prepare` reads it.
-        """
+        """Read plain tensors; see `quantflow.models.load.read_tensors`. A quantized one is a UsageError: `prepare` reads it."""
         return read_tensors(self.checkpoint, [self._plain(name) for name in names], dtype=dtype)
 
     def read_rows(self, name: str, rows: Tensor) -> Tensor:
@@ -167,8 +163,7 @@ class Artifact:
         tied = twins(module) if isinstance(module, PreTrainedModel) else {}
         plain: dict[str, Tensor] = {}  # set in one call: of two twins each has its own tensor, or both the one there is
         for name, source in names.items():
-            linear = source.rpartition(".")[0]
-            twin = tied.get(name, "")
+            linear, twin = source.rpartition(".")[0], tied.get(name, "")
             if linear not in self.linears and not (twin in plain and names[twin] == source):
                 plain[name] = self.read([source], dtype)[source].to(self.device)
             elif source == f"{linear}.weight" and linear in self.linears:
@@ -274,11 +269,10 @@ def _parameters(checkpoint: Checkpoint, schemes: Mapping[str, LinearScheme], cla
     if missing := sorted(claimed - checkpoint.tensors.keys()):
         whose = "cache" if missing[0].endswith((".k_scale", ".v_scale")) else "linear"
         raise InputError(f"{missing[0]}: its {whose}'s scheme needs it, it is not in the artifact", "export it again")
-    others = [name for name in checkpoint.tensors if name not in claimed]
-    for name in others:
-        if name.endswith(".weight") and name.removesuffix(".weight") in schemes:
-            raise InputError(f"{name}: stored beside its quantized form", "export the artifact again")
-    return (*others, *(f"{name}.weight" for name in schemes))
+    others, quantized = [name for name in checkpoint.tensors if name not in claimed], [f"{name}.weight" for name in schemes]
+    if twice := sorted(set(others) & set(quantized)):
+        raise InputError(f"{twice[0]}: stored beside its quantized form", "export the artifact again")
+    return (*others, *quantized)
 
 
 def _claimed(schemes: Mapping[str, LinearScheme], cached: PreTrainedConfig | None) -> set[str]:

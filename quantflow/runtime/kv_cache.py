@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from quantflow.core import affine, float8
-from quantflow.core.kv import KVScales
-from quantflow.core.scheme import TensorScheme
+from quantflow.core.kv import SCHEMES, KVScales
 from quantflow.errors import UsageError
 from quantflow.runtime.decoder import require_length
 
@@ -26,9 +25,7 @@ from quantflow.runtime.decoder import require_length
 KINDS = MappingProxyType({"float32": torch.float32, "bfloat16": torch.bfloat16, "float8": torch.uint8, "int8": torch.int8})
 LANES = 16
 KIND_OF = MappingProxyType({"float": "float8", "int": "int8"})  # of measured scales: TensorScheme.kind -> a key of KINDS
-_SCHEMES = MappingProxyType(
-    {name: TensorScheme(kind=kind, num_bits=8, granularity="per_head") for kind, name in KIND_OF.items()}
-)
+_SCHEMES = MappingProxyType({KIND_OF[scheme.kind]: scheme for scheme in SCHEMES})  # granularities differ, codes do not
 
 
 class KVCache:
@@ -78,8 +75,8 @@ class KVCache:
         if any(KIND_OF[scale.scheme.kind] != kind for scale in scales):
             raise UsageError(f"kv cache {kind}: the scales are of {scales[0].scheme.kind}", "use the kind that was measured")
         blocks = -(-capacity // LANES)
-        self.kind, self.rows, self.capacity, self.length = kind, rows, blocks * LANES, 0
-        self.padding = torch.zeros(rows, dtype=torch.int64)
+        self.kind, self.capacity = kind, blocks * LANES
+        self.clear(rows)
         heads, dtype = (rows, kv_heads), KINDS[kind]
         self.keys = [torch.empty(*heads, blocks, head_dim, LANES, dtype=dtype) for _ in range(layers)]
         self.values = [torch.empty(*heads, self.capacity, head_dim, dtype=dtype) for _ in range(layers)]

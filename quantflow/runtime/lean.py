@@ -86,13 +86,11 @@ class LeanDecoder:
         self.positions: int | None = getattr(config, "max_position_embeddings", None)
         self.device = artifact.device
         self.cache: KVCache | None = None
-        self._kv_scales = artifact.kv_scales() if kv_cache == "auto" else ()
-        usual = str(artifact.dtype).removeprefix("torch.")
-        if self._kv_scales:
-            usual = KIND_OF[self._kv_scales[0].scheme.kind]
-        self._kind = usual if kv_cache == "auto" else kv_cache
-        require_kind(self._kind)
-        first, self._layers = graph.layers[0], len(graph.layers)
+        kv_scales = artifact.kv_scales() if kv_cache == "auto" else ()
+        if kv_cache == "auto":
+            kv_cache = KIND_OF[kv_scales[0].scheme.kind] if kv_scales else str(artifact.dtype).removeprefix("torch.")
+        require_kind(kv_cache)
+        first = graph.layers[0]
         self._heads = Heads(
             query=config.num_attention_heads,
             shared=config.num_attention_heads // first.repeats,
@@ -100,6 +98,8 @@ class LeanDecoder:
             scale=first.head_dim**-0.5,
             eps=config.rms_norm_eps,
         )
+        shape = {"layers": len(graph.layers), "kv_heads": self._heads.shared, "head_dim": self._heads.dim}
+        self._new_cache = partial(KVCache, kind=kv_cache, scales=kv_scales, **shape)
         missing = fused_why_not(self._heads) if fused else "it was not asked for"
         self.notes = () if missing is None else (f"small operations run in torch: {missing}",)
         library = compiled() if missing is None else None
@@ -121,8 +121,7 @@ class LeanDecoder:
         if cache is not None and len(cache.keys[0]) >= rows and cache.capacity >= capacity:
             cache.clear(rows)
         else:
-            shape = {"layers": self._layers, "kv_heads": self._heads.shared, "head_dim": self._heads.dim}
-            self.cache = cache = KVCache(kind=self._kind, rows=rows, capacity=capacity, scales=self._kv_scales, **shape)
+            self.cache = cache = self._new_cache(rows=rows, capacity=capacity)
         if len(self._tables[0]) < cache.capacity:
             cos, sin = self._rotary(torch.empty(0), torch.arange(cache.capacity)[None])  # [1, capacity, dim]
             self._tables = cos[0].contiguous(), sin[0].contiguous()

@@ -203,9 +203,10 @@ class Operations:
         columns = torch.arange(cache.length, cache.length + self._count)
         positions = (columns - cache.padding[:, None]).clamp_min(0)  # [B, T]
         q, k = (x if norm is None else self._norm(x, norm) for x, norm in ((q, settings.q_norm), (k, settings.k_norm)))
-        q, k = apply_rotary_pos_emb(q, k, *(table[positions] for table in self._tables[:2]))  # of cos and sin [B, T, D]
-        cache.store(layer, k, v)
-        return q
+        cos, sin = (table[positions] for table in self._tables[:2])  # [B, T, D]
+        rotated: tuple[Tensor, Tensor] = apply_rotary_pos_emb(q, k, cos, sin)
+        cache.store(layer, rotated[1], v)
+        return rotated[0]
 
     def _attend(self, q: Tensor, layer: int) -> Tensor:
         """Attend to the cache in torch; the new columns are written already.

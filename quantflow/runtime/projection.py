@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quantflow.core import joining, kernels
-from quantflow.core.backend import Case
+from quantflow.core.backend import Backend, Case
 from quantflow.core.qtensor import QuantizedLinear
 from quantflow.runtime.artifact import Artifact
 from quantflow.runtime.operations import Projection, product
@@ -96,25 +96,19 @@ def _join(artifact: Artifact, linears: Sequence[QuantizedLinear], names: Sequenc
     if len(linears) == 1:
         return first
     weights, whole = first.scheme.weights, first.scheme.weights.granularity == "per_tensor"
-    alike = all(
-        linear.scheme == first.scheme
-        and artifact.linears[name].backend is placement.backend
-        and _same(linear.input_scale, first.input_scale)
-        and _same(linear.input_zero_point, first.input_zero_point)
-        and (not whole or _same(linear.weight.scale, first.weight.scale))
-        for name, linear in zip(names, linears, strict=True)
-    )
-    if not alike or weights.granularity == "per_block" or (whole and not weights.symmetric):
+    kinds = [_kind(linear, artifact.linears[name].backend) for name, linear in zip(names, linears, strict=True)]
+    if kinds != kinds[:1] * len(kinds) or weights.granularity == "per_block" or (whole and not weights.symmetric):
         return None
     shape = (sum(len(linear.weight.qvalue) for linear in linears), placement.shape[1])
-    if (
-        placement.backend.why_not(Case(scheme=first.scheme, device=artifact.device, shape=shape, dtype=artifact.dtype))
-        is not None
-    ):
+    case = Case(scheme=first.scheme, device=artifact.device, shape=shape, dtype=artifact.dtype)
+    if placement.backend.why_not(case) is not None:
         return None
     weight = joining.join_rows([linear.weight for linear in linears], scale=first.weight.scale if whole else None).weight
     return replace(first, weight=weight)
 
 
-def _same(a: Tensor | None, b: Tensor | None) -> bool:
-    return a is b if a is None or b is None else torch.equal(a, b)
+def _kind(linear: QuantizedLinear, backend: Backend) -> tuple[object, ...]:
+    """Return what the linears that are one product have in common."""
+    one = linear.weight.scale if linear.scheme.weights.granularity == "per_tensor" else None
+    numbers = (linear.input_scale, linear.input_zero_point, one)
+    return linear.scheme, backend, *(None if number is None else number.tolist() for number in numbers)
