@@ -223,10 +223,14 @@ def _run_layers(
     """Bring every layer up to date by running the model, layer by layer."""
     import_model_code()
     from stages._forward import Forward, open_source  # here: file to file starts without transformers' model code
+    from stages._tune import tune
 
+    made = job.output if plan.tune is None else _state.untuned(job.output)
+    disk.make_folder(made / "layers")
     with Workers(allowance.workers) as workers:
-        Forward(
+        forward = Forward(
             output=job.output,
+            made=made,
             entry=job.entry,
             plan=plan,
             source=open_source(job.model),
@@ -239,7 +243,10 @@ def _run_layers(
             allowance=allowance,
             share=share,
             team=team,
-        ).layers()
+        )
+        forward.layers()
+        if plan.tune is not None:
+            tune(forward)
 
 
 def _measurement(job: Job, plan: Plan, source: ModelFiles, progress: Progress) -> tuple[Path | None, Measurement | None]:
