@@ -41,7 +41,6 @@ from stages._layer import FORMAT
 from stages._memory import give_back_holes
 
 PARTS = ("u", "mean", "square")  # of what is tuned
-CHECKED = 32  # sequences whose divergence says whether tuning was of use
 Tuned = Mapping[str, algorithm.Tuned]  # of the linears of a layer
 
 
@@ -83,7 +82,7 @@ class Run:
         """Take the steps that are left; return what records say of them, `steps` being 0 where the scales stay."""
         original = self._original()
         states = self.stream.begin(self.sequences, hidden=HiddenStates(len(self.sequences), folder=self.done.made / "embedded"))
-        checked = spread(len(states), CHECKED)
+        checked = spread(len(states), algorithm.CHECKED)
         taken = self._latest()
         if taken is None:
             first = self._divergence(states, original, checked, step=0)

@@ -34,6 +34,7 @@ VERSION: int = 1
 # Constants, since they are part of the result.
 RATE = 0.02  # the longest step, of the distance between two integers, at the end of the range
 BETAS, EPSILON = (0.9, 0.95), 1e-8  # Adam's
+CHECKED = 32  # sequences whose divergence says whether tuning was of use
 _WARM_UP = 5  # steps until it is reached: the first know little of how long they should be
 
 
@@ -100,7 +101,7 @@ def rate(num_bits: int, *, step: int, steps: int) -> float:
         step: 0 .. steps - 1.
         steps: how many there are.
     """
-    return RATE / 2 ** (num_bits - 1) * (1 - step / steps) * min(1.0, (step + 1) / _WARM_UP)
+    return math.ldexp(RATE, 1 - num_bits) * (1 - step / steps) * min(1.0, (step + 1) / _WARM_UP)
 
 
 def stepped(start: QTensor, tuned: Tuned, found: Tensor, *, step: int, steps: int) -> Tuned:
@@ -155,6 +156,6 @@ def working_bytes(weights: int, scales: int, *, workers: int = 1) -> int:
     return 5 * weights + 5 * 4 * scales + workers * (4 * weights + 4 * scales + 2 * 4 * groups.UNIT_ELEMENTS)
 
 
-def runs(samples: int, *, steps: int, sequences: int, checked: int) -> int:
+def runs(samples: int, *, steps: int, sequences: int) -> int:
     """Return how many sequences run through every layer, a way back counted as two: the original, each step, each check."""
-    return samples + 4 * steps * min(sequences, samples) + 2 * min(checked, samples)
+    return samples + 4 * steps * min(sequences, samples) + 2 * min(CHECKED, samples)
