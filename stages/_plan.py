@@ -66,10 +66,8 @@ class Plan:
     @property
     def versions(self) -> dict[str, int]:
         """The versions of what the result is computed by."""
-        found = {
-            self.algorithm: ALGORITHMS[self.algorithm].VERSION,
-            **{name: KNOWN[name].VERSION for name, _ in self.transforms},
-        }
+        found = {name: KNOWN[name].VERSION for name, _ in self.transforms}
+        found[self.algorithm] = ALGORITHMS[self.algorithm].VERSION
         found |= {} if self.learned is None else {LEARNING: BLOCK_ALGORITHMS[LEARNING].VERSION}
         found |= {} if self.tune is None else {TUNE: tune.VERSION}
         return found | ({} if self.head is None else {"head": ALGORITHMS[self.head.algorithm].VERSION})
@@ -152,10 +150,9 @@ class Plan:
         schemes = {name: None if scheme is None else asdict(scheme) for name, scheme in self.schemes.items()}
         transforms = [{name: dict(options)} for name, options in self.transforms]
         head = {} if self.head is None else {"head": self.head.as_json()}
-        kv_cache = {} if self.kv_cache is None else {"kv_cache": asdict(self.kv_cache)}
-        learned = {} if self.learned is None else {"learned": asdict(self.learned)}
-        learned |= {} if self.tune is None else {"tune": asdict(self.tune)}
-        return {"schemes": schemes, "algorithm": self.method, **learned, "transforms": transforms, **head, **kv_cache}
+        parts = (("learned", self.learned), (TUNE, self.tune), ("kv_cache", self.kv_cache))
+        more = {key: asdict(part) for key, part in parts if part is not None}
+        return {"schemes": schemes, "algorithm": self.method, "transforms": transforms, **head, **more}
 
 
 def resolve(
