@@ -154,14 +154,14 @@ def learning_moments(model: ModelSize, plan: Plan, tokens: int) -> list[tuple[in
 def tuning_moments(model: ModelSize, plan: Plan, tokens: int) -> list[tuple[int, int]]:
     """While a layer brings sequences forward and back with the weights that are tuned, and while the head compares them.
 
-    The head has the logits of both models, their logarithms, what they weigh, and the gradients on the way.
+    The head has the logits of both models and the gradient, and on its way back the gradient by each part of the logits.
     """
     if plan.tune is None:
         return []
     weights, scales = _quantized(model, plan)
     none, one = (tune.working_bytes(weights, scales, workers=count) for count in (0, 1))
     run = backward_bytes(model, tokens) + 3 * FLOAT * tokens * model.hidden
-    head = head_bytes(model, tokens) + 6 * FLOAT * tokens * model.vocabulary
+    head = head_bytes(model, tokens) + 3 * FLOAT * tokens * model.vocabulary
     return [(layer_as_stored(model) + none, one - none + run), (head, 0)]
 
 

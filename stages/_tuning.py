@@ -184,6 +184,8 @@ class Run:
                 for state, number in zip(places[-1], some, strict=True):
                     logits, target = self.stream.finish(state.hidden), self.stream.finish(original[number].hidden)
                     total += algorithm.divergence(logits[0], target[0])[0]
+                    del logits, target
+                    give_back_holes()
             _close(places)
         return total / sum(len(self.sequences[number]) for number in numbers)
 
@@ -220,6 +222,8 @@ class Run:
                 _, slope = algorithm.divergence(logits.detach()[0], expected[0])
                 (gradient,) = torch.autograd.grad(logits, leaf, slope[None] / tokens)
                 arriving.put(at, gradient)
+                del leaf, logits, slope, gradient
+                give_back_holes()
         return arriving
 
     def _back(self, visit: Visit, states: Sequence[State], arriving: HiddenStates, entering: HiddenStates) -> dict[str, Tensor]:
@@ -240,6 +244,7 @@ class Run:
             entering.put(at, gradient)
             for name, found in zip(names, slopes, strict=True):
                 total[name] = total[name].add_(found) if name in total else found
+            give_back_holes()  # what a sequence leaves is in many pieces of many sizes
         for weight in visit.weights.values():
             weight.requires_grad_(False)
         return total

@@ -35,6 +35,7 @@ VERSION: int = 1
 RATE = 0.02  # the longest step, of the distance between two integers, at the end of the range
 BETAS, EPSILON = (0.9, 0.95), 1e-8  # Adam's
 CHECKED = 32  # sequences whose divergence says whether tuning was of use
+_ROWS = 64  # tokens whose divergences are added at once
 _WARM_UP = 5  # steps until it is reached: the first know little of how long they should be
 
 
@@ -126,20 +127,23 @@ def divergence(logits: Tensor, original: Tensor) -> tuple[float, Tensor]:
     """Return the sum over tokens of KL(original || quantized) in nats, and its gradient by the quantized model's logits.
 
     Args:
-        logits: of the quantized model, [..., V].
+        logits: of the quantized model, [S, V].
         original: of the original, likewise.
 
     Raises:
         StatisticsError: it is not finite.
     """
-    found, target = logits.float().log_softmax(-1), original.float().log_softmax(-1)
-    weights = target.exp()
-    total = float((weights * (target - found)).sum(dtype=torch.float64))
+    total, gradient = 0.0, torch.empty_like(logits, dtype=torch.float32)
+    for part in groups.spans(len(logits), _ROWS):  # of a vocabulary of any size little is in memory twice
+        found, target = logits[part].float().log_softmax(-1), original[part].float().log_softmax(-1)
+        weights = target.exp()
+        total += float(target.sub_(found).mul_(weights).sum(dtype=torch.float64))
+        gradient[part] = found.exp_().sub_(weights)
     if not math.isfinite(total):
         raise StatisticsError(
             f"tune: the divergence of a sequence is {total}", "look at the quantized layers' errors, or leave tune out"
         )
-    return total, found.exp_().sub_(weights)
+    return total, gradient
 
 
 def working_bytes(weights: int, scales: int, *, workers: int = 1) -> int:
