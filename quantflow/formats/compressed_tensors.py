@@ -47,6 +47,11 @@ ROW_MULTIPLE = 32  # rows whose zero points fill whole words, at any number of b
 _DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 # Loaders match the names of their modules; where these differ from the checkpoint's, a linear is listed by both.
 _MODULE_NAMES = {("gpt_neox", "embed_out"): "lm_head"}
+# What to do instead of a float8 that has other codes than e4m3fn, the only one that the layout's loaders know.
+_INSTEAD = {
+    "e5m2": "leave float8 out: e4m3fn has a mantissa bit more, and its scales do for weights what e5m2's range is for",
+    "e4m3fnuz": "leave float8 out: e4m3fn's codes mean half as much in e4m3fnuz, and vLLM doubles the scales on AMD's MI300",
+}
 
 
 def scale_dtype(scheme: LinearScheme, model_dtype: torch.dtype) -> torch.dtype:
@@ -400,11 +405,12 @@ def _check_layout(scheme: LinearScheme) -> None:
         if tensor is None or tensor.kind != "float":
             continue
         if float8.FLAVOURS[tensor.float8].dtype != torch.float8_e4m3fn:
-            raise _unsupported(f"{scheme.name}: float8 flavour {tensor.float8!r}, the layout holds e4m3fn codes")
+            cause = f"{scheme.name}: float8 flavour {tensor.float8!r}, the layout holds e4m3fn codes"
+            raise _unsupported(cause, _INSTEAD[tensor.float8])
 
 
-def _unsupported(cause: str) -> UnsupportedError:
-    return UnsupportedError(f"compressed-tensors: {cause}", "use a preset scheme, or a quantflow that knows this one")
+def _unsupported(cause: str, instead: str = "use a preset scheme, or a quantflow that knows this one") -> UnsupportedError:
+    return UnsupportedError(f"compressed-tensors: {cause}", instead)
 
 
 def _scale_shape(scheme: TensorScheme, shape: Sequence[int], *, name: str = "weight") -> tuple[int, ...]:
