@@ -14,7 +14,7 @@ from quantflow.models.graph import Graph
 from quantflow.observers import observers_for
 from quantflow.observers.rows import NAME as ROWS
 from quantflow.transforms import ROTATIONS, TRANSFORMS, awq
-from stages._compatible import LEARNING, check_algorithm, check_learning
+from stages._compatible import LEARNING, check_algorithm, check_learning, mixing_inputs
 from stages._config import Quantize, SignRound, nearest
 from stages._entry import GRADIENT_SUM, KNOWN, algorithm_of, base_of, learned_of, needs_of, override_of, transforms_of
 from stages._experts import Policy, policy_for
@@ -184,6 +184,7 @@ def resolve(
     layout, kinds = FORMATS["compressed-tensors"], {str(number): scheme for number, scheme in enumerate(dict.fromkeys(used))}
     layout.quantization_config(kinds, ignore=(), model_type=graph.family.model_type)  # refuses what no file could hold
     transforms = transforms_of(entry)
+    schemes = mixing_inputs(entry.name, schemes, graph, shapes, transforms=transforms, learned=learned is not None)
     if ranks > 1 and any(name in ROTATIONS for name, _ in transforms):
         raise UsageError(f"{entry.name}: hadamard with --ranks {ranks}", "quantize with one process, or leave hadamard out")
     head = head_of(entry, graph, shapes, ignored=_ignored(entry, shapes))

@@ -183,21 +183,22 @@ def test_what_is_folded_into_every_layer_leaves_the_logits_as_they_were(folder_o
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("heads", [True, False])
-def test_a_rotated_model_has_the_logits_of_its_source(folder_of, windows, tmp_path, model, heads):
+@pytest.mark.parametrize(("heads", "down"), [(True, False), (False, False), (True, True)])
+def test_a_rotated_model_has_the_logits_of_its_source(folder_of, windows, tmp_path, model, heads, down):
     """In float32, so that no embedding is rounded to bfloat16 on the way."""
     folder = shutil.copytree(folder_of(model), tmp_path / "float32")
     tensors = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     source = open_source(folder)
     graph = graph_for(source.config)
-    rotations = hadamard.solve(hidden=512, head_dim=64, options={"seed": 0, "heads": heads})
-    rotated = load_model(Rotated(source, graph, rotations, quantized=graph.linears), dtype=torch.float32)
+    rotations = hadamard.solve(hidden=512, head_dim=64, options={"seed": 0, "heads": heads, "down": down})
+    blocks = {name: 1024 for name in graph.linears if down and name.endswith("down_proj")}
+    rotated = load_model(Rotated(source, graph, rotations, quantized=graph.linears, blocks=blocks), dtype=torch.float32)
     plain = load_model(source, dtype=torch.float32)
     name = "model.layers.1.self_attn.o_proj.weight"
     assert relative(rotated.get_parameter(name), plain.get_parameter(name)) > 1
     difference = relative(logits_of(rotated)(windows[0]), logits_of(plain)(windows[0]))
-    print(f"{model}, heads={heads}: logits changed by {difference:.2e}")
+    print(f"{model}, heads={heads}, down={down}: logits changed by {difference:.2e}")
     assert difference < 1e-5
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quantflow.core import orthogonal
 from quantflow.core.backend import Backend
 from quantflow.core.qtensor import QuantizedLinear
 
@@ -35,11 +36,12 @@ class QuantLinear(nn.Module):
         self.out_features, self.in_features = quantized.weight.qvalue.shape
         self.backend = backend.name
         self.register_buffer("bias", None if bias is None else bias.to(dtype), persistent=False)
-        self._linear = backend.linear
+        self._linear, self._rotation = backend.linear, quantized.scheme.rotation
         self._prepared: Any = backend.prepare(quantized, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x @ W.T + bias.  x: [..., in_features]; returns [..., out_features] in x's dtype."""
+        x = x if self._rotation is None else orthogonal.mixed(x, self._rotation)
         return self._linear(x, self._prepared, self.bias)
 
     def extra_repr(self) -> str:

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import safetensors.torch
 import torch
+from compressed_tensors.transform import TransformConfig
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -444,3 +445,42 @@ def test_linears_that_share_an_input_share_no_memory_in_the_file():
     files = [compressed_tensors.encode(name, linear) for name in ("q", "k")]
     for suffix in ("input_scale", "input_zero_point"):
         assert files[0][f"q.{suffix}"].data_ptr() != files[1][f"k.{suffix}"].data_ptr()
+
+
+MIXED = {"a.down": replace(PRESETS["W8A16"], rotation=64), "b.down": replace(PRESETS["W8A16"], rotation=16)}
+
+
+def test_inputs_that_are_mixed_are_named_in_the_words_of_compressed_tensors():
+    schemes = {"a.up": PRESETS["W8A16"], **MIXED}
+    config = json.loads(json.dumps(compressed_tensors.quantization_config(schemes, ignore=["lm_head"], model_type="llama")))
+    groups = TransformConfig(**config["transform_config"]).config_groups  # theirs; refuses keys that it does not know
+    found = {target: group.head_dim for group in groups.values() for part in group.apply for target in part.targets}
+    assert found == {"a.down": 64, "b.down": 16}
+    assert {(group.type, part.location) for group in groups.values() for part in group.apply} == {("hadamard", "input")}
+    assert not any(group.randomize or part.inverse for group in groups.values() for part in group.apply)
+    assert compressed_tensors.schemes_from_config(config, [*schemes, "lm_head"]) == {**schemes, "lm_head": None}
+    plain = compressed_tensors.quantization_config({"a.up": PRESETS["W8A16"]}, ignore=[], model_type="llama")
+    assert "transform_config" not in plain
+    assert compressed_tensors.schemes_from_config(plain | {"transform_config": {}}, ["a.up"]) == {"a.up": PRESETS["W8A16"]}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"type": "random-hadamard"},
+        {"randomize": True},
+        {"head_dim": None},
+        {"head_dim": 24},
+        {"apply": [{"targets": ["a.down"], "location": "output"}]},
+        {"apply": [{"targets": ["a.down"], "location": "weight_input"}]},
+        {"apply": [{"targets": ["a.down"], "location": "input", "ignore": ["b.down"]}]},
+        {"apply": [{"targets": ["re:.*down"], "location": "input"}]},
+        {"apply": [{"targets": ["lm_head"], "location": "input"}]},
+    ],
+    ids=str,
+)
+def test_a_transform_that_is_not_known_is_refused_not_ignored(changed):
+    config = compressed_tensors.quantization_config(MIXED, ignore=["lm_head"], model_type="llama")
+    config["transform_config"]["config_groups"]["hadamard_64"] |= changed
+    with pytest.raises(UnsupportedError, match="compressed-tensors: transform_config"):
+        compressed_tensors.schemes_from_config(config, [*MIXED, "lm_head"])
