@@ -40,8 +40,7 @@ def why_not(artifact: Artifact) -> str | None:
         return f"it gates with silu, not with {config.hidden_act}"
     if any(placement.scheme.rotation is not None for placement in artifact.linears.values()):
         return "it mixes no inputs by Hadamard matrices, as down_proj of this artifact needs"
-    rotation = config.rope_parameters["rope_type"]
-    if rotation not in _ROTATIONS:
+    if (rotation := config.rope_parameters["rope_type"]) not in _ROTATIONS:
         return f"its rotation depends on the position alone, that of rope_type {rotation} on the sequence too"
     if artifact.dtype == torch.float16:
         return "it holds weights in float32 or bfloat16, not in float16"
