@@ -8,6 +8,7 @@ import torch
 from quantflow.algorithms.rtn import quantize_group
 from quantflow.backends import choose
 from quantflow.backends.reference import BACKEND as reference
+from quantflow.core.backend import Case
 from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.core.scheme import PRESETS, LinearScheme, with_float8, with_group_size
 
@@ -54,7 +55,7 @@ def test_the_reference_computes_every_flavour_at_every_granularity(name, flavour
     static = torch.tensor([float(spread(np.abs(x.numpy()).max(), flavour))]) if name == "FP8" else None
     linear = QuantizedLinear(weight=nearest(weight, scheme), scheme=scheme, input_scale=static)
     if flavour in ("e5m2", "e4m3fnuz"):  # whose codes no kernel reads
-        assert choose(scheme, CPU, shape=(32, 48), dtype=torch.float32)[0] is reference
+        assert choose(Case(scheme=scheme, device=CPU, shape=(32, 48), dtype=torch.float32))[0] is reference
     found = reference.linear(x, reference.prepare(linear, torch.float32), None)
     np.testing.assert_allclose(found.numpy(), expected(x.numpy(), weight.numpy(), name, flavour), rtol=0, atol=1e-4)
 

@@ -7,6 +7,7 @@ from compressed_tensors.transform.utils.hadamard import deterministic_hadamard_m
 
 from quantflow.algorithms.rtn import quantize_group
 from quantflow.backends import BACKENDS, choose
+from quantflow.core.backend import Case
 from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.core.scheme import PRESETS, with_group_size
 from quantflow.errors import SchemeError
@@ -52,7 +53,8 @@ def test_inputs_are_mixed_before_anything_else_happens_to_them(name, backend):
         "input_scale": torch.tensor([0.03]) if static else None,
         "input_zero_point": torch.tensor([3], dtype=torch.int8) if static and not plain.input.symmetric else None,
     }
-    chosen = choose(plain, torch.device("cpu"), shape=(16, 64), dtype=torch.float32, backend=backend)[0]
+    case = Case(scheme=plain, device=torch.device("cpu"), shape=(16, 64), dtype=torch.float32)
+    chosen = choose(case, backend=backend)[0]
     modules = [
         QuantLinear(QuantizedLinear(scheme=scheme, **given), bias=None, backend=chosen, dtype=torch.float32)
         for scheme in (plain, replace(plain, rotation=32))
