@@ -27,6 +27,11 @@ MIXTURES = {
 MEASURED = ", scales measured (`k_scale`, `v_scale` of each attention)"
 ROUNDED = "; stock transformers with compressed-tensors rounds them by the formulas used here"
 ASYMMETRIC_EXPERTS = "It has zero points, with which stock transformers 5.23 does not load experts, `dequantize=True` or not."
+MIXED_INPUTS = (
+    "The inputs of down_proj are mixed by Hadamard matrices while the model runs (`transform_config`). **Stock transformers "
+    "5.23 ignores that and computes something else.** Load it with `quantflow`, or give the loaded model to "
+    "compressed-tensors' `apply_transform_config`, with a `TransformConfig` of what config.json says under `transform_config`."
+)
 ASYMMETRIC = (
     "It has zero points: compressed-tensors 0.20 does not reload packed zero points plainly; "
     "pass `quantization_config=CompressedTensorsConfig(dequantize=True)`."
@@ -72,6 +77,8 @@ def model_card(manifest: Mapping[str, Any]) -> str:
     ]
     if any(not scheme["weights"]["symmetric"] for scheme in stored):
         lines += ["", ASYMMETRIC_EXPERTS if sparse else ASYMMETRIC]
+    if any(scheme.get("rotation") for scheme in schemes):
+        lines += ["", MIXED_INPUTS]
     if sparse:
         lines += ["", *_experts([layer["experts"] for layer in manifest["layers"] if "experts" in layer])]
     lines += [

@@ -1,8 +1,13 @@
 """Which algorithm goes with which scheme and model: what is refused before a weight is read."""
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
 from quantflow.core.scheme import LinearScheme
 from quantflow.errors import UnsupportedError, UsageError
 from quantflow.models.graph import Graph
+from quantflow.transforms import hadamard
 
 LEARNING = "signround"  # a key of BLOCK_ALGORITHMS
 _INTEGERS = ("hqq", "yaqa", LEARNING)  # algorithms that have nothing to choose of float8
@@ -78,3 +83,38 @@ def check_tuning(name: str, scheme: LinearScheme, graph: Graph, *, transforms: i
         raise UnsupportedError(f"{name}: tune of a {graph.family.model_type}; experts' scales are not tuned", how)
     if ranks > 1:
         raise UsageError(f"{name}: tune with --ranks {ranks}; it runs in one process", f"{how}, or quantize with one process")
+
+
+def mixing_inputs(
+    name: str,
+    schemes: Mapping[str, LinearScheme | None],
+    graph: Graph,
+    shapes: Mapping[str, Sequence[int]],
+    *,
+    transforms: Sequence[tuple[str, Mapping[str, Any]]],
+    learned: bool,
+) -> dict[str, LinearScheme | None]:
+    """Return the schemes with the inputs of the down projections mixed, where a recipe says `hadamard: {down: true}`.
+
+    Args:
+        name: of the artifact.
+        schemes: of each linear.
+        graph: the model's.
+        shapes: source tensor name -> shape.
+        transforms: (name, options) of each.
+        learned: whether rounding is learned.
+
+    Raises:
+        UsageError: together with another transform, whose factors do not go through what is mixed, or with learned rounding.
+    """
+    if not any(transform == "hadamard" and options["down"] for transform, options in transforms):
+        return dict(schemes)
+    others = [transform for transform, _ in transforms if transform != "hadamard"] + ([LEARNING] if learned else [])
+    if others:
+        raise UsageError(f"{name}: hadamard with down: true and {others[0]}", f"leave {others[0]} out, or write down: false")
+    found = dict(schemes)
+    for linear in (one for layer in graph.layers for group in layer.groups if group.gated for one in group.linears):
+        scheme, block = schemes[linear], hadamard.block_of(shapes[f"{linear}.weight"][1])
+        if scheme is not None and block > 1:
+            found[linear] = replace(scheme, rotation=block)
+    return found

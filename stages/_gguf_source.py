@@ -11,7 +11,7 @@ from torch import Tensor
 from quantflow.artifact.checkpoint import Checkpoint, open_checkpoint, refuse_quantized
 from quantflow.artifact.digests import Digests
 from quantflow.artifact.manifest import MANIFEST_NAME
-from quantflow.errors import InputError
+from quantflow.errors import InputError, UnsupportedError
 from quantflow.formats import FORMATS
 from quantflow.models.configuration import load_config
 from quantflow.models.reading import DTYPES, NAMES, check_finite, read_into
@@ -86,6 +86,12 @@ def _of_artifact(artifact: Artifact) -> Weights:
             return _rows(artifact.checkpoint, name, start, stop)
         return _dequantized(artifact, linear, start, stop)
 
+    for name, placement in artifact.linears.items():
+        if placement.scheme.rotation is not None:
+            raise UnsupportedError(
+                f"{name}: its inputs are mixed in blocks of {placement.scheme.rotation}, which llama.cpp does not do",
+                "quantize with hadamard: {down: false}",
+            )
     shapes = {name: infos[name].shape for name in artifact.names if name in infos}
     dtypes = {name: infos[name].dtype for name in shapes}
     for linear, placement in artifact.linears.items():

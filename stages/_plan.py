@@ -14,7 +14,7 @@ from quantflow.models.graph import Graph
 from quantflow.observers import observers_for
 from quantflow.observers.rows import NAME as ROWS
 from quantflow.transforms import ROTATIONS, TRANSFORMS, awq
-from stages._compatible import LEARNING, check_algorithm, check_learning, check_tuning
+from stages._compatible import LEARNING, check_algorithm, check_learning, check_tuning, mixing_inputs
 from stages._config import Quantize, SignRound, Tune, nearest
 from stages._entry import GRADIENT_SUM, KNOWN, algorithm_of, base_of, learned_of, needs_of, override_of, transforms_of, tune_of
 from stages._experts import Policy, policy_for
@@ -190,6 +190,7 @@ def resolve(
     layout, kinds = FORMATS["compressed-tensors"], {str(number): scheme for number, scheme in enumerate(dict.fromkeys(used))}
     layout.quantization_config(kinds, ignore=(), model_type=graph.family.model_type)  # refuses what no file could hold
     transforms, tuning = transforms_of(entry), tune_of(entry, sparse=graph.sparse)
+    schemes = mixing_inputs(entry.name, schemes, graph, shapes, transforms=transforms, learned=learned is not None)
     for scheme in dict.fromkeys(used) if tuning is not None else ():
         check_tuning(entry.name, scheme, graph, transforms=len(transforms), ranks=ranks)
     if ranks > 1 and any(name in ROTATIONS for name, _ in transforms):

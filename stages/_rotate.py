@@ -34,8 +34,8 @@ def rotated_source(source: Source, graph: Graph, plan: Plan) -> Source | Rotated
         return source
     name, options = plan.rotation
     rotations = ROTATIONS[name].solve(hidden=source.config.hidden_size, head_dim=graph.layers[0].head_dim, options=options)
-    quantized = [linear for linear, scheme in plan.schemes.items() if scheme is not None]
-    return Rotated(source, graph, rotations, quantized=quantized)
+    blocks = {linear: scheme.rotation for linear, scheme in plan.quantized.items() if scheme.rotation is not None}
+    return Rotated(source, graph, rotations, quantized=list(plan.quantized), blocks=blocks)
 
 
 def prove_rotation(source: Source, rotated: Rotated, graph: Graph, tokens: Tensor) -> None:

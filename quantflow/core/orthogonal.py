@@ -4,7 +4,7 @@ A Hadamard matrix has entries of 1 and -1 and orthogonal rows: what is multiplie
 Of size 2^k it is made by doubling (Sylvester); other orders are made from quadratic residues (Paley), and products of the
 two kinds are Hadamard again. Where no matrix of a size is known here, blocks of a power of two are rotated by themselves.
 Sources: Sylvester 1867; Paley 1933, "On orthogonal matrices", constructions I and II; Ashkboos et al. 2024,
-arXiv:2404.00456, section 3, for the random signs.
+arXiv:2404.00456, section 3, for the random signs; section 4, stage 1b, for `mixed`.
 """
 
 from dataclasses import dataclass
@@ -84,15 +84,37 @@ def rotated(x: Tensor, by: Rotation) -> Tensor:
     if x.shape[-1] % by.size:
         raise InputError(f"rotation: {x.shape[-1]} channels, it is one of {by.size}", "rotate by one that divides them")
     cores = by.core.shape[0]
-    y = x.float().reshape(-1, by.size) * by.signs  # [r, n]
-    half = 1
-    while half < by.block:  # the butterfly of the Walsh-Hadamard transform: sums and differences at distance `half`
-        pairs = y.reshape(-1, 2, half)
-        y = torch.stack([pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]], dim=1).reshape(-1, by.size)
-        half *= 2
+    y = _butterfly(x.float().reshape(-1, by.size) * by.signs, by.block)  # [r, n]
     if cores > 1:
         y = by.core.T @ y.reshape(-1, cores, by.block)  # [r, c, b]
     return y.reshape(x.shape).mul_(float(by.mixes) ** -0.5)
+
+
+def mixed(x: Tensor, block: int) -> Tensor:
+    """Return x H, in x's dtype, where H is Sylvester's matrix of `block` channels over sqrt(block), its own inverse.
+
+    Without signs, so that a file needs to say no more than `block`: what a model computes on its way, not what is folded away.
+
+    Args:
+        x: [..., k * block], any float dtype; each `block` channels are mixed by themselves, in float32.
+        block: a power of two.
+
+    Raises:
+        InputError: block does not divide the last dimension, or is no power of two.
+    """
+    if block < 1 or block & (block - 1) or x.shape[-1] % block:
+        raise InputError(f"rotation: {x.shape[-1]} channels by {block}", "mix by a power of two that divides them")
+    return _butterfly(x.float().reshape(-1, block), block).mul(block**-0.5).reshape(x.shape).to(x.dtype)
+
+
+def _butterfly(y: Tensor, block: int) -> Tensor:
+    """Return the Walsh-Hadamard transform of each `block` channels, unscaled.  y: [r, n]."""
+    half, size = 1, y.shape[-1]
+    while half < block:  # sums and differences at distance `half`
+        pairs = y.reshape(-1, 2, half)
+        y = torch.stack([pairs[:, 0] + pairs[:, 1], pairs[:, 0] - pairs[:, 1]], dim=1).reshape(-1, size)
+        half *= 2
+    return y
 
 
 def rotate_rows_(target: Tensor, source: Tensor, by: Rotation) -> Tensor:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from quantflow.core import affine, float8, groups
+from quantflow.core import affine, float8, groups, orthogonal
 from quantflow.core.scheme import LinearScheme, TensorScheme
 from quantflow.errors import SchemeError
 
@@ -164,8 +164,12 @@ class QuantizedLinear:
                     "a static input has one scale for the whole tensor",
                 )
 
+    def mixed_input(self, x: Tensor) -> Tensor:
+        """Return the input as the weight was made for it, mixed where the scheme says so.  x: [..., in_features]."""
+        return x if self.scheme.rotation is None else orthogonal.mixed(x, self.scheme.rotation)
+
     def fake_quantize_input(self, x: Tensor) -> Tensor:
-        """Return the input as the quantized linear sees it, in x's dtype.  x: [..., in_features]."""
+        """Return the input, mixed already, as the quantized linear sees it, in x's dtype.  x: [..., in_features]."""
         return affine.fake_quantize_input(x, self.scheme.input, self.input_scale, self.input_zero_point)
 
     def quantize_input(self, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -114,6 +114,8 @@ class LinearScheme:
         name: the preset's name, for people; `replace`d schemes keep it.
         input: None when the input stays in the model's dtype.
         algorithm, transforms: what a recipe gets when it names none.
+        rotation: how many neighbouring inputs a Hadamard matrix mixes before anything else happens to them, a power of two
+            (`quantflow.core.orthogonal.mixed`); the weight is that of mixed inputs. None where they come as they are.
     """
 
     name: str
@@ -122,15 +124,18 @@ class LinearScheme:
     layout: Layout
     algorithm: str = "rtn"
     transforms: tuple[str, ...] = ()
+    rotation: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse weights and inputs that no linear here computes: a silent substitute would be a wrong number.
 
         Raises:
             SchemeError: dynamic weights, an input that is neither static per tensor nor symmetric per token (or, of weights
-                per block, per group), or a layout that cannot hold the weights.
+                per block, per group), a layout that cannot hold the weights, or a rotation of no power of two.
         """
         _known("layout", self.layout, get_args(Layout))
+        if self.rotation is not None and (self.rotation < 2 or self.rotation & (self.rotation - 1)):
+            raise SchemeError(f"{self.name}: rotation={self.rotation}", "mix 2, 4, 8, ... inputs")
         if self.weights.dynamic:
             raise SchemeError(f"{self.name}: weights with dynamic=True", "the scale of a weight is always stored")
         if self.weights.granularity == "per_head":

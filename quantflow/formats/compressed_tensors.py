@@ -11,6 +11,7 @@ A linear called NAME is stored as
 | a static input  | NAME.input_scale float32 [1], NAME.input_zero_point int8 [1] (asymmetric)                       |
 | a cache         | ATTENTION.k_scale, ATTENTION.v_scale float32, [1] per tensor or [kv_heads, 1, 1] per head       |
 
+Of inputs that are mixed by a Hadamard matrix on their way, `transform_config` names the linear and the block (`head_dim`).
 weight_scale is [1] per tensor, [O, 1] per channel, [O, G] per group, [ceil(O / g), G] per block of g x g; in the model's
 dtype for pack-quantized, else float32. compressed-tensors 0.20 cannot load its own pack-quantized files with zero points,
 except with `dequantize=True`. Longer than 300 lines because tensors and config are one contract, hence one file.
@@ -19,6 +20,7 @@ Source: github.com/vllm-project/compressed-tensors, release 0.20.0, `compressors
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -47,6 +49,11 @@ ROW_MULTIPLE = 32  # rows whose zero points fill whole words, at any number of b
 _DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 # Loaders match the names of their modules; where these differ from the checkpoint's, a linear is listed by both.
 _MODULE_NAMES = {("gpt_neox", "embed_out"): "lm_head"}
+# What to do instead of a float8 that has other codes than e4m3fn, the only one that the layout's loaders know.
+_INSTEAD = {
+    "e5m2": "leave float8 out: e4m3fn has a mantissa bit more, and its scales do for weights what e5m2's range is for",
+    "e4m3fnuz": "leave float8 out: e4m3fn's codes mean half as much in e4m3fnuz, and vLLM doubles the scales on AMD's MI300",
+}
 
 
 def scale_dtype(scheme: LinearScheme, model_dtype: torch.dtype) -> torch.dtype:
@@ -341,6 +348,7 @@ def quantization_config(
         "ignore": _with_aliases(ignore, model_type),
         "kv_cache_scheme": None if kv_cache is None else _arguments(kv_cache),
         "config_groups": groups,
+        **_transform_config(schemes),
     }
 
 
@@ -383,13 +391,48 @@ def schemes_from_config(
     # A name is looked up; only what may mean several linears is compared with each: mixtures have tens of thousands.
     wide_targets, wide_ignore = ([word for word in words if _is_wide(word)] for words in (by_target, ignore))
     kv_scheme_from_config(config)  # what is not known of the cache is refused, whoever asks for linears alone
+    rotations = _rotations(config)
     resolved: dict[str, LinearScheme | None] = {}
     for name in linears:
         matches = [target for target in wide_targets if _matches(name, target)]
         matches += [name] if name in by_target else []
         ignored = name in ignore or any(_matches(name, pattern) for pattern in wide_ignore)
-        resolved[name] = None if ignored or not matches else by_target[min(matches, key=_specificity)]
+        found = None if ignored or not matches else by_target[min(matches, key=_specificity)]
+        if name in rotations and found is None:
+            raise _unsupported(f"transform_config mixes the inputs of {name}, which is not quantized")
+        resolved[name] = replace(found, rotation=rotations[name]) if found is not None and name in rotations else found
     return resolved
+
+
+def _transform_config(schemes: Mapping[str, LinearScheme]) -> dict[str, Any]:
+    """Return the entry of quantization_config that says which inputs are mixed; empty where none are."""
+    blocks: dict[int, list[str]] = {}
+    for name, scheme in schemes.items():
+        if scheme.rotation is not None:
+            blocks.setdefault(scheme.rotation, []).append(name)
+    if not blocks:
+        return {}
+    groups = {
+        f"hadamard_{block}": {"type": "hadamard", "head_dim": block, "apply": [{"targets": names, "location": "input"}]}
+        for block, names in blocks.items()
+    }
+    return {"transform_config": {"config_groups": groups}}
+
+
+def _rotations(config: Mapping[str, Any]) -> dict[str, int]:
+    """Return which linears have their inputs mixed -> how many together; what else transforms may do is refused."""
+    groups = (config.get("transform_config") or {}).get("config_groups") or {}
+    found: dict[str, int] = {}
+    for label, group in groups.items():
+        block = group.get("head_dim")
+        plain = group.get("type") == "hadamard" and not group.get("randomize")
+        plain = plain and isinstance(block, int) and block > 1 and not block & (block - 1)
+        for part in group.get("apply", ()):
+            wide = [target for target in part.get("targets", ()) if _is_wide(target)]
+            if not plain or part.get("location") != "input" or part.get("ignore") or wide:
+                raise _unsupported(f"transform_config: {label} is no hadamard of named inputs in blocks of head_dim")
+            found.update(dict.fromkeys(part["targets"], block))
+    return found
 
 
 def _check_layout(scheme: LinearScheme) -> None:
@@ -400,11 +443,12 @@ def _check_layout(scheme: LinearScheme) -> None:
         if tensor is None or tensor.kind != "float":
             continue
         if float8.FLAVOURS[tensor.float8].dtype != torch.float8_e4m3fn:
-            raise _unsupported(f"{scheme.name}: float8 flavour {tensor.float8!r}, the layout holds e4m3fn codes")
+            cause = f"{scheme.name}: float8 flavour {tensor.float8!r}, the layout holds e4m3fn codes"
+            raise _unsupported(cause, _INSTEAD[tensor.float8])
 
 
-def _unsupported(cause: str) -> UnsupportedError:
-    return UnsupportedError(f"compressed-tensors: {cause}", "use a preset scheme, or a quantflow that knows this one")
+def _unsupported(cause: str, instead: str = "use a preset scheme, or a quantflow that knows this one") -> UnsupportedError:
+    return UnsupportedError(f"compressed-tensors: {cause}", instead)
 
 
 def _scale_shape(scheme: TensorScheme, shape: Sequence[int], *, name: str = "weight") -> tuple[int, ...]:

@@ -37,6 +37,11 @@ class LinearGroup:
     expert: str | None = None
 
     @property
+    def gated(self) -> bool:
+        """Whether the input is what went up, multiplied by a gate: that of a down projection outside a mixture's experts."""
+        return self.feeder is not None and not self.per_head
+
+    @property
     def folds(self) -> bool:
         """Whether what the group reads comes from something that factors can be folded into."""
         return self.norm is not None or self.feeder is not None

@@ -1,17 +1,21 @@
 """A checkpoint whose model is rotated while it is read: every tensor comes as the rotated model has it.
 
 So the rotated model runs layer by layer like any other, and is never in memory or on disk as a whole. Linears that will be
-quantized come in float32, everything else in the dtype in which it is stored, as the artifact will hold it.
+quantized come in float32, everything else in the dtype in which it is stored, as the artifact will hold it. Where inputs are
+mixed on the way, `fill_` gives the linear a hook that does so, and `empty_` takes it away.
 """
 
 from collections.abc import Collection, Iterable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from quantflow.artifact.checkpoint import Checkpoint
-from quantflow.core.orthogonal import Rotation
+from quantflow.core.orthogonal import Rotation, mixed
 from quantflow.errors import UnsupportedError
 from quantflow.models.graph import Graph, Layer, LinearGroup, Residual
 from quantflow.models.load import Source, materialize_
@@ -27,7 +31,15 @@ class Rotated:
         rotations: of the model.
     """
 
-    def __init__(self, source: Source, graph: Graph, rotations: Rotations, *, quantized: Collection[str]) -> None:
+    def __init__(
+        self,
+        source: Source,
+        graph: Graph,
+        rotations: Rotations,
+        *,
+        quantized: Collection[str],
+        blocks: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
         """Look at the names; no weight is read.
 
         Args:
@@ -35,12 +47,14 @@ class Rotated:
             graph: its graph.
             rotations: of the model.
             quantized: the linears that will be quantized.
+            blocks: those whose inputs are mixed while the model runs -> how many of them together.
 
         Raises:
             UnsupportedError: the family's norms subtract the mean, it has routers, or its head is its embedding.
         """
         self.rotations = rotations
-        self._source, self._quantized = source, frozenset(quantized)
+        self._source, self._quantized, self._blocks = source, frozenset(quantized), dict(blocks)
+        self._hooks: dict[str, Any] = {}  # source name -> what takes its hook away
         self._residual = residual_of(graph, source.names)
         self._groups: dict[str, tuple[Layer, LinearGroup]] = {
             name: (layer, group) for layer in graph.layers for group in layer.groups for name in group.linears
@@ -104,10 +118,22 @@ class Rotated:
         """Give parameters of a module their values: name relative to `module` -> source name."""
         for name, source in names.items():
             materialize_(module, {name: self.read([source], dtype)[source]}, dtype=dtype)
+            linear = source.removesuffix(".weight")
+            if linear != source and linear in self._blocks:
+                self._unhook(source)
+                turn = partial(_mix_input, block=self._blocks[linear])
+                self._hooks[source] = module.get_submodule(name.rpartition(".")[0]).register_forward_pre_hook(turn)
 
-    def empty_(self, module: nn.Module, names: Iterable[str]) -> None:
+    def empty_(self, module: nn.Module, names: Mapping[str, str]) -> None:
         """Take the values of parameters away again; they are on meta afterwards."""
+        for source in names.values():
+            self._unhook(source)
         self._source.empty_(module, names)
+
+    def _unhook(self, source: str) -> None:
+        handle = self._hooks.pop(source, None)
+        if handle is not None:
+            handle.remove()
 
     def _read(self, name: str) -> Tensor:
         (stored,) = self._source.read([name]).values()
@@ -132,6 +158,8 @@ class Rotated:
             tensor = hadamard.reader(tensor, self._norm(group.norm), by, dtype=torch.float32)
         if leaf == "weight" and group.per_head and head is not None:
             tensor = hadamard.value_reader(tensor, head)
+        if leaf == "weight" and module in self._blocks:
+            tensor = hadamard.mixed_reader(tensor, self._blocks[module])
         if group.norm is None:
             tensor = hadamard.writer(tensor, by, dtype=torch.float32)
         if module in self._values and head is not None:
@@ -140,6 +168,11 @@ class Rotated:
 
     def _norm(self, name: str) -> Tensor:
         return self._source.read([f"{name}.weight"])[f"{name}.weight"]
+
+
+def _mix_input(module: nn.Module, inputs: tuple[Tensor, ...], *, block: int) -> tuple[Tensor, ...]:
+    del module  # the signature is that of torch's hooks
+    return (mixed(inputs[0], block), *inputs[1:])
 
 
 def residual_of(graph: Graph, names: Collection[str]) -> Residual:

@@ -24,8 +24,6 @@ from quantflow.runtime.packed import Pack
 from quantflow.runtime.projection import plain_weight, projection
 from quantflow.runtime.tensor_parallel import Ranks
 
-_ACTIVATIONS = ("silu", "swish")
-
 
 def why_not(artifact: Artifact) -> str | None:
     """Return why an artifact needs transformers' modules, in a sentence, or None when `LeanDecoder` can run it."""
@@ -35,8 +33,10 @@ def why_not(artifact: Artifact) -> str | None:
         return f"it runs on cpu, not on {artifact.device.type}"
     if graph.sparse or graph.family.residual is None:
         return f"it knows layers like Llama's, not those of {config.model_type}"
-    if config.hidden_act not in _ACTIVATIONS:
+    if config.hidden_act not in ("silu", "swish"):
         return f"it gates with silu, not with {config.hidden_act}"
+    if any(placement.scheme.rotation is not None for placement in artifact.linears.values()):
+        return "it mixes no inputs by Hadamard matrices, as down_proj of this artifact needs"
     if rotation := moving_rotation(config):
         return f"its rotation depends on the position alone, that of rope_type {rotation} on the sequence too"
     if artifact.dtype == torch.float16:

@@ -1,11 +1,10 @@
 """The quantized linear layer of the runtime. It runs one way; it has no mode, no gradient and no parameters."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from quantflow.core.backend import Backend
+from quantflow.core.orthogonal import mixed
 from quantflow.core.qtensor import QuantizedLinear
 
 
@@ -33,14 +32,13 @@ class QuantLinear(nn.Module):
         """
         super().__init__()
         self.out_features, self.in_features = quantized.weight.qvalue.shape
-        self.backend = backend.name
         self.register_buffer("bias", None if bias is None else bias.to(dtype), persistent=False)
-        self._linear = backend.linear
-        self._prepared: Any = backend.prepare(quantized, dtype)
+        self.backend, self._linear, self._rotation = backend.name, backend.linear, quantized.scheme.rotation
+        self._prepared = backend.prepare(quantized, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x @ W.T + bias.  x: [..., in_features]; returns [..., out_features] in x's dtype."""
-        return self._linear(x, self._prepared, self.bias)
+        return self._linear(x if self._rotation is None else mixed(x, self._rotation), self._prepared, self.bias)
 
     def extra_repr(self) -> str:
         """Return shape and backend, for print(model)."""

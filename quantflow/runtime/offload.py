@@ -241,7 +241,7 @@ class _Dequantized:
     dtype: torch.dtype
 
     def __call__(self, x: Tensor) -> Tensor:
-        x = self.linear.fake_quantize_input(x)
+        x = self.linear.fake_quantize_input(self.linear.mixed_input(x))
         height, width = self.linear.weight.qvalue.shape
         parts = []
         for start, stop in _ranges(height, _rows_at_once(width)):

@@ -5,11 +5,14 @@
     writes it    Q^T W, b Q
     values       v R, per head   rows of the value projection R^T W, columns of the output projection W R
 
+    down         z H, on the way, and columns of the down projection W H; only where the recipe says `down: true`
+
 Q is of the size of the residual, R of that of a head; both are Hadamard matrices with random signs (quantflow/core/
-orthogonal.py). Nothing is computed at run time. What nothing can be folded into is left out: QuaRot's rotation of the input of
-the down projection, and of queries and keys, need a transform while the model runs.
-Sources: Ashkboos et al. 2024, arXiv:2404.00456 (QuaRot), section 4, stages 1a, 1c; Liu et al. 2024, arXiv:2405.16406
-(SpinQuant), R1 and R2, here not learned.
+orthogonal.py). They cost nothing at run time. A gate stands before the down projection, so nothing can be folded in there: H is
+applied while the model runs, in blocks of the largest power of two that divides its inputs and without signs, which is what
+`transform_config` of compressed-tensors has a word for. QuaRot's rotation of queries and keys is left out.
+Sources: Ashkboos et al. 2024, arXiv:2404.00456 (QuaRot), section 4, stages 1a, 1b, 1c; Liu et al. 2024, arXiv:2405.16406
+(SpinQuant), R1, R2 and R4, here not learned.
 """
 
 from collections.abc import Mapping
@@ -20,11 +23,11 @@ import torch
 from torch import Tensor
 
 from quantflow.core import groups
-from quantflow.core.orthogonal import Rotation, rotate_columns_, rotate_rows_, rotated, rotation
+from quantflow.core.orthogonal import Rotation, mixed, rotate_columns_, rotate_rows_, rotated, rotation
 from quantflow.errors import UsageError
 
 VERSION: int = 1
-OPTIONS: Mapping[str, Any] = {"seed": 0, "heads": True}
+OPTIONS: Mapping[str, Any] = {"seed": 0, "heads": True, "down": False}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,16 +47,18 @@ def checked(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return a recipe's options after looking at their values.
 
     Args:
-        options: `seed` of the signs, a number from 0 on; `heads`, whether values are rotated too.
+        options: `seed` of the signs, a number from 0 on; `heads`, whether values are rotated too; `down`, whether the input
+            of the down projection is, while the model runs.
 
     Raises:
         UsageError: one has no meaning.
     """
-    seed, heads = options["seed"], options["heads"]
+    seed = options["seed"]
     if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 1 << 32:
         raise UsageError(f"hadamard seed={seed!r}", "give a whole number from 0 to 4294967295")
-    if not isinstance(heads, bool):
-        raise UsageError(f"hadamard heads={heads!r}", "give true or false")
+    for key in ("heads", "down"):
+        if not isinstance(options[key], bool):
+            raise UsageError(f"hadamard {key}={options[key]!r}", "give true or false")
     return dict(options)
 
 
@@ -109,6 +114,19 @@ def values(weight: Tensor, by: Rotation) -> Tensor:
 def value_reader(weight: Tensor, by: Rotation) -> Tensor:
     """Return the weight [O, heads * d] of the output projection, whose inputs are rotated head by head, float32."""
     return rotate_rows_(torch.empty(weight.shape), weight, by)
+
+
+def block_of(features: int) -> int:
+    """Return how many inputs of a down projection are mixed together: the largest power of two that divides them."""
+    return features & -features
+
+
+def mixed_reader(weight: Tensor, block: int) -> Tensor:
+    """Return the weight [O, I] of a linear whose inputs come mixed, float32."""
+    target = torch.empty(weight.shape)
+    for rows in groups.row_units(weight):
+        target[rows] = mixed(weight[rows].float(), block)
+    return target
 
 
 def residual(hidden: Tensor, by: Rotation) -> Tensor:

@@ -119,6 +119,19 @@ def test_what_no_file_could_hold_is_refused_before_anything_is_written(llama, me
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(("flavour", "instead"), [("e5m2", "a mantissa bit more"), ("e4m3fnuz", "vLLM doubles the scales")])
+def test_run_and_plan_refuse_such_a_flavour_before_they_measure(llama, text_files, tmp_path, capsys, flavour, instead):
+    recipe, folder = tmp_path / "r.yaml", tmp_path / "out"
+    entry = {"name": "x", "scheme": "FP8", "float8": flavour}
+    texts = {"calibration": {"source": str(text_files["calibration"])}, "validate": {"text": str(text_files["heldout"])}}
+    recipe.write_text(json.dumps({"model": str(llama), "quantize": [entry], **texts}))
+    for line in (("run", recipe, "-o", folder), ("plan", recipe)):
+        assert exit_code(cli, [str(word) for word in line]) == 6
+        told = capsys.readouterr().err
+        assert f"float8 flavour '{flavour}'" in told and instead in told
+    assert not (folder / "1-measure").exists()
+
+
 @pytest.fixture(scope="module")
 def counted(tmp_path_factory, llama, text_files):
     """A measurement with histograms."""

@@ -22,7 +22,7 @@ ENTRIES = {
     "searched smoothquant": Quantize(name="x", scheme="W8A8", transforms=({"smoothquant": {"alpha": "auto"}},)),
     "awq": Quantize(name="x", scheme="W4A16", group_size=32, algorithm="rtn", transforms=({"awq": {}},)),
     "signround": Quantize(name="x", scheme="W4A16", group_size=32, algorithm="signround", signround=SignRound(iterations=3)),
-    "hadamard": Quantize(name="x", scheme="W8A8_STATIC", algorithm="gptq", transforms=({"hadamard": {}},)),
+    "hadamard": Quantize(name="x", scheme="W8A8_STATIC", algorithm="gptq", transforms=({"hadamard": {"down": True}},)),
 }
 
 

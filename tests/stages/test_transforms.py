@@ -8,18 +8,24 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from quantflow.artifact.verify import verify
 from quantflow.errors import StatisticsError, UnsupportedError, UsageError
 from quantflow.models import rotated
 from quantflow.models.load import load_model, open_source
+from quantflow.runtime.artifact import open_artifact
 from quantflow.runtime.load import load
 from stages import export, measure, quantize
 from stages._config import Calibration, Quantize
+from stages._gguf_source import open_weights
 from stages._progress import Progress
+from stages.generate import Job as Generate
+from stages.generate import run as generate
 
 QUIET = Progress(quiet=True)
 AWQ = {"scheme": "W4A16", "group_size": 32, "algorithm": "rtn", "transforms": ({"awq": {}},)}
 AUTO = {"scheme": "W8A8_STATIC", "transforms": ({"smoothquant": {"alpha": "auto"}},)}
 HADAMARD = {"scheme": "W8A16", "transforms": ({"hadamard": {}},)}
+DOWN = {"scheme": "W8A16", "transforms": ({"hadamard": {"down": True}},)}
 BOTH = {"scheme": "W8A8_STATIC", "transforms": ({"hadamard": {}}, {"smoothquant": {"alpha": "auto"}})}
 
 
@@ -135,6 +141,77 @@ def test_a_linear_that_is_not_quantized_is_rotated_and_called_changed(family_mod
     ledger = {item["name"]: item for item in json.loads((artifact / "quantflow.json").read_text())["ledger"]["tensors"]}
     assert ledger["model.layers.0.self_attn.o_proj.weight"]["action"] == "changed"
     assert ledger["model.layers.0.self_attn.o_proj.weight"]["reason"] == "absorbed a transform"
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_an_artifact_that_mixes_inputs_on_the_way_is_proven_and_computes_what_its_source_does(family, family_model, tmp_path):
+    folder = quantized(family_model(family), None, tmp_path / "q", DOWN)
+    artifact = export.run(export.Job(quantized=folder, output=tmp_path / "artifact"), QUIET)
+    verify(artifact)
+    found = difference(family_model(family), artifact)
+    print(f"{family}: {found:.4f}")
+    assert 0 < found < 0.05
+    groups = json.loads((artifact / "config.json").read_text())["quantization_config"]["transform_config"]["config_groups"]
+    (apply,) = groups["hadamard_128"]["apply"]
+    assert apply == {"location": "input", "targets": [f"model.layers.{index}.mlp.down_proj" for index in range(2)]}
+    assert "Stock transformers 5.23 ignores that" in (artifact / "README.md").read_text()
+    folded = quantized(family_model(family), None, tmp_path / "folded", HADAMARD)
+    ours, theirs = (load_file(path / "layers" / "00000.safetensors") for path in (folder, folded))
+    other = {name for name in ours if not torch.equal(ours[name], theirs[name])}
+    assert other == {f"model.layers.0.mlp.down_proj.{part}" for part in ("weight_packed", "weight_scale")}
+
+
+@pytest.fixture(scope="module")
+def mixing(family_model, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("mixing")
+    export.run(export.Job(quantized=quantized(family_model("llama"), None, folder / "q", DOWN), output=folder / "a"), QUIET)
+    return folder / "a"
+
+
+def test_the_lean_decoder_says_why_it_does_not_run_it_and_auto_takes_modules(mixing):
+    told = "it mixes no inputs by Hadamard matrices, as down_proj of this artifact needs"
+    assert any(told in reason for reason in load(mixing, decoder="auto").reasons)
+    with pytest.raises(UnsupportedError, match=told):
+        load(mixing, decoder="lean")
+
+
+def test_llama_cpp_cannot_have_it(mixing):
+    with pytest.raises(
+        UnsupportedError, match=r"down_proj: its inputs are mixed in blocks of 128, which llama.cpp does not do"
+    ):
+        open_weights(mixing)
+
+
+def test_weights_on_disk_give_the_same_tokens(mixing):
+    outputs = []
+    for offload in (False, True):
+        job = Generate(artifact=mixing, prompts=("value scale",), max_new_tokens=8, disk_offload=offload, backend="reference")
+        outputs.append(generate(job, lambda _: None)["outputs"])
+    assert [one["text"] for one in outputs[0]] == [one["text"] for one in outputs[1]]
+
+
+def test_an_ignored_down_projection_gets_its_inputs_as_they_are(family_model, tmp_path):
+    entry = {**DOWN, "ignore": ("re:.*layers.0.mlp.down_proj",)}
+    artifact = export.run(
+        export.Job(quantized=quantized(family_model("llama"), None, tmp_path / "q", entry), output=tmp_path / "a"), QUIET
+    )
+    assert difference(family_model("llama"), artifact) < 0.05
+    placements = open_artifact(artifact).linears
+    assert placements["model.layers.1.mlp.down_proj"].scheme.rotation == 128
+    assert [name for name, of in placements.items() if of.scheme.rotation is not None] == ["model.layers.1.mlp.down_proj"]
+
+
+@pytest.mark.parametrize(
+    ("more", "other"),
+    [
+        ({"transforms": ({"hadamard": {"down": True}}, {"smoothquant": {}})}, "smoothquant"),
+        ({"scheme": "W4A16", "group_size": 32, "algorithm": "signround"}, "signround"),
+    ],
+    ids=["smoothquant", "signround"],
+)
+def test_what_does_not_go_through_a_mixed_input_is_refused(family_model, measured_family, tmp_path, more, other):
+    with pytest.raises(UsageError, match=f"x: hadamard with down: true and {other}; leave {other} out, or write down: false"):
+        quantized(family_model("llama"), measured_family("llama"), tmp_path / "q", DOWN | more)
 
 
 def test_static_inputs_of_a_rotated_model_are_observed_in_it(family_model, measured_family, tmp_path):

@@ -165,6 +165,32 @@ def test_the_cast_agrees_with_ml_dtypes_inside_the_range(flavour):
 
 
 @pytest.mark.parametrize("flavour", LAYOUT)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_number_of_16_bits_goes_where_ml_dtypes_puts_it(dtype, flavour):
+    x = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype).float()
+    largest = LAYOUT[flavour][3]
+    with np.errstate(invalid="ignore"):
+        expected = x.clamp(-largest, largest).numpy().astype(ML_DTYPES[flavour])  # it saturates nowhere
+    known = ~x.isnan()  # of NaN a format may have several codes
+    assert np.array_equal(float8.cast(x, flavour).view(torch.uint8)[known], expected.view(np.uint8)[known])
+    assert float8.cast(x, flavour)[~known].float().isnan().all() and (~known).sum() > 200
+    rounded = torch.from_numpy(expected.astype(np.float32))
+    assert torch.equal(float8.round_(x.clone(), flavour)[known], rounded[known])
+
+
+def test_codes_of_e4m3fn_mean_half_as_much_in_e4m3fnuz_but_for_nan_and_minus_zero():
+    halves = [decode(code, "e4m3fn") / 2 for code in range(256)]
+    for code, half in enumerate(halves):
+        there = decode(code, "e4m3fnuz")
+        if code == 0x80:
+            assert half == 0 and math.isnan(there)  # whoever reads these codes so has to make it 0
+        elif code & 0x7F == 0x7F:
+            assert math.isnan(half) and abs(there) == 240  # the only values that e4m3fn has no code for
+        else:
+            assert there == half
+
+
+@pytest.mark.parametrize("flavour", LAYOUT)
 @settings(max_examples=50, deadline=None)
 @given(value=st.floats(width=32, allow_nan=False))
 def test_casting_twice_changes_nothing(flavour, value):

@@ -6,7 +6,7 @@ from compressed_tensors.transform.utils.hadamard import deterministic_hadamard_m
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantflow.core.orthogonal import paley, rotate_columns_, rotate_rows_, rotated, rotation
+from quantflow.core.orthogonal import mixed, paley, rotate_columns_, rotate_rows_, rotated, rotation
 from quantflow.errors import InputError
 
 MODEL_SIZES = [64, 80, 96, 128, 512, 768, 896, 1536, 2560, 3584]  # heads and hidden states of published models
@@ -100,3 +100,40 @@ def test_errors_name_the_two_sizes():
         rotated(torch.ones(2, 6), rotation(4, seed=0))
     with pytest.raises(InputError, match=r"size=0"):
         rotation(0, seed=0)
+
+
+def test_four_mixed_channels_worked_by_hand():
+    """Sums and differences over two, which is the root of four; the second four are by themselves."""
+    x = torch.tensor([[1.0, 2.0, 3.0, 4.0, 0.0, 0.0, 8.0, 0.0]])
+    assert mixed(x, 4).tolist() == [[5.0, -1.0, -2.0, 0.0, 4.0, 4.0, -4.0, -4.0]]
+
+
+@pytest.mark.parametrize("block", [1, 2, 16, 256])
+def test_blocks_are_mixed_by_the_matrix_that_compressed_tensors_has(block):
+    theirs = deterministic_hadamard_matrix(block, dtype=torch.float64) / block**0.5
+    x = torch.randn(2, 3, 3 * block, generator=torch.Generator().manual_seed(0))
+    expected = (x.double().unflatten(-1, (3, block)) @ theirs).flatten(-2)
+    torch.testing.assert_close(mixed(x, block).double(), expected, rtol=0, atol=2e-6)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 7), st.integers(1, 5), st.integers(0, 3), st.integers(0, 2**31))
+def test_mixing_twice_gives_back_what_was_mixed_and_keeps_lengths(log2, blocks, rows, seed):
+    x = torch.randn(rows, blocks << log2, generator=torch.Generator().manual_seed(seed))
+    once = mixed(x, 1 << log2)
+    torch.testing.assert_close(mixed(once, 1 << log2), x, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(once.norm(dim=-1), x.norm(dim=-1), rtol=1e-5, atol=1e-5)
+
+
+def test_mixing_keeps_the_dtype_computes_in_float32_and_nan_stays_in_its_block():
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    assert torch.equal(mixed(x, 32), mixed(x.float(), 32).bfloat16())
+    x[1, 5] = torch.nan
+    found = mixed(x, 32)
+    assert found[1, :32].isnan().all() and found.isnan().sum() == 32
+
+
+@pytest.mark.parametrize("block", [0, 3, 6, 64, -2])
+def test_a_block_that_cannot_mix_the_channels_is_refused(block):
+    with pytest.raises(InputError, match=f"rotation: 96 channels by {block}; mix by a power of two that divides them"):
+        mixed(torch.ones(2, 96), block)

@@ -10,11 +10,12 @@ from dataclasses import replace
 import pytest
 import safetensors.torch
 import torch
+from compressed_tensors.transform import TransformConfig
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantflow.core.qtensor import QTensor, QuantizedLinear
-from quantflow.core.scheme import PRESETS, LinearScheme, TensorScheme, preset, with_group_size
+from quantflow.core.scheme import PRESETS, LinearScheme, TensorScheme, preset, with_float8, with_group_size
 from quantflow.errors import InputError, SchemeError, UnsupportedError
 from quantflow.formats import FORMATS, compressed_tensors
 
@@ -222,13 +223,35 @@ def test_encode_refuses_a_scale_that_no_loader_should_see(scale):
         compressed_tensors.encode("m.q", replace(linear, weight=weight))
 
 
-@pytest.mark.parametrize("flavour", ["e5m2", "e4m3fnuz"])
-def test_float8_codes_that_mean_other_numbers_are_refused(flavour):
-    scheme = replace(preset("FP8_DYNAMIC"), weights=replace(preset("FP8_DYNAMIC").weights, float8=flavour))
-    with pytest.raises(UnsupportedError, match=rf"FP8_DYNAMIC: float8 flavour '{flavour}', the layout holds e4m3fn"):
+@pytest.mark.parametrize(
+    ("flavour", "instead"), [("e5m2", "a mantissa bit more"), ("e4m3fnuz", "vLLM doubles the scales on AMD's MI300")]
+)
+def test_float8_codes_that_mean_other_numbers_are_refused_with_what_to_take_instead(flavour, instead):
+    scheme = with_float8(preset("FP8_DYNAMIC"), flavour)
+    with pytest.raises(UnsupportedError, match=rf"FP8_DYNAMIC: float8 flavour '{flavour}', the layout holds e4m3fn.*{instead}"):
         compressed_tensors.quantization_config({"q": scheme}, ignore=[], model_type="llama")
     with pytest.raises(UnsupportedError, match="flavour"):
         compressed_tensors.decode("q", {}, scheme)
+
+
+def as_mi300_reads(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """What vLLM makes of e4m3fn weights where the hardware has e4m3fnuz: no -0, which is NaN there, and doubled scales."""
+    bits = codes.view(torch.uint8)
+    read = torch.where(bits == 0x80, 0, bits).to(torch.uint8).view(torch.float8_e4m3fnuz)
+    return read.double() * (scale.double() * 2)
+
+
+@pytest.mark.parametrize("name", ["FP8", "FP8_DYNAMIC", "FP8_BLOCK"])
+def test_an_artifact_means_the_same_numbers_where_float8_is_e4m3fnuz(name):
+    codes = torch.tensor([code for code in range(256) if code & 0x7F != 0x7F] + [0, 0], dtype=torch.uint8).reshape(16, 16)
+    linear = random_linear(SCHEMES[name], 16, 16)
+    linear = replace(linear, weight=replace(linear.weight, qvalue=codes.view(torch.float8_e4m3fn)))
+    tensors = compressed_tensors.encode("q", linear)
+    scale = tensors["q.weight_scale"]
+    if name == "FP8_BLOCK":  # [2, 2] of 8 x 8
+        scale = scale.repeat_interleave(8, 0).repeat_interleave(8, 1)
+    read = as_mi300_reads(tensors["q.weight"], scale)
+    assert torch.equal(read, linear.weight.dequantize().double())
 
 
 def test_gaudi2_codes_are_e4m3fn_codes():
@@ -422,3 +445,42 @@ def test_linears_that_share_an_input_share_no_memory_in_the_file():
     files = [compressed_tensors.encode(name, linear) for name in ("q", "k")]
     for suffix in ("input_scale", "input_zero_point"):
         assert files[0][f"q.{suffix}"].data_ptr() != files[1][f"k.{suffix}"].data_ptr()
+
+
+MIXED = {"a.down": replace(PRESETS["W8A16"], rotation=64), "b.down": replace(PRESETS["W8A16"], rotation=16)}
+
+
+def test_inputs_that_are_mixed_are_named_in_the_words_of_compressed_tensors():
+    schemes = {"a.up": PRESETS["W8A16"], **MIXED}
+    config = json.loads(json.dumps(compressed_tensors.quantization_config(schemes, ignore=["lm_head"], model_type="llama")))
+    groups = TransformConfig(**config["transform_config"]).config_groups  # theirs; refuses keys that it does not know
+    found = {target: group.head_dim for group in groups.values() for part in group.apply for target in part.targets}
+    assert found == {"a.down": 64, "b.down": 16}
+    assert {(group.type, part.location) for group in groups.values() for part in group.apply} == {("hadamard", "input")}
+    assert not any(group.randomize or part.inverse for group in groups.values() for part in group.apply)
+    assert compressed_tensors.schemes_from_config(config, [*schemes, "lm_head"]) == {**schemes, "lm_head": None}
+    plain = compressed_tensors.quantization_config({"a.up": PRESETS["W8A16"]}, ignore=[], model_type="llama")
+    assert "transform_config" not in plain
+    assert compressed_tensors.schemes_from_config(plain | {"transform_config": {}}, ["a.up"]) == {"a.up": PRESETS["W8A16"]}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"type": "random-hadamard"},
+        {"randomize": True},
+        {"head_dim": None},
+        {"head_dim": 24},
+        {"apply": [{"targets": ["a.down"], "location": "output"}]},
+        {"apply": [{"targets": ["a.down"], "location": "weight_input"}]},
+        {"apply": [{"targets": ["a.down"], "location": "input", "ignore": ["b.down"]}]},
+        {"apply": [{"targets": ["re:.*down"], "location": "input"}]},
+        {"apply": [{"targets": ["lm_head"], "location": "input"}]},
+    ],
+    ids=str,
+)
+def test_a_transform_that_is_not_known_is_refused_not_ignored(changed):
+    config = compressed_tensors.quantization_config(MIXED, ignore=["lm_head"], model_type="llama")
+    config["transform_config"]["config_groups"]["hadamard_64"] |= changed
+    with pytest.raises(UnsupportedError, match="compressed-tensors: transform_config"):
+        compressed_tensors.schemes_from_config(config, [*MIXED, "lm_head"])

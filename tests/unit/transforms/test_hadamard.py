@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from quantflow.core.orthogonal import rotated, rotation
+from quantflow.core.orthogonal import mixed, rotated, rotation
 from quantflow.errors import UsageError
 from quantflow.transforms import ROTATIONS, hadamard
 
-OPTIONS = {"seed": 0, "heads": True}
+OPTIONS = {"seed": 0, "heads": True, "down": False}
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -52,6 +52,18 @@ def test_values_are_rotated_head_by_head_and_rotated_back_by_what_reads_them():
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+def test_what_reads_mixed_inputs_computes_the_same():
+    z, weight = random(5, 24), random(7, 24, seed=1)
+    found = mixed(z, 8) @ hadamard.mixed_reader(weight, 8).T
+    assert not torch.allclose(hadamard.mixed_reader(weight, 8), weight, atol=0.1)
+    torch.testing.assert_close(found, z @ weight.T, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("features", "block"), [(1024, 1024), (11008, 256), (14336, 2048), (8960, 256), (7, 1)])
+def test_the_inputs_of_a_down_projection_are_mixed_in_the_largest_blocks_that_fit(features, block):
+    assert hadamard.block_of(features) == block
+
+
 def test_what_stays_in_a_file_is_rounded_to_its_dtype():
     by = rotation(64, seed=1)
     assert hadamard.writer(random(64, 4), by, dtype=torch.bfloat16).dtype == torch.bfloat16
@@ -71,6 +83,7 @@ def test_the_head_and_the_residual_have_signs_of_their_own():
         ({"seed": 0.5, "heads": True}, r"seed=0\.5"),
         ({"seed": True, "heads": True}, r"seed=True"),
         ({"seed": 0, "heads": 1}, r"hadamard heads=1; give true or false"),
+        ({"seed": 0, "heads": True, "down": "yes"}, r"hadamard down='yes'; give true or false"),
     ],
 )
 def test_options_without_a_meaning_are_refused(options, message):
