@@ -13,8 +13,8 @@ A linear called NAME is stored as
 
 weight_scale is [1] per tensor, [O, 1] per channel, [O, G] per group, [ceil(O / g), G] per block of g x g; in the model's
 dtype for pack-quantized, else float32. Those of symmetric integers may be negative (docs/backends.md, "Negative scales").
-compressed-tensors 0.20 cannot load its own pack-quantized files with zero points, except with `dequantize=True`. Longer than
-300 lines because tensors and config are one contract, hence one file.
+compressed-tensors 0.20 cannot load its own pack-quantized files with zero points, except with `dequantize=True`.
+Longer than 300 lines because tensors and config are one contract, hence one file.
 Source: github.com/vllm-project/compressed-tensors, release 0.20.0, `compressors/` and `quantization/quant_args.py`.
 """
 
