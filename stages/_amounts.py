@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from quantflow.algorithms import BLOCK_ALGORITHMS
+from quantflow.algorithms import BLOCK_ALGORITHMS, tune
 from quantflow.core import blocks
 from quantflow.models.stand_ins import HEAD_ROWS, LINEAR_ROWS
 from quantflow.observers.fisher import FisherObserver
@@ -142,11 +142,52 @@ def learning_moments(model: ModelSize, plan: Plan, tokens: int) -> list[tuple[in
     if plan.learned is None:
         return []
     held = FLOAT * model.layer.elements if plan.transforms else layer_as_stored(model)
+    weights, scales = _quantized(model, plan)
+    started = weights + 5 * scales
+    widest = max(k for _, _, k in model.layer.groups)
+    algorithm = BLOCK_ALGORITHMS[LEARNING]
+    none, one = (algorithm.working_bytes(weights, scales, widest=widest, workers=count) for count in (0, 1))
+    run = backward_bytes(model, tokens) + 3 * FLOAT * tokens * model.hidden
+    return [(held + started + none, one - none + run), (held + 3 * started, 0)]
+
+
+def tuning_moments(model: ModelSize, plan: Plan, tokens: int) -> list[tuple[int, int]]:
+    """While a layer brings sequences forward and back with the weights that are tuned, and while the head compares them.
+
+    The head has the logits of both models and the gradient, and on its way back the gradient by each part of the logits.
+    """
+    if plan.tune is None:
+        return []
+    weights, scales = _quantized(model, plan)
+    none, one = (tune.working_bytes(weights, scales, workers=count) for count in (0, 1))
+    run = backward_bytes(model, tokens) + 3 * FLOAT * tokens * model.hidden
+    head = head_bytes(model, tokens) + 3 * FLOAT * tokens * model.vocabulary
+    return [(layer_as_stored(model) + none, one - none + run), (head, 0)]
+
+
+def tuning_disk(model: ModelSize, plan: Plan, lengths: Sequence[int], *, layers: int) -> int:
+    """Files while scales are tuned: the layers as they were, hidden states, and what is tuned before a step and after it.
+
+    Of every sequence there is what enters the first layer and what leaves the last one, twice while that is written; of
+    those of a step what enters each layer, and a gradient on either side of one.
+
+    Args:
+        model: its sizes.
+        plan: the artifact's.
+        lengths: tokens of each sequence.
+        layers: bytes of the layers' files.
+    """
+    if plan.tune is None:
+        return 0
+    _, scales = _quantized(model, plan)
+    some = hidden_bytes(model, sorted(lengths)[-plan.tune.sequences :])
+    count = len(model.layers)
+    return layers + 3 * hidden_bytes(model, lengths) + (count + 3) * some + 2 * 3 * FLOAT * scales * count
+
+
+def _quantized(model: ModelSize, plan: Plan) -> tuple[int, int]:
+    """Return how many weights of the largest layer are quantized, and how many scales they have."""
     started = sum(started_bytes(plan, names, outputs, k) for names, outputs, k in model.layer.groups)
     names = [name for linears, _, _ in model.layer.groups for name in linears if plan.schemes[name] is not None]
     weights = sum(elements_of(model.infos[f"{name}.weight"]) for name in names)
-    widest = max(k for _, _, k in model.layer.groups)
-    algorithm = BLOCK_ALGORITHMS[LEARNING]
-    none, one = (algorithm.working_bytes(weights, (started - weights) // 5, widest=widest, workers=count) for count in (0, 1))
-    run = backward_bytes(model, tokens) + 3 * FLOAT * tokens * model.hidden
-    return [(held + started + none, one - none + run), (held + 3 * started, 0)]
+    return weights, (started - weights) // 5

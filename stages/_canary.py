@@ -12,7 +12,6 @@ from quantflow.models.graph import graph_for
 from quantflow.models.hooks import KVRounder
 from quantflow.models.reading import read_tensor
 from quantflow.runtime.artifact import Artifact, open_artifact
-from quantflow.runtime.kv_scales import read_kv_scales
 from stages._bits import tensor_hash
 
 
@@ -44,5 +43,5 @@ def prove_canary(folder: Path, quantized: Path) -> None:
 
 def rounder(artifact: Artifact) -> KVRounder | None:
     """Return what rounds the keys and values of every layer as the artifact's cache would; None where it keeps them."""
-    scales = read_kv_scales(artifact)
+    scales = artifact.kv_scales()
     return KVRounder(dict(enumerate(scales))) if scales else None

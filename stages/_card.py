@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from quantflow.algorithms import TUNE
 from quantflow.artifact.inspect import output_errors
 from stages._planned import kv_words_of
 
@@ -54,6 +55,7 @@ def model_card(manifest: Mapping[str, Any]) -> str:
         f"# {source['name']}, {what}",
         "",
         f"{len(schemes)} of {len(resolved['schemes'])} linears quantized: {what} by {resolved['algorithm']}"
+        f"{', scales tuned end to end' if TUNE in resolved else ''}"
         f"{f', after {transforms}' if transforms else ''}.{_head(resolved.get('head'))}",
         "",
         "| | |",

@@ -52,3 +52,29 @@ def check_learning(name: str, scheme: LinearScheme, graph: Graph, *, ranks: int)
         )
     if ranks > 1:
         raise UsageError(f"{name}: {LEARNING} with --ranks {ranks}", "quantize with one process, or use gptq")
+
+
+def check_tuning(name: str, scheme: LinearScheme, graph: Graph, *, transforms: int, ranks: int) -> None:
+    """Refuse what scales cannot be tuned end to end for.
+
+    Args:
+        name: of the artifact.
+        scheme: of some of its linears.
+        graph: the model's.
+        transforms: how many there are.
+        ranks: how many cards share it.
+
+    Raises:
+        UsageError: the scheme is float8, has one scale for all rows, or quantizes inputs; transforms; several cards.
+        UnsupportedError: a mixture of experts.
+    """
+    how = "leave `tune` out, or give `--tune 0`"
+    if scheme.weights.kind != "int" or scheme.weights.granularity == "per_tensor" or scheme.input is not None:
+        words = "it tunes scales per channel or group of integer weights, inputs as they are"
+        raise UsageError(f"{name}: tune with scheme {scheme.name}; {words}", how)
+    if transforms:
+        raise UsageError(f"{name}: tune with transforms; it compares with the model as it is", how)
+    if graph.sparse:
+        raise UnsupportedError(f"{name}: tune of a {graph.family.model_type}; experts' scales are not tuned", how)
+    if ranks > 1:
+        raise UsageError(f"{name}: tune with --ranks {ranks}; it runs in one process", f"{how}, or quantize with one process")

@@ -4,8 +4,8 @@
     calibration: {source, samples, sequence_length, pack}
     measure:     {ranks, tp, dp, stats, experts}
     quantize:    [{name, scheme, algorithm, group_size, float8, scale_rounding, input_observer, transforms, ignore, overrides,
-                   signround: {iterations, sequences, start}, kv_cache: {scheme, granularity}, head, experts, expert_tokens,
-                   target_bpw, max_kld, candidates, expect}, ...]
+                   signround: {iterations, sequences, start}, tune: {steps, sequences}, kv_cache: {scheme, granularity}, head,
+                   experts, expert_tokens, target_bpw, max_kld, candidates, expect}, ...]
     unify:       {groups}               export: {format, shard_size, device, scale_method, dtype}
     validate:    {text, tokens, sequence_length, gate, allow_inconclusive}
     resources:   {max_memory, max_disk, disk_offload}
@@ -109,6 +109,21 @@ class SignRound:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Tune:
+    """Scales tuned end to end: so many `steps`, 0 is none, on so many `sequences` of the text each."""
+
+    steps: int = 32
+    sequences: int = 8
+
+    def __post_init__(self) -> None:
+        """Refuse counts that are none."""
+        if self.steps < 0 or self.sequences < 1:
+            raise UsageError(
+                f"tune: steps={self.steps}, sequences={self.sequences}", "give steps from 0 and sequences from 1 on"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Candidate:
     """A scheme that may be chosen for a linear."""
 
@@ -141,7 +156,8 @@ class Quantize:
     statistics, and 100 for static inputs. `head` null leaves the head as it is. With `target_bpw` (bits per quantized weight
     of the layers) or `max_kld` (mean KL divergence, nats per token) every linear of a layer that `overrides` does not name
     gets the one of `candidates` that measured sensitivities speak for; null is integers of 2 to 8 bits. `kv_cache` null
-    keeps keys and values as they are. `signround` is how the algorithm of that name learns.
+    keeps keys and values as they are. `signround` is how the algorithm of that name learns. `tune` is how scales are tuned end
+    to end after that; null is not, but where `algorithm` is best and weights alone are quantized below 8 bits.
     """
 
     name: str
@@ -155,6 +171,7 @@ class Quantize:
     ignore: tuple[str, ...] = ()
     overrides: tuple[Override, ...] = ()
     signround: SignRound | None = None
+    tune: Tune | None = None
     kv_cache: KVCache | None = None
     head: Head | None = None
     quantized_inputs: bool | None = None

@@ -19,7 +19,7 @@ from quantflow.observers import observers_for
 from quantflow.observers.fisher import FisherObserver
 from quantflow.observers.rows import NAME as ROWS
 from quantflow.transforms import ROTATIONS, TRANSFORMS, Transform, Turn
-from stages._config import Head, Override, Quantize, SignRound, nearest
+from stages._config import Head, Override, Quantize, SignRound, Tune, nearest
 
 BEST = "best"  # stands for an algorithm, `_best` says for which
 GRADIENT_SUM = "gradient_sum"  # the one statistic that algorithms read of a linear's output
@@ -153,6 +153,20 @@ def learned_of(entry: Quantize) -> SignRound | None:
             "choose with gptq, and give the recipe.yaml that it writes `algorithm: signround`",
         )
     return entry.signround or SignRound()
+
+
+def tune_of(entry: Quantize, *, sparse: bool = False) -> Tune | None:
+    """Return how an entry's scales are tuned end to end, None where they are not.
+
+    Args:
+        entry: the recipe's words.
+        sparse: whether the model is a mixture, whose scales are tuned only where the entry says so, which is refused.
+    """
+    if entry.tune is not None:
+        return entry.tune if entry.tune.steps else None
+    scheme = preset(entry.scheme)
+    tuned = (entry.algorithm or scheme.algorithm) == BEST and algorithm_of(entry) == "yaqa" and scheme.input is None
+    return Tune() if tuned and not sparse else None
 
 
 def _best(weights: TensorScheme, *, transforms: int) -> str:

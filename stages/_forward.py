@@ -53,6 +53,7 @@ class Forward:
 
     Attributes:
         output: the stage's folder.
+        made: where layers go: the stage's folder, or one for layers that are not finished by this.
         key: digest of everything that the result depends on.
         seed: of the canary where there is no measurement.
         share: which part of each tensor is written.
@@ -60,6 +61,7 @@ class Forward:
     """
 
     output: Path
+    made: Path
     entry: Quantize
     plan: Plan
     source: Source
@@ -76,7 +78,7 @@ class Forward:
     def layers(self) -> None:
         """Bring every layer's file up to date and carry the canary, and the calibration where needed, through the model."""
         source = rotated_source(self.source, self.graph, self.plan)
-        tokens = _canary_tokens(self.source, self.measurement, self.seed)
+        tokens = canary_tokens(self.source, self.measurement, self.seed)
         if isinstance(source, Rotated):
             prove_rotation(self.source, source, self.graph, tokens)
             write_outside(self.output, source)
@@ -88,7 +90,7 @@ class Forward:
         text = self.team.mine(self._calibration)
         sequences = [*text, *(text if self.plan.learned is not None else ()), tokens]
         opened = partial(HiddenStates, len(sequences), folder=_state.scratch(self.output))
-        start, hidden = _state.restart_together(self.output, self.key, self.graph, opened=opened, span=self.team.span)
+        start, hidden = _state.restart_together(self.made, self.key, self.graph, opened=opened, span=self.team.span)
         states = stream.begin(sequences, hidden=hidden)
         if not hidden.restored:
             hidden.commit(0, key=self.key, settled=self.team.wait)
@@ -104,13 +106,8 @@ class Forward:
                 hidden.commit(layer.index + 1, key=self.key, settled=self.team.wait)
         hidden.close()
         _memory.give_back_holes()
-        with stream.head(read_head(self.output, self.plan.head)):
-            logits = stream.finish(last)
-        _state.save(self.output / "canary.safetensors", {"tokens": tokens, "logits": logits})
-        records = [_state.record(self.output, layer.index) for layer in self.graph.layers]
-        refuse_unchanged(self.plan, records, self.measurement)
-        canary = {"layers": [record["canary"] for record in records], "logits": tensor_hash(logits)}
-        disk.write_atomic(self.output / "canary.json", canonical_json(canary))
+        if self.made == self.output:
+            write_canary(self.output, self.plan, stream, self.measurement, tokens=tokens, last=last)
 
     def _layer(
         self, stream: LayerStream, source: Source | Rotated, module: nn.Module, layer: Layer, states: Sequence[State]
@@ -120,7 +117,7 @@ class Forward:
         *calibration, canary = states
         again = calibration[len(calibration) // 2 :] if learned else []
         calibration = calibration[: len(calibration) - len(again)]
-        path = _state.layer_path(self.output, layer.index)
+        path = _state.layer_path(self.made, layer.index)
         layer_key = digest_of([self.key, layer.index])
         # A card's part does not make the layer; cards that have it make it again together, to the same bytes.
         kept = self.team.world == 1 and _state.finished(path, layer_key) is not None
@@ -183,6 +180,32 @@ class Forward:
         return sum(info.nbytes for name, info in self.source.checkpoint.infos.items() if name.startswith(prefix))
 
 
+@torch.no_grad()
+def write_canary(
+    output: Path, plan: Plan, stream: LayerStream, measurement: Measurement | None, *, tokens: Tensor, last: Tensor
+) -> None:
+    """Write what proves the artifact, once every layer is there: tokens, the logits that follow, and the layers' hashes.
+
+    Args:
+        output: the stage's folder.
+        plan: the artifact's.
+        stream: the model.
+        measurement: what the layers were calibrated by.
+        tokens: ids [S].
+        last: what leaves the last layer, [1, S, H].
+
+    Raises:
+        StatisticsError: all linears are what rtn makes of them.
+    """
+    with stream.head(read_head(output, plan.head)):
+        logits = stream.finish(last)
+    _state.save(output / "canary.safetensors", {"tokens": tokens, "logits": logits})
+    records = [_state.record(output, layer.index) for layer in stream.graph.layers]
+    refuse_unchanged(plan, records, measurement)
+    canary = {"layers": [record["canary"] for record in records], "logits": tensor_hash(logits)}
+    disk.write_atomic(output / "canary.json", canonical_json(canary))
+
+
 def quantized_inputs(entry: Quantize) -> bool:
     """Return whether the layers after a quantized one are calibrated on what it puts out, rather than the original.
 
@@ -193,7 +216,7 @@ def quantized_inputs(entry: Quantize) -> bool:
     return bool(entry.quantized_inputs)
 
 
-def _canary_tokens(source: Source, measurement: Measurement | None, seed: int) -> Tensor:
+def canary_tokens(source: Source, measurement: Measurement | None, seed: int) -> Tensor:
     """Return the token ids [S] that prove the artifact: the head of the first calibration sequence, or seeded ones."""
     if measurement is not None and measurement.sequences:
         return measurement.sequences[0][:CANARY_TOKENS]

@@ -31,6 +31,7 @@ from quantflow.core.scheme import LinearScheme
 from quantflow.errors import StatisticsError
 from quantflow.evaluation.layer_error import error_from, relative_error, weight_sums
 from quantflow.formats import FORMATS
+from quantflow.models.capture import LayerStream, State
 from quantflow.models.graph import Layer, LinearGroup
 from quantflow.models.hooks import watch
 from quantflow.models.load import materialize_, release_
@@ -60,7 +61,8 @@ def quantize_layer(work: LayerWork) -> None:
     original = work.stream.run(work.module, work.canary) if work.plan.smoothings else None
     hessians = collect(work) if work.plan.needs_text else {}
     smooth(work, hessians)
-    inputs, outputs = _canary_traffic(work, original)
+    inputs, outputs, smoothed = canary_traffic(work.stream, work.module, work.layer, work.canary)
+    _refuse_changed(work, original, smoothed)
     _treat_experts(work)
     numbered = list(enumerate(work.layer.groups))
     for number, group in numbered:
@@ -98,26 +100,28 @@ def install_all(module: nn.Module, layer: Layer, plan: Plan, tensors: Mapping[st
             materialize_(old, {"weight": old.weight.detach()}, dtype=torch.float32)
 
 
-def _canary_traffic(work: LayerWork, original: Tensor | None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Run the canary through the smoothed layer; return each linear's input and output there.
-
-    `original` is what the layer put out before it was smoothed, None where nothing smooths.
-    """
+def canary_traffic(
+    stream: LayerStream, module: nn.Module, layer: Layer, canary: State
+) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor]:
+    """Run the canary through a layer; return each linear's input and output there, and what leaves the layer, [1, S, H]."""
     inputs: dict[str, Tensor] = {}
     outputs: dict[str, Tensor] = {}
 
     def remember(name: str, x: Tensor, y: Tensor) -> None:
         inputs[name], outputs[name] = x, y
 
-    with watch(work.module, {work.layer.relative(name): partial(remember, name) for name in work.layer.linears}):
-        smoothed = work.stream.run(work.module, work.canary)
+    with watch(module, {layer.relative(name): partial(remember, name) for name in layer.linears}):
+        return inputs, outputs, stream.run(module, canary)
+
+
+def _refuse_changed(work: LayerWork, original: Tensor | None, smoothed: Tensor) -> None:
+    """Refuse transforms after which the layer puts out something else; `original` is None where nothing smooths."""
     change = 0.0 if original is None else relative_error(original, smoothed, name=work.layer.prefix)
     if change > SMOOTHING_TOLERANCE:
         raise StatisticsError(
             f"{work.layer.prefix}: transforms changed the layer's output by {change:.3g} (relative, squared)",
             "this family's norms and linears do not fit together as its graph says; leave transforms out",
         )
-    return inputs, outputs
 
 
 def _treat_experts(work: LayerWork) -> None:

@@ -49,7 +49,7 @@ def _found(
     if folder is None:
         if plan.needs_measurement:
             needs = [*sorted(plan.needs), *([] if plan.kv_cache is None else ["the largest keys and values of the cache"])]
-            needs += [] if plan.learned is None else ["the calibration text"]
+            needs += ["the calibration text"] if plan.learns else []
             raise UsageError(
                 f"{plan.name}: {scheme} with {plan.method} needs {', '.join(needs)}, none is given",
                 "run `quantflow measure` and give its folder with --measurement",

@@ -35,6 +35,8 @@ from stages._amounts import (
     started_bytes,
     statistics_bytes,
     stored_bytes,
+    tuning_disk,
+    tuning_moments,
     watching_bytes,
 )
 from stages._experts import fed_by
@@ -157,6 +159,7 @@ def need_layers(model: ModelSize, plan: Plan, *, lengths: Sequence[int]) -> Need
         *((LIBRARIES + layer + halves + 2 * kept + fixed, each) for fixed, each in _searching(model, plan)),
         *((LIBRARIES + fixed, each) for fixed, each in _quantizing(model, plan)),
         *((LIBRARIES + fixed, each) for fixed, each in learning_moments(model, plan, longest)),
+        *((LIBRARIES + fixed, each) for fixed, each in tuning_moments(model, plan, longest)),
         (LIBRARIES + max(encoded) + _installing_bytes(model, plan), 0),
         (LIBRARIES + max(encoded) + _installed_bytes(model), forward),
         (LIBRARIES + head_bytes(model, CANARY_TOKENS, plan.head), 0),
@@ -165,7 +168,8 @@ def need_layers(model: ModelSize, plan: Plan, *, lengths: Sequence[int]) -> Need
     if plan.rotation is not None:  # the head, as stored and rotated, on its way to a file
         moments = (*moments, (LIBRARIES + 2 * model.head[1], 0))
     result = sum(encoded) + head_file_bytes(model, plan.head) + (model.outside if plan.rotation is not None else 0)
-    return Need(stage="quantize", moments=moments, result=result, scratch=2 * hidden)
+    scratch = 2 * hidden + tuning_disk(model, plan, lengths, layers=sum(encoded))
+    return Need(stage="quantize", moments=moments, result=result, scratch=scratch)
 
 
 def need_files(model: ModelSize, plan: Plan) -> Need:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
-from quantflow.algorithms import ALGORITHMS, BLOCK_ALGORITHMS
+from quantflow.algorithms import ALGORITHMS, BLOCK_ALGORITHMS, TUNE, tune
 from quantflow.core.groups import group_size_for
 from quantflow.core.scheme import LinearScheme, TensorScheme
 from quantflow.errors import InputError, UnsupportedError, UsageError
@@ -14,9 +14,9 @@ from quantflow.models.graph import Graph
 from quantflow.observers import observers_for
 from quantflow.observers.rows import NAME as ROWS
 from quantflow.transforms import ROTATIONS, TRANSFORMS, awq
-from stages._compatible import LEARNING, check_algorithm, check_learning
-from stages._config import Quantize, SignRound, nearest
-from stages._entry import GRADIENT_SUM, KNOWN, algorithm_of, base_of, learned_of, needs_of, override_of, transforms_of
+from stages._compatible import LEARNING, check_algorithm, check_learning, check_tuning
+from stages._config import Quantize, SignRound, Tune, nearest
+from stages._entry import GRADIENT_SUM, KNOWN, algorithm_of, base_of, learned_of, needs_of, override_of, transforms_of, tune_of
 from stages._experts import Policy, policy_for
 from stages._head import HeadPlan, head_of, refuse_ranks
 from stages._kv_cache import kv_cache_of
@@ -36,6 +36,7 @@ class Plan:
         schemes: every linear of the decoder layers, in model order; None is left as it is.
         algorithm: a key of ALGORITHMS.
         learned: how rounding is learned from there on; None stays with what the algorithm makes.
+        tune: how the scales of all layers are tuned together after that; None leaves them.
         transforms: (name, options) in the order in which they run.
         needs: the statistics of a linear's input that have to be there.
         file_to_file: whether weights go from file to file and the model never runs: one process does that where rows are
@@ -55,6 +56,7 @@ class Plan:
     head: HeadPlan | None = None
     kv_cache: TensorScheme | None = None
     learned: SignRound | None = None
+    tune: Tune | None = None
 
     @property
     def method(self) -> str:
@@ -64,11 +66,10 @@ class Plan:
     @property
     def versions(self) -> dict[str, int]:
         """The versions of what the result is computed by."""
-        found = {
-            self.algorithm: ALGORITHMS[self.algorithm].VERSION,
-            **{name: KNOWN[name].VERSION for name, _ in self.transforms},
-        }
+        found = {name: KNOWN[name].VERSION for name, _ in self.transforms}
+        found[self.algorithm] = ALGORITHMS[self.algorithm].VERSION
         found |= {} if self.learned is None else {LEARNING: BLOCK_ALGORITHMS[LEARNING].VERSION}
+        found |= {} if self.tune is None else {TUNE: tune.VERSION}
         return found | ({} if self.head is None else {"head": ALGORITHMS[self.head.algorithm].VERSION})
 
     @property
@@ -95,7 +96,12 @@ class Plan:
     @property
     def needs_text(self) -> bool:
         """Whether calibration text runs through the model again, layer by layer."""
-        return self.needs_hessian or self.needs_rows or bool(self.observed) or self.learned is not None
+        return self.needs_hessian or self.needs_rows or bool(self.observed) or self.learns
+
+    @property
+    def learns(self) -> bool:
+        """Whether something follows gradients on all of the calibration text."""
+        return self.learned is not None or self.tune is not None
 
     @property
     def rotation(self) -> tuple[str, Mapping[str, Any]] | None:
@@ -127,7 +133,7 @@ class Plan:
 
     def text(self, sequences: Sequence[Item]) -> Sequence[Item]:
         """Return what of the calibration text runs through the model: all, some at equal distances, or nothing."""
-        if self.needs_hessian or self.observed or self.rows_apart > 1 or self.learned is not None:
+        if self.needs_hessian or self.observed or self.rows_apart > 1 or self.learns:
             return sequences
         if not self.needs_rows or not sequences:
             return ()
@@ -137,16 +143,16 @@ class Plan:
     @property
     def needs_measurement(self) -> bool:
         """Whether a measurement has to be given."""
-        return bool(self.needs) or self.kv_cache is not None or self.learned is not None
+        return bool(self.needs) or self.kv_cache is not None or self.learns
 
     def as_json(self) -> dict[str, Any]:
         """Return the plan as plain data, for state keys and manifests."""
         schemes = {name: None if scheme is None else asdict(scheme) for name, scheme in self.schemes.items()}
         transforms = [{name: dict(options)} for name, options in self.transforms]
         head = {} if self.head is None else {"head": self.head.as_json()}
-        kv_cache = {} if self.kv_cache is None else {"kv_cache": asdict(self.kv_cache)}
-        learned = {} if self.learned is None else {"learned": asdict(self.learned)}
-        return {"schemes": schemes, "algorithm": self.method, **learned, "transforms": transforms, **head, **kv_cache}
+        parts = (("learned", self.learned), (TUNE, self.tune), ("kv_cache", self.kv_cache))
+        more = {key: asdict(part) for key, part in parts if part is not None}
+        return {"schemes": schemes, "algorithm": self.method, "transforms": transforms, **head, **more}
 
 
 def resolve(
@@ -183,7 +189,9 @@ def resolve(
             check_learning(entry.name, scheme, graph, ranks=ranks)
     layout, kinds = FORMATS["compressed-tensors"], {str(number): scheme for number, scheme in enumerate(dict.fromkeys(used))}
     layout.quantization_config(kinds, ignore=(), model_type=graph.family.model_type)  # refuses what no file could hold
-    transforms = transforms_of(entry)
+    transforms, tuning = transforms_of(entry), tune_of(entry, sparse=graph.sparse)
+    for scheme in dict.fromkeys(used) if tuning is not None else ():
+        check_tuning(entry.name, scheme, graph, transforms=len(transforms), ranks=ranks)
     if ranks > 1 and any(name in ROTATIONS for name, _ in transforms):
         raise UsageError(f"{entry.name}: hadamard with --ranks {ranks}", "quantize with one process, or leave hadamard out")
     head = head_of(entry, graph, shapes, ignored=_ignored(entry, shapes))
@@ -195,7 +203,7 @@ def resolve(
             "not histograms",
             "leave input_observer out",
         )
-    alone = ALGORITHMS[algorithm].BY_ROW and not transforms and learned is None
+    alone = ALGORITHMS[algorithm].BY_ROW and not transforms and learned is None and tuning is None
     kv_cache = kv_cache_of(entry, graph, transforms, ranks=ranks)
     by_row = all(scheme.weights.granularity in ("per_channel", "per_group", "per_block") for scheme in used)
     return Plan(
@@ -209,6 +217,7 @@ def resolve(
         experts=_experts(entry, graph, schemes, weights=bool(ALGORITHMS[algorithm].NEEDS) or _clips(transforms, algorithm)),
         head=head,
         learned=learned,
+        tune=tuning,
     )
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from quantflow.algorithms import BLOCK_ALGORITHMS
+from quantflow.algorithms import BLOCK_ALGORITHMS, tune
 from quantflow.core import blocks
 from quantflow.observers.gradient import GradientObserver
 from stages._amounts import goes_back
@@ -88,6 +88,10 @@ class Speed:
         if plan.learned is not None:
             told = {"iterations": plan.learned.iterations, "sequences": plan.learned.sequences}
             runs += BLOCK_ALGORITHMS[LEARNING].runs(len(lengths), **told)
+        if plan.tune is not None:
+            tuned = tune.runs(len(lengths), steps=plan.tune.steps, sequences=plan.tune.sequences)
+            runs += tuned  # and the head: the original's logits, and the other's there and back
+            work += tuned * self.token * tokens / max(1, len(lengths)) * model.head[0] / model.layer.elements
         work += runs * self.token * tokens / max(1, len(lengths)) * len(model.layers)
         return 2 * self.read * model.stored + work / self.cores + writing
 

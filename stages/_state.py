@@ -4,12 +4,12 @@
     layers/00012.json           {"key", "sha256", ...}, written after it
     .inputs.json                what the unfinished result is made from, to say what differs when it is another
     ../.<folder>.hidden/        the hidden states that enter the next layer, removed at the end
+    ../.<folder>.tune/          layers whose scales are not tuned yet, and how far tuning is (stages/_tune.py), likewise
 
 A layer whose key or hash does not hold is made again, never used.
 """
 
 import json
-import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -51,13 +51,16 @@ def scratch(folder: Path) -> Path:
     return folder.parent / f".{folder.name}.hidden"
 
 
+def untuned(folder: Path) -> Path:
+    """Return the private folder beside a stage's folder for layers that are still to be tuned."""
+    return folder.parent / f".{folder.name}.tune"
+
+
 def remove_scratch(folder: Path) -> None:
-    """Remove the private folder and what is in it."""
-    path = scratch(folder)
-    if path.is_dir():
-        for file in sorted(path.iterdir()):
-            disk.remove(file)
-        os.rmdir(path)
+    """Remove the private folders and what is in them."""
+    for path in (scratch(folder), untuned(folder)):
+        if path.is_dir():
+            disk.remove_tree(path)
 
 
 def restart(folder: Path, key: str, graph: Graph, hidden: HiddenStates, *, limit: int | None = None) -> int:

@@ -73,7 +73,7 @@ def measurement_from(path: Path, plan: Plan, *, source: ModelFiles, progress: Pr
 
 def _refuse_more_than_maxima(plan: Plan, statistics: Mapping[str, Tensor]) -> None:
     present = {parse_key(key).statistic for key in statistics if parse_key(key).site == "input"}
-    missing = [*sorted(plan.needs - present), *([] if plan.learned is None else ["the calibration text"])]
+    missing = [*sorted(plan.needs - present), *(["the calibration text"] if plan.learns else [])]
     if missing:
         raise UsageError(
             f"{plan.name}: {plan.method} and the scheme need {', '.join(missing)}, Gaudi's files hold maxima alone",

@@ -21,7 +21,7 @@ def refuse_unchanged(plan: Plan, records: Sequence[Mapping[str, Any]], measureme
     Raises:
         StatisticsError: they are; names the calibration and how many linears there are.
     """
-    if measurement is None or ("hessian_sum" not in ALGORITHMS[plan.algorithm].NEEDS and plan.learned is None):
+    if measurement is None or ("hessian_sum" not in ALGORITHMS[plan.algorithm].NEEDS and not plan.learns):
         return
     told = {name: of for record in records for name, of in record["decisions"].items()}
     if unchanged(told):

@@ -189,6 +189,7 @@ def measure(model: str, output: str | None, settings: tuple[str, ...], recipe: s
 )
 @click.option("--algorithm", help="rtn, rtn_mse, hqq, gptq, yaqa, signround or best (default: the scheme's).")
 @click.option("--group-size", type=int, help="Input features per scale (default: the scheme's).")
+@click.option("--tune", type=int, metavar="STEPS", help="Then tune all scales end to end (default: 32 for best; 0: not).")
 @click.option("--target-bpw", type=float, metavar="BITS", help="Choose schemes for so many bits per weight, such as 4.25.")
 @click.option("--max-kld", type=float, metavar="NATS", help="Choose schemes for so much mean KL divergence, such as 0.02.")
 @click.option("--smoothquant", metavar="ALPHA", help="Smooth with this alpha, 0.5 is usual; auto searches one per input.")
@@ -247,6 +248,7 @@ def quantize(model: str, output: str, settings: tuple[str, ...], recipe: str | N
         "scheme": shared["scheme"],
         "algorithm": shared["algorithm"],
         "group_size": shared["group_size"],
+        "tune.steps": shared["tune"],
         "transforms": None if smooth is None else [{"smoothquant": {"alpha": number_or_word(smooth)}}],
         "ignore": list(shared["ignore"]) or None,
         "head": head_from(shared["head"]),

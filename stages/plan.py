@@ -156,6 +156,7 @@ def _artifact(checkpoint: Checkpoint, graph: Graph, model: ModelSize, plan: Plan
         "scheme": next(entry.scheme for entry in recipe.quantize if entry.name == plan.name),
         "chosen": next(entry.mixed for entry in recipe.quantize if entry.name == plan.name),
         "algorithm": plan.method,
+        "tune": None if plan.tune is None else plan.tune.steps,
         "transforms": [transform for transform, _ in plan.transforms],
         "kv_cache": None if plan.kv_cache is None else kv_words(plan.kv_cache),
         "path": "file to file" if plan.file_to_file else "layer by layer",

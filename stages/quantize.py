@@ -4,7 +4,8 @@ Reads    the model folder; a measurement of one rank, when the scheme, transform
          maxima alone also the files of Gaudi's toolkit
 Writes   <o>/layers/<index>.safetensors and .json, quantize.json, DONE.json; unless file to file canary.safetensors and .json;
          of a head that is quantized head.safetensors and .json; where schemes are chosen recipe.yaml, choice.json, pareto.svg
-Resumes  at the layer where it stopped: finished layers and the hidden states that enter the next one are read back
+Resumes  at the layer where it stopped: finished layers and the hidden states that enter the next one are read back; where
+         scales are tuned after that (stages/_tuning.py) at the step
 Fails    2 the recipe does not fit the model, 3 unusable or ineffective inputs, 5 memory, disk or a held folder, 6 unsupported
 
 Where no forward pass is needed, weights go from file to file (stages/_file_to_file.py). Otherwise the canary, which is the
@@ -131,7 +132,7 @@ def _choose_and_quantize(job: Job, plan: Plan, source: ModelFiles, graph: Graph,
 
 def _launch(job: Job, plan: Plan, source: ModelFiles, shares: Mapping[Path, Share], progress: Progress) -> None:
     """Start torchrun with one process per rank, after the source was hashed once for all of them."""
-    measured, measurement = _measurement(job, plan, source, progress)
+    measured, measurement = measurement_of(job.measurement, plan, scheme=job.entry.scheme, source=source, progress=progress)
     disk.make_folder(job.output)
     digests = Digests(job.output / HASHES, also=known_hashes(measured))
     about = {**_inputs(job, plan, source, measurement), "model": identify(source.checkpoint, digests)}
@@ -150,7 +151,7 @@ def _quantize(
     job: Job, plan: Plan, source: ModelFiles, graph: Graph, progress: Progress, *, share: Share = WHOLE, team: Team = ALONE
 ) -> Path:
     """Quantize what the share says into the job's folder, together with the team."""
-    folder, measurement = _measurement(job, plan, source, progress)
+    folder, measurement = measurement_of(job.measurement, plan, scheme=job.entry.scheme, source=source, progress=progress)
     shapes = {name: info.shape for name, info in source.checkpoint.infos.items()}
     shorts = check_before(plan.name, plan.experts, graph, measurement, schemes=plan.schemes, shapes=shapes)
     if shorts:
@@ -223,10 +224,14 @@ def _run_layers(
     """Bring every layer up to date by running the model, layer by layer."""
     import_model_code()
     from stages._forward import Forward, open_source  # here: file to file starts without transformers' model code
+    from stages._tune import tune
 
+    made = job.output if plan.tune is None else _state.untuned(job.output)
+    disk.make_folder(made / "layers")
     with Workers(allowance.workers) as workers:
-        Forward(
+        forward = Forward(
             output=job.output,
+            made=made,
             entry=job.entry,
             plan=plan,
             source=open_source(job.model),
@@ -239,11 +244,10 @@ def _run_layers(
             allowance=allowance,
             share=share,
             team=team,
-        ).layers()
-
-
-def _measurement(job: Job, plan: Plan, source: ModelFiles, progress: Progress) -> tuple[Path | None, Measurement | None]:
-    return measurement_of(job.measurement, plan, scheme=job.entry.scheme, source=source, progress=progress)
+        )
+        forward.layers()
+        if plan.tune is not None:
+            tune(forward)
 
 
 def _settled(job: Job, plan: Plan, graph: Graph, measurement: Measurement, *, key: str, progress: Progress) -> bool:

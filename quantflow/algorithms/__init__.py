@@ -1,7 +1,7 @@
 """Algorithms, by the name used in recipes. One file each; these tables are the only registry.
 
 Those of ALGORITHMS quantize the linears that share an input. Those of BLOCK_ALGORITHMS go on from there, with all linears of a
-decoder layer and the layer itself.
+decoder layer and the layer itself. `tune` works with all linears of the model, after either.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,12 +10,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from quantflow.algorithms import gptq, hqq, rtn, rtn_mse, signround, yaqa
+from quantflow.algorithms import gptq, hqq, rtn, rtn_mse, signround, tune, yaqa
 from quantflow.core.block import Block
 from quantflow.core.parallel import SEQUENTIAL, Workers
 from quantflow.core.qtensor import QTensor
 from quantflow.core.result import GroupResult
 from quantflow.core.scheme import LinearScheme
+
+__all__ = ["ALGORITHMS", "BLOCK_ALGORITHMS", "TUNE", "Algorithm", "BlockAlgorithm", "tune"]
 
 
 class Algorithm(Protocol):
@@ -80,3 +82,4 @@ class BlockAlgorithm(Protocol):
 
 ALGORITHMS: dict[str, Algorithm] = {"rtn": rtn, "rtn_mse": rtn_mse, "hqq": hqq, "gptq": gptq, "yaqa": yaqa}
 BLOCK_ALGORITHMS: dict[str, BlockAlgorithm] = {"signround": signround}
+TUNE = "tune"  # of quantflow.algorithms.tune, in recipes and records

@@ -32,6 +32,7 @@ from quantflow.core.learned import Learned
 from quantflow.core.parallel import SEQUENTIAL, Workers
 from quantflow.core.qtensor import QTensor
 from quantflow.core.result import GroupResult
+from quantflow.core.turns import spread, turns
 from quantflow.errors import StatisticsError, UsageError
 
 VERSION: int = 1
@@ -109,14 +110,14 @@ def refine(
     values = {name: torch.empty(weights[name].shape, dtype=torch.float32) for name in linears}
     for value in values.values():
         value.requires_grad_()
-    turns, checked = _turns(block.samples, sequences), _spread(block.samples, _CHECKED)
+    order, checked = turns(block.samples, sequences), spread(block.samples, _CHECKED)
     every = -(-iterations // _CHECKS)
     _round_all(linears, values, workers)
     power, first = _losses(block, values, checked, workers)
     best, least, kept = {name: linear.start for name, linear in linears.items()}, first, 0
     for iteration in range(iterations):
         tell(f"iteration {iteration + 1} of {iterations}")
-        gradients = _gradients(block, values, turns[iteration % len(turns)], workers)
+        gradients = _gradients(block, values, order[iteration % len(order)], workers)
         rate = (1 - iteration / iterations) / iterations
         _step_all(linears, gradients, rate=rate, workers=workers)
         del gradients
@@ -192,18 +193,6 @@ def _losses(block: Block, values: Mapping[str, Tensor], numbers: Sequence[int], 
             "look at the layers before it, and at the calibration text",
         )
     return power, loss
-
-
-def _turns(samples: int, sequences: int) -> list[list[int]]:
-    """Return the sequences of each step until all had their turn: far apart, since neighbours may be alike."""
-    count = -(-samples // sequences)
-    return [list(range(first, samples, count)) for first in range(count)]
-
-
-def _spread(samples: int, most: int) -> list[int]:
-    """Return at most so many sequences, at equal distances."""
-    count = min(samples, most)
-    return [index * samples // count for index in range(count)]
 
 
 def _changes(made: QTensor, start: QTensor) -> dict[str, int]:

@@ -37,13 +37,16 @@ class Layout:
     nbytes: int
 
 
-def layout(specs: Mapping[str, Spec], *, metadata: Mapping[str, str] | None = None, keep_order: bool = False) -> Layout:
+def layout(
+    specs: Mapping[str, Spec], *, metadata: Mapping[str, str] | None = None, keep_order: bool = False, align: int = 8
+) -> Layout:
     """Return where the tensors of a file will lie.
 
     Args:
         specs: name -> (dtype as safetensors names it, shape).
         metadata: of the file; None says `format: pt`, an empty one says nothing.
         keep_order: let tensors stand as `specs` has them, which sees to it that they are aligned.
+        align: the first tensor begins at a multiple of so many bytes, itself one of 8.
 
     Raises:
         InputError: naming the tensor: an unknown dtype, or a shape that the format cannot hold.
@@ -61,7 +64,7 @@ def layout(specs: Mapping[str, Spec], *, metadata: Mapping[str, str] | None = No
         spans[name] = (position, size)
         position += size
     text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % align)
     begin = 8 + len(text)
     tensors = {
         name: TensorInfo(name=name, dtype=specs[name][0], shape=tuple(specs[name][1]), offset=begin + offset, nbytes=size)

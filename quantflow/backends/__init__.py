@@ -9,32 +9,19 @@ and are taken by name only.
 from collections.abc import Mapping
 from types import MappingProxyType
 
-import torch
-
 from quantflow.backends import cuda, hpu, reference, torch_kernels, vnni
-from quantflow.core.backend import Backend
-from quantflow.core.scheme import LinearScheme
+from quantflow.core.backend import Backend, Case
 from quantflow.errors import UsageError
 
 _ORDER = (hpu.BACKEND, cuda.BACKEND, *vnni.BACKENDS, *torch_kernels.BACKENDS, reference.BACKEND, *vnni.BY_NAME_ONLY)
 BACKENDS: Mapping[str, Backend] = MappingProxyType({backend.name: backend for backend in _ORDER})
 
 
-def choose(
-    scheme: LinearScheme,
-    device: torch.device,
-    *,
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-    backend: str = "auto",
-) -> tuple[Backend, dict[str, str]]:
+def choose(case: Case, *, backend: str = "auto") -> tuple[Backend, dict[str, str]]:
     """Return the backend for a linear, and why each backend that is preferred over it cannot run.
 
     Args:
-        scheme: the linear's scheme.
-        device: where it runs.
-        shape: (out_features, in_features).
-        dtype: the dtype of its inputs.
+        case: the linear.
         backend: a key of BACKENDS, or `auto` for the first of them that can; several with commas are tried in turn, such as
             `w4a16_int8,auto` where linears are quantized differently.
 
@@ -46,7 +33,7 @@ def choose(
         raise UsageError(f"backend {word!r} is unknown", f"use one of auto, {', '.join(BACKENDS)}")
     reasons: dict[str, str] = {}
     for name in [name for word in words for name in (BACKENDS if word == "auto" else (word,))]:
-        reason = BACKENDS[name].why_not(scheme, device, shape=shape, dtype=dtype)
+        reason = BACKENDS[name].why_not(case)
         if reason is None:
             return BACKENDS[name], reasons
         reasons[name] = reason

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from quantflow.core.backend import BFLOAT16, E4M3_WEIGHTS, Backend, is_e4m3, keep, need, on, weights_per
+from quantflow.core.backend import BFLOAT16, E4M3_WEIGHTS, Backend, divides, is_e4m3, keep, need, on, weights_per
 from quantflow.core.qtensor import QuantizedLinear
 
 NAME = "cuda"
@@ -70,8 +70,8 @@ BACKEND = Backend(
         weights_per("per_tensor", "per_channel"),
         need("needs e4m3fn inputs, {c.taken}", lambda c: is_e4m3(c.scheme.input)),
         BFLOAT16,
-        need(f"needs out_features that {_MULTIPLE} divides, not {{c.shape[0]}}", lambda c: c.shape[0] % _MULTIPLE == 0),
-        need(f"needs in_features that {_MULTIPLE} divides, not {{c.shape[1]}}", lambda c: c.shape[1] % _MULTIPLE == 0),
+        divides(_MULTIPLE, 0),
+        divides(_MULTIPLE, 1),
     ),
     prepare=keep,
     linear=_linear,

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantflow.core.backend import BFLOAT16, E4M3_WEIGHTS, Backend, Case, is_e4m3, keep, need, on, weights_per
+from quantflow.core.backend import BFLOAT16, E4M3_WEIGHTS, Backend, Case, is_e4m3, need, on, weights_per
 from quantflow.core.float8 import FLAVOURS
 from quantflow.core.qtensor import QuantizedLinear
 
@@ -40,18 +40,20 @@ def wrap_in_graph(model: nn.Module) -> None:
     _habana("hpu").wrap_in_hpu_graph(model)
 
 
-def _linear(x: Tensor, linear: QuantizedLinear, bias: Tensor | None) -> Tensor:
-    """Return x @ W.T + bias.  x: [..., I] bfloat16; returns [..., O]."""
+def _prepare(linear: QuantizedLinear, dtype: torch.dtype) -> tuple[QuantizedLinear, Tensor]:
+    """Return the linear, and what the cast of its inputs multiplies them by, [1]."""
+    del dtype
     assert linear.input_scale is not None  # its needs refuse such a scheme
-    operators: Any = torch.ops.hpu
-    rows, factor = x.reshape(-1, x.shape[-1]), 1.0 / linear.input_scale  # [M, I], [1]: what the cast multiplies by
-    codes, _ = operators.cast_to_fp8_v2(rows, factor, False, False, torch.float8_e4m3fn)
-    scales = {
-        "A_scale_inv": linear.input_scale,
-        "B_scale_inv": linear.weight.scale.reshape(-1),
-    }  # by its name an inverse: the step
+    return linear, 1.0 / linear.input_scale
+
+
+def _linear(x: Tensor, prepared: tuple[QuantizedLinear, Tensor], bias: Tensor | None) -> Tensor:
+    """Return x @ W.T + bias.  x: [..., I] bfloat16; returns [..., O]."""
+    (linear, factor), operators = prepared, torch.ops.hpu
+    codes, _ = operators.cast_to_fp8_v2(x.reshape(-1, x.shape[-1]), factor, False, False, torch.float8_e4m3fn)  # [M, I]
+    steps = {"A_scale_inv": linear.input_scale, "B_scale_inv": linear.weight.scale.reshape(-1)}  # inverses by name alone
     result: Tensor = operators.fp8_gemm_v2(
-        A=codes, B=linear.weight.qvalue, out_dtype=x.dtype, bias=bias, **scales, **_ROWS_BY_ROWS
+        A=codes, B=linear.weight.qvalue, out_dtype=x.dtype, bias=bias, **steps, **_ROWS_BY_ROWS
     )
     return result.reshape(*x.shape[:-1], result.shape[1])  # [..., O]
 
@@ -65,17 +67,17 @@ def _too_large(case: Case) -> str | None:
     """Return why the device does not hold codes of this flavour: the second generation's end at 240."""
     flavour, name = case.weights.float8, str(_habana("hpu").get_device_name()).upper()  # GAUDI2, GAUDI3
     largest, held = FLAVOURS[flavour].largest, FLAVOURS["gaudi2" if name.startswith("GAUDI2") else "e4m3fn"].largest
-    reach = f"weights in {flavour} reach {largest:g}, {name} holds {held:g}; quantize with float8 gaudi2"
-    return f"{case.name}: {reach}" if largest > held else None
+    reach = f"holds {held:g} on {name}, weights in {flavour} reach {largest:g}; quantize with float8 gaudi2"
+    return reach if largest > held else None
 
 
 _NEEDS = (
     on(NAME),
-    lambda c: None if (missing := missing_here()) is None else f"{c.name} needs {missing}",
+    lambda _: None if (missing := missing_here()) is None else f"needs {missing}",
     E4M3_WEIGHTS,
     weights_per("per_tensor", "per_channel"),
     need("needs a measured e4m3fn input scale, {c.taken}", lambda c: is_e4m3(c.scheme.input) and not c.scheme.input.dynamic),
     BFLOAT16,
     _too_large,
 )
-BACKEND = Backend(name=NAME, needs=_NEEDS, prepare=keep, linear=_linear)
+BACKEND = Backend(name=NAME, needs=_NEEDS, prepare=_prepare, linear=_linear)

@@ -22,25 +22,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from quantflow.core.backend import (
-    BFLOAT16,
-    INPUTS_AS_THEY_ARE,
-    INT8_INPUTS,
-    INT8_WEIGHTS,
-    Backend,
-    Need,
-    is_int,
-    need,
-    on,
-    weights_per,
-)
+from quantflow.core import backend
+from quantflow.core.backend import is_int, need
 from quantflow.core.qtensor import QuantizedLinear
 
 # |qx - zero_point| <= 255 and |qw| <= 128, so an int32 holds this many products whatever the numbers are.
 _MOST = (2**31 - 1) // (255 * 128)
 _GROUP_SIZES = (32, 64, 128, 256)
-_GROUP = "group_size {c.weights.group_size}"
-_FLOATS = (torch.float32, torch.bfloat16)
+_IN_GROUPS = "needs in_features that group_size {c.weights.group_size} divides, not {c.shape[1]}"
 _MULTIPLE = 16  # of int4's out_features and int8's in_features; torch does not check: wrong numbers, or a crash
 _ROWS = 128  # packed at once, a multiple of the kernel's tiles of at most 64 rows: their int32 copy stays small
 _INNER_TILES = 1  # read by the GPU's packing only, but the CPU's has the argument as well
@@ -119,44 +108,41 @@ def on_gpu(tensor: Tensor) -> bool:
     return tensor.is_cuda
 
 
-def _on_gpu(need: Need) -> Need:
+def _on_gpu(need: backend.Need) -> backend.Need:
     return lambda case: None if case.device.type == "cpu" else need(case)
 
 
-_DEVICES = on("cpu", "cuda")
-_DTYPES = need("needs float32 or bfloat16 inputs, which hold every scale, not {c.dtype}", lambda c: c.dtype in _FLOATS)
+_DEVICES = backend.on("cpu", "cuda")
 _INT8_MM = (
     _DEVICES,
-    INT8_WEIGHTS,
-    weights_per("per_channel", "per_tensor"),
-    INT8_INPUTS,
+    backend.INT8_WEIGHTS,
+    backend.weights_per("per_channel", "per_tensor"),
+    backend.INT8_INPUTS,
     need("needs 2 or more input features, torch's kernel returns wrong sums for 1", lambda c: c.shape[1] > 1),
-    need(f"sums in int32, which holds {_MOST} input features, not {{c.shape[1]}}", lambda c: c.shape[1] <= _MOST),
-    _on_gpu(need("needs out_features that 8 divides on cuda, not {c.shape[0]}", lambda c: c.shape[0] % 8 == 0)),
-    _on_gpu(need("needs in_features that 8 divides on cuda, not {c.shape[1]}", lambda c: c.shape[1] % 8 == 0)),
+    backend.sums_in_int32(_MOST),
+    _on_gpu(backend.divides(8, 0, where=" on cuda")),
+    _on_gpu(backend.divides(8, 1, where=" on cuda")),
 )
 _INT4_PACK = (
     _DEVICES,
-    _DTYPES,
-    _on_gpu(BFLOAT16),
+    backend.FLOATS,
+    _on_gpu(backend.BFLOAT16),
     need("needs int4 weights, {c.stored}", lambda c: is_int(c.weights, 4)),
-    INPUTS_AS_THEY_ARE,
+    backend.INPUTS_AS_THEY_ARE,
     need("needs group_size 32, 64, 128, 256, not {c.weights.group_size}", lambda c: c.weights.group_size in _GROUP_SIZES),
-    need(f"needs out_features that {_MULTIPLE} divides, not {{c.shape[0]}}", lambda c: c.shape[0] % _MULTIPLE == 0),
-    need(
-        f"needs in_features that {_GROUP} divides, not {{c.shape[1]}}", lambda c: c.shape[1] % (c.weights.group_size or 1) == 0
-    ),
+    backend.divides(_MULTIPLE, 0),
+    need(_IN_GROUPS, lambda c: c.shape[1] % (c.weights.group_size or 1) == 0),
 )
 _INT8_PACK = (
     _DEVICES,
-    _DTYPES,
-    INT8_WEIGHTS,
-    weights_per("per_channel"),
-    INPUTS_AS_THEY_ARE,
-    need(f"needs in_features that {_MULTIPLE} divides, not {{c.shape[1]}}", lambda c: c.shape[1] % _MULTIPLE == 0),
+    backend.FLOATS,
+    backend.INT8_WEIGHTS,
+    backend.weights_per("per_channel"),
+    backend.INPUTS_AS_THEY_ARE,
+    backend.divides(_MULTIPLE, 1),
 )
 BACKENDS = (
-    Backend(name="int8_mm", needs=_INT8_MM, prepare=_int8_prepare, linear=_int8_linear),
-    Backend(name="int4_pack", needs=_INT4_PACK, prepare=_int4_pack_prepare, linear=_packed_linear),
-    Backend(name="int8_pack", needs=_INT8_PACK, prepare=_int8_pack_prepare, linear=_packed_linear),
+    backend.Backend(name="int8_mm", needs=_INT8_MM, prepare=_int8_prepare, linear=_int8_linear),
+    backend.Backend(name="int4_pack", needs=_INT4_PACK, prepare=_int4_pack_prepare, linear=_packed_linear),
+    backend.Backend(name="int8_pack", needs=_INT8_PACK, prepare=_int8_pack_prepare, linear=_packed_linear),
 )

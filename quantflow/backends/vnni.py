@@ -23,18 +23,8 @@ from dataclasses import replace
 
 import torch
 
-from quantflow.core import kernels
-from quantflow.core.backend import (
-    E4M3_WEIGHTS,
-    INPUTS_AS_THEY_ARE,
-    INT8_INPUTS,
-    INT8_WEIGHTS,
-    Backend,
-    Case,
-    is_e4m3,
-    is_int,
-    need,
-)
+from quantflow.core import backend, kernels, native
+from quantflow.core.backend import is_e4m3, is_int, need
 from quantflow.core.kernels import Prepared
 from quantflow.core.qtensor import QuantizedLinear
 from quantflow.core.scheme import TensorScheme
@@ -42,8 +32,9 @@ from quantflow.core.scheme import TensorScheme
 _TOKENS = TensorScheme(kind="int", num_bits=8, granularity="per_token", dynamic=True)
 
 
-def _kernels(case: Case) -> str | None:
-    return kernels.why_not(case.scheme, case.device, shape=case.shape, dtype=case.dtype, name=case.name)
+def _library(_case: backend.Case) -> str | None:
+    reason = native.why_not(kernels.SOURCE, needs=kernels.NEEDS)
+    return None if reason is None else f"cannot be had here: {reason}"
 
 
 def _with_int8_inputs(linear: QuantizedLinear, dtype: torch.dtype) -> Prepared:
@@ -58,15 +49,25 @@ _FOUR = need("needs integer weights of at most 4 bits, {c.stored}", lambda c: is
 _MORE = need("needs symmetric int8 weights, or 5 or 6 bits, {c.stored}", lambda c: _more(c.weights))
 _SYMMETRIC = need("needs symmetric inputs, {c.taken}", lambda c: c.scheme.input is not None and c.scheme.input.symmetric)
 _E4M3 = need("needs e4m3fn inputs or none, {c.taken}", lambda c: c.scheme.input is None or is_e4m3(c.scheme.input))
+_OURS = (
+    backend.on("cpu"),
+    backend.FLOATS,
+    need(
+        f"needs groups that {kernels.COLUMNS} divides, not group_size {{c.weights.group_size}}",
+        lambda c: (c.weights.group_size or 0) % kernels.COLUMNS == 0,
+    ),
+    backend.sums_in_int32(kernels.MAX_IN_FEATURES),
+    _library,
+)
 
 BACKENDS = tuple(
-    Backend(name=name, needs=(*needs, _kernels), prepare=kernels.prepare, linear=kernels.linear)
+    backend.Backend(name=name, needs=(*needs, *_OURS), prepare=kernels.prepare, linear=kernels.linear)
     for name, needs in {
-        "w8a8": (INT8_WEIGHTS, INT8_INPUTS),
-        "w4a8": (_FOUR, INT8_INPUTS, _SYMMETRIC),
-        "w4a16": (_FOUR, INPUTS_AS_THEY_ARE),
-        "w8a16": (_MORE, INPUTS_AS_THEY_ARE),
-        "fp8": (E4M3_WEIGHTS, _E4M3),
+        "w8a8": (backend.INT8_WEIGHTS, backend.INT8_INPUTS),
+        "w4a8": (_FOUR, backend.INT8_INPUTS, _SYMMETRIC),
+        "w4a16": (_FOUR, backend.INPUTS_AS_THEY_ARE),
+        "w8a16": (_MORE, backend.INPUTS_AS_THEY_ARE),
+        "fp8": (backend.E4M3_WEIGHTS, _E4M3),
     }.items()
 )
 BY_NAME_ONLY = (replace(BACKENDS[2], name="w4a16_int8", prepare=_with_int8_inputs),)

@@ -18,14 +18,20 @@ from quantflow.core.scheme import TensorScheme
 from quantflow.errors import SchemeError
 
 
+def half_range(scheme: TensorScheme) -> float:
+    """Return what a symmetric scale maps the largest magnitude to."""
+    return float8.FLAVOURS[scheme.float8].largest if scheme.kind == "float" else (scheme.qmax - scheme.qmin) / 2
+
+
 def scale_from_amax(amax: Tensor, scheme: TensorScheme) -> Tensor:
     """Return the symmetric scale for a largest magnitude, same shape, float32, positive; NaN stays NaN.
 
     With `scale_rounding` pow2 it is the smallest power of two that is not below that.
     """
-    half_range = float8.FLAVOURS[scheme.float8].largest if scheme.kind == "float" else (scheme.qmax - scheme.qmin) / 2
     amax = amax.float()
-    scale = torch.where(amax <= 0, torch.ones_like(amax), (amax / half_range).clamp_min(torch.finfo(torch.float32).tiny))
+    scale = torch.where(
+        amax <= 0, torch.ones_like(amax), (amax / half_range(scheme)).clamp_min(torch.finfo(torch.float32).tiny)
+    )
     if scheme.scale_rounding == "none":
         return scale
     mantissa, exponent = torch.frexp(scale)  # of [0.5, 1)

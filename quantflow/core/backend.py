@@ -17,17 +17,15 @@ from quantflow.core.scheme import LinearScheme, TensorScheme
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A linear that the backend `name` is asked about.
+    """A linear that a backend is asked about.
 
     Attributes:
-        name: the backend's.
         scheme: the linear's.
         device: where it would run.
         shape: (out_features, in_features).
         dtype: of its inputs.
     """
 
-    name: str
     scheme: LinearScheme
     device: torch.device
     shape: tuple[int, int]
@@ -49,12 +47,12 @@ class Case:
         return f"scheme {self.scheme.name} has {_called(self.scheme.input)}"
 
 
-Need = Callable[[Case], str | None]  # why a case cannot run, in a sentence; None where this need is met
+Need = Callable[[Case], str | None]  # what a case lacks, in a sentence about the backend; None where it is met
 
 
 def need(words: str, holds: Callable[[Case], bool]) -> Need:
     """Return a need that `holds` decides; in its words `{c}` is the case."""
-    return lambda case: None if holds(case) else f"{case.name} {words.format(c=case)}"
+    return lambda case: None if holds(case) else words.format(c=case)
 
 
 def on(*kinds: str, capability: tuple[int, int] = (8, 0)) -> Need:
@@ -63,16 +61,28 @@ def on(*kinds: str, capability: tuple[int, int] = (8, 0)) -> Need:
     def lack(case: Case) -> str | None:
         device = case.device
         if device.type not in kinds:
-            return f"{case.name} runs on {' and '.join(kinds)}, not on {device.type}"
+            return f"runs on {' and '.join(kinds)}, not on {device.type}"
         if device.type != "cuda":
             return None
         if torch.version.cuda is None or not torch.cuda.is_available():
-            return f"{case.name} needs a GPU by NVIDIA, torch {torch.__version__} finds none"
+            return f"needs a GPU by NVIDIA, torch {torch.__version__} finds none"
         found = torch.cuda.get_device_capability(device)
         words = "needs compute capability {}.{}, {} has {}.{}".format(*capability, device, *found)
-        return f"{case.name} {words}" if found < capability else None
+        return words if found < capability else None
 
     return lack
+
+
+def divides(number: int, axis: int, *, where: str = "") -> Need:
+    """Return the need of out_features, axis 0, or in_features, axis 1, that `number` divides."""
+    words = f"needs {('out_features', 'in_features')[axis]} that {number} divides{where}, not {{c.shape[{axis}]}}"
+    return need(words, lambda c: c.shape[axis] % number == 0)
+
+
+def sums_in_int32(most: int) -> Need:
+    """Return the need of at most so many input features where these are int8 too."""
+    words = f"sums in int32, which holds {most} input features, not {{c.shape[1]}}"
+    return need(words, lambda c: not is_int(c.scheme.input, 8) or c.shape[1] <= most)
 
 
 def weights_per(*granularities: str) -> Need:
@@ -102,6 +112,7 @@ INT8_WEIGHTS = need("needs symmetric int8 weights, {c.stored}", lambda c: is_int
 INT8_INPUTS = need("needs int8 inputs, {c.taken}", lambda c: is_int(c.scheme.input, 8))
 E4M3_WEIGHTS = need("needs e4m3fn weights, {c.stored}", lambda c: is_e4m3(c.weights))
 INPUTS_AS_THEY_ARE = need("needs inputs in the model's dtype, {c.taken}", lambda c: c.scheme.input is None)
+FLOATS = need("needs float32 or bfloat16 inputs, not {c.dtype}", lambda c: c.dtype in (torch.float32, torch.bfloat16))
 BFLOAT16 = need("needs bfloat16 inputs on {c.device.type}, not {c.dtype}", lambda c: c.dtype == torch.bfloat16)
 
 
@@ -127,7 +138,6 @@ class Backend:
     linear: Callable[[Tensor, Any, Tensor | None], Tensor]
     needs: tuple[Need, ...] = ()
 
-    def why_not(self, scheme: LinearScheme, device: torch.device, *, shape: tuple[int, int], dtype: torch.dtype) -> str | None:
-        """Return why it cannot run a linear, in a sentence; None when it can.  shape: (out_features, in_features)."""
-        case = Case(name=self.name, scheme=scheme, device=device, shape=shape, dtype=dtype)
-        return next(filter(None, (lack(case) for lack in self.needs)), None)
+    def why_not(self, case: Case) -> str | None:
+        """Return why it cannot run a linear, in a sentence; None when it can."""
+        return next((f"{self.name} {reason}" for lack in self.needs if (reason := lack(case)) is not None), None)

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from quantflow.core import float8, groups, native
+from quantflow.core import affine, groups, native
 from quantflow.core.qtensor import QTensor, QuantizedLinear
-from quantflow.core.scheme import LinearScheme, TensorScheme
 from quantflow.errors import UsageError
 
 SOURCE = Path(__file__).with_name("kernels.c")
@@ -25,9 +24,9 @@ NEEDS = ("avx512f", "avx512bw", "avx512vl", "avx512_vnni")
 _W4, _W8, _F8 = 0, 1, 2
 _ASIS, _INT8, _E4M3 = 0, 1, 2
 _LANES, _ROWS = 16, 64  # rows of a register; rows are padded to this
-_COLUMNS = 16  # columns and groups are padded to, or must be, a multiple of this
+COLUMNS = 16  # columns and groups are padded to, or must be, a multiple of this
 # |qx + 128 - zero_point| <= 383 and |qw| <= 128: a sum of so many products stays in an int32, what it begins with included.
-_MAX_IN_FEATURES = (2**31 - 1) // (383 * 128)
+MAX_IN_FEATURES = (2**31 - 1) // (383 * 128)
 
 
 class _Weight(ctypes.Structure):
@@ -63,38 +62,15 @@ class Prepared:
         return self
 
 
-def why_not(scheme: LinearScheme, device: torch.device, *, shape: tuple[int, int], dtype: torch.dtype, name: str) -> str | None:
-    """Return why kernels.c cannot run a linear of any kind that `name` is for, or None; compiles it if need be.
-
-    Args:
-        scheme: the kind of its weights and input was looked at before.
-        device: cpu.
-        shape: (out_features, in_features).
-        dtype: of the inputs.
-        name: the backend's.
-    """
-    weights = scheme.weights
-    if device.type != "cpu":
-        return f"{name} runs on cpu, not on {device.type}"
-    if dtype not in (torch.float32, torch.bfloat16):
-        return f"{name} needs float32 or bfloat16 inputs, not {dtype}"
-    if weights.group_size is not None and weights.group_size % _COLUMNS:
-        return f"{name} needs groups that {_COLUMNS} divides, not group_size {weights.group_size}"
-    if scheme.input is not None and scheme.input.kind == "int" and shape[1] > _MAX_IN_FEATURES:
-        return f"{name} sums in int32, which holds {_MAX_IN_FEATURES} input features, not {shape[1]}"
-    reason = native.why_not(SOURCE, needs=NEEDS)
-    return None if reason is None else f"{name}: {reason}"
-
-
 def prepare(linear: QuantizedLinear, dtype: torch.dtype) -> Prepared:
-    """Arrange a weight that `why_not` let pass; the linear is not kept.
+    """Arrange a weight that the backend's needs let pass; the linear is not kept.
 
     Raises:
         UnsupportedError: the library cannot be had.
     """
     weight, inputs = linear.weight, linear.scheme.input
     rows, columns = weight.qvalue.shape
-    group = weight.scheme.group_size or columns + -columns % _COLUMNS
+    group = weight.scheme.group_size or columns + -columns % COLUMNS
     kind = _F8 if weight.scheme.kind == "float" else _W8 if weight.scheme.num_bits > 4 else _W4
     input_zero = 0 if linear.input_zero_point is None else int(linear.input_zero_point)
     integer = inputs is not None and inputs.kind == "int"
@@ -112,7 +88,7 @@ def prepare(linear: QuantizedLinear, dtype: torch.dtype) -> Prepared:
         group=group,
         groups=scale.shape[1],
         input_scale=0.0 if linear.input_scale is None else float(linear.input_scale),
-        input_largest=0.0 if inputs is None else _largest(inputs),
+        input_largest=0.0 if inputs is None else affine.half_range(inputs),
         input_zero=input_zero,
         input_grouped=inputs is not None and inputs.granularity == "per_group",
         kind=kind,
@@ -154,18 +130,13 @@ def linear(x: Tensor, prepared: Prepared, bias: Tensor | None) -> Tensor:
     Raises:
         UsageError: inputs or a bias that the weight was not prepared for; C would read other memory.
     """
-    rows, columns = prepared.weight.rows, prepared.weight.columns
-    if x.dtype not in (prepared.dtype, torch.float32) or x.shape[-1] != columns or x.device.type != "cpu":
-        raise UsageError(
-            f"inputs: {x.dtype} {list(x.shape)} on {x.device}, the weight was prepared for {prepared.dtype} "
-            f"[..., {columns}] on cpu",
-            "give inputs of that dtype and shape",
-        )
+    rows, columns, dtype = prepared.weight.rows, prepared.weight.columns, prepared.dtype
+    if x.dtype not in (dtype, torch.float32) or x.shape[-1] != columns or x.device.type != "cpu":
+        cause = f"inputs: {x.dtype} {list(x.shape)} on {x.device}, the weight was prepared for {dtype} [..., {columns}] on cpu"
+        raise UsageError(cause, "give inputs of that dtype and shape")
     if bias is not None and (bias.dtype != x.dtype or bias.shape != (rows,) or not bias.is_contiguous()):
-        raise UsageError(
-            f"bias: {bias.dtype} {list(bias.shape)}, inputs and outputs are {x.dtype} [{rows}]",
-            "give a bias of that dtype and shape",
-        )
+        cause = f"bias: {bias.dtype} {list(bias.shape)}, inputs and outputs are {x.dtype} [{rows}]"
+        raise UsageError(cause, "give a bias of that dtype and shape")
     x = x.contiguous()
     result = x.new_empty(*x.shape[:-1], rows)
     tokens = x.numel() // columns
@@ -173,11 +144,6 @@ def linear(x: Tensor, prepared: Prepared, bias: Tensor | None) -> Tensor:
     if prepared.call(*pointers, x.dtype == torch.bfloat16):
         raise MemoryError(f"inputs of {tokens} tokens of {columns} features")
     return result  # [..., O]
-
-
-def _largest(scheme: TensorScheme) -> float:
-    """Return what a dynamic scale maps the largest magnitude to."""
-    return float8.FLAVOURS[scheme.float8].largest if scheme.kind == "float" else (scheme.qmax - scheme.qmin) / 2
 
 
 def _lanes(values: Tensor, *, padding: int) -> Tensor:

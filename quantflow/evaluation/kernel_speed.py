@@ -19,6 +19,7 @@ from torch import Tensor
 from quantflow.algorithms import rtn
 from quantflow.backends import BACKENDS
 from quantflow.core import kernels, native
+from quantflow.core.backend import Case
 from quantflow.core.qtensor import QuantizedLinear
 from quantflow.core.scheme import LinearScheme
 
@@ -76,7 +77,7 @@ def kernel_timings(
     weight = torch.randn(shape, generator=generator) / shape[1] ** 0.5
     found = rtn.quantize_group({"weight": weight}, scheme, statistics={}, scale_dtype=torch.bfloat16)
     linear = QuantizedLinear(weight=found["weight"].weight, scheme=scheme)
-    able = {n: b for n, b in BACKENDS.items() if b.why_not(scheme, _CPU, shape=shape, dtype=dtype) is None}
+    able = {n: b for n, b in BACKENDS.items() if b.why_not(Case(scheme=scheme, device=_CPU, shape=shape, dtype=dtype)) is None}
     prepared = {name: backend.prepare(linear, dtype) for name, backend in able.items()}
     sizes = {name: weight_bytes(value) for name, value in prepared.items()}
     reads = native.why_not(_READ, needs=kernels.NEEDS) is None

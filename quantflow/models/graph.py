@@ -210,6 +210,7 @@ _QWEN2_MOE = Mixture(
 )
 _SPARSE = replace(_LLAMA, residual=None)
 _MIXTRAL = Mixture(block="block_sparse_moe", linears=("w1", "w3", "w2"))
+_ROTATIONS = ("default", "linear", "llama3", "yarn")  # of each position alone; the others look at the sequence's length
 FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
@@ -260,6 +261,12 @@ def graph_for(config: Any) -> Graph:
     family = family_for(config.model_type, getattr(config, "architectures", None))
     count: int = config.num_hidden_layers
     return Graph(family=family, layers=tuple(_layer(family, index, config) for index in range(count)))
+
+
+def moving_rotation(config: Any) -> str | None:
+    """Return the rope type of a model that rotates by more than a position alone, None where it does not."""
+    kind = str((getattr(config, "rope_parameters", None) or {}).get("rope_type"))
+    return None if kind in _ROTATIONS else kind
 
 
 def _layer(family: Family, index: int, config: Any) -> Layer:

@@ -3,12 +3,14 @@
     source name   embed_out.weight                     what ledgers, recipes and measurements speak
     module name   lm_head.weight                       what the model in memory calls it
 
-For most tensors the two are equal.
+For most tensors the two are equal. transformers makes the tables of all its families when the first is asked for, which takes
+longer than anything else of opening an artifact; so it is asked for none while every name is a parameter's own.
 """
 
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -39,18 +41,15 @@ class NameMap:
     """The translation for one model."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Take the conversion table of `model`, whose parameters may be on meta."""
-        transforms = get_model_conversion_mapping(model)
-        self._renamings = [item for item in transforms if isinstance(item, WeightRenaming)]
-        self._converters = [item for item in transforms if isinstance(item, WeightConverter)]
-        self._prefix: str = model.base_model_prefix
+        """Take the names of `model`, whose parameters may be on meta."""
+        self._model, self._prefix = model, model.base_model_prefix
         self._parameters = model.state_dict()
         self._twins = twins(model)
         patterns = [_COMPUTED_BUFFERS, *(model._keys_to_ignore_on_load_unexpected or ())]
         self._ignored = re.compile("|".join(f"(?:{pattern})" for pattern in patterns))
 
     def module_name(self, source: str) -> str:
-        """Return the module name of a source name; a name the table does not mention stays as it is.
+        """Return the module name of a source name; a parameter's own, or one the table does not mention, stays as it is.
 
         What the table merges is a parameter of its own where the model has one of its name: the linears of experts.
 
@@ -58,16 +57,26 @@ class NameMap:
             UnsupportedError: the table merges or splits this tensor, so it is no single parameter.
         """
         name: str
-        name, _ = rename_source_key(source, self._renamings, [], self._prefix, self._parameters)
+        if source in self._parameters:
+            return source
+        renamings, converters = self._table
+        name, _ = rename_source_key(source, renamings, [], self._prefix, self._parameters)
         if name in self._parameters:
             return name
-        name, converter = rename_source_key(source, self._renamings, self._converters, self._prefix, self._parameters)
+        name, converter = rename_source_key(source, renamings, converters, self._prefix, self._parameters)
         if converter is not None:
             raise UnsupportedError(
                 f"{source}: merged or split on load (pattern {converter!r}), only one-to-one names are supported",
                 "use a checkpoint whose tensors are single parameters of the model",
             )
         return name
+
+    @cached_property
+    def _table(self) -> tuple[list[WeightRenaming], list[WeightConverter]]:
+        """What renames tensors, and what merges or splits them."""
+        found = get_model_conversion_mapping(self._model)
+        renamings = [item for item in found if isinstance(item, WeightRenaming)]
+        return renamings, [item for item in found if isinstance(item, WeightConverter)]
 
     def bind(self, names: Iterable[str]) -> Binding:
         """Match all tensors of a checkpoint with all parameters of the model.

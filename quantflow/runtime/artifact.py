@@ -18,7 +18,8 @@ from quantflow.artifact.checkpoint import Checkpoint, open_checkpoint
 from quantflow.artifact.manifest import read_manifest
 from quantflow.artifact.verify import verify as verify_artifact
 from quantflow.backends import choose
-from quantflow.core.backend import Backend
+from quantflow.core.backend import Backend, Case
+from quantflow.core.kv import KVScales
 from quantflow.core.qtensor import QuantizedLinear
 from quantflow.core.scheme import LinearScheme, TensorScheme
 from quantflow.errors import InputError, UsageError
@@ -40,7 +41,6 @@ class Placement:
     Attributes:
         scheme: how it is stored.
         shape: (out_features, in_features) of the model's linear.
-        biased: the artifact holds its bias.
         backend: what will run it.
         reasons: why each backend that is preferred over `backend` cannot.
         elsewhere: rows of the stored linear that are no part of `shape`: other processes hold them.
@@ -48,7 +48,6 @@ class Placement:
 
     scheme: LinearScheme
     shape: tuple[int, int]
-    biased: bool
     backend: Backend
     reasons: dict[str, str]
     elsewhere: int = 0
@@ -81,11 +80,7 @@ class Artifact:
     kv_cache: TensorScheme | None = None
 
     def read(self, names: Iterable[str], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """Read plain tensors; see `quantflow.models.load.read_tensors`.
-
-        Raises:
-            UsageError: the tensor is quantized; `prepare` reads it.
-        """
+        """Read plain tensors; see `quantflow.models.load.read_tensors`. A quantized one is a UsageError: `prepare` reads it."""
         return read_tensors(self.checkpoint, [self._plain(name) for name in names], dtype=dtype)
 
     def read_rows(self, name: str, rows: Tensor) -> Tensor:
@@ -109,7 +104,8 @@ class Artifact:
             tensors[f"{name}.weight_shape"][0] -= placement.elsewhere
         linear = compressed_tensors.decode(name, tensors, placement.scheme)
         found, wanted = list(linear.weight.qvalue.shape), list(placement.shape)
-        bias = list(self.checkpoint.infos[f"{name}.bias"].shape) if placement.biased else None
+        _, info = self.checkpoint.tensors.get(f"{name}.bias", (None, None))
+        bias = None if info is None else list(info.shape)
         if found != wanted or bias not in (None, wanted[:1]):
             cause = f"{name}: weight is {found}, bias {bias}, the model needs {wanted}"
             raise InputError(cause, "check that config.json belongs to these weights")
@@ -120,11 +116,27 @@ class Artifact:
         linear = name.removesuffix(".weight")
         return self.decode(linear) if linear in self.linears else None
 
-    def bias(self, name: str) -> Tensor | None:
-        """Read the bias of the quantized linear `name`, [out_features] in `dtype`; None when it has none."""
-        if not self.linears[name].biased:
+    def bias(self, name: str, dtype: torch.dtype | None = None) -> Tensor | None:
+        """Read the bias of a linear, [out_features] in `dtype`, None for the artifact's own; None when it has none."""
+        source = f"{name}.bias"
+        if source not in self.checkpoint.tensors:
             return None
-        return read_tensors(self.checkpoint, [f"{name}.bias"], dtype=self.dtype)[f"{name}.bias"].to(self.device)
+        return read_tensors(self.checkpoint, [source], dtype=dtype or self.dtype)[source].to(self.device)
+
+    def kv_scales(self) -> tuple[KVScales, ...]:
+        """Read the scales of every layer's cache; none where keys and values are kept as they are.
+
+        Raises:
+            InputError: a scale is not finite and positive, or has another shape than the model's heads.
+        """
+        if self.kv_cache is None:
+            return ()
+        heads = getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads
+        found = []
+        for name in (layer.attention for layer in graph_for(self.config).layers):
+            tensors = read_tensors(self.checkpoint, compressed_tensors.kv_tensor_names(name))
+            found.append(compressed_tensors.decode_kv(name, tensors, self.kv_cache, kv_heads=heads))
+        return tuple(found)
 
     def prepare(self, name: str) -> QuantLinear:
         """Read the quantized linear `name` and make the module that runs it; no model is touched.
@@ -149,21 +161,14 @@ class Artifact:
         if dtype != self.dtype:
             raise UsageError(f"dtype {dtype}: the artifact was opened for {self.dtype}", "open it for this dtype")
         tied = twins(module) if isinstance(module, PreTrainedModel) else {}
-        together: dict[str, Tensor] = {}  # twins are set in one call: each has its own tensor, or both the one there is
+        plain: dict[str, Tensor] = {}  # set in one call: of two twins each has its own tensor, or both the one there is
         for name, source in names.items():
-            linear = source.rpartition(".")[0]
-            if linear in self.linears:
-                if source == f"{linear}.weight":
-                    module.set_submodule(name.rpartition(".")[0], self.prepare(linear))
-                continue
-            if name in tied and names.get(tied[name]) == source and tied[name] in together:
-                continue
-            tensors = {name: self.read([source])[source].to(self.device)}
-            if name in tied:
-                together |= tensors
-            else:
-                materialize_(module, tensors, dtype=dtype)
-        materialize_(module, together, dtype=dtype)
+            linear, twin = source.rpartition(".")[0], tied.get(name, "")
+            if linear not in self.linears and not (twin in plain and names[twin] == source):
+                plain[name] = self.read([source], dtype)[source].to(self.device)
+            elif source == f"{linear}.weight" and linear in self.linears:
+                module.set_submodule(name.rpartition(".")[0], self.prepare(linear))
+        materialize_(module, plain, dtype=dtype)
 
     def empty_(self, module: nn.Module, names: Iterable[str]) -> None:
         """Undo `fill_`: parameters are on meta again, and linears are the model's own, without storage."""
@@ -189,6 +194,7 @@ def open_artifact(
     dtype: torch.dtype = torch.float32,
     verify: bool = True,
     device: str | torch.device = "cpu",
+    manifest: dict[str, Any] | None = None,
 ) -> Artifact:
     """Open an artifact; memory holds headers and the manifest, no weight.
 
@@ -198,6 +204,7 @@ def open_artifact(
         dtype: of the parameters that are not quantized and of all inputs.
         verify: compare every file with its recorded hash first; it reads the artifact once more, in small pieces.
         device: where weights are put.
+        manifest: quantflow.json, where it has been read before.
 
     Raises:
         IntegrityError: a file differs from its hash.
@@ -210,7 +217,7 @@ def open_artifact(
     folder = Path(folder)
     if verify:
         verify_artifact(folder)
-    manifest, checkpoint = read_manifest(folder), open_checkpoint(folder)
+    manifest, checkpoint = manifest or read_manifest(folder), open_checkpoint(folder)
     quantization = checkpoint.config.get("quantization_config")
     if not isinstance(quantization, dict):
         raise InputError(f"{folder / 'config.json'}: no quantization_config", "give the folder of an exported artifact")
@@ -230,9 +237,8 @@ def open_artifact(
     for name, scheme in schemes.items():
         original: Any = model.get_submodule(modules[name])
         shape = (original.out_features, original.in_features)
-        chosen, reasons = choose(scheme, device, shape=shape, dtype=dtype, backend=backend)
-        biased = f"{name}.bias" in checkpoint.tensors
-        linears[name] = Placement(scheme=scheme, shape=shape, biased=biased, backend=chosen, reasons=reasons)
+        chosen, reasons = choose(Case(scheme=scheme, device=device, shape=shape, dtype=dtype), backend=backend)
+        linears[name] = Placement(scheme=scheme, shape=shape, backend=chosen, reasons=reasons)
     return Artifact(
         checkpoint=checkpoint,
         config=config,
@@ -263,11 +269,10 @@ def _parameters(checkpoint: Checkpoint, schemes: Mapping[str, LinearScheme], cla
     if missing := sorted(claimed - checkpoint.tensors.keys()):
         whose = "cache" if missing[0].endswith((".k_scale", ".v_scale")) else "linear"
         raise InputError(f"{missing[0]}: its {whose}'s scheme needs it, it is not in the artifact", "export it again")
-    others = [name for name in checkpoint.tensors if name not in claimed]
-    for name in others:
-        if name.endswith(".weight") and name.removesuffix(".weight") in schemes:
-            raise InputError(f"{name}: stored beside its quantized form", "export the artifact again")
-    return (*others, *(f"{name}.weight" for name in schemes))
+    others, quantized = [name for name in checkpoint.tensors if name not in claimed], [f"{name}.weight" for name in schemes]
+    if twice := sorted(set(others) & set(quantized)):
+        raise InputError(f"{twice[0]}: stored beside its quantized form", "export the artifact again")
+    return (*others, *quantized)
 
 
 def _claimed(schemes: Mapping[str, LinearScheme], cached: PreTrainedConfig | None) -> set[str]:

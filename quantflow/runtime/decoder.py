@@ -74,6 +74,28 @@ class HiddenDecoder(Decoder, Protocol):
         """
 
 
+def require_length(length: int, *, have: int) -> None:
+    """Refuse to forget positions that there are not.
+
+    Raises:
+        UsageError: naming both numbers.
+    """
+    if not 0 <= length <= have:
+        raise UsageError(f"crop to {length} positions: the cache has {have}", "crop to at most what there is")
+
+
+def require_room(input_ids: Tensor, *, rows: int, length: int, capacity: int) -> None:
+    """Refuse ids [B, T] that `begin` made no room for, or none.
+
+    Raises:
+        UsageError: naming both shapes.
+    """
+    found, count = input_ids.shape
+    if found != rows or count < 1 or length + count > capacity:
+        cause = f"input_ids {found} x {count}: the cache has {rows} rows, {length} of {capacity} positions"
+        raise UsageError(cause, "begin with as many as there will be")
+
+
 def rounded_cache(config: Any, scales: Sequence[KVScales]) -> DynamicCache:
     """Return transformers' cache, empty, keeping what is left of keys and values after rounding them with measured scales.
 
@@ -117,23 +139,19 @@ class TransformersDecoder:
             kv_scales: of each layer; the cache then holds keys and values rounded with them, in the model's dtype.
         """
         config: Any = model.config
-        parameter = next(model.parameters(), None)
-        own = torch.device("cpu") if parameter is None else parameter.device
         self.vocab_size: int = config.vocab_size
         self.positions: int | None = getattr(config, "max_position_embeddings", None)
-        self.device = own if device is None else torch.device(device)
+        self.device = torch.device(device or next(model.parameters(), torch.empty(0)).device)
         self._model, self._crops, self._kv_scales = model, crops, kv_scales
-        self._cache = self._empty()
-        self._padding: Tensor | None = None
-        self._length = 0
+        self.begin(rows=0, capacity=0)
 
     def begin(self, *, rows: int, capacity: int) -> None:
         """Empty the cache; it grows with the tokens, so neither number is needed."""
-        self._cache = self._empty()
+        self._cache, self._length = rounded_cache(self._model.config, self._kv_scales), 0
+        self._padding: Tensor | None = None
         for layer in self._cache.layers:
             if self._crops and layer.is_sliding:
                 layer.activate_past_recording()
-        self._padding, self._length = None, 0
 
     def forward(self, input_ids: Tensor, *, padding: Tensor | None = None, last_only: bool = True) -> Tensor:
         """Append positions; see `Decoder.forward`."""
@@ -162,9 +180,6 @@ class TransformersDecoder:
             raise UsageError(cause, "crop to what it has, and make the decoder with crops=True")
         self._cache.crop(length - self._length)  # transformers takes how many to remove, as a negative number
         self._length = length
-
-    def _empty(self) -> DynamicCache:
-        return rounded_cache(self._model.config, self._kv_scales)
 
     def _call(self, input_ids: Tensor, padding: Tensor | None, **options: Any) -> Any:
         """Run the model; padded batches get a mask and positions, others neither, as a graph was captured."""

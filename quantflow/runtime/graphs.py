@@ -12,12 +12,11 @@ import torch
 from torch import Tensor, nn
 from transformers import StaticCache
 
-from quantflow.errors import UsageError
-from quantflow.models.graph import graph_for
+from quantflow.models.graph import graph_for, moving_rotation
 from quantflow.runtime.artifact import Artifact
+from quantflow.runtime.decoder import require_length, require_room
 
 BUCKET = 256  # columns of a cache are a multiple of it
-_ROTATIONS = ("default", "linear", "llama3", "yarn")  # of each position alone; the others wait for the sequence's length
 
 Step = Callable[[], Tensor]
 
@@ -29,8 +28,7 @@ def why_not(artifact: Artifact) -> str | None:
         return "a graph sends every token to the experts of the first"
     if any(StaticCache(config=config, max_cache_len=1).is_sliding):
         return "a cache that slides counts its columns outside of the graph"
-    rotation = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
-    if rotation not in _ROTATIONS:
+    if rotation := moving_rotation(config):
         return f"it knows rotations of each position alone, not rope_type {rotation}"
     return None if artifact.kv_cache is None else "a cache with measured scales grows with the text"
 
@@ -113,8 +111,7 @@ class GraphDecoder:
         Raises:
             UsageError: there are not so many.
         """
-        if not 0 <= length <= self._length:
-            raise UsageError(f"crop to {length} positions: the cache has {self._length}", "crop to at most what there is")
+        require_length(length, have=self._length)
         self._length = length
 
     def _reserve(self, *, rows: int, columns: int) -> None:
@@ -127,14 +124,11 @@ class GraphDecoder:
 
     def _place(self, input_ids: Tensor, padding: Tensor | None) -> None:
         """Say where ids are written, and make room for them."""
-        rows, columns, end = len(self._ids), len(self._columns), self._length + input_ids.shape[1]
-        if len(input_ids) != rows or end > columns:
-            there = f"the cache has {rows} rows, {self._length} of {columns} positions"
-            raise UsageError(f"input_ids {list(input_ids.shape)}: {there}", "begin with as many as there will be")
+        require_room(input_ids, rows=len(self._ids), length=self._length, capacity=len(self._columns))
         if padding is not None:
             self._padding.copy_(padding[:, None])
         self._at.fill_(self._length)
-        self._length = end
+        self._length += input_ids.shape[1]
 
     def _run(self, input_ids: Tensor, **options: Any) -> Any:
         counts = [layer.cumulative_length for layer in self._cache.layers]

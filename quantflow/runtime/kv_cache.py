@@ -11,21 +11,21 @@ that a position means the same in whatever forward it is attended to.
 
 from collections.abc import Sequence
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from quantflow.core import affine, float8
-from quantflow.core.kv import KVScales
-from quantflow.core.scheme import TensorScheme
+from quantflow.core.kv import SCHEMES, KVScales
 from quantflow.errors import UsageError
+from quantflow.runtime.decoder import require_length
 
 # The dtype of the storage; float8 is kept as bytes, which torch can index and copy. The order is decode.c's `enum kind`.
 KINDS = MappingProxyType({"float32": torch.float32, "bfloat16": torch.bfloat16, "float8": torch.uint8, "int8": torch.int8})
 LANES = 16
 KIND_OF = MappingProxyType({"float": "float8", "int": "int8"})  # of measured scales: TensorScheme.kind -> a key of KINDS
-_INT8 = TensorScheme(kind="int", num_bits=8, granularity="per_token", dynamic=True)
-_FLOAT8 = TensorScheme(kind="float", num_bits=8, granularity="per_head")
+_SCHEMES = MappingProxyType({KIND_OF[scheme.kind]: scheme for scheme in SCHEMES})  # granularities differ, codes do not
 
 
 class KVCache:
@@ -75,8 +75,8 @@ class KVCache:
         if any(KIND_OF[scale.scheme.kind] != kind for scale in scales):
             raise UsageError(f"kv cache {kind}: the scales are of {scales[0].scheme.kind}", "use the kind that was measured")
         blocks = -(-capacity // LANES)
-        self.kind, self.rows, self.capacity, self.length = kind, rows, blocks * LANES, 0
-        self.padding = torch.zeros(rows, dtype=torch.int64)
+        self.kind, self.capacity = kind, blocks * LANES
+        self.clear(rows)
         heads, dtype = (rows, kv_heads), KINDS[kind]
         self.keys = [torch.empty(*heads, blocks, head_dim, LANES, dtype=dtype) for _ in range(layers)]
         self.values = [torch.empty(*heads, self.capacity, head_dim, dtype=dtype) for _ in range(layers)]
@@ -89,6 +89,10 @@ class KVCache:
     def nbytes(self) -> int:
         """Bytes of the storage."""
         return sum(tensor.nbytes for tensors in self._storage() for tensor in tensors)
+
+    def of(self, layer: int) -> tuple[Any, ...]:
+        """Return keys, values, their scales and their steps of a layer, None for what there is not."""
+        return tuple(part[layer] if part else None for part in (*self._storage(), self.key_steps, self.value_steps))
 
     def clear(self, rows: int) -> None:
         """Forget everything and expect so many sequences, at most those there is storage for."""
@@ -103,28 +107,17 @@ class KVCache:
             values: as keys.
         """
         columns = torch.arange(self.length, self.length + keys.shape[2])
-        blocks, lanes = columns // LANES, columns % LANES
-        key_codes, key_scales = self._encode(keys, self.key_steps[layer] if self.key_steps else None)
-        value_codes, value_scales = self._encode(values, self.value_steps[layer] if self.value_steps else None)
-        self.keys[layer].transpose(3, 4)[: self.rows, :, blocks, lanes] = key_codes
-        self.values[layer][: self.rows, :, columns] = value_codes
-        if key_scales is not None and value_scales is not None:
-            self.key_scales[layer][: self.rows, :, columns] = key_scales
-            self.value_scales[layer][: self.rows, :, columns] = value_scales
+        key_codes, value_codes, key_scales, value_scales, key_steps, value_steps = self.of(layer)
+        blocks = key_codes[: self.rows].transpose(3, 4)  # [rows, kv_heads, blocks, LANES, head_dim]
+        blocks[:, :, columns // LANES, columns % LANES] = self._encode(keys, columns, key_scales, key_steps)
+        value_codes[: self.rows, :, columns] = self._encode(values, columns, value_scales, value_steps)
 
     def read(self, layer: int, end: int) -> tuple[Tensor, Tensor]:
         """Return what is kept of the first `end` columns, keys and values [rows, kv_heads, end, head_dim] float32."""
-        blocks = -(-end // LANES)
-        keys = self.keys[layer][: self.rows, :, :blocks].transpose(3, 4).flatten(2, 3)[:, :, :end]
-        values = self.values[layer][: self.rows, :, :end]
-        if self.kind == "float8":
-            keys, values = (float8.widen(part.view(torch.float8_e4m3fn)) for part in (keys, values))
-        if self.key_steps:
-            return keys * self.key_steps[layer][:, None, None], values * self.value_steps[layer][:, None, None]
-        if self.kind == "int8":
-            scales = [scale[layer][: self.rows, :, :end, None] for scale in (self.key_scales, self.value_scales)]
-            return keys * scales[0], values * scales[1]
-        return keys.float(), values.float()
+        keys, values, key_scales, value_scales, key_steps, value_steps = self.of(layer)
+        keys = keys[: self.rows, :, : -(-end // LANES)].transpose(3, 4).flatten(2, 3)[:, :, :end]
+        values = values[: self.rows, :, :end]
+        return self._decode(keys, key_scales, key_steps), self._decode(values, value_scales, value_steps)
 
     def keep(self, rows: Tensor) -> None:
         """Let sequence i become the old sequence rows[i].
@@ -154,22 +147,27 @@ class KVCache:
         Raises:
             UsageError: there are not so many.
         """
-        if not 0 <= length <= self.length:
-            raise UsageError(f"kv cache: crop to {length} of {self.length} positions", "crop to at most what there is")
+        require_length(length, have=self.length)
         self.length = length
 
-    def _encode(self, x: Tensor, steps: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return the codes of x, [..., kv_heads, T, D] in the storage's dtype, and the scales [...] that were not measured."""
-        if steps is not None and self.kind == "int8":
-            return affine.quantize(x.masked_fill(x.isnan(), 0), steps[:, None, None], None, _INT8), None
-        if steps is not None:
-            return affine.quantize(x, steps[:, None, None], None, _FLOAT8).view(torch.uint8), None
-        if self.kind == "float8":
-            return float8.cast(x, "e4m3fn").view(torch.uint8), None
+    def _encode(self, x: Tensor, columns: Tensor, scales: Tensor | None, steps: Tensor | None) -> Tensor:
+        """Return the codes of x, [rows, kv_heads, T, D] in the storage's dtype; write the scales that were not measured."""
+        if self.kind not in _SCHEMES:
+            return x.to(KINDS[self.kind])
+        scheme, step = _SCHEMES[self.kind], torch.ones(()) if steps is None else steps[:, None, None]
+        if scales is not None:
+            step = affine.scale_per_token(x, scheme)  # [rows, kv_heads, T, 1]
+            scales[: self.rows, :, columns] = step[..., 0]
         if self.kind == "int8":
-            scale = affine.scale_from_amax(x.abs().amax(dim=-1), _INT8)
-            return affine.quantize(x, scale[..., None], None, _INT8), scale
-        return x.to(KINDS[self.kind]), None
+            x = x.masked_fill(x.isnan(), 0)
+        return affine.quantize(x, step, None, scheme).view(KINDS[self.kind])
+
+    def _decode(self, codes: Tensor, scales: Tensor | None, steps: Tensor | None) -> Tensor:
+        """Return what codes [rows, kv_heads, end, D] stand for, float32."""
+        x = float8.widen(codes.view(torch.float8_e4m3fn)) if self.kind == "float8" else codes.float()
+        if steps is not None:
+            return x * steps[:, None, None]
+        return x if scales is None else x * scales[: self.rows, :, : codes.shape[2], None]
 
     def _storage(self) -> tuple[list[Tensor], ...]:
         return self.keys, self.values, self.key_scales, self.value_scales

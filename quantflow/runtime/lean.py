@@ -15,16 +15,15 @@ from torch.nn import functional
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from quantflow.errors import UnsupportedError, UsageError
-from quantflow.models.graph import Graph, Layer, Residual, graph_for
+from quantflow.models.graph import Graph, Layer, Residual, graph_for, moving_rotation
 from quantflow.runtime.artifact import Artifact
+from quantflow.runtime.decoder import require_room
 from quantflow.runtime.kv_cache import KIND_OF, KVCache, require_kind
-from quantflow.runtime.kv_scales import read_kv_scales
-from quantflow.runtime.operations import Attention, Block, Heads, Operations, Projection, fused_why_not
+from quantflow.runtime.operations import Block, Heads, Operations, Projection, compiled, fused_why_not, product
 from quantflow.runtime.packed import Pack
 from quantflow.runtime.projection import plain_weight, projection
 from quantflow.runtime.tensor_parallel import Ranks
 
-_ROTATIONS = ("default", "linear", "llama3", "yarn")  # of each position alone; the others look at the sequence's length
 _ACTIVATIONS = ("silu", "swish")
 
 
@@ -38,8 +37,7 @@ def why_not(artifact: Artifact) -> str | None:
         return f"it knows layers like Llama's, not those of {config.model_type}"
     if config.hidden_act not in _ACTIVATIONS:
         return f"it gates with silu, not with {config.hidden_act}"
-    rotation = config.rope_parameters["rope_type"]
-    if rotation not in _ROTATIONS:
+    if rotation := moving_rotation(config):
         return f"its rotation depends on the position alone, that of rope_type {rotation} on the sequence too"
     if artifact.dtype == torch.float16:
         return "it holds weights in float32 or bfloat16, not in float16"
@@ -88,13 +86,11 @@ class LeanDecoder:
         self.positions: int | None = getattr(config, "max_position_embeddings", None)
         self.device = artifact.device
         self.cache: KVCache | None = None
-        self._kv_scales = read_kv_scales(artifact) if kv_cache == "auto" else ()
-        usual = str(artifact.dtype).removeprefix("torch.")
-        if self._kv_scales:
-            usual = KIND_OF[self._kv_scales[0].scheme.kind]
-        self._kind = usual if kv_cache == "auto" else kv_cache
-        require_kind(self._kind)
-        first, self._layers = graph.layers[0], len(graph.layers)
+        kv_scales = artifact.kv_scales() if kv_cache == "auto" else ()
+        if kv_cache == "auto":
+            kv_cache = KIND_OF[kv_scales[0].scheme.kind] if kv_scales else str(artifact.dtype).removeprefix("torch.")
+        require_kind(kv_cache)
+        first = graph.layers[0]
         self._heads = Heads(
             query=config.num_attention_heads,
             shared=config.num_attention_heads // first.repeats,
@@ -102,19 +98,20 @@ class LeanDecoder:
             scale=first.head_dim**-0.5,
             eps=config.rms_norm_eps,
         )
-        attention = [_attention(artifact, layer) for layer in graph.layers]
+        shape = {"layers": len(graph.layers), "kv_heads": self._heads.shared, "head_dim": self._heads.dim}
+        self._new_cache = partial(KVCache, kind=kv_cache, scales=kv_scales, **shape)
         missing = fused_why_not(self._heads) if fused else "it was not asked for"
         self.notes = () if missing is None else (f"small operations run in torch: {missing}",)
-        self._operations = Operations(self._heads, attention, fused=missing is None)
-        blocks = [_block(artifact, layer, self._operations, pack) for layer in graph.layers]
-        embedding, self._norm, self._head = _ends(artifact, graph, self._operations, pack)
+        library = compiled() if missing is None else None
+        blocks = [_block(artifact, layer, library, pack) for layer in graph.layers]
+        embedding, self._norm, self._head = _ends(artifact, graph, library, pack)
         self._embed: Projection = lambda ids: functional.embedding(ids, embedding).float()
         if ranks is not None:
             blocks = [_put_together(*pair, ranks) for pair in zip(blocks, graph.layers, strict=True)]
             names = graph.family.residual or Residual()
             self._embed = ranks.embedding(embedding, names.embedding)
             self._head = ranks.joined(self._head, artifact.to_source[f"{names.head}.weight"].removesuffix(".weight"))
-        self._operations.take(blocks)
+        self._operations = Operations(self._heads, blocks, library=library)
         self._rotary = LlamaRotaryEmbedding(config)  # of every family here: they differ in their configuration alone
         self._tables = (torch.empty(0, self._heads.dim),) * 2
 
@@ -124,29 +121,27 @@ class LeanDecoder:
         if cache is not None and len(cache.keys[0]) >= rows and cache.capacity >= capacity:
             cache.clear(rows)
         else:
-            shape = {"layers": self._layers, "kv_heads": self._heads.shared, "head_dim": self._heads.dim}
-            self.cache = cache = KVCache(kind=self._kind, rows=rows, capacity=capacity, scales=self._kv_scales, **shape)
+            self.cache = cache = self._new_cache(rows=rows, capacity=capacity)
         if len(self._tables[0]) < cache.capacity:
             cos, sin = self._rotary(torch.empty(0), torch.arange(cache.capacity)[None])  # [1, capacity, dim]
             self._tables = cos[0].contiguous(), sin[0].contiguous()
         self._operations.begin(cache, *self._tables)
 
+    @torch.inference_mode()
     def forward(self, input_ids: Tensor, *, padding: Tensor | None = None, last_only: bool = True) -> Tensor:
         """Append positions; see `Decoder.forward`.
 
         Raises:
             UsageError: more rows or columns than `begin` made room for.
         """
-        with torch.inference_mode():
-            hidden = self._hidden(input_ids, padding, last_only=last_only)
-            logits = self._head(hidden)
+        logits = self._head(self._hidden(input_ids, padding, last_only=last_only))
         return logits if last_only else logits.view(*input_ids.shape, -1)  # [B, T, V]
 
+    @torch.inference_mode()
     def forward_hidden(self, input_ids: Tensor, *, padding: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Append positions; see `HiddenDecoder.forward_hidden`."""
-        with torch.inference_mode():
-            hidden = self._hidden(input_ids, padding, last_only=False).clone()  # the next step writes where it lies
-            logits = self._head(hidden)
+        hidden = self._hidden(input_ids, padding, last_only=False).clone()  # the next step writes where it lies
+        logits = self._head(hidden)
         return logits.view(*input_ids.shape, -1), hidden.view(*input_ids.shape, -1)
 
     def keep(self, rows: Tensor) -> None:
@@ -162,12 +157,8 @@ class LeanDecoder:
     def _hidden(self, input_ids: Tensor, padding: Tensor | None, *, last_only: bool) -> Tensor:
         """Run the layers.  Returns [B or B * T, H], after the last norm."""
         cache, operations = self._begun(), self._operations
-        rows, count = input_ids.shape
-        if rows != cache.rows or count < 1 or cache.length + count > cache.capacity:
-            raise UsageError(
-                f"input_ids {rows} x {count}: the cache has {cache.rows} rows, {cache.length} of {cache.capacity} positions",
-                "begin with as many as there will be",
-            )
+        count = input_ids.shape[1]
+        require_room(input_ids, rows=cache.rows, length=cache.length, capacity=cache.capacity)
         if padding is not None:
             cache.padding.copy_(padding)
         operations.step(count)
@@ -185,11 +176,20 @@ class LeanDecoder:
         return self.cache
 
 
-def _block(artifact: Artifact, layer: Layer, operations: Operations, pack: Pack | None) -> Block:
-    products = tuple(projection(artifact, group.linears, operations, pack) for group in layer.groups)
-    # `why_not` refuses families whose first and third group read no norm
-    norms = tuple(_vector(artifact, f"{layer.groups[index].norm}.weight") for index in (0, 2))
-    return Block(norms=norms, products=products)
+def _block(artifact: Artifact, layer: Layer, library: Any, pack: Pack | None) -> Block:
+    config: Any = artifact.config
+    kinds: Sequence[str] | None = getattr(config, "layer_types", None)
+    slides = kinds is None or kinds[layer.index] == "sliding_attention"
+    of_heads = [f"{layer.attention}.{name}.weight" for name in ("q_norm", "k_norm")]
+    q_norm, k_norm = (_vector(artifact, name) if name in artifact.checkpoint.tensors else None for name in of_heads)
+    return Block(
+        # `why_not` refuses families whose first and third group read no norm
+        norms=tuple(_vector(artifact, f"{layer.groups[index].norm}.weight") for index in (0, 2)),
+        products=tuple(projection(artifact, group.linears, library, pack) for group in layer.groups),
+        q_norm=q_norm,
+        k_norm=k_norm,
+        window=getattr(config, "sliding_window", None) or 0 if slides else 0,
+    )
 
 
 def _put_together(block: Block, layer: Layer, ranks: Ranks) -> Block:
@@ -198,23 +198,14 @@ def _put_together(block: Block, layer: Layer, ranks: Ranks) -> Block:
     return replace(block, products=(qkv, ranks.across(output, *names[:2]), gate_up, ranks.across(down, *names[2:])))
 
 
-def _attention(artifact: Artifact, layer: Layer) -> Attention:
-    config: Any = artifact.config
-    kinds: Sequence[str] | None = getattr(config, "layer_types", None)
-    slides = kinds is None or kinds[layer.index] == "sliding_attention"
-    norms = [f"{layer.attention}.{name}.weight" for name in ("q_norm", "k_norm")]
-    q_norm, k_norm = (_vector(artifact, name) if name in artifact.checkpoint.tensors else None for name in norms)
-    return Attention(q_norm=q_norm, k_norm=k_norm, window=getattr(config, "sliding_window", None) or 0 if slides else 0)
-
-
-def _ends(artifact: Artifact, graph: Graph, operations: Operations, pack: Pack | None) -> tuple[Tensor, Tensor, Projection]:
+def _ends(artifact: Artifact, graph: Graph, library: Any, pack: Pack | None) -> tuple[Tensor, Tensor, Projection]:
     """Return the embedding [V, H], the last norm [H], and the head, which may be the embedding again."""
     residual = graph.family.residual
     assert isinstance(residual, Residual)  # `why_not` refuses other families
-    embedding = plain_weight(artifact, f"{residual.embedding}.weight", operations, pack)
+    embedding = plain_weight(artifact, f"{residual.embedding}.weight", library, pack)
     source = artifact.to_source[f"{residual.head}.weight"].removesuffix(".weight")
-    tied_head = partial(operations.product, weight=embedding, bias=None)
-    head = tied_head if source == residual.embedding else projection(artifact, [source], operations, pack)
+    tied_head = partial(product, weight=embedding, bias=None, library=library)
+    head = tied_head if source == residual.embedding else projection(artifact, [source], library, pack)
     return embedding, _vector(artifact, f"{residual.norm}.weight"), head
 
 

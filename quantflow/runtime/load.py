@@ -20,7 +20,6 @@ from quantflow.models.load import load_tokenizer, skeleton
 from quantflow.runtime import graphs, lean, operations, packed, projection
 from quantflow.runtime.artifact import Artifact, open_artifact
 from quantflow.runtime.decoder import Decoder, TransformersDecoder
-from quantflow.runtime.kv_scales import read_kv_scales
 from quantflow.runtime.tensor_parallel import Ranks, Wire
 
 _TOKENIZER_FILES = frozenset({"tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json"})
@@ -109,15 +108,16 @@ def load(
         raise UsageError(f"device {device} is unknown", f"use one of {', '.join(_MISSING)}")
     if missing := _MISSING[device.type]():  # before anything is read
         raise UnsupportedError(f"device {device}: needs {missing}", "use device cpu, or a machine with that")
-    kept = None
+    kept, manifest = None, None
     if pack and decoder != "transformers" and device.type == "cpu":
-        kept = _pack(folder, backend, dtype, wire, verify=verify)
+        manifest = read_manifest(folder)
+        kept = _pack(folder, manifest["digest"], backend, dtype, wire, verify=verify)
         if kept.complete and verify:  # the weights' own files are not read, and the pack has been checked
             verify_artifact(
                 folder, map_all=lambda check, names: map(check, (n for n in names if not n.endswith(".safetensors")))
             )
             verify = False
-    artifact = open_artifact(folder, backend=backend, dtype=dtype, verify=verify, device=device)
+    artifact = open_artifact(folder, backend=backend, dtype=dtype, verify=verify, device=device, manifest=manifest)
     reason = "it was not asked for" if decoder == "transformers" else lean.why_not(artifact)
     if reason is None or decoder == "lean" or wire is not None:
         ranks = None if wire is None or reason is not None else Ranks(artifact, wire)
@@ -143,7 +143,7 @@ def with_modules(artifact: Artifact, model: PreTrainedModel, *, reason: str, cro
     Raises:
         InputError: the tokenizer's files or generation_config.json are damaged.
     """
-    decoder: Decoder = TransformersDecoder(model, device=artifact.device, crops=crops, kv_scales=read_kv_scales(artifact))
+    decoder: Decoder = TransformersDecoder(model, device=artifact.device, crops=crops, kv_scales=artifact.kv_scales())
     reasons = [f"the lean decoder is not used: {reason}"]
     if artifact.device.type == cuda.NAME and (missing := graphs.why_not(artifact)):
         reasons.append(f"decode steps are not captured: {missing}")
@@ -165,11 +165,11 @@ def _filled(artifact: Artifact) -> PreTrainedModel:
     return model
 
 
-def _pack(folder: Path, backend: str, dtype: torch.dtype, wire: Wire | None, *, verify: bool) -> packed.Pack:
+def _pack(folder: Path, digest: str, backend: str, dtype: torch.dtype, wire: Wire | None, *, verify: bool) -> packed.Pack:
     """Return the pack of an artifact for these choices on this machine."""
     machine = [native.why_not(kernels.SOURCE, needs=kernels.NEEDS), native.why_not(operations.SOURCE, needs=())]
     part = () if wire is None else (wire.rank, wire.world)
-    inputs = (read_manifest(folder)["digest"], dtype, backend, *(reason is None for reason in machine), *part)
+    inputs = (digest, dtype, backend, *(reason is None for reason in machine), *part)
     code = [Path(module.__file__ or "") for module in (kernels, lean, operations, packed, projection)]
     name = packed.name_of(*inputs, sources=(*code, kernels.SOURCE))
     return packed.Pack(folder.with_name(f"{folder.name}-packed") / name, verify=verify)

@@ -217,10 +217,8 @@ def _multiply(artifact: Artifact, piece: Piece) -> Multiply:
             return artifact.prepare(name)
         return _Dequantized(linear=artifact.decode(name), bias=artifact.bias(name), dtype=artifact.dtype)
     weight = artifact.read_rows(f"{name}.weight", torch.arange(piece.start, piece.stop))
-    bias = None
-    if f"{name}.bias" in artifact.checkpoint.tensors:
-        bias = artifact.read([f"{name}.bias"], artifact.dtype)[f"{name}.bias"][piece.start : piece.stop]
-    return _Plain(weight=weight, bias=bias)
+    bias = artifact.bias(name)
+    return _Plain(weight=weight, bias=None if bias is None else bias[piece.start : piece.stop])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

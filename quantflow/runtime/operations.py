@@ -6,16 +6,16 @@ gives it a cache, `step` says how many columns are new.
 """
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from quantflow.core import kernels, native
 from quantflow.runtime.kv_cache import KINDS, LANES, KVCache
@@ -45,25 +45,21 @@ class Heads:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Attention:
-    """The attention of a layer.
+class Block:
+    """A decoder layer.
 
     Attributes:
+        norms: [H] float32, the weights of the norms before attention and MLP.
+        products: qkv, output, gate_up, down.
         q_norm, k_norm: [dim] weights of norms over a head, or None.
         window: how many positions a query sees, itself included; 0: all before it.
     """
 
+    norms: tuple[Tensor, ...]
+    products: tuple[Projection, ...]
     q_norm: Tensor | None
     k_norm: Tensor | None
     window: int
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Block:
-    """A decoder layer: its norms [H] float32, of attention and MLP, and its products: qkv, output, gate_up, down."""
-
-    norms: tuple[Tensor, ...]
-    products: tuple[Projection, ...]
 
 
 def fused_why_not(heads: Heads) -> str | None:
@@ -96,32 +92,49 @@ _ARGUMENTS = (  # of the functions of decode.c
 )
 
 
-class Operations:
-    """The operations on one batch: in C where it is `fused`, but for products of many rows.
+def compiled() -> Any:
+    """Return the functions of decode.c, which is compiled if need be.
 
-    Attributes:
-        widens: `product` takes weights in bfloat16 as the float32 numbers that they are, without rounding inputs to it.
+    Raises:
+        UnsupportedError: it cannot be compiled here; see `fused_why_not`.
     """
+    library = native.library(SOURCE)
+    for name, types in _ARGUMENTS:
+        getattr(library, name).argtypes = types
+    return library
 
-    def __init__(self, heads: Heads, layers: Sequence[Attention], *, fused: bool) -> None:
-        """Take the shapes and the layers of a model; `fused` compiles decode.c if need be.
 
-        Raises:
-            UnsupportedError: it cannot be compiled here; see `fused_why_not`.
-        """
-        self.widens = fused
-        self._heads, self._layers, self._count = heads, layers, 0
-        self._library: Any = native.library(SOURCE) if fused else None
-        for name, types in _ARGUMENTS if fused else ():
-            getattr(self._library, name).argtypes = types
+def product(x: Tensor, weight: Tensor, bias: Tensor | None, *, library: Any) -> Tensor:
+    """Return x @ weight.T + bias; in C a weight in bfloat16 is taken as the float32 numbers that it is, x is not rounded to it.
+
+    Args:
+        x: [N, I].
+        weight: [O, I], float32 or bfloat16.
+        bias: [O], or None.
+        library: `compiled`, or None.
+    """
+    if library is None or weight.dtype != torch.bfloat16:
+        result = functional.linear(x.to(weight.dtype), weight).float()
+    elif x.shape[0] > _FEW:
+        split: Any = weight.split(_WIDENED)  # type: ignore[no-untyped-call]
+        result = torch.cat([functional.linear(x, rows.float()) for rows in split], dim=-1)
+    else:
+        out = torch.empty(x.shape[0], weight.shape[0])
+        library.product_bfloat16(*map(native.address, (x, weight, bias, out)), *x.shape, weight.shape[0])
+        return out
+    return result if bias is None else result + bias
+
+
+class Operations:
+    """The layers, and the operations on one batch."""
+
+    def __init__(self, heads: Heads, blocks: Sequence[Block], *, library: Any) -> None:
+        """Take the shapes and the layers of a model, and `compiled`, or None for torch."""
+        self._heads, self._blocks, self._library, self._count = heads, blocks, library, 0
         self._rooms: dict[str, Tensor] = {}
-        self._blocks: Sequence[Block] = ()
         self._widths: dict[str, int] = {}  # of what decode.c computes of a layer; empty where Python calls it step by step
-
-    def take(self, blocks: Sequence[Block]) -> None:
-        """Take what `run` runs; before `begin`."""
-        self._blocks, found = blocks, [product for block in blocks for product in block.products]
-        if self._library is not None and all(isinstance(p, partial) and p.func is kernels.linear for p in found):
+        found = [product for block in blocks for product in block.products]
+        if found and library is not None and all(isinstance(p, partial) and p.func is kernels.linear for p in found):
             first: Any = found[:4]  # those of the other layers are like them
             qkv, output, gate_up, down = (product.keywords["prepared"].weight for product in first)
             self._widths = {"norm": qkv.columns, "qkv": qkv.rows, "attention": output.columns}
@@ -133,14 +146,7 @@ class Operations:
         self._cache, self._tables = cache, (cos, sin, cache.padding)  # C has their addresses: they must live on
         sizes = (cache.rows, 0, 0, heads.query, heads.shared, heads.dim, cache.capacity, tuple(KINDS).index(cache.kind))
         self._step = _Step(*map(native.address, self._tables), *sizes, heads.scale, heads.eps)
-        none = [None] * len(self._layers)
-        scales = (part or none for part in (cache.key_scales, cache.value_scales, cache.key_steps, cache.value_steps))
-        whole = [self._pointers(block) for block in self._blocks] if self._widths else [()] * len(self._layers)
-        of_layer = zip(cache.keys, cache.values, *scales, self._layers, whole, strict=True)
-        structures = [
-            _Layer(tuple(map(native.address, (*tensors, layer.q_norm, layer.k_norm))) + more, layer.window)
-            for *tensors, layer, more in of_layer
-        ]
+        structures = [self._structure(block, cache.of(index)) for index, block in enumerate(self._blocks)]
         self._structures = (_Layer * len(structures))(*structures)
 
     def step(self, count: int) -> None:
@@ -165,7 +171,7 @@ class Operations:
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
         """Add delta to x in place and return the norm of x, valid until the next call.  x, delta: [N, H]."""
         if self._library is None:
-            return _norm(x if delta is None else x.add_(delta), weight, self._heads.eps)
+            return self._norm(x if delta is None else x.add_(delta), weight)
         out = self._room("norm", *x.shape)
         self._library.add_norm(*map(native.address, (x, delta, weight, out)), *x.shape, self._heads.eps)
         return out
@@ -189,32 +195,18 @@ class Operations:
         self._library.silu_mul(gate_up.data_ptr(), out.data_ptr(), rows, width)
         return out
 
-    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return x @ weight.T + bias.  x: [N, I]; weight: [O, I], float32 or bfloat16; bias: [O]; returns [N, O]."""
-        if self._library is None or weight.dtype != torch.bfloat16:
-            result = functional.linear(x.to(weight.dtype), weight).float()
-        elif x.shape[0] > _FEW:
-            split: Any = weight.split(_WIDENED)  # type: ignore[no-untyped-call]
-            result = torch.cat([functional.linear(x, rows.float()) for rows in split], dim=-1)
-        else:
-            out = torch.empty(x.shape[0], weight.shape[0])
-            pointers = (x.data_ptr(), weight.data_ptr(), native.address(bias), out.data_ptr())
-            self._library.product_bfloat16(*pointers, *x.shape, weight.shape[0])
-            return out
-        return result if bias is None else result + bias
-
     def _rotate_store(self, qkv: Tensor, layer: int) -> Tensor:
         """Do as the function of this name in decode.c, in torch.  Returns the queries, [B, query, T, dim]."""
-        heads, cache, settings = self._heads, self._cache, self._layers[layer]
+        heads, cache, settings = self._heads, self._cache, self._blocks[layer]
         parts: Any = qkv.view(cache.rows, self._count, -1, heads.dim).transpose(1, 2)  # [B, query + 2 shared, T, dim]
         q, k, v = parts.split([heads.query, heads.shared, heads.shared], dim=1)
         columns = torch.arange(cache.length, cache.length + self._count)
         positions = (columns - cache.padding[:, None]).clamp_min(0)  # [B, T]
-        cos, sin = (table[positions][:, None] for table in self._tables[:2])  # [B, 1, T, D]
-        q = _rotate(q if settings.q_norm is None else _norm(q, settings.q_norm, heads.eps), cos, sin)
-        k = _rotate(k if settings.k_norm is None else _norm(k, settings.k_norm, heads.eps), cos, sin)
-        cache.store(layer, k, v)
-        return q
+        q, k = (x if norm is None else self._norm(x, norm) for x, norm in ((q, settings.q_norm), (k, settings.k_norm)))
+        cos, sin = (table[positions] for table in self._tables[:2])  # [B, T, D]
+        rotated: tuple[Tensor, Tensor] = apply_rotary_pos_emb(q, k, cos, sin)
+        cache.store(layer, rotated[1], v)
+        return rotated[0]
 
     def _attend(self, q: Tensor, layer: int) -> Tensor:
         """Attend to the cache in torch; the new columns are written already.
@@ -226,7 +218,7 @@ class Operations:
         Returns:
             [B * T, query * D]. A query that is padding sees itself alone.
         """
-        heads, cache, window = self._heads, self._cache, self._layers[layer].window
+        heads, cache, window = self._heads, self._cache, self._blocks[layer].window
         start, end = cache.length, cache.length + self._count
         keys, values = cache.read(layer, end)  # [B, shared, end, D]
         mask = None
@@ -235,20 +227,24 @@ class Operations:
             seen = columns <= own
             if window:
                 seen &= columns > own - window
-            mask = (seen & (columns >= cache.padding[:, None, None])) | (columns == own)  # [B, T, end]
-            mask = mask[:, None]
+            mask = ((seen & (columns >= cache.padding[:, None, None])) | (columns == own))[:, None]  # [B, 1, T, end]
         grouped = heads.query != heads.shared
         result = functional.scaled_dot_product_attention(
             q, keys, values, attn_mask=mask, is_causal=mask is None, scale=heads.scale, enable_gqa=grouped
         )
         return result.transpose(1, 2).reshape(-1, heads.query * heads.dim)  # [B * T, query * D]
 
-    def _pointers(self, block: Block) -> tuple[int | None, ...]:
-        """Return what decode.c calls: the norms of a layer, and of each product its weight, bias and function."""
-        products: Any = [product.keywords for product in block.products if isinstance(product, partial)]
-        calls = ((p["prepared"].weight, p["bias"], p["prepared"].call) for p in products)
-        found = ((ctypes.addressof(w), native.address(b), ctypes.cast(c, ctypes.c_void_p).value) for w, b, c in calls)
-        return tuple(chain(map(native.address, block.norms), *found))
+    def _structure(self, block: Block, cached: Iterable[Tensor | None]) -> _Layer:
+        """Return a layer as decode.c reads it: the cache, norms, and of each product weight, bias and function."""
+        found = [native.address(tensor) for tensor in (*cached, block.q_norm, block.k_norm, *block.norms)]
+        products: Any = block.products if self._widths else ()
+        for prepared, bias in ((product.keywords["prepared"], product.keywords["bias"]) for product in products):
+            call = ctypes.cast(prepared.call, ctypes.c_void_p).value
+            found += ctypes.addressof(prepared.weight), native.address(bias), call
+        return _Layer(tuple(found), block.window)
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return functional.rms_norm(x, weight.shape, weight, self._heads.eps)
 
     def _room(self, name: str, rows: int, width: int) -> Tensor:
         """Return memory that the operation has used before, where it has the size: no allocation per token."""
@@ -256,12 +252,3 @@ class Operations:
         if found is None or found.shape != (rows, width):
             found = self._rooms[name] = torch.empty(rows, width)
         return found
-
-
-def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return weight * (x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps))
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    low, high = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-high, low], dim=-1) * sin

@@ -1,9 +1,10 @@
-"""What loading an artifact makes of its weights, kept beside it in one safetensors file: loading it again is reading alone.
+"""What loading an artifact makes of its weights, kept beside it in one safetensors file: loading it again is mapping it.
 
 The file is named after the hash of everything that decides what is in it: the artifact's digest, the dtype, the kernels, the
-code that lays the weights out. It is never changed; another artifact or another version makes another file. Its tensors are
-called KEY|PART; those that fill whole lines of the cache come first, so each of these begins at one. The metadata has the
-sha256 of their names, dtypes, shapes and bytes.
+code that lays the weights out. It is never changed; another artifact or another version makes another file. So unlike a
+checkpoint (`quantflow.models.reading`) it may be mapped: weights lie in the page cache, once for all processes, and nothing is
+copied. Its tensors are called KEY|PART; those that fill whole lines of the CPU's cache come first, so each of these begins at
+one. The metadata has a hash of their names, dtypes, shapes and bytes.
 """
 
 import hashlib
@@ -18,14 +19,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from quantflow.artifact.folder import reading
 from quantflow.artifact.safetensors_header import read_header
 from quantflow.artifact.safetensors_writer import Spec, layout
 from quantflow.errors import InputError, IntegrityError
-from quantflow.models.reading import DTYPES, NAMES, bytes_of, read_into
+from quantflow.models.reading import DTYPES, NAMES, bytes_of
 
 Parts = dict[str, Tensor]
 _LINE = 64  # bytes of a line of the cache
-_READERS = 2  # threads
+_THREADS = 2  # that hash
 _REMEDY = "remove the file; it is made again"
 
 
@@ -38,7 +40,7 @@ class Pack:
     """
 
     def __init__(self, path: Path, *, verify: bool) -> None:
-        """Read the file, if it is there, into memory of its own.
+        """Map the file, if it is there.
 
         Raises:
             IntegrityError: it is damaged; its data is compared with the hash if `verify`.
@@ -67,7 +69,7 @@ class Pack:
         order = sorted(tensors, key=lambda name: (tensors[name].nbytes % _LINE > 0, -tensors[name].itemsize))
         specs = {name: (NAMES[tensors[name].dtype], tuple(tensors[name].shape)) for name in order}
         digest = _digest(specs, (bytes_of(tensors[name]) for name in order))
-        header = layout(specs, metadata={"sha256": digest}, keep_order=True).header
+        header = layout(specs, metadata={"sha256": digest}, keep_order=True, align=_LINE).header
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=self.path.parent) as folder:
             made = Path(folder) / self.path.name
@@ -87,31 +89,27 @@ def name_of(*inputs: object, sources: Iterable[Path]) -> str:
     return f"{digest.hexdigest()[:32]}.safetensors"
 
 
-def _digest(specs: Mapping[str, Spec], data: Iterable[mmap.mmap | memoryview]) -> str:
+def _digest(specs: Mapping[str, Spec], data: Iterable[memoryview]) -> str:
+    """Return the sha256 of what the tensors are and of the sha256 of each one's bytes, several of which are taken at once."""
     digest = hashlib.sha256(json.dumps(list(specs.items())).encode())
-    for piece in data:
-        digest.update(piece)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for found in pool.map(lambda piece: hashlib.sha256(piece).digest(), data):
+            digest.update(found)
     return digest.hexdigest()
 
 
 def _read(path: Path, *, verify: bool) -> dict[str, Tensor]:
-    """Read every tensor into one block, several parts of it at once."""
+    """Map every tensor."""
     try:
         infos, metadata = read_header(path)
     except InputError as error:
         raise IntegrityError(error.cause, _REMEDY) from error
     if not infos:
         raise IntegrityError(f"{path}: holds no tensor", _REMEDY)
-    begin, size = min(info.offset for info in infos.values()), sum(info.nbytes for info in infos.values())
-    memory = mmap.mmap(-1, size)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)  # fewer faults now, and fewer misses of the page table with every token
-    data = torch.frombuffer(memory, dtype=torch.uint8)
-    step = -(-size // _READERS)
-    with ThreadPoolExecutor(_READERS) as pool:
-        list(pool.map(lambda at: read_into(path, data[at : at + step], begin + at, name=path.name), range(0, size, step)))
-    specs = {name: (info.dtype, info.shape) for name, info in infos.items()}
-    if verify and _digest(specs, [memory]) != metadata.get("sha256"):
+    with reading(path) as file:
+        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # torch warns of one that cannot be written
+    data, specs = torch.frombuffer(memory, dtype=torch.uint8), {name: (info.dtype, info.shape) for name, info in infos.items()}
+    spans = {name: data[info.offset : info.offset + info.nbytes] for name, info in infos.items()}
+    if verify and _digest(specs, map(bytes_of, spans.values())) != metadata.get("sha256"):
         raise IntegrityError(f"{path}: its data is not what was written", _REMEDY)
-    spans = {name: data[info.offset - begin : info.offset - begin + info.nbytes] for name, info in infos.items()}
     return {name: span.view(DTYPES[infos[name].dtype]).view(infos[name].shape) for name, span in spans.items()}

@@ -13,19 +13,20 @@ import torch
 from torch import Tensor
 
 from quantflow.core import joining, kernels
+from quantflow.core.backend import Backend, Case
 from quantflow.core.qtensor import QuantizedLinear
 from quantflow.runtime.artifact import Artifact
-from quantflow.runtime.operations import Operations, Projection
+from quantflow.runtime.operations import Projection, product
 from quantflow.runtime.packed import Pack
 
 
-def projection(artifact: Artifact, names: Sequence[str], operations: Operations, pack: Pack | None = None) -> Projection:
+def projection(artifact: Artifact, names: Sequence[str], library: Any, pack: Pack | None = None) -> Projection:
     """Read linears and return the function from their input to their outputs, side by side in the order of `names`.
 
     Args:
         artifact: where they are.
         names: source names, without `.weight`.
-        operations: runs the linears that are not quantized.
+        library: of `operations.compiled`, or None; runs the linears that are not quantized.
         pack: where they are looked for first, and kept.
 
     Raises:
@@ -33,15 +34,15 @@ def projection(artifact: Artifact, names: Sequence[str], operations: Operations,
     """
     quantized = {name in artifact.linears for name in names}
     if quantized == {False}:
-        return _plain(artifact, names, operations, pack)
+        return _plain(artifact, names, library, pack)
     found = _quantized(artifact, names, pack) if quantized == {True} else None
     if found is not None:
         return found
-    parts = [projection(artifact, [name], operations, pack) for name in names]
+    parts = [projection(artifact, [name], library, pack) for name in names]
     return lambda x: torch.cat([part(x) for part in parts], dim=-1)
 
 
-def plain_weight(artifact: Artifact, name: str, operations: Operations, pack: Pack | None) -> Tensor:
+def plain_weight(artifact: Artifact, name: str, library: Any, pack: Pack | None) -> Tensor:
     """Return a matrix that is not quantized, in the dtype that it is held in.
 
     That is the artifact's dtype; what is stored in bfloat16 may stay so under float32: the same numbers in half the bytes.
@@ -49,16 +50,16 @@ def plain_weight(artifact: Artifact, name: str, operations: Operations, pack: Pa
 
     def make() -> dict[str, Tensor]:
         weight = artifact.read([name])[name]
-        held = weight.dtype == torch.bfloat16 and operations.widens
+        held = weight.dtype == torch.bfloat16 and library is not None
         return {"weight": weight if held else weight.to(artifact.dtype)}
 
     return (make() if pack is None else pack.get(name, make))["weight"]
 
 
-def _plain(artifact: Artifact, names: Sequence[str], operations: Operations, pack: Pack | None) -> Projection:
-    weights = [plain_weight(artifact, f"{name}.weight", operations, pack) for name in names]
+def _plain(artifact: Artifact, names: Sequence[str], library: Any, pack: Pack | None) -> Projection:
+    weights = [plain_weight(artifact, f"{name}.weight", library, pack) for name in names]
     bias = _bias(artifact, names, [len(weight) for weight in weights], torch.float32)
-    return partial(operations.product, weight=weights[0] if len(weights) == 1 else torch.cat(weights), bias=bias)
+    return partial(product, weight=weights[0] if len(weights) == 1 else torch.cat(weights), bias=bias, library=library)
 
 
 def _quantized(artifact: Artifact, names: Sequence[str], pack: Pack | None) -> Projection | None:
@@ -73,22 +74,20 @@ def _quantized(artifact: Artifact, names: Sequence[str], pack: Pack | None) -> P
         prepared = backend.prepare(joined, dtype)
         if pack is not None and isinstance(prepared, kernels.Prepared):
             pack.get(key, lambda: kernels.dump(prepared))
+    given = torch.float32 if isinstance(prepared, kernels.Prepared) else dtype  # ours round inputs themselves
+    bias = _bias(artifact, names, [artifact.linears[name].shape[0] for name in names], given)
     linear: Any = backend.linear
-    bias = _bias(artifact, names, [artifact.linears[name].shape[0] for name in names], dtype)
-    if isinstance(prepared, kernels.Prepared) and bias is not None:
-        bias = bias.float()
-    if isinstance(prepared, kernels.Prepared) or dtype == torch.float32:  # ours round inputs themselves and return float32
+    if given == torch.float32:
         return partial(linear, prepared=prepared, bias=bias)
     return lambda x: linear(x.to(dtype), prepared, bias).float()
 
 
 def _bias(artifact: Artifact, names: Sequence[str], lengths: Sequence[int], dtype: torch.dtype) -> Tensor | None:
     """Return the biases below each other, zeros where a linear has none; None when none has one."""
-    stored = [f"{name}.bias" if f"{name}.bias" in artifact.checkpoint.tensors else None for name in names]
-    if not any(stored):
+    found = [artifact.bias(name, dtype) for name in names]
+    if all(bias is None for bias in found):
         return None
-    read = [None if name is None else artifact.read([name], dtype)[name] for name in stored]
-    return torch.cat([torch.zeros(n, dtype=dtype) if bias is None else bias for bias, n in zip(read, lengths, strict=True)])
+    return torch.cat([torch.zeros(n, dtype=dtype) if bias is None else bias for bias, n in zip(found, lengths, strict=True)])
 
 
 def _join(artifact: Artifact, linears: Sequence[QuantizedLinear], names: Sequence[str]) -> QuantizedLinear | None:
@@ -97,22 +96,19 @@ def _join(artifact: Artifact, linears: Sequence[QuantizedLinear], names: Sequenc
     if len(linears) == 1:
         return first
     weights, whole = first.scheme.weights, first.scheme.weights.granularity == "per_tensor"
-    alike = all(
-        linear.scheme == first.scheme
-        and artifact.linears[name].backend is placement.backend
-        and _same(linear.input_scale, first.input_scale)
-        and _same(linear.input_zero_point, first.input_zero_point)
-        and (not whole or _same(linear.weight.scale, first.weight.scale))
-        for name, linear in zip(names, linears, strict=True)
-    )
-    if not alike or weights.granularity == "per_block" or (whole and not weights.symmetric):
+    kinds = [_kind(linear, artifact.linears[name].backend) for name, linear in zip(names, linears, strict=True)]
+    if kinds != kinds[:1] * len(kinds) or weights.granularity == "per_block" or (whole and not weights.symmetric):
         return None
     shape = (sum(len(linear.weight.qvalue) for linear in linears), placement.shape[1])
-    if placement.backend.why_not(first.scheme, artifact.device, shape=shape, dtype=artifact.dtype) is not None:
+    case = Case(scheme=first.scheme, device=artifact.device, shape=shape, dtype=artifact.dtype)
+    if placement.backend.why_not(case) is not None:
         return None
     weight = joining.join_rows([linear.weight for linear in linears], scale=first.weight.scale if whole else None).weight
     return replace(first, weight=weight)
 
 
-def _same(a: Tensor | None, b: Tensor | None) -> bool:
-    return a is b if a is None or b is None else torch.equal(a, b)
+def _kind(linear: QuantizedLinear, backend: Backend) -> tuple[object, ...]:
+    """Return what the linears that are one product have in common."""
+    one = linear.weight.scale if linear.scheme.weights.granularity == "per_tensor" else None
+    numbers = (linear.input_scale, linear.input_zero_point, one)
+    return linear.scheme, backend, *(None if number is None else number.tolist() for number in numbers)

@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from quantflow.artifact.safetensors_header import TensorInfo
+from quantflow.core.backend import Case
 from quantflow.errors import UsageError
 from quantflow.formats import compressed_tensors
 from quantflow.models.graph import Residual, graph_for
@@ -189,9 +190,10 @@ def _why_not(artifact: Artifact, name: str, spans: Spans) -> str | None:
     for first, count in spans:
         if not count or (count % unit and first + count < rows):
             return f"{name}: {rows} rows are not cut within {unit}, a rank would have {count} from {first} on"
-        shape = (count, 0 if placement is None else placement.shape[1])
         if placement is not None:
-            reason = placement.backend.why_not(placement.scheme, artifact.device, shape=shape, dtype=artifact.dtype)
+            shape = (count, placement.shape[1])
+            case = Case(scheme=placement.scheme, device=artifact.device, shape=shape, dtype=artifact.dtype)
+            reason = placement.backend.why_not(case)
             if reason is not None:
                 return f"{name}: {count} rows: {reason}"
     return None

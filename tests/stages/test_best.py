@@ -13,7 +13,7 @@ from quantflow.measurements.stored import Deferred
 from quantflow.models.backward import generator_for
 from quantflow.models.load import load_model, open_source
 from stages import measure, quantize
-from stages._config import Calibration, Quantize
+from stages._config import Calibration, Quantize, Tune
 from stages._entry import algorithm_of, entries_of, statistics_for
 from stages._options import exit_code
 from stages._progress import Progress
@@ -21,7 +21,7 @@ from stages._ranks import rank_folder
 from stages.cli import cli
 
 QUIET = Progress(quiet=True)
-ENTRY = Quantize(name="best", scheme="W4A16", algorithm="best", group_size=32)
+ENTRY = Quantize(name="best", scheme="W4A16", algorithm="best", group_size=32, tune=Tune(steps=0))  # tune: test_tune.py
 
 
 def calibration(text_files):
@@ -199,7 +199,7 @@ def test_transforms_go_with_best_and_not_with_yaqa():
 def test_what_has_to_be_measured_first_is_told(llama, text_files, tmp_path, capsys):
     given = ("quantize", llama, "-o", tmp_path / "out", "--scheme", "W4A16", "--group-size", 32, "--algorithm", "best")
     assert exit_code(cli, [str(word) for word in given]) == 2
-    assert "needs count, gradient_sum, hessian_sum, none is given" in capsys.readouterr().err
+    assert "needs count, gradient_sum, hessian_sum, the calibration text, none is given" in capsys.readouterr().err
     job = measure.Job(model=llama, output=tmp_path / "1", calibration=calibration(text_files), stats=())
     measure.run(job, QUIET)
     with pytest.raises(StatisticsError, match=r"q_proj\|gradient\|gradient_sum: .* measure again with --stats gradient"):

@@ -265,14 +265,6 @@ def test_what_the_layers_before_did_is_made_up_for():
     assert (found.scale / starts["a"].scale).mean() < 0.9
 
 
-def test_sequences_have_their_turn_far_apart_and_the_error_is_of_some_at_equal_distances():
-    assert signround._turns(6, 3) == [[0, 2, 4], [1, 3, 5]]
-    assert signround._turns(5, 2) == [[0, 3], [1, 4], [2]]
-    assert signround._turns(3, 8) == [[0, 1, 2]]
-    assert signround._spread(3, 32) == [0, 1, 2]
-    assert signround._spread(64, 4) == [0, 16, 32, 48]
-
-
 def test_what_it_runs_is_counted():
     weights, block, starts = small(INT4, samples=5)
     ran = []

@@ -102,6 +102,12 @@ def test_the_caller_may_choose_the_order_and_leave_the_metadata_out():
     assert [info.offset - len(made.header) for info in made.tensors.values()] == [0, 8, 24]
 
 
+@pytest.mark.parametrize("length", range(1, 9))
+def test_the_first_tensor_begins_where_the_caller_wants_it_aligned(length):
+    made = layout({"x" * length: ("I64", (1,))}, metadata={}, align=64)
+    assert len(made.header) % 64 == 0 and int.from_bytes(made.header[:8], "little") == len(made.header) - 8
+
+
 @pytest.mark.parametrize(
     "pieces",
     [

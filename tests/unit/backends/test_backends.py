@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from quantflow.backends import BACKENDS, choose
 from quantflow.core import kernels, native
+from quantflow.core.backend import Case
 from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.core.scheme import PRESETS, LinearScheme, TensorScheme, with_float8, with_group_size
 from quantflow.errors import UsageError
@@ -71,7 +72,7 @@ def agree(backend, linear: QuantizedLinear, x: torch.Tensor, *, bias=None) -> No
     """Check a backend against the oracle in float32 and bfloat16, within what rounding does to sums of |x| @ |W|."""
     weight = linear.weight.dequantize()
     for dtype, tolerance in ((torch.float32, 2**-24 * (64 + weight.shape[1] / 4)), (torch.bfloat16, 2e-2)):
-        reason = backend.why_not(linear.scheme, CPU, shape=tuple(weight.shape), dtype=dtype)
+        reason = backend.why_not(Case(scheme=linear.scheme, device=CPU, shape=tuple(weight.shape), dtype=dtype))
         assert reason is None
         given_x = x.to(dtype)
         given_bias = None if bias is None else bias.to(dtype)
@@ -283,7 +284,7 @@ REASONS = [
         PRESETS["W8A16"],
         (16, 64),
         torch.float16,
-        "int8_pack needs float32 or bfloat16 inputs, which hold every scale, not torch.float16",
+        "int8_pack needs float32 or bfloat16 inputs, not torch.float16",
     ),
     (
         int8_pack,
@@ -403,19 +404,19 @@ REASONS = [
         W4,
         (16, 64),
         torch.float16,
-        "int4_pack needs float32 or bfloat16 inputs, which hold every scale, not torch.float16",
+        "int4_pack needs float32 or bfloat16 inputs, not torch.float16",
     ),
 ]
 
 
 @pytest.mark.parametrize(("backend", "scheme", "shape", "dtype", "reason"), REASONS, ids=[case[4] for case in REASONS])
 def test_a_kernel_says_why_it_cannot_run_a_linear(backend, scheme, shape, dtype, reason):
-    assert backend.why_not(scheme, CPU, shape=shape, dtype=dtype) == reason
+    assert backend.why_not(Case(scheme=scheme, device=CPU, shape=shape, dtype=dtype)) == reason
 
 
 @pytest.mark.parametrize(("backend", "scheme"), cases(OURS))
 def test_a_cpu_kernel_refuses_another_device(backend, scheme):
-    reason = backend.why_not(scheme, torch.device("cuda"), shape=(16, 64), dtype=torch.float32)
+    reason = backend.why_not(Case(scheme=scheme, device=torch.device("cuda"), shape=(16, 64), dtype=torch.float32))
     assert reason == f"{backend.name} runs on cpu, not on cuda"
 
 
@@ -424,7 +425,7 @@ def test_without_our_own_kernels_auto_takes_the_first_that_can_and_says_why_the_
     monkeypatch.setattr(native, "why_not", lambda *_args, **_options: "this CPU has no avx512_vnni")
     expected = {"W8A8": "int8_mm", "W8A8_STATIC": "int8_mm", "W8A16": "int8_pack"}
     expected |= {"W4A16": "int4_pack", "W4A16_ASYM": "int4_pack"}
-    backend, reasons = choose(PRESETS[preset], CPU, shape=(16, 128), dtype=torch.float32)
+    backend, reasons = choose(Case(scheme=PRESETS[preset], device=CPU, shape=(16, 128), dtype=torch.float32))
     names = list(BACKENDS)
     assert expected.get(preset, "reference") == backend.name  # torch has none of 2 and 3 bits, of W4A8 and of float8 on a CPU
     assert list(reasons) == names[: names.index(backend.name)]
@@ -436,13 +437,13 @@ def test_auto_prefers_our_own_kernel_and_says_why_those_before_it_cannot(preset)
     expected = {"W8A8": "w8a8", "W8A8_STATIC": "w8a8", "W8A16": "w8a16", "W4A8": "w4a8"}
     expected |= {"FP8": "fp8", "FP8_DYNAMIC": "fp8", "FP8_BLOCK": "fp8"}
     expected |= {name: "w8a16" for name in PRESETS if name[:2] in ("W6", "W5")}
-    backend, reasons = choose(PRESETS[preset], CPU, shape=(17, 128), dtype=torch.bfloat16)
+    backend, reasons = choose(Case(scheme=PRESETS[preset], device=CPU, shape=(17, 128), dtype=torch.bfloat16))
     assert expected.get(preset, "w4a16") == backend.name
     assert list(reasons) == list(BACKENDS)[: list(BACKENDS).index(backend.name)]
 
 
 def test_the_oracle_stands_behind_all_that_compute_the_same_and_is_taken_when_a_dtype_fits_no_kernel():
-    backend, reasons = choose(PRESETS["W4A16"], CPU, shape=(16, 128), dtype=torch.float16)
+    backend, reasons = choose(Case(scheme=PRESETS["W4A16"], device=CPU, shape=(16, 128), dtype=torch.float16))
     assert backend.name == "reference"
     assert list(BACKENDS)[list(BACKENDS).index("reference") + 1 :] == ["w4a16_int8"]
     assert reasons["w4a16"] == "w4a16 needs float32 or bfloat16 inputs, not torch.float16"
@@ -450,26 +451,26 @@ def test_the_oracle_stands_behind_all_that_compute_the_same_and_is_taken_when_a_
 
 def test_where_our_own_kernels_cannot_be_had_the_reason_is_among_the_reasons(monkeypatch):
     monkeypatch.setattr(native, "why_not", lambda *_args, **_options: "no C compiler (gcc, cc); install gcc")
-    backend, reasons = choose(PRESETS["W8A16"], CPU, shape=(16, 96), dtype=torch.float32)
+    backend, reasons = choose(Case(scheme=PRESETS["W8A16"], device=CPU, shape=(16, 96), dtype=torch.float32))
     assert backend.name == "int8_pack"
-    assert reasons["w8a16"] == "w8a16: no C compiler (gcc, cc); install gcc"
-    backend, reasons = choose(PRESETS["W8A16"], CPU, shape=(16, 100), dtype=torch.float32)
+    assert reasons["w8a16"] == "w8a16 cannot be had here: no C compiler (gcc, cc); install gcc"
+    backend, reasons = choose(Case(scheme=PRESETS["W8A16"], device=CPU, shape=(16, 100), dtype=torch.float32))
     assert backend.name == "reference"
     assert reasons["int8_pack"] == "int8_pack needs in_features that 16 divides, not 100"
 
 
 def test_a_named_backend_that_cannot_run_is_an_error_and_not_a_fallback():
     with pytest.raises(UsageError, match=r"^backend int8_pack: int8_pack needs in_features that 16 divides, not 100; use"):
-        choose(PRESETS["W8A16"], CPU, shape=(16, 100), dtype=torch.float32, backend="int8_pack")
+        choose(Case(scheme=PRESETS["W8A16"], device=CPU, shape=(16, 100), dtype=torch.float32), backend="int8_pack")
     with pytest.raises(
         UsageError, match=r"^backend 'fast' is unknown; use one of auto, hpu, fp8_mm, w8a8, w4a8, w4a16, w8a16, fp8, int8_mm"
     ):
-        choose(PRESETS["W8A16"], CPU, shape=(16, 96), dtype=torch.float32, backend="fast")
+        choose(Case(scheme=PRESETS["W8A16"], device=CPU, shape=(16, 96), dtype=torch.float32), backend="fast")
 
 
 def test_several_named_backends_are_tried_in_turn_and_nothing_else():
     def chosen(name, features, backend):
-        return choose(PRESETS[name], CPU, shape=(16, features), dtype=torch.float32, backend=backend)
+        return choose(Case(scheme=PRESETS[name], device=CPU, shape=(16, features), dtype=torch.float32), backend=backend)
 
     backend, reasons = chosen("W8A16", 100, "int8_pack,reference")
     assert backend.name == "reference" and list(reasons) == ["int8_pack"]

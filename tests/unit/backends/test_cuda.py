@@ -12,6 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from quantflow.backends import BACKENDS, choose, cuda, torch_kernels
+from quantflow.core.backend import Case
 from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.core.scheme import PRESETS, LinearScheme, with_float8, with_group_size
 from quantflow.errors import UnsupportedError, UsageError
@@ -46,7 +47,7 @@ def gpu(monkeypatch):
 
 
 def reason(name: str, scheme: LinearScheme, *, device=GPU, shape=(48, 128), dtype=torch.bfloat16) -> str | None:
-    return BACKENDS[name].why_not(scheme, device, shape=shape, dtype=dtype)
+    return BACKENDS[name].why_not(Case(scheme=scheme, device=device, shape=shape, dtype=dtype))
 
 
 def quantized(scheme: LinearScheme, shape=(48, 128), *, seed=0) -> QuantizedLinear:
@@ -79,7 +80,7 @@ def exact(linear: QuantizedLinear, x, bias=None):
 @pytest.mark.parametrize(("name", "scheme"), ALL)
 def test_on_a_gpu_it_runs_and_auto_takes_it(gpu, name, scheme):
     assert reason(name, scheme) is None
-    assert choose(scheme, GPU, shape=(48, 128), dtype=torch.bfloat16)[0].name == name
+    assert choose(Case(scheme=scheme, device=GPU, shape=(48, 128), dtype=torch.bfloat16))[0].name == name
 
 
 @pytest.mark.parametrize(("name", "scheme"), ALL)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from quantflow.backends import BACKENDS, choose, hpu
+from quantflow.core.backend import Case
 from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.core.scheme import PRESETS, LinearScheme, with_float8
 from quantflow.errors import UnsupportedError, UsageError
@@ -23,7 +24,7 @@ FP8 = with_float8(PRESETS["FP8"], "gaudi2")
 
 
 def reason(scheme: LinearScheme = FP8, *, device=HPU, dtype=torch.bfloat16) -> str | None:
-    return HPU_BACKEND.why_not(scheme, device, shape=(8, 16), dtype=dtype)
+    return HPU_BACKEND.why_not(Case(scheme=scheme, device=device, shape=(8, 16), dtype=dtype))
 
 
 @pytest.fixture
@@ -100,7 +101,7 @@ def test_without_the_package_the_reason_names_it():
 def test_on_another_device_the_reason_names_the_device():
     assert reason(device=CPU) == "hpu runs on hpu, not on cpu"
     with pytest.raises(UsageError, match="backend hpu: hpu runs on hpu, not on cpu"):
-        choose(FP8, CPU, shape=(8, 16), dtype=torch.bfloat16, backend="hpu")
+        choose(Case(scheme=FP8, device=CPU, shape=(8, 16), dtype=torch.bfloat16), backend="hpu")
 
 
 def test_a_package_without_a_device_and_one_that_fails_to_import_are_told(bridge, monkeypatch):
@@ -117,7 +118,7 @@ def test_a_package_without_a_device_and_one_that_fails_to_import_are_told(bridge
         (PRESETS["W4A16"], torch.bfloat16, "e4m3fn weights"),
         (PRESETS["FP8_DYNAMIC"], torch.bfloat16, "measured e4m3fn input scale"),
         (FP8, torch.float32, "bfloat16 inputs on hpu"),
-        (PRESETS["FP8"], torch.bfloat16, "weights in e4m3fn reach 448, GAUDI2 holds 240; quantize with float8 gaudi2"),
+        (PRESETS["FP8"], torch.bfloat16, "holds 240 on GAUDI2, weights in e4m3fn reach 448; quantize with float8 gaudi2"),
     ],
 )
 def test_what_gaudi_cannot_run_is_said(bridge, scheme, dtype, said):
@@ -126,7 +127,7 @@ def test_what_gaudi_cannot_run_is_said(bridge, scheme, dtype, said):
 
 def test_gaudi3_holds_the_whole_of_e4m3fn_and_is_preferred_over_the_reference(bridge):
     bridge.name = "GAUDI3"
-    chosen, reasons = choose(PRESETS["FP8"], HPU, shape=(8, 16), dtype=torch.bfloat16)
+    chosen, reasons = choose(Case(scheme=PRESETS["FP8"], device=HPU, shape=(8, 16), dtype=torch.bfloat16))
     assert chosen.name == "hpu" and reasons == {} and next(iter(BACKENDS)) == "hpu"
 
 

@@ -9,6 +9,7 @@ import torch
 
 from quantflow.backends import BACKENDS
 from quantflow.core import affine, float8, kernels, native
+from quantflow.core.backend import Case
 from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.core.scheme import PRESETS, LinearScheme, TensorScheme, with_float8, with_group_size
 from quantflow.errors import UsageError
@@ -249,7 +250,7 @@ def test_quantizing_inputs_of_a_scheme_that_does_not_is_w4a8_by_another_name():
     scheme = replace(linear.scheme, input=PRESETS["W4A8"].input)
     assert torch.equal(named, run(replace(linear, scheme=scheme), x))
     assert not torch.allclose(named, run(linear, x), rtol=1e-4, atol=1e-4)
-    reason = w4a16_int8.why_not(PRESETS["W4A8"], torch.device("cpu"), shape=(16, 128), dtype=torch.float32)
+    reason = w4a16_int8.why_not(Case(scheme=PRESETS["W4A8"], device=torch.device("cpu"), shape=(16, 128), dtype=torch.float32))
     assert reason == "w4a16_int8 needs inputs in the model's dtype, scheme W4A8 has int8 per token"
 
 

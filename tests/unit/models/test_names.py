@@ -1,9 +1,13 @@
 """Checkpoint names against module names."""
 
 import pytest
-from transformers import GPTNeoXConfig, LlamaConfig, MixtralConfig
+from transformers import AutoConfig, GPTNeoXConfig, LlamaConfig, MixtralConfig
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from quantflow.errors import InputError, UnsupportedError
+from quantflow.models import names
+from quantflow.models.graph import FAMILIES
 from quantflow.models.load import skeleton
 from quantflow.models.names import NameMap, twins
 
@@ -45,6 +49,19 @@ def test_a_name_of_the_artifact_that_is_no_parameter_stays_as_it_is(neox, llama)
     assert NameMap(neox).module_name("embed_out.weight_packed") == "lm_head.weight_packed"
     name = "model.layers.0.mlp.up_proj.weight_scale"
     assert NameMap(llama).module_name(name) == name
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_of_no_family_does_the_table_rename_a_parameters_own_name(model_type):
+    model = skeleton(AutoConfig.for_model(model_type, **SHAPE, num_key_value_heads=2))
+    renamings = [item for item in get_model_conversion_mapping(model) if isinstance(item, WeightRenaming)]
+    own = model.state_dict()
+    assert all(rename_source_key(name, renamings, [], model.base_model_prefix, own)[0] == name for name in own)
+
+
+def test_the_table_is_not_asked_for_while_every_name_is_a_parameters_own(llama, monkeypatch):
+    monkeypatch.setattr(names, "get_model_conversion_mapping", lambda _model: pytest.fail("it takes a tenth of a second"))
+    assert len(NameMap(llama).bind(llama.state_dict()).to_module) == len(llama.state_dict())
 
 
 def test_buffers_of_old_checkpoints_are_ignored_and_listed(neox):

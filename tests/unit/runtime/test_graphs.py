@@ -198,7 +198,7 @@ def test_logits_that_were_returned_are_not_written_over(pair):
 
 def test_more_than_there_is_room_for_is_refused(pair):
     begin(pair, 1, capacity=BUCKET)
-    with pytest.raises(UsageError, match=rf"input_ids \[2, 3\]: the cache has 1 rows, 0 of {BUCKET} positions"):
+    with pytest.raises(UsageError, match=rf"input_ids 2 x 3: the cache has 1 rows, 0 of {BUCKET} positions"):
         pair[0].forward(ids(2, 3))
     with pytest.raises(UsageError, match=rf"0 of {BUCKET} positions"):
         pair[0].forward(ids(1, BUCKET + 1))

@@ -148,7 +148,7 @@ def test_smaller_kinds_take_a_half_and_a_quarter_and_int8_its_scales():
 @pytest.mark.parametrize(
     ("act", "told"),
     [
-        (lambda kept: kept.crop(4), "kv cache: crop to 4 of 3 positions"),
+        (lambda kept: kept.crop(4), "crop to 4 positions: the cache has 3; crop to at most what there is"),
         (lambda kept: kept.keep(torch.tensor([2])), r"kv cache: keep rows \[2\] of 2"),
         (lambda kept: kept.keep(torch.tensor([], dtype=torch.int64)), r"kv cache: keep rows \[\] of 2"),
         (lambda kept: cache("int4"), "kv cache 'int4' is unknown; use one of float32, bfloat16, float8, int8"),

@@ -19,7 +19,7 @@ from quantflow.core.kv import SCHEMES, kv_scales, kv_words
 from quantflow.core.scheme import PRESETS, with_group_size
 from quantflow.errors import UnsupportedError, UsageError
 from quantflow.runtime import lean, projection
-from quantflow.runtime.artifact import open_artifact
+from quantflow.runtime.artifact import Artifact, open_artifact
 from quantflow.runtime.decoder import Decoder, HiddenDecoder, TransformersDecoder
 from quantflow.runtime.decoding import Lookup, generate
 from quantflow.runtime.lean import LeanDecoder
@@ -213,7 +213,7 @@ def test_measured_scales_give_the_logits_of_transformers_with_keys_and_values_ro
     ]
     exact = walk(TransformersDecoder(model, crops=True))
     expected = walk(TransformersDecoder(model, crops=True, kv_scales=scales))
-    monkeypatch.setattr(lean, "read_kv_scales", lambda artifact: scales)
+    monkeypatch.setattr(Artifact, "kv_scales", lambda artifact: scales)
     found = walk(LeanDecoder(open_artifact(tmp_path, backend="reference"), fused=fused))
     for ours, theirs, whole in zip(found, expected, exact, strict=True):
         # As above: a number in the middle between two codes may fall to either.

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantflow.runtime.kv_cache import KVCache
-from quantflow.runtime.operations import Attention, Heads, Operations, fused_why_not
+from quantflow.runtime.operations import Block, Heads, Operations, compiled, fused_why_not
 
 DIM = 16
 
@@ -14,7 +14,8 @@ DIM = 16
 def attended(*, fused: bool, counts: list[int], query: int, shared: int, window: int, padding: list[int], seed: int, shift=0.0):
     """Feed columns in pieces; return what they put out [B, T, query, DIM], and queries, keys and values as they were given."""
     heads = Heads(query=query, shared=shared, dim=DIM, scale=0.7, eps=1e-6)
-    operations = Operations(heads, [Attention(q_norm=None, k_norm=None, window=window)], fused=fused)
+    block = Block(norms=(), products=(), q_norm=None, k_norm=None, window=window)
+    operations = Operations(heads, [block], library=compiled() if fused else None)
     rows, capacity = len(padding), sum(counts)
     cache = KVCache(kind="float32", rows=rows, capacity=capacity, layers=1, kv_heads=shared, head_dim=DIM)
     cache.padding.copy_(torch.tensor(padding))
@@ -88,7 +89,7 @@ def test_the_bits_of_a_query_depend_neither_on_what_comes_with_it_nor_on_threads
 @given(rows=st.integers(1, 3), width=st.integers(1, 70), seed=st.integers(0, 99))
 def test_the_gate_of_any_width_is_silu_times_up(rows, width, seed):
     heads = Heads(query=1, shared=1, dim=DIM, scale=1.0, eps=1e-6)
-    operations = Operations(heads, [], fused=True)
+    operations = Operations(heads, [], library=compiled())
     gate_up = 30 * torch.randn(rows, 2 * width, generator=torch.Generator().manual_seed(seed))
     found = operations.silu_mul(gate_up).double()
     gate, up = gate_up.double().split(width, dim=1)

@@ -1,6 +1,7 @@
 """Weights kept as kernels want them: the same decoder without preparing anything, and nothing that is damaged."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ LLAMA = LlamaConfig(**SIZES, tie_word_embeddings=False, architectures=["LlamaFor
 QWEN2 = Qwen2Config(**SIZES, tie_word_embeddings=True, architectures=["Qwen2ForCausalLM"])
 W4A16 = with_group_size(PRESETS["W4A16_ASYM"], 32)
 PROMPT = torch.randint(3, 96, (2, 9), generator=torch.Generator().manual_seed(0))
+MAPS = Path("/proc/self/maps")
 OURS = native.why_not(kernels.SOURCE, needs=kernels.NEEDS) is None
 
 
@@ -118,6 +120,19 @@ def test_tensors_of_every_dtype_and_shape_come_back_and_those_of_whole_lines_of_
         found = again.get(key, dict)
         assert found.keys() == parts.keys() and all(torch.equal(found[name], parts[name]) for name in parts)
     assert all(tensor.data_ptr() % 64 == 0 for tensor in again.get("b|c", dict).values())
+
+
+@pytest.mark.skipif(not MAPS.exists(), reason="only Linux says what is mapped")
+def test_a_pack_is_mapped_as_long_as_something_of_it_is_used(tmp_path):
+    pack = Pack(tmp_path / "a.safetensors", verify=True)
+    pack.get("x", lambda: {"y": torch.arange(1000)})
+    pack.save()
+    found = Pack(pack.path, verify=True).get("x", dict)
+    assert str(pack.path) in MAPS.read_text()
+    found["y"] += 1  # in this process alone
+    assert torch.equal(Pack(pack.path, verify=True).get("x", dict)["y"], torch.arange(1000))
+    del found
+    assert str(pack.path) not in MAPS.read_text()
 
 
 def test_the_pack_is_not_where_the_artifact_is_whose_files_stay_as_they_were(tmp_path, make_artifact):

@@ -1,0 +1,293 @@
+"""`tune`: scales of a whole model follow what it predicts; what is recorded, resumed, kept, counted and refused."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from quantflow.algorithms import tune
+from quantflow.errors import UnsupportedError, UsageError
+from quantflow.models.load import load_model, open_source
+from quantflow.runtime.artifact import open_artifact
+from stages import _memory, _tuning, export, measure, quantize
+from stages._config import Calibration, Override, Quantize, SignRound, Tune, recipe_from
+from stages._entry import entries_of, tune_of
+from stages._options import exit_code
+from stages._planned import plan_from
+from stages._progress import Progress
+from stages._ranks import rank_folder
+from stages.cli import cli
+
+QUIET = Progress(quiet=True)
+FEW = Tune(steps=6, sequences=2)
+ENTRY = Quantize(name="tuned", scheme="W3A16", algorithm="rtn", group_size=32, tune=FEW)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory, llama, text_files):
+    folder = tmp_path_factory.mktemp("measured")
+    calibration = Calibration(source=str(text_files["calibration"]), samples=5, sequence_length=48)
+    measure.run(measure.Job(model=llama, output=folder, calibration=calibration, stats=("gradient",)), QUIET)
+    return rank_folder(folder, 0, 1)
+
+
+def made(model, measured, folder, entry=ENTRY, **options):
+    return quantize.run(quantize.Job(model=model, output=folder, entry=entry, measurement=measured, **options), QUIET)
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory, llama, measured):
+    return made(llama, measured, tmp_path_factory.mktemp("tuned") / "out")
+
+
+@pytest.fixture(scope="module")
+def untuned(tmp_path_factory, llama, measured):
+    return made(llama, measured, tmp_path_factory.mktemp("untuned") / "out", replace(ENTRY, tune=None))
+
+
+def files(folder):
+    return {path.name: path.read_bytes() for path in sorted((folder / "layers").iterdir())}
+
+
+def records(folder):
+    return [json.loads(path.read_text()) for path in sorted((folder / "layers").glob("*.json"))]
+
+
+def sequences_of(measured):
+    kept = load_file(measured / "calibration.safetensors")
+    return torch.split(kept["tokens"], kept["lengths"].tolist())
+
+
+def exported(folder, to):
+    return open_artifact(export.run(export.Job(quantized=folder, output=to), QUIET), backend="reference")
+
+
+def with_weights(llama, artifact):
+    """The original model of transformers with the artifact's dequantized weights."""
+    model = load_model(open_source(llama), dtype=torch.float32)
+    for name in artifact.linears:
+        model.get_submodule(name).weight.data.copy_(artifact.decode(name).weight.dequantize())
+    return model
+
+
+def divergence(original, model, sequences):
+    total = 0.0
+    for sequence in sequences:
+        pair = (each(sequence[None]).logits[0].double().log_softmax(-1) for each in (model, original))
+        total = total + torch.nn.functional.kl_div(*pair, reduction="sum", log_target=True)
+    return total / sum(map(len, sequences))
+
+
+def test_the_recorded_divergences_are_those_of_the_artifacts_before_and_after(llama, measured, tuned, untuned, tmp_path):
+    original, sequences = load_model(open_source(llama), dtype=torch.float32), sequences_of(measured)
+    with torch.no_grad():
+        start, end = (
+            float(divergence(original, with_weights(llama, exported(folder, tmp_path / folder.parent.name)), sequences))
+            for folder in (untuned, tuned)
+        )
+    assert end < start
+    for record in records(tuned):
+        for told in record["decisions"].values():
+            assert told["tune"]["divergence_start"] == pytest.approx(start, rel=1e-3)
+            assert told["tune"]["divergence"] == pytest.approx(end, rel=1e-3)
+            assert told["tune"]["steps"] == 6 and told["tune"]["rescaled"] > 0
+
+
+def test_the_first_step_is_against_the_gradient_of_the_whole_model(llama, measured, untuned, tmp_path, monkeypatch):
+    """By autograd through transformers' model, of the sequences of the first step."""
+    seen, step = [], tune.stepped
+
+    def watched(start, before, found, **of):
+        seen.append((start, found))
+        return step(start, before, found, **of)
+
+    monkeypatch.setattr(tune, "stepped", watched)
+    made(llama, measured, tmp_path / "one", replace(ENTRY, tune=replace(FEW, steps=1)))
+    artifact = exported(untuned, tmp_path / "artifact")
+    original, model = load_model(open_source(llama), dtype=torch.float32), with_weights(llama, artifact)
+    sequences = sequences_of(measured)
+    for parameter in model.parameters():
+        parameter.requires_grad_()
+    divergence(original, model, [sequences[0], sequences[3]]).backward()  # of five by twos: 0 and 3, 1 and 4, 2
+    assert len(seen) == len(artifact.linears)
+    for name in artifact.linears:
+        weight = artifact.decode(name).weight
+        exact = (model.get_submodule(name).weight.grad * weight.dequantize()).reshape(*weight.scale.shape, -1).sum(-1)
+        (found,) = [slope for start, slope in seen if torch.equal(start.qvalue, weight.qvalue)]
+        torch.testing.assert_close(found, exact, rtol=1e-3, atol=1e-3 * float(exact.abs().max()))
+
+
+def test_scales_alone_are_changed(tuned, untuned):
+    changed = 0
+    for name in sorted(path.name for path in (tuned / "layers").glob("*.safetensors")):
+        after, before = load_file(tuned / "layers" / name), load_file(untuned / "layers" / name)
+        assert after.keys() == before.keys()
+        for key in after:
+            same = torch.equal(after[key], before[key])
+            assert same or key.endswith("weight_scale"), key
+            changed += not same
+    assert changed == 14  # of every linear
+
+
+def test_errors_of_the_weights_and_of_the_canary_are_those_of_the_tuned_scales(llama, tuned, untuned, tmp_path):
+    artifact, original = exported(tuned, tmp_path / "artifact"), load_model(open_source(llama), dtype=torch.float32)
+    for record, before in zip(records(tuned), records(untuned), strict=True):
+        for name, errors in record["errors"].items():
+            weight = original.get_submodule(name).weight.double()
+            difference = (artifact.decode(name).weight.dequantize().double() - weight).square().sum() / weight.square().sum()
+            assert errors["weight"] == pytest.approx(float(difference.detach()), rel=1e-6)
+            assert 0 < errors["output"] != before["errors"][name]["output"]
+
+
+@pytest.mark.parametrize("after", [0, 3, 10, 13], ids=["in the first step", "in the second", "late", "while it writes"])
+def test_a_run_that_was_killed_goes_on_at_its_step_to_the_same_bytes(llama, measured, tuned, tmp_path, monkeypatch, after):
+    """Each step writes two layers: it is killed before one of them, or before the second of the finished layers."""
+    write, count = _tuning._state.write_layer, []
+
+    def killed(path, tensors, record):
+        if "steps" in path.parts or (path.parent.parent == tmp_path / "out"):
+            if len(count) == after:
+                raise KeyboardInterrupt
+            count.append(path)
+        write(path, tensors, record)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_tuning._state, "write_layer", killed)
+        with pytest.raises(KeyboardInterrupt):
+            made(llama, measured, tmp_path / "out")
+    begun, rate = [], tune.rate
+    monkeypatch.setattr(tune, "rate", lambda bits, *, step, steps: begun.append(step) or rate(bits, step=step, steps=steps))
+    made(llama, measured, tmp_path / "out")
+    assert files(tmp_path / "out") == files(tuned)
+    assert sorted(set(begun)) == list(range(min(6, after // 2), 6))
+
+
+def test_workers_change_no_byte(llama, measured, tuned, tmp_path, monkeypatch):
+    monkeypatch.setattr(_memory, "usable_cores", lambda: 3)
+    assert files(made(llama, measured, tmp_path / "out")) == files(tuned)
+
+
+def test_nothing_but_the_result_is_left(tuned):
+    assert sorted(path.name for path in tuned.parent.iterdir()) == [".out.lock", "out"]
+
+
+def test_scales_that_make_it_no_better_stay_as_they_were(llama, measured, untuned, tmp_path, monkeypatch):
+    monkeypatch.setattr(tune, "RATE", 40.0)  # leaps, not steps
+    folder = made(llama, measured, tmp_path / "out")
+    for name in sorted(path.name for path in (folder / "layers").glob("*.safetensors")):
+        after, before = load_file(folder / "layers" / name), load_file(untuned / "layers" / name)
+        assert all(torch.equal(after[key], before[key]) for key in before)
+    for record in records(folder):
+        for told in record["decisions"].values():
+            assert told["tune"]["steps"] == told["tune"]["rescaled"] == 0
+            assert told["tune"]["divergence"] >= told["tune"]["divergence_start"]
+
+
+@pytest.mark.parametrize(
+    ("family", "words"),
+    [
+        ("llama", {"algorithm": "signround", "signround": SignRound(iterations=4, sequences=2)}),
+        ("llama", {"algorithm": "gptq", "scheme": "W4A16_ASYM"}),
+        ("llama", {"ignore": ("re:.*k_proj",), "overrides": (Override(match="re:.*q_proj", scheme="W8A16"),)}),
+        ("gpt_neox", {"scheme": "W2A16_ASYM"}),
+    ],
+    ids=["signround", "gptq-asym", "mixed", "gpt-neox"],
+)
+def test_it_goes_on_from_every_algorithm_and_the_proof_holds(family_model, measured_family, tmp_path, family, words):
+    folder = made(family_model(family), measured_family(family), tmp_path / "2", replace(ENTRY, **words))
+    for record in records(folder):
+        for told in record["decisions"].values():
+            assert told["tune"]["steps"] == 0 or told["tune"]["divergence"] < told["tune"]["divergence_start"]
+    exported(folder, tmp_path / "artifact")  # which proves the canary
+    assert "scales tuned end to end" in (tmp_path / "artifact" / "README.md").read_text()
+    summary = json.loads((folder / "quantize.json").read_text())
+    assert summary["plan"]["tune"] == {"steps": 6, "sequences": 2}
+    assert plan_from(summary).tune == FEW
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ({"scheme": "W4A16", "algorithm": "best"}, Tune(steps=32, sequences=8)),
+        ({"scheme": "W2A16_ASYM", "algorithm": "best"}, Tune()),
+        ({"scheme": "W8A16", "algorithm": "best"}, None),
+        ({"scheme": "W8A8", "algorithm": "best"}, None),
+        ({"scheme": "FP8_DYNAMIC", "algorithm": "best"}, None),
+        ({"scheme": "W4A16", "algorithm": "yaqa"}, None),
+        ({"scheme": "W4A16", "algorithm": "gptq", "tune": FEW}, FEW),
+        ({"scheme": "W4A16", "algorithm": "best", "tune": Tune(steps=0)}, None),
+    ],
+)
+def test_best_tunes_weights_of_few_bits_and_others_do_where_they_are_told(words, expected):
+    assert tune_of(Quantize(name="a", **words)) == expected
+
+
+def test_best_of_a_mixture_of_experts_tunes_nothing():
+    (entry,) = entries_of("W4A16:best")
+    assert tune_of(entry, sparse=True) is None
+
+
+def test_steps_come_from_the_command_line(llama, measured, tmp_path):
+    given = ("quantize", llama, "-o", tmp_path / "2", "--scheme", "W4A16", "--group-size", 32, "--algorithm", "rtn")
+    given += ("--measurement", measured, "--tune", 1, "-q")
+    assert exit_code(cli, [str(word) for word in given]) == 0
+    assert json.loads((tmp_path / "2" / "quantize.json").read_text())["plan"]["tune"] == {"steps": 1, "sequences": 8}
+
+
+def test_without_a_measurement_the_text_is_asked_for(llama, tmp_path, capsys):
+    given = (
+        "quantize",
+        llama,
+        "-o",
+        tmp_path / "2",
+        "--scheme",
+        "W4A16",
+        "--group-size",
+        32,
+        "--algorithm",
+        "rtn",
+        "--tune",
+        1,
+    )
+    assert exit_code(cli, [str(word) for word in given]) == 2
+    assert "W4A16 with rtn needs the calibration text, none is given" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "options", "message"),
+    [
+        (
+            {"scheme": "FP8_DYNAMIC", "group_size": None},
+            {},
+            "tuned: tune with scheme FP8_DYNAMIC; it tunes scales per channel or",
+        ),
+        ({"scheme": "W8A8", "group_size": None, "transforms": ()}, {}, "tune with scheme W8A8; .* inputs as they are"),
+        ({"transforms": ({"awq": {}},)}, {}, "tune with transforms; .* leave `tune` out, or give `--tune 0`"),
+        ({}, {"ranks": 2}, "tune with --ranks 2; it runs in one process; .* or quantize with one process"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_with_what_to_do(llama, measured, tmp_path, words, options, message):
+    with pytest.raises(UsageError, match=message):
+        made(llama, measured, tmp_path / "2", replace(ENTRY, **words), **options)
+    assert not (tmp_path / "2").exists()
+
+
+def test_mixtures_are_refused_by_their_name(family_model, measured_family, tmp_path):
+    with pytest.raises(UnsupportedError, match="tune of a mixtral; experts' scales are not tuned"):
+        made(family_model("mixtral"), measured_family("mixtral"), tmp_path / "2")
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"steps": -1}, "tune: steps=-1, sequences=8; give steps from 0 and sequences from 1 on"),
+        ({"sequences": 0}, "tune: steps=32, sequences=0"),
+        ({"steps": "many"}, "steps: 'many' is str, not int"),
+        ({"step": 5}, "unknown key 'step'; did you mean 'steps'"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(option, message):
+    with pytest.raises(UsageError, match=message):
+        recipe_from({"model": "m", "quantize": [{"name": "a", "scheme": "W4A16", "tune": option}]})
