@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from quantflow.core.grid import either_sign
 from quantflow.core.parallel import Workers
 from quantflow.core.scheme import LinearScheme, preset
 from quantflow.core.sensitivity import predicted_divergence, sampled_rows
@@ -147,7 +148,12 @@ def _costs(schemes: Mapping[int, LinearScheme], source: ModelFiles, measurement:
     }
     return {
         number: predicted_divergence(
-            weight, scheme.weights, name=name, scale_dtype=FORMAT.scale_dtype(scheme, DTYPES[info.dtype]), **factors
+            weight,
+            scheme.weights,
+            name=name,
+            scale_dtype=FORMAT.scale_dtype(scheme, DTYPES[info.dtype]),
+            either_sign=either_sign(scheme),
+            **factors,
         )
         for number, scheme in schemes.items()
     }

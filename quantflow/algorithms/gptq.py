@@ -37,7 +37,7 @@ from quantflow.core.feedback import (
     per_row,
     round_columns_,
 )
-from quantflow.core.grid import Grid, weight_grids
+from quantflow.core.grid import Grid, either_sign, weight_grids
 from quantflow.core.parallel import SEQUENTIAL, Workers
 from quantflow.core.qtensor import QTensor, qvalue_dtype
 from quantflow.core.result import JSON, GroupResult
@@ -45,7 +45,7 @@ from quantflow.core.scheme import LinearScheme, TensorScheme
 
 NEEDS: tuple[str, ...] = ("hessian_sum", "count")
 BY_ROW: bool = False
-VERSION: int = 4
+VERSION: int = 5
 
 # Constants, since they order the sums and so are part of the result.
 _UNIT_ROWS = 1024  # at most; fewer make the calls per column dear, more leave workers idle
@@ -107,7 +107,10 @@ def quantize_group(
     hessian_sum, tokens = checked_hessian(statistics, weights, algorithm="gptq")
     diagonal = hessian_sum.diagonal().double() / max(tokens, 1)
     importance = diagonal + DAMPINGS[0] * diagonal.mean()  # damped too: an unseen channel still matters a little
-    grids = weight_grids(weights, scheme.weights, scale_dtype=scale_dtype, importance=importance, workers=workers)
+    sign = either_sign(scheme)
+    grids = weight_grids(
+        weights, scheme.weights, scale_dtype=scale_dtype, importance=importance, either_sign=sign, workers=workers
+    )
     feedback = feedback_of(hessian_sum, name=next(iter(weights)), workers=workers, in_place=in_place)
     qvalues = {name: torch.empty(weight.shape, dtype=qvalue_dtype(scheme.weights)) for name, weight in weights.items()}
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quantflow.core import groups
-from quantflow.core.grid import weight_grids
+from quantflow.core.grid import either_sign, weight_grids
 from quantflow.core.parallel import SEQUENTIAL, Workers
 from quantflow.core.result import GroupResult
 from quantflow.core.rounding import rounded
@@ -22,7 +22,7 @@ from quantflow.errors import SchemeError
 
 NEEDS: tuple[str, ...] = ()
 BY_ROW: bool = True
-VERSION: int = 1
+VERSION: int = 2
 
 
 def working_bytes(features: int, rows: int, *, workers: int = 1, in_place: bool = False) -> int:
@@ -72,7 +72,8 @@ def quantize_group(
     if not weights:
         return {}
     alike = torch.ones(next(iter(weights.values())).shape[-1])
-    grids = weight_grids(weights, scheme.weights, scale_dtype=scale_dtype, importance=alike, workers=workers)
+    sign = either_sign(scheme)
+    grids = weight_grids(weights, scheme.weights, scale_dtype=scale_dtype, importance=alike, either_sign=sign, workers=workers)
     return {
         name: GroupResult(weight=weight, decisions={"zero_groups": grids[name].zero_groups})
         for name, weight in rounded(weights, grids, scheme.weights, workers=workers).items()

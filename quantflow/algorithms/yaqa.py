@@ -34,7 +34,7 @@ from quantflow.core import blocks, comparison, descent, wavefront
 from quantflow.core.cholesky import mirror_
 from quantflow.core.descent import Problem, Side, apart, descend_, loss_of, of_rows, rescaled
 from quantflow.core.feedback import DAMPINGS, checked_hessian, feedback_of
-from quantflow.core.grid import Grid, weight_grids
+from quantflow.core.grid import Grid, either_sign, weight_grids
 from quantflow.core.parallel import SEQUENTIAL, Workers
 from quantflow.core.qtensor import QTensor
 from quantflow.core.result import JSON, GroupResult
@@ -43,7 +43,7 @@ from quantflow.errors import SchemeError, StatisticsError
 
 NEEDS: tuple[str, ...] = ("hessian_sum", "count", "gradient_sum")
 BY_ROW: bool = False
-VERSION: int = 2
+VERSION: int = 3
 
 # Constants, since they order the sums and so are part of the result.
 _ROWS = 8  # of a block, rounded side by side
@@ -111,7 +111,10 @@ def quantize_group(
     gradients = {name: _checked_gradient(name, weight.shape[0], statistics) for name, weight in weights.items()}
     diagonal = hessian_sum.diagonal().double() / max(tokens, 1)
     importance = diagonal + DAMPINGS[0] * diagonal.mean()  # as gptq's
-    grids = weight_grids(weights, scheme.weights, scale_dtype=scale_dtype, importance=importance, workers=workers)
+    sign = either_sign(scheme)
+    grids = weight_grids(
+        weights, scheme.weights, scale_dtype=scale_dtype, importance=importance, either_sign=sign, workers=workers
+    )
     columns = feedback_of(hessian_sum, name=next(iter(weights)), workers=workers)
     mirror_(columns.lower.T)
     inputs = Side(matrix=hessian_sum.float(), damping=columns.damping)

@@ -1,8 +1,8 @@
 """The equation, both ways:  real = scale * (qvalue - zero_point).
 
-`scale` is the step, in units of the real tensor, float32, positive, never its inverse. `zero_point` is an integer
-in the range of qvalue, or None when symmetric. Rounding is half to even. Everything broadcasts; nothing here knows
-about groups or layers.
+`scale` is the step, in units of the real tensor, float32, positive, never its inverse; that of a symmetric integer weight
+may be negative, and its qvalues then have the sign of -real. `zero_point` is an integer in the range of qvalue, or None when
+symmetric. Rounding is half to even. Everything broadcasts; nothing here knows about groups or layers.
 
 The symmetric integer rule is compressed-tensors': scale = amax / 127.5 (int8), amax / 7.5 (int4), amax / 3.5 (int3) or
 amax / 1.5 (int2), clamped to -128..127, -8..7, -4..3 or -2..1. A float8 scale is amax / largest. A range of zero (an
@@ -59,14 +59,25 @@ def zero_point_for(min_val: Tensor, scale: Tensor, scheme: TensorScheme) -> Tens
 
 
 def stored(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `scale` as it reads back after being stored in `dtype`; float32, still positive.
+    """Return `scale` as it reads back after being stored in `dtype`; float32, its sign kept.
 
     A layout stores its scales in a dtype of its own; qvalues are chosen with the scale that a loader will see. A scale
-    that would be stored as zero becomes the dtype's smallest positive value. One too large for the dtype becomes Inf,
+    that would be stored as zero becomes the dtype's smallest value of its sign. One too large for the dtype becomes Inf,
     which `QTensor.validate` refuses.
     """
     smallest = torch.finfo(dtype).tiny * torch.finfo(dtype).eps  # subnormal; `tiny` is the smallest normal number
-    return scale.to(dtype).float().clamp_min(smallest)
+    return scale.abs().to(dtype).float().clamp_min(smallest).copysign(scale)
+
+
+def is_scale(scale: Tensor, scheme: TensorScheme) -> Tensor:
+    """Return where the scale of a weight is one: finite and positive, or, of symmetric integers, of either sign; bool."""
+    size = scale.abs() if scheme.kind == "int" and scheme.symmetric else scale
+    return torch.isfinite(scale) & (size > 0)
+
+
+def sign_of_scales(scheme: TensorScheme) -> str:
+    """Return in words what `is_scale` asks of the sign."""
+    return "not zero" if scheme.kind == "int" and scheme.symmetric else "positive"
 
 
 def quantize(x: Tensor, scale: Tensor, zero_point: Tensor | None, scheme: TensorScheme) -> Tensor:

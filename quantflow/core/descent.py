@@ -127,7 +127,8 @@ def rescaled(problem: Problem, qvalue: Tensor) -> Problem:
         split = groups.to_groups(points, size)  # [R, G, g]
         wanted = (groups.to_groups(gradient.T, size) * split).sum(dim=-1) / coupling.diagonal()[:, None]  # [R, G]
         moved = scale[rows] + torch.linalg.solve(_moments(problem.inputs, split), wanted)
-        fits = (moved > scale[rows] / _FARTHEST) & (moved < scale[rows] * _FARTHEST)
+        growth = moved / scale[rows]
+        fits = (growth > 1 / _FARTHEST) & (growth < _FARTHEST)
         new = torch.where(fits, affine.stored(torch.where(fits, moved, scale[rows]), problem.scale_dtype), scale[rows])
         change = points * groups.expand(new - scale[rows], points.shape[1])
         felt = coupling @ problem.inputs.times(change.T).T  # [R, I]

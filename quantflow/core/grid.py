@@ -6,6 +6,10 @@ give: its points are as dense, relative to their size, at any scale but in the l
 twice, that are tried: they move the points between those of a binade, so that the elements that count lie near them, and
 cut nothing.
 
+Symmetric integers of b bits go from -2^(b-1) to 2^(b-1) - 1: one side has a point more, at 2 bits two points and not one. Where
+the range is searched, the side is chosen too: a negative scale puts a group's largest magnitude on the longer side where it
+is that of a positive weight. Sources: `quant_tensor_sym` of AutoRound, `auto_round/data_type/int.py`; Q4_0 of llama.cpp.
+
 Linears that share an input share their per-tensor scale, so that an engine may fuse them (q/k/v, gate/up).
 """
 
@@ -18,7 +22,7 @@ from torch import Tensor
 
 from quantflow.core import affine, groups
 from quantflow.core.parallel import SEQUENTIAL, Workers
-from quantflow.core.scheme import Kind, TensorScheme
+from quantflow.core.scheme import Kind, LinearScheme, TensorScheme
 from quantflow.errors import InputError
 
 Bounds = tuple[Tensor, Tensor]  # the smallest and the largest value, [] float32 each
@@ -37,7 +41,7 @@ class Grid:
     """The scale and zero_point of one weight, as `QTensor` holds them.
 
     Attributes:
-        scale: [O or 1, G] float32, as it reads back from the dtype that its layout stores.
+        scale: [O or 1, G] float32, as it reads back from the dtype that its layout stores; negative only where `either_sign`.
         zero_point: as scale, int8; None when symmetric.
         zero_groups: how many scales stand for zeros only; these scales are 1.
     """
@@ -53,12 +57,24 @@ class Grid:
         return self.scale[rows], None if self.zero_point is None else self.zero_point[rows]
 
 
+def either_sign(scheme: LinearScheme) -> bool:
+    """Return whether the scales of a scheme's weights may be negative where a search chooses them.
+
+    Not of 8 bits, whose longer side is longer by a 128th. Not where inputs are quantized too: an engine's integer kernel may
+    read scales as unsigned (docs/backends.md says which).
+    """
+    weights = scheme.weights
+    narrow = weights.kind == "int" and weights.num_bits < 8 and weights.symmetric
+    return narrow and weights.granularity in ("per_channel", "per_group") and scheme.input is None
+
+
 def weight_grids(
     weights: Mapping[str, Tensor],
     scheme: TensorScheme,
     *,
     scale_dtype: torch.dtype,
     importance: Tensor | None = None,
+    either_sign: bool = False,
     workers: Workers = SEQUENTIAL,
 ) -> dict[str, Grid]:
     """Return the grid of every weight of a group.
@@ -69,6 +85,7 @@ def weight_grids(
         scale_dtype: the dtype in which the layout stores scales.
         importance: [I], at least zero; when given, each scale of a scheme that is not per_tensor comes from the multiple of
             its range that makes sum_j importance_j * (rounded_j - weight_j)^2 smallest, over all rows of a block.
+        either_sign: as the function of this name says of the scheme; not read without importance.
         workers: run units of rows; how many there are changes nothing but the time.
 
     Raises:
@@ -85,7 +102,9 @@ def weight_grids(
         return bounds_of(unit[0], weights[unit[0]][unit[1]], scheme=scheme)
 
     def grid(unit: tuple[str, slice]) -> Grid:
-        return _unit_grid(unit[0], weights[unit[0]][unit[1]], scheme=scheme, scale_dtype=scale_dtype, importance=importance)
+        name, rows = unit
+        weight = weights[name][rows]
+        return _unit_grid(name, weight, scheme=scheme, scale_dtype=scale_dtype, importance=importance, either_sign=either_sign)
 
     if scheme.granularity == "per_tensor" and units:
         ranges = workers.map(bounds, units)
@@ -147,7 +166,15 @@ def _range(name: str, weight: Tensor, *, scheme: TensorScheme) -> tuple[Tensor, 
     return low, high
 
 
-def _unit_grid(name: str, weight: Tensor, *, scheme: TensorScheme, scale_dtype: torch.dtype, importance: Tensor | None) -> Grid:
+def _unit_grid(
+    name: str,
+    weight: Tensor,
+    *,
+    scheme: TensorScheme,
+    scale_dtype: torch.dtype,
+    importance: Tensor | None,
+    either_sign: bool,
+) -> Grid:
     """Return the grid of some rows of a weight, which has scales of its own for each of them."""
     weight = weight.float()
     bounds = _range(name, weight, scheme=scheme)
@@ -162,7 +189,7 @@ def _unit_grid(name: str, weight: Tensor, *, scheme: TensorScheme, scale_dtype: 
         grid = _grid(*bounds, scheme=scheme, scale_dtype=scale_dtype)
     if importance is None:
         return grid
-    return _search(weight, bounds, grid, importance, scheme=scheme, scale_dtype=scale_dtype)
+    return _search(weight, bounds, grid, importance, scheme=scheme, scale_dtype=scale_dtype, either_sign=either_sign)
 
 
 def _grid(low: Tensor, high: Tensor, *, scheme: TensorScheme, scale_dtype: torch.dtype) -> Grid:
@@ -186,14 +213,22 @@ def _search(
     *,
     scheme: TensorScheme,
     scale_dtype: torch.dtype,
+    either_sign: bool,
 ) -> Grid:
-    """Return the best grid over _MULTIPLES of the range, scale by scale; of equals the whole range, then the first."""
+    """Return the best grid over _MULTIPLES of the range, scale by scale; of equals the whole range, then the first.
+
+    The whole range has a positive scale; the multiples have the sign that puts the largest magnitude on the longer side.
+    """
     split = groups.to_groups(weight, weight.shape[1] // whole.scale.shape[1])  # [O, G, g]
     matters = importance.float().reshape(split.shape[1:])  # [G, g]
     scratch = torch.empty_like(split)
+    # The smallest value is the largest magnitude, that of zeros too: the longer side is where it is.
+    sign = torch.where(split.amin(dim=-1) == bounds[0], 1.0, -1.0) if either_sign else None  # [O, G]
     best, least = whole, _loss(split, whole, matters, scratch=scratch, scheme=scheme)
     for multiple in _MULTIPLES[scheme.kind]:
         grid = _grid(bounds[0] * multiple, bounds[1] * multiple, scheme=scheme, scale_dtype=scale_dtype)
+        if sign is not None:
+            grid = replace(grid, scale=grid.scale * sign)
         loss = _loss(split, grid, matters, scratch=scratch, scheme=scheme)
         better = loss < least
         least = torch.where(better, loss, least)

@@ -22,7 +22,8 @@ class QTensor:
     Invariants (shapes and dtypes are checked when it is made, values by `validate`):
         real ~= scale * (qvalue - zero_point), scale repeated over the columns of its group
         qvalue      [O, I]           int8 for integers of any num_bits, unpacked; the flavour's dtype for float8
-        scale       [O or 1, G]      float32, finite, positive; G divides I; [1, 1] when per_tensor; per_block, equal rows
+        scale       [O or 1, G]      float32, finite, positive, or of either sign for symmetric integers; G divides I;
+                                     [1, 1] when per_tensor; per_block, equal rows
         zero_point  as scale, int8   None exactly when the scheme is symmetric
     """
 
@@ -66,15 +67,16 @@ class QTensor:
             )
 
     def validate(self, name: str) -> None:
-        """Check the values: scale finite, positive and equal in a block, qvalue and zero_point within the scheme's range.
+        """Check the values: scale (`affine.is_scale`) and equal in a block, qvalue and zero_point within the scheme's range.
 
         Raises:
             SchemeError: naming `name` and the first value that is out of range.
         """
-        bad = ~(torch.isfinite(self.scale) & (self.scale > 0))
+        bad = ~affine.is_scale(self.scale, self.scheme)
         if bad.any():
             raise SchemeError(
-                f"{name}: scale {self.scale[bad][0].item()}, it is finite and positive", "quantize the weight again"
+                f"{name}: scale {self.scale[bad][0].item()}, it is finite and {affine.sign_of_scales(self.scheme)}",
+                "quantize the weight again",
             )
         block_rows = self.scheme.block_rows
         if block_rows > 1 and not torch.equal(

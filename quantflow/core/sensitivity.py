@@ -37,6 +37,7 @@ def predicted_divergence(
     row_factors: Tensor,
     column_factors: Tensor,
     scale_dtype: torch.dtype,
+    either_sign: bool = False,
 ) -> float:
     """Return the divergence that rounding a weight to nearest is expected to cost over all tokens, in nats.
 
@@ -47,6 +48,7 @@ def predicted_divergence(
         row_factors: [O], the sum over tokens of the squared gradient by each output.
         column_factors: [I], the sum over tokens of each squared input times the mean squared gradient of the token.
         scale_dtype: the dtype in which the layout stores scales.
+        either_sign: whether they may be negative (`quantflow.core.grid.either_sign`).
 
     Raises:
         StatisticsError: the factors do not belong to the weight.
@@ -63,7 +65,7 @@ def predicted_divergence(
     if not chosen.sum() > 0 or not column_factors.sum() > 0:
         return 0.0
     importance = column_factors / column_factors.mean() + 0.01  # damped as gptq's: an unseen channel still matters a little
-    grids = weight_grids({name: weight}, scheme, scale_dtype=scale_dtype, importance=importance)
+    grids = weight_grids({name: weight}, scheme, scale_dtype=scale_dtype, importance=importance, either_sign=either_sign)
     error = rounded({name: weight}, grids, scheme)[name].dequantize() - weight.float()  # [R, I]
     total = torch.zeros((), dtype=torch.float64)
     for part in groups.row_units(error):

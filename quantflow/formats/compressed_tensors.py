@@ -13,8 +13,9 @@ A linear called NAME is stored as
 
 Of inputs that are mixed by a Hadamard matrix on their way, `transform_config` names the linear and the block (`head_dim`).
 weight_scale is [1] per tensor, [O, 1] per channel, [O, G] per group, [ceil(O / g), G] per block of g x g; in the model's
-dtype for pack-quantized, else float32. compressed-tensors 0.20 cannot load its own pack-quantized files with zero points,
-except with `dequantize=True`. Longer than 300 lines because tensors and config are one contract, hence one file.
+dtype for pack-quantized, else float32. Those of symmetric integers may be negative (docs/backends.md, "Negative scales").
+compressed-tensors 0.20 cannot load its own pack-quantized files with zero points, except with `dequantize=True`.
+Longer than 300 lines because tensors and config are one contract, hence one file.
 Source: github.com/vllm-project/compressed-tensors, release 0.20.0, `compressors/` and `quantization/quant_args.py`.
 """
 
@@ -26,7 +27,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from quantflow.core import float8, packing
+from quantflow.core import affine, float8, packing
 from quantflow.core.groups import expand_rows
 from quantflow.core.kv import SCHEMES as KV_SCHEMES
 from quantflow.core.kv import KVScales
@@ -207,7 +208,7 @@ def decode(name: str, tensors: Mapping[str, Tensor], scheme: LinearScheme) -> Qu
         scheme: as it was encoded, or as `schemes_from_config` reads it.
 
     Raises:
-        InputError: a tensor is missing, has another dtype or shape, or holds a scale that is not finite and positive.
+        InputError: a tensor is missing, has another dtype or shape, or holds a scale that is none (`affine.is_scale`).
         UnsupportedError: the layout does not hold the scheme.
     """
     _check_layout(scheme)
@@ -226,7 +227,7 @@ def decode(name: str, tensors: Mapping[str, Tensor], scheme: LinearScheme) -> Qu
         expected = torch.int8 if weights.kind == "int" else float8.FLAVOURS[weights.float8].dtype
         qvalue = _tensor(tensors, f"{name}.weight", expected)
     shape = _scale_shape(weights, qvalue.shape, name=name)
-    scale = _scale(tensors, f"{name}.weight_scale", shape)
+    scale = _scale(tensors, f"{name}.weight_scale", shape, weights=weights)
     grid = (1, 1) if weights.granularity == "per_tensor" else shape
     zero_point = input_scale = input_zero_point = None
     if not weights.symmetric:
@@ -474,11 +475,13 @@ def _tensor(tensors: Mapping[str, Tensor], key: str, dtype: torch.dtype | None, 
     return tensor
 
 
-def _scale(tensors: Mapping[str, Tensor], key: str, shape: tuple[int, ...]) -> Tensor:
+def _scale(tensors: Mapping[str, Tensor], key: str, shape: tuple[int, ...], *, weights: TensorScheme | None = None) -> Tensor:
+    """Return scales after looking at their values.  weights: their scheme, if they are of weights."""
     scale = _tensor(tensors, key, None, shape).float()
-    bad = ~(torch.isfinite(scale) & (scale > 0))
+    bad = ~(torch.isfinite(scale) & (scale > 0) if weights is None else affine.is_scale(scale, weights))
     if bad.any():
-        raise InputError(f"{key}: scale {scale[bad][0].item()}", "scales are finite and positive; export again")
+        sign = "positive" if weights is None else affine.sign_of_scales(weights)
+        raise InputError(f"{key}: scale {scale[bad][0].item()}", f"scales are finite and {sign}; export again")
     return scale
 
 

@@ -30,9 +30,10 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from quantflow.algorithms import rtn
+from quantflow.algorithms import rtn, rtn_mse
 from quantflow.core import affine, packing
 from quantflow.core.activations import static_input
+from quantflow.core.grid import either_sign
 from quantflow.core.kv import SCHEMES as KV_SCHEMES
 from quantflow.core.kv import KVScales, kv_scales, kv_words
 from quantflow.core.qtensor import QuantizedLinear
@@ -60,8 +61,11 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 def quantized_group(
     weights: Mapping[str, torch.Tensor], scheme: LinearScheme, x: torch.Tensor, *, scale_dtype: torch.dtype
 ) -> dict[str, QuantizedLinear]:
-    """Round to nearest; what a static input needs is taken from `x`."""
-    results = rtn.quantize_group(weights, scheme, statistics={}, scale_dtype=scale_dtype)
+    """Round to nearest, with scales of either sign where a search chooses it; what a static input needs is taken from `x`."""
+    algorithm = rtn_mse if either_sign(scheme) else rtn
+    results = algorithm.quantize_group(weights, scheme, statistics={}, scale_dtype=scale_dtype)
+    signs = torch.cat([result.weight.scale.sign().flatten() for result in results.values()]).unique().tolist()
+    assert signs == ([-1, 1] if either_sign(scheme) else [1])
     scale = zero_point = None
     if scheme.input is not None and not scheme.input.dynamic:
         seen = {"amax": x.abs().max(), "min_val": x.amin(0), "max_val": x.amax(0)}

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from quantflow.algorithms import gptq, rtn_mse
+from quantflow.core.grid import either_sign
 from quantflow.core.scheme import LinearScheme, preset, with_group_size
 from quantflow.core.smoothing import Absorber, Fold
 from quantflow.transforms import awq, smoothquant
@@ -63,7 +64,7 @@ for name, (kind, bits, symmetric, size) in told["schemes"].items():
     found[f"{name}.real"] = real[0]
     if kind == "float":
         continue
-    weight = given[f"{name}.weight"]
+    weight = given[f"{name}.turned"]
     split = weight.reshape(1, weight.shape[0], -1, size or weight.shape[1])
     token = args.model_copy(update={"strategy": QuantizationStrategy.TOKEN})  # as its observer does
     low, high = _grid_search_mse(split, args, token, 11 / 32, 100, 32, 2.0, 0.3)
@@ -164,6 +165,15 @@ def fold_of(weights: Mapping[str, Tensor], scheme: LinearScheme, **statistics: T
     )
 
 
+def turned(scheme: LinearScheme) -> Tensor:
+    """The weight with the largest magnitude of each of its groups below zero, on the longer side, if we may turn them."""
+    if not either_sign(scheme):
+        return WEIGHT
+    groups = WEIGHT.reshape(len(WEIGHT), -1, scheme.weights.group_size or WEIGHT.shape[1])  # [O, G, g]
+    above = groups.amax(-1, keepdim=True) > -groups.amin(-1, keepdim=True)
+    return torch.where(above, -groups, groups).reshape(WEIGHT.shape)
+
+
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Tensor]:
     """What it makes of the weight with our scales, and which ranges and factors it finds."""
@@ -173,6 +183,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Tensor]:
         points = torch.zeros_like(weight.scale) if weight.zero_point is None else weight.zero_point
         told[name] = (scheme.weights.kind, scheme.weights.num_bits, scheme.weights.symmetric, scheme.weights.group_size)
         parts = {"weight": WEIGHT, "hessian": STATISTICS["hessian_sum"], "scale": weight.scale, "zero_point": points}
+        parts["turned"] = turned(scheme)
         given |= {f"{name}.{part}": tensor.numpy() for part, tensor in parts.items()}
     given |= {"awq.x": X.numpy(), **{f"awq.{name}": weight.numpy() for name, weight in PAIR.items()}}
     given |= {"smooth.weight": WEIGHT.numpy(), "smooth.range": RANGE.numpy()}
@@ -195,10 +206,15 @@ def test_gptq_takes_its_decisions_on_the_same_scales(theirs: Mapping[str, Tensor
 
 @pytest.mark.parametrize("name", INTEGERS)
 def test_rtn_mse_finds_the_scales_of_its_search_of_the_same_multiples(theirs: Mapping[str, Tensor], name: str) -> None:
-    """Its observer tries 32/32 down to 22/32 of each range; we also 33/32, which loses less where scales differ."""
+    """Its observer tries 32/32 down to 22/32 of each range; we also 33/32, which loses less where scales differ.
+
+    Its scales are positive: it is given groups that we turn turned. Of these we also try the whole range as it is.
+    """
     scheme, mine = SCHEMES[name].weights, ours(rtn_mse, SCHEMES[name])
     scale, point = theirs[f"{name}.mse_scale"], theirs[f"{name}.mse_zero_point"]
-    groups = WEIGHT.reshape(*scale.shape, -1)  # [O, G, g]
+    given = turned(SCHEMES[name]).reshape(*scale.shape, -1)  # [O, G, g]
+    groups = WEIGHT.reshape(*scale.shape, -1)
+    scale = torch.where((given == groups).all(-1), scale, -scale)
 
     def lost(scale: Tensor, point: Tensor) -> Tensor:
         q = (groups / scale[..., None] + point[..., None]).round().clamp(scheme.qmin, scheme.qmax)
@@ -210,7 +226,10 @@ def test_rtn_mse_finds_the_scales_of_its_search_of_the_same_multiples(theirs: Ma
     differs = (mine.scale / scale - 1).abs() > 1e-5
     print(f"{name}: {int(differs.sum())} of {differs.numel()} scales differ")
     assert 0 < differs.float().mean() < 0.4
-    torch.testing.assert_close(mine.scale[differs], whole[differs] * 33 / 32)
+    unturned = differs & (scale < 0) & (mine.scale > 0)
+    torch.testing.assert_close(mine.scale[unturned], whole[unturned])
+    wider = differs & ~unturned
+    torch.testing.assert_close(mine.scale[wider], (scale.sign() * whole)[wider] * 33 / 32)
     assert (lost(mine.scale, points)[differs] < lost(scale, point)[differs]).all()
     assert torch.equal(points[~differs], point[~differs])
 

@@ -190,10 +190,11 @@ def test_scales_that_make_it_no_better_stay_as_they_were(llama, measured, untune
     [
         ("llama", {"algorithm": "signround", "signround": SignRound(iterations=4, sequences=2)}),
         ("llama", {"algorithm": "gptq", "scheme": "W4A16_ASYM"}),
+        ("llama", {"algorithm": "gptq", "scheme": "W2A16"}),
         ("llama", {"ignore": ("re:.*k_proj",), "overrides": (Override(match="re:.*q_proj", scheme="W8A16"),)}),
         ("gpt_neox", {"scheme": "W2A16_ASYM"}),
     ],
-    ids=["signround", "gptq-asym", "mixed", "gpt-neox"],
+    ids=["signround", "gptq-asym", "gptq-negative", "mixed", "gpt-neox"],
 )
 def test_it_goes_on_from_every_algorithm_and_the_proof_holds(family_model, measured_family, tmp_path, family, words):
     folder = made(family_model(family), measured_family(family), tmp_path / "2", replace(ENTRY, **words))

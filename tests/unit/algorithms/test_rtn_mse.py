@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -77,9 +78,10 @@ def test_an_exhaustive_search_in_plain_numbers_finds_the_same_errors(symmetric):
     found = squared_error(weight, run(weight, scheme))
     for row, error in zip(weight.tolist(), found.flatten().tolist(), strict=True):
         least = math.inf
-        for multiple in [1.0, *(step / 32 for step in range(22, 34))]:
+        turned = symmetric and max(row) > -min(row)  # the whole range is tried with a positive scale too
+        for multiple in [-1.0 if turned else 1.0, *(step / 32 for step in range(22, 34))]:
             low, high = (-max(map(abs, row)), max(map(abs, row))) if symmetric else (min(0.0, *row), max(0.0, *row))
-            scale = multiple * (high - low) / 15
+            scale = multiple * (high - low) / 15 * (-1 if turned else 1)
             zero = 0 if symmetric else min(7, max(-8, round(-8 - multiple * low / scale)))
             loss = 0.0
             for value in row:
@@ -87,6 +89,23 @@ def test_an_exhaustive_search_in_plain_numbers_finds_the_same_errors(symmetric):
                 loss += (value - scale * (q - zero)) ** 2
             least = min(least, loss)
         assert error == pytest.approx(least, rel=1e-3)
+
+
+def test_a_group_whose_largest_weight_is_positive_has_a_negative_scale_worked_by_hand():  # the same, turned
+    result = run(torch.tensor([[-1.0625] * 7 + [8.5]]), INT4)
+    assert result.weight.scale.item() == pytest.approx(-1.0625, rel=1e-6)
+    assert result.weight.qvalue.tolist() == [[1, 1, 1, 1, 1, 1, 1, -8]]
+
+
+@pytest.mark.parametrize(("name", "share"), [("W2A16", 0.95), ("W3A16", 0.92), ("W4A16", 0.98)])
+def test_scales_of_either_sign_lose_less(name, share):  # why it chooses the sign
+    weight = random(64, 512, seed=3)
+    positive = replace(PRESETS[name], input=PRESETS["W4A8"].input)  # the same integers, for engines that take no other sign
+    either, only = run(weight, PRESETS[name]), run(weight, positive)
+    assert (either.weight.scale < 0).float().mean() > 0.3 and (only.weight.scale > 0).all()
+    lost = squared_error(weight, either).sum() / squared_error(weight, only).sum()
+    print(f"{name}: {lost:.3f} of the squared error")
+    assert lost < share
 
 
 @pytest.mark.parametrize("name", ["W4A16", "W4A16_ASYM"])

@@ -351,7 +351,7 @@ def test_errors_name_the_linear_and_the_remedy(changes, error, message):
 
 
 def fitted(weight, qvalue, scale, outputs, inputs):
-    """Scales of a row by least squares, all other rows left as they are; those that would double or halve stay. float64."""
+    """Scales of a row by least squares, all other rows left as they are; none doubles, halves or turns. float64."""
     groups = scale.shape[1]
     size = weight.shape[1] // groups
     split = torch.zeros(*qvalue.shape, groups, dtype=torch.float64)  # column j of group k: q there, 0 elsewhere
@@ -362,7 +362,7 @@ def fitted(weight, qvalue, scale, outputs, inputs):
     for row in range(len(weight)):
         pull = (outputs[row] @ errors @ inputs) @ split[row] / outputs[row, row]
         moved = scale[row].double() + torch.linalg.solve(split[row].T @ inputs @ split[row], pull)
-        fits = (moved > scale[row] / 2) & (moved < scale[row] * 2)
+        fits = (moved / scale[row] > 0.5) & (moved / scale[row] < 2)
         new[row] = torch.where(fits, moved, scale[row].double())
     return new.float()
 

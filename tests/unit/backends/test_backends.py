@@ -30,7 +30,7 @@ NO_KERNELS = native.why_not(kernels.SOURCE, needs=kernels.NEEDS)
 
 
 def quantized(scheme: LinearScheme, shape: tuple[int, int], *, seed: int = 0, qvalue=None) -> QuantizedLinear:
-    """Return a linear with random (or the given) qvalues, scales and zero points."""
+    """Return a linear with random (or the given) qvalues, scales, of either sign where they may be, and zero points."""
     generator = torch.Generator().manual_seed(seed)
     weights = scheme.weights
     if qvalue is None and weights.kind == "int":
@@ -41,6 +41,8 @@ def quantized(scheme: LinearScheme, shape: tuple[int, int], *, seed: int = 0, qv
     scale_shape = (1, 1) if weights.granularity == "per_tensor" else (shape[0], groups)
     scale = torch.rand(scale_shape, generator=generator).add(0.1).bfloat16().float() * 2**-7
     zero_point = None
+    if weights.kind == "int" and weights.symmetric:
+        scale *= 2 * torch.randint(0, 2, scale_shape, generator=generator) - 1
     if not weights.symmetric:
         zero_point = torch.randint(weights.qmin, weights.qmax + 1, scale_shape, generator=generator, dtype=torch.int8)
     static = scheme.input is not None and not scheme.input.dynamic

@@ -85,6 +85,18 @@ def test_every_code_of_e4m3_is_widened_to_its_value(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["W2A16", "W3A16", "W4A16", "W5A16", "W8A16", "W4A8", "W8A8", "W8A8_STATIC"])
+def test_negative_scales_turn_the_signs_of_the_outputs_and_no_other_bit(dtype, scale_dtype, name):
+    linear = random_linear(name, (70, 96), scale_dtype=scale_dtype)
+    turned = replace(linear, weight=replace(linear.weight, scale=-linear.weight.scale))
+    x = torch.randn(5, 96, generator=torch.Generator().manual_seed(2)).to(dtype)
+    y = run(linear, x)
+    assert y.abs().min() > 0
+    assert torch.equal(run(turned, x), -y)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["W8A16", "W8A8", "W8A8_STATIC"])
 def test_every_int8_is_multiplied_as_it_is(dtype, name):
     qvalue = torch.arange(-128, 128).to(torch.int8).view(64, 4)

@@ -112,6 +112,28 @@ def test_a_tiny_range_has_a_positive_scale_and_a_zero_point_in_range():
     assert zero_point.tolist() == [-128, -128]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_stored_scale_keeps_its_sign_and_is_never_zero(dtype):
+    # 2^-24 and 2^-133 are the smallest of float16 and bfloat16; 1.0 + 2^-9 is none of bfloat16 and below half a step
+    smallest = {torch.float16: 2.0**-24, torch.bfloat16: 2.0**-133}[dtype]
+    assert affine.stored(tensor(-3.0, 3.0, -1e-42, 1e-42, 0.0, -0.25), dtype).tolist() == [
+        -3.0, 3.0, -smallest, smallest, smallest, -0.25
+    ]  # fmt: skip
+    assert affine.stored(tensor(-(1 + 2**-9)), torch.bfloat16).tolist() == [-1.0]
+    assert affine.stored(tensor(math.nan, -math.inf), dtype).isfinite().tolist() == [False, False]
+
+
+@pytest.mark.parametrize(("scheme", "signed"), [(INT4, True), (INT8, True), (INT4_ASYM, False), (FP8, False)])
+def test_a_scale_is_finite_and_positive_or_of_symmetric_integers_not_zero(scheme, signed):
+    scale = tensor(1.0, -1.0, 0.0, -0.0, math.inf, -math.inf, math.nan)
+    assert affine.is_scale(scale, scheme).tolist() == [True, signed, False, False, False, False, False]
+    assert affine.sign_of_scales(scheme) == ("not zero" if signed else "positive")
+
+
+def test_with_a_negative_scale_the_longer_side_is_above_zero():
+    assert affine.quantize(tensor(8.0, 7.0, 0.5, -7.0, -8.0), tensor(-1.0), None, INT4).tolist() == [-8, -7, 0, 7, 7]
+
+
 @pytest.mark.parametrize("scheme", [INT8, FP8])
 def test_a_range_for_a_symmetric_or_float_scheme_is_refused(scheme):
     with pytest.raises(SchemeError, match=r"a range with symmetric=True, kind='(int|float)'; use scale_from_amax"):

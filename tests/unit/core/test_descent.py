@@ -80,6 +80,27 @@ def test_scales_of_one_row_are_the_solution_of_the_normal_equations():
     assert fitted.grid.zero_point is problem.grid.zero_point
 
 
+def test_a_negative_scale_is_fitted_and_keeps_its_sign():  # the same equation, d turned
+    problem = problem_of(torch.tensor([[1.3, -0.5]]), outputs=torch.ones(1, 1), inputs=torch.diag(torch.tensor([1.0, 3.0])))
+    turned = replace(problem, grid=replace(problem.grid, scale=torch.tensor([[-0.5]])))
+    assert rescaled(turned, torch.tensor([[-2, 1]]).char()).grid.scale.item() == pytest.approx(-4.875 / 8.25, rel=1e-5)
+    assert rescaled(turned, torch.tensor([[2, -1]]).char()).grid.scale.item() == -0.5  # never through zero
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_negative_scales_are_positive_ones_of_the_turned_weight(seed):
+    weight = 2 * random(20, 16, seed=seed)
+    one, other = problem_of(weight, groups=2), problem_of(-weight, groups=2, scale=-0.3)
+    qvalue, same = nearest(one), nearest(one)
+    assert loss_of(other, same) == loss_of(one, qvalue)
+    one, other = rescaled(one, qvalue), rescaled(other, same)
+    assert torch.equal(other.grid.scale, -one.grid.scale)
+    assert not torch.equal(one.grid.scale, torch.full_like(one.grid.scale, 0.3))
+    for problem, points in ((one, qvalue), (other, same)):
+        descend_(problem, points)
+    assert torch.equal(qvalue, same) and not torch.equal(qvalue, nearest(problem_of(weight, groups=2)))
+
+
 @pytest.mark.parametrize("length", [1, 3, 128])
 def test_fitted_scales_never_lose_more_whatever_the_blocks(monkeypatch, length):
     monkeypatch.setattr(descent, "_ROWS", length)

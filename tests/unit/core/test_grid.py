@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from quantflow.core.grid import weight_grids
-from quantflow.core.scheme import TensorScheme
+from quantflow.core.grid import either_sign, weight_grids
+from quantflow.core.scheme import PRESETS, TensorScheme
 from quantflow.errors import InputError, SchemeError
 
 INT4_G2 = TensorScheme(kind="int", num_bits=4, granularity="per_group", group_size=2)
@@ -170,3 +170,49 @@ def test_per_tensor_grids_are_never_searched():
         plain = weight_grids(weight, scheme, scale_dtype=torch.float32)["a"]
         searched = weight_grids(weight, scheme, scale_dtype=torch.float32, importance=torch.ones(8))["a"]
         assert torch.equal(searched.scale, plain.scale)
+
+
+def searched(weight, scheme, importance=None, *, signs=True, dtype=torch.float32):
+    matters = torch.ones(weight.shape[1]) if importance is None else importance
+    return weight_grids({"a": weight}, scheme, scale_dtype=dtype, importance=matters, either_sign=signs)["a"]
+
+
+def test_the_longer_side_is_put_where_the_largest_magnitude_is_worked_by_hand():
+    # 2 bits are -2, -1, 0, 1 steps. 24/32 of the range makes the step 1, with which both groups are points, the first turned.
+    weight = torch.tensor([[2.0, 1.0, 0.0, -1.0, -2.0, -1.0, 0.0, 1.0]])
+    scheme = TensorScheme(kind="int", num_bits=2, granularity="per_group", group_size=4)
+    assert searched(weight, scheme).scale.tolist() == [[-1.0, 1.0]]
+    assert searched(weight, scheme, signs=False).scale[0, 0] > 0
+    plain = weight_grids({"a": weight}, scheme, scale_dtype=torch.float32, either_sign=True)["a"]
+    assert (plain.scale > 0).all()  # where nothing is searched, scales are compressed-tensors'
+
+
+def test_a_group_whose_ends_are_alike_and_one_of_zeros_keep_positive_scales():
+    grid = searched(torch.tensor([[3.0, -3.0, 0.0, 0.0, 0.5, -1.0]]), INT4_G2)
+    assert (grid.scale > 0).all() and grid.scale[0, 1] == 1 and grid.zero_groups == 1
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_of_either_sign_the_best_is_found_for_every_group(bits, dtype):
+    generator = torch.Generator().manual_seed(bits)
+    weight, importance = torch.randn(12, 64, generator=generator), torch.rand(64, generator=generator) ** 4
+    scheme = TensorScheme(kind="int", num_bits=bits, granularity="per_group", group_size=32)
+    grid, half = searched(weight, scheme, importance, dtype=dtype), 2 ** (bits - 1)
+    assert torch.equal(grid.scale.to(dtype).float(), grid.scale)
+    for row in range(12):
+        for group in range(2):
+            part, matters = weight[row, group * 32 :][:32], importance[group * 32 :][:32].double()
+            above = part.max() > part.abs()[part < 0].max()
+            whole = part.abs().max() / (half - 0.5)
+            tried = [whole, *((-1 if above else 1) * whole * (step / 32) for step in range(22, 34))]
+            losses = []
+            for scale in [grid.scale[row, group], *(scale.to(dtype).float() for scale in tried)]:
+                rounded = (part / scale).round().clamp(-half, half - 1) * scale
+                losses.append(((rounded - part).double().square() * matters).sum().item())
+            assert losses[0] == pytest.approx(min(losses[1:]), rel=1e-4)
+    assert (grid.scale < 0).float().mean() > 0.3
+
+
+def test_scales_may_be_negative_below_8_bits_without_zero_points_where_inputs_stay_as_they_are():
+    assert {name for name, scheme in PRESETS.items() if either_sign(scheme)} == {"W6A16", "W5A16", "W4A16", "W3A16", "W2A16"}

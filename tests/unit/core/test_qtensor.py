@@ -71,6 +71,25 @@ def test_a_float8_qtensor_needs_the_dtype_of_its_flavour():
         QTensor(qvalue=qvalue, scale=torch.ones(1, 1), scheme=replace(TENSOR, float8="e5m2"))
 
 
+def test_symmetric_integers_with_a_negative_scale_worked_by_hand():
+    turned = grouped(scale=torch.tensor([[-0.5, 2.0], [1.0, -3.0]]), zero_point=None, scheme=GROUP)
+    turned.validate("w")
+    assert turned.dequantize().tolist() == [[4.0, -3.5, 0.0, 2.0], [1.0, 2.0, -9.0, -12.0]]
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, math.nan, math.inf, -math.inf])
+def test_a_scale_of_symmetric_integers_that_is_zero_or_not_finite_is_named(value):
+    bad = grouped(scale=torch.tensor([[-0.5, 2.0], [1.0, value]]), zero_point=None, scheme=GROUP)
+    with pytest.raises(SchemeError, match=rf"w: scale {value}, it is finite and not zero; quantize"):
+        bad.validate("w")
+
+
+def test_a_negative_scale_of_float8_is_named():
+    qvalue = torch.zeros(2, 2).to(torch.float8_e4m3fn)
+    with pytest.raises(SchemeError, match=r"w: scale -1\.0, it is finite and positive"):
+        QTensor(qvalue=qvalue, scale=-torch.ones(1, 1), scheme=TENSOR).validate("w")
+
+
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
 def test_a_scale_that_is_not_finite_and_positive_is_named(value):
     bad = grouped(scale=torch.tensor([[0.5, 2.0], [1.0, value]]))

@@ -60,6 +60,7 @@ def test_every_weight_is_rounded_as_one_after_the_other(rows, columns, length, z
     weight = torch.randn(rows, columns, generator=generator)
     count = columns // 8
     scale = 0.2 + 0.2 * torch.rand(rows, count, generator=generator)
+    scale[:, ::2] *= 1 if zero_points else -1
     zero_point = torch.randint(-3, 4, (rows, count), generator=generator).to(torch.int8) if zero_points else None
     grid = Grid(scale=scale, zero_point=zero_point, zero_groups=0)
     outputs, inputs = second_moment(rows, 1), second_moment(columns, 2)

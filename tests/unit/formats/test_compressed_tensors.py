@@ -31,7 +31,7 @@ SCHEMES = {
 
 
 def random_linear(scheme: LinearScheme, rows: int, columns: int, *, seed: int = 0) -> QuantizedLinear:
-    """A linear with arbitrary qvalues, and scales that are exact in bfloat16."""
+    """A linear with arbitrary qvalues, and scales that are exact in bfloat16, of either sign where they may be."""
     generator = torch.Generator().manual_seed(seed)
     weights = scheme.weights
     shape = (1, 1) if weights.granularity == "per_tensor" else (rows, columns // (weights.group_size or columns))
@@ -39,6 +39,8 @@ def random_linear(scheme: LinearScheme, rows: int, columns: int, *, seed: int = 
     if weights.granularity == "per_block":
         scale = scale[:: weights.block_rows].repeat_interleave(weights.block_rows, 0)[:rows]
     zero_point = None
+    if weights.kind == "int" and weights.symmetric:
+        scale *= 2.0 * torch.randint(0, 2, shape, generator=generator) - 1
     if weights.kind == "float":
         qvalue = (torch.randn(rows, columns, generator=generator) * 50).to(torch.float8_e4m3fn)
     else:
@@ -215,9 +217,11 @@ def test_a_scale_that_the_dtype_does_not_hold_is_refused():
         compressed_tensors.encode("m.q", replace(linear, weight=weight), scale_dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("scale", [0.0, -1.0, math.nan, math.inf])
-def test_encode_refuses_a_scale_that_no_loader_should_see(scale):
-    linear = random_linear(SCHEMES["W8A8"], 2, 8)
+@pytest.mark.parametrize(
+    ("scheme", "scale"), [("FP8_DYNAMIC", -1.0), *(("W8A8", value) for value in (0.0, math.nan, math.inf, -math.inf))]
+)
+def test_encode_refuses_a_scale_that_no_loader_should_see(scheme, scale):
+    linear = random_linear(SCHEMES[scheme], 2, 8)
     weight = replace(linear.weight, scale=torch.tensor([[1.0], [scale]]))
     with pytest.raises(SchemeError, match=r"m\.q: scale"):
         compressed_tensors.encode("m.q", replace(linear, weight=weight))
@@ -275,7 +279,9 @@ FLOAT8_NAN = torch.full((2, 8), math.nan).to(torch.float8_e4m3fn)
         ("W8A8", "weight", torch.ones(8, dtype=torch.int8), r"m\.q: weight is \[8\]"),
         ("W8A8", "weight_scale", torch.ones(1), r"m\.q\.weight_scale: is torch\.float32 \[1\], .*\(2, 1\)"),
         ("W8A8", "weight_scale", torch.tensor([[1.0], [math.nan]]), r"m\.q\.weight_scale: scale nan"),
-        ("W4A16", "weight_scale", torch.tensor([[1.0], [0.0]]), r"m\.q\.weight_scale: scale 0\.0; .*positive"),
+        ("W4A16", "weight_scale", torch.tensor([[1.0], [0.0]]), r"m\.q\.weight_scale: scale 0\.0; .*not zero"),
+        ("W4A16_ASYM", "weight_scale", torch.tensor([[1.0], [-1.0]]), r"m\.q\.weight_scale: scale -1\.0; .*positive"),
+        ("FP8_DYNAMIC", "weight_scale", torch.tensor([[1.0], [-1.0]]), r"m\.q\.weight_scale: scale -1\.0; .*positive"),
         ("FP8", "input_scale", torch.tensor([math.inf]), r"m\.q\.input_scale: scale inf"),
         ("FP8", "input_scale", torch.tensor([-0.5]), r"m\.q\.input_scale: scale -0\.5"),
         ("FP8", "weight", FLOAT8_NAN, r"m\.q: qvalue nan"),

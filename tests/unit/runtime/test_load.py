@@ -179,9 +179,12 @@ def test_a_weight_beside_its_packed_form_is_an_error(tmp_path, make_artifact, ed
         load(tmp_path, verify=False)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, -1.0])
-@pytest.mark.parametrize("name", ["weight_scale", "input_scale"])
-def test_a_scale_that_is_not_finite_and_positive_is_an_error(damaged, name, value, edit_tensors):
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [*((name, value) for name in ("weight_scale", "input_scale") for value in (float("nan"), float("inf"), 0.0))]
+    + [("input_scale", -1.0)],  # a negative one of integer weights without zero points is a scale
+)
+def test_a_scale_that_is_none_is_an_error(damaged, name, value, edit_tensors):
     edit_tensors(damaged, lambda tensors: tensors[f"{LINEAR}.{name}"][-1].fill_(value))
     with pytest.raises(InputError, match=rf"^{LINEAR}\.{name}: "):
         load(damaged, verify=False)
