@@ -177,7 +177,7 @@ def _validate(
         "digest": manifest["digest"],
         "scheme": recipe["scheme"],
         "kv_cache": kv_words_of(recipe["resolved"]),
-        "algorithm": recipe["resolved"]["algorithm"],
+        "algorithm": recipe["resolved"]["algorithm"] + (" + tune" if "tune" in recipe["resolved"] else ""),
         "transforms": recipe["resolved"]["transforms"],
         "model": manifest["source"]["name"],
         "size": sum(entry["bytes"] for entry in manifest["files"].values()),

@@ -11,8 +11,8 @@ from quantflow.algorithms import tune
 from quantflow.errors import UnsupportedError, UsageError
 from quantflow.models.load import load_model, open_source
 from quantflow.runtime.artifact import open_artifact
-from stages import _memory, _tuning, export, measure, quantize
-from stages._config import Calibration, Override, Quantize, SignRound, Tune, recipe_from
+from stages import _memory, _tuning, export, measure, quantize, validate
+from stages._config import Calibration, Override, Quantize, SignRound, Tune, Validate, recipe_from
 from stages._entry import entries_of, tune_of
 from stages._options import exit_code
 from stages._planned import plan_from
@@ -167,6 +167,13 @@ def test_a_run_that_was_killed_goes_on_at_its_step_to_the_same_bytes(llama, meas
 def test_workers_change_no_byte(llama, measured, tuned, tmp_path, monkeypatch):
     monkeypatch.setattr(_memory, "usable_cores", lambda: 3)
     assert files(made(llama, measured, tmp_path / "out")) == files(tuned)
+
+
+def test_the_report_says_that_scales_were_tuned(llama, tuned, text_files, tmp_path):
+    exported(tuned, tmp_path / "artifact")
+    options = Validate(text=str(text_files["heldout"]), tokens=600, sequence_length=40)
+    job = validate.Job(artifact=tmp_path / "artifact", baseline=llama, report=tmp_path / "r", options=options)
+    assert validate.run(job, QUIET)["algorithm"] == "rtn + tune"
 
 
 def test_nothing_but_the_result_is_left(tuned):
