@@ -100,10 +100,10 @@ def test_an_artifact_is_used_in_the_dtype_that_it_was_opened_for(folder):
 def test_opening_reads_headers_and_preparing_reads_one_linear(folder, tmp_path, edit_tensors):
     for path in folder.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
-    edit_tensors(tmp_path, lambda tensors: tensors[f"{LINEAR}.weight_scale"].fill_(-1))
+    edit_tensors(tmp_path, lambda tensors: tensors[f"{LINEAR}.weight_scale"].fill_(0))
     artifact = open_artifact(tmp_path, verify=False)
     assert artifact.prepare("model.layers.0.mlp.up_proj").out_features == 96
-    with pytest.raises(Exception, match=rf"^{LINEAR}\.weight_scale: scale -1"):
+    with pytest.raises(Exception, match=rf"^{LINEAR}\.weight_scale: scale 0"):
         artifact.prepare(LINEAR)
 
 
