@@ -93,10 +93,8 @@ class Run:
         for step in self.done.progress.steps(left, stage=self._stage, unit="step", before=taken, samples=len(order[0])):
             self._step(step, [states[number] for number in order[step % len(order)]], original)
             give_back_holes()
-        told = self._told(count)
-        if "divergence" not in told:
-            self.done.progress.doing("comparing")
-            told["divergence"] = self._divergence(states, original, checked, step=count)
+        self.done.progress.doing("comparing")
+        told = {**self._told(count), "divergence": self._divergence(states, original, checked, step=count)}
         kept = told["divergence"] < told["divergence_start"]
         return {"steps": count if kept else 0, **told}
 
