@@ -134,7 +134,7 @@ class _Projection(torch.autograd.Function):
         (gradient,) = gradients
         total = gradient.new_zeros(*gradient.shape[:-1], weight.shape[1])
         for part, rows in zip(gradient.split(HEAD_ROWS, dim=-1), torch.split(weight, HEAD_ROWS), strict=True):
-            total += part @ rows.to(ctx.dtype)
+            total += product(operand(part), rows.to(ctx.dtype).t().contiguous())
         return total, None, None
 
 
@@ -158,7 +158,7 @@ def in_parts(linears: Iterable[nn.Linear], *, dtype: torch.dtype) -> Iterator[No
 def _in_parts(linear: nn.Linear, dtype: torch.dtype, x: Tensor) -> Tensor:
     """Return the output [..., O] of [..., I]; a weight that is in `dtype` already needs no parts."""
     if linear.weight.dtype == dtype:
-        return functional.linear(x, linear.weight, linear.bias)
+        return product(operand(x), linear.weight, linear.bias)
     tokens = x.reshape(-1, x.shape[-1])  # [N, I]
     output = torch.empty(len(tokens), linear.weight.shape[0], dtype=dtype)
     for some in spans(len(tokens), LINEAR_TOKENS):

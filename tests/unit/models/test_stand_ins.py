@@ -49,7 +49,7 @@ def test_a_linear_in_parts_of_its_stored_weight_is_the_whole_product_to_the_bit(
     linear.weight = nn.Parameter(linear.weight.to(dtype), requires_grad=False)
     x = torch.randn(1, 600, features)  # more tokens than are multiplied at once
     weight = linear.weight.float()
-    whole = functional.linear(x, weight, linear.bias) if dtype == torch.float32 else product(operand(x), weight, linear.bias)
+    whole = product(operand(x), weight, linear.bias)
     exact = functional.linear(x.double(), weight.double(), linear.bias.double() if bias else None)
     with in_parts([linear], dtype=torch.float32):
         found = linear(x)
@@ -66,6 +66,18 @@ def test_a_linear_in_parts_takes_any_number_of_tokens(shape):
     with in_parts([linear], dtype=torch.float32):
         found = linear(x)
     assert found.shape == wanted.shape and torch.allclose(found.double(), wanted, atol=1e-6)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 600])
+def test_gradients_flow_through_a_weight_that_needs_no_conversion_as_through_a_linear(tokens):
+    torch.manual_seed(0)
+    linear, x, slope = nn.Linear(24, 40), torch.randn(1, tokens, 24, requires_grad=True), torch.randn(1, tokens, 40)
+    with in_parts([linear], dtype=torch.float32):
+        found = torch.autograd.grad(linear(x), [x, linear.weight, linear.bias], slope)
+    exact, double = slope[0].double(), x.detach()[0].double()  # y = x W' + b: g W, g' x, and the sum of g over tokens
+    expected = (exact @ linear.weight.detach().double(), exact.T @ double, exact.sum(0))
+    for part, of in zip(found, expected, strict=True):
+        assert part.layout == torch.strided and (part.reshape(of.shape) - of).abs().max() < 1e-6 * of.abs().max()
 
 
 def test_a_linear_in_parts_is_seen_by_hooks_and_is_itself_afterwards():
