@@ -1,6 +1,6 @@
 """Keys and values of every layer, allocated once and written in place, in float32, bfloat16, float8 or int8.
 
-Values lie as they come, [columns, features]; keys lie with 16 columns side by side, [columns / 16, features, 16], so that one
+decode.c writes and reads them. Values lie as they come, [columns, features]; keys lie with 16 columns side by side, [columns / 16, features, 16], so that one
 step of a vector unit adds a feature to the scores of 16 columns.
 
 With measured scales (quantflow.core.kv) float8 and int8 are in their units; int8 keeps a NaN as 0 then, having no code for it.
@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantflow.core import affine, float8
-from quantflow.core.kv import SCHEMES, KVScales
+from quantflow.core.kv import KVScales
 from quantflow.errors import UsageError
 from quantflow.runtime.decoder import require_length
 
@@ -25,7 +24,6 @@ from quantflow.runtime.decoder import require_length
 KINDS = MappingProxyType({"float32": torch.float32, "bfloat16": torch.bfloat16, "float8": torch.uint8, "int8": torch.int8})
 LANES = 16
 KIND_OF = MappingProxyType({"float": "float8", "int": "int8"})  # of measured scales: TensorScheme.kind -> a key of KINDS
-_SCHEMES = MappingProxyType({KIND_OF[scheme.kind]: scheme for scheme in SCHEMES})  # granularities differ, codes do not
 
 
 class KVCache:
@@ -98,27 +96,6 @@ class KVCache:
         """Forget everything and expect so many sequences, at most those there is storage for."""
         self.rows, self.length, self.padding = rows, 0, torch.zeros(rows, dtype=torch.int64)
 
-    def store(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Write new columns from `length` on; `length` itself changes when all layers are written.
-
-        Args:
-            layer: its index.
-            keys: [rows, kv_heads, T, head_dim] float32.
-            values: as keys.
-        """
-        columns = torch.arange(self.length, self.length + keys.shape[2])
-        key_codes, value_codes, key_scales, value_scales, key_steps, value_steps = self.of(layer)
-        blocks = key_codes[: self.rows].transpose(3, 4)  # [rows, kv_heads, blocks, LANES, head_dim]
-        blocks[:, :, columns // LANES, columns % LANES] = self._encode(keys, columns, key_scales, key_steps)
-        value_codes[: self.rows, :, columns] = self._encode(values, columns, value_scales, value_steps)
-
-    def read(self, layer: int, end: int) -> tuple[Tensor, Tensor]:
-        """Return what is kept of the first `end` columns, keys and values [rows, kv_heads, end, head_dim] float32."""
-        keys, values, key_scales, value_scales, key_steps, value_steps = self.of(layer)
-        keys = keys[: self.rows, :, : -(-end // LANES)].transpose(3, 4).flatten(2, 3)[:, :, :end]
-        values = values[: self.rows, :, :end]
-        return self._decode(keys, key_scales, key_steps), self._decode(values, value_scales, value_steps)
-
     def keep(self, rows: Tensor) -> None:
         """Let sequence i become the old sequence rows[i].
 
@@ -149,25 +126,6 @@ class KVCache:
         """
         require_length(length, have=self.length)
         self.length = length
-
-    def _encode(self, x: Tensor, columns: Tensor, scales: Tensor | None, steps: Tensor | None) -> Tensor:
-        """Return the codes of x, [rows, kv_heads, T, D] in the storage's dtype; write the scales that were not measured."""
-        if self.kind not in _SCHEMES:
-            return x.to(KINDS[self.kind])
-        scheme, step = _SCHEMES[self.kind], torch.ones(()) if steps is None else steps[:, None, None]
-        if scales is not None:
-            step = affine.scale_per_token(x, scheme)  # [rows, kv_heads, T, 1]
-            scales[: self.rows, :, columns] = step[..., 0]
-        if self.kind == "int8":
-            x = x.masked_fill(x.isnan(), 0)
-        return affine.quantize(x, step, None, scheme).view(KINDS[self.kind])
-
-    def _decode(self, codes: Tensor, scales: Tensor | None, steps: Tensor | None) -> Tensor:
-        """Return what codes [rows, kv_heads, end, D] stand for, float32."""
-        x = float8.widen(codes.view(torch.float8_e4m3fn)) if self.kind == "float8" else codes.float()
-        if steps is not None:
-            return x * steps[:, None, None]
-        return x if scales is None else x * scales[: self.rows, :, : codes.shape[2], None]
 
     def _storage(self) -> tuple[list[Tensor], ...]:
         return self.keys, self.values, self.key_scales, self.value_scales

@@ -1,4 +1,4 @@
-"""A decoder for the Llama-like families: the layers as a short list of products, run in one call where C has them all.
+"""A decoder for the Llama-like families: the layers as a short list of products, with C of our own between them.
 
 No module of transformers runs in its loop; the rotation of positions comes from transformers' own function once per batch.
 Hidden states are float32 whatever the artifact's dtype is: that one says what linears read, and how their weights are kept.
@@ -16,10 +16,11 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from quantflow.errors import UnsupportedError, UsageError
 from quantflow.models.graph import Graph, Layer, Residual, graph_for, moving_rotation
+from quantflow.runtime import operations
 from quantflow.runtime.artifact import Artifact
 from quantflow.runtime.decoder import require_room
 from quantflow.runtime.kv_cache import KIND_OF, KVCache, require_kind
-from quantflow.runtime.operations import Block, Heads, Operations, Projection, compiled, fused_why_not, product
+from quantflow.runtime.operations import Block, Heads, Operations, Projection, product
 from quantflow.runtime.packed import Pack
 from quantflow.runtime.projection import plain_weight, projection
 from quantflow.runtime.tensor_parallel import Ranks
@@ -41,7 +42,7 @@ def why_not(artifact: Artifact) -> str | None:
         return f"its rotation depends on the position alone, that of rope_type {rotation} on the sequence too"
     if artifact.dtype == torch.float16:
         return "it holds weights in float32 or bfloat16, not in float16"
-    return None
+    return operations.why_not(graph.layers[0].head_dim)
 
 
 class LeanDecoder:
@@ -49,7 +50,6 @@ class LeanDecoder:
 
     Attributes:
         vocab_size, positions, device: as in `quantflow.runtime.decoder.Decoder`.
-        notes: what of it is slower than it could be here, and why.
         cache: keys and values since `begin`; None before.
     """
 
@@ -58,7 +58,6 @@ class LeanDecoder:
         artifact: Artifact,
         *,
         kv_cache: str = "auto",
-        fused: bool = True,
         pack: Pack | None = None,
         ranks: Ranks | None = None,
     ) -> None:
@@ -68,7 +67,6 @@ class LeanDecoder:
             artifact: opened for the CPU.
             kv_cache: a key of `quantflow.runtime.kv_cache.KINDS`, without measured scales; or `auto` for what the artifact
                 brings scales for, else its dtype.
-            fused: call decode.c where it can be compiled; otherwise torch.
             pack: where weights are looked for first; what is not there is put into it.
             ranks: what puts the parts together where `artifact` is the share of one of several processes.
 
@@ -100,18 +98,15 @@ class LeanDecoder:
         )
         shape = {"layers": len(graph.layers), "kv_heads": self._heads.shared, "head_dim": self._heads.dim}
         self._new_cache = partial(KVCache, kind=kv_cache, scales=kv_scales, **shape)
-        missing = fused_why_not(self._heads) if fused else "it was not asked for"
-        self.notes = () if missing is None else (f"small operations run in torch: {missing}",)
-        library = compiled() if missing is None else None
-        blocks = [_block(artifact, layer, library, pack) for layer in graph.layers]
-        embedding, self._norm, self._head = _ends(artifact, graph, library, pack)
+        blocks = [_block(artifact, layer, pack) for layer in graph.layers]
+        embedding, self._norm, self._head = _ends(artifact, graph, pack)
         self._embed: Projection = lambda ids: functional.embedding(ids, embedding).float()
         if ranks is not None:
             blocks = [_put_together(*pair, ranks) for pair in zip(blocks, graph.layers, strict=True)]
             names = graph.family.residual or Residual()
             self._embed = ranks.embedding(embedding, names.embedding)
             self._head = ranks.joined(self._head, artifact.to_source[f"{names.head}.weight"].removesuffix(".weight"))
-        self._operations = Operations(self._heads, blocks, library=library)
+        self._operations = Operations(self._heads, blocks)
         self._rotary = LlamaRotaryEmbedding(config)  # of every family here: they differ in their configuration alone
         self._tables = (torch.empty(0, self._heads.dim),) * 2
 
@@ -176,7 +171,7 @@ class LeanDecoder:
         return self.cache
 
 
-def _block(artifact: Artifact, layer: Layer, library: Any, pack: Pack | None) -> Block:
+def _block(artifact: Artifact, layer: Layer, pack: Pack | None) -> Block:
     config: Any = artifact.config
     kinds: Sequence[str] | None = getattr(config, "layer_types", None)
     slides = kinds is None or kinds[layer.index] == "sliding_attention"
@@ -185,7 +180,7 @@ def _block(artifact: Artifact, layer: Layer, library: Any, pack: Pack | None) ->
     return Block(
         # `why_not` refuses families whose first and third group read no norm
         norms=tuple(_vector(artifact, f"{layer.groups[index].norm}.weight") for index in (0, 2)),
-        products=tuple(projection(artifact, group.linears, library, pack) for group in layer.groups),
+        products=tuple(projection(artifact, group.linears, pack) for group in layer.groups),
         q_norm=q_norm,
         k_norm=k_norm,
         window=getattr(config, "sliding_window", None) or 0 if slides else 0,
@@ -198,14 +193,14 @@ def _put_together(block: Block, layer: Layer, ranks: Ranks) -> Block:
     return replace(block, products=(qkv, ranks.across(output, *names[:2]), gate_up, ranks.across(down, *names[2:])))
 
 
-def _ends(artifact: Artifact, graph: Graph, library: Any, pack: Pack | None) -> tuple[Tensor, Tensor, Projection]:
+def _ends(artifact: Artifact, graph: Graph, pack: Pack | None) -> tuple[Tensor, Tensor, Projection]:
     """Return the embedding [V, H], the last norm [H], and the head, which may be the embedding again."""
     residual = graph.family.residual
     assert isinstance(residual, Residual)  # `why_not` refuses other families
-    embedding = plain_weight(artifact, f"{residual.embedding}.weight", library, pack)
+    embedding = plain_weight(artifact, f"{residual.embedding}.weight", pack)
     source = artifact.to_source[f"{residual.head}.weight"].removesuffix(".weight")
-    tied_head = partial(product, weight=embedding, bias=None, library=library)
-    head = tied_head if source == residual.embedding else projection(artifact, [source], library, pack)
+    tied_head = partial(product, weight=embedding, bias=None)
+    head = tied_head if source == residual.embedding else projection(artifact, [source], pack)
     return embedding, _vector(artifact, f"{residual.norm}.weight"), head
 
 

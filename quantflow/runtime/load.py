@@ -125,7 +125,7 @@ def load(
         made = lean.LeanDecoder(share, kv_cache=kv_cache, pack=kept, ranks=ranks)
         if kept is not None:
             kept.save()
-        return _loaded(artifact, made, model=None, reasons=made.notes)
+        return _loaded(artifact, made, model=None, reasons=())
     if kv_cache != "auto":
         raise UsageError(f"kv cache {kv_cache}: the lean decoder has it, and is not used: {reason}", "leave kv_cache out")
     return with_modules(artifact, _filled(artifact), reason=reason, crops=crops)
@@ -167,9 +167,8 @@ def _filled(artifact: Artifact) -> PreTrainedModel:
 
 def _pack(folder: Path, digest: str, backend: str, dtype: torch.dtype, wire: Wire | None, *, verify: bool) -> packed.Pack:
     """Return the pack of an artifact for these choices on this machine."""
-    machine = [native.why_not(kernels.SOURCE, needs=kernels.NEEDS), native.why_not(operations.SOURCE, needs=())]
     part = () if wire is None else (wire.rank, wire.world)
-    inputs = (digest, dtype, backend, *(reason is None for reason in machine), *part)
+    inputs = (digest, dtype, backend, native.why_not(kernels.SOURCE, needs=kernels.NEEDS) is None, *part)
     code = [Path(module.__file__ or "") for module in (kernels, lean, operations, packed, projection)]
     name = packed.name_of(*inputs, sources=(*code, kernels.SOURCE))
     return packed.Pack(folder.with_name(f"{folder.name}-packed") / name, verify=verify)

@@ -1,11 +1,11 @@
 """The layers of a Llama-like decoder: their products, and between them norms, rotation, cache, attention, the gate.
 
-Where kernels.c has all products, the layers are one call of decode.c. Else each operation is one, or the same in torch where it
-cannot be compiled; the results agree within float32 rounding. All tensors are float32. The state is that of one batch: `begin`
-gives it a cache, `step` says how many columns are new.
+Where kernels.c has all products, the layers are one call of decode.c, else each operation is one. All tensors are float32. The
+state is that of one batch: `begin` gives it a cache, `step` says how many columns are new.
 """
 
 import ctypes
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from quantflow.core import kernels, native
 from quantflow.runtime.kv_cache import KINDS, LANES, KVCache
@@ -62,10 +61,10 @@ class Block:
     window: int
 
 
-def fused_why_not(heads: Heads) -> str | None:
-    """Return why decode.c cannot be used, in a sentence, or None; compiles it if need be."""
-    if heads.dim % LANES:
-        return f"it works on {LANES} features at once, heads have {heads.dim}"
+def why_not(head_dim: int) -> str | None:
+    """Return why decode.c cannot run heads of so many features, in a sentence, or None; compiles it if need be."""
+    if head_dim % LANES:
+        return f"it works on {LANES} features at once, heads have {head_dim}"
     return native.why_not(SOURCE, needs=())
 
 
@@ -92,11 +91,12 @@ _ARGUMENTS = (  # of the functions of decode.c
 )
 
 
+@functools.cache
 def compiled() -> Any:
     """Return the functions of decode.c, which is compiled if need be.
 
     Raises:
-        UnsupportedError: it cannot be compiled here; see `fused_why_not`.
+        UnsupportedError: it cannot be compiled here; see `why_not`.
     """
     library = native.library(SOURCE)
     for name, types in _ARGUMENTS:
@@ -104,39 +104,41 @@ def compiled() -> Any:
     return library
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None, *, library: Any) -> Tensor:
-    """Return x @ weight.T + bias; in C a weight in bfloat16 is taken as the float32 numbers that it is, x is not rounded to it.
+def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x @ weight.T + bias; a weight in bfloat16 is taken as the float32 numbers that it is, x is not rounded to it.
 
     Args:
         x: [N, I].
         weight: [O, I], float32 or bfloat16.
         bias: [O], or None.
-        library: `compiled`, or None.
     """
-    if library is None or weight.dtype != torch.bfloat16:
-        result = functional.linear(x.to(weight.dtype), weight).float()
-    elif x.shape[0] > _FEW:
+    if weight.dtype != torch.bfloat16:
+        return functional.linear(x, weight, bias)
+    if len(x) > _FEW:
         split: Any = weight.split(_WIDENED)  # type: ignore[no-untyped-call]
-        result = torch.cat([functional.linear(x, rows.float()) for rows in split], dim=-1)
-    else:
-        out = torch.empty(x.shape[0], weight.shape[0])
-        library.product_bfloat16(*map(native.address, (x, weight, bias, out)), *x.shape, weight.shape[0])
-        return out
-    return result if bias is None else result + bias
+        out = torch.cat([functional.linear(x, rows.float()) for rows in split], dim=-1)
+        return out if bias is None else out.add_(bias)
+    out = torch.empty(len(x), len(weight))
+    compiled().product_bfloat16(*map(native.address, (x, weight, bias, out)), *x.shape, len(weight))
+    return out
 
 
 class Operations:
     """The layers, and the operations on one batch."""
 
-    def __init__(self, heads: Heads, blocks: Sequence[Block], *, library: Any) -> None:
-        """Take the shapes and the layers of a model, and `compiled`, or None for torch."""
-        self._heads, self._blocks, self._library, self._count = heads, blocks, library, 0
+    def __init__(self, heads: Heads, blocks: Sequence[Block]) -> None:
+        """Take the shapes and the layers of a model.
+
+        Raises:
+            UnsupportedError: see `compiled`.
+        """
+        self._heads, self._blocks, self._library = heads, blocks, compiled()
         self._rooms: dict[str, Tensor] = {}
         self._widths: dict[str, int] = {}  # of what decode.c computes of a layer; empty where Python calls it step by step
-        found = [product for block in blocks for product in block.products]
-        if found and library is not None and all(isinstance(p, partial) and p.func is kernels.linear for p in found):
-            first: Any = found[:4]  # those of the other layers are like them
-            qkv, output, gate_up, down = (product.keywords["prepared"].weight for product in first)
+        found: list[Any] = [product for block in blocks for product in block.products]
+        if found and all(isinstance(p, partial) and p.func is kernels.linear for p in found):
+            # those of the other layers are like the first's
+            qkv, output, gate_up, down = (product.keywords["prepared"].weight for product in found[:4])
             self._widths = {"norm": qkv.columns, "qkv": qkv.rows, "attention": output.columns}
             self._widths |= {"gate_up": gate_up.rows, "gate": down.columns, "delta": down.rows}
 
@@ -151,7 +153,7 @@ class Operations:
 
     def step(self, count: int) -> None:
         """Expect `count` new columns, from the cache's length on."""
-        self._count = self._step.count = count
+        self._step.count = count
         self._step.start = self._cache.length
 
     def run(self, x: Tensor) -> Tensor | None:
@@ -170,8 +172,6 @@ class Operations:
 
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
         """Add delta to x in place and return the norm of x, valid until the next call.  x, delta: [N, H]."""
-        if self._library is None:
-            return self._norm(x if delta is None else x.add_(delta), weight)
         out = self._room("norm", *x.shape)
         self._library.add_norm(*map(native.address, (x, delta, weight, out)), *x.shape, self._heads.eps)
         return out
@@ -179,8 +179,6 @@ class Operations:
     def attend(self, qkv: Tensor, layer: int) -> Tensor:
         """Rotate, write to the cache and attend.  qkv: [N, (query + 2 shared) * dim], changed; returns [N, query * dim]."""
         heads, structure = self._heads, self._structures[layer]
-        if self._library is None:
-            return self._attend(self._rotate_store(qkv, layer), layer)
         self._library.rotate_store(self._step, structure, qkv.data_ptr())
         out = self._room("attention", qkv.shape[0], heads.query * heads.dim)
         self._library.attend(self._step, structure, qkv.data_ptr(), out.data_ptr())
@@ -189,50 +187,9 @@ class Operations:
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """Return silu(gate) * up, valid until the next call.  gate_up: [N, 2 I]; returns [N, I]."""
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-        if self._library is None:
-            return functional.silu(gate_up[:, :width]) * gate_up[:, width:]
         out = self._room("gate", rows, width)
         self._library.silu_mul(gate_up.data_ptr(), out.data_ptr(), rows, width)
         return out
-
-    def _rotate_store(self, qkv: Tensor, layer: int) -> Tensor:
-        """Do as the function of this name in decode.c, in torch.  Returns the queries, [B, query, T, dim]."""
-        heads, cache, settings = self._heads, self._cache, self._blocks[layer]
-        parts: Any = qkv.view(cache.rows, self._count, -1, heads.dim).transpose(1, 2)  # [B, query + 2 shared, T, dim]
-        q, k, v = parts.split([heads.query, heads.shared, heads.shared], dim=1)
-        columns = torch.arange(cache.length, cache.length + self._count)
-        positions = (columns - cache.padding[:, None]).clamp_min(0)  # [B, T]
-        q, k = (x if norm is None else self._norm(x, norm) for x, norm in ((q, settings.q_norm), (k, settings.k_norm)))
-        cos, sin = (table[positions] for table in self._tables[:2])  # [B, T, D]
-        rotated: tuple[Tensor, Tensor] = apply_rotary_pos_emb(q, k, cos, sin)
-        cache.store(layer, rotated[1], v)
-        return rotated[0]
-
-    def _attend(self, q: Tensor, layer: int) -> Tensor:
-        """Attend to the cache in torch; the new columns are written already.
-
-        Args:
-            q: [B, query, T, D], rotated.
-            layer: which.
-
-        Returns:
-            [B * T, query * D]. A query that is padding sees itself alone.
-        """
-        heads, cache, window = self._heads, self._cache, self._blocks[layer].window
-        start, end = cache.length, cache.length + self._count
-        keys, values = cache.read(layer, end)  # [B, shared, end, D]
-        mask = None
-        if start or 0 < window < end or cache.padding.any():
-            columns, own = torch.arange(end), torch.arange(start, end)[:, None]  # [end], [T, 1]
-            seen = columns <= own
-            if window:
-                seen &= columns > own - window
-            mask = ((seen & (columns >= cache.padding[:, None, None])) | (columns == own))[:, None]  # [B, 1, T, end]
-        grouped = heads.query != heads.shared
-        result = functional.scaled_dot_product_attention(
-            q, keys, values, attn_mask=mask, is_causal=mask is None, scale=heads.scale, enable_gqa=grouped
-        )
-        return result.transpose(1, 2).reshape(-1, heads.query * heads.dim)  # [B * T, query * D]
 
     def _structure(self, block: Block, cached: Iterable[Tensor | None]) -> _Layer:
         """Return a layer as decode.c reads it: the cache, norms, and of each product weight, bias and function."""
@@ -242,9 +199,6 @@ class Operations:
             call = ctypes.cast(prepared.call, ctypes.c_void_p).value
             found += ctypes.addressof(prepared.weight), native.address(bias), call
         return _Layer(tuple(found), block.window)
-
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return functional.rms_norm(x, weight.shape, weight, self._heads.eps)
 
     def _room(self, name: str, rows: int, width: int) -> Tensor:
         """Return memory that the operation has used before, where it has the size: no allocation per token."""

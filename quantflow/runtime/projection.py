@@ -20,13 +20,12 @@ from quantflow.runtime.operations import Projection, product
 from quantflow.runtime.packed import Pack
 
 
-def projection(artifact: Artifact, names: Sequence[str], library: Any, pack: Pack | None = None) -> Projection:
+def projection(artifact: Artifact, names: Sequence[str], pack: Pack | None = None) -> Projection:
     """Read linears and return the function from their input to their outputs, side by side in the order of `names`.
 
     Args:
         artifact: where they are.
         names: source names, without `.weight`.
-        library: of `operations.compiled`, or None; runs the linears that are not quantized.
         pack: where they are looked for first, and kept.
 
     Raises:
@@ -34,15 +33,15 @@ def projection(artifact: Artifact, names: Sequence[str], library: Any, pack: Pac
     """
     quantized = {name in artifact.linears for name in names}
     if quantized == {False}:
-        return _plain(artifact, names, library, pack)
+        return _plain(artifact, names, pack)
     found = _quantized(artifact, names, pack) if quantized == {True} else None
     if found is not None:
         return found
-    parts = [projection(artifact, [name], library, pack) for name in names]
+    parts = [projection(artifact, [name], pack) for name in names]
     return lambda x: torch.cat([part(x) for part in parts], dim=-1)
 
 
-def plain_weight(artifact: Artifact, name: str, library: Any, pack: Pack | None) -> Tensor:
+def plain_weight(artifact: Artifact, name: str, pack: Pack | None) -> Tensor:
     """Return a matrix that is not quantized, in the dtype that it is held in.
 
     That is the artifact's dtype; what is stored in bfloat16 may stay so under float32: the same numbers in half the bytes.
@@ -50,16 +49,15 @@ def plain_weight(artifact: Artifact, name: str, library: Any, pack: Pack | None)
 
     def make() -> dict[str, Tensor]:
         weight = artifact.read([name])[name]
-        held = weight.dtype == torch.bfloat16 and library is not None
-        return {"weight": weight if held else weight.to(artifact.dtype)}
+        return {"weight": weight if weight.dtype == torch.bfloat16 else weight.to(artifact.dtype)}
 
     return (make() if pack is None else pack.get(name, make))["weight"]
 
 
-def _plain(artifact: Artifact, names: Sequence[str], library: Any, pack: Pack | None) -> Projection:
-    weights = [plain_weight(artifact, f"{name}.weight", library, pack) for name in names]
+def _plain(artifact: Artifact, names: Sequence[str], pack: Pack | None) -> Projection:
+    weights = [plain_weight(artifact, f"{name}.weight", pack) for name in names]
     bias = _bias(artifact, names, [len(weight) for weight in weights], torch.float32)
-    return partial(product, weight=weights[0] if len(weights) == 1 else torch.cat(weights), bias=bias, library=library)
+    return partial(product, weight=weights[0] if len(weights) == 1 else torch.cat(weights), bias=bias)
 
 
 def _quantized(artifact: Artifact, names: Sequence[str], pack: Pack | None) -> Projection | None:

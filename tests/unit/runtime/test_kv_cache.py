@@ -1,4 +1,4 @@
-"""The cache: what is kept of a number, rows and columns."""
+"""The cache: what decode.c keeps of a number, read back here by the formulas alone; rows and columns."""
 
 import pytest
 import torch
@@ -6,23 +6,53 @@ import torch
 from quantflow.core.kv import SCHEMES, KVScales, kv_scheme, kv_words
 from quantflow.errors import UsageError
 from quantflow.runtime.kv_cache import KINDS, KVCache
+from quantflow.runtime.operations import Block, Heads, Operations, why_not
+
+DIM = 16
+pytestmark = pytest.mark.skipif(why_not(DIM) is not None, reason="no C compiler")
 
 
 def cache(kind: str, *, rows: int = 2, capacity: int = 40) -> KVCache:
-    return KVCache(kind=kind, layers=2, rows=rows, kv_heads=3, capacity=capacity, head_dim=8)
+    return KVCache(kind=kind, layers=2, rows=rows, kv_heads=3, capacity=capacity, head_dim=DIM)
 
 
 def numbers(rows: int, count: int, seed: int) -> torch.Tensor:
-    return torch.randn(rows, 3, count, 8, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(rows, 3, count, DIM, generator=torch.Generator().manual_seed(seed))
 
 
-def fill(kept: KVCache, counts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+def write(kept: KVCache, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Let decode.c write columns from the cache's length on, keys not rotated.  keys, values: [rows, kv_heads, T, DIM]."""
+    shared, count = keys.shape[1:3]
+    block = Block(norms=(), products=(), q_norm=None, k_norm=None, window=0)
+    operations = Operations(Heads(query=shared, shared=shared, dim=DIM, scale=1.0, eps=1.0), [block] * len(kept.keys))
+    operations.begin(kept, torch.ones(kept.capacity, DIM), torch.zeros(kept.capacity, DIM))
+    operations.step(count)
+    qkv = torch.cat([torch.zeros_like(keys), keys, values], dim=1).transpose(1, 2)  # [rows, T, 3 heads, DIM]
+    operations.attend(qkv.reshape(kept.rows * count, -1).contiguous(), layer)
+
+
+def read(kept: KVCache, layer: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what the codes of the first columns stand for, keys and values [rows, kv_heads, end, DIM] float32."""
+    keys = kept.keys[layer].transpose(3, 4).flatten(2, 3)  # 16 columns lie side by side
+    found = []
+    for codes, scales, steps in (
+        (keys, kept.key_scales, kept.key_steps),
+        (kept.values[layer], kept.value_scales, kept.value_steps),
+    ):
+        codes = codes[: kept.rows, :, :end]
+        x = (codes.view(torch.float8_e4m3fn) if kept.kind == "float8" else codes).float()
+        x = x * steps[layer][:, None, None] if steps else x
+        found.append(x * scales[layer][: kept.rows, :, :end, None] if scales else x)
+    return found[0], found[1]
+
+
+def fill(kept: KVCache, counts: list[int], factor: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
     """Write columns in several pieces to both layers; return layer 1's keys and values."""
     written = []
     for seed, count in enumerate(counts):
-        keys, values = numbers(kept.rows, count, seed), numbers(kept.rows, count, seed + 100)
-        kept.store(0, values, keys)
-        kept.store(1, keys, values)
+        keys, values = numbers(kept.rows, count, seed) * factor, numbers(kept.rows, count, seed + 100) * factor
+        write(kept, 0, values, keys)
+        write(kept, 1, keys, values)
         kept.length += count
         written.append((keys, values))
     keys, values = zip(*written, strict=True)
@@ -37,27 +67,32 @@ ROOM = {"float32": 0.0, "bfloat16": 2**-8, "float8": 2**-4, "int8": 4 / 127.5}
 def test_what_is_written_in_pieces_reads_back_within_the_rounding_of_its_kind(kind):
     kept = cache(kind)
     keys, values = fill(kept, [7, 1, 15, 1])
-    for found, expected in zip(kept.read(1, 24), (keys, values), strict=True):
+    for found, expected in zip(read(kept, 1, 24), (keys, values), strict=True):
         assert found.shape == expected.shape
         room = ROOM[kind] * (1 if kind == "int8" else expected.abs().clamp_min(2**-6))
         assert ((found - expected).abs() <= room).all()
 
 
 def test_int8_has_a_scale_per_head_and_position_worked_by_hand():
-    kept = KVCache(kind="int8", layers=1, rows=1, kv_heads=2, capacity=3, head_dim=2)
-    kept.store(0, torch.tensor([[[[2.55, -1.0]], [[0.0, 0.0]]]]), torch.tensor([[[[255.0, 2.0]], [[-127.5, 1.0]]]]))
+    kept = KVCache(kind="int8", layers=1, rows=1, kv_heads=2, capacity=3, head_dim=DIM)
+    keys, values = torch.zeros(2, 1, 2, 1, DIM)
+    keys[0, 0, 0, :2], values[0, :, 0, :2] = torch.tensor([2.55, -1.0]), torch.tensor([[255.0, 2.0], [-127.5, 1.0]])
+    write(kept, 0, keys, values)
     assert kept.key_scales[0][0, :, 0].tolist() == pytest.approx([0.02, 1.0])
-    assert kept.keys[0][0, :, 0, :, 0].tolist() == [[127, -50], [0, 0]]  # 127.5 rounds to 128, which is clamped
+    assert kept.keys[0][0, :, 0, :2, 0].tolist() == [[127, -50], [0, 0]]  # 127.5 rounds to 128, which is clamped
     assert kept.value_scales[0][0, :, 0].tolist() == [2.0, 1.0]
-    assert kept.values[0][0, :, 0].tolist() == [[127, 1], [-128, 1]]
+    assert kept.values[0][0, :, 0, :2].tolist() == [[127, 1], [-128, 1]]
+    assert not kept.keys[0][0, :, 0, 2:, 0].any() and not kept.values[0][0, :, 0, 2:].any()
 
 
 def test_float8_saturates_and_keeps_nan():
-    kept = KVCache(kind="float8", layers=1, rows=1, kv_heads=1, capacity=1, head_dim=2)
-    kept.store(0, torch.tensor([[[[1000.0, -1000.0]]]]), torch.tensor([[[[float("nan"), 0.3]]]]))
-    keys, values = kept.read(0, 1)
-    assert keys.flatten().tolist() == [448.0, -448.0]
-    assert values.isnan().flatten().tolist() == [True, False]
+    kept = KVCache(kind="float8", layers=1, rows=1, kv_heads=1, capacity=1, head_dim=DIM)
+    keys, values = torch.zeros(2, 1, 1, 1, DIM)
+    keys[..., :2], values[..., :2] = torch.tensor([1000.0, -1000.0]), torch.tensor([torch.nan, 0.3])
+    write(kept, 0, keys, values)
+    keys, values = read(kept, 0, 1)
+    assert keys.flatten()[:3].tolist() == [448.0, -448.0, 0.0]
+    assert values.isnan().flatten().tolist() == [True] + [False] * 15
     assert values[0, 0, 0, 1] == 0.3125
 
 
@@ -70,10 +105,10 @@ def measured(scheme, layers: int = 2) -> list[KVScales]:
 @pytest.mark.parametrize("scheme", SCHEMES, ids=kv_words)
 def test_with_measured_scales_what_reads_back_is_the_reference_formula_bit_for_bit(scheme):
     scales, kind = measured(scheme), "float8" if scheme.kind == "float" else "int8"
-    kept = KVCache(kind=kind, layers=2, rows=2, kv_heads=3, capacity=40, head_dim=8, scales=scales)
-    keys, values = (part * 5 for part in fill_scaled(kept, 5.0))
+    kept = KVCache(kind=kind, layers=2, rows=2, kv_heads=3, capacity=40, head_dim=DIM, scales=scales)
+    keys, values = fill(kept, [7, 1, 15, 1], factor=5.0)
     for layer, (k, v) in enumerate(((values, keys), (keys, values))):
-        found = kept.read(layer, 24)
+        found = read(kept, layer, 24)
         for part, x, steps in zip(found, (k, v), (scales[layer].keys, scales[layer].values), strict=True):
             step = steps.reshape(-1, 1, 1)
             if scheme.kind == "float":
@@ -83,20 +118,13 @@ def test_with_measured_scales_what_reads_back_is_the_reference_formula_bit_for_b
             assert torch.equal(part, expected)
             if scheme.kind == "int":
                 assert (part.abs() < x.abs() - 0.5 * step).any()  # something saturated
-    assert not kept.key_scales and kept.nbytes == 2 * 2 * 2 * 3 * 48 * 8  # no scale per position
-
-
-def fill_scaled(kept: KVCache, factor: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `fill`, with numbers that are `factor` as large; what is returned is not."""
-    store = kept.store
-    kept.store = lambda layer, keys, values: store(layer, keys * factor, values * factor)
-    return fill(kept, [7, 1, 15, 1])
+    assert not kept.key_scales and kept.nbytes == 2 * 2 * 2 * 3 * 48 * DIM  # no scale per position
 
 
 def test_measured_scales_of_another_kind_are_refused():
     with pytest.raises(UsageError, match="kv cache int8: the scales are of float; use the kind that was measured"):
         KVCache(
-            kind="int8", layers=2, rows=1, kv_heads=3, capacity=1, head_dim=8, scales=measured(kv_scheme("FP8", "per_head"))
+            kind="int8", layers=2, rows=1, kv_heads=3, capacity=1, head_dim=DIM, scales=measured(kv_scheme("FP8", "per_head"))
         )
 
 
@@ -104,15 +132,15 @@ def test_measured_scales_of_another_kind_are_refused():
 def test_nan_is_kept_where_there_is_a_code_for_it(name):
     scales = measured(kv_scheme(name, "per_head"), layers=1)
     kept = KVCache(
-        kind="float8" if name == "FP8" else "int8", layers=1, rows=1, kv_heads=3, capacity=1, head_dim=8, scales=scales
+        kind="float8" if name == "FP8" else "int8", layers=1, rows=1, kv_heads=3, capacity=1, head_dim=DIM, scales=scales
     )
-    x = torch.ones(1, 3, 1, 8)
+    x = torch.ones(1, 3, 1, DIM)
     x[0, 1, 0, 2] = torch.nan
-    kept.store(0, x, x)
-    for part in kept.read(0, 1):
+    write(kept, 0, x, x)
+    for part in read(kept, 0, 1):
         odd = part[0, 1, 0, 2]
         assert odd.isnan() if name == "FP8" else odd == 0
-        assert part.nan_to_num().sum() == 23
+        assert part.nan_to_num().sum() == 3 * DIM - 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -121,10 +149,10 @@ def test_rows_are_kept_in_the_order_asked_for(kind, rows):
     kept = cache(kind)
     fill(kept, [17])
     kept.padding.copy_(torch.tensor([4, 9]))
-    before = [part.clone() for part in kept.read(1, 17)]
+    before = [part.clone() for part in read(kept, 1, 17)]
     kept.keep(torch.tensor(rows))
     assert kept.padding.tolist() == [[4, 9][row] for row in rows]
-    for old, new in zip(before, kept.read(1, 17), strict=True):
+    for old, new in zip(before, read(kept, 1, 17), strict=True):
         assert torch.equal(new, old[rows])
     assert kept.rows == len(rows)
 
@@ -133,15 +161,15 @@ def test_columns_are_cropped_and_written_again():
     kept = cache("float32")
     keys, _ = fill(kept, [20])
     kept.crop(5)
-    kept.store(1, numbers(2, 3, 9), numbers(2, 3, 9))
-    found, _ = kept.read(1, 8)
+    write(kept, 1, numbers(2, 3, 9), numbers(2, 3, 9))
+    found, _ = read(kept, 1, 8)
     assert torch.equal(found, torch.cat([keys[:, :, :5], numbers(2, 3, 9)], dim=2))
 
 
 def test_smaller_kinds_take_a_half_and_a_quarter_and_int8_its_scales():
     sizes = {kind: cache(kind).nbytes for kind in KINDS}
     assert sizes["bfloat16"] * 2 == sizes["float8"] * 4 == sizes["float32"]
-    assert sizes["float32"] == 2 * 2 * 2 * 3 * 48 * 8 * 4  # layers, keys and values, rows, heads, columns, features, bytes
+    assert sizes["float32"] == 2 * 2 * 2 * 3 * 48 * DIM * 4  # layers, keys and values, rows, heads, columns, features, bytes
     assert sizes["int8"] == sizes["float8"] + 2 * 2 * 2 * 3 * 48 * 4
 
 

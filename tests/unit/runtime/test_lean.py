@@ -15,10 +15,11 @@ from transformers import (
     Qwen3Config,
 )
 
+from quantflow.core import native
 from quantflow.core.kv import SCHEMES, kv_scales, kv_words
 from quantflow.core.scheme import PRESETS, with_group_size
 from quantflow.errors import UnsupportedError, UsageError
-from quantflow.runtime import lean, projection
+from quantflow.runtime import projection
 from quantflow.runtime.artifact import Artifact, open_artifact
 from quantflow.runtime.decoder import Decoder, HiddenDecoder, TransformersDecoder
 from quantflow.runtime.decoding import Lookup, generate
@@ -40,7 +41,6 @@ LLAMA = LlamaConfig(**SIZES, tie_word_embeddings=False, architectures=["LlamaFor
 BANDS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 FAMILIES = {
     "llama": LLAMA,
-    "llama, narrow heads": LlamaConfig(**SIZES | {"num_attention_heads": 8, "head_dim": 8}, architectures=["LlamaForCausalLM"]),
     "llama, wide heads": LlamaConfig(
         **SIZES, head_dim=48, attention_bias=True, mlp_bias=True, architectures=["LlamaForCausalLM"]
     ),
@@ -85,13 +85,12 @@ def walk(decoder: Decoder) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("fused", [True, False], ids=["in C", "in torch"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_has_the_logits_of_transformers_whatever_is_asked(family, fused, tmp_path, make_artifact):
+def test_every_family_has_the_logits_of_transformers_whatever_is_asked(family, tmp_path, make_artifact):
     model = make_artifact(tmp_path, FAMILIES[family], W8A16)
     artifact = open_artifact(tmp_path, backend="reference")
     expected = walk(TransformersDecoder(model, crops=True))
-    for ours, theirs in zip(walk(LeanDecoder(artifact, fused=fused)), expected, strict=True):
+    for ours, theirs in zip(walk(LeanDecoder(artifact)), expected, strict=True):
         assert torch.allclose(ours, theirs, atol=2e-5, rtol=2e-5)
 
 
@@ -132,9 +131,8 @@ def test_bfloat16_weights_are_kept_so_and_their_logits_are_those_of_float32(tmp_
         weight = model.get_submodule(name).weight
         weight.data = weight.data.bfloat16().float()
     expected = walk(TransformersDecoder(model, crops=True))
-    for fused in (True, False):
-        found = walk(LeanDecoder(open_artifact(tmp_path, backend="reference", verify=False), fused=fused))
-        assert all(torch.allclose(ours, theirs, atol=2e-5, rtol=2e-5) for ours, theirs in zip(found, expected, strict=True))
+    found = walk(LeanDecoder(open_artifact(tmp_path, backend="reference", verify=False)))
+    assert all(torch.allclose(ours, theirs, atol=2e-5, rtol=2e-5) for ours, theirs in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -148,13 +146,10 @@ def test_layers_in_one_call_have_the_bits_of_one_call_for_each_operation(family,
         assert torch.equal(one, many)
 
 
-@pytest.mark.parametrize("fused", [True, False], ids=["in C", "in torch"])
-def test_one_and_two_threads_give_the_same_bits(fused, tmp_path, make_artifact):
+def test_one_and_two_threads_give_the_same_bits(tmp_path, make_artifact):
     config = LlamaConfig(**SIZES | {"hidden_size": 512, "head_dim": 64}, architectures=["LlamaForCausalLM"])
     make_artifact(tmp_path, config, W8A16)
-    decoder, found = LeanDecoder(open_artifact(tmp_path), fused=fused), []
-    if not fused:
-        pytest.skip("torch's own sums depend on it")
+    decoder, found = LeanDecoder(open_artifact(tmp_path)), []
     threads = torch.get_num_threads()
     try:
         for count in (1, 2):
@@ -178,10 +173,9 @@ ROUNDED = {
 }
 
 
-@pytest.mark.parametrize("fused", [True, False], ids=["in C", "in torch"])
 @pytest.mark.parametrize("kind", ROUNDED)
 def test_a_smaller_cache_gives_the_logits_of_transformers_with_rounded_keys_and_values(
-    kind, fused, tmp_path, make_artifact, monkeypatch
+    kind, tmp_path, make_artifact, monkeypatch
 ):
     model = make_artifact(tmp_path, LLAMA, W4A16)
     exact = walk(TransformersDecoder(model, crops=True))
@@ -192,17 +186,16 @@ def test_a_smaller_cache_gives_the_logits_of_transformers_with_rounded_keys_and_
 
     monkeypatch.setattr(DynamicCache, "update", rounding)
     expected = walk(TransformersDecoder(model, crops=True))
-    found = walk(LeanDecoder(open_artifact(tmp_path, backend="reference"), kv_cache=kind, fused=fused))
+    found = walk(LeanDecoder(open_artifact(tmp_path, backend="reference"), kv_cache=kind))
     for ours, theirs, whole in zip(found, expected, exact, strict=True):
         # A number in the middle between two codes may fall to either: a few among hundreds, a twentieth of all at most.
         assert (ours - theirs).abs().max() < 0.05 * (theirs - whole).abs().max()
 
 
-@pytest.mark.parametrize("fused", [True, False], ids=["in C", "in torch"])
 @pytest.mark.parametrize("scheme", SCHEMES, ids=kv_words)
 @pytest.mark.parametrize("family", ["llama", "llama, seven to a head", "mistral, a window of 6"])
 def test_measured_scales_give_the_logits_of_transformers_with_keys_and_values_rounded_by_them(
-    family, scheme, fused, tmp_path, make_artifact, monkeypatch
+    family, scheme, tmp_path, make_artifact, monkeypatch
 ):
     config = FAMILIES[family]
     model = make_artifact(tmp_path, config, W8A16)
@@ -214,7 +207,7 @@ def test_measured_scales_give_the_logits_of_transformers_with_keys_and_values_ro
     exact = walk(TransformersDecoder(model, crops=True))
     expected = walk(TransformersDecoder(model, crops=True, kv_scales=scales))
     monkeypatch.setattr(Artifact, "kv_scales", lambda artifact: scales)
-    found = walk(LeanDecoder(open_artifact(tmp_path, backend="reference"), fused=fused))
+    found = walk(LeanDecoder(open_artifact(tmp_path, backend="reference")))
     for ours, theirs, whole in zip(found, expected, exact, strict=True):
         # As above: a number in the middle between two codes may fall to either.
         assert (ours - theirs).abs().max() < 0.05 * (theirs - whole).abs().max()
@@ -265,6 +258,7 @@ def test_speculation_gives_the_tokens_of_greedy_decoding(example):
 
 NEOX = GPTNeoXConfig(**SIZES, architectures=["GPTNeoXForCausalLM"])
 GELU = LlamaConfig(**SIZES, hidden_act="gelu", architectures=["LlamaForCausalLM"])
+NARROW = LlamaConfig(**SIZES | {"num_attention_heads": 8, "head_dim": 8}, architectures=["LlamaForCausalLM"])
 DYNAMIC = LlamaConfig(**SIZES, **rope("dynamic", factor=2.0), architectures=["LlamaForCausalLM"])
 
 
@@ -273,6 +267,7 @@ DYNAMIC = LlamaConfig(**SIZES, **rope("dynamic", factor=2.0), architectures=["Ll
     [
         (NEOX, "it knows layers like Llama's, not those of gpt_neox"),
         (GELU, "it gates with silu, not with gelu"),
+        (NARROW, "it works on 16 features at once, heads have 8"),
         (DYNAMIC, "its rotation depends on the position alone, that of rope_type dynamic on the sequence too"),
     ],
 )
@@ -298,13 +293,21 @@ def test_the_lean_decoder_is_taken_where_it_can_be_and_transformers_where_it_is_
         load(tmp_path, decoder="fast")
 
 
-def test_without_a_compiler_it_runs_in_torch_and_says_so(tmp_path, make_artifact, monkeypatch):
-    make_artifact(tmp_path, LLAMA, W4A16)
-    monkeypatch.setattr(lean, "fused_why_not", lambda heads: "no C compiler (gcc, cc)")
-    loaded = load(tmp_path, decoder="auto")
-    assert loaded.reasons == ("small operations run in torch: no C compiler (gcc, cc)",)
+def test_without_a_compiler_transformers_modules_run_it_and_say_so(tmp_path, make_artifact, monkeypatch):
+    model = make_artifact(tmp_path, LLAMA, W4A16)
+    monkeypatch.setenv("CC", "no-such-compiler")
+    native._attempt.cache_clear()  # as in a new process
+    try:
+        loaded = load(tmp_path, decoder="auto")
+        with pytest.raises(UnsupportedError, match=r"the lean decoder: no C compiler \(no-such-compiler\); install gcc"):
+            load(tmp_path, decoder="lean")
+    finally:
+        native._attempt.cache_clear()
+    assert set(loaded.backends.values()) == {"int4_pack"}
+    (reason,) = loaded.reasons
+    assert reason.startswith("the lean decoder is not used: no C compiler (no-such-compiler); install gcc")
     loaded.decoder.begin(rows=1, capacity=8)
-    assert loaded.decoder.forward(ids(1, 8, 0)).shape == (1, 96)
+    assert torch.allclose(loaded.decoder.forward(ids(1, 8, 0)), model(ids(1, 8, 0)).logits[:, -1], atol=1e-4)
 
 
 def test_more_than_there_is_room_for_is_an_error(tmp_path, make_artifact):

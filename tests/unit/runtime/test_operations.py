@@ -1,4 +1,4 @@
-"""Attention in C and in torch, beside a softmax in float64 over what each query sees."""
+"""Attention beside a softmax in float64 over what each query sees, and the gate."""
 
 import pytest
 import torch
@@ -6,16 +6,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantflow.runtime.kv_cache import KVCache
-from quantflow.runtime.operations import Block, Heads, Operations, compiled, fused_why_not
+from quantflow.runtime.operations import Block, Heads, Operations, why_not
 
 DIM = 16
+pytestmark = pytest.mark.skipif(why_not(DIM) is not None, reason="no C compiler")
 
 
-def attended(*, fused: bool, counts: list[int], query: int, shared: int, window: int, padding: list[int], seed: int, shift=0.0):
+def attended(*, counts: list[int], query: int, shared: int, window: int, padding: list[int], seed: int, shift=0.0):
     """Feed columns in pieces; return what they put out [B, T, query, DIM], and queries, keys and values as they were given."""
     heads = Heads(query=query, shared=shared, dim=DIM, scale=0.7, eps=1e-6)
     block = Block(norms=(), products=(), q_norm=None, k_norm=None, window=window)
-    operations = Operations(heads, [block], library=compiled() if fused else None)
+    operations = Operations(heads, [block])
     rows, capacity = len(padding), sum(counts)
     cache = KVCache(kind="float32", rows=rows, capacity=capacity, layers=1, kv_heads=shared, head_dim=DIM)
     cache.padding.copy_(torch.tensor(padding))
@@ -43,7 +44,6 @@ def expected(q, k, v, *, window: int, padding: list[int]):
                 yield row, at, head, (0.7 * keys @ q[row, at, head]).softmax(dim=0) @ values
 
 
-@pytest.mark.parametrize("fused", [True, False])
 @settings(max_examples=25, deadline=None)
 @given(
     counts=st.lists(st.sampled_from([1, 2, 5, 17, 40, 70]), min_size=1, max_size=3),
@@ -52,44 +52,37 @@ def expected(q, k, v, *, window: int, padding: list[int]):
     padding=st.lists(st.sampled_from([0, 1, 20]), min_size=1, max_size=2),
     seed=st.integers(0, 3),
 )
-def test_every_query_attends_to_what_it_sees(fused, counts, heads, window, padding, seed):
-    if fused and fused_why_not(Heads(query=1, shared=1, dim=DIM, scale=1.0, eps=0.0)) is not None:
-        pytest.skip("no C compiler")
+def test_every_query_attends_to_what_it_sees(counts, heads, window, padding, seed):
     query, shared = heads
-    found, *inputs = attended(fused=fused, counts=counts, query=query, shared=shared, window=window, padding=padding, seed=seed)
+    found, *inputs = attended(counts=counts, query=query, shared=shared, window=window, padding=padding, seed=seed)
     for row, at, head, output in expected(*inputs, window=window, padding=padding):
         assert (found[row, at, head].double() - output).abs().max() < 5e-6
 
 
 def test_a_query_whose_scores_are_far_below_zero_is_not_lost_behind_columns_that_it_does_not_see():
-    if fused_why_not(Heads(query=1, shared=1, dim=DIM, scale=1.0, eps=0.0)) is not None:
-        pytest.skip("no C compiler")
     given_ = {"query": 1, "shared": 1, "window": 5, "padding": [0], "seed": 0, "shift": 20.0}
-    found, *inputs = attended(fused=True, counts=[140], **given_)  # the last of a tile see no column of its first block
+    found, *inputs = attended(counts=[140], **given_)  # the last of a tile see no column of its first block
     for row, at, head, output in expected(*inputs, window=5, padding=[0]):
         assert (found[row, at, head].double() - output).abs().max() < 1e-3
 
 
 def test_the_bits_of_a_query_depend_neither_on_what_comes_with_it_nor_on_threads():
-    if fused_why_not(Heads(query=1, shared=1, dim=DIM, scale=1.0, eps=0.0)) is not None:
-        pytest.skip("no C compiler")
     threads, settings_ = torch.get_num_threads(), {"query": 6, "shared": 2, "window": 33, "padding": [0, 7], "seed": 1}
     found = []
     try:
         for count, counts in ((1, [90]), (2, [90]), (2, [50, 17, 22, 1]), (1, [1] * 90)):
             torch.set_num_threads(count)
-            found.append(attended(fused=True, counts=counts, **settings_)[0])
+            found.append(attended(counts=counts, **settings_)[0])
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(found[0], other) for other in found[1:])
 
 
-@pytest.mark.skipif(fused_why_not(Heads(query=1, shared=1, dim=16, scale=1, eps=1)) is not None, reason="no compiler")
 @settings(deadline=None, max_examples=30)
 @given(rows=st.integers(1, 3), width=st.integers(1, 70), seed=st.integers(0, 99))
 def test_the_gate_of_any_width_is_silu_times_up(rows, width, seed):
     heads = Heads(query=1, shared=1, dim=DIM, scale=1.0, eps=1e-6)
-    operations = Operations(heads, [], library=compiled())
+    operations = Operations(heads, [])
     gate_up = 30 * torch.randn(rows, 2 * width, generator=torch.Generator().manual_seed(seed))
     found = operations.silu_mul(gate_up).double()
     gate, up = gate_up.double().split(width, dim=1)
