@@ -1,6 +1,7 @@
 """quantflow's runtime beside llama.cpp, OpenVINO GenAI, ONNX Runtime GenAI and transformers: prefill and decode, interleaved.
 
     python benchmarks/runtime.py                          the 1.1 B checkpoint; README.md says what is run
+    python benchmarks/runtime.py --size example           the example model
     python benchmarks/runtime.py --size 50MB --rounds 1 --batches 1      a try, minutes
 
 Needs an environment in which quantflow is installed, and one below --peers for each peer that is to take part.
@@ -23,6 +24,7 @@ from _synthetic import SHAPES, TOKENIZER_IDS, make_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = Path(__file__).parent / "peers"
+EXAMPLE = ROOT / "examples" / "tiny-llama"
 SEED = 0
 BUSY = 0.7  # load average above which seconds mean little
 SCHEMES = ("W4A16", "W4A8", "W8A8", "FP8_DYNAMIC")
@@ -101,8 +103,9 @@ def main(arguments: Sequence[str]) -> int:
     given = _arguments(arguments)
     work = given.work.resolve() / given.size  # what another size left must not be taken for this one's
     work.mkdir(parents=True, exist_ok=True)
-    model = work / "model"
-    make_checkpoint(model, SHAPES[given.size], seed=SEED, tokenizer=ROOT / "examples" / "tiny-llama")
+    model = EXAMPLE if given.size == "example" else work / "model"
+    if model != EXAMPLE:
+        make_checkpoint(model, SHAPES[given.size], seed=SEED, tokenizer=EXAMPLE)
     about = machine(work) | {"threads": given.threads, "size": given.size, "rounds": given.rounds}
     if about["load"] > BUSY:
         print(f"load average {about['load']:.1f}: the machine is not idle, seconds will be too many", flush=True)
@@ -268,7 +271,7 @@ def _wanted(program: Program | str, only: Sequence[str]) -> bool:
 
 def _arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=SHAPES, default="2GB", help="of the checkpoint (default 2GB, 1.1 B weights)")
+    parser.add_argument("--size", choices=[*SHAPES, "example"], default="2GB", help="of the checkpoint (default 2GB, 1.1 B weights)")
     parser.add_argument("--work", type=Path, default=ROOT / "artifacts" / "runtime", help="where everything is made and kept")
     parser.add_argument("--peers", type=Path, default=ROOT / "artifacts" / "peers", help="a folder of environments")
     parser.add_argument("--threads", type=int, default=2, help="of every program (default 2)")
@@ -281,7 +284,8 @@ def _arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="programs whose name contains it")
     parser.add_argument("--json", type=Path, metavar="FILE", help="all figures")
     given = parser.parse_args(arguments)
-    given.vocabulary = min(len(TOKENIZER_IDS), SHAPES[given.size].vocab - TOKENIZER_IDS.start)
+    held = TOKENIZER_IDS.stop if given.size == "example" else SHAPES[given.size].vocab
+    given.vocabulary = min(len(TOKENIZER_IDS), held - TOKENIZER_IDS.start)
     return given
 
 

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from quantflow.core import affine, groups
-from quantflow.core.parallel import SEQUENTIAL, Workers
 from quantflow.core.qtensor import QTensor
 from quantflow.errors import SchemeError, StatisticsError
 
@@ -72,25 +71,21 @@ def made(start: QTensor, tuned: Tuned, *, scale_dtype: torch.dtype) -> QTensor:
     return replace(start, scale=affine.stored(start.scale * tuned.u.exp(), scale_dtype))
 
 
-def slope(start: QTensor, tuned: Tuned, gradient: Tensor, *, workers: Workers = SEQUENTIAL) -> Tensor:
+def slope(start: QTensor, tuned: Tuned, gradient: Tensor) -> Tensor:
     """Return the gradient by u, [O, G] float32.
 
     Args:
         start: the weight that is tuned.
         tuned: its u.
         gradient: by the weight, [O, I] float32.
-        workers: run units of rows; how many there are changes nothing but the time.
     """
     size, result = gradient.shape[1] // start.scale.shape[1], torch.empty_like(start.scale)
-
-    def unit(rows: slice) -> None:
+    for rows in groups.row_units(gradient):  # little of the weight is in float32
         part = start.rows(rows)
         points = groups.to_groups(part.qvalue.float(), size)  # [R, G, g]
         if part.zero_point is not None:
             points -= part.zero_point[..., None]
         result[rows] = (groups.to_groups(gradient[rows], size) * points).sum(-1)
-
-    workers.map(unit, groups.row_units(gradient))
     return result.mul_(start.scale * tuned.u.exp())
 
 
