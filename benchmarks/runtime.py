@@ -271,7 +271,9 @@ def _wanted(program: Program | str, only: Sequence[str]) -> bool:
 
 def _arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=[*SHAPES, "example"], default="2GB", help="of the checkpoint (default 2GB, 1.1 B weights)")
+    parser.add_argument(
+        "--size", choices=[*SHAPES, "example"], default="2GB", help="of the checkpoint (default 2GB, 1.1 B weights)"
+    )
     parser.add_argument("--work", type=Path, default=ROOT / "artifacts" / "runtime", help="where everything is made and kept")
     parser.add_argument("--peers", type=Path, default=ROOT / "artifacts" / "peers", help="a folder of environments")
     parser.add_argument("--threads", type=int, default=2, help="of every program (default 2)")

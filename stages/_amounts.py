@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from quantflow.algorithms import BLOCK_ALGORITHMS, tune
 from quantflow.core import blocks
-from quantflow.models.stand_ins import HEAD_ROWS, LINEAR_ROWS, LINEAR_TOKENS
+from quantflow.models.stand_ins import HEAD_ROWS, LINEAR_ROWS, LINEAR_TOKENS, logit_rows
 from quantflow.observers.fisher import FisherObserver
 from quantflow.observers.gradient import GradientObserver
 from quantflow.observers.hessian import observer_bytes
@@ -85,6 +85,11 @@ def head_bytes(model: ModelSize, tokens: int, head: HeadPlan | None = None) -> i
     return head_in_memory(model, head) + FLOAT * HEAD_ROWS * model.hidden + 2 * FLOAT * tokens * model.vocabulary
 
 
+def way_back_bytes(model: ModelSize, tokens: int, *, copies: int) -> int:
+    """What a thread has of a sequence's way back through the head: rows of it, thrice, and copies of a part's logits."""
+    return FLOAT * (3 * HEAD_ROWS * model.hidden + copies * min(tokens, logit_rows(model.vocabulary)) * model.vocabulary)
+
+
 def head_in_memory(model: ModelSize, head: HeadPlan | None) -> int:
     """The head as stored; one that is quantized while it is unpacked: as stored, and twice a byte for each weight."""
     return model.head[1] if head is None else head_file_bytes(model, head) + 2 * elements_of(model.infos[head.tensor])
@@ -150,15 +155,17 @@ def learning_moments(model: ModelSize, plan: Plan, tokens: int) -> list[tuple[in
 def tuning_moments(model: ModelSize, plan: Plan, tokens: int) -> list[tuple[int, int]]:
     """While a layer brings sequences forward and back with the weights that are tuned, and while the head compares them.
 
-    The head has the logits of both models and the gradient, and on its way back the gradient by each part of the logits.
+    Of a part of a sequence a worker has both models' logits, the gradient, and what stands between them.
     """
     if plan.tune is None:
         return []
     weights, scales = _quantized(model, plan)
     none, one = (tune.working_bytes(weights, scales, workers=count) for count in (0, 1))
     run = backward_bytes(model, tokens) + 3 * FLOAT * tokens * model.hidden
-    head = head_bytes(model, tokens) + 3 * FLOAT * tokens * model.vocabulary
-    return [(layer_as_stored(model) + none, one - none + run), (head, 0)]
+    return [
+        (layer_as_stored(model) + none, one - none + run),
+        (head_in_memory(model, None), way_back_bytes(model, tokens, copies=5)),
+    ]
 
 
 def tuning_disk(model: ModelSize, plan: Plan, lengths: Sequence[int], *, layers: int) -> int:

@@ -108,11 +108,14 @@ class Backward:
         states = self._states(count)
         with self.stream.head():
             numbers = self.progress.steps(range(len(states)), stage="measure backwards", unit="sequence")
-            for number in numbers:
-                gradient = sampled_gradient(self.stream, states[number].hidden, generator=self.generators[number])
+            found = self.workers.stream(partial(self._sampled, states), numbers, ahead=self.allowance.in_flight)
+            for number, gradient in enumerate(found):
                 gradients.put(number, gradient)
         gradients.commit(count, key=self.key)
         give_back_holes()
+
+    def _sampled(self, states: Sequence[State], number: int) -> Tensor:
+        return sampled_gradient(self.stream, states[number].hidden, generator=self.generators[number])
 
     def _layer(self, module: nn.Module, layer: Layer, states: Sequence[State], gradients: HiddenStates) -> dict[str, Tensor]:
         """Bring every gradient back through a layer, put those by its input, and return what its linears were shown."""

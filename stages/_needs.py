@@ -37,6 +37,7 @@ from stages._amounts import (
     tuning_disk,
     tuning_moments,
     watching_bytes,
+    way_back_bytes,
 )
 from stages._experts import fed_by
 from stages._head import HeadPlan
@@ -115,15 +116,14 @@ def need_measure(model: ModelSize, *, lengths: Sequence[int], stats: Sequence[st
         (LIBRARIES + layer_in_memory(model.layer) + largest, 0),
         (LIBRARIES + 2 * (small + matrix), 0),
     )
-    # Two generations of hidden states while layers run; at the end one, beside what the layers found, which is written again.
-    scratch = hidden + max(hidden, statistics)
+    scratch = hidden + max(hidden, statistics)  # two generations while layers run; at the end one, and what layers found
     if goes_back(stats):
         scratch = (len(model.layers) + 1 + 2) * hidden + statistics
         sums = max(statistics_bytes(layer, backwards) for layer in model.layers)
         back = backward_bytes(model, longest) + watching_bytes(model, longest)
         moments = (
             *moments,
-            (LIBRARIES + head_bytes(model, longest), 0),
+            (LIBRARIES + head_in_memory(model, None), way_back_bytes(model, longest, copies=3)),
             (LIBRARIES + layer_in_memory(model.layer) + sums, back + sums),
         )
     return Need(stage="measure", moments=moments, result=ids + statistics, scratch=scratch)

@@ -179,11 +179,9 @@ class Run:
             some = numbers[first : first + self.plan.sequences]
             places = self._through([states[number] for number in some], step)
             with self.stream.head():
-                for state, number in zip(places[-1], some, strict=True):
-                    logits, target = self.stream.finish(state.hidden), self.stream.finish(original[number].hidden)
-                    total += algorithm.divergence(logits[0], target[0])[0]
-                    del logits, target
-                    give_back_holes()
+                pairs = list(zip(places[-1], [original[number] for number in some], strict=True))
+                total += sum(self.done.workers.stream(self._lost, pairs, ahead=self.done.allowance.in_flight))
+            give_back_holes()
             _close(places)
         return total / sum(len(self.sequences[number]) for number in numbers)
 
@@ -212,17 +210,33 @@ class Run:
         arriving = self._room("back", len(states))
         tokens = sum(state.hidden.shape[1] for state in states)
         with self.stream.head():
-            for at, (state, target) in enumerate(zip(states, original, strict=True)):
-                expected = self.stream.finish(target.hidden)
-                with torch.enable_grad():
-                    leaf = state.hidden.requires_grad_()
-                    logits = self.stream.logits(leaf)
-                _, slope = algorithm.divergence(logits.detach()[0], expected[0])
-                (gradient,) = torch.autograd.grad(logits, leaf, slope[None] / tokens)
+            unit, pairs = partial(self._slope, tokens), list(zip(states, original, strict=True))
+            for at, gradient in enumerate(self.done.workers.stream(unit, pairs, ahead=self.done.allowance.in_flight)):
                 arriving.put(at, gradient)
-                del leaf, logits, slope, gradient
                 give_back_holes()
         return arriving
+
+    def _lost(self, pair: tuple[State, State]) -> float:
+        """Return the sum over a sequence's tokens of the divergence, of the quantized model from the original."""
+        hidden, original = (state.hidden for state in pair)
+        total = 0.0
+        for part in self.stream.parts(hidden.shape[1]):
+            logits, expected = (self.stream.finish(of[:, part])[0] for of in (hidden, original))
+            total += algorithm.divergence(logits, expected)[0]
+        return total
+
+    def _slope(self, tokens: int, pair: tuple[State, State]) -> Tensor:
+        """Return the gradient of a sequence's share of a mean over so many tokens, by what leaves the last layer, [1, S, H]."""
+        hidden, original = (state.hidden for state in pair)
+        found = torch.empty_like(hidden)
+        for part in self.stream.parts(hidden.shape[1]):
+            expected = self.stream.finish(original[:, part])
+            with torch.enable_grad():
+                leaf = hidden[:, part].requires_grad_()
+                logits = self.stream.logits(leaf)
+            _, slope = algorithm.divergence(logits.detach()[0], expected[0])
+            (found[:, part],) = torch.autograd.grad(logits, leaf, slope[None] / tokens)
+        return found
 
     def _back(self, visit: Visit, states: Sequence[State], arriving: HiddenStates, entering: HiddenStates) -> dict[str, Tensor]:
         """Bring gradients back through a layer into `entering`; return those by what is tuned, summed in sample order."""

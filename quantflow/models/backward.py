@@ -32,9 +32,9 @@ from torch import Tensor, nn
 from quantflow.models.capture import LayerStream, State
 from quantflow.models.graph import Layer
 from quantflow.models.hooks import watch
-from quantflow.models.stand_ins import in_parts
+from quantflow.models.stand_ins import FEWEST, in_parts
 
-_ROWS = 64  # positions whose labels are drawn at once; part of which labels they are
+_ROWS = FEWEST  # positions whose labels are drawn at once; part of which labels they are
 
 Observe = Callable[[str, Tensor, Tensor], None]
 """Takes a linear's source name, its input x [1, S, I] and the gradient g [1, S, O] by its output; changes neither."""
@@ -56,22 +56,24 @@ def generator_for(seed: int, index: int) -> torch.Generator:
 def sampled_gradient(stream: LayerStream, hidden: Tensor, *, generator: torch.Generator) -> Tensor:
     """Return the gradient of the loss by the output of the last layer, [1, S, H] float32.
 
-    Not to be called from several threads, as `LayerStream.finish`; cheaper inside `stream.head()`.
+    Inside `stream.head()` several threads may call it; a part of the sequence has logits in memory at a time.
 
     Args:
         stream: the model.
         hidden: the output of the last layer, [1, S, H].
         generator: draws a label for every position.
     """
-    with torch.enable_grad():
-        leaf = hidden.detach().requires_grad_()
-        logits = stream.logits(leaf)
-    difference = logits.detach()[0].float().softmax(dim=-1)  # [S, V]: p, and then p - onehot(y), the gradient by the logits
-    for part in difference.split(_ROWS):  # type: ignore[no-untyped-call]  # drawing takes as much memory as what is drawn from
-        labels = torch.multinomial(part, 1, generator=generator)  # [rows, 1]
-        part.scatter_add_(1, labels, torch.full_like(labels, -1, dtype=part.dtype))
-    (gradient,) = torch.autograd.grad(logits, leaf, difference[None].to(logits.dtype))
-    return gradient
+    found = torch.empty_like(hidden)
+    for part in stream.parts(hidden.shape[1]):
+        with torch.enable_grad():
+            leaf = hidden[:, part].detach().requires_grad_()
+            logits = stream.logits(leaf)
+        difference = logits.detach()[0].float().softmax(dim=-1)  # [R, V]: p, and then p - onehot(y), the gradient by the logits
+        for rows in difference.split(_ROWS):  # type: ignore[no-untyped-call]  # drawing takes as much memory as what is drawn from
+            labels = torch.multinomial(rows, 1, generator=generator)  # [rows, 1]
+            rows.scatter_add_(1, labels, torch.full_like(labels, -1, dtype=rows.dtype))
+        (found[:, part],) = torch.autograd.grad(logits, leaf, difference[None].to(logits.dtype))
+    return found
 
 
 @contextmanager

@@ -14,7 +14,7 @@ Longer than 300 lines because recording and replaying share what a layer is call
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from quantflow.core.groups import spans
 from quantflow.core.parallel import SEQUENTIAL, Workers
 from quantflow.core.qtensor import QuantizedLinear
 from quantflow.errors import InputError, UnsupportedError
@@ -31,7 +32,7 @@ from quantflow.models.graph import Graph
 from quantflow.models.hidden import HiddenStates
 from quantflow.models.load import materialize_, skeleton
 from quantflow.models.names import NameMap
-from quantflow.models.stand_ins import Call, Constant, Head, QuantizedHead, Recorder, Rows, TensorPool, in_parts
+from quantflow.models.stand_ins import Call, Given, Head, QuantizedHead, Recorder, Rows, TensorPool, in_parts, logit_rows
 from quantflow.models.weights import Weights
 
 _CACHE_ARGUMENTS = ("past_key_values", "layer_past")
@@ -90,6 +91,7 @@ class LayerStream:
         self._layers: nn.ModuleList = self.model.get_submodule(graph.family.layers)
         self._originals = tuple(self._layers)
         self._index = {module: index for index, module in enumerate(self._originals)}
+        self._given = Given()
         inside = f"{graph.family.layers}."
         parameters = [name for name, _ in self.model.named_parameters(remove_duplicate=False)]
         self._outer = tuple(name for name in parameters if not name.startswith(inside))
@@ -257,22 +259,30 @@ class LayerStream:
         others = [other for other in self._outer if other not in (name, f"{self._embedding}.weight")]
         linear = linear or self.weights.quantized(source)
         head = QuantizedHead(linear, self.dtype) if linear else Head(self.weights.read([source])[source], dtype=self.dtype)
-        with nullcontext() if inside else self._resident(others), self._in_place_of(self._head, head):
+        with ExitStack() as stack:
+            if not inside:
+                stack.enter_context(self._resident(others))
+                stack.enter_context(self._replaced([self._given] * len(self._originals)))
+            stack.enter_context(self._in_place_of(self._head, head))
             yield
 
     @torch.no_grad()
     def finish(self, hidden: Tensor) -> Tensor:
         """Return the logits [1, S, V] of the last layer's output [1, S, H]; reads the head unless inside `head()`.
 
-        Not to be called from several threads: it changes the model while it runs.
+        Inside `head()` several threads may call it; outside it changes the model while it runs.
         """
         return self.logits(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the same as `finish`; gradients flow where they are enabled."""
-        with self.head(), self._replaced([Constant(hidden) for _ in self._originals]):
+        with self.head(), self._given.giving(hidden):
             logits: Tensor = self.model(inputs_embeds=hidden, use_cache=False).logits
         return logits
+
+    def parts(self, tokens: int) -> list[slice]:
+        """Return a sequence's tokens in parts, each with few enough logits for several threads to have some at once."""
+        return spans(tokens, logit_rows(self.model.config.vocab_size))
 
     @contextmanager
     def _replaced(self, modules: Sequence[nn.Module]) -> Iterator[None]:

@@ -1,5 +1,6 @@
 """What `quantflow.models.capture` puts in the place of parts of the model, and what it keeps of their calls."""
 
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from quantflow.core.qtensor import QuantizedLinear
 LINEAR_ROWS = 256  # of a linear's weight that are converted at once: few enough for a core's cache; it never changes either
 LINEAR_TOKENS = 512  # of its input that are multiplied with these at once
 HEAD_ROWS = 4096  # of the head that are converted at once; part of the result's last digits, so it never changes
+LOGITS, FEWEST = 2**24, 64  # that a thread brings back through the head at once, 64 MiB; and tokens whose logits these are
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,17 +45,27 @@ class Recorder(nn.Module):
         return hidden
 
 
-class Constant(nn.Module):
-    """Stands for a decoder layer: returns the given hidden state whatever it is called with."""
+class Given(nn.Module):
+    """Stands for every decoder layer: returns what the calling thread was given, whatever it is called with."""
 
-    def __init__(self, hidden: Tensor) -> None:
-        """Answer every call with `hidden`, [1, S, H]."""
+    def __init__(self) -> None:
+        """Start with nothing given."""
         super().__init__()
-        self.hidden = hidden
+        self._mine = threading.local()
 
     def forward(self, *_args: Any, **_kwargs: Any) -> Tensor:
-        """Return the hidden state it was made with."""
-        return self.hidden
+        """Return the hidden state that this thread was given."""
+        hidden: Tensor = self._mine.hidden
+        return hidden
+
+    @contextmanager
+    def giving(self, hidden: Tensor) -> Iterator[None]:
+        """Answer every call of this thread with `hidden`, [1, S, H], until the block ends."""
+        self._mine.hidden = hidden
+        try:
+            yield
+        finally:
+            del self._mine.hidden
 
 
 class Rows(nn.Module):
@@ -136,6 +148,11 @@ class _Projection(torch.autograd.Function):
         for part, rows in zip(gradient.split(HEAD_ROWS, dim=-1), torch.split(weight, HEAD_ROWS), strict=True):
             total += product(operand(part), rows.to(ctx.dtype).t().contiguous())
         return total, None, None
+
+
+def logit_rows(vocabulary: int) -> int:
+    """Return how many tokens' logits are LOGITS at most, a multiple of FEWEST and no less."""
+    return max(FEWEST, LOGITS // vocabulary // FEWEST * FEWEST)
 
 
 @contextmanager

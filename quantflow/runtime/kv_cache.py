@@ -1,7 +1,7 @@
 """Keys and values of every layer, allocated once and written in place, in float32, bfloat16, float8 or int8.
 
-decode.c writes and reads them. Values lie as they come, [columns, features]; keys lie with 16 columns side by side, [columns / 16, features, 16], so that one
-step of a vector unit adds a feature to the scores of 16 columns.
+decode.c writes and reads them. Values lie as they come, [columns, features]; keys lie with 16 columns side by side,
+[columns / 16, features, 16], so that one step of a vector unit adds a feature to the scores of 16 columns.
 
 With measured scales (quantflow.core.kv) float8 and int8 are in their units; int8 keeps a NaN as 0 then, having no code for it.
 Without, float8 is e4m3fn as serving systems keep it: keys after the rotation and values lie well inside its range of 448; and

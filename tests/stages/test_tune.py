@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from quantflow.algorithms import tune
 from quantflow.errors import UnsupportedError, UsageError
+from quantflow.models import stand_ins
 from quantflow.models.load import load_model, open_source
 from quantflow.runtime.artifact import open_artifact
 from stages import _memory, _tuning, export, measure, quantize, validate
@@ -95,8 +96,11 @@ def test_the_recorded_divergences_are_those_of_the_artifacts_before_and_after(ll
             assert told["tune"]["steps"] == 6 and told["tune"]["rescaled"] > 0
 
 
-def test_the_first_step_is_against_the_gradient_of_the_whole_model(llama, measured, untuned, tmp_path, monkeypatch):
+@pytest.mark.parametrize("tokens", [1, 20, 64], ids="{} tokens at once through the head".format)
+def test_the_first_step_is_against_the_gradient_of_the_whole_model(llama, measured, untuned, tmp_path, monkeypatch, tokens):
     """By autograd through transformers' model, of the sequences of the first step."""
+    monkeypatch.setattr(stand_ins, "LOGITS", 1)
+    monkeypatch.setattr(stand_ins, "FEWEST", tokens)
     seen, step = [], tune.stepped
 
     def watched(start, before, found, **of):

@@ -9,6 +9,7 @@ from torch.nn import functional
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from quantflow.core.parallel import Workers
+from quantflow.models import stand_ins
 from quantflow.models.backward import backward, generator_for, sampled_gradient
 from quantflow.models.capture import LayerStream
 from quantflow.models.graph import graph_for
@@ -137,6 +138,17 @@ def test_the_gradient_at_the_head_is_that_of_one_label_per_position(tmp_path):
         ]
         nearest = min(float((gradient[0, position] - one).abs().max()) for one in of_labels)
         assert nearest < 1e-5
+
+
+def test_in_parts_the_head_gives_the_gradient_of_the_whole_sequence_with_the_same_labels(tmp_path, monkeypatch):
+    _, stream = opened(tmp_path)
+    hidden = torch.randn(1, 150, 16, generator=torch.Generator().manual_seed(1))
+    whole = sampled_gradient(stream, hidden, generator=generator_for(0, 0))
+    monkeypatch.setattr(stand_ins, "LOGITS", 1)
+    assert [part.stop - part.start for part in stream.parts(150)] == [64, 64, 22]
+    parts = sampled_gradient(stream, hidden, generator=generator_for(0, 0))
+    assert torch.allclose(parts, whole, atol=1e-6)
+    assert (whole.abs().amax(-1) > 0.1).all()  # another label would be another gradient
 
 
 def test_labels_belong_to_the_seed_and_the_number_of_the_sequence():

@@ -22,6 +22,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from quantflow.core.parallel import Workers
 from quantflow.errors import InputError, UnsupportedError, UsageError
 from quantflow.models.capture import LayerStream
 from quantflow.models.graph import graph_for
@@ -116,6 +117,15 @@ def test_logits_of_the_stream_are_those_of_the_stock_model(folder):
         expected = model(sequence[None]).logits
         assert expected.std() > 0.1
         assert torch.equal(stream.finish(state.hidden), expected)
+
+
+def test_threads_that_put_the_head_on_at_once_have_the_logits_of_one(folder):
+    stream = stream_of(folder)
+    hidden = [torch.randn(1, count, 32, generator=torch.Generator().manual_seed(count)) for count in (1, 9, 5, 70) * 5]
+    alone = [stream.finish(x) for x in hidden]
+    with stream.head(), Workers(4) as workers:
+        together = workers.map(stream.finish, hidden)
+    assert all(torch.equal(one, other) for one, other in zip(alone, together, strict=True))
 
 
 @torch.no_grad()
