@@ -111,6 +111,7 @@ class Backward:
             found = self.workers.stream(partial(self._sampled, states), numbers, ahead=self.allowance.in_flight)
             for number, gradient in enumerate(found):
                 gradients.put(number, gradient)
+                give_back_holes()
         gradients.commit(count, key=self.key)
         give_back_holes()
 

@@ -180,8 +180,9 @@ class Run:
             places = self._through([states[number] for number in some], step)
             with self.stream.head():
                 pairs = list(zip(places[-1], [original[number] for number in some], strict=True))
-                total += sum(self.done.workers.stream(self._lost, pairs, ahead=self.done.allowance.in_flight))
-            give_back_holes()
+                for found in self.done.workers.stream(self._lost, pairs, ahead=self.done.allowance.in_flight):
+                    total += found
+                    give_back_holes()
             _close(places)
         return total / sum(len(self.sequences[number]) for number in numbers)
 
@@ -230,12 +231,11 @@ class Run:
         hidden, original = (state.hidden for state in pair)
         found = torch.empty_like(hidden)
         for part in self.stream.parts(hidden.shape[1]):
-            expected = self.stream.finish(original[:, part])
             with torch.enable_grad():
                 leaf = hidden[:, part].requires_grad_()
                 logits = self.stream.logits(leaf)
-            _, slope = algorithm.divergence(logits.detach()[0], expected[0])
-            (found[:, part],) = torch.autograd.grad(logits, leaf, slope[None] / tokens)
+            _, slope = algorithm.divergence(logits.detach()[0], self.stream.finish(original[:, part])[0])
+            (found[:, part],) = torch.autograd.grad(logits, leaf, slope[None].div_(tokens))
         return found
 
     def _back(self, visit: Visit, states: Sequence[State], arriving: HiddenStates, entering: HiddenStates) -> dict[str, Tensor]:

@@ -24,7 +24,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +31,7 @@ from torch import Tensor, nn
 from quantflow.models.capture import LayerStream, State
 from quantflow.models.graph import Layer
 from quantflow.models.hooks import watch
-from quantflow.models.stand_ins import FEWEST, in_parts
+from quantflow.models.stand_ins import FEWEST
 
 _ROWS = FEWEST  # positions whose labels are drawn at once; part of which labels they are
 
@@ -101,9 +100,7 @@ def backward(stream: LayerStream, module: nn.Module, layer: Layer) -> Iterator[T
         (found,) = torch.autograd.grad(output, leaf, gradient)
         return found
 
-    linears: list[Any] = [module.get_submodule(layer.relative(name)) for name in layer.linears]
-    watched = {layer.relative(name): partial(remember, name) for name in layer.linears}
-    with in_parts(linears, dtype=stream.dtype), watch(module, watched):
+    with watch(module, {layer.relative(name): partial(remember, name) for name in layer.linears}):
         yield through
 
 
