@@ -13,7 +13,7 @@ where stored() is rounding to the dtype in which the layout keeps scales, which 
 takes the steps; their length falls to zero in a straight line.
 
 A linear by itself knows only its own error. Here the scales of all of them make up for what all of them lost together, so this
-is worth the more the fewer bits there are (benchmarks/README.md has what it makes of yaqa at 2, 3 and 4 bits).
+is worth the more the fewer bits there are (docs/accuracy.md has what it makes of yaqa at 2, 3 and 4 bits).
 Source: Chen et al. 2024, "EfficientQAT", arXiv:2407.11062, section 3.3 (scales alone, end to end; there towards labels, here
 towards the original as Hinton et al. 2015, arXiv:1503.02531, section 2); Kingma, Ba 2014, arXiv:1412.6980, algorithm 1.
 """

@@ -146,7 +146,7 @@ class _Projection(torch.autograd.Function):
         (gradient,) = gradients
         total = gradient.new_zeros(*gradient.shape[:-1], weight.shape[1])
         for part, rows in zip(gradient.split(HEAD_ROWS, dim=-1), torch.split(weight, HEAD_ROWS), strict=True):
-            turned = torch.empty(rows.shape[::-1], dtype=ctx.dtype, device=rows.device).copy_(rows.t())  # in one step: once
+            turned = torch.empty(rows.shape[::-1], dtype=ctx.dtype, device=rows.device).copy_(rows.t())
             total += product(operand(part), turned)
         return total, None, None
 
