@@ -13,6 +13,7 @@ import random
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = Path(__file__).parent / "peers"
 EXAMPLE = ROOT / "examples" / "tiny-llama"
 SEED = 0
+PAUSE = 0.3  # seconds before a question: threads of the program asked before wait for work by spinning, on these cores
 BUSY = 0.7  # load average above which seconds mean little
 SCHEMES = ("W4A16", "W4A8", "W8A8", "FP8_DYNAMIC")
 HEAD = "W8A16"  # of all of them: OpenVINO's head has 8 bits too
@@ -141,6 +143,7 @@ def _rounds(programs: Sequence[Program], given: argparse.Namespace) -> list[floa
         for batch in given.batches:
             for program in programs:
                 rows = [draw.choices(TOKENIZER_IDS[: given.vocabulary], k=given.prompt) for _ in range(batch)]
+                time.sleep(PAUSE)
                 answer = program.ask({"rows": rows, "new": given.new})
                 if turn:
                     decode = batch / statistics.median(answer["steps"])

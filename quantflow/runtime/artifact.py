@@ -5,6 +5,7 @@ quantized linear are those its scheme names, all others are parameters of the fa
 decides that from the headers; values are checked when they are read. What does not add up is an error.
 """
 
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,11 +133,9 @@ class Artifact:
         if self.kv_cache is None:
             return ()
         heads = getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads
-        found = []
-        for name in (layer.attention for layer in graph_for(self.config).layers):
-            tensors = read_tensors(self.checkpoint, compressed_tensors.kv_tensor_names(name))
-            found.append(compressed_tensors.decode_kv(name, tensors, self.kv_cache, kv_heads=heads))
-        return tuple(found)
+        names = [layer.attention for layer in graph_for(self.config).layers]
+        tensors = {name: read_tensors(self.checkpoint, compressed_tensors.kv_tensor_names(name)) for name in names}
+        return tuple(compressed_tensors.decode_kv(name, tensors[name], self.kv_cache, kv_heads=heads) for name in names)
 
     def prepare(self, name: str) -> QuantLinear:
         """Read the quantized linear `name` and make the module that runs it; no model is touched.
@@ -232,12 +231,11 @@ def open_artifact(
     schemes = {name: scheme for name, scheme in found.items() if scheme is not None}
     parameters = _parameters(checkpoint, schemes, _claimed(schemes, config if kv_cache else None))
     to_source = _bound(model, names, parameters, linears={name: modules[name] for name in schemes})
-    device = torch.device(device)
-    linears = {}
+    device, linears, alike = torch.device(device), {}, functools.cache(functools.partial(choose, backend=backend))
     for name, scheme in schemes.items():
         original: Any = model.get_submodule(modules[name])
         shape = (original.out_features, original.in_features)
-        chosen, reasons = choose(Case(scheme=scheme, device=device, shape=shape, dtype=dtype), backend=backend)
+        chosen, reasons = alike(Case(scheme=scheme, device=device, shape=shape, dtype=dtype))
         linears[name] = Placement(scheme=scheme, shape=shape, backend=chosen, reasons=reasons)
     return Artifact(
         checkpoint=checkpoint,
