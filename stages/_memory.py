@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MAPPED = 8 << 20  # bytes from which a block is a mapping of its own
-KEPT = 4 << 20  # bytes that lie free at the end of the heap, for the next unit, at least; twice as many at most
+KEPT = 24 << 20  # bytes that lie free at the end of the heap, for the next unit, at least; twice as many at most
 CREATED = 100_000  # objects, from which cycles are searched for while Python imports
 _MMAP_THRESHOLD, _TRIM_THRESHOLD, _TOP_PAD, _ARENA_MAX = -3, -1, -2, -8  # of mallopt, see mallopt(3)
 _CREATED_BEFORE = gc.get_threshold()[0]

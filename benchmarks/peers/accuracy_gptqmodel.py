@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 def quantize(model: str, rows: list[list[int]], output: Path, settings: dict[str, Any]) -> Report:
     """Load, quantize with the given token ids, save."""
     chosen = QuantizeConfig(bits=settings["bits"], group_size=settings["group_size"], sym=settings["symmetric"])
+    chosen.act_group_aware = chosen.act_group_aware and chosen.group_size > 0  # it refuses its own default without groups
     loaded = GPTQModel.load(model, chosen, device="cpu")
     begin = time.monotonic()
     loaded.quantize([{"input_ids": row, "attention_mask": [1] * len(row)} for row in rows], batch_size=1)

@@ -67,7 +67,8 @@ class HessianObserver:
             for span, strip in zip(spans(self._features, ROWS), strips, strict=True):
                 if span.stop > columns.start:
                     stop = min(span.stop, columns.stop)
-                    left = operand(_turned(rows, span))
+                    within = slice(span.start - columns.start, span.stop - columns.start)
+                    left = operand(right[within] if stop == span.stop else _turned(rows, span))
                     strip[:, columns.start : stop] += product(left, right[: stop - columns.start]).cpu()
         self._strips, self._count = strips, self._count + rows.shape[0]
 
