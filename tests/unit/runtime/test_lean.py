@@ -248,6 +248,20 @@ def test_fifty_prompts_continue_with_the_64_tokens_of_transformers(example):
     assert torch.equal(generate(decoder, tokens, padding=padding, max_new_tokens=64), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernels_choose_the_token_of_the_reference_99_times_of_100(dtype, example):
+    folder, _ = example
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "examples/tiny-llama")
+    text = "".join((ROOT / "examples/tiny-llama" / name).read_text() for name in ("train.py", "plant_outliers.py"))
+    tokens = torch.tensor(tokenizer(text)["input_ids"][: 8 * 256]).view(8, 256)
+    chosen = []
+    for settings in ({"backend": "reference"}, {"backend": "auto", "dtype": dtype}):
+        decoder = LeanDecoder(open_artifact(folder, verify=False, **settings))
+        decoder.begin(rows=8, capacity=256)
+        chosen.append(decoder.forward(tokens, last_only=False).argmax(dim=-1))
+    assert (chosen[0] == chosen[1]).float().mean() >= 0.99
+
+
 def test_speculation_gives_the_tokens_of_greedy_decoding(example):
     folder, _ = example
     decoder = LeanDecoder(open_artifact(folder, verify=False))
