@@ -167,10 +167,9 @@ def _filled(artifact: Artifact) -> PreTrainedModel:
 
 def _pack(folder: Path, digest: str, backend: str, dtype: torch.dtype, wire: Wire | None, *, verify: bool) -> packed.Pack:
     """Return the pack of an artifact for these choices on this machine."""
-    part = () if wire is None else (wire.rank, wire.world)
-    inputs = (digest, dtype, backend, native.why_not(kernels.SOURCE, needs=kernels.NEEDS) is None, *part)
+    choices = (backend, dtype, native.why_not(kernels.SOURCE, needs=kernels.NEEDS) is None, wire and (wire.rank, wire.world))
     code = [Path(module.__file__ or "") for module in (kernels, lean, operations, packed, projection)]
-    name = packed.name_of(*inputs, sources=(*code, kernels.SOURCE))
+    name = packed.name_of(digest, *choices, sources=(*code, kernels.SOURCE))
     return packed.Pack(folder.with_name(f"{folder.name}-packed") / name, verify=verify)
 
 

@@ -71,6 +71,39 @@ def test_a_flipped_bit_is_an_integrity_error_unless_nothing_is_verified(where, t
     load(folder, decoder="auto", pack=True, verify=False)
 
 
+def flip(content: bytearray, at: int) -> None:
+    content[at] ^= 128
+
+
+def exchange(content: bytearray, at: int) -> None:
+    content[at : at + 8192] = content[at + 4096 : at + 8192] + content[at : at + 4096]
+
+
+@pytest.mark.parametrize("change", [flip, exchange])
+@pytest.mark.parametrize("page", [0, 7, 42])
+def test_a_flipped_bit_and_two_exchanged_pages_of_a_large_tensor_are_integrity_errors(change, page, tmp_path):
+    pack = Pack(tmp_path / "a.safetensors", verify=True)
+    pack.get("x", lambda: {"y": torch.arange(1 << 16, dtype=torch.int32)[: 45 * 1024 + 16], "z": torch.arange(7)})
+    pack.save()
+    content = bytearray(pack.path.read_bytes())
+    change(content, len(content) - 7 * 8 - (45 * 1024 + 16) * 4 + page * 4096)
+    pack.path.write_bytes(content)
+    with pytest.raises(IntegrityError, match="its data is not what was written; remove the file; it is made again"):
+        Pack(pack.path, verify=True)
+
+
+@pytest.mark.parametrize("back", [1, 7 * 8, 7 * 8 + 1, 7 * 8 + 64], ids=["last", "first of the last", "last before it", "tail"])
+def test_bytes_outside_of_whole_pages_count_too(back, tmp_path):
+    pack = Pack(tmp_path / "a.safetensors", verify=True)
+    pack.get("x", lambda: {"y": torch.arange(1024 + 16, dtype=torch.int32), "z": torch.arange(7)})
+    pack.save()
+    content = bytearray(pack.path.read_bytes())
+    flip(content, len(content) - back)
+    pack.path.write_bytes(content)
+    with pytest.raises(IntegrityError, match="its data is not what was written; remove the file; it is made again"):
+        Pack(pack.path, verify=True)
+
+
 def test_a_tensor_by_another_name_and_a_file_of_none_are_integrity_errors(tmp_path):
     path = tmp_path / "a.safetensors"
     pack = Pack(path, verify=True)
