@@ -494,6 +494,9 @@ def generate(artifact: str, as_json: bool, quiet: bool, **options: Any) -> None:
              quantflow generate work/4-export --prompts questions.jsonl --column question --chat --batch-size 8 --json
              quantflow generate work/4-export --prompt "def main():" --num-beams 4 --num-return-sequences 2
     """
+    from stages._model_code import import_model_code
+
+    import_model_code()
     from stages import generate as stage
     from stages._config import bars_wanted
     from stages._generate_job import job_from
@@ -534,6 +537,9 @@ def bench(artifact: str | None, kernels: bool, as_json: bool, quiet: bool, **opt
     Example: quantflow bench work/4-export -b 1 -b 8 --input-tokens 256 --new-tokens 32
              quantflow bench --kernels --scheme W4A16,W4A8 --shape 4096x4096 --tokens 1,256
     """
+    from stages._model_code import import_model_code
+
+    import_model_code()
     from quantflow.errors import UsageError
     from stages import _latency
     from stages import bench as stage
@@ -580,6 +586,9 @@ def inspect(path: str, backends: bool, dtype: str, as_json: bool, **_shared: Any
              quantflow inspect work/4-export --backends --dtype bfloat16
     """
     if backends:
+        from stages._model_code import import_model_code
+
+        import_model_code()
         from stages import _backends
 
         rows = _backends.backends(Path(path), dtype=dtype)

@@ -19,12 +19,18 @@ from quantflow.errors import InputError, IntegrityError
 _AGAIN = "copy or export the artifact again"
 
 
-def verify(folder: Path, *, map_all: Callable[[Callable[[str], None], Sequence[str]], Iterable[None]] = map) -> dict[str, Any]:
+def verify(
+    folder: Path,
+    *,
+    map_all: Callable[[Callable[[str], None], Sequence[str]], Iterable[None]] = map,
+    manifest: dict[str, Any] | None = None,
+) -> dict[str, Any]:
     """Check an artifact, reading all of it once.
 
     Args:
         folder: the artifact.
         map_all: applies a function to every item, in order, such as `Workers.map`.
+        manifest: its quantflow.json, where it has been read before.
 
     Returns:
         layout_version, digest, proof; files and bytes that were hashed; the unhashed files that are there; tensors and
@@ -35,7 +41,7 @@ def verify(folder: Path, *, map_all: Callable[[Callable[[str], None], Sequence[s
         InputError: the folder or its manifest is missing, or a header is malformed and its hash is the recorded one.
         UnsupportedError: the manifest has a newer layout version.
     """
-    manifest = read_manifest(folder)
+    manifest = manifest or read_manifest(folder)
     recorded = manifest["files"]
     listing = list_files(folder, follow_links=False)
     if listing.others:

@@ -214,9 +214,10 @@ def open_artifact(
     if dtype not in _DTYPES:
         raise UsageError(f"dtype {dtype}", f"use one of {', '.join(map(str, _DTYPES))}")
     folder = Path(folder)
+    manifest = manifest or read_manifest(folder)
     if verify:
-        verify_artifact(folder)
-    manifest, checkpoint = manifest or read_manifest(folder), open_checkpoint(folder)
+        verify_artifact(folder, manifest=manifest)
+    checkpoint = open_checkpoint(folder)
     quantization = checkpoint.config.get("quantization_config")
     if not isinstance(quantization, dict):
         raise InputError(f"{folder / 'config.json'}: no quantization_config", "give the folder of an exported artifact")

@@ -113,9 +113,8 @@ def load(
         manifest = read_manifest(folder)
         kept = _pack(folder, manifest["digest"], backend, dtype, wire, verify=verify)
         if kept.complete and verify:  # the weights' own files are not read, and the pack has been checked
-            verify_artifact(
-                folder, map_all=lambda check, names: map(check, (n for n in names if not n.endswith(".safetensors")))
-            )
+            others = [name for name in manifest["files"] if not name.endswith(".safetensors")]
+            verify_artifact(folder, map_all=lambda check, _: map(check, others), manifest=manifest)
             verify = False
     artifact = open_artifact(folder, backend=backend, dtype=dtype, verify=verify, device=device, manifest=manifest)
     reason = "it was not asked for" if decoder == "transformers" else lean.why_not(artifact)

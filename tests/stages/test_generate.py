@@ -1,6 +1,7 @@
 """`generate`: where prompts come from, which way they are continued, and what is printed."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -51,6 +52,22 @@ def generate(artifact, capsys):
         return json.loads(out) if out else err
 
     return call
+
+
+def test_the_verb_gives_the_same_tokens_without_importing_what_compiles_and_shards_models(artifact, generate):
+    script = """
+import subprocess
+import sys
+from stages.cli import cli
+cli(sys.argv[1:], standalone_mode=False)
+print(*sorted(sys.modules))
+"""
+    words = ("--prompt", "def", "--max-new-tokens", "8", "--json", "-q")
+    command = [sys.executable, "-c", script, "generate", str(artifact), *words]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    result, modules = told.rstrip().rsplit("\n", 1)
+    assert not {"torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "sympy"} & set(modules.split())
+    assert json.loads(result)["outputs"] == generate(*words[:4])["outputs"]
 
 
 def given(prompts=PROMPTS):

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from quantflow.artifact.ledger import Ledger, LedgerEntry
-from quantflow.artifact.manifest import BODY_KEYS, build_manifest, write_manifest
+from quantflow.artifact.manifest import BODY_KEYS, build_manifest, read_manifest, write_manifest
 from quantflow.artifact.verify import verify
 from quantflow.errors import InputError, IntegrityError, QuantflowError, UnsupportedError
 
@@ -77,6 +77,15 @@ def test_an_intact_artifact_is_reported_with_its_counts(artifact):
     assert (report["tensors"], report["tensor_bytes"]) == (2, 5)
     assert report["source_bytes"] == {"source": 9, "quantized": 3, "copied": 3, "changed": 0, "dropped": 3}
     assert report["unhashed"] == ["README.md"]
+
+
+def test_a_manifest_that_was_read_before_is_not_read_again_and_files_are_checked_alike(artifact):
+    manifest, expected = read_manifest(artifact), verify(artifact)
+    (artifact / "quantflow.json").write_text("{}")
+    assert verify(artifact, manifest=manifest) == expected
+    (artifact / "config.json").write_text("{}")
+    with pytest.raises(IntegrityError, match=r"^config\.json: 2 bytes, quantflow\.json records 22"):
+        verify(artifact, manifest=manifest)
 
 
 @pytest.mark.parametrize("name", FILES)
