@@ -94,7 +94,7 @@ def _digest(specs: Mapping[str, Spec], data: Iterable[memoryview]) -> str:
     digest = hashlib.sha256(json.dumps(list(specs.items())).encode())
     for piece in data:
         if whole := 0 if len(piece) % _LINE else len(piece) // _BLOCK * _BLOCK:
-            digest.update(torch.frombuffer(piece[:whole], dtype=torch.int64).view(-1, _BLOCK // 8).sum(1).numpy())
+            digest.update(bytes_of(torch.frombuffer(piece[:whole], dtype=torch.int64).view(-1, _BLOCK // 8).sum(1)))
         digest.update(piece[whole:])
     return digest.hexdigest()
 
