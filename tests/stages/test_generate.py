@@ -56,7 +56,6 @@ def generate(artifact, capsys):
 
 def test_the_verb_gives_the_same_tokens_without_importing_what_compiles_and_shards_models(artifact, generate):
     script = """
-import subprocess
 import sys
 from stages.cli import cli
 cli(sys.argv[1:], standalone_mode=False)
