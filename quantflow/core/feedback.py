@@ -10,6 +10,7 @@ Source: Chee et al. 2023, arXiv:2307.13304 (LDLQ), which shows that it takes GPT
 """
 
 import math
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -29,6 +30,10 @@ from quantflow.errors import StatisticsError
 BLOCK = 128  # columns whose errors reach the columns after them in one product
 _SUB_BLOCK = 32  # columns within a block, likewise
 DAMPINGS = (0.01, 0.1, 1.0)  # tried in this order, as fractions of the mean diagonal
+
+# One thread at a time goes from column to column, while others multiply: what is done with a column is so short that two
+# threads would mostly hand the interpreter's lock to each other, and be slower than one.
+_ONE_AT_A_TIME = threading.Lock()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,18 +195,19 @@ def round_columns_(
         start = max(0, stop - BLOCK)
         target = torch.addmm(work[start:stop], lower[stop:, start:stop].T, work[stop:])  # [B, R]
         within = lower[start:stop, start:stop].T.contiguous()  # [B, B]: row i says what reaches column i
-        for end in range(stop - start, 0, -_SUB_BLOCK):
-            begin = max(0, end - _SUB_BLOCK)
-            target[begin:end].addmm_(within[begin:end, end:], work[start + end : stop])
-            for i in range(end - 1, begin - 1, -1):
-                wanted, error = target[i], work[start + i]
-                if i + 1 < end:
-                    wanted.addmv_(work[start + i + 1 : start + end].T, within[i, i + 1 : end])
-                group = places[start + i] // group_size
-                zero_point = None if zero_points is None else zero_points[group]
-                torch.div(wanted, scales[group], out=rounded)
-                qvalue[places[start + i]] = affine.round_(rounded, zero_point, scheme)
-                if zero_point is not None:
-                    rounded -= zero_point
-                error -= rounded.mul_(scales[group])
+        with _ONE_AT_A_TIME:
+            for end in range(stop - start, 0, -_SUB_BLOCK):
+                begin = max(0, end - _SUB_BLOCK)
+                target[begin:end].addmm_(within[begin:end, end:], work[start + end : stop])
+                for i in range(end - 1, begin - 1, -1):
+                    wanted, error = target[i], work[start + i]
+                    if i + 1 < end:
+                        wanted.addmv_(work[start + i + 1 : start + end].T, within[i, i + 1 : end])
+                    group = places[start + i] // group_size
+                    zero_point = None if zero_points is None else zero_points[group]
+                    torch.div(wanted, scales[group], out=rounded)
+                    qvalue[places[start + i]] = affine.round_(rounded, zero_point, scheme)
+                    if zero_point is not None:
+                        rounded -= zero_point
+                    error -= rounded.mul_(scales[group])
     return qvalue

@@ -1,6 +1,8 @@
 """GPTQ: by hand, as properties, against two textbook forms, at the edges, its errors, and why it exists."""
 
 import math
+import threading
+import time
 from dataclasses import replace
 
 import pytest
@@ -9,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantflow.algorithms import ALGORITHMS, gptq, rtn
-from quantflow.core import float8
+from quantflow.core import affine, feedback, float8
 from quantflow.core.parallel import Workers
 from quantflow.core.result import GroupResult
 from quantflow.core.scheme import LinearScheme, TensorScheme, preset, with_float8, with_group_size
@@ -393,6 +395,32 @@ def test_the_number_of_workers_does_not_change_a_bit(scheme):
         assert torch.equal(one.qvalue, other.qvalue)
         assert torch.equal(one.scale, other.scale)
         assert one.zero_point is None or torch.equal(one.zero_point, other.zero_point)
+
+
+def test_one_thread_at_a_time_goes_through_columns(monkeypatch):  # two would hand the interpreter's lock to each other
+    here, most, lock = [], [], threading.Lock()
+    plain = affine.round_
+
+    def watched(scaled, *about):
+        if scaled.dim() > 1:  # what the result is compared with
+            return plain(scaled, *about)
+        with lock:
+            here.append(threading.get_ident())
+            most.append(len(here))
+        time.sleep(0.001)  # for another thread to come
+        with lock:
+            here.remove(threading.get_ident())
+        return plain(scaled, *about)
+
+    monkeypatch.setattr(feedback.affine, "round_", watched)
+    columns = feedback.BLOCK + 32
+    statistics = statistics_of(correlated_inputs(64, columns, seed=8))
+    with Workers(3) as workers:
+        gptq.quantize_group(
+            {"q": random(2000, columns)}, W4_CHANNEL, statistics=statistics, scale_dtype=torch.float32, workers=workers
+        )
+    assert len(most) == 2 * columns  # of two units
+    assert set(most) == {1}
 
 
 def test_damage_beside_the_diagonal_is_found():
