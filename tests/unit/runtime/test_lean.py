@@ -262,6 +262,21 @@ def test_the_kernels_choose_the_token_of_the_reference_99_times_of_100(dtype, ex
     assert (chosen[0] == chosen[1]).float().mean() >= 0.99
 
 
+@pytest.mark.parametrize("scheme", ["W4A8", "W8A8"])
+def test_the_kernels_choose_transformers_token_99_times_of_100_along_what_it_generates(scheme, make_artifact, tmp_path):
+    """Where inputs are rounded too: two sums of another order round some of them to another code."""
+    model = AutoModelForCausalLM.from_pretrained(ROOT / "examples/tiny-llama", dtype=torch.float32).eval()
+    model = make_artifact(tmp_path, model.config, PRESETS[scheme], model=model)
+    text = AutoTokenizer.from_pretrained(ROOT / "examples/tiny-llama")((ROOT / "examples/tiny-llama/train.py").read_text())
+    prompts = torch.tensor(text["input_ids"]).unfold(0, 16, 40)[:50]
+    expected = generate(model, prompts, max_new_tokens=64)
+    decoder = LeanDecoder(open_artifact(tmp_path, backend="auto", dtype=torch.float32, verify=False))
+    decoder.begin(rows=50, capacity=80)
+    chosen = decoder.forward(expected[:, :-1], last_only=False)[:, 15:].argmax(dim=-1)
+    assert chosen.shape == (50, 64)
+    assert (chosen == expected[:, 16:]).float().mean() >= 0.99
+
+
 def test_speculation_gives_the_tokens_of_greedy_decoding(example):
     folder, _ = example
     decoder = LeanDecoder(open_artifact(folder, verify=False))
