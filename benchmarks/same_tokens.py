@@ -1,7 +1,7 @@
 """How often each way to run an artifact chooses the token of the reference backend in float32.
 
-After each of 2,048 tokens of Python, and along 50 prompts of 16 of them with the 64 tokens by which transformers' modules
-continue each greedily. Those are surer of themselves than people's text is.
+After each of 2,048 tokens of Python; and along 50 prompts of 16 of them with the 64 tokens by which transformers' modules
+continue each greedily: a model is surer of its own text than of people's.
 
 python benchmarks/same_tokens.py artifacts/runtime/example/*-head-W8A16        README.md says what is run
 """
