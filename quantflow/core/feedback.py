@@ -32,7 +32,7 @@ _SUB_BLOCK = 32  # columns within a block, likewise
 DAMPINGS = (0.01, 0.1, 1.0)  # tried in this order, as fractions of the mean diagonal
 
 # One thread at a time goes from column to column, while others multiply: what is done with a column is so short that two
-# threads would mostly hand the interpreter's lock to each other, and be slower than one.
+# threads would hand the interpreter's lock to each other at every step.
 _ONE_AT_A_TIME = threading.Lock()
 
 
