@@ -169,7 +169,7 @@ def tuning_moments(model: ModelSize, plan: Plan, tokens: int) -> list[tuple[int,
 
 
 def tuning_disk(model: ModelSize, plan: Plan, lengths: Sequence[int], *, layers: int) -> int:
-    """Files while scales are tuned: the layers as they were, hidden states, and what is tuned before a step and after it.
+    """Files while scales are tuned: the layers as they were and what smoothed them, hidden states, and what is tuned, twice.
 
     Of every sequence there is what enters the first layer and what leaves the last one, twice while that is written; of
     those of a step what enters each layer, and a gradient on either side of one.
@@ -185,6 +185,8 @@ def tuning_disk(model: ModelSize, plan: Plan, lengths: Sequence[int], *, layers:
     _, scales = _quantized(model, plan)
     some = hidden_bytes(model, sorted(lengths)[-plan.tune.sequences :])
     count = len(model.layers)
+    if plan.smoothings:
+        layers += count * FLOAT * sum(len(names) * k + sum(outputs) for names, outputs, k in model.layer.groups)
     return layers + 3 * hidden_bytes(model, lengths) + (count + 3) * some + 2 * 3 * FLOAT * scales * count
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from quantflow.core.scheme import LinearScheme
 from quantflow.errors import UnsupportedError, UsageError
 from quantflow.models.graph import Graph
-from quantflow.transforms import hadamard
+from quantflow.transforms import ROTATIONS, hadamard
 
 LEARNING = "signround"  # a key of BLOCK_ALGORITHMS
 _INTEGERS = ("hqq", "yaqa", LEARNING)  # algorithms that have nothing to choose of float8
@@ -59,26 +59,26 @@ def check_learning(name: str, scheme: LinearScheme, graph: Graph, *, ranks: int)
         raise UsageError(f"{name}: {LEARNING} with --ranks {ranks}", "quantize with one process, or use gptq")
 
 
-def check_tuning(name: str, scheme: LinearScheme, graph: Graph, *, transforms: int, ranks: int) -> None:
+def check_tuning(name: str, scheme: LinearScheme, graph: Graph, *, transforms: Sequence[str], ranks: int) -> None:
     """Refuse what scales cannot be tuned end to end for.
 
     Args:
         name: of the artifact.
         scheme: of some of its linears.
         graph: the model's.
-        transforms: how many there are.
+        transforms: by name.
         ranks: how many cards share it.
 
     Raises:
-        UsageError: the scheme is float8, has one scale for all rows, or quantizes inputs; transforms; several cards.
+        UsageError: the scheme is float8, has one scale for all rows, or quantizes inputs; a rotation; several cards.
         UnsupportedError: a mixture of experts.
     """
     how = "leave `tune` out, or give `--tune 0`"
     if scheme.weights.kind != "int" or scheme.weights.granularity == "per_tensor" or scheme.input is not None:
         words = "it tunes scales per channel or group of integer weights, inputs as they are"
         raise UsageError(f"{name}: tune with scheme {scheme.name}; {words}", how)
-    if transforms:
-        raise UsageError(f"{name}: tune with transforms; it compares with the model as it is", how)
+    if rotations := [transform for transform in transforms if transform in ROTATIONS]:
+        raise UsageError(f"{name}: tune with {rotations[0]}; it runs the layers of the model as it is", how)
     if graph.sparse:
         raise UnsupportedError(f"{name}: tune of a {graph.family.model_type}; experts' scales are not tuned", how)
     if ranks > 1:

@@ -54,15 +54,27 @@ def entries_of(text: str) -> tuple[Quantize, ...]:
 def statistics_for(entries: Sequence[Quantize]) -> tuple[str, ...]:
     """Return the observers that measure has to run for all of these artifacts, possibly none.
 
-    Hessians and rows are not among them: they live for one layer, inside quantize, which needs the token ids alone.
+    What quantize takes for itself is not among them; it needs the token ids alone.
 
     Raises:
         UsageError: a scheme, algorithm or transform is unknown.
     """
-    needs = frozenset().union(*(needs_of(entry, _schemes_named(entry)) for entry in entries)) - {ROWS}
+    each = [needs_of(entry, _schemes_named(entry)) for entry in entries]
+    needs = frozenset().union(*(needs - seen_in_quantize(needs) for needs in each))
     if any(entry.kv_cache is not None for entry in entries):  # what the caches store is measured wherever layers run
         needs |= {"amax"}
-    return tuple(name for name in observers_for(needs) if name != "hessian")
+    return observers_for(needs)
+
+
+def seen_in_quantize(needs: frozenset[str]) -> frozenset[str]:
+    """Return the statistics, of those that an artifact needs, that quantize takes for itself from the text that runs there.
+
+    Hessians and rows live for one layer. Where both are taken, all of the text runs; the channels' maxima, which a search reads
+    beside its rows, are then seen on the way, and a measurement for the same algorithm without a search will do.
+    """
+    alone = {"hessian_sum", ROWS}
+    ranges = {"amax", "min_val", "max_val", "counts"}  # of static inputs: they are measured, and the channels with them
+    return needs & (alone | {"channel_amax"} if alone <= needs and not needs & ranges else alone)
 
 
 def _schemes_named(entry: Quantize) -> list[LinearScheme]:
@@ -122,7 +134,7 @@ def algorithm_of(entry: Quantize) -> str:
             raise UsageError(f"{entry.name}: {algorithm}: start={learned.start!r} is no algorithm to start from", words)
         return learned.start
     if algorithm == BEST:
-        return _best(scheme.weights, transforms=len(transforms_of(entry)))
+        return _best(scheme.weights, rotated=any(name in ROTATIONS for name, _ in transforms_of(entry)))
     if algorithm not in ALGORITHMS:
         known = [*ALGORITHMS, *BLOCK_ALGORITHMS, BEST]
         raise UsageError(f"{entry.name}: algorithm {algorithm!r} is unknown", nearest(algorithm, known))
@@ -169,13 +181,13 @@ def tune_of(entry: Quantize, *, sparse: bool = False) -> Tune | None:
     return Tune() if tuned and not sparse else None
 
 
-def _best(weights: TensorScheme, *, transforms: int) -> str:
+def _best(weights: TensorScheme, *, rotated: bool) -> str:
     """Return the algorithm that `best` stands for, of such weights.
 
-    Measured beside the others (benchmarks/accuracy.py) for 4 bits; other bits below 8 follow it. gptq goes with transforms and
+    Measured beside the others (benchmarks/accuracy.py) for 4 bits; other bits below 8 follow it. gptq goes with rotations and
     float8, which yaqa does not.
     """
-    return "gptq" if transforms or weights.kind != "int" or weights.num_bits == 8 else "yaqa"
+    return "gptq" if rotated or weights.kind != "int" or weights.num_bits == 8 else "yaqa"
 
 
 def needs_of(entry: Quantize, schemes: Sequence[LinearScheme]) -> frozenset[str]:
@@ -200,10 +212,10 @@ def needs_of(entry: Quantize, schemes: Sequence[LinearScheme]) -> frozenset[str]
             f"{entry.name}: input_observer={entry.input_observer!r} with transform {transforms[0][0]}",
             "histograms are those of the inputs as they are: give `transforms: []`, or leave input_observer out",
         )
-    if GRADIENT_SUM in needs and transforms:
+    if GRADIENT_SUM in needs and transforms and transforms[0][0] in ROTATIONS:
         raise UsageError(
             f"{entry.name}: {algorithm_of(entry)} with transform {transforms[0][0]}",
-            "gradients are those by the outputs as they are: leave transforms out, or use gptq",
+            "gradients are those by the outputs as they are: leave it out, or use gptq",
         )
     if entry.mixed and transforms:
         raise UsageError(
@@ -219,9 +231,8 @@ def transforms_of(entry: Quantize) -> tuple[tuple[str, Mapping[str, Any]], ...]:
     Raises:
         UsageError: one is unknown, has no such option, or does not stand where it has to.
     """
-    given = entry.transforms if entry.transforms is not None else tuple({name: {}} for name in preset(entry.scheme).transforms)
     result = []
-    for item in given:
+    for item in _usual_transforms(entry) if entry.transforms is None else entry.transforms:
         for name, options in item.items():
             if name not in KNOWN:
                 raise UsageError(f"{entry.name}: transform {name!r} is unknown", nearest(str(name), list(KNOWN)))
@@ -241,3 +252,16 @@ def transforms_of(entry: Quantize) -> tuple[tuple[str, Mapping[str, Any]], ...]:
         names = ", ".join(name for name, _ in result)
         raise UsageError(f"{entry.name}: transforms {names}", "rotate once, before all other transforms")
     return tuple(result)
+
+
+def _usual_transforms(entry: Quantize) -> tuple[Mapping[str, Any], ...]:
+    """Return what an entry gets that names no transforms: its scheme's, and `best` of integers that have none a search.
+
+    Where schemes are chosen there are none, since sensitivities are those of the weights as they are.
+    """
+    scheme = preset(entry.scheme)
+    searched = (entry.algorithm or scheme.algorithm) == BEST and scheme.weights.kind == "int"
+    if searched and not scheme.transforms and not entry.mixed:
+        linears = {} if entry.kv_cache is None else {"linears": False}  # a cache's scales are those of values as they are
+        return ({"smoothquant": {"alpha": "auto", **linears}},)
+    return tuple({name: {}} for name in scheme.transforms)

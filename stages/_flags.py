@@ -58,9 +58,12 @@ def limits(shared: dict[str, Any]) -> dict[str, Any]:
     return {f"resources.{name}": shared[name] for name in ("max_memory", "max_disk", "disk_offload")}
 
 
-def number_or_word(text: str) -> float | str:
-    """Return a flag's value as a recipe would hold it: `0.5` is a number, `auto` is a word."""
+def transforms_from(alpha: str | None) -> list[dict[str, Any]] | None:
+    """Return what --smoothquant says as a recipe would hold it: a number, `auto`, or `none` for no transforms."""
+    if alpha is None or alpha == "none":
+        return None if alpha is None else []
     try:
-        return float(text)
+        value: float | str = float(alpha)
     except ValueError:
-        return text
+        value = alpha
+    return [{"smoothquant": {"alpha": value}}]

@@ -40,6 +40,7 @@ from stages._resources import Allowance
 from stages._rotate import prove_rotation, rotated_source, write_outside
 from stages._share import Share
 from stages._slices import sliced
+from stages._smooth import is_factor
 from stages._team import Team
 from stages._unchanged import refuse_unchanged
 from stages._work import LayerWork
@@ -162,7 +163,9 @@ class Forward:
             found |= {} if work.experts is None else {"experts": work.experts}
             found |= kv_record(self.measurement, layer, self.plan.kv_cache)
             found |= {"key": layer_key, "canary": tensor_hash(output)} | self.share.record(layer)
-            _state.write_layer(path, sliced(work.tensors, layer.linears, self.plan.schemes, self.share), found)
+            tensors = sliced(work.tensors, layer.linears, self.plan.schemes, self.share)
+            tensors |= {} if self.made == self.output else work.factors  # which tuning smooths the original layer with
+            _state.write_layer(path, tensors, found)
         if more:
             if learned or not original:
                 self.progress.doing("through the quantized layer")
@@ -227,13 +230,12 @@ def canary_tokens(source: Source, measurement: Measurement | None, seed: int) ->
 def read_back(module: nn.Module, layer: Layer, plan: Plan, path: Path) -> None:
     """Put a finished layer's tensors into its module."""
     infos, _ = read_header(path)
-    tensors = {name: read_tensor(path, info) for name, info in infos.items()}
-    install_all(module, layer, plan, tensors)
+    tensors = {name: read_tensor(path, info) for name, info in infos.items() if not is_factor(name)}
     made = {part for name, scheme in plan.schemes.items() if scheme is not None for part in FORMAT.tensor_names(name, scheme)}
-    biases = {f"{name}.bias" for name in layer.linears}
     of_cache = set(FORMAT.kv_tensor_names(layer.attention))
-    rest = {layer.relative(name): tensor for name, tensor in tensors.items() if name not in made | biases | of_cache}
-    materialize_(module, rest, dtype=torch.float32)
+    rest = {layer.relative(name): tensor for name, tensor in tensors.items() if name not in made | of_cache}
+    materialize_(module, rest, dtype=torch.float32)  # first, since linears that are put in place keep the bias that is there
+    install_all(module, layer, plan, tensors)
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from quantflow.algorithms import ALGORITHMS
 from quantflow.backends import BACKENDS
+from quantflow.core import blocks
 from quantflow.core.comparison import SecondMoment, compared
 from quantflow.core.qtensor import QuantizedLinear
 from quantflow.core.result import GroupResult
@@ -280,7 +281,8 @@ def _gradient(work: LayerWork, name: str) -> Tensor:
             f"{name}|gradient|{GRADIENT_SUM}: the measurement does not hold it",
             f"measure again with --stats gradient, or --for with {work.plan.algorithm} as the algorithm",
         )
-    return found
+    divisors = work.factors.get(f"{name}|divisors")
+    return found if divisors is None else blocks.scale_(found, divisors)
 
 
 def _required(statistics: Mapping[str, Tensor], name: str, statistic: str) -> Tensor:

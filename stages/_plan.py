@@ -16,7 +16,18 @@ from quantflow.observers.rows import NAME as ROWS
 from quantflow.transforms import ROTATIONS, TRANSFORMS, awq
 from stages._compatible import LEARNING, check_algorithm, check_learning, check_tuning, mixing_inputs
 from stages._config import Quantize, SignRound, Tune, nearest
-from stages._entry import GRADIENT_SUM, KNOWN, algorithm_of, base_of, learned_of, needs_of, override_of, transforms_of, tune_of
+from stages._entry import (
+    GRADIENT_SUM,
+    KNOWN,
+    algorithm_of,
+    base_of,
+    learned_of,
+    needs_of,
+    override_of,
+    seen_in_quantize,
+    transforms_of,
+    tune_of,
+)
 from stages._experts import Policy, policy_for
 from stages._head import HeadPlan, head_of, refuse_ranks
 from stages._kv_cache import kv_cache_of
@@ -115,10 +126,9 @@ class Plan:
 
     @property
     def observed(self) -> tuple[str, ...]:
-        """The observers of inputs as no measurement has seen them, since they are rotated."""
-        if self.rotation is None:
-            return ()
-        return tuple(name for name in observers_for(self.needs - {ROWS}) if name != "hessian")
+        """The observers of inputs that quantize runs: of what it sees anyway, and of rotated ones, which nothing measured."""
+        wanted = seen_in_quantize(self.needs) if self.rotation is None else self.needs
+        return observers_for(wanted - {ROWS, "hessian_sum"})
 
     @property
     def clips(self) -> bool:
@@ -192,7 +202,7 @@ def resolve(
     transforms, tuning = transforms_of(entry), tune_of(entry, sparse=graph.sparse)
     schemes = mixing_inputs(entry.name, schemes, graph, shapes, transforms=transforms, learned=learned is not None)
     for scheme in dict.fromkeys(used) if tuning is not None else ():
-        check_tuning(entry.name, scheme, graph, transforms=len(transforms), ranks=ranks)
+        check_tuning(entry.name, scheme, graph, transforms=[name for name, _ in transforms], ranks=ranks)
     if ranks > 1 and any(name in ROTATIONS for name, _ in transforms):
         raise UsageError(f"{entry.name}: hadamard with --ranks {ranks}", "quantize with one process, or leave hadamard out")
     head = head_of(entry, graph, shapes, ignored=_ignored(entry, shapes))

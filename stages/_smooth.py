@@ -5,15 +5,21 @@ every card folds all of them in. So no decision depends on another, or on who ma
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from quantflow.artifact.safetensors_header import read_header
 from quantflow.core.smoothing import Absorber, Fold, Outcome, Smoothing, apply_, smooth_statistics
 from quantflow.formats import FORMATS
-from quantflow.models.graph import LinearGroup
+from quantflow.models.graph import Layer, LinearGroup
+from quantflow.models.load import materialize_
+from quantflow.models.reading import read_tensor
 from quantflow.observers.hessian import HessianObserver
 from quantflow.transforms import TRANSFORMS
+from stages import _state
 from stages._memory import give_back_holes
 from stages._work import LayerWork
 
@@ -48,6 +54,40 @@ def smooth(work: LayerWork, hessians: Mapping[int, HessianObserver]) -> None:
                 hessians[number].divide_(smoothing.factors)
     for linear, statistics in work.statistics.items():  # what searches read has served
         work.statistics[linear] = {key: value for key, value in statistics.items() if key not in SEARCHED}
+
+
+def is_factor(name: str) -> bool:
+    """Return whether a tensor in a layer's file is one of `LayerWork.factors`, which no artifact holds."""
+    return "|" in name
+
+
+def smooth_again(module: nn.Module, layer: Layer, tensors: Mapping[str, Tensor]) -> None:
+    """Let the linears of a layer have the weights that were quantized.
+
+    Args:
+        module: the original layer in float32; modified.
+        layer: which one.
+        tensors: of its file, factors among them.
+    """
+    for linear in layer.linears:
+        weight = module.get_submodule(layer.relative(linear)).get_parameter("weight")
+        if (divisors := tensors.get(f"{linear}|divisors")) is not None:
+            weight.div_(divisors[:, None])
+        if (columns := tensors.get(f"{linear}|columns")) is not None:
+            weight.mul_(columns)
+
+
+def put_changed(module: nn.Module, layer: Layer, folder: Path) -> None:
+    """Put in place what smoothing changed beside the weights that were quantized: norms, biases, linears left as they were.
+
+    Args:
+        module: the original layer; modified.
+        layer: which one.
+        folder: has its file, and its record, which names them.
+    """
+    path, names = _state.layer_path(folder, layer.index), _state.record(folder, layer.index)["changed"]
+    infos, _ = read_header(path)
+    materialize_(module, {layer.relative(name): read_tensor(path, infos[name]) for name in names}, dtype=torch.float32)
 
 
 def _why_not(work: LayerWork, group: LinearGroup) -> str | None:
@@ -117,5 +157,9 @@ def _fold(work: LayerWork, group: LinearGroup, smoothing: Smoothing) -> None:
         current = work.current(key)
         current.copy_(current.to(work.dtype_of(key)))
         work.changed.append(key)
+    made = {f"{linear}|columns": smoothing.factors for linear in group.linears}
+    made |= {} if group.norm is not None else {f"{absorber}|divisors": smoothing.divisors}
+    for name, values in made.items():
+        work.factors[name] = work.factors[name] * values if name in work.factors else values
     smoothed = smooth_statistics(work.statistics.get(group.linears[0], {}), smoothing.factors)
     work.statistics |= dict.fromkeys(group.linears, smoothed)

@@ -26,6 +26,7 @@ from stages._forward import Forward, canary_tokens, linears_restored, read_back,
 from stages._kv_cache import kv_scales_of
 from stages._layer import FORMAT, canary_traffic, install_all
 from stages._memory import give_back_holes
+from stages._smooth import is_factor, put_changed, smooth_again
 from stages._tuning import Run
 
 
@@ -58,7 +59,8 @@ def _write(run: Run, keys: Mapping[int, str], told: Mapping[str, Any]) -> None:
         path = _state.layer_path(done.output, layer.index)
         scales = kv_scales_of(done.measurement, layer, done.plan.kv_cache)
         cache = None if scales is None else KVRounder({layer.index: scales})
-        with stream.layer(layer.index, as_stored=True) as module, linears_restored(module):
+        as_stored = not done.plan.transforms  # they change weights, in float32
+        with stream.layer(layer.index, as_stored=as_stored) as module, linears_restored(module):
             if _state.finished(path, keys[layer.index]) is not None:
                 read_back(module, layer, done.plan, path)
                 last = stream.run(module, canary, cache=cache)
@@ -78,7 +80,10 @@ def _finished(
     """Put a layer's linears in place as they were tuned; return what its file holds, and its record."""
     path = _state.layer_path(run.done.made, layer.index)
     infos, _ = read_header(path)
-    tensors = {name: read_tensor(path, info) for name, info in infos.items()}
+    found = {name: read_tensor(path, info) for name, info in infos.items()}
+    smooth_again(module, layer, found)
+    put_changed(module, layer, run.done.made)
+    tensors = {name: tensor for name, tensor in found.items() if not is_factor(name)}
     record = _state.record(run.done.made, layer.index)
     starts = run.starts(layer)
     tuned = run.tuned(layer, told["steps"], starts)

@@ -39,6 +39,7 @@ from stages._config import Tune
 from stages._forward import Forward
 from stages._layer import FORMAT
 from stages._memory import give_back_holes
+from stages._smooth import put_changed
 
 PARTS = ("u", "mean", "square")  # of what is tuned
 Tuned = Mapping[str, algorithm.Tuned]  # of the linears of a layer
@@ -119,9 +120,8 @@ class Run:
 
     def scale_dtype(self, linear: QuantizedLinear, name: str) -> torch.dtype:
         """Return the dtype in which the layout stores the scales of a linear."""
-        found: torch.dtype = FORMAT.scale_dtype(
-            linear.scheme, DTYPES[self.done.source.checkpoint.infos[f"{name}.weight"].dtype]
-        )
+        stored = DTYPES[self.done.source.checkpoint.infos[f"{name}.weight"].dtype]
+        found: torch.dtype = FORMAT.scale_dtype(linear.scheme, stored)
         return found
 
     @contextmanager
@@ -129,6 +129,7 @@ class Run:
         """Yield a layer with its linears' weights as they are after so many steps."""
         layer, workers = self.layers[index], self.done.workers
         with self.stream.layer(index, as_stored=True) as module:
+            put_changed(module, layer, self.done.made)
             starts = self.starts(layer)
             tuned = self.tuned(layer, step, starts)
 
@@ -200,8 +201,8 @@ class Run:
                 steps: Any = {"step": step, "steps": self.plan.steps}
                 pairs = {name: (visit.starts[name].weight, visit.tuned[name]) for name in visit.tuned}
                 found = {name: algorithm.stepped(*pair, slopes[name], **steps) for name, pair in pairs.items()}
-            tensors = {f"{name}|{key}": getattr(of, key) for name, of in found.items() for key in PARTS}
-            _state.write_layer(self._at(step + 1, layer.index), tensors, {"key": self._step_key(step + 1, layer)})
+            parts = {f"{name}|{key}": getattr(of, key) for name, of in found.items() for key in PARTS}
+            _state.write_layer(self._at(step + 1, layer.index), parts, {"key": self._step_key(step + 1, layer)})
         arriving.close()
         _close(places)
         self._save(step + 1, self._told(step))
@@ -288,9 +289,8 @@ class Run:
                 record = read_json(folder / f"{step:05d}" / "told.json")
             except InputError:
                 continue
-            layers = self.layers if step else ()
-            whole = all(_state.finished(self._at(step, layer.index), self._step_key(step, layer)) for layer in layers)
-            if record.get("key") == digest_of([self._key, step]) and whole:
+            paths = {self._at(step, layer.index): self._step_key(step, layer) for layer in self.layers if step}
+            if record.get("key") == digest_of([self._key, step]) and all(map(_state.finished, paths, paths.values())):
                 return step
         return None
 

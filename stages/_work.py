@@ -58,6 +58,8 @@ class LayerWork:
         rounded: linears that are rounded to nearest, whatever the algorithm.
         damped: linears whose Hessian is shrunk.
         experts: what the layer's record says of its experts.
+        factors: what smoothing made of weights [O, I], (weight / divisors[:, None]) * columns: `<linear>|columns` [I], of what
+            it reads, and `<linear>|divisors` [O], of what it puts out; what is not named stays.
         gradient: returns `gradient_sum` of a linear, read now; None where it was not measured.
     """
 
@@ -86,6 +88,7 @@ class LayerWork:
     rounded: frozenset[str] = frozenset()
     damped: frozenset[str] = frozenset()
     experts: dict[str, Any] | None = None
+    factors: dict[str, Tensor] = field(default_factory=dict)
     gradient: Callable[[str], Tensor | None] = lambda _: None
 
     @property

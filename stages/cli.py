@@ -15,7 +15,7 @@ import click
 
 from stages import _memory
 from stages._bench_flags import timing
-from stages._flags import bounded, head_from, headed, limits, number_or_word, quant_configured
+from stages._flags import bounded, head_from, headed, limits, quant_configured, transforms_from
 from stages._generate_flags import generating
 from stages._options import common, exit_code, offline, outline, overlay, reporting, show, table
 
@@ -193,7 +193,11 @@ def measure(model: str, output: str | None, settings: tuple[str, ...], recipe: s
 @click.option("--tune", type=int, metavar="STEPS", help="Then tune all scales end to end (default: 32 for best; 0: not).")
 @click.option("--target-bpw", type=float, metavar="BITS", help="Choose schemes for so many bits per weight, such as 4.25.")
 @click.option("--max-kld", type=float, metavar="NATS", help="Choose schemes for so much mean KL divergence, such as 0.02.")
-@click.option("--smoothquant", metavar="ALPHA", help="Smooth with this alpha, 0.5 is usual; auto searches one per input.")
+@click.option(
+    "--smoothquant",
+    metavar="ALPHA",
+    help="Smooth with this alpha, 0.5 is usual; auto searches one per input, as best does; none.",
+)
 @click.option("--ignore", multiple=True, metavar="PATTERN", help="Leave these linears alone: a name, or re:...")
 @headed
 @click.option("--kv-cache", metavar="SCHEME", help="Keys and values in FP8 or INT8, with a measured scale; FP8:per_head.")
@@ -250,13 +254,12 @@ def quantize(model: str, output: str, settings: tuple[str, ...], recipe: str | N
     from stages._quant_flags import entry_beneath, given, measurement_beneath
 
     found = given("quantize", shared["quant_config"], quiet=shared["quiet"])
-    smooth = shared["smoothquant"]
     flags = {
         "scheme": shared["scheme"],
         "algorithm": shared["algorithm"],
         "group_size": shared["group_size"],
         "tune.steps": shared["tune"],
-        "transforms": None if smooth is None else [{"smoothquant": {"alpha": number_or_word(smooth)}}],
+        "transforms": transforms_from(shared["smoothquant"]),
         "ignore": list(shared["ignore"]) or None,
         "head": head_from(shared["head"]),
         "kv_cache": kv_cache_flag(shared["kv_cache"]),

@@ -49,6 +49,13 @@ def diagonal_of(sums: Tensor) -> Tensor:
     return torch.cat([sums.new_empty(0), *(block_of(sums, rows).diagonal() for rows in blocks(sums.shape[0]))])
 
 
+def scale_(sums: Tensor, factors: Tensor) -> Tensor:
+    """Make of the sums those of g * factors, in place, and return them.  sums: [O, W]; factors: [O]."""
+    for rows in blocks(sums.shape[0]):
+        block_of(sums, rows).mul_(factors[rows, None]).mul_(factors[rows])
+    return sums
+
+
 def cut(sums: Tensor, part: slice) -> Tensor:
     """Return the sums of some outputs by themselves; products of two whose blocks were others are not known, and zero.
 

@@ -8,13 +8,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from quantflow.algorithms import yaqa
+from quantflow.core import blocks
 from quantflow.errors import StatisticsError, UsageError
 from quantflow.measurements.stored import Deferred
 from quantflow.models.backward import generator_for
 from quantflow.models.load import load_model, open_source
 from stages import measure, quantize
-from stages._config import Calibration, Quantize, Tune
-from stages._entry import algorithm_of, entries_of, statistics_for
+from stages._config import Calibration, KVCache, Quantize, Tune
+from stages._entry import algorithm_of, entries_of, statistics_for, transforms_of
 from stages._options import exit_code
 from stages._progress import Progress
 from stages._ranks import rank_folder
@@ -22,6 +24,8 @@ from stages.cli import cli
 
 QUIET = Progress(quiet=True)
 ENTRY = Quantize(name="best", scheme="W4A16", algorithm="best", group_size=32, tune=Tune(steps=0))  # tune: test_tune.py
+
+STATS = ("mean_abs", "fisher", "gradient")  # what awq, a choice of schemes and yaqa read
 
 
 def calibration(text_files):
@@ -31,7 +35,7 @@ def calibration(text_files):
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory, llama, text_files):
     folder = tmp_path_factory.mktemp("measured")
-    job = measure.Job(model=llama, output=folder, calibration=calibration(text_files), stats=("fisher", "gradient"))
+    job = measure.Job(model=llama, output=folder, calibration=calibration(text_files), stats=STATS)
     measure.run(job, QUIET)
     return rank_folder(folder, 0, 1)
 
@@ -122,7 +126,7 @@ def stopping(*, before=None, inside=None):
 
 
 def test_a_measurement_stopped_anywhere_on_the_way_back_ends_in_the_same_bytes(llama, text_files, measured, tmp_path):
-    job = measure.Job(model=llama, output=tmp_path, calibration=calibration(text_files), stats=("fisher", "gradient"))
+    job = measure.Job(model=llama, output=tmp_path, calibration=calibration(text_files), stats=STATS)
     for where in ({"before": 0}, {"inside": "sequence 3 of 6"}, {"before": 1}, {"inside": "sequence 1 of 6"}):
         with pytest.raises(Stopped):
             measure.run(job, stopping(**where))
@@ -177,6 +181,7 @@ def test_the_result_is_the_same_whatever_the_memory_and_wherever_it_was_stopped(
         ("W4A8:best", "yaqa", ("gradient",)),
         ("W4A16:yaqa", "yaqa", ("gradient",)),
         ("W8A16:best", "gptq", ()),
+        ("W4A16:best@4.25", "yaqa", ("fisher", "gradient")),
         ("W8A8:best", "gptq", ("channel_amax",)),  # smoothed
         ("FP8_DYNAMIC:best", "gptq", ()),
         ("FP8_BLOCK:best", "gptq", ()),
@@ -189,17 +194,109 @@ def test_best_is_the_algorithm_that_fits_the_scheme(word, algorithm, statistics)
     assert statistics_for([entry]) == statistics
 
 
-def test_transforms_go_with_best_and_not_with_yaqa():
-    transforms = ({"awq": {}},)
-    assert algorithm_of(replace(ENTRY, transforms=transforms)) == "gptq"
-    with pytest.raises(UsageError, match="best: yaqa with transform awq; .* leave transforms out, or use gptq"):
-        statistics_for([replace(ENTRY, algorithm="yaqa", transforms=transforms)])
+def test_smoothing_goes_with_yaqa_and_rotations_with_best_alone():
+    assert algorithm_of(replace(ENTRY, transforms=({"awq": {}},))) == "yaqa"
+    assert statistics_for([replace(ENTRY, transforms=({"awq": {}},))]) == ("mean_abs", "gradient")
+    rotated = ({"hadamard": {}}, {"awq": {}})
+    assert algorithm_of(replace(ENTRY, transforms=rotated)) == "gptq"
+    with pytest.raises(UsageError, match="best: yaqa with transform hadamard; .* leave it out, or use gptq"):
+        statistics_for([replace(ENTRY, algorithm="yaqa", transforms=rotated)])
+
+
+AUTO = ("smoothquant", {"alpha": "auto", "linears": True})
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ({"scheme": "W4A16", "algorithm": "best"}, (AUTO,)),
+        ({"scheme": "W8A16", "algorithm": "best"}, (AUTO,)),
+        ({"scheme": "W4A8", "algorithm": "best"}, (AUTO,)),
+        (
+            {"scheme": "W4A16", "algorithm": "best", "kv_cache": KVCache(scheme="FP8")},
+            (("smoothquant", {"alpha": "auto", "linears": False}),),
+        ),
+        ({"scheme": "W8A8", "algorithm": "best"}, (("smoothquant", {"alpha": 0.5, "linears": False}),)),
+        ({"scheme": "FP8_DYNAMIC", "algorithm": "best"}, ()),
+        ({"scheme": "W4A16", "algorithm": "gptq"}, ()),
+        ({"scheme": "W4A16", "algorithm": "best", "transforms": ()}, ()),
+        ({"scheme": "W4A16", "algorithm": "best", "target_bpw": 4.25}, ()),
+    ],
+)
+def test_best_searches_how_far_to_smooth_where_the_entry_names_nothing_else(words, expected):
+    assert transforms_of(Quantize(name="a", **words)) == expected
+
+
+@pytest.mark.parametrize(("alpha", "transforms"), [("none", []), ("auto", [dict([AUTO])])])
+def test_the_command_line_smooths_as_it_is_told(llama, measured, tmp_path, alpha, transforms):
+    given = (
+        "quantize",
+        llama,
+        "-o",
+        tmp_path / "2",
+        "--scheme",
+        "W4A16",
+        "--group-size",
+        32,
+        "--algorithm",
+        "best",
+        "--tune",
+        0,
+    )
+    given += ("--measurement", measured, "--smoothquant", alpha, "-q")
+    assert exit_code(cli, [str(word) for word in given]) == 0
+    assert json.loads((tmp_path / "2" / "quantize.json").read_text())["plan"]["transforms"] == transforms
+
+
+def given_to_yaqa(llama, measured, folder, monkeypatch, **words):
+    """Return what yaqa was given of each linear: its weight, its own gradients and the Hessian of its input, in float64."""
+    seen, original = {}, yaqa.quantize_group
+
+    def watched(weights, scheme, *, statistics, **options):
+        for name, weight in weights.items():
+            gradients = blocks.block_of(statistics[f"{name}|gradient_sum"], slice(0, len(weight)))
+            seen[name] = tuple(each.double().clone() for each in (weight, gradients, statistics["hessian_sum"]))
+        return original(weights, scheme, statistics=statistics, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(yaqa, "quantize_group", watched)
+        made(llama, measured, folder, replace(ENTRY, **words))
+    return seen
+
+
+def test_smoothing_changes_weights_hessians_and_gradients_so_that_no_output_counts_otherwise(
+    llama, measured, tmp_path, monkeypatch
+):
+    """The gradient by y / d is d times that by y, so that tr(G W H W^T) stays; without that v and up would count as others."""
+    plain = given_to_yaqa(llama, measured, tmp_path / "1", monkeypatch, transforms=())
+    smooth = given_to_yaqa(llama, measured, tmp_path / "2", monkeypatch, transforms=({"awq": {}},))
+    fed = [name for name in plain if not torch.equal(plain[name][1], smooth[name][1])]
+    assert {name.rpartition(".")[2] for name in fed} == {"v_proj", "up_proj"}
+    for name, (weight, gradients, hessian) in smooth.items():
+        assert not torch.equal(weight, plain[name][0]), name
+        before, after = (torch.einsum("op,oi,ij,pj->", g, w, h, w) for w, g, h in (plain[name], (weight, gradients, hessian)))
+        torch.testing.assert_close(after, before, rtol=1e-4, atol=0)
+
+
+def test_a_measurement_for_gradients_alone_is_enough_for_the_search(best, llama, measured):
+    keys = load_file(measured / "statistics.safetensors")
+    assert not [key for key in keys if key.endswith("|input|channel_amax")]
+    decisions = json.loads((best / "layers" / "00000.json").read_text())["decisions"]
+    found = [of["smoothquant"] for of in decisions.values() if "smoothquant" in of]
+    assert len(found) == 7 and any(of["alpha"] is not None for of in found)
+
+
+def test_a_range_of_static_inputs_is_measured_and_the_channels_with_it():
+    searched = ({"smoothquant": {"alpha": "auto"}},)
+    entry = Quantize(name="a", scheme="W8A8_STATIC", algorithm="gptq", transforms=searched)
+    assert statistics_for([entry]) == ("channel_amax", "min_max")
 
 
 def test_what_has_to_be_measured_first_is_told(llama, text_files, tmp_path, capsys):
     given = ("quantize", llama, "-o", tmp_path / "out", "--scheme", "W4A16", "--group-size", 32, "--algorithm", "best")
     assert exit_code(cli, [str(word) for word in given]) == 2
-    assert "needs count, gradient_sum, hessian_sum, the calibration text, none is given" in capsys.readouterr().err
+    needs = "channel_amax, count, gradient_sum, hessian_sum, rows, the calibration text"
+    assert f"needs {needs}, none is given" in capsys.readouterr().err
     job = measure.Job(model=llama, output=tmp_path / "1", calibration=calibration(text_files), stats=())
     measure.run(job, QUIET)
     with pytest.raises(StatisticsError, match=r"q_proj\|gradient\|gradient_sum: .* measure again with --stats gradient"):

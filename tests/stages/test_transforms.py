@@ -14,7 +14,7 @@ from quantflow.models import rotated
 from quantflow.models.load import load_model, open_source
 from quantflow.runtime.artifact import open_artifact
 from quantflow.runtime.load import load
-from stages import export, measure, quantize
+from stages import _state, export, measure, quantize
 from stages._config import Calibration, Quantize
 from stages._gguf_source import open_weights
 from stages._progress import Progress
@@ -88,6 +88,28 @@ def test_linears_absorb_nothing_where_the_recipe_says_so(family_model, measured_
     entry = {**AUTO, "transforms": ({"smoothquant": {"alpha": "auto", "linears": False}},)}
     found = decisions_of(quantized(family_model("llama"), measured_family("llama"), tmp_path / "q", entry))
     assert {name.rpartition(".")[2] for name, told in found.items() if "smoothquant" not in told} == {"o_proj", "down_proj"}
+
+
+def test_a_layer_that_is_read_back_has_the_biases_that_were_divided(family_model, measured_family, tmp_path, monkeypatch):
+    """Killed when the first layer was written, and before what leaves it was; the next one is made from that."""
+    model, measurement = family_model("qwen2"), measured_family("qwen2")
+    halves = {"smoothquant": {"alpha": 0.5, "linears": True}}
+    entry = {"scheme": "W8A8", "algorithm": "gptq", "quantized_inputs": True, "transforms": (halves,)}
+    whole = quantized(model, measurement, tmp_path / "whole", entry)
+    assert "model.layers.0.self_attn.v_proj.bias" in json.loads((whole / "layers" / "00000.json").read_text())["changed"]
+    write = _state.write_layer
+
+    def killed(path, tensors, record):
+        write(path, tensors, record)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_state, "write_layer", killed)
+        with pytest.raises(KeyboardInterrupt):
+            quantized(model, measurement, tmp_path / "again", entry)
+    quantized(model, measurement, tmp_path / "again", entry)
+    for path in sorted((whole / "layers").iterdir()):
+        assert (tmp_path / "again" / "layers" / path.name).read_bytes() == path.read_bytes(), path.name
 
 
 def test_a_linear_whose_rows_share_a_scale_absorbs_nothing_and_says_why(family_model, measured_family, tmp_path):

@@ -30,7 +30,7 @@ ENTRY = Quantize(name="tuned", scheme="W3A16", algorithm="rtn", group_size=32, t
 def measured(tmp_path_factory, llama, text_files):
     folder = tmp_path_factory.mktemp("measured")
     calibration = Calibration(source=str(text_files["calibration"]), samples=5, sequence_length=48)
-    measure.run(measure.Job(model=llama, output=folder, calibration=calibration, stats=("gradient",)), QUIET)
+    measure.run(measure.Job(model=llama, output=folder, calibration=calibration, stats=("mean_abs", "gradient")), QUIET)
     return rank_folder(folder, 0, 1)
 
 
@@ -173,6 +173,76 @@ def test_workers_change_no_byte(llama, measured, tuned, tmp_path, monkeypatch):
     assert files(made(llama, measured, tmp_path / "out")) == files(tuned)
 
 
+SMOOTHED = {"transforms": ({"awq": {}},)}  # which divides norms, and the rows of v and up
+
+
+@pytest.fixture(scope="module")
+def smoothed(tmp_path_factory, llama, measured):
+    return made(llama, measured, tmp_path_factory.mktemp("smoothed") / "out", replace(ENTRY, **SMOOTHED))
+
+
+@pytest.fixture(scope="module")
+def smoothed_untuned(tmp_path_factory, llama, measured):
+    folder = tmp_path_factory.mktemp("smoothed_untuned") / "out"
+    return made(llama, measured, folder, replace(ENTRY, **SMOOTHED, tune=None))
+
+
+def as_smoothed(llama, artifact):
+    """As `with_weights`, with the norms of the artifact too."""
+    model = with_weights(llama, artifact)
+    norms = [name for name, _ in model.named_parameters() if "norm" in name]
+    for name, tensor in artifact.read(norms).items():
+        model.get_parameter(name).data.copy_(tensor)
+    return model
+
+
+def test_what_was_smoothed_is_tuned_as_it_runs(llama, measured, smoothed, smoothed_untuned, tmp_path):
+    original, sequences = load_model(open_source(llama), dtype=torch.float32), sequences_of(measured)
+    with torch.no_grad():
+        start, end = (
+            float(divergence(original, as_smoothed(llama, exported(folder, tmp_path / folder.parent.name)), sequences))
+            for folder in (smoothed_untuned, smoothed)
+        )
+    assert end < start
+    for record in records(smoothed):
+        changed = {name.rpartition(".")[0].rpartition(".")[2] for name in record["changed"]}
+        assert changed == {"input_layernorm", "post_attention_layernorm"}
+        for told in record["decisions"].values():
+            assert told["tune"]["divergence_start"] == pytest.approx(start, rel=1e-3)
+            assert told["tune"]["divergence"] == pytest.approx(end, rel=1e-3)
+
+
+def test_errors_after_tuning_are_of_the_weights_that_were_smoothed(llama, measured, smoothed_untuned, tmp_path, monkeypatch):
+    """Where scales stay, errors are those that quantizing found, which had the smoothed weights at hand."""
+    monkeypatch.setattr(tune, "RATE", 40.0)  # leaps, not steps
+    folder = made(llama, measured, tmp_path / "out", replace(ENTRY, **SMOOTHED))
+    for name in sorted(path.name for path in (folder / "layers").glob("*.safetensors")):
+        after, before = load_file(folder / "layers" / name), load_file(smoothed_untuned / "layers" / name)
+        assert after.keys() == before.keys()
+        assert all(torch.equal(after[key], before[key]) for key in before)
+    for record, before in zip(records(folder), records(smoothed_untuned), strict=True):
+        assert record["canary"] == before["canary"]
+        for name, errors in record["errors"].items():
+            assert errors == pytest.approx(before["errors"][name], rel=1e-4)
+
+
+@pytest.mark.parametrize("after", [0, 1, 5, 13], ids=["no layer", "a layer", "in the second step", "while it writes"])
+def test_what_was_smoothed_goes_on_wherever_it_was_killed(llama, measured, smoothed, tmp_path, monkeypatch, after):
+    write, count = _tuning._state.write_layer, []
+
+    def killed(path, tensors, record):
+        if len(count) == after:
+            raise KeyboardInterrupt
+        count.append(path)
+        write(path, tensors, record)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_tuning._state, "write_layer", killed)
+        with pytest.raises(KeyboardInterrupt):
+            made(llama, measured, tmp_path / "out", replace(ENTRY, **SMOOTHED))
+    assert files(made(llama, measured, tmp_path / "out", replace(ENTRY, **SMOOTHED))) == files(smoothed)
+
+
 def test_the_report_says_that_scales_were_tuned(llama, tuned, text_files, tmp_path):
     exported(tuned, tmp_path / "artifact")
     options = Validate(text=str(text_files["heldout"]), tokens=600, sequence_length=40)
@@ -204,13 +274,25 @@ def test_scales_that_make_it_no_better_stay_as_they_were(llama, measured, untune
         ("llama", {"algorithm": "gptq", "scheme": "W2A16"}),
         ("llama", {"ignore": ("re:.*k_proj",), "overrides": (Override(match="re:.*q_proj", scheme="W8A16"),)}),
         ("gpt_neox", {"scheme": "W2A16_ASYM"}),
+        ("gpt_neox", {"transforms": ({"awq": {}},)}),
+        ("qwen2", {"transforms": ({"awq": {}},)}),
+        ("llama", {"transforms": ({"awq": {}},), "ignore": ("re:.*v_proj",)}),
     ],
-    ids=["signround", "gptq-asym", "gptq-negative", "mixed", "gpt-neox"],
+    ids=[
+        "signround",
+        "gptq-asym",
+        "gptq-negative",
+        "mixed",
+        "gpt-neox",
+        "norms-with-bias",
+        "values-with-bias",
+        "values-as-stored",
+    ],
 )
 def test_it_goes_on_from_every_algorithm_and_the_proof_holds(family_model, measured_family, tmp_path, family, words):
     folder = made(family_model(family), measured_family(family), tmp_path / "2", replace(ENTRY, **words))
     for record in records(folder):
-        for told in record["decisions"].values():
+        for told in (record["decisions"][name] for name in record["errors"]):  # of what is quantized
             assert told["tune"]["steps"] == 0 or told["tune"]["divergence"] < told["tune"]["divergence_start"]
     exported(folder, tmp_path / "artifact")  # which proves the canary
     assert "scales tuned end to end" in (tmp_path / "artifact" / "README.md").read_text()
@@ -223,6 +305,8 @@ def test_it_goes_on_from_every_algorithm_and_the_proof_holds(family_model, measu
     ("words", "expected"),
     [
         ({"scheme": "W4A16", "algorithm": "best"}, Tune(steps=32, sequences=8)),
+        ({"scheme": "W4A16", "algorithm": "best", "transforms": ({"awq": {}},)}, Tune()),
+        ({"scheme": "W4A16", "algorithm": "best", "transforms": ({"hadamard": {}},)}, None),
         ({"scheme": "W2A16_ASYM", "algorithm": "best"}, Tune()),
         ({"scheme": "W8A16", "algorithm": "best"}, None),
         ({"scheme": "W8A8", "algorithm": "best"}, None),
@@ -276,7 +360,7 @@ def test_without_a_measurement_the_text_is_asked_for(llama, tmp_path, capsys):
             "tuned: tune with scheme FP8_DYNAMIC; it tunes scales per channel or",
         ),
         ({"scheme": "W8A8", "group_size": None, "transforms": ()}, {}, "tune with scheme W8A8; .* inputs as they are"),
-        ({"transforms": ({"awq": {}},)}, {}, "tune with transforms; .* leave `tune` out, or give `--tune 0`"),
+        ({"transforms": ({"hadamard": {}},)}, {}, "tune with hadamard; .* leave `tune` out, or give `--tune 0`"),
         ({}, {"ranks": 2}, "tune with --ranks 2; it runs in one process; .* or quantize with one process"),
     ],
 )

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quantflow.core import blocks
@@ -54,6 +54,18 @@ def held(whole):
         found = whole[row, first : first + width]
         rows[row, : len(found)] = found
     return rows
+
+
+@pytest.mark.usefixtures("small")
+@given(outputs=st.integers(1, 11), seed=st.integers(0, 99))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_sums_of_gradients_that_are_multiplied_are_those_of_the_products(outputs, seed):
+    generator = torch.Generator().manual_seed(seed)
+    gradients = torch.randn(5, outputs, generator=generator)
+    factors = torch.rand(outputs, generator=generator) + 0.5
+    found = blocks.scale_(held(gradients.T @ gradients), factors)
+    products = gradients * factors
+    torch.testing.assert_close(found, held(products.T @ products), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.usefixtures("small")
