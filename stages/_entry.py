@@ -257,7 +257,7 @@ def transforms_of(entry: Quantize) -> tuple[tuple[str, Mapping[str, Any]], ...]:
 def _usual_transforms(entry: Quantize) -> tuple[Mapping[str, Any], ...]:
     """Return what an entry gets that names no transforms: its scheme's, and `best` of integers that have none a search.
 
-    Where schemes are chosen there are none, since sensitivities are those of the weights as they are.
+    Where schemes are to be chosen there are none: sensitivities are those of the weights as they are.
     """
     scheme = preset(entry.scheme)
     searched = (entry.algorithm or scheme.algorithm) == BEST and scheme.weights.kind == "int"

@@ -146,8 +146,7 @@ class Mixture:
             name: self.candidates[pick] for item, pick in zip(self.items, self.picks, strict=True) for name in item.linears
         }
         overrides: tuple[Override, ...] = (*self.entry.overrides, *overrides_for(chosen, base, self.graph))
-        # No transforms, which the choice was made without, also where an entry that chooses nothing would get some.
-        return replace(self.entry, overrides=overrides, transforms=(), target_bpw=None, max_kld=None, candidates=None)
+        return replace(self.entry, overrides=overrides, target_bpw=None, max_kld=None, candidates=None)
 
     def as_json(self) -> dict[str, Any]:
         """Return the choice and everything that it was made from, as the manifest holds it."""

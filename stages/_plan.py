@@ -14,20 +14,10 @@ from quantflow.models.graph import Graph
 from quantflow.observers import observers_for
 from quantflow.observers.rows import NAME as ROWS
 from quantflow.transforms import ROTATIONS, TRANSFORMS, awq
+from stages import _entry
 from stages._compatible import LEARNING, check_algorithm, check_learning, check_tuning, mixing_inputs
 from stages._config import Quantize, SignRound, Tune, nearest
-from stages._entry import (
-    GRADIENT_SUM,
-    KNOWN,
-    algorithm_of,
-    base_of,
-    learned_of,
-    needs_of,
-    override_of,
-    seen_in_quantize,
-    transforms_of,
-    tune_of,
-)
+from stages._entry import GRADIENT_SUM, KNOWN, algorithm_of, base_of, learned_of, needs_of, override_of, transforms_of, tune_of
 from stages._experts import Policy, policy_for
 from stages._head import HeadPlan, head_of, refuse_ranks
 from stages._kv_cache import kv_cache_of
@@ -127,7 +117,7 @@ class Plan:
     @property
     def observed(self) -> tuple[str, ...]:
         """The observers of inputs that quantize runs: of what it sees anyway, and of rotated ones, which nothing measured."""
-        wanted = seen_in_quantize(self.needs) if self.rotation is None else self.needs
+        wanted = _entry.seen_in_quantize(self.needs) if self.rotation is None else self.needs
         return observers_for(wanted - {ROWS, "hessian_sum"})
 
     @property

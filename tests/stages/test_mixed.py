@@ -16,8 +16,8 @@ from quantflow.models.graph import graph_for
 from quantflow.models.load import load_model, open_source
 from quantflow.runtime.load import load
 from stages import _mixed, export, measure, quantize
-from stages._config import Calibration, Candidate, Head, Override, Quantize, read_yaml, recipe_from
-from stages._entry import entries_of, statistics_for
+from stages._config import Calibration, Candidate, Head, Override, Quantize, Tune, read_yaml, recipe_from
+from stages._entry import entries_of, statistics_for, transforms_of
 from stages._mixed import Mixture
 from stages._options import exit_code
 from stages._plan import resolve
@@ -391,6 +391,20 @@ def test_linears_that_overrides_name_keep_their_scheme_and_count(llama, measured
         name: None if s is None else {**s, "transforms": tuple(s["transforms"])} for name, s in plan.items()
     }
     assert record(folder)["bits_per_weight"] <= 5.2
+
+
+def test_what_best_mixes_is_chosen_for_the_weights_as_they_are_and_then_smoothed(llama, text_files, tmp_path):
+    entry = replace(ENTRY, algorithm="best", tune=Tune(steps=0))
+    assert transforms_of(entry) == ()
+    calibration = Calibration(source=str(text_files["calibration"]), samples=6, sequence_length=48)
+    job = measure.Job(model=llama, output=tmp_path / "m", calibration=calibration, stats=statistics_for([entry]))
+    measured = measure.run(job, QUIET)
+    folder = quantize.run(quantize.Job(model=llama, output=tmp_path / "out", entry=entry, measurement=measured), QUIET)
+    (recipe,) = recipe_from(read_yaml(folder / "recipe.yaml")).quantize
+    assert transforms_of(recipe) == (("smoothquant", {"alpha": "auto", "linears": True}),)
+    decisions = json.loads((folder / "layers" / "00000.json").read_text())["decisions"]
+    assert all("smoothquant" in of for of in decisions.values())
+    assert record(folder)["bits_per_weight"] <= 4.7
 
 
 def test_candidates_are_integers_of_all_widths_with_zero_points_where_the_scheme_has_them(llama):
