@@ -229,21 +229,8 @@ def test_best_searches_how_far_to_smooth_where_the_entry_names_nothing_else(word
 
 @pytest.mark.parametrize(("alpha", "transforms"), [("none", []), ("auto", [dict([AUTO])])])
 def test_the_command_line_smooths_as_it_is_told(llama, measured, tmp_path, alpha, transforms):
-    given = (
-        "quantize",
-        llama,
-        "-o",
-        tmp_path / "2",
-        "--scheme",
-        "W4A16",
-        "--group-size",
-        32,
-        "--algorithm",
-        "best",
-        "--tune",
-        0,
-    )
-    given += ("--measurement", measured, "--smoothquant", alpha, "-q")
+    given = ["quantize", llama, "-o", tmp_path / "2", "--scheme", "W4A16", "--group-size", 32, "--algorithm", "best"]
+    given += ["--measurement", measured, "--tune", 0, "--smoothquant", alpha, "-q"]
     assert exit_code(cli, [str(word) for word in given]) == 0
     assert json.loads((tmp_path / "2" / "quantize.json").read_text())["plan"]["transforms"] == transforms
 

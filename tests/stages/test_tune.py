@@ -48,6 +48,20 @@ def untuned(tmp_path_factory, llama, measured):
     return made(llama, measured, tmp_path_factory.mktemp("untuned") / "out", replace(ENTRY, tune=None))
 
 
+SMOOTHED = {"transforms": ({"awq": {}},)}  # which divides norms, and the rows of v and up
+
+
+@pytest.fixture(scope="module")
+def smoothed_tuned(tmp_path_factory, llama, measured):
+    return made(llama, measured, tmp_path_factory.mktemp("smoothed") / "out", replace(ENTRY, **SMOOTHED))
+
+
+@pytest.fixture(scope="module")
+def smoothed_untuned(tmp_path_factory, llama, measured):
+    folder = tmp_path_factory.mktemp("smoothed_untuned") / "out"
+    return made(llama, measured, folder, replace(ENTRY, **SMOOTHED, tune=None))
+
+
 def files(folder):
     return {path.name: path.read_bytes() for path in sorted((folder / "layers").iterdir())}
 
@@ -66,8 +80,11 @@ def exported(folder, to):
 
 
 def with_weights(llama, artifact):
-    """The original model of transformers with the artifact's dequantized weights."""
+    """The original model of transformers with the artifact's dequantized weights, and its norms."""
     model = load_model(open_source(llama), dtype=torch.float32)
+    norms = [name for name, _ in model.named_parameters() if "norm" in name]
+    for name, tensor in artifact.read(norms).items():
+        model.get_parameter(name).data.copy_(tensor)
     for name in artifact.linears:
         model.get_submodule(name).weight.data.copy_(artifact.decode(name).weight.dequantize())
     return model
@@ -81,7 +98,9 @@ def divergence(original, model, sequences):
     return total / sum(map(len, sequences))
 
 
-def test_the_recorded_divergences_are_those_of_the_artifacts_before_and_after(llama, measured, tuned, untuned, tmp_path):
+@pytest.mark.parametrize("kind", ["", "smoothed_"], ids=["as it is", "smoothed"])
+def test_the_recorded_divergences_are_those_of_the_artifacts_before_and_after(llama, measured, request, tmp_path, kind):
+    untuned, tuned = request.getfixturevalue(f"{kind}untuned"), request.getfixturevalue(f"{kind}tuned")
     original, sequences = load_model(open_source(llama), dtype=torch.float32), sequences_of(measured)
     with torch.no_grad():
         start, end = (
@@ -90,6 +109,7 @@ def test_the_recorded_divergences_are_those_of_the_artifacts_before_and_after(ll
         )
     assert end < start
     for record in records(tuned):
+        assert {"norm" in name for name in record["changed"]} == ({True} if kind else set())
         for told in record["decisions"].values():
             assert told["tune"]["divergence_start"] == pytest.approx(start, rel=1e-3)
             assert told["tune"]["divergence"] == pytest.approx(end, rel=1e-3)
@@ -173,45 +193,6 @@ def test_workers_change_no_byte(llama, measured, tuned, tmp_path, monkeypatch):
     assert files(made(llama, measured, tmp_path / "out")) == files(tuned)
 
 
-SMOOTHED = {"transforms": ({"awq": {}},)}  # which divides norms, and the rows of v and up
-
-
-@pytest.fixture(scope="module")
-def smoothed(tmp_path_factory, llama, measured):
-    return made(llama, measured, tmp_path_factory.mktemp("smoothed") / "out", replace(ENTRY, **SMOOTHED))
-
-
-@pytest.fixture(scope="module")
-def smoothed_untuned(tmp_path_factory, llama, measured):
-    folder = tmp_path_factory.mktemp("smoothed_untuned") / "out"
-    return made(llama, measured, folder, replace(ENTRY, **SMOOTHED, tune=None))
-
-
-def as_smoothed(llama, artifact):
-    """As `with_weights`, with the norms of the artifact too."""
-    model = with_weights(llama, artifact)
-    norms = [name for name, _ in model.named_parameters() if "norm" in name]
-    for name, tensor in artifact.read(norms).items():
-        model.get_parameter(name).data.copy_(tensor)
-    return model
-
-
-def test_what_was_smoothed_is_tuned_as_it_runs(llama, measured, smoothed, smoothed_untuned, tmp_path):
-    original, sequences = load_model(open_source(llama), dtype=torch.float32), sequences_of(measured)
-    with torch.no_grad():
-        start, end = (
-            float(divergence(original, as_smoothed(llama, exported(folder, tmp_path / folder.parent.name)), sequences))
-            for folder in (smoothed_untuned, smoothed)
-        )
-    assert end < start
-    for record in records(smoothed):
-        changed = {name.rpartition(".")[0].rpartition(".")[2] for name in record["changed"]}
-        assert changed == {"input_layernorm", "post_attention_layernorm"}
-        for told in record["decisions"].values():
-            assert told["tune"]["divergence_start"] == pytest.approx(start, rel=1e-3)
-            assert told["tune"]["divergence"] == pytest.approx(end, rel=1e-3)
-
-
 def test_errors_after_tuning_are_of_the_weights_that_were_smoothed(llama, measured, smoothed_untuned, tmp_path, monkeypatch):
     """Where scales stay, errors are those that quantizing found, which had the smoothed weights at hand."""
     monkeypatch.setattr(tune, "RATE", 40.0)  # leaps, not steps
@@ -227,7 +208,7 @@ def test_errors_after_tuning_are_of_the_weights_that_were_smoothed(llama, measur
 
 
 @pytest.mark.parametrize("after", [0, 1, 5, 13], ids=["no layer", "a layer", "in the second step", "while it writes"])
-def test_what_was_smoothed_goes_on_wherever_it_was_killed(llama, measured, smoothed, tmp_path, monkeypatch, after):
+def test_what_was_smoothed_goes_on_wherever_it_was_killed(llama, measured, smoothed_tuned, tmp_path, monkeypatch, after):
     write, count = _tuning._state.write_layer, []
 
     def killed(path, tensors, record):
@@ -240,7 +221,7 @@ def test_what_was_smoothed_goes_on_wherever_it_was_killed(llama, measured, smoot
         patch.setattr(_tuning._state, "write_layer", killed)
         with pytest.raises(KeyboardInterrupt):
             made(llama, measured, tmp_path / "out", replace(ENTRY, **SMOOTHED))
-    assert files(made(llama, measured, tmp_path / "out", replace(ENTRY, **SMOOTHED))) == files(smoothed)
+    assert files(made(llama, measured, tmp_path / "out", replace(ENTRY, **SMOOTHED))) == files(smoothed_tuned)
 
 
 def test_the_report_says_that_scales_were_tuned(llama, tuned, text_files, tmp_path):
