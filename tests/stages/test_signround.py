@@ -155,7 +155,12 @@ def test_what_has_to_be_measured_is_the_text_alone(llama, tmp_path, capsys):
         ({}, {"ranks": 2}, UsageError, "learned: signround with --ranks 2; quantize with one process"),
         ({"signround": SignRound(start="best")}, {}, UsageError, "start='best' is no algorithm to start from; .*rtn"),
         ({"signround": SignRound(start="signround")}, {}, UsageError, "start='signround' is no algorithm to start from"),
-        ({"signround": SignRound(start="yaqa"), "transforms": ({"awq": {}},)}, {}, UsageError, "yaqa with transform awq"),
+        (
+            {"signround": SignRound(start="yaqa"), "transforms": ({"hadamard": {}},)},
+            {},
+            UsageError,
+            "yaqa with transform hadamard",
+        ),
         ({"algorithm": "gptq"}, {}, UsageError, "signround beside algorithm gptq; give `algorithm: signround`"),
         ({"algorithm": None}, {}, UsageError, "signround beside algorithm gptq"),
         ({"quantized_inputs": False}, {}, UsageError, "quantized_inputs=False with signround; .* leave quantized_inputs out"),
