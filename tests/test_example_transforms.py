@@ -235,6 +235,12 @@ def test_awq_loses_less_than_rounding_to_nearest(kld, scheme, options, bound):
     assert 0 < awq < bound * rtn
 
 
+def test_weights_alone_need_smoothing_too_where_inputs_have_outliers(kld):
+    """Why best searches how far to smooth: a step of a weight counts as much more as its input's channel is larger."""
+    plain, best = (kld("outliers", "W8A16", "best", *given) for given in ((), ({"smoothquant": {"alpha": "auto"}},)))
+    assert 0 < best < plain / 20
+
+
 @pytest.mark.parametrize(("scheme", "factor"), [("W8A8_STATIC", 400), ("W4A8", 40)])
 def test_a_rotation_takes_nearly_all_that_outliers_cost(kld, scheme, factor):
     plain, rotated = (kld("outliers", scheme, "rtn", *transforms) for transforms in ((), ({"hadamard": {}},)))
