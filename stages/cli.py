@@ -196,7 +196,7 @@ def measure(model: str, output: str | None, settings: tuple[str, ...], recipe: s
 @click.option(
     "--smoothquant",
     metavar="ALPHA",
-    help="Smooth with this alpha, 0.5 is usual; auto searches one per input, as best does; none.",
+    help="Smooth with this alpha, 0.5 is usual; auto searches one per input, as best does; none: not at all.",
 )
 @click.option("--ignore", multiple=True, metavar="PATTERN", help="Leave these linears alone: a name, or re:...")
 @headed
