@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from quantflow.artifact.safetensors_header import read_header
-from quantflow.core.smoothing import Absorber, Fold, Outcome, Smoothing, apply_, smooth_statistics
+from quantflow.core.smoothing import Absorber, Fold, Outcome, Smoothing, apply_, apply_again_, smooth_statistics
 from quantflow.formats import FORMATS
 from quantflow.models.graph import Layer, LinearGroup
 from quantflow.models.load import materialize_
@@ -71,10 +71,7 @@ def smooth_again(module: nn.Module, layer: Layer, tensors: Mapping[str, Tensor])
     """
     for linear in layer.linears:
         weight = module.get_submodule(layer.relative(linear)).get_parameter("weight")
-        if (divisors := tensors.get(f"{linear}|divisors")) is not None:
-            weight.div_(divisors[:, None])
-        if (columns := tensors.get(f"{linear}|columns")) is not None:
-            weight.mul_(columns)
+        apply_again_(weight, columns=tensors.get(f"{linear}|columns"), divisors=tensors.get(f"{linear}|divisors"))
 
 
 def put_changed(module: nn.Module, layer: Layer, folder: Path) -> None:

@@ -184,6 +184,20 @@ def apply_(absorber: nn.Module, linears: Iterable[nn.Linear], *, smoothing: Smoo
             linear.weight.copy_(linear.weight.float() * smoothing.factors)
 
 
+def apply_again_(weight: Tensor, *, columns: Tensor | None, divisors: Tensor | None) -> None:
+    """Make of a linear's weight what all folds together made of it: (weight / divisors[:, None]) * columns, in place.
+
+    Args:
+        weight: [O, I] float32.
+        columns: [I], the product of the factors of what it reads; None where nothing was folded there.
+        divisors: [O], that of the divisors of what it puts out, likewise.
+    """
+    if divisors is not None:
+        weight.div_(divisors[:, None])
+    if columns is not None:
+        weight.mul_(columns)
+
+
 def smooth_statistics(stats: Mapping[str, Tensor], factors: Tensor) -> dict[str, Tensor]:
     """Return the statistics of a fold's input as they would have been measured after smoothing.
 

@@ -165,22 +165,35 @@ def test_errors_of_the_weights_and_of_the_canary_are_those_of_the_tuned_scales(l
             assert 0 < errors["output"] != before["errors"][name]["output"]
 
 
-@pytest.mark.parametrize("after", [0, 3, 10, 13], ids=["in the first step", "in the second", "late", "while it writes"])
-def test_a_run_that_was_killed_goes_on_at_its_step_to_the_same_bytes(llama, measured, tuned, tmp_path, monkeypatch, after):
-    """Each step writes two layers: it is killed before one of them, or before the second of the finished layers."""
+def killed(monkeypatch, after, *arguments, counted=lambda path: True):
+    """Begin what `made` makes of the arguments, and end it before a file of a layer is written when so many were counted."""
     write, count = _tuning._state.write_layer, []
 
-    def killed(path, tensors, record):
-        if "steps" in path.parts or (path.parent.parent == tmp_path / "out"):
+    def counting(path, tensors, record):
+        if counted(path):
             if len(count) == after:
                 raise KeyboardInterrupt
             count.append(path)
         write(path, tensors, record)
 
     with monkeypatch.context() as patch:
-        patch.setattr(_tuning._state, "write_layer", killed)
+        patch.setattr(_tuning._state, "write_layer", counting)
         with pytest.raises(KeyboardInterrupt):
-            made(llama, measured, tmp_path / "out")
+            made(*arguments)
+
+
+@pytest.mark.parametrize("after", [0, 3, 10, 13], ids=["in the first step", "in the second", "late", "while it writes"])
+def test_a_run_that_was_killed_goes_on_at_its_step_to_the_same_bytes(llama, measured, tuned, tmp_path, monkeypatch, after):
+    """Each step writes two layers: it is killed before one of them, or before the second of the finished layers."""
+    finished = tmp_path / "out" / "layers"
+    killed(
+        monkeypatch,
+        after,
+        llama,
+        measured,
+        tmp_path / "out",
+        counted=lambda path: "steps" in path.parts or path.parent == finished,
+    )
     begun, rate = [], tune.rate
     monkeypatch.setattr(tune, "rate", lambda bits, *, step, steps: begun.append(step) or rate(bits, step=step, steps=steps))
     made(llama, measured, tmp_path / "out")
@@ -188,40 +201,16 @@ def test_a_run_that_was_killed_goes_on_at_its_step_to_the_same_bytes(llama, meas
     assert sorted(set(begun)) == list(range(min(6, after // 2), 6))
 
 
+@pytest.mark.parametrize("after", [0, 1, 5, 15], ids=["no layer", "a layer", "in the second step", "while it writes"])
+def test_what_was_smoothed_goes_on_wherever_it_was_killed(llama, measured, smoothed_tuned, tmp_path, monkeypatch, after):
+    arguments = (llama, measured, tmp_path / "out", replace(ENTRY, **SMOOTHED))
+    killed(monkeypatch, after, *arguments)
+    assert files(made(*arguments)) == files(smoothed_tuned)
+
+
 def test_workers_change_no_byte(llama, measured, tuned, tmp_path, monkeypatch):
     monkeypatch.setattr(_memory, "usable_cores", lambda: 3)
     assert files(made(llama, measured, tmp_path / "out")) == files(tuned)
-
-
-def test_errors_after_tuning_are_of_the_weights_that_were_smoothed(llama, measured, smoothed_untuned, tmp_path, monkeypatch):
-    """Where scales stay, errors are those that quantizing found, which had the smoothed weights at hand."""
-    monkeypatch.setattr(tune, "RATE", 40.0)  # leaps, not steps
-    folder = made(llama, measured, tmp_path / "out", replace(ENTRY, **SMOOTHED))
-    for name in sorted(path.name for path in (folder / "layers").glob("*.safetensors")):
-        after, before = load_file(folder / "layers" / name), load_file(smoothed_untuned / "layers" / name)
-        assert after.keys() == before.keys()
-        assert all(torch.equal(after[key], before[key]) for key in before)
-    for record, before in zip(records(folder), records(smoothed_untuned), strict=True):
-        assert record["canary"] == before["canary"]
-        for name, errors in record["errors"].items():
-            assert errors == pytest.approx(before["errors"][name], rel=1e-4)
-
-
-@pytest.mark.parametrize("after", [0, 1, 5, 13], ids=["no layer", "a layer", "in the second step", "while it writes"])
-def test_what_was_smoothed_goes_on_wherever_it_was_killed(llama, measured, smoothed_tuned, tmp_path, monkeypatch, after):
-    write, count = _tuning._state.write_layer, []
-
-    def killed(path, tensors, record):
-        if len(count) == after:
-            raise KeyboardInterrupt
-        count.append(path)
-        write(path, tensors, record)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(_tuning._state, "write_layer", killed)
-        with pytest.raises(KeyboardInterrupt):
-            made(llama, measured, tmp_path / "out", replace(ENTRY, **SMOOTHED))
-    assert files(made(llama, measured, tmp_path / "out", replace(ENTRY, **SMOOTHED))) == files(smoothed_tuned)
 
 
 def test_the_report_says_that_scales_were_tuned(llama, tuned, text_files, tmp_path):
@@ -235,13 +224,20 @@ def test_nothing_but_the_result_is_left(tuned):
     assert sorted(path.name for path in tuned.parent.iterdir()) == [".out.lock", "out"]
 
 
-def test_scales_that_make_it_no_better_stay_as_they_were(llama, measured, untuned, tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", ["", "smoothed_"], ids=["as it is", "smoothed"])
+def test_scales_that_make_it_no_better_stay_as_they_were(llama, measured, request, tmp_path, monkeypatch, kind):
+    """So do errors, which quantizing found of the weights at hand, smoothed or not."""
+    untuned = request.getfixturevalue(f"{kind}untuned")
     monkeypatch.setattr(tune, "RATE", 40.0)  # leaps, not steps
-    folder = made(llama, measured, tmp_path / "out")
+    folder = made(llama, measured, tmp_path / "out", replace(ENTRY, **(SMOOTHED if kind else {})))
     for name in sorted(path.name for path in (folder / "layers").glob("*.safetensors")):
         after, before = load_file(folder / "layers" / name), load_file(untuned / "layers" / name)
+        assert after.keys() == before.keys()
         assert all(torch.equal(after[key], before[key]) for key in before)
-    for record in records(folder):
+    for record, before in zip(records(folder), records(untuned), strict=True):
+        assert record["canary"] == before["canary"]
+        for name, errors in record["errors"].items():
+            assert errors == pytest.approx(before["errors"][name], rel=1e-4)
         for told in record["decisions"].values():
             assert told["tune"]["steps"] == told["tune"]["rescaled"] == 0
             assert told["tune"]["divergence"] >= told["tune"]["divergence_start"]
