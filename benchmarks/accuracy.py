@@ -57,7 +57,8 @@ def main(arguments: Sequence[str]) -> int:
                 rows = [row for row in rows if (name, row.program, row.scheme) not in found]
             if rows:
                 judge = Judge(model, text.windows)
-                _model_rows(name, rows, place, judge, found, given.results, about, idle=not given.busy)
+                told: dict[str, Any] = {"idle": not given.busy, "rounds": given.rounds}
+                _model_rows(name, rows, place, judge, found, given.results, about, **told)
     except Failed as error:
         print(error, file=sys.stderr)
         return 2
@@ -76,18 +77,25 @@ def _model_rows(
     about: dict[str, Any],
     *,
     idle: bool,
+    rounds: int,
 ) -> None:
-    """Run rows of one model and put their outcomes into `found`; a program that fails is said and left out."""
+    """Run rows of one model in turn, `rounds` times, and put their outcomes into `found`.
+
+    A program that is not installed, or fails, is said and left out.
+    """
+    there = [row for row in rows if installed(row)]
     for row in rows:
-        if not installed(row):
+        if row not in there:
             print(f"{name}, {row.text}: not installed below {place.peers}, left out", flush=True)
-            continue
+    runs: dict[tuple[str, str, str], list[Outcome]] = {}
+    for row in there * rounds:
         try:
             outcome = _outcome(name, row, place, judge, idle=idle)
         except Failed as error:
             print(f"{name}, {row.text}: FAILED, left out\n{error}", flush=True)
             continue
-        found[outcome.key] = outcome
+        runs.setdefault(outcome.key, []).append(outcome)
+        found[outcome.key] = results.middle(runs[outcome.key])
         cost = f"{outcome.seconds:.0f} s, {gb(outcome.rss)}"
         print(f"{name}, {row.text}: {outcome.bits:.3f} bits, KLD {outcome.mean_kld:.5f}, {cost}", flush=True)
         if path is not None:
@@ -163,9 +171,15 @@ def _arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=10.0, help="of training each model that is trained (default 10)")
     parser.add_argument("--results", type=Path, metavar="FILE", help="JSON; rows in it that are not run stay and are shown")
     parser.add_argument("--resume", action="store_true", help="do not run rows that --results has")
+    parser.add_argument(
+        "--rounds", type=int, default=1, metavar="N", help="run rows in turn N times; the middle one by seconds stays"
+    )
     parser.add_argument("--busy", action="store_true", help="other programs run too: seconds of these rows are left out")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="SVG: divergence against bits per weight")
-    return parser.parse_args(arguments)
+    given = parser.parse_args(arguments)
+    if given.rounds < 1:
+        parser.error(f"--rounds {given.rounds}: at least 1")
+    return given
 
 
 if __name__ == "__main__":

@@ -361,6 +361,31 @@ def test_seconds_of_a_busy_machine_are_neither_shown_nor_judged(results):
     assert results.as_table(rows[1:2]).splitlines()[2].endswith("| 90.00% |  | 1.00 GB |")
 
 
+def test_rows_run_in_turn_and_the_middle_run_by_seconds_stands_for_all(part, results, tmp_path, monkeypatch):
+    """Two programs, three rounds: 7 of 9, 3, 7 seconds and 20 of 10, 30, 20; the one that is not installed says so once."""
+    program, rows = part("accuracy"), part("_accuracy.rows")
+    plain: dict[str, Any] = {"scheme": W4, "commands": [[sys.executable]], "after": None}
+    ours, theirs = (rows.Row(program=name, **plain) for name in ("quantflow gptq", "GPTQModel"))
+    missing = rows.Row(program="HQQ", scheme=W4, commands=[[tmp_path / "no" / "python"]], after=None)
+    seconds, asked, found = iter([9.0, 10.0, 3.0, 30.0, 7.0, 20.0]), [], {}
+
+    def run(name, row, place, judge, *, idle):
+        asked.append(row.program)
+        return outcome(results, row.program, seconds=(taken := next(seconds)), rss=int(taken), idle=idle)
+
+    monkeypatch.setattr(program, "_outcome", run)
+    place = rows.Place(**dict.fromkeys(("model", "calibration", "output", "gguf", "names", "peers"), tmp_path))
+    told = {"idle": True, "rounds": 3}
+    program._model_rows("tiny-llama", [ours, missing, theirs], place, None, found, tmp_path / "r.json", {"tokens": 9}, **told)
+    assert asked == ["quantflow gptq", "GPTQModel"] * 3
+    assert [(row.seconds, row.rss, row.runs) for row in found.values()] == [
+        (7.0, 7, [9.0, 3.0, 7.0]),
+        (20.0, 20, [10.0, 30.0, 20.0]),
+    ]
+    assert results.read(tmp_path / "r.json", tokens=9) == found
+    assert results.middle([outcome(results, "a", seconds=taken) for taken in (4.0, 2.0)]).seconds == 4.0
+
+
 def test_models_are_judged_apart(results):
     pair = [outcome(results, "quantflow gptq", mean_kld=0.02), outcome(results, "GPTQModel", mean_kld=0.01)]
     other = [outcome(results, row.program, model="gpt-neox", mean_kld=0.03 - row.mean_kld) for row in pair]

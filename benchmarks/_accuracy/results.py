@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ class Outcome:
         rss: bytes, of the largest process.
         quantizing: seconds of quantization alone, as the peer's script clocks them; None of quantflow.
         idle: whether the machine did nothing else meanwhile; otherwise seconds are neither shown nor judged.
+        runs: the seconds of each run that this one stands for, in the order in which they were run.
     """
 
     model: str
@@ -49,6 +50,7 @@ class Outcome:
     version: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
     idle: bool = True
+    runs: list[float] = field(default_factory=list)
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -69,6 +71,12 @@ def read(path: Path | None, *, tokens: int) -> dict[tuple[str, str, str], Outcom
 def write(path: Path, about: dict[str, Any], outcomes: Sequence[Outcome], judged: Sequence[Bar]) -> None:
     """Write the results file."""
     write_results(path, about, PART, {"rows": [asdict(outcome) for outcome in outcomes]}, judged)
+
+
+def middle(runs: Sequence[Outcome]) -> Outcome:
+    """Return the run that stands for all of the same row: the one in the middle by seconds, of an even number the slower."""
+    chosen = sorted(runs, key=lambda run: run.seconds)[len(runs) // 2]
+    return replace(chosen, runs=[run.seconds for run in runs])
 
 
 def ordered(outcomes: Iterable[Outcome], models: Sequence[str]) -> list[Outcome]:
