@@ -361,7 +361,7 @@ def test_seconds_of_a_busy_machine_are_neither_shown_nor_judged(results):
     assert results.as_table(rows[1:2]).splitlines()[2].endswith("| 90.00% |  | 1.00 GB |")
 
 
-def test_rows_run_in_turn_and_the_middle_run_by_seconds_stands_for_all(part, results, tmp_path, monkeypatch):
+def test_rows_run_in_turn_and_the_middle_run_by_seconds_stands_for_all(part, results, tmp_path, monkeypatch, capsys):
     """Two programs, three rounds: 7 of 9, 3, 7 seconds and 20 of 10, 30, 20; the one that is not installed says so once."""
     program, rows = part("accuracy"), part("_accuracy.rows")
     plain: dict[str, Any] = {"scheme": W4, "commands": [[sys.executable]], "after": None}
@@ -378,6 +378,7 @@ def test_rows_run_in_turn_and_the_middle_run_by_seconds_stands_for_all(part, res
     told = {"idle": True, "rounds": 3}
     program._model_rows("tiny-llama", [ours, missing, theirs], place, None, found, tmp_path / "r.json", {"tokens": 9}, **told)
     assert asked == ["quantflow gptq", "GPTQModel"] * 3
+    assert capsys.readouterr().out.count("HQQ: W4A16 g128: not installed") == 1
     assert [(row.seconds, row.rss, row.runs) for row in found.values()] == [
         (7.0, 7, [9.0, 3.0, 7.0]),
         (20.0, 20, [10.0, 30.0, 20.0]),
