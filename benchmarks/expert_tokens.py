@@ -1,4 +1,4 @@
-"""How many calibration tokens GPTQ needs to be no worse than round to nearest: why stages/_experts.py asks for two per feature.
+"""Calibration tokens that GPTQ needs to be no worse than round to nearest: two per feature (quantflow/planning/experts.py).
 
     python examples/tiny-llama/stdlib_text.py --output artifacts/tiny-llama-text
     python benchmarks/expert_tokens.py
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from quantflow.algorithms import ALGORITHMS
+from quantflow.calibration.text import read_documents, select
 from quantflow.core.scheme import preset, with_group_size
-from quantflow.models.calibration import read_documents, select
 from quantflow.models.capture import LayerStream
 from quantflow.models.graph import graph_for
 from quantflow.models.hooks import watch

@@ -35,7 +35,16 @@ def main(arguments: Sequence[str]) -> int:
         for number in range(given.runs):
             for name, options in WORLDS.items():
                 shutil.rmtree(work / "measured", ignore_errors=True)
-                command = [sys.executable, "-m", "stages.cli", "measure", str(model), "-o", str(work / "measured"), "-q"]
+                command = [
+                    sys.executable,
+                    "-m",
+                    "quantflow.stages.cli",
+                    "measure",
+                    str(model),
+                    "-o",
+                    str(work / "measured"),
+                    "-q",
+                ]
                 command += ["--calibration", str(calibration), "--samples", str(given.samples)]
                 command += ["--sequence-length", str(given.tokens), *options]
                 taken[name].append(run(command, log=work / "measure.log"))

@@ -13,6 +13,9 @@
 A message has two parts: what disagrees (which tensor or file, the two values) and what to do about it.
 """
 
+import difflib
+from collections.abc import Sequence
+
 
 class QuantflowError(Exception):
     """Base of every error this package raises on purpose."""
@@ -73,3 +76,9 @@ class IntegrityError(QuantflowError):
     """Content differs from the hash that was recorded for it."""
 
     exit_code = 7
+
+
+def nearest(word: str, valid: Sequence[str]) -> str:
+    """Return the remedy for a misspelt word."""
+    close = difflib.get_close_matches(word, valid, n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}? valid: {', '.join(valid)}" if close else f"valid: {', '.join(valid)}"

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from quantflow.core import kernels, native
+from quantflow.backends import kernels, native
 from quantflow.core.scheme import preset
 from quantflow.errors import UsageError
 from quantflow.evaluation.kernel_speed import kernel_timings
-from stages._options import table
+from quantflow.stages.cli.output import table
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,16 +15,19 @@ from typing import Any
 
 from quantflow.artifact.canonical import file_digest
 from quantflow.artifact.manifest import read_manifest
+from quantflow.calibration import measure
+from quantflow.distributed.launch import rank_folder
 from quantflow.errors import UsageError
+from quantflow.exporting import export
 from quantflow.models.graph import graph_for
 from quantflow.models.load import open_source
-from stages import export, measure, quantize, unify, validate
-from stages._config import Recipe
-from stages._entry import statistics_for
-from stages._plan import resolve
-from stages._progress import Progress
-from stages._ranks import rank_folder
-from stages._report import Row, parts_of, write_report
+from quantflow.planning.plan import resolve
+from quantflow.planning.recipe import Recipe
+from quantflow.planning.requirements import statistics_for
+from quantflow.quantization import quantize, unify
+from quantflow.stages.cli.progress_line import ProgressLine
+from quantflow.validation import validate
+from quantflow.validation.report import Row, parts_of, write_report
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +39,7 @@ class Job:
     folder: Path
 
 
-def run(job: Job, progress: Progress) -> list[dict[str, Any]]:
+def run(job: Job, progress: ProgressLine) -> list[dict[str, Any]]:
     """Run every stage and return the validation of each artifact, in the recipe's order."""
     recipe, folder = job.recipe, job.folder
     if not recipe.quantize:
@@ -81,7 +84,7 @@ def _check(recipe: Recipe) -> None:
         file_digest(Path(path))
 
 
-def _measure(job: Job, progress: Progress) -> Path:
+def _measure(job: Job, progress: ProgressLine) -> Path:
     recipe, folder = job.recipe, job.folder
     stats = recipe.measure.stats
     if stats is None:
@@ -129,7 +132,7 @@ def _fed(recipe: Recipe, stats: Sequence[str]) -> str | None:
     return "all" if any(entry.experts == "all" for entry in recipe.quantize) else None
 
 
-def _validate(job: Job, name: str, expect: str, artifact: Path, progress: Progress) -> dict[str, Any]:
+def _validate(job: Job, name: str, expect: str, artifact: Path, progress: ProgressLine) -> dict[str, Any]:
     return validate.run(
         validate.Job(
             artifact=artifact,

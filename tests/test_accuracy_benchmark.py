@@ -13,16 +13,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from quantflow.calibration import measure
 from quantflow.evaluation.divergence import score
 from quantflow.evaluation.perplexity import logits_of
+from quantflow.exporting import export
 from quantflow.models.load import load_model, open_source
+from quantflow.planning.recipe import Calibration, Quantize
+from quantflow.quantization import quantize
 from quantflow.runtime.load import load
-from stages import export, measure, quantize
-from stages._config import Calibration, Quantize
-from stages._progress import Progress
+from quantflow.stages.cli.progress_line import ProgressLine
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-QUIET = Progress(quiet=True)
+QUIET = ProgressLine(quiet=True)
 W4 = "W4A16 g128"
 
 

@@ -16,18 +16,20 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from quantflow.algorithms import ALGORITHMS
+from quantflow.calibration import measure
 from quantflow.core.scheme import preset
 from quantflow.evaluation.divergence import join, score
 from quantflow.evaluation.perplexity import logits_of
+from quantflow.exporting import export
 from quantflow.models.graph import graph_for
 from quantflow.models.load import load_model, load_tokenizer, open_source
+from quantflow.planning.recipe import Calibration, Quantize, SignRound
+from quantflow.quantization import quantize
 from quantflow.runtime.load import load
-from stages import export, measure, quantize
-from stages._config import Calibration, Quantize, SignRound
-from stages._progress import Progress
+from quantflow.stages.cli.progress_line import ProgressLine
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "tiny-llama"
-QUIET = Progress(quiet=True)
+QUIET = ProgressLine(quiet=True)
 needs_weights = pytest.mark.skipif(
     not (EXAMPLE / "model.safetensors").is_file(),
     reason="examples/tiny-llama/model.safetensors is not there; it is part of the repository",

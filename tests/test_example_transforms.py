@@ -13,32 +13,33 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quantflow.artifact.canonical import read_json
+from quantflow.calibration import measure
 from quantflow.core.parallel import SEQUENTIAL
+from quantflow.distributed.launch import rank_folder
+from quantflow.distributed.team import ALONE
 from quantflow.evaluation.divergence import join, score
 from quantflow.evaluation.perplexity import logits_of
 from quantflow.measurements.record import read_measurement
 from quantflow.models.capture import LayerStream
 from quantflow.models.graph import graph_for
+from quantflow.models.layer_store import layer_path
 from quantflow.models.load import load_model, load_tokenizer, materialize_, open_source
 from quantflow.models.rotated import Rotated
+from quantflow.planning.finished_plan import plan_from
+from quantflow.planning.plan import resolve
+from quantflow.planning.recipe import Calibration, Quantize
+from quantflow.quantization import quantize
+from quantflow.quantization.layer_by_layer import read_back
+from quantflow.quantization.layer_traffic import collect
+from quantflow.quantization.layer_work import LayerWork
+from quantflow.quantization.smoothing import smooth
+from quantflow.quantization.static_inputs import input_statistics
+from quantflow.stages.cli.progress_line import ProgressLine
 from quantflow.transforms import hadamard
-from stages import measure, quantize
-from stages._config import Calibration, Quantize
-from stages._forward import read_back
-from stages._inputs import input_statistics
-from stages._plan import resolve
-from stages._planned import plan_from
-from stages._progress import Progress
-from stages._ranks import rank_folder
-from stages._smooth import smooth
-from stages._state import layer_path
-from stages._team import ALONE
-from stages._traffic import collect
-from stages._work import LayerWork
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "tiny-llama"
 GATES = Path(__file__).parents[1] / "configs" / "gates"
-QUIET = Progress(quiet=True)
+QUIET = ProgressLine(quiet=True)
 STDLIB = runpy.run_path(str(EXAMPLE / "stdlib_text.py"))
 PLANT = runpy.run_path(str(EXAMPLE / "plant_outliers.py"))
 MODELS = ["embedded", "outliers"]

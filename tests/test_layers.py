@@ -24,9 +24,14 @@ INDEPENDENT = {"observers", "transforms", "algorithms", "formats", "backends"}  
 TORCH_FREE = {"artifact", "errors"}
 # May import the project's own modules inside functions: the first two start without torch, the others without
 # transformers' model code when no model runs.
-LAZY = {"quantflow/__init__.py", "stages/cli.py", "stages/quantize.py", "stages/_proof.py"}
+LAZY = {
+    "quantflow/__init__.py",
+    "stages/cli/__init__.py",
+    "quantflow/quantization/quantize.py",
+    "quantflow/exporting/proof_process.py",
+}
 # Read the environment: options of a run, and where compiled code is kept, which no function below the stages is told.
-ENVIRONMENT = {"stages/_config.py", "quantflow/core/native.py"}
+ENVIRONMENT = {"quantflow/planning/recipe.py", "quantflow/backends/native.py"}
 FILES = sorted([*(ROOT / "quantflow").rglob("*.py"), *(ROOT / "stages").rglob("*.py")])
 
 

@@ -10,9 +10,9 @@ from _quantflow import QUANTFLOW
 from _watch import Failed, run
 from torch import Tensor
 
+from quantflow.calibration.text import overlap, read_documents, select
 from quantflow.evaluation.windows import evaluation_sequences
-from quantflow.models.calibration import overlap, read_documents, select
-from quantflow.models.llama_cpp import places, row_order
+from quantflow.formats.llama_cpp.tensors import places, row_order
 from quantflow.models.load import load_tokenizer, open_source
 
 ROOT = Path(__file__).resolve().parents[2]

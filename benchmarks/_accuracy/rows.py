@@ -13,7 +13,7 @@ from _quantflow import Commands
 
 from quantflow.algorithms import ALGORITHMS, BLOCK_ALGORITHMS
 from quantflow.core.scheme import preset
-from stages._entry import BEST, entries_of, learned_of, needs_of
+from quantflow.planning.requirements import BEST, entries_of, learned_of, needs_of
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "peers"
 OURS = "quantflow"

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from quantflow.algorithms import gptq, hqq, rtn, rtn_mse, signround, tune, yaqa
-from quantflow.core.block import Block
 from quantflow.core.parallel import SEQUENTIAL, Workers
 from quantflow.core.qtensor import QTensor
 from quantflow.core.result import GroupResult
 from quantflow.core.scheme import LinearScheme
+from quantflow.numerics.trained_block import Block
 
 __all__ = ["ALGORITHMS", "BLOCK_ALGORITHMS", "TUNE", "Algorithm", "BlockAlgorithm", "tune"]
 

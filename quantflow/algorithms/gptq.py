@@ -5,7 +5,7 @@ are processed in order of the Hessian's diagonal, the largest first; groups, sca
 (compressed-tensors calls it `actorder: weight`). They come from the original weight, from the multiple of each range that
 loses least where the Hessian's diagonal says how much a column matters.
 
-The form used here needs no inverse of H (quantflow/core/feedback.py). With H = (I + U) D (I + U)^T, U strictly upper
+The form used here needs no inverse of H (quantflow/numerics/feedback.py). With H = (I + U) D (I + U)^T, U strictly upper
 triangular, and E = W - Q,
 
     tr(E H E^T) = sum_j D_j * |e_j + sum_{i<j} e_i U_ij|^2,    so    q_j = round(w_j + sum_{i<j} e_i U_ij).
@@ -26,8 +26,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from quantflow.core import comparison
-from quantflow.core.feedback import (
+from quantflow.core.parallel import SEQUENTIAL, Workers
+from quantflow.core.qtensor import QTensor, qvalue_dtype
+from quantflow.core.result import JSON, GroupResult
+from quantflow.core.scheme import LinearScheme, TensorScheme
+from quantflow.numerics import output_errors
+from quantflow.numerics.feedback import (
     BLOCK,
     DAMPINGS,
     Feedback,
@@ -37,11 +41,7 @@ from quantflow.core.feedback import (
     per_row,
     round_columns_,
 )
-from quantflow.core.grid import Grid, either_sign, weight_grids
-from quantflow.core.parallel import SEQUENTIAL, Workers
-from quantflow.core.qtensor import QTensor, qvalue_dtype
-from quantflow.core.result import JSON, GroupResult
-from quantflow.core.scheme import LinearScheme, TensorScheme
+from quantflow.numerics.grid import Grid, either_sign, weight_grids
 
 NEEDS: tuple[str, ...] = ("hessian_sum", "count")
 BY_ROW: bool = False
@@ -69,7 +69,7 @@ def working_bytes(features: int, rows: int, *, workers: int = 1, in_place: bool 
     """
     unit = min(_unit_rows(features), rows) * (features * (4 + 1) + features // 4 + 4 * (BLOCK + 1))
     factor = 0 if in_place else 4 * features * features
-    return factor + workers * max(unit, comparison.working_bytes(features))
+    return factor + workers * max(unit, output_errors.working_bytes(features))
 
 
 def quantize_group(
@@ -124,8 +124,8 @@ def quantize_group(
         for name, grid in grids.items()
     }
     about: dict[str, JSON] = {**feedback.decisions, "order": "hessian_diagonal", "tokens": tokens}
-    moment = comparison.moment_of(feedback)
-    told = comparison.compared(weights, made, moment, scale_dtype=scale_dtype, workers=workers)
+    moment = output_errors.moment_of(feedback)
+    told = output_errors.compared(weights, made, moment, scale_dtype=scale_dtype, workers=workers)
     return {
         name: GroupResult(weight=weight, decisions={**about, "zero_groups": grids[name].zero_groups, **told[name]})
         for name, weight in made.items()

@@ -32,12 +32,12 @@ import torch
 from torch import Tensor
 
 from quantflow.core import affine, groups
-from quantflow.core.grid import weight_grids
 from quantflow.core.parallel import SEQUENTIAL, Workers
 from quantflow.core.result import GroupResult
-from quantflow.core.rounding import rounded
 from quantflow.core.scheme import LinearScheme, TensorScheme
 from quantflow.errors import SchemeError
+from quantflow.numerics.grid import weight_grids
+from quantflow.numerics.rounding import rounded
 
 NEEDS: tuple[str, ...] = ()
 BY_ROW: bool = True

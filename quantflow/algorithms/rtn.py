@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from quantflow.core import groups
-from quantflow.core.grid import weight_grids
 from quantflow.core.parallel import SEQUENTIAL, Workers
 from quantflow.core.result import GroupResult
-from quantflow.core.rounding import rounded
 from quantflow.core.scheme import LinearScheme
+from quantflow.numerics.grid import weight_grids
+from quantflow.numerics.rounding import rounded
 
 NEEDS: tuple[str, ...] = ()
 BY_ROW: bool = True

@@ -2,7 +2,7 @@
 
 A few large weights make the step of a whole group coarse. Cut a little short, the range costs them something and gives
 all others a finer step; of float8, a wider one moves the points towards the weights. Which multiple makes the sum of squared
-errors smallest is found for each scale by itself (quantflow/core/grid.py). Uses the
+errors smallest is found for each scale by itself (quantflow/numerics/grid.py). Uses the
 weights alone and reads no statistics; gptq does the same with the error of the inputs that it has seen.
 Source: Choukroun et al. 2019, arXiv:1902.06822, which chooses ranges by the mean squared error.
 """
@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from quantflow.core import groups
-from quantflow.core.grid import either_sign, weight_grids
 from quantflow.core.parallel import SEQUENTIAL, Workers
 from quantflow.core.result import GroupResult
-from quantflow.core.rounding import rounded
 from quantflow.core.scheme import LinearScheme
 from quantflow.errors import SchemeError
+from quantflow.numerics.grid import either_sign, weight_grids
+from quantflow.numerics.rounding import rounded
 
 NEEDS: tuple[str, ...] = ()
 BY_ROW: bool = True

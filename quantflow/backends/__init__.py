@@ -1,4 +1,4 @@
-"""Ways to compute `x @ W.T + bias` with a quantized weight, each a `quantflow.core.backend.Backend`.
+"""Ways to compute `x @ W.T + bias` with a quantized weight, each a `quantflow.backends.backend.Backend`.
 
 reference.py is the oracle of the others. Nothing falls back silently: a kernel that cannot run a linear says why, and `choose`
 returns the reasons with its choice. Their order is that of preference: the device's, our own kernels (C, compiled on first use,
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from quantflow.backends import cuda, hpu, reference, torch_kernels, vnni
-from quantflow.core.backend import Backend, Case
+from quantflow.backends.backend import Backend, Case
 from quantflow.errors import UsageError
 
 _ORDER = (hpu.BACKEND, cuda.BACKEND, *vnni.BACKENDS, *torch_kernels.BACKENDS, reference.BACKEND, *vnni.BY_NAME_ONLY)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from quantflow.core.backend import BFLOAT16, E4M3_WEIGHTS, Backend, divides, is_e4m3, keep, need, on, weights_per
+from quantflow.backends.backend import BFLOAT16, E4M3_WEIGHTS, Backend, divides, is_e4m3, keep, need, on, weights_per
 from quantflow.core.qtensor import QuantizedLinear
 
 NAME = "cuda"

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantflow.core.backend import BFLOAT16, E4M3_WEIGHTS, Backend, Case, is_e4m3, need, on, weights_per
+from quantflow.backends.backend import BFLOAT16, E4M3_WEIGHTS, Backend, Case, is_e4m3, need, on, weights_per
 from quantflow.core.float8 import FLAVOURS
 from quantflow.core.qtensor import QuantizedLinear
 

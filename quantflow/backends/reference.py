@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from quantflow.backends.backend import Backend
 from quantflow.core import affine
-from quantflow.core.backend import Backend
 from quantflow.core.qtensor import QuantizedLinear
 from quantflow.core.scheme import TensorScheme
 

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from quantflow.core import backend
-from quantflow.core.backend import is_int, need
+from quantflow.backends import backend
+from quantflow.backends.backend import is_int, need
 from quantflow.core.qtensor import QuantizedLinear
 
 # |qx - zero_point| <= 255 and |qw| <= 128, so an int32 holds this many products whatever the numbers are.

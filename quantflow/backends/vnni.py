@@ -1,4 +1,4 @@
-"""Our own kernels (quantflow/core/kernels.c, AVX512-VNNI), each under the name of the linears that it runs.
+"""Our own kernels (quantflow/backends/kernels.c, AVX512-VNNI), each under the name of the linears that it runs.
 
 w8a8: integer products. The input is quantized per token at run time, or with the stored scale and zero point of a static
 scheme. The instruction multiplies unsigned with signed bytes: inputs are shifted by 128, which begins every sum at
@@ -23,9 +23,9 @@ from dataclasses import replace
 
 import torch
 
-from quantflow.core import backend, kernels, native
-from quantflow.core.backend import is_e4m3, is_int, need
-from quantflow.core.kernels import Prepared
+from quantflow.backends import backend, kernels, native
+from quantflow.backends.backend import is_e4m3, is_int, need
+from quantflow.backends.kernels import Prepared
 from quantflow.core.qtensor import QuantizedLinear
 from quantflow.core.scheme import TensorScheme
 

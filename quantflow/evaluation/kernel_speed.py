@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from quantflow.algorithms import rtn
-from quantflow.backends import BACKENDS
-from quantflow.core import kernels, native
-from quantflow.core.backend import Case
+from quantflow.backends import BACKENDS, kernels, native
+from quantflow.backends.backend import Case
 from quantflow.core.qtensor import QuantizedLinear
 from quantflow.core.scheme import LinearScheme
 

@@ -12,12 +12,12 @@ from typing import Any
 
 from torch import Tensor
 
-from quantflow.core import blocks
 from quantflow.errors import InputError, UsageError
 from quantflow.measurements.keys import MATRICES, Key, by_site
 from quantflow.measurements.merging import PER_CHANNEL, SUMS
 from quantflow.measurements.placement import Placement, layout, share
 from quantflow.measurements.record import Measurement
+from quantflow.numerics import output_blocks
 
 _CUT, _KEPT, _BOUND, _LEFT_OUT = "cut", "kept", "the whole's, which bounds it", "left out"
 
@@ -92,7 +92,7 @@ def _cut(values: Mapping[str, Tensor], placement: Placement, site: str, rules: C
         if how == "channels" and statistic in PER_CHANNEL:
             rule, found[statistic] = _CUT, value[part]
         elif how == "channels" and statistic in MATRICES:
-            cut = blocks.cut(value, part) if statistic == "gradient_sum" else value[part, part]
+            cut = output_blocks.cut(value, part) if statistic == "gradient_sum" else value[part, part]
             rule, found[statistic] = _CUT, cut
         elif how == "channels" and statistic == "count":
             rule, found[statistic] = _KEPT, value

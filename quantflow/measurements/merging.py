@@ -29,10 +29,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quantflow.core import blocks
 from quantflow.errors import StatisticsError
 from quantflow.measurements.keys import MATRICES, Key
 from quantflow.measurements.placement import Layout
+from quantflow.numerics import output_blocks
 from quantflow.observers.histogram import BINS
 
 PER_CHANNEL = ("channel_amax", "min_val", "max_val", "abs_sum", "square_sum")
@@ -197,7 +197,7 @@ def _shape(statistic: str, channels: int) -> tuple[int, ...]:
     if statistic in PER_CHANNEL:
         return (channels,)
     if statistic == "gradient_sum":
-        return channels, blocks.width(channels)
+        return channels, output_blocks.width(channels)
     if statistic in MATRICES:
         return (channels, channels)
     return (BINS,) if statistic == "counts" else ()
@@ -211,7 +211,7 @@ def _fault(statistic: str, tensor: Tensor) -> str | None:
     if not (math.isfinite(low) and math.isfinite(high)):
         return f"{int(tensor.isnan().sum())} NaN and {int(tensor.isinf().sum())} Inf"
     if statistic in MATRICES:
-        low = (blocks.diagonal_of(tensor) if statistic == "gradient_sum" else tensor.diagonal()).min().item()
+        low = (output_blocks.diagonal_of(tensor) if statistic == "gradient_sum" else tensor.diagonal()).min().item()
         return f"{low} on its diagonal, which is at least 0" if low < 0 else None
     if statistic == "min_val":
         return f"{high}, it is at most 0" if high > 0 else None

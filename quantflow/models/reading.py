@@ -13,23 +13,9 @@ from torch import Tensor
 from quantflow.artifact.folder import reading
 from quantflow.artifact.once import BLOCK, fill
 from quantflow.artifact.safetensors_header import TensorInfo, read_header
+from quantflow.core.dtypes import DTYPES
 from quantflow.errors import InputError, UnsupportedError
 
-DTYPES: dict[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 _CHECK_ELEMENTS = 1 << 20  # elements that are looked at together: the copy of their exponents stays in the cache
 _NOT_FINITE: dict[torch.dtype, tuple[torch.dtype, int]] = {  # the integer of this size, and its bits that are all set then
     torch.float64: (torch.int64, 0x7FF << 52),

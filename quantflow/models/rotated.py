@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from quantflow.artifact.checkpoint import Checkpoint
+from quantflow.core.dtypes import DTYPES
 from quantflow.core.orthogonal import Rotation, mixed
 from quantflow.errors import UnsupportedError
 from quantflow.models.graph import Graph, Layer, LinearGroup, Residual
 from quantflow.models.load import Source, materialize_
-from quantflow.models.reading import DTYPES
 from quantflow.transforms import hadamard
 from quantflow.transforms.hadamard import Rotations
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from quantflow.core.groups import spans
-from quantflow.core.product import operand, product
 from quantflow.core.qtensor import QuantizedLinear
+from quantflow.numerics.product import operand, product
 
 LINEAR_ROWS = 256  # of a linear's weight that are converted at once: few enough for a core's cache; it never changes either
 LINEAR_TOKENS = 512  # of its input that are multiplied with these at once
@@ -160,8 +160,8 @@ def logit_rows(vocabulary: int) -> int:
 def in_parts(linears: Iterable[nn.Linear], *, dtype: torch.dtype) -> Iterator[None]:
     """Let linears compute in `dtype` from weights in any other, a few rows at a time, until the block ends.
 
-    Outputs are those of converted weights but for the order of sums (quantflow/core/product.py); and they come as fast, since
-    the rows that are converted stay in the cache.
+    Outputs are those of converted weights but for the order of sums (quantflow/numerics/product.py); and they come as fast,
+    since the rows that are converted stay in the cache.
     """
     chosen = list(linears)
     try:

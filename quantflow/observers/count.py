@@ -6,7 +6,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from quantflow.core import statistics
+from quantflow.numerics import statistics
 
 
 class CountObserver:

@@ -6,7 +6,8 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from quantflow.core import groups, statistics
+from quantflow.core import groups
+from quantflow.numerics import statistics
 
 _ROWS_AT_ONCE = 32  # whose float64 copy a core's cache holds; part of the result's last digits, because it orders the sum
 

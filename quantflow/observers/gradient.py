@@ -6,7 +6,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from quantflow.core import blocks, statistics
+from quantflow.numerics import output_blocks, statistics
 
 
 class GradientObserver:
@@ -15,8 +15,8 @@ class GradientObserver:
     It is shown the gradient of the loss by a linear's output, [..., O]. With the second moment of the linear's input it makes
     up the Kronecker-factored Fisher information of its weight: what rounding errors cost, the whole model considered.
 
-    The sum is float32 and whole up to 2048 outputs; of more it is that of blocks of outputs, [O, W] (quantflow/core/blocks.py).
-    A product is rounded once and added, as in the Hessian of an input.
+    The sum is float32 and whole up to 2048 outputs; of more it is that of blocks of outputs, [O, W]
+    (quantflow/numerics/output_blocks.py). A product is rounded once and added, as in the Hessian of an input.
 
     Algebra: merge is commutative, and associative up to rounding in float32: fold in rank order. The count is exact.
     An unseen observer is neutral. Not idempotent: what is merged twice counts twice.
@@ -43,11 +43,11 @@ class GradientObserver:
         """
         rows = statistics.finite_rows(x, self._features, observer=self.NAME)
         total = self._whole()
-        parts = blocks.blocks(self._features)
-        diagonal = [blocks.block_of(total, part).diagonal() for part in parts]
+        parts = output_blocks.blocks(self._features)
+        diagonal = [output_blocks.block_of(total, part).diagonal() for part in parts]
         statistics.refuse_overflow(rows, diagonal, what=f"gradient {list(x.shape)}", observer=self.NAME)
         for part in parts:
-            blocks.block_of(total, part).add_((rows[:, part].T @ rows[:, part]).cpu())
+            output_blocks.block_of(total, part).add_((rows[:, part].T @ rows[:, part]).cpu())
         self._sum, self._count = total, self._count + rows.shape[0]
 
     def merge(self, other: Self) -> None:
@@ -70,7 +70,7 @@ class GradientObserver:
 
     @property
     def _shape(self) -> tuple[int, int]:
-        return self._features, blocks.width(self._features)
+        return self._features, output_blocks.width(self._features)
 
     @classmethod
     def from_state(cls, state: Mapping[str, Tensor]) -> Self:
@@ -80,9 +80,9 @@ class GradientObserver:
             StatisticsError: the state is not one of this observer's.
         """
         count = state["gradient_sum"].shape[0] if "gradient_sum" in state and state["gradient_sum"].ndim else 0
-        expected = {"gradient_sum": (torch.float32, (count, blocks.width(count))), "count": (torch.int64, ())}
+        expected = {"gradient_sum": (torch.float32, (count, output_blocks.width(count))), "count": (torch.int64, ())}
         gradient_sum, seen = statistics.checked_state(state, expected, observer=cls.NAME)
-        diagonal = blocks.diagonal_of(gradient_sum)
+        diagonal = output_blocks.diagonal_of(gradient_sum)
         statistics.refuse_negative(diagonal, "the diagonal of gradient_sum", observer=cls.NAME)
         statistics.refuse_negative(seen, "count", observer=cls.NAME)
         observer = cls(count)

@@ -6,9 +6,9 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from quantflow.core import statistics
 from quantflow.core.groups import spans
-from quantflow.core.product import operand, product
+from quantflow.numerics import statistics
+from quantflow.numerics.product import operand, product
 
 ROWS = 256  # of the sum, in a strip that is added to at once; part of the result, because it chooses the kernel
 COLUMNS = 4 * ROWS  # of the sum, that a product has at most; likewise

@@ -14,8 +14,9 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from quantflow.core import groups, statistics
+from quantflow.core import groups
 from quantflow.errors import StatisticsError, UsageError
+from quantflow.numerics import statistics
 
 LOWEST_EXPONENT = -40
 HIGHEST_EXPONENT = 24

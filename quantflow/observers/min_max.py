@@ -9,8 +9,8 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from quantflow.core import statistics
 from quantflow.errors import StatisticsError
+from quantflow.numerics import statistics
 
 
 class MinMaxObserver:

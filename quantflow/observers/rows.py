@@ -7,7 +7,7 @@ are of some calls, and the range of each feature is of the others.
 import torch
 from torch import Tensor
 
-from quantflow.core import statistics
+from quantflow.numerics import statistics
 
 NAME = "rows"
 

@@ -19,7 +19,7 @@ from quantflow.artifact.checkpoint import Checkpoint, open_checkpoint
 from quantflow.artifact.manifest import read_manifest
 from quantflow.artifact.verify import verify as verify_artifact
 from quantflow.backends import choose
-from quantflow.core.backend import Backend, Case
+from quantflow.backends.backend import Backend, Case
 from quantflow.core.kv import KVScales
 from quantflow.core.qtensor import QuantizedLinear
 from quantflow.core.scheme import LinearScheme, TensorScheme

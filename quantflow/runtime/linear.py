@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from quantflow.core.backend import Backend
+from quantflow.backends.backend import Backend
 from quantflow.core.orthogonal import mixed
 from quantflow.core.qtensor import QuantizedLinear
 

@@ -12,8 +12,7 @@ from quantflow.artifact.canonical import read_json
 from quantflow.artifact.checkpoint import Checkpoint
 from quantflow.artifact.manifest import read_manifest
 from quantflow.artifact.verify import verify as verify_artifact
-from quantflow.backends import cuda, hpu
-from quantflow.core import kernels, native
+from quantflow.backends import cuda, hpu, kernels, native
 from quantflow.errors import UnsupportedError, UsageError
 from quantflow.models.graph import graph_for
 from quantflow.models.load import load_tokenizer, skeleton

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from quantflow.core import kernels, native
+from quantflow.backends import kernels, native
 from quantflow.runtime.kv_cache import KINDS, LANES, KVCache
 
 Projection = Callable[[Tensor], Tensor]  # [N, I] float32 -> [N, sum of O] float32, contiguous

@@ -22,8 +22,9 @@ from torch import Tensor
 from quantflow.artifact.folder import reading
 from quantflow.artifact.safetensors_header import read_header
 from quantflow.artifact.safetensors_writer import Spec, layout
+from quantflow.core.dtypes import DTYPES, NAMES
 from quantflow.errors import InputError, IntegrityError
-from quantflow.models.reading import DTYPES, NAMES, bytes_of
+from quantflow.models.reading import bytes_of
 
 Parts = dict[str, Tensor]
 _LINE = 64  # bytes of a line of the cache

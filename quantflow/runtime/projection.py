@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantflow.core import joining, kernels
-from quantflow.core.backend import Backend, Case
+from quantflow.backends import kernels
+from quantflow.backends.backend import Backend, Case
+from quantflow.core import joining
 from quantflow.core.qtensor import QuantizedLinear
 from quantflow.runtime.artifact import Artifact
 from quantflow.runtime.operations import Projection, product

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from quantflow.artifact.safetensors_header import TensorInfo
-from quantflow.core.backend import Case
+from quantflow.backends.backend import Case
 from quantflow.errors import UsageError
 from quantflow.formats import compressed_tensors
 from quantflow.models.graph import Residual, graph_for

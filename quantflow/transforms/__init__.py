@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from quantflow.core.parallel import SEQUENTIAL, Workers
-from quantflow.core.smoothing import Fold, Outcome
+from quantflow.numerics.smoothing import Fold, Outcome
 from quantflow.transforms import awq, hadamard, smoothquant
 
 

@@ -19,13 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantflow.core import groups, trial
-from quantflow.core.grid import weight_grids
+from quantflow.core import groups
 from quantflow.core.parallel import SEQUENTIAL, Workers
-from quantflow.core.rounding import rounded
 from quantflow.core.scheme import TensorScheme
-from quantflow.core.smoothing import Fold, Outcome, Smoothing, fitted
 from quantflow.errors import StatisticsError, UsageError
+from quantflow.numerics import trial
+from quantflow.numerics.grid import weight_grids
+from quantflow.numerics.rounding import rounded
+from quantflow.numerics.smoothing import Fold, Outcome, Smoothing, fitted
 
 VERSION: int = 1
 OPTIONS: Mapping[str, Any] = {"duo": "both", "clip": "auto", "linears": True}
@@ -64,7 +65,7 @@ def clips(options: Mapping[str, Any], algorithm: str) -> bool:
 
 
 def working_bytes(features: int, rows: int, *, options: Mapping[str, Any], samples: int, workers: int) -> int:
-    """Return the most memory that `solve` takes beyond weights and statistics, in bytes; see `quantflow.core.trial`."""
+    """Return the most memory that `solve` takes beyond weights and statistics, in bytes; see `quantflow.numerics.trial`."""
     del options, samples
     return trial.working_bytes(features, rows, samples=0, workers=workers)
 

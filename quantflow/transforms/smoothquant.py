@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantflow.core import trial
 from quantflow.core.parallel import SEQUENTIAL, Workers
-from quantflow.core.smoothing import Fold, Outcome, Smoothing, column_amax, fitted
 from quantflow.errors import StatisticsError, UsageError
+from quantflow.numerics import trial
+from quantflow.numerics.smoothing import Fold, Outcome, Smoothing, column_amax, fitted
 
 VERSION: int = 2
 OPTIONS: Mapping[str, Any] = {"alpha": 0.5, "linears": None}
@@ -52,7 +52,7 @@ def needs(options: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def working_bytes(features: int, rows: int, *, options: Mapping[str, Any], samples: int, workers: int) -> int:
-    """Return the most memory that `solve` takes beyond weights and statistics, in bytes; see `quantflow.core.trial`."""
+    """Return the most memory that `solve` takes beyond weights and statistics, in bytes; see `quantflow.numerics.trial`."""
     if options["alpha"] != "auto":
         return 0
     return trial.working_bytes(features, rows, samples=samples, workers=workers)

@@ -223,7 +223,9 @@ def commands(server: Server, inputs: dict[str, Path], tmp_path_factory: pytest.T
             before = None
             if name == "unify-shards" and not (made / "shards").exists():  # by processes that the server does not start
                 words = ["quantize", model, "-o", made / "shards", "--scheme", "FP8_DYNAMIC", "--ranks", 2, "-q"]
-                subprocess.run([sys.executable, "-m", "stages.cli", *map(str, words)], check=True, stdout=subprocess.DEVNULL)
+                subprocess.run(
+                    [sys.executable, "-m", "quantflow.stages.cli", *map(str, words)], check=True, stdout=subprocess.DEVNULL
+                )
             for earlier in reads.get(name, []):
                 command(earlier)
                 if not (made / earlier).exists():

@@ -160,14 +160,14 @@ def forked_proof(faults: Faults):
         returncode = None
 
         def communicate(self, order: str = "") -> tuple[str, str]:
-            from stages import _proof
+            from quantflow.exporting import proof_process
 
             with tempfile.TemporaryFile("w+") as stderr:
                 child = os.fork()
                 if child == 0:
                     faults.active = False
                     os.dup2(stderr.fileno(), 2)
-                    end(lambda: _proof.main(order))
+                    end(lambda: proof_process.main(order))
                 _, status = os.waitpid(child, 0)
                 stderr.seek(0)
                 self.returncode = os.waitstatus_to_exitcode(status)
@@ -177,7 +177,11 @@ def forked_proof(faults: Faults):
             """Do nothing: there is no process yet."""
 
     def popen(command, **options):
-        return Proof() if command[:3] == [sys.executable, "-m", "stages._proof"] else original(command, **options)
+        return (
+            Proof()
+            if command[:3] == [sys.executable, "-m", "quantflow.exporting.proof_process"]
+            else original(command, **options)
+        )
 
     return popen
 
@@ -200,8 +204,8 @@ def end(main, finish=lambda: None) -> None:
 
 def case(request: dict, streams: list[io.IOBase], results: int) -> None:
     """Run one command line in this process, which ends with it."""
-    from stages._options import exit_code
-    from stages.cli import cli
+    from quantflow.stages.cli import cli
+    from quantflow.stages.cli.output import exit_code
 
     os.setsid()
     for number, stream in enumerate(streams, start=1):
@@ -264,14 +268,14 @@ def warm_up() -> None:
     torch.set_num_threads(1)
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM  # noqa: F401
 
-    from stages import _proof, cli, export, generate, measure, quantize, run, unify, validate  # noqa: F401
+    from quantflow.exporting import export, proof_process  # noqa: F401
 
     with torch.device("meta"):
         AutoModelForCausalLM.from_config(LlamaConfig(num_hidden_layers=1))
 
 
 def main() -> None:
-    from stages._ranks import die_with_parent
+    from quantflow.distributed.launch import die_with_parent
 
     die_with_parent()  # tests that are killed leave no server
     signal.signal(signal.SIGINT, signal.default_int_handler)  # cases are interrupted although tests may run in a background

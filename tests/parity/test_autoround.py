@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quantflow.algorithms import rtn
-from quantflow.core.learned import Learned
+from quantflow.algorithms.signround.learned import Learned
 from quantflow.core.scheme import LinearScheme, TensorScheme
 
 VARIABLE, RELEASE = "AUTOROUND_ENV", "0.16.1"

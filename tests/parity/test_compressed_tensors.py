@@ -32,13 +32,13 @@ from transformers import (
 
 from quantflow.algorithms import rtn, rtn_mse
 from quantflow.core import affine, packing
-from quantflow.core.activations import static_input
-from quantflow.core.grid import either_sign
 from quantflow.core.kv import SCHEMES as KV_SCHEMES
 from quantflow.core.kv import KVScales, kv_scales, kv_words
 from quantflow.core.qtensor import QuantizedLinear
 from quantflow.core.scheme import PRESETS, LinearScheme, with_group_size
 from quantflow.formats import compressed_tensors
+from quantflow.numerics.activations import static_input
+from quantflow.numerics.grid import either_sign
 from quantflow.runtime.decoder import rounded_cache
 
 SCHEMES = {name: with_group_size(s, 32) if s.weights.group_size else s for name, s in PRESETS.items()}

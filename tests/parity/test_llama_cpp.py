@@ -17,12 +17,12 @@ from safetensors.torch import load_file
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from quantflow.models.llama_cpp_vocabulary import PRE_TOKENIZERS
+from quantflow.exporting import gguf_export
+from quantflow.formats.llama_cpp.tokenizer import PRE_TOKENIZERS
 from quantflow.runtime.load import load
-from stages import _export_gguf
-from stages._options import exit_code
-from stages._progress import Progress
-from stages.cli import cli
+from quantflow.stages.cli import cli
+from quantflow.stages.cli.output import exit_code
+from quantflow.stages.cli.progress_line import ProgressLine
 
 pytestmark = pytest.mark.slow
 
@@ -104,7 +104,7 @@ def call() -> Callable[..., str]:
 
 
 def export(source: Path, output: Path, dtype: str) -> Path:
-    _export_gguf.run(_export_gguf.Job(source=source, output=output, dtype=dtype), Progress(quiet=True))
+    gguf_export.run(gguf_export.Job(source=source, output=output, dtype=dtype), ProgressLine(quiet=True))
     return output / f"model-{dtype}.gguf"
 
 

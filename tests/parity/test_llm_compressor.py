@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from quantflow.algorithms import gptq, rtn_mse
-from quantflow.core.grid import either_sign
 from quantflow.core.scheme import LinearScheme, preset, with_group_size
-from quantflow.core.smoothing import Absorber, Fold
+from quantflow.numerics.grid import either_sign
+from quantflow.numerics.smoothing import Absorber, Fold
 from quantflow.transforms import awq, smoothquant
 
 pytestmark = pytest.mark.slow

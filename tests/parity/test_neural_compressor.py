@@ -19,14 +19,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from quantflow.core.gaudi import scale_from_amax, target, weight_scale
-from quantflow.core.gaudi_methods import SCALE_METHODS, method_config
-from quantflow.measurements.inc import SCALES, Node, Triple, read_triple, write_triple
-from quantflow.measurements.inc_names import FileName, find_triples
-from quantflow.measurements.inc_nodes import postprocess
-from quantflow.measurements.inc_scales import scales_from
-from stages._options import exit_code
-from stages.cli import cli
+from quantflow.formats.gaudi.devices import scale_from_amax, target, weight_scale
+from quantflow.formats.gaudi.file_names import FileName, find_triples
+from quantflow.formats.gaudi.gaudi_nodes import postprocess
+from quantflow.formats.gaudi.scale_methods import SCALE_METHODS, method_config
+from quantflow.formats.gaudi.scales import scales_from
+from quantflow.formats.gaudi.triple import SCALES, Node, Triple, read_triple, write_triple
+from quantflow.stages.cli import cli
+from quantflow.stages.cli.output import exit_code
 
 pytestmark = pytest.mark.slow
 

@@ -8,12 +8,13 @@ import torch
 from compressed_tensors.transform import TransformConfig, apply_transform_config
 from transformers import AutoModelForCausalLM
 
+from quantflow.exporting import export
+from quantflow.planning.recipe import Quantize
+from quantflow.quantization import quantize
 from quantflow.runtime.load import load
-from stages import export, quantize
-from stages._config import Quantize
-from stages._progress import Progress
+from quantflow.stages.cli.progress_line import ProgressLine
 
-QUIET = Progress(quiet=True)
+QUIET = ProgressLine(quiet=True)
 
 
 @pytest.mark.parametrize("scheme", ["W8A16", "W8A8"])

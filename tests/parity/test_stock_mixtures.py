@@ -14,13 +14,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
+from quantflow.exporting import export
+from quantflow.planning.recipe import Quantize
+from quantflow.quantization import quantize
 from quantflow.runtime.artifact import open_artifact
-from stages import export, quantize
-from stages._config import Quantize
-from stages._progress import Progress
+from quantflow.stages.cli.progress_line import ProgressLine
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers warns that it was given `dequantize`
-QUIET = Progress(quiet=True)
+QUIET = ProgressLine(quiet=True)
 TOKENS = torch.randint(2, 300, (1, 32), generator=torch.Generator().manual_seed(0))
 W4A16 = {"scheme": "W4A16", "algorithm": "rtn", "group_size": 32}
 ASYMMETRIC = {"scheme": "W4A16_ASYM", "algorithm": "rtn", "group_size": 32}

@@ -17,18 +17,20 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from quantflow.calibration import measure
+from quantflow.exporting import export
 from quantflow.models.load import load_tokenizer
+from quantflow.planning.recipe import Calibration, Head, KVCache, Quantize
+from quantflow.quantization import quantize
 from quantflow.runtime.decoder import Decoder
 from quantflow.runtime.load import load
-from stages import export, measure, quantize
-from stages._config import Calibration, Head, KVCache, Quantize
-from stages._progress import Progress
+from quantflow.stages.cli.progress_line import ProgressLine
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "examples" / "tiny-llama"
-QUIET = Progress(quiet=True)
+QUIET = ProgressLine(quiet=True)
 WINDOWS, WINDOW = 4, 500  # 2,000 held-out tokens
 
 GPTQ = {"scheme": "W4A16", "algorithm": "gptq"}

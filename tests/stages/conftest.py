@@ -4,11 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from stages import measure, quantize
-from stages._config import Calibration, Quantize
-from stages._progress import Progress
+from quantflow.calibration import measure
+from quantflow.planning.recipe import Calibration, Quantize
+from quantflow.quantization import quantize
+from quantflow.stages.cli.progress_line import ProgressLine
 
-QUIET = Progress(quiet=True)
+QUIET = ProgressLine(quiet=True)
 
 
 @pytest.fixture(scope="module")

@@ -5,11 +5,10 @@ import json
 import pytest
 import torch
 
-from quantflow.backends import BACKENDS
-from quantflow.core import kernels, native
-from stages import export as export_stage
-from stages._options import exit_code
-from stages.cli import cli
+from quantflow.backends import BACKENDS, kernels, native
+from quantflow.exporting import export as export_stage
+from quantflow.stages.cli import cli
+from quantflow.stages.cli.output import exit_code
 
 SMALL = ("--shape", "48x64,16x128", "--tokens", "1,3", "--rounds", "2")
 OURS = native.why_not(kernels.SOURCE, needs=kernels.NEEDS) is None

@@ -9,20 +9,21 @@ import torch
 from safetensors.torch import load_file
 
 from quantflow.algorithms import yaqa
-from quantflow.core import blocks
+from quantflow.calibration import measure
+from quantflow.distributed.launch import rank_folder
 from quantflow.errors import StatisticsError, UsageError
 from quantflow.measurements.stored import Deferred
 from quantflow.models.backward import generator_for
 from quantflow.models.load import load_model, open_source
-from stages import measure, quantize
-from stages._config import Calibration, KVCache, Quantize, Tune
-from stages._entry import algorithm_of, entries_of, statistics_for, transforms_of
-from stages._options import exit_code
-from stages._progress import Progress
-from stages._ranks import rank_folder
-from stages.cli import cli
+from quantflow.numerics import output_blocks
+from quantflow.planning.recipe import Calibration, KVCache, Quantize, Tune
+from quantflow.planning.requirements import algorithm_of, entries_of, statistics_for, transforms_of
+from quantflow.quantization import quantize
+from quantflow.stages.cli import cli
+from quantflow.stages.cli.output import exit_code
+from quantflow.stages.cli.progress_line import ProgressLine
 
-QUIET = Progress(quiet=True)
+QUIET = ProgressLine(quiet=True)
 ENTRY = Quantize(name="best", scheme="W4A16", algorithm="best", group_size=32, tune=Tune(steps=0))  # tune: test_tune.py
 
 STATS = ("mean_abs", "fisher", "gradient")  # what awq, a choice of schemes and yaqa read
@@ -110,7 +111,7 @@ def stopping(*, before=None, inside=None):
     """A progress that ends the run before so many layers of the way back, or where a sequence has gone through one."""
     seen, back = [], ("measure backwards", "layer")
 
-    class StopAt(Progress):
+    class StopAt(ProgressLine):
         def steps(self, items, **told):
             for number, item in enumerate(items):
                 seen.append((told["stage"], told["unit"]))
@@ -160,7 +161,7 @@ def test_the_result_is_the_same_whatever_the_memory_and_wherever_it_was_stopped(
     class Stopped(BaseException):
         pass
 
-    class StopAtTheSecond(Progress):
+    class StopAtTheSecond(ProgressLine):
         def steps(self, items, **told):
             for number, item in enumerate(items):
                 if number == 1:
@@ -241,7 +242,7 @@ def given_to_yaqa(llama, measured, folder, monkeypatch, **words):
 
     def watched(weights, scheme, *, statistics, **options):
         for name, weight in weights.items():
-            gradients = blocks.block_of(statistics[f"{name}|gradient_sum"], slice(0, len(weight)))
+            gradients = output_blocks.block_of(statistics[f"{name}|gradient_sum"], slice(0, len(weight)))
             seen[name] = tuple(each.double().clone() for each in (weight, gradients, statistics["hessian_sum"]))
         return original(weights, scheme, statistics=statistics, **options)
 

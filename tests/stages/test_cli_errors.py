@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from stages import export as export_stage
-from stages import measure as measure_stage
-from stages._config import Calibration
-from stages._options import exit_code
-from stages._progress import Progress
-from stages.cli import cli
+from quantflow.calibration import measure as measure_stage
+from quantflow.exporting import export as export_stage
+from quantflow.planning.recipe import Calibration
+from quantflow.stages.cli import cli
+from quantflow.stages.cli.output import exit_code
+from quantflow.stages.cli.progress_line import ProgressLine
 
 THRESHOLDS = "thresholds: {{ppl_ratio: {0}, mean_kld: {0}, kld_p999: {0}, top1_agreement: {1}}}\n"
 
@@ -240,7 +240,7 @@ def test_a_mistake_is_found_before_ranks_are_started(refused, llama, copy, tmp_p
 def two_ranks(llama, text_files, folder, *ranks):
     job = measure_stage.Job(model=llama, output=folder, calibration=Calibration(source=str(text_files["calibration"])))
     for rank in ranks:
-        measure_stage._measure_rank(job, Progress(quiet=True), rank=rank, world=2)
+        measure_stage._measure_rank(job, ProgressLine(quiet=True), rank=rank, world=2)
 
 
 def test_ranks_that_do_not_fit_the_groups_are_refused(refused, llama, text_files, tmp_path):

@@ -4,23 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from quantflow.errors import InputError, UsageError
-from stages._config import (
-    SHIPPED,
-    apply_settings,
-    bars_wanted,
-    find_config,
-    launched_environment,
-    launched_rank,
-    nearest,
-    parse_size,
-    read_yaml,
-    recipe_from,
-    speaks,
-)
-from stages._entry import algorithm_of
-from stages._gate import METRICS, load_gate
-from stages._options import overlay
+from quantflow.distributed.launch import launched_environment, launched_rank, speaks
+from quantflow.errors import InputError, UsageError, nearest
+from quantflow.planning.recipe import apply_settings, parse_size, read_yaml, recipe_from
+from quantflow.planning.requirements import algorithm_of
+from quantflow.shipped import SHIPPED, find_config
+from quantflow.stages.cli.environment import bars_wanted
+from quantflow.stages.cli.output import overlay
+from quantflow.validation.gate import METRICS, load_gate
 
 MINIMAL = {"model": "m", "quantize": [{"name": "a", "scheme": "W4A16"}]}
 RECIPES = sorted(path.stem for path in (SHIPPED / "recipes").glob("*.yaml"))

@@ -14,11 +14,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from stages import measure, quantize, run
-from stages._config import Calibration, Quantize, recipe_from
-from stages._progress import Progress
+from quantflow.calibration import measure
+from quantflow.planning.recipe import Calibration, Quantize, recipe_from
+from quantflow.quantization import quantize
+from quantflow.stages import run
+from quantflow.stages.cli.progress_line import ProgressLine
 
-QUIET = Progress(quiet=True)
+QUIET = ProgressLine(quiet=True)
 
 
 @pytest.fixture

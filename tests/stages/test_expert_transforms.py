@@ -7,16 +7,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from quantflow.distributed.launch import rank_folder
 from quantflow.errors import StatisticsError, UnsupportedError, UsageError
+from quantflow.exporting import export
 from quantflow.models.load import load_model, open_source
 from quantflow.observers.rows import RowSample
+from quantflow.planning import plan
+from quantflow.planning.recipe import Quantize
+from quantflow.quantization import layer_traffic, quantize
 from quantflow.runtime.load import load
-from stages import _plan, _traffic, export, quantize
-from stages._config import Quantize
-from stages._progress import Progress
-from stages._ranks import rank_folder
+from quantflow.stages.cli.progress_line import ProgressLine
 
-QUIET = Progress(quiet=True)
+QUIET = ProgressLine(quiet=True)
 MANY = 1_000_000  # tokens, which no expert gets
 AWQ = {"scheme": "W4A16", "group_size": 32, "algorithm": "rtn", "transforms": ({"awq": {}},)}
 PLAIN = {**AWQ, "transforms": ()}
@@ -88,7 +90,7 @@ def test_no_rows_are_kept_of_experts(family_model, measured_family, tmp_path, mo
             widths.append(features)
             super().__init__(features, **options)
 
-    monkeypatch.setattr(_traffic, "RowSample", Counted)
+    monkeypatch.setattr(layer_traffic, "RowSample", Counted)
     quantized(family_model("mixtral"), measured_family("mixtral"), tmp_path / "q", AUTO)
     assert widths == [64, 64] * 2  # what q, k and v read, and o, of two layers
 
@@ -96,7 +98,7 @@ def test_no_rows_are_kept_of_experts(family_model, measured_family, tmp_path, mo
 def test_text_that_gives_nothing_but_rows_leaves_the_ledger_of_tokens_alone(
     family_model, measured_family, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(_plan, "SEQUENCES", 2)  # of six
+    monkeypatch.setattr(plan, "SEQUENCES", 2)  # of six
     folder = quantized(family_model("mixtral"), measured_family("mixtral"), tmp_path / "q", AUTO)
     ledger = json.loads((rank_folder(measured_family("mixtral"), 0, 1) / "measurement.json").read_text())["routed"]
     assert [record["experts"]["tokens"] for record in records(folder)] == [row["tokens"] for row in ledger.values()]
@@ -106,7 +108,7 @@ def test_text_that_gives_nothing_but_rows_leaves_the_ledger_of_tokens_alone(
 def test_the_text_that_hessians_see_is_counted_where_the_measurement_is_not_believed(
     family_model, measured_family, tmp_path, monkeypatch, algorithm
 ):
-    monkeypatch.setattr("stages._forward.routed_tokens", lambda *_: None)
+    monkeypatch.setattr("quantflow.quantization.layer_by_layer.routed_tokens", lambda *_: None)
     entry = {**AWQ, "algorithm": algorithm, "expert_tokens": 0}
     folder = quantized(family_model("mixtral"), measured_family("mixtral"), tmp_path / "q", entry)
     ledger = json.loads((rank_folder(measured_family("mixtral"), 0, 1) / "measurement.json").read_text())["routed"]

@@ -8,24 +8,28 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, MixtralConfig, Qwen2MoeConfig
 
+from quantflow import process_memory
 from quantflow.artifact.inspect import summarize
 from quantflow.artifact.verify import verify
+from quantflow.calibration import measure
 from quantflow.core.scheme import preset, with_group_size
+from quantflow.distributed.launch import rank_folder
 from quantflow.errors import StatisticsError, UnsupportedError, UsageError
+from quantflow.exporting import export
 from quantflow.formats import compressed_tensors
 from quantflow.models.graph import graph_for
+from quantflow.planning import forecast
+from quantflow.planning.experts import Policy, Short, described, policy_for, short_of_tokens, treat
+from quantflow.planning.recipe import Calibration, Quantize, recipe_from
+from quantflow.quantization import quantize, unify
 from quantflow.runtime.load import load
 from quantflow.runtime.offload import load_offloaded
-from stages import _memory, export, measure, plan, quantize, unify
-from stages._config import Calibration, Quantize, recipe_from
-from stages._experts import Policy, Short, described, policy_for, short_of_tokens, treat
-from stages._options import exit_code
-from stages._progress import Progress
-from stages._ranks import rank_folder
-from stages.cli import cli
+from quantflow.stages.cli import cli
+from quantflow.stages.cli.output import exit_code
+from quantflow.stages.cli.progress_line import ProgressLine
 
 UNREACHED = 4  # of five experts, two per token
-QUIET = Progress(quiet=True)
+QUIET = ProgressLine(quiet=True)
 NEEDED = 24  # tokens; every expert but the unreachable one gets more
 GPTQ = {"scheme": "W4A16", "algorithm": "gptq", "group_size": 32, "expert_tokens": NEEDED}
 STATIC = {"scheme": "FP8", "expert_tokens": NEEDED}
@@ -143,7 +147,7 @@ def test_an_expert_that_saw_nothing_has_the_statistics_of_nothing(measurement):
 
 
 def test_the_number_of_workers_changes_no_byte(starving, measurement, text_files, tmp_path, monkeypatch):
-    monkeypatch.setattr(_memory, "usable_cores", lambda: 1)
+    monkeypatch.setattr(process_memory, "usable_cores", lambda: 1)
     alone = measured(starving, tmp_path / "m", text_files["calibration"])
     for name in ("statistics.safetensors", "measurement.json"):
         assert (alone / name).read_bytes() == (measurement / name).read_bytes()
@@ -456,7 +460,7 @@ def test_the_plan_counts_what_is_written(starving, artifact, text_files):
             "quantize": [{"name": "x", **GPTQ, "experts": "rtn"}],
         }
     )
-    found = plan.run(plan.Job(recipe=recipe))
+    found = forecast.run(forecast.Job(recipe=recipe))
     (planned,) = found["artifacts"]
     with safe_open(artifact / "model.safetensors", framework="pt") as file:
         held = [file.get_tensor(name) for name in file.keys()]  # noqa: SIM118 - not a mapping

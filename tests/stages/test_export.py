@@ -19,13 +19,14 @@ from quantflow.artifact.safetensors_header import TensorInfo
 from quantflow.artifact.verify import verify
 from quantflow.core.parallel import SEQUENTIAL
 from quantflow.errors import InputError, IntegrityError, ResourceError
-from stages import _proof, _shards, _values
-from stages import export as export_stage
-from stages._options import exit_code
-from stages._proof import prove
-from stages._proving import proving
-from stages._shards import Stored, shard_names, shards_for
-from stages.cli import cli
+from quantflow.exporting import export as export_stage
+from quantflow.exporting import proof_process, weight_files
+from quantflow.exporting.proof import proving
+from quantflow.exporting.proof_process import prove
+from quantflow.exporting.weight_files import Stored, shard_names, shards_for
+from quantflow.quantization import decoded_values
+from quantflow.stages.cli import cli
+from quantflow.stages.cli.output import exit_code
 
 
 def run(*arguments) -> int:
@@ -153,14 +154,14 @@ def test_without_links_the_layers_are_copied_to_the_same_artifact(quantized, exp
 def test_no_more_than_a_piece_of_a_tensor_is_in_memory(quantized, export, monkeypatch):
     expected = tensors_of(export(quantized["tensors"], "whole"))
     pieces = []
-    real = _shards.read_into
+    real = weight_files.read_into
 
     def record(path, tensor, offset, *, name):
         pieces.append(tensor.nbytes)
         real(path, tensor, offset, name=name)
 
-    monkeypatch.setattr(_shards, "read_into", record)
-    monkeypatch.setattr(_shards, "COPY_BYTES", 512)
+    monkeypatch.setattr(weight_files, "read_into", record)
+    monkeypatch.setattr(weight_files, "COPY_BYTES", 512)
     assert equal(tensors_of(export(quantized["tensors"], "pieces")), expected)
     assert max(pieces) == 512 and len(pieces) > 100
 
@@ -226,14 +227,14 @@ def test_one_changed_bit_is_found_and_named(quantized, export, llama, kind, tens
 
 def test_rows_are_decoded_some_at_a_time(quantized, export, llama, monkeypatch):
     artifact, shapes = export(quantized["tensors"]), []
-    real = _values._rows
+    real = decoded_values._rows
 
     def record(path, info, first, count):
         shapes.append((count, first))
         return real(path, info, first, count)
 
-    monkeypatch.setattr(_values, "_rows", record)
-    monkeypatch.setattr("stages._units.UNIT", 1024)
+    monkeypatch.setattr(decoded_values, "_rows", record)
+    monkeypatch.setattr("quantflow.quantization.file_units.UNIT", 1024)
     prove(artifact, quantized["tensors"], llama, workers=SEQUENTIAL)
     assert max(count for count, _ in shapes) == 16 and max(first for _, first in shapes) == 112
 
@@ -274,4 +275,4 @@ def test_the_process_ends_with_an_export_that_has_nothing_to_prove(monkeypatch):
     with pytest.raises(InputError), proving():
         raise InputError("a", "b")
     assert started[0].returncode is not None
-    assert _proof.main("") == 0
+    assert proof_process.main("") == 0

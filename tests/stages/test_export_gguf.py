@@ -10,14 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quantflow.formats import gguf
+from quantflow.exporting import export as export_stage
+from quantflow.exporting import gguf_export
+from quantflow.exporting.gguf_source import open_weights
+from quantflow.formats.llama_cpp import gguf
 from quantflow.models.reading import read_tensor
 from quantflow.runtime.artifact import open_artifact
-from stages import _export_gguf
-from stages import export as export_stage
-from stages._gguf_source import open_weights
-from stages._options import exit_code
-from stages.cli import cli
+from quantflow.stages.cli import cli
+from quantflow.stages.cli.output import exit_code
 
 NAMES = {  # of a layer, beside those that are permuted
     "attn_v": "self_attn.v_proj",
@@ -126,7 +126,7 @@ def test_an_artifact_is_written_dequantized(llama, tmp_path, monkeypatch, capsys
 
 def test_pieces_of_any_size_make_the_same_file(llama, tmp_path, monkeypatch):
     expected = export(llama, tmp_path / "whole").read_bytes()
-    monkeypatch.setattr(_export_gguf, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(gguf_export, "PIECE_BYTES", 1000)
     assert export(llama, tmp_path / "pieces").read_bytes() == expected
 
 
@@ -204,8 +204,8 @@ def test_a_changed_header_is_found(llama, tmp_path, monkeypatch, capsys):
 def test_the_proof_does_not_depend_on_how_the_file_was_cut(llama, tmp_path, monkeypatch):
     path = export(llama, tmp_path / "o")
     weights = open_weights(llama)
-    monkeypatch.setattr(_export_gguf, "PIECE_BYTES", 300)
-    _export_gguf.prove(path, weights, _export_gguf.planned(weights, "BF16"))
+    monkeypatch.setattr(gguf_export, "PIECE_BYTES", 300)
+    gguf_export.prove(path, weights, gguf_export.planned(weights, "BF16"))
 
 
 def no_tokenizer(model):

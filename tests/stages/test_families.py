@@ -14,13 +14,16 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DeepseekV3Config, GPT2Config, LlamaConfig
 
 from quantflow.artifact.verify import verify
+from quantflow.calibration import measure
 from quantflow.errors import GateError, UnsupportedError
+from quantflow.exporting import export
+from quantflow.planning.recipe import Calibration, Quantize, Validate
+from quantflow.quantization import quantize
 from quantflow.runtime.load import load
-from stages import export, measure, quantize, validate
-from stages._config import Calibration, Quantize, Validate
-from stages._progress import Progress
+from quantflow.stages.cli.progress_line import ProgressLine
+from quantflow.validation import validate
 
-QUIET = Progress(quiet=True)
+QUIET = ProgressLine(quiet=True)
 LAX = {"ppl_ratio": 1e9, "mean_kld": 1e9, "kld_p999": 1e9, "top1_agreement": 0.0}
 # Of one decoder layer; mixtures: attention, four experts of three linears each, a shared expert.
 LINEARS = {

@@ -8,16 +8,18 @@ import torch
 from safetensors.torch import load_file
 
 from quantflow.artifact.verify import verify
+from quantflow.calibration import measure
 from quantflow.core.scheme import preset
+from quantflow.exporting import export
+from quantflow.planning.recipe import Calibration, Quantize
+from quantflow.planning.requirements import statistics_for
+from quantflow.quantization import quantize
 from quantflow.runtime.artifact import open_artifact
-from stages import export, measure, quantize
-from stages._config import Calibration, Quantize
-from stages._entry import statistics_for
-from stages._options import exit_code
-from stages._progress import Progress
-from stages.cli import cli
+from quantflow.stages.cli import cli
+from quantflow.stages.cli.output import exit_code
+from quantflow.stages.cli.progress_line import ProgressLine
 
-QUIET = Progress(quiet=True)
+QUIET = ProgressLine(quiet=True)
 LINEARS = 14
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from quantflow.core.scheme import PRESETS
 from quantflow.errors import UsageError
-from stages._config import SHIPPED
-from stages._gate import METRICS, Gate, gate_files, judge, load_gate
+from quantflow.shipped import SHIPPED
+from quantflow.validation.gate import METRICS, Gate, gate_files, judge, load_gate
 
 GATE = Gate(name="g", thresholds={"ppl_ratio": 1.02, "mean_kld": 0.02, "kld_p999": 0.5, "top1_agreement": 0.95})
 GOOD = {"ppl_ratio": (1.0, 1.01), "mean_kld": (0.0, 0.01), "kld_p999": (0.1, 0.2), "top1_agreement": (0.97, 0.98)}

@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quantflow.artifact.manifest import read_manifest
-from quantflow.measurements.inc import read_triple, write_triple
-from quantflow.measurements.inc_names import FileName, find_triples
+from quantflow.formats.gaudi.file_names import FileName, find_triples
+from quantflow.formats.gaudi.quant_config import read_quant_config
+from quantflow.formats.gaudi.triple import read_triple, write_triple
 from quantflow.measurements.record import read_measurement
-from stages._options import exit_code
-from stages._quant_config import read_quant_config
-from stages.cli import cli
+from quantflow.stages.cli import cli
+from quantflow.stages.cli.output import exit_code
 
 A = "model.layers.1.self_attn"
 

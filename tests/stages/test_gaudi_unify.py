@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from quantflow.core.gaudi import target
-from quantflow.core.gaudi_methods import method_config
-from quantflow.measurements.inc import SCALES, Node, Triple, read_triple, write_triple
-from quantflow.measurements.inc_names import FileName, find_triples
-from quantflow.measurements.inc_scales import scales_from
-from stages._options import exit_code
-from stages.cli import cli
+from quantflow.formats.gaudi.devices import target
+from quantflow.formats.gaudi.file_names import FileName, find_triples
+from quantflow.formats.gaudi.scale_methods import method_config
+from quantflow.formats.gaudi.scales import scales_from
+from quantflow.formats.gaudi.triple import SCALES, Node, Triple, read_triple, write_triple
+from quantflow.stages.cli import cli
+from quantflow.stages.cli.output import exit_code
 
 Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj"
 

@@ -12,15 +12,15 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from quantflow.errors import InputError, UnsupportedError, UsageError
+from quantflow.exporting import export as export_stage
+from quantflow.runtime import generation as stage
+from quantflow.runtime import prompt_files
 from quantflow.runtime.decoding import Beams
-from stages import _prompts
-from stages import export as export_stage
-from stages import generate as stage
-from stages._generate_job import job_from
-from stages._options import exit_code
-from stages._progress import Progress
-from stages._prompts import encode, read_prompts
-from stages.cli import cli
+from quantflow.runtime.prompt_files import encode, read_prompts
+from quantflow.stages.cli import cli
+from quantflow.stages.cli.generate_job import job_from
+from quantflow.stages.cli.output import exit_code
+from quantflow.stages.cli.progress_line import ProgressLine
 
 PROMPTS = ("value scale", "round", "group layer token model")
 
@@ -57,7 +57,7 @@ def generate(artifact, capsys):
 def test_the_verb_gives_the_same_tokens_without_importing_what_compiles_and_shards_models(artifact, generate):
     script = """
 import sys
-from stages.cli import cli
+from quantflow.stages.cli import cli
 cli(sys.argv[1:], standalone_mode=False)
 print(*sorted(sys.modules))
 """
@@ -162,14 +162,14 @@ def test_H29_of_a_folder_the_first_split_of_test_validation_and_train_is_taken(t
 def test_H29_a_hub_name_is_read_by_datasets_with_the_same_rules(monkeypatch):
     splits = {"train": [{"text": "wrong"}], "test": iter([{"id": 3, "text": "right"}, {"id": 4, "text": "too"}])}
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset={"somebody/questions": splits}.__getitem__))
-    monkeypatch.setattr(_prompts, "find_spec", lambda _: True)
+    monkeypatch.setattr(prompt_files, "find_spec", lambda _: True)
     assert read_prompts("somebody/questions", limit=1) == ["right"]
     with pytest.raises(InputError, match="^nobody/nothing: .*; check the name and the network"):
         read_prompts("nobody/nothing")
 
 
 def test_what_an_absent_package_would_read_is_refused_with_its_name(monkeypatch, tmp_path):
-    monkeypatch.setattr(_prompts, "find_spec", lambda _: None)
+    monkeypatch.setattr(prompt_files, "find_spec", lambda _: None)
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     with pytest.raises(UnsupportedError, match="a.parquet: parquet is read by pyarrow, which is not installed; install it"):
         read_prompts(str(tmp_path / "a.parquet"))
@@ -234,7 +234,7 @@ def test_messages_in_a_file_are_a_chat(tmp_path, chatting):
     prompts = read_prompts(str(tmp_path / "a.jsonl"))
     assert prompts == [talk]
     assert chatting.decode(encode(prompts, chatting, limit=None, chat=False)[0]) == "<s>[user] why [assistant]"
-    assert _prompts.shown(prompts[0]) == "why"
+    assert prompt_files.shown(prompts[0]) == "why"
 
 
 def test_a_chat_without_a_template_is_refused(artifact, capsys):
@@ -336,7 +336,7 @@ def test_a_text_without_a_piece_still_shows_its_prompt(artifact, monkeypatch):
 def test_many_prompts_are_told_about_batch_by_batch(artifact, capsys):
     job = stage.Job(artifact=artifact, prompts=PROMPTS, max_new_tokens=2)
     pieces = []
-    stage.run(job, pieces.append, Progress(patience=0.0))
+    stage.run(job, pieces.append, ProgressLine(patience=0.0))
     assert pieces == []  # several texts are printed when they are whole
     err = capsys.readouterr().err
     assert "generate: batch 1 of 3" in err and "generate: batch 3 of 3" in err

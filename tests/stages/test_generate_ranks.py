@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from stages import _generate_ranks
-from stages import export as export_stage
-from stages._options import exit_code
-from stages._ranks import _failure
-from stages.cli import cli
+from quantflow.distributed.launch import _failure
+from quantflow.exporting import export as export_stage
+from quantflow.runtime import rank_processes
+from quantflow.stages.cli import cli
+from quantflow.stages.cli.output import exit_code
 
 PROMPTS = ("value scale", "round", "group layer token model")
 PYTHON = [sys.executable, "-m"]
@@ -24,7 +24,7 @@ def run(*arguments):
     return exit_code(cli, [str(argument) for argument in arguments])
 
 
-def quantflow(*arguments, by=("stages.cli",)):
+def quantflow(*arguments, by=("quantflow.stages.cli",)):
     command = [*PYTHON, *by, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
 
@@ -70,7 +70,7 @@ def test_B34_I27_two_ranks_say_what_one_process_says_and_a_difference_to_the_ref
 def test_ranks_of_somebodys_torchrun_share_the_model_and_the_text_is_printed_once(artifact, capsys):
     arguments = ("generate", artifact, "--prompt", PROMPTS[2], "--max-new-tokens", "8", "--prompt-lookup", "3")
     assert run(*arguments, "-q") == 0
-    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "stages.cli")
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "quantflow.stages.cli")
     result = quantflow(*arguments, by=torchrun)
     assert result.returncode == 0, result.stderr
     assert result.stdout == capsys.readouterr().out
@@ -112,7 +112,7 @@ def test_a_killed_rank_is_named_and_takes_the_others_with_it(artifact, tmp_path,
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("\n\n".join(PROMPTS * 4000))
     line = ["generate", artifact, "--prompts", prompts, "--ignore-eos", "--max-new-tokens", "100", "--ranks", "2"]
-    command = [*PYTHON, "stages.cli", *map(str, line)]
+    command = [*PYTHON, "quantflow.stages.cli", *map(str, line)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         told = process.stderr.readline()
         assert told.startswith("generate"), told  # batches are under way
@@ -143,7 +143,7 @@ def test_what_ranks_cannot_do_is_refused_before_one_is_started(artifact, monkeyp
     def never(*_arguments, **_options):
         raise AssertionError("torchrun was started")
 
-    monkeypatch.setattr(_generate_ranks, "launch", never)
+    monkeypatch.setattr(rank_processes, "launch", never)
     assert run("generate", artifact, "--prompt", "x", *arguments) == 2
     assert told in capsys.readouterr().err.replace("\n  fix: ", "; ")
     if arguments[2:3] not in (("--adapter",), ("--disk-offload",)):

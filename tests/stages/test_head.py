@@ -14,23 +14,23 @@ from quantflow.artifact.manifest import build_manifest, read_manifest, write_man
 from quantflow.artifact.verify import verify
 from quantflow.core.parallel import SEQUENTIAL
 from quantflow.errors import IntegrityError, UsageError
-from quantflow.formats import gguf
+from quantflow.exporting import export as export_stage
+from quantflow.exporting.proof_process import prove
+from quantflow.formats.llama_cpp import gguf
 from quantflow.models.capture import LayerStream
 from quantflow.models.graph import graph_for
 from quantflow.models.reading import read_tensor
+from quantflow.planning.head import head_of
+from quantflow.planning.recipe import Head, Quantize
+from quantflow.quantization import file_units
+from quantflow.quantization.file_units import head_block, units_of
 from quantflow.runtime.adapters import attach_
 from quantflow.runtime.artifact import open_artifact
 from quantflow.runtime.load import load
 from quantflow.runtime.offload import load_offloaded
-from stages import _units
-from stages import export as export_stage
-from stages._config import Head, Quantize
-from stages._head import head_of
-from stages._options import exit_code
-from stages._proof import prove
-from stages._units import head_block, units_of
-from stages.cli import cli
-from stages.validate import bits_per_weight
+from quantflow.stages.cli import cli
+from quantflow.stages.cli.output import exit_code
+from quantflow.validation.validate import bits_per_weight
 
 VOCABULARY = 323  # no multiple of 16: kernels pad their rows
 SHAPE = {
@@ -143,7 +143,7 @@ def test_both_ways_write_the_same_head_whatever_the_units(make, models, tmp_path
     (files, _), (layers, _) = make(name, *W4), make(name, *W4, way="canary")
     expected = (files / "head.safetensors").read_bytes()
     assert (layers / "head.safetensors").read_bytes() == expected
-    monkeypatch.setattr(_units, "UNIT", 1024)
+    monkeypatch.setattr(file_units, "UNIT", 1024)
     assert run("quantize", models[name], "-o", tmp_path / "q", *W4) == 0
     assert (tmp_path / "q/head.safetensors").read_bytes() == expected
     records = [json.loads((folder / "head.json").read_text()) for folder in (files, layers, tmp_path / "q")]

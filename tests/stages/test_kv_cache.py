@@ -14,18 +14,32 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from quantflow.artifact.inspect import summarize
 from quantflow.artifact.manifest import read_manifest
 from quantflow.artifact.verify import verify
+from quantflow.calibration import measure
 from quantflow.errors import IntegrityError, QuantflowError, StatisticsError, UnsupportedError, UsageError
+from quantflow.exporting import export
 from quantflow.measurements.record import read_measurement
+from quantflow.planning import forecast
+from quantflow.planning.recipe import (
+    Calibration,
+    Candidate,
+    KVCache,
+    Quantize,
+    Recipe,
+    Validate,
+    kv_cache_flag,
+    read_yaml,
+    recipe_from,
+)
+from quantflow.quantization import quantize
 from quantflow.runtime.artifact import open_artifact
 from quantflow.runtime.load import load
 from quantflow.runtime.offload import load_offloaded
-from stages import export, measure, plan, quantize, validate
-from stages._config import Calibration, Candidate, KVCache, Quantize, Recipe, Validate, kv_cache_flag, read_yaml, recipe_from
-from stages._options import exit_code
-from stages._progress import Progress
-from stages.cli import cli
+from quantflow.stages.cli import cli
+from quantflow.stages.cli.output import exit_code
+from quantflow.stages.cli.progress_line import ProgressLine
+from quantflow.validation import validate
 
-QUIET = Progress(quiet=True)
+QUIET = ProgressLine(quiet=True)
 ATTENTION = "model.layers.{}.self_attn"
 CACHES = [KVCache(scheme=s, granularity=g) for s in ("FP8", "INT8") for g in ("per_tensor", "per_head")]
 
@@ -120,7 +134,7 @@ def test_ledger_manifest_inspect_and_card_name_them(made: Any) -> None:
 def test_plan_counts_the_tensors(cache: KVCache, made: Any, llama: Path) -> None:
     _, artifact = made(cache)
     entry = Quantize(name="x", scheme="W8A8", kv_cache=cache)
-    (found,) = plan.run(plan.Job(recipe=Recipe(model=str(llama), quantize=(entry,))))["artifacts"]
+    (found,) = forecast.run(forecast.Job(recipe=Recipe(model=str(llama), quantize=(entry,))))["artifacts"]
     assert found["tensor_bytes"] == verify(artifact)["tensor_bytes"]
     assert found["kv_cache"] == f"{cache.scheme} {cache.granularity}"
 
@@ -208,7 +222,7 @@ def test_an_explicit_kind_wins_over_the_artifact(made: Any) -> None:
 
 def test_a_changed_scale_is_noticed_by_the_canary(made: Any, tmp_path: Path) -> None:
     """The proof runs with the cache quantized, so a wrong scale changes what the layers compute."""
-    from stages._canary import prove_canary
+    from quantflow.exporting.canary import prove_canary
 
     quantized, artifact = made(CACHES[0])
     copy = shutil.copytree(artifact, tmp_path / "copy")
@@ -344,7 +358,7 @@ def test_a_misspelt_flag_is_two_lines_and_exit_2(
 
 
 def test_measuring_for_a_recipe_with_a_cache_runs_the_layers() -> None:
-    from stages._entry import statistics_for
+    from quantflow.planning.requirements import statistics_for
 
     assert statistics_for([Quantize(name="x", scheme="W4A16")]) == ()
     assert statistics_for([Quantize(name="x", scheme="W4A16", kv_cache=CACHES[0])]) == ("amax",)

@@ -5,10 +5,10 @@ import re
 
 import pytest
 
-from stages import _latency
-from stages import export as export_stage
-from stages._options import exit_code
-from stages.cli import cli
+from quantflow.evaluation import latency
+from quantflow.exporting import export as export_stage
+from quantflow.stages.cli import cli
+from quantflow.stages.cli.output import exit_code
 
 SMALL = ("--input-tokens", "8", "--new-tokens", "4", "--runs", "3", "-b", "1", "-b", "2", "-q")
 
@@ -64,7 +64,7 @@ RESULT = {
 
 
 def test_the_tables_are_those_that_the_original_systems_print():
-    told = _latency.text(RESULT)
+    told = latency.text(RESULT)
     assert told.splitlines()[:3] == [
         "a: lean decoder, w4a16, 2 threads, loaded in 1.50 s, peak memory 1.50 GiB",
         "small operations run in torch: no C compiler",

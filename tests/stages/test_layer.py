@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from stages._layer import install_all
+from quantflow.quantization.layer import install_all
 
 
 def test_a_linear_that_is_not_quantized_runs_from_float32_as_in_the_proof_of_export():

@@ -6,7 +6,8 @@ from datetime import datetime
 import pytest
 
 from quantflow.errors import InputError
-from stages._log import Log, duration, logged, size
+from quantflow.stages.cli.log import Log, logged
+from quantflow.units import duration, size
 
 
 def test_lines_are_appended_with_the_time_and_its_offset(tmp_path):

@@ -9,24 +9,27 @@ import torch
 from safetensors.torch import load_file
 
 from quantflow.artifact.manifest import read_manifest
+from quantflow.calibration import measure
+from quantflow.distributed.launch import rank_folder
 from quantflow.errors import GateError, UsageError
 from quantflow.evaluation.divergence import token_kld
+from quantflow.exporting import export
 from quantflow.models.backward import generator_for
 from quantflow.models.graph import graph_for
 from quantflow.models.load import load_model, open_source
+from quantflow.planning.plan import resolve
+from quantflow.planning.recipe import Calibration, Candidate, Head, Override, Quantize, Tune, read_yaml, recipe_from
+from quantflow.planning.requirements import entries_of, statistics_for, transforms_of
+from quantflow.quantization import quantize
+from quantflow.quantization.mixed_precision import chosen_mixture
+from quantflow.quantization.mixed_precision.chosen_mixture import Mixture
+from quantflow.quantization.mixed_precision.sensitivity import Item, candidates_of
 from quantflow.runtime.load import load
-from stages import _mixed, export, measure, quantize
-from stages._config import Calibration, Candidate, Head, Override, Quantize, Tune, read_yaml, recipe_from
-from stages._entry import entries_of, statistics_for, transforms_of
-from stages._mixed import Mixture
-from stages._options import exit_code
-from stages._plan import resolve
-from stages._progress import Progress
-from stages._ranks import rank_folder
-from stages._sensitivity import Item, candidates_of
-from stages.cli import cli
+from quantflow.stages.cli import cli
+from quantflow.stages.cli.output import exit_code
+from quantflow.stages.cli.progress_line import ProgressLine
 
-QUIET = Progress(quiet=True)
+QUIET = ProgressLine(quiet=True)
 SMALL = tuple(Candidate(scheme=f"W{bits}A16", group_size=size) for bits in (3, 4, 6) for size in (32, 64))
 ENTRY = Quantize(name="mixed", scheme="W4A16", target_bpw=4.7, candidates=SMALL)
 
@@ -120,7 +123,7 @@ def test_the_same_command_finds_it_up_to_date_and_stops_and_goes_on_to_the_same_
     class Stopped(BaseException):
         pass
 
-    class StopAt(Progress):
+    class StopAt(ProgressLine):
         def steps(self, items, *, stage, **told):
             for number, item in enumerate(items):
                 if stage == self.stage and number == 1:
@@ -147,7 +150,7 @@ def test_within_a_divergence_the_fewest_bits_are_found_by_measuring_again_and_th
     allowed = 1.3 * record(mixed)["measured_kld"]
     entry = replace(ENTRY, target_bpw=None, max_kld=allowed)
 
-    class Told(Progress):
+    class Told(ProgressLine):
         def say(self, text):
             self.lines.append(text)
 
@@ -261,7 +264,7 @@ def test_a_fisher_statistic_is_the_same_whatever_the_memory_and_however_often_it
     class Stopped(BaseException):
         pass
 
-    class StopAfter(Progress):
+    class StopAfter(ProgressLine):
         def steps(self, items, *, stage, **told):
             for number, item in enumerate(items):
                 if number == 1 and (stage, told["unit"]) not in self.seen:
@@ -356,10 +359,10 @@ def test_predictions_are_corrected_by_what_was_measured_until_it_holds_and_no_bi
 
 def test_after_the_last_round_the_smallest_that_held_is_taken_or_what_was_measured_is_told(llama):
     rounds = tuple(
-        _mixed.Round(picks=picks, predicted=1.0, measured=measured, accepted=False)
+        chosen_mixture.Round(picks=picks, predicted=1.0, measured=measured, accepted=False)
         for picks, measured in [((2, 2), 1.0), ((1, 1), 5.0), ((1, 0), 7.0)] * 2
     )
-    assert len(rounds) == _mixed.ROUNDS
+    assert len(rounds) == chosen_mixture.ROUNDS
     last = mixture(llama, wanting(max_kld=6.0), rounds=rounds)
     assert last.picks == (1, 1)
     assert last.with_round(5.0).rounds[-1].accepted
@@ -474,9 +477,9 @@ def test_a_kept_choice_of_something_else_or_damaged_is_made_again(mixed, llama, 
     kept = path.read_text()
     key = json.loads(kept)["key"]
     (tmp_path / path.name).write_text(kept)
-    found = _mixed.read(tmp_path, ENTRY, graph, key=key)
+    found = chosen_mixture.read(tmp_path, ENTRY, graph, key=key)
     assert found.settled and found.picks == tuple(item["chosen"] for item in record(mixed)["items"])
-    assert _mixed.read(tmp_path, ENTRY, graph, key="other") is None
+    assert chosen_mixture.read(tmp_path, ENTRY, graph, key="other") is None
     for damaged in (kept[:100], kept.replace('"picks"', '"peaks"'), kept.replace(key, key[:16]), "[]"):
         (tmp_path / path.name).write_text(damaged)
-        assert _mixed.read(tmp_path, ENTRY, graph, key=key) is None
+        assert chosen_mixture.read(tmp_path, ENTRY, graph, key=key) is None

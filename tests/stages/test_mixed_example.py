@@ -6,18 +6,19 @@ from pathlib import Path
 
 import pytest
 
+from quantflow.calibration import measure
+from quantflow.calibration.text import read_documents
 from quantflow.evaluation.windows import evaluation_sequences
-from quantflow.models.calibration import read_documents
 from quantflow.models.graph import graph_for
 from quantflow.models.load import load_tokenizer, open_source
-from stages import measure, quantize
-from stages._config import Calibration, Candidate, Quantize, Resources
-from stages._divergence import divergence
-from stages._planned import plan_from
-from stages._progress import Progress
+from quantflow.planning.finished_plan import plan_from
+from quantflow.planning.recipe import Calibration, Candidate, Quantize, Resources
+from quantflow.quantization import quantize
+from quantflow.quantization.mixed_precision.measured_divergence import divergence
+from quantflow.stages.cli.progress_line import ProgressLine
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny-llama"
-QUIET = Progress(quiet=True)
+QUIET = ProgressLine(quiet=True)
 FEW = tuple(Candidate(scheme=f"W{bits}A16", group_size=128) for bits in (3, 4, 5, 6))  # all of them take longer
 
 

@@ -10,21 +10,21 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from stages import _state
-from stages import validate as stage
-from stages._config import Resources, Validate
-from stages._options import exit_code
-from stages._progress import Progress
-from stages.cli import cli
-from stages.generate import Job as Generate
-from stages.generate import run as generate
+from quantflow.models import layer_store
+from quantflow.planning.recipe import Resources, Validate
+from quantflow.runtime.generation import Job as Generate
+from quantflow.runtime.generation import run as generate
+from quantflow.stages.cli import cli
+from quantflow.stages.cli.output import exit_code
+from quantflow.stages.cli.progress_line import ProgressLine
+from quantflow.validation import validate as stage
 
 ROOT = Path(__file__).resolve().parents[2]
 GATE = "thresholds: {ppl_ratio: 100, mean_kld: 100, kld_p999: 100, top1_agreement: 0.0}\n"
 PEAK = """
 import sys
 from pathlib import Path
-from stages.generate import Job, run
+from quantflow.runtime.generation import Job, run
 job = Job(artifact=Path(sys.argv[1]), prompts=("value scale",), max_new_tokens=3, disk_offload=True)
 def peak():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) * 1024
@@ -69,7 +69,7 @@ def test_generation_from_disk_prints_the_text_of_the_loaded_model(artifact):
 
 
 def test_metrics_are_those_of_both_models_run_whole_by_transformers(job):
-    result = stage.run(job, Progress(quiet=True))
+    result = stage.run(job, ProgressLine(quiet=True))
     sequences = stage._sequences(job, {"measurement": None})
     baseline = AutoModelForCausalLM.from_pretrained(job.baseline, dtype=torch.float32)
     candidate = AutoModelForCausalLM.from_pretrained(job.artifact, dtype=torch.float32)
@@ -88,7 +88,7 @@ def test_metrics_are_those_of_both_models_run_whole_by_transformers(job):
 
 
 def test_workers_change_no_bit_of_a_validation(job, tmp_path, monkeypatch):
-    stage.run(job, Progress(quiet=True))
+    stage.run(job, ProgressLine(quiet=True))
     expected = (job.report / "validation.json").read_bytes()
     plan = stage.allow_validate
 
@@ -97,12 +97,12 @@ def test_workers_change_no_bit_of_a_validation(job, tmp_path, monkeypatch):
 
     monkeypatch.setattr(stage, "allow_validate", small)
     other = changed(job, report=tmp_path / "other")
-    stage.run(other, Progress(quiet=True))
+    stage.run(other, ProgressLine(quiet=True))
     assert (other.report / "validation.json").read_bytes() == expected
 
 
 def test_a_validation_that_was_stopped_goes_on_with_its_layer_and_ends_with_the_same_numbers(job, tmp_path, monkeypatch):
-    stage.run(job, Progress(quiet=True))
+    stage.run(job, ProgressLine(quiet=True))
     stopped = changed(job, report=tmp_path / "stopped")
     layers = []
     advance = stage.LayerStream.advance
@@ -115,25 +115,25 @@ def test_a_validation_that_was_stopped_goes_on_with_its_layer_and_ends_with_the_
 
     monkeypatch.setattr(stage.LayerStream, "advance", stop)
     with pytest.raises(KeyboardInterrupt):
-        stage.run(stopped, Progress(quiet=True))
+        stage.run(stopped, ProgressLine(quiet=True))
     assert not (stopped.report / "validation.json").exists()
-    assert _state.scratch(stopped.report).is_dir()
+    assert layer_store.scratch(stopped.report).is_dir()
 
     def count(self, *arguments, **options):
         layers.append(self)
         advance(self, *arguments, **options)
 
     monkeypatch.setattr(stage.LayerStream, "advance", count)
-    stage.run(stopped, Progress(quiet=True))
+    stage.run(stopped, ProgressLine(quiet=True))
     assert len(layers) == 3 * 2  # three models of two layers, none of which ran twice
     assert (stopped.report / "validation.json").read_bytes() == (job.report / "validation.json").read_bytes()
-    assert not _state.scratch(stopped.report).exists()
+    assert not layer_store.scratch(stopped.report).exists()
 
 
 def test_a_validation_that_does_not_fit_says_what_it_needs_before_it_reads_a_layer(job):
     tight = changed(job, resources=Resources(max_memory="1MB"))
     with pytest.raises(Exception, match=r"^validate: needs \d+ bytes of memory .*--max-memory 1MB"):
-        stage.run(tight, Progress(quiet=True))
+        stage.run(tight, ProgressLine(quiet=True))
     assert not (job.report / "validation.json").exists()
 
 

@@ -10,6 +10,7 @@ import click
 import pytest
 import torch
 
+from quantflow.distributed.launch import launched_environment
 from quantflow.errors import (
     GateError,
     InputError,
@@ -20,8 +21,7 @@ from quantflow.errors import (
     UnsupportedError,
     UsageError,
 )
-from stages._config import launched_environment
-from stages._options import common, exit_code, outline, reporting, show, table
+from quantflow.stages.cli.output import common, exit_code, outline, reporting, show, table
 
 
 def raising(error):

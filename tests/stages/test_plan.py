@@ -5,9 +5,9 @@ from transformers import LlamaConfig
 
 from quantflow.errors import SchemeError, UsageError
 from quantflow.models.graph import graph_for
-from stages._config import Override, Quantize
-from stages._entry import entries_of, statistics_for
-from stages._plan import resolve
+from quantflow.planning.plan import resolve
+from quantflow.planning.recipe import Override, Quantize
+from quantflow.planning.requirements import entries_of, statistics_for
 
 GRAPH = graph_for(
     LlamaConfig(

@@ -6,17 +6,17 @@ import shutil
 
 import pytest
 
+from quantflow import process_memory
 from quantflow.artifact import checkpoint as checkpoint_module
 from quantflow.core.scheme import preset, with_group_size
+from quantflow.exporting import export as export_stage
 from quantflow.models import reading
 from quantflow.models.graph import FAMILIES, Graph, Layer, LinearGroup
-from stages import _memory
-from stages import export as export_stage
-from stages._options import exit_code
-from stages._sizes import ModelSize
-from stages._tensor_parallel import cut_columns, obstacles
-from stages.cli import cli
-from stages.plan import spans
+from quantflow.planning.card_splits import cut_columns, obstacles
+from quantflow.planning.forecast import spans
+from quantflow.planning.sizes import ModelSize
+from quantflow.stages.cli import cli
+from quantflow.stages.cli.output import exit_code
 
 
 def run(*arguments):
@@ -112,7 +112,7 @@ def test_a_stage_that_does_not_fit_is_marked_and_the_others_are_planned(planned,
 
 
 def test_a_smaller_limit_takes_a_worker(planned, llama, monkeypatch):
-    monkeypatch.setattr(_memory, "usable_cores", lambda: 2)
+    monkeypatch.setattr(process_memory, "usable_cores", lambda: 2)
     wide = planned(llama, "--for", "FP8")["stages"][0]
     limit = wide["peak_memory"] - 1
     narrow = planned(llama, "--for", "FP8", "--max-memory", f"{limit}B")["stages"][0]

@@ -5,7 +5,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from stages._plot import COLOURS, Interval, Point, curves, intervals, lines
+from quantflow.evaluation.svg_plot import COLOURS, Interval, Point, curves, intervals, lines
 
 
 def drawn(svg):

@@ -1,12 +1,12 @@
-"""Progress goes to stderr, in lines, and is silent for short work."""
+"""ProgressLine goes to stderr, in lines, and is silent for short work."""
 
 import io
 import sys
 
 import pytest
 
-from stages import _progress
-from stages._progress import Progress
+from quantflow.stages.cli import progress_line
+from quantflow.stages.cli.progress_line import ProgressLine
 
 
 class Terminal(io.StringIO):
@@ -18,23 +18,23 @@ class Terminal(io.StringIO):
 def clock(monkeypatch):
     """A clock that moves one second each time it is read."""
     ticks = iter(range(1000))
-    monkeypatch.setattr(_progress.time, "monotonic", lambda: float(next(ticks)))
+    monkeypatch.setattr(progress_line.time, "monotonic", lambda: float(next(ticks)))
 
 
 def test_steps_yield_every_item_and_say_nothing_when_it_is_quick(capsys):
-    assert list(Progress().steps("abc", stage="s", unit="layer")) == ["a", "b", "c"]
+    assert list(ProgressLine().steps("abc", stage="s", unit="layer")) == ["a", "b", "c"]
     assert capsys.readouterr() == ("", "")
 
 
 def test_lines_tell_how_far_it_is_and_how_long_the_rest_takes(capsys, clock):
-    list(Progress(patience=3.0).steps([1, 2, 3, 4], stage="measure", unit="layer"))
+    list(ProgressLine(patience=3.0).steps([1, 2, 3, 4], stage="measure", unit="layer"))
     out, err = capsys.readouterr()
     assert out == ""
     assert err.splitlines() == ["measure: layer 3 of 4, 3 s, 1 s left", "measure: layer 4 of 4, 4 s, 0 s left"]
 
 
 def test_lines_are_as_far_apart_as_the_first_is_from_the_beginning_and_the_last_is_told(capsys, clock):
-    list(Progress(patience=3.0).steps(range(8), stage="validate", unit="window"))
+    list(ProgressLine(patience=3.0).steps(range(8), stage="validate", unit="window"))
     told = [line.split()[2] for line in capsys.readouterr().err.splitlines()]
     assert told == ["3", "6", "8"]
 
@@ -42,7 +42,7 @@ def test_lines_are_as_far_apart_as_the_first_is_from_the_beginning_and_the_last_
 def test_a_terminal_gets_one_live_line_that_is_cleared(monkeypatch, clock):
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    list(Progress(patience=0.0).steps([1, 2], stage="s", unit="window"))
+    list(ProgressLine(patience=0.0).steps([1, 2], stage="s", unit="window"))
     text = terminal.getvalue()
     assert "\n" not in text and text.endswith("\r\x1b[K") and "window 2 of 2" in text
 
@@ -50,15 +50,15 @@ def test_a_terminal_gets_one_live_line_that_is_cleared(monkeypatch, clock):
 def test_a_short_step_leaves_a_terminal_untouched(monkeypatch):
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    list(Progress().steps([1, 2], stage="s", unit="window"))
+    list(ProgressLine().steps([1, 2], stage="s", unit="window"))
     assert terminal.getvalue() == ""
 
 
 def test_the_live_line_tells_what_the_step_does_now_with_bytes_samples_and_memory(monkeypatch, clock):
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setattr(_progress, "_columns", lambda stream: 200)
-    progress = Progress(patience=0.0)
+    monkeypatch.setattr(progress_line, "_columns", lambda stream: 200)
+    progress = ProgressLine(patience=0.0)
     for number in progress.steps([1, 2], stage="quantize", unit="layer", nbytes=lambda item: 3 * 10**9, samples=8):
         if number == 2:
             progress.doing("factoring q_proj")
@@ -72,14 +72,14 @@ def test_the_live_line_tells_what_the_step_does_now_with_bytes_samples_and_memor
 def test_the_live_line_is_cut_to_the_terminal(monkeypatch, clock):
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    list(Progress(patience=0.0).steps([1], stage="s" * 300, unit="layer"))
+    list(ProgressLine(patience=0.0).steps([1], stage="s" * 300, unit="layer"))
     assert terminal.getvalue().split("\r\x1b[K")[1] == "s" * 79  # a terminal that does not tell its width has 80 columns
 
 
 def test_a_line_that_is_said_takes_the_live_line_away_first(monkeypatch, clock):
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    progress = Progress(patience=0.0)
+    progress = ProgressLine(patience=0.0)
     for number in progress.steps([1, 2], stage="s", unit="layer"):
         if number == 2:
             progress.say("hello")
@@ -89,7 +89,7 @@ def test_a_line_that_is_said_takes_the_live_line_away_first(monkeypatch, clock):
 def test_without_bars_a_terminal_gets_lines(monkeypatch, clock):
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    list(Progress(patience=0.0, bars=False).steps([1, 2], stage="s", unit="layer"))
+    list(ProgressLine(patience=0.0, bars=False).steps([1, 2], stage="s", unit="layer"))
     assert terminal.getvalue() == "s: layer 1 of 2, 1 s, 1 s left\ns: layer 2 of 2, 2 s, 0 s left\n"
 
 
@@ -97,20 +97,20 @@ def test_the_rest_is_estimated_from_the_last_five_steps(capsys, monkeypatch):
     # ten steps that a resumed run skips, then ten of a minute each: 8 of 20 left after 12 means 8 minutes, not less
     ends = [0.0] * 10 + [60.0 * i for i in range(1, 11)]
     moments = iter([0.0, *ends])
-    monkeypatch.setattr(_progress.time, "monotonic", lambda: next(moments))
-    list(Progress(patience=0.0).steps(range(20), stage="s", unit="layer"))
+    monkeypatch.setattr(progress_line.time, "monotonic", lambda: next(moments))
+    list(ProgressLine(patience=0.0).steps(range(20), stage="s", unit="layer"))
     lines = capsys.readouterr().err.splitlines()
     assert lines[14] == "s: layer 15 of 20, 5 min 00 s, 5 min 00 s left"
 
 
 def test_a_resumed_run_counts_what_an_earlier_one_finished(capsys, clock):
-    list(Progress(patience=0.0).steps("cd", stage="quantize", unit="layer", before=2))
+    list(ProgressLine(patience=0.0).steps("cd", stage="quantize", unit="layer", before=2))
     lines = capsys.readouterr().err.splitlines()
     assert lines == ["quantize: layer 3 of 4, 1 s, 1 s left", "quantize: layer 4 of 4, 2 s, 0 s left"]
 
 
 def test_steps_within_steps_are_told_and_the_outer_ones_go_on(capsys, clock):
-    progress = Progress(patience=0.0)
+    progress = ProgressLine(patience=0.0)
     for _ in progress.steps([1, 2], stage="outer", unit="layer"):
         list(progress.steps([1], stage="inner", unit="window"))
     told = [line.split(",")[0] for line in capsys.readouterr().err.splitlines()]
@@ -118,7 +118,7 @@ def test_steps_within_steps_are_told_and_the_outer_ones_go_on(capsys, clock):
 
 
 def test_the_log_gets_what_quiet_and_patience_hold_back(capsys, tmp_path):
-    with Progress(quiet=True).logging(tmp_path / "out.log", "quantflow measure") as progress:
+    with ProgressLine(quiet=True).logging(tmp_path / "out.log", "quantflow measure") as progress:
         progress.say("hello")
         progress.note("planned")
         list(progress.steps([1, 2], stage="measure", unit="layer"))
@@ -130,17 +130,17 @@ def test_the_log_gets_what_quiet_and_patience_hold_back(capsys, tmp_path):
 
 
 def test_quiet_says_nothing_at_all(capsys, clock):
-    progress = Progress(quiet=True, patience=0.0)
+    progress = ProgressLine(quiet=True, patience=0.0)
     progress.say("hello")
     assert list(progress.steps([1, 2], stage="s", unit="layer")) == [1, 2]
     assert capsys.readouterr() == ("", "")
 
 
 def test_say_writes_to_stderr(capsys):
-    Progress().say("up to date")
+    ProgressLine().say("up to date")
     assert capsys.readouterr() == ("", "up to date\n")
 
 
 def test_no_items_are_no_steps(capsys):
-    assert list(Progress(patience=0.0).steps([], stage="s", unit="layer")) == []
+    assert list(ProgressLine(patience=0.0).steps([], stage="s", unit="layer")) == []
     assert capsys.readouterr().err == ""

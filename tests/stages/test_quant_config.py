@@ -6,8 +6,8 @@ import re
 import pytest
 
 from quantflow.errors import InputError, UnsupportedError, UsageError
-from stages._config import SHIPPED, quant_config_variable
-from stages._quant_config import (
+from quantflow.formats.gaudi.module_patterns import ModuleList, as_table, module_list, selected
+from quantflow.formats.gaudi.quant_config import (
     VERBS,
     QuantConfig,
     find_quant_config,
@@ -16,7 +16,8 @@ from stages._quant_config import (
     require_mode,
     without_meaning,
 )
-from stages._quant_patterns import ModuleList, as_table, module_list, selected
+from quantflow.shipped import SHIPPED
+from quantflow.stages.cli.environment import quant_config_variable
 
 DEFAULTS = {
     "mode": "QUANTIZE",

@@ -11,19 +11,20 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from quantflow.calibration import measure
 from quantflow.errors import QuantflowError
-from stages import measure, quantize, unify
-from stages._config import Calibration, Quantize
-from stages._progress import Progress
+from quantflow.planning.recipe import Calibration, Quantize
+from quantflow.quantization import quantize, unify
+from quantflow.stages.cli.progress_line import ProgressLine
 
-QUIET = Progress(quiet=True)
+QUIET = ProgressLine(quiet=True)
 SAMPLES = 9  # odd, so that the ranks get 5 and 4
 EXACT = {"amax", "channel_amax", "min_val", "max_val", "counts", "count"}
 SUMS = {"abs_sum"}
 
 
 def quantflow(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "stages.cli", *map(str, arguments)]
+    command = [sys.executable, "-m", "quantflow.stages.cli", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
 
 

@@ -4,7 +4,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from stages._report import COLUMNS, Row, cells, verdict_text, write_report
+from quantflow.validation.report import COLUMNS, Row, cells, verdict_text, write_report
 
 METRICS = {
     "ppl_ratio": {"value": 1.01234, "lower": 1.0, "upper": 1.02},

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from quantflow import process_memory
 from quantflow.artifact.safetensors_header import TensorInfo
 from quantflow.errors import InputError, ResourceError, UsageError
 from quantflow.models.graph import FAMILIES, Graph, Layer, LinearGroup
-from stages import _memory
-from stages._config import Override, Quantize, Resources, SignRound
-from stages._needs import LIBRARIES, Need, need_layers, need_measure
-from stages._plan import resolve
-from stages._resources import compare, grant, memory_limit, round_up, written_bytes
-from stages._sizes import layer_bytes, model_size
-from stages._speed import Speed
+from quantflow.planning.durations import Speed
+from quantflow.planning.needs import LIBRARIES, Need, need_layers, need_measure
+from quantflow.planning.plan import resolve
+from quantflow.planning.recipe import Override, Quantize, Resources, SignRound
+from quantflow.planning.resources import compare, grant, memory_limit, round_up, written_bytes
+from quantflow.planning.sizes import layer_bytes, model_size
 
 MB = 10**6
 HIDDEN, WIDE, VOCABULARY = 256, 512, 1000
@@ -205,9 +205,9 @@ NEED = Need(stage="measure", moments=((100 * MB, 50 * MB),), result=1 * MB)
 @pytest.fixture
 def machine(monkeypatch):
     """A machine of two cores, 1 GB of memory and 900 MB free."""
-    monkeypatch.setattr(_memory, "usable_cores", lambda: 2)
-    monkeypatch.setattr(_memory, "total_bytes", lambda: 1000 * MB)
-    monkeypatch.setattr(_memory, "available_bytes", lambda: 900 * MB)
+    monkeypatch.setattr(process_memory, "usable_cores", lambda: 2)
+    monkeypatch.setattr(process_memory, "total_bytes", lambda: 1000 * MB)
+    monkeypatch.setattr(process_memory, "available_bytes", lambda: 900 * MB)
 
 
 @pytest.mark.usefixtures("machine")
@@ -261,7 +261,7 @@ class TestGrant:
         (folder / "layers" / "0").write_bytes(bytes(600))
         (tmp_path / ".out.work").mkdir()
         (tmp_path / ".out.work" / "state").write_bytes(bytes(300))
-        monkeypatch.setattr("stages._resources.free_bytes", lambda _: 100)
+        monkeypatch.setattr("quantflow.planning.resources.free_bytes", lambda _: 100)
         need = Need(stage="quantize", moments=((1, 0),), result=1000)
         grant(need, Resources(), folder=folder, base=0)
         with pytest.raises(ResourceError, match="writes 101 bytes") as caught:
@@ -316,5 +316,5 @@ print(before.resident >= before.anonymous + before.file > 0)
 
 
 def test_the_machine_has_memory_and_cores():
-    assert 0 < _memory.available_bytes() <= _memory.total_bytes()
-    assert _memory.usable_cores() >= 1
+    assert 0 < process_memory.available_bytes() <= process_memory.total_bytes()
+    assert process_memory.usable_cores() >= 1

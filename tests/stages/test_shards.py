@@ -16,12 +16,13 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from quantflow.errors import InputError, IntegrityError, UsageError
-from stages import export, quantize, unify
-from stages._config import Override, Quantize
-from stages._progress import Progress
-from stages._units import Unit
+from quantflow.exporting import export
+from quantflow.planning.recipe import Override, Quantize
+from quantflow.quantization import quantize, unify
+from quantflow.quantization.file_units import Unit
+from quantflow.stages.cli.progress_line import ProgressLine
 
-QUIET = Progress(quiet=True)
+QUIET = ProgressLine(quiet=True)
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny-llama"
 SCHEMES = ["FP8_DYNAMIC", "W8A8", "W8A16", "W4A16", "W4A16_ASYM"]
 
@@ -42,7 +43,7 @@ def together(shards: Path, output: Path, **options) -> Path:
 @pytest.fixture
 def small_units(monkeypatch):
     """Cut the tiny model's weights into many units, at other rows than where the cards are cut."""
-    monkeypatch.setattr("stages._units.UNIT", 1536)
+    monkeypatch.setattr("quantflow.quantization.file_units.UNIT", 1536)
 
 
 @pytest.fixture(scope="module")
@@ -325,7 +326,7 @@ def test_export_of_shards_says_what_to_do(model, tmp_path, cards):
 
 
 def command(*arguments: str | Path) -> list[str]:
-    return [sys.executable, "-m", "stages.cli", *map(str, arguments)]
+    return [sys.executable, "-m", "quantflow.stages.cli", *map(str, arguments)]
 
 
 def quantflow(*arguments: str | Path) -> str:

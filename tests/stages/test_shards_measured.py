@@ -10,14 +10,16 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from quantflow.artifact.checkpoint import open_checkpoint
+from quantflow.calibration import measure
 from quantflow.core.parallel import Workers
 from quantflow.errors import InputError, IntegrityError, UsageError
-from stages import export, measure, quantize, unify
-from stages._config import Calibration, Override, Quantize
-from stages._progress import Progress
-from stages._proof import _prove_tensors
+from quantflow.exporting import export
+from quantflow.exporting.proof_process import _prove_tensors
+from quantflow.planning.recipe import Calibration, Override, Quantize
+from quantflow.quantization import quantize, unify
+from quantflow.stages.cli.progress_line import ProgressLine
 
-QUIET = Progress(quiet=True)
+QUIET = ProgressLine(quiet=True)
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny-llama"
 LARGEST = 448.0  # of e4m3fn
 
@@ -76,7 +78,7 @@ def one(model: Path, output: Path, recipe: Quantize, measured: Path) -> Path:
 @pytest.mark.parametrize("scheme", ["FP8", "W8A8_STATIC", "W8A16"])
 def test_shards_unified_hold_the_tensors_of_one_process(model, measured, tmp_path, cards, monkeypatch, scheme, ranks):
     whole = one(model, tmp_path / "whole", entry(scheme), measured)
-    monkeypatch.setattr("stages._units.UNIT", 1536)  # many units, cut at other rows than the cards'
+    monkeypatch.setattr("quantflow.quantization.file_units.UNIT", 1536)  # many units, cut at other rows than the cards'
     shards = cards(model, tmp_path / "shards", entry(scheme), ranks=ranks, measurement=measured)
     made = together(shards, tmp_path / "made")
     assert layers(made) == layers(whole)

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from quantflow.distributed import team
 from quantflow.errors import ResourceError
-from stages import _shared_memory, _team
-from stages._shared_memory import SharedMemory, nearest
+from quantflow.runtime import shared_memory
+from quantflow.runtime.shared_memory import SharedMemory, nearest
 
 pytestmark = pytest.mark.skipif(
-    not Path("/dev/shm").is_dir() or _shared_memory.platform.machine() not in ("x86_64", "AMD64"),
+    not Path("/dev/shm").is_dir() or shared_memory.platform.machine() not in ("x86_64", "AMD64"),
     reason="there is no such memory",
 )
 
@@ -54,23 +55,23 @@ def test_every_rank_gets_every_part_in_order_and_no_file_is_left(world, among):
 @pytest.mark.parametrize("why", ["another processor", "no room"])
 def test_where_there_is_no_such_memory_the_sockets_stay(why, monkeypatch, among):
     if why == "another processor":
-        monkeypatch.setattr(_shared_memory.platform, "machine", lambda: "aarch64")
+        monkeypatch.setattr(shared_memory.platform, "machine", lambda: "aarch64")
     else:
 
         def full(*_arguments):
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(_shared_memory.os, "posix_fallocate", full)
+        monkeypatch.setattr(shared_memory.os, "posix_fallocate", full)
     assert among(2, lambda sockets: nearest("generate", sockets) is sockets) == [True, True]
     assert left_behind() == []
 
 
 def test_a_rank_whose_process_ended_is_not_waited_for(monkeypatch, meeting):
-    monkeypatch.setattr(_team, "GRACE", 0.0)
-    monkeypatch.setattr(_team.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(team, "GRACE", 0.0)
+    monkeypatch.setattr(team.signal, "signal", lambda *_: None)
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    memory = _shared_memory.mmap.mmap(-1, _shared_memory.size_of(2))
+    memory = shared_memory.mmap.mmap(-1, shared_memory.size_of(2))
     wire = SharedMemory("generate", meeting(0, 2), memory, processes=[os.getpid(), ended.pid])
     with pytest.raises(ResourceError, match="generate: another rank ended, or cannot be reached: rank 1 has no process"):
         wire.gather(torch.zeros(1))

@@ -5,8 +5,8 @@ import signal
 
 import pytest
 
-from stages._progress import Progress
-from stages._signals import Interrupted, Signals
+from quantflow.stages.cli.progress_line import ProgressLine
+from quantflow.stages.cli.signals import Interrupted, Signals
 
 NUMBERS = [signal.SIGINT, signal.SIGTERM]
 
@@ -35,7 +35,7 @@ def test_outside_a_step_a_signal_stops_at_once(signals, number):
 def test_within_a_step_the_first_signal_waits_for_its_end_and_is_answered(signals, capfd, number, again):
     done = []
     with pytest.raises(Interrupted) as caught:
-        for item in Progress(signals=signals).steps("abc", stage="quantize", unit="layer"):
+        for item in ProgressLine(signals=signals).steps("abc", stage="quantize", unit="layer"):
             if item == "b":
                 send(number)
             done.append(item)
@@ -47,7 +47,7 @@ def test_within_a_step_the_first_signal_waits_for_its_end_and_is_answered(signal
 def test_the_second_signal_stops_within_the_step_with_its_own_number(signals, second):
     done = []
     with pytest.raises(Interrupted) as caught:
-        for item in Progress(signals=signals, quiet=True).steps("abc", stage="s", unit="layer"):
+        for item in ProgressLine(signals=signals, quiet=True).steps("abc", stage="s", unit="layer"):
             send(signal.SIGINT)
             send(second)
             done.append(item)
@@ -55,7 +55,7 @@ def test_the_second_signal_stops_within_the_step_with_its_own_number(signals, se
 
 
 def test_a_step_within_a_step_does_not_end_the_outer_one_early(signals):
-    progress, done = Progress(signals=signals, quiet=True), []
+    progress, done = ProgressLine(signals=signals, quiet=True), []
     with pytest.raises(Interrupted):
         for layer in progress.steps("ab", stage="s", unit="layer"):
             for window in progress.steps("12", stage="s", unit="window"):
@@ -66,20 +66,20 @@ def test_a_step_within_a_step_does_not_end_the_outer_one_early(signals):
 
 def test_a_signal_during_the_last_step_still_ends_the_run(signals):
     with pytest.raises(Interrupted):
-        for _ in Progress(signals=signals, quiet=True).steps("a", stage="s", unit="layer"):
+        for _ in ProgressLine(signals=signals, quiet=True).steps("a", stage="s", unit="layer"):
             send(signal.SIGTERM)
 
 
 def test_an_error_of_the_step_wins_over_a_signal_that_waits(signals):
     with pytest.raises(ZeroDivisionError):
-        for _ in Progress(signals=signals, quiet=True).steps("ab", stage="s", unit="layer"):
+        for _ in ProgressLine(signals=signals, quiet=True).steps("ab", stage="s", unit="layer"):
             send(signal.SIGTERM)
             raise ZeroDivisionError
 
 
 def test_quiet_finishes_the_step_without_a_word(signals, capfd):
     with pytest.raises(Interrupted):
-        for _ in Progress(signals=signals, quiet=True).steps("a", stage="s", unit="layer"):
+        for _ in ProgressLine(signals=signals, quiet=True).steps("a", stage="s", unit="layer"):
             send(signal.SIGINT)
     assert capfd.readouterr().err == ""
 

@@ -7,19 +7,21 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from quantflow.calibration import measure
+from quantflow.distributed.launch import rank_folder
 from quantflow.errors import StatisticsError, UnsupportedError, UsageError
+from quantflow.exporting import export
 from quantflow.models.load import load_model, open_source
+from quantflow.planning.finished_plan import plan_from
+from quantflow.planning.recipe import Calibration, Override, Quantize, SignRound, recipe_from
+from quantflow.planning.requirements import algorithm_of, entries_of, statistics_for
+from quantflow.quantization import quantize
 from quantflow.runtime.load import load
-from stages import export, measure, quantize
-from stages._config import Calibration, Override, Quantize, SignRound, recipe_from
-from stages._entry import algorithm_of, entries_of, statistics_for
-from stages._options import exit_code
-from stages._planned import plan_from
-from stages._progress import Progress
-from stages._ranks import rank_folder
-from stages.cli import cli
+from quantflow.stages.cli import cli
+from quantflow.stages.cli.output import exit_code
+from quantflow.stages.cli.progress_line import ProgressLine
 
-QUIET = Progress(quiet=True)
+QUIET = ProgressLine(quiet=True)
 FEW = SignRound(iterations=12, sequences=3)
 ENTRY = Quantize(name="learned", scheme="W4A16", algorithm="signround", group_size=32, signround=FEW)
 

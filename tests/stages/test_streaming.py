@@ -8,13 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from quantflow.calibration import measure
+from quantflow.distributed.launch import rank_folder
 from quantflow.errors import InputError
-from stages import measure, quantize
-from stages._config import Calibration, Quantize, SignRound
-from stages._progress import Progress
-from stages._ranks import rank_folder
+from quantflow.planning.recipe import Calibration, Quantize, SignRound
+from quantflow.quantization import quantize
+from quantflow.stages.cli.progress_line import ProgressLine
 
-QUIET = Progress(quiet=True)
+QUIET = ProgressLine(quiet=True)
 ENTRIES = {
     "gptq": Quantize(name="x", scheme="W4A16", group_size=32),
     "gptq on quantized inputs": Quantize(name="x", scheme="W4A16", group_size=32, quantized_inputs=True),
@@ -59,7 +60,7 @@ class Stopped(BaseException):
     """What ends a run between two layers."""
 
 
-class StopAfter(Progress):
+class StopAfter(ProgressLine):
     """A run that is stopped when a number of its layers are finished."""
 
     def __init__(self, layers: int) -> None:
@@ -140,7 +141,7 @@ def test_an_unfinished_result_of_other_inputs_is_named_and_made_again(llama, tex
             quantize.Job(model=llama, output=tmp_path / "found", entry=replace(entry, group_size=64), measurement=measurement),
             StopAfter(1),
         )
-    quantize.run(quantize.Job(model=llama, output=tmp_path / "found", entry=entry, measurement=measurement), Progress())
+    quantize.run(quantize.Job(model=llama, output=tmp_path / "found", entry=entry, measurement=measurement), ProgressLine())
     assert "the unfinished result was made with plan." in capsys.readouterr().err
     assert files_of(tmp_path / "found") == files_of(quantized(llama, measurement, tmp_path / "expected", entry))
 

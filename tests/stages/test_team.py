@@ -18,13 +18,15 @@ import safetensors.torch
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from quantflow.calibration import measure
+from quantflow.distributed.launch import LOST, launch
 from quantflow.errors import InputError
-from stages import export, measure, quantize, unify
-from stages._config import Calibration, Quantize
-from stages._progress import Progress
-from stages._ranks import LOST, launch
+from quantflow.exporting import export
+from quantflow.planning.recipe import Calibration, Quantize
+from quantflow.quantization import quantize, unify
+from quantflow.stages.cli.progress_line import ProgressLine
 
-QUIET = Progress(quiet=True)
+QUIET = ProgressLine(quiet=True)
 GPTQ = {"scheme": "W4A16", "group_size": 8}
 SAMPLES = 5
 Ranks = Callable[..., list[int]]
@@ -37,8 +39,8 @@ import torch
 import transformers.models.llama.modeling_llama
 from quantflow.models.hidden import HiddenStates
 from stages import _cut, _forward, quantize
-from stages._options import exit_code
-from stages.cli import cli
+from quantflow.stages.cli.output import exit_code
+from quantflow.stages.cli import cli
 
 def become(rank, order):
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -246,7 +248,7 @@ def test_the_source_is_not_needed_to_put_the_shards_together(shards, alone, tmp_
     def nothing(*_args, **_options):
         raise AssertionError("the source was opened")
 
-    monkeypatch.setattr("stages._join.open_files", nothing)
+    monkeypatch.setattr("quantflow.quantization.shards.join.open_files", nothing)
     assert hashes(together(shards(2), tmp_path / "made")) == hashes(alone(GPTQ))
 
 
@@ -365,7 +367,7 @@ def test_what_is_told_is_what_the_rank_said_that_failed_by_itself(tmp_path, monk
     launcher = tmp_path / "python"
     launcher.write_text("#!/bin/sh\n" + "".join(f"echo '{line}' >&2\n" for line in lines) + "exit 1\n")
     launcher.chmod(0o755)
-    monkeypatch.setattr("stages._ranks.sys", SimpleNamespace(executable=str(launcher), platform=sys.platform))
+    monkeypatch.setattr("quantflow.distributed.launch.sys", SimpleNamespace(executable=str(launcher), platform=sys.platform))
     with pytest.raises(InputError) as failed:
         launch(["quantize"], ranks=2, progress=QUIET)
     assert failed.value.cause == f"a rank of 2 failed: {told[0]}" and failed.value.remedy.startswith(told[1])
@@ -373,7 +375,7 @@ def test_what_is_told_is_what_the_rank_said_that_failed_by_itself(tmp_path, monk
 
 def test_a_killed_rank_is_named_and_the_same_command_line_continues(model, measurement, alone, tmp_path):
     output = tmp_path / "shards"
-    line = [sys.executable, "-m", "stages.cli", *command(model, measurement, output, GPTQ, 2)]
+    line = [sys.executable, "-m", "quantflow.stages.cli", *command(model, measurement, output, GPTQ, 2)]
     lock, hidden = output / ".rank-001-of-002.lock", output / ".rank-001-of-002.hidden"
     with subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         while process.poll() is None and not (hidden / "00000.json").exists():

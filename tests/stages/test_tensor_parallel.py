@@ -19,15 +19,16 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from quantflow.calibration import measure
+from quantflow.distributed.launch import _failure
 from quantflow.errors import StatisticsError, UsageError
 from quantflow.measurements.record import open_measurements, read_measurement, read_meta
 from quantflow.measurements.unify import unify as unify_measurements
-from stages import measure, quantize, unify
-from stages._config import Calibration, Quantize
-from stages._progress import Progress
-from stages._ranks import _failure
+from quantflow.planning.recipe import Calibration, Quantize
+from quantflow.quantization import quantize, unify
+from quantflow.stages.cli.progress_line import ProgressLine
 
-QUIET = Progress(quiet=True)
+QUIET = ProgressLine(quiet=True)
 SAMPLES = 6
 SUMS = {"abs_sum", "hessian_sum"}
 STATS = "amax,channel_amax,min_max,mean_abs,histogram"
@@ -38,7 +39,7 @@ UNTOUCHED = re.compile(r".*\|weight\|.*|model\.layers\.0\.self_attn\.[qkv]_proj\
 
 
 def command(*arguments: str | Path) -> list[str]:
-    return [sys.executable, "-m", "stages.cli", *map(str, arguments)]
+    return [sys.executable, "-m", "quantflow.stages.cli", *map(str, arguments)]
 
 
 def quantflow(*arguments: str | Path) -> str:
@@ -274,7 +275,7 @@ def test_machines_that_meet_under_an_outer_torchrun_measure_what_ranks_of_one_ma
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--local-addr=127.0.0.1"]
-    launcher += ["--rdzv-backend=c10d", f"--rdzv-endpoint={address}", "--rdzv-id=one", "-m", "stages.cli"]
+    launcher += ["--rdzv-backend=c10d", f"--rdzv-endpoint={address}", "--rdzv-id=one", "-m", "quantflow.stages.cli"]
     line = [*launcher, "measure", str(model), "-o", str(tmp_path / "m"), *options, "--stats", STATS, "--tp", "2"]
     machines = [subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     try:

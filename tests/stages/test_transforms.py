@@ -9,19 +9,21 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quantflow.artifact.verify import verify
+from quantflow.calibration import measure
 from quantflow.errors import StatisticsError, UnsupportedError, UsageError
-from quantflow.models import rotated
+from quantflow.exporting import export
+from quantflow.exporting.gguf_source import open_weights
+from quantflow.models import layer_store, rotated
 from quantflow.models.load import load_model, open_source
+from quantflow.planning.recipe import Calibration, Quantize
+from quantflow.quantization import quantize
 from quantflow.runtime.artifact import open_artifact
+from quantflow.runtime.generation import Job as Generate
+from quantflow.runtime.generation import run as generate
 from quantflow.runtime.load import load
-from stages import _state, export, measure, quantize
-from stages._config import Calibration, Quantize
-from stages._gguf_source import open_weights
-from stages._progress import Progress
-from stages.generate import Job as Generate
-from stages.generate import run as generate
+from quantflow.stages.cli.progress_line import ProgressLine
 
-QUIET = Progress(quiet=True)
+QUIET = ProgressLine(quiet=True)
 AWQ = {"scheme": "W4A16", "group_size": 32, "algorithm": "rtn", "transforms": ({"awq": {}},)}
 AUTO = {"scheme": "W8A8_STATIC", "transforms": ({"smoothquant": {"alpha": "auto"}},)}
 HADAMARD = {"scheme": "W8A16", "transforms": ({"hadamard": {}},)}
@@ -97,14 +99,14 @@ def test_a_layer_that_is_read_back_has_the_biases_that_were_divided(family_model
     entry = {"scheme": "W8A8", "algorithm": "gptq", "quantized_inputs": True, "transforms": (halves,)}
     whole = quantized(model, measurement, tmp_path / "whole", entry)
     assert "model.layers.0.self_attn.v_proj.bias" in json.loads((whole / "layers" / "00000.json").read_text())["changed"]
-    write = _state.write_layer
+    write = layer_store.write_layer
 
     def killed(path, tensors, record):
         write(path, tensors, record)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(_state, "write_layer", killed)
+        patch.setattr(layer_store, "write_layer", killed)
         with pytest.raises(KeyboardInterrupt):
             quantized(model, measurement, tmp_path / "again", entry)
     quantized(model, measurement, tmp_path / "again", entry)

@@ -7,21 +7,25 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from quantflow import process_memory
 from quantflow.algorithms import tune
+from quantflow.calibration import measure
+from quantflow.distributed.launch import rank_folder
 from quantflow.errors import UnsupportedError, UsageError
+from quantflow.exporting import export
 from quantflow.models import stand_ins
 from quantflow.models.load import load_model, open_source
+from quantflow.planning.finished_plan import plan_from
+from quantflow.planning.recipe import Calibration, Override, Quantize, SignRound, Tune, Validate, recipe_from
+from quantflow.planning.requirements import entries_of, tune_of
+from quantflow.quantization import quantize, tuning
 from quantflow.runtime.artifact import open_artifact
-from stages import _memory, _tuning, export, measure, quantize, validate
-from stages._config import Calibration, Override, Quantize, SignRound, Tune, Validate, recipe_from
-from stages._entry import entries_of, tune_of
-from stages._options import exit_code
-from stages._planned import plan_from
-from stages._progress import Progress
-from stages._ranks import rank_folder
-from stages.cli import cli
+from quantflow.stages.cli import cli
+from quantflow.stages.cli.output import exit_code
+from quantflow.stages.cli.progress_line import ProgressLine
+from quantflow.validation import validate
 
-QUIET = Progress(quiet=True)
+QUIET = ProgressLine(quiet=True)
 FEW = Tune(steps=6, sequences=2)
 ENTRY = Quantize(name="tuned", scheme="W3A16", algorithm="rtn", group_size=32, tune=FEW)
 
@@ -167,7 +171,7 @@ def test_errors_of_the_weights_and_of_the_canary_are_those_of_the_tuned_scales(l
 
 def killed(monkeypatch, after, *arguments, counted=lambda path: True):
     """Begin what `made` makes of the arguments, and end it before a file of a layer is written when so many were counted."""
-    write, count = _tuning._state.write_layer, []
+    write, count = tuning._state.write_layer, []
 
     def counting(path, tensors, record):
         if counted(path):
@@ -177,7 +181,7 @@ def killed(monkeypatch, after, *arguments, counted=lambda path: True):
         write(path, tensors, record)
 
     with monkeypatch.context() as patch:
-        patch.setattr(_tuning._state, "write_layer", counting)
+        patch.setattr(tuning._state, "write_layer", counting)
         with pytest.raises(KeyboardInterrupt):
             made(*arguments)
 
@@ -209,7 +213,7 @@ def test_what_was_smoothed_goes_on_wherever_it_was_killed(llama, measured, smoot
 
 
 def test_workers_change_no_byte(llama, measured, tuned, tmp_path, monkeypatch):
-    monkeypatch.setattr(_memory, "usable_cores", lambda: 3)
+    monkeypatch.setattr(process_memory, "usable_cores", lambda: 3)
     assert files(made(llama, measured, tmp_path / "out")) == files(tuned)
 
 

@@ -10,15 +10,17 @@ from safetensors.torch import load_file, save_file
 
 from quantflow.artifact import inspect
 from quantflow.artifact.manifest import read_manifest
+from quantflow.calibration import measure
 from quantflow.errors import StatisticsError
-from stages import export, measure, quantize
-from stages._config import Calibration, Quantize
-from stages._options import exit_code
-from stages._progress import Progress
-from stages._unchanged import refuse_unchanged
-from stages.cli import cli
+from quantflow.exporting import export
+from quantflow.planning.recipe import Calibration, Quantize
+from quantflow.quantization import quantize
+from quantflow.quantization.unchanged import refuse_unchanged
+from quantflow.stages.cli import cli
+from quantflow.stages.cli.output import exit_code
+from quantflow.stages.cli.progress_line import ProgressLine
 
-QUIET = Progress(quiet=True)
+QUIET = ProgressLine(quiet=True)
 ENTRY = Quantize(name="int4", scheme="W4A16", algorithm="gptq", group_size=32)
 
 

@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 
 from quantflow.measurements.record import Measurement, open_measurements, read_measurement, read_meta, write_measurement
 from quantflow.measurements.unify import unify_each
-from stages import unify
-from stages._options import exit_code
-from stages.cli import cli
+from quantflow.quantization import unify
+from quantflow.stages.cli import cli
+from quantflow.stages.cli.output import exit_code
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "model.layers.0.mlp.up_proj"
@@ -336,7 +336,20 @@ def test_the_output_is_made_with_its_parents_replaced_by_force_only_and_never_in
 
 def test_checks_hold_where_python_leaves_assertions_out(tmp_path):
     ranks(tmp_path / "m", dp=4)
-    line = [sys.executable, "-O", "-m", "stages.cli", "unify", "-g", "01", "2", "-m", tmp_path / "m", "-o", tmp_path / "u"]
+    line = [
+        sys.executable,
+        "-O",
+        "-m",
+        "quantflow.stages.cli",
+        "unify",
+        "-g",
+        "01",
+        "2",
+        "-m",
+        tmp_path / "m",
+        "-o",
+        tmp_path / "u",
+    ]
     result = subprocess.run(list(map(str, line)), capture_output=True, text=True, check=False, timeout=120)
     assert result.returncode == 2 and "groups of 4 ranks: missing 3" in result.stderr
     assert not (tmp_path / "u").exists()
@@ -374,7 +387,7 @@ def make(tmp_path):
     environment = tmp_path / "environment"
     (environment / "bin").mkdir(parents=True)
     verb = environment / "bin" / "quantflow"
-    verb.write_text(f'#!/bin/sh\nexec {sys.executable} -m stages.cli "$@"\n')
+    verb.write_text(f'#!/bin/sh\nexec {sys.executable} -m quantflow.stages.cli "$@"\n')
     verb.chmod(0o755)
     (environment / ".ready").touch()
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from stages import _resources
-from stages import export as export_stage
-from stages import measure as measure_stage
-from stages._config import Calibration
-from stages._options import exit_code
-from stages._progress import Progress
-from stages.cli import cli
+from quantflow.calibration import measure as measure_stage
+from quantflow.exporting import export as export_stage
+from quantflow.planning import resources
+from quantflow.planning.recipe import Calibration
+from quantflow.stages.cli import cli
+from quantflow.stages.cli.output import exit_code
+from quantflow.stages.cli.progress_line import ProgressLine
 
 GATE = "thresholds: {ppl_ratio: 100, mean_kld: 100, kld_p999: 100, top1_agreement: 0.0}\n"
 SCHEME = ("--scheme", "W4A16", "--group-size", "32", "--name", "int4")
@@ -202,8 +202,8 @@ def popen(command, **options):
     started.append((command[1:], "torch" in sys.modules, real(command, **options)))
     return started[-1][-1]
 subprocess.Popen = popen
-from stages._options import exit_code
-from stages.cli import cli
+from quantflow.stages.cli.output import exit_code
+from quantflow.stages.cli import cli
 code = exit_code(cli, sys.argv[1:])
 ((command, late, process),) = started
 print(code, *command, late, process.poll() is not None)
@@ -214,7 +214,7 @@ print(code, *command, late, process.poll() is not None)
     for more, expected in (((), ""), (("--calibration", text, "--measurement", tmp_path / "1"), " canary")):
         called = [sys.executable, "-c", script, *map(str, (*line, *more))]
         found = subprocess.run(called, capture_output=True, text=True)  # ends with 2: no 5 divides the features
-        assert found.stdout.splitlines() == [f"2 -m stages._proof{expected} False True"], found.stderr
+        assert found.stdout.splitlines() == [f"2 -m quantflow.exporting.proof_process{expected} False True"], found.stderr
 
 
 @pytest.mark.parametrize(
@@ -258,7 +258,7 @@ def test_ranks_are_unified_once_and_by_the_groups_of_flag_or_recipe(as_json, lla
     calibration = Calibration(source=str(text_files["calibration"]), samples=6)
     for rank in range(2):
         job = measure_stage.Job(model=llama, output=tmp_path / "m", calibration=calibration)
-        measure_stage._measure_rank(job, Progress(quiet=True), rank=rank, world=2)
+        measure_stage._measure_rank(job, ProgressLine(quiet=True), rank=rank, world=2)
     line = ("unify", "-m", tmp_path / "m", "-o", tmp_path / "u")
     result, err = as_json(*line, "-g", "01")
     assert (result["folder"], result["mesh"]["world"], err) == (str(tmp_path / "u"), 1, "")
@@ -337,8 +337,8 @@ def test_quantize_measures_first_where_it_is_given_text_and_makes_the_same(lines
 def test_limits_change_no_byte_of_what_is_made(lines, done, tmp_path, monkeypatch):
     line = ("quantize", lines["quantize"][1], "--measurement", done / "1", *SCHEME)
     assert run(*line, "-o", tmp_path / "tenth", "--disk-offload", "--max-disk", "1GB") == 0
-    given = _resources.grant
-    monkeypatch.setattr(_resources, "grant", lambda *a, **k: replace(given(*a, **k), workers=1, in_flight=1))
+    given = resources.grant
+    monkeypatch.setattr(resources, "grant", lambda *a, **k: replace(given(*a, **k), workers=1, in_flight=1))
     assert run(*line, "-o", tmp_path / "one", "--max-memory", "8GB") == 0
     for folder in ("tenth", "one"):
         for index in range(2):

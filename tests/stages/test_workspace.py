@@ -9,10 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from quantflow.artifact import disk
-from quantflow.errors import InputError, IntegrityError, ResourceError, UsageError
-from stages import _workspace
-from stages._workspace import (
+from quantflow.artifact import disk, stage_folder
+from quantflow.artifact.stage_folder import (
     DONE,
     done,
     finish,
@@ -23,11 +21,12 @@ from stages._workspace import (
     require_done,
     write_atomic,
 )
+from quantflow.errors import InputError, IntegrityError, ResourceError, UsageError
 
 HOLD = """
 import sys
 from pathlib import Path
-from stages._workspace import locked
+from quantflow.artifact.stage_folder import locked
 with locked(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.readline()
@@ -128,7 +127,7 @@ def test_done_is_written_after_every_other_file(tmp_path, monkeypatch):
         seen.append((path.name, names(path.parent)))
         path.write_bytes(content)
 
-    monkeypatch.setattr(_workspace, "write_atomic", record)
+    monkeypatch.setattr(stage_folder, "write_atomic", record)
     made(tmp_path / "out", inputs={})
     assert seen == [(DONE, ["file"])]
 
@@ -340,8 +339,8 @@ def test_hashes_that_are_known_are_not_computed_again(tmp_path, monkeypatch):
     for name in ("layers/0.safetensors", "layers/0.json", "other"):
         (tmp_path / name).write_text(name)
     read = []
-    real = _workspace.file_digest
-    monkeypatch.setattr(_workspace, "file_digest", lambda path: read.append(path.name) or real(path))
+    real = stage_folder.file_digest
+    monkeypatch.setattr(stage_folder, "file_digest", lambda path: read.append(path.name) or real(path))
     known = {"layers/0.safetensors": real(tmp_path / "layers" / "0.safetensors")}
     finish(tmp_path, stage="s", inputs={}, hashes=known)
     assert sorted(read) == ["0.json", "other"]

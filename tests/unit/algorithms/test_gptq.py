@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantflow.algorithms import ALGORITHMS, gptq, rtn
-from quantflow.core import affine, feedback, float8
+from quantflow.core import affine, float8
 from quantflow.core.parallel import Workers
 from quantflow.core.result import GroupResult
 from quantflow.core.scheme import LinearScheme, TensorScheme, preset, with_float8, with_group_size
 from quantflow.errors import InputError, SchemeError, StatisticsError
+from quantflow.numerics import feedback
 
 W4_G32 = with_group_size(preset("W4A16"), 32)
 W4_G32_ASYM = with_group_size(preset("W4A16_ASYM"), 32)

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantflow.algorithms import BLOCK_ALGORITHMS, gptq, rtn, signround
-from quantflow.core.block import Block
-from quantflow.core.learned import Learned
+from quantflow.algorithms.signround.learned import Learned
 from quantflow.core.parallel import SEQUENTIAL, Workers
 from quantflow.core.qtensor import QTensor
 from quantflow.core.scheme import LinearScheme, TensorScheme, preset, with_group_size
 from quantflow.errors import SchemeError, StatisticsError, UsageError
+from quantflow.numerics.trained_block import Block
 
 
 def scheme_of(bits: int, *, symmetric: bool = True, group_size: int | None = None) -> LinearScheme:

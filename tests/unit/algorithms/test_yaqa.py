@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantflow.algorithms import ALGORITHMS, gptq, yaqa
-from quantflow.core import blocks
-from quantflow.core.descent import apart
+from quantflow.algorithms.yaqa.descent import apart
 from quantflow.core.parallel import Workers
 from quantflow.core.scheme import LinearScheme, TensorScheme, preset, with_group_size
 from quantflow.errors import InputError, SchemeError, StatisticsError
+from quantflow.numerics import output_blocks
 
 W4_CHANNEL = LinearScheme(
     name="test",
@@ -79,7 +79,7 @@ def conditional_minima(weight, result, statistics, blocks):
     loss, columns = torch.kron(outputs, inputs), weight.shape[1]
     order = sorted(range(columns), key=lambda j: -inputs[j, j].item())
     errors, qvalue, done = torch.zeros(weight.numel(), dtype=torch.float64), torch.zeros(weight.shape), []
-    for block in blocks:
+    for block in output_blocks:
         fixed = list(done)
         for row in block:
             mine = list(fixed)
@@ -150,7 +150,7 @@ def test_feedback_on_both_sides_takes_conditional_minima(monkeypatch, length, bl
     monkeypatch.setattr(yaqa, "_SWEEPS", 0)
     weight, statistics = random(5, 6, seed=seed), statistics_of(5, 6, seed=seed)
     result = run(weight, W4_CHANNEL, statistics)
-    assert torch.equal(result.weight.qvalue, conditional_minima(weight, result, statistics, blocks))
+    assert torch.equal(result.weight.qvalue, conditional_minima(weight, result, statistics, output_blocks))
 
 
 def strictly_lower(matrix, sizes):
@@ -418,10 +418,10 @@ def test_the_whole_of_it_is_what_the_formulas_say_in_float64(monkeypatch, seed):
 def test_one_block_over_all_outputs_is_the_whole_and_more_are_linears_of_their_rows(monkeypatch):
     weight, statistics = random(40, 64, seed=5), statistics_of(40, 64, seed=5)
     whole = run(weight, W4_G32, statistics)
-    monkeypatch.setattr(blocks, "MOST", 40)
+    monkeypatch.setattr(output_blocks, "MOST", 40)
     assert torch.equal(run(weight, W4_G32, statistics).weight.qvalue, whole.weight.qvalue)
-    monkeypatch.setattr(blocks, "MOST", 16)
-    monkeypatch.setattr(blocks, "ALIGNED", 8)  # three blocks of 16, 16 and 8 rows
+    monkeypatch.setattr(output_blocks, "MOST", 16)
+    monkeypatch.setattr(output_blocks, "ALIGNED", 8)  # three blocks of 16, 16 and 8 rows
     sums = statistics["w|gradient_sum"]
     held = torch.zeros(40, 16)
     for first in (0, 16, 32):

@@ -7,9 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantflow.backends import BACKENDS, choose
-from quantflow.core import kernels, native
-from quantflow.core.backend import Case
+from quantflow.backends import BACKENDS, choose, kernels, native
+from quantflow.backends.backend import Case
 from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.core.scheme import PRESETS, LinearScheme, TensorScheme, with_float8, with_group_size
 from quantflow.errors import UsageError

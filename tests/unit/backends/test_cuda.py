@@ -12,7 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from quantflow.backends import BACKENDS, choose, cuda, torch_kernels
-from quantflow.core.backend import Case
+from quantflow.backends.backend import Case
 from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.core.scheme import PRESETS, LinearScheme, with_float8, with_group_size
 from quantflow.errors import UnsupportedError, UsageError

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from quantflow.backends import BACKENDS, choose, hpu
-from quantflow.core.backend import Case
+from quantflow.backends.backend import Case
 from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.core.scheme import PRESETS, LinearScheme, with_float8
 from quantflow.errors import UnsupportedError, UsageError

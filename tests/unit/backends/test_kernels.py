@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quantflow.backends import BACKENDS
-from quantflow.core import affine, float8, kernels, native
-from quantflow.core.backend import Case
+from quantflow.backends import BACKENDS, kernels, native
+from quantflow.backends.backend import Case
+from quantflow.core import affine, float8
 from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.core.scheme import PRESETS, LinearScheme, TensorScheme, with_float8, with_group_size
 from quantflow.errors import UsageError

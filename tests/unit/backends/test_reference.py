@@ -7,8 +7,8 @@ import torch
 
 from quantflow.algorithms.rtn import quantize_group
 from quantflow.backends import choose
+from quantflow.backends.backend import Case
 from quantflow.backends.reference import BACKEND as reference
-from quantflow.core.backend import Case
 from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.core.scheme import PRESETS, LinearScheme, with_float8, with_group_size
 

@@ -9,9 +9,9 @@ from compressed_tensors.quantization.utils import calculate_qparams
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantflow.core.activations import clipped, least_error_reach, static_input, unseen
 from quantflow.core.scheme import TensorScheme
 from quantflow.errors import SchemeError, StatisticsError
+from quantflow.numerics.activations import clipped, least_error_reach, static_input, unseen
 
 FP8 = TensorScheme(kind="float", num_bits=8, granularity="per_tensor")
 GAUDI2 = TensorScheme(kind="float", num_bits=8, granularity="per_tensor", float8="gaudi2")

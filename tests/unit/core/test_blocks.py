@@ -5,7 +5,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from quantflow.core import blocks
+from quantflow.numerics import output_blocks
 
 
 @pytest.mark.parametrize(
@@ -21,33 +21,33 @@ from quantflow.core import blocks
     ],
 )
 def test_the_width_of_blocks_worked_by_hand(outputs, width, count):
-    assert blocks.width(outputs) == width
-    assert len(blocks.blocks(outputs)) == count
-    assert blocks.nbytes(outputs) == 4 * outputs * width
+    assert output_blocks.width(outputs) == width
+    assert len(output_blocks.blocks(outputs)) == count
+    assert output_blocks.nbytes(outputs) == 4 * outputs * width
 
 
 @given(outputs=st.integers(1, 50_000))
 def test_blocks_hold_every_output_once_and_never_more_than_they_may(outputs):
-    parts = blocks.blocks(outputs)
+    parts = output_blocks.blocks(outputs)
     assert [place for part in parts for place in (part.start, part.stop)] == [
         0,
         *(place for part in parts[1:] for place in (part.start, part.start)),
         outputs,
     ]
-    assert all(0 < part.stop - part.start <= min(blocks.width(outputs), 2048) for part in parts)
-    assert len(parts) == 1 or blocks.width(outputs) % 128 == 0
+    assert all(0 < part.stop - part.start <= min(output_blocks.width(outputs), 2048) for part in parts)
+    assert len(parts) == 1 or output_blocks.width(outputs) % 128 == 0
 
 
 @pytest.fixture
 def small(monkeypatch):
     """Blocks of at most 4 outputs, in pairs."""
-    monkeypatch.setattr(blocks, "MOST", 4)
-    monkeypatch.setattr(blocks, "ALIGNED", 2)
+    monkeypatch.setattr(output_blocks, "MOST", 4)
+    monkeypatch.setattr(output_blocks, "ALIGNED", 2)
 
 
 def held(whole):
     """Of a whole sum, what its blocks hold, by the definition: row after row, the columns of its own block, then zeros."""
-    width = blocks.width(len(whole))
+    width = output_blocks.width(len(whole))
     rows = torch.zeros(len(whole), width)
     for row in range(len(whole)):
         first = row // width * width
@@ -63,7 +63,7 @@ def test_sums_of_gradients_that_are_multiplied_are_those_of_the_products(outputs
     generator = torch.Generator().manual_seed(seed)
     gradients = torch.randn(5, outputs, generator=generator)
     factors = torch.rand(outputs, generator=generator) + 0.5
-    found = blocks.scale_(held(gradients.T @ gradients), factors)
+    found = output_blocks.scale_(held(gradients.T @ gradients), factors)
     products = gradients * factors
     torch.testing.assert_close(found, held(products.T @ products), rtol=1e-4, atol=1e-5)
 
@@ -71,9 +71,9 @@ def test_sums_of_gradients_that_are_multiplied_are_those_of_the_products(outputs
 @pytest.mark.usefixtures("small")
 def test_a_block_and_the_diagonal_of_a_sum_worked_by_hand():
     sums = torch.tensor([[1.0, 2, 3, 4], [2, 5, 6, 7], [3, 6, 8, 9], [4, 7, 9, 10], [11, 12, 0, 0], [12, 13, 0, 0]])
-    assert blocks.block_of(sums, slice(4, 6)).tolist() == [[11, 12], [12, 13]]
-    assert blocks.diagonal_of(sums).tolist() == [1, 5, 8, 10, 11, 13]
-    assert blocks.diagonal_of(torch.empty(0, 0)).tolist() == []
+    assert output_blocks.block_of(sums, slice(4, 6)).tolist() == [[11, 12], [12, 13]]
+    assert output_blocks.diagonal_of(sums).tolist() == [1, 5, 8, 10, 11, 13]
+    assert output_blocks.diagonal_of(torch.empty(0, 0)).tolist() == []
 
 
 @pytest.mark.usefixtures("small")
@@ -81,6 +81,6 @@ def test_a_block_and_the_diagonal_of_a_sum_worked_by_hand():
 def test_a_part_of_the_outputs_keeps_the_products_that_both_its_blocks_and_the_wholes_have(part):
     x = torch.randn(20, 11, generator=torch.Generator().manual_seed(0))
     whole = x.T @ x
-    size, count = blocks.width(11), part.stop - part.start
+    size, count = output_blocks.width(11), part.stop - part.start
     mask = torch.tensor([[i // size == j // size for j in range(11)] for i in range(11)])
-    assert torch.equal(blocks.cut(held(whole), part), held((whole * mask)[part, part]) if count else torch.empty(0, 0))
+    assert torch.equal(output_blocks.cut(held(whole), part), held((whole * mask)[part, part]) if count else torch.empty(0, 0))

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from quantflow.core.cholesky import cholesky_, mirror_, reorder_
 from quantflow.core.parallel import Workers
+from quantflow.numerics.cholesky import cholesky_, mirror_, reorder_
 
 
 def gram(size, *, samples, damping, seed=0):

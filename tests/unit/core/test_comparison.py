@@ -8,12 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantflow.algorithms import gptq, rtn
-from quantflow.core import comparison, groups
-from quantflow.core.comparison import ROWS, SecondMoment, compared, moment_of, unchanged
-from quantflow.core.feedback import feedback_of
+from quantflow.core import groups
 from quantflow.core.parallel import Workers
 from quantflow.core.qtensor import QTensor
 from quantflow.core.scheme import LinearScheme, TensorScheme, preset, with_group_size
+from quantflow.numerics import output_errors
+from quantflow.numerics.feedback import feedback_of
+from quantflow.numerics.output_errors import ROWS, SecondMoment, compared, moment_of, unchanged
 
 W4_G32 = with_group_size(preset("W4A16"), 32)
 W4_G32_ASYM = with_group_size(preset("W4A16_ASYM"), 32)
@@ -150,7 +151,7 @@ def test_gptq_tells_of_all_its_linears_and_its_error_is_the_smaller_one():
     statistics = {"hessian_sum": x.T @ x, "count": torch.tensor(len(x))}
     results = gptq.quantize_group(weights, W4_G32, statistics=statistics, scale_dtype=torch.float32)
     for name, result in results.items():
-        decisions, rows = result.decisions, comparison.sampled_rows(len(weights[name]), most=ROWS)
+        decisions, rows = result.decisions, output_errors.sampled_rows(len(weights[name]), most=ROWS)
         part = QTensor(qvalue=result.weight.qvalue[rows], scale=result.weight.scale[rows], scheme=W4_G32.weights)
         assert decisions["output_error"] == pytest.approx(output_error(weights[name][rows], part, x), rel=1e-3)
         assert decisions["output_error"] < 0.9 * decisions["output_error_rtn"]
@@ -180,5 +181,5 @@ def test_nothing_changed_only_if_every_linear_that_was_compared_is_rtns():
 
 
 def test_what_it_takes_is_a_few_rows_or_a_unit():
-    assert comparison.working_bytes(512) == groups.unit_bytes(512)
-    assert comparison.working_bytes(1 << 18) == max(groups.unit_bytes(1 << 18), 9 * 4 * ROWS << 18)
+    assert output_errors.working_bytes(512) == groups.unit_bytes(512)
+    assert output_errors.working_bytes(1 << 18) == max(groups.unit_bytes(1 << 18), 9 * 4 * ROWS << 18)

@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quantflow.core import descent
-from quantflow.core.descent import Problem, Side, apart, descend_, loss_of, rescaled
-from quantflow.core.grid import Grid
+from quantflow.algorithms.yaqa import descent
+from quantflow.algorithms.yaqa.descent import Problem, Side, apart, descend_, loss_of, rescaled
 from quantflow.core.scheme import TensorScheme
+from quantflow.numerics.grid import Grid
 
 SCHEME = TensorScheme(kind="int", num_bits=4, granularity="per_channel")
 

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quantflow.core.gaudi import ARITHMETICS, DEVICES, Rule, scale_from_amax, target, weight_scale
-from quantflow.core.gaudi_methods import SCALE_METHODS, method_config, spelled
 from quantflow.errors import SchemeError, StatisticsError, UnsupportedError, UsageError
+from quantflow.formats.gaudi.devices import ARITHMETICS, DEVICES, Rule, scale_from_amax, target, weight_scale
+from quantflow.formats.gaudi.scale_methods import SCALE_METHODS, method_config, spelled
 
 # m -> (raw scale as printed, exponent of POW2, exponent of HW) for Gaudi2 and Gaudi3, activations and weights
 GOLDEN = {

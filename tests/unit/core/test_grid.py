@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from quantflow.core.grid import either_sign, weight_grids
 from quantflow.core.scheme import PRESETS, TensorScheme
 from quantflow.errors import InputError, SchemeError
+from quantflow.numerics.grid import either_sign, weight_grids
 
 INT4_G2 = TensorScheme(kind="int", num_bits=4, granularity="per_group", group_size=2)
 INT4_G2_ASYM = TensorScheme(kind="int", num_bits=4, granularity="per_group", group_size=2, symmetric=False)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantflow.core.knapsack import frontier, least
+from quantflow.numerics.knapsack import frontier, least
 
 # Bits and cost of a group in 2, 4 and 8 bits, of a sensitive and of a patient group.
 SENSITIVE = [(2, 100.0), (4, 10.0), (8, 0.0)]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quantflow.core import native
+from quantflow.backends import native
 from quantflow.errors import UnsupportedError
 
 if not any(shutil.which(name) for name in ("gcc", "cc")):

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quantflow.core.parallel import Workers
-from quantflow.core.product import operand, product
+from quantflow.numerics.product import operand, product
 
 FAST = torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512"
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from quantflow.core.scheme import preset, with_group_size
-from quantflow.core.sensitivity import ROWS, predicted_divergence, sampled_rows
 from quantflow.errors import InputError, SchemeError, StatisticsError
+from quantflow.numerics.sensitivity import ROWS, predicted_divergence, sampled_rows
 
 W2_G2 = with_group_size(preset("W2A16"), 2).weights  # -2, -1, 0, 1 times a scale
 

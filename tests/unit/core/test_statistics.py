@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from quantflow.core import statistics
 from quantflow.errors import StatisticsError
+from quantflow.numerics import statistics
 
 EXPECTED = {"a": (torch.float32, (None,)), "b": (torch.float32, (None, 2))}
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from quantflow.core import trial as module
 from quantflow.core.scheme import preset, with_group_size
-from quantflow.core.smoothing import Absorber, Fold
-from quantflow.core.trial import trial, working_bytes
+from quantflow.numerics import trial as module
+from quantflow.numerics.smoothing import Absorber, Fold
+from quantflow.numerics.trial import trial, working_bytes
 
 
 def fold_of(weights, scheme="W8A8", **statistics):

@@ -1,6 +1,6 @@
 """Sequences have their turn far apart, and those that stand for all lie at equal distances."""
 
-from quantflow.core.turns import spread, turns
+from quantflow.numerics.sequence_turns import spread, turns
 
 
 def test_sequences_have_their_turn_far_apart():

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from quantflow.core import wavefront
-from quantflow.core.cholesky import mirror_
-from quantflow.core.descent import apart
-from quantflow.core.feedback import feedback_of
-from quantflow.core.grid import Grid
+from quantflow.algorithms.yaqa import wavefront
+from quantflow.algorithms.yaqa.descent import apart
 from quantflow.core.scheme import TensorScheme
+from quantflow.numerics.cholesky import mirror_
+from quantflow.numerics.feedback import feedback_of
+from quantflow.numerics.grid import Grid
 
 INT4 = TensorScheme(kind="int", num_bits=4, granularity="per_group", group_size=8)
 

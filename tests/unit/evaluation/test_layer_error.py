@@ -6,7 +6,7 @@ import torch
 from quantflow.algorithms import rtn
 from quantflow.core.scheme import PRESETS
 from quantflow.errors import InputError
-from quantflow.evaluation.layer_error import error_from, relative_error, squared_sums, weight_sums
+from quantflow.numerics.layer_error import error_from, relative_error, squared_sums, weight_sums
 
 
 def test_worked_by_hand():  # (1 + 4) / (9 + 16)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from quantflow.artifact.safetensors_header import TensorInfo
 from quantflow.errors import InputError, UnsupportedError
-from quantflow.formats import gguf
+from quantflow.formats.llama_cpp import gguf
 
 # Two fields of every shape of value and two tensors, worked by hand from the format's description.
 METADATA = {

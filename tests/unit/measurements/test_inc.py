@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from quantflow.errors import InputError, StatisticsError
-from quantflow.measurements.inc import SCALES, Node, Triple, read_triple, write_triple
-from quantflow.measurements.inc_names import FileName, Files, find_triples, holds_triples, parse_name
+from quantflow.formats.gaudi.file_names import FileName, Files, find_triples, holds_triples, parse_name
+from quantflow.formats.gaudi.triple import SCALES, Node, Triple, read_triple, write_triple
 
 Q = "model.layers.0.self_attn.q_proj"
 QK = "model.layers.0.self_attn.matmul_qk"

@@ -3,11 +3,9 @@
 import pytest
 import torch
 
-from quantflow.core.gaudi import target
-from quantflow.core.gaudi_methods import SCALE_METHODS, method_config
 from quantflow.errors import InputError, StatisticsError, UnsupportedError, UsageError
-from quantflow.measurements.inc import Node
-from quantflow.measurements.inc_nodes import (
+from quantflow.formats.gaudi.devices import target
+from quantflow.formats.gaudi.gaudi_nodes import (
     for_vllm,
     layer_type,
     nodes_from,
@@ -17,7 +15,9 @@ from quantflow.measurements.inc_nodes import (
     unmeasured,
     without_outputs,
 )
-from quantflow.measurements.inc_scales import near_steps, scales_from
+from quantflow.formats.gaudi.scale_methods import SCALE_METHODS, method_config
+from quantflow.formats.gaudi.scales import near_steps, scales_from
+from quantflow.formats.gaudi.triple import Node
 
 A = "model.layers.0.self_attn"
 M = "model.layers.0.mlp"

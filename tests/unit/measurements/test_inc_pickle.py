@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quantflow.errors import InputError
-from quantflow.measurements.inc_pickle import MEMBER, dumps, loads, npz_bytes, read_npz
+from quantflow.formats.gaudi.restricted_npz import MEMBER, dumps, loads, npz_bytes, read_npz
 
 TABLE = {
     "GlobalRank": None,
@@ -96,7 +96,7 @@ def test_numpy_reads_what_is_written(tmp_path):
 
 def test_what_is_written_has_one_byte_form_and_no_time(tmp_path):
     program = (
-        "import numpy as np, sys; from quantflow.measurements.inc_pickle import npz_bytes; "
+        "import numpy as np, sys; from quantflow.formats.gaudi.restricted_npz import npz_bytes; "
         "sys.stdout.buffer.write(npz_bytes({'a': np.ones((1, 1), dtype=np.float32), 'b': [0.5, 'text']}))"
     )
     outputs = [
@@ -199,7 +199,7 @@ def test_registered_extensions_do_not_open_a_door():
 
 
 def test_a_few_bytes_that_stand_for_more_values_than_memory_holds_are_refused(monkeypatch):
-    monkeypatch.setattr("quantflow.measurements.inc_pickle.MAX_VALUES", 10_000)
+    monkeypatch.setattr("quantflow.formats.gaudi.restricted_npz.MAX_VALUES", 10_000)
     value = [0]
     for _ in range(30):
         value = [value, value]

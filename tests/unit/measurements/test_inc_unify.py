@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantflow.errors import InputError, StatisticsError, UnsupportedError, UsageError
-from quantflow.measurements.inc import SCALES, Node, Triple
-from quantflow.measurements.inc_unify import unify_triples
+from quantflow.formats.gaudi.triple import SCALES, Node, Triple
+from quantflow.formats.gaudi.unify import unify_triples
 
 Q, QK, EXPERT = "l.0.q_proj", "l.0.matmul_qk", "l.0.experts.3"
 

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from quantflow.calibration.text import hash_sequences, inspect_calibration, overlap, read_documents, select
 from quantflow.errors import InputError, UsageError
-from quantflow.models.calibration import hash_sequences, inspect_calibration, overlap, read_documents, select
 
 WORDS = ["<s>", "</s>", "<pad>", "?", "one", "two", "three", "four", "user", "assistant"]
 TEMPLATE = "{{ bos_token }}{% for m in messages %} {{ m.role }} {{ m.content }}{% endfor %}"

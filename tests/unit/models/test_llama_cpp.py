@@ -10,8 +10,8 @@ from transformers import GPTNeoXConfig, LlamaConfig, MistralConfig, Qwen2Config,
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from quantflow.errors import InputError, UnsupportedError
-from quantflow.models.llama_cpp import Place, places, row_order, rows_at_once
-from quantflow.models.llama_cpp_metadata import metadata, rope_factors
+from quantflow.formats.llama_cpp.metadata import metadata, rope_factors
+from quantflow.formats.llama_cpp.tensors import Place, places, row_order, rows_at_once
 
 SHAPE = {
     "vocab_size": 32,

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from quantflow.errors import UnsupportedError
-from quantflow.models.llama_cpp_pieces import pieces
+from quantflow.formats.llama_cpp.pieces import pieces
 
 BYTES = [f"<0x{value:02X}>" for value in range(256)]
 CHARACTERS = ["▁", "a", "b"]

@@ -8,9 +8,9 @@ import pytest
 
 from quantflow.artifact.checkpoint import open_checkpoint
 from quantflow.errors import InputError, UnsupportedError
-from quantflow.models import llama_cpp_vocabulary
+from quantflow.formats.llama_cpp import tokenizer
+from quantflow.formats.llama_cpp.tokenizer import byte_level, pre_tokenizer, vocabulary
 from quantflow.models.configuration import load_config
-from quantflow.models.llama_cpp_vocabulary import byte_level, pre_tokenizer, vocabulary
 
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 TABLE = {
@@ -141,7 +141,7 @@ def test_a_folders_tokenizer_is_the_one_that_transformers_loads(llama, tmp_path)
 
 
 def test_a_chat_template_is_kept(llama, monkeypatch):
-    tokenizer = copy.copy(llama_cpp_vocabulary.load_tokenizer(llama))
-    tokenizer.chat_template = "{{ messages }}"
-    monkeypatch.setattr(llama_cpp_vocabulary, "load_tokenizer", lambda _: tokenizer)
+    words = copy.copy(tokenizer.load_tokenizer(llama))
+    words.chat_template = "{{ messages }}"
+    monkeypatch.setattr(tokenizer, "load_tokenizer", lambda _: words)
     assert vocabulary(llama, load_config(open_checkpoint(llama)))["tokenizer.chat_template"] == ("string", "{{ messages }}")

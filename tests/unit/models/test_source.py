@@ -93,7 +93,8 @@ def test_files_are_opened_and_graphs_drawn_without_transformers(tmp_path):
     save_file({"model.norm.weight": torch.ones(8)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SHAPE}))
     program = (
-        "import sys, stages.quantize, stages.export, stages._proof, stages.plan\n"
+        "import sys, quantflow.quantization.quantize, quantflow.exporting.export, quantflow.exporting.proof_process\n"
+        "import quantflow.planning.forecast\n"
         "from quantflow.models.source import open_files\n"
         "from quantflow.models.graph import graph_for\n"
         f"assert len(graph_for(open_files({str(tmp_path)!r}).config).linears) == 14\n"

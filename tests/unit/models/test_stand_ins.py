@@ -5,9 +5,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from quantflow.core.product import operand, product
 from quantflow.models import stand_ins
 from quantflow.models.stand_ins import Head, Rows, in_parts
+from quantflow.numerics.product import operand, product
 
 
 def test_the_rows_that_are_held_are_those_of_the_whole_embedding():

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantflow.algorithms import ALGORITHMS
-from quantflow.core import blocks
 from quantflow.core.scheme import preset, with_group_size
 from quantflow.errors import StatisticsError, UsageError
+from quantflow.numerics import output_blocks
 from quantflow.observers.amax import AmaxObserver
 from quantflow.observers.channel_amax import ChannelAmaxObserver
 from quantflow.observers.count import CountObserver
@@ -101,8 +101,8 @@ def test_gradients_are_summed_as_outer_products_worked_by_hand():
 
 
 def test_gradients_of_many_outputs_are_summed_in_blocks_worked_by_hand(monkeypatch):
-    monkeypatch.setattr(blocks, "MOST", 2)
-    monkeypatch.setattr(blocks, "ALIGNED", 1)
+    monkeypatch.setattr(output_blocks, "MOST", 2)
+    monkeypatch.setattr(output_blocks, "ALIGNED", 1)
     observer = GradientObserver(3)
     observer.update(torch.tensor([[1.0, 2.0, 3.0], [0.0, 1.0, -1.0]]))
     other = GradientObserver(3)

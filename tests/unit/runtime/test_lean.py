@@ -15,7 +15,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from quantflow.core import native
+from quantflow.backends import native
 from quantflow.core.kv import SCHEMES, kv_scales, kv_words
 from quantflow.core.scheme import PRESETS, with_group_size
 from quantflow.errors import UnsupportedError, UsageError

@@ -7,7 +7,7 @@ from compressed_tensors.transform.utils.hadamard import deterministic_hadamard_m
 
 from quantflow.algorithms.rtn import quantize_group
 from quantflow.backends import BACKENDS, choose
-from quantflow.core.backend import Case
+from quantflow.backends.backend import Case
 from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.core.scheme import PRESETS, with_group_size
 from quantflow.errors import SchemeError

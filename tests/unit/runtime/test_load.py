@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import GPTNeoXConfig, LlamaConfig, Qwen2Config
 
-from quantflow.core import kernels, native
+from quantflow.backends import kernels, native
 from quantflow.core.scheme import PRESETS, with_group_size
 from quantflow.errors import InputError, IntegrityError, UnsupportedError, UsageError
 from quantflow.formats import compressed_tensors as layout

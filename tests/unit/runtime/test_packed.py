@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, Qwen2Config
 
-from quantflow.core import kernels, native
+from quantflow.backends import kernels, native
 from quantflow.core.scheme import PRESETS, with_group_size
 from quantflow.errors import IntegrityError
 from quantflow.runtime.artifact import Artifact

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from quantflow.artifact.safetensors_header import TensorInfo
-from quantflow.core import kernels, native
+from quantflow.backends import kernels, native
 from quantflow.core.scheme import PRESETS, with_group_size
 from quantflow.errors import UnsupportedError, UsageError
 from quantflow.models import reading

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from quantflow.core.parallel import Workers
 from quantflow.core.scheme import preset, with_group_size
-from quantflow.core.smoothing import Absorber, Fold
 from quantflow.errors import InputError, StatisticsError, UsageError
+from quantflow.numerics.smoothing import Absorber, Fold
 from quantflow.transforms import TRANSFORMS, awq
 
 OPTIONS = {"duo": "both", "clip": "auto", "linears": True}

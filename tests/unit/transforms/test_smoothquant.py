@@ -10,8 +10,8 @@ from torch import nn
 
 from quantflow.core.parallel import Workers
 from quantflow.core.scheme import preset
-from quantflow.core.smoothing import Absorber, Fold, Smoothing, apply_, smooth_statistics
 from quantflow.errors import InputError, StatisticsError, UsageError
+from quantflow.numerics.smoothing import Absorber, Fold, Smoothing, apply_, smooth_statistics
 from quantflow.transforms import TRANSFORMS, smoothquant
 
 

@@ -1,0 +1,172 @@
+"""Weights of 4 and 8 bits in the layout of kernels.c, and the call that multiplies with them; backends say which of them run.
+
+A linear of 4 bits is stored as qvalue + 8 and may have zero points; one of 2 or 3 bits is stored in 4, one of 5 or 6 bits in 8,
+its zero points taken out. Scales that bfloat16 holds, which those of most layouts are, are read as such.
+"""
+
+import ctypes
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from quantflow.backends import native
+from quantflow.core import affine, groups
+from quantflow.core.qtensor import QTensor, QuantizedLinear
+from quantflow.errors import UsageError
+
+SOURCE = Path(__file__).with_name("kernels.c")
+NEEDS = ("avx512f", "avx512bw", "avx512vl", "avx512_vnni")
+
+_W4, _W8, _F8 = 0, 1, 2
+_ASIS, _INT8, _E4M3 = 0, 1, 2
+_LANES, _ROWS = 16, 64  # rows of a register; rows are padded to this
+COLUMNS = 16  # columns and groups are padded to, or must be, a multiple of this
+# |qx + 128 - zero_point| <= 383 and |qw| <= 128: a sum of so many products stays in an int32, what it begins with included.
+MAX_IN_FEATURES = (2**31 - 1) // (383 * 128)
+
+
+class _Weight(ctypes.Structure):
+    """`struct weight` of kernels.c."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("rows", "columns", "group", "groups")),
+        *((name, ctypes.c_void_p) for name in ("data", "scale", "zero", "offset")),
+        *((name, ctypes.c_float) for name in ("input_scale", "input_largest")),
+        *((name, ctypes.c_int32) for name in ("input_zero", "input_grouped", "kind", "input", "wide", "bf16")),
+    ]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Prepared:
+    """A weight as kernels.c reads it.
+
+    Attributes:
+        dtype: of the inputs.
+        tensors: what `weight` points to, by its field: data, scale, zero, offset.
+        weight: `struct weight`; its rows and columns are out_features and in_features. It lives as long as this record.
+        call: `quantflow_linear`(address of weight, x, tokens, bias or None, y, 1 for bfloat16 or 0 for float32), which takes
+            `data_ptr()` of contiguous tensors and checks nothing; it returns 0, or 1 where there was no memory.
+    """
+
+    dtype: torch.dtype
+    tensors: dict[str, Tensor]
+    weight: Any
+    call: Any
+
+    def __deepcopy__(self, memo: object) -> Self:
+        """Return the record itself: nothing changes it, and a copy would point to the tensors of this one."""
+        return self
+
+
+def prepare(linear: QuantizedLinear, dtype: torch.dtype) -> Prepared:
+    """Arrange a weight that the backend's needs let pass; the linear is not kept.
+
+    Raises:
+        UnsupportedError: the library cannot be had.
+    """
+    weight, inputs = linear.weight, linear.scheme.input
+    rows, columns = weight.qvalue.shape
+    group = weight.scheme.group_size or columns + -columns % COLUMNS
+    kind = _F8 if weight.scheme.kind == "float" else _W8 if weight.scheme.num_bits > 4 else _W4
+    input_zero = 0 if linear.input_zero_point is None else int(linear.input_zero_point)
+    integer = inputs is not None and inputs.kind == "int"
+    scale = _lanes(weight.scale.expand(rows, -1), padding=0)  # [B, G, 16]
+    narrow = scale.to(torch.bfloat16)
+    wide = not torch.equal(narrow.float(), scale)
+    tensors = {"data": _data(weight, kind, group=group), "scale": scale if wide else narrow}
+    if kind == _W4 and weight.zero_point is not None:
+        tensors["zero"] = _lanes((weight.zero_point + 8).to(torch.uint8).expand(rows, -1), padding=8)
+    if kind == _W8 and integer:
+        tensors["offset"] = _offsets(weight, input_zero)
+    record = _Weight(
+        rows=rows,
+        columns=columns,
+        group=group,
+        groups=scale.shape[1],
+        input_scale=0.0 if linear.input_scale is None else float(linear.input_scale),
+        input_largest=0.0 if inputs is None else affine.half_range(inputs),
+        input_zero=input_zero,
+        input_grouped=inputs is not None and inputs.granularity == "per_group",
+        kind=kind,
+        input=_ASIS if inputs is None else _INT8 if integer else _E4M3,
+        wide=wide,
+        bf16=dtype == torch.bfloat16,
+    )
+    return _prepared(record, tensors, dtype)
+
+
+def dump(prepared: Prepared) -> dict[str, Tensor]:
+    """Return what `restore` makes the record from again: its tensors, and the bytes of `struct weight`."""
+    return {"weight": torch.frombuffer(bytearray(prepared.weight), dtype=torch.uint8), **prepared.tensors}
+
+
+def restore(parts: Mapping[str, Tensor], dtype: torch.dtype) -> Prepared:
+    """Return the record that `dump` was given, with these tensors and the dtype that it was prepared for."""
+    weight = _Weight.from_buffer_copy(parts["weight"].numpy().tobytes())
+    return _prepared(weight, {name: tensor for name, tensor in parts.items() if name != "weight"}, dtype)
+
+
+def _prepared(weight: Any, tensors: dict[str, Tensor], dtype: torch.dtype) -> Prepared:
+    for field in ("data", "scale", "zero", "offset"):  # all of them: what was restored has addresses of another process
+        setattr(weight, field, native.address(tensors.get(field)))
+    call = native.library(SOURCE).quantflow_linear
+    call.argtypes = [*[ctypes.c_void_p] * 2, ctypes.c_int64, *[ctypes.c_void_p] * 2, ctypes.c_int32]
+    return Prepared(dtype=dtype, tensors=tensors, weight=weight, call=call)
+
+
+def linear(x: Tensor, prepared: Prepared, bias: Tensor | None) -> Tensor:
+    """Return x @ W.T + bias in x's dtype, [..., O].
+
+    Args:
+        x: [..., I] in the prepared dtype; or float32 for a weight prepared for bfloat16: inputs that the scheme does not
+            quantize are then rounded to it, outputs are not.
+        prepared: the weight.
+        bias: [O] in x's dtype, or None.
+
+    Raises:
+        UsageError: inputs or a bias that the weight was not prepared for; C would read other memory.
+    """
+    rows, columns, dtype = prepared.weight.rows, prepared.weight.columns, prepared.dtype
+    if x.dtype not in (dtype, torch.float32) or x.shape[-1] != columns or x.device.type != "cpu":
+        cause = f"inputs: {x.dtype} {list(x.shape)} on {x.device}, the weight was prepared for {dtype} [..., {columns}] on cpu"
+        raise UsageError(cause, "give inputs of that dtype and shape")
+    if bias is not None and (bias.dtype != x.dtype or bias.shape != (rows,) or not bias.is_contiguous()):
+        cause = f"bias: {bias.dtype} {list(bias.shape)}, inputs and outputs are {x.dtype} [{rows}]"
+        raise UsageError(cause, "give a bias of that dtype and shape")
+    x = x.contiguous()
+    result = x.new_empty(*x.shape[:-1], rows)
+    tokens = x.numel() // columns
+    pointers = (ctypes.addressof(prepared.weight), x.data_ptr(), tokens, native.address(bias), result.data_ptr())
+    if prepared.call(*pointers, x.dtype == torch.bfloat16):
+        raise MemoryError(f"inputs of {tokens} tokens of {columns} features")
+    return result  # [..., O]
+
+
+def _lanes(values: Tensor, *, padding: int) -> Tensor:
+    """Return values of rows and groups, [O, G], as [B, G, 16] of whole 64 rows."""
+    padded = functional.pad(values, (0, 0, 0, -len(values) % _ROWS), value=padding)
+    return padded.view(-1, _LANES, values.shape[1]).transpose(1, 2).contiguous()  # [B, G, 16]
+
+
+def _data(weight: QTensor, kind: int, *, group: int) -> Tensor:
+    """Return the lines of a weight: [pairs of 16 rows, lines, 2, 16] int32."""
+    codes = weight.qvalue.view(torch.int8) if kind == _F8 else weight.qvalue + 8 if kind == _W4 else weight.qvalue
+    if kind == _W8 and weight.zero_point is not None:  # of 6 bits or fewer: the differences are int8
+        codes = (groups.to_groups(codes, codes.shape[1] // weight.scale.shape[1]) - weight.zero_point[..., None]).flatten(1)
+    codes = functional.pad(codes, (0, -codes.shape[1] % group, 0, -len(codes) % _ROWS))
+    if kind == _W4:
+        halves = codes.view(torch.uint8).view(len(codes), -1, 2, 4)  # [O, lines, 2, 4]
+        codes = halves[:, :, 0] | halves[:, :, 1] << 4  # [O, lines, 4]
+    words = codes.reshape(len(codes), -1).view(torch.int32)  # [O, lines]
+    return words.view(-1, 2, _LANES, words.shape[1]).permute(0, 3, 1, 2).contiguous()  # [O / 32, lines, 2, 16]
+
+
+def _offsets(weight: QTensor, input_zero: int) -> Tensor:
+    """Return what the sums of 8-bit weights by int8 inputs + 128 begin with, [B, G, 16] int32."""
+    split = weight.qvalue.view(len(weight.qvalue), weight.scale.shape[1], -1)  # [O, G, g]
+    return _lanes(split.sum(dim=-1, dtype=torch.int32) * -(128 + input_zero), padding=0)

@@ -1,0 +1,304 @@
+"""Stage 1, measure: run the calibration text through the model and remember what each tensor looked like.
+
+Reads    the model folder and a calibration file
+Writes   <o>/rank-RRR-of-WWW/: statistics.safetensors, calibration.safetensors, measurement.json, DONE.json
+Resumes  at the layer where it stopped, from .rank-RRR-of-WWW.work beside the rank; the folder of a rank appears at once
+Fails    3 unusable model or text, 5 memory, disk or a held folder, 6 unsupported family
+
+With N ranks torchrun starts N processes, and unify merges what they measure; or they are those of an outer torchrun, over
+several machines. Each measures every N-th sequence (dp), or with `tp` a slice of every linear
+(quantflow/calibration/replicas.py). Memory is that of one decoder layer in float32, whatever the depth of the model
+(quantflow/calibration/observe.py). Of a mixture of experts it is also counted how many tokens the router sends to each,
+whatever statistics are wanted.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from quantflow import process_memory
+from quantflow.artifact import disk, stage_folder
+from quantflow.artifact.canonical import digest_of, file_digest
+from quantflow.artifact.digests import NAME as HASHES
+from quantflow.artifact.digests import Digests
+from quantflow.calibration import replicas
+from quantflow.calibration.observe import Observation
+from quantflow.calibration.replicas import Replica
+from quantflow.calibration.text import hash_sequences, read_documents, select
+from quantflow.core.determinism import single_threaded, tools
+from quantflow.core.parallel import Workers
+from quantflow.distributed.launch import die_with_parent, launch, launched_rank, rank_folder, refuse_other_world
+from quantflow.errors import UnsupportedError, UsageError, nearest
+from quantflow.measurements.record import LAYOUT_VERSION, Measurement, write_measurement
+from quantflow.models import layer_store
+from quantflow.models.graph import Graph, graph_for
+from quantflow.models.identity import identify
+from quantflow.models.load import Source, load_tokenizer, open_source
+from quantflow.models.sharding import placements
+from quantflow.observers import OBSERVERS
+from quantflow.planning.amounts import GRADIENTS
+from quantflow.planning.experts import ROUTED
+from quantflow.planning.recipe import Calibration, Resources
+from quantflow.planning.resources import account, allow_measure
+from quantflow.planning.sizes import model_size
+from quantflow.progress import Progress
+
+VERSION = 4
+PARTS = ("statistics.safetensors", "calibration.safetensors", "measurement.json")
+DEFAULT_STATS = ("amax", "channel_amax", "min_max", "mean_abs", "histogram")
+TIMEOUT = timedelta(seconds=60)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One measurement.
+
+    Attributes:
+        stats: observers of every linear's input; outputs, weights, K and V get amax, K and V also that of each head. Without
+            any, only the token ids are kept and no layer runs, unless there are experts.
+        experts: which tokens each expert of a mixture is shown: `routed` to it, or `all`; None is routed.
+        tp: ranks that share a model, each with a slice of it; null means 1, or what dp leaves.
+        dp: replicas of the model, which share the sequences; null means what tp leaves.
+        replace: redo a finished result that was made from other inputs, instead of refusing.
+        arguments: the command line after `quantflow`, which torchrun's processes get again.
+        resources: how much memory and disk each rank may use; no bit of the result depends on it.
+    """
+
+    model: Path
+    output: Path
+    calibration: Calibration
+    seed: int = 0
+    ranks: int = 1
+    tp: int | None = None
+    dp: int | None = None
+    stats: tuple[str, ...] = DEFAULT_STATS
+    experts: str | None = None
+    replace: bool = False
+    arguments: tuple[str, ...] = field(default=())
+    resources: Resources = Resources()
+
+
+def run(job: Job, progress: Progress) -> Path:
+    """Measure and return the folder that holds the ranks; finished ranks are left alone."""
+    for name in job.stats:
+        if name not in OBSERVERS:
+            raise UsageError(f"statistic {name!r} is unknown", nearest(name, list(OBSERVERS)))
+    launched = launched_rank()
+    if launched is not None and job.ranks not in (1, launched[1]):
+        raise UsageError(f"measure: ranks={job.ranks}, torchrun started {launched[1]}", "leave --ranks out under torchrun")
+    world = job.ranks if launched is None else launched[1]
+    replicas.sizes(world, job.tp, job.dp)
+    refuse_other_world(job.output, world)
+    if launched is not None:
+        _join(job, progress, rank=launched[0], world=launched[1])
+    elif job.ranks > 1:
+        _launch(job, progress)
+    else:
+        _measure_rank(job, progress, rank=0, world=1)
+    return job.output
+
+
+def _launch(job: Job, progress: Progress) -> None:
+    """Start torchrun with one process per rank, after the mistakes that every rank would stumble over were looked for."""
+    source = open_source(job.model)
+    dp, tp = replicas.sizes(job.ranks, job.tp, job.dp)
+    _check_fit(job, graph_for(source.config), tp=tp)
+    placements(source.config, _shapes(source), tp=tp, rank=0)  # a model that cannot be cut is refused here, once
+    disk.make_folder(job.output)
+    inputs = _inputs(job, source, Digests(job.output / HASHES), world=job.ranks)
+    folders = [rank_folder(job.output, rank, job.ranks) for rank in range(job.ranks)]
+    if all(stage_folder.is_up_to_date(folder, {**inputs, "rank": rank}) for rank, folder in enumerate(folders)):
+        progress.say("measure: up to date")
+        return
+    for rank, folder in enumerate(folders):
+        stage_folder.refuse_other_result(folder, {**inputs, "rank": rank}, force=job.replace, parts=PARTS)
+    calibration_sequences(job.calibration, job.model, source, seed=job.seed, replicas=dp)
+    launch(job.arguments, ranks=job.ranks, progress=progress)
+
+
+def _join(job: Job, progress: Progress, *, rank: int, world: int) -> None:
+    """Measure one rank under torchrun; ranks wait for each other at the end."""
+    die_with_parent()
+    distributed.init_process_group("gloo", timeout=TIMEOUT)
+    try:
+        _measure_rank(job, progress.hushed() if rank else progress, rank=rank, world=world)
+        distributed.monitored_barrier(timeout=timedelta(hours=24), wait_all_ranks=True)
+    finally:
+        distributed.destroy_process_group()
+
+
+def _check_fit(job: Job, graph: Graph, *, tp: int) -> None:
+    """Refuse what does not go with a model's experts, or with several cards.
+
+    Raises:
+        UsageError: `experts` is given and there are none, or gradients on several cards.
+        UnsupportedError: a mixture on several cards, or its gradients.
+    """
+    gradients = ", ".join(name for name in job.stats if name in GRADIENTS)
+    if gradients and graph.sparse:
+        raise UnsupportedError(
+            f"measure: statistic {gradients} of a {graph.family.model_type}, whose experts each see other tokens",
+            "name statistics without it, and schemes without @, yaqa and best",
+        )
+    if gradients and tp > 1:
+        raise UsageError(
+            f"measure: statistic {gradients} with tp={tp}",
+            "gradients go through a model that is whole: measure it with --tp 1, on any number of ranks",
+        )
+    if job.experts is not None and not graph.sparse:
+        raise UsageError(f"measure: experts={job.experts}, a {graph.family.model_type} has no experts", "leave --experts out")
+    if graph.sparse and tp > 1:
+        raise UnsupportedError(
+            f"measure: --tp {tp} of a {graph.family.model_type}, whose experts run on one card here",
+            "use --dp, each of whose replicas holds one layer at a time",
+        )
+
+
+def _inputs(job: Job, source: Source, digests: Digests, *, world: int) -> dict[str, Any]:
+    if job.calibration.source is None:
+        raise UsageError("calibration: no source", "give --calibration FILE or the recipe's calibration.source")
+    tokenizer = {
+        name: file_digest(source.checkpoint.folder / name)
+        for name in source.checkpoint.files
+        if name.startswith(("tokenizer", "special_tokens", "chat_template", "vocab", "merges"))
+    }
+    return {
+        "model": identify(source.checkpoint, digests),
+        "tokenizer": tokenizer,
+        "calibration": {**asdict(job.calibration), "source": file_digest(Path(job.calibration.source))},
+        "seed": job.seed,
+        "stats": list(job.stats),
+        "world": world,
+        "tp": replicas.sizes(world, job.tp, job.dp)[1],
+        **({} if job.experts is None else {"experts": job.experts}),
+        "version": VERSION,
+        "tools": tools(),
+    }
+
+
+def _measure_rank(job: Job, progress: Progress, *, rank: int, world: int) -> None:
+    source = open_source(job.model)
+    graph = graph_for(source.config)
+    _check_fit(job, graph, tp=replicas.sizes(world, job.tp, job.dp)[1])
+    folder = rank_folder(job.output, rank, world)
+    work = folder.parent / f".{folder.name}.work"
+    stage_folder.refuse_other_result(folder, {}, force=True, parts=PARTS)  # before anything is written beside a foreign folder
+    disk.make_folder(job.output)
+    hashes = job.output / HASHES
+    digests = Digests(None if rank else hashes, also=[hashes])  # one rank alone writes what all of them share
+    inputs = {**_inputs(job, source, digests, world=world), "rank": rank}
+    replica = _replica_of(job, source, rank=rank, world=world)
+    with stage_folder.locked(folder), single_threaded(), torch.no_grad():
+        finished = stage_folder.is_up_to_date(folder, inputs)
+        if replica.all(finished):  # otherwise a finished card helps the others to their sums
+            disk.remove_tree(work)  # the resume state
+            progress.say("measure: up to date")
+            return
+        if not finished:
+            stage_folder.refuse_other_result(folder, inputs, force=job.replace, parts=PARTS)
+        sequences = calibration_sequences(job.calibration, job.model, source, seed=job.seed, replicas=replica.count)
+        mine = list(range(replica.index, len(sequences), replica.count))
+        sizes, lengths = model_size(source.checkpoint.infos, source.config, graph), [len(sequences[i]) for i in mine]
+        allowance = allow_measure(job.resources, sizes, lengths=lengths, stats=job.stats, folder=folder)
+        process_memory.reset_peak()
+        layer_store.begin(work, inputs, say=lambda text: progress.say(f"measure: unfinished with {text}; it begins again"))
+        statistics: Mapping[str, Tensor] = {}
+        if job.stats or graph.sparse:
+            # Sequences that run at once would add up over the cards in an order of their own on each.
+            with Workers(allowance.workers if replica.cards == 1 else 1) as workers:
+                observation = Observation(
+                    stats=job.stats,
+                    indices=mine,
+                    seed=job.seed,
+                    source=source,
+                    graph=graph,
+                    folder=work,
+                    key=digest_of(inputs),
+                    progress=progress,
+                    workers=workers,
+                    allowance=allowance,
+                    replica=replica,
+                    experts=job.experts or ROUTED,
+                )
+                statistics = observation.statistics([sequences[i] for i in mine])
+        if not finished:
+            meta = _meta(job, source, graph, sequences, mine, model=inputs["model"], rank=rank, replica=replica)
+            written: dict[str, str] = {}
+            with stage_folder.publish(folder, stage="measure", inputs=inputs, hashes=written) as temporary:
+                measurement = Measurement(
+                    meta=meta, statistics=statistics, sequences=[sequences[i] for i in mine], indices=mine
+                )
+                written |= write_measurement(temporary, measurement)
+        replica.wait()  # as long as one card is not finished, the others have to be able to help it
+        disk.remove_tree(work)  # the resume state
+        for line in account("measure", allowance, folder):
+            progress.note(line)
+
+
+def _replica_of(job: Job, source: Source, *, rank: int, world: int) -> Replica:
+    dp, tp = replicas.sizes(world, job.tp, job.dp)
+    # Of a model that is whole here the placements say how a runtime would cut it, which copies heads where they are few.
+    held = placements(source.config, _shapes(source), tp=tp, rank=rank, copy_kv_heads=tp == 1)
+    return Replica(index=rank // tp, count=dp, cards=tp, card=rank % tp, placements=held, mesh=replicas.meshed(world, tp))
+
+
+def _shapes(source: Source) -> dict[str, tuple[int, ...]]:
+    return {name: info.shape for name, info in source.checkpoint.infos.items()}
+
+
+def calibration_sequences(
+    calibration: Calibration, model: Path, source: Source, *, seed: int, replicas: int = 1
+) -> list[Tensor]:
+    """Return the token ids of the calibration set, in sample order, int64 [S] each."""
+    limit = int(getattr(source.config, "max_position_embeddings", 2048))
+    length = calibration.sequence_length or min(2048, limit)
+    if length > limit:
+        raise UsageError(f"calibration: sequence_length={length}, the model has {limit} positions", f"use at most {limit}")
+    tokenizer = load_tokenizer(model)
+    documents = read_documents(Path(str(calibration.source)), tokenizer)
+    sequences = select(documents, samples=calibration.samples, sequence_length=length, seed=seed, pack=calibration.pack)
+    if len(sequences) < replicas:
+        raise UsageError(f"measure: {len(sequences)} sequences for {replicas} ranks", "use fewer ranks or more samples")
+    return sequences
+
+
+def _meta(
+    job: Job,
+    source: Source,
+    graph: Graph,
+    sequences: Sequence[Tensor],
+    mine: Sequence[int],
+    *,
+    model: str,
+    rank: int,
+    replica: Replica,
+) -> dict[str, Any]:
+    names = (*graph.linears, *(layer.attention for layer in graph.layers))
+    return {
+        "layout_version": LAYOUT_VERSION,
+        "kind": "measurement",
+        "model": {
+            "name": job.model.resolve().name,
+            "fingerprint": model,
+            "family": graph.family.model_type,
+        },
+        "mesh": {"rank": rank, "world": replica.cards * replica.count, "tp": replica.cards, "dp": replica.count, "ep": 1},
+        "dtype": "float32",
+        "seed": job.seed,
+        "calibration": {
+            "hash": hash_sequences(sequences),
+            "samples": len(sequences),
+            "tokens": sum(len(s) for s in sequences),
+            "sequence_length": max(len(s) for s in sequences),
+        },
+        "observers": list(job.stats),
+        **({"experts": job.experts or ROUTED} if graph.sparse else {}),
+        "tensors": {name: replica.placements[name] for name in names},
+        "counts": {"samples": len(mine), "tokens": sum(len(sequences[i]) for i in mine)},
+        "tools": tools(),
+    }

@@ -1,0 +1,1 @@
+"""Several processes that work on one model: started, named, and told what the others computed."""

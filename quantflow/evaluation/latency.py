@@ -1,0 +1,261 @@
+"""`quantflow bench ARTIFACT`: first and next token, per batch size, in the tables that people compare.
+
+Reads    the artifact
+Writes   the trace of --profile
+Resumes  nothing
+Fails    2 counts that cannot be decoded, 7 the artifact is damaged; what loading raises
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from quantflow.errors import UsageError
+from quantflow.evaluation.generation_speed import PERCENTILES, Run, Spread, random_prompts, spread, time_run
+from quantflow.process_memory import usage
+from quantflow.progress import Progress
+from quantflow.runtime import rank_processes
+from quantflow.runtime.lean import LeanDecoder
+from quantflow.runtime.load import Loaded, load
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is timed.
+
+    Attributes:
+        batch_sizes: sequences at once, each a table's row.
+        input_tokens, new_tokens: of each sequence.
+        runs, warmups: of each batch size.
+        ordered: percentiles are taken from the sorted times.
+        ignore_eos: go on after an end token.
+        profile: where a trace of one more run goes, for chrome://tracing; None for no such run.
+        ranks: processes that share the model, each with a part of every matrix.
+        arguments: the command line after `quantflow`, which these get again.
+    """
+
+    artifact: Path
+    batch_sizes: tuple[int, ...] = (1,)
+    input_tokens: int = 256
+    new_tokens: int = 32
+    runs: int = 10
+    warmups: int = 1
+    ordered: bool = True
+    ignore_eos: bool = True
+    profile: Path | None = None
+    backend: str = "auto"
+    dtype: str = "float32"
+    decoder: str = "auto"
+    kv_cache: str = "auto"
+    pack: bool = False
+    device: str = "cpu"
+    ranks: int = 1
+    arguments: tuple[str, ...] = ()
+    seed: int = 0
+
+
+def run(job: Job, progress: Progress) -> dict[str, Any] | None:
+    """Time every batch size and return settings, the machine's share, and a record per batch size.
+
+    Returns:
+        None where another process has the result: rank 0 of several.
+    """
+    counts = (*job.batch_sizes, job.input_tokens, job.new_tokens, job.runs)
+    if not job.batch_sizes or min(counts) < 1 or job.warmups < 0:
+        raise UsageError(
+            f"bench: batch sizes {list(job.batch_sizes)}, {job.input_tokens} + {job.new_tokens} tokens, {job.runs} runs",
+            "use 1 or more of each",
+        )
+    without = {"the transformers decoder": job.decoder == "transformers", f"device {job.device}": job.device != "cpu"}
+    world = rank_processes.world_of("bench", job.ranks, without=without)
+    options: Any = {"backend": job.backend, "dtype": getattr(torch, job.dtype)}
+    if rank_processes.starts(world):
+        options |= {"arguments": job.arguments, "progress": progress}
+        rank_processes.start(job.artifact, verb="bench", world=world, **options)
+        return None
+    with rank_processes.joined("bench", world) as wire:
+        begin = time.perf_counter()
+        options |= {"decoder": job.decoder, "kv_cache": job.kv_cache, "pack": job.pack, "device": job.device}
+        loaded = load(job.artifact, wire=wire, **options)
+        load_seconds = time.perf_counter() - begin
+        batches = rank_processes.drive(loaded, wire, lambda led: _timed(job, led, progress))
+        peaks = [usage().peak]
+        if wire is not None:
+            peaks = wire.gather(torch.tensor(peaks)).flatten().tolist()
+    if batches is None:
+        return None
+    return {
+        "artifact": str(job.artifact),
+        "settings": {key: value for key, value in asdict(job).items() if key not in ("artifact", "profile", "arguments")},
+        "ranks": world,
+        "decoder": loaded.name,
+        "reasons": list(loaded.reasons),
+        "backends": sorted(set(loaded.backends.values())),
+        "threads": torch.get_num_threads(),
+        "load_seconds": load_seconds,
+        "percentiles": "of sorted times" if job.ordered else "of times in the order of the runs, as text-generation-benchmark",
+        "memory": {"peak_bytes": max(peaks), "rank_peak_bytes": peaks, "kv_cache_bytes": _cache_bytes(loaded)},
+        "profile": None if job.profile is None else str(job.profile),
+        "batches": batches,
+    }
+
+
+def _timed(job: Job, loaded: Loaded, progress: Progress) -> list[dict[str, Any]]:
+    """Return a record per batch size, and write the trace that was asked for."""
+    batches = [_batch(job, loaded, rows, progress) for rows in job.batch_sizes]
+    if job.profile is not None:
+        _profile(job, loaded, job.profile)
+    return batches
+
+
+def _batch(job: Job, loaded: Loaded, rows: int, progress: Progress) -> dict[str, Any]:
+    ends = () if job.ignore_eos else loaded.eos_token_ids
+    runs = []
+    for index in progress.steps(range(job.warmups + job.runs), stage=f"bench {rows} at once", unit="run"):
+        found = time_run(loaded.decoder, _prompts(job, loaded, rows, index), new_tokens=job.new_tokens, ends=ends)
+        if index >= job.warmups:
+            runs.append(found)
+    steps = [seconds for run in runs for seconds in run.step_seconds]
+    decode = [sum(run.step_seconds) for run in runs if run.step_seconds]
+    per_token = [sum(run.step_seconds) / len(run.step_seconds) for run in runs if run.step_seconds]
+    return {
+        "batch_size": rows,
+        "requested": sum(run.requested for run in runs),
+        "produced": sum(run.produced for run in runs),
+        "seconds": sum(run.seconds for run in runs),
+        "first_token": _spread(job, [run.first_seconds for run in runs]),
+        "next_token": _spread(job, steps),
+        "decode_token": _spread(job, per_token),
+        "decode_total": _spread(job, decode),
+        "prompt_tokens_per_second": _spread(job, [rows * job.input_tokens / run.first_seconds for run in runs]),
+        "prefill_per_second": _spread(job, [rows / run.first_seconds for run in runs]),
+        "decode_per_second": _spread(job, [rows / seconds for seconds in per_token]),
+        "produced_per_second": sum(run.produced for run in runs) / sum(run.seconds for run in runs),
+        "requested_per_second": sum(run.requested for run in runs) / sum(run.seconds for run in runs),
+    }
+
+
+def _spread(job: Job, values: Sequence[float]) -> dict[str, float] | None:
+    found: Spread | None = spread(values, ordered=job.ordered)
+    if found is None:
+        return None
+    shares = {f"p{p}": value for p, value in zip(PERCENTILES, found.percentiles, strict=True)}
+    return {"average": found.average, "lowest": found.lowest, "highest": found.highest, **shares}
+
+
+def _profile(job: Job, loaded: Loaded, path: Path) -> Run:
+    """Write a trace of one run of the first batch size, the functions of Python in it."""
+    prompts = _prompts(job, loaded, job.batch_sizes[0], job.warmups + job.runs)
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if job.device == "cuda" else [])]
+    with profile(activities=activities, with_stack=True) as trace:
+        found = time_run(loaded.decoder, prompts, new_tokens=min(job.new_tokens, 8), span=record_function)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    trace.export_chrome_trace(str(path))
+    return found
+
+
+def _prompts(job: Job, loaded: Loaded, rows: int, index: int) -> torch.Tensor:
+    """Return the prompts of a run; each run has others, so that nothing that was computed before can answer it."""
+    return random_prompts(rows, job.input_tokens, vocab_size=loaded.decoder.vocab_size, seed=job.seed + index)
+
+
+def _cache_bytes(loaded: Loaded) -> int | None:
+    decoder = loaded.decoder
+    return decoder.cache.nbytes if isinstance(decoder, LeanDecoder) and decoder.cache is not None else None
+
+
+def text(result: Mapping[str, Any]) -> str:
+    """Return the result of `run` as Markdown: a latency summary per batch size, and text-generation-benchmark's tables."""
+    head = [
+        f"{result['artifact']}: {result['decoder']} decoder, {', '.join(result['backends']) or 'no quantized linear'}, "
+        f"{_workers(result)}, loaded in {result['load_seconds']:.2f} s, "
+        f"peak memory {result['memory']['peak_bytes'] / 2**30:.2f} GiB",
+        *result["reasons"],
+        f"percentiles {result['percentiles']}",
+    ]
+    if result["profile"] is not None:
+        head.append(f"trace: {result['profile']}")
+    summaries = [_summary(result, batch) for batch in result["batches"]]
+    return "\n\n".join(["\n".join(head), *summaries, _parameters(result), _latencies(result), _rates(result)])
+
+
+def _workers(result: Mapping[str, Any]) -> str:
+    """Return how many threads computed, of how many ranks."""
+    ranks = result["ranks"]
+    return f"{result['threads']} threads" if ranks == 1 else f"{ranks} ranks of {result['threads']} threads"
+
+
+def _summary(result: Mapping[str, Any], batch: Mapping[str, Any]) -> str:
+    """Return what IPEX's run.py prints with --token-latency; P50 and the rest of the lines are ours."""
+    first, following = batch["first_token"], batch["next_token"]
+    lines = [
+        f"---- Prompt size: {result['settings']['input_tokens']}, batch size: {batch['batch_size']}",
+        " ---------- Summary: ----------",
+        f"Inference latency: {batch['seconds'] / result['settings']['runs']:.3f} sec.",
+        f"First token average latency: {first['average']:.3f} sec.",
+    ]
+    if following is not None:
+        lines.append(f"Average 2... latency: {following['average']:.3f} sec.")
+        lines += [f"P{p} 2... latency: {following[f'p{p}']:.3f} sec." for p in PERCENTILES]
+    return "\n".join(
+        [
+            *lines,
+            f"Tokens: {batch['requested']} requested, {batch['produced']} produced",
+            f"Throughput: {batch['produced_per_second']:.2f} produced tokens/second, "
+            f"{batch['requested_per_second']:.2f} requested",
+        ]
+    )
+
+
+def _parameters(result: Mapping[str, Any]) -> str:
+    settings = result["settings"]
+    unset = ("Temperature", "Top K", "Top P", "Typical P", "Repetition Penalty", "Frequency Penalty")
+    rows = [
+        ("Model", result["artifact"]),
+        ("Sequence Length", settings["input_tokens"]),
+        ("Decode Length", settings["new_tokens"]),
+        ("Top N Tokens", None),
+        ("N Runs", settings["runs"]),
+        ("Warmups", settings["warmups"]),
+        *((name, None) for name in unset),
+        ("Watermark", False),
+        ("Do Sample", False),
+    ]
+    return _markdown(("Parameter", "Value"), rows)
+
+
+def _latencies(result: Mapping[str, Any]) -> str:
+    names = {"Prefill": "first_token", "Decode (token)": "decode_token", "Decode (total)": "decode_total"}
+    shares = [f"p{p}" for p in PERCENTILES]
+    columns = ("average", "lowest", "highest", *shares)
+    rows = _stepwise(result, names, lambda spread: [f"{spread[column] * 1e3:.2f} ms" for column in columns])
+    return _markdown(("Step", "Batch Size", "Average", "Lowest", "Highest", *shares), rows)
+
+
+def _rates(result: Mapping[str, Any]) -> str:
+    names = {"Prefill": "prefill_per_second", "Decode": "decode_per_second"}
+    columns = ("average", "lowest", "highest")
+    rows = _stepwise(result, names, lambda spread: [f"{spread[column]:.2f} tokens/secs" for column in columns])
+    return _markdown(("Step", "Batch Size", "Average", "Lowest", "Highest"), rows)
+
+
+def _stepwise(result: Mapping[str, Any], names: Mapping[str, str], cells: Any) -> list[tuple[Any, ...]]:
+    """Return a row per step and batch size; a step's name stands in its first row only."""
+    rows: list[tuple[Any, ...]] = []
+    for name, key in names.items():
+        found = [batch for batch in result["batches"] if batch[key] is not None]
+        rows += [("" if index else name, batch["batch_size"], *cells(batch[key])) for index, batch in enumerate(found)]
+    return rows
+
+
+def _markdown(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Return a table whose columns are as wide as what is in them."""
+    lines = [tuple(columns), *(tuple(map(str, row)) for row in rows)]
+    widths = [max(len(line[index]) for line in lines) for index in range(len(columns))]
+    shown = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines]
+    return "\n".join([shown[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *shown[1:]])

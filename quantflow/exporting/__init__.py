@@ -1,0 +1,1 @@
+"""The artifact's files: weights, ledger, model card, other runtimes' files, and the proof."""

@@ -1,0 +1,47 @@
+"""The proof of an artifact by running it: the canary's tokens, layer by layer, as quantize ran them."""
+
+from pathlib import Path
+
+import torch
+
+from quantflow.artifact.canonical import read_json
+from quantflow.artifact.safetensors_header import read_header
+from quantflow.errors import IntegrityError
+from quantflow.models.capture import LayerStream
+from quantflow.models.graph import graph_for
+from quantflow.models.hooks import KVRounder
+from quantflow.models.identity import tensor_hash
+from quantflow.models.reading import read_tensor
+from quantflow.runtime.artifact import Artifact, open_artifact
+
+
+def prove_canary(folder: Path, quantized: Path) -> None:
+    """Run the canary through the artifact, whose files have been verified, one layer in memory at a time.
+
+    Raises:
+        IntegrityError: naming the layer that differs.
+        QuantflowError: as `open_artifact`.
+    """
+    artifact = open_artifact(folder, backend="reference", dtype=torch.float32, verify=False)
+    infos, _ = read_header(quantized / "canary.safetensors")
+    tokens = read_tensor(quantized / "canary.safetensors", infos["tokens"])
+    expected = read_json(quantized / "canary.json")
+    stream = LayerStream(artifact, graph := graph_for(artifact.config), cache=rounder(artifact))
+    states = stream.begin([tokens])
+    for layer, right in zip(graph.layers, expected["layers"], strict=True):
+        with stream.layer(layer.index) as module:
+            stream.advance(module, states)
+        left = tensor_hash(states[0].hidden)
+        if left != right:
+            raise IntegrityError(
+                f"layer {layer.index}: the artifact computes {left[:16]} on the canary, quantize computed {right[:16]}",
+                "this is a defect in the layout or the loader; keep the folder and report it",
+            )
+    if tensor_hash(stream.finish(states[0].hidden)) != expected["logits"]:
+        raise IntegrityError("logits: differ from quantize's on the canary", "keep the folder and report it")
+
+
+def rounder(artifact: Artifact) -> KVRounder | None:
+    """Return what rounds the keys and values of every layer as the artifact's cache would; None where it keeps them."""
+    scales = artifact.kv_scales()
+    return KVRounder(dict(enumerate(scales))) if scales else None

@@ -1,0 +1,301 @@
+"""Stage 4, export: write the artifact, reopen it in a fresh process, and publish it only when the proof holds.
+
+Reads    a finished quantize folder and the model it was made from
+Writes   <o>: config.json, weights, side files, quantflow.json, README.md; the whole folder appears at once
+Resumes  an artifact whose manifest names the same inputs is left alone; an unfinished one starts again
+Fails    3 unfinished, foreign or ununified input, 5 the folder is held or the disk is full, 7 the proof or a hash disagrees
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from quantflow import process_memory
+from quantflow.artifact import disk, stage_folder
+from quantflow.artifact.canonical import digest_of, file_digest, read_json, readable_json
+from quantflow.artifact.checkpoint import CONFIG, INDEX
+from quantflow.artifact.digests import NAME as HASHES
+from quantflow.artifact.digests import Digests
+from quantflow.artifact.ledger import FileEntry, Ledger
+from quantflow.artifact.manifest import MANIFEST_NAME, build_manifest, read_manifest, write_manifest
+from quantflow.artifact.safetensors_header import read_header
+from quantflow.artifact.side_files import is_side_file
+from quantflow.artifact.verify import verify
+from quantflow.core.determinism import tools
+from quantflow.errors import InputError, IntegrityError, QuantflowError, UsageError, nearest
+from quantflow.exporting.ledger_entries import tensor_entries
+from quantflow.exporting.model_card import model_card
+from quantflow.exporting.proof import Proved, proving
+from quantflow.exporting.weight_files import Stored, linked, shards_for, write_shards
+from quantflow.formats import FORMATS
+from quantflow.models.graph import Graph, graph_for
+from quantflow.models.source import ModelFiles, fingerprint, open_files
+from quantflow.planning.artifact_config import artifact_config
+from quantflow.planning.finished_plan import float8_of, plan_from
+from quantflow.planning.head import FILE
+from quantflow.planning.kv_cache import kv_names
+from quantflow.planning.plan import OUTSIDE
+from quantflow.planning.recipe import Recipe, Resources, parse_size
+from quantflow.planning.resources import Allowance, allow_export, compare
+from quantflow.planning.sizes import model_size
+from quantflow.progress import Progress
+from quantflow.quantization import head_file
+from quantflow.quantization.shards.share import refuse_shards
+
+LAYER_KEYS = ("errors", "decisions", "changed", "experts", "kv_cache")  # of a layer's record, in the manifest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One artifact to be written.
+
+    Attributes:
+        quantized: a finished quantize folder.
+        model: the source folder; None reads where quantize found it.
+        replace: redo an artifact that was made from other inputs, instead of refusing.
+        resources: how much memory and disk there is.
+    """
+
+    quantized: Path
+    output: Path
+    model: Path | None = None
+    format: str = "compressed-tensors"
+    shard_size: str = "4GiB"
+    replace: bool = False
+    resources: Resources = Resources()
+
+
+def job_from(recipe: Recipe, *, quantized: str | Path, output: str | Path, model: str | Path | None, force: bool) -> Job:
+    """Return the artifact that a recipe's `export` and `resources` say; see `Job`."""
+    return Job(
+        quantized=Path(quantized),
+        output=Path(output),
+        model=Path(model) if model else None,
+        format=recipe.export.format,
+        shard_size=recipe.export.shard_size,
+        replace=force,
+        resources=recipe.resources,
+    )
+
+
+def check(job: Job) -> None:
+    """Refuse what can be seen before there is anything to export.
+
+    Raises:
+        UsageError: an unknown format, or a folder that is the quantized one.
+    """
+    if job.format not in FORMATS:
+        raise UsageError(f"format {job.format!r} of a quantized model is unknown", nearest(job.format, list(FORMATS)))
+    if job.output.resolve() == job.quantized.resolve():
+        raise UsageError(f"{job.output}: the artifact's folder and the quantized one", "give two folders")
+
+
+def run(job: Job, progress: Progress, *, proved: Proved | None = None) -> Path:
+    """Export the artifact, prove it in a process that `proving` started or starts here, and return its folder."""
+    check(job)
+    refuse_shards(job.quantized)
+    record = stage_folder.require_done(job.quantized, stage="quantize", unread="layers/*.safetensors")
+    summary = read_json(job.quantized / "quantize.json")
+    made_from = digest_of([record["inputs"], job.format, parse_size(job.shard_size)])
+    with stage_folder.locked(job.output):
+        if _is_up_to_date(job.output, made_from):
+            progress.say(f"export {job.output.name}: up to date")
+            return job.output
+        _refuse_other_result(job, made_from)
+        source = open_files(job.model or Path(summary["source"]["folder"]))
+        digests = Digests(also=[job.quantized / HASHES])
+        expected, found = record["inputs"]["model"], fingerprint(source.checkpoint, digests)
+        if found != expected:
+            raise InputError(
+                f"{source.checkpoint.folder}: is model {found[:16]}, {job.quantized} was made from {expected[:16]}",
+                "give the model that was quantized with --model, or quantize this one",
+            )
+        allowance = _allowance(job, source, summary)
+        process_memory.reset_peak()
+        fresh = proving(summary["proof"]) if proved is None else nullcontext(proved)
+        with fresh as told, stage_folder.publish(job.output, stage=None, inputs={}) as folder:
+            links = _write(job, folder, source, summary, record, made_from, digests)
+            progress.say(f"export {job.output.name}: proving it in a fresh process")
+            _prove(partial(told, folder, job.quantized, source.checkpoint.folder, workers=allowance.workers), links)
+        used = process_memory.largest_peak()
+        progress.note(compare(f"export {job.output.name}", planned=allowance.peak_bytes, used=used))
+    return job.output
+
+
+def _allowance(job: Job, source: ModelFiles, summary: Mapping[str, Any]) -> Allowance:
+    size = model_size(source.checkpoint.infos, source.config, graph_for(source.config))
+    return allow_export(job.resources, size, plan_from(summary), shard_size=parse_size(job.shard_size), folder=job.output)
+
+
+def _is_up_to_date(folder: Path, made_from: str) -> bool:
+    if not (folder / MANIFEST_NAME).is_file():
+        return False
+    try:
+        verify(folder)
+    except QuantflowError:  # a damaged artifact is written again
+        return False
+    return bool(read_manifest(folder)["made_from"] == made_from)
+
+
+def _refuse_other_result(job: Job, made_from: str) -> None:
+    """Refuse to replace a folder that is no artifact, and, unless forced, an artifact made from other inputs."""
+    if not job.output.exists() or not any(job.output.iterdir()):
+        return
+    if not (job.output / MANIFEST_NAME).is_file():
+        raise UsageError(f"{job.output}: holds files and no {MANIFEST_NAME}", "choose another -o, or an empty folder")
+    try:
+        other = read_manifest(job.output)["made_from"] != made_from
+        cause = "was made from other inputs"
+    except QuantflowError:
+        other, cause = True, f"has a damaged {MANIFEST_NAME}"
+    if other and not job.replace:
+        raise UsageError(f"{job.output}: {cause}", "choose another -o, or pass --force to replace it")
+
+
+def _write(
+    job: Job,
+    folder: Path,
+    source: ModelFiles,
+    summary: Mapping[str, Any],
+    record: Mapping[str, Any],
+    made_from: str,
+    digests: Digests,
+) -> Mapping[str, Path]:
+    """Write the artifact; return which of its files are links to which files of the quantized folder."""
+    graph, plan = graph_for(source.config), plan_from(summary)
+    layers = [read_json(path) for path in sorted((job.quantized / "layers").glob("*.json"))]
+    schemes, head = plan.quantized, head_file.record_of(job.quantized)
+    links = _write_weights(folder, job, source, graph, record["files"])
+    files = _copy_side_files(folder, source)
+    config = artifact_config(source.checkpoint.config, graph, plan, names=source.names)
+    disk.write_file(folder / CONFIG, readable_json(config))
+    changed = {name for layer in layers for name in layer["changed"]} | set(_outside(job.quantized))
+    entries = tensor_entries(source, graph, schemes, changed, FORMATS[job.format], head=plan.head)
+    ledger = Ledger(tensors=entries, files=files, measured=kv_names(graph, plan.kv_cache))
+    sizes = {name: (source.checkpoint.folder / name).stat().st_size for name in source.checkpoint.files}
+    ledger.check(source.checkpoint.infos, source_files=sizes)
+    body = {
+        "kind": "artifact",
+        "source": {
+            "name": summary["source"]["name"],
+            "revision": summary["source"]["revision"],
+            "files": {name: digests.of(source.checkpoint.folder / name) for name in _model_files(source)},
+        },
+        "recipe": {**summary["recipe"], "resolved": summary["plan"], "format": job.format},
+        "measurement": summary["measurement"],
+        "float8": float8_of(plan),
+        "ledger": ledger.to_json(),
+        "layers": [{key: layer[key] for key in LAYER_KEYS if key in layer} for layer in layers],
+        **(
+            {"head": {"linear": plan.head.linear, "errors": head["errors"], "decisions": head["decisions"]}}
+            if plan.head
+            else {}
+        ),
+        "proof": _proof_of(job, summary, layers, head),
+        "tools": {**tools(), "quantflow_layout": FORMATS[job.format].LAYOUT_VERSION},
+        "made_from": made_from,
+    }
+    # The proof reads every file and compares it with these hashes, so what is hashed already is not hashed here again.
+    hashes = {name: record["files"][f"layers/{path.name}"]["sha256"] for name, path in links.items()}
+    manifest = build_manifest(folder, body=body, hashes=hashes)
+    disk.write_file(folder / "README.md", model_card(manifest).encode())
+    write_manifest(folder, manifest)
+    return links
+
+
+def _proof_of(
+    job: Job, summary: Mapping[str, Any], layers: Sequence[Mapping[str, Any]], head: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return what the manifest says about the proof that is given before the artifact is published."""
+    if summary["proof"] == "tensors":
+        values = [part["values"] for part in (*layers, *([head] if head else []))]
+        return {"kind": "tensors", "layers": len(layers), "digest": digest_of(values)}
+    canary = read_json(job.quantized / "canary.json")
+    return {"kind": "canary", "layers": len(canary["layers"]), "digest": digest_of(canary)}
+
+
+def _write_weights(
+    folder: Path, job: Job, source: ModelFiles, graph: Graph, recorded: Mapping[str, Mapping[str, Any]]
+) -> Mapping[str, Path]:
+    """Write the shards; return which of them are links to what.
+
+    Raises:
+        IntegrityError: a layer's file differs from its recorded hash.
+    """
+    prefixes = tuple(f"{layer.prefix}." for layer in graph.layers)
+    changed = _outside(job.quantized)
+    replaced = {f"{linear}.weight" for linear in head_file.record_of(job.quantized).get("errors", ())}
+    outside = [
+        changed.get(name) or Stored(path=source.checkpoint.folder / file, info=info)
+        for name, (file, info) in source.checkpoint.tensors.items()
+        if not name.startswith(prefixes) and name not in replaced
+    ]
+    outside += _stored(job.quantized / FILE) if replaced else []
+    paths = [job.quantized / "layers" / f"{layer.index:05d}.safetensors" for layer in graph.layers]
+    layers = [_stored(path) for path in paths]
+    shards = shards_for(outside, layers, limit=parse_size(job.shard_size))
+    links = linked(shards)
+    for path in paths:
+        if path not in links.values() and file_digest(path) != recorded[f"layers/{path.name}"]["sha256"]:
+            raise _damaged(path)
+    write_shards(folder, shards)
+    return links
+
+
+def _outside(quantized: Path) -> dict[str, Stored]:
+    """Return what lies outside the layers and was changed by quantize."""
+    path = quantized / OUTSIDE
+    return {stored.info.name: stored for stored in _stored(path)} if path.is_file() else {}
+
+
+def _stored(path: Path) -> list[Stored]:
+    return [Stored(path=path, info=info) for info in read_header(path)[0].values()]
+
+
+def _damaged(path: Path) -> IntegrityError:
+    return IntegrityError(f"{path}: differs from the hash in {stage_folder.DONE}", "run `quantflow quantize` again")
+
+
+def _model_files(source: ModelFiles) -> list[str]:
+    """Return the files that make the source what it is: config, weights, index and what is copied."""
+    checkpoint = source.checkpoint
+    return [
+        name
+        for name in checkpoint.files
+        if name in (CONFIG, INDEX, *checkpoint.shards) or is_side_file(name, source.checkpoint.config)
+    ]
+
+
+def _copy_side_files(folder: Path, source: ModelFiles) -> tuple[FileEntry, ...]:
+    entries = []
+    for name in source.checkpoint.files:
+        path = source.checkpoint.folder / name
+        action, reason = "dropped", "not part of what a runtime loads"
+        if name == CONFIG:
+            action, reason = "rewritten", "quantization_config added"
+        elif name in source.checkpoint.shards or name == INDEX:
+            action, reason = "rewritten", "weights, see tensors"
+        elif is_side_file(name, source.checkpoint.config):
+            action, reason = "copied", "side file"
+            disk.copy(path, folder / name)
+        entries.append(FileEntry(name=name, nbytes=path.stat().st_size, action=action, reason=reason))  # type: ignore[arg-type]
+    return tuple(entries)
+
+
+def _prove(prove: Callable[[], None], links: Mapping[str, Path]) -> None:
+    """Prove the artifact; a linked file that is damaged is named as quantize wrote it.
+
+    Raises:
+        IntegrityError: a file, a tensor, a layer or the logits differ.
+        QuantflowError: of another kind, as the process met it.
+    """
+    try:
+        prove()
+    except IntegrityError as error:
+        for name, path in links.items():
+            if error.cause.startswith(f"{name}: "):
+                raise _damaged(path) from error
+        raise

@@ -1,0 +1,278 @@
+"""Stage 4 for Gaudi: a measurement as the files that its toolkit reads, with the QUANT_CONFIG that belongs to them.
+
+Reads    what `quantflow measure` or unify wrote, or Gaudi's own files; the model where the scale method needs weights
+Writes   <o>: the folders below, and DONE.json; the whole folder appears at once
+Resumes  a finished result of the same inputs is left alone
+Fails    2 options that contradict each other, 3 unusable input, 5 the folder is held, 6 an unknown device
+
+    quantization_config/<name>.json         for optimum-habana and TGI: QUANT_CONFIG=./quantization_config/<name>.json
+    hqt_output/<prefix>_hooks_maxabs...     maxima (npz, json, mod_list) and the scales derived from them
+    vllm/<name>_g2.json, vllm/g2/...        the same for vLLM, in the names of its modules; from our measurements only
+
+The first inputs of attention's products are what was measured, the second ones the caches'. Where a scale per channel is
+wanted for several ranks, the toolkit derives it: each of its ranks holds a part of the channels.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantflow.artifact import stage_folder
+from quantflow.errors import InputError, UnsupportedError, UsageError, nearest
+from quantflow.formats.gaudi import gaudi_nodes
+from quantflow.formats.gaudi.devices import DEVICES, Target, target
+from quantflow.formats.gaudi.file_names import find_triples
+from quantflow.formats.gaudi.files import GENERATIONS, Files, config_table, kept, needs_weights, write_ours, write_theirs
+from quantflow.formats.gaudi.quant_config import GivenConfig, QuantConfig
+from quantflow.formats.gaudi.scale_methods import method_config
+from quantflow.formats.gaudi.scales import near_steps
+from quantflow.formats.gaudi.triple import MEASUREMENT, Triple, read_triple
+from quantflow.measurements.record import Measurement, read_measurement
+from quantflow.models.reading import read_tensor
+from quantflow.models.source import ModelFiles, fingerprint, open_files
+from quantflow.planning.recipe import Export
+from quantflow.progress import Progress
+from quantflow.quantization.gaudi_measurement import are_gaudis, digests, refuse_other_model
+from quantflow.quantization.unify import rank_folders
+
+VERSION = 1
+_CPU = "For FP8 quantization, only QDQ mode is supported on CPU device."  # the toolkit's own words
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One set of files.
+
+    Attributes:
+        measurement: a folder of ranks, of one rank, or Gaudi's files as a folder or folder/prefix.
+        device: gaudi2, gaudi3, or cpu for the toolkit's emulation.
+        config: what the files are for.
+        name: of the QUANT_CONFIG, without `.json`.
+        keep_originals: keep Gaudi's own files beside the postprocessed ones, their names begun with `orig_`.
+        model: the source folder; needed by scale methods that look at weights, and compared with the measurement's.
+        replace: redo a finished result that was made from other inputs, instead of refusing.
+    """
+
+    measurement: Path
+    output: Path
+    device: str | None
+    config: QuantConfig
+    name: str
+    keep_originals: bool = False
+    model: Path | None = None
+    replace: bool = False
+
+
+def job_from(
+    measurement: str,
+    *,
+    output: str,
+    model: str | None,
+    options: Export,
+    found: GivenConfig | None,
+    keep_originals: bool,
+    force: bool,
+) -> Job:
+    """Return the job of a command line; `options` are the recipe's under the flags, `found` is its QUANT_CONFIG.
+
+    Raises:
+        UsageError: an unknown scale method, or one that the QUANT_CONFIG contradicts.
+    """
+    config = QuantConfig(dump_stats_path="./hqt_output/measure") if found is None else found.config
+    if options.scale_method is not None:
+        config = replace(config, scale_method=method_config(options.scale_method))
+    return Job(
+        measurement=Path(measurement),
+        output=Path(output),
+        device=options.device,
+        config=config,
+        name="maxabs_quant" if found is None else found.path.stem,
+        keep_originals=keep_originals,
+        model=None if model is None else Path(model),
+        replace=force,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What the ranks saw, in Gaudi's names.
+
+    Attributes:
+        ranks: one triple each, in order.
+        ours: made by `quantflow measure`.
+        digest: what identifies each rank's files.
+        observer: that kept the maxima.
+        fingerprints: of the model, where the ranks know it.
+    """
+
+    ranks: tuple[Triple, ...]
+    ours: bool
+    digest: Any
+    observer: str = "maxabs"
+    fingerprints: frozenset[str] = frozenset()
+
+
+def run(job: Job, progress: Progress) -> Path:
+    """Write the files and return their folder; one that is up to date is left alone."""
+    goal = _target(job)
+    measured = _measured(job)
+    source = None if job.model is None else open_files(job.model)
+    model = None if source is None else _same_model(job, measured, source)
+    made_from = {"measurement": measured.digest, "model": model, "version": VERSION, **_said(job)}
+    files = Files(config=job.config, name=job.name, device=str(job.device), target=goal, read_weight=_reader(source))
+    with stage_folder.locked(job.output):
+        if stage_folder.is_up_to_date(job.output, made_from):
+            progress.say(f"export {job.output.name}: up to date")
+            return job.output
+        stage_folder.refuse_other_result(job.output, made_from, force=job.replace)
+        with stage_folder.publish(job.output, stage="export", inputs=made_from) as folder:
+            if measured.ours:
+                write_ours(folder, measured.ranks, files)
+            else:
+                write_theirs(folder, measured.ranks, files, observer=measured.observer, keep_originals=job.keep_originals)
+        _report(job, measured.ranks, goal, progress)
+    return job.output
+
+
+def _target(job: Job) -> Target:
+    """Return the device whose scales are derived.
+
+    Raises:
+        UsageError: no device, or a configuration that it does not take.
+    """
+    if job.device is None:
+        raise UsageError("export: format inc without a device", f"give --device {', '.join(DEVICES)}")
+    if job.device not in DEVICES:
+        raise UsageError(f"export: device {job.device!r} is unknown", nearest(job.device, DEVICES))
+    if job.device == "cpu" and not job.config.use_qdq:
+        raise UsageError(f"export: {_CPU}", 'add "use_qdq": true to the QUANT_CONFIG, or give --device gaudi2')
+    if job.config.dynamic_quantization:
+        raise UsageError("export: dynamic_quantization uses no files", "give the QUANT_CONFIG to the runtime as it is")
+    return target(job.config.scale_device(job.device), job.config.fp8_config)
+
+
+def _measured(job: Job) -> Measured:
+    """Read every rank.
+
+    Raises:
+        UsageError: a quantized folder, or several ranks for one shared file.
+        InputError: no measurement, or ranks that contradict each other.
+        UnsupportedError: a measurement of a mixture of experts.
+    """
+    path = job.measurement
+    if (path / "quantize.json").exists() or (path / "quantflow.json").exists():
+        raise UsageError(f"{path}: is quantized; format inc is made from a measurement", "give the folder that measure wrote")
+    if are_gaudis(path):
+        _refuse_other_generation(path, str(job.device))
+        files = find_triples(path)
+        triples = [read_triple(found) for found in files.values()]
+        if any(triple.mode != MEASUREMENT for triple in triples):
+            raise InputError(f"{path}: holds scales", "give the files of the measurement")
+        observer = files[0].name.observer
+        found = Measured(ranks=tuple(triples), ours=False, digest=digests(files), observer=observer)
+    else:
+        measurements = [read_measurement(folder) for folder in rank_folders(path)]
+        _refuse_missing(path, measurements)
+        if "experts" in measurements[0].meta:
+            raise UnsupportedError(
+                f"{path}: measured on a {measurements[0].meta['model']['family']}, Gaudi's names of experts are not known here",
+                "export the measurement of a model without experts",
+            )
+        found = Measured(
+            ranks=tuple(Triple(nodes=gaudi_nodes.nodes_from(one.statistics)) for one in measurements),
+            ours=True,
+            digest=[one.meta["digest"] for one in measurements],
+            fingerprints=frozenset(one.meta["model"]["fingerprint"] for one in measurements),
+        )
+    if len(found.ranks) > 1 and not job.config.seperate_measure_files:
+        raise UsageError(
+            f"export: {len(found.ranks)} ranks, and seperate_measure_files is false", "run `quantflow unify` first"
+        )
+    return found
+
+
+def _refuse_missing(path: Path, measurements: Sequence[Measurement]) -> None:
+    ranks = sorted(int(one.meta["mesh"]["rank"]) for one in measurements)
+    world = max(int(one.meta["mesh"]["world"]) for one in measurements)
+    if ranks != list(range(world)):
+        raise InputError(f"{path}: holds ranks {ranks} of {world}", "give every rank once, or unify them first")
+
+
+def _refuse_other_generation(path: Path, device: str) -> None:
+    """Refuse files from a folder that is called after the other Gaudi, as vLLM's calibration calls them: g2, g3.
+
+    Nothing in the files says which device measured them, and one saturates where the other does not.
+    """
+    expected = GENERATIONS.get(device)
+    found = [part for part in (path.name, path.parent.name) if part in GENERATIONS.values()]
+    if expected is not None and found and expected not in found:
+        raise InputError(
+            f"{path}: folder {found[0]} is of another device than {device}",
+            f"measure on {device}, or rename the folder if its name is wrong",
+        )
+
+
+def _same_model(job: Job, measured: Measured, source: ModelFiles) -> str:
+    """Return the model's fingerprint.
+
+    Raises:
+        InputError: the measurement is another model's.
+    """
+    if not measured.ours:
+        refuse_other_model(job.measurement, _weights(measured.ranks), source)
+    found = fingerprint(source.checkpoint)
+    for expected in measured.fingerprints - {found}:
+        raise InputError(
+            f"{job.measurement}: measured on model {expected[:16]}, {job.model} is {found[:16]}",
+            "give the model that was measured",
+        )
+    return found
+
+
+def _weights(ranks: Sequence[Triple]) -> dict[str, Tensor]:
+    """Return `<source name>|weight|amax` over all ranks: of copies theirs, of parts that of the whole."""
+    found: dict[str, Tensor] = {}
+    for triple in ranks:
+        for key, value in gaudi_nodes.statistics_from(triple.nodes)[0].items():
+            if key.endswith("|weight|amax"):
+                found[key] = torch.maximum(found.get(key, value), value)
+    return found
+
+
+def _said(job: Job) -> dict[str, Any]:
+    """Return everything of the job that decides what is written, as plain data."""
+    config = config_table(job.config, dump_stats_path=job.config.dump_stats_path, block=job.config.blocklist)
+    return {"device": job.device, "name": job.name, "config": config, "keep_originals": job.keep_originals}
+
+
+def _reader(source: ModelFiles | None) -> Callable[[str], Tensor] | None:
+    return None if source is None else partial(_read, source)
+
+
+def _read(source: ModelFiles, node: str) -> Tensor:
+    """Return the weight of a node, [O, I]; of one that vLLM runs fused, its parts one below the other."""
+    parts = []
+    for name in gaudi_nodes.parts_of(node):
+        if f"{name}.weight" not in source.checkpoint.tensors:
+            raise InputError(f"{name}.weight: not in {source.checkpoint.folder}", "give the model that was measured")
+        file, info = source.checkpoint.tensors[f"{name}.weight"]
+        parts.append(read_tensor(source.checkpoint.folder / file, info))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _report(job: Job, ranks: tuple[Triple, ...], goal: Target, progress: Progress) -> None:
+    """Say what a reader of the files should know."""
+    nodes = kept(ranks[0].nodes, job.config, job.config.blocklist)
+    progress.say(f"export {job.output.name}: {len(nodes)} of {len(ranks[0].nodes)} nodes quantized, ranks: {len(ranks)}")
+    close = near_steps(nodes, job.config.scale_method, target=goal)
+    if close:
+        progress.say(
+            f"export {job.output.name}: {len(close)} inputs are at most 5 % above a step of their scale, {close[0]} first"
+        )
+    if len(ranks) > 1 and needs_weights(job.config):
+        progress.say(f"export {job.output.name}: scales per channel of {len(ranks)} ranks are left to the toolkit")

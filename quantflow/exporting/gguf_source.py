@@ -1,0 +1,147 @@
+"""Where a GGUF file's weights come from: a model's own files, or an artifact, some rows at a time."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantflow.artifact.checkpoint import Checkpoint, open_checkpoint, refuse_quantized
+from quantflow.artifact.digests import Digests
+from quantflow.artifact.manifest import MANIFEST_NAME
+from quantflow.core.dtypes import DTYPES, NAMES
+from quantflow.errors import InputError, UnsupportedError
+from quantflow.formats import FORMATS
+from quantflow.models.configuration import load_config
+from quantflow.models.identity import identify
+from quantflow.models.reading import check_finite, read_into
+from quantflow.quantization.decoded_values import decoded_rows
+from quantflow.runtime.artifact import Artifact, open_artifact
+
+FORMAT = FORMATS["compressed-tensors"]
+WORKING = 24 << 20  # bytes: a piece's qvalues as read and unpacked, and rows beside it
+Read = Callable[[str, int, int], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """Every tensor of a source.
+
+    Attributes:
+        folder: with the tokenizer.
+        config: transformers' configuration, without a quantization.
+        identity: the model's fingerprint or the artifact's digest.
+        shapes, dtypes: source name -> of the tensor as `read` returns it; a dtype as safetensors names it.
+        read: (name, first row, last row + 1) -> these rows, floating and finite.
+        working_bytes: what `read` holds at most.
+        quantized_inputs: linears that quantize what they are given.
+        kv_cache: whether keys and values are quantized.
+    """
+
+    folder: Path
+    config: Any
+    identity: str
+    shapes: dict[str, tuple[int, ...]]
+    dtypes: dict[str, str]
+    read: Read
+    working_bytes: int = 0
+    quantized_inputs: int = 0
+    kv_cache: bool = False
+
+
+def open_weights(folder: Path) -> Weights:
+    """Open a model or an artifact; the artifact's hashes are compared.
+
+    Raises:
+        InputError: it cannot be used.
+        UnsupportedError: an unknown family or layout version.
+        IntegrityError: an artifact's file differs from its hash.
+    """
+    if (folder / MANIFEST_NAME).exists():
+        return _of_artifact(open_artifact(folder))
+    checkpoint = open_checkpoint(folder)
+    refuse_quantized(checkpoint)
+    config = load_config(checkpoint)
+
+    def read(name: str, start: int, stop: int) -> Tensor:
+        return _rows(checkpoint, name, start, stop)
+
+    return Weights(
+        folder=folder,
+        config=config,
+        identity=identify(checkpoint, Digests()),
+        shapes={name: info.shape for name, info in checkpoint.infos.items()},
+        dtypes={name: info.dtype for name, info in checkpoint.infos.items()},
+        read=read,
+    )
+
+
+def _of_artifact(artifact: Artifact) -> Weights:
+    infos = artifact.checkpoint.infos
+
+    def read(name: str, start: int, stop: int) -> Tensor:
+        linear = name.removesuffix(".weight")
+        if name == linear or linear not in artifact.linears:
+            return _rows(artifact.checkpoint, name, start, stop)
+        return _dequantized(artifact, linear, start, stop)
+
+    for name, placement in artifact.linears.items():
+        if placement.scheme.rotation is not None:
+            raise UnsupportedError(
+                f"{name}: its inputs are mixed in blocks of {placement.scheme.rotation}, which llama.cpp does not do",
+                "quantize with hadamard: {down: false}",
+            )
+    shapes = {name: infos[name].shape for name in artifact.names if name in infos}
+    dtypes = {name: infos[name].dtype for name in shapes}
+    for linear, placement in artifact.linears.items():
+        shapes[f"{linear}.weight"], dtypes[f"{linear}.weight"] = placement.shape, NAMES[torch.float32]
+    return Weights(
+        folder=artifact.checkpoint.folder,
+        config=artifact.config,
+        identity=artifact.manifest["digest"],
+        shapes=shapes,
+        dtypes=dtypes,
+        read=read,
+        working_bytes=WORKING,
+        quantized_inputs=sum(placement.scheme.input is not None for placement in artifact.linears.values()),
+        kv_cache=artifact.kv_cache is not None,
+    )
+
+
+def _dequantized(artifact: Artifact, name: str, start: int, stop: int) -> Tensor:
+    """Return rows of a quantized linear, float32.
+
+    Raises:
+        InputError: as `decoded_rows`, or the linear has another shape than the model's.
+    """
+    scheme, (rows, columns) = artifact.linears[name].scheme, artifact.linears[name].shape
+    tensors = {key: artifact.checkpoint.tensors[key] for key in FORMAT.tensor_names(name, scheme)}
+    key = f"{name}.weight" if f"{name}.weight" in tensors else f"{name}.weight_packed"
+    if tensors[key][1].shape[0] != rows:
+        raise InputError(
+            f"{key}: {tensors[key][1].shape[0]} rows, the model needs {rows}", "check that config.json belongs to these weights"
+        )
+    stored = {key: (artifact.checkpoint.folder / file, info) for key, (file, info) in tensors.items()}
+    multiple = FORMAT.row_multiple(scheme)  # rows that are decoded by themselves
+    first, last = start // multiple * multiple, min(rows, -(-stop // multiple) * multiple)
+    found = decoded_rows(name, scheme, stored, first=first, count=last - first, columns=columns)
+    return found.weight.dequantize()[start - first : stop - first]
+
+
+def _rows(checkpoint: Checkpoint, name: str, start: int, stop: int) -> Tensor:
+    """Read rows of a tensor.
+
+    Raises:
+        InputError: the file ends early, a value is NaN or Inf, or the tensor holds no floating numbers.
+    """
+    file, info = checkpoint.tensors[name]
+    dtype = DTYPES.get(info.dtype)
+    if dtype is None or not dtype.is_floating_point or dtype.itemsize < 2:
+        raise InputError(f"{name}: {info.dtype} in {file}, floating numbers of 16 bits or more are needed", "check the model")
+    rows = torch.empty((stop - start, *info.shape[1:]), dtype=dtype)
+    path = checkpoint.folder / file
+    read_into(path, rows, info.offset + start * (info.nbytes // info.shape[0]), name=name)
+    check_finite(rows, name=name, path=path)
+    return rows

@@ -1,0 +1,60 @@
+"""What became of every source tensor, as the manifest's ledger tells it."""
+
+from collections.abc import Mapping
+from types import ModuleType
+
+from quantflow.artifact.ledger import LedgerEntry
+from quantflow.core.scheme import LinearScheme
+from quantflow.models.graph import Graph
+from quantflow.models.source import ModelFiles
+from quantflow.planning.head import HeadPlan
+
+
+def tensor_entries(
+    source: ModelFiles,
+    graph: Graph,
+    schemes: Mapping[str, LinearScheme],
+    changed: set[str],
+    encoder: ModuleType,
+    *,
+    head: HeadPlan | None,
+) -> tuple[LedgerEntry, ...]:
+    """Return the ledger's entry for every source tensor.
+
+    Args:
+        source: the checkpoint.
+        graph: its linears.
+        schemes: linear -> its scheme, for those that are quantized.
+        changed: source tensors that absorbed a transform.
+        encoder: the artifact's format.
+        head: what became of the head; None where nothing did.
+    """
+    linears, routers = set(graph.linears), set(graph.routers)
+    entries = []
+    for name, (_, info) in source.checkpoint.tensors.items():
+        linear = name.removesuffix(".weight")
+        becomes: tuple[str, ...] = (name,)
+        action, reason = "copied", "not a linear of a decoder layer"
+        if name.endswith(".weight") and linear in schemes:
+            becomes, action, reason = encoder.tensor_names(linear, schemes[linear]), "quantized", schemes[linear].name
+        elif name in changed:
+            action, reason = "changed", "absorbed a transform"
+        elif head is not None and head.tied and name == head.tensor:
+            becomes = (name, *encoder.tensor_names(head.linear, head.scheme))
+            reason = f"the embedding; {head.linear}, which was tied to it, is {head.scheme.name}"
+        elif linear in linears:
+            reason = "ignored by the recipe"
+        elif linear in routers:
+            reason = "a router decides by it, never quantized"
+        entries.append(
+            LedgerEntry(
+                name=name,
+                dtype=info.dtype,
+                shape=info.shape,
+                nbytes=info.nbytes,
+                action=action,  # type: ignore[arg-type]
+                reason=reason,
+                becomes=becomes,
+            )
+        )
+    return tuple(entries)

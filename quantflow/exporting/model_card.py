@@ -1,0 +1,131 @@
+"""The model card that export writes into README.md: what the artifact is, where it loads, and where it does not."""
+
+import re
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from quantflow.algorithms import TUNE
+from quantflow.artifact.inspect import output_errors
+from quantflow.planning.finished_plan import kv_words_of
+
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+NOTES = {
+    "float-quantized": "Stock transformers with compressed-tensors loads it, and runs it with the formulas used here.",
+    "int-quantized": "Stock transformers with compressed-tensors loads it, and runs it with the formulas used here.",
+    "pack-quantized": "Stock transformers with compressed-tensors loads it and decompresses the weights.",
+}
+PROOFS = {
+    "canary": "canary, {layers} layers recomputed from this folder",
+    "tensors": "tensors, every weight of {layers} layers decoded from this folder and compared",
+}
+MIXTURES = {
+    "float-quantized": "Stock transformers loads it with the experts' weights dequantized and their inputs as they are.",
+    "int-quantized": "Stock transformers 5.23 does not load experts of this layout.",
+    "pack-quantized": "Stock transformers loads it with the experts' weights dequantized to the model's dtype.",
+}
+MEASURED = ", scales measured (`k_scale`, `v_scale` of each attention)"
+ROUNDED = "; stock transformers with compressed-tensors rounds them by the formulas used here"
+ASYMMETRIC_EXPERTS = "It has zero points, with which stock transformers 5.23 does not load experts, `dequantize=True` or not."
+MIXED_INPUTS = (
+    "The inputs of down_proj are mixed by Hadamard matrices while the model runs (`transform_config`). **Stock transformers "
+    "5.23 ignores that and computes something else.** Load it with `quantflow`, or give the loaded model to "
+    "compressed-tensors' `apply_transform_config`, with a `TransformConfig` of what config.json says under `transform_config`."
+)
+ASYMMETRIC = (
+    "It has zero points: compressed-tensors 0.20 does not reload packed zero points plainly; "
+    "pass `quantization_config=CompressedTensorsConfig(dequantize=True)`."
+)
+
+
+def model_card(manifest: Mapping[str, Any]) -> str:
+    """Return the card of an artifact."""
+    recipe, source = manifest["recipe"], manifest["source"]
+    resolved, chosen = recipe["resolved"], recipe.get("chosen")
+    what = recipe["scheme"] if chosen is None else f"mixed precision of {chosen['bits_per_weight']:.2f} bits per weight"
+    schemes = [scheme for scheme in resolved["schemes"].values() if scheme is not None]
+    stored = [*schemes, *([resolved["head"]["scheme"]] if "head" in resolved else [])]
+    layouts = sorted({scheme["layout"] for scheme in stored})
+    transforms = ", ".join(f"{name} {options}" for item in resolved["transforms"] for name, options in item.items())
+    sizes = manifest["ledger"]["bytes"]
+    sparse = any(_EXPERT.search(name) for name in resolved["schemes"])
+    cache = kv_words_of(resolved)
+    lines = [
+        "---",
+        f"base_model: {source['name']}",
+        "library_name: transformers",
+        "tags: [quantflow, compressed-tensors]",
+        "---",
+        "",
+        f"# {source['name']}, {what}",
+        "",
+        f"{len(schemes)} of {len(resolved['schemes'])} linears quantized: {what} by {resolved['algorithm']}"
+        f"{', scales tuned end to end' if TUNE in resolved else ''}"
+        f"{f', after {transforms}' if transforms else ''}.{_head(resolved.get('head'))}",
+        "",
+        "| | |",
+        "|---|---|",
+        f"| source | {source['name']}, revision {source['revision'] or 'not recorded'} |",
+        f"| source bytes quantized / changed / copied | {sizes['quantized']} / {sizes['changed']} / {sizes['copied']} |",
+        *([] if cache is None else [f"| keys and values | {cache}{MEASURED}{'' if sparse else ROUNDED} |"]),
+        f"| calibration | {_calibration(manifest['measurement'])} |",
+        f"| proof | {PROOFS[manifest['proof']['kind']].format(layers=manifest['proof']['layers'])} |",
+        *_output_errors(resolved["algorithm"], output_errors(manifest["layers"] or ())),
+        f"| digest | `{manifest['digest']}` |",
+        "",
+        *[f"{layout}: {(MIXTURES if sparse else NOTES)[layout]}" for layout in layouts],
+    ]
+    if any(not scheme["weights"]["symmetric"] for scheme in stored):
+        lines += ["", ASYMMETRIC_EXPERTS if sparse else ASYMMETRIC]
+    if any(scheme.get("rotation") for scheme in schemes):
+        lines += ["", MIXED_INPUTS]
+    if sparse:
+        lines += ["", *_experts([layer["experts"] for layer in manifest["layers"] if "experts" in layer])]
+    lines += [
+        "",
+        "vLLM: written to its published layout, not run. Gaudi: not run.",
+        "",
+        "Check it with `quantflow verify`; what was done to each tensor stands in `quantflow.json`.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _head(head: Mapping[str, Any] | None) -> str:
+    """Return a sentence about a head that is quantized, after a space; nothing where it is not."""
+    if head is None:
+        return ""
+    apart = f", no longer tied to {head['tensor']}" if head["tensor"] != f"{head['linear']}.weight" else ""
+    return f" The head ({head['linear']}) is {head['scheme']['name']} by {head['algorithm']}{apart}."
+
+
+def _experts(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return how an artifact holds its experts, and what calibration reached of them, where that is known."""
+    stored = "Each expert is stored as linears of its own, in the source's names; routers are not quantized."
+    tokens = [count for row in rows for count in row["tokens"] or ()]
+    if not tokens:
+        return [stored]
+    short = sum(len({name.rpartition(".")[0] for name in row["short"]}) for row in rows)
+    return [
+        f"{stored} Calibration tokens per expert in {len(rows)} layers: at least {min(tokens)}, median {median(tokens):g}; "
+        f"{short} experts were short of tokens."
+    ]
+
+
+def _output_errors(algorithm: str, found: Mapping[str, Any]) -> list[str]:
+    """Return the row about outputs on the calibration text, where there were any."""
+    if not found:
+        return []
+    return [
+        f"| output error on the calibration text, median of {found['linears']} linears | {algorithm} {found['median']:.2%}, "
+        f"rtn {found['median_rtn']:.2%}; worst {found['worst']:.2%} ({found['worst_linear']}) |"
+    ]
+
+
+def _calibration(measurement: Mapping[str, Any] | None) -> str:
+    if measurement is None:
+        return "none needed"
+    counts = measurement["counts"]
+    if not counts["tokens"]:
+        return "maxima from Gaudi's toolkit; what text they are of is not known"
+    return f"{counts['samples']} sequences, {counts['tokens']} tokens, hash `{measurement['calibration']['hash'][:16]}`"

@@ -1,0 +1,175 @@
+"""The fresh process in which export proves an artifact; quantflow/exporting/proof.py starts it.
+
+Every file is compared with the manifest's hash, every copied tensor outside the layers with the source's bytes. Then, by
+the kind of proof that the manifest names:
+
+    canary      the model runs the canary's tokens from the artifact, one layer in memory at a time; the hidden state after
+                each layer and the logits are those that quantize computed
+    tensors     every quantized linear, decoded some rows at a time, has the values that quantize chose, and every other
+                tensor the source's bytes: what is proved where no model ran
+
+Example: echo '["ARTIFACT", "QUANTIZED", "SOURCE", 2]' | python -m quantflow.exporting.proof_process canary
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantflow import process_memory
+from quantflow.artifact.canonical import read_json
+from quantflow.artifact.checkpoint import Checkpoint, open_checkpoint
+from quantflow.artifact.manifest import read_manifest
+from quantflow.artifact.safetensors_header import TensorInfo
+from quantflow.artifact.verify import verify
+from quantflow.core.parallel import Workers
+from quantflow.core.scheme import LinearScheme
+from quantflow.errors import IntegrityError, QuantflowError
+from quantflow.exporting.proof import CANARY
+from quantflow.formats import FORMATS
+from quantflow.models.graph import graph_for
+from quantflow.models.reading import read_into, read_tensor
+from quantflow.models.source import PlainConfig
+from quantflow.quantization.decoded_values import Stored, ValuesDigest, decoded_rows
+from quantflow.quantization.file_units import row_step
+from quantflow.quantization.head_file import record_of
+
+FORMAT = FORMATS["compressed-tensors"]
+COMPARE_BYTES = 1 << 20  # of two tensors that are in memory at once
+_REPORT = "this is a defect in the layout or the loader; keep the folder and report it"
+
+
+def prove(artifact: Path, quantized: Path, source: Path, *, workers: Workers) -> None:
+    """Compare an artifact with what quantize kept and with the source.
+
+    Raises:
+        IntegrityError: naming the file, tensor or layer that differs.
+        QuantflowError: the artifact cannot be opened.
+    """
+    proof = verify(artifact, map_all=workers.map)["proof"]
+    opened = open_checkpoint(artifact)
+    _compare_copies(opened, open_checkpoint(source), workers=workers)
+    if proof["kind"] == CANARY:
+        from quantflow.exporting.canary import prove_canary  # here: the other kind starts without transformers' model code
+
+        prove_canary(artifact, quantized)
+    else:
+        _prove_tensors(opened, quantized, workers=workers)
+
+
+def _prove_tensors(artifact: Checkpoint, quantized: Path, *, workers: Workers) -> None:
+    """Decode every quantized linear and compare its values with those that quantize recorded."""
+    linears = [*graph_for(PlainConfig(artifact)).linears, *_heads(artifact)]
+    found_schemes = FORMAT.schemes_from_config(artifact.config["quantization_config"], linears)
+    schemes = {name: scheme for name, scheme in found_schemes.items() if scheme is not None}
+    expected: dict[str, str] = {}
+    for path in sorted((quantized / "layers").glob("*.json")):
+        expected |= read_json(path)["values"]
+    expected |= record_of(quantized).get("values", {})
+    if expected.keys() != schemes.keys():
+        name = min(expected.keys() ^ schemes.keys())
+        raise IntegrityError(f"{name}: quantized in only one of the artifact and what quantize recorded", _REPORT)
+
+    def digest(name: str) -> str:
+        return _values(artifact, name, schemes[name])
+
+    for name, found in zip(expected, workers.stream(digest, expected), strict=True):
+        if found != expected[name]:
+            raise IntegrityError(
+                f"{name}: the exported artifact decodes to values {found[:16]}, quantize chose {expected[name][:16]}", _REPORT
+            )
+
+
+def _heads(artifact: Checkpoint) -> list[str]:
+    """Return the head where the manifest says that it is quantized."""
+    head = read_manifest(artifact.folder).get("head")
+    return [] if head is None else [head["linear"]]
+
+
+def _values(checkpoint: Checkpoint, name: str, scheme: LinearScheme) -> str:
+    """Return the digest of a quantized linear's values, decoded some rows at a time."""
+    found = {key: checkpoint.tensors[key] for key in FORMAT.tensor_names(name, scheme)}
+    tensors = {key: (checkpoint.folder / file, info) for key, (file, info) in found.items()}
+    rows, columns = _shape(name, tensors)
+    digest, step = ValuesDigest(), row_step(columns, scheme)
+    for first in range(0, rows, step):
+        count = min(step, rows - first)
+        digest.update(decoded_rows(name, scheme, tensors, first=first, count=count, columns=columns))
+    return digest.hexdigest()
+
+
+def _shape(name: str, tensors: Stored) -> Sequence[int]:
+    if f"{name}.weight_shape" not in tensors:
+        return tensors[f"{name}.weight"][1].shape
+    shape: list[int] = read_tensor(*tensors[f"{name}.weight_shape"]).tolist()
+    return shape
+
+
+def _compare_copies(artifact: Checkpoint, source: Checkpoint, *, workers: Workers) -> None:
+    """Compare every tensor that the ledger calls copied with the source's bytes."""
+    ledger = read_manifest(artifact.folder)["ledger"]
+    copied = [entry["name"] for entry in ledger["tensors"] if entry["action"] == "copied"]
+
+    def same(name: str) -> bool:
+        (left_file, left), (right_file, right) = artifact.tensors[name], source.tensors[name]
+        if (left.dtype, left.shape) != (right.dtype, right.shape):
+            return False
+        places = ((artifact.folder / left_file, left), (source.folder / right_file, right))
+        return all(
+            torch.equal(*(_bytes(path, info, start) for path, info in places)) for start in range(0, left.nbytes, COMPARE_BYTES)
+        )
+
+    for name, equal in zip(copied, workers.stream(same, copied), strict=True):
+        if not equal:
+            raise IntegrityError(f"{name}: differs from the source's, of which it is a copy", _REPORT)
+
+
+def _bytes(path: Path, info: TensorInfo, start: int) -> Tensor:
+    """Read at most COMPARE_BYTES of a tensor from its byte `start`."""
+    piece = torch.empty(min(COMPARE_BYTES, info.nbytes - start), dtype=torch.uint8)
+    read_into(path, piece, info.offset + start, name=info.name)
+    return piece
+
+
+def prepare(expected: Sequence[str]) -> None:
+    """Import what the kinds of proof that are expected need beyond this module, so that it is there when there is an order."""
+    process_memory.give_back_freed()
+    if CANARY in expected:
+        from quantflow.exporting import canary  # noqa: F401  # here: as above
+
+
+def main(order: str) -> int:
+    """Prove what `order` names, [ARTIFACT, QUANTIZED, SOURCE, WORKERS] in JSON; nothing where it is empty.
+
+    Returns:
+        0 when the proof holds; otherwise the error's exit code, after its cause was written to stderr as one line of JSON.
+    """
+    if not order:  # the export has ended
+        return 0
+    torch.set_num_threads(1)
+    *places, workers = json.loads(order)
+    artifact, quantized, source = map(Path, places)
+    try:
+        with Workers(workers) as pool, torch.no_grad():
+            prove(artifact, quantized, source, workers=pool)
+    except QuantflowError as error:
+        return _fail(error.cause, error.remedy, error.exit_code)
+    except (OSError, MemoryError) as error:
+        return _fail(f"{artifact}: {error or 'out of memory'}", "free some memory, check the disk, and export again", 5)
+    return 0
+
+
+def _fail(cause: str, remedy: str, code: int) -> int:
+    told: dict[str, Any] = {"cause": cause, "remedy": remedy}
+    print(json.dumps(told), file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    prepare(sys.argv[1:])
+    ended = main(sys.stdin.read())
+    sys.exit(ended)

@@ -1,0 +1,126 @@
+"""The artifact's weight files: which tensor stands in which, and their bytes, linked or copied piece by piece.
+
+What fits into one file of the largest size becomes model.safetensors. Otherwise the layers' files, as quantize wrote them,
+are the shards: hard links, which cost neither time nor room. What lies outside the layers is packed into shards of
+its own, before them, and a layer that exceeds the largest size is packed into several.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from quantflow.artifact import disk
+from quantflow.artifact.canonical import readable_json
+from quantflow.artifact.checkpoint import INDEX, SINGLE
+from quantflow.artifact.safetensors_header import TensorInfo
+from quantflow.artifact.safetensors_writer import Writer
+from quantflow.core.dtypes import DTYPES
+from quantflow.models.reading import bytes_of, check_finite, read_into
+from quantflow.planning.sizes import ONE_FILE
+
+COPY_BYTES = 1 << 20  # of a tensor that are in memory at once: the second look at them is the cache's
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """A tensor and the file that holds it now."""
+
+    path: Path
+    info: TensorInfo
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """A file of the artifact.
+
+    Attributes:
+        tensors: what it holds.
+        link: the file that it is a link to; None when its tensors are copied.
+    """
+
+    tensors: tuple[Stored, ...]
+    link: Path | None = None
+
+
+def shards_for(outside: Sequence[Stored], layers: Sequence[Sequence[Stored]], *, limit: int) -> tuple[Shard, ...]:
+    """Return the files of the artifact, in order.
+
+    Args:
+        outside: what lies outside the layers.
+        layers: the content of every layer's file.
+        limit: bytes of tensors in one file; a single tensor may exceed it.
+
+    Returns:
+        One file for all where they are few; otherwise files for what lies outside, and the layers' own files.
+    """
+    everything = [*outside, *(stored for layer in layers for stored in layer)]
+    if _nbytes(everything) <= min(limit, ONE_FILE):
+        return (Shard(tensors=tuple(everything)),)
+    shards = _packed(outside, limit=limit)
+    for layer in layers:
+        whole = Shard(tensors=tuple(layer), link=layer[0].path)
+        shards += [whole] if _nbytes(layer) <= limit else _packed(layer, limit=limit)
+    return tuple(shards)
+
+
+def shard_names(shards: Sequence[Shard]) -> tuple[str, ...]:
+    """Return the names of the files."""
+    if len(shards) == 1:
+        return (SINGLE,)
+    return tuple(f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors" for index in range(len(shards)))
+
+
+def write_shards(folder: Path, shards: Sequence[Shard]) -> None:
+    """Write the files, and an index where there are several.
+
+    Raises:
+        InputError: a tensor holds NaN or Inf, or its file ends early.
+        OSError: the file system failed.
+    """
+    names = shard_names(shards)
+    for name, shard in zip(names, shards, strict=True):
+        if shard.link is not None:
+            disk.link_or_copy(shard.link, folder / name)
+            continue
+        with Writer(folder / name, {t.info.name: (t.info.dtype, t.info.shape) for t in shard.tensors}) as writer:
+            for stored in shard.tensors:
+                _copy(writer, stored)
+    if len(names) > 1:
+        where = {t.info.name: name for name, shard in zip(names, shards, strict=True) for t in shard.tensors}
+        total = sum(_nbytes(shard.tensors) for shard in shards)
+        disk.write_file(folder / INDEX, readable_json({"metadata": {"total_size": total}, "weight_map": where}))
+
+
+def linked(shards: Sequence[Shard]) -> Mapping[str, Path]:
+    """Return the names of the files that are links -> what they are links to."""
+    return {name: s.link for name, s in zip(shard_names(shards), shards, strict=True) if s.link is not None}
+
+
+def _packed(tensors: Sequence[Stored], *, limit: int) -> list[Shard]:
+    shards: list[Shard] = []
+    current: list[Stored] = []
+    for stored in tensors:
+        if current and _nbytes(current) + stored.info.nbytes > limit:
+            shards.append(Shard(tensors=tuple(current)))
+            current = []
+        current.append(stored)
+    return [*shards, Shard(tensors=tuple(current))] if current else shards
+
+
+def _nbytes(tensors: Sequence[Stored]) -> int:
+    return sum(stored.info.nbytes for stored in tensors)
+
+
+def _copy(writer: Writer, stored: Stored) -> None:
+    """Copy a tensor; floating ones are looked at for NaN and Inf on the way."""
+    info = stored.info
+    dtype = DTYPES.get(info.dtype, torch.uint8)  # one that torch does not know is copied as bytes
+    for start in range(0, info.nbytes, COPY_BYTES):
+        count = min(COPY_BYTES, info.nbytes - start)
+        piece = torch.empty(count // dtype.itemsize, dtype=dtype)
+        read_into(stored.path, piece, info.offset + start, name=info.name)
+        if dtype.is_floating_point:
+            check_finite(piece, name=info.name, path=stored.path)
+        writer.write(info.name, bytes_of(piece), offset_bytes=start)

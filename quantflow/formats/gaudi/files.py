@@ -1,0 +1,183 @@
+"""Gaudi's files in the layouts of its runtimes: which folder, which prefix, which names, and the QUANT_CONFIG beside them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from quantflow.artifact import disk
+from quantflow.artifact.canonical import readable_json
+from quantflow.formats.gaudi import gaudi_nodes
+from quantflow.formats.gaudi.devices import Target
+from quantflow.formats.gaudi.file_names import FileName
+from quantflow.formats.gaudi.module_patterns import ModuleList, as_table, selected
+from quantflow.formats.gaudi.quant_config import QuantConfig
+from quantflow.formats.gaudi.scales import scales_from
+from quantflow.formats.gaudi.triple import SCALES, Node, Triple, write_triple
+
+HEADS = ("lm_head", "embed_out")
+FUSED_ATTENTION = "fused_scaled_dot_product_attention"
+GENERATIONS = {"gaudi2": "g2", "gaudi3": "g3"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Files:
+    """What is written for every runtime.
+
+    Attributes:
+        name: of the QUANT_CONFIG, without `.json`.
+        device: that runs the model.
+        target: whose scales are derived; another one with device_for_scales.
+        read_weight: return the weight of a node; None where no model is given.
+    """
+
+    config: QuantConfig
+    name: str
+    device: str
+    target: Target
+    read_weight: Callable[[str], Tensor] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Where a runtime looks.
+
+    Attributes:
+        base: the folder in which it runs.
+        data: the folder of the measurement, relative to base.
+        prefix: of the files in it.
+        config: the QUANT_CONFIG, relative to base.
+        numbered: even a single rank has its number in the names.
+        unmeasured: modules that the runtime patches and that no measurement of ours has.
+    """
+
+    base: Path
+    data: str
+    prefix: str
+    config: str
+    numbered: bool
+    unmeasured: tuple[str, ...] = ()
+
+
+def write_ours(root: Path, ranks: Sequence[Triple], files: Files) -> None:
+    """Write what `quantflow measure` saw, for optimum-habana and TGI, and for vLLM, whose row-parallel linears have outputs."""
+    excluded = files.config.measure_exclude in ("OUTPUT", "ALL")
+
+    def nodes(triple: Triple, *, but: Sequence[str] = ()) -> Mapping[str, Node]:
+        return gaudi_nodes.without_outputs(triple.nodes, but=but) if excluded else triple.nodes
+
+    plain = [replace(triple, nodes=nodes(triple)) for triple in ranks]
+    _write(plain, files, _optimum_habana(root, files, (FUSED_ATTENTION,)))
+    fused = [replace(triple, nodes=gaudi_nodes.for_vllm(nodes(triple, but=gaudi_nodes.ROW_PARALLEL))) for triple in ranks]
+    generation = GENERATIONS.get(files.device, files.device)
+    layout = Layout(
+        base=root / "vllm",
+        data=generation,
+        prefix="inc_output",
+        config=f"{files.name}_{generation}.json",
+        numbered=True,
+        unmeasured=(FUSED_ATTENTION, "softmax", "batch2block_matmul", "block2batch_matmul"),
+    )
+    _write(fused, files, layout)
+
+
+def write_theirs(root: Path, ranks: Sequence[Triple], files: Files, *, observer: str, keep_originals: bool) -> None:
+    """Write what Gaudi's toolkit measured, with attention's inputs postprocessed and scales."""
+    layout = replace(_optimum_habana(root, files, ()), numbered=gaudi_nodes.are_vllms(ranks[0].nodes))
+    _write(ranks, files, layout, observer=observer, keep_originals=keep_originals)
+
+
+def _optimum_habana(root: Path, files: Files, unmeasured: tuple[str, ...]) -> Layout:
+    return Layout(
+        base=root,
+        data="hqt_output",
+        prefix=Path(files.config.dump_stats_path).name,
+        config=f"quantization_config/{files.name}.json",
+        numbered=False,
+        unmeasured=unmeasured,
+    )
+
+
+def _write(
+    ranks: Sequence[Triple], files: Files, layout: Layout, *, observer: str = "maxabs", keep_originals: bool = False
+) -> None:
+    """Write maxima and scales of every rank, and the QUANT_CONFIG."""
+    config, folder = files.config, layout.base / layout.data
+    disk.make_folder(folder)
+    block = _blocked(config, ranks[0].nodes, layout)
+    scaled = _has_scales(config, ranks=len(ranks))
+    for rank, triple in enumerate(ranks):
+        number = rank if layout.numbered or len(ranks) > 1 else None
+        name = FileName(prefix=layout.prefix, observer=observer, rank=number, world=None if number is None else len(ranks))
+        modules = triple.modules or tuple(sorted(triple.nodes))
+        whole = Triple(nodes=triple.nodes, local_rank=number, samples=triple.samples, modules=modules)
+        if keep_originals:
+            write_triple(folder, replace(name, prefix=f"orig_{name.prefix}"), whole)
+        nodes = gaudi_nodes.postprocess(triple.nodes)
+        write_triple(folder, name, replace(whole, nodes=nodes))
+        if scaled:
+            scales = scales_from(
+                kept(nodes, config, block),
+                config.scale_method,
+                target=files.target,
+                arithmetic=config.hp_dtype,
+                read_weight=files.read_weight,
+            )
+            method = config.scale_method.default.name.upper()
+            write_triple(folder, replace(name, method=method), Triple(nodes=scales, mode=SCALES, local_rank=number))
+    path = layout.base / layout.config
+    disk.make_folder(path.parent)
+    table = config_table(config, dump_stats_path=f"./{layout.data}/{layout.prefix}", block=block, observer=observer)
+    disk.write_file(path, readable_json(table))
+
+
+def _has_scales(config: QuantConfig, *, ranks: int) -> bool:
+    """Return whether the toolkit reads scales from files that can be written here.
+
+    It derives them itself when told so, and reads no file where all scales are fixed; of several ranks each has a part of
+    the channels.
+    """
+    measured = any(method.needs_measurement for method in config.scale_method.methods)
+    return measured and not config.effective_recalc_scales and (ranks == 1 or not needs_weights(config))
+
+
+def needs_weights(config: QuantConfig) -> bool:
+    """Return whether any scale method looks at weights, not at their maxima alone."""
+    return any(method.needs_weights for method in config.scale_method.methods)
+
+
+def kept(nodes: Mapping[str, Node], config: QuantConfig, block: ModuleList) -> dict[str, Node]:
+    """Return the nodes that are quantized."""
+    return {
+        name: node
+        for name, node in nodes.items()
+        if selected(name, gaudi_nodes.layer_type(name), allow=config.allowlist, block=block)
+    }
+
+
+def config_table(config: QuantConfig, *, dump_stats_path: str, block: ModuleList, observer: str = "maxabs") -> dict[str, Any]:
+    """Return the QUANT_CONFIG: what was given, with the path and the blocklist of these files."""
+    given = {key: getattr(config, key) for key in config.given - {"allowlist", "blocklist", "scale_method"}}
+    if config.effective_scale_format != config.scale_format:
+        given["scale_format"] = config.effective_scale_format  # what the toolkit makes of it, with a warning
+    return {
+        **config.unknown,
+        **given,
+        "method": "HOOKS",
+        "mode": "QUANTIZE",
+        "observer": observer,
+        "scale_method": config.spelled_scale_method,
+        "allowlist": as_table(config.allowlist),
+        "blocklist": as_table(block),
+        "dump_stats_path": dump_stats_path,
+    }
+
+
+def _blocked(config: QuantConfig, nodes: Mapping[str, Node], layout: Layout) -> ModuleList:
+    """Return the blocklist with what was not measured: the toolkit replaces such modules by ones that fail when called."""
+    heads = tuple(head for head in HEADS if head not in nodes) if layout.unmeasured else ()
+    missing = gaudi_nodes.unmeasured(nodes) if layout.unmeasured else ()
+    names = dict.fromkeys((*config.blocklist.names, *heads, *missing, *layout.unmeasured))
+    return ModuleList(names=tuple(names), types=config.blocklist.types)

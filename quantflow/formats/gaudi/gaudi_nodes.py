@@ -1,0 +1,194 @@
+"""Between our statistics and Gaudi's nodes: names, what attention's inputs are, and the scales of every node.
+
+| ours                        | optimum-habana, TGI                     | vLLM                                              |
+|-----------------------------|-----------------------------------------|---------------------------------------------------|
+| A.q_proj, A.k_proj, A.v_proj| the same names                          | A.qkv_proj                                        |
+| M.gate_proj, M.up_proj      | the same names                          | M.gate_up_proj                                    |
+| A (k_cache)                 | A.k_cache input 0, A.matmul_qk input 1  | A.attn.impl.k_cache, A.attn.impl.matmul_qk        |
+| A (v_cache)                 | A.v_cache input 0, A.matmul_av input 1  | A.attn.impl.v_cache, A.attn.impl.matmul_av        |
+| A (query)                   | A.matmul_qk input 0                     | A.attn.impl.matmul_qk                             |
+
+The first input of matmul_av are probabilities. Their maximum is 1, exactly: the first token of a sequence attends to itself
+alone. The second inputs of both products are set to what the caches saw, so that no value is rescaled on its way out of a
+cache (the toolkit's postprocessing does the same).
+Source: optimum-habana's modelling files and unify scripts, vllm-gaudi's attention layer; names only.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from quantflow.errors import StatisticsError
+from quantflow.formats.gaudi.triple import Node
+from quantflow.measurements.keys import Key, by_site
+
+LINEAR, MATMUL, CACHE = "Linear", "Matmul", "KVCache"  # classes in optimum-habana's models
+_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+_PART_OF = {part: whole for whole, parts in _FUSED.items() for part in parts}
+ROW_PARALLEL = (
+    "o_proj",
+    "down_proj",
+    "dense",
+    "dense_4h_to_h",
+    "out_proj",
+    "fc_out",
+    "fc2",
+    "w2",
+)  # their products are added up over cards
+_INSIDE_VLLM = ".attn.impl"
+_CACHES = {"matmul_qk": "k_cache", "matmul_av": "v_cache"}
+
+
+def nodes_from(statistics: Mapping[str, Tensor]) -> dict[str, Node]:
+    """Return the nodes of optimum-habana's model, from what we measured; linears with the maxima of their outputs.
+
+    Args:
+        statistics: `<source name>|<site>|amax`, others are not read; amax is [] float32.
+
+    Raises:
+        StatisticsError: a linear without the amax of its input or weight.
+    """
+    nodes: dict[str, Node] = {}
+    sites: dict[str, dict[str, Tensor]] = {}
+    for (name, site), found in by_site(statistics).items():
+        if "amax" in found:
+            sites.setdefault(name, {})[site] = found["amax"].reshape(1, 1)
+    for name, seen in sites.items():
+        if "k_cache" in seen or "v_cache" in seen:
+            nodes |= _attention(name, seen)
+            continue
+        missing = [site for site in ("input", "weight") if site not in seen]
+        if missing:
+            raise StatisticsError(f"{name}: the measurement has no amax of its {missing[0]}", "measure with --stats amax")
+        outputs = (seen["output"],) if "output" in seen else ()
+        nodes[name] = Node(inputs=(seen["input"],), outputs=outputs, weight=seen["weight"])
+    return nodes
+
+
+def _attention(name: str, seen: Mapping[str, Tensor]) -> dict[str, Node]:
+    """Return the caches of an attention module, and its two products where their inputs are known."""
+    nodes = {f"{name}.{site}": Node(inputs=(seen[site],)) for site in ("k_cache", "v_cache") if site in seen}
+    if "v_cache" in seen:
+        nodes[f"{name}.matmul_av"] = Node(inputs=(torch.ones(1, 1), seen["v_cache"]))
+    if "query" in seen and "k_cache" in seen:
+        nodes[f"{name}.matmul_qk"] = Node(inputs=(seen["query"], seen["k_cache"]))
+    return nodes
+
+
+def statistics_from(nodes: Mapping[str, Node]) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    """Return `<source name>|<site>|amax` for what our stages know of, and the names of the nodes that they do not.
+
+    Channels give `channel_amax` [C] as well. A linear that vLLM runs fused gives each of its parts the one input; the
+    maximum of its weights belongs to none of them.
+    """
+    statistics: dict[str, Tensor] = {}
+    others = []
+    for node, content in sorted(nodes.items()):
+        owner, _, leaf = node.rpartition(".")
+        owner = owner.removesuffix(_INSIDE_VLLM)
+        if leaf in ("k_cache", "v_cache") and content.inputs:
+            statistics |= _maxima(owner, leaf, content.inputs[0])
+        elif leaf == "matmul_qk" and content.inputs:
+            statistics |= _maxima(owner, "query", content.inputs[0])
+        elif leaf == "matmul_av":
+            continue
+        elif content.weight is None or len(content.inputs) != 1:
+            others.append(node)
+        else:
+            for part in _FUSED.get(leaf, (leaf,)):
+                statistics |= _maxima(f"{owner}.{part}" if owner else part, "input", content.inputs[0])
+            if leaf not in _FUSED:
+                statistics |= _maxima(node, "weight", content.weight)
+                statistics |= _maxima(node, "output", content.outputs[0]) if content.outputs else {}
+    return statistics, tuple(others)
+
+
+def _maxima(name: str, site: str, value: Tensor) -> dict[str, Tensor]:
+    found = {str(Key(name, site, "amax")): value.max()}
+    if len(value) > 1 and site == "input":
+        found[str(Key(name, site, "channel_amax"))] = value.flatten()
+    return found
+
+
+def postprocess(nodes: Mapping[str, Node]) -> dict[str, Node]:
+    """Return the nodes with the caches' maxima as the second inputs of attention's two products.
+
+    Raises:
+        StatisticsError: a product has fewer than two inputs.
+    """
+    found = dict(nodes)
+    for name, node in nodes.items():
+        owner, _, leaf = name.rpartition(".")
+        cache = nodes.get(f"{owner}.{_CACHES[leaf]}") if leaf in _CACHES else None
+        if cache is None or not cache.inputs:
+            continue
+        if len(node.inputs) < 2:
+            raise StatisticsError(f"{name}: {len(node.inputs)} inputs, a product has two", "measure again")
+        found[name] = replace(node, inputs=(node.inputs[0], cache.inputs[0], *node.inputs[2:]))
+    return found
+
+
+def without_outputs(nodes: Mapping[str, Node], *, but: Iterable[str] = ()) -> dict[str, Node]:
+    """Return the nodes as a measurement that excludes outputs has them.
+
+    Args:
+        nodes: what was measured.
+        but: last parts of the names of nodes that keep theirs.
+    """
+    kept = tuple(but)
+    return {name: node if name.rpartition(".")[2] in kept else replace(node, outputs=()) for name, node in nodes.items()}
+
+
+def for_vllm(nodes: Mapping[str, Node]) -> dict[str, Node]:
+    """Return the nodes under the names of vLLM's model, which runs q, k and v, and gate and up, as one linear each."""
+    found: dict[str, Node] = {}
+    for name, node in nodes.items():
+        owner, _, leaf = name.rpartition(".")
+        if leaf in (*_CACHES, *_CACHES.values()):
+            found[f"{owner}{_INSIDE_VLLM}.{leaf}"] = node
+        elif leaf in _PART_OF:
+            whole = f"{owner}.{_PART_OF[leaf]}"
+            found[whole] = _larger(found[whole], node) if whole in found else node
+        elif leaf in ROW_PARALLEL and node.outputs:  # before and after the sum over cards
+            found[name] = replace(node, outputs=(node.outputs[0], node.outputs[0]))
+        else:
+            found[name] = node
+    return found
+
+
+def _larger(left: Node, right: Node) -> Node:
+    return Node(
+        inputs=tuple(torch.maximum(a, b) for a, b in zip(left.inputs, right.inputs, strict=True)),
+        outputs=tuple(torch.maximum(a, b) for a, b in zip(left.outputs, right.outputs, strict=True)),
+        weight=None if left.weight is None or right.weight is None else torch.maximum(left.weight, right.weight),
+    )
+
+
+def are_vllms(nodes: Iterable[str]) -> bool:
+    """Return whether names are of vLLM's model, whose files are numbered even where one rank is all there is."""
+    return any(_INSIDE_VLLM in node or node.rpartition(".")[2] in _FUSED for node in nodes)
+
+
+def parts_of(node: str) -> tuple[str, ...]:
+    """Return the linears whose weights, one below the other, are the weight of a node; itself unless vLLM runs it fused."""
+    owner, _, leaf = node.rpartition(".")
+    return tuple(f"{owner}.{part}" for part in _FUSED[leaf]) if leaf in _FUSED else (node,)
+
+
+def layer_type(node: str) -> str:
+    """Return the class of a node's module in optimum-habana's models, from its name."""
+    leaf = node.rpartition(".")[2]
+    return MATMUL if leaf in _CACHES else CACHE if leaf in _CACHES.values() else LINEAR
+
+
+def is_row_parallel(node: str) -> bool:
+    """Return whether a node is a linear that is cut along its inputs, so that each card has a summand of its output."""
+    return node.rpartition(".")[2] in ROW_PARALLEL
+
+
+def unmeasured(nodes: Iterable[str]) -> tuple[str, ...]:
+    """Return the last parts of names that attention has and that `nodes` lacks; the toolkit must not look for them."""
+    present = {node.rpartition(".")[2] for node in nodes}
+    return tuple(leaf for leaf in (*_CACHES, *_CACHES.values()) if leaf not in present)

@@ -1,0 +1,110 @@
+"""The scales of Gaudi's nodes: a linear's from its input and its weight, a product's from its inputs, a cache's from its own.
+
+linear      outputs [input scale * weight scale]; of a row-parallel one with two measured outputs [the first one's]
+matmul      outputs [input 0's * input 1's]
+cache       outputs [its input's]
+"""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from quantflow.errors import InputError, QuantflowError, StatisticsError, UsageError
+from quantflow.formats.gaudi.devices import ARITHMETICS, Target, scale_from_amax, weight_scale
+from quantflow.formats.gaudi.gaudi_nodes import layer_type
+from quantflow.formats.gaudi.scale_methods import MethodConfig, ScaleMethod
+from quantflow.formats.gaudi.triple import Node
+
+
+def scales_from(
+    nodes: Mapping[str, Node],
+    methods: MethodConfig,
+    *,
+    target: Target,
+    arithmetic: str,
+    read_weight: Callable[[str], Tensor] | None = None,
+) -> dict[str, Node]:
+    """Return the scales of every node.
+
+    Args:
+        nodes: what was measured.
+        methods: which method each node has.
+        target: the device.
+        arithmetic: a key of quantflow.formats.gaudi.devices.ARITHMETICS.
+        read_weight: return the weight of a linear, [O, I]; called where a method needs more than a maximum.
+
+    Raises:
+        StatisticsError: a maximum that is no maximum; names the node.
+        UsageError: a dynamic method, whose scales no file holds.
+        InputError: a method needs weights, and there is no `read_weight`.
+        UnsupportedError: hardware scales for a device without them.
+    """
+    found = {}
+    for name, node in nodes.items():
+        method = methods.method(name, layer_type(name))
+        if method.dynamic:
+            raise UsageError(f"{name}: scale method {method.name} computes scales at run time", "choose a static method")
+        try:
+            found[name] = _scales(name, node, method, target=target, arithmetic=arithmetic, read_weight=read_weight)
+        except StatisticsError as error:
+            raise StatisticsError(f"{name}: {error.cause}", error.remedy) from error
+    return found
+
+
+def _scales(
+    name: str,
+    node: Node,
+    method: ScaleMethod,
+    *,
+    target: Target,
+    arithmetic: str,
+    read_weight: Callable[[str], Tensor] | None,
+) -> Node:
+    dtype = ARITHMETICS[arithmetic]
+
+    def activation(value: Tensor) -> Tensor:
+        return scale_from_amax(value.max(), method.activation, target=target, arithmetic=arithmetic)
+
+    def product(left: Tensor, right: Tensor) -> Tensor:
+        return (left.to(dtype) * right.to(dtype)).float()
+
+    inputs = tuple(activation(value) for value in node.inputs)
+    if node.weight is None:
+        return Node(inputs=inputs, outputs=(inputs[0] if len(inputs) == 1 else product(*inputs[:2]),))
+    columns = None
+    if method.needs_weights:
+        if read_weight is None:
+            raise InputError(
+                f"{name}: scale method {method.name} needs the weights, not their maxima alone",
+                "give the model that was measured with --model",
+            )
+        weight = read_weight(name)
+        scale = weight_scale(weight, method.weight, target=target, arithmetic=arithmetic)
+        columns = torch.ones(weight.shape[1]) if scale.ndim else None
+    else:
+        scale = scale_from_amax(node.weight.max(), method.weight, target=target, arithmetic=arithmetic)
+    output = activation(node.outputs[0]) if len(node.outputs) == 2 else product(scale, inputs[0])
+    return Node(inputs=inputs, outputs=(output,), weight=scale, weight_inputs=columns)
+
+
+def near_steps(nodes: Mapping[str, Node], methods: MethodConfig, *, target: Target, within: float = 0.05) -> list[str]:
+    """Return nodes whose input maximum is at most `within` above a step of its scale.
+
+    A maximum of 61 instead of 60 takes Gaudi2's scale from 1 to 16: a slightly tighter maximum, from other text or another
+    clipping, would keep four binades of small values.
+    """
+    found = []
+    for name, node in nodes.items():
+        method = methods.method(name, layer_type(name))
+        if not method.needs_measurement or not node.inputs:
+            continue
+        try:
+            here, below = (
+                scale_from_amax(node.inputs[0].max() * factor, method.activation, target=target) for factor in (1.0, 1 - within)
+            )
+        except QuantflowError:
+            continue
+        if method.activation.rounding != "IDENTITY" and below < here:
+            found.append(name)
+    return found

@@ -1,0 +1,26 @@
+"""What a model is known by: the fingerprint of its files, and the hash of a tensor."""
+
+from hashlib import sha256
+
+from torch import Tensor
+
+from quantflow import process_memory
+from quantflow.artifact.checkpoint import Checkpoint
+from quantflow.artifact.digests import Digests
+from quantflow.core.parallel import Workers
+from quantflow.models.reading import bytes_of
+from quantflow.models.source import fingerprint
+
+CANARY_TOKENS = 64  # of the calibration text, which prove an artifact
+
+
+def tensor_hash(tensor: Tensor) -> str:
+    """Return the sha256 of a tensor's bytes."""
+    return sha256(bytes_of(tensor)).hexdigest()
+
+
+def identify(checkpoint: Checkpoint, digests: Digests) -> str:
+    """Return the model's fingerprint; files whose hashes are not known are read, several at once."""
+    with Workers(process_memory.usable_cores()) as workers:
+        digests.of_all([checkpoint.folder / name for name in checkpoint.shards], map_all=workers.map)
+    return fingerprint(checkpoint, digests)

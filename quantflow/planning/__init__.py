@@ -1,0 +1,1 @@
+"""A recipe as records, and what becomes of each linear: schemes, compatibility, memory, time."""

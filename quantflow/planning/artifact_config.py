@@ -1,0 +1,34 @@
+"""The config.json of an artifact: the source's, with the layout's quantization_config."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from quantflow.formats import FORMATS
+from quantflow.models.graph import Graph
+from quantflow.planning.plan import Plan
+
+FORMAT = FORMATS["compressed-tensors"]
+_HEADS = ("lm_head", "embed_out")
+
+
+def artifact_config(config: Mapping[str, Any], graph: Graph, plan: Plan, *, names: Collection[str]) -> dict[str, Any]:
+    """Return the content of an artifact's config.json.
+
+    Nothing of the source's is changed but for a head that is quantized: no embedding can be tied to that.
+
+    Args:
+        config: the source's.
+        graph: its linears.
+        plan: what becomes of them.
+        names: the source's tensors.
+    """
+    schemes, own = plan.quantized, dict(config)
+    ignored = [name for name in (*graph.linears, *graph.routers) if name not in schemes]
+    if plan.head is None:
+        ignored += [name for name in _HEADS if f"{name}.weight" in names] or _HEADS[:1]
+    else:
+        own["tie_word_embeddings"] = False
+    own["quantization_config"] = FORMAT.quantization_config(
+        schemes, ignore=ignored, model_type=graph.family.model_type, kv_cache=plan.kv_cache
+    )
+    return own

@@ -1,0 +1,64 @@
+"""Whether a quantized model can be cut over 2, 4 or 8 cards: what does not divide, by name.
+
+A linear behind a norm, or one of several that runtimes fuse, is cut by its rows (each card computes some outputs), any other
+by its columns (each card takes some inputs), as Megatron does and every runtime since. Heads go whole; key and value heads
+that are fewer than the cards are copied, as runtimes do, where the cards are a multiple of them.
+Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
+"""
+
+from collections.abc import Mapping
+
+from quantflow.core.packing import elements_of_whole_words
+from quantflow.core.scheme import LinearScheme
+from quantflow.measurements.placement import units_of
+from quantflow.models.graph import Graph
+from quantflow.planning.sizes import ModelSize
+
+SIZES = (1, 2, 4, 8)
+
+
+def obstacles(model: ModelSize, graph: Graph, schemes: Mapping[str, LinearScheme | None], size: int) -> list[tuple[str, str]]:
+    """Return what keeps the model from being cut over `size` cards: (name, the two numbers that do not divide)."""
+    found = []
+    if units_of(model.heads, cards=size, card=0) is None:
+        found.append(("config.json: num_attention_heads", f"{model.heads} heads over {size}"))
+    if units_of(model.kv_heads, cards=size, card=0, copies=True) is None:
+        found.append(("config.json: num_key_value_heads", f"{model.kv_heads} heads over {size}"))
+    for layer in graph.layers:
+        for group in layer.groups:
+            for name in group.linears:
+                rows, columns = model.infos[f"{name}.weight"].shape
+                scheme = schemes[name]
+                by_rows = group.norm is not None or group.fused
+                why = _cut_rows(rows, size, scheme) if by_rows else cut_columns(columns, size, scheme)
+                if why is not None:
+                    found.append((name, why))
+    return found
+
+
+def _cut_rows(rows: int, size: int, scheme: LinearScheme | None) -> str | None:
+    held = units_of(rows, cards=size, card=0)
+    if held is None:
+        return f"{rows} rows over {size}"
+    if scheme is not None and held[1] % scheme.weights.block_rows and size > 1:
+        return f"{rows} rows over {size} are {held[1]}, blocks have {scheme.weights.block_rows}"
+    return None
+
+
+def cut_columns(columns: int, size: int, scheme: LinearScheme | None) -> str | None:
+    """Return why a weight's columns cannot be cut over `size` cards, groups and words of packed values whole; else None."""
+    held = units_of(columns, cards=size, card=0)
+    if held is None:
+        return f"{columns} columns over {size}"
+    share = held[1]
+    if scheme is None:
+        return None
+    group_size = scheme.weights.group_size
+    if group_size is not None and share % group_size:
+        return f"{columns} columns over {size} are {share}, groups have {group_size}"
+    num_bits = scheme.weights.num_bits
+    count = elements_of_whole_words(num_bits)  # pack-quantized values are packed along the columns
+    if scheme.layout == "pack-quantized" and share % count:
+        words = count * num_bits // 32
+        return f"{columns} columns over {size} are {share}, {'a word holds' if words == 1 else f'{words} words hold'} {count}"
+    return None

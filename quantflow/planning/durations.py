@@ -1,0 +1,111 @@
+"""How long the stages will take, from rates that a probe of one layer measured."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from quantflow.algorithms import BLOCK_ALGORITHMS, tune
+from quantflow.numerics import output_blocks
+from quantflow.observers.gradient import GradientObserver
+from quantflow.planning.amounts import goes_back
+from quantflow.planning.compatibility import LEARNING
+from quantflow.planning.plan import Plan
+from quantflow.planning.sizes import FLOAT, ModelSize, elements_of, head_file_bytes, layer_bytes, outside_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rounding:
+    """Seconds of GPTQ for R rows of K columns: `cubic` K^3 for the factor, `linear` R K and `square` R K^2 for the columns."""
+
+    cubic: float
+    linear: float
+    square: float
+
+    def seconds(self, rows: int, columns: int) -> float:
+        """Return the seconds of one worker."""
+        return self.cubic * columns**3 + self.linear * rows * columns + self.square * rows * columns**2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """Rates of one worker.
+
+    Attributes:
+        cores: workers.
+        read, written, hashed: seconds per byte; written includes the wait for the disk.
+        token: seconds of one token through one layer, at the probe's sequence length.
+        observed: seconds of an input's element under each observer.
+        hessian: seconds of a token under a Hessian, per squared feature.
+        gradient: seconds of a token under sums of gradients, per product that is kept.
+        rounded: artifact -> seconds per weight, rounded to nearest, encoded.
+        gptq: artifact -> what rounding with a Hessian takes; those that need none are missing.
+    """
+
+    cores: int
+    read: float
+    written: float
+    hashed: float
+    token: float
+    observed: Mapping[str, float]
+    hessian: float
+    gradient: float
+    rounded: Mapping[str, float]
+    gptq: Mapping[str, Rounding]
+
+    def measure(self, model: ModelSize, lengths: Sequence[int], stats: Sequence[str]) -> float:
+        """Return the seconds of measure: hash the source, read it, run it, look at every input."""
+        hashing = self.hashed * model.stored / self.cores
+        if not stats and not model.sparse:
+            return hashing
+        tokens, features = sum(lengths), sum(layer.features for layer in model.layers)
+        passes = 4 if goes_back(stats) else 1  # each layer again, and its gradients take two forwards' products
+        running = passes * self.token * tokens * len(model.layers)
+        running += tokens * features * sum(self.observed[name] for name in stats if name != GradientObserver.NAME)
+        if GradientObserver.NAME in stats:
+            widths = [width for layer in model.layers for _, outputs, _ in layer.groups for width in outputs]
+            running += tokens * self.gradient * sum(width * output_blocks.width(width) for width in widths)
+        hidden = 2 * self.written * FLOAT * model.hidden * tokens * len(model.layers)
+        return hashing + self.read * model.stored + running / self.cores + hidden
+
+    def quantize(self, model: ModelSize, plan: Plan, lengths: Sequence[int]) -> float:
+        """Return the seconds of quantize, on the path that the plan takes."""
+        head = 0 if plan.head is None else elements_of(model.infos[plan.head.tensor])
+        result = sum(layer_bytes(model, plan.schemes, kv_cache=plan.kv_cache)) + head_file_bytes(model, plan.head)
+        writing = (self.written + self.hashed) * result
+        if plan.file_to_file:
+            weights = head + sum(layer.elements for layer in model.layers)
+            return max(self.read * model.stored + self.rounded[plan.name] * weights / self.cores, writing)
+        tokens, work = sum(lengths), self.rounded[plan.name] * head
+        rounding = self.gptq.get(plan.name)
+        for layer in model.layers:
+            for (names, outputs, k), share in zip(layer.groups, layer.shares, strict=True):
+                rows = sum(width for name, width in zip(names, outputs, strict=True) if plan.schemes[name] is not None)
+                if rounding is not None:
+                    work += rounding.seconds(rows, k) + self.hessian * share * tokens * k * k
+                else:
+                    work += self.rounded[plan.name] * rows * k
+        passes = 2 if plan.needs_text else 0  # before the layer is quantized, and after
+        runs = passes * len(lengths)
+        if plan.learned is not None:
+            told = {"iterations": plan.learned.iterations, "sequences": plan.learned.sequences}
+            runs += BLOCK_ALGORITHMS[LEARNING].runs(len(lengths), **told)
+        if plan.tune is not None:
+            tuned = tune.runs(len(lengths), steps=plan.tune.steps, sequences=plan.tune.sequences)
+            runs += tuned  # and the head: the original's logits, and the other's there and back
+            work += tuned * self.token * tokens / max(1, len(lengths)) * model.head[0] / model.layer.elements
+        work += runs * self.token * tokens / max(1, len(lengths)) * len(model.layers)
+        return 2 * self.read * model.stored + work / self.cores + writing
+
+    def export(self, model: ModelSize, plan: Plan) -> float:
+        """Return the seconds of export: copy what is not linked, hash, and read it all again for the proof."""
+        outside = outside_bytes(model, plan.head)
+        result = outside + sum(layer_bytes(model, plan.schemes, kv_cache=plan.kv_cache))
+        return self.written * outside + 2 * (self.hashed / self.cores + self.read) * result + PROOF
+
+    def validate(self, model: ModelSize, lengths: Sequence[int]) -> float:
+        """Return the seconds of validate: three models over every window, and their heads."""
+        tokens = sum(lengths)
+        head = self.token * model.head[0] / max(layer.elements for layer in model.layers)
+        return 3 * (self.read * model.stored + (self.token * len(model.layers) + head) * tokens / self.cores)
+
+
+PROOF = 5.0  # seconds that a fresh process takes to import what it needs

@@ -1,0 +1,72 @@
+"""The plan of a finished quantize folder, as its quantize.json spells it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from quantflow.core.float8 import FLAVOURS
+from quantflow.core.kv import kv_words
+from quantflow.core.scheme import LinearScheme, TensorScheme
+from quantflow.planning.head import HeadPlan
+from quantflow.planning.plan import Plan
+from quantflow.planning.recipe import SignRound, Tune
+
+
+def plan_from(summary: Mapping[str, Any]) -> Plan:
+    """Return the plan that a finished quantize folder followed, without what it asked of a measurement.
+
+    Args:
+        summary: the content of quantize.json.
+    """
+    plan = summary["plan"]
+    return Plan(
+        name=summary["recipe"]["name"],
+        schemes={name: None if data is None else scheme_from(data) for name, data in plan["schemes"].items()},
+        algorithm=plan["learned"]["start"] if "learned" in plan else plan["algorithm"],
+        learned=SignRound(**plan["learned"]) if "learned" in plan else None,
+        tune=Tune(**plan["tune"]) if "tune" in plan else None,
+        transforms=(),
+        needs=frozenset(),
+        file_to_file=summary["proof"] == "tensors",
+        head=head_from(plan),
+        kv_cache=kv_scheme_from(plan),
+    )
+
+
+def kv_scheme_from(plan: Mapping[str, Any]) -> TensorScheme | None:
+    """Return how keys and values are kept, as the plan in quantize.json spells it."""
+    data = plan.get("kv_cache")
+    return None if data is None else TensorScheme(**data)
+
+
+def kv_words_of(plan: Mapping[str, Any]) -> str | None:
+    """Return the same in words, `FP8 per_head`."""
+    scheme = kv_scheme_from(plan)
+    return None if scheme is None else kv_words(scheme)
+
+
+def float8_of(plan: Plan) -> dict[str, Any] | None:
+    """Return the flavour of float8 of weights, inputs and caches; None where there is none."""
+    parts = [plan.kv_cache]
+    for scheme in plan.quantized.values():
+        parts += [scheme.weights, scheme.input]
+    flavours = sorted({part.float8 for part in parts if part is not None and part.kind == "float"})
+    return {"flavour": flavours[0], "largest": FLAVOURS[flavours[0]].largest} if flavours else None
+
+
+def head_from(plan: Mapping[str, Any]) -> HeadPlan | None:
+    """Return what becomes of the head, from a plan as quantize.json and manifests spell it; None where it stays as it is."""
+    head = plan.get("head")
+    return None if head is None else HeadPlan(**{**head, "scheme": scheme_from(head["scheme"])})
+
+
+def scheme_from(data: Mapping[str, Any]) -> LinearScheme:
+    """Return the scheme that quantize.json spells."""
+    inputs = data["input"]
+    return LinearScheme(
+        **{
+            **data,
+            "weights": TensorScheme(**data["weights"]),
+            "input": None if inputs is None else TensorScheme(**inputs),
+            "transforms": tuple(data["transforms"]),
+        }
+    )

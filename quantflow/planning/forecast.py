@@ -1,0 +1,288 @@
+"""The verb plan: what a run will need and make, from config.json, the shard headers and the recipe alone.
+
+Reads    the model's headers and config.json; with a probe the weights of one layer; no tokenizer, no text
+Writes   nothing
+Fails    2 the recipe does not fit the model, 3 unusable model, 6 unsupported family
+
+The numbers are those that the stages check before they begin (quantflow/planning/needs.py). Calibration text is taken to fill
+all its samples, which is the most that it can.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quantflow import process_memory
+from quantflow.artifact.canonical import canonical_json, readable_json
+from quantflow.artifact.checkpoint import CONFIG, INDEX, Checkpoint
+from quantflow.artifact.safetensors_header import TensorInfo
+from quantflow.artifact.safetensors_writer import Spec, layout
+from quantflow.artifact.side_files import is_side_file
+from quantflow.core.kv import kv_words
+from quantflow.errors import ResourceError
+from quantflow.models.graph import Graph, graph_for
+from quantflow.models.source import open_files
+from quantflow.planning.artifact_config import artifact_config
+from quantflow.planning.card_splits import SIZES, obstacles
+from quantflow.planning.durations import Speed
+from quantflow.planning.head import HeadPlan
+from quantflow.planning.needs import Need, need_export, need_files, need_layers, need_measure, need_validate
+from quantflow.planning.plan import Plan, resolve
+from quantflow.planning.recipe import Recipe, parse_size
+from quantflow.planning.requirements import statistics_for
+from quantflow.planning.resources import grant, memory_limit
+from quantflow.planning.sizes import (
+    FORMAT,
+    ModelSize,
+    elements_of,
+    layer_bytes,
+    model_size,
+    outside_bytes,
+    quantized_bytes,
+    quantized_specs,
+)
+
+CARD = 3000  # bytes of README.md
+PER_TENSOR = 420  # bytes of the manifest about each source tensor, and about each linear's errors and decisions
+Probe = Callable[..., Speed]  # quantflow.planning.probe.probe, which imports what a plan without it need not wait for
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What to plan for.
+
+    Attributes:
+        recipe: its model, artifacts, calibration, validation and limits.
+        measured: artifacts that need no statistics get a measurement as well, as `quantflow run` gives it to all.
+        probe: reads, runs and quantizes parts of one layer to say how long everything takes; None reads no weight.
+        folder: where the run would write.
+    """
+
+    recipe: Recipe
+    measured: bool = True
+    probe: Probe | None = None
+    folder: Path = Path()
+
+
+def run(job: Job) -> dict[str, Any]:
+    """Return the plan as plain data; `quantflow.stages.cli.plan_text.text` makes tables of it."""
+    recipe = job.recipe
+    source = open_files(recipe.model)
+    checkpoint, config = source.checkpoint, source.config
+    graph = graph_for(config)
+    model = model_size(checkpoint.infos, config, graph)
+    shapes = {name: info.shape for name, info in checkpoint.infos.items()}
+    plans = [resolve(entry, graph, shapes, measured=job.measured) for entry in recipe.quantize]
+    lengths = _calibration_lengths(recipe, config)
+    stats = recipe.measure.stats if recipe.measure.stats is not None else statistics_for(recipe.quantize)
+    speed = None
+    if job.probe is not None:
+        speed = job.probe(checkpoint, graph, plans, length=max(lengths), folder=job.folder)
+    stages = _stages(job, model, plans, lengths, stats, speed)
+    limit, why = memory_limit(recipe.resources, resident=process_memory.usage().resident)
+    return {
+        "model": {
+            "folder": str(checkpoint.folder),
+            "family": graph.family.model_type,
+            "layers": len(graph.layers),
+            "weights": sum(map(elements_of, model.infos.values())),
+            "bytes": model.stored,
+        },
+        "limits": {"memory": limit, "memory_from": why, "cores": process_memory.usable_cores()},
+        "calibration": {"samples": len(lengths), "sequence_length": max(lengths), "observers": list(stats)},
+        "stages": stages,
+        "artifacts": [_artifact(checkpoint, graph, model, plan, recipe) for plan in plans],
+        "total": {
+            "peak_memory": max((stage["peak_memory"] for stage in stages), default=0),
+            "disk": sum(stage["result"] for stage in stages) + max((stage["scratch"] for stage in stages), default=0),
+            "seconds": sum(stage["seconds"] for stage in stages) if speed else None,
+        },
+    }
+
+
+def _stages(
+    job: Job, model: ModelSize, plans: Sequence[Plan], lengths: Sequence[int], stats: Sequence[str], speed: Speed | None
+) -> list[dict[str, Any]]:
+    """Return what each stage of the run takes, in the order in which they run."""
+    recipe, stages = job.recipe, []
+    windows = [recipe.validate.sequence_length] * -(-recipe.validate.tokens // recipe.validate.sequence_length)
+    if job.measured or any(plan.needs_measurement for plan in plans):
+        share = lengths[: -(-len(lengths) // recipe.measure.ranks)]
+        seconds = None if speed is None else speed.measure(model, share, stats)
+        stages.append(_stage("measure", None, need_measure(model, lengths=share, stats=stats), job, seconds))
+    for plan in plans:
+        used = plan.text(lengths)
+        need = need_files(model, plan) if plan.file_to_file else need_layers(model, plan, lengths=used)
+        seconds = None if speed is None else speed.quantize(model, plan, used)
+        stages.append(_stage("quantize", plan.name, need, job, seconds))
+        need = need_export(model, plan, shard_size=parse_size(recipe.export.shard_size))
+        seconds = None if speed is None else speed.export(model, plan)
+        stages.append(_stage("export", plan.name, need, job, seconds))
+        if recipe.validate.text is not None:
+            need = need_validate(model, lengths=windows, models=3, head=plan.head)
+            seconds = None if speed is None else speed.validate(model, windows)
+            stages.append(_stage("validate", plan.name, need, job, seconds))
+    return stages
+
+
+def _calibration_lengths(recipe: Recipe, config: Any) -> list[int]:
+    longest = int(getattr(config, "max_position_embeddings", 2048))
+    return [recipe.calibration.sequence_length or min(2048, longest)] * recipe.calibration.samples
+
+
+def _stage(name: str, artifact: str | None, need: Need, job: Job, seconds: float | None) -> dict[str, Any]:
+    """Return what a stage takes; where it is refused, the least that it needs and the reason."""
+    about = {"stage": name, "artifact": artifact, "result": need.result, "scratch": need.scratch, "seconds": seconds}
+    try:
+        allowed = grant(need, job.recipe.resources, folder=job.folder, base=need.base)
+    except ResourceError as error:
+        least = need.peak(base=need.base, workers=1)
+        return about | {"peak_memory": least, "workers": 1, "refused": error.cause}
+    return about | {"peak_memory": allowed.peak_bytes, "workers": allowed.workers, "refused": None}
+
+
+def _artifact(checkpoint: Checkpoint, graph: Graph, model: ModelSize, plan: Plan, recipe: Recipe) -> dict[str, Any]:
+    """Return what an artifact will be: bytes, bits per weight, coverage, schemes, and how it can be cut."""
+    weights = bits = 0
+    for linear, scheme in plan.quantized.items():
+        info = _weight(model, plan, linear)
+        weights += elements_of(info)
+        bits += 8 * quantized_bytes(linear, scheme, info)
+    covered = [model.infos[name] for linear in plan.quantized if (name := f"{linear}.weight") in model.infos]
+    return {
+        "name": plan.name,
+        "head": None if plan.head is None else plan.head.scheme.name,
+        "scheme": next(entry.scheme for entry in recipe.quantize if entry.name == plan.name),
+        "chosen": next(entry.mixed for entry in recipe.quantize if entry.name == plan.name),
+        "algorithm": plan.method,
+        "tune": None if plan.tune is None else plan.tune.steps,
+        "transforms": [transform for transform, _ in plan.transforms],
+        "kv_cache": None if plan.kv_cache is None else kv_words(plan.kv_cache),
+        "path": "file to file" if plan.file_to_file else "layer by layer",
+        "output_bytes": output_bytes(checkpoint, graph, model, plan, shard_size=parse_size(recipe.export.shard_size)),
+        "tensor_bytes": outside_bytes(model, plan.head) + sum(layer_bytes(model, plan.schemes, kv_cache=plan.kv_cache)),
+        "bits_per_weight": bits / weights,
+        "coverage": {
+            "weights": sum(map(elements_of, covered)) / sum(map(elements_of, model.infos.values())),
+            "bytes": sum(info.nbytes for info in covered) / model.stored,
+        },
+        "schemes": _scheme_table(graph, model, plan),
+        "tensor_parallel": {str(size): _folded(obstacles(model, graph, plan.schemes, size)) for size in SIZES},
+    }
+
+
+def output_bytes(checkpoint: Checkpoint, graph: Graph, model: ModelSize, plan: Plan, *, shard_size: int) -> int:
+    """Return the bytes of the artifact's folder: tensors and headers exactly, manifest and card nearly."""
+    schemes = plan.quantized
+    replaced = {f"{linear}.weight" for linear in schemes}
+    specs: dict[str, Spec] = {name: (info.dtype, info.shape) for name, info in model.infos.items() if name not in replaced}
+    for linear, scheme in schemes.items():
+        specs |= quantized_specs(linear, scheme, _weight(model, plan, linear))
+    for layer in graph.layers if plan.kv_cache is not None else ():
+        specs |= FORMAT.kv_tensor_specs(layer.attention, plan.kv_cache, model.kv_heads)
+    weights = layout(specs).nbytes
+    if weights > shard_size:
+        weights += len(readable_json({name: "model-00001-of-00001.safetensors" for name in specs}))
+    config = len(readable_json(artifact_config(checkpoint.config, graph, plan, names=model.infos)))
+    copied = [name for name in checkpoint.files if name not in (CONFIG, INDEX) and is_side_file(name, checkpoint.config)]
+    side = sum((checkpoint.folder / name).stat().st_size for name in copied)
+    manifest = len(canonical_json(plan.as_json())) + PER_TENSOR * (len(model.infos) + len(schemes))
+    return weights + config + side + manifest + CARD
+
+
+def _weight(model: ModelSize, plan: Plan, linear: str) -> TensorInfo:
+    """Return the source's weight of a linear; of a tied head the embedding's."""
+    head = plan.head
+    return model.infos[head.tensor if head is not None and head.linear == linear else f"{linear}.weight"]
+
+
+def _scheme_table(graph: Graph, model: ModelSize, plan: Plan) -> list[dict[str, Any]]:
+    """Return tensors and their schemes; equal linears of several layers or experts are one row, as are the tensors outside."""
+    rows: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
+    for layer in graph.layers:
+        experts = {name: group.expert for group in layer.groups if group.expert for name in group.linears}
+        for linear in (*layer.linears, *layer.routers):
+            info, scheme = model.infos[f"{linear}.weight"], plan.schemes.get(linear)
+            after = info.nbytes if scheme is None else quantized_bytes(linear, scheme, info)
+            words = "copied" if scheme is None else _words(scheme)
+            place, number = _place(layer.inside(linear), layer.inside(experts.get(linear, "")))
+            key = (place, info.shape, "copied, a router" if linear in layer.routers else words, info.nbytes, after)
+            rows.setdefault(key, []).append((layer.index, number))
+    table = [
+        {
+            "tensors": f"{graph.family.layers}.{_spans(layer for layer, _ in where)}."
+            + place.replace("*", _spans(number for _, number in where)),
+            "count": len(where),
+            "shape": list(shape),
+            "scheme": words,
+            "bytes_before": len(where) * before,
+            "bytes_after": len(where) * after,
+        }
+        for (place, shape, words, before, after), where in rows.items()
+    ]
+    linears = {f"{name}.weight" for name in (*graph.linears, *graph.routers)}
+    if plan.head is not None:
+        table.append(_head_row(model, plan.head))
+        linears.add(f"{plan.head.linear}.weight")
+    rest = [info for name, info in model.infos.items() if name not in linears]
+    for name in ("embeddings, heads", "norms, biases"):
+        chosen = [info for info in rest if (len(info.shape) > 1) == (name == "embeddings, heads")]
+        size = sum(info.nbytes for info in chosen)
+        about = {"tensors": name, "count": len(chosen), "shape": None, "scheme": "copied"}
+        table.append({**about, "bytes_before": size, "bytes_after": size})
+    return table
+
+
+def _head_row(model: ModelSize, head: HeadPlan) -> dict[str, Any]:
+    """Return the row of the head; one that is tied takes no bytes of its own before."""
+    info = model.infos[head.tensor]
+    return {
+        "tensors": f"{head.linear}, tied before" if head.tied else head.linear,
+        "count": 1,
+        "shape": list(info.shape),
+        "scheme": _words(head.scheme),
+        "bytes_before": 0 if head.tied else info.nbytes,
+        "bytes_after": quantized_bytes(head.linear, head.scheme, info),
+    }
+
+
+def _place(linear: str, expert: str) -> tuple[str, int]:
+    """Return a linear's name in its layer with `*` for the number of its expert, and that number; 0 where there is none."""
+    if not expert:
+        return linear, 0
+    experts, _, number = expert.rpartition(".")
+    return f"{experts}.*.{linear.removeprefix(f'{expert}.')}", int(number)
+
+
+def _spans(indices: Iterable[int]) -> str:
+    return spans(sorted(set(indices)))
+
+
+def _words(scheme: Any) -> str:
+    """Return a scheme in one cell: `W4A16 int4 per_group 128`."""
+    weights = scheme.weights
+    parts = [scheme.name, f"{weights.kind}{weights.num_bits}", weights.granularity]
+    parts += [str(weights.group_size)] if weights.group_size else []
+    return " ".join(parts + ([] if weights.symmetric else ["asymmetric"]))
+
+
+def _folded(found: Sequence[tuple[str, str]]) -> list[str]:
+    """Return obstacles as lines, those of all layers under one pattern with `*` in the place of the index."""
+    lines: dict[str, None] = {}
+    for name, why in found:
+        pattern = ".".join("*" if part.isdecimal() else part for part in name.split("."))
+        lines[f"{pattern}: {why}"] = None
+    return list(lines)
+
+
+def spans(indices: Sequence[int]) -> str:
+    """Return ascending indices in short: 0, 1, 2, 5 is `{0-2,5}`, and 3 alone is `3`."""
+    parts: list[list[int]] = []
+    for index in indices:
+        if parts and parts[-1][1] == index - 1:
+            parts[-1][1] = index
+        else:
+            parts.append([index, index])
+    words = [str(first) if first == last else f"{first}-{last}" for first, last in parts]
+    return words[0] if len(indices) == 1 else "{" + ",".join(words) + "}"

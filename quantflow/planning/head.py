@@ -1,0 +1,137 @@
+"""The head of a model, where a recipe gives it a scheme: which tensor its weight is, and by which algorithm it is rounded.
+
+    <o>/head.safetensors    what it becomes, as the artifact holds it
+    <o>/head.json           its record, as of a layer (quantflow/quantization/file_blocks.py)
+
+Whatever the layers do, the head goes from file to file in units of rows: no statistics are taken of what enters it, so
+neither its algorithm nor its scheme may need any. A head that is tied to the embedding is quantized from the embedding's
+rows and becomes a tensor of its own beside it; config.json then says that the two are not tied. Of a model that is rotated
+it is the rotated head that is quantized.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from quantflow.algorithms import ALGORITHMS
+from quantflow.core.scheme import LinearScheme
+from quantflow.errors import InputError, UsageError, nearest
+from quantflow.models.graph import Graph
+from quantflow.planning.recipe import Head, Quantize
+from quantflow.planning.requirements import BEST, override_of
+
+FILE, RECORD = "head.safetensors", "head.json"  # in a quantize folder
+_MODULE = "lm_head"  # as every family's module calls it, and checkpoints that were saved under the module's name
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadPlan:
+    """What becomes of the head.
+
+    Attributes:
+        linear: its source name.
+        tensor: the source's tensor that is its weight; the embedding's where they are tied.
+        scheme: how it is quantized.
+        algorithm: a key of ALGORITHMS that reads nothing but the weight.
+    """
+
+    linear: str
+    tensor: str
+    scheme: LinearScheme
+    algorithm: str
+
+    @property
+    def tied(self) -> bool:
+        """Whether the source has one tensor for the head and the embedding."""
+        return self.tensor != f"{self.linear}.weight"
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as plain data, for state keys and manifests."""
+        return asdict(self)
+
+
+def head_of(
+    entry: Quantize, graph: Graph, shapes: Mapping[str, Sequence[int]], *, ignored: Collection[str] = ()
+) -> HeadPlan | None:
+    """Return what becomes of the head, None where the entry leaves it as it is.
+
+    Args:
+        entry: the recipe's words.
+        graph: of the model's family.
+        shapes: source tensor name -> shape.
+        ignored: what the entry's `ignore` names.
+
+    Raises:
+        UsageError: the scheme or algorithm needs statistics, its groups do not divide the head's input, or `ignore` names
+            the head.
+        SchemeError: a group size, and a scheme without groups.
+        InputError: the checkpoint has neither a head nor an embedding.
+    """
+    if entry.head is None:
+        return None
+    scheme = override_of(entry, entry.head)
+    linear, tensor = names_of(graph, shapes)
+    if linear in ignored:
+        told = f"{entry.name}: ignore names {linear}, head gives it {entry.head.scheme}"
+        raise UsageError(told, "take one of the two out")
+    algorithm, features = _algorithm(entry.name, entry.head, scheme), shapes[tensor][1]
+    if features % (scheme.weights.group_size or 1):
+        told = f"{entry.name}: head: {linear} has {features} inputs, {scheme.name} groups of {scheme.weights.group_size}"
+        raise UsageError(told, "give a group size that divides them, such as --head W4A16:hqq:32, or a scheme without groups")
+    return HeadPlan(linear=linear, tensor=tensor, scheme=scheme, algorithm=algorithm)
+
+
+def names_of(graph: Graph, shapes: Mapping[str, Sequence[int]]) -> tuple[str, str]:
+    """Return the source name of the head, and that of the tensor which is its weight.
+
+    Raises:
+        InputError: neither a head nor an embedding is there as a matrix.
+    """
+    family = graph.family
+    linear = next((name for name in (family.head, _MODULE) if f"{name}.weight" in shapes), family.head)
+    for tensor in (f"{linear}.weight", f"{family.embedding}.weight"):
+        if len(shapes.get(tensor, ())) == 2:
+            return linear, tensor
+    raise InputError(
+        f"{linear}.weight, {family.embedding}.weight: neither is a matrix of the checkpoint",
+        "check that config.json belongs to these weights",
+    )
+
+
+def refuse_ranks(name: str, head: HeadPlan | None, *, ranks: int) -> None:
+    """Refuse cards that share a model whose head is quantized.
+
+    Raises:
+        UsageError: there are several.
+    """
+    if head is not None and ranks > 1:
+        raise UsageError(
+            f"{name}: head {head.scheme.name} with --ranks {ranks}, which cuts the linears of the layers alone",
+            "quantize with one process, or leave the head as it is",
+        )
+
+
+def _algorithm(name: str, head: Head, scheme: LinearScheme) -> str:
+    """Return the algorithm that rounds the head.
+
+    Raises:
+        UsageError: it is unknown, or it or the scheme needs statistics, or it does not go with float8.
+    """
+    known = [word for word, algorithm in ALGORITHMS.items() if algorithm.BY_ROW]
+    algorithm = head.algorithm or scheme.algorithm
+    if algorithm not in (*ALGORITHMS, BEST):
+        raise UsageError(f"{name}: head: algorithm {algorithm!r} is unknown", nearest(algorithm, known))
+    if algorithm not in known:
+        raise UsageError(
+            f"{name}: head: algorithm {algorithm} of scheme {head.scheme} reads the calibration text, of which nothing "
+            "is collected for the head",
+            f"give one that reads weights alone ({', '.join(known)}): --head {head.scheme}:hqq, or head: {{algorithm: hqq}}",
+        )
+    if scheme.input is not None and not scheme.input.dynamic:
+        raise UsageError(
+            f"{name}: head: scheme {head.scheme} has a static input, whose range is not measured for the head",
+            "choose one with a dynamic input or none, such as FP8_DYNAMIC, W8A8 or W8A16",
+        )
+    if algorithm != "rtn" and scheme.weights.kind != "int":
+        raise UsageError(f"{name}: head: algorithm {algorithm} with scheme {head.scheme}", "use algorithm rtn for float8")
+    return algorithm

@@ -1,0 +1,300 @@
+"""The formulas: what each stage takes in memory and on disk, from shapes and the recipe alone, one function per stage.
+
+They describe the largest of a stage's processes, without what Python and its libraries take (`Need.peak` adds it):
+export's proof runs in a process of its own, each rank of measure is one.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quantflow.algorithms import ALGORITHMS
+from quantflow.core import groups
+from quantflow.models.stand_ins import HEAD_ROWS
+from quantflow.numerics.sensitivity import ROWS as SAMPLED_ROWS
+from quantflow.observers.gradient import GradientObserver
+from quantflow.observers.hessian import HessianObserver, folding_bytes, observer_bytes
+from quantflow.planning.amounts import (
+    GRADIENTS,
+    backward_bytes,
+    embedding_bytes,
+    forward_bytes,
+    goes_back,
+    gradient_bytes,
+    head_bytes,
+    head_in_memory,
+    hidden_bytes,
+    layer_as_stored,
+    layer_in_memory,
+    learning_moments,
+    matrix_bytes,
+    observing_bytes,
+    parts_bytes,
+    started_bytes,
+    statistics_bytes,
+    stored_bytes,
+    tuning_disk,
+    tuning_moments,
+    watching_bytes,
+    way_back_bytes,
+)
+from quantflow.planning.experts import fed_by
+from quantflow.planning.head import HeadPlan
+from quantflow.planning.plan import SAMPLE_ROWS, Plan
+from quantflow.planning.sizes import (
+    FLOAT,
+    ONE_FILE,
+    Group,
+    LayerSize,
+    ModelSize,
+    elements_of,
+    head_file_bytes,
+    layer_bytes,
+    outside_bytes,
+    quantized_bytes,
+)
+from quantflow.transforms import TRANSFORMS
+
+FILES_BASE = 235_000_000  # a process with Python, torch and quantflow
+MODEL_BASE = 290_000_000  # and transformers' model code, which only a stage that runs the model imports
+LIBRARIES = 30_000_000  # code and buffers that torch and transformers load when the first layer runs
+CANARY_TOKENS = 64
+BUFFERS = 24 << 20  # that files are copied, compared and decoded through
+WAITING = 3  # units per worker, file to file, that are under way or wait to be written
+READERS = 2  # units of file to file beyond the workers' own, since a unit waits for the disk before it computes
+UNIT_FILES = 4  # bytes of each of their weights: as stored and as written
+
+MATRICES = (GradientObserver.NAME, HessianObserver.NAME)  # the statistics that are read one at a time
+Moment = tuple[int, int]  # bytes whatever is chosen, bytes per worker
+
+
+@dataclass(frozen=True, kw_only=True)
+class Need:
+    """What a stage takes, in bytes.
+
+    Attributes:
+        moments: the largest of these counts: memory beside the process itself, and of each unit that runs at once.
+        result: files that stay.
+        scratch: files that are removed at the end of the stage.
+        base: the process itself, once it has imported what the stage uses.
+    """
+
+    stage: str
+    moments: tuple[Moment, ...]
+    result: int = 0
+    scratch: int = 0
+    base: int = MODEL_BASE
+
+    def peak(self, *, base: int, workers: int) -> int:
+        """Return the memory of the process with that choice."""
+        return base + max(fixed + workers * each for fixed, each in self.moments)
+
+
+def need_measure(model: ModelSize, *, lengths: Sequence[int], stats: Sequence[str]) -> Need:
+    """Return what measure takes: a layer in float32, a sequence's forward per worker, statistics; hidden states are on disk.
+
+    Without statistics no layer runs, unless there are experts, whose tokens are counted. Each layer's statistics wait on disk
+    until all are there; then they are in memory together, but for matrices, which are read one at a time. Where gradients are
+    measured too, what enters each layer waits on disk for the way back, on which a sequence's sums of products of gradients
+    are beside those of all before it.
+    """
+    ids = 8 * sum(lengths)
+    if not stats and not model.sparse:
+        return Need(stage="measure", moments=((2 * ids, 0),), result=ids)
+    statistics = sum(statistics_bytes(layer, stats) for layer in model.layers)
+    longest = max(lengths, default=0)
+    hidden = hidden_bytes(model, lengths)
+    forwards, backwards = [name for name in stats if name not in GRADIENTS], [name for name in stats if name in GRADIENTS]
+    small = sum(statistics_bytes(layer, [name for name in stats if name not in MATRICES]) for layer in model.layers)
+    matrix = max(matrix_bytes(layer, stats) for layer in model.layers)
+    largest = max(statistics_bytes(layer, forwards) for layer in model.layers)
+    growing = max(statistics_bytes(layer, forwards, whole=False) for layer in model.layers)
+    worker = forward_bytes(model, longest) + observing_bytes(model, longest) + growing
+    moments: tuple[Moment, ...] = (
+        (LIBRARIES + embedding_bytes(model, lengths), 0),
+        (LIBRARIES + layer_in_memory(model.layer) + growing, worker),
+        (LIBRARIES + layer_in_memory(model.layer) + largest, 0),
+        (LIBRARIES + 2 * (small + matrix), 0),
+    )
+    scratch = hidden + max(hidden, statistics)  # two generations while layers run; at the end one, and what layers found
+    if goes_back(stats):
+        scratch = (len(model.layers) + 1 + 2) * hidden + statistics
+        sums = max(statistics_bytes(layer, backwards) for layer in model.layers)
+        back = backward_bytes(model, longest) + watching_bytes(model, longest)
+        moments = (
+            *moments,
+            (LIBRARIES + head_in_memory(model, None), way_back_bytes(model, longest, copies=3)),
+            (LIBRARIES + layer_in_memory(model.layer) + sums, back + sums),
+        )
+    return Need(stage="measure", moments=moments, result=ids + statistics, scratch=scratch)
+
+
+def need_choice(model: ModelSize) -> Need:
+    """Return what choosing schemes takes: per worker rows of the widest weight, as stored, in float32, rounded, their error."""
+    widest = max(k for layer in model.layers for _, _, k in layer.groups)
+    return Need(stage="choose", base=FILES_BASE, moments=((0, 5 * FLOAT * SAMPLED_ROWS * widest + groups.unit_bytes(widest)),))
+
+
+def need_layers(model: ModelSize, plan: Plan, *, lengths: Sequence[int]) -> Need:
+    """Return what quantize takes layer by layer.
+
+    The calibration text runs through the layer while the Hessians grow, half of each; transforms compare their candidates;
+    then each group is quantized with its whole Hessian and the halves of the groups after it; then the quantized layer,
+    beside what its file will hold, runs again.
+    """
+    longest = max(lengths, default=CANARY_TOKENS)
+    hidden = hidden_bytes(model, lengths) * (1 if plan.learned is None else 2)
+    encoded = layer_bytes(model, plan.schemes, kv_cache=plan.kv_cache)
+    halves = sum(observer_bytes(k) for _, _, k in model.layer.groups) if plan.needs_hessian else 0
+    kept = FLOAT * SAMPLE_ROWS * sum(k for _, _, k in _folds(model.layer)) if plan.needs_rows else 0
+    forward = forward_bytes(model, longest)
+    inputs = _inputs_bytes(model, plan, longest) if plan.needs_text else 0
+    widest = max(k for _, _, k in model.layer.groups)
+    folding = inputs + (folding_bytes(widest, longest) if plan.needs_hessian else 0)  # one sequence more, being added up
+    layer = layer_in_memory(model.layer) if plan.transforms else layer_as_stored(model)
+    parts = 0 if plan.transforms else parts_bytes(model, longest)
+    moments = (
+        (LIBRARIES + embedding_bytes(model, lengths), 0),
+        (LIBRARIES + layer + halves + kept + folding, forward + inputs + parts),
+        *((LIBRARIES + layer + halves + 2 * kept + fixed, each) for fixed, each in _searching(model, plan)),
+        *((LIBRARIES + fixed, each) for fixed, each in _quantizing(model, plan)),
+        *((LIBRARIES + fixed, each) for fixed, each in learning_moments(model, plan, longest)),
+        *((LIBRARIES + fixed, each) for fixed, each in tuning_moments(model, plan, longest)),
+        (LIBRARIES + max(encoded) + _installing_bytes(model, plan), 0),
+        (LIBRARIES + max(encoded) + _installed_bytes(model), forward),
+        (LIBRARIES + head_bytes(model, CANARY_TOKENS, plan.head), 0),
+        *([] if plan.head is None else [_rounding(plan.head.algorithm)]),
+    )
+    if plan.rotation is not None:  # the head, as stored and rotated, on its way to a file
+        moments = (*moments, (LIBRARIES + 2 * model.head[1], 0))
+    result = sum(encoded) + head_file_bytes(model, plan.head) + (model.outside if plan.rotation is not None else 0)
+    scratch = 2 * hidden + tuning_disk(model, plan, lengths, layers=sum(encoded))
+    return Need(stage="quantize", moments=moments, result=result, scratch=scratch)
+
+
+def need_files(model: ModelSize, plan: Plan) -> Need:
+    """Return what quantize takes file to file: per worker the unit that it rounds, and those that wait to be written."""
+    algorithms = [plan.algorithm, *([] if plan.head is None else [plan.head.algorithm])]
+    result = sum(layer_bytes(model, plan.schemes, kv_cache=plan.kv_cache)) + head_file_bytes(model, plan.head)
+    return Need(stage="quantize", base=FILES_BASE, moments=tuple(map(_rounding, algorithms)), result=result)
+
+
+def need_export(model: ModelSize, plan: Plan, *, shard_size: int) -> Need:
+    """Return what export and its proof take: of a model that is no single file, layer files are linked, the rest is copied.
+
+    The proof of a canary holds one quantized layer, and after the last of them the head as stored.
+    """
+    layers, outside = layer_bytes(model, plan.schemes, kv_cache=plan.kv_cache), outside_bytes(model, plan.head)
+    whole = outside + sum(layers) <= min(shard_size, ONE_FILE)
+    linked = 0 if whole else sum(size for size in layers if size <= shard_size)
+    moments: tuple[Moment, ...] = ((BUFFERS, 0),)
+    base = FILES_BASE if plan.file_to_file else MODEL_BASE
+    if not plan.file_to_file:
+        running = _installed_bytes(model) + forward_bytes(model, CANARY_TOKENS)
+        proof = max(_installing_bytes(model, plan), running, head_bytes(model, CANARY_TOKENS, plan.head))
+        moments = (*moments, (LIBRARIES + proof, 0))
+    return Need(stage="export", base=base, moments=moments, result=outside + sum(layers) - linked)
+
+
+def need_validate(model: ModelSize, *, lengths: Sequence[int], models: int, head: HeadPlan | None = None) -> Need:
+    """Return what validate takes: a layer in float32, a window's forward per worker, heads.
+
+    One of the models has its head quantized where `head` says so.
+    """
+    longest = max(lengths, default=0)
+    hidden = hidden_bytes(model, lengths)
+    logits = FLOAT * longest * model.vocabulary
+    moments = (
+        (LIBRARIES + embedding_bytes(model, lengths), 0),
+        (LIBRARIES + layer_in_memory(model.layer), forward_bytes(model, longest)),
+        (
+            LIBRARIES + (models - 1) * model.head[1] + head_in_memory(model, head) + models * logits,
+            FLOAT * HEAD_ROWS * model.hidden + 2 * logits,
+        ),
+    )
+    return Need(stage="validate", moments=moments, scratch=(models + 1) * hidden)
+
+
+def _rounding(algorithm: str) -> Moment:
+    """File to file: the units that workers round, those that wait to be written, and those that are read ahead."""
+    worker = ALGORITHMS[algorithm].working_bytes(0, 0) + WAITING * UNIT_FILES * groups.UNIT_ELEMENTS
+    return LIBRARIES + READERS * worker, worker
+
+
+def _inputs_bytes(model: ModelSize, plan: Plan, tokens: int) -> int:
+    """The inputs of a layer's groups, kept from a sequence's forward until they are folded into the Hessians.
+
+    Of an expert they are those of the tokens that are sent to it, unless the policy shows it every token.
+    """
+    every = fed_by(plan.experts) == "all"
+    features = sum(k for _, _, k in model.layer.groups) if every else model.layer.features
+    return math.ceil(FLOAT * tokens * features)
+
+
+def _folds(layer: LayerSize) -> list[Group]:
+    """Return the groups that a search can have to do with."""
+    return [group for group, folds in zip(layer.groups, layer.folds, strict=True) if folds]
+
+
+def _searching(model: ModelSize, plan: Plan) -> list[Moment]:
+    """Each group while a transform compares its candidates, beside the layer: its whole Hessian, and what that takes."""
+    moments = []
+    for name, options in plan.smoothings:
+        reads = TRANSFORMS[name].needs(options)
+        for _, outputs, k in _folds(model.layer):
+            hessian = FLOAT * k * k if "hessian_sum" in reads else 0
+            fixed, one = (
+                TRANSFORMS[name].working_bytes(k, sum(outputs), options=options, samples=SAMPLE_ROWS, workers=workers)
+                for workers in (0, 1)
+            )
+            moments.append((hessian + fixed, one - fixed))
+    return moments
+
+
+def _quantizing(model: ModelSize, plan: Plan) -> list[Moment]:
+    """Each group while its Hessian is made whole from its half, and then while it is quantized.
+
+    What its algorithm takes, the weights from this group on, qvalues and what they are encoded to, what the groups before
+    it were encoded to, and the halves of the Hessians that are left. The Hessian is overwritten by the last of its schemes.
+    """
+    moments, done, algorithm = [], 0, ALGORITHMS[plan.algorithm]
+    halves = [observer_bytes(k) if plan.needs_hessian else 0 for _, _, k in model.layer.groups]
+    left = FLOAT * model.layer.elements if plan.transforms else layer_as_stored(model)
+    for index, (names, outputs, k) in enumerate(model.layer.groups):
+        rows = sum(outputs)
+        in_place = len({plan.schemes[name] for name in names} - {None}) < 2
+        factor = algorithm.working_bytes(k, rows, workers=0, in_place=in_place)
+        each = algorithm.working_bytes(k, rows, workers=1, in_place=in_place) - factor
+        if plan.clips:
+            factor += _clipped_bytes(plan, names, rows=rows, features=k)
+            each = max(each, 2 * groups.unit_bytes(k))
+        encoded = sum(_encoded_bytes(model, plan, name) for name in names)
+        held = left + sum(halves[index + 1 :]) + (4 * k * k if plan.needs_hessian else 0) + done
+        factor += gradient_bytes(outputs) if plan.needs_gradients else 0  # read now, let go of with the group
+        moments += [(held + halves[index], 0), (held + factor + rows * k + encoded, each)]
+        done += encoded if plan.learned is None else started_bytes(plan, names, outputs, k)
+        if plan.learned is None:
+            left -= FLOAT * rows * k if plan.transforms else stored_bytes(model, names)
+    return moments
+
+
+def _clipped_bytes(plan: Plan, names: Sequence[str], *, rows: int, features: int) -> int:
+    """Weights that are cut, in float32, and the blocks of the Hessian that say where."""
+    sizes = [(scheme.weights.group_size or features) for name in names if (scheme := plan.schemes[name]) is not None]
+    return FLOAT * features * (rows + max(sizes, default=0))
+
+
+def _encoded_bytes(model: ModelSize, plan: Plan, name: str) -> int:
+    scheme, info = plan.schemes[name], model.infos[f"{name}.weight"]
+    return info.nbytes if scheme is None else quantized_bytes(name, scheme, info)
+
+
+def _installed_bytes(model: ModelSize) -> int:
+    """A layer of quantized linears on the reference backend, which holds their weights in float32."""
+    return FLOAT * model.layer.elements
+
+
+def _installing_bytes(model: ModelSize, plan: Plan) -> int:
+    """The same while its largest linear is dequantized, beside its qvalues of one byte."""
+    names = (name for names, _, _ in model.layer.groups for name in names if plan.schemes[name] is not None)
+    return _installed_bytes(model) + max((elements_of(model.infos[f"{name}.weight"]) for name in names), default=0)

@@ -1,0 +1,310 @@
+"""What quantize will do to each linear, worked out from the recipe, the graph and the shard headers alone."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+from quantflow.algorithms import ALGORITHMS, BLOCK_ALGORITHMS, TUNE, tune
+from quantflow.core.groups import group_size_for
+from quantflow.core.scheme import LinearScheme, TensorScheme
+from quantflow.errors import InputError, UnsupportedError, UsageError, nearest
+from quantflow.formats import FORMATS
+from quantflow.models.graph import Graph
+from quantflow.observers import observers_for
+from quantflow.observers.rows import NAME as ROWS
+from quantflow.planning import requirements
+from quantflow.planning.compatibility import LEARNING, check_algorithm, check_learning, check_tuning, mixing_inputs
+from quantflow.planning.experts import Policy, policy_for
+from quantflow.planning.head import HeadPlan, head_of, refuse_ranks
+from quantflow.planning.kv_cache import kv_cache_of
+from quantflow.planning.recipe import Quantize, SignRound, Tune
+from quantflow.planning.requirements import (
+    GRADIENT_SUM,
+    KNOWN,
+    algorithm_of,
+    base_of,
+    learned_of,
+    needs_of,
+    override_of,
+    transforms_of,
+    tune_of,
+)
+from quantflow.transforms import ROTATIONS, TRANSFORMS, awq
+
+OUTSIDE = "outside.safetensors"  # in a quantize folder: what lies outside the layers and is not as in the source
+SEQUENCES = 32  # of calibration text that run where nothing but rows is needed of it
+APART = 4  # of that many sequences one gives rows, where the others give a static range
+SAMPLE_ROWS = 1024  # of each input that a search tries its candidates on
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One entry of the recipe, resolved.
+
+    Attributes:
+        schemes: every linear of the decoder layers, in model order; None is left as it is.
+        algorithm: a key of ALGORITHMS.
+        learned: how rounding is learned from there on; None stays with what the algorithm makes.
+        tune: how the scales of all layers are tuned together after that; None leaves them.
+        transforms: (name, options) in the order in which they run.
+        needs: the statistics of a linear's input that have to be there.
+        file_to_file: whether weights go from file to file and the model never runs: one process does that where rows are
+            quantized by themselves and no measurement is given, several cards where they are rounded to nearest.
+        experts: what becomes of undercalibrated experts; None where no expert is quantized by statistics.
+        head: what becomes of the head; None leaves it as it is.
+        kv_cache: how keys and values are kept; None is as they are.
+    """
+
+    name: str
+    schemes: Mapping[str, LinearScheme | None]
+    algorithm: str
+    transforms: tuple[tuple[str, Mapping[str, Any]], ...]
+    needs: frozenset[str]
+    file_to_file: bool = False
+    experts: Policy | None = None
+    head: HeadPlan | None = None
+    kv_cache: TensorScheme | None = None
+    learned: SignRound | None = None
+    tune: Tune | None = None
+
+    @property
+    def method(self) -> str:
+        """The algorithm as recipes name it."""
+        return self.algorithm if self.learned is None else LEARNING
+
+    @property
+    def versions(self) -> dict[str, int]:
+        """The versions of what the result is computed by."""
+        found = {name: KNOWN[name].VERSION for name, _ in self.transforms}
+        found[self.algorithm] = ALGORITHMS[self.algorithm].VERSION
+        found |= {} if self.learned is None else {LEARNING: BLOCK_ALGORITHMS[LEARNING].VERSION}
+        found |= {} if self.tune is None else {TUNE: tune.VERSION}
+        return found | ({} if self.head is None else {"head": ALGORITHMS[self.head.algorithm].VERSION})
+
+    @property
+    def quantized(self) -> dict[str, LinearScheme]:
+        """Every linear that is quantized, the head last."""
+        found = {name: scheme for name, scheme in self.schemes.items() if scheme is not None}
+        return found if self.head is None else {**found, self.head.linear: self.head.scheme}
+
+    @property
+    def needs_hessian(self) -> bool:
+        """Whether the inputs of all the calibration text are multiplied with each other."""
+        return "hessian_sum" in self.needs
+
+    @property
+    def needs_gradients(self) -> bool:
+        """Whether the algorithm reads what the measurement says of the gradients by each output."""
+        return GRADIENT_SUM in self.needs
+
+    @property
+    def needs_rows(self) -> bool:
+        """Whether a transform tries its candidates on inputs of the calibration text."""
+        return ROWS in self.needs
+
+    @property
+    def needs_text(self) -> bool:
+        """Whether calibration text runs through the model again, layer by layer."""
+        return self.needs_hessian or self.needs_rows or bool(self.observed) or self.learns
+
+    @property
+    def learns(self) -> bool:
+        """Whether something follows gradients on all of the calibration text."""
+        return self.learned is not None or self.tune is not None
+
+    @property
+    def rotation(self) -> tuple[str, Mapping[str, Any]] | None:
+        """The transform of the whole model that comes before all others, or None."""
+        return next((item for item in self.transforms if item[0] in ROTATIONS), None)
+
+    @property
+    def smoothings(self) -> tuple[tuple[str, Mapping[str, Any]], ...]:
+        """The transforms of each layer by itself."""
+        return tuple(item for item in self.transforms if item[0] in TRANSFORMS)
+
+    @property
+    def observed(self) -> tuple[str, ...]:
+        """The observers of inputs that quantize runs: of what it sees anyway, and of rotated ones, which nothing measured."""
+        wanted = requirements.seen_in_quantize(self.needs) if self.rotation is None else self.needs
+        return observers_for(wanted - {ROWS, "hessian_sum"})
+
+    @property
+    def clips(self) -> bool:
+        """Whether a transform cuts the ranges of the weights before the algorithm quantizes them."""
+        return _clips(self.transforms, self.algorithm)
+
+    @property
+    def rows_apart(self) -> int:
+        """Of how many sequences one gives rows: 1, or where a static range is tried on them, which the others give."""
+        inputs = [scheme.input for scheme in self.schemes.values() if scheme is not None]
+        return APART if self.needs_rows and any(scheme is not None and not scheme.dynamic for scheme in inputs) else 1
+
+    def text(self, sequences: Sequence[Item]) -> Sequence[Item]:
+        """Return what of the calibration text runs through the model: all, some at equal distances, or nothing."""
+        if self.needs_hessian or self.observed or self.rows_apart > 1 or self.learns:
+            return sequences
+        if not self.needs_rows or not sequences:
+            return ()
+        count = min(SEQUENCES, len(sequences))
+        return [sequences[index * len(sequences) // count] for index in range(count)]
+
+    @property
+    def needs_measurement(self) -> bool:
+        """Whether a measurement has to be given."""
+        return bool(self.needs) or self.kv_cache is not None or self.learns
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the plan as plain data, for state keys and manifests."""
+        schemes = {name: None if scheme is None else asdict(scheme) for name, scheme in self.schemes.items()}
+        transforms = [{name: dict(options)} for name, options in self.transforms]
+        head = {} if self.head is None else {"head": self.head.as_json()}
+        parts = (("learned", self.learned), (TUNE, self.tune), ("kv_cache", self.kv_cache))
+        more = {key: asdict(part) for key, part in parts if part is not None}
+        return {"schemes": schemes, "algorithm": self.method, "transforms": transforms, **head, **more}
+
+
+def resolve(
+    entry: Quantize, graph: Graph, shapes: Mapping[str, Sequence[int]], *, measured: bool = True, ranks: int = 1
+) -> Plan:
+    """Return the plan for one entry of the recipe.
+
+    Args:
+        entry: the recipe's words.
+        graph: the model's linears.
+        shapes: source tensor name -> shape, from the shard headers.
+        measured: whether a measurement will be given; with one the artifact of one process is proven by running its first
+            tokens.
+        ranks: how many cards share the model.
+
+    Raises:
+        UsageError: a pattern matches nothing, an algorithm or transform is unknown or does not fit, a group size does
+            not divide a linear's input, nothing is left to quantize, or several cards are to quantize the head.
+        InputError: a linear of the family that the checkpoint does not have.
+        UnsupportedError: schemes are to be chosen for a mixture of experts, ranges of its inputs are to be cut, no file holds a
+            scheme, or as `kv_cache_of`.
+    """
+    if entry.mixed and graph.sparse:
+        raise UnsupportedError(
+            f"{entry.name}: target_bpw or max_kld of a {graph.family.model_type}; experts' sensitivities are not measured",
+            "give one scheme, and overrides where linears need another",
+        )
+    base, algorithm, learned = base_of(entry), algorithm_of(entry), learned_of(entry)
+    schemes = _schemes(entry, graph, shapes, base=base)
+    used = [scheme for scheme in schemes.values() if scheme is not None]
+    for scheme in dict.fromkeys(used):
+        check_algorithm(entry.name, algorithm, scheme)
+        if learned is not None:
+            check_learning(entry.name, scheme, graph, ranks=ranks)
+    layout, kinds = FORMATS["compressed-tensors"], {str(number): scheme for number, scheme in enumerate(dict.fromkeys(used))}
+    layout.quantization_config(kinds, ignore=(), model_type=graph.family.model_type)  # refuses what no file could hold
+    transforms, tuning = transforms_of(entry), tune_of(entry, sparse=graph.sparse)
+    schemes = mixing_inputs(entry.name, schemes, graph, shapes, transforms=transforms, learned=learned is not None)
+    for scheme in dict.fromkeys(used) if tuning is not None else ():
+        check_tuning(entry.name, scheme, graph, transforms=[name for name, _ in transforms], ranks=ranks)
+    if ranks > 1 and any(name in ROTATIONS for name, _ in transforms):
+        raise UsageError(f"{entry.name}: hadamard with --ranks {ranks}", "quantize with one process, or leave hadamard out")
+    head = head_of(entry, graph, shapes, ignored=_ignored(entry, shapes))
+    refuse_ranks(entry.name, head, ranks=ranks)
+    needs = needs_of(entry, used)
+    if "counts" in needs and graph.sparse:
+        raise UnsupportedError(
+            f"{entry.name}: input_observer={entry.input_observer!r} of a {graph.family.model_type}; experts share ranges, "
+            "not histograms",
+            "leave input_observer out",
+        )
+    alone = ALGORITHMS[algorithm].BY_ROW and not transforms and learned is None and tuning is None
+    kv_cache = kv_cache_of(entry, graph, transforms, ranks=ranks)
+    by_row = all(scheme.weights.granularity in ("per_channel", "per_group", "per_block") for scheme in used)
+    return Plan(
+        name=entry.name,
+        schemes=schemes,
+        algorithm=algorithm,
+        transforms=transforms,
+        needs=needs,
+        file_to_file=alone and (by_row and not (measured or needs or kv_cache) if ranks == 1 else algorithm == "rtn"),
+        kv_cache=kv_cache,
+        experts=_experts(entry, graph, schemes, weights=bool(ALGORITHMS[algorithm].NEEDS) or _clips(transforms, algorithm)),
+        head=head,
+        learned=learned,
+        tune=tuning,
+    )
+
+
+def _schemes(
+    entry: Quantize, graph: Graph, shapes: Mapping[str, Sequence[int]], *, base: LinearScheme
+) -> dict[str, LinearScheme | None]:
+    """Return the scheme of every linear, None where `ignore` names it; `base` stands where one is to be chosen."""
+    ignored = _ignored(entry, shapes)
+    schemes: dict[str, LinearScheme | None] = {name: None if name in ignored else base for name in graph.linears}
+    for override in entry.overrides:
+        for name in _matches(override.match, list(graph.linears), f"{entry.name}: overrides"):
+            schemes[name] = None if name in ignored else override_of(entry, override)
+    given = overridden(entry, graph) if entry.mixed else frozenset(schemes)  # for others one is chosen that fits
+    for name, scheme in schemes.items():
+        if scheme is not None:
+            features = _features(shapes, name)
+            if name in given:
+                group_size_for(scheme.weights, features, name=name)
+    if not any(schemes.values()):
+        raise UsageError(f"{entry.name}: ignore leaves none of {len(schemes)} linears to quantize", "ignore fewer")
+    return schemes
+
+
+def _ignored(entry: Quantize, shapes: Mapping[str, Sequence[int]]) -> frozenset[str]:
+    """Return the modules that `ignore` names, linears of the layers or not."""
+    modules = [name.removesuffix(".weight") for name in shapes if name.endswith(".weight")]
+    return frozenset(name for pattern in entry.ignore for name in _matches(pattern, modules, f"{entry.name}: ignore"))
+
+
+def _features(shapes: Mapping[str, Sequence[int]], name: str) -> int:
+    """Return how many inputs a linear has."""
+    shape = shapes.get(f"{name}.weight")
+    if shape is None:
+        raise InputError(f"{name}.weight: not in the checkpoint", "check that config.json belongs to these weights")
+    return shape[1]
+
+
+def _experts(entry: Quantize, graph: Graph, schemes: Mapping[str, LinearScheme | None], *, weights: bool) -> Policy | None:
+    """Return what becomes of undercalibrated experts, None where none is quantized by statistics.
+
+    Args:
+        entry: the recipe's words.
+        graph: its experts.
+        schemes: of each linear.
+        weights: the algorithm, or a transform that cuts ranges for it, reads statistics.
+    """
+    names = [name for layer in graph.layers for group in layer.groups if group.expert for name in group.linears]
+    used = [scheme for scheme in map(schemes.get, names) if scheme is not None]
+    static = any(scheme.input is not None and not scheme.input.dynamic for scheme in used)
+    reads = bool(used) and weights
+    return policy_for(entry.name, policy=entry.experts, tokens=entry.expert_tokens, weights=reads, inputs=static)
+
+
+def _clips(transforms: Sequence[tuple[str, Mapping[str, Any]]], algorithm: str) -> bool:
+    return any(name == "awq" and awq.clips(options, algorithm) for name, options in transforms)
+
+
+def overridden(entry: Quantize, graph: Graph) -> frozenset[str]:
+    """Return the linears that an override names.
+
+    Raises:
+        UsageError: a pattern matches nothing.
+    """
+    linears = list(graph.linears)
+    return frozenset(n for each in entry.overrides for n in _matches(each.match, linears, f"{entry.name}: overrides"))
+
+
+def _matches(pattern: str, names: Sequence[str], where: str) -> list[str]:
+    """Return the names that an exact name or a `re:` pattern matches, at least one."""
+    match: Callable[[str], object] = pattern.__eq__
+    if pattern.startswith("re:"):
+        try:
+            match = re.compile(pattern[3:]).match
+        except re.error as error:
+            raise UsageError(f"{where}: {pattern!r} is no regular expression: {error}", "mend the pattern") from error
+    found = [name for name in names if match(name) not in (None, False)]
+    if not found:
+        raise UsageError(f"{where}: {pattern!r} matches none of {len(names)} modules", f"{nearest(pattern, names[:7])}, ...")
+    return found

@@ -1,0 +1,267 @@
+"""What an entry of a recipe means by itself, whatever the model: its schemes, algorithm, transforms, and what they need."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from quantflow.algorithms import ALGORITHMS, BLOCK_ALGORITHMS
+from quantflow.core.scheme import (
+    LinearScheme,
+    TensorScheme,
+    preset,
+    with_float8,
+    with_group_size,
+    with_input_observer,
+    with_scale_rounding,
+)
+from quantflow.errors import UsageError, nearest
+from quantflow.observers import observers_for
+from quantflow.observers.fisher import FisherObserver
+from quantflow.observers.rows import NAME as ROWS
+from quantflow.planning.recipe import Head, Override, Quantize, SignRound, Tune
+from quantflow.transforms import ROTATIONS, TRANSFORMS, Transform, Turn
+
+BEST = "best"  # stands for an algorithm, `_best` says for which
+GRADIENT_SUM = "gradient_sum"  # the one statistic that algorithms read of a linear's output
+KNOWN: Mapping[str, Transform | Turn] = {**ROTATIONS, **TRANSFORMS}
+
+
+def entries_of(text: str) -> tuple[Quantize, ...]:
+    """Return the artifacts that `W4A16:gptq,W4A16@4.25,FP8` means.
+
+    After a colon stands the algorithm, where it is not the scheme's usual one. With @ schemes are chosen for so many bits per
+    weight, with zero points where the named scheme has them.
+
+    Raises:
+        UsageError: a scheme is unknown, one stands twice, or what follows @ is no number.
+    """
+    entries = []
+    for word in filter(None, (part.strip() for part in text.split(","))):
+        rest, at, target = word.partition("@")
+        scheme, _, algorithm = rest.partition(":")
+        try:
+            bits = float(target) if at else None
+        except ValueError as error:
+            raise UsageError(f"schemes {text!r}: {target!r} is no number of bits", "write W4A16@4.25") from error
+        name = word.lower().replace(":", "-").replace("@", "-at-")
+        entries.append(Quantize(name=name, scheme=scheme, algorithm=algorithm or None, target_bpw=bits))
+    names = [entry.name for entry in entries]
+    if len(set(names)) < len(names) or not names:
+        raise UsageError(f"schemes {text!r}: {len(names)} of them, {len(set(names))} different", "name each scheme once")
+    return tuple(entries)
+
+
+def statistics_for(entries: Sequence[Quantize]) -> tuple[str, ...]:
+    """Return the observers that measure has to run for all of these artifacts, possibly none.
+
+    What quantize takes for itself is not among them; it needs the token ids alone.
+
+    Raises:
+        UsageError: a scheme, algorithm or transform is unknown.
+    """
+    each = [needs_of(entry, _schemes_named(entry)) for entry in entries]
+    needs = frozenset().union(*(needs - seen_in_quantize(needs) for needs in each))
+    if any(entry.kv_cache is not None for entry in entries):  # what the caches store is measured wherever layers run
+        needs |= {"amax"}
+    return observers_for(needs)
+
+
+def seen_in_quantize(needs: frozenset[str]) -> frozenset[str]:
+    """Return the statistics, of those that an artifact needs, that quantize takes for itself from the text that runs there.
+
+    Hessians and rows live for one layer. Where both are taken, all of the text runs; the channels' maxima, which a search reads
+    beside its rows, are then seen on the way, and a measurement for the same algorithm without a search will do.
+    """
+    alone = {"hessian_sum", ROWS}
+    ranges = {"amax", "min_val", "max_val", "counts"}  # of static inputs: they are measured, and the channels with them
+    return needs & (alone | {"channel_amax"} if alone <= needs and not needs & ranges else alone)
+
+
+def _schemes_named(entry: Quantize) -> list[LinearScheme]:
+    return [base_of(entry), *(override_of(entry, override) for override in entry.overrides)]
+
+
+def scheme_of(name: str, group_size: int | None) -> LinearScheme:
+    """Return the scheme that a recipe means by a name and a group size; None is the preset's.
+
+    Raises:
+        SchemeError: no preset has that name, or it has no groups.
+    """
+    return preset(name) if group_size is None else with_group_size(preset(name), group_size)
+
+
+def base_of(entry: Quantize) -> LinearScheme:
+    """Return the scheme of an entry's linears, with all that the entry says of float8, scales and static inputs.
+
+    Raises:
+        SchemeError: as `scheme_of`, or the scheme has no float8 or no static input of which that could be said.
+    """
+    scheme = scheme_of(entry.scheme, entry.group_size)
+    if entry.float8 is not None:
+        scheme = with_float8(scheme, entry.float8)
+    if entry.scale_rounding is not None:
+        scheme = with_scale_rounding(scheme, entry.scale_rounding)
+    return scheme if entry.input_observer is None else with_input_observer(scheme, entry.input_observer)
+
+
+def override_of(entry: Quantize, override: Override | Head) -> LinearScheme:
+    """Return the scheme of an override or the head, with what the entry says as far as it fits.
+
+    Raises:
+        SchemeError: as `scheme_of`.
+    """
+    scheme = scheme_of(override.scheme, override.group_size)
+    if scheme.weights.kind == "float":
+        scheme = scheme if entry.float8 is None else with_float8(scheme, entry.float8)
+        scheme = scheme if entry.scale_rounding is None else with_scale_rounding(scheme, entry.scale_rounding)
+    static = scheme.input is not None and not scheme.input.dynamic
+    return with_input_observer(scheme, entry.input_observer) if static and entry.input_observer is not None else scheme
+
+
+def algorithm_of(entry: Quantize) -> str:
+    """Return the algorithm that quantizes linears that share an input, a key of ALGORITHMS.
+
+    It is what an entry names, or its scheme's usual one; `best` is one of the others, and what learns has one to start from.
+
+    Raises:
+        UsageError: it is unknown.
+    """
+    scheme, learned = preset(entry.scheme), learned_of(entry)
+    algorithm = entry.algorithm or scheme.algorithm
+    if learned is not None:
+        if learned.start not in ALGORITHMS:
+            words = nearest(learned.start, list(ALGORITHMS))
+            raise UsageError(f"{entry.name}: {algorithm}: start={learned.start!r} is no algorithm to start from", words)
+        return learned.start
+    if algorithm == BEST:
+        return _best(scheme.weights, rotated=any(name in ROTATIONS for name, _ in transforms_of(entry)))
+    if algorithm not in ALGORITHMS:
+        known = [*ALGORITHMS, *BLOCK_ALGORITHMS, BEST]
+        raise UsageError(f"{entry.name}: algorithm {algorithm!r} is unknown", nearest(algorithm, known))
+    return algorithm
+
+
+def learned_of(entry: Quantize) -> SignRound | None:
+    """Return how an entry's rounding is learned, None where its algorithm does not learn.
+
+    Raises:
+        UsageError: it says how, and its algorithm is another; or what does not go with it.
+    """
+    if entry.algorithm not in BLOCK_ALGORITHMS:
+        if entry.signround is not None:
+            raise UsageError(
+                f"{entry.name}: signround beside algorithm {entry.algorithm or preset(entry.scheme).algorithm}",
+                "give `algorithm: signround`, or leave signround out",
+            )
+        return None
+    if entry.quantized_inputs is not None:
+        raise UsageError(
+            f"{entry.name}: quantized_inputs={entry.quantized_inputs} with {entry.algorithm}",
+            "it learns on quantized inputs towards original outputs: leave quantized_inputs out",
+        )
+    if entry.mixed:
+        raise UsageError(
+            f"{entry.name}: target_bpw or max_kld with {entry.algorithm}",
+            "choose with gptq, and give the recipe.yaml that it writes `algorithm: signround`",
+        )
+    return entry.signround or SignRound()
+
+
+def tune_of(entry: Quantize, *, sparse: bool = False) -> Tune | None:
+    """Return how an entry's scales are tuned end to end, None where they are not.
+
+    Args:
+        entry: the recipe's words.
+        sparse: whether the model is a mixture, whose scales are tuned only where the entry says so, which is refused.
+    """
+    if entry.tune is not None:
+        return entry.tune if entry.tune.steps else None
+    scheme = preset(entry.scheme)
+    tuned = (entry.algorithm or scheme.algorithm) == BEST and algorithm_of(entry) == "yaqa" and scheme.input is None
+    return Tune() if tuned and not sparse else None
+
+
+def _best(weights: TensorScheme, *, rotated: bool) -> str:
+    """Return the algorithm that `best` stands for, of such weights.
+
+    Measured beside the others (benchmarks/accuracy.py) for 4 bits; other bits below 8 follow it. gptq goes with rotations and
+    float8, which yaqa does not.
+    """
+    return "gptq" if rotated or weights.kind != "int" or weights.num_bits == 8 else "yaqa"
+
+
+def needs_of(entry: Quantize, schemes: Sequence[LinearScheme]) -> frozenset[str]:
+    """Return the statistics that an artifact needs.
+
+    Args:
+        entry: the recipe's words.
+        schemes: of its linears.
+
+    Raises:
+        UsageError: the algorithm or a transform is unknown, or would change weights whose sensitivity was measured.
+    """
+    needs, transforms = set(ALGORITHMS[algorithm_of(entry)].NEEDS), transforms_of(entry)
+    for name, options in transforms:
+        needs |= set(KNOWN[name].needs(options))
+    for scheme in schemes:
+        if scheme.input is not None and not scheme.input.dynamic:
+            needs |= {"counts"} if scheme.input.observer != "amax" else set()
+            needs |= {"amax"} if scheme.input.symmetric else {"min_val", "max_val"}
+    if "counts" in needs and transforms:
+        raise UsageError(
+            f"{entry.name}: input_observer={entry.input_observer!r} with transform {transforms[0][0]}",
+            "histograms are those of the inputs as they are: give `transforms: []`, or leave input_observer out",
+        )
+    if GRADIENT_SUM in needs and transforms and transforms[0][0] in ROTATIONS:
+        raise UsageError(
+            f"{entry.name}: {algorithm_of(entry)} with transform {transforms[0][0]}",
+            "gradients are those by the outputs as they are: leave it out, or use gptq",
+        )
+    if entry.mixed and transforms:
+        raise UsageError(
+            f"{entry.name}: target_bpw or max_kld with transform {transforms[0][0]}",
+            "sensitivities are those of the weights as they are: leave transforms out",
+        )
+    return frozenset(needs) | (frozenset(FisherObserver.STATISTICS) - {"count"} if entry.mixed else frozenset())
+
+
+def transforms_of(entry: Quantize) -> tuple[tuple[str, Mapping[str, Any]], ...]:
+    """Return (name, options) of each transform that an entry names, or its scheme's usual ones.
+
+    Raises:
+        UsageError: one is unknown, has no such option, or does not stand where it has to.
+    """
+    result = []
+    for item in _usual_transforms(entry) if entry.transforms is None else entry.transforms:
+        for name, options in item.items():
+            if name not in KNOWN:
+                raise UsageError(f"{entry.name}: transform {name!r} is unknown", nearest(str(name), list(KNOWN)))
+            transform = KNOWN[name]
+            if not isinstance(options, Mapping | None):
+                example = ", ".join(f"{key}: {json.dumps(value)}" for key, value in transform.OPTIONS.items())
+                raise UsageError(f"{entry.name}: {name}: {options!r} is not a mapping", f"write {{{name}: {{{example}}}}}")
+            for key in options or ():
+                if key not in transform.OPTIONS:
+                    known = nearest(str(key), list(transform.OPTIONS))
+                    raise UsageError(f"{entry.name}: {name} has no option {key!r}", known)
+            try:
+                result.append((name, transform.checked({**transform.OPTIONS, **(options or {})})))
+            except UsageError as error:
+                raise UsageError(f"{entry.name}: {error.cause}", error.remedy) from error
+    if any(name in ROTATIONS for name, _ in result[1:]):
+        names = ", ".join(name for name, _ in result)
+        raise UsageError(f"{entry.name}: transforms {names}", "rotate once, before all other transforms")
+    return tuple(result)
+
+
+def _usual_transforms(entry: Quantize) -> tuple[Mapping[str, Any], ...]:
+    """Return what an entry gets that names no transforms: its scheme's, and `best` of integers that have none a search.
+
+    Where schemes are to be chosen there are none: sensitivities are those of the weights as they are.
+    """
+    scheme = preset(entry.scheme)
+    searched = (entry.algorithm or scheme.algorithm) == BEST and scheme.weights.kind == "int"
+    if searched and not scheme.transforms and not entry.mixed:
+        linears = {} if entry.kv_cache is None else {"linears": False}  # a cache's scales are those of values as they are
+        return ({"smoothquant": {"alpha": "auto", **linears}},)
+    return tuple({name: {}} for name in scheme.transforms)

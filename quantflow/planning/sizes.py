@@ -1,0 +1,202 @@
+"""The sizes of a model, from its shard headers and config.json alone: what the formulas of `_resources` compute with."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quantflow.artifact.safetensors_header import TensorInfo
+from quantflow.artifact.safetensors_writer import Spec
+from quantflow.core.dtypes import DTYPES
+from quantflow.core.scheme import LinearScheme, TensorScheme
+from quantflow.errors import InputError, UnsupportedError
+from quantflow.formats import FORMATS
+from quantflow.models.graph import Graph
+from quantflow.planning.head import HeadPlan
+
+FORMAT = FORMATS["compressed-tensors"]
+ONE_FILE = 512 << 20  # bytes of tensors up to which one file is made; above, links cost nothing and copies seconds
+FLOAT = 4  # bytes of a float32, in which every layer runs
+Group = tuple[tuple[str, ...], tuple[int, ...], int]  # source names, output features of each, input features
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSize:
+    """One decoder layer.
+
+    Attributes:
+        stored: bytes of its tensors in the checkpoint.
+        elements: how many numbers these are.
+        groups: linears that share an input.
+        largest: (elements, stored bytes) of its largest tensor.
+        folds: of each group, whether what it reads comes from something that factors can be folded into.
+        shares: of each group, how much of the tokens goes through it; of an expert, the experts chosen per one there is.
+        sparse: whether it has experts.
+    """
+
+    stored: int
+    elements: int
+    groups: tuple[Group, ...]
+    largest: tuple[int, int]
+    folds: tuple[bool, ...]
+    shares: tuple[float, ...]
+    sparse: bool
+
+    @property
+    def features(self) -> float:
+        """Input features of all groups that one token goes through, on average."""
+        return sum(k * share for (_, _, k), share in zip(self.groups, self.shares, strict=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSize:
+    """A model.
+
+    Attributes:
+        hidden, vocabulary: features of the hidden state, rows of the head.
+        heads, kv_heads, head_dim: of the attention.
+        outside: bytes of the tensors outside the decoder layers, as stored.
+        head: (elements, stored bytes) of the head's weight, the embedding's where they are tied.
+        infos: every source tensor.
+    """
+
+    hidden: int
+    vocabulary: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    layers: tuple[LayerSize, ...]
+    outside: int
+    head: tuple[int, int]
+    infos: Mapping[str, TensorInfo]
+
+    @property
+    def stored(self) -> int:
+        """Bytes of all tensors."""
+        return self.outside + sum(layer.stored for layer in self.layers)
+
+    @property
+    def layer(self) -> LayerSize:
+        """The largest decoder layer."""
+        return max(self.layers, key=lambda layer: layer.elements)
+
+    @property
+    def sparse(self) -> bool:
+        """Whether any layer has experts."""
+        return any(layer.sparse for layer in self.layers)
+
+
+def model_size(infos: Mapping[str, TensorInfo], config: Any, graph: Graph) -> ModelSize:
+    """Return the sizes of a model.
+
+    Args:
+        infos: every source tensor, from the shard headers.
+        config: its configuration; `hidden_size`, `num_attention_heads`, `vocab_size` and what stands for heads are read.
+        graph: its linears.
+    """
+    heads = int(config.num_attention_heads)
+    layers = []
+    inside: set[str] = set()
+    for layer in graph.layers:
+        found = [info for name, info in infos.items() if name.startswith(f"{layer.prefix}.")]
+        inside.update(info.name for info in found)
+        largest = max(found, key=elements_of)
+        layers.append(
+            LayerSize(
+                stored=sum(info.nbytes for info in found),
+                elements=sum(map(elements_of, found)),
+                groups=tuple(_group(group.linears, infos) for group in layer.groups),
+                largest=(elements_of(largest), largest.nbytes),
+                folds=tuple(group.folds for group in layer.groups),
+                shares=tuple(1.0 if group.expert is None else layer.chosen / layer.experts for group in layer.groups),
+                sparse=layer.experts > 0,
+            )
+        )
+    outside = [info for name, info in infos.items() if name not in inside]
+    head = max(outside, key=elements_of)
+    return ModelSize(
+        hidden=int(config.hidden_size),
+        vocabulary=int(config.vocab_size),
+        heads=heads,
+        kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
+        head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
+        layers=tuple(layers),
+        outside=sum(info.nbytes for info in outside),
+        head=(elements_of(head), head.nbytes),
+        infos=infos,
+    )
+
+
+def elements_of(info: TensorInfo) -> int:
+    """Return how many numbers a tensor holds."""
+    count = 1
+    for size in info.shape:
+        count *= size
+    return count
+
+
+def quantized_bytes(name: str, scheme: LinearScheme, info: TensorInfo) -> int:
+    """Return the bytes of the tensors that the linear `name` becomes in the artifact, exactly."""
+    return sum(_spec_bytes(dtype, shape) for dtype, shape in quantized_specs(name, scheme, info).values())
+
+
+def quantized_specs(name: str, scheme: LinearScheme, info: TensorInfo) -> dict[str, Spec]:
+    """Return dtype and shape of the tensors that the linear `name` becomes in the artifact.
+
+    Raises:
+        UnsupportedError: a dtype that torch has no name for.
+    """
+    if info.dtype not in DTYPES:
+        raise UnsupportedError(f"{info.name}: dtype {info.dtype} is not known", f"use one of {', '.join(DTYPES)}")
+    specs: dict[str, Spec] = FORMAT.tensor_specs(name, scheme, info.shape, DTYPES[info.dtype])
+    return specs
+
+
+def outside_bytes(model: ModelSize, head: HeadPlan | None) -> int:
+    """Return the bytes of the tensors outside the layers after quantization; head: what becomes of the head, or None."""
+    replaced = 0 if head is None or head.tied else model.infos[head.tensor].nbytes
+    return model.outside + head_file_bytes(model, head) - replaced
+
+
+def head_file_bytes(model: ModelSize, head: HeadPlan | None) -> int:
+    """Return the bytes of the tensors that the head becomes, 0 where it stays as it is."""
+    return 0 if head is None else quantized_bytes(head.linear, head.scheme, model.infos[head.tensor])
+
+
+def layer_bytes(
+    model: ModelSize, schemes: Mapping[str, LinearScheme | None], *, kv_cache: TensorScheme | None = None
+) -> list[int]:
+    """Return the bytes of the tensors of each decoder layer after quantization, scales of its cache included.
+
+    File headers are not counted.
+    """
+    specs = {} if kv_cache is None else FORMAT.kv_tensor_specs("", kv_cache, model.kv_heads)
+    scales = sum(_spec_bytes(dtype, shape) for dtype, shape in specs.values())
+    result = []
+    for layer in model.layers:
+        size = layer.stored + scales
+        for names, _, _ in layer.groups:
+            for name in names:
+                scheme = schemes[name]
+                if scheme is not None:
+                    info = model.infos[f"{name}.weight"]
+                    size += quantized_bytes(name, scheme, info) - info.nbytes
+        result.append(size)
+    return result
+
+
+def _spec_bytes(dtype: str, shape: Sequence[int]) -> int:
+    count = DTYPES[dtype].itemsize
+    for size in shape:
+        count *= size
+    return count
+
+
+def _group(names: tuple[str, ...], infos: Mapping[str, TensorInfo]) -> Group:
+    shapes = []
+    for name in names:
+        info = infos.get(f"{name}.weight")
+        if info is None or len(info.shape) != 2:
+            found = "no such tensor" if info is None else f"shape {list(info.shape)}, [O, I] is needed"
+            raise InputError(f"{name}.weight: {found}", "check that config.json belongs to these weights")
+        shapes.append(info.shape)
+    return names, tuple(shape[0] for shape in shapes), shapes[0][1]

@@ -1,0 +1,1 @@
+"""Schemes chosen linear by linear, for a number of bits or a divergence."""

@@ -1,0 +1,306 @@
+"""Stage 2, quantize: choose qvalues and scales, one decoder layer at a time.
+
+Reads    the model folder; a measurement of one rank, when the scheme, transforms or algorithm need statistics; for what needs
+         maxima alone also the files of Gaudi's toolkit
+Writes   <o>/layers/<index>.safetensors and .json, quantize.json, DONE.json; unless file to file canary.safetensors and .json;
+         of a head that is quantized head.safetensors and .json; where schemes are chosen recipe.yaml, choice.json, pareto.svg
+Resumes  at the layer where it stopped: finished layers and the hidden states that enter the next one are read back; where
+         scales are tuned after that (quantflow/quantization/tuning.py) at the step
+Fails    2 the recipe does not fit the model, 3 unusable or ineffective inputs, 5 memory, disk or a held folder, 6 unsupported
+
+Where no forward pass is needed, weights go from file to file (quantflow/quantization/file_to_file.py). Otherwise the canary,
+which is the calibration text's first tokens, and for what reads it all of that text run layer by layer, one in memory
+(quantflow/quantization/layer.py).
+
+With N ranks torchrun starts N processes, each of which writes its slice of every linear into <o>/rank-RRR-of-NNN/
+(quantflow/quantization/shards/share.py); unify makes one result of these shards. File to file a rank reads no more than its
+slice. Where the model runs, the ranks share the work of each layer, whole on each, and tell each other what came out
+(quantflow/distributed/team.py).
+"""
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantflow import process_memory
+from quantflow.artifact import disk, stage_folder
+from quantflow.artifact.canonical import canonical_json, digest_of, read_json
+from quantflow.artifact.digests import NAME as HASHES
+from quantflow.artifact.digests import Digests
+from quantflow.core.determinism import single_threaded, tools
+from quantflow.core.parallel import Workers
+from quantflow.distributed.launch import die_with_parent, launch, launched_rank, rank_folder
+from quantflow.distributed.team import ALONE, Team, together
+from quantflow.errors import UsageError
+from quantflow.measurements.record import Measurement
+from quantflow.models import layer_store
+from quantflow.models.graph import Graph, graph_for
+from quantflow.models.identity import CANARY_TOKENS, identify, tensor_hash
+from quantflow.models.source import ModelFiles, open_files
+from quantflow.planning import head
+from quantflow.planning.experts import check_before, described, refuse_team
+from quantflow.planning.plan import OUTSIDE, Plan, resolve
+from quantflow.planning.recipe import Quantize, Resources
+from quantflow.planning.resources import Allowance, account, allow_quantize
+from quantflow.planning.sizes import model_size
+from quantflow.progress import Progress
+from quantflow.quantization import head_file
+from quantflow.quantization.file_to_file import quantize_files
+from quantflow.quantization.measurement_input import known_hashes, measurement_of, refuse_foreign
+from quantflow.quantization.mixed_precision import choose, chosen_mixture
+from quantflow.quantization.mixed_precision.chosen_mixture import Mixture
+from quantflow.quantization.shards.share import STAGE, WHOLE, Share
+from quantflow.quantization.static_inputs import inputs_of
+
+VERSION = 3  # of what this stage computes; part of every state key
+PARTS = ("layers", OUTSIDE, head.FILE, head.RECORD, "canary.safetensors", "canary.json", "quantize.json", *choose.PARTS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One artifact to be quantized.
+
+    Attributes:
+        model: the source folder.
+        measurement: the folder of a measurement of one rank; or Gaudi's files, as a folder or folder/prefix; or None.
+        replace: redo a finished result that was made from other inputs, instead of refusing.
+        resources: how much memory and disk each rank may use; no bit of the result depends on it.
+        ranks: cards that share the model, each with a slice of every linear.
+        arguments: the command line after `quantflow`, which torchrun's processes get again.
+        mixture: what the entry's schemes were chosen from, where they were.
+    """
+
+    model: Path
+    output: Path
+    entry: Quantize
+    measurement: Path | None = None
+    seed: int = 0
+    revision: str | None = None
+    replace: bool = False
+    resources: Resources = Resources()
+    ranks: int = 1
+    arguments: tuple[str, ...] = ()
+    mixture: Mixture | None = None
+
+
+def run(job: Job, progress: Progress) -> Path:
+    """Quantize the model and return the finished folder; what is up to date is left alone."""
+    source = open_files(job.model)
+    graph = graph_for(source.config)
+    shapes = {name: info.shape for name, info in source.checkpoint.infos.items()}
+    plan = resolve(job.entry, graph, shapes, measured=job.measurement is not None, ranks=job.ranks)
+    if job.entry.mixed:
+        return _choose_and_quantize(job, plan, source, graph, progress)
+    if job.ranks > 1 and not plan.file_to_file:
+        refuse_team(plan.name, graph, ranks=job.ranks)
+    if job.ranks == 1:
+        return _quantize(job, plan, source, graph, progress)
+    from quantflow.quantization.shards.cutting import shares_of  # here: one process starts without transformers' configurations
+
+    shares = shares_of(source, graph, plan, ranks=job.ranks)
+    folders = [rank_folder(job.output, share.rank, share.world) for share in shares]
+    launched = launched_rank()
+    if launched is None:
+        _launch(job, plan, source, dict(zip(folders, shares, strict=True)), progress)
+        return job.output
+    if launched[1] != job.ranks:
+        raise UsageError(f"quantize: --ranks {job.ranks}, torchrun started {launched[1]}", "give the same number")
+    die_with_parent()
+    rank, mine = launched[0], replace(job, output=folders[launched[0]])
+    quiet = progress.hushed() if rank else progress
+    with nullcontext(ALONE) if plan.file_to_file else together(rank=rank, world=job.ranks) as team:
+        _quantize(mine, plan, source, graph, quiet, share=shares[rank], team=team)
+    return job.output
+
+
+def _choose_and_quantize(job: Job, plan: Plan, source: ModelFiles, graph: Graph, progress: Progress) -> Path:
+    """Choose the schemes and quantize with them, again as long as the result costs another divergence than was allowed."""
+    if job.ranks > 1:
+        raise UsageError(
+            f"quantize: target_bpw or max_kld with --ranks {job.ranks}",
+            "choose with one process; give the recipe.yaml that it writes to the ranks",
+        )
+    about: Any = {"model": job.model, "given": job.measurement, "source": source, "graph": graph, "resources": job.resources}
+    mixture = choose.mixture_of(job.output, job.entry, plan, **about, parts=PARTS, progress=progress)
+    shapes = {name: info.shape for name, info in source.checkpoint.infos.items()}
+    while True:
+        chosen = replace(job, entry=mixture.resolved(), mixture=mixture)
+        progress.say(f"quantize {job.entry.name}: {mixture.told}")
+        _quantize(chosen, resolve(chosen.entry, graph, shapes), source, graph, progress)
+        if stage_folder.done(job.output) is not None:
+            return job.output
+        mixture = chosen_mixture.read(job.output, job.entry, graph, key=mixture.key) or mixture
+
+
+def _launch(job: Job, plan: Plan, source: ModelFiles, shares: Mapping[Path, Share], progress: Progress) -> None:
+    """Start torchrun with one process per rank, after the source was hashed once for all of them."""
+    measured, measurement = measurement_of(job.measurement, plan, scheme=job.entry.scheme, source=source, progress=progress)
+    disk.make_folder(job.output)
+    digests = Digests(job.output / HASHES, also=known_hashes(measured))
+    about = {**_inputs(job, plan, source, measurement), "model": identify(source.checkpoint, digests)}
+    refuse_foreign(measurement, model=job.model, fingerprint=about["model"], folder=measured)
+    del measurement  # each rank reads it, beside this process
+    inputs = {folder: {**about, **share.inputs()} for folder, share in shares.items()}
+    if all(stage_folder.is_up_to_date(folder, made_from) for folder, made_from in inputs.items()):
+        progress.say(f"quantize {job.entry.name}: up to date")
+        return
+    for folder, made_from in inputs.items():
+        stage_folder.refuse_other_result(folder, made_from, force=job.replace, parts=PARTS)
+    launch(job.arguments, ranks=job.ranks, progress=progress)
+
+
+def _quantize(
+    job: Job, plan: Plan, source: ModelFiles, graph: Graph, progress: Progress, *, share: Share = WHOLE, team: Team = ALONE
+) -> Path:
+    """Quantize what the share says into the job's folder, together with the team."""
+    folder, measurement = measurement_of(job.measurement, plan, scheme=job.entry.scheme, source=source, progress=progress)
+    shapes = {name: info.shape for name, info in source.checkpoint.infos.items()}
+    shorts = check_before(plan.name, plan.experts, graph, measurement, schemes=plan.schemes, shapes=shapes)
+    if shorts:
+        progress.say(f"quantize {job.entry.name}: {described(shorts)}; --experts {job.entry.experts}")
+    lengths = [] if measurement is None else [len(sequence) for sequence in plan.text(measurement.sequences)]
+    with stage_folder.locked(job.output), single_threaded(), torch.no_grad():
+        stage_folder.refuse_other_result(job.output, {}, force=True, parts=PARTS)
+        disk.make_folder(job.output)
+        also = [] if share is WHOLE else [job.output.parent / HASHES]
+        digests = Digests(job.output / HASHES, also=[*also, *known_hashes(folder)])
+        inputs = about = {**_inputs(job, plan, source, measurement), **share.inputs()}
+        ahead = plan.file_to_file and measurement is None and stage_folder.done(job.output) is None
+        if not ahead:  # otherwise hashed while they are quantized
+            inputs = {**about, "model": identify(source.checkpoint, digests)}
+            refuse_foreign(measurement, model=job.model, fingerprint=inputs["model"], folder=folder)
+        if team.all(stage_folder.is_up_to_date(job.output, inputs)):  # otherwise who is finished helps the others
+            layer_store.remove_scratch(job.output)
+            progress.say(f"quantize {job.entry.name}: up to date")
+            return job.output
+        stage_folder.refuse_other_result(job.output, inputs, force=job.replace, parts=PARTS)
+        held = share if plan.file_to_file else WHOLE  # where the model runs, a card has whole layers
+        sizes = model_size({name: held.info(info) for name, info in source.checkpoint.infos.items()}, source.config, graph)
+        allowance = allow_quantize(job.resources, sizes, plan, lengths=lengths, folder=job.output)
+        process_memory.reset_peak()
+        begun = f"quantize {job.entry.name}: the unfinished result was made with"
+        layer_store.begin(job.output, inputs, say=lambda text: progress.say(f"{begun} {text}; its layers are made again"))
+        layer_store.remove_others(job.output, [layer.index for layer in graph.layers])
+        head_file.remove_others(job.output, plan)
+        if plan.file_to_file:
+            quantize_files(
+                job.output,
+                plan,
+                source=source,
+                graph=graph,
+                key=digest_of(about),
+                digests=digests,
+                allowance=allowance,
+                progress=progress,
+                share=share,
+                inputs=inputs_of(measurement, graph, plan.schemes, policy=plan.experts, shorts=shorts),
+            )
+            inputs = {**about, "model": identify(source.checkpoint, digests)}
+        else:
+            key = digest_of(inputs)
+            _run_layers(job, plan, graph, measurement, key=key, allowance=allowance, progress=progress, share=share, team=team)
+            if job.mixture and measurement and not _settled(job, plan, graph, measurement, key=key, progress=progress):
+                return job.output  # unfinished: schemes are chosen again
+        disk.write_atomic(job.output / "quantize.json", canonical_json(_summary(job, plan, measurement)))
+        hashes = layer_store.hashes(job.output, graph) | head_file.hashes(job.output)
+        stage_folder.finish(job.output, stage="quantize" if share is WHOLE else STAGE, inputs=inputs, hashes=hashes)
+        team.wait()  # as long as one card is not finished, the others have to be able to help it
+        layer_store.remove_scratch(job.output)
+        for line in account(f"quantize {job.entry.name}", allowance, job.output):
+            progress.note(line)
+    return job.output
+
+
+def _run_layers(
+    job: Job,
+    plan: Plan,
+    graph: Graph,
+    measurement: Measurement | None,
+    *,
+    key: str,
+    allowance: Allowance,
+    progress: Progress,
+    share: Share,
+    team: Team,
+) -> None:
+    """Bring every layer up to date by running the model, layer by layer."""
+    from quantflow.quantization.layer_by_layer import (  # here: file to file starts without transformers' model code
+        Forward,
+        open_source,
+    )
+    from quantflow.quantization.tuned_layers import tune
+
+    made = job.output if plan.tune is None else layer_store.untuned(job.output)
+    disk.make_folder(made / "layers")
+    with Workers(allowance.workers) as workers:
+        forward = Forward(
+            output=job.output,
+            made=made,
+            entry=job.entry,
+            plan=plan,
+            source=open_source(job.model),
+            graph=graph,
+            measurement=measurement,
+            key=key,
+            seed=job.seed,
+            progress=progress,
+            workers=workers,
+            allowance=allowance,
+            share=share,
+            team=team,
+        )
+        forward.layers()
+        if plan.tune is not None:
+            tune(forward)
+
+
+def _settled(job: Job, plan: Plan, graph: Graph, measurement: Measurement, *, key: str, progress: Progress) -> bool:
+    """Measure what chosen schemes cost and return whether they stay."""
+    from quantflow.quantization.mixed_precision.measured_divergence import settle  # here: as above
+
+    assert job.mixture is not None  # the caller has looked
+    about: Any = {"model": job.model, "revision": job.revision, "seed": job.seed, "resources": job.resources}
+    return settle(job.output, job.mixture, plan, **about, graph=graph, measurement=measurement, key=key, progress=progress)
+
+
+def _inputs(job: Job, plan: Plan, source: ModelFiles, measurement: Measurement | None) -> dict[str, Any]:
+    """Return everything that the result depends on but the weights."""
+    return {
+        "config": digest_of(source.checkpoint.config),
+        "recipe": _recipe(job.entry),
+        "plan": plan.as_json(),
+        "measurement": None if measurement is None else measurement.meta["digest"],
+        "seed": job.seed,
+        "revision": job.revision,
+        "versions": {"quantize": VERSION, **plan.versions},
+        "tools": tools(),
+    }
+
+
+def _recipe(entry: Quantize) -> dict[str, Any]:
+    """Return the recipe's words about this artifact; what is expected of it is validate's affair."""
+    return {key: value for key, value in asdict(entry).items() if key != "expect"}
+
+
+def _summary(job: Job, plan: Plan, measurement: Measurement | None) -> dict[str, Any]:
+    """Return what export needs to know besides the layers."""
+    about = None
+    if measurement is not None:
+        meta = measurement.meta
+        hashes = [tensor_hash(sequence[:CANARY_TOKENS]) for sequence in measurement.sequences]
+        about = {key: meta[key] for key in ("digest", "calibration", "mesh", "dtype", "seed", "counts")}
+        about["sequence_heads"] = hashes
+        if "unified" in meta:
+            about["unified"] = {key: meta["unified"].get(key) for key in ("world", "ranks", "missing")}
+    chosen = {} if job.mixture is None else {"chosen": read_json(job.output / choose.RECORD)}
+    return {
+        "source": {"folder": str(job.model), "name": job.model.resolve().name, "revision": job.revision},
+        "recipe": {**_recipe(job.entry), "seed": job.seed, **chosen},
+        "plan": plan.as_json(),
+        "measurement": about,
+        "proof": "tensors" if plan.file_to_file else "canary",
+    }

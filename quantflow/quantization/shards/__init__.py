@@ -1,0 +1,1 @@
+"""What several cards quantize of one model, and one result made of it."""

@@ -1,0 +1,302 @@
+"""Scales tuned end to end: after all layers are quantized, the whole model runs forward and back, a layer in memory at a time.
+
+    ../.<folder>.tune/layers/          the layers as they were quantized
+    ../.<folder>.tune/original/        what leaves the last layer of the original model, for every sequence
+    ../.<folder>.tune/steps/00007/     what is tuned (quantflow/algorithms/tune.py) of each layer after seven steps
+    ../.<folder>.tune/inputs/00012/    of the sequences under way: what enters layer 12, while a step runs
+
+A step runs its sequences through the quantized layers, keeping what enters each; takes the gradient of the divergence at the
+head; and brings it back, layer by layer from the last to the first, each of which runs again and takes a step of its own when
+all sequences have come back through it. So a run that was stopped goes on at its step. Before the first and after the last
+the divergence of some sequences is taken: scales that made it no less are left as they were.
+quantflow/quantization/tuned_layers.py writes them.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantflow.algorithms import TUNE
+from quantflow.algorithms import tune as algorithm
+from quantflow.artifact import disk
+from quantflow.artifact.canonical import canonical_json, digest_of, read_json
+from quantflow.artifact.safetensors_header import read_header
+from quantflow.core.dtypes import DTYPES
+from quantflow.core.qtensor import QuantizedLinear
+from quantflow.errors import InputError
+from quantflow.models import layer_store
+from quantflow.models.capture import LayerStream, State
+from quantflow.models.graph import Layer
+from quantflow.models.hidden import HiddenStates
+from quantflow.models.reading import read_tensor
+from quantflow.models.trained_layer import gradients, replaced
+from quantflow.numerics.sequence_turns import spread, turns
+from quantflow.planning.recipe import Tune
+from quantflow.process_memory import give_back_holes
+from quantflow.quantization.layer import FORMAT
+from quantflow.quantization.layer_by_layer import Forward
+from quantflow.quantization.smoothing import put_changed
+
+PARTS = ("u", "mean", "square")  # of what is tuned
+Tuned = Mapping[str, algorithm.Tuned]  # of the linears of a layer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Visit:
+    """A layer in memory whose linears have the weights that are tuned.
+
+    Attributes:
+        starts: linear -> what its file holds.
+        tuned: linear -> what its scales are multiplied by.
+        weights: linear -> [O, I] float32.
+    """
+
+    module: nn.Module
+    layer: Layer
+    starts: Mapping[str, QuantizedLinear]
+    tuned: Tuned
+    weights: Mapping[str, Tensor]
+
+
+class Run:
+    """The steps, on all sequences of the calibration text."""
+
+    def __init__(self, done: Forward, plan: Tune, sequences: Sequence[Tensor], stream: LayerStream) -> None:
+        """Run nothing yet.
+
+        Args:
+            done: the layers as they were quantized.
+            plan: how many steps, and of how many sequences.
+            sequences: token ids [S] of each.
+            stream: the model.
+        """
+        self.done, self.plan, self.sequences, self.stream = done, plan, sequences, stream
+        self.layers = done.graph.layers
+        self._key = digest_of([done.key, TUNE])
+        self._stage = f"tune {done.plan.name}"
+
+    def steps(self) -> dict[str, Any]:
+        """Take the steps that are left; return what records say of them, `steps` being 0 where the scales stay."""
+        original = self._original()
+        states = self.stream.begin(self.sequences, hidden=HiddenStates(len(self.sequences), folder=self.done.made / "embedded"))
+        checked = spread(len(states), algorithm.CHECKED)
+        taken = self._latest()
+        if taken is None:
+            first = self._divergence(states, original, checked, step=0)
+            self._save(0, {"divergence_start": first})
+            taken = 0
+        order, count = turns(len(states), self.plan.sequences), self.plan.steps
+        left = range(taken, count)
+        for step in self.done.progress.steps(left, stage=self._stage, unit="step", before=taken, samples=len(order[0])):
+            self._step(step, [states[number] for number in order[step % len(order)]], original)
+            give_back_holes()
+        self.done.progress.doing("comparing")
+        told = {**self._told(count), "divergence": self._divergence(states, original, checked, step=count)}
+        kept = told["divergence"] < told["divergence_start"]
+        return {"steps": count if kept else 0, **told}
+
+    def tuned(self, layer: Layer, step: int, starts: Mapping[str, QuantizedLinear]) -> Tuned:
+        """Return what is tuned of a layer after so many steps."""
+        if step == 0:
+            return {name: algorithm.begin(name, linear.weight) for name, linear in starts.items()}
+        infos, _ = read_header(self._at(step, layer.index))
+        tensors = {name: read_tensor(self._at(step, layer.index), info) for name, info in infos.items()}
+        return {name: algorithm.Tuned(**{key: tensors[f"{name}|{key}"] for key in PARTS}) for name in starts}
+
+    def starts(self, layer: Layer) -> dict[str, QuantizedLinear]:
+        """Return the linears of a layer as they were quantized."""
+        path = layer_store.layer_path(self.done.made, layer.index)
+        infos, _ = read_header(path)
+        found = {}
+        for name in layer.linears:
+            if (scheme := self.done.plan.schemes[name]) is not None:
+                parts = [part for part in FORMAT.tensor_names(name, scheme) if part in infos]
+                found[name] = FORMAT.decode(name, {part: read_tensor(path, infos[part]) for part in parts}, scheme)
+        return found
+
+    def scale_dtype(self, linear: QuantizedLinear, name: str) -> torch.dtype:
+        """Return the dtype in which the layout stores the scales of a linear."""
+        stored = DTYPES[self.done.source.checkpoint.infos[f"{name}.weight"].dtype]
+        found: torch.dtype = FORMAT.scale_dtype(linear.scheme, stored)
+        return found
+
+    @contextmanager
+    def _layer(self, index: int, step: int) -> Iterator[Visit]:
+        """Yield a layer with its linears' weights as they are after so many steps."""
+        layer, workers = self.layers[index], self.done.workers
+        with self.stream.layer(index, as_stored=True) as module:
+            put_changed(module, layer, self.done.made)
+            starts = self.starts(layer)
+            tuned = self.tuned(layer, step, starts)
+
+            def weight(name: str) -> Tensor:
+                linear = starts[name]
+                return algorithm.made(linear.weight, tuned[name], scale_dtype=self.scale_dtype(linear, name)).dequantize()
+
+            weights = dict(zip(starts, workers.map(weight, list(starts)), strict=True))
+            with replaced(module, layer, weights):
+                yield Visit(module=module, layer=layer, starts=starts, tuned=tuned, weights=weights)
+
+    def _original(self) -> list[State]:
+        """Return every sequence with what leaves the last layer of the original model."""
+        hidden = HiddenStates(len(self.sequences), folder=self.done.made / "original")
+        begin = next((index for index in range(len(self.layers), -1, -1) if hidden.restore(index, key=self._key)), 0)
+        states = self.stream.begin(self.sequences, hidden=hidden)
+        if not hidden.restored:
+            hidden.commit(0, key=self._key)
+        told: Any = {"stage": f"{self._stage}: original", "unit": "layer", "samples": len(states), "before": begin}
+        for layer in self.done.progress.steps(self.layers[begin:], **told):
+            with self.stream.layer(layer.index, as_stored=True) as module:
+                self.stream.advance(module, states, workers=self.done.workers)
+            hidden.commit(layer.index + 1, key=self._key)
+        return states
+
+    def _room(self, name: str, count: int) -> HiddenStates:
+        """Return hidden states of the sequences under way, which no resumed run reads."""
+        return HiddenStates(count, folder=self.done.made / "inputs" / name)
+
+    def _through(self, batch: Sequence[State], step: int) -> list[list[State]]:
+        """Run sequences through the quantized layers; return them as they enter each layer, and as they leave the last."""
+        rooms = [self._room(f"{index:05d}", len(batch)) for index in range(len(self.layers) + 1)]
+        places = [[State(calls=state.calls, store=room, index=at) for at, state in enumerate(batch)] for room in rooms]
+        for at, state in enumerate(batch):
+            rooms[0].put(at, state.hidden)
+        for layer in self.layers:
+            with self._layer(layer.index, step) as visit:
+                about = {"ahead": self.done.allowance.in_flight}
+                run = partial(self.stream.run, visit.module)
+                for at, hidden in enumerate(self.done.workers.stream(run, places[layer.index], **about)):
+                    rooms[layer.index + 1].put(at, hidden)
+        return places
+
+    def _divergence(self, states: Sequence[State], original: Sequence[State], numbers: Sequence[int], *, step: int) -> float:
+        """Return the mean divergence of some sequences after so many steps, in nats per token."""
+        total = 0.0
+        for first in range(0, len(numbers), self.plan.sequences):
+            some = numbers[first : first + self.plan.sequences]
+            places = self._through([states[number] for number in some], step)
+            with self.stream.head():
+                pairs = list(zip(places[-1], [original[number] for number in some], strict=True))
+                for found in self.done.workers.stream(self._lost, pairs, ahead=self.done.allowance.in_flight):
+                    total += found
+                    give_back_holes()
+            _close(places)
+        return total / sum(len(self.sequences[number]) for number in numbers)
+
+    def _step(self, step: int, batch: Sequence[State], original: Sequence[State]) -> None:
+        """Run some sequences forward and back, and write what every layer became."""
+        disk.make_folder(self._at(step + 1, 0).parent)
+        places = self._through(batch, step)
+        arriving = self._from_head(places[-1], [original[state.index] for state in batch])
+        for layer in reversed(self.layers):
+            with self._layer(layer.index, step) as visit:
+                entering = self._room(f"back-{layer.index:05d}", len(batch))
+                slopes = self._back(visit, places[layer.index], arriving, entering)
+                arriving.close()
+                arriving = entering
+                steps: Any = {"step": step, "steps": self.plan.steps}
+                pairs = {name: (visit.starts[name].weight, visit.tuned[name]) for name in visit.tuned}
+                found = {name: algorithm.stepped(*pair, slopes[name], **steps) for name, pair in pairs.items()}
+            parts = {f"{name}|{key}": getattr(of, key) for name, of in found.items() for key in PARTS}
+            layer_store.write_layer(self._at(step + 1, layer.index), parts, {"key": self._step_key(step + 1, layer)})
+        arriving.close()
+        _close(places)
+        self._save(step + 1, self._told(step))
+
+    def _from_head(self, states: Sequence[State], original: Sequence[State]) -> HiddenStates:
+        """Return the gradients of the mean divergence by what leaves the last layer."""
+        arriving = self._room("back", len(states))
+        tokens = sum(state.hidden.shape[1] for state in states)
+        with self.stream.head():
+            unit, pairs = partial(self._slope, tokens), list(zip(states, original, strict=True))
+            for at, gradient in enumerate(self.done.workers.stream(unit, pairs, ahead=self.done.allowance.in_flight)):
+                arriving.put(at, gradient)
+                give_back_holes()
+        return arriving
+
+    def _lost(self, pair: tuple[State, State]) -> float:
+        """Return the sum over a sequence's tokens of the divergence, of the quantized model from the original."""
+        hidden, original = (state.hidden for state in pair)
+        total = 0.0
+        for part in self.stream.parts(hidden.shape[1]):
+            logits, expected = (self.stream.finish(of[:, part])[0] for of in (hidden, original))
+            total += algorithm.divergence(logits, expected)[0]
+        return total
+
+    def _slope(self, tokens: int, pair: tuple[State, State]) -> Tensor:
+        """Return the gradient of a sequence's share of a mean over so many tokens, by what leaves the last layer, [1, S, H]."""
+        hidden, original = (state.hidden for state in pair)
+        found = torch.empty_like(hidden)
+        for part in self.stream.parts(hidden.shape[1]):
+            with torch.enable_grad():
+                leaf = hidden[:, part].requires_grad_()
+                logits = self.stream.logits(leaf)
+            _, slope = algorithm.divergence(logits.detach()[0], self.stream.finish(original[:, part])[0])
+            (found[:, part],) = torch.autograd.grad(logits, leaf, slope[None].div_(tokens))
+        return found
+
+    def _back(self, visit: Visit, states: Sequence[State], arriving: HiddenStates, entering: HiddenStates) -> dict[str, Tensor]:
+        """Bring gradients back through a layer into `entering`; return those by what is tuned, summed in sample order."""
+        names = list(visit.weights)
+        for weight in visit.weights.values():
+            weight.requires_grad_()
+
+        def unit(state: State) -> tuple[Tensor, list[Tensor]]:
+            weights = [visit.weights[name] for name in names]
+            gradient, found = gradients(self.stream, visit.module, state, arriving.get(state.index), weights)
+            pairs = zip(names, found, strict=True)
+            return gradient, [algorithm.slope(visit.starts[name].weight, visit.tuned[name], part) for name, part in pairs]
+
+        total: dict[str, Tensor] = {}
+        come = self.done.workers.stream(unit, states, ahead=self.done.allowance.in_flight)
+        for at, (gradient, slopes) in enumerate(come):
+            entering.put(at, gradient)
+            for name, found in zip(names, slopes, strict=True):
+                total[name] = total[name].add_(found) if name in total else found
+            give_back_holes()  # what a sequence leaves is in many pieces of many sizes
+        for weight in visit.weights.values():
+            weight.requires_grad_(False)
+        return total
+
+    def _at(self, step: int, index: int) -> Path:
+        return self.done.made / "steps" / f"{step:05d}" / f"{index:05d}.safetensors"
+
+    def _step_key(self, step: int, layer: Layer) -> str:
+        return digest_of([self._key, step, layer.index])
+
+    def _save(self, step: int, told: Mapping[str, Any]) -> None:
+        """Note what is known after so many steps, whose layers are there; what was before is of no use then."""
+        folder = self.done.made / "steps"
+        disk.make_folder(folder / f"{step:05d}")
+        disk.write_atomic(folder / f"{step:05d}" / "told.json", canonical_json({**told, "key": digest_of([self._key, step])}))
+        for other in folder.iterdir():
+            if other.name != f"{step:05d}":
+                disk.remove_tree(other)
+
+    def _told(self, step: int) -> dict[str, Any]:
+        found: dict[str, Any] = read_json(self.done.made / "steps" / f"{step:05d}" / "told.json")
+        return {key: value for key, value in found.items() if key != "key"}
+
+    def _latest(self) -> int | None:
+        """Return after how many steps everything is there, made from the same; None begins anew."""
+        folder = self.done.made / "steps"
+        for step in range(self.plan.steps, -1, -1):
+            try:
+                record = read_json(folder / f"{step:05d}" / "told.json")
+            except InputError:
+                continue
+            paths = {self._at(step, layer.index): self._step_key(step, layer) for layer in self.layers if step}
+            if record.get("key") == digest_of([self._key, step]) and all(map(layer_store.finished, paths, paths.values())):
+                return step
+        return None
+
+
+def _close(places: Sequence[Sequence[State]]) -> None:
+    for room in places:
+        room[0].store.close()

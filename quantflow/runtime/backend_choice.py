@@ -1,0 +1,30 @@
+"""Which backend runs which linears of an artifact, and why those before it do not; reads headers and no weight."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantflow.runtime.artifact import open_artifact
+
+
+def backends(folder: Path, *, dtype: str) -> list[dict[str, Any]]:
+    """Return linears that are alike (scheme, shape, backend, reasons) as one row each, with their count and first name.
+
+    Raises:
+        InputError: the folder is not an artifact.
+    """
+    artifact = open_artifact(folder, dtype=getattr(torch, dtype), verify=False)
+    rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for name, linear in artifact.linears.items():
+        key = (linear.scheme, linear.shape, linear.backend.name)
+        row = {
+            "first": name,
+            "count": 0,
+            "scheme": linear.scheme.name,
+            "shape": list(linear.shape),
+            "backend": linear.backend.name,
+            "why_not": linear.reasons,
+        }
+        rows.setdefault(key, row)["count"] += 1
+    return list(rows.values())

@@ -1,0 +1,298 @@
+"""The thin runtime as a verb: verify, load, and continue prompts.
+
+Reads    the artifact; files of prompts, an adapter, a draft model or Medusa heads where they are named
+Writes   nothing
+Resumes  nothing
+Fails    2 unknown backend or options that do not go together, 3 no tokenizer or prompts that cannot be read,
+         4 a text differs from the reference, 6 a package that a source of prompts needs, 7 the artifact is damaged
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from quantflow.artifact.canonical import read_json
+from quantflow.artifact.manifest import MANIFEST_NAME
+from quantflow.errors import GateError, InputError, UsageError
+from quantflow.models.load import load_tokenizer, open_source, skeleton
+from quantflow.models.names import NameMap
+from quantflow.progress import SILENT, Progress
+from quantflow.runtime import rank_processes
+from quantflow.runtime.adapters import Adapted, attach_
+from quantflow.runtime.decoder import Decoder, TransformersDecoder
+from quantflow.runtime.decoding import Beams, Draft, Lookup, Method, Rules, Sampling, generate, load_medusa
+from quantflow.runtime.decoding.text import TextStream, continuation, stop_at, word_ids
+from quantflow.runtime.load import Loaded, load
+from quantflow.runtime.offload import load_offloaded
+from quantflow.runtime.prompt_files import Prompt, encode, read_prompts, shown
+from quantflow.runtime.tensor_parallel import Wire
+from quantflow.runtime.timed_decoder import Timed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is continued, and how; the defaults take the most likely token each time.
+
+    Attributes:
+        prompts: given one by one.
+        source: a file, folder or hub name with more of them (`quantflow.runtime.prompt_files.read_prompts`), by `column`,
+        `limit` of them. chat: texts are the user's messages of a chat.
+        max_input_tokens: of each prompt the first so many; None keeps all.
+        batch_size: prompts that are continued together.
+        method: beams, contrastive search, lookup; None: one token after the other, or what the next two name.
+        draft, draft_tokens: folder of an artifact or a model that proposes so many tokens at a time.
+        medusa: folder of Medusa heads.
+        rules: penalties and lengths; `bad_words` and `force_words` are put in as tokens.
+        stop: texts end with any of these.
+        ignore_eos: texts do not end with an end token.
+        returned: texts per prompt.
+        adapter: folder of a LoRA adapter; with `merge` in the weights that are not quantized.
+        reference: a JSON file, prompt -> text, that the texts must equal.
+        decoder: `lean` or `transformers`, or `auto` for the first where it can.
+        kv_cache: of the lean decoder: float32, bfloat16, float8, int8, or `auto` for the dtype.
+        pack: keep the weights beside the artifact as the lean decoder holds them, and load them from there.
+        disk_offload: leave the weights on disk and read them for every token; the same tokens with little memory.
+        device: where the model runs.
+        ranks: processes that share the model, each with a part of every matrix.
+        arguments: the command line after `quantflow`, which these get again.
+    """
+
+    artifact: Path
+    prompts: tuple[str, ...] = ()
+    source: str | None = None
+    column: str | None = None
+    limit: int | None = None
+    chat: bool = False
+    max_input_tokens: int | None = None
+    batch_size: int = 1
+    max_new_tokens: int = 64
+    sampling: Sampling | None = None
+    method: Method | None = None
+    draft: Path | None = None
+    draft_tokens: int = 5
+    medusa: Path | None = None
+    rules: Rules = field(default_factory=Rules)
+    bad_words: tuple[str, ...] = ()
+    force_words: tuple[str, ...] = ()
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    returned: int = 1
+    adapter: Path | None = None
+    merge: bool = False
+    reference: Path | None = None
+    backend: str = "auto"
+    dtype: str = "float32"
+    decoder: str = "auto"
+    kv_cache: str = "auto"
+    pack: bool = False
+    disk_offload: bool = False
+    device: str = "cpu"
+    ranks: int = 1
+    arguments: tuple[str, ...] = ()
+
+
+def run(job: Job, stream: Callable[[str], None], progress: Progress | None = None) -> dict[str, Any] | None:
+    """Generate; the text of a single sequence is handed to `stream` piece by piece, its prompt first.
+
+    Returns:
+        `outputs`, one per text: prompt, text, tokens; `timing`; `decoder`, its name and why no faster one; `ranks`; `adapter`,
+        how many linears it went into and beside; and `differing`, the prompts whose texts are not those of the reference.
+        None where another process has the result: rank 0 of several.
+    """
+    _check(job)
+    without = {"the transformers decoder": job.decoder == "transformers", f"device {job.device}": job.device != "cpu"}
+    without |= {"an adapter": job.adapter is not None, "disk_offload": job.disk_offload}
+    world = rank_processes.world_of("generate", job.ranks, without=without)
+    telling = SILENT if progress is None else progress
+    if rank_processes.starts(world):
+        options: Any = {"backend": job.backend, "dtype": getattr(torch, job.dtype), "arguments": job.arguments}
+        rank_processes.start(job.artifact, verb="generate", world=world, progress=telling, **options)
+        return None
+    with rank_processes.joined("generate", world) as wire:
+        prompts: list[Prompt] = list(job.prompts)
+        if job.source is not None and (wire is None or wire.rank == 0):
+            prompts += read_prompts(job.source, column=job.column, limit=job.limit)
+        expected = _reference(job.reference)
+        loaded, adapted = _open(job, wire)
+        result = rank_processes.drive(loaded, wire, lambda led: _continue(job, led, prompts, stream, telling))
+    if result is None:
+        return None
+    return {
+        **result,
+        "ranks": world,
+        "adapter": None if adapted is None else {"merged": len(adapted.merged), "beside": len(adapted.beside)},
+        "differing": [
+            o["prompt"] for o in result["outputs"] if expected is not None and expected.get(o["prompt"]) != o["text"]
+        ],
+    }
+
+
+def _continue(
+    job: Job, loaded: Loaded, prompts: Sequence[Prompt], stream: Callable[[str], None], progress: Progress
+) -> dict[str, Any]:
+    """Return the outputs, how long they took, and what decoded."""
+    tokenizer = loaded.tokenizer or load_tokenizer(job.artifact)
+    rows = encode(prompts, tokenizer, limit=job.max_input_tokens, chat=job.chat)
+    method, options = _method(job, tokenizer), _options(job, loaded, tokenizer)
+    decoder = Timed(loaded.decoder)
+    batches = [range(i, min(i + job.batch_size, len(rows))) for i in range(0, len(rows), job.batch_size)]
+    alone = len(rows) * job.returned == 1 and not isinstance(method, Beams)
+    outputs: list[dict[str, Any]] = []
+    begin = time.perf_counter()
+    telling = progress if len(batches) > 1 else SILENT
+    for batch in telling.steps(batches, stage="generate", unit="batch"):
+        ids, padding = _left_padded([rows[i] for i in batch], pad=options["pad_token_id"] or 0, device=job.device)
+        told = _Spoken(tokenizer, shown(prompts[0]), rows[0], stream) if alone else None
+        tell = None if told is None else told.put
+        found = generate(decoder, ids, padding=padding, method=method, stream=tell, **options)
+        if told is not None:
+            told.end()
+        for i, row in zip((i for i in batch for _ in range(job.returned)), found[:, ids.shape[1] :].tolist(), strict=True):
+            tokens = _own(row, options["eos_token_id"], options["stop"])
+            text = continuation(tokenizer, rows[i], tokens)
+            outputs.append({"prompt": shown(prompts[i]), "text": text, "tokens": tokens})
+    seconds, count = time.perf_counter() - begin, sum(len(output["tokens"]) for output in outputs)
+    return {
+        "outputs": outputs,
+        "timing": {"seconds": seconds, "tokens": count, "tokens_per_second": count / seconds, **decoder.summary()},
+        "decoder": {"name": loaded.name, "reasons": list(loaded.reasons)},
+    }
+
+
+def raise_for_difference(result: dict[str, Any]) -> None:
+    """Fail where a text is not the reference's.
+
+    Raises:
+        GateError: naming how many, and the first prompt.
+    """
+    differing = result["differing"]
+    if differing:
+        told = f"reference: {len(differing)} of {len(result['outputs'])} texts differ, the first after {differing[0]!r}"
+        raise GateError(told, "compare the texts, or write a new reference if they are right")
+
+
+def _check(job: Job) -> None:
+    """Refuse options that do not go together.
+
+    Raises:
+        UsageError: naming them.
+    """
+    if job.disk_offload and job.device != "cpu":
+        raise UsageError(f"generate: disk_offload on device {job.device}", "leave one of them out")
+    if not job.prompts and job.source is None:
+        raise UsageError("generate: no prompt", "give --prompt, or --prompts FILE")
+    if job.batch_size < 1:
+        raise UsageError(f"batch_size={job.batch_size}", "use 1 or more")
+    methods = [name for name in ("method", "draft", "medusa") if getattr(job, name) is not None]
+    if len(methods) > 1:
+        raise UsageError(f"generate: {' and '.join(methods)} together", "choose one way to generate")
+    if job.force_words and not isinstance(job.method, Beams):
+        raise UsageError("generate: force_words without beams", "give --num-beams, such as 4")
+    if job.merge and job.adapter is None:
+        raise UsageError("generate: merge without an adapter", "give --adapter")
+
+
+def _open(job: Job, wire: Wire | None) -> tuple[Loaded, Adapted | None]:
+    """Return what decodes, and what became of the adapter; an adapter and weights on disk go with transformers' modules."""
+    dtype: torch.dtype = getattr(torch, job.dtype)
+    crops = job.draft is not None or job.medusa is not None or isinstance(job.method, Lookup)
+    options: Any = {"backend": job.backend, "dtype": dtype, "crops": crops}
+    special = [name for name in ("disk_offload", "adapter") if getattr(job, name)]
+    if not special:
+        options |= {"decoder": job.decoder, "kv_cache": job.kv_cache, "pack": job.pack, "device": job.device}
+        return load(job.artifact, wire=wire, **options), None
+    if job.decoder == "lean" or job.kv_cache != "auto" or job.pack:
+        told = f"generate: {special[0]} with decoder {job.decoder}, kv_cache {job.kv_cache}, pack {job.pack}"
+        raise UsageError(told, "leave them out: it runs in transformers' modules with their cache")
+    loaded = load_offloaded(job.artifact, **options) if job.disk_offload else load(job.artifact, device=job.device, **options)
+    if job.adapter is None:
+        return loaded, None
+    assert loaded.model is not None  # these are transformers' modules
+    adapted = attach_(loaded.model, job.adapter, merge=job.merge)
+    return replace(loaded, reasons=(f"the lean decoder is not used: {special[0]} was asked for",)), adapted
+
+
+def _method(job: Job, tokenizer: PreTrainedTokenizerBase) -> Method | None:
+    """Return the way to generate, with what it needs loaded."""
+    if job.medusa is not None:
+        return load_medusa(job.medusa, device=job.device)
+    if job.draft is not None:
+        return Draft(decoder=_draft(job.draft, job), tokens=job.draft_tokens)
+    if isinstance(job.method, Beams) and job.force_words:
+        return replace(job.method, force_words=word_ids(tokenizer, job.force_words, before=(" ",)))
+    return job.method
+
+
+def _draft(folder: Path, job: Job) -> Decoder:
+    """Return what decodes with a folder, which is an artifact or a checkpoint."""
+    dtype: torch.dtype = getattr(torch, job.dtype)
+    if (folder / MANIFEST_NAME).exists():
+        return load(folder, decoder="auto", backend=job.backend, dtype=dtype, device=job.device, crops=True).decoder
+    source = open_source(folder)
+    model = skeleton(source.config)
+    source.fill_(model, NameMap(model).bind(source.names).to_source, dtype=dtype)
+    return TransformersDecoder(model.to(job.device), device=job.device, crops=True)
+
+
+def _options(job: Job, loaded: Loaded, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Return what `quantflow.runtime.decoding.generate` is told beside the prompts and the method."""
+    ends = () if job.ignore_eos else loaded.eos_token_ids
+    return {
+        "max_new_tokens": job.max_new_tokens,
+        "sampling": job.sampling,
+        "rules": replace(job.rules, bad_words=word_ids(tokenizer, job.bad_words, before=("", " "))),
+        "returned": job.returned,
+        "eos_token_id": ends,
+        "pad_token_id": tokenizer.pad_token_id,
+        "stop": stop_at(tokenizer, job.stop) if job.stop else None,
+    }
+
+
+def _reference(path: Path | None) -> dict[str, Any] | None:
+    if path is None:
+        return None
+    expected = read_json(path)
+    if not isinstance(expected, dict):
+        raise InputError(f"{path}: {type(expected).__name__}, a table of prompt and text is needed", "write one")
+    return expected
+
+
+def _left_padded(rows: Sequence[list[int]], *, pad: int, device: str) -> tuple[Tensor, Tensor]:
+    """Return ids [B, S] and how many tokens of each row are padding, [B]."""
+    longest = max(map(len, rows))
+    ids = torch.tensor([[pad] * (longest - len(row)) + row for row in rows], device=device)
+    return ids, torch.tensor([longest - len(row) for row in rows], device=device)
+
+
+class _Spoken:
+    """The text of a single sequence on its way out; the prompt goes with the first piece, so not before there is one."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, prompt: str, tokens: Sequence[int], stream: Callable[[str], None]
+    ) -> None:
+        self._prompt, self._stream = prompt, stream
+        self._text = TextStream(tokenizer, tokens, tell=self._tell)
+        self.put = self._text.put
+
+    def end(self) -> None:
+        self._text.end()
+        if self._prompt:
+            self._tell("")
+
+    def _tell(self, piece: str) -> None:
+        self._stream(self._prompt + piece)
+        self._prompt = ""
+
+
+def _own(tokens: list[int], ends: Sequence[int], stop: Callable[[Sequence[int]], bool] | None) -> list[int]:
+    """Return the tokens up to the end of the text; what follows fills the batch."""
+    for count in range(1, len(tokens) + 1):
+        if tokens[count - 1] in ends or (stop is not None and stop(tokens[:count])):
+            return tokens[:count]
+    return tokens

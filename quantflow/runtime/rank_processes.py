@@ -1,0 +1,155 @@
+"""`generate` and `bench` over several processes that share a model: torchrun starts them, and rank 0 alone speaks.
+
+What cannot be shared is refused before anything is started. Rank 0 reads the prompts, drives the others
+(quantflow.runtime.leader) and writes to the same stdout as the process that started it. A rank that ends takes the others
+with it, and is named.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, distributed
+
+from quantflow.distributed.launch import die_with_parent, launch, launched_rank
+from quantflow.distributed.team import Team, connected, together
+from quantflow.errors import UnsupportedError, UsageError
+from quantflow.progress import Progress
+from quantflow.runtime import lean
+from quantflow.runtime.artifact import open_artifact
+from quantflow.runtime.decoder import HiddenDecoder
+from quantflow.runtime.leader import Leader, follow
+from quantflow.runtime.load import Loaded
+from quantflow.runtime.shared_memory import nearest
+from quantflow.runtime.tensor_parallel import Wire, spans_of
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gloo:
+    """A `Wire` over torch's process group.
+
+    Attributes:
+        verb: what runs, for messages.
+        team: this process's place, and the group.
+    """
+
+    verb: str
+    team: Team
+
+    @property
+    def rank(self) -> int:
+        """Of this process."""
+        return self.team.rank
+
+    @property
+    def world(self) -> int:
+        """How many there are."""
+        return self.team.world
+
+    def gather(self, part: Tensor) -> Tensor:
+        """See `Wire.gather`."""
+        found = part.new_empty(self.world, *part.shape)
+        with connected(self.verb):
+            distributed.all_gather(list(found.unbind()), part, group=self.team.group)
+        return found
+
+    def broadcast(self, numbers: Tensor) -> None:
+        """See `Wire.broadcast`."""
+        with connected(self.verb):
+            distributed.broadcast(numbers, 0, group=self.team.group)
+
+
+def world_of(verb: str, ranks: int, *, without: Mapping[str, bool]) -> int:
+    """Return how many processes share the model: as many as were asked for, or as torchrun started.
+
+    Args:
+        verb: for messages.
+        ranks: asked for.
+        without: what several processes do not have -> whether it was asked for.
+
+    Raises:
+        UsageError: a number that is none, or not torchrun's; several processes with one of `without`.
+    """
+    launched = launched_rank()
+    if ranks < 1:
+        raise UsageError(f"{verb}: ranks={ranks}", "use 1 or more")
+    if launched is not None and ranks not in (1, launched[1]):
+        raise UsageError(f"{verb}: ranks={ranks}, torchrun started {launched[1]}", "leave --ranks out under torchrun")
+    world = ranks if launched is None else launched[1]
+    given = [name for name, asked in without.items() if asked]
+    if world > 1 and given:
+        raise UsageError(
+            f"{verb}: {world} ranks with {given[0]}", "leave one of them out: ranks share the lean decoder, on cpu"
+        )
+    return world
+
+
+def starts(world: int) -> bool:
+    """Return whether this process is to start the ranks, and is none of them."""
+    return world > 1 and launched_rank() is None
+
+
+def start(
+    artifact: Path, *, verb: str, world: int, backend: str, dtype: torch.dtype, arguments: tuple[str, ...], progress: Progress
+) -> None:
+    """Run the same command line in every rank, after what each would stumble over was looked for in the headers.
+
+    Args:
+        artifact: its folder.
+        verb: for messages.
+        world: how many ranks.
+        backend: as for `open_artifact`.
+        dtype: as for `open_artifact`.
+        arguments: what stands after `quantflow`.
+        progress: tells what the ranks tell.
+
+    Raises:
+        UnsupportedError: an artifact that the lean decoder does not run.
+        UsageError: one that cannot be cut so.
+        QuantflowError: a rank failed.
+    """
+    opened = open_artifact(artifact, backend=backend, dtype=dtype, verify=False)
+    reason = lean.why_not(opened)
+    if reason is not None:
+        raise UnsupportedError(f"{verb}: {world} ranks share the lean decoder: {reason}", "leave --ranks out")
+    spans_of(opened, world)
+    threads = max(1, torch.get_num_threads() // world)
+    launch(arguments, ranks=world, progress=progress, speaks=True, threads=threads, again="run the same command again")
+
+
+@contextmanager
+def joined(verb: str, world: int) -> Iterator[Wire | None]:
+    """Yield the wire to the other ranks that torchrun started; None for a process of its own."""
+    launched = launched_rank()
+    if launched is None or world == 1:
+        yield None
+        return
+    die_with_parent()
+    with together(rank=launched[0], world=world) as team:
+        yield nearest(verb, Gloo(verb=verb, team=team))
+
+
+def drive(loaded: Loaded, wire: Wire | None, work: Callable[[Loaded], Result]) -> Result | None:
+    """Return what `work` makes of what decodes, on rank 0 or alone; on the others None, when rank 0 is done.
+
+    Args:
+        loaded: with this rank's part of the decoder.
+        wire: from `joined`.
+        work: begins, forwards, keeps and crops at will.
+    """
+    if wire is None:
+        return work(loaded)
+    decoder: Any = loaded.decoder
+    assert isinstance(decoder, HiddenDecoder)  # the lean one
+    if wire.rank:
+        follow(decoder, wire)
+        return None
+    leader = Leader(decoder, wire)
+    result = work(replace(loaded, decoder=leader))
+    leader.end()
+    return result

@@ -1,0 +1,23 @@
+"""Recipes, gates and QUANT_CONFIG presets that are shipped with the package, found by their names."""
+
+from pathlib import Path
+
+from quantflow import configs
+from quantflow.errors import UsageError, nearest
+
+SHIPPED = Path(configs.__file__).parent
+
+
+def find_config(kind: str, name: str) -> Path:
+    """Return the file that `name` stands for: a path, or a shipped file configs/<kind>/<name>.yaml.
+
+    Raises:
+        UsageError: neither exists.
+    """
+    if Path(name).is_file():
+        return Path(name)
+    shipped = SHIPPED / kind
+    names = sorted(path.stem for path in shipped.glob("*.yaml"))
+    if name in names:
+        return shipped / f"{name}.yaml"
+    raise UsageError(f"{kind}: no file {name!r} and no shipped one of that name", nearest(name, names))

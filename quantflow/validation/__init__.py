@@ -1,0 +1,1 @@
+"""An artifact compared with its source: scores, gates, and the report."""

@@ -1,0 +1,133 @@
+"""Gates: thresholds as data, and the verdict that statistics allow.
+
+Each metric has a point value and a one-sided 95 % bound on either side (quantflow.evaluation.bootstrap). A gate passes when
+every metric's bound on the bad side is inside its threshold, fails when any metric's bound on the good side is outside,
+and is inconclusive otherwise: more tokens would decide.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from quantflow.artifact.canonical import file_digest
+from quantflow.errors import UsageError, nearest
+from quantflow.planning.recipe import read_yaml
+from quantflow.shipped import SHIPPED, find_config
+
+METRICS = {"ppl_ratio": "<=", "mean_kld": "<=", "kld_p999": "<=", "top1_agreement": ">="}
+KEYS = ("schemes", "algorithms", "thresholds", "ppl_ratio_below_3e9_parameters", "lower_top1_by_noise", "note")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gate:
+    """Thresholds by metric; `note` is what a reader of the report should know about them."""
+
+    name: str
+    thresholds: Mapping[str, float]
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What a gate decided, and per metric the bound that decided it."""
+
+    outcome: str
+    reasons: tuple[str, ...]
+
+
+def load_gate(name: str, *, scheme: str, algorithm: str, parameters: int, noise_top1: float) -> Gate:
+    """Return the gate for an artifact.
+
+    Args:
+        name: `auto` (the shipped gate whose schemes and algorithms fit), `demo` (auto, with top-1 lowered by the model's own
+            disagreement between bf16 and fp32), another shipped name, or a file.
+        scheme: what the artifact was made with.
+        algorithm: likewise.
+        parameters: of the model; small models are allowed a larger perplexity ratio.
+        noise_top1: top-1 agreement of the baseline with itself in bf16.
+
+    Raises:
+        UsageError: the gate does not exist, has unknown keys, or none fits the scheme.
+    """
+    demo = read_yaml(find_config("gates", name)) if name != "auto" else {}
+    _check_keys(name, demo)
+    if name != "auto" and not {"thresholds", "lower_top1_by_noise"} & demo.keys():
+        raise UsageError(f"gate {name}: no thresholds", "give all four metrics")
+    gate = _gate(name, demo, parameters) if "thresholds" in demo else _fitting(scheme, algorithm, parameters)
+    if demo.get("lower_top1_by_noise"):
+        floor = gate.thresholds["top1_agreement"] - (1 - noise_top1)
+        note = (
+            f"demo gate: as {gate.name}, but top-1 lowered from {gate.thresholds['top1_agreement']:.4f} to {floor:.4f}, "
+            f"by the {1 - noise_top1:.4f} in which this model in bf16 disagrees with itself in fp32"
+        )
+        gate = replace(gate, name=f"demo ({gate.name})", thresholds={**gate.thresholds, "top1_agreement": floor}, note=note)
+    return gate
+
+
+def gate_files(name: str) -> dict[str, str]:
+    """Return the hash of every file that `load_gate` may read for this name: another threshold is another verdict.
+
+    Raises:
+        UsageError: the gate does not exist.
+    """
+    paths = {path.stem: path for path in (SHIPPED / "gates").glob("*.yaml")}
+    if name != "auto":
+        paths[name] = find_config("gates", name)
+    return {key: file_digest(path) for key, path in sorted(paths.items())}
+
+
+def judge(gate: Gate, bounds: Mapping[str, tuple[float, float]]) -> Verdict:
+    """Return the verdict.
+
+    Args:
+        gate: the thresholds.
+        bounds: metric -> (lower, upper) one-sided 95 % bounds.
+    """
+    failed, undecided = [], []
+    for metric, threshold in gate.thresholds.items():
+        lower, upper = bounds[metric]
+        good, bad = (lower, upper) if METRICS[metric] == "<=" else (upper, lower)
+        sign = 1.0 if METRICS[metric] == "<=" else -1.0
+        if not sign * good <= sign * threshold:
+            failed.append(f"{metric}: 95 % bound {good:.5g} is outside {METRICS[metric]} {threshold:.5g}")
+        elif not sign * bad <= sign * threshold:
+            undecided.append(f"{metric}: bounds {lower:.5g} to {upper:.5g} straddle {threshold:.5g}")
+    outcome = "fail" if failed else "inconclusive" if undecided else "pass"
+    return Verdict(outcome=outcome, reasons=tuple(failed or undecided))
+
+
+def _fitting(scheme: str, algorithm: str, parameters: int) -> Gate:
+    for path in sorted((SHIPPED / "gates").glob("*.yaml")):
+        data = read_yaml(path)
+        if scheme in data.get("schemes", ()) and algorithm in data.get("algorithms", (algorithm,)):
+            return _gate(path.stem, data, parameters)
+    raise UsageError(f"gate auto: no shipped gate for scheme {scheme} with {algorithm}", "name a gate or a gate file")
+
+
+def _gate(name: str, data: Mapping[str, Any], parameters: int) -> Gate:
+    _check_keys(name, data)
+    if not isinstance(data["thresholds"], Mapping):
+        raise UsageError(f"gate {name}: thresholds: {data['thresholds']!r} is not a mapping", "give all four metrics")
+    thresholds = dict(data["thresholds"])
+    _check_metrics(name, list(thresholds))
+    if parameters < 3_000_000_000:
+        thresholds["ppl_ratio"] = data.get("ppl_ratio_below_3e9_parameters", thresholds["ppl_ratio"])
+    for metric, value in thresholds.items():
+        if not isinstance(value, float | int) or isinstance(value, bool):
+            raise UsageError(f"gate {name}: {metric}: {value!r} is not a number", "give a number")
+    return Gate(name=name, thresholds=thresholds, note=str(data.get("note", "")))
+
+
+def _check_keys(name: str, data: Mapping[str, Any]) -> None:
+    for key in data:
+        if key not in KEYS:
+            raise UsageError(f"gate {name}: unknown key {key!r}", nearest(str(key), KEYS))
+
+
+def _check_metrics(name: str, metrics: Sequence[str]) -> None:
+    for metric in metrics:
+        if metric not in METRICS:
+            raise UsageError(f"gate {name}: unknown metric {metric!r}", nearest(str(metric), list(METRICS)))
+    for metric in METRICS:
+        if metric not in metrics:
+            raise UsageError(f"gate {name}: metric {metric!r} has no threshold", "give all four")

@@ -1,0 +1,302 @@
+"""Stage 5, validate: compare an artifact with the model it was made from, and let a gate decide.
+
+Reads    the artifact, the source model, an evaluation text
+Writes   <report>/validation.json and report.html, naming the artifact's digest; nothing into the artifact
+Resumes  a validation of the same artifact, text and protocol is left alone; one that was stopped goes on with its layer
+Fails    3 unusable text, or text that was calibrated on; 4 the gate failed, was inconclusive, or passed where a failure
+         was expected; 7 the artifact is damaged
+
+Layer by layer: memory holds one layer of one model, then the heads, whatever the models' size
+(quantflow/evaluation/layerwise.py). Protocol: float32, the artifact on the reference backend, its cache rounded, windows of
+one length, KL over all the vocabulary. The noise floor is the baseline in bf16 against itself in float32.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantflow import process_memory
+from quantflow.artifact import disk, stage_folder
+from quantflow.artifact.canonical import canonical_json, digest_of, file_digest, read_json
+from quantflow.artifact.checkpoint import open_checkpoint
+from quantflow.artifact.digests import Digests
+from quantflow.artifact.manifest import read_manifest
+from quantflow.calibration.text import hash_sequences, read_documents
+from quantflow.core.determinism import single_threaded, tools
+from quantflow.core.parallel import Workers
+from quantflow.errors import GateError, InputError, UsageError
+from quantflow.evaluation.bootstrap import bootstrap
+from quantflow.evaluation.divergence import Comparison
+from quantflow.evaluation.layerwise import BASELINE, Comparing
+from quantflow.evaluation.windows import evaluation_sequences
+from quantflow.exporting.canary import rounder
+from quantflow.models import layer_store
+from quantflow.models.capture import LayerStream
+from quantflow.models.graph import graph_for
+from quantflow.models.identity import CANARY_TOKENS, tensor_hash
+from quantflow.models.load import Source, load_tokenizer, open_source, skeleton
+from quantflow.models.source import fingerprint
+from quantflow.planning.finished_plan import head_from, kv_words_of
+from quantflow.planning.recipe import Resources, Validate
+from quantflow.planning.resources import allow_validate, compare
+from quantflow.planning.sizes import model_size
+from quantflow.progress import Progress
+from quantflow.runtime.artifact import open_artifact
+from quantflow.validation.gate import Gate, gate_files, judge, load_gate
+from quantflow.validation.report import Row, parts_of, write_report
+
+VERSION = 2
+RESAMPLES = 2000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One artifact to be judged.
+
+    Attributes:
+        report: the folder of validation.json and report.html.
+        noise: a file that keeps the noise floor, which is the same for every artifact of a model; None keeps none.
+        expect: `fail` when a failing gate is the expected outcome.
+        replace: redo a finished validation that was made from other inputs, instead of refusing.
+    """
+
+    artifact: Path
+    baseline: Path
+    report: Path
+    options: Validate
+    expect: str = "pass"
+    noise: Path | None = None
+    seed: int = 0
+    replace: bool = False
+    resources: Resources = Resources()
+
+
+def run(job: Job, progress: Progress) -> dict[str, Any]:
+    """Validate and return the content of validation.json; `raise_for_verdict` turns it into an exit code."""
+    manifest = read_manifest(job.artifact)
+    source = open_source(job.baseline)
+    digests = Digests()
+    _refuse_other_baseline(job, manifest, source, digests)
+    inputs = _inputs(job, manifest, source, digests)
+    with stage_folder.locked(job.report), single_threaded(), torch.no_grad():
+        if stage_folder.is_up_to_date(job.report, inputs):
+            disk.remove_tree(layer_store.scratch(job.report))
+            progress.say(f"validate {job.artifact.name}: up to date")
+            result: dict[str, Any] = read_json(job.report / "validation.json")
+            return result
+        stage_folder.refuse_other_result(job.report, inputs, force=job.replace, parts=("validation.json", "report.html"))
+        result = _validate(job, manifest, source, inputs, progress)
+        with stage_folder.publish(job.report, stage="validate", inputs=inputs) as folder:
+            disk.write_file(folder / "validation.json", json.dumps(result, indent=1, sort_keys=True).encode())
+            write_report(folder / "report.html", [Row(result=result, layers=parts_of(manifest))])
+        disk.remove_tree(layer_store.scratch(job.report))
+    return result
+
+
+def raise_for_verdict(result: Mapping[str, Any], *, allow_inconclusive: bool) -> None:
+    """Do nothing when the outcome is the expected one.
+
+    Raises:
+        GateError: the gate failed, could not decide, or passed although a failure was expected.
+    """
+    outcome, expected, name = result["outcome"], result["expect"], result["artifact"]
+    if outcome == expected or (outcome == "inconclusive" and allow_inconclusive):
+        return
+    if outcome == "inconclusive":
+        raise GateError(f"{name}: inconclusive: {'; '.join(result['reasons'])}", "give more --tokens, or --allow-inconclusive")
+    if outcome == "pass":
+        raise GateError(f"{name}: passes gate {result['gate']['name']}, a failure was expected", "drop `expect: fail`")
+    raise GateError(
+        f"{name}: fails gate {result['gate']['name']}: {'; '.join(result['reasons'])}",
+        "use a finer scheme, another algorithm or more calibration text",
+    )
+
+
+def _refuse_other_baseline(job: Job, manifest: Mapping[str, Any], source: Source, digests: Digests) -> None:
+    """Refuse to compare an artifact with a model that it was not made from.
+
+    Raises:
+        InputError: a weight file of the baseline is not one that the manifest names.
+    """
+    known = set(manifest["source"]["files"].values())
+    shards = [source.checkpoint.folder / name for name in source.checkpoint.shards]
+    with Workers(process_memory.usable_cores()) as workers:
+        found = digests.of_all(shards, map_all=workers.map)
+    for path, digest in found.items():
+        if digest not in known:
+            raise InputError(
+                f"{path}: has sha256 {digest[:16]}, the artifact was made from other weights",
+                f"give the model {manifest['source']['name']!r} that was quantized as --baseline",
+            )
+
+
+def _inputs(job: Job, manifest: Mapping[str, Any], source: Source, digests: Digests) -> dict[str, Any]:
+    if job.options.text is None:
+        raise UsageError("validate: no evaluation text", "give --text FILE or the recipe's validate.text")
+    options = {**asdict(job.options), "text": file_digest(Path(job.options.text))}
+    return {
+        "artifact": manifest["digest"],
+        "baseline": fingerprint(source.checkpoint, digests),
+        "options": options,
+        "gate": gate_files(job.options.gate),
+        "expect": job.expect,
+        "seed": job.seed,
+        "version": VERSION,
+        "tools": tools(),
+    }
+
+
+def _validate(
+    job: Job, manifest: Mapping[str, Any], source: Source, inputs: Mapping[str, Any], progress: Progress
+) -> dict[str, Any]:
+    sequences = _sequences(job, manifest)
+    protocol = _protocol(job, sequences)
+    noise_key = digest_of([protocol, inputs["baseline"], tools()])
+    floor = _kept_noise(job.noise, noise_key)
+    compared = _compared(job, source, inputs, sequences, with_noise=floor is None, progress=progress)
+    candidate = compared["candidate"]
+    metrics = _bounds(candidate, job.seed)
+    if floor is None:
+        floor = _bounds(compared["noise"], job.seed)
+        if job.noise is not None:
+            disk.write_atomic(job.noise, canonical_json({"key": noise_key, "floor": floor}))
+    recipe = manifest["recipe"]
+    gate = load_gate(
+        job.options.gate,
+        scheme=recipe["scheme"],
+        algorithm=recipe["resolved"]["algorithm"],
+        parameters=sum(parameter.numel() for parameter in skeleton(source.config).parameters()),
+        noise_top1=floor["top1_agreement"]["value"],
+    )
+    verdict = judge(gate, {name: (bound["lower"], bound["upper"]) for name, bound in metrics.items()})
+    return {
+        "artifact": recipe["name"],
+        "digest": manifest["digest"],
+        "scheme": recipe["scheme"],
+        "kv_cache": kv_words_of(recipe["resolved"]),
+        "algorithm": recipe["resolved"]["algorithm"] + (" + tune" if "tune" in recipe["resolved"] else ""),
+        "transforms": recipe["resolved"]["transforms"],
+        "model": manifest["source"]["name"],
+        "size": sum(entry["bytes"] for entry in manifest["files"].values()),
+        "bits_per_weight": bits_per_weight(job.artifact, manifest),
+        "perplexity": {"baseline": _perplexity(candidate.nll_baseline), "candidate": _perplexity(candidate.nll_candidate)},
+        "metrics": metrics,
+        "noise_floor": floor,
+        "gate": _gate_json(gate),
+        "outcome": verdict.outcome,
+        "reasons": list(verdict.reasons),
+        "expect": job.expect,
+        "allow_inconclusive": job.options.allow_inconclusive,
+        "protocol": protocol,
+    }
+
+
+def _bounds(comparison: Comparison, seed: int) -> dict[str, dict[str, float]]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: asdict(bound) for name, bound in bootstrap(comparison, generator=generator, resamples=RESAMPLES).items()}
+
+
+def _kept_noise(path: Path | None, key: str) -> dict[str, dict[str, float]] | None:
+    """Return the noise floor that an earlier validation of the same model, text and protocol kept."""
+    if path is None or not path.is_file():
+        return None
+    record = read_json(path)
+    floor: dict[str, dict[str, float]] | None = record["floor"] if record.get("key") == key else None
+    return floor
+
+
+def _sequences(job: Job, manifest: Mapping[str, Any]) -> list[Tensor]:
+    """Return the evaluation windows.
+
+    Raises:
+        InputError: one of them begins like a calibration sequence.
+    """
+    documents = read_documents(Path(str(job.options.text)), load_tokenizer(job.baseline))
+    tokens, length = job.options.tokens, job.options.sequence_length
+    sequences = evaluation_sequences(documents, tokens=tokens, sequence_length=length)
+    if manifest["measurement"] is None:
+        return sequences
+    head = min(CANARY_TOKENS, manifest["measurement"]["calibration"]["sequence_length"])
+    calibrated = set(manifest["measurement"]["sequence_heads"])
+    longer = evaluation_sequences(documents, tokens=tokens, sequence_length=max(length, head))  # short windows hold no head
+    for sequence in (*sequences, *longer):
+        if tensor_hash(sequence[:head]) in calibrated:
+            raise InputError(
+                f"{job.options.text}: a document or window begins with the {head} tokens of a calibration sequence",
+                "evaluate on text that the artifact was not calibrated on",
+            )
+    return sequences
+
+
+def _compared(
+    job: Job,
+    source: Source,
+    inputs: Mapping[str, Any],
+    sequences: Sequence[Tensor],
+    *,
+    with_noise: bool,
+    progress: Progress,
+) -> dict[str, Comparison]:
+    """Return the candidate's comparison with the baseline, and that of the baseline in bf16 where it is not known."""
+    graph = graph_for(source.config)
+    artifact = open_artifact(job.artifact, backend="reference", dtype=torch.float32)
+    candidate = LayerStream(artifact, graph_for(artifact.config), cache=rounder(artifact))
+    streams = {BASELINE: LayerStream(source, graph), "candidate": candidate}
+    if with_noise:
+        streams["noise"] = LayerStream(source, graph, dtype=torch.bfloat16)
+    sizes = model_size(source.checkpoint.infos, source.config, graph)
+    lengths = [len(sequence) for sequence in sequences]
+    head = head_from(artifact.manifest["recipe"]["resolved"])
+    allowance = allow_validate(job.resources, sizes, lengths=lengths, models=len(streams), folder=job.report, head=head)
+    process_memory.reset_peak()
+    compared = Comparing(
+        streams=streams,
+        sequences=sequences,
+        folder=layer_store.scratch(job.report),
+        key=digest_of(inputs),
+        stage=f"validate {job.artifact.name}",
+        progress=progress,
+        workers=allowance.workers,
+    ).scores()
+    progress.note(compare("validate", planned=allowance.peak_bytes, used=process_memory.usage().peak))
+    return compared
+
+
+def bits_per_weight(artifact: Path, manifest: Mapping[str, Any]) -> float:
+    """Return the stored bits, scales and zero points included, per weight of the quantized linears."""
+    bits, weights = 0, 0
+    infos = open_checkpoint(artifact).infos
+    for entry in manifest["ledger"]["tensors"]:
+        # Of an embedding that is copied what else it becomes is the head that was tied to it.
+        made = entry["becomes"] if entry["action"] == "quantized" else [n for n in entry["becomes"] if n != entry["name"]]
+        if made:
+            bits += 8 * sum(infos[name].nbytes for name in made)
+            weights += entry["shape"][0] * entry["shape"][1]
+    return bits / weights
+
+
+def _perplexity(nll: Tensor) -> float:
+    return float(nll.mean().exp())
+
+
+def _gate_json(gate: Gate) -> dict[str, Any]:
+    return {"name": gate.name, "thresholds": dict(sorted(gate.thresholds.items())), "note": gate.note}
+
+
+def _protocol(job: Job, sequences: Sequence[Tensor]) -> dict[str, Any]:
+    protocol = {
+        "windows": len(sequences),
+        "tokens": sum(len(s) for s in sequences),
+        "sequence_length": job.options.sequence_length,
+        "text": hash_sequences(sequences),
+        "dtype": "float32",
+        "bound": "one-sided 95 %",
+        "resamples": RESAMPLES,
+        "seed": job.seed,
+    }
+    return {**protocol, "hash": digest_of(protocol)}

@@ -1,0 +1,91 @@
+"""The log: everything that a run said, with time stamps and resource peaks, in a file beside the output.
+
+It is a convenience: a log that cannot be written is said once on stderr and never ends a run.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from pathlib import Path
+
+from quantflow.process_memory import usage
+from quantflow.units import duration, size
+
+
+class Log:
+    """A file that lines are appended to, made with the first of them; several processes may append to the same one.
+
+    Attributes:
+        begun: something was said; a command that is refused before leaves no file.
+    """
+
+    def __init__(self, path: Path, title: str) -> None:
+        """Touch nothing yet.
+
+        Args:
+            path: beside the output folder, never inside it; made with its parent folders.
+            title: the command, the first line.
+        """
+        self.begun = False
+        self._path, self._title = path, title
+        self._descriptor: int | None = None
+
+    def write(self, text: str) -> None:
+        """Append the lines of a text, each with the local time and its offset; a full disk ends the log, not the run."""
+        try:
+            if not self.begun:
+                self.begun = True
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+                self._append(f"begin: {self._title}")
+            self._append(text)
+        except OSError as error:
+            self.close()
+            told = f"log: {self._path}: {error.strerror or error}; the run goes on without it"
+            print(told, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Let go of the file."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            with suppress(OSError):  # some file systems tell only now that a write failed
+                os.close(descriptor)
+
+    def _append(self, text: str) -> None:
+        if self._descriptor is not None:
+            stamp = datetime.now().astimezone().isoformat(timespec="seconds")
+            content = "".join(f"{stamp} {line}\n" for line in text.splitlines()).encode()
+            while content:
+                content = content[os.write(self._descriptor, content) :]
+
+
+@contextmanager
+def logged(path: Path, title: str) -> Iterator[Log]:
+    """Yield a log that begins with a title and ends with how the block ended and what it took.
+
+    Args:
+        path: of the log.
+        title: the command, in one line.
+    """
+    log, begin, end = Log(path, title), time.monotonic(), "done"
+    try:
+        yield log
+    except BaseException as error:
+        end = f"stopped: {type(error).__name__}: {error}"
+        raise
+    finally:
+        if log.begun:
+            log.write(f"{end}, after {duration(time.monotonic() - begin)}, {peaks()}")
+        log.close()
+
+
+def peaks() -> str:
+    """Return the peak of resident memory, and where the system tells, what of the present one is anonymous and of files."""
+    found = usage()
+    text = f"peak RSS {size(found.peak)}"
+    if found.anonymous:
+        text += f", now {size(found.anonymous)} anonymous and {size(found.file)} of files"
+    return text

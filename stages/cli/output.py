@@ -1,0 +1,203 @@
+"""What every verb shares: options, the recipe under the flags, output, and the exit code of an error."""
+
+import contextlib
+import errno
+import functools
+import itertools
+import json
+import shlex
+import signal
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+
+from quantflow.distributed.launch import speaks
+from quantflow.errors import QuantflowError, UsageError
+from quantflow.stages.cli.environment import bars_wanted
+from quantflow.stages.cli.progress_line import PATIENCE, ProgressLine
+from quantflow.stages.cli.signals import Interrupted, Signals
+
+Command = Callable[..., Any]
+CONTINUES = "the same command continues where this one stopped"
+MORE_MEMORY = "give --max-memory what this machine has, or free some; the same command continues"
+TORCH_OUT_OF_MEMORY = "can't allocate memory"  # torch raises RuntimeError where Python raises MemoryError
+
+
+@dataclass(frozen=True)
+class Invocation:
+    """One command line, which its verb finds in click's context.
+
+    Attributes:
+        arguments: what stands after `quantflow`.
+        signals: SIGINT and SIGTERM while it runs.
+    """
+
+    arguments: tuple[str, ...] = ()
+    signals: Signals = field(default_factory=Signals)
+
+
+def common(command: Command) -> Command:
+    """Add the options that every verb takes."""
+    options = [
+        click.option("--recipe", metavar="FILE", help="Take values from this recipe; flags win over it."),
+        click.option("--set", "settings", metavar="KEY=VALUE", multiple=True, help="Change one value of the recipe."),
+        click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON document."),
+        click.option("--force", is_flag=True, help="Replace a finished result that was made from other inputs."),
+        click.option("--dry-run", is_flag=True, help="Say what would be done and do nothing."),
+        click.option("-q", "--quiet", is_flag=True, help="No progress."),
+        click.option("-v", "--verbose", is_flag=True, help="ProgressLine from the first step on."),
+        click.option("--debug", is_flag=True, help="Show the traceback of an error."),
+    ]
+    return functools.reduce(lambda decorated, option: option(decorated), reversed(options), command)
+
+
+def offline(command: Command) -> Command:
+    """Add the options of the verbs that only read."""
+    options = [
+        click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON document."),
+        click.option("--debug", is_flag=True, help="Show the traceback of an error."),
+    ]
+    return functools.reduce(lambda decorated, option: option(decorated), reversed(options), command)
+
+
+@contextlib.contextmanager
+def reporting(shared: Mapping[str, Any], output: Path) -> Iterator[ProgressLine]:
+    """Yield the progress of a verb that writes `output`: as `common`'s options say, with a log file `<output>.log` beside it.
+
+    A rank has no log: what it says reaches the one of the process that started it. Of ranks that somebody's torchrun started
+    the first keeps one.
+    """
+    given = click.get_current_context().find_object(Invocation) or Invocation()
+    progress = ProgressLine(
+        quiet=shared["quiet"],
+        patience=0.0 if shared["verbose"] else PATIENCE,
+        bars=bars_wanted(),
+        signals=given.signals,
+    )
+    if not speaks():
+        yield progress
+        return
+    path = output.absolute()
+    with progress.logging(path.with_name(f"{path.name}.log"), shlex.join(["quantflow", *given.arguments])) as logging:
+        yield logging
+
+
+def overlay(data: dict[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Put flags that were given (not None) over a recipe's mapping, in place: `calibration.samples` -> value.
+
+    Raises:
+        UsageError: the recipe has something else where a flag needs a mapping.
+    """
+    for path, value in flags.items():
+        if value is None:
+            continue
+        *parents, last = path.split(".")
+        target = data
+        for part in parents:
+            if target.get(part) is None:
+                target[part] = {}
+            target = target[part]
+            if not isinstance(target, dict):
+                raise UsageError(f"recipe.{part}: {target!r} is not a mapping", "write `key: value` lines below it")
+        target[last] = value
+    return data
+
+
+def show(result: Any, *, as_json: bool, text: str) -> None:
+    """Print the result to stdout: the JSON document, or the text."""
+    click.echo(json.dumps(result, indent=1, sort_keys=True, default=str) if as_json else text)
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return rows as aligned text: the first three columns to the left, numbers to the right."""
+    cells = [tuple(columns), *[tuple(row) for row in rows]]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
+    lines = []
+    for row in cells:
+        padded = [text.ljust(w) if i < 3 else text.rjust(w) for i, (text, w) in enumerate(zip(row, widths, strict=True))]
+        lines.append("  ".join(padded).rstrip())
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(lines)
+
+
+def outline(value: Any, indent: str = "") -> str:
+    """Return nested data as indented lines for people; long lists are cut, equal tables in a row are shown once."""
+    if isinstance(value, dict):
+        lines = []
+        for _, run in itertools.groupby(value.items(), key=lambda pair: json.dumps(pair[1], default=str)):
+            keys, items = zip(*run, strict=True)
+            nested = isinstance(items[0], dict | list) and items[0]
+            if nested and len(keys) > 2:  # equal tables in a row, such as the schemes of all linears, are shown once
+                keys, items = (f"{keys[0]} to {keys[-1]} ({len(keys)} alike)",), items[:1]
+            for key, item in zip(keys, items, strict=True):
+                lines.append(f"{indent}{key}:" + (f"\n{outline(item, indent + '  ')}" if nested else f" {item}"))
+        return "\n".join(lines)
+    if isinstance(value, list):
+        shown = [f"{indent}- {outline(item, indent + '  ').lstrip()}" for item in value[:20]]
+        return "\n".join(shown + ([f"{indent}... {len(value) - 20} more"] if len(value) > 20 else []))
+    return f"{indent}{value}"
+
+
+def exit_code(group: click.Group, arguments: Sequence[str]) -> int:
+    """Run a command line and return its exit code; a user's mistake is two lines on stderr, never a traceback.
+
+    The verbs find its `Invocation` in click's context.
+    """
+    debug = "--debug" in arguments
+    invocation = Invocation(tuple(arguments))
+    try:
+        with invocation.signals.installed():
+            group.main(args=list(arguments), prog_name="quantflow", standalone_mode=False, obj=invocation)
+    except QuantflowError as error:
+        return _fail(error.cause, error.remedy, error.exit_code, debug=debug)
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message())
+        return 0
+    except click.ClickException as error:
+        usage = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "quantflow"
+        return _fail(error.format_message().replace("\n", " "), f"see `{usage} --help`", 2, debug=debug)
+    except Interrupted as error:
+        word = "terminated" if error.number == signal.SIGTERM else "interrupted"
+        return _fail(word, CONTINUES, 128 + error.number, debug=debug)
+    except (KeyboardInterrupt, click.Abort):
+        return _fail("interrupted", CONTINUES, 130, debug=debug)
+    except SystemExit:  # click's answer to a reader that closed the pipe: it had what it wanted
+        return 0
+    except OSError as error:
+        return _fail(*_system(error), debug=debug)
+    except MemoryError as error:
+        return _fail(f"out of memory{f': {error}' if str(error) else ''}", MORE_MEMORY, 5, debug=debug)
+    except Exception as error:  # the outermost edge: whatever is left is a defect of quantflow
+        if isinstance(error, RuntimeError) and TORCH_OUT_OF_MEMORY in str(error):
+            return _fail(f"out of memory: {error}", MORE_MEMORY, 5, debug=debug)
+        return _fail(f"a bug in quantflow: {type(error).__name__}: {error}", "report it with --debug", 1, debug=debug)
+    return 0
+
+
+def _system(error: OSError) -> tuple[str, str, int]:
+    """Return the cause, the remedy and the exit code of what the operating system refused."""
+    cause = f"{error.filename or 'file'}: {error.strerror or error}"
+    match error.errno:
+        case errno.ENOSPC | errno.EDQUOT:
+            return cause, "free some space; the same command continues", 5
+        case errno.ENOMEM:
+            return cause, MORE_MEMORY, 5
+        case errno.EIO:
+            return f"{cause}: the disk or file system failed", "check the device; the same command continues", 3
+        case errno.ENOENT | errno.ESTALE:
+            return cause, "bring the file back, or check the path; the same command continues", 3
+        case errno.EROFS:
+            return cause, "choose another -o, or mount the file system writable", 3
+    return cause, "check the path and its permissions", 3
+
+
+def _fail(cause: str, remedy: str, code: int, *, debug: bool) -> int:
+    if debug:
+        traceback.print_exc()
+    click.echo(f"error: {' '.join(cause.splitlines())}", err=True)
+    click.echo(f"  fix: {' '.join(remedy.splitlines())}", err=True)
+    return code
