@@ -31,7 +31,7 @@ from quantflow.validation.report import Row, parts_of, write_report
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class RunJob:
     """One recipe; `arguments` is the command line that torchrun's ranks get for stage 1."""
 
     recipe: Recipe
@@ -39,7 +39,7 @@ class Job:
     folder: Path
 
 
-def run(job: Job, progress: ProgressLine) -> list[dict[str, Any]]:
+def run(job: RunJob, progress: ProgressLine) -> list[dict[str, Any]]:
     """Run every stage and return the validation of each artifact, in the recipe's order."""
     recipe, folder = job.recipe, job.folder
     if not recipe.quantize:
@@ -49,7 +49,7 @@ def run(job: Job, progress: ProgressLine) -> list[dict[str, Any]]:
     results = []
     for entry in recipe.quantize:
         quantized = quantize.run(
-            quantize.Job(
+            quantize.QuantizeJob(
                 model=Path(recipe.model),
                 output=folder / "2-quantize" / entry.name,
                 entry=entry,
@@ -84,7 +84,7 @@ def _check(recipe: Recipe) -> None:
         file_digest(Path(path))
 
 
-def _measure(job: Job, progress: ProgressLine) -> Path:
+def _measure(job: RunJob, progress: ProgressLine) -> Path:
     recipe, folder = job.recipe, job.folder
     stats = recipe.measure.stats
     if stats is None:
@@ -102,7 +102,7 @@ def _measure(job: Job, progress: ProgressLine) -> Path:
     arguments += [f"--max-memory={recipe.resources.max_memory}"] if recipe.resources.max_memory else []
     arguments += ["--disk-offload"] if recipe.resources.disk_offload else []
     measure.run(
-        measure.Job(
+        measure.MeasureJob(
             model=Path(recipe.model),
             output=first,
             calibration=calibration,
@@ -121,7 +121,7 @@ def _measure(job: Job, progress: ProgressLine) -> Path:
     if recipe.measure.ranks == 1:
         return rank_folder(first, 0, 1)
     groups = recipe.unify.groups or ()
-    job_unify = unify.Job(measurement=first, output=folder / "3-unify", groups=groups, replace=True)
+    job_unify = unify.UnifyJob(measurement=first, output=folder / "3-unify", groups=groups, replace=True)
     return unify.run(job_unify, progress)
 
 
@@ -132,9 +132,9 @@ def _fed(recipe: Recipe, stats: Sequence[str]) -> str | None:
     return "all" if any(entry.experts == "all" for entry in recipe.quantize) else None
 
 
-def _validate(job: Job, name: str, expect: str, artifact: Path, progress: ProgressLine) -> dict[str, Any]:
+def _validate(job: RunJob, name: str, expect: str, artifact: Path, progress: ProgressLine) -> dict[str, Any]:
     return validate.run(
-        validate.Job(
+        validate.ValidateJob(
             artifact=artifact,
             baseline=Path(job.recipe.model),
             report=job.folder / "5-validate" / name,

@@ -163,13 +163,13 @@ def smoothed(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     lines = [json.dumps({"input_ids": list(range(start, start + 60))}) for start in range(2, 10)]
     (folder / "ids.jsonl").write_text("\n".join(lines) + "\n")
     calibration = Calibration(source=str(folder / "ids.jsonl"), samples=8, sequence_length=64)
-    measured = measure.run(measure.Job(model=llama, output=folder / "m", calibration=calibration), QUIET)
+    measured = measure.run(measure.MeasureJob(model=llama, output=folder / "m", calibration=calibration), QUIET)
     made = {}
     for scheme, group in (("W4A16_ASYM", 32), ("W8A8", None), ("FP8", None)):
         entry = Quantize(name=scheme.lower().replace("_", "-"), scheme=scheme, algorithm="rtn", group_size=group)
-        job = quantize.Job(model=llama, output=folder / f"{scheme}-q", entry=entry, measurement=measured)
+        job = quantize.QuantizeJob(model=llama, output=folder / f"{scheme}-q", entry=entry, measurement=measured)
         done = quantize.run(job, QUIET)
-        made[scheme] = export.run(export.Job(quantized=done, output=folder / scheme), QUIET)
+        made[scheme] = export.run(export.ExportJob(quantized=done, output=folder / scheme), QUIET)
     return made
 
 

@@ -200,7 +200,7 @@ def mean_kld(
 ) -> dict[str, float]:
     """Return what the example in 4 bits loses by each algorithm, measured as the demo does it, in nats per held-out token."""
     calibration = Calibration(source=str(text), samples=128, sequence_length=512)
-    job = measure.Job(model=EXAMPLE, output=folder / "measured", calibration=calibration, stats=stats)
+    job = measure.MeasureJob(model=EXAMPLE, output=folder / "measured", calibration=calibration, stats=stats)
     measured = measure.run(job, QUIET)
     windows = heldout_tokens(EXAMPLE, 16384).reshape(32, 512)
     baseline = logits_of(load_model(open_source(EXAMPLE), dtype=torch.float32))
@@ -208,8 +208,10 @@ def mean_kld(
     for algorithm in algorithms:
         learned = signround if algorithm == "signround" else None
         entry = Quantize(name=algorithm, scheme="W4A16", algorithm=algorithm, signround=learned)
-        made = quantize.run(quantize.Job(model=EXAMPLE, output=folder / algorithm, entry=entry, measurement=measured), QUIET)
-        artifact = export.run(export.Job(quantized=made, output=folder / f"{algorithm}-artifact"), QUIET)
+        made = quantize.run(
+            quantize.QuantizeJob(model=EXAMPLE, output=folder / algorithm, entry=entry, measurement=measured), QUIET
+        )
+        artifact = export.run(export.ExportJob(quantized=made, output=folder / f"{algorithm}-artifact"), QUIET)
         candidate = logits_of(load(artifact, backend="reference").model)
         comparison = join([score(baseline(window), candidate(window), window) for window in windows])
         found[algorithm] = float(comparison.kld.mean())

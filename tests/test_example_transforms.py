@@ -77,7 +77,7 @@ def measured(folder_of: Callable[[str], Path], tmp_path_factory: pytest.TempPath
             text.write_text("".join(json.dumps({"text": piece}) + "\n" for piece in pieces), encoding="utf-8")
             calibration = Calibration(source=str(text), samples=samples, sequence_length=512)
             output = tmp_path_factory.mktemp("measured") / model
-            job = measure.Job(model=folder_of(model), output=output, calibration=calibration)
+            job = measure.MeasureJob(model=folder_of(model), output=output, calibration=calibration)
             taken[model, samples] = measure.run(job, QUIET)
         return taken[model, samples]
 
@@ -109,7 +109,7 @@ def kld(folder_of, measured, windows, baseline, tmp_path_factory) -> Callable[..
     def run(model: str, scheme: str, algorithm: str, *transforms: dict, samples: int = 16, **options) -> float:
         output = tmp_path_factory.mktemp("quantized") / "q"
         entry = Quantize(name="x", scheme=scheme, algorithm=algorithm, transforms=transforms, **options)
-        job = quantize.Job(model=folder_of(model), output=output, entry=entry, measurement=measured(model, samples))
+        job = quantize.QuantizeJob(model=folder_of(model), output=output, entry=entry, measurement=measured(model, samples))
         quantize.run(job, QUIET)
         candidate = logits_of(model_of(folder_of(model), output))
         scores = [score(one, candidate(window), window) for one, window in zip(baseline, windows, strict=True)]

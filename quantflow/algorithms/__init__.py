@@ -15,7 +15,7 @@ from quantflow.core.parallel import SEQUENTIAL, Workers
 from quantflow.core.qtensor import QTensor
 from quantflow.core.result import GroupResult
 from quantflow.core.scheme import LinearScheme
-from quantflow.numerics.trained_block import Block
+from quantflow.numerics.trained_block import TrainedBlock
 
 __all__ = ["ALGORITHMS", "BLOCK_ALGORITHMS", "TUNE", "Algorithm", "BlockAlgorithm", "tune"]
 
@@ -66,7 +66,7 @@ class BlockAlgorithm(Protocol):
 
     def refine(
         self,
-        block: Block,
+        block: TrainedBlock,
         weights: Mapping[str, Tensor],
         starts: Mapping[str, QTensor],
         *,

@@ -23,7 +23,7 @@ METADATA_PT = {"format": "pt"}  # stock transformers refuses a file that does no
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class SafetensorsLayout:
     """Where everything will lie in a file.
 
     Attributes:
@@ -39,7 +39,7 @@ class Layout:
 
 def layout(
     specs: Mapping[str, Spec], *, metadata: Mapping[str, str] | None = None, keep_order: bool = False, align: int = 8
-) -> Layout:
+) -> SafetensorsLayout:
     """Return where the tensors of a file will lie.
 
     Args:
@@ -70,7 +70,7 @@ def layout(
         name: TensorInfo(name=name, dtype=specs[name][0], shape=tuple(specs[name][1]), offset=begin + offset, nbytes=size)
         for name, (offset, size) in spans.items()
     }
-    return Layout(header=len(text).to_bytes(8, "little") + text, tensors=tensors, nbytes=begin + position)
+    return SafetensorsLayout(header=len(text).to_bytes(8, "little") + text, tensors=tensors, nbytes=begin + position)
 
 
 class Writer:

@@ -55,7 +55,7 @@ TIMEOUT = timedelta(seconds=60)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class MeasureJob:
     """One measurement.
 
     Attributes:
@@ -83,7 +83,7 @@ class Job:
     resources: Resources = Resources()
 
 
-def run(job: Job, progress: Progress) -> Path:
+def run(job: MeasureJob, progress: Progress) -> Path:
     """Measure and return the folder that holds the ranks; finished ranks are left alone."""
     for name in job.stats:
         if name not in OBSERVERS:
@@ -103,7 +103,7 @@ def run(job: Job, progress: Progress) -> Path:
     return job.output
 
 
-def _launch(job: Job, progress: Progress) -> None:
+def _launch(job: MeasureJob, progress: Progress) -> None:
     """Start torchrun with one process per rank, after the mistakes that every rank would stumble over were looked for."""
     source = open_source(job.model)
     dp, tp = replicas.sizes(job.ranks, job.tp, job.dp)
@@ -121,7 +121,7 @@ def _launch(job: Job, progress: Progress) -> None:
     launch(job.arguments, ranks=job.ranks, progress=progress)
 
 
-def _join(job: Job, progress: Progress, *, rank: int, world: int) -> None:
+def _join(job: MeasureJob, progress: Progress, *, rank: int, world: int) -> None:
     """Measure one rank under torchrun; ranks wait for each other at the end."""
     die_with_parent()
     distributed.init_process_group("gloo", timeout=TIMEOUT)
@@ -132,7 +132,7 @@ def _join(job: Job, progress: Progress, *, rank: int, world: int) -> None:
         distributed.destroy_process_group()
 
 
-def _check_fit(job: Job, graph: Graph, *, tp: int) -> None:
+def _check_fit(job: MeasureJob, graph: Graph, *, tp: int) -> None:
     """Refuse what does not go with a model's experts, or with several cards.
 
     Raises:
@@ -159,7 +159,7 @@ def _check_fit(job: Job, graph: Graph, *, tp: int) -> None:
         )
 
 
-def _inputs(job: Job, source: Source, digests: Digests, *, world: int) -> dict[str, Any]:
+def _inputs(job: MeasureJob, source: Source, digests: Digests, *, world: int) -> dict[str, Any]:
     if job.calibration.source is None:
         raise UsageError("calibration: no source", "give --calibration FILE or the recipe's calibration.source")
     tokenizer = {
@@ -181,7 +181,7 @@ def _inputs(job: Job, source: Source, digests: Digests, *, world: int) -> dict[s
     }
 
 
-def _measure_rank(job: Job, progress: Progress, *, rank: int, world: int) -> None:
+def _measure_rank(job: MeasureJob, progress: Progress, *, rank: int, world: int) -> None:
     source = open_source(job.model)
     graph = graph_for(source.config)
     _check_fit(job, graph, tp=replicas.sizes(world, job.tp, job.dp)[1])
@@ -240,7 +240,7 @@ def _measure_rank(job: Job, progress: Progress, *, rank: int, world: int) -> Non
             progress.note(line)
 
 
-def _replica_of(job: Job, source: Source, *, rank: int, world: int) -> Replica:
+def _replica_of(job: MeasureJob, source: Source, *, rank: int, world: int) -> Replica:
     dp, tp = replicas.sizes(world, job.tp, job.dp)
     # Of a model that is whole here the placements say how a runtime would cut it, which copies heads where they are few.
     held = placements(source.config, _shapes(source), tp=tp, rank=rank, copy_kv_heads=tp == 1)
@@ -268,7 +268,7 @@ def calibration_sequences(
 
 
 def _meta(
-    job: Job,
+    job: MeasureJob,
     source: Source,
     graph: Graph,
     sequences: Sequence[Tensor],

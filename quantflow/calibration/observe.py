@@ -32,7 +32,7 @@ from quantflow.models.hidden import HiddenStates
 from quantflow.models.hooks import KVRecorder, QueryRecorder, watch
 from quantflow.models.load import Source
 from quantflow.models.reading import read_tensor
-from quantflow.models.transformers_split import Share, cut_
+from quantflow.models.transformers_split import RankShare, cut_
 from quantflow.observers import OBSERVERS
 from quantflow.observers.count import CountObserver
 from quantflow.planning.amounts import GRADIENTS, goes_back
@@ -126,7 +126,7 @@ class Observation:
     def _stream(self) -> LayerStream:
         if self.replica.mesh is None:
             return LayerStream(self.source, self.graph)
-        stream = LayerStream(Share(source=self.source, placements=self.replica.placements), self.graph)
+        stream = LayerStream(RankShare(source=self.source, placements=self.replica.placements), self.graph)
         cut_(stream, self.replica.placements, self.replica.mesh)
         return stream
 

@@ -19,7 +19,7 @@ PERCENTILES = (50, 90, 99)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class TimedRun:
     """One batch, from its prompts to its last tokens.
 
     Attributes:
@@ -82,7 +82,7 @@ def time_run(
     new_tokens: int,
     ends: Collection[int] = (),
     span: Callable[[str], AbstractContextManager[Any]] = lambda name: nullcontext(),
-) -> Run:
+) -> TimedRun:
     """Continue prompts greedily and time every token.
 
     Args:
@@ -114,4 +114,4 @@ def time_run(
                 produced += int(running.sum())
             seconds.append(time.perf_counter() - begin)
             running &= ~torch.isin(step[:, 0], stop)
-    return Run(first_seconds=seconds[0], step_seconds=tuple(seconds[1:]), requested=rows * new_tokens, produced=produced)
+    return TimedRun(first_seconds=seconds[0], step_seconds=tuple(seconds[1:]), requested=rows * new_tokens, produced=produced)

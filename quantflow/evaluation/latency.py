@@ -16,7 +16,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from quantflow.errors import UsageError
-from quantflow.evaluation.generation_speed import PERCENTILES, Run, Spread, random_prompts, spread, time_run
+from quantflow.evaluation.generation_speed import PERCENTILES, Spread, TimedRun, random_prompts, spread, time_run
 from quantflow.process_memory import usage
 from quantflow.progress import Progress
 from quantflow.runtime import rank_processes
@@ -25,7 +25,7 @@ from quantflow.runtime.load import Loaded, load
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class BenchJob:
     """What is timed.
 
     Attributes:
@@ -59,7 +59,7 @@ class Job:
     seed: int = 0
 
 
-def run(job: Job, progress: Progress) -> dict[str, Any] | None:
+def run(job: BenchJob, progress: Progress) -> dict[str, Any] | None:
     """Time every batch size and return settings, the machine's share, and a record per batch size.
 
     Returns:
@@ -105,7 +105,7 @@ def run(job: Job, progress: Progress) -> dict[str, Any] | None:
     }
 
 
-def _timed(job: Job, loaded: Loaded, progress: Progress) -> list[dict[str, Any]]:
+def _timed(job: BenchJob, loaded: Loaded, progress: Progress) -> list[dict[str, Any]]:
     """Return a record per batch size, and write the trace that was asked for."""
     batches = [_batch(job, loaded, rows, progress) for rows in job.batch_sizes]
     if job.profile is not None:
@@ -113,7 +113,7 @@ def _timed(job: Job, loaded: Loaded, progress: Progress) -> list[dict[str, Any]]
     return batches
 
 
-def _batch(job: Job, loaded: Loaded, rows: int, progress: Progress) -> dict[str, Any]:
+def _batch(job: BenchJob, loaded: Loaded, rows: int, progress: Progress) -> dict[str, Any]:
     ends = () if job.ignore_eos else loaded.eos_token_ids
     runs = []
     for index in progress.steps(range(job.warmups + job.runs), stage=f"bench {rows} at once", unit="run"):
@@ -140,7 +140,7 @@ def _batch(job: Job, loaded: Loaded, rows: int, progress: Progress) -> dict[str,
     }
 
 
-def _spread(job: Job, values: Sequence[float]) -> dict[str, float] | None:
+def _spread(job: BenchJob, values: Sequence[float]) -> dict[str, float] | None:
     found: Spread | None = spread(values, ordered=job.ordered)
     if found is None:
         return None
@@ -148,7 +148,7 @@ def _spread(job: Job, values: Sequence[float]) -> dict[str, float] | None:
     return {"average": found.average, "lowest": found.lowest, "highest": found.highest, **shares}
 
 
-def _profile(job: Job, loaded: Loaded, path: Path) -> Run:
+def _profile(job: BenchJob, loaded: Loaded, path: Path) -> TimedRun:
     """Write a trace of one run of the first batch size, the functions of Python in it."""
     prompts = _prompts(job, loaded, job.batch_sizes[0], job.warmups + job.runs)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if job.device == "cuda" else [])]
@@ -159,7 +159,7 @@ def _profile(job: Job, loaded: Loaded, path: Path) -> Run:
     return found
 
 
-def _prompts(job: Job, loaded: Loaded, rows: int, index: int) -> torch.Tensor:
+def _prompts(job: BenchJob, loaded: Loaded, rows: int, index: int) -> torch.Tensor:
     """Return the prompts of a run; each run has others, so that nothing that was computed before can answer it."""
     return random_prompts(rows, job.input_tokens, vocab_size=loaded.decoder.vocab_size, seed=job.seed + index)
 

@@ -49,7 +49,7 @@ LAYER_KEYS = ("errors", "decisions", "changed", "experts", "kv_cache")  # of a l
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class ExportJob:
     """One artifact to be written.
 
     Attributes:
@@ -68,9 +68,9 @@ class Job:
     resources: Resources = Resources()
 
 
-def job_from(recipe: Recipe, *, quantized: str | Path, output: str | Path, model: str | Path | None, force: bool) -> Job:
-    """Return the artifact that a recipe's `export` and `resources` say; see `Job`."""
-    return Job(
+def job_from(recipe: Recipe, *, quantized: str | Path, output: str | Path, model: str | Path | None, force: bool) -> ExportJob:
+    """Return the artifact that a recipe's `export` and `resources` say; see `ExportJob`."""
+    return ExportJob(
         quantized=Path(quantized),
         output=Path(output),
         model=Path(model) if model else None,
@@ -81,7 +81,7 @@ def job_from(recipe: Recipe, *, quantized: str | Path, output: str | Path, model
     )
 
 
-def check(job: Job) -> None:
+def check(job: ExportJob) -> None:
     """Refuse what can be seen before there is anything to export.
 
     Raises:
@@ -93,7 +93,7 @@ def check(job: Job) -> None:
         raise UsageError(f"{job.output}: the artifact's folder and the quantized one", "give two folders")
 
 
-def run(job: Job, progress: Progress, *, proved: Proved | None = None) -> Path:
+def run(job: ExportJob, progress: Progress, *, proved: Proved | None = None) -> Path:
     """Export the artifact, prove it in a process that `proving` started or starts here, and return its folder."""
     check(job)
     refuse_shards(job.quantized)
@@ -125,7 +125,7 @@ def run(job: Job, progress: Progress, *, proved: Proved | None = None) -> Path:
     return job.output
 
 
-def _allowance(job: Job, source: ModelFiles, summary: Mapping[str, Any]) -> Allowance:
+def _allowance(job: ExportJob, source: ModelFiles, summary: Mapping[str, Any]) -> Allowance:
     size = model_size(source.checkpoint.infos, source.config, graph_for(source.config))
     return allow_export(job.resources, size, plan_from(summary), shard_size=parse_size(job.shard_size), folder=job.output)
 
@@ -140,7 +140,7 @@ def _is_up_to_date(folder: Path, made_from: str) -> bool:
     return bool(read_manifest(folder)["made_from"] == made_from)
 
 
-def _refuse_other_result(job: Job, made_from: str) -> None:
+def _refuse_other_result(job: ExportJob, made_from: str) -> None:
     """Refuse to replace a folder that is no artifact, and, unless forced, an artifact made from other inputs."""
     if not job.output.exists() or not any(job.output.iterdir()):
         return
@@ -156,7 +156,7 @@ def _refuse_other_result(job: Job, made_from: str) -> None:
 
 
 def _write(
-    job: Job,
+    job: ExportJob,
     folder: Path,
     source: ModelFiles,
     summary: Mapping[str, Any],
@@ -207,7 +207,7 @@ def _write(
 
 
 def _proof_of(
-    job: Job, summary: Mapping[str, Any], layers: Sequence[Mapping[str, Any]], head: Mapping[str, Any]
+    job: ExportJob, summary: Mapping[str, Any], layers: Sequence[Mapping[str, Any]], head: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return what the manifest says about the proof that is given before the artifact is published."""
     if summary["proof"] == "tensors":
@@ -218,7 +218,7 @@ def _proof_of(
 
 
 def _write_weights(
-    folder: Path, job: Job, source: ModelFiles, graph: Graph, recorded: Mapping[str, Mapping[str, Any]]
+    folder: Path, job: ExportJob, source: ModelFiles, graph: Graph, recorded: Mapping[str, Mapping[str, Any]]
 ) -> Mapping[str, Path]:
     """Write the shards; return which of them are links to what.
 

@@ -27,7 +27,7 @@ from quantflow.errors import InputError, UnsupportedError, UsageError, nearest
 from quantflow.formats.gaudi import gaudi_nodes
 from quantflow.formats.gaudi.devices import DEVICES, Target, target
 from quantflow.formats.gaudi.file_names import find_triples
-from quantflow.formats.gaudi.files import GENERATIONS, Files, config_table, kept, needs_weights, write_ours, write_theirs
+from quantflow.formats.gaudi.files import GENERATIONS, GaudiFiles, config_table, kept, needs_weights, write_ours, write_theirs
 from quantflow.formats.gaudi.quant_config import GivenConfig, QuantConfig
 from quantflow.formats.gaudi.scale_methods import method_config
 from quantflow.formats.gaudi.scales import near_steps
@@ -45,7 +45,7 @@ _CPU = "For FP8 quantization, only QDQ mode is supported on CPU device."  # the 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class GaudiExportJob:
     """One set of files.
 
     Attributes:
@@ -77,7 +77,7 @@ def job_from(
     found: GivenConfig | None,
     keep_originals: bool,
     force: bool,
-) -> Job:
+) -> GaudiExportJob:
     """Return the job of a command line; `options` are the recipe's under the flags, `found` is its QUANT_CONFIG.
 
     Raises:
@@ -86,7 +86,7 @@ def job_from(
     config = QuantConfig(dump_stats_path="./hqt_output/measure") if found is None else found.config
     if options.scale_method is not None:
         config = replace(config, scale_method=method_config(options.scale_method))
-    return Job(
+    return GaudiExportJob(
         measurement=Path(measurement),
         output=Path(output),
         device=options.device,
@@ -117,14 +117,14 @@ class Measured:
     fingerprints: frozenset[str] = frozenset()
 
 
-def run(job: Job, progress: Progress) -> Path:
+def run(job: GaudiExportJob, progress: Progress) -> Path:
     """Write the files and return their folder; one that is up to date is left alone."""
     goal = _target(job)
     measured = _measured(job)
     source = None if job.model is None else open_files(job.model)
     model = None if source is None else _same_model(job, measured, source)
     made_from = {"measurement": measured.digest, "model": model, "version": VERSION, **_said(job)}
-    files = Files(config=job.config, name=job.name, device=str(job.device), target=goal, read_weight=_reader(source))
+    files = GaudiFiles(config=job.config, name=job.name, device=str(job.device), target=goal, read_weight=_reader(source))
     with stage_folder.locked(job.output):
         if stage_folder.is_up_to_date(job.output, made_from):
             progress.say(f"export {job.output.name}: up to date")
@@ -139,7 +139,7 @@ def run(job: Job, progress: Progress) -> Path:
     return job.output
 
 
-def _target(job: Job) -> Target:
+def _target(job: GaudiExportJob) -> Target:
     """Return the device whose scales are derived.
 
     Raises:
@@ -156,7 +156,7 @@ def _target(job: Job) -> Target:
     return target(job.config.scale_device(job.device), job.config.fp8_config)
 
 
-def _measured(job: Job) -> Measured:
+def _measured(job: GaudiExportJob) -> Measured:
     """Read every rank.
 
     Raises:
@@ -217,7 +217,7 @@ def _refuse_other_generation(path: Path, device: str) -> None:
         )
 
 
-def _same_model(job: Job, measured: Measured, source: ModelFiles) -> str:
+def _same_model(job: GaudiExportJob, measured: Measured, source: ModelFiles) -> str:
     """Return the model's fingerprint.
 
     Raises:
@@ -244,7 +244,7 @@ def _weights(ranks: Sequence[Triple]) -> dict[str, Tensor]:
     return found
 
 
-def _said(job: Job) -> dict[str, Any]:
+def _said(job: GaudiExportJob) -> dict[str, Any]:
     """Return everything of the job that decides what is written, as plain data."""
     config = config_table(job.config, dump_stats_path=job.config.dump_stats_path, block=job.config.blocklist)
     return {"device": job.device, "name": job.name, "config": config, "keep_originals": job.keep_originals}
@@ -265,7 +265,7 @@ def _read(source: ModelFiles, node: str) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _report(job: Job, ranks: tuple[Triple, ...], goal: Target, progress: Progress) -> None:
+def _report(job: GaudiExportJob, ranks: tuple[Triple, ...], goal: Target, progress: Progress) -> None:
     """Say what a reader of the files should know."""
     nodes = kept(ranks[0].nodes, job.config, job.config.blocklist)
     progress.say(f"export {job.output.name}: {len(nodes)} of {len(ranks[0].nodes)} nodes quantized, ranks: {len(ranks)}")

@@ -23,7 +23,7 @@ from quantflow.artifact.manifest import MANIFEST_NAME
 from quantflow.artifact.safetensors_header import TensorInfo
 from quantflow.core.dtypes import DTYPES
 from quantflow.errors import IntegrityError, UsageError, nearest
-from quantflow.exporting.gguf_source import Weights, open_weights
+from quantflow.exporting.gguf_source import GGUFWeights, open_weights
 from quantflow.formats.llama_cpp import gguf
 from quantflow.formats.llama_cpp.metadata import ROPE_FACTORS, metadata, rope_factors
 from quantflow.formats.llama_cpp.tensors import Place, places, row_order, rows_at_once
@@ -41,7 +41,7 @@ _BITS = {"F32": torch.int32, "F16": torch.int16, "BF16": torch.int16}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class GGUFExportJob:
     """One file.
 
     Attributes:
@@ -59,7 +59,7 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class GGUFPlan:
     """What the file will hold.
 
     Attributes:
@@ -68,12 +68,12 @@ class Plan:
         computed: name in the file -> what no tensor of the source is, float32.
     """
 
-    layout: gguf.Layout
+    layout: gguf.GGUFLayout
     places: dict[str, Place]
     computed: dict[str, Tensor]
 
 
-def job_from(source: str, *, output: str, model: str | None, recipe: Recipe, force: bool) -> Job:
+def job_from(source: str, *, output: str, model: str | None, recipe: Recipe, force: bool) -> GGUFExportJob:
     """Return the job of a command line; `recipe` is the recipe's under the flags.
 
     Raises:
@@ -82,10 +82,10 @@ def job_from(source: str, *, output: str, model: str | None, recipe: Recipe, for
     if model is not None:
         raise UsageError(f"export: --model {model} beside format gguf", "give the model's folder instead of QUANTIZED")
     dtype, resources = recipe.export.dtype, recipe.resources
-    return Job(source=Path(source), output=Path(output), dtype=dtype, replace=force, resources=resources)
+    return GGUFExportJob(source=Path(source), output=Path(output), dtype=dtype, replace=force, resources=resources)
 
 
-def run(job: Job, progress: Progress) -> Path:
+def run(job: GGUFExportJob, progress: Progress) -> Path:
     """Write the file and return its folder; one that is up to date is left alone."""
     if job.dtype not in (None, *CHOICES):
         raise UsageError(f"export: dtype {job.dtype!r} of format gguf is unknown", nearest(str(job.dtype), list(CHOICES)))
@@ -113,7 +113,7 @@ def run(job: Job, progress: Progress) -> Path:
     return job.output
 
 
-def _own_dtype(weights: Weights) -> str:
+def _own_dtype(weights: GGUFWeights) -> str:
     """Return the dtype of the source's embedding, the first tensor of the file."""
     name = places(weights.config, weights.shapes)[0].source
     found = weights.dtypes[name]
@@ -122,7 +122,7 @@ def _own_dtype(weights: Weights) -> str:
     return found
 
 
-def planned(weights: Weights, dtype: str) -> Plan:
+def planned(weights: GGUFWeights, dtype: str) -> GGUFPlan:
     """Return what a file of `dtype` will hold.
 
     Raises:
@@ -141,10 +141,10 @@ def planned(weights: Weights, dtype: str) -> Plan:
         "general.file_type": ("u32", gguf.FILE_TYPES[dtype]),
         **vocabulary(weights.folder, config),
     }
-    return Plan(layout=gguf.layout(values, specs), places=found, computed=computed)
+    return GGUFPlan(layout=gguf.layout(values, specs), places=found, computed=computed)
 
 
-def prove(path: Path, weights: Weights, plan: Plan) -> None:
+def prove(path: Path, weights: GGUFWeights, plan: GGUFPlan) -> None:
     """Compare a written file with what it was made from: the header, and every row of every tensor.
 
     Raises:
@@ -175,7 +175,7 @@ def _compare(written: Tensor, expected: Tensor, info: TensorInfo, *, source: str
         raise IntegrityError(f"{info.name}: the file's values are not those of {source}", "export again, and check the disk")
 
 
-def _pieces(weights: Weights, plan: Plan, info: TensorInfo) -> Iterator[memoryview]:
+def _pieces(weights: GGUFWeights, plan: GGUFPlan, info: TensorInfo) -> Iterator[memoryview]:
     """Yield the bytes of a tensor of the file, in its order of rows."""
     place = plan.places.get(info.name)
     if place is None:
@@ -188,7 +188,7 @@ def _pieces(weights: Weights, plan: Plan, info: TensorInfo) -> Iterator[memoryvi
         yield bytes_of(_converted(weights, place, info, low, int(rows.max()) + 1)[rows - low])
 
 
-def _spans(place: Place, weights: Weights) -> Iterator[tuple[int, int]]:
+def _spans(place: Place, weights: GGUFWeights) -> Iterator[tuple[int, int]]:
     """Yield rows that are handled together: of a head where rows change places, else as many as a piece holds."""
     rows, columns = place.shape[0], place.shape[1] if len(place.shape) > 1 else 1
     step = rows_at_once(place)
@@ -198,7 +198,7 @@ def _spans(place: Place, weights: Weights) -> Iterator[tuple[int, int]]:
         yield start, min(rows, start + step)
 
 
-def _converted(weights: Weights, place: Place, info: TensorInfo, start: int, stop: int) -> Tensor:
+def _converted(weights: GGUFWeights, place: Place, info: TensorInfo, start: int, stop: int) -> Tensor:
     """Return rows of the source in the file's dtype.
 
     Raises:
@@ -221,7 +221,7 @@ def _file_rows(path: Path, info: TensorInfo, start: int, stop: int) -> Tensor:
     return rows
 
 
-def _report(job: Job, weights: Weights, progress: Progress) -> None:
+def _report(job: GGUFExportJob, weights: GGUFWeights, progress: Progress) -> None:
     """Say what a reader of the file should know."""
     config, name = weights.config, f"export {job.output.name}"
     window = getattr(config, "sliding_window", None)

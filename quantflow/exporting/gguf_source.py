@@ -26,7 +26,7 @@ Read = Callable[[str, int, int], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Weights:
+class GGUFWeights:
     """Every tensor of a source.
 
     Attributes:
@@ -51,7 +51,7 @@ class Weights:
     kv_cache: bool = False
 
 
-def open_weights(folder: Path) -> Weights:
+def open_weights(folder: Path) -> GGUFWeights:
     """Open a model or an artifact; the artifact's hashes are compared.
 
     Raises:
@@ -68,7 +68,7 @@ def open_weights(folder: Path) -> Weights:
     def read(name: str, start: int, stop: int) -> Tensor:
         return _rows(checkpoint, name, start, stop)
 
-    return Weights(
+    return GGUFWeights(
         folder=folder,
         config=config,
         identity=identify(checkpoint, Digests()),
@@ -78,7 +78,7 @@ def open_weights(folder: Path) -> Weights:
     )
 
 
-def _of_artifact(artifact: Artifact) -> Weights:
+def _of_artifact(artifact: Artifact) -> GGUFWeights:
     infos = artifact.checkpoint.infos
 
     def read(name: str, start: int, stop: int) -> Tensor:
@@ -97,7 +97,7 @@ def _of_artifact(artifact: Artifact) -> Weights:
     dtypes = {name: infos[name].dtype for name in shapes}
     for linear, placement in artifact.linears.items():
         shapes[f"{linear}.weight"], dtypes[f"{linear}.weight"] = placement.shape, NAMES[torch.float32]
-    return Weights(
+    return GGUFWeights(
         folder=artifact.checkpoint.folder,
         config=artifact.config,
         identity=artifact.manifest["digest"],

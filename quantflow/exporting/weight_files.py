@@ -32,7 +32,7 @@ class Stored:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shard:
+class WeightFile:
     """A file of the artifact.
 
     Attributes:
@@ -44,7 +44,7 @@ class Shard:
     link: Path | None = None
 
 
-def shards_for(outside: Sequence[Stored], layers: Sequence[Sequence[Stored]], *, limit: int) -> tuple[Shard, ...]:
+def shards_for(outside: Sequence[Stored], layers: Sequence[Sequence[Stored]], *, limit: int) -> tuple[WeightFile, ...]:
     """Return the files of the artifact, in order.
 
     Args:
@@ -57,22 +57,22 @@ def shards_for(outside: Sequence[Stored], layers: Sequence[Sequence[Stored]], *,
     """
     everything = [*outside, *(stored for layer in layers for stored in layer)]
     if _nbytes(everything) <= min(limit, ONE_FILE):
-        return (Shard(tensors=tuple(everything)),)
+        return (WeightFile(tensors=tuple(everything)),)
     shards = _packed(outside, limit=limit)
     for layer in layers:
-        whole = Shard(tensors=tuple(layer), link=layer[0].path)
+        whole = WeightFile(tensors=tuple(layer), link=layer[0].path)
         shards += [whole] if _nbytes(layer) <= limit else _packed(layer, limit=limit)
     return tuple(shards)
 
 
-def shard_names(shards: Sequence[Shard]) -> tuple[str, ...]:
+def shard_names(shards: Sequence[WeightFile]) -> tuple[str, ...]:
     """Return the names of the files."""
     if len(shards) == 1:
         return (SINGLE,)
     return tuple(f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors" for index in range(len(shards)))
 
 
-def write_shards(folder: Path, shards: Sequence[Shard]) -> None:
+def write_shards(folder: Path, shards: Sequence[WeightFile]) -> None:
     """Write the files, and an index where there are several.
 
     Raises:
@@ -93,20 +93,20 @@ def write_shards(folder: Path, shards: Sequence[Shard]) -> None:
         disk.write_file(folder / INDEX, readable_json({"metadata": {"total_size": total}, "weight_map": where}))
 
 
-def linked(shards: Sequence[Shard]) -> Mapping[str, Path]:
+def linked(shards: Sequence[WeightFile]) -> Mapping[str, Path]:
     """Return the names of the files that are links -> what they are links to."""
     return {name: s.link for name, s in zip(shard_names(shards), shards, strict=True) if s.link is not None}
 
 
-def _packed(tensors: Sequence[Stored], *, limit: int) -> list[Shard]:
-    shards: list[Shard] = []
+def _packed(tensors: Sequence[Stored], *, limit: int) -> list[WeightFile]:
+    shards: list[WeightFile] = []
     current: list[Stored] = []
     for stored in tensors:
         if current and _nbytes(current) + stored.info.nbytes > limit:
-            shards.append(Shard(tensors=tuple(current)))
+            shards.append(WeightFile(tensors=tuple(current)))
             current = []
         current.append(stored)
-    return [*shards, Shard(tensors=tuple(current))] if current else shards
+    return [*shards, WeightFile(tensors=tuple(current))] if current else shards
 
 
 def _nbytes(tensors: Sequence[Stored]) -> int:

@@ -32,7 +32,7 @@ from quantflow.models.graph import Graph
 from quantflow.models.hidden import HiddenStates
 from quantflow.models.load import materialize_, skeleton
 from quantflow.models.names import NameMap
-from quantflow.models.stand_ins import Call, Given, Head, QuantizedHead, Recorder, Rows, TensorPool, in_parts, logit_rows
+from quantflow.models.stand_ins import Call, Given, HeadStandIn, QuantizedHead, Recorder, Rows, TensorPool, in_parts, logit_rows
 from quantflow.models.weights import Weights
 
 _CACHE_ARGUMENTS = ("past_key_values", "layer_past")
@@ -250,7 +250,7 @@ class LayerStream:
         Args:
             linear: computes the logits in the place of the weights' own head; inside another `head()` until this one ends.
         """
-        inside = isinstance(self.model.get_submodule(self._head), Head | QuantizedHead)
+        inside = isinstance(self.model.get_submodule(self._head), HeadStandIn | QuantizedHead)
         if inside and linear is None:
             yield
             return
@@ -258,7 +258,9 @@ class LayerStream:
         source = self.names.to_source[name]
         others = [other for other in self._outer if other not in (name, f"{self._embedding}.weight")]
         linear = linear or self.weights.quantized(source)
-        head = QuantizedHead(linear, self.dtype) if linear else Head(self.weights.read([source])[source], dtype=self.dtype)
+        head = (
+            QuantizedHead(linear, self.dtype) if linear else HeadStandIn(self.weights.read([source])[source], dtype=self.dtype)
+        )
         with ExitStack() as stack:
             if not inside:
                 stack.enter_context(self._resident(others))

@@ -86,7 +86,7 @@ class Rows(nn.Module):
         return self.rows[torch.searchsorted(self.ids, ids)]
 
 
-class Head(nn.Module):
+class HeadStandIn(nn.Module):
     """Stands for the head: keeps its weight as it is stored, and converts a few rows of it at a time."""
 
     def __init__(self, weight: Tensor, *, dtype: torch.dtype) -> None:

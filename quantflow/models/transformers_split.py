@@ -29,7 +29,7 @@ STYLES = {"column": "colwise", "row": "rowwise"}  # what a placement is called i
 
 
 @dataclass(frozen=True, kw_only=True)
-class Share:
+class RankShare:
     """The weights of one rank, as `quantflow.models.weights.Weights` asks for them.
 
     Attributes:
@@ -89,7 +89,7 @@ def cut_(stream: LayerStream, placements: Mapping[str, Placement], mesh: DeviceM
     """Make every decoder layer of a stream run on its rank's slices, together with the other ranks of the mesh.
 
     Args:
-        stream: over a `Share` of the same placements.
+        stream: over a `RankShare` of the same placements.
         placements: source name of a linear -> which part of it this rank holds.
         mesh: one-dimensional, the ranks that share the model.
 

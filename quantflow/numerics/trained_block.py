@@ -11,7 +11,7 @@ Run = Callable[[int], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Block:
+class TrainedBlock:
     """A decoder layer and the calibration text at it.
 
     Attributes:

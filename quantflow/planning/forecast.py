@@ -49,7 +49,7 @@ Probe = Callable[..., Speed]  # quantflow.planning.probe.probe, which imports wh
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class PlanJob:
     """What to plan for.
 
     Attributes:
@@ -65,7 +65,7 @@ class Job:
     folder: Path = Path()
 
 
-def run(job: Job) -> dict[str, Any]:
+def run(job: PlanJob) -> dict[str, Any]:
     """Return the plan as plain data; `quantflow.stages.cli.plan_text.text` makes tables of it."""
     recipe = job.recipe
     source = open_files(recipe.model)
@@ -102,7 +102,7 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def _stages(
-    job: Job, model: ModelSize, plans: Sequence[Plan], lengths: Sequence[int], stats: Sequence[str], speed: Speed | None
+    job: PlanJob, model: ModelSize, plans: Sequence[Plan], lengths: Sequence[int], stats: Sequence[str], speed: Speed | None
 ) -> list[dict[str, Any]]:
     """Return what each stage of the run takes, in the order in which they run."""
     recipe, stages = job.recipe, []
@@ -131,7 +131,7 @@ def _calibration_lengths(recipe: Recipe, config: Any) -> list[int]:
     return [recipe.calibration.sequence_length or min(2048, longest)] * recipe.calibration.samples
 
 
-def _stage(name: str, artifact: str | None, need: Need, job: Job, seconds: float | None) -> dict[str, Any]:
+def _stage(name: str, artifact: str | None, need: Need, job: PlanJob, seconds: float | None) -> dict[str, Any]:
     """Return what a stage takes; where it is refused, the least that it needs and the reason."""
     about = {"stage": name, "artifact": artifact, "result": need.result, "scratch": need.scratch, "seconds": seconds}
     try:

@@ -17,7 +17,7 @@ from quantflow.algorithms import ALGORITHMS
 from quantflow.core.scheme import LinearScheme
 from quantflow.errors import InputError, UsageError, nearest
 from quantflow.models.graph import Graph
-from quantflow.planning.recipe import Head, Quantize
+from quantflow.planning.recipe import HeadSettings, Quantize
 from quantflow.planning.requirements import BEST, override_of
 
 FILE, RECORD = "head.safetensors", "head.json"  # in a quantize folder
@@ -111,7 +111,7 @@ def refuse_ranks(name: str, head: HeadPlan | None, *, ranks: int) -> None:
         )
 
 
-def _algorithm(name: str, head: Head, scheme: LinearScheme) -> str:
+def _algorithm(name: str, head: HeadSettings, scheme: LinearScheme) -> str:
     """Return the algorithm that rounds the head.
 
     Raises:

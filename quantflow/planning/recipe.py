@@ -81,7 +81,7 @@ class Override:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Head:
+class HeadSettings:
     """The scheme of the head; `algorithm` null is the scheme's own."""
 
     scheme: str
@@ -133,7 +133,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class KVCache:
+class KVCacheSettings:
     """How keys and values are kept: `scheme` FP8 or INT8, one measured scale `per_tensor` or `per_head`."""
 
     scheme: str
@@ -173,8 +173,8 @@ class Quantize:
     overrides: tuple[Override, ...] = ()
     signround: SignRound | None = None
     tune: Tune | None = None
-    kv_cache: KVCache | None = None
-    head: Head | None = None
+    kv_cache: KVCacheSettings | None = None
+    head: HeadSettings | None = None
     quantized_inputs: bool | None = None
     experts: str = "error"
     expert_tokens: int | None = None

@@ -18,7 +18,7 @@ from quantflow.errors import UsageError, nearest
 from quantflow.observers import observers_for
 from quantflow.observers.fisher import FisherObserver
 from quantflow.observers.rows import NAME as ROWS
-from quantflow.planning.recipe import Head, Override, Quantize, SignRound, Tune
+from quantflow.planning.recipe import HeadSettings, Override, Quantize, SignRound, Tune
 from quantflow.transforms import ROTATIONS, TRANSFORMS, Transform, Turn
 
 BEST = "best"  # stands for an algorithm, `_best` says for which
@@ -104,7 +104,7 @@ def base_of(entry: Quantize) -> LinearScheme:
     return scheme if entry.input_observer is None else with_input_observer(scheme, entry.input_observer)
 
 
-def override_of(entry: Quantize, override: Override | Head) -> LinearScheme:
+def override_of(entry: Quantize, override: Override | HeadSettings) -> LinearScheme:
     """Return the scheme of an override or the head, with what the entry says as far as it fits.
 
     Raises:

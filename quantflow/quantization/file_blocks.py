@@ -30,8 +30,8 @@ from quantflow.models.reading import bytes_of, check_finite
 from quantflow.numerics.grid import Bounds, Grid, bounds_of, shared_grid
 from quantflow.numerics.layer_error import error_from, weight_sums
 from quantflow.quantization.decoded_values import ValuesDigest
-from quantflow.quantization.file_units import Block, Unit, block_specs, units_of
-from quantflow.quantization.shards.share import WHOLE, Share
+from quantflow.quantization.file_units import FileBlock, Unit, block_specs, units_of
+from quantflow.quantization.shards.share import WHOLE, CardShare
 from quantflow.quantization.static_inputs import NOTHING, Input
 
 FORMAT = FORMATS["compressed-tensors"]
@@ -53,7 +53,7 @@ class Rounded:
 
 
 @dataclass(kw_only=True)
-class Account:
+class BlockAccount:
     """The layer's record while its units come in, in order."""
 
     difference: dict[str, float] = field(default_factory=dict)
@@ -82,11 +82,11 @@ class Account:
 
 def write_block(
     folder: Path,
-    block: Block,
+    block: FileBlock,
     *,
     key: Callable[[], str],
     workers: Workers,
-    share: Share = WHOLE,
+    share: CardShare = WHOLE,
     inputs: Mapping[str, Input] = MappingProxyType({}),
     choose: Choose | None = None,
 ) -> tuple[Writer, Path, dict[str, Any]]:
@@ -119,7 +119,7 @@ def commit(writer: Writer, path: Path, record: dict[str, Any]) -> None:
     disk.write_atomic(path.with_suffix(".json"), canonical_json({**record, "sha256": file_digest(path)}))
 
 
-def _shared_grids(block: Block, units: Iterable[Unit], workers: Workers) -> dict[str, Grid]:
+def _shared_grids(block: FileBlock, units: Iterable[Unit], workers: Workers) -> dict[str, Grid]:
     """Return the grid of each linear that has one scale, which all linears of its input and its scheme have in common."""
     shared = [(unit, unit.scheme) for unit in units if unit.scheme and unit.scheme.weights.granularity == "per_tensor"]
 
@@ -166,7 +166,7 @@ def _fill(
     key: Callable[[], str],
 ) -> dict[str, Any]:
     """Write every unit's bytes and return the layer's record under its key; where that fails the file is removed."""
-    account = Account()
+    account = BlockAccount()
 
     def work(unit: Unit) -> Rounded | None:
         tensor = unit.read()

@@ -35,8 +35,8 @@ from quantflow.planning.needs import READERS
 from quantflow.planning.plan import Plan
 from quantflow.progress import Progress
 from quantflow.quantization.file_blocks import Choose, commit, write_block
-from quantflow.quantization.file_units import Block, head_block, layer_block, units_of
-from quantflow.quantization.shards.share import WHOLE, Share
+from quantflow.quantization.file_units import FileBlock, head_block, layer_block, units_of
+from quantflow.quantization.shards.share import WHOLE, CardShare
 from quantflow.quantization.static_inputs import Input
 
 
@@ -59,7 +59,7 @@ def quantize_files(
     digests: Digests,
     allowance: Allowed,
     progress: Progress,
-    share: Share = WHOLE,
+    share: CardShare = WHOLE,
     inputs: Mapping[str, Input] = MappingProxyType({}),
     choose: Choose | None = None,
 ) -> None:
@@ -103,7 +103,7 @@ def quantize_files(
 
 
 def _written(
-    output: Path, block: Block, *, key: str, hashes: HashesAhead, about: Mapping[str, Any]
+    output: Path, block: FileBlock, *, key: str, hashes: HashesAhead, about: Mapping[str, Any]
 ) -> tuple[Writer, Path, dict[str, Any]] | None:
     """Write a block and return what `commit` needs, None where its file is finished; `about` is for `write_block`."""
     hashes.begin(block.files)
@@ -117,7 +117,7 @@ def _written(
     return write_block(output, block, key=block_key, **about)
 
 
-def _blocks(plan: Plan, source: ModelFiles, graph: Graph) -> tuple[list[Block], list[Block]]:
+def _blocks(plan: Plan, source: ModelFiles, graph: Graph) -> tuple[list[FileBlock], list[FileBlock]]:
     """Return the layers, and the head where it is quantized."""
     layers = [layer_block(layer, plan, source) for layer in graph.layers]
     if plan.head is None:
@@ -126,6 +126,6 @@ def _blocks(plan: Plan, source: ModelFiles, graph: Graph) -> tuple[list[Block], 
     return layers, [head_block(plan.head, source.checkpoint.folder / file, info)]
 
 
-def _nbytes(share: Share, block: Block) -> int:
+def _nbytes(share: CardShare, block: FileBlock) -> int:
     """Return the bytes that are read of a block."""
     return sum(unit.nbytes for unit in units_of(block, share))

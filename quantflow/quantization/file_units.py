@@ -22,7 +22,7 @@ from quantflow.models.reading import read_columns, read_once
 from quantflow.models.source import ModelFiles
 from quantflow.planning.head import FILE, HeadPlan
 from quantflow.planning.plan import Plan
-from quantflow.quantization.shards.share import WHOLE, Share
+from quantflow.quantization.shards.share import WHOLE, CardShare
 
 FORMAT = FORMATS["compressed-tensors"]
 UNIT = 1 << 20  # weights of a unit: its float32 copies stay near the core, and Python's share of the time is small
@@ -95,7 +95,7 @@ class Unit:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Block:
+class FileBlock:
     """What one file of the result is made from: a decoder layer, or the head.
 
     Attributes:
@@ -130,11 +130,11 @@ class Block:
         return linear, self.schemes.get(linear) if leaf == "weight" else None
 
 
-def layer_block(layer: Layer, plan: Plan, source: ModelFiles) -> Block:
+def layer_block(layer: Layer, plan: Plan, source: ModelFiles) -> FileBlock:
     """Return a decoder layer."""
     inside = f"{layer.prefix}."
     found = [(file, info) for name, (file, info) in source.checkpoint.tensors.items() if name.startswith(inside)]
-    return Block(
+    return FileBlock(
         path=f"layers/{layer.index:05d}.safetensors",
         key=layer.index,
         folder=source.checkpoint.folder,
@@ -146,9 +146,9 @@ def layer_block(layer: Layer, plan: Plan, source: ModelFiles) -> Block:
     )
 
 
-def head_block(head: HeadPlan, path: Path, info: TensorInfo) -> Block:
+def head_block(head: HeadPlan, path: Path, info: TensorInfo) -> FileBlock:
     """Return the head, whose weight stands at `info` in the file `path`."""
-    return Block(
+    return FileBlock(
         path=FILE,
         key="head",
         folder=path.parent,
@@ -159,7 +159,7 @@ def head_block(head: HeadPlan, path: Path, info: TensorInfo) -> Block:
     )
 
 
-def block_specs(block: Block, share: Share = WHOLE) -> dict[str, Spec]:
+def block_specs(block: FileBlock, share: CardShare = WHOLE) -> dict[str, Spec]:
     """Return every tensor of a block's file: name -> (dtype as safetensors names it, shape)."""
     specs: dict[str, Spec] = {}
     for _, info in block.tensors:
@@ -172,7 +172,7 @@ def block_specs(block: Block, share: Share = WHOLE) -> dict[str, Spec]:
     return specs
 
 
-def units_of(block: Block, share: Share = WHOLE) -> Iterator[Unit]:
+def units_of(block: FileBlock, share: CardShare = WHOLE) -> Iterator[Unit]:
     """Yield the units of a block in the order of their bytes in the source's files.
 
     Raises:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quantflow.artifact.canonical import digest_of, file_digest
 from quantflow.errors import InputError, UsageError
-from quantflow.formats.gaudi.file_names import Files, find_triples, holds_triples
+from quantflow.formats.gaudi.file_names import TripleFiles, find_triples, holds_triples
 from quantflow.formats.gaudi.gaudi_nodes import statistics_from
 from quantflow.formats.gaudi.triple import Triple, read_triple
 from quantflow.measurements.keys import parse_key
@@ -31,7 +31,7 @@ def are_gaudis(path: Path) -> bool:
     return holds_triples(path) and not (path / META_NAME).exists() and not any(path.glob("rank-*-of-*"))
 
 
-def digests(files: Mapping[int, Files]) -> dict[str, str]:
+def digests(files: Mapping[int, TripleFiles]) -> dict[str, str]:
     """Return file name -> sha256 of everything that is read for these ranks."""
     paths = [path for found in files.values() for path in (found.npz, found.json, found.mod_list) if path is not None]
     return {path.name: file_digest(path) for path in paths}

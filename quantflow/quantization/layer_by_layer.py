@@ -40,7 +40,7 @@ from quantflow.quantization.head_file import bring_up_to_date, read_head
 from quantflow.quantization.layer import FORMAT, install_all, quantize_layer
 from quantflow.quantization.layer_work import LayerWork
 from quantflow.quantization.rotation import prove_rotation, rotated_source, write_outside
-from quantflow.quantization.shards.share import Share
+from quantflow.quantization.shards.share import CardShare
 from quantflow.quantization.shards.slices import sliced
 from quantflow.quantization.smoothing import is_factor
 from quantflow.quantization.static_inputs import gradient_sum, input_statistics
@@ -74,7 +74,7 @@ class Forward:
     progress: Progress
     workers: Workers
     allowance: Allowance
-    share: Share
+    share: CardShare
     team: Team
 
     def layers(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from quantflow.algorithms import BLOCK_ALGORITHMS
 from quantflow.models.trained_layer import running
-from quantflow.numerics.trained_block import Block
+from quantflow.numerics.trained_block import TrainedBlock
 from quantflow.planning.compatibility import LEARNING
 from quantflow.process_memory import give_back_holes
 from quantflow.quantization.layer_work import LayerWork
@@ -26,7 +26,7 @@ def learn(work: LayerWork) -> None:
     plan = work.plan
     assert plan.learned is not None  # the caller has looked
     give_back_holes()
-    block = Block(
+    block = TrainedBlock(
         samples=len(work.again),
         running=partial(running, work.stream, work.module, work.layer, work.again),
         target=lambda number: work.states[number].hidden,

@@ -52,8 +52,8 @@ from quantflow.quantization import head_file
 from quantflow.quantization.file_to_file import quantize_files
 from quantflow.quantization.measurement_input import known_hashes, measurement_of, refuse_foreign
 from quantflow.quantization.mixed_precision import choose, chosen_mixture
-from quantflow.quantization.mixed_precision.chosen_mixture import Mixture
-from quantflow.quantization.shards.share import STAGE, WHOLE, Share
+from quantflow.quantization.mixed_precision.chosen_mixture import ChosenMixture
+from quantflow.quantization.shards.share import STAGE, WHOLE, CardShare
 from quantflow.quantization.static_inputs import inputs_of
 
 VERSION = 3  # of what this stage computes; part of every state key
@@ -61,7 +61,7 @@ PARTS = ("layers", OUTSIDE, head.FILE, head.RECORD, "canary.safetensors", "canar
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class QuantizeJob:
     """One artifact to be quantized.
 
     Attributes:
@@ -84,10 +84,10 @@ class Job:
     resources: Resources = Resources()
     ranks: int = 1
     arguments: tuple[str, ...] = ()
-    mixture: Mixture | None = None
+    mixture: ChosenMixture | None = None
 
 
-def run(job: Job, progress: Progress) -> Path:
+def run(job: QuantizeJob, progress: Progress) -> Path:
     """Quantize the model and return the finished folder; what is up to date is left alone."""
     source = open_files(job.model)
     graph = graph_for(source.config)
@@ -117,7 +117,7 @@ def run(job: Job, progress: Progress) -> Path:
     return job.output
 
 
-def _choose_and_quantize(job: Job, plan: Plan, source: ModelFiles, graph: Graph, progress: Progress) -> Path:
+def _choose_and_quantize(job: QuantizeJob, plan: Plan, source: ModelFiles, graph: Graph, progress: Progress) -> Path:
     """Choose the schemes and quantize with them, again as long as the result costs another divergence than was allowed."""
     if job.ranks > 1:
         raise UsageError(
@@ -136,7 +136,7 @@ def _choose_and_quantize(job: Job, plan: Plan, source: ModelFiles, graph: Graph,
         mixture = chosen_mixture.read(job.output, job.entry, graph, key=mixture.key) or mixture
 
 
-def _launch(job: Job, plan: Plan, source: ModelFiles, shares: Mapping[Path, Share], progress: Progress) -> None:
+def _launch(job: QuantizeJob, plan: Plan, source: ModelFiles, shares: Mapping[Path, CardShare], progress: Progress) -> None:
     """Start torchrun with one process per rank, after the source was hashed once for all of them."""
     measured, measurement = measurement_of(job.measurement, plan, scheme=job.entry.scheme, source=source, progress=progress)
     disk.make_folder(job.output)
@@ -154,7 +154,14 @@ def _launch(job: Job, plan: Plan, source: ModelFiles, shares: Mapping[Path, Shar
 
 
 def _quantize(
-    job: Job, plan: Plan, source: ModelFiles, graph: Graph, progress: Progress, *, share: Share = WHOLE, team: Team = ALONE
+    job: QuantizeJob,
+    plan: Plan,
+    source: ModelFiles,
+    graph: Graph,
+    progress: Progress,
+    *,
+    share: CardShare = WHOLE,
+    team: Team = ALONE,
 ) -> Path:
     """Quantize what the share says into the job's folder, together with the team."""
     folder, measurement = measurement_of(job.measurement, plan, scheme=job.entry.scheme, source=source, progress=progress)
@@ -216,7 +223,7 @@ def _quantize(
 
 
 def _run_layers(
-    job: Job,
+    job: QuantizeJob,
     plan: Plan,
     graph: Graph,
     measurement: Measurement | None,
@@ -224,7 +231,7 @@ def _run_layers(
     key: str,
     allowance: Allowance,
     progress: Progress,
-    share: Share,
+    share: CardShare,
     team: Team,
 ) -> None:
     """Bring every layer up to date by running the model, layer by layer."""
@@ -258,7 +265,7 @@ def _run_layers(
             tune(forward)
 
 
-def _settled(job: Job, plan: Plan, graph: Graph, measurement: Measurement, *, key: str, progress: Progress) -> bool:
+def _settled(job: QuantizeJob, plan: Plan, graph: Graph, measurement: Measurement, *, key: str, progress: Progress) -> bool:
     """Measure what chosen schemes cost and return whether they stay."""
     from quantflow.quantization.mixed_precision.measured_divergence import settle  # here: as above
 
@@ -267,7 +274,7 @@ def _settled(job: Job, plan: Plan, graph: Graph, measurement: Measurement, *, ke
     return settle(job.output, job.mixture, plan, **about, graph=graph, measurement=measurement, key=key, progress=progress)
 
 
-def _inputs(job: Job, plan: Plan, source: ModelFiles, measurement: Measurement | None) -> dict[str, Any]:
+def _inputs(job: QuantizeJob, plan: Plan, source: ModelFiles, measurement: Measurement | None) -> dict[str, Any]:
     """Return everything that the result depends on but the weights."""
     return {
         "config": digest_of(source.checkpoint.config),
@@ -286,7 +293,7 @@ def _recipe(entry: Quantize) -> dict[str, Any]:
     return {key: value for key, value in asdict(entry).items() if key != "expect"}
 
 
-def _summary(job: Job, plan: Plan, measurement: Measurement | None) -> dict[str, Any]:
+def _summary(job: QuantizeJob, plan: Plan, measurement: Measurement | None) -> dict[str, Any]:
     """Return what export needs to know besides the layers."""
     about = None
     if measurement is not None:

@@ -27,7 +27,7 @@ from quantflow.process_memory import give_back_holes
 from quantflow.quantization.layer import FORMAT, canary_traffic, install_all
 from quantflow.quantization.layer_by_layer import Forward, canary_tokens, linears_restored, read_back, write_canary
 from quantflow.quantization.smoothing import is_factor, put_changed, smooth_again
-from quantflow.quantization.tuning import Run
+from quantflow.quantization.tuning import TuningRun
 
 
 @torch.no_grad()
@@ -39,7 +39,7 @@ def tune(done: Forward) -> None:
         InputError: a layer's file is damaged.
     """
     assert done.plan.tune is not None and done.measurement is not None  # the plan asks for both
-    run = Run(done, done.plan.tune, done.measurement.sequences, LayerStream(done.source, done.graph))
+    run = TuningRun(done, done.plan.tune, done.measurement.sequences, LayerStream(done.source, done.graph))
     keys = {layer.index: digest_of([done.key, TUNE, layer.index]) for layer in done.graph.layers}
     paths = {index: layer_store.layer_path(done.output, index) for index in keys}
     told: dict[str, Any] = {}
@@ -49,7 +49,7 @@ def tune(done: Forward) -> None:
     _write(run, keys, told)
 
 
-def _write(run: Run, keys: Mapping[int, str], told: Mapping[str, Any]) -> None:
+def _write(run: TuningRun, keys: Mapping[int, str], told: Mapping[str, Any]) -> None:
     """Write every layer that is not finished with its scales, run the canary through all, and note what it shows."""
     done, stream = run.done, run.stream
     tokens = canary_tokens(done.source, done.measurement, done.seed)
@@ -75,7 +75,7 @@ def _write(run: Run, keys: Mapping[int, str], told: Mapping[str, Any]) -> None:
 
 
 def _finished(
-    run: Run, module: nn.Module, layer: Layer, canary: State, told: Mapping[str, Any]
+    run: TuningRun, module: nn.Module, layer: Layer, canary: State, told: Mapping[str, Any]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Put a layer's linears in place as they were tuned; return what its file holds, and its record."""
     path = layer_store.layer_path(run.done.made, layer.index)

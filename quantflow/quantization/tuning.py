@@ -64,7 +64,7 @@ class Visit:
     weights: Mapping[str, Tensor]
 
 
-class Run:
+class TuningRun:
     """The steps, on all sequences of the calibration text."""
 
     def __init__(self, done: Forward, plan: Tune, sequences: Sequence[Tensor], stream: LayerStream) -> None:

@@ -55,7 +55,7 @@ COLUMNS = ("statistic", "rule", "count")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class UnifyJob:
     """One merge, or one expansion.
 
     Attributes:
@@ -78,7 +78,7 @@ class Job:
     model: Path | None = None
 
 
-def run(job: Job, progress: Progress) -> Path:
+def run(job: UnifyJob, progress: Progress) -> Path:
     """Merge and return the folder written, or the existing one when nothing changed."""
     _refuse_overlap(job.measurement, job.output)
     if shard_folders(job.measurement):
@@ -124,7 +124,7 @@ def _write(output: Path, count: int, numbered: tuple[int, Measurement]) -> tuple
     return {f"{folder.name}/{name}": digest for name, digest in hashes.items()}, measurement.meta.get("unified", {})
 
 
-def _join(job: Job, progress: Progress) -> Path:
+def _join(job: UnifyJob, progress: Progress) -> Path:
     """Put quantized shards together."""
     for flag, given in (("--expand", job.expand is not None), ("--allow-missing", job.allow_missing)):
         if given:
@@ -180,7 +180,7 @@ def rank_folders(folder: Path) -> list[Path]:
     return folders
 
 
-def _unify_gaudis(job: Job, progress: Progress) -> Path:
+def _unify_gaudis(job: UnifyJob, progress: Progress) -> Path:
     if job.expand is not None:
         raise UsageError(
             f"{job.measurement}: --expand of Gaudi's files, which do not say how tensors are cut",
@@ -203,7 +203,7 @@ def _refuse_overlap(measurement: Path, output: Path) -> None:
         raise UsageError(f"-o {output} and -m {measurement}: one lies in the other", "write beside the measurement")
 
 
-def _groups(job: Job, world: int) -> list[list[int]] | None:
+def _groups(job: UnifyJob, world: int) -> list[list[int]] | None:
     asked = [name for name in ("groups", "ranks", "expand") if getattr(job, name) not in (None, ())]
     if len(asked) > 1:
         raise UsageError(f"unify: {' beside '.join(asked)}", "give one of -g, --ranks and --expand")
@@ -214,7 +214,9 @@ def _groups(job: Job, world: int) -> list[list[int]] | None:
     return parse_groups(job.groups, world=world) if job.groups else [list(range(world))]
 
 
-def _made(job: Job, metas: Mapping[Path, dict[str, Any]], groups: list[list[int]] | None) -> tuple[Iterator[Measurement], int]:
+def _made(
+    job: UnifyJob, metas: Mapping[Path, dict[str, Any]], groups: list[list[int]] | None
+) -> tuple[Iterator[Measurement], int]:
     """Return the measurements to be written, made one after the other, and how many they are."""
     if groups is not None:
         with Workers(process_memory.usable_cores()) as workers:

@@ -36,7 +36,7 @@ from quantflow.runtime.timed_decoder import Timed
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class GenerateJob:
     """What is continued, and how; the defaults take the most likely token each time.
 
     Attributes:
@@ -97,7 +97,7 @@ class Job:
     arguments: tuple[str, ...] = ()
 
 
-def run(job: Job, stream: Callable[[str], None], progress: Progress | None = None) -> dict[str, Any] | None:
+def run(job: GenerateJob, stream: Callable[[str], None], progress: Progress | None = None) -> dict[str, Any] | None:
     """Generate; the text of a single sequence is handed to `stream` piece by piece, its prompt first.
 
     Returns:
@@ -134,7 +134,7 @@ def run(job: Job, stream: Callable[[str], None], progress: Progress | None = Non
 
 
 def _continue(
-    job: Job, loaded: Loaded, prompts: Sequence[Prompt], stream: Callable[[str], None], progress: Progress
+    job: GenerateJob, loaded: Loaded, prompts: Sequence[Prompt], stream: Callable[[str], None], progress: Progress
 ) -> dict[str, Any]:
     """Return the outputs, how long they took, and what decoded."""
     tokenizer = loaded.tokenizer or load_tokenizer(job.artifact)
@@ -177,7 +177,7 @@ def raise_for_difference(result: dict[str, Any]) -> None:
         raise GateError(told, "compare the texts, or write a new reference if they are right")
 
 
-def _check(job: Job) -> None:
+def _check(job: GenerateJob) -> None:
     """Refuse options that do not go together.
 
     Raises:
@@ -198,7 +198,7 @@ def _check(job: Job) -> None:
         raise UsageError("generate: merge without an adapter", "give --adapter")
 
 
-def _open(job: Job, wire: Wire | None) -> tuple[Loaded, Adapted | None]:
+def _open(job: GenerateJob, wire: Wire | None) -> tuple[Loaded, Adapted | None]:
     """Return what decodes, and what became of the adapter; an adapter and weights on disk go with transformers' modules."""
     dtype: torch.dtype = getattr(torch, job.dtype)
     crops = job.draft is not None or job.medusa is not None or isinstance(job.method, Lookup)
@@ -218,7 +218,7 @@ def _open(job: Job, wire: Wire | None) -> tuple[Loaded, Adapted | None]:
     return replace(loaded, reasons=(f"the lean decoder is not used: {special[0]} was asked for",)), adapted
 
 
-def _method(job: Job, tokenizer: PreTrainedTokenizerBase) -> Method | None:
+def _method(job: GenerateJob, tokenizer: PreTrainedTokenizerBase) -> Method | None:
     """Return the way to generate, with what it needs loaded."""
     if job.medusa is not None:
         return load_medusa(job.medusa, device=job.device)
@@ -229,7 +229,7 @@ def _method(job: Job, tokenizer: PreTrainedTokenizerBase) -> Method | None:
     return job.method
 
 
-def _draft(folder: Path, job: Job) -> Decoder:
+def _draft(folder: Path, job: GenerateJob) -> Decoder:
     """Return what decodes with a folder, which is an artifact or a checkpoint."""
     dtype: torch.dtype = getattr(torch, job.dtype)
     if (folder / MANIFEST_NAME).exists():
@@ -240,7 +240,7 @@ def _draft(folder: Path, job: Job) -> Decoder:
     return TransformersDecoder(model.to(job.device), device=job.device, crops=True)
 
 
-def _options(job: Job, loaded: Loaded, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def _options(job: GenerateJob, loaded: Loaded, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Return what `quantflow.runtime.decoding.generate` is told beside the prompts and the method."""
     ends = () if job.ignore_eos else loaded.eos_token_ids
     return {

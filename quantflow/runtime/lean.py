@@ -20,7 +20,7 @@ from quantflow.runtime import operations
 from quantflow.runtime.artifact import Artifact
 from quantflow.runtime.decoder import require_room
 from quantflow.runtime.kv_cache import KIND_OF, KVCache, require_kind
-from quantflow.runtime.operations import Block, Heads, Operations, Projection, product
+from quantflow.runtime.operations import DecoderBlock, Heads, Operations, Projection, product
 from quantflow.runtime.packed import Pack
 from quantflow.runtime.projection import plain_weight, projection
 from quantflow.runtime.tensor_parallel import Ranks
@@ -171,13 +171,13 @@ class LeanDecoder:
         return self.cache
 
 
-def _block(artifact: Artifact, layer: Layer, pack: Pack | None) -> Block:
+def _block(artifact: Artifact, layer: Layer, pack: Pack | None) -> DecoderBlock:
     config: Any = artifact.config
     kinds: Sequence[str] | None = getattr(config, "layer_types", None)
     slides = kinds is None or kinds[layer.index] == "sliding_attention"
     of_heads = [f"{layer.attention}.{name}.weight" for name in ("q_norm", "k_norm")]
     q_norm, k_norm = (_vector(artifact, name) if name in artifact.checkpoint.tensors else None for name in of_heads)
-    return Block(
+    return DecoderBlock(
         # `why_not` refuses families whose first and third group read no norm
         norms=tuple(_vector(artifact, f"{layer.groups[index].norm}.weight") for index in (0, 2)),
         products=tuple(projection(artifact, group.linears, pack) for group in layer.groups),
@@ -187,7 +187,7 @@ def _block(artifact: Artifact, layer: Layer, pack: Pack | None) -> Block:
     )
 
 
-def _put_together(block: Block, layer: Layer, ranks: Ranks) -> Block:
+def _put_together(block: DecoderBlock, layer: Layer, ranks: Ranks) -> DecoderBlock:
     """Return a block whose two products that need more than a rank's own part get and give all of it."""
     names, (qkv, output, gate_up, down) = [group.linears[0] for group in layer.groups], block.products
     return replace(block, products=(qkv, ranks.across(output, *names[:2]), gate_up, ranks.across(down, *names[2:])))

@@ -44,7 +44,7 @@ class Heads:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Block:
+class DecoderBlock:
     """A decoder layer.
 
     Attributes:
@@ -126,7 +126,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 class Operations:
     """The layers, and the operations on one batch."""
 
-    def __init__(self, heads: Heads, blocks: Sequence[Block]) -> None:
+    def __init__(self, heads: Heads, blocks: Sequence[DecoderBlock]) -> None:
         """Take the shapes and the layers of a model.
 
         Raises:
@@ -191,7 +191,7 @@ class Operations:
         self._library.silu_mul(gate_up.data_ptr(), out.data_ptr(), rows, width)
         return out
 
-    def _structure(self, block: Block, cached: Iterable[Tensor | None]) -> _Layer:
+    def _structure(self, block: DecoderBlock, cached: Iterable[Tensor | None]) -> _Layer:
         """Return a layer as decode.c reads it: the cache, norms, and of each product weight, bias and function."""
         found = [native.address(tensor) for tensor in (*cached, block.q_norm, block.k_norm, *block.norms)]
         products: Any = block.products if self._widths else ()

@@ -55,7 +55,7 @@ RESAMPLES = 2000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class ValidateJob:
     """One artifact to be judged.
 
     Attributes:
@@ -76,7 +76,7 @@ class Job:
     resources: Resources = Resources()
 
 
-def run(job: Job, progress: Progress) -> dict[str, Any]:
+def run(job: ValidateJob, progress: Progress) -> dict[str, Any]:
     """Validate and return the content of validation.json; `raise_for_verdict` turns it into an exit code."""
     manifest = read_manifest(job.artifact)
     source = open_source(job.baseline)
@@ -117,7 +117,7 @@ def raise_for_verdict(result: Mapping[str, Any], *, allow_inconclusive: bool) ->
     )
 
 
-def _refuse_other_baseline(job: Job, manifest: Mapping[str, Any], source: Source, digests: Digests) -> None:
+def _refuse_other_baseline(job: ValidateJob, manifest: Mapping[str, Any], source: Source, digests: Digests) -> None:
     """Refuse to compare an artifact with a model that it was not made from.
 
     Raises:
@@ -135,7 +135,7 @@ def _refuse_other_baseline(job: Job, manifest: Mapping[str, Any], source: Source
             )
 
 
-def _inputs(job: Job, manifest: Mapping[str, Any], source: Source, digests: Digests) -> dict[str, Any]:
+def _inputs(job: ValidateJob, manifest: Mapping[str, Any], source: Source, digests: Digests) -> dict[str, Any]:
     if job.options.text is None:
         raise UsageError("validate: no evaluation text", "give --text FILE or the recipe's validate.text")
     options = {**asdict(job.options), "text": file_digest(Path(job.options.text))}
@@ -152,7 +152,7 @@ def _inputs(job: Job, manifest: Mapping[str, Any], source: Source, digests: Dige
 
 
 def _validate(
-    job: Job, manifest: Mapping[str, Any], source: Source, inputs: Mapping[str, Any], progress: Progress
+    job: ValidateJob, manifest: Mapping[str, Any], source: Source, inputs: Mapping[str, Any], progress: Progress
 ) -> dict[str, Any]:
     sequences = _sequences(job, manifest)
     protocol = _protocol(job, sequences)
@@ -210,7 +210,7 @@ def _kept_noise(path: Path | None, key: str) -> dict[str, dict[str, float]] | No
     return floor
 
 
-def _sequences(job: Job, manifest: Mapping[str, Any]) -> list[Tensor]:
+def _sequences(job: ValidateJob, manifest: Mapping[str, Any]) -> list[Tensor]:
     """Return the evaluation windows.
 
     Raises:
@@ -234,7 +234,7 @@ def _sequences(job: Job, manifest: Mapping[str, Any]) -> list[Tensor]:
 
 
 def _compared(
-    job: Job,
+    job: ValidateJob,
     source: Source,
     inputs: Mapping[str, Any],
     sequences: Sequence[Tensor],
@@ -288,7 +288,7 @@ def _gate_json(gate: Gate) -> dict[str, Any]:
     return {"name": gate.name, "thresholds": dict(sorted(gate.thresholds.items())), "note": gate.note}
 
 
-def _protocol(job: Job, sequences: Sequence[Tensor]) -> dict[str, Any]:
+def _protocol(job: ValidateJob, sequences: Sequence[Tensor]) -> dict[str, Any]:
     protocol = {
         "windows": len(sequences),
         "tokens": sum(len(s) for s in sequences),

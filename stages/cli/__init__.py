@@ -62,7 +62,7 @@ def run(recipe_name: str, output: str | None, settings: tuple[str, ...], **share
         show(dataclasses.asdict(recipe), as_json=shared["as_json"], text=f"{folder}\n{recipe}")
         return
     with reporting(shared, folder) as progress:
-        results = stage.run(stage.Job(recipe=recipe, name=path.stem, folder=folder), progress)
+        results = stage.run(stage.RunJob(recipe=recipe, name=path.stem, folder=folder), progress)
     text = f"{table(COLUMNS, [cells(result) for result in results])}\nreport: {folder / 'report.html'}"
     show(results, as_json=shared["as_json"], text=text)
     for result in results:
@@ -105,7 +105,7 @@ def plan(subject: str, output: str, as_json: bool, settings: tuple[str, ...], **
     for entry in data.get("quantize", ()):
         overlay(entry, {"head": head_from(shared["head"])})
     values = recipe_from(data)
-    job = stage.Job(recipe=values, measured=whole, folder=Path(output))
+    job = stage.PlanJob(recipe=values, measured=whole, folder=Path(output))
     if shared["probe"]:
         from quantflow.planning.probe import probe
 
@@ -160,7 +160,7 @@ def measure(model: str, output: str | None, settings: tuple[str, ...], recipe: s
     values = _recipe(recipe, settings, flags, beneath=lambda data: measure_beneath(data, found))
     from quantflow.calibration import measure as stage
 
-    job = stage.Job(
+    job = stage.MeasureJob(
         model=Path(model),
         output=Path(output_beneath(output, found)),
         calibration=values.calibration,
@@ -287,7 +287,7 @@ def quantize(model: str, output: str, settings: tuple[str, ...], recipe: str | N
     measurement = measurement_beneath(shared["measurement"], entry, found)
     data["quantize"][position] = entry_beneath(entry, found, model=Path(model), measurement=measurement)
     values = recipe_from(data)
-    job = stage.Job(
+    job = stage.QuantizeJob(
         model=Path(model),
         output=Path(output),
         entry=values.quantize[position],
@@ -352,7 +352,7 @@ def unify(
     given = [*groups, *more_groups]
     values = _recipe(recipe, settings, {"model": "unused", "unify.groups": given or None})
     counted = shared["ranks"] is not None or shared["expand"] is not None  # flags win over what the recipe says
-    job = stage.Job(
+    job = stage.UnifyJob(
         measurement=Path(measurement),
         output=Path(output),
         groups=tuple(given) if counted else values.unify.groups or (),
@@ -446,7 +446,7 @@ def validate(
     keys = ("text", "tokens", "sequence_length", "gate", "allow_inconclusive")
     flags = {"model": baseline, **{f"validate.{key}": shared[key] for key in keys}, **limits(shared)}
     values = _recipe(recipe, settings, flags)
-    job = stage.Job(
+    job = stage.ValidateJob(
         artifact=Path(artifact),
         baseline=Path(baseline),
         report=Path(report or f"{artifact.rstrip('/')}-validation"),
@@ -541,7 +541,7 @@ def bench(artifact: str | None, kernels: bool, as_json: bool, quiet: bool, **opt
     if artifact is not None and kernels:
         raise UsageError(f"bench: --kernels beside an artifact, {artifact}", "give one of them")
     if artifact is not None:
-        job = latency.Job(artifact=Path(artifact), arguments=tuple(sys.argv[1:]), **values(options))
+        job = latency.BenchJob(artifact=Path(artifact), arguments=tuple(sys.argv[1:]), **values(options))
         timed = latency.run(job, ProgressLine(quiet=quiet, bars=bars_wanted()))
         if timed is not None:  # otherwise rank 0 has it
             show(timed, as_json=as_json, text=latency.text(timed))
@@ -667,7 +667,7 @@ def _measure_first(values: "Recipe", job: Any, shared: dict[str, Any]) -> None:
     from quantflow.planning.requirements import statistics_for
 
     given = values.measure.stats
-    todo = measure.Job(
+    todo = measure.MeasureJob(
         model=job.model,
         output=job.measurement,
         calibration=values.calibration,

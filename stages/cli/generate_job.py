@@ -5,7 +5,7 @@ from typing import Any
 
 from quantflow.errors import UsageError
 from quantflow.runtime.decoding import Beams, Contrastive, Lookup, Rules, Sampling
-from quantflow.runtime.generation import Job
+from quantflow.runtime.generation import GenerateJob
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p")
 _RULES = ("repetition_penalty", "frequency_penalty", "presence_penalty", "no_repeat_ngram_size", "min_length", "min_new_tokens")
@@ -13,7 +13,7 @@ _BEAMS: dict[str, Any] = {"length_penalty": 1.0, "early_stopping": "false"}
 _PATHS = ("draft", "medusa", "adapter", "reference")
 
 
-def job_from(artifact: str, values: dict[str, Any]) -> Job:
+def job_from(artifact: str, values: dict[str, Any]) -> GenerateJob:
     """Return the job of a command line.
 
     Raises:
@@ -41,4 +41,4 @@ def job_from(artifact: str, values: dict[str, Any]) -> Job:
     paths: dict[str, Any] = {name: Path(given.pop(name)) for name in _PATHS if given[name] is not None}
     rest = {name: value for name, value in given.items() if name not in _PATHS}
     sampling = Sampling(seed=seed, **wanted) if wanted else None
-    return Job(artifact=Path(artifact), method=method, sampling=sampling, rules=rules, **paths, **rest)
+    return GenerateJob(artifact=Path(artifact), method=method, sampling=sampling, rules=rules, **paths, **rest)

@@ -22,7 +22,7 @@ REDRAW = 0.1  # seconds between two drawings of the live line
 COLUMNS = 80  # of a terminal that does not tell
 
 
-class Line:
+class LiveLine:
     """The live line of a terminal, which anything else written to stderr must clear first."""
 
     def __init__(self) -> None:
@@ -115,7 +115,7 @@ class ProgressLine:
     bars: bool = True
     log: Log | None = None
     signals: Signals | None = None
-    line: Line = field(default_factory=Line, repr=False, compare=False)
+    line: LiveLine = field(default_factory=LiveLine, repr=False, compare=False)
     now: Now = field(default_factory=Now, repr=False, compare=False)
 
     @contextmanager

@@ -104,7 +104,7 @@ def call() -> Callable[..., str]:
 
 
 def export(source: Path, output: Path, dtype: str) -> Path:
-    gguf_export.run(gguf_export.Job(source=source, output=output, dtype=dtype), ProgressLine(quiet=True))
+    gguf_export.run(gguf_export.GGUFExportJob(source=source, output=output, dtype=dtype), ProgressLine(quiet=True))
     return output / f"model-{dtype}.gguf"
 
 

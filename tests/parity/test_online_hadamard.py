@@ -22,8 +22,8 @@ def test_compressed_tensors_mixes_what_the_config_names_and_stock_transformers_a
     family_model, tmp_path: Path, scheme: str
 ) -> None:
     entry = Quantize(name="x", scheme=scheme, transforms=({"hadamard": {"down": True}},))
-    job = quantize.Job(model=family_model("llama"), output=tmp_path / "q", entry=entry, measurement=None)
-    artifact = export.run(export.Job(quantized=quantize.run(job, QUIET), output=tmp_path / "a"), QUIET)
+    job = quantize.QuantizeJob(model=family_model("llama"), output=tmp_path / "q", entry=entry, measurement=None)
+    artifact = export.run(export.ExportJob(quantized=quantize.run(job, QUIET), output=tmp_path / "a"), QUIET)
     tokens = torch.randint(2, 300, (1, 64), generator=torch.Generator().manual_seed(3))
     model = AutoModelForCausalLM.from_pretrained(artifact, dtype=torch.float32).eval()
     config = json.loads((artifact / "config.json").read_text())["quantization_config"]["transform_config"]

@@ -28,8 +28,8 @@ ASYMMETRIC = {"scheme": "W4A16_ASYM", "algorithm": "rtn", "group_size": 32}
 
 
 def make(model: Path, folder: Path, **words: Any) -> Path:
-    job = quantize.Job(model=model, output=folder / "q", entry=Quantize(name="x", **words))
-    return export.run(export.Job(quantized=quantize.run(job, QUIET), output=folder / "a"), QUIET)
+    job = quantize.QuantizeJob(model=model, output=folder / "q", entry=Quantize(name="x", **words))
+    return export.run(export.ExportJob(quantized=quantize.run(job, QUIET), output=folder / "a"), QUIET)
 
 
 def dequantized(model: Path, artifact: Path, folder: Path) -> Path:

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from quantflow.calibration import measure
 from quantflow.exporting import export
 from quantflow.models.load import load_tokenizer
-from quantflow.planning.recipe import Calibration, Head, KVCache, Quantize
+from quantflow.planning.recipe import Calibration, HeadSettings, KVCacheSettings, Quantize
 from quantflow.quantization import quantize
 from quantflow.runtime.decoder import Decoder
 from quantflow.runtime.load import load
@@ -47,10 +47,10 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "W2A16": {"scheme": "W2A16", "group_size": 32},
     "W5A16": {"scheme": "W5A16", "group_size": 32},
     "W6A16": {"scheme": "W6A16"},
-    "FP8, cache FP8": {"scheme": "FP8", "kv_cache": KVCache(scheme="FP8")},
-    "FP8, cache FP8 per head": {"scheme": "FP8", "kv_cache": KVCache(scheme="FP8", granularity="per_head")},
-    "W8A8, cache INT8": {"scheme": "W8A8", "kv_cache": KVCache(scheme="INT8")},
-    "W4A16, cache INT8 per head": {"scheme": "W4A16", "kv_cache": KVCache(scheme="INT8", granularity="per_head")},
+    "FP8, cache FP8": {"scheme": "FP8", "kv_cache": KVCacheSettings(scheme="FP8")},
+    "FP8, cache FP8 per head": {"scheme": "FP8", "kv_cache": KVCacheSettings(scheme="FP8", granularity="per_head")},
+    "W8A8, cache INT8": {"scheme": "W8A8", "kv_cache": KVCacheSettings(scheme="INT8")},
+    "W4A16, cache INT8 per head": {"scheme": "W4A16", "kv_cache": KVCacheSettings(scheme="INT8", granularity="per_head")},
 }
 
 # Runs in the other environment: artifact, tokens.safetensors, logits.safetensors.
@@ -98,7 +98,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def measured(texts: Path) -> Path:
     calibration = Calibration(source=str(texts / "calibration.jsonl"), samples=16, sequence_length=256)
-    return measure.run(measure.Job(model=MODEL, output=texts / "measured", calibration=calibration), QUIET)
+    return measure.run(measure.MeasureJob(model=MODEL, output=texts / "measured", calibration=calibration), QUIET)
 
 
 @pytest.fixture(scope="module")
@@ -157,11 +157,11 @@ def test_stock_transformers_computes_the_logits_of_a_quantized_head(
     layers, head = HEADS[name]
     calibration = Calibration(source=str(texts / "calibration.jsonl"), samples=4, sequence_length=256)
     measured = measure.run(
-        measure.Job(model=model, output=tmp_path / "measured", calibration=calibration, stats=("channel_amax",)), QUIET
+        measure.MeasureJob(model=model, output=tmp_path / "measured", calibration=calibration, stats=("channel_amax",)), QUIET
     )
-    entry = Quantize(name="x", **layers, head=Head(**head))
-    job = quantize.Job(model=model, output=tmp_path / "quantized", entry=entry, measurement=measured)
-    artifact = export.run(export.Job(quantized=quantize.run(job, QUIET), output=tmp_path / "artifact"), QUIET)
+    entry = Quantize(name="x", **layers, head=HeadSettings(**head))
+    job = quantize.QuantizeJob(model=model, output=tmp_path / "quantized", entry=entry, measurement=measured)
+    artifact = export.run(export.ExportJob(quantized=quantize.run(job, QUIET), output=tmp_path / "artifact"), QUIET)
     save_file({"windows": windows}, tmp_path / "tokens.safetensors")
     paths = [str(artifact), str(tmp_path / "tokens.safetensors"), str(tmp_path / "logits.safetensors")]
     subprocess.run([str(stock_python), "-c", PROGRAM, *paths], check=True, cwd=tmp_path)
@@ -179,8 +179,8 @@ def test_stock_transformers_computes_what_our_runtime_computes(
     name: str, stock_python: Path, measured: Path, windows: torch.Tensor, source_logits: torch.Tensor, tmp_path: Path
 ) -> None:
     entry = Quantize(name="x", **SCHEMES[name])
-    job = quantize.Job(model=MODEL, output=tmp_path / "quantized", entry=entry, measurement=measured)
-    artifact = export.run(export.Job(quantized=quantize.run(job, QUIET), output=tmp_path / "artifact"), QUIET)
+    job = quantize.QuantizeJob(model=MODEL, output=tmp_path / "quantized", entry=entry, measurement=measured)
+    artifact = export.run(export.ExportJob(quantized=quantize.run(job, QUIET), output=tmp_path / "artifact"), QUIET)
     save_file({"windows": windows}, tmp_path / "tokens.safetensors")
     paths = [str(artifact), str(tmp_path / "tokens.safetensors"), str(tmp_path / "logits.safetensors")]
     subprocess.run([str(stock_python), "-c", PROGRAM, *paths], check=True, cwd=tmp_path)

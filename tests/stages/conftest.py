@@ -22,7 +22,7 @@ def measured_family(family_model, text_files, tmp_path_factory):
             calibration = Calibration(source=str(text_files["calibration"]), samples=6, sequence_length=48)
             folder = tmp_path_factory.mktemp("measured") / family
             stats = ("amax", "channel_amax", "min_max", "mean_abs")
-            job = measure.Job(model=family_model(family), output=folder, calibration=calibration, stats=stats)
+            job = measure.MeasureJob(model=family_model(family), output=folder, calibration=calibration, stats=stats)
             taken[family] = measure.run(job, QUIET)
         return taken[family]
 
@@ -43,7 +43,7 @@ def cards(monkeypatch):
         measurement: Path | None = None,
     ) -> Path:
         monkeypatch.setattr(quantize, "die_with_parent", lambda: None)
-        job = quantize.Job(model=model, output=output, entry=recipe, ranks=ranks, measurement=measurement)
+        job = quantize.QuantizeJob(model=model, output=output, entry=recipe, ranks=ranks, measurement=measurement)
         for rank in range(ranks) if only is None else only:
             monkeypatch.setenv("RANK", str(rank))
             monkeypatch.setenv("WORLD_SIZE", str(ranks))

@@ -16,7 +16,7 @@ from quantflow.measurements.stored import Deferred
 from quantflow.models.backward import generator_for
 from quantflow.models.load import load_model, open_source
 from quantflow.numerics import output_blocks
-from quantflow.planning.recipe import Calibration, KVCache, Quantize, Tune
+from quantflow.planning.recipe import Calibration, KVCacheSettings, Quantize, Tune
 from quantflow.planning.requirements import algorithm_of, entries_of, statistics_for, transforms_of
 from quantflow.quantization import quantize
 from quantflow.stages.cli import cli
@@ -36,7 +36,7 @@ def calibration(text_files):
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory, llama, text_files):
     folder = tmp_path_factory.mktemp("measured")
-    job = measure.Job(model=llama, output=folder, calibration=calibration(text_files), stats=STATS)
+    job = measure.MeasureJob(model=llama, output=folder, calibration=calibration(text_files), stats=STATS)
     measure.run(job, QUIET)
     return rank_folder(folder, 0, 1)
 
@@ -47,7 +47,7 @@ def best(tmp_path_factory, llama, measured):
 
 
 def made(llama, measured, folder, entry=ENTRY, progress=QUIET):
-    return quantize.run(quantize.Job(model=llama, output=folder, entry=entry, measurement=measured), progress)
+    return quantize.run(quantize.QuantizeJob(model=llama, output=folder, entry=entry, measurement=measured), progress)
 
 
 def files(folder):
@@ -83,7 +83,7 @@ def test_sums_of_gradients_are_those_of_the_whole_model_by_autograd(llama, measu
 
 def test_ranks_that_share_the_text_measure_summands(llama, text_files, measured, tmp_path):
     found = []
-    job = measure.Job(model=llama, output=tmp_path / "two", calibration=calibration(text_files), stats=("gradient",))
+    job = measure.MeasureJob(model=llama, output=tmp_path / "two", calibration=calibration(text_files), stats=("gradient",))
     for rank in range(2):
         measure._measure_rank(job, QUIET, rank=rank, world=2)
         found.append(load_file(rank_folder(tmp_path / "two", rank, 2) / "statistics.safetensors"))
@@ -127,7 +127,7 @@ def stopping(*, before=None, inside=None):
 
 
 def test_a_measurement_stopped_anywhere_on_the_way_back_ends_in_the_same_bytes(llama, text_files, measured, tmp_path):
-    job = measure.Job(model=llama, output=tmp_path, calibration=calibration(text_files), stats=STATS)
+    job = measure.MeasureJob(model=llama, output=tmp_path, calibration=calibration(text_files), stats=STATS)
     for where in ({"before": 0}, {"inside": "sequence 3 of 6"}, {"before": 1}, {"inside": "sequence 1 of 6"}):
         with pytest.raises(Stopped):
             measure.run(job, stopping(**where))
@@ -214,7 +214,7 @@ AUTO = ("smoothquant", {"alpha": "auto", "linears": True})
         ({"scheme": "W8A16", "algorithm": "best"}, (AUTO,)),
         ({"scheme": "W4A8", "algorithm": "best"}, (AUTO,)),
         (
-            {"scheme": "W4A16", "algorithm": "best", "kv_cache": KVCache(scheme="FP8")},
+            {"scheme": "W4A16", "algorithm": "best", "kv_cache": KVCacheSettings(scheme="FP8")},
             (("smoothquant", {"alpha": "auto", "linears": False}),),
         ),
         ({"scheme": "W8A8", "algorithm": "best"}, (("smoothquant", {"alpha": 0.5, "linears": False}),)),
@@ -285,7 +285,7 @@ def test_what_has_to_be_measured_first_is_told(llama, text_files, tmp_path, caps
     assert exit_code(cli, [str(word) for word in given]) == 2
     needs = "channel_amax, count, gradient_sum, hessian_sum, rows, the calibration text"
     assert f"needs {needs}, none is given" in capsys.readouterr().err
-    job = measure.Job(model=llama, output=tmp_path / "1", calibration=calibration(text_files), stats=())
+    job = measure.MeasureJob(model=llama, output=tmp_path / "1", calibration=calibration(text_files), stats=())
     measure.run(job, QUIET)
     with pytest.raises(StatisticsError, match=r"q_proj\|gradient\|gradient_sum: .* measure again with --stats gradient"):
         made(llama, tmp_path / "1", tmp_path / "out")
@@ -293,6 +293,6 @@ def test_what_has_to_be_measured_first_is_told(llama, text_files, tmp_path, caps
 
 def test_ranks_that_share_the_model_are_refused(llama, text_files, tmp_path):
     given = calibration(text_files)
-    job = measure.Job(model=llama, output=tmp_path / "x", calibration=given, stats=("gradient",), ranks=2, tp=2)
+    job = measure.MeasureJob(model=llama, output=tmp_path / "x", calibration=given, stats=("gradient",), ranks=2, tp=2)
     with pytest.raises(UsageError, match="statistic gradient with tp=2; .* measure it with --tp 1"):
         measure.run(job, QUIET)

@@ -238,7 +238,7 @@ def test_a_mistake_is_found_before_ranks_are_started(refused, llama, copy, tmp_p
 
 
 def two_ranks(llama, text_files, folder, *ranks):
-    job = measure_stage.Job(model=llama, output=folder, calibration=Calibration(source=str(text_files["calibration"])))
+    job = measure_stage.MeasureJob(model=llama, output=folder, calibration=Calibration(source=str(text_files["calibration"])))
     for rank in ranks:
         measure_stage._measure_rank(job, ProgressLine(quiet=True), rank=rank, world=2)
 

@@ -38,7 +38,7 @@ def recipe(llama: Path, text_files: dict[str, Path], tmp_path: Path) -> dict[str
 
 def run_recipe(recipe: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Return the manifest of the artifact."""
-    run.run(run.Job(recipe=recipe_from(recipe), name="test", folder=folder), QUIET)
+    run.run(run.RunJob(recipe=recipe_from(recipe), name="test", folder=folder), QUIET)
     manifest: dict[str, Any] = json.loads((folder / "4-export" / "int4" / "quantflow.json").read_text())
     return manifest
 
@@ -96,10 +96,12 @@ def test_the_number_of_threads_changes_no_byte(
         threads(count)
         folder = tmp_path / str(count)
         calibration = Calibration(source=str(text_files["calibration"]), samples=6, sequence_length=128, pack=True)
-        job = measure.Job(model=wide_llama, output=folder / "measured", calibration=calibration)
+        job = measure.MeasureJob(model=wide_llama, output=folder / "measured", calibration=calibration)
         measured = measure.run(job, QUIET)
         entry = Quantize(name="x", scheme="W4A16", algorithm="gptq", group_size=128)
-        quantize.run(quantize.Job(model=wide_llama, output=folder / "quantized", entry=entry, measurement=measured), QUIET)
+        quantize.run(
+            quantize.QuantizeJob(model=wide_llama, output=folder / "quantized", entry=entry, measurement=measured), QUIET
+        )
         assert torch.get_num_threads() == count  # given back as it was
         names = ["measured/rank-000-of-001/statistics.safetensors", "quantized/layers/00000.safetensors"]
         names += ["quantized/layers/00000.json", "quantized/canary.safetensors"]

@@ -28,7 +28,7 @@ STATIC = {"scheme": "W8A8_STATIC", "expert_tokens": 0}
 
 def quantized(model: Path, measurement: Path | None, folder: Path, entry: dict) -> Path:
     words = Quantize(name="x", **entry)
-    return quantize.run(quantize.Job(model=model, output=folder, entry=words, measurement=measurement), QUIET)
+    return quantize.run(quantize.QuantizeJob(model=model, output=folder, entry=words, measurement=measurement), QUIET)
 
 
 def records(folder: Path) -> list[dict]:
@@ -59,7 +59,7 @@ def test_a_smoothed_mixture_is_proven_close_to_its_source_and_its_experts_are_le
 ):
     """In eight bits, where a factor that is not undone would show."""
     folder = quantized(family_model(family), measured_family(family), tmp_path / "q", entry)
-    artifact = export.run(export.Job(quantized=folder, output=tmp_path / "artifact"), QUIET)
+    artifact = export.run(export.ExportJob(quantized=folder, output=tmp_path / "artifact"), QUIET)
     name = next(iter(entry["transforms"][0]))
     (record, _) = records(folder)
     smoothed = {linear.rpartition(".layers.0.")[2] for linear, told in record["decisions"].items() if name in told}
@@ -77,7 +77,7 @@ def test_static_inputs_of_a_mixture_lose_no_more_where_its_attention_is_smoothed
     for name, transforms in {"plain": (), "auto": AUTO["transforms"]}.items():
         entry = {**STATIC, "transforms": transforms}
         folder = quantized(family_model("mixtral"), measured_family("mixtral"), tmp_path / name, entry)
-        artifact = export.run(export.Job(quantized=folder, output=tmp_path / f"{name}-artifact"), QUIET)
+        artifact = export.run(export.ExportJob(quantized=folder, output=tmp_path / f"{name}-artifact"), QUIET)
         found[name] = difference(family_model("mixtral"), artifact)
     assert found["auto"] < 1.05 * found["plain"]
 

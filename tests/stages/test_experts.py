@@ -69,7 +69,7 @@ def write(folder, tokenizer_of, **options):
 
 def measured(model, folder, text, **options):
     calibration = Calibration(source=str(text), samples=6, sequence_length=48)
-    measure.run(measure.Job(model=model, output=folder, calibration=calibration, **options), QUIET)
+    measure.run(measure.MeasureJob(model=model, output=folder, calibration=calibration, **options), QUIET)
     return rank_folder(folder, 0, 1)
 
 
@@ -86,7 +86,7 @@ def fed(starving, text_files, tmp_path_factory):
 
 def made(model, output, measurement, **words):
     entry = Quantize(name="x", **words)
-    return quantize.run(quantize.Job(model=model, output=output, entry=entry, measurement=measurement), QUIET)
+    return quantize.run(quantize.QuantizeJob(model=model, output=output, entry=entry, measurement=measurement), QUIET)
 
 
 def layers(folder):
@@ -323,7 +323,7 @@ def test_several_ranks_neither_cut_a_mixture_nor_calibrate_it_together(starving,
     with pytest.raises(UnsupportedError, match="--tp 2 of a mixtral"):
         measured(starving, tmp_path / "m", text_files["calibration"], ranks=2, tp=2)
     entry = Quantize(name="x", **GPTQ)
-    job = quantize.Job(model=starving, output=tmp_path / "q", entry=entry, measurement=measurement, ranks=2)
+    job = quantize.QuantizeJob(model=starving, output=tmp_path / "q", entry=entry, measurement=measurement, ranks=2)
     with pytest.raises(UnsupportedError, match="a mixtral on 2 ranks; its experts are calibrated by one process"):
         quantize.run(job, QUIET)
 
@@ -354,7 +354,7 @@ def test_ranks_that_round_to_nearest_share_the_widest_range_too(starving, measur
         shard = tensors(rank_folder(tmp_path / "shards", rank, 2))
         for name in [name for name in shard if name.endswith("input_scale")]:
             assert torch.equal(shard[name], alone[name])
-    job = unify.Job(measurement=tmp_path / "shards", output=tmp_path / "joined", model=starving)
+    job = unify.UnifyJob(measurement=tmp_path / "shards", output=tmp_path / "joined", model=starving)
     found = tensors(unify.run(job, QUIET))
     assert found.keys() == alone.keys()
     assert all(torch.equal(found[name].view(torch.uint8), alone[name].view(torch.uint8)) for name in found if found[name].ndim)
@@ -362,10 +362,10 @@ def test_ranks_that_round_to_nearest_share_the_widest_range_too(starving, measur
 
 def test_replicas_that_measure_a_part_each_are_merged_into_what_one_measured(starving, measurement, text_files, tmp_path):
     calibration = Calibration(source=str(text_files["calibration"]), samples=6, sequence_length=48)
-    job = measure.Job(model=starving, output=tmp_path / "m", calibration=calibration, ranks=2)
+    job = measure.MeasureJob(model=starving, output=tmp_path / "m", calibration=calibration, ranks=2)
     for rank in (0, 1):
         measure._measure_rank(job, QUIET, rank=rank, world=2)
-    merged = unify.run(unify.Job(measurement=tmp_path / "m", output=tmp_path / "u"), QUIET)
+    merged = unify.run(unify.UnifyJob(measurement=tmp_path / "m", output=tmp_path / "u"), QUIET)
     folder = merged if (merged / "measurement.json").exists() else rank_folder(merged, 0, 1)
     found, one = (load_file(path / "statistics.safetensors") for path in (folder, measurement))
     assert found.keys() == one.keys()
@@ -400,7 +400,7 @@ def test_dense_and_sparse_layers_of_one_model_go_through(llama, text_files, tmp_
     measurement = measured(model, tmp_path / "m", text_files["calibration"])
     quantized = made(model, tmp_path / "q", measurement, **GPTQ, experts="all")
     assert [("experts" in layer, len(layer["errors"])) for layer in layers(quantized)] == [(False, 7), (True, 16), (True, 16)]
-    artifact = export.run(export.Job(quantized=quantized, output=tmp_path / "a"), QUIET)
+    artifact = export.run(export.ExportJob(quantized=quantized, output=tmp_path / "a"), QUIET)
     kept = json.loads((artifact / "config.json").read_text())["quantization_config"]["ignore"]
     assert kept == [
         *(f"model.layers.{layer}.mlp.{name}" for layer in (1, 2) for name in ("gate", "shared_expert_gate")),
@@ -412,7 +412,7 @@ def test_dense_and_sparse_layers_of_one_model_go_through(llama, text_files, tmp_
 def artifact(starving, measurement, tmp_path_factory):
     folder = tmp_path_factory.mktemp("artifact")
     quantized = made(starving, folder / "q", measurement, **GPTQ, experts="rtn")
-    return export.run(export.Job(quantized=quantized, output=folder / "a"), QUIET)
+    return export.run(export.ExportJob(quantized=quantized, output=folder / "a"), QUIET)
 
 
 def test_the_artifact_says_what_became_of_every_expert_and_router(artifact):
@@ -460,7 +460,7 @@ def test_the_plan_counts_what_is_written(starving, artifact, text_files):
             "quantize": [{"name": "x", **GPTQ, "experts": "rtn"}],
         }
     )
-    found = forecast.run(forecast.Job(recipe=recipe))
+    found = forecast.run(forecast.PlanJob(recipe=recipe))
     (planned,) = found["artifacts"]
     with safe_open(artifact / "model.safetensors", framework="pt") as file:
         held = [file.get_tensor(name) for name in file.keys()]  # noqa: SIM118 - not a mapping

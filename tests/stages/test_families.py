@@ -100,14 +100,14 @@ def read_folder(folder: Path) -> dict[str, Stored]:
 
 def take_measurement(model: Path, folder: Path, text: Path) -> Path:
     calibration = Calibration(source=str(text), samples=8, sequence_length=64)
-    return measure.run(measure.Job(model=model, output=folder, calibration=calibration), QUIET)
+    return measure.run(measure.MeasureJob(model=model, output=folder, calibration=calibration), QUIET)
 
 
 def make_artifact(model: Path, measurement: Path, folder: Path, entry: Entry) -> Path:
     words = Quantize(name="small", **entry)
-    job = quantize.Job(model=model, output=folder / "quantized", entry=words, measurement=measurement)
+    job = quantize.QuantizeJob(model=model, output=folder / "quantized", entry=words, measurement=measurement)
     quantized = quantize.run(job, QUIET)
-    return export.run(export.Job(quantized=quantized, output=folder / "artifact"), QUIET)
+    return export.run(export.ExportJob(quantized=quantized, output=folder / "artifact"), QUIET)
 
 
 def judge(model: Path, artifact: Path, text: Path, thresholds: dict[str, float]) -> dict[str, Any]:
@@ -115,7 +115,7 @@ def judge(model: Path, artifact: Path, text: Path, thresholds: dict[str, float])
     gate.write_text(f"thresholds: {json.dumps(thresholds)}\n")
     options = Validate(text=str(text), tokens=256, sequence_length=64, gate=str(gate))
     report = artifact.parent / f"report-{thresholds['mean_kld']}"
-    return validate.run(validate.Job(artifact=artifact, baseline=model, report=report, options=options), QUIET)
+    return validate.run(validate.ValidateJob(artifact=artifact, baseline=model, report=report, options=options), QUIET)
 
 
 def logits_from_transformers(model: Path, tokens: Tensor) -> Tensor:
@@ -289,7 +289,7 @@ def test_an_unsupported_family_is_refused_by_its_name(
     config: Any, name: str, text_files: dict[str, Path], tmp_path: Path
 ) -> None:
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
-    job = quantize.Job(model=tmp_path / "model", output=tmp_path / "out", entry=Quantize(name="x", scheme="W8A16"))
+    job = quantize.QuantizeJob(model=tmp_path / "model", output=tmp_path / "out", entry=Quantize(name="x", scheme="W8A16"))
     with pytest.raises(UnsupportedError, match=name) as caught:
         quantize.run(job, QUIET)
     assert caught.value.exit_code == 6

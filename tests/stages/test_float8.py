@@ -26,12 +26,14 @@ LINEARS = 14
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory, llama, text_files):
     calibration = Calibration(source=str(text_files["calibration"]), samples=6, sequence_length=48)
-    return measure.run(measure.Job(model=llama, output=tmp_path_factory.mktemp("1") / "out", calibration=calibration), QUIET)
+    return measure.run(
+        measure.MeasureJob(model=llama, output=tmp_path_factory.mktemp("1") / "out", calibration=calibration), QUIET
+    )
 
 
 def made(model, folder, measured, **words):
     entry = Quantize(name="x", **words)
-    return quantize.run(quantize.Job(model=model, output=folder, entry=entry, measurement=measured), QUIET)
+    return quantize.run(quantize.QuantizeJob(model=model, output=folder, entry=entry, measurement=measured), QUIET)
 
 
 def tensors(folder):
@@ -59,7 +61,7 @@ def test_gptq_chooses_float8_and_the_artifact_holds_it(llama, measured, tmp_path
     assert len(told) == LINEARS and not any(of["same_as_rtn"] for of in told.values())
     better = [of["output_error"] < of["output_error_rtn"] for of in told.values()]
     assert sum(better) == LINEARS
-    artifact = export.run(export.Job(quantized=folder, output=tmp_path / "artifact"), QUIET)
+    artifact = export.run(export.ExportJob(quantized=folder, output=tmp_path / "artifact"), QUIET)
     verify(artifact)
     opened = open_artifact(artifact, backend="reference")
     for name in told:
@@ -89,7 +91,7 @@ def test_scales_of_powers_of_two_are_those_that_are_stored(llama, measured, tmp_
     for name, scale in scales.items():
         assert math.frexp(scale.item())[0] == 0.5
         assert plain[name] <= scale < 2 * plain[name]
-    artifact = export.run(export.Job(quantized=rounded, output=tmp_path / "artifact"), QUIET)
+    artifact = export.run(export.ExportJob(quantized=rounded, output=tmp_path / "artifact"), QUIET)
     opened = open_artifact(artifact, backend="reference")
     assert {placement.scheme for placement in opened.linears.values()} == {preset("FP8")}  # a loader needs no word for it
     resolved = json.loads((artifact / "quantflow.json").read_text())["recipe"]["resolved"]["schemes"].values()
@@ -139,7 +141,7 @@ def counted(tmp_path_factory, llama, text_files):
     """A measurement with histograms."""
     calibration = Calibration(source=str(text_files["calibration"]), samples=6, sequence_length=48)
     folder, stats = tmp_path_factory.mktemp("counted") / "out", ("amax", "min_max", "histogram")
-    return measure.run(measure.Job(model=llama, output=folder, calibration=calibration, stats=stats), QUIET)
+    return measure.run(measure.MeasureJob(model=llama, output=folder, calibration=calibration, stats=stats), QUIET)
 
 
 @pytest.mark.parametrize("scheme", ["FP8", "W8A8_STATIC"])
@@ -160,7 +162,7 @@ def test_the_range_of_a_static_input_is_what_the_observer_says(llama, counted, t
 
 def test_what_an_observer_needs_is_asked_for(llama, text_files, tmp_path, capsys):
     calibration = Calibration(source=str(text_files["calibration"]), samples=2, sequence_length=48)
-    job = measure.Job(model=llama, output=tmp_path / "1", calibration=calibration, stats=("amax",))
+    job = measure.MeasureJob(model=llama, output=tmp_path / "1", calibration=calibration, stats=("amax",))
     measured = measure.run(job, QUIET)
 
     def refused(code, *options):

@@ -329,12 +329,12 @@ def test_B33_I12_the_result_says_how_long_the_first_and_the_other_forwards_took(
 def test_a_text_without_a_piece_still_shows_its_prompt(artifact, monkeypatch):
     monkeypatch.setattr(stage, "generate", lambda _decoder, ids, **_options: torch.cat([ids, torch.tensor([[1]])], dim=1))
     pieces = []
-    result = stage.run(stage.Job(artifact=artifact, prompts=("value",)), pieces.append)
+    result = stage.run(stage.GenerateJob(artifact=artifact, prompts=("value",)), pieces.append)
     assert (pieces, texts(result)) == (["value"], [""])
 
 
 def test_many_prompts_are_told_about_batch_by_batch(artifact, capsys):
-    job = stage.Job(artifact=artifact, prompts=PROMPTS, max_new_tokens=2)
+    job = stage.GenerateJob(artifact=artifact, prompts=PROMPTS, max_new_tokens=2)
     pieces = []
     stage.run(job, pieces.append, ProgressLine(patience=0.0))
     assert pieces == []  # several texts are printed when they are whole

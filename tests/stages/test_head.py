@@ -21,7 +21,7 @@ from quantflow.models.capture import LayerStream
 from quantflow.models.graph import graph_for
 from quantflow.models.reading import read_tensor
 from quantflow.planning.head import head_of
-from quantflow.planning.recipe import Head, Quantize
+from quantflow.planning.recipe import HeadSettings, Quantize
 from quantflow.quantization import file_units
 from quantflow.quantization.file_units import head_block, units_of
 from quantflow.runtime.adapters import attach_
@@ -359,7 +359,7 @@ def test_a_large_head_is_cut_into_units_that_hold_every_row_once():
     info = TensorInfo(
         name="model.embed_tokens.weight", dtype="BF16", shape=(rows, columns), offset=8, nbytes=2 * rows * columns
     )
-    entry = Quantize(name="x", scheme="W8A16", head=Head(scheme="W4A16_ASYM", algorithm="hqq"))
+    entry = Quantize(name="x", scheme="W8A16", head=HeadSettings(scheme="W4A16_ASYM", algorithm="hqq"))
     graph = graph_for(LlamaConfig(hidden_size=columns, num_hidden_layers=1, num_attention_heads=64))
     plan = head_of(entry, graph, {info.name: info.shape})
     assert plan is not None and plan.tied and plan.linear == "lm_head"
@@ -403,11 +403,11 @@ def test_cards_and_ignore_do_not_go_with_a_head(models, tmp_path, capsys, words,
 
 def test_a_checkpoint_without_a_matrix_for_its_head_is_refused():
     graph = graph_for(LlamaConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=4))
-    entry = Quantize(name="x", scheme="W8A16", head=Head(scheme="W8A16"))
+    entry = Quantize(name="x", scheme="W8A16", head=HeadSettings(scheme="W8A16"))
     with pytest.raises(Exception, match=r"lm_head.weight, model.embed_tokens.weight: neither is a matrix"):
         head_of(entry, graph, {"model.embed_tokens.weight": (64,)})
     with pytest.raises(UsageError, match="static input"):
-        head_of(Quantize(name="x", scheme="W8A16", head=Head(scheme="FP8")), graph, {"lm_head.weight": (8, 64)})
+        head_of(Quantize(name="x", scheme="W8A16", head=HeadSettings(scheme="FP8")), graph, {"lm_head.weight": (8, 64)})
 
 
 @pytest.mark.parametrize("name", ["untied", "tied"])

@@ -22,7 +22,7 @@ from quantflow.planning import forecast
 from quantflow.planning.recipe import (
     Calibration,
     Candidate,
-    KVCache,
+    KVCacheSettings,
     Quantize,
     Recipe,
     Validate,
@@ -41,7 +41,7 @@ from quantflow.validation import validate
 
 QUIET = ProgressLine(quiet=True)
 ATTENTION = "model.layers.{}.self_attn"
-CACHES = [KVCache(scheme=s, granularity=g) for s in ("FP8", "INT8") for g in ("per_tensor", "per_head")]
+CACHES = [KVCacheSettings(scheme=s, granularity=g) for s in ("FP8", "INT8") for g in ("per_tensor", "per_head")]
 
 
 def run(*arguments: Any) -> int:
@@ -54,15 +54,15 @@ EACH = pytest.mark.parametrize("cache", CACHES, ids=lambda cache: f"{cache.schem
 @pytest.fixture(scope="module")
 def made(llama: Path, measured_family: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Return a function that makes an artifact, once."""
-    found: dict[KVCache | None, tuple[Path, Path]] = {}
+    found: dict[KVCacheSettings | None, tuple[Path, Path]] = {}
 
-    def make(cache: KVCache | None) -> tuple[Path, Path]:
+    def make(cache: KVCacheSettings | None) -> tuple[Path, Path]:
         if cache not in found:
             folder = tmp_path_factory.mktemp("kv")
             entry = Quantize(name="x", scheme="W8A8", kv_cache=cache)
-            job = quantize.Job(model=llama, output=folder / "q", entry=entry, measurement=measured_family("llama"))
+            job = quantize.QuantizeJob(model=llama, output=folder / "q", entry=entry, measurement=measured_family("llama"))
             quantized = quantize.run(job, QUIET)
-            found[cache] = quantized, export.run(export.Job(quantized=quantized, output=folder / "artifact"), QUIET)
+            found[cache] = quantized, export.run(export.ExportJob(quantized=quantized, output=folder / "artifact"), QUIET)
         return found[cache]
 
     return make
@@ -90,7 +90,7 @@ def test_measure_sees_each_head_as_transformers_caches_it(llama: Path, measured_
 
 
 @EACH
-def test_an_artifact_holds_the_scales_of_what_was_measured(cache: KVCache, made: Any, measured_family: Any) -> None:
+def test_an_artifact_holds_the_scales_of_what_was_measured(cache: KVCacheSettings, made: Any, measured_family: Any) -> None:
     statistics = read_measurement(measured_family("llama") / "rank-000-of-001").statistics
     _, artifact = made(cache)
     tensors = load_file(artifact / "model.safetensors")
@@ -131,10 +131,10 @@ def test_ledger_manifest_inspect_and_card_name_them(made: Any) -> None:
 
 
 @EACH
-def test_plan_counts_the_tensors(cache: KVCache, made: Any, llama: Path) -> None:
+def test_plan_counts_the_tensors(cache: KVCacheSettings, made: Any, llama: Path) -> None:
     _, artifact = made(cache)
     entry = Quantize(name="x", scheme="W8A8", kv_cache=cache)
-    (found,) = forecast.run(forecast.Job(recipe=Recipe(model=str(llama), quantize=(entry,))))["artifacts"]
+    (found,) = forecast.run(forecast.PlanJob(recipe=Recipe(model=str(llama), quantize=(entry,))))["artifacts"]
     assert found["tensor_bytes"] == verify(artifact)["tensor_bytes"]
     assert found["kv_cache"] == f"{cache.scheme} {cache.granularity}"
 
@@ -168,11 +168,11 @@ def divergence(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 
 @EACH
 def test_validate_measures_the_model_with_its_cache_quantized(
-    cache: KVCache, made: Any, llama: Path, text_files: dict[str, Path], tmp_path: Path
+    cache: KVCacheSettings, made: Any, llama: Path, text_files: dict[str, Path], tmp_path: Path
 ) -> None:
     _, artifact = made(cache)
     options = Validate(text=str(text_files["heldout"]), tokens=600, sequence_length=40)
-    job = validate.Job(artifact=artifact, baseline=llama, report=tmp_path / "r", options=options, noise=tmp_path / "n")
+    job = validate.ValidateJob(artifact=artifact, baseline=llama, report=tmp_path / "r", options=options, noise=tmp_path / "n")
     result = validate.run(job, QUIET)
     assert result["kv_cache"] == f"{cache.scheme} {cache.granularity}"
     model = load(artifact, backend="reference").model
@@ -192,7 +192,7 @@ def test_validate_measures_the_model_with_its_cache_quantized(
 
 @EACH
 @pytest.mark.parametrize("decoder", ["lean", "transformers"])
-def test_both_decoders_keep_the_cache_as_the_artifact_says(cache: KVCache, decoder: str, made: Any) -> None:
+def test_both_decoders_keep_the_cache_as_the_artifact_says(cache: KVCacheSettings, decoder: str, made: Any) -> None:
     _, artifact = made(cache)
     ids = torch.randint(3, 320, (1, 40), generator=torch.Generator().manual_seed(1))
     model = load(artifact, backend="reference").model
@@ -255,14 +255,14 @@ def entry_with(**changes: Any) -> Quantize:
 
 
 def test_resuming_with_another_cache_makes_the_layers_again(llama: Path, measured_family: Any, tmp_path: Path) -> None:
-    job = quantize.Job(model=llama, output=tmp_path / "q", entry=entry_with(), measurement=measured_family("llama"))
+    job = quantize.QuantizeJob(model=llama, output=tmp_path / "q", entry=entry_with(), measurement=measured_family("llama"))
     quantize.run(job, QUIET)
     first = (tmp_path / "q" / "layers" / "00000.safetensors").read_bytes()
     (tmp_path / "q" / "DONE.json").unlink()
     (tmp_path / "q" / "layers" / "00001.json").unlink()
     quantize.run(job, QUIET)  # stopped after a layer: the first is read back, with its scales
     assert (tmp_path / "q" / "layers" / "00000.safetensors").read_bytes() == first
-    export.run(export.Job(quantized=tmp_path / "q", output=tmp_path / "artifact"), QUIET)
+    export.run(export.ExportJob(quantized=tmp_path / "q", output=tmp_path / "artifact"), QUIET)
     other = replace(job, entry=entry_with(kv_cache=CACHES[0]))
     with pytest.raises(UsageError, match="kv_cache"):
         quantize.run(other, QUIET)
@@ -271,7 +271,7 @@ def test_resuming_with_another_cache_makes_the_layers_again(llama: Path, measure
 
 
 def test_without_a_measurement_it_says_what_to_run(llama: Path, tmp_path: Path) -> None:
-    job = quantize.Job(model=llama, output=tmp_path / "q", entry=entry_with(scheme="FP8_DYNAMIC"))
+    job = quantize.QuantizeJob(model=llama, output=tmp_path / "q", entry=entry_with(scheme="FP8_DYNAMIC"))
     with pytest.raises(UsageError, match=r"FP8_DYNAMIC with rtn needs the largest keys and values of the cache, none is given"):
         quantize.run(job, QUIET)
     assert not (tmp_path / "q").exists()
@@ -281,10 +281,10 @@ def test_a_measurement_of_no_layers_or_from_before_says_what_to_run(
     llama: Path, text_files: dict[str, Path], tmp_path: Path
 ) -> None:
     calibration = Calibration(source=str(text_files["calibration"]), samples=2, sequence_length=16)
-    bare = measure.run(measure.Job(model=llama, output=tmp_path / "m", calibration=calibration, stats=()), QUIET)
+    bare = measure.run(measure.MeasureJob(model=llama, output=tmp_path / "m", calibration=calibration, stats=()), QUIET)
     for cache, key in ((CACHES[0], r"k_cache\|amax"), (CACHES[1], r"k_heads\|channel_amax")):
         entry = entry_with(scheme="W8A16", kv_cache=cache)
-        job = quantize.Job(model=llama, output=tmp_path / "q", entry=entry, measurement=bare)
+        job = quantize.QuantizeJob(model=llama, output=tmp_path / "q", entry=entry, measurement=bare)
         message = rf"layers.0.self_attn\|{key}: the measurement does not hold it.*; run `quantflow measure` again with --stats"
         with pytest.raises(StatisticsError, match=message):
             quantize.run(job, QUIET)
@@ -304,25 +304,27 @@ def test_what_makes_other_values_than_were_measured_is_refused(
     changes: dict[str, Any], message: str, llama: Path, measured_family: Any, tmp_path: Path
 ) -> None:
     entry = entry_with(**changes)
-    job = quantize.Job(model=llama, output=tmp_path / "q", entry=entry, measurement=measured_family("llama"))
+    job = quantize.QuantizeJob(model=llama, output=tmp_path / "q", entry=entry, measurement=measured_family("llama"))
     with pytest.raises(UsageError, match=message):
         quantize.run(job, QUIET)
 
 
 def test_a_rotation_that_leaves_heads_alone_goes_with_it(llama: Path, measured_family: Any, tmp_path: Path) -> None:
     entry = entry_with(scheme="W8A16", transforms=({"hadamard": {"heads": False}},))
-    job = quantize.Job(model=llama, output=tmp_path / "q", entry=entry, measurement=measured_family("llama"))
+    job = quantize.QuantizeJob(model=llama, output=tmp_path / "q", entry=entry, measurement=measured_family("llama"))
     quantized = quantize.run(job, QUIET)
-    export.run(export.Job(quantized=quantized, output=tmp_path / "artifact"), QUIET)  # with its proof
+    export.run(export.ExportJob(quantized=quantized, output=tmp_path / "artifact"), QUIET)  # with its proof
 
 
 def test_several_cards_and_an_attention_that_no_loader_knows_are_refused(
     llama: Path, measured_family: Any, family_model: Any, tmp_path: Path
 ) -> None:
-    job = quantize.Job(model=llama, output=tmp_path / "q", entry=entry_with(), measurement=measured_family("llama"), ranks=2)
+    job = quantize.QuantizeJob(
+        model=llama, output=tmp_path / "q", entry=entry_with(), measurement=measured_family("llama"), ranks=2
+    )
     with pytest.raises(UsageError, match=r"kv_cache FP8 per_head with --ranks 2; quantize with one process"):
         quantize.run(job, QUIET)
-    job = quantize.Job(model=family_model("gpt_neox"), output=tmp_path / "q", entry=entry_with(scheme="W8A16"))
+    job = quantize.QuantizeJob(model=family_model("gpt_neox"), output=tmp_path / "q", entry=entry_with(scheme="W8A16"))
     with pytest.raises(UnsupportedError, match=r"kv_cache FP8 per_head of a gpt_neox, whose keys and values come from one"):
         quantize.run(job, QUIET)
 
@@ -332,8 +334,10 @@ def test_norms_over_heads_and_mixtures_have_caches_too(
     family: str, measured_family: Any, family_model: Any, tmp_path: Path
 ) -> None:
     entry = entry_with(scheme="FP8_DYNAMIC")
-    job = quantize.Job(model=family_model(family), output=tmp_path / "q", entry=entry, measurement=measured_family(family))
-    artifact = export.run(export.Job(quantized=quantize.run(job, QUIET), output=tmp_path / "artifact"), QUIET)
+    job = quantize.QuantizeJob(
+        model=family_model(family), output=tmp_path / "q", entry=entry, measurement=measured_family(family)
+    )
+    artifact = export.run(export.ExportJob(quantized=quantize.run(job, QUIET), output=tmp_path / "artifact"), QUIET)
     assert len(read_manifest(artifact)["ledger"]["measured"]) == 4
 
 
@@ -341,7 +345,7 @@ def test_the_flag_and_the_recipe_mean_the_same() -> None:
     assert kv_cache_flag("FP8") == {"scheme": "FP8"} and kv_cache_flag(None) is None
     assert kv_cache_flag("INT8:per_head") == {"scheme": "INT8", "granularity": "per_head"}
     recipe = recipe_from({"model": "m", "quantize": [{"name": "a", "scheme": "W8A8", "kv_cache": {"scheme": "INT8"}}]})
-    assert recipe.quantize[0].kv_cache == KVCache(scheme="INT8", granularity="per_tensor")
+    assert recipe.quantize[0].kv_cache == KVCacheSettings(scheme="INT8", granularity="per_tensor")
 
 
 @pytest.mark.parametrize(
@@ -398,18 +402,18 @@ def test_chosen_schemes_are_settled_with_the_cache_and_their_recipe_repeats_it(
 ) -> None:
     calibration = Calibration(source=str(text_files["calibration"]), samples=4, sequence_length=48)
     stats = ("amax", "fisher")
-    measured = measure.run(measure.Job(model=llama, output=tmp_path / "m", calibration=calibration, stats=stats), QUIET)
+    measured = measure.run(measure.MeasureJob(model=llama, output=tmp_path / "m", calibration=calibration, stats=stats), QUIET)
     candidates = tuple(Candidate(scheme=scheme, group_size=32) for scheme in ("W6A16", "W4A16"))
     costs = {}
-    for name, cache in (("plain", None), ("cached", KVCache(scheme="INT8", granularity="per_head"))):
+    for name, cache in (("plain", None), ("cached", KVCacheSettings(scheme="INT8", granularity="per_head"))):
         entry = Quantize(name="x", scheme="W4A16", target_bpw=6.0, candidates=candidates, kv_cache=cache)
-        job = quantize.Job(model=llama, output=tmp_path / name, entry=entry, measurement=measured)
+        job = quantize.QuantizeJob(model=llama, output=tmp_path / name, entry=entry, measurement=measured)
         quantize.run(job, QUIET)
         costs[name] = json.loads((tmp_path / name / "choice.json").read_text())["measured_kld"]
     assert costs["plain"] != costs["cached"]
     (again,) = recipe_from(read_yaml(tmp_path / "cached" / "recipe.yaml")).quantize
-    assert again.kv_cache == KVCache(scheme="INT8", granularity="per_head")
-    quantize.run(quantize.Job(model=llama, output=tmp_path / "again", entry=again, measurement=measured), QUIET)
+    assert again.kv_cache == KVCacheSettings(scheme="INT8", granularity="per_head")
+    quantize.run(quantize.QuantizeJob(model=llama, output=tmp_path / "again", entry=again, measurement=measured), QUIET)
     for index in (0, 1):
         first, second = (tmp_path / name / "layers" / f"0000{index}.safetensors" for name in ("cached", "again"))
         assert first.read_bytes() == second.read_bytes()

@@ -18,11 +18,11 @@ from quantflow.models.backward import generator_for
 from quantflow.models.graph import graph_for
 from quantflow.models.load import load_model, open_source
 from quantflow.planning.plan import resolve
-from quantflow.planning.recipe import Calibration, Candidate, Head, Override, Quantize, Tune, read_yaml, recipe_from
+from quantflow.planning.recipe import Calibration, Candidate, HeadSettings, Override, Quantize, Tune, read_yaml, recipe_from
 from quantflow.planning.requirements import entries_of, statistics_for, transforms_of
 from quantflow.quantization import quantize
 from quantflow.quantization.mixed_precision import chosen_mixture
-from quantflow.quantization.mixed_precision.chosen_mixture import Mixture
+from quantflow.quantization.mixed_precision.chosen_mixture import ChosenMixture
 from quantflow.quantization.mixed_precision.sensitivity import Item, candidates_of
 from quantflow.runtime.load import load
 from quantflow.stages.cli import cli
@@ -42,14 +42,14 @@ def run(*arguments):
 def measured(tmp_path_factory, llama, text_files):
     folder = tmp_path_factory.mktemp("measured")
     calibration = Calibration(source=str(text_files["calibration"]), samples=6, sequence_length=48)
-    measure.run(measure.Job(model=llama, output=folder, calibration=calibration, stats=("amax", "fisher")), QUIET)
+    measure.run(measure.MeasureJob(model=llama, output=folder, calibration=calibration, stats=("amax", "fisher")), QUIET)
     return rank_folder(folder, 0, 1)
 
 
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory, llama, measured):
     folder = tmp_path_factory.mktemp("mixed") / "out"
-    return quantize.run(quantize.Job(model=llama, output=folder, entry=ENTRY, measurement=measured), QUIET)
+    return quantize.run(quantize.QuantizeJob(model=llama, output=folder, entry=ENTRY, measurement=measured), QUIET)
 
 
 def record(folder):
@@ -117,7 +117,7 @@ def test_an_edited_recipe_is_followed(mixed, llama, measured, tmp_path):
 
 def test_the_same_command_finds_it_up_to_date_and_stops_and_goes_on_to_the_same_bytes(mixed, llama, measured, tmp_path):
     before = {path: path.stat().st_mtime_ns for path in mixed.rglob("*") if path.is_file() and ".lock" not in path.name}
-    quantize.run(quantize.Job(model=llama, output=mixed, entry=ENTRY, measurement=measured), QUIET)
+    quantize.run(quantize.QuantizeJob(model=llama, output=mixed, entry=ENTRY, measurement=measured), QUIET)
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
     class Stopped(BaseException):
@@ -130,7 +130,7 @@ def test_the_same_command_finds_it_up_to_date_and_stops_and_goes_on_to_the_same_
                     raise Stopped
                 yield item
 
-    job = quantize.Job(model=llama, output=tmp_path / "found", entry=ENTRY, measurement=measured)
+    job = quantize.QuantizeJob(model=llama, output=tmp_path / "found", entry=ENTRY, measurement=measured)
     for stage in ("choose mixed", "quantize mixed", "measure mixed"):
         progress = StopAt(quiet=True)
         object.__setattr__(progress, "stage", stage)
@@ -166,7 +166,7 @@ def test_within_a_divergence_the_fewest_bits_are_found_by_measuring_again_and_th
     def run_with(kind, folder):
         progress = kind(quiet=True)
         object.__setattr__(progress, "lines", [])
-        quantize.run(quantize.Job(model=llama, output=folder, entry=entry, measurement=measured), progress)
+        quantize.run(quantize.QuantizeJob(model=llama, output=folder, entry=entry, measurement=measured), progress)
         return progress.lines
 
     lines = run_with(Told, tmp_path / "whole")
@@ -204,7 +204,7 @@ def divergence(artifact, llama, measured):
 
 
 def test_what_is_measured_is_the_divergence_of_the_exported_artifact(mixed, llama, measured, tmp_path):
-    artifact = export.run(export.Job(quantized=mixed, output=tmp_path / "artifact"), QUIET)
+    artifact = export.run(export.ExportJob(quantized=mixed, output=tmp_path / "artifact"), QUIET)
     expected, tokens = divergence(artifact, llama, measured)
     assert record(mixed)["measured_kld"] == pytest.approx(expected, rel=1e-3)
     assert record(mixed)["tokens"] == tokens
@@ -214,9 +214,9 @@ def test_what_is_measured_is_the_divergence_of_the_exported_artifact(mixed, llam
 
 
 def test_the_choice_leaves_the_head_alone_and_what_is_measured_is_with_the_head_as_it_will_be(mixed, llama, measured, tmp_path):
-    entry = replace(ENTRY, head=Head(scheme="W3A16", algorithm="rtn", group_size=64))
-    job = quantize.Job(model=llama, output=tmp_path / "q", entry=entry, measurement=measured)
-    artifact = export.run(export.Job(quantized=quantize.run(job, QUIET), output=tmp_path / "artifact"), QUIET)
+    entry = replace(ENTRY, head=HeadSettings(scheme="W3A16", algorithm="rtn", group_size=64))
+    job = quantize.QuantizeJob(model=llama, output=tmp_path / "q", entry=entry, measurement=measured)
+    artifact = export.run(export.ExportJob(quantized=quantize.run(job, QUIET), output=tmp_path / "artifact"), QUIET)
     found, plain = record(job.output), record(mixed)
     for key in ("items", "bits_per_weight", "predicted_kld", "tokens"):
         assert found[key] == plain[key], key
@@ -257,7 +257,7 @@ def test_a_fisher_statistic_is_the_same_whatever_the_memory_and_however_often_it
     llama, text_files, measured, tmp_path, monkeypatch
 ):
     calibration = Calibration(source=str(text_files["calibration"]), samples=6, sequence_length=48)
-    job = measure.Job(model=llama, output=tmp_path / "found", calibration=calibration, stats=("amax", "fisher"))
+    job = measure.MeasureJob(model=llama, output=tmp_path / "found", calibration=calibration, stats=("amax", "fisher"))
     original = measure.allow_measure
     monkeypatch.setattr(measure, "allow_measure", lambda *a, **k: replace(original(*a, **k), workers=1, in_flight=1))
 
@@ -290,7 +290,7 @@ def test_a_fisher_statistic_is_the_same_whatever_the_memory_and_however_often_it
 def test_ranks_that_share_the_text_measure_the_same_sensitivities(llama, text_files, measured, tmp_path):
     found = []
     calibration = Calibration(source=str(text_files["calibration"]), samples=6, sequence_length=48)
-    job = measure.Job(model=llama, output=tmp_path / "two", calibration=calibration, stats=("fisher",))
+    job = measure.MeasureJob(model=llama, output=tmp_path / "two", calibration=calibration, stats=("fisher",))
     for rank in range(2):
         measure._measure_rank(job, QUIET, rank=rank, world=2)
         found.append(load_file(rank_folder(tmp_path / "two", rank, 2) / "statistics.safetensors"))
@@ -302,7 +302,7 @@ def test_ranks_that_share_the_text_measure_the_same_sensitivities(llama, text_fi
 
 def test_ranks_that_share_the_model_are_refused(llama, text_files, tmp_path):
     calibration = Calibration(source=str(text_files["calibration"]))
-    job = measure.Job(model=llama, output=tmp_path / "x", calibration=calibration, stats=("fisher",), ranks=2, tp=2)
+    job = measure.MeasureJob(model=llama, output=tmp_path / "x", calibration=calibration, stats=("fisher",), ranks=2, tp=2)
     with pytest.raises(UsageError, match="statistic fisher with tp=2; .* measure it with --tp 1"):
         measure.run(job, QUIET)
 
@@ -316,7 +316,7 @@ def mixture(llama, entry, *, rounds=(), costs=(80.0, 20.0, 5.0)):
     linears = ("model.layers.0.self_attn.o_proj", "model.layers.1.mlp.down_proj")
     items = tuple(Item(linears=(name,), weights=1000, options=of) for name, of in zip(linears, options, strict=True))
     graph = graph_for(open_source(llama).config)
-    return Mixture(key="", entry=entry, graph=graph, items=items, tokens=10, fixed=(0, 0), rounds=rounds)
+    return ChosenMixture(key="", entry=entry, graph=graph, items=items, tokens=10, fixed=(0, 0), rounds=rounds)
 
 
 THREE = tuple(Candidate(scheme=f"W{bits}A16") for bits in (3, 4, 5))
@@ -381,7 +381,7 @@ def test_limits_that_no_candidates_keep_are_refused_with_what_they_take(llama):
 def test_linears_that_overrides_name_keep_their_scheme_and_count(llama, measured, tmp_path):
     fixed = Override(match="re:.*down_proj$", scheme="W8A16")
     entry = replace(ENTRY, target_bpw=5.2, overrides=(fixed,), ignore=("model.layers.1.self_attn.o_proj",))
-    folder = quantize.run(quantize.Job(model=llama, output=tmp_path / "out", entry=entry, measurement=measured), QUIET)
+    folder = quantize.run(quantize.QuantizeJob(model=llama, output=tmp_path / "out", entry=entry, measurement=measured), QUIET)
     plan = json.loads((folder / "quantize.json").read_text())["plan"]["schemes"]
     assert plan["model.layers.1.self_attn.o_proj"] is None
     assert {plan[f"model.layers.{i}.mlp.down_proj"]["name"] for i in (0, 1)} == {"W8A16"}
@@ -400,9 +400,9 @@ def test_what_best_mixes_is_chosen_for_the_weights_as_they_are_and_then_smoothed
     entry = replace(ENTRY, algorithm="best", tune=Tune(steps=0))
     assert transforms_of(entry) == ()
     calibration = Calibration(source=str(text_files["calibration"]), samples=6, sequence_length=48)
-    job = measure.Job(model=llama, output=tmp_path / "m", calibration=calibration, stats=statistics_for([entry]))
+    job = measure.MeasureJob(model=llama, output=tmp_path / "m", calibration=calibration, stats=statistics_for([entry]))
     measured = measure.run(job, QUIET)
-    folder = quantize.run(quantize.Job(model=llama, output=tmp_path / "out", entry=entry, measurement=measured), QUIET)
+    folder = quantize.run(quantize.QuantizeJob(model=llama, output=tmp_path / "out", entry=entry, measurement=measured), QUIET)
     (recipe,) = recipe_from(read_yaml(folder / "recipe.yaml")).quantize
     assert transforms_of(recipe) == (("smoothquant", {"alpha": "auto", "linears": True}),)
     decisions = json.loads((folder / "layers" / "00000.json").read_text())["decisions"]
@@ -445,7 +445,7 @@ def test_what_has_to_be_measured_first_is_told(llama, text_files, tmp_path, caps
     assert run("quantize", llama, "-o", tmp_path / "out", "--target-bpw", "4.5", "--measurement", tmp_path / "1") == 3
     assert "the measurement has no square_sum of its gradient\n  fix: measure with --stats fisher" in capsys.readouterr().err
     with pytest.raises(UsageError, match="target_bpw or max_kld with --ranks 2; choose with one process"):
-        quantize.run(quantize.Job(model=llama, output=tmp_path / "out", entry=ENTRY, ranks=2), QUIET)
+        quantize.run(quantize.QuantizeJob(model=llama, output=tmp_path / "out", entry=ENTRY, ranks=2), QUIET)
 
 
 @pytest.mark.parametrize("transform", ["smoothquant", "awq", "hadamard"])
@@ -455,7 +455,7 @@ def test_transforms_are_refused_before_anything_is_measured_or_chosen(llama, tmp
     with pytest.raises(UsageError, match=message):
         statistics_for([entry])
     with pytest.raises(UsageError, match=message):
-        quantize.run(quantize.Job(model=llama, output=tmp_path / "out", entry=entry), QUIET)
+        quantize.run(quantize.QuantizeJob(model=llama, output=tmp_path / "out", entry=entry), QUIET)
     assert not (tmp_path / "out").exists()
 
 

@@ -43,12 +43,12 @@ def test_a_mixture_is_below_the_straight_line_between_uniform_4_and_5_bits(tmp_p
     documents = read_documents(heldout, load_tokenizer(EXAMPLE))
     sequences = evaluation_sequences(documents, tokens=768, sequence_length=256)
     given = Calibration(source=str(calibration), samples=8, sequence_length=128)
-    measure.run(measure.Job(model=EXAMPLE, output=tmp_path / "1", calibration=given, stats=("fisher",)), QUIET)
+    measure.run(measure.MeasureJob(model=EXAMPLE, output=tmp_path / "1", calibration=given, stats=("fisher",)), QUIET)
     found = {}
     for name, words in {"4": {}, "5": {}, "mixed": {"target_bpw": 4.25, "candidates": FEW}}.items():
         scheme = f"W{name}A16" if name in "45" else "W4A16"
         entry = Quantize(name=name, scheme=scheme, algorithm="rtn_mse", **words)
-        job = quantize.Job(model=EXAMPLE, output=tmp_path / name, entry=entry, measurement=tmp_path / "1")
+        job = quantize.QuantizeJob(model=EXAMPLE, output=tmp_path / name, entry=entry, measurement=tmp_path / "1")
         folder = quantize.run(job, QUIET)
         plan = plan_from(json.loads((folder / "quantize.json").read_text()))
         found[name] = divergence(

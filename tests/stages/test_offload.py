@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from quantflow.models import layer_store
 from quantflow.planning.recipe import Resources, Validate
-from quantflow.runtime.generation import Job as Generate
+from quantflow.runtime.generation import GenerateJob as Generate
 from quantflow.runtime.generation import run as generate
 from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code
@@ -50,11 +50,11 @@ def artifact(tmp_path_factory, llama):
 def job(artifact, llama, text_files, tmp_path):
     (tmp_path / "gate.yaml").write_text(GATE)
     options = Validate(text=str(text_files["heldout"]), tokens=256, sequence_length=64, gate=str(tmp_path / "gate.yaml"))
-    return stage.Job(artifact=artifact, baseline=llama, report=tmp_path / "5", options=options)
+    return stage.ValidateJob(artifact=artifact, baseline=llama, report=tmp_path / "5", options=options)
 
 
 def changed(job, **values):
-    return stage.Job(**{**vars(job), **values})
+    return stage.ValidateJob(**{**vars(job), **values})
 
 
 def test_generation_from_disk_prints_the_text_of_the_loaded_model(artifact):

@@ -52,7 +52,7 @@ def single(llama: Path, text_files: dict[str, Path], tmp_path_factory: pytest.Te
     """The same text measured by one rank, in this process."""
     folder = tmp_path_factory.mktemp("single") / "measured"
     calibration = Calibration(source=str(text_files["calibration"]), samples=SAMPLES, sequence_length=64)
-    return measure.run(measure.Job(model=llama, output=folder, calibration=calibration), QUIET)
+    return measure.run(measure.MeasureJob(model=llama, output=folder, calibration=calibration), QUIET)
 
 
 def statistics(folder: Path) -> dict[str, Tensor]:
@@ -109,9 +109,9 @@ def test_replicas_in_any_number_of_groups_are_one_rank(
     for groups in (1, 2, 4):
         if groups > world:
             continue
-        folder = unify.run(unify.Job(measurement=tmp_path / "m", output=tmp_path / str(groups), ranks=groups), QUIET)
+        folder = unify.run(unify.UnifyJob(measurement=tmp_path / "m", output=tmp_path / str(groups), ranks=groups), QUIET)
         if groups > 1:
-            folder = unify.run(unify.Job(measurement=folder, output=tmp_path / f"{groups}-to-1"), QUIET)
+            folder = unify.run(unify.UnifyJob(measurement=folder, output=tmp_path / f"{groups}-to-1"), QUIET)
         ours = statistics(folder)
         assert ours.keys() == single_with_hessians.keys()
         for key, value in single_with_hessians.items():
@@ -123,10 +123,10 @@ def test_replicas_in_any_number_of_groups_are_one_rank(
                 assert ours[key].dtype == value.dtype and torch.equal(ours[key], value), key
 
 
-def hessians(llama: Path, text_files: dict[str, Path], folder: Path) -> measure.Job:
+def hessians(llama: Path, text_files: dict[str, Path], folder: Path) -> measure.MeasureJob:
     calibration = Calibration(source=str(text_files["calibration"]), samples=SAMPLES, sequence_length=64)
     stats = (*measure.DEFAULT_STATS, "hessian")
-    return measure.Job(model=llama, output=folder, calibration=calibration, stats=stats)
+    return measure.MeasureJob(model=llama, output=folder, calibration=calibration, stats=stats)
 
 
 @pytest.fixture(scope="module")
@@ -154,14 +154,14 @@ def test_what_is_quantized_from_either_is_the_same(
     written = []
     for index, folder in enumerate((unified, single)):
         output = tmp_path / str(index)
-        job = quantize.Job(model=llama, output=output, entry=Quantize(name="x", **entry), measurement=folder)
+        job = quantize.QuantizeJob(model=llama, output=output, entry=Quantize(name="x", **entry), measurement=folder)
         quantize.run(job, QUIET)
         written.append([(output / "layers" / f"0000{layer}.safetensors").read_bytes() for layer in (0, 1)])
     assert written[0] == written[1]
 
 
 def test_a_measurement_of_two_ranks_is_not_quantized_before_it_is_unified(llama: Path, ranks: Path, tmp_path: Path) -> None:
-    job = quantize.Job(model=llama, output=tmp_path / "out", entry=Quantize(name="x", scheme="FP8"), measurement=ranks)
+    job = quantize.QuantizeJob(model=llama, output=tmp_path / "out", entry=Quantize(name="x", scheme="FP8"), measurement=ranks)
     with pytest.raises(QuantflowError, match="2 ranks") as caught:
         quantize.run(job, QUIET)
     assert caught.value.exit_code == 3
@@ -171,7 +171,7 @@ def test_a_measurement_of_two_ranks_is_not_quantized_before_it_is_unified(llama:
 def test_finished_ranks_are_left_alone(llama: Path, ranks: Path, text_files: dict[str, Path]) -> None:
     before = {path: path.stat().st_mtime_ns for path in ranks.rglob("*.safetensors")}
     calibration = Calibration(source=str(text_files["calibration"]), samples=SAMPLES, sequence_length=64)
-    measure.run(measure.Job(model=llama, output=ranks, calibration=calibration, ranks=2), QUIET)  # starts no torchrun
+    measure.run(measure.MeasureJob(model=llama, output=ranks, calibration=calibration, ranks=2), QUIET)  # starts no torchrun
     assert {path: path.stat().st_mtime_ns for path in ranks.rglob("*.safetensors")} == before
 
 
@@ -209,7 +209,7 @@ def test_ranks_that_do_not_belong_together_are_refused(
     shutil.copytree(ranks, folder)
     damage(folder, single)
     with pytest.raises(QuantflowError, match=message) as caught:
-        unify.run(unify.Job(measurement=folder, output=tmp_path / "out"), QUIET)
+        unify.run(unify.UnifyJob(measurement=folder, output=tmp_path / "out"), QUIET)
     assert caught.value.exit_code == 3
     assert not (tmp_path / "out").exists()
 
@@ -223,10 +223,10 @@ def test_a_rank_of_another_calibration_set_is_refused(
     shutil.copytree(ranks, folder)
     shutil.rmtree(folder / "rank-001-of-002")
     calibration = Calibration(source=str(other), samples=SAMPLES, sequence_length=64)
-    job = measure.Job(model=llama, output=folder, calibration=calibration, ranks=2)
+    job = measure.MeasureJob(model=llama, output=folder, calibration=calibration, ranks=2)
     measure._measure_rank(job, QUIET, rank=1, world=2)  # what torchrun's second process runs
     with pytest.raises(QuantflowError, match=r"rank 1: calibration\.hash") as caught:
-        unify.run(unify.Job(measurement=folder, output=tmp_path / "out"), QUIET)
+        unify.run(unify.UnifyJob(measurement=folder, output=tmp_path / "out"), QUIET)
     assert caught.value.exit_code == 3
 
 

@@ -33,11 +33,11 @@ def entry(scheme: str, *, group_size: int = 16, **options) -> Quantize:
 
 
 def one(model: Path, output: Path, recipe: Quantize) -> Path:
-    return quantize.run(quantize.Job(model=model, output=output, entry=recipe), QUIET)
+    return quantize.run(quantize.QuantizeJob(model=model, output=output, entry=recipe), QUIET)
 
 
 def together(shards: Path, output: Path, **options) -> Path:
-    return unify.run(unify.Job(measurement=shards, output=output, **options), QUIET)
+    return unify.run(unify.UnifyJob(measurement=shards, output=output, **options), QUIET)
 
 
 @pytest.fixture
@@ -102,14 +102,16 @@ def test_the_embedded_model_in_shards_is_the_same_artifact(tmp_path, cards, sche
     made = together(cards(EXAMPLE, tmp_path / "shards", recipe, ranks=ranks), tmp_path / "made")
     assert hashes(made) == hashes(whole)
     if (scheme, ranks) == ("FP8_DYNAMIC", 4):
-        artifacts = [export.run(export.Job(quantized=path, output=path.with_suffix(".out")), QUIET) for path in (whole, made)]
+        artifacts = [
+            export.run(export.ExportJob(quantized=path, output=path.with_suffix(".out")), QUIET) for path in (whole, made)
+        ]
         assert len(hashes(artifacts[0])) > 5 and hashes(artifacts[0]) == hashes(artifacts[1])
 
 
 def test_the_artifact_of_a_model_with_few_key_heads_is_the_same(model, tmp_path, cards):
     whole = one(model, tmp_path / "whole", entry("W4A16_ASYM"))
     made = together(cards(model, tmp_path / "shards", entry("W4A16_ASYM"), ranks=4), tmp_path / "made")
-    artifacts = [export.run(export.Job(quantized=path, output=path.with_suffix(".out")), QUIET) for path in (whole, made)]
+    artifacts = [export.run(export.ExportJob(quantized=path, output=path.with_suffix(".out")), QUIET) for path in (whole, made)]
     assert hashes(artifacts[0]) == hashes(artifacts[1])
 
 
@@ -248,7 +250,7 @@ def test_what_cannot_be_cut_is_refused_before_a_weight_is_read(model, tmp_path, 
     header = 8 + int.from_bytes(content[:8], "little")
     path.write_bytes(content[:header] + b"\xff" * (len(content) - header))  # NaN: whoever reads one says so
     recipe = Quantize(name="x", **{key: value for key, value in options.items() if key != "ranks"})
-    job = quantize.Job(model=folder, output=tmp_path / "out", entry=recipe, ranks=options.get("ranks", 2))
+    job = quantize.QuantizeJob(model=folder, output=tmp_path / "out", entry=recipe, ranks=options.get("ranks", 2))
     with pytest.raises(UsageError, match=told):
         quantize.run(job, QUIET)
     assert not (tmp_path / "out").exists()
@@ -321,7 +323,7 @@ def test_export_of_shards_says_what_to_do(model, tmp_path, cards):
     shards = cards(model, tmp_path / "shards", entry("W8A8"), ranks=2)
     for folder, told in ((shards, "holds 2 shards"), (shards / "rank-001-of-002", "one of 2 shards")):
         with pytest.raises(InputError, match=told) as refused:
-            export.run(export.Job(quantized=folder, output=tmp_path / "out"), QUIET)
+            export.run(export.ExportJob(quantized=folder, output=tmp_path / "out"), QUIET)
         assert f"quantflow unify -m {shards}" in refused.value.remedy
 
 

@@ -29,7 +29,7 @@ def entry(scheme: str, **options) -> Quantize:
 
 
 def together(shards: Path, output: Path, **options) -> Path:
-    return unify.run(unify.Job(measurement=shards, output=output, **options), QUIET)
+    return unify.run(unify.UnifyJob(measurement=shards, output=output, **options), QUIET)
 
 
 def layers(folder: Path) -> list[bytes]:
@@ -67,11 +67,11 @@ def model(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def measured(model, text_files, tmp_path_factory) -> Path:
     calibration = Calibration(source=str(text_files["calibration"]), samples=8, sequence_length=64)
     folder = tmp_path_factory.mktemp("measured") / "m"
-    return measure.run(measure.Job(model=model, output=folder, calibration=calibration), QUIET)
+    return measure.run(measure.MeasureJob(model=model, output=folder, calibration=calibration), QUIET)
 
 
 def one(model: Path, output: Path, recipe: Quantize, measured: Path) -> Path:
-    return quantize.run(quantize.Job(model=model, output=output, entry=recipe, measurement=measured), QUIET)
+    return quantize.run(quantize.QuantizeJob(model=model, output=output, entry=recipe, measurement=measured), QUIET)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -91,12 +91,14 @@ def test_shards_unified_hold_the_tensors_of_one_process(model, measured, tmp_pat
 
 def test_the_artifacts_of_the_embedded_model_are_the_same_but_for_what_proved_them(text_files, tmp_path, cards):
     calibration = Calibration(source=str(text_files["calibration"]), samples=4, sequence_length=64)
-    job = measure.Job(model=EXAMPLE, output=tmp_path / "m", calibration=calibration, stats=("amax",))
+    job = measure.MeasureJob(model=EXAMPLE, output=tmp_path / "m", calibration=calibration, stats=("amax",))
     measured = measure.run(job, QUIET)
     whole = one(EXAMPLE, tmp_path / "whole", entry("FP8"), measured)
     shards = cards(EXAMPLE, tmp_path / "shards", entry("FP8"), ranks=2, measurement=measured)
     made = together(shards, tmp_path / "made")
-    ours, theirs = (export.run(export.Job(quantized=path, output=path.with_suffix(".out")), QUIET) for path in (made, whole))
+    ours, theirs = (
+        export.run(export.ExportJob(quantized=path, output=path.with_suffix(".out")), QUIET) for path in (made, whole)
+    )
     for name in ("model.safetensors", "config.json"):
         assert (ours / name).read_bytes() == (theirs / name).read_bytes()
 
@@ -158,7 +160,7 @@ def test_a_foreign_or_missing_measurement_is_refused_by_every_rank(model, llama,
 def test_the_proof_sees_another_scale(model, measured, tmp_path, cards, key):
     shards = cards(model, tmp_path / "shards", entry("FP8"), ranks=2, measurement=measured)
     made = together(shards, tmp_path / "made")
-    artifact = export.run(export.Job(quantized=made, output=tmp_path / "out"), QUIET)
+    artifact = export.run(export.ExportJob(quantized=made, output=tmp_path / "out"), QUIET)
     path = artifact / "model.safetensors"
     stored = safetensors.torch.load_file(path)
     stored[f"model.layers.1.self_attn.{key}"] *= 2

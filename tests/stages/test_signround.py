@@ -28,7 +28,7 @@ ENTRY = Quantize(name="learned", scheme="W4A16", algorithm="signround", group_si
 
 def measured_of(model, text_files, folder, **options):
     calibration = Calibration(source=str(text_files["calibration"]), samples=5, sequence_length=48)
-    measure.run(measure.Job(model=model, output=folder, calibration=calibration, **options), QUIET)
+    measure.run(measure.MeasureJob(model=model, output=folder, calibration=calibration, **options), QUIET)
     return rank_folder(folder, 0, 1)
 
 
@@ -38,7 +38,7 @@ def measured(tmp_path_factory, llama, text_files):
 
 
 def made(model, measured, folder, entry=ENTRY, **options):
-    return quantize.run(quantize.Job(model=model, output=folder, entry=entry, measurement=measured, **options), QUIET)
+    return quantize.run(quantize.QuantizeJob(model=model, output=folder, entry=entry, measurement=measured, **options), QUIET)
 
 
 def records(folder):
@@ -58,7 +58,7 @@ def layer_outputs(model, sequences, index):
 
 def test_the_recorded_loss_is_that_of_the_artifacts_layers_on_what_its_own_layers_before_put_out(llama, measured, tmp_path):
     folder = made(llama, measured, tmp_path / "2")
-    artifact = export.run(export.Job(quantized=folder, output=tmp_path / "artifact"), QUIET)
+    artifact = export.run(export.ExportJob(quantized=folder, output=tmp_path / "artifact"), QUIET)
     original, quantized = load_model(open_source(llama), dtype=torch.float32), load(artifact, backend="reference").model
     kept = load_file(measured / "calibration.safetensors")
     sequences = torch.split(kept["tokens"], kept["lengths"].tolist())

@@ -138,7 +138,7 @@ def measurement(model: Path, text_files: dict[str, Path], tmp_path_factory: pyte
     short = json.dumps({"text": json.loads(lines[0])["text"][:40]})
     text.write_text("\n".join([*lines[1:3], short, *lines[3:]][:SAMPLES]) + "\n")
     calibration = Calibration(source=str(text), samples=SAMPLES, sequence_length=48)
-    measured = measure.run(measure.Job(model=model, output=folder, calibration=calibration), QUIET)
+    measured = measure.run(measure.MeasureJob(model=model, output=folder, calibration=calibration), QUIET)
     lengths = safetensors.torch.load_file(measured / "rank-000-of-001" / "calibration.safetensors")["lengths"].tolist()
     assert len(lengths) == SAMPLES and len(set(lengths)) == 2
     return measured
@@ -154,7 +154,9 @@ def alone(model: Path, measurement: Path, tmp_path_factory: pytest.TempPathFacto
         if key not in made:
             values = {name: tuple(value) if isinstance(value, list) else value for name, value in recipe.items()}
             entry, output = Quantize(name="x", **values), tmp_path_factory.mktemp("alone") / "whole"
-            made[key] = quantize.run(quantize.Job(model=model, output=output, entry=entry, measurement=measurement), QUIET)
+            made[key] = quantize.run(
+                quantize.QuantizeJob(model=model, output=output, entry=entry, measurement=measurement), QUIET
+            )
         return made[key]
 
     return run
@@ -175,7 +177,7 @@ def shards(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[
 
 
 def together(folder: Path, output: Path, **options) -> Path:
-    return unify.run(unify.Job(measurement=folder, output=output, **options), QUIET)
+    return unify.run(unify.UnifyJob(measurement=folder, output=output, **options), QUIET)
 
 
 def hashes(folder: Path) -> dict[str, str]:
@@ -232,15 +234,15 @@ def test_every_plan_that_runs_the_model_is_what_one_process_writes(alone, ranks,
 def test_a_family_whose_queries_keys_and_values_are_one_linear(family_model, ranks, text_files, tmp_path):
     neox, recipe = family_model("gpt_neox"), {"scheme": "W4A16", "group_size": 16}
     calibration = Calibration(source=str(text_files["calibration"]), samples=3, sequence_length=32)
-    measured = measure.run(measure.Job(model=neox, output=tmp_path / "m", calibration=calibration), QUIET)
-    job = quantize.Job(model=neox, output=tmp_path / "whole", entry=Quantize(name="x", **recipe), measurement=measured)
+    measured = measure.run(measure.MeasureJob(model=neox, output=tmp_path / "m", calibration=calibration), QUIET)
+    job = quantize.QuantizeJob(model=neox, output=tmp_path / "whole", entry=Quantize(name="x", **recipe), measurement=measured)
     ranks(tmp_path / "shards", recipe, world=2, of=(neox, measured))
     assert hashes(together(tmp_path / "shards", tmp_path / "made")) == hashes(quantize.run(job, QUIET))
 
 
 def test_the_unified_shards_are_exported_with_the_proof_of_the_canary(shards, tmp_path):
     made = together(shards(2), tmp_path / "made")
-    artifact = export.run(export.Job(quantized=made, output=tmp_path / "artifact"), QUIET)
+    artifact = export.run(export.ExportJob(quantized=made, output=tmp_path / "artifact"), QUIET)
     assert json.loads((artifact / "quantflow.json").read_text())["proof"]["kind"] == "canary"
 
 

@@ -75,7 +75,9 @@ def options(text_files: dict[str, Path]) -> list[str]:
 def alone(model: Path, text_files: dict[str, Path], folder: Path, stats: str) -> Path:
     """Measure with one rank, in this process."""
     calibration = Calibration(source=str(text_files["calibration"]), samples=SAMPLES, sequence_length=48)
-    return measure.run(measure.Job(model=model, output=folder, calibration=calibration, stats=tuple(stats.split(","))), QUIET)
+    return measure.run(
+        measure.MeasureJob(model=model, output=folder, calibration=calibration, stats=tuple(stats.split(","))), QUIET
+    )
 
 
 @pytest.fixture(scope="module")
@@ -127,9 +129,9 @@ def compare(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 def unified(folder: Path, groups: int, work: Path) -> Path:
     """Unify ranks into so many groups, and where these are several, the groups into one."""
-    fewer = unify.run(unify.Job(measurement=folder, output=work / "fewer", ranks=groups), QUIET)
+    fewer = unify.run(unify.UnifyJob(measurement=folder, output=work / "fewer", ranks=groups), QUIET)
     assert len(list(fewer.glob("rank-*"))) == groups
-    return fewer if groups == 1 else unify.run(unify.Job(measurement=fewer, output=work / "one"), QUIET)
+    return fewer if groups == 1 else unify.run(unify.UnifyJob(measurement=fewer, output=work / "one"), QUIET)
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -187,7 +189,7 @@ def test_an_artifact_quantized_from_sharded_ranks_is_that_of_one_rank(
     written = []
     for name, measurement in (("ranks", unified(measured(2, 2), 1, tmp_path)), ("one", single_folder)):
         entry = Quantize(name=name, scheme="FP8")
-        quantize.run(quantize.Job(model=model, output=tmp_path / name, entry=entry, measurement=measurement), QUIET)
+        quantize.run(quantize.QuantizeJob(model=model, output=tmp_path / name, entry=entry, measurement=measurement), QUIET)
         written.append({k: v for path in sorted((tmp_path / name / "layers").glob("*.safetensors")) for k, v in load(path)})
     ours, expected = written
     assert ours.keys() == expected.keys() and any("input" in key for key in ours)
@@ -230,7 +232,7 @@ def test_a_world_that_does_not_divide_the_model_is_refused_before_anything_is_re
     model: Path, text_files: dict[str, Path], tmp_path: Path, world: int, tp: int, message: str
 ) -> None:
     calibration = Calibration(source=str(text_files["calibration"]), samples=SAMPLES, sequence_length=48)
-    job = measure.Job(model=model, output=tmp_path / "m", calibration=calibration, ranks=world, tp=tp)
+    job = measure.MeasureJob(model=model, output=tmp_path / "m", calibration=calibration, ranks=world, tp=tp)
     with pytest.raises(UsageError, match=re.escape(message)):
         measure.run(job, QUIET)
     assert not (tmp_path / "m").exists()
@@ -243,12 +245,12 @@ def test_ranks_that_are_not_those_of_the_launcher_are_refused(
     monkeypatch.setenv("WORLD_SIZE", "2")
     calibration = Calibration(source=str(text_files["calibration"]), samples=SAMPLES)
     with pytest.raises(UsageError, match="ranks=4, torchrun started 2"):
-        measure.run(measure.Job(model=model, output=tmp_path / "m", calibration=calibration, ranks=4), QUIET)
+        measure.run(measure.MeasureJob(model=model, output=tmp_path / "m", calibration=calibration, ranks=4), QUIET)
     assert not (tmp_path / "m").exists()
 
 
 def test_a_folder_of_other_ranks_is_refused_before_anything_is_measured(single_folder: Path, model: Path) -> None:
-    job = measure.Job(model=model, output=single_folder, calibration=Calibration(source="not read"), ranks=2)
+    job = measure.MeasureJob(model=model, output=single_folder, calibration=Calibration(source="not read"), ranks=2)
     with pytest.raises(UsageError, match="rank-000-of-001: is not one of 2 ranks") as caught:
         measure.run(job, QUIET)
     assert caught.value.remedy == "give another -o, or remove that folder"
@@ -260,7 +262,7 @@ def test_one_rank_alone_remembers_hashes_in_the_folder_that_all_share(
     """Two that wrote the file at once would take each other's temporary file away."""
     time.sleep(0.2)  # hashes of younger files are not remembered
     calibration = Calibration(source=str(text_files["calibration"]), samples=SAMPLES, sequence_length=48)
-    job = measure.Job(model=model, output=tmp_path / "m", calibration=calibration, stats=("amax",))
+    job = measure.MeasureJob(model=model, output=tmp_path / "m", calibration=calibration, stats=("amax",))
     measure._measure_rank(job, QUIET, rank=1, world=2)
     assert not (tmp_path / "m" / ".hashes.json").exists()
     measure._measure_rank(job, QUIET, rank=0, world=2)

@@ -18,7 +18,7 @@ from quantflow.models.load import load_model, open_source
 from quantflow.planning.recipe import Calibration, Quantize
 from quantflow.quantization import quantize
 from quantflow.runtime.artifact import open_artifact
-from quantflow.runtime.generation import Job as Generate
+from quantflow.runtime.generation import GenerateJob as Generate
 from quantflow.runtime.generation import run as generate
 from quantflow.runtime.load import load
 from quantflow.stages.cli.progress_line import ProgressLine
@@ -33,7 +33,9 @@ BOTH = {"scheme": "W8A8_STATIC", "transforms": ({"hadamard": {}}, {"smoothquant"
 
 def quantized(model: Path, measurement: Path | None, folder: Path, entry: dict, **options) -> Path:
     words = Quantize(name="x", **entry)
-    return quantize.run(quantize.Job(model=model, output=folder, entry=words, measurement=measurement, **options), QUIET)
+    return quantize.run(
+        quantize.QuantizeJob(model=model, output=folder, entry=words, measurement=measurement, **options), QUIET
+    )
 
 
 def decisions_of(folder: Path) -> dict:
@@ -73,7 +75,7 @@ def test_what_a_search_found_is_in_the_record_of_every_linear(family_model, meas
 def test_a_searched_artifact_is_proven_and_close_to_its_source(family, family_model, measured_family, tmp_path, entry):
     """In eight bits, where a factor that is not undone would show."""
     folder = quantized(family_model(family), measured_family(family), tmp_path / "q", entry)
-    artifact = export.run(export.Job(quantized=folder, output=tmp_path / "artifact"), QUIET)
+    artifact = export.run(export.ExportJob(quantized=folder, output=tmp_path / "artifact"), QUIET)
     found = difference(family_model(family), artifact)
     print(f"{family}: {found:.4f}")
     assert 0 < found < 0.08
@@ -138,7 +140,7 @@ def test_a_linear_that_is_not_quantized_absorbs_powers_of_two(family_model, meas
 
 def test_a_measurement_without_what_awq_reads_is_refused_by_name(family_model, text_files, tmp_path):
     calibration = Calibration(source=str(text_files["calibration"]), samples=2, sequence_length=32)
-    job = measure.Job(model=family_model("llama"), output=tmp_path / "m", calibration=calibration, stats=("amax",))
+    job = measure.MeasureJob(model=family_model("llama"), output=tmp_path / "m", calibration=calibration, stats=("amax",))
     with pytest.raises(StatisticsError, match=r"q_proj\|input\|abs_sum: the measurement does not hold it; measure again"):
         quantized(family_model("llama"), measure.run(job, QUIET), tmp_path / "q", AWQ)
 
@@ -147,7 +149,7 @@ def test_a_measurement_without_what_awq_reads_is_refused_by_name(family_model, t
 def test_a_rotated_artifact_is_proven_and_computes_what_its_source_does(family, family_model, tmp_path):
     """Eight bits per channel: what is left is mostly the rounding of embedding and head to the source's bfloat16."""
     folder = quantized(family_model(family), None, tmp_path / "q", HADAMARD)
-    artifact = export.run(export.Job(quantized=folder, output=tmp_path / "artifact"), QUIET)
+    artifact = export.run(export.ExportJob(quantized=folder, output=tmp_path / "artifact"), QUIET)
     found = difference(family_model(family), artifact)
     print(f"{family}: {found:.4f}")
     assert 0 < found < 0.05
@@ -160,7 +162,7 @@ def test_a_rotated_artifact_is_proven_and_computes_what_its_source_does(family, 
 def test_a_linear_that_is_not_quantized_is_rotated_and_called_changed(family_model, tmp_path):
     entry = {**HADAMARD, "ignore": ("re:.*o_proj",)}
     folder = quantized(family_model("llama"), None, tmp_path / "q", entry)
-    artifact = export.run(export.Job(quantized=folder, output=tmp_path / "artifact"), QUIET)
+    artifact = export.run(export.ExportJob(quantized=folder, output=tmp_path / "artifact"), QUIET)
     assert difference(family_model("llama"), artifact) < 0.05
     ledger = {item["name"]: item for item in json.loads((artifact / "quantflow.json").read_text())["ledger"]["tensors"]}
     assert ledger["model.layers.0.self_attn.o_proj.weight"]["action"] == "changed"
@@ -170,7 +172,7 @@ def test_a_linear_that_is_not_quantized_is_rotated_and_called_changed(family_mod
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_an_artifact_that_mixes_inputs_on_the_way_is_proven_and_computes_what_its_source_does(family, family_model, tmp_path):
     folder = quantized(family_model(family), None, tmp_path / "q", DOWN)
-    artifact = export.run(export.Job(quantized=folder, output=tmp_path / "artifact"), QUIET)
+    artifact = export.run(export.ExportJob(quantized=folder, output=tmp_path / "artifact"), QUIET)
     verify(artifact)
     found = difference(family_model(family), artifact)
     print(f"{family}: {found:.4f}")
@@ -188,7 +190,9 @@ def test_an_artifact_that_mixes_inputs_on_the_way_is_proven_and_computes_what_it
 @pytest.fixture(scope="module")
 def mixing(family_model, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("mixing")
-    export.run(export.Job(quantized=quantized(family_model("llama"), None, folder / "q", DOWN), output=folder / "a"), QUIET)
+    export.run(
+        export.ExportJob(quantized=quantized(family_model("llama"), None, folder / "q", DOWN), output=folder / "a"), QUIET
+    )
     return folder / "a"
 
 
@@ -217,7 +221,7 @@ def test_weights_on_disk_give_the_same_tokens(mixing):
 def test_an_ignored_down_projection_gets_its_inputs_as_they_are(family_model, tmp_path):
     entry = {**DOWN, "ignore": ("re:.*layers.0.mlp.down_proj",)}
     artifact = export.run(
-        export.Job(quantized=quantized(family_model("llama"), None, tmp_path / "q", entry), output=tmp_path / "a"), QUIET
+        export.ExportJob(quantized=quantized(family_model("llama"), None, tmp_path / "q", entry), output=tmp_path / "a"), QUIET
     )
     assert difference(family_model("llama"), artifact) < 0.05
     placements = open_artifact(artifact).linears
@@ -242,7 +246,7 @@ def test_static_inputs_of_a_rotated_model_are_observed_in_it(family_model, measu
     """The measurement has seen other inputs. The bound: static ranges of a random model cost much, foreign ones all."""
     model = family_model("llama")
     folder = quantized(model, measured_family("llama"), tmp_path / "q", BOTH)
-    artifact = export.run(export.Job(quantized=folder, output=tmp_path / "artifact"), QUIET)
+    artifact = export.run(export.ExportJob(quantized=folder, output=tmp_path / "artifact"), QUIET)
     assert difference(model, artifact) < 0.5
     scale = load_file(folder / "layers" / "00000.safetensors")["model.layers.0.self_attn.q_proj.input_scale"]
     plain = quantized(model, measured_family("llama"), tmp_path / "plain", {**AUTO, "transforms": ()})
@@ -292,7 +296,7 @@ def test_what_an_earlier_attempt_rotated_is_not_exported_by_a_later_one(family_m
     assert (folder / "outside.safetensors").is_file()
     quantized(model, measured_family("llama"), tmp_path / "q", AWQ, replace=True)
     assert not (folder / "outside.safetensors").exists()
-    artifact = export.run(export.Job(quantized=folder, output=tmp_path / "artifact"), QUIET)
+    artifact = export.run(export.ExportJob(quantized=folder, output=tmp_path / "artifact"), QUIET)
     source, written = (load_file(path / "model.safetensors") for path in (model, artifact))
     assert torch.equal(source["model.embed_tokens.weight"], written["model.embed_tokens.weight"])
 

@@ -34,12 +34,12 @@ ENTRY = Quantize(name="tuned", scheme="W3A16", algorithm="rtn", group_size=32, t
 def measured(tmp_path_factory, llama, text_files):
     folder = tmp_path_factory.mktemp("measured")
     calibration = Calibration(source=str(text_files["calibration"]), samples=5, sequence_length=48)
-    measure.run(measure.Job(model=llama, output=folder, calibration=calibration, stats=("mean_abs", "gradient")), QUIET)
+    measure.run(measure.MeasureJob(model=llama, output=folder, calibration=calibration, stats=("mean_abs", "gradient")), QUIET)
     return rank_folder(folder, 0, 1)
 
 
 def made(model, measured, folder, entry=ENTRY, **options):
-    return quantize.run(quantize.Job(model=model, output=folder, entry=entry, measurement=measured, **options), QUIET)
+    return quantize.run(quantize.QuantizeJob(model=model, output=folder, entry=entry, measurement=measured, **options), QUIET)
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def sequences_of(measured):
 
 
 def exported(folder, to):
-    return open_artifact(export.run(export.Job(quantized=folder, output=to), QUIET), backend="reference")
+    return open_artifact(export.run(export.ExportJob(quantized=folder, output=to), QUIET), backend="reference")
 
 
 def with_weights(llama, artifact):
@@ -220,7 +220,7 @@ def test_workers_change_no_byte(llama, measured, tuned, tmp_path, monkeypatch):
 def test_the_report_says_that_scales_were_tuned(llama, tuned, text_files, tmp_path):
     exported(tuned, tmp_path / "artifact")
     options = Validate(text=str(text_files["heldout"]), tokens=600, sequence_length=40)
-    job = validate.Job(artifact=tmp_path / "artifact", baseline=llama, report=tmp_path / "r", options=options)
+    job = validate.ValidateJob(artifact=tmp_path / "artifact", baseline=llama, report=tmp_path / "r", options=options)
     assert validate.run(job, QUIET)["algorithm"] == "rtn + tune"
 
 

@@ -44,7 +44,7 @@ def on_the_grid(folder, llama, text_files, *, but=()):
 
 def measured_of(model, folder, text_files):
     calibration = Calibration(source=str(text_files["calibration"]), samples=6, sequence_length=48)
-    return measure.run(measure.Job(model=model, output=folder, calibration=calibration), QUIET)
+    return measure.run(measure.MeasureJob(model=model, output=folder, calibration=calibration), QUIET)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def measured(tmp_path_factory, llama, text_files):
 
 
 def made(model, measured, folder, **words):
-    job = quantize.Job(model=model, output=folder, entry=replace(ENTRY, **words), measurement=measured)
+    job = quantize.QuantizeJob(model=model, output=folder, entry=replace(ENTRY, **words), measurement=measured)
     return quantize.run(job, QUIET)
 
 
@@ -88,7 +88,7 @@ def test_errors_before_and_after_are_told_where_a_hessian_is_there(llama, measur
 
 def test_manifest_inspect_and_card_show_them(llama, measured, tmp_path):
     made(llama, measured, tmp_path / "2")
-    artifact = export.run(export.Job(quantized=tmp_path / "2", output=tmp_path / "artifact"), QUIET)
+    artifact = export.run(export.ExportJob(quantized=tmp_path / "2", output=tmp_path / "artifact"), QUIET)
     manifest = read_manifest(artifact)
     told = [of for layer in manifest["layers"] for of in layer["decisions"].values()]
     errors = sorted(of["output_error"] for of in told)

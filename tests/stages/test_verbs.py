@@ -257,7 +257,7 @@ def test_sampling_follows_its_seed(as_json, done):
 def test_ranks_are_unified_once_and_by_the_groups_of_flag_or_recipe(as_json, llama, text_files, tmp_path):
     calibration = Calibration(source=str(text_files["calibration"]), samples=6)
     for rank in range(2):
-        job = measure_stage.Job(model=llama, output=tmp_path / "m", calibration=calibration)
+        job = measure_stage.MeasureJob(model=llama, output=tmp_path / "m", calibration=calibration)
         measure_stage._measure_rank(job, ProgressLine(quiet=True), rank=rank, world=2)
     line = ("unify", "-m", tmp_path / "m", "-o", tmp_path / "u")
     result, err = as_json(*line, "-g", "01")

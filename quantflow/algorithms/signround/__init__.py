@@ -33,7 +33,7 @@ from quantflow.core.qtensor import QTensor
 from quantflow.core.result import GroupResult
 from quantflow.errors import StatisticsError, UsageError
 from quantflow.numerics.sequence_turns import spread, turns
-from quantflow.numerics.trained_block import Block
+from quantflow.numerics.trained_block import TrainedBlock
 
 VERSION: int = 1
 
@@ -70,7 +70,7 @@ def runs(samples: int, *, iterations: int, sequences: int) -> int:
 
 
 def refine(
-    block: Block,
+    block: TrainedBlock,
     weights: Mapping[str, Tensor],
     starts: Mapping[str, QTensor],
     *,
@@ -154,7 +154,7 @@ def _round_all(linears: Mapping[str, Learned], values: Mapping[str, Tensor], wor
     workers.map(unit, [(name, rows) for name, linear in linears.items() for rows in linear.units])
 
 
-def _gradients(block: Block, values: Mapping[str, Tensor], numbers: Sequence[int], workers: Workers) -> list[Tensor]:
+def _gradients(block: TrainedBlock, values: Mapping[str, Tensor], numbers: Sequence[int], workers: Workers) -> list[Tensor]:
     """Return the gradients of the squared error of some sequences, summed in their order, by every weight."""
     leaves = list(values.values())
 
@@ -174,7 +174,7 @@ def _gradients(block: Block, values: Mapping[str, Tensor], numbers: Sequence[int
     return total
 
 
-def _losses(block: Block, values: Mapping[str, Tensor], numbers: Sequence[int], workers: Workers) -> tuple[float, float]:
+def _losses(block: TrainedBlock, values: Mapping[str, Tensor], numbers: Sequence[int], workers: Workers) -> tuple[float, float]:
     """Return the sum of the target's squares over some sequences, and that of the squared error."""
 
     def one(number: int) -> tuple[float, float]:

@@ -48,7 +48,7 @@ class FileName:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Files:
+class TripleFiles:
     """The files of one rank; at least one of `npz` and `json` is there."""
 
     name: FileName
@@ -78,7 +78,7 @@ def holds_triples(path: Path) -> bool:
     return bool(_named(path))
 
 
-def find_triples(path: Path, *, method: str | None = None, partial: bool = False) -> dict[int, Files]:
+def find_triples(path: Path, *, method: str | None = None, partial: bool = False) -> dict[int, TripleFiles]:
     """Return rank -> its files, complete and in order; files of other names are left alone.
 
     Args:
@@ -127,14 +127,14 @@ def _named(path: Path) -> list[tuple[FileName, str, Path]]:
     ]
 
 
-def _found(path: Path, *, method: str | None) -> dict[FileName, Files]:
+def _found(path: Path, *, method: str | None) -> dict[FileName, TripleFiles]:
     """Return the files below a folder, or those of one prefix, that are measurements or scales of a method."""
     files: dict[FileName, dict[str, Path]] = {}
     for name, ending, entry in _named(path):
         if name.method == method and name.observer != "shape":
             files.setdefault(name, {})[ending] = entry
     return {
-        name: Files(name=name, npz=parts.get(".npz"), json=parts.get(".json"), mod_list=parts.get("_mod_list.json"))
+        name: TripleFiles(name=name, npz=parts.get(".npz"), json=parts.get(".json"), mod_list=parts.get("_mod_list.json"))
         for name, parts in files.items()
         if ".npz" in parts or ".json" in parts
     }

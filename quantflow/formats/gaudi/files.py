@@ -23,7 +23,7 @@ GENERATIONS = {"gaudi2": "g2", "gaudi3": "g3"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Files:
+class GaudiFiles:
     """What is written for every runtime.
 
     Attributes:
@@ -41,7 +41,7 @@ class Files:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class GaudiLayout:
     """Where a runtime looks.
 
     Attributes:
@@ -61,7 +61,7 @@ class Layout:
     unmeasured: tuple[str, ...] = ()
 
 
-def write_ours(root: Path, ranks: Sequence[Triple], files: Files) -> None:
+def write_ours(root: Path, ranks: Sequence[Triple], files: GaudiFiles) -> None:
     """Write what `quantflow measure` saw, for optimum-habana and TGI, and for vLLM, whose row-parallel linears have outputs."""
     excluded = files.config.measure_exclude in ("OUTPUT", "ALL")
 
@@ -72,7 +72,7 @@ def write_ours(root: Path, ranks: Sequence[Triple], files: Files) -> None:
     _write(plain, files, _optimum_habana(root, files, (FUSED_ATTENTION,)))
     fused = [replace(triple, nodes=gaudi_nodes.for_vllm(nodes(triple, but=gaudi_nodes.ROW_PARALLEL))) for triple in ranks]
     generation = GENERATIONS.get(files.device, files.device)
-    layout = Layout(
+    layout = GaudiLayout(
         base=root / "vllm",
         data=generation,
         prefix="inc_output",
@@ -83,14 +83,14 @@ def write_ours(root: Path, ranks: Sequence[Triple], files: Files) -> None:
     _write(fused, files, layout)
 
 
-def write_theirs(root: Path, ranks: Sequence[Triple], files: Files, *, observer: str, keep_originals: bool) -> None:
+def write_theirs(root: Path, ranks: Sequence[Triple], files: GaudiFiles, *, observer: str, keep_originals: bool) -> None:
     """Write what Gaudi's toolkit measured, with attention's inputs postprocessed and scales."""
     layout = replace(_optimum_habana(root, files, ()), numbered=gaudi_nodes.are_vllms(ranks[0].nodes))
     _write(ranks, files, layout, observer=observer, keep_originals=keep_originals)
 
 
-def _optimum_habana(root: Path, files: Files, unmeasured: tuple[str, ...]) -> Layout:
-    return Layout(
+def _optimum_habana(root: Path, files: GaudiFiles, unmeasured: tuple[str, ...]) -> GaudiLayout:
+    return GaudiLayout(
         base=root,
         data="hqt_output",
         prefix=Path(files.config.dump_stats_path).name,
@@ -101,7 +101,7 @@ def _optimum_habana(root: Path, files: Files, unmeasured: tuple[str, ...]) -> La
 
 
 def _write(
-    ranks: Sequence[Triple], files: Files, layout: Layout, *, observer: str = "maxabs", keep_originals: bool = False
+    ranks: Sequence[Triple], files: GaudiFiles, layout: GaudiLayout, *, observer: str = "maxabs", keep_originals: bool = False
 ) -> None:
     """Write maxima and scales of every rank, and the QUANT_CONFIG."""
     config, folder = files.config, layout.base / layout.data
@@ -175,7 +175,7 @@ def config_table(config: QuantConfig, *, dump_stats_path: str, block: ModuleList
     }
 
 
-def _blocked(config: QuantConfig, nodes: Mapping[str, Node], layout: Layout) -> ModuleList:
+def _blocked(config: QuantConfig, nodes: Mapping[str, Node], layout: GaudiLayout) -> ModuleList:
     """Return the blocklist with what was not measured: the toolkit replaces such modules by ones that fail when called."""
     heads = tuple(head for head in HEADS if head not in nodes) if layout.unmeasured else ()
     missing = gaudi_nodes.unmeasured(nodes) if layout.unmeasured else ()

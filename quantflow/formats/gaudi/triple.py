@@ -23,7 +23,7 @@ from torch import Tensor
 from quantflow.artifact import disk
 from quantflow.artifact.canonical import read_json, readable_json
 from quantflow.errors import InputError, StatisticsError
-from quantflow.formats.gaudi.file_names import FileName, Files
+from quantflow.formats.gaudi.file_names import FileName, TripleFiles
 from quantflow.formats.gaudi.restricted_npz import npz_bytes, read_npz
 
 MEASUREMENT, SCALES = "DynamicRange", "Scale"
@@ -74,7 +74,7 @@ class Triple:
     modules: tuple[str, ...] = field(default=())
 
 
-def read_triple(files: Files) -> Triple:
+def read_triple(files: TripleFiles) -> Triple:
     """Read one rank's files.
 
     The npz counts; a json beside it has to say the same, or one of the two was changed.

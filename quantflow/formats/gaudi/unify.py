@@ -30,7 +30,7 @@ _SAME_RUN = "give the ranks of one run, with one version of the toolkit and one 
 
 
 @dataclass(kw_only=True)
-class Account:
+class MergeAccount:
     """What is told about a merge beside its maxima.
 
     Attributes:
@@ -58,7 +58,7 @@ class Merged:
     ranks: tuple[int, ...]
     missing: tuple[int, ...]
     parts: int
-    account: Account
+    account: MergeAccount
 
 
 def unify_triples(
@@ -137,9 +137,9 @@ def _refuse_other_nodes(one: tuple[int, Triple], other: tuple[int, Triple]) -> N
             raise InputError(f"{what} {differing[0]}: on rank {here}, not on rank {there} ({len(differing)} such)", _SAME_RUN)
 
 
-def _merge(members: Mapping[int, Triple], *, holds: Mapping[int, int], local_rank: int) -> tuple[Triple, Account]:
+def _merge(members: Mapping[int, Triple], *, holds: Mapping[int, int], local_rank: int) -> tuple[Triple, MergeAccount]:
     """Merge the ranks of one group."""
-    first, account = next(iter(members.values())), Account()
+    first, account = next(iter(members.values())), MergeAccount()
     held = {rank: holds[rank] for rank in members}
     whole = set(held.values()) == set(holds.values())
     nodes = {}
@@ -169,7 +169,7 @@ def _refuse_other_shapes(name: str, nodes: Mapping[int, Node], *, parts: int) ->
         )
 
 
-def _merge_node(name: str, nodes: Mapping[int, Node], *, held: Mapping[int, int], whole: bool, account: Account) -> Node:
+def _merge_node(name: str, nodes: Mapping[int, Node], *, held: Mapping[int, int], whole: bool, account: MergeAccount) -> Node:
     """Return the node of the merged rank, and note in `account` who decided it."""
     merged: dict[str, Tensor] = {}
     for key in next(iter(nodes.values())).tensors:

@@ -50,7 +50,7 @@ Buffer = bytes | bytearray | memoryview
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class GGUFLayout:
     """Where everything lies in a file.
 
     Attributes:
@@ -66,13 +66,13 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """What a file says of itself; `tensors` as in `Layout`."""
+    """What a file says of itself; `tensors` as in `GGUFLayout`."""
 
     metadata: dict[str, tuple[str, Any]]
     tensors: dict[str, TensorInfo]
 
 
-def layout(metadata: Metadata, specs: Mapping[str, Spec]) -> Layout:
+def layout(metadata: Metadata, specs: Mapping[str, Spec]) -> GGUFLayout:
     """Return where the tensors of a file will lie.
 
     Args:
@@ -99,10 +99,10 @@ def layout(metadata: Metadata, specs: Mapping[str, Spec]) -> Layout:
         name: TensorInfo(name=name, dtype=dtype, shape=tuple(shape), offset=len(header) + spans[name][0], nbytes=spans[name][1])
         for name, (dtype, shape) in specs.items()
     }
-    return Layout(header=header, tensors=tensors, nbytes=len(header) + offset)
+    return GGUFLayout(header=header, tensors=tensors, nbytes=len(header) + offset)
 
 
-def write(path: Path, planned: Layout, pieces: Callable[[TensorInfo], Iterable[Buffer]]) -> None:
+def write(path: Path, planned: GGUFLayout, pieces: Callable[[TensorInfo], Iterable[Buffer]]) -> None:
     """Write a file, a piece of a tensor at a time, and wait until it is on the disk.
 
     Args:

@@ -29,7 +29,7 @@ from quantflow.planning.sizes import elements_of, model_size, quantized_bytes
 from quantflow.progress import Progress
 from quantflow.quantization.measurement_input import known_hashes, measurement_of, refuse_foreign
 from quantflow.quantization.mixed_precision import chosen_mixture
-from quantflow.quantization.mixed_precision.chosen_mixture import Mixture
+from quantflow.quantization.mixed_precision.chosen_mixture import ChosenMixture
 from quantflow.quantization.mixed_precision.overrides import recipe_text
 from quantflow.quantization.mixed_precision.sensitivity import all_items
 
@@ -50,7 +50,7 @@ def mixture_of(
     resources: Resources,
     parts: Sequence[str],
     progress: Progress,
-) -> Mixture:
+) -> ChosenMixture:
     """Return what can be chosen, kept in the folder or worked out from the weights and the measurement.
 
     Args:
@@ -98,14 +98,14 @@ def _worked_out(
     measurement: Measurement,
     workers: Workers,
     progress: Progress,
-) -> Mixture:
+) -> ChosenMixture:
     """Return what can be chosen, from the weights and the measurement."""
     infos = source.checkpoint.infos
     schemes = {name: scheme for name, scheme in plan.schemes.items() if scheme is not None}
     kept = sorted(overridden(entry, graph) & schemes.keys())
     wanted = [name for name in schemes if name not in kept]
     about: Any = {"source": source, "measurement": measurement, "workers": workers, "progress": progress}
-    return Mixture(
+    return ChosenMixture(
         key=key,
         entry=entry,
         graph=graph,
@@ -118,7 +118,7 @@ def _worked_out(
     )
 
 
-def tell(folder: Path, mixture: Mixture, *, model: Path, revision: str | None, seed: int) -> None:
+def tell(folder: Path, mixture: ChosenMixture, *, model: Path, revision: str | None, seed: int) -> None:
     """Write what was chosen, for people and for a manifest."""
     told = f"Schemes chosen for {_asked(mixture.entry)}: {mixture.told}."
     recipe = recipe_text(mixture.resolved(), model=str(model), revision=revision, seed=seed, told=told)
@@ -127,7 +127,7 @@ def tell(folder: Path, mixture: Mixture, *, model: Path, revision: str | None, s
     disk.write_atomic(folder / PLOT, plot(mixture).encode())
 
 
-def plot(mixture: Mixture) -> str:
+def plot(mixture: ChosenMixture) -> str:
     """Return the Pareto curve as SVG: predictions, corrected by what was measured where that is known."""
     factor = mixture.ratio
     options = [list(item.options.items()) for item in mixture.items]

@@ -42,7 +42,7 @@ class Round:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mixture:
+class ChosenMixture:
     """What can be chosen, and what was learned of it.
 
     Attributes:
@@ -127,7 +127,7 @@ class Mixture:
             )
         return min(holding, key=lambda one: self.bits_per_weight(one.picks)).picks
 
-    def with_round(self, measured: float) -> "Mixture":
+    def with_round(self, measured: float) -> "ChosenMixture":
         """Return the mixture after its choice was quantized and measured; the round says whether it is accepted."""
         now = Round(picks=self.picks, predicted=self.predicted(self.picks), measured=measured, accepted=True)
         if self.entry.max_kld is None:
@@ -227,7 +227,7 @@ def path_of(folder: Path, key: str) -> Path:
     return folder / f".choice-{key[:16]}.json"
 
 
-def write(folder: Path, mixture: Mixture) -> None:
+def write(folder: Path, mixture: ChosenMixture) -> None:
     """Keep what was worked out and measured."""
     items = [
         {"linears": list(item.linears), "weights": item.weights, "options": {str(n): list(o) for n, o in item.options.items()}}
@@ -238,7 +238,7 @@ def write(folder: Path, mixture: Mixture) -> None:
     disk.write_atomic(path_of(folder, mixture.key), canonical_json(record))
 
 
-def read(folder: Path, entry: Quantize, graph: Graph, *, key: str) -> Mixture | None:
+def read(folder: Path, entry: Quantize, graph: Graph, *, key: str) -> ChosenMixture | None:
     """Return what was kept, or None where it is not there, damaged or of something else."""
     path = path_of(folder, key)
     if not path.is_file():
@@ -247,7 +247,7 @@ def read(folder: Path, entry: Quantize, graph: Graph, *, key: str) -> Mixture | 
         record = read_json(path)
         if record["key"] != key:
             return None
-        return Mixture(
+        return ChosenMixture(
             key=key,
             entry=entry,
             graph=graph,

@@ -30,7 +30,7 @@ from quantflow.progress import Progress
 from quantflow.quantization.head_file import read_head
 from quantflow.quantization.layer_by_layer import linears_restored, read_back
 from quantflow.quantization.mixed_precision import choose, chosen_mixture
-from quantflow.quantization.mixed_precision.chosen_mixture import Mixture
+from quantflow.quantization.mixed_precision.chosen_mixture import ChosenMixture
 
 TOKENS = 16384  # that are compared at most, in whole sequences
 MODELS = ("original", "quantized")
@@ -38,7 +38,7 @@ MODELS = ("original", "quantized")
 
 def settle(
     folder: Path,
-    mixture: Mixture,
+    mixture: ChosenMixture,
     plan: Plan,
     *,
     model: Path,

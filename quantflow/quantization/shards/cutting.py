@@ -7,10 +7,10 @@ from quantflow.models.sharding import placements
 from quantflow.models.source import ModelFiles
 from quantflow.planning.card_splits import cut_columns
 from quantflow.planning.plan import Plan
-from quantflow.quantization.shards.share import Share
+from quantflow.quantization.shards.share import CardShare
 
 
-def shares_of(source: ModelFiles, graph: Graph, plan: Plan, *, ranks: int) -> list[Share]:
+def shares_of(source: ModelFiles, graph: Graph, plan: Plan, *, ranks: int) -> list[CardShare]:
     """Return what each rank quantizes; reads config.json and headers alone.
 
     Key and value heads that are fewer than the ranks go to several of them, as runtimes do.
@@ -30,7 +30,7 @@ def shares_of(source: ModelFiles, graph: Graph, plan: Plan, *, ranks: int) -> li
     shares = []
     for rank in range(ranks):
         held = placements(config, shapes, tp=ranks, rank=rank, copy_kv_heads=True)
-        shares.append(Share(rank=rank, world=ranks, placements={name: held[name] for name in graph.linears}))
+        shares.append(CardShare(rank=rank, world=ranks, placements={name: held[name] for name in graph.linears}))
     for name, placement in shares[0].placements.items():
         why = cut_columns(placement["full_shape"][1], ranks, plan.schemes[name]) if placement["axis"] == 1 else None
         if why is not None:

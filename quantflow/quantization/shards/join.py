@@ -39,15 +39,15 @@ from quantflow.planning.resources import allow_quantize
 from quantflow.planning.sizes import model_size
 from quantflow.progress import Progress
 from quantflow.quantization.file_to_file import quantize_files
-from quantflow.quantization.shards.opened import COLUMNS, HOW, Parts, Shard
-from quantflow.quantization.shards.share import STAGE, Share, shard_folders
+from quantflow.quantization.shards.opened import COLUMNS, HOW, OpenedShard, Parts
+from quantflow.quantization.shards.share import STAGE, CardShare, shard_folders
 from quantflow.quantization.shards.slices import Part, Schemes, put_together
 
 REPORT = "joined.json"
 
 
 def join(
-    shards: Sequence[Shard],
+    shards: Sequence[OpenedShard],
     output: Path,
     *,
     groups: Sequence[Sequence[int]],
@@ -89,7 +89,9 @@ def join(
     return output
 
 
-def _write(folder: Path, shards: Sequence[Shard], target: Share, *, source: ModelFiles | None, progress: Progress) -> None:
+def _write(
+    folder: Path, shards: Sequence[OpenedShard], target: CardShare, *, source: ModelFiles | None, progress: Progress
+) -> None:
     """Write what the shards of one group are together."""
     disk.make_folder(folder / "layers")
     summary, inputs = read_json(shards[0].folder / "quantize.json"), {**shards[0].made_from, **target.inputs()}
@@ -106,8 +108,8 @@ def _write(folder: Path, shards: Sequence[Shard], target: Share, *, source: Mode
 
 def _round_together(
     folder: Path,
-    shards: Sequence[Shard],
-    target: Share,
+    shards: Sequence[OpenedShard],
+    target: CardShare,
     *,
     plan: Plan,
     source: ModelFiles,
@@ -134,7 +136,7 @@ def _round_together(
 
 
 def _put_together(
-    folder: Path, shards: Sequence[Shard], target: Share, *, plan: Plan, key: str, progress: Progress
+    folder: Path, shards: Sequence[OpenedShard], target: CardShare, *, plan: Plan, key: str, progress: Progress
 ) -> list[dict[str, Any]]:
     """Write the layers from the parts of all cards, and the canary that each of them ran; return how each linear was joined.
 
@@ -169,7 +171,7 @@ def _tensors(path: Path) -> dict[str, Tensor]:
     return {name: read_tensor(path, info) for name, info in read_header(path)[0].items()}
 
 
-def _row(name: str, cards: int, share: Share, tensors: Mapping[str, Tensor], schemes: Schemes) -> dict[str, Any]:
+def _row(name: str, cards: int, share: CardShare, tensors: Mapping[str, Tensor], schemes: Schemes) -> dict[str, Any]:
     """Return what the report says about a linear."""
     how = HOW[share.placements[name]["axis"]] if cards > 1 else "one part"
     return dict(zip(COLUMNS, (name, how, cards, len(tensors[f"{name}.weight_scale"]), 0), strict=True))
@@ -182,7 +184,7 @@ def summary(folder: Path) -> dict[str, Any]:
     return {"folder": str(folder), "joined": rows}
 
 
-def _source(shards: Sequence[Shard], model: Path | None) -> ModelFiles:
+def _source(shards: Sequence[OpenedShard], model: Path | None) -> ModelFiles:
     """Open the checkpoint that the shards were made from.
 
     Raises:
@@ -212,7 +214,7 @@ def _source(shards: Sequence[Shard], model: Path | None) -> ModelFiles:
     return source
 
 
-def _digests(shards: Sequence[Shard]) -> Digests:
+def _digests(shards: Sequence[OpenedShard]) -> Digests:
     """Return the hashes of the source's files, as far as quantize left them."""
     return Digests(also=[shards[0].folder.parent / HASHES, shards[0].folder / HASHES])
 
@@ -226,11 +228,11 @@ def _check_groups(groups: Sequence[Sequence[int]], *, world: int) -> None:
         )
 
 
-def _target(shards: Sequence[Shard], *, rank: int, world: int) -> Share:
+def _target(shards: Sequence[OpenedShard], *, rank: int, world: int) -> CardShare:
     """Return what one group's result holds: what that card of the smaller world would."""
     placements = {}
     for name in shards[0].share.placements:
         parts = [shard.share.placements[name] for shard in shards]
         check_cover(name, parts)
         placements[name] = share(name, joined(parts), cards=world, card=rank)
-    return Share(rank=rank, world=world, placements=placements)
+    return CardShare(rank=rank, world=world, placements=placements)

@@ -19,7 +19,7 @@ from quantflow.models.reading import read_tensor
 from quantflow.planning.plan import Plan
 from quantflow.quantization.decoded_values import Stored, decoded_rows
 from quantflow.quantization.file_units import Unit
-from quantflow.quantization.shards.share import STAGE, Share, shard_folders
+from quantflow.quantization.shards.share import STAGE, CardShare, shard_folders
 from quantflow.quantization.static_inputs import Input
 
 COLUMNS = ("linear", "joined", "cards", "channels", "requantized")
@@ -28,7 +28,7 @@ _ROW_MULTIPLE: int = FORMATS["compressed-tensors"].ROW_MULTIPLE
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shard:
+class OpenedShard:
     """One card's finished result.
 
     Attributes:
@@ -40,7 +40,7 @@ class Shard:
 
     folder: Path
     inputs: Mapping[str, Any]
-    share: Share
+    share: CardShare
     stored: Stored
     decisions: Mapping[str, Mapping[str, Any]]
 
@@ -57,7 +57,7 @@ class Parts:
         report: linear -> how it was joined; units that run at once add to it.
     """
 
-    def __init__(self, shards: Sequence[Shard]) -> None:
+    def __init__(self, shards: Sequence[OpenedShard]) -> None:
         """Begin with an empty report.
 
         Args:
@@ -110,19 +110,19 @@ class Parts:
         return shared_scale(scales, zeros=zeros), all(zeros)
 
 
-def open_shards(folder: Path) -> list[Shard]:
+def open_shards(folder: Path) -> list[OpenedShard]:
     """Return the shards of a quantized model, in order of their ranks, after every file was compared with its hash.
 
     Raises:
         InputError: one is missing, unfinished, there twice, or was made from something else than the first.
         IntegrityError: a file differs from its hash.
     """
-    found: dict[int, Shard] = {}
+    found: dict[int, OpenedShard] = {}
     for path in shard_folders(folder):
         inputs = stage_folder.require_done(path, stage=STAGE)["inputs"]
         placements, decisions = _recorded(path)
-        held = Share(**inputs["share"], placements=placements)
-        shard = Shard(folder=path, inputs=inputs, share=held, stored=_stored(path), decisions=decisions)
+        held = CardShare(**inputs["share"], placements=placements)
+        shard = OpenedShard(folder=path, inputs=inputs, share=held, stored=_stored(path), decisions=decisions)
         first = next(iter(found.values()), shard)
         other = stage_folder.difference(first.made_from, shard.made_from)
         if other is not None:
@@ -147,7 +147,7 @@ def open_shards(folder: Path) -> list[Shard]:
     return [found[rank] for rank in range(world)]
 
 
-def _from_rows(holders: Mapping[tuple[int, int], Shard], unit: Unit, scale: Tensor | None) -> Joined:
+def _from_rows(holders: Mapping[tuple[int, int], OpenedShard], unit: Unit, scale: Tensor | None) -> Joined:
     """Return a unit's rows, each from the card that holds it.
 
     Args:
@@ -162,7 +162,7 @@ def _from_rows(holders: Mapping[tuple[int, int], Shard], unit: Unit, scale: Tens
     return join_rows(found, scale=scale)
 
 
-def _from_columns(holders: Mapping[tuple[int, int], Shard], unit: Unit, scale: Tensor | None) -> Joined:
+def _from_columns(holders: Mapping[tuple[int, int], OpenedShard], unit: Unit, scale: Tensor | None) -> Joined:
     """Return a unit's rows, each from all cards; as `_from_rows`, with columns."""
     stop = unit.first + unit.count
     return join_columns([_rows(holders[span], unit, unit.first, stop) for span in sorted(holders)], scale=scale)
@@ -186,14 +186,14 @@ def _stored(folder: Path) -> Stored:
     return stored
 
 
-def _span(shard: Shard, name: str) -> tuple[int, int]:
+def _span(shard: OpenedShard, name: str) -> tuple[int, int]:
     """Return which rows or columns of a linear a card holds, start and stop."""
     placement = shard.share.placements[name]
     length = placement["full_shape"][0] if placement["axis"] is None else placement["length"]
     return placement["offset"], placement["offset"] + length
 
 
-def _rows(shard: Shard, unit: Unit, first: int, stop: int) -> QTensor:
+def _rows(shard: OpenedShard, unit: Unit, first: int, stop: int) -> QTensor:
     """Return what a card made of some rows of the source's tensor, which it holds, of all columns that it holds."""
     assert unit.scheme is not None  # only linears are joined
     held = shard.share.part(unit.info).rows

@@ -38,7 +38,7 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Share:
+class CardShare:
     """What one card holds.
 
     Attributes:
@@ -83,7 +83,7 @@ class Share:
         return {} if self.world == 1 else {"share": {"rank": self.rank, "world": self.world}}
 
 
-WHOLE = Share()
+WHOLE = CardShare()
 
 
 def shard_folders(folder: Path) -> list[Path]:

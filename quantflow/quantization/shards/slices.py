@@ -13,14 +13,14 @@ from torch import Tensor
 from quantflow.core.scheme import LinearScheme
 from quantflow.core.slicing import cut, side_by_side
 from quantflow.formats import FORMATS
-from quantflow.quantization.shards.share import Share
+from quantflow.quantization.shards.share import CardShare
 
 FORMAT = FORMATS["compressed-tensors"]
 Schemes = Mapping[str, LinearScheme | None]
-Part = tuple[Share, Mapping[str, Tensor]]  # what a card holds, and the tensors of a layer
+Part = tuple[CardShare, Mapping[str, Tensor]]  # what a card holds, and the tensors of a layer
 
 
-def sliced(tensors: Mapping[str, Tensor], linears: Sequence[str], schemes: Schemes, share: Share) -> dict[str, Tensor]:
+def sliced(tensors: Mapping[str, Tensor], linears: Sequence[str], schemes: Schemes, share: CardShare) -> dict[str, Tensor]:
     """Return a card's part of what a layer's file holds.
 
     Args:
@@ -76,7 +76,7 @@ def put_together(parts: Sequence[Part], linears: Sequence[str], schemes: Schemes
     return found, counts
 
 
-def _span(share: Share, name: str) -> tuple[int, int]:
+def _span(share: CardShare, name: str) -> tuple[int, int]:
     """Return where a card's part of a linear begins, and its length; 0 where it is whole."""
     placement = share.placements[name]
     return placement["offset"], placement.get("length", 0)

@@ -22,7 +22,7 @@ from quantflow.runtime.decoding.request import Request, allowed, ended
 
 
 @dataclass(frozen=True)
-class Line:
+class ConstrainedLine:
     """A sequence: its log-probability, its new tokens, the row of the cache that it continues, and what it owes."""
 
     score: float
@@ -59,7 +59,7 @@ def constrained_search(decoder: Decoder, request: Request, beams: Beams) -> tupl
         raise UsageError(told, "allow as many new tokens, and do not sample")
     decoder.begin(rows=1, capacity=request.capacity)
     logits = decoder.forward(request.input_ids)
-    lines, finished = [Line(0.0, (), 0, owed)], list[tuple[float, tuple[int, ...]]]()
+    lines, finished = [ConstrainedLine(0.0, (), 0, owed)], list[tuple[float, tuple[int, ...]]]()
     for count in range(1, limit + 1):
         tokens = torch.tensor([line.tokens for line in lines], dtype=torch.int64, device=logits.device)
         tokens = torch.cat([request.input_ids.expand(len(lines), -1), tokens.view(len(lines), count - 1)], dim=1)
@@ -87,7 +87,7 @@ def constrained_search(decoder: Decoder, request: Request, beams: Beams) -> tupl
     return result, torch.tensor([score for score, _ in best], device=result.device)
 
 
-def _candidates(steps: Tensor, lines: list[Line], request: Request, *, beams: Beams) -> list[Line]:
+def _candidates(steps: Tensor, lines: list[ConstrainedLine], request: Request, *, beams: Beams) -> list[ConstrainedLine]:
     """Return the likeliest continuations of all lines and those that pay, best first.  steps: [N, V] log-probabilities."""
     steps = steps.clone()
     owing = torch.tensor([line.owed > 0 for line in lines], device=steps.device)
@@ -105,18 +105,18 @@ def _candidates(steps: Tensor, lines: list[Line], request: Request, *, beams: Be
     for row, token in picks:
         score, tokens = float(totals[row, token]), (*lines[row].tokens, token)
         if score > NEVER:
-            found.append(Line(score, tokens, row, progress(tokens, beams.force_words)[0]))
+            found.append(ConstrainedLine(score, tokens, row, progress(tokens, beams.force_words)[0]))
     return sorted(found, key=lambda line: (-line.score, line.tokens))
 
 
-def _share(lines: list[Line], count: int) -> list[Line]:
+def _share(lines: list[ConstrainedLine], count: int) -> list[ConstrainedLine]:
     """Return `count` lines: the best of each bank, those that owe least first, then the second best of each, and so on."""
     banks = [[line for line in lines if line.owed == owed] for owed in sorted({line.owed for line in lines})]
     turns = chain.from_iterable(zip_longest(*banks))
     return [line for line in turns if line is not None][:count]
 
 
-def _settled(lines: list[Line], worst: float, generated: int, *, limit: int, beams: Beams) -> bool:
+def _settled(lines: list[ConstrainedLine], worst: float, generated: int, *, limit: int, beams: Beams) -> bool:
     """Return whether no line can enter a full pool any more, by the rule of `Beams.early_stopping`."""
     if beams.early_stopping is True:
         return True
@@ -125,7 +125,7 @@ def _settled(lines: list[Line], worst: float, generated: int, *, limit: int, bea
     return best / math.pow(reach, beams.length_penalty) <= worst
 
 
-def _ends(line: Line, request: Request) -> bool:
+def _ends(line: ConstrainedLine, request: Request) -> bool:
     whole = torch.cat([request.input_ids, request.input_ids.new_tensor(line.tokens)[None]], dim=1)
     return bool(ended(whole, request)[0])
 

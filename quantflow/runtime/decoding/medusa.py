@@ -14,7 +14,7 @@ HEADS_FILE = "medusa_lm_head.safetensors"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Head:
+class MedusaHead:
     """One head: residual blocks x + SiLU(W x + b), then a projection to the vocabulary.
 
     Attributes:
@@ -40,7 +40,7 @@ class Medusa:
         heads: the first guesses the token after the model's own next one.
     """
 
-    heads: tuple[Head, ...]
+    heads: tuple[MedusaHead, ...]
 
     def propose(self, hidden: Tensor) -> Tensor:
         """Return the likeliest token of each head, [heads] int64.  hidden: [H] float32."""
@@ -55,13 +55,13 @@ def load_medusa(folder: str | Path, *, device: str | torch.device = "cpu") -> Me
     """
     path = Path(folder) / HEADS_FILE
     tensors = {name: tensor.float().to(device) for name, tensor in read_file(path).items()}
-    heads: list[Head] = []
+    heads: list[MedusaHead] = []
     while any(name.startswith(f"{len(heads)}.") for name in tensors):
         number, blocks = len(heads), list[tuple[Tensor, Tensor]]()
         while f"{number}.{len(blocks)}.linear.weight" in tensors:
             stem = f"{number}.{len(blocks)}.linear"
             blocks.append((tensors.pop(f"{stem}.weight"), _take(tensors, f"{stem}.bias", path)))
-        heads.append(Head(blocks=tuple(blocks), projection=_take(tensors, f"{number}.{len(blocks)}.weight", path)))
+        heads.append(MedusaHead(blocks=tuple(blocks), projection=_take(tensors, f"{number}.{len(blocks)}.weight", path)))
     if tensors or not heads:
         told = ", ".join(sorted(tensors)[:3]) or "no tensor"
         raise InputError(f"{path}: {told} beside {len(heads)} heads", "convert the heads to names such as 0.0.linear.weight")

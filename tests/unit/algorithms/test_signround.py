@@ -15,7 +15,7 @@ from quantflow.core.parallel import SEQUENTIAL, Workers
 from quantflow.core.qtensor import QTensor
 from quantflow.core.scheme import LinearScheme, TensorScheme, preset, with_group_size
 from quantflow.errors import SchemeError, StatisticsError, UsageError
-from quantflow.numerics.trained_block import Block
+from quantflow.numerics.trained_block import TrainedBlock
 
 
 def scheme_of(bits: int, *, symmetric: bool = True, group_size: int | None = None) -> LinearScheme:
@@ -38,12 +38,12 @@ def forward(weights, x):
     return (torch.tanh(y) @ weights["b"].T if "b" in weights else y)[None]
 
 
-def block_of(weights, inputs, quantized_inputs=None) -> Block:
+def block_of(weights, inputs, quantized_inputs=None) -> TrainedBlock:
     @contextmanager
     def running(given):
         yield lambda number: forward(given, (quantized_inputs or inputs)[number])
 
-    return Block(samples=len(inputs), running=running, target=lambda number: forward(weights, inputs[number]))
+    return TrainedBlock(samples=len(inputs), running=running, target=lambda number: forward(weights, inputs[number]))
 
 
 def started(weights, scheme, *, by=rtn, statistics=None, scale_dtype=torch.float32):
@@ -56,7 +56,7 @@ def refined(weights, block, starts, *, iterations=20, sequences=4, scale_dtype=t
     return signround.refine(block, weights, starts, scale_dtypes=dict.fromkeys(weights, scale_dtype), **told)
 
 
-def error(block: Block, made) -> float:
+def error(block: TrainedBlock, made) -> float:
     with block.running({name: result.dequantize() for name, result in made.items()}) as run:
         return sum(float((run(i) - block.target(i)).double().square().sum()) for i in range(block.samples))
 
@@ -274,7 +274,7 @@ def test_what_it_runs_is_counted():
         with block.running(given) as run:
             yield lambda number: (ran.append(torch.is_grad_enabled()), run(number))[1]
 
-    counting = Block(samples=5, running=running, target=block.target)
+    counting = TrainedBlock(samples=5, running=running, target=block.target)
     refined(weights, counting, starts, iterations=8, sequences=3)  # turns of 3 and 2 sequences: 20 in 8 iterations
     assert (ran.count(True), ran.count(False)) == (20, 9 * 5)
     assert signround.runs(6, iterations=8, sequences=3) == 3 * 8 * 3 + 9 * 6
@@ -285,7 +285,7 @@ def test_what_it_runs_is_counted():
 def test_zeros_stay_zeros_with_a_scale_of_one(scheme):
     weights = {"a": torch.zeros(4, 16)}
     inputs = [random(3, 16)]
-    block = Block(samples=1, running=block_of(weights, inputs).running, target=lambda _: torch.ones(1, 3, 4))
+    block = TrainedBlock(samples=1, running=block_of(weights, inputs).running, target=lambda _: torch.ones(1, 3, 4))
     found = refined(weights, block, started(weights, scheme), iterations=5)["a"]
     assert (found.weight.scale == 1).all() and not found.weight.dequantize().any()
     assert (found.decisions["moved"], found.decisions["rescaled"], found.decisions["best_iteration"]) == (0, 0, 0)
@@ -319,11 +319,11 @@ def test_numbers_that_are_none_are_refused(change, kind, message):
 def test_errors_name_what_is_wrong_and_the_remedy():
     weights, block, starts = small(INT4)
     with pytest.raises(StatisticsError, match="no calibration sequence; measure with calibration text"):
-        refined(weights, Block(samples=0, running=block.running, target=block.target), starts)
+        refined(weights, TrainedBlock(samples=0, running=block.running, target=block.target), starts)
     floats = started(weights, preset("FP8_DYNAMIC"))
     with pytest.raises(SchemeError, match="a: signround with float per_channel; choose integers"):
         refined(weights, block, floats)
-    damaged = Block(samples=1, running=block.running, target=lambda _: torch.full((1, 10, 8), float("nan")))
+    damaged = TrainedBlock(samples=1, running=block.running, target=lambda _: torch.full((1, 10, 8), float("nan")))
     with pytest.raises(StatisticsError, match="a: signround: the squared error of its layer's output is nan; look at"):
         refined(weights, damaged, starts)
     with pytest.raises(SchemeError, match="in_features=16 is not a multiple of group_size=128"):

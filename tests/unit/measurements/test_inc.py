@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quantflow.errors import InputError, StatisticsError
-from quantflow.formats.gaudi.file_names import FileName, Files, find_triples, holds_triples, parse_name
+from quantflow.formats.gaudi.file_names import FileName, TripleFiles, find_triples, holds_triples, parse_name
 from quantflow.formats.gaudi.triple import SCALES, Node, Triple, read_triple, write_triple
 
 Q = "model.layers.0.self_attn.q_proj"
@@ -261,7 +261,7 @@ def test_what_is_written_is_read_back_and_numpy_reads_it_too(tmp_path):
     write_triple(tmp_path, NAME, TRIPLE)
     files = [path.name for path in sorted(tmp_path.iterdir())]
     assert files == ["m_hooks_maxabs_1_2.json", "m_hooks_maxabs_1_2.npz", "m_hooks_maxabs_1_2_mod_list.json"]
-    whole = read_triple(Files(name=NAME, npz=tmp_path / files[1], json=tmp_path / files[0], mod_list=tmp_path / files[2]))
+    whole = read_triple(TripleFiles(name=NAME, npz=tmp_path / files[1], json=tmp_path / files[0], mod_list=tmp_path / files[2]))
     assert (whole.local_rank, whole.samples, whole.modules) == (1, 5, (Q, QK))
     for name, node in TRIPLE.nodes.items():
         assert {key: value.tolist() for key, value in whole.nodes[name].tensors.items()} == {

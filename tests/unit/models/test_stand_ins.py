@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional
 
 from quantflow.models import stand_ins
-from quantflow.models.stand_ins import Head, Rows, in_parts
+from quantflow.models.stand_ins import HeadStandIn, Rows, in_parts
 from quantflow.numerics.product import operand, product
 
 
@@ -23,7 +23,7 @@ def test_the_head_in_parts_is_the_whole_head(monkeypatch):
     expected = hidden.double() @ weight.double().T
     for rows in (4, 11, 100):
         monkeypatch.setattr(stand_ins, "HEAD_ROWS", rows)
-        found = Head(weight, dtype=torch.float32)(hidden)
+        found = HeadStandIn(weight, dtype=torch.float32)(hidden)
         assert found.dtype == torch.float32
         assert (found - expected).abs().max() < 1e-5
 
@@ -35,7 +35,7 @@ def test_the_gradient_through_the_head_in_parts_is_that_through_the_whole_head(m
     for rows in (4, 11, 100):
         monkeypatch.setattr(stand_ins, "HEAD_ROWS", rows)
         hidden = torch.randn(1, 3, 8, requires_grad=True)
-        (found,) = torch.autograd.grad(Head(weight, dtype=torch.float32)(hidden), hidden, gradient)
+        (found,) = torch.autograd.grad(HeadStandIn(weight, dtype=torch.float32)(hidden), hidden, gradient)
         assert found.dtype == torch.float32
         assert (found - expected).abs().max() < 1e-5
 

@@ -6,7 +6,7 @@ import torch
 from quantflow.core.kv import SCHEMES, KVScales, kv_scheme, kv_words
 from quantflow.errors import UsageError
 from quantflow.runtime.kv_cache import KINDS, KVCache
-from quantflow.runtime.operations import Block, Heads, Operations, why_not
+from quantflow.runtime.operations import DecoderBlock, Heads, Operations, why_not
 
 DIM = 16
 pytestmark = pytest.mark.skipif(why_not(DIM) is not None, reason="no C compiler")
@@ -23,7 +23,7 @@ def numbers(rows: int, count: int, seed: int) -> torch.Tensor:
 def write(kept: KVCache, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
     """Let decode.c write columns from the cache's length on, keys not rotated.  keys, values: [rows, kv_heads, T, DIM]."""
     shared, count = keys.shape[1:3]
-    block = Block(norms=(), products=(), q_norm=None, k_norm=None, window=0)
+    block = DecoderBlock(norms=(), products=(), q_norm=None, k_norm=None, window=0)
     operations = Operations(Heads(query=shared, shared=shared, dim=DIM, scale=1.0, eps=1.0), [block] * len(kept.keys))
     operations.begin(kept, torch.ones(kept.capacity, DIM), torch.zeros(kept.capacity, DIM))
     operations.step(count)

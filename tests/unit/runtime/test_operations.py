@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantflow.runtime.kv_cache import KVCache
-from quantflow.runtime.operations import Block, Heads, Operations, why_not
+from quantflow.runtime.operations import DecoderBlock, Heads, Operations, why_not
 
 DIM = 16
 pytestmark = pytest.mark.skipif(why_not(DIM) is not None, reason="no C compiler")
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(why_not(DIM) is not None, reason="no C compiler"
 def attended(*, counts: list[int], query: int, shared: int, window: int, padding: list[int], seed: int, shift=0.0):
     """Feed columns in pieces; return what they put out [B, T, query, DIM], and queries, keys and values as they were given."""
     heads = Heads(query=query, shared=shared, dim=DIM, scale=0.7, eps=1e-6)
-    block = Block(norms=(), products=(), q_norm=None, k_norm=None, window=window)
+    block = DecoderBlock(norms=(), products=(), q_norm=None, k_norm=None, window=window)
     operations = Operations(heads, [block])
     rows, capacity = len(padding), sum(counts)
     cache = KVCache(kind="float32", rows=rows, capacity=capacity, layers=1, kv_heads=shared, head_dim=DIM)

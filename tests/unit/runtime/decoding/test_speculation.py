@@ -7,7 +7,7 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 from quantflow.errors import InputError, UsageError
 from quantflow.runtime.decoder import TransformersDecoder
 from quantflow.runtime.decoding import Draft, Lookup, Medusa, Rules, Sampling, generate, load_medusa
-from quantflow.runtime.decoding.medusa import HEADS_FILE, Head
+from quantflow.runtime.decoding.medusa import HEADS_FILE, MedusaHead
 from quantflow.runtime.decoding.request import Request
 from quantflow.runtime.decoding.speculation import _confirm, _Finder
 
@@ -59,7 +59,7 @@ def heads(tiny):
     """Heads of one random block each."""
     generator = torch.Generator().manual_seed(3)
     blocks = [(torch.randn(512, 512, generator=generator) * 0.01, torch.zeros(512)) for _ in range(3)]
-    return Medusa(heads=tuple(Head(blocks=(block,), projection=tiny.lm_head.weight.detach()) for block in blocks))
+    return Medusa(heads=tuple(MedusaHead(blocks=(block,), projection=tiny.lm_head.weight.detach()) for block in blocks))
 
 
 def test_H16_a_draft_model_does_not_change_greedy_tokens(tiny, draft, batch, peer):
