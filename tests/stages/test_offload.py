@@ -24,8 +24,8 @@ GATE = "thresholds: {ppl_ratio: 100, mean_kld: 100, kld_p999: 100, top1_agreemen
 PEAK = """
 import sys
 from pathlib import Path
-from quantflow.runtime.generation import Job, run
-job = Job(artifact=Path(sys.argv[1]), prompts=("value scale",), max_new_tokens=3, disk_offload=True)
+from quantflow.runtime.generation import GenerateJob, run
+job = GenerateJob(artifact=Path(sys.argv[1]), prompts=("value scale",), max_new_tokens=3, disk_offload=True)
 def peak():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) * 1024
 before = peak()

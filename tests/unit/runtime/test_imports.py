@@ -9,9 +9,12 @@ import quantflow.runtime
 for module in pkgutil.walk_packages(quantflow.runtime.__path__, "quantflow.runtime."):
     importlib.import_module(module.name)
 foreign = ("lm_eval", "datasets", "peft", "pyarrow")
-layers = ("models.calibration", "observers", "algorithms", "transforms", "measurements", "evaluation")
+layers = (
+    "observers", "algorithms", "transforms", "measurements", "evaluation", "planning", "calibration", "quantization", "exporting",
+    "validation", "stages",
+)
 own = [f"quantflow.{name}" for name in layers]
-print(*(name for name in sys.modules if name.startswith((*foreign, *own, "stages"))))
+print(*(name for name in sys.modules if name.startswith((*foreign, *own))))
 """
 
 
