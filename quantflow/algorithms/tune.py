@@ -52,6 +52,11 @@ class Tuned:
     square: Tensor
 
 
+def state_bytes(scales: int) -> int:
+    """Return the bytes of what is tuned of so many scales: `Tuned`, three float32 of each."""
+    return 3 * 4 * scales
+
+
 def begin(name: str, start: QTensor) -> Tuned:
     """Return what stands for the start's own scales.
 
