@@ -9,10 +9,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from quantflow.algorithms import BLOCK_ALGORITHMS
+from quantflow.algorithms import BLOCK_ALGORITHMS, LEARNING
 from quantflow.models.trained_layer import running
 from quantflow.numerics.trained_block import TrainedBlock
-from quantflow.planning.compatibility import LEARNING
 from quantflow.process_memory import give_back_holes
 from quantflow.quantization.layer_work import LayerWork
 
