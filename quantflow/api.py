@@ -15,8 +15,10 @@ far it is, returns a record, and raises `QuantflowError`: its class is the comma
 What a function needs is imported when it is called, so `import quantflow` costs nothing.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -373,3 +375,26 @@ def bench(job: "BenchJob", *, progress: Progress = SILENT) -> Mapping[str, Any] 
     from quantflow.evaluation.latency import run
 
     return run(job, progress)
+
+
+def run_rank(order: Folder, *, progress: Progress, stream: Callable[[str], None]) -> None:
+    """Do this rank's part of a job that `quantflow.distributed.launch.launch` started; the first rank writes the result.
+
+    Args:
+        order: the private folder with the job.
+        progress: is told how far it is.
+        stream: takes the text that `generate` makes, on the first rank.
+
+    Raises:
+        QuantflowError: as the stage.
+    """
+    from quantflow.artifact.canonical import read_json
+    from quantflow.distributed.job_file import decode
+    from quantflow.distributed.launch import JOB, RESULT, launched_rank
+
+    job = decode(read_json(Path(order) / JOB)["job"])
+    engine = import_module(type(job).__module__)
+    result = engine.run(job, progress=progress, **({"stream": stream} if type(job).__name__ == "GenerateJob" else {}))
+    rank = launched_rank()
+    if isinstance(result, dict) and rank is not None and rank[0] == 0:
+        (Path(order) / RESULT).write_text(json.dumps(result))

@@ -179,7 +179,7 @@ def forked_proof(faults: Faults):
     def popen(command, **options):
         return (
             Proof()
-            if command[:3] == [sys.executable, "-m", "quantflow.exporting.proof_process"]
+            if command[:4] == [sys.executable, "-P", "-m", "quantflow.exporting.proof_process"]
             else original(command, **options)
         )
 
