@@ -302,12 +302,12 @@ def test_files_are_counted_below_a_folder_and_a_missing_folder_has_none(tmp_path
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 def test_the_peak_of_a_process_is_seen_and_begins_anew():
     script = """
-from stages import _memory
+from quantflow import process_memory
 block = bytearray(200_000_000)
 del block
-before = _memory.usage()
-again = _memory.reset_peak()
-after = _memory.usage()
+before = process_memory.usage()
+again = process_memory.reset_peak()
+after = process_memory.usage()
 print(before.peak - before.resident > 190_000_000, not again or after.peak < before.peak - 190_000_000)
 print(before.resident >= before.anonymous + before.file > 0)
 """
