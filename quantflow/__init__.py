@@ -4,8 +4,9 @@ Everything in here follows one equation:
 
     real = scale * (qvalue - zero_point)
 
-The library takes tensors and names and returns tensors and names; `stages` is the application around it. What is
-exported here is loaded on first use, so that `import quantflow` costs nothing.
+The stages are functions (quantflow.api), what they are told are the records of a recipe (quantflow.planning.recipe), and
+`quantflow.stages` is the command line around them. What is exported here is loaded on first use, so that `import quantflow`
+costs nothing.
 """
 
 from importlib import import_module
@@ -13,17 +14,33 @@ from importlib import import_module
 _HOMES = {
     "ALGORITHMS": "quantflow.algorithms",
     "BACKENDS": "quantflow.backends",
+    "Calibration": "quantflow.planning.recipe",
+    "Export": "quantflow.planning.recipe",
     "FORMATS": "quantflow.formats",
+    "GenerateJob": "quantflow.runtime.generation",
     "LinearScheme": "quantflow.core.scheme",
+    "Measure": "quantflow.planning.recipe",
     "OBSERVERS": "quantflow.observers",
     "PRESETS": "quantflow.core.scheme",
+    "Progress": "quantflow.progress",
     "QTensor": "quantflow.core.qtensor",
     "QuantLinear": "quantflow.runtime.linear",
     "QuantflowError": "quantflow.errors",
+    "Quantize": "quantflow.planning.recipe",
+    "Recipe": "quantflow.planning.recipe",
+    "Resources": "quantflow.planning.recipe",
     "TensorScheme": "quantflow.core.scheme",
-    "generate": "quantflow.runtime.decoding",
+    "Validate": "quantflow.planning.recipe",
+    "bench": "quantflow.api",
+    "export": "quantflow.api",
+    "generate": "quantflow.api",
     "load": "quantflow.runtime.load",
+    "measure": "quantflow.api",
+    "plan": "quantflow.api",
     "preset": "quantflow.core.scheme",
+    "quantize": "quantflow.api",
+    "unify": "quantflow.api",
+    "validate": "quantflow.api",
     "verify": "quantflow.artifact.verify",
 }
 

@@ -32,7 +32,7 @@ from quantflow.validation.report import Row, parts_of, write_report
 
 @dataclass(frozen=True, kw_only=True)
 class RunJob:
-    """One recipe; `arguments` is the command line that torchrun's ranks get for stage 1."""
+    """One recipe, and where its results go."""
 
     recipe: Recipe
     name: str
@@ -92,15 +92,6 @@ def _measure(job: RunJob, progress: ProgressLine) -> Path:
     experts = _fed(recipe, stats)
     first = folder / "1-measure"
     calibration = recipe.calibration
-    arguments = ["measure", recipe.model, "-o", str(first), "--calibration", str(calibration.source), "--force"]
-    arguments += ["--samples", str(calibration.samples), "--seed", str(recipe.seed), "--stats", ",".join(stats)]
-    arguments += ["--sequence-length", str(calibration.sequence_length)] if calibration.sequence_length else []
-    arguments += [f"--experts={experts}"] if experts else []
-    arguments += ["--pack"] if calibration.pack else []
-    arguments += [f"--tp={recipe.measure.tp}"] if recipe.measure.tp else []
-    arguments += [f"--dp={recipe.measure.dp}"] if recipe.measure.dp else []
-    arguments += [f"--max-memory={recipe.resources.max_memory}"] if recipe.resources.max_memory else []
-    arguments += ["--disk-offload"] if recipe.resources.disk_offload else []
     measure.run(
         measure.MeasureJob(
             model=Path(recipe.model),
@@ -114,7 +105,6 @@ def _measure(job: RunJob, progress: ProgressLine) -> Path:
             experts=experts,
             replace=True,
             resources=recipe.resources,
-            arguments=tuple(arguments),
         ),
         progress,
     )

@@ -13,7 +13,7 @@ whatever statistics are wanted.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,6 @@ class MeasureJob:
         tp: ranks that share a model, each with a slice of it; null means 1, or what dp leaves.
         dp: replicas of the model, which share the sequences; null means what tp leaves.
         replace: redo a finished result that was made from other inputs, instead of refusing.
-        arguments: the command line after `quantflow`, which torchrun's processes get again.
         resources: how much memory and disk each rank may use; no bit of the result depends on it.
     """
 
@@ -78,7 +77,6 @@ class MeasureJob:
     stats: tuple[str, ...] = DEFAULT_STATS
     experts: str | None = None
     replace: bool = False
-    arguments: tuple[str, ...] = field(default=())
     resources: Resources = Resources()
 
 
@@ -116,7 +114,7 @@ def _launch(job: MeasureJob, progress: Progress) -> None:
     for rank, folder in enumerate(folders):
         stage_folder.refuse_other_result(folder, {**inputs, "rank": rank}, force=job.replace, parts=PARTS)
     calibration_sequences(job.calibration, job.model, source, seed=job.seed, replicas=dp)
-    launch(job.arguments, ranks=job.ranks, progress=progress)
+    launch("measure", job, ranks=job.ranks, progress=progress)
 
 
 def _join(job: MeasureJob, progress: Progress, *, rank: int, world: int) -> None:

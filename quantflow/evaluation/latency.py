@@ -36,7 +36,6 @@ class BenchJob:
         ignore_eos: go on after an end token.
         profile: where a trace of one more run goes, for chrome://tracing; None for no such run.
         ranks: processes that share the model, each with a part of every matrix.
-        arguments: the command line after `quantflow`, which these get again.
     """
 
     artifact: Path
@@ -55,7 +54,6 @@ class BenchJob:
     pack: bool = False
     device: str = "cpu"
     ranks: int = 1
-    arguments: tuple[str, ...] = ()
     seed: int = 0
 
 
@@ -63,7 +61,7 @@ def run(job: BenchJob, progress: Progress) -> dict[str, Any] | None:
     """Time every batch size and return settings, the machine's share, and a record per batch size.
 
     Returns:
-        None where another process has the result: rank 0 of several.
+        None on a rank that is not the first.
     """
     counts = (*job.batch_sizes, job.input_tokens, job.new_tokens, job.runs)
     if not job.batch_sizes or min(counts) < 1 or job.warmups < 0:
@@ -73,15 +71,20 @@ def run(job: BenchJob, progress: Progress) -> dict[str, Any] | None:
         )
     without = {"the transformers decoder": job.decoder == "transformers", f"device {job.device}": job.device != "cpu"}
     world = rank_processes.world_of("bench", job.ranks, without=without)
-    options: Any = {"backend": job.backend, "dtype": getattr(torch, job.dtype)}
     if rank_processes.starts(world):
-        options |= {"arguments": job.arguments, "progress": progress}
-        rank_processes.start(job.artifact, verb="bench", world=world, **options)
-        return None
+        return rank_processes.start("bench", job, world=world, progress=progress)
     with rank_processes.joined("bench", world) as wire:
         begin = time.perf_counter()
-        options |= {"decoder": job.decoder, "kv_cache": job.kv_cache, "pack": job.pack, "device": job.device}
-        loaded = load(job.artifact, wire=wire, **options)
+        loaded = load(
+            job.artifact,
+            backend=job.backend,
+            dtype=getattr(torch, job.dtype),
+            decoder=job.decoder,
+            kv_cache=job.kv_cache,
+            pack=job.pack,
+            device=job.device,
+            wire=wire,
+        )
         load_seconds = time.perf_counter() - begin
         batches = rank_processes.drive(loaded, wire, lambda led: _timed(job, led, progress))
         peaks = [usage().peak]
@@ -91,7 +94,7 @@ def run(job: BenchJob, progress: Progress) -> dict[str, Any] | None:
         return None
     return {
         "artifact": str(job.artifact),
-        "settings": {key: value for key, value in asdict(job).items() if key not in ("artifact", "profile", "arguments")},
+        "settings": {key: value for key, value in asdict(job).items() if key not in ("artifact", "profile")},
         "ranks": world,
         "decoder": loaded.name,
         "reasons": list(loaded.reasons),

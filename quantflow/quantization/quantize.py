@@ -70,7 +70,6 @@ class QuantizeJob:
         replace: redo a finished result that was made from other inputs, instead of refusing.
         resources: how much memory and disk each rank may use; no bit of the result depends on it.
         ranks: cards that share the model, each with a slice of every linear.
-        arguments: the command line after `quantflow`, which torchrun's processes get again.
         mixture: what the entry's schemes were chosen from, where they were.
     """
 
@@ -83,7 +82,6 @@ class QuantizeJob:
     replace: bool = False
     resources: Resources = Resources()
     ranks: int = 1
-    arguments: tuple[str, ...] = ()
     mixture: ChosenMixture | None = None
 
 
@@ -150,7 +148,7 @@ def _launch(job: QuantizeJob, plan: Plan, source: ModelFiles, shares: Mapping[Pa
         return
     for folder, made_from in inputs.items():
         stage_folder.refuse_other_result(folder, made_from, force=job.replace, parts=PARTS)
-    launch(job.arguments, ranks=job.ranks, progress=progress)
+    launch("quantize", job, ranks=job.ranks, progress=progress)
 
 
 def _quantize(

@@ -60,7 +60,6 @@ class GenerateJob:
         disk_offload: leave the weights on disk and read them for every token; the same tokens with little memory.
         device: where the model runs.
         ranks: processes that share the model, each with a part of every matrix.
-        arguments: the command line after `quantflow`, which these get again.
     """
 
     artifact: Path
@@ -94,7 +93,6 @@ class GenerateJob:
     disk_offload: bool = False
     device: str = "cpu"
     ranks: int = 1
-    arguments: tuple[str, ...] = ()
 
 
 def run(job: GenerateJob, stream: Callable[[str], None], progress: Progress | None = None) -> dict[str, Any] | None:
@@ -103,7 +101,7 @@ def run(job: GenerateJob, stream: Callable[[str], None], progress: Progress | No
     Returns:
         `outputs`, one per text: prompt, text, tokens; `timing`; `decoder`, its name and why no faster one; `ranks`; `adapter`,
         how many linears it went into and beside; and `differing`, the prompts whose texts are not those of the reference.
-        None where another process has the result: rank 0 of several.
+        None on a rank that is not the first.
     """
     _check(job)
     without = {"the transformers decoder": job.decoder == "transformers", f"device {job.device}": job.device != "cpu"}
@@ -111,9 +109,7 @@ def run(job: GenerateJob, stream: Callable[[str], None], progress: Progress | No
     world = rank_processes.world_of("generate", job.ranks, without=without)
     telling = SILENT if progress is None else progress
     if rank_processes.starts(world):
-        options: Any = {"backend": job.backend, "dtype": getattr(torch, job.dtype), "arguments": job.arguments}
-        rank_processes.start(job.artifact, verb="generate", world=world, progress=telling, **options)
-        return None
+        return rank_processes.start("generate", job, world=world, progress=telling, stream=stream)
     with rank_processes.joined("generate", world) as wire:
         prompts: list[Prompt] = list(job.prompts)
         if job.source is not None and (wire is None or wire.rank == 0):

@@ -172,7 +172,6 @@ def measure(model: str, output: str | None, settings: tuple[str, ...], recipe: s
         experts=values.measure.experts,
         replace=shared["force"],
         resources=values.resources,
-        arguments=tuple(sys.argv[1:]),
     )
     _run(stage, job, shared)
 
@@ -297,7 +296,6 @@ def quantize(model: str, output: str, settings: tuple[str, ...], recipe: str | N
         replace=shared["force"],
         resources=values.resources,
         ranks=shared["ranks"],
-        arguments=tuple(sys.argv[1:]),
     )
     then: list[tuple[Callable[..., Path], Any]] = []
     if artifact is not None:
@@ -504,7 +502,6 @@ def generate(artifact: str, as_json: bool, quiet: bool, **options: Any) -> None:
         if not as_json:
             click.echo(text, nl=False)
 
-    options["arguments"] = tuple(sys.argv[1:])
     result = stage.run(job_from(artifact, options), stream, ProgressLine(quiet=quiet, bars=bars_wanted()))
     if result is None:  # rank 0 has it
         return
@@ -541,7 +538,7 @@ def bench(artifact: str | None, kernels: bool, as_json: bool, quiet: bool, **opt
     if artifact is not None and kernels:
         raise UsageError(f"bench: --kernels beside an artifact, {artifact}", "give one of them")
     if artifact is not None:
-        job = latency.BenchJob(artifact=Path(artifact), arguments=tuple(sys.argv[1:]), **values(options))
+        job = latency.BenchJob(artifact=Path(artifact), **values(options))
         timed = latency.run(job, ProgressLine(quiet=quiet, bars=bars_wanted()))
         if timed is not None:  # otherwise rank 0 has it
             show(timed, as_json=as_json, text=latency.text(timed))

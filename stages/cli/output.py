@@ -147,11 +147,24 @@ def exit_code(group: click.Group, arguments: Sequence[str]) -> int:
 
     The verbs find its `Invocation` in click's context.
     """
-    debug = "--debug" in arguments
     invocation = Invocation(tuple(arguments))
-    try:
+
+    def command() -> None:
         with invocation.signals.installed():
             group.main(args=list(arguments), prog_name="quantflow", standalone_mode=False, obj=invocation)
+
+    return exit_code_of(command, debug="--debug" in arguments)
+
+
+def exit_code_of(work: Callable[[], object], *, debug: bool = False) -> int:
+    """Do some work and return the exit code that its end has; a user's mistake is two lines on stderr.
+
+    Args:
+        work: what is done.
+        debug: show the traceback of an error as well.
+    """
+    try:
+        work()
     except QuantflowError as error:
         return _fail(error.cause, error.remedy, error.exit_code, debug=debug)
     except click.exceptions.NoArgsIsHelpError as error:

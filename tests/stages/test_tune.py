@@ -171,7 +171,7 @@ def test_errors_of_the_weights_and_of_the_canary_are_those_of_the_tuned_scales(l
 
 def killed(monkeypatch, after, *arguments, counted=lambda path: True):
     """Begin what `made` makes of the arguments, and end it before a file of a layer is written when so many were counted."""
-    write, count = tuning._state.write_layer, []
+    write, count = tuning.layer_store.write_layer, []
 
     def counting(path, tensors, record):
         if counted(path):
@@ -181,7 +181,7 @@ def killed(monkeypatch, after, *arguments, counted=lambda path: True):
         write(path, tensors, record)
 
     with monkeypatch.context() as patch:
-        patch.setattr(tuning._state, "write_layer", counting)
+        patch.setattr(tuning.layer_store, "write_layer", counting)
         with pytest.raises(KeyboardInterrupt):
             made(*arguments)
 

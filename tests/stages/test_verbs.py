@@ -214,7 +214,7 @@ print(code, *command, late, process.poll() is not None)
     for more, expected in (((), ""), (("--calibration", text, "--measurement", tmp_path / "1"), " canary")):
         called = [sys.executable, "-c", script, *map(str, (*line, *more))]
         found = subprocess.run(called, capture_output=True, text=True)  # ends with 2: no 5 divides the features
-        assert found.stdout.splitlines() == [f"2 -m quantflow.exporting.proof_process{expected} False True"], found.stderr
+        assert found.stdout.splitlines() == [f"2 -P -m quantflow.exporting.proof_process{expected} False True"], found.stderr
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,8 @@ import quantflow.runtime
 for module in pkgutil.walk_packages(quantflow.runtime.__path__, "quantflow.runtime."):
     importlib.import_module(module.name)
 foreign = ("lm_eval", "datasets", "peft", "pyarrow")
-layers = (
-    "observers", "algorithms", "transforms", "measurements", "evaluation", "planning", "calibration", "quantization", "exporting",
-    "validation", "stages",
-)
+layers = ("observers", "algorithms", "transforms", "measurements", "evaluation", "planning", "calibration")
+layers += ("quantization", "exporting", "validation", "stages")
 own = [f"quantflow.{name}" for name in layers]
 print(*(name for name in sys.modules if name.startswith((*foreign, *own))))
 """

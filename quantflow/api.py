@@ -1,0 +1,400 @@
+"""The stages as functions: what `import quantflow` offers, and all that the command line calls.
+
+    from quantflow import Calibration, Quantize, export, measure, quantize, validate
+
+    measured = measure("llama", "work/1-measure", calibration=Calibration(source="text.jsonl", samples=64))
+    int4 = Quantize(name="int4", scheme="W4A16")
+    quantized = quantize("llama", "work/2-quantize", artifact=int4, measurement=measured.folder)
+    artifact = export(quantized.folder, "work/4-export")
+    result = validate(artifact.folder, "llama", options=Validate(text="heldout.jsonl", tokens=4096))
+
+A function takes folders, and the records of a recipe (quantflow.planning.recipe), whose fields are the recipe's keys and the
+command line's options. It resumes what an earlier call left unfinished, leaves alone what is up to date, tells a `Progress` how
+far it is, returns a record, and raises `QuantflowError`: its class is the command line's exit code (quantflow.errors).
+
+What a function needs is imported when it is called, so `import quantflow` costs nothing.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quantflow.planning.recipe import Calibration, Export, Measure, Quantize, Recipe, Resources, Validate
+from quantflow.progress import SILENT, Progress
+
+if TYPE_CHECKING:
+    from quantflow.evaluation.latency import BenchJob
+    from quantflow.exporting.proof import Proved
+    from quantflow.formats.gaudi.quant_config import GivenConfig
+    from quantflow.runtime.generation import GenerateJob
+
+Folder = str | Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageResult:
+    """What a stage left.
+
+    Attributes:
+        folder: where its result is.
+    """
+
+    folder: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnifyResult(StageResult):
+    """What unify left.
+
+    Attributes:
+        summary: which statistics were merged by which rule, or which shards were joined; plain data.
+    """
+
+    summary: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidateResult(StageResult):
+    """What validate found; `folder` holds validation.json and report.html.
+
+    Attributes:
+        outcome: pass, fail or inconclusive.
+        values: the content of validation.json.
+    """
+
+    outcome: str
+    values: Mapping[str, Any]
+
+    def raise_for_verdict(self, *, allow_inconclusive: bool = False) -> None:
+        """Do nothing where the outcome is the expected one.
+
+        Raises:
+            GateError: the gate failed, could not decide, or passed although a failure was expected.
+        """
+        from quantflow.validation.validate import raise_for_verdict
+
+        raise_for_verdict(self.values, allow_inconclusive=allow_inconclusive)
+
+
+def measure(
+    model: Folder,
+    output: Folder,
+    *,
+    calibration: Calibration,
+    measuring: Measure = Measure(),
+    artifacts: Sequence[Quantize] = (),
+    seed: int = 0,
+    resources: Resources = Resources(),
+    force: bool = False,
+    progress: Progress = SILENT,
+) -> StageResult:
+    """Run calibration text through a model and keep statistics.
+
+    Args:
+        model: the source folder.
+        output: gets a folder per rank.
+        calibration: which text, and how much of it.
+        measuring: ranks, and which statistics; `stats` None takes what `artifacts` need, or what every scheme needs.
+        artifacts: what will be quantized.
+        seed: of the choice of documents.
+        resources: limits of memory and disk; no bit of the result depends on them.
+        force: redo a finished result that was made from other inputs, instead of refusing.
+        progress: is told how far it is.
+
+    Raises:
+        QuantflowError: an input, a limit or the model is refused; nothing finished is lost.
+    """
+    from quantflow.calibration.measure import DEFAULT_STATS, MeasureJob, run
+    from quantflow.planning.requirements import statistics_for
+
+    stats = measuring.stats
+    if stats is None:
+        stats = statistics_for(artifacts) if artifacts else DEFAULT_STATS
+    job = MeasureJob(
+        model=Path(model),
+        output=Path(output),
+        calibration=calibration,
+        seed=seed,
+        ranks=measuring.ranks,
+        tp=measuring.tp,
+        dp=measuring.dp,
+        stats=stats,
+        experts=measuring.experts,
+        replace=force,
+        resources=resources,
+    )
+    return StageResult(folder=run(job, progress))
+
+
+def quantize(
+    model: Folder,
+    output: Folder,
+    *,
+    artifact: Quantize,
+    measurement: Folder | None = None,
+    ranks: int = 1,
+    seed: int = 0,
+    revision: str | None = None,
+    resources: Resources = Resources(),
+    force: bool = False,
+    progress: Progress = SILENT,
+) -> StageResult:
+    """Choose integers or float8 values and scales for a model, layer by layer or file to file.
+
+    Args:
+        model: the source folder.
+        output: the quantize folder; with several ranks a folder per rank, which `unify` joins.
+        artifact: scheme, algorithm, and all else that a recipe says of one artifact.
+        measurement: of one rank, or Gaudi's files; None where the artifact needs no statistics.
+        ranks: processes that share the work.
+        seed: of the canary where no measurement is given.
+        revision: of the source, for the manifest.
+        resources: limits of memory and disk; no bit of the result depends on them.
+        force: redo a finished result that was made from other inputs, instead of refusing.
+        progress: is told how far it is.
+
+    Raises:
+        QuantflowError: an input, a limit or the model is refused; nothing finished is lost.
+    """
+    from quantflow.quantization.quantize import QuantizeJob, run
+
+    job = QuantizeJob(
+        model=Path(model),
+        output=Path(output),
+        entry=artifact,
+        measurement=None if measurement is None else Path(measurement),
+        seed=seed,
+        revision=revision,
+        replace=force,
+        resources=resources,
+        ranks=ranks,
+    )
+    return StageResult(folder=run(job, progress))
+
+
+def unify(
+    measurement: Folder,
+    output: Folder,
+    *,
+    groups: Sequence[str] = (),
+    ranks: int | None = None,
+    expand: int | None = None,
+    allow_missing: bool = False,
+    model: Folder | None = None,
+    force: bool = False,
+    progress: Progress = SILENT,
+) -> UnifyResult:
+    """Merge what several ranks measured, expand one to several, or join what several ranks quantized.
+
+    Args:
+        measurement: the folder that holds the ranks; or Gaudi's files, as a folder or folder/prefix.
+        output: gets a folder per group; shards of one group become the folder itself.
+        groups: ranks that become one, `0123` or `0,1,2` or `0-7`; empty means all of them.
+        ranks: so many groups of neighbouring ranks instead.
+        expand: make so many ranks of one instead.
+        allow_missing: go on without replicas that are missing as a whole; the result says which.
+        model: what quantized shards were made from; None reads where quantize read it.
+        force: redo a finished result that was made from other inputs, instead of refusing.
+        progress: is told how far it is.
+
+    Raises:
+        QuantflowError: ranks that are missing, twice, foreign or damaged; groups that no card would hold.
+    """
+    from quantflow.quantization.unify import UnifyJob, run, summary
+
+    job = UnifyJob(
+        measurement=Path(measurement),
+        output=Path(output),
+        groups=tuple(groups),
+        ranks=ranks,
+        expand=expand,
+        allow_missing=allow_missing,
+        model=None if model is None else Path(model),
+        replace=force,
+    )
+    folder = run(job, progress)
+    return UnifyResult(folder=folder, summary=summary(folder))
+
+
+def export(
+    quantized: Folder,
+    output: Folder,
+    *,
+    options: Export = Export(),
+    model: Folder | None = None,
+    quant_config: "GivenConfig | None" = None,
+    keep_originals: bool = False,
+    resources: Resources = Resources(),
+    force: bool = False,
+    progress: Progress = SILENT,
+    proved: "Proved | None" = None,
+) -> StageResult:
+    """Write an artifact and prove it in a fresh process; or write a measurement or a model for another runtime.
+
+    Args:
+        quantized: a finished quantize folder; format inc takes a measurement, format gguf a model or an artifact.
+        output: the folder of the artifact.
+        options: format, size of a weight file, and what only some formats know.
+        model: the source; None reads where quantize read it.
+        quant_config: Gaudi's, for format inc.
+        keep_originals: for format inc, keep what Gaudi measured beside what is written for it.
+        resources: limits of memory and disk.
+        force: redo an artifact that was made from other inputs, instead of refusing.
+        progress: is told how far it is.
+        proved: a process that `quantflow.exporting.proof.proving` has started already; None starts one.
+
+    Raises:
+        QuantflowError: an input that cannot be used, a proof that does not hold; then nothing is published.
+    """
+    recipe = Recipe(model="" if model is None else str(model), export=options, resources=resources)
+    if options.format == "inc":
+        from quantflow.exporting import gaudi_export
+
+        gaudi_job = gaudi_export.job_from(
+            str(quantized),
+            output=str(output),
+            model=None if model is None else str(model),
+            options=options,
+            found=quant_config,
+            keep_originals=keep_originals,
+            force=force,
+        )
+        return StageResult(folder=gaudi_export.run(gaudi_job, progress))
+    if options.format == "gguf":
+        from quantflow.exporting import gguf_export
+
+        gguf_job = gguf_export.job_from(
+            str(quantized), output=str(output), model=None if model is None else str(model), recipe=recipe, force=force
+        )
+        return StageResult(folder=gguf_export.run(gguf_job, progress))
+    from quantflow.exporting.export import job_from, run
+
+    job = job_from(recipe, quantized=quantized, output=output, model=model, force=force)
+    return StageResult(folder=run(job, progress, proved=proved))
+
+
+def validate(
+    artifact: Folder,
+    baseline: Folder,
+    *,
+    options: Validate,
+    report: Folder | None = None,
+    expect: str = "pass",
+    noise: Folder | None = None,
+    seed: int = 0,
+    resources: Resources = Resources(),
+    force: bool = False,
+    progress: Progress = SILENT,
+) -> ValidateResult:
+    """Compare an artifact with its source and let a gate decide; the verdict is in the result.
+
+    Args:
+        artifact: its folder.
+        baseline: the model that it was made from.
+        options: text, tokens and gate.
+        report: gets validation.json and report.html; None is `<artifact>-validation`.
+        expect: `fail` where a failing gate is the expected outcome.
+        noise: a file that keeps the noise floor, which is the same for every artifact of a model; None keeps none.
+        seed: of the resampling.
+        resources: limits of memory and disk.
+        force: redo a finished validation that was made from other inputs, instead of refusing.
+        progress: is told how far it is.
+
+    Raises:
+        QuantflowError: an input that cannot be used. A gate that fails raises nothing here: `raise_for_verdict` does.
+    """
+    from quantflow.validation.validate import ValidateJob, run
+
+    folder = Path(f"{str(artifact).rstrip('/')}-validation") if report is None else Path(report)
+    job = ValidateJob(
+        artifact=Path(artifact),
+        baseline=Path(baseline),
+        report=folder,
+        options=options,
+        expect=expect,
+        noise=None if noise is None else Path(noise),
+        seed=seed,
+        replace=force,
+        resources=resources,
+    )
+    values = run(job, progress)
+    return ValidateResult(folder=folder, outcome=str(values["outcome"]), values=values)
+
+
+def plan(recipe: Recipe, *, measured: bool = True, folder: Folder = ".", probe: bool = False) -> Mapping[str, Any]:
+    """Return what a run needs and makes, as plain data: memory, disk, bytes, bits per weight, schemes.
+
+    Args:
+        recipe: its model, artifacts, calibration, validation and limits.
+        measured: artifacts that need no statistics get a measurement as well, as `run` gives it to all.
+        folder: on the disk that will be written.
+        probe: read, run and round parts of one layer, to say how long everything takes.
+
+    Raises:
+        QuantflowError: the model or the recipe is refused.
+    """
+    from quantflow.planning.forecast import PlanJob, run
+
+    job = PlanJob(recipe=recipe, measured=measured, folder=Path(folder))
+    if probe:
+        import dataclasses
+
+        from quantflow.planning.probe import probe as measure_rates
+
+        job = dataclasses.replace(job, probe=measure_rates)
+    return run(job)
+
+
+def generate(
+    job: "GenerateJob", *, stream: Callable[[str], None] = lambda _: None, progress: Progress = SILENT
+) -> Mapping[str, Any] | None:
+    """Continue prompts with an artifact; see `quantflow.runtime.generation`.
+
+    Args:
+        job: the artifact, the prompts, and how they are continued.
+        stream: takes the text of a single sequence piece by piece, its prompt first.
+        progress: is told how far it is.
+
+    Returns:
+        Texts, tokens and times, as plain data. None on a rank that is not the first.
+    """
+    from quantflow.runtime.generation import run
+
+    return run(job, stream, progress)
+
+
+def bench(job: "BenchJob", *, progress: Progress = SILENT) -> Mapping[str, Any] | None:
+    """Time an artifact as `generate` runs it; see `quantflow.evaluation.latency`.
+
+    Returns:
+        Seconds of the first and the next tokens per batch size, as plain data. None on a rank that is not the first.
+    """
+    from quantflow.evaluation.latency import run
+
+    return run(job, progress)
+
+
+def run_rank(order: Folder, *, progress: Progress, stream: Callable[[str], None]) -> None:
+    """Do this rank's part of a job that `quantflow.distributed.launch.launch` started; the first rank writes the result.
+
+    Args:
+        order: the private folder with the job.
+        progress: is told how far it is.
+        stream: takes the text that `generate` makes, on the first rank.
+
+    Raises:
+        QuantflowError: as the stage.
+    """
+    from quantflow.artifact.canonical import read_json
+    from quantflow.distributed.job_file import decode
+    from quantflow.distributed.launch import JOB, RESULT, launched_rank
+
+    job = decode(read_json(Path(order) / JOB)["job"])
+    engine = import_module(type(job).__module__)
+    result = engine.run(job, progress=progress, **({"stream": stream} if type(job).__name__ == "GenerateJob" else {}))
+    rank = launched_rank()
+    if isinstance(result, dict) and rank is not None and rank[0] == 0:
+        (Path(order) / RESULT).write_text(json.dumps(result))
