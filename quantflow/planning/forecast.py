@@ -66,7 +66,7 @@ class PlanJob:
 
 
 def run(job: PlanJob) -> dict[str, Any]:
-    """Return the plan as plain data; `quantflow.stages.cli.plan_text.text` makes tables of it."""
+    """Return the plan as plain data; `quantflow plan` makes tables of it."""
     recipe = job.recipe
     source = open_files(recipe.model)
     checkpoint, config = source.checkpoint, source.config

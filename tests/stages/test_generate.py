@@ -18,9 +18,9 @@ from quantflow.runtime import prompt_files
 from quantflow.runtime.decoding import Beams
 from quantflow.runtime.prompt_files import encode, read_prompts
 from quantflow.stages.cli import cli
-from quantflow.stages.cli.generate_job import job_from
 from quantflow.stages.cli.output import exit_code
 from quantflow.stages.cli.progress_line import ProgressLine
+from quantflow.stages.generate import command, job_from
 
 PROMPTS = ("value scale", "round", "group layer token model")
 
@@ -368,7 +368,7 @@ def test_options_that_do_not_go_together_are_exit_2(artifact, capsys, options, m
 
 
 def test_the_flags_make_the_job_that_they_name():
-    flags = cli.commands["generate"].make_context(
+    flags = command.make_context(
         "generate", ["a", "--num-beams", "3", "--early-stopping", "never", "--top-p", "0.5"]
     )
     values = {name: value for name, value in flags.params.items() if name not in ("artifact", "as_json", "debug", "quiet")}
