@@ -29,7 +29,7 @@ from quantflow.formats.llama_cpp.metadata import ROPE_FACTORS, metadata, rope_fa
 from quantflow.formats.llama_cpp.tensors import Place, places, row_order, rows_at_once
 from quantflow.formats.llama_cpp.tokenizer import vocabulary
 from quantflow.models.reading import bytes_of, read_into
-from quantflow.planning.needs import BUFFERS, LIBRARIES, Need
+from quantflow.planning.cost import BUFFERS, LIBRARIES, Need
 from quantflow.planning.recipe import Recipe, Resources
 from quantflow.planning.resources import grant
 from quantflow.progress import Progress

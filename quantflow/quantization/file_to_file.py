@@ -31,7 +31,7 @@ from quantflow.core.parallel import Workers
 from quantflow.models.graph import Graph
 from quantflow.models.layer_store import finished
 from quantflow.models.source import ModelFiles
-from quantflow.planning.needs import READERS
+from quantflow.planning.cost import READERS
 from quantflow.planning.plan import Plan
 from quantflow.progress import Progress
 from quantflow.quantization.file_blocks import Choose, commit, write_block

@@ -10,10 +10,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from quantflow.algorithms import BLOCK_ALGORITHMS
+from quantflow.algorithms import BLOCK_ALGORITHMS, LEARNING
 from quantflow.models.trained_layer import running
 from quantflow.numerics.trained_block import TrainedBlock
-from quantflow.planning.compatibility import LEARNING
 from quantflow.planning.recipe import SignRound
 from quantflow.process_memory import give_back_holes
 from quantflow.quantization.open_layer import Execution, LayerText, OpenLayer, RoundedLinear
