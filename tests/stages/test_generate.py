@@ -368,9 +368,7 @@ def test_options_that_do_not_go_together_are_exit_2(artifact, capsys, options, m
 
 
 def test_the_flags_make_the_job_that_they_name():
-    flags = command.make_context(
-        "generate", ["a", "--num-beams", "3", "--early-stopping", "never", "--top-p", "0.5"]
-    )
+    flags = command.make_context("generate", ["a", "--num-beams", "3", "--early-stopping", "never", "--top-p", "0.5"])
     values = {name: value for name, value in flags.params.items() if name not in ("artifact", "as_json", "debug", "quiet")}
     job = job_from("a", values)
     assert job.method == Beams(count=3, early_stopping="never")
