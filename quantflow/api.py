@@ -329,10 +329,11 @@ def check_export(quantized: Folder, output: Folder, *, options: Export, model: F
     Raises:
         UsageError: another format than an artifact's, or one folder for both.
     """
-    from quantflow.exporting.export import check, job_from
+    from quantflow.exporting import ExportRequest
+    from quantflow.exporting.export import check, requested
 
-    recipe = Recipe(model="" if model is None else str(model), export=options)
-    check(job_from(recipe, quantized=quantized, output=output, model=model, force=False))
+    source = None if model is None else Path(model)
+    check(requested(ExportRequest(source=Path(quantized), output=Path(output), options=options, model=source)))
 
 
 def proving(*, canary: bool) -> AbstractContextManager["Proved"]:

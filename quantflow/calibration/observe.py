@@ -33,7 +33,10 @@ from quantflow.models.hooks import KVRecorder, QueryRecorder, watch
 from quantflow.models.load import Source
 from quantflow.models.reading import read_tensor
 from quantflow.models.transformers_split import RankShare, cut_
+from quantflow.numerics.statistics import COUNT
 from quantflow.observers import OBSERVERS, goes_back, of_gradients
+from quantflow.observers.amax import AmaxObserver
+from quantflow.observers.channel_amax import ChannelAmaxObserver
 from quantflow.observers.count import CountObserver
 from quantflow.planning.resources import Allowance
 from quantflow.process_memory import give_back_holes
@@ -139,23 +142,23 @@ class Observation:
         def unit(state: State) -> tuple[Tensor, Observers]:
             mine.observers = {}
             cache = KVRecorder(lambda _index, key, value: self._observe_cache(mine.observers, layer, key, value))
-            with QueryRecorder(lambda query: _observer(mine.observers, f"{layer.attention}|query", ["amax"], query)):
+            with QueryRecorder(lambda query: _observer(mine.observers, f"{layer.attention}|query", [AmaxObserver.NAME], query)):
                 hidden = stream.run(module, state, cache=cache)
             return hidden, mine.observers
 
         def watched(name: str, x: Tensor, y: Tensor) -> None:
             if name in firsts:  # linears of a group see one input: observed once
                 _observer(mine.observers, f"{name}|input", self._of_inputs, x)
-            _observer(mine.observers, f"{name}|output", ["amax"], y)
+            _observer(mine.observers, f"{name}|output", [AmaxObserver.NAME], y)
 
         def routed(tokens: Tensor) -> None:
             for gate, count in zip(gates, tokens.unbind(), strict=True):
-                mine.observers[f"{gate}|{ROUTED}"] = [CountObserver.from_state({"count": count.clone()})]
+                mine.observers[f"{gate}|{ROUTED}"] = [CountObserver.from_state({COUNT.name: count.clone()})]
 
         total: Observers = {}
         for name in layer.linears:
             weight: Any = module.get_submodule(layer.relative(name)).weight
-            _observer(total, f"{name}|weight", ["amax"], weight)
+            _observer(total, f"{name}|weight", [AmaxObserver.NAME], weight)
         watching = watch(module, {layer.relative(name): partial(watched, name) for name in layer.linears})
         with watching, watch_routing(module, routed), FEEDING[self.experts](module):
             arrived = self.workers.stream(unit, states, ahead=self.allowance.in_flight)
@@ -172,7 +175,7 @@ class Observation:
             for name in group.linears if group.expert is not None else ():
                 weight: Any = module.get_submodule(layer.relative(name)).weight
                 outputs, inputs = weight.shape
-                total.setdefault(f"{name}|output", _observers(["amax"], outputs))
+                total.setdefault(f"{name}|output", _observers([AmaxObserver.NAME], outputs))
                 if name == group.linears[0]:
                     total.setdefault(f"{name}|input", _observers(self._of_inputs, inputs))
 
@@ -181,10 +184,12 @@ class Observation:
         return [kind for kind in self.stats if not of_gradients(kind)]
 
     def _observe_cache(self, observers: Observers, layer: Layer, key: Tensor, value: Tensor) -> None:
-        _observer(observers, f"{layer.attention}|k_cache", ["amax"], key)
-        _observer(observers, f"{layer.attention}|v_cache", ["amax"], value)
-        for site, states in zip(HEADS, (key, value), strict=True):
-            _observer(observers, f"{layer.attention}|{site}", ["channel_amax"], states.transpose(1, 3))  # [1, D, S, heads]
+        _observer(observers, f"{layer.attention}|k_cache", [AmaxObserver.NAME], key)
+        _observer(observers, f"{layer.attention}|v_cache", [AmaxObserver.NAME], value)
+        for site, states in zip(HEADS, (key, value), strict=True):  # observed as [1, D, S, heads]
+            _observer(
+                observers, f"{layer.attention}|{site}", [ChannelAmaxObserver.NAME], states.transpose(1, 3)
+            )  # [1, D, S, heads]
 
     def _bytes(self, layer: Layer) -> int:
         prefix = f"{layer.prefix}."

@@ -39,7 +39,7 @@ from quantflow.planning.finished_plan import float8_of, plan_from
 from quantflow.planning.head import FILE
 from quantflow.planning.kv_cache import kv_names
 from quantflow.planning.plan import OUTSIDE
-from quantflow.planning.recipe import Recipe, Resources, parse_size
+from quantflow.planning.recipe import Resources, parse_size
 from quantflow.planning.resources import Allowance, allow_export, compare
 from quantflow.planning.sizes import model_size
 from quantflow.progress import Progress
@@ -67,19 +67,6 @@ class ExportJob:
     shard_size: str = "4GiB"
     replace: bool = False
     resources: Resources = Resources()
-
-
-def job_from(recipe: Recipe, *, quantized: str | Path, output: str | Path, model: str | Path | None, force: bool) -> ExportJob:
-    """Return the artifact that a recipe's `export` and `resources` say; see `ExportJob`."""
-    return ExportJob(
-        quantized=Path(quantized),
-        output=Path(output),
-        model=Path(model) if model else None,
-        format=recipe.export.format,
-        shard_size=recipe.export.shard_size,
-        replace=force,
-        resources=recipe.resources,
-    )
 
 
 def requested(request: ExportRequest) -> ExportJob:

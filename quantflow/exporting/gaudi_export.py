@@ -36,7 +36,6 @@ from quantflow.formats.gaudi.triple import MEASUREMENT, Triple, read_triple
 from quantflow.measurements.record import Measurement, read_measurement
 from quantflow.models.reading import read_tensor
 from quantflow.models.source import ModelFiles, fingerprint, open_files
-from quantflow.planning.recipe import Export
 from quantflow.progress import Progress
 from quantflow.quantization.gaudi_measurement import are_gaudis, digests, refuse_other_model
 from quantflow.quantization.unify import rank_folders
@@ -88,34 +87,6 @@ def requested(request: ExportRequest) -> GaudiExportJob:
         keep_originals=request.keep_originals,
         model=request.model,
         replace=request.replace,
-    )
-
-
-def job_from(
-    measurement: str,
-    *,
-    output: str,
-    model: str | None,
-    options: Export,
-    found: GivenConfig | None,
-    keep_originals: bool,
-    force: bool,
-) -> GaudiExportJob:
-    """Return the job of a command line; `options` are the recipe's under the flags, `found` is its QUANT_CONFIG.
-
-    Raises:
-        UsageError: as `requested`.
-    """
-    return requested(
-        ExportRequest(
-            source=Path(measurement),
-            output=Path(output),
-            options=options,
-            model=None if model is None else Path(model),
-            quant_config=found,
-            keep_originals=keep_originals,
-            replace=force,
-        )
     )
 
 

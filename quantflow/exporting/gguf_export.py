@@ -31,7 +31,7 @@ from quantflow.formats.llama_cpp.tensors import Place, places, row_order, rows_a
 from quantflow.formats.llama_cpp.tokenizer import vocabulary
 from quantflow.models.reading import bytes_of, read_into
 from quantflow.planning.cost import BUFFERS, LIBRARIES, Need
-from quantflow.planning.recipe import Recipe, Resources
+from quantflow.planning.recipe import Resources
 from quantflow.planning.resources import grant
 from quantflow.progress import Progress
 
@@ -89,24 +89,6 @@ def requested(request: ExportRequest) -> GGUFExportJob:
         dtype=request.options.dtype,
         replace=request.replace,
         resources=request.resources,
-    )
-
-
-def job_from(source: str, *, output: str, model: str | None, recipe: Recipe, force: bool) -> GGUFExportJob:
-    """Return the job of a command line; `recipe` is the recipe's under the flags.
-
-    Raises:
-        UsageError: as `requested`.
-    """
-    return requested(
-        ExportRequest(
-            source=Path(source),
-            output=Path(output),
-            options=recipe.export,
-            model=None if model is None else Path(model),
-            resources=recipe.resources,
-            replace=force,
-        )
     )
 
 

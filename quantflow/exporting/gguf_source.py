@@ -13,14 +13,14 @@ from quantflow.artifact.digests import Digests
 from quantflow.artifact.manifest import MANIFEST_NAME
 from quantflow.core.dtypes import DTYPES, NAMES
 from quantflow.errors import InputError, UnsupportedError
-from quantflow.formats import FORMATS
+from quantflow.formats import DEFAULT, FORMATS
 from quantflow.models.configuration import load_config
 from quantflow.models.identity import identify
 from quantflow.models.reading import check_finite, read_into
 from quantflow.quantization.decoded_values import decoded_rows
 from quantflow.runtime.artifact import Artifact, open_artifact
 
-FORMAT = FORMATS["compressed-tensors"]
+FORMAT = FORMATS[DEFAULT]
 WORKING = 24 << 20  # bytes: a piece's qvalues as read and unpacked, and rows beside it
 Read = Callable[[str, int, int], Tensor]
 

@@ -30,7 +30,7 @@ from quantflow.core.parallel import Workers
 from quantflow.core.scheme import LinearScheme
 from quantflow.errors import IntegrityError, QuantflowError
 from quantflow.exporting.proof import CANARY
-from quantflow.formats import FORMATS
+from quantflow.formats import DEFAULT, FORMATS
 from quantflow.models.graph import graph_for
 from quantflow.models.reading import read_into, read_tensor
 from quantflow.models.source import PlainConfig
@@ -38,7 +38,7 @@ from quantflow.quantization.decoded_values import Stored, ValuesDigest, decoded_
 from quantflow.quantization.file_units import row_step
 from quantflow.quantization.head_file import record_of
 
-FORMAT = FORMATS["compressed-tensors"]
+FORMAT = FORMATS[DEFAULT]
 COMPARE_BYTES = 1 << 20  # of two tensors that are in memory at once
 _REPORT = "this is a defect in the layout or the loader; keep the folder and report it"
 

@@ -11,8 +11,9 @@ from typing import Any
 from torch import Tensor
 
 from quantflow.measurements.keys import Key
+from quantflow.numerics.statistics import COUNT
 
-SITE, STATISTIC = "routed", "count"
+SITE, STATISTIC = "routed", COUNT.name
 _LINEAR = re.compile(r"(?P<experts>.+)\.(?P<number>[0-9]+)\.[^.]+")
 
 

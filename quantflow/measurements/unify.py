@@ -34,6 +34,7 @@ from quantflow.measurements.placement import channels, joined, layout, shares
 from quantflow.measurements.record import Measurement
 from quantflow.measurements.routing import routed_key
 from quantflow.measurements.stored import Deferred, Later, spec_of
+from quantflow.observers.amax import AMAX
 
 Grid = Sequence[Sequence[Measurement]]  # one row per replica, cards in order
 
@@ -170,7 +171,7 @@ def _merge_statistics(grid: Grid) -> tuple[Deferred, _Account]:
             account.rules[statistic, rule] += 1
             if BOUNDED in rule or (site == "output" and first.get("bound")):
                 account.bounds.append(text)
-            if statistic == "amax":
+            if statistic == AMAX.name:
                 members = [member for row in rows for member in row]
                 seen = {member.meta["mesh"]["rank"]: member.statistics[text].item() for member in members}
                 account.maxima[text] = contributor(seen)

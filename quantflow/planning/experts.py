@@ -23,20 +23,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantflow.algorithms import NEAREST
 from quantflow.core.scheme import LinearScheme
 from quantflow.errors import StatisticsError, UnsupportedError, UsageError
 from quantflow.measurements.record import Measurement
 from quantflow.measurements.routing import routed_key
 from quantflow.models.graph import Graph, Layer, LinearGroup
+from quantflow.observers.amax import AMAX
+from quantflow.observers.min_max import MAX_VAL, MIN_VAL
 
 PER_FEATURE = 2  # tokens that a linear needs whose weights are chosen by statistics of its input
 FOR_RANGE = 100  # tokens that a static input needs
 _WIDEST: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "amax": torch.maximum,
-    "min_val": torch.minimum,
-    "max_val": torch.maximum,
+    AMAX.name: torch.maximum,
+    MIN_VAL.name: torch.minimum,
+    MAX_VAL.name: torch.maximum,
 }
-_BECAME = {"damp": "Hessian damped by its mean diagonal", "rtn": "rounded to nearest"}
+_DAMP, _SHARE = "damp", "share_max"
+_BECAME = {_DAMP: "Hessian damped by its mean diagonal", NEAREST: "rounded to nearest"}
 ROUTED = "routed"
 _LISTED = 8  # experts that a message names
 
@@ -105,7 +109,7 @@ def policy_for(name: str, *, policy: str, tokens: int | None, weights: bool, inp
     Raises:
         UsageError: share_max, which is about inputs, with an algorithm that reads statistics.
     """
-    if policy == "share_max" and weights:
+    if policy == _SHARE and weights:
         raise UsageError(
             f"{name}: experts share_max with an algorithm that reads statistics of each expert's inputs",
             "share_max is about static inputs alone; use error, all, damp or rtn",
@@ -245,10 +249,8 @@ def treat(layer: Layer, policy: Policy, statistics: Statistics, shorts: Iterable
     replaced: dict[str, Mapping[str, Tensor]] = dict(statistics)
     decisions: dict[str, str] = {}
     short = {name: item for item in shorts for name in item.group.linears}
-    widened = (
-        [name for group in layer.groups if group.expert for name in group.linears] if policy.name == "share_max" else short
-    )
-    if policy.inputs and policy.name in ("damp", "rtn", "share_max"):
+    widened = [name for group in layer.groups if group.expert for name in group.linears] if policy.name == _SHARE else short
+    if policy.inputs and policy.name in (*_BECAME, _SHARE):
         widest = _widest_of(layer, statistics)
         for name in widened:
             replaced[name] = {**statistics.get(name, {}), **widest[_role(name)]}
@@ -258,7 +260,7 @@ def treat(layer: Layer, policy: Policy, statistics: Statistics, shorts: Iterable
         told = [f"{item.tokens} of {item.needed} tokens: {became}", decisions.get(name)]
         decisions[name] = "; ".join(filter(None, told))
     chosen = {of: frozenset(short if policy.weights and policy.name == of else ()) for of in _BECAME}
-    return Treatment(statistics=replaced, rounded=chosen["rtn"], damped=chosen["damp"], decisions=decisions)
+    return Treatment(statistics=replaced, rounded=chosen[NEAREST], damped=chosen[_DAMP], decisions=decisions)
 
 
 def _widest_of(layer: Layer, statistics: Statistics) -> dict[str, dict[str, Tensor]]:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from quantflow.algorithms import TUNE
 from quantflow.core.float8 import FLAVOURS
 from quantflow.core.kv import kv_words
 from quantflow.core.scheme import LinearScheme, TensorScheme
@@ -23,7 +24,7 @@ def plan_from(summary: Mapping[str, Any]) -> Plan:
         schemes={name: None if data is None else scheme_from(data) for name, data in plan["schemes"].items()},
         algorithm=plan["learned"]["start"] if "learned" in plan else plan["algorithm"],
         learned=SignRound(**plan["learned"]) if "learned" in plan else None,
-        tune=Tune(**plan["tune"]) if "tune" in plan else None,
+        tune=Tune(**plan[TUNE]) if TUNE in plan else None,
         transforms=(),
         needs=frozenset(),
         file_to_file=summary["proof"] == "tensors",

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from quantflow import process_memory
+from quantflow.algorithms import TUNE
 from quantflow.artifact.canonical import canonical_json, readable_json
 from quantflow.artifact.checkpoint import CONFIG, INDEX, Checkpoint
 from quantflow.artifact.safetensors_header import TensorInfo
@@ -156,7 +157,7 @@ def _artifact(checkpoint: Checkpoint, graph: Graph, model: ModelSize, plan: Plan
         "scheme": next(entry.scheme for entry in recipe.quantize if entry.name == plan.name),
         "chosen": next(entry.mixed for entry in recipe.quantize if entry.name == plan.name),
         "algorithm": plan.method,
-        "tune": None if plan.tune is None else plan.tune.steps,
+        TUNE: None if plan.tune is None else plan.tune.steps,
         "transforms": [transform for transform, _ in plan.transforms],
         "kv_cache": None if plan.kv_cache is None else kv_words(plan.kv_cache),
         "path": "file to file" if plan.file_to_file else "layer by layer",

@@ -12,10 +12,10 @@ from quantflow.artifact.safetensors_header import TensorInfo
 from quantflow.core.dtypes import DTYPES
 from quantflow.core.qtensor import QuantizedLinear
 from quantflow.core.scheme import LinearScheme
-from quantflow.formats import FORMATS
+from quantflow.formats import DEFAULT, FORMATS
 from quantflow.models.reading import bytes_of, read_into, read_tensor
 
-FORMAT = FORMATS["compressed-tensors"]
+FORMAT = FORMATS[DEFAULT]
 Stored = Mapping[str, tuple[Path, TensorInfo]]  # full name of a tensor -> the file that holds it, and where
 
 

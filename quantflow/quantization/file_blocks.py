@@ -25,7 +25,7 @@ from quantflow.core import affine
 from quantflow.core.parallel import Workers
 from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.core.scheme import LinearScheme
-from quantflow.formats import FORMATS
+from quantflow.formats import DEFAULT, FORMATS
 from quantflow.models.reading import bytes_of, check_finite
 from quantflow.numerics.grid import Bounds, Grid, bounds_of, shared_grid
 from quantflow.numerics.layer_error import error_from, weight_sums
@@ -34,7 +34,7 @@ from quantflow.quantization.file_units import FileBlock, Unit, block_specs, unit
 from quantflow.quantization.shards.share import WHOLE, CardShare
 from quantflow.quantization.static_inputs import UNKNOWN_INPUT, LinearInput
 
-FORMAT = FORMATS["compressed-tensors"]
+FORMAT = FORMATS[DEFAULT]
 AHEAD = 2  # units per worker that are begun or finished but not yet written down: none waits for the one who adds up
 
 # A unit of a linear and its rows of the source, [rows, columns] -> what they become, and the decisions to be counted.

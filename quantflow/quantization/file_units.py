@@ -16,7 +16,7 @@ from quantflow.artifact.safetensors_writer import Spec
 from quantflow.core.dtypes import DTYPES
 from quantflow.core.scheme import LinearScheme
 from quantflow.errors import UnsupportedError
-from quantflow.formats import FORMATS
+from quantflow.formats import DEFAULT, FORMATS
 from quantflow.models.graph import Layer
 from quantflow.models.reading import read_columns, read_once
 from quantflow.models.source import ModelFiles
@@ -24,7 +24,7 @@ from quantflow.planning.head import FILE, HeadPlan
 from quantflow.planning.plan import Plan
 from quantflow.quantization.shards.share import WHOLE, CardShare
 
-FORMAT = FORMATS["compressed-tensors"]
+FORMAT = FORMATS[DEFAULT]
 UNIT = 1 << 20  # weights of a unit: its float32 copies stay near the core, and Python's share of the time is small
 
 

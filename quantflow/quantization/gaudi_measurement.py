@@ -20,6 +20,7 @@ from quantflow.measurements.keys import parse_key
 from quantflow.measurements.record import META_NAME, Measurement
 from quantflow.models.reading import read_tensor
 from quantflow.models.source import ModelFiles
+from quantflow.observers.amax import AMAX
 from quantflow.planning.plan import Plan
 from quantflow.progress import Progress
 
@@ -90,7 +91,7 @@ def refuse_other_model(path: Path, statistics: Mapping[str, Tensor], source: Mod
     checked = 0
     for key, seen in statistics.items():
         name, site, statistic = parse_key(key)
-        if (site, statistic) != ("weight", "amax") or f"{name}.weight" not in source.checkpoint.tensors:
+        if (site, statistic) != ("weight", AMAX.name) or f"{name}.weight" not in source.checkpoint.tensors:
             continue
         file, info = source.checkpoint.tensors[f"{name}.weight"]
         amax = read_tensor(source.checkpoint.folder / file, info).abs().max().float()

@@ -20,6 +20,8 @@ from quantflow.formats.gaudi.gaudi_nodes import are_vllms
 from quantflow.formats.gaudi.triple import read_triple, write_triple
 from quantflow.formats.gaudi.unify import Merged, unify_triples
 from quantflow.measurements.merging import BOUNDED
+from quantflow.observers.amax import AMAX
+from quantflow.observers.channel_amax import CHANNEL_AMAX
 from quantflow.progress import Progress
 from quantflow.quantization.gaudi_measurement import digests
 
@@ -95,7 +97,7 @@ def _account(merged: Sequence[Merged], *, world: int) -> dict[str, Any]:
         for node, content in one.triple.nodes.items():
             for key, value in content.tensors.items():
                 rule = BOUNDED if f"{node}|{key}" in bounds else "maximum" if len(one.ranks) > 1 else "kept"
-                rules["amax" if value.numel() == 1 else "channel_amax", rule] += 1
+                rules[AMAX.name if value.numel() == 1 else CHANNEL_AMAX.name, rule] += 1
         account: Mapping[str, Any] = asdict(one.account)
         groups.append({"ranks": list(one.ranks), "missing": list(one.missing), "parts": one.parts, **account})
     rows = [{"statistic": statistic, "rule": rule, "count": count} for (statistic, rule), count in sorted(rules.items())]

@@ -9,7 +9,7 @@ from quantflow.artifact.checkpoint import Checkpoint
 from quantflow.artifact.safetensors_header import read_header
 from quantflow.core.parallel import Workers
 from quantflow.core.qtensor import QuantizedLinear
-from quantflow.formats import FORMATS
+from quantflow.formats import DEFAULT, FORMATS
 from quantflow.models.layer_store import finished
 from quantflow.models.reading import read_tensor
 from quantflow.planning.head import FILE, RECORD, HeadPlan
@@ -60,7 +60,7 @@ def read_head(folder: Path, head: HeadPlan | None) -> QuantizedLinear | None:
         return None
     path = folder / FILE
     tensors = {name: read_tensor(path, info) for name, info in read_header(path)[0].items()}
-    linear: QuantizedLinear = FORMATS["compressed-tensors"].decode(head.linear, tensors, head.scheme)
+    linear: QuantizedLinear = FORMATS[DEFAULT].decode(head.linear, tensors, head.scheme)
     return linear
 
 

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from quantflow.algorithms import ALGORITHMS
+from quantflow.algorithms import ALGORITHMS, NEAREST
 from quantflow.backends import BACKENDS
 from quantflow.core.parallel import Workers
 from quantflow.core.qtensor import QuantizedLinear
@@ -31,7 +31,7 @@ from quantflow.core.result import GroupResult
 from quantflow.core.scheme import LinearScheme
 from quantflow.distributed.team import Team
 from quantflow.errors import StatisticsError
-from quantflow.formats import FORMATS
+from quantflow.formats import DEFAULT, FORMATS
 from quantflow.models.capture import LayerStream, State
 from quantflow.models.graph import Layer, LinearGroup
 from quantflow.models.hooks import watch
@@ -39,7 +39,7 @@ from quantflow.models.load import materialize_, release_
 from quantflow.numerics import output_blocks
 from quantflow.numerics.layer_error import error_from, relative_error, weight_sums
 from quantflow.numerics.output_errors import SecondMoment, compared
-from quantflow.observers.hessian import HessianObserver, shrink_
+from quantflow.observers.hessian import HESSIAN_SUM, HessianObserver, shrink_
 from quantflow.planning.experts import ROUTED, Short, Treatment, fed_by, record_of, refuse, short_of_tokens, treat
 from quantflow.planning.plan import Plan
 from quantflow.planning.requirements import GRADIENT_SUM
@@ -52,7 +52,7 @@ from quantflow.quantization.static_inputs import input_of
 from quantflow.runtime.linear import QuantLinear
 from quantflow.transforms import awq
 
-FORMAT = FORMATS["compressed-tensors"]
+FORMAT = FORMATS[DEFAULT]
 SMOOTHING_TOLERANCE = 1e-6  # ||change||^2 / ||output||^2 of the canary: a float32 reordering, not another function
 
 Value = TypeVar("Value")
@@ -295,8 +295,8 @@ def _quantize_group(
     give_back_holes()  # what the group before left
     statistics = {**treatment.statistics.get(group.linears[0], {}), **({} if hessian is None else hessian.take())}
     give_back_holes()  # the strips of the Hessian
-    if group.linears[0] in treatment.damped and "hessian_sum" in statistics:
-        shrink_(statistics["hessian_sum"])
+    if group.linears[0] in treatment.damped and HESSIAN_SUM.name in statistics:
+        shrink_(statistics[HESSIAN_SUM.name])
     known = opened.plan.schemes
     schemes = list(dict.fromkeys(scheme for scheme in map(known.get, group.linears) if scheme is not None))
     for scheme in schemes:
@@ -306,7 +306,7 @@ def _quantize_group(
             opened,
             members,
             scheme=scheme,
-            algorithm="rtn" if members[0] in treatment.rounded else opened.plan.algorithm,
+            algorithm=NEAREST if members[0] in treatment.rounded else opened.plan.algorithm,
             clips=opened.plan.clips and members[0] not in treatment.rounded,
             statistics=statistics,
             gradient=gradient,
@@ -353,7 +353,7 @@ def _quantize_members(
     scale_dtype = FORMAT.scale_dtype(scheme, opened.dtype_of(f"{members[0]}.weight"))
     shares: Mapping[str, float] = {}
     if clips:
-        hessian_sum = _required(statistics, members[0], "hessian_sum")
+        hessian_sum = _required(statistics, members[0], HESSIAN_SUM.name)
         weights, shares = awq.clipped(
             weights, scheme.weights, hessian_sum=hessian_sum, scale_dtype=scale_dtype, workers=workers
         )
@@ -367,10 +367,10 @@ def _quantize_members(
         in_place=last,
     )
     comparison: Mapping[str, Mapping[str, Any]] = {}
-    if algorithm != "rtn" and "hessian_sum" not in ALGORITHMS[algorithm].NEEDS and "hessian_sum" in statistics:
-        comparison = _compared(weights, results, statistics["hessian_sum"], scale_dtype=scale_dtype, workers=workers)
+    if algorithm != NEAREST and HESSIAN_SUM.name not in ALGORITHMS[algorithm].NEEDS and HESSIAN_SUM.name in statistics:
+        comparison = _compared(weights, results, statistics[HESSIAN_SUM.name], scale_dtype=scale_dtype, workers=workers)
     if last:
-        statistics.pop("hessian_sum", None)
+        statistics.pop(HESSIAN_SUM.name, None)
     seen = input_of(members[0], scheme, statistics)
     return {
         name: RoundedLinear(

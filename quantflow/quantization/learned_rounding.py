@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from quantflow.algorithms import BLOCK_ALGORITHMS, LEARNING
+from quantflow.algorithms import BLOCK_ALGORITHMS, LEARNING, NEAREST
 from quantflow.models.trained_layer import running
 from quantflow.numerics.trained_block import TrainedBlock
 from quantflow.planning.recipe import SignRound
@@ -59,7 +59,7 @@ def learn(
     for name, result in results.items():
         start: dict[str, Any] = {"algorithm": plan.algorithm, **rounded[name].result.decisions}
         decisions = {**result.decisions, "start": start}
-        nearest = True if plan.algorithm == "rtn" and not plan.clips else start.get("same_as_rtn")
+        nearest = True if plan.algorithm == NEAREST and not plan.clips else start.get("same_as_rtn")
         if nearest is not None:
             changed = bool(result.decisions["moved"] or result.decisions["rescaled"])
             decisions["same_as_rtn"] = bool(nearest) and not changed

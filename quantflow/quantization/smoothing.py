@@ -13,18 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from quantflow.artifact.safetensors_header import read_header
-from quantflow.formats import FORMATS
+from quantflow.formats import DEFAULT, FORMATS
 from quantflow.models import layer_store
 from quantflow.models.graph import Layer, LinearGroup
 from quantflow.models.load import materialize_
 from quantflow.models.reading import read_tensor
 from quantflow.numerics.smoothing import Absorber, Fold, Outcome, Smoothing, apply_, apply_again_, smooth_statistics
-from quantflow.observers.hessian import HessianObserver
+from quantflow.observers.hessian import HESSIAN_SUM, HessianObserver
 from quantflow.process_memory import give_back_holes
 from quantflow.quantization.open_layer import Execution, OpenLayer
 from quantflow.transforms import TRANSFORMS
 
-FORMAT = FORMATS["compressed-tensors"]
+FORMAT = FORMATS[DEFAULT]
 SEARCHED = ("rows", "seen_min", "seen_max")
 BY_ROW = ("per_channel", "per_group")  # scales that take a factor of their row up, so that it costs nothing
 
@@ -165,7 +165,7 @@ def _decided(
     group, team = opened.layer.groups[number], execution.team
     outcome = Outcome(smoothing=None, decisions={})
     if team.owns(number):
-        whole = {} if hessian is None or "hessian_sum" not in TRANSFORMS[name].needs(options) else hessian.state()
+        whole = {} if hessian is None or HESSIAN_SUM.name not in TRANSFORMS[name].needs(options) else hessian.state()
         fold = _fold_of(opened, group, {**statistics, **whole})
         outcome = TRANSFORMS[name].solve(fold, options=options, workers=execution.workers)
         del fold, whole

@@ -11,7 +11,8 @@ from quantflow.errors import StatisticsError
 from quantflow.measurements.record import Measurement
 from quantflow.models.graph import Graph, Layer
 from quantflow.numerics.activations import clipped, least_error_reach, static_input, unseen
-from quantflow.observers.histogram import HistogramObserver
+from quantflow.observers.amax import AMAX, AmaxObserver
+from quantflow.observers.histogram import COUNTS, HistogramObserver
 from quantflow.planning.experts import Policy, Short, of_layer, treat
 from quantflow.planning.requirements import GRADIENT_SUM
 
@@ -41,12 +42,12 @@ def input_of(name: str, scheme: LinearScheme, statistics: Mapping[str, Tensor]) 
         StatisticsError: the scheme has a static input, and what it needs is missing or damaged; names the linear.
     """
     decisions: dict[str, Any] = {}
-    if "amax" in statistics:
-        decisions["input_amax"] = float(statistics["amax"])
+    if AMAX.name in statistics:
+        decisions["input_amax"] = float(statistics[AMAX.name])
     if scheme.input is None or scheme.input.dynamic:
         return LinearInput(decisions=decisions)
     try:
-        if scheme.input.observer != "amax" and not unseen(statistics):
+        if scheme.input.observer != AmaxObserver.NAME and not unseen(statistics):
             decisions["input_reach"] = _reach(statistics, scheme.input)
             statistics = clipped(statistics, decisions["input_reach"])
         scale, zero_point = static_input(statistics, scheme.input)
@@ -59,9 +60,9 @@ def input_of(name: str, scheme: LinearScheme, statistics: Mapping[str, Tensor]) 
 
 def _reach(statistics: Mapping[str, Tensor], scheme: TensorScheme) -> float:
     """Return where the range of a static input ends, by the counts of its magnitudes."""
-    if "counts" not in statistics:
+    if COUNTS.name not in statistics:
         raise StatisticsError("input: statistic counts is missing", "measure with --stats that include histogram")
-    seen = HistogramObserver.from_state({"counts": statistics["counts"]})
+    seen = HistogramObserver.from_state({COUNTS.name: statistics[COUNTS.name]})
     if scheme.observer == "percentile":
         return seen.percentile(PERCENTILE)
     magnitudes, counts = seen.points()

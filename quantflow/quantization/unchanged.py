@@ -12,6 +12,7 @@ from quantflow.algorithms import ALGORITHMS
 from quantflow.errors import StatisticsError
 from quantflow.measurements.record import Measurement
 from quantflow.numerics.output_errors import unchanged
+from quantflow.observers.hessian import HESSIAN_SUM
 from quantflow.planning.plan import Plan
 
 
@@ -21,7 +22,7 @@ def refuse_unchanged(plan: Plan, records: Sequence[Mapping[str, Any]], measureme
     Raises:
         StatisticsError: they are; names the calibration and how many linears there are.
     """
-    if measurement is None or ("hessian_sum" not in ALGORITHMS[plan.algorithm].NEEDS and not plan.learns):
+    if measurement is None or (HESSIAN_SUM.name not in ALGORITHMS[plan.algorithm].NEEDS and not plan.learns):
         return
     told = {name: of for record in records for name, of in record["decisions"].items()}
     if unchanged(told):

@@ -100,8 +100,8 @@ def solve(fold: Fold, *, options: Mapping[str, Any], workers: Workers = SEQUENTI
     """
     duo = checked(options)["duo"]
     features = fold.features
-    hessian = fold.statistic("hessian_sum", (features, features))
-    abs_sum, count = fold.statistic("abs_sum", (features,)), int(fold.statistic("count", ()))
+    hessian = fold.statistic(HESSIAN_SUM.name, (features, features))
+    abs_sum, count = fold.statistic(ABS_SUM.name, (features,)), int(fold.statistic(COUNT.name, ()))
     if not (torch.isfinite(abs_sum) & (abs_sum >= 0)).all() or count < 1:
         raise StatisticsError(f"awq: abs_sum holds a negative value, NaN or Inf, or count={count}", "measure again")
     means = abs_sum.double() / count, _weight_means(fold, features=features)

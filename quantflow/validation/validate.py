@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from quantflow import process_memory
+from quantflow.algorithms import TUNE
 from quantflow.artifact import disk, stage_folder
 from quantflow.artifact.canonical import canonical_json, digest_of, file_digest, read_json
 from quantflow.artifact.checkpoint import open_checkpoint
@@ -179,7 +180,7 @@ def _validate(
         "digest": manifest["digest"],
         "scheme": recipe["scheme"],
         "kv_cache": kv_words_of(recipe["resolved"]),
-        "algorithm": recipe["resolved"]["algorithm"] + (" + tune" if "tune" in recipe["resolved"] else ""),
+        "algorithm": recipe["resolved"]["algorithm"] + (f" + {TUNE}" if TUNE in recipe["resolved"] else ""),
         "transforms": recipe["resolved"]["transforms"],
         "model": manifest["source"]["name"],
         "size": sum(entry["bytes"] for entry in manifest["files"].values()),

@@ -23,6 +23,8 @@ from torch import Tensor
 from quantflow.errors import StatisticsError
 from quantflow.formats.gaudi.triple import Node
 from quantflow.measurements.keys import Key, by_site
+from quantflow.observers.amax import AMAX
+from quantflow.observers.channel_amax import CHANNEL_AMAX
 
 LINEAR, MATMUL, CACHE = "Linear", "Matmul", "KVCache"  # classes in optimum-habana's models
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -53,8 +55,8 @@ def nodes_from(statistics: Mapping[str, Tensor]) -> dict[str, Node]:
     nodes: dict[str, Node] = {}
     sites: dict[str, dict[str, Tensor]] = {}
     for (name, site), found in by_site(statistics).items():
-        if "amax" in found:
-            sites.setdefault(name, {})[site] = found["amax"].reshape(1, 1)
+        if AMAX.name in found:
+            sites.setdefault(name, {})[site] = found[AMAX.name].reshape(1, 1)
     for name, seen in sites.items():
         if "k_cache" in seen or "v_cache" in seen:
             nodes |= _attention(name, seen)
@@ -106,9 +108,9 @@ def statistics_from(nodes: Mapping[str, Node]) -> tuple[dict[str, Tensor], tuple
 
 
 def _maxima(name: str, site: str, value: Tensor) -> dict[str, Tensor]:
-    found = {str(Key(name, site, "amax")): value.max()}
+    found = {str(Key(name, site, AMAX.name)): value.max()}
     if len(value) > 1 and site == "input":
-        found[str(Key(name, site, "channel_amax"))] = value.flatten()
+        found[str(Key(name, site, CHANNEL_AMAX.name))] = value.flatten()
     return found
 
 

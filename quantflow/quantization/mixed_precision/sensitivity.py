@@ -12,19 +12,20 @@ from quantflow.core.dtypes import DTYPES
 from quantflow.core.parallel import Workers
 from quantflow.core.scheme import LinearScheme, preset
 from quantflow.errors import UsageError
-from quantflow.formats import FORMATS
+from quantflow.formats import DEFAULT, FORMATS
 from quantflow.measurements.record import Measurement, statistic
 from quantflow.models.graph import Graph, Layer
 from quantflow.models.reading import read_rows
 from quantflow.models.source import ModelFiles
 from quantflow.numerics.grid import either_sign
 from quantflow.numerics.sensitivity import predicted_divergence, sampled_rows
+from quantflow.observers.fisher import SQUARE_SUM
 from quantflow.planning.recipe import Candidate, Quantize
 from quantflow.planning.requirements import scheme_of
 from quantflow.planning.sizes import elements_of, quantized_bytes
 from quantflow.progress import Progress
 
-FORMAT = FORMATS["compressed-tensors"]
+FORMAT = FORMATS[DEFAULT]
 BITS = (2, 3, 4, 5, 6)
 GROUP_SIZES = (32, 64, 128)
 
@@ -144,8 +145,8 @@ def _costs(schemes: Mapping[int, LinearScheme], source: ModelFiles, measurement:
     rows = sampled_rows(info.shape[0])
     weight = read_rows(source.checkpoint.folder / file, info, rows)
     factors = {
-        "row_factors": statistic(measurement, name, site="gradient", statistic="square_sum"),
-        "column_factors": statistic(measurement, name, site="guided_input", statistic="square_sum"),
+        "row_factors": statistic(measurement, name, site="gradient", statistic=SQUARE_SUM.name),
+        "column_factors": statistic(measurement, name, site="guided_input", statistic=SQUARE_SUM.name),
     }
     return {
         number: predicted_divergence(

@@ -14,7 +14,7 @@ from quantflow.artifact.safetensors_header import TensorInfo, read_header
 from quantflow.core.joining import Joined, join_columns, join_rows, requantize_, shared_scale, zero_groups
 from quantflow.core.qtensor import QTensor
 from quantflow.errors import InputError
-from quantflow.formats import FORMATS
+from quantflow.formats import DEFAULT, FORMATS
 from quantflow.models.reading import read_tensor
 from quantflow.planning.plan import Plan
 from quantflow.quantization.decoded_values import Stored, decoded_rows
@@ -24,7 +24,7 @@ from quantflow.quantization.static_inputs import LinearInput
 
 COLUMNS = ("linear", "joined", "cards", "channels", "requantized")
 HOW = {None: "one part", 0: "rows side by side", 1: "columns side by side"}  # by the axis that is cut
-_ROW_MULTIPLE: int = FORMATS["compressed-tensors"].ROW_MULTIPLE
+_ROW_MULTIPLE: int = FORMATS[DEFAULT].ROW_MULTIPLE
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from quantflow.core.scheme import LinearScheme
 from quantflow.core.slicing import cut, side_by_side
-from quantflow.formats import FORMATS
+from quantflow.formats import DEFAULT, FORMATS
 from quantflow.quantization.shards.share import CardShare
 
-FORMAT = FORMATS["compressed-tensors"]
+FORMAT = FORMATS[DEFAULT]
 Schemes = Mapping[str, LinearScheme | None]
 Part = tuple[CardShare, Mapping[str, Tensor]]  # what a card holds, and the tensors of a layer
 
