@@ -25,7 +25,7 @@ from quantflow.planning.recipe import Recipe, recipe_from
 from quantflow.progress import Progress
 from quantflow.shipped import find_config
 from quantflow.stages.cli.options import common, recipe_data, recipe_flags, recipe_settings
-from quantflow.stages.cli.output import reporting, show, table
+from quantflow.stages.cli.output import outline, reporting, show, table
 from quantflow.stages.cli.quant_config_layer import tell_unread
 
 
@@ -57,7 +57,8 @@ def command(recipe_name: str, output: str | None, settings: tuple[str, ...], **s
     recipe = recipe_from(recipe_data(str(path), settings, flags))
     folder = Path(output or f"artifacts/{path.stem}")
     if shared["dry_run"]:
-        show(dataclasses.asdict(recipe), as_json=shared["as_json"], text=f"{folder}\n{recipe}")
+        values = dataclasses.asdict(recipe)
+        show(values, as_json=shared["as_json"], text=f"{folder}\n{outline(values)}")
         return
     with reporting(shared, folder) as progress:
         results = run(RunJob(recipe=recipe, name=path.stem, folder=folder), progress)
