@@ -301,31 +301,20 @@ def export(
     Raises:
         QuantflowError: an input that cannot be used, a proof that does not hold; then nothing is published.
     """
-    recipe = Recipe(model="" if model is None else str(model), export=options, resources=resources)
-    if options.format == "inc":
-        from quantflow.exporting import gaudi_export
+    from quantflow.exporting import ExportRequest, exporter
 
-        gaudi_job = gaudi_export.job_from(
-            str(quantized),
-            output=str(output),
-            model=None if model is None else str(model),
-            options=options,
-            found=quant_config,
-            keep_originals=keep_originals,
-            force=force,
-        )
-        return StageResult(folder=gaudi_export.run(gaudi_job, progress))
-    if options.format == "gguf":
-        from quantflow.exporting import gguf_export
-
-        gguf_job = gguf_export.job_from(
-            str(quantized), output=str(output), model=None if model is None else str(model), recipe=recipe, force=force
-        )
-        return StageResult(folder=gguf_export.run(gguf_job, progress))
-    from quantflow.exporting.export import job_from, run
-
-    job = job_from(recipe, quantized=quantized, output=output, model=model, force=force)
-    return StageResult(folder=run(job, progress, proved=proved))
+    request = ExportRequest(
+        source=Path(quantized),
+        output=Path(output),
+        options=options,
+        model=None if model is None else Path(model),
+        quant_config=quant_config,
+        keep_originals=keep_originals,
+        resources=resources,
+        replace=force,
+    )
+    chosen = exporter(options.format)
+    return StageResult(folder=chosen.run(chosen.job(request), progress, proved=proved))
 
 
 def check_export(quantized: Folder, output: Folder, *, options: Export, model: Folder | None = None) -> None:
