@@ -4,7 +4,7 @@ artifacts/<recipe>/1-measure/                   rank-RRR-of-WWW
                    2-quantize/<name>/
                    3-unify/                     only with several ranks
                    4-export/<name>/             the artifacts
-                   5-validate/<name>/
+                   5-validate/<name>/           and texts.json, how each artifact continues one prompt
                    report.html                  all of them together
 """
 
@@ -26,6 +26,7 @@ from quantflow.planning.recipe import Recipe
 from quantflow.planning.requirements import statistics_for
 from quantflow.quantization import quantize, unify
 from quantflow.stages.cli.progress_line import ProgressLine
+from quantflow.stages.run_summary import StageTimes, write_texts
 from quantflow.validation import validate
 from quantflow.validation.report import Row, parts_of, write_report
 
@@ -45,30 +46,36 @@ def run(job: RunJob, progress: ProgressLine) -> list[dict[str, Any]]:
     if not recipe.quantize:
         raise UsageError(f"{job.name}: quantize is empty", "add at least one artifact")
     _check(recipe)
-    measurement = _measure(job, progress)
+    times = StageTimes()
+    measurement = _measure(job, times, progress)
     results = []
     for entry in recipe.quantize:
-        quantized = quantize.run(
-            quantize.QuantizeJob(
-                model=Path(recipe.model),
-                output=folder / "2-quantize" / entry.name,
-                entry=entry,
-                measurement=measurement,
-                seed=recipe.seed,
-                revision=recipe.revision,
-                replace=True,
-                resources=recipe.resources,
-            ),
-            progress,
-        )
-        artifact = export.run(
-            export.job_from(
-                recipe, quantized=quantized, output=folder / "4-export" / entry.name, model=recipe.model, force=True
-            ),
-            progress,
-        )
-        results.append(_validate(job, entry.name, entry.expect, artifact, progress))
+        with times.timing("quantize", entry.name):
+            quantized = quantize.run(
+                quantize.QuantizeJob(
+                    model=Path(recipe.model),
+                    output=folder / "2-quantize" / entry.name,
+                    entry=entry,
+                    measurement=measurement,
+                    seed=recipe.seed,
+                    revision=recipe.revision,
+                    replace=True,
+                    resources=recipe.resources,
+                ),
+                progress,
+            )
+        with times.timing("export", entry.name):
+            artifact = export.run(
+                export.job_from(
+                    recipe, quantized=quantized, output=folder / "4-export" / entry.name, model=recipe.model, force=True
+                ),
+                progress,
+            )
+        with times.timing("validate", entry.name):
+            results.append(_validate(job, entry.name, entry.expect, artifact, progress))
     _report(folder, [entry.name for entry in recipe.quantize], results)
+    write_texts(recipe, folder, times, progress)
+    progress.say(times.table())
     return results
 
 
@@ -84,7 +91,7 @@ def _check(recipe: Recipe) -> None:
         file_digest(Path(path))
 
 
-def _measure(job: RunJob, progress: ProgressLine) -> Path:
+def _measure(job: RunJob, times: StageTimes, progress: ProgressLine) -> Path:
     recipe, folder = job.recipe, job.folder
     stats = recipe.measure.stats
     if stats is None:
@@ -92,27 +99,29 @@ def _measure(job: RunJob, progress: ProgressLine) -> Path:
     experts = _fed(recipe, stats)
     first = folder / "1-measure"
     calibration = recipe.calibration
-    measure.run(
-        measure.MeasureJob(
-            model=Path(recipe.model),
-            output=first,
-            calibration=calibration,
-            seed=recipe.seed,
-            ranks=recipe.measure.ranks,
-            tp=recipe.measure.tp,
-            dp=recipe.measure.dp,
-            stats=stats,
-            experts=experts,
-            replace=True,
-            resources=recipe.resources,
-        ),
-        progress,
-    )
+    with times.timing("measure"):
+        measure.run(
+            measure.MeasureJob(
+                model=Path(recipe.model),
+                output=first,
+                calibration=calibration,
+                seed=recipe.seed,
+                ranks=recipe.measure.ranks,
+                tp=recipe.measure.tp,
+                dp=recipe.measure.dp,
+                stats=stats,
+                experts=experts,
+                replace=True,
+                resources=recipe.resources,
+            ),
+            progress,
+        )
     if recipe.measure.ranks == 1:
         return rank_folder(first, 0, 1)
     groups = recipe.unify.groups or ()
     job_unify = unify.UnifyJob(measurement=first, output=folder / "3-unify", groups=groups, replace=True)
-    return unify.run(job_unify, progress)
+    with times.timing("unify"):
+        return unify.run(job_unify, progress)
 
 
 def _fed(recipe: Recipe, stats: Sequence[str]) -> str | None:

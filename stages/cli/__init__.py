@@ -49,6 +49,7 @@ def run(recipe_name: str, output: str | None, settings: tuple[str, ...], **share
     from quantflow.shipped import find_config
     from quantflow.stages import run as stage
     from quantflow.stages.cli.quant_config_layer import tell_unread
+    from quantflow.stages.run_summary import texts
     from quantflow.validation.report import COLUMNS, cells
     from quantflow.validation.validate import raise_for_verdict
 
@@ -64,6 +65,7 @@ def run(recipe_name: str, output: str | None, settings: tuple[str, ...], **share
     with reporting(shared, folder) as progress:
         results = stage.run(stage.RunJob(recipe=recipe, name=path.stem, folder=folder), progress)
     text = f"{table(COLUMNS, [cells(result) for result in results])}\nreport: {folder / 'report.html'}"
+    text += texts(folder, [str(result["artifact"]) for result in results])
     show(results, as_json=shared["as_json"], text=text)
     for result in results:
         raise_for_verdict(result, allow_inconclusive=recipe.validate.allow_inconclusive)
