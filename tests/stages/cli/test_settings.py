@@ -11,6 +11,7 @@ from quantflow import api
 from quantflow.errors import UsageError
 from quantflow.evaluation.bench_job import BenchJob, KernelJob
 from quantflow.planning.recipe import Quantize, Recipe, Resources, recipe_from
+from quantflow.progress import SILENT
 from quantflow.runtime.generate_job import GenerateJob
 from quantflow.settings import every_setting, setting, settings_of
 from quantflow.stages import run as run_stage
@@ -152,10 +153,11 @@ def test_run_hands_every_setting_to_the_stages(monkeypatch, tmp_path):
         return call
 
     monkeypatch.setattr(api, "resolve", lambda recipe: recipe)
+    monkeypatch.setattr(run_stage, "write_texts", lambda *_: None)  # there is no artifact to run
     monkeypatch.setattr(api, "write_report", lambda path, results: called.append(("report", (path,), dict(results))))
     for name in ("measure", "quantize", "unify", "export", "validate"):
         monkeypatch.setattr(api, name, record(name))
-    results = run_stage.run(run_stage.RunJob(recipe=recipe, name="r", folder=tmp_path), progress=None)
+    results = run_stage.run(run_stage.RunJob(recipe=recipe, name="r", folder=tmp_path), SILENT)
     assert [name for name, _, _ in called] == [
         *("measure", "unify", "quantize", "export", "validate", "quantize", "export", "validate", "report")
     ]
