@@ -20,7 +20,9 @@ def name(page: Path) -> str:
 
 def anchors(page: Path) -> set[str]:
     """Return the anchors of a page as GitHub makes them of its headings."""
-    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE), re.MULTILINE)
+    headings = re.findall(
+        r"^#+ (.*)$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE), re.MULTILINE
+    )
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
@@ -100,7 +102,10 @@ def test_the_figures_of_the_readme_are_those_of_the_tables(monkeypatch):
         assert (row["quantflow best"], its, others[peer]) == (ours, others[peer], min(others.values(), key=float)), row
         assert row["of the peer's"] == f"{float(ours) / float(its):.2f}x"
 
-    tables = [peers_picture.table(ROOT / "benchmarks/README.md", "program | prefill tokens/s", after=f"{many} at once:") for many in ("One", "Eight")]
+    tables = [
+        peers_picture.table(ROOT / "benchmarks/README.md", "program | prefill tokens/s", after=f"{many} at once:")
+        for many in ("One", "Eight")
+    ]
     single, eight = ({row["program"]: row for row in rows} for rows in tables)
     shown = peers_picture.table(readme, "program | prefill")
     assert len(shown) == 8
