@@ -30,9 +30,9 @@ from quantflow.planning.plan import resolve
 from quantflow.planning.recipe import Calibration, Quantize
 from quantflow.quantization import quantize
 from quantflow.quantization.layer_by_layer import read_back
-from quantflow.quantization.layer_traffic import collect
-from quantflow.quantization.layer_work import LayerWork
-from quantflow.quantization.smoothing import smooth
+from quantflow.quantization.layer_traffic import Traffic, collect_traffic
+from quantflow.quantization.open_layer import Execution, LayerText, OpenLayer
+from quantflow.quantization.smoothing import smooth_
 from quantflow.quantization.static_inputs import input_statistics
 from quantflow.stages.cli.progress_line import ProgressLine
 from quantflow.transforms import hadamard
@@ -160,25 +160,17 @@ def test_what_is_folded_into_every_layer_leaves_the_logits_as_they_were(folder_o
     changed = 0
     for layer in graph.layers:
         with stream.layer(layer.index) as module:
-            work = LayerWork(
-                stream=stream,
-                source=source,
-                module=module,
-                layer=layer,
-                plan=plan,
-                statistics=input_statistics(measurement, layer),
-                canary=canary,
-                states=states,
-                tokens=[len(state.hidden[0]) for state in states],
-                keep_outputs=True,
-                workers=SEQUENTIAL,
-                ahead=1,
-                progress=QUIET,
-                team=ALONE,
-            )
-            before = {name: work.child(name).weight.clone() for name in layer.linears}
-            smooth(work, collect(work) if plan.needs_text else {})
-            changed += sum(not torch.equal(work.child(name).weight, weight) for name, weight in before.items())
+            opened = OpenLayer(stream=stream, source=source, module=module, layer=layer, plan=plan)
+            tokens = [len(state.hidden[0]) for state in states]
+            text = LayerText(canary=canary, states=states, tokens=tokens, keep_outputs=True)
+            execution = Execution(workers=SEQUENTIAL, ahead=1, progress=QUIET, team=ALONE)
+            before = {name: opened.weight(name).clone() for name in layer.linears}
+            traffic = collect_traffic(opened, text, execution=execution) if plan.needs_text else Traffic()
+            statistics = {
+                name: {**of, **traffic.statistics.get(name, {})} for name, of in input_statistics(measurement, layer).items()
+            }
+            smooth_(opened, statistics, hessians=traffic.hessians, execution=execution)
+            changed += sum(not torch.equal(opened.weight(name), weight) for name, weight in before.items())
             stream.advance(module, [canary])
     found = stream.finish(canary.hidden)[0]
     expected = logits_of(load_model(source, dtype=torch.float32))(windows[0])

@@ -61,7 +61,7 @@ def test_two_ranks_say_what_one_process_says_and_a_difference_to_the_reference_i
     texts = {output["prompt"]: output["text"] for output in alone["outputs"]}
     reference.write_text(json.dumps(texts | {PROMPTS[1]: "something else"}))
     result = quantflow(*arguments, "--reference", reference, "--ranks", "2")
-    assert result.returncode == 4 and "rank 0 of 2 failed: reference: 1 of 3 texts differ" in result.stderr, result.stderr
+    assert result.returncode == 4 and "error: reference: 1 of 3 texts differ" in result.stderr, result.stderr
     shared = json.loads(result.stdout)
     assert shared["ranks"] == 2 and shared["decoder"]["name"] == "lean" and shared["differing"] == [PROMPTS[1]]
     assert shared["outputs"] == alone["outputs"] and shared["timing"]["forwards"] == alone["timing"]["forwards"]

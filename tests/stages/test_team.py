@@ -38,7 +38,7 @@ import json, os, signal, sys, time
 import torch
 import transformers.models.llama.modeling_llama
 from quantflow.models.hidden import HiddenStates
-from stages import _cut, _forward, quantize
+import quantflow.quantization.layer_by_layer, quantflow.quantization.quantize
 from quantflow.stages.cli.output import exit_code
 from quantflow.stages.cli import cli
 
