@@ -13,6 +13,11 @@ Item = TypeVar("Item")
 class Progress(Protocol):
     """Where a stage tells how far it is."""
 
+    @property
+    def patience(self) -> float:
+        """Seconds between two lines about steps; ranks that the stage starts keep to it."""
+        ...
+
     def say(self, text: str) -> None:
         """Take one line for people."""
 
@@ -51,6 +56,8 @@ class Progress(Protocol):
 
 class Silent:
     """A progress that tells nobody."""
+
+    patience = float("inf")
 
     def say(self, text: str) -> None:
         """Drop the line."""

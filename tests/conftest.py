@@ -1,10 +1,21 @@
-"""Small models with a real tokenizer and text, made once per session, under pytest's own folders; and ranks as threads."""
+"""Small models with a real tokenizer and text, made once per session, under pytest's own folders; and ranks as threads.
+
+Results of torch depend on the number of threads, so every test has one, with make as without; so have the processes that
+tests start.
+"""
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
 
 import json
+import subprocess
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +35,10 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
 )
+
+from quantflow.exporting import proof
+
+torch.set_num_threads(1)  # where something imported it earlier
 
 VOCABULARY = 320
 SHAPE = {
@@ -170,3 +185,61 @@ def among() -> Callable[[int, Callable[[Meeting], Any]], list[Any]]:
 def meeting() -> Callable[[int, int], Meeting]:
     """Return the wire of one rank of a world whose others never come."""
     return lambda rank, world: Meeting(rank, world, {})
+
+
+class ProofServer:
+    """Forks a fresh process for each proof; see proof_server.py, which is started for the first."""
+
+    def __init__(self) -> None:
+        self.process: subprocess.Popen[str] | None = None
+
+    def ask(self, order: str) -> tuple[int, str]:
+        """Return the exit code and the stderr of the process that was given `order`."""
+        if self.process is None:
+            command = [sys.executable, "-P", str(Path(__file__).with_name("proof_server.py"))]
+            environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/", env=environment
+            )
+        assert self.process.stdin is not None and self.process.stdout is not None
+        request = {"order": order, "environment": dict(os.environ), "folder": str(Path.cwd())}
+        print(json.dumps(request), file=self.process.stdin, flush=True)
+        answer = json.loads(self.process.stdout.readline())
+        return answer["code"], answer["stderr"]
+
+    def close(self) -> None:
+        if self.process is not None:
+            self.process.communicate()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def proof_server() -> Iterator[None]:
+    """Let exports of this process be proved by forks of a process that has imported everything: a start takes seconds."""
+    server, lock = ProofServer(), threading.Lock()
+
+    class Forked:
+        """What `proving` uses of a process."""
+
+        def __init__(self, command: list[str], **_: Any) -> None:
+            assert command[1:4] == ["-P", "-m", "quantflow.exporting.proof_process"]
+            self.returncode: int | None = None
+
+        def communicate(self, order: str = "") -> tuple[str, str]:
+            with lock:
+                self.returncode, said = server.ask(order) if order else (0, "")
+            return "", said
+
+        def kill(self) -> None:
+            self.returncode = -9
+
+    forked = SimpleNamespace(Popen=Forked, PIPE=subprocess.PIPE, DEVNULL=subprocess.DEVNULL)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(proof, "subprocess", forked)
+        yield
+    server.close()
+
+
+@pytest.fixture
+def proof_by_a_new_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let exports start the process that they start outside of tests."""
+    monkeypatch.setattr(proof, "subprocess", subprocess)

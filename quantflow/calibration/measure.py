@@ -13,7 +13,7 @@ whatever statistics are wanted.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -33,15 +33,14 @@ from quantflow.calibration.text import hash_sequences, read_documents, select
 from quantflow.core.determinism import single_threaded, tools
 from quantflow.core.parallel import Workers
 from quantflow.distributed.launch import die_with_parent, launch, launched_rank, rank_folder, refuse_other_world
-from quantflow.errors import UnsupportedError, UsageError, nearest
+from quantflow.errors import UnsupportedError, UsageError
 from quantflow.measurements.record import LAYOUT_VERSION, Measurement, write_measurement
 from quantflow.models import layer_store
 from quantflow.models.graph import Graph, graph_for
 from quantflow.models.identity import identify
 from quantflow.models.load import Source, load_tokenizer, open_source
 from quantflow.models.sharding import placements
-from quantflow.observers import OBSERVERS
-from quantflow.planning.amounts import GRADIENTS
+from quantflow.observers import DEFAULT, observer_named, of_gradients
 from quantflow.planning.experts import ROUTED
 from quantflow.planning.recipe import Calibration, Resources
 from quantflow.planning.resources import account, allow_measure
@@ -50,7 +49,7 @@ from quantflow.progress import Progress
 
 VERSION = 4
 PARTS = ("statistics.safetensors", "calibration.safetensors", "measurement.json")
-DEFAULT_STATS = ("amax", "channel_amax", "min_max", "mean_abs", "histogram")
+DEFAULT_STATS = DEFAULT
 TIMEOUT = timedelta(seconds=60)
 
 
@@ -65,7 +64,6 @@ class MeasureJob:
         tp: ranks that share a model, each with a slice of it; null means 1, or what dp leaves.
         dp: replicas of the model, which share the sequences; null means what tp leaves.
         replace: redo a finished result that was made from other inputs, instead of refusing.
-        arguments: the command line after `quantflow`, which torchrun's processes get again.
         resources: how much memory and disk each rank may use; no bit of the result depends on it.
     """
 
@@ -79,15 +77,13 @@ class MeasureJob:
     stats: tuple[str, ...] = DEFAULT_STATS
     experts: str | None = None
     replace: bool = False
-    arguments: tuple[str, ...] = field(default=())
     resources: Resources = Resources()
 
 
 def run(job: MeasureJob, progress: Progress) -> Path:
     """Measure and return the folder that holds the ranks; finished ranks are left alone."""
     for name in job.stats:
-        if name not in OBSERVERS:
-            raise UsageError(f"statistic {name!r} is unknown", nearest(name, list(OBSERVERS)))
+        observer_named(name)
     launched = launched_rank()
     if launched is not None and job.ranks not in (1, launched[1]):
         raise UsageError(f"measure: ranks={job.ranks}, torchrun started {launched[1]}", "leave --ranks out under torchrun")
@@ -118,7 +114,7 @@ def _launch(job: MeasureJob, progress: Progress) -> None:
     for rank, folder in enumerate(folders):
         stage_folder.refuse_other_result(folder, {**inputs, "rank": rank}, force=job.replace, parts=PARTS)
     calibration_sequences(job.calibration, job.model, source, seed=job.seed, replicas=dp)
-    launch(job.arguments, ranks=job.ranks, progress=progress)
+    launch("measure", job, ranks=job.ranks, progress=progress)
 
 
 def _join(job: MeasureJob, progress: Progress, *, rank: int, world: int) -> None:
@@ -139,7 +135,7 @@ def _check_fit(job: MeasureJob, graph: Graph, *, tp: int) -> None:
         UsageError: `experts` is given and there are none, or gradients on several cards.
         UnsupportedError: a mixture on several cards, or its gradients.
     """
-    gradients = ", ".join(name for name in job.stats if name in GRADIENTS)
+    gradients = ", ".join(name for name in job.stats if of_gradients(name))
     if gradients and graph.sparse:
         raise UnsupportedError(
             f"measure: statistic {gradients} of a {graph.family.model_type}, whose experts each see other tokens",

@@ -4,17 +4,24 @@ Each writes a folder of its own, whose name says which of how many it is.
 """
 
 import ctypes
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import IO, Any
 
+from quantflow.distributed.job_file import encode
 from quantflow.errors import GateError, InputError, IntegrityError, QuantflowError, ResourceError, UnsupportedError, UsageError
 from quantflow.progress import Progress
 
+JOB, RESULT = "job.json", "result.json"  # of the private folder that ranks are started with
+FOREVER = 1e9  # seconds: JSON has no word for infinity
 AGAIN = "the same command continues with what is missing"
 LOST = "another rank ended, or cannot be reached"  # what a rank says that ends because of it
 _PR_SET_PDEATHSIG = 1
@@ -32,7 +39,8 @@ def launched_rank() -> tuple[int, int] | None:
 
 def launched_environment(threads: int | None = None) -> dict[str, str]:
     """Return the environment of ranks that this process starts and speaks for; None leaves the number of threads to them."""
-    return {**os.environ, _SPOKEN_FOR: "1", **({} if threads is None else {"OMP_NUM_THREADS": str(threads)})}
+    safe = {"PYTHONSAFEPATH": "1"}  # a folder that a rank is started in runs no code
+    return {**os.environ, **safe, _SPOKEN_FOR: "1", **({} if threads is None else {"OMP_NUM_THREADS": str(threads)})}
 
 
 def speaks() -> bool:
@@ -64,43 +72,68 @@ def die_with_parent() -> None:
 
 
 def launch(
-    arguments: Sequence[str],
+    verb: str,
+    job: Any,
     *,
     ranks: int,
     progress: Progress,
-    speaks: bool = False,
+    stream: Callable[[str], None] | None = None,
     threads: int | None = None,
     again: str = AGAIN,
-) -> None:
-    """Run `quantflow <arguments>` in `ranks` processes under torchrun and wait for all of them.
+) -> Any:
+    """Do a stage's job in `ranks` processes under torchrun, wait for all of them, and return what the first one returned.
+
+    Each runs `quantflow.stages.rank` with the job as a file of a private folder, which is removed at the end.
 
     Args:
-        arguments: the command line.
+        verb: of the command line, for messages.
+        job: a record, whose module has the function that does it (quantflow.api.run_rank).
         ranks: how many.
         progress: tells what they tell.
-        speaks: what they write to stdout is this process's output; otherwise nobody sees it.
+        stream: takes what the first rank writes to stdout, piece by piece; None lets nobody see it.
         threads: of each; None leaves it to them.
         again: what is said of the same command line after a failure.
 
     Raises:
         QuantflowError: a rank failed; the class, and so the exit code, is that of the rank's own error.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    with tempfile.TemporaryDirectory(prefix="quantflow-ranks-") as folder:
+        order = {"job": encode(job), "patience": min(progress.patience, FOREVER)}
+        (Path(folder) / JOB).write_text(json.dumps(order))
+        _run_ranks(verb, folder, ranks=ranks, progress=progress, stream=stream, threads=threads, again=again)
+        result = Path(folder) / RESULT
+        return json.loads(result.read_text()) if result.is_file() else None
+
+
+def _run_ranks(
+    verb: str,
+    folder: str,
+    *,
+    ranks: int,
+    progress: Progress,
+    stream: Callable[[str], None] | None,
+    threads: int | None,
+    again: str,
+) -> None:
+    """Start torchrun, pass on what the ranks say, and raise what ended them."""
+    command = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command += ["--max-restarts=0", "--monitor-interval=0.5", "--shutdown-timeout=5"]
-    command += ["-m", "quantflow.stages.cli", *arguments]
-    cause, remedy = f"{arguments[0]}: torchrun failed", "run the same command with --ranks 1 to see why"
+    command += ["-m", "quantflow.stages.rank", folder]
+    cause, remedy = f"{verb}: torchrun failed", "run the same command with --ranks 1 to see why"
     ends: dict[int, int] = {}  # rank -> exit code, as torchrun reports them: at last the one that failed first
     rank: int | None = None
     own = True  # whether the rank that wrote last failed by itself
     with subprocess.Popen(
         command,
         env=launched_environment(threads),
-        stdout=None if speaks else subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL if stream is None else subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         preexec_fn=die_with_parent,
     ) as process:
         assert process.stderr is not None  # it is a pipe
+        reader = threading.Thread(target=_pass_on, args=(process.stdout, stream), daemon=True)
+        reader.start()
         try:
             for line in process.stderr:
                 text = line.rstrip("\n")
@@ -109,18 +142,25 @@ def launch(
                     cause = text.removeprefix("error: ") if own else cause
                 elif text.startswith("  fix: "):
                     remedy = text.removeprefix("  fix: ") if own else remedy
-                elif text.startswith((f"{arguments[0]}: ", f"{arguments[0]} ")):
+                elif text.startswith((f"{verb}: ", f"{verb} ")):
                     progress.say(text)
                 elif found := _RANK.search(text):
                     rank = int(found[1])
                 elif (found := _EXIT_CODE.search(text)) and rank is not None:
                     ends.pop(rank, None)
                     ends[rank] = int(found[1])
+            reader.join()
         except BaseException:
             process.kill()  # and its ranks with it, see die_with_parent
             raise
     if process.returncode:
         raise _failure(ends, ranks=ranks, cause=cause, remedy=remedy, again=again)
+
+
+def _pass_on(pipe: IO[str] | None, stream: Callable[[str], None] | None) -> None:
+    """Hand what a rank writes to `stream` as soon as it is there."""
+    while pipe is not None and stream is not None and (piece := pipe.read(1)):
+        stream(piece)
 
 
 def _failure(ends: Mapping[int, int], *, ranks: int, cause: str, remedy: str, again: str = AGAIN) -> QuantflowError:

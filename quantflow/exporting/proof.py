@@ -31,7 +31,7 @@ def proving(*expected: str) -> Iterator[Proved]:
         ResourceError: the process was killed.
         InputError: the process ended in another way.
     """
-    command = [sys.executable, "-m", "quantflow.exporting.proof_process", *expected]
+    command = [sys.executable, "-P", "-m", "quantflow.exporting.proof_process", *expected]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
     def proved(artifact: Path, quantized: Path, source: Path, *, workers: int) -> None:

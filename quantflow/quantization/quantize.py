@@ -70,7 +70,6 @@ class QuantizeJob:
         replace: redo a finished result that was made from other inputs, instead of refusing.
         resources: how much memory and disk each rank may use; no bit of the result depends on it.
         ranks: cards that share the model, each with a slice of every linear.
-        arguments: the command line after `quantflow`, which torchrun's processes get again.
         mixture: what the entry's schemes were chosen from, where they were.
     """
 
@@ -83,7 +82,6 @@ class QuantizeJob:
     replace: bool = False
     resources: Resources = Resources()
     ranks: int = 1
-    arguments: tuple[str, ...] = ()
     mixture: ChosenMixture | None = None
 
 
@@ -150,7 +148,7 @@ def _launch(job: QuantizeJob, plan: Plan, source: ModelFiles, shares: Mapping[Pa
         return
     for folder, made_from in inputs.items():
         stage_folder.refuse_other_result(folder, made_from, force=job.replace, parts=PARTS)
-    launch(job.arguments, ranks=job.ranks, progress=progress)
+    launch("quantize", job, ranks=job.ranks, progress=progress)
 
 
 def _quantize(
@@ -239,14 +237,14 @@ def _run_layers(
         Forward,
         open_source,
     )
-    from quantflow.quantization.tuned_layers import tune
+    from quantflow.quantization.tuning import tune
 
-    made = job.output if plan.tune is None else layer_store.untuned(job.output)
-    disk.make_folder(made / "layers")
+    folder = job.output if plan.tune is None else layer_store.untuned(job.output)
+    disk.make_folder(folder / "layers")
     with Workers(allowance.workers) as workers:
         forward = Forward(
             output=job.output,
-            made=made,
+            folder=folder,
             entry=job.entry,
             plan=plan,
             source=open_source(job.model),
@@ -262,7 +260,7 @@ def _run_layers(
         )
         forward.layers()
         if plan.tune is not None:
-            tune(forward)
+            tune(forward, plan.tune, sequences=[] if measurement is None else measurement.sequences)
 
 
 def _settled(job: QuantizeJob, plan: Plan, graph: Graph, measurement: Measurement, *, key: str, progress: Progress) -> bool:

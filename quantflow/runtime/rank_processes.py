@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, distributed
@@ -27,6 +27,25 @@ from quantflow.runtime.shared_memory import nearest
 from quantflow.runtime.tensor_parallel import Wire, spans_of
 
 Result = TypeVar("Result")
+
+
+class RankedJob(Protocol):
+    """What several ranks can do: a record that names an artifact, and how it is run."""
+
+    @property
+    def artifact(self) -> Path:
+        """The artifact's folder."""
+        ...
+
+    @property
+    def backend(self) -> str:
+        """As for `open_artifact`."""
+        ...
+
+    @property
+    def dtype(self) -> str:
+        """A dtype of torch, by its name."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,31 +114,32 @@ def starts(world: int) -> bool:
 
 
 def start(
-    artifact: Path, *, verb: str, world: int, backend: str, dtype: torch.dtype, arguments: tuple[str, ...], progress: Progress
-) -> None:
-    """Run the same command line in every rank, after what each would stumble over was looked for in the headers.
+    verb: str, job: RankedJob, *, world: int, progress: Progress, stream: Callable[[str], None] | None = None
+) -> dict[str, Any] | None:
+    """Do a job in several ranks, after what each would stumble over was looked for in the headers; return its result.
 
     Args:
-        artifact: its folder.
         verb: for messages.
+        job: what every rank does.
         world: how many ranks.
-        backend: as for `open_artifact`.
-        dtype: as for `open_artifact`.
-        arguments: what stands after `quantflow`.
         progress: tells what the ranks tell.
+        stream: takes what rank 0 writes, piece by piece.
 
     Raises:
         UnsupportedError: an artifact that the lean decoder does not run.
         UsageError: one that cannot be cut so.
         QuantflowError: a rank failed.
     """
-    opened = open_artifact(artifact, backend=backend, dtype=dtype, verify=False)
+    opened = open_artifact(job.artifact, backend=job.backend, dtype=getattr(torch, job.dtype), verify=False)
     reason = lean.why_not(opened)
     if reason is not None:
         raise UnsupportedError(f"{verb}: {world} ranks share the lean decoder: {reason}", "leave --ranks out")
     spans_of(opened, world)
     threads = max(1, torch.get_num_threads() // world)
-    launch(arguments, ranks=world, progress=progress, speaks=True, threads=threads, again="run the same command again")
+    result: dict[str, Any] | None = launch(
+        verb, job, ranks=world, progress=progress, stream=stream, threads=threads, again="run the same command again"
+    )
+    return result
 
 
 @contextmanager

@@ -11,6 +11,7 @@ The faults are described at `Faults`. Only calls on files below `root` count, it
 
 import contextlib
 import errno
+import importlib
 import io
 import json
 import os
@@ -179,7 +180,7 @@ def forked_proof(faults: Faults):
     def popen(command, **options):
         return (
             Proof()
-            if command[:3] == [sys.executable, "-m", "quantflow.exporting.proof_process"]
+            if command[:4] == [sys.executable, "-P", "-m", "quantflow.exporting.proof_process"]
             else original(command, **options)
         )
 
@@ -268,7 +269,18 @@ def warm_up() -> None:
     torch.set_num_threads(1)
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM  # noqa: F401
 
-    from quantflow.exporting import export, proof_process  # noqa: F401
+    for name in (
+        "calibration.measure",
+        "quantization.quantize",
+        "quantization.layer_by_layer",
+        "quantization.unify",
+        "exporting.export",
+        "exporting.proof_process",
+        "validation.validate",
+        "runtime.generation",
+        "stages.run",
+    ):
+        importlib.import_module(f"quantflow.{name}")
 
     with torch.device("meta"):
         AutoModelForCausalLM.from_config(LlamaConfig(num_hidden_layers=1))

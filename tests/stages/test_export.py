@@ -239,10 +239,18 @@ def test_rows_are_decoded_some_at_a_time(quantized, export, llama, monkeypatch):
     assert max(count for count, _ in shapes) == 16 and max(first for _, first in shapes) == 112
 
 
-def test_the_fresh_process_agrees_and_an_artifact_says_which_proof_was_given(quantized, tmp_path):
-    assert run("export", quantized["tensors"], "-o", tmp_path / "a", "--shard-size", "60KiB") == 0
-    assert read_manifest(tmp_path / "a")["proof"]["kind"] == "tensors"
-    assert "every weight of 2 layers decoded from this folder" in (tmp_path / "a" / "README.md").read_text()
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("tensors", "every weight of 2 layers decoded from this folder"),
+        ("canary", "canary, 2 layers recomputed from this folder"),
+    ],
+)
+@pytest.mark.usefixtures("proof_by_a_new_interpreter")
+def test_the_fresh_process_agrees_and_an_artifact_says_which_proof_was_given(quantized, tmp_path, kind, told):
+    assert run("export", quantized[kind], "-o", tmp_path / "a", "--shard-size", "60KiB") == 0
+    assert read_manifest(tmp_path / "a")["proof"]["kind"] == kind
+    assert told in (tmp_path / "a" / "README.md").read_text()
 
 
 @pytest.mark.parametrize(
@@ -256,6 +264,7 @@ def test_the_fresh_process_agrees_and_an_artifact_says_which_proof_was_given(qua
         (1, "3", InputError, "ended with 1: 3"),
     ],
 )
+@pytest.mark.usefixtures("proof_by_a_new_interpreter")
 def test_what_the_fresh_process_met_is_told_as_it_is(monkeypatch, tmp_path, code, told, kind, said):
     process = SimpleNamespace(returncode=code, communicate=lambda _: ("", told))
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: process)
@@ -264,6 +273,7 @@ def test_what_the_fresh_process_met_is_told_as_it_is(monkeypatch, tmp_path, code
     assert type(caught.value) is kind and said in caught.value.cause
 
 
+@pytest.mark.usefixtures("proof_by_a_new_interpreter")
 def test_the_process_ends_with_an_export_that_has_nothing_to_prove(monkeypatch):
     started, real = [], subprocess.Popen
 

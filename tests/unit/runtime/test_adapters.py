@@ -66,7 +66,7 @@ def by_hand(model, deltas):
 
 @pytest.mark.parametrize("opened", [load, load_offloaded])
 @pytest.mark.parametrize("merge", [False, True])
-def test_H33_logits_are_those_of_the_delta_merged_by_hand(made, tmp_path, opened, merge):
+def test_logits_are_those_of_the_delta_merged_by_hand(made, tmp_path, opened, merge):
     folder, peer = made
     deltas = write_adapter(tmp_path / "lora")
     model = opened(folder, backend="reference").model

@@ -10,7 +10,7 @@ NEW = 12
 PAD = 2  # as in conftest.py
 
 
-def test_B8_B11_a_padded_batch_gives_the_greedy_tokens_of_transformers(tiny, batch, peer):
+def test_a_padded_batch_gives_the_greedy_tokens_of_transformers(tiny, batch, peer):
     ids, padding = batch
     expected = peer(ids, padding, max_new_tokens=NEW)
     assert torch.equal(generate(tiny, ids, max_new_tokens=NEW, padding=padding), expected)
@@ -34,7 +34,7 @@ def test_a_padded_row_says_what_it_says_alone(tiny, rows, batch, rules):
         assert set(result[pad:][len(alone) :]) <= {PAD}
 
 
-def test_H6_H10_B24_as_many_tokens_as_asked_for_and_those_that_no_cache_gives(tiny, rows):
+def test_as_many_tokens_as_asked_for_and_those_that_no_cache_gives(tiny, rows):
     ids = torch.tensor([rows[0]])
     found = generate(tiny, ids, max_new_tokens=NEW)
     assert found.shape == (1, len(rows[0]) + NEW)
@@ -44,7 +44,7 @@ def test_H6_H10_B24_as_many_tokens_as_asked_for_and_those_that_no_cache_gives(ti
     assert torch.equal(found, ids)
 
 
-def test_B23_a_row_that_has_ended_is_padded_until_all_have(tiny, batch, peer):
+def test_a_row_that_has_ended_is_padded_until_all_have(tiny, batch, peer):
     ids, padding = batch
     free = generate(tiny, ids, max_new_tokens=NEW, padding=padding)[:, ids.shape[1] :]
     ends = free[:3, 2].tolist() + free[3:, 5].tolist()
@@ -59,7 +59,7 @@ SAMPLINGS = [{}, {"temperature": 0.7, "top_k": 30}, {"top_p": 0.8, "min_p": 0.05
 
 
 @pytest.mark.parametrize("options", SAMPLINGS)
-def test_H12_B13_a_seed_draws_the_tokens_that_transformers_draws(tiny, batch, peer, options):
+def test_a_seed_draws_the_tokens_that_transformers_draws(tiny, batch, peer, options):
     ids, padding = batch
     whole = {"top_k": 0} | options
     torch.manual_seed(27)
@@ -70,7 +70,7 @@ def test_H12_B13_a_seed_draws_the_tokens_that_transformers_draws(tiny, batch, pe
     assert not torch.equal(found[0], found[1])
 
 
-def test_H12_another_seed_draws_other_tokens(tiny, rows):
+def test_another_seed_draws_other_tokens(tiny, rows):
     drawn = [generate(tiny, torch.tensor([rows[0]]), max_new_tokens=NEW, sampling=Sampling(seed=s)).tolist() for s in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
 

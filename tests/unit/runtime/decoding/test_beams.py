@@ -20,7 +20,7 @@ def ends(tiny, batch) -> list[int]:
 
 @pytest.mark.parametrize("early_stopping", [True, False, "never"])
 @pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 1.0, 2.0])
-def test_B12_B20_B22_H13_beams_are_those_of_transformers(tiny, batch, peer, ends, length_penalty, early_stopping):
+def test_beams_are_those_of_transformers(tiny, batch, peer, ends, length_penalty, early_stopping):
     ids, padding = (part[:2] for part in batch)
     options = {"num_beams": 3, "length_penalty": length_penalty, "early_stopping": early_stopping}
     expected = peer(ids, padding, max_new_tokens=NEW, eos_token_id=ends, num_return_sequences=2, **options)
@@ -32,7 +32,7 @@ def test_B12_B20_B22_H13_beams_are_those_of_transformers(tiny, batch, peer, ends
     assert torch.isin(found[:, ids.shape[1] : -1], torch.tensor(ends)).any()
 
 
-def test_H13_the_best_beam_is_at_least_as_likely_as_the_greedy_sequence(tiny, rows):
+def test_the_best_beam_is_at_least_as_likely_as_the_greedy_sequence(tiny, rows):
     def likelihood(sequence, start):
         steps = tiny(sequence).logits[0, start - 1 : -1].log_softmax(-1)
         return float(steps.gather(1, sequence[0, start:, None]).sum())
@@ -55,7 +55,7 @@ def test_one_beam_is_greedy(tiny, batch):
 
 
 @pytest.mark.parametrize("seed", [0, 5])
-def test_B13_sampled_beams_are_those_of_transformers(tiny, batch, peer, ends, seed):
+def test_sampled_beams_are_those_of_transformers(tiny, batch, peer, ends, seed):
     ids, padding = batch
     options = {"temperature": 1.3, "top_k": 20, "top_p": 0.9}
     torch.manual_seed(seed)

@@ -25,7 +25,7 @@ def oracle(model, row, *, alpha, top_k, new):
 
 
 @pytest.mark.parametrize(("alpha", "top_k"), [(0.6, 4), (0.3, 2)])
-def test_H14_contrastive_search_is_the_papers(tiny, rows, batch, alpha, top_k):
+def test_contrastive_search_is_the_papers(tiny, rows, batch, alpha, top_k):
     ids, padding = (part[1:3] for part in batch)
     found = generate(tiny, ids, max_new_tokens=NEW, padding=padding, method=Contrastive(alpha=alpha, top_k=top_k))
     plain = generate(tiny, ids, max_new_tokens=NEW, padding=padding)
@@ -55,7 +55,7 @@ def test_padding_on_the_left_was_not_said_worked_by_hand(chain, states, shares, 
         assert found[:, -1].tolist() == [expected] * len(rows)
 
 
-def test_H14_without_a_penalty_it_is_greedy(tiny, batch):
+def test_without_a_penalty_it_is_greedy(tiny, batch):
     ids, padding = batch
     rules = Rules(repetition_penalty=1.2)
     expected = generate(tiny, ids, max_new_tokens=NEW, padding=padding, rules=rules)

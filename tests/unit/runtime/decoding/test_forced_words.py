@@ -47,7 +47,7 @@ def oracle(model, row, *, words, beams, new, end):
 
 
 @pytest.mark.parametrize("words", [((321,),), ((623, 1217),), ((15, 13), (200,))])
-def test_H15_forced_words_are_said_and_the_sequences_are_those_of_grid_beam_search(tiny, rows, words):
+def test_forced_words_are_said_and_the_sequences_are_those_of_grid_beam_search(tiny, rows, words):
     row, end = rows[0], 274
     ids = torch.tensor([row])
     method = Beams(count=3, force_words=words)
@@ -59,7 +59,7 @@ def test_H15_forced_words_are_said_and_the_sequences_are_those_of_grid_beam_sear
         assert owes(text, words)[0] == 0
 
 
-def test_H15_the_words_would_not_be_said_otherwise(tiny, rows):
+def test_the_words_would_not_be_said_otherwise(tiny, rows):
     word = tuple(rows[1][:2])
     for row in rows[:2]:
         free = generate(tiny, torch.tensor([row]), max_new_tokens=NEW, method=Beams(count=3))[0, len(row) :].tolist()

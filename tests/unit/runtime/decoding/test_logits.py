@@ -25,7 +25,7 @@ def case(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 @settings(max_examples=40, deadline=None)
 @given(seed=SEEDS, value=st.sampled_from([0.01, 0.3, 0.9, 0.99]), least=st.sampled_from([1, 2, 4]))
-def test_B15_B16_filters_are_those_of_transformers(seed, value, least):
+def test_filters_are_those_of_transformers(seed, value, least):
     scores, tokens, _ = case(seed)
     options = {"min_tokens_to_keep": least}
     count = int(1 + value * 20)
@@ -36,7 +36,7 @@ def test_B15_B16_filters_are_those_of_transformers(seed, value, least):
 
 
 @pytest.mark.parametrize("spread", [0.01, 3.0])  # the nucleus of flat logits is longer than what is looked at first
-def test_B16_a_nucleus_of_a_large_vocabulary_is_that_of_transformers(spread):
+def test_a_nucleus_of_a_large_vocabulary_is_that_of_transformers(spread):
     scores = torch.randn(2, 5000, generator=torch.Generator().manual_seed(4)) * spread
     found = logits.top_p(scores, 0.9)
     assert torch.equal(found, peer.TopPLogitsWarper(0.9)(torch.zeros(2, 1), scores))
@@ -45,7 +45,7 @@ def test_B16_a_nucleus_of_a_large_vocabulary_is_that_of_transformers(spread):
 
 @settings(max_examples=40, deadline=None)
 @given(seed=SEEDS, penalty=st.sampled_from([0.5, 1.3, 2.0]), size=st.integers(1, 4))
-def test_B18_B19_penalties_are_those_of_transformers(seed, penalty, size):
+def test_penalties_are_those_of_transformers(seed, penalty, size):
     scores, tokens, padding = case(seed)
     repeated = peer.RepetitionPenaltyLogitsProcessor(penalty, prompt_ignore_length=padding)(tokens, scores)
     assert torch.equal(logits.repetition_penalty(scores, tokens, penalty, padding=padding), repeated)
@@ -72,7 +72,7 @@ def test_a_bad_word_does_not_begin_in_the_padding():
     assert banned.tolist() == [[0, 0, 0, 0, 0], [0, 0, 0, 0, -math.inf]]
 
 
-def test_B14_B17_temperature_comes_before_the_filters_which_changes_what_is_kept():
+def test_temperature_comes_before_the_filters_which_changes_what_is_kept():
     scores = torch.tensor([[math.log(0.5), math.log(0.3), math.log(0.2)]])
     kept = filtered(scores, Sampling(temperature=0.25, top_p=0.85)).isfinite()
     assert kept.tolist() == [[True, False, False]]  # 0.5^4 is 0.866 of the sum of fourth powers
@@ -112,7 +112,7 @@ def test_ids_beyond_the_head_are_passed_over():
         {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "min_new_tokens": 3},
     ],
 )
-def test_B18_B19_B21_H15_rules_give_the_tokens_of_transformers(tiny, rows, peer, rules):
+def test_rules_give_the_tokens_of_transformers(tiny, rows, peer, rules):
     end = 274
     for row in rows:
         ids = torch.tensor([row])
@@ -124,7 +124,7 @@ def test_B18_B19_B21_H15_rules_give_the_tokens_of_transformers(tiny, rows, peer,
         assert torch.equal(generate(tiny, ids, max_new_tokens=10, eos_token_id=end, rules=Rules(**rules)), expected)
 
 
-def test_B19_no_ngram_stands_twice(tiny, batch):
+def test_no_ngram_stands_twice(tiny, batch):
     ids, padding = batch
     plain = generate(tiny, ids, max_new_tokens=24, padding=padding)
     found = generate(tiny, ids, max_new_tokens=24, padding=padding, rules=Rules(no_repeat_ngram_size=2))
@@ -163,7 +163,7 @@ def test_rules_outside_their_ranges_are_refused(options, message):
     assert str(caught.value) == message
 
 
-def test_B21_padding_does_not_count_towards_a_least_length():
+def test_padding_does_not_count_towards_a_least_length():
     rules = Rules(min_length=4)
     request = Request(
         input_ids=torch.zeros(2, 4).long(), padding=torch.tensor([3, 0]), max_new_tokens=2, rules=rules, ends=(1,)

@@ -62,7 +62,7 @@ def heads(tiny):
     return Medusa(heads=tuple(MedusaHead(blocks=(block,), projection=tiny.lm_head.weight.detach()) for block in blocks))
 
 
-def test_H16_a_draft_model_does_not_change_greedy_tokens(tiny, draft, batch, peer):
+def test_a_draft_model_does_not_change_greedy_tokens(tiny, draft, batch, peer):
     ids, padding = (part[:2] for part in batch)
     for rules in (Rules(), Rules(repetition_penalty=1.3, no_repeat_ngram_size=3)):
         expected = peer(
@@ -78,7 +78,7 @@ def test_H16_a_draft_model_does_not_change_greedy_tokens(tiny, draft, batch, pee
         assert torch.equal(found[:1, 1:], expected)
 
 
-def test_H16_tokens_are_those_of_transformers_assisted_generation(tiny, draft, rows, peer):
+def test_tokens_are_those_of_transformers_assisted_generation(tiny, draft, rows, peer):
     ids = torch.tensor([rows[2]])
     draft.generation_config.eos_token_id = None
     expected = peer(ids, max_new_tokens=NEW, assistant_model=draft)
@@ -87,7 +87,7 @@ def test_H16_tokens_are_those_of_transformers_assisted_generation(tiny, draft, r
     )
 
 
-def test_H16_the_model_as_its_own_draft_is_always_believed(tiny, rows):
+def test_the_model_as_its_own_draft_is_always_believed(tiny, rows):
     decoder = Counting(tiny, crops=True)
     generate(
         decoder,
