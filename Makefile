@@ -49,10 +49,10 @@ demo: $(TEXTS)/heldout.jsonl artifacts/tiny-llama-outliers-model/config.json ## 
 	echo "demo: $$(( $$(date +%s) - begin )) s"
 
 test: $(READY) ## the default tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2
 
 test-slow: $(READY) ## the tests that build environments or run for minutes
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow -n 2
+	$(BIN)/python -m pytest -m slow -n 2
 
 check: $(READY) ## format, lint, types
 	$(BIN)/ruff format --check .

@@ -22,6 +22,7 @@ from _accuracy.plot import draw
 from _accuracy.results import Outcome
 from _accuracy.rows import Place, Row, all_rows, installed
 from _accuracy.score import Candidate, Judge, of_artifact, of_peer
+from _alone import alone
 from _report import Bar, bars, gb, machine
 from _watch import Failed, need_tools, run
 
@@ -30,8 +31,11 @@ TOKENS, QUICK = 16000, 1000
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the rows that were asked for and return the exit code."""
-    given = _arguments(arguments)
+    """Run the rows that were asked for and return the exit code; 5 where another benchmark holds the work folder."""
+    return alone(_run, _arguments(arguments))
+
+
+def _run(given: argparse.Namespace) -> int:
     work = given.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
     tokens = QUICK if given.quick else TOKENS

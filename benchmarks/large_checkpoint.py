@@ -18,6 +18,7 @@ from typing import Any
 import _files
 import _gptq
 import _peers
+from _alone import alone
 from _quantflow import Commands
 from _report import Bar, gb, machine, write_results
 from _synthetic import SHAPES, Shape, is_made, make_calibration, make_checkpoint
@@ -33,8 +34,11 @@ SEED = 0
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the parts that were asked for and return the exit code."""
-    given = _arguments(arguments)
+    """Run the parts that were asked for and return the exit code; 5 where another benchmark holds the work folder."""
+    return alone(_run, _arguments(arguments))
+
+
+def _run(given: argparse.Namespace) -> int:
     work = given.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
     before = machine(work)

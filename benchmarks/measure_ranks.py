@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
+from _alone import alone
 from _synthetic import SHAPES, make_calibration, make_checkpoint
 from _watch import Failed, Run, need_tools, run
 
@@ -23,8 +24,11 @@ SEED = 0
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure in turns, print the medians and return the exit code."""
-    given = _arguments(arguments)
+    """Measure in turns, print the medians and return the exit code; 5 where another benchmark holds the work folder."""
+    return alone(_run, _arguments(arguments))
+
+
+def _run(given: argparse.Namespace) -> int:
     work = given.work.resolve()
     model, calibration = work / f"llama-{given.size}", work / "calibration.jsonl"
     taken: dict[str, list[Run]] = {name: [] for name in WORLDS}

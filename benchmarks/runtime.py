@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from _alone import alone
 from _quantflow import QUANTFLOW
 from _report import Bar, bars, gb, machine, table
 from _synthetic import SHAPES, TOKENIZER_IDS, make_checkpoint
@@ -101,8 +102,11 @@ class Program:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run every program that is there and return the exit code."""
-    given = _arguments(arguments)
+    """Run every program that is there and return the exit code; 5 where another benchmark holds the work folder."""
+    return alone(_run, _arguments(arguments))
+
+
+def _run(given: argparse.Namespace) -> int:
     work = given.work.resolve() / given.size  # what another size left must not be taken for this one's
     work.mkdir(parents=True, exist_ok=True)
     model = EXAMPLE if given.size == "example" else work / "model"

@@ -17,7 +17,7 @@ _HOMES = {
     "Calibration": "quantflow.planning.recipe",
     "Export": "quantflow.planning.recipe",
     "FORMATS": "quantflow.formats",
-    "GenerateJob": "quantflow.runtime.generation",
+    "GenerateJob": "quantflow.runtime.generate_job",
     "LinearScheme": "quantflow.core.scheme",
     "Measure": "quantflow.planning.recipe",
     "OBSERVERS": "quantflow.observers",

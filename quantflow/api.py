@@ -17,6 +17,7 @@ What a function needs is imported when it is called, so `import quantflow` costs
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -26,12 +27,18 @@ from quantflow.planning.recipe import Calibration, Export, Measure, Quantize, Re
 from quantflow.progress import SILENT, Progress
 
 if TYPE_CHECKING:
-    from quantflow.evaluation.latency import BenchJob
+    from quantflow.evaluation.bench_job import BenchJob, KernelJob
     from quantflow.exporting.proof import Proved
     from quantflow.formats.gaudi.quant_config import GivenConfig
-    from quantflow.runtime.generation import GenerateJob
+    from quantflow.runtime.generate_job import GenerateJob
 
 Folder = str | Path
+_ENGINES = {  # of the jobs that ranks get
+    "MeasureJob": "quantflow.calibration.measure",
+    "QuantizeJob": "quantflow.quantization.quantize",
+    "GenerateJob": "quantflow.runtime.generation",
+    "BenchJob": "quantflow.evaluation.latency",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +53,45 @@ class StageResult:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SchemeChoice:
+    """Which schemes were chosen for the linears of an artifact.
+
+    Attributes:
+        columns, rows: a table for people, a row per scheme.
+        recipe: the file that names them all, as a recipe does.
+        plot: the picture of bits per weight against divergence.
+    """
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    recipe: Path
+    plot: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizeResult(StageResult):
+    """What quantize left.
+
+    Attributes:
+        chosen: schemes were chosen, and `choice` says which.
+    """
+
+    chosen: bool
+
+    def choice(self) -> SchemeChoice:
+        """Return which schemes were chosen, from the folder.
+
+        Raises:
+            InputError: none were.
+        """
+        from quantflow.artifact.canonical import read_json
+        from quantflow.quantization.mixed_precision.choose import COLUMNS, PLOT, RECIPE, RECORD, rows
+
+        table = rows(read_json(self.folder / RECORD))
+        return SchemeChoice(columns=COLUMNS, rows=table, recipe=self.folder / RECIPE, plot=self.folder / PLOT)
+
+
+@dataclass(frozen=True, kw_only=True)
 class UnifyResult(StageResult):
     """What unify left.
 
@@ -54,6 +100,12 @@ class UnifyResult(StageResult):
     """
 
     summary: Mapping[str, Any]
+
+    def table(self) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+        """Return the columns and the rows of a table for people."""
+        from quantflow.quantization.unify import report
+
+        return report(dict(self.summary))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +193,7 @@ def quantize(
     resources: Resources = Resources(),
     force: bool = False,
     progress: Progress = SILENT,
-) -> StageResult:
+) -> QuantizeResult:
     """Choose integers or float8 values and scales for a model, layer by layer or file to file.
 
     Args:
@@ -172,7 +224,7 @@ def quantize(
         resources=resources,
         ranks=ranks,
     )
-    return StageResult(folder=run(job, progress))
+    return QuantizeResult(folder=run(job, progress), chosen=artifact.mixed)
 
 
 def unify(
@@ -249,31 +301,52 @@ def export(
     Raises:
         QuantflowError: an input that cannot be used, a proof that does not hold; then nothing is published.
     """
-    recipe = Recipe(model="" if model is None else str(model), export=options, resources=resources)
-    if options.format == "inc":
-        from quantflow.exporting import gaudi_export
+    from quantflow.exporting import ExportRequest, exporter
 
-        gaudi_job = gaudi_export.job_from(
-            str(quantized),
-            output=str(output),
-            model=None if model is None else str(model),
-            options=options,
-            found=quant_config,
-            keep_originals=keep_originals,
-            force=force,
-        )
-        return StageResult(folder=gaudi_export.run(gaudi_job, progress))
-    if options.format == "gguf":
-        from quantflow.exporting import gguf_export
+    request = ExportRequest(
+        source=Path(quantized),
+        output=Path(output),
+        options=options,
+        model=None if model is None else Path(model),
+        quant_config=quant_config,
+        keep_originals=keep_originals,
+        resources=resources,
+        replace=force,
+    )
+    chosen = exporter(options.format)
+    return StageResult(folder=chosen.run(chosen.job(request), progress, proved=proved))
 
-        gguf_job = gguf_export.job_from(
-            str(quantized), output=str(output), model=None if model is None else str(model), recipe=recipe, force=force
-        )
-        return StageResult(folder=gguf_export.run(gguf_job, progress))
-    from quantflow.exporting.export import job_from, run
 
-    job = job_from(recipe, quantized=quantized, output=output, model=model, force=force)
-    return StageResult(folder=run(job, progress, proved=proved))
+def check_export(quantized: Folder, output: Folder, *, options: Export, model: Folder | None = None) -> None:
+    """Refuse what can be seen of an export before there is anything quantized.
+
+    Args:
+        quantized: where the quantize folder will be.
+        output: the folder of the artifact.
+        options: as of `export`.
+        model: the source.
+
+    Raises:
+        UsageError: another format than an artifact's, or one folder for both.
+    """
+    from quantflow.exporting.export import check, job_from
+
+    recipe = Recipe(model="" if model is None else str(model), export=options)
+    check(job_from(recipe, quantized=quantized, output=output, model=model, force=False))
+
+
+def proving(*, canary: bool) -> AbstractContextManager["Proved"]:
+    """Start the fresh process that proves an artifact before there is one, so that it imports what it needs meanwhile.
+
+    Args:
+        canary: the proof will run the model, as where there is a measurement.
+
+    Returns:
+        A context manager; `export` takes what it yields as `proved`. The process ends with it.
+    """
+    from quantflow.exporting import proof
+
+    return proof.proving(*([proof.CANARY] if canary else []))
 
 
 def validate(
@@ -324,6 +397,75 @@ def validate(
     return ValidateResult(folder=folder, outcome=str(values["outcome"]), values=values)
 
 
+def verdict_table(results: Sequence[ValidateResult]) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+    """Return the columns and the rows of a table for people: size, divergence and verdict of each artifact."""
+    from quantflow.validation.report import COLUMNS, cells
+
+    return COLUMNS, [cells(result.values) for result in results]
+
+
+def write_report(path: Folder, results: Mapping[Path, ValidateResult]) -> None:
+    """Write one HTML page about several artifacts.
+
+    Args:
+        path: of the page.
+        results: the validation of each artifact, by its folder.
+    """
+    from quantflow.artifact.manifest import read_manifest
+    from quantflow.validation import report
+
+    rows = [
+        report.Row(result=result.values, layers=report.parts_of(read_manifest(artifact)))
+        for artifact, result in results.items()
+    ]
+    report.write_report(Path(path), rows)
+
+
+def resolve(recipe: Recipe) -> Recipe:
+    """Return a recipe with what its model decides filled in, after every mistake that can be seen was looked for.
+
+    `measure.experts` null becomes `all` where the model has experts, an artifact asks for all tokens and statistics are read.
+
+    Raises:
+        QuantflowError: an entry does not fit the model, a text is missing.
+    """
+    import dataclasses
+
+    from quantflow.artifact.canonical import file_digest
+    from quantflow.errors import UsageError
+    from quantflow.models.graph import graph_for
+    from quantflow.models.load import open_source
+    from quantflow.planning import plan as planning
+    from quantflow.planning.requirements import statistics_for
+
+    source = open_source(recipe.model)
+    graph = graph_for(source.config)
+    shapes = {name: info.shape for name, info in source.checkpoint.infos.items()}
+    for entry in recipe.quantize:
+        planning.resolve(entry, graph, shapes)
+    for key, path in (("calibration.source", recipe.calibration.source), ("validate.text", recipe.validate.text)):
+        if path is None:
+            raise UsageError(f"recipe: {key} is missing", "name a text file")
+        file_digest(Path(path))
+    stats = statistics_for(recipe.quantize) if recipe.measure.stats is None else recipe.measure.stats
+    asked = any(entry.experts == "all" for entry in recipe.quantize)
+    if recipe.measure.experts is not None or not (stats and graph.sparse and asked):
+        return recipe
+    return dataclasses.replace(recipe, measure=dataclasses.replace(recipe.measure, experts="all"))
+
+
+def entries(schemes: str | None) -> tuple[Quantize, ...]:
+    """Return the artifacts that `W4A16:gptq,W4A16@4.25,FP8` means; None is one of every scheme.
+
+    Raises:
+        UsageError: a scheme is unknown, one stands twice, or what follows @ is no number.
+    """
+    from quantflow.core.scheme import PRESETS
+    from quantflow.planning.requirements import entries_of
+
+    return entries_of(",".join(PRESETS) if schemes is None else schemes)
+
+
 def plan(recipe: Recipe, *, measured: bool = True, folder: Folder = ".", probe: bool = False) -> Mapping[str, Any]:
     """Return what a run needs and makes, as plain data: memory, disk, bytes, bits per weight, schemes.
 
@@ -366,6 +508,40 @@ def generate(
     return run(job, stream, progress)
 
 
+def sample_text(
+    artifact: Folder, *, model: Folder, text: Folder, prompt_tokens: int, new_tokens: int, disk_offload: bool = False
+) -> tuple[str, str]:
+    """Return the beginning of a text file and how an artifact continues it, by the most likely token each time.
+
+    Args:
+        artifact: its folder.
+        model: the source, whose tokenizer reads the text.
+        text: a file as calibration takes them.
+        prompt_tokens: of its first document, at most.
+        new_tokens: that are added.
+        disk_offload: read the weights from disk for every token.
+
+    Raises:
+        QuantflowError: an artifact that cannot be run here, or a text without tokens.
+    """
+    from quantflow.calibration.text import read_documents
+    from quantflow.errors import InputError
+    from quantflow.models.load import load_tokenizer
+    from quantflow.runtime.generate_job import GenerateJob
+    from quantflow.runtime.generation import run
+
+    tokenizer = load_tokenizer(model)
+    document = next((tokens for tokens in read_documents(Path(text), tokenizer) if tokens), None)
+    if document is None:
+        raise InputError(f"{text}: no document has a token", "give another text")
+    prompt = str(tokenizer.decode(document[:prompt_tokens], skip_special_tokens=True))
+    job = GenerateJob(
+        artifact=Path(artifact), prompts=(prompt,), max_new_tokens=new_tokens, ignore_eos=True, disk_offload=disk_offload
+    )
+    result = run(job, lambda _: None)
+    return prompt, "" if result is None else str(result["outputs"][0]["text"])
+
+
 def bench(job: "BenchJob", *, progress: Progress = SILENT) -> Mapping[str, Any] | None:
     """Time an artifact as `generate` runs it; see `quantflow.evaluation.latency`.
 
@@ -393,8 +569,95 @@ def run_rank(order: Folder, *, progress: Progress, stream: Callable[[str], None]
     from quantflow.distributed.launch import JOB, RESULT, launched_rank
 
     job = decode(read_json(Path(order) / JOB)["job"])
-    engine = import_module(type(job).__module__)
+    engine = import_module(_ENGINES[type(job).__name__])
     result = engine.run(job, progress=progress, **({"stream": stream} if type(job).__name__ == "GenerateJob" else {}))
     rank = launched_rank()
     if isinstance(result, dict) and rank is not None and rank[0] == 0:
         (Path(order) / RESULT).write_text(json.dumps(result))
+
+
+def bench_kernels(job: "KernelJob") -> Mapping[str, Any]:
+    """Time every backend on linears of some schemes and shapes, beside a plain read of as many bytes.
+
+    Raises:
+        UsageError: an unknown scheme, shape or count.
+    """
+    from quantflow.evaluation.kernel_speed import run
+
+    return run(job)
+
+
+def backends(artifact: Folder, *, dtype: str) -> Sequence[Mapping[str, Any]]:
+    """Return what would run each linear of an artifact here, and why the other backends would not; alike ones as one row.
+
+    Args:
+        artifact: its folder.
+        dtype: of the inputs, float32 or bfloat16.
+
+    Raises:
+        InputError: the folder is not an artifact.
+    """
+    from quantflow.runtime import backend_choice
+
+    return backend_choice.backends(Path(artifact), dtype=dtype)
+
+
+def inspect_calibration(file: Folder, *, tokenizer: Folder, sequence_length: int) -> Mapping[str, Any]:
+    """Return the tokens, padding, BOS, duplicates and truncation of a calibration text, as plain data.
+
+    Args:
+        file: .txt, .jsonl or .safetensors.
+        tokenizer: the folder of the model.
+        sequence_length: tokens; what is longer is truncated.
+
+    Raises:
+        InputError: text or tokenizer cannot be read.
+    """
+    from quantflow.calibration.text import inspect_calibration as inspect
+    from quantflow.calibration.text import read_documents
+    from quantflow.models.load import load_tokenizer
+
+    words = load_tokenizer(str(tokenizer))
+    return inspect(read_documents(str(file), words), words, sequence_length=sequence_length)
+
+
+def read_quant_config(name: str, *, verb: str, quiet: bool = False) -> "tuple[GivenConfig, list[str]]":
+    """Return a QUANT_CONFIG, a file or a shipped one by its name, and its keys that mean nothing to a verb.
+
+    Raises:
+        UsageError: there is no such file, its mode belongs to another verb, a value is wrong.
+        InputError: it cannot be read.
+    """
+    from quantflow.formats.gaudi import quant_config
+
+    path = quant_config.find_quant_config(name)
+    config = quant_config.read_quant_config(path)
+    quant_config.require_mode(config, verb)
+    given = quant_config.GivenConfig(config=config, path=path, quiet=quiet)
+    return given, quant_config.without_meaning(config, verb)
+
+
+def under_quant_config(
+    entry: Mapping[str, Any], given: "GivenConfig", *, model: Folder, measurement: Path | None
+) -> tuple[dict[str, Any], list[str]]:
+    """Return an entry of a recipe with what a QUANT_CONFIG says about FP8 where the entry says nothing, and notes about it.
+
+    Raises:
+        InputError: the model or the measurement cannot be opened.
+        UnsupportedError: its family is not known.
+    """
+    from quantflow.quantization import quant_config_defaults
+
+    return quant_config_defaults.under_quant_config(entry, given.config, model=Path(model), measurement=measurement)
+
+
+def quant_config_measurement(given: "GivenConfig") -> Path:
+    """Return the measurement that a QUANT_CONFIG's dump_stats_path names: Gaudi's files, or a folder of ours.
+
+    Raises:
+        UsageError: both are there.
+        InputError: neither is there.
+    """
+    from quantflow.quantization import quant_config_defaults
+
+    return quant_config_defaults.quant_config_measurement(given.config)

@@ -1,83 +1,70 @@
-"""Timings as a verb.
+"""Timings as a verb, and the tables that people compare.
 
-Reads    nothing
-Writes   nothing
+Reads    the artifact; nothing with --kernels
+Writes   the trace of --profile
 Resumes  nothing
-Fails    2 unknown scheme, shape or dtype; groups that do not divide the shape
+Fails    2 counts that cannot be decoded, an unknown scheme, shape or dtype, groups that do not divide the shape; 7 the
+         artifact is damaged; what loading raises
 """
 
-import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import torch
+import click
 
-from quantflow.backends import kernels, native
-from quantflow.core.scheme import preset
+from quantflow import api
 from quantflow.errors import UsageError
-from quantflow.evaluation.kernel_speed import kernel_timings
-from quantflow.stages.cli.output import table
+from quantflow.evaluation.bench_job import PERCENTILES, BenchJob, KernelJob
+from quantflow.stages.cli.environment import bars_wanted
+from quantflow.stages.cli.options import QUIET, given, job_settings, offline
+from quantflow.stages.cli.output import show, table
+from quantflow.stages.cli.progress_line import ProgressLine
 
 
-@dataclass(frozen=True, kw_only=True)
-class KernelJob:
-    """Every backend on linears of these schemes and shapes.
+@click.command("bench")
+@click.argument("artifact", required=False)
+@job_settings("bench", BenchJob, KernelJob)
+@click.option("--kernels", is_flag=True, help="Time the backends on one linear each, our own and torch's, beside a plain read.")
+@QUIET
+@offline
+def command(artifact: str | None, kernels: bool, as_json: bool, quiet: bool, **options: Any) -> None:
+    """Time ARTIFACT as `generate` runs it: first and next token, per batch size; or with --kernels the linears alone.
 
-    Attributes:
-        schemes: names of presets with dynamic inputs or none.
-        shapes: as `OUTxIN`.
-        tokens: rows of the input, each timed.
-        dtype: of the inputs.
-        rounds: timed calls of each.
+    \b
+    Example: quantflow bench work/4-export -b 1 -b 8 --input-tokens 256 --new-tokens 32
+             quantflow bench --kernels --scheme W4A16,W4A8 --shape 4096x4096 --tokens 1,256
     """
-
-    schemes: tuple[str, ...]
-    shapes: tuple[str, ...]
-    tokens: tuple[int, ...]
-    dtype: str = "bfloat16"
-    rounds: int = 7
-
-
-def run_kernels(job: KernelJob) -> dict[str, Any]:
-    """Return the machine's share of the result (threads, why our own kernels cannot run) and a row per timing."""
-    if job.rounds < 1 or min(job.tokens, default=0) < 1:
-        raise UsageError(f"bench: {job.rounds} rounds of {list(job.tokens)} tokens", "use 1 or more of each")
-    schemes, shapes = [preset(name) for name in job.schemes], [_shape(text) for text in job.shapes]
-    for scheme in schemes:
-        if scheme.input is not None and not scheme.input.dynamic:
-            raise UsageError(f"bench: scheme {scheme.name} has a static input", "time a scheme with dynamic inputs or none")
-    dtype = getattr(torch, job.dtype)
-    rows = []
-    for shape in shapes:
-        for scheme in schemes:
-            for timing in kernel_timings(scheme, shape, tokens=job.tokens, dtype=dtype, rounds=job.rounds):
-                read = timing.read_seconds
-                row = dataclasses.asdict(timing)
-                row["bytes_per_second"] = timing.weight_bytes / timing.seconds
-                row["read_bytes_per_second"] = None if read is None else timing.weight_bytes / read
-                row["products_per_second"] = timing.tokens * timing.out_features * timing.in_features / timing.seconds
-                rows.append(row)
-    return {
-        "threads": torch.get_num_threads(),
-        "dtype": job.dtype,
-        "rounds": job.rounds,
-        "why_not": native.why_not(kernels.SOURCE, needs=kernels.NEEDS),
-        "timings": rows,
-    }
+    if artifact is not None and kernels:
+        raise UsageError(f"bench: --kernels beside an artifact, {artifact}", "give one of them")
+    if artifact is None and not kernels:
+        raise UsageError("bench: nothing to time", "give an artifact, or --kernels")
+    if artifact is None:
+        result = api.bench_kernels(KernelJob(**_fields(KernelJob, options)))
+        show(result, as_json=as_json, text=kernel_text(result))
+        return
+    job = BenchJob(artifact=Path(artifact), **_fields(BenchJob, options))
+    timed = api.bench(job, progress=ProgressLine(quiet=quiet, bars=bars_wanted()))
+    if timed is not None:  # otherwise rank 0 has it
+        show(timed, as_json=as_json, text=latency_text(timed))
 
 
-def text(result: Mapping[str, Any]) -> str:
-    """Return the result of `run_kernels` as a table for people."""
+def _fields(record: type, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a job that a command line gives."""
+    return {item.path[-1]: value for item, value in given("bench", record, options)}
+
+
+def kernel_text(result: Mapping[str, Any]) -> str:
+    """Return the result of `bench --kernels` as a table for people."""
     lines = [f"{result['dtype']}, {result['threads']} threads, medians of {result['rounds']} calls, weights from memory"]
     if result["why_not"] is not None:
         lines.append(f"our own kernels cannot run: {result['why_not']}")
-    rows = [_row(timing) for timing in result["timings"]]
+    rows = [_kernel_row(timing) for timing in result["timings"]]
     columns = ("shape", "scheme", "backend", "tokens", "microseconds", "GB/s", "plain read", "of it", "products/s")
     return "\n".join([*lines, "", table(columns, rows)])
 
 
-def _row(timing: Mapping[str, Any]) -> Sequence[str]:
+def _kernel_row(timing: Mapping[str, Any]) -> Sequence[str]:
     speed, read = timing["bytes_per_second"], timing["read_bytes_per_second"]
     return (
         f"{timing['out_features']}x{timing['in_features']}",
@@ -92,13 +79,93 @@ def _row(timing: Mapping[str, Any]) -> Sequence[str]:
     )
 
 
-def _shape(text: str) -> tuple[int, int]:
-    """Return (out_features, in_features) of `OUTxIN`.
+def latency_text(result: Mapping[str, Any]) -> str:
+    """Return the result of `bench ARTIFACT`: a latency summary per batch size, and text-generation-benchmark's tables."""
+    head = [
+        f"{result['artifact']}: {result['decoder']} decoder, {', '.join(result['backends']) or 'no quantized linear'}, "
+        f"{_workers(result)}, loaded in {result['load_seconds']:.2f} s, "
+        f"peak memory {result['memory']['peak_bytes'] / 2**30:.2f} GiB",
+        *result["reasons"],
+        f"percentiles {result['percentiles']}",
+    ]
+    if result["profile"] is not None:
+        head.append(f"trace: {result['profile']}")
+    summaries = [_summary(result, batch) for batch in result["batches"]]
+    return "\n\n".join(["\n".join(head), *summaries, _parameters(result), _latencies(result), _rates(result)])
 
-    Raises:
-        UsageError: it is not two positive numbers.
-    """
-    parts = text.split("x")
-    if len(parts) != 2 or not all(part.isdecimal() and int(part) for part in parts):
-        raise UsageError(f"bench: shape {text!r}", "write out_features x in_features, such as 5632x2048")
-    return int(parts[0]), int(parts[1])
+
+def _workers(result: Mapping[str, Any]) -> str:
+    """Return how many threads computed, of how many ranks."""
+    ranks = result["ranks"]
+    return f"{result['threads']} threads" if ranks == 1 else f"{ranks} ranks of {result['threads']} threads"
+
+
+def _summary(result: Mapping[str, Any], batch: Mapping[str, Any]) -> str:
+    """Return what IPEX's run.py prints with --token-latency; P50 and the rest of the lines are ours."""
+    first, following = batch["first_token"], batch["next_token"]
+    lines = [
+        f"---- Prompt size: {result['settings']['input_tokens']}, batch size: {batch['batch_size']}",
+        " ---------- Summary: ----------",
+        f"Inference latency: {batch['seconds'] / result['settings']['runs']:.3f} sec.",
+        f"First token average latency: {first['average']:.3f} sec.",
+    ]
+    if following is not None:
+        lines.append(f"Average 2... latency: {following['average']:.3f} sec.")
+        lines += [f"P{p} 2... latency: {following[f'p{p}']:.3f} sec." for p in PERCENTILES]
+    return "\n".join(
+        [
+            *lines,
+            f"Tokens: {batch['requested']} requested, {batch['produced']} produced",
+            f"Throughput: {batch['produced_per_second']:.2f} produced tokens/second, "
+            f"{batch['requested_per_second']:.2f} requested",
+        ]
+    )
+
+
+def _parameters(result: Mapping[str, Any]) -> str:
+    settings = result["settings"]
+    unset = ("Temperature", "Top K", "Top P", "Typical P", "Repetition Penalty", "Frequency Penalty")
+    rows = [
+        ("Model", result["artifact"]),
+        ("Sequence Length", settings["input_tokens"]),
+        ("Decode Length", settings["new_tokens"]),
+        ("Top N Tokens", None),
+        ("N Runs", settings["runs"]),
+        ("Warmups", settings["warmups"]),
+        *((name, None) for name in unset),
+        ("Watermark", False),
+        ("Do Sample", False),
+    ]
+    return _markdown(("Parameter", "Value"), rows)
+
+
+def _latencies(result: Mapping[str, Any]) -> str:
+    names = {"Prefill": "first_token", "Decode (token)": "decode_token", "Decode (total)": "decode_total"}
+    shares = [f"p{p}" for p in PERCENTILES]
+    columns = ("average", "lowest", "highest", *shares)
+    rows = _stepwise(result, names, lambda spread: [f"{spread[column] * 1e3:.2f} ms" for column in columns])
+    return _markdown(("Step", "Batch Size", "Average", "Lowest", "Highest", *shares), rows)
+
+
+def _rates(result: Mapping[str, Any]) -> str:
+    names = {"Prefill": "prefill_per_second", "Decode": "decode_per_second"}
+    columns = ("average", "lowest", "highest")
+    rows = _stepwise(result, names, lambda spread: [f"{spread[column]:.2f} tokens/secs" for column in columns])
+    return _markdown(("Step", "Batch Size", "Average", "Lowest", "Highest"), rows)
+
+
+def _stepwise(result: Mapping[str, Any], names: Mapping[str, str], cells: Any) -> list[tuple[Any, ...]]:
+    """Return a row per step and batch size; a step's name stands in its first row only."""
+    rows: list[tuple[Any, ...]] = []
+    for name, key in names.items():
+        found = [batch for batch in result["batches"] if batch[key] is not None]
+        rows += [("" if index else name, batch["batch_size"], *cells(batch[key])) for index, batch in enumerate(found)]
+    return rows
+
+
+def _markdown(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Return a table whose columns are as wide as what is in them."""
+    lines = [tuple(columns), *(tuple(map(str, row)) for row in rows)]
+    widths = [max(len(line[index]) for line in lines) for index in range(len(columns))]
+    shown = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines]
+    return "\n".join([shown[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *shown[1:]])

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from quantflow import api
 from quantflow.artifact import disk
 from quantflow.artifact.canonical import canonical_json, digest_of, file_digest, read_json
 from quantflow.artifact.manifest import read_manifest
@@ -53,7 +54,9 @@ class StageTimes:
         rows.append(("sum", *map(_cell, columns), _cell(sum(columns))))
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         return "\n".join(
-            "  ".join(text.rjust(width) if i else text.ljust(width) for i, (text, width) in enumerate(zip(row, widths, strict=True)))
+            "  ".join(
+                text.rjust(width) if i else text.ljust(width) for i, (text, width) in enumerate(zip(row, widths, strict=True))
+            )
             for row in rows
         )
 
@@ -80,7 +83,14 @@ def write_texts(recipe: Recipe, folder: Path, times: StageTimes, progress: Progr
             continue
         try:
             with times.timing("generate", entry.name):
-                prompt, text = _continued(recipe, artifact, source)
+                prompt, text = api.sample_text(
+                    artifact,
+                    model=recipe.model,
+                    text=source,
+                    prompt_tokens=PROMPT_TOKENS,
+                    new_tokens=NEW_TOKENS,
+                    disk_offload=recipe.resources.disk_offload or recipe.resources.max_memory is not None,
+                )
         except QuantflowError as error:
             progress.say(f"generate {entry.name}: no text: {error.cause}")
             continue
@@ -97,25 +107,11 @@ def texts(folder: Path, names: Sequence[str]) -> str:
     if not said:
         return ""
     prompt, width = said[0][1]["prompt"], max(len("prompt"), *(len(name) for name, _ in said))
-    rows = [("prompt", prompt if len(prompt) <= WIDTH else f"...{prompt[-WIDTH:]}"), *((name, one["text"]) for name, one in said)]
+    rows = [
+        ("prompt", prompt if len(prompt) <= WIDTH else f"...{prompt[-WIDTH:]}"),
+        *((name, one["text"]) for name, one in said),
+    ]
     return "\n" + "\n".join(f"{name.ljust(width)}  {json.dumps(text, ensure_ascii=False)}" for name, text in rows)
-
-
-def _continued(recipe: Recipe, artifact: Path, source: Path) -> tuple[str, str]:
-    """Return the prompt and what an artifact says after it."""
-    from quantflow.api import generate
-    from quantflow.calibration.text import read_documents
-    from quantflow.models.load import load_tokenizer
-    from quantflow.runtime.generation import GenerateJob
-
-    tokenizer = load_tokenizer(recipe.model)
-    document = next(tokens for tokens in read_documents(source, tokenizer) if tokens)
-    prompt = str(tokenizer.decode(document[:PROMPT_TOKENS], skip_special_tokens=True))
-    bounded = recipe.resources.disk_offload or recipe.resources.max_memory is not None
-    job = GenerateJob(artifact=artifact, prompts=(prompt,), max_new_tokens=NEW_TOKENS, ignore_eos=True, disk_offload=bounded)
-    result = generate(job)
-    assert result is not None
-    return prompt, str(result["outputs"][0]["text"])
 
 
 def _cell(seconds: float | None) -> str:

@@ -220,6 +220,7 @@ def mean_kld(
 
 
 @needs_weights
+@pytest.mark.slow
 def test_gptq_keeps_the_example_much_closer_to_its_source_than_rounding_to_nearest(text: Path, tmp_path: Path) -> None:
     kld = mean_kld(text, tmp_path, ("rtn", "gptq"), measure.DEFAULT_STATS)
     assert 0 < kld["gptq"] < 0.4 * kld["rtn"]

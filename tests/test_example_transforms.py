@@ -30,9 +30,9 @@ from quantflow.planning.plan import resolve
 from quantflow.planning.recipe import Calibration, Quantize
 from quantflow.quantization import quantize
 from quantflow.quantization.layer_by_layer import read_back
-from quantflow.quantization.layer_traffic import collect
-from quantflow.quantization.layer_work import LayerWork
-from quantflow.quantization.smoothing import smooth
+from quantflow.quantization.layer_traffic import Traffic, collect_traffic
+from quantflow.quantization.open_layer import Execution, LayerText, OpenLayer
+from quantflow.quantization.smoothing import smooth_
 from quantflow.quantization.static_inputs import input_statistics
 from quantflow.stages.cli.progress_line import ProgressLine
 from quantflow.transforms import hadamard
@@ -40,6 +40,7 @@ from quantflow.transforms import hadamard
 EXAMPLE = Path(__file__).parents[1] / "examples" / "tiny-llama"
 GATES = Path(__file__).parents[1] / "configs" / "gates"
 QUIET = ProgressLine(quiet=True)
+SLOW = pytest.mark.slow
 STDLIB = runpy.run_path(str(EXAMPLE / "stdlib_text.py"))
 PLANT = runpy.run_path(str(EXAMPLE / "plant_outliers.py"))
 MODELS = ["embedded", "outliers"]
@@ -135,15 +136,19 @@ def relative(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize("model", MODELS)
+HALVES = ("W8A8_STATIC", {"smoothquant": {"alpha": 0.5, "linears": True}})
+SEARCHED = ("W8A8", {"smoothquant": {"alpha": "auto"}})
+AWQ = ("W4A16", {"awq": {}})
+
+
 @pytest.mark.parametrize(
-    ("scheme", "transform"),
+    ("model", "scheme", "transform"),
     [
-        ("W8A8_STATIC", {"smoothquant": {"alpha": 0.5, "linears": True}}),
-        ("W8A8", {"smoothquant": {"alpha": "auto"}}),
-        ("W4A16", {"awq": {}}),
+        pytest.param("outliers", *HALVES, id="smoothquant-outliers"),
+        pytest.param("embedded", *HALVES, id="smoothquant-embedded", marks=SLOW),
+        *(pytest.param(model, *SEARCHED, id=f"searched-smoothquant-{model}", marks=SLOW) for model in MODELS),
+        *(pytest.param(model, *AWQ, id=f"awq-{model}", marks=SLOW) for model in MODELS),
     ],
-    ids=["smoothquant", "searched-smoothquant", "awq"],
 )
 def test_what_is_folded_into_every_layer_leaves_the_logits_as_they_were(folder_of, measured, windows, model, scheme, transform):
     source = open_source(folder_of(model))
@@ -155,25 +160,17 @@ def test_what_is_folded_into_every_layer_leaves_the_logits_as_they_were(folder_o
     changed = 0
     for layer in graph.layers:
         with stream.layer(layer.index) as module:
-            work = LayerWork(
-                stream=stream,
-                source=source,
-                module=module,
-                layer=layer,
-                plan=plan,
-                statistics=input_statistics(measurement, layer),
-                canary=canary,
-                states=states,
-                tokens=[len(state.hidden[0]) for state in states],
-                keep_outputs=True,
-                workers=SEQUENTIAL,
-                ahead=1,
-                progress=QUIET,
-                team=ALONE,
-            )
-            before = {name: work.child(name).weight.clone() for name in layer.linears}
-            smooth(work, collect(work) if plan.needs_text else {})
-            changed += sum(not torch.equal(work.child(name).weight, weight) for name, weight in before.items())
+            opened = OpenLayer(stream=stream, source=source, module=module, layer=layer, plan=plan)
+            tokens = [len(state.hidden[0]) for state in states]
+            text = LayerText(canary=canary, states=states, tokens=tokens, keep_outputs=True)
+            execution = Execution(workers=SEQUENTIAL, ahead=1, progress=QUIET, team=ALONE)
+            before = {name: opened.weight(name).clone() for name in layer.linears}
+            traffic = collect_traffic(opened, text, execution=execution) if plan.needs_text else Traffic()
+            statistics = {
+                name: {**of, **traffic.statistics.get(name, {})} for name, of in input_statistics(measurement, layer).items()
+            }
+            smooth_(opened, statistics, hessians=traffic.hessians, execution=execution)
+            changed += sum(not torch.equal(opened.weight(name), weight) for name, weight in before.items())
             stream.advance(module, [canary])
     found = stream.finish(canary.hidden)[0]
     expected = logits_of(load_model(source, dtype=torch.float32))(windows[0])
@@ -183,8 +180,15 @@ def test_what_is_folded_into_every_layer_leaves_the_logits_as_they_were(folder_o
     assert difference < 1e-5
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize(("heads", "down"), [(True, False), (False, False), (True, True)])
+@pytest.mark.parametrize(
+    ("model", "heads", "down"),
+    [
+        ("outliers", True, True),
+        pytest.param("outliers", True, False, marks=SLOW),
+        pytest.param("outliers", False, False, marks=SLOW),
+        *(pytest.param("embedded", heads, down, marks=SLOW) for heads, down in ((True, False), (False, False), (True, True))),
+    ],
+)
 def test_a_rotated_model_has_the_logits_of_its_source(folder_of, windows, tmp_path, model, heads, down):
     """In float32, so that no embedding is rounded to bfloat16 on the way."""
     folder = shutil.copytree(folder_of(model), tmp_path / "float32")
@@ -208,6 +212,7 @@ def test_a_rotated_model_has_the_logits_of_its_source(folder_of, windows, tmp_pa
     assert difference < 1e-5
 
 
+@pytest.mark.slow
 def test_static_int8_inputs_with_outliers_need_smoothing(kld):
     plain, auto = (kld("outliers", "W8A8_STATIC", "rtn", *given) for given in ((), ({"smoothquant": {"alpha": "auto"}},)))
     limit = yaml.safe_load((GATES / "int8.yaml").read_text(encoding="utf-8"))["thresholds"]["mean_kld"]
@@ -226,6 +231,7 @@ def test_with_the_demos_calibration_the_searched_folds_beat_those_into_norms_at_
     assert 0 < auto < 0.6 * norms
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scheme", "options", "bound"),
     [("W4A16", {}, 0.85), ("W4A16", {"group_size": 64}, 0.9), ("W3A16", {}, 0.75), ("W3A16", {"group_size": 64}, 0.75)],
@@ -236,18 +242,20 @@ def test_awq_loses_less_than_rounding_to_nearest(kld, scheme, options, bound):
     assert 0 < awq < bound * rtn
 
 
+@pytest.mark.slow
 def test_weights_alone_need_smoothing_too_where_inputs_have_outliers(kld):
     """Why best searches how far to smooth: a step of a weight counts as much more as its input's channel is larger."""
     plain, best = (kld("outliers", "W8A16", "best", *given) for given in ((), ({"smoothquant": {"alpha": "auto"}},)))
     assert 0 < best < plain / 20
 
 
-@pytest.mark.parametrize(("scheme", "factor"), [("W8A8_STATIC", 400), ("W4A8", 40)])
+@pytest.mark.parametrize(("scheme", "factor"), [pytest.param("W8A8_STATIC", 400, marks=SLOW), ("W4A8", 40)])
 def test_a_rotation_takes_nearly_all_that_outliers_cost(kld, scheme, factor):
     plain, rotated = (kld("outliers", scheme, "rtn", *transforms) for transforms in ((), ({"hadamard": {}},)))
     assert 0 < rotated < plain / factor
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scheme", "factor"), [("W8A8_STATIC", 6), ("W8A8", 1.5)])
 def test_inputs_of_down_proj_that_are_mixed_on_the_way_take_most_of_what_a_folded_rotation_leaves(kld, scheme, factor):
     """Why it exists: behind the gate one channel of a few tokens sets the range of all, and nothing can be folded in there."""

@@ -11,6 +11,7 @@ LIBRARY = [
     "errors",
     "units",
     "progress",
+    "settings",
     "process_memory",
     "configs",
     "shipped",
@@ -36,7 +37,7 @@ LIBRARY = [
     "server",
 ]  # low to high; quantflow.stages is above them all
 INDEPENDENT = {"observers", "transforms", "algorithms", "formats", "backends"}  # members of a table never import each other
-WITHOUT_TORCH = {"errors", "units", "progress", "process_memory", "shipped", "artifact"}
+WITHOUT_TORCH = {"errors", "units", "progress", "settings", "process_memory", "shipped", "artifact"}
 APPLICATION = {"stages", "click", "rich"}  # what the library never imports
 # May import the project's own modules inside functions: they start without torch, or without transformers' model code.
 LAZY = {
@@ -107,6 +108,52 @@ def test_the_environment_is_read_in_these_places(path):
         return
     for node in ast.walk(ast.parse(path.read_text())):
         assert not (isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")), f"{path}:{node.lineno}"
+
+
+# What the command line may import of the library: the stages as functions, their records, files without torch, and words.
+OFFERED = {
+    "quantflow.api",
+    "quantflow.errors",
+    "quantflow.progress",
+    "quantflow.units",
+    "quantflow.settings",
+    "quantflow.shipped",
+    "quantflow.process_memory",
+    "quantflow.artifact",
+    "quantflow.distributed.launch",  # which rank this process is
+    "quantflow.planning.recipe",
+    "quantflow.formats.gaudi.quant_config",  # the record's type
+    "quantflow.runtime.generate_job",
+    "quantflow.evaluation.bench_job",
+    "quantflow.stages",
+}
+STAGES = [path for path in FILES if path.is_relative_to(ROOT / "stages")]
+
+
+@pytest.mark.parametrize("path", STAGES, ids=relative)
+def test_a_stage_is_public_and_calls_the_library_through_its_front_door(path):
+    assert not path.name.startswith("_") or path.name in ("__init__.py", "__main__.py")
+    for name in sorted(imported_names(ast.parse(path.read_text()), path)):
+        assert name.partition(".")[0] not in ("torch", "numpy", "transformers", "safetensors"), f"{path} imports {name}"
+        if name.partition(".")[0] == "quantflow":
+            assert any(f"{name}.".startswith(f"{offered}.") for offered in OFFERED), f"{path} imports {name}"
+
+
+def test_a_verb_is_a_file_that_says_what_it_reads_and_writes():
+    from quantflow.stages.cli import VERBS
+
+    for verb in VERBS:
+        text = (ROOT / "stages" / f"{verb}.py").read_text()
+        assert "api." in text or "quantflow.artifact" in text
+        if verb not in ("inspect", "verify", "diff"):
+            lines = ast.get_docstring(ast.parse(text)).splitlines()
+            words = [line.split()[0] for line in lines if line.split() and line[0].isalpha()]
+            assert [word for word in words if word in ("Reads", "Writes", "Resumes", "Fails")] == [
+                "Reads",
+                "Writes",
+                "Resumes",
+                "Fails",
+            ], verb
 
 
 def test_a_public_class_name_stands_for_one_class():

@@ -1,9 +1,10 @@
-"""The wheel, installed into an empty environment, runs a shipped recipe from a folder that is not this repository.
+"""What is installed is one name, `quantflow`; its command runs in any folder, whatever packages that folder holds.
 
-Slow: builds the wheel and a virtual environment.
+Slow are the tests that build the wheel and a virtual environment for it.
 """
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -12,8 +13,6 @@ from zipfile import ZipFile
 
 import pytest
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).parents[1]
 MODEL = ROOT / "examples" / "tiny-llama"
 ENTRY = "{name: w4a16, scheme: W4A16, algorithm: gptq}"
@@ -21,10 +20,11 @@ ENTRY = "{name: w4a16, scheme: W4A16, algorithm: gptq}"
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built from a copy: setuptools leaves a build folder beside what it builds."""
+    """The wheel, built from a copy with its links: setuptools leaves a build folder beside what it builds."""
     folder = tmp_path_factory.mktemp("wheel")
     for name in ("quantflow", "stages", "configs"):
-        shutil.copytree(ROOT / name, folder / "source" / name, ignore=shutil.ignore_patterns("__pycache__"))
+        unwanted = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, folder / "source" / name, symlinks=True, ignore=unwanted)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copyfile(ROOT / name, folder / "source" / name)
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(folder), str(folder / "source")]
@@ -44,17 +44,62 @@ def binaries(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "bin"
 
 
+def foreign_folder(folder: Path) -> Path:
+    """Make a folder as research repositories are: it has packages of its own that are called configs and stages."""
+    for name in ("configs", "stages"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "__init__.py").write_text(f"raise ImportError('{name} is of another project')\n")
+    return folder
+
+
+def output_of(command: list[str | Path], folder: Path, **environment: str) -> str:
+    words, variables = list(map(str, command)), {**os.environ, **environment}
+    result = subprocess.run(words, cwd=folder, env=variables, capture_output=True, text=True, check=False, timeout=600)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_the_command_runs_in_a_folder_that_has_packages_of_the_same_names(llama: Path, tmp_path: Path) -> None:
+    """By what an installed command is: a file whose own folder, and not the current one, is first on the path."""
+    program = tmp_path / "bin" / "quantflow"
+    program.parent.mkdir()
+    program.write_text("import sys\nfrom quantflow.stages.cli import main\nsys.exit(main())\n")
+    quantflow, folder = [sys.executable, program], foreign_folder(tmp_path / "project")
+    installed = {"PYTHONPATH": str(ROOT)}
+    recipe = output_of([*quantflow, "run", "tiny-llama", "--dry-run", "--json"], folder, **installed)
+    assert json.loads(recipe)["quantize"]
+    made = ["quantize", llama, "-o", "made", "--scheme", "W8A16", "--export", "artifact", "-q"]  # proved by a second process
+    assert output_of([*quantflow, *made], folder, **installed).strip() == "artifact"
+    assert output_of([*quantflow, "verify", "artifact"], folder, **installed).startswith("intact: ")
+
+
+@pytest.mark.slow
+def test_the_installed_command_runs_in_a_folder_that_has_packages_of_the_same_names(binaries: Path, tmp_path: Path) -> None:
+    """With ranks, which are processes that torchrun starts."""
+    quantflow, folder = binaries / "quantflow", foreign_folder(tmp_path / "project")
+    assert json.loads(output_of([quantflow, "run", "tiny-llama", "--dry-run", "--json"], folder))["quantize"]
+    made = ["quantize", MODEL, "-o", "shards", "--scheme", "W8A16", "--ranks", "2", "-q"]
+    assert output_of([quantflow, *made], folder).strip() == "shards"
+    assert output_of([quantflow, "unify", "-m", "shards", "-o", "made", "-q"], folder).splitlines()[-1] == "made"
+    assert output_of([quantflow, "export", "made", "-o", "artifact", "-q"], folder).strip() == "artifact"
+
+
+@pytest.mark.slow
 def test_the_wheel_holds_the_package_and_its_recipes_and_nothing_else(wheel: Path) -> None:
     with ZipFile(wheel) as archive:
         names = archive.namelist()
-    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"quantflow", "stages", "configs"}
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"quantflow"}
+    assert len(names) == len(set(names))
     for shipped in sorted([*(ROOT / "configs").glob("*/*.yaml"), *(ROOT / "configs").glob("*/*.json")]):
-        assert shipped.relative_to(ROOT).as_posix() in names
+        assert f"quantflow/{shipped.relative_to(ROOT).as_posix()}" in names
+    for verb in (ROOT / "stages").rglob("*.py"):
+        assert f"quantflow/{verb.relative_to(ROOT).as_posix()}" in names
     assert "quantflow/py.typed" in names
     for source in (ROOT / "quantflow").rglob("*.c"):
         assert source.relative_to(ROOT).as_posix() in names
 
 
+@pytest.mark.slow
 def test_a_shipped_recipe_runs_from_another_folder(binaries: Path, tmp_path: Path) -> None:
     text = [sys.executable, str(ROOT / "examples" / "tiny-llama" / "stdlib_text.py"), "--samples", "16"]
     subprocess.run([*text, "--output", str(tmp_path / "text")], check=True, stdout=subprocess.DEVNULL)

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from _quantflow import Commands
 
-from quantflow.algorithms import ALGORITHMS, BLOCK_ALGORITHMS
+from quantflow.algorithms import ALGORITHMS, BEST, BLOCK_ALGORITHMS
 from quantflow.core.scheme import preset
-from quantflow.planning.requirements import BEST, entries_of, learned_of, needs_of
+from quantflow.planning.requirements import entries_of, learned_of, needs_of
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "peers"
 OURS = "quantflow"

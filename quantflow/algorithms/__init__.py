@@ -14,14 +14,31 @@ from quantflow.algorithms import gptq, hqq, rtn, rtn_mse, signround, tune, yaqa
 from quantflow.core.parallel import SEQUENTIAL, Workers
 from quantflow.core.qtensor import QTensor
 from quantflow.core.result import GroupResult
-from quantflow.core.scheme import LinearScheme
+from quantflow.core.scheme import LinearScheme, TensorScheme
+from quantflow.core.support import Supports
 from quantflow.numerics.trained_block import TrainedBlock
 
-__all__ = ["ALGORITHMS", "BLOCK_ALGORITHMS", "TUNE", "Algorithm", "BlockAlgorithm", "tune"]
+__all__ = [
+    "ALGORITHMS",
+    "BEST",
+    "BLOCK_ALGORITHMS",
+    "LEARNING",
+    "NEAREST",
+    "TUNE",
+    "Algorithm",
+    "BlockAlgorithm",
+    "best_for",
+    "supports_of",
+    "tune",
+    "tuned_by_best",
+]
 
 
 class Algorithm(Protocol):
     """What the file of an algorithm exports."""
+
+    NAME: str
+    """As recipes name it."""
 
     NEEDS: tuple[str, ...]
     """Names of the statistics that `quantize_group` reads: of the group's input, `gradient_sum` of each linear's output."""
@@ -31,6 +48,12 @@ class Algorithm(Protocol):
 
     VERSION: int
     """Counts the changes that give other results for the same inputs; part of the resume key."""
+
+    TO_NEAREST: bool
+    """Whether it takes the whole range of a weight and rounds to nearest: cards round slices by it, and a range may be cut."""
+
+    SUPPORTS: Supports
+    """What it goes with."""
 
     def working_bytes(self, features: int, rows: int, *, workers: int = 1, in_place: bool = False) -> int:
         """Return the most memory that `quantize_group` takes beyond weights, statistics and results, in bytes."""
@@ -53,8 +76,14 @@ class Algorithm(Protocol):
 class BlockAlgorithm(Protocol):
     """What the file of an algorithm exports that works with a whole decoder layer."""
 
+    NAME: str
+    """As recipes name it."""
+
     VERSION: int
     """As of an `Algorithm`."""
+
+    SUPPORTS: Supports
+    """What it goes with."""
 
     def working_bytes(self, weights: int, scales: int, *, widest: int, workers: int = 1) -> int:
         """Return the most memory that `refine` takes beyond the layer, its runs, what it starts from and results, in bytes."""
@@ -80,6 +109,33 @@ class BlockAlgorithm(Protocol):
         ...
 
 
-ALGORITHMS: dict[str, Algorithm] = {"rtn": rtn, "rtn_mse": rtn_mse, "hqq": hqq, "gptq": gptq, "yaqa": yaqa}
-BLOCK_ALGORITHMS: dict[str, BlockAlgorithm] = {"signround": signround}
-TUNE = "tune"  # of quantflow.algorithms.tune, in recipes and records
+_GROUPS: tuple[Algorithm, ...] = (rtn, rtn_mse, hqq, gptq, yaqa)
+_BLOCKS: tuple[BlockAlgorithm, ...] = (signround,)
+ALGORITHMS: dict[str, Algorithm] = {algorithm.NAME: algorithm for algorithm in _GROUPS}
+BLOCK_ALGORITHMS: dict[str, BlockAlgorithm] = {algorithm.NAME: algorithm for algorithm in _BLOCKS}
+LEARNING = signround.NAME  # the block algorithm that recipes have settings of
+TUNE = tune.NAME
+NEAREST = rtn.NAME  # what every other algorithm must beat, and what stands in where it cannot be used
+BEST = "best"  # in recipes: the algorithm that `best_for` names
+
+
+def supports_of(name: str) -> Supports:
+    """Return what an algorithm goes with, one of a block's or `tune` too."""
+    if name in ALGORITHMS:
+        return ALGORITHMS[name].SUPPORTS
+    return BLOCK_ALGORITHMS[name].SUPPORTS if name in BLOCK_ALGORITHMS else tune.SUPPORTS
+
+
+def best_for(weights: TensorScheme, *, rotated: bool) -> str:
+    """Return the algorithm that `best` stands for, of such weights.
+
+    Measured beside the others (benchmarks/accuracy.py) for 4 bits; other bits below 8 follow it. gptq goes with rotations and
+    float8, which yaqa does not.
+    """
+    refused = weights.kind != "int" or (rotated and yaqa.SUPPORTS.rotations is not None)
+    return gptq.NAME if refused or weights.num_bits == 8 else yaqa.NAME
+
+
+def tuned_by_best(scheme: LinearScheme, *, rotated: bool) -> bool:
+    """Return whether `best` tunes scales after its algorithm: where that is yaqa, and inputs stay as they are."""
+    return best_for(scheme.weights, rotated=rotated) == yaqa.NAME and tune.SUPPORTS.scheme(scheme) is None

@@ -30,6 +30,7 @@ from quantflow.core.parallel import SEQUENTIAL, Workers
 from quantflow.core.qtensor import QTensor, qvalue_dtype
 from quantflow.core.result import JSON, GroupResult
 from quantflow.core.scheme import LinearScheme, TensorScheme
+from quantflow.core.support import EVERYTHING
 from quantflow.numerics import output_errors
 from quantflow.numerics.feedback import (
     BLOCK,
@@ -42,10 +43,15 @@ from quantflow.numerics.feedback import (
     round_columns_,
 )
 from quantflow.numerics.grid import Grid, either_sign, weight_grids
+from quantflow.numerics.statistics import COUNT
+from quantflow.observers.hessian import HESSIAN_SUM
 
-NEEDS: tuple[str, ...] = ("hessian_sum", "count")
+NAME: str = "gptq"
+NEEDS: tuple[str, ...] = (HESSIAN_SUM.name, COUNT.name)
 BY_ROW: bool = False
 VERSION: int = 5
+TO_NEAREST: bool = False
+SUPPORTS = EVERYTHING
 
 # Constants, since they order the sums and so are part of the result.
 _UNIT_ROWS = 1024  # at most; fewer make the calls per column dear, more leave workers idle
@@ -104,7 +110,7 @@ def quantize_group(
     """
     if not weights:
         return {}
-    hessian_sum, tokens = checked_hessian(statistics, weights, algorithm="gptq")
+    hessian_sum, tokens = checked_hessian(statistics, weights, algorithm=NAME)
     diagonal = hessian_sum.diagonal().double() / max(tokens, 1)
     importance = diagonal + DAMPINGS[0] * diagonal.mean()  # damped too: an unseen channel still matters a little
     sign = either_sign(scheme)

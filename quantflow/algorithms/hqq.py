@@ -35,13 +35,17 @@ from quantflow.core import affine, groups
 from quantflow.core.parallel import SEQUENTIAL, Workers
 from quantflow.core.result import GroupResult
 from quantflow.core.scheme import LinearScheme, TensorScheme
+from quantflow.core.support import SHARED_SCALE, Supports, integers_only
 from quantflow.errors import SchemeError
 from quantflow.numerics.grid import weight_grids
 from quantflow.numerics.rounding import rounded
 
+NAME: str = "hqq"
 NEEDS: tuple[str, ...] = ()
 BY_ROW: bool = True
 VERSION: int = 1
+TO_NEAREST: bool = False
+SUPPORTS = Supports(float8=integers_only(NAME), shared_scale=SHARED_SCALE)
 
 # Constants, since they are part of the result. With beta = 1 every e below a step is zero, which is least squares for all
 # weights alike; with 6.7, at the end, errors above 0.22 of a step count in part.

@@ -13,12 +13,16 @@ from quantflow.core import groups
 from quantflow.core.parallel import SEQUENTIAL, Workers
 from quantflow.core.result import GroupResult
 from quantflow.core.scheme import LinearScheme
+from quantflow.core.support import EVERYTHING
 from quantflow.numerics.grid import weight_grids
 from quantflow.numerics.rounding import rounded
 
+NAME: str = "rtn"
 NEEDS: tuple[str, ...] = ()
 BY_ROW: bool = True
 VERSION: int = 1
+TO_NEAREST: bool = True
+SUPPORTS = EVERYTHING
 
 
 def working_bytes(features: int, rows: int, *, workers: int = 1, in_place: bool = False) -> int:

@@ -16,13 +16,17 @@ from quantflow.core import groups
 from quantflow.core.parallel import SEQUENTIAL, Workers
 from quantflow.core.result import GroupResult
 from quantflow.core.scheme import LinearScheme
+from quantflow.core.support import SHARED_SCALE, Supports
 from quantflow.errors import SchemeError
 from quantflow.numerics.grid import either_sign, weight_grids
 from quantflow.numerics.rounding import rounded
 
+NAME: str = "rtn_mse"
 NEEDS: tuple[str, ...] = ()
 BY_ROW: bool = True
 VERSION: int = 2
+TO_NEAREST: bool = False
+SUPPORTS = Supports(shared_scale=SHARED_SCALE)
 
 
 def working_bytes(features: int, rows: int, *, workers: int = 1, in_place: bool = False) -> int:

@@ -26,9 +26,21 @@ from torch import Tensor
 
 from quantflow.core import affine, groups
 from quantflow.core.qtensor import QTensor
+from quantflow.core.support import Refusal, Supports
 from quantflow.errors import SchemeError, StatisticsError
 
+NAME: str = "tune"
 VERSION: int = 1
+_LEAVE_OUT = "leave `tune` out, or give `--tune 0`"
+_OTHER_WEIGHTS = Refusal(why="; it tunes scales per channel or group of integer weights, inputs as they are", remedy=_LEAVE_OUT)
+SUPPORTS = Supports(
+    float8=_OTHER_WEIGHTS,
+    shared_scale=_OTHER_WEIGHTS,
+    quantized_inputs=_OTHER_WEIGHTS,
+    rotations=Refusal(why="; it runs the layers of the model as it is", remedy=_LEAVE_OUT),
+    mixtures=Refusal(why="; experts' scales are not tuned", remedy=_LEAVE_OUT, unsupported=True),
+    ranks=Refusal(why="; it runs in one process", remedy=f"{_LEAVE_OUT}, or quantize with one process"),
+)
 
 # Constants, since they are part of the result.
 RATE = 0.02  # the longest step, of the distance between two integers, at the end of the range
@@ -50,6 +62,11 @@ class Tuned:
     u: Tensor
     mean: Tensor
     square: Tensor
+
+
+def state_bytes(scales: int) -> int:
+    """Return the bytes of what is tuned of so many scales: `Tuned`, three float32 of each."""
+    return 3 * 4 * scales
 
 
 def begin(name: str, start: QTensor) -> Tuned:

@@ -33,15 +33,14 @@ from quantflow.calibration.text import hash_sequences, read_documents, select
 from quantflow.core.determinism import single_threaded, tools
 from quantflow.core.parallel import Workers
 from quantflow.distributed.launch import die_with_parent, launch, launched_rank, rank_folder, refuse_other_world
-from quantflow.errors import UnsupportedError, UsageError, nearest
+from quantflow.errors import UnsupportedError, UsageError
 from quantflow.measurements.record import LAYOUT_VERSION, Measurement, write_measurement
 from quantflow.models import layer_store
 from quantflow.models.graph import Graph, graph_for
 from quantflow.models.identity import identify
 from quantflow.models.load import Source, load_tokenizer, open_source
 from quantflow.models.sharding import placements
-from quantflow.observers import OBSERVERS
-from quantflow.planning.amounts import GRADIENTS
+from quantflow.observers import DEFAULT, observer_named, of_gradients
 from quantflow.planning.experts import ROUTED
 from quantflow.planning.recipe import Calibration, Resources
 from quantflow.planning.resources import account, allow_measure
@@ -50,7 +49,7 @@ from quantflow.progress import Progress
 
 VERSION = 4
 PARTS = ("statistics.safetensors", "calibration.safetensors", "measurement.json")
-DEFAULT_STATS = ("amax", "channel_amax", "min_max", "mean_abs", "histogram")
+DEFAULT_STATS = DEFAULT
 TIMEOUT = timedelta(seconds=60)
 
 
@@ -84,8 +83,7 @@ class MeasureJob:
 def run(job: MeasureJob, progress: Progress) -> Path:
     """Measure and return the folder that holds the ranks; finished ranks are left alone."""
     for name in job.stats:
-        if name not in OBSERVERS:
-            raise UsageError(f"statistic {name!r} is unknown", nearest(name, list(OBSERVERS)))
+        observer_named(name)
     launched = launched_rank()
     if launched is not None and job.ranks not in (1, launched[1]):
         raise UsageError(f"measure: ranks={job.ranks}, torchrun started {launched[1]}", "leave --ranks out under torchrun")
@@ -137,7 +135,7 @@ def _check_fit(job: MeasureJob, graph: Graph, *, tp: int) -> None:
         UsageError: `experts` is given and there are none, or gradients on several cards.
         UnsupportedError: a mixture on several cards, or its gradients.
     """
-    gradients = ", ".join(name for name in job.stats if name in GRADIENTS)
+    gradients = ", ".join(name for name in job.stats if of_gradients(name))
     if gradients and graph.sparse:
         raise UnsupportedError(
             f"measure: statistic {gradients} of a {graph.family.model_type}, whose experts each see other tokens",

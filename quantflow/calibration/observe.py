@@ -33,9 +33,8 @@ from quantflow.models.hooks import KVRecorder, QueryRecorder, watch
 from quantflow.models.load import Source
 from quantflow.models.reading import read_tensor
 from quantflow.models.transformers_split import RankShare, cut_
-from quantflow.observers import OBSERVERS
+from quantflow.observers import OBSERVERS, goes_back, of_gradients
 from quantflow.observers.count import CountObserver
-from quantflow.planning.amounts import GRADIENTS, goes_back
 from quantflow.planning.resources import Allowance
 from quantflow.process_memory import give_back_holes
 from quantflow.progress import Progress
@@ -116,7 +115,7 @@ class Observation:
             generators=[generator_for(self.seed, index) for index in self.indices],
             hidden=self.folder / "hidden",
             folder=self.folder / "backwards",
-            stats=[kind for kind in self.stats if kind in GRADIENTS],
+            stats=[kind for kind in self.stats if of_gradients(kind)],
             key=self.key,
             progress=self.progress,
             workers=self.workers,
@@ -179,7 +178,7 @@ class Observation:
 
     @property
     def _of_inputs(self) -> list[str]:
-        return [kind for kind in self.stats if kind not in GRADIENTS]
+        return [kind for kind in self.stats if not of_gradients(kind)]
 
     def _observe_cache(self, observers: Observers, layer: Layer, key: Tensor, value: Tensor) -> None:
         _observer(observers, f"{layer.attention}|k_cache", ["amax"], key)

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from quantflow.errors import UsageError
+from quantflow.evaluation.bench_job import PERCENTILES
 from quantflow.runtime.decoder import Decoder
-
-PERCENTILES = (50, 90, 99)
 
 
 @dataclass(frozen=True, kw_only=True)

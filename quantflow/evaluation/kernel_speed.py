@@ -8,7 +8,7 @@ import ctypes
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,9 @@ from quantflow.algorithms import rtn
 from quantflow.backends import BACKENDS, kernels, native
 from quantflow.backends.backend import Case
 from quantflow.core.qtensor import QuantizedLinear
-from quantflow.core.scheme import LinearScheme
+from quantflow.core.scheme import LinearScheme, preset
+from quantflow.errors import UsageError
+from quantflow.evaluation.bench_job import KernelJob
 
 _CACHE_BYTES = 128 << 20  # read to push everything else out
 _CPU = torch.device("cpu")
@@ -48,6 +50,34 @@ class KernelTiming:
     weight_bytes: int
     seconds: float
     read_seconds: float | None
+
+
+def run(job: KernelJob) -> dict[str, Any]:
+    """Return the machine's share of the result (threads, why our own kernels cannot run) and a row per timing."""
+    if job.rounds < 1 or min(job.tokens, default=0) < 1:
+        raise UsageError(f"bench: {job.rounds} rounds of {list(job.tokens)} tokens", "use 1 or more of each")
+    schemes, shapes = [preset(name) for name in job.schemes], [_shape(text) for text in job.shapes]
+    for scheme in schemes:
+        if scheme.input is not None and not scheme.input.dynamic:
+            raise UsageError(f"bench: scheme {scheme.name} has a static input", "time a scheme with dynamic inputs or none")
+    dtype = getattr(torch, job.dtype)
+    rows = []
+    for shape in shapes:
+        for scheme in schemes:
+            for timing in kernel_timings(scheme, shape, tokens=job.tokens, dtype=dtype, rounds=job.rounds):
+                read = timing.read_seconds
+                row = asdict(timing)
+                row["bytes_per_second"] = timing.weight_bytes / timing.seconds
+                row["read_bytes_per_second"] = None if read is None else timing.weight_bytes / read
+                row["products_per_second"] = timing.tokens * timing.out_features * timing.in_features / timing.seconds
+                rows.append(row)
+    return {
+        "threads": torch.get_num_threads(),
+        "dtype": job.dtype,
+        "rounds": job.rounds,
+        "why_not": native.why_not(kernels.SOURCE, needs=kernels.NEEDS),
+        "timings": rows,
+    }
 
 
 def kernel_timings(
@@ -137,3 +167,15 @@ def _medians(calls: dict[str, Callable[[], object]], cache: Tensor, *, rounds: i
             call()
             seconds[name].append(time.perf_counter() - begin)
     return {name: statistics.median(taken[1:]) for name, taken in seconds.items()}
+
+
+def _shape(text: str) -> tuple[int, int]:
+    """Return (out_features, in_features) of `OUTxIN`.
+
+    Raises:
+        UsageError: it is not two positive numbers.
+    """
+    parts = text.split("x")
+    if len(parts) != 2 or not all(part.isdecimal() and int(part) for part in parts):
+        raise UsageError(f"bench: shape {text!r}", "write out_features x in_features, such as 5632x2048")
+    return int(parts[0]), int(parts[1])

@@ -7,8 +7,8 @@ Fails    2 counts that cannot be decoded, 7 the artifact is damaged; what loadin
 """
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,45 +16,13 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from quantflow.errors import UsageError
-from quantflow.evaluation.generation_speed import PERCENTILES, Spread, TimedRun, random_prompts, spread, time_run
+from quantflow.evaluation.bench_job import PERCENTILES, BenchJob
+from quantflow.evaluation.generation_speed import Spread, TimedRun, random_prompts, spread, time_run
 from quantflow.process_memory import usage
 from quantflow.progress import Progress
 from quantflow.runtime import rank_processes
 from quantflow.runtime.lean import LeanDecoder
 from quantflow.runtime.load import Loaded, load
-
-
-@dataclass(frozen=True, kw_only=True)
-class BenchJob:
-    """What is timed.
-
-    Attributes:
-        batch_sizes: sequences at once, each a table's row.
-        input_tokens, new_tokens: of each sequence.
-        runs, warmups: of each batch size.
-        ordered: percentiles are taken from the sorted times.
-        ignore_eos: go on after an end token.
-        profile: where a trace of one more run goes, for chrome://tracing; None for no such run.
-        ranks: processes that share the model, each with a part of every matrix.
-    """
-
-    artifact: Path
-    batch_sizes: tuple[int, ...] = (1,)
-    input_tokens: int = 256
-    new_tokens: int = 32
-    runs: int = 10
-    warmups: int = 1
-    ordered: bool = True
-    ignore_eos: bool = True
-    profile: Path | None = None
-    backend: str = "auto"
-    dtype: str = "float32"
-    decoder: str = "auto"
-    kv_cache: str = "auto"
-    pack: bool = False
-    device: str = "cpu"
-    ranks: int = 1
-    seed: int = 0
 
 
 def run(job: BenchJob, progress: Progress) -> dict[str, Any] | None:
@@ -170,95 +138,3 @@ def _prompts(job: BenchJob, loaded: Loaded, rows: int, index: int) -> torch.Tens
 def _cache_bytes(loaded: Loaded) -> int | None:
     decoder = loaded.decoder
     return decoder.cache.nbytes if isinstance(decoder, LeanDecoder) and decoder.cache is not None else None
-
-
-def text(result: Mapping[str, Any]) -> str:
-    """Return the result of `run` as Markdown: a latency summary per batch size, and text-generation-benchmark's tables."""
-    head = [
-        f"{result['artifact']}: {result['decoder']} decoder, {', '.join(result['backends']) or 'no quantized linear'}, "
-        f"{_workers(result)}, loaded in {result['load_seconds']:.2f} s, "
-        f"peak memory {result['memory']['peak_bytes'] / 2**30:.2f} GiB",
-        *result["reasons"],
-        f"percentiles {result['percentiles']}",
-    ]
-    if result["profile"] is not None:
-        head.append(f"trace: {result['profile']}")
-    summaries = [_summary(result, batch) for batch in result["batches"]]
-    return "\n\n".join(["\n".join(head), *summaries, _parameters(result), _latencies(result), _rates(result)])
-
-
-def _workers(result: Mapping[str, Any]) -> str:
-    """Return how many threads computed, of how many ranks."""
-    ranks = result["ranks"]
-    return f"{result['threads']} threads" if ranks == 1 else f"{ranks} ranks of {result['threads']} threads"
-
-
-def _summary(result: Mapping[str, Any], batch: Mapping[str, Any]) -> str:
-    """Return what IPEX's run.py prints with --token-latency; P50 and the rest of the lines are ours."""
-    first, following = batch["first_token"], batch["next_token"]
-    lines = [
-        f"---- Prompt size: {result['settings']['input_tokens']}, batch size: {batch['batch_size']}",
-        " ---------- Summary: ----------",
-        f"Inference latency: {batch['seconds'] / result['settings']['runs']:.3f} sec.",
-        f"First token average latency: {first['average']:.3f} sec.",
-    ]
-    if following is not None:
-        lines.append(f"Average 2... latency: {following['average']:.3f} sec.")
-        lines += [f"P{p} 2... latency: {following[f'p{p}']:.3f} sec." for p in PERCENTILES]
-    return "\n".join(
-        [
-            *lines,
-            f"Tokens: {batch['requested']} requested, {batch['produced']} produced",
-            f"Throughput: {batch['produced_per_second']:.2f} produced tokens/second, "
-            f"{batch['requested_per_second']:.2f} requested",
-        ]
-    )
-
-
-def _parameters(result: Mapping[str, Any]) -> str:
-    settings = result["settings"]
-    unset = ("Temperature", "Top K", "Top P", "Typical P", "Repetition Penalty", "Frequency Penalty")
-    rows = [
-        ("Model", result["artifact"]),
-        ("Sequence Length", settings["input_tokens"]),
-        ("Decode Length", settings["new_tokens"]),
-        ("Top N Tokens", None),
-        ("N Runs", settings["runs"]),
-        ("Warmups", settings["warmups"]),
-        *((name, None) for name in unset),
-        ("Watermark", False),
-        ("Do Sample", False),
-    ]
-    return _markdown(("Parameter", "Value"), rows)
-
-
-def _latencies(result: Mapping[str, Any]) -> str:
-    names = {"Prefill": "first_token", "Decode (token)": "decode_token", "Decode (total)": "decode_total"}
-    shares = [f"p{p}" for p in PERCENTILES]
-    columns = ("average", "lowest", "highest", *shares)
-    rows = _stepwise(result, names, lambda spread: [f"{spread[column] * 1e3:.2f} ms" for column in columns])
-    return _markdown(("Step", "Batch Size", "Average", "Lowest", "Highest", *shares), rows)
-
-
-def _rates(result: Mapping[str, Any]) -> str:
-    names = {"Prefill": "prefill_per_second", "Decode": "decode_per_second"}
-    columns = ("average", "lowest", "highest")
-    rows = _stepwise(result, names, lambda spread: [f"{spread[column]:.2f} tokens/secs" for column in columns])
-    return _markdown(("Step", "Batch Size", "Average", "Lowest", "Highest"), rows)
-
-
-def _stepwise(result: Mapping[str, Any], names: Mapping[str, str], cells: Any) -> list[tuple[Any, ...]]:
-    """Return a row per step and batch size; a step's name stands in its first row only."""
-    rows: list[tuple[Any, ...]] = []
-    for name, key in names.items():
-        found = [batch for batch in result["batches"] if batch[key] is not None]
-        rows += [("" if index else name, batch["batch_size"], *cells(batch[key])) for index, batch in enumerate(found)]
-    return rows
-
-
-def _markdown(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Return a table whose columns are as wide as what is in them."""
-    lines = [tuple(columns), *(tuple(map(str, row)) for row in rows)]
-    widths = [max(len(line[index]) for line in lines) for index in range(len(columns))]
-    shown = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines]
-    return "\n".join([shown[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *shown[1:]])

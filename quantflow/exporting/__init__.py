@@ -1,1 +1,115 @@
-"""The artifact's files: weights, ledger, model card, other runtimes' files, and the proof."""
+"""The artifact's files: weights, ledger, model card, other runtimes' files, and the proof.
+
+`EXPORTERS` is the only registry of formats that `export` writes. A row names its module, which is imported when it is used.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from quantflow.errors import UsageError, nearest
+from quantflow.planning.recipe import Export, Resources
+from quantflow.progress import Progress
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportRequest:
+    """What is asked of an exporter.
+
+    Attributes:
+        source: what the exporter takes: a finished quantize folder, a measurement, a model or an artifact.
+        output: the folder that it writes.
+        options: the recipe's words; an exporter reads its own of them.
+        model: the source model, where the exporter knows of one.
+        quant_config: Gaudi's own configuration, as its toolkit was given it.
+        keep_originals: keep what Gaudi measured beside what is written for it.
+        resources: limits of memory and disk.
+        replace: redo a finished result that was made from other inputs, instead of refusing.
+    """
+
+    source: Path
+    output: Path
+    options: Export = Export()
+    model: Path | None = None
+    quant_config: Any = None
+    keep_originals: bool = False
+    resources: Resources = Resources()
+    replace: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exporter:
+    """A row of EXPORTERS.
+
+    Attributes:
+        takes: what its source is, in words.
+        reader: what reads its files, in words.
+        options: words of the recipe's `export` that it reads.
+        module: has `requested(request)`, which returns a job, and `run(job, progress)`, which does it and returns the folder.
+    """
+
+    takes: str
+    reader: str
+    options: tuple[str, ...]
+    module: str
+
+    def job(self, request: ExportRequest) -> Any:
+        """Return the job, a record.
+
+        Raises:
+            UsageError: the request contradicts itself.
+        """
+        return import_module(self.module).requested(request)
+
+    def run(self, job: Any, progress: Progress, *, proved: Any = None) -> Path:
+        """Do what `job` returned, and return the folder.
+
+        Args:
+            job: of this exporter.
+            progress: is told how far it is.
+            proved: a process that has started to prove an artifact (quantflow/exporting/proof.py), for the format of artifacts.
+
+        Raises:
+            QuantflowError: as the format's module.
+        """
+        more = {} if proved is None else {"proved": proved}
+        folder: Path = import_module(self.module).run(job, progress, **more)
+        return folder
+
+
+EXPORTERS: Mapping[str, Exporter] = MappingProxyType(
+    {
+        "compressed-tensors": Exporter(
+            takes="what `quantize` or `unify` wrote",
+            reader="this runtime, transformers, vLLM",
+            options=("shard_size",),
+            module="quantflow.exporting.export",
+        ),
+        "inc": Exporter(
+            takes="a measurement",
+            reader="Gaudi's toolkit",
+            options=("device", "scale_method"),
+            module="quantflow.exporting.gaudi_export",
+        ),
+        "gguf": Exporter(
+            takes="a model as it is, or an artifact with its weights dequantized",
+            reader="llama.cpp and its own quantizers",
+            options=("dtype",),
+            module="quantflow.exporting.gguf_export",
+        ),
+    }
+)
+
+
+def exporter(name: str) -> Exporter:
+    """Return the exporter of a format.
+
+    Raises:
+        UsageError: there is none; the nearest one is named.
+    """
+    if name not in EXPORTERS:
+        raise UsageError(f"export: format {name!r} is unknown", nearest(name, list(EXPORTERS)))
+    return EXPORTERS[name]

@@ -26,11 +26,12 @@ from quantflow.artifact.side_files import is_side_file
 from quantflow.artifact.verify import verify
 from quantflow.core.determinism import tools
 from quantflow.errors import InputError, IntegrityError, QuantflowError, UsageError, nearest
+from quantflow.exporting import ExportRequest
 from quantflow.exporting.ledger_entries import tensor_entries
 from quantflow.exporting.model_card import model_card
 from quantflow.exporting.proof import Proved, proving
 from quantflow.exporting.weight_files import Stored, linked, shards_for, write_shards
-from quantflow.formats import FORMATS
+from quantflow.formats import DEFAULT, FORMATS
 from quantflow.models.graph import Graph, graph_for
 from quantflow.models.source import ModelFiles, fingerprint, open_files
 from quantflow.planning.artifact_config import artifact_config
@@ -62,7 +63,7 @@ class ExportJob:
     quantized: Path
     output: Path
     model: Path | None = None
-    format: str = "compressed-tensors"
+    format: str = DEFAULT
     shard_size: str = "4GiB"
     replace: bool = False
     resources: Resources = Resources()
@@ -78,6 +79,20 @@ def job_from(recipe: Recipe, *, quantized: str | Path, output: str | Path, model
         shard_size=recipe.export.shard_size,
         replace=force,
         resources=recipe.resources,
+    )
+
+
+def requested(request: ExportRequest) -> ExportJob:
+    """Return the job of a request; see `quantflow.exporting.Exporter`."""
+    options = request.options
+    return ExportJob(
+        quantized=request.source,
+        output=request.output,
+        model=request.model,
+        format=options.format,
+        shard_size=options.shard_size,
+        replace=request.replace,
+        resources=request.resources,
     )
 
 

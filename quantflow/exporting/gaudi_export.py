@@ -24,6 +24,7 @@ from torch import Tensor
 
 from quantflow.artifact import stage_folder
 from quantflow.errors import InputError, UnsupportedError, UsageError, nearest
+from quantflow.exporting import ExportRequest
 from quantflow.formats.gaudi import gaudi_nodes
 from quantflow.formats.gaudi.devices import DEVICES, Target, target
 from quantflow.formats.gaudi.file_names import find_triples
@@ -68,6 +69,28 @@ class GaudiExportJob:
     replace: bool = False
 
 
+def requested(request: ExportRequest) -> GaudiExportJob:
+    """Return the job of a request; see `quantflow.exporting.Exporter`.
+
+    Raises:
+        UsageError: an unknown scale method, or one that the QUANT_CONFIG contradicts.
+    """
+    given: GivenConfig | None = request.quant_config
+    config = QuantConfig(dump_stats_path="./hqt_output/measure") if given is None else given.config
+    if request.options.scale_method is not None:
+        config = replace(config, scale_method=method_config(request.options.scale_method))
+    return GaudiExportJob(
+        measurement=request.source,
+        output=request.output,
+        device=request.options.device,
+        config=config,
+        name="maxabs_quant" if given is None else given.path.stem,
+        keep_originals=request.keep_originals,
+        model=request.model,
+        replace=request.replace,
+    )
+
+
 def job_from(
     measurement: str,
     *,
@@ -81,20 +104,18 @@ def job_from(
     """Return the job of a command line; `options` are the recipe's under the flags, `found` is its QUANT_CONFIG.
 
     Raises:
-        UsageError: an unknown scale method, or one that the QUANT_CONFIG contradicts.
+        UsageError: as `requested`.
     """
-    config = QuantConfig(dump_stats_path="./hqt_output/measure") if found is None else found.config
-    if options.scale_method is not None:
-        config = replace(config, scale_method=method_config(options.scale_method))
-    return GaudiExportJob(
-        measurement=Path(measurement),
-        output=Path(output),
-        device=options.device,
-        config=config,
-        name="maxabs_quant" if found is None else found.path.stem,
-        keep_originals=keep_originals,
-        model=None if model is None else Path(model),
-        replace=force,
+    return requested(
+        ExportRequest(
+            source=Path(measurement),
+            output=Path(output),
+            options=options,
+            model=None if model is None else Path(model),
+            quant_config=found,
+            keep_originals=keep_originals,
+            replace=force,
+        )
     )
 
 

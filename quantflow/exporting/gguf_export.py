@@ -23,13 +23,14 @@ from quantflow.artifact.manifest import MANIFEST_NAME
 from quantflow.artifact.safetensors_header import TensorInfo
 from quantflow.core.dtypes import DTYPES
 from quantflow.errors import IntegrityError, UsageError, nearest
+from quantflow.exporting import ExportRequest
 from quantflow.exporting.gguf_source import GGUFWeights, open_weights
 from quantflow.formats.llama_cpp import gguf
 from quantflow.formats.llama_cpp.metadata import ROPE_FACTORS, metadata, rope_factors
 from quantflow.formats.llama_cpp.tensors import Place, places, row_order, rows_at_once
 from quantflow.formats.llama_cpp.tokenizer import vocabulary
 from quantflow.models.reading import bytes_of, read_into
-from quantflow.planning.needs import BUFFERS, LIBRARIES, Need
+from quantflow.planning.cost import BUFFERS, LIBRARIES, Need
 from quantflow.planning.recipe import Recipe, Resources
 from quantflow.planning.resources import grant
 from quantflow.progress import Progress
@@ -73,16 +74,40 @@ class GGUFPlan:
     computed: dict[str, Tensor]
 
 
+def requested(request: ExportRequest) -> GGUFExportJob:
+    """Return the job of a request; see `quantflow.exporting.Exporter`.
+
+    Raises:
+        UsageError: a model beside the one that is exported.
+    """
+    if request.model is not None:
+        told = f"export: --model {request.model} beside format {request.options.format}"
+        raise UsageError(told, "give the model's folder instead of QUANTIZED")
+    return GGUFExportJob(
+        source=request.source,
+        output=request.output,
+        dtype=request.options.dtype,
+        replace=request.replace,
+        resources=request.resources,
+    )
+
+
 def job_from(source: str, *, output: str, model: str | None, recipe: Recipe, force: bool) -> GGUFExportJob:
     """Return the job of a command line; `recipe` is the recipe's under the flags.
 
     Raises:
-        UsageError: --model, which belongs to another format.
+        UsageError: as `requested`.
     """
-    if model is not None:
-        raise UsageError(f"export: --model {model} beside format gguf", "give the model's folder instead of QUANTIZED")
-    dtype, resources = recipe.export.dtype, recipe.resources
-    return GGUFExportJob(source=Path(source), output=Path(output), dtype=dtype, replace=force, resources=resources)
+    return requested(
+        ExportRequest(
+            source=Path(source),
+            output=Path(output),
+            options=recipe.export,
+            model=None if model is None else Path(model),
+            resources=recipe.resources,
+            replace=force,
+        )
+    )
 
 
 def run(job: GGUFExportJob, progress: Progress) -> Path:

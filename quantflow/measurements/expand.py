@@ -13,11 +13,11 @@ from typing import Any
 from torch import Tensor
 
 from quantflow.errors import InputError, UsageError
-from quantflow.measurements.keys import MATRICES, Key, by_site
-from quantflow.measurements.merging import PER_CHANNEL, SUMS
+from quantflow.measurements.keys import Key, by_site
 from quantflow.measurements.placement import Placement, layout, share
 from quantflow.measurements.record import Measurement
-from quantflow.numerics import output_blocks
+from quantflow.numerics.statistics import ONCE
+from quantflow.observers import statistic_named
 
 _CUT, _KEPT, _BOUND, _LEFT_OUT = "cut", "kept", "the whole's, which bounds it", "left out"
 
@@ -88,20 +88,18 @@ def _cut(values: Mapping[str, Tensor], placement: Placement, site: str, rules: C
         return dict(values)
     found: dict[str, Tensor] = {}
     part = slice(placement["offset"], placement["offset"] + placement["length"])
-    for statistic, value in values.items():
-        if how == "channels" and statistic in PER_CHANNEL:
-            rule, found[statistic] = _CUT, value[part]
-        elif how == "channels" and statistic in MATRICES:
-            cut = output_blocks.cut(value, part) if statistic == "gradient_sum" else value[part, part]
-            rule, found[statistic] = _CUT, cut
-        elif how == "channels" and statistic == "count":
-            rule, found[statistic] = _KEPT, value
-        elif how == "channels" and statistic == "amax" and "channel_amax" in values:
-            channels = values["channel_amax"][part]
-            rule, found[statistic] = _CUT, channels.max() if channels.numel() else value.new_zeros(())
-        elif statistic not in SUMS:
-            rule, found[statistic] = _BOUND, value
+    for name, value in values.items():
+        statistic = statistic_named(name)
+        if how == "channels" and statistic.cut is not None:
+            rule, found[name] = _CUT, statistic.cut(value, part)
+        elif how == "channels" and statistic.cards == ONCE:
+            rule, found[name] = _KEPT, value
+        elif how == "channels" and statistic.maximum_of is not None and statistic.maximum_of in values:
+            channels = values[statistic.maximum_of][part]
+            rule, found[name] = _CUT, channels.max() if channels.numel() else value.new_zeros(())
+        elif not statistic.is_sum:
+            rule, found[name] = _BOUND, value
         else:
             rule = _LEFT_OUT
-        rules[statistic, rule] += 1
+        rules[name, rule] += 1
     return found

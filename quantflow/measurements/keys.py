@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quantflow.errors import StatisticsError
-from quantflow.observers import OBSERVERS, Observer
+from quantflow.observers import OBSERVERS, STATISTICS, Observer
 
 Item = TypeVar("Item")
 HEADS = ("k_heads", "v_heads")  # what the caches store once more, with heads in the place of features
@@ -19,7 +19,7 @@ HEADS = ("k_heads", "v_heads")  # what the caches store once more, with heads in
 # gradient: of the loss, by the output; guided_input: the input, each token of it times the root mean square of that gradient.
 SITES = ("input", "output", "weight", "query", "k_cache", "v_cache", *HEADS, "routed", "gradient", "guided_input")
 
-MATRICES = ("hessian_sum", "gradient_sum")  # statistics [C, C] or by blocks of outputs, which may be too large for a copy
+MATRICES = frozenset(name for name, statistic in STATISTICS.items() if statistic.is_matrix)  # too large for a copy, perhaps
 
 
 class Key(NamedTuple):

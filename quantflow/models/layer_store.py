@@ -5,7 +5,7 @@
     .inputs.json                what the unfinished result is made from, to say what differs when it is another
     ../.<folder>.hidden/        the hidden states that enter the next layer, removed at the end
     ../.<folder>.tune/          layers whose scales are not tuned yet, and how far tuning is
-    (quantflow/quantization/tuned_layers.py), likewise
+    (quantflow/quantization/tuning.py), likewise
 
 A layer whose key or hash does not hold is made again, never used.
 """

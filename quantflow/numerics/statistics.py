@@ -1,11 +1,93 @@
-"""What every observer checks: the samples it is shown, and the state it is made from."""
+"""Statistics: how one is folded over ranks, joined and cut over cards, and what every observer checks of its own."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
 
 from quantflow.errors import StatisticsError
+
+LARGER, SMALLER, ADDED = "maximum", "minimum", "added"  # of ranks that saw other samples; written into unified measurements
+JOINED, ONCE, FOLDED = "concatenated", "taken once", "folded"  # of cards that hold other channels of the same samples
+
+
+def _alone(channels: int) -> tuple[int, ...]:
+    del channels
+    return ()
+
+
+def per_channel(channels: int) -> tuple[int, ...]:
+    """Return the shape of a statistic with one value for each channel."""
+    return (channels,)
+
+
+def part_of(value: Tensor, part: slice) -> Tensor:
+    """Return the channels of a statistic that has one value for each.  value: [C]."""
+    return value[part]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statistic:
+    """One tensor of an observer's state, and the algebra that others need to know of it.
+
+    Attributes:
+        name: in measurement files.
+        fold: LARGER, SMALLER or ADDED: how ranks that saw other samples merge theirs.
+        cards: JOINED, ONCE or FOLDED: how cards that hold other channels of the same samples merge theirs; None where the
+            whole does not follow from the parts, and `remedy` says what to do instead.
+        dtype: of the tensor.
+        shape: of the tensor, from the number of channels C.
+        cut: the part of some channels; None where it does not follow from the whole.
+        maximum_of: the statistic whose channels this is the maximum of, so that a part has its own where that one is there.
+        diagonal: of a matrix, the values that cannot be negative; None for any other statistic.
+        negative: whether its values are at most 0, others are at least 0.
+        remedy: what to do where `cards` is None.
+    """
+
+    name: str
+    fold: str
+    cards: str | None
+    dtype: torch.dtype = torch.float32
+    shape: Callable[[int], tuple[int, ...]] = _alone
+    cut: Callable[[Tensor, slice], Tensor] | None = None
+    maximum_of: str | None = None
+    diagonal: Callable[[Tensor], Tensor] | None = None
+    negative: bool = False
+    remedy: str = ""
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether it adds up over samples; others are extremes, which a bound of theirs can stand for."""
+        return self.fold == ADDED
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it is one of products of channels, which may be too large for a copy and is read by itself."""
+        return self.diagonal is not None
+
+    def nbytes(self, channels: int) -> int:
+        """Return the bytes of the tensor."""
+        return self.dtype.itemsize * prod(self.shape(channels))
+
+
+COUNT = Statistic(name="count", fold=ADDED, cards=ONCE, dtype=torch.int64)  # of every sum, and of what a router sends
+
+
+def table(*statistics: Statistic) -> Mapping[str, Statistic]:
+    """Return statistics by name: what an observer's STATISTICS is."""
+    return {statistic.name: statistic for statistic in statistics}
+
+
+def update_bytes(features: int, samples: int) -> int:
+    """Return the memory of an update that looks at magnitudes: those, and for a histogram bins of eight bytes."""
+    return 3 * 4 * features * samples
+
+
+def stored_bytes(statistics: Mapping[str, Statistic], channels: int) -> int:
+    """Return the bytes of a state with so many channels."""
+    return sum(statistic.nbytes(channels) for statistic in statistics.values())
 
 
 def finite_rows(x: Tensor, features: int | None, *, observer: str) -> Tensor:

@@ -4,6 +4,9 @@ An observer is shown samples (`update`), folds in what another one saw (`merge`)
 (`state`, `from_state`); the names are the statistic names in measurement files. It refuses NaN and Inf. The state lives
 on the CPU whatever device the samples are on. An unseen observer is all zeros, and merging it changes nothing.
 
+Each class says what others have to know of its statistics (`STATISTICS`): how ranks merge them, how cards cut and join them,
+their bytes. `quantflow/measurements` and `quantflow/planning` ask here, and a statistic that no observer has is refused.
+
 | observer     | statistics                    | merge over ranks                |
 |--------------|-------------------------------|---------------------------------|
 | amax         | amax []                       | exact, in any order             |
@@ -23,7 +26,8 @@ from typing import ClassVar, Protocol, Self
 
 from torch import Tensor
 
-from quantflow.errors import UsageError
+from quantflow.errors import StatisticsError, UsageError, nearest
+from quantflow.numerics.statistics import COUNT, Statistic, stored_bytes
 from quantflow.observers.amax import AmaxObserver
 from quantflow.observers.channel_amax import ChannelAmaxObserver
 from quantflow.observers.count import CountObserver
@@ -39,7 +43,12 @@ class Observer(Protocol):
     """What every class of this package offers; its docstring states its algebra."""
 
     NAME: ClassVar[str]
-    STATISTICS: ClassVar[tuple[str, ...]]
+
+    STATISTICS: ClassVar[Mapping[str, Statistic]]
+    """What its state holds, by name."""
+
+    SITES: ClassVar[tuple[str, ...]]
+    """What it is shown of a linear: `input`, the `gradient` of the loss by its output, the `guided_input`; or `routed`."""
 
     def __init__(self, features: int) -> None:
         """Make an observer of tensors [..., features] that has seen nothing."""
@@ -49,6 +58,16 @@ class Observer(Protocol):
 
     def merge(self, other: Self) -> None:
         """Take in what `other` has seen."""
+
+    @classmethod
+    def live_bytes(cls, features: int) -> int:
+        """Return the memory of an observer that has seen samples."""
+        ...
+
+    @staticmethod
+    def update_bytes(features: int, samples: int) -> int:
+        """Return the memory that an update takes beside what it is shown and the observer."""
+        ...
 
     def state(self) -> dict[str, Tensor]:
         """Return everything there is to remember: statistic name -> tensor."""
@@ -74,6 +93,59 @@ OBSERVERS: Mapping[str, type[Observer]] = MappingProxyType(
     }
 )
 
+STATISTICS: Mapping[str, Statistic] = MappingProxyType(
+    {name: statistic for observer in OBSERVERS.values() for name, statistic in observer.STATISTICS.items()}
+)
+ON_THE_WAY_BACK = frozenset({"gradient", "guided_input"})  # sites that are seen while gradients are taken
+MEASURED = (AmaxObserver, ChannelAmaxObserver, MinMaxObserver, MeanAbsObserver, HistogramObserver)
+DEFAULT = tuple(observer.NAME for observer in MEASURED)  # what measure runs where nothing is asked for
+
+
+def observer_named(name: str) -> type[Observer]:
+    """Return the class of an observer.
+
+    Raises:
+        UsageError: no observer has that name.
+    """
+    if name not in OBSERVERS:
+        raise UsageError(f"statistic {name!r} is unknown", nearest(name, list(OBSERVERS)))
+    return OBSERVERS[name]
+
+
+def statistic_named(name: str) -> Statistic:
+    """Return what is known of a statistic.
+
+    Raises:
+        StatisticsError: no observer has it.
+    """
+    if name not in STATISTICS:
+        raise StatisticsError(f"statistic {name!r}: no observer has it, so none says how it merges", "measure again")
+    return STATISTICS[name]
+
+
+def of_gradients(name: str) -> bool:
+    """Return whether an observer is shown gradients, for which the way back through the model is run.
+
+    Raises:
+        UsageError: no observer has that name.
+    """
+    return not ON_THE_WAY_BACK.isdisjoint(observer_named(name).SITES)
+
+
+def goes_back(names: Iterable[str]) -> bool:
+    """Return whether one of these observers is shown gradients."""
+    return any(map(of_gradients, names))
+
+
+def holds_matrix(name: str) -> bool:
+    """Return whether an observer's state is a matrix, which is read by itself."""
+    return any(statistic.is_matrix for statistic in observer_named(name).STATISTICS.values())
+
+
+def state_bytes(name: str, features: int) -> int:
+    """Return the bytes of an observer's state."""
+    return stored_bytes(observer_named(name).STATISTICS, features)
+
 
 def observers_for(needs: Iterable[str]) -> tuple[str, ...]:
     """Return the names of the observers that give the statistics an algorithm needs, in the order of OBSERVERS.
@@ -87,9 +159,7 @@ def observers_for(needs: Iterable[str]) -> tuple[str, ...]:
         UsageError: no observer gives one of them.
     """
     wanted = set(needs)
-    known = {statistic for observer in OBSERVERS.values() for statistic in observer.STATISTICS}
-    if not wanted <= known:
-        raise UsageError(f"statistics {sorted(wanted - known)} are unknown", f"use some of {', '.join(sorted(known))}")
-    return tuple(
-        name for name, observer in OBSERVERS.items() if wanted & {own for own in observer.STATISTICS if own != "count"}
-    )
+    if not wanted <= set(STATISTICS):
+        unknown = sorted(wanted - set(STATISTICS))
+        raise UsageError(f"statistics {unknown} are unknown", f"use some of {', '.join(sorted(STATISTICS))}")
+    return tuple(name for name, observer in OBSERVERS.items() if wanted & (set(observer.STATISTICS) - {COUNT.name}))

@@ -7,6 +7,9 @@ import torch
 from torch import Tensor
 
 from quantflow.numerics import statistics
+from quantflow.numerics.statistics import FOLDED, LARGER, Statistic
+
+AMAX = Statistic(name="amax", fold=LARGER, cards=FOLDED, maximum_of="channel_amax")
 
 
 class AmaxObserver:
@@ -19,7 +22,8 @@ class AmaxObserver:
     """
 
     NAME: ClassVar[str] = "amax"
-    STATISTICS: ClassVar[tuple[str, ...]] = ("amax",)
+    STATISTICS: ClassVar[Mapping[str, Statistic]] = statistics.table(AMAX)
+    SITES: ClassVar[tuple[str, ...]] = ("input",)
 
     def __init__(self, features: int | None = None) -> None:
         """Start with nothing seen."""
@@ -39,6 +43,16 @@ class AmaxObserver:
     def merge(self, other: Self) -> None:
         """Take in what `other` has seen."""
         self._amax = torch.maximum(self._amax, other._amax)
+
+    @classmethod
+    def live_bytes(cls, features: int) -> int:
+        """Return the memory of an observer that has seen samples."""
+        return statistics.stored_bytes(cls.STATISTICS, features)
+
+    @staticmethod
+    def update_bytes(features: int, samples: int) -> int:
+        """Return the memory that an update takes beside what it is shown and the observer."""
+        return statistics.update_bytes(features, samples)
 
     def state(self) -> dict[str, Tensor]:
         """Return {"amax": [] float32}."""

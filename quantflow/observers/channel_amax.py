@@ -7,6 +7,9 @@ import torch
 from torch import Tensor
 
 from quantflow.numerics import statistics
+from quantflow.numerics.statistics import JOINED, LARGER, Statistic, part_of, per_channel
+
+CHANNEL_AMAX = Statistic(name="channel_amax", fold=LARGER, cards=JOINED, shape=per_channel, cut=part_of)
 
 
 class ChannelAmaxObserver:
@@ -19,7 +22,8 @@ class ChannelAmaxObserver:
     """
 
     NAME: ClassVar[str] = "channel_amax"
-    STATISTICS: ClassVar[tuple[str, ...]] = ("channel_amax",)
+    STATISTICS: ClassVar[Mapping[str, Statistic]] = statistics.table(CHANNEL_AMAX)
+    SITES: ClassVar[tuple[str, ...]] = ("input",)
 
     def __init__(self, features: int) -> None:
         """Start with nothing seen."""
@@ -43,6 +47,16 @@ class ChannelAmaxObserver:
         """
         statistics.refuse_other_shape(self._channel_amax.shape, other._channel_amax.shape, observer=self.NAME)
         self._channel_amax = torch.maximum(self._channel_amax, other._channel_amax)
+
+    @classmethod
+    def live_bytes(cls, features: int) -> int:
+        """Return the memory of an observer that has seen samples."""
+        return statistics.stored_bytes(cls.STATISTICS, features)
+
+    @staticmethod
+    def update_bytes(features: int, samples: int) -> int:
+        """Return the memory that an update takes beside what it is shown and the observer."""
+        return statistics.update_bytes(features, samples)
 
     def state(self) -> dict[str, Tensor]:
         """Return {"channel_amax": [C] float32}."""

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from quantflow.numerics import statistics
+from quantflow.numerics.statistics import COUNT, Statistic
 
 
 class CountObserver:
@@ -20,7 +21,8 @@ class CountObserver:
     """
 
     NAME: ClassVar[str] = "count"
-    STATISTICS: ClassVar[tuple[str, ...]] = ("count",)
+    STATISTICS: ClassVar[Mapping[str, Statistic]] = statistics.table(COUNT)
+    SITES: ClassVar[tuple[str, ...]] = ("routed",)
 
     def __init__(self, features: int | None = None) -> None:
         """Start with nothing seen."""
@@ -38,6 +40,16 @@ class CountObserver:
     def merge(self, other: Self) -> None:
         """Take in what `other` has seen."""
         self._count = self._count + other._count
+
+    @classmethod
+    def live_bytes(cls, features: int) -> int:
+        """Return the memory of an observer that has seen samples."""
+        return statistics.stored_bytes(cls.STATISTICS, features)
+
+    @staticmethod
+    def update_bytes(features: int, samples: int) -> int:
+        """Return the memory that an update takes beside what it is shown and the observer."""
+        return statistics.update_bytes(features, samples)
 
     def state(self) -> dict[str, Tensor]:
         """Return {"count": [] int64}."""

@@ -8,8 +8,12 @@ from torch import Tensor
 
 from quantflow.core import groups
 from quantflow.numerics import statistics
+from quantflow.numerics.statistics import ADDED, COUNT, JOINED, Statistic, part_of, per_channel
 
 _ROWS_AT_ONCE = 32  # whose float64 copy a core's cache holds; part of the result's last digits, because it orders the sum
+
+
+SQUARE_SUM = Statistic(name="square_sum", fold=ADDED, cards=JOINED, dtype=torch.float64, shape=per_channel, cut=part_of)
 
 
 class FisherObserver:
@@ -30,7 +34,8 @@ class FisherObserver:
     """
 
     NAME: ClassVar[str] = "fisher"
-    STATISTICS: ClassVar[tuple[str, ...]] = ("square_sum", "count")
+    STATISTICS: ClassVar[Mapping[str, Statistic]] = statistics.table(SQUARE_SUM, COUNT)
+    SITES: ClassVar[tuple[str, ...]] = ("gradient", "guided_input")
 
     def __init__(self, features: int) -> None:
         """Start with nothing seen."""
@@ -57,6 +62,16 @@ class FisherObserver:
         statistics.refuse_other_shape(self._square_sum.shape, other._square_sum.shape, observer=self.NAME)
         self._square_sum = self._square_sum + other._square_sum
         self._count = self._count + other._count
+
+    @classmethod
+    def live_bytes(cls, features: int) -> int:
+        """Return the memory of an observer that has seen samples."""
+        return statistics.stored_bytes(cls.STATISTICS, features)
+
+    @staticmethod
+    def update_bytes(features: int, samples: int) -> int:
+        """Return the memory that an update takes beside what it is shown and the observer."""
+        return statistics.update_bytes(features, samples)
 
     def state(self) -> dict[str, Tensor]:
         """Return {"square_sum": [C] float64, "count": [] int64}."""

@@ -7,6 +7,17 @@ import torch
 from torch import Tensor
 
 from quantflow.numerics import output_blocks, statistics
+from quantflow.numerics.statistics import ADDED, COUNT, Statistic
+
+GRADIENT_SUM = Statistic(
+    name="gradient_sum",
+    fold=ADDED,
+    cards=None,
+    shape=lambda channels: (channels, output_blocks.width(channels)),
+    cut=output_blocks.cut,
+    diagonal=output_blocks.diagonal_of,
+    remedy="measure gradients with --tp 1, on any number of ranks",
+)
 
 
 class GradientObserver:
@@ -27,7 +38,8 @@ class GradientObserver:
     """
 
     NAME: ClassVar[str] = "gradient"
-    STATISTICS: ClassVar[tuple[str, ...]] = ("gradient_sum", "count")
+    STATISTICS: ClassVar[Mapping[str, Statistic]] = statistics.table(GRADIENT_SUM, COUNT)
+    SITES: ClassVar[tuple[str, ...]] = ("gradient",)
 
     def __init__(self, features: int) -> None:
         """Start with nothing seen; the first samples take the memory, 4 * C * W bytes."""
@@ -60,6 +72,16 @@ class GradientObserver:
         if other._sum is not None:
             self._sum = other._sum.clone() if self._sum is None else self._sum.add_(other._sum)
         self._count = self._count + other._count
+
+    @classmethod
+    def live_bytes(cls, features: int) -> int:
+        """Return the memory of an observer that has seen samples."""
+        return statistics.stored_bytes(cls.STATISTICS, features)
+
+    @staticmethod
+    def update_bytes(features: int, samples: int) -> int:
+        """Return the memory that an update takes beside what it is shown and the observer."""
+        return 4 * (samples * features + output_blocks.width(features) ** 2)
 
     def state(self) -> dict[str, Tensor]:
         """Return {"gradient_sum": [C, W] float32, "count": [] int64}."""

@@ -9,9 +9,21 @@ from torch import Tensor
 from quantflow.core.groups import spans
 from quantflow.numerics import statistics
 from quantflow.numerics.product import operand, product
+from quantflow.numerics.statistics import ADDED, COUNT, Statistic
 
 ROWS = 256  # of the sum, in a strip that is added to at once; part of the result, because it chooses the kernel
 COLUMNS = 4 * ROWS  # of the sum, that a product has at most; likewise
+
+
+HESSIAN_SUM = Statistic(
+    name="hessian_sum",
+    fold=ADDED,
+    cards=None,
+    shape=lambda channels: (channels, channels),
+    cut=lambda value, part: value[part, part],
+    diagonal=Tensor.diagonal,
+    remedy="measure with --stats without hessian; quantize accumulates Hessians itself, on the whole model",
+)
 
 
 class HessianObserver:
@@ -37,7 +49,8 @@ class HessianObserver:
     """
 
     NAME: ClassVar[str] = "hessian"
-    STATISTICS: ClassVar[tuple[str, ...]] = ("hessian_sum", "count")
+    STATISTICS: ClassVar[Mapping[str, Statistic]] = statistics.table(HESSIAN_SUM, COUNT)
+    SITES: ClassVar[tuple[str, ...]] = ("input",)
 
     def __init__(self, features: int) -> None:
         """Start with nothing seen; the first samples take the memory, 2 * K * (K + 256) bytes."""
@@ -90,6 +103,16 @@ class HessianObserver:
         for span, strip in zip(spans(self._features, ROWS), self._strips, strict=False):  # none when unseen
             strip /= factors[span, None]
             strip /= factors[: span.stop]
+
+    @classmethod
+    def live_bytes(cls, features: int) -> int:
+        """Return the memory of an observer that has seen samples."""
+        return observer_bytes(features)
+
+    @staticmethod
+    def update_bytes(features: int, samples: int) -> int:
+        """Return the memory that an update takes beside what it is shown and the observer."""
+        return max(statistics.update_bytes(features, samples), folding_bytes(features, samples))
 
     def state(self) -> dict[str, Tensor]:
         """Return {"hessian_sum": [K, K] float32, "count": [] int64}, beside what is kept here."""

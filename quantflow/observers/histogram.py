@@ -17,6 +17,7 @@ from torch import Tensor
 from quantflow.core import groups
 from quantflow.errors import StatisticsError, UsageError
 from quantflow.numerics import statistics
+from quantflow.numerics.statistics import ADDED, FOLDED, Statistic
 
 LOWEST_EXPONENT = -40
 HIGHEST_EXPONENT = 24
@@ -36,6 +37,9 @@ def upper_edge(index: int) -> float:
     return math.ldexp(1 + part / PARTS_PER_BINADE, LOWEST_EXPONENT + binade)
 
 
+COUNTS = Statistic(name="counts", fold=ADDED, cards=FOLDED, dtype=torch.int64, shape=lambda _: (BINS,))
+
+
 class HistogramObserver:
     """Counts of |x| of a whole tensor in fixed bins.
 
@@ -47,7 +51,8 @@ class HistogramObserver:
     """
 
     NAME: ClassVar[str] = "histogram"
-    STATISTICS: ClassVar[tuple[str, ...]] = ("counts",)
+    STATISTICS: ClassVar[Mapping[str, Statistic]] = statistics.table(COUNTS)
+    SITES: ClassVar[tuple[str, ...]] = ("input",)
 
     def __init__(self, features: int | None = None) -> None:
         """Start with nothing seen."""
@@ -71,6 +76,16 @@ class HistogramObserver:
     def merge(self, other: Self) -> None:
         """Take in what `other` has seen."""
         self._counts = self._counts + other._counts
+
+    @classmethod
+    def live_bytes(cls, features: int) -> int:
+        """Return the memory of an observer that has seen samples."""
+        return statistics.stored_bytes(cls.STATISTICS, features)
+
+    @staticmethod
+    def update_bytes(features: int, samples: int) -> int:
+        """Return the memory that an update takes beside what it is shown and the observer."""
+        return statistics.update_bytes(features, samples)
 
     def state(self) -> dict[str, Tensor]:
         """Return {"counts": [BINS] int64}."""

@@ -8,8 +8,12 @@ from torch import Tensor
 
 from quantflow.core import groups
 from quantflow.numerics import statistics
+from quantflow.numerics.statistics import ADDED, COUNT, JOINED, Statistic, part_of, per_channel
 
 _ROWS_AT_ONCE = 32  # whose float64 copy a core's cache holds; part of the result's last digits, because it orders the sum
+
+
+ABS_SUM = Statistic(name="abs_sum", fold=ADDED, cards=JOINED, dtype=torch.float64, shape=per_channel, cut=part_of)
 
 
 class MeanAbsObserver:
@@ -23,7 +27,8 @@ class MeanAbsObserver:
     """
 
     NAME: ClassVar[str] = "mean_abs"
-    STATISTICS: ClassVar[tuple[str, ...]] = ("abs_sum", "count")
+    STATISTICS: ClassVar[Mapping[str, Statistic]] = statistics.table(ABS_SUM, COUNT)
+    SITES: ClassVar[tuple[str, ...]] = ("input",)
 
     def __init__(self, features: int) -> None:
         """Start with nothing seen."""
@@ -55,6 +60,16 @@ class MeanAbsObserver:
         statistics.refuse_other_shape(self._abs_sum.shape, other._abs_sum.shape, observer=self.NAME)
         self._abs_sum = self._abs_sum + other._abs_sum
         self._count = self._count + other._count
+
+    @classmethod
+    def live_bytes(cls, features: int) -> int:
+        """Return the memory of an observer that has seen samples."""
+        return statistics.stored_bytes(cls.STATISTICS, features)
+
+    @staticmethod
+    def update_bytes(features: int, samples: int) -> int:
+        """Return the memory that an update takes beside what it is shown and the observer."""
+        return statistics.update_bytes(features, samples)
 
     def state(self) -> dict[str, Tensor]:
         """Return {"abs_sum": [C] float64, "count": [] int64}."""

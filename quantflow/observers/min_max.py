@@ -11,6 +11,10 @@ from torch import Tensor
 
 from quantflow.errors import StatisticsError
 from quantflow.numerics import statistics
+from quantflow.numerics.statistics import JOINED, LARGER, SMALLER, Statistic, part_of, per_channel
+
+MIN_VAL = Statistic(name="min_val", fold=SMALLER, cards=JOINED, shape=per_channel, cut=part_of, negative=True)
+MAX_VAL = Statistic(name="max_val", fold=LARGER, cards=JOINED, shape=per_channel, cut=part_of)
 
 
 class MinMaxObserver:
@@ -26,7 +30,8 @@ class MinMaxObserver:
     """
 
     NAME: ClassVar[str] = "min_max"
-    STATISTICS: ClassVar[tuple[str, ...]] = ("min_val", "max_val")
+    STATISTICS: ClassVar[Mapping[str, Statistic]] = statistics.table(MIN_VAL, MAX_VAL)
+    SITES: ClassVar[tuple[str, ...]] = ("input",)
 
     def __init__(self, features: int) -> None:
         """Start with nothing seen."""
@@ -55,6 +60,16 @@ class MinMaxObserver:
         statistics.refuse_other_shape(self._min_val.shape, other._min_val.shape, observer=self.NAME)
         self._min_val = torch.minimum(self._min_val, other._min_val)
         self._max_val = torch.maximum(self._max_val, other._max_val)
+
+    @classmethod
+    def live_bytes(cls, features: int) -> int:
+        """Return the memory of an observer that has seen samples."""
+        return statistics.stored_bytes(cls.STATISTICS, features)
+
+    @staticmethod
+    def update_bytes(features: int, samples: int) -> int:
+        """Return the memory that an update takes beside what it is shown and the observer."""
+        return statistics.update_bytes(features, samples)
 
     def state(self) -> dict[str, Tensor]:
         """Return {"min_val": [C] float32, at most 0, "max_val": [C] float32, at least 0}."""

@@ -3,11 +3,11 @@
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from quantflow.formats import FORMATS
+from quantflow.formats import DEFAULT, FORMATS
 from quantflow.models.graph import Graph
 from quantflow.planning.plan import Plan
 
-FORMAT = FORMATS["compressed-tensors"]
+FORMAT = FORMATS[DEFAULT]
 _HEADS = ("lm_head", "embed_out")
 
 

@@ -1,17 +1,23 @@
-"""Which algorithm goes with which scheme and model: what is refused before a weight is read."""
+"""What goes with what: one checker of what algorithms and transforms say of themselves, before a weight is read."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from quantflow.algorithms import ALGORITHMS, TUNE, supports_of
 from quantflow.core.scheme import LinearScheme
-from quantflow.errors import UnsupportedError, UsageError
+from quantflow.core.support import Supports
 from quantflow.models.graph import Graph
-from quantflow.transforms import ROTATIONS, hadamard
+from quantflow.transforms import ROTATIONS, TRANSFORMS, Transform, Turn
 
-LEARNING = "signround"  # a key of BLOCK_ALGORITHMS
-_INTEGERS = ("hqq", "yaqa", LEARNING)  # algorithms that have nothing to choose of float8
-_BY_ROW = ("rtn_mse", LEARNING)  # and that have nothing to do where all rows share a scale
+KNOWN: Mapping[str, Transform | Turn] = {**ROTATIONS, **TRANSFORMS}
+Transforms = Sequence[tuple[str, Mapping[str, Any]]]  # name and options of each
+
+
+def goes_with(scheme: LinearScheme) -> str:
+    """Return the algorithms that go with a scheme, as a sentence has them: `rtn, rtn_mse or gptq`."""
+    names = [name for name, algorithm in ALGORITHMS.items() if algorithm.SUPPORTS.scheme(scheme) is None]
+    return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 def check_algorithm(name: str, algorithm: str, scheme: LinearScheme) -> None:
@@ -19,70 +25,78 @@ def check_algorithm(name: str, algorithm: str, scheme: LinearScheme) -> None:
 
     Args:
         name: of the artifact.
-        algorithm: as recipes name it.
+        algorithm: as recipes name it, `tune` too.
         scheme: of some of its linears.
 
     Raises:
         UsageError: naming both.
     """
-    if algorithm in _INTEGERS and scheme.weights.kind != "int":
-        raise UsageError(
-            f"{name}: algorithm {algorithm} with scheme {scheme.name}",
-            f"{algorithm} chooses integers; use rtn, rtn_mse or gptq for float8",
-        )
-    if algorithm in _BY_ROW and scheme.weights.granularity == "per_tensor":
-        raise UsageError(
-            f"{name}: algorithm {algorithm} with scheme {scheme.name}, whose weights share one scale",
-            "use rtn or gptq, or a scale per channel or block such as FP8_DYNAMIC's",
-        )
+    words = algorithm if algorithm == TUNE else f"algorithm {algorithm}"
+    if refusal := supports_of(algorithm).scheme(scheme):
+        raise refusal.error(f"{name}: {words} with scheme {scheme.name}", others=goes_with(scheme))
 
 
-def check_learning(name: str, scheme: LinearScheme, graph: Graph, *, ranks: int) -> None:
-    """Refuse what rounding cannot be learned for.
+def check_model(name: str, method: str, supports: Supports, *, graph: Graph, ranks: int) -> None:
+    """Refuse a model, or cards that share it, that a method does not go with.
 
     Args:
         name: of the artifact.
-        scheme: of some of its linears.
+        method: an algorithm or a transform, by name.
+        supports: what it says of itself.
         graph: the model's.
         ranks: how many cards share it.
 
     Raises:
-        UsageError: the scheme is float8, or there are several cards.
-        UnsupportedError: a mixture of experts.
+        UsageError: it does not go with several cards.
+        UnsupportedError: it does not go with mixtures, or with norms that subtract the mean.
     """
-    check_algorithm(name, LEARNING, scheme)
-    if graph.sparse:
-        raise UnsupportedError(
-            f"{name}: {LEARNING} of a {graph.family.model_type}; experts' rounding is not learned", "use gptq for mixtures"
-        )
-    if ranks > 1:
-        raise UsageError(f"{name}: {LEARNING} with --ranks {ranks}", "quantize with one process, or use gptq")
+    family = graph.family
+    if graph.sparse and supports.mixtures is not None:
+        raise supports.mixtures.error(f"{name}: {method} of a {family.model_type}", family=family.model_type)
+    if family.residual is None and family.mixture is None and supports.centred_norms is not None:
+        raise supports.centred_norms.error(f"{name}: {method} of a {family.model_type}", family=family.model_type)
+    if ranks > 1 and supports.ranks is not None:
+        raise supports.ranks.error(f"{name}: {method} with --ranks {ranks}")
 
 
-def check_tuning(name: str, scheme: LinearScheme, graph: Graph, *, transforms: Sequence[str], ranks: int) -> None:
+def check_tuning(name: str, scheme: LinearScheme, *, transforms: Transforms) -> None:
     """Refuse what scales cannot be tuned end to end for.
 
+    Raises:
+        UsageError: the scheme, or a rotation.
+    """
+    check_algorithm(name, TUNE, scheme)
+    refusal = supports_of(TUNE).rotations
+    for transform, _ in transforms:
+        if refusal is not None and transform in ROTATIONS:
+            raise refusal.error(f"{name}: {TUNE} with {transform}")
+
+
+def check_transforms(
+    name: str, algorithm: str, transforms: Transforms, *, observer: str | None, histograms: bool, chosen: bool
+) -> None:
+    """Refuse transforms that do not go with how weights and static inputs are quantized.
+
     Args:
         name: of the artifact.
-        scheme: of some of its linears.
-        graph: the model's.
-        transforms: by name.
-        ranks: how many cards share it.
+        algorithm: of linears that share an input.
+        transforms: in the order in which they run.
+        observer: the recipe's word on the ranges of static inputs.
+        histograms: whether a histogram cuts such a range short.
+        chosen: whether the schemes are chosen for each linear.
 
     Raises:
-        UsageError: the scheme is float8, has one scale for all rows, or quantizes inputs; a rotation; several cards.
-        UnsupportedError: a mixture of experts.
+        UsageError: naming the first of them that does not.
     """
-    how = "leave `tune` out, or give `--tune 0`"
-    if scheme.weights.kind != "int" or scheme.weights.granularity == "per_tensor" or scheme.input is not None:
-        words = "it tunes scales per channel or group of integer weights, inputs as they are"
-        raise UsageError(f"{name}: tune with scheme {scheme.name}; {words}", how)
-    if rotations := [transform for transform in transforms if transform in ROTATIONS]:
-        raise UsageError(f"{name}: tune with {rotations[0]}; it runs the layers of the model as it is", how)
-    if graph.sparse:
-        raise UnsupportedError(f"{name}: tune of a {graph.family.model_type}; experts' scales are not tuned", how)
-    if ranks > 1:
-        raise UsageError(f"{name}: tune with --ranks {ranks}; it runs in one process", f"{how}, or quantize with one process")
+    for transform, _ in transforms:
+        supports = KNOWN[transform].SUPPORTS
+        if histograms and supports.histograms is not None:
+            raise supports.histograms.error(f"{name}: input_observer={observer!r} with transform {transform}")
+        rotating = supports_of(algorithm).rotations
+        if rotating is not None and transform in ROTATIONS:
+            raise rotating.error(f"{name}: {algorithm} with transform {transform}")
+        if chosen and supports.chosen_schemes is not None:
+            raise supports.chosen_schemes.error(f"{name}: target_bpw or max_kld with transform {transform}")
 
 
 def mixing_inputs(
@@ -91,8 +105,8 @@ def mixing_inputs(
     graph: Graph,
     shapes: Mapping[str, Sequence[int]],
     *,
-    transforms: Sequence[tuple[str, Mapping[str, Any]]],
-    learned: bool,
+    transforms: Transforms,
+    algorithm: str,
 ) -> dict[str, LinearScheme | None]:
     """Return the schemes with the inputs of the down projections mixed, where a recipe says `hadamard: {down: true}`.
 
@@ -102,19 +116,23 @@ def mixing_inputs(
         graph: the model's.
         shapes: source tensor name -> shape.
         transforms: (name, options) of each.
-        learned: whether rounding is learned.
+        algorithm: as recipes name it.
 
     Raises:
         UsageError: together with another transform, whose factors do not go through what is mixed, or with learned rounding.
     """
-    if not any(transform == "hadamard" and options["down"] for transform, options in transforms):
+    turns = [(transform, ROTATIONS[transform], options) for transform, options in transforms if transform in ROTATIONS]
+    mixing = [(transform, turn) for transform, turn, options in turns if options[turn.MIXES_INPUTS]]
+    if not mixing:
         return dict(schemes)
-    others = [transform for transform, _ in transforms if transform != "hadamard"] + ([LEARNING] if learned else [])
-    if others:
-        raise UsageError(f"{name}: hadamard with down: true and {others[0]}", f"leave {others[0]} out, or write down: false")
+    (rotation, turn), *_ = mixing
+    methods = [(transform, KNOWN[transform].SUPPORTS) for transform, _ in transforms] + [(algorithm, supports_of(algorithm))]
+    for method, supports in methods:
+        if supports.mixed_inputs is not None:
+            raise supports.mixed_inputs.error(f"{name}: {rotation} with {turn.MIXES_INPUTS}: true and {method}")
     found = dict(schemes)
     for linear in (one for layer in graph.layers for group in layer.groups if group.gated for one in group.linears):
-        scheme, block = schemes[linear], hadamard.block_of(shapes[f"{linear}.weight"][1])
+        scheme, block = schemes[linear], turn.block_of(shapes[f"{linear}.weight"][1])
         if scheme is not None and block > 1:
             found[linear] = replace(scheme, rotation=block)
     return found

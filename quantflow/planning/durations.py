@@ -5,9 +5,8 @@ from dataclasses import dataclass
 
 from quantflow.algorithms import BLOCK_ALGORITHMS, tune
 from quantflow.numerics import output_blocks
+from quantflow.observers import goes_back
 from quantflow.observers.gradient import GradientObserver
-from quantflow.planning.amounts import goes_back
-from quantflow.planning.compatibility import LEARNING
 from quantflow.planning.plan import Plan
 from quantflow.planning.sizes import FLOAT, ModelSize, elements_of, head_file_bytes, layer_bytes, outside_bytes
 
@@ -87,7 +86,7 @@ class Speed:
         runs = passes * len(lengths)
         if plan.learned is not None:
             told = {"iterations": plan.learned.iterations, "sequences": plan.learned.sequences}
-            runs += BLOCK_ALGORITHMS[LEARNING].runs(len(lengths), **told)
+            runs += BLOCK_ALGORITHMS[plan.method].runs(len(lengths), **told)
         if plan.tune is not None:
             tuned = tune.runs(len(lengths), steps=plan.tune.steps, sequences=plan.tune.sequences)
             runs += tuned  # and the head: the original's logits, and the other's there and back

@@ -4,7 +4,7 @@ Reads    the model's headers and config.json; with a probe the weights of one la
 Writes   nothing
 Fails    2 the recipe does not fit the model, 3 unusable model, 6 unsupported family
 
-The numbers are those that the stages check before they begin (quantflow/planning/needs.py). Calibration text is taken to fill
+The numbers are those that the stages check before they begin (quantflow/planning/cost.py). Calibration text is taken to fill
 all its samples, which is the most that it can.
 """
 
@@ -25,9 +25,9 @@ from quantflow.models.graph import Graph, graph_for
 from quantflow.models.source import open_files
 from quantflow.planning.artifact_config import artifact_config
 from quantflow.planning.card_splits import SIZES, obstacles
+from quantflow.planning.cost import Need, need_export, need_files, need_layers, need_measure, need_validate
 from quantflow.planning.durations import Speed
 from quantflow.planning.head import HeadPlan
-from quantflow.planning.needs import Need, need_export, need_files, need_layers, need_measure, need_validate
 from quantflow.planning.plan import Plan, resolve
 from quantflow.planning.recipe import Recipe, parse_size
 from quantflow.planning.requirements import statistics_for
@@ -66,7 +66,7 @@ class PlanJob:
 
 
 def run(job: PlanJob) -> dict[str, Any]:
-    """Return the plan as plain data; `quantflow.stages.cli.plan_text.text` makes tables of it."""
+    """Return the plan as plain data; `quantflow plan` makes tables of it."""
     recipe = job.recipe
     source = open_files(recipe.model)
     checkpoint, config = source.checkpoint, source.config

@@ -13,12 +13,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from quantflow.algorithms import ALGORITHMS
+from quantflow.algorithms import ALGORITHMS, BEST, NEAREST
 from quantflow.core.scheme import LinearScheme
 from quantflow.errors import InputError, UsageError, nearest
 from quantflow.models.graph import Graph
 from quantflow.planning.recipe import HeadSettings, Quantize
-from quantflow.planning.requirements import BEST, override_of
+from quantflow.planning.requirements import override_of
 
 FILE, RECORD = "head.safetensors", "head.json"  # in a quantize folder
 _MODULE = "lm_head"  # as every family's module calls it, and checkpoints that were saved under the module's name
@@ -132,6 +132,8 @@ def _algorithm(name: str, head: HeadSettings, scheme: LinearScheme) -> str:
             f"{name}: head: scheme {head.scheme} has a static input, whose range is not measured for the head",
             "choose one with a dynamic input or none, such as FP8_DYNAMIC, W8A8 or W8A16",
         )
-    if algorithm != "rtn" and scheme.weights.kind != "int":
-        raise UsageError(f"{name}: head: algorithm {algorithm} with scheme {head.scheme}", "use algorithm rtn for float8")
+    if algorithm != NEAREST and scheme.weights.kind != "int":
+        raise UsageError(
+            f"{name}: head: algorithm {algorithm} with scheme {head.scheme}", f"use algorithm {NEAREST} for float8"
+        )
     return algorithm

@@ -19,14 +19,17 @@ from torch import Tensor
 from quantflow.core.kv import KVScales, kv_scales, kv_scheme, kv_words
 from quantflow.core.scheme import TensorScheme
 from quantflow.errors import SchemeError, StatisticsError, UnsupportedError, UsageError
-from quantflow.formats import FORMATS
+from quantflow.formats import DEFAULT, FORMATS
+from quantflow.measurements.keys import HEADS
 from quantflow.measurements.record import Measurement
 from quantflow.models.graph import Graph, Layer
+from quantflow.observers.amax import AMAX
+from quantflow.observers.channel_amax import CHANNEL_AMAX
+from quantflow.planning.compatibility import KNOWN
 from quantflow.planning.recipe import Quantize
 
-FORMAT = FORMATS["compressed-tensors"]
-_SITES = {"per_tensor": (("k_cache", "v_cache"), "amax"), "per_head": (("k_heads", "v_heads"), "channel_amax")}
-_CHANGES_VALUES = {"smoothquant": "linears", "awq": "linears", "hadamard": "heads"}  # transform -> the option that says so
+FORMAT = FORMATS[DEFAULT]
+_SITES = {"per_tensor": (("k_cache", "v_cache"), AMAX.name), "per_head": (HEADS, CHANNEL_AMAX.name)}
 
 
 def kv_cache_of(
@@ -58,7 +61,7 @@ def kv_cache_of(
     if entry.float8 not in (None, "e4m3fn") and scheme.kind == "float":
         raise UsageError(f"{told} with float8={entry.float8}", "use INT8, or leave float8 out: caches hold e4m3fn")
     for name, options in transforms:
-        option = _CHANGES_VALUES[name]
+        option = KNOWN[name].CHANGES_VALUES
         if options[option]:
             raise UsageError(
                 f"{told} with {name}, which changes the values that were measured ({option}: true)",
@@ -112,7 +115,7 @@ def _maxima(measurement: Measurement | None, layer: Layer, scheme: TensorScheme)
             raise StatisticsError(
                 f"{key}: the measurement does not hold it, kv_cache {kv_words(scheme)} is made from it",
                 "run `quantflow measure` again with --stats amax or more"
-                + (", or use per_tensor: Gaudi's files hold one maximum of a cache" if statistic != "amax" else ""),
+                + (", or use per_tensor: Gaudi's files hold one maximum of a cache" if statistic != AMAX.name else ""),
             )
         found.append(measurement.statistics[key].reshape(-1))
     return found

@@ -5,23 +5,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
-from quantflow.algorithms import ALGORITHMS, BLOCK_ALGORITHMS, TUNE, tune
+from quantflow.algorithms import ALGORITHMS, BLOCK_ALGORITHMS, LEARNING, TUNE, supports_of, tune
 from quantflow.core.groups import group_size_for
 from quantflow.core.scheme import LinearScheme, TensorScheme
 from quantflow.errors import InputError, UnsupportedError, UsageError, nearest
-from quantflow.formats import FORMATS
+from quantflow.formats import DEFAULT, FORMATS
 from quantflow.models.graph import Graph
 from quantflow.observers import observers_for
+from quantflow.observers.hessian import HESSIAN_SUM
+from quantflow.observers.histogram import COUNTS
 from quantflow.observers.rows import NAME as ROWS
 from quantflow.planning import requirements
-from quantflow.planning.compatibility import LEARNING, check_algorithm, check_learning, check_tuning, mixing_inputs
+from quantflow.planning.compatibility import KNOWN, check_algorithm, check_model, check_tuning, mixing_inputs
 from quantflow.planning.experts import Policy, policy_for
 from quantflow.planning.head import HeadPlan, head_of, refuse_ranks
 from quantflow.planning.kv_cache import kv_cache_of
 from quantflow.planning.recipe import Quantize, SignRound, Tune
 from quantflow.planning.requirements import (
     GRADIENT_SUM,
-    KNOWN,
     algorithm_of,
     base_of,
     learned_of,
@@ -92,7 +93,7 @@ class Plan:
     @property
     def needs_hessian(self) -> bool:
         """Whether the inputs of all the calibration text are multiplied with each other."""
-        return "hessian_sum" in self.needs
+        return HESSIAN_SUM.name in self.needs
 
     @property
     def needs_gradients(self) -> bool:
@@ -128,7 +129,7 @@ class Plan:
     def observed(self) -> tuple[str, ...]:
         """The observers of inputs that quantize runs: of what it sees anyway, and of rotated ones, which nothing measured."""
         wanted = requirements.seen_in_quantize(self.needs) if self.rotation is None else self.needs
-        return observers_for(wanted - {ROWS, "hessian_sum"})
+        return observers_for(wanted - {ROWS, HESSIAN_SUM.name})
 
     @property
     def clips(self) -> bool:
@@ -193,22 +194,25 @@ def resolve(
     base, algorithm, learned = base_of(entry), algorithm_of(entry), learned_of(entry)
     schemes = _schemes(entry, graph, shapes, base=base)
     used = [scheme for scheme in schemes.values() if scheme is not None]
-    for scheme in dict.fromkeys(used):
-        check_algorithm(entry.name, algorithm, scheme)
-        if learned is not None:
-            check_learning(entry.name, scheme, graph, ranks=ranks)
-    layout, kinds = FORMATS["compressed-tensors"], {str(number): scheme for number, scheme in enumerate(dict.fromkeys(used))}
+    methods = [algorithm] if learned is None else [algorithm, LEARNING]
+    for method in methods:
+        for scheme in dict.fromkeys(used):
+            check_algorithm(entry.name, method, scheme)
+        check_model(entry.name, method, supports_of(method), graph=graph, ranks=ranks)
+    layout, kinds = FORMATS[DEFAULT], {str(number): scheme for number, scheme in enumerate(dict.fromkeys(used))}
     layout.quantization_config(kinds, ignore=(), model_type=graph.family.model_type)  # refuses what no file could hold
     transforms, tuning = transforms_of(entry), tune_of(entry, sparse=graph.sparse)
-    schemes = mixing_inputs(entry.name, schemes, graph, shapes, transforms=transforms, learned=learned is not None)
+    schemes = mixing_inputs(entry.name, schemes, graph, shapes, transforms=transforms, algorithm=methods[-1])
     for scheme in dict.fromkeys(used) if tuning is not None else ():
-        check_tuning(entry.name, scheme, graph, transforms=[name for name, _ in transforms], ranks=ranks)
-    if ranks > 1 and any(name in ROTATIONS for name, _ in transforms):
-        raise UsageError(f"{entry.name}: hadamard with --ranks {ranks}", "quantize with one process, or leave hadamard out")
+        check_tuning(entry.name, scheme, transforms=transforms)
+    if tuning is not None:
+        check_model(entry.name, TUNE, supports_of(TUNE), graph=graph, ranks=ranks)
+    for name, _ in transforms:
+        check_model(entry.name, name, KNOWN[name].SUPPORTS, graph=graph, ranks=ranks)
     head = head_of(entry, graph, shapes, ignored=_ignored(entry, shapes))
     refuse_ranks(entry.name, head, ranks=ranks)
     needs = needs_of(entry, used)
-    if "counts" in needs and graph.sparse:
+    if COUNTS.name in needs and graph.sparse:
         raise UnsupportedError(
             f"{entry.name}: input_observer={entry.input_observer!r} of a {graph.family.model_type}; experts share ranges, "
             "not histograms",
@@ -216,6 +220,7 @@ def resolve(
         )
     alone = ALGORITHMS[algorithm].BY_ROW and not transforms and learned is None and tuning is None
     kv_cache = kv_cache_of(entry, graph, transforms, ranks=ranks)
+    to_nearest = ALGORITHMS[algorithm].TO_NEAREST  # cards round slices of rows and of columns by it
     by_row = all(scheme.weights.granularity in ("per_channel", "per_group", "per_block") for scheme in used)
     return Plan(
         name=entry.name,
@@ -223,7 +228,7 @@ def resolve(
         algorithm=algorithm,
         transforms=transforms,
         needs=needs,
-        file_to_file=alone and (by_row and not (measured or needs or kv_cache) if ranks == 1 else algorithm == "rtn"),
+        file_to_file=alone and (by_row and not (measured or needs or kv_cache) if ranks == 1 else to_nearest),
         kv_cache=kv_cache,
         experts=_experts(entry, graph, schemes, weights=bool(ALGORITHMS[algorithm].NEEDS) or _clips(transforms, algorithm)),
         head=head,
@@ -283,7 +288,8 @@ def _experts(entry: Quantize, graph: Graph, schemes: Mapping[str, LinearScheme |
 
 
 def _clips(transforms: Sequence[tuple[str, Mapping[str, Any]]], algorithm: str) -> bool:
-    return any(name == "awq" and awq.clips(options, algorithm) for name, options in transforms)
+    whole_range = ALGORITHMS[algorithm].TO_NEAREST
+    return any(name == awq.NAME and awq.clips(options, whole_range=whole_range) for name, options in transforms)
 
 
 def overridden(entry: Quantize, graph: Graph) -> frozenset[str]:

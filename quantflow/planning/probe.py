@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quantflow import process_memory
-from quantflow.algorithms import ALGORITHMS
+from quantflow.algorithms import ALGORITHMS, NEAREST
 from quantflow.artifact.checkpoint import Checkpoint
 from quantflow.core.qtensor import QuantizedLinear
 from quantflow.core.scheme import LinearScheme
@@ -24,8 +24,10 @@ from quantflow.models.configuration import load_config
 from quantflow.models.graph import Graph
 from quantflow.models.load import Source
 from quantflow.numerics import output_blocks
+from quantflow.numerics.statistics import COUNT
 from quantflow.observers import OBSERVERS
-from quantflow.observers.gradient import GradientObserver
+from quantflow.observers.gradient import GRADIENT_SUM, GradientObserver
+from quantflow.observers.hessian import HESSIAN_SUM, HessianObserver
 from quantflow.planning.durations import Rounding, Speed
 from quantflow.planning.plan import Plan
 from quantflow.planning.sizes import FORMAT
@@ -77,10 +79,10 @@ def _probe(checkpoint: Checkpoint, graph: Graph, plans: Sequence[Plan], *, lengt
         hashed=_seconds(lambda: hashlib.sha256(data).digest()) / WRITTEN,
         token=running / len(tokens),
         observed=observed,
-        hessian=observed["hessian"] / weight.shape[1],
+        hessian=observed[HessianObserver.NAME] / weight.shape[1],
         gradient=observed[GradientObserver.NAME] / output_blocks.width(weight.shape[1]),
         rounded={plan.name: _rounded(plan, weight) for plan in plans},
-        gptq={plan.name: _gptq(plan, weight) for plan in plans if "hessian_sum" in ALGORITHMS[plan.algorithm].NEEDS},
+        gptq={plan.name: _gptq(plan, weight) for plan in plans if HESSIAN_SUM.name in ALGORITHMS[plan.algorithm].NEEDS},
     )
 
 
@@ -112,7 +114,7 @@ def _scheme(plan: Plan) -> LinearScheme:
 def _rounded(plan: Plan, weight: Tensor) -> float:
     """Return the seconds per weight of encoding and of rounding, to nearest where the plan's algorithm reads statistics."""
     scheme, piece = _scheme(plan), weight[:ROWS].contiguous()
-    algorithm = ALGORITHMS["rtn" if ALGORITHMS[plan.algorithm].NEEDS else plan.algorithm]
+    algorithm = ALGORITHMS[NEAREST if ALGORITHMS[plan.algorithm].NEEDS else plan.algorithm]
     dtype = FORMAT.scale_dtype(scheme, weight.dtype)
 
     def round_piece() -> None:
@@ -147,7 +149,7 @@ def _one(plan: Plan, weight: Tensor, rows: int, columns: int) -> float:
     scheme = _scheme(plan)
     piece = weight[:rows, :columns].contiguous()
     x = torch.randn(2 * columns, columns, generator=torch.Generator().manual_seed(1))
-    statistics = {"hessian_sum": x.T @ x, "count": torch.tensor(2 * columns), "w|gradient_sum": torch.eye(rows)}
+    statistics = {HESSIAN_SUM.name: x.T @ x, COUNT.name: torch.tensor(2 * columns), f"w|{GRADIENT_SUM.name}": torch.eye(rows)}
     dtype = FORMAT.scale_dtype(scheme, weight.dtype)
     begin = time.perf_counter()
     ALGORITHMS[plan.algorithm].quantize_group({"w": piece}, scheme, statistics=statistics, scale_dtype=dtype)

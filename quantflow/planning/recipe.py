@@ -11,8 +11,10 @@
     resources:   {max_memory, max_disk, disk_offload}
 
 Unknown keys, wrong types and repeated keys are refused with the nearest name that exists. Flags are applied over `--set`,
-`--set` over the file, the file over QUANT_CONFIG (quantflow/formats/gaudi/quant_config.py), that over these defaults. The
-environment is read here and nowhere else. Longer than 300 lines because every key of a recipe stands here, once.
+`--set` over the file, the file over QUANT_CONFIG (quantflow/formats/gaudi/quant_config.py), that over these defaults.
+
+A field is the one declaration of a setting (quantflow/settings.py): the key of a recipe and of `--set`, the keyword of
+`quantflow.api`, and the option of the command line, with its help.
 """
 
 import dataclasses
@@ -30,6 +32,7 @@ import yaml
 from quantflow.core.kv_scheme import GRANULARITIES, NAMES
 from quantflow.core.scheme import ALIASES, FLOAT8_FLAVOURS, INPUT_OBSERVERS, PRESETS, SCALE_ROUNDINGS
 from quantflow.errors import InputError, UsageError, nearest
+from quantflow.settings import setting
 
 FED = ("routed", "all")  # tokens that measure shows to an expert
 POLICIES = (
@@ -39,17 +42,77 @@ POLICIES = (
     "rtn",
     "share_max",
 )  # for experts that calibration reached too seldom; quantflow/planning/experts.py
+BOUNDED = ("run", "plan", "measure", "quantize", "export", "validate")  # verbs that keep to limits
 UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def kv_cache_flag(text: str | None) -> dict[str, str] | None:
+    """Return what `FP8` or `FP8:per_head` means, as a recipe spells it; None for no flag."""
+    if text is None:
+        return None
+    scheme, colon, granularity = text.partition(":")
+    return {"scheme": scheme, **({"granularity": granularity} if colon else {})}
+
+
+def head_flag(text: str) -> dict[str, Any]:
+    """Return what `W4A16:hqq:64` means, as a recipe spells a head.
+
+    Raises:
+        UsageError: it has more parts than three, or a group size that is no number.
+    """
+    scheme, *rest = text.split(":")
+    size = rest.pop() if rest and rest[-1].isdecimal() else None
+    if len(rest) > 1:
+        raise UsageError(
+            f"--head {text}: {len(rest)} words after the scheme", "write SCHEME:ALGORITHM:GROUP, such as W4A16:hqq:64"
+        )
+    given = {"scheme": scheme, "algorithm": rest[0] if rest else None, "group_size": None if size is None else int(size)}
+    return {key: value for key, value in given.items() if value is not None}
+
+
+def smoothquant_flag(alpha: str) -> list[dict[str, Any]]:
+    """Return the transforms that `0.5`, `auto` or `none` means, as a recipe spells them."""
+    if alpha == "none":
+        return []
+    try:
+        value: float | str = float(alpha)
+    except ValueError:
+        value = alpha
+    return [{"smoothquant": {"alpha": value}}]
+
+
+def names_flag(text: str) -> list[str]:
+    """Return the names in `amax,min_max`."""
+    return [name for name in text.split(",") if name]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
     """The text that measure runs: `source` is a file, `sequence_length` null means min(2048, the model's)."""
 
-    source: str | None = None
-    samples: int = 128
-    sequence_length: int | None = None
-    pack: bool = False
+    source: str | None = setting(
+        None,
+        flag="--calibration",
+        metavar="FILE",
+        help={
+            "measure": ".txt, .jsonl or .safetensors with calibration text or tokens.",
+            "quantize": "Measure first, as stage 1 with this text, into the folder of --measurement.",
+        },
+    )
+    samples: int = setting(
+        128,
+        flag="--samples",
+        help={"measure": "Sequences at most (default 128).", "plan": "Calibration sequences (default 128)."},
+    )
+    sequence_length: int | None = setting(
+        None,
+        flag="--sequence-length",
+        help={
+            "measure": "Tokens per sequence at most (default min(2048, the model's)).",
+            "plan": "Tokens of each (default min(2048, the model's)).",
+        },
+    )
+    pack: bool = setting(False, flag="--pack", verbs=("measure",), help="Join documents instead of cutting each.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,11 +122,33 @@ class Measure:
     `experts` of a mixture are shown the tokens that are `routed` to them, or `all`; null: all where an artifact asks for it.
     """
 
-    ranks: int = 1
-    tp: int | None = None
-    dp: int | None = None
-    stats: tuple[str, ...] | None = None
-    experts: str | None = None
+    ranks: int = setting(
+        1,
+        flag="--ranks",
+        verbs=("measure",),
+        help="Processes (default 1); started with torchrun unless it started this one.",
+    )
+    tp: int | None = setting(
+        None, flag="--tp", verbs=("measure",), help="Ranks that share a model, each with a slice of every linear (default 1)."
+    )
+    dp: int | None = setting(
+        None, flag="--dp", verbs=("measure",), help="Replicas of the model, which share the sequences (default: ranks / tp)."
+    )
+    stats: tuple[str, ...] | None = setting(
+        None,
+        flag="--stats",
+        metavar="NAMES",
+        verbs=("measure",),
+        parse=names_flag,
+        help="Observers of each linear's input, comma-separated.",
+    )
+    experts: str | None = setting(
+        None,
+        flag="--experts",
+        metavar="FED",
+        verbs=("measure",),
+        help="Tokens that each expert of a mixture is shown: routed to it (default), or all.",
+    )
 
     def __post_init__(self) -> None:
         """Refuse a word that means nothing."""
@@ -75,18 +160,18 @@ class Measure:
 class Override:
     """Another scheme for the linears that `match` names; `ignore` is the way to leave one unquantized."""
 
-    match: str
-    scheme: str
-    group_size: int | None = None
+    match: str = setting(help="Names of linears: one, or re: and a pattern.")
+    scheme: str = setting(help="Their scheme.")
+    group_size: int | None = setting(None, help="Input features per scale; null is the scheme's.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadSettings:
     """The scheme of the head; `algorithm` null is the scheme's own."""
 
-    scheme: str
-    algorithm: str | None = None
-    group_size: int | None = None
+    scheme: str = setting(help="A preset, or another name of one.")
+    algorithm: str | None = setting(None, help="Null is the scheme's own.")
+    group_size: int | None = setting(None, help="Input features per scale; null is the scheme's.")
 
     def __post_init__(self) -> None:
         """Refuse a word that means nothing."""
@@ -98,9 +183,9 @@ class HeadSettings:
 class SignRound:
     """Algorithm signround: so many `iterations` of so many `sequences` of the text, from what the algorithm `start` makes."""
 
-    iterations: int = 200
-    sequences: int = 8
-    start: str = "rtn"
+    iterations: int = setting(200, help="Steps of each layer.")
+    sequences: int = setting(8, help="Sequences of the text in each step.")
+    start: str = setting("rtn", help="The algorithm whose result is the start.")
 
     def __post_init__(self) -> None:
         """Refuse counts that are none."""
@@ -113,8 +198,14 @@ class SignRound:
 class Tune:
     """Scales tuned end to end: so many `steps`, 0 is none, on so many `sequences` of the text each."""
 
-    steps: int = 32
-    sequences: int = 8
+    steps: int = setting(
+        32,
+        flag="--tune",
+        metavar="STEPS",
+        verbs=("quantize",),
+        help="Then tune all scales end to end (default: 32 for best; 0: not).",
+    )
+    sequences: int = setting(8, help="Sequences of the text in each step.")
 
     def __post_init__(self) -> None:
         """Refuse counts that are none."""
@@ -128,16 +219,16 @@ class Tune:
 class Candidate:
     """A scheme that may be chosen for a linear."""
 
-    scheme: str
-    group_size: int | None = None
+    scheme: str = setting(help="A preset, or another name of one.")
+    group_size: int | None = setting(None, help="Input features per scale; null is the scheme's.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class KVCacheSettings:
     """How keys and values are kept: `scheme` FP8 or INT8, one measured scale `per_tensor` or `per_head`."""
 
-    scheme: str
-    granularity: str = "per_tensor"
+    scheme: str = setting(help="FP8 or INT8.")
+    granularity: str = setting("per_tensor", help="One measured scale per_tensor or per_head.")
 
     def __post_init__(self) -> None:
         """Refuse words that mean nothing."""
@@ -161,27 +252,93 @@ class Quantize:
     to end after that; null is not, but where `algorithm` is best and weights alone are quantized below 8 bits.
     """
 
-    name: str
-    scheme: str
-    algorithm: str | None = None
-    group_size: int | None = None
-    float8: str | None = None
-    scale_rounding: str | None = None
-    input_observer: str | None = None
-    transforms: tuple[dict[str, Any], ...] | None = None
-    ignore: tuple[str, ...] = ()
-    overrides: tuple[Override, ...] = ()
+    name: str = setting(help="Of the artifact, and of its folder.")
+    scheme: str = setting(
+        flag="--scheme",
+        verbs=("quantize",),
+        help="FP8, FP8_DYNAMIC, FP8_BLOCK, W8A8, W8A8_STATIC, W8A16, W4A8, or W6A16 to W2A16 and these _ASYM.",
+    )
+    algorithm: str | None = setting(
+        None,
+        flag="--algorithm",
+        verbs=("quantize",),
+        help="rtn, rtn_mse, hqq, gptq, yaqa, signround or best (default: the scheme's).",
+    )
+    group_size: int | None = setting(
+        None, flag="--group-size", verbs=("quantize",), help="Input features per scale (default: the scheme's)."
+    )
+    float8: str | None = setting(None, help="Another flavour for FP8 schemes, such as gaudi2.")
+    scale_rounding: str | None = setting(None, help="pow2 makes the stored scales of FP8 schemes powers of two.")
+    input_observer: str | None = setting(None, help="Chooses the range of static inputs: mse or percentile.")
+    transforms: tuple[dict[str, Any], ...] | None = setting(
+        None,
+        flag="--smoothquant",
+        metavar="ALPHA",
+        verbs=("quantize",),
+        parse=smoothquant_flag,
+        help="Smooth with this alpha, 0.5 is usual; auto searches one per input, as best does; none: not at all.",
+    )
+    ignore: tuple[str, ...] = setting(
+        (),
+        flag="--ignore",
+        metavar="PATTERN",
+        verbs=("quantize",),
+        help="Leave these linears alone: a name, or re:...",
+    )
+    overrides: tuple[Override, ...] = setting((), help="Other schemes for some linears.")
     signround: SignRound | None = None
     tune: Tune | None = None
-    kv_cache: KVCacheSettings | None = None
-    head: HeadSettings | None = None
-    quantized_inputs: bool | None = None
-    experts: str = "error"
-    expert_tokens: int | None = None
-    target_bpw: float | None = None
-    max_kld: float | None = None
-    candidates: tuple[Candidate, ...] | None = None
-    expect: str = "pass"
+    kv_cache: KVCacheSettings | None = setting(
+        None,
+        flag="--kv-cache",
+        metavar="SCHEME",
+        verbs=("quantize",),
+        parse=kv_cache_flag,
+        help="Keys and values in FP8 or INT8, with a measured scale; FP8:per_head.",
+    )
+    head: HeadSettings | None = setting(
+        None,
+        flag="--head",
+        metavar="SCHEME[:ALGORITHM[:GROUP]]",
+        verbs=("quantize", "plan"),
+        parse=head_flag,
+        help="Quantize the head too: W8A16, W4A16:hqq, W4A16:hqq:64 (default: leave it as it is); a tied one is untied.",
+    )
+    quantized_inputs: bool | None = setting(
+        None,
+        flag="--quantized-inputs/--original-inputs",
+        verbs=("quantize",),
+        help="Calibrate a layer on what the quantized layers before it put out, or the original ones.",
+    )
+    experts: str = setting(
+        "error",
+        flag="--experts",
+        metavar="POLICY",
+        verbs=("quantize",),
+        help="For experts short of tokens: error (default), all, damp, rtn or share_max.",
+    )
+    expert_tokens: int | None = setting(
+        None,
+        flag="--expert-tokens",
+        verbs=("quantize",),
+        help="How many it needs (default: two per input feature; 100 for static inputs).",
+    )
+    target_bpw: float | None = setting(
+        None,
+        flag="--target-bpw",
+        metavar="BITS",
+        verbs=("quantize",),
+        help="Choose schemes for so many bits per weight, such as 4.25.",
+    )
+    max_kld: float | None = setting(
+        None,
+        flag="--max-kld",
+        metavar="NATS",
+        verbs=("quantize",),
+        help="Choose schemes for so much mean KL divergence, such as 0.02.",
+    )
+    candidates: tuple[Candidate, ...] | None = setting(None, help="Schemes to choose from; null is integers of 2 to 8 bits.")
+    expect: str = setting("pass", help="fail where a failing gate is the expected outcome.")
 
     @property
     def mixed(self) -> bool:
@@ -232,7 +389,13 @@ class Quantize:
 class Unify:
     """Which ranks become one, as `quantflow unify -g` takes them; null means all of them."""
 
-    groups: tuple[str, ...] | None = None
+    groups: tuple[str, ...] | None = setting(
+        None,
+        flag="-g --groups",
+        metavar="RANKS",
+        verbs=("unify",),
+        help="Ranks that become one: 0123, 0,1,2 or 0-7; repeat it.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,11 +405,24 @@ class Export:
     `device` and `scale_method` are Gaudi's, of format inc; `dtype` is that of matrices in format gguf.
     """
 
-    format: str = "compressed-tensors"
-    shard_size: str = "4GiB"
-    device: str | None = None
-    scale_method: str | None = None
-    dtype: str | None = None
+    format: str = setting(
+        "compressed-tensors",
+        flag="--format",
+        verbs=("export",),
+        help="compressed-tensors (default), inc: Gaudi's files of a measurement, or gguf: for llama.cpp.",
+    )
+    shard_size: str = setting(
+        "4GiB", flag="--shard-size", metavar="SIZE", verbs=("export",), help="Largest weight file (default 4GiB)."
+    )
+    device: str | None = setting(
+        None, flag="--device", verbs=("export",), help="Of format inc: gaudi2, gaudi3, or cpu for its emulation."
+    )
+    scale_method: str | None = setting(
+        None, flag="--scale-method", metavar="NAME", verbs=("export",), help="Of format inc (default maxabs_hw)."
+    )
+    dtype: str | None = setting(
+        None, flag="--dtype", verbs=("export",), help="Of format gguf: bf16, f16 or f32 (default: the model's)."
+    )
 
     def __post_init__(self) -> None:
         """Refuse a dtype where the format's own is the only one."""
@@ -258,11 +434,18 @@ class Export:
 class Validate:
     """The evaluation text and the gate: `auto` chooses by scheme, a name or a file chooses itself."""
 
-    text: str | None = None
-    tokens: int = 32768
-    sequence_length: int = 512
-    gate: str = "auto"
-    allow_inconclusive: bool = False
+    text: str | None = setting(
+        None, flag="--text", metavar="FILE", verbs=("validate",), help="Evaluation text, not the calibration text."
+    )
+    tokens: int = setting(32768, flag="--tokens", verbs=("validate",), help="Tokens of it (default 32768).")
+    sequence_length: int = setting(512, flag="--sequence-length", verbs=("validate",), help="Tokens per window (default 512).")
+    gate: str = setting("auto", flag="--gate", verbs=("validate",), help="auto (default), a shipped gate or a file.")
+    allow_inconclusive: bool = setting(
+        False,
+        flag="--allow-inconclusive",
+        verbs=("validate",),
+        help="Exit 0 when the gate cannot decide; recorded.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,9 +455,19 @@ class Resources:
     `disk_offload` is a tenth of the memory where max_memory is null; the rest waits on disk beside -o.
     """
 
-    max_memory: str | None = None
-    max_disk: str | None = None
-    disk_offload: bool = False
+    max_memory: str | None = setting(
+        None,
+        flag="--max-memory",
+        metavar="SIZE",
+        verbs=BOUNDED,
+        help="Memory of the process at most, such as 4GiB (default: what is free).",
+    )
+    max_disk: str | None = setting(
+        None, flag="--max-disk", metavar="SIZE", verbs=BOUNDED, help="Bytes written at most (default: what is free)."
+    )
+    disk_offload: bool = setting(
+        False, flag="--disk-offload", verbs=BOUNDED, help="Use a tenth of the memory; the rest waits on disk."
+    )
 
     def __post_init__(self) -> None:
         """Refuse sizes that are none."""
@@ -286,9 +479,16 @@ class Resources:
 class Recipe:
     """Everything that `quantflow run` needs to know."""
 
-    model: str
-    revision: str | None = None
-    seed: int = 0
+    model: str = setting(help="A folder, or a hub name.")
+    revision: str | None = setting(None, help="Of the model, for the manifest.")
+    seed: int = setting(
+        0,
+        flag="--seed",
+        help={
+            "measure": "Of the choice of documents (default 0).",
+            "quantize": "Of the canary where no measurement is given (default 0).",
+        },
+    )
     calibration: Calibration = field(default_factory=Calibration)
     measure: Measure = field(default_factory=Measure)
     quantize: tuple[Quantize, ...] = ()
@@ -318,14 +518,6 @@ class _StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def kv_cache_flag(text: str | None) -> dict[str, str] | None:
-    """Return what `FP8` or `FP8:per_head` means, as a recipe spells it; None for no flag."""
-    if text is None:
-        return None
-    scheme, colon, granularity = text.partition(":")
-    return {"scheme": scheme, **({"granularity": granularity} if colon else {})}
-
-
 def read_yaml(path: Path) -> dict[str, Any]:
     """Return the mapping in a YAML file.
 
@@ -350,10 +542,10 @@ def apply_settings(data: dict[str, Any], settings: Sequence[str]) -> dict[str, A
     Raises:
         UsageError: an item has no `=`, its value is not YAML, or its path runs through something that is not a mapping or list.
     """
-    for setting in settings:
-        path, equals, text = setting.partition("=")
+    for item in settings:
+        path, equals, text = item.partition("=")
         if not equals:
-            raise UsageError(f"--set {setting}: no '='", "write --set key.sub=value")
+            raise UsageError(f"--set {item}: no '='", "write --set key.sub=value")
         *parents, last = path.split(".")
         target: Any = data
         try:
@@ -361,9 +553,9 @@ def apply_settings(data: dict[str, Any], settings: Sequence[str]) -> dict[str, A
                 target = target[int(part)] if isinstance(target, list) else target.setdefault(part, {})
             target[int(last) if isinstance(target, list) else last] = yaml.safe_load(text)
         except yaml.YAMLError as error:
-            raise UsageError(f"--set {setting}: {text!r} is not YAML", "quote the value, or mend its syntax") from error
+            raise UsageError(f"--set {item}: {text!r} is not YAML", "quote the value, or mend its syntax") from error
         except (ValueError, IndexError, TypeError, AttributeError) as error:
-            raise UsageError(f"--set {setting}: {path} does not lead to a key", "use names and list positions") from error
+            raise UsageError(f"--set {item}: {path} does not lead to a key", "use names and list positions") from error
     return data
 
 

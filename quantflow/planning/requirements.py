@@ -4,10 +4,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quantflow.algorithms import ALGORITHMS, BLOCK_ALGORITHMS
+from quantflow.algorithms import ALGORITHMS, BEST, BLOCK_ALGORITHMS, LEARNING, best_for, supports_of, tuned_by_best
 from quantflow.core.scheme import (
     LinearScheme,
-    TensorScheme,
     preset,
     with_float8,
     with_group_size,
@@ -15,15 +14,21 @@ from quantflow.core.scheme import (
     with_scale_rounding,
 )
 from quantflow.errors import UsageError, nearest
+from quantflow.numerics.statistics import COUNT
 from quantflow.observers import observers_for
+from quantflow.observers.amax import AMAX, AmaxObserver
+from quantflow.observers.channel_amax import CHANNEL_AMAX
 from quantflow.observers.fisher import FisherObserver
+from quantflow.observers.gradient import GRADIENT_SUM as GRADIENTS
+from quantflow.observers.hessian import HESSIAN_SUM
+from quantflow.observers.histogram import COUNTS
+from quantflow.observers.min_max import MAX_VAL, MIN_VAL
 from quantflow.observers.rows import NAME as ROWS
+from quantflow.planning.compatibility import KNOWN, check_transforms
 from quantflow.planning.recipe import HeadSettings, Override, Quantize, SignRound, Tune
-from quantflow.transforms import ROTATIONS, TRANSFORMS, Transform, Turn
+from quantflow.transforms import ROTATIONS, smoothquant
 
-BEST = "best"  # stands for an algorithm, `_best` says for which
-GRADIENT_SUM = "gradient_sum"  # the one statistic that algorithms read of a linear's output
-KNOWN: Mapping[str, Transform | Turn] = {**ROTATIONS, **TRANSFORMS}
+GRADIENT_SUM = GRADIENTS.name  # the one statistic that algorithms read of a linear's output
 
 
 def entries_of(text: str) -> tuple[Quantize, ...]:
@@ -62,7 +67,7 @@ def statistics_for(entries: Sequence[Quantize]) -> tuple[str, ...]:
     each = [needs_of(entry, _schemes_named(entry)) for entry in entries]
     needs = frozenset().union(*(needs - seen_in_quantize(needs) for needs in each))
     if any(entry.kv_cache is not None for entry in entries):  # what the caches store is measured wherever layers run
-        needs |= {"amax"}
+        needs |= {AMAX.name}
     return observers_for(needs)
 
 
@@ -72,9 +77,9 @@ def seen_in_quantize(needs: frozenset[str]) -> frozenset[str]:
     Hessians and rows live for one layer. Where both are taken, all of the text runs; the channels' maxima, which a search reads
     beside its rows, are then seen on the way, and a measurement for the same algorithm without a search will do.
     """
-    alone = {"hessian_sum", ROWS}
-    ranges = {"amax", "min_val", "max_val", "counts"}  # of static inputs: they are measured, and the channels with them
-    return needs & (alone | {"channel_amax"} if alone <= needs and not needs & ranges else alone)
+    alone = {HESSIAN_SUM.name, ROWS}
+    ranges = {AMAX.name, MIN_VAL.name, MAX_VAL.name, COUNTS.name}  # of static inputs: measured, and so are channels
+    return needs & (alone | {CHANNEL_AMAX.name} if alone <= needs and not needs & ranges else alone)
 
 
 def _schemes_named(entry: Quantize) -> list[LinearScheme]:
@@ -134,7 +139,7 @@ def algorithm_of(entry: Quantize) -> str:
             raise UsageError(f"{entry.name}: {algorithm}: start={learned.start!r} is no algorithm to start from", words)
         return learned.start
     if algorithm == BEST:
-        return _best(scheme.weights, rotated=any(name in ROTATIONS for name, _ in transforms_of(entry)))
+        return best_for(scheme.weights, rotated=_rotated(entry))
     if algorithm not in ALGORITHMS:
         known = [*ALGORITHMS, *BLOCK_ALGORITHMS, BEST]
         raise UsageError(f"{entry.name}: algorithm {algorithm!r} is unknown", nearest(algorithm, known))
@@ -151,19 +156,14 @@ def learned_of(entry: Quantize) -> SignRound | None:
         if entry.signround is not None:
             raise UsageError(
                 f"{entry.name}: signround beside algorithm {entry.algorithm or preset(entry.scheme).algorithm}",
-                "give `algorithm: signround`, or leave signround out",
+                f"give `algorithm: {LEARNING}`, or leave {LEARNING} out",
             )
         return None
-    if entry.quantized_inputs is not None:
-        raise UsageError(
-            f"{entry.name}: quantized_inputs={entry.quantized_inputs} with {entry.algorithm}",
-            "it learns on quantized inputs towards original outputs: leave quantized_inputs out",
-        )
-    if entry.mixed:
-        raise UsageError(
-            f"{entry.name}: target_bpw or max_kld with {entry.algorithm}",
-            "choose with gptq, and give the recipe.yaml that it writes `algorithm: signround`",
-        )
+    supports = supports_of(entry.algorithm)
+    if entry.quantized_inputs is not None and supports.layer_inputs is not None:
+        raise supports.layer_inputs.error(f"{entry.name}: quantized_inputs={entry.quantized_inputs} with {entry.algorithm}")
+    if entry.mixed and supports.chosen_schemes is not None:
+        raise supports.chosen_schemes.error(f"{entry.name}: target_bpw or max_kld with {entry.algorithm}")
     return entry.signround or SignRound()
 
 
@@ -177,17 +177,13 @@ def tune_of(entry: Quantize, *, sparse: bool = False) -> Tune | None:
     if entry.tune is not None:
         return entry.tune if entry.tune.steps else None
     scheme = preset(entry.scheme)
-    tuned = (entry.algorithm or scheme.algorithm) == BEST and algorithm_of(entry) == "yaqa" and scheme.input is None
-    return Tune() if tuned and not sparse else None
+    if (entry.algorithm or scheme.algorithm) != BEST or sparse:
+        return None
+    return Tune() if tuned_by_best(scheme, rotated=_rotated(entry)) else None
 
 
-def _best(weights: TensorScheme, *, rotated: bool) -> str:
-    """Return the algorithm that `best` stands for, of such weights.
-
-    Measured beside the others (benchmarks/accuracy.py) for 4 bits; other bits below 8 follow it. gptq goes with rotations and
-    float8, which yaqa does not.
-    """
-    return "gptq" if rotated or weights.kind != "int" or weights.num_bits == 8 else "yaqa"
+def _rotated(entry: Quantize) -> bool:
+    return any(name in ROTATIONS for name, _ in transforms_of(entry))
 
 
 def needs_of(entry: Quantize, schemes: Sequence[LinearScheme]) -> frozenset[str]:
@@ -205,24 +201,13 @@ def needs_of(entry: Quantize, schemes: Sequence[LinearScheme]) -> frozenset[str]
         needs |= set(KNOWN[name].needs(options))
     for scheme in schemes:
         if scheme.input is not None and not scheme.input.dynamic:
-            needs |= {"counts"} if scheme.input.observer != "amax" else set()
-            needs |= {"amax"} if scheme.input.symmetric else {"min_val", "max_val"}
-    if "counts" in needs and transforms:
-        raise UsageError(
-            f"{entry.name}: input_observer={entry.input_observer!r} with transform {transforms[0][0]}",
-            "histograms are those of the inputs as they are: give `transforms: []`, or leave input_observer out",
-        )
-    if GRADIENT_SUM in needs and transforms and transforms[0][0] in ROTATIONS:
-        raise UsageError(
-            f"{entry.name}: {algorithm_of(entry)} with transform {transforms[0][0]}",
-            "gradients are those by the outputs as they are: leave it out, or use gptq",
-        )
-    if entry.mixed and transforms:
-        raise UsageError(
-            f"{entry.name}: target_bpw or max_kld with transform {transforms[0][0]}",
-            "sensitivities are those of the weights as they are: leave transforms out",
-        )
-    return frozenset(needs) | (frozenset(FisherObserver.STATISTICS) - {"count"} if entry.mixed else frozenset())
+            needs |= {COUNTS.name} if scheme.input.observer != AmaxObserver.NAME else set()
+            needs |= {AMAX.name} if scheme.input.symmetric else {MIN_VAL.name, MAX_VAL.name}
+    histograms, algorithm = COUNTS.name in needs, algorithm_of(entry)
+    check_transforms(
+        entry.name, algorithm, transforms, observer=entry.input_observer, histograms=histograms, chosen=entry.mixed
+    )
+    return frozenset(needs) | (frozenset(FisherObserver.STATISTICS) - {COUNT.name} if entry.mixed else frozenset())
 
 
 def transforms_of(entry: Quantize) -> tuple[tuple[str, Mapping[str, Any]], ...]:
@@ -262,6 +247,6 @@ def _usual_transforms(entry: Quantize) -> tuple[Mapping[str, Any], ...]:
     scheme = preset(entry.scheme)
     searched = (entry.algorithm or scheme.algorithm) == BEST and scheme.weights.kind == "int"
     if searched and not scheme.transforms and not entry.mixed:
-        linears = {} if entry.kv_cache is None else {"linears": False}  # a cache's scales are those of values as they are
-        return ({"smoothquant": {"alpha": "auto", **linears}},)
+        values = {} if entry.kv_cache is None else {smoothquant.CHANGES_VALUES: False}  # a cache's scales are of these
+        return ({smoothquant.NAME: {**smoothquant.SEARCHED, **values}},)
     return tuple({name: {}} for name in scheme.transforms)

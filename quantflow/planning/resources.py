@@ -12,7 +12,7 @@ and uses what it was given: `Workers(allowance.workers)`, `ahead=allowance.in_fl
 result: it only says how many independent units run at once. When memory is short the second worker goes; what is left is
 what the stage cannot do without. Hidden states wait on disk whatever there is: the system's file cache has those that fit.
 
-What is needed comes from the formulas of `quantflow.planning.needs`, which `quantflow plan` prints. A limit holds for each
+What is needed comes from the formulas of `quantflow.planning.cost`, which `quantflow plan` prints. A limit holds for each
 process of a stage by itself.
 """
 
@@ -24,8 +24,8 @@ from pathlib import Path
 from quantflow import process_memory
 from quantflow.artifact.disk import free_bytes
 from quantflow.errors import ResourceError
+from quantflow.planning.cost import Need, need_export, need_files, need_layers, need_measure, need_validate
 from quantflow.planning.head import HeadPlan
-from quantflow.planning.needs import Need, need_export, need_files, need_layers, need_measure, need_validate
 from quantflow.planning.plan import Plan
 from quantflow.planning.recipe import Resources, parse_size
 from quantflow.planning.sizes import ModelSize

@@ -9,11 +9,11 @@ from quantflow.artifact.safetensors_writer import Spec
 from quantflow.core.dtypes import DTYPES
 from quantflow.core.scheme import LinearScheme, TensorScheme
 from quantflow.errors import InputError, UnsupportedError
-from quantflow.formats import FORMATS
+from quantflow.formats import DEFAULT, FORMATS
 from quantflow.models.graph import Graph
 from quantflow.planning.head import HeadPlan
 
-FORMAT = FORMATS["compressed-tensors"]
+FORMAT = FORMATS[DEFAULT]
 ONE_FILE = 512 << 20  # bytes of tensors up to which one file is made; above, links cost nothing and copies seconds
 FLOAT = 4  # bytes of a float32, in which every layer runs
 Group = tuple[tuple[str, ...], tuple[int, ...], int]  # source names, output features of each, input features

@@ -32,7 +32,7 @@ from quantflow.numerics.layer_error import error_from, weight_sums
 from quantflow.quantization.decoded_values import ValuesDigest
 from quantflow.quantization.file_units import FileBlock, Unit, block_specs, units_of
 from quantflow.quantization.shards.share import WHOLE, CardShare
-from quantflow.quantization.static_inputs import NOTHING, Input
+from quantflow.quantization.static_inputs import UNKNOWN_INPUT, LinearInput
 
 FORMAT = FORMATS["compressed-tensors"]
 AHEAD = 2  # units per worker that are begun or finished but not yet written down: none waits for the one who adds up
@@ -71,10 +71,10 @@ class BlockAccount:
             known[key] = known.get(key, 0) + count
         self.values.setdefault(name, ValuesDigest()).update(rounded.linear)
 
-    def as_json(self, key: str, inputs: Mapping[str, Input]) -> dict[str, Any]:
+    def as_json(self, key: str, inputs: Mapping[str, LinearInput]) -> dict[str, Any]:
         """Return the record without the file's hash."""
         for name, decisions in self.decisions.items():
-            decisions.update(inputs.get(name, NOTHING).decisions)
+            decisions.update(inputs.get(name, UNKNOWN_INPUT).decisions)
         errors = {name: {"weight": error_from(self.difference[name], self.power[name], name=name)} for name in self.power}
         values = {name: digest.hexdigest() for name, digest in self.values.items()}
         return {"key": key, "errors": errors, "decisions": self.decisions, "changed": [], "values": values}
@@ -87,7 +87,7 @@ def write_block(
     key: Callable[[], str],
     workers: Workers,
     share: CardShare = WHOLE,
-    inputs: Mapping[str, Input] = MappingProxyType({}),
+    inputs: Mapping[str, LinearInput] = MappingProxyType({}),
     choose: Choose | None = None,
 ) -> tuple[Writer, Path, dict[str, Any]]:
     """Write every unit of a block's file and return what `commit` needs to give it its name.
@@ -161,7 +161,7 @@ def _fill(
     writer: Writer,
     units: Iterator[Unit],
     choose: Choose,
-    inputs: Mapping[str, Input],
+    inputs: Mapping[str, LinearInput],
     workers: Workers,
     key: Callable[[], str],
 ) -> dict[str, Any]:
@@ -171,7 +171,7 @@ def _fill(
     def work(unit: Unit) -> Rounded | None:
         tensor = unit.read()
         if unit.scheme is not None:
-            return _round(writer, unit, tensor, unit.scheme, choose, inputs.get(unit.linear, NOTHING))
+            return _round(writer, unit, tensor, unit.scheme, choose, inputs.get(unit.linear, UNKNOWN_INPUT))
         _copy(writer, unit, tensor)
         return None
 
@@ -192,7 +192,7 @@ def _copy(writer: Writer, unit: Unit, tensor: Tensor) -> None:
     writer.write(unit.info.name, bytes_of(tensor), offset_bytes=unit.at * unit.row_bytes)
 
 
-def _round(writer: Writer, unit: Unit, rows: Tensor, scheme: LinearScheme, choose: Choose, seen: Input) -> Rounded:
+def _round(writer: Writer, unit: Unit, rows: Tensor, scheme: LinearScheme, choose: Choose, seen: LinearInput) -> Rounded:
     """Quantize a unit and write what its layout makes of it; what its rows share with others once."""
     name = unit.linear
     weight, decisions = choose(unit, rows)

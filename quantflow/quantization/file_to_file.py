@@ -31,13 +31,13 @@ from quantflow.core.parallel import Workers
 from quantflow.models.graph import Graph
 from quantflow.models.layer_store import finished
 from quantflow.models.source import ModelFiles
-from quantflow.planning.needs import READERS
+from quantflow.planning.cost import READERS
 from quantflow.planning.plan import Plan
 from quantflow.progress import Progress
 from quantflow.quantization.file_blocks import Choose, commit, write_block
 from quantflow.quantization.file_units import FileBlock, head_block, layer_block, units_of
 from quantflow.quantization.shards.share import WHOLE, CardShare
-from quantflow.quantization.static_inputs import Input
+from quantflow.quantization.static_inputs import LinearInput
 
 
 class Allowed(Protocol):
@@ -60,7 +60,7 @@ def quantize_files(
     allowance: Allowed,
     progress: Progress,
     share: CardShare = WHOLE,
-    inputs: Mapping[str, Input] = MappingProxyType({}),
+    inputs: Mapping[str, LinearInput] = MappingProxyType({}),
     choose: Choose | None = None,
 ) -> None:
     """Bring every layer's file in `output`, and that of a head that is quantized, up to date.

@@ -15,19 +15,21 @@ the groups that are still to come; while rounding is learned all weights. They a
 may change them.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from quantflow.algorithms import ALGORITHMS
 from quantflow.backends import BACKENDS
+from quantflow.core.parallel import Workers
 from quantflow.core.qtensor import QuantizedLinear
 from quantflow.core.result import GroupResult
 from quantflow.core.scheme import LinearScheme
+from quantflow.distributed.team import Team
 from quantflow.errors import StatisticsError
 from quantflow.formats import FORMATS
 from quantflow.models.capture import LayerStream, State
@@ -38,14 +40,14 @@ from quantflow.numerics import output_blocks
 from quantflow.numerics.layer_error import error_from, relative_error, weight_sums
 from quantflow.numerics.output_errors import SecondMoment, compared
 from quantflow.observers.hessian import HessianObserver, shrink_
-from quantflow.planning.experts import ROUTED, Short, fed_by, record_of, refuse, short_of_tokens, treat
+from quantflow.planning.experts import ROUTED, Short, Treatment, fed_by, record_of, refuse, short_of_tokens, treat
 from quantflow.planning.plan import Plan
 from quantflow.planning.requirements import GRADIENT_SUM
 from quantflow.process_memory import give_back_holes
-from quantflow.quantization.layer_traffic import collect
-from quantflow.quantization.layer_work import LayerWork, Made
+from quantflow.quantization.layer_traffic import Traffic, collect_traffic
 from quantflow.quantization.learned_rounding import learn
-from quantflow.quantization.smoothing import smooth
+from quantflow.quantization.open_layer import Execution, LayerMeasurement, LayerText, OpenLayer, RoundedLinear
+from quantflow.quantization.smoothing import smooth_
 from quantflow.quantization.static_inputs import input_of
 from quantflow.runtime.linear import QuantLinear
 from quantflow.transforms import awq
@@ -53,38 +55,102 @@ from quantflow.transforms import awq
 FORMAT = FORMATS["compressed-tensors"]
 SMOOTHING_TOLERANCE = 1e-6  # ||change||^2 / ||output||^2 of the canary: a float32 reordering, not another function
 
+Value = TypeVar("Value")
+Gradient = Callable[[str], Tensor]  # linear -> `gradient_sum` of its smoothed weight, read now
 
-def quantize_layer(work: LayerWork) -> None:
-    """Fill `work` with the layer's tensors, errors and decisions, and leave its module quantized.
+
+@dataclass(frozen=True, kw_only=True)
+class EncodedLinear:
+    """A linear as the layer's file holds it.
+
+    Attributes:
+        tensors: by their names in the file.
+        error: of its weight, relative and squared.
+        decisions: of the algorithm, about its input, and about ranges that were cut.
+    """
+
+    tensors: Mapping[str, Tensor]
+    error: float
+    decisions: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizedLayer:
+    """Everything that a layer's file and record hold.
+
+    Attributes:
+        tensors: name in the artifact -> tensor, of the whole layer.
+        errors: linear -> {"weight", "output"}: relative squared error, output on the canary, where it reaches the linear.
+        decisions: linear -> what the transforms and the algorithm decided.
+        changed: source names of tensors that are not quantized and not as in the source.
+        factors: as `Smoothed.factors`.
+        experts: what the record says of the layer's experts; None where it has none.
+    """
+
+    tensors: Mapping[str, Tensor]
+    errors: Mapping[str, Mapping[str, float]]
+    decisions: Mapping[str, Mapping[str, Any]]
+    changed: frozenset[str]
+    factors: Mapping[str, Tensor]
+    experts: Mapping[str, Any] | None
+
+    def record(self) -> dict[str, Any]:
+        """Return what the layer's record says of its quantization."""
+        found = {"errors": self.errors, "decisions": self.decisions, "changed": sorted(self.changed)}
+        return found if self.experts is None else {**found, "experts": self.experts}
+
+
+def quantize_layer(opened: OpenLayer, text: LayerText, *, measured: LayerMeasurement, execution: Execution) -> QuantizedLayer:
+    """Quantize a layer and leave its module quantized.
+
+    Args:
+        opened: the layer in memory; its module is modified.
+        text: the sequences that run through it.
+        measured: the measurement's share of it.
+        execution: workers, progress and the other cards.
 
     Raises:
         StatisticsError: a statistic is missing, or smoothing changed the layer's function.
     """
-    original = work.stream.run(work.module, work.canary) if work.plan.smoothings else None
-    hessians = collect(work) if work.plan.needs_text else {}
-    smooth(work, hessians)
-    inputs, outputs, smoothed = canary_traffic(work.stream, work.module, work.layer, work.canary)
-    _refuse_changed(work, original, smoothed)
-    _treat_experts(work)
-    numbered = list(enumerate(work.layer.groups))
-    for number, group in numbered:
-        if not work.team.owns(number):  # first, so that no card has more in memory than one that quantizes all groups
-            _release(work, group.linears)
-    for number, group in numbered:
-        if work.team.owns(number):
-            _quantize_group(work, group, hessians.pop(number, None))
-    if work.plan.learned is not None:
-        learn(work)
-        _encode(work, list(work.made))
-    _exchange(work)
+    plan = opened.plan
+    original = opened.stream.run(opened.module, text.canary) if plan.smoothings else None
+    traffic = collect_traffic(opened, text, execution=execution) if plan.needs_text else Traffic()
+    hessians, routed = traffic.hessians, measured.routed if traffic.routed is None else traffic.routed
+    smoothed = smooth_(opened, _joined(measured.statistics, traffic.statistics), hessians=hessians, execution=execution)
+    del traffic  # the rows, which searches have read
+    inputs, outputs, canary = canary_traffic(opened.stream, opened.module, opened.layer, text.canary)
+    _refuse_changed(opened.layer, original, canary)
+    treatment, experts = _treat_experts(opened, smoothed.statistics, routed=routed, fed=measured.fed)
+    own = _quantize_groups(
+        opened,
+        text,
+        hessians=hessians,
+        treatment=treatment,
+        gradient=partial(_gradient, plan, measured, smoothed.factors),
+        execution=execution,
+    )
+    linears = _exchange(opened.layer, own, team=execution.team)
     give_back_holes()
-    install_all(work.module, work.layer, work.plan, work.tensors)
-    for name in work.errors.keys() & outputs.keys():  # the canary does not reach every expert
-        work.errors[name]["output"] = relative_error(outputs[name], work.child(name)(inputs[name]), name=name)
-    for name in work.stored:
-        if name.removesuffix(".weight") not in work.errors:
-            kept = work.read(name)
-            work.tensors[name] = work.current(name).to(kept.dtype) if name in work.changed else kept
+    tensors = {key: tensor for linear in linears.values() for key, tensor in linear.tensors.items()}
+    install_all(opened.module, opened.layer, plan, tensors)
+    errors = {name: {"weight": linear.error} for name, linear in linears.items()}
+    for name in errors.keys() & outputs.keys():  # the canary does not reach every expert
+        errors[name]["output"] = relative_error(outputs[name], opened.child(name)(inputs[name]), name=name)
+    changed = frozenset([*opened.rotated, *smoothed.changed])
+    for name in opened.stored:
+        if name.removesuffix(".weight") not in linears:
+            kept = opened.read(name)
+            tensors[name] = opened.current(name).to(kept.dtype) if name in changed else kept
+    of_experts = {name: {"experts": words} for name, words in treatment.decisions.items()}
+    of_linears = {name: linear.decisions for name, linear in linears.items()}
+    return QuantizedLayer(
+        tensors=tensors,
+        errors=errors,
+        decisions=_joined(_joined(smoothed.decisions, of_experts), of_linears),
+        changed=changed,
+        factors=smoothed.factors,
+        experts=experts,
+    )
 
 
 def install_all(module: nn.Module, layer: Layer, plan: Plan, tensors: Mapping[str, Tensor]) -> None:
@@ -116,174 +182,223 @@ def canary_traffic(
         return inputs, outputs, stream.run(module, canary)
 
 
-def _refuse_changed(work: LayerWork, original: Tensor | None, smoothed: Tensor) -> None:
+def _joined(first: Mapping[str, Mapping[str, Value]], second: Mapping[str, Mapping[str, Value]]) -> dict[str, dict[str, Value]]:
+    """Return what two say of each linear; where both name the same, the second is right."""
+    return {name: {**first.get(name, {}), **second.get(name, {})} for name in {**first, **second}}
+
+
+def _refuse_changed(layer: Layer, original: Tensor | None, smoothed: Tensor) -> None:
     """Refuse transforms after which the layer puts out something else; `original` is None where nothing smooths."""
-    change = 0.0 if original is None else relative_error(original, smoothed, name=work.layer.prefix)
+    change = 0.0 if original is None else relative_error(original, smoothed, name=layer.prefix)
     if change > SMOOTHING_TOLERANCE:
         raise StatisticsError(
-            f"{work.layer.prefix}: transforms changed the layer's output by {change:.3g} (relative, squared)",
+            f"{layer.prefix}: transforms changed the layer's output by {change:.3g} (relative, squared)",
             "this family's norms and linears do not fit together as its graph says; leave transforms out",
         )
 
 
-def _treat_experts(work: LayerWork) -> None:
+def _treat_experts(
+    opened: OpenLayer, statistics: Mapping[str, Mapping[str, Tensor]], *, routed: Mapping[str, int] | None, fed: str | None
+) -> tuple[Treatment, dict[str, Any] | None]:
     """Let the policy decide what becomes of experts that got too few tokens.
+
+    Args:
+        opened: the layer.
+        statistics: of each linear's input.
+        routed: expert -> tokens that the router sent to it; None where nobody counted.
+        fed: the tokens that the measurement's statistics show each expert.
+
+    Returns:
+        What becomes of the layer's statistics and linears; what the layer's record says of its experts.
 
     Raises:
         StatisticsError: there are such experts, and the policy is `error`.
     """
-    policy, shorts = work.plan.experts, list[Short]()
-    if policy is None or not work.layer.experts:
-        work.experts = record_of(work.layer, work.routed, fed=work.fed, shorts=()) if work.routed else None
-        return
-    if policy.name != "all" and work.routed is not None and (policy.weights or work.fed == ROUTED):
-        shapes = {name: info.shape for name, info in work.source.checkpoint.infos.items()}
-        shorts = short_of_tokens(work.layer, policy, work.routed, schemes=work.plan.schemes, shapes=shapes)
+    layer, policy, shorts = opened.layer, opened.plan.experts, list[Short]()
+    if policy is None or not layer.experts:
+        untouched = Treatment(statistics=statistics, rounded=frozenset(), damped=frozenset(), decisions={})
+        return untouched, record_of(layer, routed, fed=fed, shorts=()) if routed else None
+    if policy.name != "all" and routed is not None and (policy.weights or fed == ROUTED):
+        shapes = {name: info.shape for name, info in opened.source.checkpoint.infos.items()}
+        shorts = short_of_tokens(layer, policy, routed, schemes=opened.plan.schemes, shapes=shapes)
     if policy.name == "error":
-        refuse(work.layer.prefix, shorts)
-    treatment = treat(work.layer, policy, work.statistics, shorts)
-    work.statistics, work.rounded, work.damped = dict(treatment.statistics), treatment.rounded, treatment.damped
-    for name, told in treatment.decisions.items():
-        work.decisions.setdefault(name, {})["experts"] = told
-    fed = fed_by(policy) if policy.weights else work.fed
-    work.experts = record_of(work.layer, work.routed, fed=fed, shorts=shorts)
+        refuse(layer.prefix, shorts)
+    shown = fed_by(policy) if policy.weights else fed
+    return treat(layer, policy, statistics, shorts), record_of(layer, routed, fed=shown, shorts=shorts)
 
 
-def _quantize_group(work: LayerWork, group: LinearGroup, hessian: HessianObserver | None) -> None:
-    """Quantize the linears that share an input, one scheme after the other, and let go of their weights."""
+def _gradient(plan: Plan, measured: LayerMeasurement, factors: Mapping[str, Tensor], name: str) -> Tensor:
+    """Return `gradient_sum` of a linear's smoothed weight; it is read now."""
+    gradient_sum = measured.gradient(name)
+    if gradient_sum is None:
+        raise StatisticsError(
+            f"{name}|gradient|{GRADIENT_SUM}: the measurement does not hold it",
+            f"measure again with --stats gradient, or --for with {plan.algorithm} as the algorithm",
+        )
+    divisors = factors.get(f"{name}|divisors")
+    return gradient_sum if divisors is None else output_blocks.scale_(gradient_sum, divisors)
+
+
+def _quantize_groups(
+    opened: OpenLayer,
+    text: LayerText,
+    *,
+    hessians: dict[int, HessianObserver],
+    treatment: Treatment,
+    gradient: Gradient,
+    execution: Execution,
+) -> dict[str, EncodedLinear]:
+    """Quantize the linears of this card's groups, and let go of all weights that are quantized.
+
+    Args:
+        opened: the layer.
+        text: from which rounding is learned, where the plan says so.
+        hessians: group's number -> Hessian; each is taken out where its group is quantized.
+        treatment: the statistics of each linear's input, and experts that got too few tokens.
+        gradient: for algorithms that read it.
+        execution: workers, progress and the other cards.
+    """
+    groups, learned = list(enumerate(opened.layer.groups)), opened.plan.learned
+    encoded: dict[str, EncodedLinear] = {}
+    waiting: dict[str, RoundedLinear] = {}
+    for number, group in groups:
+        if not execution.team.owns(number):  # first, so that no card has more in memory than one that quantizes all groups
+            _release(opened, group.linears)
+    for number, group in groups:
+        if not execution.team.owns(number):
+            continue
+        hessian = hessians.pop(number, None)
+        steps = _quantize_group(opened, group, hessian, treatment=treatment, gradient=gradient, execution=execution)
+        for rounded in steps:
+            if learned is None:
+                encoded |= _encode(opened, rounded, workers=execution.workers)
+            else:
+                waiting |= rounded
+            del rounded  # before the next linears are rounded
+        del hessian, steps
+    if learned is not None:
+        waiting = learn(opened, text, rounded=waiting, learned=learned, execution=execution)
+        encoded = _encode(opened, waiting, workers=execution.workers)
+    return encoded
+
+
+def _quantize_group(
+    opened: OpenLayer,
+    group: LinearGroup,
+    hessian: HessianObserver | None,
+    *,
+    treatment: Treatment,
+    gradient: Gradient,
+    execution: Execution,
+) -> Iterator[dict[str, RoundedLinear]]:
+    """Yield the linears that share an input as they are quantized, those of one scheme after the other."""
     give_back_holes()  # what the group before left
-    statistics = {**work.statistics.get(group.linears[0], {}), **({} if hessian is None else hessian.take())}
+    statistics = {**treatment.statistics.get(group.linears[0], {}), **({} if hessian is None else hessian.take())}
     give_back_holes()  # the strips of the Hessian
-    if group.linears[0] in work.damped and "hessian_sum" in statistics:
+    if group.linears[0] in treatment.damped and "hessian_sum" in statistics:
         shrink_(statistics["hessian_sum"])
-    schemes = list(dict.fromkeys(scheme for scheme in map(work.plan.schemes.get, group.linears) if scheme is not None))
+    known = opened.plan.schemes
+    schemes = list(dict.fromkeys(scheme for scheme in map(known.get, group.linears) if scheme is not None))
     for scheme in schemes:
-        members = [name for name in group.linears if work.plan.schemes[name] == scheme]
-        work.progress.doing(", ".join(work.layer.relative(name) for name in members))
-        _quantize_members(work, members, scheme, statistics=statistics, last=scheme is schemes[-1])
-        if work.plan.learned is None:
-            _encode(work, members)
-
-
-def _release(work: LayerWork, names: Sequence[str]) -> None:
-    """Let go of the weights of linears that are quantized."""
-    for name in names:
-        if work.plan.schemes[name] is not None:
-            release_(work.child(name), ["weight"])
-
-
-def _exchange(work: LayerWork) -> None:
-    """Give every card what each group became, in the order in which one card finds it."""
-    tensors, work.tensors = work.tensors, {}
-    for number, group in enumerate(work.layer.groups):
-        mine = {name: tensor for name, tensor in tensors.items() if name.rpartition(".")[0] in group.linears}
-        about = [{name: of[name] for name in group.linears if name in of} for of in (work.errors, work.decisions)]
-        made, (errors, decisions) = work.team.broadcast(mine, about, number=number)
-        work.tensors |= made
-        work.errors |= errors
-        work.decisions |= decisions
+        members = [name for name in group.linears if known[name] == scheme]
+        execution.progress.doing(", ".join(map(opened.layer.relative, members)))
+        yield _quantize_members(
+            opened,
+            members,
+            scheme=scheme,
+            algorithm="rtn" if members[0] in treatment.rounded else opened.plan.algorithm,
+            clips=opened.plan.clips and members[0] not in treatment.rounded,
+            statistics=statistics,
+            gradient=gradient,
+            last=scheme is schemes[-1],
+            workers=execution.workers,
+        )
 
 
 def _quantize_members(
-    work: LayerWork,
+    opened: OpenLayer,
     members: Sequence[str],
-    scheme: LinearScheme,
     *,
+    scheme: LinearScheme,
+    algorithm: str,
+    clips: bool,
     statistics: dict[str, Tensor],
+    gradient: Gradient,
     last: bool,
-) -> None:
-    """Quantize linears that share an input and a scheme.
+    workers: Workers,
+) -> dict[str, RoundedLinear]:
+    """Return linears that share an input and a scheme, quantized.
 
-    The `last` of a group may overwrite the Hessian, and lets go of it.
+    Args:
+        opened: the layer.
+        members: the linears.
+        scheme: of each.
+        algorithm: a key of ALGORITHMS.
+        clips: a transform cuts the ranges of their groups before.
+        statistics: of their input; the `last` linears of a group may overwrite its Hessian, and it is let go of.
+        gradient: for algorithms that read it.
+        last: no other linears read the statistics afterwards.
+        workers: run linears.
+
+    Raises:
+        StatisticsError: a statistic is missing.
     """
-    algorithm = ALGORITHMS["rtn" if members[0] in work.rounded else work.plan.algorithm]
     gradients = {}
-    for statistic in algorithm.NEEDS:
+    for statistic in ALGORITHMS[algorithm].NEEDS:
         if statistic == GRADIENT_SUM:
-            gradients = {f"{name}|{statistic}": _gradient(work, name) for name in members}
+            gradients = {f"{name}|{statistic}": gradient(name) for name in members}
         else:
             _required(statistics, members[0], statistic)
-    weights = {name: work.child(name).weight.detach() for name in members}
-    scale_dtype = FORMAT.scale_dtype(scheme, work.dtype_of(f"{members[0]}.weight"))
-    given = _clipped(work, weights, scheme, statistics=statistics)
-    results = algorithm.quantize_group(
-        given,
+    weights: Mapping[str, Tensor] = {name: opened.weight(name) for name in members}
+    scale_dtype = FORMAT.scale_dtype(scheme, opened.dtype_of(f"{members[0]}.weight"))
+    shares: Mapping[str, float] = {}
+    if clips:
+        hessian_sum = _required(statistics, members[0], "hessian_sum")
+        weights, shares = awq.clipped(
+            weights, scheme.weights, hessian_sum=hessian_sum, scale_dtype=scale_dtype, workers=workers
+        )
+        del hessian_sum  # the statistics alone hold it
+    results = ALGORITHMS[algorithm].quantize_group(
+        weights,
         scheme,
         statistics={**statistics, **gradients},
         scale_dtype=scale_dtype,
-        workers=work.workers,
+        workers=workers,
         in_place=last,
     )
-    told = _compared(work, given, results, statistics=statistics, scale_dtype=scale_dtype)
+    comparison: Mapping[str, Mapping[str, Any]] = {}
+    if algorithm != "rtn" and "hessian_sum" not in ALGORITHMS[algorithm].NEEDS and "hessian_sum" in statistics:
+        comparison = _compared(weights, results, statistics["hessian_sum"], scale_dtype=scale_dtype, workers=workers)
     if last:
         statistics.pop("hessian_sum", None)
     seen = input_of(members[0], scheme, statistics)
-    for name, result in results.items():
-        result = replace(result, decisions={**result.decisions, **told.get(name, {})})
-        work.made[name] = Made(result=result, scheme=scheme, scale_dtype=scale_dtype, seen=seen)
-
-
-def _encode(work: LayerWork, names: Sequence[str]) -> None:
-    """Keep what the layer's file will hold of linears that are quantized, and let go of their weights."""
-    made = {name: work.made.pop(name) for name in names}
-    errors = work.workers.map(lambda name: weight_sums(work.child(name).weight.detach(), made[name].result.weight), made)
-    for (name, found), sums in zip(made.items(), errors, strict=True):
-        result, seen = found.result, found.seen
-        quantized = QuantizedLinear(
-            weight=result.weight, scheme=found.scheme, input_scale=seen.scale, input_zero_point=seen.zero_point
+    return {
+        name: RoundedLinear(
+            result=replace(result, decisions={**result.decisions, **comparison.get(name, {})}),
+            scheme=scheme,
+            scale_dtype=scale_dtype,
+            input=seen,
+            clipped_groups=shares.get(name),
         )
-        work.tensors |= FORMAT.encode(name, quantized, scale_dtype=found.scale_dtype)
-        work.errors[name] = {"weight": error_from(*sums, name=name)}
-        work.decisions.setdefault(name, {}).update({**result.decisions, **seen.decisions})
-    _release(work, names)
-
-
-def _clipped(
-    work: LayerWork, weights: Mapping[str, Tensor], scheme: LinearScheme, *, statistics: Mapping[str, Tensor]
-) -> Mapping[str, Tensor]:
-    """Return what the algorithm is given of the weights: their groups cut, where a transform of the plan does that.
-
-    Those of an expert that is rounded to nearest for want of tokens stay whole.
-    """
-    if not work.plan.clips or next(iter(weights)) in work.rounded:
-        return weights
-    hessian_sum = _required(statistics, next(iter(weights)), "hessian_sum")
-    scale_dtype = FORMAT.scale_dtype(scheme, work.dtype_of(f"{next(iter(weights))}.weight"))
-    found, shares = awq.clipped(weights, scheme.weights, hessian_sum=hessian_sum, scale_dtype=scale_dtype, workers=work.workers)
-    for name, share in shares.items():
-        work.decisions.setdefault(name, {})["clipped_groups"] = share
-    return found
+        for name, result in results.items()
+    }
 
 
 def _compared(
-    work: LayerWork,
     weights: Mapping[str, Tensor],
     results: Mapping[str, GroupResult],
+    hessian_sum: Tensor,
     *,
-    statistics: Mapping[str, Tensor],
     scale_dtype: torch.dtype,
+    workers: Workers,
 ) -> Mapping[str, Mapping[str, Any]]:
-    """Compare what an algorithm that reads no Hessian made, where a transform needed one, with plain round to nearest.
+    """Compare the results of an algorithm that reads no Hessian, where a transform needed one, with plain round to nearest.
 
     Algorithms that read Hessians do so themselves, since they overwrite them.
     """
-    rounded = work.plan.algorithm == "rtn" or next(iter(weights)) in work.rounded
-    if rounded or "hessian_sum" in ALGORITHMS[work.plan.algorithm].NEEDS or "hessian_sum" not in statistics:
-        return {}
-    made = {name: result.weight for name, result in results.items()}
-    moment = SecondMoment(upper=statistics["hessian_sum"], diagonal=statistics["hessian_sum"].diagonal())
-    return compared(weights, made, moment, scale_dtype=scale_dtype, workers=work.workers)
-
-
-def _gradient(work: LayerWork, name: str) -> Tensor:
-    found = work.gradient(name)
-    if found is None:
-        raise StatisticsError(
-            f"{name}|gradient|{GRADIENT_SUM}: the measurement does not hold it",
-            f"measure again with --stats gradient, or --for with {work.plan.algorithm} as the algorithm",
-        )
-    divisors = work.factors.get(f"{name}|divisors")
-    return found if divisors is None else output_blocks.scale_(found, divisors)
+    moment = SecondMoment(upper=hessian_sum, diagonal=hessian_sum.diagonal())
+    quantized = {name: result.weight for name, result in results.items()}
+    return compared(weights, quantized, moment, scale_dtype=scale_dtype, workers=workers)
 
 
 def _required(statistics: Mapping[str, Tensor], name: str, statistic: str) -> Tensor:
@@ -294,3 +409,45 @@ def _required(statistics: Mapping[str, Tensor], name: str, statistic: str) -> Te
             f"measure again with --stats that include {statistic}",
         )
     return tensor
+
+
+def _encode(opened: OpenLayer, rounded: Mapping[str, RoundedLinear], *, workers: Workers) -> dict[str, EncodedLinear]:
+    """Return linears as the layer's file holds them, and let go of their weights."""
+    encoded = {}
+    errors = workers.map(lambda name: weight_sums(opened.weight(name), rounded[name].result.weight), list(rounded))
+    for (name, linear), sums in zip(rounded.items(), errors, strict=True):
+        result, seen = linear.result, linear.input
+        quantized = QuantizedLinear(
+            weight=result.weight, scheme=linear.scheme, input_scale=seen.scale, input_zero_point=seen.zero_point
+        )
+        clipped = {} if linear.clipped_groups is None else {"clipped_groups": linear.clipped_groups}
+        encoded[name] = EncodedLinear(
+            tensors=FORMAT.encode(name, quantized, scale_dtype=linear.scale_dtype),
+            error=error_from(*sums, name=name),
+            decisions={**clipped, **result.decisions, **seen.decisions},
+        )
+    _release(opened, list(rounded))
+    return encoded
+
+
+def _release(opened: OpenLayer, names: Sequence[str]) -> None:
+    """Let go of the weights of linears that are quantized."""
+    for name in names:
+        if opened.plan.schemes[name] is not None:
+            release_(opened.child(name), ["weight"])
+
+
+def _exchange(layer: Layer, own: Mapping[str, EncodedLinear], *, team: Team) -> dict[str, EncodedLinear]:
+    """Return the linears of all cards' groups, in the order in which one card quantizes them; `own` are this card's."""
+    everyone: dict[str, EncodedLinear] = {}
+    for number, group in enumerate(layer.groups):
+        mine = {name: linear for name, linear in own.items() if name in group.linears}
+        tensors, records = team.broadcast(
+            {key: tensor for linear in mine.values() for key, tensor in linear.tensors.items()},
+            {name: {"error": linear.error, "decisions": linear.decisions} for name, linear in mine.items()},
+            number=number,
+        )
+        for name, record in records.items():
+            parts = {key: tensor for key, tensor in tensors.items() if key.rpartition(".")[0] == name}
+            everyone[name] = EncodedLinear(tensors=parts, error=record["error"], decisions=record["decisions"])
+    return everyone

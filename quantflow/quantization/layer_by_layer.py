@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,8 +36,8 @@ from quantflow.planning.recipe import Quantize
 from quantflow.planning.resources import Allowance
 from quantflow.progress import Progress
 from quantflow.quantization.head_file import bring_up_to_date, read_head
-from quantflow.quantization.layer import FORMAT, install_all, quantize_layer
-from quantflow.quantization.layer_work import LayerWork
+from quantflow.quantization.layer import FORMAT, QuantizedLayer, install_all, quantize_layer
+from quantflow.quantization.open_layer import Execution, LayerMeasurement, LayerText, OpenLayer
 from quantflow.quantization.rotation import prove_rotation, rotated_source, write_outside
 from quantflow.quantization.shards.share import CardShare
 from quantflow.quantization.shards.slices import sliced
@@ -55,7 +54,7 @@ class Forward:
 
     Attributes:
         output: the stage's folder.
-        made: where layers go: the stage's folder, or one for layers that are not finished by this.
+        folder: where layers go: the stage's folder, or one for layers that are not finished by this.
         key: digest of everything that the result depends on.
         seed: of the canary where there is no measurement.
         share: which part of each tensor is written.
@@ -63,7 +62,7 @@ class Forward:
     """
 
     output: Path
-    made: Path
+    folder: Path
     entry: Quantize
     plan: Plan
     source: Source
@@ -84,22 +83,25 @@ class Forward:
         if isinstance(source, Rotated):
             prove_rotation(self.source, source, self.graph, tokens)
             write_outside(self.output, source)
-        about: Any = {"workers": self.workers, "progress": self.progress}
-        bring_up_to_date(self.output, self.plan, self.source.checkpoint, key=self.key, **about)
+        bring_up_to_date(
+            self.output, self.plan, self.source.checkpoint, key=self.key, workers=self.workers, progress=self.progress
+        )
         stream = LayerStream(source, self.graph)
         # The canary is last, so that the others can go on before the layer is quantized. What learns needs the text twice:
         # as the original layers and as the quantized ones put it out.
         text = self.team.mine(self._calibration)
         sequences = [*text, *(text if self.plan.learned is not None else ()), tokens]
         opened = partial(HiddenStates, len(sequences), folder=layer_store.scratch(self.output))
-        start, hidden = layer_store.restart_together(self.made, self.key, self.graph, opened=opened, span=self.team.span)
+        start, hidden = layer_store.restart_together(self.folder, self.key, self.graph, opened=opened, span=self.team.span)
         states = stream.begin(sequences, hidden=hidden)
         if not hidden.restored:
             hidden.commit(0, key=self.key, settled=self.team.wait)
         rest, stage = self.graph.layers[start:], f"quantize {self.plan.name}"
         last = states[-1].hidden
-        told: Any = {"samples": len(self._calibration), "nbytes": self._bytes}
-        for layer in self.progress.steps(rest, stage=stage, unit="layer", before=start, **told):
+        steps = self.progress.steps(
+            rest, stage=stage, unit="layer", before=start, samples=len(self._calibration), nbytes=self._bytes
+        )
+        for layer in steps:
             process_memory.give_back_holes()
             as_stored = not self.plan.transforms  # they change weights, in float32
             with stream.layer(layer.index, as_stored=as_stored) as module, linears_restored(module):
@@ -108,7 +110,7 @@ class Forward:
                 hidden.commit(layer.index + 1, key=self.key, settled=self.team.wait)
         hidden.close()
         process_memory.give_back_holes()
-        if self.made == self.output:
+        if self.folder == self.output:
             write_canary(self.output, self.plan, stream, self.measurement, tokens=tokens, last=last)
 
     def _layer(
@@ -119,7 +121,7 @@ class Forward:
         *calibration, canary = states
         again = calibration[len(calibration) // 2 :] if learned else []
         calibration = calibration[: len(calibration) - len(again)]
-        path = layer_store.layer_path(self.made, layer.index)
+        path = layer_store.layer_path(self.folder, layer.index)
         layer_key = digest_of([self.key, layer.index])
         # A card's part does not make the layer; cards that have it make it again together, to the same bytes.
         kept = self.team.world == 1 and layer_store.finished(path, layer_key) is not None
@@ -127,52 +129,51 @@ class Forward:
         cache = None if kv_scales is None else KVRounder({layer.index: kv_scales})
         more = layer is not self.graph.layers[-1]
         original = more and not quantized_inputs(self.entry)
+        quantized: QuantizedLayer | None = None
         if kept:
             if original:
                 stream.advance(module, calibration, workers=self.workers)
             read_back(module, layer, self.plan, path)
         else:
-            measured = None if self.plan.rotation is not None else self.measurement  # of a rotated model's inputs nothing is
-            statistics = {} if measured is None else input_statistics(measured, layer)
-            work = LayerWork(
-                stream=stream,
-                source=source,
-                module=module,
-                layer=layer,
-                plan=self.plan,
-                statistics=statistics,
-                canary=canary,
-                states=calibration,
-                again=again,
-                tokens=[len(sequence) for sequence in self._calibration],
-                keep_outputs=original or learned,
-                workers=self.workers,
-                ahead=self.allowance.in_flight,
-                progress=self.progress,
-                team=self.team,
-                routed=routed_tokens(self.measurement, layer),
-                fed=None if self.measurement is None else self.measurement.meta.get("experts"),
-                gradient=partial(gradient_sum, self.measurement),
+            quantized = quantize_layer(
+                OpenLayer(stream=stream, source=source, module=module, layer=layer, plan=self.plan),
+                LayerText(
+                    canary=canary,
+                    states=calibration,
+                    again=again,
+                    tokens=[len(sequence) for sequence in self._calibration],
+                    keep_outputs=original or learned,
+                ),
+                measured=self._measured(layer),
+                execution=Execution(
+                    workers=self.workers, ahead=self.allowance.in_flight, progress=self.progress, team=self.team
+                ),
             )
-            if isinstance(source, Rotated):
-                work.changed += [name for name in work.stored if source.changes(name) and name not in work.quantized]
-            quantize_layer(work)
-            work.tensors |= kv_tensors(layer, kv_scales)
         output = stream.run(module, canary, cache=cache)
-        if not kept:
-            found = {"errors": work.errors, "decisions": work.decisions, "changed": sorted(set(work.changed))}
-            found |= {} if work.experts is None else {"experts": work.experts}
-            found |= kv_record(self.measurement, layer, self.plan.kv_cache)
-            found |= {"key": layer_key, "canary": tensor_hash(output)} | self.share.record(layer)
-            tensors = sliced(work.tensors, layer.linears, self.plan.schemes, self.share)
-            tensors |= {} if self.made == self.output else work.factors  # which tuning smooths the original layer with
-            layer_store.write_layer(path, tensors, found)
+        if quantized is not None:
+            record = {**quantized.record(), **kv_record(self.measurement, layer, self.plan.kv_cache)}
+            record |= {"key": layer_key, "canary": tensor_hash(output)} | self.share.record(layer)
+            whole = {**quantized.tensors, **kv_tensors(layer, kv_scales)}
+            tensors = sliced(whole, layer.linears, self.plan.schemes, self.share)
+            tensors |= {} if self.folder == self.output else quantized.factors  # which tuning smooths the original layer with
+            layer_store.write_layer(path, tensors, record)
         if more:
             if learned or not original:
                 self.progress.doing("through the quantized layer")
                 stream.advance(module, again if learned else calibration, cache=cache, workers=self.workers)
             canary.store.put(canary.index, output)
         return output
+
+    def _measured(self, layer: Layer) -> LayerMeasurement:
+        """Return the measurement's share of a layer; of a rotated model's inputs nothing is measured."""
+        if self.measurement is None:
+            return LayerMeasurement()
+        return LayerMeasurement(
+            statistics={} if self.plan.rotation is not None else input_statistics(self.measurement, layer),
+            routed=routed_tokens(self.measurement, layer),
+            fed=self.measurement.meta.get("experts"),
+            gradient=partial(gradient_sum, self.measurement),
+        )
 
     @property
     def _calibration(self) -> Sequence[Tensor]:
@@ -232,9 +233,9 @@ def read_back(module: nn.Module, layer: Layer, plan: Plan, path: Path) -> None:
     """Put a finished layer's tensors into its module."""
     infos, _ = read_header(path)
     tensors = {name: read_tensor(path, info) for name, info in infos.items() if not is_factor(name)}
-    made = {part for name, scheme in plan.schemes.items() if scheme is not None for part in FORMAT.tensor_names(name, scheme)}
+    parts = {part for name, scheme in plan.schemes.items() if scheme is not None for part in FORMAT.tensor_names(name, scheme)}
     of_cache = set(FORMAT.kv_tensor_names(layer.attention))
-    rest = {layer.relative(name): tensor for name, tensor in tensors.items() if name not in made | of_cache}
+    rest = {layer.relative(name): tensor for name, tensor in tensors.items() if name not in parts | of_cache}
     materialize_(module, rest, dtype=torch.float32)  # first, since linears that are put in place keep the bias that is there
     install_all(module, layer, plan, tensors)
 

@@ -237,14 +237,14 @@ def _run_layers(
         Forward,
         open_source,
     )
-    from quantflow.quantization.tuned_layers import tune
+    from quantflow.quantization.tuning import tune
 
-    made = job.output if plan.tune is None else layer_store.untuned(job.output)
-    disk.make_folder(made / "layers")
+    folder = job.output if plan.tune is None else layer_store.untuned(job.output)
+    disk.make_folder(folder / "layers")
     with Workers(allowance.workers) as workers:
         forward = Forward(
             output=job.output,
-            made=made,
+            folder=folder,
             entry=job.entry,
             plan=plan,
             source=open_source(job.model),
@@ -260,7 +260,7 @@ def _run_layers(
         )
         forward.layers()
         if plan.tune is not None:
-            tune(forward)
+            tune(forward, plan.tune, sequences=[] if measurement is None else measurement.sequences)
 
 
 def _settled(job: QuantizeJob, plan: Plan, graph: Graph, measurement: Measurement, *, key: str, progress: Progress) -> bool:

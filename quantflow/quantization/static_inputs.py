@@ -17,7 +17,7 @@ from quantflow.planning.requirements import GRADIENT_SUM
 
 
 @dataclass(frozen=True, kw_only=True)
-class Input:
+class LinearInput:
     """The input of one linear.
 
     Attributes:
@@ -30,11 +30,11 @@ class Input:
     decisions: Mapping[str, Any] = field(default_factory=dict)
 
 
-NOTHING = Input()
+UNKNOWN_INPUT = LinearInput()
 PERCENTILE = 99.99  # of the magnitudes that were seen, which `input_observer: percentile` keeps
 
 
-def input_of(name: str, scheme: LinearScheme, statistics: Mapping[str, Tensor]) -> Input:
+def input_of(name: str, scheme: LinearScheme, statistics: Mapping[str, Tensor]) -> LinearInput:
     """Return what the statistics of a linear's input say of it.
 
     Raises:
@@ -44,7 +44,7 @@ def input_of(name: str, scheme: LinearScheme, statistics: Mapping[str, Tensor]) 
     if "amax" in statistics:
         decisions["input_amax"] = float(statistics["amax"])
     if scheme.input is None or scheme.input.dynamic:
-        return Input(decisions=decisions)
+        return LinearInput(decisions=decisions)
     try:
         if scheme.input.observer != "amax" and not unseen(statistics):
             decisions["input_reach"] = _reach(statistics, scheme.input)
@@ -54,7 +54,7 @@ def input_of(name: str, scheme: LinearScheme, statistics: Mapping[str, Tensor]) 
         raise StatisticsError(f"{name}: {error.cause}", error.remedy) from error
     if unseen(statistics):
         decisions["input"] = "unseen in calibration, scale 1"
-    return Input(scale=scale, zero_point=zero_point, decisions=decisions)
+    return LinearInput(scale=scale, zero_point=zero_point, decisions=decisions)
 
 
 def _reach(statistics: Mapping[str, Tensor], scheme: TensorScheme) -> float:
@@ -92,7 +92,7 @@ def inputs_of(
     *,
     policy: Policy | None = None,
     shorts: Sequence[Short] = (),
-) -> dict[str, Input]:
+) -> dict[str, LinearInput]:
     """Return what is known of the input of each quantized linear; those that share an input share what was seen of it.
 
     Args:
@@ -102,7 +102,7 @@ def inputs_of(
         policy: what becomes of undercalibrated experts.
         shorts: the groups of experts that got too few tokens.
     """
-    found: dict[str, Input] = {}
+    found: dict[str, LinearInput] = {}
     if measurement is None:
         return found
     for layer in graph.layers:
@@ -116,6 +116,6 @@ def inputs_of(
                 scheme = schemes[name]
                 if scheme is not None:
                     seen = input_of(name, scheme, statistics[group.linears[0]])
-                    told = {"experts": decisions[name]} if name in decisions else {}
-                    found[name] = replace(seen, decisions={**seen.decisions, **told})
+                    treated = {"experts": decisions[name]} if name in decisions else {}
+                    found[name] = replace(seen, decisions={**seen.decisions, **treated})
     return found

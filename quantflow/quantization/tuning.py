@@ -9,12 +9,15 @@ A step runs its sequences through the quantized layers, keeping what enters each
 head; and brings it back, layer by layer from the last to the first, each of which runs again and takes a step of its own when
 all sequences have come back through it. So a run that was stopped goes on at its step. Before the first and after the last
 the divergence of some sequences is taken: scales that made it no less are left as they were.
-quantflow/quantization/tuned_layers.py writes them.
+
+Then every layer is written to the stage's folder. Its file and record are what they would be had it been quantized so: the
+errors of its linears and the hash of what the canary looks like behind it are taken anew, and what tuning did stands among
+the decisions of each linear.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,14 +37,18 @@ from quantflow.models import layer_store
 from quantflow.models.capture import LayerStream, State
 from quantflow.models.graph import Layer
 from quantflow.models.hidden import HiddenStates
+from quantflow.models.hooks import KVRounder
+from quantflow.models.identity import tensor_hash
 from quantflow.models.reading import read_tensor
 from quantflow.models.trained_layer import gradients, replaced
+from quantflow.numerics.layer_error import error_from, relative_error, weight_sums
 from quantflow.numerics.sequence_turns import spread, turns
+from quantflow.planning.kv_cache import kv_scales_of
 from quantflow.planning.recipe import Tune
 from quantflow.process_memory import give_back_holes
-from quantflow.quantization.layer import FORMAT
-from quantflow.quantization.layer_by_layer import Forward
-from quantflow.quantization.smoothing import put_changed
+from quantflow.quantization.layer import FORMAT, canary_traffic, install_all
+from quantflow.quantization.layer_by_layer import Forward, canary_tokens, linears_restored, read_back, write_canary
+from quantflow.quantization.smoothing import is_factor, put_changed, smooth_again
 
 PARTS = ("u", "mean", "square")  # of what is tuned
 Tuned = Mapping[str, algorithm.Tuned]  # of the linears of a layer
@@ -67,7 +74,7 @@ class Visit:
 class TuningRun:
     """The steps, on all sequences of the calibration text."""
 
-    def __init__(self, done: Forward, plan: Tune, sequences: Sequence[Tensor], stream: LayerStream) -> None:
+    def __init__(self, done: Forward, plan: Tune, *, sequences: Sequence[Tensor], stream: LayerStream) -> None:
         """Run nothing yet.
 
         Args:
@@ -84,7 +91,9 @@ class TuningRun:
     def steps(self) -> dict[str, Any]:
         """Take the steps that are left; return what records say of them, `steps` being 0 where the scales stay."""
         original = self._original()
-        states = self.stream.begin(self.sequences, hidden=HiddenStates(len(self.sequences), folder=self.done.made / "embedded"))
+        states = self.stream.begin(
+            self.sequences, hidden=HiddenStates(len(self.sequences), folder=self.done.folder / "embedded")
+        )
         checked = spread(len(states), algorithm.CHECKED)
         taken = self._latest()
         if taken is None:
@@ -97,9 +106,9 @@ class TuningRun:
             self._step(step, [states[number] for number in order[step % len(order)]], original)
             give_back_holes()
         self.done.progress.doing("comparing")
-        told = {**self._told(count), "divergence": self._divergence(states, original, checked, step=count)}
-        kept = told["divergence"] < told["divergence_start"]
-        return {"steps": count if kept else 0, **told}
+        record = {**self._record(count), "divergence": self._divergence(states, original, checked, step=count)}
+        kept = record["divergence"] < record["divergence_start"]
+        return {"steps": count if kept else 0, **record}
 
     def tuned(self, layer: Layer, step: int, starts: Mapping[str, QuantizedLinear]) -> Tuned:
         """Return what is tuned of a layer after so many steps."""
@@ -111,7 +120,7 @@ class TuningRun:
 
     def starts(self, layer: Layer) -> dict[str, QuantizedLinear]:
         """Return the linears of a layer as they were quantized."""
-        path = layer_store.layer_path(self.done.made, layer.index)
+        path = layer_store.layer_path(self.done.folder, layer.index)
         infos, _ = read_header(path)
         found = {}
         for name in layer.linears:
@@ -131,7 +140,7 @@ class TuningRun:
         """Yield a layer with its linears' weights as they are after so many steps."""
         layer, workers = self.layers[index], self.done.workers
         with self.stream.layer(index, as_stored=True) as module:
-            put_changed(module, layer, self.done.made)
+            put_changed(module, layer, self.done.folder)
             starts = self.starts(layer)
             tuned = self.tuned(layer, step, starts)
 
@@ -145,13 +154,14 @@ class TuningRun:
 
     def _original(self) -> list[State]:
         """Return every sequence with what leaves the last layer of the original model."""
-        hidden = HiddenStates(len(self.sequences), folder=self.done.made / "original")
+        hidden = HiddenStates(len(self.sequences), folder=self.done.folder / "original")
         begin = next((index for index in range(len(self.layers), -1, -1) if hidden.restore(index, key=self._key)), 0)
         states = self.stream.begin(self.sequences, hidden=hidden)
         if not hidden.restored:
             hidden.commit(0, key=self._key)
-        told: Any = {"stage": f"{self._stage}: original", "unit": "layer", "samples": len(states), "before": begin}
-        for layer in self.done.progress.steps(self.layers[begin:], **told):
+        left = self.layers[begin:]
+        stage = f"{self._stage}: original"
+        for layer in self.done.progress.steps(left, stage=stage, unit="layer", samples=len(states), before=begin):
             with self.stream.layer(layer.index, as_stored=True) as module:
                 self.stream.advance(module, states, workers=self.done.workers)
             hidden.commit(layer.index + 1, key=self._key)
@@ -159,7 +169,7 @@ class TuningRun:
 
     def _room(self, name: str, count: int) -> HiddenStates:
         """Return hidden states of the sequences under way, which no resumed run reads."""
-        return HiddenStates(count, folder=self.done.made / "inputs" / name)
+        return HiddenStates(count, folder=self.done.folder / "inputs" / name)
 
     def _through(self, batch: Sequence[State], step: int) -> list[list[State]]:
         """Run sequences through the quantized layers; return them as they enter each layer, and as they leave the last."""
@@ -169,9 +179,9 @@ class TuningRun:
             rooms[0].put(at, state.hidden)
         for layer in self.layers:
             with self._layer(layer.index, step) as visit:
-                about = {"ahead": self.done.allowance.in_flight}
                 run = partial(self.stream.run, visit.module)
-                for at, hidden in enumerate(self.done.workers.stream(run, places[layer.index], **about)):
+                left = self.done.workers.stream(run, places[layer.index], ahead=self.done.allowance.in_flight)
+                for at, hidden in enumerate(left):
                     rooms[layer.index + 1].put(at, hidden)
         return places
 
@@ -200,14 +210,15 @@ class TuningRun:
                 slopes = self._back(visit, places[layer.index], arriving, entering)
                 arriving.close()
                 arriving = entering
-                steps: Any = {"step": step, "steps": self.plan.steps}
-                pairs = {name: (visit.starts[name].weight, visit.tuned[name]) for name in visit.tuned}
-                found = {name: algorithm.stepped(*pair, slopes[name], **steps) for name, pair in pairs.items()}
-            parts = {f"{name}|{key}": getattr(of, key) for name, of in found.items() for key in PARTS}
+                stepped = {
+                    name: algorithm.stepped(visit.starts[name].weight, tuned, slopes[name], step=step, steps=self.plan.steps)
+                    for name, tuned in visit.tuned.items()
+                }
+            parts = {f"{name}|{key}": getattr(tuned, key) for name, tuned in stepped.items() for key in PARTS}
             layer_store.write_layer(self._at(step + 1, layer.index), parts, {"key": self._step_key(step + 1, layer)})
         arriving.close()
         _close(places)
-        self._save(step + 1, self._told(step))
+        self._save(step + 1, self._record(step))
 
     def _from_head(self, states: Sequence[State], original: Sequence[State]) -> HiddenStates:
         """Return the gradients of the mean divergence by what leaves the last layer."""
@@ -265,27 +276,27 @@ class TuningRun:
         return total
 
     def _at(self, step: int, index: int) -> Path:
-        return self.done.made / "steps" / f"{step:05d}" / f"{index:05d}.safetensors"
+        return self.done.folder / "steps" / f"{step:05d}" / f"{index:05d}.safetensors"
 
     def _step_key(self, step: int, layer: Layer) -> str:
         return digest_of([self._key, step, layer.index])
 
-    def _save(self, step: int, told: Mapping[str, Any]) -> None:
+    def _save(self, step: int, record: Mapping[str, Any]) -> None:
         """Note what is known after so many steps, whose layers are there; what was before is of no use then."""
-        folder = self.done.made / "steps"
+        folder = self.done.folder / "steps"
         disk.make_folder(folder / f"{step:05d}")
-        disk.write_atomic(folder / f"{step:05d}" / "told.json", canonical_json({**told, "key": digest_of([self._key, step])}))
+        disk.write_atomic(folder / f"{step:05d}" / "told.json", canonical_json({**record, "key": digest_of([self._key, step])}))
         for other in folder.iterdir():
             if other.name != f"{step:05d}":
                 disk.remove_tree(other)
 
-    def _told(self, step: int) -> dict[str, Any]:
-        found: dict[str, Any] = read_json(self.done.made / "steps" / f"{step:05d}" / "told.json")
+    def _record(self, step: int) -> dict[str, Any]:
+        found: dict[str, Any] = read_json(self.done.folder / "steps" / f"{step:05d}" / "told.json")
         return {key: value for key, value in found.items() if key != "key"}
 
     def _latest(self) -> int | None:
         """Return after how many steps everything is there, made from the same; None begins anew."""
-        folder = self.done.made / "steps"
+        folder = self.done.folder / "steps"
         for step in range(self.plan.steps, -1, -1):
             try:
                 record = read_json(folder / f"{step:05d}" / "told.json")
@@ -295,6 +306,87 @@ class TuningRun:
             if record.get("key") == digest_of([self._key, step]) and all(map(layer_store.finished, paths, paths.values())):
                 return step
         return None
+
+
+@torch.no_grad()
+def tune(done: Forward, plan: Tune, *, sequences: Sequence[Tensor]) -> None:
+    """Tune the scales of layers that are quantized, and write them to the stage's folder.
+
+    Args:
+        done: the layers as they were quantized.
+        plan: how many steps, and of how many sequences.
+        sequences: the calibration text, token ids [S] of each.
+
+    Raises:
+        StatisticsError: what the quantized model predicts is not finite.
+        InputError: a layer's file is damaged.
+    """
+    run = TuningRun(done, plan, sequences=sequences, stream=LayerStream(done.source, done.graph))
+    keys = {layer.index: digest_of([done.key, TUNE, layer.index]) for layer in done.graph.layers}
+    paths = {index: layer_store.layer_path(done.output, index) for index in keys}
+    outcome: dict[str, Any] = {}
+    if any(layer_store.finished(paths[index], key) is None for index, key in keys.items()):
+        outcome = run.steps()
+    give_back_holes()
+    _write(run, keys=keys, outcome=outcome)
+
+
+def _write(run: TuningRun, *, keys: Mapping[int, str], outcome: Mapping[str, Any]) -> None:
+    """Write every layer that is not finished with its scales, run the canary through all, and note what it shows."""
+    done, stream = run.done, run.stream
+    tokens = canary_tokens(done.source, done.measurement, done.seed)
+    (canary,) = stream.begin([tokens])
+    last = canary.hidden
+    for layer in done.progress.steps(run.layers, stage=f"tune {done.plan.name}: writing", unit="layer"):
+        path = layer_store.layer_path(done.output, layer.index)
+        scales = kv_scales_of(done.measurement, layer, done.plan.kv_cache)
+        cache = None if scales is None else KVRounder({layer.index: scales})
+        as_stored = not done.plan.transforms  # they change weights, in float32
+        with stream.layer(layer.index, as_stored=as_stored) as module, linears_restored(module):
+            if layer_store.finished(path, keys[layer.index]) is not None:
+                read_back(module, layer, done.plan, path)
+                last = stream.run(module, canary, cache=cache)
+            else:
+                tensors, record = _finished(run, module, layer=layer, canary=canary, outcome=outcome)
+                last = stream.run(module, canary, cache=cache)
+                record |= {"key": keys[layer.index], "canary": tensor_hash(last)}
+                layer_store.write_layer(path, tensors, record)
+        canary.store.put(canary.index, last)
+        give_back_holes()
+    write_canary(done.output, done.plan, stream, done.measurement, tokens=tokens, last=last)
+
+
+def _finished(
+    run: TuningRun, module: nn.Module, *, layer: Layer, canary: State, outcome: Mapping[str, Any]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Put a layer's linears in place as they were tuned; return what its file holds, and its record."""
+    path = layer_store.layer_path(run.done.folder, layer.index)
+    infos, _ = read_header(path)
+    quantized = {name: read_tensor(path, info) for name, info in infos.items()}
+    smooth_again(module, layer, quantized)
+    put_changed(module, layer, run.done.folder)
+    tensors = {name: tensor for name, tensor in quantized.items() if not is_factor(name)}
+    record = layer_store.record(run.done.folder, layer.index)
+    starts = run.starts(layer)
+    tuned = run.tuned(layer, outcome["steps"], starts)
+    inputs, outputs, _ = canary_traffic(run.stream, module, layer, canary)
+    for name, start in starts.items():
+        dtype = run.scale_dtype(start, name)
+        weight = algorithm.made(start.weight, tuned[name], scale_dtype=dtype)
+        original: Any = module.get_submodule(layer.relative(name))
+        sums = weight_sums(original.weight.detach(), weight)
+        record["errors"][name] = {"weight": error_from(*sums, name=name)}
+        tensors |= FORMAT.encode(name, replace(start, weight=weight), scale_dtype=dtype)
+        rescaled = int((weight.scale != start.weight.scale).sum())
+        decisions = record["decisions"][name]
+        decisions[TUNE] = {**outcome, "rescaled": rescaled}
+        if "same_as_rtn" in decisions:
+            decisions["same_as_rtn"] = decisions["same_as_rtn"] and not rescaled
+    install_all(module, layer, run.done.plan, tensors)
+    for name in starts:
+        linear: Any = module.get_submodule(layer.relative(name))
+        record["errors"][name]["output"] = relative_error(outputs[name], linear(inputs[name]), name=name)
+    return tensors, record
 
 
 def _close(places: Sequence[Sequence[State]]) -> None:

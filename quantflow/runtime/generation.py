@@ -9,7 +9,7 @@ Fails    2 unknown backend or options that do not go together, 3 no tokenizer or
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,80 +19,21 @@ from transformers import PreTrainedTokenizerBase
 
 from quantflow.artifact.canonical import read_json
 from quantflow.artifact.manifest import MANIFEST_NAME
-from quantflow.errors import GateError, InputError, UsageError
+from quantflow.errors import InputError, UsageError
 from quantflow.models.load import load_tokenizer, open_source, skeleton
 from quantflow.models.names import NameMap
 from quantflow.progress import SILENT, Progress
 from quantflow.runtime import rank_processes
 from quantflow.runtime.adapters import Adapted, attach_
 from quantflow.runtime.decoder import Decoder, TransformersDecoder
-from quantflow.runtime.decoding import Beams, Draft, Lookup, Method, Rules, Sampling, generate, load_medusa
+from quantflow.runtime.decoding import Draft, Method, generate, load_medusa
 from quantflow.runtime.decoding.text import TextStream, continuation, stop_at, word_ids
+from quantflow.runtime.generate_job import Beams, GenerateJob, Lookup
 from quantflow.runtime.load import Loaded, load
 from quantflow.runtime.offload import load_offloaded
 from quantflow.runtime.prompt_files import Prompt, encode, read_prompts, shown
 from quantflow.runtime.tensor_parallel import Wire
 from quantflow.runtime.timed_decoder import Timed
-
-
-@dataclass(frozen=True, kw_only=True)
-class GenerateJob:
-    """What is continued, and how; the defaults take the most likely token each time.
-
-    Attributes:
-        prompts: given one by one.
-        source: a file, folder or hub name with more of them (`quantflow.runtime.prompt_files.read_prompts`), by `column`,
-        `limit` of them. chat: texts are the user's messages of a chat.
-        max_input_tokens: of each prompt the first so many; None keeps all.
-        batch_size: prompts that are continued together.
-        method: beams, contrastive search, lookup; None: one token after the other, or what the next two name.
-        draft, draft_tokens: folder of an artifact or a model that proposes so many tokens at a time.
-        medusa: folder of Medusa heads.
-        rules: penalties and lengths; `bad_words` and `force_words` are put in as tokens.
-        stop: texts end with any of these.
-        ignore_eos: texts do not end with an end token.
-        returned: texts per prompt.
-        adapter: folder of a LoRA adapter; with `merge` in the weights that are not quantized.
-        reference: a JSON file, prompt -> text, that the texts must equal.
-        decoder: `lean` or `transformers`, or `auto` for the first where it can.
-        kv_cache: of the lean decoder: float32, bfloat16, float8, int8, or `auto` for the dtype.
-        pack: keep the weights beside the artifact as the lean decoder holds them, and load them from there.
-        disk_offload: leave the weights on disk and read them for every token; the same tokens with little memory.
-        device: where the model runs.
-        ranks: processes that share the model, each with a part of every matrix.
-    """
-
-    artifact: Path
-    prompts: tuple[str, ...] = ()
-    source: str | None = None
-    column: str | None = None
-    limit: int | None = None
-    chat: bool = False
-    max_input_tokens: int | None = None
-    batch_size: int = 1
-    max_new_tokens: int = 64
-    sampling: Sampling | None = None
-    method: Method | None = None
-    draft: Path | None = None
-    draft_tokens: int = 5
-    medusa: Path | None = None
-    rules: Rules = field(default_factory=Rules)
-    bad_words: tuple[str, ...] = ()
-    force_words: tuple[str, ...] = ()
-    stop: tuple[str, ...] = ()
-    ignore_eos: bool = False
-    returned: int = 1
-    adapter: Path | None = None
-    merge: bool = False
-    reference: Path | None = None
-    backend: str = "auto"
-    dtype: str = "float32"
-    decoder: str = "auto"
-    kv_cache: str = "auto"
-    pack: bool = False
-    disk_offload: bool = False
-    device: str = "cpu"
-    ranks: int = 1
 
 
 def run(job: GenerateJob, stream: Callable[[str], None], progress: Progress | None = None) -> dict[str, Any] | None:
@@ -159,18 +100,6 @@ def _continue(
         "timing": {"seconds": seconds, "tokens": count, "tokens_per_second": count / seconds, **decoder.summary()},
         "decoder": {"name": loaded.name, "reasons": list(loaded.reasons)},
     }
-
-
-def raise_for_difference(result: dict[str, Any]) -> None:
-    """Fail where a text is not the reference's.
-
-    Raises:
-        GateError: naming how many, and the first prompt.
-    """
-    differing = result["differing"]
-    if differing:
-        told = f"reference: {len(differing)} of {len(result['outputs'])} texts differ, the first after {differing[0]!r}"
-        raise GateError(told, "compare the texts, or write a new reference if they are right")
 
 
 def _check(job: GenerateJob) -> None:

@@ -8,12 +8,22 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from quantflow.core.parallel import SEQUENTIAL, Workers
+from quantflow.core.support import Supports
 from quantflow.numerics.smoothing import Fold, Outcome
 from quantflow.transforms import awq, hadamard, smoothquant
 
 
 class Transform(Protocol):
     """What every file of this folder exports that moves factors between what linears read and their weights."""
+
+    NAME: str
+    """As recipes name it."""
+
+    SUPPORTS: Supports
+    """What it goes with."""
+
+    CHANGES_VALUES: str
+    """The option by which it changes values, so that what was measured for a cache's scales is of others."""
 
     VERSION: int
     """Counts the changes that give other results for the same inputs; part of the resume key."""
@@ -41,6 +51,15 @@ class Transform(Protocol):
 class Turn(Protocol):
     """What every file of this folder exports that rotates the model."""
 
+    NAME: str
+    """As recipes name it."""
+
+    SUPPORTS: Supports
+    """What it goes with."""
+
+    CHANGES_VALUES: str
+    """The option by which it changes values, so that what was measured for a cache's scales is of others."""
+
     VERSION: int
     """As a `Transform` has it."""
 
@@ -55,10 +74,19 @@ class Turn(Protocol):
         """Return the names of the statistics that it reads."""
         ...
 
+    MIXES_INPUTS: str
+    """The option by which it mixes inputs of linears while the model runs."""
+
+    def block_of(self, features: int) -> int:
+        """Return how many inputs of a linear it then mixes together."""
+        ...
+
     def solve(self, *, hidden: int, head_dim: int, options: Mapping[str, Any]) -> hadamard.Rotations:
         """Return the rotations of a model."""
         ...
 
 
-TRANSFORMS: dict[str, Transform] = {"smoothquant": smoothquant, "awq": awq}
-ROTATIONS: dict[str, Turn] = {"hadamard": hadamard}
+_SMOOTHING: tuple[Transform, ...] = (smoothquant, awq)
+_TURNS: tuple[Turn, ...] = (hadamard,)
+TRANSFORMS: dict[str, Transform] = {transform.NAME: transform for transform in _SMOOTHING}
+ROTATIONS: dict[str, Turn] = {turn.NAME: turn for turn in _TURNS}

@@ -22,13 +22,24 @@ from torch import Tensor
 from quantflow.core import groups
 from quantflow.core.parallel import SEQUENTIAL, Workers
 from quantflow.core.scheme import TensorScheme
+from quantflow.core.support import AS_MEASURED, AS_MEASURED_HISTOGRAMS, Refusal, Supports
 from quantflow.errors import StatisticsError, UsageError
 from quantflow.numerics import trial
 from quantflow.numerics.grid import weight_grids
 from quantflow.numerics.rounding import rounded
 from quantflow.numerics.smoothing import Fold, Outcome, Smoothing, fitted
+from quantflow.numerics.statistics import COUNT
+from quantflow.observers.hessian import HESSIAN_SUM
+from quantflow.observers.mean_abs import ABS_SUM
 
+NAME: str = "awq"
 VERSION: int = 1
+SUPPORTS = Supports(
+    mixed_inputs=Refusal(remedy=f"leave {NAME} out, or write down: false"),
+    histograms=AS_MEASURED_HISTOGRAMS,
+    chosen_schemes=AS_MEASURED,
+)
+CHANGES_VALUES = "linears"  # the option by which values change that a cache's scales were measured for
 OPTIONS: Mapping[str, Any] = {"duo": "both", "clip": "auto", "linears": True}
 ALPHAS = tuple(step / 20 for step in range(20))
 SHARES = tuple(1 - step / 20 for step in range(10))  # of the largest magnitude of a group
@@ -56,12 +67,12 @@ def checked(options: Mapping[str, Any]) -> dict[str, Any]:
 def needs(options: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the statistics of the input that `solve` and `clipped` read."""
     del options
-    return ("abs_sum", "hessian_sum", "count")
+    return (ABS_SUM.name, HESSIAN_SUM.name, COUNT.name)
 
 
-def clips(options: Mapping[str, Any], algorithm: str) -> bool:
-    """Return whether weights are clipped before this algorithm quantizes them; others than rtn choose ranges themselves."""
-    return options["clip"] is True or (options["clip"] == "auto" and algorithm == "rtn")
+def clips(options: Mapping[str, Any], *, whole_range: bool) -> bool:
+    """Return whether weights are clipped before an algorithm quantizes them, which takes their whole range or chooses one."""
+    return options["clip"] is True or (options["clip"] == "auto" and whole_range)
 
 
 def working_bytes(features: int, rows: int, *, options: Mapping[str, Any], samples: int, workers: int) -> int:

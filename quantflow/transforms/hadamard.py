@@ -24,9 +24,28 @@ from torch import Tensor
 
 from quantflow.core import groups
 from quantflow.core.orthogonal import Rotation, mixed, rotate_columns_, rotate_rows_, rotated, rotation
+from quantflow.core.support import AS_MEASURED, AS_MEASURED_HISTOGRAMS, Refusal, Supports
 from quantflow.errors import UsageError
 
+NAME: str = "hadamard"
 VERSION: int = 1
+SUPPORTS = Supports(
+    histograms=AS_MEASURED_HISTOGRAMS,
+    chosen_schemes=AS_MEASURED,
+    mixtures=Refusal(
+        why="; the routers of family {family} read the hidden state, which it rotates",
+        remedy="leave hadamard out; smoothquant and awq go with mixtures",
+        unsupported=True,
+    ),
+    centred_norms=Refusal(
+        why="; the norms of family {family} subtract the mean, which no rotation commutes with",
+        remedy="leave hadamard out, or use a family with RMSNorm",
+        unsupported=True,
+    ),
+    ranks=Refusal(remedy="quantize with one process, or leave hadamard out"),
+)
+CHANGES_VALUES = "heads"  # the option by which values change that a cache's scales were measured for
+MIXES_INPUTS = "down"  # the option by which inputs are mixed while the model runs
 OPTIONS: Mapping[str, Any] = {"seed": 0, "heads": True, "down": False}
 
 

@@ -17,11 +17,22 @@ import torch
 from torch import Tensor
 
 from quantflow.core.parallel import SEQUENTIAL, Workers
+from quantflow.core.support import AS_MEASURED, AS_MEASURED_HISTOGRAMS, Refusal, Supports
 from quantflow.errors import StatisticsError, UsageError
 from quantflow.numerics import trial
 from quantflow.numerics.smoothing import Fold, Outcome, Smoothing, column_amax, fitted
+from quantflow.observers.channel_amax import CHANNEL_AMAX
+from quantflow.observers.rows import NAME as ROWS
 
+NAME: str = "smoothquant"
 VERSION: int = 2
+SUPPORTS = Supports(
+    mixed_inputs=Refusal(remedy=f"leave {NAME} out, or write down: false"),
+    histograms=AS_MEASURED_HISTOGRAMS,
+    chosen_schemes=AS_MEASURED,
+)
+CHANGES_VALUES = "linears"  # the option by which values change that a cache's scales were measured for
+SEARCHED: Mapping[str, Any] = {"alpha": "auto"}  # what `best` does, where a scheme has no transforms of its own
 OPTIONS: Mapping[str, Any] = {"alpha": 0.5, "linears": None}
 ALPHAS = tuple(step / 20 for step in range(21))
 
@@ -48,7 +59,7 @@ def checked(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def needs(options: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the statistics of the input that `solve` reads with these options."""
-    return ("channel_amax", "rows") if options["alpha"] == "auto" else ("channel_amax",)
+    return (CHANNEL_AMAX.name, ROWS) if options["alpha"] == "auto" else (CHANNEL_AMAX.name,)
 
 
 def working_bytes(features: int, rows: int, *, options: Mapping[str, Any], samples: int, workers: int) -> int:
@@ -78,7 +89,7 @@ def solve(fold: Fold, *, options: Mapping[str, Any], workers: Workers = SEQUENTI
     """
     alpha = checked(options)["alpha"]
     features = fold.features
-    amax_x = fold.statistic("channel_amax", (features,))
+    amax_x = fold.statistic(CHANNEL_AMAX.name, (features,))
     if not (torch.isfinite(amax_x) & (amax_x >= 0)).all():
         raise StatisticsError("smoothquant: channel_amax holds a negative value, NaN or Inf", "measure again")
     amax_w = column_amax(fold.weights, features=features)
@@ -86,7 +97,7 @@ def solve(fold: Fold, *, options: Mapping[str, Any], workers: Workers = SEQUENTI
     if alpha != "auto":
         smoothing = _with(alpha, x, w, fold)
         return Outcome(smoothing=smoothing, decisions={"alpha": alpha, **_range(smoothing)})
-    rows = fold.statistic("rows", (None, features))
+    rows = fold.statistic(ROWS, (None, features))
     compared = trial.trial(fold)
 
     def loss(alpha: float | None) -> float:

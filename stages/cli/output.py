@@ -1,8 +1,8 @@
-"""What every verb shares: options, the recipe under the flags, output, and the exit code of an error."""
+"""What people get of every verb: results, progress, and an error's two lines and exit code."""
 
 import contextlib
+import dataclasses
 import errno
-import functools
 import itertools
 import json
 import shlex
@@ -16,12 +16,11 @@ from typing import Any
 import click
 
 from quantflow.distributed.launch import speaks
-from quantflow.errors import QuantflowError, UsageError
+from quantflow.errors import QuantflowError
 from quantflow.stages.cli.environment import bars_wanted
 from quantflow.stages.cli.progress_line import PATIENCE, ProgressLine
 from quantflow.stages.cli.signals import Interrupted, Signals
 
-Command = Callable[..., Any]
 CONTINUES = "the same command continues where this one stopped"
 MORE_MEMORY = "give --max-memory what this machine has, or free some; the same command continues"
 TORCH_OUT_OF_MEMORY = "can't allocate memory"  # torch raises RuntimeError where Python raises MemoryError
@@ -38,30 +37,6 @@ class Invocation:
 
     arguments: tuple[str, ...] = ()
     signals: Signals = field(default_factory=Signals)
-
-
-def common(command: Command) -> Command:
-    """Add the options that every verb takes."""
-    options = [
-        click.option("--recipe", metavar="FILE", help="Take values from this recipe; flags win over it."),
-        click.option("--set", "settings", metavar="KEY=VALUE", multiple=True, help="Change one value of the recipe."),
-        click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON document."),
-        click.option("--force", is_flag=True, help="Replace a finished result that was made from other inputs."),
-        click.option("--dry-run", is_flag=True, help="Say what would be done and do nothing."),
-        click.option("-q", "--quiet", is_flag=True, help="No progress."),
-        click.option("-v", "--verbose", is_flag=True, help="ProgressLine from the first step on."),
-        click.option("--debug", is_flag=True, help="Show the traceback of an error."),
-    ]
-    return functools.reduce(lambda decorated, option: option(decorated), reversed(options), command)
-
-
-def offline(command: Command) -> Command:
-    """Add the options of the verbs that only read."""
-    options = [
-        click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON document."),
-        click.option("--debug", is_flag=True, help="Show the traceback of an error."),
-    ]
-    return functools.reduce(lambda decorated, option: option(decorated), reversed(options), command)
 
 
 @contextlib.contextmanager
@@ -86,30 +61,22 @@ def reporting(shared: Mapping[str, Any], output: Path) -> Iterator[ProgressLine]
         yield logging
 
 
-def overlay(data: dict[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Put flags that were given (not None) over a recipe's mapping, in place: `calibration.samples` -> value.
-
-    Raises:
-        UsageError: the recipe has something else where a flag needs a mapping.
-    """
-    for path, value in flags.items():
-        if value is None:
-            continue
-        *parents, last = path.split(".")
-        target = data
-        for part in parents:
-            if target.get(part) is None:
-                target[part] = {}
-            target = target[part]
-            if not isinstance(target, dict):
-                raise UsageError(f"recipe.{part}: {target!r} is not a mapping", "write `key: value` lines below it")
-        target[last] = value
-    return data
-
-
 def show(result: Any, *, as_json: bool, text: str) -> None:
     """Print the result to stdout: the JSON document, or the text."""
     click.echo(json.dumps(result, indent=1, sort_keys=True, default=str) if as_json else text)
+
+
+def show_call(words: Mapping[str, Any], *, as_json: bool) -> None:
+    """Print what a function of `quantflow.api` would be called with: the resolved settings of a dry run."""
+    plain = {name: _plain(value) for name, value in words.items()}
+    show(plain, as_json=as_json, text=outline(plain))
+
+
+def _plain(value: Any) -> Any:
+    """Return records as mappings, also inside lists."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

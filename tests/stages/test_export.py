@@ -241,7 +241,10 @@ def test_rows_are_decoded_some_at_a_time(quantized, export, llama, monkeypatch):
 
 @pytest.mark.parametrize(
     ("kind", "told"),
-    [("tensors", "every weight of 2 layers decoded from this folder"), ("canary", "canary, 2 layers recomputed from this folder")],
+    [
+        ("tensors", "every weight of 2 layers decoded from this folder"),
+        ("canary", "canary, 2 layers recomputed from this folder"),
+    ],
 )
 @pytest.mark.usefixtures("proof_by_a_new_interpreter")
 def test_the_fresh_process_agrees_and_an_artifact_says_which_proof_was_given(quantized, tmp_path, kind, told):

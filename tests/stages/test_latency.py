@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from quantflow.evaluation import latency
 from quantflow.exporting import export as export_stage
+from quantflow.stages.bench import latency_text
 from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code
 
@@ -64,7 +64,7 @@ RESULT = {
 
 
 def test_the_tables_are_those_that_the_original_systems_print():
-    told = latency.text(RESULT)
+    told = latency_text(RESULT)
     assert told.splitlines()[:3] == [
         "a: lean decoder, w4a16, 2 threads, loaded in 1.50 s, peak memory 1.50 GiB",
         "small operations run in torch: no C compiler",

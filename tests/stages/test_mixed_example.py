@@ -34,6 +34,7 @@ def write(path, documents):
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (EXAMPLE / "model.safetensors").is_file(), reason="the example model is part of the repository")
 def test_a_mixture_is_below_the_straight_line_between_uniform_4_and_5_bits(tmp_path):
     source = text()

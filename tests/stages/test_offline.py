@@ -33,7 +33,9 @@ def run(*arguments):
 
 
 def commands(group, prefix=()):
-    for name, command in group.commands.items():
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
         if isinstance(command, click.Group):
             yield from commands(command, (*prefix, name))
         else:

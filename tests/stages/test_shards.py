@@ -20,6 +20,8 @@ from quantflow.exporting import export
 from quantflow.planning.recipe import Override, Quantize
 from quantflow.quantization import quantize, unify
 from quantflow.quantization.file_units import Unit
+from quantflow.stages.cli import cli
+from quantflow.stages.cli.output import exit_code
 from quantflow.stages.cli.progress_line import ProgressLine
 
 QUIET = ProgressLine(quiet=True)
@@ -337,7 +339,11 @@ def quantflow(*arguments: str | Path) -> str:
     return result.stdout
 
 
-def test_the_commands_of_the_readme(model, tmp_path):
+def test_the_commands_of_the_readme(model, tmp_path, capsys):
+    def quantflow(*arguments: str | Path) -> str:
+        assert exit_code(cli, list(map(str, arguments))) == 0
+        return capsys.readouterr().out
+
     shards, made = tmp_path / "shards", tmp_path / "made"
     options = ["--scheme", "FP8_DYNAMIC", "--ranks", "2"]
     assert quantflow("quantize", model, "-o", shards, *options).strip() == str(shards)
@@ -349,6 +355,7 @@ def test_the_commands_of_the_readme(model, tmp_path):
     assert hashes(made) == hashes(whole) and inputs(made) == inputs(whole)
 
 
+@pytest.mark.slow
 def test_a_killed_rank_leaves_nothing_partial_and_the_same_command_continues(tmp_path, cards):
     recipe = entry("FP8_DYNAMIC")
     expected = hashes(cards(EXAMPLE, tmp_path / "expected", recipe, ranks=2))

@@ -375,6 +375,7 @@ def test_what_is_told_is_what_the_rank_said_that_failed_by_itself(tmp_path, monk
     assert failed.value.cause == f"a rank of 2 failed: {told[0]}" and failed.value.remedy.startswith(told[1])
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_named_and_the_same_command_line_continues(model, measurement, alone, tmp_path):
     output = tmp_path / "shards"
     line = [sys.executable, "-m", "quantflow.stages.cli", *command(model, measurement, output, GPTQ, 2)]

@@ -269,6 +269,7 @@ def test_one_rank_alone_remembers_hashes_in_the_folder_that_all_share(
     assert (tmp_path / "m" / ".hashes.json").exists()
 
 
+@pytest.mark.slow
 def test_machines_that_meet_under_an_outer_torchrun_measure_what_ranks_of_one_machine_do(
     model: Path, options: list[str], measured: Callable[[int, int], Path], tmp_path: Path
 ) -> None:

@@ -13,12 +13,12 @@ from quantflow.calibration import measure
 from quantflow.distributed.launch import rank_folder
 from quantflow.errors import UnsupportedError, UsageError
 from quantflow.exporting import export
-from quantflow.models import stand_ins
+from quantflow.models import layer_store, stand_ins
 from quantflow.models.load import load_model, open_source
 from quantflow.planning.finished_plan import plan_from
 from quantflow.planning.recipe import Calibration, Override, Quantize, SignRound, Tune, Validate, recipe_from
 from quantflow.planning.requirements import entries_of, tune_of
-from quantflow.quantization import quantize, tuning
+from quantflow.quantization import quantize
 from quantflow.runtime.artifact import open_artifact
 from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code
@@ -171,7 +171,7 @@ def test_errors_of_the_weights_and_of_the_canary_are_those_of_the_tuned_scales(l
 
 def killed(monkeypatch, after, *arguments, counted=lambda path: True):
     """Begin what `made` makes of the arguments, and end it before a file of a layer is written when so many were counted."""
-    write, count = tuning.layer_store.write_layer, []
+    write, count = layer_store.write_layer, []
 
     def counting(path, tensors, record):
         if counted(path):
@@ -181,7 +181,7 @@ def killed(monkeypatch, after, *arguments, counted=lambda path: True):
         write(path, tensors, record)
 
     with monkeypatch.context() as patch:
-        patch.setattr(tuning.layer_store, "write_layer", counting)
+        patch.setattr(layer_store, "write_layer", counting)
         with pytest.raises(KeyboardInterrupt):
             made(*arguments)
 

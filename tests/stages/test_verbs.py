@@ -152,7 +152,7 @@ def test_flags_win_over_set_and_set_over_the_recipe_in_quantize(as_json, llama, 
     def entry(*more):
         job = as_json(*line, *more)[0]
         assert job["model"] == str(llama)
-        return job["entry"]["name"], job["entry"]["scheme"], job["entry"]["group_size"], job["seed"]
+        return *(job["artifact"][key] for key in ("name", "scheme", "group_size")), job["seed"]
 
     assert entry(*recipe) == ("a", "W8A16", None, 5)
     assert entry(*recipe, "--name", "b", "--set", "quantize.1.group_size=32") == ("b", "W4A16", 32, 5)
@@ -165,7 +165,7 @@ def test_measure_takes_its_recipe_under_set_under_flags(as_json, llama, tmp_path
     (tmp_path / "r.yaml").write_text("model: other\nseed: 5\ncalibration: {source: a.txt, samples: 1, sequence_length: 11}\n")
     line = ("measure", llama, "-o", tmp_path / "m", "--recipe", tmp_path / "r.yaml", "--dry-run")
     job = as_json(*line, "--set", "calibration.samples=2", "--set", "seed=6", "--seed", "7", "--stats", "amax,min_max")[0]
-    assert job["model"] == str(llama) and job["seed"] == 7 and job["stats"] == ["amax", "min_max"]
+    assert job["model"] == str(llama) and job["seed"] == 7 and job["measuring"]["stats"] == ["amax", "min_max"]
     assert job["calibration"] == {"source": "a.txt", "samples": 2, "sequence_length": 11, "pack": False}
 
 

@@ -31,11 +31,24 @@ from quantflow.core import groups
 from quantflow.core.parallel import SEQUENTIAL, Workers
 from quantflow.core.qtensor import QTensor
 from quantflow.core.result import GroupResult
+from quantflow.core.support import SHARED_SCALE, Refusal, Supports, integers_only
 from quantflow.errors import StatisticsError, UsageError
 from quantflow.numerics.sequence_turns import spread, turns
 from quantflow.numerics.trained_block import TrainedBlock
 
+NAME: str = "signround"
 VERSION: int = 1
+SUPPORTS = Supports(
+    float8=integers_only(NAME),
+    shared_scale=SHARED_SCALE,
+    mixed_inputs=Refusal(remedy=f"leave {NAME} out, or write down: false"),
+    chosen_schemes=Refusal(remedy=f"choose with gptq, and give the recipe.yaml that it writes `algorithm: {NAME}`"),
+    layer_inputs=Refusal(
+        remedy="it learns on quantized inputs towards original outputs: leave quantized_inputs out",
+    ),
+    mixtures=Refusal(why="; experts' rounding is not learned", remedy="use gptq for mixtures", unsupported=True),
+    ranks=Refusal(remedy="quantize with one process, or use gptq"),
+)
 
 # Constants, since they are part of the result.
 _CHECKS = 10  # times that the error is taken while it learns

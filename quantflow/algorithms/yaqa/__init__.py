@@ -38,15 +38,31 @@ from quantflow.core.parallel import SEQUENTIAL, Workers
 from quantflow.core.qtensor import QTensor
 from quantflow.core.result import JSON, GroupResult
 from quantflow.core.scheme import LinearScheme
+from quantflow.core.support import SHARED_SCALE, Refusal, Supports, integers_only
 from quantflow.errors import SchemeError, StatisticsError
 from quantflow.numerics import output_blocks, output_errors
 from quantflow.numerics.cholesky import mirror_
 from quantflow.numerics.feedback import DAMPINGS, checked_hessian, feedback_of
 from quantflow.numerics.grid import Grid, either_sign, weight_grids
+from quantflow.numerics.statistics import COUNT
+from quantflow.observers.gradient import GRADIENT_SUM
+from quantflow.observers.hessian import HESSIAN_SUM
 
-NEEDS: tuple[str, ...] = ("hessian_sum", "count", "gradient_sum")
+NAME: str = "yaqa"
+NEEDS: tuple[str, ...] = (HESSIAN_SUM.name, COUNT.name, GRADIENT_SUM.name)
 BY_ROW: bool = False
 VERSION: int = 3
+TO_NEAREST: bool = False
+SUPPORTS = Supports(
+    float8=integers_only(NAME),
+    shared_scale=SHARED_SCALE,
+    rotations=Refusal(remedy="gradients are those by the outputs as they are: leave it out, or use gptq"),
+    mixtures=Refusal(
+        why="; gradients of experts that each see other tokens are not measured",
+        remedy="use gptq for mixtures",
+        unsupported=True,
+    ),
+)
 
 # Constants, since they order the sums and so are part of the result.
 _ROWS = 8  # of a block, rounded side by side
@@ -110,7 +126,7 @@ def quantize_group(
         raise SchemeError(f"scheme {scheme.name}: yaqa with one scale per tensor", "use gptq, or a scale per channel or group")
     if not weights:
         return {}
-    hessian_sum, tokens = checked_hessian(statistics, weights, algorithm="yaqa")
+    hessian_sum, tokens = checked_hessian(statistics, weights, algorithm=NAME)
     gradients = {name: _checked_gradient(name, weight.shape[0], statistics) for name, weight in weights.items()}
     diagonal = hessian_sum.diagonal().double() / max(tokens, 1)
     importance = diagonal + DAMPINGS[0] * diagonal.mean()  # as gptq's
@@ -127,7 +143,7 @@ def quantize_group(
         members = torch.arange(block.start, block.stop)
         sums = output_blocks.block_of(gradients[name], block).float()
         parts = apart(len(members), _ROWS)
-        rows = feedback_of(sums, name=name, statistic="gradient_sum", dampings=_GRADIENT_DAMPINGS, order=torch.cat(parts))
+        rows = feedback_of(sums, name=name, statistic=GRADIENT_SUM.name, dampings=_GRADIENT_DAMPINGS, order=torch.cat(parts))
         problem = Problem(
             weight=weights[name][block],
             grid=of_rows(grids[name], members),
@@ -154,7 +170,7 @@ def quantize_group(
 
 
 def _checked_gradient(name: str, rows: int, statistics: Mapping[str, Tensor]) -> Tensor:
-    gradient_sum = statistics.get(f"{name}|gradient_sum")
+    gradient_sum = statistics.get(f"{name}|{GRADIENT_SUM.name}")
     if gradient_sum is None:
         raise StatisticsError(f"{name}: statistic gradient_sum is missing", "measure for yaqa")
     wanted = (rows, output_blocks.width(rows))

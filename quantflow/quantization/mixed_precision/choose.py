@@ -21,7 +21,7 @@ from quantflow.models.graph import Graph
 from quantflow.models.identity import identify
 from quantflow.models.source import ModelFiles
 from quantflow.numerics.knapsack import frontier
-from quantflow.planning.needs import need_choice
+from quantflow.planning.cost import need_choice
 from quantflow.planning.plan import Plan, overridden
 from quantflow.planning.recipe import Candidate, Quantize, Resources
 from quantflow.planning.resources import grant

@@ -20,7 +20,7 @@ from quantflow.planning.plan import Plan
 from quantflow.quantization.decoded_values import Stored, decoded_rows
 from quantflow.quantization.file_units import Unit
 from quantflow.quantization.shards.share import STAGE, CardShare, shard_folders
-from quantflow.quantization.static_inputs import Input
+from quantflow.quantization.static_inputs import LinearInput
 
 COLUMNS = ("linear", "joined", "cards", "channels", "requantized")
 HOW = {None: "one part", 0: "rows side by side", 1: "columns side by side"}  # by the axis that is cut
@@ -87,7 +87,7 @@ class Parts:
             return made.weight, {"zero_groups": zero_groups(rows, made.weight.scale)}
         return made.weight, {"zero_groups": int(zeros and unit.at == 0)}
 
-    def inputs(self, plan: Plan) -> dict[str, Input]:
+    def inputs(self, plan: Plan) -> dict[str, LinearInput]:
         """Return what the shards, made with one measurement, say of each linear's input."""
         first, found = self._shards[0], {}
         for name, scheme in plan.schemes.items():
@@ -97,7 +97,7 @@ class Parts:
                     read_tensor(*first.stored[key]) if key in first.stored else None
                     for key in (f"{name}.input_scale", f"{name}.input_zero_point")
                 )
-                found[name] = Input(scale=scale, zero_point=zero_point, decisions=decisions)
+                found[name] = LinearInput(scale=scale, zero_point=zero_point, decisions=decisions)
         return found
 
     def _shared(self, name: str) -> tuple[Tensor, bool]:

@@ -1,7 +1,7 @@
 """Ways to generate: greedy, sampled, beams, contrastive, and speculation, on anything that is a `Decoder`.
 
     logits.py       filters and penalties: pure functions on [B, V]
-    options.py      what may be asked for: Sampling, Rules, Beams, Contrastive, Draft, Lookup
+    options.py      probabilities of Sampling, and Draft; ../generate_job.py has what else may be asked for
     request.py      prompts with all of that, and the steps that every method shares
     sequential.py   one token after the other
     beams.py        beam search; constrained.py: with words that must be said
@@ -23,10 +23,11 @@ from quantflow.runtime.decoding.beams import beam_search
 from quantflow.runtime.decoding.constrained import constrained_search
 from quantflow.runtime.decoding.contrastive import contrastive_search
 from quantflow.runtime.decoding.medusa import Medusa, load_medusa
-from quantflow.runtime.decoding.options import Beams, Contrastive, Draft, Lookup, Rules, Sampling, distribution, require
+from quantflow.runtime.decoding.options import Draft, distribution
 from quantflow.runtime.decoding.request import Request
 from quantflow.runtime.decoding.sequential import decode
 from quantflow.runtime.decoding.speculation import speculate
+from quantflow.runtime.generate_job import Beams, Contrastive, Lookup, Rules, Sampling, require
 
 __all__ = [
     "Beams",

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from quantflow.runtime.decoder import Decoder
-from quantflow.runtime.decoding.options import Beams, filtered
+from quantflow.runtime.decoding.options import filtered
 from quantflow.runtime.decoding.request import Request, allowed, ended
+from quantflow.runtime.generate_job import Beams
 
 _OUT = -1.0e9  # below every score and still finite, so that its sums are numbers
 

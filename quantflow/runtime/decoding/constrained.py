@@ -17,8 +17,8 @@ from torch import Tensor
 from quantflow.errors import UsageError
 from quantflow.runtime.decoder import Decoder
 from quantflow.runtime.decoding.logits import NEVER
-from quantflow.runtime.decoding.options import Beams, Words
 from quantflow.runtime.decoding.request import Request, allowed, ended
+from quantflow.runtime.generate_job import Beams, Words
 
 
 @dataclass(frozen=True)

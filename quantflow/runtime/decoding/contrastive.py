@@ -6,8 +6,8 @@ from torch.nn import functional
 
 from quantflow.errors import UsageError
 from quantflow.runtime.decoder import Decoder, HiddenDecoder
-from quantflow.runtime.decoding.options import Contrastive
 from quantflow.runtime.decoding.request import Request, allowed, ended
+from quantflow.runtime.generate_job import Contrastive
 
 
 def contrastive_search(decoder: Decoder, request: Request, method: Contrastive) -> Tensor:

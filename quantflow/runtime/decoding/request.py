@@ -8,7 +8,8 @@ from torch import Tensor
 
 from quantflow.errors import InputError, UsageError
 from quantflow.runtime.decoding import logits as on
-from quantflow.runtime.decoding.options import Rules, Sampling, distribution
+from quantflow.runtime.decoding.options import distribution
+from quantflow.runtime.generate_job import Rules, Sampling
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

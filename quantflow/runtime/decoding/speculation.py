@@ -13,8 +13,9 @@ from torch.nn import functional
 from quantflow.errors import UsageError
 from quantflow.runtime.decoder import Decoder, HiddenDecoder
 from quantflow.runtime.decoding.medusa import Medusa
-from quantflow.runtime.decoding.options import Draft, Lookup, distribution
+from quantflow.runtime.decoding.options import Draft, distribution
 from quantflow.runtime.decoding.request import Request, allowed, choose, ended
+from quantflow.runtime.generate_job import Lookup
 
 Speculation = Draft | Lookup | Medusa
 

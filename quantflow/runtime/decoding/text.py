@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from quantflow.runtime.decoding.options import Words
+from quantflow.runtime.generate_job import Words
 
 _HALF = "\ufffd"  # what the bytes of an unfinished character decode to
 _CONTEXT = 5  # tokens before a text that its first token is decoded with: some tokenizers drop a leading space

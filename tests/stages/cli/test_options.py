@@ -21,7 +21,8 @@ from quantflow.errors import (
     UnsupportedError,
     UsageError,
 )
-from quantflow.stages.cli.output import common, exit_code, outline, reporting, show, table
+from quantflow.stages.cli.options import common
+from quantflow.stages.cli.output import exit_code, outline, reporting, show, table
 
 
 def raising(error):

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantflow.errors import StatisticsError, UsageError
-from quantflow.observers import OBSERVERS, observers_for
+from quantflow.numerics.statistics import ADDED, LARGER, SMALLER
+from quantflow.observers import OBSERVERS, observers_for, state_bytes, statistic_named
 
 C = 4
 NAMES = list(OBSERVERS)
@@ -59,7 +60,7 @@ def test_the_table_has_every_observer_under_its_name_and_its_statistics():
     assert NAMES == ["amax", "channel_amax", "min_max", "mean_abs", "histogram", "hessian", "fisher", "gradient", "count"]
     for name, kind in OBSERVERS.items():
         assert name == kind.NAME
-        assert tuple(kind(C).state()) == kind.STATISTICS
+        assert tuple(kind(C).state()) == tuple(kind.STATISTICS)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -169,7 +170,7 @@ def test_observers_of_different_widths_do_not_merge(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_state_with_a_missing_or_foreign_statistic_is_refused(name):
     state = OBSERVERS[name](C).state()
-    first = OBSERVERS[name].STATISTICS[0]
+    first = next(iter(OBSERVERS[name].STATISTICS))
     with pytest.raises(StatisticsError, match=rf"{name}: state has .*, expected"):
         OBSERVERS[name].from_state({key: value for key, value in state.items() if key != first})
     with pytest.raises(StatisticsError, match=rf"{name}: state has .*other.*, expected"):
@@ -178,7 +179,7 @@ def test_a_state_with_a_missing_or_foreign_statistic_is_refused(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_state_of_another_dtype_or_rank_is_refused(name):
-    state, first = OBSERVERS[name](C).state(), OBSERVERS[name].STATISTICS[0]
+    state, first = OBSERVERS[name](C).state(), next(iter(OBSERVERS[name].STATISTICS))
     for wrong in (state[first].to(torch.float16), state[first][None]):
         with pytest.raises(StatisticsError, match=rf"{name}: {first} is torch.*, expected torch"):
             OBSERVERS[name].from_state(state | {first: wrong})
@@ -228,3 +229,28 @@ def test_the_observers_for_what_algorithms_need(needs, observers):
 def test_a_need_that_no_observer_meets_is_refused():
     with pytest.raises(UsageError, match=r"statistics \['kurtosis'\] are unknown; use some of abs_sum, amax, "):
         observers_for(["amax", "kurtosis"])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_statistic_says_of_itself_how_ranks_merge_what_its_observer_merges(name):
+    folds = {LARGER: torch.maximum, SMALLER: torch.minimum, ADDED: torch.add}
+    one, other = seen(name, [1, -2, 3, -4]), seen(name, [-5, 6, 0, 2])
+    left, right = one.state(), other.state()
+    told = {key: folds[statistic.fold](left[key], right[key]) for key, statistic in OBSERVERS[name].STATISTICS.items()}
+    total = merged(one, other).state()
+    assert all(torch.equal(told[key], total[key]) for key in told)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_statistic_says_of_itself_its_shape_and_dtype_and_so_its_bytes(name):
+    state, statistics = OBSERVERS[name](C).state(), OBSERVERS[name].STATISTICS
+    assert all(tuple(value.shape) == statistics[key].shape(C) for key, value in state.items())
+    assert all(value.dtype == statistics[key].dtype for key, value in state.items())
+    assert state_bytes(name, C) == sum(value.numel() * value.element_size() for value in state.values()) > 0
+
+
+def test_what_no_observer_has_costs_no_zero_bytes_and_merges_by_no_maximum():
+    with pytest.raises(UsageError, match="statistic 'amaxx' is unknown"):
+        state_bytes("amaxx", C)
+    with pytest.raises(StatisticsError, match="statistic 'kurtosis': no observer has it"):
+        statistic_named("kurtosis")

@@ -10,7 +10,7 @@ from quantflow.planning.recipe import apply_settings, parse_size, read_yaml, rec
 from quantflow.planning.requirements import algorithm_of
 from quantflow.shipped import SHIPPED, find_config
 from quantflow.stages.cli.environment import bars_wanted
-from quantflow.stages.cli.output import overlay
+from quantflow.stages.cli.options import overlay
 from quantflow.validation.gate import METRICS, load_gate
 
 MINIMAL = {"model": "m", "quantize": [{"name": "a", "scheme": "W4A16"}]}

@@ -10,8 +10,8 @@ from quantflow import process_memory
 from quantflow.artifact.safetensors_header import TensorInfo
 from quantflow.errors import InputError, ResourceError, UsageError
 from quantflow.models.graph import FAMILIES, Graph, Layer, LinearGroup
+from quantflow.planning.cost import LIBRARIES, Need, need_layers, need_measure
 from quantflow.planning.durations import Speed
-from quantflow.planning.needs import LIBRARIES, Need, need_layers, need_measure
 from quantflow.planning.plan import resolve
 from quantflow.planning.recipe import Override, Quantize, Resources, SignRound
 from quantflow.planning.resources import compare, grant, memory_limit, round_up, written_bytes
@@ -90,7 +90,7 @@ def test_measure_holds_one_float32_layer_and_keeps_two_generations_of_hidden_sta
     need = need_measure(MODEL, lengths=[10, 30], stats=("channel_amax",))
     hidden = 4 * HIDDEN * 40
     features = 3 * 256 + 256 + 2 * 256 + 512  # of each linear's input
-    statistics = 2 * (4 * features + 7 * 16)
+    statistics = 2 * (4 * features + 7 * 2 * 4)  # and amax of each weight and output
     assert hidden > statistics  # so the most is there while layers run: two generations, and what the layers found so far
     assert (need.scratch, need.result) == (2 * hidden, 8 * 40 + statistics)
     every = need_measure(MODEL, lengths=[1], stats=("channel_amax", "hessian"))
@@ -106,11 +106,13 @@ def test_gradients_need_the_input_of_every_layer_on_disk_and_a_sequence_on_its_w
     hidden = 4 * HIDDEN * 40
     features = 3 * 256 + 256 + 2 * 256 + 512  # inputs; the outputs of all linears are as many channels of gradients
     outputs = 256 + 128 + 128 + 256 + 512 + 512 + 256
-    assert need.result - plain.result == 2 * 8 * (features + outputs)
+    assert need.result - plain.result == 2 * 8 * (features + outputs + 7 * 2)  # and how many, at two sites of each linear
     statistics = need.result - 8 * 40
     assert need.scratch == (2 + 1) * hidden + 2 * hidden + statistics  # inputs and the last output; two of gradients
     sequence = 4 * 30 * (2 * HIDDEN + 3 * 512)  # at the least: what enters and leaves it, and what an MLP has inside
     assert need.moments[-1][1] > plain.moments[1][1] and need.moments[-1][1] >= sequence
+    with pytest.raises(UsageError, match="statistic 'kurtosis' is unknown"):
+        need_measure(MODEL, lengths=[10], stats=("kurtosis",))  # nothing that is unknown costs nothing
     fixed, each = need.moments[-2]  # the head as stored; of each worker logits and their gradient
     assert fixed >= LIBRARIES + 2 * VOCABULARY * HIDDEN and each >= 2 * 4 * 30 * VOCABULARY
 
@@ -118,7 +120,7 @@ def test_gradients_need_the_input_of_every_layer_on_disk_and_a_sequence_on_its_w
 def test_sums_of_gradients_are_in_the_measurement_and_of_one_group_in_memory_while_it_is_rounded_by_them():
     plain, need = (need_measure(MODEL, lengths=[10], stats=stats) for stats in (("amax",), ("amax", "gradient")))
     sums = 2 * 4 * (3 * 256**2 + 2 * 128**2 + 2 * 512**2)  # of each linear's outputs, in two layers
-    assert need.result - plain.result == sums
+    assert need.result - plain.result == sums + 2 * 7 * 8  # and how many tokens, of each
     assert need.scratch - plain.scratch > sums and len(need.moments) > len(plain.moments)  # it goes back
     assert max(fixed for fixed, _ in need.moments) - max(fixed for fixed, _ in plain.moments) < sums  # never all together
     gptq, yaqa = (need_layers(MODEL, plan("W4A16", algorithm=name), lengths=[10]) for name in ("gptq", "yaqa"))

@@ -209,9 +209,9 @@ def test_clipping_is_the_same_on_two_workers_and_leaves_its_input_alone():
 
 
 def test_rtn_alone_has_its_weights_clipped_unless_the_recipe_says_otherwise():
-    assert [awq.clips(OPTIONS, algorithm) for algorithm in ("rtn", "gptq", "rtn_mse")] == [True, False, False]
-    assert awq.clips(OPTIONS | {"clip": True}, "gptq")
-    assert not awq.clips(OPTIONS | {"clip": False}, "rtn")
+    assert [awq.clips(OPTIONS, whole_range=whole) for whole in (True, False)] == [True, False]
+    assert awq.clips(OPTIONS | {"clip": True}, whole_range=False)
+    assert not awq.clips(OPTIONS | {"clip": False}, whole_range=True)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
-"""The benchmark of accuracy, without its peers: how files are read, bits counted, rows scored, bars judged, tables printed."""
+"""The benchmarks without their peers: how bits are counted, rows scored, bars judged, tables printed, folders locked."""
 
 import json
+import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from importlib import import_module
@@ -443,3 +444,32 @@ def test_the_plots_lines_go_down_where_more_bits_help_and_nowhere_else(part):
     points = [(4.5, 0.02), (3.0, 0.1), (4.0, 0.03), (4.25, 0.04), (4.0, 0.05)]
     assert least(points, end=8.0) == [(3.0, 0.1), (4.0, 0.03), (4.5, 0.02), (8.0, 0.02)]
     assert least([(3.0, 0.1)], end=3.0) == [(3.0, 0.1)] and least([], end=3.0) == []
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from quantflow.artifact.stage_folder import locked
+with locked(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("name", ["accuracy", "runtime", "large_checkpoint", "measure_ranks", "unify_many_ranks"])
+def test_a_second_benchmark_in_a_work_folder_names_the_first_and_ends(part, tmp_path, capsys, monkeypatch, name):
+    work = tmp_path / "work"
+    program = part(name)
+    begun = []
+    monkeypatch.setattr(program, "_run", lambda given: begun.append(given) or 0)
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(work)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as first:
+        assert first.stdout is not None and first.stdout.readline() == "held\n"
+        assert program.main(["--work", str(work)]) == 5
+        assert begun == []
+        assert capsys.readouterr().err == (
+            f"error: {work}: process {first.pid} is writing it\n  fix: wait for it, or choose another folder, with --work\n"
+        )
+        first.communicate()
+    assert program.main(["--work", str(work)]) == 0 and len(begun) == 1

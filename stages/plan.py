@@ -1,10 +1,57 @@
-"""The tables of `quantflow plan`."""
+"""What a run will need and make, as a verb and its tables.
+
+Reads    the model's headers and config.json; with --probe the weights of one layer; no tokenizer, no text
+Writes   nothing
+Resumes  nothing
+Fails    2 the recipe does not fit the model; 3 unusable model; 6 unsupported family
+"""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from quantflow.stages.cli.output import table
+import click
+
+from quantflow import api
+from quantflow.errors import UsageError
+from quantflow.planning.recipe import recipe_from
+from quantflow.stages.cli.options import SET, offline, overlay, recipe_data, recipe_flags, recipe_settings
+from quantflow.stages.cli.output import show, table
 from quantflow.units import duration, size
+
+
+@click.command("plan")
+@click.argument("subject", metavar="RECIPE|MODEL")
+@click.option("--for", "schemes", metavar="SCHEMES", help="Artifacts of MODEL, such as W4A16:gptq,FP8 (default: all schemes).")
+@recipe_settings("plan", "calibration", "quantize")
+@click.option("--probe", is_flag=True, help="Read, run and round parts of one layer to say how long everything takes.")
+@click.option("-o", "--output", metavar="DIR", default="artifacts", help="On the disk that will be written.")
+@offline
+@SET
+def command(
+    subject: str, schemes: str | None, output: str, probe: bool, as_json: bool, settings: tuple[str, ...], **shared: Any
+) -> None:
+    """Say what a run needs and makes: memory, disk, bytes, bits per weight, schemes. Reads no weight without --probe.
+
+    \b
+    Example: quantflow plan ./llama --for W4A16:gptq,FP8_DYNAMIC --max-memory 4GiB
+    """
+    whole = not Path(subject).is_dir()
+    if whole and schemes is not None:
+        raise UsageError(f"plan: --for {schemes} beside recipe {subject}", "give the folder of a model with --for")
+    flags, entry_flags = recipe_flags("plan", shared)
+    otherwise = {} if whole else {"model": subject, "quantize": _entries(schemes)}
+    data = recipe_data(subject if whole else None, settings, flags, otherwise=otherwise)
+    for entry in data.get("quantize", ()):
+        overlay(entry, entry_flags)
+    result = api.plan(recipe_from(data), measured=whole, folder=output, probe=probe)
+    show(result, as_json=as_json, text=text(result))
+
+
+def _entries(schemes: str | None) -> list[dict[str, Any]]:
+    """Return the artifacts that --for names, as a recipe spells them."""
+    keys = ("name", "scheme", "algorithm", "target_bpw")
+    return [{key: getattr(entry, key) for key in keys} for entry in api.entries(schemes)]
 
 
 def text(plan: Mapping[str, Any]) -> str:

@@ -1,43 +1,24 @@
-"""The formulas: what each stage takes in memory and on disk, from shapes and the recipe alone, one function per stage.
+"""The cost model: memory and disk of each stage, from shapes and the recipe alone, one function per stage.
 
 They describe the largest of a stage's processes, without what Python and its libraries take (`Need.peak` adds it):
 export's proof runs in a process of its own, each rank of measure is one.
+
+Below the stages are the parts of a model while they run. What belongs to a method is asked of the method: algorithms and
+transforms say what their mathematics takes (`working_bytes`), observers what their states and updates do.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quantflow.algorithms import ALGORITHMS
+from quantflow.algorithms import ALGORITHMS, BLOCK_ALGORITHMS, tune
 from quantflow.core import groups
-from quantflow.models.stand_ins import HEAD_ROWS
+from quantflow.models.stand_ins import HEAD_ROWS, LINEAR_ROWS, LINEAR_TOKENS, logit_rows
+from quantflow.numerics import output_blocks
 from quantflow.numerics.sensitivity import ROWS as SAMPLED_ROWS
-from quantflow.observers.gradient import GradientObserver
-from quantflow.observers.hessian import HessianObserver, folding_bytes, observer_bytes
-from quantflow.planning.amounts import (
-    GRADIENTS,
-    backward_bytes,
-    embedding_bytes,
-    forward_bytes,
-    goes_back,
-    gradient_bytes,
-    head_bytes,
-    head_in_memory,
-    hidden_bytes,
-    layer_as_stored,
-    layer_in_memory,
-    learning_moments,
-    matrix_bytes,
-    observing_bytes,
-    parts_bytes,
-    started_bytes,
-    statistics_bytes,
-    stored_bytes,
-    tuning_disk,
-    tuning_moments,
-    watching_bytes,
-    way_back_bytes,
-)
+from quantflow.observers import goes_back, holds_matrix, observer_named, of_gradients, state_bytes
+from quantflow.observers.amax import AmaxObserver
+from quantflow.observers.hessian import HESSIAN_SUM, folding_bytes, observer_bytes
 from quantflow.planning.experts import fed_by
 from quantflow.planning.head import HeadPlan
 from quantflow.planning.plan import SAMPLE_ROWS, Plan
@@ -55,16 +36,15 @@ from quantflow.planning.sizes import (
 )
 from quantflow.transforms import TRANSFORMS
 
-FILES_BASE = 235_000_000  # a process with Python, torch and quantflow
-MODEL_BASE = 290_000_000  # and transformers' model code, which only a stage that runs the model imports
-LIBRARIES = 30_000_000  # code and buffers that torch and transformers load when the first layer runs
+FILES_BASE = 240_000_000  # a process with Python, torch and quantflow: 237 to 239 MB
+MODEL_BASE = 360_000_000  # and transformers' model code, which only a stage that runs the model imports: 354 to 362 MB
+LIBRARIES = 30_000_000  # code and buffers that torch and transformers load when the first layer runs: 20 to 28 MB
 CANARY_TOKENS = 64
 BUFFERS = 24 << 20  # that files are copied, compared and decoded through
 WAITING = 3  # units per worker, file to file, that are under way or wait to be written
 READERS = 2  # units of file to file beyond the workers' own, since a unit waits for the disk before it computes
 UNIT_FILES = 4  # bytes of each of their weights: as stored and as written
 
-MATRICES = (GradientObserver.NAME, HessianObserver.NAME)  # the statistics that are read one at a time
 Moment = tuple[int, int]  # bytes whatever is chosen, bytes per worker
 
 
@@ -104,12 +84,12 @@ def need_measure(model: ModelSize, *, lengths: Sequence[int], stats: Sequence[st
     statistics = sum(statistics_bytes(layer, stats) for layer in model.layers)
     longest = max(lengths, default=0)
     hidden = hidden_bytes(model, lengths)
-    forwards, backwards = [name for name in stats if name not in GRADIENTS], [name for name in stats if name in GRADIENTS]
-    small = sum(statistics_bytes(layer, [name for name in stats if name not in MATRICES]) for layer in model.layers)
+    forwards, backwards = [name for name in stats if not of_gradients(name)], [name for name in stats if of_gradients(name)]
+    small = sum(statistics_bytes(layer, [name for name in stats if not holds_matrix(name)]) for layer in model.layers)
     matrix = max(matrix_bytes(layer, stats) for layer in model.layers)
     largest = max(statistics_bytes(layer, forwards) for layer in model.layers)
-    growing = max(statistics_bytes(layer, forwards, whole=False) for layer in model.layers)
-    worker = forward_bytes(model, longest) + observing_bytes(model, longest) + growing
+    growing = max(live_bytes(layer, forwards) for layer in model.layers)
+    worker = forward_bytes(model, longest) + watching_bytes(model, forwards, longest) + growing
     moments: tuple[Moment, ...] = (
         (LIBRARIES + embedding_bytes(model, lengths), 0),
         (LIBRARIES + layer_in_memory(model.layer) + growing, worker),
@@ -120,7 +100,7 @@ def need_measure(model: ModelSize, *, lengths: Sequence[int], stats: Sequence[st
     if goes_back(stats):
         scratch = (len(model.layers) + 1 + 2) * hidden + statistics
         sums = max(statistics_bytes(layer, backwards) for layer in model.layers)
-        back = backward_bytes(model, longest) + watching_bytes(model, longest)
+        back = backward_bytes(model, longest) + watching_bytes(model, backwards, longest)
         moments = (
             *moments,
             (LIBRARIES + head_in_memory(model, None), way_back_bytes(model, longest, copies=3)),
@@ -242,7 +222,7 @@ def _searching(model: ModelSize, plan: Plan) -> list[Moment]:
     for name, options in plan.smoothings:
         reads = TRANSFORMS[name].needs(options)
         for _, outputs, k in _folds(model.layer):
-            hessian = FLOAT * k * k if "hessian_sum" in reads else 0
+            hessian = HESSIAN_SUM.nbytes(k) if HESSIAN_SUM.name in reads else 0
             fixed, one = (
                 TRANSFORMS[name].working_bytes(k, sum(outputs), options=options, samples=SAMPLE_ROWS, workers=workers)
                 for workers in (0, 1)
@@ -298,3 +278,203 @@ def _installing_bytes(model: ModelSize, plan: Plan) -> int:
     """The same while its largest linear is dequantized, beside its qvalues of one byte."""
     names = (name for names, _, _ in model.layer.groups for name in names if plan.schemes[name] is not None)
     return _installed_bytes(model) + max((elements_of(model.infos[f"{name}.weight"]) for name in names), default=0)
+
+
+def layer_in_memory(layer: LayerSize) -> int:
+    """A layer in float32, and its largest tensor as stored while it is converted."""
+    return FLOAT * layer.elements + layer.largest[1]
+
+
+def layer_as_stored(model: ModelSize) -> int:
+    """A layer whose linears keep their weights as stored; what else it has is in float32."""
+    linears = [name for names, _, _ in model.layer.groups for name in names]
+    weights = sum(elements_of(model.infos[f"{name}.weight"]) for name in linears)
+    return stored_bytes(model, linears) + FLOAT * (model.layer.elements - weights)
+
+
+def stored_bytes(model: ModelSize, linears: Sequence[str]) -> int:
+    """The weights of these linears as stored."""
+    return sum(model.infos[f"{name}.weight"].nbytes for name in linears)
+
+
+def parts_bytes(model: ModelSize, tokens: int) -> int:
+    """The rows of such a weight that are in float32 at once, a copy of the tokens they meet, and what they make, twice."""
+    features, some = max(k for _, _, k in model.layer.groups), min(tokens, LINEAR_TOKENS)
+    return FLOAT * (LINEAR_ROWS * (2 * some + features) + some * features)
+
+
+def hidden_bytes(model: ModelSize, lengths: Sequence[int]) -> int:
+    """The float32 hidden states of sequences of these lengths."""
+    return FLOAT * model.hidden * sum(lengths)
+
+
+def embedding_bytes(model: ModelSize, lengths: Sequence[int]) -> int:
+    """Rows of the embedding that the sequences name, at most one per token, as stored and in float32."""
+    return 2 * FLOAT * model.hidden * min(model.vocabulary, sum(lengths))
+
+
+def forward_bytes(model: ModelSize, tokens: int) -> int:
+    """A float32 forward of one sequence through a layer: residual and norm, and the wider of attention and MLP.
+
+    A mixture's experts run one after the other, each on all tokens at most: it has their sum, and one's input and output.
+    """
+    queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    attention = 3 * queries + 2 * keys + 2 * queries  # q, its rotation, k and v, both repeated over the heads
+    wide = max((width for _, outputs, _ in model.layer.groups for width in outputs), default=0)
+    return FLOAT * tokens * ((6 if model.sparse else 3) * model.hidden + max(attention, 3 * wide))
+
+
+def backward_bytes(model: ModelSize, tokens: int) -> int:
+    """What a sequence's forward through a layer keeps for its way back, and the gradients that are under way then.
+
+    Each norm keeps about four tensors of the hidden size, attention what it was asked and gave and both again repeated over the
+    heads, and an MLP the tensors between its linears; and every linear its input.
+    """
+    queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    wide = max((width for _, outputs, _ in model.layer.groups for width in outputs), default=0)
+    kept = 12 * model.hidden + 8 * queries + 4 * keys + 6 * wide
+    return FLOAT * tokens * kept
+
+
+def head_bytes(model: ModelSize, tokens: int, head: HeadPlan | None = None) -> int:
+    """The head as stored, a part of it in float32, and the logits of one sequence, in parts and joined."""
+    return head_in_memory(model, head) + FLOAT * HEAD_ROWS * model.hidden + 2 * FLOAT * tokens * model.vocabulary
+
+
+def way_back_bytes(model: ModelSize, tokens: int, *, copies: int) -> int:
+    """What a thread has of a sequence's way back through the head: rows of it, thrice, and copies of a part's logits."""
+    return FLOAT * (3 * HEAD_ROWS * model.hidden + copies * min(tokens, logit_rows(model.vocabulary)) * model.vocabulary)
+
+
+def head_in_memory(model: ModelSize, head: HeadPlan | None) -> int:
+    """The head as stored; one that is quantized while it is unpacked: as stored, and twice a byte for each weight."""
+    return model.head[1] if head is None else head_file_bytes(model, head) + 2 * elements_of(model.infos[head.tensor])
+
+
+def statistics_bytes(layer: LayerSize, stats: Sequence[str]) -> int:
+    """Statistics of a layer, each under the name of its linear, those of a shared input too.
+
+    Of every weight and output there is amax, whatever observers are asked for.
+    """
+    total = 0
+    for names, outputs, features in layer.groups:
+        total += 2 * len(names) * state_bytes(AmaxObserver.NAME, features)
+        total += sum(state_bytes(name, seen) for name in stats for seen in _seen(name, outputs, features))
+    return total
+
+
+def live_bytes(layer: LayerSize, stats: Sequence[str]) -> int:
+    """The observers of a layer while data flows, under every name that their statistics will have."""
+    return sum(
+        observer_named(name).live_bytes(seen)
+        for _, outputs, features in layer.groups
+        for name in stats
+        for seen in _seen(name, outputs, features)
+    )
+
+
+def watching_bytes(model: ModelSize, stats: Sequence[str], tokens: int) -> int:
+    """What observers take while they look at one tensor of a sequence, the most of any."""
+    return max(
+        (
+            observer_named(name).update_bytes(seen, tokens)
+            for _, outputs, features in model.layer.groups
+            for name in stats
+            for seen in _seen(name, outputs, features)
+        ),
+        default=0,
+    )
+
+
+def matrix_bytes(layer: LayerSize, stats: Sequence[str]) -> int:
+    """The largest matrix among the statistics of a layer, which are read one at a time."""
+    sizes = (
+        state_bytes(name, seen)
+        for _, outputs, features in layer.groups
+        for name in stats
+        if holds_matrix(name)
+        for seen in _seen(name, outputs, features)
+    )
+    return max(sizes, default=0)
+
+
+def _seen(name: str, outputs: Sequence[int], features: int) -> list[int]:
+    """The features of everything that an observer is shown of linears that share an input, one for each linear and site."""
+    sites = observer_named(name).SITES
+    return [width if site == "gradient" else features for width in outputs for site in sites]
+
+
+def gradient_bytes(outputs: Sequence[int]) -> int:
+    """The sums of products of the gradients by the outputs of some linears, in blocks of outputs."""
+    return sum(map(output_blocks.nbytes, outputs))
+
+
+def started_bytes(plan: Plan, names: Sequence[str], outputs: Sequence[int], features: int) -> int:
+    """Qvalues of linears that share an input and wait to be learned from, a byte each, their scales and zero points."""
+    quantized = [
+        (scheme, rows) for name, rows in zip(names, outputs, strict=True) if (scheme := plan.schemes[name]) is not None
+    ]
+    return sum(rows * (features + 5 * (features // (scheme.weights.group_size or features))) for scheme, rows in quantized)
+
+
+def learning_moments(model: ModelSize, plan: Plan, tokens: int) -> list[tuple[int, int]]:
+    """While a layer's rounding is learned, and while what came out is encoded: all of its weights, what it starts from, that.
+
+    Each worker brings a sequence there and back, with its target beside it.
+    """
+    if plan.learned is None:
+        return []
+    held = FLOAT * model.layer.elements if plan.transforms else layer_as_stored(model)
+    weights, scales = _weights_and_scales(model, plan)
+    started = weights + 5 * scales
+    widest = max(k for _, _, k in model.layer.groups)
+    algorithm = BLOCK_ALGORITHMS[plan.method]
+    none, one = (algorithm.working_bytes(weights, scales, widest=widest, workers=count) for count in (0, 1))
+    run = backward_bytes(model, tokens) + 3 * FLOAT * tokens * model.hidden
+    return [(held + started + none, one - none + run), (held + 3 * started, 0)]
+
+
+def tuning_moments(model: ModelSize, plan: Plan, tokens: int) -> list[tuple[int, int]]:
+    """While a layer brings sequences forward and back with the weights that are tuned, and while the head compares them.
+
+    Of a part of a sequence a worker has both models' logits, the gradient, and what stands between them.
+    """
+    if plan.tune is None:
+        return []
+    weights, scales = _weights_and_scales(model, plan)
+    none, one = (tune.working_bytes(weights, scales, workers=count) for count in (0, 1))
+    run = backward_bytes(model, tokens) + 3 * FLOAT * tokens * model.hidden
+    return [
+        (layer_as_stored(model) + none, one - none + run),
+        (head_in_memory(model, None), way_back_bytes(model, tokens, copies=5)),
+    ]
+
+
+def tuning_disk(model: ModelSize, plan: Plan, lengths: Sequence[int], *, layers: int) -> int:
+    """Files while scales are tuned: the layers as they were and what smoothed them, hidden states, and what is tuned, twice.
+
+    Of every sequence there is what enters the first layer and what leaves the last one, twice while that is written; of
+    those of a step what enters each layer, and a gradient on either side of one.
+
+    Args:
+        model: its sizes.
+        plan: the artifact's.
+        lengths: tokens of each sequence.
+        layers: bytes of the layers' files.
+    """
+    if plan.tune is None:
+        return 0
+    _, scales = _weights_and_scales(model, plan)
+    some = hidden_bytes(model, sorted(lengths)[-plan.tune.sequences :])
+    count = len(model.layers)
+    if plan.smoothings:
+        layers += count * FLOAT * sum(len(names) * k + sum(outputs) for names, outputs, k in model.layer.groups)
+    return layers + 3 * hidden_bytes(model, lengths) + (count + 3) * some + 2 * tune.state_bytes(scales) * count
+
+
+def _weights_and_scales(model: ModelSize, plan: Plan) -> tuple[int, int]:
+    """Return how many weights of the largest layer are quantized, and how many scales they have."""
+    started = sum(started_bytes(plan, names, outputs, k) for names, outputs, k in model.layer.groups)
+    names = [name for linears, _, _ in model.layer.groups for name in linears if plan.schemes[name] is not None]
+    weights = sum(elements_of(model.infos[f"{name}.weight"]) for name in names)
+    return weights, (started - weights) // 5

@@ -1,0 +1,88 @@
+"""What a method goes with: a record that every algorithm and transform has beside its mathematics.
+
+A field is None where the method goes with the thing, else a `Refusal` that says why not and what to do instead.
+`quantflow/planning/compatibility.py` reads the records before a weight is read; docs/recipes.md has them as one table.
+"""
+
+from dataclasses import dataclass
+
+from quantflow.core.scheme import LinearScheme
+from quantflow.errors import QuantflowError, UnsupportedError, UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """Why a method does not go with something.
+
+    Attributes:
+        why: follows the two that do not go together in a message, with the mark that it begins with; {family} stands for the
+            model's.
+        remedy: what to do; {others} stands for the algorithms that go with the scheme.
+        unsupported: whether it is for want of an implementation (exit code 6) and not of sense (2).
+    """
+
+    remedy: str
+    why: str = ""
+    unsupported: bool = False
+
+    def error(self, what: str, *, family: str = "", others: str = "") -> QuantflowError:
+        """Return the exception for two things that do not go together, which `what` names."""
+        kind = UnsupportedError if self.unsupported else UsageError
+        return kind(what + self.why.format(family=family), self.remedy.format(others=others))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Supports:
+    """What an algorithm or a transform goes with.
+
+    Attributes:
+        float8: weights in float8.
+        shared_scale: weights whose rows all share one scale.
+        quantized_inputs: schemes that quantize inputs as well as weights.
+        rotations: transforms that rotate the whole model.
+        mixed_inputs: inputs that a rotation mixes while the model runs.
+        histograms: ranges of static inputs that a histogram cuts short.
+        chosen_schemes: schemes chosen for each linear by its sensitivity.
+        layer_inputs: the recipe's word on whose outputs a layer is calibrated with, the original's or the quantized model's.
+        mixtures: mixtures of experts.
+        centred_norms: families whose norms subtract the mean.
+        ranks: several cards that share the work.
+    """
+
+    float8: Refusal | None = None
+    shared_scale: Refusal | None = None
+    quantized_inputs: Refusal | None = None
+    rotations: Refusal | None = None
+    mixed_inputs: Refusal | None = None
+    histograms: Refusal | None = None
+    chosen_schemes: Refusal | None = None
+    layer_inputs: Refusal | None = None
+    mixtures: Refusal | None = None
+    centred_norms: Refusal | None = None
+    ranks: Refusal | None = None
+
+    def scheme(self, scheme: LinearScheme) -> Refusal | None:
+        """Return why the method does not go with a scheme, None where it does."""
+        weights = scheme.weights
+        if weights.kind == "float" and self.float8 is not None:
+            return self.float8
+        if weights.granularity == "per_tensor" and self.shared_scale is not None:
+            return self.shared_scale
+        return self.quantized_inputs if scheme.input is not None else None
+
+
+EVERYTHING = Supports()
+SHARED_SCALE = Refusal(
+    why=", whose weights share one scale", remedy="use {others}, or a scale per channel or block such as FP8_DYNAMIC's"
+)
+
+
+def integers_only(method: str) -> Refusal:
+    """Return why a method that chooses integers does not go with float8."""
+    return Refusal(remedy=f"{method} chooses integers; use {{others}} for float8")
+
+
+AS_MEASURED = Refusal(remedy="sensitivities are those of the weights as they are: leave transforms out")
+AS_MEASURED_HISTOGRAMS = Refusal(
+    remedy="histograms are those of the inputs as they are: give `transforms: []`, or leave input_observer out"
+)

@@ -1,0 +1,136 @@
+"""What bench may be asked for: an artifact that is timed as generate runs it, or the kernels on linears of their own.
+
+The records are plain, so that a command line knows them without torch. A field says of itself which option it is
+(quantflow/settings.py).
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from quantflow.errors import UsageError
+from quantflow.runtime.generate_job import (
+    BACKEND_HELP,
+    DECODER_HELP,
+    DEVICES,
+    DTYPES,
+    KV_CACHE_HELP,
+    PACK_HELP,
+    RANKS_HELP,
+)
+from quantflow.settings import setting
+
+BENCH = ("bench",)
+PERCENTILES = (50, 90, 99)  # of what is timed
+
+
+def words_flag(text: str) -> tuple[str, ...]:
+    """Return the words in `W4A16,W8A8`."""
+    return tuple(word for word in text.split(",") if word)
+
+
+def tokens_flag(text: str) -> tuple[int, ...]:
+    """Return the numbers in `1,8,256`.
+
+    Raises:
+        UsageError: something else stands there.
+    """
+    counts = words_flag(text)
+    if not all(count.isdecimal() for count in counts):
+        raise UsageError(f"bench: tokens {text!r}", "write numbers, such as 1,8,256")
+    return tuple(map(int, counts))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchJob:
+    """What is timed.
+
+    Attributes:
+        batch_sizes: sequences at once, each a table's row.
+        input_tokens, new_tokens: of each sequence.
+        runs, warmups: of each batch size.
+        ordered: percentiles are taken from the sorted times.
+        ignore_eos: go on after an end token.
+        profile: where a trace of one more run goes, for chrome://tracing; None for no such run.
+        ranks: processes that share the model, each with a part of every matrix.
+    """
+
+    artifact: Path
+    batch_sizes: tuple[int, ...] = setting((1,), flag="-b --batch-size", verbs=BENCH, shown=True, help="Also several.")
+    input_tokens: int = setting(256, flag="--input-tokens", verbs=BENCH, shown=True, help="Of each prompt; prompts are random.")
+    new_tokens: int = setting(32, flag="--new-tokens", verbs=BENCH, shown=True, help="Tokens added to each.")
+    runs: int = setting(10, flag="--runs", verbs=BENCH, shown=True, help="Timed batches of each size.")
+    warmups: int = setting(1, flag="--warmups", verbs=BENCH, shown=True, help="Batches before them that are not counted.")
+    ignore_eos: bool = setting(
+        True, flag="--ignore-eos/--no-ignore-eos", verbs=BENCH, shown=True, help="Go on after end tokens."
+    )
+    ordered: bool = setting(
+        True,
+        flag="--unsorted-percentiles",
+        negated=True,
+        verbs=BENCH,
+        help="Take percentiles from times in the order of the runs, as text-generation-benchmark does.",
+    )
+    profile: Path | None = setting(
+        None,
+        flag="--profile",
+        metavar="FILE",
+        verbs=BENCH,
+        parse=Path,
+        help="Write a trace of one more run, for chrome://tracing.",
+    )
+    backend: str = setting("auto", flag="--backend", verbs=BENCH, shown=True, help=BACKEND_HELP)
+    dtype: str = setting(
+        "float32",
+        flag="--dtype",
+        choices=DTYPES,
+        verbs=BENCH,
+        help="Default: float32; with --kernels bfloat16.",
+    )
+    decoder: str = setting("auto", flag="--decoder", verbs=BENCH, shown=True, help=DECODER_HELP)
+    kv_cache: str = setting("auto", flag="--kv-cache", metavar="KIND", verbs=BENCH, help=KV_CACHE_HELP)
+    pack: bool = setting(False, flag="--pack", verbs=BENCH, help=PACK_HELP)
+    device: str = setting("cpu", flag="--device", choices=DEVICES, verbs=BENCH, shown=True, help="")
+    ranks: int = setting(1, flag="--ranks", metavar="N", verbs=BENCH, help=RANKS_HELP)
+    seed: int = setting(0, flag="--seed", verbs=BENCH, shown=True, help="Of the prompts; each run has the next.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelJob:
+    """Every backend on linears of these schemes and shapes.
+
+    Attributes:
+        schemes: names of presets with dynamic inputs or none.
+        shapes: as `OUTxIN`.
+        tokens: rows of the input, each timed.
+        dtype: of the inputs.
+        rounds: timed calls of each.
+    """
+
+    schemes: tuple[str, ...] = setting(
+        ("W4A16", "W4A8", "W8A8", "W8A16", "FP8_DYNAMIC"),
+        flag="--scheme",
+        metavar="NAMES",
+        verbs=BENCH,
+        parse=words_flag,
+        help="For --kernels.",
+    )
+    shapes: tuple[str, ...] = setting(
+        ("2048x2048", "5632x2048", "2048x5632"),
+        flag="--shape",
+        metavar="OUTxIN,...",
+        verbs=BENCH,
+        parse=words_flag,
+        help="For --kernels.",
+    )
+    tokens: tuple[int, ...] = setting(
+        (1, 8, 256),
+        flag="--tokens",
+        metavar="N,...",
+        verbs=BENCH,
+        parse=tokens_flag,
+        help="For --kernels: rows of the input.",
+    )
+    rounds: int = setting(7, flag="--rounds", verbs=BENCH, help="For --kernels: timed calls of each; medians are printed.")
+    dtype: str = setting(
+        "bfloat16", flag="--dtype", choices=DTYPES, verbs=BENCH, help="Default: float32; with --kernels bfloat16."
+    )

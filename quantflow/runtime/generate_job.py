@@ -1,0 +1,354 @@
+"""What generate may be asked for, checked once: prompts, how tokens are drawn, what may be said, and by which method.
+
+The records are plain, so that a command line and a process that starts others know them without torch. A field says of itself
+which option it is (quantflow/settings.py).
+"""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from quantflow.errors import UsageError
+from quantflow.settings import setting
+
+Words = tuple[tuple[int, ...], ...]
+GENERATE = ("generate",)
+DTYPES = ("float32", "bfloat16")
+DEVICES = ("cpu", "cuda", "hpu")
+BACKEND_HELP = "auto, reference, a kernel by name, or several: a,b,auto."
+DECODER_HELP = "lean, transformers, or auto: lean where it can."
+KV_CACHE_HELP = "float32, bfloat16, float8 or int8 (default: the artifact's, else --dtype)."
+PACK_HELP = "Keep the weights as kernels want them in ARTIFACT-packed, and load from there."
+RANKS_HELP = "Processes that share the model (default 1), or torchrun's."
+
+
+def require(fits: bool, told: str, remedy: str) -> None:
+    """Refuse a value.
+
+    Raises:
+        UsageError: unless it fits.
+    """
+    if not fits:
+        raise UsageError(told, remedy)
+
+
+def early_stopping_flag(text: str) -> bool | str:
+    """Return what `true`, `false` or `never` means."""
+    return {"true": True, "false": False}.get(text, text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the next token is drawn. The filters apply in this order: temperature, top_k, top_p, min_p, typical_p.
+
+    Attributes:
+        temperature: logits are divided by it; above 0.
+        top_k: keep the k most likely tokens; None keeps all.
+        top_p: keep the most likely tokens whose probabilities together reach p, 0 < p <= 1; None keeps all.
+        min_p: keep tokens at least p times as likely as the most likely, 0 <= p <= 1; None keeps all.
+        typical_p: keep the most typical tokens whose probabilities together reach p, 0 < p < 1; None keeps all.
+        seed: of the generator; the same seed gives the same tokens.
+    """
+
+    temperature: float = setting(
+        1.0, flag="--temperature", verbs=GENERATE, help="Sample instead of taking the most likely token."
+    )
+    top_k: int | None = setting(None, flag="--top-k", verbs=GENERATE, help="Sample from the k most likely tokens.")
+    top_p: float | None = setting(
+        None, flag="--top-p", verbs=GENERATE, help="Sample from the fewest tokens that hold this probability."
+    )
+    min_p: float | None = setting(
+        None, flag="--min-p", verbs=GENERATE, help="Sample from tokens at least this share as likely as the likeliest."
+    )
+    typical_p: float | None = setting(
+        None, flag="--typical-p", verbs=GENERATE, help="Sample from the most typical tokens that hold this probability."
+    )
+    seed: int = setting(0, flag="--seed", verbs=GENERATE, shown=True, help="")
+
+    def __post_init__(self) -> None:
+        """Refuse values outside their ranges.
+
+        Raises:
+            UsageError: naming the value.
+        """
+        usable = 0 < self.temperature < math.inf
+        require(usable, f"temperature={self.temperature}", "use a positive number, or greedy decoding")
+        require(self.top_k is None or self.top_k >= 1, f"top_k={self.top_k}", "use 1 or more")
+        require(self.top_p is None or 0 < self.top_p <= 1, f"top_p={self.top_p}", "use 0 < top_p <= 1")
+        require(self.min_p is None or 0 <= self.min_p <= 1, f"min_p={self.min_p}", "use 0 <= min_p <= 1")
+        typical = self.typical_p is None or 0 < self.typical_p < 1
+        require(typical, f"typical_p={self.typical_p}", "use 0 < typical_p < 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """What may be said; applied before anything is chosen, in the order of the attributes.
+
+    Attributes:
+        repetition_penalty: above 1 makes tokens of prompt and text less likely, below 1 more; positive.
+        frequency_penalty: subtracted from a token's logit for every time it was generated.
+        presence_penalty: subtracted once from a token's logit if it was generated.
+        no_repeat_ngram_size: no n-gram of so many tokens stands twice in prompt and text; 0: any may.
+        bad_words: token ids of words that are never generated.
+        min_length: the text does not end before prompt and new tokens are so many.
+        min_new_tokens: the text does not end before so many new tokens.
+    """
+
+    repetition_penalty: float = setting(
+        1.0, flag="--repetition-penalty", metavar="X", verbs=GENERATE, help="Above 1: what was said gets less likely."
+    )
+    frequency_penalty: float = setting(
+        0.0, flag="--frequency-penalty", metavar="X", verbs=GENERATE, help="Logits less X for every time generated."
+    )
+    presence_penalty: float = setting(
+        0.0, flag="--presence-penalty", metavar="X", verbs=GENERATE, help="Logits less X if generated at all."
+    )
+    no_repeat_ngram_size: int = setting(
+        0, flag="--no-repeat-ngram-size", metavar="N", verbs=GENERATE, help="No N tokens in a row twice."
+    )
+    bad_words: Words = ()
+    min_length: int = setting(
+        0, flag="--min-length", metavar="N", verbs=GENERATE, help="No end before N tokens of prompt and text."
+    )
+    min_new_tokens: int = setting(0, flag="--min-new-tokens", metavar="N", verbs=GENERATE, help="No end before N new tokens.")
+
+    def __post_init__(self) -> None:
+        """Refuse values outside their ranges.
+
+        Raises:
+            UsageError: naming the value.
+        """
+        usable = 0 < self.repetition_penalty < math.inf
+        require(usable, f"repetition_penalty={self.repetition_penalty}", "use a positive number; 1 changes nothing")
+        for name in ("frequency_penalty", "presence_penalty"):
+            require(-2 <= getattr(self, name) <= 2, f"{name}={getattr(self, name)}", "use -2 to 2; 0 changes nothing")
+        for name in ("no_repeat_ngram_size", "min_length", "min_new_tokens"):
+            require(getattr(self, name) >= 0, f"{name}={getattr(self, name)}", "use 0 or more; 0 changes nothing")
+        require(all(self.bad_words), "bad_words: a word of no token", "leave it out")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beams:
+    """Beam search: the continuations that are likeliest as a whole.
+
+    Attributes:
+        count: sequences that are followed at once; with `sampling` their continuations are drawn.
+        length_penalty: a sequence's score is its log-probability / (new tokens ** length_penalty).
+        early_stopping: True ends at `count` finished sequences, False where the running ones look unable to win at their
+            present length, "never" where they cannot win at any length.
+        force_words: token ids of words that every returned sequence contains.
+    """
+
+    count: int = setting(flag="--num-beams", metavar="N", verbs=GENERATE, help="Beam search: follow N sequences.")
+    length_penalty: float = setting(
+        1.0,
+        flag="--length-penalty",
+        metavar="X",
+        verbs=GENERATE,
+        help="Beams: score = log-probability / tokens^X (default 1).",
+    )
+    early_stopping: bool | str = setting(
+        False,
+        flag="--early-stopping",
+        choices=("true", "false", "never"),
+        verbs=GENERATE,
+        parse=early_stopping_flag,
+        help="Beams: when to end (default false).",
+    )
+    force_words: Words = ()
+
+    def __post_init__(self) -> None:
+        """Refuse values outside their ranges.
+
+        Raises:
+            UsageError: naming the value.
+        """
+        require(self.count >= 1, f"beams={self.count}", "use 1 or more")
+        known = self.early_stopping in (True, False, "never")
+        require(known, f"early_stopping={self.early_stopping}", "use true, false or never")
+        require(all(self.force_words), "force_words: a word of no token", "leave it out")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contrastive:
+    """Contrastive search (Su et al. 2022, equation 5): likely tokens that are unlike what was said.
+
+    Attributes:
+        alpha: weight of the degeneration penalty, 0 <= alpha <= 1.
+        top_k: candidates of each step, above 1.
+    """
+
+    alpha: float = setting(
+        flag="--penalty-alpha", metavar="X", verbs=GENERATE, help="Contrastive search among --top-k candidates."
+    )
+    top_k: int = setting(4, help="Candidates of each step.")
+
+    def __post_init__(self) -> None:
+        """Refuse values outside their ranges.
+
+        Raises:
+            UsageError: naming the value.
+        """
+        require(0 <= self.alpha <= 1, f"penalty_alpha={self.alpha}", "use 0 <= penalty_alpha <= 1")
+        require(self.top_k > 1, f"top_k={self.top_k} with penalty_alpha", "use 2 or more candidates")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lookup:
+    """Speculation by the text itself: what followed the last tokens where they stood before.
+
+    Attributes:
+        tokens: proposed at a time.
+        ngram: the longest end of the text that is looked for; shorter ones are tried after it.
+    """
+
+    tokens: int = setting(
+        10,
+        flag="--prompt-lookup",
+        metavar="N",
+        verbs=GENERATE,
+        help="Propose N tokens that followed the last ones before.",
+    )
+    ngram: int = setting(2, help="Tokens of the text's end that are looked for.")
+
+    def __post_init__(self) -> None:
+        """Refuse counts below 1.
+
+        Raises:
+            UsageError: naming them.
+        """
+        require(self.tokens >= 1 and self.ngram >= 1, f"lookup tokens={self.tokens}, ngram={self.ngram}", "use 1 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateJob:
+    """What is continued, and how; the defaults take the most likely token each time.
+
+    Attributes:
+        prompts: given one by one.
+        source: a file, folder or hub name with more of them (`quantflow.runtime.prompt_files.read_prompts`), by `column`,
+        `limit` of them. chat: texts are the user's messages of a chat.
+        max_input_tokens: of each prompt the first so many; None keeps all.
+        batch_size: prompts that are continued together.
+        method: beams, contrastive search, lookup; None: one token after the other, or what `draft` or `medusa` names.
+        draft, draft_tokens: folder of an artifact or a model that proposes so many tokens at a time.
+        medusa: folder of Medusa heads.
+        rules: penalties and lengths; `bad_words` and `force_words` are put in as tokens.
+        stop: texts end with any of these.
+        ignore_eos: texts do not end with an end token.
+        returned: texts per prompt.
+        adapter: folder of a LoRA adapter; with `merge` in the weights that are not quantized.
+        reference: a JSON file, prompt -> text, that the texts must equal.
+        decoder: `lean` or `transformers`, or `auto` for the first where it can.
+        kv_cache: of the lean decoder: float32, bfloat16, float8, int8, or `auto` for the dtype.
+        pack: keep the weights beside the artifact as the lean decoder holds them, and load them from there.
+        disk_offload: leave the weights on disk and read them for every token; the same tokens with little memory.
+        device: where the model runs.
+        ranks: processes that share the model, each with a part of every matrix.
+    """
+
+    artifact: Path
+    prompts: tuple[str, ...] = setting(
+        (), flag="--prompt", metavar="TEXT", verbs=GENERATE, help="A text to continue; also several."
+    )
+    source: str | None = setting(
+        None,
+        flag="--prompts",
+        metavar="FILE|DIR|NAME",
+        verbs=GENERATE,
+        help="More prompts: .txt (blank lines between), .json (a list), .jsonl, .csv, .parquet; a folder; a hub name.",
+    )
+    column: str | None = setting(
+        None,
+        flag="--column",
+        metavar="KEY",
+        verbs=GENERATE,
+        help="Of --prompts' rows (default: the first that holds text).",
+    )
+    limit: int | None = setting(None, flag="--limit", metavar="N", verbs=GENERATE, help="The first N of --prompts.")
+    chat: bool = setting(
+        False, flag="--chat", verbs=GENERATE, help="Prompts are a user's messages: put them into the chat template."
+    )
+    max_input_tokens: int | None = setting(
+        None,
+        flag="--max-input-tokens",
+        metavar="N",
+        verbs=GENERATE,
+        help="The first N tokens of each prompt (default: all).",
+    )
+    batch_size: int = setting(
+        1, flag="--batch-size", verbs=GENERATE, shown=True, help="Prompts that run together, padded on the left."
+    )
+    reference: Path | None = setting(
+        None,
+        flag="--reference",
+        metavar="FILE",
+        verbs=GENERATE,
+        parse=Path,
+        help="JSON of prompt: text; exit 4 where a text is another.",
+    )
+    max_new_tokens: int = setting(64, flag="--max-new-tokens", verbs=GENERATE, shown=True, help="")
+    stop: tuple[str, ...] = setting((), flag="--stop", metavar="TEXT", verbs=GENERATE, help="End with this text; also several.")
+    ignore_eos: bool = setting(False, flag="--ignore-eos", verbs=GENERATE, help="Go on after end tokens.")
+    sampling: Sampling | None = None
+    rules: Rules = Rules()
+    bad_words: tuple[str, ...] = setting(
+        (),
+        flag="--bad-words",
+        metavar="WORD",
+        verbs=GENERATE,
+        help="Never say it as it is tokenized; also several.",
+    )
+    method: Beams | Contrastive | Lookup | None = None
+    returned: int = setting(1, flag="--num-return-sequences", metavar="N", verbs=GENERATE, help="Texts per prompt.")
+    force_words: tuple[str, ...] = setting(
+        (),
+        flag="--force-words",
+        metavar="WORD",
+        verbs=GENERATE,
+        help="Beams: every text contains it; also several.",
+    )
+    draft: Path | None = setting(
+        None,
+        flag="--assistant-model",
+        metavar="DIR",
+        verbs=GENERATE,
+        parse=Path,
+        help="An artifact or model of the same tokens that proposes.",
+    )
+    draft_tokens: int = setting(5, flag="--assistant-tokens", verbs=GENERATE, shown=True, help="Proposed at a time.")
+    medusa: Path | None = setting(
+        None,
+        flag="--medusa",
+        metavar="DIR",
+        verbs=GENERATE,
+        parse=Path,
+        help="Medusa heads that propose: a folder with medusa_lm_head.safetensors.",
+    )
+    adapter: Path | None = setting(
+        None,
+        flag="--adapter",
+        metavar="DIR",
+        verbs=GENERATE,
+        parse=Path,
+        help="A LoRA adapter (PEFT) beside the quantized linears.",
+    )
+    merge: bool = setting(
+        False,
+        flag="--merge-adapter",
+        verbs=GENERATE,
+        help="Merge it where weights are not quantized; beside the others still.",
+    )
+    ranks: int = setting(1, flag="--ranks", metavar="N", verbs=GENERATE, help=RANKS_HELP)
+    backend: str = setting("auto", flag="--backend", verbs=GENERATE, shown=True, help=BACKEND_HELP)
+    dtype: str = setting("float32", flag="--dtype", choices=DTYPES, verbs=GENERATE, shown=True, help="")
+    device: str = setting("cpu", flag="--device", choices=DEVICES, verbs=GENERATE, shown=True, help="")
+    decoder: str = setting("auto", flag="--decoder", verbs=GENERATE, shown=True, help=DECODER_HELP)
+    kv_cache: str = setting("auto", flag="--kv-cache", metavar="KIND", verbs=GENERATE, help=KV_CACHE_HELP)
+    pack: bool = setting(False, flag="--pack", verbs=GENERATE, help=PACK_HELP)
+    disk_offload: bool = setting(
+        False,
+        flag="--disk-offload",
+        verbs=GENERATE,
+        help="Keep one layer in memory at a time and read the next from disk.",
+    )

@@ -1,0 +1,27 @@
+"""Two manifests field by field, as a verb. Imports no torch."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from quantflow.artifact.diff import diff
+from quantflow.artifact.manifest import read_manifest
+from quantflow.stages.cli.options import offline
+from quantflow.stages.cli.output import show, table
+
+
+@click.command("diff")
+@click.argument("left")
+@click.argument("right")
+@offline
+def command(left: str, right: str, as_json: bool, **_shared: Any) -> None:
+    """Compare the manifests of two artifacts field by field; exits 0 whether they differ or not.
+
+    \b
+    Example: quantflow diff work/old work/new
+    """
+    differences = diff(read_manifest(Path(left)), read_manifest(Path(right)))
+    rows = [(item.path, str(item.left), str(item.right)) for item in differences]
+    text = table(("field", left, right), rows) if rows else "no difference"
+    show([{"path": path, "left": a, "right": b} for path, a, b in rows], as_json=as_json, text=text)

@@ -1,0 +1,62 @@
+"""Stage 4 as a verb.
+
+Reads    a finished quantize folder and its model; format inc a measurement, format gguf a model or an artifact
+Writes   <o>, which appears at once, and <o>.log
+Resumes  a finished result of the same inputs is left alone; an unfinished one starts again
+Fails    2 an unknown format; 3 unfinished, foreign or ununified input; 5 the folder is held; 7 the proof disagrees
+"""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from quantflow import api
+from quantflow.distributed.launch import speaks
+from quantflow.planning.recipe import recipe_from
+from quantflow.stages.cli.options import QUANT_CONFIG, common, recipe_data, recipe_flags, recipe_settings
+from quantflow.stages.cli.output import reporting, show, show_call
+from quantflow.stages.cli.quant_config_layer import given_config
+
+
+@click.command("export")
+@click.argument("quantized", metavar="QUANTIZED|MEASUREMENT|MODEL")
+@click.option("-o", "--output", metavar="DIR", required=True, help="The artifact's folder.")
+@click.option("--model", metavar="DIR", help="The source (default: where quantize read it).")
+@recipe_settings("export", "export")
+@click.option("--keep-orig", is_flag=True, help="Of format inc: keep what Gaudi measured beside what is written for it.")
+@QUANT_CONFIG
+@common
+def command(
+    quantized: str, output: str, model: str | None, settings: tuple[str, ...], recipe: str | None, **shared: Any
+) -> None:
+    """Stage 4: write QUANTIZED as an artifact and prove it in a fresh process; or MEASUREMENT or MODEL for other runtimes.
+
+    Format inc makes Gaudi's files of a MEASUREMENT; format gguf makes llama.cpp's of a MODEL, or of an artifact's
+    dequantized weights.
+
+    \b
+    Example: quantflow export work/2-quantize -o work/4-export
+             quantflow export work/1-measure -o work/gaudi --format inc --device gaudi2
+             quantflow export ./llama -o work/gguf --format gguf --dtype bf16
+    """
+    config = given_config("export", shared["quant_config"], quiet=shared["quiet"])
+    flags, _ = recipe_flags("export", shared)
+    values = recipe_from(recipe_data(recipe, settings, {"model": model or "unused", **flags}))
+    words: dict[str, Any] = {
+        "quantized": quantized,
+        "output": Path(output),
+        "options": values.export,
+        "model": model,
+        "quant_config": config,
+        "keep_originals": shared["keep_orig"],
+        "resources": values.resources,
+        "force": shared["force"],
+    }
+    if shared["dry_run"]:
+        show_call(words, as_json=shared["as_json"])
+        return
+    with reporting(shared, Path(output)) as progress:
+        folder = api.export(**words, progress=progress).folder
+    if speaks():
+        show({"folder": str(folder)}, as_json=shared["as_json"], text=str(folder))

@@ -1,0 +1,89 @@
+"""The thin runtime as a verb: verify, load, and continue prompts.
+
+Reads    the artifact; files of prompts, an adapter, a draft model or Medusa heads where they are named
+Writes   nothing
+Resumes  nothing
+Fails    2 unknown backend or options that do not go together, 3 no tokenizer or prompts that cannot be read,
+         4 a text differs from the reference, 6 a package that a source of prompts needs, 7 the artifact is damaged
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from quantflow import api
+from quantflow.errors import GateError, UsageError
+from quantflow.runtime.generate_job import Beams, Contrastive, GenerateJob, Lookup, Rules, Sampling
+from quantflow.stages.cli.environment import bars_wanted
+from quantflow.stages.cli.options import QUIET, given, job_settings, offline
+from quantflow.stages.cli.output import show
+from quantflow.stages.cli.progress_line import ProgressLine
+
+
+@click.command("generate")
+@click.argument("artifact")
+@job_settings("generate", GenerateJob)
+@QUIET
+@offline
+def command(artifact: str, as_json: bool, quiet: bool, **options: Any) -> None:
+    """Continue prompts with the thin runtime, which verifies ARTIFACT first; docs/generate.md has every way.
+
+    \b
+    Example: quantflow generate work/4-export --prompt "def main():" --max-new-tokens 32
+             quantflow generate work/4-export --prompts questions.jsonl --column question --chat --batch-size 8 --json
+             quantflow generate work/4-export --prompt "def main():" --num-beams 4 --num-return-sequences 2
+    """
+    pieces: list[str] = []
+
+    def stream(text: str) -> None:
+        pieces.append(text)
+        if not as_json:
+            click.echo(text, nl=False)
+
+    progress = ProgressLine(quiet=quiet, bars=bars_wanted())
+    result = api.generate(job_from(artifact, options), stream=stream, progress=progress)
+    if result is None:  # rank 0 has it
+        return
+    texts = "" if pieces else "\n\n".join(output["prompt"] + output["text"] for output in result["outputs"])
+    show(result, as_json=as_json, text=texts)
+    _raise_for_difference(result)
+
+
+def job_from(artifact: str, options: Mapping[str, Any]) -> GenerateJob:
+    """Return the job of a command line.
+
+    Raises:
+        UsageError: values outside their ranges, or options that do not go together.
+    """
+    records: dict[type, dict[str, Any]] = {kind: {} for kind in (GenerateJob, Sampling, Rules, Beams, Contrastive, Lookup)}
+    for item, value in given("generate", GenerateJob, options):
+        records[item.record][item.path[-1]] = value
+    job, sampling = records[GenerateJob], records[Sampling]
+    beams, contrastive, lookup = records[Beams], records[Contrastive], records[Lookup]
+    if sum(("count" in beams, "alpha" in contrastive, "tokens" in lookup, "draft" in job, "medusa" in job)) > 1:
+        raise UsageError("generate: several ways together", "choose one of beams, contrastive, assistant, lookup and medusa")
+    if beams and "count" not in beams:
+        raise UsageError("generate: options of beams without --num-beams", "give --num-beams, such as 4")
+    method: Beams | Contrastive | Lookup | None = None
+    if beams:
+        method = Beams(**beams)
+    elif contrastive:
+        method = Contrastive(**contrastive, **({"top_k": sampling.pop("top_k")} if "top_k" in sampling else {}))
+    elif lookup:
+        method = Lookup(**lookup)
+    drawn = Sampling(**sampling) if sampling.keys() - {"seed"} else None
+    return GenerateJob(artifact=Path(artifact), method=method, sampling=drawn, rules=Rules(**records[Rules]), **job)
+
+
+def _raise_for_difference(result: Mapping[str, Any]) -> None:
+    """Fail where a text is not the reference's.
+
+    Raises:
+        GateError: naming how many, and the first prompt.
+    """
+    differing = result["differing"]
+    if differing:
+        cause = f"reference: {len(differing)} of {len(result['outputs'])} texts differ, the first after {differing[0]!r}"
+        raise GateError(cause, "compare the texts, or write a new reference if they are right")

@@ -1,0 +1,43 @@
+"""What a folder is and holds, as a verb; it reads headers and records alone, and imports no torch without --backends."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from quantflow import api
+from quantflow.artifact.inspect import summarize
+from quantflow.stages.cli.options import offline
+from quantflow.stages.cli.output import outline, show, table
+
+
+@click.command("inspect")
+@click.argument("path")
+@click.option("--backends", is_flag=True, help="Of an artifact: what would run each linear here, and why the others would not.")
+@click.option(
+    "--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True, help="For --backends."
+)
+@offline
+def command(path: str, backends: bool, dtype: str, as_json: bool, **_shared: Any) -> None:
+    """Say what PATH is and what it holds: a model, a measurement or an artifact. Reads no weight.
+
+    \b
+    Example: quantflow inspect work/4-export
+             quantflow inspect work/4-export --backends --dtype bfloat16
+    """
+    if backends:
+        rows = api.backends(path, dtype=dtype)
+        show(rows, as_json=as_json, text=_backends_text(rows))
+        return
+    summary = summarize(Path(path))
+    show(summary, as_json=as_json, text=outline(summary))
+
+
+def _backends_text(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the rows as a table, and every reason once."""
+    cells = [(r["first"], r["scheme"], r["backend"], "x".join(map(str, r["shape"])), str(r["count"])) for r in rows]
+    lines = [table(("first linear", "scheme", "backend", "shape", "linears"), cells)]
+    for scheme, reasons in {r["scheme"]: r["why_not"] for r in rows}.items():
+        lines += [f"\n{scheme}, not run by", *(f"  {name}: {reason}" for name, reason in reasons.items())]
+    return "\n".join(lines)

@@ -1,0 +1,70 @@
+"""Stage 1 as a verb.
+
+Reads    the model, a calibration text
+Writes   <o>/rank-RRR-of-WWW/, and <o>.log
+Resumes  finished ranks of the same inputs are left alone
+Fails    2 an option or a recipe's key; 3 unusable model or text; 5 too little memory or disk; 6 an unknown family
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from quantflow import api
+from quantflow.distributed.launch import speaks
+from quantflow.errors import UsageError
+from quantflow.planning.recipe import recipe_from
+from quantflow.stages.cli.options import QUANT_CONFIG, common, recipe_data, recipe_flags, recipe_settings
+from quantflow.stages.cli.output import reporting, show, show_call
+from quantflow.stages.cli.quant_config_layer import given_config, measure_beneath, output_beneath
+
+
+@click.command("measure")
+@click.argument("model")
+@click.option("-o", "--output", metavar="DIR", help="Where the ranks go (default: the dump_stats_path of a QUANT_CONFIG).")
+@recipe_settings("measure", "calibration")
+@click.option(
+    "--for", "schemes", metavar="SCHEMES", help="What these need, such as W4A16:gptq,W4A16@4.25,FP8 (default: all but @)."
+)
+@QUANT_CONFIG
+@common
+def command(
+    model: str, output: str | None, schemes: str | None, settings: tuple[str, ...], recipe: str | None, **shared: Any
+) -> None:
+    """Stage 1: run calibration text through MODEL and keep statistics.
+
+    \b
+    Example: quantflow measure ./llama -o work/1-measure --calibration text.jsonl --samples 128 --ranks 8 --tp 4
+             QUANT_CONFIG=maxabs_measure.json quantflow measure ./llama --calibration text.jsonl
+    """
+    config = given_config("measure", shared["quant_config"], quiet=shared["quiet"])
+    flags, _ = recipe_flags("measure", shared)
+    if shared["stats"] is not None and schemes is not None:
+        raise UsageError(f"measure: --stats {shared['stats']} beside --for {schemes}", "give one of them")
+    data = recipe_data(recipe, settings, {"model": model, **flags})
+    if schemes is None:
+        data = measure_beneath(data, config)
+    values = recipe_from(data)
+    measuring, artifacts = values.measure, values.quantize
+    if schemes is not None:
+        artifacts = api.entries(schemes)
+        measuring = replace(measuring, stats=None)
+    words: dict[str, Any] = {
+        "model": model,
+        "output": Path(output_beneath(output, config)),
+        "calibration": values.calibration,
+        "measuring": measuring,
+        "artifacts": artifacts,
+        "seed": values.seed,
+        "resources": values.resources,
+        "force": shared["force"],
+    }
+    if shared["dry_run"]:
+        show_call(words, as_json=shared["as_json"])
+        return
+    with reporting(shared, words["output"]) as progress:
+        result = api.measure(**words, progress=progress)
+    if speaks():
+        show({"folder": str(result.folder)}, as_json=shared["as_json"], text=str(result.folder))

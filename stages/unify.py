@@ -1,0 +1,75 @@
+"""Stage 3 as a verb.
+
+Reads    the rank folders of a measurement or of `quantize --ranks`, or the files of Gaudi's toolkit
+Writes   <o>/rank-RRR-of-GGG/, one per group; shards of one group become <o> itself; and <o>.log
+Resumes  a finished result of the same ranks and groups is left alone
+Fails    2 groups that no card would hold; 3 missing, duplicate, foreign or damaged ranks; 5 the folder is held
+"""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from quantflow import api
+from quantflow.planning.recipe import recipe_from
+from quantflow.stages.cli.options import common, recipe_data, recipe_flags, recipe_settings
+from quantflow.stages.cli.output import reporting, show, show_call, table
+
+
+@click.command("unify")
+@recipe_settings("unify")
+@click.option("--ranks", type=int, metavar="R", help="R groups of neighbouring ranks, instead of -g.")
+@click.option("--expand", type=int, metavar="N", help="Make N tensor-parallel ranks of one, instead of merging.")
+@click.option(
+    "-m",
+    "--measurement",
+    "--measurements",
+    "measurement",
+    metavar="DIR",
+    required=True,
+    help="What `measure` or `quantize` wrote with --ranks N, or Gaudi's own files.",
+)
+@click.option("-o", "--output", "--out", "output", metavar="DIR", required=True, help="Where the merged ranks go.")
+@click.option("--model", metavar="DIR", help="What quantized shards were made from (default: where quantize read it).")
+@click.option("--allow-missing", is_flag=True, help="Go on without replicas that are missing; the result says which.")
+@click.argument("more_groups", metavar="[RANKS]...", nargs=-1)
+@common
+def command(
+    groups: tuple[str, ...],
+    more_groups: tuple[str, ...],
+    measurement: str,
+    output: str,
+    settings: tuple[str, ...],
+    recipe: str | None,
+    **shared: Any,
+) -> None:
+    """Stage 3: merge what several ranks measured, or join what they quantized, each of them once, and say how.
+
+    \b
+    Example: quantflow unify -g 0123 4567 -m work/1-measure -o work/3-unify     eight ranks into two
+             quantflow unify --ranks 2 -m work/1-measure -o work/3-unify         the same
+             quantflow unify --expand 4 -m work/1-measure -o work/3-unify        one rank into four
+             quantflow unify -m work/shards -o work/2-quantize                   the shards of `quantize --ranks`
+             quantflow unify -g 0123 4567 -m hqt_output -o work/3-unify          Gaudi's files of eight cards
+    """
+    flags, _ = recipe_flags("unify", {**shared, "groups": (*groups, *more_groups)})
+    values = recipe_from(recipe_data(recipe, settings, {"model": "unused", **flags}))
+    counted = shared["ranks"] is not None or shared["expand"] is not None  # flags win over what the recipe says
+    words: dict[str, Any] = {
+        "measurement": Path(measurement),
+        "output": Path(output),
+        "groups": (*groups, *more_groups) if counted else values.unify.groups or (),
+        "ranks": shared["ranks"],
+        "expand": shared["expand"],
+        "allow_missing": shared["allow_missing"],
+        "model": shared["model"] or None,
+        "force": shared["force"],
+    }
+    if shared["dry_run"]:
+        show_call(words, as_json=shared["as_json"])
+        return
+    with reporting(shared, Path(output)) as progress:
+        result = api.unify(**words, progress=progress)
+    text = f"{table(*result.table())}\n{result.summary['folder']}"
+    show(result.summary, as_json=shared["as_json"], text=text)

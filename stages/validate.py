@@ -1,0 +1,55 @@
+"""Stage 5 as a verb.
+
+Reads    the artifact, the model that it was made from, an evaluation text
+Writes   <report>/validation.json and report.html, and <report>.log
+Resumes  a validation of the same inputs is left alone; one that was stopped goes on with its layer
+Fails    3 unusable text, or text that was calibrated on; 4 the gate; 5 too little memory or disk; 7 a damaged artifact
+"""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from quantflow import api
+from quantflow.planning.recipe import recipe_from
+from quantflow.stages.cli.options import common, recipe_data, recipe_flags, recipe_settings
+from quantflow.stages.cli.output import reporting, show, show_call, table
+
+
+@click.command("validate")
+@click.argument("artifact")
+@click.option("--baseline", metavar="DIR", required=True, help="The model that the artifact was made from.")
+@recipe_settings("validate", "validate")
+@click.option("--expect", type=click.Choice(["pass", "fail"]), default="pass", help="Which verdict exits 0.")
+@click.option("--report", metavar="DIR", help="Default: <artifact>-validation.")
+@common
+def command(
+    artifact: str, baseline: str, settings: tuple[str, ...], recipe: str | None, report: str | None, **shared: Any
+) -> None:
+    """Stage 5: compare ARTIFACT with its source and let a gate decide; a failed gate exits 4.
+
+    \b
+    Example: quantflow validate work/4-export --baseline ./llama --text heldout.jsonl
+    """
+    flags, _ = recipe_flags("validate", shared)
+    values = recipe_from(recipe_data(recipe, settings, {"model": baseline, **flags}))
+    folder = Path(report or f"{artifact.rstrip('/')}-validation")
+    words: dict[str, Any] = {
+        "artifact": artifact,
+        "baseline": baseline,
+        "options": values.validate,
+        "report": folder,
+        "expect": shared["expect"],
+        "seed": values.seed,
+        "resources": values.resources,
+        "force": shared["force"],
+    }
+    if shared["dry_run"]:
+        show_call(words, as_json=shared["as_json"])
+        return
+    with reporting(shared, folder) as progress:
+        result = api.validate(**words, progress=progress)
+    text = f"{table(*api.verdict_table([result]))}\nreport: {folder / 'report.html'}"
+    show(result.values, as_json=shared["as_json"], text=text)
+    result.raise_for_verdict(allow_inconclusive=values.validate.allow_inconclusive)
