@@ -27,8 +27,8 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.fixture
-def workplace(tmp_path, llama, text_files, monkeypatch):
-    """Return a folder with the texts and a model that the pages speak of, as the current one; groups of 128 divide the model."""
+def notebook_folder(tmp_path, llama, text_files, monkeypatch):
+    """Return the current folder, with the texts and a model that the pages speak of; groups of 128 divide the model."""
     torch.manual_seed(0)
     shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4}
     config = LlamaConfig(**shape, vocab_size=320, max_position_embeddings=64, bos_token_id=0, eos_token_id=1)
@@ -40,7 +40,7 @@ def workplace(tmp_path, llama, text_files, monkeypatch):
     return tmp_path
 
 
-def test_the_python_of_the_page_about_python_runs_as_printed(workplace, capsys):
+def test_the_python_of_the_page_about_python_runs_as_printed(notebook_folder, capsys):
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/python.md").read_text(), re.DOTALL | re.MULTILINE)
     assert len(blocks[0].strip().splitlines()) <= 15  # about ten, with blank lines and imports
     names = {}
@@ -50,7 +50,7 @@ def test_the_python_of_the_page_about_python_runs_as_printed(workplace, capsys):
     assert names["result"].outcome in ("pass", "fail", "inconclusive")
     assert names["answer"]["outputs"][0]["text"] in said
     assert "W4A61" in said
-    assert (workplace / "work/fp8/quantflow.json").exists() and (workplace / "work/int8/quantflow.json").exists()
+    assert (notebook_folder / "work/fp8/quantflow.json").exists() and (notebook_folder / "work/int8/quantflow.json").exists()
     assert names["tokens"].shape[0] == 1
 
 
