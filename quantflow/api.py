@@ -509,6 +509,40 @@ def generate(
     return run(job, stream, progress)
 
 
+def sample_text(
+    artifact: Folder, *, model: Folder, text: Folder, prompt_tokens: int, new_tokens: int, disk_offload: bool = False
+) -> tuple[str, str]:
+    """Return the beginning of a text file and how an artifact continues it, by the most likely token each time.
+
+    Args:
+        artifact: its folder.
+        model: the source, whose tokenizer reads the text.
+        text: a file as calibration takes them.
+        prompt_tokens: of its first document, at most.
+        new_tokens: that are added.
+        disk_offload: read the weights from disk for every token.
+
+    Raises:
+        QuantflowError: an artifact that cannot be run here, or a text without tokens.
+    """
+    from quantflow.calibration.text import read_documents
+    from quantflow.errors import InputError
+    from quantflow.models.load import load_tokenizer
+    from quantflow.runtime.generate_job import GenerateJob
+    from quantflow.runtime.generation import run
+
+    tokenizer = load_tokenizer(model)
+    document = next((tokens for tokens in read_documents(Path(text), tokenizer) if tokens), None)
+    if document is None:
+        raise InputError(f"{text}: no document has a token", "give another text")
+    prompt = str(tokenizer.decode(document[:prompt_tokens], skip_special_tokens=True))
+    job = GenerateJob(
+        artifact=Path(artifact), prompts=(prompt,), max_new_tokens=new_tokens, ignore_eos=True, disk_offload=disk_offload
+    )
+    result = run(job, lambda _: None)
+    return prompt, "" if result is None else str(result["outputs"][0]["text"])
+
+
 def bench(job: "BenchJob", *, progress: Progress = SILENT) -> Mapping[str, Any] | None:
     """Time an artifact as `generate` runs it; see `quantflow.evaluation.latency`.
 

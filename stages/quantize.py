@@ -51,7 +51,7 @@ def command(model: str, output: str, artifact: str | None, settings: tuple[str, 
     _check_options(artifact, shared)
     measures = shared["calibration"] is not None
     proved, bounds = None, (shared["max_memory"], shared["disk_offload"])
-    if artifact is not None and not shared["dry_run"] and not any(bounds):  # first, so that both import torch at once
+    if artifact is not None and not shared["dry_run"] and not any(bounds):  # first, so that both start at once
         proved = click.get_current_context().with_resource(api.proving(canary=measures))
     config = given_config("quantize", shared["quant_config"], quiet=shared["quiet"])
     values, position, measurement = _recipe(model, settings, config, shared)

@@ -5,7 +5,7 @@ Writes   artifacts/<recipe>/1-measure/                   rank-RRR-of-WWW
                             2-quantize/<name>/
                             3-unify/                     only with several ranks
                             4-export/<name>/             the artifacts
-                            5-validate/<name>/
+                            5-validate/<name>/           and texts.json, how each artifact continues one prompt
                             report.html                  all of them together
 Resumes  every stage as the verb of its name does
 Fails    as the stages; 4 where a verdict is not the expected one
@@ -25,8 +25,9 @@ from quantflow.planning.recipe import Recipe, recipe_from
 from quantflow.progress import Progress
 from quantflow.shipped import find_config
 from quantflow.stages.cli.options import common, recipe_data, recipe_flags, recipe_settings
-from quantflow.stages.cli.output import reporting, show, table
+from quantflow.stages.cli.output import outline, reporting, show, table
 from quantflow.stages.cli.quant_config_layer import tell_unread
+from quantflow.stages.run_summary import StageTimes, texts, write_texts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,11 +58,13 @@ def command(recipe_name: str, output: str | None, settings: tuple[str, ...], **s
     recipe = recipe_from(recipe_data(str(path), settings, flags))
     folder = Path(output or f"artifacts/{path.stem}")
     if shared["dry_run"]:
-        show(dataclasses.asdict(recipe), as_json=shared["as_json"], text=f"{folder}\n{recipe}")
+        values = dataclasses.asdict(recipe)
+        show(values, as_json=shared["as_json"], text=f"{folder}\n{outline(values)}")
         return
     with reporting(shared, folder) as progress:
         results = run(RunJob(recipe=recipe, name=path.stem, folder=folder), progress)
-    text = f"{table(*api.verdict_table(results))}\nreport: {folder / 'report.html'}"
+    said = texts(folder, [entry.name for entry in recipe.quantize])
+    text = f"{table(*api.verdict_table(results))}\nreport: {folder / 'report.html'}{said}"
     show([result.values for result in results], as_json=shared["as_json"], text=text)
     for result in results:
         result.raise_for_verdict(allow_inconclusive=recipe.validate.allow_inconclusive)
@@ -75,50 +78,58 @@ def run(job: RunJob, progress: Progress) -> list[api.ValidateResult]:
     recipe = api.resolve(job.recipe)
     for entry in recipe.quantize:
         api.check_export(folder / "2-quantize" / entry.name, folder / "4-export" / entry.name, options=recipe.export)
-    measurement = _measure(recipe, folder, progress)
+    times = StageTimes()
+    measurement = _measure(recipe, folder, times, progress)
     results = {}
     shared: dict[str, Any] = {"resources": recipe.resources, "force": True, "progress": progress}
     for entry in recipe.quantize:
-        quantized = api.quantize(
-            recipe.model,
-            folder / "2-quantize" / entry.name,
-            artifact=entry,
-            measurement=measurement,
-            seed=recipe.seed,
-            revision=recipe.revision,
-            **shared,
-        )
-        artifact = api.export(
-            quantized.folder, folder / "4-export" / entry.name, options=recipe.export, model=recipe.model, **shared
-        )
-        results[artifact.folder] = api.validate(
-            artifact.folder,
-            recipe.model,
-            options=recipe.validate,
-            report=folder / "5-validate" / entry.name,
-            expect=entry.expect,
-            noise=folder / "5-validate" / "noise.json",
-            seed=recipe.seed,
-            **shared,
-        )
+        with times.timing("quantize", entry.name):
+            quantized = api.quantize(
+                recipe.model,
+                folder / "2-quantize" / entry.name,
+                artifact=entry,
+                measurement=measurement,
+                seed=recipe.seed,
+                revision=recipe.revision,
+                **shared,
+            )
+        with times.timing("export", entry.name):
+            artifact = api.export(
+                quantized.folder, folder / "4-export" / entry.name, options=recipe.export, model=recipe.model, **shared
+            )
+        with times.timing("validate", entry.name):
+            results[artifact.folder] = api.validate(
+                artifact.folder,
+                recipe.model,
+                options=recipe.validate,
+                report=folder / "5-validate" / entry.name,
+                expect=entry.expect,
+                noise=folder / "5-validate" / "noise.json",
+                seed=recipe.seed,
+                **shared,
+            )
     api.write_report(folder / "report.html", results)
+    write_texts(recipe, folder, times, progress)
+    progress.say(times.table())
     return list(results.values())
 
 
-def _measure(recipe: Recipe, folder: Path, progress: Progress) -> Path:
+def _measure(recipe: Recipe, folder: Path, times: StageTimes, progress: Progress) -> Path:
     """Measure, unify where there are several ranks, and return the measurement of one."""
-    measured = api.measure(
-        recipe.model,
-        folder / "1-measure",
-        calibration=recipe.calibration,
-        measuring=recipe.measure,
-        artifacts=recipe.quantize,
-        seed=recipe.seed,
-        resources=recipe.resources,
-        force=True,
-        progress=progress,
-    )
+    with times.timing("measure"):
+        measured = api.measure(
+            recipe.model,
+            folder / "1-measure",
+            calibration=recipe.calibration,
+            measuring=recipe.measure,
+            artifacts=recipe.quantize,
+            seed=recipe.seed,
+            resources=recipe.resources,
+            force=True,
+            progress=progress,
+        )
     if recipe.measure.ranks == 1:
         return rank_folder(measured.folder, 0, 1)
     groups = recipe.unify.groups or ()
-    return api.unify(measured.folder, folder / "3-unify", groups=groups, force=True, progress=progress).folder
+    with times.timing("unify"):
+        return api.unify(measured.folder, folder / "3-unify", groups=groups, force=True, progress=progress).folder

@@ -17,7 +17,7 @@ from quantflow.formats import DEFAULT, FORMATS
 from quantflow.models.configuration import load_config
 from quantflow.models.identity import identify
 from quantflow.models.reading import check_finite, read_into
-from quantflow.quantization.decoded_values import decoded_rows
+from quantflow.quantization.weight_rows import decoded_rows
 from quantflow.runtime.artifact import Artifact, open_artifact
 
 FORMAT = FORMATS[DEFAULT]

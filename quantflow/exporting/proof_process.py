@@ -34,9 +34,8 @@ from quantflow.formats import DEFAULT, FORMATS
 from quantflow.models.graph import graph_for
 from quantflow.models.reading import read_into, read_tensor
 from quantflow.models.source import PlainConfig
-from quantflow.quantization.decoded_values import Stored, ValuesDigest, decoded_rows
-from quantflow.quantization.file_units import row_step
 from quantflow.quantization.head_file import record_of
+from quantflow.quantization.weight_rows import Stored, ValuesDigest, decoded_rows, row_step
 
 FORMAT = FORMATS[DEFAULT]
 COMPARE_BYTES = 1 << 20  # of two tensors that are in memory at once

@@ -15,8 +15,8 @@ from quantflow.models.reading import read_tensor
 from quantflow.planning.head import FILE, RECORD, HeadPlan
 from quantflow.planning.plan import OUTSIDE, Plan
 from quantflow.progress import Progress
-from quantflow.quantization.file_blocks import commit, write_block
-from quantflow.quantization.file_units import head_block
+from quantflow.quantization.file_to_file import commit, write_block
+from quantflow.quantization.weight_rows import head_block
 
 
 def bring_up_to_date(

@@ -4,21 +4,24 @@ For each layer: quantize it (quantflow/quantization/layer.py) or read it back, w
 looks like behind it, and keep the hidden states that enter the next one. So a run that was stopped goes on at its layer.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from quantflow import process_memory
+from quantflow.algorithms import ALGORITHMS
 from quantflow.artifact import disk
 from quantflow.artifact.canonical import canonical_json, digest_of
 from quantflow.artifact.safetensors_header import read_header
 from quantflow.core.parallel import Workers
 from quantflow.distributed.team import Team
+from quantflow.errors import StatisticsError
 from quantflow.measurements.record import Measurement
 from quantflow.models import layer_store
 from quantflow.models.capture import LayerStream, State
@@ -29,6 +32,8 @@ from quantflow.models.identity import CANARY_TOKENS, tensor_hash
 from quantflow.models.load import Source, materialize_, open_source
 from quantflow.models.reading import read_tensor
 from quantflow.models.rotated import Rotated
+from quantflow.numerics.output_errors import unchanged
+from quantflow.observers.hessian import HESSIAN_SUM
 from quantflow.planning.experts import routed_tokens
 from quantflow.planning.kv_cache import kv_record, kv_scales_of, kv_tensors
 from quantflow.planning.plan import Plan
@@ -39,11 +44,9 @@ from quantflow.quantization.head_file import bring_up_to_date, read_head
 from quantflow.quantization.layer import FORMAT, QuantizedLayer, install_all, quantize_layer
 from quantflow.quantization.open_layer import Execution, LayerMeasurement, LayerText, OpenLayer
 from quantflow.quantization.rotation import prove_rotation, rotated_source, write_outside
-from quantflow.quantization.shards.share import CardShare
-from quantflow.quantization.shards.slices import sliced
+from quantflow.quantization.shards.share import CardShare, sliced
 from quantflow.quantization.smoothing import is_factor
 from quantflow.quantization.static_inputs import gradient_sum, input_statistics
-from quantflow.quantization.unchanged import refuse_unchanged
 
 __all__ = ["Forward", "open_source"]
 
@@ -209,6 +212,30 @@ def write_canary(
     refuse_unchanged(plan, records, measurement)
     canary = {"layers": [record["canary"] for record in records], "logits": tensor_hash(logits)}
     disk.write_atomic(output / "canary.json", canonical_json(canary))
+
+
+def refuse_unchanged(plan: Plan, records: Sequence[Mapping[str, Any]], measurement: Measurement | None) -> None:
+    """Refuse the records of all layers, where a calibrated algorithm left these as plain round to nearest makes them.
+
+    One linear may: a small one, or one of 8 bits. If all do, then what the algorithm was given said nothing, and whoever chose
+    it over rtn has to know. The layers' records are what is looked at, so a run that was resumed says what one that was not
+    says. Linears that a policy for experts rounds to nearest do not count.
+
+    Raises:
+        StatisticsError: they are; names the calibration and how many linears there are.
+    """
+    if measurement is None or (HESSIAN_SUM.name not in ALGORITHMS[plan.algorithm].NEEDS and not plan.learns):
+        return
+    decisions = {name: of for record in records for name, of in record["decisions"].items()}
+    if unchanged(decisions):
+        counts, calibration = measurement.meta["counts"], measurement.meta["calibration"]["hash"][:16]
+        compared = sum("same_as_rtn" in of for of in decisions.values())
+        raise StatisticsError(
+            f"quantize {plan.name}: {plan.method} with calibration {calibration} ({counts['samples']} sequences, "
+            f"{counts['tokens']} tokens) changed nothing: all {compared} linears are what rtn makes of them",
+            f"{'give it more iterations, ' if plan.learned is not None else ''}look at the text with `quantflow calibration "
+            "inspect` and measure again, or use --algorithm rtn",
+        )
 
 
 def quantized_inputs(entry: Quantize) -> bool:

@@ -122,8 +122,18 @@ def _choose_and_quantize(job: QuantizeJob, plan: Plan, source: ModelFiles, graph
             f"quantize: target_bpw or max_kld with --ranks {job.ranks}",
             "choose with one process; give the recipe.yaml that it writes to the ranks",
         )
-    about: Any = {"model": job.model, "given": job.measurement, "source": source, "graph": graph, "resources": job.resources}
-    mixture = choose.mixture_of(job.output, job.entry, plan, **about, parts=PARTS, progress=progress)
+    mixture = choose.mixture_of(
+        job.output,
+        job.entry,
+        plan,
+        model=job.model,
+        given=job.measurement,
+        source=source,
+        graph=graph,
+        resources=job.resources,
+        parts=PARTS,
+        progress=progress,
+    )
     shapes = {name: info.shape for name, info in source.checkpoint.infos.items()}
     while True:
         chosen = replace(job, entry=mixture.resolved(), mixture=mixture)
@@ -173,10 +183,10 @@ def _quantize(
         disk.make_folder(job.output)
         also = [] if share is WHOLE else [job.output.parent / HASHES]
         digests = Digests(job.output / HASHES, also=[*also, *known_hashes(folder)])
-        inputs = about = {**_inputs(job, plan, source, measurement), **share.inputs()}
+        inputs = weightless = {**_inputs(job, plan, source, measurement), **share.inputs()}
         ahead = plan.file_to_file and measurement is None and stage_folder.done(job.output) is None
         if not ahead:  # otherwise hashed while they are quantized
-            inputs = {**about, "model": identify(source.checkpoint, digests)}
+            inputs = {**weightless, "model": identify(source.checkpoint, digests)}
             refuse_foreign(measurement, model=job.model, fingerprint=inputs["model"], folder=folder)
         if team.all(stage_folder.is_up_to_date(job.output, inputs)):  # otherwise who is finished helps the others
             layer_store.remove_scratch(job.output)
@@ -197,19 +207,21 @@ def _quantize(
                 plan,
                 source=source,
                 graph=graph,
-                key=digest_of(about),
+                key=digest_of(weightless),
                 digests=digests,
                 allowance=allowance,
                 progress=progress,
                 share=share,
                 inputs=inputs_of(measurement, graph, plan.schemes, policy=plan.experts, shorts=shorts),
             )
-            inputs = {**about, "model": identify(source.checkpoint, digests)}
+            inputs = {**weightless, "model": identify(source.checkpoint, digests)}
         else:
             key = digest_of(inputs)
             _run_layers(job, plan, graph, measurement, key=key, allowance=allowance, progress=progress, share=share, team=team)
-            if job.mixture and measurement and not _settled(job, plan, graph, measurement, key=key, progress=progress):
-                return job.output  # unfinished: schemes are chosen again
+            if job.mixture is not None and measurement is not None:
+                stays = _settled(job, job.mixture, plan, graph=graph, measurement=measurement, key=key, progress=progress)
+                if not stays:
+                    return job.output  # unfinished: schemes are chosen again
         disk.write_atomic(job.output / "quantize.json", canonical_json(_summary(job, plan, measurement)))
         hashes = layer_store.hashes(job.output, graph) | head_file.hashes(job.output)
         stage_folder.finish(job.output, stage="quantize" if share is WHOLE else STAGE, inputs=inputs, hashes=hashes)
@@ -263,13 +275,32 @@ def _run_layers(
             tune(forward, plan.tune, sequences=[] if measurement is None else measurement.sequences)
 
 
-def _settled(job: QuantizeJob, plan: Plan, graph: Graph, measurement: Measurement, *, key: str, progress: Progress) -> bool:
+def _settled(
+    job: QuantizeJob,
+    mixture: ChosenMixture,
+    plan: Plan,
+    *,
+    graph: Graph,
+    measurement: Measurement,
+    key: str,
+    progress: Progress,
+) -> bool:
     """Measure what chosen schemes cost and return whether they stay."""
     from quantflow.quantization.mixed_precision.measured_divergence import settle  # here: as above
 
-    assert job.mixture is not None  # the caller has looked
-    about: Any = {"model": job.model, "revision": job.revision, "seed": job.seed, "resources": job.resources}
-    return settle(job.output, job.mixture, plan, **about, graph=graph, measurement=measurement, key=key, progress=progress)
+    return settle(
+        job.output,
+        mixture,
+        plan,
+        model=job.model,
+        graph=graph,
+        measurement=measurement,
+        key=key,
+        revision=job.revision,
+        seed=job.seed,
+        resources=job.resources,
+        progress=progress,
+    )
 
 
 def _inputs(job: QuantizeJob, plan: Plan, source: ModelFiles, measurement: Measurement | None) -> dict[str, Any]:
@@ -293,19 +324,19 @@ def _recipe(entry: Quantize) -> dict[str, Any]:
 
 def _summary(job: QuantizeJob, plan: Plan, measurement: Measurement | None) -> dict[str, Any]:
     """Return what export needs to know besides the layers."""
-    about = None
+    calibrated_by = None
     if measurement is not None:
         meta = measurement.meta
         hashes = [tensor_hash(sequence[:CANARY_TOKENS]) for sequence in measurement.sequences]
-        about = {key: meta[key] for key in ("digest", "calibration", "mesh", "dtype", "seed", "counts")}
-        about["sequence_heads"] = hashes
+        calibrated_by = {key: meta[key] for key in ("digest", "calibration", "mesh", "dtype", "seed", "counts")}
+        calibrated_by["sequence_heads"] = hashes
         if "unified" in meta:
-            about["unified"] = {key: meta["unified"].get(key) for key in ("world", "ranks", "missing")}
+            calibrated_by["unified"] = {key: meta["unified"].get(key) for key in ("world", "ranks", "missing")}
     chosen = {} if job.mixture is None else {"chosen": read_json(job.output / choose.RECORD)}
     return {
         "source": {"folder": str(job.model), "name": job.model.resolve().name, "revision": job.revision},
         "recipe": {**_recipe(job.entry), "seed": job.seed, **chosen},
         "plan": plan.as_json(),
-        "measurement": about,
+        "measurement": calibrated_by,
         "proof": "tensors" if plan.file_to_file else "canary",
     }

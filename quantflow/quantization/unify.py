@@ -42,10 +42,9 @@ from quantflow.measurements.unify import unify_each
 from quantflow.progress import Progress
 from quantflow.quantization import gaudi_unify
 from quantflow.quantization.gaudi_measurement import are_gaudis
-from quantflow.quantization.shards.join import REPORT, join
+from quantflow.quantization.shards.join import COLUMNS as PART_COLUMNS
+from quantflow.quantization.shards.join import REPORT, join, open_shards
 from quantflow.quantization.shards.join import summary as summary_of_shards
-from quantflow.quantization.shards.opened import COLUMNS as PART_COLUMNS
-from quantflow.quantization.shards.opened import open_shards
 from quantflow.quantization.shards.share import shard_folders
 
 _RANK_FOLDER = re.compile(r"rank-[0-9]{3,}-of-[0-9]{3,}")

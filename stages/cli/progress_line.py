@@ -19,6 +19,7 @@ Item = TypeVar("Item")
 PATIENCE = 2.0  # seconds before anything is said
 RECENT = 5  # steps that the ETA is taken from: finished steps that a resumed run skips would promise too much
 REDRAW = 0.1  # seconds between two drawings of the live line
+LEAST_RATE = 0.01  # GB/s; a slower step is bound by arithmetic, and its bytes per second say nothing
 COLUMNS = 80  # of a terminal that does not tell
 
 
@@ -82,8 +83,8 @@ class Pace:
         parts = [f"{self.head} {number} of {self.total}", doing]
         parts.append(f"{self.samples} samples" if self.samples else "")
         parts.append(duration(elapsed))
-        if self.nbytes and self.elapsed > 0:
-            parts.append(f"{self.nbytes / self.elapsed / 1e9:.2f} GB/s")
+        rate = self.nbytes / self.elapsed / 1e9 if self.elapsed > 0 else 0.0  # GB/s
+        parts.append(f"{rate:.2f} GB/s" if rate >= LEAST_RATE else "")
         if self.finished:
             each = (self._recent[-1] - self._recent[0]) / (len(self._recent) - 1)
             parts.append(f"{duration(each * (self.total - self.number))} left")

@@ -16,6 +16,10 @@ from typing import Any
 
 import pytest
 
+from quantflow.planning.recipe import Quantize
+from quantflow.quantization import quantize
+from quantflow.stages.cli.progress_line import ProgressLine
+
 SERVER = Path(__file__).with_name("server.py")
 AT_ONCE = 2  # cases
 KEPT = (".lock", ".hashes.json", ".inputs.json")  # hidden files that a finished run may leave
@@ -186,6 +190,18 @@ def inputs(llama: Path, text_files: dict[str, Path], tmp_path_factory: pytest.Te
     return {"model": llama, "gate": folder / "gate.json", "recipe": folder / "recipe.yaml", **text_files}
 
 
+def quantize_as_ranks(model: Path, output: Path) -> None:
+    """Quantize as two ranks would, one after the other in this process."""
+    entry = Quantize(name="fp8_dynamic", scheme="FP8_DYNAMIC")
+    job = quantize.QuantizeJob(model=model, output=output, entry=entry, ranks=2)
+    for rank in range(2):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(quantize, "die_with_parent", lambda: None)
+            patch.setenv("RANK", str(rank))
+            patch.setenv("WORLD_SIZE", "2")
+            quantize.run(job, ProgressLine(quiet=True))
+
+
 @pytest.fixture(scope="session")
 def commands(server: Server, inputs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Command]:
     """Return a stage's command, which has run once without a fault; what it reads is made first."""
@@ -221,11 +237,8 @@ def commands(server: Server, inputs: dict[str, Path], tmp_path_factory: pytest.T
     def command(name: str) -> Command:
         if name not in known:
             before = None
-            if name == "unify-shards" and not (made / "shards").exists():  # by processes that the server does not start
-                words = ["quantize", model, "-o", made / "shards", "--scheme", "FP8_DYNAMIC", "--ranks", 2, "-q"]
-                subprocess.run(
-                    [sys.executable, "-m", "quantflow.stages.cli", *map(str, words)], check=True, stdout=subprocess.DEVNULL
-                )
+            if name == "unify-shards" and not (made / "shards").exists():
+                quantize_as_ranks(model, made / "shards")
             for earlier in reads.get(name, []):
                 command(earlier)
                 if not (made / earlier).exists():

@@ -47,6 +47,7 @@ def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
         time.sleep(0.005)
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_says_so_and_continues(commands, tmp_path: Path) -> None:
     command = commands("run")
     arguments = [str(argument) for argument in command.arguments(tmp_path)]

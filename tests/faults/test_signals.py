@@ -9,7 +9,7 @@ import pytest
 CODES = {"TERM": {143}, "INT": {130}, "INT+TERM": {130, 143}}
 WORDS = {130: "interrupted", 143: "terminated"}
 STAGES = ("measure", "quantize", "file-to-file", "export", "validate", "run")
-PLACES = 6  # moments per stage, with the signals in turn
+FEW, MANY = 3, 12  # moments per stage, with the signals in turn
 
 
 def interrupt(command, case: tuple[str, int, str]) -> bool:
@@ -24,11 +24,12 @@ def interrupt(command, case: tuple[str, int, str]) -> bool:
         return "finishing" in outcome.stderr
 
 
+@pytest.mark.parametrize("moments", [FEW, pytest.param(MANY, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_signal_ends_a_stage_with_its_code_and_the_same_command_continues(commands, stage):
+def test_a_signal_ends_a_stage_with_its_code_and_the_same_command_continues(commands, stage, moments):
     command = commands(stage)
     writes = command.outcome.counts["fsync"]
-    places = sorted({1 + writes * place // PLACES for place in range(PLACES)})
+    places = sorted({1 + writes * place // moments for place in range(moments)})
     cases = [("fsync", at, do) for at, do in zip(places, itertools.cycle(CODES), strict=False)]
     found = command.at_once(lambda case: interrupt(command, case), cases)
     print(f"{stage}: {len(found)} signals, {sum(found)} during a step")

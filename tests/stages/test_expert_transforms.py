@@ -50,9 +50,21 @@ def difference(model: Path, artifact: Path) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe"])
+AWQ8 = {**AWQ, "scheme": "W8A16", "group_size": None, "expert_tokens": 0}
+
+
 @pytest.mark.parametrize(
-    "entry", [{**AWQ, "scheme": "W8A16", "group_size": None, "expert_tokens": 0}, AUTO], ids=["awq", "auto"]
+    ("entry", "family"),
+    [
+        pytest.param(AWQ8, "mixtral", id="awq-mixtral"),
+        pytest.param(AWQ8, "qwen2_moe", id="awq-qwen2_moe"),
+        pytest.param(AWQ8, "qwen3_moe", id="awq-qwen3_moe", marks=pytest.mark.slow),
+        pytest.param(AWQ8, "olmoe", id="awq-olmoe"),
+        pytest.param(AUTO, "mixtral", id="auto-mixtral"),
+        pytest.param(AUTO, "qwen2_moe", id="auto-qwen2_moe", marks=pytest.mark.slow),
+        pytest.param(AUTO, "qwen3_moe", id="auto-qwen3_moe"),
+        pytest.param(AUTO, "olmoe", id="auto-olmoe", marks=pytest.mark.slow),
+    ],
 )
 def test_a_smoothed_mixture_is_proven_close_to_its_source_and_its_experts_are_left_out(
     family, family_model, measured_family, tmp_path, entry

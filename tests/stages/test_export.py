@@ -24,7 +24,7 @@ from quantflow.exporting import proof_process, weight_files
 from quantflow.exporting.proof import proving
 from quantflow.exporting.proof_process import prove
 from quantflow.exporting.weight_files import Stored, shard_names, shards_for
-from quantflow.quantization import decoded_values
+from quantflow.quantization import weight_rows
 from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code
 
@@ -227,14 +227,14 @@ def test_one_changed_bit_is_found_and_named(quantized, export, llama, kind, tens
 
 def test_rows_are_decoded_some_at_a_time(quantized, export, llama, monkeypatch):
     artifact, shapes = export(quantized["tensors"]), []
-    real = decoded_values._rows
+    real = weight_rows._rows
 
     def record(path, info, first, count):
         shapes.append((count, first))
         return real(path, info, first, count)
 
-    monkeypatch.setattr(decoded_values, "_rows", record)
-    monkeypatch.setattr("quantflow.quantization.file_units.UNIT", 1024)
+    monkeypatch.setattr(weight_rows, "_rows", record)
+    monkeypatch.setattr("quantflow.quantization.weight_rows.UNIT", 1024)
     prove(artifact, quantized["tensors"], llama, workers=SEQUENTIAL)
     assert max(count for count, _ in shapes) == 16 and max(first for _, first in shapes) == 112
 

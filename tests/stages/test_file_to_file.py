@@ -27,9 +27,9 @@ from quantflow.models.load import open_source
 from quantflow.numerics.layer_error import relative_error
 from quantflow.planning.plan import resolve
 from quantflow.planning.recipe import Override, Quantize
-from quantflow.quantization import file_units
+from quantflow.quantization import weight_rows
 from quantflow.quantization.file_to_file import quantize_files
-from quantflow.quantization.file_units import row_step
+from quantflow.quantization.weight_rows import row_step
 from quantflow.stages.cli.progress_line import ProgressLine
 
 SCHEMES = ["FP8_DYNAMIC", "W8A8", "W8A16", "W4A16", "W4A16_ASYM", "W4A8", "W3A16_ASYM", "W2A16", "FP8_BLOCK"]
@@ -40,7 +40,7 @@ QUIET = ProgressLine(quiet=True)
 @pytest.fixture(autouse=True)
 def small_units(monkeypatch):
     """Cut the tiny model's weights into many units: 8 or 16 rows each, norms into pieces."""
-    monkeypatch.setattr(file_units, "UNIT", 1024)
+    monkeypatch.setattr(weight_rows, "UNIT", 1024)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -120,7 +120,7 @@ def test_nothing_of_the_result_depends_on_how_many_units_run_at_once(llama, tmp_
 
 def test_the_values_digest_is_that_of_the_rows_however_they_are_cut(llama, tmp_path, monkeypatch):
     first = quantize(llama, tmp_path / "a", entry("W4A16_ASYM"))
-    monkeypatch.setattr(file_units, "UNIT", 1 << 20)
+    monkeypatch.setattr(weight_rows, "UNIT", 1 << 20)
     second = quantize(llama, tmp_path / "b", entry("W4A16_ASYM"))
     records = [json.loads((folder / "00001.json").read_text()) for folder in (first, second)]
     assert records[0]["values"] == records[1]["values"] and records[0]["sha256"] == records[1]["sha256"]
@@ -184,7 +184,7 @@ def test_layers_of_a_file_that_changed_are_made_again_and_no_others(llama, tmp_p
 
 
 def test_a_layer_is_quantized_while_its_file_is_hashed(llama, tmp_path, monkeypatch):
-    read, of, read_unit = threading.Event(), Digests.of, file_units.Unit.read
+    read, of, read_unit = threading.Event(), Digests.of, weight_rows.Unit.read
 
     def waits(self, path):
         assert read.wait(timeout=30), "nothing is read before the hash is known"
@@ -195,7 +195,7 @@ def test_a_layer_is_quantized_while_its_file_is_hashed(llama, tmp_path, monkeypa
         return read_unit(self)
 
     monkeypatch.setattr(Digests, "of", waits)
-    monkeypatch.setattr(file_units.Unit, "read", tells)
+    monkeypatch.setattr(weight_rows.Unit, "read", tells)
     assert contents(quantize(llama, tmp_path, entry("FP8_DYNAMIC")))
 
 
@@ -313,6 +313,6 @@ def test_a_full_disk_leaves_finished_layers_and_no_part_of_another(llama, tmp_pa
     ],
 )
 def test_rows_of_a_unit_fill_whole_words_of_packed_zero_points(monkeypatch, schemes, steps):
-    monkeypatch.setattr(file_units, "UNIT", 1 << 20)
+    monkeypatch.setattr(weight_rows, "UNIT", 1 << 20)
     for scheme in schemes:
         assert [row_step(columns, PRESETS[scheme]) for columns in (1, 1000, 4096, 5632, 1 << 20, 1 << 23)] == steps

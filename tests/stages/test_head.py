@@ -22,8 +22,8 @@ from quantflow.models.graph import graph_for
 from quantflow.models.reading import read_tensor
 from quantflow.planning.head import head_of
 from quantflow.planning.recipe import HeadSettings, Quantize
-from quantflow.quantization import file_units
-from quantflow.quantization.file_units import head_block, units_of
+from quantflow.quantization import weight_rows
+from quantflow.quantization.weight_rows import head_block, units_of
 from quantflow.runtime.adapters import attach_
 from quantflow.runtime.artifact import open_artifact
 from quantflow.runtime.load import load
@@ -143,7 +143,7 @@ def test_both_ways_write_the_same_head_whatever_the_units(make, models, tmp_path
     (files, _), (layers, _) = make(name, *W4), make(name, *W4, way="canary")
     expected = (files / "head.safetensors").read_bytes()
     assert (layers / "head.safetensors").read_bytes() == expected
-    monkeypatch.setattr(file_units, "UNIT", 1024)
+    monkeypatch.setattr(weight_rows, "UNIT", 1024)
     assert run("quantize", models[name], "-o", tmp_path / "q", *W4) == 0
     assert (tmp_path / "q/head.safetensors").read_bytes() == expected
     records = [json.loads((folder / "head.json").read_text()) for folder in (files, layers, tmp_path / "q")]

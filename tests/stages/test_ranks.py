@@ -1,8 +1,6 @@
 """Two ranks under torchrun, unified, are what one rank measures."""
 
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +13,8 @@ from quantflow.calibration import measure
 from quantflow.errors import QuantflowError
 from quantflow.planning.recipe import Calibration, Quantize
 from quantflow.quantization import quantize, unify
+from quantflow.stages.cli import cli
+from quantflow.stages.cli.output import exit_code
 from quantflow.stages.cli.progress_line import ProgressLine
 
 QUIET = ProgressLine(quiet=True)
@@ -23,9 +23,8 @@ EXACT = {"amax", "channel_amax", "min_val", "max_val", "counts", "count"}
 SUMS = {"abs_sum"}
 
 
-def quantflow(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "quantflow.stages.cli", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+def quantflow(*arguments: str | Path) -> int:
+    return exit_code(cli, list(map(str, arguments)))
 
 
 @pytest.fixture(scope="module")
@@ -33,17 +32,14 @@ def ranks(llama: Path, text_files: dict[str, Path], tmp_path_factory: pytest.Tem
     """What two processes measured, each every second sequence."""
     folder = tmp_path_factory.mktemp("ranks") / "measured"
     calibration = ["--calibration", text_files["calibration"], "--samples", str(SAMPLES), "--sequence-length", "64"]
-    result = quantflow("measure", llama, "-o", folder, *calibration, "--ranks", "2")
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.strip() == str(folder)
+    assert quantflow("measure", llama, "-o", folder, *calibration, "--ranks", "2") == 0
     return folder
 
 
 @pytest.fixture(scope="module")
 def unified(ranks: Path) -> Path:
     folder = ranks.parent / "unified"
-    result = quantflow("unify", "-g", "01", "-m", ranks, "-o", folder)
-    assert result.returncode == 0, result.stderr
+    assert quantflow("unify", "-g", "01", "-m", ranks, "-o", folder) == 0
     return folder
 
 
@@ -230,10 +226,13 @@ def test_a_rank_of_another_calibration_set_is_refused(
     assert caught.value.exit_code == 3
 
 
-def test_a_refused_rank_exits_with_code_3_and_says_which(ranks: Path, tmp_path: Path) -> None:
+def test_a_refused_rank_exits_with_code_3_and_says_which(
+    ranks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "ranks"
     shutil.copytree(ranks / "rank-000-of-002", folder / "rank-000-of-002")
-    result = quantflow("unify", "-g", "01", "-m", folder, "-o", tmp_path / "out")
-    assert result.returncode == 3
-    assert "error: measurements of 2 ranks: missing 1, twice none" in result.stderr
-    assert len(result.stderr.splitlines()) == 2
+    capsys.readouterr()
+    assert quantflow("unify", "-g", "01", "-m", folder, "-o", tmp_path / "out") == 3
+    told = capsys.readouterr().err
+    assert "error: measurements of 2 ranks: missing 1, twice none" in told
+    assert len(told.splitlines()) == 2

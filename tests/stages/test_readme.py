@@ -1,4 +1,4 @@
-"""The commands that the README prints are run as printed.
+"""The commands that docs/gaudi.md prints are run as printed.
 
 Slow: measures and quantizes the model of this repository.
 """
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.slow
 def test_the_commands_about_gaudi_run_as_printed(tmp_path):
-    section = re.search(r"\n## Gaudi\n(.*?)\n## ", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+    section = re.search(r"\n## On the example model\n(.*?)\n## ", (ROOT / "docs/gaudi.md").read_text(), re.DOTALL)[1]
     blocks = re.findall(r"```\n(.*?)```", section, re.DOTALL)
     commands = [block for block in blocks if "quantflow " in block]
     (shown,) = [block for block in blocks if block not in commands]

@@ -19,7 +19,7 @@ from quantflow.errors import InputError, IntegrityError, UsageError
 from quantflow.exporting import export
 from quantflow.planning.recipe import Override, Quantize
 from quantflow.quantization import quantize, unify
-from quantflow.quantization.file_units import Unit
+from quantflow.quantization.weight_rows import Unit
 from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code
 from quantflow.stages.cli.progress_line import ProgressLine
@@ -45,7 +45,7 @@ def together(shards: Path, output: Path, **options) -> Path:
 @pytest.fixture
 def small_units(monkeypatch):
     """Cut the tiny model's weights into many units, at other rows than where the cards are cut."""
-    monkeypatch.setattr("quantflow.quantization.file_units.UNIT", 1536)
+    monkeypatch.setattr("quantflow.quantization.weight_rows.UNIT", 1536)
 
 
 @pytest.fixture(scope="module")

@@ -78,7 +78,7 @@ def one(model: Path, output: Path, recipe: Quantize, measured: Path) -> Path:
 @pytest.mark.parametrize("scheme", ["FP8", "W8A8_STATIC", "W8A16"])
 def test_shards_unified_hold_the_tensors_of_one_process(model, measured, tmp_path, cards, monkeypatch, scheme, ranks):
     whole = one(model, tmp_path / "whole", entry(scheme), measured)
-    monkeypatch.setattr("quantflow.quantization.file_units.UNIT", 1536)  # many units, cut at other rows than the cards'
+    monkeypatch.setattr("quantflow.quantization.weight_rows.UNIT", 1536)  # many units, cut at other rows than the cards'
     shards = cards(model, tmp_path / "shards", entry(scheme), ranks=ranks, measurement=measured)
     made = together(shards, tmp_path / "made")
     assert layers(made) == layers(whole)

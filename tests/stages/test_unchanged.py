@@ -15,7 +15,7 @@ from quantflow.errors import StatisticsError
 from quantflow.exporting import export
 from quantflow.planning.recipe import Calibration, Quantize
 from quantflow.quantization import quantize
-from quantflow.quantization.unchanged import refuse_unchanged
+from quantflow.quantization.layer_by_layer import refuse_unchanged
 from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code
 from quantflow.stages.cli.progress_line import ProgressLine

@@ -29,8 +29,7 @@ from quantflow.planning.sizes import elements_of, model_size, quantized_bytes
 from quantflow.progress import Progress
 from quantflow.quantization.measurement_input import known_hashes, measurement_of, refuse_foreign
 from quantflow.quantization.mixed_precision import chosen_mixture
-from quantflow.quantization.mixed_precision.chosen_mixture import ChosenMixture
-from quantflow.quantization.mixed_precision.overrides import recipe_text
+from quantflow.quantization.mixed_precision.chosen_mixture import ChosenMixture, recipe_text
 from quantflow.quantization.mixed_precision.sensitivity import all_items
 
 RECORD, RECIPE, PLOT = "choice.json", "recipe.yaml", "pareto.svg"
@@ -82,8 +81,16 @@ def mixture_of(
         if found is None:
             need = need_choice(model_size(source.checkpoint.infos, source.config, graph))
             with Workers(grant(need, resources, folder=folder).workers) as workers:
-                about: Any = {"source": source, "graph": graph, "measurement": measurement, "progress": progress}
-                found = _worked_out(entry, plan, key=key, workers=workers, **about)
+                found = _worked_out(
+                    entry,
+                    plan,
+                    key=key,
+                    source=source,
+                    graph=graph,
+                    measurement=measurement,
+                    workers=workers,
+                    progress=progress,
+                )
             chosen_mixture.write(folder, found)
         return found
 
@@ -104,12 +111,12 @@ def _worked_out(
     schemes = {name: scheme for name, scheme in plan.schemes.items() if scheme is not None}
     kept = sorted(overridden(entry, graph) & schemes.keys())
     wanted = [name for name in schemes if name not in kept]
-    about: Any = {"source": source, "measurement": measurement, "workers": workers, "progress": progress}
+    items = all_items(entry, graph, wanted, source=source, measurement=measurement, workers=workers, progress=progress)
     return ChosenMixture(
         key=key,
         entry=entry,
         graph=graph,
-        items=tuple(all_items(entry, graph, wanted, **about)),
+        items=tuple(items),
         tokens=int(statistic(measurement, graph.linears[0], site="gradient", statistic="count")),
         fixed=(
             sum(elements_of(infos[f"{name}.weight"]) for name in kept),

@@ -5,12 +5,14 @@
                   choice is then measured to cost, and schemes are chosen again until measured and wanted agree
 
 What every scheme of every linear takes and costs is worked out once (quantflow/quantization/mixed_precision/sensitivity.py)
-and kept in <o>/.choice-KEY.json, beside what was measured in each round, so that a run that was stopped goes on there.
+and kept in <o>/.choice-KEY.json, beside what was measured in each round, so that a run that was stopped goes on there. A
+choice is also overrides of a recipe: a pattern for equal linears of several layers, for people to read and edit.
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,6 @@ from quantflow.errors import GateError, InputError, UsageError
 from quantflow.models.graph import Graph
 from quantflow.numerics.knapsack import least
 from quantflow.planning.recipe import Candidate, Override, Quantize
-from quantflow.quantization.mixed_precision.overrides import overrides_for
 from quantflow.quantization.mixed_precision.sensitivity import Item, candidates_of
 
 VERSION = 1  # of what is predicted and how it is chosen
@@ -121,9 +122,9 @@ class ChosenMixture:
             return self._within_divergence(self.entry.max_kld)
         holding = [one for one in self.rounds if one.measured <= self.entry.max_kld]
         if not holding:
-            told = ", ".join(f"{self.bits_per_weight(one.picks):.3f} bits: {one.measured:.4g}" for one in self.rounds)
+            rounds = ", ".join(f"{self.bits_per_weight(one.picks):.3f} bits: {one.measured:.4g}" for one in self.rounds)
             raise GateError(
-                f"{self.entry.name}: max_kld={self.entry.max_kld}, measured {told}", "allow more, or give finer candidates"
+                f"{self.entry.name}: max_kld={self.entry.max_kld}, measured {rounds}", "allow more, or give finer candidates"
             )
         return min(holding, key=lambda one: self.bits_per_weight(one.picks)).picks
 
@@ -265,3 +266,64 @@ def read(folder: Path, entry: Quantize, graph: Graph, *, key: str) -> ChosenMixt
         )
     except (InputError, KeyError, TypeError, ValueError, json.JSONDecodeError):  # made again
         return None
+
+
+def overrides_for(chosen: Mapping[str, Candidate], base: Candidate, graph: Graph) -> list[Override]:
+    """Return overrides that give every linear its candidate; those that get `base` need none.
+
+    Args:
+        chosen: linear -> candidate.
+        base: the entry's own scheme and group size.
+        graph: the model's linears.
+    """
+    layers: dict[tuple[str, Candidate], list[int]] = {}
+    for layer in graph.layers:
+        by_candidate: dict[Candidate, list[str]] = {}
+        for name in layer.linears:
+            if name in chosen and chosen[name] != base:
+                by_candidate.setdefault(chosen[name], []).append(re.escape(layer.relative(name)).replace("\\.", "[.]"))
+        for candidate, names in by_candidate.items():
+            for name in names:
+                layers.setdefault((name, candidate), []).append(layer.index)
+    together: dict[tuple[Candidate, tuple[int, ...]], list[str]] = {}
+    for (name, candidate), indices in layers.items():
+        together.setdefault((candidate, tuple(indices)), []).append(name)
+    prefix = graph.family.layers.replace(".", "[.]")
+    return [
+        Override(
+            match=f"re:{prefix}[.]({'|'.join(map(str, indices))})[.]({'|'.join(names)})$",
+            scheme=candidate.scheme,
+            group_size=candidate.group_size,
+        )
+        for (candidate, indices), names in together.items()
+    ]
+
+
+def recipe_text(entry: Quantize, *, model: str, revision: str | None, seed: int, told: str) -> str:
+    """Return the recipe that quantizes with the choice, as YAML.
+
+    Args:
+        entry: the choice, spelled out.
+        model: the source folder.
+        revision: of the source.
+        seed: of the run.
+        told: what the choice is, a sentence for the head of the file.
+    """
+    lines = [
+        f"# {told}",
+        "# Edit it and run it again: quantflow quantize MODEL -o DIR --recipe recipe.yaml --measurement MEASUREMENT",
+        f"model: {json.dumps(model)}",
+        *([] if revision is None else [f"revision: {json.dumps(revision)}"]),
+        f"seed: {seed}",
+        "quantize:",
+    ]
+    usual = {each.name: each.default for each in fields(entry)}
+    given = {key: value for key, value in asdict(entry).items() if value != usual[key] and key != "overrides"}
+    for position, (key, value) in enumerate(given.items()):
+        lines.append(f"  {'-' if position == 0 else ' '} {key}: {json.dumps(value)}")
+    if entry.overrides:
+        lines.append("    overrides:")
+    for override in entry.overrides:
+        words = {key: value for key, value in asdict(override).items() if value is not None}
+        lines.append("      - {" + ", ".join(f"{key}: {json.dumps(value)}" for key, value in words.items()) + "}")
+    return "\n".join(lines) + "\n"

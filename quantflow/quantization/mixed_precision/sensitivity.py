@@ -6,7 +6,6 @@ Linears that runtimes fuse (q/k/v, gate/up) are one item, any other is one by it
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from quantflow.core.dtypes import DTYPES
 from quantflow.core.parallel import Workers
@@ -127,9 +126,8 @@ def all_items(
 ) -> list[Item]:
     """Return the items of every layer."""
     candidates, known = candidates_of(entry), set(wanted)
-    told: Any = {"stage": f"choose {entry.name}", "unit": "layer"}
     items: list[Item] = []
-    for layer in progress.steps(graph.layers, **told):
+    for layer in progress.steps(graph.layers, stage=f"choose {entry.name}", unit="layer"):
         mine = [name for name in layer.linears if name in known]
         items += items_of(layer, mine, candidates, source=source, measurement=measurement, workers=workers)
     return items

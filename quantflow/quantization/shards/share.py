@@ -1,27 +1,39 @@
-"""Which part of each tensor one card of N quantizes, and how a folder of such shards is told from a whole result.
+"""The part of each tensor that one card of N quantizes, a layer cut to it, and a layer put together from all cards' parts.
 
     <o>/rank-002-of-004/layers/00012.safetensors    the card's part of each tensor, in the part's own shape
     <o>/rank-002-of-004/layers/00012.json           and in "placements" which part that is (quantflow.measurements.placement)
 
 A linear that is cut by rows gives its bias the same rows. What is not cut (norms, the bias of a linear that is cut by
 columns) is whole in every shard: a shard is all that a card loads.
+
+Where the model runs, every card has the whole layer and writes its part of it. So scales are the whole weight's, nothing is
+rounded again when parts are put together, and the source is not needed for it.
 """
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from quantflow.artifact import stage_folder
 from quantflow.artifact.safetensors_header import TensorInfo
+from quantflow.core.scheme import LinearScheme
+from quantflow.core.slicing import cut, side_by_side
 from quantflow.errors import InputError
+from quantflow.formats import DEFAULT, FORMATS
 from quantflow.measurements.placement import Placement
 from quantflow.models.graph import Layer
 
+FORMAT = FORMATS[DEFAULT]
 STAGE = "quantize --ranks"  # what DONE.json of a shard names
 _RANK_FOLDER = re.compile(r"rank-[0-9]{3,}-of-[0-9]{3,}")
+
+Schemes = Mapping[str, LinearScheme | None]  # linear -> how it was quantized
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +96,7 @@ class CardShare:
 
 
 WHOLE = CardShare()
+CardTensors = tuple[CardShare, Mapping[str, Tensor]]  # what a card holds, and the tensors of a layer
 
 
 def shard_folders(folder: Path) -> list[Path]:
@@ -106,3 +119,67 @@ def refuse_shards(folder: Path) -> None:
             f"{folder}: {'holds' if where == folder else 'one of'} {len(shards)} shards, the whole is needed",
             f"run `quantflow unify -m {where} -o DIR` and give that folder",
         )
+
+
+def sliced(tensors: Mapping[str, Tensor], linears: Sequence[str], schemes: Schemes, share: CardShare) -> dict[str, Tensor]:
+    """Return a card's part of what a layer's file holds.
+
+    Args:
+        tensors: of the whole layer, by their names in the file.
+        linears: of the layer.
+        schemes: linear -> how it was quantized.
+        share: what the card holds; what it does not name is whole.
+    """
+    found = dict(tensors)
+    for name in linears:
+        placement = share.placements.get(name, {"axis": None})
+        axis, bias = placement["axis"], f"{name}.bias"
+        if axis is None:
+            continue
+        part = slice(placement["offset"], placement["offset"] + placement["length"])
+        if axis == 0 and bias in tensors:
+            found[bias] = tensors[bias][part].contiguous()
+        scheme = schemes[name]
+        if scheme is None:
+            weight = f"{name}.weight"
+            found[weight] = (tensors[weight][part] if axis == 0 else tensors[weight][:, part]).contiguous()
+            continue
+        linear = FORMAT.decode(name, tensors, scheme)
+        held = replace(linear, weight=cut(linear.weight, part, axis=axis))
+        found |= FORMAT.encode(name, held, scale_dtype=tensors[f"{name}.weight_scale"].dtype)
+    return found
+
+
+def put_together(
+    parts: Sequence[CardTensors], linears: Sequence[str], schemes: Schemes
+) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """Return what a layer's file holds from the parts of neighbouring cards, and of how many of them each linear is.
+
+    Args:
+        parts: in the order of the cards. What is not cut is the first card's; of copies too.
+        linears: of the layer.
+        schemes: linear -> how it was quantized.
+    """
+    found, counts = dict(parts[0][1]), {}
+    for name in linears:
+        holders = {_span(share, name): tensors for share, tensors in reversed(parts)}
+        held = [holders[span] for span in sorted(holders)]
+        counts[name], axis = len(held), parts[0][0].placements[name]["axis"]
+        if len(held) == 1:
+            continue
+        bias, scheme = f"{name}.bias", schemes[name]
+        if axis == 0 and bias in found:
+            found[bias] = torch.cat([tensors[bias] for tensors in held])
+        if scheme is None:
+            found[f"{name}.weight"] = torch.cat([tensors[f"{name}.weight"] for tensors in held], dim=axis)
+            continue
+        decoded = [FORMAT.decode(name, tensors, scheme) for tensors in held]
+        whole = replace(decoded[0], weight=side_by_side([linear.weight for linear in decoded], axis=axis))
+        found |= FORMAT.encode(name, whole, scale_dtype=held[0][f"{name}.weight_scale"].dtype)
+    return found, counts
+
+
+def _span(share: CardShare, name: str) -> tuple[int, int]:
+    """Return where a card's part of a linear begins, and its length; 0 where it is whole."""
+    placement = share.placements[name]
+    return placement["offset"], placement.get("length", 0)

@@ -69,6 +69,14 @@ def test_the_live_line_tells_what_the_step_does_now_with_bytes_samples_and_memor
     assert terminal.getvalue().endswith("\r\x1b[K")
 
 
+@pytest.mark.parametrize(
+    ("nbytes", "rate"), [(0, ""), (9_000_000, ""), (10_000_000, " 0.01 GB/s,"), (2 * 10**9, " 2.00 GB/s,")]
+)
+def test_a_line_has_a_rate_where_bytes_matter(capsys, clock, nbytes, rate):
+    list(ProgressLine(patience=0.0).steps([1, 2], stage="quantize", unit="layer", nbytes=lambda item: nbytes))
+    assert capsys.readouterr().err.splitlines()[0] == f"quantize: layer 1 of 2, 1 s,{rate} 1 s left"
+
+
 def test_the_live_line_is_cut_to_the_terminal(monkeypatch, clock):
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)

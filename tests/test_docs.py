@@ -1,0 +1,122 @@
+"""The documents: their Python runs, their links lead somewhere, their figures are those of the tables."""
+
+import re
+import sys
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "benchmarks/README.md", *sorted((ROOT / "docs").glob("*.md"))]
+OURS = re.compile(r"`((?:quantflow|stages|tests|configs|benchmarks|examples|docs)/[\w./-]+\.(?:py|c|md|yaml|svg))`")
+
+
+def name(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page as GitHub makes them of its headings."""
+    headings = re.findall(
+        r"^#+ (.*)$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE), re.MULTILINE
+    )
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.fixture
+def notebook_folder(tmp_path, llama, text_files, monkeypatch):
+    """Return the current folder, with the texts and a model that the pages speak of; groups of 128 divide the model."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = LlamaConfig(**shape, vocab_size=320, max_position_embeddings=64, bos_token_id=0, eos_token_id=1)
+    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(tmp_path / "llama")
+    PreTrainedTokenizerFast.from_pretrained(llama).save_pretrained(tmp_path / "llama")
+    (tmp_path / "text.jsonl").symlink_to(text_files["calibration"])
+    (tmp_path / "heldout.jsonl").symlink_to(text_files["heldout"])
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_python_of_the_page_about_python_runs_as_printed(notebook_folder, capsys):
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/python.md").read_text(), re.DOTALL | re.MULTILINE)
+    assert len(blocks[0].strip().splitlines()) <= 15  # about ten, with blank lines and imports
+    names = {}
+    for block in blocks:
+        exec(compile(block, "docs/python.md", "exec"), names)
+    said = capsys.readouterr().out
+    assert names["result"].outcome in ("pass", "fail", "inconclusive")
+    assert names["answer"]["outputs"][0]["text"] in said
+    assert "W4A61" in said
+    assert (notebook_folder / "work/fp8/quantflow.json").exists() and (notebook_folder / "work/int8/quantflow.json").exists()
+    assert names["tokens"].shape[0] == 1
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_and_paths_lead_somewhere(page):
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith("http"):
+            continue
+        file, _, anchor = unquote(target).partition("#")
+        there = (page.parent / file).resolve() if file else page
+        assert there.exists(), f"{name(page)}: {target}"
+        assert not anchor or anchor in anchors(there), f"{name(page)}: {target}"
+    if page.name != "CHANGELOG.md":  # which speaks of what is gone
+        missing = [path for path in OURS.findall(text) if not (ROOT / path).exists()]
+        assert not missing, f"{name(page)}: {missing}"
+
+
+def test_every_page_is_reached_from_the_readme():
+    pages = {page.name for page in (ROOT / "docs").glob("*.md")}
+    assert set(re.findall(r"\(docs/(\w[\w-]*\.md)", (ROOT / "README.md").read_text())) >= pages
+
+
+def test_the_picture_of_the_readme_is_drawn_from_the_tables(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import peers_picture
+
+    assert (ROOT / "docs/peers.svg").read_text() == peers_picture.picture()
+    sys.modules.pop("peers_picture")
+
+
+def test_the_figures_of_the_readme_are_those_of_the_tables(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import peers_picture
+
+    readme = ROOT / "README.md"
+    rows = peers_picture.table(ROOT / "docs/accuracy.md", "model | program")
+    accuracy = {(row["model"], row["program"], row["scheme"]): row["KLD mean"] for row in rows}
+    compared = peers_picture.table(readme, "model | scheme")
+    assert len(compared) == 8
+    for row in compared:
+        peer, _, its = row["best peer"].rpartition(" ")
+        ours = accuracy[row["model"], "quantflow best", row["scheme"]]
+        others = {
+            program: kld
+            for (model, program, scheme), kld in accuracy.items()
+            if (model, scheme) == (row["model"], row["scheme"]) and not program.startswith("quantflow")
+        }
+        assert (row["quantflow best"], its, others[peer]) == (ours, others[peer], min(others.values(), key=float)), row
+        assert row["of the peer's"] == f"{float(ours) / float(its):.2f}x"
+
+    tables = [
+        peers_picture.table(ROOT / "benchmarks/README.md", "program | prefill tokens/s", after=f"{many} at once:")
+        for many in ("One", "Eight")
+    ]
+    single, eight = ({row["program"]: row for row in rows} for rows in tables)
+    shown = peers_picture.table(readme, "program | prefill")
+    assert len(shown) == 8
+    for row in shown:
+        program = row["program"]
+        assert row["prefill"] == single[program]["prefill tokens/s"]
+        assert row["decode"] == single[program]["decode tokens/s"]
+        assert row["decode, 8 at once"] == eight[program]["decode tokens/s"]
+    sys.modules.pop("peers_picture")
+
+
+def test_no_page_speaks_of_private_modules():
+    for page in PAGES:
+        assert not re.search(r"stages[/.]_", page.read_text()), name(page)
