@@ -49,10 +49,10 @@ demo: $(TEXTS)/heldout.jsonl artifacts/tiny-llama-outliers-model/config.json ## 
 	echo "demo: $$(( $$(date +%s) - begin )) s"
 
 test: $(READY) ## the default tests
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-slow: $(READY) ## the tests that build environments or run for minutes
-	$(BIN)/python -m pytest -m slow -n 2
+	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile
 
 check: $(READY) ## format, lint, types
 	$(BIN)/ruff format --check .

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -37,6 +37,9 @@ from transformers import (
 )
 
 from quantflow.exporting import proof
+
+if TYPE_CHECKING:
+    from quantflow.planning.recipe import Quantize
 
 torch.set_num_threads(1)  # where something imported it earlier
 
@@ -243,3 +246,52 @@ def proof_server() -> Iterator[None]:
 def proof_by_a_new_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let exports start the process that they start outside of tests."""
     monkeypatch.setattr(proof, "subprocess", subprocess)
+
+
+@pytest.fixture(scope="module")
+def measured_family(family_model, text_files, tmp_path_factory):
+    """Return the measurement of a family, taken once."""
+    from quantflow.calibration import measure
+    from quantflow.planning.recipe import Calibration
+    from quantflow.stages.cli.progress_line import ProgressLine
+
+    taken = {}
+
+    def take(family: str) -> Path:
+        if family not in taken:
+            calibration = Calibration(source=str(text_files["calibration"]), samples=6, sequence_length=48)
+            folder = tmp_path_factory.mktemp("measured") / family
+            stats = ("amax", "channel_amax", "min_max", "mean_abs")
+            job = measure.MeasureJob(model=family_model(family), output=folder, calibration=calibration, stats=stats)
+            taken[family] = measure.run(job, ProgressLine(quiet=True))
+        return taken[family]
+
+    return take
+
+
+@pytest.fixture
+def cards(monkeypatch):
+    """Return a function that quantizes as N ranks would, one after the other in this process."""
+    from quantflow.quantization import quantize
+    from quantflow.stages.cli.progress_line import ProgressLine
+
+    def run(
+        model: Path,
+        output: Path,
+        recipe: "Quantize",
+        *,
+        ranks: int,
+        only: tuple[int, ...] | None = None,
+        measurement: Path | None = None,
+    ) -> Path:
+        monkeypatch.setattr(quantize, "die_with_parent", lambda: None)
+        job = quantize.QuantizeJob(model=model, output=output, entry=recipe, ranks=ranks, measurement=measurement)
+        for rank in range(ranks) if only is None else only:
+            monkeypatch.setenv("RANK", str(rank))
+            monkeypatch.setenv("WORLD_SIZE", str(ranks))
+            quantize.run(job, ProgressLine(quiet=True))
+        monkeypatch.delenv("RANK")
+        monkeypatch.delenv("WORLD_SIZE")
+        return output
+
+    return run

@@ -20,7 +20,7 @@ from quantflow.quantization import quantize, unify
 from quantflow.stages.cli.progress_line import ProgressLine
 
 QUIET = ProgressLine(quiet=True)
-EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny-llama"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "tiny-llama"
 LARGEST = 448.0  # of e4m3fn
 
 

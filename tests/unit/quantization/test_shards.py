@@ -25,7 +25,7 @@ from quantflow.stages.cli.output import exit_code
 from quantflow.stages.cli.progress_line import ProgressLine
 
 QUIET = ProgressLine(quiet=True)
-EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny-llama"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "tiny-llama"
 SCHEMES = ["FP8_DYNAMIC", "W8A8", "W8A16", "W4A16", "W4A16_ASYM"]
 
 
