@@ -9,7 +9,7 @@ from pathlib import Path
 from _report import off
 from _watch import Failed, Run, run
 
-QUANTFLOW = (sys.executable, "-m", "quantflow.stages.cli")
+QUANTFLOW = (sys.executable, "-m", "quantflow")
 
 
 STATISTICS = ("amax", "channel_amax", "min_max", "mean_abs", "histogram")  # what measure collects where nothing is named

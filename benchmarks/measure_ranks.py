@@ -42,7 +42,7 @@ def _run(given: argparse.Namespace) -> int:
                 command = [
                     sys.executable,
                     "-m",
-                    "quantflow.stages.cli",
+                    "quantflow",
                     "measure",
                     str(model),
                     "-o",

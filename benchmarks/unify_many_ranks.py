@@ -54,7 +54,7 @@ def _run(given: argparse.Namespace) -> int:
         missed = 0
         for groups in (1, given.replicas):
             shutil.rmtree(folder / "unified", ignore_errors=True)
-            command = [sys.executable, "-m", "quantflow.stages.cli", "unify", "--ranks", str(groups), "-q"]
+            command = [sys.executable, "-m", "quantflow", "unify", "--ranks", str(groups), "-q"]
             command += ["-m", str(folder / "ranks"), "-o", str(folder / "unified")]
             taken = run(command, log=folder / "unify.log")
             missed += taken.seconds > SECONDS or taken.rss > PEAK

@@ -46,7 +46,3 @@ def main() -> int:
     """Run the command line of this process and return its exit code."""
     process_memory.give_back_freed()
     return exit_code(cli, sys.argv[1:])
-
-
-if __name__ == "__main__":
-    sys.exit(main())

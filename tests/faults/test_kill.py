@@ -51,7 +51,7 @@ def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
 def test_an_interrupted_run_says_so_and_continues(commands, tmp_path: Path) -> None:
     command = commands("run")
     arguments = [str(argument) for argument in command.arguments(tmp_path)]
-    process = start([sys.executable, "-m", "quantflow.stages.cli", *arguments, "-q"])
+    process = start([sys.executable, "-m", "quantflow", *arguments, "-q"])
     wait_for(tmp_path / "out" / "1-measure" / "rank-000-of-001" / "DONE.json", process)
     process.send_signal(signal.SIGINT)
     _, messages = process.communicate(timeout=PATIENCE)
@@ -71,7 +71,7 @@ def terminate_ranks(llama: Path, work: Path) -> list[str]:
     text.write_text("".join(json.dumps(row) + "\n" for row in rows))
     calibration = ["--calibration", str(text), "--samples", str(SEQUENCES), "--sequence-length", "64"]
     calibration += ["--stats", "amax", "--ranks", "2"]
-    command = [sys.executable, "-m", "quantflow.stages.cli", "measure", str(llama), "-o", str(folder), *calibration]
+    command = [sys.executable, "-m", "quantflow", "measure", str(llama), "-o", str(folder), *calibration]
     process = start(command)
     locks = [folder / f".rank-00{rank}-of-002.lock" for rank in (0, 1)]
     for lock in locks:

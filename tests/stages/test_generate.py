@@ -56,7 +56,7 @@ def generate(artifact, capsys):
 
 def test_the_verb_gives_the_same_tokens_in_a_process_of_its_own(artifact, generate):
     words = ("--prompt", "def", "--max-new-tokens", "8", "--json", "-q")
-    command = [sys.executable, "-m", "quantflow.stages.cli", "generate", str(artifact), *words]
+    command = [sys.executable, "-m", "quantflow", "generate", str(artifact), *words]
     result = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert json.loads(result)["outputs"] == generate(*words[:4])["outputs"]
 

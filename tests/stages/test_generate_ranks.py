@@ -24,7 +24,7 @@ def run(*arguments):
     return exit_code(cli, [str(argument) for argument in arguments])
 
 
-def quantflow(*arguments, by=("quantflow.stages.cli",)):
+def quantflow(*arguments, by=("quantflow",)):
     command = [*PYTHON, *by, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
 
@@ -70,7 +70,7 @@ def test_two_ranks_say_what_one_process_says_and_a_difference_to_the_reference_i
 def test_ranks_of_somebodys_torchrun_share_the_model_and_the_text_is_printed_once(artifact, capsys):
     arguments = ("generate", artifact, "--prompt", PROMPTS[2], "--max-new-tokens", "8", "--prompt-lookup", "3")
     assert run(*arguments, "-q") == 0
-    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "quantflow.stages.cli")
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "quantflow")
     result = quantflow(*arguments, by=torchrun)
     assert result.returncode == 0, result.stderr
     assert result.stdout == capsys.readouterr().out
@@ -113,7 +113,7 @@ def test_a_killed_rank_is_named_and_takes_the_others_with_it(artifact, tmp_path,
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("\n\n".join(PROMPTS * 4000))
     line = ["generate", artifact, "--prompts", prompts, "--ignore-eos", "--max-new-tokens", "100", "--ranks", "2"]
-    command = [*PYTHON, "quantflow.stages.cli", *map(str, line)]
+    command = [*PYTHON, "quantflow", *map(str, line)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         told = process.stderr.readline()
         assert told.startswith("generate"), told  # batches are under way

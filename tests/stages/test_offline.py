@@ -77,9 +77,7 @@ def test_help_inspect_verify_and_diff_import_nothing_heavy(work, llama):
 
 def test_help_is_there_at_once():
     begin = time.monotonic()
-    result = subprocess.run(
-        [sys.executable, "-m", "quantflow.stages.cli", "--help"], capture_output=True, text=True, check=False
-    )
+    result = subprocess.run([sys.executable, "-m", "quantflow", "--help"], capture_output=True, text=True, check=False)
     elapsed = time.monotonic() - begin
     print(f"quantflow --help: {elapsed:.2f} s")
     assert result.returncode == 0 and "validate" in result.stdout and result.stderr == ""
@@ -117,7 +115,7 @@ def test_the_help_lists_every_stage(capsys):
 def test_a_reader_that_closes_the_pipe_is_no_error(llama):
     reading, writing = os.pipe()
     os.close(reading)
-    command = [sys.executable, "-m", "quantflow.stages.cli", "inspect", str(llama)]
+    command = [sys.executable, "-m", "quantflow", "inspect", str(llama)]
     result = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writing)
     assert (result.returncode, result.stderr) == (0, "")

@@ -24,7 +24,7 @@ def test_the_commands_about_gaudi_run_as_printed(tmp_path):
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     (tmp_path / "bin").mkdir()
     for name, line in (
-        ("quantflow", f'exec "{sys.executable}" -m quantflow.stages.cli "$@"'),
+        ("quantflow", f'exec "{sys.executable}" -m quantflow "$@"'),
         ("python", f'exec "{sys.executable}" "$@"'),
     ):
         (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{line}\n")

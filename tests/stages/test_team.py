@@ -378,7 +378,7 @@ def test_what_is_told_is_what_the_rank_said_that_failed_by_itself(tmp_path, monk
 @pytest.mark.slow
 def test_a_killed_rank_is_named_and_the_same_command_line_continues(model, measurement, alone, tmp_path):
     output = tmp_path / "shards"
-    line = [sys.executable, "-m", "quantflow.stages.cli", *command(model, measurement, output, GPTQ, 2)]
+    line = [sys.executable, "-m", "quantflow", *command(model, measurement, output, GPTQ, 2)]
     lock, hidden = output / ".rank-001-of-002.lock", output / ".rank-001-of-002.hidden"
     with subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         while process.poll() is None and not (hidden / "00000.json").exists():

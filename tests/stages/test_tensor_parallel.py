@@ -39,7 +39,7 @@ UNTOUCHED = re.compile(r".*\|weight\|.*|model\.layers\.0\.self_attn\.[qkv]_proj\
 
 
 def command(*arguments: str | Path) -> list[str]:
-    return [sys.executable, "-m", "quantflow.stages.cli", *map(str, arguments)]
+    return [sys.executable, "-m", "quantflow", *map(str, arguments)]
 
 
 def quantflow(*arguments: str | Path) -> str:
@@ -278,7 +278,7 @@ def test_machines_that_meet_under_an_outer_torchrun_measure_what_ranks_of_one_ma
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--local-addr=127.0.0.1"]
-    launcher += ["--rdzv-backend=c10d", f"--rdzv-endpoint={address}", "--rdzv-id=one", "-m", "quantflow.stages.cli"]
+    launcher += ["--rdzv-backend=c10d", f"--rdzv-endpoint={address}", "--rdzv-id=one", "-m", "quantflow"]
     line = [*launcher, "measure", str(model), "-o", str(tmp_path / "m"), *options, "--stats", STATS, "--tp", "2"]
     machines = [subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     try:

@@ -340,7 +340,7 @@ def test_checks_hold_where_python_leaves_assertions_out(tmp_path):
         sys.executable,
         "-O",
         "-m",
-        "quantflow.stages.cli",
+        "quantflow",
         "unify",
         "-g",
         "01",
@@ -387,7 +387,7 @@ def make(tmp_path):
     environment = tmp_path / "environment"
     (environment / "bin").mkdir(parents=True)
     verb = environment / "bin" / "quantflow"
-    verb.write_text(f'#!/bin/sh\nexec {sys.executable} -m quantflow.stages.cli "$@"\n')
+    verb.write_text(f'#!/bin/sh\nexec {sys.executable} -m quantflow "$@"\n')
     verb.chmod(0o755)
     (environment / ".ready").touch()
 

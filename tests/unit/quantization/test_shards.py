@@ -330,7 +330,7 @@ def test_export_of_shards_says_what_to_do(model, tmp_path, cards):
 
 
 def command(*arguments: str | Path) -> list[str]:
-    return [sys.executable, "-m", "quantflow.stages.cli", *map(str, arguments)]
+    return [sys.executable, "-m", "quantflow", *map(str, arguments)]
 
 
 def quantflow(*arguments: str | Path) -> str:

@@ -1,7 +1,0 @@
-"""`python -m quantflow.stages.cli`: the command line, where the console script is not installed."""
-
-import sys
-
-from quantflow.stages.cli import main
-
-sys.exit(main())
