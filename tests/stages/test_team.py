@@ -38,7 +38,8 @@ import json, os, signal, sys, time
 import torch
 import transformers.models.llama.modeling_llama
 from quantflow.models.hidden import HiddenStates
-from stages import _cut, _forward, quantize
+from quantflow.quantization import layer_by_layer, quantize
+from quantflow.quantization.shards import cutting
 from quantflow.stages.cli.output import exit_code
 from quantflow.stages.cli import cli
 
