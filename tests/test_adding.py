@@ -1,0 +1,91 @@
+"""docs/adding.md: each of its changes is applied to a copy of the product and run there."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FILES = {"algorithm": 2, "statistic": 4, "family": 1, "format": 2, "kernel": 2}  # of the product, that each change touches
+START = "from quantflow import Calibration, Export, Quantize, export, measure, quantize\n"
+RUNS = {
+    "algorithm": """
+folder = quantize("llama", "q", artifact=Quantize(name="a", scheme="W4A16", algorithm="round_down", group_size=64)).folder
+from safetensors.torch import load_file
+assert any(name.endswith("weight_packed") for name in load_file(folder / "layers/00000.safetensors"))
+""",
+    "statistic": """
+from safetensors.torch import load_file
+entry = Quantize(name="a", scheme="W4A16", algorithm="rtn_weighted", group_size=64)
+text = Calibration(source="text.jsonl", samples=4, sequence_length=32)
+measured = measure("llama", "m", calibration=text, artifacts=[entry]).folder
+(statistics,) = measured.rglob("statistics.safetensors")
+assert any(name.endswith("|power_sum") for name in load_file(statistics))
+quantize("llama", "q", artifact=entry, measurement=measured)
+""",
+    "family": """
+import torch
+from transformers import AutoModelForCausalLM, HeliumConfig
+shape = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
+config = HeliumConfig(**shape, num_key_value_heads=2, head_dim=16, bos_token_id=0, eos_token_id=1, pad_token_id=1)
+AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained("helium")
+for file in ("tokenizer.json", "tokenizer_config.json"):
+    __import__("shutil").copy(f"llama/{file}", "helium")
+text = Calibration(source="text.jsonl", samples=4, sequence_length=32)
+entry = Quantize(name="a", scheme="W4A16", group_size=64)
+measured = measure("helium", "m", calibration=text, artifacts=[entry]).folder
+quantize("helium", "q", artifact=entry, measurement=measured)
+""",
+    "format": """
+from safetensors.torch import load_file
+entry = Quantize(name="a", scheme="W8A16")
+artifact = export(quantize("llama", "q", artifact=entry).folder, "a").folder
+codes = load_file(export(artifact, "c", options=Export(format="codes")).folder / "codes.safetensors")
+assert codes["model.layers.0.self_attn.q_proj.qvalue"].shape == (64, 64)
+""",
+    "kernel": """
+import torch
+from quantflow.algorithms.rtn import quantize_group
+from quantflow.backends import BACKENDS
+from quantflow.core.qtensor import QuantizedLinear
+from quantflow.core.scheme import preset
+scheme = preset("W8A16")
+done = quantize_group({"w": torch.randn(8, 32)}, scheme, statistics={}, scale_dtype=torch.float32)["w"].weight
+linear, x = QuantizedLinear(weight=done, scheme=scheme), torch.randn(3, 32)
+ours, oracle = (BACKENDS[n].linear(x, BACKENDS[n].prepare(linear, x.dtype), None) for n in ("rows", "reference"))
+torch.testing.assert_close(ours, oracle)
+""",
+}
+
+
+@pytest.mark.parametrize("change", FILES)
+def test_a_change_of_the_page_applies_to_a_copy_and_runs(change, tmp_path, llama, text_files, capsys):
+    product = tmp_path / "product"
+    leave = shutil.ignore_patterns("__pycache__", "stages", "configs")
+    shutil.copytree(ROOT / "quantflow", product / "quantflow", ignore=leave)
+    for folder in ("stages", "configs"):
+        shutil.copytree(ROOT / folder, product / "quantflow" / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    patch = (ROOT / f"docs/adding/{change}.patch").read_text()
+    touched = set(re.findall(r"^\+\+\+ b/(\S+)", patch, re.MULTILINE))
+    run = ["git", "apply", "--unidiff-zero", "-C1", "-"]
+    outside = {**os.environ, "GIT_CEILING_DIRECTORIES": str(tmp_path)}  # the copy is no repository
+    applied = subprocess.run(run, cwd=product, env=outside, input=patch, capture_output=True, text=True, check=False)
+    assert applied.returncode == 0, applied.stderr
+    assert len(touched) == FILES[change], f"{change}: {sorted(touched)}"
+    (tmp_path / "llama").symlink_to(llama)
+    (tmp_path / "text.jsonl").symlink_to(text_files["calibration"])
+    environment = {**os.environ, "PYTHONPATH": str(product), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", f"import quantflow\nassert {str(product)!r} in quantflow.__file__\n{START}{RUNS[change]}"]
+    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    with capsys.disabled():
+        print(f"\n{change}: {len(touched)} product files: {', '.join(sorted(touched))}")
+
+
+def test_the_page_has_every_change():
+    page = (ROOT / "docs/adding.md").read_text()
+    assert set(re.findall(r"\(adding/(\w+)\.patch\)", page)) == set(FILES) == {p.stem for p in (ROOT / "docs/adding").iterdir()}
