@@ -43,7 +43,7 @@ ul { padding-left: 1.2rem; }
 svg { display: block; height: auto; } svg text { font: 13px system-ui, sans-serif; fill: var(--soft); }
 svg .label { fill: var(--ink); } svg .grid { stroke: var(--grid); } svg .limit { stroke: var(--ink); stroke-width: 2; }
 code { font-size: .88em; }
-@media (max-width: 600px) { .summary { grid-template-columns: 1fr; gap: 0; } .summary dd { margin-bottom: .5rem; }
+@media (max-width: 600px) { body { padding: 1rem .7rem 2rem; } .summary { grid-template-columns: 1fr; gap: 0; } .summary dd { margin-bottom: .5rem; }
   th, td { padding: .3rem .3rem; font-size: .82rem; } svg text { font-size: 16px; } }
 """
 _METRIC_NAMES = {
@@ -239,7 +239,7 @@ def _gates(results: Sequence[Mapping[str, Any]]) -> str:
             decides = bound["upper"] if METRICS[metric] == "<=" else bound["lower"]
             one = Gate(name=gate["name"], thresholds={metric: threshold})
             outcome = judge(one, {metric: (bound["lower"], bound["upper"])}).outcome
-            texts = [_METRIC_NAMES[metric], f"{METRICS[metric]} {threshold:.4g}", f"{bound['value']:.4g}", f"{decides:.4g}"]
+            texts = [_METRIC_NAMES[metric], f"{METRICS[metric]} {threshold:.4g}", _short(bound["value"]), _short(decides)]
             body.append([*_cells(texts, left=1), _verdict(outcome, outcome)])
         why = "; ".join(result["reasons"]) or "every bound is inside"
         note = f" {gate['note']}." if gate["note"] else ""
@@ -249,6 +249,11 @@ def _gates(results: Sequence[Mapping[str, Any]]) -> str:
         )
     columns = ("metric", "threshold", "measured", "bound", "verdict")
     return f"<div class=one>{_rows_table(columns, body, left=1)}</div><ul class=note>{''.join(notes)}</ul>"
+
+
+def _short(value: float) -> str:
+    """Return a metric in at most seven characters: four digits of large values, two of small ones."""
+    return f"{value:.4g}" if abs(value) >= 0.01 else f"{value:.2g}"
 
 
 def _kinds_of(rows: Sequence[Row]) -> list[str]:
