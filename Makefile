@@ -22,7 +22,7 @@ export LLAMA_CPP_ENV ?= $(wildcard artifacts/peers/llamacpp)
 # llm-compressor likewise.
 export LLM_COMPRESSOR_ENV ?= $(wildcard artifacts/peers/llmcompressor)
 
-.PHONY: help install demo test test-slow check measure unify quantize export validate clean
+.PHONY: help install demo table test test-slow check measure unify quantize export validate clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -43,10 +43,15 @@ $(TEXTS)/heldout.jsonl: $(READY) examples/tiny-llama/stdlib_text.py examples/tin
 artifacts/tiny-llama-outliers-model/config.json: $(READY) examples/tiny-llama/model.safetensors examples/tiny-llama/plant_outliers.py
 	@$(BIN)/python examples/tiny-llama/plant_outliers.py --output artifacts/tiny-llama-outliers-model
 
-demo: $(TEXTS)/heldout.jsonl artifacts/tiny-llama-outliers-model/config.json ## all five stages on the example model, in FP8, INT8 and INT4
+demo: $(TEXTS)/heldout.jsonl artifacts/tiny-llama-outliers-model/config.json ## all five stages on the example model, in FP8, INT8 and INT4; minutes
 	@begin=$$(date +%s); \
-	$(BIN)/quantflow run tiny-llama && $(BIN)/quantflow run tiny-llama-outliers && \
+	$(BIN)/quantflow run tiny-llama tiny-llama-outliers && \
 	echo "demo: $$(( $$(date +%s) - begin )) s"
+
+table: $(TEXTS)/heldout.jsonl artifacts/tiny-llama-outliers-model/config.json ## the demo with more schemes and the usual amounts of text and tuning
+	@begin=$$(date +%s); \
+	$(BIN)/quantflow run tiny-llama-table tiny-llama-outliers-table && \
+	echo "table: $$(( $$(date +%s) - begin )) s"
 
 test: $(READY) ## the default tests
 	$(BIN)/python -m pytest -n 2 --dist loadfile

@@ -415,10 +415,7 @@ def write_report(path: Folder, results: Mapping[Path, ValidateResult]) -> None:
     from quantflow.artifact.manifest import read_manifest
     from quantflow.validation import report
 
-    rows = [
-        report.Row(result=result.values, layers=report.parts_of(read_manifest(artifact)))
-        for artifact, result in results.items()
-    ]
+    rows = [report.row_of(result.values, read_manifest(artifact)) for artifact, result in results.items()]
     report.write_report(Path(path), rows)
 
 

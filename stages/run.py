@@ -40,34 +40,43 @@ class RunJob:
 
 
 @click.command("run")
-@click.argument("recipe_name", metavar="RECIPE")
-@click.option("-o", "--output", metavar="DIR", help="Default: artifacts/<recipe>.")
+@click.argument("recipe_names", metavar="RECIPE...", nargs=-1, required=True)
+@click.option("-o", "--output", metavar="DIR", help="Default: artifacts/<recipe>; of one recipe.")
 @recipe_settings("run")
 @common
-def command(recipe_name: str, output: str | None, settings: tuple[str, ...], **shared: Any) -> None:
-    """All stages of RECIPE (a file, or the name of a shipped one), resumed where they stopped.
+def command(recipe_names: tuple[str, ...], output: str | None, settings: tuple[str, ...], **shared: Any) -> None:
+    """All stages of each RECIPE (a file, or the name of a shipped one), resumed where they stopped.
 
     \b
     Example: quantflow run tiny-llama --set quantize.0.group_size=64
     """
     if shared["recipe"] is not None:
-        raise UsageError(f"run: --recipe {shared['recipe']} beside RECIPE {recipe_name}", "give the recipe once")
+        raise UsageError(f"run: --recipe {shared['recipe']} beside RECIPE {' '.join(recipe_names)}", "give the recipe once")
+    if output is not None and len(recipe_names) > 1:
+        raise UsageError(f"run: -o {output} of {len(recipe_names)} recipes", "leave out -o, or run one recipe at a time")
     tell_unread("run")
-    path = find_config("recipes", recipe_name)
     flags, _ = recipe_flags("run", shared)
-    recipe = recipe_from(recipe_data(str(path), settings, flags))
-    folder = Path(output or f"artifacts/{path.stem}")
+    jobs = []
+    for path in [find_config("recipes", name) for name in recipe_names]:
+        recipe = recipe_from(recipe_data(str(path), settings, flags))
+        jobs.append(RunJob(recipe=recipe, name=path.stem, folder=Path(output or f"artifacts/{path.stem}")))
     if shared["dry_run"]:
-        values = dataclasses.asdict(recipe)
-        show(values, as_json=shared["as_json"], text=f"{folder}\n{outline(values)}")
+        values = [dataclasses.asdict(job.recipe) for job in jobs]
+        text = "\n".join(f"{job.folder}\n{outline(of_job)}" for job, of_job in zip(jobs, values, strict=True))
+        show(values if len(jobs) > 1 else values[0], as_json=shared["as_json"], text=text)
         return
-    with reporting(shared, folder) as progress:
-        results = run(RunJob(recipe=recipe, name=path.stem, folder=folder), progress)
-    said = texts(folder, [entry.name for entry in recipe.quantize])
-    text = f"{table(*api.verdict_table(results))}\nreport: {folder / 'report.html'}{said}"
-    show([result.values for result in results], as_json=shared["as_json"], text=text)
+    results = []
+    for job in jobs:
+        with reporting(shared, job.folder) as progress:
+            of_job = run(job, progress)
+        results += of_job
+        if not shared["as_json"]:
+            said = texts(job.folder, [entry.name for entry in job.recipe.quantize])
+            click.echo(f"{table(*api.verdict_table(of_job))}\nreport: {job.folder / 'report.html'}{said}")
+    if shared["as_json"]:
+        show([result.values for result in results], as_json=True, text="")
     for result in results:
-        result.raise_for_verdict(allow_inconclusive=recipe.validate.allow_inconclusive)
+        result.raise_for_verdict(allow_inconclusive=bool(result.values["allow_inconclusive"]))
 
 
 def run(job: RunJob, progress: Progress) -> list[api.ValidateResult]:

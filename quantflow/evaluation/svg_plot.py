@@ -1,4 +1,8 @@
-"""Line and interval plots as SVG, inline or a file: no script, no font, nothing beside the page that holds them."""
+"""Plots as SVG, inline or a file: no script, no font, nothing beside the page that holds them.
+
+Plots of a page are as wide as their box and drawn for 520 pixels, so their text is readable on a phone as well; the page's own
+style gives text and grids their colours.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -6,7 +10,9 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH, LEFT, RIGHT, TOP = 900, 74, 190, 14
-COLOURS = ("#2563a8", "#c2571a", "#2c8a55", "#8a3fa0", "#a8872b", "#4a4f57", "#c0392b", "#1f8f99")
+NARROW = 520  # pixels that a plot of a page is drawn for
+COLOURS = ("#2563a8", "#c2571a", "#2c8a55", "#8a3fa0", "#a8872b", "#6b7280", "#c0392b", "#1f8f99")
+NOTHING = "<p>nothing to draw: every value is zero</p>"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +27,23 @@ class Interval:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Mark:
+    """A linear in `by_layer`.
+
+    Attributes:
+        layer: label of the slot on the horizontal axis.
+        kind: what colours it, such as q_proj.
+        value: its height; zero or less is left out.
+        hollow: drawn as a ring, for what others are compared with.
+    """
+
+    layer: str
+    kind: str
+    value: float
+    hollow: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class Point:
     """A marked point of `curves`."""
 
@@ -29,59 +52,73 @@ class Point:
     y: float
 
 
-def lines(series: Mapping[str, Mapping[str, float]], *, unit: str, height: int = 300) -> str:
-    """Draw one line per series over shared categories, on a logarithmic axis; zero and missing values leave a gap.
+def by_layer(
+    marks: Sequence[Mark], *, kinds: Sequence[str], unit: str, powers: tuple[int, int] | None = None, height: int = 210
+) -> str:
+    """Draw marks over the layers of a model on a logarithmic axis; in a layer the kinds stand side by side.
 
     Args:
-        series: label -> category -> value; categories keep the order in which they first appear.
+        marks: layers keep the order in which they first appear.
+        kinds: every kind, in the order inside a layer; `colour_of` gives each its colour.
         unit: the name of the vertical axis.
+        powers: of ten at both ends of the vertical axis, for several plots that share it; None takes those of the marks.
         height: of the drawing area, pixels.
     """
-    categories = list(dict.fromkeys(name for values in series.values() for name in values))
-    positive = [v for values in series.values() for v in values.values() if v > 0]
-    if not positive:
-        return "<p>nothing to draw: every value is zero</p>"
-    low, high = math.floor(math.log10(min(positive))), math.ceil(math.log10(max(positive)) + 1e-9)
-    high = max(high, low + 1)
-    step = (WIDTH - LEFT - RIGHT) / max(1, len(categories) - 1)
-    place = {name: LEFT + index * step for index, name in enumerate(categories)}
-
-    def y_of(value: float) -> float:
-        return TOP + height * (high - math.log10(value)) / (high - low)
-
+    drawn = [mark for mark in marks if mark.value > 0]
+    if not drawn:
+        return NOTHING
+    low, high = powers or powers_of(drawn)
+    layers = list(dict.fromkeys(mark.layer for mark in marks))
+    left, right, foot = 58, NARROW - 8, TOP + height
+    slot = (right - left) / len(layers)
+    inner = 0.7 * slot / len(kinds)  # the rest is the gap between two layers
     parts = []
     for power in range(low, high + 1):
-        y = y_of(10.0**power)
-        parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>')
-        parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">1e{power}</text>')
-    for index, name in enumerate(categories):
-        if index % max(1, len(categories) // 32) == 0:
-            parts.append(
-                f'<text x="{place[name]:.1f}" y="{TOP + height + 12}" text-anchor="end" '
-                f'transform="rotate(-45 {place[name]:.1f} {TOP + height + 12})">{escape(name)}</text>'
-            )
-    for index, (label, values) in enumerate(series.items()):
-        colour = COLOURS[index % len(COLOURS)]
-        points = [(place[name], y_of(value)) for name, value in values.items() if value > 0]
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
-        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.4" fill="{colour}"/>' for x, y in points]
-        y = TOP + 12 + 18 * index
-        parts.append(f'<rect x="{WIDTH - RIGHT + 16}" y="{y - 9}" width="10" height="10" fill="{colour}"/>')
-        parts.append(f'<text x="{WIDTH - RIGHT + 32}" y="{y}">{escape(label)}</text>')
+        y = TOP + height * (high - power) / (high - low)
+        parts.append(f'<line x1="{left}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>')
+        parts.append(f'<text x="{left - 7}" y="{y + 4:.1f}" text-anchor="end">1e{power}</text>')
+    every = math.ceil(len(layers) / 14)
+    for index, layer in enumerate(layers):
+        x = left + slot * index
+        parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{foot}" class="grid"/>' if index % every == 0 else "")
+        if index % every == 0:
+            parts.append(f'<text x="{x + slot / 2:.1f}" y="{foot + 16}" text-anchor="middle">{escape(layer)}</text>')
+    radius = max(1.6, min(4.2, 0.55 * inner))
+    for mark in drawn:
+        x = left + slot * (layers.index(mark.layer) + 0.15) + inner * (kinds.index(mark.kind) + 0.5)
+        y = TOP + height * (high - math.log10(mark.value)) / (high - low)
+        colour = colour_of(mark.kind, kinds)
+        paint = f'fill="none" stroke="{colour}" stroke-width="1.3"' if mark.hollow else f'fill="{colour}"'
+        told = escape(f"{mark.layer} {mark.kind}: {mark.value:.3g}")
+        parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius:.1f}" {paint}><title>{told}</title></circle>')
     middle = TOP + height / 2
-    parts.append(f'<text x="14" y="{middle}" transform="rotate(-90 14 {middle})" text-anchor="middle">{escape(unit)}</text>')
-    return _svg(parts, TOP + height + 120)
+    parts.append(f'<text x="12" y="{middle}" transform="rotate(-90 12 {middle})" text-anchor="middle">{escape(unit)}</text>')
+    parts.append(f'<text x="{(left + right) / 2:.1f}" y="{foot + 34}" text-anchor="middle">layer</text>')
+    return _inline(parts, foot + 42)
+
+
+def powers_of(marks: Sequence[Mark]) -> tuple[int, int]:
+    """Return the powers of ten around the marks that can be drawn, at least one apart; (-1, 0) without any."""
+    values = [mark.value for mark in marks if mark.value > 0]
+    if not values:
+        return -1, 0
+    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)) - 1e-9)
+    return low, max(high, low + 1)
+
+
+def colour_of(kind: str, kinds: Sequence[str]) -> str:
+    """Return the colour of a kind among all of a page."""
+    return COLOURS[kinds.index(kind) % len(COLOURS)]
 
 
 def intervals(rows: Sequence[Interval], *, unit: str) -> str:
-    """Draw values with their bounds and limits, one row each, on a logarithmic axis."""
+    """Draw values with their bounds and limits, one row each below its label, on a logarithmic axis."""
     values = [v for row in rows for v in (row.value, row.lower, row.upper, row.limit) if v > 0]
     if not values:
-        return "<p>nothing to draw: every value is zero</p>"
+        return NOTHING
     low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)) + 1e-9)
-    left, right, pitch = 190, WIDTH - 30, 26
-    height = pitch * len(rows)
+    left, right, pitch = 24, NARROW - 24, 42
+    height = pitch * len(rows) + 6
 
     def x_of(value: float) -> float:
         position = (math.log10(max(value, 10.0**low)) - low) / max(1, high - low)
@@ -93,18 +130,18 @@ def intervals(rows: Sequence[Interval], *, unit: str) -> str:
         parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{TOP + height}" class="grid"/>')
         parts.append(f'<text x="{x:.1f}" y="{TOP + height + 16}" text-anchor="middle">1e{power}</text>')
     for index, row in enumerate(rows):
-        y = TOP + pitch * (index + 0.5)
+        y = TOP + pitch * index + 30
         colour = COLOURS[0] if row.upper <= row.limit else COLOURS[6]
-        parts.append(f'<text x="{left - 10}" y="{y + 4:.1f}" text-anchor="end">{escape(row.label)}</text>')
+        parts.append(f'<text x="{left}" y="{y - 15}" class="label">{escape(row.label)}</text>')
         parts.append(
             f'<line x1="{x_of(row.lower):.1f}" x2="{x_of(row.upper):.1f}" y1="{y:.1f}" y2="{y:.1f}" '
             f'stroke="{colour}" stroke-width="4"/>'
         )
         parts.append(f'<circle cx="{x_of(row.value):.1f}" cy="{y:.1f}" r="4.5" fill="{colour}"/>')
         x = x_of(row.limit)
-        parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{y - 9:.1f}" y2="{y + 9:.1f}" stroke="#222" stroke-width="2"/>')
+        parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{y - 9:.1f}" y2="{y + 9:.1f}" class="limit"/>')
     parts.append(f'<text x="{(left + right) / 2}" y="{TOP + height + 34}" text-anchor="middle">{escape(unit)}</text>')
-    return _svg(parts, TOP + height + 44)
+    return _inline(parts, TOP + height + 44)
 
 
 def curves(
@@ -124,7 +161,7 @@ def curves(
     series |= {name: [point for point in of_name if point.y > 0] for name, of_name in points.items()}
     everything = [point for of_name in series.values() for point in of_name]
     if not everything:
-        return _svg([f'<text x="{LEFT}" y="30">nothing to draw: every value is zero</text>'], 60, alone=True)
+        return _file([f'<text x="{LEFT}" y="30">nothing to draw: every value is zero</text>'], 60)
     low, high = (math.floor(min(p.x for p in everything)), math.ceil(max(p.x for p in everything) + 1e-9))
     bottom, top = (
         math.floor(math.log10(min(p.y for p in everything))),
@@ -149,7 +186,7 @@ def curves(
         level = TOP + 12 + 18 * index
         parts.append(f'<rect x="{right + 16}" y="{level - 9}" width="10" height="10" fill="{colour}"/>')
         parts.append(f'<text x="{right + 32}" y="{level}">{escape(name)}</text>')
-    return _svg(parts, foot + 46, alone=True)
+    return _file(parts, foot + 46)
 
 
 def _axes(
@@ -171,9 +208,13 @@ def _axes(
     return [*parts, f'<text x="14" y="{middle}" {turned}>{escape(names[1])}</text>']
 
 
-def _svg(parts: Sequence[str], height: float, *, alone: bool = False) -> str:
-    if alone:  # a file of its own: what a page says of text and grids stands in it
-        style = "text { font: 11px system-ui, sans-serif; fill: #3b4047; } .grid { stroke: #e3e6ea; }"
-        head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" width="{WIDTH}">'
-        return f'{head}<style>{style}</style><rect width="100%" height="100%" fill="#fff"/>{"".join(parts)}</svg>'
-    return f'<svg viewBox="0 0 {WIDTH} {height:.0f}" width="{WIDTH}" role="img">{"".join(parts)}</svg>'
+def _inline(parts: Sequence[str], height: float) -> str:
+    """Return a plot of a page, which says what text and grids look like."""
+    return f'<svg viewBox="0 0 {NARROW} {height:.0f}" width="100%" role="img">{"".join(parts)}</svg>'
+
+
+def _file(parts: Sequence[str], height: float) -> str:
+    """Return a file of its own: what a page says of text and grids stands in it."""
+    style = "text { font: 11px system-ui, sans-serif; fill: #3b4047; } .grid { stroke: #e3e6ea; }"
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" width="{WIDTH}">'
+    return f'{head}<style>{style}</style><rect width="100%" height="100%" fill="#fff"/>{"".join(parts)}</svg>'

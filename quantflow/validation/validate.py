@@ -49,7 +49,7 @@ from quantflow.planning.sizes import model_size
 from quantflow.progress import Progress
 from quantflow.runtime.artifact import open_artifact
 from quantflow.validation.gate import Gate, gate_files, judge, load_gate
-from quantflow.validation.report import Row, parts_of, write_report
+from quantflow.validation.report import row_of, write_report
 
 VERSION = 2
 RESAMPLES = 2000
@@ -94,7 +94,7 @@ def run(job: ValidateJob, progress: Progress) -> dict[str, Any]:
         result = _validate(job, manifest, source, inputs, progress)
         with stage_folder.publish(job.report, stage="validate", inputs=inputs) as folder:
             disk.write_file(folder / "validation.json", json.dumps(result, indent=1, sort_keys=True).encode())
-            write_report(folder / "report.html", [Row(result=result, layers=parts_of(manifest))])
+            write_report(folder / "report.html", [row_of(result, manifest)])
         disk.remove_tree(layer_store.scratch(job.report))
     return result
 

@@ -207,6 +207,11 @@ def test_a_recipe_with_a_mistake_is_a_usage_error_for_every_verb(refused, llama,
         assert said in refused(2, "measure", llama, "-o", tmp_path / "m", "--recipe", recipe, "--samples", "4")
 
 
+def test_run_of_several_recipes_has_no_output_folder(refused, tmp_path):
+    said = refused(2, "run", "tiny-llama", "tiny-llama-outliers", "-o", tmp_path)
+    assert "of 2 recipes" in said and not list(tmp_path.iterdir())
+
+
 def test_run_takes_its_recipe_once(refused):
     assert "give the recipe once" in refused(2, "run", "tiny-llama", "--recipe", "tiny-llama-outliers")
 

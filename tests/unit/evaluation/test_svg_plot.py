@@ -5,7 +5,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from quantflow.evaluation.svg_plot import COLOURS, Interval, Point, curves, intervals, lines
+from quantflow.evaluation.svg_plot import COLOURS, Interval, Mark, Point, by_layer, colour_of, curves, intervals, powers_of
 
 
 def drawn(svg):
@@ -20,43 +20,83 @@ def row(**values):
     return Interval(**{"label": "a", "value": 0.02, "lower": 0.01, "upper": 0.04, "limit": 0.1, **values})
 
 
-def test_a_line_has_one_point_per_category_in_the_order_of_first_appearance():
-    svg = lines({"a": {"q": 1.0, "k": 10.0}, "b": {"v": 100.0, "q": 1.0}}, unit="error")
-    points = circles(svg)
-    assert len(points) == 4
-    (q, qy), (k, ky), (v, vy), (again, _) = points
-    assert q < k < v and again == q
-    assert qy > ky > vy  # larger is higher
-    assert qy - ky == pytest.approx(ky - vy, abs=0.11)  # a logarithmic axis
-    assert len(list(drawn(svg).iter("polyline"))) == 2
+KINDS = ("q", "k", "v")
+
+
+def marks(*told):
+    return [Mark(layer=layer, kind=kind, value=value) for layer, kind, value in told]
+
+
+def test_marks_stand_by_layer_then_by_kind_and_higher_for_larger_values():
+    svg = by_layer(marks(("0", "v", 1.0), ("0", "q", 10.0), ("1", "q", 100.0)), kinds=KINDS, unit="error")
+    (v, vy), (q, qy), (later, ly) = circles(svg)
+    assert q < v < later
+    assert vy > qy > ly and vy - qy == pytest.approx(qy - ly, abs=0.11)  # a logarithmic axis
+    assert [c.get("fill") for c in drawn(svg).iter("circle")] == [COLOURS[2], COLOURS[0], COLOURS[0]]
+    assert colour_of("v", KINDS) == COLOURS[2]
+
+
+def test_kinds_keep_their_place_in_every_layer_where_some_are_missing():
+    svg = by_layer(marks(("0", "q", 1.0), ("0", "k", 1.0), ("1", "k", 1.0), ("2", "k", 1.0)), kinds=KINDS, unit="error")
+    (q, _), (k, _), (one, _), (two, _) = circles(svg)
+    assert q < k and one - k == pytest.approx(two - one, abs=0.11)
+
+
+def test_what_others_are_compared_with_is_a_ring():
+    svg = by_layer([Mark(layer="0", kind="q", value=1.0, hollow=True)], kinds=KINDS, unit="error")
+    (ring,) = drawn(svg).iter("circle")
+    assert ring.get("fill") == "none" and ring.get("stroke") == COLOURS[0]
 
 
 def test_zero_values_leave_a_gap_and_nothing_but_zeros_is_said():
-    assert len(circles(lines({"a": {"q": 0.0, "k": 1.0}}, unit="x"))) == 1
-    assert "every value is zero" in lines({"a": {"q": 0.0}}, unit="x")
-    assert "every value is zero" in lines({}, unit="x")
+    assert len(circles(by_layer(marks(("0", "q", 0.0), ("0", "k", 1.0)), kinds=KINDS, unit="x"))) == 1
+    assert "every value is zero" in by_layer(marks(("0", "q", 0.0)), kinds=KINDS, unit="x")
+    assert "every value is zero" in by_layer([], kinds=KINDS, unit="x")
+
+
+@pytest.mark.parametrize(
+    ("values", "powers"), [([0.02, 3.0], (-2, 1)), ([1.0], (0, 1)), ([0.01, 0.1], (-2, -1)), ([0.0], (-1, 0)), ([5.0], (0, 1))]
+)
+def test_the_axis_ends_at_the_powers_of_ten_around_the_values(values, powers):
+    assert powers_of(marks(*[("0", "q", value) for value in values])) == powers
+
+
+def test_plots_that_share_an_axis_put_a_value_at_one_height():
+    few, many = marks(("0", "q", 0.1)), marks(("0", "q", 0.1), ("1", "q", 1e-6))
+    powers = powers_of([*few, *many])
+    heights = [circles(by_layer(some, kinds=KINDS, unit="x", powers=powers))[0][1] for some in (few, many)]
+    assert heights[0] == heights[1]
 
 
 def test_labels_are_escaped():
-    for svg in (lines({"<a&b>": {"<q>": 1.0}}, unit="<unit>"), intervals([row(label="<a&b>")], unit="<unit>")):
+    plots = (
+        by_layer([Mark(layer="<q>", kind="<a&b>", value=1.0)], kinds=("<a&b>",), unit="<unit>"),
+        intervals([row(label="<a&b>")], unit="<unit>"),
+    )
+    for svg in plots:
         drawn(svg)
         assert "&lt;a&amp;b&gt;" in svg and "&lt;unit&gt;" in svg
 
 
-def test_one_value_and_many_series_are_drawn():
-    svg = lines({str(i): {"q": 1.0} for i in range(len(COLOURS) + 1)}, unit="x")
+def test_more_kinds_than_colours_are_drawn():
+    kinds = [f"kind{i}" for i in range(len(COLOURS) + 1)]
+    svg = by_layer([Mark(layer="0", kind=kind, value=1.0) for kind in kinds], kinds=kinds, unit="x")
     assert len(circles(svg)) == len(COLOURS) + 1
     assert all(math.isfinite(v) for point in circles(svg) for v in point)
 
 
-def test_a_plot_reads_no_other_file():
-    svg = lines({"a": {"q": 1.0}}, unit="x") + intervals([row()], unit="x")
-    assert "http" not in svg and "<script" not in svg and "url(" not in svg
+def test_a_plot_reads_no_other_file_and_is_as_wide_as_its_box():
+    for svg in (by_layer(marks(("0", "q", 1.0)), kinds=KINDS, unit="x"), intervals([row()], unit="x")):
+        assert "http" not in svg and "<script" not in svg and "url(" not in svg
+        width = float(drawn(svg).get("viewBox").split()[2])
+        assert drawn(svg).get("width") == "100%" and width <= 600  # text of 13 pixels is readable on a phone
+        assert all(0 < x < width for x, _ in circles(svg))
 
 
-def test_many_categories_get_at_most_about_thirty_labels():
-    svg = lines({"a": {f"name{i}": 1.0 + i for i in range(500)}}, unit="x")
-    assert sum(1 for t in drawn(svg).iter("text") if (t.text or "").startswith("name")) <= 34
+def test_many_layers_get_at_most_about_fourteen_labels():
+    svg = by_layer(marks(*[(f"{i}", "q", 1.0 + i) for i in range(500)]), kinds=KINDS, unit="x")
+    labels = [t.text for t in drawn(svg).iter("text") if (t.text or "").isdigit()]
+    assert 7 <= len(labels) <= 14 and labels[0] == "0"
 
 
 def test_an_interval_stands_between_its_bounds_and_is_coloured_by_the_limit():
