@@ -43,8 +43,8 @@ ul { padding-left: 1.2rem; }
 svg { display: block; height: auto; } svg text { font: 13px system-ui, sans-serif; fill: var(--soft); }
 svg .label { fill: var(--ink); } svg .grid { stroke: var(--grid); } svg .limit { stroke: var(--ink); stroke-width: 2; }
 code { font-size: .88em; }
-@media (max-width: 600px) { body { padding: 1rem .7rem 2rem; } .summary { grid-template-columns: 1fr; gap: 0; }
-  .summary dd { margin-bottom: .5rem; }
+@media (max-width: 600px) { body { padding: 1rem .7rem 2rem; }
+  .summary { grid-template-columns: 1fr; gap: 0; } .summary dd { margin-bottom: .5rem; }
   th, td { padding: .3rem .3rem; font-size: .82rem; } svg text { font-size: 16px; } }
 """
 _METRIC_NAMES = {
