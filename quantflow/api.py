@@ -140,6 +140,7 @@ def measure(
     artifacts: Sequence[Quantize] = (),
     seed: int = 0,
     resources: Resources = Resources(),
+    trust_network: bool = False,
     force: bool = False,
     progress: Progress = SILENT,
 ) -> StageResult:
@@ -153,6 +154,7 @@ def measure(
         artifacts: what will be quantized.
         seed: of the choice of documents.
         resources: limits of memory and disk; no bit of the result depends on them.
+        trust_network: the ranks may meet at the address of somebody's torchrun, which others may reach.
         force: redo a finished result that was made from other inputs, instead of refusing.
         progress: is told how far it is.
 
@@ -177,6 +179,7 @@ def measure(
         experts=measuring.experts,
         replace=force,
         resources=resources,
+        trust_network=trust_network,
     )
     return StageResult(folder=run(job, progress))
 
@@ -191,6 +194,7 @@ def quantize(
     seed: int = 0,
     revision: str | None = None,
     resources: Resources = Resources(),
+    trust_network: bool = False,
     force: bool = False,
     progress: Progress = SILENT,
 ) -> QuantizeResult:
@@ -205,6 +209,7 @@ def quantize(
         seed: of the canary where no measurement is given.
         revision: of the source, for the manifest.
         resources: limits of memory and disk; no bit of the result depends on them.
+        trust_network: the ranks may meet at the address of somebody's torchrun, which others may reach.
         force: redo a finished result that was made from other inputs, instead of refusing.
         progress: is told how far it is.
 
@@ -223,6 +228,7 @@ def quantize(
         replace=force,
         resources=resources,
         ranks=ranks,
+        trust_network=trust_network,
     )
     return QuantizeResult(folder=run(job, progress), chosen=artifact.mixed)
 

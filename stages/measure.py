@@ -16,7 +16,7 @@ from quantflow import api
 from quantflow.distributed.launch import speaks
 from quantflow.errors import UsageError
 from quantflow.planning.recipe import recipe_from
-from quantflow.stages.cli.options import QUANT_CONFIG, common, recipe_data, recipe_flags, recipe_settings
+from quantflow.stages.cli.options import QUANT_CONFIG, TRUST_NETWORK, common, recipe_data, recipe_flags, recipe_settings
 from quantflow.stages.cli.output import reporting, show, show_call
 from quantflow.stages.cli.quant_config_layer import given_config, measure_beneath, output_beneath
 
@@ -28,6 +28,7 @@ from quantflow.stages.cli.quant_config_layer import given_config, measure_beneat
 @click.option(
     "--for", "schemes", metavar="SCHEMES", help="What these need, such as W4A16:gptq,W4A16@4.25,FP8 (default: all but @)."
 )
+@TRUST_NETWORK
 @QUANT_CONFIG
 @common
 def command(
@@ -59,6 +60,7 @@ def command(
         "artifacts": artifacts,
         "seed": values.seed,
         "resources": values.resources,
+        "trust_network": shared["trust_network"],
         "force": shared["force"],
     }
     if shared["dry_run"]:

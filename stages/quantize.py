@@ -15,7 +15,15 @@ from quantflow import api
 from quantflow.distributed.launch import speaks
 from quantflow.errors import UsageError, nearest
 from quantflow.planning.recipe import Measure, Recipe, recipe_from
-from quantflow.stages.cli.options import QUANT_CONFIG, common, overlay, recipe_data, recipe_flags, recipe_settings
+from quantflow.stages.cli.options import (
+    QUANT_CONFIG,
+    TRUST_NETWORK,
+    common,
+    overlay,
+    recipe_data,
+    recipe_flags,
+    recipe_settings,
+)
 from quantflow.stages.cli.output import reporting, show, show_call, table
 from quantflow.stages.cli.quant_config_layer import entry_beneath, given_config, measurement_beneath
 
@@ -33,6 +41,7 @@ if TYPE_CHECKING:
     "--ranks", type=int, default=1, help="Processes (default 1); each writes a slice of each linear, unify joins them."
 )
 @click.option("--export", "artifact", metavar="DIR", help="Then write the artifact there and prove it, as export does.")
+@TRUST_NETWORK
 @QUANT_CONFIG
 @common
 def command(model: str, output: str, artifact: str | None, settings: tuple[str, ...], **shared: Any) -> None:
@@ -64,6 +73,7 @@ def command(model: str, output: str, artifact: str | None, settings: tuple[str, 
         "seed": values.seed,
         "revision": values.revision,
         "resources": values.resources,
+        "trust_network": shared["trust_network"],
         "force": shared["force"],
     }
     exporting: dict[str, Any] = {}

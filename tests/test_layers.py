@@ -13,6 +13,7 @@ LIBRARY = [
     "progress",
     "settings",
     "process_memory",
+    "child_process",
     "configs",
     "shipped",
     "artifact",
@@ -37,7 +38,7 @@ LIBRARY = [
     "server",
 ]  # low to high; quantflow.stages is above them all
 INDEPENDENT = {"observers", "transforms", "algorithms", "formats", "backends"}  # members of a table never import each other
-WITHOUT_TORCH = {"errors", "units", "progress", "settings", "process_memory", "shipped", "artifact"}
+WITHOUT_TORCH = {"errors", "units", "progress", "settings", "process_memory", "child_process", "shipped", "artifact"}
 APPLICATION = {"stages", "click", "rich"}  # what the library never imports
 # May import the project's own modules inside functions: they start without torch, or without transformers' model code.
 LAZY = {
@@ -46,8 +47,13 @@ LAZY = {
     "quantflow/quantization/quantize.py",
     "quantflow/exporting/proof_process.py",
 }
-# Read the environment: which rank a process is, and where compiled code is kept.
-ENVIRONMENT = {"quantflow/distributed/launch.py", "quantflow/backends/native.py", "stages/cli/environment.py"}
+# Read the environment: what a child gets of it, which rank a process is, and where compiled code is kept.
+ENVIRONMENT = {
+    "quantflow/child_process.py",
+    "quantflow/distributed/launch.py",
+    "quantflow/backends/native.py",
+    "stages/cli/environment.py",
+}
 FILES = sorted([*(ROOT / "quantflow").rglob("*.py"), *(ROOT / "stages").rglob("*.py")])  # links are not followed
 
 

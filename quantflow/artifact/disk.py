@@ -211,3 +211,13 @@ def free_bytes(folder: Path) -> int:
         folder = folder.parent
     found = os.statvfs(folder)
     return found.f_bavail * found.f_frsize
+
+
+def writable_by_others(path: Path) -> bool:
+    """Return whether somebody else than this user and root decides what a file or folder holds.
+
+    Raises:
+        OSError: it cannot be looked at.
+    """
+    status = path.stat()
+    return status.st_uid not in (os.getuid(), 0) or bool(status.st_mode & 0o022)

@@ -10,11 +10,18 @@
 #include <immintrin.h>
 #include <math.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <stdlib.h>
 
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
 #define MOST 12 /* tokens of a tile */
+
+#ifdef QUANTFLOW_CHECK /* a debug build: what Python promises is looked at once a call, and a broken promise ends the process */
+#define CHECK(CONDITION) ((CONDITION) ? (void)0 : (fprintf(stderr, "kernels.c:%d: not %s\n", __LINE__, #CONDITION), abort()))
+#else
+#define CHECK(CONDITION) ((void)0)
+#endif
 
 enum kind { W4, W8, F8 };            /* weights: 4-bit, int8, e4m3 */
 enum input { ASIS, INT8, E4M3 };     /* what happens to the input */
@@ -289,6 +296,10 @@ static void tile(const struct weight *w, const struct tokens *in, int64_t block,
 
 /* y [tokens, rows] of x [tokens, columns] and bias [rows] or NULL, all bfloat16 or all float. Returns 0, or 1 without memory. */
 int quantflow_linear(const struct weight *w, const void *x, int64_t tokens, const void *bias, void *y, int bf16) {
+    CHECK(w && x && y && tokens >= 0 && w->data && w->scale && w->rows > 0 && w->columns > 0);
+    CHECK(w->group > 0 && w->group % 16 == 0 && w->groups == (w->columns + w->group - 1) / w->group);
+    CHECK(w->kind >= W4 && w->kind <= F8 && w->input >= ASIS && w->input <= E4M3 && !(w->kind == F8 && w->input == INT8));
+    CHECK(w->offset || !(w->kind == W8 && w->input == INT8));
     int narrow = HAS_BFLOAT && (w->bf16 || w->input == E4M3);
     struct tokens in = {.bf16 = bf16, .math = w->input == INT8 ? INTEGER : narrow ? BFLOAT : FLOAT};
     int64_t columns = w->group * w->groups;

@@ -17,7 +17,7 @@ from torch.nn import functional
 from quantflow.backends import native
 from quantflow.core import affine, groups
 from quantflow.core.qtensor import QTensor, QuantizedLinear
-from quantflow.errors import UsageError
+from quantflow.errors import IntegrityError, UsageError
 
 SOURCE = Path(__file__).with_name("kernels.c")
 NEEDS = ("avx512f", "avx512bw", "avx512vl", "avx512_vnni")
@@ -105,10 +105,50 @@ def dump(prepared: Prepared) -> dict[str, Tensor]:
     return {"weight": torch.frombuffer(bytearray(prepared.weight), dtype=torch.uint8), **prepared.tensors}
 
 
-def restore(parts: Mapping[str, Tensor], dtype: torch.dtype) -> Prepared:
-    """Return the record that `dump` was given, with these tensors and the dtype that it was prepared for."""
-    weight = _Weight.from_buffer_copy(parts["weight"].numpy().tobytes())
-    return _prepared(weight, {name: tensor for name, tensor in parts.items() if name != "weight"}, dtype)
+def restore(parts: Mapping[str, Tensor], dtype: torch.dtype, *, shape: tuple[int, int]) -> Prepared:
+    """Return the record that `dump` was given, with these tensors.
+
+    Args:
+        parts: what `dump` returned, from wherever it was kept.
+        dtype: that it was prepared for.
+        shape: (out_features, in_features).
+
+    Raises:
+        IntegrityError: it is another weight, or C would read beyond a tensor.
+    """
+    tensors = {name: tensor for name, tensor in parts.items() if name != "weight"}
+    record = parts["weight"].numpy().tobytes() if "weight" in parts else b""
+    wrong = "another record" if len(record) != ctypes.sizeof(_Weight) else None
+    weight = _Weight() if wrong else _Weight.from_buffer_copy(record)
+    wrong = wrong or _why_unsafe(weight, tensors, shape)
+    if wrong is not None:
+        raise IntegrityError(f"a kept weight {list(shape)}: {wrong}", "remove the pack; it is made again")
+    return _prepared(weight, tensors, dtype)
+
+
+def _why_unsafe(weight: Any, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> str | None:
+    """Return why kernels.c must not be given a record and these tensors, or None."""
+    if (weight.rows, weight.columns) != shape or not 0 < weight.rows < 1 << 31 or not 0 < weight.columns <= MAX_IN_FEATURES:
+        return f"the record is of {weight.rows} rows, {weight.columns} columns"
+    if weight.group <= 0 or weight.group % COLUMNS or weight.groups != -(-weight.columns // weight.group):
+        return f"{weight.groups} groups of {weight.group} columns"
+    flags = (weight.input_grouped, weight.wide, weight.bf16)
+    if weight.kind not in (_W4, _W8, _F8) or weight.input not in (_ASIS, _INT8, _E4M3) or not set(flags) <= {0, 1}:
+        return f"kind {weight.kind}, input {weight.input}, flags {flags}"
+    if weight.kind == _F8 and weight.input == _INT8:
+        return "float8 values with int8 inputs"
+    padded = weight.rows + -weight.rows % _ROWS
+    scales, columns = padded * weight.groups, weight.group * weight.groups
+    sizes = {
+        "data": (torch.int32, padded * columns // (8 if weight.kind == _W4 else 4)),
+        "scale": (torch.float32 if weight.wide else torch.bfloat16, scales),
+    }
+    if weight.kind == _W4 and "zero" in tensors:
+        sizes["zero"] = (torch.uint8, scales)
+    if weight.kind == _W8 and weight.input == _INT8:
+        sizes["offset"] = (torch.int32, scales)
+    found = {name: (tensor.dtype, tensor.numel()) for name, tensor in tensors.items()}
+    return None if found == sizes else f"tensors {found} where {sizes} belong"
 
 
 def _prepared(weight: Any, tensors: dict[str, Tensor], dtype: torch.dtype) -> Prepared:

@@ -17,9 +17,12 @@ from pathlib import Path
 
 from torch import Tensor  # loads torch's OpenMP runtime, which the library then shares instead of bringing another
 
+from quantflow.artifact.disk import writable_by_others
 from quantflow.errors import UnsupportedError
 
-_FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fopenmp", "-fno-math-errno", "-shared", "-fPIC")
+_FLAGS = ("-march=native", "-std=gnu11", "-fopenmp", "-fno-math-errno", "-shared", "-fPIC", "-Werror=vla")
+_FAST = ("-O3",)
+_CHECKED = ("-O1", "-g", "-DQUANTFLOW_CHECK", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 _COMPILERS = ("gcc", "cc")
 _CPU_FIELDS = ("model name", "flags", "microcode")
 _DIGEST_BYTES = hashlib.sha256().digest_size
@@ -30,6 +33,8 @@ def library(source: Path) -> ctypes.CDLL:
     """Return the library of a C source, compiled if the cache does not hold it; one per process.
 
     The compiler is the environment's CC, else gcc. The cache is QUANTFLOW_CACHE, else quantflow/ in XDG_CACHE_HOME or ~/.cache.
+    QUANTFLOW_NATIVE=checked makes a debug build, which looks at its arguments and runs under AddressSanitizer and UBSan; the
+    process needs the compiler's libasan.so in LD_PRELOAD then.
 
     Raises:
         UnsupportedError: no compiler, one that fails, or a cache folder that cannot be used.
@@ -70,7 +75,7 @@ def _attempt(source: Path) -> ctypes.CDLL | UnsupportedError:
 
 def _load(source: Path) -> ctypes.CDLL:
     compiler, machine = _compiler(), "\n".join(_cpu().get(field, "") for field in _CPU_FIELDS)
-    parts = (source.read_bytes(), _identity(compiler), " ".join(_FLAGS).encode(), machine.encode())
+    parts = (source.read_bytes(), _identity(compiler), " ".join(_flags()).encode(), machine.encode())
     key = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
     path = _cache_folder() / f"{source.stem}-{key[:32]}.so"
     try:
@@ -89,7 +94,7 @@ def _build(source: Path, compiler: str, path: Path) -> None:
     """
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder) / path.name
-        command = [compiler, *_FLAGS, "-o", str(made), str(source), "-lm"]
+        command = [compiler, *_flags(), "-o", str(made), str(source), "-lm"]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         if result.returncode:
             said = next((line for line in result.stderr.splitlines() if "error" in line), result.stderr.strip()[:200])
@@ -98,6 +103,11 @@ def _build(source: Path, compiler: str, path: Path) -> None:
         body = made.read_bytes()
         made.write_bytes(body + hashlib.sha256(body).digest())  # the loader reads what the headers name, not the end
         made.replace(path)
+
+
+def _flags() -> tuple[str, ...]:
+    """Return the compiler's flags: fast code, or code that is checked."""
+    return (*_FLAGS, *(_CHECKED if os.environ.get("QUANTFLOW_NATIVE") == "checked" else _FAST))
 
 
 def _intact(path: Path) -> bool:
@@ -149,9 +159,9 @@ def _cache_folder() -> Path:
     folder = Path(os.environ.get("QUANTFLOW_CACHE") or home / "quantflow")
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = folder.stat()
+        others = writable_by_others(folder)
     except OSError as error:
         raise UnsupportedError(f"{folder}: {error.strerror or error}", _FOLDER) from error
-    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+    if others:
         raise UnsupportedError(f"{folder}: others may write code to it that this process would run", _FOLDER)
     return folder

@@ -5,7 +5,7 @@ Writes   <o>/rank-RRR-of-WWW/: statistics.safetensors, calibration.safetensors, 
 Resumes  at the layer where it stopped, from .rank-RRR-of-WWW.work beside the rank; the folder of a rank appears at once
 Fails    3 unusable model or text, 5 memory, disk or a held folder, 6 unsupported family
 
-With N ranks torchrun starts N processes, and unify merges what they measure; or they are those of an outer torchrun, over
+With N ranks N processes are started, and unify merges what they measure; or they are those of an outer torchrun, over
 several machines. Each measures every N-th sequence (dp), or with `tp` a slice of every linear
 (quantflow/calibration/replicas.py). Memory is that of one decoder layer in float32, whatever the depth of the model
 (quantflow/calibration/observe.py). Of a mixture of experts it is also counted how many tokens the router sends to each,
@@ -32,7 +32,15 @@ from quantflow.calibration.replicas import Replica
 from quantflow.calibration.text import hash_sequences, read_documents, select
 from quantflow.core.determinism import single_threaded, tools
 from quantflow.core.parallel import Workers
-from quantflow.distributed.launch import die_with_parent, launch, launched_rank, rank_folder, refuse_other_world
+from quantflow.distributed.launch import (
+    die_with_parent,
+    launch,
+    launched_rank,
+    rank_folder,
+    refuse_other_world,
+    require_trust,
+)
+from quantflow.distributed.team import meet
 from quantflow.errors import UnsupportedError, UsageError
 from quantflow.measurements.record import LAYOUT_VERSION, Measurement, write_measurement
 from quantflow.models import layer_store
@@ -65,6 +73,7 @@ class MeasureJob:
         dp: replicas of the model, which share the sequences; null means what tp leaves.
         replace: redo a finished result that was made from other inputs, instead of refusing.
         resources: how much memory and disk each rank may use; no bit of the result depends on it.
+        trust_network: the ranks may meet at the address of somebody's torchrun.
     """
 
     model: Path
@@ -78,6 +87,7 @@ class MeasureJob:
     experts: str | None = None
     replace: bool = False
     resources: Resources = Resources()
+    trust_network: bool = False
 
 
 def run(job: MeasureJob, progress: Progress) -> Path:
@@ -85,6 +95,7 @@ def run(job: MeasureJob, progress: Progress) -> Path:
     for name in job.stats:
         observer_named(name)
     launched = launched_rank()
+    require_trust("measure", trusted=job.trust_network)
     if launched is not None and job.ranks not in (1, launched[1]):
         raise UsageError(f"measure: ranks={job.ranks}, torchrun started {launched[1]}", "leave --ranks out under torchrun")
     world = job.ranks if launched is None else launched[1]
@@ -100,7 +111,7 @@ def run(job: MeasureJob, progress: Progress) -> Path:
 
 
 def _launch(job: MeasureJob, progress: Progress) -> None:
-    """Start torchrun with one process per rank, after the mistakes that every rank would stumble over were looked for."""
+    """Start one process per rank, after the mistakes that every rank would stumble over were looked for."""
     source = open_source(job.model)
     dp, tp = replicas.sizes(job.ranks, job.tp, job.dp)
     _check_fit(job, graph_for(source.config), tp=tp)
@@ -118,9 +129,9 @@ def _launch(job: MeasureJob, progress: Progress) -> None:
 
 
 def _join(job: MeasureJob, progress: Progress, *, rank: int, world: int) -> None:
-    """Measure one rank under torchrun; ranks wait for each other at the end."""
+    """Measure one rank of several; ranks wait for each other at the end."""
     die_with_parent()
-    distributed.init_process_group("gloo", timeout=TIMEOUT)
+    meet(TIMEOUT)
     try:
         _measure_rank(job, progress.hushed() if rank else progress, rank=rank, world=world)
         distributed.monitored_barrier(timeout=timedelta(hours=24), wait_all_ranks=True)

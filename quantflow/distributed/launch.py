@@ -1,52 +1,143 @@
-"""Several processes for one stage: torchrun starts them, their messages come through, and none outlives its parent.
+"""Several processes for one stage: they are started here, their messages come through, and none outlives its parent.
 
-Each writes a folder of its own, whose name says which of how many it is.
+Each writes a folder of its own, whose name says which of how many it is. The ranks of one machine meet in a file of a private
+folder and talk over the loopback interface: no port of theirs can be reached from another machine. Ranks that somebody's
+torchrun started meet at its address, which every machine that reaches it can write to; `require_trust` asks for consent.
 """
 
 import ctypes
 import json
 import os
+import queue
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from quantflow import child_process
 from quantflow.distributed.job_file import encode
 from quantflow.errors import GateError, InputError, IntegrityError, QuantflowError, ResourceError, UnsupportedError, UsageError
 from quantflow.progress import Progress
 
-JOB, RESULT = "job.json", "result.json"  # of the private folder that ranks are started with
+JOB, RESULT, STORE = "job.json", "result.json", "store"  # of the private folder that ranks are started with
 FOREVER = 1e9  # seconds: JSON has no word for infinity
 AGAIN = "the same command continues with what is missing"
 LOST = "another rank ended, or cannot be reached"  # what a rank says that ends because of it
 _PR_SET_PDEATHSIG = 1
-_SPOKEN_FOR = "QUANTFLOW_LAUNCHED"  # in the environment of ranks whose messages the process that started them passes on
+_NUMBER = re.compile("[0-9]{1,9}")
+_MOST = 1 << 16  # ranks of a world; torch's own numbers of processes end there
+_GRACE = 5.0  # seconds in which a rank that was asked to end does so
+_LAUNCHED = "QUANTFLOW_LAUNCHED"  # the private folder, in the environment of ranks that `launch` started and speaks for
+_TRUST = "give --trust-network where nobody else reaches that port; on one machine use --ranks N instead"
 _BY_EXIT_CODE = {kind.exit_code: kind for kind in (UsageError, GateError, ResourceError, UnsupportedError, IntegrityError)}
-_RANK = re.compile(r"rank\s*: (\d+) \(local_rank")
-_EXIT_CODE = re.compile(r"exitcode\s*: (-?\d+) \(pid")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Said:
+    """A line that a rank wrote to stderr."""
+
+    rank: int
+    line: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Ended:
+    """A rank ended with an exit code; a negative one is a signal."""
+
+    rank: int
+    code: int
+
+
+@dataclass(kw_only=True)
+class _Failure:
+    """What a rank said of its end.
+
+    Attributes:
+        cause, remedy: the two lines of its error.
+    """
+
+    cause: str = "it said nothing"
+    remedy: str = "run the same command with --ranks 1 to see why"
+
+
+Lines = queue.SimpleQueue[_Said | _Ended]
 
 
 def launched_rank() -> tuple[int, int] | None:
-    """Return (rank, world size) when torchrun started this process, else None."""
-    launched = {"RANK", "WORLD_SIZE"} <= os.environ.keys()
-    return (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if launched else None
+    """Return (rank, world size) when `launch` or a torchrun started this process, else None.
+
+    Raises:
+        UsageError: RANK or WORLD_SIZE is missing beside the other, or no number in range.
+    """
+    values = [os.environ.get(name) for name in ("RANK", "WORLD_SIZE")]
+    if values == [None, None]:
+        return None
+    told = " ".join(f"{name}={value or ''}" for name, value in zip(("RANK", "WORLD_SIZE"), values, strict=True))
+    remedy = "start ranks with torchrun or --ranks, or unset both variables"
+    if not all(value is not None and _NUMBER.fullmatch(value) for value in values):
+        raise UsageError(f"{told}: not two numbers", remedy)
+    rank, world = (int(str(value)) for value in values)
+    if not rank < world <= _MOST:
+        raise UsageError(f"{told}: not a rank of a world of 1 to {_MOST}", remedy)
+    return rank, world
 
 
-def launched_environment(threads: int | None = None) -> dict[str, str]:
-    """Return the environment of ranks that this process starts and speaks for; None leaves the number of threads to them."""
-    safe = {"PYTHONSAFEPATH": "1"}  # a folder that a rank is started in runs no code
-    return {**os.environ, **safe, _SPOKEN_FOR: "1", **({} if threads is None else {"OMP_NUM_THREADS": str(threads)})}
+def launched_folder() -> Path | None:
+    """Return the private folder of the ranks that `launch` started, this process among them; None for all others."""
+    folder = os.environ.get(_LAUNCHED)
+    return None if folder is None else Path(folder)
+
+
+def launched_environment(
+    folder: str, *, rank: int, world: int, threads: int | None = None, environment: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """Return the environment of a rank that this process starts and speaks for.
+
+    Args:
+        folder: the private one of these ranks.
+        rank: which of them.
+        world: how many.
+        threads: of each; None takes OMP_NUM_THREADS, or 1.
+        environment: of this process.
+    """
+    variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+    variables |= {_LAUNCHED: folder, "OMP_NUM_THREADS": str(threads or environment.get("OMP_NUM_THREADS", 1))}
+    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    if loopback is not None:
+        variables["GLOO_SOCKET_IFNAME"] = loopback
+    return child_process.environment(**variables)
+
+
+def require_trust(verb: str, *, trusted: bool) -> None:
+    """Refuse to join the ranks of somebody's torchrun unless the user says that the network is theirs.
+
+    Its store listens on every interface, whatever address it was given, and believes whoever writes to it.
+
+    Raises:
+        UsageError: no consent, or no address to meet at.
+    """
+    if launched_rank() is None or launched_folder() is not None:
+        return
+    address, port = (os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+    if not address or not _NUMBER.fullmatch(port) or not 0 < int(port) < 1 << 16:
+        cause = f"{verb}: MASTER_ADDR={address} MASTER_PORT={port}: no address where ranks can meet"
+        raise UsageError(cause, "start ranks with torchrun or --ranks, or unset RANK and WORLD_SIZE")
+    if not trusted:
+        cause = f"{verb}: torchrun's store at {address}:{port} is open to everybody who reaches this machine"
+        raise UsageError(cause, _TRUST)
 
 
 def speaks() -> bool:
     """Return whether this process tells what is done and keeps the log: it is no rank, or the first of somebody's torchrun."""
     rank = launched_rank()
-    return rank is None or (rank[0] == 0 and _SPOKEN_FOR not in os.environ)
+    return rank is None or (rank[0] == 0 and launched_folder() is None)
 
 
 def rank_folder(output: Path, rank: int, world: int) -> Path:
@@ -81,9 +172,10 @@ def launch(
     threads: int | None = None,
     again: str = AGAIN,
 ) -> Any:
-    """Do a stage's job in `ranks` processes under torchrun, wait for all of them, and return what the first one returned.
+    """Do a stage's job in `ranks` processes, wait for all of them, and return what the first one returned.
 
-    Each runs `quantflow.stages.rank` with the job as a file of a private folder, which is removed at the end.
+    Each runs `quantflow.stages.rank` with the job as a file of a private folder, which is removed at the end. When one fails
+    the others are ended.
 
     Args:
         verb: of the command line, for messages.
@@ -91,7 +183,7 @@ def launch(
         ranks: how many.
         progress: tells what they tell.
         stream: takes what the first rank writes to stdout, piece by piece; None lets nobody see it.
-        threads: of each; None leaves it to them.
+        threads: of each; None takes OMP_NUM_THREADS, or 1.
         again: what is said of the same command line after a failure.
 
     Raises:
@@ -100,83 +192,125 @@ def launch(
     with tempfile.TemporaryDirectory(prefix="quantflow-ranks-") as folder:
         order = {"job": encode(job), "patience": min(progress.patience, FOREVER)}
         (Path(folder) / JOB).write_text(json.dumps(order))
-        _run_ranks(verb, folder, ranks=ranks, progress=progress, stream=stream, threads=threads, again=again)
+        said: Lines = queue.SimpleQueue()
+        started: list[subprocess.Popen[str]] = []
+        try:
+            for rank in range(ranks):
+                environment = launched_environment(folder, rank=rank, world=ranks, threads=threads)
+                started.append(_start(folder, environment, shown=stream is not None and rank == 0))
+            for rank, process in enumerate(started):
+                _watch(rank, process, said, stream)
+            _wait(verb, started, said, progress, again=again)
+        finally:
+            _end(started, signal.SIGKILL)  # of an error here, such as Ctrl-C; otherwise all have ended
         result = Path(folder) / RESULT
         return json.loads(result.read_text()) if result.is_file() else None
 
 
-def _run_ranks(
-    verb: str,
-    folder: str,
-    *,
-    ranks: int,
-    progress: Progress,
-    stream: Callable[[str], None] | None,
-    threads: int | None,
-    again: str,
-) -> None:
-    """Start torchrun, pass on what the ranks say, and raise what ended them."""
-    command = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command += ["--max-restarts=0", "--monitor-interval=0.5", "--shutdown-timeout=5"]
-    command += ["-m", "quantflow.stages.rank", folder]
-    cause, remedy = f"{verb}: torchrun failed", "run the same command with --ranks 1 to see why"
-    ends: dict[int, int] = {}  # rank -> exit code, as torchrun reports them: at last the one that failed first
-    rank: int | None = None
-    own = True  # whether the rank that wrote last failed by itself
-    with subprocess.Popen(
-        command,
-        env=launched_environment(threads),
-        stdout=subprocess.DEVNULL if stream is None else subprocess.PIPE,
+def _start(folder: str, environment: dict[str, str], *, shown: bool) -> subprocess.Popen[str]:
+    """Start a rank; `shown` keeps what it writes to stdout."""
+    return subprocess.Popen(
+        child_process.python_module("quantflow.stages.rank", [folder]),
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE if shown else subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
+        errors="replace",
         preexec_fn=die_with_parent,
-    ) as process:
-        assert process.stderr is not None  # it is a pipe
-        reader = threading.Thread(target=_pass_on, args=(process.stdout, stream), daemon=True)
-        reader.start()
-        try:
-            for line in process.stderr:
-                text = line.rstrip("\n")
-                if text.startswith("error: "):
-                    own = LOST not in text and text != "error: terminated"  # what torchrun ends the others with
-                    cause = text.removeprefix("error: ") if own else cause
-                elif text.startswith("  fix: "):
-                    remedy = text.removeprefix("  fix: ") if own else remedy
-                elif text.startswith((f"{verb}: ", f"{verb} ")):
-                    progress.say(text)
-                elif found := _RANK.search(text):
-                    rank = int(found[1])
-                elif (found := _EXIT_CODE.search(text)) and rank is not None:
-                    ends.pop(rank, None)
-                    ends[rank] = int(found[1])
-            reader.join()
-        except BaseException:
-            process.kill()  # and its ranks with it, see die_with_parent
-            raise
-    if process.returncode:
-        raise _failure(ends, ranks=ranks, cause=cause, remedy=remedy, again=again)
+    )
 
 
-def _pass_on(pipe: IO[str] | None, stream: Callable[[str], None] | None) -> None:
+def _watch(rank: int, process: subprocess.Popen[str], said: Lines, stream: Callable[[str], None] | None) -> None:
+    """Start threads that put a rank's lines and its end into the queue, and its stdout into the stream."""
+    readers = [threading.Thread(target=_listen, args=(rank, process.stderr, said), daemon=True)]
+    if process.stdout is not None:
+        readers.append(threading.Thread(target=_pass_on, args=(process.stdout, stream), daemon=True))
+    waiter = threading.Thread(target=_await, args=(rank, process, readers, said), daemon=True)
+    for thread in (*readers, waiter):
+        thread.start()
+
+
+def _listen(rank: int, pipe: IO[str], said: Lines) -> None:
+    """Put what a rank writes to stderr into the queue, line by line."""
+    for line in pipe:
+        said.put(_Said(rank=rank, line=line.rstrip("\n")))
+
+
+def _pass_on(pipe: IO[str], stream: Callable[[str], None]) -> None:
     """Hand what a rank writes to `stream` as soon as it is there."""
-    while pipe is not None and stream is not None and (piece := pipe.read(1)):
+    while piece := pipe.read(1):
         stream(piece)
 
 
-def _failure(ends: Mapping[int, int], *, ranks: int, cause: str, remedy: str, again: str = AGAIN) -> QuantflowError:
-    """Return the error that tells which rank ended the others.
+def _await(rank: int, process: subprocess.Popen[str], readers: Sequence[threading.Thread], said: Lines) -> None:
+    """Put the end of a rank into the queue, after what it wrote."""
+    code = process.wait()
+    for reader in readers:
+        reader.join(_GRACE)  # a process that a killed rank leaves may hold the pipe open
+    said.put(_Ended(rank=rank, code=code))
+
+
+def _wait(verb: str, started: Sequence[subprocess.Popen[str]], said: Lines, progress: Progress, *, again: str) -> None:
+    """Pass on what the ranks say until all have ended; end them when one fails, and raise what it said.
+
+    Raises:
+        QuantflowError: a rank failed.
+    """
+    failures = [_Failure() for _ in started]
+    ends: dict[int, int] = {}
+    while len(ends) < len(started):
+        match said.get():
+            case _Said(rank=rank, line=line) if line.startswith("error: "):
+                failures[rank].cause = line.removeprefix("error: ")
+            case _Said(rank=rank, line=line) if line.startswith("  fix: "):
+                failures[rank].remedy = line.removeprefix("  fix: ")
+            case _Said(line=line) if line.startswith((f"{verb}: ", f"{verb} ")):
+                progress.say(line)
+            case _Ended(rank=rank, code=code):
+                ends[rank] = code
+                if code:
+                    _end(started, signal.SIGTERM, after=_GRACE if _others_fault(code, failures[rank]) else 0.0)
+    first = _first(ends, failures)
+    if first is not None:
+        raise _error(first, ends[first], failures[first], ranks=len(started), again=again)
+
+
+def _others_fault(code: int, failure: _Failure) -> bool:
+    """Return whether a rank ended because of another one: it lost its connection, or was asked to end."""
+    return code == -signal.SIGTERM or LOST in failure.cause or failure.cause == "terminated"
+
+
+def _first(ends: Mapping[int, int], failures: Sequence[_Failure]) -> int | None:
+    """Return the rank that failed by itself, first of all in time, else one that failed; None where none did.
 
     Args:
-        ends: rank -> exit code, the one that failed first at last; a negative one is a signal.
-        ranks: how many there were.
-        cause: what a rank wrote before it ended.
-        remedy: likewise.
-        again: of the same command line.
+        ends: rank -> exit code, in the order of their ends.
+        failures: what each said.
     """
-    for rank, code in ends.items():
-        if code < 0 and -code != signal.SIGTERM:  # torchrun ends the others with that one
-            told = f"rank {rank} of {ranks} was ended by {signal.Signals(-code).name}"
-            return ResourceError(told, f"look whether memory ended, or who stopped it; {again}")
-    *_, (first, code) = [(None, InputError.exit_code), *ends.items()]
-    who = f"a rank of {ranks}" if first is None else f"rank {first} of {ranks}"
-    return _BY_EXIT_CODE.get(code, InputError)(f"{who} failed: {cause}", f"{remedy}; {again}")
+    failed = [rank for rank, code in ends.items() if code]
+    own = [rank for rank in failed if not _others_fault(ends[rank], failures[rank])]
+    return next(iter([*own, *failed]), None)
+
+
+def _error(rank: int, code: int, failure: _Failure, *, ranks: int, again: str) -> QuantflowError:
+    """Return the error that tells which rank ended the others."""
+    if code < 0:
+        told = f"rank {rank} of {ranks} was ended by {signal.Signals(-code).name}"
+        return ResourceError(told, f"look whether memory ended, or who stopped it; {again}")
+    kind = _BY_EXIT_CODE.get(code, InputError)
+    return kind(f"rank {rank} of {ranks} failed: {failure.cause}", f"{failure.remedy}; {again}")
+
+
+def _end(started: Sequence[subprocess.Popen[str]], sign: signal.Signals, *, after: float = 0.0) -> None:
+    """Send a signal to the ranks that still run, `after` seconds from now; those that stay for some seconds are killed."""
+    if after:
+        timer = threading.Timer(after, _end, (started, sign))
+        timer.daemon = True
+        timer.start()
+        return
+    running = [process for process in started if process.poll() is None]
+    for process in running:
+        process.send_signal(sign)
+    if running and sign != signal.SIGKILL:
+        _end(started, signal.SIGKILL, after=_GRACE)

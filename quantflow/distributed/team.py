@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, distributed
 
 from quantflow.core.dtypes import DTYPES, NAMES
-from quantflow.distributed.launch import LOST
+from quantflow.distributed.launch import LOST, STORE, launched_folder, launched_rank
 from quantflow.errors import ResourceError
 
 MEETING = timedelta(seconds=60)  # in which all cards have to be there
@@ -144,13 +144,24 @@ class Team:
 ALONE = Team()
 
 
+def meet(timeout: timedelta) -> None:
+    """Make torch's process group of the ranks, this process among them: in their private folder, else where torchrun says."""
+    folder, launched = launched_folder(), launched_rank()
+    if folder is None or launched is None:
+        distributed.init_process_group("gloo", timeout=timeout)
+        return
+    rank, world = launched
+    store = distributed.FileStore(str(folder / STORE), world)  # type: ignore[attr-defined]  # torch names it in its docs alone
+    distributed.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
+
+
 @contextmanager
 def together(*, rank: int, world: int) -> Iterator[Team]:
-    """Yield the team of the processes that torchrun started, this one among them.
+    """Yield the team of the processes that were started together, this one among them.
 
     After an error nothing is closed: the others learn of it when this process ends, after it has said what was wrong.
     """
-    distributed.init_process_group("gloo", timeout=MEETING)
+    meet(MEETING)
     yield Team(rank=rank, world=world, group=distributed.new_group(timeout=PATIENCE))
     distributed.destroy_process_group()
 

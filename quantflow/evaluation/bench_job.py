@@ -16,6 +16,7 @@ from quantflow.runtime.generate_job import (
     KV_CACHE_HELP,
     PACK_HELP,
     RANKS_HELP,
+    TRUST_HELP,
 )
 from quantflow.settings import setting
 
@@ -52,6 +53,7 @@ class BenchJob:
         ignore_eos: go on after an end token.
         profile: where a trace of one more run goes, for chrome://tracing; None for no such run.
         ranks: processes that share the model, each with a part of every matrix.
+        trust_network: the ranks may meet at the address of somebody's torchrun.
     """
 
     artifact: Path
@@ -91,6 +93,7 @@ class BenchJob:
     pack: bool = setting(False, flag="--pack", verbs=BENCH, help=PACK_HELP)
     device: str = setting("cpu", flag="--device", choices=DEVICES, verbs=BENCH, shown=True, help="")
     ranks: int = setting(1, flag="--ranks", metavar="N", verbs=BENCH, help=RANKS_HELP)
+    trust_network: bool = setting(False, flag="--trust-network", verbs=BENCH, help=TRUST_HELP)
     seed: int = setting(0, flag="--seed", verbs=BENCH, shown=True, help="Of the prompts; each run has the next.")
 
 

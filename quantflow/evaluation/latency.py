@@ -38,7 +38,7 @@ def run(job: BenchJob, progress: Progress) -> dict[str, Any] | None:
             "use 1 or more of each",
         )
     without = {"the transformers decoder": job.decoder == "transformers", f"device {job.device}": job.device != "cpu"}
-    world = rank_processes.world_of("bench", job.ranks, without=without)
+    world = rank_processes.world_of("bench", job.ranks, trusted=job.trust_network, without=without)
     if rank_processes.starts(world):
         return rank_processes.start("bench", job, world=world, progress=progress)
     with rank_processes.joined("bench", world) as wire:

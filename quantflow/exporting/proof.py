@@ -5,11 +5,11 @@ Nothing here imports torch: the process can be started first, and imports what i
 
 import json
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from quantflow import child_process
 from quantflow.errors import InputError, IntegrityError, QuantflowError, ResourceError, UnsupportedError
 
 CANARY = "canary"  # the kind of proof that runs the model
@@ -31,8 +31,14 @@ def proving(*expected: str) -> Iterator[Proved]:
         ResourceError: the process was killed.
         InputError: the process ended in another way.
     """
-    command = [sys.executable, "-P", "-m", "quantflow.exporting.proof_process", *expected]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        child_process.python_module("quantflow.exporting.proof_process", expected),
+        env=child_process.environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
     def proved(artifact: Path, quantized: Path, source: Path, *, workers: int) -> None:
         places = [str(path.resolve()) for path in (artifact, quantized, source)]

@@ -1,5 +1,7 @@
 """A checkpoint's configuration as transformers understands it, without its model code, which takes seconds to import."""
 
+from pathlib import Path
+
 from transformers import AutoConfig, PreTrainedConfig
 
 from quantflow.artifact.checkpoint import Checkpoint
@@ -16,11 +18,29 @@ def load_config(checkpoint: Checkpoint) -> PreTrainedConfig:
     """
     family_for(checkpoint.config.get("model_type"), checkpoint.config.get("architectures"))
     try:
-        return AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False, local_files_only=True)
+        config = AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # the library raises what its validators raise: no narrower common base than this
         raise InputError(
             f"{checkpoint.folder / 'config.json'}: {first_line(error)}", "repair config.json or download it again"
         ) from error
+    _require_heads(config, checkpoint.folder / "config.json")
+    return config
+
+
+def _require_heads(config: PreTrainedConfig, path: Path) -> None:
+    """Refuse heads that make no model: every program that runs it counts on whole numbers of them.
+
+    Raises:
+        InputError: a number that is no positive integer, or query heads that the heads of keys and values do not divide.
+    """
+    remedy = "repair config.json or download it again"
+    numbers = {name: getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads", "head_dim")}
+    for name, value in numbers.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise InputError(f"{path}: {name} is {value!r}", remedy)
+    heads, shared = numbers["num_attention_heads"], numbers["num_key_value_heads"]
+    if heads is not None and heads % (shared or heads):
+        raise InputError(f"{path}: {heads} attention heads, {shared} of keys and values do not divide them", remedy)
 
 
 def first_line(error: Exception) -> str:

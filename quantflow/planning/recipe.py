@@ -122,12 +122,7 @@ class Measure:
     `experts` of a mixture are shown the tokens that are `routed` to them, or `all`; null: all where an artifact asks for it.
     """
 
-    ranks: int = setting(
-        1,
-        flag="--ranks",
-        verbs=("measure",),
-        help="Processes (default 1); started with torchrun unless it started this one.",
-    )
+    ranks: int = setting(1, flag="--ranks", verbs=("measure",), help="Processes (default 1), or torchrun's.")
     tp: int | None = setting(
         None, flag="--tp", verbs=("measure",), help="Ranks that share a model, each with a slice of every linear (default 1)."
     )

@@ -12,7 +12,7 @@ Where no forward pass is needed, weights go from file to file (quantflow/quantiz
 which is the calibration text's first tokens, and for what reads it all of that text run layer by layer, one in memory
 (quantflow/quantization/layer.py).
 
-With N ranks torchrun starts N processes, each of which writes its slice of every linear into <o>/rank-RRR-of-NNN/
+With N ranks N processes are started, each of which writes its slice of every linear into <o>/rank-RRR-of-NNN/
 (quantflow/quantization/shards/share.py); unify makes one result of these shards. File to file a rank reads no more than its
 slice. Where the model runs, the ranks share the work of each layer, whole on each, and tell each other what came out
 (quantflow/distributed/team.py).
@@ -33,7 +33,7 @@ from quantflow.artifact.digests import NAME as HASHES
 from quantflow.artifact.digests import Digests
 from quantflow.core.determinism import single_threaded, tools
 from quantflow.core.parallel import Workers
-from quantflow.distributed.launch import die_with_parent, launch, launched_rank, rank_folder
+from quantflow.distributed.launch import die_with_parent, launch, launched_rank, rank_folder, require_trust
 from quantflow.distributed.team import ALONE, Team, together
 from quantflow.errors import UsageError
 from quantflow.measurements.record import Measurement
@@ -71,6 +71,7 @@ class QuantizeJob:
         resources: how much memory and disk each rank may use; no bit of the result depends on it.
         ranks: cards that share the model, each with a slice of every linear.
         mixture: what the entry's schemes were chosen from, where they were.
+        trust_network: the ranks may meet at the address of somebody's torchrun.
     """
 
     model: Path
@@ -83,6 +84,7 @@ class QuantizeJob:
     resources: Resources = Resources()
     ranks: int = 1
     mixture: ChosenMixture | None = None
+    trust_network: bool = False
 
 
 def run(job: QuantizeJob, progress: Progress) -> Path:
@@ -107,6 +109,8 @@ def run(job: QuantizeJob, progress: Progress) -> Path:
         return job.output
     if launched[1] != job.ranks:
         raise UsageError(f"quantize: --ranks {job.ranks}, torchrun started {launched[1]}", "give the same number")
+    if not plan.file_to_file:  # such ranks meet nobody
+        require_trust("quantize", trusted=job.trust_network)
     die_with_parent()
     rank, mine = launched[0], replace(job, output=folders[launched[0]])
     quiet = progress.hushed() if rank else progress
@@ -145,7 +149,7 @@ def _choose_and_quantize(job: QuantizeJob, plan: Plan, source: ModelFiles, graph
 
 
 def _launch(job: QuantizeJob, plan: Plan, source: ModelFiles, shares: Mapping[Path, CardShare], progress: Progress) -> None:
-    """Start torchrun with one process per rank, after the source was hashed once for all of them."""
+    """Start one process per rank, after the source was hashed once for all of them."""
     measured, measurement = measurement_of(job.measurement, plan, scheme=job.entry.scheme, source=source, progress=progress)
     disk.make_folder(job.output)
     digests = Digests(job.output / HASHES, also=known_hashes(measured))

@@ -6,7 +6,7 @@ decides that from the headers; values are checked when they are read. What does 
 """
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from quantflow.artifact.manifest import read_manifest
 from quantflow.artifact.verify import verify as verify_artifact
 from quantflow.backends import choose
 from quantflow.backends.backend import Backend, Case
+from quantflow.core.dtypes import NAMES
 from quantflow.core.kv import KVScales
 from quantflow.core.qtensor import QuantizedLinear
 from quantflow.core.scheme import LinearScheme, TensorScheme
@@ -33,6 +34,8 @@ from quantflow.models.reading import read_rows
 from quantflow.runtime.linear import QuantLinear
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_STORED = frozenset(NAMES[dtype] for dtype in (*_DTYPES, torch.float64))  # of what is not quantized
+_OTHER_MODEL = "check that config.json belongs to these weights"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +112,7 @@ class Artifact:
         bias = None if info is None else list(info.shape)
         if found != wanted or bias not in (None, wanted[:1]):
             cause = f"{name}: weight is {found}, bias {bias}, the model needs {wanted}"
-            raise InputError(cause, "check that config.json belongs to these weights")
+            raise InputError(cause, _OTHER_MODEL)
         return linear.to(self.device)
 
     def quantized(self, name: str) -> QuantizedLinear | None:
@@ -232,6 +235,7 @@ def open_artifact(
     schemes = {name: scheme for name, scheme in found.items() if scheme is not None}
     parameters = _parameters(checkpoint, schemes, _claimed(schemes, config if kv_cache else None))
     to_source = _bound(model, names, parameters, linears={name: modules[name] for name in schemes})
+    _require_shapes(checkpoint, model, to_source, linears=schemes)
     device, linears, alike = torch.device(device), {}, functools.cache(functools.partial(choose, backend=backend))
     for name, scheme in schemes.items():
         original: Any = model.get_submodule(modules[name])
@@ -295,3 +299,29 @@ def _bound(model: PreTrainedModel, names: NameMap, found: tuple[str, ...], *, li
         if linear in linears and parameter.rpartition(".")[0] != linears[linear]:
             raise InputError(f"{parameter}: needed by the model, not in the artifact", "export the artifact again")
     return to_source
+
+
+def _require_shapes(
+    checkpoint: Checkpoint, model: PreTrainedModel, to_source: Mapping[str, str], *, linears: Collection[str]
+) -> None:
+    """Refuse a tensor that is not what the configuration says: decoders that know no modules take what is there.
+
+    Args:
+        checkpoint: the artifact's headers.
+        model: made of the configuration alone.
+        to_source: the model's own name of every parameter -> its source name.
+        linears: source names of quantized linears, whose weight `Artifact.decode` compares when it is read.
+
+    Raises:
+        InputError: another shape than the model's, or a dtype that is no floating point.
+    """
+    parameters = model.state_dict()
+    for parameter, source in to_source.items():
+        if source.endswith(".weight") and source.removesuffix(".weight") in linears:
+            continue
+        _, info = checkpoint.tensors[source]
+        needed = list(parameters[parameter].shape)
+        if list(info.shape) != needed:
+            raise InputError(f"{source}: is {list(info.shape)}, the model needs {needed}", _OTHER_MODEL)
+        if info.dtype not in _STORED:
+            raise InputError(f"{source}: is {info.dtype}, and no scheme says how it is quantized", _OTHER_MODEL)

@@ -7,11 +7,20 @@
  */
 #include <math.h>
 #include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 enum kind { FLOAT32, BFLOAT16, FLOAT8, INT8 };
 enum { LANES = 16, TILE = 8, BLOCK = 64 }; /* columns of keys side by side; queries at a time, at most; columns of a softmax step */
 enum { WORTH_A_THREAD = 32768 };           /* elements below which a second thread costs more */
+enum { MOST_DIM = 1024 };                  /* features of a head, at most: MOST_HEAD_DIM of operations.py, which refuses others */
+
+#ifdef QUANTFLOW_CHECK /* a debug build: what Python promises is looked at once a call, and a broken promise ends the process */
+#define CHECK(CONDITION) ((CONDITION) ? (void)0 : (fprintf(stderr, "decode.c:%d: not %s\n", __LINE__, #CONDITION), abort()))
+#else
+#define CHECK(CONDITION) ((void)0)
+#endif
 
 typedef struct { int64_t rows, columns; } Weight; /* how `struct weight` of core/kernels.c begins, whose function `call` is */
 typedef struct { const Weight *weight; const float *bias;
@@ -32,6 +41,17 @@ typedef struct { /* one step */
     int64_t heads, kv_heads, dim, capacity, kind;
     float scale, eps;
 } Step;
+
+/* What every function of a step relies on. */
+static inline void check_step(const Step *s, const Layer *l) {
+    CHECK(s->cos && s->sin && s->padding && l->keys && l->values);
+    CHECK(s->rows > 0 && s->count > 0 && s->start >= 0 && s->start + s->count <= s->capacity && s->capacity % LANES == 0);
+    CHECK(s->kv_heads > 0 && s->heads > 0 && s->heads % s->kv_heads == 0);
+    CHECK(s->dim > 0 && s->dim <= MOST_DIM && s->dim % LANES == 0);
+    CHECK(s->kind >= FLOAT32 && s->kind <= INT8 && l->window >= 0);
+    CHECK(!l->key_scales == !l->value_scales && !l->key_steps == !l->value_steps && !(l->key_scales && s->kind != INT8));
+    for (int64_t row = 0; row < s->rows; row++) CHECK(s->padding[row] >= 0);
+}
 
 #define VECTOR(bytes) __attribute__((vector_size(bytes), aligned(1), may_alias))
 typedef float v16 VECTOR(64); typedef uint32_t u16 VECTOR(64); typedef int32_t i16 VECTOR(64);
@@ -63,6 +83,7 @@ static inline void normalize(const float *x, const float *weight, float *out, in
 
 /* x += delta, where there is one; out = RMSNorm(x) * weight.  x, delta, out: [rows, width] */
 void add_norm(float *x, const float *delta, const float *weight, float *out, int64_t rows, int64_t width, float eps) {
+    CHECK(x && weight && out && rows >= 0 && width > 0);
 #pragma omp parallel for if (rows > 1 && rows * width > WORTH_A_THREAD)
     for (int64_t row = 0; row < rows; row++) {
         float *at = x + row * width;
@@ -75,6 +96,7 @@ void add_norm(float *x, const float *delta, const float *weight, float *out, int
 
 /* out = silu(gate) * up.  gate_up: [rows, 2 width]; out: [rows, width] */
 void silu_mul(const float *gate_up, float *out, int64_t rows, int64_t width) {
+    CHECK(gate_up && out && rows >= 0 && width > 0);
 #pragma omp parallel for if (rows > 1 && rows * width > WORTH_A_THREAD)
     for (int64_t row = 0; row < rows; row++) {
         const float *g = gate_up + row * 2 * width, *u = g + width;
@@ -93,6 +115,7 @@ void silu_mul(const float *gate_up, float *out, int64_t rows, int64_t width) {
 /* out = x @ weight.T + bias, the weight in bfloat16, four rows of x at a time.  x: [rows, in]; weight: [outs, in] */
 void product_bfloat16(const float *x, const uint16_t *weight, const float *bias, float *out, int64_t rows, int64_t in,
                       int64_t outs) {
+    CHECK(x && weight && out && rows > 0 && in > 0 && outs > 0);
 #pragma omp parallel for schedule(static) if (outs * in > WORTH_A_THREAD)
     for (int64_t o = 0; o < outs; o++)
         for (int64_t row = 0; row < rows; row += 4) {
@@ -147,6 +170,7 @@ static inline __attribute__((always_inline)) v16 load(const void *cache, int64_t
 
 /* Norm, rotate queries and keys in place; write keys and values to the cache.  qkv: [rows, count, heads + 2 kv_heads, dim] */
 void rotate_store(const Step *s, const Layer *l, float *qkv) {
+    check_step(s, l);
     int64_t dim = s->dim, width = (s->heads + 2 * s->kv_heads) * dim;
 #pragma omp parallel for if (s->rows * s->count > 1 && s->rows * s->count * width > WORTH_A_THREAD)
     for (int64_t at = 0; at < s->rows * s->count; at++) {
@@ -204,10 +228,11 @@ static inline __attribute__((always_inline)) void attend_tile(const Step *s, con
                                                               const int kind, const int T) {
     int64_t dim = s->dim, low = first[0], high = end[T - 1], dynamic = kind == INT8 && l->key_scales; /* ends grow with queries */
     float unit = l->key_steps ? s->scale * l->key_steps[h] : s->scale, step = l->value_steps ? l->value_steps[h] : 1;
-    float queries[dim][T], scores[T][BLOCK] __attribute__((aligned(64))), sums[T][dim], largest[T], total[T];
-    memset(sums, 0, sizeof sums);
+    float scores[TILE][BLOCK] __attribute__((aligned(64))), largest[TILE], total[TILE];
+    float queries[MOST_DIM * TILE], sums[MOST_DIM * TILE]; /* [dim, T]; [T, dim] */
+    memset(sums, 0, sizeof *sums * T * dim);
     for (int g = 0; g < T; g++) largest[g] = -INFINITY, total[g] = 0;
-    for (int64_t i = 0; i < dim; i++) for (int g = 0; g < T; g++) queries[i][g] = q[g][i] * unit;
+    for (int64_t i = 0; i < dim; i++) for (int g = 0; g < T; g++) queries[i * T + g] = q[g][i] * unit;
     for (int64_t begin = low - low % BLOCK; begin < high; begin += BLOCK) {
         int64_t from = low > begin ? low - begin : 0, to = high - begin < BLOCK ? high - begin : BLOCK;
         for (int64_t j = 0; j < to; j += LANES) {
@@ -216,7 +241,7 @@ static inline __attribute__((always_inline)) void attend_tile(const Step *s, con
             for (int64_t i = 0; i < dim; i++) {
                 v16 k = load(l->keys, (base + begin + j) * dim + i * LANES, kind);
 #pragma GCC unroll 8
-                for (int g = 0; g < T; g++) sum[g] += k * queries[i][g];
+                for (int g = 0; g < T; g++) sum[g] += k * queries[i * T + g];
             }
             for (int g = 0; g < T; g++) {
                 if (dynamic) sum[g] *= load(l->key_scales, base + begin + j, FLOAT32);
@@ -225,26 +250,27 @@ static inline __attribute__((always_inline)) void attend_tile(const Step *s, con
         }
         for (int g = 0; g < T; g++) {
             float shrink = soften((v16 *)scores[g], first[g] - begin, end[g] - begin, largest + g, total + g);
-            for (int64_t i = 0; i < dim; i++) sums[g][i] *= shrink;
+            for (int64_t i = 0; i < dim; i++) sums[g * dim + i] *= shrink;
             for (int64_t j = from; dynamic && j < to; j++) scores[g][j] *= l->value_scales[base + begin + j];
         }
         for (int64_t i = 0; i < dim; i += LANES) {
             v16 sum[TILE];
-            for (int g = 0; g < T; g++) sum[g] = *(const v16 *)(sums[g] + i);
+            for (int g = 0; g < T; g++) sum[g] = *(const v16 *)(sums + g * dim + i);
             for (int64_t j = from; j < to; j++) {
                 v16 v = load(l->values, (base + begin + j) * dim + i, kind);
 #pragma GCC unroll 8
                 for (int g = 0; g < T; g++) sum[g] += v * scores[g][j];
             }
-            for (int g = 0; g < T; g++) *(v16 *)(sums[g] + i) = sum[g];
+            for (int g = 0; g < T; g++) *(v16 *)(sums + g * dim + i) = sum[g];
         }
     }
     for (int g = 0; g < T; g++)
-        for (int64_t i = 0; i < dim; i++) out[g][i] = end[g] > first[g] ? sums[g][i] / total[g] * step : 0; /* padding: 0 */
+        for (int64_t i = 0; i < dim; i++) out[g][i] = end[g] > first[g] ? sums[g * dim + i] / total[g] * step : 0; /* padding: 0 */
 }
 
 /* Attention of the new columns over the cache.  qkv: as rotate_store left it; out: [rows, count, heads * dim] */
 void attend(const Step *s, const Layer *l, const float *qkv, float *out) {
+    check_step(s, l);
     int64_t dim = s->dim, width = (s->heads + 2 * s->kv_heads) * dim, group = s->heads / s->kv_heads, queries = s->count * group;
     int64_t tiles = (queries + TILE - 1) / TILE, units = s->rows * s->kv_heads * tiles, seen = s->start + s->count;
 #pragma omp parallel for schedule(dynamic) if (units > 1 && units * TILE * seen * dim > WORTH_A_THREAD)
@@ -272,6 +298,13 @@ void attend(const Step *s, const Layer *l, const float *qkv, float *out) {
 int run(const Step *s, const Layer *layers, int64_t many, float *x, float *norm, float *qkv, float *heads, float *gate_up,
         float *gate, float *delta) {
     int64_t n = s->rows * s->count, hidden = layers->qkv.weight->columns, failed = 0;
+    for (const Layer *l = layers; l < layers + many; l++) {
+        check_step(s, l);
+        CHECK(l->qkv.weight->columns == hidden && l->qkv.weight->rows == (s->heads + 2 * s->kv_heads) * s->dim);
+        CHECK(l->output.weight->rows == hidden && l->output.weight->columns == s->heads * s->dim);
+        CHECK(l->gate_up.weight->columns == hidden && l->gate_up.weight->rows == 2 * l->down.weight->columns);
+        CHECK(l->down.weight->rows == hidden);
+    }
 #define LINEAR(PRODUCT, X, Y) failed |= l->PRODUCT.call(l->PRODUCT.weight, X, n, l->PRODUCT.bias, Y, 0)
     for (const Layer *l = layers; l < layers + many && !failed; l++) {
         add_norm(x, l == layers ? NULL : delta, l->attention_norm, norm, n, hidden, s->eps);

@@ -20,6 +20,7 @@ DECODER_HELP = "lean, transformers, or auto: lean where it can."
 KV_CACHE_HELP = "float32, bfloat16, float8 or int8 (default: the artifact's, else --dtype)."
 PACK_HELP = "Keep the weights as kernels want them in ARTIFACT-packed, and load from there."
 RANKS_HELP = "Processes that share the model (default 1), or torchrun's."
+TRUST_HELP = "Ranks of your torchrun may meet at its address, which anybody on the network can write to."
 
 
 def require(fits: bool, told: str, remedy: str) -> None:
@@ -245,6 +246,7 @@ class GenerateJob:
         disk_offload: leave the weights on disk and read them for every token; the same tokens with little memory.
         device: where the model runs.
         ranks: processes that share the model, each with a part of every matrix.
+        trust_network: the ranks may meet at the address of somebody's torchrun.
     """
 
     artifact: Path
@@ -340,6 +342,7 @@ class GenerateJob:
         help="Merge it where weights are not quantized; beside the others still.",
     )
     ranks: int = setting(1, flag="--ranks", metavar="N", verbs=GENERATE, help=RANKS_HELP)
+    trust_network: bool = setting(False, flag="--trust-network", verbs=GENERATE, help=TRUST_HELP)
     backend: str = setting("auto", flag="--backend", verbs=GENERATE, shown=True, help=BACKEND_HELP)
     dtype: str = setting("float32", flag="--dtype", choices=DTYPES, verbs=GENERATE, shown=True, help="")
     device: str = setting("cpu", flag="--device", choices=DEVICES, verbs=GENERATE, shown=True, help="")

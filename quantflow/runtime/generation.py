@@ -47,7 +47,7 @@ def run(job: GenerateJob, stream: Callable[[str], None], progress: Progress | No
     _check(job)
     without = {"the transformers decoder": job.decoder == "transformers", f"device {job.device}": job.device != "cpu"}
     without |= {"an adapter": job.adapter is not None, "disk_offload": job.disk_offload}
-    world = rank_processes.world_of("generate", job.ranks, without=without)
+    world = rank_processes.world_of("generate", job.ranks, trusted=job.trust_network, without=without)
     telling = SILENT if progress is None else progress
     if rank_processes.starts(world):
         return rank_processes.start("generate", job, world=world, progress=telling, stream=stream)

@@ -40,6 +40,9 @@ def why_not(artifact: Artifact) -> str | None:
         return "it mixes no inputs by Hadamard matrices, as down_proj of this artifact needs"
     if rotation := moving_rotation(config):
         return f"its rotation depends on the position alone, that of rope_type {rotation} on the sequence too"
+    rotated, dim = 2 * len(LlamaRotaryEmbedding(config).inv_freq), graph.layers[0].head_dim
+    if rotated != dim:
+        return f"it rotates all {dim} features of a head, this model {rotated}"
     if artifact.dtype == torch.float16:
         return "it holds weights in float32 or bfloat16, not in float16"
     return operations.why_not(graph.layers[0].head_dim)

@@ -21,6 +21,7 @@ from quantflow.runtime.kv_cache import KINDS, LANES, KVCache
 
 Projection = Callable[[Tensor], Tensor]  # [N, I] float32 -> [N, sum of O] float32, contiguous
 SOURCE = Path(__file__).with_name("decode.c")
+MOST_HEAD_DIM = 1024  # decode.c keeps a tile of queries on the stack
 _FEW = 16  # rows of a product up to which one pass over the memory counts more than the arithmetic
 _WIDENED = 4096  # rows of a weight that are converted at once
 
@@ -65,6 +66,8 @@ def why_not(head_dim: int) -> str | None:
     """Return why decode.c cannot run heads of so many features, in a sentence, or None; compiles it if need be."""
     if head_dim % LANES:
         return f"it works on {LANES} features at once, heads have {head_dim}"
+    if head_dim > MOST_HEAD_DIM:
+        return f"it works on heads of {MOST_HEAD_DIM} features at most, these have {head_dim}"
     return native.why_not(SOURCE, needs=())
 
 

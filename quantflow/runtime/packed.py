@@ -4,7 +4,11 @@ The file is named after the hash of everything that decides what is in it: the a
 code that lays the weights out. It is never changed; another artifact or another version makes another file. So unlike a
 checkpoint (`quantflow.models.reading`) it may be mapped: weights lie in the page cache, once for all processes, and nothing is
 copied. Its tensors are called KEY|PART; those that fill whole lines of the CPU's cache come first, so each of these begins at
-one. The metadata has a hash of names, dtypes, shapes and the sum of each 4 KiB, which takes no longer than to read them.
+one. The metadata has a hash of names, dtypes, shapes, and sums that take hardly longer than to read the data: a block of 32 KiB
+is a square of 64 x 64 words, and the sum of each row and of each column is in the hash. So one changed word is found, and two
+that changed places, which a sum alone has no eye for.
+
+A pack is not signed: whoever may write it decides what the model says. One that others may write to is not read.
 """
 
 import hashlib
@@ -19,6 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from quantflow.artifact.disk import writable_by_others
 from quantflow.artifact.folder import reading
 from quantflow.artifact.safetensors_header import read_header
 from quantflow.artifact.safetensors_writer import Spec, layout
@@ -28,7 +33,9 @@ from quantflow.models.reading import bytes_of
 
 Parts = dict[str, Tensor]
 _LINE = 64  # bytes of a line of the cache
-_BLOCK = 4096  # bytes of a sum: what file systems write, and lose, is never less
+_SIDE = 64  # words of 8 bytes of a row and of a column of a block
+_BLOCK = 8 * _SIDE**2  # bytes
+_FOLDER_MODE, _FILE_MODE = 0o755, 0o644  # whatever the umask: others read at most
 _REMEDY = "remove the file; it is made again"
 
 
@@ -45,8 +52,13 @@ class Pack:
 
         Raises:
             IntegrityError: it is damaged; its data is compared with the hash if `verify`.
+            InputError: others may write to it.
         """
         self.path, self.complete = path, path.is_file()
+        for place in (path.parent, path) if self.complete else ():
+            if writable_by_others(place):
+                cause = f"{place}: others may write to it, and it decides what the model says"
+                raise InputError(cause, f"remove {path.parent}; it is made again")
         self._kept: dict[str, Parts] = {}
         for name, tensor in (_read(path, verify=verify) if self.complete else {}).items():
             key, _, part = name.rpartition("|")
@@ -71,13 +83,16 @@ class Pack:
         specs = {name: (NAMES[tensors[name].dtype], tuple(tensors[name].shape)) for name in order}
         digest = _digest(specs, (bytes_of(tensors[name]) for name in order))
         header = layout(specs, metadata={"sha256": digest}, keep_order=True, align=_LINE).header
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if not self.path.parent.is_dir():
+            self.path.parent.mkdir(parents=True)
+            self.path.parent.chmod(_FOLDER_MODE)
         with tempfile.TemporaryDirectory(dir=self.path.parent) as folder:
             made = Path(folder) / self.path.name
             with made.open("wb") as file:
                 file.write(header)
                 file.writelines(bytes_of(tensors[name]) for name in order)
                 file.flush()
+                os.fchmod(file.fileno(), _FILE_MODE)
                 os.fsync(file.fileno())
             made.replace(self.path)
 
@@ -91,11 +106,12 @@ def name_of(*inputs: object, sources: Iterable[Path]) -> str:
 
 
 def _digest(specs: Mapping[str, Spec], data: Iterable[memoryview]) -> str:
-    """Return the sha256 of what the tensors are, and of the int64 sum of each block; of bytes outside of blocks, themselves."""
+    """Return the sha256 of what the tensors are and of the int64 sums of each block; of bytes outside of blocks, themselves."""
     digest = hashlib.sha256(json.dumps(list(specs.items())).encode())
     for piece in data:
         if whole := 0 if len(piece) % _LINE else len(piece) // _BLOCK * _BLOCK:
-            digest.update(bytes_of(torch.frombuffer(piece[:whole], dtype=torch.int64).view(-1, _BLOCK // 8).sum(1)))
+            blocks = torch.frombuffer(piece[:whole], dtype=torch.int64).view(-1, _SIDE, _SIDE)
+            digest.update(bytes_of(torch.cat([blocks.sum(1), blocks.sum(2)], dim=1)))  # [blocks, 2 sides]
         digest.update(piece[whole:])
     return digest.hexdigest()
 

@@ -16,6 +16,7 @@ from quantflow.backends import kernels
 from quantflow.backends.backend import Backend, Case
 from quantflow.core import joining
 from quantflow.core.qtensor import QuantizedLinear
+from quantflow.errors import IntegrityError
 from quantflow.runtime.artifact import Artifact
 from quantflow.runtime.operations import Projection, product
 from quantflow.runtime.packed import Pack
@@ -52,7 +53,13 @@ def plain_weight(artifact: Artifact, name: str, pack: Pack | None) -> Tensor:
         weight = artifact.read([name])[name]
         return {"weight": weight if weight.dtype == torch.bfloat16 else weight.to(artifact.dtype)}
 
-    return (make() if pack is None else pack.get(name, make))["weight"]
+    if pack is None:
+        return make()["weight"]
+    kept, shape = pack.get(name, make).get("weight"), artifact.checkpoint.infos[name].shape
+    if kept is None or kept.shape != shape or kept.dtype not in (torch.bfloat16, artifact.dtype):
+        found = "nothing" if kept is None else f"{kept.dtype} {list(kept.shape)}"
+        raise IntegrityError(f"{pack.path}: {name}: {found} where {list(shape)} belongs", "remove the pack; it is made again")
+    return kept
 
 
 def _plain(artifact: Artifact, names: Sequence[str], pack: Pack | None) -> Projection:
@@ -65,7 +72,8 @@ def _quantized(artifact: Artifact, names: Sequence[str], pack: Pack | None) -> P
     """Return quantized linears as one product, or None where they are not one."""
     key, backend, dtype = "+".join(names), artifact.linears[names[0]].backend, artifact.dtype
     if pack is not None and key in pack:
-        prepared: Any = kernels.restore(pack.get(key, dict), dtype)
+        rows, columns = sum(artifact.linears[name].shape[0] for name in names), artifact.linears[names[0]].shape[1]
+        prepared: Any = kernels.restore(pack.get(key, dict), dtype, shape=(rows, columns))
     else:
         joined = _join(artifact, [artifact.decode(name) for name in names], names)
         if joined is None:

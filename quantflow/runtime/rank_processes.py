@@ -1,4 +1,4 @@
-"""`generate` and `bench` over several processes that share a model: torchrun starts them, and rank 0 alone speaks.
+"""`generate` and `bench` over several processes that share a model, of which rank 0 alone speaks.
 
 What cannot be shared is refused before anything is started. Rank 0 reads the prompts, drives the others
 (quantflow.runtime.leader) and writes to the same stdout as the process that started it. A rank that ends takes the others
@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, distributed
 
-from quantflow.distributed.launch import die_with_parent, launch, launched_rank
+from quantflow.distributed.launch import die_with_parent, launch, launched_rank, require_trust
 from quantflow.distributed.team import Team, connected, together
 from quantflow.errors import UnsupportedError, UsageError
 from quantflow.progress import Progress
@@ -83,18 +83,20 @@ class Gloo:
             distributed.broadcast(numbers, 0, group=self.team.group)
 
 
-def world_of(verb: str, ranks: int, *, without: Mapping[str, bool]) -> int:
+def world_of(verb: str, ranks: int, *, trusted: bool, without: Mapping[str, bool]) -> int:
     """Return how many processes share the model: as many as were asked for, or as torchrun started.
 
     Args:
         verb: for messages.
         ranks: asked for.
+        trusted: the ranks may meet at the address of somebody's torchrun.
         without: what several processes do not have -> whether it was asked for.
 
     Raises:
         UsageError: a number that is none, or not torchrun's; several processes with one of `without`.
     """
     launched = launched_rank()
+    require_trust(verb, trusted=trusted)
     if ranks < 1:
         raise UsageError(f"{verb}: ranks={ranks}", "use 1 or more")
     if launched is not None and ranks not in (1, launched[1]):

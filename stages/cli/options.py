@@ -32,6 +32,11 @@ COMMON = (
     click.option("-v", "--verbose", is_flag=True, help="Progress from the first step on."),
     DEBUG,
 )
+TRUST_NETWORK = click.option(
+    "--trust-network",
+    is_flag=True,
+    help="Ranks of your torchrun may meet at its address, which anybody on the network can write to.",
+)
 QUANT_CONFIG = click.option(
     "--quant-config",
     metavar="FILE",

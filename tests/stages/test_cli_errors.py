@@ -232,7 +232,7 @@ def test_a_measure_that_cannot_be_is_a_usage_error(refused, llama, text_files, t
 
 
 def test_a_mistake_is_found_before_ranks_are_started(refused, llama, copy, tmp_path, monkeypatch):
-    monkeypatch.setattr(measure_stage, "launch", lambda *_, **__: pytest.fail("torchrun was started"))
+    monkeypatch.setattr(measure_stage, "launch", lambda *_, **__: pytest.fail("ranks were started"))
     (tmp_path / "a.txt").write_text("")
     assert "no document" in refused(
         3, "measure", llama, "-o", tmp_path / "m", "--calibration", tmp_path / "a.txt", "--ranks", "2"

@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -31,7 +30,7 @@ GPTQ = {"scheme": "W4A16", "group_size": 8}
 SAMPLES = 5
 Ranks = Callable[..., list[int]]
 
-# Imports what a rank needs, once, and forks the ranks that it is told to start; as torchrun, it ends those that are left
+# Imports what a rank needs, once, and forks the ranks that it is told to start; as `launch`, it ends those that are left
 # soon after one has failed. A rank that `dies` is killed when it is about to keep what enters that layer.
 SERVER = """
 import json, os, signal, sys, time
@@ -39,12 +38,13 @@ import torch
 import transformers.models.llama.modeling_llama
 from quantflow.models.hidden import HiddenStates
 import quantflow.quantization.layer_by_layer, quantflow.quantization.quantize
+from quantflow.distributed.launch import launched_environment
 from quantflow.stages.cli.output import exit_code
 from quantflow.stages.cli import cli
 
 def become(rank, order):
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(order["world"]), MASTER_ADDR="127.0.0.1", MASTER_PORT=order["port"])
+    os.environ.update(launched_environment(order["folder"], rank=rank, world=order["world"]))
     if order["dies"] is not None and order["dies"][0] == rank:
         commit = HiddenStates.commit
 
@@ -89,11 +89,8 @@ def ranks(model: Path, measurement: Path, tmp_path_factory: pytest.TempPathFacto
         def run(
             output: Path, recipe: dict, *, world: int, dies: tuple[int, int] | None = None, of=(model, measurement)
         ) -> list[int]:
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                port = str(free.getsockname()[1])
-            arguments = command(*of, output, recipe, world)
-            order = {"world": world, "port": port, "dies": dies, "arguments": arguments}
+            folder = str(tmp_path_factory.mktemp("private"))
+            order = {"world": world, "folder": folder, "dies": dies, "arguments": command(*of, output, recipe, world)}
             server.stdin.write(json.dumps(order) + "\n")
             server.stdin.flush()
             codes = json.loads(server.stdout.readline() or "null")

@@ -178,10 +178,9 @@ def test_the_environment_silences_the_bars(tmp_path, monkeypatch, value, wanted)
 
 @pytest.mark.parametrize(("rank", "ours", "written"), [("0", True, []), ("1", False, []), ("0", False, ["out.log"])])
 def test_a_rank_has_a_log_where_it_is_the_first_of_somebodys_torchrun(tmp_path, monkeypatch, rank, ours, written):
-    for name, value in (launched_environment() if ours else {}).items():
+    theirs = {"RANK": rank, "WORLD_SIZE": "2"}
+    for name, value in (launched_environment("private", rank=int(rank), world=2) if ours else theirs).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("RANK", rank)
-    monkeypatch.setenv("WORLD_SIZE", "2")
     assert exit_code(writing(lambda progress: progress.say("measure: hello")), ["verb", str(tmp_path / "out")]) == 0
     assert [path.name for path in tmp_path.iterdir()] == written
 

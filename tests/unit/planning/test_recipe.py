@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from quantflow.distributed.launch import launched_environment, launched_rank, speaks
 from quantflow.errors import InputError, UsageError, nearest
 from quantflow.planning.recipe import apply_settings, parse_size, read_yaml, recipe_from
 from quantflow.planning.requirements import algorithm_of
@@ -231,26 +230,3 @@ def test_there_is_a_shipped_recipe():
 def test_the_nearest_word_is_only_offered_when_it_is_near():
     assert nearest("gptk", ["rtn", "gptq"]) == "did you mean 'gptq'? valid: rtn, gptq"
     assert nearest("zzz", ["rtn", "gptq"]) == "valid: rtn, gptq"
-
-
-def test_the_rank_is_the_launchers_and_only_when_both_variables_are_there(monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert launched_rank() is None
-    monkeypatch.setenv("RANK", "1")
-    assert launched_rank() is None
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    assert launched_rank() == (1, 4)
-
-
-def test_of_ranks_that_somebody_started_the_first_speaks_and_of_our_own_none(monkeypatch):
-    assert speaks()
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    for rank, alone in (("0", True), ("1", False)):
-        monkeypatch.setenv("RANK", rank)
-        assert speaks() is alone
-    for rank in ("0", "1"):
-        for name, value in launched_environment().items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.setenv("RANK", rank)
-        assert not speaks()

@@ -1,6 +1,7 @@
 """Weights kept as kernels want them: the same decoder without preparing anything, and nothing that is damaged."""
 
 import dataclasses
+import os
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from transformers import LlamaConfig, Qwen2Config
 
 from quantflow.backends import kernels, native
 from quantflow.core.scheme import PRESETS, with_group_size
-from quantflow.errors import IntegrityError
+from quantflow.errors import InputError, IntegrityError
 from quantflow.runtime.artifact import Artifact
 from quantflow.runtime.load import load
 from quantflow.runtime.packed import Pack
@@ -79,7 +80,14 @@ def exchange(content: bytearray, at: int) -> None:
     content[at : at + 8192] = content[at + 4096 : at + 8192] + content[at : at + 4096]
 
 
-@pytest.mark.parametrize("change", [flip, exchange])
+def swap_words(content: bytearray, at: int) -> None:
+    """Words of four bytes, of one row and of one column of a block; those of a row differ in one byte."""
+    at -= at % 4
+    for other in (at + 4, at + 4096):
+        content[at : at + 4], content[other : other + 4] = content[other : other + 4], content[at : at + 4]
+
+
+@pytest.mark.parametrize("change", [flip, exchange, swap_words])
 @pytest.mark.parametrize("page", [0, 7, 42])
 def test_a_flipped_bit_and_two_exchanged_pages_of_a_large_tensor_are_integrity_errors(change, page, tmp_path):
     pack = Pack(tmp_path / "a.safetensors", verify=True)
@@ -95,7 +103,7 @@ def test_a_flipped_bit_and_two_exchanged_pages_of_a_large_tensor_are_integrity_e
 @pytest.mark.parametrize("back", [1, 7 * 8, 7 * 8 + 1, 7 * 8 + 64], ids=["last", "first of the last", "last before it", "tail"])
 def test_bytes_outside_of_whole_pages_count_too(back, tmp_path):
     pack = Pack(tmp_path / "a.safetensors", verify=True)
-    pack.get("x", lambda: {"y": torch.arange(1024 + 16, dtype=torch.int32), "z": torch.arange(7)})
+    pack.get("x", lambda: {"y": torch.arange(8192 + 16, dtype=torch.int32), "z": torch.arange(7)})
     pack.save()
     content = bytearray(pack.path.read_bytes())
     flip(content, len(content) - back)
@@ -174,3 +182,82 @@ def test_the_pack_is_not_where_the_artifact_is_whose_files_stay_as_they_were(tmp
     before = sorted(path.name for path in folder.iterdir())
     assert dataclasses.is_dataclass(load(folder, decoder="auto", pack=True))
     assert sorted(path.name for path in folder.iterdir()) == before
+
+
+@pytest.mark.parametrize("mode", [0o775, 0o757])
+def test_a_pack_that_others_may_write_to_is_not_read(mode, tmp_path, make_artifact):
+    folder = tmp_path / "artifact"
+    make_artifact(folder, LLAMA, W4A16)
+    load(folder, decoder="auto", pack=True)
+    path = pack_of(folder)
+    for place in (path, path.parent):
+        was = place.stat().st_mode
+        place.chmod(mode)
+        with pytest.raises(InputError, match=f"{place.name}: others may write to it, and it decides what the model says"):
+            load(folder, decoder="auto", pack=True)
+        place.chmod(was)
+    load(folder, decoder="auto", pack=True)
+
+
+def test_a_pack_is_for_its_owner_to_write_whatever_the_umask(tmp_path):
+    was = os.umask(0)
+    try:
+        pack = Pack(tmp_path / "new" / "a.safetensors", verify=True)
+        pack.get("x", lambda: {"y": torch.arange(16)})
+        pack.save()
+    finally:
+        os.umask(was)
+    assert Pack(pack.path, verify=True).complete
+
+
+RECORD = [name for name, _ in kernels._Weight._fields_ if name not in ("data", "scale", "zero", "offset")]
+FREE = ("input_scale", "input_largest", "input_zero")  # change what comes out, not where C reads
+
+
+@pytest.mark.skipif(not OURS, reason="this CPU's packs hold no records")
+@pytest.mark.parametrize("field", [name for name in RECORD if name not in FREE])
+@pytest.mark.parametrize("value", [-1, 0, 1, 3, 17, 1 << 20, (1 << 31) - 1])
+def test_a_record_that_leads_c_out_of_its_tensors_is_an_integrity_error(field, value, quantize):
+    """Whoever may write a pack can make its hash agree; nothing in it may lead out of the file."""
+    weight = torch.randn(96, 64, generator=torch.Generator().manual_seed(0))
+    for scheme in (W4A16, PRESETS["W8A8"], PRESETS["FP8_DYNAMIC"]):
+        parts = kernels.dump(kernels.prepare(quantize("x", weight, scheme), torch.float32))
+        record = kernels._Weight.from_buffer_copy(parts["weight"].numpy().tobytes())
+        if value == getattr(record, field) or (field, value) == ("bf16", 1):  # other rounding, the same places
+            continue
+        setattr(record, field, value)
+        changed = parts | {"weight": torch.frombuffer(bytearray(record), dtype=torch.uint8)}
+        with pytest.raises(IntegrityError, match=r"a kept weight \[96, 64\]: .*; remove the pack; it is made again"):
+            kernels.restore(changed, torch.float32, shape=(96, 64))
+
+
+@pytest.mark.skipif(not OURS, reason="this CPU's packs hold no records")
+def test_tensors_that_are_missing_cut_or_of_another_dtype_are_integrity_errors(quantize):
+    weight = torch.randn(96, 64, generator=torch.Generator().manual_seed(0))
+    for scheme in (W4A16, PRESETS["W8A8"]):
+        parts = kernels.dump(kernels.prepare(quantize("x", weight, scheme), torch.float32))
+        assert torch.equal(kernels.restore(parts, torch.float32, shape=(96, 64)).tensors["data"], parts["data"])
+        wrong = [{name: tensor for name, tensor in parts.items() if name != left} for left in parts if left != "zero"]
+        wrong += [parts | {name: tensor.flatten()[1:]} for name, tensor in parts.items()]
+        wrong += [parts | {name: tensor.double()} for name, tensor in parts.items()]
+        for changed in wrong:
+            with pytest.raises(IntegrityError, match="a kept weight"):
+                kernels.restore(changed, torch.float32, shape=(96, 64))
+
+
+def test_a_plain_weight_of_another_shape_in_a_pack_is_an_integrity_error(tmp_path, make_artifact):
+    folder = tmp_path / "artifact"
+    make_artifact(folder, LLAMA, W4A16)
+    load(folder, decoder="auto", pack=True)
+    path = pack_of(folder)
+    tensors = load_file(path)
+    path.unlink()
+    forged = Pack(path, verify=True)  # whose hash agrees
+    for name, tensor in tensors.items():
+        key, _, part = name.rpartition("|")
+        if key == "model.embed_tokens.weight":
+            tensor = tensor[:4].clone()
+        forged.get(key, dict)[part] = tensor
+    forged.save()
+    with pytest.raises(IntegrityError, match=r"model.embed_tokens.weight: torch.float32 \[4, 64\] where \[96, 64\] belongs"):
+        load(folder, decoder="auto", pack=True)

@@ -1,0 +1,74 @@
+"""The C code under AddressSanitizer and UBSan, in a debug build that looks at its arguments: the tests of the runtime again."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from quantflow.backends import native
+from quantflow.runtime import operations
+
+ROOT = Path(__file__).resolve().parents[3]
+TESTS = [  # every entry of C, and every way in which Python calls it
+    "tests/unit/backends/test_kernels.py",
+    "tests/unit/runtime/test_operations.py",
+    "tests/unit/runtime/test_kv_cache.py",
+    "tests/unit/runtime/test_lean.py",
+    "tests/unit/runtime/test_packed.py",
+    "tests/unit/runtime/test_hostile_artifacts.py",
+]
+
+
+def sanitizer() -> str | None:
+    """Return the compiler's libasan, None where it has none."""
+    compiler = os.environ.get("CC", "gcc")
+    found = subprocess.run([compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=False).stdout.strip()
+    return found if Path(found).is_absolute() and Path(found).exists() else None
+
+
+def checked(arguments, tmp_path):
+    """Run Python in a process whose C code is checked."""
+    library = sanitizer()
+    if native.why_not(operations.SOURCE, needs=()) is not None or library is None:
+        pytest.skip("no compiler with AddressSanitizer")
+    environment = {
+        **os.environ,
+        "LD_PRELOAD": library,
+        "ASAN_OPTIONS": "detect_leaks=0",  # Python frees at its end what it wants to
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+        "QUANTFLOW_NATIVE": "checked",
+        "QUANTFLOW_CACHE": str(tmp_path / "cache"),
+    }
+    return subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+def test_the_tests_of_the_runtime_pass_under_the_sanitizers(tmp_path):
+    result = checked(["-m", "pytest", "-q", "-p", "no:cacheprovider", f"--basetemp={tmp_path / 'tests'}", *TESTS], tmp_path)
+    assert result.returncode == 0, (result.stdout[-4000:], result.stderr[-4000:])
+
+
+WRONG = """
+import torch
+from quantflow.runtime.operations import compiled
+{call}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        ("x = torch.zeros(16); compiled().add_norm(x.data_ptr(), None, None, x.data_ptr(), 1, 16, 1e-5)", "decode.c:.*: not x && weight"),
+        ("x = torch.zeros(16); compiled().silu_mul(x.data_ptr(), x.data_ptr(), 1, 0)", "decode.c:.*: not .*width > 0"),
+        ("x = torch.zeros(16); y = torch.zeros(4); compiled().silu_mul(x.data_ptr(), y.data_ptr(), 1, 8)", "heap-buffer-overflow"),
+    ],
+    ids=["null", "empty", "overflow"],
+)  # fmt: skip
+def test_a_broken_promise_ends_the_checked_process_with_the_line(call, told, tmp_path):
+    import re
+
+    result = checked(["-c", WRONG.format(call=call)], tmp_path)
+    assert result.returncode != 0 and re.search(told, result.stderr), result.stderr[-2000:]
