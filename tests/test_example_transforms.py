@@ -144,7 +144,7 @@ AWQ = ("W4A16", {"awq": {}})
 @pytest.mark.parametrize(
     ("model", "scheme", "transform"),
     [
-        pytest.param("outliers", *HALVES, id="smoothquant-outliers"),
+        pytest.param("outliers", *HALVES, id="smoothquant-outliers", marks=SLOW),
         pytest.param("embedded", *HALVES, id="smoothquant-embedded", marks=SLOW),
         *(pytest.param(model, *SEARCHED, id=f"searched-smoothquant-{model}", marks=SLOW) for model in MODELS),
         *(pytest.param(model, *AWQ, id=f"awq-{model}", marks=SLOW) for model in MODELS),
@@ -249,7 +249,8 @@ def test_weights_alone_need_smoothing_too_where_inputs_have_outliers(kld):
     assert 0 < best < plain / 20
 
 
-@pytest.mark.parametrize(("scheme", "factor"), [pytest.param("W8A8_STATIC", 400, marks=SLOW), ("W4A8", 40)])
+@pytest.mark.parametrize(("scheme", "factor"), [("W8A8_STATIC", 400), ("W4A8", 40)])
+@SLOW
 def test_a_rotation_takes_nearly_all_that_outliers_cost(kld, scheme, factor):
     plain, rotated = (kld("outliers", scheme, "rtn", *transforms) for transforms in ((), ({"hadamard": {}},)))
     assert 0 < rotated < plain / factor

@@ -59,6 +59,7 @@ def output_of(command: list[str | Path], folder: Path, **environment: str) -> st
     return result.stdout
 
 
+@pytest.mark.slow
 def test_the_command_runs_in_a_folder_that_has_packages_of_the_same_names(llama: Path, tmp_path: Path) -> None:
     """By what an installed command is: a file whose own folder, and not the current one, is first on the path."""
     program = tmp_path / "bin" / "quantflow"

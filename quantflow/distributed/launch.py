@@ -233,14 +233,16 @@ def _watch(rank: int, process: subprocess.Popen[str], said: Lines, stream: Calla
 
 def _listen(rank: int, pipe: IO[str], said: Lines) -> None:
     """Put what a rank writes to stderr into the queue, line by line."""
-    for line in pipe:
-        said.put(_Said(rank=rank, line=line.rstrip("\n")))
+    with pipe:
+        for line in pipe:
+            said.put(_Said(rank=rank, line=line.rstrip("\n")))
 
 
 def _pass_on(pipe: IO[str], stream: Callable[[str], None]) -> None:
     """Hand what a rank writes to `stream` as soon as it is there."""
-    while piece := pipe.read(1):
-        stream(piece)
+    with pipe:
+        while piece := pipe.read(1):
+            stream(piece)
 
 
 def _await(rank: int, process: subprocess.Popen[str], readers: Sequence[threading.Thread], said: Lines) -> None:

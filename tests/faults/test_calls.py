@@ -23,6 +23,7 @@ STAGES = (
     "export-replace",
     "validate",
 )
+QUICK = ("measure", "quantize", "file-to-file", "unify", "export", "export-gguf")  # the others are slow
 STEP = 10
 
 
@@ -69,7 +70,7 @@ def test_nothing_is_written_past_the_calls_that_fail_here(commands, stage):
     assert commands(stage).outcome.alien == []
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in STAGES])
 def test_a_fault_at_every_tenth_call_ends_as_promised_and_continues(commands, stage):
     ended = sweep(commands(stage), every=STEP)
     assert ended.total() > 3 and ended["survived"] <= ended.total() // 3

@@ -88,6 +88,7 @@ def terminate_ranks(llama: Path, work: Path) -> list[str]:
     return command
 
 
+@pytest.mark.slow
 def test_a_terminated_measurement_ends_its_ranks(llama: Path, tmp_path: Path) -> None:
     terminate_ranks(llama, tmp_path)
 

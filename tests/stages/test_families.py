@@ -177,8 +177,19 @@ def relative_difference(model: Path, artifact: Path) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
+FIRST = {family: entry for family, entry, _ in reversed(COMBINATIONS)}  # of each family; the others are slow
+
+
 @pytest.mark.parametrize(
-    ("family", "entry", "bound"), COMBINATIONS, ids=[f"{family}-{entry['scheme']}" for family, entry, _ in COMBINATIONS]
+    ("family", "entry", "bound"),
+    [
+        pytest.param(
+            *case,
+            id=f"{case[0]}-{case[1]['scheme']}",
+            marks=[pytest.mark.slow] * (case[1] is not FIRST[case[0]] and case[0] != "llama"),
+        )
+        for case in COMBINATIONS
+    ],
 )
 def test_a_family_goes_through_every_stage(
     family: str,

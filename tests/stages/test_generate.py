@@ -54,6 +54,7 @@ def generate(artifact, capsys):
     return call
 
 
+@pytest.mark.slow
 def test_the_verb_gives_the_same_tokens_in_a_process_of_its_own(artifact, generate):
     words = ("--prompt", "def", "--max-new-tokens", "8", "--json", "-q")
     command = [sys.executable, "-m", "quantflow", "generate", str(artifact), *words]

@@ -66,6 +66,7 @@ def test_two_ranks_say_what_one_process_says_and_a_difference_to_the_reference_i
     assert shared["outputs"] == alone["outputs"] and shared["timing"]["forwards"] == alone["timing"]["forwards"]
 
 
+@pytest.mark.slow
 def test_ranks_of_somebodys_torchrun_share_the_model_and_the_text_is_printed_once(artifact, capsys):
     arguments = ("generate", artifact, "--prompt", PROMPTS[2], "--max-new-tokens", "8", "--prompt-lookup", "3")
     assert run(*arguments, "-q") == 0
@@ -75,6 +76,7 @@ def test_ranks_of_somebodys_torchrun_share_the_model_and_the_text_is_printed_onc
     assert result.stdout == capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_bench_counts_the_ranks_and_tells_the_memory_of_each(artifact, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS")  # which would decide how many threads a rank has
     shape = ("--input-tokens", "8", "--new-tokens", "4", "--runs", "2")
@@ -88,6 +90,7 @@ def test_bench_counts_the_ranks_and_tells_the_memory_of_each(artifact, monkeypat
     assert timed["threads"] == max(1, len(os.sched_getaffinity(0)) // 2)
 
 
+@pytest.mark.slow
 def test_rank_0_ends_the_others_when_the_prompts_cannot_be_read(artifact, tmp_path):
     (tmp_path / "prompts.json").write_text("{")
     result = quantflow("generate", artifact, "--prompts", tmp_path / "prompts.json", "--ranks", "2")
@@ -107,7 +110,8 @@ def rank_process(rank: int, launcher: int) -> int:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are looked for in /proc")
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.slow
 def test_a_killed_rank_is_named_and_takes_the_others_with_it(artifact, tmp_path, rank):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("\n\n".join(PROMPTS * 4000))

@@ -137,6 +137,7 @@ def test_a_validation_that_does_not_fit_says_what_it_needs_before_it_reads_a_lay
     assert not (job.report / "validation.json").exists()
 
 
+@pytest.mark.slow
 def test_the_peak_of_generation_from_disk_is_a_fraction_of_the_weights(large_artifact):
     folder, nbytes = large_artifact
     expected = generate(Generate(artifact=folder, prompts=("value scale",), max_new_tokens=3), lambda _: None)["outputs"][0][

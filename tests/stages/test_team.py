@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
@@ -18,7 +17,6 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from quantflow.calibration import measure
-from quantflow.distributed.launch import LOST, launch
 from quantflow.errors import InputError
 from quantflow.exporting import export
 from quantflow.planning.recipe import Calibration, Quantize
@@ -190,7 +188,9 @@ def inputs(folder: Path) -> dict:
     return json.loads((folder / "DONE.json").read_text())["inputs"]
 
 
-@pytest.mark.parametrize("world", [2, 4, 8], ids=lambda world: f"{world} ranks")  # eight: more than sequences, and than groups
+@pytest.mark.parametrize(
+    "world", [2, 4, pytest.param(8, marks=pytest.mark.slow)]
+)  # eight: more than sequences, and than groups
 def test_gptq_on_several_cards_unified_is_what_one_process_writes(alone, shards, tmp_path, world):
     made = together(shards(world), tmp_path / "made")
     assert len(hashes(made)) == 9  # three layers, their records, quantize.json, the canary and its hashes
@@ -200,26 +200,29 @@ def test_gptq_on_several_cards_unified_is_what_one_process_writes(alone, shards,
 @pytest.mark.parametrize(
     ("recipe", "world"),
     [
-        ({"scheme": "W8A8"}, 2),
-        ({"scheme": "W8A8_STATIC"}, 4),
-        ({"scheme": "W4A16_ASYM", "group_size": 16, "quantized_inputs": True}, 2),
-        ({"scheme": "W4A16", "group_size": 16, "ignore": ["re:.*down_proj", "re:.*[.]1[.].*q_proj"]}, 4),
-        ({"scheme": "W8A8", "algorithm": "gptq"}, 2),
-        ({"scheme": "FP8", "transforms": [{"smoothquant": {"alpha": 0.5}}]}, 4),
-        ({"scheme": "W4A16", "group_size": 16, "algorithm": "hqq"}, 2),
-        ({"scheme": "W4A16", "group_size": 16, "transforms": [{"awq": {"clip": True}}]}, 2),
-        ({"scheme": "W8A8_STATIC", "transforms": [{"smoothquant": {"alpha": "auto"}}]}, 4),
-    ],
-    ids=[
-        "smoothquant",
-        "static",
-        "asymmetric-on-quantized-inputs",
-        "ignored",
-        "smoothquant-and-gptq",
-        "per-tensor",
-        "hqq",
-        "awq-and-gptq",
-        "searched-smoothquant",
+        pytest.param({"scheme": "W8A8"}, 2, id="smoothquant"),
+        pytest.param({"scheme": "W8A8_STATIC"}, 4, id="static", marks=pytest.mark.slow),
+        pytest.param(
+            {"scheme": "W4A16_ASYM", "group_size": 16, "quantized_inputs": True}, 2, id="asymmetric-on-quantized-inputs"
+        ),
+        pytest.param(
+            {"scheme": "W4A16", "group_size": 16, "ignore": ["re:.*down_proj", "re:.*[.]1[.].*q_proj"]}, 4, id="ignored"
+        ),
+        pytest.param({"scheme": "W8A8", "algorithm": "gptq"}, 2, id="smoothquant-and-gptq", marks=pytest.mark.slow),
+        pytest.param({"scheme": "FP8", "transforms": [{"smoothquant": {"alpha": 0.5}}]}, 4, id="per-tensor"),
+        pytest.param({"scheme": "W4A16", "group_size": 16, "algorithm": "hqq"}, 2, id="hqq", marks=pytest.mark.slow),
+        pytest.param(
+            {"scheme": "W4A16", "group_size": 16, "transforms": [{"awq": {"clip": True}}]},
+            2,
+            id="awq-and-gptq",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"scheme": "W8A8_STATIC", "transforms": [{"smoothquant": {"alpha": "auto"}}]},
+            4,
+            id="searched-smoothquant",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_every_plan_that_runs_the_model_is_what_one_process_writes(alone, ranks, tmp_path, recipe, world):
@@ -294,12 +297,11 @@ def test_the_report_says_how_each_linear_was_joined(shards, tmp_path):
 @pytest.mark.parametrize(
     ("recipe", "dies", "starts"),
     [
-        (GPTQ, (1, 0), 0),
-        (GPTQ, (1, 1), 0),
-        (GPTQ, (0, 2), 1),
-        ({**GPTQ, "quantized_inputs": True}, (0, 2), 1),
+        pytest.param(GPTQ, (1, 0), 0, id="before-the-first-layer", marks=pytest.mark.slow),
+        pytest.param(GPTQ, (1, 1), 0, id="in-the-first-layer", marks=pytest.mark.slow),
+        pytest.param(GPTQ, (0, 2), 1, id="in-the-second-layer"),
+        pytest.param({**GPTQ, "quantized_inputs": True}, (0, 2), 1, id="on-quantized-inputs", marks=pytest.mark.slow),
     ],
-    ids=["before-the-first-layer", "in-the-first-layer", "in-the-second-layer", "on-quantized-inputs"],
 )
 def test_a_rank_that_dies_ends_the_others_and_the_same_command_continues(alone, ranks, tmp_path, recipe, dies, starts):
     output = tmp_path / "shards"
@@ -343,33 +345,6 @@ def test_cards_that_computed_something_else_are_refused(shards, tmp_path):
     with pytest.raises(InputError, match="its card computed 0000000000000000 on the canary"):
         together(folder, tmp_path / "made")
     assert not (tmp_path / "made").exists()
-
-
-@pytest.mark.parametrize(
-    ("lines", "told"),
-    [
-        (
-            ("error: the disk is full", "  fix: free some", "error: quantize: " + LOST, "  fix: look"),
-            ("the disk is full", "free some"),
-        ),
-        (
-            ("error: the disk is full", "  fix: free some", "error: terminated", "  fix: wait"),
-            ("the disk is full", "free some"),
-        ),
-        (
-            ("error: quantize: " + LOST, "  fix: look", "error: the disk is full", "  fix: free some"),
-            ("the disk is full", "free some"),
-        ),
-    ],
-)
-def test_what_is_told_is_what_the_rank_said_that_failed_by_itself(tmp_path, monkeypatch, lines, told):
-    launcher = tmp_path / "python"
-    launcher.write_text("#!/bin/sh\n" + "".join(f"echo '{line}' >&2\n" for line in lines) + "exit 1\n")
-    launcher.chmod(0o755)
-    monkeypatch.setattr("quantflow.distributed.launch.sys", SimpleNamespace(executable=str(launcher), platform=sys.platform))
-    with pytest.raises(InputError) as failed:
-        launch("quantize", None, ranks=2, progress=QUIET)
-    assert failed.value.cause == f"a rank of 2 failed: {told[0]}" and failed.value.remedy.startswith(told[1])
 
 
 @pytest.mark.slow

@@ -399,6 +399,7 @@ def make(tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+@pytest.mark.slow
 def test_make_unify_takes_groups_as_they_are_written(make, tmp_path):
     ranks(tmp_path / "work" / "1-measure", dp=4)
     result = make("unify", "GROUPS=01 23")

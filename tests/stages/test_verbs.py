@@ -197,6 +197,7 @@ def test_the_proof_starts_before_anything_is_imported_or_measured_and_ends_with_
     """So both processes import torch at once; the proof's own waits for its order, and knows nothing of the artifact yet."""
     script = """
 import subprocess, sys
+import quantflow.distributed.launch  # whose annotations name the class that is replaced
 real, started = subprocess.Popen, []
 def popen(command, **options):
     started.append((command[1:], "torch" in sys.modules, real(command, **options)))

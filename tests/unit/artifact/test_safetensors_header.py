@@ -139,6 +139,7 @@ def test_offsets_that_do_not_tile_the_file_are_refused(tmp_path, first, second, 
     refused(write(tmp_path / "x.safetensors", header, bytes(size)), match)
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_tensors_on_the_same_bytes_are_refused(tmp_path):
     entry = {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}
     refused(write(tmp_path / "x.safetensors", {f"t{i}": entry for i in range(100_000)}, b"x"), "overlaps")

@@ -79,7 +79,7 @@ def test_another_source_compiler_or_cpu_gets_a_library_of_its_own(tmp_path, cach
     assert len(list(cache.iterdir())) == 4
 
 
-@pytest.mark.parametrize("damage", ["truncated", "empty", "flipped"])
+@pytest.mark.parametrize("damage", ["truncated", pytest.param("empty", marks=pytest.mark.slow), "flipped"])
 def test_a_damaged_library_is_compiled_again(tmp_path, cache, damage):
     path = source(tmp_path)
     assert in_another_process(path).communicate()[0] == "42\n"

@@ -7,7 +7,7 @@ import torch
 
 from quantflow.measurements.unify import unify
 
-CASES, PARTS = 1200, 6
+CASES, PARTS, QUICK = 1200, 6, 2
 OBSERVERS = (("amax",), ("channel_amax",), ("min_val", "max_val"), ("abs_sum",), ("counts",))
 NO_HESSIAN = (*(name for names in OBSERVERS for name in names), "count")
 
@@ -76,7 +76,7 @@ def check(random, simulation, statistics_of, keyed):
         assert merged.indices == sorted(index for replica in held for index in made.indices(replica))
 
 
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("part", [pytest.param(part, marks=[pytest.mark.slow] * (part >= QUICK)) for part in range(PARTS)])
 def test_shares_unified_over_any_mesh_and_grouping_are_the_whole(part, simulation, formulas):
     generator = random.Random(part)
     for _ in range(CASES // PARTS):

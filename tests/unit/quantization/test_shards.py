@@ -339,6 +339,7 @@ def quantflow(*arguments: str | Path) -> str:
     return result.stdout
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_readme(model, tmp_path, capsys):
     def quantflow(*arguments: str | Path) -> str:
         assert exit_code(cli, list(map(str, arguments))) == 0

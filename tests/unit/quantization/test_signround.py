@@ -82,15 +82,26 @@ def test_the_recorded_loss_is_that_of_the_artifacts_layers_on_what_its_own_layer
 @pytest.mark.parametrize(
     ("family", "words"),
     [
-        ("llama", {"signround": replace(FEW, start="gptq")}),
-        ("llama", {"signround": replace(FEW, start="hqq"), "scheme": "W3A16_ASYM"}),
-        ("llama", {"transforms": ({"awq": {}},)}),
-        ("llama", {"transforms": ({"hadamard": {}},), "signround": replace(FEW, start="gptq")}),
-        ("llama", {"scheme": "W8A8", "group_size": None, "signround": replace(FEW, start="gptq")}),
-        ("llama", {"ignore": ("re:.*k_proj",), "overrides": (Override(match="re:.*q_proj", scheme="W8A16"),)}),
-        ("gpt_neox", {"scheme": "W4A16_ASYM"}),
+        pytest.param("llama", {"signround": replace(FEW, start="gptq")}, id="gptq", marks=pytest.mark.slow),
+        pytest.param("llama", {"signround": replace(FEW, start="hqq"), "scheme": "W3A16_ASYM"}, id="hqq-asym"),
+        pytest.param("llama", {"transforms": ({"awq": {}},)}, id="awq", marks=pytest.mark.slow),
+        pytest.param(
+            "llama",
+            {"transforms": ({"hadamard": {}},), "signround": replace(FEW, start="gptq")},
+            id="hadamard-gptq",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "llama",
+            {"scheme": "W8A8", "group_size": None, "signround": replace(FEW, start="gptq")},
+            id="w8a8-smoothquant-gptq",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "llama", {"ignore": ("re:.*k_proj",), "overrides": (Override(match="re:.*q_proj", scheme="W8A16"),)}, id="mixed"
+        ),
+        pytest.param("gpt_neox", {"scheme": "W4A16_ASYM"}, id="gpt-neox"),
     ],
-    ids=["gptq", "hqq-asym", "awq", "hadamard-gptq", "w8a8-smoothquant-gptq", "mixed", "gpt-neox"],
 )
 def test_it_goes_on_from_other_algorithms_with_transforms_and_other_schemes(
     family_model, measured_family, tmp_path, family, words

@@ -25,6 +25,8 @@ ENTRIES = {
     "signround": Quantize(name="x", scheme="W4A16", group_size=32, algorithm="signround", signround=SignRound(iterations=3)),
     "hadamard": Quantize(name="x", scheme="W8A8_STATIC", algorithm="gptq", transforms=({"hadamard": {"down": True}},)),
 }
+SLOW = ("gptq", "searched smoothquant", "awq", "hadamard")  # the others run by default
+EVERY = [pytest.param(entry, id=name, marks=[pytest.mark.slow] * (name in SLOW)) for name, entry in ENTRIES.items()]
 
 
 def limit(monkeypatch, *, workers):
@@ -82,7 +84,7 @@ def test_a_measurement_does_not_depend_on_cores(llama, text_files, tmp_path, mon
     assert sorted(path.name for path in (tmp_path / "found").iterdir() if path.is_dir()) == ["rank-000-of-001"]
 
 
-@pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES)
+@pytest.mark.parametrize("entry", EVERY)
 def test_quantized_layers_do_not_depend_on_cores(llama, text_files, tmp_path, monkeypatch, entry):
     measurement = measured(llama, text_files, tmp_path / "measured")
     expected = files_of(quantized(llama, measurement, tmp_path / "expected", entry))
@@ -108,7 +110,7 @@ def test_a_measurement_goes_on_at_the_layer_where_it_was_stopped(llama, text_fil
     assert files_of(rank_folder(tmp_path / "found", 0, 1)) == expected
 
 
-@pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES)
+@pytest.mark.parametrize("entry", EVERY)
 @pytest.mark.parametrize("lost", ["nothing", "hidden states", "damaged hidden states", "first layer"])
 def test_quantize_goes_on_where_it_was_stopped_to_the_same_bytes(llama, text_files, tmp_path, entry, lost):
     measurement = measured(llama, text_files, tmp_path / "measured")

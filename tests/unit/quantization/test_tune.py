@@ -102,7 +102,9 @@ def divergence(original, model, sequences):
     return total / sum(map(len, sequences))
 
 
-@pytest.mark.parametrize("kind", ["", "smoothed_"], ids=["as it is", "smoothed"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("", id="as it is", marks=pytest.mark.slow), pytest.param("smoothed_", id="smoothed")]
+)
 def test_the_recorded_divergences_are_those_of_the_artifacts_before_and_after(llama, measured, request, tmp_path, kind):
     untuned, tuned = request.getfixturevalue(f"{kind}untuned"), request.getfixturevalue(f"{kind}tuned")
     original, sequences = load_model(open_source(llama), dtype=torch.float32), sequences_of(measured)
@@ -205,7 +207,11 @@ def test_a_run_that_was_killed_goes_on_at_its_step_to_the_same_bytes(llama, meas
     assert sorted(set(begun)) == list(range(min(6, after // 2), 6))
 
 
-@pytest.mark.parametrize("after", [0, 1, 5, 15], ids=["no layer", "a layer", "in the second step", "while it writes"])
+@pytest.mark.parametrize(
+    "after",
+    [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 5, 15],
+    ids=["no layer", "a layer", "in the second step", "while it writes"],
+)
 def test_what_was_smoothed_goes_on_wherever_it_was_killed(llama, measured, smoothed_tuned, tmp_path, monkeypatch, after):
     arguments = (llama, measured, tmp_path / "out", replace(ENTRY, **SMOOTHED))
     killed(monkeypatch, after, *arguments)
@@ -250,24 +256,23 @@ def test_scales_that_make_it_no_better_stay_as_they_were(llama, measured, reques
 @pytest.mark.parametrize(
     ("family", "words"),
     [
-        ("llama", {"algorithm": "signround", "signround": SignRound(iterations=4, sequences=2)}),
-        ("llama", {"algorithm": "gptq", "scheme": "W4A16_ASYM"}),
-        ("llama", {"algorithm": "gptq", "scheme": "W2A16"}),
-        ("llama", {"ignore": ("re:.*k_proj",), "overrides": (Override(match="re:.*q_proj", scheme="W8A16"),)}),
-        ("gpt_neox", {"scheme": "W2A16_ASYM"}),
-        ("gpt_neox", {"transforms": ({"awq": {}},)}),
-        ("qwen2", {"transforms": ({"awq": {}},)}),
-        ("llama", {"transforms": ({"awq": {}},), "ignore": ("re:.*v_proj",)}),
-    ],
-    ids=[
-        "signround",
-        "gptq-asym",
-        "gptq-negative",
-        "mixed",
-        "gpt-neox",
-        "norms-with-bias",
-        "values-with-bias",
-        "values-as-stored",
+        pytest.param(
+            "llama",
+            {"algorithm": "signround", "signround": SignRound(iterations=4, sequences=2)},
+            id="signround",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("llama", {"algorithm": "gptq", "scheme": "W4A16_ASYM"}, id="gptq-asym", marks=pytest.mark.slow),
+        pytest.param("llama", {"algorithm": "gptq", "scheme": "W2A16"}, id="gptq-negative", marks=pytest.mark.slow),
+        pytest.param(
+            "llama", {"ignore": ("re:.*k_proj",), "overrides": (Override(match="re:.*q_proj", scheme="W8A16"),)}, id="mixed"
+        ),
+        pytest.param("gpt_neox", {"scheme": "W2A16_ASYM"}, id="gpt-neox"),
+        pytest.param("gpt_neox", {"transforms": ({"awq": {}},)}, id="norms-with-bias", marks=pytest.mark.slow),
+        pytest.param("qwen2", {"transforms": ({"awq": {}},)}, id="values-with-bias"),
+        pytest.param(
+            "llama", {"transforms": ({"awq": {}},), "ignore": ("re:.*v_proj",)}, id="values-as-stored", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_it_goes_on_from_every_algorithm_and_the_proof_holds(family_model, measured_family, tmp_path, family, words):
