@@ -33,7 +33,7 @@ from quantflow.exporting.proof import CANARY
 from quantflow.formats import DEFAULT, FORMATS
 from quantflow.models.graph import graph_for
 from quantflow.models.reading import read_into, read_tensor
-from quantflow.models.source import PlainConfig
+from quantflow.models.source import config_of
 from quantflow.quantization.head_file import record_of
 from quantflow.quantization.weight_rows import Stored, ValuesDigest, decoded_rows, row_step
 
@@ -62,7 +62,7 @@ def prove(artifact: Path, quantized: Path, source: Path, *, workers: Workers) ->
 
 def _prove_tensors(artifact: Checkpoint, quantized: Path, *, workers: Workers) -> None:
     """Decode every quantized linear and compare its values with those that quantize recorded."""
-    linears = [*graph_for(PlainConfig(artifact)).linears, *_heads(artifact)]
+    linears = [*graph_for(config_of(artifact)).linears, *_heads(artifact)]
     found_schemes = FORMAT.schemes_from_config(artifact.config["quantization_config"], linears)
     schemes = {name: scheme for name, scheme in found_schemes.items() if scheme is not None}
     expected: dict[str, str] = {}

@@ -91,7 +91,7 @@ class LayerStream:
         self._layers: nn.ModuleList = self.model.get_submodule(graph.family.layers)
         self._originals = tuple(self._layers)
         self._index = {module: index for index, module in enumerate(self._originals)}
-        self._given = Given()
+        self._given = Given(in_tuple=graph.family.in_tuple)
         inside = f"{graph.family.layers}."
         parameters = [name for name, _ in self.model.named_parameters(remove_duplicate=False)]
         self._outer = tuple(name for name in parameters if not name.startswith(inside))
@@ -161,7 +161,7 @@ class LayerStream:
             return [self._record(sequence, pool, store, index) for index, sequence in enumerate(sequences)]
 
     def _record(self, sequence: Tensor, pool: TensorPool, store: HiddenStates, index: int) -> State:
-        recorders = [Recorder() for _ in self._originals]
+        recorders = [Recorder(in_tuple=self.graph.family.in_tuple) for _ in self._originals]
         with self._replaced(recorders):
             self.model.base_model(input_ids=sequence[None], use_cache=False)  # [1, S]
         seen: dict[int, Tensor] = {}
@@ -219,8 +219,9 @@ class LayerStream:
         kwargs, cache = call.kwargs, self.cache if cache is None else cache
         if cache is not None:
             kwargs = kwargs | {name: cache for name in _CACHE_ARGUMENTS if name in kwargs}
-        output: Tensor = module(hidden, *call.args, **kwargs)
-        return output
+        output: Any = module(hidden, *call.args, **kwargs)
+        made: Tensor = output[0] if self.graph.family.in_tuple else output
+        return made
 
     def advance(
         self,

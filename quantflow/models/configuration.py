@@ -3,10 +3,12 @@
 from pathlib import Path
 
 from transformers import AutoConfig, PreTrainedConfig
+from transformers import __version__ as VERSION
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from quantflow.artifact.checkpoint import Checkpoint
-from quantflow.errors import InputError
-from quantflow.models.graph import family_for
+from quantflow.errors import InputError, UnsupportedError
+from quantflow.models.graph import FAMILIES, family_for
 
 
 def load_config(checkpoint: Checkpoint) -> PreTrainedConfig:
@@ -14,9 +16,9 @@ def load_config(checkpoint: Checkpoint) -> PreTrainedConfig:
 
     Raises:
         InputError: transformers refuses the configuration.
-        UnsupportedError: the family is not supported.
+        UnsupportedError: transformers knows no causal language model of this type.
     """
-    family_for(checkpoint.config.get("model_type"), checkpoint.config.get("architectures"))
+    _require_causal_lm(checkpoint.config.get("model_type"), checkpoint.config.get("architectures"))
     try:
         config = AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # the library raises what its validators raise: no narrower common base than this
@@ -25,6 +27,27 @@ def load_config(checkpoint: Checkpoint) -> PreTrainedConfig:
         ) from error
     _require_heads(config, checkpoint.folder / "config.json")
     return config
+
+
+def _require_causal_lm(model_type: object, architectures: object) -> None:
+    """Refuse what transformers has no causal language model for, and another architecture of a type that it has one for.
+
+    Raises:
+        UnsupportedError: naming both.
+    """
+    if model_type in FAMILIES:
+        family_for(model_type, architectures)
+        return
+    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type) if isinstance(model_type, str) else None
+    names = (known,) if isinstance(known, str) else tuple(known or ())
+    told = f"config.json: model_type {model_type!r} (architectures {architectures})"
+    if not names:
+        remedy = "use a causal language model that this version knows"
+        raise UnsupportedError(f"{told} is no causal language model of transformers {VERSION}", remedy)
+    if architectures is not None and not (
+        isinstance(architectures, list) and len(architectures) == 1 and architectures[0] in names
+    ):
+        raise UnsupportedError(f"{told}; this type is supported as {names[0]}", "use the causal language model of this family")
 
 
 def _require_heads(config: PreTrainedConfig, path: Path) -> None:

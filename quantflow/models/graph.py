@@ -89,6 +89,8 @@ class Family:
         embedding, head: what reads the tokens, and what makes logits of the last hidden state.
         residual: None where a norm subtracts the mean, which no rotation commutes with, and for mixtures, whose routers read
             the hidden state too. Elsewhere the groups whose input is no norm's output write it, and no others do.
+        discovered: it is in no table: `quantflow.models.discovery` found it.
+        in_tuple: a layer returns the hidden state as the first of a tuple.
     """
 
     model_type: str
@@ -100,6 +102,8 @@ class Family:
     embedding: str = "model.embed_tokens"
     head: str = "lm_head"
     residual: Residual | None = None
+    discovered: bool = False
+    in_tuple: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,6 +267,10 @@ def graph_for(config: Any) -> Graph:
         UnsupportedError: the family is not supported.
         InputError: a mixture, and no number of experts.
     """
+    if config.model_type not in FAMILIES:
+        from quantflow.models.discovery import graph_of  # here: it runs the model's own code, which the table makes unnecessary
+
+        return graph_of(config)
     family = family_for(config.model_type, getattr(config, "architectures", None))
     count: int = config.num_hidden_layers
     return Graph(family=family, layers=tuple(_layer(family, index, config) for index in range(count)))

@@ -136,25 +136,28 @@ class _EmptyOnMeta(TorchFunctionMode):
 
 
 def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
-    """Return the causal LM of a configuration without storage: parameters on meta, buffers real, eval mode, SDPA.
+    """Return the causal LM of a configuration without storage: parameters on meta, buffers real, eval mode.
 
-    The experts of a mixture are linears of their own (`quantflow.models.experts`).
+    Attention is torch's `scaled_dot_product_attention`, or the family's own where it knows no other. The experts of a mixture
+    are linears of their own (`quantflow.models.experts`).
 
     Raises:
-        UnsupportedError: a buffer that is not computed from the configuration alone.
+        UnsupportedError: a buffer that a checkpoint holds, which no configuration determines.
     """
+    kind = AutoModelForCausalLM._model_mapping[type(config)]
+    attention = "sdpa" if kind._supports_sdpa else "eager"
     with _ONE_AT_A_TIME, _EmptyOnMeta(), no_init_weights():
         model = AutoModelForCausalLM.from_config(
-            copy.deepcopy(config), dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=False
+            copy.deepcopy(config), dtype=torch.float32, attn_implementation=attention, trust_remote_code=False
         )
     release_(model, [name for name, parameter in model.named_parameters() if not parameter.is_meta])
     model.tie_weights()
-    for name, module in model.named_modules():
-        if any(True for _ in module.buffers(recurse=False)) and "RotaryEmbedding" not in type(module).__name__:
-            raise UnsupportedError(
-                f"{name}: {type(module).__name__} has buffers that config.json does not determine",
-                "use a supported family without them",
-            )
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    if stored := next((name for name in model.state_dict() if name not in parameters), None):
+        raise UnsupportedError(
+            f"{config.model_type}: {stored} is a buffer that config.json does not determine",
+            "use a family without such buffers",
+        )
     view_(model)
     model.requires_grad_(False)
     return model.eval()

@@ -11,7 +11,7 @@ from quantflow.artifact.canonical import digest_of, file_digest
 from quantflow.artifact.checkpoint import CONFIG, Checkpoint, open_checkpoint, refuse_quantized
 from quantflow.artifact.digests import Digests
 from quantflow.errors import InputError, UnsupportedError
-from quantflow.models.graph import family_for
+from quantflow.models.graph import FAMILIES, family_for
 
 _SIZES = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
 
@@ -69,7 +69,21 @@ def open_files(folder: str | Path) -> ModelFiles:
     checkpoint = open_checkpoint(Path(folder))
     refuse_quantized(checkpoint)
     refuse_stacked_experts(checkpoint)
-    return ModelFiles(checkpoint=checkpoint, config=PlainConfig(checkpoint))
+    return ModelFiles(checkpoint=checkpoint, config=config_of(checkpoint))
+
+
+def config_of(checkpoint: Checkpoint) -> Any:
+    """Return what `graph_for` reads: config.json as it is for a family of the table, transformers' own for any other.
+
+    Raises:
+        InputError: a size that is missing, or what transformers refuses.
+        UnsupportedError: no causal language model.
+    """
+    if checkpoint.config.get("model_type") in FAMILIES:
+        return PlainConfig(checkpoint)
+    from quantflow.models.configuration import load_config  # here: it imports transformers
+
+    return load_config(checkpoint)
 
 
 def refuse_stacked_experts(checkpoint: Checkpoint) -> None:

@@ -32,31 +32,33 @@ class Call:
 class Recorder(nn.Module):
     """Stands for a decoder layer: remembers what it was called with and returns its input."""
 
-    def __init__(self) -> None:
-        """Start with nothing recorded."""
+    def __init__(self, *, in_tuple: bool = False) -> None:
+        """Start with nothing recorded; `in_tuple`: the layer returns a tuple."""
         super().__init__()
+        self.in_tuple = in_tuple
         self.hidden = torch.empty(0)
         self.args: tuple[Any, ...] = ()
         self.kwargs: dict[str, Any] = {}
 
-    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor]:
         """Record and return `hidden`, [1, S, H]."""
         self.hidden, self.args, self.kwargs = hidden, args, kwargs
-        return hidden
+        return (hidden,) if self.in_tuple else hidden
 
 
 class Given(nn.Module):
     """Stands for every decoder layer: returns what the calling thread was given, whatever it is called with."""
 
-    def __init__(self) -> None:
-        """Start with nothing given."""
+    def __init__(self, *, in_tuple: bool = False) -> None:
+        """Start with nothing given; `in_tuple`: the layers return tuples."""
         super().__init__()
+        self.in_tuple = in_tuple
         self._mine = threading.local()
 
-    def forward(self, *_args: Any, **_kwargs: Any) -> Tensor:
+    def forward(self, *_args: Any, **_kwargs: Any) -> Tensor | tuple[Tensor]:
         """Return the hidden state that this thread was given."""
         hidden: Tensor = self._mine.hidden
-        return hidden
+        return (hidden,) if self.in_tuple else hidden
 
     @contextmanager
     def giving(self, hidden: Tensor) -> Iterator[None]:

@@ -7,6 +7,7 @@ from typing import Any
 from quantflow.algorithms import ALGORITHMS, TUNE, supports_of
 from quantflow.core.scheme import LinearScheme
 from quantflow.core.support import Supports
+from quantflow.errors import UnsupportedError
 from quantflow.models.graph import Graph
 from quantflow.transforms import ROTATIONS, TRANSFORMS, Transform, Turn
 
@@ -53,6 +54,9 @@ def check_model(name: str, method: str, supports: Supports, *, graph: Graph, ran
     family = graph.family
     if graph.sparse and supports.mixtures is not None:
         raise supports.mixtures.error(f"{name}: {method} of a {family.model_type}", family=family.model_type)
+    if family.discovered and supports.centred_norms is not None:
+        told = f"{name}: {method} of a {family.model_type}, whose norms are not known to commute with rotations"
+        raise UnsupportedError(told, "leave it out; smoothquant and awq go with every family")
     if family.residual is None and family.mixture is None and supports.centred_norms is not None:
         raise supports.centred_norms.error(f"{name}: {method} of a {family.model_type}", family=family.model_type)
     if ranks > 1 and supports.ranks is not None:

@@ -1,0 +1,568 @@
+"""What a decoder layer is made of, found by running the model's own forward once: no table of families.
+
+    graph = graph_of(config)                      one forward of a few tokens, no weight in memory
+    graph.layers[0].groups                        which linears receive the same tensor, and what that tensor comes from
+
+Every decoder layer runs as transformers wrote it, but for its linears: they hand out random numbers of the right shape. So no
+matrix is needed, and the outputs of a linear depend on nothing: what is computed from them leads back to that linear alone.
+Parameters are a single number, stretched to their shape. All operations in between are recorded, and answer
+
+    which linears receive the same tensor         the same value came in
+    which norm put it out, for nobody else        its only producer is a norm, its only readers are these linears
+    which linear feeds which                      on the way back lie operations through which a factor of each channel goes:
+                                                  copies and views, products with numbers that do not depend on that linear, and
+                                                  attention where it is the values
+    what is a router                              a linear inside a mixture with an output for each expert, or a single one
+    where keys and values enter the cache         the module that called the cache's update
+
+Layers are replayed one by one later, with what each was called with. So a model is refused whose layers read anything of
+earlier layers but the hidden state.
+"""
+
+import copy
+import functools
+import json
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicCache
+from transformers.pytorch_utils import Conv1D
+
+from quantflow.errors import UnsupportedError
+from quantflow.models.configuration import first_line
+from quantflow.models.graph import Family, Graph, Layer, LinearGroup
+from quantflow.models.load import skeleton
+
+TOKENS = 6  # of the sequence that is run
+_OTHER = "use a model whose decoder layers are linears between norms, one layer after the other"
+_LINEARS = (nn.Linear, Conv1D)
+# Through these a factor of a channel goes unchanged, whatever becomes of the shape in front of the channels.
+_COPIES = frozenset(
+    {
+        *("aten.view", "aten._unsafe_view", "aten.reshape", "aten.transpose", "aten.permute", "aten.t", "aten.unsqueeze"),
+        *("aten.squeeze", "aten.expand", "aten.clone", "aten.contiguous", "aten._to_copy", "aten.alias", "aten.detach"),
+        *("aten._reshape_alias", "aten.native_dropout", "aten.slice", "aten.repeat"),
+    }
+)
+_PRODUCTS = frozenset({"aten.mul", "aten.div"})
+_ATTENTION = {  # operation -> which argument is the values
+    "aten._scaled_dot_product_flash_attention_for_cpu": 2,
+    "aten.scaled_dot_product_attention": 2,
+    "aten._scaled_dot_product_attention_math": 2,
+    "aten._fused_sdp_choice": 2,
+    "aten.bmm": 1,
+    "aten.matmul": 1,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Value:
+    """A tensor at a moment: an operation in place makes another value of the same tensor."""
+
+    number: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Operation:
+    """One recorded operation.
+
+    Attributes:
+        name: torch's, without the overload: `aten.mul`.
+        inputs: the values that it reads, in the order of its arguments; None where an argument is no tensor.
+        outputs: the values that it makes.
+    """
+
+    name: str
+    inputs: tuple[Value | None, ...]
+    outputs: tuple[Value, ...]
+
+
+@dataclass(kw_only=True, eq=False)
+class Called:
+    """A call of a decoder layer.
+
+    Attributes:
+        hidden: the value that it received first.
+        others: the other values that it was called with.
+        output: the hidden state that it returned.
+        in_tuple: it returned it as the first of a tuple.
+    """
+
+    hidden: Value
+    others: tuple[Value, ...]
+    output: Value | None = None
+    in_tuple: bool = False
+
+
+@dataclass(kw_only=True, eq=False)
+class Record:
+    """What happened in one forward.
+
+    Attributes:
+        operations: in order.
+        linears: name of a linear -> the value that it received, first call first; a linear that is called again stays in place.
+        outputs: value -> the linear that handed it out.
+        norms: value -> the module without linears below it that returned it.
+        cached: attention module -> (shape of the keys, shape of the values) as they enter the cache.
+        called: decoder layer -> (its hidden state, the other values that it was called with, its output, whether in a tuple).
+        read_by: value -> how often something read it.
+        made_by: value -> the operation that made it.
+    """
+
+    operations: list[Operation] = field(default_factory=list)
+    linears: dict[str, Value] = field(default_factory=dict)
+    outputs: dict[Value, str] = field(default_factory=dict)
+    norms: dict[Value, str] = field(default_factory=dict)
+    cached: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+    called: dict[str, "Called"] = field(default_factory=dict)
+    read_by: dict[Value, int] = field(default_factory=dict)
+    made_by: dict[Value, Operation] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedLayer:
+    """A decoder layer as it ran; names are those of modules inside the layer.
+
+    Attributes:
+        prefix: the layer's own name, `model.layers.3`.
+        groups: every linear that ran, those of a mixture's experts for each expert that was called.
+        routers: linears that decide which experts a token goes to and what they count.
+        attention: the module that writes the cache.
+        kv_heads, key_dim, value_dim: heads that enter the cache, and their features.
+        in_tuple: it returns the hidden state as the first of a tuple.
+    """
+
+    prefix: str
+    groups: tuple[LinearGroup, ...]
+    routers: tuple[str, ...]
+    attention: str
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    in_tuple: bool
+
+
+class _Recorder(TorchDispatchMode):
+    """Records every operation below autograd, by the identity of tensors; all of them are kept alive until the end."""
+
+    def __init__(self, record: Record) -> None:
+        super().__init__()
+        self.record = record
+        self._values: dict[int, Value] = {}
+        self._kept: list[Tensor] = []
+        self.paused = False
+
+    def value_of(self, tensor: Tensor) -> Value:
+        """Return the present value of a tensor."""
+        found = self._values.get(id(tensor))
+        return self.renew(tensor) if found is None else found
+
+    def renew(self, tensor: Tensor) -> Value:
+        """Return a new value of a tensor."""
+        self._kept.append(tensor)
+        self._values[id(tensor)] = made = Value(len(self._kept))
+        return made
+
+    def read(self, tensor: Tensor) -> Value:
+        """Return the present value of a tensor, and count that something reads it."""
+        value = self.value_of(tensor)
+        self.record.read_by[value] = self.record.read_by.get(value, 0) + 1
+        return value
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation and record it."""
+        given = kwargs or {}
+        if self.paused:
+            return func(*args, **given)
+        inputs = tuple(self.read(item) if isinstance(item, Tensor) else None for item in args)
+        listed = [item for item in args if isinstance(item, list | tuple)]
+        more = tuple(self.read(item) for items in listed for item in items if isinstance(item, Tensor))
+        result = func(*args, **given)
+        results = result if isinstance(result, tuple | list) else (result,)
+        outputs = tuple(self.renew(item) for item in results if isinstance(item, Tensor))
+        made = Operation(name=f"aten.{func._schema.name.partition('::')[2]}", inputs=(*inputs, *more), outputs=outputs)
+        self.record.operations.append(made)
+        for output in outputs:
+            self.record.made_by[output] = made
+        return result
+
+
+class _Cache(DynamicCache):
+    """A cache that tells which module put keys and values into it, and returns them."""
+
+    def __init__(self, calling: list[str], record: Record) -> None:
+        super().__init__()
+        self._calling, self._record = calling, record
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Return keys and values as they are."""
+        self._record.cached[self._calling[-1]] = (tuple(key_states.shape), tuple(value_states.shape))
+        return key_states, value_states
+
+
+def graph_of(config: Any) -> Graph:
+    """Return the graph of a model whose family is not in the table, found by one forward.
+
+    Args:
+        config: transformers' own.
+
+    Raises:
+        UnsupportedError: it cannot be traced, or has what nothing here quantizes yet; says what stood in the way.
+    """
+    values = config.to_dict()
+    values.pop("quantization_config", None)
+    return _graph_of(json.dumps(values, sort_keys=True, default=str))
+
+
+@functools.lru_cache(maxsize=4)  # a process asks several times about one model, and about its artifact
+def _graph_of(told: str) -> Graph:
+    values = json.loads(told)
+    config: PreTrainedConfig = AutoConfig.for_model(**values)
+    kind = config.model_type
+    model = skeleton(config)
+    place = layers_of(model)
+    layers = traced(model, place)
+    for name, parameter in model.named_parameters():
+        if name.startswith(f"{place}.") and parameter.ndim > 2 and "conv" not in name:
+            cause = f"{kind}: {name} {list(parameter.shape)} holds several matrices, such as those of experts"
+            raise UnsupportedError(cause, "use a family whose experts are linears of their own, such as mixtral")
+    for name, module in model.get_submodule(place).named_modules(prefix=place):
+        if isinstance(module, Conv1D):
+            raise UnsupportedError(f"{kind}: {name} is stored transposed, as no runtime reads quantized weights", _OTHER)
+    family = Family(
+        model_type=kind,
+        architecture=type(model).__name__,
+        layers=place,
+        attention=layers[0].attention,
+        groups=layers[0].groups,
+        embedding=_name_of(model, model.get_input_embeddings()),
+        head=_name_of(model, model.get_output_embeddings()),
+        discovered=True,
+        in_tuple=layers[0].in_tuple,
+    )
+    return Graph(family=family, layers=tuple(_full(model, index, layer) for index, layer in enumerate(layers)))
+
+
+def _name_of(model: PreTrainedModel, module: object) -> str:
+    return next(name for name, part in model.named_modules() if part is module)
+
+
+def _full(model: PreTrainedModel, index: int, traced_layer: TracedLayer) -> Layer:
+    """Return a layer of the graph, whose names are full."""
+    prefix = traced_layer.prefix
+    groups, repeats = [], 1
+    for group in (_renamed(group, lambda name: f"{prefix}.{name}") for group in traced_layer.groups):
+        linear: Any = model.get_submodule(group.linears[0])
+        shared = traced_layer.kv_heads * traced_layer.value_dim
+        if group.per_head and linear.in_features % shared:  # it reads something else than whole heads
+            group = replace(group, feeder=None, per_head=False)
+        repeats = linear.in_features // shared if group.per_head else repeats
+        groups.append(group)
+    return Layer(
+        index=index,
+        prefix=prefix,
+        attention=f"{prefix}.{traced_layer.attention}",
+        groups=tuple(groups),
+        repeats=repeats,
+        head_dim=traced_layer.value_dim,
+    )
+
+
+def traced(model: PreTrainedModel, place: str) -> tuple[TracedLayer, ...]:
+    """Run a model without weights once and return what its decoder layers are made of.
+
+    Args:
+        model: of `quantflow.models.load.skeleton`: parameters on meta, buffers real. It is as it was afterwards.
+        place: the list of decoder layers; see `layers_of`.
+
+    Raises:
+        UnsupportedError: the forward does not run so, or layers cannot be run one by one; says what stood in the way.
+    """
+    record, calling = Record(), list[str]()
+    recorder = _Recorder(record)
+    names = [f"{place}.{index}" for index in range(len(model.get_submodule(place)))]  # type: ignore[arg-type]
+    try:
+        with _standing_in(model, recorder, calling, layers=names), recorder, torch.no_grad():
+            ids = torch.arange(2, 2 + TOKENS)[None] % model.config.get_text_config().vocab_size
+            model(input_ids=ids, past_key_values=_Cache(calling, record), use_cache=True)
+    except Exception as error:  # whatever a family's forward raises where it is no ordinary decoder
+        cause = f"{model.config.model_type}: its layers cannot be traced: {type(error).__name__}: {first_line(error)}"
+        raise UnsupportedError(cause, _OTHER) from error
+    _require_chain(record, names, model.config.model_type)
+    return tuple(_layer(record, model, name) for name in names)
+
+
+def _require_chain(record: Record, names: Sequence[str], kind: str) -> None:
+    """Refuse layers that cannot be replayed one by one.
+
+    Raises:
+        UnsupportedError: a layer that did not run, or that reads of earlier layers anything but their output.
+    """
+    before: Called | None = None
+    for name in names:
+        called = record.called.get(name)
+        if called is None or called.output is None:
+            raise UnsupportedError(f"{kind}: {name} was not called with one hidden state", _OTHER)
+        if before is not None and called.hidden is not before.output:
+            raise UnsupportedError(f"{kind}: {name} does not read what the layer before it returned", _OTHER)
+        if read := sorted(linear for linear in _depends(record, called.others) if linear.startswith(f"{names[0][:-1]}")):
+            raise UnsupportedError(f"{kind}: {name} reads {read[0]} beside the hidden state", _OTHER)
+        before = called
+
+
+def layers_of(model: PreTrainedModel) -> str:
+    """Return the name of the list of decoder layers: the longest list of modules that hold linears.
+
+    Raises:
+        UnsupportedError: there is none.
+    """
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) and ".experts" not in f".{name}":
+            linears = sum(isinstance(part, _LINEARS) for part in module.modules())
+            found[name] = (linears, -name.count("."))
+    if not found or not max(found.values())[0]:
+        raise UnsupportedError(f"{model.config.model_type}: no list of layers that hold linears", _OTHER)
+    return max(found, key=lambda name: found[name])
+
+
+@contextmanager
+def _standing_in(model: PreTrainedModel, recorder: _Recorder, calling: list[str], *, layers: Collection[str]) -> Iterator[None]:
+    """Give parameters a number and linears a result, and watch modules, until the block ends.
+
+    Args:
+        model: as `traced` takes it.
+        recorder: knows the values of tensors.
+        calling: gets the names of the modules that run, the innermost last.
+        layers: names of the decoder layers.
+    """
+    record = recorder.record
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, name: str) -> None:
+        calling.append(name)
+        if name in layers:
+            given = [item for item in (*args, *kwargs.values()) if item is not None]
+            tensors = [item for one in given for item in (one if isinstance(one, tuple | list) else (one,))]
+            hidden, *others = [recorder.value_of(item) for item in tensors if isinstance(item, Tensor)]
+            if args and isinstance(args[0], Tensor) and name not in record.called:
+                record.called[name] = Called(hidden=hidden, others=tuple(others))
+
+    def leave(module: nn.Module, _: Any, output: Any, *, name: str) -> None:
+        calling.pop()
+        if isinstance(output, Tensor) and _is_norm(module):
+            record.norms[recorder.value_of(output)] = name
+        if (called := record.called.get(name)) is not None:
+            first = output[0] if (in_tuple := isinstance(output, tuple)) else output
+            if isinstance(first, Tensor):
+                called.output, called.in_tuple = recorder.value_of(first), in_tuple
+
+    with ExitStack() as stack:
+        for module in model.modules():
+            for name, parameter in list(module._parameters.items()):
+                if parameter is not None and parameter.is_meta:
+                    stretched = torch.ones((), dtype=parameter.dtype).expand(parameter.shape)
+                    module._parameters[name] = nn.Parameter(stretched, requires_grad=False)
+                    stack.callback(module._parameters.__setitem__, name, parameter)
+        for name, module in model.named_modules():
+            if _is_linear(module):
+                module.forward = _stand_in(name, module, recorder)  # type: ignore[method-assign]
+                stack.callback(module.__dict__.pop, "forward")
+            else:
+                stack.callback(module.register_forward_pre_hook(partial(enter, name=name), with_kwargs=True).remove)
+                stack.callback(module.register_forward_hook(partial(leave, name=name)).remove)
+        yield
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Return whether a module computes x @ W.T + b, or Conv1D's x @ W + b; of a subclass it is tried with a small matrix."""
+    if type(module).forward in (nn.Linear.forward, Conv1D.forward):
+        return True
+    if not isinstance(module, nn.Linear):
+        return False
+    generator = torch.Generator().manual_seed(0)
+    weight, bias, x = (torch.randn(shape, generator=generator) for shape in ((3, 5), (3,), (2, 5)))
+    trial = copy.copy(module)
+    trial._parameters = {"weight": nn.Parameter(weight), "bias": None if module.bias is None else nn.Parameter(bias)}
+    try:
+        return bool(torch.allclose(trial(x), nn.functional.linear(x, trial.weight, trial.bias), atol=1e-6))
+    except (RuntimeError, TypeError):
+        return False
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """Return whether a module is one vector of weights, perhaps with a bias: what norms are."""
+    own = [parameter for parameter in module.parameters()]
+    return bool(own) and all(parameter.ndim == 1 for parameter in own) and not any(True for _ in module.children())
+
+
+def _stand_in(name: str, module: Any, recorder: _Recorder) -> Callable[[Tensor], Tensor]:
+    """Return the function that is called in the place of a linear."""
+    width: int = module.out_features if isinstance(module, nn.Linear) else module.nf
+
+    def forward(input: Tensor) -> Tensor:
+        recorder.record.linears.setdefault(name, recorder.read(input))
+        recorder.paused = True
+        generator = torch.Generator().manual_seed(len(recorder.record.operations))
+        output = torch.randn((*input.shape[:-1], width), generator=generator)
+        recorder.paused = False
+        recorder.record.outputs[recorder.renew(output)] = name
+        return output
+
+    return forward
+
+
+def _layer(record: Record, model: PreTrainedModel, prefix: str) -> TracedLayer:
+    """Read what a layer is made of from the record.
+
+    Raises:
+        UnsupportedError: it has linears that did not run, or writes no cache.
+    """
+    inside = f"{prefix}."
+    modules = {name: module for name, module in model.named_modules() if name.startswith(inside)}
+    ran = {name: value for name, value in record.linears.items() if name.startswith(inside)}
+    idle = [name for name, module in modules.items() if isinstance(module, _LINEARS) and name not in ran]
+    if idle and not all(".experts." in name for name in idle):
+        raise UnsupportedError(f"{idle[0]}: no token went through it in a forward of {model.config.model_type}", _OTHER)
+    routers = tuple(name for name in ran if _routes(model, name))
+    groups: dict[Value, list[str]] = {}
+    for name, value in ran.items():
+        if name not in routers:
+            groups.setdefault(_source(record, value), []).append(name)
+    attentions = [name for name in record.cached if name.startswith(inside)]
+    if len(attentions) != 1:
+        raise UnsupportedError(f"{prefix}: {len(attentions)} modules write a cache of keys and values", _OTHER)
+    keys, values = record.cached[attentions[0]]
+    found = [_group(record, model, value, names, {ran[name] for name in routers}) for value, names in groups.items()]
+    return TracedLayer(
+        prefix=prefix,
+        groups=tuple(_renamed(group, lambda name: name.removeprefix(inside)) for group in found),
+        routers=tuple(name.removeprefix(inside) for name in routers),
+        attention=attentions[0].removeprefix(inside),
+        kv_heads=keys[1],
+        key_dim=keys[-1],
+        value_dim=values[-1],
+        in_tuple=record.called[prefix].in_tuple,
+    )
+
+
+def _group(record: Record, model: PreTrainedModel, value: Value, names: Sequence[str], others: Iterable[Value]) -> LinearGroup:
+    """Return the group of linears that receive a value."""
+    norm = record.norms.get(value)
+    readers = record.read_by.get(value, 0)
+    if norm is not None and not _absorbs(model.get_submodule(norm)):
+        norm = None
+    feeder, per_head = _feeder(record, value) or (None, False)
+    return LinearGroup(
+        linears=tuple(names),
+        norm=norm if readers == len(names) and value not in others else None,
+        feeder=feeder,
+        per_head=per_head,
+        fused=len(names) > 1,
+        expert=_expert_of(names[0]),
+    )
+
+
+def _absorbs(norm: nn.Module) -> bool:
+    """Return whether what a norm puts out is multiplied by its weight, and its bias added: tried on random numbers.
+
+    That of Gemma multiplies by 1 + its weight, which no factor can be folded into.
+    """
+    trial = copy.deepcopy(norm).float()
+    features = next(norm.parameters()).shape[0]
+    generator = torch.Generator().manual_seed(0)
+    x, factors = torch.randn(3, features, generator=generator), torch.rand(features, generator=generator) + 0.5
+    for name, parameter in norm.named_parameters():
+        values = torch.randn(parameter.shape, generator=generator)
+        setattr(trial, name, nn.Parameter(values, requires_grad=False))
+    try:
+        before = trial(x)
+        for parameter in trial.parameters():
+            parameter *= factors
+        return bool(torch.allclose(trial(x), before * factors, rtol=1e-4, atol=1e-5))
+    except (RuntimeError, TypeError, IndexError):  # it takes other inputs than a norm
+        return False
+
+
+def _source(record: Record, value: Value) -> Value:
+    """Return the value that another one is a view of."""
+    while (made := record.made_by.get(value)) is not None and made.name in ("aten.view", "aten.alias", "aten.detach"):
+        source = made.inputs[0]
+        if source is None or record.read_by.get(source, 0) != 1:
+            break
+        value = source
+    return value
+
+
+def _feeder(record: Record, value: Value) -> tuple[str, bool] | None:
+    """Return the linear of whose outputs a value is a sum of multiples, and whether attention lies between; None for none."""
+    if value in record.outputs:
+        return record.outputs[value], False
+    made = record.made_by.get(value)
+    if made is None:
+        return None
+    if made.name in _COPIES and made.inputs[0] is not None:
+        return _feeder(record, made.inputs[0])
+    if made.name in _ATTENTION and len(made.inputs) > _ATTENTION[made.name]:
+        at = _ATTENTION[made.name]
+        found = None if made.inputs[at] is None else _feeder(record, made.inputs[at])  # type: ignore[arg-type]
+        others = [item for index, item in enumerate(made.inputs) if index != at and item is not None]
+        clean = found is not None and found[0] not in _depends(record, others)
+        return (found[0], True) if clean and found is not None else None
+    if made.name in _PRODUCTS:
+        for at, item in enumerate(made.inputs[: 1 if made.name == "aten.div" else None]):
+            found = None if item is None else _feeder(record, item)
+            others = [other for index, other in enumerate(made.inputs) if index != at and other is not None]
+            if found is not None and found[0] not in _depends(record, others):
+                return found
+    return None
+
+
+def _depends(record: Record, values: Iterable[Value]) -> set[str]:
+    """Return the linears whose outputs the values were computed from."""
+    found, seen, left = set(), set(), list(values)
+    while left:
+        value = left.pop()
+        if value in seen:
+            continue
+        seen.add(value)
+        if value in record.outputs:
+            found.add(record.outputs[value])
+        elif (made := record.made_by.get(value)) is not None:
+            left += [item for item in made.inputs if item is not None]
+    return found
+
+
+def _routes(model: PreTrainedModel, name: str) -> bool:
+    """Return whether a linear chooses experts, or says what a shared one counts: it lies beside experts and is no wider."""
+    owner = name.rpartition(".")[0]
+    while owner and not any(child == "experts" for child, _ in model.get_submodule(owner).named_children()):
+        owner = owner.rpartition(".")[0]
+    if not owner or name.startswith(f"{owner}.experts."):
+        return False
+    experts: Any = model.get_submodule(f"{owner}.experts")
+    width = model.get_submodule(name).weight.shape[0]
+    return width == 1 or width == len(experts)
+
+
+def _expert_of(name: str) -> str | None:
+    """Return the expert that a linear is part of: `mlp.experts.3`."""
+    owner, found, rest = name.partition(".experts.")
+    return f"{owner}.experts.{rest.partition('.')[0]}" if found else None
+
+
+def _renamed(group: LinearGroup, rename: Callable[[str], str]) -> LinearGroup:
+    """Return a group with other names."""
+    return replace(
+        group,
+        linears=tuple(map(rename, group.linears)),
+        norm=None if group.norm is None else rename(group.norm),
+        feeder=None if group.feeder is None else rename(group.feeder),
+        expert=None if group.expert is None else rename(group.expert),
+    )
