@@ -22,6 +22,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
+    CONFIG_MAPPING,
     AutoModelForCausalLM,
     GPTNeoXConfig,
     LlamaConfig,
@@ -68,6 +69,35 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen3_moe": lambda: Qwen3MoeConfig(**MIXED, head_dim=16, norm_topk_prob=True),
     "olmoe": lambda: OlmoeConfig(**GROUPED, num_experts=EXPERTS, num_experts_per_tok=2, pad_token_id=1),
 }
+GPT = {"vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_inner": 128, "bos_token_id": 0, "eos_token_id": 1}
+FALCON = {key: value for key, value in SHAPE.items() if key != "intermediate_size"} | {"ffn_hidden_size": 128}
+GEMMA = {**GROUPED, "head_dim": 16, "pad_token_id": 1}
+DISCOVERED: dict[str, Callable[[], PreTrainedConfig]] = {  # in no table of quantflow
+    "bloom": lambda: CONFIG_MAPPING["bloom"](
+        vocab_size=VOCABULARY, hidden_size=64, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=1, pad_token_id=1
+    ),
+    "codegen": lambda: CONFIG_MAPPING["codegen"](**GPT, rotary_dim=8),
+    "cohere": lambda: CONFIG_MAPPING["cohere"](**GROUPED, pad_token_id=1),
+    "falcon": lambda: CONFIG_MAPPING["falcon"](**FALCON),
+    "falcon new": lambda: CONFIG_MAPPING["falcon"](**FALCON, new_decoder_architecture=True, num_kv_heads=2),
+    "falcon alibi": lambda: CONFIG_MAPPING["falcon"](**FALCON, alibi=True, parallel_attn=False, multi_query=False, bias=True),
+    "gemma": lambda: CONFIG_MAPPING["gemma"](**GEMMA),
+    "gemma2": lambda: CONFIG_MAPPING["gemma2"](**GEMMA, sliding_window=16),
+    "gemma3": lambda: CONFIG_MAPPING["gemma3_text"](**GEMMA, sliding_window=16),
+    "gpt_bigcode": lambda: CONFIG_MAPPING["gpt_bigcode"](**GPT, n_positions=128),
+    "gptj": lambda: CONFIG_MAPPING["gptj"](**GPT, rotary_dim=8),
+    "granite": lambda: CONFIG_MAPPING["granite"](**GROUPED, residual_multiplier=0.5, embedding_multiplier=2.0),
+    "mpt": lambda: CONFIG_MAPPING["mpt"](
+        vocab_size=VOCABULARY, d_model=64, n_layers=2, n_heads=4, bos_token_id=0, eos_token_id=1
+    ),
+    "olmo2": lambda: CONFIG_MAPPING["olmo2"](**GROUPED, pad_token_id=1),
+    "opt": lambda: CONFIG_MAPPING["opt"](**SHAPE, ffn_dim=128, word_embed_proj_dim=64, pad_token_id=1),
+    "phi": lambda: CONFIG_MAPPING["phi"](**GROUPED),
+    "phi3": lambda: CONFIG_MAPPING["phi3"](**GROUPED, pad_token_id=1),
+    "smollm3": lambda: CONFIG_MAPPING["smollm3"](**GROUPED, pad_token_id=1, no_rope_layers=[1, 0]),
+    "stablelm": lambda: CONFIG_MAPPING["stablelm"](**GROUPED),
+    "starcoder2": lambda: CONFIG_MAPPING["starcoder2"](**GROUPED),
+}
 
 
 def sentences(count: int, seed: int) -> list[str]:
@@ -97,7 +127,7 @@ def write_tokenizer(folder: Path) -> None:
 def write_model(folder: Path, family: str = "llama", *, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Path:
     """Write a random model of a family with its tokenizer; weights large enough that layers matter."""
     torch.manual_seed(seed)
-    config = FAMILIES[family]()
+    config = {**FAMILIES, **DISCOVERED}[family]()
     config.initializer_range = 0.1
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():

@@ -42,6 +42,8 @@ WITHOUT_TORCH = {"errors", "units", "progress", "settings", "process_memory", "c
 APPLICATION = {"stages", "click", "rich"}  # what the library never imports
 # May import the project's own modules inside functions: they start without torch, or without transformers' model code.
 LAZY = {
+    "quantflow/models/graph.py",
+    "quantflow/models/source.py",
     "quantflow/__init__.py",
     "quantflow/api.py",
     "quantflow/quantization/quantize.py",

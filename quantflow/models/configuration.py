@@ -35,7 +35,7 @@ def _require_causal_lm(model_type: object, architectures: object) -> None:
     Raises:
         UnsupportedError: naming both.
     """
-    if model_type in FAMILIES:
+    if isinstance(model_type, str) and model_type in FAMILIES:
         family_for(model_type, architectures)
         return
     known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type) if isinstance(model_type, str) else None

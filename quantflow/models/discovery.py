@@ -63,8 +63,8 @@ _ATTENTION = {  # operation -> which argument is the values
 
 
 @dataclass(frozen=True, eq=False)
-class Value:
-    """A tensor at a moment: an operation in place makes another value of the same tensor."""
+class Moment:
+    """A value of a tensor: an operation in place makes another one of the same tensor."""
 
     number: int
 
@@ -80,8 +80,8 @@ class Operation:
     """
 
     name: str
-    inputs: tuple[Value | None, ...]
-    outputs: tuple[Value, ...]
+    inputs: tuple[Moment | None, ...]
+    outputs: tuple[Moment, ...]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -95,9 +95,9 @@ class Called:
         in_tuple: it returned it as the first of a tuple.
     """
 
-    hidden: Value
-    others: tuple[Value, ...]
-    output: Value | None = None
+    hidden: Moment
+    others: tuple[Moment, ...]
+    output: Moment | None = None
     in_tuple: bool = False
 
 
@@ -117,13 +117,13 @@ class Record:
     """
 
     operations: list[Operation] = field(default_factory=list)
-    linears: dict[str, Value] = field(default_factory=dict)
-    outputs: dict[Value, str] = field(default_factory=dict)
-    norms: dict[Value, str] = field(default_factory=dict)
+    linears: dict[str, Moment] = field(default_factory=dict)
+    outputs: dict[Moment, str] = field(default_factory=dict)
+    norms: dict[Moment, str] = field(default_factory=dict)
     cached: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
     called: dict[str, "Called"] = field(default_factory=dict)
-    read_by: dict[Value, int] = field(default_factory=dict)
-    made_by: dict[Value, Operation] = field(default_factory=dict)
+    read_by: dict[Moment, int] = field(default_factory=dict)
+    made_by: dict[Moment, Operation] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,28 +149,28 @@ class TracedLayer:
     in_tuple: bool
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records every operation below autograd, by the identity of tensors; all of them are kept alive until the end."""
 
     def __init__(self, record: Record) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.record = record
-        self._values: dict[int, Value] = {}
+        self._values: dict[int, Moment] = {}
         self._kept: list[Tensor] = []
         self.paused = False
 
-    def value_of(self, tensor: Tensor) -> Value:
+    def value_of(self, tensor: Tensor) -> Moment:
         """Return the present value of a tensor."""
         found = self._values.get(id(tensor))
         return self.renew(tensor) if found is None else found
 
-    def renew(self, tensor: Tensor) -> Value:
+    def renew(self, tensor: Tensor) -> Moment:
         """Return a new value of a tensor."""
         self._kept.append(tensor)
-        self._values[id(tensor)] = made = Value(len(self._kept))
+        self._values[id(tensor)] = made = Moment(len(self._kept))
         return made
 
-    def read(self, tensor: Tensor) -> Value:
+    def read(self, tensor: Tensor) -> Moment:
         """Return the present value of a tensor, and count that something reads it."""
         value = self.value_of(tensor)
         self.record.read_by[value] = self.record.read_by.get(value, 0) + 1
@@ -194,7 +194,7 @@ class _Recorder(TorchDispatchMode):
         return result
 
 
-class _Cache(DynamicCache):
+class _Cache(DynamicCache):  # type: ignore[misc]
     """A cache that tells which module put keys and values into it, and returns them."""
 
     def __init__(self, calling: list[str], record: Record) -> None:
@@ -251,7 +251,8 @@ def _graph_of(told: str) -> Graph:
 
 
 def _name_of(model: PreTrainedModel, module: object) -> str:
-    return next(name for name, part in model.named_modules() if part is module)
+    found: str = next(name for name, part in model.named_modules() if part is module)
+    return found
 
 
 def _full(model: PreTrainedModel, index: int, traced_layer: TracedLayer) -> Layer:
@@ -272,6 +273,7 @@ def _full(model: PreTrainedModel, index: int, traced_layer: TracedLayer) -> Laye
         groups=tuple(groups),
         repeats=repeats,
         head_dim=traced_layer.value_dim,
+        kv_heads=traced_layer.kv_heads,
     )
 
 
@@ -287,7 +289,7 @@ def traced(model: PreTrainedModel, place: str) -> tuple[TracedLayer, ...]:
     """
     record, calling = Record(), list[str]()
     recorder = _Recorder(record)
-    names = [f"{place}.{index}" for index in range(len(model.get_submodule(place)))]  # type: ignore[arg-type]
+    names = [f"{place}.{index}" for index in range(len(model.get_submodule(place)))]
     try:
         with _standing_in(model, recorder, calling, layers=names), recorder, torch.no_grad():
             ids = torch.arange(2, 2 + TOKENS)[None] % model.config.get_text_config().vocab_size
@@ -306,13 +308,14 @@ def _require_chain(record: Record, names: Sequence[str], kind: str) -> None:
         UnsupportedError: a layer that did not run, or that reads of earlier layers anything but their output.
     """
     before: Called | None = None
+    inside = f"{names[0].rpartition('.')[0]}."
     for name in names:
         called = record.called.get(name)
         if called is None or called.output is None:
             raise UnsupportedError(f"{kind}: {name} was not called with one hidden state", _OTHER)
         if before is not None and called.hidden is not before.output:
             raise UnsupportedError(f"{kind}: {name} does not read what the layer before it returned", _OTHER)
-        if read := sorted(linear for linear in _depends(record, called.others) if linear.startswith(f"{names[0][:-1]}")):
+        if read := sorted(linear for linear in _depends(record, called.others) if linear.startswith(inside)):
             raise UnsupportedError(f"{kind}: {name} reads {read[0]} beside the hidden state", _OTHER)
         before = called
 
@@ -323,7 +326,7 @@ def layers_of(model: PreTrainedModel) -> str:
     Raises:
         UnsupportedError: there is none.
     """
-    found = {}
+    found: dict[str, tuple[int, int]] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) and ".experts" not in f".{name}":
             linears = sum(isinstance(part, _LINEARS) for part in module.modules())
@@ -372,7 +375,7 @@ def _standing_in(model: PreTrainedModel, recorder: _Recorder, calling: list[str]
                     stack.callback(module._parameters.__setitem__, name, parameter)
         for name, module in model.named_modules():
             if _is_linear(module):
-                module.forward = _stand_in(name, module, recorder)  # type: ignore[method-assign]
+                module.forward = _stand_in(name, module, recorder)
                 stack.callback(module.__dict__.pop, "forward")
             else:
                 stack.callback(module.register_forward_pre_hook(partial(enter, name=name), with_kwargs=True).remove)
@@ -431,7 +434,7 @@ def _layer(record: Record, model: PreTrainedModel, prefix: str) -> TracedLayer:
     if idle and not all(".experts." in name for name in idle):
         raise UnsupportedError(f"{idle[0]}: no token went through it in a forward of {model.config.model_type}", _OTHER)
     routers = tuple(name for name in ran if _routes(model, name))
-    groups: dict[Value, list[str]] = {}
+    groups: dict[Moment, list[str]] = {}
     for name, value in ran.items():
         if name not in routers:
             groups.setdefault(_source(record, value), []).append(name)
@@ -452,13 +455,17 @@ def _layer(record: Record, model: PreTrainedModel, prefix: str) -> TracedLayer:
     )
 
 
-def _group(record: Record, model: PreTrainedModel, value: Value, names: Sequence[str], others: Iterable[Value]) -> LinearGroup:
+def _group(
+    record: Record, model: PreTrainedModel, value: Moment, names: Sequence[str], others: Iterable[Moment]
+) -> LinearGroup:
     """Return the group of linears that receive a value."""
     norm = record.norms.get(value)
     readers = record.read_by.get(value, 0)
     if norm is not None and not _absorbs(model.get_submodule(norm)):
         norm = None
     feeder, per_head = _feeder(record, value) or (None, False)
+    if _expert_of(names[0]) is not None:  # its few tokens would choose the factors
+        feeder = None
     return LinearGroup(
         linears=tuple(names),
         norm=norm if readers == len(names) and value not in others else None,
@@ -484,13 +491,13 @@ def _absorbs(norm: nn.Module) -> bool:
     try:
         before = trial(x)
         for parameter in trial.parameters():
-            parameter *= factors
+            parameter.mul_(factors)
         return bool(torch.allclose(trial(x), before * factors, rtol=1e-4, atol=1e-5))
     except (RuntimeError, TypeError, IndexError):  # it takes other inputs than a norm
         return False
 
 
-def _source(record: Record, value: Value) -> Value:
+def _source(record: Record, value: Moment) -> Moment:
     """Return the value that another one is a view of."""
     while (made := record.made_by.get(value)) is not None and made.name in ("aten.view", "aten.alias", "aten.detach"):
         source = made.inputs[0]
@@ -500,7 +507,7 @@ def _source(record: Record, value: Value) -> Value:
     return value
 
 
-def _feeder(record: Record, value: Value) -> tuple[str, bool] | None:
+def _feeder(record: Record, value: Moment) -> tuple[str, bool] | None:
     """Return the linear of whose outputs a value is a sum of multiples, and whether attention lies between; None for none."""
     if value in record.outputs:
         return record.outputs[value], False
@@ -524,7 +531,7 @@ def _feeder(record: Record, value: Value) -> tuple[str, bool] | None:
     return None
 
 
-def _depends(record: Record, values: Iterable[Value]) -> set[str]:
+def _depends(record: Record, values: Iterable[Moment]) -> set[str]:
     """Return the linears whose outputs the values were computed from."""
     found, seen, left = set(), set(), list(values)
     while left:
@@ -548,7 +555,7 @@ def _routes(model: PreTrainedModel, name: str) -> bool:
         return False
     experts: Any = model.get_submodule(f"{owner}.experts")
     width = model.get_submodule(name).weight.shape[0]
-    return width == 1 or width == len(experts)
+    return bool(width == 1 or width == len(experts))
 
 
 def _expert_of(name: str) -> str | None:

@@ -118,6 +118,7 @@ class Layer:
         chosen: how many of them a token goes to.
         repeats: how many query heads share a key/value head.
         head_dim: features of a head.
+        kv_heads: heads of keys and values.
     """
 
     index: int
@@ -130,6 +131,7 @@ class Layer:
     chosen: int = 0
     repeats: int = 1
     head_dim: int = 1
+    kv_heads: int = 1
 
     @property
     def linears(self) -> tuple[str, ...]:
@@ -294,6 +296,7 @@ def _layer(family: Family, index: int, config: Any) -> Layer:
         attention=f"{prefix}.{family.attention}",
         groups=groups,
         repeats=heads // shared,
+        kv_heads=shared,
         head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
     )
     if family.mixture is None or not experts:

@@ -12,6 +12,7 @@ from typing import Any
 
 from quantflow.errors import InputError, UnsupportedError, UsageError
 from quantflow.measurements.placement import share
+from quantflow.models.graph import FAMILIES, graph_for
 
 WEIGHT = ".weight"
 # What transformers gives its models beside the configuration's plan: to the embedding where `tp_plan` is made
@@ -113,6 +114,10 @@ def placements(
         if linear in _KEYS:
             cache = _cache(config, cut="plan" in whole, copy_kv_heads=copy_kv_heads)
             found[parent] = share(f"{parent}: KV cache", cache, cards=tp, card=rank % tp)
+    if tp == 1 and config.model_type not in FAMILIES:  # whose attentions call what makes keys what they like
+        for layer in graph_for(config).layers:
+            shape = [layer.kv_heads, layer.head_dim]
+            found.setdefault(layer.attention, {"kind": "replicated", "axis": None, "offset": 0, "full_shape": shape})
     return found
 
 

@@ -79,7 +79,8 @@ def config_of(checkpoint: Checkpoint) -> Any:
         InputError: a size that is missing, or what transformers refuses.
         UnsupportedError: no causal language model.
     """
-    if checkpoint.config.get("model_type") in FAMILIES:
+    model_type = checkpoint.config.get("model_type")
+    if isinstance(model_type, str) and model_type in FAMILIES:
         return PlainConfig(checkpoint)
     from quantflow.models.configuration import load_config  # here: it imports transformers
 

@@ -36,6 +36,9 @@ LINEARS = {
     "qwen2_moe": 19,
     "qwen3_moe": 16,
     "olmoe": 16,
+    **dict.fromkeys(("bloom", "codegen", "falcon", "falcon new", "falcon alibi", "gpt_bigcode", "mpt", "phi3"), 4),
+    **dict.fromkeys(("gptj", "opt", "phi", "starcoder2"), 6),
+    **dict.fromkeys(("cohere", "gemma", "gemma2", "gemma3", "granite", "olmo2", "smollm3", "stablelm"), 7),
 }
 
 Entry = dict[str, Any]
@@ -49,6 +52,11 @@ W4A16 = {"scheme": "W4A16", "algorithm": "gptq", "group_size": 32}
 W4A16_ASYM = {"scheme": "W4A16_ASYM", "algorithm": "gptq", "group_size": 32}
 W4A8 = {"scheme": "W4A8", "algorithm": "gptq", "group_size": 32}
 W3A16_ASYM = {"scheme": "W3A16_ASYM", "algorithm": "gptq", "group_size": 32}
+
+SLOW = (  # of the families in no table
+    *("bloom", "codegen", "cohere", "falcon new", "falcon alibi", "gemma", "gemma3", "gpt_bigcode", "gptj", "granite", "mpt"),
+    *("olmo2", "opt", "phi3", "smollm3", "stablelm", "starcoder2"),
+)
 
 # Largest ||logits - source logits|| / ||source logits|| that a scheme may cost: measured, and about half as much again. These
 # random models amplify errors far more than trained ones do; a mistaken name, axis or scale gives more than 1.
@@ -78,6 +86,11 @@ COMBINATIONS = [
     ("qwen3_moe", W8A8, 0.15),
     ("olmoe", {**W4A16, "experts": "all"}, 0.6),
     ("olmoe", FP8_DYNAMIC, 0.3),
+    ("phi", W8A8_STATIC, 0.09),
+    ("gemma2", W4A16, 0.4),
+    ("falcon", FP8, 0.1),
+    *((family, W4A16, 0.6) for family in SLOW),
+    *((family, W8A8_STATIC, 0.17) for family in SLOW),
 ]
 
 
@@ -186,7 +199,7 @@ FIRST = {family: entry for family, entry, _ in reversed(COMBINATIONS)}  # of eac
         pytest.param(
             *case,
             id=f"{case[0]}-{case[1]['scheme']}",
-            marks=[pytest.mark.slow] * (case[1] is not FIRST[case[0]] and case[0] != "llama"),
+            marks=[pytest.mark.slow] * (case[0] in SLOW or (case[1] is not FIRST[case[0]] and case[0] != "llama")),
         )
         for case in COMBINATIONS
     ],

@@ -161,7 +161,13 @@ def test_a_dtype_without_a_torch_name_is_refused(tmp_path):
 
 def test_an_unsupported_family_is_refused_when_it_is_opened(tmp_path):
     GPT2LMHeadModel(GPT2Config(vocab_size=8, n_embd=8, n_layer=1, n_head=1, n_positions=8)).save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedError, match=r"model_type 'gpt2' .*GPT2LMHeadModel"):
+    path = tmp_path / "config.json"
+    for model_type in ("vit", ["gpt2"], None):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": model_type}))
+        with pytest.raises(UnsupportedError, match="model_type .* is no causal language model of transformers"):
+            open_source(tmp_path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": "gpt2", "architectures": ["GPT2Model"]}))
+    with pytest.raises(UnsupportedError, match=r"architectures \['GPT2Model'\].*; this type is supported as GPT2LMHeadModel"):
         open_source(tmp_path)
 
 
