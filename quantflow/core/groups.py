@@ -23,6 +23,9 @@ def unit_bytes(columns: int) -> int:
     return 6 * 4 * max(UNIT_ELEMENTS, columns)
 
 
+COMMON_SIZES = (128, 64, 32)  # that kernels of runtimes know
+
+
 def group_size_for(scheme: TensorScheme, in_features: int, *, name: str = "weight") -> int:
     """Return how many input features of a row share a scale.
 
@@ -32,9 +35,11 @@ def group_size_for(scheme: TensorScheme, in_features: int, *, name: str = "weigh
     if scheme.group_size is None:
         return in_features
     if in_features % scheme.group_size:
+        fitting = [str(size) for size in COMMON_SIZES if in_features % size == 0]
+        choice = f"use {' or '.join(fitting)}" if fitting else f"choose a divisor of {in_features}"
         raise SchemeError(
             f"{name}: in_features={in_features} is not a multiple of group_size={scheme.group_size}",
-            f"choose a divisor of {in_features}, or list the layer under `ignore`",
+            f"{choice}, or list the layer under `ignore`",
         )
     return scheme.group_size
 

@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from quantflow.algorithms import ALGORITHMS, BLOCK_ALGORITHMS, LEARNING, TUNE, supports_of, tune
-from quantflow.core.groups import group_size_for
-from quantflow.core.scheme import LinearScheme, TensorScheme
+from quantflow.core.groups import COMMON_SIZES, group_size_for
+from quantflow.core.scheme import LinearScheme, TensorScheme, with_group_size
 from quantflow.errors import InputError, UnsupportedError, UsageError, nearest
 from quantflow.formats import DEFAULT, FORMATS
 from quantflow.models.graph import Graph
@@ -243,9 +243,14 @@ def _schemes(
     """Return the scheme of every linear, None where `ignore` names it; `base` stands where one is to be chosen."""
     ignored = _ignored(entry, shapes)
     schemes: dict[str, LinearScheme | None] = {name: None if name in ignored else base for name in graph.linears}
+    adapts = set(schemes) if entry.group_size is None else set()
     for override in entry.overrides:
         for name in _matches(override.match, list(graph.linears), f"{entry.name}: overrides"):
             schemes[name] = None if name in ignored else override_of(entry, override)
+            adapts = adapts - {name} if override.group_size is not None else adapts | {name}
+    for name in adapts:
+        scheme = schemes[name]
+        schemes[name] = None if scheme is None else _fitting(scheme, _features(shapes, name))
     given = overridden(entry, graph) if entry.mixed else frozenset(schemes)  # for others one is chosen that fits
     for name, scheme in schemes.items():
         if scheme is not None:
@@ -255,6 +260,28 @@ def _schemes(
     if not any(schemes.values()):
         raise UsageError(f"{entry.name}: ignore leaves none of {len(schemes)} linears to quantize", "ignore fewer")
     return schemes
+
+
+def _fitting(scheme: LinearScheme, features: int) -> LinearScheme:
+    """Return a preset with the largest common group size that divides a linear's inputs; as it is where its own does, or none.
+
+    The linears of a group share their inputs, and so the size.
+    """
+    size = scheme.weights.group_size
+    if size is None or scheme.weights.granularity != "per_group" or features % size == 0:
+        return scheme
+    return next((with_group_size(scheme, less) for less in COMMON_SIZES if less < size and features % less == 0), scheme)
+
+
+def narrowed(plan: Plan, entry: Quantize) -> str | None:
+    """Return a sentence about the linears whose groups are smaller than those of the entry's scheme; None where none are."""
+    size = base_of(entry).weights.group_size
+    found = [scheme.weights.group_size for scheme in plan.schemes.values() if scheme is not None]
+    counts = {less: found.count(less) for less in COMMON_SIZES if size is not None and less < size and less in found}
+    if not counts or entry.overrides or entry.mixed:
+        return None
+    told = ", ".join(f"of {less} in {count} linears" for less, count in counts.items())
+    return f"{plan.name}: groups {told}, whose inputs {size} does not divide"
 
 
 def _ignored(entry: Quantize, shapes: Mapping[str, Sequence[int]]) -> frozenset[str]:

@@ -33,7 +33,7 @@ from quantflow.artifact.digests import NAME as HASHES
 from quantflow.artifact.digests import Digests
 from quantflow.core.determinism import single_threaded, tools
 from quantflow.core.parallel import Workers
-from quantflow.distributed.launch import die_with_parent, launch, launched_rank, rank_folder, require_trust
+from quantflow.distributed.launch import die_with_parent, launch, launched_folder, launched_rank, rank_folder, require_trust
 from quantflow.distributed.team import ALONE, Team, together
 from quantflow.errors import UsageError
 from quantflow.measurements.record import Measurement
@@ -43,7 +43,7 @@ from quantflow.models.identity import CANARY_TOKENS, identify, tensor_hash
 from quantflow.models.source import ModelFiles, open_files
 from quantflow.planning import head
 from quantflow.planning.experts import check_before, described, refuse_team
-from quantflow.planning.plan import OUTSIDE, Plan, resolve
+from quantflow.planning.plan import OUTSIDE, Plan, narrowed, resolve
 from quantflow.planning.recipe import Quantize, Resources
 from quantflow.planning.resources import Allowance, account, allow_quantize
 from quantflow.planning.sizes import model_size
@@ -93,6 +93,8 @@ def run(job: QuantizeJob, progress: Progress) -> Path:
     graph = graph_for(source.config)
     shapes = {name: info.shape for name, info in source.checkpoint.infos.items()}
     plan = resolve(job.entry, graph, shapes, measured=job.measurement is not None, ranks=job.ranks)
+    if (told := narrowed(plan, job.entry)) is not None and launched_folder() is None:
+        progress.say(f"quantize {told}")
     if job.entry.mixed:
         return _choose_and_quantize(job, plan, source, graph, progress)
     if job.ranks > 1 and not plan.file_to_file:

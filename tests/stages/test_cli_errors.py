@@ -161,7 +161,10 @@ def test_calibration_text_that_is_missing_or_not_given_is_refused(refused, llama
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--scheme", "W4A16", "--algorithm", "rtn"), "in_features=64 is not a multiple of group_size=128"),
+        (
+            ("--scheme", "W4A16", "--algorithm", "rtn", "--group-size", "128"),
+            "in_features=64 is not a multiple of group_size=128",
+        ),
         (("--scheme", "W4A16", "--algorithm", "rtn", "--group-size", "48"), "group_size=48"),
         (("--scheme", "W8A16", "--ignore", "re:.*quack"), "'re:.*quack' matches none"),
         (("--scheme", "W8A16", "--ignore", "re:.*"), "none of 14 linears"),

@@ -5,7 +5,7 @@ from transformers import LlamaConfig
 
 from quantflow.errors import SchemeError, UsageError
 from quantflow.models.graph import graph_for
-from quantflow.planning.plan import resolve
+from quantflow.planning.plan import narrowed, resolve
 from quantflow.planning.recipe import Override, Quantize
 from quantflow.planning.requirements import entries_of, statistics_for
 
@@ -117,6 +117,31 @@ def test_weights_of_few_bits_take_any_group_size_that_divides(scheme):
     assert plan(scheme, group_size=16).schemes["model.layers.0.mlp.down_proj"].weights.group_size == 16
     with pytest.raises(SchemeError, match="in_features=96 is not a multiple of group_size=64"):
         plan(scheme, group_size=64)
+
+
+def test_a_preset_takes_the_largest_common_group_size_that_divides_and_says_so():
+    entry = Quantize(name="a", scheme="W4A16")
+    found = resolve(entry, GRAPH, SHAPES)
+    sizes = {name.rpartition(".")[2]: scheme.weights.group_size for name, scheme in found.schemes.items()}
+    assert sizes == {**dict.fromkeys(["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"], 64), "down_proj": 32}
+    assert narrowed(found, entry) == "a: groups of 64 in 12 linears, of 32 in 2 linears, whose inputs 128 does not divide"
+    wide = {name: (64, 256) for name in SHAPES}
+    assert narrowed(resolve(entry, GRAPH, wide), entry) is None
+    assert plan("W8A8").schemes["model.layers.0.mlp.down_proj"].weights.group_size is None
+
+
+def test_a_preset_of_an_override_adapts_and_a_given_size_does_not():
+    adapted = plan("W8A16", overrides=(Override(match="re:.*q_proj", scheme="W4A16"),))
+    assert adapted.schemes["model.layers.0.self_attn.q_proj"].weights.group_size == 64
+    with pytest.raises(SchemeError, match="in_features=64 is not a multiple of group_size=128") as caught:
+        plan("W8A16", overrides=(Override(match="re:.*q_proj", scheme="W4A16", group_size=128),))
+    assert caught.value.remedy == "use 64 or 32, or list the layer under `ignore`"
+
+
+def test_a_preset_that_no_common_size_fits_is_refused():
+    odd = {name: (64, 72) for name in SHAPES}
+    with pytest.raises(SchemeError, match="in_features=72 is not a multiple of group_size=128"):
+        resolve(Quantize(name="a", scheme="W4A16"), GRAPH, odd)
 
 
 @pytest.mark.parametrize("size", [0, -32])
