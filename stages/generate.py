@@ -46,7 +46,7 @@ def command(artifact: str, as_json: bool, quiet: bool, **options: Any) -> None:
     result = api.generate(job_from(artifact, options), stream=stream, progress=progress)
     if result is None:  # rank 0 has it
         return
-    texts = "" if pieces else "\n\n".join(output["prompt"] + output["text"] for output in result["outputs"])
+    texts = "" if pieces else "\n\n".join(output["prompt"] * result["echo"] + output["text"] for output in result["outputs"])
     show(result, as_json=as_json, text=texts)
     _raise_for_difference(result)
 

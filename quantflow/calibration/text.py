@@ -100,12 +100,6 @@ def hash_sequences(sequences: Sequence[Tensor]) -> str:
     return digest.hexdigest()
 
 
-def overlap(a: Sequence[Tensor], b: Sequence[Tensor]) -> list[int]:
-    """Return the positions in `b` of the sequences that `a` holds too, token for token."""
-    known = {hash_sequences([sequence]) for sequence in a}
-    return [index for index, sequence in enumerate(b) if hash_sequences([sequence]) in known]
-
-
 def inspect_calibration(
     documents: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerBase, *, sequence_length: int
 ) -> dict[str, Any]:

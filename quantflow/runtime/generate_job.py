@@ -229,6 +229,7 @@ class GenerateJob:
         prompts: given one by one.
         source: a file, folder or hub name with more of them (`quantflow.runtime.prompt_files.read_prompts`), by `column`,
         `limit` of them. chat: texts are the user's messages of a chat.
+        echo: print the prompt before the text; None does so but for chats.
         max_input_tokens: of each prompt the first so many; None keeps all.
         batch_size: prompts that are continued together.
         method: beams, contrastive search, lookup; None: one token after the other, or what `draft` or `medusa` names.
@@ -268,6 +269,9 @@ class GenerateJob:
         help="Of --prompts' rows (default: the first that holds text).",
     )
     limit: int | None = setting(None, flag="--limit", metavar="N", verbs=GENERATE, help="The first N of --prompts.")
+    echo: bool | None = setting(
+        None, flag="--echo/--no-echo", verbs=GENERATE, help="Print the prompt before the text (default: but for chats)."
+    )
     chat: bool = setting(
         False, flag="--chat", verbs=GENERATE, help="Prompts are a user's messages: put them into the chat template."
     )

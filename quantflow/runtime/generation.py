@@ -76,6 +76,7 @@ def _continue(
     """Return the outputs, how long they took, and what decoded."""
     tokenizer = loaded.tokenizer or load_tokenizer(job.artifact)
     rows = encode(prompts, tokenizer, limit=job.max_input_tokens, chat=job.chat)
+    echo = not (job.chat or any(not isinstance(prompt, str) for prompt in prompts)) if job.echo is None else job.echo
     method, options = _method(job, tokenizer), _options(job, loaded, tokenizer)
     decoder = Timed(loaded.decoder)
     batches = [range(i, min(i + job.batch_size, len(rows))) for i in range(0, len(rows), job.batch_size)]
@@ -85,7 +86,7 @@ def _continue(
     telling = progress if len(batches) > 1 else SILENT
     for batch in telling.steps(batches, stage="generate", unit="batch"):
         ids, padding = _left_padded([rows[i] for i in batch], pad=options["pad_token_id"] or 0, device=job.device)
-        told = _Spoken(tokenizer, shown(prompts[0]), rows[0], stream) if alone else None
+        told = _Spoken(tokenizer, shown(prompts[0]) if echo else "", rows[0], stream) if alone else None
         tell = None if told is None else told.put
         found = generate(decoder, ids, padding=padding, method=method, stream=tell, **options)
         if told is not None:
@@ -97,6 +98,7 @@ def _continue(
     seconds, count = time.perf_counter() - begin, sum(len(output["tokens"]) for output in outputs)
     return {
         "outputs": outputs,
+        "echo": echo,
         "timing": {"seconds": seconds, "tokens": count, "tokens_per_second": count / seconds, **decoder.summary()},
         "decoder": {"name": loaded.name, "reasons": list(loaded.reasons)},
     }

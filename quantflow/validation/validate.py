@@ -225,8 +225,8 @@ def _sequences(job: ValidateJob, manifest: Mapping[str, Any]) -> list[Tensor]:
     head = min(CANARY_TOKENS, manifest["measurement"]["calibration"]["sequence_length"])
     calibrated = set(manifest["measurement"]["sequence_heads"])
     longer = evaluation_sequences(documents, tokens=tokens, sequence_length=max(length, head))  # short windows hold no head
-    for sequence in (*sequences, *longer):
-        if tensor_hash(sequence[:head]) in calibrated:
+    for sequence in (*sequences, *longer):  # a heading that both texts have is shorter, and no overlap
+        if len(sequence) >= head and tensor_hash(sequence[:head]) in calibrated:
             raise InputError(
                 f"{job.options.text}: a document or window begins with the {head} tokens of a calibration sequence",
                 "evaluate on text that the artifact was not calibrated on",

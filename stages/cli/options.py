@@ -153,7 +153,8 @@ def _option(item: Setting, verb: str, *, layered: bool) -> Decorator:
     declared = item.declared
     words: dict[str, Any] = {"help": declared.help_of(verb) or None, "metavar": declared.metavar}
     if item.kind is bool:
-        words |= {"is_flag": True, "default": None if layered else item.default != declared.negated}
+        unset = layered or item.default is None
+        words |= {"is_flag": True, "default": None if unset else item.default != declared.negated}
     elif declared.parse is None or declared.choices:
         words |= {"type": click.Choice(declared.choices) if declared.choices else item.kind, "multiple": item.multiple}
     if declared.shown and not layered:

@@ -230,6 +230,22 @@ def test_messages_in_a_file_are_a_chat(tmp_path, chatting):
     assert prompt_files.shown(prompts[0]) == "why"
 
 
+def test_a_chat_prints_the_answer_alone_unless_both_are_asked_for(artifact, capsys, monkeypatch):
+    plain_text = lambda messages, tokenizer, _: tokenizer(messages[0]["content"])["input_ids"]  # noqa: E731
+    monkeypatch.setattr(prompt_files, "_from_chat", plain_text)
+    line = ("generate", artifact, "--prompt", "value scale", "--max-new-tokens", "4", "--ignore-eos", "-q")
+
+    def printed(*more):
+        assert run(*line, *more) == 0
+        return capsys.readouterr().out
+
+    whole, answer = printed(), printed("--chat")
+    assert whole == f"value scale{answer}" and answer.strip()
+    assert (printed("--chat", "--echo"), printed("--no-echo")) == (whole, answer)
+    assert "value scale" not in printed("--prompt", "round", "--chat")
+    assert "value scale" in printed("--prompt", "round")
+
+
 def test_a_chat_without_a_template_is_refused(artifact, capsys):
     assert run("generate", artifact, "--prompt", "value", "--chat") == 2
     assert "error: prompt 1: a chat, but the tokenizer has no chat template" in capsys.readouterr().err

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from quantflow.calibration.text import hash_sequences, inspect_calibration, overlap, read_documents, select
+from quantflow.calibration.text import hash_sequences, inspect_calibration, read_documents, select
 from quantflow.errors import InputError, UsageError
 
 WORDS = ["<s>", "</s>", "<pad>", "?", "one", "two", "three", "four", "user", "assistant"]
@@ -224,13 +224,6 @@ def test_the_hash_depends_on_boundaries_and_order_and_not_on_the_integer_type():
     a, b, c = torch.tensor([1, 2]), torch.tensor([3]), torch.tensor([1, 2, 3])
     assert len({hash_sequences(s) for s in ([a, b], [b, a], [c], [])}) == 4
     assert hash_sequences([a.to(torch.int32)]) == hash_sequences([a])
-
-
-def test_overlap_gives_the_positions_of_shared_sequences():
-    a = [torch.tensor([1, 2]), torch.tensor([3, 4])]
-    b = [torch.tensor([1, 2, 3]), torch.tensor([3, 4]), torch.tensor([2, 1]), torch.tensor([3, 4])]
-    assert overlap(a, b) == [1, 3]
-    assert overlap(a, [torch.tensor([9])]) == []
 
 
 def test_inspection_counts_by_hand(tokenizer):
