@@ -12,6 +12,7 @@ several machines. Each measures every N-th sequence (dp), or with `tp` a slice o
 whatever statistics are wanted.
 """
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -177,7 +178,11 @@ def _inputs(job: MeasureJob, source: Source, digests: Digests, *, world: int) ->
     return {
         "model": identify(source.checkpoint, digests),
         "tokenizer": tokenizer,
-        "calibration": {**asdict(job.calibration), "source": file_digest(Path(job.calibration.source))},
+        "calibration": {
+            **asdict(job.calibration),
+            "pack": job.calibration.packs,
+            "source": file_digest(Path(job.calibration.source)),
+        },
         "seed": job.seed,
         "stats": list(job.stats),
         "world": world,
@@ -189,6 +194,7 @@ def _inputs(job: MeasureJob, source: Source, digests: Digests, *, world: int) ->
 
 
 def _measure_rank(job: MeasureJob, progress: Progress, *, rank: int, world: int) -> None:
+    began = time.monotonic()
     source = open_source(job.model)
     graph = graph_for(source.config)
     _check_fit(job, graph, tp=replicas.sizes(world, job.tp, job.dp)[1])
@@ -212,6 +218,8 @@ def _measure_rank(job: MeasureJob, progress: Progress, *, rank: int, world: int)
         mine = list(range(replica.index, len(sequences), replica.count))
         sizes, lengths = model_size(source.checkpoint.infos, source.config, graph), [len(sequences[i]) for i in mine]
         allowance = allow_measure(job.resources, sizes, lengths=lengths, stats=job.stats, folder=folder)
+        if (told := _short(job.calibration, sequences)) is not None:
+            progress.say(f"measure: {told}")
         process_memory.reset_peak()
         layer_store.begin(work, inputs, say=lambda text: progress.say(f"measure: unfinished with {text}; it begins again"))
         statistics: Mapping[str, Tensor] = {}
@@ -243,6 +251,8 @@ def _measure_rank(job: MeasureJob, progress: Progress, *, rank: int, world: int)
                 written |= write_measurement(temporary, measurement)
         replica.wait()  # as long as one card is not finished, the others have to be able to help it
         disk.remove_tree(work)  # the resume state
+        told = f"{sum(map(len, sequences)):,} tokens in {len(sequences)} sequences, {len(graph.layers)} layers"
+        progress.say(f"measure: {told}, {', '.join(job.stats) or 'no statistics'}; {time.monotonic() - began:.0f} s")
         for line in account("measure", allowance, folder):
             progress.note(line)
 
@@ -268,10 +278,22 @@ def calibration_sequences(
         raise UsageError(f"calibration: sequence_length={length}, the model has {limit} positions", f"use at most {limit}")
     tokenizer = load_tokenizer(model)
     documents = read_documents(Path(str(calibration.source)), tokenizer)
-    sequences = select(documents, samples=calibration.samples, sequence_length=length, seed=seed, pack=calibration.pack)
+    sequences = select(documents, samples=calibration.samples, sequence_length=length, seed=seed, pack=calibration.packs)
     if len(sequences) < replicas:
         raise UsageError(f"measure: {len(sequences)} sequences for {replicas} ranks", "use fewer ranks or more samples")
     return sequences
+
+
+def _short(calibration: Calibration, sequences: Sequence[Tensor]) -> str | None:
+    """Return a sentence where the text gives less than half of the tokens that were asked for; None where it does not."""
+    length = calibration.sequence_length or max(map(len, sequences))
+    found, asked = sum(map(len, sequences)), calibration.samples * length
+    if 2 * found >= asked:
+        return None
+    shortest = min(map(len, sequences))
+    remedy = "give more text" if calibration.packs else "give more or longer documents, or --pack, which joins them"
+    counts = f"{len(sequences)} of {calibration.samples} sequences, the shortest of {shortest} tokens"
+    return f"the text has {found:,} of the {asked:,} tokens asked for ({counts}); {remedy}"
 
 
 def _meta(

@@ -88,7 +88,7 @@ def names_flag(text: str) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """The text that measure runs: `source` is a file, `sequence_length` null means min(2048, the model's)."""
+    """The text that measure runs: `source` is a file, `sequence_length` null means min(2048, the model's), `pack` null .txt."""
 
     source: str | None = setting(
         None,
@@ -112,7 +112,14 @@ class Calibration:
             "plan": "Tokens of each (default min(2048, the model's)).",
         },
     )
-    pack: bool = setting(False, flag="--pack", verbs=("measure",), help="Join documents instead of cutting each.")
+    pack: bool | None = setting(
+        None, flag="--pack/--no-pack", verbs=("measure",), help="Join documents into full sequences (default: those of .txt)."
+    )
+
+    @property
+    def packs(self) -> bool:
+        """Whether documents are joined: paragraphs of plain text are, what a .jsonl has line by line is kept whole."""
+        return str(self.source or "").endswith(".txt") if self.pack is None else self.pack
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from quantflow.calibration.text import hash_sequences, inspect_calibration, read_documents, select
 from quantflow.errors import InputError, UsageError
+from quantflow.planning.recipe import Calibration
 
 WORDS = ["<s>", "</s>", "<pad>", "?", "one", "two", "three", "four", "user", "assistant"]
 TEMPLATE = "{{ bos_token }}{% for m in messages %} {{ m.role }} {{ m.content }}{% endfor %}"
@@ -250,3 +251,9 @@ def test_inspection_without_special_tokens(tokenizer):
     backend = tokenizer.backend_tokenizer
     report = inspect_calibration([[4, 5]], PreTrainedTokenizerFast(tokenizer_object=backend), sequence_length=8)
     assert (report["padding"], report["bos"]) == (0, {"0": 1, "1": 0, "2": 0})
+
+
+def test_paragraphs_of_plain_text_are_packed_and_lines_of_jsonl_are_kept_whole():
+    packs = {name: Calibration(source=name).packs for name in ("a.txt", "a.jsonl", "a.safetensors")}
+    assert packs == {"a.txt": True, "a.jsonl": False, "a.safetensors": False}
+    assert not Calibration(source="a.txt", pack=False).packs and Calibration(source="a.jsonl", pack=True).packs

@@ -24,7 +24,7 @@ def write(path: Path, text: str) -> Path:
 def test_values_that_nobody_gives_are_the_documented_defaults():
     recipe = recipe_from({"model": "m"})
     assert (recipe.seed, recipe.revision, recipe.quantize) == (0, None, ())
-    assert (recipe.calibration.samples, recipe.calibration.sequence_length, recipe.calibration.pack) == (128, None, False)
+    assert (recipe.calibration.samples, recipe.calibration.sequence_length, recipe.calibration.pack) == (128, None, None)
     assert (recipe.measure.ranks, recipe.unify.groups) == (1, None)
     assert (recipe.export.format, recipe.export.shard_size) == ("compressed-tensors", "4GiB")
     assert (recipe.resources.max_memory, recipe.resources.max_disk, recipe.resources.disk_offload) == (None, None, False)
@@ -36,7 +36,7 @@ def test_a_flag_wins_over_set_which_wins_over_the_recipe_which_wins_over_the_def
     data = apply_settings(read_yaml(path), ["calibration.samples=2", "calibration.sequence_length=2"])
     recipe = recipe_from(overlay(data, {"calibration.sequence_length": 3, "calibration.samples": None}))
     found = recipe.calibration
-    assert (found.sequence_length, found.samples, found.source, recipe.seed, found.pack) == (3, 2, "file", 1, False)
+    assert (found.sequence_length, found.samples, found.source, recipe.seed, found.packs) == (3, 2, "file", 1, False)
 
 
 def test_set_reaches_into_lists_and_makes_missing_mappings():
