@@ -166,7 +166,7 @@ def test_measure_takes_its_recipe_under_set_under_flags(as_json, llama, tmp_path
     line = ("measure", llama, "-o", tmp_path / "m", "--recipe", tmp_path / "r.yaml", "--dry-run")
     job = as_json(*line, "--set", "calibration.samples=2", "--set", "seed=6", "--seed", "7", "--stats", "amax,min_max")[0]
     assert job["model"] == str(llama) and job["seed"] == 7 and job["measuring"]["stats"] == ["amax", "min_max"]
-    assert job["calibration"] == {"source": "a.txt", "samples": 2, "sequence_length": 11, "pack": False}
+    assert job["calibration"] == {"source": "a.txt", "samples": 2, "sequence_length": 11, "pack": None}
 
 
 def test_generate_streams_exactly_the_text_that_it_returns(as_json, capsys, done):
