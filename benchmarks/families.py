@@ -12,6 +12,7 @@ pass everything; `--output` writes it as JSON.
 import argparse
 import json
 import math
+import shutil
 import sys
 import tempfile
 import time
@@ -21,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast
+from _synthetic import TOKENIZER_FILES
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
@@ -30,10 +31,11 @@ import quantflow
 from quantflow.errors import QuantflowError
 from quantflow.planning.recipe import Calibration, Export, Quantize
 
+EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "tiny-llama"
 SCHEMES = ("W4A16", "W8A8", "FP8")
 WEIGHTS_ALONE = 1e-4  # of the logits' norm: the same sums in another order
 ROUNDED_INPUTS = 2e-2  # an input between two codes may fall to either, and takes others with it
-VOCABULARY = 320
+VOCABULARY = 4096  # of the example's tokenizer
 SIZES: dict[str, Any] = {  # each family takes those that it knows, by the names that it knows
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -137,22 +139,8 @@ def _make(kind: str, folder: Path) -> None:
             elif name.endswith("bias"):
                 parameter.normal_(0, 0.05)
     model.to(torch.bfloat16).save_pretrained(folder)
-    _write_tokenizer(folder)
-
-
-def _write_tokenizer(folder: Path) -> None:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=["<s>", "</s>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(_documents(40, seed=5), trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(folder)
+    for name in TOKENIZER_FILES:
+        shutil.copyfile(EXAMPLE / name, folder / name)
 
 
 def _documents(count: int, *, seed: int) -> list[str]:

@@ -10,7 +10,7 @@ from _quantflow import QUANTFLOW
 from _watch import Failed, run
 from torch import Tensor
 
-from quantflow.calibration.text import overlap, read_documents, select
+from quantflow.calibration.text import hash_sequences, read_documents, select
 from quantflow.evaluation.windows import evaluation_sequences
 from quantflow.formats.llama_cpp.tensors import places, row_order
 from quantflow.models.load import load_tokenizer, open_source
@@ -84,7 +84,8 @@ def make_text(work: Path, *, tokens: int) -> Text:
     calibration.write_text("".join(json.dumps({"input_ids": ids.tolist()}) + "\n" for ids in sequences))
     heldout = read_documents(work / "heldout.jsonl", tokenizer)
     windows = evaluation_sequences(heldout, tokens=tokens, sequence_length=LENGTH)
-    if shared := overlap(sequences, windows):
+    known = {hash_sequences([sequence]) for sequence in sequences}
+    if shared := [number for number, window in enumerate(windows) if hash_sequences([window]) in known]:
         raise Failed(f"{work}: window {shared[0]} is a calibration sequence")
     return Text(calibration=calibration, windows=windows)
 
