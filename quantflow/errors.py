@@ -7,6 +7,8 @@
     │   └── StatisticsError 3    statistics that are missing, non-finite, or cannot be merged
     ├── GateError           4    a gate failed, or could not decide
     ├── ResourceError       5    memory, disk, or a folder that another live process holds
+    │   └── OverloadedError 5    a request that the engine has no room for now
+    ├── EngineError         1    the thread that runs requests has died, or was closed
     ├── UnsupportedError    6    a family, layout version or device that this version does not know
     └── IntegrityError      7    content that differs from its recorded hash
 
@@ -64,6 +66,14 @@ class ResourceError(QuantflowError):
     """Memory, disk, or a folder that another live process holds."""
 
     exit_code = 5
+
+
+class OverloadedError(ResourceError):
+    """A request came while as many as allowed were waiting or running; later there may be room."""
+
+
+class EngineError(QuantflowError):
+    """The thread that runs requests has died or was closed; it takes none any more."""
 
 
 class UnsupportedError(QuantflowError):

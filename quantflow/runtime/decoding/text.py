@@ -55,22 +55,27 @@ def continuation(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], toke
 
 
 def stop_at(tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> Callable[[Sequence[int]], bool]:
-    """Return what says whether the text of new tokens has just come to hold one of the strings.
+    """Return what says whether the text of new tokens has just come to hold one of the strings, for `generate(stop=...)`."""
+    which = stop_string(tokenizer, strings)
+    return lambda tokens: which(tokens) is not None
+
+
+def stop_string(tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> Callable[[Sequence[int]], str | None]:
+    """Return what says which of the strings the text of new tokens has just come to hold, the first of several, or None.
+
+    It decodes as many of the last tokens as the longest string has bytes, and a few more.
 
     Args:
         tokenizer: of the tokens.
         strings: not empty.
-
-    Returns:
-        For `generate(stop=...)`: it decodes as many of the last tokens as the longest string has bytes, and a few more.
     """
     special = frozenset(tokenizer.all_special_ids)
     reach = max(len(string.encode()) for string in strings) + _CONTEXT
 
-    def stops(tokens: Sequence[int]) -> bool:
+    def stops(tokens: Sequence[int]) -> str | None:
         recent = [token for token in tokens[-2 * reach :] if token not in special][-reach:]
         text = tokenizer.decode(recent)
-        return any(string in text for string in strings)
+        return next((string for string in strings if string in text), None)
 
     return stops
 

@@ -1,0 +1,308 @@
+"""The loop that runs requests together: rows join and leave between steps, prompts are computed beside decoding rows.
+
+    request.py    what is asked for, and the events that come back
+    stream.py     the events on their way to whoever waits
+    limits.py     how much at once
+    scheduler.py  who runs, and what of it a step computes
+    row.py        a request's tokens, and how the next one is chosen
+    runner.py     the model and its memory
+
+A request's tokens and log-probabilities are the same bits alone, in any batch, in whatever chunks its prompt is computed and
+whether it shares a prefix.
+"""
+
+import threading
+import time
+from dataclasses import dataclass, replace
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from quantflow.errors import EngineError, OverloadedError
+from quantflow.runtime.batching.limits import BatchLimits
+from quantflow.runtime.batching.request import BatchRequest, FinishReason, TokenEvent, TokenLogprob
+from quantflow.runtime.batching.row import BatchRow, Scores, StopCheck
+from quantflow.runtime.batching.runner import OneAtATime, PoolCounters, RowPart, Runner
+from quantflow.runtime.batching.scheduler import Scheduler
+from quantflow.runtime.batching.stream import Stream
+from quantflow.runtime.decoder import Decoder
+from quantflow.runtime.decoding.text import stop_string
+from quantflow.runtime.generate_job import require
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineCounters:
+    """Numbers for a server's metrics, of one moment or since the start.
+
+    Attributes:
+        waiting, running: requests now.
+        prefill_tokens, reserved_tokens: of the running ones, what max_batch_prefill_tokens and max_batch_total_tokens bound.
+        submitted, finished, cancelled, failed: requests since the start; each that was submitted ends in one of the others.
+        steps, step_seconds, busy_seconds: steps since the start, the last one's seconds, those of all together.
+        last_batch_size: rows of the last step.
+        prompt_tokens, generated_tokens: computed since the start; a prompt's shared prefix is not computed.
+        pool: memory of keys and values.
+    """
+
+    waiting: int
+    running: int
+    prefill_tokens: int
+    reserved_tokens: int
+    submitted: int
+    finished: int
+    cancelled: int
+    failed: int
+    steps: int
+    step_seconds: float
+    busy_seconds: float
+    last_batch_size: int
+    prompt_tokens: int
+    generated_tokens: int
+    pool: PoolCounters
+
+
+_NOTHING = {name: 0 for name in ("submitted", "finished", "cancelled", "failed", "steps", "last_batch_size")}
+_NOTHING |= {"prompt_tokens": 0, "generated_tokens": 0}
+
+
+class Engine:
+    """Runs requests on one decoder, in a thread of its own.
+
+    Every method may be called from any thread. The decoder belongs to the engine until `close`.
+
+    Attributes:
+        limits: without None, see `BatchLimits.resolved`.
+        failed: the exception that killed the thread; None while it is well. Every request has then ended with it.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        limits: BatchLimits | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> None:
+        """Start the thread.
+
+        Args:
+            decoder: what runs the model, as `quantflow.runtime.load.load` returns it.
+            limits: how much at once; the defaults fit the model and its memory.
+            tokenizer: needed by requests with stop strings.
+
+        Raises:
+            UsageError: limits that the model or its memory cannot keep.
+        """
+        self._runner: Runner = OneAtATime(decoder)
+        limits = (limits or BatchLimits()).resolved(positions=self._runner.positions, pool_tokens=self._runner.pool_tokens)
+        if self._runner.most_rows is not None:
+            limits = replace(limits, max_batch_size=min(limits.max_batch_size, self._runner.most_rows))
+        self.limits = limits
+        self.failed: BaseException | None = None
+        self._tokenizer = tokenizer
+        self._scheduler: Scheduler[BatchRow] = Scheduler(limits)
+        self._changed = threading.Condition()  # guards what follows
+        self._arrived: list[BatchRow] = []
+        self._cancelled: list[Stream] = []
+        self._open: dict[Stream, BatchRow] = {}  # what has not ended
+        self._accepting, self._closing = True, False
+        self._counts = dict(_NOTHING)
+        self._step_seconds, self._busy_seconds = 0.0, 0.0
+        self._thread = threading.Thread(target=self._run, name="quantflow-engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: BatchRequest) -> Stream:
+        """Queue a request.
+
+        Raises:
+            UsageError: more tokens or stop strings than the limits allow, a token that the model does not have, an adapter that
+                the engine was not given, stop strings without a tokenizer.
+            OverloadedError: max_concurrent_requests wait or run already, or the engine drains.
+            EngineError: it has failed or was closed.
+        """
+        stop = self._check(request)
+        stream = Stream(request, on_cancel=self._cancel)
+        row = BatchRow(stream, vocab_size=self._runner.vocab_size, stop=stop)
+        with self._changed:
+            if self.failed is not None:
+                raise EngineError(f"the engine has failed: {self.failed!r}", "start another")
+            if self._closing:
+                raise EngineError("the engine was closed", "start another")
+            if not self._accepting:
+                raise OverloadedError("the engine drains and takes no more requests", "ask another server")
+            most = self.limits.max_concurrent_requests
+            if len(self._open) >= most:
+                raise OverloadedError(f"{len(self._open)} requests wait or run, {most} may", "try again later")
+            self._open[stream] = row
+            self._arrived.append(row)
+            self._counts["submitted"] += 1
+            self._changed.notify_all()
+        return stream
+
+    def prompt_logprobs(self, input_ids: tuple[int, ...], *, adapter: str | None = None) -> tuple[TokenLogprob, ...]:
+        """Return the log-probability of every token of a text, waiting for it; see `Stream.prompt`.
+
+        Raises:
+            UsageError, OverloadedError, EngineError: as `submit`.
+            Exception: what the request failed with.
+        """
+        stream = self.submit(BatchRequest(input_ids=input_ids, max_new_tokens=0, prompt_logprobs=True, adapter=adapter))
+        for event in stream:
+            if event.error is not None:
+                raise event.error
+        return stream.prompt
+
+    def counters(self) -> EngineCounters:
+        """Return the numbers of this moment."""
+        pool = self._runner.counters()
+        with self._changed:
+            return EngineCounters(
+                waiting=len(self._open) - len(self._scheduler.running),
+                running=len(self._scheduler.running),
+                prefill_tokens=self._scheduler.prefill_tokens,
+                reserved_tokens=self._scheduler.reserved_tokens,
+                step_seconds=self._step_seconds,
+                busy_seconds=self._busy_seconds,
+                pool=pool,
+                **self._counts,
+            )
+
+    def drain(self, seconds: float) -> int:
+        """Take no more requests and wait until those that there are have ended; cancel what is left after `seconds`.
+
+        Returns:
+            How many were cancelled.
+        """
+        with self._changed:
+            self._accepting = False
+            self._changed.wait_for(lambda: not self._open, timeout=seconds)
+            left = list(self._open)
+            self._cancelled += left
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._open)
+        return len(left)
+
+    def close(self) -> None:
+        """Cancel what there is and end the thread; a second call does nothing."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def __enter__(self) -> "Engine":
+        """Return itself."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Close."""
+        self.close()
+
+    def _check(self, request: BatchRequest) -> StopCheck | None:
+        """Refuse what the limits do not allow; return what finds the request's stop strings."""
+        limits, given, new = self.limits, len(request.input_ids), request.max_new_tokens
+        assert limits.max_input_tokens is not None and limits.max_total_tokens is not None  # resolved
+        require(given <= limits.max_input_tokens, f"prompt of {given} tokens: {limits.max_input_tokens} may be", "shorten it")
+        told = f"prompt of {given} tokens + max_new_tokens={new}: {limits.max_total_tokens} may be"
+        require(request.total_tokens <= limits.max_total_tokens, told, "shorten the prompt or use fewer new tokens")
+        known = range(self._runner.vocab_size)
+        for token in (*request.input_ids, *request.logit_bias):
+            require(token in known, f"token {token}: the model has {len(known)}", "use the model's tokenizer")
+        require(request.adapter is None, f"adapter {request.adapter!r}: the engine has none", "leave it out")
+        if not request.stop:
+            return None
+        count, most = len(request.stop), limits.max_stop_sequences
+        require(count <= most, f"stop: {count} strings, {most} may be", "use fewer")
+        if self._tokenizer is None:
+            require(False, "stop: the engine has no tokenizer", "give it one")
+        return stop_string(self._tokenizer, request.stop)
+
+    def _cancel(self, stream: Stream) -> None:
+        with self._changed:
+            if stream in self._open:
+                self._cancelled.append(stream)
+                self._changed.notify_all()
+
+    @torch.inference_mode()
+    def _run(self) -> None:
+        """Step until closed."""
+        try:
+            while self._take_in():
+                begin = time.perf_counter()
+                self._step()
+                self._step_seconds = time.perf_counter() - begin
+                self._busy_seconds += self._step_seconds
+        except BaseException as error:  # whatever it is: nobody may wait for a thread that is dead
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self.failed = error
+            rows, self._open = list(self._open.values()), {}
+            self._counts["failed"] += len(rows)
+            self._changed.notify_all()
+        told = EngineError(f"the engine has failed: {error!r}", "start another")
+        for row in rows:
+            row.stream.put(TokenEvent(index=len(row.generated), finish=FinishReason.ERROR, error=told))
+
+    def _take_in(self) -> bool:
+        """Wait for something to do, take what arrived and what was cancelled; return False when closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._open or self._closing)
+            arrived, self._arrived = self._arrived, []
+            gone = list(self._open) if self._closing else self._cancelled
+            self._cancelled = []
+            for row in arrived:
+                self._scheduler.add(row)
+            rows = [self._open[stream] for stream in dict.fromkeys(gone) if stream in self._open]
+        for row in rows:
+            self._end(row, TokenEvent(index=len(row.generated), finish=FinishReason.CANCELLED))
+        return not self._closing
+
+    def _step(self) -> None:
+        scheduler = self._scheduler
+        with self._changed:
+            joined = scheduler.admit()
+        for row in joined:
+            row.stream.times.admitted = time.monotonic()
+            row.computed = row.stream.cached_tokens = self._runner.open(row)
+        parts = [RowPart(row=row, count=count, wanted=row.wanted(count)) for row, count in scheduler.plan()]
+        if not parts:
+            return
+        found = self._runner.forward(parts)
+        with self._changed:
+            self._counts["steps"] += 1
+            self._counts["last_batch_size"] = len(parts)
+            self._counts["prompt_tokens"] += sum(part.count for part in parts if part.row.in_prefill)
+        for part, scores in zip(parts, found, strict=True):
+            self._advance(part, scores)
+
+    def _advance(self, part: RowPart, scores: list[Scores]) -> None:
+        """Take what the model says after a part; what this row raises ends this row."""
+        row = part.row
+        try:
+            if row.in_prefill and row.stream.request.prompt_logprobs:
+                row.prompt_scores(scores, first=row.computed)
+            row.computed += part.count
+            if row.left:
+                return
+            event = row.next(scores[-1])
+        except Exception as error:  # of the request's own mask, rules or sampling
+            self._end(row, TokenEvent(index=len(row.generated), finish=FinishReason.ERROR, error=error))
+            return
+        if event.id is not None:
+            self._counts["generated_tokens"] += 1
+        if event.finish is None:
+            row.stream.put(event)
+        else:
+            self._end(row, event)
+
+    def _end(self, row: BatchRow, event: TokenEvent) -> None:
+        """Free a row's memory, then send its last event."""
+        with self._changed:
+            if row in self._scheduler.running:
+                self._runner.close(row)
+            self._scheduler.remove(row)
+            del self._open[row.stream]
+            kind = {FinishReason.CANCELLED: "cancelled", FinishReason.ERROR: "failed"}.get(event.finish or FinishReason.EOS)
+            self._counts[kind or "finished"] += 1
+            self._changed.notify_all()
+        row.stream.put(event)

@@ -1,0 +1,90 @@
+"""How much a server takes on at once: TGI's names and arithmetic, with this engine's defaults."""
+
+from dataclasses import dataclass, replace
+
+from quantflow.errors import UsageError
+from quantflow.runtime.generate_job import require
+
+_POSITIONS = 4096  # of a model that has no bound of its own
+_PREFILL = 4096  # prompt tokens in prefill at once, unless a prompt may be longer
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchLimits:
+    """Limits of an engine, and of the server before it. None leaves a number to `resolved`.
+
+    Attributes:
+        max_input_tokens: of a prompt. None: max_total_tokens - 1, or
+            max_batch_prefill_tokens.
+        max_total_tokens: of a prompt and what is generated. None: what the model has positions for, and the pool room.
+        max_batch_prefill_tokens: prompt tokens of all rows that are still in prefill. None: 4096, or max_input_tokens.
+        max_batch_total_tokens: prompt + max_new_tokens of all running rows, reserved when a row joins, so that a row that
+            runs can always end. None: what the pool has room for.
+        max_batch_size: running rows.
+        max_concurrent_requests: waiting and running ones; one more is refused at once.
+        waiting_served_ratio: a running batch is joined when waiting >= ratio * running. 0, the default, joins at once: prompts
+            are computed beside decoding here and do not stop it. TGI has 1.2, later 0.3.
+        max_waiting_tokens: or after so many steps since rows last joined.
+        prefill_chunk: prompt tokens that one step computes beside the decoding rows.
+        max_best_of, max_stop_sequences, max_client_batch_size: of one request; the engine checks the stop strings.
+    """
+
+    max_input_tokens: int | None = None
+    max_total_tokens: int | None = None
+    max_batch_prefill_tokens: int | None = None
+    max_batch_total_tokens: int | None = None
+    max_batch_size: int = 64
+    max_concurrent_requests: int = 128
+    waiting_served_ratio: float = 0.0
+    max_waiting_tokens: int = 20
+    prefill_chunk: int = 256
+    max_best_of: int = 2
+    max_stop_sequences: int = 4
+    max_client_batch_size: int = 4
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that contradict each other, as TGI's launcher does.
+
+        Raises:
+            UsageError: naming them.
+        """
+        for name, value in vars(self).items():
+            least = 0 if name in ("waiting_served_ratio", "max_waiting_tokens") else 1
+            require(value is None or value >= least, f"{name}={value}", f"use {least} or more")
+        shown = {name: value for name, value in vars(self).items() if value is not None}
+        for small, large, strict in (
+            ("max_input_tokens", "max_total_tokens", True),
+            ("max_input_tokens", "max_batch_prefill_tokens", False),
+            ("max_batch_prefill_tokens", "max_batch_total_tokens", False),
+            ("max_total_tokens", "max_batch_total_tokens", False),
+        ):
+            if small in shown and large in shown and shown[small] > shown[large] - strict:
+                sign = "<" if strict else "<="
+                raise UsageError(f"{small}={shown[small]}, {large}={shown[large]}", f"keep {small} {sign} {large}")
+
+    def resolved(self, *, positions: int | None, pool_tokens: int) -> "BatchLimits":
+        """Return limits without None.
+
+        Args:
+            positions: of the model; None: unbounded.
+            pool_tokens: keys and values that there is room for.
+
+        Raises:
+            UsageError: more tokens than the model has positions or the pool room.
+        """
+        total = self.max_batch_total_tokens if self.max_batch_total_tokens is not None else pool_tokens
+        require(total <= pool_tokens, f"max_batch_total_tokens={total}: the pool holds {pool_tokens}", "give it more memory")
+        most = min(total, positions if positions is not None else _POSITIONS)
+        whole = self.max_total_tokens if self.max_total_tokens is not None else most
+        bound = f"max_total_tokens={whole}: the model has {positions} positions, the batch {total} tokens"
+        require(whole <= (positions or whole) and whole <= total, bound, "use fewer")
+        prefill = self.max_batch_prefill_tokens
+        room = max(1, whole - 1) if prefill is None else min(prefill, max(1, whole - 1))
+        longest = self.max_input_tokens if self.max_input_tokens is not None else room
+        return replace(
+            self,
+            max_input_tokens=longest,
+            max_total_tokens=whole,
+            max_batch_prefill_tokens=min(total, max(_PREFILL, longest)) if prefill is None else prefill,
+            max_batch_total_tokens=total,
+        )

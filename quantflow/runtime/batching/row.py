@@ -1,0 +1,185 @@
+"""A request while it waits and runs: its tokens, how the next one is chosen, and whether the text ends there.
+
+Everything here happens to one row alone, in tensors of one row, so that it gives the same bits whatever else runs, and an
+exception is this row's alone.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quantflow.errors import UsageError
+from quantflow.runtime.batching.request import FinishReason, TokenEvent, TokenLogprob
+from quantflow.runtime.batching.stream import Stream
+from quantflow.runtime.decoding.logits import NEVER
+from quantflow.runtime.decoding.request import Request, allowed, choose
+
+_WORD = 32  # bits of an element of a mask
+
+StopCheck = Callable[[Sequence[int]], str | None]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Scores:
+    """What the model says after one position.
+
+    Attributes:
+        logits: [1, V] float32, not changed by whoever reads it.
+        best: the likeliest token, the lowest of several.
+        log_total: the logarithm of the sum of exp(logits), so that logits - log_total are log-probabilities; NaN where a
+            logit is.
+    """
+
+    logits: Tensor
+    best: int
+    log_total: float
+
+    def logprob(self, token: int) -> float:
+        """Return a token's log-probability in nats."""
+        return float(self.logits[0, token]) - self.log_total
+
+    def top(self, count: int) -> tuple[TokenLogprob, ...]:
+        """Return the likeliest tokens, likeliest first."""
+        if not count:
+            return ()
+        values, ids = self.logits[0].topk(min(count, self.logits.shape[1]))
+        pairs = zip(ids.tolist(), values.tolist(), strict=True)
+        return tuple(TokenLogprob(id=token, logprob=value - self.log_total) for token, value in pairs)
+
+
+class BatchRow:
+    """A request and how far it is.
+
+    Attributes:
+        stream: where its events go.
+        tokens: prompt and generated ones.
+        computed: how many of them have keys and values.
+        input_tokens, total_tokens, priority, left, in_prefill: as in `quantflow.runtime.batching.scheduler.Schedulable`.
+    """
+
+    def __init__(self, stream: Stream, *, vocab_size: int, stop: StopCheck | None) -> None:
+        """Begin with the prompt.
+
+        Args:
+            stream: with the request.
+            vocab_size: V.
+            stop: given the generated tokens, returns the stop string that their text has come to hold; None: there are none.
+        """
+        request = stream.request
+        self.stream = stream
+        self.tokens = list(request.input_ids)
+        self.computed = 0
+        self.input_tokens, self.total_tokens = len(request.input_ids), request.total_tokens
+        self.priority = request.priority
+        self._vocab_size, self._stop = vocab_size, stop
+        self._plain = request.sampling is None and not request.logit_bias and request.mask is None
+        self._prompt: list[TokenLogprob] = []
+        # What quantflow/runtime/decoding computes on; the canvas is the text so far and room for the rest.
+        self._canvas = torch.zeros(1, request.total_tokens, dtype=torch.int64)
+        self._canvas[0, : self.input_tokens] = torch.tensor(request.input_ids)
+        self._decoding = Request(
+            input_ids=self._canvas[:, : self.input_tokens],
+            max_new_tokens=max(1, request.max_new_tokens),
+            sampling=request.sampling,
+            rules=request.rules,
+            ends=request.ends,
+        )
+        self._generator = self._decoding.generator()
+
+    @property
+    def in_prefill(self) -> bool:
+        """Whether tokens of the prompt are still to be computed."""
+        return self.computed < self.input_tokens
+
+    @property
+    def left(self) -> int:
+        """Tokens to compute before the next can be chosen."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def generated(self) -> list[int]:
+        """The new tokens."""
+        return self.tokens[self.input_tokens :]
+
+    def wanted(self, count: int) -> int:
+        """Return of how many of the next `count` positions, the last ones, logits are needed."""
+        if self.stream.request.prompt_logprobs and self.in_prefill:
+            return count
+        return 1 if count == self.left else 0
+
+    def prompt_scores(self, scores: Sequence[Scores], *, first: int) -> None:
+        """Take what the model says after prompt positions from `first` on, for the log-probabilities of their successors."""
+        if not self._prompt:
+            self._prompt.append(TokenLogprob(id=self.tokens[0], logprob=None))
+        for position, score in enumerate(scores, start=first):
+            if position + 1 < self.input_tokens:
+                token = self.tokens[position + 1]
+                self._prompt.append(TokenLogprob(id=token, logprob=score.logprob(token)))
+        if len(self._prompt) == self.input_tokens:
+            self.stream.prompt = tuple(self._prompt)
+
+    def next(self, scores: Scores) -> TokenEvent:
+        """Choose a token and append it.
+
+        Raises:
+            InputError: the logits hold NaN.
+            UsageError: every token is forbidden.
+            Exception: whatever the request's mask raises.
+        """
+        request, index = self.stream.request, len(self.generated)
+        if request.max_new_tokens == 0:
+            return TokenEvent(index=0, finish=FinishReason.LENGTH)
+        token = self._choose(scores)
+        event = TokenEvent(index=index, id=token, logprob=scores.logprob(token), top=scores.top(request.top_n))
+        self._canvas[0, len(self.tokens)] = token
+        self.tokens.append(token)
+        if request.mask is not None:
+            request.mask.advance(token)
+        finish, stop = self._end(token)
+        if finish is None:
+            return event
+        return TokenEvent(index=index, id=token, logprob=event.logprob, top=event.top, finish=finish, stop=stop)
+
+    def _choose(self, scores: Scores) -> int:
+        text = self._canvas[:, : len(self.tokens)]
+        ruled = allowed(self._biased(scores.logits), text, self._decoding)
+        if self._plain and ruled is scores.logits:
+            return scores.best
+        return int(choose(ruled, self._decoding, self._generator))
+
+    def _biased(self, logits: Tensor) -> Tensor:
+        """Return logits with the request's own bias and mask."""
+        request = self.stream.request
+        if request.logit_bias:
+            logits = logits.clone()
+            for token, bias in request.logit_bias.items():
+                logits[0, token] += bias
+        bits = None if request.mask is None else request.mask.allowed(self.generated)
+        if bits is not None:
+            logits = logits.masked_fill(~unpacked(bits, self._vocab_size), NEVER)
+            if bool((logits == NEVER).all()):
+                raise UsageError("mask: every token is forbidden", "use a grammar that the tokens can spell")
+        return logits
+
+    def _end(self, token: int) -> tuple[FinishReason | None, str | None]:
+        request = self.stream.request
+        if token in request.ends:
+            return FinishReason.EOS, None
+        stop = None if self._stop is None else self._stop(self.generated)
+        if stop is not None:
+            return FinishReason.STOP, stop
+        return (FinishReason.LENGTH if len(self.generated) == request.max_new_tokens else None), None
+
+
+def unpacked(bits: Tensor, vocab_size: int) -> Tensor:
+    """Return a mask [V] bool of [ceil(V / 32)] int32, whose bit t % 32 of element t // 32 is token t's.
+
+    Raises:
+        UsageError: another shape or dtype.
+    """
+    words = -(-vocab_size // _WORD)
+    if bits.dtype != torch.int32 or bits.shape != (words,):
+        raise UsageError(f"mask: {bits.dtype} {list(bits.shape)}, int32 [{words}] belongs", f"pack {vocab_size} tokens")
+    return (bits[:, None] >> torch.arange(_WORD) & 1).flatten()[:vocab_size].bool()

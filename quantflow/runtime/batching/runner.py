@@ -1,0 +1,117 @@
+"""What computes the steps of a running batch.
+
+`Runner` is what the engine asks for. `OneAtATime` is the simplest: any `Decoder`, one row after the other.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from quantflow.runtime.batching.row import BatchRow, Scores
+from quantflow.runtime.decoder import Decoder
+
+_NO_POSITIONS = 1 << 20  # tokens of a row of a model whose positions nothing bounds
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RowPart:
+    """Positions of a row that a step computes, the first that have no keys and values yet.
+
+    Attributes:
+        row: its tokens from `row.computed` on.
+        count: so many of them.
+        wanted: logits are needed after the last so many.
+    """
+
+    row: BatchRow
+    count: int
+    wanted: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolCounters:
+    """Memory of keys and values.
+
+    Attributes:
+        block_tokens: of a block.
+        blocks: in all.
+        used: of running rows.
+        cached: kept for prompts that begin alike; they are free for whoever needs them.
+        hit_tokens, asked_tokens: prompt tokens that were taken from shared blocks, and all, since the start.
+    """
+
+    block_tokens: int
+    blocks: int
+    used: int
+    cached: int
+    hit_tokens: int = 0
+    asked_tokens: int = 0
+
+
+class Runner(Protocol):
+    """A model with keys and values of several rows.
+
+    Attributes:
+        vocab_size, positions: as in `quantflow.runtime.decoder.Decoder`.
+        pool_tokens: keys and values that there is room for.
+        most_rows: rows that may be open at once; None: any number.
+    """
+
+    vocab_size: int
+    positions: int | None
+    pool_tokens: int
+    most_rows: int | None
+
+    def open(self, row: BatchRow) -> int:
+        """Reserve memory for `row.total_tokens`; return how many of its first tokens have keys and values already."""
+
+    def forward(self, parts: Sequence[RowPart]) -> list[list[Scores]]:
+        """Compute positions; return of each part what the model says after its last `wanted`. Rows are not changed."""
+
+    def close(self, row: BatchRow) -> None:
+        """Give a row's memory back."""
+
+    def counters(self) -> PoolCounters:
+        """Return what the memory holds; any thread may call it."""
+
+
+class OneAtATime:
+    """A `Decoder` whose cache holds one row: the next one begins when it has ended."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        """Take a decoder, whose cache nobody else uses from now on."""
+        self._decoder = decoder
+        self.vocab_size, self.positions = decoder.vocab_size, decoder.positions
+        self.pool_tokens = decoder.positions or _NO_POSITIONS
+        self.most_rows: int | None = 1
+        self._used = 0
+
+    def open(self, row: BatchRow) -> int:
+        """Empty the cache."""
+        self._decoder.begin(rows=1, capacity=row.total_tokens)
+        self._used = 1
+        return 0
+
+    def forward(self, parts: Sequence[RowPart]) -> list[list[Scores]]:
+        """Compute the only part."""
+        (part,) = parts
+        row = part.row
+        ids = torch.tensor([row.tokens[row.computed : row.computed + part.count]], device=self._decoder.device)
+        logits = self._decoder.forward(ids, last_only=part.wanted <= 1).cpu().view(-1, self.vocab_size)  # [1 or T, V]
+        return [[scored(logits[i : i + 1]) for i in range(len(logits) - part.wanted, len(logits))]]
+
+    def close(self, row: BatchRow) -> None:
+        """Nothing is kept: `open` empties the cache."""
+        self._used = 0
+
+    def counters(self) -> PoolCounters:
+        """Return one block, the cache."""
+        return PoolCounters(block_tokens=self.pool_tokens, blocks=1, used=self._used, cached=0)
+
+
+def scored(logits: Tensor) -> Scores:
+    """Return logits [1, V] float32 with what every row needs of them."""
+    return Scores(logits=logits, best=int(logits.argmax()), log_total=float(logits.logsumexp(dim=-1)))

@@ -1,0 +1,153 @@
+"""Which requests run, and what of them a step computes: a pure function of numbers, without a model.
+
+A row joins the running batch when its whole length, prompt + max_new_tokens, fits into what is left of the budget; it keeps
+that reservation until it ends. So whatever runs can always end, nothing is ever thrown out again, and the batch cannot lock
+itself up. Rows of one priority join in the order in which they came, and one that does not fit yet is never passed by a later,
+smaller one of its class. A row at the head of a lower class that was passed by MOST_PASSES rows of higher ones goes before
+them all, so no class starves.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Generic, Protocol, TypeVar
+
+from quantflow.runtime.batching.limits import BatchLimits
+
+MOST_PASSES = 16  # rows of higher classes that may join before the head of a lower one
+
+
+class Schedulable(Protocol):
+    """What the scheduler looks at in a row.
+
+    Attributes:
+        input_tokens: of the prompt.
+        total_tokens: prompt + max_new_tokens.
+        priority: higher joins first.
+        left: tokens whose keys and values are still to be computed before the next one can be chosen: prompt tokens in
+            prefill, afterwards 1, or more with speculation.
+        in_prefill: whether they are the prompt's.
+    """
+
+    @property
+    def input_tokens(self) -> int:
+        """Return tokens of the prompt."""
+
+    @property
+    def total_tokens(self) -> int:
+        """Return prompt + max_new_tokens."""
+
+    @property
+    def priority(self) -> int:
+        """Return its class."""
+
+    @property
+    def left(self) -> int:
+        """Return tokens to compute before the next can be chosen."""
+
+    @property
+    def in_prefill(self) -> bool:
+        """Return whether they are the prompt's."""
+
+
+R = TypeVar("R", bound=Schedulable)
+
+
+class Scheduler(Generic[R]):
+    """The waiting and the running rows.
+
+    Attributes:
+        running: in the order in which they joined.
+    """
+
+    def __init__(self, limits: BatchLimits) -> None:
+        """Begin empty.
+
+        Args:
+            limits: `BatchLimits.resolved`.
+        """
+        self.running: list[R] = []
+        self._limits = limits
+        self._classes: dict[int, deque[R]] = {}
+        self._passes: dict[int, int] = {}  # class -> rows of higher classes that joined since its head became that
+        self._since = 0  # steps since rows last joined
+
+    @property
+    def waiting(self) -> int:
+        """How many rows wait."""
+        return sum(map(len, self._classes.values()))
+
+    def queued(self) -> list[R]:
+        """Return the waiting rows."""
+        return [row for rows in self._classes.values() for row in rows]
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Prompt tokens of the rows in prefill, what max_batch_prefill_tokens bounds."""
+        return sum(row.input_tokens for row in self.running if row.in_prefill)
+
+    @property
+    def reserved_tokens(self) -> int:
+        """Tokens of the running rows, what max_batch_total_tokens bounds."""
+        return sum(row.total_tokens for row in self.running)
+
+    def add(self, row: R) -> None:
+        """Let a row wait behind those of its class."""
+        self._classes.setdefault(row.priority, deque()).append(row)
+
+    def remove(self, row: R) -> None:
+        """Forget a row, wherever it is."""
+        if row in self.running:
+            self.running.remove(row)
+            return
+        rows = self._classes[row.priority]
+        if rows[0] is row:
+            self._passes.pop(row.priority, None)
+        rows.remove(row)
+        if not rows:
+            del self._classes[row.priority]
+
+    def admit(self) -> list[R]:
+        """Let rows join that there is room for; return them."""
+        limits, waiting, running = self._limits, self.waiting, len(self.running)
+        if running and self._since < limits.max_waiting_tokens and waiting < limits.waiting_served_ratio * running:
+            return []
+        assert limits.max_batch_prefill_tokens is not None and limits.max_batch_total_tokens is not None  # resolved
+        prefill = limits.max_batch_prefill_tokens - self.prefill_tokens
+        total = limits.max_batch_total_tokens - self.reserved_tokens
+        joined: list[R] = []
+        while self._classes and len(self.running) < limits.max_batch_size:
+            row = self._classes[self._next_class()][0]
+            prefill, total = prefill - row.input_tokens, total - row.total_tokens
+            if prefill < 0 or total < 0:
+                break
+            self._join(row)
+            joined.append(row)
+        if joined:
+            self._since = 0
+        return joined
+
+    def plan(self) -> list[tuple[R, int]]:
+        """Return which rows a step computes and how many tokens of each; it counts as a step.
+
+        Every decoding row is in it; prompts share `prefill_chunk` tokens, those that joined first before the others.
+        """
+        self._since += 1
+        chunk = self._limits.prefill_chunk
+        work: list[tuple[R, int]] = []
+        for row in self.running:
+            count = min(row.left, chunk) if row.in_prefill else row.left
+            chunk -= count if row.in_prefill else 0
+            if count:
+                work.append((row, count))
+        return work
+
+    def _join(self, row: R) -> None:
+        for priority in self._classes:
+            if priority < row.priority:
+                self._passes[priority] = self._passes.get(priority, 0) + 1
+        self.remove(row)
+        self.running.append(row)
+
+    def _next_class(self) -> int:
+        passed: Sequence[int] = [priority for priority in self._classes if self._passes.get(priority, 0) >= MOST_PASSES]
+        return min(passed) if passed else max(self._classes)
