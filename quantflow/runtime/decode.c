@@ -26,31 +26,57 @@ typedef struct { int64_t rows, columns; } Weight; /* how `struct weight` of core
 typedef struct { const Weight *weight; const float *bias;
                  int (*call)(const Weight *, const float *x, int64_t tokens, const float *bias, float *y, int bf16); } Product;
 typedef struct { /* one layer; NULL where it has none */
-    void *keys, *values;               /* [rows, kv_heads, capacity / 16, dim, 16], [rows, kv_heads, capacity, dim] of `kind` */
-    float *key_scales, *value_scales;  /* [rows, kv_heads, capacity]; int8 without measured scales */
+    void *keys, *values;               /* [blocks, kv_heads, block / 16, dim, 16], [blocks, kv_heads, block, dim] of `kind` */
+    float *key_scales, *value_scales;  /* [blocks, kv_heads, block]; int8 without measured scales */
     const float *key_steps, *value_steps; /* [kv_heads], the measured scales; float8 and int8 */
     const float *q_norm, *k_norm, *attention_norm, *mlp_norm; /* [dim], [dim]; [hidden], [hidden] */
     Product qkv, output, gate_up, down; /* they and the last two norms are for `run` alone */
     int64_t window;                    /* how many positions a query sees, itself included; 0: all before it */
 } Layer;
 
-typedef struct { /* one step */
-    const float *cos, *sin;            /* [capacity, dim] by position in the text */
+typedef struct { /* one step: new columns of several sequences, one sequence after the other */
+    const float *cos, *sin;            /* [positions, dim] by position in the text */
     const int64_t *padding;            /* [rows] columns on the left that are no text */
-    int64_t rows, count, start;        /* sequences; new columns of each; the first new column */
-    int64_t heads, kv_heads, dim, capacity, kind;
+    const int64_t *first;              /* [rows + 1] where the new columns of a sequence begin among all of them; how many there are */
+    const int64_t *start;              /* [rows] its first new column */
+    const int64_t *table;              /* [rows, width] the blocks that hold its columns, `block` to each */
+    const int64_t *tiles;              /* [rows + 1] of first: tiles of TILE queries of a head of the cache instead of columns */
+    int64_t rows, block, width;        /* sequences */
+    int64_t heads, kv_heads, dim, kind;
     float scale, eps;
 } Step;
 
 /* What every function of a step relies on. */
 static inline void check_step(const Step *s, const Layer *l) {
-    CHECK(s->cos && s->sin && s->padding && l->keys && l->values);
-    CHECK(s->rows > 0 && s->count > 0 && s->start >= 0 && s->start + s->count <= s->capacity && s->capacity % LANES == 0);
+    CHECK(s->cos && s->sin && s->padding && s->first && s->start && s->table && s->tiles && l->keys && l->values);
+    CHECK(s->rows > 0 && s->block > 0 && s->block % LANES == 0 && s->width > 0 && s->first[0] == 0 && s->tiles[0] == 0);
     CHECK(s->kv_heads > 0 && s->heads > 0 && s->heads % s->kv_heads == 0);
     CHECK(s->dim > 0 && s->dim <= MOST_DIM && s->dim % LANES == 0);
     CHECK(s->kind >= FLOAT32 && s->kind <= INT8 && l->window >= 0);
     CHECK(!l->key_scales == !l->value_scales && !l->key_steps == !l->value_steps && !(l->key_scales && s->kind != INT8));
-    for (int64_t row = 0; row < s->rows; row++) CHECK(s->padding[row] >= 0);
+    for (int64_t row = 0, group = s->heads / s->kv_heads; row < s->rows; row++) {
+        int64_t count = s->first[row + 1] - s->first[row];
+        CHECK(s->padding[row] >= 0 && count > 0 && s->start[row] >= 0 && s->start[row] + count <= s->block * s->width);
+        CHECK(s->tiles[row + 1] - s->tiles[row] == (count * group + TILE - 1) / TILE);
+        for (int64_t i = 0; i * s->block < s->start[row] + count; i++) CHECK(s->table[row * s->width + i] >= 0);
+        (void)group, (void)count;
+    }
+}
+
+/* The sequence whose part of [firsts[row], firsts[row + 1]) holds `at`. */
+static inline int64_t row_of(const int64_t *firsts, int64_t rows, int64_t at) {
+    int64_t low = 0;
+    while (rows - low > 1) {
+        int64_t middle = (low + rows) / 2;
+        if (firsts[middle] <= at) low = middle;
+        else rows = middle;
+    }
+    return low;
+}
+
+/* Where a column of a sequence lies in the cache, in columns of one head. */
+static inline int64_t place(const Step *s, int64_t row, int64_t head, int64_t column) {
+    return (s->table[row * s->width + column / s->block] * s->kv_heads + head) * s->block + column % s->block;
 }
 
 #define VECTOR(bytes) __attribute__((vector_size(bytes), aligned(1), may_alias))
@@ -168,13 +194,13 @@ static inline __attribute__((always_inline)) v16 load(const void *cache, int64_t
     return (v16)(bits | (code & 0x80) << 24 | ((u16)(size == 0x7F) & 0x7FC00000)); /* 0x7F is NaN */
 }
 
-/* Norm, rotate queries and keys in place; write keys and values to the cache.  qkv: [rows, count, heads + 2 kv_heads, dim] */
+/* Norm, rotate queries and keys in place; write keys and values to the cache.  qkv: [columns, heads + 2 kv_heads, dim] */
 void rotate_store(const Step *s, const Layer *l, float *qkv) {
     check_step(s, l);
-    int64_t dim = s->dim, width = (s->heads + 2 * s->kv_heads) * dim;
-#pragma omp parallel for if (s->rows * s->count > 1 && s->rows * s->count * width > WORTH_A_THREAD)
-    for (int64_t at = 0; at < s->rows * s->count; at++) {
-        int64_t row = at / s->count, column = s->start + at % s->count;
+    int64_t dim = s->dim, width = (s->heads + 2 * s->kv_heads) * dim, columns = s->first[s->rows];
+#pragma omp parallel for if (columns > 1 && columns * width > WORTH_A_THREAD)
+    for (int64_t at = 0; at < columns; at++) {
+        int64_t row = row_of(s->first, s->rows, at), column = s->start[row] + at - s->first[row];
         int64_t position = column < s->padding[row] ? 0 : column - s->padding[row];
         const float *cos = s->cos + position * dim, *sin = s->sin + position * dim;
         float *x = qkv + at * width;
@@ -189,7 +215,7 @@ void rotate_store(const Step *s, const Layer *l, float *qkv) {
             }
         }
         for (int64_t h = 0; h < s->kv_heads; h++, x += dim) { /* x: a head of values, its keys kv_heads before it */
-            int64_t index = (row * s->kv_heads + h) * s->capacity + column, lane = column % LANES;
+            int64_t index = place(s, row, h, column), lane = column % LANES;
             float k = l->key_steps ? l->key_steps[h] : 1, v = l->value_steps ? l->value_steps[h] : 1;
             store(x - s->kv_heads * dim, l->keys, (index - lane) * dim + lane, LANES, k, l->key_scales, index, dim, s->kind);
             store(x, l->values, index * dim, 1, v, l->value_scales, index, dim, s->kind);
@@ -222,9 +248,10 @@ static inline float soften(v16 *scores, int64_t first, int64_t end, float *large
 }
 
 /* T queries of one head of the cache over the columns that they see, by the running softmax of Milakov and Gimelshein 2018
- * (arXiv:1805.02867), BLOCK columns at a time.  q, out: of each, [dim]; first, end: what it sees; base: column 0 of the head `h` */
+ * (arXiv:1805.02867), BLOCK columns at a time.  q, out: of each, [dim]; first, end: what it sees of sequence `row` in head `h`.
+ * A query's sums have the same order whichever others are computed with it and however the columns lie in blocks. */
 static inline __attribute__((always_inline)) void attend_tile(const Step *s, const Layer *l, const float **q, float **out,
-                                                              int64_t h, int64_t base, const int64_t *first, const int64_t *end,
+                                                              int64_t row, int64_t h, const int64_t *first, const int64_t *end,
                                                               const int kind, const int T) {
     int64_t dim = s->dim, low = first[0], high = end[T - 1], dynamic = kind == INT8 && l->key_scales; /* ends grow with queries */
     float unit = l->key_steps ? s->scale * l->key_steps[h] : s->scale, step = l->value_steps ? l->value_steps[h] : 1;
@@ -234,32 +261,36 @@ static inline __attribute__((always_inline)) void attend_tile(const Step *s, con
     for (int g = 0; g < T; g++) largest[g] = -INFINITY, total[g] = 0;
     for (int64_t i = 0; i < dim; i++) for (int g = 0; g < T; g++) queries[i * T + g] = q[g][i] * unit;
     for (int64_t begin = low - low % BLOCK; begin < high; begin += BLOCK) {
-        int64_t from = low > begin ? low - begin : 0, to = high - begin < BLOCK ? high - begin : BLOCK;
+        int64_t from = low > begin ? low - begin : 0, to = high - begin < BLOCK ? high - begin : BLOCK, base[BLOCK / LANES];
         for (int64_t j = 0; j < to; j += LANES) {
             v16 sum[TILE];
+            int64_t at = base[j / LANES] = place(s, row, h, begin + j);
             for (int g = 0; g < T; g++) sum[g] = (v16){0};
             for (int64_t i = 0; i < dim; i++) {
-                v16 k = load(l->keys, (base + begin + j) * dim + i * LANES, kind);
+                v16 k = load(l->keys, at * dim + i * LANES, kind);
 #pragma GCC unroll 8
                 for (int g = 0; g < T; g++) sum[g] += k * queries[i * T + g];
             }
             for (int g = 0; g < T; g++) {
-                if (dynamic) sum[g] *= load(l->key_scales, base + begin + j, FLOAT32);
+                if (dynamic) sum[g] *= load(l->key_scales, at, FLOAT32);
                 *(v16 *)(scores[g] + j) = sum[g];
             }
         }
         for (int g = 0; g < T; g++) {
             float shrink = soften((v16 *)scores[g], first[g] - begin, end[g] - begin, largest + g, total + g);
             for (int64_t i = 0; i < dim; i++) sums[g * dim + i] *= shrink;
-            for (int64_t j = from; dynamic && j < to; j++) scores[g][j] *= l->value_scales[base + begin + j];
+            for (int64_t j = from; dynamic && j < to; j++) scores[g][j] *= l->value_scales[base[j / LANES] + j % LANES];
         }
         for (int64_t i = 0; i < dim; i += LANES) {
             v16 sum[TILE];
             for (int g = 0; g < T; g++) sum[g] = *(const v16 *)(sums + g * dim + i);
-            for (int64_t j = from; j < to; j++) {
-                v16 v = load(l->values, (base + begin + j) * dim + i, kind);
+            for (int64_t j = from; j < to;) {
+                const int64_t at = base[j / LANES] - j / LANES * LANES, until = (j / LANES + 1) * LANES;
+                for (; j < to && j < until; j++) {
+                    v16 v = load(l->values, (at + j) * dim + i, kind);
 #pragma GCC unroll 8
-                for (int g = 0; g < T; g++) sum[g] += v * scores[g][j];
+                    for (int g = 0; g < T; g++) sum[g] += v * scores[g][j];
+                }
             }
             for (int g = 0; g < T; g++) *(v16 *)(sums + g * dim + i) = sum[g];
         }
@@ -268,36 +299,37 @@ static inline __attribute__((always_inline)) void attend_tile(const Step *s, con
         for (int64_t i = 0; i < dim; i++) out[g][i] = end[g] > first[g] ? sums[g * dim + i] / total[g] * step : 0; /* padding: 0 */
 }
 
-/* Attention of the new columns over the cache.  qkv: as rotate_store left it; out: [rows, count, heads * dim] */
+/* Attention of the new columns over the cache.  qkv: as rotate_store left it; out: [columns, heads * dim] */
 void attend(const Step *s, const Layer *l, const float *qkv, float *out) {
     check_step(s, l);
-    int64_t dim = s->dim, width = (s->heads + 2 * s->kv_heads) * dim, group = s->heads / s->kv_heads, queries = s->count * group;
-    int64_t tiles = (queries + TILE - 1) / TILE, units = s->rows * s->kv_heads * tiles, seen = s->start + s->count;
-#pragma omp parallel for schedule(dynamic) if (units > 1 && units * TILE * seen * dim > WORTH_A_THREAD)
-    for (int64_t unit = 0; unit < units; unit++) { /* queries of a head and its columns, column by column */
-        int64_t row = unit % s->rows, head = unit / s->rows % s->kv_heads, tile = tiles - 1 - unit / s->rows / s->kv_heads;
-        int64_t base = (row * s->kv_heads + head) * s->capacity, first[TILE], end[TILE], left = queries - tile * TILE;
+    int64_t dim = s->dim, width = (s->heads + 2 * s->kv_heads) * dim, group = s->heads / s->kv_heads, seen = 0;
+    for (int64_t row = 0; row < s->rows; row++) seen += (s->tiles[row + 1] - s->tiles[row]) * (s->start[row] + 1);
+#pragma omp parallel for schedule(dynamic) if (seen * TILE * s->kv_heads * dim > WORTH_A_THREAD)
+    for (int64_t unit = 0; unit < s->tiles[s->rows] * s->kv_heads; unit++) { /* queries of a head and its columns, the last first */
+        int64_t head = unit % s->kv_heads, tile = s->tiles[s->rows] - 1 - unit / s->kv_heads, row = row_of(s->tiles, s->rows, tile);
+        int64_t from = s->first[row], left = (s->first[row + 1] - from) * group - (tile - s->tiles[row]) * TILE;
+        int64_t first[TILE], end[TILE];
         const float *q[TILE];
         float *to[TILE];
         for (int64_t g = 0; g < TILE; g++) { /* those beyond the last query are the last one again */
-            int64_t at = tile * TILE + (g < left ? g : left - 1), column = at / group, query = head * group + at % group;
-            q[g] = qkv + (row * s->count + column) * width + query * dim;
-            to[g] = out + ((row * s->count + column) * s->heads + query) * dim;
-            first[g] = s->padding[row], end[g] = s->start + column + 1;
+            int64_t at = (tile - s->tiles[row]) * TILE + (g < left ? g : left - 1), column = at / group, query = head * group + at % group;
+            q[g] = qkv + (from + column) * width + query * dim;
+            to[g] = out + ((from + column) * s->heads + query) * dim;
+            first[g] = s->padding[row], end[g] = s->start[row] + column + 1;
             if (l->window && end[g] - l->window > first[g]) first[g] = end[g] - l->window;
         }
 #define ATTEND(KIND)                                                                                                   \
-    if (s->kind == KIND && left > TILE / 2) attend_tile(s, l, q, to, head, base, first, end, KIND, TILE);              \
-    if (s->kind == KIND && left > 1 && left <= TILE / 2) attend_tile(s, l, q, to, head, base, first, end, KIND, TILE / 2); \
-    if (s->kind == KIND && left == 1) attend_tile(s, l, q, to, head, base, first, end, KIND, 1);
+    if (s->kind == KIND && left > TILE / 2) attend_tile(s, l, q, to, row, head, first, end, KIND, TILE);               \
+    if (s->kind == KIND && left > 1 && left <= TILE / 2) attend_tile(s, l, q, to, row, head, first, end, KIND, TILE / 2); \
+    if (s->kind == KIND && left == 1) attend_tile(s, l, q, to, row, head, first, end, KIND, 1);
         ATTEND(FLOAT32) ATTEND(BFLOAT16) ATTEND(FLOAT8) ATTEND(INT8)
     }
 }
 
-/* All layers on x [rows * count, hidden], `delta` left to add; the others are room for their parts. Returns 1 without memory. */
+/* All layers on x [columns, hidden], `delta` left to add; the others are room for their parts. Returns 1 without memory. */
 int run(const Step *s, const Layer *layers, int64_t many, float *x, float *norm, float *qkv, float *heads, float *gate_up,
         float *gate, float *delta) {
-    int64_t n = s->rows * s->count, hidden = layers->qkv.weight->columns, failed = 0;
+    int64_t n = s->first[s->rows], hidden = layers->qkv.weight->columns, failed = 0;
     for (const Layer *l = layers; l < layers + many; l++) {
         check_step(s, l);
         CHECK(l->qkv.weight->columns == hidden && l->qkv.weight->rows == (s->heads + 2 * s->kv_heads) * s->dim);

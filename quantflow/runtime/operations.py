@@ -22,6 +22,7 @@ from quantflow.runtime.kv_cache import KINDS, LANES, KVCache
 Projection = Callable[[Tensor], Tensor]  # [N, I] float32 -> [N, sum of O] float32, contiguous
 SOURCE = Path(__file__).with_name("decode.c")
 MOST_HEAD_DIM = 1024  # decode.c keeps a tile of queries on the stack
+_TILE = 8  # decode.c's TILE
 _FEW = 16  # rows of a product up to which one pass over the memory counts more than the arithmetic
 _WIDENED = 4096  # rows of a weight that are converted at once
 
@@ -77,8 +78,8 @@ class _Layer(ctypes.Structure):
 
 class _Step(ctypes.Structure):
     _fields_ = (
-        [(name, ctypes.c_void_p) for name in ("cos", "sin", "padding")]
-        + [(name, ctypes.c_int64) for name in ("rows", "count", "start", "heads", "kv_heads", "dim", "capacity", "kind")]
+        [(name, ctypes.c_void_p) for name in ("cos", "sin", "padding", "first", "start", "table", "tiles")]
+        + [(name, ctypes.c_int64) for name in ("rows", "block", "width", "heads", "kv_heads", "dim", "kind")]
         + [("scale", ctypes.c_float), ("eps", ctypes.c_float)]
     )
 
@@ -146,18 +147,39 @@ class Operations:
             self._widths |= {"gate_up": gate_up.rows, "gate": down.columns, "delta": down.rows}
 
     def begin(self, cache: KVCache, cos: Tensor, sin: Tensor) -> None:
-        """Take a cache, or one whose storage has changed, and the rotation of each position, [capacity, dim]."""
+        """Take a cache, or one whose storage has changed, and the rotation of each position, [positions, dim]."""
         heads = self._heads
         self._cache, self._tables = cache, (cos, sin, cache.padding)  # C has their addresses: they must live on
-        sizes = (cache.rows, 0, 0, heads.query, heads.shared, heads.dim, cache.capacity, tuple(KINDS).index(cache.kind))
-        self._step = _Step(*map(native.address, self._tables), *sizes, heads.scale, heads.eps)
+        sizes = (cache.rows, cache.capacity, 1, heads.query, heads.shared, heads.dim, tuple(KINDS).index(cache.kind))
+        self._step = _Step(*map(native.address, self._tables), *[None] * 4, *sizes, heads.scale, heads.eps)
+        self._count = 0  # columns of each sequence that the last step had
         structures = [self._structure(block, cache.of(index)) for index, block in enumerate(self._blocks)]
         self._structures = (_Layer * len(structures))(*structures)
 
     def step(self, count: int) -> None:
-        """Expect `count` new columns, from the cache's length on."""
-        self._step.count = count
-        self._step.start = self._cache.length
+        """Expect `count` new columns of every sequence of the cache, from the cache's length on."""
+        rows = self._cache.rows
+        if count != self._count:
+            self._count, self._start = count, torch.empty(rows, dtype=torch.int64)
+            self.step_rows(torch.arange(rows + 1) * count, self._start, torch.arange(rows)[:, None], self._tables[2])
+        self._start.fill_(self._cache.length)
+
+    def step_rows(self, first: Tensor, start: Tensor, table: Tensor, padding: Tensor) -> None:
+        """Expect new columns of sequences that lie in blocks of the cache: its rows.
+
+        Args:
+            first: [B + 1] int64, where the columns of each begin among all that are new, and how many there are.
+            start: [B] int64, the first new column of each.
+            table: [B, W] int64, the cache's rows that hold the columns of each, `cache.capacity` to a row.
+            padding: [B] int64, columns at the left of each that are no text.
+        """
+        step, heads = self._step, self._heads
+        queries = first.diff() * (heads.query // heads.shared)
+        tiles = torch.zeros_like(first)
+        torch.cumsum((queries + (_TILE - 1)) // _TILE, dim=0, out=tiles[1:])
+        self._rows = tensors = (padding, first, start, table, tiles)  # they must live on
+        step.padding, step.first, step.start, step.table, step.tiles = map(native.address, tensors)
+        step.rows, step.width = table.shape
 
     def run(self, x: Tensor) -> Tensor | None:
         """Run the layers on x [N, H], changed; return what is still to be added to it, valid until the next call."""

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantflow.runtime.kv_cache import KVCache
+from quantflow.runtime.kv_cache import KINDS, KVCache
 from quantflow.runtime.operations import DecoderBlock, Heads, Operations, why_not
 
 DIM = 16
@@ -76,6 +76,43 @@ def test_the_bits_of_a_query_depend_neither_on_what_comes_with_it_nor_on_threads
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("window", [0, 33])
+def test_the_bits_of_a_query_do_not_depend_on_the_blocks_that_hold_its_columns_nor_on_other_sequences(kind, window):
+    query, shared, block, lengths = 6, 2, 32, [90, 1, 47, 64]
+    heads = Heads(query=query, shared=shared, dim=DIM, scale=0.7, eps=1e-6)
+    layer = DecoderBlock(norms=(), products=(), q_norm=None, k_norm=None, window=window)
+    generator = torch.Generator().manual_seed(2)
+    texts = [torch.randn(n, (query + 2 * shared) * DIM, generator=generator) for n in lengths]
+    shape = {"kind": kind, "layers": 1, "kv_heads": shared, "head_dim": DIM}
+
+    def began(rows, capacity):
+        operations, cache = Operations(heads, [layer]), KVCache(rows=rows, capacity=capacity, **shape)
+        for tensor in (*cache.keys, *cache.values):
+            tensor.view(torch.uint8).fill_(0xFF)  # NaN, where there is one
+        operations.begin(cache, torch.ones(96, DIM), torch.zeros(96, DIM))
+        return operations
+
+    alone = []
+    for text in texts:
+        operations = began(1, 96)
+        operations.step(len(text))
+        alone.append(operations.attend(text.clone(), 0).clone())
+    operations = began(12, block)
+    table = torch.randperm(12, generator=generator).view(4, 3)
+    together, done = [[] for _ in texts], [0] * len(texts)
+    for rows, counts in (([0, 1, 2, 3], [20, 1, 46, 63]), ([3, 0, 2], [1, 1, 1]), ([0], [69])):
+        first = torch.tensor([0, *counts]).cumsum(dim=0)
+        start = torch.tensor([done[row] for row in rows])
+        operations.step_rows(first, start, table[rows].contiguous(), torch.zeros(len(rows), dtype=torch.int64))
+        new = torch.cat([texts[row][done[row] : done[row] + count] for row, count in zip(rows, counts, strict=True)])
+        for row, part in zip(rows, operations.attend(new, 0).split(counts), strict=True):
+            together[row].append(part.clone())
+            done[row] += len(part)
+    assert done == lengths
+    assert all(torch.equal(torch.cat(parts), whole) for parts, whole in zip(together, alone, strict=True))
 
 
 @settings(deadline=None, max_examples=30)
