@@ -23,6 +23,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quantflow.artifact.outputs import beside, output_folder
 from quantflow.planning.recipe import Calibration, Export, Measure, Quantize, Recipe, Resources, Validate
 from quantflow.progress import SILENT, Progress
 
@@ -169,7 +170,7 @@ def measure(
         stats = statistics_for(artifacts) if artifacts else DEFAULT_STATS
     job = MeasureJob(
         model=Path(model),
-        output=Path(output),
+        output=output_folder(output, reads={"the model": model}),
         calibration=calibration,
         seed=seed,
         ranks=measuring.ranks,
@@ -220,7 +221,7 @@ def quantize(
 
     job = QuantizeJob(
         model=Path(model),
-        output=Path(output),
+        output=output_folder(output, reads={"the model": model, "the measurement": measurement}),
         entry=artifact,
         measurement=None if measurement is None else Path(measurement),
         seed=seed,
@@ -265,7 +266,7 @@ def unify(
 
     job = UnifyJob(
         measurement=Path(measurement),
-        output=Path(output),
+        output=output_folder(output, reads={"the measurement": measurement, "the model": model}),
         groups=tuple(groups),
         ranks=ranks,
         expand=expand,
@@ -311,7 +312,7 @@ def export(
 
     request = ExportRequest(
         source=Path(quantized),
-        output=Path(output),
+        output=output_folder(output, reads={"what is exported": quantized, "the model": model}),
         options=options,
         model=None if model is None else Path(model),
         quant_config=quant_config,
@@ -335,11 +336,13 @@ def check_export(quantized: Folder, output: Folder, *, options: Export, model: F
     Raises:
         UsageError: another format than an artifact's, or one folder for both.
     """
-    from quantflow.exporting import ExportRequest
-    from quantflow.exporting.export import check, requested
+    from quantflow.exporting import EXPORTERS, ExportRequest
+    from quantflow.exporting.export import check
+    from quantflow.formats import DEFAULT
 
-    source = None if model is None else Path(model)
-    check(requested(ExportRequest(source=Path(quantized), output=Path(output), options=options, model=source)))
+    source, folder = None if model is None else Path(model), output_folder(output, reads={"the model": model})
+    request = ExportRequest(source=Path(quantized), output=folder, options=options, model=source)
+    check(EXPORTERS[DEFAULT].job(request))
 
 
 def proving(*, canary: bool) -> AbstractContextManager["Proved"]:
@@ -388,7 +391,8 @@ def validate(
     """
     from quantflow.validation.validate import ValidateJob, run
 
-    folder = Path(f"{str(artifact).rstrip('/')}-validation") if report is None else Path(report)
+    given = beside(artifact, "-validation") if report is None else report
+    folder = output_folder(given, flag="--report", reads={"the artifact": artifact, "the baseline": baseline})
     job = ValidateJob(
         artifact=Path(artifact),
         baseline=Path(baseline),
@@ -436,11 +440,15 @@ def resolve(recipe: Recipe) -> Recipe:
     import dataclasses
 
     from quantflow.artifact.canonical import file_digest
+    from quantflow.calibration.text import read_documents
     from quantflow.errors import UsageError
+    from quantflow.evaluation.windows import evaluation_sequences
+    from quantflow.measurements.grouping import parse_groups
     from quantflow.models.graph import graph_for
-    from quantflow.models.load import open_source
+    from quantflow.models.load import load_tokenizer, open_source
     from quantflow.planning import plan as planning
     from quantflow.planning.requirements import statistics_for
+    from quantflow.validation.gate import check_gate
 
     source = open_source(recipe.model)
     graph = graph_for(source.config)
@@ -451,6 +459,10 @@ def resolve(recipe: Recipe) -> Recipe:
         if path is None:
             raise UsageError(f"recipe: {key} is missing", "name a text file")
         file_digest(Path(path))
+    check_gate(recipe.validate.gate)
+    documents = read_documents(str(recipe.validate.text), load_tokenizer(recipe.model))
+    evaluation_sequences(documents, tokens=recipe.validate.tokens, sequence_length=recipe.validate.sequence_length)
+    parse_groups(recipe.unify.groups or [",".join(map(str, range(recipe.measure.ranks)))], world=recipe.measure.ranks)
     stats = statistics_for(recipe.quantize) if recipe.measure.stats is None else recipe.measure.stats
     asked = any(entry.experts == "all" for entry in recipe.quantize)
     if recipe.measure.experts is not None or not (stats and graph.sparse and asked):

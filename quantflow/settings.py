@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from quantflow.errors import UsageError
+
 KEY = "setting"  # of a field's metadata
 
 
@@ -29,6 +31,7 @@ class Declared:
         shown: the help says the default.
         negated: the option of a bool says that it is not so.
         parse: makes the option's text what a recipe holds; None where click's value is it.
+        least, most: of a whole number; see `check_numbers`.
     """
 
     help: str | Mapping[str, str] = ""
@@ -39,6 +42,8 @@ class Declared:
     shown: bool = False
     negated: bool = False
     parse: Callable[[str], Any] | None = None
+    least: int = -(2**63)
+    most: int = 2**63 - 1  # what C and torch hold
 
     def help_of(self, verb: str) -> str:
         """Return the sentence for a verb's help."""
@@ -82,6 +87,8 @@ def setting(
     shown: bool = False,
     negated: bool = False,
     parse: Callable[[str], Any] | None = None,
+    least: int = -(2**63),
+    most: int = 2**63 - 1,
 ) -> Any:
     """Return a dataclass field that is a setting; see `Declared`. Without a default the field must be given."""
     declared = Declared(
@@ -93,8 +100,24 @@ def setting(
         shown=shown,
         negated=negated,
         parse=parse,
+        least=least,
+        most=most,
     )
     return dataclasses.field(default=default, metadata={KEY: declared})
+
+
+def check_numbers(record: Any) -> None:
+    """Refuse whole numbers outside of what their settings allow; a record's `__post_init__` calls it.
+
+    Raises:
+        UsageError: naming the field and its value.
+    """
+    for item in dataclasses.fields(record):
+        declared, value = item.metadata.get(KEY), getattr(record, item.name)
+        if declared is None or type(value) is not int or declared.least <= value <= declared.most:
+            continue
+        bound = f"{declared.least} or more" if value < declared.least else f"{declared.most} or less"
+        raise UsageError(f"{item.name}={value}", f"give {bound}")
 
 
 def settings_of(record: type, verb: str) -> tuple[Setting, ...]:

@@ -14,21 +14,21 @@ import click
 from quantflow import api
 from quantflow.distributed.launch import speaks
 from quantflow.planning.recipe import recipe_from
-from quantflow.stages.cli.options import QUANT_CONFIG, common, recipe_data, recipe_flags, recipe_settings
+from quantflow.stages.cli.options import FOLDER, QUANT_CONFIG, common, recipe_data, recipe_flags, recipe_settings
 from quantflow.stages.cli.output import reporting, show, show_call
 from quantflow.stages.cli.quant_config_layer import given_config
 
 
 @click.command("export")
 @click.argument("quantized", metavar="QUANTIZED|MEASUREMENT|MODEL")
-@click.option("-o", "--output", metavar="DIR", required=True, help="The artifact's folder.")
+@click.option("-o", "--output", metavar="DIR", type=FOLDER, required=True, help="The artifact's folder.")
 @click.option("--model", metavar="DIR", help="The source (default: where quantize read it).")
 @recipe_settings("export", "export")
 @click.option("--keep-orig", is_flag=True, help="Of format inc: keep what Gaudi measured beside what is written for it.")
 @QUANT_CONFIG
 @common
 def command(
-    quantized: str, output: str, model: str | None, settings: tuple[str, ...], recipe: str | None, **shared: Any
+    quantized: str, output: Path, model: str | None, settings: tuple[str, ...], recipe: str | None, **shared: Any
 ) -> None:
     """Stage 4: write QUANTIZED as an artifact and prove it in a fresh process; or MEASUREMENT or MODEL for other runtimes.
 
@@ -45,7 +45,7 @@ def command(
     values = recipe_from(recipe_data(recipe, settings, {"model": model or "unused", **flags}))
     words: dict[str, Any] = {
         "quantized": quantized,
-        "output": Path(output),
+        "output": output,
         "options": values.export,
         "model": model,
         "quant_config": config,
@@ -56,7 +56,7 @@ def command(
     if shared["dry_run"]:
         show_call(words, as_json=shared["as_json"])
         return
-    with reporting(shared, Path(output)) as progress:
+    with reporting(shared, output) as progress:
         folder = api.export(**words, progress=progress).folder
     if speaks():
         show({"folder": str(folder)}, as_json=shared["as_json"], text=str(folder))

@@ -16,14 +16,16 @@ from quantflow import api
 from quantflow.distributed.launch import speaks
 from quantflow.errors import UsageError
 from quantflow.planning.recipe import recipe_from
-from quantflow.stages.cli.options import QUANT_CONFIG, TRUST_NETWORK, common, recipe_data, recipe_flags, recipe_settings
+from quantflow.stages.cli.options import FOLDER, QUANT_CONFIG, TRUST_NETWORK, common, recipe_data, recipe_flags, recipe_settings
 from quantflow.stages.cli.output import reporting, show, show_call
 from quantflow.stages.cli.quant_config_layer import given_config, measure_beneath, output_beneath
 
 
 @click.command("measure")
 @click.argument("model")
-@click.option("-o", "--output", metavar="DIR", help="Where the ranks go (default: the dump_stats_path of a QUANT_CONFIG).")
+@click.option(
+    "-o", "--output", metavar="DIR", type=FOLDER, help="Where the ranks go (default: the dump_stats_path of a QUANT_CONFIG)."
+)
 @recipe_settings("measure", "calibration")
 @click.option(
     "--for", "schemes", metavar="SCHEMES", help="What these need, such as W4A16:gptq,W4A16@4.25,FP8 (default: all but @)."
@@ -32,7 +34,7 @@ from quantflow.stages.cli.quant_config_layer import given_config, measure_beneat
 @QUANT_CONFIG
 @common
 def command(
-    model: str, output: str | None, schemes: str | None, settings: tuple[str, ...], recipe: str | None, **shared: Any
+    model: str, output: Path | None, schemes: str | None, settings: tuple[str, ...], recipe: str | None, **shared: Any
 ) -> None:
     """Stage 1: run calibration text through MODEL and keep statistics.
 
@@ -54,7 +56,7 @@ def command(
         measuring = replace(measuring, stats=None)
     words: dict[str, Any] = {
         "model": model,
-        "output": Path(output_beneath(output, config)),
+        "output": output_beneath(output, config),
         "calibration": values.calibration,
         "measuring": measuring,
         "artifacts": artifacts,

@@ -16,6 +16,7 @@ from quantflow.distributed.launch import speaks
 from quantflow.errors import UsageError, nearest
 from quantflow.planning.recipe import Measure, Recipe, recipe_from
 from quantflow.stages.cli.options import (
+    FOLDER,
     QUANT_CONFIG,
     TRUST_NETWORK,
     common,
@@ -33,18 +34,20 @@ if TYPE_CHECKING:
 
 @click.command("quantize")
 @click.argument("model")
-@click.option("-o", "--output", metavar="DIR", required=True, help="Where the quantized layers go.")
+@click.option("-o", "--output", metavar="DIR", type=FOLDER, required=True, help="Where the quantized layers go.")
 @recipe_settings("quantize", "quantize")
 @click.option("--measurement", metavar="DIR", help="What stage 1 or unify wrote; for FP8 also Gaudi's own files.")
 @click.option("--name", help="Which entry of the recipe (default: the first).")
 @click.option(
     "--ranks", type=int, default=1, help="Processes (default 1); each writes a slice of each linear, unify joins them."
 )
-@click.option("--export", "artifact", metavar="DIR", help="Then write the artifact there and prove it, as export does.")
+@click.option(
+    "--export", "artifact", metavar="DIR", type=FOLDER, help="Then write the artifact there and prove it, as export does."
+)
 @TRUST_NETWORK
 @QUANT_CONFIG
 @common
-def command(model: str, output: str, artifact: str | None, settings: tuple[str, ...], **shared: Any) -> None:
+def command(model: str, output: Path, artifact: Path | None, settings: tuple[str, ...], **shared: Any) -> None:
     """Stage 2: choose integers or float8 values and scales for MODEL, layer by layer.
 
     \b
@@ -66,7 +69,7 @@ def command(model: str, output: str, artifact: str | None, settings: tuple[str, 
     values, position, measurement = _recipe(model, settings, config, shared)
     quantizing: dict[str, Any] = {
         "model": model,
-        "output": Path(output),
+        "output": output,
         "artifact": values.quantize[position],
         "measurement": measurement,
         "ranks": shared["ranks"],
@@ -78,7 +81,7 @@ def command(model: str, output: str, artifact: str | None, settings: tuple[str, 
     }
     exporting: dict[str, Any] = {}
     if artifact is not None:
-        exporting = {"quantized": Path(output), "output": Path(artifact), "options": values.export, "model": model}
+        exporting = {"quantized": output, "output": artifact, "options": values.export, "model": model}
         api.check_export(**exporting)  # before hours of quantizing, not after them
         exporting |= {"resources": values.resources, "force": shared["force"]}
     if shared["dry_run"]:
@@ -86,18 +89,18 @@ def command(model: str, output: str, artifact: str | None, settings: tuple[str, 
         return
     if measures:
         _measure(values, quantizing, shared)
-    with reporting(shared, Path(output)) as progress:
+    with reporting(shared, output) as progress:
         quantized = api.quantize(**quantizing, progress=progress)
     folder = quantized.folder
-    if exporting:
-        with reporting(shared, Path(str(artifact))) as progress:
+    if artifact is not None:
+        with reporting(shared, artifact) as progress:
             folder = api.export(**exporting, proved=proved, progress=progress).folder
     if speaks():
         text = f"{_choice(quantized)}{folder}"
         show({"folder": str(folder)}, as_json=shared["as_json"], text=text)
 
 
-def _check_options(artifact: str | None, shared: dict[str, Any]) -> None:
+def _check_options(artifact: Path | None, shared: dict[str, Any]) -> None:
     """Refuse options that do not go together, before anything is read.
 
     Raises:

@@ -24,7 +24,7 @@ from quantflow.errors import UsageError
 from quantflow.planning.recipe import Recipe, recipe_from
 from quantflow.progress import Progress
 from quantflow.shipped import find_config
-from quantflow.stages.cli.options import common, recipe_data, recipe_flags, recipe_settings
+from quantflow.stages.cli.options import FOLDER, common, recipe_data, recipe_flags, recipe_settings
 from quantflow.stages.cli.output import outline, reporting, show, table
 from quantflow.stages.cli.quant_config_layer import tell_unread
 from quantflow.stages.run_summary import StageTimes, texts, write_texts
@@ -41,10 +41,10 @@ class RunJob:
 
 @click.command("run")
 @click.argument("recipe_names", metavar="RECIPE...", nargs=-1, required=True)
-@click.option("-o", "--output", metavar="DIR", help="Default: artifacts/<recipe>; of one recipe.")
+@click.option("-o", "--output", metavar="DIR", type=FOLDER, help="Default: artifacts/<recipe>; of one recipe.")
 @recipe_settings("run")
 @common
-def command(recipe_names: tuple[str, ...], output: str | None, settings: tuple[str, ...], **shared: Any) -> None:
+def command(recipe_names: tuple[str, ...], output: Path | None, settings: tuple[str, ...], **shared: Any) -> None:
     """All stages of each RECIPE (a file, or the name of a shipped one), resumed where they stopped.
 
     \b

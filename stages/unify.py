@@ -13,7 +13,7 @@ import click
 
 from quantflow import api
 from quantflow.planning.recipe import recipe_from
-from quantflow.stages.cli.options import common, recipe_data, recipe_flags, recipe_settings
+from quantflow.stages.cli.options import FOLDER, common, recipe_data, recipe_flags, recipe_settings
 from quantflow.stages.cli.output import reporting, show, show_call, table
 
 
@@ -30,7 +30,7 @@ from quantflow.stages.cli.output import reporting, show, show_call, table
     required=True,
     help="What `measure` or `quantize` wrote with --ranks N, or Gaudi's own files.",
 )
-@click.option("-o", "--output", "--out", "output", metavar="DIR", required=True, help="Where the merged ranks go.")
+@click.option("-o", "--output", "--out", "output", metavar="DIR", type=FOLDER, required=True, help="Where the merged ranks go.")
 @click.option("--model", metavar="DIR", help="What quantized shards were made from (default: where quantize read it).")
 @click.option("--allow-missing", is_flag=True, help="Go on without replicas that are missing; the result says which.")
 @click.argument("more_groups", metavar="[RANKS]...", nargs=-1)
@@ -39,7 +39,7 @@ def command(
     groups: tuple[str, ...],
     more_groups: tuple[str, ...],
     measurement: str,
-    output: str,
+    output: Path,
     settings: tuple[str, ...],
     recipe: str | None,
     **shared: Any,
@@ -58,7 +58,7 @@ def command(
     counted = shared["ranks"] is not None or shared["expand"] is not None  # flags win over what the recipe says
     words: dict[str, Any] = {
         "measurement": Path(measurement),
-        "output": Path(output),
+        "output": output,
         "groups": (*groups, *more_groups) if counted else values.unify.groups or (),
         "ranks": shared["ranks"],
         "expand": shared["expand"],
@@ -69,7 +69,7 @@ def command(
     if shared["dry_run"]:
         show_call(words, as_json=shared["as_json"])
         return
-    with reporting(shared, Path(output)) as progress:
+    with reporting(shared, output) as progress:
         result = api.unify(**words, progress=progress)
     text = f"{table(*result.table())}\n{result.summary['folder']}"
     show(result.summary, as_json=shared["as_json"], text=text)

@@ -12,8 +12,9 @@ from typing import Any
 import click
 
 from quantflow import api
+from quantflow.artifact.outputs import beside
 from quantflow.planning.recipe import recipe_from
-from quantflow.stages.cli.options import common, recipe_data, recipe_flags, recipe_settings
+from quantflow.stages.cli.options import FOLDER, common, recipe_data, recipe_flags, recipe_settings
 from quantflow.stages.cli.output import reporting, show, show_call, table
 
 
@@ -22,10 +23,10 @@ from quantflow.stages.cli.output import reporting, show, show_call, table
 @click.option("--baseline", metavar="DIR", required=True, help="The model that the artifact was made from.")
 @recipe_settings("validate", "validate")
 @click.option("--expect", type=click.Choice(["pass", "fail"]), default="pass", help="Which verdict exits 0.")
-@click.option("--report", metavar="DIR", help="Default: <artifact>-validation.")
+@click.option("--report", metavar="DIR", type=FOLDER, help="Default: <artifact>-validation.")
 @common
 def command(
-    artifact: str, baseline: str, settings: tuple[str, ...], recipe: str | None, report: str | None, **shared: Any
+    artifact: str, baseline: str, settings: tuple[str, ...], recipe: str | None, report: Path | None, **shared: Any
 ) -> None:
     """Stage 5: compare ARTIFACT with its source and let a gate decide; a failed gate exits 4.
 
@@ -34,7 +35,7 @@ def command(
     """
     flags, _ = recipe_flags("validate", shared)
     values = recipe_from(recipe_data(recipe, settings, {"model": baseline, **flags}))
-    folder = Path(report or f"{artifact.rstrip('/')}-validation")
+    folder = beside(artifact, "-validation") if report is None else report
     words: dict[str, Any] = {
         "artifact": artifact,
         "baseline": baseline,

@@ -5,6 +5,7 @@ Only calls of `os` are used, so that a test can make any one of them fail.
 
 import errno
 import os
+import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -180,8 +181,50 @@ def copy(source: Path, target: Path) -> None:
 
 
 def create(path: Path) -> int:
-    """Create or truncate a file and return its descriptor, for reading and writing."""
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+    """Create or truncate a file and return its descriptor, for reading and writing.
+
+    Raises:
+        OSError: the file system failed, or what has the name is no file of ours; see `open_own`.
+    """
+    descriptor = open_own(path, os.O_RDWR)
+    try:
+        if os.fstat(descriptor).st_size:
+            with naming(path):
+                os.ftruncate(descriptor, 0)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def open_own(path: Path, mode: int) -> int:
+    """Open a file for writing, made where it is missing, and return its descriptor.
+
+    Whoever may write beside an output could put a link there, and have another file truncated or appended to.
+
+    Args:
+        path: the file.
+        mode: O_WRONLY or O_RDWR, and O_APPEND.
+
+    Raises:
+        OSError: the file system failed; or what has the name is a link, no regular file, known by another name too, or
+            somebody else's. It is left as it is.
+    """
+    try:
+        descriptor = os.open(path, mode | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link; a FIFO that nobody reads
+            raise _not_ours(path) from error
+        raise
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1 or status.st_uid != os.geteuid():
+        os.close(descriptor)
+        raise _not_ours(path)
+    return descriptor
+
+
+def _not_ours(path: Path) -> OSError:
+    return OSError(errno.EPERM, "a link, no regular file, or somebody else's; it is not written to", str(path))
 
 
 def write_all(descriptor: int, data: bytes | bytearray | memoryview) -> None:

@@ -33,12 +33,12 @@ def locked(folder: Path) -> Iterator[None]:
     """
     disk.make_folder(folder.parent)
     path = folder.parent / f".{folder.name}.lock"
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    descriptor = disk.open_own(path, os.O_RDWR)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            holder = os.pread(descriptor, 20, 0).decode().strip() or "unknown"
+            holder = os.pread(descriptor, 20, 0).decode(errors="replace").strip() or "unknown"
             raise ResourceError(f"{folder}: process {holder} is writing it", "wait for it, or choose another folder") from error
         os.ftruncate(descriptor, 0)
         with disk.naming(path):
@@ -161,8 +161,9 @@ def publish(
     temporary, old = _beside(folder)
     _put_back(folder)
     for leftover in (temporary, old):
-        shutil.rmtree(leftover, ignore_errors=True)
-    disk.make_folder(temporary)
+        disk.remove_tree(leftover)
+    disk.make_folder(temporary.parent)
+    os.mkdir(temporary)  # made by us, never a link to somewhere else
     try:
         yield temporary
         if stage is not None:

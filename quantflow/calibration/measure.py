@@ -49,6 +49,7 @@ from quantflow.models.graph import Graph, graph_for
 from quantflow.models.identity import identify
 from quantflow.models.load import Source, load_tokenizer, open_source
 from quantflow.models.sharding import placements
+from quantflow.models.source import refuse_not_finite
 from quantflow.observers import DEFAULT, observer_named, of_gradients
 from quantflow.planning.experts import ROUTED
 from quantflow.planning.recipe import Calibration, Resources
@@ -221,6 +222,7 @@ def _measure_rank(job: MeasureJob, progress: Progress, *, rank: int, world: int)
         if (told := _short(job.calibration, sequences)) is not None:
             progress.say(f"measure: {told}")
         process_memory.reset_peak()
+        refuse_not_finite(source.checkpoint, graph)
         layer_store.begin(work, inputs, say=lambda text: progress.say(f"measure: unfinished with {text}; it begins again"))
         statistics: Mapping[str, Tensor] = {}
         if job.stats or graph.sparse:

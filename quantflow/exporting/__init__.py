@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
@@ -60,8 +60,13 @@ class Exporter:
         """Return the job, a record.
 
         Raises:
-            UsageError: the request contradicts itself.
+            UsageError: the request contradicts itself, or has an option that this format does not read.
         """
+        for item in fields(Export):
+            given = getattr(request.options, item.name)
+            if item.name not in ("format", *self.options) and given != item.default:
+                cause = f"export: {item.name} {given} beside format {request.options.format}"
+                raise UsageError(cause, f"leave it out; this format reads {', '.join(self.options)}")
         return import_module(self.module).requested(request)
 
     def run(self, job: Any, progress: Progress, *, proved: Any = None) -> Path:

@@ -17,6 +17,7 @@ from quantflow.core.dtypes import DTYPES
 from quantflow.errors import InputError, UnsupportedError
 
 _CHECK_ELEMENTS = 1 << 20  # elements that are looked at together: the copy of their exponents stays in the cache
+_PIECE = 8 << 20  # bytes of a tensor that is only looked at
 _NOT_FINITE: dict[torch.dtype, tuple[torch.dtype, int]] = {  # the integer of this size, and its bits that are all set then
     torch.float64: (torch.int64, 0x7FF << 52),
     torch.float32: (torch.int32, 0xFF << 23),
@@ -153,6 +154,23 @@ def read_once(path: Path, shape: Sequence[int], dtype: torch.dtype, offset: int,
     if offset % dtype.itemsize:  # a file may place a tensor where its elements are not aligned; memory may not
         wanted = wanted.clone()
     return wanted.view(dtype).view(*shape)
+
+
+def check_stored(path: Path, info: TensorInfo) -> None:
+    """Refuse NaN and Inf in a tensor of a file, holding 8 MiB of it at a time.
+
+    Raises:
+        InputError: the file ends early, or a value is not finite.
+        UnsupportedError: a dtype that torch has no name for.
+    """
+    dtype = _dtype(path, info)
+    if dtype not in _NOT_FINITE:
+        return
+    piece = torch.empty(min(info.nbytes, _PIECE) // dtype.itemsize, dtype=dtype)
+    for start in range(0, info.nbytes, _PIECE):
+        part = piece[: (info.nbytes - start) // dtype.itemsize]
+        read_into(path, part, info.offset + start, name=info.name)
+        check_finite(part, name=info.name, path=path)
 
 
 def check_finite(tensor: Tensor, *, name: str, path: Path) -> None:

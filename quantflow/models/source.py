@@ -11,7 +11,7 @@ from quantflow.artifact.canonical import digest_of, file_digest
 from quantflow.artifact.checkpoint import CONFIG, Checkpoint, open_checkpoint, refuse_quantized
 from quantflow.artifact.digests import Digests
 from quantflow.errors import InputError, UnsupportedError
-from quantflow.models.graph import FAMILIES, family_for
+from quantflow.models.graph import FAMILIES, Graph, family_for
 
 _SIZES = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
 
@@ -99,6 +99,20 @@ def refuse_stacked_experts(checkpoint: Checkpoint) -> None:
                 f"{file}: {name} {list(info.shape)} holds all experts of a layer",
                 "use a checkpoint with a tensor per expert and projection, as save_pretrained of transformers writes it",
             )
+
+
+def refuse_not_finite(checkpoint: Checkpoint, graph: Graph) -> None:
+    """Refuse NaN and Inf in what lies outside of the layers: no stage computes with all of an embedding, export copies it.
+
+    Raises:
+        InputError: naming the tensor.
+    """
+    from quantflow.models.reading import check_stored  # here: it imports torch
+
+    inside = tuple(f"{layer.prefix}." for layer in graph.layers)
+    for name, (file, info) in checkpoint.tensors.items():
+        if not name.startswith(inside):
+            check_stored(checkpoint.folder / file, info)
 
 
 def fingerprint(checkpoint: Checkpoint, digests: Digests | None = None) -> str:

@@ -32,7 +32,7 @@ import yaml
 from quantflow.core.kv_scheme import GRANULARITIES, NAMES
 from quantflow.core.scheme import ALIASES, FLOAT8_FLAVOURS, INPUT_OBSERVERS, PRESETS, SCALE_ROUNDINGS
 from quantflow.errors import InputError, UsageError, nearest
-from quantflow.settings import setting
+from quantflow.settings import check_numbers, setting
 
 FED = ("routed", "all")  # tokens that measure shows to an expert
 POLICIES = (
@@ -102,11 +102,13 @@ class Calibration:
     samples: int = setting(
         128,
         flag="--samples",
+        least=1,
         help={"measure": "Sequences at most (default 128).", "plan": "Calibration sequences (default 128)."},
     )
     sequence_length: int | None = setting(
         None,
         flag="--sequence-length",
+        least=2,
         help={
             "measure": "Tokens per sequence at most (default min(2048, the model's)).",
             "plan": "Tokens of each (default min(2048, the model's)).",
@@ -115,6 +117,10 @@ class Calibration:
     pack: bool | None = setting(
         None, flag="--pack/--no-pack", verbs=("measure",), help="Join documents into full sequences (default: those of .txt)."
     )
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that mean nothing."""
+        check_numbers(self)
 
     @property
     def packs(self) -> bool:
@@ -129,12 +135,20 @@ class Measure:
     `experts` of a mixture are shown the tokens that are `routed` to them, or `all`; null: all where an artifact asks for it.
     """
 
-    ranks: int = setting(1, flag="--ranks", verbs=("measure",), help="Processes (default 1), or torchrun's.")
+    ranks: int = setting(1, flag="--ranks", verbs=("measure",), least=1, help="Processes (default 1), or torchrun's.")
     tp: int | None = setting(
-        None, flag="--tp", verbs=("measure",), help="Ranks that share a model, each with a slice of every linear (default 1)."
+        None,
+        flag="--tp",
+        verbs=("measure",),
+        least=1,
+        help="Ranks that share a model, each with a slice of every linear (default 1).",
     )
     dp: int | None = setting(
-        None, flag="--dp", verbs=("measure",), help="Replicas of the model, which share the sequences (default: ranks / tp)."
+        None,
+        flag="--dp",
+        verbs=("measure",),
+        least=1,
+        help="Replicas of the model, which share the sequences (default: ranks / tp).",
     )
     stats: tuple[str, ...] | None = setting(
         None,
@@ -153,7 +167,8 @@ class Measure:
     )
 
     def __post_init__(self) -> None:
-        """Refuse a word that means nothing."""
+        """Refuse a word or a number that means nothing."""
+        check_numbers(self)
         if self.experts not in (None, *FED):
             raise UsageError(f"measure: experts={self.experts!r}", nearest(str(self.experts), FED))
 
@@ -427,7 +442,8 @@ class Export:
     )
 
     def __post_init__(self) -> None:
-        """Refuse a dtype where the format's own is the only one."""
+        """Refuse a size that is none, and a dtype where the format's own is the only one."""
+        parse_size(self.shard_size)
         if self.dtype is not None and self.format != "gguf":
             raise UsageError(f"export: dtype {self.dtype} beside format {self.format}", "leave it out, or choose format gguf")
 
@@ -439,8 +455,10 @@ class Validate:
     text: str | None = setting(
         None, flag="--text", metavar="FILE", verbs=("validate",), help="Evaluation text, not the calibration text."
     )
-    tokens: int = setting(32768, flag="--tokens", verbs=("validate",), help="Tokens of it (default 32768).")
-    sequence_length: int = setting(512, flag="--sequence-length", verbs=("validate",), help="Tokens per window (default 512).")
+    tokens: int = setting(32768, flag="--tokens", verbs=("validate",), least=2, help="Tokens of it (default 32768).")
+    sequence_length: int = setting(
+        512, flag="--sequence-length", verbs=("validate",), least=2, help="Tokens per window (default 512)."
+    )
     gate: str = setting("auto", flag="--gate", verbs=("validate",), help="auto (default), a shipped gate or a file.")
     allow_inconclusive: bool = setting(
         False,
@@ -448,6 +466,10 @@ class Validate:
         verbs=("validate",),
         help="Exit 0 when the gate cannot decide; recorded.",
     )
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that mean nothing: one token predicts nothing."""
+        check_numbers(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -500,7 +522,8 @@ class Recipe:
     resources: Resources = field(default_factory=Resources)
 
     def __post_init__(self) -> None:
-        """Refuse two artifacts of one name."""
+        """Refuse two artifacts of one name, and a seed that no generator takes."""
+        check_numbers(self)
         names = [entry.name for entry in self.quantize]
         for name in names:
             if names.count(name) > 1:
@@ -617,7 +640,8 @@ def parse_size(text: str) -> int:
     Raises:
         UsageError: the text is not a number with a known unit.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    if match is None or match[2].upper() not in UNITS or float(match[1]) <= 0:
-        raise UsageError(f"size {text!r}", "write a positive number with B, KB, MB, GB, KiB, MiB or GiB, such as 4GiB")
-    return int(float(match[1]) * UNITS[match[2].upper()])
+    match = re.fullmatch(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]{0,3})\s*", text)
+    if match is None or match[2].upper() not in UNITS or not 1 <= (size := float(match[1]) * UNITS[match[2].upper()]) < 2**63:
+        shown = text if len(text) <= 40 else f"{text[:40]}..."
+        raise UsageError(f"size {shown!r}", "write a positive number with B, KB, MB, GB, KiB, MiB or GiB, such as 4GiB")
+    return int(size)

@@ -40,7 +40,7 @@ from quantflow.measurements.record import Measurement
 from quantflow.models import layer_store
 from quantflow.models.graph import Graph, graph_for
 from quantflow.models.identity import CANARY_TOKENS, identify, tensor_hash
-from quantflow.models.source import ModelFiles, open_files
+from quantflow.models.source import ModelFiles, open_files, refuse_not_finite
 from quantflow.planning import head
 from quantflow.planning.experts import check_before, described, refuse_team
 from quantflow.planning.plan import OUTSIDE, Plan, narrowed, resolve
@@ -203,6 +203,7 @@ def _quantize(
         sizes = model_size({name: held.info(info) for name, info in source.checkpoint.infos.items()}, source.config, graph)
         allowance = allow_quantize(job.resources, sizes, plan, lengths=lengths, folder=job.output)
         process_memory.reset_peak()
+        refuse_not_finite(source.checkpoint, graph)
         begun = f"quantize {job.entry.name}: the unfinished result was made with"
         layer_store.begin(job.output, inputs, say=lambda text: progress.say(f"{begun} {text}; its layers are made again"))
         layer_store.remove_others(job.output, [layer.index for layer in graph.layers])

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from quantflow.artifact.canonical import read_json
 from quantflow.artifact.checkpoint import Checkpoint
 from quantflow.artifact.manifest import read_manifest
+from quantflow.artifact.outputs import beside
 from quantflow.artifact.verify import verify as verify_artifact
 from quantflow.backends import cuda, hpu, kernels, native
 from quantflow.errors import UnsupportedError, UsageError
@@ -168,7 +169,7 @@ def _pack(folder: Path, digest: str, backend: str, dtype: torch.dtype, wire: Wir
     choices = (backend, dtype, native.why_not(kernels.SOURCE, needs=kernels.NEEDS) is None, wire and (wire.rank, wire.world))
     code = [Path(module.__file__ or "") for module in (kernels, lean, operations, packed, projection)]
     name = packed.name_of(digest, *choices, sources=(*code, kernels.SOURCE))
-    return packed.Pack(folder.with_name(f"{folder.name}-packed") / name, verify=verify)
+    return packed.Pack(beside(folder, "-packed") / name, verify=verify)
 
 
 def _loaded(artifact: Artifact, decoder: Decoder, *, model: PreTrainedModel | None, reasons: tuple[str, ...]) -> Loaded:

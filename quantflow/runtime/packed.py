@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quantflow.artifact.disk import writable_by_others
+from quantflow.artifact import disk
 from quantflow.artifact.folder import reading
 from quantflow.artifact.safetensors_header import read_header
 from quantflow.artifact.safetensors_writer import Spec, layout
@@ -36,6 +36,7 @@ _LINE = 64  # bytes of a line of the cache
 _SIDE = 64  # words of 8 bytes of a row and of a column of a block
 _BLOCK = 8 * _SIDE**2  # bytes
 _FOLDER_MODE, _FILE_MODE = 0o755, 0o644  # whatever the umask: others read at most
+_UNFINISHED = ".made-by-"  # and the number of the process
 _REMEDY = "remove the file; it is made again"
 
 
@@ -56,7 +57,7 @@ class Pack:
         """
         self.path, self.complete = path, path.is_file()
         for place in (path.parent, path) if self.complete else ():
-            if writable_by_others(place):
+            if disk.writable_by_others(place):
                 cause = f"{place}: others may write to it, and it decides what the model says"
                 raise InputError(cause, f"remove {path.parent}; it is made again")
         self._kept: dict[str, Parts] = {}
@@ -86,7 +87,8 @@ class Pack:
         if not self.path.parent.is_dir():
             self.path.parent.mkdir(parents=True)
             self.path.parent.chmod(_FOLDER_MODE)
-        with tempfile.TemporaryDirectory(dir=self.path.parent) as folder:
+        _remove_leftovers(self.path.parent)
+        with tempfile.TemporaryDirectory(dir=self.path.parent, prefix=f"{_UNFINISHED}{os.getpid()}-") as folder:
             made = Path(folder) / self.path.name
             with made.open("wb") as file:
                 file.write(header)
@@ -95,6 +97,18 @@ class Pack:
                 os.fchmod(file.fileno(), _FILE_MODE)
                 os.fsync(file.fileno())
             made.replace(self.path)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove what processes that were killed had begun to write: none of them is there any more."""
+    for path in folder.glob(f"{_UNFINISHED}*-*"):
+        number = path.name.removeprefix(_UNFINISHED).partition("-")[0]
+        try:
+            os.kill(int(number), 0)  # asks whether there is such a process
+        except (ProcessLookupError, ValueError, OverflowError):
+            disk.remove_tree(path)
+        except PermissionError:  # somebody else's process has the number
+            pass
 
 
 def name_of(*inputs: object, sources: Iterable[Path]) -> str:

@@ -49,10 +49,7 @@ def load_gate(name: str, *, scheme: str, algorithm: str, parameters: int, noise_
     Raises:
         UsageError: the gate does not exist, has unknown keys, or none fits the scheme.
     """
-    demo = read_yaml(find_config("gates", name)) if name != "auto" else {}
-    _check_keys(name, demo)
-    if name != "auto" and not {"thresholds", "lower_top1_by_noise"} & demo.keys():
-        raise UsageError(f"gate {name}: no thresholds", "give all four metrics")
+    demo = check_gate(name)
     gate = _gate(name, demo, parameters) if "thresholds" in demo else _fitting(scheme, algorithm, parameters)
     if demo.get("lower_top1_by_noise"):
         floor = gate.thresholds["top1_agreement"] - (1 - noise_top1)
@@ -62,6 +59,24 @@ def load_gate(name: str, *, scheme: str, algorithm: str, parameters: int, noise_
         )
         gate = replace(gate, name=f"demo ({gate.name})", thresholds={**gate.thresholds, "top1_agreement": floor}, note=note)
     return gate
+
+
+def check_gate(name: str) -> dict[str, Any]:
+    """Return the content of a gate's file, empty for `auto`, after every mistake in it was looked for.
+
+    Raises:
+        InputError: it cannot be read.
+        UsageError: the gate does not exist, has unknown keys or metrics, or lacks one.
+    """
+    if name == "auto":
+        return {}
+    data = read_yaml(find_config("gates", name))
+    _check_keys(name, data)
+    if not {"thresholds", "lower_top1_by_noise"} & data.keys():
+        raise UsageError(f"gate {name}: no thresholds", "give all four metrics")
+    if "thresholds" in data:
+        _gate(name, data, parameters=0)
+    return data
 
 
 def gate_files(name: str) -> dict[str, str]:

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 
+from quantflow.artifact import disk
 from quantflow.process_memory import usage
 from quantflow.units import duration, size
 
@@ -39,7 +40,7 @@ class Log:
             if not self.begun:
                 self.begun = True
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+                self._descriptor = disk.open_own(self._path, os.O_WRONLY | os.O_APPEND)
                 self._append(f"begin: {self._title}")
             self._append(text)
         except OSError as error:

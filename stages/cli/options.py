@@ -6,6 +6,7 @@ that over the defaults of the records. Options that are no setting of a recipe a
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import click
@@ -18,6 +19,20 @@ from quantflow.shipped import find_config
 Command = Callable[..., Any]
 Decorator = Callable[[Command], Command]
 
+
+class Folder(click.ParamType):  # type: ignore[type-arg]  # generic in newer releases of click only
+    """A folder that is written; the empty text, which a shell makes of an unset variable, is none."""
+
+    name = "folder"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        """Return its path."""
+        if not str(value):
+            self.fail("the name of the folder is empty", param, ctx)
+        return Path(value)
+
+
+FOLDER = Folder()
 SET = click.option("--set", "settings", metavar="KEY=VALUE", multiple=True, help="Change one value of the recipe.")
 JSON = click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON document.")
 QUIET = click.option("-q", "--quiet", is_flag=True, help="No progress.")

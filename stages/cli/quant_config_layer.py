@@ -48,7 +48,7 @@ def measure_beneath(data: dict[str, Any], config: "GivenConfig | None") -> dict[
     return data
 
 
-def output_beneath(output: str | None, config: "GivenConfig | None") -> str:
+def output_beneath(output: Path | None, config: "GivenConfig | None") -> Path:
     """Return where measure writes: -o, or the folder that a QUANT_CONFIG's dump_stats_path names.
 
     Raises:
@@ -63,7 +63,7 @@ def output_beneath(output: str | None, config: "GivenConfig | None") -> str:
     there = next(parent for parent in path.absolute().parents if parent.exists())  # the rest is made
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise InputError(f"Measurements dump directory '{path.parent}' is non-writable", "mend dump_stats_path, or give -o DIR")
-    return str(path)
+    return path
 
 
 def entry_beneath(

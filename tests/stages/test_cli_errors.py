@@ -264,7 +264,7 @@ def test_ranks_that_do_not_fit_the_groups_are_refused(refused, llama, text_files
     quantize = ("quantize", llama, "-o", tmp_path / "q", "--scheme", "FP8", "--measurement")
     assert "quantflow unify" in refused(3, *quantize, tmp_path / "m")
     assert "quantflow unify" in refused(3, *quantize, tmp_path / "m" / "rank-001-of-002")
-    assert "one lies in the other" in refused(2, "unify", "-m", tmp_path / "m", "-o", tmp_path / "m")
+    assert "lies in the measurement" in refused(2, "unify", "-m", tmp_path / "m", "-o", tmp_path / "m")
 
 
 def test_a_measurement_that_is_missing_unfinished_damaged_or_foreign_is_refused(refused, llama, family_model, tmp_path, work):

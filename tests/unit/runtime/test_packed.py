@@ -2,6 +2,8 @@
 
 import dataclasses
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -198,6 +200,18 @@ def test_a_pack_that_others_may_write_to_is_not_read(mode, tmp_path, make_artifa
             load(folder, decoder="auto", pack=True)
         place.chmod(was)
     load(folder, decoder="auto", pack=True)
+
+
+def test_what_a_killed_process_had_begun_is_removed_and_what_another_one_writes_is_not(tmp_path):
+    gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True, check=True)
+    dead, alive = (tmp_path / f".made-by-{number}-x" for number in (gone.stdout.strip(), os.getppid()))
+    for folder in (dead, alive):
+        folder.mkdir()
+        (folder / "a.safetensors").write_bytes(b"half")
+    pack = Pack(tmp_path / "a.safetensors", verify=True)
+    pack.get("x", lambda: {"y": torch.arange(16)})
+    pack.save()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [alive.name, "a.safetensors"]
 
 
 def test_a_pack_is_for_its_owner_to_write_whatever_the_umask(tmp_path):
