@@ -1,5 +1,6 @@
 """The documents: their Python runs, their links lead somewhere, their figures are those of the tables."""
 
+import dataclasses
 import re
 import sys
 from pathlib import Path
@@ -7,7 +8,10 @@ from urllib.parse import unquote
 
 import pytest
 import torch
+import yaml
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+
+from quantflow.planning.recipe import Calibration, Quantize, Recipe, Validate, recipe_from
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "benchmarks/README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -120,3 +124,17 @@ def test_the_figures_of_the_readme_are_those_of_the_tables(monkeypatch):
 def test_no_page_speaks_of_private_modules():
     for page in PAGES:
         assert not re.search(r"stages[/.]_", page.read_text()), name(page)
+
+
+def test_the_recipe_of_the_page_has_every_key_and_its_defaults():
+    (text,) = re.findall(r"^```yaml\n(.*?)^```", (ROOT / "docs/recipes.md").read_text(), re.DOTALL | re.MULTILINE)
+    data = yaml.safe_load(text)
+    recipe = recipe_from(data)
+    assert set(data) == {field.name for field in dataclasses.fields(Recipe)}
+    assert [field.name for field in dataclasses.fields(Quantize) if not re.search(rf"\b{field.name}\b", text)] == []
+    plain = Recipe(model="./llama", calibration=Calibration(source="text.jsonl"), validate=Validate(text="heldout.jsonl"))
+    assert dataclasses.replace(recipe, quantize=()) == plain
+    assert set(data["validate"]) == {field.name for field in dataclasses.fields(Validate)}
+    named, examples = Quantize(name="int4", scheme="W4A16"), {"ignore", "overrides"}
+    for key in data["quantize"][1].keys() - examples:
+        assert getattr(recipe.quantize[1], key) == getattr(named, key), key
