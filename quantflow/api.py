@@ -366,7 +366,7 @@ def validate(
     options: Validate,
     report: Folder | None = None,
     expect: str = "pass",
-    noise: Folder | None = None,
+    cache: Folder | None = None,
     seed: int = 0,
     resources: Resources = Resources(),
     force: bool = False,
@@ -380,7 +380,8 @@ def validate(
         options: text, tokens and gate.
         report: gets validation.json and report.html; None is `<artifact>-validation`.
         expect: `fail` where a failing gate is the expected outcome.
-        noise: a file that keeps the noise floor, which is the same for every artifact of a model; None keeps none.
+        cache: a folder for what validations of one model over one text share: the noise floor, and what the baseline's layers
+            put out; None is `.validate-cache` beside the report.
         seed: of the resampling.
         resources: limits of memory and disk.
         force: redo a finished validation that was made from other inputs, instead of refusing.
@@ -399,7 +400,7 @@ def validate(
         report=folder,
         options=options,
         expect=expect,
-        noise=None if noise is None else Path(noise),
+        cache=None if cache is None else Path(cache),
         seed=seed,
         replace=force,
         resources=resources,

@@ -113,7 +113,6 @@ def run(job: RunJob, progress: Progress) -> list[api.ValidateResult]:
                 options=recipe.validate,
                 report=folder / "5-validate" / entry.name,
                 expect=entry.expect,
-                noise=folder / "5-validate" / "noise.json",
                 seed=recipe.seed,
                 **shared,
             )

@@ -6,16 +6,14 @@ p is the baseline's distribution of the next token, q the candidate's. Positions
 scored, that is all but the last of each sequence.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from quantflow.errors import InputError
-from quantflow.evaluation.perplexity import LogitsOf, check_logits, token_nll
-
-_CHUNK = 128  # rows of logits in work at once, so that a large vocabulary does not fill the memory
+from quantflow.evaluation.perplexity import LogitsOf, check_logits, row_blocks, token_nll
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,41 +48,64 @@ def token_kld(baseline: Tensor, candidate: Tensor) -> Tensor:
         [T] float64.
     """
     parts = [torch.zeros(0, dtype=torch.float64, device=baseline.device)]
-    for row in range(0, baseline.shape[0], _CHUNK):
-        log_p = baseline[row : row + _CHUNK].float().log_softmax(dim=-1)
-        log_q = candidate[row : row + _CHUNK].float().log_softmax(dim=-1)
-        parts.append((log_p.exp() * (log_p - log_q)).sum(dim=-1, dtype=torch.float64))
-    return torch.cat(parts).clamp_min(0)
+    for rows in row_blocks(baseline):
+        log_p = baseline[rows].float().log_softmax(dim=-1)
+        parts.append(_kld(log_p.exp(), log_p, candidate[rows].float().log_softmax(dim=-1)))
+    return torch.cat(parts)
 
 
 def score(baseline: Tensor, candidate: Tensor, tokens: Tensor) -> Comparison:
-    """Compare two models' logits for one sequence.
+    """Compare two models' logits for one sequence; `scores` of one candidate."""
+    return scores(baseline, {"candidate": candidate}, tokens)["candidate"]
+
+
+def scores(baseline: Tensor, candidates: Mapping[str, Tensor], tokens: Tensor) -> dict[str, Comparison]:
+    """Compare several models' logits for one sequence with those of one.
 
     Args:
         baseline: logits, [S, V].
-        candidate: the same.
+        candidates: name -> the same of another model.
         tokens: [S] int64, S at least 2.
 
     Returns:
-        A Comparison of one sequence with T = S - 1, on the CPU.
+        name -> a Comparison of one sequence with T = S - 1, on the CPU.
 
     Raises:
-        InputError: vocabularies differ, or `check_logits` refuses either of the logits.
+        InputError: vocabularies differ, or `check_logits` refuses any of the logits.
     """
     check_logits(baseline, tokens, name="baseline")
-    check_logits(candidate, tokens, name="candidate")
-    if baseline.shape[1] != candidate.shape[1]:
-        raise InputError(
-            f"candidate: a vocabulary of {candidate.shape[1]}, the baseline has {baseline.shape[1]}",
-            "compare an artifact with the model it was made from",
+    for name, candidate in candidates.items():
+        check_logits(candidate, tokens, name=name)
+        if baseline.shape[1] != candidate.shape[1]:
+            raise InputError(
+                f"{name}: a vocabulary of {candidate.shape[1]}, the baseline has {baseline.shape[1]}",
+                "compare an artifact with the model it was made from",
+            )
+    known = token_nll(baseline, tokens).cpu()
+    kld: dict[str, list[Tensor]] = {name: [] for name in candidates}
+    agreement: dict[str, list[Tensor]] = {name: [] for name in candidates}
+    for rows in row_blocks(baseline[:-1]):
+        log_p, likeliest = baseline[rows].float().log_softmax(dim=-1), baseline[rows].argmax(dim=-1)
+        p = log_p.exp()
+        for name, candidate in candidates.items():
+            kld[name].append(_kld(p, log_p, candidate[rows].float().log_softmax(dim=-1)).cpu())
+            agreement[name].append((likeliest == candidate[rows].argmax(dim=-1)).cpu())
+    return {
+        name: Comparison(
+            lengths=torch.tensor([tokens.shape[0] - 1]),
+            kld=torch.cat(kld[name]),
+            agreement=torch.cat(agreement[name]),
+            nll_baseline=known,
+            nll_candidate=token_nll(candidate, tokens).cpu(),
         )
-    return Comparison(
-        lengths=torch.tensor([tokens.shape[0] - 1]),
-        kld=token_kld(baseline[:-1], candidate[:-1]).cpu(),
-        agreement=(baseline[:-1].argmax(dim=-1) == candidate[:-1].argmax(dim=-1)).cpu(),
-        nll_baseline=token_nll(baseline, tokens).cpu(),
-        nll_candidate=token_nll(candidate, tokens).cpu(),
-    )
+        for name, candidate in candidates.items()
+    }
+
+
+def _kld(p: Tensor, log_p: Tensor, log_q: Tensor) -> Tensor:
+    """Return the divergence of every row, [T] float64.  p, log_p, log_q: [T, V] float32; log_q is overwritten."""
+    torch.sub(log_p, log_q, out=log_q)
+    return log_q.mul_(p).sum(dim=-1, dtype=torch.float64).clamp_min(0)
 
 
 def join(comparisons: Iterable[Comparison]) -> Comparison:

@@ -1,8 +1,10 @@
 """Several models over the same text, one layer of one of them in memory at a time, then window by window their scores.
 
     <folder>/<model>/00012.hidden    the hidden states that enter layer 12, so that a run that is stopped goes on there
+    <kept>/00030.hidden              what leaves the last layer of the baseline, for the next comparison with it
 
-The logits are those of the whole models: each layer and the head compute what they compute there, window by window.
+The logits are those of the whole models: each layer and the head compute what they compute there, window by window. Windows
+are independent, so several run at once; in memory are the logits of every model for each of them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,10 +16,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quantflow.artifact.canonical import digest_of
 from quantflow.core.parallel import Workers
-from quantflow.evaluation.divergence import Comparison, join, score
+from quantflow.evaluation.divergence import Comparison, join, scores
 from quantflow.models.capture import LayerStream, State
+from quantflow.models.graph import Layer
 from quantflow.models.hidden import HiddenStates
 from quantflow.process_memory import give_back_holes
 from quantflow.progress import Progress
@@ -33,7 +35,9 @@ class Comparing:
         streams: name -> model; the one called `baseline` is what the others are compared with.
         sequences: token ids, int64 [S] each.
         folder: private, for hidden states; whoever made it removes it.
-        key: what the comparison is made from; hidden states of another key are not used.
+        keys: name -> digest of what that model's hidden states are made from; those of another key are not used.
+        kept: the folder for what leaves the baseline's last layer, taken from there if it is there and put there otherwise;
+            None keeps nothing. Several processes may share it.
         stage: how progress calls it.
         workers: how many units run at once.
     """
@@ -41,28 +45,39 @@ class Comparing:
     streams: Mapping[str, LayerStream]
     sequences: Sequence[Tensor]
     folder: Path
-    key: str
+    keys: Mapping[str, str]
     stage: str
     progress: Progress
     workers: int
+    kept: Path | None = None
 
     @torch.no_grad()
     def scores(self) -> dict[str, Comparison]:
         """Return each model's comparison with the baseline; the number of workers changes no bit of it."""
         hidden = {name: HiddenStates(len(self.sequences), folder=self.folder / name) for name in self.streams}
+        if self.kept is not None:
+            kept = HiddenStates(len(self.sequences), folder=self.kept, keep=True)
+            if kept.restore(len(self._layers_of(BASELINE)), key=self.keys[BASELINE]):
+                hidden[BASELINE] = kept
         try:
             with Workers(self.workers) as workers:
                 self._layers(hidden, workers)
-                return self._windows(hidden, workers)
+                found = self._windows(hidden, workers)
+            if self.kept is not None:
+                hidden[BASELINE].move(self.kept)
+            return found
         finally:
             for states in hidden.values():
                 states.close()
 
+    def _layers_of(self, name: str) -> Sequence[Layer]:
+        return self.streams[name].graph.layers
+
     def _layers(self, hidden: Mapping[str, HiddenStates], workers: Workers) -> None:
         """Bring every model's hidden states to the end of its last layer."""
         steps = []
-        for name, stream in self.streams.items():
-            count, key = len(stream.graph.layers), self._key(name)
+        for name in self.streams:
+            count, key = len(self._layers_of(name)), self.keys[name]
             start = next((index for index in range(count, -1, -1) if hidden[name].restore(index, key=key)), 0)
             steps += [(name, index) for index in range(start, count)]
         states: dict[str, list[State]] = {}
@@ -71,30 +86,27 @@ class Comparing:
             if name not in states:
                 states = {name: stream.begin(self.sequences, hidden=hidden[name])}
                 if not hidden[name].restored:
-                    hidden[name].commit(0, key=self._key(name))
+                    hidden[name].commit(0, key=self.keys[name])
             self.progress.doing(f"layer {index} of the {name}")
             with stream.layer(index) as module:
                 stream.advance(module, states[name], workers=workers)
-            hidden[name].commit(index + 1, key=self._key(name))
+            hidden[name].commit(index + 1, key=self.keys[name])
             give_back_holes()
 
     def _windows(self, hidden: Mapping[str, HiddenStates], workers: Workers) -> dict[str, Comparison]:
-        """Put the heads on and score, with the logits of one window in memory."""
+        """Put the heads on and score."""
         parts: dict[str, list[Comparison]] = {name: [] for name in self.streams if name != BASELINE}
-        numbers = range(len(self.sequences))
         with ExitStack() as heads:
             for stream in self.streams.values():
                 heads.enter_context(stream.head())
-            for number in self.progress.steps(numbers, stage=self.stage, unit="window"):
-                # finish() is for one thread at a time: a model is one unit, so its own calls never overlap.
-                expected, *others = workers.map(partial(self._logits, hidden, number), [BASELINE, *parts])
-                for name, found in zip(parts, others, strict=True):
-                    parts[name].append(score(expected, found, self.sequences[number]))
+            found = workers.stream(partial(self._scored, hidden), range(len(self.sequences)))
+            steps = self.progress.steps(range(len(self.sequences)), stage=self.stage, unit="window")
+            for _, scored in zip(steps, found, strict=True):
+                for name, comparison in scored.items():
+                    parts[name].append(comparison)
         return {name: join(comparisons) for name, comparisons in parts.items()}
 
-    def _logits(self, hidden: Mapping[str, HiddenStates], number: int, name: str) -> Tensor:
-        """Return one model's logits of one window, [S, V] float32."""
-        return self.streams[name].finish(hidden[name].get(number))[0].float()
-
-    def _key(self, name: str) -> str:
-        return digest_of([self.key, name])
+    def _scored(self, hidden: Mapping[str, HiddenStates], number: int) -> dict[str, Comparison]:
+        """Return each model's comparison with the baseline over one window."""
+        logits = {name: self.streams[name].finish(hidden[name].get(number))[0].float() for name in self.streams}  # [S, V]
+        return scores(logits.pop(BASELINE), logits, self.sequences[number])

@@ -143,12 +143,26 @@ class HiddenStates:
             record = read_json(path.with_suffix(".json"))
             if record["key"] != key or len(record["shapes"]) != self._count or file_digest(path) != record["sha256"]:
                 return False
-            self._dtype = _DTYPES[record["dtype"]]
+            dtype, shapes = _DTYPES[record["dtype"]], [tuple(shape) for shape in record["shapes"]]
+            if sum(_bytes(shape, dtype) for shape in shapes) != path.stat().st_size:
+                return False
         except (InputError, KeyError, TypeError):  # damaged or missing: made again, never used
             return False
-        self._shapes = [tuple(shape) for shape in record["shapes"]]
+        self._dtype, self._shapes = dtype, shapes
         self._current, self._put = path, 0
         return True
+
+    def move(self, folder: Path) -> None:
+        """Give the current generation to another folder on the same disk, where `restore` takes it up; this one ends with it.
+
+        A file there of the same label is replaced: absent, old or complete, whoever else reads or writes it.
+        """
+        if self._current is None or self._current.parent == folder:
+            return
+        disk.make_folder(folder)
+        for path in (self._current, self._current.with_suffix(".json")):  # which names the hash comes last
+            disk.replace(path, folder / path.name)
+        self._current = folder / self._current.name
 
     def discard(self) -> None:
         """Remove every generation, and the folder."""

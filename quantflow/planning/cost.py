@@ -177,7 +177,7 @@ def need_export(model: ModelSize, plan: Plan, *, shard_size: int) -> Need:
 
 
 def need_validate(model: ModelSize, *, lengths: Sequence[int], models: int, head: HeadPlan | None = None) -> Need:
-    """Return what validate takes: a layer in float32, a window's forward per worker, heads.
+    """Return what validate takes: a layer in float32, heads, and per worker a window's forward and logits.
 
     One of the models has its head quantized where `head` says so.
     """
@@ -188,11 +188,11 @@ def need_validate(model: ModelSize, *, lengths: Sequence[int], models: int, head
         (LIBRARIES + embedding_bytes(model, lengths), 0),
         (LIBRARIES + layer_in_memory(model.layer), forward_bytes(model, longest)),
         (
-            LIBRARIES + (models - 1) * model.head[1] + head_in_memory(model, head) + models * logits,
-            FLOAT * HEAD_ROWS * model.hidden + 2 * logits,
+            LIBRARIES + (models - 1) * model.head[1] + head_in_memory(model, head),
+            FLOAT * HEAD_ROWS * model.hidden + (models + 1) * logits,
         ),
     )
-    return Need(stage="validate", moments=moments, scratch=(models + 1) * hidden)
+    return Need(stage="validate", moments=moments, result=hidden, scratch=models * hidden)
 
 
 def _rounding(algorithm: str) -> Moment:

@@ -2,6 +2,7 @@
 
 Reads    the artifact, the source model, an evaluation text
 Writes   <report>/validation.json and report.html, naming the artifact's digest; nothing into the artifact
+         <cache>/<key>/ what every validation of that model over that text has in common, see `Shared`
 Resumes  a validation of the same artifact, text and protocol is left alone; one that was stopped goes on with its layer
 Fails    3 unusable text, or text that was calibrated on; 4 the gate failed, was inconclusive, or passed where a failure
          was expected; 7 the artifact is damaged
@@ -12,8 +13,10 @@ one length, KL over all the vocabulary. The noise floor is the baseline in bf16 
 """
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +48,17 @@ from quantflow.models.source import fingerprint
 from quantflow.planning.finished_plan import head_from, kv_words_of
 from quantflow.planning.recipe import Resources, Validate
 from quantflow.planning.resources import allow_validate, compare
-from quantflow.planning.sizes import model_size
+from quantflow.planning.sizes import ModelSize, model_size
 from quantflow.progress import Progress
 from quantflow.runtime.artifact import open_artifact
+from quantflow.units import duration
 from quantflow.validation.gate import Gate, gate_files, judge, load_gate
 from quantflow.validation.report import row_of, write_report
 
 VERSION = 2
 RESAMPLES = 2000
+CACHE = ".validate-cache"
+OTHER_WORK = 1.6  # seconds of a validation to those of its products: attention, norms and scores, on a model of 135 M weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +67,8 @@ class ValidateJob:
 
     Attributes:
         report: the folder of validation.json and report.html.
-        noise: a file that keeps the noise floor, which is the same for every artifact of a model; None keeps none.
+        cache: the folder of what validations of one model over one text share; None is `.validate-cache` beside the report.
+            It may be removed at any time, and costs the hidden states of the text: 4 bytes a token and hidden feature.
         expect: `fail` when a failing gate is the expected outcome.
         replace: redo a finished validation that was made from other inputs, instead of refusing.
     """
@@ -71,10 +78,47 @@ class ValidateJob:
     report: Path
     options: Validate
     expect: str = "pass"
-    noise: Path | None = None
+    cache: Path | None = None
     seed: int = 0
     replace: bool = False
     resources: Resources = Resources()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    """What validations of one model over one text have in common: the noise floor, and what leaves the baseline's last layer.
+
+        <cache>/<key>/floor.json       {"key", "floor"}, the noise floor's metrics with their bounds
+        <cache>/<key>/00030.hidden     the hidden states, as quantflow/models/hidden.py writes them
+
+    Attributes:
+        key: sha256 of the canonical JSON of [the protocol: windows, tokens, their hash, dtype, resamples, seed; the hashes of
+            the model's files; the versions of the tools and the instruction set].
+        folder: of the key. Files in it appear whole, and one that does not hold what its hash says is made again.
+    """
+
+    key: str
+    folder: Path
+
+    def has_baseline(self, layers: int) -> bool:
+        """Whether what leaves the last of so many layers seems to be there; only reading it shows whether it is whole."""
+        return (self.folder / f"{layers:05d}.json").is_file()
+
+    @property
+    def floor(self) -> dict[str, dict[str, float]] | None:
+        """The noise floor, where an earlier validation kept it."""
+        try:
+            record = read_json(self.folder / "floor.json")
+            floor: dict[str, dict[str, float]] = record["floor"]
+            return floor if record["key"] == self.key and record["digest"] == digest_of(floor) else None
+        except (InputError, KeyError, TypeError):  # missing or damaged: made again, never used
+            return None
+
+    def keep(self, floor: Mapping[str, Mapping[str, float]]) -> None:
+        """Keep the noise floor."""
+        disk.make_folder(self.folder)
+        record = {"key": self.key, "floor": floor, "digest": digest_of(floor)}
+        disk.write_atomic(self.folder / "floor.json", canonical_json(record))
 
 
 def run(job: ValidateJob, progress: Progress) -> dict[str, Any]:
@@ -155,25 +199,27 @@ def _inputs(job: ValidateJob, manifest: Mapping[str, Any], source: Source, diges
 def _validate(
     job: ValidateJob, manifest: Mapping[str, Any], source: Source, inputs: Mapping[str, Any], progress: Progress
 ) -> dict[str, Any]:
-    sequences = _sequences(job, manifest)
-    protocol = _protocol(job, sequences)
-    noise_key = digest_of([protocol, inputs["baseline"], tools()])
-    floor = _kept_noise(job.noise, noise_key)
-    compared = _compared(job, source, inputs, sequences, with_noise=floor is None, progress=progress)
-    candidate = compared["candidate"]
-    metrics = _bounds(candidate, job.seed)
-    if floor is None:
-        floor = _bounds(compared["noise"], job.seed)
-        if job.noise is not None:
-            disk.write_atomic(job.noise, canonical_json({"key": noise_key, "floor": floor}))
     recipe = manifest["recipe"]
-    gate = load_gate(
+    gate_for = partial(
+        load_gate,
         job.options.gate,
         scheme=recipe["scheme"],
         algorithm=recipe["resolved"]["algorithm"],
         parameters=sum(parameter.numel() for parameter in skeleton(source.config).parameters()),
-        noise_top1=floor["top1_agreement"]["value"],
     )
+    gate_for(noise_top1=1.0)  # one that cannot be read is refused before the models run
+    sequences = _sequences(job, manifest)
+    protocol = _protocol(job, sequences)
+    key = digest_of([protocol, inputs["baseline"], tools()])
+    shared = Shared(key=key, folder=(job.cache or job.report.parent / CACHE) / key)
+    floor = shared.floor
+    compared = _compared(job, source, inputs, sequences, shared=shared, with_noise=floor is None, progress=progress)
+    candidate = compared["candidate"]
+    metrics = _bounds(candidate, job.seed)
+    if floor is None:
+        floor = _bounds(compared["noise"], job.seed)
+        shared.keep(floor)
+    gate = gate_for(noise_top1=floor["top1_agreement"]["value"])
     verdict = judge(gate, {name: (bound["lower"], bound["upper"]) for name, bound in metrics.items()})
     return {
         "artifact": recipe["name"],
@@ -200,15 +246,6 @@ def _validate(
 def _bounds(comparison: Comparison, seed: int) -> dict[str, dict[str, float]]:
     generator = torch.Generator().manual_seed(seed)
     return {name: asdict(bound) for name, bound in bootstrap(comparison, generator=generator, resamples=RESAMPLES).items()}
-
-
-def _kept_noise(path: Path | None, key: str) -> dict[str, dict[str, float]] | None:
-    """Return the noise floor that an earlier validation of the same model, text and protocol kept."""
-    if path is None or not path.is_file():
-        return None
-    record = read_json(path)
-    floor: dict[str, dict[str, float]] | None = record["floor"] if record.get("key") == key else None
-    return floor
 
 
 def _sequences(job: ValidateJob, manifest: Mapping[str, Any]) -> list[Tensor]:
@@ -240,6 +277,7 @@ def _compared(
     inputs: Mapping[str, Any],
     sequences: Sequence[Tensor],
     *,
+    shared: Shared,
     with_noise: bool,
     progress: Progress,
 ) -> dict[str, Comparison]:
@@ -254,18 +292,47 @@ def _compared(
     lengths = [len(sequence) for sequence in sequences]
     head = head_from(artifact.manifest["recipe"]["resolved"])
     allowance = allow_validate(job.resources, sizes, lengths=lengths, models=len(streams), folder=job.report, head=head)
+    ran = [name for name in streams if name != BASELINE or not shared.has_baseline(len(graph.layers))]
+    seconds = _seconds(sizes, sum(lengths), models=len(ran), heads=len(streams), workers=allowance.workers)
+    known = {"noise": not with_noise, BASELINE: BASELINE not in ran}
+    kept = f", {' and '.join(name for name in known if known[name])} kept from before" if any(known.values()) else ""
+    progress.say(
+        f"validate {job.artifact.name}: {len(sequences)} windows, {sum(lengths):,} tokens, about {duration(seconds)}{kept}"
+    )
     process_memory.reset_peak()
     compared = Comparing(
         streams=streams,
         sequences=sequences,
         folder=layer_store.scratch(job.report),
-        key=digest_of(inputs),
+        keys={name: digest_of([shared.key if name != "candidate" else digest_of(inputs), name]) for name in streams},
+        kept=shared.folder,
         stage=f"validate {job.artifact.name}",
         progress=progress,
         workers=allowance.workers,
     ).scores()
     progress.note(compare("validate", planned=allowance.peak_bytes, used=process_memory.usage().peak))
     return compared
+
+
+def _seconds(sizes: ModelSize, tokens: int, *, models: int, heads: int, workers: int) -> float:
+    """Return the seconds that a validation will take, from how fast this machine multiplies now.
+
+    Args:
+        sizes: of the model.
+        tokens: of all windows.
+        models: whose layers run.
+        heads: of models that are scored.
+        workers: windows at once.
+    """
+    rows, hidden = 256, sizes.hidden
+    x, weight = torch.ones(rows, hidden), torch.ones(hidden, hidden)
+    times = []
+    for _ in range(4):  # the first is slower
+        began = time.perf_counter()
+        torch.nn.functional.linear(x, weight)
+        times.append(time.perf_counter() - began)
+    products = tokens * (models * sum(layer.elements for layer in sizes.layers) + heads * sizes.head[0])
+    return OTHER_WORK * products * min(times) / (rows * hidden * hidden) / workers
 
 
 def bits_per_weight(artifact: Path, manifest: Mapping[str, Any]) -> float:

@@ -172,7 +172,7 @@ def test_validate_measures_the_model_with_its_cache_quantized(
 ) -> None:
     _, artifact = made(cache)
     options = Validate(text=str(text_files["heldout"]), tokens=600, sequence_length=40)
-    job = validate.ValidateJob(artifact=artifact, baseline=llama, report=tmp_path / "r", options=options, noise=tmp_path / "n")
+    job = validate.ValidateJob(artifact=artifact, baseline=llama, report=tmp_path / "r", options=options, cache=tmp_path / "n")
     result = validate.run(job, QUIET)
     assert result["kv_cache"] == f"{cache.scheme} {cache.granularity}"
     model = load(artifact, backend="reference").model
