@@ -1,4 +1,7 @@
-/* What lies between the linears of a Llama-like decoder layer, for quantflow/runtime/operations.py; all arithmetic is float32.
+/* What lies between the linears of a decoder layer, for quantflow/runtime/operations.py; all arithmetic is float32.
+ *
+ * How families differ is data: norms that are there or not, what they subtract, which activation, how much of a head is rotated,
+ * where the branches read and are added. No function knows a family.
  *
  * Rows, heads and positions are independent work; each is computed by one thread in one order, so the bits do not depend on how
  * many threads there are. Loops marked `omp simd` may be summed in vector lanes, in an order that the compiler fixes. The cache
@@ -12,6 +15,7 @@
 #include <string.h>
 
 enum kind { FLOAT32, BFLOAT16, FLOAT8, INT8 };
+enum activation { SILU, GELU, GELU_TANH, RELU };
 enum { LANES = 16, TILE = 8, BLOCK = 64 }; /* columns of keys side by side; queries at a time, at most; columns of a softmax step */
 enum { WORTH_A_THREAD = 32768 };           /* elements below which a second thread costs more */
 enum { MOST_DIM = 1024 };                  /* features of a head, at most: MOST_HEAD_DIM of operations.py, which refuses others */
@@ -25,17 +29,22 @@ enum { MOST_DIM = 1024 };                  /* features of a head, at most: MOST_
 typedef struct { int64_t rows, columns; } Weight; /* how `struct weight` of core/kernels.c begins, whose function `call` is */
 typedef struct { const Weight *weight; const float *bias;
                  int (*call)(const Weight *, const float *x, int64_t tokens, const float *bias, float *y, int bf16); } Product;
+typedef struct { const float *weight, *bias; } Norm; /* of the features; weight NULL: no norm, what is read stays as it is */
+
 typedef struct { /* one layer; NULL where it has none */
     void *keys, *values;               /* [blocks, kv_heads, block / 16, dim, 16], [blocks, kv_heads, block, dim] of `kind` */
     float *key_scales, *value_scales;  /* [blocks, kv_heads, block]; int8 without measured scales */
     const float *key_steps, *value_steps; /* [kv_heads], the measured scales; float8 and int8 */
-    const float *q_norm, *k_norm, *attention_norm, *mlp_norm; /* [dim], [dim]; [hidden], [hidden] */
-    Product qkv, output, gate_up, down; /* they and the last two norms are for `run` alone */
+    const float *cos, *sin;            /* [capacity, rotary] by position in the text */
+    Norm q_norm, k_norm;               /* [dim], or of all heads at once where `whole_norms` */
+    Norm attention_norm, attended_norm; /* [hidden] of what attention reads, and of what it adds; for `run` alone as all below */
+    Norm mlp_norm, gated_norm;          /* [hidden] of what the MLP reads, and of what it adds */
+    Product qkv, output, up, down;     /* up: gate and up where `gated` */
     int64_t window;                    /* how many positions a query sees, itself included; 0: all before it */
+    int64_t rotary;                    /* the first features of a head, which are rotated; 0: none */
 } Layer;
 
 typedef struct { /* one step: new columns of several sequences, one sequence after the other */
-    const float *cos, *sin;            /* [positions, dim] by position in the text */
     const int64_t *padding;            /* [rows] columns on the left that are no text */
     const int64_t *first;              /* [rows + 1] where the new columns of a sequence begin among all of them; how many there are */
     const int64_t *start;              /* [rows] its first new column */
@@ -43,13 +52,21 @@ typedef struct { /* one step: new columns of several sequences, one sequence aft
     const int64_t *tiles;              /* [rows + 1] of first: tiles of TILE queries of a head of the cache instead of columns */
     int64_t rows, block, width;        /* sequences */
     int64_t heads, kv_heads, dim, kind;
-    float scale, eps;
+    int64_t whole_norms;               /* q_norm and k_norm are of all heads at once */
+    int64_t centered;                  /* norms subtract the mean first (LayerNorm) */
+    int64_t parallel;                  /* the MLP reads what attention reads, not what it added to */
+    int64_t activation, gated;         /* of the MLP; activation(gate) * up, or activation(up) */
+    float scale, eps;                  /* of scores; of norms */
+    float cap;                         /* scores become cap * tanh(score / cap); 0: they stay */
+    float residual;                    /* times what a branch adds */
 } Step;
 
 /* What every function of a step relies on. */
 static inline void check_step(const Step *s, const Layer *l) {
-    CHECK(s->cos && s->sin && s->padding && s->first && s->start && s->table && s->tiles && l->keys && l->values);
+    CHECK(s->padding && s->first && s->start && s->table && s->tiles && l->keys && l->values);
+    CHECK(!l->rotary || (l->cos && l->sin));
     CHECK(s->rows > 0 && s->block > 0 && s->block % LANES == 0 && s->width > 0 && s->first[0] == 0 && s->tiles[0] == 0);
+    CHECK(l->rotary >= 0 && l->rotary <= s->dim && l->rotary % 2 == 0 && s->activation >= SILU && s->activation <= RELU);
     CHECK(s->kv_heads > 0 && s->heads > 0 && s->heads % s->kv_heads == 0);
     CHECK(s->dim > 0 && s->dim <= MOST_DIM && s->dim % LANES == 0);
     CHECK(s->kind >= FLOAT32 && s->kind <= INT8 && l->window >= 0);
@@ -98,7 +115,8 @@ static inline v16 exponentials(v16 x) {
     return p * (v16)(__builtin_convertvector(n + 127.0f, i16) << 23);
 }
 
-static inline void normalize(const float *x, const float *weight, float *out, int64_t width, float eps) {
+/* out = x / rms(x) * weight; out may be x. Always inlined: a copy of its own is summed in another order. */
+static inline __attribute__((always_inline)) void normalize(const float *x, const float *weight, float *out, int64_t width, float eps) {
     float sum = 0;
 #pragma omp simd reduction(+ : sum)
     for (int64_t i = 0; i < width; i++) sum += x[i] * x[i];
@@ -107,33 +125,66 @@ static inline void normalize(const float *x, const float *weight, float *out, in
     for (int64_t i = 0; i < width; i++) out[i] = weight[i] * (x[i] * inverse);
 }
 
-/* x += delta, where there is one; out = RMSNorm(x) * weight.  x, delta, out: [rows, width] */
-void add_norm(float *x, const float *delta, const float *weight, float *out, int64_t rows, int64_t width, float eps) {
-    CHECK(x && weight && out && rows >= 0 && width > 0);
+/* out = a norm of x, where there is one, else x; `centered`: x less its mean is normalized. out may be x. */
+static inline __attribute__((always_inline)) void apply(Norm norm, const float *x, float *out, int64_t width, float eps, int64_t centered) {
+    if (!norm.weight && out != x) memcpy(out, x, sizeof *out * (size_t)width);
+    if (!norm.weight) return;
+    if (centered) {
+        float sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (int64_t i = 0; i < width; i++) sum += x[i];
+        float mean = sum / (float)width;
+        for (int64_t i = 0; i < width; i++) out[i] = x[i] - mean;
+        x = out;
+    }
+    normalize(x, norm.weight, out, width, eps);
+    for (int64_t i = 0; norm.bias && i < width; i++) out[i] += norm.bias[i];
+}
+
+/* x += residual * after(delta), where there is a delta; out = before(x), with `late` of x as it was before that.
+ * x, delta, out: [rows, width]; delta is changed where `after` is a norm. */
+void add_norm(float *x, float *delta, Norm after, Norm before, float *out, int64_t rows, int64_t width, float eps,
+              int64_t centered, float residual, int64_t late) {
+    CHECK(x && out && rows >= 0 && width > 0);
 #pragma omp parallel for if (rows > 1 && rows * width > WORTH_A_THREAD)
     for (int64_t row = 0; row < rows; row++) {
-        float *at = x + row * width;
-        if (delta)
+        float *at = x + row * width, *add = delta ? delta + row * width : NULL, *to = out + row * width;
+        if (late) apply(before, at, to, width, eps, centered);
+        if (delta) {
+            apply(after, add, add, width, eps, centered);
 #pragma omp simd
-            for (int64_t i = 0; i < width; i++) at[i] += delta[row * width + i];
-        normalize(at, weight, out + row * width, width, eps);
+            for (int64_t i = 0; i < width; i++) at[i] += residual * add[i];
+        }
+        if (!late) apply(before, at, to, width, eps, centered);
     }
 }
 
-/* out = silu(gate) * up.  gate_up: [rows, 2 width]; out: [rows, width] */
-void silu_mul(const float *gate_up, float *out, int64_t rows, int64_t width) {
-    CHECK(gate_up && out && rows >= 0 && width > 0);
+/* An activation: x / (1 + exp(-x)); x P(Z < x) of a normal Z, by formula 7.1.26 of Abramowitz and Stegun 1964 with an error of
+ * 1e-7 |x|, and its usual approximation by tanh (Hendrycks and Gimpel 2016, arXiv:1606.08415); max(x, 0). */
+static inline v16 activate(v16 x, int64_t kind) {
+    if (kind == SILU) return x / (1.0f + exponentials(-x));
+    if (kind == GELU_TANH) return x / (1.0f + exponentials(-1.5957691216f * (x + 0.044715f * x * x * x)));
+    if (kind == RELU) return pick(x < 0.0f, (v16){0}, x);
+    v16 z = pick(x < 0.0f, -x, x) * 0.70710678119f, t = 1.0f / (1.0f + 0.3275911f * z);
+    v16 tail = ((((1.061405429f * t - 1.453152027f) * t + 1.421413741f) * t - 0.284496736f) * t + 0.254829592f) * t;
+    tail *= 0.5f * exponentials(-(z * z)); /* P(Z > |x|) */
+    return x * pick(x < 0.0f, tail, 1.0f - tail);
+}
+
+/* out = activation(gate) * up, or activation(up) where there is no gate.  in: [rows, 2 width] or [rows, width]; out: [rows, width] */
+void gate(const float *in, float *out, int64_t rows, int64_t width, int64_t activation, int64_t gated) {
+    CHECK(in && out && rows >= 0 && width > 0);
 #pragma omp parallel for if (rows > 1 && rows * width > WORTH_A_THREAD)
     for (int64_t row = 0; row < rows; row++) {
-        const float *g = gate_up + row * 2 * width, *u = g + width;
+        const float *g = in + row * (gated ? 2 : 1) * width, *u = g + (gated ? width : 0);
         for (int64_t i = 0; i < width; i += LANES) {
-            v16 gate = {0}, up = {0};
+            v16 x = {0}, up = {0};
             size_t bytes = 4 * (size_t)(width - i < LANES ? width - i : LANES);
-            if (bytes == sizeof gate) gate = *(const v16 *)(g + i), up = *(const v16 *)(u + i);
-            else memcpy(&gate, g + i, bytes), memcpy(&up, u + i, bytes);
-            gate = gate / (1.0f + exponentials(-gate)) * up;
-            if (bytes == sizeof gate) *(v16 *)(out + row * width + i) = gate; /* a copy of unknown length is slow */
-            else memcpy(out + row * width + i, &gate, bytes);
+            if (bytes == sizeof x) x = *(const v16 *)(g + i), up = *(const v16 *)(u + i);
+            else memcpy(&x, g + i, bytes), memcpy(&up, u + i, bytes);
+            x = gated ? (v16)(activate(x, activation) * up) : activate(x, activation);
+            if (bytes == sizeof x) *(v16 *)(out + row * width + i) = x; /* a copy of unknown length is slow */
+            else memcpy(out + row * width + i, &x, bytes);
         }
     }
 }
@@ -202,16 +253,20 @@ void rotate_store(const Step *s, const Layer *l, float *qkv) {
     for (int64_t at = 0; at < columns; at++) {
         int64_t row = row_of(s->first, s->rows, at), column = s->start[row] + at - s->first[row];
         int64_t position = column < s->padding[row] ? 0 : column - s->padding[row];
-        const float *cos = s->cos + position * dim, *sin = s->sin + position * dim;
+        const float *cos = l->cos + position * l->rotary, *sin = l->sin + position * l->rotary;
+        int64_t half = l->rotary / 2;
         float *x = qkv + at * width;
+        if (s->whole_norms) {
+            apply(l->q_norm, x, x, s->heads * dim, s->eps, s->centered);
+            apply(l->k_norm, x + s->heads * dim, x + s->heads * dim, s->kv_heads * dim, s->eps, s->centered);
+        }
         for (int64_t h = 0; h < s->heads + s->kv_heads; h++, x += dim) {
-            const float *norm = h < s->heads ? l->q_norm : l->k_norm;
-            if (norm) normalize(x, norm, x, dim, s->eps);
+            if (!s->whole_norms) apply(h < s->heads ? l->q_norm : l->k_norm, x, x, dim, s->eps, s->centered);
 #pragma omp simd
-            for (int64_t i = 0; i < dim / 2; i++) {
-                float low = x[i], high = x[i + dim / 2];
+            for (int64_t i = 0; i < half; i++) {
+                float low = x[i], high = x[i + half];
                 x[i] = low * cos[i] - high * sin[i];
-                x[i + dim / 2] = high * cos[i + dim / 2] + low * sin[i + dim / 2];
+                x[i + half] = high * cos[i + half] + low * sin[i + half];
             }
         }
         for (int64_t h = 0; h < s->kv_heads; h++, x += dim) { /* x: a head of values, its keys kv_heads before it */
@@ -273,6 +328,7 @@ static inline __attribute__((always_inline)) void attend_tile(const Step *s, con
             }
             for (int g = 0; g < T; g++) {
                 if (dynamic) sum[g] *= load(l->key_scales, at, FLOAT32);
+                if (s->cap > 0) sum[g] = s->cap - 2 * s->cap / (1.0f + exponentials(sum[g] * (2 / s->cap))); /* cap * tanh */
                 *(v16 *)(scores[g] + j) = sum[g];
             }
         }
@@ -327,22 +383,24 @@ void attend(const Step *s, const Layer *l, const float *qkv, float *out) {
 }
 
 /* All layers on x [columns, hidden], `delta` left to add; the others are room for their parts. Returns 1 without memory. */
-int run(const Step *s, const Layer *layers, int64_t many, float *x, float *norm, float *qkv, float *heads, float *gate_up,
-        float *gate, float *delta) {
+int run(const Step *s, const Layer *layers, int64_t many, float *x, float *norm, float *qkv, float *heads, float *up, float *gated,
+        float *delta) {
     int64_t n = s->first[s->rows], hidden = layers->qkv.weight->columns, failed = 0;
     for (const Layer *l = layers; l < layers + many; l++) {
         check_step(s, l);
         CHECK(l->qkv.weight->columns == hidden && l->qkv.weight->rows == (s->heads + 2 * s->kv_heads) * s->dim);
         CHECK(l->output.weight->rows == hidden && l->output.weight->columns == s->heads * s->dim);
-        CHECK(l->gate_up.weight->columns == hidden && l->gate_up.weight->rows == 2 * l->down.weight->columns);
+        CHECK(l->up.weight->columns == hidden && l->up.weight->rows == (s->gated ? 2 : 1) * l->down.weight->columns);
         CHECK(l->down.weight->rows == hidden);
     }
 #define LINEAR(PRODUCT, X, Y) failed |= l->PRODUCT.call(l->PRODUCT.weight, X, n, l->PRODUCT.bias, Y, 0)
+#define ADD_NORM(DELTA, AFTER, BEFORE, LATE) \
+    add_norm(x, DELTA, AFTER, BEFORE, norm, n, hidden, s->eps, s->centered, s->residual, LATE)
     for (const Layer *l = layers; l < layers + many && !failed; l++) {
-        add_norm(x, l == layers ? NULL : delta, l->attention_norm, norm, n, hidden, s->eps);
+        ADD_NORM(l == layers ? NULL : delta, l == layers ? (Norm){0} : l[-1].gated_norm, l->attention_norm, 0);
         LINEAR(qkv, norm, qkv), rotate_store(s, l, qkv), attend(s, l, qkv, heads), LINEAR(output, heads, delta);
-        add_norm(x, delta, l->mlp_norm, norm, n, hidden, s->eps);
-        LINEAR(gate_up, norm, gate_up), silu_mul(gate_up, gate, n, l->down.weight->columns), LINEAR(down, gate, delta);
+        ADD_NORM(delta, l->attended_norm, l->mlp_norm, s->parallel);
+        LINEAR(up, norm, up), gate(up, gated, n, l->down.weight->columns, s->activation, s->gated), LINEAR(down, gated, delta);
     }
     return (int)failed;
 }

@@ -1,4 +1,4 @@
-"""The layers of a Llama-like decoder: their products, and between them norms, rotation, cache, attention, the gate.
+"""The layers of a decoder: their products, and between them norms, rotation, cache, attention, the gate.
 
 Where kernels.c has all products, the layers are one call of decode.c, else each operation is one. All tensors are float32. The
 state is that of one batch: `begin` gives it a cache, `step` says how many columns are new.
@@ -36,6 +36,8 @@ class Heads:
         dim: features of a head.
         scale: of the scores.
         eps: of all norms.
+        cap: scores become cap * tanh(score / cap); 0: they stay.
+        whole_norms: norms of queries and keys are of all heads at once.
     """
 
     query: int
@@ -43,6 +45,41 @@ class Heads:
     dim: int
     scale: float
     eps: float
+    cap: float = 0.0
+    whole_norms: bool = False
+
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")  # decode.c's `enum activation`
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """What all layers of a model have in common beside their attention.
+
+    Attributes:
+        activation: of the MLP, one of ACTIVATIONS.
+        gated: it is activation(gate) * up, else activation(up).
+        parallel: the MLP reads the hidden state that attention reads, not the one that attention was added to.
+        centered: norms subtract the mean first (LayerNorm).
+        residual: times what attention and MLP add.
+    """
+
+    activation: str = "silu"
+    gated: bool = True
+    parallel: bool = False
+    centered: bool = False
+    residual: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Norm:
+    """A norm: its weight and bias, float32 of the features; without a weight there is no norm, and what is read stays."""
+
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+
+
+NO_NORM = Norm()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -50,17 +87,23 @@ class DecoderBlock:
     """A decoder layer.
 
     Attributes:
-        norms: [H] float32, the weights of the norms before attention and MLP.
-        products: qkv, output, gate_up, down.
-        q_norm, k_norm: [dim] weights of norms over a head, or None.
+        products: qkv, output, up (gate and up where there is a gate), down.
+        attention_norm, attended_norm: of what attention reads, and of what it adds.
+        mlp_norm, gated_norm: of what the MLP reads, and of what it adds.
+        q_norm, k_norm: of queries and keys, [dim], or of all heads where `Heads.whole_norms`.
         window: how many positions a query sees, itself included; 0: all before it.
+        rotation: which of the tables that `Operations.begin` takes; None rotates nothing.
     """
 
-    norms: tuple[Tensor, ...]
     products: tuple[Projection, ...]
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    window: int
+    attention_norm: Norm = NO_NORM
+    attended_norm: Norm = NO_NORM
+    mlp_norm: Norm = NO_NORM
+    gated_norm: Norm = NO_NORM
+    q_norm: Norm = NO_NORM
+    k_norm: Norm = NO_NORM
+    window: int = 0
+    rotation: int | None = 0
 
 
 def why_not(head_dim: int) -> str | None:
@@ -72,22 +115,37 @@ def why_not(head_dim: int) -> str | None:
     return native.why_not(SOURCE, needs=())
 
 
+class _Norm(ctypes.Structure):
+    _fields_ = [("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p)]
+
+
+class _Product(ctypes.Structure):
+    _fields_ = [("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p), ("call", ctypes.c_void_p)]
+
+
 class _Layer(ctypes.Structure):
-    _fields_ = [("pointers", ctypes.c_void_p * 22), ("window", ctypes.c_int64)]  # in the order of decode.c
+    _fields_ = (
+        [(name, ctypes.c_void_p) for name in ("keys", "values", "key_scales", "value_scales", "key_steps", "value_steps")]
+        + [("cos", ctypes.c_void_p), ("sin", ctypes.c_void_p)]
+        + [(name, _Norm) for name in ("q_norm", "k_norm", "attention_norm", "attended_norm", "mlp_norm", "gated_norm")]
+        + [(name, _Product) for name in ("qkv", "output", "up", "down")]
+        + [("window", ctypes.c_int64), ("rotary", ctypes.c_int64)]
+    )
 
 
 class _Step(ctypes.Structure):
     _fields_ = (
-        [(name, ctypes.c_void_p) for name in ("cos", "sin", "padding", "first", "start", "table", "tiles")]
+        [(name, ctypes.c_void_p) for name in ("padding", "first", "start", "table", "tiles")]
         + [(name, ctypes.c_int64) for name in ("rows", "block", "width", "heads", "kv_heads", "dim", "kind")]
-        + [("scale", ctypes.c_float), ("eps", ctypes.c_float)]
+        + [(name, ctypes.c_int64) for name in ("whole_norms", "centered", "parallel", "activation", "gated")]
+        + [(name, ctypes.c_float) for name in ("scale", "eps", "cap", "residual")]
     )
 
 
-_POINTER, _COUNT = ctypes.c_void_p, ctypes.c_int64
+_POINTER, _COUNT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _ARGUMENTS = (  # of the functions of decode.c
-    ("add_norm", [_POINTER] * 4 + [_COUNT] * 2 + [ctypes.c_float]),
-    ("silu_mul", [_POINTER] * 2 + [_COUNT] * 2),
+    ("add_norm", [_POINTER] * 2 + [_Norm] * 2 + [_POINTER] + [_COUNT] * 2 + [_FLOAT, _COUNT, _FLOAT, _COUNT]),
+    ("gate", [_POINTER] * 2 + [_COUNT] * 4),
     ("product_bfloat16", [_POINTER] * 4 + [_COUNT] * 3),
     ("rotate_store", [ctypes.POINTER(_Step), ctypes.POINTER(_Layer), _POINTER]),
     ("attend", [ctypes.POINTER(_Step), ctypes.POINTER(_Layer), _POINTER, _POINTER]),
@@ -130,30 +188,37 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 class Operations:
     """The layers, and the operations on one batch."""
 
-    def __init__(self, heads: Heads, blocks: Sequence[DecoderBlock]) -> None:
-        """Take the shapes and the layers of a model.
+    def __init__(self, heads: Heads, blocks: Sequence[DecoderBlock], form: Form | None = None) -> None:
+        """Take the shapes and the layers of a model; without a form they are Llama's.
 
         Raises:
             UnsupportedError: see `compiled`.
         """
-        self._heads, self._blocks, self._library = heads, blocks, compiled()
+        self._heads, self._form, self._blocks, self._library = heads, form or Form(), blocks, compiled()
         self._rooms: dict[str, Tensor] = {}
         self._widths: dict[str, int] = {}  # of what decode.c computes of a layer; empty where Python calls it step by step
         found: list[Any] = [product for block in blocks for product in block.products]
         if found and all(isinstance(p, partial) and p.func is kernels.linear for p in found):
             # those of the other layers are like the first's
-            qkv, output, gate_up, down = (product.keywords["prepared"].weight for product in found[:4])
+            qkv, output, up, down = (product.keywords["prepared"].weight for product in found[:4])
             self._widths = {"norm": qkv.columns, "qkv": qkv.rows, "attention": output.columns}
-            self._widths |= {"gate_up": gate_up.rows, "gate": down.columns, "delta": down.rows}
+            self._widths |= {"up": up.rows, "gate": down.columns, "delta": down.rows}
 
-    def begin(self, cache: KVCache, cos: Tensor, sin: Tensor) -> None:
-        """Take a cache, or one whose storage has changed, and the rotation of each position, [positions, dim]."""
-        heads = self._heads
-        self._cache, self._tables = cache, (cos, sin, cache.padding)  # C has their addresses: they must live on
+    def begin(self, cache: KVCache, rotations: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Take a cache, or one whose storage has changed.
+
+        Args:
+            cache: of the batch.
+            rotations: cosines and sines of each position, [capacity, features that are rotated]; blocks name them by number.
+        """
+        heads, form = self._heads, self._form
+        self._cache, self._rotations = cache, rotations  # C has their addresses: they must live on
         sizes = (cache.rows, cache.capacity, 1, heads.query, heads.shared, heads.dim, tuple(KINDS).index(cache.kind))
-        self._step = _Step(*map(native.address, self._tables), *[None] * 4, *sizes, heads.scale, heads.eps)
+        form_ = (heads.whole_norms, form.centered, form.parallel, ACTIVATIONS.index(form.activation), form.gated)
+        floats = (heads.scale, heads.eps, heads.cap, form.residual)
+        self._step = _Step(native.address(cache.padding), *[None] * 4, *sizes, *form_, *floats)
         self._count = 0  # columns of each sequence that the last step had
-        structures = [self._structure(block, cache.of(index)) for index, block in enumerate(self._blocks)]
+        structures = [self._structure(block, cache.of(index), rotations) for index, block in enumerate(self._blocks)]
         self._structures = (_Layer * len(structures))(*structures)
 
     def step(self, count: int) -> None:
@@ -161,7 +226,7 @@ class Operations:
         rows = self._cache.rows
         if count != self._count:
             self._count, self._start = count, torch.empty(rows, dtype=torch.int64)
-            self.step_rows(torch.arange(rows + 1) * count, self._start, torch.arange(rows)[:, None], self._tables[2])
+            self.step_rows(torch.arange(rows + 1) * count, self._start, torch.arange(rows)[:, None], self._cache.padding)
         self._start.fill_(self._cache.length)
 
     def step_rows(self, first: Tensor, start: Tensor, table: Tensor, padding: Tensor) -> None:
@@ -188,17 +253,31 @@ class Operations:
             if self._library.run(self._step, self._structures, len(self._structures), *map(native.address, [x, *rooms])):
                 raise MemoryError(f"inputs of {len(x)} tokens")
             return rooms[-1]
-        delta = None
+        delta, after = None, NO_NORM
         for index, block in enumerate(self._blocks):
-            qkv, output, gate_up, down = block.products
-            delta = output(self.attend(qkv(self.add_norm(x, delta, block.norms[0])), index))
-            delta = down(self.silu_mul(gate_up(self.add_norm(x, delta, block.norms[1]))))
+            qkv, output, up, down = block.products
+            delta = output(self.attend(qkv(self.add_norm(x, delta, block.attention_norm, after=after)), index))
+            norm = self.add_norm(x, delta, block.mlp_norm, after=block.attended_norm, late=self._form.parallel)
+            delta, after = down(self.gate(up(norm))), block.gated_norm
         return delta
 
-    def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
-        """Add delta to x in place and return the norm of x, valid until the next call.  x, delta: [N, H]."""
+    def last_norm(self, x: Tensor, delta: Tensor | None, norm: Norm) -> Tensor:
+        """Add what `run` left to x in place and return the norm of x, valid until the next call.  x, delta: [N, H]."""
+        return self.add_norm(x, delta, norm, after=self._blocks[-1].gated_norm if self._blocks else NO_NORM)
+
+    def add_norm(self, x: Tensor, delta: Tensor | None, norm: Norm, *, after: Norm = NO_NORM, late: bool = False) -> Tensor:
+        """Add the norm `after` of delta to x in place and return the norm of x, valid until the next call.
+
+        Args:
+            x: [N, H].
+            delta: [N, H], changed; None adds nothing.
+            norm: of what is returned.
+            after: of what is added.
+            late: what is returned is of x as it was before.
+        """
         out = self._room("norm", *x.shape)
-        self._library.add_norm(*map(native.address, (x, delta, weight, out)), *x.shape, self._heads.eps)
+        pointers = (x.data_ptr(), native.address(delta), _norm(after), _norm(norm), out.data_ptr())
+        self._library.add_norm(*pointers, *x.shape, self._heads.eps, self._form.centered, self._form.residual, late)
         return out
 
     def attend(self, qkv: Tensor, layer: int) -> Tensor:
@@ -209,21 +288,27 @@ class Operations:
         self._library.attend(self._step, structure, qkv.data_ptr(), out.data_ptr())
         return out
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """Return silu(gate) * up, valid until the next call.  gate_up: [N, 2 I]; returns [N, I]."""
-        rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    def gate(self, up: Tensor) -> Tensor:
+        """Return activation(gate) * up, or activation(up); valid until the next call. up: [N, 2 I] or [N, I]; to [N, I]."""
+        form = self._form
+        rows, width = up.shape[0], up.shape[1] // (2 if form.gated else 1)
         out = self._room("gate", rows, width)
-        self._library.silu_mul(gate_up.data_ptr(), out.data_ptr(), rows, width)
+        self._library.gate(up.data_ptr(), out.data_ptr(), rows, width, ACTIVATIONS.index(form.activation), form.gated)
         return out
 
-    def _structure(self, block: DecoderBlock, cached: Iterable[Tensor | None]) -> _Layer:
-        """Return a layer as decode.c reads it: the cache, norms, and of each product weight, bias and function."""
-        found = [native.address(tensor) for tensor in (*cached, block.q_norm, block.k_norm, *block.norms)]
+    def _structure(
+        self, block: DecoderBlock, cached: Iterable[Tensor | None], rotations: Sequence[tuple[Tensor, Tensor]]
+    ) -> _Layer:
+        """Return a layer as decode.c reads it: cache, rotation, norms, and of each product weight, bias and function."""
+        table = (None, None) if block.rotation is None else rotations[block.rotation]
+        rotary = 0 if table[0] is None else table[0].shape[1]
+        norms = (block.q_norm, block.k_norm, block.attention_norm, block.attended_norm, block.mlp_norm, block.gated_norm)
         products: Any = block.products if self._widths else ()
-        for prepared, bias in ((product.keywords["prepared"], product.keywords["bias"]) for product in products):
+        made = [_Product()] * 4
+        for index, (prepared, bias) in enumerate((p.keywords["prepared"], p.keywords["bias"]) for p in products):
             call = ctypes.cast(prepared.call, ctypes.c_void_p).value
-            found += ctypes.addressof(prepared.weight), native.address(bias), call
-        return _Layer(tuple(found), block.window)
+            made[index] = _Product(ctypes.addressof(prepared.weight), native.address(bias), call)
+        return _Layer(*map(native.address, (*cached, *table)), *map(_norm, norms), *made, block.window, rotary)
 
     def _room(self, name: str, rows: int, width: int) -> Tensor:
         """Return memory that the operation has used before, where it has the size: no allocation per token."""
@@ -231,3 +316,7 @@ class Operations:
         if found is None or found.shape != (rows, width):
             found = self._rooms[name] = torch.empty(rows, width)
         return found
+
+
+def _norm(norm: Norm) -> _Norm:
+    return _Norm(native.address(norm.weight), native.address(norm.bias))

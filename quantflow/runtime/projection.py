@@ -22,23 +22,30 @@ from quantflow.runtime.operations import Projection, product
 from quantflow.runtime.packed import Pack
 
 
-def projection(artifact: Artifact, names: Sequence[str], pack: Pack | None = None) -> Projection:
+def projection(
+    artifact: Artifact, names: Sequence[str], pack: Pack | None = None, *, order: Tensor | None = None
+) -> Projection:
     """Read linears and return the function from their input to their outputs, side by side in the order of `names`.
 
     Args:
         artifact: where they are.
         names: source names, without `.weight`.
         pack: where they are looked for first, and kept.
+        order: int64 [O], which output comes at each place; None leaves them as they are. Of one model always the same.
 
     Raises:
         InputError: see `Artifact.decode`.
     """
     quantized = {name in artifact.linears for name in names}
     if quantized == {False}:
-        return _plain(artifact, names, pack)
-    found = _quantized(artifact, names, pack) if quantized == {True} else None
+        return _plain(artifact, names, pack, order)
+    blocks = order is not None and any(artifact.linears[name].scheme.weights.granularity == "per_block" for name in names)
+    found = _quantized(artifact, names, pack, order) if quantized == {True} and not blocks else None
     if found is not None:
         return found
+    if order is not None:
+        whole, places = projection(artifact, names, pack), order
+        return lambda x: whole(x)[:, places].contiguous()
     parts = [projection(artifact, [name], pack) for name in names]
     return lambda x: torch.cat([part(x) for part in parts], dim=-1)
 
@@ -62,13 +69,14 @@ def plain_weight(artifact: Artifact, name: str, pack: Pack | None) -> Tensor:
     return kept
 
 
-def _plain(artifact: Artifact, names: Sequence[str], pack: Pack | None) -> Projection:
+def _plain(artifact: Artifact, names: Sequence[str], pack: Pack | None, order: Tensor | None) -> Projection:
     weights = [plain_weight(artifact, f"{name}.weight", pack) for name in names]
-    bias = _bias(artifact, names, [len(weight) for weight in weights], torch.float32)
-    return partial(product, weight=weights[0] if len(weights) == 1 else torch.cat(weights), bias=bias)
+    bias = _bias(artifact, names, [len(weight) for weight in weights], torch.float32, order)
+    weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+    return partial(product, weight=weight if order is None else weight[order], bias=bias)
 
 
-def _quantized(artifact: Artifact, names: Sequence[str], pack: Pack | None) -> Projection | None:
+def _quantized(artifact: Artifact, names: Sequence[str], pack: Pack | None, order: Tensor | None) -> Projection | None:
     """Return quantized linears as one product, or None where they are not one."""
     key, backend, dtype = "+".join(names), artifact.linears[names[0]].backend, artifact.dtype
     if pack is not None and key in pack:
@@ -78,23 +86,36 @@ def _quantized(artifact: Artifact, names: Sequence[str], pack: Pack | None) -> P
         joined = _join(artifact, [artifact.decode(name) for name in names], names)
         if joined is None:
             return None
-        prepared = backend.prepare(joined, dtype)
+        prepared = backend.prepare(joined if order is None else _ordered(joined, order), dtype)
         if pack is not None and isinstance(prepared, kernels.Prepared):
             pack.get(key, lambda: kernels.dump(prepared))
     given = torch.float32 if isinstance(prepared, kernels.Prepared) else dtype  # ours round inputs themselves
-    bias = _bias(artifact, names, [artifact.linears[name].shape[0] for name in names], given)
+    bias = _bias(artifact, names, [artifact.linears[name].shape[0] for name in names], given, order)
     linear: Any = backend.linear
     if given == torch.float32:
         return partial(linear, prepared=prepared, bias=bias)
     return lambda x: linear(x.to(dtype), prepared, bias).float()
 
 
-def _bias(artifact: Artifact, names: Sequence[str], lengths: Sequence[int], dtype: torch.dtype) -> Tensor | None:
+def _ordered(linear: QuantizedLinear, order: Tensor) -> QuantizedLinear:
+    """Return a linear whose outputs come in another order; its scales are of whole rows or of the whole weight."""
+    weight = linear.weight
+    rows = len(weight.qvalue)
+    scale = weight.scale[order] if len(weight.scale) == rows else weight.scale
+    zero = weight.zero_point
+    zero = zero[order] if zero is not None and len(zero) == rows else zero
+    return replace(linear, weight=replace(weight, qvalue=weight.qvalue[order], scale=scale, zero_point=zero))
+
+
+def _bias(
+    artifact: Artifact, names: Sequence[str], lengths: Sequence[int], dtype: torch.dtype, order: Tensor | None
+) -> Tensor | None:
     """Return the biases below each other, zeros where a linear has none; None when none has one."""
     found = [artifact.bias(name, dtype) for name in names]
     if all(bias is None for bias in found):
         return None
-    return torch.cat([torch.zeros(n, dtype=dtype) if bias is None else bias for bias, n in zip(found, lengths, strict=True)])
+    whole = torch.cat([torch.zeros(n, dtype=dtype) if bias is None else bias for bias, n in zip(found, lengths, strict=True)])
+    return whole if order is None else whole[order]
 
 
 def _join(artifact: Artifact, linears: Sequence[QuantizedLinear], names: Sequence[str]) -> QuantizedLinear | None:

@@ -32,7 +32,7 @@ from torch.nn import functional
 
 from quantflow.artifact.safetensors_header import TensorInfo
 from quantflow.backends.backend import Case
-from quantflow.errors import UsageError
+from quantflow.errors import UnsupportedError, UsageError
 from quantflow.formats import compressed_tensors
 from quantflow.models.graph import Residual, graph_for
 from quantflow.runtime.artifact import Artifact
@@ -141,8 +141,12 @@ def spans_of(artifact: Artifact, world: int) -> dict[str, Spans]:
         world: how many ranks there are.
 
     Raises:
+        UnsupportedError: the layers are not like Llama's: q, k, v, o, gate, up and down as linears of their own.
         UsageError: heads, or blocks of rows, do not go whole; names the numbers of ranks that do, up to one per head.
     """
+    if graph_for(artifact.config).family.residual is None:
+        cause = f"{world} ranks share layers like Llama's, not those of {artifact.config.model_type}"
+        raise UnsupportedError(cause, "leave --ranks out")
     found = _spans(artifact, world)
     if isinstance(found, str):
         heads: int = artifact.config.num_attention_heads
@@ -155,7 +159,7 @@ def _spans(artifact: Artifact, world: int) -> dict[str, Spans] | str:
     """Return the spans, or what does not divide."""
     graph, config = graph_for(artifact.config), artifact.config
     residual, dim = graph.family.residual, graph.layers[0].head_dim
-    assert isinstance(residual, Residual)  # the lean decoder runs no other family
+    assert isinstance(residual, Residual)  # `spans_of` refuses others
     heads: int = config.num_attention_heads
     shared = heads // graph.layers[0].repeats
     if heads % world or (shared % world and world % shared):
@@ -233,7 +237,9 @@ def _share(artifact: Artifact, spans: Mapping[str, Spans], rank: int) -> Artifac
             file, info = tensors[name]
             tensors[name] = file, _some_rows(info, keys[0] // dim, keys[1] // dim)
     config.head_dim, config.num_attention_heads, config.num_key_value_heads = dim, queries[1] // dim, keys[1] // dim
-    return replace(artifact, checkpoint=replace(artifact.checkpoint, tensors=tensors), config=config, linears=linears)
+    told = {key: getattr(config, key) for key in ("head_dim", "num_attention_heads", "num_key_value_heads")}
+    checkpoint = replace(artifact.checkpoint, tensors=tensors, config={**artifact.checkpoint.config, **told})
+    return replace(artifact, checkpoint=checkpoint, config=config, linears=linears)
 
 
 def _some_rows(info: TensorInfo, first: int, count: int) -> TensorInfo:

@@ -170,4 +170,4 @@ def test_a_family_that_the_lean_decoder_does_not_run_is_refused(family_model, tm
     assert run("export", tmp_path / "2", "-o", tmp_path / "4", "-q") == 0
     capsys.readouterr()
     assert run("generate", tmp_path / "4", "--prompt", "x", "--ranks", "2") == 6
-    assert "generate: 2 ranks share the lean decoder: it knows layers like Llama's" in capsys.readouterr().err
+    assert "2 ranks share layers like Llama's, not those of gpt_neox" in capsys.readouterr().err

@@ -58,21 +58,21 @@ def test_the_tests_of_the_runtime_pass_under_the_sanitizers(tmp_path):
 
 WRONG = """
 import torch
-from quantflow.runtime.operations import compiled
+from quantflow.runtime.operations import _Norm, compiled
 x = torch.zeros(16)
 {call}
 """
 
 
-NULL = "compiled().add_norm(x.data_ptr(), None, None, x.data_ptr(), 1, 16, 1e-5)"
-EMPTY = "compiled().silu_mul(x.data_ptr(), x.data_ptr(), 1, 0)"
-OVERFLOW = "y = torch.zeros(4); compiled().silu_mul(x.data_ptr(), y.data_ptr(), 1, 8)"
+NULL = "compiled().add_norm(x.data_ptr(), None, _Norm(), _Norm(), None, 1, 16, 1e-5, 0, 1.0, 0)"
+EMPTY = "compiled().gate(x.data_ptr(), x.data_ptr(), 1, 0, 0, 1)"
+OVERFLOW = "y = torch.zeros(4); compiled().gate(x.data_ptr(), y.data_ptr(), 1, 8, 0, 1)"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "told"),
-    [(NULL, "decode.c:.*: not x && weight"), (EMPTY, "decode.c:.*: not .*width > 0"), (OVERFLOW, "heap-buffer-overflow")],
+    [(NULL, "decode.c:.*: not x && out"), (EMPTY, "decode.c:.*: not .*width > 0"), (OVERFLOW, "heap-buffer-overflow")],
     ids=["null", "empty", "overflow"],
 )
 def test_a_broken_promise_ends_the_checked_process_with_the_line(call, told, tmp_path):

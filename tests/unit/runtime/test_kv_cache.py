@@ -23,9 +23,9 @@ def numbers(rows: int, count: int, seed: int) -> torch.Tensor:
 def write(kept: KVCache, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
     """Let decode.c write columns from the cache's length on, keys not rotated.  keys, values: [rows, kv_heads, T, DIM]."""
     shared, count = keys.shape[1:3]
-    block = DecoderBlock(norms=(), products=(), q_norm=None, k_norm=None, window=0)
+    block = DecoderBlock(products=())
     operations = Operations(Heads(query=shared, shared=shared, dim=DIM, scale=1.0, eps=1.0), [block] * len(kept.keys))
-    operations.begin(kept, torch.ones(kept.capacity, DIM), torch.zeros(kept.capacity, DIM))
+    operations.begin(kept, [(torch.ones(kept.capacity, DIM), torch.zeros(kept.capacity, DIM))])
     operations.step(count)
     qkv = torch.cat([torch.zeros_like(keys), keys, values], dim=1).transpose(1, 2)  # [rows, T, 3 heads, DIM]
     operations.attend(qkv.reshape(kept.rows * count, -1).contiguous(), layer)

@@ -8,11 +8,20 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     DynamicCache,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
     GPTNeoXConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    Olmo2Config,
+    Phi3Config,
+    PhiConfig,
     Qwen2Config,
     Qwen3Config,
+    SmolLM3Config,
+    Starcoder2Config,
 )
 
 from quantflow.backends import native
@@ -37,6 +46,8 @@ def rope(kind: str, **more) -> dict:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **more}}
 
 
+ALIKE = {key: value for key, value in SIZES.items() if key != "num_key_value_heads"}
+PAD = {"pad_token_id": 0, "bos_token_id": 1}  # where the family's own default lies outside of a small vocabulary
 LLAMA = LlamaConfig(**SIZES, tie_word_embeddings=False, architectures=["LlamaForCausalLM"])
 BANDS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 FAMILIES = {
@@ -59,6 +70,54 @@ FAMILIES = {
         **SIZES, use_sliding_window=True, sliding_window=5, max_window_layers=1, architectures=["Qwen2ForCausalLM"]
     ),
     "qwen3, norms over heads": Qwen3Config(**SIZES, head_dim=32, architectures=["Qwen3ForCausalLM"]),
+    "llama, gelu": LlamaConfig(**SIZES, hidden_act="gelu", architectures=["LlamaForCausalLM"]),
+    "gemma": GemmaConfig(**SIZES, head_dim=32, architectures=["GemmaForCausalLM"]),
+    "gemma2, caps that are felt": Gemma2Config(
+        **{**SIZES, "head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 4, "attn_logit_softcapping": 0.7},
+        final_logit_softcapping=0.5,
+        architectures=["Gemma2ForCausalLM"],
+    ),
+    "gemma3, two rotations": Gemma3TextConfig(
+        **{**SIZES, "num_hidden_layers": 3, "head_dim": 32, "sliding_window": 5, "query_pre_attn_scalar": 24},
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+        architectures=["Gemma3ForCausalLM"],
+    ),
+    "phi3": Phi3Config(**SIZES, **PAD, sliding_window=6, architectures=["Phi3ForCausalLM"]),
+    "phi3, half of a head rotated": Phi3Config(
+        **{**SIZES, "num_attention_heads": 2, "num_key_value_heads": 1},
+        **PAD,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        architectures=["Phi3ForCausalLM"],
+    ),
+    "granite": GraniteConfig(
+        **SIZES,
+        embedding_multiplier=3.0,
+        attention_multiplier=0.4,
+        residual_multiplier=0.3,
+        logits_scaling=0.25,
+        architectures=["GraniteForCausalLM"],
+    ),
+    "smollm3, a layer of three without rotation": SmolLM3Config(
+        **{**SIZES, "num_hidden_layers": 3}, **PAD, no_rope_layers=[1, 0, 1], architectures=["SmolLM3ForCausalLM"]
+    ),
+    "smollm3, whose layer without rotation slides": SmolLM3Config(
+        **SIZES,
+        **PAD,
+        no_rope_layers=[1, 0],
+        use_sliding_window=True,
+        sliding_window=5,
+        architectures=["SmolLM3ForCausalLM"],
+    ),
+    "gpt_neox": GPTNeoXConfig(**ALIKE, architectures=["GPTNeoXForCausalLM"]),
+    "gpt_neox, one branch after the other": GPTNeoXConfig(
+        **ALIKE, use_parallel_residual=False, hidden_act="relu", architectures=["GPTNeoXForCausalLM"]
+    ),
+    "phi": PhiConfig(**SIZES, architectures=["PhiForCausalLM"]),
+    "starcoder2": Starcoder2Config(**SIZES, sliding_window=6, architectures=["Starcoder2ForCausalLM"]),
 }
 
 
@@ -285,8 +344,9 @@ def test_speculation_gives_the_tokens_of_greedy_decoding(example):
     assert torch.equal(generate(decoder, prompt, max_new_tokens=48, method=Lookup(tokens=4)), expected)
 
 
-NEOX = GPTNeoXConfig(**SIZES, architectures=["GPTNeoXForCausalLM"])
-GELU = LlamaConfig(**SIZES, hidden_act="gelu", architectures=["LlamaForCausalLM"])
+OLMO2 = Olmo2Config(**SIZES, **PAD, architectures=["Olmo2ForCausalLM"])
+TANH = LlamaConfig(**SIZES, hidden_act="tanh", architectures=["LlamaForCausalLM"])
+NORMED = PhiConfig(**SIZES, qk_layernorm=True, architectures=["PhiForCausalLM"])
 NARROW = LlamaConfig(**SIZES | {"num_attention_heads": 8, "head_dim": 8}, architectures=["LlamaForCausalLM"])
 DYNAMIC = LlamaConfig(**SIZES, **rope("dynamic", factor=2.0), architectures=["LlamaForCausalLM"])
 
@@ -294,8 +354,9 @@ DYNAMIC = LlamaConfig(**SIZES, **rope("dynamic", factor=2.0), architectures=["Ll
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (NEOX, "it knows layers like Llama's, not those of gpt_neox"),
-        (GELU, "it gates with silu, not with gelu"),
+        (OLMO2, "it does not know the layers of olmo2"),
+        (TANH, "it knows the activations silu, swish, gelu, relu, gelu_pytorch_tanh, gelu_new, gelu_fast, not tanh"),
+        (NORMED, "it knows qk_layernorm=False of config.json, not True"),
         (NARROW, "it works on 16 features at once, heads have 8"),
         (DYNAMIC, "its rotation depends on the position alone, that of rope_type dynamic on the sequence too"),
     ],

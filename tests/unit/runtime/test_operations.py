@@ -15,12 +15,12 @@ pytestmark = pytest.mark.skipif(why_not(DIM) is not None, reason="no C compiler"
 def attended(*, counts: list[int], query: int, shared: int, window: int, padding: list[int], seed: int, shift=0.0):
     """Feed columns in pieces; return what they put out [B, T, query, DIM], and queries, keys and values as they were given."""
     heads = Heads(query=query, shared=shared, dim=DIM, scale=0.7, eps=1e-6)
-    block = DecoderBlock(norms=(), products=(), q_norm=None, k_norm=None, window=window)
+    block = DecoderBlock(products=(), window=window)
     operations = Operations(heads, [block])
     rows, capacity = len(padding), sum(counts)
     cache = KVCache(kind="float32", rows=rows, capacity=capacity, layers=1, kv_heads=shared, head_dim=DIM)
     cache.padding.copy_(torch.tensor(padding))
-    operations.begin(cache, torch.ones(cache.capacity, DIM), torch.zeros(cache.capacity, DIM))  # no rotation
+    operations.begin(cache, [(torch.ones(cache.capacity, DIM), torch.zeros(cache.capacity, DIM))])  # no rotation
     qkv = torch.randn(rows, capacity, query + 2 * shared, DIM, generator=torch.Generator().manual_seed(seed))
     qkv[:, :, :query, 0], qkv[:, :, query : query + shared, 0] = shift, -shift  # all scores fall by 0.7 shift^2
     found = []
@@ -83,7 +83,7 @@ def test_the_bits_of_a_query_depend_neither_on_what_comes_with_it_nor_on_threads
 def test_the_bits_of_a_query_do_not_depend_on_the_blocks_that_hold_its_columns_nor_on_other_sequences(kind, window):
     query, shared, block, lengths = 6, 2, 32, [90, 1, 47, 64]
     heads = Heads(query=query, shared=shared, dim=DIM, scale=0.7, eps=1e-6)
-    layer = DecoderBlock(norms=(), products=(), q_norm=None, k_norm=None, window=window)
+    layer = DecoderBlock(products=(), window=window)
     generator = torch.Generator().manual_seed(2)
     texts = [torch.randn(n, (query + 2 * shared) * DIM, generator=generator) for n in lengths]
     shape = {"kind": kind, "layers": 1, "kv_heads": shared, "head_dim": DIM}
@@ -92,7 +92,7 @@ def test_the_bits_of_a_query_do_not_depend_on_the_blocks_that_hold_its_columns_n
         operations, cache = Operations(heads, [layer]), KVCache(rows=rows, capacity=capacity, **shape)
         for tensor in (*cache.keys, *cache.values):
             tensor.view(torch.uint8).fill_(0xFF)  # NaN, where there is one
-        operations.begin(cache, torch.ones(96, DIM), torch.zeros(96, DIM))
+        operations.begin(cache, [(torch.ones(96, DIM), torch.zeros(96, DIM))])
         return operations
 
     alone = []
@@ -121,6 +121,6 @@ def test_the_gate_of_any_width_is_silu_times_up(rows, width, seed):
     heads = Heads(query=1, shared=1, dim=DIM, scale=1.0, eps=1e-6)
     operations = Operations(heads, [])
     gate_up = 30 * torch.randn(rows, 2 * width, generator=torch.Generator().manual_seed(seed))
-    found = operations.silu_mul(gate_up).double()
+    found = operations.gate(gate_up).double()
     gate, up = gate_up.double().split(width, dim=1)
     assert torch.allclose(found, gate / (1 + torch.exp(-gate)) * up, rtol=1e-5, atol=1e-12)
