@@ -32,6 +32,7 @@ class Declared:
         negated: the option of a bool says that it is not so.
         parse: makes the option's text what a recipe holds; None where click's value is it.
         least, most: of a whole number; see `check_numbers`.
+        variable: of the environment, which is read where the option is not given.
     """
 
     help: str | Mapping[str, str] = ""
@@ -44,6 +45,7 @@ class Declared:
     parse: Callable[[str], Any] | None = None
     least: int = -(2**63)
     most: int = 2**63 - 1  # what C and torch hold
+    variable: str | None = None
 
     def help_of(self, verb: str) -> str:
         """Return the sentence for a verb's help."""
@@ -89,6 +91,7 @@ def setting(
     parse: Callable[[str], Any] | None = None,
     least: int = -(2**63),
     most: int = 2**63 - 1,
+    variable: str | None = None,
 ) -> Any:
     """Return a dataclass field that is a setting; see `Declared`. Without a default the field must be given."""
     declared = Declared(
@@ -102,6 +105,7 @@ def setting(
         parse=parse,
         least=least,
         most=most,
+        variable=variable,
     )
     return dataclasses.field(default=default, metadata={KEY: declared})
 

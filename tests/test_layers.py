@@ -8,6 +8,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARY = [
+    "__version__",  # a name of the package itself
     "errors",
     "units",
     "progress",
@@ -48,6 +49,7 @@ LAZY = {
     "quantflow/api.py",
     "quantflow/quantization/quantize.py",
     "quantflow/exporting/proof_process.py",
+    "quantflow/server/__init__.py",
 }
 # Read the environment: what a child gets of it, which rank a process is, and where compiled code is kept.
 ENVIRONMENT = {
@@ -135,6 +137,8 @@ OFFERED = {
     "quantflow.formats.gaudi.quant_config",  # the record's type
     "quantflow.runtime.generate_job",
     "quantflow.evaluation.bench_job",
+    "quantflow.server.serve",  # the second front door, and its records
+    "quantflow.server.settings",
     "quantflow.stages",
 }
 STAGES = [path for path in FILES if path.is_relative_to(ROOT / "stages")]
@@ -154,7 +158,7 @@ def test_a_verb_is_a_file_that_says_what_it_reads_and_writes():
 
     for verb in VERBS:
         text = (ROOT / "stages" / f"{verb}.py").read_text()
-        assert "api." in text or "quantflow.artifact" in text
+        assert "api." in text or "quantflow.artifact" in text or "quantflow.server" in text
         if verb not in ("inspect", "verify", "diff"):
             lines = ast.get_docstring(ast.parse(text)).splitlines()
             words = [line.split()[0] for line in lines if line.split() and line[0].isalpha()]

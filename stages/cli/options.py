@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from quantflow.errors import UsageError
 from quantflow.planning.recipe import Quantize, Recipe, apply_settings, read_yaml
@@ -157,6 +158,18 @@ def _of_recipe(verb: str) -> tuple[tuple[Setting, ...], tuple[Setting, ...]]:
     return settings_of(Quantize, verb), settings_of(Recipe, verb)
 
 
+def origins(verb: str, record: type, context: click.Context) -> dict[str, str]:
+    """Return where the values of a record's settings are from: the option or the variable; those left alone are not there."""
+    found = {}
+    for item in settings_of(record, verb):
+        source = context.get_parameter_source(_parameter(item))
+        if source is ParameterSource.COMMANDLINE:
+            found[item.path[-1]] = str(item.declared.flag)
+        elif source is ParameterSource.ENVIRONMENT:
+            found[item.path[-1]] = str(item.declared.variable)
+    return found
+
+
 def _parameter(item: Setting) -> str:
     """Return the name of an option's value: `--max-memory` is max_memory."""
     flags = str(item.declared.flag).partition("/")[0].split()
@@ -174,6 +187,8 @@ def _option(item: Setting, verb: str, *, layered: bool) -> Decorator:
         words |= {"type": click.Choice(declared.choices) if declared.choices else item.kind, "multiple": item.multiple}
     if declared.shown and not layered:
         words |= {"default": list(item.default) if item.multiple else item.default, "show_default": True}
+    if declared.variable is not None:
+        words |= {"envvar": declared.variable, "show_envvar": True}
     return click.option(*str(declared.flag).split(), _parameter(item), **words)
 
 

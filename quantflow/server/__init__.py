@@ -1,0 +1,41 @@
+"""HTTP over the batching engine: an artifact behind TGI's routes and OpenAI's.
+
+    settings.py     what `quantflow serve` may be told: limits with TGI's names, addresses, keys, clients' patience
+    process.py      the process: model, port, signals, the end
+    app.py          the application: routes behind the key, the Host header and CORS
+    http.py         a route: body in, JSON or events out, clients that go away or are slow
+    bodies.py       what requests hold
+    validation.py   what of it is refused, in TGI's order and words; errors.py: kinds and statuses
+    tgi.py          TGI's routes; openai.py: OpenAI's, with openai_answers.py and tools.py
+    generation.py   one prompt answered: checked, submitted, its tokens with their text (text.py)
+    grammar.py      what a text must follow, as masks
+    models.py       models by name, each with an engine, loaded on demand
+    metrics.py      what /metrics says; openapi.py: what /openapi.json says; site.py: what routes share
+
+Starlette and uvicorn carry it. FastAPI would add 0.2 s of imports to a start that may take 3, and its description of routes is
+70 lines here. h11 parses: it bounds headers, which httptools does not.
+"""
+
+from quantflow.errors import UnsupportedError
+from quantflow.progress import SILENT, Progress
+from quantflow.server.settings import ServeJob
+
+__all__ = ["ServeJob", "serve"]
+
+
+def serve(job: ServeJob, *, progress: Progress = SILENT) -> None:
+    """Serve an artifact until a signal comes.
+
+    Args:
+        job: what is served, where, and to whom.
+        progress: is told what is served and where.
+
+    Raises:
+        UnsupportedError: the packages of the extra `serve` are not installed.
+        QuantflowError: the artifact cannot be served, the port is taken, or the engine died.
+    """
+    try:
+        from quantflow.server.process import run
+    except ModuleNotFoundError as error:
+        raise UnsupportedError(f"serve: {error.name} is not installed", "install quantflow[serve]") from error
+    run(job, progress)

@@ -1,0 +1,139 @@
+"""The ASGI application: the routes behind what every request passes, which are the Host header, the key and CORS."""
+
+import hmac
+from collections.abc import Sequence
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from quantflow.errors import InputError
+from quantflow.server import openai, tgi
+from quantflow.server.errors import Refused
+from quantflow.server.http import Endpoint, HttpCall, Patience, Serving, refusal
+from quantflow.server.openapi import description
+from quantflow.server.settings import LOOPBACK, ServeJob
+from quantflow.server.site import Site
+
+
+def endpoints() -> tuple[Endpoint, ...]:
+    """Return all routes."""
+    return (*tgi.ENDPOINTS, *openai.ENDPOINTS)
+
+
+def application(site: Site) -> ASGIApp:
+    """Return the application."""
+    job, routes = site.job, endpoints()
+    key = read_key(job)
+    text = description(routes, key=key is not None)
+
+    async def openapi(call: HttpCall) -> Response:
+        return JSONResponse(text)
+
+    described = Endpoint(
+        method="GET", path="/openapi.json", run=openapi, tag="This", summary="Return this description.", free=True, shown=False
+    )
+    routes = (*routes, described)
+    patience = Patience(body_bytes=job.payload_limit, seconds=job.client_timeout)
+    free = {endpoint.path for endpoint in routes if endpoint.free and not (endpoint.health and job.protect_health)}
+    middleware = [Middleware(_Gate, key=key, free=free, hosts=allowed_hosts(job, key), openai=_openai_paths(routes))]
+    if job.cors_allow_origin:
+        origins = list(job.cors_allow_origin)
+        middleware.insert(
+            0, Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"])
+        )
+    return Starlette(
+        routes=[_route(path, routes, site, patience) for path in dict.fromkeys(endpoint.path for endpoint in routes)],
+        middleware=middleware,
+        exception_handlers={HTTPException: _refused_by_starlette},
+    )
+
+
+def read_key(job: ServeJob) -> bytes | None:
+    """Return the key that requests need; None where they need none.
+
+    Raises:
+        InputError: its file cannot be read, or its first line is empty.
+    """
+    if job.api_key_file is None:
+        return None if job.api_key is None else job.api_key.encode()
+    try:
+        lines = job.api_key_file.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{job.api_key_file}: {error}", "give a file whose first line is the key") from error
+    if not lines or not lines[0].strip():
+        raise InputError(f"{job.api_key_file}: its first line is empty", "write the key there")
+    return lines[0].strip().encode()
+
+
+def allowed_hosts(job: ServeJob, key: bytes | None) -> frozenset[str] | None:
+    """Return the names that a Host header may have; None where any may.
+
+    A page of anybody can reach a server on the loopback by a name that it lets point there. A key, which such a page does
+    not have, keeps it out as well.
+    """
+    if job.host not in LOOPBACK or key is not None:
+        return None
+    return frozenset({*LOOPBACK, "[::1]", *job.allowed_host})
+
+
+class _Gate:
+    """Refuses requests without the key, and those that come under another name."""
+
+    def __init__(
+        self, app: ASGIApp, *, key: bytes | None, free: set[str], hosts: frozenset[str] | None, openai: frozenset[str]
+    ) -> None:
+        self._app, self._key, self._free, self._hosts, self._openai = app, key, free, hosts, openai
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        refused = self._refused(Request(scope))
+        if refused is None:
+            await self._app(scope, receive, send)
+            return
+        response = refusal(refused, openai=scope["path"] in self._openai)
+        response.headers["connection"] = "close"  # its body is not read
+        await response(scope, receive, send)
+
+    def _refused(self, request: Request) -> Refused | None:
+        host = request.headers.get("host", "")
+        name = host if host.endswith("]") else host.rpartition(":")[0] or host
+        if self._hosts is not None and name.lower() not in self._hosts:
+            return Refused("forbidden_host", f"Host {name[:100]!r} is not served; allow it with --allowed-host")
+        if self._key is None or request.url.path in self._free or request.method == "OPTIONS":
+            return None
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        right = hmac.compare_digest(given.strip().encode(), self._key)
+        return None if right and scheme.lower() == "bearer" else Refused("unauthorized", "Unauthorized")
+
+
+def _openai_paths(routes: Sequence[Endpoint]) -> frozenset[str]:
+    return frozenset(endpoint.path for endpoint in routes if endpoint.openai)
+
+
+def _route(path: str, routes: Sequence[Endpoint], site: Site, patience: Patience) -> Route:
+    """Return the route of a path; its methods are served by an endpoint each."""
+    by_method = {endpoint.method: Serving(endpoint, site, patience) for endpoint in routes if endpoint.path == path}
+
+    class ByMethod:
+        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+            method = "GET" if scope["method"] == "HEAD" else scope["method"]
+            await by_method[method](scope, receive, send)
+
+    return Route(path, ByMethod(), methods=list(by_method))
+
+
+async def _refused_by_starlette(request: Request, error: Exception) -> Response:
+    """Answer a path or a method that there is not, in the server's own form."""
+    status = getattr(error, "status_code", 404)
+    refused = Refused("method_not_allowed", "Method not allowed") if status == 405 else Refused("not_found", "Not found")
+    response = refusal(refused, openai=request.url.path.startswith("/v1/"))
+    response.headers.update(getattr(error, "headers", None) or {})
+    return response

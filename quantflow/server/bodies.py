@@ -1,0 +1,218 @@
+"""Bodies of requests, as pydantic reads them: TGI's and OpenAI's fields, each with its type and nothing else.
+
+What a value may be beside its type is for validation.py, in TGI's order and words. Unknown fields are ignored, as both ignore
+them; `openapi.py` describes these classes.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+U32 = Annotated[int, Field(ge=0, le=2**32 - 1)]
+I32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
+U64 = Annotated[int, Field(ge=0, le=2**64 - 1)]
+I64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+
+
+class Body(BaseModel):
+    """A JSON object; numbers are finite and no text is a number."""
+
+    model_config = ConfigDict(allow_inf_nan=False, frozen=True, extra="ignore")
+
+
+class Grammar(Body):
+    """What a text must follow: a JSON schema (an object, or its text), a regular expression, or one of several texts."""
+
+    type: Literal["json", "regex", "choice", "json_object"]
+    value: Any = None
+
+
+class Parameters(Body):
+    """TGI's parameters of a continuation."""
+
+    best_of: U32 | None = None
+    temperature: float | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    top_k: I32 | None = None
+    top_p: float | None = None
+    typical_p: float | None = None
+    do_sample: bool = False
+    max_new_tokens: U32 | None = 100
+    return_full_text: bool | None = None
+    stop: list[str] = Field(default_factory=list)
+    truncate: U64 | None = None
+    watermark: bool = False
+    details: bool = False
+    decoder_input_details: bool = False
+    seed: U64 | None = None
+    top_n_tokens: U32 | None = None
+    grammar: Grammar | None = None
+    adapter_id: str | None = None
+
+
+WITHOUT_PARAMETERS = Parameters(do_sample=True)  # what TGI takes where the whole object is left out
+
+
+class GenerateBody(Body):
+    """A prompt and how it is continued."""
+
+    inputs: str
+    parameters: Parameters = WITHOUT_PARAMETERS
+
+
+class CompatBody(GenerateBody):
+    """The same, for `/` and `/invocations`, where the body says whether it is streamed."""
+
+    stream: bool = False
+
+
+class VertexInstance(Body):
+    """One prompt of Vertex."""
+
+    inputs: str
+    parameters: Parameters = WITHOUT_PARAMETERS
+
+
+class VertexBody(Body):
+    """Prompts of Vertex."""
+
+    instances: list[VertexInstance]
+
+
+class FunctionCall(Body):
+    """A call that an earlier answer made."""
+
+    name: str
+    arguments: str | dict[str, Any] = "{}"
+
+
+class ToolCall(Body):
+    """A call that an earlier answer made, with its id."""
+
+    id: str | None = None
+    type: str = "function"
+    function: FunctionCall
+
+
+class ContentPart(Body):
+    """A part of a message."""
+
+    type: str
+    text: str | None = None
+
+
+class Message(Body):
+    """One message of a conversation."""
+
+    role: str
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+
+class Function(Body):
+    """A function that the model may call; `parameters` is the JSON schema of its arguments."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    arguments: dict[str, Any] | None = None  # TGI's name of the same
+
+
+class Tool(Body):
+    """A tool that the model may use."""
+
+    type: str = "function"
+    function: Function
+
+
+class FunctionName(Body):
+    """Of the function that must be called."""
+
+    name: str
+
+
+class ToolChoice(Body):
+    """The function that must be called."""
+
+    type: str = "function"
+    function: FunctionName
+
+
+class JsonSchema(Body):
+    """OpenAI's wrapping of a schema."""
+
+    name: str = "answer"
+    json_schema: Any = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """OpenAI's `text`, `json_object` and `json_schema`, and TGI's `json`, `json_schema` and `regex` with a `value`."""
+
+    type: Literal["text", "json_object", "json_schema", "json", "regex"]
+    value: Any = None
+    json_schema: JsonSchema | None = None
+
+
+class StreamOptions(Body):
+    """What a stream holds beside the text."""
+
+    include_usage: bool = False
+
+
+class OpenAIBody(Body):
+    """What chats and completions have in common."""
+
+    model: str | None = None
+    max_tokens: U32 | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: I32 | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    n: U32 | None = None
+    seed: I64 | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    truncate: U64 | None = None
+    user: str | None = None
+
+
+class ChatBody(OpenAIBody):
+    """A conversation, and how it goes on."""
+
+    messages: list[Message]
+    max_completion_tokens: U32 | None = None
+    logprobs: bool | None = False
+    top_logprobs: U32 | None = None
+    response_format: ResponseFormat | None = None
+    guideline: str | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["auto", "none", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class CompletionBody(OpenAIBody):
+    """A prompt as text, as tokens, or several of them."""
+
+    prompt: str | list[str] | list[I64] | list[list[I64]]
+    best_of: U32 | None = None
+    echo: bool | None = False
+    logprobs: U32 | None = None
+    suffix: str | None = None
+    response_format: ResponseFormat | None = None
+
+
+class InvocationBody(Body):
+    """What SageMaker sends: a conversation where it has `messages`, OpenAI's completion with `prompt`, else TGI's `inputs`."""
+
+    model_config = ConfigDict(allow_inf_nan=False, frozen=True, extra="allow")

@@ -1,0 +1,346 @@
+"""One prompt answered: what was asked is checked, rows are submitted, and their tokens come back with their text.
+
+    asked  ->  prepare: admission, checks, tokens, grammar  ->  Answer: rows of the engine  ->  pieces, or all of it
+
+A row that nobody waits for any more is cancelled: an `Answer` is a context manager, and its rows end with it.
+"""
+
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+from quantflow.errors import EngineError, OverloadedError, QuantflowError
+from quantflow.runtime.batching import BatchRequest, FinishReason, Stream, TokenLogprob
+from quantflow.server.errors import Refused, failed, invalid, overloaded
+from quantflow.server.grammar import NOT_SUPPORTED
+from quantflow.server.models import ServedModel
+from quantflow.server.settings import Limits
+from quantflow.server.text import AnswerText
+from quantflow.server.validation import Asked, check, check_truncate, new_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerPiece:
+    """One token of an answer.
+
+    Attributes:
+        row: which of the answer's continuations.
+        index: of the token in it, from 0.
+        id, logprob, special: the token.
+        text: what it completes of the decoded text.
+        shown: what may be shown of the answer with it; stop strings are treated as was asked.
+        top: the likeliest tokens.
+        finish: why the continuation ends with it.
+    """
+
+    row: int
+    index: int
+    id: int
+    logprob: float
+    special: bool
+    text: str
+    shown: str
+    top: tuple[TokenLogprob, ...]
+    finish: FinishReason | None
+
+
+@dataclass(kw_only=True)
+class Continuation:
+    """One row of an answer.
+
+    Attributes:
+        stream: of the engine.
+        seed: that it was drawn with; None where it was not.
+        text: grows with the pieces.
+        pieces: all that came.
+    """
+
+    stream: Stream
+    seed: int | None
+    text: AnswerText
+    pieces: list[AnswerPiece] = field(default_factory=list)
+
+    @property
+    def finish(self) -> FinishReason:
+        """Why it ended."""
+        return self.pieces[-1].finish or FinishReason.LENGTH
+
+    @property
+    def mean_logprob(self) -> float:
+        """What TGI chooses the best of several by."""
+        return sum(piece.logprob for piece in self.pieces) / max(1, len(self.pieces))
+
+
+@dataclass(kw_only=True)
+class Timings:
+    """Seconds of a request: until it was checked, until it ran, and while it ran."""
+
+    begin: float = field(default_factory=time.monotonic)
+    checked: float = 0.0
+    queue: float = 0.0
+    inference: float = 0.0
+    total: float = 0.0
+
+    @property
+    def validation(self) -> float:
+        """From the request to the end of its checks."""
+        return self.checked - self.begin
+
+
+class Admission:
+    """Counts the rows that are in the server; more than `most` are refused at once."""
+
+    def __init__(self, most: int) -> None:
+        """Begin with none."""
+        self.most, self.rows = most, 0
+
+    def enter(self, count: int) -> None:
+        """Count rows.
+
+        Raises:
+            Refused: of kind overloaded.
+        """
+        if self.rows + count > self.most:
+            raise overloaded()
+        self.rows += count
+
+    def leave(self, count: int) -> None:
+        """Count them no more."""
+        self.rows -= count
+
+
+class Answer:
+    """A prompt with its continuations.
+
+    Attributes:
+        model: that answers.
+        prompt: its tokens.
+        rows: the continuations.
+        timings: of the request.
+        new_tokens: that each continuation may have.
+    """
+
+    def __init__(self, model: ServedModel, admission: Admission, *, count: int, timings: Timings) -> None:
+        """Ask to be admitted.
+
+        Raises:
+            Refused: of kind overloaded.
+        """
+        admission.enter(count)
+        self.model, self.timings = model, timings
+        self.prompt: tuple[int, ...] = ()
+        self.rows: list[Continuation] = []
+        self.new_tokens = 0
+        self._admission, self._count = admission, count
+        model.rows += count
+
+    def __enter__(self) -> Self:
+        """Return itself."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Cancel what still runs and let the next request in."""
+        for row in self.rows:
+            row.stream.cancel()
+        self.rows_done()
+
+    def rows_done(self) -> None:
+        """Leave the count of rows; a second call does nothing."""
+        self._admission.leave(self._count)
+        self.model.rows -= self._count
+        self._count = 0
+
+    @property
+    def prefill(self) -> tuple[TokenLogprob, ...]:
+        """The prompt's tokens with their log-probabilities, where they were asked for."""
+        return self.rows[0].stream.prompt
+
+    async def pieces(self, row: int) -> AsyncIterator[AnswerPiece]:
+        """Yield the tokens of a continuation as they come.
+
+        Raises:
+            Refused: of kind generation, when the engine fails it; of kind validation, when its grammar does.
+        """
+        one = self.rows[row]
+        special = self.model.vocabulary.special
+        async for event in one.stream:
+            if event.finish is FinishReason.ERROR:
+                raise refusal_of(event.error)
+            if event.finish is FinishReason.CANCELLED:
+                raise Refused("incomplete_generation", "Incomplete generation")
+            if event.id is None:
+                continue
+            text, shown = one.text.put(event.id)
+            if event.finish is not None:
+                left, last = one.text.end(stopped=event.finish is FinishReason.STOP)
+                text, shown = text + left, shown + last
+            piece = AnswerPiece(
+                row=row,
+                index=event.index,
+                id=event.id,
+                logprob=event.logprob or 0.0,
+                special=event.id in special,
+                text=text or (self.model.vocabulary.text(event.id) if event.id in special else ""),
+                shown=shown,
+                top=event.top,
+                finish=event.finish,
+            )
+            one.pieces.append(piece)
+            if event.finish is not None:
+                self._time()
+            yield piece
+
+    async def finish(self) -> None:
+        """Wait for all continuations.
+
+        Raises:
+            Refused: as `pieces`; the others are cancelled.
+        """
+        for row in range(len(self.rows)):
+            async for _ in self.pieces(row):
+                pass
+
+    def best(self) -> int:
+        """Return the continuation with the highest mean log-probability."""
+        return max(range(len(self.rows)), key=lambda row: self.rows[row].mean_logprob)
+
+    def _time(self) -> None:
+        now = time.monotonic()
+        times = [row.stream.times for row in self.rows]
+        admitted = max((one.admitted or now) for one in times)
+        finished = max((one.finished or now) for one in times)
+        self.timings.queue = max(0.0, admitted - self.timings.checked)
+        self.timings.inference = finished - admitted
+        self.timings.total = now - self.timings.begin
+
+
+@dataclass(frozen=True, kw_only=True)
+class Service:
+    """What every route answers with.
+
+    Attributes:
+        limits: of requests.
+        admission: counts rows.
+        grammars: requests may have one.
+    """
+
+    limits: Limits
+    admission: Admission
+    grammars: bool = True
+
+    async def answer(
+        self,
+        model: ServedModel,
+        asked: Asked,
+        *,
+        text: str | None,
+        tokens: Sequence[int] | None = None,
+        rendered: bool = False,
+        keeps_stop: bool = True,
+        timings: Timings | None = None,
+    ) -> Answer:
+        """Check a request and submit its rows.
+
+        Args:
+            model: that answers.
+            asked: by the client.
+            text: the prompt; None where it is `tokens`.
+            tokens: of the prompt.
+            rendered: the text comes from a chat template, which writes special tokens itself.
+            keeps_stop: an answer ends with its stop string, not before it.
+            timings: that began when the request came.
+
+        Returns:
+            An answer to be used as a context manager, whose rows are submitted.
+
+        Raises:
+            Refused: with what the client is told.
+        """
+        count = max(asked.best_of or 1, asked.choices or 1)
+        timings = timings or Timings()
+        check(asked, self.limits, text=text, float8=model.float8)
+        answer = Answer(model, self.admission, count=count, timings=timings)
+        try:
+            check_truncate(asked, max_input_tokens=model.max_input_tokens)
+            ids = tuple(tokens or ()) if text is None else await model.encode(text, rendered=rendered)
+            ids = ids if asked.truncate is None else ids[-asked.truncate :]
+            known = model.loaded.decoder.vocab_size
+            wrong = next((token for token in ids if not 0 <= token < known), None)
+            if wrong is not None:
+                raise invalid(f"token {wrong} is not one of {known}")
+            most = {"max_input_tokens": model.max_input_tokens, "max_total_tokens": model.max_total_tokens}
+            answer.new_tokens = new_tokens(asked, prompt=len(ids), **most)
+            answer.prompt = ids
+            masks = await self._masks(model, asked, count)
+            bias = _bias(asked.logit_bias, known)
+            timings.checked = time.monotonic()
+            first_seed = secrets.randbits(63) if asked.seed is None else asked.seed
+            for row in range(count):
+                seed = (first_seed + row) % 2**64
+                sampling = asked.sampling(seed)
+                request = BatchRequest(
+                    input_ids=ids,
+                    max_new_tokens=answer.new_tokens,
+                    sampling=sampling,
+                    rules=asked.rules(),
+                    logit_bias=bias,
+                    ends=model.loaded.eos_token_ids,
+                    stop=asked.stop,
+                    top_n=asked.top_n_tokens or 0,
+                    prompt_logprobs=asked.prefill and row == 0,
+                    mask=masks[row],
+                )
+                grows = AnswerText(model.tokenizer, ids, stops=asked.stop, keeps_stop=keeps_stop)
+                answer.rows.append(
+                    Continuation(stream=_submit(model, request), seed=None if sampling is None else seed, text=grows)
+                )
+        except BaseException:
+            answer.__exit__(None, None, None)
+            raise
+        return answer
+
+    async def _masks(self, model: ServedModel, asked: Asked, count: int) -> list[Any]:
+        if asked.grammar is None:
+            return [None] * count
+        if not self.grammars:
+            raise invalid(NOT_SUPPORTED)
+        return [await model.compiled(asked.grammar) for _ in range(count)]
+
+
+def refusal_of(error: BaseException | None) -> Refused:
+    """Return what a client is told of what the engine raised for its row."""
+    if isinstance(error, Refused):
+        return error
+    if isinstance(error, QuantflowError):
+        return failed(error.cause)
+    return failed("" if error is None else type(error).__name__)  # no foreign text leaves the server
+
+
+def _submit(model: ServedModel, request: BatchRequest) -> Stream:
+    try:
+        return model.engine.submit(request)
+    except OverloadedError:
+        raise overloaded() from None
+    except EngineError as error:
+        raise failed(error.cause) from error
+    except QuantflowError as error:
+        raise invalid(error.cause) from error
+
+
+def _bias(bias: dict[str, float] | None, vocab_size: int) -> dict[int, float]:
+    """Return OpenAI's logit_bias by token.
+
+    Raises:
+        Refused: a key that is no token, or a value outside -100 to 100.
+    """
+    found = {}
+    for key, value in (bias or {}).items():
+        if not key.isascii() or not key.isdigit() or len(key) > 9 or int(key) >= vocab_size:
+            raise invalid(f"`logit_bias`: {key[:20]!r} is not one of {vocab_size} tokens")
+        if not -100 <= value <= 100:
+            raise invalid("`logit_bias` must be >= -100.0 and <= 100.0")
+        found[int(key)] = value
+    return found

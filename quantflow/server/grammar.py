@@ -1,0 +1,175 @@
+"""What a text must follow, as masks over the vocabulary: JSON schemas, regular expressions, choices and Lark grammars.
+
+llguidance computes them (Earley parsing over a trie of the tokens, in Rust). xgrammar was measured beside it on the same 49,152
+tokens; docs/serving.md has the figures. A grammar is compiled once and kept, and a request follows a copy of it.
+"""
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantflow.server.bodies import Grammar
+from quantflow.server.errors import invalid
+
+KEPT = 256  # compiled grammars
+LONGEST = 100_000  # characters of a grammar
+DEEPEST = 64  # objects and lists inside each other in a schema
+NOT_SUPPORTED = "grammar is not supported"
+ANY_OBJECT = {"type": "object"}
+SPACES = {"whitespace_flexible": True, "whitespace_pattern": "[ ]?"}  # one at most: models go on and on with newlines
+
+
+class GrammarMask:
+    """One request's way through a grammar: a `quantflow.runtime.batching.TokenMask`."""
+
+    def __init__(self, matcher: Any, *, vocab_size: int) -> None:
+        """Take a matcher of this request alone.
+
+        Args:
+            matcher: of llguidance.
+            vocab_size: V; the matcher's own vocabulary may be longer.
+        """
+        self._matcher, self._words = matcher, -(-vocab_size // 32)
+
+    def allowed(self, tokens: Sequence[int]) -> Tensor | None:
+        """Return which tokens may come next, [ceil(V / 32)] int32.
+
+        Raises:
+            Refused: the grammar needs more work in a step than may be.
+        """
+        del tokens  # `advance` has told them
+        bits = self._matcher.compute_bitmask()
+        self._raise_for_error()
+        return torch.frombuffer(bytearray(bits), dtype=torch.int32)[: self._words]
+
+    def advance(self, token: int) -> None:
+        """Take the token that was chosen."""
+        if not self._matcher.is_stopped():
+            self._matcher.consume_token(token)
+            self._raise_for_error()
+
+    def _raise_for_error(self) -> None:
+        if self._matcher.is_error():
+            raise invalid(f"grammar is not valid: {_short(self._matcher.get_error())}")
+
+
+class Grammars:
+    """Compiled grammars of one model."""
+
+    def __init__(self, tokenizer: Any, *, vocab_size: int, ends: Sequence[int]) -> None:
+        """Read the vocabulary when the first grammar asks for it.
+
+        Args:
+            tokenizer: a fast one.
+            vocab_size: V, the length of a row of logits.
+            ends: tokens that end a text; the grammar allows them where it is complete.
+        """
+        self._tokenizer, self._vocab_size, self._ends = tokenizer, vocab_size, list(ends)
+        self._trie: Any = None
+        self._kept: OrderedDict[str, Any] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def mask(self, grammar: Grammar) -> GrammarMask:
+        """Return a request's way through a grammar. It blocks while the grammar is compiled.
+
+        Raises:
+            Refused: of kind validation; the grammar is wrong or too large, or llguidance is not installed.
+        """
+        if find_spec("llguidance") is None:
+            raise invalid(f"{NOT_SUPPORTED}: llguidance is not installed")
+        text = _text_of(grammar)
+        with self._lock:
+            matcher = self._kept.get(text)
+            if matcher is None:
+                matcher = self._kept[text] = self._compiled(text)
+            self._kept.move_to_end(text)
+            while len(self._kept) > KEPT:
+                self._kept.popitem(last=False)
+            return GrammarMask(matcher.deep_copy(), vocab_size=self._vocab_size)
+
+    def _compiled(self, text: str) -> Any:
+        from llguidance import LLMatcher, LLParserLimits
+        from llguidance.hf import from_tokenizer
+
+        if self._trie is None:
+            self._trie = from_tokenizer(self._tokenizer, n_vocab=self._vocab_size, eos_token=self._ends or None)
+        limits = LLParserLimits(
+            max_items_in_row=2000,
+            initial_lexer_fuel=1_000_000,
+            step_lexer_fuel=200_000,
+            step_max_items=50_000,
+            max_lexer_states=50_000,
+            max_grammar_size=100_000,
+            verbose_errors=False,
+        )
+        matcher = LLMatcher(self._trie, text, log_level=0, limits=limits)
+        if matcher.is_error():
+            raise invalid(f"grammar is not valid: {_short(matcher.get_error())}")
+        return matcher
+
+
+def _text_of(grammar: Grammar) -> str:
+    """Return a grammar as llguidance takes it.
+
+    Raises:
+        Refused: of kind validation.
+    """
+    from llguidance import LLMatcher
+
+    value = grammar.value
+    if grammar.type in ("json", "json_object"):
+        schema = ANY_OBJECT if grammar.type == "json_object" and value is None else _schema(value)
+        text = json.dumps({**schema, "x-guidance": SPACES})
+        _require_size(text)
+        return str(LLMatcher.grammar_from_json_schema(text))
+    if grammar.type == "choice":
+        words = value if isinstance(value, list) else []
+        if not words or not all(isinstance(word, str) and word for word in words):
+            raise invalid("grammar is not valid: choices are texts, one or more")
+        text = "start: " + " | ".join(map(json.dumps, words))
+        _require_size(text)
+        return str(LLMatcher.grammar_from_lark(text))
+    if not isinstance(value, str) or not value:
+        raise invalid("grammar is not valid: a regular expression is a text")
+    _require_size(value)
+    return str(LLMatcher.grammar_from_regex(value))
+
+
+def _schema(value: Any) -> dict[str, Any]:
+    """Return a schema that is an object or its text."""
+    if isinstance(value, str):
+        _require_size(value)
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise invalid(f"grammar is not valid: {_short(error)}") from error
+    if not isinstance(value, dict):
+        raise invalid("grammar is not valid: a JSON schema is an object")
+    if _too_deep(value):
+        raise invalid(f"grammar is not valid: deeper than {DEEPEST}")
+    return value
+
+
+def _too_deep(value: Any) -> bool:
+    """Return whether objects and lists stand deeper inside each other than may be."""
+    level = [value]
+    for _ in range(DEEPEST):
+        inner = [list(item.values()) if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)]
+        level = [part for parts in inner for part in parts]
+    return any(isinstance(item, dict | list) for item in level)
+
+
+def _require_size(text: str) -> None:
+    if len(text) > LONGEST:
+        raise invalid(f"grammar is not valid: {len(text)} characters, {LONGEST} may be")
+
+
+def _short(error: object) -> str:
+    """Return the first line of a foreign message, at most 300 characters of it."""
+    return next(iter(str(error).splitlines()), "")[:300]

@@ -1,0 +1,282 @@
+"""HTTP between routes and the server: bodies in, JSON and server-sent events out, with limits on how long clients may take.
+
+A route is an `Endpoint`: a path, what its body must be, and a function. While the function works, the connection is watched;
+a client that goes away cancels it, and with it the rows that it waits for. `Site` is what all functions share (site.py).
+"""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import ValidationError
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Message, Receive, Scope, Send
+
+from quantflow.server.bodies import Body
+from quantflow.server.errors import Refused
+
+KEEP_ALIVE_SECONDS = 15.0
+RETRY_SECONDS = "1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Endpoint:
+    """A route.
+
+    Attributes:
+        method, path: of HTTP.
+        run: given the call, returns the response.
+        summary: one sentence for people.
+        tag: the interface that it belongs to.
+        body: what the request's JSON must be; None: it has none.
+        answer: an example of the answer's JSON.
+        openai: refusals have OpenAI's form.
+        free: is answered without a key.
+        health: is answered without a key unless the server protects it.
+        shown: in the OpenAPI description.
+    """
+
+    method: str
+    path: str
+    run: "Callable[[HttpCall], Awaitable[Response | EventStream]]"
+    summary: str
+    tag: str
+    body: type[Body] | None = None
+    answer: Any = None
+    openai: bool = False
+    free: bool = False
+    health: bool = False
+    shown: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class EventStream:
+    """An answer as server-sent events.
+
+    Attributes:
+        events: texts that stand behind `data:`, one per event; closing it frees what it holds.
+        headers: of the response.
+    """
+
+    events: AsyncIterator[str]
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HttpCall:
+    """One request at a route.
+
+    Attributes:
+        request: of starlette.
+        body: parsed.
+        site: what all routes share.
+    """
+
+    request: Request
+    body: Any
+    site: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patience:
+    """How much a client may send and how long it may take.
+
+    Attributes:
+        body_bytes: of a request.
+        seconds: for a body to come in, and for a piece of the answer to go out.
+    """
+
+    body_bytes: int
+    seconds: float
+
+
+class SlowClient(Exception):
+    """A client did not take what was sent to it; its connection is closed."""
+
+
+class Serving:
+    """An endpoint as an ASGI application."""
+
+    def __init__(self, endpoint: Endpoint, site: Any, patience: Patience) -> None:
+        """Take what it serves, and to whom."""
+        self.endpoint, self._site, self._patience = endpoint, site, patience
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        request = Request(scope, receive)
+        try:
+            body = await self._read(request)
+        except Refused as refused:
+            await self._send(refusal(refused, openai=self.endpoint.openai), scope, receive, send)
+            return
+        except ClientDisconnect:
+            return
+        gone = asyncio.create_task(_gone(receive))
+        work = asyncio.create_task(self._work(HttpCall(request=request, body=body, site=self._site), scope, receive, send))
+        try:
+            await asyncio.wait({gone, work}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (gone, work):
+                if not task.done():
+                    task.cancel()
+            await asyncio.wait({gone, work})
+        if not work.cancelled() and (error := work.exception()) is not None:
+            raise error
+
+    async def _work(self, call: HttpCall, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            response = await self.endpoint.run(call)
+        except Refused as refused:
+            response = refusal(refused, openai=self.endpoint.openai)
+        except Exception:
+            call.site.log_exception()
+            response = refusal(Refused("internal", "Internal error"), openai=self.endpoint.openai)
+        if isinstance(response, EventStream):
+            await self._stream(response, send, site=call.site)
+        else:
+            await self._send(response, scope, receive, send)
+
+    async def _send(self, response: Response, scope: Scope, receive: Receive, send: Send) -> None:
+        await response(scope, receive, self._patient(send))
+
+    async def _stream(self, stream: EventStream, send: Send, *, site: Any) -> None:
+        patient = self._patient(send)
+        headers = {
+            "content-type": "text/event-stream",
+            "cache-control": "no-cache",
+            "x-accel-buffering": "no",
+            **stream.headers,
+        }
+        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+        await patient({"type": "http.response.start", "status": 200, "headers": raw})
+        async with contextlib.aclosing(_with_keep_alive(stream.events)) as lines:  # type: ignore[type-var]
+            async for line in lines:
+                await patient({"type": "http.response.body", "body": line.encode(), "more_body": True})
+        await patient({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _patient(self, send: Send) -> Send:
+        """Return a send that gives up on a client that does not read.
+
+        Raises:
+            SlowClient: it took too long; the server closes the connection.
+        """
+
+        async def patient(message: Message) -> None:
+            try:
+                async with asyncio.timeout(self._patience.seconds):
+                    await send(message)
+            except TimeoutError:
+                raise SlowClient from None
+
+        return patient
+
+    async def _read(self, request: Request) -> Any:
+        """Return the body.
+
+        Raises:
+            Refused: it is too large, too slow, of another type, no JSON, or not what the route takes.
+            ClientDisconnect: the client went away.
+        """
+        data = await self._bytes(request)
+        if self.endpoint.body is None:
+            return None
+        media = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+        if media != "application/json" and not media.endswith("+json"):
+            raise Refused("unsupported_media_type", "Expected request with `Content-Type: application/json`")
+        return typed(self.endpoint.body, parse(data))
+
+    async def _bytes(self, request: Request) -> bytes:
+        most, told = self._patience.body_bytes, f"length limit exceeded: {self._patience.body_bytes} bytes may be"
+        declared = request.headers.get("content-length", "0")
+        if declared.isascii() and declared.isdigit() and int(declared[:20]) > most:
+            raise Refused("payload_too_large", told)
+        pieces, size = [], 0
+        try:
+            async with asyncio.timeout(self._patience.seconds):
+                async for piece in request.stream():
+                    size += len(piece)
+                    if size > most:
+                        raise Refused("payload_too_large", told)
+                    pieces.append(piece)
+        except TimeoutError:
+            raise Refused("timeout", f"the body did not come in {self._patience.seconds:g} s") from None
+        return b"".join(pieces)
+
+
+def refusal(refused: Refused, *, openai: bool) -> Response:
+    """Return a refusal as a response."""
+    headers = {"retry-after": RETRY_SECONDS} if refused.kind == "overloaded" else {}
+    if refused.kind == "unauthorized":
+        headers["www-authenticate"] = "Bearer"
+    body = refused.openai_body() if openai else refused.body()
+    return JSONResponse(body, status_code=refused.status, headers=headers)
+
+
+def typed(kind: type[Body], value: Any) -> Any:
+    """Return a body of a kind.
+
+    Raises:
+        Refused: a field is missing or of another type; it names the first.
+    """
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"])[:200]
+        told = f"Failed to deserialize the JSON body into the target type: {where}: {first['msg']}"
+        raise Refused("validation", told) from None
+    except RecursionError:
+        raise Refused("bad_json", "Failed to parse the request body as JSON: too deep") from None
+
+
+def parse(data: bytes) -> Any:
+    """Return the value of JSON: UTF-8, without NaN and without halves of characters.
+
+    Raises:
+        Refused: it is none.
+    """
+    try:
+        text = data.decode()
+        value = json.loads(text, parse_constant=_no_constant)
+        if "\\ud" in text.lower():
+            json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair is no text
+        return value
+    except (ValueError, RecursionError) as error:
+        name = "too deep" if isinstance(error, RecursionError) else next(iter(str(error).splitlines()), "")[:200]
+        raise Refused("bad_json", f"Failed to parse the request body as JSON: {name}") from None
+
+
+async def _gone(receive: Receive) -> None:
+    """Return when the client has gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _with_keep_alive(events: AsyncIterator[str]) -> AsyncIterator[str]:
+    """Yield events as they stand on the wire, and a comment in long silences."""
+    following: asyncio.Task[str] | None = None
+    try:
+        while True:
+            following = following or asyncio.ensure_future(anext(events))
+            await asyncio.wait({following}, timeout=KEEP_ALIVE_SECONDS)
+            if not following.done():
+                yield ":\n\n"
+                continue
+            done, following = following, None
+            try:
+                yield f"data: {done.result()}\n\n"
+            except StopAsyncIteration:
+                return
+    finally:
+        if following is not None:
+            following.cancel()
+            await asyncio.wait({following})
+        await events.aclose()  # type: ignore[attr-defined]
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")

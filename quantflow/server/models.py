@@ -1,0 +1,272 @@
+"""The models of a server: each with its engine, its tokenizer and its limits; loaded when a request names it."""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantflow.errors import InputError, QuantflowError
+from quantflow.runtime.batching import BatchLimits, Engine
+from quantflow.runtime.load import Loaded, load
+from quantflow.server.errors import Refused, bad_template
+from quantflow.server.grammar import Grammars
+from quantflow.server.settings import Limits, ServeJob
+from quantflow.server.text import Vocabulary
+
+LONGEST = 4096  # tokens of a request that TGI serves without being asked for more
+TEMPLATE_SECONDS = 10.0
+TEMPLATE_CHARACTERS = 8_000_000
+ANY_NAME = ("tgi", "default")  # names of clients that know one model alone
+
+
+def batch_limits(limits: Limits, *, positions: int | None) -> BatchLimits:
+    """Return an engine's limits: what was given, and TGI's arithmetic for what was not.
+
+    Args:
+        limits: of the server.
+        positions: the most tokens that the model takes; None: any number.
+
+    Raises:
+        UsageError: limits that contradict each other or the model.
+    """
+    total = min(positions or LONGEST, LONGEST) if limits.max_total_tokens is None else limits.max_total_tokens
+    longest = max(1, total - 1) if limits.max_input_tokens is None else limits.max_input_tokens
+    chosen = {} if limits.max_batch_size is None else {"max_batch_size": limits.max_batch_size}
+    return BatchLimits(
+        max_input_tokens=longest,
+        max_total_tokens=total,
+        max_batch_prefill_tokens=limits.max_batch_prefill_tokens,
+        max_batch_total_tokens=limits.max_batch_total_tokens,
+        max_concurrent_requests=limits.max_concurrent_requests,
+        waiting_served_ratio=limits.waiting_served_ratio,
+        max_waiting_tokens=limits.max_waiting_tokens,
+        max_best_of=limits.max_best_of,
+        max_stop_sequences=limits.max_stop_sequences,
+        max_client_batch_size=limits.max_client_batch_size,
+        **chosen,
+    )
+
+
+class ServedModel:
+    """A model that answers.
+
+    Attributes:
+        name: what requests call it.
+        loaded: the artifact.
+        engine: what runs its requests.
+        tokenizer: of its text.
+        vocabulary: its tokens one by one.
+        grammars: compiled for it.
+        max_input_tokens, max_total_tokens: of a request.
+        used: a count that grows with each use of any model.
+        rows: requests that it answers now.
+    """
+
+    def __init__(self, name: str, loaded: Loaded, *, job: ServeJob, workers: ThreadPoolExecutor) -> None:
+        """Start the engine.
+
+        Raises:
+            InputError: the artifact has no tokenizer, or the chat template cannot be read.
+            UsageError: limits that do not fit the model.
+        """
+        if loaded.tokenizer is None:
+            raise InputError(f"{name}: the artifact has no tokenizer", "export it with its tokenizer's files")
+        self.name, self.loaded, self.tokenizer = name, loaded, loaded.tokenizer
+        limits = batch_limits(job.limits, positions=loaded.decoder.positions)
+        self.engine = Engine(loaded.decoder, limits=limits, tokenizer=loaded.tokenizer)
+        self.max_input_tokens = int(self.engine.limits.max_input_tokens or 0)
+        self.max_total_tokens = int(self.engine.limits.max_total_tokens or 0)
+        self.vocabulary = Vocabulary(self.tokenizer)
+        self.grammars = Grammars(self.tokenizer, vocab_size=loaded.decoder.vocab_size, ends=loaded.eos_token_ids)
+        self.used, self.rows = 0, 0
+        self._workers = workers
+        self._template = None if job.chat_template is None else _read_template(job.chat_template)
+        self.tokenizer("warm")  # the first call settles padding and truncation; later ones only read, from several threads
+
+    @property
+    def manifest(self) -> Mapping[str, Any]:
+        """What the artifact says of itself."""
+        return self.loaded.artifact.manifest
+
+    @property
+    def float8(self) -> bool:
+        """Whether its weights are float8."""
+        return any(linear.scheme.weights.kind == "float" for linear in self.loaded.artifact.linears.values())
+
+    async def encode(self, text: str, *, rendered: bool) -> tuple[int, ...]:
+        """Return the tokens of a prompt, in a thread.
+
+        Args:
+            text: the prompt.
+            rendered: it comes from a chat template, which writes special tokens itself.
+        """
+        ids = await self._in_thread(lambda: self.tokenizer(text, add_special_tokens=not rendered)["input_ids"])
+        return tuple(ids)
+
+    async def offsets(self, text: str, *, rendered: bool = False) -> list[dict[str, Any]]:
+        """Return TGI's table of a text's tokens: id, text, and where it begins and ends; see `encode` for `rendered`."""
+        options = {"return_offsets_mapping": True, "add_special_tokens": not rendered}
+        found = await self._in_thread(lambda: self.tokenizer(text, **options))
+        pairs = zip(found["input_ids"], found["offset_mapping"], strict=True)
+        return [{"id": i, "text": text[a:b] or self.vocabulary.text(i), "start": a, "stop": b} for i, (a, b) in pairs]
+
+    async def render(self, messages: Sequence[Mapping[str, Any]], *, tools: Any, options: Mapping[str, Any]) -> str:
+        """Return a conversation as the prompt that the chat template makes of it.
+
+        It is rendered in jinja2's sandbox, in a thread; time and length are bounded.
+
+        Raises:
+            Refused: of kind template_error.
+        """
+        if self._template is None and self.tokenizer.chat_template is None:
+            raise bad_template("template not found")
+
+        def work() -> str:
+            given = {} if self._template is None else {"chat_template": self._template}
+            words = {**options, **given, "tools": tools, "tokenize": False, "add_generation_prompt": True}
+            return str(self.tokenizer.apply_chat_template(list(messages), **words))
+
+        try:
+            text: str = await asyncio.wait_for(self._in_thread(work), TEMPLATE_SECONDS)
+        except TimeoutError:
+            raise bad_template(f"longer than {TEMPLATE_SECONDS:.0f} s") from None
+        except Exception as error:  # a template is a program: it raises what it likes
+            raise bad_template(f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:300]}") from error
+        if len(text) > TEMPLATE_CHARACTERS:
+            raise bad_template(f"{len(text)} characters, {TEMPLATE_CHARACTERS} may be")
+        return text
+
+    async def compiled(self, grammar: Any) -> Any:
+        """Return a request's way through a grammar, compiled in a thread.
+
+        Raises:
+            Refused: of kind validation.
+        """
+        return await self._in_thread(lambda: self.grammars.mask(grammar))
+
+    def close(self) -> None:
+        """End the engine."""
+        self.engine.close()
+
+    async def _in_thread(self, work: Callable[[], Any]) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._workers, work)
+
+
+@dataclass(kw_only=True)
+class ModelPlace:
+    """A model that may be loaded, and is while `served` is there."""
+
+    folder: Path
+    served: ServedModel | None = None
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class Models:
+    """All models of a server by name; the first is loaded from the start and stays."""
+
+    def __init__(self, job: ServeJob, first: Loaded) -> None:
+        """Start the first model.
+
+        Raises:
+            QuantflowError: it cannot be served.
+        """
+        self.job = job
+        self.workers = ThreadPoolExecutor(job.limits.validation_workers, thread_name_prefix="quantflow-validation")
+        self._loaders = ThreadPoolExecutor(1, thread_name_prefix="quantflow-loading")
+        self.first = ServedModel(job.first_name, first, job=job, workers=self.workers)
+        self.places = {job.first_name: ModelPlace(folder=job.artifact, served=self.first)}
+        for pair in job.models:
+            name, _, folder = pair.partition("=")
+            self.places[name] = ModelPlace(folder=Path(folder))
+        self._uses = 0
+
+    @property
+    def running(self) -> list[ServedModel]:
+        """The models that are loaded."""
+        return [place.served for place in self.places.values() if place.served is not None]
+
+    @property
+    def failed(self) -> BaseException | None:
+        """What killed an engine; None while all are well."""
+        return next((model.engine.failed for model in self.running if model.engine.failed is not None), None)
+
+    async def get(self, name: str | None) -> ServedModel:
+        """Return the model that a request names, loading it where it is not.
+
+        Args:
+            name: None and what clients of a single model say is the first.
+
+        Raises:
+            Refused: there is none of the name, or it cannot be loaded.
+        """
+        key = self._key(name)
+        place = self.places[key]
+        async with place.lock:
+            if place.served is None:
+                await self._make_room(place)
+                loop = asyncio.get_running_loop()
+                try:
+                    place.served = await loop.run_in_executor(self._loaders, lambda: self._load(key, place.folder))
+                except QuantflowError as error:
+                    raise Refused("generation", f"Request failed during generation: model {key}: {error.cause}") from error
+        self._uses += 1
+        place.served.used = self._uses
+        return place.served
+
+    def close(self) -> None:
+        """End all engines."""
+        for model in self.running:
+            model.close()
+        self.workers.shutdown(wait=False, cancel_futures=True)
+        self._loaders.shutdown(wait=False, cancel_futures=True)
+
+    def _key(self, name: str | None) -> str:
+        if name in self.places:
+            return str(name)
+        source = self.first.manifest.get("source", {}).get("name")
+        if not name or name in ANY_NAME or name in (source, str(self.job.artifact)):
+            return self.first.name
+        raise Refused("model_not_found", f"The model `{name}` does not exist. There are: {', '.join(self.places)}")
+
+    def _load(self, name: str, folder: Path) -> ServedModel:
+        return ServedModel(name, open_model(folder, self.job), job=self.job, workers=self.workers)
+
+    async def _make_room(self, wanted: ModelPlace) -> None:
+        """Drop models that nobody uses, the one that was unused longest first, until the wanted one fits."""
+        most = self.job.model_bytes
+        if most is None:
+            return
+        while sum(weight_bytes(place.folder) for place in self.places.values() if place.served or place is wanted) > most:
+            idle = [p for p in self.places.values() if p.served and not p.served.rows and p.served is not self.first]
+            if not idle:
+                raise Refused("overloaded", "Model is overloaded")
+            oldest = min(idle, key=lambda place: place.served.used if place.served else 0)
+            served, oldest.served = oldest.served, None
+            if served is not None:
+                await asyncio.get_running_loop().run_in_executor(self._loaders, served.close)
+
+
+def open_model(folder: Path, job: ServeJob) -> Loaded:
+    """Open an artifact as it is served.
+
+    Raises:
+        QuantflowError: as `quantflow.runtime.load.load`.
+    """
+    dtype: torch.dtype = getattr(torch, job.dtype)
+    return load(folder, decoder=job.decoder, kv_cache=job.kv_cache, backend=job.backend, dtype=dtype, pack=job.pack)
+
+
+def weight_bytes(folder: Path) -> int:
+    """Return the bytes of a folder's weight files."""
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+def _read_template(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: {error}", "give a Jinja file in UTF-8") from error

@@ -1,0 +1,389 @@
+"""OpenAI's routes: chats, completions and models, as the `openai` package reads them."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, suppress
+from typing import Any
+
+from starlette.responses import JSONResponse, Response
+
+from quantflow.server import tools as tooling
+from quantflow.server.bodies import (
+    Body,
+    ChatBody,
+    CompatBody,
+    CompletionBody,
+    Grammar,
+    InvocationBody,
+    Message,
+    OpenAIBody,
+    ResponseFormat,
+)
+from quantflow.server.errors import Refused, invalid
+from quantflow.server.generation import Answer, AnswerPiece, Timings
+from quantflow.server.http import Endpoint, EventStream, HttpCall, typed
+from quantflow.server.models import ServedModel
+from quantflow.server.openai_answers import AnswerWriter, ChatWriter, CompletionWriter, usage
+from quantflow.server.site import Site
+from quantflow.server.tgi import compat_generate
+from quantflow.server.validation import Asked
+
+DONE = "[DONE]"
+MOST_LOGPROBS = 20  # OpenAI's own limit
+COMPLETION_TOKENS = 16  # of /v1/completions where nothing is said, as at OpenAI
+
+
+async def chat(call: HttpCall) -> Response | EventStream:
+    """Answer a conversation."""
+    site, body = call.site, call.body
+    timings = Timings()
+    model = await site.models.get(body.model)
+    tools = tooling.offered(body.tools, body.tool_choice)
+    grammar = tooling.forced(tools, body.tool_choice)
+    wanted = grammar_of(body.response_format)
+    if grammar is not None and wanted is not None:
+        raise invalid("grammar and tools are mutually exclusive")
+    limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    asked = _asked(body, grammar=grammar or wanted, limit=limit, top=(body.top_logprobs or 0) if body.logprobs else 0)
+    text = await render(model, body, tools)
+    answer = await _begin(site, model, asked, timings, text=text, rendered=True)
+    writer = ChatWriter(model, tools=tools, holds_back=grammar is not None, logprobs=bool(body.logprobs))
+    return await _respond(site, [answer], writer, body)
+
+
+async def completions(call: HttpCall) -> Response | EventStream:
+    """Continue one prompt or several."""
+    site, body = call.site, call.body
+    timings = Timings()
+    if body.suffix:
+        raise invalid("Suffix is not supported and can be achieved by preprocessing the prompt.")
+    model = await site.models.get(body.model)
+    prompts, most = _prompts(body), site.job.limits.max_client_batch_size
+    if len(prompts) > most:
+        text = f"Number of prompts exceeds the maximum allowed batch size of {most}"
+        raise Refused("batch size exceeded", text)
+    limit = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    prefill = bool(body.echo and body.logprobs is not None)
+    asked = _asked(
+        body,
+        grammar=grammar_of(body.response_format),
+        limit=limit,
+        top=body.logprobs or 0,
+        prefill=prefill,
+        best_of=body.best_of,
+    )
+    answers: list[Answer] = []
+    try:
+        for prompt in prompts:
+            words = {"text": prompt} if isinstance(prompt, str) else {"text": None, "tokens": prompt}
+            answers.append(await _begin(site, model, asked, timings, **words))
+    except BaseException:
+        for answer in answers:
+            answer.__exit__(None, None, None)
+        raise
+    writer = CompletionWriter(model, echo=bool(body.echo), logprobs=body.logprobs is not None)
+    return await _respond(site, answers, writer, body)
+
+
+async def models(call: HttpCall) -> Response:
+    """List what may be named as `model`."""
+    site: Site = call.site
+    entries = []
+    for name, place in site.models.places.items():
+        served = place.served
+        entry: dict[str, Any] = {"id": name, "object": "model", "created": site.started, "owned_by": "quantflow"}
+        entry["loaded"] = served is not None
+        if served is not None:
+            entry |= {"max_model_len": served.max_total_tokens, "root": served.manifest.get("source", {}).get("name")}
+        entries.append(entry)
+    return JSONResponse({"object": "list", "data": entries})
+
+
+async def chat_tokenize(call: HttpCall) -> Response:
+    """Return the tokens of a conversation as its template writes it."""
+    site, body = call.site, call.body
+    model = await site.models.get(body.model)
+    text = await render(model, body, tooling.offered(body.tools, body.tool_choice))
+    return JSONResponse({"tokenize_response": await model.offsets(text, rendered=True), "templated_text": text})
+
+
+async def invocations(call: HttpCall) -> Response | EventStream:
+    """Answer what SageMaker sends, in whichever interface it is."""
+    value = call.body.model_dump()
+    run: Any
+    kind: type[Body]
+    run, kind = (chat, ChatBody) if "messages" in value else (completions, CompletionBody)
+    if "messages" not in value and "prompt" not in value:
+        run, kind = compat_generate, CompatBody
+    response: Response | EventStream = await run(HttpCall(request=call.request, body=typed(kind, value), site=call.site))
+    return response
+
+
+def grammar_of(format: ResponseFormat | None) -> Grammar | None:
+    """Return the grammar of a response format."""
+    if format is None or format.type == "text":
+        return None
+    if format.type == "json_object" and format.value is None:
+        return Grammar(type="json_object")
+    if format.type == "regex":
+        return Grammar(type="regex", value=format.value)
+    return Grammar(type="json", value=format.value if format.json_schema is None else format.json_schema.json_schema)
+
+
+async def render(model: ServedModel, body: ChatBody, tools: Sequence[Any]) -> str:
+    """Return the prompt of a conversation.
+
+    Raises:
+        Refused: no message, a message that is no text, or one that the template refuses.
+    """
+    if not body.messages:
+        raise invalid("`messages` cannot be empty")
+    messages = [_plain(message) for message in body.messages]
+    shown = tooling.shown_to_template(tools) or None
+    return await model.render(messages, tools=shown, options=_options(body))
+
+
+def _options(body: ChatBody) -> dict[str, Any]:
+    """Return what the template gets beside messages and tools.
+
+    Raises:
+        Refused: a name that is the tokenizer's own.
+    """
+    given = body.chat_template_kwargs or {}
+    own = {
+        "chat_template",
+        "tokenize",
+        "tools",
+        "conversation",
+        "messages",
+        "documents",
+        "add_generation_prompt",
+        "padding",
+        "continue_final_message",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "tokenizer_kwargs",
+        "return_assistant_tokens_mask",
+        "processor_kwargs",
+    }
+    if taken := own & given.keys():
+        raise invalid(f"`chat_template_kwargs` must not hold {', '.join(sorted(taken))}")
+    return given | ({} if body.guideline is None else {"guideline": body.guideline})
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    """Return a message as templates expect it: text alone."""
+    content: Any = message.content
+    if isinstance(content, list):
+        other = next((part.type for part in content if part.type != "text" or part.text is None), None)
+        if other is not None:
+            raise invalid(f"`messages` hold a part of type {other[:40]!r}; this model reads text")
+        content = "".join(part.text or "" for part in content)
+    found: dict[str, Any] = {"role": message.role, "content": content or ""}
+    found |= {name: value for name in ("name", "tool_call_id") if (value := getattr(message, name)) is not None}
+    if message.tool_calls:
+        found["tool_calls"] = [_earlier(one.model_dump(exclude_none=True)) for one in message.tool_calls]
+    return found
+
+
+def _earlier(call: dict[str, Any]) -> dict[str, Any]:
+    """Return an earlier call with its arguments as an object where they are JSON, as templates expect it."""
+    written = call["function"]["arguments"]
+    if isinstance(written, str):
+        with suppress(ValueError, RecursionError):
+            call["function"]["arguments"] = json.loads(written)
+    return call
+
+
+def _asked(
+    body: OpenAIBody, *, grammar: Grammar | None, limit: int | None, top: int, prefill: bool = False, best_of: int | None = None
+) -> Asked:
+    stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    return Asked(
+        best_of=best_of,
+        choices=body.n,
+        temperature=body.temperature,
+        top_k=None if body.top_k in (0, -1) else body.top_k,  # other servers' word for all
+        top_p=body.top_p,
+        min_p=body.min_p,
+        typical_p=body.typical_p,
+        do_sample=True,
+        zero_is_greedy=True,
+        repetition_penalty=body.repetition_penalty,
+        frequency_penalty=body.frequency_penalty,
+        presence_penalty=body.presence_penalty,
+        logit_bias=body.logit_bias,
+        max_new_tokens=limit,
+        stop=stop,
+        seed=None if body.seed is None else body.seed % 2**64,
+        truncate=body.truncate,
+        top_n_tokens=top,
+        top_n_limit=MOST_LOGPROBS,
+        grammar=grammar,
+        streams=bool(body.stream),
+        prefill=prefill,
+    )
+
+
+def _prompts(body: CompletionBody) -> list[Any]:
+    """Return the prompts of a completion, each a text or tokens."""
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    if prompt and isinstance(prompt[0], int):
+        return [prompt]
+    if not prompt:
+        raise invalid("`prompt` cannot be empty")
+    return list(prompt)
+
+
+async def _begin(site: Site, model: ServedModel, asked: Asked, timings: Timings, **prompt: Any) -> Answer:
+    site.metrics.asked()
+    try:
+        return await site.service.answer(model, asked, keeps_stop=False, timings=timings, **prompt)
+    except Refused as refused:
+        site.metrics.refused(refused.kind)
+        raise
+
+
+async def _respond(site: Site, answers: list[Answer], writer: AnswerWriter, body: OpenAIBody) -> Response | EventStream:
+    """Return answers whose rows are submitted, as a whole or as a stream."""
+    if body.stream:
+        return EventStream(events=_stream(site, answers, writer, body))
+    async with ending(site, answers):
+        for answer in answers:
+            await answer.finish()
+    return JSONResponse(writer.whole(answers, count=body.n or 1))
+
+
+async def _stream(site: Site, answers: list[Answer], writer: AnswerWriter, body: OpenAIBody) -> AsyncIterator[str]:
+    """Yield the events of answers whose rows are submitted, then their usage where it was asked for, then [DONE]."""
+    try:
+        async with ending(site, answers):
+            for index in range(sum(len(answer.rows) for answer in answers)):
+                for event in writer.begin(index):
+                    yield event
+            async for index, answer, piece in merged(answers):
+                for event in writer.token(index, answer, piece):
+                    yield event
+        if body.stream_options is not None and body.stream_options.include_usage:
+            yield writer.event([], usage=usage(answers))
+    except Refused as refused:
+        yield json.dumps(refused.openai_body(), ensure_ascii=False)
+    yield DONE
+
+
+@asynccontextmanager
+async def ending(site: Site, answers: Sequence[Answer]) -> AsyncIterator[None]:
+    """End the rows of answers with the block, and count what became of them."""
+    try:
+        with ExitStack() as stack:
+            for answer in answers:
+                stack.enter_context(answer)
+            yield
+    except Refused as refused:
+        site.metrics.refused(refused.kind)
+        raise
+    for answer in answers:
+        site.metrics.answered(answer)
+
+
+async def merged(answers: Sequence[Answer]) -> AsyncIterator[tuple[int, Answer, AnswerPiece]]:
+    """Yield the tokens of all continuations as they come, each with the number of its choice."""
+    rows = [(answer, row) for answer in answers for row in range(len(answer.rows))]
+    if len(rows) == 1:
+        async for piece in rows[0][0].pieces(0):
+            yield 0, rows[0][0], piece
+        return
+    queue: asyncio.Queue[tuple[int, Answer, AnswerPiece] | None | BaseException] = asyncio.Queue()
+
+    async def follow(index: int, answer: Answer, row: int) -> None:
+        try:
+            async for piece in answer.pieces(row):
+                queue.put_nowait((index, answer, piece))
+            queue.put_nowait(None)
+        except Exception as error:
+            queue.put_nowait(error)
+
+    tasks = [asyncio.create_task(follow(index, *pair)) for index, pair in enumerate(rows)]
+    try:
+        left = len(tasks)
+        while left:
+            item = await queue.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                left -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+_CHAT_ANSWER = {
+    "id": "chatcmpl-0",
+    "object": "chat.completion",
+    "choices": [{"index": 0, "message": {"role": "assistant", "content": "Four."}, "finish_reason": "stop"}],
+    "usage": {"prompt_tokens": 9, "completion_tokens": 3, "total_tokens": 12},
+}
+_TEXT_ANSWER = {
+    "id": "cmpl-0",
+    "object": "text_completion",
+    "choices": [{"index": 0, "text": " b):", "finish_reason": "length", "logprobs": None}],
+    "usage": {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5},
+}
+_TAG = "OpenAI"
+ENDPOINTS = (
+    Endpoint(
+        method="POST",
+        path="/v1/chat/completions",
+        run=chat,
+        body=ChatBody,
+        tag=_TAG,
+        answer=_CHAT_ANSWER,
+        openai=True,
+        summary="Answer a conversation; events where `stream` is true.",
+    ),
+    Endpoint(
+        method="POST",
+        path="/v1/completions",
+        run=completions,
+        body=CompletionBody,
+        tag=_TAG,
+        answer=_TEXT_ANSWER,
+        openai=True,
+        summary="Continue prompts; events where `stream` is true.",
+    ),
+    Endpoint(
+        method="GET",
+        path="/v1/models",
+        run=models,
+        tag=_TAG,
+        answer={"object": "list", "data": [{"id": "llama", "object": "model"}]},
+        openai=True,
+        summary="List the models.",
+    ),
+    Endpoint(
+        method="POST",
+        path="/chat_tokenize",
+        run=chat_tokenize,
+        body=ChatBody,
+        tag=_TAG,
+        answer={"tokenize_response": [], "templated_text": "<s>user: hello"},
+        summary="Return the tokens of a conversation.",
+    ),
+    Endpoint(
+        method="POST",
+        path="/invocations",
+        run=invocations,
+        body=InvocationBody,
+        tag="SageMaker",
+        answer=[{"generated_text": " b):"}],
+        summary="Answer a conversation, a completion or a prompt, by what the body holds.",
+    ),
+)

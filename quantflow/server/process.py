@@ -1,0 +1,198 @@
+"""The server as a process: the model is opened, the table printed, the port bound, and signals end it in order.
+
+SIGTERM or Ctrl-C: no new connections, running requests end within `drain_seconds`, what is left is cancelled. A second signal
+ends at once. An engine that dies turns /health to 503 and ends the process with an error.
+"""
+
+import asyncio
+import logging
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from quantflow.errors import EngineError, QuantflowError, ResourceError
+from quantflow.progress import Progress
+from quantflow.runtime.batching import BatchRequest
+from quantflow.server.app import application
+from quantflow.server.generation import Admission, Service
+from quantflow.server.metrics import Metrics
+from quantflow.server.models import Models, open_model
+from quantflow.server.settings import ServeJob
+from quantflow.server.site import Site
+
+DEAD_SECONDS = 2.0  # that /health says 503 before the process ends
+
+
+def run(job: ServeJob, progress: Progress) -> None:
+    """Serve until a signal comes.
+
+    Raises:
+        QuantflowError: the artifact cannot be served, the port is taken, or the engine died.
+    """
+    listening = bound(job)  # before the model is opened: a taken port is told at once
+    try:
+        models = Models(job, open_model(job.artifact, job))
+        try:
+            _warm(models)
+            _serve(job, models, listening, progress)
+        finally:
+            models.close()
+    finally:
+        listening.close()
+
+
+def site_of(job: ServeJob, models: Models) -> Site:
+    """Return what the routes share."""
+    service = Service(
+        limits=job.limits, admission=Admission(job.limits.max_concurrent_requests), grammars=not job.disable_grammar_support
+    )
+    metrics = Metrics(lambda: [(model.name, model.engine.counters()) for model in models.running])
+    return Site(job=job, models=models, service=service, metrics=metrics)
+
+
+def server_of(job: ServeJob, site: Site, progress: Progress) -> "OrderlyServer":
+    """Return uvicorn with the application, not started."""
+    config = uvicorn.Config(
+        application(site),
+        http=type("Protocol", (PatientProtocol,), {"seconds": job.client_timeout}),
+        ws="none",
+        lifespan="off",
+        log_level=logging.WARNING,
+        access_log=False,
+        server_header=False,
+        h11_max_incomplete_event_size=job.header_limit,
+        timeout_keep_alive=max(5, int(job.client_timeout)),
+        timeout_graceful_shutdown=max(1, round(job.drain_seconds)) if job.drain_seconds else 0,
+        backlog=2048,
+    )
+    return OrderlyServer(config, site.models, progress)
+
+
+def _serve(job: ServeJob, models: Models, listening: socket.socket, progress: Progress) -> None:
+    for line in opening_lines(job, models):
+        progress.say(line)
+    host, port = listening.getsockname()[:2]
+    server = server_of(job, site_of(job, models), progress)
+    progress.say(f"serving on http://{f'[{host}]' if ':' in host else host}:{port}")
+    server.run(sockets=[listening])
+    if models.failed is not None:
+        failed = models.failed
+        cause = failed.cause if isinstance(failed, QuantflowError) else repr(failed)
+        raise EngineError(f"the engine has failed: {cause}", "report it with --debug, and start the server again")
+
+
+class OrderlyServer(uvicorn.Server):
+    """uvicorn's server whose signals end it with exit code 0, and which a dead engine ends."""
+
+    def __init__(self, config: uvicorn.Config, models: Models, progress: Progress) -> None:
+        """Take the models whose engines are watched."""
+        super().__init__(config)
+        self._models, self._progress = models, progress
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Answer SIGINT and SIGTERM inside the block; afterwards whoever answered them before does again."""
+        if threading.current_thread() is not threading.main_thread():  # whoever runs it in a thread has `should_exit`
+            yield
+            return
+        previous = {number: signal.signal(number, self._ended) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    async def on_tick(self, counter: int) -> bool:
+        """End when an engine has died, a little later than /health says so."""
+        if self._models.failed is not None:
+            await asyncio.sleep(DEAD_SECONDS)
+            self.should_exit = True
+        return await super().on_tick(counter)
+
+    def _ended(self, number: int, frame: Any) -> None:
+        del frame
+        if self.should_exit:
+            self.force_exit = True
+            return
+        self.should_exit = True
+        name = signal.Signals(number).name
+        self._progress.say(f"{name}: running requests may end; send it again to stop at once")
+
+
+class PatientProtocol(H11Protocol):
+    """HTTP/1.1 that closes connections whose headers do not come in time."""
+
+    seconds = 30.0
+
+    def connection_made(self, transport: Any) -> None:
+        """Begin to wait for the first request."""
+        super().connection_made(transport)
+        self._deadline = self.loop.call_later(self.seconds, self._late)
+
+    def data_received(self, data: bytes) -> None:
+        """Take bytes; the headers of the first request end the wait."""
+        super().data_received(data)
+        if self.cycle is not None:
+            self._deadline.cancel()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Wait no more."""
+        self._deadline.cancel()
+        super().connection_lost(exc)
+
+    def _late(self) -> None:
+        if self.cycle is None and not self.transport.is_closing():
+            self.transport.close()
+
+
+def opening_lines(job: ServeJob, models: Models) -> list[str]:
+    """Return what is printed at the start: what is served and how, and each limit with where it is from."""
+    model, limits = models.first, models.first.engine.limits
+    lines = [f"model {model.name}: {job.artifact}, {model.loaded.name} decoder, {job.dtype}"]
+    lines += [f"  {reason}" for reason in model.loaded.reasons]
+    pool = model.engine.counters().pool
+    lines.append(f"keys and values: {pool.blocks} blocks of {pool.block_tokens} tokens")
+    rows = [(name, getattr(limits, name, asked), _origin(job, name, asked)) for name, asked in vars(job.limits).items()]
+    widths = [max(len(str(row[column])) for row in rows) for column in (0, 1)]
+    lines += [
+        f"  {name.replace('_', '-').ljust(widths[0])}  {str(value).rjust(widths[1])}  {where}" for name, value, where in rows
+    ]
+    return lines
+
+
+def _origin(job: ServeJob, name: str, asked: Any) -> str:
+    """Return where a limit's value is from: an option, a variable, the model and its memory, or the default."""
+    return job.origins.get(name, "model and memory" if asked is None else "default")
+
+
+def bound(job: ServeJob) -> socket.socket:
+    """Return a socket that is bound and does not listen yet.
+
+    Raises:
+        ResourceError: the port is taken.
+    """
+    family = socket.AF_INET6 if ":" in job.host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((job.host, job.port))
+    except OSError as error:
+        listening.close()
+        told = f"{job.host}:{job.port}: {error.strerror or error}"
+        raise ResourceError(told, "choose another --port, or --port 0 for a free one") from error
+    return listening
+
+
+def _warm(models: Models) -> None:
+    """Generate a token, so that the first request finds everything in place and a model that cannot run is told here."""
+    model = models.first
+    stream = model.engine.submit(BatchRequest(input_ids=(0,), max_new_tokens=1))
+    for event in stream:
+        if event.error is not None:
+            raise event.error

@@ -1,0 +1,293 @@
+"""What `quantflow serve` may be told, declared once; limits have TGI's names, and what is left open follows from the model.
+
+Records are plain, so that a command line knows them without torch or a web framework. Environment variables are those that
+TGI's launcher reads: MAX_INPUT_TOKENS is `--max-input-tokens`. HOSTNAME is not read: containers set it to something else.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from quantflow.errors import UsageError
+from quantflow.planning.recipe import parse_size
+from quantflow.runtime.generate_job import BACKEND_HELP, DECODER_HELP, DTYPES, KV_CACHE_HELP
+from quantflow.settings import setting
+
+SERVE = ("serve",)
+ENGINES = ("quantflow", "vllm")
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a server accepts. None is left to `quantflow.server.models.batch_limits`, which has TGI's arithmetic.
+
+    Attributes:
+        max_concurrent_requests: rows in the server at once, waiting ones included; what comes above gets 429.
+        max_best_of: continuations of a prompt among which the best is returned.
+        max_stop_sequences: stop strings of a request.
+        max_top_n_tokens: likeliest tokens that are told per step.
+        max_input_tokens: of a prompt; None: one less than `max_total_tokens`.
+        max_total_tokens: of prompt and text; None: the model's positions, at most 4096.
+        max_batch_prefill_tokens: of prompts that are read in one step; None: max_batch_size x max_input_tokens where a batch
+            size is given, else max_input_tokens + 50.
+        max_batch_total_tokens: of all rows that run; None: what fits into the cache's memory.
+        max_batch_size: rows that run; None: 64.
+        waiting_served_ratio: waiting rows join a running batch when there are so many per running one; 0: at once.
+        max_waiting_tokens: steps after which they join anyway.
+        max_client_batch_size: prompts, or continuations of one, in a request.
+        validation_workers: threads that tokenize.
+    """
+
+    max_concurrent_requests: int = setting(
+        128,
+        flag="--max-concurrent-requests",
+        variable="MAX_CONCURRENT_REQUESTS",
+        metavar="N",
+        verbs=SERVE,
+        shown=True,
+        help="Above it: 429.",
+    )
+    max_best_of: int = setting(
+        2, flag="--max-best-of", variable="MAX_BEST_OF", metavar="N", verbs=SERVE, shown=True, help="Largest best_of."
+    )
+    max_stop_sequences: int = setting(
+        4,
+        flag="--max-stop-sequences",
+        variable="MAX_STOP_SEQUENCES",
+        metavar="N",
+        verbs=SERVE,
+        shown=True,
+        help="Stop strings of a request.",
+    )
+    max_top_n_tokens: int = setting(
+        5,
+        flag="--max-top-n-tokens",
+        variable="MAX_TOP_N_TOKENS",
+        metavar="N",
+        verbs=SERVE,
+        shown=True,
+        help="Likeliest tokens told per step.",
+    )
+    max_input_tokens: int | None = setting(
+        None,
+        flag="--max-input-tokens",
+        variable="MAX_INPUT_TOKENS",
+        metavar="N",
+        verbs=SERVE,
+        help="Of a prompt (default: max-total-tokens - 1).",
+    )
+    max_total_tokens: int | None = setting(
+        None,
+        flag="--max-total-tokens",
+        variable="MAX_TOTAL_TOKENS",
+        metavar="N",
+        verbs=SERVE,
+        help="Of prompt and text (default: the model's positions, at most 4096).",
+    )
+    max_batch_prefill_tokens: int | None = setting(
+        None,
+        flag="--max-batch-prefill-tokens",
+        variable="MAX_BATCH_PREFILL_TOKENS",
+        metavar="N",
+        verbs=SERVE,
+        help="Prompt tokens of a step (default: max-batch-size x max-input-tokens, or max-input-tokens + 50).",
+    )
+    max_batch_total_tokens: int | None = setting(
+        None,
+        flag="--max-batch-total-tokens",
+        variable="MAX_BATCH_TOTAL_TOKENS",
+        metavar="N",
+        verbs=SERVE,
+        help="Tokens of all running rows (default: what --kv-memory holds).",
+    )
+    max_batch_size: int | None = setting(
+        None, flag="--max-batch-size", variable="MAX_BATCH_SIZE", metavar="N", verbs=SERVE, help="Running rows (default: 64)."
+    )
+    waiting_served_ratio: float = setting(
+        0.0,
+        flag="--waiting-served-ratio",
+        variable="WAITING_SERVED_RATIO",
+        metavar="X",
+        verbs=SERVE,
+        shown=True,
+        help="Waiting rows per running one at which they join; 0: at once.",
+    )
+    max_waiting_tokens: int = setting(
+        20,
+        flag="--max-waiting-tokens",
+        variable="MAX_WAITING_TOKENS",
+        metavar="N",
+        verbs=SERVE,
+        shown=True,
+        help="Steps after which they join anyway.",
+    )
+    max_client_batch_size: int = setting(
+        4,
+        flag="--max-client-batch-size",
+        variable="MAX_CLIENT_BATCH_SIZE",
+        metavar="N",
+        verbs=SERVE,
+        shown=True,
+        help="Prompts, or choices, of a request.",
+    )
+    validation_workers: int = setting(
+        2,
+        flag="--validation-workers",
+        variable="VALIDATION_WORKERS",
+        metavar="N",
+        verbs=SERVE,
+        shown=True,
+        help="Threads that tokenize.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeJob:
+    """What is served, where, and to whom.
+
+    Attributes:
+        artifact: the folder of the first model.
+        name: what requests call it; None: the folder's name.
+        models: more of them, `name=FOLDER`; each is loaded when a request names it.
+        model_memory: bytes that loaded models may have together; the one that was unused longest is dropped. None: all stay.
+        chat_template: a file that stands in place of the tokenizer's own template.
+        host, port: where it listens; port 0 takes a free one.
+        api_key, api_key_file: what `Authorization: Bearer` must say; of a file the first line. None of both: nobody is asked.
+        protect_health: /health, /ping and /metrics ask for the key too.
+        cors_allow_origin: origins whose pages may call; none may unless it is listed.
+        allowed_host: names that a Host header may have beside the loopback's; asked of a server on the loopback without a key.
+        payload_limit: bytes of a request's body.
+        header_limit: bytes of a request's line and headers.
+        client_timeout: seconds that a client may take to send headers, to send a body, or to take what is sent to it.
+        drain_seconds: SIGTERM lets running requests end for so long.
+        disable_grammar_support: refuse requests with a grammar.
+        limits: of requests.
+        kv_memory: bytes for keys and values.
+        engine: `quantflow`, or `vllm` to start vLLM with what the manifest says.
+        origins: setting -> where its value is from, for the table at the start.
+    """
+
+    artifact: Path
+    name: str | None = setting(
+        None, flag="--served-model-name", metavar="NAME", verbs=SERVE, help="Default: the folder's name."
+    )
+    models: tuple[str, ...] = setting(
+        (), flag="--model", metavar="NAME=DIR", verbs=SERVE, help="One more model, loaded when it is asked for; also several."
+    )
+    model_memory: str | None = setting(
+        None,
+        flag="--model-memory",
+        metavar="SIZE",
+        verbs=SERVE,
+        help="Drop the model that was unused longest when loaded ones are larger together.",
+    )
+    chat_template: Path | None = setting(
+        None, flag="--chat-template", metavar="FILE", verbs=SERVE, parse=Path, help="Jinja, in place of the tokenizer's."
+    )
+    host: str = setting("127.0.0.1", flag="--host", verbs=SERVE, shown=True, help="0.0.0.0 is every network.")
+    port: int = setting(8000, flag="--port", variable="PORT", verbs=SERVE, shown=True, help="0: a free one.")
+    api_key: str | None = setting(
+        None,
+        flag="--api-key",
+        variable="API_KEY",
+        metavar="KEY",
+        verbs=SERVE,
+        help="Asked of every request; better in API_KEY or a file.",
+    )
+    api_key_file: Path | None = setting(
+        None, flag="--api-key-file", metavar="FILE", verbs=SERVE, parse=Path, help="The key is its first line."
+    )
+    protect_health: bool = setting(
+        False, flag="--protect-health", verbs=SERVE, help="Ask for the key at /health, /ping and /metrics too."
+    )
+    cors_allow_origin: tuple[str, ...] = setting(
+        (),
+        flag="--cors-allow-origin",
+        variable="CORS_ALLOW_ORIGIN",
+        metavar="ORIGIN",
+        verbs=SERVE,
+        help="Pages of it may call; also several.",
+    )
+    allowed_host: tuple[str, ...] = setting(
+        (), flag="--allowed-host", metavar="NAME", verbs=SERVE, help="A Host header beside the loopback's; also several."
+    )
+    payload_limit: int = setting(
+        2_000_000,
+        flag="--payload-limit",
+        variable="PAYLOAD_LIMIT",
+        metavar="BYTES",
+        verbs=SERVE,
+        shown=True,
+        help="Of a request's body.",
+    )
+    header_limit: int = setting(
+        65_536, flag="--header-limit", metavar="BYTES", verbs=SERVE, shown=True, help="Of a request's headers."
+    )
+    client_timeout: float = setting(
+        30.0,
+        flag="--client-timeout",
+        metavar="SECONDS",
+        verbs=SERVE,
+        shown=True,
+        help="For a client to send its request, or to take a piece of the answer.",
+    )
+    drain_seconds: float = setting(
+        30.0, flag="--drain-seconds", metavar="SECONDS", verbs=SERVE, shown=True, help="After SIGTERM, for running requests."
+    )
+    disable_grammar_support: bool = setting(
+        False,
+        flag="--disable-grammar-support",
+        variable="DISABLE_GRAMMAR_SUPPORT",
+        verbs=SERVE,
+        help="Refuse requests with a grammar.",
+    )
+    limits: Limits = Limits()
+    kv_memory: str | None = setting(
+        None, flag="--kv-memory", metavar="SIZE", verbs=SERVE, help="For keys and values (default: half of free memory)."
+    )
+    kv_cache: str = setting("auto", flag="--kv-cache", metavar="KIND", verbs=SERVE, help=KV_CACHE_HELP)
+    backend: str = setting("auto", flag="--backend", verbs=SERVE, shown=True, help=BACKEND_HELP)
+    dtype: str = setting("float32", flag="--dtype", choices=DTYPES, verbs=SERVE, shown=True, help="")
+    decoder: str = setting("auto", flag="--decoder", verbs=SERVE, shown=True, help=DECODER_HELP)
+    pack: bool = setting(False, flag="--pack", verbs=SERVE, help="Keep the weights as kernels want them in ARTIFACT-packed.")
+    engine: str = setting(
+        "quantflow", flag="--engine", choices=ENGINES, verbs=SERVE, shown=True, help="vllm starts vLLM where it is installed."
+    )
+    origins: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be served.
+
+        Raises:
+            UsageError: naming it.
+        """
+        if not 0 <= self.port <= 65535:
+            raise UsageError(f"port={self.port}", "use 0 to 65535")
+        if self.api_key is not None and self.api_key_file is not None:
+            raise UsageError("api_key and api_key_file together", "give one of them")
+        if self.api_key == "":
+            raise UsageError("api_key is empty: it would be a key that everybody has", "give a key, or leave it out")
+        for name in ("payload_limit", "header_limit", "client_timeout"):
+            if getattr(self, name) <= 0:
+                raise UsageError(f"{name}={getattr(self, name)}", "use a positive number")
+        if self.drain_seconds < 0:
+            raise UsageError(f"drain_seconds={self.drain_seconds}", "use 0 or more")
+        for pair in self.models:
+            if not all(pair.partition("=")[::2]):
+                raise UsageError(f"{pair!r} names no model", "write NAME=DIR")
+        names = [pair.partition("=")[0] for pair in self.models] + [self.first_name]
+        for name in names:
+            if names.count(name) > 1:
+                raise UsageError(f"model {name!r} stands for two folders", "give every model a name of its own")
+
+    @property
+    def model_bytes(self) -> int | None:
+        """Bytes of `model_memory`."""
+        return None if self.model_memory is None else parse_size(self.model_memory)
+
+    @property
+    def first_name(self) -> str:
+        """What requests call the first model."""
+        return self.name or self.artifact.resolve().name

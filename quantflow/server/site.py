@@ -1,0 +1,90 @@
+"""What all routes share: the models, the service, the metrics, and what the server says of itself."""
+
+import sys
+import time
+import traceback
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from quantflow import __version__
+from quantflow.server.errors import Refused
+from quantflow.server.generation import Answer, Service
+from quantflow.server.metrics import Metrics
+from quantflow.server.models import Models
+from quantflow.server.settings import ServeJob
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """A server's state.
+
+    Attributes:
+        job: what it was told.
+        models: by name.
+        service: answers prompts.
+        metrics: of all requests.
+        started: when, in seconds since 1970.
+    """
+
+    job: ServeJob
+    models: Models
+    service: Service
+    metrics: Metrics
+    started: int = field(default_factory=lambda: int(time.time()))
+
+    @asynccontextmanager
+    async def answering(self, begin: Callable[[], Awaitable[Answer]]) -> AsyncIterator[Answer]:
+        """Yield an answer whose rows end with the block; refusals and answers are counted.
+
+        Args:
+            begin: submits the rows.
+
+        Raises:
+            Refused: as `Service.answer` and `Answer.pieces`.
+        """
+        self.metrics.asked()
+        try:
+            with await begin() as answer:
+                yield answer
+            self.metrics.answered(answer)
+        except Refused as refused:
+            self.metrics.refused(refused.kind)
+            raise
+
+    def info(self) -> dict[str, Any]:
+        """Return what /info says, under TGI's keys."""
+        model, limits = self.models.first, self.models.first.engine.limits
+        source = model.manifest.get("source", {})
+        return {
+            "model_id": model.name,
+            "model_sha": model.manifest.get("digest"),
+            "model_dtype": self.job.dtype,
+            "model_device_type": model.loaded.decoder.device.type,
+            "model_pipeline_tag": "text-generation",
+            "max_concurrent_requests": limits.max_concurrent_requests,
+            "max_best_of": limits.max_best_of,
+            "max_stop_sequences": limits.max_stop_sequences,
+            "max_top_n_tokens": self.job.limits.max_top_n_tokens,
+            "max_input_length": limits.max_input_tokens,
+            "max_input_tokens": limits.max_input_tokens,
+            "max_total_tokens": limits.max_total_tokens,
+            "waiting_served_ratio": limits.waiting_served_ratio,
+            "max_batch_total_tokens": limits.max_batch_total_tokens,
+            "max_batch_prefill_tokens": limits.max_batch_prefill_tokens,
+            "max_waiting_tokens": limits.max_waiting_tokens,
+            "max_batch_size": limits.max_batch_size,
+            "validation_workers": self.job.limits.validation_workers,
+            "max_client_batch_size": limits.max_client_batch_size,
+            "router": "quantflow",
+            "version": __version__,
+            "sha": None,
+            "docker_label": None,
+            "model_source": source.get("name"),
+            "decoder": model.loaded.name,
+        }
+
+    def log_exception(self) -> None:
+        """Print what went wrong for whoever runs the server; no client sees it."""
+        traceback.print_exc(file=sys.stderr)

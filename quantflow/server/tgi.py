@@ -1,0 +1,285 @@
+"""TGI's routes: /generate and its like, with the bodies, headers and texts of text-generation-inference 2."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from starlette.responses import JSONResponse, Response
+
+from quantflow.runtime.batching import TokenLogprob
+from quantflow.server.bodies import CompatBody, GenerateBody, Parameters, VertexBody
+from quantflow.server.errors import Refused, invalid
+from quantflow.server.generation import Answer, AnswerPiece, Continuation, Timings
+from quantflow.server.http import Endpoint, EventStream, HttpCall
+from quantflow.server.metrics import CONTENT_TYPE
+from quantflow.server.models import ServedModel
+from quantflow.server.site import Site
+from quantflow.server.validation import Asked
+
+DEVICE = "cpu+quantflow"
+
+
+def asked_by(parameters: Parameters, *, streams: bool = False) -> Asked:
+    """Return what TGI's parameters ask for."""
+    return Asked(
+        best_of=parameters.best_of,
+        temperature=parameters.temperature,
+        top_k=parameters.top_k,
+        top_p=parameters.top_p,
+        typical_p=parameters.typical_p,
+        do_sample=parameters.do_sample,
+        repetition_penalty=parameters.repetition_penalty,
+        frequency_penalty=parameters.frequency_penalty,
+        max_new_tokens=parameters.max_new_tokens,
+        stop=tuple(parameters.stop),
+        seed=parameters.seed,
+        truncate=parameters.truncate,
+        watermark=parameters.watermark,
+        top_n_tokens=parameters.top_n_tokens,
+        grammar=parameters.grammar,
+        streams=streams,
+        prefill=parameters.decoder_input_details,
+    )
+
+
+async def generate(call: HttpCall) -> Response:
+    """Answer a prompt as a whole."""
+    value, headers = await _whole(call.site, call.body)
+    return JSONResponse(value, headers=headers)
+
+
+async def generate_stream(call: HttpCall) -> EventStream:
+    """Answer a prompt token by token."""
+    return await _streamed(call.site, call.body)
+
+
+async def compat_generate(call: HttpCall) -> Response | EventStream:
+    """Answer a prompt, as a whole in a list or token by token."""
+    if call.body.stream:
+        return await _streamed(call.site, call.body)
+    value, headers = await _whole(call.site, call.body)
+    return JSONResponse([value], headers=headers)
+
+
+async def vertex(call: HttpCall) -> Response:
+    """Answer the prompts of Vertex, all at once."""
+    site: Site = call.site
+    instances, most = call.body.instances, site.job.limits.max_client_batch_size
+    if len(instances) > most:
+        text = f"Number of prompts exceeds the maximum allowed batch size of {most}"
+        raise Refused("batch size exceeded", text)
+    bodies = [GenerateBody(inputs=instance.inputs, parameters=instance.parameters) for instance in instances]
+    tasks = [asyncio.create_task(_whole(site, body)) for body in bodies]
+    try:
+        values = await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+    return JSONResponse({"predictions": [value["generated_text"] for value, _ in values]})
+
+
+async def tokenize(call: HttpCall) -> Response:
+    """Return a prompt's tokens with their places in the text."""
+    site, body = call.site, call.body
+    model = await site.models.get(body.parameters.adapter_id)
+    if not getattr(model.tokenizer, "is_fast", False):
+        raise Refused("no fast tokenizer", "No fast tokenizer or tokenizer.json for this model")
+    if not body.inputs:
+        raise invalid("`inputs` cannot be empty")
+    return JSONResponse(await model.offsets(body.inputs))
+
+
+async def info(call: HttpCall) -> Response:
+    """Return what the server says of itself."""
+    return JSONResponse(call.site.info())
+
+
+async def health(call: HttpCall) -> Response:
+    """Say that the engines are well: 200 without a body."""
+    if call.site.models.failed is not None:
+        raise Refused("healthcheck", "unhealthy")
+    return Response(status_code=200)
+
+
+async def metrics(call: HttpCall) -> Response:
+    """Return all counts and times for Prometheus."""
+    return Response(call.site.metrics.text(), media_type=CONTENT_TYPE)
+
+
+async def _whole(site: Site, body: GenerateBody) -> tuple[dict[str, Any], Mapping[str, str]]:
+    """Return the JSON of an answer, and TGI's headers."""
+    timings, parameters = Timings(), body.parameters
+    model = await site.models.get(parameters.adapter_id)
+    asked = asked_by(parameters)
+    async with site.answering(lambda: site.service.answer(model, asked, text=body.inputs, timings=timings)) as answer:
+        await answer.finish()
+    best = answer.best()
+    value: dict[str, Any] = {"generated_text": _full(body, answer.rows[best])}
+    if parameters.details or parameters.decoder_input_details:
+        details = _details(answer, answer.rows[best], parameters)
+        if len(answer.rows) > 1:
+            others = [row for number, row in enumerate(answer.rows) if number != best]
+            details["best_of_sequences"] = [
+                {"generated_text": _full(body, row), **_details(answer, row, parameters)} for row in others
+            ]
+        value["details"] = details
+    return value, headers_of(answer, answer.rows[best], body.inputs)
+
+
+async def _streamed(site: Site, body: GenerateBody) -> EventStream:
+    """Return TGI's stream; what is wrong with a request is an event, and the status 200, but where there is no room."""
+    site.service.admission.enter(1)  # 429 before anything is sent
+    site.service.admission.leave(1)
+    headers = {"x-compute-type": DEVICE, "x-compute-characters": str(len(body.inputs))}
+    return EventStream(events=_events(site, body), headers=headers)
+
+
+async def _events(site: Site, body: GenerateBody) -> AsyncIterator[str]:
+    parameters, asked = body.parameters, asked_by(body.parameters, streams=True)
+    try:
+        model = await site.models.get(parameters.adapter_id)
+        async with site.answering(lambda: site.service.answer(model, asked, text=body.inputs)) as answer:
+            async for piece in answer.pieces(0):
+                row = answer.rows[0]
+                event: dict[str, Any] = {"index": piece.index + 1, "token": token_json(piece)}
+                if asked.top_n_tokens:
+                    event["top_tokens"] = tops_json(model, piece.top)
+                event["generated_text"] = _full(body, row) if piece.finish else None
+                event["details"] = None
+                if piece.finish:
+                    event["details"] = {
+                        "finish_reason": str(piece.finish),
+                        "generated_tokens": len(row.pieces),
+                        "input_length": len(answer.prompt),
+                        "seed": row.seed,
+                    }
+                yield json.dumps(event, ensure_ascii=False)
+    except Refused as refused:
+        yield json.dumps(refused.body(), ensure_ascii=False)
+
+
+def token_json(piece: AnswerPiece) -> dict[str, Any]:
+    """Return a token as TGI shows it."""
+    return {"id": piece.id, "text": piece.text, "logprob": piece.logprob, "special": piece.special}
+
+
+def tops_json(model: ServedModel, top: tuple[TokenLogprob, ...]) -> list[dict[str, Any]]:
+    """Return the likeliest tokens as TGI shows them."""
+    words = model.vocabulary
+    return [{"id": t.id, "text": words.text(t.id), "logprob": t.logprob, "special": t.id in words.special} for t in top]
+
+
+def headers_of(answer: Answer, row: Continuation, text: str) -> Mapping[str, str]:
+    """Return TGI's headers of a whole answer; times in milliseconds but x-compute-time, which is in seconds."""
+    timings, generated = answer.timings, max(1, len(row.pieces))
+    milliseconds = {
+        "x-total-time": timings.total,
+        "x-validation-time": timings.validation,
+        "x-queue-time": timings.queue,
+        "x-inference-time": timings.inference,
+        "x-time-per-token": timings.inference / generated,
+    }
+    return {
+        "x-compute-type": DEVICE,
+        "x-compute-time": f"{timings.total:.6f}",
+        "x-compute-characters": str(len(text)),
+        **{name: f"{seconds * 1e3:.0f}" for name, seconds in milliseconds.items()},
+        "x-prompt-tokens": str(len(answer.prompt)),
+        "x-generated-tokens": str(len(row.pieces)),
+    }
+
+
+def _full(body: GenerateBody, row: Continuation) -> str:
+    return body.inputs + row.text.text if body.parameters.return_full_text else row.text.text
+
+
+def _details(answer: Answer, row: Continuation, parameters: Parameters) -> dict[str, Any]:
+    """Return `details` of one continuation."""
+    model, details = answer.model, parameters.details
+    found: dict[str, Any] = {
+        "finish_reason": str(row.finish),
+        "generated_tokens": len(row.pieces),
+        "seed": row.seed,
+        "prefill": [],
+        "tokens": [token_json(piece) for piece in row.pieces] if details else [],
+    }
+    if parameters.decoder_input_details:
+        words = model.vocabulary
+        found["prefill"] = [{"id": t.id, "text": words.text(t.id), "logprob": t.logprob} for t in answer.prefill]
+    if parameters.top_n_tokens:
+        found["top_tokens"] = [tops_json(model, piece.top) for piece in row.pieces]
+    return found
+
+
+_ANSWER = {"generated_text": " b):", "details": {"finish_reason": "length", "generated_tokens": 2, "seed": None}}
+_GENERATE = "Text generation inference"
+ENDPOINTS = (
+    Endpoint(
+        method="POST",
+        path="/",
+        run=compat_generate,
+        body=CompatBody,
+        tag=_GENERATE,
+        answer=[_ANSWER],
+        summary="Continue a prompt; a list of one answer, or events where `stream` is true.",
+    ),
+    Endpoint(
+        method="POST",
+        path="/generate",
+        run=generate,
+        body=GenerateBody,
+        tag=_GENERATE,
+        answer=_ANSWER,
+        summary="Continue a prompt.",
+    ),
+    Endpoint(
+        method="POST",
+        path="/generate_stream",
+        run=generate_stream,
+        body=GenerateBody,
+        tag=_GENERATE,
+        summary="Continue a prompt, an event per token.",
+    ),
+    Endpoint(
+        method="POST",
+        path="/tokenize",
+        run=tokenize,
+        body=GenerateBody,
+        tag=_GENERATE,
+        answer=[{"id": 1, "text": "def", "start": 0, "stop": 3}],
+        summary="Return the tokens of a prompt.",
+    ),
+    Endpoint(
+        method="POST",
+        path="/vertex",
+        run=vertex,
+        body=VertexBody,
+        tag=_GENERATE,
+        answer={"predictions": [" b):"]},
+        summary="Continue prompts as Vertex sends them.",
+    ),
+    Endpoint(
+        method="GET",
+        path="/info",
+        run=info,
+        tag=_GENERATE,
+        answer={"model_id": "llama"},
+        summary="Say which model is served with which limits.",
+    ),
+    Endpoint(
+        method="GET", path="/health", run=health, tag=_GENERATE, free=True, health=True, summary="Say that the engine is well."
+    ),
+    Endpoint(
+        method="GET", path="/ping", run=health, tag=_GENERATE, free=True, health=True, summary="Say that the engine is well."
+    ),
+    Endpoint(
+        method="GET",
+        path="/metrics",
+        run=metrics,
+        tag=_GENERATE,
+        free=True,
+        health=True,
+        summary="Return counts and times for Prometheus.",
+    ),
+)

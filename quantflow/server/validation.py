@@ -1,0 +1,178 @@
+"""A request's content checked: TGI's conditions in TGI's order, each with TGI's words. The first that fails is told.
+
+Lengths come after tokenizing, so they are checked by `check_lengths`; the grammar comes last (grammar.py).
+"""
+
+from dataclasses import dataclass
+
+from quantflow.runtime.generate_job import Rules, Sampling
+from quantflow.server.bodies import Grammar
+from quantflow.server.errors import invalid
+from quantflow.server.settings import Limits
+
+HIGHEST_TEMPERATURE = 1e4  # beyond it every token is equally likely in float32 anyway
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What a client asks of one continuation, whichever interface it uses; None is not said.
+
+    Attributes:
+        best_of: continuations among which the best is returned.
+        choices: continuations that are all returned.
+        temperature, top_k, top_p, min_p, typical_p, do_sample: how tokens are drawn; temperature 0 is greedy where
+            `zero_is_greedy`.
+        repetition_penalty, frequency_penalty, presence_penalty, logit_bias: what is likelier.
+        max_new_tokens: None: as many as fit.
+        stop, seed, truncate, watermark, top_n_tokens, grammar: as TGI has them.
+        top_n_limit: of `top_n_tokens`, where the interface has its own.
+        streams, prefill: the answer is streamed; it holds the prompt's log-probabilities.
+    """
+
+    best_of: int | None = None
+    choices: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    do_sample: bool = False
+    zero_is_greedy: bool = False
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    max_new_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    truncate: int | None = None
+    watermark: bool = False
+    top_n_tokens: int | None = None
+    top_n_limit: int | None = None
+    grammar: Grammar | None = None
+    streams: bool = False
+    prefill: bool = False
+
+    @property
+    def samples(self) -> bool:
+        """Whether tokens are drawn: TGI's rule."""
+        if self.zero_is_greedy and self.temperature == 0:
+            return False
+        filters = (self.temperature, self.top_k, self.top_p, self.min_p, self.typical_p)
+        return self.do_sample or any(value is not None for value in filters)
+
+    def sampling(self, seed: int) -> Sampling | None:
+        """Return how the engine draws tokens; None takes the likeliest.
+
+        Args:
+            seed: of this continuation.
+        """
+        if not self.samples:
+            return None
+        return Sampling(
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            typical_p=self.typical_p,
+            seed=seed,
+        )
+
+    def rules(self) -> Rules:
+        """Return the engine's penalties."""
+        return Rules(
+            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            presence_penalty=self.presence_penalty or 0.0,
+        )
+
+
+def check(asked: Asked, limits: Limits, *, text: str | None, float8: bool = False) -> None:
+    """Refuse what TGI refuses before it tokenizes.
+
+    Args:
+        asked: what is checked.
+        limits: of the server.
+        text: the prompt; None where it is tokens.
+        float8: the model's weights are float8, which TGI names where it refuses a watermark.
+
+    Raises:
+        Refused: of kind validation.
+    """
+    _check_best_of(asked, limits)
+    if asked.temperature is not None and not (asked.zero_is_greedy and asked.temperature == 0):
+        _require(asked.temperature > 0, "`temperature` must be strictly positive")
+        _require(asked.temperature >= 1e-6, "`temperature` must be >= 0.000001, or sampling must be off")
+        _require(asked.temperature <= HIGHEST_TEMPERATURE, f"`temperature` must be <= {HIGHEST_TEMPERATURE:.1f}")
+    penalty = asked.repetition_penalty
+    _require(penalty is None or penalty > 0, "`repetition_penalty` must be strictly positive")
+    _require(penalty is None or 1e-3 <= penalty <= 1e3, "`repetition_penalty` must be >= 0.001 and <= 1000.0")
+    for name in ("frequency_penalty", "presence_penalty"):
+        value = getattr(asked, name)
+        _require(value is None or -2 <= value <= 2, f"`{name}` must be >= -2.0 and <= 2.0")
+    why = "allowed with FP8 quantization." if float8 else "supported"
+    _require(not asked.watermark, f"`watermark` = true is not {why}")  # nothing here marks a text; to say so is all there is
+    # OpenAI's clients send 1.0 for "all"; TGI's are refused for it.
+    top_p = None if asked.zero_is_greedy and asked.top_p == 1 else asked.top_p
+    _require(top_p is None or 0 < top_p < 1, "`top_p` must be > 0.0 and < 1.0")
+    _require(asked.min_p is None or 0 <= asked.min_p <= 1, "`min_p` must be >= 0.0 and <= 1.0")
+    _require(asked.typical_p is None or 0 < asked.typical_p < 1, "`typical_p` must be > 0.0 and < 1.0")
+    _require(asked.top_k is None or asked.top_k > 0, "`top_k` must be strictly positive")
+    _require(asked.max_new_tokens != 0, "`max_new_tokens` must be strictly positive")
+    most = limits.max_stop_sequences
+    _require(len(asked.stop) <= most, f"`stop` supports up to {most} stop sequences. Given: {len(asked.stop)}")
+    _require(all(asked.stop), "`stop` must not hold an empty string")
+    _require(asked.best_of in (None, 1) or asked.seed is None, "`seed` must not be set when `best_of` > 1")
+    top_n = limits.max_top_n_tokens if asked.top_n_limit is None else asked.top_n_limit
+    given = asked.top_n_tokens or 0
+    _require(given <= top_n, f"`top_n_tokens` must be >= 0 and <= {top_n}. Given: {given}")
+    _require(text != "", "`inputs` cannot be empty")
+
+
+def check_truncate(asked: Asked, *, max_input_tokens: int) -> None:
+    """Refuse a truncation to nothing, or to more than may be.
+
+    Raises:
+        Refused: of kind validation.
+    """
+    given = asked.truncate
+    fits = given is None or 0 < given <= max_input_tokens
+    _require(fits, f"`truncate` must be strictly positive and less than {max_input_tokens}. Given: {given}")
+
+
+def new_tokens(asked: Asked, *, prompt: int, max_input_tokens: int, max_total_tokens: int) -> int:
+    """Return how many tokens may be added to a prompt.
+
+    Args:
+        asked: with `max_new_tokens`, or None for as many as fit.
+        prompt: tokens.
+        max_input_tokens: of a prompt.
+        max_total_tokens: of a prompt and what is added.
+
+    Raises:
+        Refused: of kind validation, when they do not fit.
+    """
+    _require(prompt > 0, "`inputs` cannot be empty")
+    new = asked.max_new_tokens
+    if new is not None and prompt + new > max_total_tokens:
+        told = f"`inputs` tokens + `max_new_tokens` must be <= {max_total_tokens}"
+        raise invalid(f"{told}. Given: {prompt} `inputs` tokens and {new} `max_new_tokens`")
+    _require(prompt <= max_input_tokens, f"`inputs` must have less than {max_input_tokens} tokens. Given: {prompt}")
+    return max_total_tokens - prompt if new is None else new
+
+
+def _check_best_of(asked: Asked, limits: Limits) -> None:
+    best_of = 1 if asked.best_of is None else asked.best_of
+    if asked.streams:
+        _require(best_of == 1, "`best_of` != 1 is not supported when streaming tokens")
+        _require(not asked.prefill, "`decoder_input_details` == true is not supported when streaming tokens")
+    told = f"`best_of` must be > 0 and <= {limits.max_best_of}. Given: {best_of}"
+    _require(0 < best_of <= limits.max_best_of, told)
+    _require(best_of == 1 or asked.samples, "you must use sampling when `best_of` is > 1")
+    choices, most = 1 if asked.choices is None else asked.choices, limits.max_client_batch_size
+    _require(0 < choices <= most, f"`n` must be > 0 and <= {most}. Given: {choices}")
+
+
+def _require(fits: bool, text: str) -> None:
+    if not fits:
+        raise invalid(text)

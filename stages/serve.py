@@ -1,0 +1,70 @@
+"""HTTP over the thin runtime: TGI's routes and OpenAI's, until a signal comes.
+
+Reads    the artifact, more of them with --model, a chat template, a key file; the environment variables that TGI reads
+Writes   nothing
+Resumes  nothing
+Fails    2 limits that contradict each other or the model, 3 no tokenizer or a file that cannot be read, 5 the port is taken,
+         6 the packages of quantflow[serve] are missing, 7 the artifact is damaged, 1 the engine died
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from quantflow.errors import UsageError
+from quantflow.server import serve
+from quantflow.server.settings import Limits, ServeJob
+from quantflow.stages.cli.environment import bars_wanted
+from quantflow.stages.cli.options import DEBUG, QUIET, given, job_settings, origins
+from quantflow.stages.cli.progress_line import ProgressLine
+
+OLD_NAMES = {"max_input_length": "max_input_tokens", "max_prefill_total_tokens": "max_batch_prefill_tokens"}
+
+
+@click.command("serve")
+@click.argument("artifact")
+@job_settings("serve", ServeJob)
+@click.option("--max-input-length", type=int, metavar="N", envvar="MAX_INPUT_LENGTH", help="TGI's older --max-input-tokens.")
+@click.option("--max-prefill-total-tokens", type=int, metavar="N", help="Another name of --max-batch-prefill-tokens.")
+@QUIET
+@DEBUG
+@click.pass_context
+def command(context: click.Context, /, artifact: str, quiet: bool, debug: bool, **options: Any) -> None:
+    """Answer HTTP with ARTIFACT as TGI and OpenAI's API do, many requests at once; docs/serving.md has every route.
+
+    \b
+    Example: quantflow serve work/4-export
+             curl 127.0.0.1:8000/generate -H 'Content-Type: application/json' -d '{"inputs": "def main("}'
+    """
+    del debug  # `exit_code` reads it
+    progress = ProgressLine(quiet=quiet, bars=bars_wanted())
+    found = origins("serve", ServeJob, context)
+    for old, new in OLD_NAMES.items():
+        value = options.pop(old)
+        if value is None:
+            continue
+        flags = [f"--{name.replace('_', '-')}" for name in (old, new)]
+        if new in found:
+            raise UsageError(f"{flags[0]} {value} beside {flags[1]} {options[new]}", "give one of them")
+        progress.say(f"{flags[0]} is read as {flags[1]}")
+        options[new], found[new] = value, flags[0]
+    serve(job_from(artifact, options, found), progress=progress)
+
+
+def job_from(artifact: str, options: Mapping[str, Any], found: Mapping[str, str]) -> ServeJob:
+    """Return the job of a command line.
+
+    Args:
+        artifact: the folder.
+        options: values by the names of their parameters.
+        found: where they are from.
+
+    Raises:
+        UsageError: values outside their ranges, or options that do not go together.
+    """
+    records: dict[type, dict[str, Any]] = {ServeJob: {}, Limits: {}}
+    for item, value in given("serve", ServeJob, options):
+        records[item.record][item.path[-1]] = value
+    return ServeJob(artifact=Path(artifact), limits=Limits(**records[Limits]), origins=found, **records[ServeJob])

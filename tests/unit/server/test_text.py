@@ -1,0 +1,65 @@
+"""Text of an answer while it grows: whole characters, and nothing of a stop string."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from quantflow.server.text import AnswerText, Vocabulary
+
+ROOT = Path(__file__).resolve().parents[3]
+TOKENIZER = AutoTokenizer.from_pretrained(ROOT / "examples/tiny-llama")
+
+
+def grow(text, *, stops=(), keeps_stop=False):
+    """Return the pieces that are shown of a text whose tokens come one by one, until a stop string stands in it."""
+    answer, pieces = AnswerText(TOKENIZER, [0], stops=stops, keeps_stop=keeps_stop), []
+    tokens, whole = TOKENIZER(text, add_special_tokens=False)["input_ids"], ""
+    for token in tokens:
+        completed, shown = answer.put(token)
+        whole += completed
+        pieces.append(shown)
+        if any(stop in whole for stop in stops):
+            break
+    pieces.append(answer.end(stopped=any(stop in whole for stop in stops))[1])
+    assert "".join(pieces) == answer.text
+    return [piece for piece in pieces if piece]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.text(alphabet=st.characters(exclude_categories=("Cs",)), max_size=30))
+def test_pieces_are_whole_characters_and_join_to_the_text(text):
+    pieces = grow(text)
+    assert "".join(pieces) == TOKENIZER.decode(TOKENIZER(text, add_special_tokens=False)["input_ids"])
+    assert all("\ufffd" not in piece for piece in pieces) or "\ufffd" in text
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.text(alphabet="ab\n", max_size=12), st.lists(st.text(alphabet="ab\n", min_size=1, max_size=4), min_size=1, max_size=3)
+)
+def test_no_piece_holds_anything_from_the_first_stop_string_on(text, stops):
+    tokens = TOKENIZER(text, add_special_tokens=False)["input_ids"]
+    length = next(
+        (n for n in range(len(tokens) + 1) if any(stop in TOKENIZER.decode(tokens[:n]) for stop in stops)), len(tokens)
+    )
+    whole = TOKENIZER.decode(tokens[:length])  # generation ends there
+    first = min((whole.find(stop) for stop in stops if stop in whole), default=len(whole))
+    assert "".join(grow(text, stops=stops)) == whole[:first]
+
+
+def test_a_stop_string_over_several_tokens_is_held_back_until_it_is_known():
+    assert len(TOKENIZER("</end>", add_special_tokens=False)["input_ids"]) > 2
+    assert "".join(grow("x = 1</end>", stops=["</end>"])) == "x = 1"
+    assert "".join(grow("x = 1</end>", stops=["</end>"], keeps_stop=True)) == "x = 1</end>"
+    assert "".join(grow("x = 1</en", stops=["</end>"])) == "x = 1</en"  # it did not come
+
+
+@pytest.mark.parametrize("character", ["é", "日", "🙂"])
+def test_a_token_of_half_a_character_has_its_own_bytes(character):
+    words = Vocabulary(TOKENIZER)
+    tokens = TOKENIZER(character, add_special_tokens=False)["input_ids"]
+    assert len(tokens) > 1
+    assert [byte for token in tokens for byte in words.bytes_of(token)] == list(character.encode())
