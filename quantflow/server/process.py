@@ -26,6 +26,7 @@ from quantflow.server.models import Models, open_model
 from quantflow.server.settings import ServeJob
 from quantflow.server.site import Site
 
+BACKLOG = 2048  # connections that wait to be accepted
 DEAD_SECONDS = 2.0  # that /health says 503 before the process ends
 
 
@@ -69,7 +70,7 @@ def server_of(job: ServeJob, site: Site, progress: Progress) -> "OrderlyServer":
         h11_max_incomplete_event_size=job.header_limit,
         timeout_keep_alive=max(5, int(job.client_timeout)),
         timeout_graceful_shutdown=max(1, round(job.drain_seconds)) if job.drain_seconds else 0,
-        backlog=2048,
+        backlog=BACKLOG,
     )
     return OrderlyServer(config, site.models, progress)
 
@@ -79,6 +80,7 @@ def _serve(job: ServeJob, models: Models, listening: socket.socket, progress: Pr
         progress.say(line)
     host, port = listening.getsockname()[:2]
     server = server_of(job, site_of(job, models), progress)
+    listening.listen(BACKLOG)  # what connects from now on is answered
     progress.say(f"serving on http://{f'[{host}]' if ':' in host else host}:{port}")
     server.run(sockets=[listening])
     if models.failed is not None:
