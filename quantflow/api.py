@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from quantflow.runtime.generate_job import GenerateJob
 
 Folder = str | Path
+Model = str | Path  # a folder, a name on the hub (org/name), or a GGUF file: quantflow.sources.models
 _ENGINES = {  # of the jobs that ranks get
     "MeasureJob": "quantflow.calibration.measure",
     "QuantizeJob": "quantflow.quantization.quantize",
@@ -133,13 +134,14 @@ class ValidateResult(StageResult):
 
 
 def measure(
-    model: Folder,
+    model: Model,
     output: Folder,
     *,
     calibration: Calibration,
     measuring: Measure = Measure(),
     artifacts: Sequence[Quantize] = (),
     seed: int = 0,
+    revision: str | None = None,
     resources: Resources = Resources(),
     trust_network: bool = False,
     force: bool = False,
@@ -148,12 +150,13 @@ def measure(
     """Run calibration text through a model and keep statistics.
 
     Args:
-        model: the source folder.
+        model: the source.
         output: gets a folder per rank.
         calibration: which text, and how much of it.
         measuring: ranks, and which statistics; `stats` None takes what `artifacts` need, or what every scheme needs.
         artifacts: what will be quantized.
         seed: of the choice of documents.
+        revision: of a model on the hub.
         resources: limits of memory and disk; no bit of the result depends on them.
         trust_network: the ranks may meet at the address of somebody's torchrun, which others may reach.
         force: redo a finished result that was made from other inputs, instead of refusing.
@@ -169,7 +172,7 @@ def measure(
     if stats is None:
         stats = statistics_for(artifacts) if artifacts else DEFAULT_STATS
     job = MeasureJob(
-        model=Path(model),
+        model=_folder(model, revision, progress),
         output=output_folder(output, reads={"the model": model}),
         calibration=calibration,
         seed=seed,
@@ -186,7 +189,7 @@ def measure(
 
 
 def quantize(
-    model: Folder,
+    model: Model,
     output: Folder,
     *,
     artifact: Quantize,
@@ -202,13 +205,13 @@ def quantize(
     """Choose integers or float8 values and scales for a model, layer by layer or file to file.
 
     Args:
-        model: the source folder.
+        model: the source.
         output: the quantize folder; with several ranks a folder per rank, which `unify` joins.
         artifact: scheme, algorithm, and all else that a recipe says of one artifact.
         measurement: of one rank, or Gaudi's files; None where the artifact needs no statistics.
         ranks: processes that share the work.
         seed: of the canary where no measurement is given.
-        revision: of the source, for the manifest.
+        revision: of a model on the hub; of any other, a word for the manifest.
         resources: limits of memory and disk; no bit of the result depends on them.
         trust_network: the ranks may meet at the address of somebody's torchrun, which others may reach.
         force: redo a finished result that was made from other inputs, instead of refusing.
@@ -220,7 +223,7 @@ def quantize(
     from quantflow.quantization.quantize import QuantizeJob, run
 
     job = QuantizeJob(
-        model=Path(model),
+        model=_folder(model, revision, progress),
         output=output_folder(output, reads={"the model": model, "the measurement": measurement}),
         entry=artifact,
         measurement=None if measurement is None else Path(measurement),
@@ -283,7 +286,8 @@ def export(
     output: Folder,
     *,
     options: Export = Export(),
-    model: Folder | None = None,
+    model: Model | None = None,
+    revision: str | None = None,
     quant_config: "GivenConfig | None" = None,
     keep_originals: bool = False,
     resources: Resources = Resources(),
@@ -298,6 +302,7 @@ def export(
         output: the folder of the artifact.
         options: format, size of a weight file, and what only some formats know.
         model: the source; None reads where quantize read it.
+        revision: of a model on the hub.
         quant_config: Gaudi's, for format inc.
         keep_originals: for format inc, keep what Gaudi measured beside what is written for it.
         resources: limits of memory and disk.
@@ -310,17 +315,17 @@ def export(
     """
     from quantflow.exporting import ExportRequest, exporter
 
+    chosen = exporter(options.format)
     request = ExportRequest(
-        source=Path(quantized),
+        source=_folder(quantized, revision, progress) if chosen.takes_model else Path(quantized),
         output=output_folder(output, reads={"what is exported": quantized, "the model": model}),
         options=options,
-        model=None if model is None else Path(model),
+        model=None if model is None else Path(model) if chosen.takes_model else _folder(model, revision, progress),
         quant_config=quant_config,
         keep_originals=keep_originals,
         resources=resources,
         replace=force,
     )
-    chosen = exporter(options.format)
     return StageResult(folder=chosen.run(chosen.job(request), progress, proved=proved))
 
 
@@ -361,13 +366,14 @@ def proving(*, canary: bool) -> AbstractContextManager["Proved"]:
 
 def validate(
     artifact: Folder,
-    baseline: Folder,
+    baseline: Model,
     *,
     options: Validate,
     report: Folder | None = None,
     expect: str = "pass",
     cache: Folder | None = None,
     seed: int = 0,
+    revision: str | None = None,
     resources: Resources = Resources(),
     force: bool = False,
     progress: Progress = SILENT,
@@ -383,6 +389,7 @@ def validate(
         cache: a folder for what validations of one model over one text share: the noise floor, and what the baseline's layers
             put out; None is `.validate-cache` beside the report.
         seed: of the resampling.
+        revision: of a baseline on the hub.
         resources: limits of memory and disk.
         force: redo a finished validation that was made from other inputs, instead of refusing.
         progress: is told how far it is.
@@ -396,7 +403,7 @@ def validate(
     folder = output_folder(given, flag="--report", reads={"the artifact": artifact, "the baseline": baseline})
     job = ValidateJob(
         artifact=Path(artifact),
-        baseline=Path(baseline),
+        baseline=_folder(baseline, revision, progress),
         report=folder,
         options=options,
         expect=expect,
@@ -430,10 +437,11 @@ def write_report(path: Folder, results: Mapping[Path, ValidateResult]) -> None:
     report.write_report(Path(path), rows)
 
 
-def resolve(recipe: Recipe) -> Recipe:
+def resolve(recipe: Recipe, *, progress: Progress = SILENT) -> Recipe:
     """Return a recipe with what its model decides filled in, after every mistake that can be seen was looked for.
 
-    `measure.experts` null becomes `all` where the model has experts, an artifact asks for all tokens and statistics are read.
+    `model` becomes its folder. `measure.experts` null becomes `all` where the model has experts, an artifact asks for all
+    tokens and statistics are read.
 
     Raises:
         QuantflowError: an entry does not fit the model, a text is missing.
@@ -451,6 +459,7 @@ def resolve(recipe: Recipe) -> Recipe:
     from quantflow.planning.requirements import statistics_for
     from quantflow.validation.gate import check_gate
 
+    recipe = dataclasses.replace(recipe, model=str(_folder(recipe.model, recipe.revision, progress)))
     source = open_source(recipe.model)
     graph = graph_for(source.config)
     shapes = {name: info.shape for name, info in source.checkpoint.infos.items()}
@@ -483,7 +492,9 @@ def entries(schemes: str | None) -> tuple[Quantize, ...]:
     return entries_of(",".join(PRESETS) if schemes is None else schemes)
 
 
-def plan(recipe: Recipe, *, measured: bool = True, folder: Folder = ".", probe: bool = False) -> Mapping[str, Any]:
+def plan(
+    recipe: Recipe, *, measured: bool = True, folder: Folder = ".", probe: bool = False, progress: Progress = SILENT
+) -> Mapping[str, Any]:
     """Return what a run needs and makes, as plain data: memory, disk, bytes, bits per weight, schemes.
 
     Args:
@@ -491,16 +502,18 @@ def plan(recipe: Recipe, *, measured: bool = True, folder: Folder = ".", probe: 
         measured: artifacts that need no statistics get a measurement as well, as `run` gives it to all.
         folder: on the disk that will be written.
         probe: read, run and round parts of one layer, to say how long everything takes.
+        progress: is told what is downloaded.
 
     Raises:
         QuantflowError: the model or the recipe is refused.
     """
+    import dataclasses
+
     from quantflow.planning.forecast import PlanJob, run
 
+    recipe = dataclasses.replace(recipe, model=str(_folder(recipe.model, recipe.revision, progress)))
     job = PlanJob(recipe=recipe, measured=measured, folder=Path(folder))
     if probe:
-        import dataclasses
-
         from quantflow.planning.probe import probe as measure_rates
 
         job = dataclasses.replace(job, probe=measure_rates)
@@ -634,8 +647,25 @@ def inspect_calibration(file: Folder, *, tokenizer: Folder, sequence_length: int
     from quantflow.calibration.text import read_documents
     from quantflow.models.load import load_tokenizer
 
-    words = load_tokenizer(str(tokenizer))
+    words = load_tokenizer(_folder(tokenizer, None, SILENT))
     return inspect(read_documents(str(file), words), words, sequence_length=sequence_length)
+
+
+def names_model(text: str) -> bool:
+    """Return whether a word names a model and not a recipe."""
+    from quantflow.sources import models
+
+    return models.names_model(text)
+
+
+def _folder(model: Model, revision: str | None, progress: Progress) -> Path:
+    """Return the folder of a model; one that is a folder needs nothing imported."""
+    path = Path(model)
+    if path.is_dir():
+        return path
+    from quantflow.sources.models import model_folder
+
+    return model_folder(model, revision=revision, progress=progress)
 
 
 def read_quant_config(name: str, *, verb: str, quiet: bool = False) -> "tuple[GivenConfig, list[str]]":

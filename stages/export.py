@@ -48,6 +48,7 @@ def command(
         "output": output,
         "options": values.export,
         "model": model,
+        "revision": values.revision,
         "quant_config": config,
         "keep_originals": shared["keep_orig"],
         "resources": values.resources,

@@ -61,6 +61,7 @@ def command(
         "measuring": measuring,
         "artifacts": artifacts,
         "seed": values.seed,
+        "revision": values.revision,
         "resources": values.resources,
         "trust_network": shared["trust_network"],
         "force": shared["force"],

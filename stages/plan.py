@@ -7,7 +7,6 @@ Fails    2 the recipe does not fit the model; 3 unusable model; 6 unsupported fa
 """
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import click
@@ -36,7 +35,7 @@ def command(
     \b
     Example: quantflow plan ./llama --for W4A16:gptq,FP8_DYNAMIC --max-memory 4GiB
     """
-    whole = not Path(subject).is_dir()
+    whole = not api.names_model(subject)
     if whole and schemes is not None:
         raise UsageError(f"plan: --for {schemes} beside recipe {subject}", "give the folder of a model with --for")
     flags, entry_flags = recipe_flags("plan", shared)

@@ -83,7 +83,7 @@ def command(model: str, output: Path, artifact: Path | None, settings: tuple[str
     if artifact is not None:
         exporting = {"quantized": output, "output": artifact, "options": values.export, "model": model}
         api.check_export(**exporting)  # before hours of quantizing, not after them
-        exporting |= {"resources": values.resources, "force": shared["force"]}
+        exporting |= {"resources": values.resources, "revision": values.revision, "force": shared["force"]}
     if shared["dry_run"]:
         show_call({**quantizing, **({"export": exporting} if exporting else {})}, as_json=shared["as_json"])
         return
@@ -150,7 +150,7 @@ def _recipe(
 
 def _measure(values: Recipe, quantizing: dict[str, Any], shared: dict[str, Any]) -> None:
     """Measure what an artifact needs, in this process, into the folder that quantize reads."""
-    words = {name: quantizing[name] for name in ("model", "seed", "resources", "force")}
+    words = {name: quantizing[name] for name in ("model", "revision", "seed", "resources", "force")}
     with reporting(shared, quantizing["measurement"]) as progress:
         api.measure(
             **words,

@@ -84,7 +84,7 @@ def run(job: RunJob, progress: Progress) -> list[api.ValidateResult]:
     folder = job.folder
     if not job.recipe.quantize:
         raise UsageError(f"{job.name}: quantize is empty", "add at least one artifact")
-    recipe = api.resolve(job.recipe)
+    recipe = api.resolve(job.recipe, progress=progress)
     for entry in recipe.quantize:
         api.check_export(folder / "2-quantize" / entry.name, folder / "4-export" / entry.name, options=recipe.export)
     times = StageTimes()

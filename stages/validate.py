@@ -43,6 +43,7 @@ def command(
         "report": folder,
         "expect": shared["expect"],
         "seed": values.seed,
+        "revision": values.revision,
         "resources": values.resources,
         "force": shared["force"],
     }

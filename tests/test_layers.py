@@ -27,6 +27,7 @@ LIBRARY = [
     "measurements",
     "models",
     "formats",
+    "sources",
     "backends",
     "runtime",
     "evaluation",

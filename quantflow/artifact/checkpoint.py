@@ -14,7 +14,7 @@ CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _CONVERT = (
     'convert it to safetensors: python -c "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; '
     "[X.from_pretrained('{folder}').save_pretrained('{folder}-safetensors') for X in (M, T)]\""
@@ -102,7 +102,7 @@ def _read_single(folder: Path, files: tuple[str, ...]) -> dict[str, tuple[str, T
     shards = [name for name in files if _SHARD.fullmatch(name)]
     if shards:
         raise InputError(f"{folder / shards[0]}: a shard without {INDEX}", f"download {INDEX} as well")
-    pickles = [name for name in files if name.endswith(_PICKLES)]
+    pickles = [name for name in files if name.endswith(PICKLES)]
     if pickles:
         raise InputError(f"{folder / pickles[0]}: pickled weights and no safetensors", _CONVERT.format(folder=folder))
     raise InputError(f"{folder}: no {SINGLE} and no {INDEX}", "give a folder that holds the model's weights")

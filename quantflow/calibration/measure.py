@@ -27,6 +27,7 @@ from quantflow.artifact import disk, stage_folder
 from quantflow.artifact.canonical import digest_of, file_digest
 from quantflow.artifact.digests import NAME as HASHES
 from quantflow.artifact.digests import Digests
+from quantflow.artifact.origin import origin_of
 from quantflow.calibration import replicas
 from quantflow.calibration.observe import Observation
 from quantflow.calibration.replicas import Replica
@@ -310,11 +311,13 @@ def _meta(
     replica: Replica,
 ) -> dict[str, Any]:
     names = (*graph.linears, *(layer.attention for layer in graph.layers))
+    origin = origin_of(job.model)
     return {
         "layout_version": LAYOUT_VERSION,
         "kind": "measurement",
         "model": {
-            "name": job.model.resolve().name,
+            "name": origin.name,
+            **({} if origin.revision is None else {"revision": origin.revision}),
             "fingerprint": model,
             "family": graph.family.model_type,
         },

@@ -49,12 +49,14 @@ class Exporter:
         reader: what reads its files, in words.
         options: words of the recipe's `export` that it reads.
         module: has `requested(request)`, which returns a job, and `run(job, progress)`, which does it and returns the folder.
+        takes_model: the source may be a model, by any of its names.
     """
 
     takes: str
     reader: str
     options: tuple[str, ...]
     module: str
+    takes_model: bool = False
 
     def job(self, request: ExportRequest) -> Any:
         """Return the job, a record.
@@ -104,6 +106,7 @@ EXPORTERS: Mapping[str, Exporter] = MappingProxyType(
             reader="llama.cpp and its own quantizers",
             options=("dtype",),
             module="quantflow.exporting.gguf_export",
+            takes_model=True,
         ),
     }
 )

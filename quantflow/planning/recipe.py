@@ -503,8 +503,14 @@ class Resources:
 class Recipe:
     """Everything that `quantflow run` needs to know."""
 
-    model: str = setting(help="A folder, or a hub name.")
-    revision: str | None = setting(None, help="Of the model, for the manifest.")
+    model: str = setting(help="A folder, a name on the hub (org/name), or a GGUF file.")
+    revision: str | None = setting(
+        None,
+        flag="--revision",
+        metavar="NAME",
+        verbs=("plan", "measure", "quantize", "export", "validate"),
+        help="Branch, tag or commit of a model on the hub; the manifest has the commit.",
+    )
     seed: int = setting(
         0,
         flag="--seed",

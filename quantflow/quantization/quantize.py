@@ -31,6 +31,7 @@ from quantflow.artifact import disk, stage_folder
 from quantflow.artifact.canonical import canonical_json, digest_of, read_json
 from quantflow.artifact.digests import NAME as HASHES
 from quantflow.artifact.digests import Digests
+from quantflow.artifact.origin import origin_of
 from quantflow.core.determinism import single_threaded, tools
 from quantflow.core.parallel import Workers
 from quantflow.distributed.launch import die_with_parent, launch, launched_folder, launched_rank, rank_folder, require_trust
@@ -340,8 +341,9 @@ def _summary(job: QuantizeJob, plan: Plan, measurement: Measurement | None) -> d
         if "unified" in meta:
             calibrated_by["unified"] = {key: meta["unified"].get(key) for key in ("world", "ranks", "missing")}
     chosen = {} if job.mixture is None else {"chosen": read_json(job.output / choose.RECORD)}
+    origin = origin_of(job.model)
     return {
-        "source": {"folder": str(job.model), "name": job.model.resolve().name, "revision": job.revision},
+        "source": {"folder": str(job.model), "name": origin.name, "revision": origin.revision or job.revision},
         "recipe": {**_recipe(job.entry), "seed": job.seed, **chosen},
         "plan": plan.as_json(),
         "measurement": calibrated_by,

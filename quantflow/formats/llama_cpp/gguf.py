@@ -8,10 +8,12 @@
     data      each tensor at a multiple of 32 bytes, in the order of the header, without gaps; the file ends at one too
 
 Metadata is name -> (kind, value), a kind as in `KINDS`, in brackets for an array: `("u32", 7)`, `("[string]", ["a", "b"])`.
-Only tensors of plain numbers are written and read, named as safetensors names them: F32, F16 and BF16.
+Only tensors of plain numbers are written, named as safetensors names them: F32, F16 and BF16. A reader says which other types
+it knows: those in blocks of few bits are quantflow.formats.llama_cpp.blocks.
 Source: github.com/ggml-org/ggml, docs/gguf.md.
 """
 
+import math
 import os
 import struct
 from collections.abc import Callable, Iterable, Mapping
@@ -42,8 +44,21 @@ FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32}  # what general.file_type says of 
 _ALIGNMENT_KEY = "general.alignment"
 _DAMAGED = "write the file again"
 _NAMES = {number: kind for kind, (number, _) in KINDS.items()}
-_DTYPES = {number: dtype for dtype, (number, _) in TYPES.items()}
+VERSIONS = (2, LAYOUT_VERSION)  # that are read; little-endian files of both are alike
 
+
+@dataclass(frozen=True, kw_only=True)
+class Type:
+    """How a tensor's elements are stored: so many elements of a row together, in so many bytes."""
+
+    name: str
+    elements: int
+    nbytes: int
+
+
+PLAIN: Mapping[int, Type] = {  # a type's number -> the type
+    number: Type(name=name, elements=1, nbytes=nbytes) for name, (number, nbytes) in TYPES.items()
+}
 Metadata = Mapping[str, tuple[str, Any]]
 Spec = tuple[str, tuple[int, ...]]
 Buffer = bytes | bytearray | memoryview
@@ -139,12 +154,16 @@ def write(path: Path, planned: GGUFLayout, pieces: Callable[[TensorInfo], Iterab
         os.close(descriptor)
 
 
-def read_header(path: Path) -> Header:
+def read_header(path: Path, *, types: Mapping[int, Type] = PLAIN) -> Header:
     """Read and check the header of a file; no weight is read.
+
+    Args:
+        path: the file.
+        types: number -> type, of the tensors that the caller can read; their names become the tensors' dtypes.
 
     Raises:
         InputError: naming the file: unreadable, truncated, longer than its tensors, or any violation of the format.
-        UnsupportedError: another version or alignment, or a tensor of another type than F32, F16 and BF16.
+        UnsupportedError: another version or alignment, or a tensor of another type than `types` has.
     """
     with reading(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -153,11 +172,12 @@ def read_header(path: Path) -> Header:
         if not head.startswith(b"GGUF"):
             raise InputError(f"{path}: begins with {head[:4]!r}, not with b'GGUF'", "give a GGUF file")
         file.seek(4)
-        cursor = _Cursor(path=path, file=file, size=size)
+        cursor = _Cursor(path=path, file=file, size=size, types=types)
         (version,) = cursor.unpack("I")
-        if version != LAYOUT_VERSION:
+        if version not in VERSIONS:
             raise UnsupportedError(
-                f"{path}: GGUF version {version}, {LAYOUT_VERSION} is known", "write it with a newer llama.cpp"
+                f"{path}: GGUF version {version}, {' and '.join(map(str, VERSIONS))} are known",
+                "write it with a newer llama.cpp",
             )
         count, fields = cursor.unpack("QQ")
         metadata: dict[str, tuple[str, Any]] = {}
@@ -196,6 +216,7 @@ class _Cursor:
     path: Path
     file: BufferedReader
     size: int
+    types: Mapping[int, Type]
 
     def take(self, nbytes: int) -> bytes:
         if nbytes > self.size - self.file.tell():
@@ -243,11 +264,16 @@ class _Cursor:
             raise InputError(f"{self.path}: tensor {name!r} has {count} dimensions, 1 to {MAX_DIMENSIONS} are known", _DAMAGED)
         shape = self.unpack(f"{count}Q")[::-1]
         number, offset = self.unpack("IQ")
-        if number not in _DTYPES:
-            known = ", ".join(f"{number} ({dtype})" for number, dtype in _DTYPES.items())
+        if number not in self.types:
+            known = ", ".join(f"{number} ({kind.name})" for number, kind in self.types.items())
             raise UnsupportedError(f"{self.path}: tensor {name!r} has type {number}, known: {known}", "read it with llama.cpp")
-        nbytes = _tensor_bytes(name, _DTYPES[number], shape)
-        return TensorInfo(name=name, dtype=_DTYPES[number], shape=shape, offset=offset, nbytes=nbytes)
+        kind = self.types[number]
+        _require_shape(name, shape)
+        if shape[-1] % kind.elements:
+            cause = f"{self.path}: tensor {name!r} has rows of {shape[-1]}, {kind.name} is stored in blocks of {kind.elements}"
+            raise InputError(cause, _DAMAGED)
+        nbytes = math.prod(shape) // kind.elements * kind.nbytes
+        return TensorInfo(name=name, dtype=kind.name, shape=shape, offset=offset, nbytes=nbytes)
 
 
 def _string(text: str) -> bytes:
@@ -278,18 +304,20 @@ def _value(key: str, kind: str, value: Any) -> bytes:
 def _tensor_bytes(name: str, dtype: str, shape: tuple[int, ...]) -> int:
     if dtype not in TYPES:
         raise InputError(f"{name}: dtype {dtype}", f"use one of {', '.join(TYPES)}")
+    _require_shape(name, shape)
+    return math.prod(shape) * TYPES[dtype][1]
+
+
+def _require_shape(name: str, shape: tuple[int, ...]) -> None:
+    """Refuse a shape that the format cannot hold, or a name that llama.cpp does not take."""
     if not 1 <= len(shape) <= MAX_DIMENSIONS or min(shape) < 1:
         raise InputError(
             f"{name}: shape {list(shape)}, GGUF holds 1 to {MAX_DIMENSIONS} dimensions of 1 or more", "leave it out"
         )
     if len(name.encode()) > MAX_NAME_BYTES:
         raise InputError(f"{name}: {len(name.encode())} bytes of name, llama.cpp takes {MAX_NAME_BYTES}", "shorten it")
-    elements = 1
-    for dimension in shape:
-        elements *= dimension
-    if elements >= 2**62:
+    if math.prod(shape) >= 2**62:
         raise InputError(f"{name}: shape {list(shape)} is larger than any file", _DAMAGED)
-    return elements * TYPES[dtype][1]
 
 
 def _padded(nbytes: int) -> int:

@@ -170,25 +170,44 @@ def places(config: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Place, .
         UnsupportedError: the family, or a bias that llama.cpp's architecture has not.
     """
     architecture, sizes = architecture_for(config), sizes_of(config)
-    tied = bool(getattr(config, "tie_word_embeddings", False)) and architecture.name != "gptneox"
-    modules: dict[str, tuple[str, str, str]] = {}  # in the checkpoint -> (in the file, sizes, module of the family)
-    for module, (name, letters) in architecture.outside.items():
-        if name != "output" or not tied:
-            modules[module] = (name, letters, module)
-    for index in range(config.num_hidden_layers):
-        for module, (name, letters) in architecture.inside.items():
-            modules[f"{architecture.layers}.{index}.{module}"] = (f"blk.{index}.{name}", letters, module)
     found = []
-    for source, (name, letters, module) in modules.items():
+    for source, (name, letters, module) in _modules(config).items():
         shape = tuple(sizes[letter] for letter in letters)
         order = architecture.orders.get(module, "stored")
         heads = 0 if order == "stored" else sizes["k" if module.endswith("k_proj") else "q"] // sizes["d"]
         found.append(Place(name=f"{name}.weight", source=f"{source}.weight", shape=shape, order=order, heads=heads))
         if module in architecture.biased or (module in architecture.may_be_biased and f"{source}.bias" in shapes):
             found.append(Place(name=f"{name}.bias", source=f"{source}.bias", shape=shape[:1], order=order, heads=heads))
-    dropped = {f"{module}.weight" for module, (name, _) in architecture.outside.items() if name == "output" and tied}
+    dropped = {f"{module}.weight" for module, (name, _) in architecture.outside.items() if name == "output" and _tied(config)}
     _check(found, shapes, architecture=architecture, dropped=dropped)
     return tuple(found)
+
+
+def source_names(config: Any) -> dict[str, str]:
+    """Return the file's name of every weight and bias that there may be -> the checkpoint's.
+
+    Raises:
+        UnsupportedError: the family has no architecture here.
+    """
+    kinds = ("weight", "bias")
+    return {f"{name}.{kind}": f"{module}.{kind}" for module, (name, _, _) in _modules(config).items() for kind in kinds}
+
+
+def _tied(config: Any) -> bool:
+    return bool(getattr(config, "tie_word_embeddings", False)) and architecture_for(config).name != "gptneox"
+
+
+def _modules(config: Any) -> dict[str, tuple[str, str, str]]:
+    """Return every module: in the checkpoint -> (in the file, sizes of its weight, module of the family)."""
+    architecture = architecture_for(config)
+    modules: dict[str, tuple[str, str, str]] = {}
+    for module, (name, letters) in architecture.outside.items():
+        if name != "output" or not _tied(config):
+            modules[module] = (name, letters, module)
+    for index in range(config.num_hidden_layers):
+        for module, (name, letters) in architecture.inside.items():
+            modules[f"{architecture.layers}.{index}.{module}"] = (f"blk.{index}.{name}", letters, module)
+    return modules
 
 
 def row_order(place: Place) -> Tensor:

@@ -18,11 +18,11 @@ from quantflow.models.load import load_tokenizer
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_DIGITS = "each digit alone"
+DIGITS = "each digit alone"
 # (what splits before the byte level, the byte level's own expression, whole words first) -> llama.cpp's name
 PRE_TOKENIZERS: dict[tuple[tuple[str, ...], bool, bool], str] = {
     ((), True, False): "gpt-2",
-    ((_DIGITS,), True, False): "smollm",
+    ((DIGITS,), True, False): "smollm",
     ((_WORDS + r"\p{N}{1,3}" + _REST,), False, True): "llama-bpe",
     ((_WORDS + r"\p{N}" + _REST,), False, False): "qwen2",
 }
@@ -122,7 +122,7 @@ def pre_tokenizer(table: Mapping[str, Any], *, folder: Path) -> str:
 def _split(step: Mapping[str, Any]) -> str:
     """Return what a step splits by: a regular expression that keeps its matches, digits, or something unknown."""
     if step.get("type") == "Digits" and step.get("individual_digits"):
-        return _DIGITS
+        return DIGITS
     if step.get("type") == "Split" and step.get("behavior") == "Isolated" and not step.get("invert"):
         return str(step["pattern"].get("Regex"))
     return f"unknown: {json.dumps(step)}"

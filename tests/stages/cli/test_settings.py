@@ -109,7 +109,7 @@ def test_options_of_the_named_sections_come_first():
     def verb(**_):
         pass
 
-    assert [option.name for option in verb.params][:4] == ["max_memory", "max_disk", "disk_offload", "seed"]
+    assert [option.name for option in verb.params][:4] == ["max_memory", "max_disk", "disk_offload", "revision"]
 
 
 def test_a_help_per_verb_is_that_of_the_verb():
@@ -152,7 +152,7 @@ def test_run_hands_every_setting_to_the_stages(monkeypatch, tmp_path):
 
         return call
 
-    monkeypatch.setattr(api, "resolve", lambda recipe: recipe)
+    monkeypatch.setattr(api, "resolve", lambda recipe, progress: recipe)
     monkeypatch.setattr(run_stage, "write_texts", lambda *_: None)  # there is no artifact to run
     monkeypatch.setattr(api, "write_report", lambda path, results: called.append(("report", (path,), dict(results))))
     for name in ("measure", "quantize", "unify", "export", "validate"):

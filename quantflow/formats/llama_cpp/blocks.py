@@ -1,0 +1,68 @@
+"""Tensors that a GGUF file stores in blocks of few bits, as real numbers: `gguf`, llama.cpp's own package, knows each type.
+
+A block is so many neighbouring elements of a row; rows are read and dequantized by themselves, so that memory holds some rows.
+"""
+
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+from torch import Tensor
+
+from quantflow.artifact.safetensors_header import TensorInfo
+from quantflow.core.dtypes import DTYPES
+from quantflow.formats.llama_cpp.gguf import PLAIN, Type
+from quantflow.models.reading import check_finite, read_into
+
+
+@functools.cache
+def readable() -> Mapping[int, Type]:
+    """Return every type that can be read: number -> type. F32, F16 and BF16 come first."""
+    found = dict(PLAIN)
+    for kind, (elements, nbytes) in GGML_QUANT_SIZES.items():
+        if elements > 1 and _dequantizes(kind, nbytes):
+            found[int(kind)] = Type(name=kind.name, elements=elements, nbytes=nbytes)
+    return found
+
+
+def _dequantizes(kind: GGMLQuantizationType, nbytes: int) -> bool:
+    """Return whether `gguf` makes numbers of a type; it has no list of those that it does."""
+    try:
+        dequantize(np.zeros((1, nbytes), dtype=np.uint8), kind)
+    except NotImplementedError:
+        return False
+    return True
+
+
+def read_rows(path: Path, info: TensorInfo, start: int, stop: int) -> Tensor:
+    """Read rows of a tensor: in its own dtype where it is stored plainly, else dequantized, in float32.
+
+    Args:
+        path: the file.
+        info: a tensor of a header that was read with the types of `readable`.
+        start: first row, of its first dimension.
+        stop: last row + 1.
+
+    Returns:
+        [stop - start, ...], finite.
+
+    Raises:
+        InputError: the file ends early, or a value is NaN or Inf.
+    """
+    width = info.nbytes // info.shape[0]
+    shape = (stop - start, *info.shape[1:])
+    if info.dtype in DTYPES:
+        rows = torch.empty(shape, dtype=DTYPES[info.dtype])
+        read_into(path, rows, info.offset + start * width, name=info.name)
+    else:
+        stored = torch.empty((stop - start, width), dtype=torch.uint8)
+        read_into(path, stored, info.offset + start * width, name=info.name)
+        with np.errstate(all="ignore"):  # what is not finite is refused below, with the tensor's name
+            values = dequantize(stored.numpy(), GGMLQuantizationType[info.dtype])
+        rows = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)).view(shape)
+    check_finite(rows, name=info.name, path=path)
+    return rows

@@ -1,0 +1,1 @@
+"""Where models come from: a folder, a name on the hub, or a GGUF file; each becomes a folder that every stage reads."""

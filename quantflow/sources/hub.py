@@ -1,0 +1,191 @@
+"""A model by its name on the hub, through huggingface_hub: its cache, its HF_HOME, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE.
+
+A revision (a branch, a tag, a commit; `main` where none is given) is resolved to a commit first, and the files of that commit
+are taken. Where the hub cannot be reached, or must not be, what the cache holds of that revision is taken. The token goes from
+the environment into huggingface_hub's requests, and nowhere else.
+"""
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, TypeVar
+
+from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from tqdm import tqdm
+
+from quantflow.artifact import disk
+from quantflow.artifact.checkpoint import PICKLES
+from quantflow.errors import InputError
+from quantflow.progress import Progress
+
+NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+# Of a repository: the weights that are read, and what lies beside them; nothing of sub-folders.
+_TAKEN = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.py", "LICEN[CS]E*", "NOTICE*", "USE_POLICY*")
+_LEFT = ("consolidated*", "*.index.fp*.json", "training_args*", "optimizer*")
+Result = TypeVar("Result")
+
+
+class _NoBar(tqdm):  # type: ignore[misc]
+    """huggingface_hub's bars, silent: `Progress` tells how far it is."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.pop("name", None)
+        super().__init__(*args, **{**kwargs, "disable": True})
+
+
+def folder_of(name: str, revision: str | None, progress: Progress) -> Path:
+    """Return the snapshot folder of a model, downloaded where the cache lacks it.
+
+    Args:
+        name: `org/name`.
+        revision: a branch, tag or commit; None is `main`.
+        progress: is told what is downloaded.
+
+    Raises:
+        InputError: the hub knows no such model or revision, or asks for another token; it cannot be reached and the cache has
+            nothing; the repository has no safetensors.
+    """
+    if constants.HF_HUB_OFFLINE:
+        return _cached(name, revision, why="HF_HUB_OFFLINE is set")
+    try:
+        info = _asked(
+            name, revision, lambda: HfApi(constants.ENDPOINT).model_info(name, revision=revision, files_metadata=True)
+        )
+    except _Unreachable as error:
+        folder = _cached(name, revision, why=str(error))
+        progress.say(f"source: {error}; the cache has {name} at {folder.name[:12]}")
+        return folder
+    sizes = {item.rfilename: item.size or 0 for item in info.siblings or ()}
+    chosen = _chosen(name, sizes)
+    folder = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}" / "snapshots" / str(info.sha)
+    _remember(folder, revision)
+    missing = [file for file in chosen if not (folder / file).exists()]
+    if missing:
+        total = sum(sizes[file] for file in missing) / 1e6
+        progress.say(f"source: {name} at {str(info.sha)[:12]}: {len(missing)} files of {total:,.0f} MB to download")
+
+    def download(file: str) -> Callable[[], str]:
+        return lambda: _download(name, file, info.sha)
+
+    try:
+        for file in progress.steps(missing, stage=f"source {name}", unit="file", nbytes=sizes.__getitem__):
+            _asked(name, info.sha, download(file))
+    except _Unreachable as error:
+        raise InputError(f"{name}: {error}", "run it again: what was downloaded stays") from error
+    return folder
+
+
+def file_of(name: str, file: str, revision: str | None, progress: Progress) -> Path:
+    """Return one file of a repository, such as a GGUF file, downloaded where the cache lacks it.
+
+    Raises:
+        InputError: as `folder_of`, or there is no such file.
+    """
+    progress.say(f"source: {file} of {name}")
+    try:
+        return Path(_asked(name, revision, lambda: _download(name, file, revision)))
+    except (_Unreachable, LocalEntryNotFoundError) as error:
+        raise InputError(f"{name}: {file} is not in the cache ({error})", "connect to the hub, or give a file") from error
+
+
+def _remember(folder: Path, revision: str | None) -> None:
+    """Note which commit a branch or tag is, as huggingface_hub does for files that are asked for by its name."""
+    if folder.name != revision:
+        path = folder.parents[1] / "refs" / (revision or constants.DEFAULT_REVISION)
+        disk.make_folder(path.parent)
+        disk.write_atomic(path, folder.name.encode())
+
+
+def _download(name: str, file: str, revision: str | None) -> str:
+    return str(hf_hub_download(name, file, revision=revision, cache_dir=constants.HF_HUB_CACHE, tqdm_class=_NoBar))
+
+
+class _Unreachable(Exception):
+    """The hub does not answer."""
+
+
+def _asked(name: str, revision: str | None, ask: Callable[[], Result]) -> Result:
+    """Return what the hub answers.
+
+    Raises:
+        InputError: it says no.
+        _Unreachable: it does not answer.
+    """
+    try:
+        return ask()
+    except GatedRepoError as error:
+        raise InputError(f"{name}: the hub gives it to some users only", "ask for access there, and set HF_TOKEN") from error
+    except RepositoryNotFoundError as error:
+        remedy = "check the name; of a private model, set HF_TOKEN"
+        raise InputError(f"{name}: no folder of this name, and no such model on {constants.ENDPOINT}", remedy) from error
+    except RevisionNotFoundError as error:
+        raise InputError(f"{name}: has no revision {revision!r}", "name a branch, a tag or a commit") from error
+    except OfflineModeIsEnabled as error:
+        raise _Unreachable("HF_HUB_OFFLINE is set") from error
+    except LocalEntryNotFoundError as error:  # huggingface_hub's word for a connection that fails
+        raise _Unreachable(f"{constants.ENDPOINT} cannot be reached") from error
+    except HfHubHTTPError as error:
+        status = getattr(error.response, "status_code", "no status")
+        if isinstance(status, int) and status < 500 and status != 429:
+            raise InputError(f"{name}: the hub answers {status}", "check the name, --revision and HF_TOKEN") from error
+        raise _Unreachable(f"{constants.ENDPOINT} answers {status}") from error
+    except OSError as error:
+        if type(error).__module__.partition(".")[0] in ("builtins", "shutil"):  # the disk
+            raise
+        raise _Unreachable(f"{constants.ENDPOINT} cannot be reached") from error
+    except Exception as error:
+        if type(error).__module__.partition(".")[0].startswith("http"):  # what the library's client raises, whichever it is
+            raise _Unreachable(f"{constants.ENDPOINT} cannot be reached") from error
+        raise
+
+
+def _cached(name: str, revision: str | None, *, why: str) -> Path:
+    """Return the snapshot that the cache has of a revision.
+
+    Raises:
+        InputError: it has none.
+    """
+    try:
+        return Path(snapshot_download(name, revision=revision, cache_dir=constants.HF_HUB_CACHE, local_files_only=True))
+    except Exception as error:  # the library raises several, all of which mean that the snapshot is not there
+        at = "" if revision is None else f" at {revision}"
+        cause = f"{name}{at}: no folder of this name, not in {constants.HF_HUB_CACHE}, and {why}"
+        raise InputError(cause, "give a folder or a GGUF file, or connect to the hub") from error
+
+
+def _chosen(name: str, files: Sequence[str] | dict[str, int]) -> list[str]:
+    """Return which files of a repository are taken, sorted.
+
+    Raises:
+        InputError: none of them is safetensors.
+    """
+    top = sorted(file for file in files if os.sep not in file)
+    chosen = [
+        file
+        for file in top
+        if any(fnmatchcase(file, pattern) for pattern in _TAKEN) and not any(fnmatchcase(file, pattern) for pattern in _LEFT)
+    ]
+    if any(file.endswith(".safetensors") for file in chosen):
+        return chosen
+    pickles = [file for file in top if file.endswith(PICKLES)]
+    if pickles:
+        folder = name.rpartition("/")[2]
+        convert = (
+            'convert it: python -c "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; '
+            f"[X.from_pretrained('{name}').save_pretrained('{folder}') for X in (M, T)]\""
+        )
+        raise InputError(f"{name}: {pickles[0]} and no safetensors", f"{convert}, and give the folder {folder}")
+    ggufs = [file for file in files if file.endswith(".gguf")]
+    if ggufs:
+        raise InputError(f"{name}: {len(ggufs)} GGUF files and no safetensors", f"name one: {name}/{ggufs[0]}")
+    raise InputError(f"{name}: no safetensors among its {len(files)} files", "give a model with weights")

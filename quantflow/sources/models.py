@@ -1,0 +1,71 @@
+"""A model as the user names it, made a folder.
+
+    ./llama                         a folder in Hugging Face's layout
+    org/name                        on the hub, at --revision                       (quantflow/sources/hub.py)
+    model.Q4_1.gguf                 a GGUF file, imported once                      (quantflow/sources/gguf_import.py)
+    org/name/model.Q4_1.gguf        one on the hub
+
+What exists on disk goes before what the hub has.
+"""
+
+from pathlib import Path
+
+from huggingface_hub import constants
+
+from quantflow.artifact.checkpoint import PICKLES
+from quantflow.errors import InputError
+from quantflow.progress import Progress
+from quantflow.sources import hub
+from quantflow.sources.gguf_import import SUFFIX, import_gguf
+
+KINDS = "give a folder, a name on the hub such as org/name, or a GGUF file"
+
+
+def model_folder(model: str | Path, *, revision: str | None = None, progress: Progress) -> Path:
+    """Return the folder of a model.
+
+    Args:
+        model: as the table above.
+        revision: of a model on the hub; of a folder or a file it changes nothing.
+        progress: is told what is downloaded or made.
+
+    Raises:
+        InputError: there is no such model, or it cannot be used.
+        UnsupportedError: a GGUF file that is not read here.
+        ResourceError: another process imports the same file.
+    """
+    path, name = Path(model), str(model)
+    if path.is_dir():
+        return path
+    if path.is_file():
+        return _of_file(path, progress)
+    if hub.NAME.fullmatch(name):
+        return hub.folder_of(name, revision, progress)
+    repository, _, file = name.rpartition("/")
+    if name.endswith(SUFFIX) and hub.NAME.fullmatch(repository):
+        return _of_file(hub.file_of(repository, file, revision, progress), progress)
+    raise InputError(f"{name}: no such folder or file", KINDS)
+
+
+def names_model(text: str) -> bool:
+    """Return whether a word names a model and not a recipe: a folder, a GGUF file, or a name on the hub."""
+    path = Path(text)
+    return path.is_dir() or text.endswith(SUFFIX) or (not path.exists() and hub.NAME.fullmatch(text) is not None)
+
+
+def _of_file(path: Path, progress: Progress) -> Path:
+    """Return the folder that a file becomes, or belongs to.
+
+    Raises:
+        InputError: a file of another kind.
+    """
+    if path.suffix == SUFFIX:
+        return import_gguf(path, Path(constants.HF_HOME) / "quantflow" / "imported", progress)
+    if path.suffix == ".safetensors":
+        raise InputError(f"{path}: one file of a model", f"give its folder, {path.parent}")
+    if path.suffix in PICKLES:
+        raise InputError(
+            f"{path}: pickled weights, which are not read",
+            f"give its folder {path.parent}, whose refusal has the command that converts it",
+        )
+    raise InputError(f"{path}: no model", KINDS)

@@ -1,0 +1,211 @@
+"""A model by its name on the hub: downloaded once from a server of its shape, taken from the cache without, or refused."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import urlparse
+
+import pytest
+from huggingface_hub import constants
+
+from quantflow.artifact.origin import origin_of
+from quantflow.errors import InputError
+from quantflow.progress import SILENT
+from quantflow.sources.models import model_folder, names_model
+
+COMMIT, OLDER = "a" * 40, "b" * 40
+TOKEN = "hf_" + "secret" * 5
+
+
+class Hub(ThreadingHTTPServer):
+    """Repositories as folders: org/name -> (folder, private)."""
+
+    def __init__(self, repositories: dict[str, tuple[Path, bool]]) -> None:
+        super().__init__(("127.0.0.1", 0), _Answers)
+        self.repositories, self.asked, self.tokens = repositories, [], set()
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class _Answers(BaseHTTPRequestHandler):
+    """The hub's API as far as a download needs it: model info of a revision, and files with their ETag and commit."""
+
+    def log_message(self, *_) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self.do_GET(body=False)
+
+    def do_GET(self, *, body: bool = True) -> None:
+        parts = urlparse(self.path).path.strip("/").split("/")
+        self.server.asked.append((self.command, self.path))
+        self.server.tokens.add(self.headers.get("Authorization"))
+        api = parts[:2] == ["api", "models"]
+        name = "/".join(parts[2:4] if api else parts[:2])
+        folder, private = self.server.repositories.get(name, (None, False))
+        if folder is None or (private and self.headers.get("Authorization") != f"Bearer {TOKEN}"):
+            return self._say(401, b"{}", {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found"})
+        revision = (parts[5] if len(parts) > 5 else "main") if api else parts[3]
+        commit = {"main": COMMIT, COMMIT: COMMIT, "v1": OLDER, OLDER: OLDER}.get(revision)
+        if commit is None:
+            return self._say(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
+        files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+        if api:
+            siblings = [{"rfilename": file, "size": path.stat().st_size} for file, path in files.items()]
+            return self._say(200, json.dumps({"id": name, "modelId": name, "sha": commit, "siblings": siblings}).encode(), {})
+        file = "/".join(parts[4:])
+        if file not in files:
+            return self._say(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": commit})
+        data = files[file].read_bytes()
+        headers = {"ETag": f'"{hashlib.sha1(data).hexdigest()}"', "X-Repo-Commit": commit}
+        self._say(200, data, headers, body=body)
+
+    def _say(self, status: int, data: bytes, headers: dict[str, str], *, body: bool = True) -> None:
+        self.send_response(status)
+        for key, value in {"Content-Length": str(len(data)), "Content-Type": "application/json", **headers}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        if body and self.command != "HEAD":
+            self.wfile.write(data)
+
+
+@pytest.fixture
+def hub(llama, tmp_path, monkeypatch) -> Iterator[Hub]:
+    pickled = tmp_path / "pickled"
+    pickled.mkdir()
+    (pickled / "pytorch_model.bin").write_bytes(b"x")
+    (pickled / "config.json").write_text("{}")
+    packed = tmp_path / "packed"
+    packed.mkdir()
+    (packed / "model-q4.gguf").write_bytes(b"GGUF")
+    server = Hub(
+        {
+            "org/llama": (llama, False),
+            "org/private": (llama, True),
+            "org/pickled": (pickled, False),
+            "org/packed": (packed, False),
+        }
+    )
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+    thread.start()
+    monkeypatch.setattr(constants, "ENDPOINT", server.address)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.address + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_a_model_is_downloaded_once_at_the_commit_of_its_revision(hub, llama, tmp_path):
+    folder = model_folder("org/llama", progress=SILENT)
+    assert folder == tmp_path / "cache" / "models--org--llama" / "snapshots" / COMMIT
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        assert (folder / name).read_bytes() == (llama / name).read_bytes()
+    downloads = [path for command, path in hub.asked if command == "GET" and "/resolve/" in path]
+    assert downloads and all(f"/resolve/{COMMIT}/" in path for path in downloads)
+    hub.asked.clear()
+    assert model_folder("org/llama", progress=SILENT) == folder
+    assert not [path for _, path in hub.asked if "/resolve/" in path]
+    assert (origin_of(folder).name, origin_of(folder).revision) == ("org/llama", COMMIT)
+    assert origin_of(model_folder("org/llama", revision="v1", progress=SILENT)).revision == OLDER
+
+
+def test_without_the_hub_the_cache_has_it(hub, monkeypatch):
+    folder = model_folder("org/llama", progress=SILENT)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens
+    assert model_folder("org/llama", progress=SILENT) == folder
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    hub.asked.clear()
+    assert model_folder("org/llama", progress=SILENT) == folder
+    assert model_folder("org/llama", revision=COMMIT, progress=SILENT) == folder
+    assert hub.asked == []
+    for name, revision in (("org/other", None), ("org/llama", "v1")):
+        with pytest.raises(InputError, match=r"no folder of this name, not in .*, and HF_HUB_OFFLINE is set"):
+            model_folder(name, revision=revision, progress=SILENT)
+
+
+@pytest.mark.parametrize(
+    ("name", "revision", "said"),
+    [
+        ("org/nobody", None, "org/nobody: no folder of this name, and no such model on http"),
+        ("org/private", None, "no such model .*; check the name; of a private model, set HF_TOKEN"),
+        ("org/llama", "v9", "org/llama: has no revision 'v9'"),
+        (
+            "org/pickled",
+            None,
+            r"pytorch_model.bin and no safetensors; convert it: python -c .*from_pretrained\('org/pickled'\)",
+        ),
+        ("org/packed", None, "1 GGUF files and no safetensors; name one: org/packed/model-q4.gguf"),
+        ("nobody", None, "nobody: no such folder or file; give a folder, a name on the hub such as org/name, or a GGUF file"),
+        ("a/b/c", None, "a/b/c: no such folder or file"),
+    ],
+)
+def test_what_is_no_model_is_refused_with_a_remedy(hub, name, revision, said):
+    with pytest.raises(InputError, match=said):
+        model_folder(name, revision=revision, progress=SILENT)
+
+
+def test_a_hub_that_is_away_and_a_cache_that_is_empty(hub, monkeypatch):
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(
+        InputError, match=r"org/llama: no folder of this name, not in .* and http://127.0.0.1:9 cannot be reached"
+    ):
+        model_folder("org/llama", progress=SILENT)
+
+
+def test_files_of_weights_are_refused_by_kind(tmp_path):
+    for name, said in (
+        ("model.safetensors", "give its folder"),
+        ("pytorch_model.bin", "pickled weights"),
+        ("model.pt", "pickled weights"),
+        ("notes.txt", "no model"),
+    ):
+        (tmp_path / name).write_bytes(b"x")
+        with pytest.raises(InputError, match=said):
+            model_folder(tmp_path / name, progress=SILENT)
+
+
+def test_names_of_models_are_told_from_recipes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "mine.yaml").write_text("")
+    named = {"recipes": True, "org/name": True, "x.gguf": True, "recipes/mine.yaml": False, "tiny-llama": False}
+    assert {text: names_model(text) for text in named} == named
+
+
+def test_verbs_take_names_and_the_token_stays_unsaid(hub, tmp_path):
+    home = tmp_path / "home"
+    environment = {**os.environ, "HF_ENDPOINT": hub.address, "HF_HOME": str(home), "HF_TOKEN": TOKEN}
+    command = [sys.executable, "-m", "quantflow", "quantize", "org/private", "--scheme", "FP8_DYNAMIC"]
+    command += ["-o", str(tmp_path / "out"), "-v"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert f"Bearer {TOKEN}" in hub.tokens and "org/private at aaaaaaaaaaaa" in done.stderr
+    summary = json.loads((tmp_path / "out" / "quantize.json").read_text())
+    assert (summary["source"]["name"], summary["source"]["revision"]) == ("org/private", COMMIT)
+    written = [path for path in [*(tmp_path / "out").rglob("*"), tmp_path / "out.log"] if path.is_file()]
+    assert all(TOKEN.encode() not in path.read_bytes() for path in written) and TOKEN not in done.stderr + done.stdout
+    offline = {**environment, "HF_HUB_OFFLINE": "1", "HF_ENDPOINT": "http://127.0.0.1:9"}
+    again = subprocess.run(command, env=offline, capture_output=True, text=True)
+    assert again.returncode == 0 and "up to date" in again.stderr
+
+
+def test_a_file_of_the_hub_is_imported(hub, llama, tmp_path, monkeypatch):
+    from quantflow.exporting.gguf_export import GGUFExportJob
+    from quantflow.exporting.gguf_export import run as export
+
+    export(GGUFExportJob(source=llama, output=tmp_path / "gguf", dtype="bf16"), SILENT)
+    hub.repositories["org/files"] = (tmp_path / "gguf", False)
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "home"))
+    folder = model_folder("org/files/model-bf16.gguf", progress=SILENT)
+    assert folder.is_relative_to(tmp_path / "home") and (folder / "model.safetensors").exists()
+    assert origin_of(folder).name == "model-bf16.gguf"
