@@ -189,24 +189,110 @@ void gate(const float *in, float *out, int64_t rows, int64_t width, int64_t acti
     }
 }
 
-/* out = x @ weight.T + bias, the weight in bfloat16, four rows of x at a time.  x: [rows, in]; weight: [outs, in] */
-void product_bfloat16(const float *x, const uint16_t *weight, const float *bias, float *out, int64_t rows, int64_t in,
-                      int64_t outs) {
-    CHECK(x && weight && out && rows > 0 && in > 0 && outs > 0);
-#pragma omp parallel for schedule(static) if (outs * in > WORTH_A_THREAD)
-    for (int64_t o = 0; o < outs; o++)
-        for (int64_t row = 0; row < rows; row += 4) {
-            int64_t last = rows - 1 - row, at[4] = {0, last < 1 ? last : 1, last < 2 ? last : 2, last < 3 ? last : 3};
-            const float *a = x + row * in, *b = a + at[1] * in, *c = a + at[2] * in, *d = a + at[3] * in;
-            float first = 0, second = 0, third = 0, fourth = 0;
-#pragma omp simd reduction(+ : first, second, third, fourth)
-            for (int64_t i = 0; i < in; i++) {
-                float w = bits_float((uint32_t)weight[o * in + i] << 16);
-                first += a[i] * w, second += b[i] * w, third += c[i] * w, fourth += d[i] * w;
-            }
-            float sums[4] = {first, second, third, fourth}; /* those beyond the last row are the last row's again */
-            for (int j = 0; j < 4; j++) out[(row + at[j]) * outs + o] = sums[j] + (bias ? bias[o] : 0);
+/* The sum of 16 lanes, always in the same order. */
+static inline float lanes_sum(v16 x) {
+    typedef float v8 VECTOR(32); typedef float v4 VECTOR(16);
+    v8 eight = *(const v8 *)&x + *((const v8 *)&x + 1);
+    v4 four = *(const v4 *)&eight + *((const v4 *)&eight + 1);
+    return (four[0] + four[2]) + (four[1] + four[3]);
+}
+
+/* Return 16 weights from element `at` on, or `left` of them and zeros. */
+static inline __attribute__((always_inline)) v16 weights(const void *weight, int64_t at, int64_t left, const int kind) {
+    v16 wide = {0};
+    w16 narrow = {0};
+    size_t some = left < LANES ? (size_t)left : LANES;
+    if (kind == FLOAT32 && some == LANES) return *(const v16 *)((const float *)weight + at);
+    if (kind == FLOAT32) return memcpy(&wide, (const float *)weight + at, 4 * some), wide;
+    if (some == LANES) narrow = *(const w16 *)((const uint16_t *)weight + at);
+    else memcpy(&narrow, (const uint16_t *)weight + at, 2 * some);
+    return (v16)(__builtin_convertvector(narrow, u16) << 16);
+}
+
+/* R rows of x by O outputs from `o` on, to out [R, 16]; each is summed in 16 lanes, in an order that no other row or output
+ * changes. */
+static inline __attribute__((always_inline)) void product_tile(const float *x, const void *weight, float *out, int64_t in,
+                                                               int64_t o, const int kind, const int R, const int O) {
+    v16 sum[6][4];
+    for (int r = 0; r < R; r++) for (int j = 0; j < O; j++) sum[r][j] = (v16){0};
+    for (int64_t i = 0; i + LANES <= in; i += LANES) {
+        v16 w[4];
+#pragma GCC unroll 4
+        for (int j = 0; j < O; j++) w[j] = weights(weight, (o + j) * in + i, LANES, kind);
+#pragma GCC unroll 6
+        for (int r = 0; r < R; r++) {
+            v16 value = *(const v16 *)(x + r * in + i);
+#pragma GCC unroll 4
+            for (int j = 0; j < O; j++) sum[r][j] += value * w[j];
         }
+    }
+    int64_t rest = in % LANES, from = in - rest;
+    for (int r = 0; r < R && rest; r++)
+        for (int j = 0; j < O; j++)
+            sum[r][j] += weights(x, r * in + from, rest, FLOAT32) * weights(weight, (o + j) * in + from, rest, kind);
+    for (int r = 0; r < R; r++) for (int j = 0; j < O; j++) out[r * LANES + j] = lanes_sum(sum[r][j]);
+}
+
+/* out = x @ weight.T + bias, the weight in float32 or bfloat16 (`kind`).  x: [rows, in]; weight: [outs, in]; out: [rows, outs]
+ * PANEL rows at a time stay in the second cache while all weights pass by; 16 outputs of theirs are written at once. */
+void product(const float *x, const void *weight, const float *bias, float *out, int64_t rows, int64_t in, int64_t outs,
+             int64_t kind) {
+    CHECK(x && weight && out && rows > 0 && in > 0 && outs > 0 && (kind == FLOAT32 || kind == BFLOAT16));
+    enum { PANEL = 48 };
+#pragma omp parallel if (rows * outs * in > WORTH_A_THREAD)
+    for (int64_t panel = 0; panel < rows; panel += PANEL) {
+        int64_t many = rows - panel < PANEL ? rows - panel : PANEL;
+#pragma omp for schedule(static) nowait
+        for (int64_t line = 0; line < (outs + LANES - 1) / LANES; line++) {
+            float sums[PANEL][LANES];
+            int64_t begin = line * LANES, width = outs - begin < LANES ? outs - begin : LANES;
+            for (int64_t at = 0, four; at < width; at += four) {
+                four = width - at < 4 ? 1 : 4;
+                for (int64_t row = 0, size; row < many; row += size) {
+                    const float *from = x + (panel + row) * in;
+                    size = many - row >= 6 ? 6 : many - row >= 4 ? 4 : many - row >= 2 ? 2 : 1;
+#define TILE_OF(KIND, R, O) \
+    if (kind == KIND && size == R && four == O) product_tile(from, weight, &sums[row][at], in, begin + at, KIND, R, O);
+#define TILES_OF(KIND) TILE_OF(KIND, 6, 4) TILE_OF(KIND, 4, 4) TILE_OF(KIND, 2, 4) TILE_OF(KIND, 1, 4) \
+    TILE_OF(KIND, 6, 1) TILE_OF(KIND, 4, 1) TILE_OF(KIND, 2, 1) TILE_OF(KIND, 1, 1)
+                    TILES_OF(FLOAT32) TILES_OF(BFLOAT16)
+                }
+            }
+            for (int64_t row = 0; row < many; row++)
+                for (int64_t j = 0; j < width; j++)
+                    out[(panel + row) * outs + begin + j] = sums[row][j] + (bias ? bias[begin + j] : 0);
+        }
+    }
+}
+
+/* Of each row of logits [rows, width]: the largest one's index, the lowest of several, and the logarithm of the sum of exp(logit),
+ * NaN where a logit is. */
+void summarize(const float *logits, int64_t rows, int64_t width, int64_t *best, float *log_total) {
+    CHECK(logits && best && log_total && rows > 0 && width > 0);
+#pragma omp parallel for if (rows > 1 && rows * width > WORTH_A_THREAD)
+    for (int64_t row = 0; row < rows; row++) {
+        const float *x = logits + row * width;
+        enum { PIECE = 64 * LANES }; /* as many are summed in float */
+        v16 tops = (v16){0} - INFINITY;
+        int64_t whole = width / LANES * LANES, at = 0;
+        for (int64_t i = 0; i < whole; i += LANES) tops = pick(*(const v16 *)(x + i) > tops, *(const v16 *)(x + i), tops);
+        float top = -INFINITY;
+        for (int i = 0; i < LANES; i++) top = tops[i] > top ? tops[i] : top;
+        for (int64_t i = whole; i < width; i++) top = x[i] > top ? x[i] : top;
+        while (at < width - 1 && !(x[at] == top)) at++;
+        double total = 0;
+        for (int64_t piece = 0; piece < width; piece += PIECE) {
+            v16 sums = {0};
+            for (int64_t i = piece; i < width && i < piece + PIECE; i += LANES) {
+                v16 values = weights(x, i, width - i, FLOAT32);
+                if (width - i < LANES) for (int64_t j = width - i; j < LANES; j++) values[j] = -INFINITY;
+                v16 terms = exponentials(values - top);
+                sums += pick(values == (v16){0} - INFINITY, (v16){0}, terms);
+            }
+            total += lanes_sum(sums);
+        }
+        best[row] = at, log_total[row] = (float)((double)top + log(total));
+    }
 }
 
 static inline uint8_t to_float8(float x) {

@@ -96,8 +96,7 @@ class LeanDecoder:
             cache.clear(rows)
         else:
             self.cache = cache = self._new_cache(rows=rows, capacity=capacity)
-        if not self._tables or len(self._tables[0][0]) < cache.capacity:
-            self._tables = [rope.table(cache.capacity) for rope in self._architecture.ropes]
+        self._rotate_up_to(cache.capacity)
         self._operations.begin(cache, self._tables)
 
     @torch.inference_mode()
@@ -116,6 +115,40 @@ class LeanDecoder:
         hidden = self._hidden(input_ids, padding, last_only=False).clone()  # the next step writes where it lies
         logits = self._logits(hidden)
         return logits.view(*input_ids.shape, -1), hidden.view(*input_ids.shape, -1)
+
+    def begin_blocks(self, *, blocks: int, columns: int, positions: int) -> KVCache:
+        """Empty the cache and let it be blocks, which `forward_rows` fills with any number of sequences.
+
+        Args:
+            blocks: how many.
+            columns: of a block.
+            positions: no sequence will have more.
+        """
+        self.cache = cache = self._new_cache(rows=blocks, capacity=columns)
+        self._rotate_up_to(positions)
+        self._operations.begin(cache, self._tables)
+        return cache
+
+    @torch.inference_mode()
+    def forward_rows(self, input_ids: Tensor, *, first: Tensor, start: Tensor, table: Tensor, wanted: Tensor) -> Tensor:
+        """Append positions to sequences in blocks; the bits of a sequence's logits do not depend on the others.
+
+        Args:
+            input_ids: [N] int64, the new tokens of all B sequences, one after the other.
+            first: [B + 1] int64, where the tokens of each sequence begin, and N.
+            start: [B] int64, the position of the first of them.
+            table: [B, W] int64, the blocks of each sequence.
+            wanted: [M] int64, of which of the N positions logits are returned.
+
+        Returns:
+            [M, V] float32.
+        """
+        operations = self._operations
+        operations.step_rows(first, start, table, torch.zeros_like(start))
+        x = self._embed(input_ids)  # [N, H]
+        delta = operations.run(x)
+        x, delta = x[wanted], None if delta is None else delta[wanted]  # [M, H]
+        return self._logits(operations.last_norm(x, delta, self._norm))
 
     def keep(self, rows: Tensor) -> None:
         """Choose sequences of the cache; see `Decoder.keep`."""
@@ -150,7 +183,15 @@ class LeanDecoder:
         logits, made = self._head(hidden), self._architecture
         if made.logits_scale != 1:
             logits = logits * made.logits_scale
-        return logits if not made.logits_cap else made.logits_cap * torch.tanh(logits / made.logits_cap)
+        if not made.logits_cap:
+            return logits
+        rows = (logits[index : index + 1] for index in range(len(logits)))  # a row's bits depend on nothing but the row
+        return torch.cat([made.logits_cap * torch.tanh(row / made.logits_cap) for row in rows])
+
+    def _rotate_up_to(self, positions: int) -> None:
+        """Have the rotation of so many positions at least."""
+        if not self._tables or len(self._tables[0][0]) < positions:
+            self._tables = [rope.table(positions) for rope in self._architecture.ropes]
 
     def _begun(self) -> KVCache:
         if self.cache is None:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from quantflow.backends import kernels, native
 from quantflow.runtime.kv_cache import KINDS, LANES, KVCache
@@ -23,8 +22,6 @@ Projection = Callable[[Tensor], Tensor]  # [N, I] float32 -> [N, sum of O] float
 SOURCE = Path(__file__).with_name("decode.c")
 MOST_HEAD_DIM = 1024  # decode.c keeps a tile of queries on the stack
 _TILE = 8  # decode.c's TILE
-_FEW = 16  # rows of a product up to which one pass over the memory counts more than the arithmetic
-_WIDENED = 4096  # rows of a weight that are converted at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +143,8 @@ _POINTER, _COUNT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _ARGUMENTS = (  # of the functions of decode.c
     ("add_norm", [_POINTER] * 2 + [_Norm] * 2 + [_POINTER] + [_COUNT] * 2 + [_FLOAT, _COUNT, _FLOAT, _COUNT]),
     ("gate", [_POINTER] * 2 + [_COUNT] * 4),
-    ("product_bfloat16", [_POINTER] * 4 + [_COUNT] * 3),
+    ("product", [_POINTER] * 4 + [_COUNT] * 4),
+    ("summarize", [_POINTER] + [_COUNT] * 2 + [_POINTER] * 2),
     ("rotate_store", [ctypes.POINTER(_Step), ctypes.POINTER(_Layer), _POINTER]),
     ("attend", [ctypes.POINTER(_Step), ctypes.POINTER(_Layer), _POINTER, _POINTER]),
     ("run", [ctypes.POINTER(_Step), ctypes.POINTER(_Layer), _COUNT] + [_POINTER] * 7),
@@ -169,20 +167,31 @@ def compiled() -> Any:
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return x @ weight.T + bias; a weight in bfloat16 is taken as the float32 numbers that it is, x is not rounded to it.
 
+    What a row gives does not depend on the others, in no bit: torch's product sums in another order for more rows.
+
     Args:
-        x: [N, I].
+        x: [N, I] float32.
         weight: [O, I], float32 or bfloat16.
         bias: [O], or None.
     """
-    if weight.dtype != torch.bfloat16:
-        return functional.linear(x, weight, bias)
-    if len(x) > _FEW:
-        split: Any = weight.split(_WIDENED)  # type: ignore[no-untyped-call]
-        out = torch.cat([functional.linear(x, rows.float()) for rows in split], dim=-1)
-        return out if bias is None else out.add_(bias)
+    x, weight = x.contiguous(), weight.contiguous()
     out = torch.empty(len(x), len(weight))
-    compiled().product_bfloat16(*map(native.address, (x, weight, bias, out)), *x.shape, len(weight))
+    kind = tuple(KINDS).index(str(weight.dtype).removeprefix("torch."))
+    if len(x):
+        compiled().product(*map(native.address, (x, weight, bias, out)), *x.shape, len(weight), kind)
     return out
+
+
+def summarize(logits: Tensor) -> tuple[list[int], list[float]]:
+    """Return of each row of logits [N, V] the likeliest token, the lowest of several, and the logarithm of the sum of exp(x).
+
+    That is NaN where a logit is. A row's numbers do not depend on the others.
+    """
+    rows, width = logits.shape
+    best, log_total = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
+    if rows:
+        compiled().summarize(logits.data_ptr(), rows, width, best.data_ptr(), log_total.data_ptr())
+    return best.tolist(), log_total.tolist()
 
 
 class Operations:
@@ -313,9 +322,9 @@ class Operations:
     def _room(self, name: str, rows: int, width: int) -> Tensor:
         """Return memory that the operation has used before, where it has the size: no allocation per token."""
         found = self._rooms.get(name)
-        if found is None or found.shape != (rows, width):
+        if found is None or len(found) < rows or found.shape[1] != width:
             found = self._rooms[name] = torch.empty(rows, width)
-        return found
+        return found[:rows]
 
 
 def _norm(norm: Norm) -> _Norm:

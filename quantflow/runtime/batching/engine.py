@@ -5,7 +5,7 @@
     limits.py     how much at once
     scheduler.py  who runs, and what of it a step computes
     row.py        a request's tokens, and how the next one is chosen
-    runner.py     the model and its memory
+    runner.py     what the engine asks of a model; paged.py: the lean decoder; pool.py: who has which block of its memory
 
 A request's tokens and log-probabilities are the same bits alone, in any batch, in whatever chunks its prompt is computed and
 whether it shares a prefix.
@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from quantflow.errors import EngineError, OverloadedError
 from quantflow.runtime.batching.limits import BatchLimits
+from quantflow.runtime.batching.paged import BlockRunner
 from quantflow.runtime.batching.request import BatchRequest, FinishReason, TokenEvent, TokenLogprob
 from quantflow.runtime.batching.row import BatchRow, Scores, StopCheck
 from quantflow.runtime.batching.runner import OneAtATime, PoolCounters, RowPart, Runner
@@ -28,6 +29,7 @@ from quantflow.runtime.batching.stream import Stream
 from quantflow.runtime.decoder import Decoder
 from quantflow.runtime.decoding.text import stop_string
 from quantflow.runtime.generate_job import require
+from quantflow.runtime.lean import LeanDecoder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +83,7 @@ class Engine:
         *,
         limits: BatchLimits | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        kv_memory: int | None = None,
     ) -> None:
         """Start the thread.
 
@@ -88,12 +91,20 @@ class Engine:
             decoder: what runs the model, as `quantflow.runtime.load.load` returns it.
             limits: how much at once; the defaults fit the model and its memory.
             tokenizer: needed by requests with stop strings.
+            kv_memory: bytes that keys and values may take; None: four fifths of what is free, at most what the largest batch
+                needs. Only the lean decoder has a pool.
 
         Raises:
-            UsageError: limits that the model or its memory cannot keep.
+            UsageError: limits that the model cannot keep.
+            ResourceError: limits that its memory cannot keep.
         """
-        self._runner: Runner = OneAtATime(decoder)
-        limits = (limits or BatchLimits()).resolved(positions=self._runner.positions, pool_tokens=self._runner.pool_tokens)
+        limits = limits or BatchLimits()
+        self._runner: Runner = (
+            BlockRunner(decoder, limits=limits, kv_memory=kv_memory)
+            if isinstance(decoder, LeanDecoder)
+            else OneAtATime(decoder)
+        )
+        limits = limits.resolved(positions=self._runner.positions, pool_tokens=self._runner.pool_tokens)
         if self._runner.most_rows is not None:
             limits = replace(limits, max_batch_size=min(limits.max_batch_size, self._runner.most_rows))
         self.limits = limits
@@ -224,6 +235,7 @@ class Engine:
     @torch.inference_mode()
     def _run(self) -> None:
         """Step until closed."""
+        torch.get_num_threads()  # torch tells OpenMP its number in every thread, but not before it is asked
         try:
             while self._take_in():
                 begin = time.perf_counter()
@@ -263,7 +275,11 @@ class Engine:
             joined = scheduler.admit()
         for row in joined:
             row.stream.times.admitted = time.monotonic()
-            row.computed = row.stream.cached_tokens = self._runner.open(row)
+            self._runner.open(row)
+        for row in scheduler.running:
+            if row.in_prefill:
+                before, row.computed = row.computed, self._runner.reuse(row)
+                row.stream.cached_tokens += row.computed - before
         parts = [RowPart(row=row, count=count, wanted=row.wanted(count)) for row, count in scheduler.plan()]
         if not parts:
             return

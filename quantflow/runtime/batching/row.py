@@ -4,6 +4,7 @@ Everything here happens to one row alone, in tensors of one row, so that it give
 exception is this row's alone.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from quantflow.runtime.batching.request import FinishReason, TokenEvent, TokenLo
 from quantflow.runtime.batching.stream import Stream
 from quantflow.runtime.decoding.logits import NEVER
 from quantflow.runtime.decoding.request import Request, allowed, choose
+from quantflow.runtime.generate_job import Rules
 
 _WORD = 32  # bits of an element of a mask
 
@@ -74,7 +76,7 @@ class BatchRow:
         self.input_tokens, self.total_tokens = len(request.input_ids), request.total_tokens
         self.priority = request.priority
         self._vocab_size, self._stop = vocab_size, stop
-        self._plain = request.sampling is None and not request.logit_bias and request.mask is None
+        self._plain = request.sampling is None and not request.logit_bias and request.mask is None and request.rules == Rules()
         self._prompt: list[TokenLogprob] = []
         # What quantflow/runtime/decoding computes on; the canvas is the text so far and room for the rest.
         self._canvas = torch.zeros(1, request.total_tokens, dtype=torch.int64)
@@ -143,10 +145,9 @@ class BatchRow:
         return TokenEvent(index=index, id=token, logprob=event.logprob, top=event.top, finish=finish, stop=stop)
 
     def _choose(self, scores: Scores) -> int:
-        text = self._canvas[:, : len(self.tokens)]
-        ruled = allowed(self._biased(scores.logits), text, self._decoding)
-        if self._plain and ruled is scores.logits:
+        if self._plain and math.isfinite(scores.log_total):
             return scores.best
+        ruled = allowed(self._biased(scores.logits), self._canvas[:, : len(self.tokens)], self._decoding)
         return int(choose(ruled, self._decoding, self._generator))
 
     def _biased(self, logits: Tensor) -> Tensor:

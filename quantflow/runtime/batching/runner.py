@@ -65,8 +65,11 @@ class Runner(Protocol):
     pool_tokens: int
     most_rows: int | None
 
-    def open(self, row: BatchRow) -> int:
-        """Reserve memory for `row.total_tokens`; return how many of its first tokens have keys and values already."""
+    def open(self, row: BatchRow) -> None:
+        """Begin a row."""
+
+    def reuse(self, row: BatchRow) -> int:
+        """Return how many tokens of a row in prefill have keys and values: `row.computed`, or more that others computed."""
 
     def forward(self, parts: Sequence[RowPart]) -> list[list[Scores]]:
         """Compute positions; return of each part what the model says after its last `wanted`. Rows are not changed."""
@@ -89,11 +92,14 @@ class OneAtATime:
         self.most_rows: int | None = 1
         self._used = 0
 
-    def open(self, row: BatchRow) -> int:
+    def open(self, row: BatchRow) -> None:
         """Empty the cache."""
         self._decoder.begin(rows=1, capacity=row.total_tokens)
         self._used = 1
-        return 0
+
+    def reuse(self, row: BatchRow) -> int:
+        """Return what the row has: nothing is shared."""
+        return row.computed
 
     def forward(self, parts: Sequence[RowPart]) -> list[list[Scores]]:
         """Compute the only part."""

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantflow.runtime.kv_cache import KINDS, KVCache
-from quantflow.runtime.operations import DecoderBlock, Heads, Operations, why_not
+from quantflow.runtime.operations import DecoderBlock, Heads, Operations, product, summarize, why_not
 
 DIM = 16
 pytestmark = pytest.mark.skipif(why_not(DIM) is not None, reason="no C compiler")
@@ -124,3 +124,40 @@ def test_the_gate_of_any_width_is_silu_times_up(rows, width, seed):
     found = operations.gate(gate_up).double()
     gate, up = gate_up.double().split(width, dim=1)
     assert torch.allclose(found, gate / (1 + torch.exp(-gate)) * up, rtol=1e-5, atol=1e-12)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    rows=st.integers(1, 60),
+    width=st.sampled_from([1, 15, 16, 33, 64]),
+    outs=st.integers(1, 40),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    bias=st.booleans(),
+    seed=st.integers(0, 9),
+)
+def test_a_product_is_x_times_the_weight_and_no_row_changes_the_bits_of_another(rows, width, outs, dtype, bias, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x, weight = torch.randn(rows, width, generator=generator), torch.randn(outs, width, generator=generator).to(dtype)
+    offset = torch.randn(outs, generator=generator) if bias else None
+    found = product(x, weight, offset)
+    expected = x.double() @ weight.double().T + (0 if offset is None else offset.double())
+    assert (found.double() - expected).abs().max() < 1e-4
+    assert all(torch.equal(product(x[row : row + 1], weight, offset)[0], found[row]) for row in range(rows))
+
+
+@settings(deadline=None, max_examples=40)
+@given(rows=st.integers(1, 3), width=st.sampled_from([1, 15, 16, 100, 3000]), scale=st.sampled_from([0.1, 5.0, 80.0]))
+def test_a_row_of_logits_is_summed_up_by_its_best_token_and_the_log_of_its_total(rows, width, scale):
+    logits = scale * torch.randn(rows, width, generator=torch.Generator().manual_seed(width))
+    best, log_total = summarize(logits)
+    assert best == logits.argmax(dim=-1).tolist()
+    assert log_total == pytest.approx(logits.double().logsumexp(dim=-1).tolist(), rel=1e-6, abs=1e-6)
+    assert [summarize(logits[row : row + 1])[1][0] for row in range(rows)] == log_total
+
+
+def test_of_equal_logits_the_lowest_token_is_best_minus_infinity_counts_nothing_and_nan_shows():
+    inf, nan = float("inf"), float("nan")
+    best, log_total = summarize(torch.tensor([[1.0, 3.0, 3.0], [0.0, -inf, 0.0], [0.0, nan, 0.0]]))
+    assert best[:2] == [1, 0]
+    assert log_total[1] == pytest.approx(0.6931472)
+    assert log_total[2] != log_total[2]

@@ -1,0 +1,125 @@
+"""The lean decoder with keys and values of all rows in one pool of blocks: a step is one forward of all of them.
+
+What a row gives is the same bits whatever else the step computes: the products and the attention of kernels.c and decode.c sum
+every output in an order of its own. Where an artifact's linears run in other kernels, `why_not_invariant` says so.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from quantflow.errors import ResourceError
+from quantflow.process_memory import available_bytes
+from quantflow.runtime.batching.limits import BatchLimits
+from quantflow.runtime.batching.pool import BlockPool, Lease
+from quantflow.runtime.batching.row import BatchRow, Scores
+from quantflow.runtime.batching.runner import PoolCounters, RowPart
+from quantflow.runtime.lean import LeanDecoder
+from quantflow.runtime.operations import summarize
+
+BLOCK_TOKENS = 32  # a multiple of kv_cache.LANES; the smallest prefix that is shared
+_SHARE = 0.8  # of the memory that is free, where nobody says how much the pool may take
+
+
+class BlockRunner:
+    """A `Runner` on the lean decoder.
+
+    Attributes:
+        vocab_size, positions, pool_tokens, most_rows: as in `quantflow.runtime.batching.runner.Runner`.
+    """
+
+    def __init__(self, decoder: LeanDecoder, *, limits: BatchLimits, kv_memory: int | None) -> None:
+        """Reserve the pool; what is never written takes no memory.
+
+        The pool has room for max_batch_total_tokens where the limits give them. Else for what the largest batch may come to, or
+        as much as fits into the memory.
+
+        Args:
+            decoder: nobody else uses it from now on.
+            limits: as they were given.
+            kv_memory: bytes that the pool may take; None: four fifths of what is free.
+
+        Raises:
+            ResourceError: the memory does not hold the tokens that the limits ask for, or not one row.
+        """
+        self._decoder = decoder
+        self.vocab_size, self.positions = decoder.vocab_size, decoder.positions
+        self.most_rows: int | None = None
+        longest = limits.max_total_tokens or decoder.positions or limits.max_batch_total_tokens or 4096
+        memory = int(available_bytes() * _SHARE) if kv_memory is None else kv_memory
+        nbytes = decoder.begin_blocks(blocks=1, columns=BLOCK_TOKENS, positions=1).nbytes
+        rows = limits.max_batch_size  # each may leave the rest of its last block empty
+        asked = limits.max_batch_total_tokens
+        tokens = rows * longest if asked is None else asked
+        blocks = min(-(-tokens // BLOCK_TOKENS) + rows, memory // nbytes)
+        self.pool_tokens = (blocks - rows) * BLOCK_TOKENS if asked is None else min(asked, (blocks - rows) * BLOCK_TOKENS)
+        least = longest if limits.max_total_tokens else 2
+        needed = least if asked is None else asked
+        if self.pool_tokens < needed:
+            cause = f"kv memory of {memory} bytes: {max(0, self.pool_tokens)} tokens for {rows} rows, {needed} are asked for"
+            raise ResourceError(cause, "give it more, or lower max_batch_size and max_batch_total_tokens")
+        decoder.begin_blocks(blocks=blocks, columns=BLOCK_TOKENS, positions=min(longest, self.pool_tokens))
+        self._pool = BlockPool(blocks=blocks, block_tokens=BLOCK_TOKENS)
+        self._leases: dict[BatchRow, Lease] = {}
+        self._hits, self._asked = 0, 0
+
+    def open(self, row: BatchRow) -> None:
+        """Begin a row without a block; the scheduler has kept room for all that it may need."""
+        self._leases[row] = Lease(salt=row.stream.request.adapter or "")
+        self._asked += len(row.tokens)
+
+    def reuse(self, row: BatchRow) -> int:
+        """Take over what others have computed of the row's prompt by now; return how many of its tokens are computed."""
+        lease, held = self._leases[row], row.computed // BLOCK_TOKENS
+        if (
+            row.stream.request.prompt_logprobs
+            or row.computed % BLOCK_TOKENS
+            or not held == len(lease.blocks) == len(lease.digests)
+        ):
+            return row.computed
+        self._pool.take_over(lease, row.tokens)
+        taken = (len(lease.blocks) - held) * BLOCK_TOKENS
+        self._hits += taken
+        return row.computed + taken
+
+    def forward(self, parts: Sequence[RowPart]) -> list[list[Scores]]:
+        """Compute positions of rows, all in one forward."""
+        ids: list[int] = []
+        first, wanted, leases = [0], list[int](), [self._leases[part.row] for part in parts]
+        for part, lease in zip(parts, leases, strict=True):
+            end = part.row.computed + part.count
+            self._pool.grow(lease, end)
+            ids += part.row.tokens[part.row.computed : end]
+            first.append(len(ids))
+            wanted += range(len(ids) - part.wanted, len(ids))
+        width = max(len(lease.blocks) for lease in leases)
+        table = [lease.blocks + [0] * (width - len(lease.blocks)) for lease in leases]
+        logits = self._decoder.forward_rows(
+            torch.tensor(ids),
+            first=torch.tensor(first),
+            start=torch.tensor([part.row.computed for part in parts]),
+            table=torch.tensor(table),
+            wanted=torch.tensor(wanted, dtype=torch.int64),
+        )
+        for part, lease in zip(parts, leases, strict=True):
+            self._pool.publish(lease, part.row.tokens, computed=part.row.computed + part.count)
+        pairs = zip(*summarize(logits), strict=True)
+        scores = [Scores(logits=logits[i : i + 1], best=best, log_total=total) for i, (best, total) in enumerate(pairs)]
+        ends = torch.tensor([0, *(part.wanted for part in parts)]).cumsum(dim=0).tolist()
+        return [scores[begin:end] for begin, end in zip(ends, ends[1:], strict=False)]
+
+    def close(self, row: BatchRow) -> None:
+        """Free the row's blocks; those that are full may still be taken over."""
+        self._pool.free(self._leases.pop(row))
+
+    def counters(self) -> PoolCounters:
+        """Return what the pool holds."""
+        pool = self._pool
+        return PoolCounters(
+            block_tokens=pool.block_tokens,
+            blocks=pool.blocks,
+            used=pool.used,
+            cached=pool.cached,
+            hit_tokens=self._hits,
+            asked_tokens=self._asked,
+        )

@@ -1,0 +1,132 @@
+"""What a request gets is the same, to the bit, alone and beside whatever else runs."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from quantflow.backends import kernels, native
+from quantflow.core.scheme import PRESETS, with_group_size
+from quantflow.runtime.batching import BatchLimits, BatchRequest, Engine
+from quantflow.runtime.decoding import generate
+from quantflow.runtime.generate_job import Lookup, Rules, Sampling
+from quantflow.runtime.lean import LeanDecoder
+from quantflow.runtime.load import load
+
+ROOT = Path(__file__).resolve().parents[4]
+TINY = ROOT / "examples/tiny-llama"
+TEXT = (ROOT / "quantflow/errors.py").read_text()
+SCHEMES = {"W8A8": PRESETS["W8A8"], "W4A16": with_group_size(PRESETS["W4A16"], 32), "FP8": PRESETS["FP8_DYNAMIC"]}
+pytestmark = pytest.mark.skipif(
+    native.why_not(kernels.SOURCE, needs=kernels.NEEDS) is not None, reason="our kernels do not run here"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(TINY)
+
+
+@pytest.fixture(scope="module")
+def folders(make_artifact, tmp_path_factory):
+    """Return name of a scheme -> an artifact of the example model."""
+    made = {}
+
+    def folder(name: str) -> Path:
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp(name)
+            model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
+            make_artifact(made[name], AutoConfig.from_pretrained(TINY), SCHEMES[name], model=model)
+        return made[name]
+
+    return folder
+
+
+def requests(tokenizer, count: int, *, seed: int) -> list[BatchRequest]:
+    """Return prompts of mixed length, some of which begin alike, with mixed options."""
+    draw = random.Random(seed)
+    system = tokenizer(TEXT[:700])["input_ids"]
+    made = []
+    for index in range(count):
+        begin, length = draw.randrange(2000), draw.choice([3, 30, 150, 600])
+        own = tokenizer(TEXT[begin : begin + length])["input_ids"]
+        ids = (system + own if draw.random() < 0.4 else own)[:300]
+        rules = Rules()
+        if draw.random() < 0.3:
+            rules = Rules(repetition_penalty=1.3, frequency_penalty=0.5, no_repeat_ngram_size=3, bad_words=((5, 7), (11,)))
+        made.append(
+            BatchRequest(
+                input_ids=tuple(ids),
+                max_new_tokens=draw.choice([1, 5, 20, 40]),
+                sampling=Sampling(temperature=0.8, top_k=30, top_p=0.9, seed=index) if draw.random() < 0.4 else None,
+                rules=replace(rules, min_new_tokens=draw.choice([0, 4])),
+                logit_bias={draw.randrange(100): 4.0} if draw.random() < 0.2 else {},
+                ends=(draw.randrange(400),) if draw.random() < 0.5 else (),
+                stop=draw.choice([(), (), ("\n", "the ")]),
+                top_n=draw.choice([0, 3]),
+                prompt_logprobs=draw.random() < 0.15,
+                lookup=Lookup(tokens=4) if draw.random() < 0.3 else None,
+            )
+        )
+    return made
+
+
+def alone(decoder, tokenizer, request: BatchRequest):
+    """Return the events and the prompt's log-probabilities of a request on an engine that has seen no other."""
+    limits = BatchLimits(max_batch_size=1, prefill_chunk=4096, max_total_tokens=400)
+    with Engine(decoder, limits=limits, tokenizer=tokenizer) as engine:
+        stream = engine.submit(request)
+        return list(stream), stream.prompt
+
+
+def together(decoder, tokenizer, asked: list[BatchRequest], *, seed: int, **limits):
+    """Return the same of many at once, submitted in any order, and the engine's counters."""
+    order = random.Random(seed).sample(range(len(asked)), len(asked))
+    limits = BatchLimits(**{"max_concurrent_requests": len(asked), "max_total_tokens": 400} | limits)
+    with Engine(decoder, limits=limits, tokenizer=tokenizer) as engine:
+        streams = {index: engine.submit(asked[index]) for index in order}
+        events = {index: list(stream) for index, stream in streams.items()}
+        return [(events[index], streams[index].prompt) for index in range(len(asked))], engine.counters()
+
+
+@pytest.mark.parametrize(
+    ("scheme", "kv_cache"), [("W8A8", "bfloat16"), ("W4A16", "int8"), ("FP8", "float8"), ("W8A8", "float32")]
+)
+def test_a_request_gets_the_same_bits_alone_and_in_any_company(folders, tokenizer, scheme, kv_cache):
+    decoder = load(folders(scheme), decoder="lean", kv_cache=kv_cache, dtype=torch.bfloat16).decoder
+    asked = requests(tokenizer, 20, seed=1)
+    by_themselves = [alone(decoder, tokenizer, request) for request in asked]
+    for seed, limits in enumerate([{"prefill_chunk": 7, "max_batch_size": 6}, {"prefill_chunk": 100}]):
+        in_company, counters = together(decoder, tokenizer, asked, seed=seed, **limits)
+        assert in_company == by_themselves
+        assert counters.pool.used == counters.running == counters.waiting == 0
+        assert counters.pool.hit_tokens > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_two_hundred_requests_get_the_same_bits_alone_and_in_any_company(folders, tokenizer, scheme):
+    decoder = load(folders(scheme), decoder="lean", dtype=torch.bfloat16).decoder
+    asked = requests(tokenizer, 200, seed=2)
+    by_themselves = [alone(decoder, tokenizer, request) for request in asked]
+    for seed, limits in enumerate([{"prefill_chunk": 16}, {"prefill_chunk": 300, "max_batch_size": 150}]):
+        assert together(decoder, tokenizer, asked, seed=seed, **limits)[0] == by_themselves
+
+
+def test_tokens_are_those_of_generate(folders, tokenizer):
+    decoder = load(folders("W8A8"), decoder="lean").decoder
+    assert isinstance(decoder, LeanDecoder)
+    asked = [
+        replace(request, top_n=0, logit_bias={}, stop=(), prompt_logprobs=False, lookup=None)
+        for request in requests(tokenizer, 12, seed=3)
+    ]
+    found, _ = together(decoder, tokenizer, asked, seed=0, prefill_chunk=11)
+    decoder = load(folders("W8A8"), decoder="lean").decoder
+    for request, (events, _) in zip(asked, found, strict=True):
+        options = {"sampling": request.sampling, "rules": request.rules, "eos_token_id": request.ends}
+        ids = torch.tensor([request.input_ids])
+        whole = generate(decoder, ids, max_new_tokens=request.max_new_tokens, **options)[0, ids.shape[1] :]
+        assert [event.id for event in events] == whole.tolist()
