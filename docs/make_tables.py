@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from quantflow.algorithms import ALGORITHMS, BEST, BLOCK_ALGORITHMS, NEAREST, TUNE, best_for, supports_of, tuned_by_best
+from quantflow.algorithms import ALGORITHMS, BLOCK_ALGORITHMS, COMBINATIONS, NEAREST, TUNE, supports_of
 from quantflow.core.scheme import PRESETS, LinearScheme
 from quantflow.core.support import Refusal, Supports
 from quantflow.planning.compatibility import KNOWN
@@ -47,9 +47,10 @@ def table() -> str:
     notes = Notes()
     rows = [*_scheme_rows(notes), *_transform_rows(notes)]
     for label, refused in _things():
-        rows.append([label, *(notes.cell(refused(_supports(name))) for name in COLUMNS), ""])
+        rows.append([label, *(notes.cell(refused(_supports(name))) for name in COLUMNS), *_each_word("")])
     rows += [_head_row(), _cache_row(), _reads_row(), _memory_row()]
-    lines = [_line(["", *(f"`{name}`" for name in (*COLUMNS, BEST))]), _line(["---"] * (len(COLUMNS) + 2))]
+    lines = [_line(["", *(f"`{name}`" for name in (*COLUMNS, *COMBINATIONS))])]
+    lines.append(_line(["---"] * (len(COLUMNS) + len(COMBINATIONS) + 1)))
     lines += [_line(row) for row in rows]
     return "\n".join([*lines, "", *(f"{number}. {text}." for number, text in enumerate(notes.texts, start=1))])
 
@@ -70,13 +71,22 @@ def _scheme_rows(notes: Notes) -> list[list[str]]:
     alike: dict[tuple[str, ...], list[str]] = {}
     for scheme in PRESETS.values():
         cells = [notes.cell(_supports(name).scheme(scheme)) for name in COLUMNS]
-        alike.setdefault((*cells, _best(scheme)), []).append(scheme.name)
+        alike.setdefault((*cells, *(_combined(word, scheme) for word in COMBINATIONS)), []).append(scheme.name)
     return [[", ".join(names), *cells] for cells, names in alike.items()]
 
 
-def _best(scheme: LinearScheme) -> str:
-    name = best_for(scheme.weights, rotated=False)
-    return f"{name}, {TUNE}" if tuned_by_best(scheme, rotated=False) else name
+def _combined(word: str, scheme: LinearScheme) -> str:
+    combination = COMBINATIONS[word]
+    name = combination.algorithm(scheme.weights, rotated=False)
+    return f"{name}, {TUNE}" if combination.tunes(scheme, rotated=False) else name
+
+
+def _rotated(word: str) -> str:
+    return COMBINATIONS[word].algorithm(PRESETS["W4A16"].weights, rotated=True)
+
+
+def _each_word(cell: str) -> list[str]:
+    return [cell] * len(COMBINATIONS)
 
 
 def _transform_rows(notes: Notes) -> list[list[str]]:
@@ -85,14 +95,14 @@ def _transform_rows(notes: Notes) -> list[list[str]]:
         turn = ROTATIONS.get(transform)
         cells = [notes.cell(_supports(name).rotations if turn and name not in KNOWN else None) for name in COLUMNS]
         cells[COLUMNS.index(transform)] = ""
-        rows.append([f"`{transform}`", *cells, best_for(PRESETS["W4A16"].weights, rotated=True) if turn else "yes"])
+        rows.append([f"`{transform}`", *cells, *(_rotated(word) if turn else "yes" for word in COMBINATIONS)])
         if turn is not None:
             mixed = [
                 notes.cell(supports.mixed_inputs or (None if name in KNOWN else supports.rotations))
                 for name, supports in ((name, _supports(name)) for name in COLUMNS)
             ]
             mixed[COLUMNS.index(transform)] = ""
-            rows.append([f"`{transform}: {{{turn.MIXES_INPUTS}: true}}`", *mixed, rows[-1][-1]])
+            rows.append([f"`{transform}: {{{turn.MIXES_INPUTS}: true}}`", *mixed, *map(_rotated, COMBINATIONS)])
     return rows
 
 
@@ -110,25 +120,25 @@ def _things() -> tuple[tuple[str, Refused], ...]:
 def _head_row() -> list[str]:
     """Return which algorithms round the head: those that read the weight alone, and of float8 the one to nearest."""
     by_row = {name: "yes" if name == NEAREST else "integers" for name, each in ALGORITHMS.items() if each.BY_ROW}
-    return ["`head`", *(by_row.get(name, "no" if name in ALGORITHM_COLUMNS else "") for name in COLUMNS), "no"]
+    return ["`head`", *(by_row.get(name, "no" if name in ALGORITHM_COLUMNS else "") for name in COLUMNS), *_each_word("no")]
 
 
 def _cache_row() -> list[str]:
     cells = [f"`{KNOWN[name].CHANGES_VALUES}: false`" if name in KNOWN else "yes" for name in COLUMNS]
-    return ["`kv_cache`", *cells, "yes"]
+    return ["`kv_cache`", *cells, *_each_word("yes")]
 
 
 def _reads_row() -> list[str]:
     needs = {name: algorithm.NEEDS for name, algorithm in ALGORITHMS.items()}
     needs |= {name: transform.needs(transform.checked(transform.OPTIONS)) for name, transform in KNOWN.items()}
     words = {name: ", ".join(found) or "nothing" for name, found in needs.items()}
-    return ["reads", *(words.get(name, "the calibration text") for name in COLUMNS), ""]
+    return ["reads", *(words.get(name, "the calibration text") for name in COLUMNS), *_each_word("")]
 
 
 def _memory_row() -> list[str]:
     sizes = {name: each.working_bytes(FEATURES, FEATURES, workers=1) for name, each in ALGORITHMS.items()}
     cells = [f"{sizes[name] / 1e6:.0f} MB" if name in sizes else "" for name in COLUMNS]
-    return [f"memory beside the weights, {FEATURES} x {FEATURES}, one worker", *cells, ""]
+    return [f"memory beside the weights, {FEATURES} x {FEATURES}, one worker", *cells, *_each_word("")]
 
 
 def _line(cells: list[str]) -> str:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from quantflow.algorithms import ALGORITHMS, BEST, BLOCK_ALGORITHMS, TUNE
+from quantflow.algorithms import ALGORITHMS, BLOCK_ALGORITHMS, COMBINATIONS, TUNE
 from quantflow.exporting import EXPORTERS
 from quantflow.observers import OBSERVERS, STATISTICS
 from quantflow.observers.rows import NAME as ROWS
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # `counts` of samples and tokens in a measurement's record, the site `gradient` at which observers look.
 HOMONYMS = {"count", "counts", "rows", "gradient"}
 HOMES = {  # kind -> its names, and the package and table where they may stand
-    "algorithm": ({*ALGORITHMS, *BLOCK_ALGORITHMS, TUNE, BEST}, ("quantflow/algorithms/",)),
+    "algorithm": ({*ALGORITHMS, *BLOCK_ALGORITHMS, TUNE, *COMBINATIONS}, ("quantflow/algorithms/",)),
     "transform": (set(KNOWN), ("quantflow/transforms/",)),
     "observer or statistic": ({*OBSERVERS, *STATISTICS, ROWS} - HOMONYMS, ("quantflow/observers/",)),
     "format": (set(EXPORTERS), ("quantflow/formats/", "quantflow/exporting/__init__.py")),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from _quantflow import Commands
 
-from quantflow.algorithms import ALGORITHMS, BEST, BLOCK_ALGORITHMS
+from quantflow.algorithms import ALGORITHMS, BLOCK_ALGORITHMS, COMBINATIONS
 from quantflow.core.scheme import preset
 from quantflow.planning.requirements import entries_of, learned_of, needs_of
 
@@ -116,7 +116,7 @@ def all_rows(place: Place) -> list[Row]:
 
 def _ours(place: Place) -> Iterator[Row]:
     named = [name for name in (*ALGORITHMS, *BLOCK_ALGORITHMS) if name != "yaqa"]  # for weights alone best is yaqa
-    for algorithm in (*named, BEST):
+    for algorithm in (*named, *COMBINATIONS):
         mixes = algorithm in MIXED_BY
         for scheme in (*WEIGHTS, *(FINER if mixes else ())):
             options = ("--group-size", str(scheme.group)) if scheme.group > 0 else ()

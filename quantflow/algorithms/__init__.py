@@ -1,10 +1,12 @@
 """Algorithms, by the name used in recipes. One file each; these tables are the only registry.
 
 Those of ALGORITHMS quantize the linears that share an input. Those of BLOCK_ALGORITHMS go on from there, with all linears of a
-decoder layer and the layer itself. `tune` works with all linears of the model, after either.
+decoder layer and the layer itself. `tune` works with all linears of the model, after either. COMBINATIONS are words of recipes
+that stand for several of them, by scheme.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -20,17 +22,16 @@ from quantflow.numerics.trained_block import TrainedBlock
 
 __all__ = [
     "ALGORITHMS",
-    "BEST",
     "BLOCK_ALGORITHMS",
+    "COMBINATIONS",
     "LEARNING",
     "NEAREST",
     "TUNE",
     "Algorithm",
     "BlockAlgorithm",
-    "best_for",
+    "Combination",
     "supports_of",
     "tune",
-    "tuned_by_best",
 ]
 
 
@@ -116,7 +117,39 @@ BLOCK_ALGORITHMS: dict[str, BlockAlgorithm] = {algorithm.NAME: algorithm for alg
 LEARNING = signround.NAME  # the block algorithm that recipes have settings of
 TUNE = tune.NAME
 NEAREST = rtn.NAME  # what every other algorithm must beat, and what stands in where it cannot be used
-BEST = "best"  # in recipes: the algorithm that `best_for` names
+
+
+@dataclass(frozen=True, kw_only=True)
+class Combination:
+    """What a word of recipes stands for, chosen by measured divergences and times (docs/accuracy.md has them).
+
+    Attributes:
+        rounding: the algorithm of integers of less than 8 bits.
+        searches: whether it searches how far to smooth where neither scheme nor recipe names a transform.
+        steps: of `tune` afterwards, where integers of less than 8 bits are the weights' and inputs stay as they are.
+        sequences: of each step.
+    """
+
+    rounding: str
+    searches: bool
+    steps: int
+    sequences: int
+
+    def algorithm(self, weights: TensorScheme, *, rotated: bool) -> str:
+        """Return the algorithm that rounds such weights: gptq goes with rotations, 8 bits and float8."""
+        fits = _few_bits(weights) and not (rotated and supports_of(self.rounding).rotations is not None)
+        return self.rounding if fits else gptq.NAME
+
+    def tunes(self, scheme: LinearScheme, *, rotated: bool) -> bool:
+        """Return whether scales are tuned afterwards."""
+        refused = tune.SUPPORTS.scheme(scheme) is not None or (rotated and tune.SUPPORTS.rotations is not None)
+        return _few_bits(scheme.weights) and not refused
+
+
+COMBINATIONS: dict[str, Combination] = {
+    "best": Combination(rounding=yaqa.NAME, searches=True, steps=32, sequences=4),
+    "good": Combination(rounding=gptq.NAME, searches=True, steps=16, sequences=4),
+}
 
 
 def supports_of(name: str) -> Supports:
@@ -126,16 +159,5 @@ def supports_of(name: str) -> Supports:
     return BLOCK_ALGORITHMS[name].SUPPORTS if name in BLOCK_ALGORITHMS else tune.SUPPORTS
 
 
-def best_for(weights: TensorScheme, *, rotated: bool) -> str:
-    """Return the algorithm that `best` stands for, of such weights.
-
-    Measured beside the others (benchmarks/accuracy.py) for 4 bits; other bits below 8 follow it. gptq goes with rotations and
-    float8, which yaqa does not.
-    """
-    refused = weights.kind != "int" or (rotated and yaqa.SUPPORTS.rotations is not None)
-    return gptq.NAME if refused or weights.num_bits == 8 else yaqa.NAME
-
-
-def tuned_by_best(scheme: LinearScheme, *, rotated: bool) -> bool:
-    """Return whether `best` tunes scales after its algorithm: where that is yaqa, and inputs stay as they are."""
-    return best_for(scheme.weights, rotated=rotated) == yaqa.NAME and tune.SUPPORTS.scheme(scheme) is None
+def _few_bits(weights: TensorScheme) -> bool:
+    return weights.kind == "int" and weights.num_bits < 8

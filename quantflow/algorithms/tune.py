@@ -30,7 +30,7 @@ from quantflow.core.support import Refusal, Supports
 from quantflow.errors import SchemeError, StatisticsError
 
 NAME: str = "tune"
-VERSION: int = 1
+VERSION: int = 2
 _LEAVE_OUT = "leave `tune` out, or give `--tune 0`"
 _OTHER_WEIGHTS = Refusal(why="; it tunes scales per channel or group of integer weights, inputs as they are", remedy=_LEAVE_OUT)
 SUPPORTS = Supports(
@@ -45,8 +45,8 @@ SUPPORTS = Supports(
 # Constants, since they are part of the result.
 RATE = 0.02  # the longest step, of the distance between two integers, at the end of the range
 BETAS, EPSILON = (0.9, 0.95), 1e-8  # Adam's
-CHECKED = 32  # sequences whose divergence says whether tuning was of use
-_ROWS = 64  # tokens whose divergences are added at once
+CHECKED = 8  # sequences whose divergence says whether tuning was of use
+_LOGITS = 2**20  # whose divergences are added at once: 4 MiB, of which nothing has to be mapped anew
 _WARM_UP = 5  # steps until it is reached: the first know little of how long they should be
 
 
@@ -146,7 +146,7 @@ def divergence(logits: Tensor, original: Tensor) -> tuple[float, Tensor]:
         StatisticsError: it is not finite.
     """
     total, gradient = 0.0, torch.empty_like(logits, dtype=torch.float32)
-    for part in groups.spans(len(logits), _ROWS):  # of a vocabulary of any size little is in memory twice
+    for part in groups.spans(len(logits), max(1, _LOGITS // logits.shape[1])):
         found, target = logits[part].float().log_softmax(-1), original[part].float().log_softmax(-1)
         weights = target.exp()
         total += float(target.sub_(found).mul_(weights).sum(dtype=torch.float64))
@@ -173,5 +173,5 @@ def working_bytes(weights: int, scales: int, *, workers: int = 1) -> int:
 
 
 def runs(samples: int, *, steps: int, sequences: int) -> int:
-    """Return how many sequences run through every layer, a way back counted as two: the original, each step, each check."""
-    return samples + 4 * steps * min(sequences, samples) + 2 * min(CHECKED, samples)
+    """Return how many sequences run through every layer, a way back counted as two: each step, each check."""
+    return 4 * steps * min(sequences, samples) + 2 * min(CHECKED, samples)

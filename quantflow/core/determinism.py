@@ -19,6 +19,15 @@ def single_threaded() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
+def products() -> torch.dtype:
+    """Return the dtype of products that need not be exact: bfloat16 where the CPU multiplies it, in half of float32's time.
+
+    Those are AVX512-BF16 and AMX; elsewhere bfloat16 is slower than float32. What is computed so names it in its key.
+    """
+    there = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if there else torch.float32
+
+
 def tools() -> dict[str, str]:
     """Return what else decides the bits: library versions and the instruction set."""
     return {

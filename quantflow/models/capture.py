@@ -245,11 +245,12 @@ class LayerStream:
             state.store.put(state.index, hidden)
 
     @contextmanager
-    def head(self, linear: QuantizedLinear | None = None) -> Iterator[None]:
+    def head(self, linear: QuantizedLinear | None = None, *, products: torch.dtype | None = None) -> Iterator[None]:
         """Keep the final norm and the head in memory for many calls of `finish`; the head as it is stored.
 
         Args:
             linear: computes the logits in the place of the weights' own head; inside another `head()` until this one ends.
+            products: dtype in which the weights' own head is multiplied; None is the stream's.
         """
         inside = isinstance(self.model.get_submodule(self._head), HeadStandIn | QuantizedHead)
         if inside and linear is None:
@@ -260,7 +261,9 @@ class LayerStream:
         others = [other for other in self._outer if other not in (name, f"{self._embedding}.weight")]
         linear = linear or self.weights.quantized(source)
         head = (
-            QuantizedHead(linear, self.dtype) if linear else HeadStandIn(self.weights.read([source])[source], dtype=self.dtype)
+            QuantizedHead(linear, self.dtype)
+            if linear
+            else HeadStandIn(self.weights.read([source])[source], dtype=products or self.dtype)
         )
         with ExitStack() as stack:
             if not inside:

@@ -103,8 +103,8 @@ class HeadStandIn(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return the logits [..., V] of [..., H]."""
-        logits: Tensor = _Projection.apply(hidden, self.rows, self.dtype)  # type: ignore[no-untyped-call]
-        return logits
+        logits: Tensor = _Projection.apply(hidden.to(self.dtype), self.rows, self.dtype)  # type: ignore[no-untyped-call]
+        return logits.to(hidden.dtype)
 
 
 class QuantizedHead(nn.Module):
@@ -146,11 +146,12 @@ class _Projection(torch.autograd.Function):
         """Return the gradient by hidden, [..., H], of that by the output, [..., V]; weight and dtype have none."""
         (weight,) = ctx.saved_tensors
         (gradient,) = gradients
-        total = gradient.new_zeros(*gradient.shape[:-1], weight.shape[1])
+        sums = torch.promote_types(gradient.dtype, torch.float32)
+        total = gradient.new_zeros(*gradient.shape[:-1], weight.shape[1], dtype=sums)
         for part, rows in zip(gradient.split(HEAD_ROWS, dim=-1), torch.split(weight, HEAD_ROWS), strict=True):
             turned = torch.empty(rows.shape[::-1], dtype=ctx.dtype, device=rows.device).copy_(rows.t())
             total += product(operand(part), turned)
-        return total, None, None
+        return total.to(gradient.dtype), None, None
 
 
 def logit_rows(vocabulary: int) -> int:

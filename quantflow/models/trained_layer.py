@@ -5,9 +5,12 @@ The layer's own forward is run, with what the model called it with (quantflow/mo
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from quantflow.models.capture import LayerStream, State
 from quantflow.models.graph import Layer
@@ -21,20 +24,32 @@ def replaced(module: nn.Module, layer: Layer, weights: Mapping[str, Tensor]) -> 
     Args:
         module: the layer, as `LayerStream.layer` yields it.
         layer: which one.
-        weights: linear -> weight [O, I], in the stream's dtype; linears that are not named keep their own.
+        weights: linear -> weight [O, I], in any float dtype, in which its products are then computed; inputs and outputs stay
+            in the stream's. Linears that are not named keep their own.
     """
-    own: dict[nn.Module, nn.Parameter | None] = {}
+    own: dict[Any, tuple[nn.Parameter | None, Any]] = {}
     try:
         for name, weight in weights.items():
-            linear = module.get_submodule(layer.relative(name))
+            linear: Any = module.get_submodule(layer.relative(name))
             # A parameter would be a leaf of its own, without a gradient to these.
-            own[linear] = linear._parameters.pop("weight")
+            own[linear] = linear._parameters.pop("weight"), linear.__dict__.get("forward")
             linear.weight = weight
+            if weight.dtype != torch.float32:
+                linear.forward = partial(_rounded, linear)
         yield
     finally:
-        for linear, parameter in own.items():
+        for linear, (parameter, forward) in own.items():
             del linear.weight
             linear.register_parameter("weight", parameter)
+            linear.__dict__.pop("forward", None)
+            if forward is not None:
+                linear.forward = forward
+
+
+def _rounded(linear: nn.Linear, x: Tensor) -> Tensor:
+    """Return the output [..., O] of [..., I] in x's dtype, of a product in the weight's, whose bias is added to it."""
+    output = functional.linear(x.to(linear.weight.dtype), linear.weight).to(x.dtype)
+    return output if linear.bias is None else output + linear.bias
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from quantflow.algorithms import ALGORITHMS, BEST, NEAREST
+from quantflow.algorithms import ALGORITHMS, COMBINATIONS, NEAREST
 from quantflow.core.scheme import LinearScheme
 from quantflow.errors import InputError, UsageError, nearest
 from quantflow.models.graph import Graph
@@ -119,7 +119,7 @@ def _algorithm(name: str, head: HeadSettings, scheme: LinearScheme) -> str:
     """
     known = [word for word, algorithm in ALGORITHMS.items() if algorithm.BY_ROW]
     algorithm = head.algorithm or scheme.algorithm
-    if algorithm not in (*ALGORITHMS, BEST):
+    if algorithm not in (*ALGORITHMS, *COMBINATIONS):
         raise UsageError(f"{name}: head: algorithm {algorithm!r} is unknown", nearest(algorithm, known))
     if algorithm not in known:
         raise UsageError(

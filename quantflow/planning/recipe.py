@@ -220,7 +220,7 @@ class Tune:
         flag="--tune",
         metavar="STEPS",
         verbs=("quantize",),
-        help="Then tune all scales end to end (default: 32 for best; 0: not).",
+        help="Then tune all scales end to end (default: what good and best do, 0 for others).",
     )
     sequences: int = setting(8, help="Sequences of the text in each step.")
 
@@ -266,7 +266,7 @@ class Quantize:
     of the layers) or `max_kld` (mean KL divergence, nats per token) every linear of a layer that `overrides` does not name
     gets the one of `candidates` that measured sensitivities speak for; null is integers of 2 to 8 bits. `kv_cache` null
     keeps keys and values as they are. `signround` is how the algorithm of that name learns. `tune` is how scales are tuned end
-    to end after that; null is not, but where `algorithm` is best and weights alone are quantized below 8 bits.
+    to end after that; null is not, but where `algorithm` is good or best and weights alone are quantized below 8 bits.
     """
 
     name: str = setting(help="Of the artifact, and of its folder.")
@@ -279,7 +279,7 @@ class Quantize:
         None,
         flag="--algorithm",
         verbs=("quantize",),
-        help="rtn, rtn_mse, hqq, gptq, yaqa, signround or best (default: the scheme's).",
+        help="rtn, rtn_mse, hqq, gptq, yaqa, signround, good or best (default: the scheme's).",
     )
     group_size: int | None = setting(
         None, flag="--group-size", verbs=("quantize",), help="Input features per scale (default: the scheme's)."
@@ -293,7 +293,7 @@ class Quantize:
         metavar="ALPHA",
         verbs=("quantize",),
         parse=smoothquant_flag,
-        help="Smooth with this alpha, 0.5 is usual; auto searches one per input, as best does; none: not at all.",
+        help="Smooth with this alpha, 0.5 is usual; auto searches one per input, as good and best do; none: not at all.",
     )
     ignore: tuple[str, ...] = setting(
         (),

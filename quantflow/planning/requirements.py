@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quantflow.algorithms import ALGORITHMS, BEST, BLOCK_ALGORITHMS, LEARNING, best_for, supports_of, tuned_by_best
+from quantflow.algorithms import ALGORITHMS, BLOCK_ALGORITHMS, COMBINATIONS, LEARNING, Combination, supports_of
 from quantflow.core.scheme import (
     LinearScheme,
     preset,
@@ -126,7 +126,7 @@ def override_of(entry: Quantize, override: Override | HeadSettings) -> LinearSch
 def algorithm_of(entry: Quantize) -> str:
     """Return the algorithm that quantizes linears that share an input, a key of ALGORITHMS.
 
-    It is what an entry names, or its scheme's usual one; `best` is one of the others, and what learns has one to start from.
+    It is what an entry names, or its scheme's usual one. A combination takes one of the others, what learns starts from one.
 
     Raises:
         UsageError: it is unknown.
@@ -138,10 +138,10 @@ def algorithm_of(entry: Quantize) -> str:
             words = nearest(learned.start, list(ALGORITHMS))
             raise UsageError(f"{entry.name}: {algorithm}: start={learned.start!r} is no algorithm to start from", words)
         return learned.start
-    if algorithm == BEST:
-        return best_for(scheme.weights, rotated=_rotated(entry))
+    if (combination := _combination_of(entry)) is not None:
+        return combination.algorithm(scheme.weights, rotated=_rotated(entry))
     if algorithm not in ALGORITHMS:
-        known = [*ALGORITHMS, *BLOCK_ALGORITHMS, BEST]
+        known = [*ALGORITHMS, *BLOCK_ALGORITHMS, *COMBINATIONS]
         raise UsageError(f"{entry.name}: algorithm {algorithm!r} is unknown", nearest(algorithm, known))
     return algorithm
 
@@ -176,10 +176,14 @@ def tune_of(entry: Quantize, *, sparse: bool = False) -> Tune | None:
     """
     if entry.tune is not None:
         return entry.tune if entry.tune.steps else None
-    scheme = preset(entry.scheme)
-    if (entry.algorithm or scheme.algorithm) != BEST or sparse:
+    combination = _combination_of(entry)
+    if combination is None or sparse or not combination.tunes(preset(entry.scheme), rotated=_rotated(entry)):
         return None
-    return Tune() if tuned_by_best(scheme, rotated=_rotated(entry)) else None
+    return Tune(steps=combination.steps, sequences=combination.sequences)
+
+
+def _combination_of(entry: Quantize) -> Combination | None:
+    return COMBINATIONS.get(entry.algorithm or preset(entry.scheme).algorithm)
 
 
 def _rotated(entry: Quantize) -> bool:
@@ -240,12 +244,12 @@ def transforms_of(entry: Quantize) -> tuple[tuple[str, Mapping[str, Any]], ...]:
 
 
 def _usual_transforms(entry: Quantize) -> tuple[Mapping[str, Any], ...]:
-    """Return what an entry gets that names no transforms: its scheme's, and `best` of integers that have none a search.
+    """Return what an entry gets that names no transforms: its scheme's, or the search of a combination for integers.
 
     Where schemes are to be chosen there are none: sensitivities are those of the weights as they are.
     """
-    scheme = preset(entry.scheme)
-    searched = (entry.algorithm or scheme.algorithm) == BEST and scheme.weights.kind == "int"
+    scheme, combination = preset(entry.scheme), _combination_of(entry)
+    searched = combination is not None and combination.searches and scheme.weights.kind == "int"
     if searched and not scheme.transforms and not entry.mixed:
         values = {} if entry.kv_cache is None else {smoothquant.CHANGES_VALUES: False}  # a cache's scales are of these
         return ({smoothquant.NAME: {**smoothquant.SEARCHED, **values}},)

@@ -50,6 +50,8 @@ from quantflow.quantization.static_inputs import gradient_sum, input_statistics
 
 __all__ = ["Forward", "open_source"]
 
+ORIGINAL = "original"  # the folder, below that of the layers, of what leaves the last layer of the original model
+
 
 @dataclass(frozen=True, kw_only=True)
 class Forward:
@@ -99,6 +101,7 @@ class Forward:
         states = stream.begin(sequences, hidden=hidden)
         if not hidden.restored:
             hidden.commit(0, key=self.key, settled=self.team.wait)
+        original = self.original()
         rest, stage = self.graph.layers[start:], f"quantize {self.plan.name}"
         last = states[-1].hidden
         steps = self.progress.steps(
@@ -108,7 +111,7 @@ class Forward:
             process_memory.give_back_holes()
             as_stored = not self.plan.transforms  # they change weights, in float32
             with stream.layer(layer.index, as_stored=as_stored) as module, linears_restored(module):
-                last = self._layer(stream, source, module, layer, states)
+                last = self._layer(stream, source, module, layer, states, original=original)
             if layer is not self.graph.layers[-1]:
                 hidden.commit(layer.index + 1, key=self.key, settled=self.team.wait)
         hidden.close()
@@ -116,10 +119,28 @@ class Forward:
         if self.folder == self.output:
             write_canary(self.output, self.plan, stream, self.measurement, tokens=tokens, last=last)
 
+    def original(self) -> HiddenStates | None:
+        """Return what leaves the original model's last layer, taken up or still to be put; None where it does not pass here."""
+        if self.plan.tune is None or quantized_inputs(self.entry):
+            return None
+        found = HiddenStates(len(self._calibration), folder=self.folder / ORIGINAL)
+        found.restore(len(self.graph.layers), key=self.key)
+        return found
+
     def _layer(
-        self, stream: LayerStream, source: Source | Rotated, module: nn.Module, layer: Layer, states: Sequence[State]
+        self,
+        stream: LayerStream,
+        source: Source | Rotated,
+        module: nn.Module,
+        layer: Layer,
+        states: Sequence[State],
+        *,
+        original: HiddenStates | None,
     ) -> Tensor:
-        """Quantize a layer, or read it back, and put the hidden states that leave it; return the canary's."""
+        """Quantize a layer, or read it back, and put the hidden states that leave it; return the canary's.
+
+        Behind the last layer those of the calibration text are put into `original`, where it does not have them.
+        """
         learned = self.plan.learned is not None
         *calibration, canary = states
         again = calibration[len(calibration) // 2 :] if learned else []
@@ -131,10 +152,11 @@ class Forward:
         kv_scales = kv_scales_of(self.measurement, layer, self.plan.kv_cache)
         cache = None if kv_scales is None else KVRounder({layer.index: kv_scales})
         more = layer is not self.graph.layers[-1]
-        original = more and not quantized_inputs(self.entry)
+        keeps = not more and original is not None and not original.restored
+        originals = (more and not quantized_inputs(self.entry)) or keeps
         quantized: QuantizedLayer | None = None
         if kept:
-            if original:
+            if originals:
                 stream.advance(module, calibration, workers=self.workers)
             read_back(module, layer, self.plan, path)
         else:
@@ -145,13 +167,17 @@ class Forward:
                     states=calibration,
                     again=again,
                     tokens=[len(sequence) for sequence in self._calibration],
-                    keep_outputs=original or learned,
+                    keep_outputs=originals or learned,
                 ),
                 measured=self._measured(layer),
                 execution=Execution(
                     workers=self.workers, ahead=self.allowance.in_flight, progress=self.progress, team=self.team
                 ),
             )
+        if keeps and original is not None:
+            for state in calibration:
+                original.put(state.index, state.hidden)
+            original.commit(layer.index + 1, key=self.key)
         output = stream.run(module, canary, cache=cache)
         if quantized is not None:
             record = {**quantized.record(), **kv_record(self.measurement, layer, self.plan.kv_cache)}
@@ -161,7 +187,7 @@ class Forward:
             tensors |= {} if self.folder == self.output else quantized.factors  # which tuning smooths the original layer with
             layer_store.write_layer(path, tensors, record)
         if more:
-            if learned or not original:
+            if learned or not originals:
                 self.progress.doing("through the quantized layer")
                 stream.advance(module, again if learned else calibration, cache=cache, workers=self.workers)
             canary.store.put(canary.index, output)

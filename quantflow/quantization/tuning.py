@@ -1,7 +1,7 @@
 """Scales tuned end to end: after all layers are quantized, the whole model runs forward and back, a layer in memory at a time.
 
     ../.<folder>.tune/layers/          the layers as they were quantized
-    ../.<folder>.tune/original/        what leaves the last layer of the original model, for every sequence
+    ../.<folder>.tune/original/        what leaves the last layer of the original model, for every sequence; quantizing puts it
     ../.<folder>.tune/steps/00007/     what is tuned (quantflow/algorithms/tune.py) of each layer after seven steps
     ../.<folder>.tune/inputs/00012/    of the sequences under way: what enters layer 12, while a step runs
 
@@ -9,6 +9,10 @@ A step runs its sequences through the quantized layers, keeping what enters each
 head; and brings it back, layer by layer from the last to the first, each of which runs again and takes a step of its own when
 all sequences have come back through it. So a run that was stopped goes on at its step. Before the first and after the last
 the divergence of some sequences is taken: scales that made it no less are left as they were.
+
+Steps are noisy by the sequences that they see, far more than by rounding. So their products, of linears and of the head, are
+in bfloat16 where the CPU has it (`quantflow.core.determinism.products`), at twice the speed; hidden states, norms, attention,
+sums and all that is recorded are in float32. Which of the two it was is part of the key and of the record.
 
 Then every layer is written to the stage's folder. Its file and record are what they would be had it been quantized so: the
 errors of its linears and the hash of what the canary looks like behind it are taken anew, and what tuning did stands among
@@ -30,6 +34,7 @@ from quantflow.algorithms import tune as algorithm
 from quantflow.artifact import disk
 from quantflow.artifact.canonical import canonical_json, digest_of, read_json
 from quantflow.artifact.safetensors_header import read_header
+from quantflow.core import determinism
 from quantflow.core.dtypes import DTYPES
 from quantflow.core.qtensor import QuantizedLinear
 from quantflow.errors import InputError
@@ -47,7 +52,7 @@ from quantflow.planning.kv_cache import kv_scales_of
 from quantflow.planning.recipe import Tune
 from quantflow.process_memory import give_back_holes
 from quantflow.quantization.layer import FORMAT, canary_traffic, install_all
-from quantflow.quantization.layer_by_layer import Forward, canary_tokens, linears_restored, read_back, write_canary
+from quantflow.quantization.layer_by_layer import ORIGINAL, Forward, canary_tokens, linears_restored, read_back, write_canary
 from quantflow.quantization.smoothing import is_factor, put_changed, smooth_again
 
 PARTS = ("u", "mean", "square")  # of what is tuned
@@ -61,7 +66,7 @@ class Visit:
     Attributes:
         starts: linear -> what its file holds.
         tuned: linear -> what its scales are multiplied by.
-        weights: linear -> [O, I] float32.
+        weights: linear -> [O, I], in the dtype of its products.
     """
 
     module: nn.Module
@@ -85,7 +90,8 @@ class TuningRun:
         """
         self.done, self.plan, self.sequences, self.stream = done, plan, sequences, stream
         self.layers = done.graph.layers
-        self._key = digest_of([done.key, TUNE])
+        self.products = determinism.products()
+        self.key = digest_of([done.key, TUNE, str(self.products)])
         self._stage = f"tune {done.plan.name}"
 
     def steps(self) -> dict[str, Any]:
@@ -107,6 +113,7 @@ class TuningRun:
             give_back_holes()
         self.done.progress.doing("comparing")
         record = {**self._record(count), "divergence": self._divergence(states, original, checked, step=count)}
+        record["products"] = str(self.products).removeprefix("torch.")
         kept = record["divergence"] < record["divergence_start"]
         return {"steps": count if kept else 0, **record}
 
@@ -136,8 +143,8 @@ class TuningRun:
         return found
 
     @contextmanager
-    def _layer(self, index: int, step: int) -> Iterator[Visit]:
-        """Yield a layer with its linears' weights as they are after so many steps."""
+    def _layer(self, index: int, step: int, *, products: torch.dtype) -> Iterator[Visit]:
+        """Yield a layer with its linears' weights as they are after so many steps, in the dtype of their products."""
         layer, workers = self.layers[index], self.done.workers
         with self.stream.layer(index, as_stored=True) as module:
             put_changed(module, layer, self.done.folder)
@@ -146,7 +153,8 @@ class TuningRun:
 
             def weight(name: str) -> Tensor:
                 linear = starts[name]
-                return algorithm.made(linear.weight, tuned[name], scale_dtype=self.scale_dtype(linear, name)).dequantize()
+                made = algorithm.made(linear.weight, tuned[name], scale_dtype=self.scale_dtype(linear, name))
+                return made.dequantize().to(products)
 
             weights = dict(zip(starts, workers.map(weight, list(starts)), strict=True))
             with replaced(module, layer, weights):
@@ -154,31 +162,34 @@ class TuningRun:
 
     def _original(self) -> list[State]:
         """Return every sequence with what leaves the last layer of the original model."""
-        hidden = HiddenStates(len(self.sequences), folder=self.done.folder / "original")
-        begin = next((index for index in range(len(self.layers), -1, -1) if hidden.restore(index, key=self._key)), 0)
+        hidden = self.done.original()
+        if hidden is not None:  # put while the layers were quantized
+            return self.stream.begin(self.sequences, hidden=hidden)
+        hidden = HiddenStates(len(self.sequences), folder=self.done.folder / ORIGINAL)
+        begin = next((index for index in range(len(self.layers), -1, -1) if hidden.restore(index, key=self.key)), 0)
         states = self.stream.begin(self.sequences, hidden=hidden)
         if not hidden.restored:
-            hidden.commit(0, key=self._key)
+            hidden.commit(0, key=self.key)
         left = self.layers[begin:]
         stage = f"{self._stage}: original"
         for layer in self.done.progress.steps(left, stage=stage, unit="layer", samples=len(states), before=begin):
             with self.stream.layer(layer.index, as_stored=True) as module:
                 self.stream.advance(module, states, workers=self.done.workers)
-            hidden.commit(layer.index + 1, key=self._key)
+            hidden.commit(layer.index + 1, key=self.key)
         return states
 
     def _room(self, name: str, count: int) -> HiddenStates:
         """Return hidden states of the sequences under way, which no resumed run reads."""
         return HiddenStates(count, folder=self.done.folder / "inputs" / name)
 
-    def _through(self, batch: Sequence[State], step: int) -> list[list[State]]:
+    def _through(self, batch: Sequence[State], step: int, *, products: torch.dtype) -> list[list[State]]:
         """Run sequences through the quantized layers; return them as they enter each layer, and as they leave the last."""
         rooms = [self._room(f"{index:05d}", len(batch)) for index in range(len(self.layers) + 1)]
         places = [[State(calls=state.calls, store=room, index=at) for at, state in enumerate(batch)] for room in rooms]
         for at, state in enumerate(batch):
             rooms[0].put(at, state.hidden)
         for layer in self.layers:
-            with self._layer(layer.index, step) as visit:
+            with self._layer(layer.index, step, products=products) as visit:
                 run = partial(self.stream.run, visit.module)
                 left = self.done.workers.stream(run, places[layer.index], ahead=self.done.allowance.in_flight)
                 for at, hidden in enumerate(left):
@@ -190,7 +201,7 @@ class TuningRun:
         total = 0.0
         for first in range(0, len(numbers), self.plan.sequences):
             some = numbers[first : first + self.plan.sequences]
-            places = self._through([states[number] for number in some], step)
+            places = self._through([states[number] for number in some], step, products=torch.float32)
             with self.stream.head():
                 pairs = list(zip(places[-1], [original[number] for number in some], strict=True))
                 for found in self.done.workers.stream(self._lost, pairs, ahead=self.done.allowance.in_flight):
@@ -202,10 +213,10 @@ class TuningRun:
     def _step(self, step: int, batch: Sequence[State], original: Sequence[State]) -> None:
         """Run some sequences forward and back, and write what every layer became."""
         disk.make_folder(self._at(step + 1, 0).parent)
-        places = self._through(batch, step)
+        places = self._through(batch, step, products=self.products)
         arriving = self._from_head(places[-1], [original[state.index] for state in batch])
         for layer in reversed(self.layers):
-            with self._layer(layer.index, step) as visit:
+            with self._layer(layer.index, step, products=self.products) as visit:
                 entering = self._room(f"back-{layer.index:05d}", len(batch))
                 slopes = self._back(visit, places[layer.index], arriving, entering)
                 arriving.close()
@@ -224,7 +235,7 @@ class TuningRun:
         """Return the gradients of the mean divergence by what leaves the last layer."""
         arriving = self._room("back", len(states))
         tokens = sum(state.hidden.shape[1] for state in states)
-        with self.stream.head():
+        with self.stream.head(products=self.products):
             unit, pairs = partial(self._slope, tokens), list(zip(states, original, strict=True))
             for at, gradient in enumerate(self.done.workers.stream(unit, pairs, ahead=self.done.allowance.in_flight)):
                 arriving.put(at, gradient)
@@ -279,13 +290,13 @@ class TuningRun:
         return self.done.folder / "steps" / f"{step:05d}" / f"{index:05d}.safetensors"
 
     def _step_key(self, step: int, layer: Layer) -> str:
-        return digest_of([self._key, step, layer.index])
+        return digest_of([self.key, step, layer.index])
 
     def _save(self, step: int, record: Mapping[str, Any]) -> None:
         """Note what is known after so many steps, whose layers are there; what was before is of no use then."""
         folder = self.done.folder / "steps"
         disk.make_folder(folder / f"{step:05d}")
-        disk.write_atomic(folder / f"{step:05d}" / "told.json", canonical_json({**record, "key": digest_of([self._key, step])}))
+        disk.write_atomic(folder / f"{step:05d}" / "told.json", canonical_json({**record, "key": digest_of([self.key, step])}))
         for other in folder.iterdir():
             if other.name != f"{step:05d}":
                 disk.remove_tree(other)
@@ -303,7 +314,7 @@ class TuningRun:
             except InputError:
                 continue
             paths = {self._at(step, layer.index): self._step_key(step, layer) for layer in self.layers if step}
-            if record.get("key") == digest_of([self._key, step]) and all(map(layer_store.finished, paths, paths.values())):
+            if record.get("key") == digest_of([self.key, step]) and all(map(layer_store.finished, paths, paths.values())):
                 return step
         return None
 
@@ -322,7 +333,7 @@ def tune(done: Forward, plan: Tune, *, sequences: Sequence[Tensor]) -> None:
         InputError: a layer's file is damaged.
     """
     run = TuningRun(done, plan, sequences=sequences, stream=LayerStream(done.source, done.graph))
-    keys = {layer.index: digest_of([done.key, TUNE, layer.index]) for layer in done.graph.layers}
+    keys = {layer.index: digest_of([run.key, layer.index]) for layer in done.graph.layers}
     paths = {index: layer_store.layer_path(done.output, index) for index in keys}
     outcome: dict[str, Any] = {}
     if any(layer_store.finished(paths[index], key) is None for index, key in keys.items()):

@@ -159,8 +159,8 @@ def test_float8_is_refused_by_its_name(name):
 
 
 def test_what_it_runs_and_takes_is_counted():
-    assert tune.runs(64, steps=32, sequences=8) == 64 + 4 * 32 * 8 + 2 * 32  # the original, there and back twice, two checks
-    assert tune.runs(3, steps=2, sequences=8) == 3 + 4 * 2 * 3 + 2 * 3
+    assert tune.runs(64, steps=32, sequences=8) == 4 * 32 * 8 + 2 * 8  # there and back twice, two checks
+    assert tune.runs(3, steps=2, sequences=8) == 4 * 2 * 3 + 2 * 3
     none, one = (tune.working_bytes(1000, 10, workers=count) for count in (0, 1))
     assert none == 5 * 1000 + 20 * 10
     assert one - none > 4 * 1000 + 4 * 10

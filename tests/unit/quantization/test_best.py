@@ -1,4 +1,4 @@
-"""`--algorithm best`: gradients measured, weights rounded by them, resumed, refused where it does not fit."""
+"""`--algorithm best` and `good`: gradients measured, weights rounded by them, resumed, refused where it does not fit."""
 
 import json
 import weakref
@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from quantflow.algorithms import yaqa
+from quantflow.algorithms import COMBINATIONS, yaqa
 from quantflow.calibration import measure
 from quantflow.distributed.launch import rank_folder
 from quantflow.errors import StatisticsError, UsageError
@@ -187,9 +187,15 @@ def test_the_result_is_the_same_whatever_the_memory_and_wherever_it_was_stopped(
         ("FP8_DYNAMIC:best", "gptq", ()),
         ("FP8_BLOCK:best", "gptq", ()),
         ("FP8:best", "gptq", ("amax",)),
+        ("W4A16:good", "gptq", ()),
+        ("W2A16_ASYM:good", "gptq", ()),
+        ("W8A16:good", "gptq", ()),
+        ("W4A16:good@4.25", "gptq", ("fisher",)),
+        ("W8A8:good", "gptq", ("channel_amax",)),
+        ("FP8:good", "gptq", ("amax",)),
     ],
 )
-def test_best_is_the_algorithm_that_fits_the_scheme(word, algorithm, statistics):
+def test_a_combination_is_the_algorithm_that_fits_the_scheme(word, algorithm, statistics):
     (entry,) = entries_of(word)
     assert algorithm_of(entry) == algorithm
     assert statistics_for([entry]) == statistics
@@ -222,9 +228,13 @@ AUTO = ("smoothquant", {"alpha": "auto", "linears": True})
         ({"scheme": "W4A16", "algorithm": "gptq"}, ()),
         ({"scheme": "W4A16", "algorithm": "best", "transforms": ()}, ()),
         ({"scheme": "W4A16", "algorithm": "best", "target_bpw": 4.25}, ()),
+        ({"scheme": "W4A16", "algorithm": "good"}, (AUTO,)),
+        ({"scheme": "W4A16", "algorithm": "good", "transforms": ()}, ()),
+        ({"scheme": "W8A8", "algorithm": "good"}, (("smoothquant", {"alpha": 0.5, "linears": False}),)),
+        ({"scheme": "FP8_DYNAMIC", "algorithm": "good"}, ()),
     ],
 )
-def test_best_searches_how_far_to_smooth_where_the_entry_names_nothing_else(words, expected):
+def test_combinations_search_how_far_to_smooth_where_the_entry_names_nothing_else(words, expected):
     assert transforms_of(Quantize(name="a", **words)) == expected
 
 
@@ -234,6 +244,34 @@ def test_the_command_line_smooths_as_it_is_told(llama, measured, tmp_path, alpha
     given += ["--measurement", measured, "--tune", 0, "--smoothquant", alpha, "-q"]
     assert exit_code(cli, [str(word) for word in given]) == 0
     assert json.loads((tmp_path / "2" / "quantize.json").read_text())["plan"]["transforms"] == transforms
+
+
+GOOD = ("--scheme", "W4A16", "--group-size", 32, "--algorithm", "good")
+
+
+def test_good_needs_the_token_ids_alone_and_loses_less_than_gptq(llama, text_files, tmp_path):
+    job = measure.MeasureJob(model=llama, output=tmp_path / "1", calibration=calibration(text_files), stats=())
+    measured = rank_folder(measure.run(job, QUIET), 0, 1)
+    given = ["quantize", llama, "-o", tmp_path / "2", *GOOD, "--measurement", measured, "-q"]
+    assert exit_code(cli, [str(word) for word in given]) == 0
+    plan = json.loads((tmp_path / "2" / "quantize.json").read_text())["plan"]
+    assert plan["algorithm"] == "gptq" and plan["transforms"] == [dict([AUTO])]
+    assert plan["tune"] == {"steps": COMBINATIONS["good"].steps, "sequences": COMBINATIONS["good"].sequences}
+    (told, *_) = json.loads((tmp_path / "2" / "layers" / "00000.json").read_text())["decisions"].values()
+    assert told["tune"]["steps"] == COMBINATIONS["good"].steps
+    assert told["tune"]["divergence"] < 0.9 * told["tune"]["divergence_start"]  # of gptq, smoothed
+
+
+@pytest.mark.parametrize("word", COMBINATIONS)
+def test_what_combinations_do_can_be_named_instead(llama, measured, tmp_path, word):
+    """A combination is its parts: the same tensors, byte by byte; records differ by the words of the recipe."""
+    combination = COMBINATIONS[word]
+    tune = Tune(steps=2, sequences=2)
+    entry = replace(ENTRY, algorithm=word, tune=tune)
+    parts = replace(entry, algorithm=combination.rounding, transforms=(dict([AUTO]),))
+    one, other = (files(made(llama, measured, tmp_path / name, each)) for name, each in (("1", entry), ("2", parts)))
+    tensors = [name for name in one if name.endswith(".safetensors")]
+    assert len(tensors) == 2 and all(one[name] == other[name] for name in tensors)
 
 
 def given_to_yaqa(llama, measured, folder, monkeypatch, **words):

@@ -8,12 +8,14 @@ import torch
 from safetensors.torch import load_file
 
 from quantflow import process_memory
-from quantflow.algorithms import tune
+from quantflow.algorithms import COMBINATIONS, tune
 from quantflow.calibration import measure
+from quantflow.core import determinism
 from quantflow.distributed.launch import rank_folder
 from quantflow.errors import UnsupportedError, UsageError
 from quantflow.exporting import export
 from quantflow.models import layer_store, stand_ins
+from quantflow.models.capture import LayerStream
 from quantflow.models.load import load_model, open_source
 from quantflow.planning.finished_plan import plan_from
 from quantflow.planning.recipe import Calibration, Override, Quantize, SignRound, Tune, Validate, recipe_from
@@ -122,9 +124,15 @@ def test_the_recorded_divergences_are_those_of_the_artifacts_before_and_after(ll
             assert told["tune"]["steps"] == 6 and told["tune"]["rescaled"] > 0
 
 
-@pytest.mark.parametrize("tokens", [1, 20, 64], ids="{} tokens at once through the head".format)
-def test_the_first_step_is_against_the_gradient_of_the_whole_model(llama, measured, untuned, tmp_path, monkeypatch, tokens):
-    """By autograd through transformers' model, of the sequences of the first step."""
+@pytest.mark.parametrize(
+    ("products", "tokens", "tolerance"),
+    [(torch.float32, 1, 1e-3), (torch.float32, 20, 1e-3), (torch.float32, 64, 1e-3), (torch.bfloat16, 20, 3e-2)],
+)
+def test_the_first_step_is_against_the_gradient_of_the_whole_model(
+    llama, measured, untuned, tmp_path, monkeypatch, products, tokens, tolerance
+):
+    """By autograd through transformers' model, of the sequences of the first step; `tokens` at once through the head."""
+    monkeypatch.setattr(determinism, "products", lambda: products)
     monkeypatch.setattr(stand_ins, "LOGITS", 1)
     monkeypatch.setattr(stand_ins, "FEWEST", tokens)
     seen, step = [], tune.stepped
@@ -146,7 +154,36 @@ def test_the_first_step_is_against_the_gradient_of_the_whole_model(llama, measur
         weight = artifact.decode(name).weight
         exact = (model.get_submodule(name).weight.grad * weight.dequantize()).reshape(*weight.scale.shape, -1).sum(-1)
         (found,) = [slope for start, slope in seen if torch.equal(start.qvalue, weight.qvalue)]
-        torch.testing.assert_close(found, exact, rtol=1e-3, atol=1e-3 * float(exact.abs().max()))
+        torch.testing.assert_close(found, exact, rtol=tolerance, atol=tolerance * float(exact.abs().max()))
+
+
+def test_products_in_bfloat16_gain_what_those_in_float32_gain(llama, measured, tmp_path, monkeypatch):
+    gains = {}
+    for products in (torch.float32, torch.bfloat16):
+        monkeypatch.setattr(determinism, "products", lambda products=products: products)
+        (told, *_) = records(made(llama, measured, tmp_path / str(products)))[0]["decisions"].values()
+        assert told["tune"]["products"] == str(products).removeprefix("torch.")
+        gains[products] = told["tune"]["divergence_start"] - told["tune"]["divergence"]
+    assert gains[torch.bfloat16] == pytest.approx(gains[torch.float32], rel=0.03)
+
+
+def test_the_original_is_that_of_the_model_where_layers_are_quantized_on_quantized_inputs(llama, measured, tmp_path):
+    """Then nothing of the original passes through the layers while they are quantized; it runs by itself."""
+    folder = made(llama, measured, tmp_path / "2", replace(ENTRY, quantized_inputs=True))
+    original, sequences = load_model(open_source(llama), dtype=torch.float32), sequences_of(measured)
+    (told, *_) = records(folder)[0]["decisions"].values()
+    assert told["tune"]["steps"] == 6
+    with torch.no_grad():
+        end = float(divergence(original, with_weights(llama, exported(folder, tmp_path / "a")), sequences))
+    assert told["tune"]["divergence"] == pytest.approx(end, rel=1e-3)
+
+
+def test_the_original_model_runs_once(llama, measured, tmp_path, monkeypatch):
+    """While it is quantized; tuning runs the quantized layers alone."""
+    runs, advance = [], LayerStream.advance
+    monkeypatch.setattr(LayerStream, "advance", lambda self, *args, **told: runs.append(self) or advance(self, *args, **told))
+    made(llama, measured, tmp_path / "2")
+    assert runs == []
 
 
 def test_scales_alone_are_changed(tuned, untuned):
@@ -290,24 +327,30 @@ def test_it_goes_on_from_every_algorithm_and_the_proof_holds(family_model, measu
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ({"scheme": "W4A16", "algorithm": "best"}, Tune(steps=32, sequences=8)),
-        ({"scheme": "W4A16", "algorithm": "best", "transforms": ({"awq": {}},)}, Tune()),
-        ({"scheme": "W4A16", "algorithm": "best", "transforms": ({"hadamard": {}},)}, None),
-        ({"scheme": "W2A16_ASYM", "algorithm": "best"}, Tune()),
-        ({"scheme": "W8A16", "algorithm": "best"}, None),
-        ({"scheme": "W8A8", "algorithm": "best"}, None),
-        ({"scheme": "FP8_DYNAMIC", "algorithm": "best"}, None),
-        ({"scheme": "W4A16", "algorithm": "yaqa"}, None),
-        ({"scheme": "W4A16", "algorithm": "gptq", "tune": FEW}, FEW),
-        ({"scheme": "W4A16", "algorithm": "best", "tune": Tune(steps=0)}, None),
+        ({"scheme": "W4A16"}, True),
+        ({"scheme": "W4A16", "transforms": ({"awq": {}},)}, True),
+        ({"scheme": "W4A16", "transforms": ({"hadamard": {}},)}, False),
+        ({"scheme": "W2A16_ASYM"}, True),
+        ({"scheme": "W8A16"}, False),
+        ({"scheme": "W8A8"}, False),
+        ({"scheme": "FP8_DYNAMIC"}, False),
+        ({"scheme": "W4A16", "tune": Tune(steps=0)}, False),
     ],
 )
-def test_best_tunes_weights_of_few_bits_and_others_do_where_they_are_told(words, expected):
-    assert tune_of(Quantize(name="a", **words)) == expected
+@pytest.mark.parametrize("word", COMBINATIONS)
+def test_combinations_tune_weights_of_few_bits(word, words, expected):
+    usual = Tune(steps=COMBINATIONS[word].steps, sequences=COMBINATIONS[word].sequences)
+    assert tune_of(Quantize(name="a", algorithm=word, **words)) == (usual if expected else None)
 
 
-def test_best_of_a_mixture_of_experts_tunes_nothing():
-    (entry,) = entries_of("W4A16:best")
+def test_others_tune_where_they_are_told():
+    assert tune_of(Quantize(name="a", scheme="W4A16", algorithm="yaqa")) is None
+    assert tune_of(Quantize(name="a", scheme="W4A16", algorithm="gptq", tune=FEW)) == FEW
+
+
+@pytest.mark.parametrize("word", COMBINATIONS)
+def test_a_combination_of_a_mixture_of_experts_tunes_nothing(word):
+    (entry,) = entries_of(f"W4A16:{word}")
     assert tune_of(entry, sparse=True) is None
 
 
