@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from quantflow.errors import EngineError, OverloadedError, UsageError
 from quantflow.runtime.batching import BatchLimits, BatchRequest, Engine, FinishReason
@@ -16,11 +16,6 @@ from quantflow.runtime.generate_job import Rules, Sampling
 
 ROOT = Path(__file__).resolve().parents[4]
 PROMPT = "class Stack:\n    def"
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(ROOT / "examples/tiny-llama")
 
 
 @pytest.fixture(scope="module")
