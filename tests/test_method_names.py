@@ -32,7 +32,7 @@ ALLOWED = {
         "reads dictionaries of statistics by key, and is below observers",
     ),
     "quantflow/planning/recipe.py": (
-        {"rtn", "smoothquant", "compressed-tensors", "gguf"},
+        {"rtn", "smoothquant", "compressed-tensors", "gguf", "dequantized"},
         "words of recipes and their defaults: a policy for experts, a start of learning, what a flag means, a format",
     ),
     "quantflow/formats/compressed_tensors.py": ({"hadamard"}, "the layout's own word in `transform_config`"),

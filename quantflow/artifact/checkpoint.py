@@ -1,13 +1,14 @@
 """A Hugging Face folder as data: its config, its files, and where each tensor lies. No weight is read."""
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from quantflow.artifact.canonical import read_json
 from quantflow.artifact.folder import list_files, refuse_small_pointer
-from quantflow.artifact.safetensors_header import TensorInfo, read_header
+from quantflow.artifact.safetensors_header import TensorInfo, TensorPart, read_header
 from quantflow.errors import InputError
 
 CONFIG = "config.json"
@@ -30,12 +31,44 @@ class Checkpoint:
         config: the content of config.json.
         tensors: tensor name -> (file name, where it lies in that file).
         files: every regular file of the folder, sorted, `/` between sub-folders.
+        whole: tensors of the files that are read in parts: name -> (file name, where it lies, the names of
+            its parts among `tensors`).
     """
 
     folder: Path
     config: dict[str, Any]
     tensors: dict[str, tuple[str, TensorInfo]]
     files: tuple[str, ...]
+    whole: dict[str, tuple[str, TensorInfo, tuple[str, ...]]] = field(default_factory=dict)
+
+    def in_parts(self, parts: Mapping[str, tuple[TensorPart, ...]]) -> "Checkpoint":
+        """Return it with the parts of some tensors in the place of these.
+
+        Args:
+            parts: tensor name -> what it is read as; a name that is not there is passed over.
+
+        Raises:
+            InputError: a tensor whose size is not that of its parts.
+        """
+        tensors, whole = {}, dict(self.whole)
+        for name, (file, info) in self.tensors.items():
+            if name not in parts:
+                tensors[name] = (file, info)
+                continue
+            found = [part.of(info) for part in parts[name]]
+            if sum(part.nbytes for part in found) != info.nbytes:
+                sizes = f"{info.nbytes} bytes in {file}, {sum(part.nbytes for part in found)} by {CONFIG}"
+                raise InputError(f"{name}: {sizes}", "check that config.json belongs to these weights")
+            tensors |= {part.name: (file, part) for part in found}
+            whole[name] = (file, info, tuple(part.name for part in found))
+        return replace(self, tensors=tensors, whole=whole)
+
+    @property
+    def located(self) -> dict[str, tuple[str, TensorInfo]]:
+        """Tensor name -> (file name, where it lies in that file), as the files have it: nothing in parts."""
+        inside = {part for *_, names in self.whole.values() for part in names}
+        kept = {name: place for name, place in self.tensors.items() if name not in inside}
+        return kept | {name: (file, info) for name, (file, info, _) in self.whole.items()}
 
     @property
     def infos(self) -> dict[str, TensorInfo]:

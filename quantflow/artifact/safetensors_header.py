@@ -39,6 +39,8 @@ class TensorInfo:
         shape: the tensor's shape; () for a scalar.
         offset: bytes from the beginning of the FILE.
         nbytes: bytes it occupies.
+        strides: elements from one to the next along each axis, where they don't lie one after the other: it is a part of a
+            tensor of the file, or its transpose.
     """
 
     name: str
@@ -46,6 +48,39 @@ class TensorInfo:
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+    strides: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorPart:
+    """A part of a tensor under a name of its own, or the whole of it with its axes in another order.
+
+    Attributes:
+        name: its own.
+        shape: its own.
+        strides: elements of the tensor from one of the part to the next, along each axis.
+        start: elements of the tensor before its first one.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    start: int = 0
+
+    def of(self, whole: TensorInfo) -> TensorInfo:
+        """Return where the part lies in the file that holds the tensor."""
+        itemsize, elements, dense = DTYPE_BITS[whole.dtype] // 8, 1, []
+        for size in reversed(self.shape):
+            dense.append(elements)
+            elements *= size
+        return TensorInfo(
+            name=self.name,
+            dtype=whole.dtype,
+            shape=self.shape,
+            offset=whole.offset + self.start * itemsize,
+            nbytes=elements * itemsize,
+            strides=None if self.strides == tuple(reversed(dense)) else self.strides,
+        )
 
 
 def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:

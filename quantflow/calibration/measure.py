@@ -46,7 +46,7 @@ from quantflow.distributed.team import meet
 from quantflow.errors import UnsupportedError, UsageError
 from quantflow.measurements.record import LAYOUT_VERSION, Measurement, write_measurement
 from quantflow.models import layer_store
-from quantflow.models.graph import Graph, graph_for
+from quantflow.models.graph import Graph, graph_for, text_config
 from quantflow.models.identity import identify
 from quantflow.models.load import Source, load_tokenizer, open_source
 from quantflow.models.sharding import placements
@@ -275,7 +275,7 @@ def calibration_sequences(
     calibration: Calibration, model: Path, source: Source, *, seed: int, replicas: int = 1
 ) -> list[Tensor]:
     """Return the token ids of the calibration set, in sample order, int64 [S] each."""
-    limit = int(getattr(source.config, "max_position_embeddings", 2048))
+    limit = int(getattr(text_config(source.config), "max_position_embeddings", None) or 2048)
     length = calibration.sequence_length or min(2048, limit)
     if length > limit:
         raise UsageError(f"calibration: sequence_length={length}, the model has {limit} positions", f"use at most {limit}")
@@ -310,7 +310,7 @@ def _meta(
     rank: int,
     replica: Replica,
 ) -> dict[str, Any]:
-    names = (*graph.linears, *(layer.attention for layer in graph.layers))
+    names = (*graph.linears, *graph.attentions)
     origin = origin_of(job.model)
     return {
         "layout_version": LAYOUT_VERSION,

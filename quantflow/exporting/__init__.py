@@ -108,6 +108,12 @@ EXPORTERS: Mapping[str, Exporter] = MappingProxyType(
             module="quantflow.exporting.gguf_export",
             takes_model=True,
         ),
+        "dequantized": Exporter(
+            takes="an artifact",
+            reader="what reads its source: transformers, any tool for models that are not quantized",
+            options=("dtype", "shard_size"),
+            module="quantflow.exporting.dequantized_export",
+        ),
     }
 )
 

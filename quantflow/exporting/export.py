@@ -178,7 +178,8 @@ def _write(
     entries = tensor_entries(source, graph, schemes, changed, FORMATS[job.format], head=plan.head)
     ledger = Ledger(tensors=entries, files=files, measured=kv_names(graph, plan.kv_cache))
     sizes = {name: (source.checkpoint.folder / name).stat().st_size for name in source.checkpoint.files}
-    ledger.check(source.checkpoint.infos, source_files=sizes)
+    stored = {name: info for name, (_, info) in source.checkpoint.located.items()}
+    ledger.check(stored, source_files=sizes)
     body = {
         "kind": "artifact",
         "source": {

@@ -1,6 +1,6 @@
 """What became of every source tensor, as the manifest's ledger tells it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 
 from quantflow.artifact.ledger import LedgerEntry
@@ -29,13 +29,16 @@ def tensor_entries(
         encoder: the artifact's format.
         head: what became of the head; None where nothing did.
     """
-    linears, routers = set(graph.linears), set(graph.routers)
+    linears, routers, idle = set(graph.linears), set(graph.routers), set(graph.idle)
+    prefixes = tuple(f"{layer.prefix}." for layer in graph.layers)
     entries = []
-    for name, (_, info) in source.checkpoint.tensors.items():
+    for name, (_, info) in source.checkpoint.located.items():
         linear = name.removesuffix(".weight")
         becomes: tuple[str, ...] = (name,)
         action, reason = "copied", "not a linear of a decoder layer"
-        if name.endswith(".weight") and linear in schemes:
+        if name in source.checkpoint.whole:
+            becomes, action, reason = _of_parts(source.checkpoint.whole[name][2], schemes, encoder)
+        elif name.endswith(".weight") and linear in schemes:
             becomes, action, reason = encoder.tensor_names(linear, schemes[linear]), "quantized", schemes[linear].name
         elif name in changed:
             action, reason = "changed", "absorbed a transform"
@@ -46,6 +49,10 @@ def tensor_entries(
             reason = "ignored by the recipe"
         elif linear in routers:
             reason = "a router decides by it, never quantized"
+        elif linear in idle:
+            reason = "no token of a causal forward goes through it, or it is read elsewhere too"
+        elif len(info.shape) > 2 and name.startswith(prefixes):
+            reason = "no matrix"
         entries.append(
             LedgerEntry(
                 name=name,
@@ -58,3 +65,19 @@ def tensor_entries(
             )
         )
     return tuple(entries)
+
+
+def _of_parts(
+    names: Sequence[str], schemes: Mapping[str, LinearScheme], encoder: ModuleType
+) -> tuple[tuple[str, ...], str, str]:
+    """Return what becomes of a tensor that is read in parts: the artifact's tensors, action and reason."""
+    found: list[str] = []
+    used: dict[str, None] = {}
+    for name in names:
+        linear = name.removesuffix(".weight")
+        quantized = schemes.get(linear) if name != linear else None
+        found += [name] if quantized is None else encoder.tensor_names(linear, quantized)
+        used |= {} if quantized is None else {quantized.name: None}
+    if used:
+        return tuple(found), "quantized", ", ".join(used)
+    return tuple(found), "changed", f"in {len(names)} parts, or turned" if len(names) > 1 else "turned: [out, in]"

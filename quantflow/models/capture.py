@@ -13,6 +13,7 @@ recorder; what it handed to each layer (masks, position embeddings) is replayed 
 Longer than 300 lines because recording and replaying share what a layer is called with.
 """
 
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -28,11 +29,22 @@ from quantflow.core.groups import spans
 from quantflow.core.parallel import SEQUENTIAL, Workers
 from quantflow.core.qtensor import QuantizedLinear
 from quantflow.errors import InputError, UnsupportedError
-from quantflow.models.graph import Graph
+from quantflow.models.graph import Graph, text_config
 from quantflow.models.hidden import HiddenStates
 from quantflow.models.load import materialize_, skeleton
 from quantflow.models.names import NameMap
-from quantflow.models.stand_ins import Call, Given, HeadStandIn, QuantizedHead, Recorder, Rows, TensorPool, in_parts, logit_rows
+from quantflow.models.stand_ins import (
+    Call,
+    Given,
+    HeadStandIn,
+    QuantizedHead,
+    Recorder,
+    Rows,
+    TensorPool,
+    giving,
+    in_parts,
+    logit_rows,
+)
 from quantflow.models.weights import Weights
 
 _CACHE_ARGUMENTS = ("past_key_values", "layer_past")
@@ -91,10 +103,10 @@ class LayerStream:
         self._layers: nn.ModuleList = self.model.get_submodule(graph.family.layers)
         self._originals = tuple(self._layers)
         self._index = {module: index for index, module in enumerate(self._originals)}
-        self._given = Given(in_tuple=graph.family.in_tuple)
+        self._mine = threading.local()
+        self._given = [Given(layer, self._mine, tuple_of=graph.family.tuple_of) for layer in self._originals]
         inside = f"{graph.family.layers}."
-        parameters = [name for name, _ in self.model.named_parameters(remove_duplicate=False)]
-        self._outer = tuple(name for name in parameters if not name.startswith(inside))
+        self._outer = tuple(name for name in self.model.state_dict() if not name.startswith(inside))
         self._embedding = self._name_of(self.model.get_input_embeddings())
         self._head = self._name_of(self.model.get_output_embeddings())
         self._untie()
@@ -112,12 +124,15 @@ class LayerStream:
                 del tied[name]
 
     def _check_graph(self) -> None:
-        modules = {name: layer.module(name) for layer in self.graph.layers for name in (*layer.linears, *layer.routers)}
+        kept = (*self.graph.routers, *self.graph.idle)
+        modules = {
+            name: layer.module(name) for layer in self.graph.layers for name in (*layer.linears, *layer.routers, *layer.idle)
+        }
         bound = self.names.to_module
         known = {modules[name] for name in self.graph.linears if bound.get(f"{name}.weight") == f"{modules[name]}.weight"}
         inside = self._layers.named_modules(prefix=self.graph.family.layers)
         found = {name for name, module in inside if isinstance(module, nn.Linear)}
-        found -= {modules[name] for name in self.graph.routers}
+        found -= {modules[name] for name in kept}
         if found != known:
             name = min(found ^ known)
             raise UnsupportedError(
@@ -157,11 +172,12 @@ class LayerStream:
         pool = TensorPool()
         prefix = f"{self.model.base_model_prefix}."
         outer = [name for name in self._outer if name.startswith(prefix) and name != f"{self._embedding}.weight"]
-        with self._resident(outer), self._in_place_of(self._embedding, Rows(ids, rows)):
+        embedding = self.model.get_submodule(self._embedding)
+        with self._resident(outer), self._in_place_of(self._embedding, Rows(ids, rows, embedding)):
             return [self._record(sequence, pool, store, index) for index, sequence in enumerate(sequences)]
 
     def _record(self, sequence: Tensor, pool: TensorPool, store: HiddenStates, index: int) -> State:
-        recorders = [Recorder(in_tuple=self.graph.family.in_tuple) for _ in self._originals]
+        recorders = [Recorder(layer, tuple_of=self.graph.family.tuple_of) for layer in self._originals]
         with self._replaced(recorders):
             self.model.base_model(input_ids=sequence[None], use_cache=False)  # [1, S]
         seen: dict[int, Tensor] = {}
@@ -180,7 +196,8 @@ class LayerStream:
                 outputs up to rounding (`quantflow.models.stand_ins.in_parts`). They must not be quantized.
         """
         module, layer = self._originals[index], self.graph.layers[index]
-        names = {name: self.names.to_source[f"{layer.prefix}.{name}"] for name, _ in module.named_parameters()}
+        place = f"{self.graph.family.layers}.{index}"
+        names = {name: self.names.to_source[f"{place}.{name}"] for name in module.state_dict()}
         inside = [layer.relative(name) for name in layer.linears if as_stored]
         linears: dict[str, Any] = {name: module.get_submodule(name) for name in inside}
         stored = [f"{name}.weight" for name in linears]
@@ -217,10 +234,10 @@ class LayerStream:
         """
         call = state.calls[self._index[module]]
         kwargs, cache = call.kwargs, self.cache if cache is None else cache
-        if cache is not None:
+        if cache is not None and self.graph.layers[self._index[module]].attention is not None:
             kwargs = kwargs | {name: cache for name in _CACHE_ARGUMENTS if name in kwargs}
         output: Any = module(hidden, *call.args, **kwargs)
-        made: Tensor = output[0] if self.graph.family.in_tuple else output
+        made: Tensor = output[0] if self.graph.family.tuple_of else output
         return made
 
     def advance(
@@ -268,7 +285,7 @@ class LayerStream:
         with ExitStack() as stack:
             if not inside:
                 stack.enter_context(self._resident(others))
-                stack.enter_context(self._replaced([self._given] * len(self._originals)))
+                stack.enter_context(self._replaced(self._given))
             stack.enter_context(self._in_place_of(self._head, head))
             yield
 
@@ -282,13 +299,13 @@ class LayerStream:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the same as `finish`; gradients flow where they are enabled."""
-        with self.head(), self._given.giving(hidden):
+        with self.head(), giving(self._mine, hidden):
             logits: Tensor = self.model(inputs_embeds=hidden, use_cache=False).logits
         return logits
 
     def parts(self, tokens: int) -> list[slice]:
         """Return a sequence's tokens in parts, each with few enough logits for several threads to have some at once."""
-        return spans(tokens, logit_rows(self.model.config.vocab_size))
+        return spans(tokens, logit_rows(text_config(self.model.config).vocab_size))
 
     @contextmanager
     def _replaced(self, modules: Sequence[nn.Module]) -> Iterator[None]:

@@ -21,6 +21,7 @@ earlier layers but the hidden state.
 
 import copy
 import functools
+import itertools
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -35,10 +36,13 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 from transformers.pytorch_utils import Conv1D
 
+from quantflow.artifact.safetensors_header import TensorPart
 from quantflow.errors import UnsupportedError
 from quantflow.models.configuration import first_line
-from quantflow.models.graph import Family, Graph, Layer, LinearGroup
-from quantflow.models.load import skeleton
+from quantflow.models.experts import Experts, is_stacked, names_in_files, parts_of
+from quantflow.models.graph import Family, Graph, Layer, LinearGroup, text_config
+from quantflow.models.load import as_written, skeleton
+from quantflow.models.names import HubNames
 
 TOKENS = 6  # of the sequence that is run
 _OTHER = "use a model whose decoder layers are linears between norms, one layer after the other"
@@ -92,13 +96,13 @@ class Called:
         hidden: the value that it received first.
         others: the other values that it was called with.
         output: the hidden state that it returned.
-        in_tuple: it returned it as the first of a tuple.
+        tuple_of: it returned it as the first of a tuple of so many, 0 where alone.
     """
 
     hidden: Moment
     others: tuple[Moment, ...]
     output: Moment | None = None
-    in_tuple: bool = False
+    tuple_of: int = 0
 
 
 @dataclass(kw_only=True, eq=False)
@@ -114,6 +118,8 @@ class Record:
         called: decoder layer -> (its hidden state, the other values that it was called with, its output, whether in a tuple).
         read_by: value -> how often something read it.
         made_by: value -> the operation that made it.
+        weights: linear -> its weight, as a tensor that something but the linear may have read.
+        chosen: module of experts -> how many of them a token goes to.
     """
 
     operations: list[Operation] = field(default_factory=list)
@@ -124,6 +130,8 @@ class Record:
     called: dict[str, "Called"] = field(default_factory=dict)
     read_by: dict[Moment, int] = field(default_factory=dict)
     made_by: dict[Moment, Operation] = field(default_factory=dict)
+    weights: dict[str, Moment] = field(default_factory=dict)
+    chosen: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,21 +140,27 @@ class TracedLayer:
 
     Attributes:
         prefix: the layer's own name, `model.layers.3`.
-        groups: every linear that ran, those of a mixture's experts for each expert that was called.
+        groups: every linear that ran, and those of every expert of a mixture, whether a token went there or not.
         routers: linears that decide which experts a token goes to and what they count.
-        attention: the module that writes the cache.
-        kv_heads, key_dim, value_dim: heads that enter the cache, and their features.
-        in_tuple: it returns the hidden state as the first of a tuple.
+        idle: linears that did not run, such as those that read an encoder, or whose weight something else read.
+        experts: the module of a mixture's experts, None outside one.
+        chosen: how many of them a token goes to.
+        attention: the module that writes the cache, None where nothing does.
+        kv_heads, key_dim, value_dim: heads that enter the cache, and their features; 1 where nothing does.
+        tuple_of: it returns the hidden state as the first of a tuple of so many, 0 where alone.
     """
 
     prefix: str
     groups: tuple[LinearGroup, ...]
     routers: tuple[str, ...]
-    attention: str
+    idle: tuple[str, ...]
+    experts: str | None
+    chosen: int
+    attention: str | None
     kv_heads: int
     key_dim: int
     value_dim: int
-    in_tuple: bool
+    tuple_of: int
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -197,8 +211,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class _Cache(DynamicCache):  # type: ignore[misc]
     """A cache that tells which module put keys and values into it, and returns them."""
 
-    def __init__(self, calling: list[str], record: Record) -> None:
-        super().__init__()
+    def __init__(self, calling: list[str], record: Record, config: Any) -> None:
+        super().__init__(config=config)
         self._calling, self._record = calling, record
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -225,29 +239,23 @@ def graph_of(config: Any) -> Graph:
 def _graph_of(told: str) -> Graph:
     values = json.loads(told)
     config: PreTrainedConfig = AutoConfig.for_model(**values)
-    kind = config.model_type
     model = skeleton(config)
     place = layers_of(model)
     layers = traced(model, place)
-    for name, parameter in model.named_parameters():
-        if name.startswith(f"{place}.") and parameter.ndim > 2 and "conv" not in name:
-            cause = f"{kind}: {name} {list(parameter.shape)} holds several matrices, such as those of experts"
-            raise UnsupportedError(cause, "use a family whose experts are linears of their own, such as mixtral")
-    for name, module in model.get_submodule(place).named_modules(prefix=place):
-        if isinstance(module, Conv1D):
-            raise UnsupportedError(f"{kind}: {name} is stored transposed, as no runtime reads quantized weights", _OTHER)
+    hub = HubNames(model)
     family = Family(
-        model_type=kind,
+        model_type=config.model_type,
         architecture=type(model).__name__,
         layers=place,
-        attention=layers[0].attention,
+        attention=next((layer.attention for layer in layers if layer.attention is not None), ""),
         groups=layers[0].groups,
-        embedding=_name_of(model, model.get_input_embeddings()),
-        head=_name_of(model, model.get_output_embeddings()),
+        embedding=hub.of(_name_of(model, model.get_input_embeddings())),
+        head=hub.of(_name_of(model, model.get_output_embeddings())),
         discovered=True,
-        in_tuple=layers[0].in_tuple,
+        tuple_of=layers[0].tuple_of,
     )
-    return Graph(family=family, layers=tuple(_full(model, index, layer) for index, layer in enumerate(layers)))
+    found = tuple(_full(model, index, layer, hub) for index, layer in enumerate(layers))
+    return Graph(family=family, layers=found, parts=_parts(as_written(config), place, hub))
 
 
 def _name_of(model: PreTrainedModel, module: object) -> str:
@@ -255,26 +263,73 @@ def _name_of(model: PreTrainedModel, module: object) -> str:
     return found
 
 
-def _full(model: PreTrainedModel, index: int, traced_layer: TracedLayer) -> Layer:
-    """Return a layer of the graph, whose names are full."""
-    prefix = traced_layer.prefix
-    groups, repeats = [], 1
-    for group in (_renamed(group, lambda name: f"{prefix}.{name}") for group in traced_layer.groups):
-        linear: Any = model.get_submodule(group.linears[0])
-        shared = traced_layer.kv_heads * traced_layer.value_dim
+def _parts(model: PreTrainedModel, place: str, hub: HubNames) -> dict[str, tuple[TensorPart, ...]]:
+    """Return the tensors of a checkpoint that hold linears in another form than [O, I], and what each is read as.
+
+    Args:
+        model: with transformers' own modules, on meta.
+        place: the list of decoder layers.
+        hub: what a checkpoint calls tensors.
+    """
+    inside = {name: module for name, module in model.named_modules() if name.startswith(f"{place}.")}
+    found: dict[str, tuple[TensorPart, ...]] = {}
+    for name, module in inside.items():
+        if isinstance(module, Conv1D):
+            shape, strides = (module.nf, module.nx), (1, module.nf)
+            found[f"{name}.weight"] = (TensorPart(name=f"{name}.weight", shape=shape, strides=strides),)
+    stacked = {name: module for name, module in inside.items() if is_stacked(module)}
+    for name, names in names_in_files(model, stacked).items() if stacked else ():
+        found |= parts_of(name, stacked[name], names)
+    return {
+        hub.of(name): tuple(replace(part, name=hub.of(part.name)) for part in parts)
+        for name, parts in found.items()
+        if hub.kept(name)
+    }
+
+
+def _full(model: PreTrainedModel, index: int, layer: TracedLayer, hub: HubNames) -> Layer:
+    """Return a layer of the graph, whose names are full and those of a checkpoint."""
+    place, groups, repeats = layer.prefix, list[LinearGroup](), 1
+    inside = [f"{place}.{name}" for name, _ in model.get_submodule(place).named_modules() if name]
+    tensors = [f"{place}.{name}" for name in model.get_submodule(place).state_dict()]
+    prefix = _common([hub.of(name) for name in tensors], index)
+    known = {name: hub.of(f"{name}.weight").removesuffix(".weight") for name in inside}
+    sources = known | {name: hub.of(name) for name in tensors}
+    for group in (_renamed(group, lambda name: known[f"{place}.{name}"]) for group in layer.groups):
+        linear: Any = model.get_submodule(f"{place}.{layer.groups[len(groups)].linears[0]}")
+        shared = layer.kv_heads * layer.value_dim
         if group.per_head and linear.in_features % shared:  # it reads something else than whole heads
             group = replace(group, feeder=None, per_head=False)
         repeats = linear.in_features // shared if group.per_head else repeats
         groups.append(group)
+    experts = None if layer.experts is None else model.get_submodule(f"{place}.{layer.experts}")
     return Layer(
         index=index,
         prefix=prefix,
-        attention=f"{prefix}.{traced_layer.attention}",
+        attention=None if layer.attention is None else known[f"{place}.{layer.attention}"],
         groups=tuple(groups),
+        routers=tuple(known[f"{place}.{name}"] for name in layer.routers),
+        idle=tuple(known[f"{place}.{name}"] for name in layer.idle),
+        place=None if place == prefix else place,
+        renamed={source: name for name, source in sources.items() if source != f"{prefix}.{name.removeprefix(f'{place}.')}"},
+        block=None if layer.experts is None else known[f"{place}.{layer.experts}"].rpartition(".")[0],
+        block_place=(layer.experts or "").rpartition(".")[0],
+        experts=0 if experts is None else len(experts),
+        chosen=layer.chosen,
         repeats=repeats,
-        head_dim=traced_layer.value_dim,
-        kv_heads=traced_layer.kv_heads,
+        head_dim=layer.value_dim,
+        kv_heads=layer.kv_heads,
     )
+
+
+def _common(names: Sequence[str], index: int) -> str:
+    """Return what the names of a layer's tensors begin with, up to the layer's number where that is among it."""
+    words = [name.split(".")[:-1] for name in names]
+    shared = [column[0] for column in itertools.takewhile(lambda column: len(set(column)) == 1, zip(*words, strict=False))]
+    number = str(index)
+    while number in shared[:-1]:
+        shared.pop()
+    return ".".join(shared)
 
 
 def traced(model: PreTrainedModel, place: str) -> tuple[TracedLayer, ...]:
@@ -287,18 +342,28 @@ def traced(model: PreTrainedModel, place: str) -> tuple[TracedLayer, ...]:
     Raises:
         UnsupportedError: the forward does not run so, or layers cannot be run one by one; says what stood in the way.
     """
-    record, calling = Record(), list[str]()
-    recorder = _Recorder(record)
     names = [f"{place}.{index}" for index in range(len(model.get_submodule(place)))]
     try:
-        with _standing_in(model, recorder, calling, layers=names), recorder, torch.no_grad():
-            ids = torch.arange(2, 2 + TOKENS)[None] % model.config.get_text_config().vocab_size
-            model(input_ids=ids, past_key_values=_Cache(calling, record), use_cache=True)
-    except Exception as error:  # whatever a family's forward raises where it is no ordinary decoder
-        cause = f"{model.config.model_type}: its layers cannot be traced: {type(error).__name__}: {first_line(error)}"
-        raise UnsupportedError(cause, _OTHER) from error
+        record = _run(model, names, cached=True)
+    except Exception:  # it takes no cache of this kind, or none at all
+        try:
+            record = _run(model, names, cached=False)
+        except Exception as error:  # whatever a family's forward raises where it is no ordinary decoder
+            cause = f"{model.config.model_type}: its layers cannot be traced: {type(error).__name__}: {first_line(error)}"
+            raise UnsupportedError(cause, _OTHER) from error
     _require_chain(record, names, model.config.model_type)
     return tuple(_layer(record, model, name) for name in names)
+
+
+def _run(model: PreTrainedModel, layers: Sequence[str], *, cached: bool) -> Record:
+    """Return what happened in one forward of a few tokens."""
+    record, calling = Record(), list[str]()
+    recorder, config = _Recorder(record), text_config(model.config)
+    with _standing_in(model, recorder, calling, layers=layers), recorder, torch.no_grad():
+        ids = torch.arange(2, 2 + TOKENS)[None] % config.vocab_size
+        cache = {"past_key_values": _Cache(calling, record, config)} if cached else {}
+        model(input_ids=ids, use_cache=cached, **cache)
+    return record
 
 
 def _require_chain(record: Record, names: Sequence[str], kind: str) -> None:
@@ -321,17 +386,21 @@ def _require_chain(record: Record, names: Sequence[str], kind: str) -> None:
 
 
 def layers_of(model: PreTrainedModel) -> str:
-    """Return the name of the list of decoder layers: the longest list of modules that hold linears.
+    """Return the name of the list of decoder layers: the one that holds most linears, in the decoder where there is more.
 
     Raises:
         UnsupportedError: there is none.
     """
-    found: dict[str, tuple[int, int]] = {}
+    found: dict[str, tuple[bool, bool, int, int]] = {}
+    count = text_config(model.config).num_hidden_layers
+    decoder = model.get_decoder()
+    within = next((name for name, module in model.named_modules() if module is decoder), "")
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) and ".experts" not in f".{name}":
             linears = sum(isinstance(part, _LINEARS) for part in module.modules())
-            found[name] = (linears, -name.count("."))
-    if not found or not max(found.values())[0]:
+            if linears:
+                found[name] = (name.startswith(within), len(module) == count, linears, -name.count("."))
+    if not found:
         raise UnsupportedError(f"{model.config.model_type}: no list of layers that hold linears", _OTHER)
     return max(found, key=lambda name: found[name])
 
@@ -350,6 +419,8 @@ def _standing_in(model: PreTrainedModel, recorder: _Recorder, calling: list[str]
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, name: str) -> None:
         calling.append(name)
+        if isinstance(module, Experts):
+            record.chosen[name] = args[1].shape[-1]
         if name in layers:
             given = [item for item in (*args, *kwargs.values()) if item is not None]
             tensors = [item for one in given for item in (one if isinstance(one, tuple | list) else (one,))]
@@ -362,9 +433,10 @@ def _standing_in(model: PreTrainedModel, recorder: _Recorder, calling: list[str]
         if isinstance(output, Tensor) and _is_norm(module):
             record.norms[recorder.value_of(output)] = name
         if (called := record.called.get(name)) is not None:
-            first = output[0] if (in_tuple := isinstance(output, tuple)) else output
+            tuple_of = len(output) if isinstance(output, tuple | list) else 0
+            first = output[0] if tuple_of else output
             if isinstance(first, Tensor):
-                called.output, called.in_tuple = recorder.value_of(first), in_tuple
+                called.output, called.tuple_of = recorder.value_of(first), tuple_of
 
     with ExitStack() as stack:
         for module in model.modules():
@@ -375,6 +447,7 @@ def _standing_in(model: PreTrainedModel, recorder: _Recorder, calling: list[str]
                     stack.callback(module._parameters.__setitem__, name, parameter)
         for name, module in model.named_modules():
             if _is_linear(module):
+                record.weights[name] = recorder.value_of(module.weight)
                 module.forward = _stand_in(name, module, recorder)
                 stack.callback(module.__dict__.pop, "forward")
             else:
@@ -425,34 +498,59 @@ def _layer(record: Record, model: PreTrainedModel, prefix: str) -> TracedLayer:
     """Read what a layer is made of from the record.
 
     Raises:
-        UnsupportedError: it has linears that did not run, or writes no cache.
+        UnsupportedError: it has more than one attention or mixture.
     """
     inside = f"{prefix}."
     modules = {name: module for name, module in model.named_modules() if name.startswith(inside)}
-    ran = {name: value for name, value in record.linears.items() if name.startswith(inside)}
-    idle = [name for name, module in modules.items() if isinstance(module, _LINEARS) and name not in ran]
-    if idle and not all(".experts." in name for name in idle):
-        raise UnsupportedError(f"{idle[0]}: no token went through it in a forward of {model.config.model_type}", _OTHER)
+    pools = {name: module for name, module in modules.items() if isinstance(module, Experts)}
+    of_experts = tuple(f"{name}." for name in pools)
+    if len(pools) > 1:
+        raise UnsupportedError(f"{prefix}: {len(pools)} mixtures, {', '.join(pools)}", _OTHER)
+    linears = [name for name, module in modules.items() if isinstance(module, _LINEARS) and not name.startswith(of_experts)]
+    read = {name for name in linears if name in record.weights and record.read_by.get(record.weights[name])}
+    ran = {name: record.linears[name] for name in record.linears if name in linears and name not in read}
     routers = tuple(name for name in ran if _routes(model, name))
     groups: dict[Moment, list[str]] = {}
     for name, value in ran.items():
         if name not in routers:
             groups.setdefault(_source(record, value), []).append(name)
     attentions = [name for name in record.cached if name.startswith(inside)]
-    if len(attentions) != 1:
+    if len(attentions) > 1:
         raise UnsupportedError(f"{prefix}: {len(attentions)} modules write a cache of keys and values", _OTHER)
-    keys, values = record.cached[attentions[0]]
+    keys, values = record.cached[attentions[0]] if attentions else ((1, 1, 1, 1), (1, 1, 1, 1))
     found = [_group(record, model, value, names, {ran[name] for name in routers}) for value, names in groups.items()]
+    found = [_within(inside, group) for group in found]
+    found += [group for name, pool in pools.items() for group in _of_experts(name, pool)]
     return TracedLayer(
         prefix=prefix,
         groups=tuple(_renamed(group, lambda name: name.removeprefix(inside)) for group in found),
         routers=tuple(name.removeprefix(inside) for name in routers),
-        attention=attentions[0].removeprefix(inside),
+        idle=tuple(name.removeprefix(inside) for name in linears if name not in ran),
+        experts=next((name.removeprefix(inside) for name in pools), None),
+        chosen=next((record.chosen.get(name, 0) for name in pools), 0),
+        attention=attentions[0].removeprefix(inside) if attentions else None,
         kv_heads=keys[1],
         key_dim=keys[-1],
         value_dim=values[-1],
-        in_tuple=record.called[prefix].in_tuple,
+        tuple_of=record.called[prefix].tuple_of,
     )
+
+
+def _within(inside: str, group: LinearGroup) -> LinearGroup:
+    """Return a group without what it reads of other layers, which are not in memory beside it."""
+    norm = group.norm if group.norm is not None and group.norm.startswith(inside) else None
+    if group.feeder is None or group.feeder.startswith(inside):
+        return replace(group, norm=norm)
+    return replace(group, norm=norm, feeder=None, per_head=False)
+
+
+def _of_experts(name: str, pool: Experts) -> Iterator[LinearGroup]:
+    """Yield the groups of every expert; what goes up does not absorb factors for down: its few tokens would choose them."""
+    for number, names in enumerate(pool.names):
+        inside = f"{name}.{number}"
+        entering = tuple(f"{inside}.{leaf}" for leaf in names.inputs)
+        yield LinearGroup(linears=entering, fused=len(entering) > 1, expert=inside)
+        yield LinearGroup(linears=(f"{inside}.{names.down}",), expert=inside)
 
 
 def _group(
@@ -464,15 +562,12 @@ def _group(
     if norm is not None and not _absorbs(model.get_submodule(norm)):
         norm = None
     feeder, per_head = _feeder(record, value) or (None, False)
-    if _expert_of(names[0]) is not None:  # its few tokens would choose the factors
-        feeder = None
     return LinearGroup(
         linears=tuple(names),
         norm=norm if readers == len(names) and value not in others else None,
         feeder=feeder,
         per_head=per_head,
         fused=len(names) > 1,
-        expert=_expert_of(names[0]),
     )
 
 
@@ -493,7 +588,7 @@ def _absorbs(norm: nn.Module) -> bool:
         for parameter in trial.parameters():
             parameter.mul_(factors)
         return bool(torch.allclose(trial(x), before * factors, rtol=1e-4, atol=1e-5))
-    except (RuntimeError, TypeError, IndexError):  # it takes other inputs than a norm
+    except (RuntimeError, TypeError, IndexError, AttributeError):  # it takes other inputs than a norm
         return False
 
 
@@ -553,15 +648,9 @@ def _routes(model: PreTrainedModel, name: str) -> bool:
         owner = owner.rpartition(".")[0]
     if not owner or name.startswith(f"{owner}.experts."):
         return False
-    experts: Any = model.get_submodule(f"{owner}.experts")
-    width = model.get_submodule(name).weight.shape[0]
-    return bool(width == 1 or width == len(experts))
-
-
-def _expert_of(name: str) -> str | None:
-    """Return the expert that a linear is part of: `mlp.experts.3`."""
-    owner, found, rest = name.partition(".experts.")
-    return f"{owner}.experts.{rest.partition('.')[0]}" if found else None
+    experts = model.get_submodule(f"{owner}.experts")
+    width: int = model.get_submodule(name).weight.shape[0]
+    return width == 1 or (isinstance(experts, nn.ModuleList) and width == len(experts))
 
 
 def _renamed(group: LinearGroup, rename: Callable[[str], str]) -> LinearGroup:

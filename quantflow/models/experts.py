@@ -1,56 +1,90 @@
-"""The experts of a mixture as three linears each, in the names of the checkpoint, instead of two tensors of three dimensions.
+"""The experts of a mixture as linears of their own, instead of tensors of three dimensions.
 
-transformers 5 keeps the experts of a layer in `gate_up_proj` [E, 2 I, H] and `down_proj` [E, H, I]; a checkpoint holds a
-linear per expert and projection, `experts.3.gate_proj.weight`. With this view in their place every linear of an expert is a
-module of its own: watched, filled from the checkpoint, and replaced by a quantized one like any other.
+transformers 5 keeps the experts of a layer in `gate_up_proj` [E, 2 I, H] and `down_proj` [E, H, I], or their transposes, some
+with biases, some without a gate. A checkpoint mostly holds a linear per expert and projection, `experts.3.gate_proj.weight`.
+With this view in their place every linear of an expert is a module of its own: watched, filled from the checkpoint, and
+replaced by a quantized one like any other.
 
     y[t] = sum_e weight[t, e] * down_e(act(gate_e(x[t])) * up_e(x[t]))    over the experts that the router chose for token t
 
-The router stays the family's own. Experts are added up in ascending order, as in transformers' own loop over them.
+The router stays the family's own, and so does what joins gate and up where it is another product. Experts are added up in
+ascending order, as in transformers' own loop over them.
 Sources: Shazeer et al. 2017, arXiv:1701.06538 (the sum); Shazeer 2020, arXiv:2002.05202 (the gated linears).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.integrations.moe import _default_apply_gate
 
-from quantflow.models.graph import FAMILIES, Mixture
+from quantflow.artifact.safetensors_header import TensorPart
+from quantflow.models.graph import FAMILIES
+from quantflow.models.names import HubNames
 
 RoutedCallback = Callable[[Tensor], None]
+Join = Callable[[Tensor, Tensor], Tensor]  # what comes out of gate and up, [n, I] each -> what goes down, [n, I]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertNames:
+    """The linears of an expert.
+
+    Attributes:
+        gate: None where nothing is gated.
+    """
+
+    gate: str | None = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Those that read the hidden state, in call order."""
+        return (self.up,) if self.gate is None else (self.gate, self.up)
 
 
 class Expert(nn.Module):
-    """One expert; its linears have the checkpoint's names and no bias."""
+    """One expert; its linears have the checkpoint's names."""
 
-    def __init__(self, names: tuple[str, str, str], *, hidden: int, width: int, act: nn.Module) -> None:
+    def __init__(self, names: ExpertNames, *, hidden: int, width: int, bias: bool, join: Join, act: Any) -> None:
         """Make the linears.
 
         Args:
             names: of gate, up and down.
             hidden: features of the hidden state, H.
             width: features between the linears, I.
-            act: the activation.
+            bias: whether each has one.
+            join: makes what goes down of what comes out of gate and up.
+            act: the activation, which is all that there is where nothing is gated.
         """
         super().__init__()
-        self._names = names
+        self.names, self._join = names, join
         self.act_fn = act
-        for name, inputs, outputs in zip(names, (hidden, hidden, width), (width, width, hidden), strict=True):
-            self.add_module(name, nn.Linear(inputs, outputs, bias=False))
+        for name in names.inputs:
+            self.add_module(name, nn.Linear(hidden, width, bias=bias))
+        self.add_module(names.down, nn.Linear(width, hidden, bias=bias))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return down(act(gate(x)) * up(x)), [n, H] of [n, H]."""
-        gate, up, down = (getattr(self, name) for name in self._names)
-        output: Tensor = down(self.act_fn(gate(x)) * up(x))
+        gate, *up = (getattr(self, name)(x) for name in self.names.inputs)
+        inner = self._join(gate, *up) if up else self.act_fn(gate)
+        output: Tensor = getattr(self, self.names.down)(inner)
         return output
 
 
 class Experts(nn.ModuleList):
     """The experts of a layer, called as transformers' own modules call theirs."""
+
+    @property
+    def names(self) -> tuple[ExpertNames, ...]:
+        """What the linears of each expert are called."""
+        return tuple(expert.names for expert in self if isinstance(expert, Expert))
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the weighted sum of what each token's experts make of it.
@@ -65,6 +99,8 @@ class Experts(nn.ModuleList):
         """
         total = torch.zeros_like(hidden_states)
         for number in torch.unique(top_k_index).tolist():
+            if number >= len(self):  # some routers name one more than there are: no expert
+                continue
             place, token = torch.where((top_k_index == number).T)
             _add_(total, self[number](hidden_states[token]), token, top_k_weights[token, place])
         return total
@@ -85,18 +121,101 @@ def _add_(total: Tensor, outputs: Tensor, token: Tensor, weights: Tensor) -> Non
 
 def view_(model: PreTrainedModel) -> None:
     """Put the view in the place of the stacked experts of a model on meta; a model without experts stays as it is."""
+    stacked = {name: module for name, module in model.named_modules() if is_stacked(module)}
     family = FAMILIES.get(model.config.model_type)
-    if family is None or family.mixture is None:
-        return
-    for name, module in list(model.named_modules()):
-        if name.rpartition(".")[2] == "experts":
-            model.set_submodule(name, _view(module, family.mixture))
+    if stacked and family is not None and family.mixture is not None:
+        gate, up, down = family.mixture.linears
+        known = dict.fromkeys(stacked, ExpertNames(gate=gate, up=up, down=down))
+    elif stacked:
+        known = names_in_files(model, stacked)
+    for name, module in stacked.items():
+        model.set_submodule(name, _view(module, known[name]))
 
 
-def _view(stacked: Any, mixture: Mixture) -> Experts:
-    count, hidden, width = stacked.down_proj.shape
+def is_stacked(module: nn.Module) -> bool:
+    """Return whether a module holds experts in the tensors that transformers' own products of experts take."""
+    has_gate, down = getattr(module, "has_gate", None), getattr(module, "down_proj", None)
+    known = has_gate is not None and not getattr(module, "has_post_expert_norm", False)
+    return known and isinstance(down, nn.Parameter) and down.ndim == 3
+
+
+def names_in_files(model: PreTrainedModel, stacked: Mapping[str, nn.Module]) -> dict[str, ExpertNames]:
+    """Return what a checkpoint calls the linears of experts, transformers' own words where it holds them stacked too.
+
+    Args:
+        model: whose table of names is read.
+        stacked: full name -> module of its experts.
+    """
+    table = HubNames(model)
+    found = {}
+    for name, module in stacked.items():
+        gated: Any = module.has_gate
+        up = [leaf for leaf in table.split_into(f"{name}.{'gate_up_proj' if gated else 'up_proj'}")]
+        down = table.split_into(f"{name}.down_proj")
+        if len(up) == 1 + bool(gated) and len(down) == 1:
+            found[name] = ExpertNames(gate=up[0] if gated else None, up=up[-1], down=down[0])
+        else:
+            found[name] = ExpertNames() if gated else ExpertNames(gate=None)
+    return found
+
+
+def parts_of(name: str, stacked: Any, names: ExpertNames) -> dict[str, tuple[TensorPart, ...]]:
+    """Return what the stacked tensors of experts are read as: name -> the weights, or the biases, of every expert.
+
+    Args:
+        name: full name of the module.
+        stacked: it.
+        names: of the linears of an expert.
+    """
+    entry = "gate_up_proj" if stacked.has_gate else "up_proj"
+    found = {}
+    for tensor, leaves in ((entry, names.inputs), ("down_proj", (names.down,))):
+        weight = torch.empty(getattr(stacked, tensor).shape, device="meta")
+        found[f"{name}.{tensor}"] = weight.mT if stacked.is_transposed else weight, leaves, "weight"
+        if stacked.has_bias:
+            bias = torch.empty(getattr(stacked, f"{tensor}_bias").shape, device="meta")
+            found[f"{name}.{tensor}_bias"] = bias, leaves, "bias"
+    return {
+        key: tuple(
+            TensorPart(
+                name=f"{name}.{number}.{leaf}.{kind}",
+                shape=(*rows.shape,),
+                strides=rows.stride(),
+                start=int(rows.storage_offset()),
+            )
+            for number in range(len(whole))
+            for leaf, rows in zip(leaves, _rows(whole[number], len(leaves), stacked.is_concatenated), strict=True)
+        )
+        for key, (whole, leaves, kind) in found.items()
+    }
+
+
+def _rows(both: Tensor, count: int, concatenated: bool) -> Sequence[Tensor]:
+    """Return the rows of each of `count` linears that lie in one tensor, [O, I] or [O]."""
+    return both.chunk(count) if concatenated else [both[first::count] for first in range(count)]
+
+
+def _view(stacked: Any, names: ExpertNames) -> Experts:
+    count, *shape = stacked.down_proj.shape
+    width, hidden = shape if stacked.is_transposed else shape[::-1]
+    act = getattr(stacked, "act_fn", None)  # whose own code joins gate and up may have none
+    join: Join = partial(_gated, act)
+    if type(stacked)._apply_gate is not _default_apply_gate:
+        join = partial(_joined, stacked._apply_gate, interleaved=not stacked.is_concatenated)
+    make = partial(Expert, names, hidden=hidden, width=width, bias=stacked.has_bias, join=join, act=act)
     with torch.device("meta"):
-        return Experts(Expert(mixture.linears, hidden=hidden, width=width, act=stacked.act_fn) for _ in range(count))
+        return Experts(make() for _ in range(count))
+
+
+def _gated(act: Any, gate: Tensor, up: Tensor) -> Tensor:
+    gated: Tensor = act(gate)
+    return gated * up
+
+
+def _joined(join: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor, *, interleaved: bool) -> Tensor:
+    """Return what the family's own code makes of gate and up, [n, I] each, in the one tensor that it takes, [n, 2 I]."""
+    both = torch.stack([gate, up], dim=-1).flatten(-2) if interleaved else torch.cat([gate, up], dim=-1)
+    return join(both)
 
 
 @contextmanager
@@ -133,4 +252,4 @@ def watch_routing(module: nn.Module, callback: RoutedCallback) -> Iterator[None]
 
 def _report(callback: RoutedCallback, experts: nn.Module, args: tuple[Tensor, ...]) -> None:
     assert isinstance(experts, Experts)  # the hook is registered on nothing else
-    callback(torch.bincount(args[1].flatten(), minlength=len(experts)))
+    callback(torch.bincount(args[1].flatten(), minlength=len(experts))[: len(experts)])

@@ -7,9 +7,11 @@ of their own, as the checkpoint has them: `quantflow.models.experts` gives the m
 Longer than 300 lines because the table of families stands with the records that it is made of.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from quantflow.artifact.safetensors_header import TensorPart
 from quantflow.errors import InputError, UnsupportedError
 
 
@@ -90,7 +92,7 @@ class Family:
         residual: None where a norm subtracts the mean, which no rotation commutes with, and for mixtures, whose routers read
             the hidden state too. Elsewhere the groups whose input is no norm's output write it, and no others do.
         discovered: it is in no table: `quantflow.models.discovery` found it.
-        in_tuple: a layer returns the hidden state as the first of a tuple.
+        tuple_of: a layer returns the hidden state as the first of a tuple of so many; 0 where it returns it alone.
     """
 
     model_type: str
@@ -103,7 +105,7 @@ class Family:
     head: str = "lm_head"
     residual: Residual | None = None
     discovered: bool = False
-    in_tuple: bool = False
+    tuple_of: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,9 +113,14 @@ class Layer:
     """One decoder layer; all names are full.
 
     Attributes:
-        prefix: `model.layers.3`.
+        prefix: what the names of all its tensors begin with, `model.layers.3`.
+        attention: the module that writes the KV cache; None where nothing does, such as in a state space layer.
         routers: linears of a mixture that are never quantized; empty in a dense layer.
+        idle: linears that no token of a causal forward goes through, or whose weight is read past them; never quantized.
+        place: what the whole model calls it; None where it is `prefix`.
+        renamed: a source name in it -> what the whole model calls it, where more than `prefix` differs.
         block: the mixture's module, as the checkpoint calls it; None in a dense layer.
+        block_place: what the layer calls that module.
         experts: how many experts the mixture has, 0 in a dense layer.
         chosen: how many of them a token goes to.
         repeats: how many query heads share a key/value head.
@@ -123,10 +130,14 @@ class Layer:
 
     index: int
     prefix: str
-    attention: str
+    attention: str | None
     groups: tuple[LinearGroup, ...]
     routers: tuple[str, ...] = ()
+    idle: tuple[str, ...] = ()
+    place: str | None = None
+    renamed: Mapping[str, str] = field(default_factory=dict, hash=False)
     block: str | None = None
+    block_place: str = "mlp"
     experts: int = 0
     chosen: int = 0
     repeats: int = 1
@@ -141,7 +152,11 @@ class Layer:
     @property
     def gates(self) -> dict[str, str]:
         """Each expert, in order, and its first linear, under which its tokens are counted."""
-        return {group.expert: group.linears[0] for group in self.groups if group.expert is not None and group.fused}
+        found: dict[str, str] = {}
+        for group in self.groups:
+            if group.expert is not None:
+                found.setdefault(group.expert, group.linears[0])
+        return found
 
     def inside(self, name: str) -> str:
         """Return a full name of this layer without the layer's own: `self_attn.q_proj`."""
@@ -149,21 +164,29 @@ class Layer:
 
     def relative(self, name: str) -> str:
         """Return a full name of this layer as its module calls it: `mlp.gate` for Mixtral's `block_sparse_moe.gate`."""
+        if name in self.renamed:
+            return self.renamed[name].removeprefix(f"{self.place or self.prefix}.")
         if self.block is not None and name.startswith(f"{self.block}."):
-            return f"{MLP}.{name.removeprefix(f'{self.block}.')}"
+            return f"{self.block_place}.{name.removeprefix(f'{self.block}.')}"
         return self.inside(name)
 
     def module(self, name: str) -> str:
         """Return a full name of this layer as the whole model calls it: `model.layers.3.mlp.gate`."""
-        return f"{self.prefix}.{self.relative(name)}"
+        return f"{self.place or self.prefix}.{self.relative(name)}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Graph:
-    """The decoder layers of one model, in order."""
+    """The decoder layers of one model, in order.
+
+    Attributes:
+        parts: tensor of a checkpoint that is no linear's weight as [O, I] -> the tensors that it is read as: a transpose, or
+            those of every expert. A checkpoint that has the parts under their own names needs none.
+    """
 
     family: Family
     layers: tuple[Layer, ...]
+    parts: Mapping[str, tuple[TensorPart, ...]] = field(default_factory=dict, hash=False)
 
     @property
     def linears(self) -> tuple[str, ...]:
@@ -174,6 +197,16 @@ class Graph:
     def routers(self) -> tuple[str, ...]:
         """Full names of the linears of mixtures that are never quantized."""
         return tuple(name for layer in self.layers for name in layer.routers)
+
+    @property
+    def attentions(self) -> tuple[str, ...]:
+        """Full names of the modules that write the KV cache, in order."""
+        return tuple(layer.attention for layer in self.layers if layer.attention is not None)
+
+    @property
+    def idle(self) -> tuple[str, ...]:
+        """Full names of the linears that no token goes through, which are never quantized."""
+        return tuple(name for layer in self.layers for name in layer.idle)
 
     @property
     def sparse(self) -> bool:
@@ -276,6 +309,11 @@ def graph_for(config: Any) -> Graph:
     family = family_for(config.model_type, getattr(config, "architectures", None))
     count: int = config.num_hidden_layers
     return Graph(family=family, layers=tuple(_layer(family, index, config) for index in range(count)))
+
+
+def text_config(config: Any) -> Any:
+    """Return the configuration of the language model in one that speaks of images or sound too; else the configuration."""
+    return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
 
 
 def moving_rotation(config: Any) -> str | None:

@@ -18,12 +18,46 @@ KVCallback = Callable[[int, Tensor, Tensor], None]
 QueryCallback = Callable[[Tensor], None]
 
 
-class KVRecorder(Cache):  # type: ignore[misc]
+class _Passing(Cache):  # type: ignore[misc]
+    """A cache that stores nothing: a layer that keeps states of another kind beside keys and values begins without them."""
+
+    def __init__(self) -> None:
+        """Keep nothing."""
+        super().__init__(layers=[])
+
+    def get_conv_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> None:
+        """Return None: there is no earlier token."""
+
+    def get_recurrent_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> None:
+        """Return None: there is no earlier token."""
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
+        """Return what is all that there is."""
+        return conv_states
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
+        """Return what is all that there is."""
+        return recurrent_states
+
+    def update_indexer(self, keys: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor:
+        """Return what is all that there is."""
+        return keys
+
+    def has_previous_state(self, *args: Any, **kwargs: Any) -> bool:
+        """Return False: there is no earlier token."""
+        return False
+
+    def is_recording_past(self, *args: Any, **kwargs: Any) -> bool:
+        """Return False: nothing is kept."""
+        return False
+
+
+class KVRecorder(_Passing):
     """A cache that stores nothing and reports what an attention layer wants to store."""
 
     def __init__(self, callback: KVCallback) -> None:
         """Report to `callback(layer index, K after RoPE, V)`; K and V are [1, key/value heads, S, head_dim]."""
-        super().__init__(layers=[])
+        super().__init__()
         self._callback = callback
 
     def update(
@@ -34,12 +68,12 @@ class KVRecorder(Cache):  # type: ignore[misc]
         return key_states, value_states
 
 
-class KVRounder(Cache):  # type: ignore[misc]
+class KVRounder(_Passing):
     """A cache that stores nothing and hands back what one that keeps 8 bits would; it bears calls from several threads."""
 
     def __init__(self, scales: Mapping[int, KVScales]) -> None:
         """Round by layer index -> the scales of its keys and values."""
-        super().__init__(layers=[])
+        super().__init__()
         self._scales = scales
 
     def update(

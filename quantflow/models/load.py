@@ -18,14 +18,18 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.initialization import no_init_weights
+from transformers.models.auto.modeling_auto import AutoModelForImageTextToText
+from transformers.pytorch_utils import Conv1D
 
 from quantflow.artifact.checkpoint import Checkpoint, open_checkpoint, refuse_quantized
-from quantflow.errors import InputError, UnsupportedError
+from quantflow.errors import InputError
 from quantflow.models.configuration import first_line, load_config
 from quantflow.models.experts import view_
 from quantflow.models.names import NameMap, twins
 from quantflow.models.reading import read_rows, read_tensor
-from quantflow.models.source import refuse_stacked_experts
+from quantflow.models.source import as_linears
+
+_CAUSAL, _WRAPPED = AutoModelForCausalLM._model_mapping, AutoModelForImageTextToText._model_mapping
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +80,8 @@ def open_source(folder: str | Path) -> Source:
     """
     checkpoint = open_checkpoint(Path(folder))
     refuse_quantized(checkpoint)
-    refuse_stacked_experts(checkpoint)
-    return Source(checkpoint=checkpoint, config=load_config(checkpoint))
+    config = load_config(checkpoint)
+    return Source(checkpoint=as_linears(checkpoint, config), config=config)
 
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
@@ -139,28 +143,41 @@ def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
     """Return the causal LM of a configuration without storage: parameters on meta, buffers real, eval mode.
 
     Attention is torch's `scaled_dot_product_attention`, or the family's own where it knows no other. The experts of a mixture
-    are linears of their own (`quantflow.models.experts`).
-
-    Raises:
-        UnsupportedError: a buffer that a checkpoint holds, which no configuration determines.
+    are linears of their own (`quantflow.models.experts`), and so is every Conv1D, which is a linear that keeps its weight
+    transposed. Buffers that a checkpoint holds are read from it like parameters.
     """
-    kind = AutoModelForCausalLM._model_mapping[type(config)]
-    attention = "sdpa" if kind._supports_sdpa else "eager"
-    with _ONE_AT_A_TIME, _EmptyOnMeta(), no_init_weights():
-        model = AutoModelForCausalLM.from_config(
-            copy.deepcopy(config), dtype=torch.float32, attn_implementation=attention, trust_remote_code=False
-        )
-    release_(model, [name for name, parameter in model.named_parameters() if not parameter.is_meta])
-    model.tie_weights()
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    if stored := next((name for name in model.state_dict() if name not in parameters), None):
-        raise UnsupportedError(
-            f"{config.model_type}: {stored} is a buffer that config.json does not determine",
-            "use a family without such buffers",
-        )
+    model = as_written(config)
+    linears_(model)
     view_(model)
     model.requires_grad_(False)
     return model.eval()
+
+
+def as_written(config: PreTrainedConfig) -> PreTrainedModel:
+    """Return the same with the modules that transformers has."""
+    kind = model_class(config)
+    if kind.config_class is not type(config) and kind.config_class is config.sub_configs.get("text_config"):
+        config = config.get_text_config()  # of a type with more than text, whose causal language model is the text's alone
+    attention = "sdpa" if kind._supports_sdpa else "eager"
+    with _ONE_AT_A_TIME, _EmptyOnMeta(), no_init_weights():
+        model = kind._from_config(copy.deepcopy(config), dtype=torch.float32, attn_implementation=attention)
+    release_(model, [name for name, parameter in model.named_parameters() if not parameter.is_meta])
+    model.tie_weights()
+    return model
+
+
+def model_class(config: PreTrainedConfig) -> Any:
+    """Return transformers' class of a configuration: the one that config.json names, else its causal language model."""
+    kinds = [mapping[type(config)] for mapping in (_CAUSAL, _WRAPPED) if type(config) in mapping]
+    named = [kind for kind in kinds if kind.__name__ in (config.architectures or ())]
+    return (named or kinds)[0]
+
+
+def linears_(model: PreTrainedModel) -> None:
+    """Put a linear on meta in the place of every Conv1D of a model."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, Conv1D):
+            model.set_submodule(name, nn.Linear(module.nx, module.nf, device="meta"))
 
 
 def load_model(source: Source, *, dtype: torch.dtype) -> PreTrainedModel:
@@ -178,7 +195,7 @@ def load_model(source: Source, *, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def materialize_(model: nn.Module, tensors: Mapping[str, Tensor], *, dtype: torch.dtype) -> None:
-    """Give parameters of `model` their values.
+    """Give parameters of `model` their values, and buffers that a checkpoint holds.
 
     Of two tied parameters either name is enough: when one is given, both become the same parameter.
 
@@ -188,12 +205,13 @@ def materialize_(model: nn.Module, tensors: Mapping[str, Tensor], *, dtype: torc
         dtype: the dtype of every parameter that is set.
 
     Raises:
-        InputError: a name that is no parameter of `model`, or another shape.
+        InputError: a name that is no parameter and no buffer of `model`, or another shape.
     """
     other = twins(model) if isinstance(model, PreTrainedModel) else {}
     for name, tensor in tensors.items():
         owner, leaf = _owner(model, name)
-        current = owner._parameters.get(leaf)
+        buffer = None if leaf in owner._non_persistent_buffers_set else owner._buffers.get(leaf)
+        current = buffer if owner._parameters.get(leaf) is None else owner._parameters[leaf]
         if current is None:
             raise _no_parameter(model, name)
         if current.shape != tensor.shape:
@@ -201,6 +219,9 @@ def materialize_(model: nn.Module, tensors: Mapping[str, Tensor], *, dtype: torc
                 f"{name}: checkpoint holds {list(tensor.shape)}, the model needs {list(current.shape)}",
                 "check that config.json belongs to these weights",
             )
+        if current is buffer:
+            owner._buffers[leaf] = tensor.to(dtype if current.is_floating_point() else current.dtype)
+            continue
         parameter = nn.Parameter(tensor.to(dtype), requires_grad=False)
         setattr(owner, leaf, parameter)
         if name in other and other[name] not in tensors:
@@ -209,11 +230,16 @@ def materialize_(model: nn.Module, tensors: Mapping[str, Tensor], *, dtype: torc
 
 
 def release_(module: nn.Module, names: Iterable[str] | None = None) -> None:
-    """Put parameters back on meta, which frees their memory; `names` relative to `module`, None for all of them."""
+    """Put parameters back on meta, which frees their memory; `names` relative to `module`, None for all of them.
+
+    Buffers stay: their size is that of a vector, and of those that are not in a checkpoint there is no other copy.
+    """
     chosen = [name for name, _ in module.named_parameters(remove_duplicate=False)] if names is None else list(names)
     for name in chosen:
         owner, leaf = _owner(module, name)
-        setattr(owner, leaf, nn.Parameter(getattr(owner, leaf).to("meta"), requires_grad=False))
+        parameter = owner._parameters.get(leaf)
+        if parameter is not None:
+            setattr(owner, leaf, nn.Parameter(parameter.to("meta"), requires_grad=False))
 
 
 def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -14,7 +14,14 @@ from functools import cached_property
 
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import (
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    apply_converters,
+    apply_renamings,
+    rename_source_key,
+)
 
 from quantflow.errors import InputError, UnsupportedError
 
@@ -35,6 +42,35 @@ class Binding:
     to_module: dict[str, str]
     to_source: dict[str, str]
     ignored: tuple[str, ...]
+
+
+class HubNames:
+    """What a checkpoint that transformers writes calls the tensors of a model."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Turn the table of `model` round; its parameters may be on meta."""
+        table = get_model_conversion_mapping(model, add_legacy=False)[::-1]
+        reverse = [item.reverse_transform() for item in table if not isinstance(item, PrefixChange)]
+        self._renamings = [item for item in reverse if isinstance(item, WeightRenaming)]
+        self._converters = [item for item in reverse if isinstance(item, WeightConverter)]
+
+    def of(self, name: str) -> str:
+        """Return the source name of a parameter or module."""
+        renamed: str = apply_renamings(name, self._renamings)
+        return renamed
+
+    def kept(self, name: str) -> bool:
+        """Return whether a tensor is saved as it is, perhaps under another name."""
+        return apply_converters(name, self._converters)[1] is None
+
+    def split_into(self, name: str) -> tuple[str, ...]:
+        """Return what the linears are called into which saving splits a stacked tensor; none where it is saved as it is."""
+        _, pattern = apply_converters(name, self._converters)
+        if pattern is None:
+            return ()
+        (converter,) = [item for item in self._converters if pattern in item.source_patterns][:1]
+        parts = [target.rpartition("*.")[2].removesuffix(".weight") for target in converter.target_patterns if "*." in target]
+        return tuple(parts)
 
 
 class NameMap:

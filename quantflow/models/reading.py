@@ -35,11 +35,21 @@ def read_tensor(path: Path, info: TensorInfo) -> Tensor:
         InputError: the file ends early, or the tensor holds NaN or Inf.
         UnsupportedError: a dtype that torch has no name for.
     """
-    tensor = torch.empty(info.shape, dtype=_dtype(path, info))
-    read_into(path, tensor, info.offset, name=info.name)
+    tensor = torch.empty(info.shape, dtype=_dtype(path, info)) if info.strides is None else _strided(path, info)
+    if info.strides is None:
+        read_into(path, tensor, info.offset, name=info.name)
     if tensor.is_floating_point():
         check_finite(tensor, name=info.name, path=path)
     return tensor
+
+
+def _strided(path: Path, info: TensorInfo) -> Tensor:
+    """Read a tensor whose elements do not lie one after the other: what lies between them is read too."""
+    assert info.strides is not None
+    span = 1 + sum((size - 1) * stride for size, stride in zip(info.shape, info.strides, strict=True))
+    around = torch.empty(span, dtype=_dtype(path, info))
+    read_into(path, around, info.offset, name=info.name)
+    return around.as_strided(info.shape, info.strides).contiguous()
 
 
 def read_file(path: Path) -> dict[str, Tensor]:
@@ -68,6 +78,8 @@ def read_rows(path: Path, info: TensorInfo, rows: Tensor) -> Tensor:
         InputError: the file ends early, or a row holds NaN or Inf.
         UnsupportedError: a dtype that torch has no name for.
     """
+    if info.strides is not None:
+        return read_tensor(path, info)[rows]
     tensor = torch.empty(len(rows), info.shape[1], dtype=_dtype(path, info))
     width = info.shape[1] * tensor.itemsize
     wanted = rows.tolist()
@@ -96,6 +108,8 @@ def read_columns(path: Path, info: TensorInfo, columns: slice) -> Tensor:
         InputError: the file ends early, or a column holds NaN or Inf.
         UnsupportedError: a dtype that torch has no name for.
     """
+    if info.strides is not None:
+        return read_tensor(path, info)[:, columns].contiguous()
     tensor = torch.empty(info.shape[0], columns.stop - columns.start, dtype=_dtype(path, info))
     view = bytes_of(tensor)
     width, share = info.shape[1] * tensor.itemsize, tensor.shape[1] * tensor.itemsize

@@ -108,7 +108,7 @@ def placements(
             continue
         whole = _whole(name, shape, plan, strict=tp > 1, row_output=row_output)
         parent, _, linear = name.rpartition(".")
-        if parent in attentions and "plan" in whole:
+        if parent in attentions and "plan" in whole and (tp > 1 or linear in _HEADS):
             whole |= _heads(name, whole, config, copy_kv_heads=copy_kv_heads)
         found[name] = _uneven(whole, tp, rank % tp) if linear in _OUTSIDE else share(name, whole, cards=tp, card=rank % tp)
         if linear in _KEYS:
@@ -117,7 +117,8 @@ def placements(
     if tp == 1 and config.model_type not in FAMILIES:  # whose attentions call what makes keys what they like
         for layer in graph_for(config).layers:
             shape = [layer.kv_heads, layer.head_dim]
-            found.setdefault(layer.attention, {"kind": "replicated", "axis": None, "offset": 0, "full_shape": shape})
+            if layer.attention is not None:
+                found.setdefault(layer.attention, {"kind": "replicated", "axis": None, "offset": 0, "full_shape": shape})
     return found
 
 

@@ -11,7 +11,7 @@ from quantflow.artifact.canonical import digest_of, file_digest
 from quantflow.artifact.checkpoint import CONFIG, Checkpoint, open_checkpoint, refuse_quantized
 from quantflow.artifact.digests import Digests
 from quantflow.errors import InputError, UnsupportedError
-from quantflow.models.graph import FAMILIES, Graph, family_for
+from quantflow.models.graph import FAMILIES, Graph, family_for, graph_for
 
 _SIZES = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
 
@@ -68,8 +68,21 @@ def open_files(folder: str | Path) -> ModelFiles:
     """
     checkpoint = open_checkpoint(Path(folder))
     refuse_quantized(checkpoint)
-    refuse_stacked_experts(checkpoint)
-    return ModelFiles(checkpoint=checkpoint, config=config_of(checkpoint))
+    config = config_of(checkpoint)
+    return ModelFiles(checkpoint=as_linears(checkpoint, config), config=config)
+
+
+def as_linears(checkpoint: Checkpoint, config: Any) -> Checkpoint:
+    """Return a checkpoint in which every linear that the graph names is a tensor [O, I] of its own.
+
+    Raises:
+        UnsupportedError: experts in one tensor in a family of the table, or as `graph_for`.
+        InputError: as `Checkpoint.in_parts`.
+    """
+    if config.model_type in FAMILIES:
+        refuse_stacked_experts(checkpoint)
+        return checkpoint
+    return checkpoint.in_parts(graph_for(config).parts)
 
 
 def config_of(checkpoint: Checkpoint) -> Any:
@@ -122,7 +135,7 @@ def fingerprint(checkpoint: Checkpoint, digests: Digests | None = None) -> str:
         checkpoint: the opened folder.
         digests: the hashes that are known already; None reads every weight file.
     """
-    tensors = {name: [file, info.dtype, list(info.shape)] for name, (file, info) in checkpoint.tensors.items()}
+    tensors = {name: [file, info.dtype, list(info.shape)] for name, (file, info) in checkpoint.located.items()}
     hash_of = file_digest if digests is None else digests.of
     files = {file: hash_of(checkpoint.folder / file) for file in checkpoint.shards}
     return digest_of({"config": checkpoint.config, "tensors": tensors, "files": files})

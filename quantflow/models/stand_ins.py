@@ -1,5 +1,6 @@
 """What `quantflow.models.capture` puts in the place of parts of the model, and what it keeps of their calls."""
 
+import copy
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -29,63 +30,102 @@ class Call:
     kwargs: dict[str, Any]
 
 
+def _of(layer: nn.Module, name: str, error: AttributeError) -> Any:
+    """Return what a layer that is stood for says of itself: some models ask a layer of which kind it is."""
+    if name in layer._parameters or name in layer._modules:
+        raise error
+    return getattr(layer, name)
+
+
+def as_returned(hidden: Tensor, count: int) -> Tensor | tuple[Tensor | None, ...]:
+    """Return a hidden state as a layer returns it: as the first of a tuple of `count`, by itself where that is 0."""
+    return (hidden, *[None] * (count - 1)) if count else hidden
+
+
 class Recorder(nn.Module):
     """Stands for a decoder layer: remembers what it was called with and returns its input."""
 
-    def __init__(self, *, in_tuple: bool = False) -> None:
-        """Start with nothing recorded; `in_tuple`: the layer returns a tuple."""
+    def __init__(self, layer: nn.Module, *, tuple_of: int = 0) -> None:
+        """Start with nothing recorded; `tuple_of`: as `as_returned` takes it."""
         super().__init__()
-        self.in_tuple = in_tuple
+        self.__dict__["layer"] = layer  # not a part of this one
+        self.tuple_of = tuple_of
         self.hidden = torch.empty(0)
         self.args: tuple[Any, ...] = ()
         self.kwargs: dict[str, Any] = {}
 
-    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor]:
+    def __getattr__(self, name: str) -> Any:
+        """Return what the layer says of itself."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            return _of(self.layer, name, error)
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor | None, ...]:
         """Record and return `hidden`, [1, S, H]."""
         self.hidden, self.args, self.kwargs = hidden, args, kwargs
-        return (hidden,) if self.in_tuple else hidden
+        return as_returned(hidden, self.tuple_of)
 
 
 class Given(nn.Module):
-    """Stands for every decoder layer: returns what the calling thread was given, whatever it is called with."""
+    """Stands for a decoder layer: returns what the calling thread was given, whatever it is called with."""
 
-    def __init__(self, *, in_tuple: bool = False) -> None:
-        """Start with nothing given; `in_tuple`: the layers return tuples."""
+    def __init__(self, layer: nn.Module, mine: threading.local, *, tuple_of: int = 0) -> None:
+        """Start with nothing given.
+
+        Args:
+            layer: what it stands for.
+            mine: where a thread's hidden state is, the same for all layers of a model.
+            tuple_of: as `as_returned` takes it.
+        """
         super().__init__()
-        self.in_tuple = in_tuple
-        self._mine = threading.local()
+        self.__dict__["layer"] = layer  # not a part of this one
+        self.tuple_of = tuple_of
+        self._mine = mine
 
-    def forward(self, *_args: Any, **_kwargs: Any) -> Tensor | tuple[Tensor]:
+    def __getattr__(self, name: str) -> Any:
+        """Return what the layer says of itself."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            return _of(self.layer, name, error)
+
+    def forward(self, *_args: Any, **_kwargs: Any) -> Tensor | tuple[Tensor | None, ...]:
         """Return the hidden state that this thread was given."""
         hidden: Tensor = self._mine.hidden
-        return (hidden,) if self.in_tuple else hidden
+        return as_returned(hidden, self.tuple_of)
 
-    @contextmanager
-    def giving(self, hidden: Tensor) -> Iterator[None]:
-        """Answer every call of this thread with `hidden`, [1, S, H], until the block ends."""
-        self._mine.hidden = hidden
-        try:
-            yield
-        finally:
-            del self._mine.hidden
+
+@contextmanager
+def giving(mine: threading.local, hidden: Tensor) -> Iterator[None]:
+    """Answer every call of a `Given` by this thread with `hidden`, [1, S, H], until the block ends."""
+    mine.hidden = hidden
+    try:
+        yield
+    finally:
+        del mine.hidden
 
 
 class Rows(nn.Module):
-    """Stands for an embedding: holds the rows that some sequences need."""
+    """Stands for an embedding: holds the rows that some sequences need, and does with them what the embedding does."""
 
-    def __init__(self, ids: Tensor, weight: Tensor) -> None:
+    def __init__(self, ids: Tensor, weight: Tensor, embedding: Any) -> None:
         """Answer for these ids.
 
         Args:
             ids: int64 [n], ascending.
             weight: [n, H], their rows.
+            embedding: what it stands for; some multiply what they return by a number.
         """
         super().__init__()
-        self.ids, self.rows = ids, weight
+        self.ids, self.inner = ids, copy.copy(embedding)
+        self.inner._parameters = {"weight": nn.Parameter(weight, requires_grad=False)}
+        self.inner.num_embeddings, self.inner.padding_idx = len(ids), None
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return the rows of ids that it holds, [..., H]."""
-        return self.rows[torch.searchsorted(self.ids, ids)]
+        """Return what the embedding makes of ids whose rows it holds, [..., H]."""
+        found: Tensor = self.inner(torch.searchsorted(self.ids, ids))
+        return found
 
 
 class HeadStandIn(nn.Module):
@@ -100,6 +140,7 @@ class HeadStandIn(nn.Module):
         """
         super().__init__()
         self.rows, self.dtype = weight, dtype
+        self.weight = torch.empty(weight.shape, dtype=dtype, device="meta")  # families ask for its dtype
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return the logits [..., V] of [..., H]."""
@@ -119,6 +160,7 @@ class QuantizedHead(nn.Module):
         """
         super().__init__()
         self.linear, self.dtype = linear, dtype
+        self.weight = torch.empty(linear.weight.qvalue.shape, dtype=dtype, device="meta")  # families ask for its dtype
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return the logits [..., V] of [..., H]."""

@@ -23,7 +23,7 @@ def artifact_config(config: Mapping[str, Any], graph: Graph, plan: Plan, *, name
         names: the source's tensors.
     """
     schemes, own = plan.quantized, dict(config)
-    ignored = [name for name in (*graph.linears, *graph.routers) if name not in schemes]
+    ignored = [name for name in (*graph.linears, *graph.routers, *graph.idle) if name not in schemes]
     if plan.head is None:
         ignored += [name for name in _HEADS if f"{name}.weight" in names] or _HEADS[:1]
     else:

@@ -22,7 +22,7 @@ from quantflow.artifact.safetensors_writer import Spec, layout
 from quantflow.artifact.side_files import is_side_file
 from quantflow.core.kv import kv_words
 from quantflow.errors import ResourceError
-from quantflow.models.graph import Graph, graph_for
+from quantflow.models.graph import Graph, graph_for, text_config
 from quantflow.models.source import open_files
 from quantflow.planning.artifact_config import artifact_config
 from quantflow.planning.card_splits import SIZES, obstacles
@@ -128,7 +128,7 @@ def _stages(
 
 
 def _calibration_lengths(recipe: Recipe, config: Any) -> list[int]:
-    longest = int(getattr(config, "max_position_embeddings", 2048))
+    longest = int(getattr(text_config(config), "max_position_embeddings", None) or 2048)
     return [recipe.calibration.sequence_length or min(2048, longest)] * recipe.calibration.samples
 
 
@@ -181,7 +181,7 @@ def output_bytes(checkpoint: Checkpoint, graph: Graph, model: ModelSize, plan: P
     for linear, scheme in schemes.items():
         specs |= quantized_specs(linear, scheme, _weight(model, plan, linear))
     for layer in graph.layers if plan.kv_cache is not None else ():
-        specs |= FORMAT.kv_tensor_specs(layer.attention, plan.kv_cache, model.kv_heads)
+        specs |= FORMAT.kv_tensor_specs(layer.attention or layer.prefix, plan.kv_cache, model.kv_heads)
     weights = layout(specs).nbytes
     if weights > shard_size:
         weights += len(readable_json({name: "model-00001-of-00001.safetensors" for name in specs}))

@@ -75,9 +75,13 @@ def kv_scales_of(measurement: Measurement | None, layer: Layer, scheme: TensorSc
 
     Raises:
         StatisticsError: the measurement does not hold what they are made from.
+        UnsupportedError: a layer that has none.
     """
     if scheme is None:
         return None
+    if layer.attention is None:
+        cause = f"{layer.prefix}: keeps no keys and values, kv_cache {kv_words(scheme)} is asked of every layer"
+        raise UnsupportedError(cause, "leave kv_cache out")
     keys, values = _maxima(measurement, layer, scheme)
     try:
         return kv_scales(scheme, keys=keys, values=values)
@@ -95,14 +99,14 @@ def kv_record(measurement: Measurement | None, layer: Layer, scheme: TensorSchem
 
 def kv_tensors(layer: Layer, scales: KVScales | None) -> dict[str, Tensor]:
     """Return what a layer's file holds of its cache."""
-    return {} if scales is None else FORMAT.encode_kv(layer.attention, scales)
+    return {} if scales is None or layer.attention is None else FORMAT.encode_kv(layer.attention, scales)
 
 
 def kv_names(graph: Graph, scheme: TensorScheme | None) -> tuple[str, ...]:
     """Return the names of all tensors that describe caches in an artifact."""
     if scheme is None:
         return ()
-    return tuple(name for layer in graph.layers for name in FORMAT.kv_tensor_names(layer.attention))
+    return tuple(name for attention in graph.attentions for name in FORMAT.kv_tensor_names(attention))
 
 
 def _maxima(measurement: Measurement | None, layer: Layer, scheme: TensorScheme) -> list[Tensor]:

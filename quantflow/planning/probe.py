@@ -21,7 +21,7 @@ from quantflow.core.qtensor import QuantizedLinear
 from quantflow.core.scheme import LinearScheme
 from quantflow.models.capture import LayerStream
 from quantflow.models.configuration import load_config
-from quantflow.models.graph import Graph
+from quantflow.models.graph import Graph, text_config
 from quantflow.models.load import Source
 from quantflow.numerics import output_blocks
 from quantflow.numerics.statistics import COUNT
@@ -60,7 +60,7 @@ def _probe(checkpoint: Checkpoint, graph: Graph, plans: Sequence[Plan], *, lengt
     source = Source(checkpoint=checkpoint, config=load_config(checkpoint))
     stream = LayerStream(source, graph)
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(source.config.vocab_size, (min(length, TOKENS),), generator=generator)
+    tokens = torch.randint(text_config(source.config).vocab_size, (min(length, TOKENS),), generator=generator)
     (state,) = stream.begin([tokens])
     layer = graph.layers[0]
     stored = sum(info.nbytes for name, info in checkpoint.infos.items() if name.startswith(f"{layer.prefix}."))

@@ -419,14 +419,15 @@ class Unify:
 class Export:
     """The layout on disk and the largest size of one weight file.
 
-    `device` and `scale_method` are Gaudi's, of format inc; `dtype` is that of matrices in format gguf.
+    `device` and `scale_method` are Gaudi's, of format inc; `dtype` is that of matrices in format gguf, and of weights that were
+    quantized in format dequantized.
     """
 
     format: str = setting(
         "compressed-tensors",
         flag="--format",
         verbs=("export",),
-        help="compressed-tensors (default), inc: Gaudi's files of a measurement, or gguf: for llama.cpp.",
+        help="compressed-tensors (default), inc: Gaudi's files of a measurement, gguf: for llama.cpp, or dequantized.",
     )
     shard_size: str = setting(
         "4GiB", flag="--shard-size", metavar="SIZE", verbs=("export",), help="Largest weight file (default 4GiB)."
@@ -438,14 +439,15 @@ class Export:
         None, flag="--scale-method", metavar="NAME", verbs=("export",), help="Of format inc (default maxabs_hw)."
     )
     dtype: str | None = setting(
-        None, flag="--dtype", verbs=("export",), help="Of format gguf: bf16, f16 or f32 (default: the model's)."
+        None, flag="--dtype", verbs=("export",), help="Of gguf: bf16, f16 or f32 (default: the model's); of dequantized (bf16)."
     )
 
     def __post_init__(self) -> None:
         """Refuse a size that is none, and a dtype where the format's own is the only one."""
         parse_size(self.shard_size)
-        if self.dtype is not None and self.format != "gguf":
-            raise UsageError(f"export: dtype {self.dtype} beside format {self.format}", "leave it out, or choose format gguf")
+        if self.dtype is not None and self.format not in ("gguf", "dequantized"):
+            remedy = "leave it out, or choose format gguf or dequantized"
+            raise UsageError(f"export: dtype {self.dtype} beside format {self.format}", remedy)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from quantflow.core.dtypes import DTYPES
 from quantflow.core.scheme import LinearScheme, TensorScheme
 from quantflow.errors import InputError, UnsupportedError
 from quantflow.formats import DEFAULT, FORMATS
-from quantflow.models.graph import Graph
+from quantflow.models.graph import Graph, text_config
 from quantflow.planning.head import HeadPlan
 
 FORMAT = FORMATS[DEFAULT]
@@ -93,7 +93,9 @@ def model_size(infos: Mapping[str, TensorInfo], config: Any, graph: Graph) -> Mo
         config: its configuration; `hidden_size`, `num_attention_heads`, `vocab_size` and what stands for heads are read.
         graph: its linears.
     """
-    heads = int(config.num_attention_heads)
+    text = text_config(config)
+    first = graph.layers[0]
+    heads = int(getattr(text, "num_attention_heads", None) or first.kv_heads * first.repeats)
     layers = []
     inside: set[str] = set()
     for layer in graph.layers:
@@ -114,11 +116,11 @@ def model_size(infos: Mapping[str, TensorInfo], config: Any, graph: Graph) -> Mo
     outside = [info for name, info in infos.items() if name not in inside]
     head = max(outside, key=elements_of)
     return ModelSize(
-        hidden=int(config.hidden_size),
-        vocabulary=int(config.vocab_size),
+        hidden=int(text.hidden_size),
+        vocabulary=int(text.vocab_size),
         heads=heads,
-        kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
-        head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
+        kv_heads=int(getattr(text, "num_key_value_heads", None) or heads),
+        head_dim=int(getattr(text, "head_dim", None) or text.hidden_size // heads),
         layers=tuple(layers),
         outside=sum(info.nbytes for info in outside),
         head=(elements_of(head), head.nbytes),

@@ -25,7 +25,7 @@ from quantflow.errors import StatisticsError
 from quantflow.measurements.record import Measurement
 from quantflow.models import layer_store
 from quantflow.models.capture import LayerStream, State
-from quantflow.models.graph import Graph, Layer
+from quantflow.models.graph import Graph, Layer, text_config
 from quantflow.models.hidden import HiddenStates
 from quantflow.models.hooks import KVRounder
 from quantflow.models.identity import CANARY_TOKENS, tensor_hash
@@ -279,7 +279,7 @@ def canary_tokens(source: Source, measurement: Measurement | None, seed: int) ->
     if measurement is not None and measurement.sequences:
         return measurement.sequences[0][:CANARY_TOKENS]
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(source.config.vocab_size, (CANARY_TOKENS,), generator=generator)
+    return torch.randint(text_config(source.config).vocab_size, (CANARY_TOKENS,), generator=generator)
 
 
 def read_back(module: nn.Module, layer: Layer, plan: Plan, path: Path) -> None:
@@ -287,7 +287,7 @@ def read_back(module: nn.Module, layer: Layer, plan: Plan, path: Path) -> None:
     infos, _ = read_header(path)
     tensors = {name: read_tensor(path, info) for name, info in infos.items() if not is_factor(name)}
     parts = {part for name, scheme in plan.schemes.items() if scheme is not None for part in FORMAT.tensor_names(name, scheme)}
-    of_cache = set(FORMAT.kv_tensor_names(layer.attention))
+    of_cache = set() if layer.attention is None else set(FORMAT.kv_tensor_names(layer.attention))
     rest = {layer.relative(name): tensor for name, tensor in tensors.items() if name not in parts | of_cache}
     materialize_(module, rest, dtype=torch.float32)  # first, since linears that are put in place keep the bias that is there
     install_all(module, layer, plan, tensors)

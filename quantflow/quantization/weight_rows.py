@@ -93,6 +93,12 @@ class Unit:
         Raises:
             InputError: the file ends early, or columns hold NaN or Inf.
         """
+        if self.info.strides is not None:
+            whole = read_tensor(self.path, self.info)
+            if not self.by_rows:
+                return whole.flatten()[self.first : self.first + self.count]
+            part = whole[self.first : self.first + self.count]
+            return part if self.columns is None else part[:, self.columns].contiguous()
         if self.columns is not None:
             rows = replace(self.info, shape=(self.count, self.info.shape[1]), offset=self.offset)
             return read_columns(self.path, rows, self.columns)
@@ -194,6 +200,8 @@ def units_of(block: FileBlock, share: CardShare = WHOLE) -> Iterator[Unit]:
             total, step = shape[0], row_step(shape[1], scheme)
         else:
             first *= torch.Size(info.shape[1:]).numel()
+        if info.strides is not None:  # its rows lie across the whole tensor: it is read once
+            step = max(1, total)
         for at in range(0, total, step):
             yield Unit(
                 path=block.folder / file,

@@ -136,7 +136,7 @@ class Artifact:
         if self.kv_cache is None:
             return ()
         heads = getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads
-        names = [layer.attention for layer in graph_for(self.config).layers]
+        names = graph_for(self.config).attentions
         tensors = {name: read_tensors(self.checkpoint, compressed_tensors.kv_tensor_names(name)) for name in names}
         return tuple(compressed_tensors.decode_kv(name, tensors[name], self.kv_cache, kv_heads=heads) for name in names)
 
@@ -280,7 +280,7 @@ def _parameters(checkpoint: Checkpoint, schemes: Mapping[str, LinearScheme], cla
 
 def _claimed(schemes: Mapping[str, LinearScheme], cached: PreTrainedConfig | None) -> set[str]:
     """Return the names of all tensors of quantized linears, and of the caches of a model where these are quantized too."""
-    attentions = () if cached is None else (layer.attention for layer in graph_for(cached).layers)
+    attentions = () if cached is None else graph_for(cached).attentions
     scales = {tensor for attention in attentions for tensor in compressed_tensors.kv_tensor_names(attention)}
     return scales | {tensor for name, scheme in schemes.items() for tensor in compressed_tensors.tensor_names(name, scheme)}
 
@@ -323,5 +323,5 @@ def _require_shapes(
         needed = list(parameters[parameter].shape)
         if list(info.shape) != needed:
             raise InputError(f"{source}: is {list(info.shape)}, the model needs {needed}", _OTHER_MODEL)
-        if info.dtype not in _STORED:
+        if info.dtype not in _STORED and parameters[parameter].is_floating_point():
             raise InputError(f"{source}: is {info.dtype}, and no scheme says how it is quantized", _OTHER_MODEL)

@@ -14,6 +14,7 @@ from transformers import DynamicCache
 
 from quantflow.core.kv import KVScales
 from quantflow.errors import UsageError
+from quantflow.models.graph import text_config
 
 
 @runtime_checkable
@@ -138,7 +139,7 @@ class TransformersDecoder:
             crops: whether `crop` will be called. The cache of a sliding window then keeps what lies before the window.
             kv_scales: of each layer; the cache then holds keys and values rounded with them, in the model's dtype.
         """
-        config: Any = model.config
+        config: Any = text_config(model.config)
         self.vocab_size: int = config.vocab_size
         self.positions: int | None = getattr(config, "max_position_embeddings", None)
         self.device = torch.device(device or next(model.parameters(), torch.empty(0)).device)

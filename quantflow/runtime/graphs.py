@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import StaticCache
 
-from quantflow.models.graph import graph_for, moving_rotation
+from quantflow.models.graph import graph_for, moving_rotation, text_config
 from quantflow.runtime.artifact import Artifact
 from quantflow.runtime.decoder import require_length, require_room
 
@@ -48,7 +48,7 @@ class GraphDecoder:
             device: where it runs.
             capture: `quantflow.backends.cuda.capture`, or what does as it does.
         """
-        config: Any = model.config
+        config: Any = text_config(model.config)
         self.vocab_size: int = config.vocab_size
         self.positions: int | None = getattr(config, "max_position_embeddings", None)
         self.device = device

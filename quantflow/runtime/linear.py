@@ -17,6 +17,7 @@ class QuantLinear(nn.Module):
         in_features, out_features: the shape of the weight.
         backend: the backend's name.
         bias: [out_features] in the dtype of the inputs, or None.
+        weight: has the shape of the weight and the dtype of the inputs, for families that ask for them; and no values.
     """
 
     bias: Tensor | None
@@ -33,6 +34,7 @@ class QuantLinear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = quantized.weight.qvalue.shape
         self.register_buffer("bias", None if bias is None else bias.to(dtype), persistent=False)
+        self.weight = torch.empty(quantized.weight.qvalue.shape, dtype=dtype, device="meta")
         self.backend, self._linear, self._rotation = backend.name, backend.linear, quantized.scheme.rotation
         self._prepared = backend.prepare(quantized, dtype)
 

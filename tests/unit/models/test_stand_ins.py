@@ -14,7 +14,7 @@ def test_the_rows_that_are_held_are_those_of_the_whole_embedding():
     table = torch.arange(40.0).reshape(10, 4)  # [10, 4]
     ids = torch.tensor([1, 4, 9])
     wanted = torch.tensor([[9, 1, 1, 4]])
-    assert torch.equal(Rows(ids, table[ids])(wanted), functional.embedding(wanted, table))
+    assert torch.equal(Rows(ids, table[ids], nn.Embedding.from_pretrained(table))(wanted), functional.embedding(wanted, table))
 
 
 def test_the_head_in_parts_is_the_whole_head(monkeypatch):

@@ -1,0 +1,140 @@
+"""Tiny random models of any type that transformers knows: its own configuration class with every size made small.
+
+    config = tiny_config("gemma2")         sizes by the names that they go by in all families, and what one type needs beside
+    write_model(config, folder)            random weights, bfloat16, and the example's tokenizer
+
+Sizes of parts (the language model inside a wrapper, the vision tower beside it) are made small in their own configurations.
+"""
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from _synthetic import TOKENIZER_FILES
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
+
+EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "tiny-llama"
+VOCABULARY = 4096  # of the example's tokenizer
+LARGEST = 30_000_000  # parameters; more is no tiny model
+# Pattern of a configuration's key -> its small value. The first that matches the whole key counts; only whole numbers are set.
+SIZES: tuple[tuple[str, Any], ...] = (
+    (r"(text_)?vocab_size|vocab_size_per_layer_input|n_vocab", VOCABULARY),
+    (r"(bos|eos|pad|decoder_start|sep|mask)_token_id", 1),
+    (r"hidden_size_per_layer_input|embedding_size|embd_pdrop_size", 64),
+    (
+        r"(encoder_|decoder_|moe_|shared_|dense_|base_)?(hidden_size|hidden_dim|model_dim|embed_dim|emb_dim|d_model|n_embd|dim_model)",
+        64,
+    ),
+    (r"word_embed_proj_dim|dim|lru_width|attention_hidden_size|hidden_dimension", 64),
+    (
+        r"(dense_|mlp_)?intermediate_size(_mlp)?|.*ffn_dim|n_inner|d_ff|d_inner_size|ff_dim|ffn_hidden_size|.*_ffn_hidden_size",
+        128,
+    ),
+    (r"(moe|shared_expert|shared|expert|.*expert.*)_?intermediate_size|expert_ffn_hidden_size", 96),
+    (r"num_hidden_layers|n_layers?|num_layers|(encoder|decoder)_layers|num_decoder_layers|num_encoder_layers|depth", 2),
+    (
+        r"num_(attention_)?heads|n_heads?|(encoder|decoder)_attention_heads|num_encoder_attention_heads|num_decoder_attention_heads",
+        4,
+    ),
+    (r"num_key_value_heads|num_kv_heads|attention_kv_heads", 2),
+    (r"(attention_|global_|swa_|linear_(key|value)_)?head_dim|kv_channels|d_kv", 16),
+    (
+        r"max_position_embeddings|n_positions|n_ctx|max_seq_len|max_sequence_length|max_source_positions|max_target_positions",
+        128,
+    ),
+    (r"sliding_window|attention_window_size|attention_chunk_size", 8),
+    (r"(num|n)_(local_|routed_|moe_)?experts|moe_num_experts|num_experts", 4),
+    (r"(num_experts_per_tok(en)?|moe_k|moe_topk|top_k_experts|moe_top_k|num_experts_per_token)", 2),
+    (r"n_group|topk_group|num_expert_group", 1),
+    (r"n_shared_experts|num_shared_experts|moe_num_shared_experts", 1),
+    (r"q_lora_rank", 64),
+    (r"kv_lora_rank", 32),
+    (r"qk_rope_head_dim", 8),
+    (r"qk_nope_head_dim|v_head_dim", 16),
+    (r"qk_head_dim", 24),
+    (r"first_k_dense_replace|num_dense_layers", 1),
+    (r"image_size", 28),
+)
+OWN: dict[str, dict[str, Any]] = {  # what one type needs beside that
+    "codegen": {"rotary_dim": 8},
+    "deepseek_v2": {"topk_method": "greedy"},
+    "dots3_note_text": {"num_key_value_heads": 4},
+    "gemma4_assistant": {"hidden_size_per_layer_input": 0},
+    "gpt_neo": {"attention_types": [[["global"], 2]]},
+    "gptj": {"rotary_dim": 8},
+    "lfm2_moe": {"layer_types": ["full_attention", "conv"]},
+    "mamba2": {"num_heads": 8},
+    "nemotron": {"head_dim": 16},
+    "xmod": {"default_language": "en_XX"},
+    "zaya": {"num_experts_per_tok": 1},
+}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {  # more layouts of a type
+    "falcon-40b": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon-alibi": ("falcon", {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True}),
+}
+
+
+def tiny_config(kind: str) -> PreTrainedConfig:
+    """Return a configuration of a type in which every size is small.
+
+    Args:
+        kind: a model type of transformers, or a key of `VARIANTS`.
+
+    Raises:
+        Exception: whatever the configuration refuses.
+    """
+    base, more = VARIANTS.get(kind, (kind, {}))
+    return CONFIG_MAPPING[base](**{**_small(CONFIG_MAPPING[base]), **OWN.get(base, {}), **more})
+
+
+def _small(config_class: Any) -> dict[str, Any]:
+    blank = config_class()
+    found: dict[str, Any] = {}
+    for name in getattr(blank, "sub_configs", {}):
+        own = getattr(blank, name, None)
+        if own is not None:
+            found[name] = {**_small(type(own)), "model_type": own.model_type} if type(own).model_type else _small(type(own))
+    for name, value in blank.to_dict().items():
+        if isinstance(value, bool) or name in found:
+            continue
+        for pattern, small in SIZES:
+            if re.fullmatch(pattern, name) and (
+                isinstance(value, int) or (value is None and "token_id" not in name and name in ("head_dim",))
+            ):
+                found[name] = small
+                break
+    if "qk_rope_head_dim" in found:  # latent attention: only these features are rotated
+        found |= {"head_dim": found["qk_rope_head_dim"]} if "head_dim" in found else {}
+        found |= {"num_key_value_heads": 4} if "num_key_value_heads" in found else {}
+    return found
+
+
+def parameters_of(config: PreTrainedConfig) -> int:
+    """Return how many parameters the model of a configuration has."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def write_model(config: PreTrainedConfig, folder: Path) -> None:
+    """Write a tiny random model of a configuration, with a tokenizer.
+
+    Raises:
+        ValueError: it isn't tiny: the configuration calls its sizes by other names.
+    """
+    count = parameters_of(config)
+    if count > LARGEST:
+        raise ValueError(f"{count:,} parameters: its configuration goes by other names")
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, 0.1)
+            elif name.endswith("bias"):
+                parameter.normal_(0, 0.05)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    for name in TOKENIZER_FILES:
+        shutil.copyfile(EXAMPLE / name, folder / name)

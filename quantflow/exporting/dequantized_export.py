@@ -1,0 +1,194 @@
+"""Stage 4 for whatever reads the source: an artifact's dequantized weights in the names and the form of its source.
+
+Reads    what `quantflow export` wrote
+Writes   <o>: config.json, weights, side files and DONE.json; the whole folder appears at once
+Resumes  a finished result of the same inputs is left alone
+Fails    2 a folder that is no artifact, an unknown dtype, 3 unusable input, 5 the folder is held or the disk is full,
+         6 inputs that are mixed on their way, 7 a file differs from its hash, or from what was written
+
+A weight that its source keeps transposed, or with those of other experts in one tensor, is put there again. Weights alone are
+written: inputs and caches are no longer rounded. One tensor of the result is in memory at a time.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from quantflow.artifact import disk, stage_folder
+from quantflow.artifact.canonical import readable_json
+from quantflow.artifact.checkpoint import CONFIG, INDEX, SINGLE, open_checkpoint
+from quantflow.artifact.manifest import MANIFEST_NAME
+from quantflow.artifact.safetensors_header import TensorPart
+from quantflow.artifact.safetensors_writer import Spec, Writer
+from quantflow.artifact.side_files import is_side_file
+from quantflow.core.dtypes import DTYPES, NAMES
+from quantflow.errors import IntegrityError, UnsupportedError, UsageError, nearest
+from quantflow.exporting import ExportRequest
+from quantflow.models.graph import graph_for
+from quantflow.models.reading import bytes_of, read_tensor
+from quantflow.planning.recipe import Resources, parse_size
+from quantflow.progress import Progress
+from quantflow.runtime.artifact import Artifact, open_artifact
+
+VERSION = 1
+CHOICES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+_DEFAULT = "bf16"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DequantizedExportJob:
+    """One folder.
+
+    Attributes:
+        source: an artifact.
+        dtype: of weights that were quantized, a key of `CHOICES`; the others keep theirs.
+        shard_size: the most bytes of one weight file.
+        replace: redo a finished result that was made from other inputs, instead of refusing.
+        resources: how much memory and disk there is.
+    """
+
+    source: Path
+    output: Path
+    dtype: str = _DEFAULT
+    shard_size: str = "4GiB"
+    replace: bool = False
+    resources: Resources = Resources()
+
+
+def requested(request: ExportRequest) -> DequantizedExportJob:
+    """Return the job of a request; see `quantflow.exporting.Exporter`.
+
+    Raises:
+        UsageError: a model beside the artifact.
+    """
+    if request.model is not None:
+        told = f"export: --model {request.model} beside format {request.options.format}"
+        raise UsageError(told, "leave --model out, the artifact is all that is read")
+    return DequantizedExportJob(
+        source=request.source,
+        output=request.output,
+        dtype=request.options.dtype or _DEFAULT,
+        shard_size=request.options.shard_size,
+        replace=request.replace,
+        resources=request.resources,
+    )
+
+
+def run(job: DequantizedExportJob, progress: Progress) -> Path:
+    """Write the folder and return it; one that is up to date is left alone."""
+    if job.dtype not in CHOICES:
+        cause = f"export: dtype {job.dtype!r} of format dequantized is unknown"
+        raise UsageError(cause, nearest(job.dtype, list(CHOICES)))
+    if not (job.source / MANIFEST_NAME).is_file():
+        raise UsageError(f"{job.source}: no {MANIFEST_NAME}; format dequantized is made from an artifact", "export it first")
+    with stage_folder.locked(job.output):
+        artifact = open_artifact(job.source)
+        made_from = {"artifact": artifact.manifest["digest"], "dtype": job.dtype, "version": VERSION}
+        if stage_folder.is_up_to_date(job.output, made_from):
+            progress.say(f"export {job.output.name}: up to date")
+            return job.output
+        stage_folder.refuse_other_result(job.output, made_from, force=job.replace)
+        _refuse_rotations(artifact)
+        with stage_folder.publish(job.output, stage="export", inputs=made_from) as folder:
+            _write(folder, artifact, CHOICES[job.dtype], limit=parse_size(job.shard_size), progress=progress)
+    rounded = sum(placement.scheme.input is not None for placement in artifact.linears.values())
+    if rounded:
+        progress.say(f"export {job.output.name}: weights alone; the inputs of {rounded} linears are no longer rounded")
+    return job.output
+
+
+def _refuse_rotations(artifact: Artifact) -> None:
+    for name, placement in artifact.linears.items():
+        if placement.scheme.rotation is not None:
+            cause = (
+                f"{name}: its inputs are mixed in blocks of {placement.scheme.rotation}, which its source's code does not do"
+            )
+            raise UnsupportedError(cause, "quantize with hadamard: {down: false}")
+
+
+def _write(folder: Path, artifact: Artifact, dtype: torch.dtype, *, limit: int, progress: Progress) -> None:
+    """Write every file of the result, and read its headers again."""
+    parts = _parts(artifact)
+    specs = _specs(artifact, parts, dtype)
+    shards = _shards(specs, limit=limit)
+    names = [SINGLE]
+    if len(shards) > 1:
+        names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    for name, shard in zip(names, progress.steps(shards, stage="export dequantized", unit="file"), strict=True):
+        with Writer(folder / name, {tensor: specs[tensor] for tensor in shard}) as writer:
+            for tensor in shard:
+                writer.write(tensor, bytes_of(_tensor(artifact, parts, tensor, *specs[tensor])))
+    if len(shards) > 1:
+        where = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+        disk.write_file(folder / INDEX, readable_json({"metadata": {}, "weight_map": where}))
+    config = {key: value for key, value in artifact.checkpoint.config.items() if key != "quantization_config"}
+    disk.write_file(folder / CONFIG, readable_json(config))
+    for name in artifact.checkpoint.files:
+        if is_side_file(name, artifact.checkpoint.config):
+            disk.copy(artifact.checkpoint.folder / name, folder / name)
+    found = {name: (info.dtype, info.shape) for name, info in open_checkpoint(folder).infos.items()}
+    if found != specs:
+        name = min(set(found.items()) ^ set(specs.items()))[0]
+        raise IntegrityError(f"{name}: the files' headers are not what was written", "export again, and check the disk")
+
+
+def _parts(artifact: Artifact) -> dict[str, tuple[TensorPart, ...]]:
+    """Return the tensors of the source that the artifact holds in parts."""
+    names = set(artifact.names)
+    graph = graph_for(artifact.config)
+    return {whole: parts for whole, parts in graph.parts.items() if all(part.name in names for part in parts)}
+
+
+def _specs(artifact: Artifact, parts: Mapping[str, tuple[TensorPart, ...]], dtype: torch.dtype) -> dict[str, Spec]:
+    """Return dtype, as safetensors names it, and shape of every tensor of the result."""
+    inside = {part.name: whole for whole, found in parts.items() for part in found}
+    shapes = {entry["name"]: tuple(entry["shape"]) for entry in artifact.manifest["ledger"]["tensors"]}
+    specs: dict[str, Spec] = {}
+    for name in artifact.names:
+        linear = name.removesuffix(".weight")
+        quantized = linear in artifact.linears and name != linear
+        info = None if quantized else artifact.checkpoint.infos[name]
+        kind, shape = (NAMES[dtype], artifact.linears[linear].shape) if info is None else (info.dtype, info.shape)
+        whole = inside.get(name)
+        if whole is None:
+            specs[name] = (kind, shape)
+        elif whole not in specs or info is None:
+            specs[whole] = (kind, shapes[whole])
+    return specs
+
+
+def _shards(specs: Mapping[str, Spec], *, limit: int) -> list[list[str]]:
+    """Return the tensors of each file."""
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, (dtype, shape) in specs.items():
+        nbytes = torch.Size(shape).numel() * DTYPES[dtype].itemsize
+        if shards[-1] and size + nbytes > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += nbytes
+    return shards
+
+
+def _tensor(
+    artifact: Artifact, parts: Mapping[str, tuple[TensorPart, ...]], name: str, dtype: str, shape: tuple[int, ...]
+) -> Tensor:
+    """Return a tensor of the result."""
+    if name not in parts:
+        return _read(artifact, name).to(DTYPES[dtype])
+    whole = torch.empty(shape, dtype=DTYPES[dtype])
+    for part in parts[name]:
+        whole.as_strided(part.shape, part.strides, part.start).copy_(_read(artifact, part.name))
+    return whole
+
+
+def _read(artifact: Artifact, name: str) -> Tensor:
+    linear = name.removesuffix(".weight")
+    if linear in artifact.linears and name != linear:
+        return artifact.decode(linear).weight.dequantize()
+    file, info = artifact.checkpoint.tensors[name]
+    return read_tensor(artifact.checkpoint.folder / file, info)
