@@ -13,7 +13,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quantflow.errors import InputError
-from quantflow.server import openai, tgi
+from quantflow.server import openai, pages, tgi
 from quantflow.server.errors import Refused
 from quantflow.server.http import Endpoint, HttpCall, Patience, Serving, refusal
 from quantflow.server.openapi import description
@@ -23,7 +23,7 @@ from quantflow.server.site import Site
 
 def endpoints() -> tuple[Endpoint, ...]:
     """Return all routes."""
-    return (*tgi.ENDPOINTS, *openai.ENDPOINTS)
+    return (*tgi.ENDPOINTS, *openai.ENDPOINTS, *pages.ENDPOINTS)
 
 
 def application(site: Site) -> ASGIApp:

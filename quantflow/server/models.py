@@ -64,6 +64,7 @@ class ServedModel:
         max_input_tokens, max_total_tokens: of a request.
         used: a count that grows with each use of any model.
         rows: requests that it answers now.
+        weight_bytes: of its files.
     """
 
     def __init__(self, name: str, loaded: Loaded, *, job: ServeJob, workers: ThreadPoolExecutor) -> None:
@@ -77,13 +78,14 @@ class ServedModel:
             raise InputError(f"{name}: the artifact has no tokenizer", "export it with its tokenizer's files")
         self.name, self.loaded, self.tokenizer = name, loaded, loaded.tokenizer
         limits = batch_limits(job.limits, positions=loaded.decoder.positions)
-        self.engine = Engine(loaded.decoder, limits=limits, tokenizer=loaded.tokenizer)
+        self.engine = Engine(loaded.decoder, limits=limits, tokenizer=loaded.tokenizer, kv_memory=job.kv_bytes)
         self.max_input_tokens = int(self.engine.limits.max_input_tokens or 0)
         self.max_total_tokens = int(self.engine.limits.max_total_tokens or 0)
         self.vocabulary = Vocabulary(self.tokenizer)
         self.grammars = Grammars(self.tokenizer, vocab_size=loaded.decoder.vocab_size, ends=loaded.eos_token_ids)
         self.used, self.rows = 0, 0
         self._workers = workers
+        self.weight_bytes = weight_bytes(loaded.artifact.checkpoint.folder)
         self._template = None if job.chat_template is None else _read_template(job.chat_template)
         self.tokenizer("warm")  # the first call settles padding and truncation; later ones only read, from several threads
 
@@ -91,6 +93,11 @@ class ServedModel:
     def manifest(self) -> Mapping[str, Any]:
         """What the artifact says of itself."""
         return self.loaded.artifact.manifest
+
+    @property
+    def has_template(self) -> bool:
+        """Whether conversations can be rendered."""
+        return self._template is not None or self.tokenizer.chat_template is not None
 
     @property
     def float8(self) -> bool:
@@ -122,7 +129,7 @@ class ServedModel:
         Raises:
             Refused: of kind template_error.
         """
-        if self._template is None and self.tokenizer.chat_template is None:
+        if not self.has_template:
             raise bad_template("template not found")
 
         def work() -> str:

@@ -151,7 +151,7 @@ class ServeJob:
         artifact: the folder of the first model.
         name: what requests call it; None: the folder's name.
         models: more of them, `name=FOLDER`; each is loaded when a request names it.
-        model_memory: bytes that loaded models may have together; the one that was unused longest is dropped. None: all stay.
+        model_memory: that weights of loaded models may have together; the one that was unused longest is dropped.
         chat_template: a file that stands in place of the tokenizer's own template.
         host, port: where it listens; port 0 takes a free one.
         api_key, api_key_file: what `Authorization: Bearer` must say; of a file the first line. None of both: nobody is asked.
@@ -164,7 +164,7 @@ class ServeJob:
         drain_seconds: SIGTERM lets running requests end for so long.
         disable_grammar_support: refuse requests with a grammar.
         limits: of requests.
-        kv_memory: bytes for keys and values.
+        kv_memory: for keys and values, such as 4GiB.
         engine: `quantflow`, or `vllm` to start vLLM with what the manifest says.
         origins: setting -> where its value is from, for the table at the start.
     """
@@ -245,7 +245,11 @@ class ServeJob:
     )
     limits: Limits = Limits()
     kv_memory: str | None = setting(
-        None, flag="--kv-memory", metavar="SIZE", verbs=SERVE, help="For keys and values (default: half of free memory)."
+        None,
+        flag="--kv-memory",
+        metavar="SIZE",
+        verbs=SERVE,
+        help="For keys and values (default: what is free, at most what the largest batch takes).",
     )
     kv_cache: str = setting("auto", flag="--kv-cache", metavar="KIND", verbs=SERVE, help=KV_CACHE_HELP)
     backend: str = setting("auto", flag="--backend", verbs=SERVE, shown=True, help=BACKEND_HELP)
@@ -286,6 +290,11 @@ class ServeJob:
     def model_bytes(self) -> int | None:
         """Bytes of `model_memory`."""
         return None if self.model_memory is None else parse_size(self.model_memory)
+
+    @property
+    def kv_bytes(self) -> int | None:
+        """Bytes of `kv_memory`."""
+        return None if self.kv_memory is None else parse_size(self.kv_memory)
 
     @property
     def first_name(self) -> str:
