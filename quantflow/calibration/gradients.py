@@ -3,11 +3,15 @@
 Forward every layer's input was kept. Here each layer runs again, from the last to the first, and what reaches its linears is
 watched by observers, as it is on the way forward: each sequence has its own, which are merged in sample order.
 
+Draws of labels make sums of gradients noisy, far more than bfloat16 does. Where nothing but these sums is wanted, products of
+linears, of the head and of the sums are in `products`; choices of schemes, which read squares of gradients too, have float32.
+
     <folder>/hidden/00012.hidden       the gradient by the input of layer 12
     <folder>/layers/00012.safetensors  what was observed in layer 12
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,6 +30,7 @@ from quantflow.models.capture import LayerStream, State
 from quantflow.models.graph import Graph, Layer
 from quantflow.models.hidden import HiddenStates
 from quantflow.models.stand_ins import Call
+from quantflow.models.trained_layer import replaced
 from quantflow.observers import OBSERVERS
 from quantflow.observers.fisher import FisherObserver
 from quantflow.observers.gradient import GradientObserver
@@ -46,6 +51,7 @@ class Backward:
         hidden: the folder of the hidden states, a generation for the input of every layer and one for what leaves the last.
         folder: of the resume state.
         stats: observers of the gradients, by name.
+        products: the dtype of products.
         key: digest of everything that the statistics depend on.
     """
 
@@ -56,6 +62,7 @@ class Backward:
     hidden: Path
     folder: Path
     stats: Sequence[str]
+    products: torch.dtype
     key: str
     progress: Progress
     workers: Workers
@@ -74,7 +81,8 @@ class Backward:
         for layer in self.progress.steps(rest, stage="measure backwards", unit="layer", **told):
             give_back_holes()
             states = self._states(layer.index)
-            with self.stream.layer(layer.index) as module:
+            rounded = self.products != torch.float32
+            with self.stream.layer(layer.index, as_stored=rounded) as module, self._rounded(module, layer):
                 found = self._layer(module, layer, states, gradients)
             layer_store.write_layer(
                 layer_store.layer_path(self.folder, layer.index), found, {"key": self._layer_key(layer.index)}
@@ -82,6 +90,13 @@ class Backward:
             gradients.commit(layer.index, key=self.key)
         gradients.close()
         return self.folder
+
+    def _rounded(self, module: nn.Module, layer: Layer) -> AbstractContextManager[None]:
+        """Return the context in which linears multiply in `products`."""
+        if self.products == torch.float32:
+            return nullcontext()
+        names = {name: module.get_submodule(layer.relative(name)).get_parameter("weight") for name in layer.linears}
+        return replaced(module, layer, {name: weight.detach().to(self.products) for name, weight in names.items()})
 
     def _restart(self, gradients: HiddenStates) -> int | None:
         """Return how many layers are left, with the gradients that enter the next of them at hand; None begins at the head."""
@@ -110,7 +125,7 @@ class Backward:
         """Put the gradients by what left the last layer."""
         count = len(self.graph.layers)
         states = self._states(count)
-        with self.stream.head():
+        with self.stream.head(products=self.products):
             numbers = self.progress.steps(range(len(states)), stage="measure backwards", unit="sequence")
             found = self.workers.stream(partial(self._sampled, states), numbers, ahead=self.allowance.in_flight)
             for number, gradient in enumerate(found):
@@ -127,7 +142,7 @@ class Backward:
         total: Observers = {}
         with backward(self.stream, module, layer) as through:
             arrived = self.workers.stream(
-                partial(_sequence, through, gradients, self.stats), states, ahead=self.allowance.in_flight
+                partial(_sequence, through, gradients, self.stats, self.products), states, ahead=self.allowance.in_flight
             )
             for number, (gradient, observers) in enumerate(arrived):
                 self.progress.doing(f"sequence {number + 1} of {len(states)}")
@@ -150,7 +165,9 @@ def _merge(total: Observers, observers: Observers) -> None:
         total[site] += seen[len(total[site]) :]
 
 
-def _sequence(through: Through, gradients: HiddenStates, stats: Sequence[str], state: State) -> tuple[Tensor, Observers]:
+def _sequence(
+    through: Through, gradients: HiddenStates, stats: Sequence[str], products: torch.dtype, state: State
+) -> tuple[Tensor, Observers]:
     """Return the gradient by the input of one sequence, and what observers of its own saw on the way."""
     observers: Observers = {}
 
@@ -164,6 +181,6 @@ def _sequence(through: Through, gradients: HiddenStates, stats: Sequence[str], s
             see(f"{name}|gradient", FisherObserver.NAME, gradient)
             see(f"{name}|guided_input", FisherObserver.NAME, x * weights)
         if GradientObserver.NAME in stats:
-            see(f"{name}|gradient", GradientObserver.NAME, gradient)
+            see(f"{name}|gradient", GradientObserver.NAME, gradient.to(products))
 
     return through(state, gradients.get(state.index), observe), observers

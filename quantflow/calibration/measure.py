@@ -29,7 +29,7 @@ from quantflow.artifact.digests import NAME as HASHES
 from quantflow.artifact.digests import Digests
 from quantflow.artifact.origin import origin_of
 from quantflow.calibration import replicas
-from quantflow.calibration.observe import Observation
+from quantflow.calibration.observe import Observation, products_of
 from quantflow.calibration.replicas import Replica
 from quantflow.calibration.text import hash_sequences, read_documents, select
 from quantflow.core.determinism import single_threaded, tools
@@ -190,6 +190,7 @@ def _inputs(job: MeasureJob, source: Source, digests: Digests, *, world: int) ->
         "world": world,
         "tp": replicas.sizes(world, job.tp, job.dp)[1],
         **({} if job.experts is None else {"experts": job.experts}),
+        **({} if products_of(job.stats) == torch.float32 else {"products": str(products_of(job.stats))}),
         "version": VERSION,
         "tools": tools(),
     }

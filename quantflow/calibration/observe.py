@@ -13,12 +13,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from quantflow.artifact.canonical import digest_of
 from quantflow.artifact.safetensors_header import read_header
 from quantflow.calibration.gradients import Backward
 from quantflow.calibration.replicas import Replica
+from quantflow.core import determinism
 from quantflow.core.parallel import Workers
 from quantflow.measurements.keys import HEADS, is_matrix
 from quantflow.measurements.routing import SITE as ROUTED
@@ -38,12 +40,19 @@ from quantflow.observers import OBSERVERS, goes_back, of_gradients
 from quantflow.observers.amax import AmaxObserver
 from quantflow.observers.channel_amax import ChannelAmaxObserver
 from quantflow.observers.count import CountObserver
+from quantflow.observers.gradient import GradientObserver
 from quantflow.planning.resources import Allowance
 from quantflow.process_memory import give_back_holes
 from quantflow.progress import Progress
 
 Observers = dict[str, list[Any]]  # `<source name>|<site>` -> observers
 FEEDING: dict[str, Any] = {"routed": nullcontext, "all": every_token}  # which tokens the experts of a mixture are shown
+
+
+def products_of(stats: Sequence[str]) -> torch.dtype:
+    """Return the dtype in which gradients are brought back: what the CPU is fast in, where only their sums are wanted."""
+    sums_alone = [kind for kind in stats if of_gradients(kind)] == [GradientObserver.NAME]
+    return determinism.products() if sums_alone else torch.float32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +128,7 @@ class Observation:
             hidden=self.folder / "hidden",
             folder=self.folder / "backwards",
             stats=[kind for kind in self.stats if of_gradients(kind)],
+            products=products_of(self.stats),
             key=self.key,
             progress=self.progress,
             workers=self.workers,

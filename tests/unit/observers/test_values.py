@@ -116,6 +116,18 @@ def test_gradients_of_many_outputs_are_summed_in_blocks_worked_by_hand(monkeypat
         GradientObserver.from_state({"gradient_sum": torch.eye(3), "count": torch.tensor(1)})
 
 
+def test_gradients_in_bfloat16_are_multiplied_in_it_and_summed_in_float32():
+    generator = torch.Generator().manual_seed(0)
+    observer, exact = GradientObserver(5), torch.zeros(5, 5, dtype=torch.float64)
+    for _ in range(30):
+        x = torch.randn(40, 5, generator=generator).bfloat16()
+        observer.update(x)
+        exact += x.double().T @ x.double()
+    found = observer.state()["gradient_sum"]
+    assert found.dtype == torch.float32 and not torch.equal(found, found.bfloat16().float())
+    torch.testing.assert_close(found.double(), exact, rtol=2**-9, atol=2**-9 * 40)
+
+
 def test_gradients_whose_square_overflows_are_refused_and_nothing_is_taken_in():
     observer = GradientObserver(2)
     observer.update(torch.tensor([[1e19, 1.0]]))

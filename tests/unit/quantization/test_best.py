@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from quantflow.algorithms import COMBINATIONS, yaqa
 from quantflow.calibration import measure
+from quantflow.core import determinism
 from quantflow.distributed.launch import rank_folder
 from quantflow.errors import StatisticsError, UsageError
 from quantflow.measurements.stored import Deferred
@@ -81,7 +82,8 @@ def test_sums_of_gradients_are_those_of_the_whole_model_by_autograd(llama, measu
         assert statistics[f"{name}|gradient|count"] == len(kept["tokens"])
 
 
-def test_ranks_that_share_the_text_measure_summands(llama, text_files, measured, tmp_path):
+def test_ranks_that_share_the_text_measure_summands(llama, text_files, measured, tmp_path, monkeypatch):
+    monkeypatch.setattr(determinism, "products", lambda: torch.float32)
     found = []
     job = measure.MeasureJob(model=llama, output=tmp_path / "two", calibration=calibration(text_files), stats=("gradient",))
     for rank in range(2):
@@ -92,6 +94,27 @@ def test_ranks_that_share_the_text_measure_summands(llama, text_files, measured,
     assert len(keys) == 14
     for key in keys:
         torch.testing.assert_close(found[0][key] + found[1][key], whole[key], rtol=1e-4, atol=1e-6 * float(whole[key].max()))
+
+
+def test_sums_of_gradients_in_bfloat16_are_those_in_float32_and_round_weights_as_well(
+    llama, text_files, measured, best, tmp_path, monkeypatch
+):
+    """Alone they are measured in it; beside squares, which choices of schemes read, in float32."""
+    monkeypatch.setattr(determinism, "products", lambda: torch.bfloat16)
+    job = measure.MeasureJob(model=llama, output=tmp_path / "1", calibration=calibration(text_files), stats=("gradient",))
+    alone = rank_folder(measure.run(job, QUIET), 0, 1)
+    found, exact = (load_file(folder / "statistics.safetensors") for folder in (alone, measured))
+    for key in [key for key in exact if key.endswith("gradient_sum")]:
+        error = float((found[key] - exact[key]).norm() / exact[key].norm())
+        assert 0 < error < 0.02, key
+        assert torch.equal(found[key.replace("gradient_sum", "count")], exact[key.replace("gradient_sum", "count")])
+    for key in [key for key in found if "|gradient|" not in key]:
+        assert torch.equal(found[key], exact[key]), key
+    losses = []
+    for folder in (made(llama, alone, tmp_path / "2"), best):
+        layers = [json.loads(content)["decisions"] for name, content in files(folder).items() if name.endswith(".json")]
+        losses.append(sum(of["loss"] for decisions in layers for of in decisions.values()))
+    assert losses[0] == pytest.approx(losses[1], rel=0.02)
 
 
 def test_what_was_decided_of_each_linear_is_in_its_layers_record(best):
