@@ -29,7 +29,9 @@ from quantflow.stages.cli.progress_line import ProgressLine
 @QUIET
 @offline
 def command(artifact: str | None, kernels: bool, as_json: bool, quiet: bool, **options: Any) -> None:
-    """Time ARTIFACT as `generate` runs it: first and next token, per batch size; or with --kernels the linears alone.
+    """Time ARTIFACT: first and next token, per batch size.
+
+    It runs as in `generate`; --kernels times linears alone.
 
     \b
     Example: quantflow bench work/4-export -b 1 -b 8 --input-tokens 256 --new-tokens 32

@@ -16,7 +16,9 @@ from quantflow.stages.cli.output import show, table
 @click.argument("right")
 @offline
 def command(left: str, right: str, as_json: bool, **_shared: Any) -> None:
-    """Compare the manifests of two artifacts field by field; exits 0 whether they differ or not.
+    """Compare the manifests of two artifacts.
+
+    Prints every field that differs; exits 0 whether any does or not.
 
     \b
     Example: quantflow diff work/old work/new

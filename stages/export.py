@@ -30,10 +30,10 @@ from quantflow.stages.cli.quant_config_layer import given_config
 def command(
     quantized: str, output: Path, model: str | None, settings: tuple[str, ...], recipe: str | None, **shared: Any
 ) -> None:
-    """Stage 4: write QUANTIZED as an artifact and prove it in a fresh process; or MEASUREMENT or MODEL for other runtimes.
+    """Stage 4: write an artifact and prove it in a fresh process.
 
-    Format inc makes Gaudi's files of a MEASUREMENT; format gguf makes llama.cpp's of a MODEL, or of an artifact's
-    dequantized weights.
+    QUANTIZED is the folder of quantize, or of unify after it. Format inc writes Gaudi's files of a MEASUREMENT. Format gguf
+    writes llama.cpp's file of a MODEL, or of an artifact's dequantized weights.
 
     \b
     Example: quantflow export work/2-quantize -o work/4-export

@@ -28,7 +28,9 @@ from quantflow.stages.cli.progress_line import ProgressLine
 @QUIET
 @offline
 def command(artifact: str, as_json: bool, quiet: bool, **options: Any) -> None:
-    """Continue prompts with the thin runtime, which verifies ARTIFACT first; docs/generate.md has every way.
+    """Continue prompts with ARTIFACT, which is verified first.
+
+    docs/generate.md has every way to generate.
 
     \b
     Example: quantflow generate work/4-export --prompt "def main():" --max-new-tokens 32

@@ -20,7 +20,9 @@ from quantflow.stages.cli.output import outline, show, table
 )
 @offline
 def command(path: str, backends: bool, dtype: str, as_json: bool, **_shared: Any) -> None:
-    """Say what PATH is and what it holds: a model, a measurement or an artifact. Reads no weight.
+    """Say what a model, a measurement or an artifact holds.
+
+    Reads no weight.
 
     \b
     Example: quantflow inspect work/4-export

@@ -36,7 +36,10 @@ from quantflow.stages.cli.quant_config_layer import given_config, measure_beneat
 def command(
     model: str, output: Path | None, schemes: str | None, settings: tuple[str, ...], recipe: str | None, **shared: Any
 ) -> None:
-    """Stage 1: run calibration text through MODEL and keep statistics.
+    """Stage 1: run calibration text through MODEL, keep statistics.
+
+    MODEL is the folder of a Hugging Face model. Without --for the statistics serve every scheme and its default algorithm;
+    best, yaqa and mixed precision need --for.
 
     \b
     Example: quantflow measure ./llama -o work/1-measure --calibration text.jsonl --samples 128 --ranks 8 --tp 4

@@ -24,13 +24,15 @@ from quantflow.units import duration, size
 @click.option("--for", "schemes", metavar="SCHEMES", help="Artifacts of MODEL, such as W4A16:gptq,FP8 (default: all schemes).")
 @recipe_settings("plan", "calibration", "quantize")
 @click.option("--probe", is_flag=True, help="Read, run and round parts of one layer to say how long everything takes.")
-@click.option("-o", "--output", metavar="DIR", default="artifacts", help="On the disk that will be written.")
+@click.option("-o", "--output", metavar="DIR", default="artifacts", help="A folder on the disk that will be written.")
 @offline
 @SET
 def command(
     subject: str, schemes: str | None, output: str, probe: bool, as_json: bool, settings: tuple[str, ...], **shared: Any
 ) -> None:
-    """Say what a run needs and makes: memory, disk, bytes, bits per weight, schemes. Reads no weight without --probe.
+    """Say what a run needs: memory, disk, bytes, schemes.
+
+    Reads no weight without --probe, which also says how long each stage takes.
 
     \b
     Example: quantflow plan ./llama --for W4A16:gptq,FP8_DYNAMIC --max-memory 4GiB

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 @click.argument("model")
 @click.option("-o", "--output", metavar="DIR", type=FOLDER, required=True, help="Where the quantized layers go.")
 @recipe_settings("quantize", "quantize")
-@click.option("--measurement", metavar="DIR", help="What stage 1 or unify wrote; for FP8 also Gaudi's own files.")
+@click.option("--measurement", metavar="DIR", help="The folder of measure or unify; for FP8 also Gaudi's own files.")
 @click.option("--name", help="Which entry of the recipe (default: the first).")
 @click.option(
     "--ranks", type=int, default=1, help="Processes (default 1); each writes a slice of each linear, unify joins them."
@@ -48,7 +48,9 @@ if TYPE_CHECKING:
 @QUANT_CONFIG
 @common
 def command(model: str, output: Path, artifact: Path | None, settings: tuple[str, ...], **shared: Any) -> None:
-    """Stage 2: choose integers or float8 values and scales for MODEL, layer by layer.
+    """Stage 2: choose qvalues and scales for MODEL, layer by layer.
+
+    Without --measurement only algorithms that read no statistics run, such as those of FP8_DYNAMIC and W8A16.
 
     \b
     Example: quantflow quantize ./llama -o work/2-quantize --scheme W4A16 --measurement work/1-measure

@@ -45,7 +45,9 @@ class RunJob:
 @recipe_settings("run")
 @common
 def command(recipe_names: tuple[str, ...], output: Path | None, settings: tuple[str, ...], **shared: Any) -> None:
-    """All stages of each RECIPE (a file, or the name of a shipped one), resumed where they stopped.
+    """Run all stages of each RECIPE, resumed where they stopped.
+
+    RECIPE is a file, or the name of a shipped one; docs/recipes.md has every key.
 
     \b
     Example: quantflow run tiny-llama --set quantize.0.group_size=64

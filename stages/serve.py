@@ -32,7 +32,9 @@ OLD_NAMES = {"max_input_length": "max_input_tokens", "max_prefill_total_tokens":
 @DEBUG
 @click.pass_context
 def command(context: click.Context, /, artifact: str, quiet: bool, debug: bool, **options: Any) -> None:
-    """Answer HTTP with ARTIFACT as TGI and OpenAI's API do, many requests at once; docs/serving.md has every route.
+    """Answer HTTP with ARTIFACT, as TGI and OpenAI's API do.
+
+    Requests run together. docs/serving.md has every route.
 
     \b
     Example: quantflow serve work/4-export

@@ -28,7 +28,7 @@ from quantflow.stages.cli.output import reporting, show, show_call, table
     "measurement",
     metavar="DIR",
     required=True,
-    help="What `measure` or `quantize` wrote with --ranks N, or Gaudi's own files.",
+    help="The folder of `measure --ranks N` or `quantize --ranks N`, or Gaudi's own files.",
 )
 @click.option("-o", "--output", "--out", "output", metavar="DIR", type=FOLDER, required=True, help="Where the merged ranks go.")
 @click.option("--model", metavar="DIR", help="What quantized shards were made from (default: where quantize read it).")
@@ -44,7 +44,9 @@ def command(
     recipe: str | None,
     **shared: Any,
 ) -> None:
-    """Stage 3: merge what several ranks measured, or join what they quantized, each of them once, and say how.
+    """Stage 3: merge ranks of a measurement, or quantized shards.
+
+    Measurements are merged before quantize, shards of `quantize --ranks` after it. Prints the rule of each statistic or tensor.
 
     \b
     Example: quantflow unify -g 0123 4567 -m work/1-measure -o work/3-unify     eight ranks into two

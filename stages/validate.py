@@ -28,7 +28,9 @@ from quantflow.stages.cli.output import reporting, show, show_call, table
 def command(
     artifact: str, baseline: str, settings: tuple[str, ...], recipe: str | None, report: Path | None, **shared: Any
 ) -> None:
-    """Stage 5: compare ARTIFACT with its source and let a gate decide; a failed gate exits 4.
+    """Stage 5: compare ARTIFACT with its source; a gate decides.
+
+    A failed or inconclusive gate exits 4.
 
     \b
     Example: quantflow validate work/4-export --baseline ./llama --text heldout.jsonl

@@ -14,7 +14,9 @@ from quantflow.stages.cli.output import outline, show
 @click.argument("artifact")
 @offline
 def command(artifact: str, as_json: bool, **_shared: Any) -> None:
-    """Check every byte of ARTIFACT against its manifest; exits 7 and names the file where one differs.
+    """Check every byte of ARTIFACT against its manifest.
+
+    Exits 7 and names the file where one differs.
 
     \b
     Example: quantflow verify work/4-export

@@ -115,7 +115,7 @@ class KernelJob:
         metavar="NAMES",
         verbs=BENCH,
         parse=words_flag,
-        help="For --kernels.",
+        help="For --kernels: schemes, such as W4A16,W8A8.",
     )
     shapes: tuple[str, ...] = setting(
         ("2048x2048", "5632x2048", "2048x5632"),
@@ -123,7 +123,7 @@ class KernelJob:
         metavar="OUTxIN,...",
         verbs=BENCH,
         parse=words_flag,
-        help="For --kernels.",
+        help="For --kernels: shapes of weights.",
     )
     tokens: tuple[int, ...] = setting(
         (1, 8, 256),

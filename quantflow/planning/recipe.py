@@ -96,7 +96,7 @@ class Calibration:
         metavar="FILE",
         help={
             "measure": ".txt, .jsonl or .safetensors with calibration text or tokens.",
-            "quantize": "Measure first, as stage 1 with this text, into the folder of --measurement.",
+            "quantize": "Measure first with this text, into the folder of --measurement.",
         },
     )
     samples: int = setting(
@@ -156,7 +156,7 @@ class Measure:
         metavar="NAMES",
         verbs=("measure",),
         parse=names_flag,
-        help="Observers of each linear's input, comma-separated.",
+        help="Observers to run, comma-separated (default: those that --for needs).",
     )
     experts: str | None = setting(
         None,
@@ -220,7 +220,7 @@ class Tune:
         flag="--tune",
         metavar="STEPS",
         verbs=("quantize",),
-        help="Then tune all scales end to end (default: what good and best do, 0 for others).",
+        help="Then tune the scales of the whole model together (default: what good and best do, 0 for others).",
     )
     sequences: int = setting(8, help="Sequences of the text in each step.")
 
@@ -325,7 +325,7 @@ class Quantize:
         None,
         flag="--quantized-inputs/--original-inputs",
         verbs=("quantize",),
-        help="Calibrate a layer on what the quantized layers before it put out, or the original ones.",
+        help="Calibrate a layer on the outputs of the quantized layers before it, or of the original ones.",
     )
     experts: str = setting(
         "error",
@@ -338,7 +338,7 @@ class Quantize:
         None,
         flag="--expert-tokens",
         verbs=("quantize",),
-        help="How many it needs (default: two per input feature; 100 for static inputs).",
+        help="Tokens that an expert needs (default: two per input feature; 100 for static inputs).",
     )
     target_bpw: float | None = setting(
         None,
@@ -517,8 +517,8 @@ class Recipe:
         0,
         flag="--seed",
         help={
-            "measure": "Of the choice of documents (default 0).",
-            "quantize": "Of the canary where no measurement is given (default 0).",
+            "measure": "Of the shuffle of documents (default 0).",
+            "quantize": "Of the proof's tokens where no measurement is given (default 0).",
         },
     )
     calibration: Calibration = field(default_factory=Calibration)

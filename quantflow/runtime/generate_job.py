@@ -96,16 +96,24 @@ class Rules:
     """
 
     repetition_penalty: float = setting(
-        1.0, flag="--repetition-penalty", metavar="X", verbs=GENERATE, help="Above 1: what was said gets less likely."
+        1.0,
+        flag="--repetition-penalty",
+        metavar="X",
+        verbs=GENERATE,
+        help="Above 1: tokens of prompt and text get less likely.",
     )
     frequency_penalty: float = setting(
-        0.0, flag="--frequency-penalty", metavar="X", verbs=GENERATE, help="Logits less X for every time generated."
+        0.0,
+        flag="--frequency-penalty",
+        metavar="X",
+        verbs=GENERATE,
+        help="Lower a token's logit by X each time it was generated.",
     )
     presence_penalty: float = setting(
-        0.0, flag="--presence-penalty", metavar="X", verbs=GENERATE, help="Logits less X if generated at all."
+        0.0, flag="--presence-penalty", metavar="X", verbs=GENERATE, help="Lower a token's logit by X if it was generated."
     )
     no_repeat_ngram_size: int = setting(
-        0, flag="--no-repeat-ngram-size", metavar="N", verbs=GENERATE, help="No N tokens in a row twice."
+        0, flag="--no-repeat-ngram-size", metavar="N", verbs=GENERATE, help="Never generate the same N tokens in a row twice."
     )
     bad_words: Words = ()
     min_length: int = setting(
@@ -208,7 +216,7 @@ class Lookup:
         flag="--prompt-lookup",
         metavar="N",
         verbs=GENERATE,
-        help="Propose N tokens that followed the last ones before.",
+        help="Propose the N tokens that followed the same last tokens earlier in the text.",
     )
     ngram: int = setting(2, help="Tokens of the text's end that are looked for.")
 
@@ -266,11 +274,11 @@ class GenerateJob:
         flag="--column",
         metavar="KEY",
         verbs=GENERATE,
-        help="Of --prompts' rows (default: the first that holds text).",
+        help="Column of --prompts (default: the first that holds text).",
     )
     limit: int | None = setting(None, flag="--limit", metavar="N", verbs=GENERATE, help="The first N of --prompts.")
     echo: bool | None = setting(
-        None, flag="--echo/--no-echo", verbs=GENERATE, help="Print the prompt before the text (default: but for chats)."
+        None, flag="--echo/--no-echo", verbs=GENERATE, help="Print the prompt before the text (default: unless --chat)."
     )
     chat: bool = setting(
         False, flag="--chat", verbs=GENERATE, help="Prompts are a user's messages: put them into the chat template."
@@ -291,7 +299,7 @@ class GenerateJob:
         metavar="FILE",
         verbs=GENERATE,
         parse=Path,
-        help="JSON of prompt: text; exit 4 where a text is another.",
+        help="JSON of prompt: text; exit 4 where a text differs.",
     )
     max_new_tokens: int = setting(64, flag="--max-new-tokens", verbs=GENERATE, shown=True, help="")
     stop: tuple[str, ...] = setting((), flag="--stop", metavar="TEXT", verbs=GENERATE, help="End with this text; also several.")
@@ -303,7 +311,7 @@ class GenerateJob:
         flag="--bad-words",
         metavar="WORD",
         verbs=GENERATE,
-        help="Never say it as it is tokenized; also several.",
+        help="Never generate this word; also several.",
     )
     method: Beams | Contrastive | Lookup | None = None
     returned: int = setting(1, flag="--num-return-sequences", metavar="N", verbs=GENERATE, help="Texts per prompt.")
@@ -320,9 +328,11 @@ class GenerateJob:
         metavar="DIR",
         verbs=GENERATE,
         parse=Path,
-        help="An artifact or model of the same tokens that proposes.",
+        help="A smaller artifact or model with the same tokenizer, which proposes tokens.",
     )
-    draft_tokens: int = setting(5, flag="--assistant-tokens", verbs=GENERATE, shown=True, help="Proposed at a time.")
+    draft_tokens: int = setting(
+        5, flag="--assistant-tokens", verbs=GENERATE, shown=True, help="Tokens that it proposes at a time."
+    )
     medusa: Path | None = setting(
         None,
         flag="--medusa",
@@ -343,7 +353,7 @@ class GenerateJob:
         False,
         flag="--merge-adapter",
         verbs=GENERATE,
-        help="Merge it where weights are not quantized; beside the others still.",
+        help="Merge it into weights that are not quantized.",
     )
     ranks: int = setting(1, flag="--ranks", metavar="N", verbs=GENERATE, help=RANKS_HELP)
     trust_network: bool = setting(False, flag="--trust-network", verbs=GENERATE, help=TRUST_HELP)

@@ -37,7 +37,7 @@ def cli() -> None:
     """Turn a Hugging Face causal LM into a proven FP8, INT8 or INT4 artifact.
 
     \b
-    measure -> quantize -> unify -> export -> validate, or all of them:
+    measure -> quantize -> export -> validate, and unify where several ranks work; all of them:
       quantflow run tiny-llama
     """
 
