@@ -260,7 +260,7 @@ def proof_server() -> Iterator[None]:
         def communicate(self, order: str = "") -> tuple[str, str]:
             with lock:
                 self.returncode, said = server.ask(order) if order else (0, "")
-            return "", said
+            return "null", said
 
         def kill(self) -> None:
             self.returncode = -9

@@ -21,7 +21,8 @@ MANIFEST_NAME = "quantflow.json"
 LAYOUT_VERSION = 1
 UNHASHED = frozenset({MANIFEST_NAME, "README.md", ".gitattributes"})
 BODY_KEYS = frozenset({"kind", "source", "recipe", "measurement", "float8", "ledger", "layers", "proof", "tools", "made_from"})
-OPTIONAL_KEYS = frozenset({"head"})  # of a head that is quantized: its source name, errors and decisions, as of a layer
+# head: of one that is quantized, its source name, errors and decisions, as of a layer; lean_decoder: why it does not run this
+OPTIONAL_KEYS = frozenset({"head", "lean_decoder"})
 KEYS = BODY_KEYS | {"layout_version", "files", "digest"}
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _AGAIN = "copy or export the artifact again"
@@ -51,6 +52,12 @@ def build_manifest(folder: Path, *, body: Mapping[str, Any], hashes: Mapping[str
     }
     manifest = {**body, "layout_version": LAYOUT_VERSION, "files": files}
     return {**manifest, "digest": digest_of(manifest)}
+
+
+def with_note(manifest: Mapping[str, Any], key: str, value: str) -> dict[str, Any]:
+    """Return a manifest with one of OPTIONAL_KEYS more."""
+    body = {**{name: part for name, part in manifest.items() if name != "digest"}, key: value}
+    return {**body, "digest": digest_of(body)}
 
 
 def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:

@@ -13,10 +13,14 @@ from quantflow.models.hooks import KVRounder
 from quantflow.models.identity import tensor_hash
 from quantflow.models.reading import read_tensor
 from quantflow.runtime.artifact import Artifact, open_artifact
+from quantflow.runtime.lean_check import LeanCheck
 
 
-def prove_canary(folder: Path, quantized: Path) -> None:
+def prove_canary(folder: Path, quantized: Path) -> str | None:
     """Run the canary through the artifact, whose files have been verified, one layer in memory at a time.
+
+    Returns:
+        What the lean decoder, which claims to run it, computes otherwise than transformers' modules, in a sentence; or None.
 
     Raises:
         IntegrityError: naming the layer that differs.
@@ -28,7 +32,11 @@ def prove_canary(folder: Path, quantized: Path) -> None:
     expected = read_json(quantized / "canary.json")
     stream = LayerStream(artifact, graph := graph_for(artifact.config), cache=rounder(artifact))
     states = stream.begin([tokens])
+    check = LeanCheck(artifact)
+    claims = check.reason is None
+    check.embedding(tokens, states[0].hidden)
     for layer, right in zip(graph.layers, expected["layers"], strict=True):
+        given = states[0].hidden
         with stream.layer(layer.index) as module:
             stream.advance(module, states)
         left = tensor_hash(states[0].hidden)
@@ -37,8 +45,12 @@ def prove_canary(folder: Path, quantized: Path) -> None:
                 f"layer {layer.index}: the artifact computes {left[:16]} on the canary, quantize computed {right[:16]}",
                 "this is a defect in the layout or the loader; keep the folder and report it",
             )
-    if tensor_hash(stream.finish(states[0].hidden)) != expected["logits"]:
+        check.layer(layer.index, given, states[0].hidden)
+    logits = stream.finish(states[0].hidden)
+    if tensor_hash(logits) != expected["logits"]:
         raise IntegrityError("logits: differ from quantize's on the canary", "keep the folder and report it")
+    check.logits(states[0].hidden, logits)
+    return check.reason if claims else None
 
 
 def rounder(artifact: Artifact) -> KVRounder | None:

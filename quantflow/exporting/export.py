@@ -20,7 +20,7 @@ from quantflow.artifact.checkpoint import CONFIG, INDEX
 from quantflow.artifact.digests import NAME as HASHES
 from quantflow.artifact.digests import Digests
 from quantflow.artifact.ledger import FileEntry, Ledger
-from quantflow.artifact.manifest import MANIFEST_NAME, build_manifest, read_manifest, write_manifest
+from quantflow.artifact.manifest import MANIFEST_NAME, build_manifest, read_manifest, with_note, write_manifest
 from quantflow.artifact.safetensors_header import read_header
 from quantflow.artifact.side_files import is_side_file
 from quantflow.artifact.verify import verify
@@ -121,7 +121,10 @@ def run(job: ExportJob, progress: Progress, *, proved: Proved | None = None) -> 
         with fresh as told, stage_folder.publish(job.output, stage=None, inputs={}) as folder:
             links = _write(job, folder, source, summary, record, made_from, digests)
             progress.say(f"export {job.output.name}: proving it in a fresh process")
-            _prove(partial(told, folder, job.quantized, source.checkpoint.folder, workers=allowance.workers), links)
+            reason = _prove(partial(told, folder, job.quantized, source.checkpoint.folder, workers=allowance.workers), links)
+            if reason is not None:
+                progress.say(f"export {job.output.name}: the lean decoder will not run it: {reason}")
+                write_manifest(folder, with_note(read_manifest(folder), "lean_decoder", reason))
         used = process_memory.largest_peak()
         progress.note(compare(f"export {job.output.name}", planned=allowance.peak_bytes, used=used))
     return job.output
@@ -288,15 +291,18 @@ def _copy_side_files(folder: Path, source: ModelFiles) -> tuple[FileEntry, ...]:
     return tuple(entries)
 
 
-def _prove(prove: Callable[[], None], links: Mapping[str, Path]) -> None:
+def _prove(prove: Callable[[], str | None], links: Mapping[str, Path]) -> str | None:
     """Prove the artifact; a linked file that is damaged is named as quantize wrote it.
+
+    Returns:
+        Why the lean decoder is not to run it, or None.
 
     Raises:
         IntegrityError: a file, a tensor, a layer or the logits differ.
         QuantflowError: of another kind, as the process met it.
     """
     try:
-        prove()
+        return prove()
     except IntegrityError as error:
         for name, path in links.items():
             if error.cause.startswith(f"{name}: "):

@@ -13,7 +13,7 @@ from quantflow import child_process
 from quantflow.errors import InputError, IntegrityError, QuantflowError, ResourceError, UnsupportedError
 
 CANARY = "canary"  # the kind of proof that runs the model
-Proved = Callable[..., None]
+Proved = Callable[..., str | None]
 _KINDS: Mapping[int, type[QuantflowError]] = {3: InputError, 5: ResourceError, 6: UnsupportedError}
 
 
@@ -25,7 +25,8 @@ def proving(*expected: str) -> Iterator[Proved]:
         expected: kinds of proof that are likely; for another the process imports what it needs when it is told.
 
     Yields:
-        A function of the artifact, the quantized folder, the source, and `workers`. It raises
+        A function of the artifact, the quantized folder, the source, and `workers`. It returns why the lean decoder is not to
+        run the artifact, or None, and raises
 
         IntegrityError: as `quantflow.exporting.proof_process.prove`, and any other error of the project as the process met it.
         ResourceError: the process was killed.
@@ -35,15 +36,17 @@ def proving(*expected: str) -> Iterator[Proved]:
         child_process.python_module("quantflow.exporting.proof_process", expected),
         env=child_process.environment(),
         stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
 
-    def proved(artifact: Path, quantized: Path, source: Path, *, workers: int) -> None:
+    def proved(artifact: Path, quantized: Path, source: Path, *, workers: int) -> str | None:
         places = [str(path.resolve()) for path in (artifact, quantized, source)]
-        _, told = process.communicate(json.dumps([*places, workers]))
+        found, told = process.communicate(json.dumps([*places, workers]))
         _judge(process.returncode, told, artifact)
+        reason: str | None = json.loads(found.strip().splitlines()[-1])
+        return reason
 
     try:
         yield proved

@@ -4,7 +4,8 @@ Every file is compared with the manifest's hash, every copied tensor outside the
 the kind of proof that the manifest names:
 
     canary      the model runs the canary's tokens from the artifact, one layer in memory at a time; the hidden state after
-                each layer and the logits are those that quantize computed
+                each layer and the logits are those that quantize computed; the lean decoder's layers, beside them, are within
+                rounding of them, or the manifest will say that it is not to run this artifact
     tensors     every quantized linear, decoded some rows at a time, has the values that quantize chose, and every other
                 tensor the source's bytes: what is proved where no model ran
 
@@ -42,8 +43,11 @@ COMPARE_BYTES = 1 << 20  # of two tensors that are in memory at once
 _REPORT = "this is a defect in the layout or the loader; keep the folder and report it"
 
 
-def prove(artifact: Path, quantized: Path, source: Path, *, workers: Workers) -> None:
+def prove(artifact: Path, quantized: Path, source: Path, *, workers: Workers) -> str | None:
     """Compare an artifact with what quantize kept and with the source.
+
+    Returns:
+        Why the lean decoder is not to run it, where a model ran beside it and it computed something else; or None.
 
     Raises:
         IntegrityError: naming the file, tensor or layer that differs.
@@ -55,9 +59,9 @@ def prove(artifact: Path, quantized: Path, source: Path, *, workers: Workers) ->
     if proof["kind"] == CANARY:
         from quantflow.exporting.canary import prove_canary  # here: the other kind starts without transformers' model code
 
-        prove_canary(artifact, quantized)
-    else:
-        _prove_tensors(opened, quantized, workers=workers)
+        return prove_canary(artifact, quantized)
+    _prove_tensors(opened, quantized, workers=workers)
+    return None
 
 
 def _prove_tensors(artifact: Checkpoint, quantized: Path, *, workers: Workers) -> None:
@@ -145,7 +149,8 @@ def main(order: str) -> int:
     """Prove what `order` names, [ARTIFACT, QUANTIZED, SOURCE, WORKERS] in JSON; nothing where it is empty.
 
     Returns:
-        0 when the proof holds; otherwise the error's exit code, after its cause was written to stderr as one line of JSON.
+        0 when the proof holds, and stdout has what `prove` returns in JSON. Otherwise the error's exit code, after its cause
+        was written to stderr as one line of JSON.
     """
     if not order:  # the export has ended
         return 0
@@ -154,11 +159,12 @@ def main(order: str) -> int:
     artifact, quantized, source = map(Path, places)
     try:
         with Workers(workers) as pool, torch.no_grad():
-            prove(artifact, quantized, source, workers=pool)
+            told = prove(artifact, quantized, source, workers=pool)
     except QuantflowError as error:
         return _fail(error.cause, error.remedy, error.exit_code)
     except (OSError, MemoryError) as error:
         return _fail(f"{artifact}: {error or 'out of memory'}", "free some memory, check the disk, and export again", 5)
+    print(json.dumps(told))
     return 0
 
 

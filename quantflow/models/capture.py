@@ -276,12 +276,13 @@ class LayerStream:
         name = f"{self._head}.weight"
         source = self.names.to_source[name]
         others = [other for other in self._outer if other not in (name, f"{self._embedding}.weight")]
-        linear = linear or self.weights.quantized(source)
-        head = (
-            QuantizedHead(linear, self.dtype)
-            if linear
-            else HeadStandIn(self.weights.read([source])[source], dtype=products or self.dtype)
-        )
+        linear, bias = linear or self.weights.quantized(source), None
+        if (added := self.names.to_source.get(f"{self._head}.bias")) is not None:
+            bias = self.weights.read([added], self.dtype)[added]
+        if linear:
+            head: nn.Module = QuantizedHead(linear, self.dtype, bias)
+        else:
+            head = HeadStandIn(self.weights.read([source])[source], dtype=products or self.dtype, bias=bias)
         with ExitStack() as stack:
             if not inside:
                 stack.enter_context(self._resident(others))

@@ -118,9 +118,7 @@ class Rows(nn.Module):
             embedding: what it stands for; some multiply what they return by a number.
         """
         super().__init__()
-        self.ids, self.inner = ids, copy.copy(embedding)
-        self.inner._parameters = {"weight": nn.Parameter(weight, requires_grad=False)}
-        self.inner.num_embeddings, self.inner.padding_idx = len(ids), None
+        self.ids, self.inner = ids, with_rows(embedding, weight)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return what the embedding makes of ids whose rows it holds, [..., H]."""
@@ -128,38 +126,49 @@ class Rows(nn.Module):
         return found
 
 
+def with_rows(embedding: Any, rows: Tensor) -> Any:
+    """Return an embedding that is another one but for its rows [n, H], so ids are numbers of these."""
+    own = copy.copy(embedding)
+    own._parameters = {"weight": nn.Parameter(rows, requires_grad=False)}
+    own.num_embeddings, own.padding_idx = len(rows), None
+    return own
+
+
 class HeadStandIn(nn.Module):
     """Stands for the head: keeps its weight as it is stored, and converts a few rows of it at a time."""
 
-    def __init__(self, weight: Tensor, *, dtype: torch.dtype) -> None:
+    def __init__(self, weight: Tensor, *, dtype: torch.dtype, bias: Tensor | None = None) -> None:
         """Hold the weight.
 
         Args:
             weight: [V, H], as stored.
             dtype: what is computed in.
+            bias: [V] in it, or None.
         """
         super().__init__()
-        self.rows, self.dtype = weight, dtype
+        self.rows, self.dtype, self.bias = weight, dtype, bias
         self.weight = torch.empty(weight.shape, dtype=dtype, device="meta")  # families ask for its dtype
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return the logits [..., V] of [..., H]."""
         logits: Tensor = _Projection.apply(hidden.to(self.dtype), self.rows, self.dtype)  # type: ignore[no-untyped-call]
-        return logits.to(hidden.dtype)
+        logits = logits.to(hidden.dtype)
+        return logits if self.bias is None else logits + self.bias
 
 
 class QuantizedHead(nn.Module):
     """Stands for a head that is quantized: keeps its qvalues, and dequantizes a few rows at a time. It has no gradient."""
 
-    def __init__(self, linear: QuantizedLinear, dtype: torch.dtype) -> None:
+    def __init__(self, linear: QuantizedLinear, dtype: torch.dtype, bias: Tensor | None = None) -> None:
         """Hold the weight.
 
         Args:
             linear: the weight, [V, H], and what happens to its input.
             dtype: what is computed in.
+            bias: [V] in it, or None.
         """
         super().__init__()
-        self.linear, self.dtype = linear, dtype
+        self.linear, self.dtype, self.bias = linear, dtype, bias
         self.weight = torch.empty(linear.weight.qvalue.shape, dtype=dtype, device="meta")  # families ask for its dtype
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -169,7 +178,8 @@ class QuantizedHead(nn.Module):
             functional.linear(seen, weight.rows(rows).dequantize().to(self.dtype))
             for rows in spans(len(weight.qvalue), HEAD_ROWS)
         ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        logits = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        return logits if self.bias is None else logits + self.bias
 
 
 class _Projection(torch.autograd.Function):

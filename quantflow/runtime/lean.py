@@ -34,6 +34,8 @@ def why_not(artifact: Artifact) -> str | None:
         return "it mixes no inputs by Hadamard matrices, as down_proj of this artifact needs"
     if artifact.dtype == torch.float16:
         return "it holds weights in float32 or bfloat16, not in float16"
+    if told := artifact.manifest.get("lean_decoder"):
+        return f"export compared it: {told}"
     return operations.why_not(found.heads.dim)
 
 
@@ -72,15 +74,15 @@ class LeanDecoder:
             raise UnsupportedError(f"the lean decoder: {reason}", "use decoder transformers")
         self.vocab_size, self.positions, self.device = made.vocab_size, made.positions, artifact.device
         self.cache: KVCache | None = None
-        self._architecture = made
+        self._blueprint = made
         kv_scales = artifact.kv_scales() if kv_cache == "auto" else ()
         if kv_cache == "auto":
             kv_cache = KIND_OF[kv_scales[0].scheme.kind] if kv_scales else str(artifact.dtype).removeprefix("torch.")
         require_kind(kv_cache)
         shape = {"layers": made.layers, "kv_heads": made.heads.shared, "head_dim": made.heads.dim}
         self._new_cache = partial(KVCache, kind=kv_cache, scales=kv_scales, **shape)
-        blocks = [_block(artifact, made, index, pack) for index in range(made.layers)]
-        embedding, self._norm, self._head = _ends(artifact, made, pack)
+        blocks = [block(artifact, made, index, pack) for index in range(made.layers)]
+        embedding, self._norm, self._head = ends(artifact, made, pack)
         self._embed: Projection = lambda ids: functional.embedding(ids, embedding).float()
         if ranks is not None:
             blocks = [_put_together(block, made, index, ranks) for index, block in enumerate(blocks)]
@@ -169,8 +171,8 @@ class LeanDecoder:
             cache.padding.copy_(padding)
         operations.step(count)
         x = self._embed(input_ids.reshape(-1))  # [B * T, H]
-        if self._architecture.embedding_scale != 1:
-            x *= self._architecture.embedding_scale
+        if self._blueprint.embedding_scale != 1:
+            x *= self._blueprint.embedding_scale
         delta = operations.run(x)
         cache.length += count
         if last_only and count > 1:
@@ -179,19 +181,13 @@ class LeanDecoder:
         return operations.last_norm(x, delta, self._norm)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        """Return what the head makes of hidden states [N, H], scaled and capped as the model has it: [N, V]."""
-        logits, made = self._head(hidden), self._architecture
-        if made.logits_scale != 1:
-            logits = logits * made.logits_scale
-        if not made.logits_cap:
-            return logits
-        rows = (logits[index : index + 1] for index in range(len(logits)))  # a row's bits depend on nothing but the row
-        return torch.cat([made.logits_cap * torch.tanh(row / made.logits_cap) for row in rows])
+        """Return the logits of hidden states [N, H], [N, V]."""
+        return scaled(self._head(hidden), self._blueprint)
 
     def _rotate_up_to(self, positions: int) -> None:
         """Have the rotation of so many positions at least."""
         if not self._tables or len(self._tables[0][0]) < positions:
-            self._tables = [rope.table(positions) for rope in self._architecture.ropes]
+            self._tables = [rope.table(positions) for rope in self._blueprint.ropes]
 
     def _begun(self) -> KVCache:
         if self.cache is None:
@@ -199,7 +195,22 @@ class LeanDecoder:
         return self.cache
 
 
-def _block(artifact: Artifact, made: Blueprint, index: int, pack: Pack | None) -> DecoderBlock:
+def scaled(logits: Tensor, made: Blueprint) -> Tensor:
+    """Return what the head put out [N, V], multiplied and capped as the model has it."""
+    if made.logits_scale != 1:
+        logits = logits * made.logits_scale
+    if not made.logits_cap:
+        return logits
+    rows = (logits[index : index + 1] for index in range(len(logits)))  # a row's bits depend on nothing but the row
+    return torch.cat([made.logits_cap * torch.tanh(row / made.logits_cap) for row in rows])
+
+
+def block(artifact: Artifact, made: Blueprint, index: int, pack: Pack | None) -> DecoderBlock:
+    """Read a layer.
+
+    Raises:
+        InputError: a tensor that holds what it must not.
+    """
     names, prefix = made.names, f"{made.names.layers}.{index}"
     linears = [[f"{prefix}.{name}" for name in group] for group in (names.qkv, (names.output,), names.up, (names.down,))]
     order = _by_kind_of_head(made) if made.by_head else None
@@ -224,7 +235,7 @@ def _put_together(block: DecoderBlock, made: Blueprint, index: int, ranks: Ranks
     return replace(block, products=(qkv, output, up, ranks.across(down, f"{prefix}.{names.up[0]}", f"{prefix}.{names.down}")))
 
 
-def _ends(artifact: Artifact, made: Blueprint, pack: Pack | None) -> tuple[Tensor, Norm, Projection]:
+def ends(artifact: Artifact, made: Blueprint, pack: Pack | None) -> tuple[Tensor, Norm, Projection]:
     """Return the embedding [V, H], the last norm, and the head, which may be the embedding again."""
     embedding, source = plain_weight(artifact, f"{made.names.embedding}.weight", pack), _head_of(artifact, made)
     tied_head = partial(product, weight=embedding, bias=None)

@@ -25,6 +25,7 @@ from quantflow.formats import compressed_tensors
 from quantflow.models.graph import graph_for
 from quantflow.models.load import skeleton
 from quantflow.models.names import NameMap
+from quantflow.models.stand_ins import with_rows
 from quantflow.runtime.artifact import Artifact, open_artifact
 from quantflow.runtime.load import Loaded, with_modules
 
@@ -113,15 +114,16 @@ class StreamedLinear(nn.Module):
 class StreamedEmbedding(nn.Module):
     """An embedding that holds no weight: it reads the rows of the tokens that it is called with."""
 
-    def __init__(self, artifact: Artifact, name: str) -> None:
-        """Read rows of the tensor `name`."""
+    def __init__(self, embedding: nn.Module, artifact: Artifact, name: str) -> None:
+        """Read rows of the tensor `name`, and do with them what the family's own module does."""
         super().__init__()
-        self._artifact, self._name = artifact, name
+        self._own, self._artifact, self._name = [embedding], artifact, name  # in a list: its weight is no parameter of this
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return the rows of ids, [..., H] in the artifact's dtype."""
+        """Return what the embedding makes of ids, [..., H] in the artifact's dtype."""
         rows, places = torch.unique(ids, return_inverse=True)
-        return self._artifact.read_rows(self._name, rows).to(self._artifact.dtype)[places]
+        found: Tensor = with_rows(self._own[0], self._artifact.read_rows(self._name, rows).to(self._artifact.dtype))(places)
+        return found
 
 
 def load_offloaded(
@@ -165,7 +167,8 @@ def load_offloaded(
     resident = {name: source for name, source in names.to_source.items() if name not in streamed}
     for module in linears:
         model.set_submodule(module, StreamedLinear(pieces[module], prefetch))
-    model.set_submodule(embedding, StreamedEmbedding(artifact, names.to_source[f"{embedding}.weight"]))
+    own = model.get_submodule(embedding)
+    model.set_submodule(embedding, StreamedEmbedding(own, artifact, names.to_source[f"{embedding}.weight"]))
     artifact.fill_(model, resident, dtype=dtype)
     return with_modules(artifact, model, reason="disk_offload was asked for", crops=crops)
 

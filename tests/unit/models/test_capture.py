@@ -10,12 +10,16 @@ from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
+    GemmaConfig,
+    GemmaForCausalLM,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -62,6 +66,7 @@ MODELS = {
         Qwen2Config(**GROUPED, use_sliding_window=True, sliding_window=4, max_window_layers=2)
     ),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**GROUPED, head_dim=16)),
+    "gemma, whose embedding multiplies": lambda: GemmaForCausalLM(GemmaConfig(**GROUPED, head_dim=8)),
     "gpt_neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**SHAPE)),
     "gpt_neox in series": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**SHAPE, use_parallel_residual=False)),
 }
@@ -386,3 +391,17 @@ def test_who_has_a_layer_can_let_go_of_a_weight_as_stored(folders):
         gc.collect()
         tensors = [value for value in gc.get_objects() if type(value) in (torch.Tensor, nn.Parameter) and not value.is_meta]
         assert not [value.shape for value in tensors if value.dtype == torch.bfloat16 and value.data_ptr() in places]
+
+
+def test_a_head_with_a_bias_adds_it(tmp_path):
+    model = PhiForCausalLM(PhiConfig(**SHAPE)).eval()
+    model.lm_head.bias.data.normal_(generator=torch.Generator().manual_seed(0))
+    model.save_pretrained(tmp_path)
+    source = open_source(tmp_path)
+    stream = LayerStream(source, graph_for(source.config))
+    (state,) = stream.begin(SEQUENCES[:1])
+    for index in range(len(stream.graph.layers)):
+        with stream.layer(index) as layer:
+            stream.advance(layer, [state])
+    with torch.no_grad():
+        assert torch.allclose(stream.finish(state.hidden), model(SEQUENCES[0][None]).logits, atol=1e-5)

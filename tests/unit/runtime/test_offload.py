@@ -5,7 +5,7 @@ import time
 
 import pytest
 import torch
-from transformers import GPTNeoXConfig, LlamaConfig, Qwen2Config
+from transformers import GemmaConfig, GPTNeoXConfig, LlamaConfig, PhiConfig, Qwen2Config
 
 from quantflow.core.scheme import PRESETS, with_group_size
 from quantflow.errors import InputError, IntegrityError
@@ -46,6 +46,14 @@ def test_logits_are_those_of_the_loaded_model_to_the_last_bit(name, tmp_path, ma
         offloaded = load_offloaded(tmp_path, backend=backend)
         assert torch.equal(logits(offloaded.model), logits(expected.model))
         assert offloaded.artifact.linears == expected.artifact.linears
+
+
+def test_an_embedding_that_multiplies_and_a_head_with_a_bias_do_so(tmp_path, make_artifact):
+    gemma = GemmaConfig(**GROUPED, head_dim=16, architectures=["GemmaForCausalLM"])
+    for config in (gemma, PhiConfig(**SIZES, intermediate_size=128, architectures=["PhiForCausalLM"])):
+        make_artifact(tmp_path / config.model_type, config, SCHEMES["W8A16"])
+        expected, found = (how(tmp_path / config.model_type, backend="reference") for how in (load, load_offloaded))
+        assert torch.equal(logits(found.model), logits(expected.model))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,0 +1,131 @@
+"""Export's comparison of the lean decoder with transformers' layers: it passes what is right, and names what is not."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import Gemma2Config, Gemma3TextConfig, GPTNeoXConfig, GraniteConfig, LlamaConfig, PhiConfig, SmolLM3Config
+
+from quantflow.artifact.manifest import read_manifest, with_note, write_manifest
+from quantflow.core.scheme import PRESETS
+from quantflow.models.capture import LayerStream
+from quantflow.models.graph import graph_for
+from quantflow.runtime import lean_check
+from quantflow.runtime.architecture import DESIGNS, read
+from quantflow.runtime.artifact import open_artifact
+from quantflow.runtime.lean_check import LeanCheck
+from quantflow.runtime.load import load
+
+SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96, "vocab_size": 96, "eos_token_id": 2}
+SIZES |= {"num_attention_heads": 4, "max_position_embeddings": 64}
+PAD = {"pad_token_id": 0, "bos_token_id": 1}
+MODELS = {
+    "llama": LlamaConfig(**SIZES, architectures=["LlamaForCausalLM"]),
+    "gemma2": Gemma2Config(
+        **SIZES,
+        num_key_value_heads=2,
+        head_dim=16,
+        sliding_window=5,
+        query_pre_attn_scalar=4,
+        attn_logit_softcapping=0.7,
+        final_logit_softcapping=0.5,
+        architectures=["Gemma2ForCausalLM"],
+    ),
+    "gemma3_text": Gemma3TextConfig(
+        **SIZES,
+        num_key_value_heads=2,
+        head_dim=16,
+        layer_types=["sliding_attention", "full_attention"],
+        architectures=["Gemma3ForCausalLM"],
+    ),
+    "granite": GraniteConfig(**SIZES, residual_multiplier=0.9, logits_scaling=0.25, architectures=["GraniteForCausalLM"]),
+    "smollm3": SmolLM3Config(
+        **SIZES, **PAD, num_key_value_heads=2, no_rope_layers=[1, 0], architectures=["SmolLM3ForCausalLM"]
+    ),
+    "gpt_neox": GPTNeoXConfig(**SIZES, architectures=["GPTNeoXForCausalLM"]),
+    "phi": PhiConfig(**SIZES, architectures=["PhiForCausalLM"]),
+}
+
+
+def reason_of(folder, change=None) -> str | None:
+    """Run the check as export does, with a changed idea of what the model computes."""
+    artifact = open_artifact(folder, backend="reference", verify=False)
+    graph, tokens = graph_for(artifact.config), torch.arange(5, 45)
+    stream, check = LayerStream(artifact, graph), LeanCheck(artifact)
+    check._made = check._made if change is None else change(check._made)
+    (state,) = stream.begin([tokens])
+    check.embedding(tokens, state.hidden)
+    for layer in graph.layers:
+        given = state.hidden
+        with stream.layer(layer.index) as module:
+            stream.advance(module, [state])
+        check.layer(layer.index, given, state.hidden)
+    check.logits(state.hidden, stream.finish(state.hidden))
+    return check.reason
+
+
+@pytest.mark.parametrize("name", ["W8A16", "W8A8", "FP8_DYNAMIC"])
+@pytest.mark.parametrize("family", MODELS)
+def test_what_transformers_computes_is_no_reason(family, name, tmp_path, make_artifact):
+    make_artifact(tmp_path, MODELS[family], PRESETS[name])
+    assert reason_of(tmp_path) is None
+
+
+def form(**changes):
+    return lambda made: replace(made, form=replace(made.form, **changes))
+
+
+def heads(**changes):
+    return lambda made: replace(made, heads=replace(made.heads, **changes))
+
+
+WRONG = [
+    ("llama", form(activation="gelu_tanh"), "layer 0"),
+    ("llama", heads(eps=1e-3), "layer 0"),
+    ("gemma2", lambda made: replace(made, embedding_scale=1.0), "the embedding"),
+    ("gemma2", lambda made: replace(made, unit_offset=False), "layer 0"),
+    ("gemma2", lambda made: replace(made, windows=(0, 0)), "layer 0"),
+    ("gemma2", lambda made: replace(made, windows=(5, 5)), "layer 1"),
+    ("gemma2", lambda made: replace(made, logits_cap=0.0), "logits"),
+    ("gemma2", heads(cap=0.0), "layer 0"),
+    ("gemma3_text", lambda made: replace(made, rotations=(1, 1)), "layer 1"),
+    ("granite", form(residual=1.0), "layer 0"),
+    ("granite", lambda made: replace(made, logits_scale=1.0), "logits"),
+    ("smollm3", lambda made: replace(made, rotations=(0, 0)), "layer 1"),
+    ("gpt_neox", form(parallel=False), "layer 0"),
+    ("phi", form(centered=False), "layer 0"),
+]
+
+
+@pytest.mark.parametrize(("family", "change", "where"), WRONG)
+def test_whatever_is_left_out_is_named(family, change, where, tmp_path, make_artifact):
+    make_artifact(tmp_path, MODELS[family], PRESETS["W8A16"])
+    told = reason_of(tmp_path, change)
+    assert told is not None and told.startswith(f"{where}: it differs from transformers' modules by ")
+
+
+def test_the_bound_is_half_of_the_digits_or_the_distance_of_codes(tmp_path, make_artifact):
+    bounds = []
+    for name in ("W8A16", "W8A8", "FP8_DYNAMIC"):
+        make_artifact(tmp_path / name, MODELS["llama"], PRESETS[name])
+        bounds.append(LeanCheck(open_artifact(tmp_path / name, verify=False))._bound)
+    assert bounds == [torch.finfo(torch.float32).eps ** 0.5 / 2**0.5, 1 / 128, torch.finfo(torch.float8_e4m3fn).eps]
+    assert bounds[0] == lean_check.BOUND
+
+
+def test_an_artifact_that_it_does_not_run_is_not_compared(tmp_path, make_artifact):
+    make_artifact(tmp_path, PhiConfig(**SIZES, qk_layernorm=True, architectures=["PhiForCausalLM"]), PRESETS["W8A16"])
+    check = LeanCheck(open_artifact(tmp_path))
+    check.layer(0, torch.zeros(1, 3, 64), torch.ones(1, 3, 64))
+    assert check.reason == "it knows qk_layernorm=False of config.json, not True"
+    assert DESIGNS and isinstance(read({"model_type": "phi"}), str)
+
+
+def test_a_manifest_that_says_so_sends_the_artifact_to_transformers(tmp_path, make_artifact):
+    make_artifact(tmp_path, MODELS["llama"], PRESETS["W8A16"])
+    before = read_manifest(tmp_path)
+    write_manifest(tmp_path, with_note(before, "lean_decoder", "layer 1: it differs"))
+    assert read_manifest(tmp_path)["digest"] != before["digest"]
+    loaded = load(tmp_path, decoder="auto")
+    told = "the lean decoder is not used: export compared it: layer 1: it differs"
+    assert (loaded.name, loaded.reasons) == ("transformers", (told,))
