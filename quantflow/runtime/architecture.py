@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
+from quantflow.models.graph import FAMILIES, Mixture
 from quantflow.runtime import rope
 from quantflow.runtime.operations import Form, Heads
 from quantflow.runtime.rope import Rope
@@ -69,6 +70,21 @@ class Names:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Routing:
+    """How tokens find experts.
+
+    Attributes:
+        experts: how many there are.
+        chosen: how many a token goes to.
+        normalized: the weights of the chosen ones are divided by their sum.
+    """
+
+    experts: int
+    chosen: int
+    normalized: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class Blueprint:
     """A model as the lean decoder runs it.
 
@@ -81,6 +97,8 @@ class Blueprint:
         windows: of each layer, how many positions a query sees, itself included; 0: all before it.
         ropes: the rotations that there are.
         rotations: of each layer, which of `ropes`; None rotates nothing.
+        sparse: of each layer, whether experts stand in the place of the MLP.
+        mixture, routing: what those layers hold, and how tokens find it; None where no layer is sparse.
         by_head: rows of the fused q/k/v come head by head: its query, its key, its value.
         unit_offset: norms multiply by 1 + their weight.
         embedding_scale: times a token's row.
@@ -97,6 +115,9 @@ class Blueprint:
     windows: tuple[int, ...]
     ropes: tuple[Rope, ...]
     rotations: tuple[int | None, ...]
+    sparse: tuple[bool, ...]
+    mixture: Mixture | None = None
+    routing: Routing | None = None
     by_head: bool = False
     unit_offset: bool = False
     embedding_scale: float = 1.0
@@ -169,6 +190,8 @@ class Design:
         only: keys that may have one value alone, or be null.
         ignored: keys that the family's own modules do not read.
         renamed: activations that mean another one in this family.
+        mixture: what a sparse layer holds.
+        normalizes: whether the weights of the chosen experts are divided by their sum; may be a key.
         activation, eps: the keys that hold them.
         windows: the windows of the layers.
         kinds: rotations differ by kind of layer, as `layer_types` has them.
@@ -186,6 +209,8 @@ class Design:
     only: Mapping[str, Any] = field(default_factory=dict)
     ignored: frozenset[str] = frozenset()
     renamed: Mapping[str, str] = field(default_factory=dict)
+    mixture: Mixture | None = None
+    normalizes: bool | str = "norm_topk_prob"
     activation: str = "hidden_act"
     eps: str = "rms_norm_eps"
     windows: Callable[[Keys, int], list[int]] | None = None
@@ -209,6 +234,12 @@ def _window(keys: Keys) -> int:
     return 0 if keys.get("sliding_window") is None else keys.count("sliding_window")
 
 
+def _window_if_wanted(keys: Keys) -> int:
+    """Return `sliding_window` where `use_sliding_window` says so, else 0: files have both, whatever is used."""
+    keys.read |= {"sliding_window"}
+    return _window(keys) if keys.get("use_sliding_window") else 0
+
+
 def _everywhere(keys: Keys, layers: int) -> list[int]:
     """Return the same window for every layer."""
     return [_window(keys)] * layers
@@ -216,8 +247,7 @@ def _everywhere(keys: Keys, layers: int) -> list[int]:
 
 def _after_some(keys: Keys, layers: int) -> list[int]:
     """Return windows where use_sliding_window says so, in the layers that layer_types names, else from max_window_layers on."""
-    first, wanted = keys.get("max_window_layers"), keys.get("use_sliding_window")
-    window = _window(keys) if wanted else 0
+    first, window = keys.get("max_window_layers"), _window_if_wanted(keys)
     later = [_SLIDING if window and index >= (first or 0) else _FULL for index in range(layers)]
     return _by_kind(keys, layers, window, later)
 
@@ -241,7 +271,7 @@ def _alternating(keys: Keys, layers: int) -> list[int]:
 
 def _without_rotation(keys: Keys, layers: int) -> list[int]:
     """Return SmolLM3's windows, which layers that rotate nothing have."""
-    window = _window(keys) if keys.get("use_sliding_window") else 0
+    window = _window_if_wanted(keys)
     rotated = _rotated(keys, layers)
     return _by_kind(keys, layers, window, [_FULL if on or not window else _SLIDING for on in rotated])
 
@@ -251,6 +281,18 @@ def _rotated(keys: Keys, layers: int) -> list[bool]:
     told = keys.of_layers("no_rope_layers", layers)  # 1 where there is a rotation, whatever its name says
     step = keys.count("no_rope_layer_interval")
     return [bool((index + 1) % step) if told is None else bool(told[index]) for index in range(layers)]
+
+
+def _where_wanted(keys: Keys, layers: int) -> list[int]:
+    """Return the same window for every layer, none without use_sliding_window."""
+    return [_window_if_wanted(keys)] * layers
+
+
+def _every_second(keys: Keys, layers: int) -> list[int]:
+    """Return the windows of Qwen2-MoE: where layer_types says nothing, in every second layer before max_window_layers."""
+    window, first = _window_if_wanted(keys), keys.get("max_window_layers") or 0
+    some = [_FULL if index % 2 or index >= first or not window else _SLIDING for index in range(layers)]
+    return _by_kind(keys, layers, window, some)
 
 
 _FROM: MappingProxyType[str, Any] = MappingProxyType({"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0})
@@ -285,9 +327,11 @@ _GEMMA2 = replace(
 _LAYER_NORM = {"hidden_act": "gelu", "layer_norm_eps": 1e-5, "rope_theta": 10000.0}
 DESIGNS: Mapping[str, Design] = MappingProxyType(
     {
-        "llama": _LLAMA,
+        "llama": replace(_LLAMA, ignored=frozenset({"is_llama_config"}), only={"rope_interleaved": False}),
         "mistral": replace(_LLAMA, defaults=_FROM | {"sliding_window": 4096, "num_key_value_heads": 8}, windows=_everywhere),
-        "qwen2": replace(_LLAMA, defaults=_FROM | _QWEN | {"num_key_value_heads": 32}, windows=_after_some),
+        "qwen2": replace(
+            _LLAMA, only={"use_mrope": False}, defaults=_FROM | _QWEN | {"num_key_value_heads": 32}, windows=_after_some
+        ),
         "qwen3": replace(
             _LLAMA,
             names=_HEAD_NORMS,
@@ -326,6 +370,7 @@ DESIGNS: Mapping[str, Design] = MappingProxyType(
         "smollm3": replace(
             _LLAMA,
             defaults=_FROM | {"num_key_value_heads": 4, "rope_theta": 2000000.0, "no_rope_layer_interval": 4},
+            ignored=frozenset({"max_window_layers"}),
             windows=_without_rotation,
             skips=True,
         ),
@@ -366,10 +411,50 @@ DESIGNS: Mapping[str, Design] = MappingProxyType(
         "starcoder2": Design(
             names=Names(up=("mlp.c_fc",), down="mlp.c_proj"),
             defaults={"hidden_act": "gelu_pytorch_tanh", "norm_epsilon": 1e-5, "rope_theta": 10000.0, "num_key_value_heads": 2},
+            ignored=frozenset({"activation_function"}),
+            only={"mlp_type": "default", "norm_type": "layer_norm"},
             eps="norm_epsilon",
             windows=_everywhere,
             gated=False,
             centered=True,
+        ),
+        "mixtral": replace(
+            _LLAMA,
+            defaults=_FROM
+            | {"rms_norm_eps": 1e-5, "rope_theta": 1000000.0, "num_key_value_heads": 8}
+            | {"num_local_experts": 8, "num_experts_per_tok": 2},
+            windows=_everywhere,
+            mixture=FAMILIES["mixtral"].mixture,
+            normalizes=True,
+        ),
+        "qwen2_moe": replace(
+            _LLAMA,
+            defaults=_FROM | _QWEN | {"num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4},
+            windows=_every_second,
+            mixture=FAMILIES["qwen2_moe"].mixture,
+        ),
+        "qwen3_moe": replace(
+            _LLAMA,
+            names=_HEAD_NORMS,
+            ignored=frozenset({"max_window_layers"}),
+            defaults=_FROM
+            | {
+                "sliding_window": 4096,
+                "use_sliding_window": False,
+                "num_key_value_heads": 4,
+                "num_experts": 128,
+                "num_experts_per_tok": 8,
+            },
+            windows=_where_wanted,
+            mixture=FAMILIES["qwen3_moe"].mixture,
+        ),
+        "olmoe": replace(
+            _LLAMA,
+            names=_HEAD_NORMS,
+            defaults=_FROM | {"rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8},
+            only={"clip_qkv": None},
+            whole_norms=True,
+            mixture=FAMILIES["olmoe"].mixture,
         ),
     }
 )
@@ -421,6 +506,7 @@ def _architecture(design: Design, keys: Keys) -> Blueprint:
     windows = [0] * layers if design.windows is None else design.windows(keys, layers)
     ropes, rotations = _rotations(design, keys, dim, layers, windows)
     positions = keys.get("max_position_embeddings")
+    sparse, routing = _routing(design, keys, layers)
     return Blueprint(
         names=design.names,
         layers=layers,
@@ -445,12 +531,30 @@ def _architecture(design: Design, keys: Keys) -> Blueprint:
         windows=tuple(windows),
         ropes=ropes,
         rotations=rotations,
+        sparse=sparse,
+        mixture=design.mixture if any(sparse) else None,
+        routing=routing,
         by_head=design.by_head,
         unit_offset=design.unit_offset,
         embedding_scale=multipliers[0],
         logits_scale=multipliers[2],
         logits_cap=keys.cap("final_logit_softcapping") if design.caps else 0.0,
     )
+
+
+def _routing(design: Design, keys: Keys, layers: int) -> tuple[tuple[bool, ...], Routing | None]:
+    """Return which layers are sparse, and how their tokens find experts."""
+    if design.mixture is None:
+        return (False,) * layers, None
+    experts = keys.count("num_experts" if keys.get("num_local_experts") is None else "num_local_experts")
+    keys.read |= {"num_experts", "num_local_experts"}
+    chosen = keys.count("num_experts_per_tok")
+    if chosen > experts:
+        raise _No(f"num_experts_per_tok of config.json is {chosen}, of {experts} experts")
+    normalized = keys.get(design.normalizes) if isinstance(design.normalizes, str) else design.normalizes
+    step, dense = keys.get("decoder_sparse_step"), keys.get("mlp_only_layers") or ()
+    sparse = tuple(index not in dense and (index + 1) % (step or 1) == 0 for index in range(layers))
+    return sparse, Routing(experts=experts, chosen=chosen, normalized=bool(normalized)) if any(sparse) else None
 
 
 def _rotations(

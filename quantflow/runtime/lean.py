@@ -4,6 +4,7 @@ No module of transformers runs in its loop. `quantflow.runtime.architecture` say
 Hidden states are float32 whatever the artifact's dtype is: that one says what linears read, and how their weights are kept.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -20,6 +21,7 @@ from quantflow.runtime.kv_cache import KIND_OF, KVCache, require_kind
 from quantflow.runtime.operations import NO_NORM, DecoderBlock, Norm, Operations, Projection, product
 from quantflow.runtime.packed import Pack
 from quantflow.runtime.projection import plain_weight, projection
+from quantflow.runtime.routed_experts import Expert, RoutedExperts
 from quantflow.runtime.tensor_parallel import Ranks
 
 
@@ -212,13 +214,38 @@ def block(artifact: Artifact, made: Blueprint, index: int, pack: Pack | None) ->
         InputError: a tensor that holds what it must not.
     """
     names, prefix = made.names, f"{made.names.layers}.{index}"
-    linears = [[f"{prefix}.{name}" for name in group] for group in (names.qkv, (names.output,), names.up, (names.down,))]
+    mlp = [] if made.sparse[index] else [names.up, (names.down,)]
+    linears = [[f"{prefix}.{name}" for name in group] for group in (names.qkv, (names.output,), *mlp)]
     order = _by_kind_of_head(made) if made.by_head else None
     products = [projection(artifact, group, pack, order=None if at else order) for at, group in enumerate(linears)]
     kinds = ("attention_norm", "attended_norm", "mlp_norm", "gated_norm", "q_norm", "k_norm")
     called = {kind: getattr(names, kind) for kind in kinds}
     norms = {kind: NO_NORM if name is None else _norm(artifact, made, f"{prefix}.{name}") for kind, name in called.items()}
-    return DecoderBlock(products=tuple(products), **norms, window=made.windows[index], rotation=made.rotations[index])
+    experts = _experts(artifact, made, f"{prefix}.{made.mixture.block}", pack) if made.mixture and made.sparse[index] else None
+    return DecoderBlock(
+        products=tuple(products),
+        experts=experts,
+        **norms,
+        window=made.windows[index],
+        rotation=made.rotations[index],
+    )
+
+
+def _experts(artifact: Artifact, made: Blueprint, prefix: str, pack: Pack | None) -> RoutedExperts:
+    """Read the experts of a layer; `prefix` is the mixture's block, as the checkpoint calls it."""
+    routing, names = made.routing, made.mixture
+    assert routing is not None and names is not None  # a layer is sparse
+
+    def expert(place: str, linears: Sequence[str]) -> Expert:
+        gate, up, down = (f"{place}.{name}" for name in linears)
+        return projection(artifact, [gate, up], pack), projection(artifact, [down], pack)
+
+    router, *score = (projection(artifact, [f"{prefix}.{name}"], pack) for name in names.routers)
+    shared = None
+    if names.shared:
+        shared = expert(prefix, [name for group in names.shared for name in group.linears]), score[0]
+    experts = [expert(f"{prefix}.experts.{number}", names.linears) for number in range(routing.experts)]
+    return RoutedExperts(router=router, experts=experts, chosen=routing.chosen, normalized=routing.normalized, shared=shared)
 
 
 def _by_kind_of_head(made: Blueprint) -> Tensor:

@@ -84,7 +84,8 @@ class DecoderBlock:
     """A decoder layer.
 
     Attributes:
-        products: qkv, output, up (gate and up where there is a gate), down.
+        products: qkv, output, up (gate and up where there is a gate), down; the first two alone where there are experts.
+        experts: what stands in the place of the MLP: a function of its input [N, H] and of `Operations.gate`; or None.
         attention_norm, attended_norm: of what attention reads, and of what it adds.
         mlp_norm, gated_norm: of what the MLP reads, and of what it adds.
         q_norm, k_norm: of queries and keys, [dim], or of all heads where `Heads.whole_norms`.
@@ -99,6 +100,7 @@ class DecoderBlock:
     gated_norm: Norm = NO_NORM
     q_norm: Norm = NO_NORM
     k_norm: Norm = NO_NORM
+    experts: Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor] | None = None
     window: int = 0
     rotation: int | None = 0
 
@@ -207,7 +209,8 @@ class Operations:
         self._rooms: dict[str, Tensor] = {}
         self._widths: dict[str, int] = {}  # of what decode.c computes of a layer; empty where Python calls it step by step
         found: list[Any] = [product for block in blocks for product in block.products]
-        if found and all(isinstance(p, partial) and p.func is kernels.linear for p in found):
+        sparse = any(block.experts is not None for block in blocks)
+        if found and not sparse and all(isinstance(p, partial) and p.func is kernels.linear for p in found):
             # those of the other layers are like the first's
             qkv, output, up, down = (product.keywords["prepared"].weight for product in found[:4])
             self._widths = {"norm": qkv.columns, "qkv": qkv.rows, "attention": output.columns}
@@ -264,10 +267,15 @@ class Operations:
             return rooms[-1]
         delta, after = None, NO_NORM
         for index, block in enumerate(self._blocks):
-            qkv, output, up, down = block.products
+            qkv, output, *mlp = block.products
             delta = output(self.attend(qkv(self.add_norm(x, delta, block.attention_norm, after=after)), index))
             norm = self.add_norm(x, delta, block.mlp_norm, after=block.attended_norm, late=self._form.parallel)
-            delta, after = down(self.gate(up(norm))), block.gated_norm
+            if block.experts is not None:
+                delta = block.experts(norm, self.gate)
+            else:
+                up, down = mlp
+                delta = down(self.gate(up(norm)))
+            after = block.gated_norm
         return delta
 
     def last_norm(self, x: Tensor, delta: Tensor | None, norm: Norm) -> Tensor:

@@ -48,7 +48,7 @@ def _make_artifact(folder: Path, config, schemes, *, model=None) -> AutoModelFor
     """Write an artifact of a model, a random one by default; `schemes` is one scheme, or a function of a linear's name.
 
     Returns:
-        transformers' model with the dequantized weights, whose linears fake-quantize their inputs.
+        transformers' model with the dequantized weights, whose linears fake-quantize their inputs; experts are as they were.
     """
     model = random_model(config) if model is None else model
     model.save_pretrained(folder)
@@ -64,7 +64,8 @@ def _make_artifact(folder: Path, config, schemes, *, model=None) -> AutoModelFor
         if linear_name in chosen:
             linear = _quantize(linear_name, tensor, chosen[linear_name])
             made = layout.encode(linear_name, linear)
-            module = model.get_submodule(linear_name)
+            module = dict(model.named_modules()).get(linear_name)
+        if linear_name in chosen and module is not None:  # transformers has experts in one tensor
             module.weight.data = linear.weight.dequantize()
             module.register_forward_pre_hook(lambda _, args, linear=linear: (linear.fake_quantize_input(args[0]),))
         tensors |= made
@@ -81,7 +82,7 @@ def _make_artifact(folder: Path, config, schemes, *, model=None) -> AutoModelFor
         )
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     heads = [name for name in ("lm_head", "embed_out") if f"{name}.weight" in source]
-    ignore = [*heads, *(name for name in graph_for(config).linears if name not in chosen)]
+    ignore = [*heads, *graph_for(config).routers, *(name for name in graph_for(config).linears if name not in chosen)]
     _edit_config(
         folder,
         quantization_config=layout.quantization_config(chosen, ignore=ignore, model_type=config.model_type),

@@ -37,8 +37,12 @@ def test_every_key_of_the_configuration_class_is_read_or_changes_nothing(family)
 @pytest.mark.parametrize("family", DESIGNS)
 def test_the_products_are_the_groups_of_the_graph(family):
     config = CONFIG_MAPPING[family](**{**SIZES, "num_key_value_heads": 4, "pad_token_id": 0})
-    names, (layer, *_) = DESIGNS[family].names, graph_for(config).layers
-    ours = [names.qkv, (names.output,), names.up, (names.down,)]
+    names, mixture, (layer, *_) = DESIGNS[family].names, DESIGNS[family].mixture, graph_for(config).layers
+    ours = [names.qkv, (names.output,), *([] if mixture else [names.up, (names.down,)])]
+    for number in range(layer.experts):
+        gate, up, down = (f"{mixture.block}.experts.{number}.{name}" for name in mixture.linears)
+        ours += [(gate, up), (down,)]
+    ours += [tuple(f"{mixture.block}.{name}" for name in group.linears) for group in (mixture.shared if mixture else ())]
     theirs = [tuple(map(layer.inside, group.linears)) for group in layer.groups]
     assert sorted(name for group in ours for name in group) == sorted(name for group in theirs for name in group)
     for group in ours:
@@ -115,3 +119,80 @@ def test_the_old_spelling_of_a_rotation_is_the_new_one():
     new = read(LLAMA | {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5}})
     assert isinstance(old, Blueprint) and isinstance(new, Blueprint)
     assert [a.equal(b) for a, b in zip(old.ropes[0].table(9), new.ropes[0].table(9), strict=True)] == [True, True]
+
+
+def test_a_window_that_is_not_used_is_no_window():
+    """So the released Qwen2.5 and Qwen3 have it."""
+    for family in ("qwen2", "qwen3"):
+        found = read(LLAMA | QWEN | {"model_type": family, "use_sliding_window": False, "sliding_window": 32768})
+        assert isinstance(found, Blueprint) and found.windows == (0, 0)
+
+
+COMMON = {"architectures": ["X"], "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.02, "use_cache": True}
+COMMON |= {"torch_dtype": "bfloat16", "transformers_version": "4.40.0", "tie_word_embeddings": False, "attention_dropout": 0.0}
+RELEASED = {  # keys and values that released models' config.json files have beside COMMON, sizes as they are
+    "Llama 3.1": LLAMA
+    | {"hidden_act": "silu", "mlp_bias": False, "attention_bias": False, "pretraining_tp": 1, "max_position_embeddings": 131072}
+    | {
+        "rope_scaling": {
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        }
+    },
+    "TinyLlama": LLAMA | {"rope_scaling": None, "hidden_act": "silu", "pretraining_tp": 1},
+    "SmolLM2": LLAMA | {"rope_interleaved": False, "is_llama_config": True, "head_dim": 16},
+    "Mistral 7B 0.1": LLAMA | {"model_type": "mistral", "sliding_window": 4096, "num_key_value_heads": 2},
+    "Qwen2.5": LLAMA
+    | {"model_type": "qwen2", "num_key_value_heads": 2, "max_window_layers": 21, "sliding_window": 32768}
+    | {"use_sliding_window": False, "use_mrope": False},
+    "Qwen3": LLAMA
+    | {"model_type": "qwen3", "num_key_value_heads": 2, "max_window_layers": 28, "sliding_window": None, "head_dim": 128}
+    | {"use_sliding_window": False, "rope_scaling": None, "attention_bias": False},
+    "Gemma": LLAMA | {"model_type": "gemma", "num_key_value_heads": 1, "head_dim": 256, "hidden_act": "gelu"},
+    "Gemma 2": LLAMA
+    | {"model_type": "gemma2", "num_key_value_heads": 2, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh"}
+    | {"hidden_act": "gelu_pytorch_tanh", "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+    | {"query_pre_attn_scalar": 256, "sliding_window": 4096, "cache_implementation": "hybrid"},
+    "Gemma 3 1B": LLAMA
+    | {"model_type": "gemma3_text", "num_key_value_heads": 1, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh"}
+    | {"attn_logit_softcapping": None, "final_logit_softcapping": None, "query_pre_attn_scalar": 256, "sliding_window": 512}
+    | {"rope_local_base_freq": 10000, "rope_scaling": None, "rope_theta": 1000000, "sliding_window_pattern": 6},
+    "Phi 3 mini 4k": LLAMA
+    | {"model_type": "phi3", "original_max_position_embeddings": 4096, "rope_scaling": None, "sliding_window": 2047}
+    | {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attention_bias": False, "auto_map": {"AutoModelForCausalLM": "x"}},
+    "Granite 3": LLAMA
+    | {"model_type": "granite", "attention_multiplier": 0.0078125, "embedding_multiplier": 12.0, "logits_scaling": 8.0}
+    | {"residual_multiplier": 0.22, "mlp_bias": False, "rope_scaling": None},
+    "SmolLM3": LLAMA
+    | {"model_type": "smollm3", "no_rope_layers": [1, 0], "no_rope_layer_interval": 4, "use_sliding_window": False}
+    | {"layer_types": ["full_attention"] * 2, "sliding_window": None, "max_window_layers": 28, "mlp_bias": False},
+    "Pythia": {"model_type": "gpt_neox", **SIZES, "hidden_act": "gelu", "layer_norm_eps": 1e-05, "rotary_pct": 0.25}
+    | {"rotary_emb_base": 10000, "use_parallel_residual": True, "max_position_embeddings": 2048, "classifier_dropout": 0.1},
+    "phi-2": {"model_type": "phi", **SIZES, "hidden_act": "gelu_new", "layer_norm_eps": 1e-05, "partial_rotary_factor": 0.5}
+    | {"qk_layernorm": False, "rope_theta": 10000.0, "rope_scaling": None, "embd_pdrop": 0.0, "resid_pdrop": 0.1},
+    "StarCoder2": {"model_type": "starcoder2", **SIZES, "hidden_act": "gelu_pytorch_tanh", "norm_epsilon": 1e-05}
+    | {"activation_function": "gelu_pytorch_tanh", "num_key_value_heads": 2, "mlp_type": "default", "norm_type": "layer_norm"}
+    | {"rope_theta": 999999.4420358813, "sliding_window": 4096, "use_bias": True, "residual_dropout": 0.1},
+    "Mixtral": LLAMA
+    | {"model_type": "mixtral", "num_key_value_heads": 2, "num_experts_per_tok": 2, "num_local_experts": 8}
+    | {"output_router_logits": False, "router_aux_loss_coef": 0.02, "sliding_window": None},
+    "Qwen1.5 MoE": LLAMA
+    | {"model_type": "qwen2_moe", "num_key_value_heads": 4, "num_experts": 60, "num_experts_per_tok": 4}
+    | {"decoder_sparse_step": 1, "max_window_layers": 21, "moe_intermediate_size": 96, "norm_topk_prob": False}
+    | {"shared_expert_intermediate_size": 96, "sliding_window": 32768, "use_sliding_window": False},
+    "Qwen3 MoE": LLAMA
+    | {"model_type": "qwen3_moe", "num_key_value_heads": 2, "num_experts": 8, "num_experts_per_tok": 4, "head_dim": 128}
+    | {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True, "max_window_layers": 48}
+    | {"sliding_window": None, "use_sliding_window": False, "moe_intermediate_size": 96},
+    "OLMoE": LLAMA
+    | {"model_type": "olmoe", "clip_qkv": None, "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False},
+}
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_the_keys_of_released_models_are_known(name):
+    found = read(COMMON | RELEASED[name])
+    assert isinstance(found, Blueprint), found
