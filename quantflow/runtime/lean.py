@@ -149,7 +149,7 @@ class LeanDecoder:
         """
         operations = self._operations
         operations.step_rows(first, start, table, torch.zeros_like(start))
-        x = self._embed(input_ids)  # [N, H]
+        x = self._embedded(input_ids)  # [N, H]
         delta = operations.run(x)
         x, delta = x[wanted], None if delta is None else delta[wanted]  # [M, H]
         return self._logits(operations.last_norm(x, delta, self._norm))
@@ -172,15 +172,18 @@ class LeanDecoder:
         if padding is not None:
             cache.padding.copy_(padding)
         operations.step(count)
-        x = self._embed(input_ids.reshape(-1))  # [B * T, H]
-        if self._blueprint.embedding_scale != 1:
-            x *= self._blueprint.embedding_scale
+        x = self._embedded(input_ids.reshape(-1))  # [B * T, H]
         delta = operations.run(x)
         cache.length += count
         if last_only and count > 1:
             last = slice(count - 1, None, count)
             x, delta = x[last].contiguous(), None if delta is None else delta[last].contiguous()  # [B, H]
         return operations.last_norm(x, delta, self._norm)
+
+    def _embedded(self, ids: Tensor) -> Tensor:
+        """Return the hidden states of tokens [N] before the first layer, [N, H]."""
+        x, scale = self._embed(ids), self._blueprint.embedding_scale
+        return x if scale == 1 else x * scale
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """Return the logits of hidden states [N, H], [N, V]."""

@@ -440,3 +440,18 @@ def test_more_than_there_is_room_for_is_an_error(tmp_path, make_artifact):
     decoder.forward(ids(1, 16, 0))
     with pytest.raises(UsageError, match="input_ids 1 x 1: the cache has 1 rows, 16 of 16 positions"):
         decoder.forward(ids(1, 1, 0))
+
+
+@pytest.mark.parametrize("family", ["gemma2, caps that are felt", "gpt_neox", "granite", "mixtral"])
+def test_sequences_in_blocks_have_the_logits_of_transformers_in_every_family(family, tmp_path, make_artifact):
+    model = make_artifact(tmp_path, FAMILIES[family], W8A16)
+    if graph_for(FAMILIES[family]).sparse:
+        model = load(tmp_path, decoder="transformers", backend="reference").model
+    decoder, texts = LeanDecoder(open_artifact(tmp_path, backend="reference")), (ids(1, 11, 0), ids(1, 20, 1))
+    decoder.begin_blocks(blocks=3, columns=16, positions=32)
+    first, table = torch.tensor([0, 11, 31]), torch.tensor([[2, 0], [0, 1]])
+    table[0, 1] = 2  # the first text fits into one block
+    places = {"first": first, "start": torch.tensor([0, 0]), "table": table, "wanted": torch.tensor([10, 30])}
+    found = decoder.forward_rows(torch.cat([text[0] for text in texts]), **places)
+    expected = torch.cat([model(text).logits[:, -1] for text in texts])
+    assert torch.allclose(found, expected, atol=2e-5, rtol=2e-5)
