@@ -19,6 +19,8 @@ TEXTS := artifacts/tiny-llama-text
 export NEURAL_COMPRESSOR_ENV ?= $(wildcard artifacts/peers/inc)
 # llama.cpp likewise: one that holds gguf and llama-cpp-python.
 export LLAMA_CPP_ENV ?= $(wildcard artifacts/peers/llamacpp)
+# Clients of servers likewise: openai, huggingface_hub, text-generation, langchain-openai, schemathesis.
+export SERVING_CLIENTS_ENV ?= $(wildcard artifacts/peers/serving-clients)
 # llm-compressor likewise.
 export LLM_COMPRESSOR_ENV ?= $(wildcard artifacts/peers/llmcompressor)
 

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from quantflow.evaluation.bench_job import BenchJob, KernelJob
     from quantflow.exporting.proof import Proved
     from quantflow.formats.gaudi.quant_config import GivenConfig
+    from quantflow.runtime.chat_job import ChatJob
+    from quantflow.runtime.conversation import Partner
     from quantflow.runtime.generate_job import GenerateJob
 
 Folder = str | Path
@@ -536,6 +538,17 @@ def generate(
     from quantflow.runtime.generation import run
 
     return run(job, stream, progress)
+
+
+def conversation(job: "ChatJob") -> "Partner":
+    """Return who answers in a conversation: an artifact that is loaded here, or a server.
+
+    Raises:
+        QuantflowError: the artifact cannot be loaded or has no chat template; the server does not answer.
+    """
+    from quantflow.runtime.conversation import partner_of
+
+    return partner_of(job)
 
 
 def sample_text(

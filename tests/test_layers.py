@@ -137,6 +137,7 @@ OFFERED = {
     "quantflow.planning.recipe",
     "quantflow.formats.gaudi.quant_config",  # the record's type
     "quantflow.runtime.generate_job",
+    "quantflow.runtime.chat_job",
     "quantflow.evaluation.bench_job",
     "quantflow.server.serve",  # the second front door, and its records
     "quantflow.server.settings",

@@ -20,7 +20,7 @@ from quantflow.server.text import Vocabulary
 LONGEST = 4096  # tokens of a request that TGI serves without being asked for more
 TEMPLATE_SECONDS = 10.0
 TEMPLATE_CHARACTERS = 8_000_000
-ANY_NAME = ("tgi", "default")  # names of clients that know one model alone
+ANY_NAME = ("tgi", "dummy", "default")  # names of clients that know one model alone
 
 
 def batch_limits(limits: Limits, *, positions: int | None) -> BatchLimits:

@@ -1,0 +1,71 @@
+"""What `quantflow chat` may be told; plain, so that a command line knows it without torch."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from quantflow.errors import UsageError
+from quantflow.runtime.generate_job import BACKEND_HELP, DECODER_HELP, DTYPES, KV_CACHE_HELP, Sampling
+from quantflow.settings import setting
+
+CHAT = ("chat",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatJob:
+    """Who is talked with, and how answers are drawn.
+
+    Attributes:
+        artifact: the folder of the model; None where `url` is given.
+        url: of a server with OpenAI's routes, such as http://127.0.0.1:8000.
+        model: what that server calls its model.
+        api_key: what that server asks for.
+        system: the system message, or None.
+        chat_template: a file that stands in place of the tokenizer's own template.
+        max_new_tokens: of an answer.
+        temperature: 0 takes the likeliest token each time.
+        top_k, top_p: as in `Sampling`.
+        seed: of the first answer; each further one counts on. None: any.
+    """
+
+    artifact: Path | None = None
+    url: str | None = setting(None, flag="--url", verbs=CHAT, help="Talk with a server in place of an artifact.")
+    model: str | None = setting(None, flag="--model", metavar="NAME", verbs=CHAT, help="What the server calls it.")
+    api_key: str | None = setting(None, flag="--api-key", metavar="KEY", verbs=CHAT, variable="API_KEY", help="Of the server.")
+    system: str | None = setting(None, flag="--system", metavar="TEXT", verbs=CHAT, help="The system message.")
+    chat_template: Path | None = setting(
+        None, flag="--chat-template", metavar="FILE", verbs=CHAT, parse=Path, help="Jinja, in place of the tokenizer's."
+    )
+    max_new_tokens: int = setting(512, flag="--max-new-tokens", verbs=CHAT, shown=True, least=1, help="Of an answer.")
+    temperature: float = setting(0.7, flag="--temperature", verbs=CHAT, shown=True, help="0: the likeliest token.")
+    top_k: int | None = setting(None, flag="--top-k", verbs=CHAT, help="Sample from the k most likely tokens.")
+    top_p: float | None = setting(None, flag="--top-p", verbs=CHAT, help="Sample from the fewest that hold this probability.")
+    seed: int | None = setting(None, flag="--seed", verbs=CHAT, help="The same seed gives the same answers.")
+    backend: str = setting("auto", flag="--backend", verbs=CHAT, shown=True, help=BACKEND_HELP)
+    dtype: str = setting("float32", flag="--dtype", choices=DTYPES, verbs=CHAT, shown=True, help="")
+    decoder: str = setting("auto", flag="--decoder", verbs=CHAT, shown=True, help=DECODER_HELP)
+    kv_cache: str = setting("auto", flag="--kv-cache", metavar="KIND", verbs=CHAT, help=KV_CACHE_HELP)
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be talked with.
+
+        Raises:
+            UsageError: naming it.
+        """
+        if (self.artifact is None) == (self.url is None):
+            raise UsageError(f"chat: artifact {self.artifact}, url {self.url}", "give one of them")
+        if self.url is not None and not self.url.startswith(("http://", "https://")):
+            raise UsageError(f"url={self.url}", "write http://HOST:PORT")
+        if self.max_new_tokens < 1:
+            raise UsageError(f"max_new_tokens={self.max_new_tokens}", "use 1 or more")
+        if self.temperature != 0:
+            self.sampling(0)
+
+    def sampling(self, seed: int) -> Sampling | None:
+        """Return how an answer is drawn; None takes the likeliest token.
+
+        Raises:
+            UsageError: values outside their ranges.
+        """
+        if self.temperature == 0:
+            return None
+        return Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, seed=seed)

@@ -1,0 +1,93 @@
+"""Clients that nobody here wrote, against a running server; run by the Python of an environment that has them.
+
+Usage: python foreign_clients.py {hub,text-generation,langchain} URL
+Each asks what its users ask, and prints what it got as JSON.
+"""
+
+import json
+import sys
+
+PROMPT = "class Stack:\n    def"
+MESSAGES = [{"role": "user", "content": "def"}]
+
+
+def hub(url):
+    from huggingface_hub import InferenceClient
+
+    client = InferenceClient(url)
+    details = client.text_generation(PROMPT, max_new_tokens=6, details=True, decoder_input_details=True)
+    stream = client.text_generation(PROMPT, max_new_tokens=6, stream=True, details=True)
+    chat = InferenceClient(base_url=f"{url}/v1").chat.completions
+    whole = chat.create(messages=MESSAGES, max_tokens=6, temperature=0, logprobs=True, top_logprobs=2)
+    chunks = list(chat.create(messages=MESSAGES, max_tokens=6, temperature=0, stream=True))
+    try:
+        client.text_generation(PROMPT, max_new_tokens=6, top_k=0)
+        told = ""
+    except Exception as error:
+        told = f"{error}"
+    return {
+        "text": client.text_generation(PROMPT, max_new_tokens=6),
+        "details": [token.id for token in details.details.tokens],
+        "prefill": len(details.details.prefill),
+        "stream": "".join(event.token.text for event in stream),
+        "chat": whole.choices[0].message.content,
+        "logprobs": len(whole.choices[0].logprobs.content),
+        "chat_stream": "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices),
+        "told": told,
+    }
+
+
+def text_generation(url):
+    from text_generation import AsyncClient, Client
+    from text_generation.errors import ValidationError
+
+    client = Client(url, timeout=60)
+    whole = client.generate(PROMPT, max_new_tokens=6, decoder_input_details=True)
+    stream = list(client.generate_stream(PROMPT, max_new_tokens=6))
+    try:
+        client.generate(PROMPT, max_new_tokens=2000)
+        told = ""
+    except ValidationError as error:
+        told = f"{error}"
+    import asyncio
+
+    async def later():
+        return (await AsyncClient(url).generate(PROMPT, max_new_tokens=6)).generated_text
+
+    return {
+        "text": whole.generated_text,
+        "details": [token.id for token in whole.details.tokens],
+        "prefill": len(whole.details.prefill),
+        "stream": "".join(event.token.text for event in stream),
+        "last": stream[-1].generated_text,
+        "async": asyncio.run(later()),
+        "told": told,
+    }
+
+
+def langchain(url):
+    from langchain_core.tools import tool
+    from langchain_openai import ChatOpenAI, OpenAI
+
+    model = ChatOpenAI(base_url=f"{url}/v1", api_key="none", model="tgi", temperature=0, max_tokens=6)
+    text = OpenAI(base_url=f"{url}/v1", api_key="none", model="tgi", temperature=0, max_tokens=6)
+
+    @tool
+    def weather(city: str) -> str:
+        """Tell the weather of a city."""
+        return city
+
+    bound = ChatOpenAI(base_url=f"{url}/v1", api_key="none", model="tgi", temperature=0, max_tokens=200, frequency_penalty=1.5)
+    called = bound.bind_tools([weather], tool_choice="weather").invoke("def").tool_calls
+    return {
+        "chat": model.invoke("def").content,
+        "chat_stream": "".join(chunk.content for chunk in model.stream("def")),
+        "text": text.invoke(PROMPT),
+        "batch": [answer.content for answer in model.batch(["def", "import"])],
+        "called": [call["name"] for call in called],
+    }
+
+
+if __name__ == "__main__":
+    run = {"hub": hub, "text-generation": text_generation, "langchain": langchain}[sys.argv[1]]
+    print(json.dumps(run(sys.argv[2])))

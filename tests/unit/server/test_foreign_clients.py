@@ -1,0 +1,78 @@
+"""Clients that nobody here wrote, each in an environment of its own, and requests that schemathesis makes up."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from quantflow.server.settings import Limits
+
+HERE = Path(__file__).parent
+ENVIRONMENT = os.environ.get("SERVING_CLIENTS_ENV")
+PROMPT = "class Stack:\n    def"
+REQUESTS = 10_000
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not ENVIRONMENT, reason="SERVING_CLIENTS_ENV names no environment with the clients"),
+]
+
+
+@pytest.fixture
+def client(server):
+    """Return what a client got, by its name."""
+
+    def run(name):
+        command = [f"{ENVIRONMENT}/bin/python", "-P", str(HERE / "foreign_clients.py"), name, server.url]
+        environment = {"PATH": os.environ["PATH"], "HF_HUB_OFFLINE": "0", "HOME": os.environ.get("HOME", "/")}
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=environment)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return run
+
+
+@pytest.fixture
+def expected(server):
+    answer = server.generate(PROMPT, max_new_tokens=6, details=True, decoder_input_details=True).json()
+    body = {"messages": [{"role": "user", "content": "def"}], "max_tokens": 6, "temperature": 0}
+    chat = server.post("/v1/chat/completions", body).json()["choices"][0]["message"]["content"]
+    ids = [token["id"] for token in answer["details"]["tokens"]]
+    return answer["generated_text"], ids, len(answer["details"]["prefill"]), chat
+
+
+def test_huggingface_hub(client, expected):
+    text, ids, prompt, chat = expected
+    found = client("hub")
+    assert (found["text"], found["stream"], found["details"], found["prefill"]) == (text, text, ids, prompt)
+    assert (found["chat"], found["chat_stream"], found["logprobs"]) == (chat, chat, 6)
+    assert "422" in found["told"]
+
+
+def test_text_generation(client, expected):
+    text, ids, prompt, _ = expected
+    found = client("text-generation")
+    assert [found[name] for name in ("text", "stream", "last", "async")] == [text] * 4
+    assert (found["details"], found["prefill"]) == (ids, prompt)
+    assert "`inputs` tokens + `max_new_tokens` must be <= 1024" in found["told"]
+
+
+def test_langchain(client, expected):
+    text, _, _, chat = expected
+    found = client("langchain")
+    assert (found["text"], found["chat"], found["chat_stream"], found["batch"][0]) == (text, chat, chat, chat)
+    assert found["called"] == ["weather"]
+
+
+def test_requests_that_schemathesis_makes_up_get_no_5xx_and_no_reset(serve):
+    """About 10,000 over all operations, in the phases that schemathesis has; answers are kept short by a limit."""
+    with serve(limits=Limits(max_total_tokens=48)) as server:
+        operations = sum(len(methods) for methods in server.get("/openapi.json").json()["paths"].values())
+        command = [f"{ENVIRONMENT}/bin/schemathesis", "run", f"{server.url}/openapi.json", "--checks", "not_a_server_error"]
+        command += ["--max-examples", str(REQUESTS // operations), "--phases", "examples,coverage,fuzzing", "--seed", "1"]
+        command += ["--request-timeout", "60", "--workers", "2", "--suppress-health-check", "all", "--continue-on-failure"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=1500)
+        assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+        assert server.settled(60).pool.used == 0 and server.get("/health").status == 200
