@@ -78,8 +78,19 @@ def test_a_second_validation_runs_the_candidate_alone_and_finds_the_same(artifac
     assert {path.name for path in kept.iterdir()} == {"floor.json", "00002.hidden", "00002.json"}
 
 
-@pytest.mark.parametrize("name", ["floor.json", "00002.hidden", "00002.json"])
-@pytest.mark.parametrize("harm", ["cut", "changed", "removed"])
+@pytest.mark.parametrize(
+    ("name", "harm"),
+    [
+        ("floor.json", "changed"),
+        ("00002.hidden", "cut"),
+        ("00002.hidden", "changed"),
+        ("00002.json", "changed"),
+        pytest.param("floor.json", "cut", marks=pytest.mark.slow),
+        pytest.param("floor.json", "removed", marks=pytest.mark.slow),
+        pytest.param("00002.hidden", "removed", marks=pytest.mark.slow),
+        pytest.param("00002.json", "removed", marks=pytest.mark.slow),
+    ],
+)
 def test_what_was_kept_and_is_damaged_is_made_again(artifact, llama, text_files, tmp_path, layers_run, name, harm):
     validate.run(job_of(artifact, llama, text_files, tmp_path / "1"), QUIET)
     (path,) = (tmp_path / ".validate-cache").glob(f"*/{name}")
@@ -105,6 +116,7 @@ def test_another_text_length_or_seed_keeps_apart_from_what_was_kept(artifact, ll
     assert len(list((tmp_path / ".validate-cache").iterdir())) == 3
 
 
+@pytest.mark.slow  # two processes import torch
 def test_two_validations_at_once_find_what_one_finds(artifact, llama, text_files, tmp_path):
     validate.run(job_of(artifact, llama, text_files, tmp_path / "alone" / "r"), QUIET)
     jobs = [job_of(artifact, llama, text_files, tmp_path / "both" / name) for name in ("a", "b")]
