@@ -228,9 +228,10 @@ def test_gptq_keeps_the_example_much_closer_to_its_source_than_rounding_to_neare
 
 @needs_weights
 @pytest.mark.slow
-def test_best_keeps_the_example_closer_to_its_source_than_gptq(text: Path, tmp_path: Path) -> None:
-    kld = mean_kld(text, tmp_path, ("gptq", "best"), ("gradient",))
+def test_best_keeps_the_example_closer_to_its_source_than_gptq_and_good_lies_between(text: Path, tmp_path: Path) -> None:
+    kld = mean_kld(text, tmp_path, ("gptq", "good", "best"), ("gradient",))
     assert 0 < kld["best"] < 0.85 * kld["gptq"]
+    assert kld["best"] < kld["good"] < kld["gptq"]
 
 
 @needs_weights

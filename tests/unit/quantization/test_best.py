@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from quantflow import process_memory
 from quantflow.algorithms import COMBINATIONS, yaqa
 from quantflow.calibration import measure
 from quantflow.core import determinism
@@ -160,6 +161,39 @@ def test_a_measurement_stopped_anywhere_on_the_way_back_ends_in_the_same_bytes(l
     again = rank_folder(tmp_path, 0, 1)
     for name in ("statistics.safetensors", "calibration.safetensors", "measurement.json"):
         assert (again / name).read_bytes() == (measured / name).read_bytes()
+
+
+def test_sums_in_bfloat16_have_the_same_bytes_however_many_run_at_once_and_wherever_it_stopped(
+    llama, text_files, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(determinism, "products", lambda: torch.bfloat16)
+    job = measure.MeasureJob(model=llama, output=tmp_path / "1", calibration=calibration(text_files), stats=("gradient",))
+    once = rank_folder(measure.run(job, QUIET), 0, 1)
+    monkeypatch.setattr(process_memory, "usable_cores", lambda: 3)
+    job = replace(job, output=tmp_path / "2")
+    with pytest.raises(Stopped):
+        measure.run(job, stopping(inside="sequence 3 of 6"))
+    again = rank_folder(measure.run(job, QUIET), 0, 1)
+    for name in ("statistics.safetensors", "measurement.json"):
+        assert (again / name).read_bytes() == (once / name).read_bytes()
+
+
+def test_what_was_measured_in_float32_is_not_gone_on_with_in_bfloat16(llama, text_files, tmp_path, monkeypatch):
+    """Nor is it what a measurement in bfloat16 would be: the CPU is part of what it is made from."""
+    job = measure.MeasureJob(model=llama, output=tmp_path, calibration=calibration(text_files), stats=("gradient",))
+    monkeypatch.setattr(determinism, "products", lambda: torch.float32)
+    with pytest.raises(Stopped):
+        measure.run(job, stopping(before=1))
+    monkeypatch.setattr(determinism, "products", lambda: torch.bfloat16)
+    seen = []
+
+    class Watching(ProgressLine):
+        def steps(self, items, **told):
+            seen.extend([told["stage"]] * len(items) if told["unit"] == "layer" else [])
+            yield from items
+
+    measure.run(job, Watching(quiet=True))
+    assert seen == ["measure"] * 2 + ["measure backwards"] * 2
 
 
 def test_sums_of_gradients_are_read_for_the_linears_of_one_input_and_then_let_go_of(llama, measured, tmp_path, monkeypatch):
