@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from _synthetic import TOKENIZER_FILES
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "tiny-llama"
 VOCABULARY = 4096  # of the example's tokenizer
@@ -57,9 +57,12 @@ SIZES: tuple[tuple[str, Any], ...] = (
     (r"first_k_dense_replace|num_dense_layers", 1),
     (r"image_size", 28),
 )
+ROTATED_IN_THREE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}  # half a head together
 OWN: dict[str, dict[str, Any]] = {  # what one type needs beside that
+    "axk2": {"gated_norm_rank": 32},
+    "bamba": {"attn_layer_indices": [1]},
     "codegen": {"rotary_dim": 8},
-    "deepseek_v2": {"topk_method": "greedy"},
+    "deepseek_v2": {"topk_method": "greedy", "num_experts_per_tok": 2},
     "dots3_note_text": {"num_key_value_heads": 4},
     "gemma4_assistant": {"hidden_size_per_layer_input": 0},
     "gpt_neo": {"attention_types": [[["global"], 2]]},
@@ -67,12 +70,14 @@ OWN: dict[str, dict[str, Any]] = {  # what one type needs beside that
     "lfm2_moe": {"layer_types": ["full_attention", "conv"]},
     "mamba2": {"num_heads": 8},
     "nemotron": {"head_dim": 16},
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), {"text_config.rope_parameters": ROTATED_IN_THREE}),
     "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},
 }
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {  # more layouts of a type
     "falcon-40b": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
-    "falcon-alibi": ("falcon", {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True}),
+    "falcon-alibi": ("falcon", {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True, "num_kv_heads": 4}),
+    **{kind: (kind, {}) for kind in ("llava", "qwen2_vl", "qwen2_5_vl", "gemma3")},  # a language model beside others
 }
 
 
@@ -86,7 +91,11 @@ def tiny_config(kind: str) -> PreTrainedConfig:
         Exception: whatever the configuration refuses.
     """
     base, more = VARIANTS.get(kind, (kind, {}))
-    return CONFIG_MAPPING[base](**{**_small(CONFIG_MAPPING[base]), **OWN.get(base, {}), **more})
+    found = {**_small(CONFIG_MAPPING[base]), **more}
+    for key, value in OWN.get(base, {}).items():
+        part, _, name = key.rpartition(".")
+        (found[part] if part else found)[name] = value
+    return CONFIG_MAPPING[base](**found)
 
 
 def _small(config_class: Any) -> dict[str, Any]:
@@ -111,10 +120,15 @@ def _small(config_class: Any) -> dict[str, Any]:
     return found
 
 
+def auto_class(config: PreTrainedConfig) -> Any:
+    """Return transformers' factory of a configuration: of causal language models, else of those that read images too."""
+    return AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else AutoModelForImageTextToText
+
+
 def parameters_of(config: PreTrainedConfig) -> int:
     """Return how many parameters the model of a configuration has."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = auto_class(config).from_config(config)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -128,7 +142,7 @@ def write_model(config: PreTrainedConfig, folder: Path) -> None:
     if count > LARGEST:
         raise ValueError(f"{count:,} parameters: its configuration goes by other names")
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config)
+    model = auto_class(config).from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1:

@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _tiny_models import VARIANTS, VOCABULARY, tiny_config, write_model
-from transformers import AutoModelForCausalLM
+from _tiny_models import VARIANTS, VOCABULARY, auto_class, tiny_config, write_model
+from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
@@ -152,7 +152,7 @@ def _through(folder: Path, scheme: str) -> None:
     for _ in range(4):  # one token after the other, as generate does
         ours.decoder.forward(found[:, -1:].argmax(-1) if found.ndim == 3 else found.argmax(-1)[:, None])
     quantflow.export(artifact, plain, options=Export(format="dequantized", dtype="f32"))
-    stock = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
+    stock = auto_class(AutoConfig.from_pretrained(plain)).from_pretrained(plain, dtype=torch.float32).eval()
     mixture = any(is_stacked(part) for part in stock.modules())
     if mixture and scheme == "FP8":
         return

@@ -20,6 +20,11 @@ _CONVERT = (
     'convert it to safetensors: python -c "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; '
     "[X.from_pretrained('{folder}').save_pretrained('{folder}-safetensors') for X in (M, T)]\""
 )
+_DEQUANTIZE = {  # what was published in no other precision
+    "mxfp4": 'dequantize it: python -c "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T, '
+    "Mxfp4Config as C; M.from_pretrained('{folder}', quantization_config=C(dequantize=True), dtype='bfloat16')"
+    ".save_pretrained('{folder}-bf16'); T.from_pretrained('{folder}').save_pretrained('{folder}-bf16')\""
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +130,7 @@ def refuse_quantized(checkpoint: Checkpoint) -> None:
             method = found.get("quant_method", "unknown") if isinstance(found, dict) else "unknown"
             raise InputError(
                 f"{checkpoint.folder / CONFIG}: {key} says the model is quantized already, with {method}",
-                "give the model in its original precision",
+                _DEQUANTIZE.get(method, "give the model in its original precision").format(folder=checkpoint.folder),
             )
 
 

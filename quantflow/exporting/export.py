@@ -107,7 +107,8 @@ def run(job: ExportJob, progress: Progress, *, proved: Proved | None = None) -> 
             progress.say(f"export {job.output.name}: up to date")
             return job.output
         _refuse_other_result(job, made_from)
-        source = open_files(job.model or Path(summary["source"]["folder"]))
+        named = summary["recipe"].get("linears", ())
+        source = open_files(job.model or Path(summary["source"]["folder"]), linears=named)
         digests = Digests(also=[job.quantized / HASHES])
         expected, found = record["inputs"]["model"], fingerprint(source.checkpoint, digests)
         if found != expected:

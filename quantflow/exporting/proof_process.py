@@ -66,7 +66,9 @@ def prove(artifact: Path, quantized: Path, source: Path, *, workers: Workers) ->
 
 def _prove_tensors(artifact: Checkpoint, quantized: Path, *, workers: Workers) -> None:
     """Decode every quantized linear and compare its values with those that quantize recorded."""
-    linears = [*graph_for(config_of(artifact)).linears, *_heads(artifact)]
+    recipe = read_manifest(artifact.folder)["recipe"]
+    named = recipe["resolved"]["schemes"] if recipe.get("linears") else graph_for(config_of(artifact)).linears
+    linears = [*named, *_heads(artifact)]
     found_schemes = FORMAT.schemes_from_config(artifact.config["quantization_config"], linears)
     schemes = {name: scheme for name, scheme in found_schemes.items() if scheme is not None}
     expected: dict[str, str] = {}

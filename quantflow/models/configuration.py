@@ -4,11 +4,16 @@ from pathlib import Path
 
 from transformers import AutoConfig, PreTrainedConfig
 from transformers import __version__ as VERSION
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from quantflow.artifact.checkpoint import Checkpoint
 from quantflow.errors import InputError, UnsupportedError
 from quantflow.models.graph import FAMILIES, family_for
+
+_TABLES = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)  # the language model in the latter
 
 
 def load_config(checkpoint: Checkpoint) -> PreTrainedConfig:
@@ -38,11 +43,11 @@ def _require_causal_lm(model_type: object, architectures: object) -> None:
     if isinstance(model_type, str) and model_type in FAMILIES:
         family_for(model_type, architectures)
         return
-    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type) if isinstance(model_type, str) else None
-    names = (known,) if isinstance(known, str) else tuple(known or ())
+    found = [table.get(model_type) for table in _TABLES] if isinstance(model_type, str) else []
+    names = [name for known in found if known for name in ((known,) if isinstance(known, str) else known)]
     told = f"config.json: model_type {model_type!r} (architectures {architectures})"
     if not names:
-        remedy = "use a causal language model that this version knows"
+        remedy = "use a causal language model of this version, or round its weights alone: --algorithm rtn --linears PATTERN"
         raise UnsupportedError(f"{told} is no causal language model of transformers {VERSION}", remedy)
     if architectures is not None and not (
         isinstance(architectures, list) and len(architectures) == 1 and architectures[0] in names
@@ -57,6 +62,8 @@ def _require_heads(config: PreTrainedConfig, path: Path) -> None:
         InputError: a number that is no positive integer, or query heads that the heads of keys and values do not divide.
     """
     remedy = "repair config.json or download it again"
+    if getattr(config, "is_heterogeneous", False):  # each layer has its own
+        return
     numbers = {name: getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads", "head_dim")}
     for name, value in numbers.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):

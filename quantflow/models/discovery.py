@@ -45,7 +45,7 @@ from quantflow.models.load import as_written, skeleton
 from quantflow.models.names import HubNames
 
 TOKENS = 6  # of the sequence that is run
-_OTHER = "use a model whose decoder layers are linears between norms, one layer after the other"
+_OTHER = "use a model whose decoder layers follow one another, or round its weights alone: --algorithm rtn --linears PATTERN"
 _LINEARS = (nn.Linear, Conv1D)
 # Through these a factor of a channel goes unchanged, whatever becomes of the shape in front of the channels.
 _COPIES = frozenset(
@@ -255,7 +255,19 @@ def _graph_of(told: str) -> Graph:
         tuple_of=layers[0].tuple_of,
     )
     found = tuple(_full(model, index, layer, hub) for index, layer in enumerate(layers))
-    return Graph(family=family, layers=found, parts=_parts(as_written(config), place, hub))
+    return Graph(family=family, layers=found, parts=_parts(as_written(config), place, hub), others=_others(model, place, hub))
+
+
+def _others(model: PreTrainedModel, place: str, hub: HubNames) -> tuple[str, ...]:
+    """Return the linears outside the layers but the head, as the model and as a checkpoint calls them."""
+    head = model.get_output_embeddings()
+    inside = f"{place}."
+    linears = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head and not name.startswith(inside)
+    ]
+    return tuple(dict.fromkeys(known for name in linears for known in (name, hub.of(f"{name}.weight").removesuffix(".weight"))))
 
 
 def _name_of(model: PreTrainedModel, module: object) -> str:

@@ -7,7 +7,8 @@ of their own, as the checkpoint has them: `quantflow.models.experts` gives the m
 Longer than 300 lines because the table of families stands with the records that it is made of.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -182,11 +183,13 @@ class Graph:
     Attributes:
         parts: tensor of a checkpoint that is no linear's weight as [O, I] -> the tensors that it is read as: a transpose, or
             those of every expert. A checkpoint that has the parts under their own names needs none.
+        others: linears outside the layers but the head, such as those that read images, by all names that loaders know.
     """
 
     family: Family
     layers: tuple[Layer, ...]
     parts: Mapping[str, tuple[TensorPart, ...]] = field(default_factory=dict, hash=False)
+    others: tuple[str, ...] = ()
 
     @property
     def linears(self) -> tuple[str, ...]:
@@ -214,6 +217,7 @@ class Graph:
         return any(layer.experts for layer in self.layers)
 
 
+_NUMBERED = re.compile(r"(.+?\.[0-9]+)\.")  # what the names of a layer begin with
 MLP = "mlp"  # how transformers calls the MLP of a layer, and the mixture in its place
 _LLAMA_GROUPS = (
     LinearGroup(linears=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), norm="input_layernorm", fused=True),
@@ -295,6 +299,57 @@ def family_for(model_type: object, architectures: object = None) -> Family:
     return family
 
 
+class NamedLinears:
+    """The configuration of a model whose linears were named instead of found: config.json, its keys as attributes."""
+
+    def __init__(self, config: Mapping[str, Any], graph: Graph) -> None:
+        """Keep both."""
+        self._config, self.graph = config, graph
+
+    def __getattr__(self, name: str) -> Any:
+        """Return the value of a key."""
+        try:
+            return self._config[name]
+        except KeyError as error:
+            raise AttributeError(name) from error
+
+
+def named_graph(config: Mapping[str, Any], names: Sequence[str], *, others: Sequence[str] = ()) -> Graph:
+    """Return the graph of linears that were named: each by itself, those that share a number in their names in one layer.
+
+    Args:
+        config: the content of config.json; nothing of it has to be there.
+        names: full names of the linears, in the checkpoint's order.
+        others: matrices that were not named, which loaders may take for linears.
+    """
+    layers: dict[str, list[str]] = {}
+    for name in names:
+        numbered = _NUMBERED.match(name)
+        layers.setdefault(name if numbered is None else numbered[1], []).append(name)
+    architecture = config.get("architectures") or ["unknown"]
+    family = Family(
+        model_type=str(config.get("model_type")),
+        architecture=str(architecture[0]),
+        layers="",
+        attention="",
+        groups=(),
+        discovered=True,
+    )
+    return Graph(
+        family=family,
+        layers=tuple(
+            Layer(
+                index=index,
+                prefix=prefix,
+                attention=None,
+                groups=tuple(LinearGroup(linears=(name,)) for name in inside),
+            )
+            for index, (prefix, inside) in enumerate(layers.items())
+        ),
+        others=tuple(others),
+    )
+
+
 def graph_for(config: Any) -> Graph:
     """Return the graph of a model from its configuration, transformers' or a `PlainConfig`.
 
@@ -302,6 +357,8 @@ def graph_for(config: Any) -> Graph:
         UnsupportedError: the family is not supported.
         InputError: a mixture, and no number of experts.
     """
+    if isinstance(config, NamedLinears):
+        return config.graph
     if config.model_type not in FAMILIES:
         from quantflow.models.discovery import graph_of  # here: it runs the model's own code, which the table makes unnecessary
 

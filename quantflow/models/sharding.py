@@ -12,7 +12,7 @@ from typing import Any
 
 from quantflow.errors import InputError, UnsupportedError, UsageError
 from quantflow.measurements.placement import share
-from quantflow.models.graph import FAMILIES, graph_for
+from quantflow.models.graph import FAMILIES, graph_for, text_config
 
 WEIGHT = ".weight"
 # What transformers gives its models beside the configuration's plan: to the embedding where `tp_plan` is made
@@ -90,7 +90,11 @@ def placements(
     """
     if tp < 1 or ep < 1:
         raise UsageError(f"tp={tp}, ep={ep}", "give 1 or more")
+    whole_model, config = config, text_config(config)
     plan = getattr(config, "base_model_tp_plan", None) or {}
+    uneven = bool(getattr(config, "is_heterogeneous", False))  # its layers have heads of different sizes
+    if tp == 1 and (whole_model is not config or uneven):  # the plan speaks of what lies beside the language model too
+        plan = {}
     if not plan and tp > 1:
         raise UnsupportedError(f"model_type {config.model_type!r}: transformers has no tensor-parallel plan", "use --tp 1")
     linears = {name.removesuffix(WEIGHT): list(shape) for name, shape in shapes.items() if _is_linear(name, shape)}
@@ -111,11 +115,11 @@ def placements(
         if parent in attentions and "plan" in whole and (tp > 1 or linear in _HEADS):
             whole |= _heads(name, whole, config, copy_kv_heads=copy_kv_heads)
         found[name] = _uneven(whole, tp, rank % tp) if linear in _OUTSIDE else share(name, whole, cards=tp, card=rank % tp)
-        if linear in _KEYS:
+        if linear in _KEYS and not uneven:
             cache = _cache(config, cut="plan" in whole, copy_kv_heads=copy_kv_heads)
             found[parent] = share(f"{parent}: KV cache", cache, cards=tp, card=rank % tp)
     if tp == 1 and config.model_type not in FAMILIES:  # whose attentions call what makes keys what they like
-        for layer in graph_for(config).layers:
+        for layer in graph_for(whole_model).layers:
             shape = [layer.kv_heads, layer.head_dim]
             if layer.attention is not None:
                 found.setdefault(layer.attention, {"kind": "replicated", "axis": None, "offset": 0, "full_shape": shape})

@@ -3,6 +3,7 @@
 Work that needs no forward pass starts with this alone; transformers' model code takes seconds to import.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ from quantflow.artifact.canonical import digest_of, file_digest
 from quantflow.artifact.checkpoint import CONFIG, Checkpoint, open_checkpoint, refuse_quantized
 from quantflow.artifact.digests import Digests
 from quantflow.errors import InputError, UnsupportedError
-from quantflow.models.graph import FAMILIES, Graph, family_for, graph_for
+from quantflow.models.graph import FAMILIES, Graph, NamedLinears, family_for, graph_for, named_graph
+from quantflow.models.matching import matching
 
 _SIZES = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
 
@@ -59,17 +61,37 @@ class ModelFiles:
         return tuple(self.checkpoint.tensors)
 
 
-def open_files(folder: str | Path) -> ModelFiles:
+def open_files(folder: str | Path, *, linears: Sequence[str] = ()) -> ModelFiles:
     """Open a Hugging Face folder that is to be quantized; reads headers and config.json, no weight.
+
+    Args:
+        folder: the model's.
+        linears: names or `re:` patterns of linears, for a model that no graph is made of; none makes one.
 
     Raises:
         InputError: the folder, a header or config.json cannot be used, or the weights are already quantized.
         UnsupportedError: the family is not supported.
+        UsageError: a pattern that matches no matrix.
     """
     checkpoint = open_checkpoint(Path(folder))
     refuse_quantized(checkpoint)
+    if linears:
+        found, others = _named(checkpoint, linears)
+        graph = named_graph(checkpoint.config, found, others=others)
+        return ModelFiles(checkpoint=checkpoint, config=NamedLinears(checkpoint.config, graph))
     config = config_of(checkpoint)
     return ModelFiles(checkpoint=as_linears(checkpoint, config), config=config)
+
+
+def _named(checkpoint: Checkpoint, patterns: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the matrices `NAME.weight` that the patterns match, and the others, in the checkpoint's order."""
+    matrices = [
+        name.removesuffix(".weight")
+        for name, (_, info) in checkpoint.tensors.items()
+        if len(info.shape) == 2 and name.endswith(".weight")
+    ]
+    chosen = {name for pattern in patterns for name in matching(pattern, matrices, "linears")}
+    return [name for name in matrices if name in chosen], [name for name in matrices if name not in chosen]
 
 
 def as_linears(checkpoint: Checkpoint, config: Any) -> Checkpoint:

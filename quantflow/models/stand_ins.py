@@ -231,11 +231,11 @@ def in_parts(linears: Iterable[nn.Linear], *, dtype: torch.dtype) -> Iterator[No
 def _in_parts(linear: nn.Linear, dtype: torch.dtype, x: Tensor) -> Tensor:
     """Return the output [..., O] of [..., I]; a weight that is in `dtype` already needs no parts."""
     if linear.weight.dtype == dtype:
-        return product(operand(x), linear.weight, linear.bias)
+        return product(operand(x.to(dtype)), linear.weight, linear.bias)
     tokens = x.reshape(-1, x.shape[-1])  # [N, I]
     output = torch.empty(len(tokens), linear.weight.shape[0], dtype=dtype)
     for some in spans(len(tokens), LINEAR_TOKENS):
-        left = operand(tokens[some])
+        left = operand(tokens[some].to(dtype))  # a family may have turned it to the dtype of the weight
         for rows in spans(linear.weight.shape[0], LINEAR_ROWS):
             bias = None if linear.bias is None else linear.bias[rows]
             output[some, rows] = product(left, linear.weight[rows].to(dtype), bias)

@@ -24,6 +24,9 @@ def artifact_config(config: Mapping[str, Any], graph: Graph, plan: Plan, *, name
     """
     schemes, own = plan.quantized, dict(config)
     ignored = [name for name in (*graph.linears, *graph.routers, *graph.idle) if name not in schemes]
+    if graph.family.discovered:  # loaders know these by what the model calls them, and others outside the layers
+        modules = {name: layer.module(name) for layer in graph.layers for name in (*layer.linears, *layer.routers, *layer.idle)}
+        ignored += [modules[name] for name in ignored if modules[name] != name] + list(graph.others)
     if plan.head is None:
         ignored += [name for name in _HEADS if f"{name}.weight" in names] or _HEADS[:1]
     else:

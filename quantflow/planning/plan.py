@@ -1,16 +1,16 @@
 """What quantize will do to each linear, worked out from the recipe, the graph and the shard headers alone."""
 
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from quantflow.algorithms import ALGORITHMS, BLOCK_ALGORITHMS, LEARNING, TUNE, supports_of, tune
 from quantflow.core.groups import COMMON_SIZES, group_size_for
 from quantflow.core.scheme import LinearScheme, TensorScheme, with_group_size
-from quantflow.errors import InputError, UnsupportedError, UsageError, nearest
+from quantflow.errors import InputError, UnsupportedError, UsageError
 from quantflow.formats import DEFAULT, FORMATS
 from quantflow.models.graph import Graph
+from quantflow.models.matching import matching
 from quantflow.observers import observers_for
 from quantflow.observers.hessian import HESSIAN_SUM
 from quantflow.observers.histogram import COUNTS
@@ -219,9 +219,14 @@ def resolve(
             "leave input_observer out",
         )
     alone = ALGORITHMS[algorithm].BY_ROW and not transforms and learned is None and tuning is None
+    by_row = all(scheme.weights.granularity in ("per_channel", "per_group", "per_block") for scheme in used)
+    if entry.linears and not (alone and by_row and not (measured or needs)):
+        raise UsageError(
+            f"{entry.name}: linears are named, and {methods[-1]} with {entry.scheme} runs the model",
+            "round weights alone: --algorithm rtn with W8A16, W4A16 or FP8_DYNAMIC, no transform and no measurement",
+        )
     kv_cache = kv_cache_of(entry, graph, transforms, ranks=ranks)
     to_nearest = ALGORITHMS[algorithm].TO_NEAREST  # cards round slices of rows and of columns by it
-    by_row = all(scheme.weights.granularity in ("per_channel", "per_group", "per_block") for scheme in used)
     return Plan(
         name=entry.name,
         schemes=schemes,
@@ -245,7 +250,7 @@ def _schemes(
     schemes: dict[str, LinearScheme | None] = {name: None if name in ignored else base for name in graph.linears}
     adapts = set(schemes) if entry.group_size is None else set()
     for override in entry.overrides:
-        for name in _matches(override.match, list(graph.linears), f"{entry.name}: overrides"):
+        for name in matching(override.match, list(graph.linears), f"{entry.name}: overrides"):
             schemes[name] = None if name in ignored else override_of(entry, override)
             adapts = adapts - {name} if override.group_size is not None else adapts | {name}
     for name in adapts:
@@ -287,7 +292,7 @@ def narrowed(plan: Plan, entry: Quantize) -> str | None:
 def _ignored(entry: Quantize, shapes: Mapping[str, Sequence[int]]) -> frozenset[str]:
     """Return the modules that `ignore` names, linears of the layers or not."""
     modules = [name.removesuffix(".weight") for name in shapes if name.endswith(".weight")]
-    return frozenset(name for pattern in entry.ignore for name in _matches(pattern, modules, f"{entry.name}: ignore"))
+    return frozenset(name for pattern in entry.ignore for name in matching(pattern, modules, f"{entry.name}: ignore"))
 
 
 def _features(shapes: Mapping[str, Sequence[int]], name: str) -> int:
@@ -326,18 +331,4 @@ def overridden(entry: Quantize, graph: Graph) -> frozenset[str]:
         UsageError: a pattern matches nothing.
     """
     linears = list(graph.linears)
-    return frozenset(n for each in entry.overrides for n in _matches(each.match, linears, f"{entry.name}: overrides"))
-
-
-def _matches(pattern: str, names: Sequence[str], where: str) -> list[str]:
-    """Return the names that an exact name or a `re:` pattern matches, at least one."""
-    match: Callable[[str], object] = pattern.__eq__
-    if pattern.startswith("re:"):
-        try:
-            match = re.compile(pattern[3:]).match
-        except re.error as error:
-            raise UsageError(f"{where}: {pattern!r} is no regular expression: {error}", "mend the pattern") from error
-    found = [name for name in names if match(name) not in (None, False)]
-    if not found:
-        raise UsageError(f"{where}: {pattern!r} matches none of {len(names)} modules", f"{nearest(pattern, names[:7])}, ...")
-    return found
+    return frozenset(n for each in entry.overrides for n in matching(each.match, linears, f"{entry.name}: overrides"))

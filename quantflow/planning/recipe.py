@@ -303,6 +303,13 @@ class Quantize:
         help="Leave these linears alone: a name, or re:...",
     )
     overrides: tuple[Override, ...] = setting((), help="Other schemes for some linears.")
+    linears: tuple[str, ...] = setting(
+        (),
+        flag="--linears",
+        metavar="PATTERN",
+        verbs=("quantize",),
+        help="Round the weights of these matrices, of any model: a name, or re:... Its code is not run.",
+    )
     signround: SignRound | None = None
     tune: Tune | None = None
     kv_cache: KVCacheSettings | None = setting(

@@ -95,7 +95,11 @@ def model_size(infos: Mapping[str, TensorInfo], config: Any, graph: Graph) -> Mo
     """
     text = text_config(config)
     first = graph.layers[0]
-    heads = int(getattr(text, "num_attention_heads", None) or first.kv_heads * first.repeats)
+    uneven = bool(getattr(text, "is_heterogeneous", False))  # heads of the first layer stand for those of all
+    shared = None if uneven else getattr(text, "num_key_value_heads", None)
+    heads = int((None if uneven else getattr(text, "num_attention_heads", None)) or first.kv_heads * first.repeats)
+    hidden = int(getattr(text, "hidden_size", None) or _group(first.groups[0].linears, infos)[2])
+    head_dim = first.head_dim if graph.family.discovered else int(getattr(text, "head_dim", None) or hidden // heads)
     layers = []
     inside: set[str] = set()
     for layer in graph.layers:
@@ -116,11 +120,11 @@ def model_size(infos: Mapping[str, TensorInfo], config: Any, graph: Graph) -> Mo
     outside = [info for name, info in infos.items() if name not in inside]
     head = max(outside, key=elements_of)
     return ModelSize(
-        hidden=int(text.hidden_size),
-        vocabulary=int(text.vocab_size),
+        hidden=hidden,
+        vocabulary=int(getattr(text, "vocab_size", None) or 1),
         heads=heads,
-        kv_heads=int(getattr(text, "num_key_value_heads", None) or heads),
-        head_dim=int(getattr(text, "head_dim", None) or text.hidden_size // heads),
+        kv_heads=int(shared or (first.kv_heads if uneven else heads)),
+        head_dim=head_dim,
         layers=tuple(layers),
         outside=sum(info.nbytes for info in outside),
         head=(elements_of(head), head.nbytes),

@@ -135,7 +135,7 @@ def quantize_layer(opened: OpenLayer, text: LayerText, *, measured: LayerMeasure
     install_all(opened.module, opened.layer, plan, tensors)
     errors = {name: {"weight": linear.error} for name, linear in linears.items()}
     for name in errors.keys() & outputs.keys():  # the canary does not reach every expert
-        errors[name]["output"] = relative_error(outputs[name], opened.child(name)(inputs[name]), name=name)
+        errors[name]["output"] = relative_error(outputs[name], opened.child(name)(inputs[name].float()), name=name)
     changed = frozenset([*opened.rotated, *smoothed.changed])
     for name in opened.stored:
         if name.removesuffix(".weight") not in linears:

@@ -90,7 +90,7 @@ class QuantizeJob:
 
 def run(job: QuantizeJob, progress: Progress) -> Path:
     """Quantize the model and return the finished folder; what is up to date is left alone."""
-    source = open_files(job.model)
+    source = open_files(job.model, linears=job.entry.linears)
     graph = graph_for(source.config)
     shapes = {name: info.shape for name, info in source.checkpoint.infos.items()}
     plan = resolve(job.entry, graph, shapes, measured=job.measurement is not None, ranks=job.ranks)
@@ -327,7 +327,7 @@ def _inputs(job: QuantizeJob, plan: Plan, source: ModelFiles, measurement: Measu
 
 def _recipe(entry: Quantize) -> dict[str, Any]:
     """Return the recipe's words about this artifact; what is expected of it is validate's affair."""
-    return {key: value for key, value in asdict(entry).items() if key != "expect"}
+    return {key: value for key, value in asdict(entry).items() if key != "expect" and (key != "linears" or value)}
 
 
 def _summary(job: QuantizeJob, plan: Plan, measurement: Measurement | None) -> dict[str, Any]:

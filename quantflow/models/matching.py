@@ -1,0 +1,29 @@
+"""Names that a recipe's pattern means."""
+
+import re
+from collections.abc import Callable, Sequence
+
+from quantflow.errors import UsageError, nearest
+
+
+def matching(pattern: str, names: Sequence[str], where: str) -> list[str]:
+    """Return the names that an exact name or a `re:` pattern matches, at least one.
+
+    Args:
+        pattern: the recipe's word.
+        names: those that there are.
+        where: the recipe's key, for the message.
+
+    Raises:
+        UsageError: it matches nothing, or is no regular expression.
+    """
+    match: Callable[[str], object] = pattern.__eq__
+    if pattern.startswith("re:"):
+        try:
+            match = re.compile(pattern[3:]).match
+        except re.error as error:
+            raise UsageError(f"{where}: {pattern!r} is no regular expression: {error}", "mend the pattern") from error
+    found = [name for name in names if match(name) not in (None, False)]
+    if not found:
+        raise UsageError(f"{where}: {pattern!r} matches none of {len(names)} modules", f"{nearest(pattern, names[:7])}, ...")
+    return found
