@@ -18,7 +18,7 @@ What a function needs is imported when it is called, so `import quantflow` costs
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -525,7 +525,7 @@ def plan(
 def generate(
     job: "GenerateJob", *, stream: Callable[[str], None] = lambda _: None, progress: Progress = SILENT
 ) -> Mapping[str, Any] | None:
-    """Continue prompts with an artifact; see `quantflow.runtime.generation`.
+    """Continue prompts with an artifact or a model; see `quantflow.runtime.generation`.
 
     Args:
         job: the artifact, the prompts, and how they are continued.
@@ -537,7 +537,7 @@ def generate(
     """
     from quantflow.runtime.generation import run
 
-    return run(job, stream, progress)
+    return run(replace(job, artifact=_runnable(job.artifact, progress)), stream, progress)
 
 
 def conversation(job: "ChatJob") -> "Partner":
@@ -586,14 +586,15 @@ def sample_text(
 
 
 def bench(job: "BenchJob", *, progress: Progress = SILENT) -> Mapping[str, Any] | None:
-    """Time an artifact as `generate` runs it; see `quantflow.evaluation.latency`.
+    """Time an artifact or a model as `generate` runs it; see `quantflow.evaluation.latency`.
 
     Returns:
         Seconds of the first and the next tokens per batch size, as plain data. None on a rank that is not the first.
     """
     from quantflow.evaluation.latency import run
 
-    return run(job, progress)
+    baseline = None if job.baseline is None else _folder(job.baseline, None, progress)
+    return run(replace(job, artifact=_runnable(job.artifact, progress), baseline=baseline), progress)
 
 
 def run_rank(order: Folder, *, progress: Progress, stream: Callable[[str], None]) -> None:
@@ -669,6 +670,12 @@ def names_model(text: str) -> bool:
     from quantflow.sources import models
 
     return models.names_model(text)
+
+
+def _runnable(place: Folder, progress: Progress) -> Path:
+    """Return the folder of an artifact or a model; a place that is neither stays as it is, for whoever opens it to say."""
+    path = Path(place)
+    return path if path.is_dir() or not names_model(str(path)) else _folder(path, None, progress)
 
 
 def _folder(model: Model, revision: str | None, progress: Progress) -> Path:

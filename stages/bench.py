@@ -29,12 +29,13 @@ from quantflow.stages.cli.progress_line import ProgressLine
 @QUIET
 @offline
 def command(artifact: str | None, kernels: bool, as_json: bool, quiet: bool, **options: Any) -> None:
-    """Time ARTIFACT: first and next token, per batch size.
+    """Time ARTIFACT, or a model that is not quantized: first and next token, per batch size.
 
-    It runs as in `generate`; --kernels times linears alone.
+    It runs as in `generate`; --baseline times a model beside it; --kernels times linears alone.
 
     \b
     Example: quantflow bench work/4-export -b 1 -b 8 --input-tokens 256 --new-tokens 32
+             quantflow bench work/4-export --baseline examples/tiny-llama --dtype bfloat16
              quantflow bench --kernels --scheme W4A16,W4A8 --shape 4096x4096 --tokens 1,256
     """
     if artifact is not None and kernels:
@@ -93,7 +94,31 @@ def latency_text(result: Mapping[str, Any]) -> str:
     if result["profile"] is not None:
         head.append(f"trace: {result['profile']}")
     summaries = [_summary(result, batch) for batch in result["batches"]]
-    return "\n\n".join(["\n".join(head), *summaries, _parameters(result), _latencies(result), _rates(result)])
+    parts = ["\n".join(head), *summaries, _parameters(result), _latencies(result), _rates(result)]
+    if "baseline" in result:
+        parts.append(baseline_text(result))
+    return "\n\n".join(parts)
+
+
+def baseline_text(result: Mapping[str, Any]) -> str:
+    """Return an artifact and the model that it is compared with side by side; a ratio above 1 is faster, or smaller."""
+    found, base, ratios = result, result["baseline"], result["ratios"]
+    rows: list[Sequence[Any]] = []
+    for ours, theirs, of in zip(found["batches"], base["batches"], ratios["batches"], strict=True):
+        size, firsts = ours["batch_size"], [batch["first_token"]["average"] for batch in (ours, theirs)]
+        rows.append(
+            (f"first token, {size} at once", *(f"{second * 1e3:.1f} ms" for second in firsts), f"{of['first_token']:.2f}")
+        )
+        if of["next_token"] is not None:
+            rates = [batch["decode_per_second"]["average"] for batch in (ours, theirs)]
+            rows.append((f"tokens per second, {size} at once", *(f"{rate:.1f}" for rate in rates), f"{of['next_token']:.2f}"))
+    for name, key, sizes in (
+        ("peak memory", "memory", [side["memory"]["peak_bytes"] for side in (found, base)]),
+        ("weights", "weights", [side["weight_bytes"] for side in (found, base)]),
+    ):
+        rows.append((name, *(f"{size / 2**20:.1f} MiB" for size in sizes), f"{ratios[key]:.2f}"))
+    rows.append(("decoder", found["decoder"], base["decoder"], ""))
+    return _markdown(("", str(found["artifact"]), str(base["artifact"]), "Ratio"), rows)
 
 
 def _workers(result: Mapping[str, Any]) -> str:

@@ -28,7 +28,7 @@ from quantflow.stages.cli.progress_line import ProgressLine
 @QUIET
 @offline
 def command(artifact: str, as_json: bool, quiet: bool, **options: Any) -> None:
-    """Continue prompts with ARTIFACT, which is verified first.
+    """Continue prompts with ARTIFACT, which is verified first, or with a model that is not quantized.
 
     docs/generate.md has every way to generate.
 

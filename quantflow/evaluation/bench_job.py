@@ -46,6 +46,8 @@ class BenchJob:
     """What is timed.
 
     Attributes:
+        artifact: its folder, or a model that is not quantized.
+        baseline: a model that is timed with the same settings, in a process of its own, as the artifact then is; None for none.
         batch_sizes: sequences at once, each a table's row.
         input_tokens, new_tokens: of each sequence.
         runs, warmups: of each batch size.
@@ -57,6 +59,14 @@ class BenchJob:
     """
 
     artifact: Path
+    baseline: Path | None = setting(
+        None,
+        flag="--baseline",
+        metavar="MODEL",
+        verbs=BENCH,
+        parse=Path,
+        help="Time this model too, and print both side by side.",
+    )
     batch_sizes: tuple[int, ...] = setting((1,), flag="-b --batch-size", verbs=BENCH, shown=True, help="Also several.")
     input_tokens: int = setting(256, flag="--input-tokens", verbs=BENCH, shown=True, help="Of each prompt; prompts are random.")
     new_tokens: int = setting(32, flag="--new-tokens", verbs=BENCH, shown=True, help="Tokens added to each.")

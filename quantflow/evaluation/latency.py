@@ -1,4 +1,4 @@
-"""`quantflow bench ARTIFACT`: first and next token, per batch size, in the tables that people compare.
+"""`quantflow bench ARTIFACT|MODEL`: first and next token, per batch size, in the tables that people compare.
 
 Reads    the artifact
 Writes   the trace of --profile
@@ -7,14 +7,15 @@ Fails    2 counts that cannot be decoded, 7 the artifact is damaged; what loadin
 """
 
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from quantflow.distributed.launch import launch, launched_rank
 from quantflow.errors import UsageError
 from quantflow.evaluation.bench_job import PERCENTILES, BenchJob
 from quantflow.evaluation.generation_speed import Spread, TimedRun, random_prompts, spread, time_run
@@ -38,9 +39,12 @@ def run(job: BenchJob, progress: Progress) -> dict[str, Any] | None:
             "use 1 or more of each",
         )
     without = {"the transformers decoder": job.decoder == "transformers", f"device {job.device}": job.device != "cpu"}
+    without |= {"a baseline": job.baseline is not None}
     world = rank_processes.world_of("bench", job.ranks, trusted=job.trust_network, without=without)
     if rank_processes.starts(world):
         return rank_processes.start("bench", job, world=world, progress=progress)
+    if job.baseline is not None and launched_rank() is None:
+        return _beside(job, job.baseline, progress)
     with rank_processes.joined("bench", world) as wire:
         begin = time.perf_counter()
         loaded = load(
@@ -62,7 +66,7 @@ def run(job: BenchJob, progress: Progress) -> dict[str, Any] | None:
         return None
     return {
         "artifact": str(job.artifact),
-        "settings": {key: value for key, value in asdict(job).items() if key not in ("artifact", "profile")},
+        "settings": {key: value for key, value in asdict(job).items() if key not in ("artifact", "baseline", "profile")},
         "ranks": world,
         "decoder": loaded.name,
         "reasons": list(loaded.reasons),
@@ -70,9 +74,50 @@ def run(job: BenchJob, progress: Progress) -> dict[str, Any] | None:
         "threads": torch.get_num_threads(),
         "load_seconds": load_seconds,
         "percentiles": "of sorted times" if job.ordered else "of times in the order of the runs, as text-generation-benchmark",
+        "weight_bytes": sum(info.nbytes for info in loaded.artifact.checkpoint.infos.values()),
         "memory": {"peak_bytes": max(peaks), "rank_peak_bytes": peaks, "kv_cache_bytes": _cache_bytes(loaded)},
         "profile": None if job.profile is None else str(job.profile),
         "batches": batches,
+    }
+
+
+def _beside(job: BenchJob, baseline: Path, progress: Progress) -> dict[str, Any]:
+    """Return the result for the artifact with that for the baseline in it, each of a process of its own, and their ratios."""
+    found, base = (
+        launch(
+            "bench",
+            replace(job, artifact=folder, baseline=None, profile=profile),
+            ranks=1,
+            progress=progress,
+            threads=torch.get_num_threads(),
+            again="run the same command again",
+        )
+        for folder, profile in ((job.artifact, job.profile), (baseline, None))
+    )
+    return {**found, "baseline": base, "ratios": ratios(found, base)}
+
+
+def ratios(found: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how many times as good a result is as another one: above 1 is faster, or smaller.
+
+    Returns:
+        `memory` and `weights`, of bytes; `batches`, for each the size, `first_token` of seconds and `next_token` of tokens per
+        second, None where no further token was made.
+    """
+    batches = []
+    for ours, theirs in zip(found["batches"], base["batches"], strict=True):
+        rates = [batch["decode_per_second"] for batch in (ours, theirs)]
+        batches.append(
+            {
+                "batch_size": ours["batch_size"],
+                "first_token": theirs["first_token"]["average"] / ours["first_token"]["average"],
+                "next_token": None if None in rates else rates[0]["average"] / rates[1]["average"],
+            }
+        )
+    return {
+        "batches": batches,
+        "memory": base["memory"]["peak_bytes"] / found["memory"]["peak_bytes"],
+        "weights": base["weight_bytes"] / found["weight_bytes"],
     }
 
 

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from quantflow.artifact.checkpoint import Checkpoint, open_checkpoint
-from quantflow.artifact.manifest import read_manifest
+from quantflow.artifact.canonical import read_json
+from quantflow.artifact.checkpoint import CONFIG, Checkpoint, open_checkpoint
+from quantflow.artifact.manifest import MANIFEST_NAME, read_manifest
 from quantflow.artifact.verify import verify as verify_artifact
 from quantflow.backends import choose
 from quantflow.backends.backend import Backend, Case
@@ -28,7 +29,7 @@ from quantflow.errors import InputError, UsageError
 from quantflow.formats import compressed_tensors
 from quantflow.models.configuration import load_config
 from quantflow.models.graph import graph_for
-from quantflow.models.load import materialize_, read_tensors, release_, skeleton
+from quantflow.models.load import materialize_, open_source, read_tensors, release_, skeleton
 from quantflow.models.names import NameMap, twins
 from quantflow.models.reading import read_rows
 from quantflow.runtime.linear import QuantLinear
@@ -253,6 +254,63 @@ def open_artifact(
         device=device,
         kv_cache=kv_cache,
     )
+
+
+def open_folder(
+    folder: str | Path,
+    *,
+    backend: str = "auto",
+    dtype: torch.dtype = torch.float32,
+    verify: bool = True,
+    device: str | torch.device = "cpu",
+    manifest: dict[str, Any] | None = None,
+) -> Artifact:
+    """Open an artifact, or a model that is not quantized, as an artifact without quantized linears.
+
+    Of a model no hash is known. What is checked: the family and every name, that each tensor is a parameter and each parameter
+    has a tensor, the shapes against config.json, whole files, and NaN and Inf when a tensor is read.
+
+    Args:
+        folder: what `quantflow export` wrote, or a Hugging Face model.
+        backend: as for `open_artifact`, as are the others; `auto` for a model.
+        dtype: of parameters and inputs.
+        verify: of an artifact.
+        device: where weights are put.
+        manifest: of an artifact.
+
+    Raises:
+        UsageError: a backend for a model, of which nothing is quantized; see `open_artifact` for the rest.
+        QuantflowError: as `open_artifact` and `quantflow.models.load.open_source`.
+    """
+    if not is_model(folder):
+        return open_artifact(folder, backend=backend, dtype=dtype, verify=verify, device=device, manifest=manifest)
+    if dtype not in _DTYPES:
+        raise UsageError(f"dtype {dtype}", f"use one of {', '.join(map(str, _DTYPES))}")
+    if backend != "auto":
+        raise UsageError(f"{folder}: backend {backend} for a model that is not quantized", "leave the backend out")
+    source = open_source(folder)
+    model = skeleton(source.config)
+    to_source = NameMap(model).bind(source.names).to_source
+    _require_shapes(source.checkpoint, model, to_source, linears=())
+    return Artifact(
+        checkpoint=source.checkpoint,
+        config=source.config,
+        manifest={},
+        names=source.names,
+        to_source=to_source,
+        linears={},
+        dtype=dtype,
+        device=torch.device(device),
+    )
+
+
+def is_model(folder: str | Path) -> bool:
+    """Return whether a folder is a model that is not quantized: config.json says nothing of that, and there is no manifest."""
+    config = Path(folder) / CONFIG
+    if (Path(folder) / MANIFEST_NAME).exists() or not config.is_file():
+        return False
+    found = read_json(config)
+    return isinstance(found, dict) and found.get("quantization_config") is None
 
 
 def _linear_modules(model: PreTrainedModel, names: NameMap, checkpoint: Checkpoint) -> dict[str, str]:

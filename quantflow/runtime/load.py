@@ -18,7 +18,7 @@ from quantflow.errors import UnsupportedError, UsageError
 from quantflow.models.graph import graph_for
 from quantflow.models.load import load_tokenizer, skeleton
 from quantflow.runtime import graphs, lean, operations, packed, projection
-from quantflow.runtime.artifact import Artifact, open_artifact
+from quantflow.runtime.artifact import Artifact, is_model, open_folder
 from quantflow.runtime.decoder import Decoder, TransformersDecoder
 from quantflow.runtime.tensor_parallel import Ranks, Wire
 
@@ -73,12 +73,12 @@ def load(
     pack: bool = False,
     wire: Wire | None = None,
 ) -> Loaded:
-    """Open an artifact.
+    """Open an artifact, or a model that is not quantized.
 
     Weights are read and prepared one linear at a time, so memory holds the prepared model and one linear.
 
     Args:
-        folder: what `quantflow export` wrote.
+        folder: what `quantflow export` wrote, or a Hugging Face model (`quantflow.runtime.artifact.open_folder`).
         decoder: `lean` for `quantflow.runtime.lean`, `transformers` for its modules, `auto` for the first where it can.
         kv_cache: a key of `quantflow.runtime.kv_cache.KINDS`, which needs the lean decoder; or `auto` for 8 bits with the
             artifact's measured scales where it brings some, else for dtype.
@@ -110,13 +110,15 @@ def load(
         raise UnsupportedError(f"device {device}: needs {missing}", "use device cpu, or a machine with that")
     kept, manifest = None, None
     if pack and decoder != "transformers" and device.type == "cpu":
+        if is_model(folder):
+            raise UsageError(f"{folder}: a pack of a model that is not quantized, which has no hash", "leave pack out")
         manifest = read_manifest(folder)
         kept = _pack(folder, manifest["digest"], backend, dtype, wire, verify=verify)
         if kept.complete and verify:  # the weights' own files are not read, and the pack has been checked
             others = [name for name in manifest["files"] if not name.endswith(".safetensors")]
             verify_artifact(folder, map_all=lambda check, _: map(check, others), manifest=manifest)
             verify = False
-    artifact = open_artifact(folder, backend=backend, dtype=dtype, verify=verify, device=device, manifest=manifest)
+    artifact = open_folder(folder, backend=backend, dtype=dtype, verify=verify, device=device, manifest=manifest)
     reason = "it was not asked for" if decoder == "transformers" else lean.why_not(artifact)
     if reason is None or decoder == "lean" or wire is not None:
         ranks = None if wire is None or reason is not None else Ranks(artifact, wire)

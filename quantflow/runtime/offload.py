@@ -26,7 +26,7 @@ from quantflow.models.graph import graph_for
 from quantflow.models.load import skeleton
 from quantflow.models.names import NameMap
 from quantflow.models.stand_ins import with_rows
-from quantflow.runtime.artifact import Artifact, open_artifact
+from quantflow.runtime.artifact import Artifact, open_folder
 from quantflow.runtime.load import Loaded, with_modules
 
 Multiply = Callable[[Tensor], Tensor]  # [..., I] -> [..., rows]
@@ -153,7 +153,7 @@ def load_offloaded(
             they are read, so what they raise comes from the model's forward.
     """
     _return_memory()
-    artifact = open_artifact(folder, backend=backend, dtype=dtype, verify=verify)
+    artifact = open_folder(folder, backend=backend, dtype=dtype, verify=verify)
     model = skeleton(artifact.config)
     names = NameMap(model).bind(artifact.names)
     embedding = _name_of(model, model.get_input_embeddings())

@@ -19,7 +19,7 @@ from quantflow.distributed.team import Team, connected, together
 from quantflow.errors import UnsupportedError, UsageError
 from quantflow.progress import Progress
 from quantflow.runtime import lean
-from quantflow.runtime.artifact import open_artifact
+from quantflow.runtime.artifact import open_folder
 from quantflow.runtime.decoder import HiddenDecoder
 from quantflow.runtime.leader import Leader, follow
 from quantflow.runtime.load import Loaded
@@ -132,7 +132,7 @@ def start(
         UsageError: one that cannot be cut so.
         QuantflowError: a rank failed.
     """
-    opened = open_artifact(job.artifact, backend=job.backend, dtype=getattr(torch, job.dtype), verify=False)
+    opened = open_folder(job.artifact, backend=job.backend, dtype=getattr(torch, job.dtype), verify=False)
     reason = lean.why_not(opened)
     if reason is not None:
         raise UnsupportedError(f"{verb}: {world} ranks share the lean decoder: {reason}", "leave --ranks out")

@@ -2,9 +2,12 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
+from quantflow.evaluation.latency import ratios
 from quantflow.exporting import export as export_stage
 from quantflow.stages.bench import latency_text
 from quantflow.stages.cli import cli
@@ -150,3 +153,42 @@ def test_what_cannot_be_timed_is_refused(artifact, capsys, arguments, told):
 def test_without_an_artifact_there_is_nothing_to_time(capsys):
     assert run("bench") == 2
     assert "bench: nothing to time; give an artifact, or --kernels" in capsys.readouterr().err.replace("\n  fix: ", "; ")
+
+
+def test_ratios_above_one_are_faster_or_smaller_and_stand_beside_both_sides():
+    twice = {name: value * 2 if isinstance(value, float) else value for name, value in batch(1)["first_token"].items()}
+    slow = batch(1) | {"first_token": twice, "decode_per_second": {"average": 500.0}}
+    ours = {**RESULT, "batches": [batch(1)], "memory": {"peak_bytes": 3 << 20}, "weight_bytes": 1 << 20}
+    base = {**ours, "artifact": "m", "batches": [slow], "memory": {"peak_bytes": 6 << 20}, "weight_bytes": 4 << 20}
+    found = ratios(ours, base)
+    assert found == {"batches": [{"batch_size": 1, "first_token": 2.0, "next_token": 4.0}], "memory": 2.0, "weights": 4.0}
+    expected = """\
+|                              | a       | m       | Ratio |
+|------------------------------|---------|---------|-------|
+| first token, 1 at once       | 2.0 ms  | 4.0 ms  | 2.00  |
+| tokens per second, 1 at once | 2000.0  | 500.0   | 4.00  |
+| peak memory                  | 3.0 MiB | 6.0 MiB | 2.00  |
+| weights                      | 1.0 MiB | 4.0 MiB | 4.00  |
+| decoder                      | lean    | lean    |       |"""
+    assert latency_text(ours | {"baseline": base, "ratios": found}).endswith(expected)
+
+
+def test_a_model_that_is_not_quantized_is_timed_too(llama, capsys):
+    assert run("bench", llama, *SMALL, "--decoder", "transformers", "--dtype", "bfloat16", "--json") == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["decoder"], result["backends"], result["settings"]["dtype"]) == ("transformers", [], "bfloat16")
+    assert result["weight_bytes"] == sum(tensor.nbytes for tensor in load_file(Path(llama) / "model.safetensors").values())
+
+
+@pytest.mark.slow
+def test_an_artifact_and_its_model_are_timed_in_processes_of_their_own(artifact, llama, capsys):
+    assert run("bench", artifact, "--baseline", llama, *SMALL, "--json") == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["artifact"], result["baseline"]["artifact"]) == (str(artifact), str(llama))
+    assert result["backends"] and not result["baseline"]["backends"]
+    assert result["ratios"] == ratios(result, result["baseline"]) and result["ratios"]["weights"] > 1
+
+
+def test_ranks_and_a_baseline_do_not_go_together(artifact, llama, capsys):
+    assert run("bench", artifact, "--baseline", llama, "--ranks", "2", "-q") == 2
+    assert "bench: 2 ranks with a baseline" in capsys.readouterr().err
