@@ -36,6 +36,7 @@ _HOMES = {
     "generate": "quantflow.api",
     "load": "quantflow.runtime.load",
     "measure": "quantflow.api",
+    "pipeline": "quantflow.runtime.text_pipeline",
     "plan": "quantflow.api",
     "preset": "quantflow.core.scheme",
     "quantize": "quantflow.api",

@@ -7,6 +7,7 @@ Fails    2 limits that contradict each other or the model, 3 no tokenizer or a f
          6 the packages of quantflow[serve] are missing, 7 the artifact is damaged, 1 the engine died
 """
 
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import click
 
 from quantflow.errors import UsageError
-from quantflow.server import serve
+from quantflow.server import serve, vllm_command
 from quantflow.server.settings import Limits, ServeJob
 from quantflow.stages.cli.environment import bars_wanted
 from quantflow.stages.cli.options import DEBUG, QUIET, given, job_settings, origins
@@ -28,10 +29,11 @@ OLD_NAMES = {"max_input_length": "max_input_tokens", "max_prefill_total_tokens":
 @job_settings("serve", ServeJob)
 @click.option("--max-input-length", type=int, metavar="N", envvar="MAX_INPUT_LENGTH", help="TGI's older --max-input-tokens.")
 @click.option("--max-prefill-total-tokens", type=int, metavar="N", help="Another name of --max-batch-prefill-tokens.")
+@click.option("--dry-run", is_flag=True, help="Of --engine vllm: print its command.")
 @QUIET
 @DEBUG
 @click.pass_context
-def command(context: click.Context, /, artifact: str, quiet: bool, debug: bool, **options: Any) -> None:
+def command(context: click.Context, /, artifact: str, dry_run: bool, quiet: bool, debug: bool, **options: Any) -> None:
     """Answer HTTP with ARTIFACT, as TGI and OpenAI's API do.
 
     Requests run together. docs/serving.md has every route.
@@ -52,7 +54,13 @@ def command(context: click.Context, /, artifact: str, quiet: bool, debug: bool, 
             raise UsageError(f"{flags[0]} {value} beside {flags[1]} {options[new]}", "give one of them")
         progress.say(f"{flags[0]} is read as {flags[1]}")
         options[new], found[new] = value, flags[0]
-    serve(job_from(artifact, options, found), progress=progress)
+    job = job_from(artifact, options, found)
+    if dry_run and job.engine != "vllm":
+        raise UsageError(f"--dry-run with --engine {job.engine}", "leave it out: the limits are printed when it starts")
+    if dry_run:
+        click.echo(shlex.join(vllm_command(job)))
+    else:
+        serve(job, progress=progress)
 
 
 def job_from(artifact: str, options: Mapping[str, Any], found: Mapping[str, str]) -> ServeJob:

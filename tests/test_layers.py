@@ -37,6 +37,7 @@ LIBRARY = [
     "exporting",
     "validation",
     "api",
+    "langchain",
     "server",
 ]  # low to high; quantflow.stages is above them all
 INDEPENDENT = {"observers", "transforms", "algorithms", "formats", "backends"}  # members of a table never import each other
@@ -57,6 +58,7 @@ ENVIRONMENT = {
     "quantflow/child_process.py",
     "quantflow/distributed/launch.py",
     "quantflow/backends/native.py",
+    "quantflow/server/vllm.py",  # what vLLM gets of it
     "stages/cli/environment.py",
 }
 FILES = sorted([*(ROOT / "quantflow").rglob("*.py"), *(ROOT / "stages").rglob("*.py")])  # links are not followed
@@ -139,7 +141,8 @@ OFFERED = {
     "quantflow.runtime.generate_job",
     "quantflow.runtime.chat_job",
     "quantflow.evaluation.bench_job",
-    "quantflow.server.serve",  # the second front door, and its records
+    "quantflow.server.serve",
+    "quantflow.server.vllm_command",  # the second front door, and its records
     "quantflow.server.settings",
     "quantflow.stages",
 }

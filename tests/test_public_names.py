@@ -32,6 +32,7 @@ PUBLIC = [
     "generate",
     "load",
     "measure",
+    "pipeline",
     "plan",
     "preset",
     "quantize",

@@ -9,6 +9,7 @@
     tgi.py          TGI's routes; openai.py: OpenAI's, with openai_answers.py and tools.py
     generation.py   one prompt answered: checked, submitted, its tokens with their text (text.py)
     grammar.py      what a text must follow, as masks
+    vllm.py         vLLM's own server in place of ours
     models.py       models by name, each with an engine, loaded on demand
     metrics.py      what /metrics says; openapi.py: what /openapi.json says; site.py: what routes share
 
@@ -18,9 +19,19 @@ Starlette and uvicorn carry it. FastAPI would add 0.2 s of imports to a start th
 
 from quantflow.errors import UnsupportedError
 from quantflow.progress import SILENT, Progress
+from quantflow.server import vllm
 from quantflow.server.settings import ServeJob
 
-__all__ = ["ServeJob", "serve"]
+__all__ = ["ServeJob", "serve", "vllm_command"]
+
+
+def vllm_command(job: ServeJob) -> list[str]:
+    """Return what would be started for `engine="vllm"`.
+
+    Raises:
+        QuantflowError: the artifact or an option does not suit vLLM.
+    """
+    return vllm.command_of(job)
 
 
 def serve(job: ServeJob, *, progress: Progress = SILENT) -> None:
@@ -34,6 +45,9 @@ def serve(job: ServeJob, *, progress: Progress = SILENT) -> None:
         UnsupportedError: the packages of the extra `serve` are not installed.
         QuantflowError: the artifact cannot be served, the port is taken, or the engine died.
     """
+    if job.engine == "vllm":
+        vllm.start(job)
+        return
     try:
         from quantflow.server.process import run
     except ModuleNotFoundError as error:

@@ -125,15 +125,17 @@ class Serving:
                     task.cancel()
             await asyncio.wait({gone, work})
         if not work.cancelled() and (error := work.exception()) is not None:
-            raise error
+            if not isinstance(error, SlowClient):
+                self._site.log_exception(error)
+            raise error  # the server closes the connection
 
     async def _work(self, call: HttpCall, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             response = await self.endpoint.run(call)
         except Refused as refused:
             response = refusal(refused, openai=self.endpoint.openai)
-        except Exception:
-            call.site.log_exception()
+        except Exception as error:
+            call.site.log_exception(error)
             response = refusal(Refused("internal", "Internal error"), openai=self.endpoint.openai)
         if isinstance(response, EventStream):
             await self._stream(response, send, site=call.site)

@@ -64,7 +64,7 @@ def server_of(job: ServeJob, site: Site, progress: Progress) -> "OrderlyServer":
         http=type("Protocol", (PatientProtocol,), {"seconds": job.client_timeout}),
         ws="none",
         lifespan="off",
-        log_level=logging.WARNING,
+        log_level=logging.CRITICAL,  # http.py says what goes wrong, once
         access_log=False,
         server_header=False,
         h11_max_incomplete_event_size=job.header_limit,

@@ -166,6 +166,7 @@ class ServeJob:
         limits: of requests.
         kv_memory: for keys and values, such as 4GiB.
         engine: `quantflow`, or `vllm` to start vLLM with what the manifest says.
+        tensor_parallel: cards that vLLM shares the model over; None: one.
         origins: setting -> where its value is from, for the table at the start.
     """
 
@@ -259,6 +260,9 @@ class ServeJob:
     engine: str = setting(
         "quantflow", flag="--engine", choices=ENGINES, verbs=SERVE, shown=True, help="vllm starts vLLM where it is installed."
     )
+    tensor_parallel: int | None = setting(
+        None, flag="--tensor-parallel", metavar="N", verbs=SERVE, least=1, help="Of --engine vllm: cards that share the model."
+    )
     origins: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -267,6 +271,8 @@ class ServeJob:
         Raises:
             UsageError: naming it.
         """
+        if self.tensor_parallel is not None and self.engine != "vllm":
+            raise UsageError("tensor_parallel without engine vllm", "leave it out: one process runs the model")
         if not 0 <= self.port <= 65535:
             raise UsageError(f"port={self.port}", "use 0 to 65535")
         if self.api_key is not None and self.api_key_file is not None:

@@ -85,6 +85,6 @@ class Site:
             "decoder": model.loaded.name,
         }
 
-    def log_exception(self) -> None:
+    def log_exception(self, error: BaseException) -> None:
         """Print what went wrong for whoever runs the server; no client sees it."""
-        traceback.print_exc(file=sys.stderr)
+        traceback.print_exception(error, file=sys.stderr)

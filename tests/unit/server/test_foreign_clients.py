@@ -48,7 +48,7 @@ def test_huggingface_hub(client, expected):
     found = client("hub")
     assert (found["text"], found["stream"], found["details"], found["prefill"]) == (text, text, ids, prompt)
     assert (found["chat"], found["chat_stream"], found["logprobs"]) == (chat, chat, 6)
-    assert "422" in found["told"]
+    assert found["told"] == "Input validation error: `top_k` must be strictly positive"
 
 
 def test_text_generation(client, expected):

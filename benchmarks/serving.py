@@ -1,0 +1,297 @@
+"""Servers under load, interleaved: an open loop of Poisson arrivals, and a constant number of clients.
+
+    python benchmarks/serving.py --quantflow work/4-export
+    python benchmarks/serving.py --quantflow work/4-export --vllm peers/vllm/bin/vllm
+    python benchmarks/serving.py --quantflow work/4-export --llama-cpp peers/llamacpp/bin/python --gguf model.gguf
+    python benchmarks/serving.py --quantflow work/4-export --clients 1,4 --rates '' --requests 8      a try, a minute
+
+Every server gets the same requests in the same order at the same moments: prompts and lengths are drawn once, from --seed.
+Prompt and new tokens are log-normal around --prompt-tokens and --new-tokens, with a spread of --spread, cut to a quarter and to
+four times. No text ends early: the end token has a bias of -100. All servers run from the start; one is asked at a time.
+Traffic goes to 127.0.0.1 alone.
+
+    tokens/s    new tokens of all requests over the seconds from the first request to the last token
+    TTFT        from sending a request to its first token; in an open loop from when it was due
+    TPOT        seconds per token after the first
+    goodput     requests per second whose TTFT and TPOT are below --ttft-limit and --tpot-limit
+"""
+
+import argparse
+import asyncio
+import json
+import math
+import os
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from _report import machine, table
+
+ROOT = Path(__file__).resolve().parents[1]
+HOST = "127.0.0.1"
+WORDS = (ROOT / "examples/tiny-llama/stdlib_text.py").read_text().split()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """One request: its prompt, how many tokens are added, and when it is due in an open loop, in units of 1 / rate."""
+
+    prompt: str
+    new: int
+    due: float
+
+
+@dataclass(kw_only=True)
+class Seen:
+    """What a client saw, in seconds since the load began."""
+
+    due: float
+    first: float = math.nan
+    last: float = math.nan
+    tokens: int = 0
+    error: str | None = None
+
+    @property
+    def ttft(self) -> float:
+        """Until the first token."""
+        return self.first - self.due
+
+    @property
+    def tpot(self) -> float:
+        """Per token after the first."""
+        return (self.last - self.first) / max(1, self.tokens - 1)
+
+
+@dataclass(kw_only=True)
+class Server:
+    """A program that listens.
+
+    Attributes:
+        name: in the tables.
+        command: that starts it; `{port}` is filled in.
+        environment: beside this process's own.
+    """
+
+    name: str
+    command: list[str]
+    environment: dict[str, str] = field(default_factory=dict)
+    port: int = 0
+    process: Any = None
+
+    def start(self, log: Path, threads: int) -> None:
+        """Start it and wait until it answers.
+
+        Raises:
+            SystemExit: it ends, or does not answer within ten minutes.
+        """
+        with socket.socket() as free:
+            free.bind((HOST, 0))
+            self.port = free.getsockname()[1]
+        words = [word.format(port=self.port) for word in self.command]
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), **self.environment}
+        self.process = subprocess.Popen(words, stdout=log.open("w"), stderr=subprocess.STDOUT, env=environment)
+        begin = time.monotonic()
+        while True:
+            try:
+                with urllib.request.urlopen(f"http://{HOST}:{self.port}/v1/models", timeout=5) as answer:
+                    self.model = json.load(answer)["data"][0]["id"]
+                print(f"{self.name}: answers after {time.monotonic() - begin:.1f} s", file=sys.stderr)
+                return
+            except (OSError, ValueError, KeyError, IndexError):
+                if self.process.poll() is not None or time.monotonic() - begin > 600:
+                    raise SystemExit(f"{self.name}: did not start, see {log}") from None
+                time.sleep(0.2)
+
+    def stop(self) -> None:
+        """End it."""
+        self.process.terminate()
+        try:
+            self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+async def ask(server: Server, work: Work, seen: Seen, begin: float, end_token: int) -> None:
+    """Send one request and note when its tokens come."""
+    body = {"model": server.model, "prompt": work.prompt, "max_tokens": work.new, "temperature": 0, "stream": True}
+    body["logit_bias"] = {str(end_token): -100}
+    data = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {HOST}:{server.port}\r\nContent-Type: application/json\r\nConnection: close"
+    try:
+        reader, writer = await asyncio.open_connection(HOST, server.port)
+        writer.write(f"{head}\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
+        status = await reader.readline()
+        async for line in reader:
+            if not line.startswith(b"data:") or b"[DONE]" in line:
+                continue
+            now, event = time.monotonic() - begin, json.loads(line[5:])
+            if "error" in event:
+                seen.error = str(event["error"])
+            elif event.get("choices"):
+                seen.first = now if math.isnan(seen.first) else seen.first
+                seen.last, seen.tokens = now, seen.tokens + 1
+        writer.close()
+        if b" 200 " not in status:
+            seen.error = status.decode().strip()
+    except OSError as error:
+        seen.error = str(error)
+    if seen.error is None and not seen.tokens:
+        seen.error = "no token came"
+    # A token whose character is not whole comes with the next one, so events are fewer than tokens; none ended early.
+    if seen.error is None:
+        seen.tokens = work.new
+
+
+async def closed_loop(server: Server, works: Sequence[Work], clients: int, end_token: int) -> list[Seen]:
+    """Ask with so many clients, each of which asks again when it was answered."""
+    begin, queue, found = time.monotonic(), list(reversed(works)), list[Seen]()
+
+    async def client() -> None:
+        while queue:
+            work, seen = queue.pop(), Seen(due=time.monotonic() - begin)
+            found.append(seen)
+            await ask(server, work, seen, begin, end_token)
+
+    await asyncio.gather(*(client() for _ in range(clients)))
+    return found
+
+
+async def open_loop(server: Server, works: Sequence[Work], rate: float, end_token: int) -> list[Seen]:
+    """Ask at the moments at which requests are due, whether earlier ones were answered or not."""
+    begin = time.monotonic()
+
+    async def one(work: Work) -> Seen:
+        seen = Seen(due=work.due / rate)
+        await asyncio.sleep(max(0.0, seen.due - (time.monotonic() - begin)))
+        await ask(server, work, seen, begin, end_token)
+        return seen
+
+    return list(await asyncio.gather(*(one(work) for work in works)))
+
+
+def draw(given: argparse.Namespace, *, prefix: int, tokens_per_word: float) -> list[Work]:
+    """Return the requests of a round: the same for every server."""
+    rng, due, works = random.Random(f"{given.seed} {prefix}"), 0.0, list[Work]()
+    shared = " ".join(rng.choice(WORDS) for _ in range(round(prefix / tokens_per_word)))
+
+    def length(around: int) -> int:
+        drawn = rng.lognormvariate(math.log(around), given.spread)
+        return round(min(max(drawn, around / 4), around * 4))
+
+    for _ in range(given.requests):
+        due += rng.expovariate(1.0)
+        words = " ".join(rng.choice(WORDS) for _ in range(max(1, round(length(given.prompt_tokens) / tokens_per_word))))
+        works.append(Work(prompt=f"{shared} {words}".strip(), new=length(given.new_tokens), due=due))
+    return works
+
+
+def summary(found: Sequence[Seen], given: argparse.Namespace) -> dict[str, Any]:
+    """Return the figures of one load."""
+    good = [seen for seen in found if seen.error is None]
+    if not good:
+        return {"failed": len(found), "error": found[0].error}
+    seconds = max(seen.last for seen in good) - min(seen.due for seen in good)
+    kept = [seen for seen in good if seen.ttft <= given.ttft_limit and seen.tpot <= given.tpot_limit]
+    figures: dict[str, Any] = {"seconds": seconds, "tokens_per_second": sum(seen.tokens for seen in good) / seconds}
+    figures |= {"goodput": len(kept) / seconds, "failed": len(found) - len(good)}
+    for name in ("ttft", "tpot"):
+        values = sorted(getattr(seen, name) for seen in good)
+        figures[f"{name}_p50"] = statistics.median(values)
+        figures[f"{name}_p99"] = values[min(len(values) - 1, math.ceil(0.99 * len(values)) - 1)]
+    return figures
+
+
+def servers_of(given: argparse.Namespace) -> list[Server]:
+    """Return the programs that take part."""
+    longest = str(given.max_total_tokens)
+    ours = [sys.executable, "-m", "quantflow", "serve", str(given.quantflow), "--port", "{port}", "--max-total-tokens", longest]
+    ours += ["--max-concurrent-requests", "512", *given.quantflow_options]
+    found = [Server(name="quantflow", command=ours, environment={"PYTHONPATH": str(ROOT)})]
+    if given.vllm:
+        words = [str(given.vllm), "serve", str(given.vllm_model or given.quantflow), "--port", "{port}", "--host", HOST]
+        words += ["--max-model-len", longest, "--enforce-eager"]
+        threads = {"VLLM_CPU_KVCACHE_SPACE": str(given.vllm_gigabytes), "VLLM_NO_USAGE_STATS": "1"}
+        found.append(Server(name="vllm-cpu", command=words, environment=threads))
+    if given.llama_cpp:
+        words = [str(given.llama_cpp), "-m", "llama_cpp.server", "--model", str(given.gguf), "--port", "{port}", "--host", HOST]
+        found.append(Server(name="llama.cpp", command=[*words, "--n_ctx", longest, "--n_threads", str(given.threads)]))
+    for item in given.program:
+        name, _, command = item.partition("=")
+        found.append(Server(name=name, command=command.split()))
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the loads and print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    numbers = {"--requests": 32, "--prompt-tokens": 256, "--new-tokens": 64, "--seed": 0, "--threads": os.cpu_count() or 1}
+    for flag, default in {**numbers, "--max-total-tokens": 2048, "--vllm-gigabytes": 2}.items():
+        parser.add_argument(flag, type=int, default=default, metavar="N")
+    for flag, default in {"--spread": 0.5, "--ttft-limit": 2.0, "--tpot-limit": 0.2}.items():
+        parser.add_argument(flag, type=float, default=default, metavar="X")
+    parser.add_argument("--quantflow", type=Path, required=True, metavar="ARTIFACT")
+    parser.add_argument("--quantflow-options", nargs="*", default=[], metavar="WORD")
+    parser.add_argument("--vllm", type=Path, metavar="COMMAND")
+    parser.add_argument("--vllm-model", type=Path, metavar="DIR", help="default: the artifact")
+    parser.add_argument("--llama-cpp", type=Path, metavar="PYTHON", help="of an environment with llama-cpp-python[server]")
+    parser.add_argument("--gguf", type=Path)
+    parser.add_argument("--program", action="append", default=[], metavar="NAME=COMMAND", help="one more; {port} is filled in")
+    parser.add_argument("--clients", default="1,4,16,64", metavar="N,N")
+    parser.add_argument("--rates", default="1,2,4", metavar="X,X", help="requests per second of the open loop")
+    parser.add_argument("--prefixes", default="0,512", metavar="N,N", help="tokens that all prompts begin with")
+    parser.add_argument("--results", type=Path, default=Path("artifacts/serving"))
+    given = parser.parse_args(arguments)
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(given.quantflow)
+    config = json.loads((given.quantflow / "config.json").read_text())
+    end_token = config["eos_token_id"] if isinstance(config["eos_token_id"], int) else config["eos_token_id"][0]
+    per_word = len(tokenizer(" ".join(WORDS))["input_ids"]) / len(WORDS)
+    given.results.mkdir(parents=True, exist_ok=True)
+    loads: list[tuple[str, float]] = [("clients", float(n)) for n in given.clients.split(",") if n]
+    loads += [("requests/s", float(x)) for x in given.rates.split(",") if x]
+    results: list[dict[str, Any]] = []
+    with ExitStack() as stack:
+        servers = servers_of(given)
+        for server in servers:
+            server.start(given.results / f"{server.name}.log", given.threads)
+            stack.callback(server.stop)
+            asyncio.run(closed_loop(server, draw(given, prefix=0, tokens_per_word=per_word)[:2], 1, end_token))  # warm
+        for prefix in (int(n) for n in given.prefixes.split(",")):
+            works = draw(given, prefix=prefix, tokens_per_word=per_word)
+            for kind, amount in loads:
+                for server in servers:
+                    if kind == "clients":
+                        found = asyncio.run(closed_loop(server, works, int(amount), end_token))
+                    else:
+                        found = asyncio.run(open_loop(server, works, amount, end_token))
+                    row = {"server": server.name, "prefix": prefix, "load": f"{amount:g} {kind}", **summary(found, given)}
+                    results.append(row)
+                    print(json.dumps(row), file=sys.stderr, flush=True)
+    about = {"machine": machine(given.results), "arguments": {name: str(value) for name, value in vars(given).items()}}
+    (given.results / "serving.json").write_text(json.dumps({**about, "rows": results}, indent=1))
+    columns = ("prefix", "load", "server", "tokens/s", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99", "goodput", "failed")
+    print(table(columns, [_cells(row) for row in results]))
+    return 0
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    begin = [str(row["prefix"]), row["load"], row["server"]]
+    if "error" in row:
+        return [*begin, *[""] * 6, f"{row['failed']}: {row['error']}"]
+    times = [f"{row[name] * 1e3:.0f} ms" for name in ("ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99")]
+    return [*begin, f"{row['tokens_per_second']:.1f}", *times, f"{row['goodput']:.2f}", str(row["failed"])]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

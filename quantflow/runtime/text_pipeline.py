@@ -1,0 +1,168 @@
+"""`quantflow.pipeline(ARTIFACT)`: a text-generation pipeline with the shapes of transformers' own.
+
+    generator = pipeline("work/4-export")
+    generator("def main(")                          [{"generated_text": "def main(self):..."}]
+    generator(["def", "class"])                     [[{"generated_text": ...}], [{...}]]
+    generator([{"role": "user", "content": "hi"}])  [{"generated_text": [..., {"role": "assistant", "content": ...}]}]
+
+Prompts of a call run together on one engine.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from quantflow.errors import InputError, UsageError
+from quantflow.runtime.batching import BatchLimits, BatchRequest, Engine, Stream
+from quantflow.runtime.decoding.text import continuation
+from quantflow.runtime.generate_job import Rules, Sampling
+from quantflow.runtime.load import load
+
+Conversation = Sequence[Mapping[str, str]]
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p")
+_RULES = ("repetition_penalty", "frequency_penalty", "presence_penalty", "no_repeat_ngram_size", "min_new_tokens")
+
+
+class TextGeneration:
+    """An artifact that continues texts when it is called; `close`, or a `with` block, ends its engine.
+
+    Attributes:
+        tokenizer: of the artifact.
+    """
+
+    def __init__(
+        self,
+        artifact: str | Path,
+        *,
+        backend: str = "auto",
+        dtype: str = "float32",
+        kv_cache: str = "auto",
+        kv_memory: int | None = None,
+    ) -> None:
+        """Load an artifact.
+
+        Args:
+            artifact: its folder.
+            backend: as `quantflow.load` takes it.
+            dtype: of what is not quantized, float32 or bfloat16.
+            kv_cache: as `quantflow.load` takes it.
+            kv_memory: bytes that keys and values may take; None: what is free.
+
+        Raises:
+            QuantflowError: it cannot be loaded, or has no tokenizer.
+        """
+        loaded = load(artifact, decoder="auto", backend=backend, dtype=getattr(torch, dtype), kv_cache=kv_cache)
+        if loaded.tokenizer is None:
+            raise InputError(f"{artifact}: no tokenizer", "export it with its tokenizer's files")
+        self.tokenizer = loaded.tokenizer
+        self._ends = loaded.eos_token_ids
+        limits = BatchLimits(max_concurrent_requests=1 << 20, max_stop_sequences=1 << 10)
+        self._engine = Engine(loaded.decoder, limits=limits, tokenizer=loaded.tokenizer, kv_memory=kv_memory)
+
+    def __call__(
+        self,
+        inputs: str | Conversation | Sequence[str] | Sequence[Conversation],
+        *,
+        max_new_tokens: int = 256,
+        do_sample: bool | None = None,
+        num_return_sequences: int = 1,
+        return_full_text: bool = True,
+        stop_strings: str | Sequence[str] = (),
+        seed: int = 0,
+        **options: Any,
+    ) -> list[Any]:
+        """Continue one prompt or several.
+
+        Args:
+            inputs: a text, a conversation, or a list of these.
+            max_new_tokens: at most so many are added.
+            do_sample: draw tokens; None: where `options` say how.
+            num_return_sequences: texts per prompt; above 1 they are drawn.
+            return_full_text: a text begins with its prompt, a conversation with its messages.
+            stop_strings: texts end with any of these.
+            seed: of the first text; each further one counts on.
+            options: `temperature`, `top_k`, `top_p`, `min_p`, `typical_p`; `repetition_penalty`, `frequency_penalty`,
+                `presence_penalty`, `no_repeat_ngram_size`, `min_new_tokens`; as in transformers.
+
+        Returns:
+            `[{"generated_text": ...}, ...]` of one prompt, a list of such lists of several.
+
+        Raises:
+            UsageError: an option that is unknown or outside its range, or a prompt that is too long.
+        """
+        unknown = options.keys() - {*_SAMPLING, *_RULES}
+        if unknown:
+            raise UsageError(f"pipeline: {', '.join(sorted(unknown))}", f"options are {', '.join((*_SAMPLING, *_RULES))}")
+        drawn = {name: value for name in _SAMPLING if (value := options.get(name)) is not None}
+        samples = bool(drawn) if do_sample is None else do_sample
+        if num_return_sequences < 1 or (num_return_sequences > 1 and not samples):
+            raise UsageError(f"num_return_sequences={num_return_sequences}, do_sample={samples}", "sample, or ask for one")
+        rules = Rules(**{name: options[name] for name in _RULES if name in options})
+        alone = isinstance(inputs, str) or bool(inputs and isinstance(inputs[0], Mapping))
+        prompts: list[Any] = [inputs] if alone else list(inputs)
+        rows = [self._ids(prompt) for prompt in prompts]
+        stops = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings)
+        streams: list[list[Stream]] = []
+        try:
+            for ids in rows:
+                streams.append([])
+                for _ in range(num_return_sequences):
+                    sampling, seed = Sampling(**drawn, seed=seed) if samples else None, seed + 1
+                    asked = BatchRequest(
+                        input_ids=ids,
+                        max_new_tokens=max_new_tokens,
+                        sampling=sampling,
+                        rules=rules,
+                        ends=self._ends,
+                        stop=stops,
+                    )
+                    streams[-1].append(self._engine.submit(asked))
+            trios = zip(prompts, rows, streams, strict=True)
+            found = [[self._text(prompt, ids, one, full=return_full_text) for one in several] for prompt, ids, several in trios]
+        finally:
+            for several in streams:
+                for one in several:
+                    one.cancel()
+        return found[0] if alone else found
+
+    def close(self) -> None:
+        """End the engine."""
+        self._engine.close()
+
+    def __enter__(self) -> Self:
+        """Return itself."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Close."""
+        self.close()
+
+    def _ids(self, prompt: str | Conversation) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            return tuple(self.tokenizer(prompt)["input_ids"])
+        if self.tokenizer.chat_template is None:
+            raise UsageError("pipeline: a conversation, but the tokenizer has no chat template", "give texts")
+        messages = [dict(message) for message in prompt]
+        text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _text(self, prompt: str | Conversation, ids: tuple[int, ...], stream: Stream, *, full: bool) -> dict[str, Any]:
+        tokens = []
+        for event in stream:
+            if event.error is not None:
+                raise event.error
+            if event.id is not None:
+                tokens.append(event.id)
+        text = continuation(self.tokenizer, ids, tokens)
+        if isinstance(prompt, str):
+            return {"generated_text": prompt + text if full else text}
+        answer = {"role": "assistant", "content": text}
+        return {"generated_text": [*(dict(message) for message in prompt), answer] if full else text}
+
+
+def pipeline(artifact: str | Path, **options: Any) -> TextGeneration:
+    """Return a text-generation pipeline of an artifact; see `TextGeneration`."""
+    return TextGeneration(artifact, **options)

@@ -1,0 +1,75 @@
+"""Several models in one server: loaded when they are named, dropped when there is no room."""
+
+import shutil
+import threading
+
+import pytest
+
+from quantflow.errors import UsageError
+from quantflow.server.models import weight_bytes
+from quantflow.server.settings import ServeJob
+
+PROMPT = "class Stack:\n    def"
+
+
+@pytest.fixture(scope="module")
+def twins(artifact, tmp_path_factory):
+    """Two more folders with the same model."""
+    folder = tmp_path_factory.mktemp("twins")
+    for name in ("b", "c"):
+        shutil.copytree(artifact, folder / name)
+    return folder
+
+
+def ask(server, model, count=4):
+    body = {"prompt": PROMPT, "model": model, "max_tokens": count, "temperature": 0}
+    return server.post("/v1/completions", body)
+
+
+def loaded(server):
+    return [model["id"] for model in server.get("/v1/models").json()["data"] if model["loaded"]]
+
+
+def test_a_model_is_loaded_when_it_is_named_and_dropped_when_another_needs_its_room(serve, artifact, twins):
+    two = str(2 * weight_bytes(artifact) + 1)
+    with serve(models=(f"b={twins / 'b'}", f"c={twins / 'c'}"), model_memory=two, name="a", kv_memory="64MiB") as server:
+        assert [model["id"] for model in server.get("/v1/models").json()["data"]] == ["a", "b", "c"]
+        assert loaded(server) == ["a"]
+        texts = [ask(server, "b").json()["choices"][0]["text"] for _ in range(2)]
+        assert loaded(server) == ["a", "b"]
+        texts += [ask(server, name).json()["choices"][0]["text"] for name in ("c", "a", "b")]
+        assert loaded(server) == ["a", "b"] and len(set(texts)) == 1
+        assert ask(server, "b").json()["model"] == "b"
+        threads = [threading.Thread(target=ask, args=(server, "c")) for _ in range(4)]  # loaded once, for all of them
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert loaded(server) == ["a", "c"]
+        missing = ask(server, "d")
+        assert missing.status == 404 and missing.json()["error"]["type"] == "model_not_found"
+
+
+def test_a_model_that_answers_is_not_dropped(serve, artifact, twins):
+    two = str(2 * weight_bytes(artifact) + 1)
+    with serve(models=(f"b={twins / 'b'}", f"c={twins / 'c'}"), model_memory=two, name="a", kv_memory="64MiB") as server:
+        ask(server, "b")
+        place = server.models.places["b"]
+        place.served.rows += 1
+        assert ask(server, "c").status == 429
+        place.served.rows -= 1
+        assert ask(server, "c").status == 200
+
+
+def test_a_folder_that_is_no_artifact_is_told_and_takes_no_other_with_it(serve, tmp_path):
+    with serve(models=(f"b={tmp_path}",), name="a", kv_memory="64MiB") as server:
+        refused = ask(server, "b")
+        assert refused.status == 424 and "no quantflow.json" in refused.json()["error"]["message"]
+        assert ask(server, "a").status == 200
+
+
+def test_names_stand_for_one_folder_each(artifact):
+    with pytest.raises(UsageError, match="two folders"):
+        ServeJob(artifact=artifact, name="a", models=("a=x",))
+    with pytest.raises(UsageError, match="NAME=DIR"):
+        ServeJob(artifact=artifact, models=("b",))
