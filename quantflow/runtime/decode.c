@@ -8,6 +8,9 @@
  * holds float32, bfloat16, float8 (e4m3, saturating) or int8. The latter two have a scale per head where it was measured: scores
  * are multiplied by that of the keys, outputs by that of the values. Else int8 has one per head and position, amax / 127.5.
  */
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
 #include <math.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -103,6 +106,17 @@ typedef uint16_t w16 VECTOR(32); typedef uint8_t b16 VECTOR(16); typedef int8_t 
 static inline float bits_float(uint32_t bits) { float x; memcpy(&x, &bits, 4); return x; }
 static inline uint32_t float_bits(float x) { uint32_t bits; memcpy(&bits, &x, 4); return bits; }
 
+/* 16 narrow numbers as 32 bits each; gcc's own conversion takes them apart first. */
+#ifdef __AVX512F__
+static inline u16 widen(w16 x) { return (u16)_mm512_cvtepu16_epi32((__m256i)x); }
+static inline u16 widen_bytes(b16 x) { return (u16)_mm512_cvtepu8_epi32((__m128i)x); }
+static inline i16 widen_signed(c16 x) { return (i16)_mm512_cvtepi8_epi32((__m128i)x); }
+#else
+static inline u16 widen(w16 x) { return __builtin_convertvector(x, u16); }
+static inline u16 widen_bytes(b16 x) { return __builtin_convertvector(x, u16); }
+static inline i16 widen_signed(c16 x) { return __builtin_convertvector(x, i16); }
+#endif
+
 static inline v16 pick(i16 where, v16 a, v16 b) { return (v16)((where & (i16)a) | (~where & (i16)b)); }
 
 /* exp with an error of about 1 ulp (Cephes' expf) of numbers from -87 to 88, and of those as of these beyond. NaN stays NaN. */
@@ -197,6 +211,16 @@ static inline float lanes_sum(v16 x) {
     return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
+/* The largest of 16 lanes, none of them NaN. */
+static inline float lanes_max(v16 x) {
+    const i16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    for (int apart = 8; apart; apart /= 2) {
+        v16 other = __builtin_shuffle(x, lanes ^ apart);
+        x = pick(other > x, other, x);
+    }
+    return x[0];
+}
+
 /* Return 16 weights from element `at` on, or `left` of them and zeros. */
 static inline __attribute__((always_inline)) v16 weights(const void *weight, int64_t at, int64_t left, const int kind) {
     v16 wide = {0};
@@ -206,7 +230,7 @@ static inline __attribute__((always_inline)) v16 weights(const void *weight, int
     if (kind == FLOAT32) return memcpy(&wide, (const float *)weight + at, 4 * some), wide;
     if (some == LANES) narrow = *(const w16 *)((const uint16_t *)weight + at);
     else memcpy(&narrow, (const uint16_t *)weight + at, 2 * some);
-    return (v16)(__builtin_convertvector(narrow, u16) << 16);
+    return (v16)(widen(narrow) << 16);
 }
 
 /* R rows of x by O outputs from `o` on, to out [R, 16]; each is summed in 16 lanes, in an order that no other row or output
@@ -276,8 +300,7 @@ void summarize(const float *logits, int64_t rows, int64_t width, int64_t *best, 
         v16 tops = (v16){0} - INFINITY;
         int64_t whole = width / LANES * LANES, at = 0;
         for (int64_t i = 0; i < whole; i += LANES) tops = pick(*(const v16 *)(x + i) > tops, *(const v16 *)(x + i), tops);
-        float top = -INFINITY;
-        for (int i = 0; i < LANES; i++) top = tops[i] > top ? tops[i] : top;
+        float top = lanes_max(tops);
         for (int64_t i = whole; i < width; i++) top = x[i] > top ? x[i] : top;
         while (at < width - 1 && !(x[at] == top)) at++;
         double total = 0;
@@ -324,9 +347,9 @@ static void store(const float *x, void *cache, int64_t at, int64_t stride, float
 /* Return 16 numbers of the cache from element `at` on, int8 without its scale. */
 static inline __attribute__((always_inline)) v16 load(const void *cache, int64_t at, int64_t kind) {
     if (kind == FLOAT32) return *(const v16 *)((const float *)cache + at);
-    if (kind == BFLOAT16) return (v16)(__builtin_convertvector(*(const w16 *)((const uint16_t *)cache + at), u16) << 16);
-    if (kind == INT8) return __builtin_convertvector(__builtin_convertvector(*(const c16 *)((int8_t *)cache + at), i16), v16);
-    u16 code = __builtin_convertvector(*(const b16 *)((const uint8_t *)cache + at), u16), size = code & 0x7F;
+    if (kind == BFLOAT16) return (v16)(widen(*(const w16 *)((const uint16_t *)cache + at)) << 16);
+    if (kind == INT8) return __builtin_convertvector(widen_signed(*(const c16 *)((const int8_t *)cache + at)), v16);
+    u16 code = widen_bytes(*(const b16 *)((const uint8_t *)cache + at)), size = code & 0x7F;
     u16 bits = (u16)((v16)(size << 20) * 0x1p120f); /* the exponent's bias: 127 - 7; exact for subnormals too */
     return (v16)(bits | (code & 0x80) << 24 | ((u16)(size == 0x7F) & 0x7FC00000)); /* 0x7F is NaN */
 }
@@ -375,17 +398,64 @@ static inline float soften(v16 *scores, int64_t first, int64_t end, float *large
         scores[j] = pick((lanes >= from - j * LANES) & (lanes < to - j * LANES), scores[j], none);
         tops = pick(scores[j] > tops, scores[j], tops);
     }
-    float top = tops[0], sum = 0;
-    for (int i = 1; i < LANES; i++) top = tops[i] > top ? tops[i] : top;
+    float top = lanes_max(tops);
     *largest = top, top = top == -INFINITY ? 0 : top; /* where it sees no column yet, or -inf alone */
     for (int j = 0; j < BLOCK / LANES; j++) {
         scores[j] = pick(scores[j] == none, (v16){0}, exponentials(scores[j] - top));
         sums += scores[j];
     }
-    for (int i = 0; i < LANES; i++) sum += sums[i];
     float shrink = exponentials(old - top)[0];
-    *total = *total * shrink + sum;
+    *total = *total * shrink + lanes_sum(sums);
     return shrink;
+}
+
+/* The scores of T queries with W groups of 16 columns, which lie at `at` of the cache.  queries: [dim, T]; scores: [T, BLOCK] */
+static inline __attribute__((always_inline)) void score(const Step *s, const Layer *l, const int64_t *at, const float *queries,
+                                                        float *scores, const int kind, const int T, const int W) {
+    v16 sum[4][TILE];
+    for (int w = 0; w < W; w++) for (int g = 0; g < T; g++) sum[w][g] = (v16){0};
+    for (int64_t i = 0; i < s->dim; i++) {
+        v16 k[4];
+#pragma GCC unroll 4
+        for (int w = 0; w < W; w++) k[w] = load(l->keys, at[w] * s->dim + i * LANES, kind);
+#pragma GCC unroll 8
+        for (int g = 0; g < T; g++) {
+            v16 q = (v16){0} + queries[i * T + g];
+#pragma GCC unroll 4
+            for (int w = 0; w < W; w++) sum[w][g] += k[w] * q;
+        }
+    }
+    for (int w = 0; w < W; w++)
+        for (int g = 0; g < T; g++) {
+            v16 x = sum[w][g];
+            if (kind == INT8 && l->key_scales) x *= load(l->key_scales, at[w], FLOAT32);
+            if (s->cap > 0) x = s->cap - 2 * s->cap / (1.0f + exponentials(x * (2 / s->cap))); /* cap * tanh */
+            *(v16 *)(scores + g * BLOCK + w * LANES) = x;
+        }
+}
+
+/* sums += scores times W groups of 16 features, from feature `i` on, of the values of columns `from` to `to` of a block, whose
+ * groups of 16 lie at `at` of the cache.  scores: [T, BLOCK]; sums: [T, dim] */
+static inline __attribute__((always_inline)) void mix(const Step *s, const Layer *l, const int64_t *at, int64_t from, int64_t to,
+                                                      const float *scores, float *sums, int64_t i, const int kind, const int T,
+                                                      const int W) {
+    v16 sum[4][TILE];
+    for (int w = 0; w < W; w++) for (int g = 0; g < T; g++) sum[w][g] = *(const v16 *)(sums + g * s->dim + i + w * LANES);
+    for (int64_t j = from; j < to;) {
+        const int64_t first = at[j / LANES] - j / LANES * LANES, until = (j / LANES + 1) * LANES;
+        for (; j < to && j < until; j++) {
+            v16 v[4];
+#pragma GCC unroll 4
+            for (int w = 0; w < W; w++) v[w] = load(l->values, (first + j) * s->dim + i + w * LANES, kind);
+#pragma GCC unroll 8
+            for (int g = 0; g < T; g++) {
+                v16 share = (v16){0} + scores[g * BLOCK + j];
+#pragma GCC unroll 4
+                for (int w = 0; w < W; w++) sum[w][g] += v[w] * share;
+            }
+        }
+    }
+    for (int w = 0; w < W; w++) for (int g = 0; g < T; g++) *(v16 *)(sums + g * s->dim + i + w * LANES) = sum[w][g];
 }
 
 /* T queries of one head of the cache over the columns that they see, by the running softmax of Milakov and Gimelshein 2018
@@ -394,48 +464,28 @@ static inline float soften(v16 *scores, int64_t first, int64_t end, float *large
 static inline __attribute__((always_inline)) void attend_tile(const Step *s, const Layer *l, const float **q, float **out,
                                                               int64_t row, int64_t h, const int64_t *first, const int64_t *end,
                                                               const int kind, const int T) {
+    enum { GROUPS = BLOCK / LANES };
+    const int W = T > 4 ? 2 : 4; /* so many sums stay in registers */
     int64_t dim = s->dim, low = first[0], high = end[T - 1], dynamic = kind == INT8 && l->key_scales; /* ends grow with queries */
     float unit = l->key_steps ? s->scale * l->key_steps[h] : s->scale, step = l->value_steps ? l->value_steps[h] : 1;
-    float scores[TILE][BLOCK] __attribute__((aligned(64))), largest[TILE], total[TILE];
+    float scores[TILE * BLOCK] __attribute__((aligned(64))), largest[TILE], total[TILE];
     float queries[MOST_DIM * TILE], sums[MOST_DIM * TILE]; /* [dim, T]; [T, dim] */
     memset(sums, 0, sizeof *sums * T * dim);
     for (int g = 0; g < T; g++) largest[g] = -INFINITY, total[g] = 0;
     for (int64_t i = 0; i < dim; i++) for (int g = 0; g < T; g++) queries[i * T + g] = q[g][i] * unit;
     for (int64_t begin = low - low % BLOCK; begin < high; begin += BLOCK) {
-        int64_t from = low > begin ? low - begin : 0, to = high - begin < BLOCK ? high - begin : BLOCK, base[BLOCK / LANES];
-        for (int64_t j = 0; j < to; j += LANES) {
-            v16 sum[TILE];
-            int64_t at = base[j / LANES] = place(s, row, h, begin + j);
-            for (int g = 0; g < T; g++) sum[g] = (v16){0};
-            for (int64_t i = 0; i < dim; i++) {
-                v16 k = load(l->keys, at * dim + i * LANES, kind);
-#pragma GCC unroll 8
-                for (int g = 0; g < T; g++) sum[g] += k * queries[i * T + g];
-            }
-            for (int g = 0; g < T; g++) {
-                if (dynamic) sum[g] *= load(l->key_scales, at, FLOAT32);
-                if (s->cap > 0) sum[g] = s->cap - 2 * s->cap / (1.0f + exponentials(sum[g] * (2 / s->cap))); /* cap * tanh */
-                *(v16 *)(scores[g] + j) = sum[g];
-            }
-        }
+        int64_t from = low > begin ? low - begin : 0, to = high - begin < BLOCK ? high - begin : BLOCK, at[GROUPS];
+        int64_t groups = (to + LANES - 1) / LANES, group = 0, i = 0;
+        for (int64_t j = 0; j < groups; j++) at[j] = place(s, row, h, begin + j * LANES);
+        for (; group + W <= groups; group += W) score(s, l, at + group, queries, scores + group * LANES, kind, T, W);
+        for (; group < groups; group++) score(s, l, at + group, queries, scores + group * LANES, kind, T, 1);
         for (int g = 0; g < T; g++) {
-            float shrink = soften((v16 *)scores[g], first[g] - begin, end[g] - begin, largest + g, total + g);
-            for (int64_t i = 0; i < dim; i++) sums[g * dim + i] *= shrink;
-            for (int64_t j = from; dynamic && j < to; j++) scores[g][j] *= l->value_scales[base[j / LANES] + j % LANES];
+            float *own = scores + g * BLOCK, shrink = soften((v16 *)own, first[g] - begin, end[g] - begin, largest + g, total + g);
+            for (int64_t k = 0; k < dim; k++) sums[g * dim + k] *= shrink;
+            for (int64_t j = from; dynamic && j < to; j++) own[j] *= l->value_scales[at[j / LANES] + j % LANES];
         }
-        for (int64_t i = 0; i < dim; i += LANES) {
-            v16 sum[TILE];
-            for (int g = 0; g < T; g++) sum[g] = *(const v16 *)(sums + g * dim + i);
-            for (int64_t j = from; j < to;) {
-                const int64_t at = base[j / LANES] - j / LANES * LANES, until = (j / LANES + 1) * LANES;
-                for (; j < to && j < until; j++) {
-                    v16 v = load(l->values, (at + j) * dim + i, kind);
-#pragma GCC unroll 8
-                    for (int g = 0; g < T; g++) sum[g] += v * scores[g][j];
-                }
-            }
-            for (int g = 0; g < T; g++) *(v16 *)(sums + g * dim + i) = sum[g];
-        }
+        for (; i + W * LANES <= dim; i += W * LANES) mix(s, l, at, from, to, scores, sums, i, kind, T, W);
+        for (; i < dim; i += LANES) mix(s, l, at, from, to, scores, sums, i, kind, T, 1);
     }
     for (int g = 0; g < T; g++)
         for (int64_t i = 0; i < dim; i++) out[g][i] = end[g] > first[g] ? sums[g * dim + i] / total[g] * step : 0; /* padding: 0 */
@@ -460,10 +510,9 @@ void attend(const Step *s, const Layer *l, const float *qkv, float *out) {
             first[g] = s->padding[row], end[g] = s->start[row] + column + 1;
             if (l->window && end[g] - l->window > first[g]) first[g] = end[g] - l->window;
         }
-#define ATTEND(KIND)                                                                                                   \
-    if (s->kind == KIND && left > TILE / 2) attend_tile(s, l, q, to, row, head, first, end, KIND, TILE);               \
-    if (s->kind == KIND && left > 1 && left <= TILE / 2) attend_tile(s, l, q, to, row, head, first, end, KIND, TILE / 2); \
-    if (s->kind == KIND && left == 1) attend_tile(s, l, q, to, row, head, first, end, KIND, 1);
+#define ATTEND_TILE(KIND, T) if (s->kind == KIND && size == T) attend_tile(s, l, q, to, row, head, first, end, KIND, T);
+#define ATTEND(KIND) ATTEND_TILE(KIND, 1) ATTEND_TILE(KIND, 3) ATTEND_TILE(KIND, 4) ATTEND_TILE(KIND, 8)
+        int64_t size = left > 4 ? TILE : left == 2 ? 3 : left; /* those beyond the last query are that one again */
         ATTEND(FLOAT32) ATTEND(BFLOAT16) ATTEND(FLOAT8) ATTEND(INT8)
     }
 }
