@@ -228,6 +228,7 @@ async function connect() {
     by("card").replaceChildren();
     row("Made from", card.source);
     for (const [scheme, count] of Object.entries(card.schemes)) row("Weights", `${scheme}, ${count} linears`);
+    if (!Object.keys(card.schemes).length) row("Weights", "not quantized");
     row("Bytes", card.bytes.toLocaleString());
     row("Decoder", card.decoder);
     row("Kernels", card.backends.join(", "));

@@ -2,13 +2,17 @@
 
 import shutil
 import threading
+from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from quantflow.errors import UsageError
 from quantflow.server.models import weight_bytes
 from quantflow.server.settings import ServeJob
 
+ROOT = Path(__file__).resolve().parents[3]
 PROMPT = "class Stack:\n    def"
 
 
@@ -66,6 +70,18 @@ def test_a_folder_that_is_no_artifact_is_told_and_takes_no_other_with_it(serve, 
         refused = ask(server, "b")
         assert refused.status == 424 and "no quantflow.json" in refused.json()["error"]["message"]
         assert ask(server, "a").status == 200
+
+
+def test_a_model_that_is_not_quantized_is_served_as_transformers_runs_it(serve):
+    source = ROOT / "examples/tiny-llama"
+    with serve(artifact=source, kv_memory="64MiB") as server:
+        ids = AutoTokenizer.from_pretrained(source)(PROMPT, return_tensors="pt")["input_ids"]
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+        expected = model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :].tolist()
+        details = server.generate(PROMPT, max_new_tokens=8, details=True).json()["details"]
+        assert [token["id"] for token in details["tokens"]] == expected
+        card = server.get("/card").json()
+        assert (card["schemes"], card["digest"], card["name"]) == ({}, None, "tiny-llama")
 
 
 def test_names_stand_for_one_folder_each(artifact):
