@@ -152,7 +152,7 @@ class Observation:
         def unit(state: State) -> tuple[Tensor, Observers]:
             mine.observers = {}
             cache = KVRecorder(lambda _index, key, value: self._observe_cache(mine.observers, layer, key, value))
-            with QueryRecorder(lambda query: _observer(mine.observers, f"{layer.attention}|query", [AmaxObserver.NAME], query)):
+            with QueryRecorder(partial(self._observe_query, mine.observers, layer)):
                 hidden = stream.run(module, state, cache=cache)
             return hidden, mine.observers
 
@@ -192,6 +192,10 @@ class Observation:
     @property
     def _of_inputs(self) -> list[str]:
         return [kind for kind in self.stats if not of_gradients(kind)]
+
+    def _observe_query(self, observers: Observers, layer: Layer, query: Tensor) -> None:
+        if layer.attention is not None:  # others multiply what they call queries too, and keep no keys
+            _observer(observers, f"{layer.attention}|query", [AmaxObserver.NAME], query)
 
     def _observe_cache(self, observers: Observers, layer: Layer, key: Tensor, value: Tensor) -> None:
         _observer(observers, f"{layer.attention}|k_cache", [AmaxObserver.NAME], key)

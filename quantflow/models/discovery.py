@@ -249,8 +249,8 @@ def _graph_of(told: str) -> Graph:
         layers=place,
         attention=next((layer.attention for layer in layers if layer.attention is not None), ""),
         groups=layers[0].groups,
-        embedding=hub.of(_name_of(model, model.get_input_embeddings())),
-        head=hub.of(_name_of(model, model.get_output_embeddings())),
+        embedding=hub.of_module(_name_of(model, model.get_input_embeddings())),
+        head=hub.of_module(_name_of(model, model.get_output_embeddings())),
         discovered=True,
         tuple_of=layers[0].tuple_of,
     )
@@ -267,7 +267,7 @@ def _others(model: PreTrainedModel, place: str, hub: HubNames) -> tuple[str, ...
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and module is not head and not name.startswith(inside)
     ]
-    return tuple(dict.fromkeys(known for name in linears for known in (name, hub.of(f"{name}.weight").removesuffix(".weight"))))
+    return tuple(dict.fromkeys(known for name in linears for known in (name, hub.of_module(name))))
 
 
 def _name_of(model: PreTrainedModel, module: object) -> str:
@@ -305,7 +305,7 @@ def _full(model: PreTrainedModel, index: int, layer: TracedLayer, hub: HubNames)
     inside = [f"{place}.{name}" for name, _ in model.get_submodule(place).named_modules() if name]
     tensors = [f"{place}.{name}" for name in model.get_submodule(place).state_dict()]
     prefix = _common([hub.of(name) for name in tensors], index)
-    known = {name: hub.of(f"{name}.weight").removesuffix(".weight") for name in inside}
+    known = {name: hub.of_module(name) for name in inside}
     sources = known | {name: hub.of(name) for name in tensors}
     for group in (_renamed(group, lambda name: known[f"{place}.{name}"]) for group in layer.groups):
         linear: Any = model.get_submodule(f"{place}.{layer.groups[len(groups)].linears[0]}")

@@ -55,9 +55,13 @@ class HubNames:
         self._converters = [item for item in reverse if isinstance(item, WeightConverter)]
 
     def of(self, name: str) -> str:
-        """Return the source name of a parameter or module."""
+        """Return the source name of a parameter."""
         renamed: str = apply_renamings(name, self._renamings)
         return renamed
+
+    def of_module(self, name: str) -> str:
+        """Return the source name of a module that has a weight."""
+        return self.of(f"{name}.weight").removesuffix(".weight")
 
     def kept(self, name: str) -> bool:
         """Return whether a tensor is saved as it is, perhaps under another name."""

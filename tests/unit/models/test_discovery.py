@@ -73,17 +73,23 @@ def test_a_family_of_the_table_comes_out_as_the_table_has_it(kind):
         assert not found.tuple_of
 
 
-@pytest.mark.parametrize("kind", MIXTURES)
-def test_a_mixture_of_the_table_comes_out_as_the_table_has_it(kind):
-    """Of the experts those that some token was sent to; a router that is no linear of torch's is not seen."""
+def facts(layer):
+    """Return what a layer is made of but its routers: one that is no linear of torch's is not seen."""
+    what = (layer.prefix, layer.attention, layer.groups, layer.block, layer.experts)
+    return *what, layer.chosen, layer.repeats, layer.head_dim, layer.kv_heads
+
+
+@pytest.mark.parametrize("kind", [*DENSE, *MIXTURES])
+def test_the_whole_graph_of_a_family_is_the_tables_in_the_checkpoints_names(kind):
     config = config_of(kind)
-    graph, model = graph_for(config), skeleton(config)
-    for found, expected in zip(traced(model, graph.family.layers), graph.layers, strict=True):
-        groups = [relative(expected, group) for group in expected.groups]
-        assert all(group in groups for group in found.groups)
-        assert [group for group in groups if group.expert is None] == [group for group in found.groups if group.expert is None]
-        assert any(group.expert for group in found.groups)
-        assert set(found.routers) <= {expected.relative(name) for name in expected.routers}
+    found, expected = graph_of(config), graph_for(config)
+    assert found.family.discovered and not expected.family.discovered
+    assert [facts(layer) for layer in found.layers] == [facts(layer) for layer in expected.layers]
+    for mine, its in zip(found.layers, expected.layers, strict=True):
+        assert {name: mine.module(name) for name in mine.linears} == {name: its.module(name) for name in its.linears}
+        assert {*mine.routers} <= {*its.routers}
+    assert (found.family.embedding, found.family.head) == (expected.family.embedding, expected.family.head)
+    assert not any(layer.idle for layer in found.layers) and not found.others
 
 
 def test_a_range_that_values_are_cut_to_lets_no_factor_through():
