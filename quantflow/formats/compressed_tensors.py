@@ -22,6 +22,7 @@ Source: github.com/vllm-project/compressed-tensors, release 0.20.0, `compressors
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -306,7 +307,12 @@ def _kv_shape(scheme: TensorScheme, kv_heads: int) -> tuple[int, ...]:
 
 
 def quantization_config(
-    schemes: Mapping[str, LinearScheme], *, ignore: Sequence[str], model_type: str, kv_cache: TensorScheme | None = None
+    schemes: Mapping[str, LinearScheme],
+    *,
+    ignore: Sequence[str],
+    model_type: str,
+    kv_cache: TensorScheme | None = None,
+    modules: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Return the `quantization_config` of config.json.
 
@@ -317,6 +323,7 @@ def quantization_config(
         ignore: source names of the model's other linears, lm_head among them unless it is quantized.
         model_type: config.json's; decides whether loaders know a linear by another name too.
         kv_cache: how keys and values are kept; None for as they are.
+        modules: source name -> what the model in memory calls it, where that differs and `model_type` alone does not say it.
 
     Raises:
         UnsupportedError: the layout does not hold a scheme.
@@ -332,7 +339,7 @@ def quantization_config(
         targets.setdefault((scheme.layout, scheme.weights, scheme.input), []).append(name)
     groups = {
         f"group_{index}": {
-            "targets": _with_aliases(names, model_type) if len(targets) > 1 else ["Linear"],
+            "targets": _with_aliases(names, model_type, modules) if len(targets) > 1 else ["Linear"],
             "weights": _arguments(weights),
             "input_activations": None if inputs is None else _arguments(inputs),
             "output_activations": None,
@@ -346,16 +353,17 @@ def quantization_config(
         "format": layouts.pop() if len(layouts) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "global_compression_ratio": None,
-        "ignore": _with_aliases(ignore, model_type),
+        "ignore": _with_aliases(ignore, model_type, modules),
         "kv_cache_scheme": None if kv_cache is None else _arguments(kv_cache),
         "config_groups": groups,
         **_transform_config(schemes),
     }
 
 
-def _with_aliases(names: Sequence[str], model_type: str) -> list[str]:
+def _with_aliases(names: Sequence[str], model_type: str, modules: Mapping[str, str]) -> list[str]:
     """Return source names, and after them those by which loaders know some of them too."""
-    return [*names, *(_MODULE_NAMES[model_type, name] for name in names if (model_type, name) in _MODULE_NAMES)]
+    known = [modules.get(name) or _MODULE_NAMES.get((model_type, name)) for name in names]
+    return [*names, *(name for name in known if name is not None)]
 
 
 def schemes_from_config(

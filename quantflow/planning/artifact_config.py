@@ -23,15 +23,17 @@ def artifact_config(config: Mapping[str, Any], graph: Graph, plan: Plan, *, name
         names: the source's tensors.
     """
     schemes, own = plan.quantized, dict(config)
+    modules: Mapping[str, str] = {}
     ignored = [name for name in (*graph.linears, *graph.routers, *graph.idle) if name not in schemes]
     if graph.family.discovered:  # loaders know these by what the model calls them, and others outside the layers
-        modules = {name: layer.module(name) for layer in graph.layers for name in (*layer.linears, *layer.routers, *layer.idle)}
-        ignored += [modules[name] for name in ignored if modules[name] != name] + list(graph.others)
+        inside = {name: layer.module(name) for layer in graph.layers for name in (*layer.linears, *layer.routers, *layer.idle)}
+        modules = {name: module for name, module in inside.items() if module != name}
+        ignored += graph.others
     if plan.head is None:
         ignored += [name for name in _HEADS if f"{name}.weight" in names] or _HEADS[:1]
     else:
         own["tie_word_embeddings"] = False
     own["quantization_config"] = FORMAT.quantization_config(
-        schemes, ignore=ignored, model_type=graph.family.model_type, kv_cache=plan.kv_cache
+        schemes, ignore=ignored, model_type=graph.family.model_type, kv_cache=plan.kv_cache, modules=modules
     )
     return own

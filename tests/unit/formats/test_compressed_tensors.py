@@ -490,3 +490,19 @@ def test_a_transform_that_is_not_known_is_refused_not_ignored(changed):
     config["transform_config"]["config_groups"]["hadamard_64"] |= changed
     with pytest.raises(UnsupportedError, match="compressed-tensors: transform_config"):
         compressed_tensors.schemes_from_config(config, [*MIXED, "lm_head"])
+
+
+def test_what_a_model_calls_its_linears_stands_beside_what_its_checkpoint_does():
+    """transformers matches targets and ignored names with modules, whose names differ in models that read images too."""
+    modules = {"language_model.model.q": "model.language_model.q", "language_model.model.gate": "model.language_model.gate"}
+    config = compressed_tensors.quantization_config(
+        {"language_model.model.q": preset("W8A16"), "k": preset("W4A16")},
+        ignore=["language_model.model.gate", "lm_head"],
+        model_type="gemma3",
+        modules=modules,
+    )
+    targets = [name for group in config["config_groups"].values() for name in group["targets"]]
+    assert targets == ["language_model.model.q", "model.language_model.q", "k"]
+    assert config["ignore"] == ["language_model.model.gate", "lm_head", "model.language_model.gate"]
+    read = compressed_tensors.schemes_from_config(config, ["language_model.model.q", "k"])
+    assert read == {"language_model.model.q": preset("W8A16"), "k": preset("W4A16")}
