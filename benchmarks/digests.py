@@ -120,7 +120,7 @@ def quantized(name: str, *words: str, model: str = EXAMPLE, measurement: str | N
     stage += () if measurement is None else ("--measurement", measurement)
     if together:
         return Step(name=name, commands=((*stage, "--export", f"{name}/artifact"),))
-    return Step(name=name, commands=(stage, ("export", f"{name}/quantized", "-o", f"{name}/artifact")))
+    return Step(name=name, commands=((*stage, "--no-export"), ("export", f"{name}/quantized", "-o", f"{name}/artifact")))
 
 
 def sharded(name: str, ranks: int, *words: str, model: str = EXAMPLE, measurement: str | None = None) -> Step:

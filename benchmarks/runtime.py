@@ -259,7 +259,7 @@ def _artifact(model: Path, work: Path, scheme: str) -> Path:
         recipe = work / f"{scheme}.yaml"
         entry = {"name": "artifact", "scheme": scheme, "algorithm": "rtn", "transforms": [], "head": {"scheme": HEAD}}
         recipe.write_text(json.dumps({"model": str(model), "quantize": [entry]}))  # JSON is YAML
-        _quantflow("quantize", model, "-o", quantized, "--recipe", recipe, "-q")
+        _quantflow("quantize", model, "-o", quantized, "--recipe", recipe, "--no-export", "-q")
         _quantflow("export", quantized, "-o", folder, "-q")
         for path in sorted(quantized.rglob("*"), reverse=True):
             path.rmdir() if path.is_dir() else path.unlink()

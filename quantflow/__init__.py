@@ -35,6 +35,7 @@ _HOMES = {
     "export": "quantflow.api",
     "generate": "quantflow.api",
     "load": "quantflow.runtime.load",
+    "make_artifact": "quantflow.api",
     "measure": "quantflow.api",
     "pipeline": "quantflow.runtime.text_pipeline",
     "plan": "quantflow.api",

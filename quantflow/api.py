@@ -96,6 +96,17 @@ class QuantizeResult(StageResult):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ArtifactResult(StageResult):
+    """What make_artifact left: `folder` is the artifact's.
+
+    Attributes:
+        quantized: of the stage before it.
+    """
+
+    quantized: QuantizeResult
+
+
+@dataclass(frozen=True, kw_only=True)
 class UnifyResult(StageResult):
     """What unify left.
 
@@ -139,7 +150,7 @@ def measure(
     model: Model,
     output: Folder,
     *,
-    calibration: Calibration,
+    calibration: Calibration = Calibration(),
     measuring: Measure = Measure(),
     artifacts: Sequence[Quantize] = (),
     seed: int = 0,
@@ -154,7 +165,7 @@ def measure(
     Args:
         model: the source.
         output: gets a folder per rank.
-        calibration: which text, and how much of it.
+        calibration: which text, and how much of it; no source is the shipped text.
         measuring: ranks, and which statistics; `stats` None takes what `artifacts` need, or what every scheme needs.
         artifacts: what will be quantized.
         seed: of the choice of documents.
@@ -176,7 +187,7 @@ def measure(
     job = MeasureJob(
         model=_folder(model, revision, progress),
         output=output_folder(output, reads={"the model": model}),
-        calibration=calibration,
+        calibration=_calibration(calibration, progress),
         seed=seed,
         ranks=measuring.ranks,
         tp=measuring.tp,
@@ -210,7 +221,8 @@ def quantize(
         model: the source.
         output: the quantize folder; with several ranks a folder per rank, which `unify` joins.
         artifact: scheme, algorithm, and all else that a recipe says of one artifact.
-        measurement: of one rank, or Gaudi's files; None where the artifact needs no statistics.
+        measurement: of one rank, or Gaudi's files; None where the artifact needs no statistics. Statistics that it lacks are
+            measured, on its own tokens, into a folder beside it: `1-measure` -> `1-measure-with-gradient`.
         ranks: processes that share the work.
         seed: of the canary where no measurement is given.
         revision: of a model on the hub; of any other, a word for the manifest.
@@ -222,11 +234,18 @@ def quantize(
     Raises:
         QuantflowError: an input, a limit or the model is refused; nothing finished is lost.
     """
+    from quantflow.quantization.missing_statistics import completed
     from quantflow.quantization.quantize import QuantizeJob, run
 
+    folder, where = (
+        _folder(model, revision, progress),
+        output_folder(output, reads={"the model": model, "the measurement": measurement}),
+    )
+    if measurement is not None:
+        measurement = completed(Path(measurement), artifact, model=folder, resources=resources, progress=progress)
     job = QuantizeJob(
-        model=_folder(model, revision, progress),
-        output=output_folder(output, reads={"the model": model, "the measurement": measurement}),
+        model=folder,
+        output=where,
         entry=artifact,
         measurement=None if measurement is None else Path(measurement),
         seed=seed,
@@ -237,6 +256,84 @@ def quantize(
         trust_network=trust_network,
     )
     return QuantizeResult(folder=run(job, progress), chosen=artifact.mixed)
+
+
+def make_artifact(
+    model: Model,
+    output: Folder,
+    *,
+    artifact: Quantize,
+    calibration: Calibration = Calibration(),
+    measuring: Measure = Measure(),
+    options: Export = Export(),
+    seed: int = 0,
+    revision: str | None = None,
+    resources: Resources = Resources(),
+    force: bool = False,
+    progress: Progress = SILENT,
+    proved: "Proved | None" = None,
+) -> ArtifactResult:
+    """Measure what an artifact needs, quantize, export and prove it: three stages, each resumed where it stopped.
+
+    What the first two write is beside the artifact: `llama-w4a16` has `llama-w4a16.work/1-measure` and `.../2-quantize`.
+
+    Args:
+        model: the source.
+        output: the folder of the artifact.
+        artifact: scheme, algorithm, and all else that a recipe says of one artifact.
+        calibration: which text, and how much of it; no source is the shipped text.
+        measuring: which statistics, and what experts are shown; of one rank.
+        options: format and size of a weight file.
+        seed: of the choice of documents.
+        revision: of a model on the hub; of any other, a word for the manifest.
+        resources: limits of memory and disk; no bit of the result depends on them.
+        force: redo an artifact that was made from other inputs, instead of refusing.
+        progress: is told how far it is.
+        proved: as of `export`.
+
+    Raises:
+        QuantflowError: an input, a limit or the model is refused; nothing finished is lost.
+    """
+    from quantflow.quantization.missing_statistics import needs_measurement
+
+    work = work_folder(output)
+    check_export(work / "2-quantize", output, options=options)
+    folder = _folder(model, revision, progress)
+    shared: dict[str, Any] = {"revision": revision, "resources": resources, "progress": progress}
+    measurement = None
+    if needs_measurement(artifact, folder):
+        measured = measure(
+            folder,
+            work / "1-measure",
+            calibration=calibration,
+            measuring=measuring,
+            artifacts=[artifact],
+            seed=seed,
+            force=True,
+            **shared,
+        )
+        measurement = measured.folder
+    quantized = quantize(
+        folder, work / "2-quantize", artifact=artifact, measurement=measurement, seed=seed, force=True, **shared
+    )
+    made = export(quantized.folder, output, options=options, model=folder, force=force, proved=proved, **shared)
+    return ArtifactResult(folder=made.folder, quantized=quantized)
+
+
+def needs_measurement(model: Model, artifact: Quantize, *, revision: str | None = None) -> bool:
+    """Return whether an artifact cannot be made from a model's weights alone.
+
+    Raises:
+        QuantflowError: the model is refused, or the artifact does not fit it.
+    """
+    from quantflow.quantization import missing_statistics
+
+    return missing_statistics.needs_measurement(artifact, _folder(model, revision, SILENT))
+
+
+def work_folder(output: Folder) -> Path:
+    """Return where `make_artifact` keeps the stages before the artifact: beside it, `llama-w4a16.work`."""
+    return beside(output, ".work")
 
 
 def unify(
@@ -300,7 +397,8 @@ def export(
     """Write an artifact and prove it in a fresh process; or write a measurement or a model for another runtime.
 
     Args:
-        quantized: a finished quantize folder; format inc takes a measurement, format gguf a model or an artifact.
+        quantized: a finished quantize folder, or an artifact of `make_artifact`, whose quantize folder is beside it; format inc
+            takes a measurement, format gguf a model or an artifact.
         output: the folder of the artifact.
         options: format, size of a weight file, and what only some formats know.
         model: the source; None reads where quantize read it.
@@ -319,7 +417,7 @@ def export(
 
     chosen = exporter(options.format)
     request = ExportRequest(
-        source=_folder(quantized, revision, progress) if chosen.takes_model else Path(quantized),
+        source=_folder(quantized, revision, progress) if chosen.takes_model else _layers(Path(quantized), options.format),
         output=output_folder(output, reads={"what is exported": quantized, "the model": model}),
         options=options,
         model=None if model is None else Path(model) if chosen.takes_model else _folder(model, revision, progress),
@@ -329,6 +427,15 @@ def export(
         replace=force,
     )
     return StageResult(folder=chosen.run(chosen.job(request), progress, proved=proved))
+
+
+def _layers(quantized: Path, format: str) -> Path:
+    """Return the quantize folder beside an artifact of `make_artifact`, for an artifact's own format; else the folder itself."""
+    from quantflow.artifact.manifest import MANIFEST_NAME
+    from quantflow.formats import DEFAULT
+
+    layers = work_folder(quantized) / "2-quantize"
+    return layers if format == DEFAULT and (quantized / MANIFEST_NAME).is_file() and layers.is_dir() else quantized
 
 
 def check_export(quantized: Folder, output: Folder, *, options: Export, model: Folder | None = None) -> None:
@@ -370,7 +477,7 @@ def validate(
     artifact: Folder,
     baseline: Model,
     *,
-    options: Validate,
+    options: Validate = Validate(),
     report: Folder | None = None,
     expect: str = "pass",
     cache: Folder | None = None,
@@ -385,7 +492,7 @@ def validate(
     Args:
         artifact: its folder.
         baseline: the model that it was made from.
-        options: text, tokens and gate.
+        options: text, tokens and gate; no text is the shipped one.
         report: gets validation.json and report.html; None is `<artifact>-validation`.
         expect: `fail` where a failing gate is the expected outcome.
         cache: a folder for what validations of one model over one text share: the noise floor, and what the baseline's layers
@@ -407,7 +514,7 @@ def validate(
         artifact=Path(artifact),
         baseline=_folder(baseline, revision, progress),
         report=folder,
-        options=options,
+        options=_evaluated(options, progress),
         expect=expect,
         cache=None if cache is None else Path(cache),
         seed=seed,
@@ -442,17 +549,16 @@ def write_report(path: Folder, results: Mapping[Path, ValidateResult]) -> None:
 def resolve(recipe: Recipe, *, progress: Progress = SILENT) -> Recipe:
     """Return a recipe with what its model decides filled in, after every mistake that can be seen was looked for.
 
-    `model` becomes its folder. `measure.experts` null becomes `all` where the model has experts, an artifact asks for all
-    tokens and statistics are read.
+    `model` becomes its folder, texts become files. `measure.experts` null becomes `all` where the model has experts, an
+    artifact asks for all tokens and statistics are read.
 
     Raises:
         QuantflowError: an entry does not fit the model, a text is missing.
     """
     import dataclasses
 
-    from quantflow.artifact.canonical import file_digest
     from quantflow.calibration.text import read_documents
-    from quantflow.errors import UsageError
+    from quantflow.calibration.text_sources import text_digest
     from quantflow.evaluation.windows import evaluation_sequences
     from quantflow.measurements.grouping import parse_groups
     from quantflow.models.graph import graph_for
@@ -467,10 +573,10 @@ def resolve(recipe: Recipe, *, progress: Progress = SILENT) -> Recipe:
     shapes = {name: info.shape for name, info in source.checkpoint.infos.items()}
     for entry in recipe.quantize:
         planning.resolve(entry, graph, shapes)
-    for key, path in (("calibration.source", recipe.calibration.source), ("validate.text", recipe.validate.text)):
-        if path is None:
-            raise UsageError(f"recipe: {key} is missing", "name a text file")
-        file_digest(Path(path))
+    calibration, evaluated = _calibration(recipe.calibration, progress), _evaluated(recipe.validate, progress)
+    recipe = dataclasses.replace(recipe, calibration=calibration, validate=evaluated)
+    for path in (calibration.source, evaluated.text):
+        text_digest(Path(str(path)))
     check_gate(recipe.validate.gate)
     documents = read_documents(str(recipe.validate.text), load_tokenizer(recipe.model))
     evaluation_sequences(documents, tokens=recipe.validate.tokens, sequence_length=recipe.validate.sequence_length)
@@ -650,7 +756,7 @@ def inspect_calibration(file: Folder, *, tokenizer: Folder, sequence_length: int
     """Return the tokens, padding, BOS, duplicates and truncation of a calibration text, as plain data.
 
     Args:
-        file: .txt, .jsonl or .safetensors.
+        file: a text as `Calibration.source` names it.
         tokenizer: the folder of the model.
         sequence_length: tokens; what is longer is truncated.
 
@@ -659,10 +765,11 @@ def inspect_calibration(file: Folder, *, tokenizer: Folder, sequence_length: int
     """
     from quantflow.calibration.text import inspect_calibration as inspect
     from quantflow.calibration.text import read_documents
+    from quantflow.calibration.text_sources import text_path
     from quantflow.models.load import load_tokenizer
 
-    words = load_tokenizer(_folder(tokenizer, None, SILENT))
-    return inspect(read_documents(str(file), words), words, sequence_length=sequence_length)
+    words, path = load_tokenizer(_folder(tokenizer, None, SILENT)), text_path(str(file), SILENT)
+    return inspect(read_documents(path, words), words, sequence_length=sequence_length)
 
 
 def names_model(text: str) -> bool:
@@ -686,6 +793,28 @@ def _folder(model: Model, revision: str | None, progress: Progress) -> Path:
     from quantflow.sources.models import model_folder
 
     return model_folder(model, revision=revision, progress=progress)
+
+
+def _calibration(calibration: Calibration, progress: Progress) -> Calibration:
+    """Return a calibration whose source is a file or a folder."""
+    import dataclasses
+
+    from quantflow.calibration.text_sources import text_path
+    from quantflow.shipped import CALIBRATION
+
+    source = CALIBRATION if calibration.source is None else text_path(calibration.source, progress)
+    return dataclasses.replace(calibration, source=str(source))
+
+
+def _evaluated(options: Validate, progress: Progress) -> Validate:
+    """Return a validation whose text is a file or a folder."""
+    import dataclasses
+
+    from quantflow.calibration.text_sources import text_path
+    from quantflow.shipped import EVALUATION
+
+    text = EVALUATION if options.text is None else text_path(options.text, progress)
+    return dataclasses.replace(options, text=str(text))
 
 
 def read_quant_config(name: str, *, verb: str, quiet: bool = False) -> "tuple[GivenConfig, list[str]]":

@@ -1,4 +1,4 @@
-"""Recipes, gates and QUANT_CONFIG presets that are shipped with the package, found by their names."""
+"""Recipes, gates, texts and QUANT_CONFIG presets that are shipped with the package, found by their names."""
 
 from pathlib import Path
 
@@ -6,6 +6,8 @@ from quantflow import configs
 from quantflow.errors import UsageError, nearest
 
 SHIPPED = Path(configs.__file__).parent
+TEXTS = SHIPPED / "calibration"
+CALIBRATION, EVALUATION = TEXTS / "default.jsonl", TEXTS / "default-evaluation.jsonl"  # where no text is named
 
 
 def find_config(kind: str, name: str) -> Path:
@@ -21,3 +23,8 @@ def find_config(kind: str, name: str) -> Path:
     if name in names:
         return shipped / f"{name}.yaml"
     raise UsageError(f"{kind}: no file {name!r} and no shipped one of that name", nearest(name, names))
+
+
+def shipped_texts() -> dict[str, Path]:
+    """Return the texts that are shipped: name -> file."""
+    return {path.stem: path for path in sorted(TEXTS.glob("*.jsonl"))}

@@ -1,8 +1,17 @@
-"""Stage 2 as a verb; with text it measures first, with --export it exports then.
+"""From a model to an artifact in one command, or stage 2 by itself.
 
-Reads    the model, a measurement where the artifact needs one; with --calibration the text instead
-Writes   <o>/layers/ and its records, and <o>.log; with --export the artifact as well
-Resumes  a finished result of the same inputs is left alone, a stopped one goes on with its layer
+    -o OUT                              OUT is the artifact; OUT.work/1-measure and OUT.work/2-quantize are beside it
+    -o OUT --no-export                  OUT is the folder of quantized layers, which `export` takes
+    -o OUT --measurement DIR            the same, of a measurement that is there (with --calibration: that is made first)
+    -o OUT --ranks N                    OUT has a shard of each rank, which `unify` joins
+    -o OUT --export ARTIFACT            OUT is the folder of quantized layers, ARTIFACT is written after it
+
+Whatever form: a measurement that is needed and not given is made in OUT.work/1-measure; statistics that a given one lacks are
+measured beside it.
+
+Reads    the model, a measurement where the artifact needs one; a text where it measures
+Writes   as above, and a log beside each
+Resumes  at each stage: what is finished is left alone, a stopped one goes on with its layer
 Fails    2 an option or a recipe's key; 3 unusable model or measurement; 5 too little memory or disk; 6 an unknown family
 """
 
@@ -34,41 +43,45 @@ if TYPE_CHECKING:
 
 @click.command("quantize")
 @click.argument("model")
-@click.option("-o", "--output", metavar="DIR", type=FOLDER, required=True, help="Where the quantized layers go.")
+@click.option("-o", "--output", metavar="DIR", type=FOLDER, required=True, help="The artifact; or its layers, see above.")
 @recipe_settings("quantize", "quantize")
 @click.option("--measurement", metavar="DIR", help="The folder of measure or unify; for FP8 also Gaudi's own files.")
 @click.option("--name", help="Which entry of the recipe (default: the first).")
 @click.option(
     "--ranks", type=int, default=1, help="Processes (default 1); each writes a slice of each linear, unify joins them."
 )
-@click.option(
-    "--export", "artifact", metavar="DIR", type=FOLDER, help="Then write the artifact there and prove it, as export does."
-)
+@click.option("--export", "artifact", metavar="DIR", type=FOLDER, help="Layers go to -o, the artifact goes there.")
+@click.option("--no-export", is_flag=True, help="Layers go to -o, and no artifact is written.")
 @TRUST_NETWORK
 @QUANT_CONFIG
 @common
 def command(model: str, output: Path, artifact: Path | None, settings: tuple[str, ...], **shared: Any) -> None:
-    """Stage 2: choose qvalues and scales for MODEL, layer by layer.
+    """Quantize MODEL: measure what is needed, choose integers or float8 values and scales, write the artifact and prove it.
 
-    Without --measurement only algorithms that read no statistics run, such as those of FP8_DYNAMIC and W8A16.
+    With -o alone DIR is the artifact; what the stages before it write is in DIR.work, where the same command goes on. With
+    --measurement, --ranks, --export or --no-export DIR is what stage 2 writes: the quantized layers, which export takes.
 
     \b
-    Example: quantflow quantize ./llama -o work/2-quantize --scheme W4A16 --measurement work/1-measure
-             quantflow quantize ./llama -o work/2-quantize --scheme FP8_DYNAMIC --export work/llama-fp8
-             quantflow quantize ./llama -o work/2 --scheme W4A16 --calibration text.jsonl --measurement work/1
+    Example: quantflow quantize ./llama -o llama-w4a16 --scheme W4A16
+             quantflow quantize org/name -o llama-fp8 --scheme FP8_DYNAMIC
+             quantflow quantize ./llama -o llama-w4a16 --scheme W4A16 --calibration text.jsonl --samples 64
+             quantflow quantize ./llama -o work/2-quantize --scheme W4A16 --measurement work/1-measure
              quantflow quantize ./llama -o work/w4a16 --scheme W4A16 --measurement work/1-measure --head W8A16
              quantflow quantize ./llama -o work/mixed --target-bpw 4.25 --measurement work/1-measure
              quantflow quantize ./llama -o work/fp8 --scheme FP8 --kv-cache FP8 --measurement work/1-measure
-             quantflow quantize ./llama -o work/shards --scheme FP8_DYNAMIC --ranks 4
              quantflow quantize ./llama -o work/shards --scheme W4A16 --measurement work/1-measure --ranks 4
     """
-    _check_options(artifact, shared)
-    measures = shared["calibration"] is not None
-    proved, bounds = None, (shared["max_memory"], shared["disk_offload"])
-    if artifact is not None and not shared["dry_run"] and not any(bounds):  # first, so that both start at once
-        proved = click.get_current_context().with_resource(api.proving(canary=measures))
     config = given_config("quantize", shared["quant_config"], quiet=shared["quiet"])
     values, position, measurement = _recipe(model, settings, config, shared)
+    _check_options(artifact, shared)
+    if measurement is None and artifact is None and not shared["no_export"] and shared["ranks"] == 1:
+        _one_command(model, output, values, position, shared)
+        return
+    measures = measurement is not None and shared["calibration"] is not None
+    proved = None if artifact is None else _proving(shared, canary=measures)
+    if measurement is None and shared["ranks"] == 1:
+        measures = api.needs_measurement(model, values.quantize[position], revision=values.revision)
+        measurement = api.work_folder(output) / "1-measure" if measures else None
     quantizing: dict[str, Any] = {
         "model": model,
         "output": output,
@@ -102,19 +115,56 @@ def command(model: str, output: Path, artifact: Path | None, settings: tuple[str
         show({"folder": str(folder)}, as_json=shared["as_json"], text=text)
 
 
+def _one_command(model: str, output: Path, values: Recipe, position: int, shared: dict[str, Any]) -> None:
+    """Make the artifact, and say what to do with it."""
+    words: dict[str, Any] = {
+        "model": model,
+        "output": output,
+        "artifact": values.quantize[position],
+        "calibration": values.calibration,
+        "measuring": Measure(stats=values.measure.stats, experts=values.measure.experts),
+        "options": values.export,
+        "seed": values.seed,
+        "revision": values.revision,
+        "resources": values.resources,
+        "force": shared["force"],
+    }
+    if shared["dry_run"]:
+        show_call(words, as_json=shared["as_json"])
+        return
+    proved = _proving(shared, canary=True)
+    with reporting(shared, output) as progress:
+        made = api.make_artifact(**words, proved=proved, progress=progress)
+    work, revision = api.work_folder(output), "" if values.revision is None else f" --revision {values.revision}"
+    text = (
+        f"{_choice(made.quantized)}{made.folder}\n"
+        f"compare it:  quantflow validate {made.folder} --baseline {model}{revision}\n"
+        f'run it:      quantflow generate {made.folder} --prompt "..."\n'
+        f"{work} is where this command would go on; it may be removed"
+    )
+    show({"folder": str(made.folder), "work": str(work)}, as_json=shared["as_json"], text=text)
+
+
+def _proving(shared: dict[str, Any], *, canary: bool) -> Any:
+    """Start the process of the proof first, so that both start at once; where memory is bounded it starts when it is needed."""
+    if shared["dry_run"] or shared["max_memory"] or shared["disk_offload"]:
+        return None
+    return click.get_current_context().with_resource(api.proving(canary=canary))
+
+
 def _check_options(artifact: Path | None, shared: dict[str, Any]) -> None:
     """Refuse options that do not go together, before anything is read.
 
     Raises:
         UsageError: naming them.
     """
+    if artifact is not None and shared["no_export"]:
+        raise UsageError(f"quantize: --export {artifact} beside --no-export", "leave one out")
     if artifact is not None and shared["ranks"] != 1:
         raise UsageError(f"quantize: --export with --ranks {shared['ranks']}", "join the shards with unify, then export")
-    if shared["calibration"] is not None and (shared["measurement"] is None or shared["ranks"] != 1):
-        cause = f"quantize: --calibration {shared['calibration']}"
-        if shared["measurement"] is None:
-            raise UsageError(f"{cause} without --measurement", "name the folder that the measurement goes to")
-        raise UsageError(f"{cause} with --ranks {shared['ranks']}", "measure first, then give --measurement alone")
+    if shared["calibration"] is not None and shared["ranks"] != 1:
+        cause = f"quantize: --calibration {shared['calibration']} with --ranks {shared['ranks']}"
+        raise UsageError(cause, "measure first, then give --measurement alone")
 
 
 def _recipe(

@@ -32,6 +32,7 @@ from quantflow.calibration import replicas
 from quantflow.calibration.observe import Observation, products_of
 from quantflow.calibration.replicas import Replica
 from quantflow.calibration.text import hash_sequences, read_documents, select
+from quantflow.calibration.text_sources import text_digest
 from quantflow.core.determinism import single_threaded, tools
 from quantflow.core.parallel import Workers
 from quantflow.distributed.launch import (
@@ -44,7 +45,7 @@ from quantflow.distributed.launch import (
 )
 from quantflow.distributed.team import meet
 from quantflow.errors import UnsupportedError, UsageError
-from quantflow.measurements.record import LAYOUT_VERSION, Measurement, write_measurement
+from quantflow.measurements.record import CALIBRATION_NAME, LAYOUT_VERSION, Measurement, write_measurement
 from quantflow.models import layer_store
 from quantflow.models.graph import Graph, graph_for, text_config
 from quantflow.models.identity import identify
@@ -69,6 +70,7 @@ class MeasureJob:
     """One measurement.
 
     Attributes:
+        calibration: its source is a file or a folder.
         stats: observers of every linear's input; outputs, weights, K and V get amax, K and V also that of each head. Without
             any, only the token ids are kept and no layer runs, unless there are experts.
         experts: which tokens each expert of a mixture is shown: `routed` to it, or `all`; None is routed.
@@ -170,8 +172,6 @@ def _check_fit(job: MeasureJob, graph: Graph, *, tp: int) -> None:
 
 
 def _inputs(job: MeasureJob, source: Source, digests: Digests, *, world: int) -> dict[str, Any]:
-    if job.calibration.source is None:
-        raise UsageError("calibration: no source", "give --calibration FILE or the recipe's calibration.source")
     tokenizer = {
         name: file_digest(source.checkpoint.folder / name)
         for name in source.checkpoint.files
@@ -183,7 +183,7 @@ def _inputs(job: MeasureJob, source: Source, digests: Digests, *, world: int) ->
         "calibration": {
             **asdict(job.calibration),
             "pack": job.calibration.packs,
-            "source": file_digest(Path(job.calibration.source)),
+            "source": text_digest(Path(str(job.calibration.source))),
         },
         "seed": job.seed,
         "stats": list(job.stats),
@@ -277,12 +277,16 @@ def calibration_sequences(
 ) -> list[Tensor]:
     """Return the token ids of the calibration set, in sample order, int64 [S] each."""
     limit = int(getattr(text_config(source.config), "max_position_embeddings", None) or 2048)
-    length = calibration.sequence_length or min(2048, limit)
+    length = calibration.sequence_length or min(calibration.usual_length, limit)
     if length > limit:
         raise UsageError(f"calibration: sequence_length={length}, the model has {limit} positions", f"use at most {limit}")
     tokenizer = load_tokenizer(model)
-    documents = read_documents(Path(str(calibration.source)), tokenizer)
-    sequences = select(documents, samples=calibration.samples, sequence_length=length, seed=seed, pack=calibration.packs)
+    source_path = Path(str(calibration.source))
+    documents = read_documents(source_path, tokenizer)
+    if source_path.name == CALIBRATION_NAME:  # what another measurement ran, in its order
+        sequences = select(documents, samples=calibration.samples, sequence_length=length, seed=None)
+    else:
+        sequences = select(documents, samples=calibration.samples, sequence_length=length, seed=seed, pack=calibration.packs)
     if len(sequences) < replicas:
         raise UsageError(f"measure: {len(sequences)} sequences for {replicas} ranks", "use fewer ranks or more samples")
     return sequences

@@ -1,8 +1,10 @@
 """Calibration and evaluation text: from a file to token sequences, without padding and in an order that a seed decides.
 
     .txt           UTF-8, documents separated by blank lines
-    .jsonl         one JSON object per line with `text`, `messages` (through the chat template) or `input_ids`
+    .jsonl         one JSON object per line with `text`, `messages` (through the chat template) or `input_ids`; where it has
+                   none of them, the first of `prompt`, `code` and `content` is the text
     .safetensors   `tokens` and `lengths`, both 1-D, or `input_ids`, 2-D
+    a folder       its .txt files, in the order of their names
 
 Token ids in a file are taken as they are; text gets BOS and EOS as the tokenizer puts them.
 """
@@ -27,32 +29,45 @@ from quantflow.errors import InputError, UsageError
 from quantflow.models.reading import read_file
 
 MIN_TOKENS = 2  # a shorter document predicts nothing
+SUFFIXES = (".txt", ".jsonl", ".safetensors")
 _KINDS = ("text", "messages", "input_ids")
+_ALSO_TEXT = ("prompt", "code", "content")
 _KINDS_REMEDY = f"give each line exactly one of {', '.join(_KINDS)}"
 
 
+def column_of(row: Mapping[str, Any]) -> str | None:
+    """Return which key of a row is its text or its messages; None where none is."""
+    return next((key for key in (*_KINDS, *_ALSO_TEXT) if key in row), None)
+
+
 def read_documents(path: str | Path, tokenizer: PreTrainedTokenizerBase | None) -> list[list[int]]:
-    """Read a file of documents as token ids; BOS and EOS as the tokenizer puts them, nothing truncated.
+    """Read documents as token ids; BOS and EOS as the tokenizer puts them, nothing truncated.
 
     Args:
-        path: a .txt, .jsonl or .safetensors file.
+        path: a .txt, .jsonl or .safetensors file, or a folder of .txt files.
         tokenizer: the model's; may be None where the file holds token ids, whose range is then not checked here.
 
     Raises:
         InputError: an unreadable, empty or malformed file, or a token id outside the tokenizer's vocabulary.
     """
     path = Path(path)
-    readers = {".txt": _read_text, ".jsonl": _read_lines, ".safetensors": _read_tokens}
-    if path.suffix not in readers:
-        raise InputError(f"{path}: suffix {path.suffix!r} is not known", f"use one of {', '.join(readers)}")
-    documents = readers[path.suffix](path, tokenizer)
+    if path.is_dir():
+        files = sorted(path.rglob("*.txt"))
+        if not files:
+            raise InputError(f"{path}: a folder without .txt files", "give a folder of .txt files, or a file")
+        documents = [document for file in files for document in _read_text(file, tokenizer)]
+    else:
+        readers = dict(zip(SUFFIXES, (_read_text, _read_lines, _read_tokens), strict=True))
+        if path.suffix not in readers:
+            raise InputError(f"{path}: suffix {path.suffix!r} is not known", f"use one of {', '.join(readers)}")
+        documents = readers[path.suffix](path, tokenizer)
     if not any(documents):
         raise InputError(f"{path}: holds no document", "give a file with text in it")
     return documents
 
 
 def select(
-    documents: Sequence[Sequence[int]], samples: int, *, sequence_length: int, seed: int, pack: bool = False
+    documents: Sequence[Sequence[int]], samples: int, *, sequence_length: int, seed: int | None, pack: bool = False
 ) -> list[Tensor]:
     """Choose calibration sequences.
 
@@ -64,7 +79,7 @@ def select(
         documents: token ids.
         samples: how many sequences at most; fewer documents give fewer sequences.
         sequence_length: tokens per sequence at most.
-        seed: of the shuffle; the same seed gives the same sequences.
+        seed: of the shuffle; the same seed gives the same sequences. None keeps the order.
         pack: join documents.
 
     Returns:
@@ -85,7 +100,8 @@ def select(
             f"calibration text: {len(documents)} documents of at most {longest} token, {MIN_TOKENS} tokens are needed",
             "give longer documents",
         )
-    random.Random(seed).shuffle(usable)
+    if seed is not None:
+        random.Random(seed).shuffle(usable)
     if pack:
         usable = _packed(usable, sequence_length)
     return [torch.tensor(document[:sequence_length], dtype=torch.int64) for document in usable[:samples]]
@@ -155,7 +171,7 @@ def _from_line(line: Any, where: str, tokenizer: PreTrainedTokenizerBase | None)
     """Return one document; keys other than the three are the file's own notes and are not read."""
     if not isinstance(line, dict):
         raise InputError(f"{where}: {type(line).__name__}, a JSON object is needed", _KINDS_REMEDY)
-    kinds = [kind for kind in _KINDS if kind in line]
+    kinds = [kind for kind in _KINDS if kind in line] or [kind for kind in _ALSO_TEXT if kind in line][:1]
     if len(kinds) != 1:
         raise InputError(f"{where}: keys {sorted(line)} hold {len(kinds)} of {', '.join(_KINDS)}", _KINDS_REMEDY)
     value = line[kinds[0]]
@@ -166,7 +182,7 @@ def _from_line(line: Any, where: str, tokenizer: PreTrainedTokenizerBase | None)
     if kinds[0] == "messages":
         return _from_messages(value, where, _needed(tokenizer, where))
     if not isinstance(value, str):
-        raise InputError(f"{where}: text is {type(value).__name__}, a string is needed", "quote the text")
+        raise InputError(f"{where}: {kinds[0]} is {type(value).__name__}, a string is needed", "quote the text")
     return _encode(_needed(tokenizer, where), value)
 
 

@@ -120,7 +120,7 @@ def _stages(
         need = need_export(model, plan, shard_size=parse_size(recipe.export.shard_size))
         seconds = None if speed is None else speed.export(model, plan)
         stages.append(_stage("export", plan.name, need, job, seconds))
-        if recipe.validate.text is not None:
+        if job.measured or recipe.validate.text is not None:  # `run` takes the shipped text where none is named
             need = need_validate(model, lengths=windows, models=3, head=plan.head)
             seconds = None if speed is None else speed.validate(model, windows)
             stages.append(_stage("validate", plan.name, need, job, seconds))
@@ -129,7 +129,7 @@ def _stages(
 
 def _calibration_lengths(recipe: Recipe, config: Any) -> list[int]:
     longest = int(getattr(text_config(config), "max_position_embeddings", None) or 2048)
-    return [recipe.calibration.sequence_length or min(2048, longest)] * recipe.calibration.samples
+    return [recipe.calibration.sequence_length or min(recipe.calibration.usual_length, longest)] * recipe.calibration.samples
 
 
 def _stage(name: str, artifact: str | None, need: Need, job: PlanJob, seconds: float | None) -> dict[str, Any]:

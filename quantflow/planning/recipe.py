@@ -33,6 +33,7 @@ from quantflow.core.kv_scheme import GRANULARITIES, NAMES
 from quantflow.core.scheme import ALIASES, FLOAT8_FLAVOURS, INPUT_OBSERVERS, PRESETS, SCALE_ROUNDINGS
 from quantflow.errors import InputError, UsageError, nearest
 from quantflow.settings import check_numbers, setting
+from quantflow.shipped import TEXTS, shipped_texts
 
 FED = ("routed", "all")  # tokens that measure shows to an expert
 POLICIES = (
@@ -88,30 +89,40 @@ def names_flag(text: str) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """The text that measure runs: `source` is a file, `sequence_length` null means min(2048, the model's), `pack` null .txt."""
+    """The text that measure runs.
+
+    `source` is a .txt, .jsonl or .safetensors file, a folder of .txt files, a data set on the hub, or the name of a shipped
+    text; null is the shipped one. `sequence_length` null is 2048, of shipped texts 512, or what the model has. `pack` null
+    is true for plain and for shipped text.
+    """
 
     source: str | None = setting(
         None,
         flag="--calibration",
-        metavar="FILE",
+        metavar="TEXT",
         help={
-            "measure": ".txt, .jsonl or .safetensors with calibration text or tokens.",
-            "quantize": "Measure first with this text, into the folder of --measurement.",
+            "measure": "A .txt, .jsonl or .safetensors file, a folder of .txt, a hub data set (default: the shipped text).",
+            "quantize": "Measure first, as stage 1 with this text (default: the shipped one), into --measurement.",
         },
     )
     samples: int = setting(
         128,
         flag="--samples",
         least=1,
-        help={"measure": "Sequences at most (default 128).", "plan": "Calibration sequences (default 128)."},
+        help={
+            "measure": "Sequences at most (default 128).",
+            "quantize": "Sequences at most where it measures (default 128).",
+            "plan": "Calibration sequences (default 128).",
+        },
     )
     sequence_length: int | None = setting(
         None,
         flag="--sequence-length",
         least=2,
         help={
-            "measure": "Tokens per sequence at most (default min(2048, the model's)).",
-            "plan": "Tokens of each (default min(2048, the model's)).",
+            "measure": "Tokens per sequence at most (default 2048, of the shipped text 512; the model's at most).",
+            "quantize": "Tokens per sequence at most where it measures.",
+            "plan": "Tokens of each (default 2048, of the shipped text 512; the model's at most).",
         },
     )
     pack: bool | None = setting(
@@ -125,7 +136,19 @@ class Calibration:
     @property
     def packs(self) -> bool:
         """Whether documents are joined: paragraphs of plain text are, what a .jsonl has line by line is kept whole."""
-        return str(self.source or "").endswith(".txt") if self.pack is None else self.pack
+        if self.pack is not None:
+            return self.pack
+        return self.shipped or str(self.source).endswith(".txt") or Path(str(self.source)).is_dir()
+
+    @property
+    def shipped(self) -> bool:
+        """Whether the text comes with the package."""
+        return self.source is None or Path(self.source).parent == TEXTS or self.source in shipped_texts()
+
+    @property
+    def usual_length(self) -> int:
+        """Tokens per sequence where `sequence_length` is null and the model has so many positions."""
+        return 512 if self.shipped else 2048
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -462,7 +485,11 @@ class Validate:
     """The evaluation text and the gate: `auto` chooses by scheme, a name or a file chooses itself."""
 
     text: str | None = setting(
-        None, flag="--text", metavar="FILE", verbs=("validate",), help="Evaluation text, not the calibration text."
+        None,
+        flag="--text",
+        metavar="TEXT",
+        verbs=("validate",),
+        help="Evaluation text, as --calibration takes it; not the calibration text (default: a shipped one).",
     )
     tokens: int = setting(32768, flag="--tokens", verbs=("validate",), least=2, help="Tokens of it (default 32768).")
     sequence_length: int = setting(

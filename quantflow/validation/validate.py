@@ -26,14 +26,15 @@ from torch import Tensor
 from quantflow import process_memory
 from quantflow.algorithms import TUNE
 from quantflow.artifact import disk, stage_folder
-from quantflow.artifact.canonical import canonical_json, digest_of, file_digest, read_json
+from quantflow.artifact.canonical import canonical_json, digest_of, read_json
 from quantflow.artifact.checkpoint import open_checkpoint
 from quantflow.artifact.digests import Digests
 from quantflow.artifact.manifest import read_manifest
 from quantflow.calibration.text import hash_sequences, read_documents
+from quantflow.calibration.text_sources import text_digest
 from quantflow.core.determinism import single_threaded, tools
 from quantflow.core.parallel import Workers
-from quantflow.errors import GateError, InputError, UsageError
+from quantflow.errors import GateError, InputError
 from quantflow.evaluation.bootstrap import bootstrap
 from quantflow.evaluation.divergence import Comparison
 from quantflow.evaluation.layerwise import BASELINE, Comparing
@@ -181,9 +182,7 @@ def _refuse_other_baseline(job: ValidateJob, manifest: Mapping[str, Any], source
 
 
 def _inputs(job: ValidateJob, manifest: Mapping[str, Any], source: Source, digests: Digests) -> dict[str, Any]:
-    if job.options.text is None:
-        raise UsageError("validate: no evaluation text", "give --text FILE or the recipe's validate.text")
-    options = {**asdict(job.options), "text": file_digest(Path(job.options.text))}
+    options = {**asdict(job.options), "text": text_digest(Path(str(job.options.text)))}
     return {
         "artifact": manifest["digest"],
         "baseline": fingerprint(source.checkpoint, digests),

@@ -214,8 +214,8 @@ def commands(server: Server, inputs: dict[str, Path], tmp_path_factory: pytest.T
     lines: dict[str, Callable[[Path], list[object]]] = {
         "measure": lambda out: ["measure", model, "-o", out, *text, "--stats", "amax"],
         "measure-gradients": lambda out: ["measure", model, "-o", out, *text, "--stats", "gradient"],
-        "quantize": lambda out: ["quantize", model, "-o", out, *int4],
-        "file-to-file": lambda out: ["quantize", model, "-o", out, "--scheme", "FP8_DYNAMIC"],
+        "quantize": lambda out: ["quantize", "--no-export", model, "-o", out, *int4],
+        "file-to-file": lambda out: ["quantize", "--no-export", model, "-o", out, "--scheme", "FP8_DYNAMIC"],
         "unify": lambda out: ["unify", "-g", "0", "-m", made / "measure", "-o", out],
         "unify-shards": lambda out: ["unify", "-m", made / "shards", "-o", out],
         "export": lambda out: ["export", made / "quantize", "-o", out],

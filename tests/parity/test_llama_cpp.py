@@ -177,7 +177,7 @@ def test_llama_cpp_computes_every_family(call, tmp_path, family_model, family):
 
 def test_llama_cpp_computes_what_the_runtime_computes_with_an_artifact(call, tmp_path, ids):
     for line in (
-        ("quantize", MODEL, "-o", tmp_path / "q", "--scheme", "W8A16"),
+        ("quantize", "--no-export", MODEL, "-o", tmp_path / "q", "--scheme", "W8A16"),
         ("export", tmp_path / "q", "-o", tmp_path / "a"),
     ):
         assert exit_code(cli, [str(argument) for argument in line]) == 0

@@ -80,7 +80,7 @@ def artifact(tmp_path_factory, llama):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(export_stage, "_prove", lambda *_: None)  # a fresh process: test_verbs has it
         scheme = ("--scheme", "W4A16", "--algorithm", "rtn", "--group-size", "32", "--ignore", "re:.*down_proj")
-        assert run("quantize", llama, "-o", folder / "q", *scheme) == 0
+        assert run("quantize", "--no-export", llama, "-o", folder / "q", *scheme) == 0
         assert run("export", folder / "q", "-o", folder / "artifact") == 0
     return folder / "artifact"
 

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from quantflow.calibration import measure as measure_stage
 from quantflow.exporting import export as export_stage
 from quantflow.planning.recipe import Calibration
+from quantflow.quantization import missing_statistics
 from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code
 from quantflow.stages.cli.progress_line import ProgressLine
@@ -153,9 +154,9 @@ def test_calibration_text_that_cannot_be_used_is_refused(refused, llama, tmp_pat
     assert said in told and (name in told or "calibration" in told)
 
 
-def test_calibration_text_that_is_missing_or_not_given_is_refused(refused, llama, tmp_path):
+def test_calibration_text_that_is_missing_is_refused(refused, llama, tmp_path):
     assert "nothing.txt" in refused(3, "measure", llama, "-o", tmp_path / "m", "--calibration", tmp_path / "nothing.txt")
-    assert "--calibration" in refused(2, "measure", llama, "-o", tmp_path / "m")
+    assert "no such text" in refused(3, "measure", llama, "-o", tmp_path / "m", "--calibration", "nothing")
 
 
 @pytest.mark.parametrize(
@@ -173,8 +174,11 @@ def test_calibration_text_that_is_missing_or_not_given_is_refused(refused, llama
         (("--scheme", "W8A16", "--algorithm", "gtpq"), "did you mean 'gptq'"),
         (("--scheme", "W8A8", "--smoothquant", "1.5"), "alpha=1.5"),
         (("--scheme", "W8A8", "--smoothquant", "half"), "alpha='half'"),
-        (("--scheme", "W4A16", "--group-size", "32"), "hessian_sum"),
-        (("--scheme", "FP8"), "needs amax"),
+        (("--scheme", "W4A16", "--group-size", "32", "--ranks", "2"), "hessian_sum"),
+        (("--scheme", "FP8", "--ranks", "2"), "needs amax"),
+        (("--scheme", "W8A16", "--export", "a", "--no-export"), "--export a beside --no-export"),
+        (("--scheme", "W8A16", "--export", "a", "--ranks", "2"), "--export with --ranks 2"),
+        (("--scheme", "FP8", "--calibration", "t.txt", "--ranks", "2"), "--calibration t.txt with --ranks 2"),
         (("--scheme", "W8A16", "--sceme", "FP8"), "--sceme"),
         (("--scheme", "W8A16", "--set", "sede=1"), "did you mean 'seed'"),
         (("--scheme", "W8A16", "--set", "seed=[1"), "not YAML"),
@@ -281,7 +285,8 @@ def test_a_measurement_that_is_missing_unfinished_damaged_or_foreign_is_refused(
     assert "unfinished" in refused(3, "quantize", llama, *line, measured)
 
 
-def test_a_missing_statistic_names_the_tensor_and_the_way_out(refused, llama, text_files, tmp_path):
+def test_a_missing_statistic_names_the_tensor_and_the_way_out(refused, llama, text_files, tmp_path, monkeypatch):
+    monkeypatch.setattr(missing_statistics, "launched_rank", lambda: (0, 1))  # a rank does not measure by itself
     assert run("measure", llama, "-o", tmp_path / "m", "--calibration", text_files["calibration"], "--stats", "histogram") == 0
     told = refused(3, "quantize", llama, "-o", tmp_path / "q", "--scheme", "W8A8", "--measurement", tmp_path / "m")
     assert "model.layers.0.self_attn.q_proj|input|channel_amax" in told and "--stats" in told
@@ -290,7 +295,8 @@ def test_a_missing_statistic_names_the_tensor_and_the_way_out(refused, llama, te
 def test_a_result_made_from_other_inputs_is_named_and_replaced_by_force_only(refused, llama, text_files, tmp_path, monkeypatch):
     monkeypatch.setattr(export_stage, "_prove", lambda *_: None)
     measure = ("measure", llama, "-o", tmp_path / "m", "--calibration", text_files["calibration"])
-    quantize = ("quantize", llama, "-o", tmp_path / "q", "--scheme", "W4A16", "--algorithm", "rtn", "--group-size")
+    layers = ("quantize", "--no-export", llama, "-o", tmp_path / "q")
+    quantize = (*layers, "--scheme", "W4A16", "--algorithm", "rtn", "--group-size")
     export = ("export", tmp_path / "q", "-o", tmp_path / "a")
     assert (run(*measure), run(*quantize, "32"), run(*export)) == (0, 0, 0)
     assert "calibration.samples = 128, now 4" in refused(2, *measure, "--samples", "4")
@@ -325,7 +331,7 @@ def test_layers_of_a_larger_model_do_not_stay_behind(llama, tmp_path, monkeypatc
     (tmp_path / "q" / "layers").mkdir(parents=True)
     for name in ("00002.safetensors", "00002.json"):
         (tmp_path / "q" / "layers" / name).write_text('{"errors": {}, "decisions": {}, "changed": []}')
-    assert run("quantize", llama, "-o", tmp_path / "q", "--scheme", "W8A16") == 0
+    assert run("quantize", "--no-export", llama, "-o", tmp_path / "q", "--scheme", "W8A16") == 0
     assert run("export", tmp_path / "q", "-o", tmp_path / "a") == 0
     assert len(json.loads((tmp_path / "a" / "quantflow.json").read_text())["layers"]) == 2
 
@@ -371,10 +377,6 @@ def test_a_gate_decides_the_exit_code_and_a_change_of_it_is_noticed(refused, lla
     assert "gate." in refused(2, *gated(lax, "pass", "d"))
     assert "fails gate" in refused(4, *gated(lax, "pass", "d"), "--force")
     assert "did you mean 'demo'" in refused(2, *gated("dmo", "pass", "e"))
-
-
-def test_a_validation_without_text_is_a_usage_error(refused, llama, tmp_path, work):
-    assert "--text" in refused(2, "validate", work / "artifact", "--baseline", llama, "--report", tmp_path / "r")
 
 
 def test_a_full_disk_is_told_with_the_file_and_leaves_no_half_result(refused, llama, text_files, tmp_path, work, monkeypatch):

@@ -110,7 +110,7 @@ def test_queries_keys_and_values_of_a_neox_are_one_after_the_other(family_model,
 
 def test_an_artifact_is_written_dequantized(llama, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(export_stage, "_prove", lambda *_: None)
-    assert run("quantize", llama, "-o", tmp_path / "q", "--scheme", "FP8_DYNAMIC") == 0
+    assert run("quantize", "--no-export", llama, "-o", tmp_path / "q", "--scheme", "FP8_DYNAMIC") == 0
     assert run("export", tmp_path / "q", "-o", tmp_path / "a") == 0
     found = tensors_of(export(tmp_path / "a", tmp_path / "o", "--dtype", "f32"))
     assert "14 linears quantize their inputs too" in capsys.readouterr().err
@@ -287,6 +287,6 @@ def test_options_that_contradict_each_other_are_refused(llama, tmp_path, capsys,
 
 
 def test_what_quantize_wrote_becomes_an_artifact_first(llama, tmp_path, capsys):
-    assert run("quantize", llama, "-o", tmp_path / "q", "--scheme", "W8A16") == 0
+    assert run("quantize", "--no-export", llama, "-o", tmp_path / "q", "--scheme", "W8A16") == 0
     assert run("export", tmp_path / "q", "-o", tmp_path / "o", "--format", "gguf") == 2
     assert "is what quantize wrote" in capsys.readouterr().err

@@ -219,7 +219,7 @@ def test_what_cannot_be_exported_is_refused(tmp_path, measured, refused, options
 
 
 def test_a_quantized_folder_or_another_model_is_refused(tmp_path, measured, llama, family_model, refused):
-    assert run("quantize", llama, "-o", tmp_path / "q", "--scheme", "W8A16") == 0
+    assert run("quantize", "--no-export", llama, "-o", tmp_path / "q", "--scheme", "W8A16") == 0
     inc = ("-o", tmp_path / "a", "--format", "inc", "--device", "gaudi2")
     assert "format inc is made from a measurement" in refused(2, "export", tmp_path / "q", *inc)
     assert "measured on model" in refused(3, "export", measured, *inc, "--model", family_model("mistral"))
@@ -379,7 +379,7 @@ def test_flags_and_the_recipe_win_over_the_configuration(tmp_path, exported, mea
     schemes = plan_of(tmp_path / "q")
     assert [name for name, scheme in schemes.items() if scheme is None] == [f"{A}.q_proj"]
     assert schemes[f"{A}.k_proj"]["weights"]["float8"] == "e4m3fn"
-    assert run("quantize", llama, "-o", tmp_path / "w8", "--quant-config", path, "--scheme", "W8A16") == 0
+    assert run("quantize", "--no-export", llama, "-o", tmp_path / "w8", "--quant-config", path, "--scheme", "W8A16") == 0
     assert all(plan_of(tmp_path / "w8").values())  # its lists are about FP8
 
 

@@ -99,7 +99,7 @@ def make(models, measured, tmp_path_factory):
         if key not in made:
             folder = tmp_path_factory.mktemp("made")
             also = ["--measurement", measured[name]] if way == "canary" else []
-            assert run("quantize", models[name], "-o", folder / "q", *words, *also) == 0
+            assert run("quantize", "--no-export", models[name], "-o", folder / "q", *words, *also) == 0
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(export_stage, "_prove", lambda *_: None)
                 assert run("export", folder / "q", "-o", folder / "a") == 0
@@ -144,7 +144,7 @@ def test_both_ways_write_the_same_head_whatever_the_units(make, models, tmp_path
     expected = (files / "head.safetensors").read_bytes()
     assert (layers / "head.safetensors").read_bytes() == expected
     monkeypatch.setattr(weight_rows, "UNIT", 1024)
-    assert run("quantize", models[name], "-o", tmp_path / "q", *W4) == 0
+    assert run("quantize", "--no-export", models[name], "-o", tmp_path / "q", *W4) == 0
     assert (tmp_path / "q/head.safetensors").read_bytes() == expected
     records = [json.loads((folder / "head.json").read_text()) for folder in (files, layers, tmp_path / "q")]
     assert len({record["values"][HEADS[name]] for record in records}) == 1
@@ -331,7 +331,7 @@ def test_a_tied_model_that_is_rotated_is_refused_with_the_way_out(models, tmp_pa
 @pytest.mark.parametrize("way", ["tensors", "canary"])
 def test_a_finished_head_stays_and_one_that_is_damaged_or_of_another_plan_does_not(models, measured, tmp_path, way):
     also = ["--measurement", measured["tied"]] if way == "canary" else []
-    words = ["quantize", models["tied"], "-o", tmp_path / "q", "--scheme", "W8A16", *also]
+    words = ["quantize", "--no-export", models["tied"], "-o", tmp_path / "q", "--scheme", "W8A16", *also]
     head, done = tmp_path / "q/head.safetensors", tmp_path / "q/DONE.json"
     assert run(*words, "--head", "W8A16") == 0
     content, before = head.read_bytes(), head.stat()
@@ -346,7 +346,7 @@ def test_a_finished_head_stays_and_one_that_is_damaged_or_of_another_plan_does_n
 
 
 def test_another_head_is_another_result_and_is_not_replaced_unasked(models, tmp_path, capsys):
-    words = ["quantize", models["tied"], "-o", tmp_path / "q", "--scheme", "W8A16"]
+    words = ["quantize", "--no-export", models["tied"], "-o", tmp_path / "q", "--scheme", "W8A16"]
     assert run(*words, "--head", "W8A16") == 0
     assert run(*words) == 2
     assert "holds a finished result" in capsys.readouterr().err

@@ -53,7 +53,7 @@ def work(tmp_path_factory, llama, text_files):
         )
         for name, options in {"a": ("--group-size", "32"), "b": ("--group-size", "16")}.items():
             scheme = ("--scheme", "W4A16", "--algorithm", "rtn", "--name", "int4", *options)
-            assert run("quantize", llama, "-o", folder / f"q{name}", *scheme) == 0
+            assert run("quantize", "--no-export", llama, "-o", folder / f"q{name}", *scheme) == 0
             assert run("export", folder / f"q{name}", "-o", folder / name, "--shard-size", "64KiB") == 0
     return folder
 

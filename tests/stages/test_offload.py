@@ -41,7 +41,20 @@ def quantflow(*arguments) -> None:
 @pytest.fixture(scope="module")
 def artifact(tmp_path_factory, llama):
     work = tmp_path_factory.mktemp("offload")
-    quantflow("quantize", llama, "-o", work / "2", "--scheme", "W4A16", "--group-size", "32", "--algorithm", "rtn", "-q")
+    quantflow(
+        "quantize",
+        "--no-export",
+        llama,
+        "-o",
+        work / "2",
+        "--scheme",
+        "W4A16",
+        "--group-size",
+        "32",
+        "--algorithm",
+        "rtn",
+        "-q",
+    )
     quantflow("export", work / "2", "-o", work / "4", "-q")
     return work / "4"
 
@@ -161,6 +174,6 @@ def large_artifact(tmp_path_factory, llama):
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(work / "model")
     for path in llama.glob("*token*"):
         (work / "model" / path.name).write_bytes(path.read_bytes())
-    quantflow("quantize", work / "model", "-o", work / "2", "--scheme", "W8A16", "--algorithm", "rtn", "-q")
+    quantflow("quantize", "--no-export", work / "model", "-o", work / "2", "--scheme", "W8A16", "--algorithm", "rtn", "-q")
     quantflow("export", work / "2", "-o", work / "4", "-q")
     return work / "4", sum(path.stat().st_size for path in (work / "4").glob("*.safetensors"))

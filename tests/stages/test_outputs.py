@@ -36,7 +36,7 @@ def work(tmp_path_factory, llama, text_files):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(export_stage, "_prove", lambda *_: None)
         assert run("measure", llama, "-o", folder / "measured", "--calibration", text_files["calibration"], *TEXT) == 0
-        assert run("quantize", llama, "-o", folder / "quantized", "--scheme", "W8A16") == 0
+        assert run("quantize", "--no-export", llama, "-o", folder / "quantized", "--scheme", "W8A16") == 0
         assert run("export", folder / "quantized", "-o", folder / "artifact") == 0
     return folder
 
@@ -101,7 +101,7 @@ def test_the_current_folder_is_an_output_and_no_name_is_none(work, tmp_path, mon
     monkeypatch.chdir(tmp_path / "here")
     assert run("quantize", work / "model", "-o", "", "--scheme", "W8A16") == 2
     assert "the name of the folder is empty" in capsys.readouterr().err and listed(tmp_path / "here") == []
-    assert run("quantize", work / "model", "-o", ".", "--scheme", "W8A16") == 0
+    assert run("quantize", "--no-export", work / "model", "-o", ".", "--scheme", "W8A16") == 0
     assert (tmp_path / "here" / "DONE.json").is_file() and (tmp_path / ".here.lock").is_file()
     monkeypatch.setattr(export_stage, "_prove", lambda *_: None)
     (tmp_path / "there").mkdir()

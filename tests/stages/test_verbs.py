@@ -120,7 +120,7 @@ def test_another_place_and_another_day_give_the_same_digest(done, llama, text_fi
 
 
 def test_progress_goes_to_stderr_and_quiet_silences_it(as_json, lines, llama, tmp_path):
-    line = ("quantize", llama, "-o", tmp_path / "q", "--scheme", "W8A16")
+    line = ("quantize", "--no-export", llama, "-o", tmp_path / "q", "--scheme", "W8A16")
     result, err = as_json(*line, "-v")
     assert result == {"folder": str(tmp_path / "q")} and "quantize w8a16: layer 2 of 2" in err
     assert as_json(*line)[1] == "quantize w8a16: up to date\n"

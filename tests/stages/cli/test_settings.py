@@ -114,7 +114,9 @@ def test_options_of_the_named_sections_come_first():
 
 def test_a_help_per_verb_is_that_of_the_verb():
     (item,) = (item for item in settings_of(Recipe, "quantize") if item.key == "calibration.source")
-    assert item.declared.help_of("quantize").startswith("Measure first") and item.declared.help_of("measure").startswith(".txt")
+    assert item.declared.help_of("quantize").startswith("Measure first") and item.declared.help_of("measure").startswith(
+        "A .txt"
+    )
     assert item.declared.verbs == ("measure", "quantize")
 
 

@@ -112,7 +112,7 @@ def test_an_unknown_suffix_and_a_missing_file_are_refused(tmp_path, tokenizer):
         ('{"text": "two"', r"line 2: not strict JSON"),
         ('{"text": "two", "text": "three"}', r"line 2: not strict JSON .*twice"),
         ('"two"', r"line 2: str, a JSON object is needed"),
-        ('{"prompt": "two"}', r"line 2: keys \['prompt'\] hold 0 of text, messages, input_ids; give each line exactly"),
+        ('{"question": "two"}', r"line 2: keys \['question'\] hold 0 of text, messages, input_ids; give each line exactly"),
         ('{"text": "two", "input_ids": [1]}', r"line 2: keys \['input_ids', 'text'\] hold 2 of"),
         ('{"text": 3}', r"line 2: text is int, a string is needed"),
         ('{"text": null}', r"line 2: text is NoneType"),

@@ -37,7 +37,7 @@ def run(*arguments) -> int:
 def quantized(tmp_path_factory, llama) -> dict[str, Path]:
     """Quantize folders of both kinds: file to file, and through the model's layers."""
     folder = tmp_path_factory.mktemp("quantized")
-    assert run("quantize", llama, "-o", folder / "tensors", "--scheme", "W8A16") == 0
+    assert run("quantize", "--no-export", llama, "-o", folder / "tensors", "--scheme", "W8A16") == 0
     text = llama.parent / "calibration.txt"
     text.write_text("a scale and a value\n\n" * 8)
     assert run("measure", llama, "-o", folder / "m", "--calibration", text, "--samples", "2") == 0
@@ -171,7 +171,7 @@ def test_a_source_with_nan_outside_the_layers_is_refused_by_name(quantized, llam
     tensors = safetensors.torch.load_file(model / "model.safetensors")
     tensors["model.norm.weight"][3] = float("nan")
     safetensors.torch.save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
-    assert run("quantize", model, "-o", tmp_path / "q", "--scheme", "W8A16") == 0
+    assert run("quantize", "--no-export", model, "-o", tmp_path / "q", "--scheme", "W8A16") == 0
     assert run("export", tmp_path / "q", "-o", tmp_path / "a") == 3
     assert "model.norm.weight" in capsys.readouterr().err
     assert not (tmp_path / "a").exists()

@@ -215,8 +215,10 @@ def test_a_recipe_is_found_by_its_path_or_its_shipped_name(tmp_path):
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_shipped_recipe_parses_and_its_gate_fits_every_artifact(name):
     recipe = recipe_from(read_yaml(find_config("recipes", name)))
-    assert recipe.quantize and recipe.calibration.source and recipe.validate.text
-    assert recipe.calibration.source != recipe.validate.text
+    assert recipe.quantize
+    shipped = recipe.calibration.source is None and recipe.validate.text is None
+    assert shipped or (recipe.calibration.source and recipe.validate.text)
+    assert shipped or recipe.calibration.source != recipe.validate.text
     for entry in recipe.quantize:
         algorithm = algorithm_of(entry)
         gate = load_gate(recipe.validate.gate, scheme=entry.scheme, algorithm=algorithm, parameters=1, noise_top1=1.0)
