@@ -430,7 +430,7 @@ def export(
 
 
 def _layers(quantized: Path, format: str) -> Path:
-    """Return the quantize folder beside an artifact of `make_artifact`, for an artifact's own format; else the folder itself."""
+    """Return the quantize folder beside an artifact of `make_artifact`, for an artifact's own format; else the folder."""
     from quantflow.artifact.manifest import MANIFEST_NAME
     from quantflow.formats import DEFAULT
 
