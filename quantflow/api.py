@@ -600,6 +600,17 @@ def entries(schemes: str | None) -> tuple[Quantize, ...]:
     return entries_of(",".join(PRESETS) if schemes is None else schemes)
 
 
+def has_groups(scheme: str) -> bool:
+    """Return whether a scheme's weights have a scale per group of inputs.
+
+    Raises:
+        SchemeError: no preset has that name.
+    """
+    from quantflow.core.scheme import preset
+
+    return preset(scheme).weights.granularity == "per_group"
+
+
 def plan(
     recipe: Recipe, *, measured: bool = True, folder: Folder = ".", probe: bool = False, progress: Progress = SILENT
 ) -> Mapping[str, Any]:

@@ -44,7 +44,7 @@ def command(
     otherwise = {} if whole else {"model": subject, "quantize": _entries(schemes)}
     data = recipe_data(subject if whole else None, settings, flags, otherwise=otherwise)
     for entry in data.get("quantize", ()):
-        overlay(entry, entry_flags)
+        overlay(entry, entry_flags if api.has_groups(entry.get("scheme")) else {**entry_flags, "group_size": None})
     result = api.plan(recipe_from(data), measured=whole, folder=output, probe=probe)
     show(result, as_json=as_json, text=text(result))
 

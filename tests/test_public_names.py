@@ -31,6 +31,7 @@ PUBLIC = [
     "export",
     "generate",
     "load",
+    "make_artifact",
     "measure",
     "pipeline",
     "plan",

@@ -305,7 +305,7 @@ class Quantize:
         help="rtn, rtn_mse, hqq, gptq, yaqa, signround, good or best (default: the scheme's).",
     )
     group_size: int | None = setting(
-        None, flag="--group-size", verbs=("quantize",), help="Input features per scale (default: the scheme's)."
+        None, flag="--group-size", verbs=("quantize", "plan"), help="Input features per scale (default: the scheme's)."
     )
     float8: str | None = setting(None, help="Another flavour for FP8 schemes, such as gaudi2.")
     scale_rounding: str | None = setting(None, help="pow2 makes the stored scales of FP8 schemes powers of two.")

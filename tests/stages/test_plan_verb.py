@@ -235,3 +235,11 @@ def test_what_does_not_divide_over_cards_is_named(shape, scheme, size, found):
 )
 def test_columns_are_cut_where_words_begin(scheme, group_size, columns, size, why):
     assert cut_columns(columns, size, with_group_size(preset(scheme), group_size)) == why
+
+
+def test_a_group_size_is_that_of_every_scheme_with_groups(llama, planned):
+    found = planned(llama, "--for", "W4A16:gptq,W3A16:rtn,FP8_DYNAMIC", "--group-size", "32")
+    plain = planned(llama, "--for", "W4A16:gptq,W3A16:rtn,FP8_DYNAMIC")
+    bits, usual = ([artifact["bits_per_weight"] for artifact in told["artifacts"]] for told in (found, plain))
+    more = 16 / 32 - 16 / 64  # a bfloat16 scale for 32 weights; 128 becomes 64 here, which divides
+    assert [a - b for a, b in zip(bits, usual, strict=True)] == pytest.approx([more, more, 0])
