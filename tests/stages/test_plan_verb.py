@@ -4,6 +4,8 @@ import json
 import math
 import shutil
 
+from pathlib import Path
+
 import pytest
 
 from quantflow import process_memory
@@ -237,9 +239,10 @@ def test_columns_are_cut_where_words_begin(scheme, group_size, columns, size, wh
     assert cut_columns(columns, size, with_group_size(preset(scheme), group_size)) == why
 
 
-def test_a_group_size_is_that_of_every_scheme_with_groups(llama, planned):
-    found = planned(llama, "--for", "W4A16:gptq,W3A16:rtn,FP8_DYNAMIC", "--group-size", "32")
-    plain = planned(llama, "--for", "W4A16:gptq,W3A16:rtn,FP8_DYNAMIC")
-    bits, usual = ([artifact["bits_per_weight"] for artifact in told["artifacts"]] for told in (found, plain))
-    more = 16 / 32 - 16 / 64  # a bfloat16 scale for 32 weights; 128 becomes 64 here, which divides
-    assert [a - b for a, b in zip(bits, usual, strict=True)] == pytest.approx([more, more, 0])
+def test_a_group_size_is_that_of_every_scheme_with_groups(planned):
+    model = Path(__file__).resolve().parents[2] / "examples" / "tiny-llama"
+    schemes = ("--for", "W4A16:gptq,W3A16:rtn,FP8_DYNAMIC")
+    found, usual = planned(model, *schemes, "--group-size", "32"), planned(model, *schemes)
+    bits, before = ([artifact["bits_per_weight"] for artifact in told["artifacts"]] for told in (found, usual))
+    more = 16 / 32 - 16 / 128  # a bfloat16 scale for 32 weights instead of 128
+    assert [a - b for a, b in zip(bits, before, strict=True)] == pytest.approx([more, more, 0])
