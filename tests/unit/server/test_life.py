@@ -36,9 +36,8 @@ def test_a_request_above_the_limit_gets_429_at_once_and_the_others_end(serve):
     with serve(limits=Limits(max_concurrent_requests=2)) as server:
         running = [long_answer(server) for _ in range(2)]
         wait_for(lambda: server.site.service.admission.rows == 2)
-        begin = time.monotonic()
         refused = server.generate(PROMPT, max_new_tokens=1)
-        assert time.monotonic() - begin < 0.5
+        assert server.site.service.admission.rows == 2  # it did not wait for them
         assert refused.json() == {"error": "Model is overloaded", "error_type": "overloaded"}
         assert (refused.status, refused.headers["retry-after"]) == (429, "1")
         assert server.post("/generate_stream", {"inputs": PROMPT}).status == 429
@@ -56,9 +55,8 @@ def test_a_client_that_goes_away_frees_its_row(serve):
         with socket.create_connection(("127.0.0.1", server.port)) as client:
             client.sendall(b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
             wait_for(lambda: server.models.first.engine.counters().running == 1)
-        begin = time.monotonic()
-        assert server.settled().cancelled == 1
-        assert time.monotonic() - begin < 1
+        counters = server.settled()
+        assert counters.cancelled == 1 and counters.generated_tokens < 900  # of the 1000 that it asked for
 
 
 def test_a_key_is_asked_of_everything_but_health(serve, tmp_path):
