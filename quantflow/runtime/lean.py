@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from quantflow.backends import kernels
 from quantflow.errors import UnsupportedError, UsageError
 from quantflow.runtime import architecture, operations
 from quantflow.runtime.architecture import Blueprint
@@ -47,6 +48,7 @@ class LeanDecoder:
     Attributes:
         vocab_size, positions, device: as in `quantflow.runtime.decoder.Decoder`.
         cache: keys and values since `begin`; None before.
+        why_not_invariant: why the bits of a sequence may depend on what is computed with it, in a sentence; None: they do not.
     """
 
     def __init__(
@@ -91,6 +93,12 @@ class LeanDecoder:
             self._embed = ranks.embedding(embedding, made.names.embedding)
             self._head = ranks.joined(self._head, _head_of(artifact, made))
         self._operations = Operations(made.heads, blocks, made.form)
+        foreign = {linear.backend.name for linear in artifact.linears.values() if linear.backend.linear is not kernels.linear}
+        self.why_not_invariant: str | None = None
+        if foreign:
+            self.why_not_invariant = f"{', '.join(sorted(foreign))} sums in another order for more tokens"
+        elif made.mixture:
+            self.why_not_invariant = "the experts of all tokens are chosen and weighed at once"
         self._tables: list[tuple[Tensor, Tensor]] = []
 
     def begin(self, *, rows: int, capacity: int) -> None:

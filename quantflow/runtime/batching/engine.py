@@ -8,7 +8,7 @@
     runner.py     what the engine asks of a model; paged.py: the lean decoder; pool.py: who has which block of its memory
 
 A request's tokens and log-probabilities are the same bits alone, in any batch, in whatever chunks its prompt is computed and
-whether it shares a prefix.
+whether it shares a prefix, unless `Engine.why_not_invariant` has a reason.
 """
 
 import threading
@@ -74,6 +74,7 @@ class Engine:
 
     Attributes:
         limits: without None, see `BatchLimits.resolved`.
+        why_not_invariant: why a request's bits may depend on what else runs, in a sentence; None: they do not.
         failed: the exception that killed the thread; None while it is well. Every request has then ended with it.
     """
 
@@ -108,6 +109,7 @@ class Engine:
         if self._runner.most_rows is not None:
             limits = replace(limits, max_batch_size=min(limits.max_batch_size, self._runner.most_rows))
         self.limits = limits
+        self.why_not_invariant = self._runner.why_not_invariant
         self.failed: BaseException | None = None
         self._tokenizer = tokenizer
         self._scheduler: Scheduler[BatchRow] = Scheduler(limits)
@@ -297,18 +299,26 @@ class Engine:
         try:
             if row.in_prefill and row.stream.request.prompt_logprobs:
                 row.prompt_scores(scores, first=row.computed)
-            row.computed += part.count
+            guess, row.guess = row.guess, []
+            row.computed += part.count - len(guess)
             if row.left:
                 return
-            event = row.next(scores[-1])
+            for index, after in enumerate(scores[len(scores) - 1 - len(guess) :]):
+                event = row.next(after)
+                if event.id is not None:
+                    self._counts["generated_tokens"] += 1
+                if event.finish is not None:
+                    break
+                row.stream.put(event)
+                if index == len(guess) or event.id != guess[index]:
+                    break
+                row.computed += 1  # the guess was right, so its keys and values are the text's
+            if event.finish is None and self._runner.guesses:
+                row.propose()
         except Exception as error:  # of the request's own mask, rules or sampling
             self._end(row, TokenEvent(index=len(row.generated), finish=FinishReason.ERROR, error=error))
             return
-        if event.id is not None:
-            self._counts["generated_tokens"] += 1
-        if event.finish is None:
-            row.stream.put(event)
-        else:
+        if event.finish is not None:
             self._end(row, event)
 
     def _end(self, row: BatchRow, event: TokenEvent) -> None:

@@ -1,7 +1,7 @@
 """The lean decoder with keys and values of all rows in one pool of blocks: a step is one forward of all of them.
 
 What a row gives is the same bits whatever else the step computes: the products and the attention of kernels.c and decode.c sum
-every output in an order of its own. Where an artifact's linears run in other kernels, `why_not_invariant` says so.
+every output in an order of its own. Where an artifact's linears run in torch's kernels, `why_not_invariant` says so.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,8 @@ class BlockRunner:
     """A `Runner` on the lean decoder.
 
     Attributes:
-        vocab_size, positions, pool_tokens, most_rows: as in `quantflow.runtime.batching.runner.Runner`.
+        vocab_size, positions, pool_tokens, most_rows, guesses, why_not_invariant: as in
+            `quantflow.runtime.batching.runner.Runner`.
     """
 
     def __init__(self, decoder: LeanDecoder, *, limits: BatchLimits, kv_memory: int | None) -> None:
@@ -45,6 +46,8 @@ class BlockRunner:
         self._decoder = decoder
         self.vocab_size, self.positions = decoder.vocab_size, decoder.positions
         self.most_rows: int | None = None
+        self.guesses = True
+        self.why_not_invariant = decoder.why_not_invariant
         longest = limits.max_total_tokens or decoder.positions or limits.max_batch_total_tokens or 4096
         memory = int(available_bytes() * _SHARE) if kv_memory is None else kv_memory
         nbytes = decoder.begin_blocks(blocks=1, columns=BLOCK_TOKENS, positions=1).nbytes
@@ -89,7 +92,7 @@ class BlockRunner:
         for part, lease in zip(parts, leases, strict=True):
             end = part.row.computed + part.count
             self._pool.grow(lease, end)
-            ids += part.row.tokens[part.row.computed : end]
+            ids += [*part.row.tokens[part.row.computed : end], *part.row.guess]  # a guess comes with all tokens before it
             first.append(len(ids))
             wanted += range(len(ids) - part.wanted, len(ids))
         width = max(len(lease.blocks) for lease in leases)
@@ -102,7 +105,7 @@ class BlockRunner:
             wanted=torch.tensor(wanted, dtype=torch.int64),
         )
         for part, lease in zip(parts, leases, strict=True):
-            self._pool.publish(lease, part.row.tokens, computed=part.row.computed + part.count)
+            self._pool.publish(lease, part.row.tokens, computed=min(part.row.computed + part.count, len(part.row.tokens)))
         pairs = zip(*summarize(logits), strict=True)
         scores = [Scores(logits=logits[i : i + 1], best=best, log_total=total) for i, (best, total) in enumerate(pairs)]
         ends = torch.tensor([0, *(part.wanted for part in parts)]).cumsum(dim=0).tolist()

@@ -16,6 +16,7 @@ from quantflow.runtime.batching.request import FinishReason, TokenEvent, TokenLo
 from quantflow.runtime.batching.stream import Stream
 from quantflow.runtime.decoding.logits import NEVER
 from quantflow.runtime.decoding.request import Request, allowed, choose
+from quantflow.runtime.decoding.speculation import look_up
 from quantflow.runtime.generate_job import Rules
 
 _WORD = 32  # bits of an element of a mask
@@ -58,6 +59,7 @@ class BatchRow:
         stream: where its events go.
         tokens: prompt and generated ones.
         computed: how many of them have keys and values.
+        guess: what may follow, proposed by `request.lookup`; a step computes it beside the last token.
         input_tokens, total_tokens, priority, left, in_prefill: as in `quantflow.runtime.batching.scheduler.Schedulable`.
     """
 
@@ -73,6 +75,7 @@ class BatchRow:
         self.stream = stream
         self.tokens = list(request.input_ids)
         self.computed = 0
+        self.guess: list[int] = []
         self.input_tokens, self.total_tokens = len(request.input_ids), request.total_tokens
         self.priority = request.priority
         self._vocab_size, self._stop = vocab_size, stop
@@ -97,8 +100,8 @@ class BatchRow:
 
     @property
     def left(self) -> int:
-        """Tokens to compute before the next can be chosen."""
-        return len(self.tokens) - self.computed
+        """Tokens to compute before the next can be chosen, and those that are guessed after them."""
+        return len(self.tokens) - self.computed + len(self.guess)
 
     @property
     def generated(self) -> list[int]:
@@ -109,7 +112,14 @@ class BatchRow:
         """Return of how many of the next `count` positions, the last ones, logits are needed."""
         if self.stream.request.prompt_logprobs and self.in_prefill:
             return count
-        return 1 if count == self.left else 0
+        return 1 + len(self.guess) if count == self.left else 0
+
+    def propose(self) -> None:
+        """Guess what follows a text that is being decoded."""
+        request = self.stream.request
+        if request.lookup is not None:
+            text = self._canvas[0, : len(self.tokens)]
+            self.guess = look_up(text, request.lookup, request.max_new_tokens - len(self.generated) - 1).tolist()
 
     def prompt_scores(self, scores: Sequence[Scores], *, first: int) -> None:
         """Take what the model says after prompt positions from `first` on, for the log-probabilities of their successors."""

@@ -58,12 +58,16 @@ class Runner(Protocol):
         vocab_size, positions: as in `quantflow.runtime.decoder.Decoder`.
         pool_tokens: keys and values that there is room for.
         most_rows: rows that may be open at once; None: any number.
+        guesses: whether it computes tokens that may turn out not to be the text's.
+        why_not_invariant: why a row's bits may depend on the others, in a sentence; None: they do not.
     """
 
     vocab_size: int
     positions: int | None
     pool_tokens: int
     most_rows: int | None
+    guesses: bool
+    why_not_invariant: str | None
 
     def open(self, row: BatchRow) -> None:
         """Begin a row."""
@@ -90,6 +94,9 @@ class OneAtATime:
         self.vocab_size, self.positions = decoder.vocab_size, decoder.positions
         self.pool_tokens = decoder.positions or _NO_POSITIONS
         self.most_rows: int | None = 1
+        self.guesses = False
+        # it depends on no other row, for there is none; but torch's products sum in another order for more tokens at once
+        self.why_not_invariant: str | None = "the chunks of a prompt decide how many tokens torch multiplies at once"
         self._used = 0
 
     def open(self, row: BatchRow) -> None:

@@ -163,13 +163,23 @@ class _Finder:
 
     def propose(self, tokens: Tensor, count: int, *, hidden: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Guess, by the longest end of the text that stood before."""
-        text = tokens[0]
-        for size in range(min(self._method.ngram, len(text) - 1), 0, -1):
-            places = (text.unfold(0, size, 1)[:-1] == text[-size:]).all(dim=1).nonzero()
-            if len(places):
-                begin = int(places[0, 0]) + size
-                return text[begin : begin + min(self._method.tokens, count)], None
-        return text[:0], None
+        return look_up(tokens[0], self._method, count), None
+
+
+def look_up(text: Tensor, method: Lookup, count: int) -> Tensor:
+    """Return what followed the longest end of a text where it first stood before, at most `count` tokens.
+
+    Args:
+        text: [L] int64.
+        method: how long an end is looked for, and how many tokens are proposed.
+        count: at most so many, 0 or more.
+    """
+    for size in range(min(method.ngram, len(text) - 1), 0, -1):
+        places = (text.unfold(0, size, 1)[:-1] == text[-size:]).all(dim=1).nonzero()
+        if len(places):
+            begin = int(places[0, 0]) + size
+            return text[begin : begin + min(method.tokens, count)]
+    return text[:0]
 
 
 class _Heads:

@@ -92,6 +92,25 @@ def test_two_hundred_requests_get_the_same_bits_alone_and_in_any_company(folders
         assert together(decoder, tokenizer, asked, seed=seed, **limits)[0] == by_themselves
 
 
+def test_guesses_save_steps_and_change_no_bit(folders, tokenizer):
+    decoder = load(folders("W8A8"), decoder="lean", dtype=torch.bfloat16).decoder
+    ids = tuple(tokenizer("self.name = name\n" * 12)["input_ids"])
+    found = []
+    for lookup in (None, Lookup(tokens=5)):
+        asked = BatchRequest(input_ids=ids, max_new_tokens=40, lookup=lookup, sampling=Sampling(temperature=0.3, seed=1))
+        with Engine(decoder, limits=BatchLimits(max_total_tokens=400, max_batch_size=4)) as engine:
+            found.append((list(engine.submit(asked)), engine.counters().steps))
+    assert found[0][0] == found[1][0]
+    assert found[1][1] < found[0][1]
+
+
+def test_an_engine_says_whether_bits_depend_on_what_else_runs(folders):
+    for backend, reason in (("auto", None), ("reference", "reference sums in another order for more tokens")):
+        decoder = load(folders("W8A8"), decoder="lean", backend=backend).decoder
+        with Engine(decoder, limits=BatchLimits(max_batch_size=2)) as engine:
+            assert engine.why_not_invariant == reason
+
+
 def test_tokens_are_those_of_generate(folders, tokenizer):
     decoder = load(folders("W8A8"), decoder="lean").decoder
     assert isinstance(decoder, LeanDecoder)
