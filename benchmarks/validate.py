@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _programs(model: Path, text: Path, tokens: int, length: int, work: Path) -> dict[str, Run]:
     """Return what the forwards took, the first validation of the model and text, and the next one."""
-    for name in ("2", "4", "r1", "r2", ".validate-cache"):
+    for name in ("2", "4", "r1", "r2", "validation-cache"):
         shutil.rmtree(work / name, ignore_errors=True)
     log = work / "log"
     run(Commands(model=model).quantize(work / "2", scheme="W4A16", algorithm="rtn", artifact=work / "4"), log=log)

@@ -496,7 +496,7 @@ def validate(
         report: gets validation.json and report.html; None is `<artifact>-validation`.
         expect: `fail` where a failing gate is the expected outcome.
         cache: a folder for what validations of one model over one text share: the noise floor, and what the baseline's layers
-            put out; None is `.validate-cache` beside the report.
+            put out; None is `validation-cache` beside the report.
         seed: of the resampling.
         revision: of a baseline on the hub.
         resources: limits of memory and disk.

@@ -58,7 +58,7 @@ from quantflow.validation.report import row_of, write_report
 
 VERSION = 2
 RESAMPLES = 2000
-CACHE = ".validate-cache"
+CACHE = "validation-cache"
 OTHER_WORK = 1.6  # seconds of a validation to those of its products: attention, norms and scores, on a model of 135 M weights
 
 
@@ -68,7 +68,7 @@ class ValidateJob:
 
     Attributes:
         report: the folder of validation.json and report.html.
-        cache: the folder of what validations of one model over one text share; None is `.validate-cache` beside the report.
+        cache: the folder of what validations of one model over one text share; None is `validation-cache` beside the report.
             It may be removed at any time, and costs the hidden states of the text: 4 bytes a token and hidden feature.
         expect: `fail` when a failing gate is the expected outcome.
         replace: redo a finished validation that was made from other inputs, instead of refusing.
@@ -251,7 +251,7 @@ def _sequences(job: ValidateJob, manifest: Mapping[str, Any]) -> list[Tensor]:
     """Return the evaluation windows.
 
     Raises:
-        InputError: one of them begins like a calibration sequence.
+        InputError: the text that they are cut from holds the first tokens of a calibration sequence, wherever.
     """
     documents = read_documents(Path(str(job.options.text)), load_tokenizer(job.baseline))
     tokens, length = job.options.tokens, job.options.sequence_length
@@ -260,11 +260,15 @@ def _sequences(job: ValidateJob, manifest: Mapping[str, Any]) -> list[Tensor]:
         return sequences
     head = min(CANARY_TOKENS, manifest["measurement"]["calibration"]["sequence_length"])
     calibrated = set(manifest["measurement"]["sequence_heads"])
-    longer = evaluation_sequences(documents, tokens=tokens, sequence_length=max(length, head))  # short windows hold no head
-    for sequence in (*sequences, *longer):  # a heading that both texts have is shorter, and no overlap
-        if len(sequence) >= head and tensor_hash(sequence[:head]) in calibrated:
+    left = tokens
+    for number, document in enumerate(documents, start=1):  # a heading that both texts have is shorter than a head
+        used = torch.tensor(document[:left], dtype=torch.int64)
+        left -= len(used)
+        position = next((at for at in range(len(used) - head + 1) if tensor_hash(used[at : at + head]) in calibrated), None)
+        if position is not None:
             raise InputError(
-                f"{job.options.text}: a document or window begins with the {head} tokens of a calibration sequence",
+                f"{job.options.text}: document {number}, tokens {position} to {position + head - 1}: the first {head} tokens "
+                "of a calibration sequence",
                 "evaluate on text that the artifact was not calibrated on",
             )
     return sequences

@@ -239,7 +239,7 @@ def test_nothing_is_overwritten_and_nothing_is_written_into_what_is_read(tmp_pat
     source = cards(tmp_path / "m", 4)
     before = {path.name: path.read_bytes() for path in source.iterdir()}
     for output in (source, source / "unified", tmp_path):
-        assert "one lies in the other" in said(2, "unify", "-m", source, "-o", output)
+        assert "lies in the" in said(2, "unify", "-m", source, "-o", output)
     assert {path.name: path.read_bytes() for path in source.iterdir()} == before
     line = ("unify", "-m", source, "-o", tmp_path / "deep" / "er" / "u")
     assert run(*line, "-g", "01", "23") == 0

@@ -109,14 +109,14 @@ def test_workers_change_no_bit_of_a_validation(job, tmp_path, monkeypatch):
         return type(allowed := plan(*arguments, **options))(**{**vars(allowed), "workers": 1})
 
     monkeypatch.setattr(stage, "allow_validate", small)
-    other = changed(job, report=tmp_path / "other")
+    other = changed(job, report=tmp_path / "other", cache=tmp_path / "nothing")
     stage.run(other, ProgressLine(quiet=True))
     assert (other.report / "validation.json").read_bytes() == expected
 
 
 def test_a_validation_that_was_stopped_goes_on_with_its_layer_and_ends_with_the_same_numbers(job, tmp_path, monkeypatch):
     stage.run(job, ProgressLine(quiet=True))
-    stopped = changed(job, report=tmp_path / "stopped")
+    stopped = changed(job, report=tmp_path / "stopped", cache=tmp_path / "nothing")
     layers = []
     advance = stage.LayerStream.advance
 

@@ -330,7 +330,7 @@ def test_the_output_is_made_with_its_parents_replaced_by_force_only_and_never_in
     assert said("unify", "-g", "0", "1", "-m", tmp_path / "m", "-o", deep, "--force")[0] == 0
     for inside in (tmp_path / "m" / "unified", tmp_path / "m", tmp_path):
         told = refused(2, "unify", "-m", tmp_path / "m", "-o", inside, "--force")
-        assert "one lies in the other" in told and "write beside the measurement" in told
+        assert "lies in the" in told and "write beside" in told
     assert sorted(path.name for path in (tmp_path / "m").iterdir()) == ["rank-000-of-002", "rank-001-of-002"]
 
 

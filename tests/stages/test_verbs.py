@@ -91,7 +91,7 @@ def test_without_json_a_stage_prints_its_folder_and_validate_a_table(capsys, lin
 
 def test_the_whole_chain_leaves_what_the_next_stage_reads_and_nothing_half(done):
     names = {path.name for path in done.iterdir() if not path.name.endswith((".lock", ".log"))}
-    assert names == {"1", "2", "4", "4-validation", "gate.yaml"}
+    assert names == {"1", "2", "4", "4-validation", "gate.yaml", "validation-cache"}
     assert {"config.json", "model.safetensors", "quantflow.json", "README.md"} <= {path.name for path in (done / "4").iterdir()}
     hidden = {path.name for path in done.rglob(".*") if not path.name.endswith((".lock", ".log"))}
     assert hidden <= {".hashes.json", ".inputs.json"}  # what is known of the source, and what a folder was made from

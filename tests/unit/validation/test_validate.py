@@ -35,8 +35,10 @@ def test_a_heading_that_both_texts_have_is_no_overlap_and_64_tokens_are(llama, t
         return {"measurement": {"calibration": {"sequence_length": 128}, "sequence_heads": heads}}
 
     assert validate._sequences(job, manifest(short))
-    with pytest.raises(InputError, match="begins with the 64 tokens of a calibration sequence"):
+    with pytest.raises(InputError, match="document 2, tokens 0 to 63: the first 64 tokens of a calibration sequence"):
         validate._sequences(job, manifest(short, long))
+    with pytest.raises(InputError, match="document 2, tokens 7 to 70: the first 64 tokens"):  # of a window of packed text
+        validate._sequences(job, manifest(short, long[7:]))
 
 
 QUIET = ProgressLine(quiet=True)
@@ -74,7 +76,7 @@ def test_a_second_validation_runs_the_candidate_alone_and_finds_the_same(artifac
     validate.run(job_of(artifact, llama, text_files, tmp_path / "2"), QUIET)
     assert layers_run == [torch.float32] * 2
     assert (tmp_path / "2" / "validation.json").read_bytes() == (tmp_path / "1" / "validation.json").read_bytes()
-    (kept,) = (tmp_path / ".validate-cache").iterdir()
+    (kept,) = (tmp_path / "validation-cache").iterdir()
     assert {path.name for path in kept.iterdir()} == {"floor.json", "00002.hidden", "00002.json"}
 
 
@@ -93,7 +95,7 @@ def test_a_second_validation_runs_the_candidate_alone_and_finds_the_same(artifac
 )
 def test_what_was_kept_and_is_damaged_is_made_again(artifact, llama, text_files, tmp_path, layers_run, name, harm):
     validate.run(job_of(artifact, llama, text_files, tmp_path / "1"), QUIET)
-    (path,) = (tmp_path / ".validate-cache").glob(f"*/{name}")
+    (path,) = (tmp_path / "validation-cache").glob(f"*/{name}")
     whole = path.read_bytes()
     if harm == "removed":
         path.unlink()
@@ -113,7 +115,7 @@ def test_another_text_length_or_seed_keeps_apart_from_what_was_kept(artifact, ll
         layers_run.clear()
         validate.run(replace(job, report=tmp_path / str(number), options=other), QUIET)
         assert len(layers_run) == 6
-    assert len(list((tmp_path / ".validate-cache").iterdir())) == 3
+    assert len(list((tmp_path / "validation-cache").iterdir())) == 3
 
 
 @pytest.mark.slow  # two processes import torch
