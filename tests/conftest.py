@@ -226,8 +226,8 @@ class ProofServer:
     def __init__(self) -> None:
         self.process: subprocess.Popen[str] | None = None
 
-    def ask(self, order: str) -> tuple[int, str]:
-        """Return the exit code and the stderr of the process that was given `order`."""
+    def ask(self, order: str) -> tuple[int, str, str]:
+        """Return the exit code, stdout and stderr of the process that was given `order`."""
         if self.process is None:
             command = [sys.executable, "-P", str(Path(__file__).with_name("proof_server.py"))]
             environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
@@ -238,7 +238,7 @@ class ProofServer:
         request = {"order": order, "environment": dict(os.environ), "folder": str(Path.cwd())}
         print(json.dumps(request), file=self.process.stdin, flush=True)
         answer = json.loads(self.process.stdout.readline())
-        return answer["code"], answer["stderr"]
+        return answer["code"], answer["stdout"], answer["stderr"]
 
     def close(self) -> None:
         if self.process is not None:
@@ -259,8 +259,8 @@ def proof_server() -> Iterator[None]:
 
         def communicate(self, order: str = "") -> tuple[str, str]:
             with lock:
-                self.returncode, said = server.ask(order) if order else (0, "")
-            return "null", said
+                self.returncode, *said = server.ask(order) if order else (0, "", "")
+            return said[0], said[1]
 
         def kill(self) -> None:
             self.returncode = -9

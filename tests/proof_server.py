@@ -3,24 +3,34 @@
 A line of stdin is one request in JSON, a line of stdout its answer:
 
     request   {"order": what the proof's process reads from stdin, "environment": its variables, "folder": its current one}
-    answer    {"code": its exit code, minus the signal that ended it, "stderr": what it wrote there}
+    answer    {"code": its exit code, minus the signal that ended it, "stdout", "stderr": what it wrote there}
 """
 
 import json
 import os
 import sys
+import tempfile
 import traceback
+from typing import IO
 
 from quantflow.exporting import canary, proof_process  # noqa: F401  # the canary is what takes seconds to import
 
 
 def fork(request: dict) -> dict:
     """Return how the proof of one request ended."""
-    reads, writes = os.pipe()
+    with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
+        code = prove(request, stdout, stderr)
+        for stream in (stdout, stderr):
+            stream.seek(0)
+        return {"code": code, "stdout": stdout.read(), "stderr": stderr.read()}
+
+
+def prove(request: dict, stdout: IO[str], stderr: IO[str]) -> int:
+    """Return the exit code of a fork that proves, minus the signal that ended it."""
     child = os.fork()
     if not child:
-        os.dup2(writes, 2)
-        os.dup2(2, 1)  # nothing that it prints is an answer
+        os.dup2(stdout.fileno(), 1)
+        os.dup2(stderr.fileno(), 2)
         os.environ.clear()
         os.environ.update(request["environment"])
         os.chdir(request["folder"])
@@ -29,12 +39,10 @@ def fork(request: dict) -> dict:
             code = proof_process.main(request["order"])
         except BaseException:
             traceback.print_exc()
+        sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-    os.close(writes)
-    with open(reads) as stream:
-        said = stream.read()
-    return {"code": os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), "stderr": said}
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 if __name__ == "__main__":

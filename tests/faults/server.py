@@ -163,16 +163,18 @@ def forked_proof(faults: Faults):
         def communicate(self, order: str = "") -> tuple[str, str]:
             from quantflow.exporting import proof_process
 
-            with tempfile.TemporaryFile("w+") as stderr:
+            with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
                 child = os.fork()
                 if child == 0:
                     faults.active = False
+                    os.dup2(stdout.fileno(), 1)
                     os.dup2(stderr.fileno(), 2)
                     end(lambda: proof_process.main(order))
                 _, status = os.waitpid(child, 0)
+                stdout.seek(0)
                 stderr.seek(0)
                 self.returncode = os.waitstatus_to_exitcode(status)
-                return "", stderr.read()
+                return stdout.read(), stderr.read()
 
         def kill(self) -> None:
             """Do nothing: there is no process yet."""
