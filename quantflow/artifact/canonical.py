@@ -18,7 +18,9 @@ from quantflow.errors import InputError
 
 HASH_BLOCK = 1024 * 1024
 MAX_DEPTH = 100
-MAX_JSON_BYTES = 256 * 1024 * 1024
+MAX_JSON_BYTES = 128 * 1024 * 1024
+MAX_CONTAINERS = 4_000_000  # tables and lists: each takes Python some 64 to 232 bytes, where the file has 2
+MAX_ITEMS = 24_000_000  # commas
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -66,7 +68,7 @@ def read_json(path: Path) -> Any:
     """Read a JSON file strictly; see `parse_json`.
 
     Raises:
-        InputError: naming the file: it cannot be read, is a git-LFS pointer, is over 256 MiB, or is not strict JSON.
+        InputError: naming the file: it cannot be read, is a git-LFS pointer, is over 128 MiB, or is not strict JSON.
     """
     with reading(path) as file:
         data = file.read(MAX_JSON_BYTES + 1)
@@ -85,14 +87,18 @@ def parse_json(data: bytes, name: str) -> Any:
 
     Raises:
         InputError: naming the file: not UTF-8, not JSON, a duplicate key, NaN or an infinity (also 1e999), a lone
-            surrogate, or nested deeper than 100.
+            surrogate, nested deeper than 100, or more tables, lists and items than MAX_CONTAINERS and MAX_ITEMS.
     """
+    counted = (data.count(b"[") + data.count(b"{"), data.count(b","))  # before any of them is made; those in texts as well
+    if counted[0] > MAX_CONTAINERS or counted[1] > MAX_ITEMS:
+        cause = f"{name}: {counted[0]} tables and lists, {counted[1]} items; {MAX_CONTAINERS} and {MAX_ITEMS} are read"
+        raise InputError(cause, "give the file that belongs there")
     try:
         text = data.decode()
         value = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant, parse_float=_finite_float)
         if _SURROGATE.search(text):
             json.dumps(value, ensure_ascii=False).encode()  # fails where a surrogate has no partner
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError, MemoryError) as error:
         raise InputError(f"{name}: not strict JSON ({error})", "restore the file from where it came from") from error
     if any(depth > MAX_DEPTH for depth, _ in _levels(value)):
         raise InputError(f"{name}: JSON nested deeper than {MAX_DEPTH}", "restore the file from where it came from")

@@ -16,6 +16,15 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+# Numbers of config.json that decide how much is made before a tensor is read: no more of them than there are tensors, or bytes.
+_COUNTS = frozenset(
+    {"num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_experts", "num_local_experts", "n_routed_experts"}
+)
+_SIZES = frozenset(
+    {"hidden_size", "n_embd", "d_model", "intermediate_size", "moe_intermediate_size", "ffn_dim", "n_inner", "vocab_size"}
+    | {"num_attention_heads", "num_key_value_heads", "n_head", "num_heads", "head_dim", "rotary_dim"}
+)
+_SLACK = 100  # a layer that lacks its tensors is named later
 _CONVERT = (
     'convert it to safetensors: python -c "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; '
     "[X.from_pretrained('{folder}').save_pretrained('{folder}-safetensors') for X in (M, T)]\""
@@ -115,7 +124,29 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         raise InputError(f"{folder / stray[0]}: a shard that no index names", f"remove it or restore {INDEX}")
     if not tensors:
         raise InputError(f"{folder}: its safetensors hold no tensor", "download the model again")
+    _check_numbers(config, tensors, str(folder / CONFIG))
     return Checkpoint(folder=folder, config=config, tensors=tensors, files=listing.files)
+
+
+def _check_numbers(table: dict[str, Any], tensors: dict[str, tuple[str, TensorInfo]], path: str) -> None:
+    """Refuse numbers of a config that the weights cannot have; tables in it are looked at too.
+
+    Raises:
+        InputError: naming the key.
+    """
+    nbytes = sum(info.nbytes for _, info in tensors.values())
+    for key, value in table.items():
+        if isinstance(value, dict):
+            _check_numbers(value, tensors, path)
+        elif type(value) is int:
+            limit, what = (len(tensors) + _SLACK, "tensors at most") if key in _COUNTS else (nbytes, "bytes of weights")
+            if key in _COUNTS | _SIZES and not 0 <= value <= limit:
+                raise InputError(
+                    f"{path}: {key} is {str(value)[:40]}, 0 to {limit} are possible ({what})",
+                    "restore the file from its source",
+                )
+            if not -(2**63) <= value < 2**63:
+                raise InputError(f"{path}: {key} has more than 64 bits", "restore the file from its source")
 
 
 def refuse_quantized(checkpoint: Checkpoint) -> None:

@@ -10,11 +10,12 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from quantflow.artifact import disk
 from quantflow.artifact.canonical import MAX_JSON_BYTES, digest_of, file_digest, parse_json, readable_json
 from quantflow.artifact.folder import list_files, reading, refuse_pointer
+from quantflow.artifact.schema import check
 from quantflow.errors import InputError, IntegrityError, UnsupportedError
 
 MANIFEST_NAME = "quantflow.json"
@@ -26,6 +27,76 @@ OPTIONAL_KEYS = frozenset({"head", "lean_decoder"})
 KEYS = BODY_KEYS | {"layout_version", "files", "digest"}
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _AGAIN = "copy or export the artifact again"
+
+
+class Source(TypedDict, total=False):
+    """The model that an artifact was made from."""
+
+    name: str
+    revision: str | None
+    files: dict[str, str]
+
+
+class Resolved(TypedDict, total=False):
+    """What the recipe became."""
+
+    algorithm: str
+    transforms: list[dict[str, Any]]
+    schemes: dict[str, dict[str, Any] | None]
+    head: dict[str, Any]
+
+
+class MadeBy(TypedDict, total=False):
+    """The recipe of one artifact."""
+
+    name: str
+    scheme: str
+    resolved: Resolved
+
+
+class Calibrated(TypedDict, total=False):
+    """The text that was measured on."""
+
+    hash: str
+    sequence_length: int
+
+
+class Counts(TypedDict, total=False):
+    """How much of it."""
+
+    samples: int
+    tokens: int
+
+
+class Measured(TypedDict, total=False):
+    """The measurement that was used."""
+
+    calibration: Calibrated
+    counts: Counts
+    sequence_heads: list[str]
+
+
+class Flavour(TypedDict):
+    """Which float8."""
+
+    flavour: str
+
+
+class LayerRow(TypedDict, total=False):
+    """What is told of one layer."""
+
+    decisions: dict[str, dict[str, Any]]
+    experts: dict[str, Any]
+
+
+class Manifest(TypedDict, total=False):
+    """Values that something reads, where they are there; `_check_files` and the ledger look at theirs."""
+
+    source: Source | None
+    recipe: MadeBy | None
+    measurement: Measured | None
+    float8: Flavour | None
+    layers: list[LayerRow] | dict[str, LayerRow] | None
 
 
 def build_manifest(folder: Path, *, body: Mapping[str, Any], hashes: Mapping[str, str] | None = None) -> dict[str, Any]:
@@ -83,8 +154,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if not os.path.exists(path):
         raise InputError(f"{folder}: no {MANIFEST_NAME}", "give the folder of an artifact that quantflow exported")
     with reading(path) as file:
-        data = file.read(MAX_JSON_BYTES)
+        data = file.read(MAX_JSON_BYTES + 1)
     refuse_pointer(data, path)
+    if len(data) > MAX_JSON_BYTES:
+        raise IntegrityError(f"{path}: over {MAX_JSON_BYTES} bytes", _AGAIN)
     try:
         manifest = parse_json(data, str(path))
         if not isinstance(manifest, dict):
@@ -105,6 +178,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if manifest["kind"] != "artifact":
         raise InputError(f"{path}: kind {manifest['kind']!r}, expected 'artifact'", "give the folder of an artifact")
     _check_files(path, manifest["files"])
+    check(manifest, Manifest, where=str(path), remedy=_AGAIN)
     return manifest
 
 

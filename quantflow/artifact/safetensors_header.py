@@ -19,6 +19,8 @@ from quantflow.errors import InputError
 
 MAX_HEADER_BYTES = 100_000_000
 MAX_INTEGER = 2**63 - 1
+MAX_DIMENSIONS = 64  # torch has no tensor of more
+MAX_NAME = 4096  # characters
 METADATA = "__metadata__"
 DTYPE_BITS = {
     "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "U8": 8, "I8": 8,
@@ -141,6 +143,9 @@ def _tensor(path: Path, name: str, entry: Any, *, begin: int) -> TensorInfo:
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise InputError(f"{path}: tensor {name!r} has unknown dtype {str(dtype)[:40]!r}", _DAMAGED)
+    if len(name) > MAX_NAME or (isinstance(shape, list) and len(shape) > MAX_DIMENSIONS):
+        cause = f"{path}: tensor {name[:80]!r} has {len(name)} characters of name and {len(shape)} dimensions"
+        raise InputError(cause, f"at most {MAX_NAME} and {MAX_DIMENSIONS} are read; write the file again")
     if not _are_counts(shape):
         raise InputError(f"{path}: tensor {name!r} has a shape that is not a list of integers >= 0", _DAMAGED)
     if not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:

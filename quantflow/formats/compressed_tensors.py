@@ -19,8 +19,7 @@ Longer than 300 lines because tensors and config are one contract, hence one fil
 Source: github.com/vllm-project/compressed-tensors, release 0.20.0, `compressors/` and `quantization/quant_args.py`.
 """
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, cast
@@ -28,6 +27,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from quantflow.artifact.patterns import Pattern
 from quantflow.core import affine, float8, packing
 from quantflow.core.groups import expand_rows
 from quantflow.core.kv import SCHEMES as KV_SCHEMES
@@ -398,14 +398,14 @@ def schemes_from_config(
         by_target.update(dict.fromkeys(group.get("targets", ()), scheme))
     ignore = set(config.get("ignore") or ())
     # A name is looked up; only what may mean several linears is compared with each: mixtures have tens of thousands.
-    wide_targets, wide_ignore = ([word for word in words if _is_wide(word)] for words in (by_target, ignore))
+    wide_targets, wide_ignore = ({word: _meant(word) for word in words if _is_wide(word)} for words in (by_target, ignore))
     kv_scheme_from_config(config)  # what is not known of the cache is refused, whoever asks for linears alone
     rotations = _rotations(config)
     resolved: dict[str, LinearScheme | None] = {}
     for name in linears:
-        matches = [target for target in wide_targets if _matches(name, target)]
+        matches = [target for target, means in wide_targets.items() if means(name)]
         matches += [name] if name in by_target else []
-        ignored = name in ignore or any(_matches(name, pattern) for pattern in wide_ignore)
+        ignored = name in ignore or any(means(name) for means in wide_ignore.values())
         found = None if ignored or not matches else by_target[min(matches, key=_specificity)]
         if name in rotations and found is None:
             raise _unsupported(f"transform_config mixes the inputs of {name}, which is not quantized")
@@ -574,11 +574,10 @@ def _is_wide(target: str) -> bool:
     return target == "Linear" or target.startswith("re:")
 
 
-def _matches(name: str, target: str) -> bool:
-    """Return whether a target of compressed-tensors (a name, `re:` and a pattern, or the class Linear) means `name`."""
-    if not target.startswith("re:"):
-        return target in (name, "Linear")
-    try:
-        return re.match(target.removeprefix("re:"), name) is not None
-    except re.error as error:
-        raise InputError(f"config.json: pattern {target!r}: {error}", "correct the pattern") from error
+def _meant(target: str) -> Callable[[str], bool]:
+    """Return which names a wide target of compressed-tensors means: `re:` and a pattern, or the class Linear.
+
+    Raises:
+        InputError: no regular expression.
+    """
+    return Pattern(target.removeprefix("re:")).match if target.startswith("re:") else lambda name: True

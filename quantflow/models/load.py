@@ -154,13 +154,23 @@ def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def as_written(config: PreTrainedConfig) -> PreTrainedModel:
-    """Return the same with the modules that transformers has."""
+    """Return the same with the modules that transformers has.
+
+    Raises:
+        InputError: transformers makes no model of it.
+    """
     kind = model_class(config)
     if kind.config_class is not type(config) and kind.config_class is config.sub_configs.get("text_config"):
         config = config.get_text_config()  # of a type with more than text, whose causal language model is the text's alone
     attention = "sdpa" if kind._supports_sdpa else "eager"
-    with _ONE_AT_A_TIME, _EmptyOnMeta(), no_init_weights():
-        model = kind._from_config(copy.deepcopy(config), dtype=torch.float32, attn_implementation=attention)
+    try:
+        with _ONE_AT_A_TIME, _EmptyOnMeta(), no_init_weights():
+            model = kind._from_config(copy.deepcopy(config), dtype=torch.float32, attn_implementation=attention)
+    except MemoryError:
+        raise
+    except Exception as error:  # the model's code raises whatever a value of config.json makes it stumble over
+        cause = f"config.json: no {config.model_type} can be made of it ({type(error).__name__}: {first_line(error)})"
+        raise InputError(cause, "repair config.json or download it again") from error
     release_(model, [name for name, parameter in model.named_parameters() if not parameter.is_meta])
     model.tie_weights()
     return model

@@ -1,9 +1,9 @@
 """Names that a recipe's pattern means."""
 
-import re
 from collections.abc import Callable, Sequence
 
-from quantflow.errors import UsageError, nearest
+from quantflow.artifact.patterns import Pattern
+from quantflow.errors import InputError, UsageError, nearest
 
 
 def matching(pattern: str, names: Sequence[str], where: str) -> list[str]:
@@ -20,10 +20,13 @@ def matching(pattern: str, names: Sequence[str], where: str) -> list[str]:
     match: Callable[[str], object] = pattern.__eq__
     if pattern.startswith("re:"):
         try:
-            match = re.compile(pattern[3:]).match
-        except re.error as error:
-            raise UsageError(f"{where}: {pattern!r} is no regular expression: {error}", "mend the pattern") from error
-    found = [name for name in names if match(name) not in (None, False)]
+            match = Pattern(pattern[3:]).match
+        except InputError as error:
+            raise UsageError(f"{where}: {error.cause}", error.remedy) from error
+    try:
+        found = [name for name in names if match(name)]
+    except InputError as error:
+        raise UsageError(f"{where}: {error.cause}", error.remedy) from error
     if not found:
         raise UsageError(f"{where}: {pattern!r} matches none of {len(names)} modules", f"{nearest(pattern, names[:7])}, ...")
     return found

@@ -29,6 +29,7 @@ from typing import Any
 
 import yaml
 
+from quantflow.artifact.folder import reading
 from quantflow.core.kv_scheme import GRANULARITIES, NAMES
 from quantflow.core.scheme import ALIASES, FLOAT8_FLAVOURS, INPUT_OBSERVERS, PRESETS, SCALE_ROUNDINGS
 from quantflow.errors import InputError, UsageError, nearest
@@ -572,16 +573,35 @@ class Recipe:
                 raise UsageError(f"quantize: {names.count(name)} entries are named {name!r}", "give each its own name")
 
 
+MAX_YAML_BYTES = 1 << 20
+MAX_YAML_DEPTH = 50
+_YAML_ERRORS = (yaml.YAMLError, RecursionError, ValueError, OverflowError, TypeError)  # of dates and numbers that are none too
+
+
 class _StrictLoader(yaml.SafeLoader):
-    """YAML without silent duplicates."""
+    """YAML without silent duplicates, and without aliases: a few lines of these stand for more values than memory holds."""
+
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Refuse an alias, and a hundred lists in each other."""
+        self.depth += 1
+        if self.check_event(yaml.AliasEvent) or self.depth > MAX_YAML_DEPTH:
+            raise yaml.YAMLError("an alias, or values too deep in each other; write them out")
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Refuse a key that stands twice in one mapping."""
-        keys = [self.construct_object(key) for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                line = node.start_mark.line + 1
+        """Refuse a key that stands twice in one mapping, and one that is a mapping or a list."""
+        keys = set()
+        for key_node, _ in node.value:
+            key, line = self.construct_object(key_node), node.start_mark.line + 1
+            if not isinstance(key, str | int | float | None):
+                raise yaml.YAMLError(f"the mapping of line {line} has a key that is no text")
+            if key in keys:
                 raise UsageError(f"recipe line {line}: key {key!r} stands twice", "keep one of them")
+            keys.add(key)
         return super().construct_mapping(node, deep)
 
 
@@ -590,17 +610,32 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
     Raises:
         InputError: it is unreadable or not UTF-8.
-        UsageError: it is not YAML, not a mapping, or repeats a key.
+        UsageError: it is over 1 MiB, not YAML, not a mapping, has an alias, or repeats a key.
     """
     try:
-        value = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)
-    except (OSError, UnicodeDecodeError) as error:
+        with reading(path) as file:
+            text = file.read(MAX_YAML_BYTES + 1).decode()
+    except UnicodeDecodeError as error:
         raise InputError(f"{path}: {error}", "give a readable UTF-8 file") from error
-    except yaml.YAMLError as error:
-        raise UsageError(f"{path}: not YAML: {' '.join(str(error).split())}", "mend the syntax") from error
+    value = _parse_yaml(text, str(path))
     if not isinstance(value, dict):
         raise UsageError(f"{path}: holds {type(value).__name__}, a mapping is needed", "write `key: value` lines")
     return value
+
+
+def _parse_yaml(text: str, name: str) -> Any:
+    """Return what a text of YAML holds.
+
+    Raises:
+        UsageError: it is too long, or not YAML without aliases.
+    """
+    if len(text) > MAX_YAML_BYTES:
+        raise UsageError(f"{name}: over {MAX_YAML_BYTES} characters", "give a recipe")
+    try:
+        return yaml.load(text, Loader=_StrictLoader)
+    except _YAML_ERRORS as error:
+        told = " ".join(str(error).split())
+        raise UsageError(f"{name}: not YAML: {told if len(told) <= 300 else told[:297] + '...'}", "mend the syntax") from error
 
 
 def apply_settings(data: dict[str, Any], settings: Sequence[str]) -> dict[str, Any]:
@@ -618,9 +653,7 @@ def apply_settings(data: dict[str, Any], settings: Sequence[str]) -> dict[str, A
         try:
             for part in parents:
                 target = target[int(part)] if isinstance(target, list) else target.setdefault(part, {})
-            target[int(last) if isinstance(target, list) else last] = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise UsageError(f"--set {item}: {text!r} is not YAML", "quote the value, or mend its syntax") from error
+            target[int(last) if isinstance(target, list) else last] = _parse_yaml(text, f"--set {path}: {text[:60]!r}")
         except (ValueError, IndexError, TypeError, AttributeError) as error:
             raise UsageError(f"--set {item}: {path} does not lead to a key", "use names and list positions") from error
     return data

@@ -5,21 +5,37 @@ y = base(x) + scaling * B (A x),  A [r, in_features], B [out_features, r]
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired, TypedDict
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from quantflow.artifact.canonical import read_json
+from quantflow.artifact.patterns import Pattern
+from quantflow.artifact.schema import Between, check
 from quantflow.errors import InputError, UnsupportedError, UsageError
 from quantflow.models.reading import read_file
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
 _ONLY = {"use_dora": False, "bias": "none", "modules_to_save": None, "fan_in_fan_out": False, "lora_bias": False}
+
+
+_Alpha = Annotated[float, Between(1e-9, 1e9)]
+
+
+class AdapterConfig(TypedDict):
+    """What is read of adapter_config.json."""
+
+    peft_type: str
+    r: Annotated[int, Between(1, 1 << 20)]
+    lora_alpha: _Alpha
+    alpha_pattern: NotRequired[dict[str, _Alpha] | None]
+    use_rslora: NotRequired[bool | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,13 +87,14 @@ def attach_(model: nn.Module, folder: str | Path, *, merge: bool = False) -> Ada
     """
     path = Path(folder)
     config = _read_config(path / _CONFIG)
+    alphas = [(Pattern(rf"(.*\.)?({text})"), alpha) for text, alpha in (config.get("alpha_pattern") or {}).items()]
     parts = _parts(path / _WEIGHTS)
     bases = {name: _linear(model, name, down, up, path=path / _WEIGHTS) for name, (down, up) in parts.items()}
     merged = tuple(name for name, base in bases.items() if merge and isinstance(base, nn.Linear))
     _refuse_shared(model, {name: bases[name] for name in merged})
     first = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
     for name, (down, up) in parts.items():
-        base, scaled = bases[name], up.float() * _scaling(config, name, rank=down.shape[0])
+        base, scaled = bases[name], up.float() * _scaling(config, alphas, name, rank=down.shape[0])
         if name in merged:
             weight: Any = base.weight
             weight.data += (scaled @ down.float()).to(weight)
@@ -99,17 +116,13 @@ def _refuse_shared(model: nn.Module, linears: dict[str, nn.Module]) -> None:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    config = read_json(path)
-    if not isinstance(config, dict):
-        raise InputError(f"{path}: not a table", "restore the file from where it came from")
+    config: dict[str, Any] = read_json(path)
+    check(config, AdapterConfig, where=str(path))
     if config.get("peft_type") != "LORA":
         raise UnsupportedError(f"{path}: peft_type {config.get('peft_type')}", "give a LoRA adapter")
     for key, usual in _ONLY.items():
         if config.get(key, usual) not in (usual, [] if usual is None else usual):
             raise UnsupportedError(f"{path}: {key} is {config[key]}, {usual} is supported", "give a plain LoRA adapter")
-    for key in ("r", "lora_alpha"):
-        if not isinstance(config.get(key), int | float) or config[key] <= 0:
-            raise InputError(f"{path}: {key} is {config.get(key)}", "restore the file from where it came from")
     return config
 
 
@@ -124,6 +137,10 @@ def _parts(path: Path) -> dict[str, tuple[Tensor, Tensor]]:
     for module, pair in sides.items():
         if pair.keys() != {"A", "B"}:
             raise InputError(f"{path}: {module} has lora_{''.join(pair)} alone", "restore the file from where it came from")
+    for module, pair in sides.items():
+        if not all(pair[side].numel() for side in "AB"):
+            shapes = f"A {list(pair['A'].shape)}, B {list(pair['B'].shape)}"
+            raise InputError(f"{path}: {module} of rank 0, {shapes}", "give an adapter that was trained")
     if not sides:
         raise InputError(f"{path}: holds no tensor", "give an adapter that was trained")
     return {module: (pair["A"], pair["B"]) for module, pair in sides.items()}
@@ -144,11 +161,7 @@ def _linear(model: nn.Module, name: str, down: Tensor, up: Tensor, *, path: Path
     return base
 
 
-def _scaling(config: dict[str, Any], name: str, *, rank: int) -> float:
+def _scaling(config: dict[str, Any], alphas: Sequence[tuple[Pattern, float]], name: str, *, rank: int) -> float:
     """Return alpha / r, or alpha / sqrt(r) where the adapter is rank-stabilized (Kalajdzievski 2023)."""
-    alpha = config["lora_alpha"]
-    for pattern, other in (config.get("alpha_pattern") or {}).items():
-        if re.fullmatch(rf"(.*\.)?({pattern})", name):
-            alpha = other
-            break
+    alpha = next((other for pattern, other in alphas if pattern.fullmatch(name)), config["lora_alpha"])
     return float(alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank)

@@ -3,15 +3,16 @@
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any, NotRequired, TypedDict
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from quantflow.artifact.canonical import read_json
-from quantflow.artifact.checkpoint import Checkpoint
+from quantflow.artifact.checkpoint import CONFIG, Checkpoint
 from quantflow.artifact.manifest import read_manifest
 from quantflow.artifact.outputs import beside
+from quantflow.artifact.schema import Between, check
 from quantflow.artifact.verify import verify as verify_artifact
 from quantflow.backends import cuda, hpu, kernels, native
 from quantflow.errors import UnsupportedError, UsageError
@@ -25,6 +26,7 @@ from quantflow.runtime.tensor_parallel import Ranks, Wire
 _TOKENIZER_FILES = frozenset({"tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json"})
 _GENERATION = "generation_config.json"
 _MISSING = MappingProxyType({"cpu": lambda: None, cuda.NAME: cuda.missing_here, hpu.NAME: hpu.missing_here})
+TokenId = Annotated[int, Between(0, 2**31 - 1)]
 DECODERS = ("auto", "lean", "transformers")
 
 
@@ -186,12 +188,24 @@ def _loaded(artifact: Artifact, decoder: Decoder, *, model: PreTrainedModel | No
     )
 
 
+class Ends(TypedDict):
+    """What is read of generation_config.json."""
+
+    eos_token_id: NotRequired[TokenId | list[TokenId] | None]
+
+
 def _eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
-    """Return the tokens that end a text: those of generation_config.json, else those of config.json."""
+    """Return the tokens that end a text: those of generation_config.json, else those of config.json.
+
+    Raises:
+        InputError: they are no numbers of tokens.
+    """
     config: Any = checkpoint.config
+    check(config, Ends, where=str(checkpoint.folder / CONFIG))
     if _GENERATION in checkpoint.files:
         generation = read_json(checkpoint.folder / _GENERATION)
-        if isinstance(generation, dict) and generation.get("eos_token_id") is not None:
+        check(generation, Ends, where=str(checkpoint.folder / _GENERATION))
+        if generation.get("eos_token_id") is not None:
             config = generation
     found = config.get("eos_token_id")
     return tuple(found) if isinstance(found, list) else () if found is None else (found,)

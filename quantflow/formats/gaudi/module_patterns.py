@@ -7,9 +7,11 @@ found in its path. The blocklist is asked afterwards in the same way, so it wins
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from quantflow.errors import UsageError
+from quantflow.artifact.patterns import Pattern
+from quantflow.errors import InputError, UsageError
 
 _CLASS_OF_NUMBERS = re.compile(r"\[(\d+)-(\d+)\]")
 _LONGEST = 256
@@ -33,7 +35,11 @@ class ModuleList:
 
     def holds(self, path: str, layer_type: str) -> bool:
         """Return whether a module is on the list."""
-        return layer_type in self.types or any(re.search(pattern, path) for pattern in self.names)
+        return layer_type in self.types or any(pattern.search(path) for pattern in self._patterns)
+
+    @cached_property
+    def _patterns(self) -> tuple[Pattern, ...]:
+        return tuple(map(Pattern, self.names))
 
 
 def module_list(key: str, value: object) -> ModuleList:
@@ -75,9 +81,9 @@ def _check_pattern(key: str, pattern: str) -> None:
                 f"write {_meant(pattern, found)!r}",
             )
     try:
-        re.compile(pattern)
-    except re.error as error:
-        raise UsageError(f"{key}.names: pattern {pattern!r} is no regular expression: {error}", "mend the pattern") from error
+        Pattern(pattern)
+    except InputError as error:
+        raise UsageError(f"{key}.names: {error.cause}", error.remedy) from error
 
 
 def _characters(found: "re.Match[str]") -> str:

@@ -9,12 +9,13 @@ equal bytes whatever the versions of Python and numpy are; the old spelling `num
 
 import io
 import pickle
+import pickletools
 import struct
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -24,7 +25,15 @@ from quantflow.errors import InputError
 MEMBER = "arr_0.npy"
 MAX_BYTES = 1 << 30
 MAX_VALUES = 10_000_000
+MAX_OPCODES = 5_000_000  # of a pickle; an array takes some 40
+MAX_DIRECTORY = 1 << 16  # bytes of a zip's list of files, which has one
+_MEMO = frozenset({"PUT", "BINPUT", "LONG_BINPUT", "GET", "BINGET", "LONG_BINGET"})
 _KINDS = "fiub"  # floats, integers, booleans
+_END = struct.Struct("<4s4H2LH")  # of a zip: signature, disk, disk, entries, entries, bytes of the list, offset, comment
+_ZIP_ERRORS = (
+    *(zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, OSError),
+    *(ValueError, struct.error, OverflowError, MemoryError),  # names that are not UTF-8, numbers that are none
+)
 _REMEDY = "give the file as Gaudi's toolkit wrote it, from a source that you trust"
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest time that a zip can hold
 
@@ -173,6 +182,19 @@ class _Resolver:
         raise _Refused(f"a value of type {type(value).__name__.strip('_')}")
 
 
+def _scan(data: bytes) -> None:
+    """Refuse a pickle that would make Python allocate what it does not hold: memory for a memo of 2 ** 32 entries.
+
+    Raises:
+        _Refused: naming the opcode.
+    """
+    for count, (opcode, argument, _) in enumerate(pickletools.genops(data)):
+        if count >= MAX_OPCODES:
+            raise _Refused(f"more than {MAX_OPCODES} steps")
+        if opcode.name in _MEMO and not 0 <= int(argument or 0) <= count:
+            raise _Refused(f"a memo of {argument} entries after {count} steps")
+
+
 def loads(data: bytes, *, name: str) -> Any:
     """Return the plain data that a pickle holds.
 
@@ -184,6 +206,7 @@ def loads(data: bytes, *, name: str) -> Any:
         InputError: it asks for anything but plain data and arrays, or is no pickle.
     """
     try:
+        _scan(data)
         return _Resolver()(_Restricted(io.BytesIO(data)).load())
     except _Refused as error:
         raise InputError(f"{name}: the pickle asks for {error}; nothing of it was run", _REMEDY) from error
@@ -198,24 +221,44 @@ def read_npz(path: Path) -> Any:
         InputError: the file cannot be read, is no such archive, or its pickle is refused.
     """
     with reading(path) as file:
+        _refuse_directory(file, path)
         try:
             with zipfile.ZipFile(file) as archive:
                 names = archive.namelist()
                 if names != [MEMBER] or archive.getinfo(MEMBER).file_size > MAX_BYTES:
                     raise InputError(f"{path}: holds {names[:4]}, one {MEMBER} of at most 1 GiB is expected", _REMEDY)
+                if archive.getinfo(MEMBER).compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                    raise InputError(f"{path}: {MEMBER} is compressed in a way that numpy does not write", _REMEDY)
                 data = archive.read(MEMBER)
-        except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, OSError) as error:
+        except _ZIP_ERRORS as error:
             raise InputError(f"{path}: not a whole npz file ({error})", _REMEDY) from error
     stream = io.BytesIO(data)
     try:
         layout: Any = np.lib.format
         readers = {(1, 0): layout.read_array_header_1_0, (2, 0): layout.read_array_header_2_0}
         shape, _, dtype = readers[layout.read_magic(stream)](stream)
-    except (ValueError, KeyError) as error:
+    except Exception as error:  # numpy evaluates the header, which fails in any way that Python text can
         raise InputError(f"{path}: {MEMBER} is no array ({error})", _REMEDY) from error
     if shape != () or dtype != np.dtype(object):
         raise InputError(f"{path}: {MEMBER} is {dtype} {list(shape)}, a table is expected", _REMEDY)
     return loads(stream.read(), name=str(path))
+
+
+def _refuse_directory(file: BinaryIO, path: Path) -> None:
+    """Refuse a zip whose list of files is longer than that of one file: it would be read whole.
+
+    Raises:
+        InputError: the file ends with no such list, or with a longer one.
+    """
+    size = file.seek(0, io.SEEK_END)
+    file.seek(max(0, size - _END.size))
+    end = file.read(_END.size)
+    file.seek(0)
+    if len(end) < _END.size or not end.startswith(b"PK\x05\x06"):
+        raise InputError(f"{path}: not a whole npz file (its end is missing)", _REMEDY)
+    _, _, _, entries, total, nbytes, _, _ = _END.unpack(end)
+    if (entries, total) != (1, 1) or nbytes > MAX_DIRECTORY:
+        raise InputError(f"{path}: holds {total} files, one {MEMBER} is expected", _REMEDY)
 
 
 def npz_bytes(table: Mapping[str, Any]) -> bytes:

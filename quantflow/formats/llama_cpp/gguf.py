@@ -18,7 +18,7 @@ import os
 import struct
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ LAYOUT_VERSION = 3
 ALIGNMENT = 32
 MAX_NAME_BYTES = 63  # llama.cpp keeps a tensor's name and a zero byte in 64
 MAX_DIMENSIONS = 4
+MAX_ITEMS = 1 << 24  # of all fields and their lists, and of tensors: a vocabulary has a few million
 # kind -> (its number, how struct spells it)
 KINDS = {
     "u8": (0, "B"), "i8": (1, "b"), "u16": (2, "H"), "i16": (3, "h"), "u32": (4, "I"), "i32": (5, "i"),
@@ -180,6 +181,7 @@ def read_header(path: Path, *, types: Mapping[int, Type] = PLAIN) -> Header:
                 "write it with a newer llama.cpp",
             )
         count, fields = cursor.unpack("QQ")
+        cursor.spend(count + fields)
         metadata: dict[str, tuple[str, Any]] = {}
         for _ in range(fields):
             key = cursor.string()
@@ -217,6 +219,12 @@ class _Cursor:
     file: BufferedReader
     size: int
     types: Mapping[int, Type]
+    left: list[int] = field(default_factory=lambda: [MAX_ITEMS])
+
+    def spend(self, count: int) -> None:
+        self.left[0] -= count
+        if self.left[0] < 0:
+            raise InputError(f"{self.path}: more than {MAX_ITEMS} fields, items and tensors", "give a GGUF file of a model")
 
     def take(self, nbytes: int) -> bytes:
         if nbytes > self.size - self.file.tell():
@@ -252,6 +260,7 @@ class _Cursor:
         least = 8 if kind == "string" else struct.calcsize(KINDS[kind][1])
         if count * least > self.size - self.file.tell():
             raise InputError(f"{self.path}: truncated, {count} items at {self.file.tell()} of {self.size}", _DAMAGED)
+        self.spend(count)
         if kind == "string":
             return [self.string() for _ in range(count)]
         return list(self.unpack(f"{count}{KINDS[kind][1]}"))

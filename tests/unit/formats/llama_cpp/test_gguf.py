@@ -171,7 +171,7 @@ TENSOR_AT = HEADER.index(b"t\x02\x00\x00\x00")  # the letter t, then how many di
     [
         (0, b"GGML", InputError, "begins with b'GGML'"),
         (4, b"\x01", UnsupportedError, "GGUF version 1, 2 and 3 are known"),
-        (8, struct.pack("<Q", 2**60), InputError, "tensor '' has 0 dimensions"),
+        (8, struct.pack("<Q", 2**60), InputError, "more than 16777216 fields"),
         (33, b"\x0d", InputError, "field 'n' has the unknown kind 13"),
         (77, b"\xff", InputError, "not UTF-8"),
         (TENSOR_AT + 1, b"\x05", InputError, "tensor 't' has 5 dimensions"),

@@ -1,0 +1,139 @@
+"""One check of a whole JSON value at the edge where it was read, against a shape that is spelled as types.
+
+    class Source(TypedDict):
+        name: str
+        revision: NotRequired[str | None]
+
+    check(value, Source, where="quantflow.json: source")
+
+A shape is `Any`, None, bool, int, float, str, `Literal[...]`, `list[...]`, `dict[str, ...]`, a TypedDict, a union of these, or
+one `Annotated` with `Between`. An int is a float here as it is in JSON, a bool is neither. A TypedDict may have more keys than
+it names.
+"""
+
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from quantflow.errors import InputError
+
+AGAIN = "restore the file from where it came from"
+
+
+@dataclass(frozen=True)
+class Between:
+    """The least and the largest number that are allowed."""
+
+    least: float
+    most: float
+
+
+def check(value: Any, shape: Any, *, where: str, remedy: str = AGAIN) -> None:
+    """Do nothing where a value has a shape.
+
+    Args:
+        value: what a JSON file holds.
+        shape: see above.
+        where: the file, and the key in it.
+        remedy: what to do otherwise.
+
+    Raises:
+        InputError: naming the first key whose value is another, and what is needed there.
+    """
+    found = _wrong(value, shape)
+    if found is not None:
+        path, wrong, needed = found
+        shown = repr(wrong)
+        place = f"{where}: {path.removeprefix('.')}" if path else where
+        cause = f"{place}: {shown if len(shown) <= 60 else shown[:57] + '...'}, {needed} is needed"
+        raise InputError(cause, remedy)
+
+
+def _wrong(value: Any, shape: Any) -> tuple[str, Any, str] | None:
+    """Return where a value is not of its shape, what is there, and what is needed; None where all is."""
+    kind = typing.get_origin(shape)
+    if kind is typing.Annotated:
+        inner, *limits = typing.get_args(shape)
+        found = _wrong(value, inner)
+        if found is not None or value is None:
+            return found
+        (limit,) = limits
+        return None if limit.least <= value <= limit.most else ("", value, f"{limit.least} to {limit.most}")
+    if kind in (types.UnionType, typing.Union):
+        options = typing.get_args(shape)
+        tries = [_wrong(value, option) for option in options]
+        if None in tries:
+            return None
+        deepest = max((found for found in tries if found is not None), key=lambda found: len(found[0]))
+        return deepest if deepest[0] else ("", value, " or ".join(map(_word, options)))
+    if kind is typing.Literal:
+        known = typing.get_args(shape)
+        return None if any(value == word and type(value) is type(word) for word in known) else ("", value, _word(shape))
+    if kind is list:
+        if not isinstance(value, list):
+            return "", value, "a list"
+        return _first((f"[{i}]", item, typing.get_args(shape)[0]) for i, item in enumerate(value))
+    if kind is dict:
+        if not isinstance(value, Mapping):
+            return "", value, "a table"
+        return _first((f".{key}", item, typing.get_args(shape)[1]) for key, item in value.items())
+    if typing.is_typeddict(shape):
+        return _wrong_table(value, shape)
+    return None if _is(value, shape) else ("", value, _word(shape))
+
+
+def _wrong_table(value: Any, shape: Any) -> tuple[str, Any, str] | None:
+    if not isinstance(value, Mapping):
+        return "", value, "a table"
+    missing = sorted(shape.__required_keys__ - value.keys())
+    if missing:
+        return f".{missing[0]}", None, "a value"
+    return _first((f".{key}", value[key], hint) for key, hint in _hints(shape).items() if key in value)
+
+
+def _first(items: Any) -> tuple[str, Any, str] | None:
+    for path, item, shape in items:
+        found = _wrong(item, shape)
+        if found is not None:
+            return f"{path}{found[0]}", found[1], found[2]
+    return None
+
+
+def _is(value: Any, kind: Any) -> bool:
+    if kind is Any:
+        return True
+    if kind is None or kind is type(None):
+        return value is None
+    if kind is float:
+        return type(value) in (int, float) and -(2**1023) < value < 2**1023  # NaN is not
+    if kind is int:
+        return type(value) is int and -(2**63) <= value < 2**63
+    return type(value) is kind
+
+
+@cache
+def _hints(shape: Any) -> dict[str, Any]:
+    """Return the types of a TypedDict's keys, without what says that a key may be missing."""
+    found = typing.get_type_hints(shape, include_extras=True)
+    return {
+        key: typing.get_args(hint)[0] if typing.get_origin(hint) is typing.NotRequired else hint for key, hint in found.items()
+    }
+
+
+def _word(shape: Any) -> str:
+    """Return what a shape is called in a message."""
+    kind = typing.get_origin(shape)
+    if kind is typing.Literal:
+        return " or ".join(repr(word) for word in typing.get_args(shape))
+    if kind is typing.Annotated:
+        inner, limit = typing.get_args(shape)
+        return f"{_word(inner)} from {limit.least} to {limit.most}"
+    if kind is list:
+        return "a list"
+    if kind is dict or typing.is_typeddict(shape):
+        return "a table"
+    words = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", None: "null", type(None): "null"}
+    return words.get(shape, str(shape))

@@ -1,0 +1,80 @@
+"""Work in a process of its own that may hold so much memory and run so long: a crash, a hang or an explosion is an outcome."""
+
+import os
+import resource
+import select
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+
+SECONDS = 10.0
+MEMORY = 2 << 30  # bytes of address space beyond what the process has
+PROMISED = (0, 2, 3, 5, 6, 7)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a process ended.
+
+    Attributes:
+        code: its exit code, minus the signal that ended it; None: it was still running after its time.
+        said: what it wrote to stdout and stderr.
+        seconds: how long it ran.
+    """
+
+    code: int | None
+    said: str
+    seconds: float
+
+    @property
+    def kept(self) -> bool:
+        """Whether the promise was kept: a promised code, a sentence for it, and nothing raw for a terminal."""
+        raw = any(ord(c) < 32 and c not in "\n\t" or 127 <= ord(c) < 160 for c in self.said)
+        bug = "a bug in quantflow" in self.said or "Traceback" in self.said or "panicked" in self.said
+        return self.code in PROMISED and not raw and not bug
+
+
+def isolated(work: Callable[[], int], *, seconds: float = SECONDS, memory: int | None = MEMORY) -> Outcome:
+    """Return how `work`, which returns an exit code, ends in a fork of this process."""
+    reader, writer = os.pipe()
+    begin = time.monotonic()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            os.close(reader)
+            os.dup2(writer, 1)
+            os.dup2(writer, 2)
+            sys.stdout, sys.stderr = (
+                os.fdopen(1, "w", errors="replace", closefd=False),
+                os.fdopen(2, "w", errors="replace", closefd=False),
+            )
+            if memory is not None:
+                with open("/proc/self/statm") as file:
+                    size = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+                resource.setrlimit(resource.RLIMIT_AS, (size + memory, size + memory))
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            code = work()
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    os.close(writer)
+    said, left = bytearray(), seconds
+    while (left := begin + seconds - time.monotonic()) > 0 and select.select([reader], [], [], left)[0]:
+        piece = os.read(reader, 1 << 16)
+        if not piece:
+            break
+        said += piece[: max(0, (1 << 20) - len(said))]
+    os.close(reader)
+    late = left <= 0
+    if late:
+        os.kill(child, signal.SIGKILL)
+    status = os.waitpid(child, 0)[1]
+    code = None if late else os.waitstatus_to_exitcode(status)
+    return Outcome(code=code, said=said.decode(errors="replace"), seconds=time.monotonic() - begin)
