@@ -7,6 +7,7 @@ Fails    2 unknown backend or options that do not go together, 3 no tokenizer or
          4 a text differs from the reference, 6 a package that a source of prompts needs, 7 the artifact is damaged
 """
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from quantflow.runtime.generate_job import Beams, Contrastive, GenerateJob, Look
 from quantflow.stages.cli.environment import bars_wanted
 from quantflow.stages.cli.options import QUIET, given, job_settings, offline
 from quantflow.stages.cli.output import show
+from quantflow.stages.cli.plain import plain
 from quantflow.stages.cli.progress_line import ProgressLine
 
 
@@ -42,7 +44,7 @@ def command(artifact: str, as_json: bool, quiet: bool, **options: Any) -> None:
     def stream(text: str) -> None:
         pieces.append(text)
         if not as_json:
-            click.echo(text, nl=False)
+            click.echo(plain(text) if sys.stdout.isatty() else text, nl=False)
 
     progress = ProgressLine(quiet=quiet, bars=bars_wanted())
     result = api.generate(job_from(artifact, options), stream=stream, progress=progress)

@@ -1,4 +1,4 @@
-"""What a folder is and holds, as a verb; it reads headers and records alone, and imports no torch without --backends."""
+"""What a folder is and holds, as a verb; it imports no torch without --backends, and reads no weight with --no-verify."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,7 +8,9 @@ import click
 
 from quantflow import api
 from quantflow.artifact.inspect import summarize
-from quantflow.stages.cli.options import offline
+from quantflow.artifact.manifest import MANIFEST_NAME
+from quantflow.artifact.verify import verify
+from quantflow.stages.cli.options import NO_VERIFY, offline
 from quantflow.stages.cli.output import outline, show, table
 
 
@@ -18,16 +20,19 @@ from quantflow.stages.cli.output import outline, show, table
 @click.option(
     "--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True, help="For --backends."
 )
+@NO_VERIFY
 @offline
-def command(path: str, backends: bool, dtype: str, as_json: bool, **_shared: Any) -> None:
+def command(path: str, backends: bool, dtype: str, no_verify: bool, as_json: bool, **_shared: Any) -> None:
     """Say what a model, a measurement or an artifact holds.
 
-    Reads no weight.
+    An artifact is verified first.
 
     \b
     Example: quantflow inspect work/4-export
              quantflow inspect work/4-export --backends --dtype bfloat16
     """
+    if not no_verify and (Path(path) / MANIFEST_NAME).exists():
+        verify(Path(path))
     if backends:
         rows = api.backends(path, dtype=dtype)
         show(rows, as_json=as_json, text=_backends_text(rows))

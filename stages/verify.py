@@ -1,10 +1,14 @@
-"""Every byte of an artifact against its manifest, as a verb; exit 7 where one differs. Imports no torch."""
+"""Every byte of an artifact against its manifest, as a verb; exit 7 where one differs. Imports no torch.
+
+With a key, certificates or an identity the signature is checked as well, and names who is meant where it is another's.
+"""
 
 from pathlib import Path
 from typing import Any
 
 import click
 
+from quantflow.artifact.signing import Trusted, require_signature
 from quantflow.artifact.verify import verify
 from quantflow.stages.cli.options import offline
 from quantflow.stages.cli.output import outline, show
@@ -12,14 +16,37 @@ from quantflow.stages.cli.output import outline, show
 
 @click.command("verify")
 @click.argument("artifact")
+@click.option("--key", metavar="PEM", type=click.Path(path_type=Path), help="A public key: its signature is needed.")
+@click.option(
+    "--certificate",
+    metavar="PEM",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="A root: one it leads to; also several.",
+)
+@click.option("--identity", metavar="WHO", help="Of Sigstore, with --issuer; over the network.")
+@click.option("--issuer", metavar="URL", help="The service that knows them.")
+@click.option("--signature", metavar="FILE", type=click.Path(path_type=Path), help="Default: <artifact>.sig.")
 @offline
-def command(artifact: str, as_json: bool, **_shared: Any) -> None:
-    """Check every byte of ARTIFACT against its manifest.
-
-    Exits 7 and names the file where one differs.
+def command(
+    artifact: str,
+    key: Path | None,
+    certificate: tuple[Path, ...],
+    identity: str | None,
+    issuer: str | None,
+    signature: Path | None,
+    as_json: bool,
+    **_shared: Any,
+) -> None:
+    """Check every byte of ARTIFACT against its manifest; exits 7 and names the file where one differs.
 
     \b
     Example: quantflow verify work/4-export
+             quantflow verify work/4-export --key their-key.pub
     """
-    report = verify(Path(artifact))
+    signed = None
+    if key or certificate or identity or issuer or signature:
+        trusted = Trusted(key=key, roots=certificate, identity=identity, issuer=issuer)
+        signed = require_signature(Path(artifact), trusted, signature=signature)
+    report = verify(Path(artifact)) | ({} if signed is None else {"signature": signed["signature"]})
     show(report, as_json=as_json, text=f"intact: {outline(report)}")

@@ -29,7 +29,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 _AGAIN = "copy or export the artifact again"
 
 
-class Source(TypedDict, total=False):
+class _Source(TypedDict, total=False):
     """The model that an artifact was made from."""
 
     name: str
@@ -37,7 +37,7 @@ class Source(TypedDict, total=False):
     files: dict[str, str]
 
 
-class Resolved(TypedDict, total=False):
+class _Resolved(TypedDict, total=False):
     """What the recipe became."""
 
     algorithm: str
@@ -46,57 +46,57 @@ class Resolved(TypedDict, total=False):
     head: dict[str, Any]
 
 
-class MadeBy(TypedDict, total=False):
+class _MadeBy(TypedDict, total=False):
     """The recipe of one artifact."""
 
     name: str
     scheme: str
-    resolved: Resolved
+    resolved: _Resolved
 
 
-class Calibrated(TypedDict, total=False):
+class _Calibrated(TypedDict, total=False):
     """The text that was measured on."""
 
     hash: str
     sequence_length: int
 
 
-class Counts(TypedDict, total=False):
+class _Counts(TypedDict, total=False):
     """How much of it."""
 
     samples: int
     tokens: int
 
 
-class Measured(TypedDict, total=False):
+class _Measured(TypedDict, total=False):
     """The measurement that was used."""
 
-    calibration: Calibrated
-    counts: Counts
+    calibration: _Calibrated
+    counts: _Counts
     sequence_heads: list[str]
 
 
-class Flavour(TypedDict):
+class _Flavour(TypedDict):
     """Which float8."""
 
     flavour: str
 
 
-class LayerRow(TypedDict, total=False):
+class _LayerRow(TypedDict, total=False):
     """What is told of one layer."""
 
     decisions: dict[str, dict[str, Any]]
     experts: dict[str, Any]
 
 
-class Manifest(TypedDict, total=False):
+class _Manifest(TypedDict, total=False):
     """Values that something reads, where they are there; `_check_files` and the ledger look at theirs."""
 
-    source: Source | None
-    recipe: MadeBy | None
-    measurement: Measured | None
-    float8: Flavour | None
-    layers: list[LayerRow] | dict[str, LayerRow] | None
+    source: _Source | None
+    recipe: _MadeBy | None
+    measurement: _Measured | None
+    float8: _Flavour | None
+    layers: list[_LayerRow] | dict[str, _LayerRow] | None
 
 
 def build_manifest(folder: Path, *, body: Mapping[str, Any], hashes: Mapping[str, str] | None = None) -> dict[str, Any]:
@@ -178,7 +178,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if manifest["kind"] != "artifact":
         raise InputError(f"{path}: kind {manifest['kind']!r}, expected 'artifact'", "give the folder of an artifact")
     _check_files(path, manifest["files"])
-    check(manifest, Manifest, where=str(path), remedy=_AGAIN)
+    check(manifest, _Manifest, where=str(path), remedy=_AGAIN)
     return manifest
 
 

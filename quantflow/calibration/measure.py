@@ -52,6 +52,7 @@ from quantflow.models.identity import identify
 from quantflow.models.load import Source, load_tokenizer, open_source
 from quantflow.models.sharding import placements
 from quantflow.models.source import refuse_not_finite
+from quantflow.models.token_ids import refuse_beyond
 from quantflow.observers import DEFAULT, observer_named, of_gradients
 from quantflow.planning.experts import ROUTED
 from quantflow.planning.recipe import Calibration, Resources
@@ -287,6 +288,7 @@ def calibration_sequences(
         sequences = select(documents, samples=calibration.samples, sequence_length=length, seed=None)
     else:
         sequences = select(documents, samples=calibration.samples, sequence_length=length, seed=seed, pack=calibration.packs)
+    refuse_beyond(sequences, getattr(source.config, "vocab_size", None), where=str(calibration.source))
     if len(sequences) < replicas:
         raise UsageError(f"measure: {len(sequences)} sequences for {replicas} ranks", "use fewer ranks or more samples")
     return sequences

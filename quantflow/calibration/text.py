@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from quantflow.artifact.canonical import parse_json
 from quantflow.artifact.folder import reading
 from quantflow.errors import InputError, UsageError
+from quantflow.models.chat_template import chat_tokens
 from quantflow.models.reading import read_file
 
 MIN_TOKENS = 2  # a shorter document predicts nothing
@@ -195,11 +195,7 @@ def _from_messages(messages: Any, where: str, tokenizer: PreTrainedTokenizerBase
         raise InputError(f"{where}: messages is not a list of {{role, content}}", "give role and content as strings")
     if tokenizer.chat_template is None:
         raise InputError(f"{where}: messages, but the tokenizer has no chat template", "give `text`, or a chat model")
-    try:
-        tokens: list[int] = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
-    except TemplateError as error:
-        raise InputError(f"{where}: refused by the chat template ({error})", "give the roles it expects") from error
-    return tokens
+    return chat_tokens(tokenizer, messages, where=where, answer=False)
 
 
 def _read_tokens(path: Path, tokenizer: PreTrainedTokenizerBase | None) -> list[list[int]]:

@@ -16,6 +16,7 @@ from quantflow.runtime.generate_job import (
     KV_CACHE_HELP,
     PACK_HELP,
     RANKS_HELP,
+    SIGNATURE_HELP,
     TRUST_HELP,
 )
 from quantflow.settings import setting
@@ -56,6 +57,7 @@ class BenchJob:
         profile: where a trace of one more run goes, for chrome://tracing; None for no such run.
         ranks: processes that share the model, each with a part of every matrix.
         trust_network: the ranks may meet at the address of somebody's torchrun.
+        require_signature: a public key that has to have signed the artifact.
     """
 
     artifact: Path
@@ -66,6 +68,9 @@ class BenchJob:
         verbs=BENCH,
         parse=Path,
         help="Time this model too, and print both side by side.",
+    )
+    require_signature: Path | None = setting(
+        None, flag="--require-signature", metavar="PEM", verbs=BENCH, parse=Path, help=SIGNATURE_HELP
     )
     batch_sizes: tuple[int, ...] = setting((1,), flag="-b --batch-size", verbs=BENCH, shown=True, help="Also several.")
     input_tokens: int = setting(256, flag="--input-tokens", verbs=BENCH, shown=True, help="Of each prompt; prompts are random.")

@@ -1,5 +1,6 @@
 """The model card that export writes into README.md: what the artifact is, where it loads, and where it does not."""
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from statistics import median
@@ -40,7 +41,8 @@ ASYMMETRIC = (
 
 def model_card(manifest: Mapping[str, Any]) -> str:
     """Return the card of an artifact."""
-    recipe, source = manifest["recipe"], manifest["source"]
+    recipe = manifest["recipe"]
+    source = {key: _harmless(manifest["source"][key]) for key in ("name", "revision")}
     resolved, chosen = recipe["resolved"], recipe.get("chosen")
     what = recipe["scheme"] if chosen is None else f"mixed precision of {chosen['bits_per_weight']:.2f} bits per weight"
     schemes = [scheme for scheme in resolved["schemes"].values() if scheme is not None]
@@ -52,7 +54,7 @@ def model_card(manifest: Mapping[str, Any]) -> str:
     cache = kv_words_of(resolved)
     lines = [
         "---",
-        f"base_model: {source['name']}",
+        f"base_model: {json.dumps(source['name'])}",  # a JSON text is a YAML one, whatever it holds
         "library_name: transformers",
         "tags: [quantflow, compressed-tensors]",
         "---",
@@ -89,6 +91,11 @@ def model_card(manifest: Mapping[str, Any]) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def _harmless(text: str | None) -> str | None:
+    """Return a name without what Markdown, HTML and tables would read."""
+    return None if text is None else re.sub(r"[^\w./:@+ -]", "_", text)
 
 
 def _head(head: Mapping[str, Any] | None) -> str:

@@ -22,12 +22,13 @@ Source: github.com/vllm-project/compressed-tensors, release 0.20.0, `compressors
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Annotated, Any, TypedDict, cast
 
 import torch
 from torch import Tensor
 
 from quantflow.artifact.patterns import Pattern
+from quantflow.artifact.schema import Between, check
 from quantflow.core import affine, float8, packing
 from quantflow.core.groups import expand_rows
 from quantflow.core.kv import SCHEMES as KV_SCHEMES
@@ -366,6 +367,62 @@ def _with_aliases(names: Sequence[str], model_type: str, modules: Mapping[str, s
     return [*names, *(name for name in known if name is not None)]
 
 
+class _Arguments(TypedDict, total=False):
+    """How a tensor is quantized, in compressed-tensors' words."""
+
+    num_bits: Annotated[int, Between(1, 64)]
+    type: str
+    symmetric: bool
+    strategy: str
+    group_size: Annotated[int, Between(-1, 2**31)] | None
+    dynamic: bool | str
+    actorder: str | bool | None
+    block_structure: list[int] | None
+
+
+class _ConfigGroup(TypedDict, total=False):
+    """Linears that are quantized alike."""
+
+    targets: list[str]
+    weights: _Arguments | None
+    input_activations: _Arguments | None
+    output_activations: _Arguments | None
+    format: str | None
+
+
+class _Applied(TypedDict, total=False):
+    """Where a transform is."""
+
+    targets: list[str]
+    location: str
+    ignore: list[str] | None
+
+
+class _TransformGroup(TypedDict, total=False):
+    """A transform."""
+
+    type: str
+    head_dim: int | None
+    randomize: bool
+    apply: list[_Applied]
+
+
+class _TransformConfig(TypedDict, total=False):
+    """What is mixed while the model runs."""
+
+    config_groups: dict[str, _TransformGroup] | None
+
+
+class _QuantizationConfig(TypedDict, total=False):
+    """The values of a quantization_config that are read."""
+
+    format: str | None
+    ignore: list[str] | None
+    kv_cache_scheme: _Arguments | None
+    config_groups: dict[str, _ConfigGroup]
+    transform_config: _TransformConfig | None
+
+
 def schemes_from_config(
     config: Mapping[str, Any], linears: Sequence[str], *, flavour: str = "e4m3fn"
 ) -> dict[str, LinearScheme | None]:
@@ -382,6 +439,7 @@ def schemes_from_config(
         UnsupportedError: a method, strategy, format or option that this version does not know.
         InputError: config_groups is missing, or a pattern is not a regular expression.
     """
+    check(config, _QuantizationConfig, where="config.json: quantization_config")
     for key, known in (("quant_method", NAME), ("quantization_status", "compressed")):
         if config.get(key) != known:
             raise _unsupported(f"{key} is {config.get(key)!r}, {known!r} is known")

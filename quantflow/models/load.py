@@ -26,6 +26,7 @@ from quantflow.errors import InputError
 from quantflow.models.configuration import first_line, load_config
 from quantflow.models.experts import view_
 from quantflow.models.names import NameMap, twins
+from quantflow.models.panics import panics_refused
 from quantflow.models.reading import read_rows, read_tensor
 from quantflow.models.source import as_linears
 
@@ -91,7 +92,10 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
         InputError: there is none, or its files are damaged.
     """
     try:
-        return AutoTokenizer.from_pretrained(Path(folder), trust_remote_code=False, local_files_only=True)
+        with panics_refused(f"{folder}: no usable tokenizer", "copy the tokenizer files of the model into this folder"):
+            return AutoTokenizer.from_pretrained(Path(folder), trust_remote_code=False, local_files_only=True)
+    except InputError:
+        raise
     except Exception as error:  # the Rust tokenizers raise bare Exception
         raise InputError(
             f"{folder}: no usable tokenizer ({first_line(error)})",

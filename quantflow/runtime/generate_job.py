@@ -20,6 +20,7 @@ DECODER_HELP = "lean, transformers, or auto: lean where it can."
 KV_CACHE_HELP = "float32, bfloat16, float8 or int8 (default: the artifact's, else --dtype)."
 PACK_HELP = "Keep the weights as kernels want them in ARTIFACT-packed, and load from there."
 RANKS_HELP = "Processes that share the model (default 1), or torchrun's."
+SIGNATURE_HELP = "A public key: the artifact has to be signed with its private one."
 TRUST_HELP = "Ranks of your torchrun may meet at its address, which anybody on the network can write to."
 
 
@@ -256,6 +257,7 @@ class GenerateJob:
         device: where the model runs.
         ranks: processes that share the model, each with a part of every matrix.
         trust_network: the ranks may meet at the address of somebody's torchrun.
+        require_signature: a public key that has to have signed the artifact.
     """
 
     artifact: Path
@@ -363,6 +365,9 @@ class GenerateJob:
     decoder: str = setting("auto", flag="--decoder", verbs=GENERATE, shown=True, help=DECODER_HELP)
     kv_cache: str = setting("auto", flag="--kv-cache", metavar="KIND", verbs=GENERATE, help=KV_CACHE_HELP)
     pack: bool = setting(False, flag="--pack", verbs=GENERATE, help=PACK_HELP)
+    require_signature: Path | None = setting(
+        None, flag="--require-signature", metavar="PEM", verbs=GENERATE, parse=Path, help=SIGNATURE_HELP
+    )
     disk_offload: bool = setting(
         False,
         flag="--disk-offload",

@@ -17,11 +17,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from quantflow.artifact import signing
 from quantflow.artifact.canonical import read_json
 from quantflow.artifact.manifest import MANIFEST_NAME
 from quantflow.errors import InputError, UsageError
 from quantflow.models.load import load_tokenizer, open_source, skeleton
 from quantflow.models.names import NameMap
+from quantflow.models.token_ids import refuse_beyond
 from quantflow.progress import SILENT, Progress
 from quantflow.runtime import rank_processes
 from quantflow.runtime.adapters import Adapted, attach_
@@ -45,6 +47,8 @@ def run(job: GenerateJob, stream: Callable[[str], None], progress: Progress | No
         None on a rank that is not the first.
     """
     _check(job)
+    if job.require_signature is not None:
+        signing.require_signature(job.artifact, signing.Trusted(key=job.require_signature))
     without = {"the transformers decoder": job.decoder == "transformers", f"device {job.device}": job.device != "cpu"}
     without |= {"an adapter": job.adapter is not None, "disk_offload": job.disk_offload}
     world = rank_processes.world_of("generate", job.ranks, trusted=job.trust_network, without=without)
@@ -76,6 +80,7 @@ def _continue(
     """Return the outputs, how long they took, and what decoded."""
     tokenizer = loaded.tokenizer or load_tokenizer(job.artifact)
     rows = encode(prompts, tokenizer, limit=job.max_input_tokens, chat=job.chat)
+    refuse_beyond(rows, loaded.decoder.vocab_size, where="prompts")
     echo = not (job.chat or any(not isinstance(prompt, str) for prompt in prompts)) if job.echo is None else job.echo
     method, options = _method(job, tokenizer), _options(job, loaded, tokenizer)
     decoder = Timed(loaded.decoder)

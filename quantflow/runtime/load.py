@@ -8,6 +8,7 @@ from typing import Annotated, Any, NotRequired, TypedDict
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from quantflow.artifact import signing
 from quantflow.artifact.canonical import read_json
 from quantflow.artifact.checkpoint import CONFIG, Checkpoint
 from quantflow.artifact.manifest import read_manifest
@@ -74,6 +75,7 @@ def load(
     crops: bool = False,
     pack: bool = False,
     wire: Wire | None = None,
+    require_signature: str | Path | None = None,
 ) -> Loaded:
     """Open an artifact, or a model that is not quantized.
 
@@ -90,6 +92,7 @@ def load(
         device: where the model runs.
         crops: whether `crop` will be called; speculation does.
         pack: of the lean decoder: read its weights from FOLDER-packed, as kernels want them, or put them there.
+        require_signature: a public key, PEM, whose signature beside the artifact is checked first (quantflow.artifact.signing).
         wire: to the other processes that share the model with this one, which then holds its part of the lean decoder alone.
 
     Raises:
@@ -102,6 +105,8 @@ def load(
             modules do not have; another dtype than float32, bfloat16 and float16.
     """
     folder, device = Path(folder), torch.device(device)
+    if require_signature is not None:
+        signing.require_signature(folder, signing.Trusted(key=Path(require_signature)))
     if decoder not in DECODERS:
         raise UsageError(f"decoder {decoder!r} is unknown", f"use one of {', '.join(DECODERS)}")
     if wire is not None and (decoder == "transformers" or device.type != "cpu"):
@@ -188,7 +193,7 @@ def _loaded(artifact: Artifact, decoder: Decoder, *, model: PreTrainedModel | No
     )
 
 
-class Ends(TypedDict):
+class _Ends(TypedDict):
     """What is read of generation_config.json."""
 
     eos_token_id: NotRequired[TokenId | list[TokenId] | None]
@@ -201,10 +206,10 @@ def _eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
         InputError: they are no numbers of tokens.
     """
     config: Any = checkpoint.config
-    check(config, Ends, where=str(checkpoint.folder / CONFIG))
+    check(config, _Ends, where=str(checkpoint.folder / CONFIG))
     if _GENERATION in checkpoint.files:
         generation = read_json(checkpoint.folder / _GENERATION)
-        check(generation, Ends, where=str(checkpoint.folder / _GENERATION))
+        check(generation, _Ends, where=str(checkpoint.folder / _GENERATION))
         if generation.get("eos_token_id") is not None:
             config = generation
     found = config.get("eos_token_id")

@@ -8,12 +8,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from quantflow.artifact.canonical import parse_json, read_json
 from quantflow.artifact.folder import reading
 from quantflow.errors import InputError, UnsupportedError, UsageError
+from quantflow.models.chat_template import chat_tokens
 
 Prompt = str | list[dict[str, str]]  # a text, or the messages of a conversation
 _SUFFIXES = (".txt", ".json", ".jsonl", ".csv", ".parquet")
@@ -84,13 +84,7 @@ def _from_chat(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBas
         raise UsageError(
             f"prompt {number}: a chat, but the tokenizer has no chat template", "leave out --chat, or use a chat model"
         )
-    try:
-        tokens: list[int] = tokenizer.apply_chat_template(
-            messages, tokenize=True, add_generation_prompt=True, return_dict=False
-        )
-    except TemplateError as error:
-        raise InputError(f"prompt {number}: refused by the chat template ({error})", "give the roles it expects") from error
-    return tokens
+    return chat_tokens(tokenizer, messages, where=f"prompt {number}", answer=True)
 
 
 def _split_of(folder: Path) -> Path:
@@ -128,7 +122,10 @@ def _rows(path: Path) -> Iterator[Any]:
     if path.suffix == ".txt":
         yield from (part.strip("\n") for part in text.split("\n\n") if part.strip())
     elif path.suffix == ".csv":
-        yield from csv.DictReader(io.StringIO(text, newline=""))
+        try:
+            yield from csv.DictReader(io.StringIO(text, newline=""), restkey="")
+        except csv.Error as error:
+            raise InputError(f"{path}: not CSV ({error})", "give shorter fields, or .jsonl") from error
     else:
         for number, line in enumerate(text.split("\n"), start=1):
             if line.strip():

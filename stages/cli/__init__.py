@@ -10,7 +10,7 @@ from quantflow.stages.cli.output import exit_code
 
 VERBS = (
     *("run", "plan", "measure", "quantize", "unify", "export", "validate", "generate", "serve", "chat", "bench"),
-    *("inspect", "verify", "diff", "calibration"),
+    *("inspect", "verify", "sign", "diff", "calibration"),
 )
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from quantflow.artifact import disk
 from quantflow.process_memory import usage
+from quantflow.stages.cli.plain import plain
 from quantflow.units import duration, size
 
 
@@ -58,7 +59,7 @@ class Log:
     def _append(self, text: str) -> None:
         if self._descriptor is not None:
             stamp = datetime.now().astimezone().isoformat(timespec="seconds")
-            content = "".join(f"{stamp} {line}\n" for line in text.splitlines()).encode()
+            content = "".join(f"{stamp} {line}\n" for line in plain(text).splitlines()).encode()
             while content:
                 content = content[os.write(self._descriptor, content) :]
 

@@ -48,6 +48,7 @@ COMMON = (
     click.option("-v", "--verbose", is_flag=True, help="Progress from the first step on."),
     DEBUG,
 )
+NO_VERIFY = click.option("--no-verify", is_flag=True, help="Read records and headers alone: a changed weight is not noticed.")
 TRUST_NETWORK = click.option(
     "--trust-network",
     is_flag=True,

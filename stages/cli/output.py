@@ -18,6 +18,7 @@ import click
 from quantflow.distributed.launch import speaks
 from quantflow.errors import QuantflowError
 from quantflow.stages.cli.environment import bars_wanted
+from quantflow.stages.cli.plain import one_line, plain
 from quantflow.stages.cli.progress_line import PATIENCE, ProgressLine
 from quantflow.stages.cli.signals import Interrupted, Signals
 
@@ -62,8 +63,8 @@ def reporting(shared: Mapping[str, Any], output: Path) -> Iterator[ProgressLine]
 
 
 def show(result: Any, *, as_json: bool, text: str) -> None:
-    """Print the result to stdout: the JSON document, or the text."""
-    click.echo(json.dumps(result, indent=1, sort_keys=True, default=str) if as_json else text)
+    """Print the result to stdout: the JSON document, or the text, with what would move a terminal's cursor spelled out."""
+    click.echo(json.dumps(result, indent=1, sort_keys=True, default=str) if as_json else plain(text))
 
 
 def show_call(words: Mapping[str, Any], *, as_json: bool) -> None:
@@ -81,7 +82,7 @@ def _plain(value: Any) -> Any:
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return rows as aligned text: the first three columns to the left, numbers to the right."""
-    cells = [tuple(columns), *[tuple(row) for row in rows]]
+    cells = [tuple(map(one_line, row)) for row in (columns, *rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
     lines = []
     for row in cells:
@@ -101,12 +102,15 @@ def outline(value: Any, indent: str = "") -> str:
             if nested and len(keys) > 2:  # equal tables in a row, such as the schemes of all linears, are shown once
                 keys, items = (f"{keys[0]} to {keys[-1]} ({len(keys)} alike)",), items[:1]
             for key, item in zip(keys, items, strict=True):
-                lines.append(f"{indent}{key}:" + (f"\n{outline(item, indent + '  ')}" if nested else f" {item}"))
+                lines.append(
+                    f"{indent}{one_line(str(key))}:"
+                    + (f"\n{outline(item, indent + '  ')}" if nested else f" {one_line(str(item))}")
+                )
         return "\n".join(lines)
     if isinstance(value, list):
         shown = [f"{indent}- {outline(item, indent + '  ').lstrip()}" for item in value[:20]]
         return "\n".join(shown + ([f"{indent}... {len(value) - 20} more"] if len(value) > 20 else []))
-    return f"{indent}{value}"
+    return f"{indent}{one_line(str(value))}"
 
 
 def exit_code(group: click.Group, arguments: Sequence[str]) -> int:
@@ -114,6 +118,11 @@ def exit_code(group: click.Group, arguments: Sequence[str]) -> int:
 
     The verbs find its `Invocation` in click's context.
     """
+    for word in arguments:  # they reach records that are UTF-8, hours later
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            return _fail(f"{word!a}: not UTF-8", "rename it, or give another", 2, debug=False)
     invocation = Invocation(tuple(arguments))
 
     def command() -> None:
@@ -155,6 +164,12 @@ def exit_code_of(work: Callable[[], object], *, debug: bool = False) -> int:
         if isinstance(error, RuntimeError) and TORCH_OUT_OF_MEMORY in str(error):
             return _fail(f"out of memory: {error}", MORE_MEMORY, 5, debug=debug)
         return _fail(f"a bug in quantflow: {type(error).__name__}: {error}", "report it with --debug", 1, debug=debug)
+    except BaseException as error:
+        if (
+            type(error).__name__ != "PanicException"
+        ):  # of Rust, whose class cannot be imported: a tokenizer met what it cannot read
+            raise
+        return _fail(f"tokenizer: {error}", "give the model its own tokenizer files", 3, debug=debug)
     return 0
 
 
@@ -178,6 +193,6 @@ def _system(error: OSError) -> tuple[str, str, int]:
 def _fail(cause: str, remedy: str, code: int, *, debug: bool) -> int:
     if debug:
         traceback.print_exc()
-    click.echo(f"error: {' '.join(cause.splitlines())}", err=True)
-    click.echo(f"  fix: {' '.join(remedy.splitlines())}", err=True)
+    click.echo(f"error: {plain(' '.join(cause.splitlines()))}", err=True)
+    click.echo(f"  fix: {plain(' '.join(remedy.splitlines()))}", err=True)
     return code

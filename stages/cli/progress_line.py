@@ -12,6 +12,7 @@ from typing import Self, TextIO, TypeVar
 
 from quantflow.process_memory import usage
 from quantflow.stages.cli.log import Log, logged, peaks
+from quantflow.stages.cli.plain import one_line, plain
 from quantflow.stages.cli.signals import Signals
 from quantflow.units import duration, size
 
@@ -35,7 +36,7 @@ class LiveLine:
         """Show a text in the place of the last, cut to the terminal, unless that one is younger than `at_least` seconds."""
         if now - self._drawn < at_least:
             return
-        sys.stderr.write(f"\r\x1b[K{text[: _columns(sys.stderr) - 1]}")
+        sys.stderr.write(f"\r\x1b[K{one_line(text)[: _columns(sys.stderr) - 1]}")
         sys.stderr.flush()
         self._shown, self._drawn = True, now
 
@@ -139,7 +140,7 @@ class ProgressLine:
         self.note(text)
         if not self.quiet:
             self.line.clear()
-            print(text, file=sys.stderr, flush=True)
+            print(plain(text), file=sys.stderr, flush=True)
 
     def note(self, text: str) -> None:
         """Write one line into the log alone."""

@@ -1,0 +1,245 @@
+"""Damaged, foreign and hostile inputs of a user: a sentence, its exit code, and nothing raw for the terminal."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from quantflow.artifact.manifest import build_manifest, write_manifest
+from quantflow.exporting import export as export_stage
+from quantflow.exporting.model_card import model_card
+from quantflow.models import chat_template
+from quantflow.models.chat_template import chat_tokens
+from quantflow.models.load import load_tokenizer
+from quantflow.stages.cli import cli
+from quantflow.stages.cli.output import exit_code, outline, table
+from quantflow.stages.cli.plain import one_line, plain
+
+HOSTILE = "\x1b[2J\x07evil\u202egnp.exe\nerror: all is well"
+
+
+def reseal(folder):
+    """Make every hash of a changed artifact right again."""
+    body = json.loads((folder / "quantflow.json").read_text())
+    for key in ("digest", "files", "layout_version"):
+        body.pop(key)
+    write_manifest(folder, build_manifest(folder, body=body))
+
+
+def run(*arguments):
+    return exit_code(cli, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def refused(capsys):
+    """Run a command line and return what is said with an exit code."""
+
+    def check(codes, *arguments):
+        capsys.readouterr()
+        code = run(*arguments)
+        out, err = capsys.readouterr()
+        assert code in ((codes,) if isinstance(codes, int) else codes), err
+        assert "Traceback" not in err and "a bug in quantflow" not in err and "panicked" not in err
+        assert not any(ord(c) < 32 and c not in "\n\t" or 0x7F <= ord(c) < 0xA0 or ord(c) == 0x202E for c in out + err)
+        return err
+
+    return check
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory, llama):
+    folder = tmp_path_factory.mktemp("made")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(export_stage, "_prove", lambda *_: None)
+        assert run("quantize", llama, "-o", folder / "q", "--scheme", "W8A16") == 0
+        assert run("export", folder / "q", "-o", folder / "a") == 0
+    return folder / "a"
+
+
+@pytest.fixture
+def artifact(made, tmp_path):
+    return Path(shutil.copytree(made, tmp_path / "a"))
+
+
+def edited(folder, name, **values):
+    path = folder / name
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    reseal(folder)
+
+
+SHORT = ("--max-new-tokens", "1", "--max-input-tokens", "4")
+GENERATE = ("--prompt", "value", "--max-new-tokens", "2")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        *({"hidden_act": "swiglu9000"}, {"rope_parameters": {"rope_type": "nowhere"}}),
+        *(
+            {"rms_norm_eps": None},
+            {"num_hidden_layers": 10**9},
+            {"vocab_size": -1},
+            {"hidden_act": 5},
+            {"eos_token_id": "</s>"},
+        ),
+        *({"quantization_config": {"quant_method": "compressed-tensors", "config_groups": 5}}, {"quantization_config": []}),
+    ],
+    ids=str,
+)
+def test_a_value_of_the_configuration_that_makes_no_model_is_a_sentence(values, artifact, refused):
+    path = artifact / "config.json"
+    config = json.loads(path.read_text())
+    if isinstance(values.get("quantization_config"), dict):
+        values = {"quantization_config": config["quantization_config"] | values["quantization_config"]}
+    path.write_text(json.dumps(config | values))
+    (artifact / "generation_config.json").unlink()
+    reseal(artifact)
+    refused((2, 3, 6), "generate", artifact, *GENERATE)
+
+
+@pytest.mark.parametrize("value", ["</s>", [1, "2"], -1, 2**40, {"a": 1}, 1.5, True])
+def test_end_tokens_that_are_no_numbers_are_an_input_error(value, artifact, refused):
+    edited(artifact, "generation_config.json", eos_token_id=value)
+    assert "eos_token_id" in refused(3, "generate", artifact, *GENERATE)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{}", b'{"model": 5}', b"[", b"\xff\xfe", b'{"version":"1.0","added_tokens":[{"id":-1}]}']
+)
+def test_a_damaged_tokenizer_is_an_input_error(content, artifact, refused):
+    (artifact / "tokenizer.json").write_bytes(content)
+    reseal(artifact)
+    assert "tokenizer" in refused(3, "generate", artifact, *GENERATE)
+
+
+def test_a_tokenizer_of_more_tokens_than_the_embedding_has_is_an_input_error(artifact, refused):
+    path = artifact / "tokenizer.json"
+    table = json.loads(path.read_text())
+    table["added_tokens"].append(
+        {
+            "id": 50_000,
+            "content": "value",
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": False,
+        }
+    )
+    vocabulary = table["model"]["vocab"]
+    vocabulary["value"] = 50_000
+    path.write_text(json.dumps(table))
+    reseal(artifact)
+    assert "token id" in refused(3, "generate", artifact, *GENERATE)
+
+
+BOMBS = {
+    "memory": "{{ 'x'.center(2 * 10 ** 9) }}",
+    "doubling": "{% set n = namespace(x='xxxx') %}{% for a in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}",
+    "time": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "output": "{% for a in range(99999) %}{{ 'x' * 1000 }}{% endfor %}",
+    "syntax": "{% for %}",
+    "error": "{{ messages.nothing.more }}{{ 1 // 0 }}",
+    "sandbox": "{{ ''.__class__.__mro__ }}{{ messages.__class__.__base__.__subclasses__() }}{{ raise_exception('no') }}",
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_template_that_takes_time_memory_or_raises_is_an_input_error(name, artifact, refused, monkeypatch):
+    monkeypatch.setattr(chat_template, "SECONDS", 2.0)
+    edited(artifact, "tokenizer_config.json", chat_template=BOMBS[name])
+    assert "refused by the chat template" in refused(3, "generate", artifact, *GENERATE, "--chat")
+
+
+def test_a_conversation_has_the_tokens_of_transformers_also_after_a_template_that_was_ended(artifact, monkeypatch):
+    tokenizer = load_tokenizer(artifact)
+    messages = [{"role": "user", "content": "value é \U0001f600"}, {"role": "assistant", "content": "a\nb"}]
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{{ eos_token }}{% endfor %}"
+    template += "{% if add_generation_prompt %}>{% endif %}"
+    for bomb in (None, BOMBS["time"]):
+        if bomb is not None:
+            monkeypatch.setattr(chat_template, "SECONDS", 0.5)
+            tokenizer.chat_template = bomb
+            with pytest.raises(Exception, match="takes more than 0.5 s"):
+                chat_tokens(tokenizer, messages, where="x", answer=True)
+            monkeypatch.undo()
+        tokenizer.chat_template = template
+        for answer in (True, False):
+            expected = tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=answer, return_dict=False)
+            assert chat_tokens(tokenizer, messages, where="x", answer=answer) == expected
+
+
+@pytest.mark.parametrize("content", [f"text\n{'x' * 200_000}\n", "text\n\x00\n", "text\na,b,c\n"])
+def test_fields_of_csv_that_are_too_long_or_too_many_are_a_sentence(content, artifact, tmp_path, refused):
+    (tmp_path / "p.csv").write_text(content)
+    refused((0, 3), "generate", artifact, "--prompts", tmp_path / "p.csv", "--json", *SHORT)
+
+
+def test_an_adapter_of_rank_0_is_an_input_error(artifact, tmp_path, refused):
+    (tmp_path / "lora").mkdir()
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16}
+    (tmp_path / "lora" / "adapter_config.json").write_text(json.dumps(config))
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+    save_file(
+        {name.format("A"): torch.zeros(0, 64), name.format("B"): torch.zeros(64, 0)},
+        tmp_path / "lora" / "adapter_model.safetensors",
+    )
+    assert "rank 0" in refused(3, "generate", artifact, *GENERATE, "--adapter", tmp_path / "lora")
+
+
+@pytest.mark.parametrize("verb", ["verify", "inspect", "diff"])
+def test_a_changed_byte_ends_verify_inspect_and_diff_with_7(verb, artifact, made, refused):
+    path = artifact / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    line = (verb, artifact, *([made] if verb == "diff" else []))
+    assert "model.safetensors" in refused(7, *line)
+    if verb != "verify":
+        refused(0, *line, "--no-verify")
+
+
+def test_a_name_that_is_no_text_is_refused_before_any_work(llama, tmp_path, refused):
+    name = os.fsdecode(b"bad\xff")
+    assert "not UTF-8" in refused(2, "quantize", llama, "-o", tmp_path / name, "--scheme", "W8A16")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("size", ["9" * 400, "1e400", "99999999999999999999GiB", "\x1b[31m4GiB", "-1", "0", "٣GiB"])
+def test_absurd_sizes_are_usage_errors(size, llama, tmp_path, refused):
+    refused(2, "quantize", llama, "-o", tmp_path / "q", "--scheme", "W8A16", f"--max-memory={size}")
+
+
+def test_names_reach_a_terminal_spelled_out(artifact, refused, capsys):
+    assert plain(HOSTILE) == "\\x1b[2J\\x07evil\\u202egnp.exe\nerror: all is well"
+    assert "\n" not in one_line(HOSTILE)
+    assert len(table(("name",), [(HOSTILE,)]).splitlines()) == 3
+    assert len(outline({"a": HOSTILE, HOSTILE: 1}).splitlines()) == 2
+    body = json.loads((artifact / "quantflow.json").read_text())
+    body["source"]["name"] = HOSTILE
+    (artifact / "quantflow.json").write_text(json.dumps(body))
+    reseal_manifest(artifact)
+    refused(0, "inspect", artifact)
+    refused(3, "inspect", artifact / HOSTILE)
+
+
+def reseal_manifest(folder):
+    from quantflow.artifact.canonical import digest_of, readable_json
+
+    path = folder / "quantflow.json"
+    body = json.loads(path.read_text())
+    body.pop("digest")
+    path.write_bytes(readable_json({**body, "digest": digest_of(body)}))
+
+
+def test_a_name_cannot_end_the_front_matter_of_a_card_or_be_html_in_it(artifact):
+    body = json.loads((artifact / "quantflow.json").read_text())
+    body["source"]["name"] = "x\n---\nlicense: mit\n# <script>alert(1)</script> | a | b"
+    card = model_card(body)
+    lines = card.splitlines()
+    assert [number for number, line in enumerate(lines) if line == "---"] == [0, 4]
+    assert "<script>" not in card and not any(line.startswith("license") for line in lines)
