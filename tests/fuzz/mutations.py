@@ -126,7 +126,9 @@ def _near(random: random.Random, value: Any) -> Any:
         case bool():
             return not value
         case int():
-            return random.choice((value + 1, value - 1, -value, value * 2, value // 2, value * 1000, float(value), str(value)))
+            return random.choice(
+                (value + 1, value - 1, -value, value * 2, value // 2, value * 1000, str(value), float(value % 2**53))
+            )
         case float():
             return random.choice((-value, value * 1e9, int(value), str(value), 0.0))
         case str():

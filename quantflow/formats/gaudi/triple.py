@@ -162,10 +162,10 @@ def _node(content: Any, *, mode: str, where: str) -> Node:
         raise InputError(f"{where}: {type(content).__name__} instead of a table", _AGAIN)
     parts = {_ALIASES.get(key, key): item for key, item in content.items()}
     if set(parts) - {"inputs", "outputs", "params"} or len(parts) < len(content):
-        raise InputError(f"{where}: holds {sorted(content)}, inputs, outputs and params are known", _AGAIN)
+        raise InputError(f"{where}: holds {sorted(map(str, content))}, inputs, outputs and params are known", _AGAIN)
     params = parts.get("params") or {}
     if not isinstance(params, dict) or set(params) - {"weight"}:
-        raise InputError(f"{where}: params are {sorted(params)}, weight is known", _AGAIN)
+        raise InputError(f"{where}: params are {str(params)[:60]}, a table with weight is known", _AGAIN)
     weight, weight_inputs = params.get("weight"), None
     if isinstance(weight, dict):
         weight = {str(key): item for key, item in weight.items()}
@@ -220,7 +220,7 @@ def _scale(value: Any, where: str) -> Tensor:
 def _numbers(value: Any, where: str) -> np.ndarray[Any, np.dtype[np.float32]]:
     try:
         array = np.array(value, dtype=np.float64)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OverflowError) as error:
         raise InputError(f"{where}: not an array of numbers ({error})", _AGAIN) from error
     with np.errstate(over="ignore"):  # too large for float32 is infinite, and refused with its name
         return array.astype(np.float32)

@@ -1,0 +1,182 @@
+"""Readers of foreign files, each with an input that it reads and a function that reads another one.
+
+A function may raise `QuantflowError` with a promised exit code, and nothing else.
+"""
+
+import json
+import random
+import struct
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import mutations
+import numpy as np
+
+from quantflow.artifact.canonical import digest_of, parse_json, readable_json
+from quantflow.artifact.checkpoint import open_checkpoint
+from quantflow.artifact.inspect import summarize
+from quantflow.artifact.ledger import Ledger
+from quantflow.artifact.manifest import read_manifest
+from quantflow.artifact.safetensors_header import read_header
+from quantflow.formats import compressed_tensors
+from quantflow.formats.gaudi import restricted_npz
+from quantflow.formats.gaudi.quant_config import quant_config
+from quantflow.formats.gaudi.triple import _parse
+from quantflow.formats.llama_cpp import gguf
+from quantflow.measurements.record import META_NAME, read_meta
+from quantflow.planning.recipe import apply_settings, read_yaml, recipe_from
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """A reader.
+
+    Attributes:
+        seeds: inputs that it reads; empty for one that takes values.
+        value: a JSON value that it reads, None for one that takes bytes.
+        read: reads bytes, in a folder of its own.
+    """
+
+    seeds: tuple[bytes, ...]
+    read: Callable[[bytes, Path], Any]
+    value: Any = None
+
+    def input(self, chance: random.Random) -> bytes:
+        """Return another input."""
+        if self.value is not None and chance.random() < 0.8:
+            return mutations.as_json(mutations.changed_value(chance, self.value, changes=chance.choice((1, 1, 2, 5))))
+        return mutations.changed_bytes(chance, chance.choice(self.seeds), self.seeds)
+
+
+def written(name: str, read: Callable[[Path], Any]) -> Callable[[bytes, Path], Any]:
+    """Return a reader of bytes that are put into a file first."""
+
+    def work(data: bytes, folder: Path) -> Any:
+        path = folder / name
+        path.write_bytes(data)
+        return read(path)
+
+    return work
+
+
+def sealed(data: bytes, folder: Path) -> Any:
+    """Read a manifest whose digest is right whatever it says, as whoever makes an artifact would."""
+    body = parse_json(data, "quantflow.json")
+    if isinstance(body, dict):
+        body.pop("digest", None)
+        data = readable_json({**body, "digest": digest_of(body)})
+    (folder / "quantflow.json").write_bytes(data)
+    return Ledger.from_json(read_manifest(folder)["ledger"]), summarize(folder)
+
+
+def measurement(data: bytes, folder: Path) -> Any:
+    """Read the record of a measurement whose digest is right whatever it says."""
+    body = parse_json(data, META_NAME)
+    if isinstance(body, dict):
+        body.pop("digest", None)
+        data = readable_json({**body, "digest": digest_of(body)})
+    (folder / META_NAME).write_bytes(data)
+    return read_meta(folder), summarize(folder)
+
+
+def archive(pickled: bytes) -> bytes:
+    """Return an npz around a pickle."""
+    text = b"{'descr': '|O', 'fortran_order': False, 'shape': (), }\n"
+    buffer = BytesIO()
+    with zipfile.ZipFile(buffer, "w") as file:
+        file.writestr(restricted_npz.MEMBER, b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text + pickled)
+    return buffer.getvalue()
+
+
+def targets(artifact: Path, measured: Path) -> dict[str, Target]:
+    """Return every target, its seeds taken from an artifact and a measurement."""
+    config, manifest, meta = (
+        (artifact / "config.json").read_bytes(),
+        (artifact / "quantflow.json").read_bytes(),
+        (measured / META_NAME).read_bytes(),
+    )
+    weights = (artifact / "model.safetensors").read_bytes()
+    length = 8 + struct.unpack("<Q", weights[:8])[0]
+    header = weights[:length] + weights[length : length + 64]
+    small = b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"__metadata__":{"k":"v"}}'
+    tiny = struct.pack("<Q", len(small)) + small + bytes(8)
+    index = {"metadata": {"total_size": 8}, "weight_map": {"a": "model-00001-of-00001.safetensors"}}
+    recipe = {
+        "model": "m",
+        "seed": 0,
+        "calibration": {"source": "t.jsonl", "samples": 3, "sequence_length": 32, "pack": None},
+        "measure": {"ranks": 1, "stats": ["amax"]},
+        "quantize": [{"name": "a", "scheme": "W4A16", "group_size": 32, "overrides": [{"match": "re:.*", "scheme": "FP8"}]}],
+        "export": {"shard_size": "4GiB"},
+        "validate": {"text": "h.jsonl", "tokens": 64, "gate": "auto"},
+        "resources": {"max_memory": "4GiB"},
+    }
+    gaudi = {
+        "mode": "MEASURE",
+        "observer": "maxabs",
+        "allowlist": {"types": [], "names": ["a.*"]},
+        "blocklist": {"types": [], "names": ["lm_head"]},
+        "scale_method": "maxabs_hw",
+        "fp8_config": "E4M3",
+        "dump_stats_path": "./x",
+        "use_qdq": "True",
+    }
+    nodes = {"Mode": "DynamicRange", "LocalRank": None, "Nodes": {"a": {"inputs": [[[1.0]]], "params": {"weight": [[2.0]]}}}}
+    pickled = restricted_npz.dumps({"Nodes": {"a": {"inputs": [np.ones((1, 1), np.float32)]}}, "Mode": "DynamicRange"})
+    specs = {"t": ("F32", (2, 3)), "u": ("BF16", (4,))}
+    fields = {"general.name": ("string", "x"), "n": ("u32", 7), "tokens": ("[string]", ["a", "b"]), "f": ("[f32]", [0.5])}
+    planned = gguf.layout(fields, specs)
+    gguf_file = planned.header + bytes(planned.nbytes - len(planned.header))
+    quantization = json.loads(config)["quantization_config"]
+
+    def checkpoint(data: bytes, folder: Path) -> Any:
+        (folder / "config.json").write_bytes(data)
+        (folder / "model.safetensors").write_bytes(tiny)
+        return open_checkpoint(folder)
+
+    def indexed(data: bytes, folder: Path) -> Any:
+        (folder / "config.json").write_bytes(b"{}")
+        (folder / "model-00001-of-00001.safetensors").write_bytes(tiny)
+        (folder / "model.safetensors.index.json").write_bytes(data)
+        return open_checkpoint(folder)
+
+    def as_table(data: bytes) -> Any:
+        value = parse_json(data, "x.json")
+        return value if isinstance(value, dict) else {}
+
+    linears = ("model.layers.0.mlp.up_proj", "lm_head")
+    return {
+        "json": Target(seeds=(config, manifest, b"[1,2.5e3,null,true]"), read=lambda data, _: parse_json(data, "x")),
+        "safetensors header": Target(seeds=(tiny, header), read=written("a.safetensors", read_header)),
+        "manifest": Target(seeds=(manifest,), value=json.loads(manifest), read=sealed),
+        "index": Target(seeds=(json.dumps(index).encode(),), value=index, read=indexed),
+        "config": Target(seeds=(config,), value=json.loads(config), read=checkpoint),
+        "quantization_config": Target(
+            seeds=(json.dumps(quantization).encode(),),
+            value=quantization,
+            read=lambda data, _: compressed_tensors.schemes_from_config(as_table(data), linears),
+        ),
+        "recipe": Target(
+            seeds=(json.dumps(recipe, indent=1).encode(), b"model: m\nquantize:\n  - {name: a, scheme: W4A16}\n"),
+            value=recipe,
+            read=written("recipe.yaml", lambda path: recipe_from(read_yaml(path))),
+        ),
+        "--set": Target(
+            seeds=(b"quantize.0.group_size=64", b"calibration={samples: 3}"),
+            read=lambda data, _: recipe_from(apply_settings(json.loads(json.dumps(recipe)), [data.decode(errors="replace")])),
+        ),
+        "QUANT_CONFIG": Target(
+            seeds=(json.dumps(gaudi).encode(),), value=gaudi, read=lambda data, _: quant_config(as_table(data))
+        ),
+        "Gaudi's json": Target(
+            seeds=(json.dumps(nodes).encode(),), value=nodes, read=lambda data, _: _parse(parse_json(data, "x"), Path("x"))
+        ),
+        "npz": Target(seeds=(archive(pickled),), read=written("a.npz", restricted_npz.read_npz)),
+        "pickle": Target(seeds=(pickled,), read=lambda data, _: restricted_npz.loads(data, name="x")),
+        "gguf": Target(seeds=(gguf_file,), read=written("a.gguf", gguf.read_header)),
+        "measurement": Target(seeds=(meta,), value=json.loads(meta), read=measurement),
+    }
