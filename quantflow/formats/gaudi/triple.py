@@ -165,7 +165,8 @@ def _node(content: Any, *, mode: str, where: str) -> Node:
         raise InputError(f"{where}: holds {sorted(map(str, content))}, inputs, outputs and params are known", _AGAIN)
     params = parts.get("params") or {}
     if not isinstance(params, dict) or set(params) - {"weight"}:
-        raise InputError(f"{where}: params are {str(params)[:60]}, a table with weight is known", _AGAIN)
+        held = sorted(map(str, params)) if isinstance(params, dict) else str(params)[:60]
+        raise InputError(f"{where}: params are {held}, weight is known", _AGAIN)
     weight, weight_inputs = params.get("weight"), None
     if isinstance(weight, dict):
         weight = {str(key): item for key, item in weight.items()}

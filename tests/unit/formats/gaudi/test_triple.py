@@ -306,3 +306,16 @@ def test_a_value_that_is_no_maximum_is_not_written(tmp_path):
     with pytest.raises(StatisticsError, match=r"q_proj: input 0"):
         write_triple(tmp_path, NAME, Triple(nodes={Q: Node(inputs=(torch.tensor([[math.nan]]),))}))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("params", [5, 0.5, [1], "x", {"weight": 1, "bias": 2}])
+def test_parameters_that_are_no_table_of_a_weight_are_an_input_error(params, tmp_path):
+    (tmp_path / "m_hooks_maxabs.json").write_text(json.dumps(table({Q: {"inputs": [[[1.0]]], "params": params}})))
+    with pytest.raises(InputError, match="params are"):
+        read_triple(TripleFiles(name=NAME, json=tmp_path / "m_hooks_maxabs.json"))
+
+
+def test_a_number_that_no_float_holds_is_an_input_error(tmp_path):
+    (tmp_path / "m_hooks_maxabs.json").write_text(json.dumps(table({Q: {"inputs": [[[10**400]]]}})))
+    with pytest.raises(InputError, match="not an array of numbers"):
+        read_triple(TripleFiles(name=NAME, json=tmp_path / "m_hooks_maxabs.json"))
