@@ -121,7 +121,10 @@ NEAREST = rtn.NAME  # what every other algorithm must beat, and what stands in w
 
 @dataclass(frozen=True, kw_only=True)
 class Combination:
-    """What a word of recipes stands for, chosen by measured divergences and times (docs/accuracy.md has them).
+    """What a word of recipes stands for.
+
+    Tuning is worth its steps more than its sequences: on tiny-llama at W4A16 from rtn_mse, with 128 tokens a sequence, KLD
+    falls from 0.02365 to 0.01827 in 32 steps of 8, 0.01868 in 32 of 4, 0.01927 in 32 of 2 and 0.01991 in 16 of 4.
 
     Attributes:
         rounding: the algorithm of integers of less than 8 bits.
@@ -148,7 +151,7 @@ class Combination:
 
 COMBINATIONS: dict[str, Combination] = {
     "best": Combination(rounding=yaqa.NAME, searches=True, steps=32, sequences=4),
-    "good": Combination(rounding=gptq.NAME, searches=True, steps=16, sequences=4),
+    "good": Combination(rounding=gptq.NAME, searches=True, steps=32, sequences=2),
 }
 
 
