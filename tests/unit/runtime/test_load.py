@@ -226,7 +226,15 @@ def test_a_folder_that_is_no_artifact_is_refused(damaged):
     (damaged / "config.json").write_text(json.dumps(config))
     with pytest.raises(InputError, match=r"config\.json: no quantization_config; give the folder of an exported artifact"):
         load(damaged, verify=False)
-    (damaged / "quantflow.json").unlink()
+    (damaged / "quantflow.json").unlink()  # now it is a model, of quantized tensors that nothing describes
+    with pytest.raises(
+        InputError, match=r"_scale: in the checkpoint, but the model has no parameter .*; check that config\.json"
+    ):
+        load(damaged)
+    (damaged / "model.safetensors").unlink()
+    with pytest.raises(InputError, match=r"no model\.safetensors .*; give a folder that holds the model's weights"):
+        load(damaged)
+    (damaged / "config.json").unlink()
     with pytest.raises(InputError, match=r"no quantflow\.json; give the folder of an artifact"):
         load(damaged)
 
