@@ -3,7 +3,8 @@
 A layer is given the hidden state that transformers' layer was given; what each adds to it is compared, token by token.
 Two computations of one formula in float32 differ by the order of their sums, so the bound is half of its digits, 2^-12 (it
 rounds to 2^-24), and 2^-20 of the hidden state, to which that was added. Where inputs or keys and values are rounded to
-codes, a number in the middle between two falls to either, so the bound is the distance of neighbouring codes.
+codes, a number in the middle between two falls to either. So each of these tensors adds the distance of neighbouring codes
+to the bound.
 """
 
 from collections.abc import Iterable
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from quantflow.core.scheme import TensorScheme
+from quantflow.models.graph import graph_for
 from quantflow.runtime import architecture, lean
 from quantflow.runtime.artifact import Artifact
 from quantflow.runtime.kv_cache import KIND_OF, KVCache
@@ -36,7 +38,7 @@ class LeanCheck:
         self.reason = lean.why_not(artifact)
         if self.reason is None and not isinstance(found, str):
             self._made, self._scales = found, artifact.kv_scales()
-            self._bound = max([BOUND, *map(_step, self._rounded())])
+            self._bound = BOUND + sum(map(_step, self._rounded()))
 
     @torch.inference_mode()
     def layer(self, index: int, given: Tensor, expected: Tensor) -> None:
@@ -89,9 +91,11 @@ class LeanCheck:
             self.reason = f"{told}, {self._bound:.2g} are rounding"
 
     def _rounded(self) -> Iterable[TensorScheme]:
-        """Return how inputs, keys and values are rounded."""
-        inputs = (placement.scheme.input for placement in self._artifact.linears.values())
-        return [*(scheme for scheme in inputs if scheme is not None), *(scale.scheme for scale in self._scales)]
+        """Return the scheme of every tensor that a layer rounds: what its groups of linears read, its keys and its values."""
+        (layer, *_), linears = graph_for(self._artifact.config).layers, self._artifact.linears
+        read = [linears[group.linears[0]].scheme.input for group in layer.groups if group.linears[0] in linears]
+        cached = [scale.scheme for scale in self._scales[:1] for _ in ("keys", "values")]
+        return [*(scheme for scheme in read if scheme is not None), *cached]
 
 
 def _step(scheme: TensorScheme) -> float:

@@ -102,7 +102,7 @@ def quantized(model):
 
 
 def unsupported(model):
-    changed_config(model, model_type="gpt2", architectures=["GPT2LMHeadModel"])
+    changed_config(model, model_type="t5", architectures=["T5ForConditionalGeneration"])
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def unsupported(model):
         (not_a_number, 3, "model.layers.1.mlp.up_proj"),
         (pickled, 3, "save_pretrained"),
         (quantized, 3, "awq"),
-        (unsupported, 6, "gpt2"),
+        (unsupported, 6, "t5"),
     ],
 )
 def test_a_model_that_cannot_be_used_is_refused_by_every_verb_that_reads_it(
@@ -131,7 +131,7 @@ def test_a_model_that_cannot_be_used_is_refused_by_every_verb_that_reads_it(
             assert said in refused(code, *line)
         elif damage is not_a_number:  # readable, so what validate finds is that these are other weights
             assert "was made from other weights" in refused(3, *line)
-        elif damage is not unsupported:  # a baseline needs no graph, and gpt2 has other tensors
+        elif damage is not unsupported:  # a baseline needs no graph, and t5 has other tensors
             assert said in refused(code, *line)
     assert not (tmp_path / "m" / "rank-000-of-001").exists() and not (tmp_path / "r").exists()
 
@@ -246,7 +246,7 @@ def test_a_mistake_is_found_before_ranks_are_started(refused, llama, copy, tmp_p
     )
     unsupported(copy)
     (tmp_path / "a.txt").write_text("one\n\ntwo\n")
-    assert "gpt2" in refused(6, "measure", copy, "-o", tmp_path / "m", "--calibration", tmp_path / "a.txt", "--ranks", "2")
+    assert "t5" in refused(6, "measure", copy, "-o", tmp_path / "m", "--calibration", tmp_path / "a.txt", "--ranks", "2")
 
 
 def two_ranks(llama, text_files, folder, *ranks):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DeepseekV3Config, GPT2Config, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, RwkvConfig, XLMConfig
 
 from quantflow.artifact.verify import verify
 from quantflow.calibration import measure
@@ -301,14 +301,11 @@ def test_a_float32_source_keeps_float32_where_it_is_not_quantized(
 @pytest.mark.parametrize(
     ("config", "name"),
     [
-        (DeepseekV3Config(vocab_size=64, hidden_size=16, intermediate_size=16, moe_intermediate_size=16, num_hidden_layers=1,
-                          num_attention_heads=2, num_key_value_heads=2, n_routed_experts=2, n_group=1, topk_group=1,
-                          num_experts_per_tok=1, first_k_dense_replace=0, q_lora_rank=None, kv_lora_rank=8,
-                          qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8), "deepseek_v3"),
-        (GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2), "gpt2"),
+        (XLMConfig(vocab_size=64, emb_dim=16, n_layers=2, n_heads=2), "xlm"),
+        (RwkvConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, context_length=64), "rwkv"),
     ],
-    ids=["deepseek_v3", "gpt2"],
-)  # fmt: skip
+    ids=["xlm", "rwkv"],
+)
 def test_an_unsupported_family_is_refused_by_its_name(
     config: Any, name: str, text_files: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -104,12 +104,13 @@ def test_whatever_is_left_out_is_named(family, change, where, tmp_path, make_art
     assert told is not None and told.startswith(f"{where}: it differs from transformers' modules by ")
 
 
-def test_the_bound_is_half_of_the_digits_or_the_distance_of_codes(tmp_path, make_artifact):
+def test_the_bound_is_half_of_the_digits_and_the_distance_of_codes_for_each_input_that_is_rounded(tmp_path, make_artifact):
     bounds = []
     for name in ("W8A16", "W8A8", "FP8_DYNAMIC"):
         make_artifact(tmp_path / name, MODELS["llama"], PRESETS[name])
         bounds.append(LeanCheck(open_artifact(tmp_path / name, verify=False))._bound)
-    assert bounds == [torch.finfo(torch.float32).eps ** 0.5 / 2**0.5, 1 / 128, torch.finfo(torch.float8_e4m3fn).eps]
+    digits = torch.finfo(torch.float32).eps ** 0.5 / 2**0.5
+    assert bounds == [digits, digits + 4 / 128, digits + 4 * torch.finfo(torch.float8_e4m3fn).eps]
     assert bounds[0] == lean_check.BOUND
 
 
