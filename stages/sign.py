@@ -38,9 +38,12 @@ def command(
     """Sign ARTIFACT and say what it was made from; `verify --key` tells whether it is still that.
 
     \b
-    Example: openssl ecparam -name prime256v1 -genkey -noout -out key.pem && openssl ec -in key.pem -pubout -out key.pub
-             quantflow sign work/4-export --key key.pem
+    Example: quantflow sign work/4-export --key key.pem
              quantflow verify work/4-export --key key.pub
+
+    \b
+    A pair of keys: openssl ecparam -name prime256v1 -genkey -noout -out key.pem
+                    openssl ec -in key.pem -pubout -out key.pub
     """
     if sigstore == (key is not None) or (certificate is not None and key is None) or (chain and certificate is None):
         raise UsageError("sign: give --key, --key with --certificate, or --sigstore", "see `quantflow sign --help`")

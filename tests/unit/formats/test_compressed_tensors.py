@@ -419,15 +419,12 @@ def test_order_of_columns_is_history_and_not_layout():
         ({"weights": {"strategy": "tensor"}}, r"one scale per tensor"),
         ({"input_activations": {"num_bits": 8, "strategy": "group", "group_size": 128, "dynamic": True}}, r"group_0: "),
         ({"output_activations": {"num_bits": 8}}, r"group_0 has no weights, or quantizes outputs"),
-        ({"group": ["Linear"]}, r"group_0 has no weights"),
     ],
 )
 def test_what_this_version_would_compute_wrongly_is_unsupported(changes, message):
     top = {k: v for k, v in changes.items() if k in ("quant_method", "quantization_status", "kv_cache_scheme", "format")}
-    group = {k: v for k, v in changes.items() if k not in top and k != "group"}
+    group = {k: v for k, v in changes.items() if k not in top}
     config = config_of(group_0=group) | top
-    if "group" in changes:
-        config["config_groups"]["group_0"] = changes["group"]
     with pytest.raises(UnsupportedError, match=message):
         compressed_tensors.schemes_from_config(config, ["a"])
 
@@ -435,7 +432,9 @@ def test_what_this_version_would_compute_wrongly_is_unsupported(changes, message
 def test_a_config_without_groups_or_with_a_broken_pattern_is_damaged():
     with pytest.raises(InputError, match=r"config\.json: quantization_config has no config_groups"):
         compressed_tensors.schemes_from_config(config_of(), ["a"])
-    with pytest.raises(InputError, match=r"config\.json: pattern 're:\('.*; correct the pattern"):
+    with pytest.raises(InputError, match=r"config\.json: .*config_groups\.g: \['Linear'\], a table is needed"):
+        compressed_tensors.schemes_from_config(config_of() | {"config_groups": {"g": ["Linear"]}}, ["a"])
+    with pytest.raises(InputError, match=r"pattern '\(' is no regular expression.*; correct the pattern"):
         compressed_tensors.schemes_from_config(config_of(g={"targets": ["re:("]}), ["a"])
 
 

@@ -375,11 +375,10 @@ def test_a_range_of_static_inputs_is_measured_and_the_channels_with_it():
     assert statistics_for([entry]) == ("channel_amax", "min_max")
 
 
-def test_what_has_to_be_measured_first_is_told(llama, text_files, tmp_path, capsys):
-    given = ("quantize", llama, "-o", tmp_path / "out", "--scheme", "W4A16", "--group-size", 32, "--algorithm", "best")
-    assert exit_code(cli, [str(word) for word in given]) == 2
+def test_what_has_to_be_measured_first_is_told(llama, text_files, tmp_path):
     needs = "channel_amax, count, gradient_sum, hessian_sum, rows, the calibration text"
-    assert f"needs {needs}, none is given" in capsys.readouterr().err
+    with pytest.raises(UsageError, match=f"needs {needs}, none is given"):
+        made(llama, None, tmp_path / "out")
     job = measure.MeasureJob(model=llama, output=tmp_path / "1", calibration=calibration(text_files), stats=())
     measure.run(job, QUIET)
     with pytest.raises(StatisticsError, match=r"q_proj\|gradient\|gradient_sum: .* measure again with --stats gradient"):

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from quantflow.artifact.manifest import read_manifest
 from quantflow.calibration import measure
 from quantflow.distributed.launch import rank_folder
-from quantflow.errors import GateError, UsageError
+from quantflow.errors import GateError, StatisticsError, UsageError
 from quantflow.evaluation.divergence import token_kld
 from quantflow.exporting import export
 from quantflow.models.backward import generator_for
@@ -434,16 +434,17 @@ def test_words_that_no_choice_follows_are_refused(words, message):
         Quantize(name="x", scheme="W4A16", **words)
 
 
-def test_what_has_to_be_measured_first_is_told(llama, text_files, tmp_path, capsys):
+def test_what_has_to_be_measured_first_is_told(llama, text_files, tmp_path):
     assert statistics_for(entries_of("W4A16@4.25")) == ("fisher",)
     with pytest.raises(UsageError, match="'four' is no number of bits; write W4A16@4.25"):
         entries_of("W4A16@four")
-    assert run("quantize", llama, "-o", tmp_path / "out", "--target-bpw", "4.5") == 2
-    assert "needs count, hessian_sum, square_sum, none is given" in capsys.readouterr().err
+    job = quantize.QuantizeJob(model=llama, output=tmp_path / "out", entry=ENTRY)
+    with pytest.raises(UsageError, match="needs count, hessian_sum, square_sum, none is given"):
+        quantize.run(job, QUIET)
     text = ("--calibration", text_files["calibration"], "--samples", 2)
     assert run("measure", llama, "-o", tmp_path / "1", *text, "--for", "W4A16") == 0
-    assert run("quantize", llama, "-o", tmp_path / "out", "--target-bpw", "4.5", "--measurement", tmp_path / "1") == 3
-    assert "the measurement has no square_sum of its gradient\n  fix: measure with --stats fisher" in capsys.readouterr().err
+    with pytest.raises(StatisticsError, match="no square_sum of its gradient; measure with --stats fisher"):
+        quantize.run(replace(job, measurement=tmp_path / "1"), QUIET)
     with pytest.raises(UsageError, match="target_bpw or max_kld with --ranks 2; choose with one process"):
         quantize.run(quantize.QuantizeJob(model=llama, output=tmp_path / "out", entry=ENTRY, ranks=2), QUIET)
 

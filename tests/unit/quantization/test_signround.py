@@ -153,12 +153,12 @@ def test_options_come_from_the_recipe_and_from_set(llama, measured, tmp_path):
     assert records(tmp_path / "2")[0]["decisions"]["model.layers.0.mlp.up_proj"]["iterations"] == 12
 
 
-def test_what_has_to_be_measured_is_the_text_alone(llama, tmp_path, capsys):
+def test_what_has_to_be_measured_is_the_text_alone(llama, tmp_path):
     assert statistics_for(entries_of("W4A16:signround")) == ()
-    given = ("quantize", llama, "-o", tmp_path / "2", "--scheme", "W4A16", "--group-size", 32, "--algorithm", "signround")
-    assert exit_code(cli, [str(word) for word in given]) == 2
-    told = capsys.readouterr().err
-    assert "learned" not in told and "W4A16 with signround needs the calibration text, none is given" in told
+    entry = Quantize(name="x", scheme="W4A16", group_size=32, algorithm="signround")
+    with pytest.raises(UsageError, match="W4A16 with signround needs the calibration text, none is given") as caught:
+        quantize.run(quantize.QuantizeJob(model=llama, output=tmp_path / "2", entry=entry), QUIET)
+    assert "learned" not in caught.value.cause
 
 
 @pytest.mark.parametrize(

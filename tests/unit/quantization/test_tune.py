@@ -361,23 +361,10 @@ def test_steps_come_from_the_command_line(llama, measured, tmp_path):
     assert json.loads((tmp_path / "2" / "quantize.json").read_text())["plan"]["tune"] == {"steps": 1, "sequences": 8}
 
 
-def test_without_a_measurement_the_text_is_asked_for(llama, tmp_path, capsys):
-    given = (
-        "quantize",
-        llama,
-        "-o",
-        tmp_path / "2",
-        "--scheme",
-        "W4A16",
-        "--group-size",
-        32,
-        "--algorithm",
-        "rtn",
-        "--tune",
-        1,
-    )
-    assert exit_code(cli, [str(word) for word in given]) == 2
-    assert "W4A16 with rtn needs the calibration text, none is given" in capsys.readouterr().err
+def test_without_a_measurement_the_text_is_asked_for(llama, tmp_path):
+    entry = Quantize(name="x", scheme="W4A16", group_size=32, algorithm="rtn", tune=Tune(steps=1))
+    with pytest.raises(UsageError, match="W4A16 with rtn needs the calibration text, none is given"):
+        quantize.run(quantize.QuantizeJob(model=llama, output=tmp_path / "2", entry=entry), QUIET)
 
 
 @pytest.mark.parametrize(

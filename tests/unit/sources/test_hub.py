@@ -186,7 +186,7 @@ def test_verbs_take_names_and_the_token_stays_unsaid(hub, tmp_path):
     home = tmp_path / "home"
     environment = {**os.environ, "HF_ENDPOINT": hub.address, "HF_HOME": str(home), "HF_TOKEN": TOKEN}
     command = [sys.executable, "-m", "quantflow", "quantize", "org/private", "--scheme", "FP8_DYNAMIC"]
-    command += ["-o", str(tmp_path / "out"), "-v"]
+    command += ["--no-export", "-o", str(tmp_path / "out"), "-v"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert f"Bearer {TOKEN}" in hub.tokens and "org/private at aaaaaaaaaaaa" in done.stderr
