@@ -320,15 +320,15 @@ def make_artifact(
     return ArtifactResult(folder=made.folder, quantized=quantized)
 
 
-def needs_measurement(model: Model, artifact: Quantize, *, revision: str | None = None) -> bool:
-    """Return whether an artifact cannot be made from a model's weights alone.
+def needs_measurement(model: Model, artifact: Quantize, *, revision: str | None = None, progress: Progress = SILENT) -> bool:
+    """Return whether an artifact cannot be made from a model's weights alone; a model on the hub is downloaded.
 
     Raises:
         QuantflowError: the model is refused, or the artifact does not fit it.
     """
     from quantflow.quantization import missing_statistics
 
-    return missing_statistics.needs_measurement(artifact, _folder(model, revision, SILENT))
+    return missing_statistics.needs_measurement(artifact, _folder(model, revision, progress))
 
 
 def work_folder(output: Folder) -> Path:

@@ -15,6 +15,7 @@ Resumes  at each stage: what is finished is left alone, a stopped one goes on wi
 Fails    2 an option or a recipe's key; 3 unusable model or measurement; 5 too little memory or disk; 6 an unknown family
 """
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from quantflow import api
 from quantflow.distributed.launch import speaks
 from quantflow.errors import UsageError, nearest
 from quantflow.planning.recipe import Measure, Recipe, recipe_from
+from quantflow.progress import SILENT
 from quantflow.stages.cli.options import (
     FOLDER,
     QUANT_CONFIG,
@@ -80,7 +82,9 @@ def command(model: str, output: Path, artifact: Path | None, settings: tuple[str
     measures = measurement is not None and shared["calibration"] is not None
     proved = None if artifact is None else _proving(shared, canary=measures)
     if measurement is None and shared["ranks"] == 1:
-        measures = api.needs_measurement(model, values.quantize[position], revision=values.revision)
+        with nullcontext(SILENT) if shared["dry_run"] else reporting(shared, output) as progress:
+            entry = values.quantize[position]
+            measures = api.needs_measurement(model, entry, revision=values.revision, progress=progress)
         measurement = api.work_folder(output) / "1-measure" if measures else None
     quantizing: dict[str, Any] = {
         "model": model,

@@ -302,7 +302,7 @@ def test_a_float32_source_keeps_float32_where_it_is_not_quantized(
     ("config", "name"),
     [
         (XLMConfig(vocab_size=64, emb_dim=16, n_layers=2, n_heads=2), "xlm"),
-        (RwkvConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, context_length=64), "rwkv"),
+        (RwkvConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2, context_length=64), "rwkv"),
     ],
     ids=["xlm", "rwkv"],
 )

@@ -378,7 +378,7 @@ def test_a_range_of_static_inputs_is_measured_and_the_channels_with_it():
 def test_what_has_to_be_measured_first_is_told(llama, text_files, tmp_path):
     needs = "channel_amax, count, gradient_sum, hessian_sum, rows, the calibration text"
     with pytest.raises(UsageError, match=f"needs {needs}, none is given"):
-        made(llama, None, tmp_path / "out")
+        made(llama, None, tmp_path / "out", replace(ENTRY, tune=None))
     job = measure.MeasureJob(model=llama, output=tmp_path / "1", calibration=calibration(text_files), stats=())
     measure.run(job, QUIET)
     with pytest.raises(StatisticsError, match=r"q_proj\|gradient\|gradient_sum: .* measure again with --stats gradient"):
