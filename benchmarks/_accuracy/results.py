@@ -8,7 +8,7 @@ from typing import Any
 
 from _report import Bar, gb, table, write_results
 
-from _accuracy.rows import EIGHT, INPUTS, ITERATIONS, LOWER, MIXED, OURS, UPPER, WEIGHTS
+from _accuracy.rows import EIGHT, INPUTS, ITERATIONS, LOWER, MIXED, NARROWER, OURS, UPPER, WEIGHTS
 
 PART = "accuracy"
 COLUMNS = ("model", "program", "scheme", "bits per weight", "KLD mean", "KLD 99.9 %", "perplexity", "top-1", "seconds", "RSS")
@@ -81,7 +81,7 @@ def middle(runs: Sequence[Outcome]) -> Outcome:
 
 def ordered(outcomes: Iterable[Outcome], models: Sequence[str]) -> list[Outcome]:
     """Return rows by model, then scheme as rows.py has them (others by their bits), then divergence."""
-    schemes = [*(scheme.name for scheme in WEIGHTS), *INPUTS]
+    schemes = [*(scheme.name for scheme in (*WEIGHTS, *NARROWER)), *INPUTS]
 
     def place(row: Outcome) -> tuple[int, int, float, float]:
         shared = (schemes.index(row.scheme), 0.0) if row.scheme in schemes else (len(schemes), row.bits)
@@ -117,7 +117,7 @@ def judge(outcomes: Iterable[Outcome]) -> list[Bar]:
         models.setdefault(row.model, {})[row.program, row.scheme] = row
     judged = []
     for rows in models.values():
-        for scheme in WEIGHTS:
+        for scheme in (*WEIGHTS, *NARROWER):
             limit = EIGHT_KLD if scheme == EIGHT else BEST_KLD
             judged += [*_gptq(rows, scheme.name), *_best(rows, scheme.name, limit=limit)]
         judged += [*_eight(rows), *_mixed(rows)]
@@ -202,11 +202,12 @@ def _inputs(rows: Rows, scheme: str) -> list[Bar]:
 
 def _no_slower(rows: Rows) -> list[Bar]:
     """`best`, next to AutoRound's default."""
-    name = WEIGHTS[0].name
-    ours, theirs = rows.get((f"{OURS} best", name)), rows.get((next(iter(ITERATIONS)), name))
-    if ours is None or theirs is None:
-        return []
-    return _time_bars(ours, theirs, limit=1.0)
+    judged = []
+    for scheme in (WEIGHTS[0], NARROWER[0]):
+        ours, theirs = rows.get((f"{OURS} best", scheme.name)), rows.get((next(iter(ITERATIONS)), scheme.name))
+        if ours is not None and theirs is not None:
+            judged += _time_bars(ours, theirs, limit=1.0)
+    return judged
 
 
 def _time_bars(ours: Outcome, theirs: Outcome, *, limit: float) -> list[Bar]:

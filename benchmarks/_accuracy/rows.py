@@ -54,6 +54,8 @@ WEIGHTS += (EIGHT,)
 # Schemes chosen per linear for so many bits per weight; 4.65 is less than llama.cpp's Q4_K_M takes of any of the models. And
 # uniform ones with more bits, which no peer but llama.cpp has: mixtures are compared with the line from LOWER to UPPER.
 MIXED = {"W4A16@4.25": 4.25, "W4A16@4.65": 4.65}
+# Where 128 does not divide the inputs of a linear: the same 4 bits in groups of 64.
+NARROWER = tuple(_weight_scheme(4, 64, symmetric) for symmetric in (True, False))
 FINER = tuple(_weight_scheme(bits, 128, symmetric=True) for bits in (5, 6))
 LOWER, UPPER = WEIGHTS[0], FINER[0]
 MIXED_BY = ("gptq", "best")  # also of FINER
@@ -99,6 +101,7 @@ class Place:
         output: a folder that each row has for itself; the last command leaves `artifact` (quantflow) or `report.json` in it.
         gguf, names: as `export_gguf` returns them.
         peers: an environment per peer.
+        narrow: 128 does not divide the inputs of a linear; groups of 64 stand for it.
     """
 
     model: Path
@@ -107,6 +110,22 @@ class Place:
     gguf: Path
     names: Path
     peers: Path
+    narrow: bool = False
+
+    @property
+    def weights(self) -> tuple[WeightScheme, ...]:
+        """The schemes of weights alone whose groups divide what they group."""
+        return (*NARROWER, *(scheme for scheme in WEIGHTS if scheme.group != 128)) if self.narrow else WEIGHTS
+
+    @property
+    def mixes(self) -> bool:
+        """Whether mixtures are compared, which stand between schemes in groups of 128."""
+        return not self.narrow
+
+    @property
+    def inputs(self) -> Mapping[str, tuple[str, ...]]:
+        """The schemes with quantized inputs whose groups divide what they group."""
+        return {name: algorithms for name, algorithms in INPUTS.items() if not (self.narrow and "g128" in name)}
 
 
 def all_rows(place: Place) -> list[Row]:
@@ -117,13 +136,13 @@ def all_rows(place: Place) -> list[Row]:
 def _ours(place: Place) -> Iterator[Row]:
     named = [name for name in (*ALGORITHMS, *BLOCK_ALGORITHMS) if name != "yaqa"]  # for weights alone best is yaqa
     for algorithm in (*named, *COMBINATIONS):
-        mixes = algorithm in MIXED_BY
-        for scheme in (*WEIGHTS, *(FINER if mixes else ())):
+        mixes = place.mixes and algorithm in MIXED_BY
+        for scheme in (*place.weights, *(FINER if mixes else ())):
             options = ("--group-size", str(scheme.group)) if scheme.group > 0 else ()
             yield _our_row(place, algorithm, name=scheme.name, scheme=scheme.preset, options=options)
         for name, target in MIXED.items() if mixes else ():
             yield _our_row(place, algorithm, name=name, scheme=LOWER.preset, target=target)
-        for name, algorithms in INPUTS.items():
+        for name, algorithms in place.inputs.items():
             if algorithm in algorithms:
                 yield _our_row(place, algorithm, name=name, scheme=name.split()[0])
 
@@ -161,27 +180,28 @@ def _llm_compressor(place: Place) -> Iterator[Row]:
     def row(program: str, name: str, /, **settings: object) -> Row:
         return _peer(place, "llmcompressor", f"llm-compressor {program}", name, settings)
 
-    for scheme in WEIGHTS:
+    for scheme in place.weights:
         for program in ("RTN", "GPTQ", "AWQ"):
             yield row(program, scheme.name, algorithm=program.lower(), **scheme.settings)
     for alpha in (0.5, 0.8):
         yield row(f"SmoothQuant {alpha} GPTQ", "W8A8", algorithm="gptq", scheme="W8A8", smoothing=alpha)
     for program in ("RTN", "GPTQ"):
         yield row(program, "W8A8", algorithm=program.lower(), scheme="W8A8")
-        yield row(program, "W4A8 g128", algorithm=program.lower(), scheme="W4A8")
+        if "W4A8 g128" in place.inputs:
+            yield row(program, "W4A8 g128", algorithm=program.lower(), scheme="W4A8")
     yield row("RTN", "FP8", algorithm="rtn", scheme="FP8")
     yield row("RTN", "FP8_DYNAMIC", algorithm="rtn", scheme="FP8_DYNAMIC")
 
 
 def _gptqmodel(place: Place) -> Iterator[Row]:
     workers = {"GPTQMODEL_CPU_WORKERS": "2"}  # on two cores it refuses to start without
-    for scheme in WEIGHTS:
+    for scheme in place.weights:
         yield _peer(place, "gptqmodel", "GPTQModel", scheme.name, scheme.settings, environment=workers)
 
 
 def _autoround(place: Place) -> Iterator[Row]:
     for program, iterations in ITERATIONS.items():
-        for scheme in WEIGHTS:
+        for scheme in place.weights:
             yield _peer(place, "autoround", program, scheme.name, {**scheme.settings, "iterations": iterations})
 
 
@@ -189,9 +209,9 @@ def _others(place: Place) -> Iterator[Row]:
     for kind in LLAMA_CPP:
         settings = {"type": kind, "gguf": str(place.gguf), "names": str(place.names)}
         yield _peer(place, "llamacpp", "llama.cpp", kind, settings)
-    for scheme in WEIGHTS:
+    for scheme in place.weights:
         yield _peer(place, "inc", "neural-compressor RTN", scheme.name, scheme.settings)
-    for bits, group in ((8, 64), (4, 128), (4, 64), (3, 64), (2, 64)):
+    for bits, group in ((8, 64), *(() if place.narrow else ((4, 128),)), (4, 64), (3, 64), (2, 64)):
         # Its zero points are float16 numbers, so that it has more bits at equal groups.
         yield _peer(place, "hqq", "HQQ", f"{bits} bits g{group}", {"bits": bits, "group_size": group})
 
