@@ -3,8 +3,8 @@
 Reads    the artifact, or a server's answers; lines of stdin
 Writes   nothing
 Resumes  nothing
-Fails    2 no chat template, a conversation that is too long; 3 a server that refuses; 5 a server that is not there;
-         7 the artifact is damaged
+Fails    2 no chat template, a conversation that is too long; 3 a template or a server that refuses;
+         5 a server that is not there; 7 the artifact is damaged
 """
 
 import contextlib

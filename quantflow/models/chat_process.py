@@ -1,8 +1,14 @@
-"""The process of `quantflow.models.chat_template`: a line of JSON is a conversation, the line that answers is its text."""
+"""The process of `quantflow.models.chat_template`: a line of JSON is a conversation, the line that answers is its text.
+
+Whoever asks ends it when it takes too long. Where they were killed meanwhile, an alarm does. Ctrl-C is theirs to answer.
+"""
 
 import json
+import math
 import resource
+import signal
 import sys
+from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -11,6 +17,7 @@ MEMORY = 1 << 30  # bytes beyond what the process has when it begins
 
 def main() -> None:
     """Serve until stdin ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     with open("/proc/self/statm") as file:
         size = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, size + MEMORY))
@@ -18,22 +25,27 @@ def main() -> None:
     answers.write(b"ready\n")
     answers.flush()
     for line in sys.stdin.buffer:
-        answers.write(json.dumps(_rendered(json.loads(line))).encode() + b"\n")
+        order = json.loads(line)
+        signal.alarm(math.ceil(order["seconds"]) + 1)
+        said = json.dumps(_rendered(order)).encode() + b"\n"
+        signal.alarm(0)
+        answers.write(said)
         answers.flush()
 
 
-def _rendered(order: dict[str, object]) -> dict[str, str]:
+def _rendered(order: dict[str, Any]) -> dict[str, str]:
     try:
         template, longest = order["template"], order["longest"]
         texts, _ = render_jinja_template(
             conversations=[order["messages"]],
+            tools=order["tools"],
             chat_template=template,
             add_generation_prompt=order["answer"],
-            **order["special"],  # type: ignore[arg-type]
+            **order["variables"],
         )
         text = str(texts[0])
         text.encode()
-        if len(text) > int(str(longest)):
+        if len(text) > longest:
             return {"why": f"{len(text)} characters, {longest} are taken"}
         return {"text": text}
     except Exception as error:  # a template raises what its maker wants

@@ -4,16 +4,19 @@
 
 transformers runs templates in a sandbox that keeps them from Python, not from memory and time. The process starts with the
 first conversation and serves all that follow. One that does not answer is ended, and the next conversation gets another.
+A command has one process; a server has one for each model, so that a template delays conversations of its own model alone.
 """
 
 import atexit
 import json
 import select
+import signal
 import subprocess
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -25,10 +28,20 @@ SECONDS = 5.0  # of a conversation
 START = 120.0  # seconds until the process has imported what it needs
 LONGEST = 1 << 24  # characters of a rendered conversation
 _REMEDY = "give the roles it expects, or use the template of a model that you trust"
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+class NotRendered(Exception):
+    """A template made no text of a conversation; the message says why."""
 
 
 def chat_tokens(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]], *, where: str, answer: bool
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    where: str,
+    answer: bool,
+    template: str | None = None,
 ) -> list[int]:
     """Return the tokens of a conversation, as `apply_chat_template` does.
 
@@ -37,26 +50,67 @@ def chat_tokens(
         messages: `role` and `content` of each.
         where: the conversation, for messages.
         answer: end where the answer begins.
+        template: in place of the tokenizer's own.
 
     Raises:
         InputError: the template refuses the conversation, is none, or needs more time, memory or characters than it gets.
     """
-    order = {
-        "template": tokenizer.get_chat_template(),
-        "messages": [dict(message) for message in messages],
-        "answer": answer,
-        "special": {name: token for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)},
-        "longest": LONGEST,
-    }
-    told = _renderer().ask(order)
-    if "text" not in told:
-        raise InputError(f"{where}: refused by the chat template ({told['why']})", _REMEDY)
-    tokens: list[int] = tokenizer(told["text"], add_special_tokens=False, verbose=False)["input_ids"]
+    try:
+        text = render(tokenizer, messages, answer=answer, template=template)
+    except NotRendered as error:
+        raise InputError(f"{where}: refused by the chat template ({error})", _REMEDY) from error
+    tokens: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return tokens
 
 
+def render(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    answer: bool,
+    template: str | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    options: Mapping[str, Any] = _NOTHING,
+    renderer: "Renderer | None" = None,
+) -> str:
+    """Return the text of a conversation, as `apply_chat_template(..., tokenize=False)` does.
+
+    Args:
+        tokenizer: with a chat template, where none is given.
+        messages: what JSON can hold; a key whose value is None is left out.
+        answer: end where the answer begins (transformers' `add_generation_prompt`).
+        template: in place of the tokenizer's own.
+        tools: JSON schemas of functions.
+        options: further variables of the template; they stand in place of special tokens of the same name.
+        renderer: the process; None: the one of this command.
+
+    Raises:
+        NotRendered: the template refuses the conversation, is none, or needs more time, memory or characters than it gets.
+    """
+    if not messages:
+        raise NotRendered("there is no message")
+    shown = None if tools is None else [dict(tool) for tool in tools]
+    try:
+        chosen = tokenizer.get_chat_template(template, shown)
+    except ValueError as error:
+        raise NotRendered(str(error)) from error
+    order = {
+        "template": chosen,
+        "messages": [{key: value for key, value in message.items() if value is not None} for message in messages],
+        "tools": shown,
+        "answer": answer,
+        "variables": {**tokenizer.special_tokens_map, **options},
+        "longest": LONGEST,
+        "seconds": SECONDS,
+    }
+    told = (renderer or _renderer()).ask(order)
+    if "text" not in told:
+        raise NotRendered(told["why"])
+    return told["text"]
+
+
 class Renderer:
-    """The process, started when it is first asked."""
+    """The process, started when it is first asked. One conversation is rendered at a time; threads wait for their turn."""
 
     def __init__(self) -> None:
         """Start nothing yet."""
@@ -65,32 +119,52 @@ class Renderer:
 
     def ask(self, order: Mapping[str, Any]) -> dict[str, str]:
         """Return `text`, or `why` there is none."""
+        try:
+            line = json.dumps(order).encode() + b"\n"
+        except (TypeError, ValueError, RecursionError) as error:
+            return {"why": f"the conversation is not JSON: {error}"}
         with self._lock:
-            if self._process is None or self._process.poll() is not None:
-                self.close()
-                command = child_process.python_module("quantflow.models.chat_process")
-                pipe, quiet = subprocess.PIPE, subprocess.DEVNULL
-                self._process = subprocess.Popen(
-                    command, stdin=pipe, stdout=pipe, stderr=quiet, env=child_process.environment()
-                )
-                if self._line(START) is None:
-                    self.close()
-                    return {"why": "the process that renders it did not start"}
-            assert self._process.stdin is not None
             try:
-                self._process.stdin.write(json.dumps(order).encode() + b"\n")
-                self._process.stdin.flush()
-                line = self._line(SECONDS)
-            except OSError:
-                line = b""
-            if not line:
-                self.close()
-                return {"why": f"it takes more than {SECONDS:g} s" if line is None else "it takes more memory than it gets"}
-            told: dict[str, str] = json.loads(line)
-            return told
+                return self._answer(line)
+            except BaseException:  # of a question that is broken off here, the next one would read the answer
+                self._end()
+                raise
 
     def close(self) -> None:
-        """End the process, if there is one."""
+        """End the process, if there is one. A conversation that it renders is refused."""
+        process = self._process
+        if process is not None:
+            process.kill()
+        with self._lock:
+            self._end()
+
+    def _answer(self, line: bytes) -> dict[str, str]:
+        if self._process is None or self._process.poll() is not None:
+            self._end()
+            command = child_process.python_module("quantflow.models.chat_process")
+            pipe, quiet = subprocess.PIPE, subprocess.DEVNULL
+            self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=quiet, env=child_process.environment())
+            if not self._line(START):
+                self._end()
+                return {"why": "the process that renders it did not start"}
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(line)
+            self._process.stdin.flush()
+            said = self._line(SECONDS)
+        except OSError:
+            said = b""
+        if said is None:
+            self._end()
+            return {"why": f"it takes more than {SECONDS:g} s"}
+        if not said:
+            code = self._process.wait()
+            self._end()
+            return {"why": f"it ended the process that renders it ({_ending(code)})"}
+        told: dict[str, str] = json.loads(said)
+        return told
+
+    def _end(self) -> None:
         process, self._process = self._process, None
         if process is not None:
             process.kill()
@@ -109,6 +183,10 @@ class Renderer:
                 return b""
             line += piece
         return bytes(line)
+
+
+def _ending(code: int) -> str:
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
 @cache

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 import torch
 
 from quantflow.errors import InputError, ResourceError, UsageError
+from quantflow.models.chat_template import chat_tokens
 from quantflow.runtime.batching import BatchLimits, BatchRequest, Engine, FinishReason
 from quantflow.runtime.chat_job import ChatJob
 from quantflow.runtime.decoding.text import TextStream
@@ -63,9 +64,11 @@ class LocalPartner:
         """Yield the pieces of the next message.
 
         Raises:
-            UsageError: the conversation is longer than the model's positions, or the template refuses it.
+            UsageError: the conversation is longer than the model's positions.
+            InputError: the template refuses it (quantflow.models.chat_template).
         """
-        ids, most = self._ids(messages), int(self._engine.limits.max_total_tokens or 0)
+        ids = chat_tokens(self._tokenizer, messages, where="conversation", answer=True, template=self._template)
+        most = int(self._engine.limits.max_total_tokens or 0)
         if len(ids) >= most:
             raise UsageError(f"the conversation has {len(ids)} tokens, the model reads {most}", "begin a new one with /reset")
         request = BatchRequest(
@@ -95,16 +98,6 @@ class LocalPartner:
     def close(self) -> None:
         """End the engine."""
         self._engine.close()
-
-    def _ids(self, messages: Messages) -> list[int]:
-        given = {} if self._template is None else {"chat_template": self._template}
-        words = {"tokenize": False, "add_generation_prompt": True, **given}
-        try:
-            text = self._tokenizer.apply_chat_template([dict(message) for message in messages], **words)
-        except Exception as error:  # a template is a program: it raises what it likes
-            raise UsageError(f"the chat template refuses the conversation: {error}", "begin a new one with /reset") from error
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
 
 
 class RemotePartner:

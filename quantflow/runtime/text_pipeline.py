@@ -16,6 +16,7 @@ from typing import Any, Self
 import torch
 
 from quantflow.errors import InputError, UsageError
+from quantflow.models.chat_template import chat_tokens
 from quantflow.runtime.batching import BatchLimits, BatchRequest, Engine, Stream
 from quantflow.runtime.decoding.text import continuation
 from quantflow.runtime.generate_job import Rules, Sampling
@@ -92,6 +93,7 @@ class TextGeneration:
 
         Raises:
             UsageError: an option that is unknown or outside its range, or a prompt that is too long.
+            InputError: a conversation that the chat template refuses (quantflow.models.chat_template).
         """
         unknown = options.keys() - {*_SAMPLING, *_RULES}
         if unknown:
@@ -145,9 +147,7 @@ class TextGeneration:
             return tuple(self.tokenizer(prompt)["input_ids"])
         if self.tokenizer.chat_template is None:
             raise UsageError("pipeline: a conversation, but the tokenizer has no chat template", "give texts")
-        messages = [dict(message) for message in prompt]
-        text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return tuple(chat_tokens(self.tokenizer, prompt, where="pipeline", answer=True))
 
     def _text(self, prompt: str | Conversation, ids: tuple[int, ...], stream: Stream, *, full: bool) -> dict[str, Any]:
         tokens = []

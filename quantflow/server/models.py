@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from quantflow.errors import InputError, QuantflowError
+from quantflow.models import chat_template
 from quantflow.runtime.batching import BatchLimits, Engine
 from quantflow.runtime.load import Loaded, load
 from quantflow.server.errors import Refused, bad_template
@@ -18,7 +19,7 @@ from quantflow.server.settings import Limits, ServeJob
 from quantflow.server.text import Vocabulary
 
 LONGEST = 4096  # tokens of a request that TGI serves without being asked for more
-TEMPLATE_SECONDS = 10.0
+TEMPLATE_SECONDS = 30.0  # of a conversation that waits for others of its model and is rendered
 TEMPLATE_CHARACTERS = 8_000_000
 ANY_NAME = ("tgi", "dummy", "default")  # names of clients that know one model alone
 
@@ -87,6 +88,10 @@ class ServedModel:
         self._workers = workers
         self.weight_bytes = weight_bytes(loaded.artifact.checkpoint.folder)
         self._template = None if job.chat_template is None else _read_template(job.chat_template)
+        self._renderer = chat_template.Renderer()
+        self._rendering = ThreadPoolExecutor(
+            1, thread_name_prefix="quantflow-template"
+        )  # threads that tokenize never wait for it
         self.tokenizer("warm")  # the first call settles padding and truncation; later ones only read, from several threads
 
     @property
@@ -124,7 +129,7 @@ class ServedModel:
     async def render(self, messages: Sequence[Mapping[str, Any]], *, tools: Any, options: Mapping[str, Any]) -> str:
         """Return a conversation as the prompt that the chat template makes of it.
 
-        It is rendered in jinja2's sandbox, in a thread; time and length are bounded.
+        It is rendered in the model's own process (`quantflow.models.chat_template`); time, memory and length are bounded.
 
         Raises:
             Refused: of kind template_error.
@@ -133,16 +138,15 @@ class ServedModel:
             raise bad_template("template not found")
 
         def work() -> str:
-            given = {} if self._template is None else {"chat_template": self._template}
-            words = {**options, **given, "tools": tools, "tokenize": False, "add_generation_prompt": True}
-            return str(self.tokenizer.apply_chat_template(list(messages), **words))
+            given = {"template": self._template, "tools": tools, "options": options}
+            return chat_template.render(self.tokenizer, messages, answer=True, renderer=self._renderer, **given)
 
         try:
-            text: str = await asyncio.wait_for(self._in_thread(work), TEMPLATE_SECONDS)
+            text: str = await asyncio.wait_for(self._in_thread(work, self._rendering), TEMPLATE_SECONDS)
         except TimeoutError:
-            raise bad_template(f"longer than {TEMPLATE_SECONDS:.0f} s") from None
-        except Exception as error:  # a template is a program: it raises what it likes
-            raise bad_template(f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:300]}") from error
+            raise bad_template(f"others of the model take more than {TEMPLATE_SECONDS:.0f} s") from None
+        except chat_template.NotRendered as error:
+            raise bad_template(str(error)) from error
         if len(text) > TEMPLATE_CHARACTERS:
             raise bad_template(f"{len(text)} characters, {TEMPLATE_CHARACTERS} may be")
         return text
@@ -156,11 +160,13 @@ class ServedModel:
         return await self._in_thread(lambda: self.grammars.mask(grammar))
 
     def close(self) -> None:
-        """End the engine."""
+        """End the engine, and the process that renders conversations."""
         self.engine.close()
+        self._rendering.shutdown(wait=False, cancel_futures=True)
+        self._renderer.close()
 
-    async def _in_thread(self, work: Callable[[], Any]) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._workers, work)
+    async def _in_thread(self, work: Callable[[], Any], workers: ThreadPoolExecutor | None = None) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(workers or self._workers, work)
 
 
 @dataclass(kw_only=True)

@@ -159,6 +159,7 @@ def _options(body: ChatBody) -> dict[str, Any]:
         "messages",
         "documents",
         "add_generation_prompt",
+        "sanitize_control_tokens",
         "padding",
         "continue_final_message",
         "truncation",
