@@ -1,4 +1,4 @@
-"""Chat templates that take time, memory or the stack: refused by the server, the pipeline and `chat`, which go on afterwards."""
+"""Chat templates that take time, memory or the stack: server, pipeline and `chat` refuse them and go on afterwards."""
 
 import io
 
