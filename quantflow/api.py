@@ -29,7 +29,7 @@ from quantflow.progress import SILENT, Progress
 
 if TYPE_CHECKING:
     from quantflow.evaluation.bench_job import BenchJob, KernelJob
-    from quantflow.exporting.proof import Proved
+    from quantflow.exporting.proof import Prover
     from quantflow.formats.gaudi.quant_config import GivenConfig
     from quantflow.runtime.chat_job import ChatJob
     from quantflow.runtime.conversation import Partner
@@ -271,7 +271,7 @@ def make_artifact(
     resources: Resources = Resources(),
     force: bool = False,
     progress: Progress = SILENT,
-    proved: "Proved | None" = None,
+    prover: "Prover | None" = None,
 ) -> ArtifactResult:
     """Measure what an artifact needs, quantize, export and prove it: three stages, each resumed where it stopped.
 
@@ -289,11 +289,12 @@ def make_artifact(
         resources: limits of memory and disk; no bit of the result depends on them.
         force: redo an artifact that was made from other inputs, instead of refusing.
         progress: is told how far it is.
-        proved: as of `export`.
+        prover: as of `export`.
 
     Raises:
         QuantflowError: an input, a limit or the model is refused; nothing finished is lost.
     """
+    from quantflow.exporting.proof import CANARY
     from quantflow.quantization.missing_statistics import needs_measurement
 
     work = work_folder(output)
@@ -302,6 +303,8 @@ def make_artifact(
     shared: dict[str, Any] = {"revision": revision, "resources": resources, "progress": progress}
     measurement = None
     if needs_measurement(artifact, folder):
+        if prover is not None:
+            prover.expect(CANARY)
         measured = measure(
             folder,
             work / "1-measure",
@@ -316,7 +319,7 @@ def make_artifact(
     quantized = quantize(
         folder, work / "2-quantize", artifact=artifact, measurement=measurement, seed=seed, force=True, **shared
     )
-    made = export(quantized.folder, output, options=options, model=folder, force=force, proved=proved, **shared)
+    made = export(quantized.folder, output, options=options, model=folder, force=force, prover=prover, **shared)
     return ArtifactResult(folder=made.folder, quantized=quantized)
 
 
@@ -392,7 +395,7 @@ def export(
     resources: Resources = Resources(),
     force: bool = False,
     progress: Progress = SILENT,
-    proved: "Proved | None" = None,
+    prover: "Prover | None" = None,
 ) -> StageResult:
     """Write an artifact and prove it in a fresh process; or write a measurement or a model for another runtime.
 
@@ -408,7 +411,7 @@ def export(
         resources: limits of memory and disk.
         force: redo an artifact that was made from other inputs, instead of refusing.
         progress: is told how far it is.
-        proved: a process that `quantflow.exporting.proof.proving` has started already; None starts one.
+        prover: a process that `quantflow.exporting.proof.proving` has started already; None starts one.
 
     Raises:
         QuantflowError: an input that cannot be used, a proof that does not hold; then nothing is published.
@@ -426,7 +429,7 @@ def export(
         resources=resources,
         replace=force,
     )
-    return StageResult(folder=chosen.run(chosen.job(request), progress, proved=proved))
+    return StageResult(folder=chosen.run(chosen.job(request), progress, prover=prover))
 
 
 def _layers(quantized: Path, format: str) -> Path:
@@ -459,18 +462,15 @@ def check_export(quantized: Folder, output: Folder, *, options: Export, model: F
     check(EXPORTERS[DEFAULT].job(request))
 
 
-def proving(*, canary: bool) -> AbstractContextManager["Proved"]:
+def proving() -> AbstractContextManager["Prover"]:
     """Start the fresh process that proves an artifact before there is one, so that it imports what it needs meanwhile.
 
-    Args:
-        canary: the proof will run the model, as where there is a measurement.
-
     Returns:
-        A context manager; `export` takes what it yields as `proved`. The process ends with it.
+        A context manager; `export` takes what it yields as `prover`. The process ends with it.
     """
     from quantflow.exporting import proof
 
-    return proof.proving(*([proof.CANARY] if canary else []))
+    return proof.proving()
 
 
 def validate(

@@ -80,7 +80,7 @@ def command(model: str, output: Path, artifact: Path | None, settings: tuple[str
         _one_command(model, output, values, position, shared)
         return
     measures = measurement is not None and shared["calibration"] is not None
-    proved = None if artifact is None else _proving(shared, canary=measures)
+    prover = None if artifact is None else _proving(shared)
     if measurement is None and shared["ranks"] == 1:
         with nullcontext(SILENT) if shared["dry_run"] else reporting(shared, output) as progress:
             entry = values.quantize[position]
@@ -113,7 +113,7 @@ def command(model: str, output: Path, artifact: Path | None, settings: tuple[str
     folder = quantized.folder
     if artifact is not None:
         with reporting(shared, artifact) as progress:
-            folder = api.export(**exporting, proved=proved, progress=progress).folder
+            folder = api.export(**exporting, prover=prover, progress=progress).folder
     if speaks():
         text = f"{_choice(quantized)}{folder}"
         show({"folder": str(folder)}, as_json=shared["as_json"], text=text)
@@ -136,9 +136,9 @@ def _one_command(model: str, output: Path, values: Recipe, position: int, shared
     if shared["dry_run"]:
         show_call(words, as_json=shared["as_json"])
         return
-    proved = _proving(shared, canary=True)
+    prover = _proving(shared)
     with reporting(shared, output) as progress:
-        made = api.make_artifact(**words, proved=proved, progress=progress)
+        made = api.make_artifact(**words, prover=prover, progress=progress)
     work, revision = api.work_folder(output), "" if values.revision is None else f" --revision {values.revision}"
     text = (
         f"{_choice(made.quantized)}{made.folder}\n"
@@ -149,11 +149,11 @@ def _one_command(model: str, output: Path, values: Recipe, position: int, shared
     show({"folder": str(made.folder), "work": str(work)}, as_json=shared["as_json"], text=text)
 
 
-def _proving(shared: dict[str, Any], *, canary: bool) -> Any:
+def _proving(shared: dict[str, Any]) -> Any:
     """Start the process of the proof first, so that both start at once; where memory is bounded it starts when it is needed."""
     if shared["dry_run"] or shared["max_memory"] or shared["disk_offload"]:
         return None
-    return click.get_current_context().with_resource(api.proving(canary=canary))
+    return click.get_current_context().with_resource(api.proving())
 
 
 def _check_options(artifact: Path | None, shared: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ import os
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
 
+import io
 import json
 import subprocess
 import sys
@@ -256,6 +257,7 @@ def proof_server() -> Iterator[None]:
         def __init__(self, command: list[str], **_: Any) -> None:
             assert command[1:4] == ["-P", "-m", "quantflow.exporting.proof_process"]
             self.returncode: int | None = None
+            self.stdin = io.StringIO()  # takes what proof is expected
 
         def communicate(self, order: str = "") -> tuple[str, str]:
             with lock:

@@ -49,6 +49,7 @@ LAZY = {
     "quantflow/models/source.py",
     "quantflow/__init__.py",
     "quantflow/api.py",
+    "quantflow/quantization/missing_statistics.py",
     "quantflow/quantization/quantize.py",
     "quantflow/exporting/proof_process.py",
     "quantflow/server/__init__.py",

@@ -71,18 +71,18 @@ class Exporter:
                 raise UsageError(cause, f"leave it out; this format reads {', '.join(self.options)}")
         return import_module(self.module).requested(request)
 
-    def run(self, job: Any, progress: Progress, *, proved: Any = None) -> Path:
+    def run(self, job: Any, progress: Progress, *, prover: Any = None) -> Path:
         """Do what `job` returned, and return the folder.
 
         Args:
             job: of this exporter.
             progress: is told how far it is.
-            proved: a process that has started to prove an artifact (quantflow/exporting/proof.py), for the format of artifacts.
+            prover: a process that has started to prove an artifact (quantflow/exporting/proof.py), for the format of artifacts.
 
         Raises:
             QuantflowError: as the format's module.
         """
-        more = {} if proved is None else {"proved": proved}
+        more = {} if prover is None else {"prover": prover}
         folder: Path = import_module(self.module).run(job, progress, **more)
         return folder
 

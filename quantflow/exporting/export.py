@@ -29,7 +29,7 @@ from quantflow.errors import InputError, IntegrityError, QuantflowError, UsageEr
 from quantflow.exporting import ExportRequest
 from quantflow.exporting.ledger_entries import tensor_entries
 from quantflow.exporting.model_card import model_card
-from quantflow.exporting.proof import Proved, proving
+from quantflow.exporting.proof import Prover, proving
 from quantflow.exporting.weight_files import Stored, linked, shards_for, write_shards
 from quantflow.formats import DEFAULT, FORMATS
 from quantflow.models.graph import Graph, graph_for
@@ -95,7 +95,7 @@ def check(job: ExportJob) -> None:
         raise UsageError(f"{job.output}: the artifact's folder and the quantized one", "give two folders")
 
 
-def run(job: ExportJob, progress: Progress, *, proved: Proved | None = None) -> Path:
+def run(job: ExportJob, progress: Progress, *, prover: Prover | None = None) -> Path:
     """Export the artifact, prove it in a process that `proving` started or starts here, and return its folder."""
     check(job)
     refuse_shards(job.quantized)
@@ -118,11 +118,13 @@ def run(job: ExportJob, progress: Progress, *, proved: Proved | None = None) -> 
             )
         allowance = _allowance(job, source, summary)
         process_memory.reset_peak()
-        fresh = proving(summary["proof"]) if proved is None else nullcontext(proved)
-        with fresh as told, stage_folder.publish(job.output, stage=None, inputs={}) as folder:
+        fresh = proving() if prover is None else nullcontext(prover)
+        with fresh as proof, stage_folder.publish(job.output, stage=None, inputs={}) as folder:
+            proof.expect(summary["proof"])
             links = _write(job, folder, source, summary, record, made_from, digests)
             progress.say(f"export {job.output.name}: proving it in a fresh process")
-            reason = _prove(partial(told, folder, job.quantized, source.checkpoint.folder, workers=allowance.workers), links)
+            prove = partial(proof.prove, folder, job.quantized, source.checkpoint.folder, workers=allowance.workers)
+            reason = _prove(prove, links)
             if reason is not None:
                 progress.say(f"export {job.output.name}: the lean decoder will not run it: {reason}")
                 write_manifest(folder, with_note(read_manifest(folder), "lean_decoder", reason))

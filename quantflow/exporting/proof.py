@@ -5,51 +5,63 @@ Nothing here imports torch: the process can be started first, and imports what i
 
 import json
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from quantflow import child_process
 from quantflow.errors import InputError, IntegrityError, QuantflowError, ResourceError, UnsupportedError
 
-CANARY = "canary"  # the kind of proof that runs the model
-Proved = Callable[..., str | None]
+CANARY, TENSORS = "canary", "tensors"  # the kinds of proof: the first runs the model
 _KINDS: Mapping[int, type[QuantflowError]] = {3: InputError, 5: ResourceError, 6: UnsupportedError}
 
 
+class Prover:
+    """The fresh process: it waits until it is told what to prove, and is told once."""
+
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        """Take a process that runs `quantflow.exporting.proof_process`."""
+        self._process = process
+
+    def expect(self, kind: str) -> None:
+        """Let the process import what a kind of proof needs, while it waits; for another kind it does so when it is told."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # it has ended; `prove` tells how
+            self._process.stdin.write(f"{kind}\n")
+            self._process.stdin.flush()
+
+    def prove(self, artifact: Path, quantized: Path, source: Path, *, workers: int) -> str | None:
+        """Prove an artifact.
+
+        Returns:
+            Why the lean decoder is not to run it, or None.
+
+        Raises:
+            IntegrityError: as `quantflow.exporting.proof_process.prove`, and any other error of the project as the process met
+                it.
+            ResourceError: the process was killed.
+            InputError: the process ended in another way.
+        """
+        places = [str(path.resolve()) for path in (artifact, quantized, source)]
+        found, told = self._process.communicate(json.dumps([*places, workers]))
+        _judge(self._process.returncode, told, artifact)
+        reason: str | None = json.loads(found.strip().splitlines()[-1])
+        return reason
+
+
 @contextmanager
-def proving(*expected: str) -> Iterator[Proved]:
-    """Start a process that proves an artifact when it is told where one is; meanwhile it imports what it needs, and waits.
-
-    Args:
-        expected: kinds of proof that are likely; for another the process imports what it needs when it is told.
-
-    Yields:
-        A function of the artifact, the quantized folder, the source, and `workers`. It returns why the lean decoder is not to
-        run the artifact, or None, and raises
-
-        IntegrityError: as `quantflow.exporting.proof_process.prove`, and any other error of the project as the process met it.
-        ResourceError: the process was killed.
-        InputError: the process ended in another way.
-    """
+def proving() -> Iterator[Prover]:
+    """Start the process that proves an artifact before there is one: it imports torch meanwhile, and ends with the context."""
     process = subprocess.Popen(
-        child_process.python_module("quantflow.exporting.proof_process", expected),
+        child_process.python_module("quantflow.exporting.proof_process"),
         env=child_process.environment(),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-
-    def proved(artifact: Path, quantized: Path, source: Path, *, workers: int) -> str | None:
-        places = [str(path.resolve()) for path in (artifact, quantized, source)]
-        found, told = process.communicate(json.dumps([*places, workers]))
-        _judge(process.returncode, told, artifact)
-        reason: str | None = json.loads(found.strip().splitlines()[-1])
-        return reason
-
     try:
-        yield proved
+        yield Prover(process)
     finally:
         if process.returncode is None:  # there was nothing to prove
             process.kill()

@@ -9,12 +9,12 @@ the kind of proof that the manifest names:
     tensors     every quantized linear, decoded some rows at a time, has the values that quantize chose, and every other
                 tensor the source's bytes: what is proved where no model ran
 
-Example: echo '["ARTIFACT", "QUANTIZED", "SOURCE", 2]' | python -m quantflow.exporting.proof_process canary
+Example: echo '["ARTIFACT", "QUANTIZED", "SOURCE", 2]' | python -m quantflow.exporting.proof_process
 """
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from quantflow.artifact.verify import verify
 from quantflow.core.parallel import Workers
 from quantflow.core.scheme import LinearScheme
 from quantflow.errors import IntegrityError, QuantflowError
-from quantflow.exporting.proof import CANARY
+from quantflow.exporting.proof import CANARY, TENSORS
 from quantflow.formats import DEFAULT, FORMATS
 from quantflow.models.graph import graph_for
 from quantflow.models.reading import read_into, read_tensor
@@ -140,11 +140,17 @@ def _bytes(path: Path, info: TensorInfo, start: int) -> Tensor:
     return piece
 
 
-def prepare(expected: Sequence[str]) -> None:
-    """Import what the kinds of proof that are expected need beyond this module, so that it is there when there is an order."""
-    process_memory.give_back_freed()
-    if CANARY in expected:
-        from quantflow.exporting import canary  # noqa: F401  # here: as above
+def awaited(lines: Iterable[str]) -> str:
+    """Return the order, empty where there is none; kinds of proof that are expected come before it, a line each.
+
+    What such a kind needs beyond this module is imported at once, so that it is there when there is an order.
+    """
+    for line in lines:
+        if line.strip() == CANARY:
+            from quantflow.exporting import canary  # noqa: F401  # here: as in `prove`
+        elif line.strip() != TENSORS:
+            return line
+    return ""
 
 
 def main(order: str) -> int:
@@ -177,6 +183,6 @@ def _fail(cause: str, remedy: str, code: int) -> int:
 
 
 if __name__ == "__main__":
-    prepare(sys.argv[1:])
-    ended = main(sys.stdin.read())
+    process_memory.give_back_freed()
+    ended = main(awaited(sys.stdin))
     sys.exit(ended)

@@ -11,7 +11,6 @@ from pathlib import Path
 from quantflow.artifact.canonical import read_json
 from quantflow.artifact.outputs import beside
 from quantflow.artifact.stage_folder import done
-from quantflow.calibration import measure
 from quantflow.distributed.launch import launched_rank
 from quantflow.measurements.record import CALIBRATION_NAME, META_NAME
 from quantflow.models.graph import graph_for
@@ -70,6 +69,8 @@ def completed(measurement: Path, entry: Quantize, *, model: Path, resources: Res
         sequence_length=kept["sequence_length"],
         pack=False,
     )
+    from quantflow.calibration import measure  # here: it imports transformers' model code, and most artifacts lack nothing
+
     job = measure.MeasureJob(
         model=model,
         output=output,

@@ -160,6 +160,9 @@ def forked_proof(faults: Faults):
 
         returncode = None
 
+        def __init__(self) -> None:
+            self.stdin = io.StringIO()  # takes what proof is expected
+
         def communicate(self, order: str = "") -> tuple[str, str]:
             from quantflow.exporting import proof_process
 

@@ -267,8 +267,8 @@ def test_the_fresh_process_agrees_and_an_artifact_says_which_proof_was_given(qua
 def test_what_the_fresh_process_met_is_told_as_it_is(monkeypatch, tmp_path, code, told, kind, said):
     process = SimpleNamespace(returncode=code, communicate=lambda _: ("", told))
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: process)
-    with pytest.raises(kind) as caught, proving() as proved:
-        proved(tmp_path, tmp_path, tmp_path, workers=1)
+    with pytest.raises(kind) as caught, proving() as prover:
+        prover.prove(tmp_path, tmp_path, tmp_path, workers=1)
     assert type(caught.value) is kind and said in caught.value.cause
 
 

@@ -1,0 +1,49 @@
+"""Commands import what they use: a model that only its files are needed of starts no model code of transformers."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import json, sys
+from types import SimpleNamespace
+
+told = json.loads(sys.argv[1])
+{body}
+print(json.dumps(sorted(name for name in sys.modules if name.startswith(tuple(told["heavy"])))))
+"""
+QUANTIZE = """
+from quantflow import api
+from quantflow.core.parallel import Workers
+from quantflow.planning.recipe import Quantize
+
+expected = []
+
+def prove(artifact, quantized, source, *, workers):  # here, so that what it imports is seen
+    from quantflow.exporting import proof_process
+
+    with Workers(workers) as pool:
+        return proof_process.prove(artifact, quantized, source, workers=pool)
+
+prover = SimpleNamespace(expect=expected.append, prove=prove)
+entry = Quantize(name="x", scheme=told["scheme"], algorithm="rtn")
+api.make_artifact(told["model"], told["out"], artifact=entry, prover=prover)
+assert expected == ["tensors"], expected
+"""
+
+
+def imported(body: str, **told) -> list[str]:
+    """Return which heavy modules a program imports in an interpreter of its own."""
+    given = json.dumps({key: value if isinstance(value, list) else str(value) for key, value in told.items()})
+    called = [sys.executable, "-c", PROGRAM.replace("{body}", body), given]
+    found = subprocess.run(called, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    return json.loads(found.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "W4A16"])
+def test_weights_that_are_rounded_alone_are_quantized_and_proved_without_transformers(llama, tmp_path, scheme):
+    heavy = ["transformers", "torch._dynamo", "torch.distributed.tensor", "sympy", "scipy"]
+    assert imported(QUANTIZE, model=llama, out=tmp_path / "a", scheme=scheme, heavy=heavy) == []
