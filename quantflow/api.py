@@ -185,7 +185,7 @@ def measure(
     if stats is None:
         stats = statistics_for(artifacts) if artifacts else DEFAULT_STATS
     job = MeasureJob(
-        model=_folder(model, revision, progress),
+        model=model_folder(model, revision=revision, progress=progress),
         output=output_folder(output, reads={"the model": model}),
         calibration=_calibration(calibration, progress),
         seed=seed,
@@ -238,7 +238,7 @@ def quantize(
     from quantflow.quantization.quantize import QuantizeJob, run
 
     folder, where = (
-        _folder(model, revision, progress),
+        model_folder(model, revision=revision, progress=progress),
         output_folder(output, reads={"the model": model, "the measurement": measurement}),
     )
     if measurement is not None:
@@ -299,7 +299,7 @@ def make_artifact(
 
     work = work_folder(output)
     check_export(work / "2-quantize", output, options=options)
-    folder = _folder(model, revision, progress)
+    folder = model_folder(model, revision=revision, progress=progress)
     shared: dict[str, Any] = {"revision": revision, "resources": resources, "progress": progress}
     measurement = None
     if needs_measurement(artifact, folder):
@@ -331,7 +331,7 @@ def needs_measurement(model: Model, artifact: Quantize, *, revision: str | None 
     """
     from quantflow.quantization import missing_statistics
 
-    return missing_statistics.needs_measurement(artifact, _folder(model, revision, progress))
+    return missing_statistics.needs_measurement(artifact, model_folder(model, revision=revision, progress=progress))
 
 
 def work_folder(output: Folder) -> Path:
@@ -420,10 +420,16 @@ def export(
 
     chosen = exporter(options.format)
     request = ExportRequest(
-        source=_folder(quantized, revision, progress) if chosen.takes_model else _layers(Path(quantized), options.format),
+        source=model_folder(quantized, revision=revision, progress=progress)
+        if chosen.takes_model
+        else _layers(Path(quantized), options.format),
         output=output_folder(output, reads={"what is exported": quantized, "the model": model}),
         options=options,
-        model=None if model is None else Path(model) if chosen.takes_model else _folder(model, revision, progress),
+        model=None
+        if model is None
+        else Path(model)
+        if chosen.takes_model
+        else model_folder(model, revision=revision, progress=progress),
         quant_config=quant_config,
         keep_originals=keep_originals,
         resources=resources,
@@ -512,7 +518,7 @@ def validate(
     folder = output_folder(given, flag="--report", reads={"the artifact": artifact, "the baseline": baseline})
     job = ValidateJob(
         artifact=Path(artifact),
-        baseline=_folder(baseline, revision, progress),
+        baseline=model_folder(baseline, revision=revision, progress=progress),
         report=folder,
         options=_evaluated(options, progress),
         expect=expect,
@@ -567,7 +573,7 @@ def resolve(recipe: Recipe, *, progress: Progress = SILENT) -> Recipe:
     from quantflow.planning.requirements import statistics_for
     from quantflow.validation.gate import check_gate
 
-    recipe = dataclasses.replace(recipe, model=str(_folder(recipe.model, recipe.revision, progress)))
+    recipe = dataclasses.replace(recipe, model=str(model_folder(recipe.model, revision=recipe.revision, progress=progress)))
     source = open_source(recipe.model)
     graph = graph_for(source.config)
     shapes = {name: info.shape for name, info in source.checkpoint.infos.items()}
@@ -630,7 +636,7 @@ def plan(
 
     from quantflow.planning.forecast import PlanJob, run
 
-    recipe = dataclasses.replace(recipe, model=str(_folder(recipe.model, recipe.revision, progress)))
+    recipe = dataclasses.replace(recipe, model=str(model_folder(recipe.model, revision=recipe.revision, progress=progress)))
     job = PlanJob(recipe=recipe, measured=measured, folder=Path(folder))
     if probe:
         from quantflow.planning.probe import probe as measure_rates
@@ -654,17 +660,24 @@ def generate(
     """
     from quantflow.runtime.generation import run
 
-    return run(replace(job, artifact=_runnable(job.artifact, progress)), stream, progress)
+    folder = model_folder(job.artifact, revision=job.revision, progress=progress)
+    return run(replace(job, artifact=folder), stream, progress)
 
 
-def conversation(job: "ChatJob") -> "Partner":
+def conversation(job: "ChatJob", *, progress: Progress = SILENT) -> "Partner":
     """Return who answers in a conversation: an artifact that is loaded here, or a server.
+
+    Args:
+        job: who is talked with.
+        progress: is told what is downloaded.
 
     Raises:
         QuantflowError: the artifact cannot be loaded or has no chat template; the server does not answer.
     """
     from quantflow.runtime.conversation import partner_of
 
+    if job.artifact is not None:
+        job = replace(job, artifact=model_folder(job.artifact, revision=job.revision, progress=progress))
     return partner_of(job)
 
 
@@ -710,8 +723,9 @@ def bench(job: "BenchJob", *, progress: Progress = SILENT) -> Mapping[str, Any] 
     """
     from quantflow.evaluation.latency import run
 
-    baseline = None if job.baseline is None else _folder(job.baseline, None, progress)
-    return run(replace(job, artifact=_runnable(job.artifact, progress), baseline=baseline), progress)
+    folder = model_folder(job.artifact, revision=job.revision, progress=progress)
+    baseline = None if job.baseline is None else model_folder(job.baseline, progress=progress)
+    return run(replace(job, artifact=folder, baseline=baseline), progress)
 
 
 def run_rank(order: Folder, *, progress: Progress, stream: Callable[[str], None]) -> None:
@@ -779,7 +793,7 @@ def inspect_calibration(file: Folder, *, tokenizer: Folder, sequence_length: int
     from quantflow.calibration.text_sources import text_path
     from quantflow.models.load import load_tokenizer
 
-    words, path = load_tokenizer(_folder(tokenizer, None, SILENT)), text_path(str(file), SILENT)
+    words, path = load_tokenizer(model_folder(tokenizer, progress=SILENT)), text_path(str(file), SILENT)
     return inspect(read_documents(path, words), words, sequence_length=sequence_length)
 
 
@@ -790,20 +804,23 @@ def names_model(text: str) -> bool:
     return models.names_model(text)
 
 
-def _runnable(place: Folder, progress: Progress) -> Path:
-    """Return the folder of an artifact or a model; a place that is neither stays as it is, for whoever opens it to say."""
-    path = Path(place)
-    return path if path.is_dir() or not names_model(str(path)) else _folder(path, None, progress)
+def model_folder(model: Model, *, revision: str | None = None, progress: Progress = SILENT) -> Path:
+    """Return the folder of a model or an artifact: one on the hub is downloaded, a GGUF file imported once.
 
+    Args:
+        model: a folder, a name on the hub (org/name), or a GGUF file.
+        revision: of a model on the hub.
+        progress: is told what is downloaded or made.
 
-def _folder(model: Model, revision: str | None, progress: Progress) -> Path:
-    """Return the folder of a model; one that is a folder needs nothing imported."""
+    Raises:
+        QuantflowError: there is no such model, or it cannot be used.
+    """
     path = Path(model)
-    if path.is_dir():
+    if path.is_dir():  # needs nothing imported
         return path
-    from quantflow.sources.models import model_folder
+    from quantflow.sources import models
 
-    return model_folder(model, revision=revision, progress=progress)
+    return models.model_folder(model, revision=revision, progress=progress)
 
 
 def _calibration(calibration: Calibration, progress: Progress) -> Calibration:

@@ -31,11 +31,12 @@ from quantflow.stages.cli.progress_line import ProgressLine
 def command(artifact: str | None, kernels: bool, as_json: bool, quiet: bool, **options: Any) -> None:
     """Time ARTIFACT, or a model that is not quantized: first and next token, per batch size.
 
-    It runs as in `generate`; --baseline times a model beside it; --kernels times linears alone.
+    It is named and runs as in `generate`; --baseline times a model beside it; --kernels times linears alone.
 
     \b
     Example: quantflow bench work/4-export -b 1 -b 8 --input-tokens 256 --new-tokens 32
              quantflow bench work/4-export --baseline examples/tiny-llama --dtype bfloat16
+             quantflow bench model.Q4_0.gguf -b 1
              quantflow bench --kernels --scheme W4A16,W4A8 --shape 4096x4096 --tokens 1,256
     """
     if artifact is not None and kernels:

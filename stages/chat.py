@@ -19,7 +19,9 @@ import click
 from quantflow import api
 from quantflow.errors import QuantflowError
 from quantflow.runtime.chat_job import ChatJob
+from quantflow.stages.cli.environment import bars_wanted
 from quantflow.stages.cli.options import DEBUG, QUIET, given, job_settings
+from quantflow.stages.cli.progress_line import ProgressLine
 from quantflow.stages.cli.signals import Interrupted
 
 HELP = "/system TEXT sets the system message, /reset begins anew, /exit ends; Ctrl-C stops an answer"
@@ -33,14 +35,17 @@ HELP = "/system TEXT sets the system message, /reset begins anew, /exit ends; Ct
 def command(artifact: str | None, quiet: bool, debug: bool, **options: Any) -> None:
     """Talk with ARTIFACT, or with a server by --url. Lines are messages; those that begin with / are commands.
 
+    ARTIFACT is a folder, a name on the hub (org/name), or a GGUF file.
+
     \b
     Example: quantflow chat work/4-export
+             quantflow chat org/name --revision v1
              quantflow chat --url http://127.0.0.1:8000 --system "Answer in one sentence."
     """
     del debug  # `exit_code` reads it
     values = {item.path[-1]: value for item, value in given("chat", ChatJob, options)}
     job = ChatJob(artifact=None if artifact is None else Path(artifact), **values)
-    partner = api.conversation(job)
+    partner = api.conversation(job, progress=ProgressLine(quiet=quiet, bars=bars_wanted()))
     try:
         if not quiet:
             click.echo(f"{partner.name}. {HELP}.", err=True)

@@ -32,11 +32,12 @@ from quantflow.stages.cli.progress_line import ProgressLine
 def command(artifact: str, as_json: bool, quiet: bool, **options: Any) -> None:
     """Continue prompts with ARTIFACT, which is verified first, or with a model that is not quantized.
 
-    docs/generate.md has every way to generate.
+    ARTIFACT is a folder, a name on the hub (org/name), or a GGUF file. docs/generate.md has every way to generate.
 
     \b
     Example: quantflow generate work/4-export --prompt "def main():" --max-new-tokens 32
              quantflow generate work/4-export --prompts questions.jsonl --column question --chat --batch-size 8 --json
+             quantflow generate org/name --revision v1 --prompt "def main():"
              quantflow generate work/4-export --prompt "def main():" --num-beams 4 --num-return-sequences 2
     """
     pieces: list[str] = []

@@ -36,10 +36,11 @@ OLD_NAMES = {"max_input_length": "max_input_tokens", "max_prefill_total_tokens":
 def command(context: click.Context, /, artifact: str, dry_run: bool, quiet: bool, debug: bool, **options: Any) -> None:
     """Answer HTTP with ARTIFACT, as TGI and OpenAI's API do.
 
-    Requests run together. docs/serving.md has every route.
+    ARTIFACT is a folder, a name on the hub (org/name), or a GGUF file. Requests run together. docs/serving.md has every route.
 
     \b
     Example: quantflow serve work/4-export
+             quantflow serve org/name --revision v1
              curl 127.0.0.1:8000/generate -H 'Content-Type: application/json' -d '{"inputs": "def main("}'
     """
     del debug  # `exit_code` reads it
@@ -58,7 +59,7 @@ def command(context: click.Context, /, artifact: str, dry_run: bool, quiet: bool
     if dry_run and job.engine != "vllm":
         raise UsageError(f"--dry-run with --engine {job.engine}", "leave it out: the limits are printed when it starts")
     if dry_run:
-        click.echo(shlex.join(vllm_command(job)))
+        click.echo(shlex.join(vllm_command(job, progress=progress)))
     else:
         serve(job, progress=progress)
 

@@ -26,10 +26,17 @@ class Origin:
     revision: str | None = None
 
 
+def is_snapshot(folder: Path) -> bool:
+    """Return whether a folder is a snapshot of the hub's cache, whose files are links into that cache."""
+    where = folder.resolve()
+    in_cache = where.parent.name == "snapshots" and where.parents[1].name.startswith("models--")
+    return in_cache and _COMMIT.fullmatch(where.name) is not None
+
+
 def origin_of(folder: Path) -> Origin:
     """Return what the model of a folder is called and at which revision it is."""
     where = folder.resolve()
-    if where.parent.name == "snapshots" and where.parents[1].name.startswith("models--") and _COMMIT.fullmatch(where.name):
+    if is_snapshot(where):
         name = where.parents[1].name.removeprefix("models--").replace("--", "/")
         return Origin(name=name, revision=where.name)
     try:

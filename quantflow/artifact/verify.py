@@ -14,6 +14,7 @@ from quantflow.artifact.checkpoint import Checkpoint, open_checkpoint
 from quantflow.artifact.folder import list_files, refuse_small_pointer
 from quantflow.artifact.ledger import Ledger
 from quantflow.artifact.manifest import MANIFEST_NAME, UNHASHED, read_manifest
+from quantflow.artifact.origin import is_snapshot
 from quantflow.errors import InputError, IntegrityError
 
 _AGAIN = "copy or export the artifact again"
@@ -37,13 +38,13 @@ def verify(
         tensor_bytes of the artifact; source_bytes by what was done to them.
 
     Raises:
-        IntegrityError: naming the file or tensor: changed, missing, added, a link, or not in the ledger.
+        IntegrityError: naming the file or tensor: changed, missing, added, a link out of the hub's cache, or not in the ledger.
         InputError: the folder or its manifest is missing, or a header is malformed and its hash is the recorded one.
         UnsupportedError: the manifest has a newer layout version.
     """
     manifest = manifest or read_manifest(folder)
     recorded = manifest["files"]
-    listing = list_files(folder, follow_links=False)
+    listing = list_files(folder, follow_links=is_snapshot(folder))
     if listing.others:
         raise IntegrityError(f"{listing.others[0]}: a link or special file", "put the file itself there (`cp -rL`)")
     for name in sorted(recorded.keys() - set(listing.files)):

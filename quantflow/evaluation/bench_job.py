@@ -16,6 +16,7 @@ from quantflow.runtime.generate_job import (
     KV_CACHE_HELP,
     PACK_HELP,
     RANKS_HELP,
+    REVISION_HELP,
     SIGNATURE_HELP,
     TRUST_HELP,
 )
@@ -47,7 +48,7 @@ class BenchJob:
     """What is timed.
 
     Attributes:
-        artifact: its folder, or a model that is not quantized.
+        artifact: an artifact, or a model that is not quantized: a folder, a name on the hub or a GGUF file.
         baseline: a model that is timed with the same settings, in a process of its own, as the artifact then is; None for none.
         batch_sizes: sequences at once, each a table's row.
         input_tokens, new_tokens: of each sequence.
@@ -57,6 +58,7 @@ class BenchJob:
         profile: where a trace of one more run goes, for chrome://tracing; None for no such run.
         ranks: processes that share the model, each with a part of every matrix.
         trust_network: the ranks may meet at the address of somebody's torchrun.
+        revision: of an artifact on the hub.
         require_signature: a public key that has to have signed the artifact.
     """
 
@@ -69,6 +71,7 @@ class BenchJob:
         parse=Path,
         help="Time this model too, and print both side by side.",
     )
+    revision: str | None = setting(None, flag="--revision", metavar="NAME", verbs=BENCH, help=REVISION_HELP)
     require_signature: Path | None = setting(
         None, flag="--require-signature", metavar="PEM", verbs=BENCH, parse=Path, help=SIGNATURE_HELP
     )

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quantflow.errors import UsageError
-from quantflow.runtime.generate_job import BACKEND_HELP, DECODER_HELP, DTYPES, KV_CACHE_HELP, Sampling
+from quantflow.runtime.generate_job import BACKEND_HELP, DECODER_HELP, DTYPES, KV_CACHE_HELP, REVISION_HELP, Sampling
 from quantflow.settings import setting
 
 CHAT = ("chat",)
@@ -15,10 +15,11 @@ class ChatJob:
     """Who is talked with, and how answers are drawn.
 
     Attributes:
-        artifact: the folder of the model; None where `url` is given.
+        artifact: a folder, a name on the hub or a GGUF file; None where `url` is given.
         url: of a server with OpenAI's routes, such as http://127.0.0.1:8000.
         model: what that server calls its model.
         api_key: what that server asks for.
+        revision: of an artifact on the hub.
         system: the system message, or None.
         chat_template: a file that stands in place of the tokenizer's own template.
         max_new_tokens: of an answer.
@@ -31,6 +32,7 @@ class ChatJob:
     url: str | None = setting(None, flag="--url", verbs=CHAT, help="Talk with a server in place of an artifact.")
     model: str | None = setting(None, flag="--model", metavar="NAME", verbs=CHAT, help="What the server calls it.")
     api_key: str | None = setting(None, flag="--api-key", metavar="KEY", verbs=CHAT, variable="API_KEY", help="Of the server.")
+    revision: str | None = setting(None, flag="--revision", metavar="NAME", verbs=CHAT, help=REVISION_HELP)
     system: str | None = setting(None, flag="--system", metavar="TEXT", verbs=CHAT, help="The system message.")
     chat_template: Path | None = setting(
         None, flag="--chat-template", metavar="FILE", verbs=CHAT, parse=Path, help="Jinja, in place of the tokenizer's."

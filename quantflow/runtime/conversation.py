@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 import torch
 
+from quantflow.artifact.origin import origin_of
 from quantflow.errors import InputError, ResourceError, UsageError
 from quantflow.models.chat_template import chat_tokens
 from quantflow.runtime.batching import BatchLimits, BatchRequest, Engine, FinishReason
@@ -52,7 +53,7 @@ class LocalPartner:
         loaded = load(job.artifact, decoder=job.decoder, kv_cache=job.kv_cache, backend=job.backend, dtype=dtype)
         if loaded.tokenizer is None:
             raise InputError(f"{job.artifact}: no tokenizer", "export it with its tokenizer's files")
-        self.name, self.tokens = job.artifact.resolve().name, 0
+        self.name, self.tokens = origin_of(job.artifact).name, 0
         self._job, self._loaded, self._tokenizer = job, loaded, loaded.tokenizer
         self._template = None if job.chat_template is None else job.chat_template.read_text()
         if self._template is None and self._tokenizer.chat_template is None:

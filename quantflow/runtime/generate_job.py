@@ -19,6 +19,7 @@ BACKEND_HELP = "auto, reference, a kernel by name, or several: a,b,auto."
 DECODER_HELP = "lean, transformers, or auto: lean where it can."
 KV_CACHE_HELP = "float32, bfloat16, float8 or int8 (default: the artifact's, else --dtype)."
 PACK_HELP = "Keep the weights as kernels want them in ARTIFACT-packed, and load from there."
+REVISION_HELP = "Branch, tag or commit of a model on the hub (default: main)."
 RANKS_HELP = "Processes that share the model (default 1), or torchrun's."
 SIGNATURE_HELP = "A public key: the artifact has to be signed with its private one."
 TRUST_HELP = "Ranks of your torchrun may meet at its address, which anybody on the network can write to."
@@ -257,6 +258,7 @@ class GenerateJob:
         device: where the model runs.
         ranks: processes that share the model, each with a part of every matrix.
         trust_network: the ranks may meet at the address of somebody's torchrun.
+        revision: of an artifact on the hub.
         require_signature: a public key that has to have signed the artifact.
     """
 
@@ -365,6 +367,7 @@ class GenerateJob:
     decoder: str = setting("auto", flag="--decoder", verbs=GENERATE, shown=True, help=DECODER_HELP)
     kv_cache: str = setting("auto", flag="--kv-cache", metavar="KIND", verbs=GENERATE, help=KV_CACHE_HELP)
     pack: bool = setting(False, flag="--pack", verbs=GENERATE, help=PACK_HELP)
+    revision: str | None = setting(None, flag="--revision", metavar="NAME", verbs=GENERATE, help=REVISION_HELP)
     require_signature: Path | None = setting(
         None, flag="--require-signature", metavar="PEM", verbs=GENERATE, parse=Path, help=SIGNATURE_HELP
     )

@@ -17,6 +17,10 @@ Starlette and uvicorn carry it. FastAPI would add 0.2 s of imports to a start th
 70 lines here. h11 parses: it bounds headers, which httptools does not.
 """
 
+from dataclasses import replace
+from pathlib import Path
+
+from quantflow import api
 from quantflow.errors import UnsupportedError
 from quantflow.progress import SILENT, Progress
 from quantflow.server import vllm
@@ -25,13 +29,25 @@ from quantflow.server.settings import ServeJob
 __all__ = ["ServeJob", "serve", "vllm_command"]
 
 
-def vllm_command(job: ServeJob) -> list[str]:
+def vllm_command(job: ServeJob, *, progress: Progress = SILENT) -> list[str]:
     """Return what would be started for `engine="vllm"`.
 
     Raises:
         QuantflowError: the artifact or an option does not suit vLLM.
     """
-    return vllm.command_of(job)
+    return vllm.command_of(in_folders(job, progress))
+
+
+def in_folders(job: ServeJob, progress: Progress) -> ServeJob:
+    """Return a job whose models are folders: those on the hub are downloaded, GGUF files imported.
+
+    Raises:
+        QuantflowError: there is no such model, or it cannot be used.
+    """
+    artifact = api.model_folder(job.artifact, revision=job.revision, progress=progress)
+    pairs = [pair.partition("=")[::2] for pair in job.models]
+    models = tuple(f"{name}={api.model_folder(Path(model), progress=progress)}" for name, model in pairs)
+    return replace(job, artifact=artifact, models=models)
 
 
 def serve(job: ServeJob, *, progress: Progress = SILENT) -> None:
@@ -45,6 +61,7 @@ def serve(job: ServeJob, *, progress: Progress = SILENT) -> None:
         UnsupportedError: the packages of the extra `serve` are not installed.
         QuantflowError: the artifact cannot be served, the port is taken, or the engine died.
     """
+    job = in_folders(job, progress)
     if job.engine == "vllm":
         vllm.start(job)
         return

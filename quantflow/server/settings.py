@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from quantflow.artifact.origin import origin_of
 from quantflow.errors import UsageError
 from quantflow.planning.recipe import parse_size
-from quantflow.runtime.generate_job import BACKEND_HELP, DECODER_HELP, DTYPES, KV_CACHE_HELP
+from quantflow.runtime.generate_job import BACKEND_HELP, DECODER_HELP, DTYPES, KV_CACHE_HELP, REVISION_HELP
 from quantflow.settings import setting
 
 SERVE = ("serve",)
@@ -148,9 +149,10 @@ class ServeJob:
     """What is served, where, and to whom.
 
     Attributes:
-        artifact: the folder of the first model.
-        name: what requests call it; None: the folder's name.
-        models: more of them, `name=FOLDER`; each is loaded when a request names it.
+        artifact: the first model: a folder, a name on the hub or a GGUF file.
+        revision: of the first model, on the hub.
+        name: what requests call it; None: the folder's or the file's name, or that on the hub.
+        models: more of them, `name=MODEL`; each is loaded when a request names it.
         model_memory: that weights of loaded models may have together; the one that was unused longest is dropped.
         chat_template: a file that stands in place of the tokenizer's own template.
         host, port: where it listens; port 0 takes a free one.
@@ -171,11 +173,12 @@ class ServeJob:
     """
 
     artifact: Path
+    revision: str | None = setting(None, flag="--revision", metavar="NAME", verbs=SERVE, help=REVISION_HELP)
     name: str | None = setting(
-        None, flag="--served-model-name", metavar="NAME", verbs=SERVE, help="Default: the folder's name."
+        None, flag="--served-model-name", metavar="NAME", verbs=SERVE, help="Default: the folder's name, or the hub's."
     )
     models: tuple[str, ...] = setting(
-        (), flag="--model", metavar="NAME=DIR", verbs=SERVE, help="One more model, loaded when it is asked for; also several."
+        (), flag="--model", metavar="NAME=MODEL", verbs=SERVE, help="One more model, loaded when it is asked for; also several."
     )
     model_memory: str | None = setting(
         None,
@@ -286,7 +289,7 @@ class ServeJob:
             raise UsageError(f"drain_seconds={self.drain_seconds}", "use 0 or more")
         for pair in self.models:
             if not all(pair.partition("=")[::2]):
-                raise UsageError(f"{pair!r} names no model", "write NAME=DIR")
+                raise UsageError(f"{pair!r} names no model", "write NAME=MODEL")
         names = [pair.partition("=")[0] for pair in self.models] + [self.first_name]
         for name in names:
             if names.count(name) > 1:
@@ -305,4 +308,4 @@ class ServeJob:
     @property
     def first_name(self) -> str:
         """What requests call the first model."""
-        return self.name or self.artifact.resolve().name
+        return self.name or origin_of(self.artifact).name

@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 from quantflow.artifact import disk
 from quantflow.artifact.checkpoint import PICKLES
+from quantflow.artifact.manifest import MANIFEST_NAME
 from quantflow.errors import InputError
 from quantflow.progress import Progress
 
@@ -170,6 +171,8 @@ def _chosen(name: str, files: Sequence[str] | dict[str, int]) -> list[str]:
         InputError: none of them is safetensors.
     """
     top = sorted(file for file in files if os.sep not in file)
+    if MANIFEST_NAME in top:  # an artifact, whose manifest names all of its files
+        return top
     chosen = [
         file
         for file in top

@@ -87,5 +87,5 @@ def test_a_model_that_is_not_quantized_is_served_as_transformers_runs_it(serve):
 def test_names_stand_for_one_folder_each(artifact):
     with pytest.raises(UsageError, match="two folders"):
         ServeJob(artifact=artifact, name="a", models=("a=x",))
-    with pytest.raises(UsageError, match="NAME=DIR"):
+    with pytest.raises(UsageError, match="NAME=MODEL"):
         ServeJob(artifact=artifact, models=("b",))

@@ -14,9 +14,16 @@ from urllib.parse import urlparse
 import pytest
 from huggingface_hub import constants
 
+from quantflow import api
 from quantflow.artifact.origin import origin_of
 from quantflow.errors import InputError
+from quantflow.evaluation.bench_job import BenchJob
+from quantflow.planning.recipe import Quantize
 from quantflow.progress import SILENT
+from quantflow.runtime.chat_job import ChatJob
+from quantflow.runtime.generate_job import GenerateJob
+from quantflow.server import in_folders
+from quantflow.server.settings import ServeJob
 from quantflow.sources.models import model_folder, names_model
 
 COMMIT, OLDER = "a" * 40, "b" * 40
@@ -209,3 +216,44 @@ def test_a_file_of_the_hub_is_imported(hub, llama, tmp_path, monkeypatch):
     folder = model_folder("org/files/model-bf16.gguf", progress=SILENT)
     assert folder.is_relative_to(tmp_path / "home") and (folder / "model.safetensors").exists()
     assert origin_of(folder).name == "model-bf16.gguf"
+    job = in_folders(ServeJob(artifact=tmp_path / "gguf/model-bf16.gguf"), SILENT)
+    assert (job.artifact, job.first_name) == (folder, "model-bf16.gguf")
+    words = {"prompts": ("value",), "max_new_tokens": 4}
+    imported = api.generate(GenerateJob(artifact=Path("org/files/model-bf16.gguf"), **words))
+    assert imported["outputs"] == api.generate(GenerateJob(artifact=folder, **words))["outputs"]
+
+
+def test_the_hubs_model_runs_as_its_folder_does_at_the_revision_that_is_asked_for(hub, llama, tmp_path):
+    words = {"prompts": ("value",), "max_new_tokens": 4}
+    here = api.generate(GenerateJob(artifact=llama, **words))
+    there = api.generate(GenerateJob(artifact=Path("org/llama"), revision="v1", **words))
+    assert there["outputs"] == here["outputs"]
+    timed = api.bench(BenchJob(artifact=Path("org/llama"), revision="v1", input_tokens=4, new_tokens=2, runs=1, warmups=0))
+    assert timed["artifact"].endswith(f"models--org--llama/snapshots/{OLDER}")
+    assert not (tmp_path / "cache/models--org--llama/snapshots" / COMMIT).exists()
+    with pytest.raises(InputError, match="org/llama: has no revision 'v9'"):
+        api.generate(GenerateJob(artifact=Path("org/llama"), revision="v9", **words))
+    with pytest.raises(InputError, match="nobody: no such folder or file; give a folder, a name on the hub such as org/name"):
+        api.generate(GenerateJob(artifact=Path("nobody"), **words))
+
+
+def test_a_chat_and_a_server_call_the_hubs_model_by_its_name(hub, tmp_path):
+    template = tmp_path / "chat.jinja"
+    template.write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    partner = api.conversation(ChatJob(artifact=Path("org/llama"), chat_template=template))
+    assert partner.name == "org/llama"
+    partner.close()
+    job = in_folders(ServeJob(artifact=Path("org/llama"), revision="v1", models=("other=org/llama",)), SILENT)
+    assert (job.first_name, job.artifact.name) == ("org/llama", OLDER)
+    assert job.models == (f"other={job.artifact.with_name(COMMIT)}",)
+    with pytest.raises(InputError, match="org/nobody: no folder of this name, and no such model"):
+        in_folders(ServeJob(artifact=Path("org/llama"), models=("other=org/nobody",)), SILENT)
+
+
+def test_of_an_artifact_on_the_hub_every_file_is_taken(hub, llama, tmp_path):
+    made = api.make_artifact(llama, tmp_path / "fp8", artifact=Quantize(name="fp8", scheme="FP8_DYNAMIC")).folder
+    hub.repositories["org/fp8"] = (made, False)
+    words = {"prompts": ("value",), "max_new_tokens": 4}
+    there = api.generate(GenerateJob(artifact=Path("org/fp8"), **words))  # verifies what the manifest names
+    assert there["outputs"] == api.generate(GenerateJob(artifact=made, **words))["outputs"]
+    assert {path.name for path in model_folder("org/fp8", progress=SILENT).iterdir()} == {path.name for path in made.iterdir()}
