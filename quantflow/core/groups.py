@@ -41,6 +41,11 @@ def group_size_for(scheme: TensorScheme, in_features: int, *, name: str = "weigh
             f"{name}: in_features={in_features} is not a multiple of group_size={scheme.group_size}",
             f"{choice}, or list the layer under `ignore`",
         )
+    if scheme.block is not None and in_features % scheme.block.elements:
+        raise SchemeError(
+            f"{name}: in_features={in_features} is not a multiple of {scheme.block.elements}, a block of {scheme.block_type}",
+            "choose a type of smaller blocks, such as Q4_0, or list the layer under `ignore`",
+        )
     return scheme.group_size
 
 

@@ -5,9 +5,10 @@ W8A8_STATIC, and the _ASYM of W6A16, W5A16, W3A16 and W2A16, are ours. W8A16 has
 compressed-tensors 0.20 has one per 128 columns. A scheme validates itself and computes nothing.
 """
 
-from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal, get_args
 
+from quantflow.core.blocks import BLOCK_TYPES, BlockType
 from quantflow.errors import SchemeError
 
 Kind = Literal["int", "float"]
@@ -40,6 +41,8 @@ class TensorScheme:
         observer: of a static input, what its range is: all that was seen (`amax`), or less, by the squared error (`mse`) or up
             to a `percentile`. Neither of these two is compared: what was stored is a scale like any other, and no layout says
             how it was chosen.
+        block_type: a type of llama.cpp's (quantflow/core/blocks.py) whose blocks can hold the weight as it is; None asks
+            nothing of the scales but their dtype.
     """
 
     kind: Kind
@@ -51,6 +54,7 @@ class TensorScheme:
     float8: str = "e4m3fn"
     scale_rounding: str = field(default="none", compare=False)
     observer: str = field(default="amax", compare=False)
+    block_type: str | None = None
 
     def __post_init__(self) -> None:
         """Refuse words that are unknown and combinations that have no meaning.
@@ -87,6 +91,15 @@ class TensorScheme:
             raise SchemeError(
                 f"granularity='per_block' with kind={self.kind!r}, dynamic={self.dynamic}", "blocks are of float8 weights"
             )
+        if self.block_type is not None:
+            _known("block_type", self.block_type, tuple(BLOCK_TYPES))
+            kind = BLOCK_TYPES[self.block_type]
+            given = (self.kind, self.num_bits, self.granularity, self.group_size, self.symmetric)
+            if given != ("int", kind.num_bits, "per_group", kind.group_size, not kind.minima):
+                raise SchemeError(
+                    f"block_type={kind.name} with {self.kind}{self.num_bits} {self.granularity} of {self.group_size}",
+                    f"it holds int{kind.num_bits} in groups of {kind.group_size}; leave the group size out",
+                )
         if self.kind == "float" and not self.symmetric:
             raise SchemeError("kind='float' with symmetric=False", "float8 has no zero_point; use symmetric=True")
 
@@ -94,6 +107,11 @@ class TensorScheme:
     def block_rows(self) -> int:
         """How many rows of a weight share the scale of a group; 1 but for `per_block`, and not read for `per_tensor`."""
         return self.group_size if self.granularity == "per_block" and self.group_size is not None else 1
+
+    @property
+    def block(self) -> BlockType | None:
+        """The record of `block_type`."""
+        return None if self.block_type is None else BLOCK_TYPES[self.block_type]
 
     @property
     def qmin(self) -> int:
@@ -159,6 +177,18 @@ class LinearScheme:
             )
 
 
+def scheme_words(scheme: LinearScheme | TensorScheme) -> dict[str, Any]:
+    """Return a scheme as plain data, for state keys and manifests; a field that most schemes do not have is there where it is.
+
+    `quantflow.planning.finished_plan.scheme_from` undoes it.
+    """
+    words = asdict(scheme)
+    for part in (words, words.get("weights"), words.get("input")):
+        if part is not None and part.get("block_type", "") is None:
+            del part["block_type"]
+    return words
+
+
 _FP8_TENSOR = TensorScheme(kind="float", num_bits=8, granularity="per_tensor")
 _FP8_CHANNEL = TensorScheme(kind="float", num_bits=8, granularity="per_channel")
 _FP8_TOKEN = TensorScheme(kind="float", num_bits=8, granularity="per_token", dynamic=True)
@@ -204,7 +234,26 @@ PRESETS: dict[str, LinearScheme] = {
         _in_groups("W2A16_ASYM", replace(_INT4_GROUP, num_bits=2, symmetric=False)),
     )
 }
+
+
+def _of_blocks(kind: BlockType) -> LinearScheme:
+    weights = TensorScheme(
+        kind="int",
+        num_bits=kind.num_bits,
+        granularity="per_group",
+        group_size=kind.group_size,
+        symmetric=not kind.minima,
+        block_type=kind.name,
+    )
+    return _in_groups(kind.name, weights)
+
+
+# Those that a GGUF file holds without a change of values, by llama.cpp's names.
+LLAMA_CPP_PRESETS: dict[str, LinearScheme] = {name: _of_blocks(kind) for name, kind in BLOCK_TYPES.items()}
 ALIASES = {"FP8_STATIC": "FP8", "INT8": "W8A8"}
+
+
+SCHEME_NAMES: tuple[str, ...] = (*PRESETS, *ALIASES, *LLAMA_CPP_PRESETS)
 
 
 def preset(name: str) -> LinearScheme:
@@ -213,9 +262,10 @@ def preset(name: str) -> LinearScheme:
     Raises:
         SchemeError: no preset has that name; the message lists those that exist.
     """
-    scheme = PRESETS.get(ALIASES.get(name, name))
+    name = ALIASES.get(name, name)
+    scheme = PRESETS.get(name) or LLAMA_CPP_PRESETS.get(name)
     if scheme is None:
-        raise SchemeError(f"scheme {name!r} is unknown", f"use one of {', '.join([*PRESETS, *ALIASES])}")
+        raise SchemeError(f"scheme {name!r} is unknown", f"use one of {', '.join(SCHEME_NAMES)}")
     return scheme
 
 

@@ -102,7 +102,7 @@ EXPORTERS: Mapping[str, Exporter] = MappingProxyType(
             module="quantflow.exporting.gaudi_export",
         ),
         "gguf": Exporter(
-            takes="a model as it is, or an artifact with its weights dequantized",
+            takes="a model as it is, or an artifact: in llama.cpp's types where it was quantized to them, else dequantized",
             reader="llama.cpp and its own quantizers",
             options=("dtype",),
             module="quantflow.exporting.gguf_export",

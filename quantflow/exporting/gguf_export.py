@@ -1,16 +1,20 @@
-"""Stage 4 for llama.cpp: a model, or an artifact's dequantized weights, as one GGUF file in 16 or 32 bits.
+"""Stage 4 for llama.cpp: a model or an artifact as one GGUF file.
 
 Reads    a model folder with its tokenizer, or what `quantflow export` wrote
-Writes   <o>: model-<dtype>.gguf and DONE.json; the whole folder appears at once
+Writes   <o>: model-<dtype or type>.gguf and DONE.json; the whole folder appears at once
 Resumes  a finished result of the same inputs is left alone
 Fails    2 a dtype that does not hold a weight, 3 unusable input, 5 the folder is held or the disk is full, 6 a family,
          tokenizer or rotary embedding that is not written, 7 the file is not what was written
 
-Matrices have the chosen dtype, vectors (norms, biases) float32. A piece of a tensor is in memory at a
-time. Before the folder appears the file is read again: its header, and every tensor against the source.
+Linears of an artifact that was quantized to llama.cpp's types stay in their blocks, to the bit. Its other matrices get the
+types that llama.cpp's quantizer gives them, by rounding to nearest onto the scales of least squared error: the head Q6_K where
+its rows fit, Q8_0 otherwise, the embedding the type that most linears have, or the head's where the two are one. With a dtype,
+and for all other models, matrices have the chosen dtype. Vectors (norms, biases) have float32. A piece of a tensor is in memory
+at a time. Before the folder appears the file is read again: its header, and every tensor against the source.
 """
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -18,14 +22,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from quantflow.algorithms import rtn_mse
 from quantflow.artifact import stage_folder
 from quantflow.artifact.manifest import MANIFEST_NAME
 from quantflow.artifact.safetensors_header import TensorInfo
+from quantflow.core.blocks import BLOCK_TYPES
 from quantflow.core.dtypes import DTYPES
+from quantflow.core.qtensor import QTensor
+from quantflow.core.scheme import preset
 from quantflow.errors import IntegrityError, UsageError, nearest
 from quantflow.exporting import ExportRequest
 from quantflow.exporting.gguf_source import GGUFWeights, open_weights
 from quantflow.formats.llama_cpp import gguf
+from quantflow.formats.llama_cpp.encoding import encode
 from quantflow.formats.llama_cpp.metadata import ROPE_FACTORS, metadata, rope_factors
 from quantflow.formats.llama_cpp.tensors import Place, places, row_order, rows_at_once
 from quantflow.formats.llama_cpp.tokenizer import vocabulary
@@ -35,9 +44,12 @@ from quantflow.planning.recipe import Resources
 from quantflow.planning.resources import grant
 from quantflow.progress import Progress
 
-VERSION = 1
+VERSION = 2
 CHOICES = {"bf16": "BF16", "f16": "F16", "f32": "F32"}
 PIECE_BYTES = 8 << 20  # of a tensor, as the source stores it
+EMBEDDING, HEAD = "token_embd.weight", "output.weight"
+# What llama.cpp's quantizer makes of the head, by the type that most matrices have, and where a row is no whole block of it.
+_HEAD_TYPE, _HEAD_USUALLY, _SMALLER = {"Q8_0": "Q8_0"}, "Q6_K", "Q8_0"
 _BITS = {"F32": torch.int32, "F16": torch.int16, "BF16": torch.int16}
 
 
@@ -47,7 +59,7 @@ class GGUFExportJob:
 
     Attributes:
         source: a model folder or an artifact.
-        dtype: of matrices, a key of `CHOICES`; None takes the source's.
+        dtype: of matrices, a key of `CHOICES`; None takes llama.cpp's types where an artifact has them, else the source's dtype.
         replace: redo a finished result that was made from other inputs, instead of refusing.
         resources: how much memory and disk there is.
     """
@@ -67,11 +79,13 @@ class GGUFPlan:
         layout: where.
         places: name in the file -> what of the source.
         computed: name in the file -> what no tensor of the source is, float32.
+        working_bytes: what rounding takes beside the pieces.
     """
 
     layout: gguf.GGUFLayout
     places: dict[str, Place]
     computed: dict[str, Tensor]
+    working_bytes: int = 0
 
 
 def requested(request: ExportRequest) -> GGUFExportJob:
@@ -101,7 +115,7 @@ def run(job: GGUFExportJob, progress: Progress) -> Path:
         raise UsageError(cause, "run `quantflow export` without --format gguf first, and give what it wrote")
     with stage_folder.locked(job.output):
         weights = open_weights(job.source)
-        dtype = CHOICES[job.dtype] if job.dtype else _own_dtype(weights)
+        dtype = CHOICES[job.dtype] if job.dtype else _most(weights.blocks.values()) or _own_dtype(weights)
         plan = planned(weights, dtype)
         header = sha256(plan.layout.header).hexdigest()
         made_from = {"dtype": dtype, "header": header, "model": weights.identity, "version": VERSION}
@@ -109,14 +123,14 @@ def run(job: GGUFExportJob, progress: Progress) -> Path:
             progress.say(f"export {job.output.name}: up to date")
             return job.output
         stage_folder.refuse_other_result(job.output, made_from, force=job.replace)
-        moments = ((LIBRARIES + BUFFERS + weights.working_bytes, 0),)
+        moments = ((LIBRARIES + BUFFERS + weights.working_bytes + plan.working_bytes, 0),)
         grant(Need(stage="export", moments=moments, result=plan.layout.nbytes), job.resources, folder=job.output)
         with stage_folder.publish(job.output, stage="export", inputs=made_from) as folder:
             path = folder / f"model-{dtype.lower()}.gguf"
             gguf.write(path, plan.layout, lambda info: _pieces(weights, plan, info))
             progress.say(f"export {job.output.name}: proving it")
             prove(path, weights, plan)
-        _report(job, weights, progress)
+        _report(job, weights, plan, progress)
     return job.output
 
 
@@ -129,8 +143,14 @@ def _own_dtype(weights: GGUFWeights) -> str:
     return found
 
 
+def _most(types: Iterable[str]) -> str | None:
+    """Return the type that most have; of equals the first."""
+    counted = Counter(types).most_common(1)
+    return counted[0][0] if counted else None
+
+
 def planned(weights: GGUFWeights, dtype: str) -> GGUFPlan:
-    """Return what a file of `dtype` will hold.
+    """Return what a file of `dtype` will hold: a key of gguf.TYPES, or the type that most of the linears have in blocks.
 
     Raises:
         InputError: a tensor is missing, superfluous or of another shape; no tokenizer, or one of another model.
@@ -141,14 +161,35 @@ def planned(weights: GGUFWeights, dtype: str) -> GGUFPlan:
     factors = rope_factors(config)
     computed = {} if factors is None else {ROPE_FACTORS: factors}
     specs = {name: ("F32", tuple(tensor.shape)) for name, tensor in computed.items()}
-    specs |= {name: (dtype if len(place.shape) > 1 else "F32", place.shape) for name, place in found.items()}
+    specs |= {name: (_type_of(place, weights, dtype), place.shape) for name, place in found.items()}
+    rounded = [place for name, place in found.items() if specs[name][0] in gguf.BLOCKS and place.source not in weights.blocks]
     values = {
         **metadata(config),
         "general.type": ("string", "model"),
         "general.file_type": ("u32", gguf.FILE_TYPES[dtype]),
+        **({"general.quantization_version": ("u32", gguf.QUANTIZATION_VERSION)} if dtype in gguf.BLOCKS else {}),
         **vocabulary(weights.folder, config),
     }
-    return GGUFPlan(layout=gguf.layout(values, specs), places=found, computed=computed)
+    working = max((rtn_mse.working_bytes(place.shape[1], 0) for place in rounded), default=0)
+    return GGUFPlan(layout=gguf.layout(values, specs), places=found, computed=computed, working_bytes=working)
+
+
+def _type_of(place: Place, weights: GGUFWeights, dtype: str) -> str:
+    """Return the type of a tensor of the file."""
+    if len(place.shape) == 1:
+        return "F32"
+    if dtype not in gguf.BLOCKS:
+        return dtype
+    if place.source in weights.blocks:
+        return weights.blocks[place.source]
+    if place.name not in (EMBEDDING, HEAD):  # a linear that was left as it is
+        return weights.dtypes[place.source]
+    tied = HEAD not in {other.name for other in places(weights.config, weights.shapes)}
+    wanted = dtype if place.name == EMBEDDING and not tied else _HEAD_TYPE.get(dtype, _HEAD_USUALLY)
+    return next(
+        (kind for kind in (wanted, _SMALLER) if kind in gguf.BLOCKS and place.shape[1] % gguf.BLOCKS[kind][1].elements == 0),
+        weights.dtypes[place.source],
+    )
 
 
 def prove(path: Path, weights: GGUFWeights, plan: GGUFPlan) -> None:
@@ -158,7 +199,7 @@ def prove(path: Path, weights: GGUFWeights, plan: GGUFPlan) -> None:
         InputError: the file cannot be read.
         IntegrityError: naming what differs.
     """
-    found = gguf.read_header(path)
+    found = gguf.read_header(path, types=gguf.WRITTEN)
     specs = {name: (info.dtype, info.shape) for name, info in found.tensors.items()}
     if gguf.layout(found.metadata, specs) != plan.layout:
         raise IntegrityError(f"{path.name}: its header is not what was written", "export again, and check the disk")
@@ -177,7 +218,7 @@ def prove(path: Path, weights: GGUFWeights, plan: GGUFPlan) -> None:
 
 
 def _compare(written: Tensor, expected: Tensor, info: TensorInfo, *, source: str) -> None:
-    bits = _BITS[info.dtype]
+    bits = _BITS.get(info.dtype, torch.uint8)
     if not torch.equal(written.contiguous().view(bits), expected.contiguous().view(bits)):
         raise IntegrityError(f"{info.name}: the file's values are not those of {source}", "export again, and check the disk")
 
@@ -206,11 +247,14 @@ def _spans(place: Place, weights: GGUFWeights) -> Iterator[tuple[int, int]]:
 
 
 def _converted(weights: GGUFWeights, place: Place, info: TensorInfo, start: int, stop: int) -> Tensor:
-    """Return rows of the source in the file's dtype.
+    """Return rows of the source in the file's dtype, or as the bytes of their blocks.
 
     Raises:
         UsageError: a value that the dtype does not hold.
+        SchemeError: a scale that the type does not hold.
     """
+    if info.dtype in gguf.BLOCKS:
+        return encode(place.source, _quantized(weights, place, info, start, stop))
     part = weights.read(place.source, start, stop)
     converted = part.to(DTYPES[info.dtype])
     if not torch.isfinite(converted.float().abs().amax()):  # the source's values are
@@ -220,20 +264,34 @@ def _converted(weights: GGUFWeights, place: Place, info: TensorInfo, start: int,
     return converted
 
 
+def _quantized(weights: GGUFWeights, place: Place, info: TensorInfo, start: int, stop: int) -> QTensor:
+    """Return rows of a tensor of blocks: as they were quantized, or rounded here, which rows are each by themselves."""
+    if place.source in weights.blocks and weights.read_quantized is not None:
+        return weights.read_quantized(place.source, start, stop)
+    scheme = preset(info.dtype)
+    found = {place.source: weights.read(place.source, start, stop)}
+    scale_dtype = BLOCK_TYPES[info.dtype].scale_dtype
+    return rtn_mse.quantize_group(found, scheme, statistics={}, scale_dtype=scale_dtype)[place.source].weight
+
+
 def _file_rows(path: Path, info: TensorInfo, start: int, stop: int) -> Tensor:
-    """Read rows of a tensor of the file."""
-    rows = torch.empty((stop - start, *info.shape[1:]), dtype=DTYPES[info.dtype])
+    """Read rows of a tensor of the file, those of blocks as bytes."""
     width = info.nbytes // info.shape[0]
+    shape, dtype = ((width,), torch.uint8) if info.dtype in gguf.BLOCKS else (info.shape[1:], DTYPES[info.dtype])
+    rows = torch.empty((stop - start, *shape), dtype=dtype)
     read_into(path, rows, info.offset + start * width, name=info.name)
     return rows
 
 
-def _report(job: GGUFExportJob, weights: GGUFWeights, progress: Progress) -> None:
+def _report(job: GGUFExportJob, weights: GGUFWeights, plan: GGUFPlan, progress: Progress) -> None:
     """Say what a reader of the file should know."""
     config, name = weights.config, f"export {job.output.name}"
     window = getattr(config, "sliding_window", None)
     if window is not None and window < config.max_position_embeddings:
         progress.say(f"{name}: context_length is {window}, the sliding window; llama.cpp has none for this family")
+    types = Counter(info.dtype for info in plan.layout.tensors.values() if info.dtype in gguf.BLOCKS)
+    if types:
+        progress.say(f"{name}: " + ", ".join(f"{count} matrices in {kind}" for kind, count in types.most_common()))
     if weights.quantized_inputs:
         progress.say(f"{name}: {weights.quantized_inputs} linears quantize their inputs too, which llama.cpp will not do")
     if weights.kv_cache:

@@ -1,7 +1,7 @@
 """Where a GGUF file's weights come from: a model's own files, or an artifact, some rows at a time."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from quantflow.artifact.checkpoint import Checkpoint, open_checkpoint, refuse_qu
 from quantflow.artifact.digests import Digests
 from quantflow.artifact.manifest import MANIFEST_NAME
 from quantflow.core.dtypes import DTYPES, NAMES
+from quantflow.core.qtensor import QTensor
 from quantflow.errors import InputError, UnsupportedError
 from quantflow.formats import DEFAULT, FORMATS
 from quantflow.models.configuration import load_config
@@ -35,6 +36,8 @@ class GGUFWeights:
         identity: the model's fingerprint or the artifact's digest.
         shapes, dtypes: source name -> of the tensor as `read` returns it; a dtype as safetensors names it.
         read: (name, first row, last row + 1) -> these rows, floating and finite.
+        blocks: name of a weight -> llama.cpp's type that holds it as it was quantized, a key of BLOCK_TYPES.
+        read_quantized: as `read`, of the weights in `blocks`.
         working_bytes: what `read` holds at most.
         quantized_inputs: linears that quantize what they are given.
         kv_cache: whether keys and values are quantized.
@@ -46,6 +49,8 @@ class GGUFWeights:
     shapes: dict[str, tuple[int, ...]]
     dtypes: dict[str, str]
     read: Read
+    blocks: Mapping[str, str] = field(default_factory=dict)
+    read_quantized: Callable[[str, int, int], QTensor] | None = None
     working_bytes: int = 0
     quantized_inputs: int = 0
     kv_cache: bool = False
@@ -85,7 +90,10 @@ def _of_artifact(artifact: Artifact) -> GGUFWeights:
         linear = name.removesuffix(".weight")
         if name == linear or linear not in artifact.linears:
             return _rows(artifact.checkpoint, name, start, stop)
-        return _dequantized(artifact, linear, start, stop)
+        return _quantized(artifact, linear, start, stop).dequantize()
+
+    def read_quantized(name: str, start: int, stop: int) -> QTensor:
+        return _quantized(artifact, name.removesuffix(".weight"), start, stop)
 
     for name, placement in artifact.linears.items():
         if placement.scheme.rotation is not None:
@@ -104,14 +112,20 @@ def _of_artifact(artifact: Artifact) -> GGUFWeights:
         shapes=shapes,
         dtypes=dtypes,
         read=read,
+        blocks={
+            f"{linear}.weight": placement.scheme.weights.block_type
+            for linear, placement in artifact.linears.items()
+            if placement.scheme.weights.block_type is not None
+        },
+        read_quantized=read_quantized,
         working_bytes=WORKING,
         quantized_inputs=sum(placement.scheme.input is not None for placement in artifact.linears.values()),
         kv_cache=artifact.kv_cache is not None,
     )
 
 
-def _dequantized(artifact: Artifact, name: str, start: int, stop: int) -> Tensor:
-    """Return rows of a quantized linear, float32.
+def _quantized(artifact: Artifact, name: str, start: int, stop: int) -> QTensor:
+    """Return rows of a quantized linear.
 
     Raises:
         InputError: as `decoded_rows`, or the linear has another shape than the model's.
@@ -127,7 +141,7 @@ def _dequantized(artifact: Artifact, name: str, start: int, stop: int) -> Tensor
     multiple = FORMAT.row_multiple(scheme)  # rows that are decoded by themselves
     first, last = start // multiple * multiple, min(rows, -(-stop // multiple) * multiple)
     found = decoded_rows(name, scheme, stored, first=first, count=last - first, columns=columns)
-    return found.weight.dequantize()[start - first : stop - first]
+    return found.weight.rows(slice(start - first, stop - first))
 
 
 def _rows(checkpoint: Checkpoint, name: str, start: int, stop: int) -> Tensor:

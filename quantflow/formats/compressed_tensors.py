@@ -13,7 +13,8 @@ A linear called NAME is stored as
 
 Of inputs that are mixed by a Hadamard matrix on their way, `transform_config` names the linear and the block (`head_dim`).
 weight_scale is [1] per tensor, [O, 1] per channel, [O, G] per group, [ceil(O / g), G] per block of g x g; in the model's
-dtype for pack-quantized, else float32. Those of symmetric integers may be negative (docs/backends.md, "Negative scales").
+dtype for pack-quantized, else float32. Where blocks of llama.cpp's can hold the weight it has their scales' dtype, which
+`scale_dtype` of the group says. Those of symmetric integers may be negative (docs/backends.md, "Negative scales").
 compressed-tensors 0.20 cannot load its own pack-quantized files with zero points, except with `dequantize=True`.
 Longer than 300 lines because tensors and config are one contract, hence one file.
 Source: github.com/vllm-project/compressed-tensors, release 0.20.0, `compressors/` and `quantization/quant_args.py`.
@@ -34,7 +35,18 @@ from quantflow.core.groups import expand_rows
 from quantflow.core.kv import SCHEMES as KV_SCHEMES
 from quantflow.core.kv import KVScales
 from quantflow.core.qtensor import QTensor, QuantizedLinear
-from quantflow.core.scheme import PRESETS, Granularity, Kind, Layout, LinearScheme, TensorScheme, with_float8, with_group_size
+from quantflow.core.blocks import BLOCK_TYPES
+from quantflow.core.scheme import (
+    LLAMA_CPP_PRESETS,
+    PRESETS,
+    Granularity,
+    Kind,
+    Layout,
+    LinearScheme,
+    TensorScheme,
+    with_float8,
+    with_group_size,
+)
 from quantflow.errors import InputError, SchemeError, UnsupportedError
 
 NAME = "compressed-tensors"
@@ -61,6 +73,8 @@ _INSTEAD = {
 
 def scale_dtype(scheme: LinearScheme, model_dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which this layout stores the weight's scales."""
+    if scheme.weights.block is not None:
+        return scheme.weights.block.scale_dtype
     return model_dtype if scheme.layout == "pack-quantized" else torch.float32
 
 
@@ -378,6 +392,7 @@ class _Arguments(TypedDict, total=False):
     dynamic: bool | str
     actorder: str | bool | None
     block_structure: list[int] | None
+    scale_dtype: str | None
 
 
 class _ConfigGroup(TypedDict, total=False):
@@ -573,6 +588,8 @@ def _arguments(scheme: TensorScheme) -> dict[str, Any]:
     }
     if scheme.granularity == "per_block":
         arguments |= {"group_size": None, "block_structure": [scheme.group_size, scheme.group_size]}
+    if scheme.block is not None:
+        arguments["scale_dtype"] = str(scheme.block.scale_dtype)
     return arguments
 
 
@@ -591,7 +608,7 @@ def _tensor_scheme(arguments: Mapping[str, Any]) -> TensorScheme:
         if not isinstance(structure, list) or len(structure) != 2 or structure[0] != structure[1]:
             raise SchemeError(f"strategy 'block' with block_structure={structure!r}", "use square blocks, such as [128, 128]")
         group_size = structure[0]
-    return TensorScheme(
+    found = TensorScheme(
         kind=cast(Kind, arguments.get("type", "int")),
         num_bits=arguments.get("num_bits", 8),
         granularity=granularity,
@@ -599,6 +616,17 @@ def _tensor_scheme(arguments: Mapping[str, Any]) -> TensorScheme:
         symmetric=arguments.get("symmetric", True),
         dynamic=dynamic,
     )
+    kind = _block_type(found, arguments.get("scale_dtype"))
+    return found if kind is None else replace(found, block_type=kind)
+
+
+def _block_type(scheme: TensorScheme, scale_dtype: Any) -> str | None:
+    """Return the type of llama.cpp's that groups are of, which their shape and the dtype of their scales say; None for none."""
+    given = (scheme.kind, scheme.num_bits, scheme.group_size, scheme.symmetric, scale_dtype)
+    for kind in BLOCK_TYPES.values():
+        if given == ("int", kind.num_bits, kind.group_size, not kind.minima, str(kind.scale_dtype)):
+            return kind.name
+    return None
 
 
 def _linear_scheme(label: str, group: Mapping[str, Any], *, layout: Any) -> LinearScheme:
@@ -614,9 +642,9 @@ def _linear_scheme(label: str, group: Mapping[str, Any], *, layout: Any) -> Line
     except SchemeError as error:
         raise _unsupported(f"{label}: {error.cause}") from error
     _check_layout(found)
-    for preset in PRESETS.values():
+    for preset in (*PRESETS.values(), *LLAMA_CPP_PRESETS.values()):
         candidate = preset
-        if preset.weights.group_size is not None and found.weights.group_size is not None:
+        if preset.weights.block is None and preset.weights.group_size is not None and found.weights.group_size is not None:
             candidate = with_group_size(preset, found.weights.group_size)
         if (candidate.weights, candidate.input, candidate.layout) == (found.weights, found.input, found.layout):
             return candidate

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from quantflow.algorithms import ALGORITHMS, COMBINATIONS, NEAREST
-from quantflow.core.scheme import LinearScheme
+from quantflow.core.scheme import LinearScheme, scheme_words
 from quantflow.errors import InputError, UsageError, nearest
 from quantflow.models.graph import Graph
 from quantflow.planning.recipe import HeadSettings, Quantize
@@ -47,7 +47,7 @@ class HeadPlan:
 
     def as_json(self) -> dict[str, Any]:
         """Return it as plain data, for state keys and manifests."""
-        return asdict(self)
+        return {**asdict(self), "scheme": scheme_words(self.scheme)}
 
 
 def head_of(

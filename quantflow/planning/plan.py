@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from quantflow.algorithms import ALGORITHMS, BLOCK_ALGORITHMS, LEARNING, TUNE, supports_of, tune
 from quantflow.core.groups import COMMON_SIZES, group_size_for
-from quantflow.core.scheme import LinearScheme, TensorScheme, with_group_size
+from quantflow.core.scheme import LinearScheme, TensorScheme, scheme_words, with_group_size
 from quantflow.errors import InputError, UnsupportedError, UsageError
 from quantflow.formats import DEFAULT, FORMATS
 from quantflow.models.graph import Graph
@@ -158,11 +158,12 @@ class Plan:
 
     def as_json(self) -> dict[str, Any]:
         """Return the plan as plain data, for state keys and manifests."""
-        schemes = {name: None if scheme is None else asdict(scheme) for name, scheme in self.schemes.items()}
+        schemes = {name: None if scheme is None else scheme_words(scheme) for name, scheme in self.schemes.items()}
         transforms = [{name: dict(options)} for name, options in self.transforms]
         head = {} if self.head is None else {"head": self.head.as_json()}
-        parts = (("learned", self.learned), (TUNE, self.tune), ("kv_cache", self.kv_cache))
+        parts = (("learned", self.learned), (TUNE, self.tune))
         more = {key: asdict(part) for key, part in parts if part is not None}
+        more |= {} if self.kv_cache is None else {"kv_cache": scheme_words(self.kv_cache)}
         return {"schemes": schemes, "algorithm": self.method, "transforms": transforms, **head, **more}
 
 
@@ -273,7 +274,7 @@ def _fitting(scheme: LinearScheme, features: int) -> LinearScheme:
     The linears of a group share their inputs, and so the size.
     """
     size = scheme.weights.group_size
-    if size is None or scheme.weights.granularity != "per_group" or features % size == 0:
+    if size is None or scheme.weights.block is not None or scheme.weights.granularity != "per_group" or features % size == 0:
         return scheme
     return next((with_group_size(scheme, less) for less in COMMON_SIZES if less < size and features % less == 0), scheme)
 

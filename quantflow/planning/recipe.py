@@ -31,7 +31,7 @@ import yaml
 
 from quantflow.artifact.folder import reading
 from quantflow.core.kv_scheme import GRANULARITIES, NAMES
-from quantflow.core.scheme import ALIASES, FLOAT8_FLAVOURS, INPUT_OBSERVERS, PRESETS, SCALE_ROUNDINGS
+from quantflow.core.scheme import FLOAT8_FLAVOURS, INPUT_OBSERVERS, SCALE_ROUNDINGS, SCHEME_NAMES
 from quantflow.errors import InputError, UsageError, nearest
 from quantflow.settings import check_numbers, setting
 from quantflow.shipped import TEXTS, shipped_texts
@@ -216,8 +216,8 @@ class HeadSettings:
 
     def __post_init__(self) -> None:
         """Refuse a word that means nothing."""
-        if self.scheme not in (*PRESETS, *ALIASES):
-            raise UsageError(f"head: scheme {self.scheme!r} is unknown", nearest(self.scheme, [*PRESETS, *ALIASES]))
+        if self.scheme not in SCHEME_NAMES:
+            raise UsageError(f"head: scheme {self.scheme!r} is unknown", nearest(self.scheme, list(SCHEME_NAMES)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -404,9 +404,9 @@ class Quantize:
             raise UsageError(f"quantize {self.name!r}: expert_tokens={self.expert_tokens}", "give 0 or more")
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name):
             raise UsageError(f"quantize: name {self.name!r}", "use letters, digits, '.', '_' and '-': it names a folder")
-        if self.scheme not in (*PRESETS, *ALIASES):
+        if self.scheme not in SCHEME_NAMES:
             raise UsageError(
-                f"quantize {self.name!r}: scheme {self.scheme!r} is unknown", nearest(self.scheme, [*PRESETS, *ALIASES])
+                f"quantize {self.name!r}: scheme {self.scheme!r} is unknown", nearest(self.scheme, list(SCHEME_NAMES))
             )
         if self.float8 not in (None, *FLOAT8_FLAVOURS):
             raise UsageError(f"quantize {self.name!r}: float8={self.float8!r}", nearest(str(self.float8), FLOAT8_FLAVOURS))

@@ -6,8 +6,11 @@ import shutil
 from hashlib import sha256
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from gguf import GGUFReader
+from gguf.quants import dequantize
 from safetensors.torch import load_file, save_file
 
 from quantflow.exporting import export as export_stage
@@ -122,6 +125,42 @@ def test_an_artifact_is_written_dequantized(llama, tmp_path, monkeypatch, capsys
     source = load_file(llama / "model.safetensors")
     assert torch.equal(found["token_embd.weight"], source["model.embed_tokens.weight"].float())
     assert not torch.equal(found["blk.1.ffn_up.weight"], source["model.layers.1.mlp.up_proj.weight"].float())
+
+
+def blocks_of(path: Path) -> dict[str, tuple[str, np.ndarray]]:
+    """Return every tensor of a file by gguf's own reader: its type, and its real values."""
+    return {
+        found.name: (found.tensor_type.name, dequantize(found.data, found.tensor_type).reshape(found.shape[::-1]))
+        for found in GGUFReader(path).tensors
+    }
+
+
+@pytest.mark.parametrize(("scheme", "head"), [("Q4_0", "Q8_0"), ("Q8_0", "Q8_0")])
+def test_an_artifact_of_llama_cpps_types_keeps_its_values(llama, tmp_path, monkeypatch, capsys, scheme, head):
+    monkeypatch.setattr(export_stage, "_prove", lambda *_: None)
+    assert run("quantize", "--no-export", llama, "-o", tmp_path / "q", "--scheme", scheme, "--algorithm", "rtn_mse") == 0
+    assert run("export", tmp_path / "q", "-o", tmp_path / "a") == 0
+    path = export(tmp_path / "a", tmp_path / "o")
+    assert path.name == f"model-{scheme.lower()}.gguf"
+    found, artifact = blocks_of(path), open_artifact(tmp_path / "a")
+    assert found["token_embd.weight"][0] == scheme and found["output.weight"][0] == head
+    assert f"15 matrices in {scheme}, 1 matrices in {head}" in capsys.readouterr().err or scheme == head
+    for mine, theirs in NAMES.items():
+        if not theirs.endswith("layernorm"):
+            weight = artifact.decode(f"model.layers.1.{theirs}").weight
+            kind, values = found[f"blk.1.{mine}.weight"]
+            assert kind == scheme and np.array_equal(values, weight.dequantize().numpy()), theirs
+    for mine, theirs, heads in (("attn_q", "q_proj", 4), ("attn_k", "k_proj", 2)):
+        weight = artifact.decode(f"model.layers.0.self_attn.{theirs}").weight.dequantize()
+        assert np.array_equal(found[f"blk.0.{mine}.weight"][1], interleaved(weight, heads).numpy())
+    embedding = load_file(llama / "model.safetensors")["model.embed_tokens.weight"].float().numpy()
+    error = np.square(found["token_embd.weight"][1] - embedding).mean() / np.square(embedding).mean()
+    assert error < (0.01 if scheme == "Q4_0" else 1e-4)
+    header = gguf.read_header(path, types=gguf.WRITTEN)
+    assert header.metadata["general.file_type"] == ("u32", {"Q4_0": 2, "Q8_0": 7}[scheme])
+    assert header.metadata["general.quantization_version"] == ("u32", 2)
+    plain = tensors_of(export(tmp_path / "a", tmp_path / "f32", "--dtype", "f32"))
+    assert np.array_equal(plain["blk.1.attn_v.weight"].numpy(), found["blk.1.attn_v.weight"][1])
 
 
 def test_pieces_of_any_size_make_the_same_file(llama, tmp_path, monkeypatch):

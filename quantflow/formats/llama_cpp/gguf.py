@@ -8,8 +8,8 @@
     data      each tensor at a multiple of 32 bytes, in the order of the header, without gaps; the file ends at one too
 
 Metadata is name -> (kind, value), a kind as in `KINDS`, in brackets for an array: `("u32", 7)`, `("[string]", ["a", "b"])`.
-Only tensors of plain numbers are written, named as safetensors names them: F32, F16 and BF16. A reader says which other types
-it knows: those in blocks of few bits are quantflow.formats.llama_cpp.blocks.
+Tensors of plain numbers are named as safetensors names them: F32, F16 and BF16. Those of blocks of few bits have llama.cpp's
+names; `encoding` makes them. A reader says which types it knows: `blocks` has those that can be dequantized.
 Source: github.com/ggml-org/ggml, docs/gguf.md.
 """
 
@@ -41,7 +41,9 @@ KINDS = {
 }  # fmt: skip
 ARRAY = 9
 TYPES = {"F32": (0, 4), "F16": (1, 2), "BF16": (30, 2)}  # dtype -> (its number, bytes of an element)
-FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32}  # what general.file_type says of a file whose matrices have that dtype
+# What general.file_type says of a file whose matrices have, most of them, that type.
+FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32, "Q4_0": 2, "Q8_0": 7, "Q5_0": 8}
+QUANTIZATION_VERSION = 2  # what general.quantization_version says of blocks as they are written here
 _ALIGNMENT_KEY = "general.alignment"
 _DAMAGED = "write the file again"
 _NAMES = {number: kind for kind, (number, _) in KINDS.items()}
@@ -60,6 +62,15 @@ class Type:
 PLAIN: Mapping[int, Type] = {  # a type's number -> the type
     number: Type(name=name, elements=1, nbytes=nbytes) for name, (number, nbytes) in TYPES.items()
 }
+BLOCKS: Mapping[str, tuple[int, Type]] = {  # name -> a type's number, and the type; those that are written
+    kind.name: (number, kind)
+    for number, kind in (
+        (2, Type(name="Q4_0", elements=32, nbytes=18)),
+        (6, Type(name="Q5_0", elements=32, nbytes=22)),
+        (8, Type(name="Q8_0", elements=32, nbytes=34)),
+    )
+}
+WRITTEN: Mapping[int, Type] = {**PLAIN, **dict(BLOCKS.values())}
 Metadata = Mapping[str, tuple[str, Any]]
 Spec = tuple[str, tuple[int, ...]]
 Buffer = bytes | bytearray | memoryview
@@ -93,7 +104,7 @@ def layout(metadata: Metadata, specs: Mapping[str, Spec]) -> GGUFLayout:
 
     Args:
         metadata: name -> (kind, value), in the order of the file.
-        specs: name -> (F32, F16 or BF16; shape, slowest dimension first), in the order of the file.
+        specs: name -> (a key of TYPES or BLOCKS; shape, slowest dimension first), in the order of the file.
 
     Raises:
         InputError: naming the field or the tensor that the format cannot hold.
@@ -106,7 +117,7 @@ def layout(metadata: Metadata, specs: Mapping[str, Spec]) -> GGUFLayout:
     for name, (dtype, shape) in specs.items():
         nbytes = _tensor_bytes(name, dtype, shape)
         dimensions = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
-        head.append(_string(name) + dimensions + struct.pack("<IQ", TYPES[dtype][0], offset))
+        head.append(_string(name) + dimensions + struct.pack("<IQ", _number(dtype), offset))
         spans[name] = (offset, nbytes)
         offset += _padded(nbytes)
     header = b"".join(head)
@@ -310,10 +321,20 @@ def _value(key: str, kind: str, value: Any) -> bytes:
         raise InputError(f"{key}: {str(value)[:60]} is no {kind} ({error})", "use a kind that holds it") from error
 
 
+def _number(dtype: str) -> int:
+    return BLOCKS[dtype][0] if dtype in BLOCKS else TYPES[dtype][0]
+
+
 def _tensor_bytes(name: str, dtype: str, shape: tuple[int, ...]) -> int:
-    if dtype not in TYPES:
-        raise InputError(f"{name}: dtype {dtype}", f"use one of {', '.join(TYPES)}")
+    if dtype not in (*TYPES, *BLOCKS):
+        raise InputError(f"{name}: dtype {dtype}", f"use one of {', '.join([*TYPES, *BLOCKS])}")
     _require_shape(name, shape)
+    if dtype in BLOCKS:
+        kind = BLOCKS[dtype][1]
+        if shape[-1] % kind.elements:
+            cause = f"{name}: rows of {shape[-1]}, {dtype} is stored in blocks of {kind.elements}"
+            raise InputError(cause, "use a type of smaller blocks")
+        return math.prod(shape) // kind.elements * kind.nbytes
     return math.prod(shape) * TYPES[dtype][1]
 
 
