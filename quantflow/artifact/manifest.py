@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from quantflow.artifact import disk
 from quantflow.artifact.canonical import MAX_JSON_BYTES, digest_of, file_digest, parse_json, readable_json
@@ -29,7 +29,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 _AGAIN = "copy or export the artifact again"
 
 
-class _Source(TypedDict, total=False):
+class _Source(TypedDict):
     """The model that an artifact was made from."""
 
     name: str
@@ -37,16 +37,16 @@ class _Source(TypedDict, total=False):
     files: dict[str, str]
 
 
-class _Resolved(TypedDict, total=False):
+class _Resolved(TypedDict):
     """What the recipe became."""
 
     algorithm: str
     transforms: list[dict[str, Any]]
     schemes: dict[str, dict[str, Any] | None]
-    head: dict[str, Any]
+    head: NotRequired[dict[str, Any] | None]
 
 
-class _MadeBy(TypedDict, total=False):
+class _MadeBy(TypedDict):
     """The recipe of one artifact."""
 
     name: str
@@ -54,21 +54,21 @@ class _MadeBy(TypedDict, total=False):
     resolved: _Resolved
 
 
-class _Calibrated(TypedDict, total=False):
+class _Calibrated(TypedDict):
     """The text that was measured on."""
 
     hash: str
     sequence_length: int
 
 
-class _Counts(TypedDict, total=False):
+class _Counts(TypedDict):
     """How much of it."""
 
     samples: int
     tokens: int
 
 
-class _Measured(TypedDict, total=False):
+class _Measured(TypedDict):
     """The measurement that was used."""
 
     calibration: _Calibrated
@@ -82,21 +82,68 @@ class _Flavour(TypedDict):
     flavour: str
 
 
-class _LayerRow(TypedDict, total=False):
-    """What is told of one layer."""
+class _Error(TypedDict):
+    """How far a linear is from what it was: relative squared errors."""
 
-    decisions: dict[str, dict[str, Any]]
-    experts: dict[str, Any]
+    weight: float
+    output: NotRequired[float]
 
 
-class _Manifest(TypedDict, total=False):
-    """Values that something reads, where they are there; `_check_files` and the ledger look at theirs."""
+class _Decided(TypedDict):
+    """What was decided of a linear; errors of outputs are relative, on the calibration text."""
 
-    source: _Source | None
-    recipe: _MadeBy | None
+    output_error: NotRequired[float | None]
+    output_error_rtn: NotRequired[float | None]
+    same_as_rtn: NotRequired[bool | None]
+    input_amax: NotRequired[float | None]
+
+
+class _Short(TypedDict):
+    """An expert that few tokens reached."""
+
+    tokens: int
+    needed: int
+
+
+class _Experts(TypedDict):
+    """A mixture of experts, and the tokens that reached each."""
+
+    experts: str
+    fed: str
+    tokens: list[int] | None
+    short: dict[str, _Short]
+
+
+class _LayerRow(TypedDict):
+    """What is known of one layer, or of the head."""
+
+    errors: dict[str, _Error]
+    decisions: dict[str, _Decided]
+    changed: NotRequired[list[str]]
+    experts: NotRequired[_Experts]
+
+
+class _Proof(TypedDict):
+    """The proof that `export` gave."""
+
+    kind: str
+    layers: int
+    digest: str
+
+
+class _Manifest(TypedDict):
+    """The values that something reads; `_check_files` and the ledger look at theirs."""
+
+    source: _Source
+    recipe: _MadeBy
     measurement: _Measured | None
     float8: _Flavour | None
-    layers: list[_LayerRow] | dict[str, _LayerRow] | None
+    layers: list[_LayerRow]
+    head: NotRequired[_LayerRow]
+    lean_decoder: NotRequired[str | None]
+    proof: _Proof
+    tools: dict[str, str | int]
+    made_from: str
 
 
 def build_manifest(folder: Path, *, body: Mapping[str, Any], hashes: Mapping[str, str] | None = None) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from quantflow.artifact.folder import reading
 from quantflow.errors import InputError, UsageError
 from quantflow.models.chat_template import chat_tokens
 from quantflow.models.reading import read_file
+from quantflow.models.token_ids import tokens_of
 
 MIN_TOKENS = 2  # a shorter document predicts nothing
 SUFFIXES = (".txt", ".jsonl", ".safetensors")
@@ -154,7 +155,7 @@ def inspect_calibration(
 def _read_text(path: Path, tokenizer: PreTrainedTokenizerBase | None) -> list[list[int]]:
     tokenizer = _needed(tokenizer, path)
     parts = re.split(r"\n[ \t]*\n\s*", _decoded(path).replace("\r\n", "\n"))
-    return [_encode(tokenizer, part.strip("\n")) for part in parts if part.strip()]
+    return [tokens_of(tokenizer, part.strip("\n"), where=str(path)) for part in parts if part.strip()]
 
 
 def _read_lines(path: Path, tokenizer: PreTrainedTokenizerBase | None) -> list[list[int]]:
@@ -183,7 +184,7 @@ def _from_line(line: Any, where: str, tokenizer: PreTrainedTokenizerBase | None)
         return _from_messages(value, where, _needed(tokenizer, where))
     if not isinstance(value, str):
         raise InputError(f"{where}: {kinds[0]} is {type(value).__name__}, a string is needed", "quote the text")
-    return _encode(_needed(tokenizer, where), value)
+    return tokens_of(_needed(tokenizer, where), value, where=str(where))
 
 
 def _from_messages(messages: Any, where: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -233,11 +234,6 @@ def _decoded(path: Path) -> str:
         return data.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: not UTF-8 at byte {error.start}", "convert the file to UTF-8") from error
-
-
-def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    tokens: list[int] = tokenizer(text, verbose=False)["input_ids"]
-    return tokens
 
 
 def _needed(tokenizer: PreTrainedTokenizerBase | None, where: str | Path) -> PreTrainedTokenizerBase:

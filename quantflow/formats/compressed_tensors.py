@@ -62,6 +62,7 @@ _STRATEGIES: dict[str, Granularity] = {
 }
 ROW_MULTIPLE = 32  # rows whose zero points fill whole words, at any number of bits
 _DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_SCALES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 # Loaders match the names of their modules; where these differ from the checkpoint's, a linear is listed by both.
 _MODULE_NAMES = {("gpt_neox", "embed_out"): "lm_head"}
 # What to do instead of a float8 that has other codes than e4m3fn, the only one that the layout's loaders know.
@@ -558,7 +559,10 @@ def _tensor(tensors: Mapping[str, Tensor], key: str, dtype: torch.dtype | None, 
 
 def _scale(tensors: Mapping[str, Tensor], key: str, shape: tuple[int, ...], *, weights: TensorScheme | None = None) -> Tensor:
     """Return scales after looking at their values.  weights: their scheme, if they are of weights."""
-    scale = _tensor(tensors, key, None, shape).float()
+    stored = _tensor(tensors, key, None, shape)
+    if stored.dtype not in _SCALES:
+        raise InputError(f"{key}: is {stored.dtype}, a scale is a float of 16 bits or more", "export the artifact again")
+    scale = stored.float()
     bad = ~(torch.isfinite(scale) & (scale > 0) if weights is None else affine.is_scale(scale, weights))
     if bad.any():
         sign = "positive" if weights is None else affine.sign_of_scales(weights)

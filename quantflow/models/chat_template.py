@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from quantflow import child_process
 from quantflow.errors import InputError
+from quantflow.models.token_ids import tokens_of
 
 SECONDS = 5.0  # of a conversation
 START = 120.0  # seconds until the process has imported what it needs
@@ -59,8 +60,7 @@ def chat_tokens(
         text = render(tokenizer, messages, answer=answer, template=template)
     except NotRendered as error:
         raise InputError(f"{where}: refused by the chat template ({error})", _REMEDY) from error
-    tokens: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return tokens
+    return tokens_of(tokenizer, text, where=where, special=False)
 
 
 def render(

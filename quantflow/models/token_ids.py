@@ -1,10 +1,50 @@
-"""Token ids against the model that is to read them."""
+"""Token ids of texts, and against the model that is to read them."""
 
 from collections.abc import Sequence
 
 from torch import Tensor
+from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 from quantflow.errors import InputError
+from quantflow.models.panics import is_panic
+
+
+def tokens_of(tokenizer: PreTrainedTokenizerBase, text: str, *, where: str, special: bool = True) -> list[int]:
+    """Return the tokens of a text.
+
+    Args:
+        tokenizer: of the model.
+        text: of any length.
+        where: the text, for the message.
+        special: add the tokens that the tokenizer puts around a text, such as BOS.
+
+    Raises:
+        InputError: the tokenizer has no token for a part of the text, and none for what is unknown.
+    """
+    ids: list[int] = encoding_of(tokenizer, text, where=where, special=special)["input_ids"]
+    return ids
+
+
+def encoding_of(
+    tokenizer: PreTrainedTokenizerBase, text: str, *, where: str, special: bool = True, offsets: bool = False
+) -> BatchEncoding:
+    """Return the tokens of a text with what the tokenizer says of them; see `tokens_of`.
+
+    Args:
+        tokenizer: of the model.
+        text: of any length.
+        where: the text, for the message.
+        special: as in `tokens_of`.
+        offsets: also `offset_mapping`, where each token begins and ends in the text.
+    """
+    options = {"return_offsets_mapping": True} if offsets else {}
+    try:
+        return tokenizer(text, add_special_tokens=special, verbose=False, **options)
+    except BaseException as error:  # the Rust tokenizers raise bare Exception, and panic
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
+        cause = f"{where}: the tokenizer cannot read the text ({' '.join(str(error).split())[:200]})"
+        raise InputError(cause, "copy the tokenizer files of the model into its folder") from error
 
 
 def refuse_beyond(tokens: Sequence[Sequence[int] | Tensor], rows: int | None, *, where: str) -> None:

@@ -14,6 +14,7 @@ from quantflow.artifact.canonical import parse_json, read_json
 from quantflow.artifact.folder import reading
 from quantflow.errors import InputError, UnsupportedError, UsageError
 from quantflow.models.chat_template import chat_tokens
+from quantflow.models.token_ids import tokens_of
 
 Prompt = str | list[dict[str, str]]  # a text, or the messages of a conversation
 _SUFFIXES = (".txt", ".json", ".jsonl", ".csv", ".parquet")
@@ -67,7 +68,7 @@ def encode(prompts: Iterable[Prompt], tokenizer: PreTrainedTokenizerBase, *, lim
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             tokens = _from_chat(messages, tokenizer, number)
         else:
-            tokens = tokenizer(prompt)["input_ids"]
+            tokens = tokens_of(tokenizer, prompt, where=f"prompt {number}")
         if not tokens:
             raise UsageError(f"prompt {number}: {prompt!r} has no token", "give a text of a token or more")
         found.append(tokens[:limit])

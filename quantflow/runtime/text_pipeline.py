@@ -17,6 +17,7 @@ import torch
 
 from quantflow.errors import InputError, UsageError
 from quantflow.models.chat_template import chat_tokens
+from quantflow.models.token_ids import tokens_of
 from quantflow.runtime.batching import BatchLimits, BatchRequest, Engine, Stream
 from quantflow.runtime.decoding.text import continuation
 from quantflow.runtime.generate_job import Rules, Sampling
@@ -144,7 +145,7 @@ class TextGeneration:
 
     def _ids(self, prompt: str | Conversation) -> tuple[int, ...]:
         if isinstance(prompt, str):
-            return tuple(self.tokenizer(prompt)["input_ids"])
+            return tuple(tokens_of(self.tokenizer, prompt, where="pipeline"))
         if self.tokenizer.chat_template is None:
             raise UsageError("pipeline: a conversation, but the tokenizer has no chat template", "give texts")
         return tuple(chat_tokens(self.tokenizer, prompt, where="pipeline", answer=True))

@@ -1,19 +1,23 @@
 """The models of a server: each with its engine, its tokenizer and its limits; loaded when a request names it."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import BatchEncoding
 
 from quantflow.errors import InputError, QuantflowError
 from quantflow.models import chat_template
+from quantflow.models.token_ids import encoding_of, tokens_of
 from quantflow.runtime.batching import BatchLimits, Engine
 from quantflow.runtime.load import Loaded, load
-from quantflow.server.errors import Refused, bad_template
+from quantflow.server.errors import Refused, bad_template, invalid
 from quantflow.server.grammar import Grammars
 from quantflow.server.settings import Limits, ServeJob
 from quantflow.server.text import Vocabulary
@@ -92,7 +96,8 @@ class ServedModel:
         self._rendering = ThreadPoolExecutor(
             1, thread_name_prefix="quantflow-template"
         )  # threads that tokenize never wait for it
-        self.tokenizer("warm")  # the first call settles padding and truncation; later ones only read, from several threads
+        with contextlib.suppress(InputError):  # of a tokenizer that does not know the word
+            tokens_of(self.tokenizer, "warm", where=name)  # settles padding and truncation, so that threads only read
 
     @property
     def manifest(self) -> Mapping[str, Any]:
@@ -115,14 +120,15 @@ class ServedModel:
         Args:
             text: the prompt.
             rendered: it comes from a chat template, which writes special tokens itself.
+
+        Raises:
+            Refused: the tokenizer cannot read it.
         """
-        ids = await self._in_thread(lambda: self.tokenizer(text, add_special_tokens=not rendered)["input_ids"])
-        return tuple(ids)
+        return tuple((await self._encoding(text, rendered=rendered, offsets=False))["input_ids"])
 
     async def offsets(self, text: str, *, rendered: bool = False) -> list[dict[str, Any]]:
         """Return TGI's table of a text's tokens: id, text, and where it begins and ends; see `encode` for `rendered`."""
-        options = {"return_offsets_mapping": True, "add_special_tokens": not rendered}
-        found = await self._in_thread(lambda: self.tokenizer(text, **options))
+        found = await self._encoding(text, rendered=rendered, offsets=True)
         pairs = zip(found["input_ids"], found["offset_mapping"], strict=True)
         return [{"id": i, "text": text[a:b] or self.vocabulary.text(i), "start": a, "stop": b} for i, (a, b) in pairs]
 
@@ -164,6 +170,14 @@ class ServedModel:
         self.engine.close()
         self._rendering.shutdown(wait=False, cancel_futures=True)
         self._renderer.close()
+
+    async def _encoding(self, text: str, *, rendered: bool, offsets: bool) -> BatchEncoding:
+        try:
+            work = partial(encoding_of, self.tokenizer, text, where="inputs", special=not rendered, offsets=offsets)
+            found: BatchEncoding = await self._in_thread(work)
+        except InputError as error:
+            raise invalid(error.cause) from error
+        return found
 
     async def _in_thread(self, work: Callable[[], Any], workers: ThreadPoolExecutor | None = None) -> Any:
         return await asyncio.get_running_loop().run_in_executor(workers or self._workers, work)

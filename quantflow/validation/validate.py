@@ -42,10 +42,11 @@ from quantflow.evaluation.windows import evaluation_sequences
 from quantflow.exporting.canary import rounder
 from quantflow.models import layer_store
 from quantflow.models.capture import LayerStream
-from quantflow.models.graph import graph_for
+from quantflow.models.graph import graph_for, text_config
 from quantflow.models.identity import CANARY_TOKENS, tensor_hash
 from quantflow.models.load import Source, load_tokenizer, open_source, skeleton
 from quantflow.models.source import fingerprint
+from quantflow.models.token_ids import refuse_beyond
 from quantflow.planning.finished_plan import head_from, kv_words_of
 from quantflow.planning.recipe import Resources, Validate
 from quantflow.planning.resources import allow_validate, compare
@@ -208,6 +209,7 @@ def _validate(
     )
     gate_for(noise_top1=1.0)  # one that cannot be read is refused before the models run
     sequences = _sequences(job, manifest)
+    refuse_beyond(sequences, text_config(source.config).vocab_size, where=str(job.options.text))
     protocol = _protocol(job, sequences)
     key = digest_of([protocol, inputs["baseline"], tools()])
     shared = Shared(key=key, folder=(job.cache or job.report.parent / CACHE) / key)

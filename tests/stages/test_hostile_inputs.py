@@ -3,11 +3,13 @@
 import json
 import os
 import shutil
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from starlette.testclient import TestClient
 
 from quantflow.artifact.manifest import build_manifest, write_manifest
 from quantflow.exporting import export as export_stage
@@ -15,6 +17,10 @@ from quantflow.exporting.model_card import model_card
 from quantflow.models import chat_template
 from quantflow.models.chat_template import chat_tokens
 from quantflow.models.load import load_tokenizer
+from quantflow.server import process
+from quantflow.server.app import application
+from quantflow.server.models import Models, open_model
+from quantflow.server.settings import ServeJob
 from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code, outline, table
 from quantflow.stages.cli.plain import one_line, plain
@@ -135,6 +141,39 @@ def test_a_tokenizer_of_more_tokens_than_the_embedding_has_is_an_input_error(art
     path.write_text(json.dumps(table))
     reseal(artifact)
     assert "token id" in refused(3, "generate", artifact, *GENERATE)
+
+
+def test_a_text_that_the_tokenizer_has_no_token_for_is_an_input_error(artifact, tmp_path, refused):
+    table = {"version": "1.0", "added_tokens": [], "truncation": None, "padding": None, "normalizer": None, "decoder": None}
+    table |= {"pre_tokenizer": {"type": "Whitespace"}, "post_processor": None}
+    table["model"] = {"type": "WordLevel", "vocab": {"value": 5}, "unk_token": "[UNK]"}
+    (artifact / "tokenizer.json").write_text(json.dumps(table))
+    reseal(artifact)
+    assert "cannot read the text" in refused(3, "generate", artifact, "--prompt", "other", "--max-new-tokens", "1")
+    (tmp_path / "t.txt").write_text("value value other\n")
+    assert "t.txt" in refused(3, "calibration", "inspect", tmp_path / "t.txt", "--tokenizer", artifact)
+    with serving(artifact) as ask:
+        status, body = ask("/generate", {"inputs": "other"})
+        assert (status, body["error_type"]) == (422, "validation") and "cannot read the text" in body["error"]
+        assert ask("/tokenize", {"inputs": "other"})[0] == 422
+        assert ask("/generate", {"inputs": "value", "parameters": {"max_new_tokens": 1}})[0] == 200
+
+
+@contextmanager
+def serving(folder):
+    """Yield what asks a server of an artifact, without a socket."""
+    job = ServeJob(artifact=folder, port=0)
+    models = Models(job, open_model(folder, job))
+    client = TestClient(application(process.site_of(job, models)), base_url="http://127.0.0.1")
+
+    def ask(path, body):
+        answer = client.post(path, json=body)
+        return answer.status_code, answer.json()
+
+    try:
+        yield ask
+    finally:
+        models.close()
 
 
 BOMBS = {

@@ -15,6 +15,7 @@ from quantflow.errors import UnsupportedError
 from quantflow.formats.llama_cpp.pieces import pieces
 from quantflow.formats.llama_cpp.tokens import ELSEWHERE, special_tokens, tokens
 from quantflow.models.load import load_tokenizer
+from quantflow.models.token_ids import tokens_of
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -48,7 +49,7 @@ def vocabulary(folder: Path, config: Any) -> dict[str, tuple[str, Any]]:
         "unknown": tokenizer.unk_token_id,
         "padding": tokenizer.pad_token_id,
     }
-    plain, whole = (tokenizer("a", add_special_tokens=added)["input_ids"] for added in (False, True))
+    plain, whole = (tokens_of(tokenizer, "a", where=str(folder), special=added) for added in (False, True))
     table = json.loads(tokenizer.backend_tokenizer.to_str())
     convert = pieces if table["model"].get("byte_fallback") else byte_level
     found = convert(table, size=config.vocab_size, special=special, around=_around(plain, whole), folder=folder)

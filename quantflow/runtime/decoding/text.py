@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+from quantflow.models.token_ids import tokens_of
 from quantflow.runtime.generate_job import Words
 
 _HALF = "\ufffd"  # what the bytes of an unfinished character decode to
@@ -83,5 +84,5 @@ def stop_string(tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> C
 def word_ids(tokenizer: PreTrainedTokenizerBase, words: Sequence[str], *, before: Sequence[str]) -> Words:
     """Return the tokens of each word behind each of some texts, such as a space and nothing; duplicates are left out."""
     spelled = [space + word for word in words for space in before]
-    found = (tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in spelled)
+    found = (tuple(tokens_of(tokenizer, text, where=f"word {text!r}", special=False)) for text in spelled)
     return tuple(dict.fromkeys(ids for ids in found if ids))

@@ -7,7 +7,7 @@ import pytest
 
 from quantflow.artifact.inspect import summarize
 from quantflow.artifact.ledger import Ledger, LedgerEntry
-from quantflow.artifact.manifest import BODY_KEYS, build_manifest, write_manifest
+from quantflow.artifact.manifest import build_manifest, write_manifest
 from quantflow.errors import InputError, IntegrityError
 
 SIZES = {"U8": 1, "F16": 2}
@@ -28,6 +28,19 @@ def model(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
     tensors_file(tmp_path / "model.safetensors", {"a": ("U8", 3), "b": ("F16", 4), "c": ("F16", 1)})
     return tmp_path
+
+
+BODY = {
+    "kind": "artifact",
+    "source": {"name": "tiny", "revision": None, "files": {}},
+    "recipe": {"name": "a", "scheme": "W8A16", "resolved": {"algorithm": "rtn", "transforms": [], "schemes": {}}},
+    "measurement": None,
+    "float8": None,
+    "layers": [],
+    "proof": {"kind": "canary", "layers": 0, "digest": "0" * 64},
+    "tools": {},
+    "made_from": "0" * 64,
+}
 
 
 def measurement(folder):
@@ -62,7 +75,7 @@ def test_an_artifact_is_summarized_with_what_became_of_its_source(model):
         LedgerEntry(name=name, dtype="U8", shape=(26,), nbytes=26, action=action, reason="why", becomes=becomes)
         for name, action, becomes in rows
     )
-    body = {**dict.fromkeys(BODY_KEYS), "kind": "artifact", "ledger": Ledger(tensors=entries).to_json(), "layers": [{}]}
+    body = {**BODY, "ledger": Ledger(tensors=entries).to_json(), "layers": [{"errors": {}, "decisions": {}}]}
     manifest = build_manifest(model, body=body)
     write_manifest(model, manifest)
     summary = summarize(model)

@@ -9,7 +9,23 @@ import pytest
 from quantflow.artifact.manifest import BODY_KEYS, LAYOUT_VERSION, build_manifest, read_manifest, write_manifest
 from quantflow.errors import InputError, IntegrityError, UnsupportedError
 
-BODY = {**dict.fromkeys(BODY_KEYS), "kind": "artifact", "source": {"name": "tiny-é"}, "recipe": {"alpha": 1e-05}}
+BODY = {
+    "kind": "artifact",
+    "source": {"name": "tiny-é", "revision": None, "files": {}},
+    "recipe": {
+        "name": "a",
+        "scheme": "W8A16",
+        "alpha": 1e-05,
+        "resolved": {"algorithm": "rtn", "transforms": [], "schemes": {}},
+    },
+    "measurement": None,
+    "float8": None,
+    "ledger": None,
+    "layers": [],
+    "proof": {"kind": "canary", "layers": 0, "digest": "0" * 64},
+    "tools": {},
+    "made_from": "0" * 64,
+}
 
 
 @pytest.fixture
@@ -186,4 +202,48 @@ def test_an_intact_manifest_without_a_key_is_refused_by_name(folder):
 def test_a_git_lfs_pointer_in_place_of_the_manifest_names_the_command(folder):
     (folder / "quantflow.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
     with pytest.raises(InputError, match="git lfs pull"):
+        read_manifest(folder)
+
+
+@pytest.mark.parametrize(
+    ("place", "key"),
+    [
+        (("source",), "files"),
+        (("source",), "revision"),
+        (("recipe",), "scheme"),
+        (("recipe",), "resolved"),
+        (("recipe", "resolved"), "transforms"),
+        (("layers", 0), "errors"),
+        (("layers", 0), "decisions"),
+        (("layers", 0, "errors", "q"), "weight"),
+        (("measurement", "calibration"), "sequence_length"),
+        (("measurement",), "sequence_heads"),
+        (("proof",), "kind"),
+    ],
+    ids=str,
+)
+def test_a_key_that_something_reads_and_is_missing_is_an_input_error_that_names_it(folder, place, key):
+    layer = {"errors": {"q": {"weight": 0.5}}, "decisions": {"q": {}}}
+    measured = {"calibration": {"hash": "", "sequence_length": 8}, "counts": {"samples": 1, "tokens": 8}, "sequence_heads": []}
+    body = json.loads(json.dumps({**BODY, "layers": [layer], "measurement": measured}))
+    write_manifest(folder, build_manifest(folder, body=body))
+    read_manifest(folder)
+    holder = body
+    for step in place:
+        holder = holder[step]
+    del holder[key]
+    (folder / "quantflow.json").unlink()
+    write_manifest(folder, build_manifest(folder, body=body))
+    with pytest.raises(InputError, match=rf"{key}: None, a value is needed"):
+        read_manifest(folder)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("source", None), ("layers", {}), ("layers", [5]), ("recipe", {}), ("proof", {}), ("tools", None), ("made_from", 5)],
+    ids=str,
+)
+def test_a_part_of_another_kind_is_an_input_error(folder, key, value):
+    write_manifest(folder, build_manifest(folder, body={**BODY, key: value}))
+    with pytest.raises(InputError, match=key):
         read_manifest(folder)

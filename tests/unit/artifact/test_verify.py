@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from quantflow.artifact.ledger import Ledger, LedgerEntry
-from quantflow.artifact.manifest import BODY_KEYS, build_manifest, read_manifest, write_manifest
+from quantflow.artifact.manifest import build_manifest, read_manifest, write_manifest
 from quantflow.artifact.verify import verify
 from quantflow.errors import InputError, IntegrityError, QuantflowError, UnsupportedError
 
@@ -25,6 +25,19 @@ def tensors_file(path, tensors):
         begin += shape[0]
     text = json.dumps(entries, separators=(",", ":")).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(range(begin)))
+
+
+BODY = {
+    "kind": "artifact",
+    "source": {"name": "tiny", "revision": None, "files": {}},
+    "recipe": {"name": "a", "scheme": "W8A16", "resolved": {"algorithm": "rtn", "transforms": [], "schemes": {}}},
+    "measurement": None,
+    "float8": None,
+    "layers": [],
+    "proof": {"kind": "canary", "layers": 0, "digest": "0" * 64},
+    "tools": {},
+    "made_from": "0" * 64,
+}
 
 
 def ledger(**becomes):
@@ -44,8 +57,7 @@ def ledger(**becomes):
 
 
 def seal(folder, account):
-    body = {**dict.fromkeys(BODY_KEYS), "kind": "artifact", "ledger": account}
-    write_manifest(folder, build_manifest(folder, body=body))
+    write_manifest(folder, build_manifest(folder, body={**BODY, "ledger": account}))
     return folder
 
 

@@ -16,6 +16,18 @@ from quantflow.core.qtensor import QuantizedLinear
 from quantflow.formats import compressed_tensors as layout
 from quantflow.models.graph import graph_for
 
+BODY = {
+    "kind": "artifact",
+    "source": {"name": "tiny", "revision": None, "files": {}},
+    "recipe": {"name": "a", "scheme": "W8A16", "resolved": {"algorithm": "rtn", "transforms": [], "schemes": {}}},
+    "measurement": None,
+    "float8": None,
+    "layers": [],
+    "proof": {"kind": "canary", "layers": 0, "digest": "0" * 64},
+    "tools": {},
+    "made_from": "0" * 64,
+}
+
 
 def random_model(config):
     with torch.random.fork_rng():
@@ -39,9 +51,7 @@ def _quantize(name: str, weight: torch.Tensor, scheme) -> QuantizedLinear:
 
 def seal(folder: Path, ledger: Ledger) -> None:
     """Write quantflow.json over the files as they are."""
-    body = {"kind": "artifact", "source": {"name": "tiny", "revision": None, "files": {}}, "recipe": {}}
-    body |= {"measurement": None, "float8": None, "layers": {}, "proof": {}, "tools": {}, "made_from": "0" * 64}
-    write_manifest(folder, build_manifest(folder, body={**body, "ledger": ledger.to_json()}))
+    write_manifest(folder, build_manifest(folder, body={**BODY, "ledger": ledger.to_json()}))
 
 
 def _make_artifact(folder: Path, config, schemes, *, model=None) -> AutoModelForCausalLM:

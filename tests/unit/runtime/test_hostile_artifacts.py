@@ -87,6 +87,7 @@ CASES = [  # the attacks of a review, which ended in a double free, SIGSEGV, or 
     (LLAMA, "model.norm.weight", lambda t: torch.tensor(1.0)),
     (LLAMA, "model.layers.0.self_attn.q_proj.weight", lambda t: t[:8]),  # quantized
     (LLAMA, "model.layers.0.self_attn.q_proj.weight_scale", lambda t: t[:8]),
+    (LLAMA, "model.layers.0.self_attn.q_proj.weight_scale", lambda t: torch.ones_like(t, dtype=torch.bool)),
     (LLAMA, "model.layers.0.mlp.down_proj.weight", lambda t: t.T),
     (BIASED, f"{ATTENTION}.q_proj.bias", lambda t: t[:1]),
     (BIASED, "model.layers.0.self_attn.v_proj.bias", lambda t: t.repeat(3)),

@@ -1,10 +1,13 @@
 """Which text an artifact may be judged on, and what validations of one model keep for each other."""
 
+import json
 import re
+import shutil
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from multiprocessing import get_context
+from pathlib import Path
 
 import pytest
 import torch
@@ -151,4 +154,19 @@ def test_a_gate_that_cannot_be_read_is_refused_before_a_layer_runs(artifact, lla
     job = job_of(artifact, llama, text_files, tmp_path / "r")
     with pytest.raises(UsageError, match="metric 'mean_kld' has no threshold; give all four"):
         validate.run(replace(job, options=replace(job.options, gate=str(tmp_path / "gate.yaml"))), QUIET)
+    assert layers_run == []
+
+
+def test_token_ids_beyond_the_embedding_are_refused_before_a_layer_runs(artifact, llama, text_files, tmp_path, layers_run):
+    larger = Path(shutil.copytree(llama, tmp_path / "larger"))
+    tokenizer = load_tokenizer(larger)
+    token = json.loads((llama / "config.json").read_text())["vocab_size"]
+    tokenizer.add_tokens([f"<{number}>" for number in range(len(tokenizer), token)] + ["<beyond>"])
+    tokenizer.save_pretrained(larger)
+    for name, row in (("ids", {"input_ids": [5] * 99 + [token]}), ("text", {"text": "def <beyond>" * 30})):
+        text = tmp_path / f"{name}.jsonl"
+        text.write_text(json.dumps(row) + "\n")
+        job = job_of(artifact, larger, {"heldout": text}, tmp_path / "report")
+        with pytest.raises(InputError, match=rf"{name}\.jsonl: token id {token}, the model has {token}"):
+            validate.run(job, SILENT)
     assert layers_run == []
