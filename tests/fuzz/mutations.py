@@ -87,27 +87,32 @@ def changed_value(random: random.Random, value: Any, *, changes: int = 1) -> Any
     """Return a JSON value with other values, keys that are missing, twice, renamed or swapped, somewhere in it."""
     made = copy.deepcopy(value)
     for _ in range(changes):
-        places = [place for place in _places(made) if place]
-        if not places:
+        found = [place for place in places(made) if place]
+        if not found:
             return strange(random)
-        *parents, last = random.choice(places)
-        holder = made
-        for key in parents:
-            holder = holder[key]
-        match random.randrange(6):
-            case 0:
-                del holder[last]
-            case 1 if isinstance(holder, dict):
-                holder[random.choice((*TEXTS[:-10], str(last).upper()))] = holder.pop(last)
-            case 1:
-                holder[last:last] = [copy.deepcopy(holder[last])] * random.choice((1, 3, 100))
-            case 2:
-                holder[last] = _wrapped(random, holder[last])
-            case 3:
-                holder[last] = _near(random, holder[last])
-            case _:
-                holder[last] = strange(random)
+        change_(random, made, random.choice(found))
     return made
+
+
+def change_(random: random.Random, value: Any, place: Sequence[Any]) -> None:
+    """Change a JSON value at one place, which is the path of keys and numbers that leads there."""
+    *parents, last = place
+    holder = value
+    for key in parents:
+        holder = holder[key]
+    match random.randrange(6):
+        case 0:
+            del holder[last]
+        case 1 if isinstance(holder, dict):
+            holder[random.choice((*TEXTS[:-10], str(last).upper()))] = holder.pop(last)
+        case 1:
+            holder[last:last] = [copy.deepcopy(holder[last])] * random.choice((1, 3, 100))
+        case 2:
+            holder[last] = _wrapped(random, holder[last])
+        case 3:
+            holder[last] = _near(random, holder[last])
+        case _:
+            holder[last] = strange(random)
 
 
 def strange(random: random.Random) -> Any:
@@ -146,10 +151,10 @@ def _wrapped(random: random.Random, value: Any) -> Any:
     return value
 
 
-def _places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Return the path of every value inside a value; of long lists the first ones."""
     found = [path]
     items = value.items() if isinstance(value, dict) else enumerate(value[:20]) if isinstance(value, list) else ()
     for key, item in items:
-        found += _places(item, (*path, key))
+        found += places(item, (*path, key))
     return found

@@ -1,0 +1,327 @@
+"""Artifacts of hostile parts: every value of their JSON files changed, tensors of other shapes, and every hash right again.
+
+    python tests/fuzz/hostile.py MODEL --changes 10 --seed 0 [--seconds S] [--files config.json,...] [--verbs generate,...]
+
+makes an artifact of a small model, changes one value at a time, each so often, and runs the verbs on every one, in forks of
+this process that have 2 GiB and 10 s. A verb may refuse (exit 2, 3, 5, 6, 7; validate also 4) with a sentence, or give the text
+that transformers gives of the same folder. Whatever else happens is printed with the number that makes it again; exit 1.
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+os.environ |= {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+
+import asgi
+import mutations
+import torch
+from isolated import Outcome, isolated
+from safetensors.torch import load_file, save_file
+
+from quantflow.artifact.canonical import digest_of, readable_json
+from quantflow.artifact.ledger import Ledger
+from quantflow.artifact.manifest import build_manifest, write_manifest
+from quantflow.artifact.safetensors_header import read_header
+from quantflow.errors import QuantflowError
+from quantflow.exporting import export as export_stage
+from quantflow.server import process
+from quantflow.server.app import application
+from quantflow.server.models import Models, open_model
+from quantflow.server.settings import ServeJob
+from quantflow.stages.cli import cli
+from quantflow.stages.cli.output import exit_code
+
+FILES = ("config.json", "quantflow.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", "tensors")
+VERBS = ("verify", "inspect", "generate", "serve", "bench", "validate")
+PROMPT, TOKENS = "w10 w27 w5", 6
+NOT_FOR_TEXT = frozenset({"verify", "inspect", "bench", "validate"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Made:
+    """What is attacked.
+
+    Attributes:
+        artifact: intact.
+        model: what it was made from.
+        text: that it is validated on.
+        answer: what it says when it is intact.
+    """
+
+    artifact: Path
+    model: Path
+    text: Path
+    answer: str = ""
+
+
+@contextmanager
+def made_from(model: Path) -> Iterator[Made]:
+    """Yield an artifact of a model in 8 bits."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as name:
+        work = Path(name)
+        prove, export_stage._prove = export_stage._prove, lambda *_: None  # another process would be started
+        try:
+            for line in (
+                ["quantize", str(model), "-o", str(work / "2"), "--scheme", "W8A16", "--algorithm", "rtn", "-q"],
+                ["export", str(work / "2"), "-o", str(work / "artifact"), "-q"],
+            ):
+                if exit_code(cli, line) != 0:
+                    raise SystemExit(f"{model}: no artifact can be made of it")
+        finally:
+            export_stage._prove = prove
+        text = work / "text.jsonl"
+        chance = random.Random(0)
+        text.write_text(
+            "".join(json.dumps({"input_ids": [chance.randrange(3, 32) for _ in range(32)]}) + "\n" for _ in range(8))
+        )
+        yield Made(artifact=work / "artifact", model=model, text=text)
+
+
+def places(made: Made, file: str) -> list[tuple[Any, ...]]:
+    """Return what of a file can be changed: paths of values, or names of tensors."""
+    if file == "tensors":
+        return [(name,) for name in sorted(load_file(made.artifact / "model.safetensors"))]
+    return [place for place in mutations.places(json.loads((made.artifact / file).read_text())) if place]
+
+
+def change(chance: random.Random, folder: Path, file: str, place: Sequence[Any]) -> None:
+    """Change one value of an artifact and make its hashes right again."""
+    path = folder / file
+    if file == "tensors":
+        path = folder / "model.safetensors"
+        tensors = load_file(path)
+        tensors[place[0]] = reshaped(chance, tensors[place[0]]).contiguous().clone()
+        save_file(tensors, path, metadata={"format": "pt"})
+        reseal(folder)
+        return
+    value = json.loads(path.read_text())
+    mutations.change_(chance, value, place)
+    if file == "quantflow.json":
+        reseal_manifest(path, value)
+        return
+    path.write_bytes(mutations.as_json(value))
+    reseal(folder)
+
+
+def reshaped(chance: random.Random, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of another shape, size, dtype or content."""
+    rows = max(1, tensor.shape[0] // 2) if tensor.ndim else 1
+    found: list[Callable[[], torch.Tensor]] = [
+        lambda: tensor.flatten()[:1],
+        lambda: tensor.flatten(),
+        lambda: tensor[:0] if tensor.ndim else tensor,
+        lambda: tensor[None],
+        lambda: tensor[..., None],
+        lambda: tensor[:rows] if tensor.ndim else tensor,
+        lambda: tensor.repeat(2, *[1] * (tensor.ndim - 1)) if tensor.ndim else tensor[None],
+        lambda: tensor.transpose(0, -1) if tensor.ndim else tensor,
+        lambda: tensor[..., : max(1, tensor.shape[-1] // 2)] if tensor.ndim else tensor,
+        lambda: torch.cat([tensor, tensor], -1) if tensor.ndim else tensor[None],
+        lambda: torch.full_like(tensor, -1),
+        lambda: torch.zeros_like(tensor),
+        lambda: tensor.to(torch.int32),
+        lambda: tensor.to(torch.float64),
+        lambda: tensor.to(torch.bool),
+        lambda: tensor.to(torch.uint8),
+        lambda: tensor.float() * float("nan"),
+        lambda: tensor.float() * float("inf"),
+        lambda: (tensor.float() * 3e38).to(tensor.dtype) if tensor.is_floating_point() else tensor,
+        lambda: torch.randint(-128, 127, tensor.shape, generator=torch.Generator().manual_seed(chance.randrange(99))).to(
+            tensor.dtype
+        ),
+    ]
+    return chance.choice(found)()
+
+
+def reseal(folder: Path) -> None:
+    """Make every hash of an artifact right again; what its ledger says of tensors that were copied as well."""
+    body = json.loads((folder / "quantflow.json").read_text())
+    headers = read_header(folder / "model.safetensors")[0]
+    ledger, entries = Ledger.from_json(body["ledger"]), []
+    for entry in ledger.tensors:
+        info = headers.get(entry.name)
+        known = entry.action != "copied" or info is None
+        entries.append(entry if known else replace(entry, dtype=info.dtype, shape=info.shape, nbytes=info.nbytes))
+    body["ledger"] = replace(ledger, tensors=tuple(entries)).to_json()
+    for key in ("digest", "files", "layout_version"):
+        body.pop(key)
+    write_manifest(folder, build_manifest(folder, body=body))
+
+
+def reseal_manifest(path: Path, value: dict[str, Any]) -> None:
+    """Write a manifest whose digest is right whatever it says."""
+    value.pop("digest", None)
+    try:
+        path.write_bytes(readable_json({**value, "digest": digest_of(value)}))
+    except QuantflowError:  # no JSON of ours: a lone surrogate, a number that is not finite
+        path.write_bytes(json.dumps({**value, "digest": "0" * 64}).encode())
+
+
+def verb(name: str, folder: Path, made: Made) -> int:
+    """Run a verb on an artifact in this process; return its exit code."""
+    if name == "serve":
+        return served(folder)
+    if name == "transformers":
+        print(f"\n{json.dumps(text_of_transformers(folder))}")
+        return 0
+    lines: dict[str, list[Any]] = {
+        "verify": [folder],
+        "inspect": [folder],
+        "generate": [folder, "--prompt", PROMPT, "--max-new-tokens", TOKENS, "--json", "-q"],
+        "bench": [folder, "--input-tokens", 4, "--new-tokens", 2, "--runs", 1, "--warmups", 0, "-q"],
+        "validate": [folder, "--baseline", made.model, "--text", made.text, "--tokens", 256, "-q"],
+    }
+    report = ["--report", folder.with_name("report")] if name == "validate" else []
+    return exit_code(cli, [name, *map(str, lines[name] + report)])
+
+
+def served(folder: Path) -> int:
+    """Start a server's application on an artifact and ask it; return an exit code as the verb would."""
+    job = ServeJob(artifact=folder, port=0)
+    try:
+        models = Models(job, open_model(folder, job))
+        app = application(process.site_of(job, models))
+        parameters = {"max_new_tokens": TOKENS, "do_sample": False, "return_full_text": False}
+        status, body = asgi.asked(app, "POST", "/generate", json.dumps({"inputs": PROMPT, "parameters": parameters}).encode())
+        models.close()
+    except QuantflowError as error:
+        print(f"error: {error.cause}", file=sys.stderr)
+        return error.exit_code
+    answer = json.loads(body)
+    if status >= 500 or (status != 200 and "error" not in answer):
+        raise AssertionError(f"status {status}: {body[:200]!r}")
+    if status != 200:
+        print(answer["error"], file=sys.stderr)
+        return 3
+    print(json.dumps(answer["generated_text"]))
+    return 0
+
+
+def text_of_transformers(folder: Path) -> str:
+    """Return what transformers, with compressed-tensors, makes of an artifact."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    torch.set_num_threads(1)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer(PROMPT, return_tensors="pt")
+    with torch.no_grad():
+        out = model.generate(**ids, max_new_tokens=TOKENS, do_sample=False, num_beams=1)
+    whole, prompt = (tokenizer.decode(row, skip_special_tokens=True) for row in (out[0], ids["input_ids"][0]))
+    return str(whole.removeprefix(prompt))
+
+
+def text_in(outcome: Outcome, name: str) -> str | None:
+    """Return the text that a verb gave; None where there is none."""
+    said = outcome.said.strip()
+    try:
+        if name == "generate":
+            return str(json.loads(said[said.index("{") :])["outputs"][0]["text"])
+        return str(json.loads(next(line for line in reversed(said.splitlines()) if line.startswith('"'))))
+    except (ValueError, IndexError, KeyError, StopIteration):
+        return None
+
+
+def why(outcome: Outcome) -> str:
+    """Return one line of what went wrong."""
+    lines = [line for line in outcome.said.splitlines() if line.strip()]
+    told = (
+        [line for line in lines if "Error" in line or "error:" in line or "panicked" in line] or lines or ["nothing was said"]
+    )
+    return f"{outcome.code}: {told[-1][:150]}"
+
+
+def attacked(
+    made: Made, file: str, place: Sequence[Any], *, number: int, seed: int, verbs: Sequence[str], ends: Counter[str]
+) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong: a verb, and what it did; count how verbs end in `ends`."""
+    chance = random.Random(f"{seed} {file} {place} {number}")
+    with tempfile.TemporaryDirectory(dir=made.artifact.parent) as name:
+        folder = Path(shutil.copytree(made.artifact, Path(name) / "a"))
+        change(chance, folder, file, place)
+        texts: dict[str, str | None] = {}
+        for one in verbs:
+            outcome = isolated(lambda one=one: verb(one, folder, made))
+            ends[f"{one} {outcome.code}"] += 1
+            allowed = outcome.kept or (one == "validate" and outcome.code == 4 and "Traceback" not in outcome.said)
+            if not allowed:
+                yield one, why(outcome)
+            elif outcome.code == 0 and one not in NOT_FOR_TEXT:
+                texts[one] = text_in(outcome, one)
+        if texts:
+            outcome = isolated(lambda: verb("transformers", folder, made), seconds=30)
+            expected = text_in(outcome, "transformers") if outcome.code == 0 else None
+            for one, text in texts.items():
+                if outcome.code != 0 and text == made.answer:
+                    ends[f"{one} of a value that transformers refuses and nothing here reads"] += 1
+                elif outcome.code != 0:
+                    yield one, f"gives {text!r}, transformers refuses: {why(outcome)}"
+                elif text != expected:
+                    yield one, f"gives {text!r}, transformers {expected!r}"
+
+
+def main() -> int:
+    """Run what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--changes", type=int, default=10, help="of each value")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=1e9, help="of all; an artifact that was begun is finished")
+    parser.add_argument("--files", default=",".join(FILES))
+    parser.add_argument("--verbs", default=",".join(VERBS))
+    parser.add_argument("--place", help="one path, as it is printed")
+    parser.add_argument("--number", type=int, help="one change of it, as it is printed")
+    options = parser.parse_args()
+    end, whole, wrong = time.monotonic() + options.seconds, 0, Counter[str]()
+    with made_from(options.model) as made:
+        reseal(made.artifact)
+        for verb_name in (*VERBS, "transformers"):  # everything is imported, compiled and right before anything is changed
+            if (code := verb(verb_name, made.artifact, made)) not in (0, 4):
+                raise SystemExit(f"{verb_name}: the intact artifact ends with {code}")
+        made = replace(made, answer=text_in(isolated(lambda: verb("generate", made.artifact, made)), "generate") or "")
+        for file in options.files.split(","):
+            begin, count, before, ends = time.monotonic(), 0, sum(wrong.values()), Counter[str]()
+            found = [place for place in places(made, file) if options.place in (None, json.dumps(place))]
+            numbers = range(options.changes) if options.number is None else [options.number]
+            for number in numbers:
+                for place in found:
+                    if time.monotonic() > end:
+                        break
+                    count += 1
+                    for name, said in attacked(
+                        made, file, place, number=number, seed=options.seed, verbs=options.verbs.split(","), ends=ends
+                    ):
+                        wrong[f"{name}: {said}"] += 1
+                        if wrong[f"{name}: {said}"] <= 3:
+                            print(f"  {file} {json.dumps(place)} {number}: {name} {said}", flush=True)
+            whole += count
+            seconds = time.monotonic() - begin
+            print(
+                f"{file}\t{len(found)} values\t{count} artifacts\t{seconds:.0f} s\t{sum(wrong.values()) - before} findings",
+                flush=True,
+            )
+            print("  " + ", ".join(f"{name}: {ends[name]}" for name in sorted(ends)), flush=True)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except SystemExit:
+        raise
+    except BaseException:
+        traceback.print_exc()
+        sys.exit(2)
