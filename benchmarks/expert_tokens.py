@@ -23,7 +23,8 @@ from quantflow.core.scheme import preset, with_group_size
 from quantflow.models.capture import LayerStream
 from quantflow.models.graph import graph_for
 from quantflow.models.hooks import watch
-from quantflow.models.load import load_tokenizer, open_source
+from quantflow.models.load import open_source
+from quantflow.models.tokenizer import load_tokenizer
 from quantflow.observers.hessian import HessianObserver, shrink_
 
 ROOT = Path(__file__).resolve().parents[1]

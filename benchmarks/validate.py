@@ -84,7 +84,7 @@ def forward(arguments: Sequence[str]) -> None:
 
     from quantflow.calibration.text import read_documents
     from quantflow.evaluation.windows import evaluation_sequences
-    from quantflow.models.load import load_tokenizer
+    from quantflow.models.tokenizer import load_tokenizer
 
     documents = read_documents(given.text, load_tokenizer(given.model))
     windows = evaluation_sequences(documents, tokens=given.tokens, sequence_length=given.length)

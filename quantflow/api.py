@@ -568,7 +568,8 @@ def resolve(recipe: Recipe, *, progress: Progress = SILENT) -> Recipe:
     from quantflow.evaluation.windows import evaluation_sequences
     from quantflow.measurements.grouping import parse_groups
     from quantflow.models.graph import graph_for
-    from quantflow.models.load import load_tokenizer, open_source
+    from quantflow.models.load import open_source
+    from quantflow.models.tokenizer import load_tokenizer
     from quantflow.planning import plan as planning
     from quantflow.planning.requirements import statistics_for
     from quantflow.validation.gate import check_gate
@@ -699,7 +700,7 @@ def sample_text(
     """
     from quantflow.calibration.text import read_documents
     from quantflow.errors import InputError
-    from quantflow.models.load import load_tokenizer
+    from quantflow.models.tokenizer import load_tokenizer
     from quantflow.runtime.generate_job import GenerateJob
     from quantflow.runtime.generation import run
 
@@ -791,7 +792,7 @@ def inspect_calibration(file: Folder, *, tokenizer: Folder, sequence_length: int
     from quantflow.calibration.text import inspect_calibration as inspect
     from quantflow.calibration.text import read_documents
     from quantflow.calibration.text_sources import text_path
-    from quantflow.models.load import load_tokenizer
+    from quantflow.models.tokenizer import load_tokenizer
 
     words, path = load_tokenizer(model_folder(tokenizer, progress=SILENT)), text_path(str(file), SILENT)
     return inspect(read_documents(path, words), words, sequence_length=sequence_length)

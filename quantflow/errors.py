@@ -92,3 +92,8 @@ def nearest(word: str, valid: Sequence[str]) -> str:
     """Return the remedy for a misspelt word."""
     close = difflib.get_close_matches(word, valid, n=1, cutoff=0.5)
     return f"did you mean {close[0]!r}? valid: {', '.join(valid)}" if close else f"valid: {', '.join(valid)}"
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of what a library says, or the error's class where it says nothing."""
+    return next(iter(str(error).splitlines()), type(error).__name__)

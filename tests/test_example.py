@@ -22,7 +22,8 @@ from quantflow.evaluation.divergence import join, score
 from quantflow.evaluation.perplexity import logits_of
 from quantflow.exporting import export
 from quantflow.models.graph import graph_for
-from quantflow.models.load import load_model, load_tokenizer, open_source
+from quantflow.models.load import load_model, open_source
+from quantflow.models.tokenizer import load_tokenizer
 from quantflow.planning.recipe import Calibration, Quantize, SignRound
 from quantflow.quantization import quantize
 from quantflow.runtime.load import load

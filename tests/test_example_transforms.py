@@ -23,8 +23,10 @@ from quantflow.measurements.record import read_measurement
 from quantflow.models.capture import LayerStream
 from quantflow.models.graph import graph_for
 from quantflow.models.layer_store import layer_path
-from quantflow.models.load import load_model, load_tokenizer, materialize_, open_source
+from quantflow.models.load import load_model, open_source
+from quantflow.models.parameters import materialize_
 from quantflow.models.rotated import Rotated
+from quantflow.models.tokenizer import load_tokenizer
 from quantflow.planning.finished_plan import plan_from
 from quantflow.planning.plan import resolve
 from quantflow.planning.recipe import Calibration, Quantize

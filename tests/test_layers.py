@@ -52,6 +52,10 @@ LAZY = {
     "quantflow/quantization/missing_statistics.py",
     "quantflow/quantization/quantize.py",
     "quantflow/exporting/proof_process.py",
+    "quantflow/runtime/artifact.py",
+    "quantflow/runtime/decoding/__init__.py",
+    "quantflow/runtime/generation.py",
+    "quantflow/runtime/load.py",
     "quantflow/server/__init__.py",
 }
 # Read the environment: what a child gets of it, which rank a process is, and where compiled code is kept.

@@ -14,7 +14,8 @@ from quantflow.calibration.text import hash_sequences, read_documents, select
 from quantflow.evaluation.windows import evaluation_sequences
 from quantflow.formats.llama_cpp.tensors import places, row_order
 from quantflow.models.graph import graph_for
-from quantflow.models.load import load_tokenizer, open_source
+from quantflow.models.load import open_source
+from quantflow.models.tokenizer import load_tokenizer
 from quantflow.progress import Silent
 from quantflow.shipped import CALIBRATION, EVALUATION
 from quantflow.sources.gguf_import import import_gguf

@@ -13,7 +13,7 @@ import torch
 import train
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from quantflow.models.load import load_tokenizer
+from quantflow.models.tokenizer import load_tokenizer
 
 EXAMPLE = Path(train.__file__).parent
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")

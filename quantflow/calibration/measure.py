@@ -49,10 +49,11 @@ from quantflow.measurements.record import CALIBRATION_NAME, LAYOUT_VERSION, Meas
 from quantflow.models import layer_store
 from quantflow.models.graph import Graph, graph_for, text_config
 from quantflow.models.identity import identify
-from quantflow.models.load import Source, load_tokenizer, open_source
+from quantflow.models.load import Source, open_source
 from quantflow.models.sharding import placements
 from quantflow.models.source import refuse_not_finite
 from quantflow.models.token_ids import refuse_beyond
+from quantflow.models.tokenizer import load_tokenizer
 from quantflow.observers import DEFAULT, observer_named, of_gradients
 from quantflow.planning.experts import ROUTED
 from quantflow.planning.recipe import Calibration, Resources

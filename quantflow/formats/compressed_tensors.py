@@ -31,11 +31,11 @@ from torch import Tensor
 from quantflow.artifact.patterns import Pattern
 from quantflow.artifact.schema import Between, check
 from quantflow.core import affine, float8, packing
+from quantflow.core.blocks import BLOCK_TYPES
 from quantflow.core.groups import expand_rows
 from quantflow.core.kv import SCHEMES as KV_SCHEMES
 from quantflow.core.kv import KVScales
 from quantflow.core.qtensor import QTensor, QuantizedLinear
-from quantflow.core.blocks import BLOCK_TYPES
 from quantflow.core.scheme import (
     LLAMA_CPP_PRESETS,
     PRESETS,

@@ -31,8 +31,9 @@ from quantflow.core.qtensor import QuantizedLinear
 from quantflow.errors import InputError, UnsupportedError
 from quantflow.models.graph import Graph, text_config
 from quantflow.models.hidden import HiddenStates
-from quantflow.models.load import materialize_, skeleton
+from quantflow.models.load import skeleton
 from quantflow.models.names import NameMap
+from quantflow.models.parameters import materialize_
 from quantflow.models.stand_ins import (
     Call,
     Given,

@@ -10,7 +10,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from quantflow.artifact.checkpoint import Checkpoint
-from quantflow.errors import InputError, UnsupportedError
+from quantflow.errors import InputError, UnsupportedError, first_line
 from quantflow.models.graph import FAMILIES, family_for
 
 _TABLES = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)  # the language model in the latter
@@ -71,8 +71,3 @@ def _require_heads(config: PreTrainedConfig, path: Path) -> None:
     heads, shared = numbers["num_attention_heads"], numbers["num_key_value_heads"]
     if heads is not None and heads % (shared or heads):
         raise InputError(f"{path}: {heads} attention heads, {shared} of keys and values do not divide them", remedy)
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of what a library says, or the error's class where it says nothing."""
-    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -37,8 +37,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.pytorch_utils import Conv1D
 
 from quantflow.artifact.safetensors_header import TensorPart
-from quantflow.errors import UnsupportedError
-from quantflow.models.configuration import first_line
+from quantflow.errors import UnsupportedError, first_line
 from quantflow.models.experts import Experts, is_stacked, names_in_files, parts_of
 from quantflow.models.graph import Family, Graph, Layer, LinearGroup, text_config
 from quantflow.models.load import as_written, skeleton

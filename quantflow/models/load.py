@@ -1,4 +1,4 @@
-"""From files to modules: a checkpoint opened, a model without storage, and its parameters put in and taken out."""
+"""From files to modules: a checkpoint opened, and a model without storage."""
 
 import copy
 import threading
@@ -12,22 +12,20 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import (
     AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
 )
 from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import AutoModelForImageTextToText
 from transformers.pytorch_utils import Conv1D
 
 from quantflow.artifact.checkpoint import Checkpoint, open_checkpoint, refuse_quantized
-from quantflow.errors import InputError
-from quantflow.models.configuration import first_line, load_config
+from quantflow.errors import InputError, first_line
+from quantflow.models.configuration import load_config
 from quantflow.models.experts import view_
-from quantflow.models.names import NameMap, twins
-from quantflow.models.panics import panics_refused
-from quantflow.models.reading import read_rows, read_tensor
+from quantflow.models.names import NameMap
+from quantflow.models.parameters import materialize_, release_
+from quantflow.models.reading import read_rows, read_tensors
 from quantflow.models.source import as_linears
 
 _CAUSAL, _WRAPPED = AutoModelForCausalLM._model_mapping, AutoModelForImageTextToText._model_mapping
@@ -83,46 +81,6 @@ def open_source(folder: str | Path) -> Source:
     refuse_quantized(checkpoint)
     config = load_config(checkpoint)
     return Source(checkpoint=as_linears(checkpoint, config), config=config)
-
-
-def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a folder; code that comes with it is not run.
-
-    Raises:
-        InputError: there is none, or its files are damaged.
-    """
-    try:
-        with panics_refused(f"{folder}: no usable tokenizer", "copy the tokenizer files of the model into this folder"):
-            return AutoTokenizer.from_pretrained(Path(folder), trust_remote_code=False, local_files_only=True)
-    except InputError:
-        raise
-    except Exception as error:  # the Rust tokenizers raise bare Exception
-        raise InputError(
-            f"{folder}: no usable tokenizer ({first_line(error)})",
-            "copy the tokenizer files of the model into this folder",
-        ) from error
-
-
-def read_tensors(checkpoint: Checkpoint, names: Iterable[str], *, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """Read tensors into memory of their own, in the order of `names`.
-
-    Args:
-        checkpoint: the opened folder.
-        names: source names.
-        dtype: what floating tensors are converted to; None keeps every tensor as stored.
-
-    Raises:
-        InputError: a name that is not there, a file that ends early, or a tensor that holds NaN or Inf.
-        UnsupportedError: a dtype that torch has no name for.
-    """
-    tensors = {}
-    for name in names:
-        if name not in checkpoint.tensors:
-            raise InputError(f"{name}: not in {checkpoint.folder}", "name a tensor of the checkpoint")
-        file, info = checkpoint.tensors[name]
-        tensor = read_tensor(checkpoint.folder / file, info)
-        tensors[name] = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
-    return tensors
 
 
 # transformers makes a model without values by replacing functions of torch in the whole process meanwhile. What a second thread
@@ -206,63 +164,3 @@ def load_model(source: Source, *, dtype: torch.dtype) -> PreTrainedModel:
     for name, module_name in names.to_module.items():
         materialize_(model, {module_name: source.read([name])[name]}, dtype=dtype)
     return model
-
-
-def materialize_(model: nn.Module, tensors: Mapping[str, Tensor], *, dtype: torch.dtype) -> None:
-    """Give parameters of `model` their values, and buffers that a checkpoint holds.
-
-    Of two tied parameters either name is enough: when one is given, both become the same parameter.
-
-    Args:
-        model: a model or a part of it.
-        tensors: parameter name relative to `model` -> values; converted to `dtype`, not copied when they have it.
-        dtype: the dtype of every parameter that is set.
-
-    Raises:
-        InputError: a name that is no parameter and no buffer of `model`, or another shape.
-    """
-    other = twins(model) if isinstance(model, PreTrainedModel) else {}
-    for name, tensor in tensors.items():
-        owner, leaf = _owner(model, name)
-        buffer = None if leaf in owner._non_persistent_buffers_set else owner._buffers.get(leaf)
-        current = buffer if owner._parameters.get(leaf) is None else owner._parameters[leaf]
-        if current is None:
-            raise _no_parameter(model, name)
-        if current.shape != tensor.shape:
-            raise InputError(
-                f"{name}: checkpoint holds {list(tensor.shape)}, the model needs {list(current.shape)}",
-                "check that config.json belongs to these weights",
-            )
-        if current is buffer:
-            owner._buffers[leaf] = tensor.to(dtype if current.is_floating_point() else current.dtype)
-            continue
-        parameter = nn.Parameter(tensor.to(dtype), requires_grad=False)
-        setattr(owner, leaf, parameter)
-        if name in other and other[name] not in tensors:
-            twin_owner, twin_leaf = _owner(model, other[name])
-            setattr(twin_owner, twin_leaf, parameter)
-
-
-def release_(module: nn.Module, names: Iterable[str] | None = None) -> None:
-    """Put parameters back on meta, which frees their memory; `names` relative to `module`, None for all of them.
-
-    Buffers stay: their size is that of a vector, and of those that are not in a checkpoint there is no other copy.
-    """
-    chosen = [name for name, _ in module.named_parameters(remove_duplicate=False)] if names is None else list(names)
-    for name in chosen:
-        owner, leaf = _owner(module, name)
-        parameter = owner._parameters.get(leaf)
-        if parameter is not None:
-            setattr(owner, leaf, nn.Parameter(parameter.to("meta"), requires_grad=False))
-
-
-def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    prefix, _, leaf = name.rpartition(".")
-    try:
-        return model.get_submodule(prefix), leaf
-    except AttributeError as error:
-        raise _no_parameter(model, name) from error
-
-
-def _no_parameter(model: nn.Module, name: str) -> InputError:
-    return InputError(f"{name}: no parameter of {type(model).__name__}", "check that config.json belongs to these weights")

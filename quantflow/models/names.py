@@ -24,6 +24,7 @@ from transformers.core_model_loading import (
 )
 
 from quantflow.errors import InputError, UnsupportedError
+from quantflow.models.parameters import twins
 
 # Buffers that old checkpoints carry and that transformers computes itself since then.
 _COMPUTED_BUFFERS = r"rotary_emb\.inv_freq$"
@@ -154,9 +155,3 @@ class NameMap:
                 "check that config.json belongs to these weights and that every shard is there",
             )
         return Binding(to_module=to_module, to_source=to_source, ignored=tuple(ignored))
-
-
-def twins(model: PreTrainedModel) -> dict[str, str]:
-    """Return the tied parameters of a model, in both directions: lm_head.weight -> embedding and back."""
-    tied: dict[str, str] = model.all_tied_weights_keys
-    return {**tied, **{twin: name for name, twin in tied.items()}}

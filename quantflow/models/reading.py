@@ -4,12 +4,13 @@ The pages of a mapped checkpoint count as this process's memory, and a file that
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from quantflow.artifact.checkpoint import Checkpoint
 from quantflow.artifact.folder import reading
 from quantflow.artifact.once import BLOCK, fill
 from quantflow.artifact.safetensors_header import TensorInfo, read_header
@@ -26,6 +27,28 @@ _NOT_FINITE: dict[torch.dtype, tuple[torch.dtype, int]] = {  # the integer of th
     torch.float8_e5m2: (torch.uint8, 0x1F << 2),
     torch.float8_e4m3fn: (torch.uint8, 0x7F),  # it has no Inf, and one NaN
 }
+
+
+def read_tensors(checkpoint: Checkpoint, names: Iterable[str], *, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """Read tensors into memory of their own, in the order of `names`.
+
+    Args:
+        checkpoint: the opened folder.
+        names: source names.
+        dtype: what floating tensors are converted to; None keeps every tensor as stored.
+
+    Raises:
+        InputError: a name that is not there, a file that ends early, or a tensor that holds NaN or Inf.
+        UnsupportedError: a dtype that torch has no name for.
+    """
+    tensors = {}
+    for name in names:
+        if name not in checkpoint.tensors:
+            raise InputError(f"{name}: not in {checkpoint.folder}", "name a tensor of the checkpoint")
+        file, info = checkpoint.tensors[name]
+        tensor = read_tensor(checkpoint.folder / file, info)
+        tensors[name] = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+    return tensors
 
 
 def read_tensor(path: Path, info: TensorInfo) -> Tensor:

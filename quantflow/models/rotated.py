@@ -19,7 +19,8 @@ from quantflow.core.dtypes import DTYPES
 from quantflow.core.orthogonal import Rotation, mixed
 from quantflow.errors import UnsupportedError
 from quantflow.models.graph import Graph, Layer, LinearGroup, Residual
-from quantflow.models.load import Source, materialize_
+from quantflow.models.load import Source
+from quantflow.models.parameters import materialize_
 from quantflow.transforms import hadamard
 from quantflow.transforms.hadamard import Rotations
 
@@ -96,7 +97,7 @@ class Rotated:
         """Read tensors as the rotated model has them; floating ones as `dtype`, None as the artifact holds them.
 
         Raises:
-            InputError: as `quantflow.models.load.read_tensors`.
+            InputError: as `quantflow.models.reading.read_tensors`.
         """
         found = {}
         for name in names:

@@ -21,7 +21,8 @@ from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
 from quantflow.errors import UnsupportedError
 from quantflow.models.capture import LayerStream
-from quantflow.models.load import Source, materialize_, release_
+from quantflow.models.load import Source
+from quantflow.models.parameters import materialize_, release_
 from quantflow.models.reading import read_columns, read_rows
 
 Placement = Mapping[str, Any]  # see quantflow.measurements.placement

@@ -1,20 +1,22 @@
 """Where a model that runs layer by layer takes its weights from."""
 
 from collections.abc import Iterable, Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
 
 from quantflow.core.qtensor import QuantizedLinear
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 class Weights(Protocol):
     """Where a stream takes its weights from: a checkpoint (`models.load.Source`), or an artifact."""
 
     @property
-    def config(self) -> PreTrainedConfig:
+    def config(self) -> "PreTrainedConfig":
         """The model's configuration."""
 
     @property

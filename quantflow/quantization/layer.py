@@ -35,7 +35,7 @@ from quantflow.formats import DEFAULT, FORMATS
 from quantflow.models.capture import LayerStream, State
 from quantflow.models.graph import Layer, LinearGroup
 from quantflow.models.hooks import watch
-from quantflow.models.load import materialize_, release_
+from quantflow.models.parameters import materialize_, release_
 from quantflow.numerics import output_blocks
 from quantflow.numerics.layer_error import error_from, relative_error, weight_sums
 from quantflow.numerics.output_errors import SecondMoment, compared

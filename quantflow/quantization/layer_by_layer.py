@@ -29,7 +29,8 @@ from quantflow.models.graph import Graph, Layer, text_config
 from quantflow.models.hidden import HiddenStates
 from quantflow.models.hooks import KVRounder
 from quantflow.models.identity import CANARY_TOKENS, tensor_hash
-from quantflow.models.load import Source, materialize_, open_source
+from quantflow.models.load import Source, open_source
+from quantflow.models.parameters import materialize_
 from quantflow.models.reading import read_tensor
 from quantflow.models.rotated import Rotated
 from quantflow.numerics.output_errors import unchanged

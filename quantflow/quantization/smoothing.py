@@ -16,7 +16,7 @@ from quantflow.artifact.safetensors_header import read_header
 from quantflow.formats import DEFAULT, FORMATS
 from quantflow.models import layer_store
 from quantflow.models.graph import Layer, LinearGroup
-from quantflow.models.load import materialize_
+from quantflow.models.parameters import materialize_
 from quantflow.models.reading import read_tensor
 from quantflow.numerics.smoothing import Absorber, Fold, Outcome, Smoothing, apply_, apply_again_, smooth_statistics
 from quantflow.observers.hessian import HESSIAN_SUM, HessianObserver

@@ -125,7 +125,7 @@ class Blueprint:
     logits_cap: float = 0.0
 
 
-class _No(Exception):
+class No(Exception):
     """Why a configuration cannot be run, in a sentence."""
 
 
@@ -136,6 +136,10 @@ class Keys:
         """Take a configuration, and what stands for keys that it leaves out."""
         self._config, self._defaults, self.read = config, defaults, set[str]()
 
+    def has(self, key: str) -> bool:
+        """Return whether config.json says something of a key."""
+        return self._config.get(key) is not None
+
     def get(self, key: str) -> Any:
         """Return the value of a key, its default where config.json has none, None where there is none either."""
         self.read.add(key)
@@ -145,7 +149,7 @@ class Keys:
         """Return a number that is finite."""
         value = self.get(key)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise _No(f"{key} of config.json is {value!r}, no number")
+            raise No(f"{key} of config.json is {value!r}, no number")
         return float(value)
 
     def cap(self, key: str) -> float:
@@ -153,21 +157,21 @@ class Keys:
         if self.get(key) is None:
             return 0.0
         if self.number(key) <= 0:
-            raise _No(f"{key} of config.json is {self.get(key)!r}, not positive")
+            raise No(f"{key} of config.json is {self.get(key)!r}, not positive")
         return self.number(key)
 
     def count(self, key: str) -> int:
         """Return a positive integer."""
         value = self.get(key)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise _No(f"{key} of config.json is {value!r}, no positive integer")
+            raise No(f"{key} of config.json is {value!r}, no positive integer")
         return value
 
     def of_layers(self, key: str, layers: int) -> list[Any] | None:
         """Return a list with a value for each layer, or None."""
         value = self.get(key)
         if value is not None and (not isinstance(value, list) or len(value) != layers):
-            raise _No(f"{key} of config.json is {value!r}, {layers} layers need as many values")
+            raise No(f"{key} of config.json is {value!r}, {layers} layers need as many values")
         return value
 
     def unread(self) -> list[str]:
@@ -178,6 +182,9 @@ class Keys:
             for key, value in self._config.items()
             if key not in known and value is not None and not key.startswith(("_", "unsloth"))
         )
+
+
+Flag = bool | tuple[str, bool]  # always so, or as a key of config.json says, and what stands for it where there is none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,6 +209,9 @@ class Design:
         multipliers: those of Granite.
         scaled_embedding: a token's row is multiplied by hidden_size^0.5.
         gated, parallel, centered, whole_norms, by_head, unit_offset: see `Blueprint` and `Form`; `parallel` may be a key.
+        qkv_bias, output_bias, mlp_bias, head_bias: which linears have a bias; experts and routers have none.
+        expert_size: the key that holds the width of an expert.
+        tied: whether the head is the embedding where config.json has no `tie_word_embeddings`.
     """
 
     names: Names = Names()
@@ -227,6 +237,12 @@ class Design:
     whole_norms: bool = False
     by_head: bool = False
     unit_offset: bool = False
+    qkv_bias: Flag = ("attention_bias", False)
+    output_bias: Flag = ("attention_bias", False)
+    mlp_bias: Flag = False
+    head_bias: Flag = False
+    expert_size: str = "moe_intermediate_size"
+    tied: bool = False
 
 
 def _window(keys: Keys) -> int:
@@ -257,7 +273,7 @@ def _by_kind(keys: Keys, layers: int, window: int, default: list[str]) -> list[i
     kinds = keys.of_layers("layer_types", layers) or default
     for kind in kinds:
         if kind not in (_SLIDING, _FULL) or (kind == _SLIDING and not window):
-            raise _No(f"layer_types of config.json has {kind!r}, and sliding_window is {keys.get('sliding_window')!r}")
+            raise No(f"layer_types of config.json has {kind!r}, and sliding_window is {keys.get('sliding_window')!r}")
     return [window if kind == _SLIDING else 0 for kind in kinds]
 
 
@@ -297,6 +313,7 @@ def _every_second(keys: Keys, layers: int) -> list[int]:
 
 _FROM: MappingProxyType[str, Any] = MappingProxyType({"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0})
 _LLAMA = Design(defaults=_FROM)
+_MLP_BIAS = ("mlp_bias", False)
 _HEAD_NORMS = Names(q_norm="self_attn.q_norm", k_norm="self_attn.k_norm")
 _QWEN = {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28}
 _SANDWICH = Names(
@@ -309,6 +326,7 @@ _GEMMA = Design(
     renamed={"gelu": "gelu_pytorch_tanh"},  # so its first configurations were written
     scaled_embedding=True,
     unit_offset=True,
+    tied=True,
 )
 _GEMMA2 = replace(
     _GEMMA,
@@ -327,10 +345,21 @@ _GEMMA2 = replace(
 _LAYER_NORM = {"hidden_act": "gelu", "layer_norm_eps": 1e-5, "rope_theta": 10000.0}
 DESIGNS: Mapping[str, Design] = MappingProxyType(
     {
-        "llama": replace(_LLAMA, ignored=frozenset({"is_llama_config"}), only={"rope_interleaved": False}),
-        "mistral": replace(_LLAMA, defaults=_FROM | {"sliding_window": 4096, "num_key_value_heads": 8}, windows=_everywhere),
+        "llama": replace(_LLAMA, ignored=frozenset({"is_llama_config"}), only={"rope_interleaved": False}, mlp_bias=_MLP_BIAS),
+        "mistral": replace(
+            _LLAMA,
+            defaults=_FROM | {"sliding_window": 4096, "num_key_value_heads": 8},
+            windows=_everywhere,
+            qkv_bias=False,
+            output_bias=False,
+        ),
         "qwen2": replace(
-            _LLAMA, only={"use_mrope": False}, defaults=_FROM | _QWEN | {"num_key_value_heads": 32}, windows=_after_some
+            _LLAMA,
+            only={"use_mrope": False},
+            defaults=_FROM | _QWEN | {"num_key_value_heads": 32},
+            windows=_after_some,
+            qkv_bias=True,
+            output_bias=False,
         ),
         "qwen3": replace(
             _LLAMA,
@@ -360,12 +389,15 @@ DESIGNS: Mapping[str, Design] = MappingProxyType(
             defaults=_FROM | {"rms_norm_eps": 1e-5},
             windows=_everywhere,
             partial=True,
+            qkv_bias=False,
+            output_bias=False,
         ),
         "granite": replace(
             _LLAMA,
             defaults=_FROM
             | dict.fromkeys(("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier"), 1.0),
             multipliers=True,
+            mlp_bias=_MLP_BIAS,
         ),
         "smollm3": replace(
             _LLAMA,
@@ -373,6 +405,8 @@ DESIGNS: Mapping[str, Design] = MappingProxyType(
             ignored=frozenset({"max_window_layers"}),
             windows=_without_rotation,
             skips=True,
+            mlp_bias=_MLP_BIAS,
+            tied=True,
         ),
         "gpt_neox": Design(
             names=Names(
@@ -383,6 +417,7 @@ DESIGNS: Mapping[str, Design] = MappingProxyType(
                 layers="gpt_neox.layers",
                 embedding="gpt_neox.embed_in",
                 norm="gpt_neox.final_layer_norm",
+                head="embed_out",
             ),
             defaults=_LAYER_NORM | {"partial_rotary_factor": 0.25, "use_parallel_residual": True},
             eps="layer_norm_eps",
@@ -391,6 +426,9 @@ DESIGNS: Mapping[str, Design] = MappingProxyType(
             parallel="use_parallel_residual",
             centered=True,
             by_head=True,
+            qkv_bias=("attention_bias", True),
+            output_bias=("attention_bias", True),
+            mlp_bias=True,
         ),
         "phi": Design(
             names=Names(
@@ -407,6 +445,10 @@ DESIGNS: Mapping[str, Design] = MappingProxyType(
             gated=False,
             parallel=True,
             centered=True,
+            qkv_bias=True,
+            output_bias=True,
+            mlp_bias=True,
+            head_bias=True,
         ),
         "starcoder2": Design(
             names=Names(up=("mlp.c_fc",), down="mlp.c_proj"),
@@ -417,6 +459,10 @@ DESIGNS: Mapping[str, Design] = MappingProxyType(
             windows=_everywhere,
             gated=False,
             centered=True,
+            qkv_bias=("use_bias", True),
+            output_bias=("use_bias", True),
+            mlp_bias=("use_bias", True),
+            tied=True,
         ),
         "mixtral": replace(
             _LLAMA,
@@ -426,12 +472,17 @@ DESIGNS: Mapping[str, Design] = MappingProxyType(
             windows=_everywhere,
             mixture=FAMILIES["mixtral"].mixture,
             normalizes=True,
+            expert_size="intermediate_size",
+            qkv_bias=False,
+            output_bias=False,
         ),
         "qwen2_moe": replace(
             _LLAMA,
             defaults=_FROM | _QWEN | {"num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4},
             windows=_every_second,
             mixture=FAMILIES["qwen2_moe"].mixture,
+            qkv_bias=("qkv_bias", True),
+            output_bias=False,
         ),
         "qwen3_moe": replace(
             _LLAMA,
@@ -455,6 +506,7 @@ DESIGNS: Mapping[str, Design] = MappingProxyType(
             only={"clip_qkv": None},
             whole_norms=True,
             mixture=FAMILIES["olmoe"].mixture,
+            expert_size="intermediate_size",
         ),
     }
 )
@@ -472,7 +524,7 @@ def read(config: Mapping[str, Any]) -> Blueprint | str:
     keys = Keys(config, design.defaults)
     try:
         found = _architecture(design, keys)
-    except _No as no:
+    except No as no:
         return str(no)
     if unread := keys.unread():
         return f"it does not know what {unread[0]}={config[unread[0]]!r} of config.json does"
@@ -482,19 +534,19 @@ def read(config: Mapping[str, Any]) -> Blueprint | str:
 def _architecture(design: Design, keys: Keys) -> Blueprint:
     for key, value in design.only.items():
         if keys.get(key) not in (None, value):
-            raise _No(f"it knows {key}={value!r} of config.json, not {keys.get(key)!r}")
+            raise No(f"it knows {key}={value!r} of config.json, not {keys.get(key)!r}")
     layers, hidden, query = (keys.count(key) for key in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
     shared, dim = query, hidden // query
     if not design.by_head:
         shared = query if keys.get("num_key_value_heads") is None else keys.count("num_key_value_heads")
         dim = dim if keys.get("head_dim") is None else keys.count("head_dim")
     if query % shared:
-        raise _No(f"{shared} heads of keys and values do not divide {query} heads")
+        raise No(f"{shared} heads of keys and values do not divide {query} heads")
     keys.read |= design.ignored
     asked = str(keys.get(design.activation))
     activation = _ACTIVATIONS.get(design.renamed.get(asked, asked))
     if activation is None:
-        raise _No(f"it knows the activations {', '.join(_ACTIVATIONS)}, not {asked}")
+        raise No(f"it knows the activations {', '.join(_ACTIVATIONS)}, not {asked}")
     scale = keys.number("query_pre_attn_scalar") ** -0.5 if design.scaled_queries else dim**-0.5
     multipliers = [1.0, 1.0, 1.0]  # of embedding, branches, logits
     if design.multipliers:
@@ -550,7 +602,7 @@ def _routing(design: Design, keys: Keys, layers: int) -> tuple[tuple[bool, ...],
     keys.read |= {"num_experts", "num_local_experts"}
     chosen = keys.count("num_experts_per_tok")
     if chosen > experts:
-        raise _No(f"num_experts_per_tok of config.json is {chosen}, of {experts} experts")
+        raise No(f"num_experts_per_tok of config.json is {chosen}, of {experts} experts")
     normalized = keys.get(design.normalizes) if isinstance(design.normalizes, str) else design.normalizes
     step, dense = keys.get("decoder_sparse_step"), keys.get("mlp_only_layers") or ()
     sparse = tuple(index not in dense and (index + 1) % (step or 1) == 0 for index in range(layers))
@@ -592,12 +644,12 @@ def _rope(design: Design, keys: Keys, given: Mapping[str, Any], theta: Any, dim:
     elif design.partial:
         keys.read.add("original_max_position_embeddings")  # of rope types that depend on it, phi3's longrope
     if reason := rope.why_not(parameters):
-        raise _No(reason)
+        raise No(reason)
     if not design.partial:
         part = parameters.get("partial_rotary_factor") or 1.0
     rotated = int(dim * part) if isinstance(part, int | float) and 0 < part <= 1 else 0
     if rotated != dim and not design.partial:
-        raise _No(f"it rotates all {dim} features of a head, this model {rotated}")
+        raise No(f"it rotates all {dim} features of a head, this model {rotated}")
     if rotated < 2 or rotated % 2:
-        raise _No(f"it rotates pairs of features, this model {part!r} of the {dim} of a head")
+        raise No(f"it rotates pairs of features, this model {part!r} of the {dim} of a head")
     return Rope(dim=rotated, parameters=parameters)

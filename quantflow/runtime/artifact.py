@@ -9,14 +9,13 @@ import functools
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
 
 from quantflow.artifact.canonical import read_json
-from quantflow.artifact.checkpoint import CONFIG, Checkpoint, open_checkpoint
+from quantflow.artifact.checkpoint import CONFIG, Checkpoint, open_checkpoint, refuse_quantized
 from quantflow.artifact.manifest import MANIFEST_NAME, read_manifest
 from quantflow.artifact.verify import verify as verify_artifact
 from quantflow.backends import choose
@@ -27,12 +26,13 @@ from quantflow.core.qtensor import QuantizedLinear
 from quantflow.core.scheme import LinearScheme, TensorScheme
 from quantflow.errors import InputError, UsageError
 from quantflow.formats import compressed_tensors
-from quantflow.models.configuration import load_config
-from quantflow.models.graph import graph_for
-from quantflow.models.load import materialize_, open_source, read_tensors, release_, skeleton
-from quantflow.models.names import NameMap, twins
-from quantflow.models.reading import read_rows
+from quantflow.models.parameters import materialize_, release_, twins
+from quantflow.models.reading import read_rows, read_tensors
+from quantflow.runtime.layout import Layout, Parameter, listed
 from quantflow.runtime.linear import QuantLinear
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _STORED = frozenset(NAMES[dtype] for dtype in (*_DTYPES, torch.float64))  # of what is not quantized
@@ -64,10 +64,11 @@ class Artifact:
 
     Attributes:
         checkpoint: its files and tensor headers.
-        config: of the model, without the quantization: what is in memory is ours, not one of transformers' quantizers.
         manifest: quantflow.json.
         names: source names of the model's parameters; a quantized linear stands for the one parameter `NAME.weight`.
-        to_source: the model's own name of every parameter -> its source name; a tied one has its twin's.
+        head: the linear that makes logits, by its source name; the embedding's where the two are one tensor.
+        caches: source names of the attentions whose keys and values have scales, in order of the layers, and how many heads
+            each keeps; none where they are kept as they are.
         linears: source name of each quantized linear -> what is known of it.
         dtype: of the parameters that are not quantized and of all inputs.
         device: where weights are put.
@@ -75,17 +76,22 @@ class Artifact:
     """
 
     checkpoint: Checkpoint
-    config: PreTrainedConfig
     manifest: dict[str, Any]
     names: tuple[str, ...]
-    to_source: dict[str, str]
+    head: str
+    caches: dict[str, int]
     linears: dict[str, Placement]
     dtype: torch.dtype
     device: torch.device
     kv_cache: TensorScheme | None = None
 
+    @functools.cached_property
+    def config(self) -> "PreTrainedConfig":
+        """Of the model, without the quantization: what is in memory is ours, not one of transformers' quantizers."""
+        return _config_of(self.checkpoint)
+
     def read(self, names: Iterable[str], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """Read plain tensors; see `quantflow.models.load.read_tensors`. A quantized one is a UsageError: `prepare` reads it."""
+        """Read plain tensors; see `models.reading.read_tensors`. A quantized one is a UsageError: `prepare` reads it."""
         return read_tensors(self.checkpoint, [self._plain(name) for name in names], dtype=dtype)
 
     def read_rows(self, name: str, rows: Tensor) -> Tensor:
@@ -136,10 +142,11 @@ class Artifact:
         """
         if self.kv_cache is None:
             return ()
-        heads = getattr(self.config, "num_key_value_heads", None) or self.config.num_attention_heads
-        names = graph_for(self.config).attentions
-        tensors = {name: read_tensors(self.checkpoint, compressed_tensors.kv_tensor_names(name)) for name in names}
-        return tuple(compressed_tensors.decode_kv(name, tensors[name], self.kv_cache, kv_heads=heads) for name in names)
+        tensors = {name: read_tensors(self.checkpoint, compressed_tensors.kv_tensor_names(name)) for name in self.caches}
+        return tuple(
+            compressed_tensors.decode_kv(name, tensors[name], self.kv_cache, kv_heads=heads)
+            for name, heads in self.caches.items()
+        )
 
     def prepare(self, name: str) -> QuantLinear:
         """Read the quantized linear `name` and make the module that runs it; no model is touched.
@@ -163,7 +170,7 @@ class Artifact:
         """
         if dtype != self.dtype:
             raise UsageError(f"dtype {dtype}: the artifact was opened for {self.dtype}", "open it for this dtype")
-        tied = twins(module) if isinstance(module, PreTrainedModel) else {}
+        tied = twins(module)
         plain: dict[str, Tensor] = {}  # set in one call: of two twins each has its own tensor, or both the one there is
         for name, source in names.items():
             linear, twin = source.rpartition(".")[0], tied.get(name, "")
@@ -225,34 +232,26 @@ def open_artifact(
     quantization = checkpoint.config.get("quantization_config")
     if not isinstance(quantization, dict):
         raise InputError(f"{folder / 'config.json'}: no quantization_config", "give the folder of an exported artifact")
-    config = load_config(checkpoint)
-    del config.quantization_config
-    model = skeleton(config)
-    names = NameMap(model)
-    modules = _linear_modules(model, names, checkpoint)
-    kv_cache = compressed_tensors.kv_scheme_from_config(quantization)
-    flavour = (manifest["float8"] or {}).get("flavour", "e4m3fn")
-    found = compressed_tensors.schemes_from_config(quantization, tuple(modules), flavour=flavour)
-    schemes = {name: scheme for name, scheme in found.items() if scheme is not None}
-    parameters = _parameters(checkpoint, schemes, _claimed(schemes, config if kv_cache else None))
-    to_source = _bound(model, names, parameters, linears={name: modules[name] for name in schemes})
-    _require_shapes(checkpoint, model, to_source, linears=schemes)
+    told = _Quantization(
+        table=quantization,
+        cache=compressed_tensors.kv_scheme_from_config(quantization),
+        flavour=(manifest["float8"] or {}).get("flavour", "e4m3fn"),
+    )
+    found = _listed(checkpoint, told) or _read(checkpoint, _modules(checkpoint), told)
     device, linears, alike = torch.device(device), {}, functools.cache(functools.partial(choose, backend=backend))
-    for name, scheme in schemes.items():
-        original: Any = model.get_submodule(modules[name])
-        shape = (original.out_features, original.in_features)
-        chosen, reasons = alike(Case(scheme=scheme, device=device, shape=shape, dtype=dtype))
-        linears[name] = Placement(scheme=scheme, shape=shape, backend=chosen, reasons=reasons)
+    for name, scheme in found.schemes.items():
+        chosen, reasons = alike(Case(scheme=scheme, device=device, shape=found.shapes[name], dtype=dtype))
+        linears[name] = Placement(scheme=scheme, shape=found.shapes[name], backend=chosen, reasons=reasons)
     return Artifact(
         checkpoint=checkpoint,
-        config=config,
         manifest=manifest,
-        names=parameters,
-        to_source=to_source,
+        names=found.names,
+        head=found.head,
+        caches=found.caches,
         linears=linears,
         dtype=dtype,
         device=device,
-        kv_cache=kv_cache,
+        kv_cache=told.cache,
     )
 
 
@@ -288,16 +287,20 @@ def open_folder(
         raise UsageError(f"dtype {dtype}", f"use one of {', '.join(map(str, _DTYPES))}")
     if backend != "auto":
         raise UsageError(f"{folder}: backend {backend} for a model that is not quantized", "leave the backend out")
-    source = open_source(folder)
-    model = skeleton(source.config)
-    to_source = NameMap(model).bind(source.names).to_source
-    _require_shapes(source.checkpoint, model, to_source, linears=())
+    checkpoint = open_checkpoint(Path(folder))
+    refuse_quantized(checkpoint)
+    found = _listed(checkpoint, None)
+    if found is None:
+        from quantflow.models.load import open_source  # here: it imports transformers' model code
+
+        checkpoint = open_source(folder).checkpoint
+        found = _read(checkpoint, _modules(checkpoint), None)
     return Artifact(
-        checkpoint=source.checkpoint,
-        config=source.config,
+        checkpoint=checkpoint,
         manifest={},
-        names=source.names,
-        to_source=to_source,
+        names=found.names,
+        head=found.head,
+        caches={},
         linears={},
         dtype=dtype,
         device=torch.device(device),
@@ -313,12 +316,83 @@ def is_model(folder: str | Path) -> bool:
     return isinstance(found, dict) and found.get("quantization_config") is None
 
 
-def _linear_modules(model: PreTrainedModel, names: NameMap, checkpoint: Checkpoint) -> dict[str, str]:
-    """Return source name -> module name of every linear that the artifact holds a tensor of."""
+@dataclass(frozen=True, kw_only=True)
+class _Found:
+    """What the headers say, compared with a layout.
+
+    Attributes:
+        schemes: source name of each quantized linear -> how it is stored.
+        shapes: its (out_features, in_features).
+        names, head, caches: as in `Artifact`.
+    """
+
+    schemes: dict[str, LinearScheme]
+    shapes: dict[str, tuple[int, int]]
+    names: tuple[str, ...]
+    head: str
+    caches: dict[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Quantization:
+    """What is said of quantization.
+
+    Attributes:
+        table: of config.json.
+        cache: how keys and values are kept; None is as they are.
+        flavour: of float8.
+    """
+
+    table: Mapping[str, Any]
+    cache: TensorScheme | None
+    flavour: str
+
+
+def _listed(checkpoint: Checkpoint, quantization: _Quantization | None) -> _Found | None:
+    """Return what `_read` finds by the layout that config.json alone says; None where that does not fit."""
+    layout = listed(checkpoint.config)
+    if layout is None:
+        return None
+    try:
+        return _read(checkpoint, layout, quantization)
+    except InputError:  # the module tree knows older names of tensors, and says what is wrong where that is all it is
+        return None
+
+
+def _modules(checkpoint: Checkpoint) -> Layout:
+    """Return the layout by transformers' module tree."""
+    from quantflow.runtime.module_layout import ModuleLayout  # here: it imports transformers' model code
+
+    return ModuleLayout(_config_of(checkpoint))
+
+
+def _config_of(checkpoint: Checkpoint) -> "PreTrainedConfig":
+    """Return the configuration of a model, without the quantization."""
+    from quantflow.models.configuration import load_config  # here: it imports transformers
+
+    config = load_config(checkpoint)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    return config
+
+
+def _read(checkpoint: Checkpoint, layout: Layout, quantization: _Quantization | None) -> _Found:
+    """Compare the headers with a layout; without `quantization` nothing is quantized.
+
+    Raises:
+        InputError: a tensor that is missing, unknown, stored twice, or of another shape than the model's.
+    """
     owners = dict.fromkeys(name.rpartition(".")[0] for name in checkpoint.tensors)
-    modules = {owner: names.module_name(f"{owner}.weight").removesuffix(".weight") for owner in owners}
-    known = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    return {owner: module for owner, module in modules.items() if module in known}
+    shapes, schemes, caches = layout.linears(owners), dict[str, LinearScheme](), dict[str, int]()
+    if quantization is not None:
+        table, flavour = quantization.table, quantization.flavour
+        found = compressed_tensors.schemes_from_config(table, tuple(shapes), flavour=flavour)
+        schemes = {name: scheme for name, scheme in found.items() if scheme is not None}
+        caches = {} if quantization.cache is None else layout.caches()
+    parameters = _parameters(checkpoint, schemes, _claimed(schemes, caches))
+    bound = layout.bind(parameters, quantized=schemes.keys())
+    _require_shapes(checkpoint, bound.parameters, linears=schemes)
+    return _Found(schemes=schemes, shapes=shapes, names=parameters, head=bound.head, caches=caches)
 
 
 def _parameters(checkpoint: Checkpoint, schemes: Mapping[str, LinearScheme], claimed: set[str]) -> tuple[str, ...]:
@@ -336,50 +410,29 @@ def _parameters(checkpoint: Checkpoint, schemes: Mapping[str, LinearScheme], cla
     return (*others, *quantized)
 
 
-def _claimed(schemes: Mapping[str, LinearScheme], cached: PreTrainedConfig | None) -> set[str]:
-    """Return the names of all tensors of quantized linears, and of the caches of a model where these are quantized too."""
-    attentions = () if cached is None else graph_for(cached).attentions
+def _claimed(schemes: Mapping[str, LinearScheme], attentions: Iterable[str]) -> set[str]:
+    """Return the names of all tensors of quantized linears, and of the scales of quantized caches."""
     scales = {tensor for attention in attentions for tensor in compressed_tensors.kv_tensor_names(attention)}
     return scales | {tensor for name, scheme in schemes.items() for tensor in compressed_tensors.tensor_names(name, scheme)}
 
 
-def _bound(model: PreTrainedModel, names: NameMap, found: tuple[str, ...], *, linears: Mapping[str, str]) -> dict[str, str]:
-    """Return each parameter's source; refuse a tensor that belongs nowhere, or a parameter without one.
-
-    The twin of a quantized linear has none.
-
-    Raises:
-        InputError: naming the tensor or the parameter.
-    """
-    to_source = names.bind(found).to_source
-    for parameter, source in to_source.items():
-        linear = source.rpartition(".")[0]
-        if linear in linears and parameter.rpartition(".")[0] != linears[linear]:
-            raise InputError(f"{parameter}: needed by the model, not in the artifact", "export the artifact again")
-    return to_source
-
-
-def _require_shapes(
-    checkpoint: Checkpoint, model: PreTrainedModel, to_source: Mapping[str, str], *, linears: Collection[str]
-) -> None:
+def _require_shapes(checkpoint: Checkpoint, parameters: Iterable[Parameter], *, linears: Collection[str]) -> None:
     """Refuse a tensor that is not what the configuration says: decoders that know no modules take what is there.
 
     Args:
         checkpoint: the artifact's headers.
-        model: made of the configuration alone.
-        to_source: the model's own name of every parameter -> its source name.
+        parameters: of the model, as the configuration alone makes it.
         linears: source names of quantized linears, whose weight `Artifact.decode` compares when it is read.
 
     Raises:
         InputError: another shape than the model's, or a dtype that is no floating point.
     """
-    parameters = model.state_dict()
-    for parameter, source in to_source.items():
+    for parameter in parameters:
+        source, needed = parameter.source, list(parameter.shape)
         if source.endswith(".weight") and source.removesuffix(".weight") in linears:
             continue
         _, info = checkpoint.tensors[source]
-        needed = list(parameters[parameter].shape)
         if list(info.shape) != needed:
             raise InputError(f"{source}: is {list(info.shape)}, the model needs {needed}", _OTHER_MODEL)
-        if info.dtype not in _STORED and parameters[parameter].is_floating_point():
+        if info.dtype not in _STORED and parameter.floating:
             raise InputError(f"{source}: is {info.dtype}, and no scheme says how it is quantized", _OTHER_MODEL)

@@ -5,16 +5,12 @@ batch whose prompts are padded on the left, padding takes columns too, but it is
 positions count from its first real token.
 """
 
-from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
-from torch import Tensor, nn
-from transformers import DynamicCache
+from torch import Tensor
 
-from quantflow.core.kv import KVScales
 from quantflow.errors import UsageError
-from quantflow.models.graph import text_config
 
 
 @runtime_checkable
@@ -95,101 +91,3 @@ def require_room(input_ids: Tensor, *, rows: int, length: int, capacity: int) ->
     if found != rows or count < 1 or length + count > capacity:
         cause = f"input_ids {found} x {count}: the cache has {rows} rows, {length} of {capacity} positions"
         raise UsageError(cause, "begin with as many as there will be")
-
-
-def rounded_cache(config: Any, scales: Sequence[KVScales]) -> DynamicCache:
-    """Return transformers' cache, empty, keeping what is left of keys and values after rounding them with measured scales.
-
-    Args:
-        config: the model's.
-        scales: of each layer; none rounds nothing.
-    """
-    cache = DynamicCache(config=config)
-    update = cache.update
-
-    def rounded(keys: Tensor, values: Tensor, layer: int, *args: Any, **kwargs: Any) -> Any:
-        """Append K after RoPE and V, [B, key/value heads, T, head_dim], rounded; return all that there is."""
-        return update(scales[layer].round_keys(keys), scales[layer].round_values(values), layer, *args, **kwargs)
-
-    if scales:
-        cache.update = rounded
-    return cache
-
-
-class TransformersDecoder:
-    """A Hugging Face causal LM, or one whose linears are QuantLinear, with transformers' own cache.
-
-    Attributes:
-        vocab_size, positions, device: as in `Decoder`.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        device: str | torch.device | None = None,
-        crops: bool = False,
-        kv_scales: Sequence[KVScales] = (),
-    ) -> None:
-        """Take a model; its cache is empty until `begin`.
-
-        Args:
-            model: called as `model(input_ids=..., past_key_values=..., use_cache=True, logits_to_keep=...)`.
-            device: where it runs; None asks its parameters.
-            crops: whether `crop` will be called. The cache of a sliding window then keeps what lies before the window.
-            kv_scales: of each layer; the cache then holds keys and values rounded with them, in the model's dtype.
-        """
-        config: Any = text_config(model.config)
-        self.vocab_size: int = config.vocab_size
-        self.positions: int | None = getattr(config, "max_position_embeddings", None)
-        self.device = torch.device(device or next(model.parameters(), torch.empty(0)).device)
-        self._model, self._crops, self._kv_scales = model, crops, kv_scales
-        self.begin(rows=0, capacity=0)
-
-    def begin(self, *, rows: int, capacity: int) -> None:
-        """Empty the cache; it grows with the tokens, so neither number is needed."""
-        self._cache, self._length = rounded_cache(self._model.config, self._kv_scales), 0
-        self._padding: Tensor | None = None
-        for layer in self._cache.layers:
-            if self._crops and layer.is_sliding:
-                layer.activate_past_recording()
-
-    def forward(self, input_ids: Tensor, *, padding: Tensor | None = None, last_only: bool = True) -> Tensor:
-        """Append positions; see `Decoder.forward`."""
-        logits: Tensor = self._call(input_ids, padding, logits_to_keep=1 if last_only else 0).logits  # [B, T or 1, V]
-        return logits[:, -1].float() if last_only else logits.float()
-
-    def forward_hidden(self, input_ids: Tensor, *, padding: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Append positions; see `HiddenDecoder.forward_hidden`."""
-        output = self._call(input_ids, padding, logits_to_keep=0, output_hidden_states=True)
-        return output.logits.float(), output.hidden_states[-1].float()
-
-    def keep(self, rows: Tensor) -> None:
-        """Choose sequences of the cache; see `Decoder.keep`."""
-        self._cache.reorder_cache(rows)
-        if self._padding is not None:
-            self._padding = self._padding[rows]
-
-    def crop(self, length: int) -> None:
-        """Forget positions; see `Decoder.crop`.
-
-        Raises:
-            UsageError: a length that the cache has not reached, or one made without `crops`.
-        """
-        if not self._crops or not 0 <= length <= self._length:
-            cause = f"crop to {length} positions: the cache has {self._length}, crops={self._crops}"
-            raise UsageError(cause, "crop to what it has, and make the decoder with crops=True")
-        self._cache.crop(length - self._length)  # transformers takes how many to remove, as a negative number
-        self._length = length
-
-    def _call(self, input_ids: Tensor, padding: Tensor | None, **options: Any) -> Any:
-        """Run the model; padded batches get a mask and positions, others neither, as a graph was captured."""
-        if padding is not None and bool(padding.any()):
-            self._padding = padding
-        begin, self._length = self._length, self._length + input_ids.shape[1]
-        if self._padding is not None:
-            columns = torch.arange(self._length, device=input_ids.device)
-            real = columns >= self._padding[:, None]  # [B, length]
-            options["attention_mask"] = real.long()
-            options["position_ids"] = (columns - self._padding[:, None]).clamp(min=0)[:, begin:]  # [B, T]
-        return self._model(input_ids=input_ids, past_key_values=self._cache, use_cache=True, **options)

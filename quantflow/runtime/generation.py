@@ -21,18 +21,16 @@ from quantflow.artifact import signing
 from quantflow.artifact.canonical import read_json
 from quantflow.artifact.manifest import MANIFEST_NAME
 from quantflow.errors import InputError, UsageError
-from quantflow.models.load import load_tokenizer, open_source, skeleton
-from quantflow.models.names import NameMap
 from quantflow.models.token_ids import refuse_beyond
+from quantflow.models.tokenizer import load_tokenizer
 from quantflow.progress import SILENT, Progress
 from quantflow.runtime import rank_processes
 from quantflow.runtime.adapters import Adapted, attach_
-from quantflow.runtime.decoder import Decoder, TransformersDecoder
+from quantflow.runtime.decoder import Decoder
 from quantflow.runtime.decoding import Draft, Method, generate, load_medusa
 from quantflow.runtime.decoding.text import TextStream, continuation, stop_at, word_ids
 from quantflow.runtime.generate_job import Beams, GenerateJob, Lookup
 from quantflow.runtime.load import Loaded, load
-from quantflow.runtime.offload import load_offloaded
 from quantflow.runtime.prompt_files import Prompt, encode, read_prompts, shown
 from quantflow.runtime.tensor_parallel import Wire
 from quantflow.runtime.timed_decoder import Timed
@@ -142,7 +140,12 @@ def _open(job: GenerateJob, wire: Wire | None) -> tuple[Loaded, Adapted | None]:
     if job.decoder == "lean" or job.kv_cache != "auto" or job.pack:
         told = f"generate: {special[0]} with decoder {job.decoder}, kv_cache {job.kv_cache}, pack {job.pack}"
         raise UsageError(told, "leave them out: it runs in transformers' modules with their cache")
-    loaded = load_offloaded(job.artifact, **options) if job.disk_offload else load(job.artifact, device=job.device, **options)
+    if job.disk_offload:
+        from quantflow.runtime.offload import load_offloaded  # here, as in `_draft`: it imports transformers' model code
+
+        loaded = load_offloaded(job.artifact, **options)
+    else:
+        loaded = load(job.artifact, device=job.device, **options)
     if job.adapter is None:
         return loaded, None
     assert loaded.model is not None  # these are transformers' modules
@@ -166,9 +169,10 @@ def _draft(folder: Path, job: GenerateJob) -> Decoder:
     dtype: torch.dtype = getattr(torch, job.dtype)
     if (folder / MANIFEST_NAME).exists():
         return load(folder, decoder="auto", backend=job.backend, dtype=dtype, device=job.device, crops=True).decoder
-    source = open_source(folder)
-    model = skeleton(source.config)
-    source.fill_(model, NameMap(model).bind(source.names).to_source, dtype=dtype)
+    from quantflow.models.load import load_model, open_source  # here: they import transformers' model code
+    from quantflow.runtime.transformers_decoder import TransformersDecoder
+
+    model = load_model(open_source(folder), dtype=dtype)
     return TransformersDecoder(model.to(job.device), device=job.device, crops=True)
 
 

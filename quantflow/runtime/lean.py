@@ -91,7 +91,7 @@ class LeanDecoder:
         if ranks is not None:
             blocks = [_put_together(block, made, index, ranks) for index, block in enumerate(blocks)]
             self._embed = ranks.embedding(embedding, made.names.embedding)
-            self._head = ranks.joined(self._head, _head_of(artifact, made))
+            self._head = ranks.joined(self._head, artifact.head)
         self._operations = Operations(made.heads, blocks, made.form)
         foreign = {linear.backend.name for linear in artifact.linears.values() if linear.backend.linear is not kernels.linear}
         self.why_not_invariant: str | None = None
@@ -275,15 +275,10 @@ def _put_together(block: DecoderBlock, made: Blueprint, index: int, ranks: Ranks
 
 def ends(artifact: Artifact, made: Blueprint, pack: Pack | None) -> tuple[Tensor, Norm, Projection]:
     """Return the embedding [V, H], the last norm, and the head, which may be the embedding again."""
-    embedding, source = plain_weight(artifact, f"{made.names.embedding}.weight", pack), _head_of(artifact, made)
+    embedding, source = plain_weight(artifact, f"{made.names.embedding}.weight", pack), artifact.head
     tied_head = partial(product, weight=embedding, bias=None)
     head = tied_head if source == made.names.embedding else projection(artifact, [source], pack)
     return embedding, _norm(artifact, made, made.names.norm), head
-
-
-def _head_of(artifact: Artifact, made: Blueprint) -> str:
-    """Return the source name of the head's weight, without `.weight`."""
-    return artifact.to_source[f"{made.names.head}.weight"].removesuffix(".weight")
 
 
 def _norm(artifact: Artifact, made: Blueprint, name: str) -> Norm:

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, NotRequired, TypedDict
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from quantflow.artifact import signing
 from quantflow.artifact.canonical import read_json
@@ -17,12 +17,14 @@ from quantflow.artifact.schema import Between, check
 from quantflow.artifact.verify import verify as verify_artifact
 from quantflow.backends import cuda, hpu, kernels, native
 from quantflow.errors import UnsupportedError, UsageError
-from quantflow.models.graph import graph_for
-from quantflow.models.load import load_tokenizer, skeleton
-from quantflow.runtime import graphs, lean, operations, packed, projection
+from quantflow.models.tokenizer import load_tokenizer
+from quantflow.runtime import lean, operations, packed, projection
 from quantflow.runtime.artifact import Artifact, is_model, open_folder
-from quantflow.runtime.decoder import Decoder, TransformersDecoder
+from quantflow.runtime.decoder import Decoder
 from quantflow.runtime.tensor_parallel import Ranks, Wire
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _TOKENIZER_FILES = frozenset({"tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json"})
 _GENERATION = "generation_config.json"
@@ -47,7 +49,7 @@ class Loaded:
 
     artifact: Artifact
     decoder: Decoder
-    model: PreTrainedModel | None
+    model: "PreTrainedModel | None"
     reasons: tuple[str, ...]
     tokenizer: PreTrainedTokenizerBase | None
     eos_token_ids: tuple[int, ...]
@@ -133,44 +135,12 @@ def load(
         made = lean.LeanDecoder(share, kv_cache=kv_cache, pack=kept, ranks=ranks)
         if kept is not None:
             kept.save()
-        return _loaded(artifact, made, model=None, reasons=())
+        return loaded(artifact, made, model=None, reasons=())
     if kv_cache != "auto":
         raise UsageError(f"kv cache {kv_cache}: the lean decoder has it, and is not used: {reason}", "leave kv_cache out")
-    return with_modules(artifact, _filled(artifact), reason=reason, crops=crops)
+    from quantflow.runtime.modules import filled, with_modules  # here: it imports transformers' model code
 
-
-def with_modules(artifact: Artifact, model: PreTrainedModel, *, reason: str, crops: bool) -> Loaded:
-    """Return transformers' modules as what decodes.
-
-    Args:
-        artifact: what the model has its weights from.
-        model: on the artifact's device.
-        reason: why the lean decoder is not used.
-        crops: whether `crop` will be called.
-
-    Raises:
-        InputError: the tokenizer's files or generation_config.json are damaged.
-    """
-    decoder: Decoder = TransformersDecoder(model, device=artifact.device, crops=crops, kv_scales=artifact.kv_scales())
-    reasons = [f"the lean decoder is not used: {reason}"]
-    if artifact.device.type == cuda.NAME and (missing := graphs.why_not(artifact)):
-        reasons.append(f"decode steps are not captured: {missing}")
-    elif artifact.device.type == cuda.NAME:
-        decoder = graphs.GraphDecoder(model, device=artifact.device, capture=cuda.capture)
-    return _loaded(artifact, decoder, model=model, reasons=tuple(reasons))
-
-
-def _filled(artifact: Artifact) -> PreTrainedModel:
-    """Return transformers' model with an artifact's weights, on its device."""
-    if artifact.device.type == hpu.NAME and graph_for(artifact.config).sparse:
-        what = f"experts on {hpu.NAME}: a graph that is replayed sends every token where the first went"
-        raise UnsupportedError(f"{artifact.checkpoint.folder}: {what}", "run it on the CPU")
-    model = skeleton(artifact.config)
-    artifact.fill_(model, artifact.to_source, dtype=artifact.dtype)
-    model.to(artifact.device)
-    if artifact.device.type == hpu.NAME:
-        hpu.wrap_in_graph(model)
-    return model
+    return with_modules(artifact, filled(artifact), reason=reason, crops=crops)
 
 
 def _pack(folder: Path, digest: str, backend: str, dtype: torch.dtype, wire: Wire | None, *, verify: bool) -> packed.Pack:
@@ -181,7 +151,12 @@ def _pack(folder: Path, digest: str, backend: str, dtype: torch.dtype, wire: Wir
     return packed.Pack(beside(folder, "-packed") / name, verify=verify)
 
 
-def _loaded(artifact: Artifact, decoder: Decoder, *, model: PreTrainedModel | None, reasons: tuple[str, ...]) -> Loaded:
+def loaded(artifact: Artifact, decoder: Decoder, *, model: "PreTrainedModel | None", reasons: tuple[str, ...]) -> Loaded:
+    """Return an artifact with what decodes it, its tokenizer and the tokens that end a text.
+
+    Raises:
+        InputError: the tokenizer's files or generation_config.json are damaged.
+    """
     checkpoint = artifact.checkpoint
     return Loaded(
         artifact=artifact,

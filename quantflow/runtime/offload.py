@@ -27,7 +27,8 @@ from quantflow.models.load import skeleton
 from quantflow.models.names import NameMap
 from quantflow.models.stand_ins import with_rows
 from quantflow.runtime.artifact import Artifact, open_folder
-from quantflow.runtime.load import Loaded, with_modules
+from quantflow.runtime.load import Loaded
+from quantflow.runtime.modules import with_modules
 
 Multiply = Callable[[Tensor], Tensor]  # [..., I] -> [..., rows]
 _PIECE = 1 << 19  # weights that are converted to the inputs' dtype at once

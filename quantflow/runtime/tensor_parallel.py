@@ -20,11 +20,10 @@ Key and value heads that are fewer than the ranks are held by several. Source of
 "Megatron-LM", section 3.
 """
 
-import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -34,7 +33,9 @@ from quantflow.artifact.safetensors_header import TensorInfo
 from quantflow.backends.backend import Case
 from quantflow.errors import UnsupportedError, UsageError
 from quantflow.formats import compressed_tensors
-from quantflow.models.graph import Residual, graph_for
+from quantflow.models.graph import FAMILIES
+from quantflow.runtime import architecture
+from quantflow.runtime.architecture import Blueprint
 from quantflow.runtime.artifact import Artifact
 
 Spans = Sequence[tuple[int, int]]  # of each rank: the first row, and how many
@@ -144,35 +145,32 @@ def spans_of(artifact: Artifact, world: int) -> dict[str, Spans]:
         UnsupportedError: the layers are not like Llama's: q, k, v, o, gate, up and down as linears of their own.
         UsageError: heads, or blocks of rows, do not go whole; names the numbers of ranks that do, up to one per head.
     """
-    if graph_for(artifact.config).family.residual is None:
-        cause = f"{world} ranks share layers like Llama's, not those of {artifact.config.model_type}"
-        raise UnsupportedError(cause, "leave --ranks out")
-    found = _spans(artifact, world)
+    kind, made = artifact.checkpoint.config.get("model_type"), architecture.read(artifact.checkpoint.config)
+    if kind not in FAMILIES or FAMILIES[kind].residual is None or isinstance(made, str):
+        raise UnsupportedError(f"{world} ranks share layers like Llama's, not those of {kind}", "leave --ranks out")
+    found = _spans(artifact, made, world)
     if isinstance(found, str):
-        heads: int = artifact.config.num_attention_heads
-        fitting = [str(count) for count in range(1, heads + 1) if not isinstance(_spans(artifact, count), str)]
+        counts = range(1, made.heads.query + 1)
+        fitting = [str(count) for count in counts if not isinstance(_spans(artifact, made, count), str)]
         raise UsageError(f"{world} ranks: {found}", f"use {' or '.join(fitting)} ranks")
     return found
 
 
-def _spans(artifact: Artifact, world: int) -> dict[str, Spans] | str:
+def _spans(artifact: Artifact, made: Blueprint, world: int) -> dict[str, Spans] | str:
     """Return the spans, or what does not divide."""
-    graph, config = graph_for(artifact.config), artifact.config
-    residual, dim = graph.family.residual, graph.layers[0].head_dim
-    assert isinstance(residual, Residual)  # `spans_of` refuses others
-    heads: int = config.num_attention_heads
-    shared = heads // graph.layers[0].repeats
+    heads, shared, dim, names = made.heads.query, made.heads.shared, made.heads.dim, made.names
     if heads % world or (shared % world and world % shared):
         return f"{heads} heads, {shared} of keys and values, do not go whole"
     own, copied = heads // world * dim, max(1, shared // world) * dim  # rows
-    head = artifact.to_source[f"{residual.head}.weight"].removesuffix(".weight")
     spans: dict[str, Spans] = {}
-    for layer in graph.layers:
-        query, *others = layer.groups[0].linears
+    others = [[names.embedding], [artifact.head]]
+    for prefix in (f"{names.layers}.{index}" for index in range(made.layers)):
+        query, *same = (f"{prefix}.{name}" for name in names.qkv)
         spans[query] = [(rank * own, own) for rank in range(world)]
-        spans |= dict.fromkeys(others, [(rank * shared // world * dim, copied) for rank in range(world)])
-    for names in (*(group.linears for layer in graph.layers for group in layer.groups[1:]), [residual.embedding], [head]):
-        spans |= dict.fromkeys(names, _even(artifact, names, world))
+        spans |= dict.fromkeys(same, [(rank * shared // world * dim, copied) for rank in range(world)])
+        others += [[f"{prefix}.{name}" for name in group] for group in ((names.output,), names.up, (names.down,))]
+    for group in others:
+        spans |= dict.fromkeys(group, _even(artifact, group, world))
     for name, found in spans.items():
         reason = _why_not(artifact, name, found)
         if reason is not None:
@@ -228,18 +226,18 @@ def _share(artifact: Artifact, spans: Mapping[str, Spans], rank: int) -> Artifac
         for key, (start, length) in pieces.items():
             file, info = tensors[key]
             tensors[key] = file, _some_rows(info, start, length)
-    config: Any = copy.deepcopy(artifact.config)
-    layers = graph_for(config).layers
-    dim, shared = layers[0].head_dim, config.num_attention_heads // layers[0].repeats
-    queries, keys = (spans[name][rank] for name in layers[0].groups[0].linears[:2])  # alike in every layer
-    for name in (f"{layer.attention}.{end}" for layer in layers for end in _OF_HEADS):
-        if name in tensors and tensors[name][1].shape[0] == shared:
+    made = architecture.read(artifact.checkpoint.config)
+    assert isinstance(made, Blueprint)  # `spans_of` refuses others
+    queries, keys = (spans[f"{made.names.layers}.0.{name}"][rank] for name in made.names.qkv[:2])  # alike in every layer
+    dim = made.heads.dim
+    for name in (f"{attention}.{end}" for attention in artifact.caches for end in _OF_HEADS):
+        if name in tensors and tensors[name][1].shape[0] == made.heads.shared:
             file, info = tensors[name]
             tensors[name] = file, _some_rows(info, keys[0] // dim, keys[1] // dim)
-    config.head_dim, config.num_attention_heads, config.num_key_value_heads = dim, queries[1] // dim, keys[1] // dim
-    told = {key: getattr(config, key) for key in ("head_dim", "num_attention_heads", "num_key_value_heads")}
+    told = {"head_dim": dim, "num_attention_heads": queries[1] // dim, "num_key_value_heads": keys[1] // dim}
     checkpoint = replace(artifact.checkpoint, tensors=tensors, config={**artifact.checkpoint.config, **told})
-    return replace(artifact, checkpoint=checkpoint, config=config, linears=linears)
+    caches = dict.fromkeys(artifact.caches, told["num_key_value_heads"])
+    return replace(artifact, checkpoint=checkpoint, caches=caches, linears=linears)
 
 
 def _some_rows(info: TensorInfo, first: int, count: int) -> TensorInfo:

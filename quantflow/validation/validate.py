@@ -44,9 +44,10 @@ from quantflow.models import layer_store
 from quantflow.models.capture import LayerStream
 from quantflow.models.graph import graph_for, text_config
 from quantflow.models.identity import CANARY_TOKENS, tensor_hash
-from quantflow.models.load import Source, load_tokenizer, open_source, skeleton
+from quantflow.models.load import Source, open_source, skeleton
 from quantflow.models.source import fingerprint
 from quantflow.models.token_ids import refuse_beyond
+from quantflow.models.tokenizer import load_tokenizer
 from quantflow.planning.finished_plan import head_from, kv_words_of
 from quantflow.planning.recipe import Resources, Validate
 from quantflow.planning.resources import allow_validate, compare

@@ -39,7 +39,7 @@ from quantflow.core.scheme import PRESETS, LinearScheme, with_group_size
 from quantflow.formats import compressed_tensors
 from quantflow.numerics.activations import static_input
 from quantflow.numerics.grid import either_sign
-from quantflow.runtime.decoder import rounded_cache
+from quantflow.runtime.transformers_decoder import rounded_cache
 
 SCHEMES = {name: with_group_size(s, 32) if s.weights.group_size else s for name, s in PRESETS.items()}
 ASYMMETRIC = [name for name, scheme in SCHEMES.items() if not scheme.weights.symmetric]

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from quantflow.calibration import measure
 from quantflow.exporting import export
-from quantflow.models.load import load_tokenizer
+from quantflow.models.tokenizer import load_tokenizer
 from quantflow.planning.recipe import Calibration, HeadSettings, KVCacheSettings, Quantize
 from quantflow.quantization import quantize
 from quantflow.runtime.decoder import Decoder

@@ -16,7 +16,7 @@ from quantflow.exporting import export as export_stage
 from quantflow.exporting.model_card import model_card
 from quantflow.models import chat_template
 from quantflow.models.chat_template import chat_tokens
-from quantflow.models.load import load_tokenizer
+from quantflow.models.tokenizer import load_tokenizer
 from quantflow.server import process
 from quantflow.server.app import application
 from quantflow.server.models import Models, open_model

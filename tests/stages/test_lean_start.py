@@ -6,6 +6,9 @@ import sys
 
 import pytest
 
+from quantflow import api
+from quantflow.planning.recipe import Quantize
+
 PROGRAM = """
 import json, sys
 from types import SimpleNamespace
@@ -47,3 +50,21 @@ def imported(body: str, **told) -> list[str]:
 def test_weights_that_are_rounded_alone_are_quantized_and_proved_without_transformers(llama, tmp_path, scheme):
     heavy = ["transformers", "torch._dynamo", "torch.distributed.tensor", "sympy", "scipy"]
     assert imported(QUANTIZE, model=llama, out=tmp_path / "a", scheme=scheme, heavy=heavy) == []
+
+
+GENERATE = """
+from quantflow import api
+from quantflow.runtime.generate_job import GenerateJob
+
+for folder in told["folders"]:
+    found = api.generate(GenerateJob(artifact=folder, prompts=("a scale",), max_new_tokens=2))
+    assert found["decoder"] == {"name": "lean", "reasons": []}, found["decoder"]
+"""
+MODELING = ["transformers.modeling_utils", "transformers.models.llama", "transformers.conversion_mapping", "torch._dynamo"]
+MODELING += ["torch.distributed.tensor", "sympy", "scipy"]
+
+
+def test_a_lean_artifact_and_a_model_generate_without_model_code_of_transformers(llama, tmp_path):
+    entry = Quantize(name="x", scheme="FP8_DYNAMIC", algorithm="rtn")
+    api.make_artifact(llama, tmp_path / "a", artifact=entry)
+    assert imported(GENERATE, folders=[str(tmp_path / "a"), str(llama)], heavy=MODELING) == []

@@ -10,7 +10,8 @@ from quantflow.calibration import measure
 from quantflow.calibration.text import read_documents
 from quantflow.evaluation.windows import evaluation_sequences
 from quantflow.models.graph import graph_for
-from quantflow.models.load import load_tokenizer, open_source
+from quantflow.models.load import open_source
+from quantflow.models.tokenizer import load_tokenizer
 from quantflow.planning.finished_plan import plan_from
 from quantflow.planning.recipe import Calibration, Candidate, Quantize, Resources
 from quantflow.quantization import quantize

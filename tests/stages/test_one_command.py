@@ -12,7 +12,7 @@ from quantflow import api
 from quantflow.artifact.manifest import read_manifest
 from quantflow.calibration import measure as measuring
 from quantflow.calibration.text import read_documents
-from quantflow.models.load import load_tokenizer
+from quantflow.models.tokenizer import load_tokenizer
 from quantflow.planning.recipe import Calibration, Quantize
 from quantflow.quantization import quantize as quantizing
 from quantflow.shipped import CALIBRATION, EVALUATION

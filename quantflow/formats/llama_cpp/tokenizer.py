@@ -14,8 +14,8 @@ from typing import Any
 from quantflow.errors import UnsupportedError
 from quantflow.formats.llama_cpp.pieces import pieces
 from quantflow.formats.llama_cpp.tokens import ELSEWHERE, special_tokens, tokens
-from quantflow.models.load import load_tokenizer
 from quantflow.models.token_ids import tokens_of
+from quantflow.models.tokenizer import load_tokenizer
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

@@ -19,7 +19,8 @@ from quantflow.models.capture import LayerStream
 from quantflow.models.graph import Graph
 from quantflow.models.hidden import HiddenStates
 from quantflow.models.hooks import KVRounder
-from quantflow.models.load import open_source, release_
+from quantflow.models.load import open_source
+from quantflow.models.parameters import release_
 from quantflow.planning.kv_cache import kv_scales_of
 from quantflow.planning.plan import Plan
 from quantflow.planning.recipe import Resources

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from quantflow.runtime.decoder import Decoder, TransformersDecoder
+from quantflow.runtime.decoder import Decoder
 from quantflow.runtime.decoding.beams import beam_search
 from quantflow.runtime.decoding.constrained import constrained_search
 from quantflow.runtime.decoding.contrastive import contrastive_search
@@ -98,6 +98,8 @@ def generate(
         stream=stream,
     )
     if not isinstance(model, Decoder):
+        from quantflow.runtime.transformers_decoder import TransformersDecoder  # here: it imports transformers
+
         model = TransformersDecoder(model, crops=isinstance(method, Draft | Lookup | Medusa))
     _check(model, request, method)
     return _run(model, request, method)

@@ -11,7 +11,7 @@ from quantflow.calibration import text_sources
 from quantflow.calibration.text import read_documents
 from quantflow.calibration.text_sources import text_digest, text_path
 from quantflow.errors import InputError, UnsupportedError
-from quantflow.models.load import load_tokenizer
+from quantflow.models.tokenizer import load_tokenizer
 from quantflow.planning.recipe import Calibration
 from quantflow.progress import SILENT
 from quantflow.shipped import CALIBRATION, EVALUATION

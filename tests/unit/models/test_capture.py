@@ -31,7 +31,8 @@ from quantflow.errors import InputError, UnsupportedError, UsageError
 from quantflow.models.capture import LayerStream
 from quantflow.models.graph import graph_for
 from quantflow.models.hooks import KVRecorder, QueryRecorder, watch
-from quantflow.models.load import open_source, release_
+from quantflow.models.load import open_source
+from quantflow.models.parameters import release_
 
 SHAPE = {
     "vocab_size": 50,

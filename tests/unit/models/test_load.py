@@ -24,14 +24,10 @@ from transformers import (
 from quantflow.artifact.checkpoint import open_checkpoint
 from quantflow.errors import InputError, UnsupportedError
 from quantflow.models import reading
-from quantflow.models.load import (
-    load_tokenizer,
-    materialize_,
-    open_source,
-    read_tensors,
-    release_,
-    skeleton,
-)
+from quantflow.models.load import open_source, skeleton
+from quantflow.models.parameters import materialize_, release_
+from quantflow.models.reading import read_tensors
+from quantflow.models.tokenizer import load_tokenizer
 
 SHAPE = {
     "vocab_size": 16,

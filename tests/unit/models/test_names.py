@@ -9,7 +9,8 @@ from quantflow.errors import InputError, UnsupportedError
 from quantflow.models import names
 from quantflow.models.graph import FAMILIES
 from quantflow.models.load import skeleton
-from quantflow.models.names import NameMap, twins
+from quantflow.models.names import NameMap
+from quantflow.models.parameters import twins
 
 SHAPE = {
     "vocab_size": 16,

@@ -16,8 +16,9 @@ from quantflow.backends import cuda
 from quantflow.core.kv import kv_scheme
 from quantflow.errors import UsageError
 from quantflow.runtime import graphs
-from quantflow.runtime.decoder import Decoder, HiddenDecoder, TransformersDecoder
+from quantflow.runtime.decoder import Decoder, HiddenDecoder
 from quantflow.runtime.graphs import BUCKET, GraphDecoder
+from quantflow.runtime.transformers_decoder import TransformersDecoder
 
 CPU = torch.device("cpu")
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}

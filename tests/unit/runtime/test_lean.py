@@ -35,10 +35,11 @@ from quantflow.errors import UnsupportedError, UsageError
 from quantflow.models.graph import graph_for
 from quantflow.runtime import projection
 from quantflow.runtime.artifact import Artifact, open_artifact
-from quantflow.runtime.decoder import Decoder, HiddenDecoder, TransformersDecoder
+from quantflow.runtime.decoder import Decoder, HiddenDecoder
 from quantflow.runtime.decoding import Lookup, generate
 from quantflow.runtime.lean import LeanDecoder
 from quantflow.runtime.load import load
+from quantflow.runtime.transformers_decoder import TransformersDecoder
 
 ROOT = Path(__file__).resolve().parents[3]
 W4A16 = with_group_size(PRESETS["W4A16"], 32)

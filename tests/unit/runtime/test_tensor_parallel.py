@@ -243,7 +243,8 @@ def test_scales_of_a_cache_go_with_its_heads(tmp_path, make_artifact, meeting):
         )
         for name, shape in own.items()
     }
-    whole = replace(artifact, checkpoint=replace(artifact.checkpoint, tensors=artifact.checkpoint.tensors | scales))
+    checkpoint = replace(artifact.checkpoint, tensors=artifact.checkpoint.tensors | scales)
+    whole = replace(artifact, checkpoint=checkpoint, caches={"model.layers.1.self_attn": 2})
     for rank, offset in enumerate((80, 80, 84, 84)):  # two heads on four ranks
         infos = Ranks(whole, meeting(rank, 4)).artifact.checkpoint.infos
         keys, values = (infos[name] for name in scales)

@@ -24,7 +24,8 @@ from quantflow.formats.llama_cpp.blocks import read_rows, readable
 from quantflow.formats.llama_cpp.metadata import ROPE_FACTORS, rope_factors
 from quantflow.formats.llama_cpp.pieces import pieces
 from quantflow.formats.llama_cpp.tokenizer_files import write_tokenizer
-from quantflow.models.load import load_model, load_tokenizer, open_source
+from quantflow.models.load import load_model, open_source
+from quantflow.models.tokenizer import load_tokenizer
 from quantflow.progress import SILENT
 from quantflow.sources.gguf_import import import_gguf
 

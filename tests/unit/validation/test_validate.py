@@ -15,7 +15,7 @@ import torch
 from quantflow.errors import InputError, UsageError
 from quantflow.exporting import export
 from quantflow.models.identity import CANARY_TOKENS, tensor_hash
-from quantflow.models.load import load_tokenizer
+from quantflow.models.tokenizer import load_tokenizer
 from quantflow.planning.recipe import Quantize, Validate
 from quantflow.progress import SILENT
 from quantflow.quantization import quantize

@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM
 
 from quantflow.errors import EngineError, OverloadedError, UsageError
 from quantflow.runtime.batching import BatchLimits, BatchRequest, Engine, FinishReason
-from quantflow.runtime.decoder import TransformersDecoder
 from quantflow.runtime.decoding import generate
 from quantflow.runtime.generate_job import Rules, Sampling
+from quantflow.runtime.transformers_decoder import TransformersDecoder
 
 ROOT = Path(__file__).resolve().parents[4]
 PROMPT = "class Stack:\n    def"

@@ -3,8 +3,9 @@ import torch
 from transformers import AutoModelForCausalLM, MistralConfig
 
 from quantflow.errors import UsageError
-from quantflow.runtime.decoder import Decoder, HiddenDecoder, TransformersDecoder
+from quantflow.runtime.decoder import Decoder, HiddenDecoder
 from quantflow.runtime.decoding import Beams, Rules, Sampling, generate
+from quantflow.runtime.transformers_decoder import TransformersDecoder
 
 NEW = 12
 PAD = 2  # as in conftest.py

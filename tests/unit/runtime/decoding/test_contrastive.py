@@ -3,8 +3,8 @@ import torch
 from torch.nn import functional
 
 from quantflow.errors import UsageError
-from quantflow.runtime.decoder import TransformersDecoder
 from quantflow.runtime.decoding import Contrastive, Rules, Sampling, generate
+from quantflow.runtime.transformers_decoder import TransformersDecoder
 
 NEW = 10
 

@@ -5,11 +5,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from quantflow.errors import InputError, UsageError
-from quantflow.runtime.decoder import TransformersDecoder
 from quantflow.runtime.decoding import Draft, Lookup, Medusa, Rules, Sampling, generate, load_medusa
 from quantflow.runtime.decoding.medusa import HEADS_FILE, MedusaHead
 from quantflow.runtime.decoding.request import Request
 from quantflow.runtime.decoding.speculation import _confirm, _Finder
+from quantflow.runtime.transformers_decoder import TransformersDecoder
 
 NEW = 18
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}

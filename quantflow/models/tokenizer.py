@@ -1,0 +1,57 @@
+"""The tokenizer of a folder."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+
+from quantflow.artifact.checkpoint import CONFIG
+from quantflow.errors import InputError, first_line
+from quantflow.models.panics import panics_refused
+
+_READ = ("model_type", "model_name", "tokenizer_class", "_name_or_path")  # of config.json, where a class is named
+
+
+def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a folder; code that comes with it is not run.
+
+    Raises:
+        InputError: there is none, or its files are damaged.
+    """
+    folder = Path(folder)
+    try:
+        with panics_refused(f"{folder}: no usable tokenizer", "copy the tokenizer files of the model into this folder"):
+            return AutoTokenizer.from_pretrained(folder, config=_config(folder), trust_remote_code=False, local_files_only=True)
+    except InputError:
+        raise
+    except Exception as error:  # the Rust tokenizers raise bare Exception
+        raise InputError(
+            f"{folder}: no usable tokenizer ({first_line(error)})",
+            "copy the tokenizer files of the model into this folder",
+        ) from error
+
+
+def _config(folder: Path) -> PreTrainedConfig | None:
+    """Return what chooses a tokenizer beside the class that tokenizer_config.json names; None where it names none.
+
+    Without it transformers imports the family's own configuration, and with that its attention kernels and torch's compiler: a
+    second and 80 MB.
+    """
+    named, model = _table(folder / "tokenizer_config.json"), _table(folder / CONFIG)
+    if not isinstance(named.get("tokenizer_class"), str) or "auto_map" in named or not isinstance(model.get("model_type"), str):
+        return None
+    config = PreTrainedConfig()
+    for key in _READ:
+        if key in model:
+            setattr(config, key, model[key])
+    return config
+
+
+def _table(path: Path) -> dict[str, Any]:
+    """Return the content of a file, nothing where it is no table; who needs it says what is wrong."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,48 @@
+"""Transformers' modules with an artifact's weights: what decodes where the lean decoder does not."""
+
+from transformers import PreTrainedModel
+
+from quantflow.backends import cuda, hpu
+from quantflow.errors import UnsupportedError
+from quantflow.models.graph import graph_for
+from quantflow.models.load import skeleton
+from quantflow.models.names import NameMap
+from quantflow.runtime import graphs
+from quantflow.runtime.artifact import Artifact
+from quantflow.runtime.decoder import Decoder
+from quantflow.runtime.load import Loaded, loaded
+from quantflow.runtime.transformers_decoder import TransformersDecoder
+
+
+def with_modules(artifact: Artifact, model: PreTrainedModel, *, reason: str, crops: bool) -> Loaded:
+    """Return transformers' modules as what decodes.
+
+    Args:
+        artifact: what the model has its weights from.
+        model: on the artifact's device.
+        reason: why the lean decoder is not used.
+        crops: whether `crop` will be called.
+
+    Raises:
+        InputError: the tokenizer's files or generation_config.json are damaged.
+    """
+    decoder: Decoder = TransformersDecoder(model, device=artifact.device, crops=crops, kv_scales=artifact.kv_scales())
+    reasons = [f"the lean decoder is not used: {reason}"]
+    if artifact.device.type == cuda.NAME and (missing := graphs.why_not(artifact)):
+        reasons.append(f"decode steps are not captured: {missing}")
+    elif artifact.device.type == cuda.NAME:
+        decoder = graphs.GraphDecoder(model, device=artifact.device, capture=cuda.capture)
+    return loaded(artifact, decoder, model=model, reasons=tuple(reasons))
+
+
+def filled(artifact: Artifact) -> PreTrainedModel:
+    """Return transformers' model with an artifact's weights, on its device."""
+    if artifact.device.type == hpu.NAME and graph_for(artifact.config).sparse:
+        what = f"experts on {hpu.NAME}: a graph that is replayed sends every token where the first went"
+        raise UnsupportedError(f"{artifact.checkpoint.folder}: {what}", "run it on the CPU")
+    model = skeleton(artifact.config)
+    artifact.fill_(model, NameMap(model).bind(artifact.names).to_source, dtype=artifact.dtype)
+    model.to(artifact.device)
+    if artifact.device.type == hpu.NAME:
+        hpu.wrap_in_graph(model)
+    return model

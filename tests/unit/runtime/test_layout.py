@@ -1,0 +1,83 @@
+"""The layout of a model by arithmetic on config.json is that of transformers' module tree."""
+
+import itertools
+import json
+
+import pytest
+from transformers import CONFIG_MAPPING
+
+from quantflow.models.graph import graph_for
+from quantflow.models.load import skeleton
+from quantflow.models.names import HubNames, twins
+from quantflow.runtime.architecture import DESIGNS
+from quantflow.runtime.layout import ListedLayout, listed
+
+SIZES = {"hidden_size": 64, "num_hidden_layers": 3, "intermediate_size": 96, "vocab_size": 112, "num_attention_heads": 4}
+HEADS = {"head_dim": 32, "num_key_value_heads": 2, "pad_token_id": 0}
+SPARSE = {"moe_intermediate_size": 40, "shared_expert_intermediate_size": 56, "num_experts": 4, "num_local_experts": 4}
+SPARSE |= {"num_experts_per_tok": 2, "mlp_only_layers": [1]}
+FLAGS = ("attention_bias", "mlp_bias", "qkv_bias", "use_bias", "tie_word_embeddings")
+
+
+def configurations(family):
+    """Yield configurations of a family with every combination of its flags, and as its defaults are."""
+    theirs = CONFIG_MAPPING[family]
+    has = theirs().to_dict()
+    keys = [key for key in FLAGS if key in has]
+    sizes = {key: value for key, value in (SIZES | HEADS | SPARSE).items() if key in SIZES or key in has}
+    yield theirs(**sizes), {}
+    for values in itertools.product((False, True), repeat=len(keys)):
+        yield theirs(**sizes, **dict(zip(keys, values, strict=True))), dict(zip(keys, values, strict=True))
+
+
+@pytest.mark.parametrize("family", DESIGNS)
+def test_every_tensor_has_the_name_and_shape_of_transformers_modules(family):
+    for config, flags in configurations(family):
+        model, told = skeleton(config), config.to_dict()
+        hub = HubNames(model)
+        for key in () if flags else FLAGS:
+            told.pop(key, None)  # what stands for a key that config.json leaves out
+        found = listed(told | {"architectures": [type(model).__name__]})
+        assert isinstance(found, ListedLayout), (family, flags)
+        expected = {hub.of(name): tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        if DESIGNS[family].mixture:  # the linears of experts are ours, and have the graph's names
+            expected = {name: shape for name, shape in expected.items() if ".experts." not in name}
+            ours = {name: shape for name, shape in found.shapes.items() if ".experts." not in name}
+            assert ours == expected, (family, flags)
+        else:
+            assert dict(found.shapes) == expected, (family, flags)
+        graph = graph_for(config)
+        shapes = {
+            layer.relative(name): tuple(model.get_submodule(layer.module(name)).weight.shape)
+            for layer in graph.layers
+            for name in layer.linears
+        }
+        for layer in graph.layers:
+            ours = found.linears(layer.linears)
+            assert {layer.relative(name): shape for name, shape in ours.items()} == {
+                layer.relative(name): shapes[layer.relative(name)] for name in layer.linears
+            }
+        assert (
+            len(found.linears(name.rpartition(".")[0] for name in found.shapes)) == len(graph.linears) + len(graph.routers) + 1
+        )
+        assert found.tied == bool(twins(model)), (family, flags)
+        assert found.caches() == {layer.attention: layer.kv_heads for layer in graph.layers}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model_type": "cohere"},
+        {"architectures": ["LlamaForSequenceClassification"]},
+        {"architectures": "LlamaForCausalLM"},
+        {"architectures": ["MistralForCausalLM"]},
+        {"intermediate_size": None},
+        {"intermediate_size": -96},
+        {"hidden_size": "64"},
+        {"logit_scale": 2.0},
+    ],
+)
+def test_what_config_json_alone_does_not_say_is_left_to_the_modules(change):
+    told = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **SIZES, "rms_norm_eps": 1e-5, "rope_theta": 1e4}
+    assert listed(told) is not None
+    assert listed(json.loads(json.dumps(told | change))) is None
