@@ -1,47 +1,62 @@
 """Every causal language model of transformers as a tiny random model: measure, quantize, export with proof, verify, generate.
 
-    python benchmarks/families.py --results families.json                all types, half a minute each; resumed
-    python benchmarks/families.py --only phi gemma2 --schemes W4A16
-    python benchmarks/families.py --results families.json --table        the table of what is done already
+    python benchmarks/families.py                                        all types, some seconds each; resumed
+    python benchmarks/families.py --only phi gemma2 --schemes W4A16 --debug
+    python benchmarks/families.py --table                                run nothing, print the table
+    python benchmarks/families.py --page                                 run nothing, write the table into docs/families.md
 
 For each model type of transformers' mapping that a small configuration can be made of: a random model with a tokenizer is
-measured; W4A16 (gptq), W8A8 and FP8 are quantized, exported (export proves the artifact in a fresh process), verified and
-generated from. Then the artifact is exported dequantized, stock transformers loads that, and its logits are compared with our
-runtime's. Inputs of stock linears are rounded as the artifact says; FP8's static scales are one per expert, which transformers'
-stacked experts cannot take, so that a mixture's logits are compared in W4A16 and W8A8 alone.
+measured; W4A16 (gptq), W8A8 and FP8_DYNAMIC are quantized, exported with a proof, verified and generated from. Then the
+artifact is exported dequantized, stock transformers loads that, and its logits are compared with our runtime's. Inputs of
+stock linears are rounded as the artifact says. FP8's static scales are one per expert, which transformers' stacked experts
+cannot take, so that with `--schemes FP8` a mixture's logits are not compared.
 
-A type with a result in `--results` is not run again; `--again` drops results that failed. Prints type x stage, the share that
-passes, and of each failure its reason; `--json` prints the results instead.
+A type that is refused (exit code 6) has its matrices rounded by name, as `--algorithm rtn --linears PATTERN` does: those are
+counted by themselves, and do not pass.
+
+One process imports torch and transformers; every type runs in a fork of it, and so does every proof: it reads files alone, as
+the process that `quantflow export` starts, but shares that one's imports. `--results` (benchmarks/families.json) holds what
+was run: what is in it is not run again, `--again` drops what failed.
 """
 
 import argparse
 import json
 import math
+import os
 import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from _forks import ForkError, first_line, in_fork
 from _tiny_models import VARIANTS, VOCABULARY, auto_class, tiny_config, write_model
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
 import quantflow
-from quantflow.errors import QuantflowError
+from quantflow.core.parallel import Workers
+from quantflow.errors import QuantflowError, UnsupportedError
+from quantflow.exporting import canary, proof_process
 from quantflow.models.experts import is_stacked
 from quantflow.planning.recipe import Calibration, Export, Quantize
 
-SCHEMES = ("W4A16", "W8A8", "FP8")
+HERE = Path(__file__).resolve().parent
+PAGE, BEGIN, END = HERE.parent / "docs" / "families.md", "<!-- table: begin -->", "<!-- table: end -->"
+SCHEMES = ("W4A16", "W8A8", "FP8_DYNAMIC")
+MODEL, MEASURE, BY_NAME = "model", "measure", "by name"  # stages beside the schemes
 WEIGHTS_ALONE = 1e-4  # of the logits' norm: the same sums in another order
 ROUNDED_INPUTS = 2e-2  # an input between two codes may fall to either, and takes others with it
+SECONDS = 300  # that a type may take
 WORDS = ("value", "scale", "round", "group", "layer", "token", "model", "range", "shift", "pack", "zero", "point")
-PASSED = "passes"
+SAMPLES, LENGTH = 32, 64  # of the calibration text
+REFUSED = "refused: "  # what the reason of a refusal begins with
+
+Stages = dict[str, str | None]  # stage -> None where it passed, or the reason why it did not
 
 
 def main(words: Sequence[str]) -> int:
@@ -49,89 +64,163 @@ def main(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="TYPE", help="model types (default: all)")
     parser.add_argument("--schemes", nargs="+", default=SCHEMES)
-    parser.add_argument("--results", type=Path, metavar="FILE", help="kept after each type, read at the start")
+    parser.add_argument("--results", type=Path, metavar="FILE", default=HERE / "families.json")
     parser.add_argument("--again", action="store_true", help="run again what failed")
-    parser.add_argument("--table", action="store_true", help="run nothing, print what FILE holds as Markdown")
-    parser.add_argument("--json", action="store_true", help="print the results as JSON")
-    parser.add_argument("--debug", action="store_true", help="show tracebacks of what is no refusal")
+    parser.add_argument("--table", action="store_true", help="run nothing, print what FILE holds")
+    parser.add_argument("--page", action="store_true", help="run nothing, write what FILE holds into docs/families.md")
+    parser.add_argument("--debug", action="store_true", help="show what the forks print")
     given = parser.parse_args(words)
-    logging.set_verbosity_error()
-    rows = {} if given.results is None or not given.results.is_file() else json.loads(given.results.read_text())
-    if given.again:
-        rows = {kind: row for kind, row in rows.items() if row["passes"]}
-    kinds = given.only or sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VARIANTS})
-    for kind in () if given.table else kinds:
-        if kind in rows:
-            continue
-        with tempfile.TemporaryDirectory() as folder:
-            rows[kind] = _row(kind, Path(folder), given.schemes, debug=given.debug)
-        print(f"{kind:26} {rows[kind]['seconds']:5.0f} s  {_told(rows[kind])}", file=sys.stderr, flush=True)
-        if given.results is not None:
-            given.results.write_text(json.dumps(rows, indent=1, sort_keys=True) + "\n")
-    print(json.dumps(rows, indent=1) if given.json else _table(rows))
+    rows: dict[str, Stages] = json.loads(given.results.read_text()) if given.results.is_file() else {}
+    if not (given.table or given.page):
+        _run_all(rows, given)
+    if given.page:
+        before, _, rest = PAGE.read_text().partition(BEGIN)
+        PAGE.write_text(f"{before}{BEGIN}\n{table(rows)}\n{END}{rest.partition(END)[2]}")
+    else:
+        print(table(rows))
     return 0
 
 
-def _told(row: Mapping[str, Any]) -> str:
-    return PASSED if row["passes"] else row["reason"]
+def _run_all(rows: dict[str, Stages], given: argparse.Namespace) -> None:
+    """Run what is missing in `rows`, and keep it in the file after each type."""
+    logging.set_verbosity_error()
+    torch.set_num_threads(1)  # threads do not come along into a fork
+    for kind in given.only or sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VARIANTS}):
+        known = rows.get(kind, {})
+        if given.again and any(known.values()):
+            known = {stage: None for stage, reason in known.items() if reason is None}
+        left = [scheme for scheme in given.schemes if scheme not in known]
+        if not left or known.get(MODEL) or known.get(MEASURE):
+            continue
+        began = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                stages = in_fork(partial(_stages, kind, Path(folder), left), seconds=SECONDS, debug=given.debug)
+            except ForkError as error:
+                stages = {MEASURE: str(error)}
+        failed = [f"{stage}: {reason}" for stage, reason in stages.items() if reason]
+        print(f"{kind:26} {time.monotonic() - began:5.1f} s  {failed or 'passes'}", file=sys.stderr, flush=True)
+        rows[kind] = known | stages
+        if given.results.is_file():  # another process may have added rows meanwhile
+            rows |= json.loads(given.results.read_text()) | {kind: rows[kind]}
+        beside = given.results.with_suffix(f".{os.getpid()}")
+        beside.write_text(json.dumps(rows, indent=1, sort_keys=True) + "\n")
+        beside.replace(given.results)
 
 
-def _table(rows: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the results as Markdown: type x stage, then the share, then what cannot be made."""
-    made = {kind: row for kind, row in rows.items() if row["stages"]}
-    stages = list(dict.fromkeys(stage for row in made.values() for stage in row["stages"]))
-    lines = ["| type | " + " | ".join(stages) + " | |", "|---|" + "---|" * (len(stages) + 1)]
-    for kind, row in sorted(made.items()):
-        cells = [{True: "yes", False: "no"}.get(row["stages"].get(stage), "") for stage in stages]
-        lines.append(f"| {kind} | " + " | ".join(cells) + f" | {'' if row['passes'] else row['reason']} |")
-    passing = sum(row["passes"] for row in made.values())
-    share = f"{passing} of {len(made)} types pass, {passing / max(1, len(made)):.0%}."
-    unmade = [f"- {kind}: {row['reason']}" for kind, row in sorted(rows.items()) if not row["stages"]]
-    return "\n".join([*lines, "", share, "", f"No tiny model of {len(unmade)} types:", "", *unmade])
+def passes(stages: Stages) -> bool:
+    """Return whether a type passes everything that was run."""
+    return MEASURE in stages and not any(stages.values())
 
 
-def _row(kind: str, folder: Path, schemes: Sequence[str], *, debug: bool) -> dict[str, Any]:
-    """Return what became of a type: its stages, all or up to the first that failed, none where no tiny model can be made."""
-    began = time.monotonic()
-    stages: dict[str, bool] = {}
+def table(rows: Mapping[str, Stages], peer: Mapping[str, str | None] | None = None) -> str:
+    """Return the results as Markdown: type x scheme, the shares, why what failed did, and what cannot be made."""
+    peer = peer if peer is not None else _peer()
+    made = {kind: row for kind, row in sorted(rows.items()) if not row.get(MODEL)}
+    schemes = [scheme for scheme in SCHEMES if any(scheme in row for row in made.values())]
+    columns = [*schemes, *(["llm-compressor"] if peer else [])]
+    lines = [f"| type | {' | '.join(columns)} |", "|---|" + "---|" * len(columns)]
+    notes: list[str] = []
+    for kind, row in made.items():
+        cells = [_cell(row.get(MEASURE) or row.get(scheme, ""), notes, kind) for scheme in schemes]
+        cells += [_cell(peer.get(kind, ""), notes, f"llm-compressor, {kind}")] if peer else []
+        lines.append(f"| {kind} | {' | '.join(cells)} |")
+    shares = [_share(scheme, [row.get(MEASURE) or row.get(scheme, "") for row in made.values()]) for scheme in schemes]
+    shares += [_share("llm-compressor (W4A16, GPTQ)", [peer.get(kind, "") for kind in made])] if peer else []
+    named = [kind for kind, row in made.items() if BY_NAME in row]
+    rounded = [kind for kind in named if made[kind][BY_NAME] is None]
+    both = f"{len(named)} types are refused with the reason; the weights of {len(rounded)} of them go through by name."
+    unmade = [f"- {kind}: {row[MODEL]}" for kind, row in sorted(rows.items()) if row.get(MODEL)]
+    parts = ["\n".join(shares), both, "\n".join(lines), "\n".join(f"{n}. {note}" for n, note in enumerate(notes, 1))]
+    parts += [f"No tiny model of {len(unmade)} types:", "\n".join(unmade)]
+    return "\n\n".join(parts)
+
+
+def _share(name: str, reasons: Sequence[str | None]) -> str:
+    run = [reason for reason in reasons if reason != ""]
+    passed = sum(reason is None for reason in run)
+    return f"- {name}: {passed} of {len(run)} types pass, {passed / max(1, len(run)):.1%}"
+
+
+def _cell(reason: str | None, notes: list[str], kind: str) -> str:
+    """Return yes, no with the number of a note, or nothing where it was not run."""
+    if not reason:
+        return "yes" if reason is None else ""
+    note = f"{kind}: {reason}"
+    if note not in notes:
+        notes.append(note)
+    return f"no ({notes.index(note) + 1})"
+
+
+def _peer() -> dict[str, str | None]:
+    """Return what peers/families_llmcompressor.py found: type -> None where it passed, or the reason."""
+    file = HERE / "families_llmcompressor.json"
+    return json.loads(file.read_text()) if file.is_file() else {}
+
+
+def _stages(kind: str, folder: Path, schemes: Sequence[str]) -> Stages:
+    """Return what became of a type: a reason or None for every stage that was reached."""
     try:
         write_model(tiny_config(kind), folder / "model")
     except Exception as error:
-        if debug:
-            traceback.print_exc()
-        return {"passes": False, "stages": {}, "reason": _first(error), "seconds": round(time.monotonic() - began, 1)}
-    reason = None
-    for stage, run in _stages(folder, schemes):
-        try:
-            run()
-        except QuantflowError as error:
-            reason = f"{stage}: {error.cause}"
-        except Exception as error:
-            reason = f"{stage}: {_first(error)}"
-            if debug:
-                traceback.print_exc()
-        stages[stage] = reason is None
-        if reason is not None:
-            break
-    seconds = round(time.monotonic() - began, 1)
-    return {"passes": reason is None, "stages": stages, "reason": reason, "seconds": seconds}
+        return {MODEL: first_line(error)}
+    found: Stages = {MEASURE: _reason(partial(_measure, folder))}
+    if found[MEASURE] is None:
+        found |= {scheme: _reason(partial(_through, folder, scheme)) for scheme in schemes}
+    if (found[MEASURE] or "").startswith(REFUSED):
+        found[BY_NAME] = _reason(partial(_by_name, folder))
+    return found
 
 
-def _first(error: Exception) -> str:
-    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:200]}"
-
-
-def _stages(folder: Path, schemes: Sequence[str]) -> list[tuple[str, Any]]:
-    return [("measure", partial(_measure, folder)), *((scheme, partial(_through, folder, scheme)) for scheme in schemes)]
+def _reason(run: Callable[[], None]) -> str | None:
+    try:
+        run()
+    except QuantflowError as error:
+        return f"{REFUSED if isinstance(error, UnsupportedError) else ''}{error.cause}"
+    except Exception as error:
+        return first_line(error)
+    return None
 
 
 def _measure(folder: Path) -> None:
     generator = torch.Generator().manual_seed(1)
-    rows = torch.randint(len(WORDS), (32, 60), generator=generator).tolist()
+    rows = torch.randint(len(WORDS), (SAMPLES, LENGTH - 4), generator=generator).tolist()
     lines = (json.dumps({"text": " ".join(WORDS[i] for i in row)}) + "\n" for row in rows)
     (folder / "text.jsonl").write_text("".join(lines))
-    calibration = Calibration(source=str(folder / "text.jsonl"), samples=32, sequence_length=64)
+    calibration = Calibration(source=str(folder / "text.jsonl"), samples=SAMPLES, sequence_length=LENGTH)
     quantflow.measure(folder / "model", folder / "1", calibration=calibration)
+
+
+def _by_name(folder: Path) -> None:
+    """Round every matrix of the layers by its name, file to file.
+
+    Raises:
+        QuantflowError: it cannot be.
+    """
+    entry = Quantize(name="x", scheme="W4A16", algorithm="rtn", linears=("re:.*[.][0-9]+[.].*",))
+    quantflow.quantize(folder / "model", folder / "named", artifact=entry)
+    _exported(folder / "named", folder / "named-artifact", model=folder / "model")
+
+
+def _exported(quantized: Path, artifact: Path, *, model: Path | None = None) -> None:
+    quantflow.export(quantized, artifact, model=model, options=Export(), proved=_proved)
+    quantflow.verify(artifact)
+
+
+def _proved(artifact: Path, quantized: Path, source: Path, *, workers: int) -> str | None:
+    """Prove an artifact in a fork: what `quantflow export` does in a process that it starts.
+
+    Raises:
+        ForkError: the proof does not hold.
+    """
+    assert canary  # imported once, for all forks
+
+    def prove() -> str | None:
+        with Workers(workers) as pool, torch.no_grad():
+            return proof_process.prove(artifact.resolve(), quantized.resolve(), source.resolve(), workers=pool)
+
+    told: str | None = in_fork(prove, seconds=SECONDS)
+    return told
 
 
 def _through(folder: Path, scheme: str) -> None:
@@ -143,8 +232,7 @@ def _through(folder: Path, scheme: str) -> None:
     quantized, artifact, plain = folder / f"2-{scheme}", folder / f"4-{scheme}", folder / f"plain-{scheme}"
     entry = Quantize(name="x", scheme=scheme)
     quantflow.quantize(folder / "model", quantized, artifact=entry, measurement=folder / "1")
-    quantflow.export(quantized, artifact, model=folder / "model", options=Export())
-    quantflow.verify(artifact)
+    _exported(quantized, artifact, model=folder / "model")
     ours = quantflow.load(artifact, decoder="auto")
     ids = torch.randint(2, VOCABULARY, (1, 16), generator=torch.Generator().manual_seed(3))
     ours.decoder.begin(rows=1, capacity=24)

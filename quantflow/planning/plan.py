@@ -37,6 +37,8 @@ OUTSIDE = "outside.safetensors"  # in a quantize folder: what lies outside the l
 SEQUENCES = 32  # of calibration text that run where nothing but rows is needed of it
 APART = 4  # of that many sequences one gives rows, where the others give a static range
 SAMPLE_ROWS = 1024  # of each input that a search tries its candidates on
+MATRIX = 16  # rows and columns at least that make a tensor one; a convolution has a few weights a channel
+LEFT_OUT = 0.01  # of the layers' bytes that may stay as they are without a word
 Item = TypeVar("Item")
 
 
@@ -288,6 +290,32 @@ def narrowed(plan: Plan, entry: Quantize) -> str | None:
         return None
     told = ", ".join(f"of {less} in {count} linears" for less, count in counts.items())
     return f"{plan.name}: groups {told}, whose inputs {size} does not divide"
+
+
+def left_out(name: str, graph: Graph, shapes: Mapping[str, Sequence[int]], nbytes: Mapping[str, int]) -> str | None:
+    """Return a warning of matrices in decoder layers that no linear of the graph reads, such as stacked experts; None for none.
+
+    Convolutions along the sequence, with a few weights a channel, are no matrices.
+
+    Args:
+        name: of the artifact.
+        graph: linears, routers and idle linears are known to it, whatever becomes of them.
+        shapes: tensor of the checkpoint -> its shape.
+        nbytes: and its bytes.
+    """
+    known = {f"{linear}.weight" for linear in (*graph.linears, *graph.routers, *graph.idle)}
+    prefixes = tuple(f"{layer.prefix}." for layer in graph.layers)
+    inside = [tensor for tensor in shapes if tensor.startswith(prefixes)]
+    matrices = [tensor for tensor in inside if len(shapes[tensor]) > 1 and sorted(shapes[tensor])[-2] >= MATRIX]
+    left = [tensor for tensor in matrices if tensor not in known]
+    size, whole = (sum(nbytes[tensor] for tensor in some) for some in (left, inside))
+    if not left or size < LEFT_OUT * whole:
+        return None
+    more = f" and {len(left) - 1} more" if left[1:] else ""
+    return (
+        f"{name}: warning: {left[0]} {list(shapes[left[0]])}{more} are not quantized: {size:,} of the layers' "
+        f"{whole:,} bytes; no linear reads them, their family multiplies by them in its own way"
+    )
 
 
 def _ignored(entry: Quantize, shapes: Mapping[str, Sequence[int]]) -> frozenset[str]:

@@ -1,11 +1,13 @@
 """What quantize will do, worked out before any weight is read."""
 
+import math
+
 import pytest
 from transformers import LlamaConfig
 
 from quantflow.errors import SchemeError, UsageError
 from quantflow.models.graph import graph_for
-from quantflow.planning.plan import narrowed, resolve
+from quantflow.planning.plan import left_out, narrowed, resolve
 from quantflow.planning.recipe import Override, Quantize
 from quantflow.planning.requirements import entries_of, statistics_for
 
@@ -128,6 +130,18 @@ def test_a_preset_takes_the_largest_common_group_size_that_divides_and_says_so()
     wide = {name: (64, 256) for name in SHAPES}
     assert narrowed(resolve(entry, GRAPH, wide), entry) is None
     assert plan("W8A8").schemes["model.layers.0.mlp.down_proj"].weights.group_size is None
+
+
+def test_stacked_experts_that_no_linear_reads_are_named_with_their_bytes():
+    sizes = {name: 2 * math.prod(shape) for name, shape in SHAPES.items()}
+    assert left_out("a", GRAPH, SHAPES, sizes) is None
+    convolution, experts = "model.layers.0.conv.weight", "model.layers.1.experts.w1"
+    assert left_out("a", GRAPH, SHAPES | {convolution: (64, 1, 4)}, sizes | {convolution: 10**6}) is None
+    found = left_out("a", GRAPH, SHAPES | {experts: (4, 64, 96)}, sizes | {experts: 2 * 4 * 64 * 96})
+    assert found is not None and "warning: model.layers.1.experts.w1 [4, 64, 96] are not quantized" in found
+    assert "49,152 of the layers' 172,032 bytes" in found
+    small = {"model.layers.1.bias": (64, 16)}  # next to nothing of the layers
+    assert left_out("a", GRAPH, SHAPES | small, sizes | dict.fromkeys(small, 100)) is None
 
 
 def test_a_preset_of_an_override_adapts_and_a_given_size_does_not():
