@@ -53,7 +53,7 @@ WEIGHTS_ALONE = 1e-4  # of the logits' norm: the same sums in another order
 ROUNDED_INPUTS = 2e-2  # an input between two codes may fall to either, and takes others with it
 SECONDS = 300  # that a type may take
 WORDS = ("value", "scale", "round", "group", "layer", "token", "model", "range", "shift", "pack", "zero", "point")
-SAMPLES, LENGTH = 32, 64  # of the calibration text
+SAMPLES, LENGTH = 32, 32  # of the calibration text
 REFUSED = "refused: "  # what the reason of a refusal begins with
 
 Stages = dict[str, str | None]  # stage -> None where it passed, or the reason why it did not

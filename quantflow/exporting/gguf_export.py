@@ -59,7 +59,8 @@ class GGUFExportJob:
 
     Attributes:
         source: a model folder or an artifact.
-        dtype: of matrices, a key of `CHOICES`; None takes llama.cpp's types where an artifact has them, else the source's dtype.
+        dtype: of matrices, a key of `CHOICES`; None takes llama.cpp's types where an artifact has them, else the source's
+            dtype.
         replace: redo a finished result that was made from other inputs, instead of refusing.
         resources: how much memory and disk there is.
     """
