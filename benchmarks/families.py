@@ -43,6 +43,8 @@ from quantflow.core.parallel import Workers
 from quantflow.errors import QuantflowError, UnsupportedError
 from quantflow.exporting import canary, proof_process
 from quantflow.models.experts import is_stacked
+from quantflow.models.load import skeleton
+from quantflow.models.names import NameMap
 from quantflow.planning.recipe import Calibration, Export, Quantize
 
 HERE = Path(__file__).resolve().parent
@@ -255,7 +257,8 @@ def _through(folder: Path, scheme: str) -> None:
 def _round_inputs_(model: Any, loaded: Any) -> None:
     """Let the linears of transformers' model round what they read as the artifact says."""
     modules = dict(model.named_modules())
-    for parameter, source in loaded.artifact.to_source.items():
+    names = NameMap(skeleton(loaded.artifact.config)).bind(loaded.artifact.names)
+    for parameter, source in names.to_source.items():
         name, owner = source.removesuffix(".weight"), parameter.removesuffix(".weight")
         if name not in loaded.artifact.linears or name == source or loaded.artifact.linears[name].scheme.input is None:
             continue
