@@ -1,4 +1,4 @@
-"""Commands import what they use: a model that only its files are needed of starts no model code of transformers."""
+"""Commands import what they use: no transformers where files are all that is read, no model code of it to decode."""
 
 import json
 import subprocess
@@ -68,3 +68,17 @@ def test_a_lean_artifact_and_a_model_generate_without_model_code_of_transformers
     entry = Quantize(name="x", scheme="FP8_DYNAMIC", algorithm="rtn")
     api.make_artifact(llama, tmp_path / "a", artifact=entry)
     assert imported(GENERATE, folders=[str(tmp_path / "a"), str(llama)], heavy=MODELING) == []
+
+
+RUNS = """
+import importlib
+
+for name in told["names"]:
+    importlib.import_module(name)
+"""
+
+
+def test_neither_serving_nor_a_conversation_nor_a_benchmark_of_speed_imports_model_code_of_transformers():
+    names = ["server.process", "runtime.conversation", "runtime.text_pipeline", "runtime.load"]
+    names += ["evaluation.latency", "evaluation.generation_speed", "evaluation.kernel_speed"]
+    assert imported(RUNS, names=[f"quantflow.{name}" for name in names], heavy=MODELING) == []
