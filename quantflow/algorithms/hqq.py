@@ -35,7 +35,7 @@ from quantflow.core import affine, groups
 from quantflow.core.parallel import SEQUENTIAL, Workers
 from quantflow.core.result import GroupResult
 from quantflow.core.scheme import LinearScheme, TensorScheme
-from quantflow.core.support import SHARED_SCALE, Supports, integers_only
+from quantflow.core.support import BLOCK_SCALES, SHARED_SCALE, Supports, integers_only
 from quantflow.errors import SchemeError
 from quantflow.numerics.grid import weight_grids
 from quantflow.numerics.rounding import rounded
@@ -45,7 +45,7 @@ NEEDS: tuple[str, ...] = ()
 BY_ROW: bool = True
 VERSION: int = 1
 TO_NEAREST: bool = False
-SUPPORTS = Supports(float8=integers_only(NAME), shared_scale=SHARED_SCALE)
+SUPPORTS = Supports(float8=integers_only(NAME), shared_scale=SHARED_SCALE, block_scales=BLOCK_SCALES)
 
 # Constants, since they are part of the result. With beta = 1 every e below a step is zero, which is least squares for all
 # weights alike; with 6.7, at the end, errors above 0.22 of a step count in part.

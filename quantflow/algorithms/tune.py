@@ -85,7 +85,10 @@ def begin(name: str, start: QTensor) -> Tuned:
 
 def made(start: QTensor, tuned: Tuned, *, scale_dtype: torch.dtype) -> QTensor:
     """Return the weight with its scales as a loader will see them; where u is 0 they are the start's."""
-    return replace(start, scale=affine.stored(start.scale * tuned.u.exp(), scale_dtype))
+    scale, zero_point = affine.stored_scale(start.scale * tuned.u.exp(), start.scheme, scale_dtype), start.zero_point
+    if zero_point is not None:
+        zero_point = affine.moved_zero_point(zero_point, scale, start.scheme)
+    return replace(start, scale=scale, zero_point=zero_point)
 
 
 def slope(start: QTensor, tuned: Tuned, gradient: Tensor) -> Tensor:

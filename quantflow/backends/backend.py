@@ -92,8 +92,8 @@ def weights_per(*granularities: str) -> Need:
 
 
 def is_int(tensor: TensorScheme | None, *bits: int) -> bool:
-    """Return whether a tensor is quantized to integers of so many bits."""
-    return tensor is not None and tensor.kind == "int" and tensor.num_bits in bits
+    """Return whether a tensor is quantized to integers of so many bits, with zero points that are integers too if any."""
+    return tensor is not None and tensor.kind == "int" and tensor.num_bits in bits and not tensor.minima
 
 
 def is_e4m3(tensor: TensorScheme | None) -> TypeGuard[TensorScheme]:
@@ -105,6 +105,8 @@ def _called(tensor: TensorScheme | None) -> str:
     if tensor is None:
         return "none"
     kind = tensor.float8 if tensor.kind == "float" else f"{'' if tensor.symmetric else 'asymmetric '}int{tensor.num_bits}"
+    if tensor.minima:
+        kind = f"int{tensor.num_bits} with minima"
     return f"{kind} {tensor.granularity.replace('_', ' ')}"
 
 

@@ -13,7 +13,7 @@ Source: Jacob et al. 2018, arXiv:1712.05877, section 2.1.
 import torch
 from torch import Tensor
 
-from quantflow.core import float8
+from quantflow.core import blocks, float8
 from quantflow.core.scheme import TensorScheme
 from quantflow.errors import SchemeError
 
@@ -54,7 +54,12 @@ def scale_and_zero_point_from_range(min_val: Tensor, max_val: Tensor, scheme: Te
 
 
 def zero_point_for(min_val: Tensor, scale: Tensor, scheme: TensorScheme) -> Tensor:
-    """Return the zero_point that maps `min_val` (at most zero) to qmin; int8, the shape of `scale`."""
+    """Return the zero_point that maps `min_val` (at most zero) to qmin; int8, the shape of `scale`.
+
+    Where the scheme has minima it is the float32 that maps the minimum to 0, as its block stores that; both are [O, G] then.
+    """
+    if scheme.minima and scheme.block is not None:
+        return blocks.stored_minima(-min_val, scheme.block) / scale
     return (scheme.qmin - min_val / scale).round().clamp(scheme.qmin, scheme.qmax).to(torch.int8)
 
 
@@ -67,6 +72,27 @@ def stored(scale: Tensor, dtype: torch.dtype) -> Tensor:
     """
     smallest = torch.finfo(dtype).tiny * torch.finfo(dtype).eps  # subnormal; `tiny` is the smallest normal number
     return scale.abs().to(dtype).float().clamp_min(smallest).copysign(scale)
+
+
+def stored_scale(scale: Tensor, scheme: TensorScheme, dtype: torch.dtype) -> Tensor:
+    """Return the scales of a weight as they read back: `stored` in the layout's dtype, or such as a block can have.
+
+    Args:
+        scale: [O, G] float32; whole rows, since the scales of a block depend on each other.
+        scheme: of the weight.
+        dtype: in which the layout stores scales.
+    """
+    return stored(scale, dtype) if scheme.block is None else blocks.stored(scale, scheme.block)
+
+
+def moved_zero_point(zero_point: Tensor, scale: Tensor, scheme: TensorScheme) -> Tensor:
+    """Return the zero points of a weight whose scales have become `scale`, both [O, G].
+
+    Integers stay as they are. A minimum grows and shrinks with its scale, and is then stored as its block stores it.
+    """
+    if not scheme.minima or scheme.block is None:
+        return zero_point
+    return blocks.stored_minima(scale * zero_point, scheme.block) / scale
 
 
 def is_scale(scale: Tensor, scheme: TensorScheme) -> Tensor:

@@ -50,6 +50,11 @@ class BlockType:
         return self.elements // self.group_size
 
     @property
+    def dependent(self) -> bool:
+        """Whether more than a float16 for each group says what its points are."""
+        return self.minima or self.scale_bits is not None
+
+    @property
     def scale_dtype(self) -> torch.dtype:
         """The dtype that holds every scale of the type exactly."""
         return torch.float16 if self.scale_bits is None else torch.float32
@@ -60,11 +65,21 @@ BLOCK_TYPES: Mapping[str, BlockType] = MappingProxyType(
         kind.name: kind
         for kind in (
             BlockType(name="Q4_0", num_bits=4, group_size=32, elements=32),
+            BlockType(name="Q4_1", num_bits=4, group_size=32, elements=32, minima=True),
             BlockType(name="Q5_0", num_bits=5, group_size=32, elements=32),
+            BlockType(name="Q5_1", num_bits=5, group_size=32, elements=32, minima=True),
             BlockType(name="Q8_0", num_bits=8, group_size=32, elements=32),
+            BlockType(name="Q2_K", num_bits=2, group_size=16, elements=256, minima=True, scale_bits=4),
+            BlockType(name="Q3_K", num_bits=3, group_size=16, elements=256, scale_bits=6, signed=True),
+            BlockType(name="Q4_K", num_bits=4, group_size=32, elements=256, minima=True, scale_bits=6),
+            BlockType(name="Q5_K", num_bits=5, group_size=32, elements=256, minima=True, scale_bits=6),
+            BlockType(name="Q6_K", num_bits=6, group_size=16, elements=256, scale_bits=8, signed=True),
         )
     }
 )
+
+# What llama.cpp's quantizer takes for rows that are no whole blocks of 256; for 2 and 3 bits it has IQ4_NL, as large as Q4_0.
+SMALLER: Mapping[str, str] = MappingProxyType({"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"})
 
 
 def stored(scale: Tensor, kind: BlockType) -> Tensor:
@@ -75,6 +90,68 @@ def stored(scale: Tensor, kind: BlockType) -> Tensor:
         kind: of the blocks.
 
     Returns:
-        [O, G]; Inf where d or a scale is too large for float16, which `QTensor.validate` refuses.
+        [O, G], no zeros; Inf where d or a scale is too large for float16, which `QTensor.validate` refuses.
     """
-    return scale.abs().half().float().clamp_min(_LEAST).copysign(scale)
+    if kind.scale_bits is None:
+        return scale.abs().half().float().clamp_min(_LEAST).copysign(scale)
+    d, steps = steps_of(scale, kind)
+    return (steps * d[..., None]).flatten(1)  # [O, G]
+
+
+def steps_of(scale: Tensor, kind: BlockType) -> tuple[Tensor, Tensor]:
+    """Return d, [O, B] float32 as float16 holds it, and the integer of each scale, [O, B, groups] float32, none of them zero.
+
+    Args:
+        scale: [O, G] float32.
+        kind: a type whose blocks have a d.
+    """
+    split = scale.view(len(scale), -1, kind.groups)  # [O, B, groups]
+    lowest, highest = steps_range(kind)
+    largest = lowest if kind.signed else highest
+    place = split.abs().argmax(dim=-1, keepdim=True)  # [O, B, 1]
+    d = split.gather(-1, place) / largest
+    d = d.abs().half().float().clamp_min(_LEAST).copysign(d)
+    steps = (split / d).round_()
+    smallest = torch.ones_like(steps).copysign_(split * d)
+    steps = torch.where(steps == 0, smallest, steps).clamp_(lowest, highest)
+    return d[..., 0], _with_largest(steps, place, largest, d)
+
+
+def _with_largest(steps: Tensor, place: Tensor, largest: int, d: Tensor) -> Tensor:
+    """Return steps of which that at `place` is the largest, from which d follows; a d that could not be smaller is no such.
+
+    Small d are coarse, float16 has no more: the step there may have been rounded to another.
+    """
+    there = torch.where(d.abs() > _LEAST, float(largest), steps.gather(-1, place))
+    return steps.scatter_(-1, place, there)
+
+
+def stored_minima(minimum: Tensor, kind: BlockType) -> Tensor:
+    """Return minima as a block of the type holds them; those that it holds are returned as they are.
+
+    Args:
+        minimum: [O, G] float32, at least zero where the type has integers for it.
+        kind: of the blocks; it has minima.
+    """
+    if kind.scale_bits is None:
+        return minimum.half().float()
+    d, steps = minimum_steps_of(minimum, kind)
+    return (steps * d[..., None]).flatten(1)  # [O, G]
+
+
+def minimum_steps_of(minimum: Tensor, kind: BlockType) -> tuple[Tensor, Tensor]:
+    """Return dmin, [O, B] float32 as float16 holds it, and the integer of each minimum, [O, B, groups] float32."""
+    split = minimum.view(len(minimum), -1, kind.groups)  # [O, B, groups]
+    _, highest = steps_range(kind)
+    top, place = split.max(dim=-1, keepdim=True)  # [O, B, 1]
+    d = torch.where(top > 0, (top / highest).half().float().clamp_min(_LEAST), 0.0)
+    steps = torch.where(d > 0, (split / d).round(), 0.0).clamp_(0, highest)
+    return d[..., 0], _with_largest(steps, place, highest, d)
+
+
+def steps_range(kind: BlockType) -> tuple[int, int]:
+    """Return the smallest and the largest integer that a scale is a multiple of d by."""
+    assert kind.scale_bits is not None
+    if kind.signed:
+        return -(1 << (kind.scale_bits - 1)), (1 << (kind.scale_bits - 1)) - 1
+    return 0, (1 << kind.scale_bits) - 1

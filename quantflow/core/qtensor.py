@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from quantflow.core import affine, float8, groups, orthogonal
+from quantflow.core import affine, blocks, float8, groups, orthogonal
 from quantflow.core.scheme import LinearScheme, TensorScheme
 from quantflow.errors import SchemeError
 
@@ -24,7 +24,7 @@ class QTensor:
         qvalue      [O, I]           int8 for integers of any num_bits, unpacked; the flavour's dtype for float8
         scale       [O or 1, G]      float32, finite, positive, or of either sign for symmetric integers; G divides I;
                                      [1, 1] when per_tensor; per_block, equal rows
-        zero_point  as scale, int8   None exactly when the scheme is symmetric
+        zero_point  as scale, int8   None exactly when the scheme is symmetric; float32 where it has minima (scale * zero_point)
     """
 
     qvalue: Tensor
@@ -60,10 +60,11 @@ class QTensor:
                 f"zero_point is {'absent' if zero_point is None else 'present'}, symmetric={self.scheme.symmetric}",
                 "give a zero_point exactly when the scheme is asymmetric",
             )
-        if zero_point is not None and (zero_point.shape, zero_point.dtype) != (self.scale.shape, torch.int8):
+        dtype = torch.float32 if self.scheme.minima else torch.int8
+        if zero_point is not None and (zero_point.shape, zero_point.dtype) != (self.scale.shape, dtype):
             raise SchemeError(
                 f"zero_point is {zero_point.dtype} {list(zero_point.shape)}, scale is {list(self.scale.shape)}",
-                "give an int8 zero_point of scale's shape",
+                f"give an {str(dtype).removeprefix('torch.')} zero_point of scale's shape",
             )
 
     def validate(self, name: str) -> None:
@@ -93,7 +94,10 @@ class QTensor:
                     "the weight or its file is damaged; quantize again",
                 )
             return
-        for field, values in (("qvalue", self.qvalue), ("zero_point", self.zero_point)):
+        if self.scheme.minima and self.zero_point is not None and not torch.isfinite(self.scale * self.zero_point).all():
+            raise SchemeError(f"{name}: a minimum is not finite", "quantize the weight again")
+        whole = None if self.scheme.minima else self.zero_point
+        for field, values in (("qvalue", self.qvalue), ("zero_point", whole)):
             if values is not None and (values.min() < self.scheme.qmin or values.max() > self.scheme.qmax):
                 raise SchemeError(
                     f"{name}: {field} spans {values.min().item()}..{values.max().item()}, "
@@ -114,10 +118,22 @@ class QTensor:
         """Return the float32 approximation, [O, I]."""
         real = float8.widen(self.qvalue)  # a tensor of its own, changed in place: no second float32 copy is made
         split = groups.to_groups(real, real.shape[1] // self.scale.shape[1])  # [O, G, g]
+        minimum = self.minimum
+        if minimum is not None:
+            split *= self.scale[..., None]
+            split -= minimum[..., None]
+            return real
         if self.zero_point is not None:
             split -= self.zero_point[..., None]
         split *= self.scale[..., None]
         return real
+
+    @property
+    def minimum(self) -> Tensor | None:
+        """What is subtracted from scale * qvalue, exactly as a block holds it, [O, G]; None where the scheme has no minima."""
+        if self.zero_point is None or self.scheme.block is None or not self.scheme.minima:
+            return None
+        return blocks.stored_minima(self.scale * self.zero_point, self.scheme.block)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -114,14 +114,19 @@ class TensorScheme:
         return None if self.block_type is None else BLOCK_TYPES[self.block_type]
 
     @property
+    def minima(self) -> bool:
+        """Whether zero points are float32 and qvalues begin at 0: a group has a minimum, which is a real number."""
+        return self.block is not None and self.block.minima
+
+    @property
     def qmin(self) -> int:
         """Smallest qvalue of an int scheme."""
-        return -(1 << (self.num_bits - 1))
+        return 0 if self.minima else -(1 << (self.num_bits - 1))
 
     @property
     def qmax(self) -> int:
         """Largest qvalue of an int scheme."""
-        return (1 << (self.num_bits - 1)) - 1
+        return self.qmin + (1 << self.num_bits) - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,10 +255,12 @@ def _of_blocks(kind: BlockType) -> LinearScheme:
 
 # Those that a GGUF file holds without a change of values, by llama.cpp's names.
 LLAMA_CPP_PRESETS: dict[str, LinearScheme] = {name: _of_blocks(kind) for name, kind in BLOCK_TYPES.items()}
+# llama.cpp's mixture of types -> the type of most linears. A plan gives each linear its own (formats/llama_cpp/mixtures.py).
+MIXTURES: dict[str, str] = {"Q3_K_M": "Q3_K", "Q4_K_M": "Q4_K", "Q5_K_M": "Q5_K"}
 ALIASES = {"FP8_STATIC": "FP8", "INT8": "W8A8"}
 
 
-SCHEME_NAMES: tuple[str, ...] = (*PRESETS, *ALIASES, *LLAMA_CPP_PRESETS)
+SCHEME_NAMES: tuple[str, ...] = (*PRESETS, *ALIASES, *LLAMA_CPP_PRESETS, *MIXTURES)
 
 
 def preset(name: str) -> LinearScheme:
@@ -263,6 +270,8 @@ def preset(name: str) -> LinearScheme:
         SchemeError: no preset has that name; the message lists those that exist.
     """
     name = ALIASES.get(name, name)
+    if name in MIXTURES:
+        return replace(LLAMA_CPP_PRESETS[MIXTURES[name]], name=name)
     scheme = PRESETS.get(name) or LLAMA_CPP_PRESETS.get(name)
     if scheme is None:
         raise SchemeError(f"scheme {name!r} is unknown", f"use one of {', '.join(SCHEME_NAMES)}")

@@ -38,6 +38,7 @@ class Supports:
     Attributes:
         float8: weights in float8.
         shared_scale: weights whose rows all share one scale.
+        block_scales: weights of a type of llama.cpp's whose scales depend on each other, or that has minima.
         quantized_inputs: schemes that quantize inputs as well as weights.
         rotations: transforms that rotate the whole model.
         mixed_inputs: inputs that a rotation mixes while the model runs.
@@ -51,6 +52,7 @@ class Supports:
 
     float8: Refusal | None = None
     shared_scale: Refusal | None = None
+    block_scales: Refusal | None = None
     quantized_inputs: Refusal | None = None
     rotations: Refusal | None = None
     mixed_inputs: Refusal | None = None
@@ -68,6 +70,8 @@ class Supports:
             return self.float8
         if weights.granularity == "per_tensor" and self.shared_scale is not None:
             return self.shared_scale
+        if weights.block is not None and weights.block.dependent and self.block_scales is not None:
+            return self.block_scales
         return self.quantized_inputs if scheme.input is not None else None
 
 
@@ -75,6 +79,9 @@ EVERYTHING = Supports()
 SHARED_SCALE = Refusal(
     why=", whose weights share one scale", remedy="use {others}, or a scale per channel or block such as FP8_DYNAMIC's"
 )
+
+
+BLOCK_SCALES = Refusal(why=", whose scales or minima are those of a block", remedy="use {others}")
 
 
 def integers_only(method: str) -> Refusal:

@@ -26,7 +26,7 @@ from quantflow.algorithms import rtn_mse
 from quantflow.artifact import stage_folder
 from quantflow.artifact.manifest import MANIFEST_NAME
 from quantflow.artifact.safetensors_header import TensorInfo
-from quantflow.core.blocks import BLOCK_TYPES
+from quantflow.core.blocks import BLOCK_TYPES, SMALLER
 from quantflow.core.dtypes import DTYPES
 from quantflow.core.qtensor import QTensor
 from quantflow.core.scheme import preset
@@ -48,8 +48,7 @@ VERSION = 2
 CHOICES = {"bf16": "BF16", "f16": "F16", "f32": "F32"}
 PIECE_BYTES = 8 << 20  # of a tensor, as the source stores it
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
-# What llama.cpp's quantizer makes of the head, by the type that most matrices have, and where a row is no whole block of it.
-_HEAD_TYPE, _HEAD_USUALLY, _SMALLER = {"Q8_0": "Q8_0"}, "Q6_K", "Q8_0"
+_HEAD_TYPE, _HEAD_USUALLY = {"Q8_0": "Q8_0"}, "Q6_K"  # by the type that most linears have, as llama.cpp's quantizer has it
 _BITS = {"F32": torch.int32, "F16": torch.int16, "BF16": torch.int16}
 
 
@@ -127,7 +126,7 @@ def run(job: GGUFExportJob, progress: Progress) -> Path:
         moments = ((LIBRARIES + BUFFERS + weights.working_bytes + plan.working_bytes, 0),)
         grant(Need(stage="export", moments=moments, result=plan.layout.nbytes), job.resources, folder=job.output)
         with stage_folder.publish(job.output, stage="export", inputs=made_from) as folder:
-            path = folder / f"model-{dtype.lower()}.gguf"
+            path = folder / f"model-{_kind_of_file(weights, dtype).lower()}.gguf"
             gguf.write(path, plan.layout, lambda info: _pieces(weights, plan, info))
             progress.say(f"export {job.output.name}: proving it")
             prove(path, weights, plan)
@@ -167,12 +166,18 @@ def planned(weights: GGUFWeights, dtype: str) -> GGUFPlan:
     values = {
         **metadata(config),
         "general.type": ("string", "model"),
-        "general.file_type": ("u32", gguf.FILE_TYPES[dtype]),
+        "general.file_type": ("u32", gguf.FILE_TYPES[_kind_of_file(weights, dtype)]),
         **({"general.quantization_version": ("u32", gguf.QUANTIZATION_VERSION)} if dtype in gguf.BLOCKS else {}),
         **vocabulary(weights.folder, config),
     }
     working = max((rtn_mse.working_bytes(place.shape[1], 0) for place in rounded), default=0)
     return GGUFPlan(layout=gguf.layout(values, specs), places=found, computed=computed, working_bytes=working)
+
+
+def _kind_of_file(weights: GGUFWeights, dtype: str) -> str:
+    """Return the name of a file's types, a key of gguf.FILE_TYPES: that of the mixture where linears have several."""
+    mixed = f"{dtype}_M" in gguf.FILE_TYPES and dtype in gguf.BLOCKS and len(set(weights.blocks.values())) > 1
+    return f"{dtype}_M" if mixed else dtype
 
 
 def _type_of(place: Place, weights: GGUFWeights, dtype: str) -> str:
@@ -187,10 +192,9 @@ def _type_of(place: Place, weights: GGUFWeights, dtype: str) -> str:
         return weights.dtypes[place.source]
     tied = HEAD not in {other.name for other in places(weights.config, weights.shapes)}
     wanted = dtype if place.name == EMBEDDING and not tied else _HEAD_TYPE.get(dtype, _HEAD_USUALLY)
-    return next(
-        (kind for kind in (wanted, _SMALLER) if kind in gguf.BLOCKS and place.shape[1] % gguf.BLOCKS[kind][1].elements == 0),
-        weights.dtypes[place.source],
-    )
+    choices = (wanted, SMALLER.get(wanted, wanted))
+    fitting = (kind for kind in choices if place.shape[1] % BLOCK_TYPES[kind].elements == 0)
+    return next(fitting, weights.dtypes[place.source])
 
 
 def prove(path: Path, weights: GGUFWeights, plan: GGUFPlan) -> None:

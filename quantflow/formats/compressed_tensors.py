@@ -8,6 +8,7 @@ A linear called NAME is stored as
 | int-quantized   | NAME.weight int8 [O, I], NAME.weight_scale, NAME.weight_zero_point (asymmetric)                 |
 | pack-quantized  | NAME.weight_packed int32 [O, W], NAME.weight_scale, NAME.weight_shape int64 [2] = (O, I),       |
 |                 | NAME.weight_zero_point int32 [ceil(O * num_bits / 32), G], packed down the columns (asymmetric) |
+|                 | of a scheme with minima float32 [O, G], minimum / scale; qvalues are then stored less 2^(b-1)   |
 | a static input  | NAME.input_scale float32 [1], NAME.input_zero_point int8 [1] (asymmetric)                       |
 | a cache         | ATTENTION.k_scale, ATTENTION.v_scale float32, [1] per tensor or [kv_heads, 1, 1] per head       |
 
@@ -122,7 +123,9 @@ def tensor_specs(
         "input_scale": ("F32", (1,)),
         "input_zero_point": ("I8", (1,)),
     }
-    if packed and len(scale) == 2:
+    if weights.minima:
+        specs["weight_zero_point"] = ("F32", scale)
+    elif packed and len(scale) == 2:
         specs["weight_zero_point"] = ("I32", (-(-scale[0] * weights.num_bits // 32), scale[1]))
     return {key: specs[key.removeprefix(f"{name}.")] for key in tensor_names(name, scheme)}
 
@@ -166,7 +169,7 @@ def row_spans(name: str, scheme: LinearScheme, *, first: int, count: int) -> dic
         suffix = key.removeprefix(f"{name}.")
         if suffix in whole:
             continue
-        if suffix == "weight_zero_point" and scheme.layout == "pack-quantized":
+        if suffix == "weight_zero_point" and scheme.layout == "pack-quantized" and not scheme.weights.minima:
             spans[key] = (first * scheme.weights.num_bits // 32, -(-count * scheme.weights.num_bits // 32))
         elif suffix == "weight_scale":
             block_rows = scheme.weights.block_rows
@@ -199,9 +202,12 @@ def encode(name: str, linear: QuantizedLinear, *, scale_dtype: torch.dtype = tor
     scale = scale[:: scheme.block_rows].reshape(_scale_shape(scheme, weight.qvalue.shape)).contiguous()
     tensors = {f"{name}.weight_scale": scale}
     if linear.scheme.layout == "pack-quantized":
-        tensors[f"{name}.weight_packed"] = packing.pack(weight.qvalue, scheme.num_bits)
+        centred = weight.qvalue - _first(scheme) if scheme.minima else weight.qvalue
+        tensors[f"{name}.weight_packed"] = packing.pack(centred, scheme.num_bits)
         tensors[f"{name}.weight_shape"] = torch.tensor(weight.qvalue.shape, dtype=torch.int64)
-        if weight.zero_point is not None:
+        if weight.zero_point is not None and scheme.minima:
+            tensors[f"{name}.weight_zero_point"] = weight.zero_point.contiguous()
+        elif weight.zero_point is not None:
             packed = packing.pack(weight.zero_point.T, scheme.num_bits)  # [G, words]
             tensors[f"{name}.weight_zero_point"] = packed.T.contiguous()
     else:
@@ -240,6 +246,8 @@ def decode(name: str, tensors: Mapping[str, Tensor], scheme: LinearScheme) -> Qu
                 "the file is damaged; export again",
             )
         qvalue = packing.unpack(packed, weights.num_bits, columns)
+        if weights.minima:
+            qvalue += _first(weights)
     else:
         expected = torch.int8 if weights.kind == "int" else float8.FLAVOURS[weights.float8].dtype
         qvalue = _tensor(tensors, f"{name}.weight", expected)
@@ -544,6 +552,11 @@ def _scale_shape(scheme: TensorScheme, shape: Sequence[int], *, name: str = "wei
     return (1,) if scheme.granularity == "per_tensor" else (rows, shape[1] // (scheme.group_size or shape[1]))
 
 
+def _first(scheme: TensorScheme) -> int:
+    """Return what is added to stored integers, which are centred on zero, where qvalues begin at 0."""
+    return 1 << (scheme.num_bits - 1)
+
+
 def _tensor(tensors: Mapping[str, Tensor], key: str, dtype: torch.dtype | None, shape: tuple[int, ...] | None = None) -> Tensor:
     """Return a tensor after comparing its dtype and shape; None compares nothing."""
     tensor = tensors.get(key)
@@ -571,9 +584,11 @@ def _scale(tensors: Mapping[str, Tensor], key: str, shape: tuple[int, ...], *, w
 
 
 def _zero_point(tensors: Mapping[str, Tensor], key: str, *, scheme: LinearScheme, shape: tuple[int, ...]) -> Tensor:
-    """Return the weight's zero points, int8 of `shape`."""
+    """Return the weight's zero points, int8 of `shape`, or float32 where the scheme has minima."""
     if scheme.layout != "pack-quantized":
         return _tensor(tensors, key, torch.int8, shape)
+    if scheme.weights.minima:
+        return _tensor(tensors, key, torch.float32, shape)
     num_bits, rows = scheme.weights.num_bits, shape[0]
     packed = _tensor(tensors, key, torch.int32, (-(-rows * num_bits // 32), shape[1]))
     return packing.unpack(packed.T, num_bits, rows).T.contiguous()  # [O, G]
@@ -594,6 +609,8 @@ def _arguments(scheme: TensorScheme) -> dict[str, Any]:
         arguments |= {"group_size": None, "block_structure": [scheme.group_size, scheme.group_size]}
     if scheme.block is not None:
         arguments["scale_dtype"] = str(scheme.block.scale_dtype)
+    if scheme.minima:
+        arguments["zp_dtype"] = "torch.float32"
     return arguments
 
 

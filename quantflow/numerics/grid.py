@@ -24,6 +24,7 @@ from quantflow.core import affine, groups
 from quantflow.core.parallel import SEQUENTIAL, Workers
 from quantflow.core.scheme import Kind, LinearScheme, TensorScheme
 from quantflow.errors import InputError
+from quantflow.numerics import block_grids
 
 Bounds = tuple[Tensor, Tensor]  # the smallest and the largest value, [] float32 each
 
@@ -42,7 +43,7 @@ class Grid:
 
     Attributes:
         scale: [O or 1, G] float32, as it reads back from the dtype that its layout stores; negative only where `either_sign`.
-        zero_point: as scale, int8; None when symmetric.
+        zero_point: as scale, int8, or float32 where the scheme has minima; None when symmetric.
         zero_groups: how many scales stand for zeros only; these scales are 1.
     """
 
@@ -189,6 +190,9 @@ def _unit_grid(
         grid = _grid(*bounds, scheme=scheme, scale_dtype=scale_dtype)
     if importance is None:
         return grid
+    if scheme.block is not None and scheme.block.dependent:
+        scale, zero_point = block_grids.searched(weight, importance, scheme=scheme)
+        return replace(grid, scale=scale, zero_point=zero_point)
     return _search(weight, bounds, grid, importance, scheme=scheme, scale_dtype=scale_dtype, either_sign=either_sign)
 
 
@@ -196,10 +200,10 @@ def _grid(low: Tensor, high: Tensor, *, scheme: TensorScheme, scale_dtype: torch
     amax = torch.maximum(high, -low)
     zero_groups = int((amax == 0).sum())
     if scheme.symmetric:
-        scale = affine.stored(affine.scale_from_amax(amax, scheme), scale_dtype)
+        scale = affine.stored_scale(affine.scale_from_amax(amax, scheme), scheme, scale_dtype)
         return Grid(scale=scale, zero_point=None, zero_groups=zero_groups)
     scale, _ = affine.scale_and_zero_point_from_range(low, high, scheme)
-    scale = affine.stored(scale, scale_dtype)
+    scale = affine.stored_scale(scale, scheme, scale_dtype)
     # The zero_point follows the scale that a loader will see, not the one before its rounding.
     zero_point = affine.zero_point_for(low.clamp_max(0), scale, scheme)
     return Grid(scale=scale, zero_point=zero_point, zero_groups=zero_groups)

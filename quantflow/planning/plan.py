@@ -5,10 +5,12 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from quantflow.algorithms import ALGORITHMS, BLOCK_ALGORITHMS, LEARNING, TUNE, supports_of, tune
+from quantflow.core.blocks import SMALLER
 from quantflow.core.groups import COMMON_SIZES, group_size_for
-from quantflow.core.scheme import LinearScheme, TensorScheme, scheme_words, with_group_size
+from quantflow.core.scheme import MIXTURES, LinearScheme, TensorScheme, preset, scheme_words, with_group_size
 from quantflow.errors import InputError, UnsupportedError, UsageError
 from quantflow.formats import DEFAULT, FORMATS
+from quantflow.formats.llama_cpp.mixtures import type_of
 from quantflow.models.graph import Graph
 from quantflow.models.matching import matching
 from quantflow.observers import observers_for
@@ -256,6 +258,7 @@ def _schemes(
         for name in matching(override.match, list(graph.linears), f"{entry.name}: overrides"):
             schemes[name] = None if name in ignored else override_of(entry, override)
             adapts = adapts - {name} if override.group_size is not None else adapts | {name}
+    schemes |= _of_mixtures(schemes, graph)
     for name in adapts:
         scheme = schemes[name]
         schemes[name] = None if scheme is None else _fitting(scheme, _features(shapes, name))
@@ -270,21 +273,42 @@ def _schemes(
     return schemes
 
 
+def _of_mixtures(schemes: Mapping[str, LinearScheme | None], graph: Graph) -> dict[str, LinearScheme | None]:
+    """Return the schemes of the linears that were given a mixture, by what they are in a layer."""
+    found: dict[str, LinearScheme | None] = {}
+    for number, layer in enumerate(graph.layers):
+        for name in layer.linears:
+            scheme = schemes.get(name)
+            if scheme is not None and scheme.name in MIXTURES:
+                module, family = name.removeprefix(f"{layer.prefix}."), graph.family.model_type
+                kind = type_of(scheme.name, module, family=family, layer=number, layers=len(graph.layers))
+                found[name] = preset(kind)
+    return found
+
+
 def _fitting(scheme: LinearScheme, features: int) -> LinearScheme:
     """Return a preset with the largest common group size that divides a linear's inputs; as it is where its own does, or none.
 
+    Of a type of blocks that do not fit it is the one of smaller blocks.
+
     The linears of a group share their inputs, and so the size.
     """
-    size = scheme.weights.group_size
-    if size is None or scheme.weights.block is not None or scheme.weights.granularity != "per_group" or features % size == 0:
+    size, kind = scheme.weights.group_size, scheme.weights.block
+    if kind is not None:
+        return preset(SMALLER[kind.name]) if features % kind.elements and kind.name in SMALLER else scheme
+    if size is None or scheme.weights.granularity != "per_group" or features % size == 0:
         return scheme
     return next((with_group_size(scheme, less) for less in COMMON_SIZES if less < size and features % less == 0), scheme)
 
 
 def narrowed(plan: Plan, entry: Quantize) -> str | None:
-    """Return a sentence about the linears whose groups are smaller than those of the entry's scheme; None where none are."""
+    """Return a sentence about the linears whose groups or blocks are smaller than those of the entry's scheme, or None."""
     size = base_of(entry).weights.group_size
-    found = [scheme.weights.group_size for scheme in plan.schemes.values() if scheme is not None]
+    used = [scheme for scheme in plan.schemes.values() if scheme is not None]
+    smaller = sum(scheme.weights.block_type in SMALLER.values() for scheme in used)
+    if smaller and base_of(entry).weights.block_type in SMALLER and not entry.overrides:
+        return f"{plan.name}: a type of blocks of 32 in {smaller} linears, whose inputs 256 does not divide"
+    found = [scheme.weights.group_size for scheme in used]
     counts = {less: found.count(less) for less in COMMON_SIZES if size is not None and less < size and less in found}
     if not counts or entry.overrides or entry.mixed:
         return None

@@ -470,7 +470,10 @@ class Export:
         None, flag="--scale-method", metavar="NAME", verbs=("export",), help="Of format inc (default maxabs_hw)."
     )
     dtype: str | None = setting(
-        None, flag="--dtype", verbs=("export",), help="Of gguf: bf16, f16 or f32 (default: the model's); of dequantized (bf16)."
+        None,
+        flag="--dtype",
+        verbs=("export",),
+        help="Of gguf: bf16, f16 or f32 (default: the types of an artifact's linears, or the model's); of dequantized (bf16).",
     )
 
     def __post_init__(self) -> None:

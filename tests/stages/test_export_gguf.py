@@ -12,13 +12,17 @@ import torch
 from gguf import GGUFReader
 from gguf.quants import dequantize
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from quantflow.exporting import export as export_stage
 from quantflow.exporting import gguf_export
 from quantflow.exporting.gguf_source import open_weights
 from quantflow.formats.llama_cpp import gguf
 from quantflow.models.reading import read_tensor
+from quantflow.progress import SILENT
 from quantflow.runtime.artifact import open_artifact
+from quantflow.runtime.load import load
+from quantflow.sources.gguf_import import import_gguf
 from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code
 
@@ -161,6 +165,74 @@ def test_an_artifact_of_llama_cpps_types_keeps_its_values(llama, tmp_path, monke
     assert header.metadata["general.quantization_version"] == ("u32", 2)
     plain = tensors_of(export(tmp_path / "a", tmp_path / "f32", "--dtype", "f32"))
     assert np.array_equal(plain["blk.1.attn_v.weight"].numpy(), found["blk.1.attn_v.weight"][1])
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory, llama) -> Path:
+    """A Llama of eight layers whose rows are whole blocks of 256, with the other's tokenizer."""
+    folder = tmp_path_factory.mktemp("models") / "wide"
+    shape = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 8, "num_attention_heads": 4}
+    torch.manual_seed(1)
+    config = LlamaConfig(**shape, vocab_size=320, num_key_value_heads=2, bos_token_id=0, eos_token_id=1)
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(llama / name, folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("scheme", "usual", "values", "down", "output", "number"),
+    [  # of eight layers those with more bits are 0, 3, 6 and 7
+        ("Q3_K_M", "Q3_K", ["Q5_K"] * 2 + ["Q4_K"] * 6, ["Q4_K"] * 8, "Q4_K", 12),
+        ("Q4_K_M", "Q4_K", *[["Q6_K", "Q4_K", "Q4_K", "Q6_K", "Q4_K", "Q4_K", "Q6_K", "Q6_K"]] * 2, "Q4_K", 15),
+        ("Q5_K_M", "Q5_K", *[["Q6_K", "Q5_K", "Q5_K", "Q6_K", "Q5_K", "Q5_K", "Q6_K", "Q6_K"]] * 2, "Q5_K", 17),
+    ],
+)
+def test_a_mixture_gives_each_linear_llama_cpps_type(wide, tmp_path, monkeypatch, scheme, usual, values, down, output, number):
+    monkeypatch.setattr(export_stage, "_prove", lambda *_: None)
+    assert run("quantize", "--no-export", wide, "-o", tmp_path / "q", "--scheme", scheme, "--algorithm", "rtn") == 0
+    assert run("export", tmp_path / "q", "-o", tmp_path / "a") == 0
+    path = export(tmp_path / "a", tmp_path / "o")
+    found, artifact = blocks_of(path), open_artifact(tmp_path / "a")
+    assert path.name == f"model-{scheme.lower()}.gguf"
+    assert gguf.read_header(path, types=gguf.WRITTEN).metadata["general.file_type"] == ("u32", number)
+    for layer in range(8):
+        kinds = {name: found[f"blk.{layer}.{name}.weight"][0] for name in ("attn_q", "attn_k", "ffn_gate", "ffn_up")}
+        assert set(kinds.values()) == {usual}
+        assert found[f"blk.{layer}.attn_v.weight"][0] == values[layer], layer
+        assert found[f"blk.{layer}.ffn_down.weight"][0] == down[layer], layer
+        assert found[f"blk.{layer}.attn_output.weight"][0] == output
+    assert found["token_embd.weight"][0] == usual and found["output.weight"][0] == "Q6_K"
+    for mine, theirs in (("ffn_down", "mlp.down_proj"), ("ffn_up", "mlp.up_proj"), ("attn_v", "self_attn.v_proj")):
+        weight = artifact.decode(f"model.layers.3.{theirs}").weight.dequantize().numpy()
+        assert np.array_equal(found[f"blk.3.{mine}.weight"][1], weight)
+
+
+def test_rows_that_are_no_whole_blocks_have_types_of_smaller_ones(llama, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(export_stage, "_prove", lambda *_: None)
+    assert run("quantize", "--no-export", llama, "-o", tmp_path / "q", "--scheme", "Q4_K_M", "--algorithm", "rtn") == 0
+    assert "a type of blocks of 32 in 14 linears, whose inputs 256 does not divide" in capsys.readouterr().err
+    assert run("export", tmp_path / "q", "-o", tmp_path / "a") == 0
+    found = blocks_of(export(tmp_path / "a", tmp_path / "o"))
+    assert found["blk.0.attn_q.weight"][0] == "Q5_0" and found["blk.1.ffn_down.weight"][0] == "Q8_0"
+    assert found["output.weight"][0] == "Q8_0"
+
+
+def test_an_artifact_with_minima_runs_and_its_file_is_read_back(wide, tmp_path):
+    line = ("quantize", wide, "-o", tmp_path / "a", "--scheme", "Q4_K_M", "--algorithm", "rtn_mse")
+    assert run(*line) == 0  # proved in a fresh process
+    artifact, ids = open_artifact(tmp_path / "a"), torch.tensor([[0, 5, 9, 60, 7]])
+    with torch.no_grad():
+        logits = load(tmp_path / "a").model(ids).logits
+        whole = import_gguf(export(tmp_path / "a", tmp_path / "f32", "--dtype", "f32"), tmp_path / "cache", SILENT)
+        plain = load(whole).model(ids).logits
+    assert torch.allclose(logits, plain, atol=1e-5)
+    folder = import_gguf(export(tmp_path / "a", tmp_path / "o"), tmp_path / "cache", SILENT)
+    read = load_file(folder / "model.safetensors")
+    for name in ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj", "mlp.up_proj"):
+        for layer in (0, 1):
+            weight = artifact.decode(f"model.layers.{layer}.{name}").weight.dequantize().bfloat16()
+            assert torch.equal(read[f"model.layers.{layer}.{name}.weight"], weight), name
 
 
 def test_pieces_of_any_size_make_the_same_file(llama, tmp_path, monkeypatch):

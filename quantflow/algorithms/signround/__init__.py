@@ -31,7 +31,7 @@ from quantflow.core import groups
 from quantflow.core.parallel import SEQUENTIAL, Workers
 from quantflow.core.qtensor import QTensor
 from quantflow.core.result import GroupResult
-from quantflow.core.support import SHARED_SCALE, Refusal, Supports, integers_only
+from quantflow.core.support import BLOCK_SCALES, SHARED_SCALE, Refusal, Supports, integers_only
 from quantflow.errors import StatisticsError, UsageError
 from quantflow.numerics.sequence_turns import spread, turns
 from quantflow.numerics.trained_block import TrainedBlock
@@ -41,6 +41,7 @@ VERSION: int = 1
 SUPPORTS = Supports(
     float8=integers_only(NAME),
     shared_scale=SHARED_SCALE,
+    block_scales=BLOCK_SCALES,
     mixed_inputs=Refusal(remedy=f"leave {NAME} out, or write down: false"),
     chosen_schemes=Refusal(remedy=f"choose with gptq, and give the recipe.yaml that it writes `algorithm: {NAME}`"),
     layer_inputs=Refusal(

@@ -191,6 +191,7 @@ class _Found:
 
     qvalue: Tensor
     scale: Tensor
+    zero_point: Tensor | None
     damping: float
     sweeps: int
     moved: int
@@ -214,6 +215,7 @@ def _descended(problem: Problem, qvalue: Tensor, *, damping: float) -> _Found:
     return _Found(
         qvalue=kept,
         scale=best.grid.scale,
+        zero_point=best.grid.zero_point,
         damping=damping,
         sweeps=sweeps,
         moved=int((kept != start).sum()),
@@ -234,10 +236,11 @@ def _joined(found: Sequence[_Found], scheme: LinearScheme, grid: Grid, *, told: 
         "loss_start": sum(part.first for part in found) / whole,
         "loss": sum(part.least for part in found) / whole,
     }
+    zero_points = [part.zero_point for part in found if part.zero_point is not None]
     weight = QTensor(
         qvalue=torch.cat([part.qvalue for part in found]),
         scale=torch.cat([part.scale for part in found]),
-        zero_point=grid.zero_point,
+        zero_point=torch.cat(zero_points) if zero_points else None,
         scheme=scheme.weights,
     )
     return GroupResult(weight=weight, decisions={**told, **decisions})

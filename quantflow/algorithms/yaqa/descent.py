@@ -115,7 +115,9 @@ def rescaled(problem: Problem, qvalue: Tensor) -> Problem:
     The rows of a block are fitted each by itself, by least squares; a block whose loss grows with that, because its rows are
     felt together or its scales were rounded, keeps its own.
     """
-    scale = problem.grid.scale.clone()
+    scale, zero_point = problem.grid.scale.clone(), problem.grid.zero_point
+    if zero_point is not None and problem.scheme.minima:
+        zero_point = zero_point.clone()
     errors = all_errors(problem, qvalue)
     for rows in apart(qvalue.shape[0], _ROWS):
         coupling, gradient = _gradient(problem, rows, errors)
@@ -129,13 +131,18 @@ def rescaled(problem: Problem, qvalue: Tensor) -> Problem:
         moved = scale[rows] + torch.linalg.solve(_moments(problem.inputs, split), wanted)
         growth = moved / scale[rows]
         fits = (growth > 1 / _FARTHEST) & (growth < _FARTHEST)
-        new = torch.where(fits, affine.stored(torch.where(fits, moved, scale[rows]), problem.scale_dtype), scale[rows])
+        new = affine.stored_scale(torch.where(fits, moved, scale[rows]), problem.scheme, problem.scale_dtype)
         change = points * groups.expand(new - scale[rows], points.shape[1])
+        if zero_point is not None and problem.scheme.minima:  # they move with their scales, and are stored
+            new_zero = affine.moved_zero_point(zero_point[rows], new, problem.scheme)
+            change -= groups.expand(new * (new_zero - zero_point[rows]), points.shape[1])
         felt = coupling @ problem.inputs.times(change.T).T  # [R, I]
         if (change * (2 * gradient.T - felt)).sum() > 0:
             scale[rows] = new
             errors[rows] -= change
-    return replace(problem, grid=replace(problem.grid, scale=scale))
+            if zero_point is not None and problem.scheme.minima:
+                zero_point[rows] = new_zero
+    return replace(problem, grid=replace(problem.grid, scale=scale, zero_point=zero_point))
 
 
 def _moments(inputs: Side, split: Tensor) -> Tensor:

@@ -42,7 +42,10 @@ KINDS = {
 ARRAY = 9
 TYPES = {"F32": (0, 4), "F16": (1, 2), "BF16": (30, 2)}  # dtype -> (its number, bytes of an element)
 # What general.file_type says of a file whose matrices have, most of them, that type.
-FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32, "Q4_0": 2, "Q8_0": 7, "Q5_0": 8}
+FILE_TYPES = {
+    "F32": 0, "F16": 1, "BF16": 32, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9,
+    "Q2_K": 10, "Q3_K": 11, "Q3_K_M": 12, "Q4_K": 14, "Q4_K_M": 15, "Q5_K": 16, "Q5_K_M": 17, "Q6_K": 18,
+}  # fmt: skip
 QUANTIZATION_VERSION = 2  # what general.quantization_version says of blocks as they are written here
 _ALIGNMENT_KEY = "general.alignment"
 _DAMAGED = "write the file again"
@@ -66,8 +69,15 @@ BLOCKS: Mapping[str, tuple[int, Type]] = {  # name -> a type's number, and the t
     kind.name: (number, kind)
     for number, kind in (
         (2, Type(name="Q4_0", elements=32, nbytes=18)),
+        (3, Type(name="Q4_1", elements=32, nbytes=20)),
         (6, Type(name="Q5_0", elements=32, nbytes=22)),
+        (7, Type(name="Q5_1", elements=32, nbytes=24)),
         (8, Type(name="Q8_0", elements=32, nbytes=34)),
+        (10, Type(name="Q2_K", elements=256, nbytes=84)),
+        (11, Type(name="Q3_K", elements=256, nbytes=110)),
+        (12, Type(name="Q4_K", elements=256, nbytes=144)),
+        (13, Type(name="Q5_K", elements=256, nbytes=176)),
+        (14, Type(name="Q6_K", elements=256, nbytes=210)),
     )
 }
 WRITTEN: Mapping[int, Type] = {**PLAIN, **dict(BLOCKS.values())}

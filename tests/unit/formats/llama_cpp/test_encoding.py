@@ -6,10 +6,10 @@ import pytest
 import torch
 from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantflow.core.blocks import BLOCK_TYPES
+from quantflow.core.blocks import BLOCK_TYPES, stored, stored_minima
 from quantflow.core.qtensor import QTensor
 from quantflow.core.scheme import LLAMA_CPP_PRESETS, preset
 from quantflow.errors import SchemeError
@@ -59,7 +59,71 @@ def test_a_block_of_q8_0_worked_by_hand():
     assert bytes(encode("w", weight)[0].tolist()) == bytes.fromhex("0100 807f") + bytes(29) + b"\xff"
 
 
+def fixed(name: str, scale: list[float], minimum: list[float] | None = None, qvalue: int = 0) -> QTensor:
+    """Return a block of one row whose values are given."""
+    scheme, kind = preset(name).weights, BLOCK_TYPES[name]
+    scales = torch.tensor([scale])
+    zero_point = None if minimum is None else torch.tensor([minimum]) / scales
+    qvalues = torch.full((1, kind.elements), qvalue, dtype=torch.int8)
+    return QTensor(qvalue=qvalues, scale=scales, zero_point=zero_point, scheme=scheme)
+
+
+def test_the_steps_of_q4_k_worked_by_hand():
+    steps, minima = [63.0, 1, 2, 3, 33, 62, 17, 16], [0.0, 1, 63, 3, 48, 5, 6, 15]
+    weight = fixed("Q4_K", [0.5 * step for step in steps], [0.25 * step for step in minima], qvalue=15)
+    # scales: 63 with 33 >> 4 on top is bf, 1 with 62 >> 4 is c1, ...; minima: 0 with 48 >> 4 is c0, 1, 63, 3 with nothing;
+    # low halves, of a scale below and of a minimum above: 33 and 48 are 01, 62 and 5 are 5e, 17 and 6 are 61, 16 and 15 are f0
+    expected = bytes.fromhex("0038 0034 bfc14243 c0013f03 015e61f0") + b"\xff" * 128
+    assert bytes(encode("w", weight)[0].tolist()) == expected
+
+
+def test_the_scales_of_q6_k_worked_by_hand():
+    weight = fixed("Q6_K", [-0.5 * step for step in (-128, 127, *range(1, 15))], qvalue=-32)
+    expected = bytes(192) + bytes([128, 127, *range(1, 15)]) + bytes.fromhex("00b8")
+    assert bytes(encode("w", weight)[0].tolist()) == expected
+
+
+def test_scales_that_are_no_multiples_are_refused():
+    scales = [0.5 * step for step in (63, 1, 2, 3, 33, 62, 17)] + [0.3]
+    with pytest.raises(SchemeError, match=r"w: the scales of a block are no multiples of a float16 by integers of 6 bits"):
+        encode("w", fixed("Q4_K", scales, [0.0] * 8))
+
+
 @pytest.mark.parametrize("name", TYPES)
+@given(seed=st.integers(0, 2**31), size=st.sampled_from([1e-9, 1e-3, 10.0, 100.0]))
+@settings(max_examples=25)
+def test_scales_that_a_block_holds_are_left_as_they_are(name, seed, size):
+    kind, generator = BLOCK_TYPES[name], torch.Generator().manual_seed(seed)
+    wanted = torch.rand(3, 2 * kind.groups, generator=generator).add_(1e-3) * size
+    if not kind.minima:
+        wanted *= torch.rand(wanted.shape, generator=generator).sub_(0.5).sign()
+    once = stored(wanted, kind)
+    assert torch.equal(stored(once, kind), once)
+    if kind.scale_bits is None and size > 1:
+        assert torch.equal(once, wanted.half().float())
+    if kind.scale_bits is not None and size > 1:  # the largest of a block is nearly what was wanted
+        top, was = (x.view(3, 2, -1).abs().amax(dim=-1) for x in (once, wanted))
+        assert torch.allclose(top, was, rtol=2**-10)
+    if kind.minima:
+        minima = stored_minima(wanted, kind)
+        assert torch.equal(stored_minima(minima, kind), minima)
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_searched_scales_lose_less_than_the_whole_range(name):
+    weight = torch.randn(64, 512, generator=torch.Generator().manual_seed(3))
+    errors = [(quantized(weight, name, searched=searched).dequantize() - weight).square().mean() for searched in (True, False)]
+    assert errors[0] < (0.98 if BLOCK_TYPES[name].num_bits < 8 else 1.0001) * errors[1]
+
+
+def test_more_bits_lose_less():
+    weight = torch.randn(64, 512, generator=torch.Generator().manual_seed(4))
+    loss = {name: float((quantized(weight, name).dequantize() - weight).square().mean()) for name in TYPES}
+    assert loss["Q8_0"] < loss["Q6_K"] < loss["Q5_K"] < loss["Q4_K"] < loss["Q4_0"] < loss["Q3_K"] < loss["Q2_K"]
+
+
+@pytest.mark.parametrize("name", TYPES)
+@settings(max_examples=12)
 @given(data=st.data())
 def test_ggufs_values_of_any_block_are_ours(name, data):
     rows, blocks = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 2))
@@ -80,7 +144,7 @@ def test_zeros_stay_zeros(name):
 @pytest.mark.parametrize("name", TYPES)
 def test_a_weight_too_large_for_float16_is_refused(name):
     found = quantized(torch.full((1, 256), 1e9), name)
-    with pytest.raises(SchemeError, match=r"w: scale inf, it is finite and"):
+    with pytest.raises(SchemeError, match=r"w: (scale (inf|nan), it is finite and|a minimum is not finite)"):
         encode("w", found)
 
 

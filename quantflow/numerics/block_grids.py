@@ -1,0 +1,160 @@
+"""Scales and minima of llama.cpp's blocks: those of each group that lose least, then the nearest that a block can have.
+
+A group's scale, and its minimum where the type has them, are fitted by least squares to the integers that a multiple of its
+range gives; of all multiples the best fit is taken. A block cannot have any scales: they are d times small integers. So each is
+rounded to that, and then each integer is moved by one, up or down, where that loses less. The largest of a block stays, since d
+follows from it.
+The loss of a group is sum_j importance_j * (rounded_j - weight_j)^2.
+Source: the fit is `make_qkx3_quants` of github.com/ggml-org/ggml, `ggml-quants.c`, in its idea.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quantflow.core import blocks, groups
+from quantflow.core.blocks import BlockType
+from quantflow.core.scheme import TensorScheme
+
+_MULTIPLES = tuple(step / 32 for step in range(34, 19, -1))  # of the range: 1.06 to 0.63
+_ROUNDS = 2  # in which integers of scales are moved by one
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Groups:
+    """Rows of a weight in groups.
+
+    Attributes:
+        values: [O, G, g] float32.
+        matters: [G, g] float32, positive.
+        scheme: of the weight, with a `block`.
+    """
+
+    values: Tensor
+    matters: Tensor
+    scheme: TensorScheme
+
+    def summed(self, *factors: Tensor) -> Tensor:
+        """Return the weighted sum over a group of a product, [O, G]."""
+        product = self.matters
+        for factor in factors:
+            product = product * factor
+        return product.sum(dim=-1)
+
+    def points(self, scale: Tensor, minimum: Tensor) -> Tensor:
+        """Return the nearest qvalues, [O, G, g] float32.  scale, minimum: [O, G]."""
+        scaled = (self.values + minimum[..., None]).div_(scale[..., None])
+        return scaled.round_().clamp_(self.scheme.qmin, self.scheme.qmax)
+
+    def loss(self, scale: Tensor, minimum: Tensor) -> Tensor:
+        """Return the loss of each group, [O, G]."""
+        error = self.points(scale, minimum).mul_(scale[..., None]).sub_(minimum[..., None]).sub_(self.values)
+        return self.summed(error.square_())
+
+
+def searched(weight: Tensor, importance: Tensor, *, scheme: TensorScheme) -> tuple[Tensor, Tensor | None]:
+    """Return the scale and the zero point of every group of some rows, [O, G] float32 each; None for types without minima.
+
+    Args:
+        weight: [O, I] float32, finite.
+        importance: [I], at least zero.
+        scheme: its `block_type` has minima, or scales that are multiples of a d.
+    """
+    kind = scheme.block
+    assert kind is not None
+    split = groups.to_groups(weight, kind.group_size)  # [O, G, g]
+    matters = importance.float().reshape(split.shape[1:])
+    matters = matters + matters.mean() * 1e-6 + torch.finfo(torch.float32).tiny
+    cut = _Groups(values=split, matters=matters / matters.amax(), scheme=scheme)
+    scale, minimum = _fitted(cut, kind)
+    scale = blocks.stored(scale, kind)
+    minimum = blocks.stored_minima(minimum, kind) if kind.minima else minimum
+    if kind.scale_bits is not None:
+        for _ in range(_ROUNDS):
+            scale, minimum = _moved(cut, scale, minimum, kind)
+    return scale, minimum / scale if kind.minima else None
+
+
+def _fitted(cut: _Groups, kind: BlockType) -> tuple[Tensor, Tensor]:
+    """Return the scale and the minimum of each group for which the best multiple's integers lose least, any float32."""
+    scheme, (low, high) = cut.scheme, (cut.values.amin(dim=-1), cut.values.amax(dim=-1))
+    least = torch.full_like(low, torch.inf)
+    best_scale, best_minimum = torch.zeros_like(low), torch.zeros_like(low)
+    whole, first = cut.matters.sum(dim=-1).expand_as(low), cut.summed(cut.values)
+    square = cut.summed(cut.values, cut.values)
+    free = kind.scale_bits is None  # a minimum that is a float16 may be negative
+    for multiple in _MULTIPLES:
+        if kind.minima:
+            floor = low if free else low.clamp_max(0)
+            step = (high - floor) * (multiple / scheme.qmax)
+            minimum = -floor * multiple
+        else:  # the largest magnitude is on the longer side
+            step = torch.where(-low >= high, -low, -high) * (multiple / -scheme.qmin)
+            minimum = torch.zeros_like(low)
+        points = cut.points(torch.where(step == 0, 1.0, step), minimum)
+        mixed, of_points = cut.summed(points, cut.values), cut.summed(points, points)
+        scale, minimum = _least_squares(mixed, of_points, None, None, None)
+        if kind.minima:
+            sums = cut.summed(points)
+            with_minimum = _least_squares(mixed, of_points, sums, first, whole)
+            fits = (with_minimum[0] > 0) & (with_minimum[1] >= (-torch.inf if free else 0))
+            scale, minimum = torch.where(fits, with_minimum[0], scale), torch.where(fits, with_minimum[1], minimum)
+        loss = square - 2 * (scale * mixed - minimum * first) + scale.square() * of_points + minimum.square() * whole
+        if kind.minima:
+            loss = loss - 2 * scale * minimum * sums
+        better = (loss < least) & (scale != 0)
+        least = torch.where(better, loss, least)
+        best_scale, best_minimum = torch.where(better, scale, best_scale), torch.where(better, minimum, best_minimum)
+    return best_scale, best_minimum
+
+
+def _least_squares(
+    mixed: Tensor, of_points: Tensor, sums: Tensor | None, first: Tensor | None, whole: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return the scale and the minimum that fit integers q to values x, scale * q - minimum ~ x; 0 where nothing can be said.
+
+    Args:
+        mixed: weighted sum of q x.
+        of_points: of q q.
+        sums: of q; None for a minimum of 0.
+        first: of x.
+        whole: of 1.
+    """
+    if sums is None or first is None or whole is None:
+        return torch.where(of_points > 0, mixed / of_points, 0.0), torch.zeros_like(mixed)
+    spread = whole * of_points - sums.square()
+    scale = torch.where(spread > 1e-6 * whole * of_points, (whole * mixed - sums * first) / spread, 0.0)
+    return scale, (scale * sums - first) / whole
+
+
+def _moved(cut: _Groups, scale: Tensor, minimum: Tensor, kind: BlockType) -> tuple[Tensor, Tensor]:
+    """Return scales and minima of which each has moved by one integer at most, where that loses less."""
+    lowest, highest = blocks.steps_range(kind)
+    d, steps = blocks.steps_of(scale, kind)
+    fixed = (steps == (lowest if kind.signed else highest)).flatten(1)  # d follows from these
+    unit = d[..., None].expand_as(steps).flatten(1)
+    steps = steps.flatten(1)
+    minima, unit_of_minima, minimum_fixed = torch.zeros_like(steps), torch.zeros_like(steps), torch.ones_like(fixed)
+    if kind.minima:
+        of_minima, found = blocks.minimum_steps_of(minimum, kind)
+        unit_of_minima, minima = of_minima[..., None].expand_as(found).flatten(1), found.flatten(1)
+        minimum_fixed = (minima == highest) | (unit_of_minima == 0)
+    best_steps, best_minima, least = steps, minima, cut.loss(scale, minimum)
+    for up in (-1, 0, 1):
+        for more in (-1, 0, 1) if kind.minima else (0,):
+            if up == more == 0:
+                continue
+            new = steps + up
+            new_minima = minima + more
+            allowed = (new != 0) & (new >= lowest + kind.signed) & (new <= highest) & ~(fixed & (up != 0))
+            if not kind.signed:
+                allowed &= new > 0
+            allowed &= (new_minima >= 0) & (new_minima <= highest) & ~(minimum_fixed & (more != 0))
+            new = torch.where(allowed, new, steps)
+            new_minima = torch.where(allowed, new_minima, minima)
+            loss = cut.loss(new * unit, new_minima * unit_of_minima)
+            better = loss < least
+            least = torch.where(better, loss, least)
+            best_steps, best_minima = torch.where(better, new, best_steps), torch.where(better, new_minima, best_minima)
+    return best_steps * unit, best_minima * unit_of_minima
