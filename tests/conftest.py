@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
     CONFIG_MAPPING,
@@ -155,6 +156,26 @@ def text_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama in bf16; tests copy it before they change it."""
     return write_model(tmp_path_factory.mktemp("models") / "llama")
+
+
+@pytest.fixture(scope="session")
+def write_adapter() -> Callable[..., dict[str, torch.Tensor]]:
+    """Return what writes a random LoRA adapter as PEFT does, and returns alpha / r * B A of each linear."""
+
+    def write(folder: Path, shapes: dict[str, tuple[int, int]], *, seed: int, rank: int = 4) -> dict[str, torch.Tensor]:
+        draw, alpha = torch.Generator().manual_seed(seed), 12
+        tensors, deltas = {}, {}
+        for name, (rows, columns) in shapes.items():
+            down = torch.randn(rank, columns, generator=draw) * columns**-0.5
+            up = torch.randn(rows, rank, generator=draw) * 0.1
+            tensors |= {f"base_model.model.{name}.lora_A.weight": down, f"base_model.model.{name}.lora_B.weight": up}
+            deltas[name] = alpha / rank * (up @ down)
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, folder / "adapter_model.safetensors")
+        (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": alpha}))
+        return deltas
+
+    return write
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,8 @@
 """LoRA adapters (Hu et al. 2021) in PEFT's files, beside a linear of any kind or merged into one that is not quantized.
 
 y = base(x) + scaling * B (A x),  A [r, in_features], B [out_features, r]
+
+Here they are read, and put into transformers' modules. `row_adapters.py` runs them beside the lean decoder, row by row.
 """
 
 import math
@@ -46,6 +48,38 @@ class Adapted:
     beside: tuple[str, ...]
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Factors:
+    """The product beside one linear, in float32.
+
+    Attributes:
+        down: A, [r, in_features].
+        up: scaling * B, [out_features, r].
+    """
+
+    down: Tensor
+    up: Tensor
+
+    def require_fit(self, name: str, *, inputs: int | None, outputs: int | None, path: Path) -> None:
+        """Refuse factors that do not fit a linear.
+
+        Args:
+            name: of the linear, as the adapter calls it.
+            inputs: its features; None where nobody knows.
+            outputs: the same.
+            path: of the adapter's weights.
+
+        Raises:
+            InputError: naming both.
+        """
+        here = (self.down.shape[-1], self.up.shape[0])
+        fits = self.down.ndim == self.up.ndim == 2 and self.down.shape[0] == self.up.shape[1]
+        told = [size for size, wanted in zip(here, (inputs, outputs), strict=True) if wanted not in (None, size)]
+        if not fits or told:
+            shapes = f"A {list(self.down.shape)}, B {list(self.up.shape)}"
+            raise InputError(f"{path}: {name} maps {inputs} to {outputs}, {shapes}", "give an adapter of this model")
+
+
 class AdaptedLinear(nn.Module):
     """A linear with a low-rank product beside it. The base stays as it is, quantized or not.
 
@@ -71,6 +105,29 @@ class AdaptedLinear(nn.Module):
         return torch.add(self.base(x), added)
 
 
+def weights_file(folder: str | Path) -> Path:
+    """Return where the tensors of an adapter are."""
+    return Path(folder) / _WEIGHTS
+
+
+def read_adapter(folder: str | Path) -> dict[str, Factors]:
+    """Return the products of an adapter by the names of their linears, as the model calls them.
+
+    Args:
+        folder: holds adapter_config.json and adapter_model.safetensors, as PEFT's `save_pretrained` writes them.
+
+    Raises:
+        InputError: files that are missing or damaged.
+        UnsupportedError: another kind of adapter than plain LoRA on linears.
+    """
+    config = _read_config(Path(folder) / _CONFIG)
+    alphas = [(Pattern(rf"(.*\.)?({text})"), alpha) for text, alpha in (config.get("alpha_pattern") or {}).items()]
+    return {
+        name: Factors(down=down.float(), up=up.float() * _scaling(config, alphas, name, rank=down.shape[0]))
+        for name, (down, up) in _parts(weights_file(folder)).items()
+    }
+
+
 def attach_(model: nn.Module, folder: str | Path, *, merge: bool = False) -> Adapted:
     """Give a model the adapter of a folder.
 
@@ -85,21 +142,18 @@ def attach_(model: nn.Module, folder: str | Path, *, merge: bool = False) -> Ada
         UnsupportedError: another kind of adapter than plain LoRA on linears.
         UsageError: a merge into a weight that the embedding shares.
     """
-    path = Path(folder)
-    config = _read_config(path / _CONFIG)
-    alphas = [(Pattern(rf"(.*\.)?({text})"), alpha) for text, alpha in (config.get("alpha_pattern") or {}).items()]
-    parts = _parts(path / _WEIGHTS)
-    bases = {name: _linear(model, name, down, up, path=path / _WEIGHTS) for name, (down, up) in parts.items()}
+    parts, weights = read_adapter(folder), weights_file(folder)
+    bases = {name: _linear(model, name, factors, path=weights) for name, factors in parts.items()}
     merged = tuple(name for name, base in bases.items() if merge and isinstance(base, nn.Linear))
     _refuse_shared(model, {name: bases[name] for name in merged})
     first = next(parameter for parameter in model.parameters() if parameter.is_floating_point())
-    for name, (down, up) in parts.items():
-        base, scaled = bases[name], up.float() * _scaling(config, alphas, name, rank=down.shape[0])
+    for name, factors in parts.items():
+        base, down, up = bases[name], factors.down, factors.up
         if name in merged:
             weight: Any = base.weight
-            weight.data += (scaled @ down.float()).to(weight)
+            weight.data += (up @ down).to(weight)
         else:
-            model.set_submodule(name, AdaptedLinear(base, down=down.to(first), up=scaled.to(first)))
+            model.set_submodule(name, AdaptedLinear(base, down=down.to(first), up=up.to(first)))
     return Adapted(merged=merged, beside=tuple(name for name in parts if name not in merged))
 
 
@@ -146,18 +200,14 @@ def _parts(path: Path) -> dict[str, tuple[Tensor, Tensor]]:
     return {module: (pair["A"], pair["B"]) for module, pair in sides.items()}
 
 
-def _linear(model: nn.Module, name: str, down: Tensor, up: Tensor, *, path: Path) -> nn.Module:
+def _linear(model: nn.Module, name: str, factors: Factors, *, path: Path) -> nn.Module:
     """Return the linear that an adapter's factors belong to, after a look at their shapes."""
     try:
         base = model.get_submodule(name)
     except AttributeError as error:
         raise InputError(f"{path}: {name} is no linear of the model", "give an adapter of this model") from error
-    wanted = [getattr(base, key, None) for key in ("in_features", "out_features")]  # one that is read from disk does not tell
-    fits = down.ndim == up.ndim == 2 and down.shape[0] == up.shape[1]
-    told = [size for size, here in zip((down.shape[-1], up.shape[0]), wanted, strict=True) if here not in (None, size)]
-    if not fits or told:
-        shapes = f"A {list(down.shape)}, B {list(up.shape)}"
-        raise InputError(f"{path}: {name} maps {wanted[0]} to {wanted[1]}, {shapes}", "give an adapter of this model")
+    inputs, outputs = (getattr(base, key, None) for key in ("in_features", "out_features"))  # read from disk: it does not tell
+    factors.require_fit(name, inputs=inputs, outputs=outputs, path=path)
     return base
 
 

@@ -4,9 +4,10 @@ No module of transformers runs in its loop. `quantflow.runtime.architecture` say
 Hidden states are float32 whatever the artifact's dtype is: that one says what linears read, and how their weights are kept.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from quantflow.runtime.operations import NO_NORM, DecoderBlock, Norm, Operations
 from quantflow.runtime.packed import Pack
 from quantflow.runtime.projection import plain_weight, projection
 from quantflow.runtime.routed_experts import Expert, RoutedExperts
+from quantflow.runtime.row_adapters import RowAdapters
 from quantflow.runtime.tensor_parallel import Ranks
 
 
@@ -92,7 +94,9 @@ class LeanDecoder:
             blocks = [_put_together(block, made, index, ranks) for index, block in enumerate(blocks)]
             self._embed = ranks.embedding(embedding, made.names.embedding)
             self._head = ranks.joined(self._head, artifact.head)
+        self._blocks = blocks
         self._operations = Operations(made.heads, blocks, made.form)
+        self._row_adapters: tuple[RowAdapters, Operations] | None = None  # and the layers with them
         foreign = {linear.backend.name for linear in artifact.linears.values() if linear.backend.linear is not kernels.linear}
         self.why_not_invariant: str | None = None
         if foreign:
@@ -100,6 +104,35 @@ class LeanDecoder:
         elif made.mixture:
             self.why_not_invariant = "the experts of all tokens are chosen and weighed at once"
         self._tables: list[tuple[Tensor, Tensor]] = []
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the LoRA adapters that `forward_rows` knows; see `adapt`."""
+        return () if self._row_adapters is None else self._row_adapters[0].names
+
+    def adapt(self, artifact: Artifact, folders: Mapping[str, str | Path]) -> None:
+        """Let sequences of `forward_rows` have LoRA adapters, each its own.
+
+        Args:
+            artifact: that the weights came from.
+            folders: of the adapters by name, as PEFT writes them.
+
+        Raises:
+            InputError: files that are missing or damaged, tensors that belong to no linear of the model or do not fit it.
+            UnsupportedError: another kind of adapter than plain LoRA on linears of attention and MLP.
+        """
+        made, adapters = self._blueprint, RowAdapters(artifact, folders)
+        order = _by_kind_of_head(made) if made.by_head else None
+        blocks = []
+        for index, block in enumerate(self._blocks):
+            named = zip(block.products, linears_of(made, index), strict=True)
+            products = [
+                adapters.beside(product, artifact, names, order=None if at else order)
+                for at, (product, names) in enumerate(named)
+            ]
+            blocks.append(replace(block, products=tuple(products)))
+        adapters.require_used()
+        self._row_adapters = adapters, Operations(made.heads, blocks, made.form)
 
     def begin(self, *, rows: int, capacity: int) -> None:
         """Empty the cache; see `Decoder.begin`. A batch that fits into the last one's memory takes it over."""
@@ -139,10 +172,21 @@ class LeanDecoder:
         self.cache = cache = self._new_cache(rows=blocks, capacity=columns)
         self._rotate_up_to(positions)
         self._operations.begin(cache, self._tables)
+        if self._row_adapters is not None:
+            self._row_adapters[1].begin(cache, self._tables)
         return cache
 
     @torch.inference_mode()
-    def forward_rows(self, input_ids: Tensor, *, first: Tensor, start: Tensor, table: Tensor, wanted: Tensor) -> Tensor:
+    def forward_rows(
+        self,
+        input_ids: Tensor,
+        *,
+        first: Tensor,
+        start: Tensor,
+        table: Tensor,
+        wanted: Tensor,
+        adapters: Sequence[str | None] = (),
+    ) -> Tensor:
         """Append positions to sequences in blocks; the bits of a sequence's logits do not depend on the others.
 
         Args:
@@ -151,11 +195,14 @@ class LeanDecoder:
             start: [B] int64, the position of the first of them.
             table: [B, W] int64, the blocks of each sequence.
             wanted: [M] int64, of which of the N positions logits are returned.
+            adapters: of each sequence, one of `adapters` or None; none at all where no sequence has one.
 
         Returns:
             [M, V] float32.
         """
         operations = self._operations
+        if self._row_adapters is not None and self._row_adapters[0].choose(first, adapters):
+            operations = self._row_adapters[1]
         operations.step_rows(first, start, table, torch.zeros_like(start))
         x = self._embedded(input_ids)  # [N, H]
         delta = operations.run(x)
@@ -225,10 +272,9 @@ def block(artifact: Artifact, made: Blueprint, index: int, pack: Pack | None) ->
         InputError: a tensor that holds what it must not.
     """
     names, prefix = made.names, f"{made.names.layers}.{index}"
-    mlp = [] if made.sparse[index] else [names.up, (names.down,)]
-    linears = [[f"{prefix}.{name}" for name in group] for group in (names.qkv, (names.output,), *mlp)]
     order = _by_kind_of_head(made) if made.by_head else None
-    products = [projection(artifact, group, pack, order=None if at else order) for at, group in enumerate(linears)]
+    groups = linears_of(made, index)
+    products = [projection(artifact, group, pack, order=None if at else order) for at, group in enumerate(groups)]
     kinds = ("attention_norm", "attended_norm", "mlp_norm", "gated_norm", "q_norm", "k_norm")
     called = {kind: getattr(names, kind) for kind in kinds}
     norms = {kind: NO_NORM if name is None else _norm(artifact, made, f"{prefix}.{name}") for kind, name in called.items()}
@@ -240,6 +286,13 @@ def block(artifact: Artifact, made: Blueprint, index: int, pack: Pack | None) ->
         window=made.windows[index],
         rotation=made.rotations[index],
     )
+
+
+def linears_of(made: Blueprint, index: int) -> list[list[str]]:
+    """Return the source names of a layer's linears, those that are one product together: qkv, output, up, down."""
+    names, prefix = made.names, f"{made.names.layers}.{index}"
+    mlp = [] if made.sparse[index] else [names.up, (names.down,)]
+    return [[f"{prefix}.{name}" for name in group] for group in (names.qkv, (names.output,), *mlp)]
 
 
 def _experts(artifact: Artifact, made: Blueprint, prefix: str, pack: Pack | None) -> RoutedExperts:

@@ -237,6 +237,7 @@ class Service:
         asked: Asked,
         *,
         text: str | None,
+        adapter: str | None = None,
         tokens: Sequence[int] | None = None,
         rendered: bool = False,
         keeps_stop: bool = True,
@@ -248,6 +249,7 @@ class Service:
             model: that answers.
             asked: by the client.
             text: the prompt; None where it is `tokens`.
+            adapter: of the model's LoRA adapters, or None.
             tokens: of the prompt.
             rendered: the text comes from a chat template, which writes special tokens itself.
             keeps_stop: an answer ends with its stop string, not before it.
@@ -292,6 +294,7 @@ class Service:
                     top_n=asked.top_n_tokens or 0,
                     prompt_logprobs=asked.prefill and row == 0,
                     mask=masks[row],
+                    adapter=adapter,
                 )
                 grows = AnswerText(model.tokenizer, ids, stops=asked.stop, keeps_stop=keeps_stop)
                 answer.rows.append(

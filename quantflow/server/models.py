@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from transformers import BatchEncoding
 
-from quantflow.errors import InputError, QuantflowError
+from quantflow.errors import InputError, QuantflowError, UnsupportedError
 from quantflow.models import chat_template
 from quantflow.models.token_ids import encoding_of, tokens_of
 from quantflow.runtime.batching import BatchLimits, Engine
+from quantflow.runtime.lean import LeanDecoder
 from quantflow.runtime.load import Loaded, load
 from quantflow.server.errors import Refused, bad_template, invalid
 from quantflow.server.grammar import Grammars
@@ -204,6 +205,7 @@ class Models:
         self.job = job
         self.workers = ThreadPoolExecutor(job.limits.validation_workers, thread_name_prefix="quantflow-validation")
         self._loaders = ThreadPoolExecutor(1, thread_name_prefix="quantflow-loading")
+        _adapt(first, job.adapter_folders)
         self.first = ServedModel(job.first_name, first, job=job, workers=self.workers)
         self.places = {job.first_name: ModelPlace(folder=job.artifact, served=self.first)}
         for pair in job.models:
@@ -221,11 +223,15 @@ class Models:
         """What killed an engine; None while all are well."""
         return next((model.engine.failed for model in self.running if model.engine.failed is not None), None)
 
+    def adapter(self, name: str | None) -> str | None:
+        """Return the adapter that a request names in the place of a model, None where it names none."""
+        return name if name in self.job.adapter_folders else None
+
     async def get(self, name: str | None) -> ServedModel:
         """Return the model that a request names, loading it where it is not.
 
         Args:
-            name: None and what clients of a single model say is the first.
+            name: None and what clients of a single model say is the first, and so is an adapter's name.
 
         Raises:
             Refused: there is none of the name, or it cannot be loaded.
@@ -255,9 +261,10 @@ class Models:
         if name in self.places:
             return str(name)
         source = self.first.manifest.get("source", {}).get("name")
-        if not name or name in ANY_NAME or name in (source, str(self.job.artifact)):
+        if not name or name in ANY_NAME or name in (source, str(self.job.artifact)) or self.adapter(name):
             return self.first.name
-        raise Refused("model_not_found", f"The model `{name}` does not exist. There are: {', '.join(self.places)}")
+        there = ", ".join([*self.places, *self.job.adapter_folders])
+        raise Refused("model_not_found", f"The model `{name}` does not exist. There are: {there}")
 
     def _load(self, name: str, folder: Path) -> ServedModel:
         return ServedModel(name, open_model(folder, self.job), job=self.job, workers=self.workers)
@@ -285,6 +292,21 @@ def open_model(folder: Path, job: ServeJob) -> Loaded:
     """
     dtype: torch.dtype = getattr(torch, job.dtype)
     return load(folder, decoder=job.decoder, kv_cache=job.kv_cache, backend=job.backend, dtype=dtype, pack=job.pack)
+
+
+def _adapt(loaded: Loaded, folders: Mapping[str, str]) -> None:
+    """Give a model its adapters.
+
+    Raises:
+        UnsupportedError: the lean decoder does not run it.
+        QuantflowError: as `LeanDecoder.adapt`.
+    """
+    if not folders:
+        return
+    if not isinstance(loaded.decoder, LeanDecoder):
+        told = f"adapters {', '.join(folders)}: requests choose adapters of the lean decoder alone; {'; '.join(loaded.reasons)}"
+        raise UnsupportedError(told, "leave --adapter out, or merge the adapter into the model before it is quantized")
+    loaded.decoder.adapt(loaded.artifact, folders)
 
 
 def weight_bytes(folder: Path) -> int:

@@ -47,8 +47,11 @@ async def chat(call: HttpCall) -> Response | EventStream:
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     asked = _asked(body, grammar=grammar or wanted, limit=limit, top=(body.top_logprobs or 0) if body.logprobs else 0)
     text = await render(model, body, tools)
-    answer = await _begin(site, model, asked, timings, text=text, rendered=True)
-    writer = ChatWriter(model, tools=tools, holds_back=grammar is not None, logprobs=bool(body.logprobs))
+    adapter = site.models.adapter(body.model)
+    answer = await _begin(site, model, asked, timings, text=text, rendered=True, adapter=adapter)
+    writer = ChatWriter(
+        model, name=adapter or model.name, tools=tools, holds_back=grammar is not None, logprobs=bool(body.logprobs)
+    )
     return await _respond(site, [answer], writer, body)
 
 
@@ -73,16 +76,16 @@ async def completions(call: HttpCall) -> Response | EventStream:
         prefill=prefill,
         best_of=body.best_of,
     )
-    answers: list[Answer] = []
+    answers, adapter = list[Answer](), site.models.adapter(body.model)
     try:
         for prompt in prompts:
             words = {"text": prompt} if isinstance(prompt, str) else {"text": None, "tokens": prompt}
-            answers.append(await _begin(site, model, asked, timings, **words))
+            answers.append(await _begin(site, model, asked, timings, adapter=adapter, **words))
     except BaseException:
         for answer in answers:
             answer.__exit__(None, None, None)
         raise
-    writer = CompletionWriter(model, echo=bool(body.echo), logprobs=body.logprobs is not None)
+    writer = CompletionWriter(model, name=adapter or model.name, echo=bool(body.echo), logprobs=body.logprobs is not None)
     return await _respond(site, answers, writer, body)
 
 
@@ -97,6 +100,9 @@ async def models(call: HttpCall) -> Response:
         if served is not None:
             entry |= {"max_model_len": served.max_total_tokens, "root": served.manifest.get("source", {}).get("name")}
         entries.append(entry)
+    for name in site.job.adapter_folders:  # as vLLM lists them
+        entry = {"id": name, "object": "model", "created": site.started, "owned_by": "quantflow", "loaded": True}
+        entries.append(entry | {"parent": site.models.first.name, "max_model_len": site.models.first.max_total_tokens})
     return JSONResponse({"object": "list", "data": entries})
 
 

@@ -33,13 +33,13 @@ class AnswerWriter(Protocol):
 class Head:
     """What all JSON of one answer begins with."""
 
-    def __init__(self, model: ServedModel, *, prefix: str) -> None:
-        """Name the answer."""
+    def __init__(self, model: ServedModel, *, name: str, prefix: str) -> None:
+        """Name the answer, and what answers."""
         digest = str(model.manifest.get("digest", ""))[:16]
         self._head = {
             "id": f"{prefix}-{secrets.token_hex(12)}",
             "created": int(time.time()),
-            "model": model.name,
+            "model": name,
             "system_fingerprint": f"fp_{digest}",
         }
 
@@ -57,17 +57,18 @@ class Head:
 class ChatWriter:
     """Choices of a chat. A text that may be a call of a tool is held back until it is known whether it is."""
 
-    def __init__(self, model: ServedModel, *, tools: Sequence[Any], holds_back: bool, logprobs: bool) -> None:
+    def __init__(self, model: ServedModel, *, name: str, tools: Sequence[Any], holds_back: bool, logprobs: bool) -> None:
         """Take what the answer may hold.
 
         Args:
             model: that answers.
+            name: of the model or of its adapter, as the request has it.
             tools: that it was shown.
             holds_back: the answer is a call for certain.
             logprobs: tokens have their log-probabilities.
         """
         self._model, self._tools, self._holds_back, self._logprobs = model, tools, holds_back and bool(tools), logprobs
-        self._head, self._told = Head(model, prefix="chatcmpl"), dict[int, int]()
+        self._head, self._told = Head(model, name=name, prefix="chatcmpl"), dict[int, int]()
 
     def whole(self, answers: Sequence[Answer], *, count: int) -> dict[str, Any]:
         """Return answers as a whole."""
@@ -119,16 +120,17 @@ class ChatWriter:
 class CompletionWriter:
     """Choices of a completion."""
 
-    def __init__(self, model: ServedModel, *, echo: bool, logprobs: bool) -> None:
+    def __init__(self, model: ServedModel, *, name: str, echo: bool, logprobs: bool) -> None:
         """Take what the answer may hold.
 
         Args:
             model: that answers.
+            name: of the model or of its adapter, as the request has it.
             echo: a text begins with its prompt.
             logprobs: tokens have their log-probabilities.
         """
         self._model, self._echo, self._logprobs = model, echo, logprobs
-        self._head = Head(model, prefix="cmpl")
+        self._head = Head(model, name=name, prefix="cmpl")
 
     def whole(self, answers: Sequence[Answer], *, count: int) -> dict[str, Any]:
         """Return answers as a whole."""

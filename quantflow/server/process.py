@@ -158,6 +158,7 @@ def opening_lines(job: ServeJob, models: Models) -> list[str]:
     model, limits = models.first, models.first.engine.limits
     lines = [f"model {model.name}: {job.artifact}, {model.loaded.name} decoder, {job.dtype}"]
     lines += [f"  {reason}" for reason in model.loaded.reasons]
+    lines += [f"  adapter {name}: {folder}" for name, folder in job.adapter_folders.items()]
     pool = model.engine.counters().pool
     lines.append(f"keys and values: {pool.blocks} blocks of {pool.block_tokens} tokens")
     rows = [(name, getattr(limits, name, asked), _origin(job, name, asked)) for name, asked in vars(job.limits).items()]

@@ -153,6 +153,7 @@ class ServeJob:
         revision: of the first model, on the hub.
         name: what requests call it; None: the folder's or the file's name, or that on the hub.
         models: more of them, `name=MODEL`; each is loaded when a request names it.
+        adapters: LoRA adapters of the first model, `name=FOLDER`; requests choose one by its name, as if it were a model.
         model_memory: that weights of loaded models may have together; the one that was unused longest is dropped.
         chat_template: a file that stands in place of the tokenizer's own template.
         host, port: where it listens; port 0 takes a free one.
@@ -179,6 +180,13 @@ class ServeJob:
     )
     models: tuple[str, ...] = setting(
         (), flag="--model", metavar="NAME=MODEL", verbs=SERVE, help="One more model, loaded when it is asked for; also several."
+    )
+    adapters: tuple[str, ...] = setting(
+        (),
+        flag="--adapter",
+        metavar="NAME=DIR",
+        verbs=SERVE,
+        help="A LoRA adapter (PEFT) of the first model; requests choose it by name; also several.",
     )
     model_memory: str | None = setting(
         None,
@@ -290,10 +298,13 @@ class ServeJob:
         for pair in self.models:
             if not all(pair.partition("=")[::2]):
                 raise UsageError(f"{pair!r} names no model", "write NAME=MODEL")
-        names = [pair.partition("=")[0] for pair in self.models] + [self.first_name]
+        for pair in self.adapters:
+            if not all(pair.partition("=")[::2]):
+                raise UsageError(f"{pair!r} names no adapter", "write NAME=DIR")
+        names = [pair.partition("=")[0] for pair in (*self.models, *self.adapters)] + [self.first_name]
         for name in names:
             if names.count(name) > 1:
-                raise UsageError(f"model {name!r} stands for two folders", "give every model a name of its own")
+                raise UsageError(f"model {name!r} stands for two folders", "give every model and adapter a name of its own")
 
     @property
     def model_bytes(self) -> int | None:
@@ -304,6 +315,11 @@ class ServeJob:
     def kv_bytes(self) -> int | None:
         """Bytes of `kv_memory`."""
         return None if self.kv_memory is None else parse_size(self.kv_memory)
+
+    @property
+    def adapter_folders(self) -> dict[str, str]:
+        """Folders of `adapters` by name."""
+        return {name: folder for name, _, folder in (pair.partition("=") for pair in self.adapters)}
 
     @property
     def first_name(self) -> str:

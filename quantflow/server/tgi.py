@@ -111,8 +111,8 @@ async def _whole(site: Site, body: GenerateBody) -> tuple[dict[str, Any], Mappin
     """Return the JSON of an answer, and TGI's headers."""
     timings, parameters = Timings(), body.parameters
     model = await site.models.get(parameters.adapter_id)
-    asked = asked_by(parameters)
-    async with site.answering(lambda: site.service.answer(model, asked, text=body.inputs, timings=timings)) as answer:
+    words: Any = {"text": body.inputs, "adapter": site.models.adapter(parameters.adapter_id), "timings": timings}
+    async with site.answering(lambda: site.service.answer(model, asked_by(parameters), **words)) as answer:
         await answer.finish()
     best = answer.best()
     value: dict[str, Any] = {"generated_text": _full(body, answer.rows[best])}
@@ -139,7 +139,8 @@ async def _events(site: Site, body: GenerateBody) -> AsyncIterator[str]:
     parameters, asked = body.parameters, asked_by(body.parameters, streams=True)
     try:
         model = await site.models.get(parameters.adapter_id)
-        async with site.answering(lambda: site.service.answer(model, asked, text=body.inputs)) as answer:
+        words: Any = {"text": body.inputs, "adapter": site.models.adapter(parameters.adapter_id)}
+        async with site.answering(lambda: site.service.answer(model, asked, **words)) as answer:
             async for piece in answer.pieces(0):
                 row = answer.rows[0]
                 event: dict[str, Any] = {"index": piece.index + 1, "token": token_json(piece)}

@@ -48,6 +48,8 @@ def command_of(job: ServeJob) -> list[str]:
         raise UsageError(f"tensor_parallel={tensor_parallel}: the model has {heads} heads", "use a number that divides them")
     if tensor_parallel > 1:
         words += ["--tensor-parallel-size", str(tensor_parallel)]
+    if job.adapters:
+        words += ["--enable-lora", "--lora-modules", *job.adapters]
     limits = job.limits
     if limits.max_total_tokens is not None:
         words += ["--max-model-len", str(limits.max_total_tokens)]

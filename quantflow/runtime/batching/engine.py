@@ -219,7 +219,9 @@ class Engine:
         known = range(self._runner.vocab_size)
         for token in (*request.input_ids, *request.logit_bias):
             require(token in known, f"token {token}: the model has {len(known)}", "use the model's tokenizer")
-        require(request.adapter is None, f"adapter {request.adapter!r}: the engine has none", "leave it out")
+        adapters = self._runner.adapters
+        told = f"adapter {request.adapter!r}: the engine has {', '.join(adapters) or 'none'}"
+        require(request.adapter is None or request.adapter in adapters, told, "name one of them, or leave it out")
         if not request.stop:
             return None
         count, most = len(request.stop), limits.max_stop_sequences

@@ -25,7 +25,7 @@ class BlockRunner:
     """A `Runner` on the lean decoder.
 
     Attributes:
-        vocab_size, positions, pool_tokens, most_rows, guesses, why_not_invariant: as in
+        vocab_size, positions, pool_tokens, most_rows, guesses, adapters, why_not_invariant: as in
             `quantflow.runtime.batching.runner.Runner`.
     """
 
@@ -46,7 +46,7 @@ class BlockRunner:
         self._decoder = decoder
         self.vocab_size, self.positions = decoder.vocab_size, decoder.positions
         self.most_rows: int | None = None
-        self.guesses = True
+        self.guesses, self.adapters = True, decoder.adapters
         self.why_not_invariant = decoder.why_not_invariant
         longest = limits.max_total_tokens or decoder.positions or limits.max_batch_total_tokens or 4096
         memory = int(available_bytes() * _SHARE) if kv_memory is None else kv_memory
@@ -103,6 +103,7 @@ class BlockRunner:
             start=torch.tensor([part.row.computed for part in parts]),
             table=torch.tensor(table),
             wanted=torch.tensor(wanted, dtype=torch.int64),
+            adapters=[part.row.stream.request.adapter for part in parts],
         )
         for part, lease in zip(parts, leases, strict=True):
             self._pool.publish(lease, part.row.tokens, computed=min(part.row.computed + part.count, len(part.row.tokens)))

@@ -57,7 +57,7 @@ class BatchRequest:
         prompt_logprobs: compute the log-probability of every token of the prompt. Such a request shares no prefix.
         mask: a grammar of this request alone, or None.
         lookup: speculation by the text itself; the tokens and their log-probabilities are the same without it.
-        adapter: the name of a LoRA adapter that the engine was given, or None.
+        adapter: the name of a LoRA adapter that the decoder has (`LeanDecoder.adapt`), or None.
         priority: classes of higher priority are admitted first; see `Scheduler` for what keeps the others from starving.
     """
 

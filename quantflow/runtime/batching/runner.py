@@ -59,6 +59,7 @@ class Runner(Protocol):
         pool_tokens: keys and values that there is room for.
         most_rows: rows that may be open at once; None: any number.
         guesses: whether it computes tokens that may turn out not to be the text's.
+        adapters: names of the LoRA adapters that a row may have.
         why_not_invariant: why a row's bits may depend on the others, in a sentence; None: they do not.
     """
 
@@ -67,6 +68,7 @@ class Runner(Protocol):
     pool_tokens: int
     most_rows: int | None
     guesses: bool
+    adapters: tuple[str, ...]
     why_not_invariant: str | None
 
     def open(self, row: BatchRow) -> None:
@@ -95,6 +97,7 @@ class OneAtATime:
         self.pool_tokens = decoder.positions or _NO_POSITIONS
         self.most_rows: int | None = 1
         self.guesses = False
+        self.adapters: tuple[str, ...] = ()
         # it depends on no other row, for there is none; but torch's products sum in another order for more tokens at once
         self.why_not_invariant: str | None = "the chunks of a prompt decide how many tokens torch multiplies at once"
         self._used = 0

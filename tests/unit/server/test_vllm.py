@@ -18,9 +18,12 @@ from quantflow.stages.cli.output import exit_code
 
 def test_the_command_says_what_the_artifact_says(artifact, capsys):
     limits = Limits(max_total_tokens=512, max_batch_size=8)
-    words = vllm.command_of(ServeJob(artifact=artifact, engine="vllm", limits=limits, tensor_parallel=2))
+    words = vllm.command_of(
+        ServeJob(artifact=artifact, engine="vllm", limits=limits, tensor_parallel=2, adapters=("a=/a", "b=/b"))
+    )
     expected = ["vllm", "serve", str(artifact), "--served-model-name", "python-model", "--host", "127.0.0.1", "--port", "8000"]
-    expected += ["--dtype", "bfloat16", "--tensor-parallel-size", "2", "--max-model-len", "512", "--max-num-seqs", "8"]
+    expected += ["--dtype", "bfloat16", "--tensor-parallel-size", "2", "--enable-lora", "--lora-modules", "a=/a", "b=/b"]
+    expected += ["--max-model-len", "512", "--max-num-seqs", "8"]
     assert words == expected
     command = ["serve", str(artifact), "--engine", "vllm", "--dry-run", "--port", "8001"]
     assert exit_code(cli, command) == 0
