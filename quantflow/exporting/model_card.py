@@ -37,6 +37,10 @@ ASYMMETRIC = (
     "It has zero points: compressed-tensors 0.20 does not reload packed zero points plainly; "
     "pass `quantization_config=CompressedTensorsConfig(dequantize=True)`."
 )
+MINIMA = (
+    "Linears of llama.cpp's types have minima that are real numbers (`zp_dtype`): transformers does not load them. Run it with "
+    "`quantflow`, or with llama.cpp after `quantflow export ARTIFACT -o DIR --format gguf`."
+)
 
 
 def model_card(manifest: Mapping[str, Any]) -> str:
@@ -77,7 +81,10 @@ def model_card(manifest: Mapping[str, Any]) -> str:
         "",
         *[f"{layout}: {(MIXTURES if sparse else NOTES)[layout]}" for layout in layouts],
     ]
-    if any(not scheme["weights"]["symmetric"] for scheme in stored):
+    asymmetric = [scheme["weights"] for scheme in stored if not scheme["weights"]["symmetric"]]
+    if any(weights.get("block_type") for weights in asymmetric):
+        lines += ["", MINIMA]
+    elif asymmetric:
         lines += ["", ASYMMETRIC_EXPERTS if sparse else ASYMMETRIC]
     if any(scheme.get("rotation") for scheme in schemes):
         lines += ["", MIXED_INPUTS]

@@ -221,6 +221,7 @@ def test_rows_that_are_no_whole_blocks_have_types_of_smaller_ones(llama, tmp_pat
 def test_an_artifact_with_minima_runs_and_its_file_is_read_back(wide, tmp_path):
     line = ("quantize", wide, "-o", tmp_path / "a", "--scheme", "Q4_K_M", "--algorithm", "rtn_mse")
     assert run(*line) == 0  # proved in a fresh process
+    assert "have minima that are real numbers" in (tmp_path / "a" / "README.md").read_text()
     artifact, ids = open_artifact(tmp_path / "a"), torch.tensor([[0, 5, 9, 60, 7]])
     with torch.no_grad():
         logits = load(tmp_path / "a").model(ids).logits
