@@ -17,7 +17,7 @@ from quantflow import api
 from quantflow.errors import UsageError
 from quantflow.evaluation.bench_job import PERCENTILES, BenchJob, KernelJob
 from quantflow.stages.cli.environment import bars_wanted
-from quantflow.stages.cli.options import QUIET, given, job_settings, offline
+from quantflow.stages.cli.options import QUIET, job_settings, job_values, offline
 from quantflow.stages.cli.output import show, table
 from quantflow.stages.cli.progress_line import ProgressLine
 
@@ -44,18 +44,13 @@ def command(artifact: str | None, kernels: bool, as_json: bool, quiet: bool, **o
     if artifact is None and not kernels:
         raise UsageError("bench: nothing to time", "give an artifact, or --kernels")
     if artifact is None:
-        result = api.bench_kernels(KernelJob(**_fields(KernelJob, options)))
+        result = api.bench_kernels(KernelJob(**job_values("bench", KernelJob, options)))
         show(result, as_json=as_json, text=kernel_text(result))
         return
-    job = BenchJob(artifact=Path(artifact), **_fields(BenchJob, options))
+    job = BenchJob(artifact=Path(artifact), **job_values("bench", BenchJob, options))
     timed = api.bench(job, progress=ProgressLine(quiet=quiet, bars=bars_wanted()))
     if timed is not None:  # otherwise rank 0 has it
         show(timed, as_json=as_json, text=latency_text(timed))
-
-
-def _fields(record: type, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a job that a command line gives."""
-    return {item.path[-1]: value for item, value in given("bench", record, options)}
 
 
 def kernel_text(result: Mapping[str, Any]) -> str:

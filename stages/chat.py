@@ -4,7 +4,7 @@ Reads    the artifact, or a server's answers; lines of stdin
 Writes   nothing
 Resumes  nothing
 Fails    2 no chat template, a conversation that is too long; 3 a template or a server that refuses;
-         5 a server that is not there; 7 the artifact is damaged
+         5 a server that is not there; 7 the artifact is damaged, or signed by another
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from quantflow import api
 from quantflow.errors import QuantflowError
 from quantflow.runtime.chat_job import ChatJob
 from quantflow.stages.cli.environment import bars_wanted
-from quantflow.stages.cli.options import DEBUG, QUIET, given, job_settings
+from quantflow.stages.cli.options import DEBUG, QUIET, job_settings, job_values
 from quantflow.stages.cli.progress_line import ProgressLine
 from quantflow.stages.cli.signals import Interrupted
 
@@ -43,8 +43,7 @@ def command(artifact: str | None, quiet: bool, debug: bool, **options: Any) -> N
              quantflow chat --url http://127.0.0.1:8000 --system "Answer in one sentence."
     """
     del debug  # `exit_code` reads it
-    values = {item.path[-1]: value for item, value in given("chat", ChatJob, options)}
-    job = ChatJob(artifact=None if artifact is None else Path(artifact), **values)
+    job = ChatJob(artifact=None if artifact is None else Path(artifact), **job_values("chat", ChatJob, options))
     partner = api.conversation(job, progress=ProgressLine(quiet=quiet, bars=bars_wanted()))
     try:
         if not quiet:

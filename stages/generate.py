@@ -15,6 +15,7 @@ from typing import Any
 import click
 
 from quantflow import api
+from quantflow.artifact.required_signature import RequiredSignature
 from quantflow.errors import GateError, UsageError
 from quantflow.runtime.generate_job import Beams, Contrastive, GenerateJob, Lookup, Rules, Sampling
 from quantflow.stages.cli.environment import bars_wanted
@@ -62,7 +63,8 @@ def job_from(artifact: str, options: Mapping[str, Any]) -> GenerateJob:
     Raises:
         UsageError: values outside their ranges, or options that do not go together.
     """
-    records: dict[type, dict[str, Any]] = {kind: {} for kind in (GenerateJob, Sampling, Rules, Beams, Contrastive, Lookup)}
+    kinds = (GenerateJob, Sampling, Rules, Beams, Contrastive, Lookup, RequiredSignature)
+    records: dict[type, dict[str, Any]] = {kind: {} for kind in kinds}
     for item, value in given("generate", GenerateJob, options):
         records[item.record][item.path[-1]] = value
     job, sampling = records[GenerateJob], records[Sampling]
@@ -78,6 +80,7 @@ def job_from(artifact: str, options: Mapping[str, Any]) -> GenerateJob:
         method = Contrastive(**contrastive, **({"top_k": sampling.pop("top_k")} if "top_k" in sampling else {}))
     elif lookup:
         method = Lookup(**lookup)
+    job |= {"signature": RequiredSignature(**records[RequiredSignature])}
     drawn = Sampling(**sampling) if sampling.keys() - {"seed"} else None
     return GenerateJob(artifact=Path(artifact), method=method, sampling=drawn, rules=Rules(**records[Rules]), **job)
 

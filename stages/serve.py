@@ -4,7 +4,7 @@ Reads    the artifact, more of them with --model, a chat template, a key file; t
 Writes   nothing
 Resumes  nothing
 Fails    2 limits that contradict each other or the model, 3 no tokenizer or a file that cannot be read, 5 the port is taken,
-         6 the packages of quantflow[serve] are missing, 7 the artifact is damaged, 1 the engine died
+         6 the packages of quantflow[serve] are missing, 7 the artifact is damaged or signed by another, 1 the engine died
 """
 
 import shlex
@@ -16,9 +16,9 @@ import click
 
 from quantflow.errors import UsageError
 from quantflow.server import serve, vllm_command
-from quantflow.server.settings import Limits, ServeJob
+from quantflow.server.settings import ServeJob
 from quantflow.stages.cli.environment import bars_wanted
-from quantflow.stages.cli.options import DEBUG, QUIET, given, job_settings, origins
+from quantflow.stages.cli.options import DEBUG, QUIET, job_settings, job_values, origins
 from quantflow.stages.cli.progress_line import ProgressLine
 
 OLD_NAMES = {"max_input_length": "max_input_tokens", "max_prefill_total_tokens": "max_batch_prefill_tokens"}
@@ -75,7 +75,4 @@ def job_from(artifact: str, options: Mapping[str, Any], found: Mapping[str, str]
     Raises:
         UsageError: values outside their ranges, or options that do not go together.
     """
-    records: dict[type, dict[str, Any]] = {ServeJob: {}, Limits: {}}
-    for item, value in given("serve", ServeJob, options):
-        records[item.record][item.path[-1]] = value
-    return ServeJob(artifact=Path(artifact), limits=Limits(**records[Limits]), origins=found, **records[ServeJob])
+    return ServeJob(artifact=Path(artifact), origins=found, **job_values("serve", ServeJob, options))

@@ -7,6 +7,7 @@ The records are plain, so that a command line knows them without torch. A field 
 from dataclasses import dataclass
 from pathlib import Path
 
+from quantflow.artifact.required_signature import RequiredSignature
 from quantflow.errors import UsageError
 from quantflow.runtime.generate_job import (
     BACKEND_HELP,
@@ -17,7 +18,6 @@ from quantflow.runtime.generate_job import (
     PACK_HELP,
     RANKS_HELP,
     REVISION_HELP,
-    SIGNATURE_HELP,
     TRUST_HELP,
 )
 from quantflow.settings import setting
@@ -59,7 +59,7 @@ class BenchJob:
         ranks: processes that share the model, each with a part of every matrix.
         trust_network: the ranks may meet at the address of somebody's torchrun.
         revision: of an artifact on the hub.
-        require_signature: a public key that has to have signed the artifact.
+        signature: whom the artifact has to be signed by.
     """
 
     artifact: Path
@@ -72,9 +72,7 @@ class BenchJob:
         help="Time this model too, and print both side by side.",
     )
     revision: str | None = setting(None, flag="--revision", metavar="NAME", verbs=BENCH, help=REVISION_HELP)
-    require_signature: Path | None = setting(
-        None, flag="--require-signature", metavar="PEM", verbs=BENCH, parse=Path, help=SIGNATURE_HELP
-    )
+    signature: RequiredSignature = RequiredSignature()
     batch_sizes: tuple[int, ...] = setting((1,), flag="-b --batch-size", verbs=BENCH, shown=True, help="Also several.")
     input_tokens: int = setting(256, flag="--input-tokens", verbs=BENCH, shown=True, help="Of each prompt; prompts are random.")
     new_tokens: int = setting(32, flag="--new-tokens", verbs=BENCH, shown=True, help="Tokens added to each.")

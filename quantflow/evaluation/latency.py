@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from quantflow.artifact import signing
 from quantflow.distributed.launch import launch, launched_rank
 from quantflow.errors import UsageError
 from quantflow.evaluation.bench_job import PERCENTILES, BenchJob
@@ -33,8 +32,7 @@ def run(job: BenchJob, progress: Progress) -> dict[str, Any] | None:
     Returns:
         None on a rank that is not the first.
     """
-    if job.require_signature is not None:
-        signing.require_signature(job.artifact, signing.Trusted(key=job.require_signature))
+    job.signature.check(job.artifact)
     counts = (*job.batch_sizes, job.input_tokens, job.new_tokens, job.runs)
     if not job.batch_sizes or min(counts) < 1 or job.warmups < 0:
         raise UsageError(

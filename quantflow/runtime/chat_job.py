@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from quantflow.artifact.required_signature import RequiredSignature
 from quantflow.errors import UsageError
 from quantflow.runtime.generate_job import BACKEND_HELP, DECODER_HELP, DTYPES, KV_CACHE_HELP, REVISION_HELP, Sampling
 from quantflow.settings import setting
@@ -26,6 +27,7 @@ class ChatJob:
         temperature: 0 takes the likeliest token each time.
         top_k, top_p: as in `Sampling`.
         seed: of the first answer; each further one counts on. None: any.
+        signature: whom the artifact has to be signed by.
     """
 
     artifact: Path | None = None
@@ -47,6 +49,8 @@ class ChatJob:
     decoder: str = setting("auto", flag="--decoder", verbs=CHAT, shown=True, help=DECODER_HELP)
     kv_cache: str = setting("auto", flag="--kv-cache", metavar="KIND", verbs=CHAT, help=KV_CACHE_HELP)
 
+    signature: RequiredSignature = RequiredSignature()
+
     def __post_init__(self) -> None:
         """Refuse what cannot be talked with.
 
@@ -55,6 +59,8 @@ class ChatJob:
         """
         if (self.artifact is None) == (self.url is None):
             raise UsageError(f"chat: artifact {self.artifact}, url {self.url}", "give one of them")
+        if self.url is not None and self.signature:
+            raise UsageError("chat: a signature of a model on a server", "give the artifact, or leave the signature out")
         if self.url is not None and not self.url.startswith(("http://", "https://")):
             raise UsageError(f"url={self.url}", "write http://HOST:PORT")
         if self.max_new_tokens < 1:

@@ -49,6 +49,7 @@ class LocalPartner:
             UsageError: it has no chat template.
         """
         assert job.artifact is not None
+        job.signature.check(job.artifact)
         dtype: torch.dtype = getattr(torch, job.dtype)
         loaded = load(job.artifact, decoder=job.decoder, kv_cache=job.kv_cache, backend=job.backend, dtype=dtype)
         if loaded.tokenizer is None:

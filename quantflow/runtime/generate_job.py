@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from quantflow.artifact.required_signature import RequiredSignature
 from quantflow.errors import UsageError
 from quantflow.settings import setting
 
@@ -21,7 +22,6 @@ KV_CACHE_HELP = "float32, bfloat16, float8 or int8 (default: the artifact's, els
 PACK_HELP = "Keep the weights as kernels want them in ARTIFACT-packed, and load from there."
 REVISION_HELP = "Branch, tag or commit of a model on the hub (default: main)."
 RANKS_HELP = "Processes that share the model (default 1), or torchrun's."
-SIGNATURE_HELP = "A public key: the artifact has to be signed with its private one."
 TRUST_HELP = "Ranks of your torchrun may meet at its address, which anybody on the network can write to."
 
 
@@ -259,7 +259,7 @@ class GenerateJob:
         ranks: processes that share the model, each with a part of every matrix.
         trust_network: the ranks may meet at the address of somebody's torchrun.
         revision: of an artifact on the hub.
-        require_signature: a public key that has to have signed the artifact.
+        signature: whom the artifact has to be signed by.
     """
 
     artifact: Path
@@ -368,9 +368,7 @@ class GenerateJob:
     kv_cache: str = setting("auto", flag="--kv-cache", metavar="KIND", verbs=GENERATE, help=KV_CACHE_HELP)
     pack: bool = setting(False, flag="--pack", verbs=GENERATE, help=PACK_HELP)
     revision: str | None = setting(None, flag="--revision", metavar="NAME", verbs=GENERATE, help=REVISION_HELP)
-    require_signature: Path | None = setting(
-        None, flag="--require-signature", metavar="PEM", verbs=GENERATE, parse=Path, help=SIGNATURE_HELP
-    )
+    signature: RequiredSignature = RequiredSignature()
     disk_offload: bool = setting(
         False,
         flag="--disk-offload",

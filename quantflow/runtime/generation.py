@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from quantflow.artifact import signing
 from quantflow.artifact.canonical import read_json
 from quantflow.artifact.manifest import MANIFEST_NAME
 from quantflow.errors import InputError, UsageError
@@ -45,8 +44,7 @@ def run(job: GenerateJob, stream: Callable[[str], None], progress: Progress | No
         None on a rank that is not the first.
     """
     _check(job)
-    if job.require_signature is not None:
-        signing.require_signature(job.artifact, signing.Trusted(key=job.require_signature))
+    job.signature.check(job.artifact)
     without = {"the transformers decoder": job.decoder == "transformers", f"device {job.device}": job.device != "cpu"}
     without |= {"an adapter": job.adapter is not None, "disk_offload": job.disk_offload}
     world = rank_processes.world_of("generate", job.ranks, trusted=job.trust_network, without=without)

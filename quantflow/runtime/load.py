@@ -77,7 +77,7 @@ def load(
     crops: bool = False,
     pack: bool = False,
     wire: Wire | None = None,
-    require_signature: str | Path | None = None,
+    require_signature: str | Path | signing.Trusted | None = None,
 ) -> Loaded:
     """Open an artifact, or a model that is not quantized.
 
@@ -94,7 +94,7 @@ def load(
         device: where the model runs.
         crops: whether `crop` will be called; speculation does.
         pack: of the lean decoder: read its weights from FOLDER-packed, as kernels want them, or put them there.
-        require_signature: a public key, PEM, whose signature beside the artifact is checked first (quantflow.artifact.signing).
+        require_signature: a public key, PEM, or whom else the signature beside the artifact has to be of; checked first.
         wire: to the other processes that share the model with this one, which then holds its part of the lean decoder alone.
 
     Raises:
@@ -108,7 +108,8 @@ def load(
     """
     folder, device = Path(folder), torch.device(device)
     if require_signature is not None:
-        signing.require_signature(folder, signing.Trusted(key=Path(require_signature)))
+        trusted = require_signature if isinstance(require_signature, signing.Trusted) else None
+        signing.require_signature(folder, trusted or signing.Trusted(key=Path(str(require_signature))))
     if decoder not in DECODERS:
         raise UsageError(f"decoder {decoder!r} is unknown", f"use one of {', '.join(DECODERS)}")
     if wire is not None and (decoder == "transformers" or device.type != "cpu"):

@@ -288,8 +288,9 @@ def open_model(folder: Path, job: ServeJob) -> Loaded:
     """Open an artifact as it is served.
 
     Raises:
-        QuantflowError: as `quantflow.runtime.load.load`.
+        QuantflowError: as `quantflow.runtime.load.load`; a signature that is asked for is missing or another's.
     """
+    job.signature.check(folder)
     dtype: torch.dtype = getattr(torch, job.dtype)
     return load(folder, decoder=job.decoder, kv_cache=job.kv_cache, backend=job.backend, dtype=dtype, pack=job.pack)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quantflow.artifact.origin import origin_of
+from quantflow.artifact.required_signature import RequiredSignature
 from quantflow.errors import UsageError
 from quantflow.planning.recipe import parse_size
 from quantflow.runtime.generate_job import BACKEND_HELP, DECODER_HELP, DTYPES, KV_CACHE_HELP, REVISION_HELP
@@ -167,6 +168,7 @@ class ServeJob:
         drain_seconds: SIGTERM lets running requests end for so long.
         disable_grammar_support: refuse requests with a grammar.
         limits: of requests.
+        signature: whom every artifact has to be signed by.
         kv_memory: for keys and values, such as 4GiB.
         engine: `quantflow`, or `vllm` to start vLLM with what the manifest says.
         tensor_parallel: cards that vLLM shares the model over; None: one.
@@ -256,6 +258,7 @@ class ServeJob:
         help="Refuse requests with a grammar.",
     )
     limits: Limits = Limits()
+    signature: RequiredSignature = RequiredSignature()
     kv_memory: str | None = setting(
         None,
         flag="--kv-memory",

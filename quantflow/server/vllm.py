@@ -28,6 +28,7 @@ def command_of(job: ServeJob) -> list[str]:
     for flag, value in refused.items():
         if value:
             raise UsageError(f"{flag} with --engine vllm", "leave it out: vLLM has no such option")
+    job.signature.check(job.artifact)
     read_manifest(job.artifact)  # an artifact, and no other folder
     config = read_json(job.artifact / "config.json")
     assert isinstance(config, dict)

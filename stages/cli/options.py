@@ -109,6 +109,18 @@ def given(verb: str, record: type, values: Mapping[str, Any]) -> list[tuple[Sett
     return found
 
 
+def job_values(verb: str, record: type, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a job that a command line gives; a record inside it is made where any of its fields is given."""
+    values: dict[str, Any] = {}
+    inner: dict[str, tuple[type, dict[str, Any]]] = {}
+    for item, value in given(verb, record, options):
+        if item.record is record:
+            values[item.path[-1]] = value
+        else:
+            inner.setdefault(item.path[0], (item.record, {}))[1][item.path[-1]] = value
+    return values | {name: kind(**fields) for name, (kind, fields) in inner.items()}
+
+
 def recipe_flags(verb: str, values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return what the options of `recipe_settings` say, by key: of the whole recipe, and of an entry of its `quantize`."""
     whole, entry = (

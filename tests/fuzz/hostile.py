@@ -44,10 +44,20 @@ from quantflow.server.settings import ServeJob
 from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code
 
-FILES = ("config.json", "quantflow.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", "tensors")
+SOURCE = "model/config.json"  # of the model, which is measured and quantized
+FILES = (
+    SOURCE,
+    "config.json",
+    "quantflow.json",
+    "generation_config.json",
+    "tokenizer_config.json",
+    "tokenizer.json",
+    "tensors",
+)
+FROM_SOURCE = ("measure", "quantize")
 VERBS = ("verify", "inspect", "generate", "serve", "bench", "validate")
 PROMPT, TOKENS = "w10 w27 w5", 6
-NOT_FOR_TEXT = frozenset({"verify", "inspect", "bench", "validate"})
+NOT_FOR_TEXT = frozenset({*FROM_SOURCE, "verify", "inspect", "bench", "validate"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,15 +78,19 @@ class Made:
 
 
 @contextmanager
-def made_from(model: Path) -> Iterator[Made]:
-    """Yield an artifact of a model in 8 bits."""
+def made_from(model: Path, *, exported: bool) -> Iterator[Made]:
+    """Yield a model, and an artifact of it in 8 bits where `exported`."""
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as name:
         work = Path(name)
         prove, export_stage._prove = export_stage._prove, lambda *_: None  # another process would be started
         try:
             for line in (
-                ["quantize", str(model), "-o", str(work / "2"), "--scheme", "W8A16", "--algorithm", "rtn", "-q"],
-                ["export", str(work / "2"), "-o", str(work / "artifact"), "-q"],
+                ()
+                if not exported
+                else (
+                    ["quantize", str(model), "-o", str(work / "2"), "--scheme", "W8A16", "--algorithm", "rtn", "-q"],
+                    ["export", str(work / "2"), "-o", str(work / "artifact"), "-q"],
+                )
             ):
                 if exit_code(cli, line) != 0:
                     raise SystemExit(f"{model}: no artifact can be made of it")
@@ -92,6 +106,8 @@ def made_from(model: Path) -> Iterator[Made]:
 
 def places(made: Made, file: str) -> list[tuple[Any, ...]]:
     """Return what of a file can be changed: paths of values, or names of tensors."""
+    if file == SOURCE:
+        return [place for place in mutations.places(json.loads((made.model / "config.json").read_text())) if place]
     if file == "tensors":
         return [(name,) for name in sorted(load_file(made.artifact / "model.safetensors"))]
     return [place for place in mutations.places(json.loads((made.artifact / file).read_text())) if place]
@@ -100,6 +116,11 @@ def places(made: Made, file: str) -> list[tuple[Any, ...]]:
 def change(chance: random.Random, folder: Path, file: str, place: Sequence[Any]) -> None:
     """Change one value of an artifact and make its hashes right again."""
     path = folder / file
+    if file == SOURCE:
+        value = json.loads((folder / "config.json").read_text())
+        mutations.change_(chance, value, place)
+        (folder / "config.json").write_bytes(mutations.as_json(value))
+        return
     if file == "tensors":
         path = folder / "model.safetensors"
         tensors = load_file(path)
@@ -177,7 +198,10 @@ def verb(name: str, folder: Path, made: Made) -> int:
     if name == "transformers":
         print(f"\n{json.dumps(text_of_transformers(folder))}")
         return 0
+    ids = ["--calibration", made.text, "--samples", 2, "--sequence-length", 8, "-q"]
     lines: dict[str, list[Any]] = {
+        "measure": [folder, "-o", made.text.with_name(f"{folder.parent.name}-1"), *ids],
+        "quantize": [folder, "-o", made.text.with_name(f"{folder.parent.name}-2"), "--scheme", "W8A8", *ids],
         "verify": [folder],
         "inspect": [folder],
         "generate": [folder, "--prompt", PROMPT, "--max-new-tokens", TOKENS, "--json", "-q"],
@@ -250,10 +274,10 @@ def attacked(
     """Yield what is wrong: a verb, and what it did; count how verbs end in `ends`."""
     chance = random.Random(f"{seed} {file} {place} {number}")
     with tempfile.TemporaryDirectory(dir=made.artifact.parent) as name:
-        folder = Path(shutil.copytree(made.artifact, Path(name) / "a"))
+        folder = Path(shutil.copytree(made.model if file == SOURCE else made.artifact, Path(name) / "a"))
         change(chance, folder, file, place)
         texts: dict[str, str | None] = {}
-        for one in verbs:
+        for one in FROM_SOURCE if file == SOURCE else verbs:
             outcome = isolated(lambda one=one: verb(one, folder, made))
             ends[f"{one} {outcome.code}"] += 1
             allowed = outcome.kept or (one == "validate" and outcome.code == 4 and "Traceback" not in outcome.said)
@@ -286,13 +310,19 @@ def main() -> int:
     parser.add_argument("--number", type=int, help="one change of it, as it is printed")
     options = parser.parse_args()
     end, whole, wrong = time.monotonic() + options.seconds, 0, Counter[str]()
-    with made_from(options.model) as made:
-        reseal(made.artifact)
-        for verb_name in (*VERBS, "transformers"):  # everything is imported, compiled and right before anything is changed
+    files = options.files.split(",")
+    exported = files != [SOURCE]
+    with made_from(options.model, exported=exported) as made:
+        if exported:
+            reseal(made.artifact)
+        elif (outcome := isolated(lambda: verb("quantize", made.model, made))).code != 0:
+            raise SystemExit(f"{options.model}: {outcome.said}")
+        for verb_name in (*VERBS, "transformers") if exported else ():  # everything is imported before anything is changed
             if (code := verb(verb_name, made.artifact, made)) not in (0, 4):
                 raise SystemExit(f"{verb_name}: the intact artifact ends with {code}")
-        made = replace(made, answer=text_in(isolated(lambda: verb("generate", made.artifact, made)), "generate") or "")
-        for file in options.files.split(","):
+        if exported:
+            made = replace(made, answer=text_in(isolated(lambda: verb("generate", made.artifact, made)), "generate") or "")
+        for file in files:
             begin, count, before, ends = time.monotonic(), 0, sum(wrong.values()), Counter[str]()
             found = [place for place in places(made, file) if options.place in (None, json.dumps(place))]
             numbers = range(options.changes) if options.number is None else [options.number]

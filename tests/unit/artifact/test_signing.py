@@ -1,6 +1,7 @@
 """Signatures of artifacts: what was changed, whose key it is and which certificate expired is said, with exit 7."""
 
 import datetime
+import io
 import json
 import shutil
 from pathlib import Path
@@ -8,10 +9,14 @@ from pathlib import Path
 import pytest
 
 from quantflow.artifact.canonical import digest_of, readable_json
+from quantflow.artifact.required_signature import RequiredSignature
 from quantflow.artifact.signing import Signer, Trusted, require_signature, sign
 from quantflow.artifact.verify import verify
 from quantflow.errors import InputError, IntegrityError, UsageError
 from quantflow.exporting import export as export_stage
+from quantflow.server import process
+from quantflow.server.models import open_model
+from quantflow.server.settings import ServeJob
 from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code
 
@@ -205,6 +210,61 @@ def test_generate_runs_what_the_key_signed_alone(work, artifact, capsys):
 
     with pytest.raises(IntegrityError):
         load(artifact, require_signature=work / "theirs.pub")
+    with pytest.raises(IntegrityError):
+        load(artifact, require_signature=Trusted(key=work / "theirs.pub"))
+
+
+@pytest.fixture
+def talked(monkeypatch, tmp_path):
+    """A chat template, and a line of stdin."""
+    monkeypatch.setattr("sys.stdin", io.StringIO("value\n"))
+    (tmp_path / "chat.jinja").write_text("{{ messages[0].content }}")
+    return tmp_path / "chat.jinja"
+
+
+def test_serve_and_chat_run_what_was_signed_alone(work, artifact, talked, capsys, monkeypatch):
+    chat = ("chat", artifact, "--chat-template", talked, "--max-new-tokens", "2")
+    assert run(*chat, "--require-signature", work / "mine.pub") == 0
+    started = []
+    monkeypatch.setattr(process, "_serve", lambda job, *_: started.append(job.artifact))
+    serve = ("serve", artifact, "--port", "0", "-q")
+    assert run(*serve, "--require-signature", work / "mine.pub") == 0 and len(started) == 1
+    for line in (chat, serve):
+        capsys.readouterr()
+        assert run(*line, "--require-signature", work / "theirs.pub") == 7
+        assert "signature" in capsys.readouterr().err
+        assert run(*line, "--require-certificate", work / "mine.pub") in (3, 7)
+        assert run(*line, "--require-identity", "me@example.com") == 2
+        assert run(*line, "--require-signature", work / "mine.pub", "--require-identity", "me@example.com") == 2
+    (artifact.with_name(f"{artifact.name}.sig")).unlink()
+    assert (
+        run(*serve, "--require-signature", work / "mine.pub") == 3 and run(*chat, "--require-signature", work / "mine.pub") == 3
+    )
+    assert len(started) == 1
+
+
+def test_serve_and_chat_know_certificates(work, talked, tmp_path, monkeypatch):
+    folder = Path(shutil.copytree(work / "artifact", tmp_path / "artifact"))
+    root, certificate, key = certificates(tmp_path, "us", begin=-1, end=1)
+    other, *_ = certificates(tmp_path, "others", begin=-1, end=1)
+    sign(folder, Signer(key=key, certificate=certificate, chain=(root,)))
+    monkeypatch.setattr(process, "_serve", lambda *_: None)
+    chat = ("chat", folder, "--chat-template", talked, "--max-new-tokens", "1")
+    for line in (chat, ("serve", folder, "--port", "0", "-q")):
+        assert run(*line, "--require-certificate", other, "--require-certificate", root) == 0
+        assert run(*line, "--require-certificate", other) == 7
+
+
+def test_every_model_of_a_server_has_to_be_signed(work, artifact, tmp_path):
+    folder = Path(shutil.copytree(work / "artifact", tmp_path / "other"))
+    job = ServeJob(artifact=artifact, signature=RequiredSignature(key=work / "mine.pub"), models=(f"b={folder}",))
+    open_model(artifact, job)
+    with pytest.raises(InputError, match="no signature"):
+        open_model(folder, job)
+
+
+def test_a_signature_of_a_model_on_a_server_is_a_usage_error(work):
+    assert run("chat", "--url", "http://127.0.0.1:9", "--require-signature", work / "mine.pub") == 2
 
 
 def test_a_damaged_artifact_is_not_signed(work, tmp_path):
