@@ -11,8 +11,10 @@ from transformers.models.auto.modeling_auto import (
 
 from quantflow.artifact.checkpoint import Checkpoint
 from quantflow.errors import InputError, UnsupportedError, first_line
-from quantflow.models.graph import FAMILIES, family_for
+from quantflow.models.graph import FAMILIES, family_for, text_config
 
+_SIZES = ("num_hidden_layers", "hidden_size", "vocab_size")
+_HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim")
 _TABLES = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)  # the language model in the latter
 
 
@@ -30,7 +32,7 @@ def load_config(checkpoint: Checkpoint) -> PreTrainedConfig:
         raise InputError(
             f"{checkpoint.folder / 'config.json'}: {first_line(error)}", "repair config.json or download it again"
         ) from error
-    _require_heads(config, checkpoint.folder / "config.json")
+    _require_numbers(config, checkpoint.folder / "config.json")
     return config
 
 
@@ -55,19 +57,19 @@ def _require_causal_lm(model_type: object, architectures: object) -> None:
         raise UnsupportedError(f"{told}; this type is supported as {names[0]}", "use the causal language model of this family")
 
 
-def _require_heads(config: PreTrainedConfig, path: Path) -> None:
-    """Refuse heads that make no model: every program that runs it counts on whole numbers of them.
+def _require_numbers(config: PreTrainedConfig, path: Path) -> None:
+    """Refuse sizes and heads that make no model: every program that runs it counts on whole numbers of them, one at least.
 
     Raises:
         InputError: a number that is no positive integer, or query heads that the heads of keys and values do not divide.
     """
     remedy = "repair config.json or download it again"
-    if getattr(config, "is_heterogeneous", False):  # each layer has its own
-        return
-    numbers = {name: getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads", "head_dim")}
+    config = text_config(config)
+    names = _SIZES if getattr(config, "is_heterogeneous", False) else (*_SIZES, *_HEADS)  # there each layer has its own heads
+    numbers = {name: getattr(config, name, None) for name in names}
     for name, value in numbers.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise InputError(f"{path}: {name} is {value!r}", remedy)
-    heads, shared = numbers["num_attention_heads"], numbers["num_key_value_heads"]
+    heads, shared = numbers.get("num_attention_heads"), numbers.get("num_key_value_heads")
     if heads is not None and heads % (shared or heads):
         raise InputError(f"{path}: {heads} attention heads, {shared} of keys and values do not divide them", remedy)

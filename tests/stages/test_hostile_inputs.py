@@ -77,6 +77,7 @@ def edited(folder, name, **values):
     reseal(folder)
 
 
+GPT2 = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 320}
 SHORT = ("--max-new-tokens", "1", "--max-input-tokens", "4")
 GENERATE = ("--prompt", "value", "--max-new-tokens", "2")
 
@@ -105,6 +106,29 @@ def test_a_value_of_the_configuration_that_makes_no_model_is_a_sentence(values, 
     (artifact / "generation_config.json").unlink()
     reseal(artifact)
     refused((2, 3, 6), "generate", artifact, *GENERATE)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("value", [0, -1, "4", 1.5, 2**40, True], ids=repr)
+def test_sizes_that_make_no_model_end_measure_and_quantize_with_a_sentence(value, family, llama, tmp_path, refused):
+    model = Path(shutil.copytree(llama, tmp_path / "model"))
+    text = tmp_path / "t.jsonl"
+    text.write_text(json.dumps({"input_ids": [5] * 16}) + "\n")
+    short = ("--calibration", text, "--samples", "1", "--sequence-length", "8")
+    config = GPT2 if family == "gpt2" else json.loads((model / "config.json").read_text())
+    sizes = (
+        "num_hidden_layers",
+        "hidden_size",
+        "vocab_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "intermediate_size",
+    )
+    for key in sizes[:4] if family == "gpt2" else sizes:  # gpt2's own names for them are others
+        (model / "config.json").write_text(json.dumps({**config, key: value}))
+        err = refused((2, 3, 6), "measure", model, "-o", tmp_path / "1", *short)
+        assert "config.json" in err or key in err or "gpt2" in err or "checkpoint holds" in err, (key, err)
+        refused((2, 3, 6), "quantize", model, "-o", tmp_path / "2", "--scheme", "W8A8", *short)
 
 
 @pytest.mark.parametrize("value", ["</s>", [1, "2"], -1, 2**40, {"a": 1}, 1.5, True])
