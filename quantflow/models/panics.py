@@ -1,12 +1,21 @@
 """Rust below Python: a panic of a library is no `Exception`, and prints a page of its own before Python hears of it."""
 
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from quantflow.errors import InputError
+
+_CONTROLS = re.compile(
+    rb"[\x00-\x08\x0b-\x1f\x7f]|\xc2[\x80-\x9f]"
+)  # what would move a terminal's cursor; names hold what they like
+
+
+def _spelled(found: re.Match[bytes]) -> bytes:
+    return repr(found[0].decode())[1:-1].encode()
 
 
 def is_panic(error: BaseException) -> bool:
@@ -16,15 +25,20 @@ def is_panic(error: BaseException) -> bool:
 
 @contextmanager
 def panics_refused(cause: str, remedy: str) -> Iterator[None]:
-    """Make a panic of the block an InputError; what it printed is dropped, anything else that the block wrote to stderr is not.
+    """Make a panic of the block an InputError, and drop what it printed.
+
+    Whatever else the block writes to stdout and stderr goes to stderr, with controls spelled out: it names what files hold.
 
     Raises:
         InputError: a panic.
     """
-    sys.stderr.flush()
-    kept, panicked = os.dup(2), False
+    streams = {number: stream for number, stream in ((1, sys.stdout), (2, sys.stderr)) if stream is not None}  # None: closed
+    for stream in streams.values():
+        stream.flush()
+    kept, panicked = {number: os.dup(number) for number in streams}, False
     with tempfile.TemporaryFile() as said:
-        os.dup2(said.fileno(), 2)
+        for number in streams:
+            os.dup2(said.fileno(), number)
         try:
             yield
         except BaseException as error:
@@ -33,9 +47,10 @@ def panics_refused(cause: str, remedy: str) -> Iterator[None]:
                 raise InputError(f"{cause} ({' '.join(str(error).split())[:200]})", remedy) from error
             raise
         finally:
-            sys.stderr.flush()
-            os.dup2(kept, 2)
-            os.close(kept)
-            if not panicked and said.seek(0, os.SEEK_END):
+            for number, stream in streams.items():
+                stream.flush()
+                os.dup2(kept[number], number)
+                os.close(kept[number])
+            if not panicked and 2 in streams and said.seek(0, os.SEEK_END):
                 said.seek(0)
-                os.write(2, said.read())
+                os.write(2, _CONTROLS.sub(_spelled, said.read()))

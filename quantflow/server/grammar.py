@@ -98,7 +98,10 @@ class Grammars:
         from llguidance.hf import from_tokenizer
 
         if self._trie is None:
-            self._trie = from_tokenizer(self._tokenizer, n_vocab=self._vocab_size, eos_token=self._ends or None)
+            try:
+                self._trie = from_tokenizer(self._tokenizer, n_vocab=self._vocab_size, eos_token=self._ends or None)
+            except Exception as error:  # of a tokenizer whose tokens it cannot spell as bytes
+                raise invalid(f"{NOT_SUPPORTED} by this model's tokenizer: {_short(str(error))}") from error
         limits = LLParserLimits(
             max_items_in_row=2000,
             initial_lexer_fuel=1_000_000,

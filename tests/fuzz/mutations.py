@@ -135,7 +135,7 @@ def _near(random: random.Random, value: Any) -> Any:
                 (value + 1, value - 1, -value, value * 2, value // 2, value * 1000, str(value), float(value % 2**53))
             )
         case float():
-            return random.choice((-value, value * 1e9, int(value), str(value), 0.0))
+            return random.choice((-value, value * 1e9, int(max(-1e300, min(value, 1e300))), str(value), 0.0))
         case str():
             return random.choice((value.upper(), value[:-1], value + value, value + "\n", f" {value}", value[::-1], [value]))
         case list():

@@ -6,15 +6,19 @@ A function may raise `QuantflowError` with a promised exit code, and nothing els
 import json
 import random
 import struct
+import tempfile
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import asgi
 import mutations
 import numpy as np
+import torch
 
 from quantflow.artifact.canonical import digest_of, parse_json, readable_json
 from quantflow.artifact.checkpoint import open_checkpoint
@@ -28,7 +32,14 @@ from quantflow.formats.gaudi.quant_config import quant_config
 from quantflow.formats.gaudi.triple import _parse
 from quantflow.formats.llama_cpp import gguf
 from quantflow.measurements.record import META_NAME, read_meta
+from quantflow.models.token_ids import tokens_of
+from quantflow.models.tokenizer import load_tokenizer
 from quantflow.planning.recipe import apply_settings, read_yaml, recipe_from
+from quantflow.runtime.packed import Pack
+from quantflow.server import process
+from quantflow.server.app import application
+from quantflow.server.models import Models, open_model
+from quantflow.server.settings import ServeJob
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,14 +50,18 @@ class Target:
         seeds: inputs that it reads; empty for one that takes values.
         value: a JSON value that it reads, None for one that takes bytes.
         read: reads bytes, in a folder of its own.
+        make: returns an input, in place of a changed seed or value.
     """
 
     seeds: tuple[bytes, ...]
     read: Callable[[bytes, Path], Any]
     value: Any = None
+    make: Callable[[random.Random], bytes] | None = None
 
     def input(self, chance: random.Random) -> bytes:
         """Return another input."""
+        if self.make is not None:
+            return self.make(chance)
         if self.value is not None and chance.random() < 0.8:
             return mutations.as_json(mutations.changed_value(chance, self.value, changes=chance.choice((1, 1, 2, 5))))
         return mutations.changed_bytes(chance, chance.choice(self.seeds), self.seeds)
@@ -90,6 +105,82 @@ def archive(pickled: bytes) -> bytes:
     with zipfile.ZipFile(buffer, "w") as file:
         file.writestr(restricted_npz.MEMBER, b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text + pickled)
     return buffer.getvalue()
+
+
+def packed() -> bytes:
+    """Return a pack of two linears."""
+    with tempfile.TemporaryDirectory() as name:
+        pack = Pack(Path(name) / "packed" / "a.safetensors", verify=True)
+        pack.get("q", lambda: {"words": torch.arange(64, dtype=torch.int32).view(8, 8), "scale": torch.ones(8)})
+        pack.get("k", lambda: {"words": torch.zeros(4096, 4, dtype=torch.int64), "shape": torch.tensor([3, 5])})
+        pack.save()
+        return pack.path.read_bytes()
+
+
+def request(chance: random.Random) -> bytes:
+    """Return a request: a line with method, path and query, and a body."""
+    path, body = chance.choice(BODIES)
+    kind = chance.random()
+    if kind < 0.1:
+        return chance.choice((b"GET ", b"POST ", b"PUT ", b"OPTIONS ")) + chance.choice(PATHS) + b"\n" + mutations.as_json(body)
+    data = mutations.as_json(mutations.changed_value(chance, body, changes=chance.choice((1, 1, 2, 3))))
+    return f"POST {path}\n".encode() + (data if kind < 0.8 else mutations.changed_bytes(chance, data))
+
+
+def answered(artifact: Path) -> Callable[[bytes, Path], Any]:
+    """Return what asks a server's application, which each process makes for itself: its engine is a thread."""
+
+    @cache
+    def app() -> Any:
+        template = Path(tempfile.mkdtemp()) / "chat.jinja"
+        template.write_text("{% for m in messages %}{{ m.content }} {% endfor %}{{ tools }}")
+        job = ServeJob(artifact=artifact, port=0, chat_template=template)
+        return application(process.site_of(job, Models(job, open_model(artifact, job))))
+
+    def ask(data: bytes, folder: Path) -> Any:
+        line, _, body = data.partition(b"\n")
+        method, _, path = line.decode().partition(" ")
+        status, answer = asgi.asked(app(), method, path, body)
+        if status == 500 or not 200 <= status < 600:
+            raise AssertionError(f"status {status}: {answer[:100]!r}")
+        if status >= 400 and b"Traceback" in answer:
+            raise AssertionError("a traceback")
+        return status
+
+    return ask
+
+
+PARAMETERS = {"max_new_tokens": 3, "temperature": 0.7, "top_k": 5, "top_p": 0.9, "typical_p": 0.9, "seed": 1, "stop": ["x"]}
+PARAMETERS |= {"repetition_penalty": 1.1, "frequency_penalty": 0.1, "truncate": 8, "details": True, "top_n_tokens": 2}
+OPENAI = {"model": "tgi", "max_tokens": 3, "temperature": 0.7, "n": 2, "seed": 1, "stop": ["x"], "logit_bias": {"5": 1.0}}
+CHAT = {**OPENAI, "messages": [{"role": "user", "content": "w10 w27"}], "logprobs": True, "top_logprobs": 2}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "null"}}}}}
+BODIES: list[tuple[str, Any]] = [
+    ("/generate", {"inputs": "w10 w27", "parameters": {**PARAMETERS, "decoder_input_details": True}}),
+    ("/generate", {"inputs": "w10", "parameters": {"max_new_tokens": 2, "grammar": {"type": "regex", "value": "(w1 )+"}}}),
+    ("/generate_stream", {"inputs": "w10", "parameters": PARAMETERS}),
+    ("/", {"inputs": "w10", "parameters": PARAMETERS, "stream": True}),
+    ("/tokenize", {"inputs": "w10 w27"}),
+    ("/vertex", {"instances": [{"inputs": "w10", "parameters": PARAMETERS}]}),
+    ("/invocations", {"inputs": "w10", "parameters": PARAMETERS}),
+    ("/v1/completions", {**OPENAI, "prompt": ["w10", "w27"], "echo": True, "logprobs": 2}),
+    ("/v1/completions", {**OPENAI, "prompt": [[1, 2, 3], [4]], "stream": True, "stream_options": {"include_usage": True}}),
+    ("/v1/chat/completions", {**CHAT, "stream": True}),
+    ("/v1/chat/completions", {**CHAT, "tools": [TOOL], "tool_choice": "auto", "chat_template_kwargs": {"a": 1}}),
+    ("/chat_tokenize", {"messages": CHAT["messages"], "tools": [TOOL]}),
+]
+PATHS = (
+    b"/",
+    b"/info",
+    b"/health",
+    b"/ping",
+    b"/metrics",
+    b"/v1/models",
+    b"/card",
+    b"/openapi.json",
+    b"/generate",
+    b"/nothing",
+)
 
 
 def targets(artifact: Path, measured: Path) -> dict[str, Target]:
@@ -148,6 +239,30 @@ def targets(artifact: Path, measured: Path) -> dict[str, Target]:
         value = parse_json(data, "x.json")
         return value if isinstance(value, dict) else {}
 
+    def tokenized(data: bytes, folder: Path) -> Any:
+        (folder / "tokenizer.json").write_bytes(data)
+        (folder / "tokenizer_config.json").write_bytes(words)
+        tokenizer = load_tokenizer(folder)
+        return tokenizer.decode(tokens_of(tokenizer, "w10 w27 \u00e9\n", where="text"))
+
+    def configured(data: bytes, folder: Path) -> Any:
+        (folder / "tokenizer.json").write_bytes(vocabulary)
+        (folder / "tokenizer_config.json").write_bytes(data)
+        tokenizer = load_tokenizer(folder)
+        return tokenizer.decode(tokens_of(tokenizer, "w10 w27 \u00e9\n", where="text"))
+
+    def mapped(data: bytes, folder: Path) -> Any:
+        place = folder / "packed" / "a.safetensors"
+        place.parent.mkdir(mode=0o755, exist_ok=True)
+        place.write_bytes(data)
+        place.chmod(0o644)
+        try:
+            kept = Pack(place, verify=bool(len(data) % 2))  # whoever may write it can make its hash right
+        finally:
+            place.unlink()  # so that the next input does not shorten what is mapped
+        return [tensor.sum() for key in kept._kept for tensor in kept.get(key, dict).values()]
+
+    words, vocabulary = (artifact / "tokenizer_config.json").read_bytes(), (artifact / "tokenizer.json").read_bytes()
     linears = ("model.layers.0.mlp.up_proj", "lm_head")
     return {
         "json": Target(seeds=(config, manifest, b"[1,2.5e3,null,true]"), read=lambda data, _: parse_json(data, "x")),
@@ -179,4 +294,8 @@ def targets(artifact: Path, measured: Path) -> dict[str, Target]:
         "pickle": Target(seeds=(pickled,), read=lambda data, _: restricted_npz.loads(data, name="x")),
         "gguf": Target(seeds=(gguf_file,), read=written("a.gguf", gguf.read_header)),
         "measurement": Target(seeds=(meta,), value=json.loads(meta), read=measurement),
+        "tokenizer.json": Target(seeds=(vocabulary,), value=json.loads(vocabulary), read=tokenized),
+        "tokenizer_config.json": Target(seeds=(words,), value=json.loads(words), read=configured),
+        "pack": Target(seeds=(packed(),), read=mapped),
+        "HTTP": Target(seeds=(), make=request, read=answered(artifact)),
     }

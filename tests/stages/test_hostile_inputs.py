@@ -16,6 +16,7 @@ from quantflow.exporting import export as export_stage
 from quantflow.exporting.model_card import model_card
 from quantflow.models import chat_template
 from quantflow.models.chat_template import chat_tokens
+from quantflow.models.panics import panics_refused
 from quantflow.models.tokenizer import load_tokenizer
 from quantflow.server import process
 from quantflow.server.app import application
@@ -144,6 +145,21 @@ def test_a_damaged_tokenizer_is_an_input_error(content, artifact, refused):
     (artifact / "tokenizer.json").write_bytes(content)
     reseal(artifact)
     assert "tokenizer" in refused(3, "generate", artifact, *GENERATE)
+
+
+def test_what_a_library_says_of_a_tokenizer_reaches_a_terminal_spelled_out(artifact, capfd):
+    path = artifact / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"\x1b[31m\x07red": 1}))
+    table = json.loads((artifact / "tokenizer.json").read_text())
+    table["added_tokens"][0]["\x1b[31m\x07red"] = True
+    (artifact / "tokenizer.json").write_text(json.dumps(table))
+    with panics_refused("x", "y"):
+        os.write(2, b"Ignored unknown kwarg option \x1b[31m\x07red \xc2\x9b \xc3\xa9\n")
+    err = capfd.readouterr().err
+    assert err == "Ignored unknown kwarg option \\x1b[31m\\x07red \\x9b é\n"
+    load_tokenizer(artifact)
+    out, err = capfd.readouterr()
+    assert out == "" and "\\x1b[31m\\x07red" in err and "\x1b" not in err
 
 
 def test_a_tokenizer_of_more_tokens_than_the_embedding_has_is_an_input_error(artifact, refused):

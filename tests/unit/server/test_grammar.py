@@ -8,7 +8,8 @@ from pathlib import Path
 import jsonschema
 import pytest
 import torch
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, models
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from quantflow.server.bodies import Grammar
 from quantflow.server.errors import Refused
@@ -98,6 +99,14 @@ def test_a_grammar_that_is_wrong_is_refused_as_the_request_is(grammars, name):
         grammars.mask(Grammar(**WRONG[name]))
     assert caught.value.status == 422
     assert caught.value.text.startswith("Input validation error: grammar is not valid: ")
+
+
+def test_a_tokenizer_whose_tokens_are_no_bytes_has_no_grammars():
+    words = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    grammars = Grammars(PreTrainedTokenizerFast(tokenizer_object=words), vocab_size=2, ends=(1,))
+    with pytest.raises(Refused, match="grammar is not supported by this model's tokenizer") as caught:
+        grammars.mask(Grammar(type="regex", value="a"))
+    assert caught.value.status == 422
 
 
 EXPLODING = {
