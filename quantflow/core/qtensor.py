@@ -145,12 +145,14 @@ class QuantizedLinear:
         scheme: the whole scheme; `scheme.weights` equals `weight.scheme`.
         input_scale: [1] float32, only for a static input.
         input_zero_point: [1] int8, only for a static asymmetric input.
+        order: [in_features] int64, which input each column of the weight multiplies; None where column i multiplies input i.
     """
 
     weight: QTensor
     scheme: LinearScheme
     input_scale: Tensor | None = None
     input_zero_point: Tensor | None = None
+    order: Tensor | None = None
 
     def __post_init__(self) -> None:
         """Check that the weight has the scheme's, and that the input's scale is there exactly when the scheme needs it.
@@ -183,8 +185,18 @@ class QuantizedLinear:
                 )
 
     def mixed_input(self, x: Tensor) -> Tensor:
-        """Return the input as the weight was made for it, mixed where the scheme says so.  x: [..., in_features]."""
+        """Return the input as the weight was made for it: in its order, and mixed where the scheme says so.
+
+        Args:
+            x: [..., in_features].
+        """
+        x = x if self.order is None else x[..., self.order]
         return x if self.scheme.rotation is None else orthogonal.mixed(x, self.scheme.rotation)
+
+    def dequantize(self) -> Tensor:
+        """Return the float32 weight whose column i multiplies input i, [O, I], of inputs that are mixed already."""
+        real = self.weight.dequantize()
+        return real if self.order is None else real[:, torch.argsort(self.order)]
 
     def fake_quantize_input(self, x: Tensor) -> Tensor:
         """Return the input, mixed already, as the quantized linear sees it, in x's dtype.  x: [..., in_features]."""
@@ -211,4 +223,4 @@ class QuantizedLinear:
         there = replace(
             weight, qvalue=weight.qvalue.to(device), scale=weight.scale.to(device), zero_point=moved(weight.zero_point)
         )
-        return replace(self, weight=there, input_scale=moved(self.input_scale), input_zero_point=moved(self.input_zero_point))
+        return replace(self, weight=there, input_scale=moved(self.input_scale), input_zero_point=moved(self.input_zero_point), order=moved(self.order))

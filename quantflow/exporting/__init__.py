@@ -10,6 +10,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from quantflow.artifact.checkpoint import CONFIG
+from quantflow.artifact.manifest import MANIFEST_NAME
 from quantflow.errors import UsageError, nearest
 from quantflow.planning.recipe import Export, Resources
 from quantflow.progress import Progress
@@ -48,6 +50,7 @@ class Exporter:
         takes: what its source is, in words.
         reader: what reads its files, in words.
         options: words of the recipe's `export` that it reads.
+        foreign: the same for a source that another program quantized; None where `module` takes that too, or nothing does.
         module: has `requested(request)`, which returns a job, and `run(job, progress)`, which does it and returns the folder.
         takes_model: the source may be a model, by any of its names.
     """
@@ -57,6 +60,7 @@ class Exporter:
     options: tuple[str, ...]
     module: str
     takes_model: bool = False
+    foreign: str | None = None
 
     def job(self, request: ExportRequest) -> Any:
         """Return the job, a record.
@@ -69,7 +73,8 @@ class Exporter:
             if item.name not in ("format", *self.options) and given != item.default:
                 cause = f"export: {item.name} {given} beside format {request.options.format}"
                 raise UsageError(cause, f"leave it out; this format reads {', '.join(self.options)}")
-        return import_module(self.module).requested(request)
+        other = self.foreign is not None and is_foreign(request.source)
+        return import_module(self.foreign if other and self.foreign else self.module).requested(request)
 
     def run(self, job: Any, progress: Progress, *, prover: Any = None) -> Path:
         """Do what `job` returned, and return the folder.
@@ -83,7 +88,7 @@ class Exporter:
             QuantflowError: as the format's module.
         """
         more = {} if prover is None else {"prover": prover}
-        folder: Path = import_module(self.module).run(job, progress, **more)
+        folder: Path = import_module(type(job).__module__).run(job, progress, **more)
         return folder
 
 
@@ -92,8 +97,9 @@ EXPORTERS: Mapping[str, Exporter] = MappingProxyType(
         "compressed-tensors": Exporter(
             takes="what `quantize` or `unify` wrote",
             reader="this runtime, transformers, vLLM",
-            options=("shard_size",),
+            options=("dtype", "shard_size"),
             module="quantflow.exporting.export",
+            foreign="quantflow.exporting.layout_export",
         ),
         "inc": Exporter(
             takes="a measurement",
@@ -108,6 +114,30 @@ EXPORTERS: Mapping[str, Exporter] = MappingProxyType(
             module="quantflow.exporting.gguf_export",
             takes_model=True,
         ),
+        "gptq": Exporter(
+            takes="an artifact, or a folder that another program quantized; no value changes",
+            reader="transformers, vLLM, TGI: GPTQ's layout, version 1",
+            options=("dtype", "shard_size"),
+            module="quantflow.exporting.layout_export",
+        ),
+        "gptq_v2": Exporter(
+            takes="an artifact, or a folder that another program quantized; no value changes",
+            reader="GPTQModel and vLLM: version 2, with zero points of 0",
+            options=("dtype", "shard_size"),
+            module="quantflow.exporting.layout_export",
+        ),
+        "awq": Exporter(
+            takes="an artifact, or a folder that another program quantized; no value changes",
+            reader="transformers, vLLM, TGI: AWQ's gemm layout",
+            options=("dtype", "shard_size"),
+            module="quantflow.exporting.layout_export",
+        ),
+        "fp8": Exporter(
+            takes="an artifact, or a folder that another program quantized; no value changes",
+            reader="transformers and vLLM: float8 in blocks or per tensor",
+            options=("dtype", "shard_size"),
+            module="quantflow.exporting.layout_export",
+        ),
         "dequantized": Exporter(
             takes="an artifact",
             reader="what reads its source: transformers, any tool for models that are not quantized",
@@ -116,6 +146,11 @@ EXPORTERS: Mapping[str, Exporter] = MappingProxyType(
         ),
     }
 )
+
+
+def is_foreign(folder: Path) -> bool:
+    """Return whether a folder is a model's, quantized or not, that this project did not write."""
+    return (folder / CONFIG).is_file() and not (folder / MANIFEST_NAME).exists()
 
 
 def exporter(name: str) -> Exporter:

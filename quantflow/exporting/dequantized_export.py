@@ -17,21 +17,21 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quantflow.artifact import disk, stage_folder
-from quantflow.artifact.canonical import readable_json
-from quantflow.artifact.checkpoint import CONFIG, INDEX, SINGLE, open_checkpoint
+from quantflow.artifact import stage_folder
+from quantflow.artifact.digests import Digests
 from quantflow.artifact.manifest import MANIFEST_NAME
 from quantflow.artifact.safetensors_header import TensorPart
-from quantflow.artifact.safetensors_writer import Spec, Writer
-from quantflow.artifact.side_files import is_side_file
+from quantflow.artifact.safetensors_writer import Spec
 from quantflow.core.dtypes import DTYPES, NAMES
-from quantflow.errors import IntegrityError, UnsupportedError, UsageError, nearest
+from quantflow.errors import UnsupportedError, UsageError, nearest
 from quantflow.exporting import ExportRequest
+from quantflow.exporting.plain_files import require_headers, write_beside, write_model
 from quantflow.models.graph import graph_for
-from quantflow.models.reading import bytes_of, read_tensor
+from quantflow.models.identity import identify
+from quantflow.models.reading import read_tensor
 from quantflow.planning.recipe import Resources, parse_size
 from quantflow.progress import Progress
-from quantflow.runtime.artifact import Artifact, open_artifact
+from quantflow.runtime.artifact import Artifact, is_artifact, is_model, open_folder
 
 VERSION = 1
 CHOICES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
@@ -82,11 +82,12 @@ def run(job: DequantizedExportJob, progress: Progress) -> Path:
     if job.dtype not in CHOICES:
         cause = f"export: dtype {job.dtype!r} of format dequantized is unknown"
         raise UsageError(cause, nearest(job.dtype, list(CHOICES)))
-    if not (job.source / MANIFEST_NAME).is_file():
+    if (is_artifact(job.source) and not (job.source / MANIFEST_NAME).is_file()) or is_model(job.source):
         raise UsageError(f"{job.source}: no {MANIFEST_NAME}; format dequantized is made from an artifact", "export it first")
     with stage_folder.locked(job.output):
-        artifact = open_artifact(job.source)
-        made_from = {"artifact": artifact.manifest["digest"], "dtype": job.dtype, "version": VERSION}
+        artifact = open_folder(job.source)
+        identity = artifact.manifest.get("digest") or identify(artifact.checkpoint, Digests())
+        made_from = {"artifact": identity, "dtype": job.dtype, "version": VERSION}
         if stage_folder.is_up_to_date(job.output, made_from):
             progress.say(f"export {job.output.name}: up to date")
             return job.output
@@ -113,30 +114,17 @@ def _write(folder: Path, artifact: Artifact, dtype: torch.dtype, *, limit: int, 
     """Write every file of the result, and read its headers again."""
     parts = _parts(artifact)
     specs = _specs(artifact, parts, dtype)
-    shards = _shards(specs, limit=limit)
-    names = [SINGLE]
-    if len(shards) > 1:
-        names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
-    for name, shard in zip(names, progress.steps(shards, stage="export dequantized", unit="file"), strict=True):
-        with Writer(folder / name, {tensor: specs[tensor] for tensor in shard}) as writer:
-            for tensor in shard:
-                writer.write(tensor, bytes_of(_tensor(artifact, parts, tensor, *specs[tensor])))
-    if len(shards) > 1:
-        where = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
-        disk.write_file(folder / INDEX, readable_json({"metadata": {}, "weight_map": where}))
+    tensors = ((name, _tensor(artifact, parts, name, *spec)) for name, spec in specs.items())
     config = {key: value for key, value in artifact.checkpoint.config.items() if key != "quantization_config"}
-    disk.write_file(folder / CONFIG, readable_json(config))
-    for name in artifact.checkpoint.files:
-        if is_side_file(name, artifact.checkpoint.config):
-            disk.copy(artifact.checkpoint.folder / name, folder / name)
-    found = {name: (info.dtype, info.shape) for name, info in open_checkpoint(folder).infos.items()}
-    if found != specs:
-        name = min(set(found.items()) ^ set(specs.items()))[0]
-        raise IntegrityError(f"{name}: the files' headers are not what was written", "export again, and check the disk")
+    write_model(folder, specs, tensors, limit=limit, stage="export dequantized", progress=progress)
+    write_beside(folder, artifact.checkpoint, config)
+    require_headers(folder, specs)
 
 
 def _parts(artifact: Artifact) -> dict[str, tuple[TensorPart, ...]]:
     """Return the tensors of the source that the artifact holds in parts."""
+    if not artifact.manifest:  # another program's folder has no ledger that says how its source looked
+        return {}
     names = set(artifact.names)
     graph = graph_for(artifact.config)
     return {whole: parts for whole, parts in graph.parts.items() if all(part.name in names for part in parts)}
@@ -145,7 +133,8 @@ def _parts(artifact: Artifact) -> dict[str, tuple[TensorPart, ...]]:
 def _specs(artifact: Artifact, parts: Mapping[str, tuple[TensorPart, ...]], dtype: torch.dtype) -> dict[str, Spec]:
     """Return dtype, as safetensors names it, and shape of every tensor of the result."""
     inside = {part.name: whole for whole, found in parts.items() for part in found}
-    shapes = {entry["name"]: tuple(entry["shape"]) for entry in artifact.manifest["ledger"]["tensors"]}
+    ledger = artifact.manifest["ledger"]["tensors"] if artifact.manifest else ()
+    shapes = {entry["name"]: tuple(entry["shape"]) for entry in ledger}
     specs: dict[str, Spec] = {}
     for name in artifact.names:
         linear = name.removesuffix(".weight")
@@ -158,20 +147,6 @@ def _specs(artifact: Artifact, parts: Mapping[str, tuple[TensorPart, ...]], dtyp
         elif whole not in specs or info is None:
             specs[whole] = (kind, shapes[whole])
     return specs
-
-
-def _shards(specs: Mapping[str, Spec], *, limit: int) -> list[list[str]]:
-    """Return the tensors of each file."""
-    shards: list[list[str]] = [[]]
-    size = 0
-    for name, (dtype, shape) in specs.items():
-        nbytes = torch.Size(shape).numel() * DTYPES[dtype].itemsize
-        if shards[-1] and size + nbytes > limit:
-            shards.append([])
-            size = 0
-        shards[-1].append(name)
-        size += nbytes
-    return shards
 
 
 def _tensor(
@@ -189,6 +164,6 @@ def _tensor(
 def _read(artifact: Artifact, name: str) -> Tensor:
     linear = name.removesuffix(".weight")
     if linear in artifact.linears and name != linear:
-        return artifact.decode(linear).weight.dequantize()
+        return artifact.decode(linear).dequantize()
     file, info = artifact.checkpoint.tensors[name]
     return read_tensor(artifact.checkpoint.folder / file, info)

@@ -1,8 +1,46 @@
-"""On-disk layouts, by the name used in recipes. One file each; this table is the only registry."""
+"""On-disk layouts, by the name used in recipes. One file each; these tables are the only registry.
 
-from types import ModuleType
+`FORMATS` are those in which `quantize` itself writes. `LAYOUTS` are all that a linear is converted to and from; a folder of
+any of them runs.
+"""
 
-from quantflow.formats import compressed_tensors
+from collections.abc import Mapping
+from types import MappingProxyType, ModuleType
+from typing import Any
+
+from quantflow.errors import UnsupportedError
+from quantflow.formats import awq, compressed_tensors, foreign_compressed_tensors, fp8, gptq
+from quantflow.formats.weight_layout import Infos, WeightLayout
 
 FORMATS: dict[str, ModuleType] = {compressed_tensors.NAME: compressed_tensors}
-DEFAULT: str = compressed_tensors.NAME  # what artifacts are written in, and this runtime reads
+DEFAULT: str = compressed_tensors.NAME  # what artifacts are written in
+LAYOUTS: Mapping[str, WeightLayout] = MappingProxyType(
+    {
+        compressed_tensors.NAME: foreign_compressed_tensors.CompressedTensorsLayout(),
+        gptq.NAME: gptq.GPTQLayout(stored_less=1),
+        gptq.NAME_V2: gptq.GPTQLayout(stored_less=0),
+        awq.NAME: awq.AWQLayout(),
+        fp8.NAME: fp8.FP8Layout(),
+    }
+)
+
+
+def layout_of(config: Mapping[str, Any], infos: Infos) -> WeightLayout:
+    """Return the layout of a folder.
+
+    Args:
+        config: the `quantization_config` of its config.json.
+        infos: the headers of its tensors.
+
+    Raises:
+        UnsupportedError: a layout that this version does not read.
+    """
+    for module in (foreign_compressed_tensors, gptq, awq, fp8):
+        found = module.layout_of(config, infos)
+        if found is not None:
+            return found
+    method = config.get("quant_method")
+    told = f" with packing_format {config['packing_format']!r}" if "packing_format" in config else ""
+    raise UnsupportedError(
+        f"config.json: quant_method {method!r}{told} is not read here", f"use a folder of {', '.join(LAYOUTS)}"
+    )

@@ -450,15 +450,16 @@ class Unify:
 class Export:
     """The layout on disk and the largest size of one weight file.
 
-    `device` and `scale_method` are Gaudi's, of format inc; `dtype` is that of matrices in format gguf, and of weights that were
-    quantized in format dequantized.
+    `device` and `scale_method` are Gaudi's, of format inc; `dtype` is that of matrices in format gguf, of weights that were
+    quantized in format dequantized, and of scales in layouts of other programs.
     """
 
     format: str = setting(
         "compressed-tensors",
         flag="--format",
         verbs=("export",),
-        help="compressed-tensors (default), inc: Gaudi's files of a measurement, gguf: for llama.cpp, or dequantized.",
+        help="compressed-tensors (default), gptq, gptq_v2, awq or fp8: for other programs, gguf: for llama.cpp, "
+        "dequantized, or inc: Gaudi's files of a measurement.",
     )
     shard_size: str = setting(
         "4GiB", flag="--shard-size", metavar="SIZE", verbs=("export",), help="Largest weight file (default 4GiB)."
@@ -473,15 +474,13 @@ class Export:
         None,
         flag="--dtype",
         verbs=("export",),
-        help="Of gguf: bf16, f16 or f32 (default: the types of an artifact's linears, or the model's); of dequantized (bf16).",
+        help="bf16, f16 or f32. Of gguf (default: the types of an artifact's linears, or the model's), dequantized (bf16), "
+        "scales of gptq and awq (f16).",
     )
 
     def __post_init__(self) -> None:
-        """Refuse a size that is none, and a dtype where the format's own is the only one."""
+        """Refuse a size that is none."""
         parse_size(self.shard_size)
-        if self.dtype is not None and self.format not in ("gguf", "dequantized"):
-            remedy = "leave it out, or choose format gguf or dequantized"
-            raise UsageError(f"export: dtype {self.dtype} beside format {self.format}", remedy)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,8 @@ decides that from the headers; values are checked when they are read. What does 
 """
 
 import functools
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,8 @@ from quantflow.core.kv import KVScales
 from quantflow.core.qtensor import QuantizedLinear
 from quantflow.core.scheme import LinearScheme, TensorScheme
 from quantflow.errors import InputError, UsageError
-from quantflow.formats import compressed_tensors
+from quantflow.formats import compressed_tensors, layout_of
+from quantflow.formats.weight_layout import TensorLayout
 from quantflow.models.parameters import materialize_, release_, twins
 from quantflow.models.reading import read_rows, read_tensors
 from quantflow.runtime.layout import Layout, Parameter, listed
@@ -34,6 +35,7 @@ from quantflow.runtime.linear import QuantLinear
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+Shapes = Mapping[str, tuple[int, int]]
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _STORED = frozenset(NAMES[dtype] for dtype in (*_DTYPES, torch.float64))  # of what is not quantized
 _OTHER_MODEL = "check that config.json belongs to these weights"
@@ -49,6 +51,7 @@ class Placement:
         backend: what will run it.
         reasons: why each backend that is preferred over `backend` cannot.
         elsewhere: rows of the stored linear that are no part of `shape`: other processes hold them.
+        reordered: whether its columns may stand in another order than its inputs.
     """
 
     scheme: LinearScheme
@@ -56,6 +59,7 @@ class Placement:
     backend: Backend
     reasons: dict[str, str]
     elsewhere: int = 0
+    reordered: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -73,6 +77,7 @@ class Artifact:
         dtype: of the parameters that are not quantized and of all inputs.
         device: where weights are put.
         kv_cache: how it says that keys and values are kept; None is as they are.
+        layout: of its quantized linears.
     """
 
     checkpoint: Checkpoint
@@ -84,6 +89,7 @@ class Artifact:
     dtype: torch.dtype
     device: torch.device
     kv_cache: TensorScheme | None = None
+    layout: TensorLayout = compressed_tensors
 
     @functools.cached_property
     def config(self) -> "PreTrainedConfig":
@@ -110,10 +116,10 @@ class Artifact:
             InputError: a tensor holds what its scheme does not allow, or has another shape than the model's.
         """
         placement = self.linears[name]
-        tensors = read_tensors(self.checkpoint, compressed_tensors.tensor_names(name, placement.scheme))
+        tensors = read_tensors(self.checkpoint, self.layout.tensor_names(name, placement.scheme))
         if placement.elsewhere and f"{name}.weight_shape" in tensors:
             tensors[f"{name}.weight_shape"][0] -= placement.elsewhere
-        linear = compressed_tensors.decode(name, tensors, placement.scheme)
+        linear = self.layout.decode(name, tensors, placement.scheme)
         found, wanted = list(linear.weight.qvalue.shape), list(placement.shape)
         _, info = self.checkpoint.tensors.get(f"{name}.bias", (None, None))
         bias = None if info is None else list(info.shape)
@@ -229,19 +235,72 @@ def open_artifact(
     if verify:
         verify_artifact(folder, manifest=manifest)
     checkpoint = open_checkpoint(folder)
-    quantization = checkpoint.config.get("quantization_config")
-    if not isinstance(quantization, dict):
+    table = checkpoint.config.get("quantization_config")
+    if not isinstance(table, dict):
         raise InputError(f"{folder / 'config.json'}: no quantization_config", "give the folder of an exported artifact")
+    flavour = (manifest["float8"] or {}).get("flavour", "e4m3fn")
+
+    def schemes(shapes: Shapes) -> dict[str, LinearScheme]:
+        found = compressed_tensors.schemes_from_config(table, tuple(shapes), flavour=flavour)
+        return {name: scheme for name, scheme in found.items() if scheme is not None}
+
+    cache = compressed_tensors.kv_scheme_from_config(table)
+    told = _Quantization(layout=compressed_tensors, cache=cache, schemes=schemes)
+    found = _compared(checkpoint, told)
+    return _placed(checkpoint, manifest, told, found, backend=backend, dtype=dtype, device=torch.device(device))
+
+
+def _open_foreign(checkpoint: Checkpoint, *, backend: str, dtype: torch.dtype, device: torch.device) -> Artifact:
+    """Open a folder that another program quantized.
+
+    Raises:
+        InputError: headers and config.json disagree; the message names the tensor.
+        UnsupportedError: a layout or scheme that this version does not know.
+    """
+    table = checkpoint.config.get("quantization_config")
+    if not isinstance(table, dict):
+        raise InputError(f"{checkpoint.folder / CONFIG}: quantization_config is no table", "download the folder again")
+    layout, infos = layout_of(table, checkpoint.infos), checkpoint.infos
+    cache = None
+    if table.get("quant_method") == compressed_tensors.NAME:
+        cache = compressed_tensors.kv_scheme_from_config(table)
     told = _Quantization(
-        table=quantization,
-        cache=compressed_tensors.kv_scheme_from_config(quantization),
-        flavour=(manifest["float8"] or {}).get("flavour", "e4m3fn"),
+        layout=layout, cache=cache, schemes=lambda shapes: layout.schemes(table, shapes, infos), reordered=layout.reordered
     )
-    found = _listed(checkpoint, told) or _read(checkpoint, _modules(checkpoint), told)
-    device, linears, alike = torch.device(device), {}, functools.cache(functools.partial(choose, backend=backend))
+    try:
+        found = _compared(checkpoint, told)
+    except InputError:
+        lighter = _without_zero_biases(checkpoint)
+        if lighter is checkpoint:
+            raise
+        checkpoint, found = lighter, _compared(lighter, told)
+    if not found.schemes:
+        cause = f"{checkpoint.folder / CONFIG}: quant_method {table.get('quant_method')}, no linear has such tensors"
+        raise InputError(cause, "check that config.json belongs to these weights")
+    return _placed(checkpoint, {}, told, found, backend=backend, dtype=dtype, device=device)
+
+
+def _compared(checkpoint: Checkpoint, quantization: "_Quantization") -> "_Found":
+    return _listed(checkpoint, quantization) or _read(checkpoint, _modules(checkpoint), quantization)
+
+
+def _placed(
+    checkpoint: Checkpoint,
+    manifest: dict[str, Any],
+    told: "_Quantization",
+    found: "_Found",
+    *,
+    backend: str,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Artifact:
+    """Return the artifact, of each linear what will run it."""
+    linears, alike = {}, functools.cache(functools.partial(choose, backend=backend))
     for name, scheme in found.schemes.items():
         chosen, reasons = alike(Case(scheme=scheme, device=device, shape=found.shapes[name], dtype=dtype))
-        linears[name] = Placement(scheme=scheme, shape=found.shapes[name], backend=chosen, reasons=reasons)
+        linears[name] = Placement(
+            scheme=scheme, shape=found.shapes[name], backend=chosen, reasons=reasons, reordered=told.reordered
+        )
     return Artifact(
         checkpoint=checkpoint,
         manifest=manifest,
@@ -252,7 +311,18 @@ def open_artifact(
         dtype=dtype,
         device=device,
         kv_cache=told.cache,
+        layout=told.layout,
     )
+
+
+def _without_zero_biases(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a checkpoint without the biases of zeros that AutoGPTQ writes for linears that have none; itself if it has none."""
+    owners = {name.rpartition(".")[0] for name in checkpoint.tensors if name.endswith(".qweight")}
+    biases = [key for name in sorted(owners) if (key := f"{name}.bias") in checkpoint.tensors]
+    zero = {key for key in biases if not read_tensors(checkpoint, [key])[key].any()}
+    if not zero:
+        return checkpoint
+    return replace(checkpoint, tensors={name: place for name, place in checkpoint.tensors.items() if name not in zero})
 
 
 def open_folder(
@@ -264,13 +334,14 @@ def open_folder(
     device: str | torch.device = "cpu",
     manifest: dict[str, Any] | None = None,
 ) -> Artifact:
-    """Open an artifact, or a model that is not quantized, as an artifact without quantized linears.
+    """Open an artifact, a folder that another program quantized, or a model, as an artifact without quantized linears.
 
-    Of a model no hash is known. What is checked: the family and every name, that each tensor is a parameter and each parameter
-    has a tensor, the shapes against config.json, whole files, and NaN and Inf when a tensor is read.
+    Of a model, and of another program's folder, no hash is known. What is checked: the family and every name, that each tensor
+    is a parameter and each parameter has a tensor, the shapes against config.json, whole files, and NaN and Inf when a tensor
+    is read.
 
     Args:
-        folder: what `quantflow export` wrote, or a Hugging Face model.
+        folder: what `quantflow export` wrote, a folder in one of `quantflow.formats.LAYOUTS`, or a Hugging Face model.
         backend: as for `open_artifact`, as are the others; `auto` for a model.
         dtype: of parameters and inputs.
         verify: of an artifact.
@@ -281,10 +352,12 @@ def open_folder(
         UsageError: a backend for a model, of which nothing is quantized; see `open_artifact` for the rest.
         QuantflowError: as `open_artifact` and `quantflow.models.load.open_source`.
     """
-    if not is_model(folder):
+    if is_artifact(folder):
         return open_artifact(folder, backend=backend, dtype=dtype, verify=verify, device=device, manifest=manifest)
     if dtype not in _DTYPES:
         raise UsageError(f"dtype {dtype}", f"use one of {', '.join(map(str, _DTYPES))}")
+    if not is_model(folder):
+        return _open_foreign(open_checkpoint(Path(folder)), backend=backend, dtype=dtype, device=torch.device(device))
     if backend != "auto":
         raise UsageError(f"{folder}: backend {backend} for a model that is not quantized", "leave the backend out")
     checkpoint = open_checkpoint(Path(folder))
@@ -305,6 +378,11 @@ def open_folder(
         dtype=dtype,
         device=torch.device(device),
     )
+
+
+def is_artifact(folder: str | Path) -> bool:
+    """Return whether a folder has a manifest, or nothing that says what else it is."""
+    return (Path(folder) / MANIFEST_NAME).exists() or not (Path(folder) / CONFIG).is_file()
 
 
 def is_model(folder: str | Path) -> bool:
@@ -338,14 +416,16 @@ class _Quantization:
     """What is said of quantization.
 
     Attributes:
-        table: of config.json.
+        layout: of the quantized linears.
         cache: how keys and values are kept; None is as they are.
-        flavour: of float8.
+        schemes: (source name -> (O, I) of every linear) -> source name -> scheme of every quantized one.
+        reordered: whether columns of a weight may stand in another order than its inputs.
     """
 
-    table: Mapping[str, Any]
+    layout: TensorLayout
     cache: TensorScheme | None
-    flavour: str
+    schemes: Callable[[Shapes], dict[str, LinearScheme]]
+    reordered: bool = False
 
 
 def _listed(checkpoint: Checkpoint, quantization: _Quantization | None) -> _Found | None:
@@ -384,12 +464,12 @@ def _read(checkpoint: Checkpoint, layout: Layout, quantization: _Quantization | 
     """
     owners = dict.fromkeys(name.rpartition(".")[0] for name in checkpoint.tensors)
     shapes, schemes, caches = layout.linears(owners), dict[str, LinearScheme](), dict[str, int]()
+    claimed: set[str] = set()
     if quantization is not None:
-        table, flavour = quantization.table, quantization.flavour
-        found = compressed_tensors.schemes_from_config(table, tuple(shapes), flavour=flavour)
-        schemes = {name: scheme for name, scheme in found.items() if scheme is not None}
+        schemes = quantization.schemes(shapes)
         caches = {} if quantization.cache is None else layout.caches()
-    parameters = _parameters(checkpoint, schemes, _claimed(schemes, caches))
+        claimed = _claimed(quantization.layout, schemes, caches)
+    parameters = _parameters(checkpoint, schemes, claimed)
     bound = layout.bind(parameters, quantized=schemes.keys())
     _require_shapes(checkpoint, bound.parameters, linears=schemes)
     return _Found(schemes=schemes, shapes=shapes, names=parameters, head=bound.head, caches=caches)
@@ -410,10 +490,10 @@ def _parameters(checkpoint: Checkpoint, schemes: Mapping[str, LinearScheme], cla
     return (*others, *quantized)
 
 
-def _claimed(schemes: Mapping[str, LinearScheme], attentions: Iterable[str]) -> set[str]:
+def _claimed(layout: TensorLayout, schemes: Mapping[str, LinearScheme], attentions: Iterable[str]) -> set[str]:
     """Return the names of all tensors of quantized linears, and of the scales of quantized caches."""
     scales = {tensor for attention in attentions for tensor in compressed_tensors.kv_tensor_names(attention)}
-    return scales | {tensor for name, scheme in schemes.items() for tensor in compressed_tensors.tensor_names(name, scheme)}
+    return scales | {tensor for name, scheme in schemes.items() for tensor in layout.tensor_names(name, scheme)}
 
 
 def _require_shapes(checkpoint: Checkpoint, parameters: Iterable[Parameter], *, linears: Collection[str]) -> None:

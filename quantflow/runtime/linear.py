@@ -36,10 +36,12 @@ class QuantLinear(nn.Module):
         self.register_buffer("bias", None if bias is None else bias.to(dtype), persistent=False)
         self.weight = torch.empty(quantized.weight.qvalue.shape, dtype=dtype, device="meta")
         self.backend, self._linear, self._rotation = backend.name, backend.linear, quantized.scheme.rotation
+        self._order = quantized.order
         self._prepared = backend.prepare(quantized, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x @ W.T + bias.  x: [..., in_features]; returns [..., out_features] in x's dtype."""
+        x = x if self._order is None else x[..., self._order]
         return self._linear(x if self._rotation is None else mixed(x, self._rotation), self._prepared, self.bias)
 
     def extra_repr(self) -> str:

@@ -19,7 +19,7 @@ from quantflow.backends import cuda, hpu, kernels, native
 from quantflow.errors import UnsupportedError, UsageError
 from quantflow.models.tokenizer import load_tokenizer
 from quantflow.runtime import lean, operations, packed, projection
-from quantflow.runtime.artifact import Artifact, is_model, open_folder
+from quantflow.runtime.artifact import Artifact, is_artifact, is_model, open_folder
 from quantflow.runtime.decoder import Decoder
 from quantflow.runtime.tensor_parallel import Ranks, Wire
 
@@ -122,6 +122,8 @@ def load(
     if pack and decoder != "transformers" and device.type == "cpu":
         if is_model(folder):
             raise UsageError(f"{folder}: a pack of a model that is not quantized, which has no hash", "leave pack out")
+        if not is_artifact(folder):
+            raise UsageError(f"{folder}: a pack of another program's folder, which has no hash", "leave pack out")
         manifest = read_manifest(folder)
         kept = _pack(folder, manifest["digest"], backend, dtype, wire, verify=verify)
         if kept.complete and verify:  # the weights' own files are not read, and the pack has been checked

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from quantflow.core.qtensor import QuantizedLinear
-from quantflow.formats import compressed_tensors
 from quantflow.models.graph import graph_for
 from quantflow.models.load import skeleton
 from quantflow.models.names import NameMap
@@ -191,7 +190,7 @@ def _pieces(artifact: Artifact, name: str) -> list[Piece]:
     infos = artifact.checkpoint.infos
     if name in artifact.linears:
         placement = artifact.linears[name]
-        stored = compressed_tensors.tensor_names(name, placement.scheme)
+        stored = artifact.layout.tensor_names(name, placement.scheme)
         nbytes = sum(infos[tensor].nbytes for tensor in stored)
         return [Piece(linear=name, start=0, stop=placement.shape[0], nbytes=nbytes)]
     info = infos[f"{name}.weight"]

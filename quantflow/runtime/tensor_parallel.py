@@ -142,12 +142,16 @@ def spans_of(artifact: Artifact, world: int) -> dict[str, Spans]:
         world: how many ranks there are.
 
     Raises:
-        UnsupportedError: the layers are not like Llama's: q, k, v, o, gate, up and down as linears of their own.
+        UnsupportedError: the layers are not like Llama's: q, k, v, o, gate, up and down as linears of their own; or another
+            program quantized it.
         UsageError: heads, or blocks of rows, do not go whole; names the numbers of ranks that do, up to one per head.
     """
     kind, made = artifact.checkpoint.config.get("model_type"), architecture.read(artifact.checkpoint.config)
     if kind not in FAMILIES or FAMILIES[kind].residual is None or isinstance(made, str):
         raise UnsupportedError(f"{world} ranks share layers like Llama's, not those of {kind}", "leave --ranks out")
+    if artifact.linears and artifact.layout is not compressed_tensors:
+        cause = f"{artifact.checkpoint.folder}: {world} ranks share an artifact, not another program's folder"
+        raise UnsupportedError(cause, f"export it with --format {compressed_tensors.NAME} first, or leave --ranks out")
     found = _spans(artifact, made, world)
     if isinstance(found, str):
         counts = range(1, made.heads.query + 1)

@@ -1,0 +1,210 @@
+"""Stage 4 for other programs: the quantized linears of an artifact, or of another program's folder, in another layout.
+
+Reads    what `quantflow export` wrote, or a folder in one of `quantflow.formats.LAYOUTS`
+Writes   <o>: config.json, weights, side files and DONE.json; the whole folder appears at once
+Resumes  a finished result of the same inputs is left alone
+Fails    2 a folder that is neither, an unknown dtype, 3 unusable input, 5 the folder is held or the disk is full,
+         6 a value that the layout would change, 7 a file differs from its hash, or what was written decodes to other values
+
+No value changes: every linear is encoded before a file is written, and decoded again from what was written. Scales of
+integers are stored in float16, as other programs want them; in a layout of this runtime's own in the model's dtype where that
+is exact, else in that of the source.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantflow.artifact import stage_folder
+from quantflow.artifact.digests import Digests
+from quantflow.artifact.manifest import MANIFEST_NAME
+from quantflow.artifact.safetensors_writer import Spec
+from quantflow.core.dtypes import NAMES
+from quantflow.core.qtensor import QuantizedLinear
+from quantflow.errors import InputError, IntegrityError, UnsupportedError, UsageError, nearest
+from quantflow.exporting import ExportRequest
+from quantflow.exporting.dequantized_export import CHOICES
+from quantflow.exporting.plain_files import require_headers, write_beside, write_model
+from quantflow.formats import DEFAULT, LAYOUTS
+from quantflow.formats.weight_layout import WeightLayout
+from quantflow.models.graph import graph_for
+from quantflow.models.identity import identify
+from quantflow.models.load import read_tensors
+from quantflow.planning.recipe import Resources, parse_size
+from quantflow.progress import Progress
+from quantflow.runtime.artifact import Artifact, is_artifact, is_model, open_folder
+
+VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutExportJob:
+    """One folder.
+
+    Attributes:
+        source: an artifact, or a folder in one of `quantflow.formats.LAYOUTS`.
+        format: a key of `quantflow.formats.LAYOUTS`.
+        dtype: of scales of integers, a key of `CHOICES`; None is the layout's usual one.
+        shard_size: the most bytes of one weight file.
+        replace: redo a finished result that was made from other inputs, instead of refusing.
+        resources: how much memory and disk there is.
+    """
+
+    source: Path
+    output: Path
+    format: str
+    dtype: str | None = None
+    shard_size: str = "4GiB"
+    replace: bool = False
+    resources: Resources = Resources()
+
+
+def requested(request: ExportRequest) -> LayoutExportJob:
+    """Return the job of a request; see `quantflow.exporting.Exporter`.
+
+    Raises:
+        UsageError: a model beside the folder.
+    """
+    options = request.options
+    if request.model is not None:
+        cause = f"export: --model {request.model} beside format {options.format}"
+        raise UsageError(cause, "leave --model out, the quantized folder is all that is read")
+    return LayoutExportJob(
+        source=request.source,
+        output=request.output,
+        format=options.format,
+        dtype=options.dtype,
+        shard_size=options.shard_size,
+        replace=request.replace,
+        resources=request.resources,
+    )
+
+
+def run(job: LayoutExportJob, progress: Progress) -> Path:
+    """Write the folder and return it; one that is up to date is left alone."""
+    if job.dtype is not None and job.dtype not in CHOICES:
+        cause = f"export: dtype {job.dtype!r} of format {job.format} is unknown"
+        raise UsageError(cause, nearest(job.dtype, list(CHOICES)))
+    if job.output.resolve() == job.source.resolve():
+        raise UsageError(f"{job.output}: the folder that is read and the one that is written", "give two folders")
+    if (is_artifact(job.source) and not (job.source / MANIFEST_NAME).is_file()) or is_model(job.source):
+        cause = f"{job.source}: format {job.format} is made from an artifact, or from a folder that another program quantized"
+        raise UsageError(cause, "export it as an artifact first")
+    with stage_folder.locked(job.output):
+        artifact = open_folder(job.source, backend="reference")
+        identity = artifact.manifest.get("digest") or identify(artifact.checkpoint, Digests())
+        made_from = {"source": identity, "format": job.format, "dtype": job.dtype, "version": VERSION}
+        if stage_folder.is_up_to_date(job.output, made_from):
+            progress.say(f"export {job.output.name}: up to date")
+            return job.output
+        stage_folder.refuse_other_result(job.output, made_from, force=job.replace)
+        conversion = _Conversion.of(artifact, job)
+        specs = conversion.specs(progress)
+        with stage_folder.publish(job.output, stage="export", inputs=made_from) as folder:
+            limit = parse_size(job.shard_size)
+            write_model(folder, specs, conversion.tensors(), limit=limit, stage=f"export {job.format}", progress=progress)
+            write_beside(folder, artifact.checkpoint, conversion.config())
+            require_headers(folder, specs)
+            conversion.require_same(folder, progress)
+    progress.say(f"export {job.output.name}: {len(artifact.linears)} linears, every value as it was")
+    return job.output
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Conversion:
+    """An opened folder, and the layout that its linears are encoded in."""
+
+    artifact: Artifact
+    layout: WeightLayout
+    dtypes: tuple[torch.dtype, ...]
+
+    @classmethod
+    def of(cls, artifact: Artifact, job: LayoutExportJob) -> "_Conversion":
+        """Return the conversion.
+
+        Raises:
+            UnsupportedError: a linear, or a cache, that the layout cannot hold.
+        """
+        layout = LAYOUTS[job.format]
+        if any(placement.reordered for placement in artifact.linears.values()):
+            layout = layout.with_order()
+        if artifact.kv_cache is not None:
+            cause = f"{artifact.checkpoint.folder}: keys and values are quantized, a folder in format {job.format} does not say so"
+            raise UnsupportedError(cause, "keep it as it is, or quantize without kv_cache")
+        for name, placement in artifact.linears.items():
+            if (reason := layout.why_not(placement.scheme, placement.shape)) is not None:
+                raise UnsupportedError(f"{name}: {job.format}: {reason}", "keep it as it is, or quantize with another scheme")
+        dtypes = (torch.float16,)
+        if job.dtype is not None:
+            dtypes = (CHOICES[job.dtype],)
+        elif job.format == DEFAULT:
+            own = getattr(artifact.config, "dtype", None)
+            dtypes = (*((own,) if own in NAMES else ()), torch.float16, torch.bfloat16, torch.float32)
+        return cls(artifact=artifact, layout=layout, dtypes=dtypes)
+
+    def encoded(self, name: str, linear: QuantizedLinear | None = None) -> dict[str, Tensor]:
+        """Return the tensors of a linear.
+
+        Raises:
+            UnsupportedError: a value that the layout would change.
+        """
+        linear = linear or self.artifact.decode(name)
+        exact = (dtype for dtype in self.dtypes if torch.equal(linear.weight.scale.to(dtype).float(), linear.weight.scale))
+        return self.layout.encode(name, linear, scale_dtype=next(exact, self.dtypes[0]))
+
+    def specs(self, progress: Progress) -> dict[str, Spec]:
+        """Encode every linear once; return dtype and shape of every tensor of the result."""
+        artifact, specs = self.artifact, {}
+        names = progress.steps(list(artifact.names), stage="export: compare values", unit="tensor")
+        for name in names:
+            linear = name.removesuffix(".weight")
+            if linear in artifact.linears and name != linear:
+                for key, tensor in self.encoded(linear).items():
+                    specs[key] = (NAMES[tensor.dtype], tuple(tensor.shape))
+            else:
+                info = artifact.checkpoint.infos[name]
+                specs[name] = (info.dtype, info.shape)
+        return specs
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every tensor of the result, in the order of `specs`."""
+        artifact = self.artifact
+        for name in artifact.names:
+            linear = name.removesuffix(".weight")
+            if linear in artifact.linears and name != linear:
+                yield from self.encoded(linear).items()
+            else:
+                yield name, read_tensors(artifact.checkpoint, [name])[name]
+
+    def config(self) -> dict[str, Any]:
+        """Return the content of config.json."""
+        artifact, known = self.artifact, dict(self.artifact.checkpoint.config)
+        schemes = {name: placement.scheme for name, placement in artifact.linears.items()}
+        graph = graph_for(artifact.config)
+        ignore = [name for name in (*graph.linears, *graph.routers, *graph.idle) if name not in schemes]
+        ignore += [name for name in ("lm_head", "embed_out") if f"{name}.weight" in artifact.names and name not in schemes]
+        model_type = str(known.get("model_type"))
+        known["quantization_config"] = self.layout.quantization_config(schemes, ignore=ignore, model_type=model_type)
+        return known
+
+    def require_same(self, folder: Path, progress: Progress) -> None:
+        """Open what was written and compare every linear with the source's.
+
+        Raises:
+            IntegrityError: one has other values.
+        """
+        try:
+            written = open_folder(folder, backend="reference")
+        except InputError as error:
+            raise IntegrityError(error.cause, "export again, and check the disk") from error
+        for name in progress.steps(list(self.artifact.linears), stage="export: compare what was written", unit="linear"):
+            left, right = self.artifact.decode(name), written.decode(name)
+            inputs = (left.input_scale is None) == (right.input_scale is None)
+            if inputs and left.input_scale is not None and right.input_scale is not None:
+                inputs = torch.equal(left.input_scale, right.input_scale)
+            if not inputs or left.scheme.input != right.scheme.input or not torch.equal(left.dequantize(), right.dequantize()):
+                raise IntegrityError(f"{name}: what was written decodes to other values", "export again, and check the disk")

@@ -1,0 +1,84 @@
+"""Files of a model folder that is no artifact of this project: weights in files of a size, index, config.json, side files."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantflow.artifact import disk
+from quantflow.artifact.canonical import readable_json
+from quantflow.artifact.checkpoint import CONFIG, INDEX, SINGLE, Checkpoint, open_checkpoint
+from quantflow.artifact.safetensors_writer import Spec, Writer
+from quantflow.artifact.side_files import is_side_file
+from quantflow.core.dtypes import DTYPES
+from quantflow.errors import IntegrityError
+from quantflow.models.reading import bytes_of
+from quantflow.progress import Progress
+
+
+def write_model(
+    folder: Path,
+    specs: Mapping[str, Spec],
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    limit: int,
+    stage: str,
+    progress: Progress,
+) -> None:
+    """Write weight files, and their index where there are several; one tensor is in memory at a time.
+
+    Args:
+        folder: where they go.
+        specs: tensor name -> dtype, as safetensors names it, and shape; in the order of the files.
+        tensors: (name, tensor) in the order of `specs`.
+        limit: the most bytes of a file, unless one tensor has more.
+        stage: what progress calls this.
+        progress: is told how far it is.
+    """
+    shards, names, source = _shards(specs, limit=limit), [SINGLE], iter(tensors)
+    if len(shards) > 1:
+        names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    for name, shard in zip(names, progress.steps(shards, stage=stage, unit="file"), strict=True):
+        with Writer(folder / name, {tensor: specs[tensor] for tensor in shard}) as writer:
+            for _ in shard:
+                key, values = next(source)
+                writer.write(key, bytes_of(values))
+    if len(shards) > 1:
+        where = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+        disk.write_file(folder / INDEX, readable_json({"metadata": {}, "weight_map": where}))
+
+
+def write_beside(folder: Path, source: Checkpoint, config: Mapping[str, Any]) -> None:
+    """Write config.json, and copy the side files of the folder that the model came from."""
+    disk.write_file(folder / CONFIG, readable_json(dict(config)))
+    for name in source.files:
+        if is_side_file(name, source.config):
+            disk.copy(source.folder / name, folder / name)
+
+
+def require_headers(folder: Path, specs: Mapping[str, Spec]) -> None:
+    """Read the headers again.
+
+    Raises:
+        IntegrityError: they are not `specs`.
+    """
+    found = {name: (info.dtype, info.shape) for name, info in open_checkpoint(folder).infos.items()}
+    if found != dict(specs):
+        name = min(set(found.items()) ^ set(specs.items()))[0]
+        raise IntegrityError(f"{name}: the files' headers are not what was written", "export again, and check the disk")
+
+
+def _shards(specs: Mapping[str, Spec], *, limit: int) -> list[list[str]]:
+    """Return the tensors of each file."""
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, (dtype, shape) in specs.items():
+        nbytes = torch.Size(shape).numel() * DTYPES[dtype].itemsize
+        if shards[-1] and size + nbytes > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += nbytes
+    return shards

@@ -1,0 +1,188 @@
+"""AWQ's gemm layout, as AutoAWQ and AutoRound (`auto_round:auto_awq`) write it and vLLM, TGI and transformers read it.
+
+A linear called NAME of G = I / group_size groups is stored as
+
+| tensor       | dtype, shape         | content                                       |
+|--------------|----------------------|-----------------------------------------------|
+| NAME.qweight | int32 [I, O / 8]     | qvalue + 8, of a row eight outputs in a word   |
+| NAME.qzeros  | int32 [G, O / 8]     | zero_point + 8, so too                        |
+| NAME.scales  | [G, O]               | scale                                         |
+
+Nibble i of a word, lowest first, is output ORDER[i] of the eight. There are 4 bits alone. Symmetric weights are stored with
+zero points of 8; read again they are weights with zero points, of the same values.
+Source: github.com/casper-hansen/AutoAWQ 0.2.9, `awq/modules/linear/gemm.py` and `awq/utils/packing_utils.py`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantflow.core import packing
+from quantflow.core.groups import group_size_for, to_groups
+from quantflow.core.qtensor import QTensor, QuantizedLinear
+from quantflow.core.scheme import LinearScheme
+from quantflow.errors import InputError, SchemeError, UnsupportedError
+from quantflow.formats.gptq import AUTO_ROUND
+from quantflow.formats.weight_layout import (
+    Infos,
+    checked,
+    flag,
+    integers,
+    named,
+    number,
+    only_scheme,
+    scales,
+    stored_scales,
+    tensor,
+)
+
+NAME = "awq"
+METHOD = "awq"
+VERSION = "gemm"
+ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+_PARTS = ("qweight", "qzeros", "scales")
+_BITS, _PER_WORD = 4, 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class AWQLayout:
+    """The layout; it has one version here.
+
+    Attributes:
+        reordered: always False: there is no g_idx.
+    """
+
+    reordered: bool = False
+
+    def with_order(self) -> "AWQLayout":
+        """Return itself: it has no words for groups of inputs that do not stand together."""
+        return self
+
+    def why_not(self, scheme: LinearScheme, shape: tuple[int, int]) -> str | None:
+        """Return why the layout cannot hold a linear of `shape` (O, I), in a sentence; None when it can."""
+        weights = scheme.weights
+        if scheme.input is not None:
+            return f"scheme {scheme.name} quantizes inputs, the layout has no words for it"
+        if scheme.rotation is not None:
+            return f"its inputs are mixed in blocks of {scheme.rotation}, the layout has no words for it"
+        if weights.kind != "int" or weights.num_bits != _BITS or weights.granularity not in ("per_group", "per_channel"):
+            held = f"{weights.kind}{weights.num_bits} {weights.granularity}"
+            return f"scheme {scheme.name} has weights of {held}, the layout holds integers of 4 bits per group"
+        if shape[0] % _PER_WORD:
+            return f"out_features={shape[0]}, whole words hold multiples of {_PER_WORD}"
+        return None
+
+    def tensor_names(self, name: str, scheme: LinearScheme) -> tuple[str, ...]:
+        """Return the names of the tensors that hold the linear `name` (without `.weight`)."""
+        del scheme
+        return tuple(f"{name}.{part}" for part in _PARTS)
+
+    def encode(self, name: str, linear: QuantizedLinear, *, scale_dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return the tensors of a linear; see `WeightLayout.encode`."""
+        weight = linear.weight
+        weight.validate(name)
+        zero_point = torch.zeros_like(weight.scale, dtype=torch.int8) if weight.zero_point is None else weight.zero_point
+        if linear.order is not None:
+            raise UnsupportedError(
+                f"{name}: its groups are of inputs that do not stand together, the layout has no g_idx",
+                "keep it in a layout with g_idx and desc_act",
+            )
+        # Beside zero points scales are positive. scale * (q - z) is -scale * (~q - ~z), of the same bits.
+        turned = (weight.scale < 0).to(torch.int8).neg()  # [O, G], all bits set where the sign changes
+        split = to_groups(weight.qvalue, weight.qvalue.shape[1] // weight.scale.shape[1])  # [O, G, g]
+        qvalue = (split ^ turned[..., None]).reshape(weight.qvalue.shape)  # [O, I]
+        return {
+            f"{name}.qweight": _pack(qvalue.T),
+            f"{name}.qzeros": _pack((zero_point ^ turned).T),
+            f"{name}.scales": stored_scales(name, weight.scale.abs(), scale_dtype).T.contiguous(),
+        }
+
+    def decode(self, name: str, tensors: Mapping[str, Tensor], scheme: LinearScheme) -> QuantizedLinear:
+        """Return the linear; see `TensorLayout.decode`."""
+        weights, words = scheme.weights, (torch.int32,)
+        packed = tensors.get(f"{name}.qweight")
+        if packed is None or packed.ndim != 2:
+            shape = "missing" if packed is None else f"is {list(packed.shape)}"
+            raise InputError(f"{name}.qweight: {shape}, [in_features, words] is needed", "download the folder again")
+        columns, rows = packed.shape[0], packed.shape[1] * _PER_WORD
+        packed = tensor(tensors, f"{name}.qweight", words, (columns, rows // _PER_WORD))
+        try:
+            groups = columns // group_size_for(weights, columns, name=f"{name}.qweight")
+        except SchemeError as error:
+            raise InputError(error.cause, "check group_size in config.json") from error
+        scale = scales(tensors, f"{name}.scales", (groups, rows), weights).T.contiguous()  # [O, G]
+        zeros = tensor(tensors, f"{name}.qzeros", words, (groups, rows // _PER_WORD))
+        weight = QTensor(
+            qvalue=_unpack(packed).T.contiguous(), scale=scale, zero_point=_unpack(zeros).T.contiguous(), scheme=weights
+        )
+        return QuantizedLinear(weight=checked(name, weight), scheme=scheme)
+
+    def quantization_config(
+        self, schemes: Mapping[str, LinearScheme], *, ignore: Sequence[str], model_type: str
+    ) -> dict[str, Any]:
+        """Return the `quantization_config` of config.json; see `WeightLayout.quantization_config`."""
+        del model_type
+        weights = only_scheme(schemes, NAME)
+        return {
+            "quant_method": METHOD,
+            "version": VERSION,
+            "bits": _BITS,
+            "group_size": weights.group_size or -1,
+            "zero_point": True,
+            "modules_to_not_convert": list(ignore),
+        }
+
+    def schemes(
+        self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]], infos: Infos
+    ) -> dict[str, LinearScheme]:
+        """Return the scheme of each quantized linear; see `WeightLayout.schemes`."""
+        bits, group_size = number(config, "bits", "w_bit"), number(config, "group_size", "q_group_size")
+        flag(config, "zero_point", default=True)
+        if bits != _BITS:
+            raise UnsupportedError(f"config.json: bits is {bits}, words of the {VERSION} layout hold 4", "check the folder")
+        found = {}
+        for name in shapes:
+            if f"{name}.qweight" in infos:
+                found[name] = named(integers(bits, group_size, symmetric=False, where=name))
+        return found
+
+
+def _pack(codes: Tensor) -> Tensor:
+    """Return words.  codes: int8 [R, O] in -8..7; returns int32 [R, O / 8]."""
+    rows, columns = codes.shape
+    eights = codes.reshape(rows, columns // _PER_WORD, _PER_WORD)  # [R, O / 8, 8]
+    return packing.pack(eights[:, :, list(ORDER)].reshape(rows, columns), _BITS)
+
+
+def _unpack(words: Tensor) -> Tensor:
+    """Undo `_pack`."""
+    rows, columns = words.shape[0], words.shape[1] * _PER_WORD
+    eights = packing.unpack(words, _BITS, columns).reshape(rows, words.shape[1], _PER_WORD)  # [R, O / 8, 8]
+    back = sorted(range(_PER_WORD), key=ORDER.__getitem__)
+    return eights[:, :, back].reshape(rows, columns)
+
+
+def layout_of(config: Mapping[str, Any], infos: Infos) -> AWQLayout | None:
+    """Return the layout if a quantization_config names it; None for one of another method.
+
+    Args:
+        config: of config.json.
+        infos: headers of all tensors.
+
+    Raises:
+        UnsupportedError: another version of it.
+    """
+    del infos
+    method = config.get("quant_method")
+    if method in AUTO_ROUND:
+        found = str(config.get("packing_format") or config.get("backend") or "")
+        return AWQLayout() if found.endswith((":auto_awq", ":awq")) else None
+    if method != METHOD:
+        return None
+    version = str(config.get("version") or VERSION).lower()
+    if version != VERSION:
+        raise UnsupportedError(f"config.json: AWQ version {version!r}, {VERSION} is known", f"pack the folder as {VERSION}")
+    return AWQLayout()

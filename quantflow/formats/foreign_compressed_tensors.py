@@ -1,0 +1,127 @@
+"""compressed-tensors as its other writers spell it, read; and the layout as one of `quantflow.formats.LAYOUTS`, written.
+
+Beside what `quantflow.formats.compressed_tensors` knows, files by llm-compressor have
+
+- `format` naive-quantized, or none in a group: that of the whole configuration, or the one that the weights have;
+- `quantization_status` frozen, in releases before `compressed`;
+- `actorder` group: NAME.weight_g_idx int32 [I] has the group of each input, whose codes stand in the place of the input.
+  `decode` puts groups side by side and returns the order of inputs.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantflow.core.qtensor import QuantizedLinear
+from quantflow.core.scheme import LinearScheme
+from quantflow.errors import SchemeError, UnsupportedError
+from quantflow.formats import compressed_tensors
+from quantflow.formats.gptq import order_of
+from quantflow.formats.weight_layout import Infos, stored_scales, tensor
+
+_NAIVE = {"float": "float-quantized", "int": "int-quantized"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressedTensorsLayout:
+    """The layout.
+
+    Attributes:
+        ordered: linears that have a weight_g_idx.
+    """
+
+    ordered: frozenset[str] = frozenset()
+
+    @property
+    def reordered(self) -> bool:
+        """Whether groups may be of inputs that do not stand together."""
+        return bool(self.ordered)
+
+    def with_order(self) -> "CompressedTensorsLayout":
+        """Return itself: it has no words for groups of inputs that do not stand together."""
+        return self
+
+    def why_not(self, scheme: LinearScheme, shape: tuple[int, int]) -> str | None:
+        """Return why the layout cannot hold a linear of `shape` (O, I), in a sentence; None when it can."""
+        try:
+            compressed_tensors.tensor_specs("weight", scheme, shape, torch.float32)
+        except UnsupportedError as error:
+            return error.cause
+        return None
+
+    def tensor_names(self, name: str, scheme: LinearScheme) -> tuple[str, ...]:
+        """Return the names of the tensors that hold the linear `name` (without `.weight`)."""
+        names = compressed_tensors.tensor_names(name, scheme)
+        return (*names, f"{name}.weight_g_idx") if name in self.ordered else names
+
+    def encode(self, name: str, linear: QuantizedLinear, *, scale_dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return the tensors of a linear; see `WeightLayout.encode`."""
+        if linear.order is not None:
+            cause = f"{name}: its groups are of inputs that do not stand together, which no loader of the layout runs today"
+            raise UnsupportedError(cause, "keep it in a layout with g_idx and desc_act")
+        if linear.scheme.layout != "pack-quantized":
+            return compressed_tensors.encode(name, linear)
+        stored_scales(name, linear.weight.scale, scale_dtype)
+        return compressed_tensors.encode(name, linear, scale_dtype=scale_dtype)
+
+    def decode(self, name: str, tensors: Mapping[str, Tensor], scheme: LinearScheme) -> QuantizedLinear:
+        """Return the linear; see `TensorLayout.decode`."""
+        linear = compressed_tensors.decode(name, tensors, scheme)
+        if name not in self.ordered:
+            return linear
+        key, weight = f"{name}.weight_g_idx", linear.weight
+        group_of = tensor(tensors, key, (torch.int32, torch.int64), (weight.qvalue.shape[1],))
+        order = order_of(key, group_of, groups=weight.scale.shape[1])
+        if order is None:
+            return linear
+        return replace(linear, weight=replace(weight, qvalue=weight.qvalue[:, order].contiguous()), order=order)
+
+    def quantization_config(
+        self, schemes: Mapping[str, LinearScheme], *, ignore: Sequence[str], model_type: str
+    ) -> dict[str, Any]:
+        """Return the `quantization_config` of config.json; see `WeightLayout.quantization_config`."""
+        return compressed_tensors.quantization_config(schemes, ignore=ignore, model_type=model_type)
+
+    def schemes(
+        self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]], infos: Infos
+    ) -> dict[str, LinearScheme]:
+        """Return the scheme of each quantized linear; see `WeightLayout.schemes`."""
+        del infos
+        try:
+            found = compressed_tensors.schemes_from_config(_in_our_words(config), tuple(shapes))
+        except SchemeError as error:
+            raise UnsupportedError(f"config.json: {error.cause}", error.remedy) from error
+        return {name: scheme for name, scheme in found.items() if scheme is not None}
+
+
+def _in_our_words(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration as `schemes_from_config` takes it; what has another form is left to it."""
+    groups = {}
+    found = config.get("config_groups")
+    for label, group in (found if isinstance(found, dict) else {}).items():
+        groups[label] = group
+        if not isinstance(group, dict) or not isinstance(group.get("weights"), dict):
+            continue
+        weights, layout = dict(group["weights"]), group.get("format") or config.get("format")
+        if layout == "naive-quantized":
+            layout = _NAIVE.get(weights.get("type", "int"))
+        if weights.get("actorder") == "group":
+            weights["actorder"] = None  # the tensors say it
+        groups[label] = {**group, "weights": weights, "format": layout}
+    status = config.get("quantization_status")
+    return {
+        **config,
+        "config_groups": groups or found,
+        "quantization_status": "compressed" if status == "frozen" else status,
+    }
+
+
+def layout_of(config: Mapping[str, Any], infos: Infos) -> CompressedTensorsLayout | None:
+    """Return the layout if a quantization_config names it; None for one of another method."""
+    if config.get("quant_method") != compressed_tensors.NAME:
+        return None
+    suffix = ".weight_g_idx"
+    return CompressedTensorsLayout(ordered=frozenset(name.removesuffix(suffix) for name in infos if name.endswith(suffix)))

@@ -1,0 +1,152 @@
+"""FP8 checkpoints with `quant_method` fp8: DeepSeek's blocks, as transformers and vLLM read them, and vLLM's scale per tensor.
+
+| kind                     | tensors of a linear called NAME                                                       |
+|--------------------------|---------------------------------------------------------------------------------------|
+| `weight_block_size` [g, g] | NAME.weight e4m3fn [O, I], NAME.weight_scale_inv [ceil(O / g), I / g]                 |
+| none, inputs dynamic     | NAME.weight e4m3fn [O, I], NAME.weight_scale, one number                              |
+| none, inputs static      | these, and NAME.input_scale, one number                                               |
+
+`weight_scale_inv` multiplies, despite its name. Inputs of blocks have a scale per token and g features, other dynamic ones a
+scale per token.
+Source: transformers 5.23, `integrations/finegrained_fp8.py`; vLLM 0.11, `quantization/fp8.py`; arXiv:2412.19437, section 3.3.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantflow.core import float8
+from quantflow.core.qtensor import QuantizedLinear
+from quantflow.core.scheme import LinearScheme, TensorScheme
+from quantflow.errors import InputError, UnsupportedError
+from quantflow.formats import compressed_tensors
+from quantflow.formats.weight_layout import Infos, named, scales, tensor
+
+NAME = "fp8"
+METHOD = "fp8"
+_STORED = "F8_E4M3"  # as safetensors names e4m3fn
+
+
+@dataclass(frozen=True, kw_only=True)
+class FP8Layout:
+    """The layout; which of its kinds a linear has, its scheme says.
+
+    Attributes:
+        reordered: always False: there is no g_idx.
+    """
+
+    reordered: bool = False
+
+    def with_order(self) -> "FP8Layout":
+        """Return itself: it has no words for groups of inputs that do not stand together."""
+        return self
+
+    def why_not(self, scheme: LinearScheme, shape: tuple[int, int]) -> str | None:
+        """Return why the layout cannot hold a linear of `shape` (O, I), in a sentence; None when it can."""
+        del shape
+        weights, inputs = scheme.weights, scheme.input
+        if scheme.rotation is not None:
+            return f"its inputs are mixed in blocks of {scheme.rotation}, the layout has no words for it"
+        if weights.kind != "float" or float8.FLAVOURS[weights.float8].dtype != torch.float8_e4m3fn:
+            return f"scheme {scheme.name} has weights of {weights.kind}{weights.num_bits}, the layout holds e4m3fn"
+        known = {"per_block": ("per_group",), "per_tensor": ("per_token", "per_tensor")}.get(weights.granularity, ())
+        if inputs is None or inputs.kind != "float" or inputs.granularity not in known:
+            taken = "as they are" if inputs is None else inputs.granularity.replace("_", " ")
+            held = weights.granularity.replace("_", " ")
+            return f"scheme {scheme.name} has weights {held} and inputs {taken}; the layout has blocks, or one scale per tensor"
+        return None
+
+    def tensor_names(self, name: str, scheme: LinearScheme) -> tuple[str, ...]:
+        """Return the names of the tensors that hold the linear `name` (without `.weight`)."""
+        blocks = scheme.weights.granularity == "per_block"
+        static = scheme.input is not None and not scheme.input.dynamic
+        parts = ["weight", "weight_scale_inv" if blocks else "weight_scale", *(["input_scale"] if static else [])]
+        return tuple(f"{name}.{part}" for part in parts)
+
+    def encode(self, name: str, linear: QuantizedLinear, *, scale_dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return the tensors of a linear; see `WeightLayout.encode`.  scale_dtype: not read, scales are float32."""
+        del scale_dtype
+        found = compressed_tensors.encode(name, linear)
+        weight, scale, *inputs = self.tensor_names(name, linear.scheme)
+        tensors = {weight: found[f"{name}.weight"], scale: found[f"{name}.weight_scale"]}
+        return tensors | {key: found[key] for key in inputs}
+
+    def decode(self, name: str, tensors: Mapping[str, Tensor], scheme: LinearScheme) -> QuantizedLinear:
+        """Return the linear; see `TensorLayout.decode`."""
+        weights = scheme.weights
+        weight, scale, *inputs = self.tensor_names(name, scheme)
+        codes = tensors.get(weight)
+        if codes is None or codes.ndim != 2:
+            shape = "missing" if codes is None else f"is {list(codes.shape)}"
+            raise InputError(f"{weight}: {shape}, [out_features, in_features] is needed", "download the folder again")
+        shape: tuple[int, ...] = ()
+        if weights.granularity == "per_block":
+            size = weights.block_rows
+            if codes.shape[1] % size:
+                cause = f"{weight}: {codes.shape[1]} input features, blocks of {size} do not divide them"
+                raise UnsupportedError(cause, "use a folder whose blocks divide its linears")
+            shape = (-(-codes.shape[0] // size), codes.shape[1] // size)
+        found = {weight: tensor(tensors, weight, (torch.float8_e4m3fn,), tuple(codes.shape))}
+        flat = scales(_as_scalars(tensors, [scale] if not shape else []), scale, shape, weights)
+        found[f"{name}.weight_scale"] = flat if shape else flat.reshape(1)
+        for key in inputs:
+            found[key] = tensor(_as_scalars(tensors, inputs), key, (torch.float32,), ()).reshape(1)
+        return compressed_tensors.decode(name, found, scheme)
+
+    def quantization_config(
+        self, schemes: Mapping[str, LinearScheme], *, ignore: Sequence[str], model_type: str
+    ) -> dict[str, Any]:
+        """Return the `quantization_config` of config.json; see `WeightLayout.quantization_config`."""
+        del model_type
+        first_name, first = next(iter(schemes.items()))
+        for name, scheme in schemes.items():
+            if (scheme.weights, scheme.input) != (first.weights, first.input):
+                cause = f"{name}: scheme {scheme.name}, {first_name} has {first.name}; {NAME} has one for all"
+                raise UnsupportedError(cause, "keep it as compressed-tensors, or quantize all linears alike")
+        size = first.weights.group_size
+        return {
+            "quant_method": METHOD,
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic" if first.input is None or first.input.dynamic else "static",
+            "weight_block_size": None if size is None else [size, size],
+            "modules_to_not_convert": list(ignore),
+        }
+
+    def schemes(
+        self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]], infos: Infos
+    ) -> dict[str, LinearScheme]:
+        """Return the scheme of each quantized linear; see `WeightLayout.schemes`."""
+        activation, blocks = config.get("activation_scheme", "dynamic"), config.get("weight_block_size")
+        if activation not in ("dynamic", "static") or (blocks is not None and activation != "dynamic"):
+            cause = f"config.json: activation_scheme {activation!r} with weight_block_size {blocks!r}"
+            raise UnsupportedError(cause, "use dynamic, or static without blocks")
+        if config.get("fmt", "e4m3") != "e4m3":
+            raise UnsupportedError(f"config.json: fmt {config['fmt']!r}, e4m3 is known", "use a folder of e4m3 weights")
+        size = None
+        if blocks is not None:
+            square = isinstance(blocks, list) and len(blocks) == 2 and blocks[0] == blocks[1] and type(blocks[0]) is int
+            if not square or blocks[0] < 1:
+                raise UnsupportedError(f"config.json: weight_block_size {blocks!r}", "use square blocks, such as [128, 128]")
+            size = blocks[0]
+        granularity: Any = "per_tensor" if size is None else "per_block"
+        weights = TensorScheme(kind="float", num_bits=8, granularity=granularity, group_size=size)
+        inputs = TensorScheme(kind="float", num_bits=8, granularity="per_tensor")
+        if activation == "dynamic":
+            granularity = "per_token" if size is None else "per_group"
+            inputs = TensorScheme(kind="float", num_bits=8, granularity=granularity, group_size=size, dynamic=True)
+        scheme = named(weights, inputs)
+        return {name: scheme for name in shapes if (i := infos.get(f"{name}.weight")) is not None and i.dtype == _STORED}
+
+
+def _as_scalars(tensors: Mapping[str, Tensor], keys: Sequence[str]) -> dict[str, Tensor]:
+    """Return tensors with those of one element, some write [1], in the shape []."""
+    return {key: value.reshape(()) if key in keys and value.numel() == 1 else value for key, value in tensors.items()}
+
+
+def layout_of(config: Mapping[str, Any], infos: Infos) -> FP8Layout | None:
+    """Return the layout if a quantization_config names it; None for one of another method."""
+    del infos
+    return FP8Layout() if config.get("quant_method") == METHOD else None

@@ -1,0 +1,287 @@
+"""GPTQ's layout, as AutoGPTQ, GPTQModel and AutoRound (`auto_round:auto_gptq`) write it and vLLM, TGI and transformers read it.
+
+A linear called NAME, of bits b and G = I / group_size groups, is stored as
+
+| tensor       | dtype, shape             | content                                                                          |
+|--------------|--------------------------|----------------------------------------------------------------------------------|
+| NAME.qweight | int32 [I * b / 32, O]    | qvalue + 2 ** (b - 1); of a column the bits of one input after another           |
+| NAME.qzeros  | int32 [G, O * b / 32]    | zero_point + 2 ** (b - 1), in version 1 less one; of a row output after output   |
+| NAME.scales  | [G, O]                   | scale                                                                            |
+| NAME.g_idx   | int32 [I]                | the group of each input                                                          |
+
+Bits follow each other without a gap, lowest first: of 3 bits 32 elements fill three words. Version 1 (`checkpoint_format`
+gptq) stores zero points less one, and so holds no zero point of the lowest code: programs that mask read 2 ** b - 1 as 0, the
+others as 2 ** b. Such a tensor is refused, both ways. Version 2 (gptq_v2) stores them as they are.
+Symmetric weights have zero points in the middle, and qzeros say so.
+
+With `desc_act` groups are of inputs that do not stand together. They are decoded side by side, in the order of their groups,
+and `QuantizedLinear.order` is the order in which inputs come.
+Source: github.com/ModelCloud/GPTQModel, `gptqmodel/nn_modules/qlinear/`, release 5; github.com/AutoGPTQ/AutoGPTQ 0.7.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantflow.core import packing
+from quantflow.core.groups import group_size_for
+from quantflow.core.qtensor import QTensor, QuantizedLinear
+from quantflow.core.scheme import LinearScheme, TensorScheme
+from quantflow.errors import InputError, SchemeError, UnsupportedError
+from quantflow.formats.weight_layout import (
+    Infos,
+    checked,
+    flag,
+    integers,
+    named,
+    number,
+    only_scheme,
+    scales,
+    stored_scales,
+    tensor,
+)
+
+NAME = "gptq"
+NAME_V2 = "gptq_v2"
+METHOD = "gptq"
+AUTO_ROUND = ("auto-round", "intel/auto-round")  # quant_method of AutoRound's own configuration
+BITS = (2, 3, 4, 8)
+_PARTS = ("qweight", "qzeros", "scales", "g_idx")
+_KNOWN_RULE = {"bits", "group_size", "sym"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTQLayout:
+    """A version of the layout.
+
+    Attributes:
+        stored_less: what zero points are stored less: 1 in version 1, 0 in version 2.
+        has_order: whether files have g_idx; AutoRound's have none.
+        reordered: whether groups may be of inputs that do not stand together (`desc_act`).
+    """
+
+    stored_less: int
+    has_order: bool = True
+    reordered: bool = False
+
+    def with_order(self) -> "GPTQLayout":
+        """Return the layout as it is written where groups may be of inputs that do not stand together."""
+        return replace(self, reordered=True)
+
+    def why_not(self, scheme: LinearScheme, shape: tuple[int, int]) -> str | None:
+        """Return why the layout cannot hold a linear of `shape` (O, I), in a sentence; None when it can."""
+        weights = scheme.weights
+        if scheme.input is not None:
+            return f"scheme {scheme.name} quantizes inputs, the layout has no words for it"
+        if scheme.rotation is not None:
+            return f"its inputs are mixed in blocks of {scheme.rotation}, the layout has no words for it"
+        if weights.kind != "int" or weights.num_bits not in BITS or weights.granularity not in ("per_group", "per_channel"):
+            held = f"{weights.kind}{weights.num_bits} {weights.granularity}"
+            return f"scheme {scheme.name} has weights of {held}, the layout holds integers of 2, 3, 4 or 8 bits per group"
+        whole = packing.elements_of_whole_words(weights.num_bits)
+        for axis, size in zip(("out_features", "in_features"), shape, strict=True):
+            if size % whole:
+                return f"{axis}={size}, whole words hold multiples of {whole}"
+        return None
+
+    def tensor_names(self, name: str, scheme: LinearScheme) -> tuple[str, ...]:
+        """Return the names of the tensors that hold the linear `name` (without `.weight`)."""
+        del scheme
+        return tuple(f"{name}.{part}" for part in (_PARTS if self.has_order else _PARTS[:-1]))
+
+    def encode(self, name: str, linear: QuantizedLinear, *, scale_dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return the tensors of a linear; see `WeightLayout.encode`."""
+        weight, bits = linear.weight, linear.weight.scheme.num_bits
+        weight.validate(name)
+        columns, groups = weight.qvalue.shape[1], weight.scale.shape[1]
+        zero_point = torch.zeros_like(weight.scale, dtype=torch.int8) if weight.zero_point is None else weight.zero_point
+        low = zero_point == weight.scheme.qmin
+        if self.stored_less and low.any():
+            row, group = low.nonzero()[0].tolist()
+            cause = (
+                f"{name}: {int(low.sum())} of {low.numel()} zero points would change, the first (row {row}, group {group}) "
+                f"from 0 to {2**bits}: version 1 stores them less one"
+            )
+            raise UnsupportedError(cause, f"export with --format {NAME_V2}")
+        group_of = torch.arange(columns, dtype=torch.int32) // (columns // groups)
+        qvalue = weight.qvalue
+        if linear.order is not None and not (self.has_order and self.reordered):
+            raise UnsupportedError(
+                f"{name}: its groups are of inputs that do not stand together", "keep it in a layout with g_idx and desc_act"
+            )
+        if linear.order is not None:
+            natural = torch.argsort(linear.order)  # where each input stands
+            qvalue, group_of = qvalue[:, natural], group_of[natural].contiguous()
+        tensors = {
+            f"{name}.qweight": packing.pack(qvalue, bits).T.contiguous(),
+            f"{name}.qzeros": packing.pack((zero_point - self.stored_less).T.contiguous(), bits),
+            f"{name}.scales": stored_scales(name, weight.scale, scale_dtype).T.contiguous(),
+            f"{name}.g_idx": group_of,
+        }
+        return {key: tensors[key] for key in self.tensor_names(name, linear.scheme)}
+
+    def decode(self, name: str, tensors: Mapping[str, Tensor], scheme: LinearScheme) -> QuantizedLinear:
+        """Return the linear; see `TensorLayout.decode`."""
+        weights, words = scheme.weights, torch.int32
+        bits = weights.num_bits
+        packed = tensors.get(f"{name}.qweight")
+        if packed is None or packed.ndim != 2:
+            shape = "missing" if packed is None else f"is {list(packed.shape)}"
+            raise InputError(f"{name}.qweight: {shape}, [words, out_features] is needed", "download the folder again")
+        rows, columns = packed.shape[1], packed.shape[0] * 32 // bits
+        packed = tensor(tensors, f"{name}.qweight", (words,), (columns * bits // 32, rows))
+        try:
+            groups = columns // group_size_for(weights, columns, name=f"{name}.qweight")
+        except SchemeError as error:
+            raise InputError(error.cause, "check bits and group_size in config.json") from error
+        qvalue = packing.unpack(packed.T.contiguous(), bits, columns)
+        scale = scales(tensors, f"{name}.scales", (groups, rows), weights).T.contiguous()  # [O, G]
+        stored = tensor(tensors, f"{name}.qzeros", (words,), (groups, rows * bits // 32))
+        zero_point = self._zero_point(f"{name}.qzeros", packing.unpack(stored, bits, rows).T.contiguous(), weights)
+        order = None
+        if self.has_order:
+            key = f"{name}.g_idx"
+            order = order_of(key, tensor(tensors, key, (torch.int32, torch.int64), (columns,)), groups=groups)
+            if order is not None and not self.reordered:
+                raise InputError(
+                    f"{key}: groups of inputs that do not stand together, config.json says desc_act false",
+                    "set desc_act to true if the program that wrote the folder did; or download it again",
+                )
+        if order is not None:
+            qvalue = qvalue[:, order].contiguous()
+        weight = QTensor(qvalue=qvalue, scale=scale, zero_point=zero_point, scheme=weights)
+        return QuantizedLinear(weight=checked(name, weight), scheme=scheme, order=order)
+
+    def _zero_point(self, key: str, stored: Tensor, weights: TensorScheme) -> Tensor | None:
+        """Return the zero points of asymmetric weights, int8 [O, G]; None for those of symmetric ones.  stored: so too."""
+        if weights.symmetric:
+            middle = -self.stored_less
+            if (other := stored[stored != middle]).numel():
+                half = 1 << (weights.num_bits - 1)
+                cause = f"{key}: zero point {int(other[0]) + half} is stored, config.json says sym true, which is {middle + half}"
+                raise InputError(cause, "set sym and checkpoint_format as the program that wrote the folder did")
+            return None
+        if self.stored_less and (stored == weights.qmax).any():
+            largest = 2**weights.num_bits - 1
+            cause = f"{key}: zero point {largest} is stored less one: some programs read {largest + 1} there, others 0"
+            raise InputError(cause, f"make the folder again with checkpoint_format {NAME_V2}")
+        return stored + self.stored_less
+
+    def quantization_config(
+        self, schemes: Mapping[str, LinearScheme], *, ignore: Sequence[str], model_type: str
+    ) -> dict[str, Any]:
+        """Return the `quantization_config` of config.json; see `WeightLayout.quantization_config`."""
+        del model_type
+        weights = only_scheme(schemes, NAME)
+        head = [name for name in schemes if name in ("lm_head", "embed_out")]
+        return {
+            "quant_method": METHOD,
+            "checkpoint_format": NAME if self.stored_less else NAME_V2,
+            "bits": weights.num_bits,
+            "group_size": weights.group_size or -1,
+            "sym": weights.symmetric,
+            "desc_act": self.reordered,
+            "lm_head": bool(head),
+            "pack_dtype": "int32",
+            "dynamic": {f"-:^{re.escape(name)}$": {} for name in ignore if name not in ("lm_head", "embed_out")} or None,
+            "meta": {"quantizer": ["quantflow"]},
+        }
+
+    def schemes(
+        self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]], infos: Infos
+    ) -> dict[str, LinearScheme]:
+        """Return the scheme of each quantized linear; see `WeightLayout.schemes`."""
+        bits, group_size = number(config, "bits", "w_bit"), number(config, "group_size", "q_group_size")
+        base = {
+            "bits": bits,
+            "group_size": group_size,
+            "sym": flag(config, "sym", default=True),
+        }
+        found = {}
+        for name in shapes:
+            if f"{name}.qweight" not in infos:
+                continue
+            rule = {**base, **_rule(config, name)}
+            weights = integers(rule["bits"], rule["group_size"], symmetric=rule["sym"], where=name)
+            found[name] = named(weights)
+        return found
+
+
+def order_of(key: str, group_of: Tensor, *, groups: int) -> Tensor | None:
+    """Return the order in which inputs come when groups stand side by side, [I]; None where they do already.
+
+    Raises:
+        InputError: a group that is not there, or that has more inputs than the others.
+    """
+    if groups == 1 and not group_of.any():
+        return None
+    size = len(group_of) // groups
+    low, high = int(group_of.min()), int(group_of.max())
+    if low < 0 or high >= groups:
+        raise InputError(f"{key}: groups {low} to {high}, {groups} have scales", "download the folder again")
+    counts = torch.bincount(group_of, minlength=groups)
+    if (wrong := (counts != size).nonzero()).numel():
+        group = int(wrong[0])
+        cause = f"{key}: group {group} has {int(counts[group])} inputs, each of {groups} has {size}"
+        raise InputError(cause, "check group_size in config.json, or download the folder again")
+    order = torch.argsort(group_of, stable=True)
+    return None if torch.equal(order, torch.arange(len(order))) else order
+
+
+def _rule(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return what the configuration says of one linear alone: GPTQModel's `dynamic`, AutoRound's `extra_config`.
+
+    Raises:
+        UnsupportedError: a key of it that changes values and is not known here.
+        InputError: a pattern that is no regular expression, or a value of another kind.
+    """
+    found: dict[str, Any] = {}
+    for pattern, rule in (config.get("dynamic") or {}).items():
+        if not pattern.startswith("-:"):
+            try:
+                if re.match(pattern.removeprefix("+:"), name):
+                    found = rule
+                    break
+            except re.error as error:
+                raise InputError(f"config.json: dynamic: {pattern!r} is no pattern: {error}", "repair it") from error
+    found = found or (config.get("extra_config") or {}).get(name) or {}
+    words = {key: value for key, value in found.items() if key in _KNOWN_RULE}
+    for key, value in words.items():
+        if type(value) is not (bool if key == "sym" else int):
+            raise InputError(f"config.json: {name}: {key} is {value!r}", "repair it, or download the folder again")
+    return words
+
+
+def layout_of(config: Mapping[str, Any], infos: Infos) -> GPTQLayout | None:
+    """Return the version that a quantization_config names; None for one of another method.
+
+    Args:
+        config: of config.json.
+        infos: headers of all tensors.
+
+    Raises:
+        UnsupportedError: a packing of this method that is not known here.
+    """
+    method, has_order = config.get("quant_method"), any(name.endswith(".g_idx") for name in infos)
+    if method in AUTO_ROUND:
+        packing_format = str(config.get("packing_format") or config.get("backend") or "")
+        if packing_format.endswith(":auto_gptq"):
+            return GPTQLayout(stored_less=1, has_order=has_order)
+        if packing_format.endswith(":gptqmodel"):
+            return GPTQLayout(stored_less=0, has_order=has_order)
+        return None
+    if method != METHOD:
+        return None
+    version = config.get("checkpoint_format") or config.get("format") or NAME
+    if version not in (NAME, NAME_V2):
+        raise UnsupportedError(
+            f"config.json: checkpoint_format {version!r}, {NAME} and {NAME_V2} are known", f"pack the folder as {NAME}"
+        )
+    if config.get("pack_dtype") not in (None, "int32"):
+        raise UnsupportedError(f"config.json: pack_dtype {config['pack_dtype']!r}, int32 is known", "pack it in int32")
+    reordered = flag(config, "desc_act", default=False)
+    return GPTQLayout(stored_less=1 if version == NAME else 0, has_order=has_order, reordered=reordered)

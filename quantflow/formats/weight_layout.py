@@ -1,0 +1,230 @@
+"""One interface for layouts that other programs made: what they hold, and a linear's tensors both ways.
+
+Every layout converts to and from `QuantizedLinear`, whose equation is `real = scale * (qvalue - zero_point)`. No conversion
+rounds: what a layout cannot hold exactly is refused with the tensor and the value that would change.
+
+Which linears of a folder are quantized is read from its headers: a linear has the layout's tensors, or a plain weight. Their
+config.json says the rest. Both have to agree with the shapes of the tensors.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from quantflow.artifact.safetensors_header import TensorInfo
+from quantflow.core import affine
+from quantflow.core.qtensor import QTensor, QuantizedLinear
+from quantflow.core.scheme import PRESETS, Layout, LinearScheme, TensorScheme, with_group_size
+from quantflow.errors import InputError, SchemeError, UnsupportedError
+
+Infos = Mapping[str, TensorInfo]
+_AGAIN = "download the folder again, or make it again with the program that wrote it"
+
+
+class TensorLayout(Protocol):
+    """How the tensors of one quantized linear are named and read; `quantflow.formats.compressed_tensors` is one too."""
+
+    def tensor_names(self, name: str, scheme: LinearScheme) -> tuple[str, ...]:
+        """Return the names of the tensors that hold the linear `name` (without `.weight`)."""
+
+    def decode(self, name: str, tensors: Mapping[str, Tensor], scheme: LinearScheme) -> QuantizedLinear:
+        """Return the linear.
+
+        Args:
+            name: its source name, without `.weight`.
+            tensors: full name -> tensor; may hold other linears too; not modified.
+            scheme: as the layout's configuration says.
+
+        Raises:
+            InputError: a tensor is missing, or has another dtype, shape or value than the scheme allows; it names the tensor.
+        """
+
+
+class WeightLayout(TensorLayout, Protocol):
+    """A layout as a value: what may differ between two files of one kind (a version, a packing) is in its fields."""
+
+    @property
+    def reordered(self) -> bool:
+        """Whether groups may be of inputs that do not stand together, so that `decode` returns an order of inputs."""
+
+    def with_order(self) -> "WeightLayout":
+        """Return the layout as it is written where `reordered` holds; itself where it has no words for that."""
+
+    def why_not(self, scheme: LinearScheme, shape: tuple[int, int]) -> str | None:
+        """Return why the layout cannot hold a linear of `shape` (O, I), in a sentence; None when it can."""
+
+    def encode(self, name: str, linear: QuantizedLinear, *, scale_dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return the tensors of a linear that `why_not` has no reason against, in the order of `tensor_names`.
+
+        Args:
+            name: its source name, without `.weight`.
+            linear: not modified.
+            scale_dtype: in which the scales of integers are stored.
+
+        Raises:
+            UnsupportedError: a value that the layout would change; the message has the tensor, and both values.
+        """
+
+    def quantization_config(
+        self, schemes: Mapping[str, LinearScheme], *, ignore: Sequence[str], model_type: str
+    ) -> dict[str, Any]:
+        """Return the `quantization_config` of config.json.
+
+        Args:
+            schemes: source name -> scheme, every quantized linear of the model; not empty.
+            ignore: source names of the model's other linears.
+            model_type: config.json's.
+
+        Raises:
+            UnsupportedError: the layout has no words for schemes that differ between linears.
+        """
+
+    def schemes(
+        self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]], infos: Infos
+    ) -> dict[str, LinearScheme]:
+        """Return the scheme of each quantized linear.
+
+        Args:
+            config: the `quantization_config` of config.json.
+            shapes: source name -> (O, I) of all linears of the model.
+            infos: headers of all tensors.
+
+        Raises:
+            UnsupportedError: a bit width, group size or option that this version does not know.
+            InputError: the configuration and a tensor's shape disagree; it names the tensor.
+        """
+
+
+def named(weights: TensorScheme, inputs: TensorScheme | None = None) -> LinearScheme:
+    """Return the scheme of these weights and inputs: the preset that it equals, at any group size, else one called `custom`."""
+    layout: Layout = "float-quantized" if weights.kind == "float" else "pack-quantized"
+    for preset in PRESETS.values():
+        candidate = preset
+        if preset.weights.group_size is not None and weights.group_size is not None:
+            candidate = with_group_size(preset, weights.group_size)
+        if (candidate.weights, candidate.input, candidate.layout) == (weights, inputs, layout):
+            return candidate
+    return LinearScheme(name="custom", weights=weights, input=inputs, layout=layout)
+
+
+def integers(num_bits: int, group_size: int, *, symmetric: bool, where: str) -> TensorScheme:
+    """Return the scheme of integer weights as most configurations spell it: a group size of -1 is a scale per row.
+
+    Raises:
+        UnsupportedError: a bit width or group size that no layout here has.
+    """
+    per_row = group_size == -1
+    try:
+        return TensorScheme(
+            kind="int",
+            num_bits=num_bits,
+            granularity="per_channel" if per_row else "per_group",
+            group_size=None if per_row else group_size,
+            symmetric=symmetric,
+        )
+    except SchemeError as error:
+        raise UnsupportedError(f"config.json: {where}: {error.cause}", error.remedy) from error
+
+
+def only_scheme(schemes: Mapping[str, LinearScheme], layout: str) -> TensorScheme:
+    """Return the scheme of all weights.
+
+    Raises:
+        UnsupportedError: two linears have different ones.
+    """
+    first_name, first = next(iter(schemes.items()))
+    for name, scheme in schemes.items():
+        if scheme.weights != first.weights:
+            cause = f"{name}: scheme {scheme.name}, {first_name} has {first.name}; {layout} has one for all"
+            raise UnsupportedError(cause, "keep it as compressed-tensors, or quantize all linears alike")
+    return first.weights
+
+
+def tensor(tensors: Mapping[str, Tensor], key: str, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...]) -> Tensor:
+    """Return a tensor after comparing its dtype and shape.
+
+    Raises:
+        InputError: it is missing, or has others.
+    """
+    found = tensors.get(key)
+    if found is None:
+        raise InputError(f"{key}: missing, its linear's other tensors are there", _AGAIN)
+    if found.dtype not in dtypes or tuple(found.shape) != shape:
+        needed = " or ".join(str(dtype) for dtype in dtypes)
+        cause = f"{key}: is {found.dtype} {list(found.shape)}, config.json needs {needed} {list(shape)}"
+        raise InputError(cause, "check bits and group_size in config.json; or download the folder again")
+    return found
+
+
+def scales(tensors: Mapping[str, Tensor], key: str, shape: tuple[int, ...], weights: TensorScheme) -> Tensor:
+    """Return the scales of a weight, float32 of `shape`, after looking at their values.
+
+    Raises:
+        InputError: one is no scale (`affine.is_scale`).
+    """
+    found = tensor(tensors, key, (torch.float16, torch.bfloat16, torch.float32), shape).float()
+    bad = ~affine.is_scale(found, weights)
+    if bad.any():
+        raise InputError(
+            f"{key}: scale {found[bad][0].item()}, scales are finite and {affine.sign_of_scales(weights)}", _AGAIN
+        )
+    return found
+
+
+def stored_scales(name: str, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return scales in a dtype that holds them exactly.
+
+    Raises:
+        UnsupportedError: naming the first that it does not hold.
+    """
+    found = scale.to(dtype)
+    changed = found.float() != scale
+    if changed.any():
+        row, group = changed.nonzero()[0].tolist()
+        cause = (
+            f"{name}: {int(changed.sum())} of {scale.numel()} scales would change, the first (row {row}, group {group}) from "
+            f"{scale[row, group].item()!r} to {found[row, group].item()!r} in {str(dtype).removeprefix('torch.')}"
+        )
+        raise UnsupportedError(cause, "export with --dtype bf16 or f32, where the reader takes such scales")
+    return found
+
+
+def checked(name: str, weight: QTensor) -> QTensor:
+    """Return the weight after comparing its values with its scheme.
+
+    Raises:
+        InputError: one is out of range.
+    """
+    try:
+        weight.validate(name)
+    except SchemeError as error:
+        raise InputError(error.cause, _AGAIN) from error
+    return weight
+
+
+def number(config: Mapping[str, Any], *keys: str) -> int:
+    """Return the integer of the first of several keys that is there.
+
+    Raises:
+        InputError: none is there, or it is no integer.
+    """
+    found = next((config[key] for key in keys if config.get(key) is not None), None)
+    if type(found) is not int:
+        raise InputError(f"config.json: quantization_config: {keys[0]} is {found!r}, an integer is needed", _AGAIN)
+    return found
+
+
+def flag(config: Mapping[str, Any], key: str, *, default: bool) -> bool:
+    """Return a boolean of the configuration.
+
+    Raises:
+        InputError: it is none.
+    """
+    found = config.get(key)
+    if found is None:
+        return default
+    if type(found) is not bool:
+        raise InputError(f"config.json: quantization_config: {key} is {found!r}, true or false is needed", _AGAIN)
+    return found
