@@ -106,7 +106,12 @@ def test_members_of_a_table_never_import_each_other(path):
     if path.name == "__init__.py":
         return
     package = f"quantflow.{path.parent.name}"
-    shared = {f"{package}.backend", f"{package}.kernels", f"{package}.native"}  # what backends stand on
+    shared = {
+        f"{package}.backend",
+        f"{package}.kernels",
+        f"{package}.native",
+        f"{package}.weight_layout",
+    }  # what backends and layouts stand on
     for name in imported_names(ast.parse(path.read_text()), path):
         module = ".".join(name.split(".")[:3])
         assert not name.startswith(f"{package}.") or module in shared, f"{path}: {name} is a sibling"

@@ -15,11 +15,12 @@ ROOT = Path(__file__).resolve().parents[1]
 # Words that are names of statistics or observers and, more often, something else: a field `count`, rows of a matrix, the
 # `counts` of samples and tokens in a measurement's record, the site `gradient` at which observers look.
 HOMONYMS = {"count", "counts", "rows", "gradient"}
+# `fp8` is a scheme's name, and more often meant so.
 HOMES = {  # kind -> its names, and the package and table where they may stand
     "algorithm": ({*ALGORITHMS, *BLOCK_ALGORITHMS, TUNE, *COMBINATIONS}, ("quantflow/algorithms/",)),
     "transform": (set(KNOWN), ("quantflow/transforms/",)),
     "observer or statistic": ({*OBSERVERS, *STATISTICS, ROWS} - HOMONYMS, ("quantflow/observers/",)),
-    "format": (set(EXPORTERS), ("quantflow/formats/", "quantflow/exporting/__init__.py")),
+    "format": (set(EXPORTERS) - {*ALGORITHMS, *KNOWN, "fp8"}, ("quantflow/formats/", "quantflow/exporting/__init__.py")),
 }
 # file or folder -> names that stand there, and why. Lines of it that are not needed any more fail too.
 ALLOWED = {
@@ -32,10 +33,13 @@ ALLOWED = {
         "reads dictionaries of statistics by key, and is below observers",
     ),
     "quantflow/planning/recipe.py": (
-        {"rtn", "smoothquant", "compressed-tensors", "gguf", "dequantized"},
+        {"rtn", "smoothquant", "compressed-tensors"},
         "words of recipes and their defaults: a policy for experts, a start of learning, what a flag means, a format",
     ),
     "quantflow/formats/compressed_tensors.py": ({"hadamard"}, "the layout's own word in `transform_config`"),
+    "quantflow/formats/gptq.py": ({"gptq"}, "the layout's own name in `quant_method`"),
+    "quantflow/formats/awq.py": ({"awq"}, "the layout's own name in `quant_method`"),
+    "quantflow/exporting/__init__.py": ({"gptq", "awq"}, "layouts that have the names of an algorithm and a transform"),
     "quantflow/quantization/unify.py": ({"amax"}, "a key of unify's record of outliers, on disk"),
     "stages/plan.py": ({"tune"}, "a key of the plan's JSON"),
     "stages/cli/quant_config_layer.py": ({"amax", "channel_amax"}, "Gaudi's observers in our words"),

@@ -223,4 +223,10 @@ class QuantizedLinear:
         there = replace(
             weight, qvalue=weight.qvalue.to(device), scale=weight.scale.to(device), zero_point=moved(weight.zero_point)
         )
-        return replace(self, weight=there, input_scale=moved(self.input_scale), input_zero_point=moved(self.input_zero_point), order=moved(self.order))
+        return replace(
+            self,
+            weight=there,
+            input_scale=moved(self.input_scale),
+            input_zero_point=moved(self.input_zero_point),
+            order=moved(self.order),
+        )

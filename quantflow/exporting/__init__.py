@@ -97,7 +97,7 @@ EXPORTERS: Mapping[str, Exporter] = MappingProxyType(
         "compressed-tensors": Exporter(
             takes="what `quantize` or `unify` wrote",
             reader="this runtime, transformers, vLLM",
-            options=("dtype", "shard_size"),
+            options=("shard_size",),
             module="quantflow.exporting.export",
             foreign="quantflow.exporting.layout_export",
         ),

@@ -33,7 +33,7 @@ from quantflow.formats import DEFAULT, LAYOUTS
 from quantflow.formats.weight_layout import WeightLayout
 from quantflow.models.graph import graph_for
 from quantflow.models.identity import identify
-from quantflow.models.load import read_tensors
+from quantflow.models.reading import read_tensors
 from quantflow.planning.recipe import Resources, parse_size
 from quantflow.progress import Progress
 from quantflow.runtime.artifact import Artifact, is_artifact, is_model, open_folder
@@ -133,7 +133,7 @@ class _Conversion:
         if any(placement.reordered for placement in artifact.linears.values()):
             layout = layout.with_order()
         if artifact.kv_cache is not None:
-            cause = f"{artifact.checkpoint.folder}: keys and values are quantized, a folder in format {job.format} does not say so"
+            cause = f"{artifact.checkpoint.folder}: keys and values are quantized, format {job.format} has no words for it"
             raise UnsupportedError(cause, "keep it as it is, or quantize without kv_cache")
         for name, placement in artifact.linears.items():
             if (reason := layout.why_not(placement.scheme, placement.shape)) is not None:

@@ -4,19 +4,20 @@
 any of them runs.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType, ModuleType
 from typing import Any
 
 from quantflow.errors import UnsupportedError
-from quantflow.formats import awq, compressed_tensors, foreign_compressed_tensors, fp8, gptq
+from quantflow.formats import awq, compressed_tensors, fp8, gptq
+from quantflow.formats.llm_compressor import layout as llm_compressor
 from quantflow.formats.weight_layout import Infos, WeightLayout
 
 FORMATS: dict[str, ModuleType] = {compressed_tensors.NAME: compressed_tensors}
 DEFAULT: str = compressed_tensors.NAME  # what artifacts are written in
 LAYOUTS: Mapping[str, WeightLayout] = MappingProxyType(
     {
-        compressed_tensors.NAME: foreign_compressed_tensors.CompressedTensorsLayout(),
+        compressed_tensors.NAME: llm_compressor.CompressedTensorsLayout(),
         gptq.NAME: gptq.GPTQLayout(stored_less=1),
         gptq.NAME_V2: gptq.GPTQLayout(stored_less=0),
         awq.NAME: awq.AWQLayout(),
@@ -35,8 +36,14 @@ def layout_of(config: Mapping[str, Any], infos: Infos) -> WeightLayout:
     Raises:
         UnsupportedError: a layout that this version does not read.
     """
-    for module in (foreign_compressed_tensors, gptq, awq, fp8):
-        found = module.layout_of(config, infos)
+    readers: tuple[Callable[[Mapping[str, Any], Infos], WeightLayout | None], ...] = (
+        llm_compressor.layout_of,
+        gptq.layout_of,
+        awq.layout_of,
+        fp8.layout_of,
+    )
+    for reader in readers:
+        found = reader(config, infos)
         if found is not None:
             return found
     method = config.get("quant_method")

@@ -25,8 +25,8 @@ from quantflow.core.groups import group_size_for, to_groups
 from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.core.scheme import LinearScheme
 from quantflow.errors import InputError, SchemeError, UnsupportedError
-from quantflow.formats.gptq import AUTO_ROUND
 from quantflow.formats.weight_layout import (
+    AUTO_ROUND,
     Infos,
     checked,
     flag,

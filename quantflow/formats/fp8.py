@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from quantflow.core import float8
-from quantflow.core.qtensor import QuantizedLinear
+from quantflow.core.groups import expand_rows
+from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.core.scheme import LinearScheme, TensorScheme
 from quantflow.errors import InputError, UnsupportedError
-from quantflow.formats import compressed_tensors
-from quantflow.formats.weight_layout import Infos, named, scales, tensor
+from quantflow.formats.weight_layout import Infos, checked, named, scales, tensor
 
 NAME = "fp8"
 METHOD = "fp8"
@@ -69,10 +69,17 @@ class FP8Layout:
     def encode(self, name: str, linear: QuantizedLinear, *, scale_dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the tensors of a linear; see `WeightLayout.encode`.  scale_dtype: not read, scales are float32."""
         del scale_dtype
-        found = compressed_tensors.encode(name, linear)
-        weight, scale, *inputs = self.tensor_names(name, linear.scheme)
-        tensors = {weight: found[f"{name}.weight"], scale: found[f"{name}.weight_scale"]}
-        return tensors | {key: found[key] for key in inputs}
+        weight, scheme = linear.weight, linear.weight.scheme
+        weight.validate(name)
+        codes, scale, *inputs = self.tensor_names(name, linear.scheme)
+        blocks = scheme.granularity == "per_block"
+        tensors = {
+            codes: weight.qvalue,
+            scale: weight.scale[:: scheme.block_rows].contiguous() if blocks else weight.scale[0, 0],
+        }
+        if linear.input_scale is not None:
+            tensors[inputs[0]] = linear.input_scale[0]
+        return {key: value.clone() for key, value in tensors.items()}  # safetensors refuses tensors that share memory
 
     def decode(self, name: str, tensors: Mapping[str, Tensor], scheme: LinearScheme) -> QuantizedLinear:
         """Return the linear; see `TensorLayout.decode`."""
@@ -80,8 +87,8 @@ class FP8Layout:
         weight, scale, *inputs = self.tensor_names(name, scheme)
         codes = tensors.get(weight)
         if codes is None or codes.ndim != 2:
-            shape = "missing" if codes is None else f"is {list(codes.shape)}"
-            raise InputError(f"{weight}: {shape}, [out_features, in_features] is needed", "download the folder again")
+            found_shape = "missing" if codes is None else f"is {list(codes.shape)}"
+            raise InputError(f"{weight}: {found_shape}, [out_features, in_features] is needed", "download the folder again")
         shape: tuple[int, ...] = ()
         if weights.granularity == "per_block":
             size = weights.block_rows
@@ -89,12 +96,15 @@ class FP8Layout:
                 cause = f"{weight}: {codes.shape[1]} input features, blocks of {size} do not divide them"
                 raise UnsupportedError(cause, "use a folder whose blocks divide its linears")
             shape = (-(-codes.shape[0] // size), codes.shape[1] // size)
-        found = {weight: tensor(tensors, weight, (torch.float8_e4m3fn,), tuple(codes.shape))}
-        flat = scales(_as_scalars(tensors, [scale] if not shape else []), scale, shape, weights)
-        found[f"{name}.weight_scale"] = flat if shape else flat.reshape(1)
-        for key in inputs:
-            found[key] = tensor(_as_scalars(tensors, inputs), key, (torch.float32,), ()).reshape(1)
-        return compressed_tensors.decode(name, found, scheme)
+        codes = tensor(tensors, weight, (torch.float8_e4m3fn,), tuple(codes.shape))
+        single = _as_scalars(tensors, [*inputs, *(() if shape else (scale,))])
+        stored = scales(single, scale, shape, weights)
+        stored = expand_rows(stored, weights.block_rows, len(codes)) if shape else stored.reshape(1, 1)
+        input_scale = None
+        if inputs:
+            input_scale = scales(single, inputs[0], (), weights).reshape(1)
+        found = QTensor(qvalue=codes, scale=stored, scheme=weights)
+        return QuantizedLinear(weight=checked(name, found), scheme=scheme, input_scale=input_scale)
 
     def quantization_config(
         self, schemes: Mapping[str, LinearScheme], *, ignore: Sequence[str], model_type: str

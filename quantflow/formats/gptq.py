@@ -33,6 +33,7 @@ from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.core.scheme import LinearScheme, TensorScheme
 from quantflow.errors import InputError, SchemeError, UnsupportedError
 from quantflow.formats.weight_layout import (
+    AUTO_ROUND,
     Infos,
     checked,
     flag,
@@ -40,6 +41,7 @@ from quantflow.formats.weight_layout import (
     named,
     number,
     only_scheme,
+    order_of,
     scales,
     stored_scales,
     tensor,
@@ -48,7 +50,6 @@ from quantflow.formats.weight_layout import (
 NAME = "gptq"
 NAME_V2 = "gptq_v2"
 METHOD = "gptq"
-AUTO_ROUND = ("auto-round", "intel/auto-round")  # quant_method of AutoRound's own configuration
 BITS = (2, 3, 4, 8)
 _PARTS = ("qweight", "qzeros", "scales", "g_idx")
 _KNOWN_RULE = {"bits", "group_size", "sym"}
@@ -162,7 +163,9 @@ class GPTQLayout:
             middle = -self.stored_less
             if (other := stored[stored != middle]).numel():
                 half = 1 << (weights.num_bits - 1)
-                cause = f"{key}: zero point {int(other[0]) + half} is stored, config.json says sym true, which is {middle + half}"
+                cause = (
+                    f"{key}: zero point {int(other[0]) + half} is stored, config.json says sym true, which is {middle + half}"
+                )
                 raise InputError(cause, "set sym and checkpoint_format as the program that wrote the folder did")
             return None
         if self.stored_less and (stored == weights.qmax).any():
@@ -209,27 +212,6 @@ class GPTQLayout:
             weights = integers(rule["bits"], rule["group_size"], symmetric=rule["sym"], where=name)
             found[name] = named(weights)
         return found
-
-
-def order_of(key: str, group_of: Tensor, *, groups: int) -> Tensor | None:
-    """Return the order in which inputs come when groups stand side by side, [I]; None where they do already.
-
-    Raises:
-        InputError: a group that is not there, or that has more inputs than the others.
-    """
-    if groups == 1 and not group_of.any():
-        return None
-    size = len(group_of) // groups
-    low, high = int(group_of.min()), int(group_of.max())
-    if low < 0 or high >= groups:
-        raise InputError(f"{key}: groups {low} to {high}, {groups} have scales", "download the folder again")
-    counts = torch.bincount(group_of, minlength=groups)
-    if (wrong := (counts != size).nonzero()).numel():
-        group = int(wrong[0])
-        cause = f"{key}: group {group} has {int(counts[group])} inputs, each of {groups} has {size}"
-        raise InputError(cause, "check group_size in config.json, or download the folder again")
-    order = torch.argsort(group_of, stable=True)
-    return None if torch.equal(order, torch.arange(len(order))) else order
 
 
 def _rule(config: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from quantflow.core.scheme import PRESETS, Layout, LinearScheme, TensorScheme, w
 from quantflow.errors import InputError, SchemeError, UnsupportedError
 
 Infos = Mapping[str, TensorInfo]
+AUTO_ROUND = ("auto-round", "intel/auto-round")  # quant_method of AutoRound, which packs in several layouts
 _AGAIN = "download the folder again, or make it again with the program that wrote it"
 
 
@@ -167,9 +168,7 @@ def scales(tensors: Mapping[str, Tensor], key: str, shape: tuple[int, ...], weig
     found = tensor(tensors, key, (torch.float16, torch.bfloat16, torch.float32), shape).float()
     bad = ~affine.is_scale(found, weights)
     if bad.any():
-        raise InputError(
-            f"{key}: scale {found[bad][0].item()}, scales are finite and {affine.sign_of_scales(weights)}", _AGAIN
-        )
+        raise InputError(f"{key}: scale {found[bad][0].item()}, scales are finite and {affine.sign_of_scales(weights)}", _AGAIN)
     return found
 
 
@@ -228,3 +227,24 @@ def flag(config: Mapping[str, Any], key: str, *, default: bool) -> bool:
     if type(found) is not bool:
         raise InputError(f"config.json: quantization_config: {key} is {found!r}, true or false is needed", _AGAIN)
     return found
+
+
+def order_of(key: str, group_of: Tensor, *, groups: int) -> Tensor | None:
+    """Return the order in which inputs come when groups stand side by side, [I]; None where they do already.
+
+    Raises:
+        InputError: a group that is not there, or that has more inputs than the others.
+    """
+    if groups == 1 and not group_of.any():
+        return None
+    size = len(group_of) // groups
+    low, high = int(group_of.min()), int(group_of.max())
+    if low < 0 or high >= groups:
+        raise InputError(f"{key}: groups {low} to {high}, {groups} have scales", "download the folder again")
+    counts = torch.bincount(group_of, minlength=groups)
+    if (wrong := (counts != size).nonzero()).numel():
+        group = int(wrong[0])
+        cause = f"{key}: group {group} has {int(counts[group])} inputs, each of {groups} has {size}"
+        raise InputError(cause, "check group_size in config.json, or download the folder again")
+    order = torch.argsort(group_of, stable=True)
+    return None if torch.equal(order, torch.arange(len(order))) else order

@@ -316,7 +316,7 @@ def _placed(
 
 
 def _without_zero_biases(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a checkpoint without the biases of zeros that AutoGPTQ writes for linears that have none; itself if it has none."""
+    """Return a checkpoint without biases of zeros, which AutoGPTQ writes for linears that have none; itself if it has none."""
     owners = {name.rpartition(".")[0] for name in checkpoint.tensors if name.endswith(".qweight")}
     biases = [key for name in sorted(owners) if (key := f"{name}.bias") in checkpoint.tensors]
     zero = {key for key in biases if not read_tensors(checkpoint, [key])[key].any()}

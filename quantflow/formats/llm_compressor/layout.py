@@ -19,8 +19,7 @@ from quantflow.core.qtensor import QuantizedLinear
 from quantflow.core.scheme import LinearScheme
 from quantflow.errors import SchemeError, UnsupportedError
 from quantflow.formats import compressed_tensors
-from quantflow.formats.gptq import order_of
-from quantflow.formats.weight_layout import Infos, stored_scales, tensor
+from quantflow.formats.weight_layout import Infos, order_of, stored_scales, tensor
 
 _NAIVE = {"float": "float-quantized", "int": "int-quantized"}
 

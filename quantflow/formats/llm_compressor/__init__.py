@@ -1,0 +1,1 @@
+"""compressed-tensors as llm-compressor and others write it, and the layout as one that folders are converted to."""

@@ -1,0 +1,263 @@
+"""Layouts of other programs: bytes worked by hand, round trips between all that hold the same values, and what is refused."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quantflow.artifact.safetensors_header import TensorInfo
+from quantflow.core.qtensor import QTensor, QuantizedLinear
+from quantflow.core.scheme import LinearScheme, preset, with_group_size
+from quantflow.errors import InputError, UnsupportedError
+from quantflow.formats import LAYOUTS, compressed_tensors, layout_of
+from quantflow.formats.gptq import GPTQLayout
+from quantflow.formats.weight_layout import integers, named
+
+INTEGERS = ("compressed-tensors", "gptq", "gptq_v2", "awq")
+
+
+def scheme(bits: int, group_size: int, *, symmetric: bool) -> LinearScheme:
+    return named(integers(bits, group_size, symmetric=symmetric, where="a test"))
+
+
+def linear_of(found: LinearScheme, rows: int, columns: int, *, seed: int = 0, zeros: int = 0) -> QuantizedLinear:
+    """Arbitrary codes; scales are positive and exact in float16 and bfloat16; the first `zeros` groups hold zeros alone."""
+    generator, weights = torch.Generator().manual_seed(seed), found.weights
+    groups = columns // (weights.group_size or columns)
+    qvalue = torch.randint(weights.qmin, weights.qmax + 1, (rows, columns), generator=generator).to(torch.int8)
+    scale = 2.0 ** torch.randint(-9, 3, (rows, groups), generator=generator)
+    zero_point = None
+    if not weights.symmetric:  # version 1 of GPTQ's layout has no lowest code
+        zero_point = torch.randint(weights.qmin + 1, weights.qmax + 1, (rows, groups), generator=generator).to(torch.int8)
+    split = qvalue.view(rows, groups, -1)
+    split[:, :zeros] = 0 if zero_point is None else zero_point[:, :zeros, None]
+    scale[:, :zeros] = 1.0
+    return QuantizedLinear(weight=QTensor(qvalue=qvalue, scale=scale, zero_point=zero_point, scheme=weights), scheme=found)
+
+
+def assert_same_bytes(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    assert list(left) == list(right)
+    for name, tensor in left.items():
+        assert (tensor.dtype, tensor.shape) == (right[name].dtype, right[name].shape)
+        assert torch.equal(tensor, right[name])
+
+
+def test_gptq_packs_inputs_into_words_and_version_1_stores_zero_points_less_one():
+    found = scheme(4, 4, symmetric=False)
+    qvalue = torch.tensor([[-8, -7, -6, -5, -4, -3, -2, -1]] + [[7] * 8] * 7, dtype=torch.int8)  # codes 0..7, then 15
+    zero_point = torch.tensor([[1, 2]] + [[0, 0]] * 7, dtype=torch.int8)  # codes 9 and 10, then 8
+    weight = QTensor(qvalue=qvalue, scale=torch.full((8, 2), 0.5), zero_point=zero_point, scheme=found.weights)
+    linear = QuantizedLinear(weight=weight, scheme=found)
+    first, second = (LAYOUTS[name].encode("a", linear, scale_dtype=torch.float16) for name in ("gptq", "gptq_v2"))
+    words = first["a.qweight"]
+    assert words.shape == (1, 8) and words[0, 0].item() == 0x76543210 and words[0, 1].item() == -1
+    assert [zero & 0xFFFFFFFF for zero in first["a.qzeros"].flatten().tolist()] == [0x77777778, 0x77777779]
+    assert [zero & 0xFFFFFFFF for zero in second["a.qzeros"].flatten().tolist()] == [0x88888889, 0x8888888A]
+    assert first["a.g_idx"].tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert first["a.scales"].dtype == torch.float16 and first["a.scales"].shape == (2, 8)
+
+
+def test_gptq_splits_elements_of_3_bits_between_words_as_autogptq_does():
+    found = scheme(3, 32, symmetric=True)
+    qvalue = torch.zeros(32, 32, dtype=torch.int8)
+    qvalue -= 4  # code 0
+    qvalue[0, 10], qvalue[0, 21] = 3, 3  # code 7: two bits end the first word, one begins the second; one and two
+    linear = QuantizedLinear(weight=QTensor(qvalue=qvalue, scale=torch.ones(32, 1), scheme=found.weights), scheme=found)
+    words = LAYOUTS["gptq"].encode("a", linear, scale_dtype=torch.float16)["a.qweight"][:, 0]
+    assert [word & 0xFFFFFFFF for word in words.tolist()] == [0xC0000000, 0x80000001, 0x00000003]
+
+
+def test_awq_puts_eight_outputs_into_a_word_in_its_order():
+    found = scheme(4, 2, symmetric=True)
+    qvalue = (torch.arange(8, dtype=torch.int8) - 8)[:, None].repeat(1, 2)  # output o has code o
+    linear = QuantizedLinear(weight=QTensor(qvalue=qvalue, scale=torch.ones(8, 1), scheme=found.weights), scheme=found)
+    tensors = LAYOUTS["awq"].encode("a", linear, scale_dtype=torch.float16)
+    assert tensors["a.qweight"].flatten().tolist() == [0x75316420] * 2
+    assert [word & 0xFFFFFFFF for word in tensors["a.qzeros"].flatten().tolist()] == [0x88888888]
+
+
+def test_negative_scales_become_positive_beside_zero_points_and_no_value_changes():
+    linear = linear_of(scheme(4, 8, symmetric=True), 16, 32)
+    weight = replace(linear.weight, scale=linear.weight.scale * torch.tensor([1.0, -1.0, 1.0, -1.0]))
+    linear = replace(linear, weight=weight)
+    tensors = LAYOUTS["awq"].encode("a", linear, scale_dtype=torch.float16)
+    assert (tensors["a.scales"] > 0).all()
+    found = LAYOUTS["awq"].decode("a", tensors, scheme(4, 8, symmetric=False))
+    assert torch.equal(found.dequantize(), weight.qvalue * weight.scale.repeat_interleave(8, 1))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([2, 3, 4, 8]),
+    st.sampled_from([-1, 32, 96]),
+    st.booleans(),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(0, 1),
+    st.integers(0, 2**31),
+)
+def test_every_pair_of_layouts_that_hold_a_linear_gives_back_its_bytes(bits, size, symmetric, rows, columns, zeros, seed):
+    found = scheme(bits, size, symmetric=symmetric)
+    linear = linear_of(found, 32 * rows, 96 * columns, seed=seed, zeros=zeros)
+    shape = tuple(linear.weight.qvalue.shape)
+    able = [name for name in INTEGERS if LAYOUTS[name].why_not(found, shape) is None]
+    assert len(able) >= 3
+    stored = {name: LAYOUTS[name].encode("a", linear, scale_dtype=torch.float16) for name in able}
+    for left in able:
+        for right in able:
+            if symmetric and "awq" in (left, right):  # read again it has zero points
+                continue
+            there = LAYOUTS[left].decode("a", stored[left], found)
+            assert_same_bytes(LAYOUTS[right].encode("a", there, scale_dtype=torch.float16), stored[right])
+            assert torch.equal(there.dequantize(), linear.weight.dequantize())
+
+
+@pytest.mark.parametrize("name", ["FP8", "FP8_BLOCK"])
+def test_float8_goes_to_the_fp8_layout_and_back(name):
+    found = with_group_size(preset(name), 16) if name == "FP8_BLOCK" else preset(name)
+    generator = torch.Generator().manual_seed(0)
+    qvalue = torch.randn(40, 32, generator=generator).mul(50).to(torch.float8_e4m3fn)
+    scale = torch.rand(3, 2, generator=generator).repeat_interleave(16, 0)[:40] if name == "FP8_BLOCK" else torch.rand(1, 1)
+    inputs = None if name == "FP8_BLOCK" else torch.tensor([0.3])
+    linear = QuantizedLinear(weight=QTensor(qvalue=qvalue, scale=scale, scheme=found.weights), scheme=found, input_scale=inputs)
+    tensors = LAYOUTS["fp8"].encode("a", linear, scale_dtype=torch.float32)
+    assert set(tensors) == (
+        {"a.weight", "a.weight_scale_inv"} if inputs is None else {"a.weight", "a.weight_scale", "a.input_scale"}
+    )
+    there = LAYOUTS["fp8"].decode("a", tensors, found)
+    assert torch.equal(there.dequantize(), linear.dequantize())
+    assert_same_bytes(compressed_tensors.encode("a", there), compressed_tensors.encode("a", linear))
+    config = LAYOUTS["fp8"].quantization_config({"a": found}, ignore=["lm_head"], model_type="llama")
+    info = {"a.weight": TensorInfo(name="a.weight", dtype="F8_E4M3", shape=(40, 32), offset=0, nbytes=1280)}
+    assert layout_of(config, info).schemes(config, {"a": (40, 32), "lm_head": (8, 32)}, info) == {"a": found}
+
+
+@pytest.mark.parametrize("shape", [(32, 64), (96, 192)])
+def test_inputs_that_do_not_stand_beside_their_group_come_in_their_order(shape):
+    rows, columns = shape
+    found, layout = scheme(4, 32, symmetric=True), GPTQLayout(stored_less=1, reordered=True)
+    natural = linear_of(found, rows, columns)
+    order = torch.randperm(columns, generator=torch.Generator().manual_seed(1))
+    linear = replace(natural, order=order)
+    tensors = layout.encode("a", linear, scale_dtype=torch.float16)
+    group_of = torch.empty(columns, dtype=torch.int32)
+    for column, source in enumerate(order.tolist()):
+        group_of[source] = column // 32
+    assert torch.equal(tensors["a.g_idx"], group_of)
+    there = layout.decode("a", tensors, found)
+    assert torch.equal(there.dequantize(), linear.dequantize())
+    x = torch.randn(5, columns)
+    expected = x[:, order] @ natural.weight.dequantize().T
+    assert torch.allclose(x @ there.dequantize().T, expected, atol=1e-3)
+    assert torch.allclose(there.mixed_input(x) @ there.weight.dequantize().T, expected, atol=1e-3)
+    assert_same_bytes(layout.encode("a", there, scale_dtype=torch.float16), tensors)
+    for name in ("gptq", "awq", "compressed-tensors"):
+        with pytest.raises(UnsupportedError, match="a: its groups are of inputs that do not stand together"):
+            LAYOUTS[name].encode("a", linear, scale_dtype=torch.float16)
+
+
+def test_a_value_that_a_layout_would_change_is_refused_with_what_it_would_become():
+    linear = linear_of(scheme(4, 32, symmetric=False), 32, 64)
+    linear.weight.zero_point[3, 1] = -8
+    with pytest.raises(
+        UnsupportedError, match=r"a: 1 of 64 zero points would change, the first \(row 3, group 1\) from 0 to 16"
+    ):
+        LAYOUTS["gptq"].encode("a", linear, scale_dtype=torch.float16)
+    linear.weight.scale[2, 0] = 1 + 2**-12
+    cause = r"a: 1 of 64 scales would change, the first \(row 2, group 0\) from 1.000244140625 to 1.0 in float16"
+    with pytest.raises(UnsupportedError, match=cause):
+        LAYOUTS["gptq_v2"].encode("a", linear, scale_dtype=torch.float16)
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq", "fp8"])
+def test_a_scheme_that_a_layout_cannot_hold_has_a_reason(name):
+    wrong = preset("W8A8") if name == "fp8" else preset("FP8_DYNAMIC")
+    assert "scheme" in str(LAYOUTS[name].why_not(wrong, (128, 128)))
+    assert "scheme" in str(LAYOUTS[name].why_not(preset("W8A8"), (128, 128)))
+
+
+def damaged(layout: str, key: str, change) -> tuple[dict[str, torch.Tensor], LinearScheme]:
+    found = scheme(4, 32, symmetric=layout.startswith("gptq"))
+    tensors = dict(LAYOUTS[layout].encode("a", linear_of(found, 32, 64), scale_dtype=torch.float16))
+    if change is None:
+        del tensors[key]
+    else:
+        tensors[key] = change(tensors[key])
+    return tensors, found
+
+
+@pytest.mark.parametrize("layout", ["gptq", "awq"])
+@pytest.mark.parametrize(
+    ("key", "change", "said"),
+    [
+        ("a.scales", None, "a.scales: missing"),
+        ("a.qzeros", None, "a.qzeros: missing"),
+        ("a.qweight", None, "a.qweight: missing"),
+        ("a.scales", lambda t: t * float("nan"), "a.scales: scale nan"),
+        ("a.scales", lambda t: t * 0, "a.scales: scale 0.0"),
+        ("a.scales", lambda t: t[:1], r"a.scales: is torch.float16 \[1, 32\], config.json needs"),
+        ("a.qzeros", lambda t: t.T.contiguous(), "a.qzeros: is torch.int32"),
+        ("a.qweight", lambda t: t.to(torch.int16), "a.qweight: is torch.int16"),
+    ],
+)
+def test_damaged_tensors_are_refused_by_name(layout, key, change, said):
+    tensors, found = damaged(layout, key, change)
+    with pytest.raises(InputError, match=said):
+        LAYOUTS[layout].decode("a", tensors, found)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda t: t.flip(0), "a.g_idx: groups of inputs that do not stand together, config.json says desc_act false"),
+        (lambda t: t * 0, "a.g_idx: group 0 has 64 inputs, each of 2 has 32"),
+        (lambda t: t + 1, "a.g_idx: groups 1 to 2, 2 have scales"),
+        (lambda t: t[:-1], r"a.g_idx: is torch.int32 \[63\]"),
+    ],
+)
+def test_a_wrong_g_idx_is_refused(change, said):
+    tensors, found = damaged("gptq", "a.g_idx", change)
+    with pytest.raises(InputError, match=said):
+        LAYOUTS["gptq"].decode("a", tensors, found)
+
+
+def test_zero_points_that_contradict_the_configuration_are_refused():
+    tensors, found = damaged("gptq", "a.qzeros", lambda t: t)
+    with pytest.raises(InputError, match="a.qzeros: zero point 7 is stored, config.json says sym true, which is 8"):
+        LAYOUTS["gptq_v2"].decode("a", tensors, found)
+    wide = torch.full_like(tensors["a.qzeros"], -1)
+    with pytest.raises(InputError, match="a.qzeros: zero point 15 is stored less one: some programs read 16 there, others 0"):
+        LAYOUTS["gptq"].decode("a", {**tensors, "a.qzeros": wide}, scheme(4, 32, symmetric=False))
+
+
+@pytest.mark.parametrize("bits", [2, 3, 8])
+def test_a_wrong_number_of_bits_is_refused(bits):
+    tensors, _ = damaged("gptq", "a.qweight", lambda t: t)
+    with pytest.raises(InputError, match=r"a\."):
+        LAYOUTS["gptq"].decode("a", tensors, scheme(bits, 32, symmetric=True))
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"quant_method": "aqlm"}, "quant_method 'aqlm' is not read here"),
+        ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "checkpoint_format 'marlin', gptq and gptq_v2 are known"),
+        ({"quant_method": "awq", "version": "gemv"}, "AWQ version 'gemv', gemm is known"),
+        ({"quant_method": "gptq", "pack_dtype": "int16"}, "pack_dtype 'int16', int32 is known"),
+        ({"quant_method": "auto-round", "packing_format": "auto_round:x"}, "with packing_format 'auto_round:x'"),
+    ],
+)
+def test_layouts_that_are_not_read_are_refused_by_name(config, said):
+    with pytest.raises(UnsupportedError, match=said):
+        layout_of(config, {})
+
+
+@pytest.mark.parametrize("layout", ["gptq", "gptq_v2", "awq"])
+def test_a_configuration_reads_back_as_the_schemes_that_it_was_written_for(layout):
+    found = scheme(4, 32, symmetric=layout != "awq")
+    config = LAYOUTS[layout].quantization_config({"m.a": found, "m.b": found}, ignore=["lm_head", "m.c"], model_type="llama")
+    infos = {f"m.{name}.qweight": TensorInfo(name="", dtype="I32", shape=(8, 32), offset=0, nbytes=0) for name in "ab"}
+    shapes = {"m.a": (32, 64), "m.b": (32, 64), "m.c": (32, 64), "lm_head": (32, 64)}
+    assert layout_of(config, infos).schemes(config, shapes, infos) == {"m.a": found, "m.b": found}
