@@ -78,6 +78,8 @@ class GPTQLayout:
         weights = scheme.weights
         if scheme.input is not None:
             return f"scheme {scheme.name} quantizes inputs, the layout has no words for it"
+        if weights.block_type is not None:
+            return f"scheme {scheme.name} is llama.cpp's, with scales and minima of its own"
         if scheme.rotation is not None:
             return f"its inputs are mixed in blocks of {scheme.rotation}, the layout has no words for it"
         if weights.kind != "int" or weights.num_bits not in BITS or weights.granularity not in ("per_group", "per_channel"):

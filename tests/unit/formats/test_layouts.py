@@ -261,3 +261,8 @@ def test_a_configuration_reads_back_as_the_schemes_that_it_was_written_for(layou
     infos = {f"m.{name}.qweight": TensorInfo(name="", dtype="I32", shape=(8, 32), offset=0, nbytes=0) for name in "ab"}
     shapes = {"m.a": (32, 64), "m.b": (32, 64), "m.c": (32, 64), "lm_head": (32, 64)}
     assert layout_of(config, infos).schemes(config, shapes, infos) == {"m.a": found, "m.b": found}
+
+
+@pytest.mark.parametrize("layout", ["gptq", "gptq_v2", "awq"])
+def test_llama_cpps_types_are_refused_for_they_have_numbers_of_their_own(layout):
+    assert "llama.cpp's" in str(LAYOUTS[layout].why_not(preset("Q4_K"), (256, 256)))
