@@ -23,7 +23,15 @@ NEUTRAL = frozenset(
     {
         *("model_type", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "quantization_config"),
         *("name_or_path", "transformers.js_config", "use_cache", "cache_implementation", "id2label", "label2id", "is_decoder"),
-        *("bos_token_id", "eos_token_id", "pad_token_id", "is_encoder_decoder", "problem_type", "task_specific_params"),
+        *(
+            "bos_token_id",
+            "eos_token_id",
+            "pad_token_id",
+            "unk_token_id",
+            "is_encoder_decoder",
+            "problem_type",
+            "task_specific_params",
+        ),
         *("output_attentions", "output_hidden_states", "return_dict", "chunk_size_feed_forward", "output_router_logits"),
         *("initializer_range", "attention_dropout", "hidden_dropout", "classifier_dropout", "residual_dropout"),
         *("embedding_dropout", "resid_pdrop", "embd_pdrop", "router_aux_loss_coef", "router_jitter_noise", "pretraining_tp"),

@@ -69,6 +69,11 @@ def test_a_key_that_llama_has_not_is_a_no_with_its_name(key, value):
     assert isinstance(read(LLAMA | {key: None}), Blueprint)
 
 
+def test_tokens_that_a_configuration_names_change_no_forward():
+    named = {key: 0 for key in ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")}  # as GGUF files have them
+    assert read(LLAMA | named) == read(LLAMA)
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
