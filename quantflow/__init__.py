@@ -33,6 +33,7 @@ _HOMES = {
     "Validate": "quantflow.planning.recipe",
     "bench": "quantflow.api",
     "export": "quantflow.api",
+    "gate": "quantflow.api",
     "generate": "quantflow.api",
     "load": "quantflow.runtime.load",
     "make_artifact": "quantflow.api",

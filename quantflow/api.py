@@ -141,7 +141,7 @@ class ValidateResult(StageResult):
         Raises:
             GateError: the gate failed, could not decide, or passed although a failure was expected.
         """
-        from quantflow.validation.validate import raise_for_verdict
+        from quantflow.validation.verdict import raise_for_verdict
 
         raise_for_verdict(self.values, allow_inconclusive=allow_inconclusive)
 
@@ -486,6 +486,7 @@ def validate(
     options: Validate = Validate(),
     report: Folder | None = None,
     expect: str = "pass",
+    previous: Folder | None = None,
     cache: Folder | None = None,
     seed: int = 0,
     revision: str | None = None,
@@ -501,6 +502,7 @@ def validate(
         options: text, tokens and gate; no text is the shipped one.
         report: gets validation.json and report.html; None is `<artifact>-validation`.
         expect: `fail` where a failing gate is the expected outcome.
+        previous: an older artifact of the model, or its validation.json: the newer one is compared with it.
         cache: a folder for what validations of one model over one text share: the noise floor, and what the baseline's layers
             put out; None is `validation-cache` beside the report.
         seed: of the resampling.
@@ -522,6 +524,7 @@ def validate(
         report=folder,
         options=_evaluated(options, progress),
         expect=expect,
+        previous=None if previous is None else Path(previous),
         cache=None if cache is None else Path(cache),
         seed=seed,
         replace=force,
@@ -529,6 +532,51 @@ def validate(
     )
     values = run(job, progress)
     return ValidateResult(folder=folder, outcome=str(values["outcome"]), values=values)
+
+
+def gate(
+    validation: Folder,
+    *,
+    previous: Folder | None = None,
+    gate: str | None = None,
+    allow_inconclusive: bool | None = None,
+) -> ValidateResult:
+    """Judge a validation once more from its validation.json, and beside that of an older artifact; loads no model.
+
+    Args:
+        validation: validation.json, or the folder that holds it.
+        previous: the same of an older artifact of the model.
+        gate: a shipped gate or a file; None is what the validation recorded.
+        allow_inconclusive: None is what the validation recorded.
+
+    Raises:
+        QuantflowError: a file that cannot be read, or validations of different models or texts.
+    """
+    from quantflow.validation.recorded import GateJob, run
+
+    path = Path(validation)
+    job = GateJob(
+        validation=path,
+        previous=None if previous is None else Path(previous),
+        gate=gate,
+        allow_inconclusive=allow_inconclusive,
+    )
+    values = run(job)
+    return ValidateResult(folder=path if path.is_dir() else path.parent, outcome=str(values["outcome"]), values=values)
+
+
+def write_junit(path: Folder, result: ValidateResult) -> None:
+    """Write a validation as JUnit XML: a test per metric of the gate, and per metric beside an older artifact."""
+    from quantflow.validation import junit
+
+    junit.write_junit(Path(path), result.values)
+
+
+def regression_table(result: ValidateResult) -> tuple[Sequence[str], Sequence[Sequence[str]]] | None:
+    """Return the columns and the rows of the comparison with an older artifact, where there was one."""
+    from quantflow.validation.regression import COLUMNS, cells
+
+    return (COLUMNS, cells(result.values)) if "regression" in result.values else None
 
 
 def verdict_table(results: Sequence[ValidateResult]) -> tuple[Sequence[str], Sequence[Sequence[str]]]:

@@ -1,7 +1,7 @@
 """Stage 5 as a verb.
 
-Reads    the artifact, the model that it was made from, an evaluation text
-Writes   <report>/validation.json and report.html, and <report>.log
+Reads    the artifact, the model that it was made from, an evaluation text; an older artifact or its validation
+Writes   <report>/validation.json and report.html, and <report>.log; JUnit XML where it is asked for
 Resumes  a validation of the same inputs is left alone; one that was stopped goes on with its layer
 Fails    3 unusable text, or text that was calibrated on; 4 the gate; 5 too little memory or disk; 7 a damaged artifact
 """
@@ -15,7 +15,8 @@ from quantflow import api
 from quantflow.artifact.outputs import beside
 from quantflow.planning.recipe import recipe_from
 from quantflow.stages.cli.options import FOLDER, common, recipe_data, recipe_flags, recipe_settings
-from quantflow.stages.cli.output import reporting, show, show_call, table
+from quantflow.stages.cli.output import reporting, show, show_call
+from quantflow.stages.gate import verdicts
 
 
 @click.command("validate")
@@ -23,6 +24,13 @@ from quantflow.stages.cli.output import reporting, show, show_call, table
 @click.option("--baseline", metavar="DIR", required=True, help="The model that the artifact was made from.")
 @recipe_settings("validate", "validate")
 @click.option("--expect", type=click.Choice(["pass", "fail"]), default="pass", help="Which verdict exits 0.")
+@click.option(
+    "--previous",
+    metavar="DIR|FILE",
+    type=click.Path(path_type=Path),
+    help="An older artifact of the model, or its validation.json: exits 4 where ARTIFACT is worse.",
+)
+@click.option("--junit", metavar="FILE", type=click.Path(path_type=Path), help="The verdicts as JUnit XML too.")
 @click.option("--report", metavar="DIR", type=FOLDER, help="Default: <artifact>-validation.")
 @common
 def command(
@@ -30,10 +38,11 @@ def command(
 ) -> None:
     """Stage 5: compare ARTIFACT with its source; a gate decides.
 
-    A failed or inconclusive gate exits 4.
+    A failed or inconclusive gate exits 4, and so does an artifact that is worse than --previous by more than the gate allows.
 
     \b
     Example: quantflow validate work/4-export --baseline ./llama --text heldout.jsonl
+             quantflow validate new --baseline ./llama --previous old --junit validation.xml
     """
     flags, _ = recipe_flags("validate", shared)
     values = recipe_from(recipe_data(recipe, settings, {"model": baseline, **flags}))
@@ -44,6 +53,7 @@ def command(
         "options": values.validate,
         "report": folder,
         "expect": shared["expect"],
+        "previous": shared["previous"],
         "seed": values.seed,
         "revision": values.revision,
         "resources": values.resources,
@@ -54,6 +64,7 @@ def command(
         return
     with reporting(shared, folder) as progress:
         result = api.validate(**words, progress=progress)
-    text = f"{table(*api.verdict_table([result]))}\nreport: {folder / 'report.html'}"
-    show(result.values, as_json=shared["as_json"], text=text)
+    show(result.values, as_json=shared["as_json"], text=f"{verdicts(result)}\nreport: {folder / 'report.html'}")
+    if shared["junit"] is not None:
+        api.write_junit(shared["junit"], result)
     result.raise_for_verdict(allow_inconclusive=values.validate.allow_inconclusive)

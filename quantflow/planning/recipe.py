@@ -498,11 +498,18 @@ class Validate:
     sequence_length: int = setting(
         512, flag="--sequence-length", verbs=("validate",), least=2, help="Tokens per window (default 512)."
     )
-    gate: str = setting("auto", flag="--gate", verbs=("validate",), help="auto (default), a shipped gate or a file.")
+    gate: str = setting(
+        "auto",
+        flag="--gate",
+        help={
+            "validate": "auto (default), a shipped gate or a file.",
+            "gate": "auto, a shipped gate or a file (default: what the validation recorded).",
+        },
+    )
     allow_inconclusive: bool = setting(
         False,
         flag="--allow-inconclusive",
-        verbs=("validate",),
+        verbs=("validate", "gate"),
         help="Exit 0 when the gate cannot decide; recorded.",
     )
 

@@ -3,10 +3,13 @@
 Each metric has a point value and a one-sided 95 % bound on either side (quantflow.evaluation.bootstrap). A gate passes when
 every metric's bound on the bad side is inside its threshold, fails when any metric's bound on the good side is outside,
 and is inconclusive otherwise: more tokens would decide.
+
+`max_regression` names the metrics in which an artifact is compared with an older one, and how much worse each may get
+(quantflow.validation.regression). A file with nothing else has the thresholds of `auto`.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from quantflow.artifact.canonical import file_digest
@@ -15,16 +18,33 @@ from quantflow.planning.recipe import read_yaml
 from quantflow.shipped import SHIPPED, find_config
 
 METRICS = {"ppl_ratio": "<=", "mean_kld": "<=", "kld_p999": "<=", "top1_agreement": ">="}
-KEYS = ("schemes", "algorithms", "thresholds", "ppl_ratio_below_3e9_parameters", "lower_top1_by_noise", "note")
+KEYS = (
+    *("schemes", "algorithms", "thresholds", "ppl_ratio_below_3e9_parameters", "lower_top1_by_noise", "max_regression"),
+    "note",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gate:
-    """Thresholds by metric; `note` is what a reader of the report should know about them."""
+    """Thresholds by metric.
+
+    Attributes:
+        name: as it was asked for.
+        thresholds: metric -> the limit on the bad side.
+        note: what a reader of the report should know about them.
+        max_regression: metric -> how much worse than an older artifact; empty is a share of the thresholds.
+    """
 
     name: str
     thresholds: Mapping[str, float]
     note: str = ""
+    max_regression: Mapping[str, float] = field(default_factory=dict)
+
+    def record(self) -> dict[str, Any]:
+        """Return the gate as validation.json has it."""
+        return {
+            key: dict(sorted(value.items())) if isinstance(value, Mapping) else value for key, value in asdict(self).items()
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +71,8 @@ def load_gate(name: str, *, scheme: str, algorithm: str, parameters: int, noise_
     """
     demo = check_gate(name)
     gate = _gate(name, demo, parameters) if "thresholds" in demo else _fitting(scheme, algorithm, parameters)
+    if "max_regression" in demo and "thresholds" not in demo:
+        gate = replace(gate, name=f"{name} ({gate.name})", max_regression=_max_regression(name, demo))
     if demo.get("lower_top1_by_noise"):
         floor = gate.thresholds["top1_agreement"] - (1 - noise_top1)
         note = (
@@ -72,8 +94,9 @@ def check_gate(name: str) -> dict[str, Any]:
         return {}
     data = read_yaml(find_config("gates", name))
     _check_keys(name, data)
-    if not {"thresholds", "lower_top1_by_noise"} & data.keys():
-        raise UsageError(f"gate {name}: no thresholds", "give all four metrics")
+    if not {"thresholds", "lower_top1_by_noise", "max_regression"} & data.keys():
+        raise UsageError(f"gate {name}: no thresholds", "give all four metrics, or max_regression")
+    _max_regression(name, data)
     if "thresholds" in data:
         _gate(name, data, parameters=0)
     return data
@@ -130,7 +153,26 @@ def _gate(name: str, data: Mapping[str, Any], parameters: int) -> Gate:
     for metric, value in thresholds.items():
         if not isinstance(value, float | int) or isinstance(value, bool):
             raise UsageError(f"gate {name}: {metric}: {value!r} is not a number", "give a number")
-    return Gate(name=name, thresholds=thresholds, note=str(data.get("note", "")))
+    return Gate(
+        name=name,
+        thresholds=thresholds,
+        note=str(data.get("note", "")),
+        max_regression=_max_regression(name, data),
+    )
+
+
+def _max_regression(name: str, data: Mapping[str, Any]) -> dict[str, float]:
+    given = data.get("max_regression", {})
+    if not isinstance(given, Mapping) or ("max_regression" in data and not given):
+        raise UsageError(f"gate {name}: max_regression: {given!r} is no mapping of metrics", "give `mean_kld: 0.002`")
+    for metric, value in given.items():
+        if metric not in METRICS:
+            raise UsageError(f"gate {name}: max_regression: unknown metric {metric!r}", nearest(str(metric), list(METRICS)))
+        if not isinstance(value, float | int) or isinstance(value, bool) or not 0 <= value < float("inf"):
+            raise UsageError(
+                f"gate {name}: max_regression: {metric}: {value!r} is not 0 or more", "give how much worse it may get"
+            )
+    return dict(given)
 
 
 def _check_keys(name: str, data: Mapping[str, Any]) -> None:

@@ -12,6 +12,7 @@ from quantflow.artifact import disk
 from quantflow.artifact.inspect import output_errors
 from quantflow.evaluation.svg_plot import Interval, Mark, by_layer, colour_of, intervals, powers_of
 from quantflow.models.graph import FAMILIES
+from quantflow.validation import regression
 from quantflow.validation.gate import METRICS, Gate, judge
 
 STYLE = """
@@ -33,7 +34,7 @@ th { border-bottom: 2px solid var(--ink); } td { border-bottom: 1px solid var(--
 th.left, td.left { text-align: left; }
 th.group { font-weight: 400; padding-top: .8rem; border-bottom: 1px solid var(--ink); }
 th:first-child, td.name { position: sticky; left: 0; background: var(--page); text-align: left; }
-.pass { color: var(--good); font-weight: 600; } .fail { color: var(--bad); font-weight: 600; }
+.pass { color: var(--good); font-weight: 600; } .fail, .regression { color: var(--bad); font-weight: 600; }
 .inconclusive { color: var(--open); font-weight: 600; } .note { color: var(--soft); font-size: .92rem; }
 ul { padding-left: 1.2rem; }
 .plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 30rem), 1fr)); gap: 1.2rem 2rem; }
@@ -142,6 +143,7 @@ def write_report(path: Path, rows: Sequence[Row]) -> None:
         f"<div class=one>{intervals([_interval(r) for r in results], unit='nats per token; a line across is the limit')}</div>",
         "<h2>Gates</h2>",
         _gates(results),
+        *_regressions(results),
     ]
     kinds = _kinds_of(rows)
     for title, note, errors in (
@@ -250,6 +252,24 @@ def _gates(results: Sequence[Mapping[str, Any]]) -> str:
         )
     columns = ("metric", "threshold", "measured", "bound", "verdict")
     return f"<div class=one>{_rows_table(columns, body, left=1)}</div><ul class=note>{''.join(notes)}</ul>"
+
+
+def _regressions(results: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the comparisons with older artifacts; nothing where there were none."""
+    compared = [result for result in results if "regression" in result]
+    if not compared:
+        return []
+    body = []
+    for result in compared:
+        for metric, beside, outcome, *numbers in regression.cells(result):
+            artifact = str(result["artifact"])
+            body.append([*_cells((artifact, beside, metric, *numbers), left=3), _verdict(outcome, outcome)])
+    columns = ("artifact", "beside", "metric", *regression.COLUMNS[3:], "verdict")
+    note = (
+        "Worse by: the newer artifact minus the older one, more is worse. The same windows are drawn for both; `at "
+        "least` holds for all metrics together with 95 %, `at most` for each."
+    )
+    return ["<h2>Beside the older artifact</h2>", _rows_table(columns, body, left=3), f"<p class=note>{note}</p>"]
 
 
 def _short(value: float) -> str:

@@ -1,11 +1,11 @@
 """Stage 5, validate: compare an artifact with the model it was made from, and let a gate decide.
 
-Reads    the artifact, the source model, an evaluation text
+Reads    the artifact, the source model, an evaluation text; an older artifact of the model, or its validation
 Writes   <report>/validation.json and report.html, naming the artifact's digest; nothing into the artifact
          <cache>/<key>/ what every validation of that model over that text has in common, see `Shared`
 Resumes  a validation of the same artifact, text and protocol is left alone; one that was stopped goes on with its layer
 Fails    3 unusable text, or text that was calibrated on; 4 the gate failed, was inconclusive, or passed where a failure
-         was expected; 7 the artifact is damaged
+         was expected, or the artifact is worse than the older one; 7 the artifact is damaged
 
 Layer by layer: memory holds one layer of one model, then the heads, whatever the models' size
 (quantflow/evaluation/layerwise.py). Protocol: float32, the artifact on the reference backend, its cache rounded, windows of
@@ -15,7 +15,7 @@ one length, KL over all the vocabulary. The noise floor is the baseline in bf16 
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,14 +30,16 @@ from quantflow.artifact.canonical import canonical_json, digest_of, read_json
 from quantflow.artifact.checkpoint import open_checkpoint
 from quantflow.artifact.digests import Digests
 from quantflow.artifact.manifest import read_manifest
+from quantflow.artifact.outputs import beside
 from quantflow.calibration.text import hash_sequences, read_documents
 from quantflow.calibration.text_sources import text_digest
 from quantflow.core.determinism import single_threaded, tools
 from quantflow.core.parallel import Workers
-from quantflow.errors import GateError, InputError
+from quantflow.errors import InputError
 from quantflow.evaluation.bootstrap import bootstrap
 from quantflow.evaluation.divergence import Comparison
 from quantflow.evaluation.layerwise import BASELINE, Comparing
+from quantflow.evaluation.paired import recorded
 from quantflow.evaluation.windows import evaluation_sequences
 from quantflow.exporting.canary import rounder
 from quantflow.models import layer_store
@@ -55,10 +57,11 @@ from quantflow.planning.sizes import ModelSize, model_size
 from quantflow.progress import Progress
 from quantflow.runtime.artifact import open_artifact
 from quantflow.units import duration
-from quantflow.validation.gate import Gate, gate_files, judge, load_gate
+from quantflow.validation.gate import gate_files, judge, load_gate
+from quantflow.validation.regression import compare_with, read_validation
 from quantflow.validation.report import row_of, write_report
 
-VERSION = 2
+VERSION = 3
 RESAMPLES = 2000
 CACHE = "validation-cache"
 OTHER_WORK = 1.6  # seconds of a validation to those of its products: attention, norms and scores, on a model of 135 M weights
@@ -73,6 +76,7 @@ class ValidateJob:
         cache: the folder of what validations of one model over one text share; None is `validation-cache` beside the report.
             It may be removed at any time, and costs the hidden states of the text: 4 bytes a token and hidden feature.
         expect: `fail` when a failing gate is the expected outcome.
+        previous: an older artifact of the model to compare with, its validation.json, or the folder of that.
         replace: redo a finished validation that was made from other inputs, instead of refusing.
     """
 
@@ -81,6 +85,7 @@ class ValidateJob:
     report: Path
     options: Validate
     expect: str = "pass"
+    previous: Path | None = None
     cache: Path | None = None
     seed: int = 0
     replace: bool = False
@@ -125,12 +130,15 @@ class Shared:
 
 
 def run(job: ValidateJob, progress: Progress) -> dict[str, Any]:
-    """Validate and return the content of validation.json; `raise_for_verdict` turns it into an exit code."""
+    """Validate and return the content of validation.json; quantflow.validation.verdict turns it into an exit code."""
     manifest = read_manifest(job.artifact)
     source = open_source(job.baseline)
     digests = Digests()
     _refuse_other_baseline(job, manifest, source, digests)
     inputs = _inputs(job, manifest, source, digests)
+    older = None if job.previous is None else _older(job, job.previous, progress)
+    if older is not None:
+        inputs["previous"] = digest_of(older["windows"])
     with stage_folder.locked(job.report), single_threaded(), torch.no_grad():
         if stage_folder.is_up_to_date(job.report, inputs):
             disk.remove_tree(layer_store.scratch(job.report))
@@ -138,7 +146,7 @@ def run(job: ValidateJob, progress: Progress) -> dict[str, Any]:
             result: dict[str, Any] = read_json(job.report / "validation.json")
             return result
         stage_folder.refuse_other_result(job.report, inputs, force=job.replace, parts=("validation.json", "report.html"))
-        result = _validate(job, manifest, source, inputs, progress)
+        result = _validate(job, manifest, source, inputs, older, progress)
         with stage_folder.publish(job.report, stage="validate", inputs=inputs) as folder:
             disk.write_file(folder / "validation.json", json.dumps(result, indent=1, sort_keys=True).encode())
             write_report(folder / "report.html", [row_of(result, manifest)])
@@ -146,23 +154,15 @@ def run(job: ValidateJob, progress: Progress) -> dict[str, Any]:
     return result
 
 
-def raise_for_verdict(result: Mapping[str, Any], *, allow_inconclusive: bool) -> None:
-    """Do nothing when the outcome is the expected one.
-
-    Raises:
-        GateError: the gate failed, could not decide, or passed although a failure was expected.
-    """
-    outcome, expected, name = result["outcome"], result["expect"], result["artifact"]
-    if outcome == expected or (outcome == "inconclusive" and allow_inconclusive):
-        return
-    if outcome == "inconclusive":
-        raise GateError(f"{name}: inconclusive: {'; '.join(result['reasons'])}", "give more --tokens, or --allow-inconclusive")
-    if outcome == "pass":
-        raise GateError(f"{name}: passes gate {result['gate']['name']}, a failure was expected", "drop `expect: fail`")
-    raise GateError(
-        f"{name}: fails gate {result['gate']['name']}: {'; '.join(result['reasons'])}",
-        "use a finer scheme, another algorithm or more calibration text",
-    )
+def _older(job: ValidateJob, previous: Path, progress: Progress) -> dict[str, Any]:
+    """Return the validation of the older artifact; where only the artifact is there, it is validated as the newer one is."""
+    if previous.is_file() or (previous / "validation.json").is_file():
+        return read_validation(previous)
+    manifest, source = read_manifest(previous), open_source(job.baseline)
+    older = replace(job, artifact=previous, report=beside(previous, "-validation"), previous=None, expect="pass", replace=False)
+    if not stage_folder.is_up_to_date(older.report, _inputs(older, manifest, source, Digests())):
+        older = replace(older, report=job.report.with_name(f"{job.report.name}-previous"), replace=True)
+    return run(replace(older, cache=job.cache or job.report.parent / CACHE), progress)
 
 
 def _refuse_other_baseline(job: ValidateJob, manifest: Mapping[str, Any], source: Source, digests: Digests) -> None:
@@ -198,15 +198,21 @@ def _inputs(job: ValidateJob, manifest: Mapping[str, Any], source: Source, diges
 
 
 def _validate(
-    job: ValidateJob, manifest: Mapping[str, Any], source: Source, inputs: Mapping[str, Any], progress: Progress
+    job: ValidateJob,
+    manifest: Mapping[str, Any],
+    source: Source,
+    inputs: Mapping[str, Any],
+    older: Mapping[str, Any] | None,
+    progress: Progress,
 ) -> dict[str, Any]:
     recipe = manifest["recipe"]
+    parameters = sum(parameter.numel() for parameter in skeleton(source.config).parameters())
     gate_for = partial(
         load_gate,
         job.options.gate,
         scheme=recipe["scheme"],
         algorithm=recipe["resolved"]["algorithm"],
-        parameters=sum(parameter.numel() for parameter in skeleton(source.config).parameters()),
+        parameters=parameters,
     )
     gate_for(noise_top1=1.0)  # one that cannot be read is refused before the models run
     sequences = _sequences(job, manifest)
@@ -223,9 +229,11 @@ def _validate(
         shared.keep(floor)
     gate = gate_for(noise_top1=floor["top1_agreement"]["value"])
     verdict = judge(gate, {name: (bound["lower"], bound["upper"]) for name, bound in metrics.items()})
-    return {
+    result = {
         "artifact": recipe["name"],
         "digest": manifest["digest"],
+        "baseline": inputs["baseline"],
+        "parameters": parameters,
         "scheme": recipe["scheme"],
         "kv_cache": kv_words_of(recipe["resolved"]),
         "algorithm": recipe["resolved"]["algorithm"] + (f" + {TUNE}" if TUNE in recipe["resolved"] else ""),
@@ -236,13 +244,15 @@ def _validate(
         "perplexity": {"baseline": _perplexity(candidate.nll_baseline), "candidate": _perplexity(candidate.nll_candidate)},
         "metrics": metrics,
         "noise_floor": floor,
-        "gate": _gate_json(gate),
+        "gate": gate.record(),
+        "windows": recorded(candidate),
         "outcome": verdict.outcome,
         "reasons": list(verdict.reasons),
         "expect": job.expect,
         "allow_inconclusive": job.options.allow_inconclusive,
         "protocol": protocol,
     }
+    return result if older is None else result | {"regression": compare_with(older, result, gate=gate)}
 
 
 def _bounds(comparison: Comparison, seed: int) -> dict[str, dict[str, float]]:
@@ -356,10 +366,6 @@ def bits_per_weight(artifact: Path, manifest: Mapping[str, Any]) -> float:
 
 def _perplexity(nll: Tensor) -> float:
     return float(nll.mean().exp())
-
-
-def _gate_json(gate: Gate) -> dict[str, Any]:
-    return {"name": gate.name, "thresholds": dict(sorted(gate.thresholds.items())), "note": gate.note}
 
 
 def _protocol(job: ValidateJob, sequences: Sequence[Tensor]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from quantflow import process_memory
 from quantflow.stages.cli.output import exit_code
 
 VERBS = (
-    *("run", "plan", "measure", "quantize", "unify", "export", "validate", "generate", "serve", "chat", "bench"),
+    *("run", "plan", "measure", "quantize", "unify", "export", "validate", "gate", "generate", "serve", "chat", "bench"),
     *("inspect", "verify", "sign", "diff", "calibration"),
 )
 

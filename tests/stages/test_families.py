@@ -22,6 +22,7 @@ from quantflow.quantization import quantize
 from quantflow.runtime.load import load
 from quantflow.stages.cli.progress_line import ProgressLine
 from quantflow.validation import validate
+from quantflow.validation.verdict import raise_for_verdict
 
 QUIET = ProgressLine(quiet=True)
 LAX = {"ppl_ratio": 1e9, "mean_kld": 1e9, "kld_p999": 1e9, "top1_agreement": 0.0}
@@ -233,7 +234,7 @@ def test_a_gate_that_nothing_meets_fails_with_exit_code_4(
     result = judge(family_model("llama"), artifact_of("llama", W8A8_STATIC), text_files["heldout"], {**LAX, "mean_kld": 0.0})
     assert result["outcome"] == "fail"
     with pytest.raises(GateError, match="mean_kld") as caught:
-        validate.raise_for_verdict(result, allow_inconclusive=False)
+        raise_for_verdict(result, allow_inconclusive=False)
     assert caught.value.exit_code == 4
 
 

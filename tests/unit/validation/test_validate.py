@@ -11,8 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from quantflow.errors import InputError, UsageError
+from quantflow.artifact.canonical import digest_of, file_digest
+from quantflow.artifact.manifest import read_manifest, write_manifest
+from quantflow.errors import GateError, InputError, UsageError
 from quantflow.exporting import export
 from quantflow.models.identity import CANARY_TOKENS, tensor_hash
 from quantflow.models.tokenizer import load_tokenizer
@@ -21,6 +24,8 @@ from quantflow.progress import SILENT
 from quantflow.quantization import quantize
 from quantflow.stages.cli.progress_line import ProgressLine
 from quantflow.validation import validate
+from quantflow.validation.regression import read_validation
+from quantflow.validation.verdict import raise_for_verdict
 
 
 def test_a_heading_that_both_texts_have_is_no_overlap_and_64_tokens_are(llama, tmp_path):
@@ -170,3 +175,66 @@ def test_token_ids_beyond_the_embedding_are_refused_before_a_layer_runs(artifact
         with pytest.raises(InputError, match=rf"{name}\.jsonl: token id {token}, the model has {token}"):
             validate.run(job, SILENT)
     assert layers_run == []
+
+
+@pytest.fixture(scope="module")
+def spoiled(artifact, tmp_path_factory):
+    """The artifact with the scales of one layer 5 % too large, and hashes that agree with it."""
+    folder = tmp_path_factory.mktemp("spoiled") / "4"
+    shutil.copytree(artifact, folder)
+    tensors = load_file(folder / "model.safetensors")
+    scales = [name for name in tensors if ".layers.1." in name and name.endswith("weight_scale")]
+    assert len(scales) == 7
+    save_file(
+        tensors | {name: tensors[name] * 1.05 for name in scales}, folder / "model.safetensors", metadata={"format": "pt"}
+    )
+    manifest = read_manifest(artifact)
+    file = manifest["files"]["model.safetensors"]
+    file |= {"sha256": file_digest(folder / "model.safetensors"), "bytes": (folder / "model.safetensors").stat().st_size}
+    manifest["digest"] = digest_of({key: value for key, value in manifest.items() if key != "digest"})
+    write_manifest(folder, manifest)
+    return folder
+
+
+LOOSE = "thresholds: {ppl_ratio: 2.0, mean_kld: 2.0, kld_p999: 20.0, top1_agreement: 0.1}\n"
+
+
+def test_scales_that_are_too_large_in_one_layer_are_a_regression_and_the_other_way_is_a_pass(
+    artifact, spoiled, llama, text_files, tmp_path, layers_run
+):
+    (tmp_path / "g.yaml").write_text(f"{LOOSE}max_regression: {{mean_kld: 0.0}}\n")
+    job = job_of(spoiled, llama, text_files, tmp_path / "new")
+    job = replace(job, options=replace(job.options, gate=str(tmp_path / "g.yaml")), previous=artifact)
+    result = validate.run(job, QUIET)
+    assert len(layers_run) == 8  # both artifacts, and once for both the baseline and its noise
+    assert (result["outcome"], result["regression"]["outcome"]) == ("pass", "regression")
+    with pytest.raises(GateError, match="a regression: mean_kld: worse by at least"):
+        raise_for_verdict(result, allow_inconclusive=True)
+    page = (tmp_path / "new" / "report.html").read_text()
+    assert "Beside the older artifact" in page and "<td class=regression>regression</td>" in page
+    old = tmp_path / "new-previous"
+    assert read_validation(old)["metrics"]["mean_kld"]["value"] == result["regression"]["metrics"]["mean_kld"]["previous"]
+    layers_run.clear()
+    assert validate.run(job, QUIET) == result and layers_run == []  # up to date
+    back = replace(job, artifact=artifact, report=tmp_path / "back", previous=tmp_path / "new" / "validation.json")
+    assert validate.run(back, QUIET)["regression"]["outcome"] == "pass"
+
+
+def test_an_older_artifact_that_was_validated_on_the_same_text_is_not_validated_again(
+    artifact, spoiled, llama, text_files, tmp_path, layers_run
+):
+    older = tmp_path / "old"
+    shutil.copytree(artifact, older)
+    job = job_of(older, llama, text_files, tmp_path / "old-validation")
+    validate.run(job, QUIET)
+    layers_run.clear()
+    validate.run(replace(job, artifact=spoiled, report=tmp_path / "new", previous=older), QUIET)
+    assert len(layers_run) == 2 and not (tmp_path / "new-previous").exists()
+
+
+def test_validations_of_other_windows_are_no_pairs(artifact, llama, text_files, tmp_path):
+    job = job_of(artifact, llama, text_files, tmp_path / "old")
+    validate.run(job, QUIET)
+    short = replace(job, report=tmp_path / "new", options=replace(job.options, sequence_length=32), previous=tmp_path / "old")
+    with pytest.raises(InputError, match="validated on different text; validate both with the same --text"):
+        validate.run(short, QUIET)

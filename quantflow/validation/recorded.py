@@ -1,0 +1,57 @@
+"""Verdicts from validation.json files alone: no model, no text, no torch. What CI runs."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quantflow.validation.gate import Gate, judge, load_gate
+from quantflow.validation.regression import compare_with, read_validation
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateJob:
+    """A validation to be judged once more.
+
+    Attributes:
+        validation: its validation.json, or the folder that holds it.
+        previous: the same of an older artifact; None keeps the comparison that the validation recorded, if any.
+        gate: a shipped gate or a file; None is the thresholds that the validation recorded.
+        allow_inconclusive: of the result; None is what the validation recorded.
+    """
+
+    validation: Path
+    previous: Path | None = None
+    gate: str | None = None
+    allow_inconclusive: bool | None = None
+
+
+def run(job: GateJob) -> dict[str, Any]:
+    """Return the validation with its verdicts made again.
+
+    Raises:
+        InputError: a file cannot be read, or the two are not of one model and text.
+        UsageError: the gate does not exist or is wrong.
+    """
+    result = read_validation(job.validation)
+    earlier = None if job.previous is None else read_validation(job.previous)
+    gate = _gate(job, result)
+    bounds = {name: (bound["lower"], bound["upper"]) for name, bound in result["metrics"].items()}
+    verdict = judge(gate, bounds)
+    result |= {"gate": gate.record(), "outcome": verdict.outcome, "reasons": list(verdict.reasons)}
+    if job.allow_inconclusive is not None:
+        result["allow_inconclusive"] = job.allow_inconclusive
+    if earlier is not None:
+        result["regression"] = compare_with(earlier, result, gate=gate)
+    return result
+
+
+def _gate(job: GateJob, result: dict[str, Any]) -> Gate:
+    if job.gate is None:
+        return Gate(**result["gate"])
+    return load_gate(
+        job.gate,
+        scheme=result["scheme"],
+        algorithm=result["algorithm"].partition(" + ")[0],
+        parameters=result["parameters"],
+        noise_top1=result["noise_floor"]["top1_agreement"]["value"],
+    )

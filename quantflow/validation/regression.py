@@ -1,0 +1,125 @@
+"""A newer artifact beside an older one of the same model: pass, regression, or inconclusive. Imports no torch.
+
+    {"previous": {"artifact", "digest"}, "outcome", "reasons",
+     "metrics": {name: {"previous", "current", "worse", "lower", "upper", "max_regression", "outcome"}}}
+
+`worse` is the newer value minus the older one, turned so that more is worse; quantflow.evaluation.paired bounds it. A metric
+passes when the upper bound is at most `max_regression`, is a regression when the lower bound is above it, and is inconclusive
+otherwise. The lower bounds hold for all metrics together with 95 %: an artifact that is worse by no more than what is allowed
+is called a regression in at most one of twenty comparisons, however many metrics are judged. No correction is needed for a
+pass, which needs every metric.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from quantflow.artifact.canonical import read_json
+from quantflow.errors import InputError
+from quantflow.evaluation.paired import differences, window_scores
+from quantflow.validation.gate import METRICS, Gate
+
+SHARE = 0.1  # of the way from the source to the gate's threshold, which a metric may get worse where a gate names nothing
+PERFECT = {"ppl_ratio": 1.0, "mean_kld": 0.0, "kld_p999": 0.0, "top1_agreement": 1.0}  # the source itself
+BY_DEFAULT = ("ppl_ratio", "mean_kld", "top1_agreement")  # the tail's quantile differs too much between windows to decide
+COLUMNS = ("metric", "beside", "verdict", "previous", "current", "worse by", "at least", "at most", "allowed")
+_SAME = ("text", "windows", "tokens", "sequence_length", "dtype")  # of two protocols, so that their windows are pairs
+_KEYS = ("artifact", "digest", "baseline", "metrics", "gate", "protocol", "windows", "outcome", "reasons", "expect")
+
+
+def read_validation(path: Path) -> dict[str, Any]:
+    """Return the content of a validation.json.
+
+    Args:
+        path: the file, or the folder that holds it.
+
+    Raises:
+        InputError: it is missing, no JSON, or not what validate of this version writes.
+    """
+    file = path / "validation.json" if path.is_dir() else path
+    values = read_json(file)
+    missing = [key for key in _KEYS if not isinstance(values, dict) or key not in values]
+    if missing:
+        raise InputError(f"{file}: has no {missing[0]!r}", "give a validation.json; an old one: run `quantflow validate` again")
+    if set(METRICS) - values["metrics"].keys():
+        raise InputError(f"{file}: lacks a metric of {', '.join(METRICS)}", "run `quantflow validate` again")
+    result: dict[str, Any] = values
+    return result
+
+
+def allowances(gate: Gate) -> dict[str, float]:
+    """Return how much worse each judged metric may get: what the gate names, or a tenth of the way to its thresholds."""
+    if gate.max_regression:
+        return dict(gate.max_regression)
+    return {metric: SHARE * abs(gate.thresholds[metric] - PERFECT[metric]) for metric in BY_DEFAULT}
+
+
+def compare_with(previous: Mapping[str, Any], current: Mapping[str, Any], *, gate: Gate) -> dict[str, Any]:
+    """Return the comparison of two validations, see the module's head.
+
+    Args:
+        previous: validation.json of the older artifact.
+        current: that of the newer one.
+        gate: names what is allowed.
+
+    Raises:
+        InputError: they are of different models or texts, or their windows are damaged.
+    """
+    _refuse_strangers(previous, current)
+    allowed = allowances(gate)
+    newer, older = (
+        window_scores(values["windows"], name=f"validation of {values['artifact']}") for values in (current, previous)
+    )
+    if newer.tokens.tolist() != older.tokens.tolist():
+        raise InputError(f"{current['artifact']}: its windows are not those of {previous['artifact']}", "validate both again")
+    found = differences(newer, older, metrics=list(allowed), seed=current["protocol"]["seed"])
+    metrics, reasons = {}, {}
+    for metric, most in allowed.items():
+        difference = found[metric]
+        outcome = "regression" if difference.lower > most else "pass" if difference.upper <= most else "inconclusive"
+        metrics[metric] = {
+            "previous": previous["metrics"][metric]["value"],
+            "current": current["metrics"][metric]["value"],
+            "worse": difference.value,
+            "lower": difference.lower,
+            "upper": difference.upper,
+            "max_regression": most,
+            "outcome": outcome,
+        }
+        if outcome == "regression":
+            reasons[metric] = f"{metric}: worse by at least {difference.lower:.3g}, {most:.3g} is allowed"
+        elif outcome == "inconclusive":
+            reasons[metric] = f"{metric}: worse by {difference.lower:.3g} to {difference.upper:.3g}, {most:.3g} is allowed"
+    outcomes = {values["outcome"] for values in metrics.values()}
+    outcome = next(word for word in ("regression", "inconclusive", "pass") if word in outcomes)
+    return {
+        "previous": {"artifact": previous["artifact"], "digest": previous["digest"]},
+        "outcome": outcome,
+        "reasons": [text for metric, text in reasons.items() if metrics[metric]["outcome"] == outcome],
+        "metrics": metrics,
+    }
+
+
+def cells(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Return the rows of a table for people, in the order of COLUMNS."""
+    found = result["regression"]
+    rows = []
+    for metric, values in found["metrics"].items():
+        numbers = [values[key] for key in ("previous", "current", "worse", "lower", "upper", "max_regression")]
+        rows.append((metric, str(found["previous"]["artifact"]), values["outcome"], *(f"{number:.4g}" for number in numbers)))
+    return rows
+
+
+def _refuse_strangers(previous: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+    if previous["baseline"] != current["baseline"]:
+        raise InputError(
+            f"{current['artifact']}, {previous['artifact']}: were validated beside different models",
+            "compare artifacts of one model",
+        )
+    for key in _SAME:
+        old, new = previous["protocol"].get(key), current["protocol"].get(key)
+        if old != new:
+            raise InputError(
+                f"{current['artifact']}, {previous['artifact']}: {key} {new} and {old}: validated on different text",
+                "validate both with the same --text, --tokens and --sequence-length",
+            )

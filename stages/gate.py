@@ -1,0 +1,47 @@
+"""The verdicts of validations that were made elsewhere, as a verb. Loads no model and imports no torch.
+
+Reads    validation.json, and that of an older artifact
+Writes   JUnit XML where it is asked for
+Resumes  nothing: it takes a second
+Fails    3 a file that cannot be read, or two that are not of one model and text; 4 the gate, or a regression
+"""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from quantflow import api
+from quantflow.stages.cli.options import offline, recipe_flags, recipe_settings
+from quantflow.stages.cli.output import show, table
+
+
+@click.command("gate")
+@click.argument("validation")
+@click.option("--previous", metavar="FILE", help="The validation.json of an older artifact: exits 4 where this one is worse.")
+@recipe_settings("gate")
+@click.option("--junit", metavar="FILE", type=click.Path(path_type=Path), help="The verdicts as JUnit XML too.")
+@offline
+def command(validation: str, previous: str | None, junit: Path | None, as_json: bool, **shared: Any) -> None:
+    """Judge VALIDATION, a validation.json or its folder, without the model; exits 4 as validate does.
+
+    \b
+    Example: quantflow gate new-validation --previous old-validation --gate limits.yaml --junit gate.xml
+    """
+    flags, _ = recipe_flags("gate", shared)
+    result = api.gate(
+        validation,
+        previous=previous,
+        gate=flags.get("validate.gate"),
+        allow_inconclusive=flags.get("validate.allow_inconclusive"),
+    )
+    show(result.values, as_json=as_json, text=verdicts(result))
+    if junit is not None:
+        api.write_junit(junit, result)
+    result.raise_for_verdict(allow_inconclusive=bool(result.values["allow_inconclusive"]))
+
+
+def verdicts(result: api.ValidateResult) -> str:
+    """Return the tables of a validation: the gate's, and that of the comparison with an older artifact."""
+    compared = api.regression_table(result)
+    return "\n\n".join(table(*each) for each in (api.verdict_table([result]), compared) if each is not None)
