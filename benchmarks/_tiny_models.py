@@ -8,6 +8,7 @@ Sizes of parts (the language model inside a wrapper, the vision tower beside it)
 
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,8 @@ OWN: dict[str, dict[str, Any]] = {  # what one type needs beside that
     "gptj": {"rotary_dim": 8},
     "lfm2_moe": {"layer_types": ["full_attention", "conv"]},
     "mamba2": {"num_heads": 8},
-    "nemotron": {"head_dim": 16},
+    "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
+    "recurrent_gemma": {"num_hidden_layers": 3},  # the third keeps keys and values
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), {"text_config.rope_parameters": ROTATED_IN_THREE}),
     "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},
@@ -117,7 +119,17 @@ def _small(config_class: Any) -> dict[str, Any]:
     if "qk_rope_head_dim" in found:  # latent attention: only these features are rotated
         found |= {"head_dim": found["qk_rope_head_dim"]} if "head_dim" in found else {}
         found |= {"num_key_value_heads": 4} if "num_key_value_heads" in found else {}
-    return found
+    return found | _both_kinds(getattr(blank, "layer_types", None))
+
+
+def _both_kinds(kinds: Sequence[str] | None) -> dict[str, Any]:
+    """Return the kinds of two layers where the first two of a configuration keep no keys and values, and later ones do.
+
+    A cache without keys and values does not know how long the text is: transformers runs no such model token by token.
+    """
+    if kinds and set(kinds[:2]) <= {"linear_attention", "conv"} and "full_attention" in kinds:
+        return {"layer_types": [kinds[0], "full_attention"]}
+    return {}
 
 
 def auto_class(config: PreTrainedConfig) -> Any:

@@ -42,6 +42,7 @@ import quantflow
 from quantflow.core.parallel import Workers
 from quantflow.errors import QuantflowError, UnsupportedError
 from quantflow.exporting import canary, proof_process
+from quantflow.exporting.proof import Prover
 from quantflow.models.experts import is_stacked
 from quantflow.models.load import skeleton
 from quantflow.models.names import NameMap
@@ -55,7 +56,7 @@ WEIGHTS_ALONE = 1e-4  # of the logits' norm: the same sums in another order
 ROUNDED_INPUTS = 2e-2  # an input between two codes may fall to either, and takes others with it
 SECONDS = 300  # that a type may take
 WORDS = ("value", "scale", "round", "group", "layer", "token", "model", "range", "shift", "pack", "zero", "point")
-SAMPLES, LENGTH = 32, 32  # of the calibration text
+SAMPLES, OF_MIXTURES, LENGTH = 16, 80, 32  # of the calibration text, more where every expert needs enough of it
 REFUSED = "refused: "  # what the reason of a refusal begins with
 
 Stages = dict[str, str | None]  # stage -> None where it passed, or the reason why it did not
@@ -186,10 +187,11 @@ def _reason(run: Callable[[], None]) -> str | None:
 
 def _measure(folder: Path) -> None:
     generator = torch.Generator().manual_seed(1)
-    rows = torch.randint(len(WORDS), (SAMPLES, LENGTH - 4), generator=generator).tolist()
+    samples = OF_MIXTURES if "expert" in (folder / "model" / "config.json").read_text() else SAMPLES
+    rows = torch.randint(len(WORDS), (samples, LENGTH - 4), generator=generator).tolist()
     lines = (json.dumps({"text": " ".join(WORDS[i] for i in row)}) + "\n" for row in rows)
     (folder / "text.jsonl").write_text("".join(lines))
-    calibration = Calibration(source=str(folder / "text.jsonl"), samples=SAMPLES, sequence_length=LENGTH)
+    calibration = Calibration(source=str(folder / "text.jsonl"), samples=samples, sequence_length=LENGTH)
     quantflow.measure(folder / "model", folder / "1", calibration=calibration)
 
 
@@ -205,24 +207,34 @@ def _by_name(folder: Path) -> None:
 
 
 def _exported(quantized: Path, artifact: Path, *, model: Path | None = None) -> None:
-    quantflow.export(quantized, artifact, model=model, options=Export(), proved=_proved)
+    quantflow.export(quantized, artifact, model=model, options=Export(), prover=_ForkedProver())
     quantflow.verify(artifact)
 
 
-def _proved(artifact: Path, quantized: Path, source: Path, *, workers: int) -> str | None:
-    """Prove an artifact in a fork: what `quantflow export` does in a process that it starts.
+class _ForkedProver(Prover):
+    """What proves an artifact in a fork, as `quantflow export` does in a process that it starts."""
 
-    Raises:
-        ForkError: the proof does not hold.
-    """
-    assert canary  # imported once, for all forks
+    def __init__(self) -> None:
+        """Start nothing yet."""
 
-    def prove() -> str | None:
-        with Workers(workers) as pool, torch.no_grad():
-            return proof_process.prove(artifact.resolve(), quantized.resolve(), source.resolve(), workers=pool)
+    def expect(self, kind: str) -> None:
+        """Do nothing: all is imported already."""
+        assert canary  # once, for all forks
 
-    told: str | None = in_fork(prove, seconds=SECONDS)
-    return told
+    def prove(self, artifact: Path, quantized: Path, source: Path, *, workers: int) -> str | None:
+        """Return why the lean decoder is not to run an artifact, or None.
+
+        Raises:
+            ForkError: the proof does not hold.
+        """
+        places = [path.resolve() for path in (artifact, quantized, source)]
+
+        def proved() -> str | None:
+            with Workers(workers) as pool, torch.no_grad():
+                return proof_process.prove(*places, workers=pool)
+
+        told: str | None = in_fork(proved, seconds=SECONDS)
+        return told
 
 
 def _through(folder: Path, scheme: str) -> None:

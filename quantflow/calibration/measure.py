@@ -279,6 +279,7 @@ def calibration_sequences(
 ) -> list[Tensor]:
     """Return the token ids of the calibration set, in sample order, int64 [S] each."""
     limit = int(getattr(text_config(source.config), "max_position_embeddings", None) or 2048)
+    limit = limit if limit > 0 else 2048  # XLNet's -1 is no limit
     length = calibration.sequence_length or min(calibration.usual_length, limit)
     if length > limit:
         raise UsageError(f"calibration: sequence_length={length}, the model has {limit} positions", f"use at most {limit}")

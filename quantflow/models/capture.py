@@ -38,6 +38,7 @@ from quantflow.models.stand_ins import (
     Call,
     Given,
     HeadStandIn,
+    NoEmbedding,
     QuantizedHead,
     Recorder,
     Rows,
@@ -108,7 +109,8 @@ class LayerStream:
         self._given = [Given(layer, self._mine, tuple_of=graph.family.tuple_of) for layer in self._originals]
         inside = f"{graph.family.layers}."
         self._outer = tuple(name for name in self.model.state_dict() if not name.startswith(inside))
-        self._embedding = self._name_of(self.model.get_input_embeddings())
+        self._embeds: Any = self.model.get_input_embeddings()
+        self._embedding = self._name_of(self._embeds)
         self._head = self._name_of(self.model.get_output_embeddings())
         self._untie()
         self._check_graph()
@@ -155,7 +157,7 @@ class LayerStream:
         Raises:
             InputError: a sequence that is empty or holds an id outside the vocabulary.
         """
-        vocabulary = self.model.get_input_embeddings().num_embeddings
+        vocabulary = self._embeds.num_embeddings
         for number, sequence in enumerate(sequences):
             if sequence.ndim != 1 or not len(sequence):
                 raise InputError(f"sequence {number}: shape {list(sequence.shape)}, [S] is needed", "drop the sequence")
@@ -171,16 +173,21 @@ class LayerStream:
         ids = torch.unique(torch.cat(list(sequences)))  # [n], ascending
         rows = self.weights.read_rows(self.names.to_source[f"{self._embedding}.weight"], ids).to(self.dtype)
         pool = TensorPool()
-        prefix = f"{self.model.base_model_prefix}."
+        base = self._base()
+        prefix = "".join(f"{name}." for name, module in self.model.named_modules() if module is base and name)
         outer = [name for name in self._outer if name.startswith(prefix) and name != f"{self._embedding}.weight"]
-        embedding = self.model.get_submodule(self._embedding)
-        with self._resident(outer), self._in_place_of(self._embedding, Rows(ids, rows, embedding)):
+        with self._resident(outer), self._in_place_of(self._embedding, Rows(ids, rows, self._embeds)):
             return [self._record(sequence, pool, store, index) for index, sequence in enumerate(sequences)]
+
+    def _base(self) -> Any:
+        """Return the model without its head; Llama 4 has none by the name that it gives, but a decoder."""
+        base = self.model.base_model
+        return self.model.get_decoder() if base is self.model else base
 
     def _record(self, sequence: Tensor, pool: TensorPool, store: HiddenStates, index: int) -> State:
         recorders = [Recorder(layer, tuple_of=self.graph.family.tuple_of) for layer in self._originals]
         with self._replaced(recorders):
-            self.model.base_model(input_ids=sequence[None], use_cache=False)  # [1, S]
+            self._base()(input_ids=sequence[None], use_cache=False)  # [1, S]
         seen: dict[int, Tensor] = {}
         calls = [Call(args=pool.share(part.args, seen), kwargs=pool.share(part.kwargs, seen)) for part in recorders]
         if not store.restored:
@@ -289,6 +296,7 @@ class LayerStream:
                 stack.enter_context(self._resident(others))
                 stack.enter_context(self._replaced(self._given))
             stack.enter_context(self._in_place_of(self._head, head))
+            stack.enter_context(self._in_place_of(self._embedding, NoEmbedding(self._embeds, dtype=self.dtype)))
             yield
 
     @torch.no_grad()
@@ -302,7 +310,7 @@ class LayerStream:
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the same as `finish`; gradients flow where they are enabled."""
         with self.head(), giving(self._mine, hidden):
-            logits: Tensor = self.model(inputs_embeds=hidden, use_cache=False).logits
+            logits: Tensor = self.model(input_ids=hidden.new_zeros(hidden.shape[:2], dtype=torch.int64), use_cache=False).logits
         return logits
 
     def parts(self, tokens: int) -> list[slice]:

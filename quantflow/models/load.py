@@ -23,6 +23,7 @@ from quantflow.artifact.checkpoint import Checkpoint, open_checkpoint, refuse_qu
 from quantflow.errors import InputError, first_line
 from quantflow.models.configuration import load_config
 from quantflow.models.experts import view_
+from quantflow.models.joined import joined_
 from quantflow.models.names import NameMap
 from quantflow.models.parameters import materialize_, release_
 from quantflow.models.reading import read_rows, read_tensors
@@ -106,11 +107,13 @@ def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
 
     Attention is torch's `scaled_dot_product_attention`, or the family's own where it knows no other. The experts of a mixture
     are linears of their own (`quantflow.models.experts`), and so is every Conv1D, which is a linear that keeps its weight
-    transposed. Buffers that a checkpoint holds are read from it like parameters.
+    transposed. A convolution that a checkpoint has in parts is in parts (`quantflow.models.joined`). Buffers that a checkpoint
+    holds are read from it like parameters.
     """
     model = as_written(config)
     linears_(model)
     view_(model)
+    joined_(model)
     model.requires_grad_(False)
     return model.eval()
 

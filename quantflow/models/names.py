@@ -15,6 +15,7 @@ from functools import cached_property
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
+    Chunk,
     PrefixChange,
     WeightConverter,
     WeightRenaming,
@@ -77,6 +78,21 @@ class HubNames:
         parts = [target.rpartition("*.")[2].removesuffix(".weight") for target in converter.target_patterns if "*." in target]
         return tuple(parts)
 
+    def joined_from(self, name: str) -> int:
+        """Return how many tensors of a checkpoint, one after the other, are joined into a parameter; 1 where it is one."""
+        _, pattern = apply_converters(name, self._converters)
+        if pattern is None:
+            return 1
+        (converter,) = [item for item in self._converters if pattern in item.source_patterns][:1]
+        plain = [type(item) is Chunk and item.dim == 0 and item.num_shards_attribute is None for item in converter.operations]
+        return len(converter.target_patterns) if plain == [True] else 1
+
+
+def part_of(name: str, index: int) -> str:
+    """Return what the model in memory calls a part of a joined parameter (`quantflow.models.joined`), the tensors in order."""
+    owner, _, leaf = name.rpartition(".")
+    return f"{owner}.parametrizations.{leaf}.original{index}"
+
 
 class NameMap:
     """The translation for one model."""
@@ -106,6 +122,9 @@ class NameMap:
             return name
         name, converter = rename_source_key(source, renamings, converters, self._prefix, self._parameters)
         if converter is not None:
+            orders = [item.source_patterns.index(converter) for item in converters if converter in item.source_patterns]
+            if (part := part_of(name, orders[0])) in self._parameters:
+                return part
             raise UnsupportedError(
                 f"{source}: merged or split on load (pattern {converter!r}), only one-to-one names are supported",
                 "use a checkpoint whose tensors are single parameters of the model",

@@ -32,7 +32,7 @@ class Call:
 
 def _of(layer: nn.Module, name: str, error: AttributeError) -> Any:
     """Return what a layer that is stood for says of itself: some models ask a layer of which kind it is."""
-    if name in layer._parameters or name in layer._modules:
+    if name in layer._parameters:
         raise error
     return getattr(layer, name)
 
@@ -106,6 +106,19 @@ def giving(mine: threading.local, hidden: Tensor) -> Iterator[None]:
         del mine.hidden
 
 
+class NoEmbedding(nn.Module):
+    """Stands for the embedding before layers that were stood for: what it returns is read by none of them."""
+
+    def __init__(self, embedding: Any, *, dtype: torch.dtype) -> None:
+        """Take the place of an embedding whose weight [V, E] is on meta; `dtype`: of what it returns."""
+        super().__init__()
+        self.weight = torch.empty(embedding.weight.shape, dtype=dtype, device="meta")  # families ask for its dtype
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return zeros, [..., E] of ids [...]."""
+        return torch.zeros((*ids.shape, self.weight.shape[1]), dtype=self.weight.dtype)
+
+
 class Rows(nn.Module):
     """Stands for an embedding: holds the rows that some sequences need, and does with them what the embedding does."""
 
@@ -119,6 +132,12 @@ class Rows(nn.Module):
         """
         super().__init__()
         self.ids, self.inner = ids, with_rows(embedding, weight)
+
+    @property
+    def weight(self) -> Tensor:
+        """The rows that are held, [n, H]: families ask for their dtype and device."""
+        weight: Tensor = self.inner.weight
+        return weight
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return what the embedding makes of ids whose rows it holds, [..., H]."""

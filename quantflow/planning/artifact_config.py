@@ -30,7 +30,8 @@ def artifact_config(config: Mapping[str, Any], graph: Graph, plan: Plan, *, name
         modules = {name: module for name, module in inside.items() if module != name}
         ignored += graph.others
     if plan.head is None:
-        ignored += [name for name in _HEADS if f"{name}.weight" in names] or _HEADS[:1]
+        heads = dict.fromkeys([*_HEADS, *([graph.family.head] if graph.family.discovered else [])])
+        ignored += [name for name in heads if f"{name}.weight" in names] or _HEADS[:1]
     else:
         own["tie_word_embeddings"] = False
     own["quantization_config"] = FORMAT.quantization_config(

@@ -56,7 +56,8 @@ class TransformersDecoder:
         """
         config: Any = text_config(model.config)
         self.vocab_size: int = config.vocab_size
-        self.positions: int | None = getattr(config, "max_position_embeddings", None)
+        positions = getattr(config, "max_position_embeddings", None)
+        self.positions: int | None = None if positions is not None and positions < 0 else positions  # XLNet's -1 is no limit
         self.device = torch.device(device or next(model.parameters(), torch.empty(0)).device)
         self._model, self._crops, self._kv_scales = model, crops, kv_scales
         self.begin(rows=0, capacity=0)

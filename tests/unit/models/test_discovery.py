@@ -210,6 +210,18 @@ STORED = {  # what one obstacle each needs
     "bart": {"decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 128, "encoder_layers": 1},  # idle linears
     "mamba": {"num_hidden_layers": 2},  # no attention
     "openai-gpt": {},  # layers return lists
+    "olmo_hybrid": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+    }
+    | {"linear_key_head_dim": 16, "linear_value_head_dim": 16},  # three convolutions of the checkpoint are one
+    "rembert": {"input_embedding_size": 32, "output_embedding_size": 48, "is_decoder": True},  # embeddings of another width
+    "llama4_text": {
+        "head_dim": 16,
+        "intermediate_size_mlp": 128,
+        "attention_chunk_size": 8,
+    },  # it looks at the embedding's weight
 }
 IDS = torch.randint(2, 96, (1, 12), generator=torch.Generator().manual_seed(1))
 
