@@ -1,8 +1,10 @@
 """The benchmarks without their peers: how bits are counted, rows scored, bars judged, tables printed, folders locked."""
 
 import json
+import os
 import subprocess
 import sys
+import time
 import xml.etree.ElementTree as ElementTree
 from importlib import import_module
 from pathlib import Path
@@ -486,3 +488,29 @@ def test_a_second_benchmark_in_a_work_folder_names_the_first_and_ends(part, tmp_
         )
         first.communicate()
     assert program.main(["--work", str(work)]) == 0 and len(begun) == 1
+
+
+def test_what_a_fork_returns_raises_or_dies_of_is_told(part):
+    forks = part("_forks")
+    assert forks.in_fork(lambda: {"a": [1, None]}, seconds=20) == {"a": [1, None]}
+    with pytest.raises(forks.ForkError, match="ValueError: too wide"):
+        forks.in_fork(lambda: exec("raise ValueError('too wide')"), seconds=20)
+    with pytest.raises(forks.ForkError, match="ended by signal 9"):
+        forks.in_fork(lambda: os.kill(os.getpid(), 9), seconds=20)
+    with pytest.raises(forks.ForkError, match="not done after 1 s"):
+        forks.in_fork(lambda: time.sleep(60), seconds=1)
+
+
+def test_a_type_passes_when_no_stage_has_a_reason_and_types_that_cannot_be_made_do_not_count(part):
+    families = part("families")
+    rows = {
+        "a": {"measure": None, "W4A16": None, "W8A8": None},
+        "b": {"measure": None, "W4A16": None, "W8A8": "other logits"},
+        "c": {"measure": "refused: no", "by name": None},
+        "d": {"model": "no size"},
+    }
+    told = families.table(rows, {"a": None, "b": "no linears"})
+    assert "- W4A16: 2 of 3 types pass, 66.7%" in told and "- W8A8: 1 of 3 types pass, 33.3%" in told
+    assert "| c | no (3) | no (3) |" in told and "3. c: refused: no" in told and "- d: no size" in told
+    assert "(W4A16, GPTQ): 1 of 2 types pass, 50.0%" in told
+    assert "1 types are refused with the reason; the weights of 1 of them go through by name" in told
