@@ -3,7 +3,7 @@
     python benchmarks/peers/families_llmcompressor.py [--only TYPE ...] [--results FILE] [--again]
 
 The models are those of benchmarks/families.py. `oneshot` with GPTQModifier at W4A16, symmetric groups of 32 (the models are
-narrow), lm_head left alone, its own defaults otherwise; 8 sequences of 28 random token ids. A type passes when its linears are
+narrow), heads and routers left alone, its own defaults otherwise; 8 sequences of 28 random token ids. A type passes when its linears are
 quantized, what is saved compressed holds packed weights, and transformers loads that and computes finite logits.
 
 Every type runs in a fork of a process that has imported torch, transformers and llm-compressor. What FILE
@@ -34,6 +34,7 @@ from transformers import AutoConfig, AutoTokenizer  # noqa: E402
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
 
 SAMPLES, LENGTH, GROUP = 8, 28, 32
+IGNORED = ["lm_head", "embed_out", "re:.*[.](gate|router|shared_expert_gate)$"]  # heads, and routers as its examples have it
 SECONDS = 300  # that a type may take
 
 
@@ -76,7 +77,7 @@ def _through(kind: str, folder: Path) -> str | None:
         model=model,
         tokenizer=AutoTokenizer.from_pretrained(folder / "model"),
         dataset=Dataset.from_list([{"input_ids": row, "attention_mask": [1] * len(row)} for row in rows]),
-        recipe=GPTQModifier(config_groups={"group_0": scheme}, ignore=["lm_head", "embed_out"]),
+        recipe=GPTQModifier(config_groups={"group_0": scheme}, ignore=IGNORED),
         num_calibration_samples=SAMPLES,
         max_seq_length=LENGTH,
         shuffle_calibration_samples=False,
