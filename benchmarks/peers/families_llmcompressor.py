@@ -34,7 +34,7 @@ from transformers import AutoConfig, AutoTokenizer  # noqa: E402
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
 
 SAMPLES, LENGTH, GROUP = 8, 28, 32
-IGNORED = ["lm_head", "embed_out", "re:.*[.](gate|router|shared_expert_gate)$"]  # heads, and routers as its examples have it
+IGNORED = ["lm_head", "embed_out", "re:.*[.](gate|router|shared_expert_gate)$"]  # routers as in its examples
 SECONDS = 300  # that a type may take
 
 

@@ -31,7 +31,8 @@ def artifact_config(config: Mapping[str, Any], graph: Graph, plan: Plan, *, name
         ignored += graph.others
     if plan.head is None:
         heads = dict.fromkeys([*_HEADS, *([graph.family.head] if graph.family.discovered else [])])
-        ignored += [name for name in heads if f"{name}.weight" in names] or _HEADS[:1]
+        stored = {name.rpartition(".")[0] for name in names}  # a bias alone, where the head is the embedding
+        ignored += [name for name in heads if name in stored] or _HEADS[:1]
     else:
         own["tie_word_embeddings"] = False
     own["quantization_config"] = FORMAT.quantization_config(
