@@ -3,8 +3,8 @@
     python benchmarks/peers/families_llmcompressor.py [--only TYPE ...] [--results FILE] [--again]
 
 The models are those of benchmarks/families.py. `oneshot` with GPTQModifier at W4A16, symmetric groups of 32 (the models are
-narrow), heads and routers left alone, its own defaults otherwise; 8 sequences of 28 random token ids. A type passes when its linears are
-quantized, what is saved compressed holds packed weights, and transformers loads that and computes finite logits.
+narrow), heads and routers left alone, its own defaults otherwise; 8 sequences of 28 random token ids. A type passes when its
+linears are quantized, what is saved compressed holds packed weights, and transformers loads that and computes finite logits.
 
 Every type runs in a fork of a process that has imported torch, transformers and llm-compressor. What FILE
 (benchmarks/families_llmcompressor.json) holds is not run again, `--again` drops what failed.
