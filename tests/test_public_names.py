@@ -29,6 +29,7 @@ PUBLIC = [
     "Validate",
     "bench",
     "export",
+    "gate",
     "generate",
     "load",
     "make_artifact",

@@ -8,7 +8,7 @@ compressed-tensors 0.20 has one per 128 columns. A scheme validates itself and c
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, get_args
 
-from quantflow.core.blocks import BLOCK_TYPES, BlockType
+from quantflow.core.block_types import BLOCK_TYPES, BlockType
 from quantflow.errors import SchemeError
 
 Kind = Literal["int", "float"]
@@ -41,7 +41,7 @@ class TensorScheme:
         observer: of a static input, what its range is: all that was seen (`amax`), or less, by the squared error (`mse`) or up
             to a `percentile`. Neither of these two is compared: what was stored is a scale like any other, and no layout says
             how it was chosen.
-        block_type: a type of llama.cpp's (quantflow/core/blocks.py) whose blocks can hold the weight as it is; None asks
+        block_type: a type of llama.cpp's (quantflow/core/block_types.py) whose blocks can hold the weight as it is; None asks
             nothing of the scales but their dtype.
     """
 

@@ -26,7 +26,7 @@ from quantflow.algorithms import rtn_mse
 from quantflow.artifact import stage_folder
 from quantflow.artifact.manifest import MANIFEST_NAME
 from quantflow.artifact.safetensors_header import TensorInfo
-from quantflow.core.blocks import BLOCK_TYPES, SMALLER
+from quantflow.core.block_types import BLOCK_TYPES, SMALLER
 from quantflow.core.dtypes import DTYPES
 from quantflow.core.qtensor import QTensor
 from quantflow.core.scheme import preset
@@ -275,7 +275,7 @@ def _quantized(weights: GGUFWeights, place: Place, info: TensorInfo, start: int,
         return weights.read_quantized(place.source, start, stop)
     scheme = preset(info.dtype)
     found = {place.source: weights.read(place.source, start, stop)}
-    scale_dtype = BLOCK_TYPES[info.dtype].scale_dtype
+    scale_dtype = DTYPES[BLOCK_TYPES[info.dtype].scale_dtype]
     return rtn_mse.quantize_group(found, scheme, statistics={}, scale_dtype=scale_dtype)[place.source].weight
 
 

@@ -32,7 +32,8 @@ from torch import Tensor
 from quantflow.artifact.patterns import Pattern
 from quantflow.artifact.schema import Between, check
 from quantflow.core import affine, float8, packing
-from quantflow.core.blocks import BLOCK_TYPES
+from quantflow.core.block_types import BLOCK_TYPES
+from quantflow.core.dtypes import DTYPES
 from quantflow.core.groups import expand_rows
 from quantflow.core.kv import SCHEMES as KV_SCHEMES
 from quantflow.core.kv import KVScales
@@ -76,7 +77,7 @@ _INSTEAD = {
 def scale_dtype(scheme: LinearScheme, model_dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which this layout stores the weight's scales."""
     if scheme.weights.block is not None:
-        return scheme.weights.block.scale_dtype
+        return DTYPES[scheme.weights.block.scale_dtype]
     return model_dtype if scheme.layout == "pack-quantized" else torch.float32
 
 
@@ -608,7 +609,7 @@ def _arguments(scheme: TensorScheme) -> dict[str, Any]:
     if scheme.granularity == "per_block":
         arguments |= {"group_size": None, "block_structure": [scheme.group_size, scheme.group_size]}
     if scheme.block is not None:
-        arguments["scale_dtype"] = str(scheme.block.scale_dtype)
+        arguments["scale_dtype"] = str(DTYPES[scheme.block.scale_dtype])
     if scheme.minima:
         arguments["zp_dtype"] = "torch.float32"
     return arguments
@@ -645,7 +646,7 @@ def _block_type(scheme: TensorScheme, scale_dtype: Any) -> str | None:
     """Return the type of llama.cpp's that groups are of, which their shape and the dtype of their scales say; None for none."""
     given = (scheme.kind, scheme.num_bits, scheme.group_size, scheme.symmetric, scale_dtype)
     for kind in BLOCK_TYPES.values():
-        if given == ("int", kind.num_bits, kind.group_size, not kind.minima, str(kind.scale_dtype)):
+        if given == ("int", kind.num_bits, kind.group_size, not kind.minima, str(DTYPES[kind.scale_dtype])):
             return kind.name
     return None
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from quantflow.models.names import HubNames
 
 
-class Joined(nn.Module):
+class JoinedParts(nn.Module):
     """A parameter as its parts, which lie one after the other along the first dimension."""
 
     def __init__(self, count: int) -> None:
@@ -41,4 +41,4 @@ def joined_(model: PreTrainedModel) -> None:
     for name, module in found:
         count = 1 if hub is None else hub.joined_from(f"{name}.weight")
         if count > 1:
-            parametrize.register_parametrization(module, "weight", Joined(count))
+            parametrize.register_parametrization(module, "weight", JoinedParts(count))

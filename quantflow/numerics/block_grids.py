@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quantflow.core import blocks, groups
-from quantflow.core.blocks import BlockType
+from quantflow.core.block_types import BlockType
 from quantflow.core.scheme import TensorScheme
 
 _MULTIPLES = tuple(step / 32 for step in range(34, 19, -1))  # of the range: 1.06 to 0.63
@@ -130,7 +130,7 @@ def _least_squares(
 
 def _moved(cut: _Groups, scale: Tensor, minimum: Tensor, kind: BlockType) -> tuple[Tensor, Tensor]:
     """Return scales and minima of which each has moved by one integer at most, where that loses less."""
-    lowest, highest = blocks.steps_range(kind)
+    lowest, highest = kind.steps
     d, steps = blocks.steps_of(scale, kind)
     fixed = (steps == (lowest if kind.signed else highest)).flatten(1)  # d follows from these
     unit = d[..., None].expand_as(steps).flatten(1)

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from quantflow.algorithms import ALGORITHMS, BLOCK_ALGORITHMS, LEARNING, TUNE, supports_of, tune
-from quantflow.core.blocks import SMALLER
+from quantflow.core.block_types import SMALLER
 from quantflow.core.groups import COMMON_SIZES, group_size_for
 from quantflow.core.scheme import MIXTURES, LinearScheme, TensorScheme, preset, scheme_words, with_group_size
 from quantflow.errors import InputError, UnsupportedError, UsageError

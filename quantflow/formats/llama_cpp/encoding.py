@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from quantflow.core import blocks
-from quantflow.core.blocks import BLOCK_TYPES, BlockType
+from quantflow.core.block_types import BLOCK_TYPES, BlockType
 from quantflow.core.qtensor import QTensor
 from quantflow.errors import SchemeError
 

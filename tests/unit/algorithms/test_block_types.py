@@ -9,7 +9,7 @@ from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
 
 from quantflow.algorithms import gptq, hqq, rtn, rtn_mse, signround, tune, yaqa
-from quantflow.core.blocks import BLOCK_TYPES
+from quantflow.core.block_types import BLOCK_TYPES
 from quantflow.core.qtensor import QTensor
 from quantflow.core.scheme import preset
 from quantflow.formats.llama_cpp.encoding import encode

@@ -2,7 +2,7 @@
 
 import json
 import xml.etree.ElementTree as ElementTree
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from quantflow.artifact.manifest import read_manifest
 from quantflow.calibration import measure
+from quantflow.core.scheme import scheme_words
 from quantflow.distributed.launch import rank_folder
 from quantflow.errors import GateError, StatisticsError, UsageError
 from quantflow.evaluation.divergence import token_kld
@@ -390,7 +391,7 @@ def test_linears_that_overrides_name_keep_their_scheme_and_count(llama, measured
     shapes = {name: info.shape for name, info in open_source(llama).checkpoint.infos.items()}
     resolved = recipe_from(read_yaml(folder / "recipe.yaml")).quantize[0]
     again = resolve(resolved, graph_for(open_source(llama).config), shapes).schemes
-    assert {name: None if s is None else asdict(s) for name, s in again.items()} == {
+    assert {name: None if s is None else scheme_words(s) for name, s in again.items()} == {
         name: None if s is None else {**s, "transforms": tuple(s["transforms"])} for name, s in plan.items()
     }
     assert record(folder)["bits_per_weight"] <= 5.2

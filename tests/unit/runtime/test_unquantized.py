@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GemmaConfig, LlamaConfig, MixtralConfig, PhiConfig
 
-from quantflow.errors import InputError, UsageError
+from quantflow.errors import InputError, UnsupportedError, UsageError
 from quantflow.runtime.load import load
 from quantflow.runtime.offload import load_offloaded
 
@@ -86,6 +86,8 @@ def test_what_an_artifact_alone_has_is_refused(tmp_path):
     with pytest.raises(UsageError, match="backend int4_pack for a model that is not quantized"):
         load(tmp_path, decoder="auto", backend="int4_pack")
     config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
-    with pytest.raises(InputError, match=r"no quantflow.json; give the folder of an artifact"):
-        load(tmp_path, decoder="auto")
+    refusals = {"gptq": (InputError, "bits is None"), "bitsandbytes": (UnsupportedError, "'bitsandbytes' is not read here")}
+    for method, (kind, message) in refusals.items():
+        (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": method}}))
+        with pytest.raises(kind, match=message):
+            load(tmp_path, decoder="auto")

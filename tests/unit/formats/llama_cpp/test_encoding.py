@@ -9,7 +9,9 @@ from gguf.quants import dequantize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantflow.core.blocks import BLOCK_TYPES, stored, stored_minima
+from quantflow.core.block_types import BLOCK_TYPES
+from quantflow.core.blocks import stored, stored_minima
+from quantflow.core.dtypes import DTYPES
 from quantflow.core.qtensor import QTensor
 from quantflow.core.scheme import LLAMA_CPP_PRESETS, preset
 from quantflow.errors import SchemeError
@@ -25,7 +27,7 @@ def quantized(weight: torch.Tensor, name: str, *, searched: bool = True) -> QTen
     """Return a weight rounded to nearest onto scales that lose little, or onto its whole range."""
     scheme, kind = preset(name).weights, BLOCK_TYPES[name]
     importance = torch.ones(weight.shape[1]) if searched else None
-    grids = weight_grids({"w": weight}, scheme, scale_dtype=kind.scale_dtype, importance=importance, either_sign=True)
+    grids = weight_grids({"w": weight}, scheme, scale_dtype=DTYPES[kind.scale_dtype], importance=importance, either_sign=True)
     return rounded({"w": weight}, grids, scheme)["w"]
 
 
