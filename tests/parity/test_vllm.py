@@ -37,21 +37,32 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(ENVIRONMENT is None, reason="
 def test_vllm_answers_from_an_artifact(tmp_path, scheme):
     words = ["--scheme", scheme, "--samples", "16", "--sequence-length", "256", "-q"]
     assert exit_code(cli, ["quantize", str(MODEL), "-o", str(tmp_path / "a"), *words]) == 0
-    ours = load(tmp_path / "a", dtype=torch.bfloat16)
+    _compare(tmp_path / "a", tmp_path)
+
+
+@pytest.mark.parametrize("layout", ["gptq", "awq"])
+def test_vllm_answers_from_another_programs_layout(tmp_path, layout):
+    assert (
+        exit_code(cli, ["quantize", str(MODEL), "-o", str(tmp_path / "a"), "--scheme", "W4A16", "--algorithm", "rtn", "-q"])
+        == 0
+    )
+    assert exit_code(cli, ["export", str(tmp_path / "a"), "-o", str(tmp_path / "b"), "--format", layout, "-q"]) == 0
+    _compare(tmp_path / "b", tmp_path)
+
+
+def _compare(folder: Path, work: Path) -> None:
+    """Ask vLLM for greedy tokens, and this runtime what it says to each of them."""
+    ours = load(folder, dtype=torch.bfloat16)
     texts = ("def main():\n", "import os\n\nfrom pathlib", "class Error(Exception):\n")
     prompts = [ours.tokenizer(text)["input_ids"] for text in texts]
-    command = [str(Path(str(ENVIRONMENT)) / "bin" / "python"), "-c", SCRIPT, str(tmp_path / "a"), json.dumps(prompts), str(NEW)]
-    done = subprocess.run(command, env={**os.environ, **SETTINGS}, capture_output=True, text=True, cwd=tmp_path)
+    command = [str(Path(str(ENVIRONMENT)) / "bin" / "python"), "-c", SCRIPT, str(folder), json.dumps(prompts), str(NEW)]
+    done = subprocess.run(command, env={**os.environ, **SETTINGS}, capture_output=True, text=True, cwd=work, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("RESULT "))
-    theirs = json.loads(line.removeprefix("RESULT "))
-    model = ours.model
+    same = 0
     with torch.no_grad():
-        same = 0
-        for ids, answer in zip(prompts, theirs, strict=True):
+        for ids, answer in zip(prompts, json.loads(line.removeprefix("RESULT ")), strict=True):
             assert len(answer) == NEW
-            logits = model(torch.tensor([[*ids, *answer]])).logits[
-                0, len(ids) - 1 : -1
-            ]  # what this runtime says to each of them
+            logits = ours.model(torch.tensor([[*ids, *answer]])).logits[0, len(ids) - 1 : -1]
             same += int((logits.argmax(-1) == torch.tensor(answer)).sum())
     assert same >= 0.85 * NEW * len(prompts)

@@ -1,0 +1,145 @@
+"""Folders that other programs wrote: every linear has the writer's values, and its logits where the arithmetic is the same.
+
+Each program has an environment of its own, which a variable names: LLM_COMPRESSOR_ENV (llm-compressor 0.14.0.1) and
+AUTOROUND_ENV (auto-round 0.16.1); without it its tests are skipped. The model is the example.
+"""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from quantflow.runtime.artifact import open_folder
+from quantflow.runtime.load import load
+
+MODEL = Path(__file__).resolve().parents[2] / "examples" / "tiny-llama"
+SETTINGS = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+PROMPT = list(range(30, 46))
+# Scheme -> whether both compute the same: inputs whose scale comes from each token are rounded at run time, where a near tie
+# falls either way.
+LLM_COMPRESSOR = {
+    "W4A16": True,
+    "W4A16_ASYM": True,
+    "W8A16": True,
+    "FP8": True,
+    "FP8_DYNAMIC": False,
+    "W8A8": False,
+    "W4A8": False,
+}
+COMPRESS = """
+import sys
+import torch
+from datasets import Dataset
+from llmcompressor import oneshot
+from llmcompressor.modifiers.gptq import GPTQModifier
+from llmcompressor.modifiers.quantization import QuantizationModifier
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model, output, prompt, *schemes = sys.argv[1:]
+rows = [{"input_ids": list(range(5 + i, 69 + i)), "attention_mask": [1] * 64} for i in range(8)]
+for scheme in schemes:
+    loaded, tokenizer = AutoModelForCausalLM.from_pretrained(model, dtype="auto"), AutoTokenizer.from_pretrained(model)
+    kind = GPTQModifier if scheme == "W4A16" else QuantizationModifier
+    recipe = [kind(targets="Linear", ignore=["lm_head"], scheme=scheme)]
+    told = {"num_calibration_samples": 8, "max_seq_length": 64, "shuffle_calibration_samples": False}
+    oneshot(model=loaded, tokenizer=tokenizer, dataset=Dataset.from_list(rows), recipe=recipe, **told)
+    loaded.save_pretrained(f"{output}/{scheme}", save_compressed=True)
+    tokenizer.save_pretrained(f"{output}/{scheme}")
+    again = AutoModelForCausalLM.from_pretrained(f"{output}/{scheme}", dtype=torch.float32)
+    with torch.no_grad():
+        logits = again(torch.tensor([eval(prompt)])).logits
+    linears = {name: part for name, part in again.named_modules() if isinstance(part, torch.nn.Linear) and name != "lm_head"}
+    weights = {f"{name}.weight": part.weight.detach().float().contiguous().clone() for name, part in linears.items()}
+    save_file({**weights, "logits": logits.contiguous()}, f"{output}/{scheme}.safetensors")
+"""
+ROUND = """
+import sys
+import torch
+from auto_round import AutoRound
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model, output, *packings = sys.argv[1:]
+for packing in packings:
+    loaded, tokenizer = AutoModelForCausalLM.from_pretrained(model, dtype="auto"), AutoTokenizer.from_pretrained(model)
+    told = {"bits": 4, "group_size": 128, "sym": packing != "auto_awq", "iters": 0, "nsamples": 4, "seqlen": 64}
+    dataset = [{"input_ids": torch.arange(5, 69)[None]}] * 4
+    rounder = AutoRound(loaded, tokenizer, scheme="W4A16", dataset=dataset, device_map="cpu", **told)
+    rounder.quantize_and_save(f"{output}/{packing}", format=packing)
+"""
+THEIR_TEXT = """
+import sys
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+folder, prompt = sys.argv[1:]
+model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, device_map="cpu")
+asked = torch.tensor([eval(prompt)])
+print("IDS", model.generate(asked, attention_mask=torch.ones_like(asked), max_new_tokens=16, do_sample=False)[0].tolist())
+"""
+pytestmark = pytest.mark.slow
+
+
+def _python(variable: str) -> Path:
+    if not os.environ.get(variable):
+        pytest.skip(f"{variable} names no environment")
+    return Path(os.environ[variable]) / "bin" / "python"
+
+
+def _run(python: Path, script: str, *words: str | Path) -> str:
+    line = [str(python), "-c", script, *map(str, words)]
+    done = subprocess.run(line, env={**os.environ, **SETTINGS}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def compressed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("compressed")
+    _run(_python("LLM_COMPRESSOR_ENV"), COMPRESS, MODEL, folder, repr(PROMPT), *LLM_COMPRESSOR)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def rounded(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("rounded")
+    _run(_python("AUTOROUND_ENV"), ROUND, MODEL, folder, "auto_round", "auto_gptq", "auto_awq")
+    return {path.parent.parent.name: path.parent for path in folder.rglob("config.json")}
+
+
+@pytest.mark.parametrize("scheme", LLM_COMPRESSOR)
+def test_a_folder_of_llm_compressor_runs_with_its_values(compressed, scheme):
+    theirs = load_file(compressed / f"{scheme}.safetensors")
+    artifact = open_folder(compressed / scheme, backend="reference")
+    assert {f"{name}.weight" for name in artifact.linears} == theirs.keys() - {"logits"}
+    for name in artifact.linears:
+        assert torch.equal(artifact.decode(name).weight.dequantize(), theirs[f"{name}.weight"]), name
+    if LLM_COMPRESSOR[scheme]:
+        with torch.no_grad():
+            ours = load(compressed / scheme, decoder="transformers").model(torch.tensor([PROMPT])).logits
+        torch.testing.assert_close(ours, theirs["logits"], rtol=0, atol=1e-4)
+
+
+def test_folders_of_autoround_run_with_its_tokens_and_values(rounded):
+    assert rounded.keys() == {"auto_round", "auto_gptq", "auto_awq"}
+    method = {name: json.loads((path / "config.json").read_text())["quantization_config"] for name, path in rounded.items()}
+    assert [method[name]["quant_method"] for name in ("auto_round", "auto_gptq", "auto_awq")] == ["auto-round", "gptq", "awq"]
+    told = _run(_python("AUTOROUND_ENV"), THEIR_TEXT, rounded["auto_round"], repr(PROMPT))
+    (line,) = (line for line in told.splitlines() if line.startswith("IDS "))
+    opened = load(rounded["auto_round"], decoder="transformers")
+    ours = opened.model.generate(torch.tensor([PROMPT]), max_new_tokens=16, do_sample=False)[0].tolist()
+    assert ours == json.loads(line.removeprefix("IDS "))
+    first, second = (open_folder(rounded[name], backend="reference") for name in ("auto_round", "auto_gptq"))
+    for name in first.linears:  # the same rounding, packed in two ways
+        assert torch.equal(first.decode(name).weight.dequantize(), second.decode(name).weight.dequantize()), name
+    awq, source = open_folder(rounded["auto_awq"], backend="reference"), load_file(MODEL / "model.safetensors")
+    for name in awq.linears:  # plain rounding with zero points: no value is further from the source's than half a step
+        weight = awq.decode(name).weight
+        step = weight.scale.abs().repeat_interleave(128, dim=1)
+        assert ((weight.dequantize() - source[f"{name}.weight"].float()).abs() <= 0.51 * step + 1e-6).float().mean() > 0.99, (
+            name
+        )
