@@ -16,6 +16,7 @@ from quantflow.models.graph import FAMILIES, Graph, NamedLinears, family_for, gr
 from quantflow.models.matching import matching
 
 _SIZES = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
+_HEADS = ("num_key_value_heads", "head_dim")  # which a family may leave out
 
 
 class PlainConfig:
@@ -25,15 +26,20 @@ class PlainConfig:
         """Keep the table.
 
         Raises:
-            InputError: one of the sizes that every supported family has is missing or no positive number.
+            InputError: one of the sizes that every supported family has is missing, or one of those and of heads is no positive
+                number, or the heads of keys and values do not divide those of queries.
             UnsupportedError: the family is not supported.
         """
         family_for(checkpoint.config.get("model_type"), checkpoint.config.get("architectures"))
         self._values = checkpoint.config
-        for key in _SIZES:
+        path, remedy = checkpoint.folder / CONFIG, "restore the file from its source"
+        for key in (*_SIZES, *(key for key in _HEADS if self._values.get(key) is not None)):
             value = self._values.get(key)
-            if not isinstance(value, int) or value < 1:
-                raise InputError(f"{checkpoint.folder / CONFIG}: {key} is {value!r}", "restore the file from its source")
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise InputError(f"{path}: {key} is {value!r}", remedy)
+        heads, shared = self._values["num_attention_heads"], self._values.get("num_key_value_heads")
+        if heads % (shared or heads):
+            raise InputError(f"{path}: {heads} attention heads, {shared} of keys and values do not divide them", remedy)
 
     def __getattr__(self, name: str) -> Any:
         """Return the value of a key."""

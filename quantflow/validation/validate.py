@@ -358,6 +358,9 @@ def bits_per_weight(artifact: Path, manifest: Mapping[str, Any]) -> float:
     for entry in manifest["ledger"]["tensors"]:
         # Of an embedding that is copied what else it becomes is the head that was tied to it.
         made = entry["becomes"] if entry["action"] == "quantized" else [n for n in entry["becomes"] if n != entry["name"]]
+        if made and len(entry["shape"]) != 2:
+            cause = f"{artifact}: the ledger says that {entry['name']}, {entry['shape']}, became {', '.join(made)}"
+            raise InputError(cause, "export the artifact again: a matrix has two dimensions")
         if made:
             bits += 8 * sum(infos[name].nbytes for name in made)
             weights += entry["shape"][0] * entry["shape"][1]

@@ -24,6 +24,8 @@ GATE = "thresholds: {ppl_ratio: 100, mean_kld: 100, kld_p999: 100, top1_agreemen
 PEAK = """
 import sys
 from pathlib import Path
+from transformers.models.llama import modeling_llama  # what is imported is not what the weights take
+import quantflow.runtime.offload
 from quantflow.runtime.generation import GenerateJob, run
 job = GenerateJob(artifact=Path(sys.argv[1]), prompts=("value scale",), max_new_tokens=3, disk_offload=True)
 def peak():

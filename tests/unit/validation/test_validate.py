@@ -28,6 +28,16 @@ from quantflow.validation.regression import read_validation
 from quantflow.validation.verdict import raise_for_verdict
 
 
+def test_a_ledger_that_makes_something_else_of_a_vector_is_refused():
+    artifact = Path(__file__).resolve().parents[2] / "golden" / "versions" / "0.1.0" / "artifact"
+    manifest = read_manifest(artifact)
+    assert validate.bits_per_weight(artifact, manifest) > 8
+    vector = next(entry for entry in manifest["ledger"]["tensors"] if len(entry["shape"]) == 1)
+    vector["name"] = "another"
+    with pytest.raises(InputError, match=r"the ledger says that another, \[\d+\], became"):
+        validate.bits_per_weight(artifact, manifest)
+
+
 def test_a_heading_that_both_texts_have_is_no_overlap_and_64_tokens_are(llama, tmp_path):
     words = load_tokenizer(llama)
     heading, body = "value scale round\n\n", " ".join(["group layer token model range shift pack zero point"] * 12)
