@@ -92,6 +92,16 @@ class Exporter:
         return folder
 
 
+def _of_layout(reader: str, *, options: tuple[str, ...] = ("dtype", "shard_size")) -> Exporter:
+    """Return the exporter of a layout that other programs made; `dtype` is that of the scales of integers."""
+    return Exporter(
+        takes="an artifact, or a folder that another program quantized; no value changes",
+        reader=reader,
+        options=options,
+        module="quantflow.exporting.layout_export",
+    )
+
+
 EXPORTERS: Mapping[str, Exporter] = MappingProxyType(
     {
         "compressed-tensors": Exporter(
@@ -114,30 +124,10 @@ EXPORTERS: Mapping[str, Exporter] = MappingProxyType(
             module="quantflow.exporting.gguf_export",
             takes_model=True,
         ),
-        "gptq": Exporter(
-            takes="an artifact, or a folder that another program quantized; no value changes",
-            reader="transformers, vLLM, TGI: GPTQ's layout, version 1",
-            options=("dtype", "shard_size"),
-            module="quantflow.exporting.layout_export",
-        ),
-        "gptq_v2": Exporter(
-            takes="an artifact, or a folder that another program quantized; no value changes",
-            reader="GPTQModel and vLLM: version 2, with zero points of 0",
-            options=("dtype", "shard_size"),
-            module="quantflow.exporting.layout_export",
-        ),
-        "awq": Exporter(
-            takes="an artifact, or a folder that another program quantized; no value changes",
-            reader="transformers, vLLM, TGI: AWQ's gemm layout",
-            options=("dtype", "shard_size"),
-            module="quantflow.exporting.layout_export",
-        ),
-        "fp8": Exporter(
-            takes="an artifact, or a folder that another program quantized; no value changes",
-            reader="transformers and vLLM: float8 in blocks or per tensor",
-            options=("dtype", "shard_size"),
-            module="quantflow.exporting.layout_export",
-        ),
+        "gptq": _of_layout("vLLM, and what else reads GPTQ's layout, version 1"),
+        "gptq_v2": _of_layout("what reads GPTQ's layout, version 2, which has zero points of 0"),
+        "awq": _of_layout("vLLM, and what else reads AWQ's gemm layout"),
+        "fp8": _of_layout("what reads float8 in blocks or per tensor", options=("shard_size",)),
         "dequantized": Exporter(
             takes="an artifact",
             reader="what reads its source: transformers, any tool for models that are not quantized",

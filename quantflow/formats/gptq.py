@@ -45,6 +45,7 @@ from quantflow.formats.weight_layout import (
     scales,
     stored_scales,
     tensor,
+    why_not_integers,
 )
 
 NAME = "gptq"
@@ -76,12 +77,8 @@ class GPTQLayout:
     def why_not(self, scheme: LinearScheme, shape: tuple[int, int]) -> str | None:
         """Return why the layout cannot hold a linear of `shape` (O, I), in a sentence; None when it can."""
         weights = scheme.weights
-        if scheme.input is not None:
-            return f"scheme {scheme.name} quantizes inputs, the layout has no words for it"
-        if weights.block_type is not None:
-            return f"scheme {scheme.name} is llama.cpp's, with scales and minima of its own"
-        if scheme.rotation is not None:
-            return f"its inputs are mixed in blocks of {scheme.rotation}, the layout has no words for it"
+        if (reason := why_not_integers(scheme)) is not None:
+            return reason
         if weights.kind != "int" or weights.num_bits not in BITS or weights.granularity not in ("per_group", "per_channel"):
             held = f"{weights.kind}{weights.num_bits} {weights.granularity}"
             return f"scheme {scheme.name} has weights of {held}, the layout holds integers of 2, 3, 4 or 8 bits per group"

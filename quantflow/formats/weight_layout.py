@@ -129,6 +129,17 @@ def integers(num_bits: int, group_size: int, *, symmetric: bool, where: str) -> 
         raise UnsupportedError(f"config.json: {where}: {error.cause}", error.remedy) from error
 
 
+def why_not_integers(scheme: LinearScheme) -> str | None:
+    """Return why no layout of integer weights alone can hold a scheme, in a sentence; None where one may."""
+    if scheme.input is not None:
+        return f"scheme {scheme.name} quantizes inputs, the layout has no words for it"
+    if scheme.weights.block_type is not None:
+        return f"scheme {scheme.name} is llama.cpp's, with scales and minima of its own"
+    if scheme.rotation is not None:
+        return f"its inputs are mixed in blocks of {scheme.rotation}, the layout has no words for it"
+    return None
+
+
 def only_scheme(schemes: Mapping[str, LinearScheme], layout: str) -> TensorScheme:
     """Return the scheme of all weights.
 

@@ -12,6 +12,7 @@ from transformers.models.auto.modeling_auto import (
 from quantflow.artifact.checkpoint import Checkpoint
 from quantflow.errors import InputError, UnsupportedError, first_line
 from quantflow.models.graph import FAMILIES, family_for, text_config
+from quantflow.models.source import require_numbers
 
 _SIZES = ("num_hidden_layers", "hidden_size", "vocab_size")
 _HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim")
@@ -58,18 +59,8 @@ def _require_causal_lm(model_type: object, architectures: object) -> None:
 
 
 def _require_numbers(config: PreTrainedConfig, path: Path) -> None:
-    """Refuse sizes and heads that make no model: every program that runs it counts on whole numbers of them, one at least.
-
-    Raises:
-        InputError: a number that is no positive integer, or query heads that the heads of keys and values do not divide.
-    """
-    remedy = "repair config.json or download it again"
+    """Refuse sizes and heads that make no model; see `quantflow.models.source.require_numbers`."""
     config = text_config(config)
     names = _SIZES if getattr(config, "is_heterogeneous", False) else (*_SIZES, *_HEADS)  # there each layer has its own heads
     numbers = {name: getattr(config, name, None) for name in names}
-    for name, value in numbers.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise InputError(f"{path}: {name} is {value!r}", remedy)
-    heads, shared = numbers.get("num_attention_heads"), numbers.get("num_key_value_heads")
-    if heads is not None and heads % (shared or heads):
-        raise InputError(f"{path}: {heads} attention heads, {shared} of keys and values do not divide them", remedy)
+    require_numbers({name: value for name, value in numbers.items() if value is not None}, path)

@@ -3,7 +3,7 @@
 Work that needs no forward pass starts with this alone; transformers' model code takes seconds to import.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,25 @@ _SIZES = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size
 _HEADS = ("num_key_value_heads", "head_dim")  # which a family may leave out
 
 
+def require_numbers(numbers: Mapping[str, Any], path: Path) -> None:
+    """Refuse sizes and heads that make no model: every program that runs it counts on whole numbers of them, one at least.
+
+    Args:
+        numbers: key of config.json -> its value.
+        path: of config.json, for messages.
+
+    Raises:
+        InputError: a number that is no positive integer, or query heads that the heads of keys and values do not divide.
+    """
+    remedy = "restore config.json from its source, or download it again"
+    for name, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise InputError(f"{path}: {name} is {value!r}", remedy)
+    heads, shared = numbers.get("num_attention_heads"), numbers.get("num_key_value_heads")
+    if heads is not None and shared is not None and heads % shared:
+        raise InputError(f"{path}: {heads} attention heads, {shared} of keys and values do not divide them", remedy)
+
+
 class PlainConfig:
     """config.json, its keys as attributes: what transformers' own class has, without its defaults."""
 
@@ -26,20 +45,13 @@ class PlainConfig:
         """Keep the table.
 
         Raises:
-            InputError: one of the sizes that every supported family has is missing, or one of those and of heads is no positive
-                number, or the heads of keys and values do not divide those of queries.
+            InputError: a size that every supported family has is missing; or as `require_numbers`.
             UnsupportedError: the family is not supported.
         """
         family_for(checkpoint.config.get("model_type"), checkpoint.config.get("architectures"))
         self._values = checkpoint.config
-        path, remedy = checkpoint.folder / CONFIG, "restore the file from its source"
-        for key in (*_SIZES, *(key for key in _HEADS if self._values.get(key) is not None)):
-            value = self._values.get(key)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise InputError(f"{path}: {key} is {value!r}", remedy)
-        heads, shared = self._values["num_attention_heads"], self._values.get("num_key_value_heads")
-        if heads % (shared or heads):
-            raise InputError(f"{path}: {heads} attention heads, {shared} of keys and values do not divide them", remedy)
+        optional = [key for key in _HEADS if self._values.get(key) is not None]
+        require_numbers({key: self._values.get(key) for key in (*_SIZES, *optional)}, checkpoint.folder / CONFIG)
 
     def __getattr__(self, name: str) -> Any:
         """Return the value of a key."""

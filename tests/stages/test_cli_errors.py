@@ -343,6 +343,7 @@ def test_export_refuses_what_quantize_did_not_finish_and_another_model(refused, 
     assert "was made from" in refused(3, "export", work / "quantized", *line, "--model", family_model("qwen2"))
     assert "format 'exl2'" in refused(2, "export", work / "quantized", *line, "--format", "exl2")
     assert "made from an artifact" in refused(2, "export", work / "quantized", *line, "--format", "awq")
+    assert "dtype f16 beside format fp8" in refused(2, "export", work / "quantized", *line, "--format", "fp8", "--dtype", "f16")
     assert "size '4 apples'" in refused(2, "export", work / "quantized", *line, "--shard-size", "4 apples")
     damaged = Path(shutil.copytree(work / "quantized", tmp_path / "q"))
     (damaged / "layers" / "00001.json").write_text("{}")
