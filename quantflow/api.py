@@ -565,6 +565,25 @@ def gate(
     return ValidateResult(folder=path if path.is_dir() else path.parent, outcome=str(values["outcome"]), values=values)
 
 
+def task_table(result: ValidateResult) -> tuple[Sequence[str], Sequence[Sequence[str]]] | None:
+    """Return the columns and the rows of what both models scored in tasks, where there were any."""
+    from quantflow.validation.task_table import COLUMNS, cells
+
+    return (COLUMNS, cells(result.values["tasks"])) if "tasks" in result.values else None
+
+
+def write_tasks(path: Folder, result: ValidateResult) -> None:
+    """Copy lm-eval's own document of an artifact's tasks out of a validation.
+
+    Args:
+        path: of the file that is written.
+        result: of a validation with tasks.
+    """
+    from quantflow.artifact import disk
+
+    disk.write_atomic(Path(path), (result.folder / "tasks.json").read_bytes())
+
+
 def write_junit(path: Folder, result: ValidateResult) -> None:
     """Write a validation as JUnit XML: a test per metric of the gate, and per metric beside an older artifact."""
     from quantflow.validation import junit

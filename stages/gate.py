@@ -43,5 +43,5 @@ def command(validation: str, previous: str | None, junit: Path | None, as_json: 
 
 def verdicts(result: api.ValidateResult) -> str:
     """Return the tables of a validation: the gate's, and that of the comparison with an older artifact."""
-    compared = api.regression_table(result)
-    return "\n\n".join(table(*each) for each in (api.verdict_table([result]), compared) if each is not None)
+    tables = (api.verdict_table([result]), api.regression_table(result), api.task_table(result))
+    return "\n\n".join(table(*each) for each in tables if each is not None)

@@ -13,6 +13,7 @@ import click
 
 from quantflow import api
 from quantflow.artifact.outputs import beside
+from quantflow.errors import UsageError
 from quantflow.planning.recipe import recipe_from
 from quantflow.stages.cli.options import FOLDER, common, recipe_data, recipe_flags, recipe_settings
 from quantflow.stages.cli.output import reporting, show, show_call
@@ -30,6 +31,13 @@ from quantflow.stages.gate import verdicts
     type=click.Path(path_type=Path),
     help="An older artifact of the model, or its validation.json: exits 4 where ARTIFACT is worse.",
 )
+@click.option(
+    "-o",
+    "--output",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="lm-eval's own document of the tasks too; that of the source is <report>/tasks-baseline.json.",
+)
 @click.option("--junit", metavar="FILE", type=click.Path(path_type=Path), help="The verdicts as JUnit XML too.")
 @click.option("--report", metavar="DIR", type=FOLDER, help="Default: <artifact>-validation.")
 @common
@@ -43,6 +51,7 @@ def command(
     \b
     Example: quantflow validate work/4-export --baseline ./llama --text heldout.jsonl
              quantflow validate new --baseline ./llama --previous old --junit validation.xml
+             quantflow validate new --baseline ./llama --tasks lambada_openai,piqa --limit 200 -o tasks.json
     """
     flags, _ = recipe_flags("validate", shared)
     values = recipe_from(recipe_data(recipe, settings, {"model": baseline, **flags}))
@@ -59,12 +68,16 @@ def command(
         "resources": values.resources,
         "force": shared["force"],
     }
+    if shared["output"] is not None and not values.validate.tasks:
+        raise UsageError(f"{shared['output']}: no tasks are asked", "name some with --tasks")
     if shared["dry_run"]:
         show_call(words, as_json=shared["as_json"])
         return
     with reporting(shared, folder) as progress:
         result = api.validate(**words, progress=progress)
     show(result.values, as_json=shared["as_json"], text=f"{verdicts(result)}\nreport: {folder / 'report.html'}")
+    if shared["output"] is not None:
+        api.write_tasks(shared["output"], result)
     if shared["junit"] is not None:
         api.write_junit(shared["junit"], result)
     result.raise_for_verdict(allow_inconclusive=values.validate.allow_inconclusive)

@@ -51,6 +51,7 @@ LAZY = {
     "quantflow/api.py",
     "quantflow/quantization/missing_statistics.py",
     "quantflow/quantization/quantize.py",
+    "quantflow/validation/task_scores.py",
     "quantflow/exporting/proof_process.py",
     "quantflow/runtime/artifact.py",
     "quantflow/runtime/decoding/__init__.py",

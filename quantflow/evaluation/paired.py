@@ -133,7 +133,13 @@ def window_scores(record: Mapping[str, Any], *, name: str) -> WindowScores:
 
 
 def differences(
-    newer: WindowScores, older: WindowScores, *, metrics: Sequence[str], seed: int, resamples: int = RESAMPLES
+    newer: WindowScores,
+    older: WindowScores,
+    *,
+    metrics: Sequence[str],
+    seed: int,
+    others: int = 0,
+    resamples: int = RESAMPLES,
 ) -> dict[str, PairedDifference]:
     """Return how much worse the newer artifact is than the older one in some metrics.
 
@@ -142,9 +148,10 @@ def differences(
         older: the same windows.
         metrics: keys of `WORSE`. Their lower bounds hold together with 95 %.
         seed: of the draws.
+        others: how many more tests share these 95 %.
         resamples: how many times n windows are drawn.
     """
-    alpha = ALPHA / len(metrics)  # Bonferroni
+    alpha = ALPHA / (len(metrics) + others)  # Bonferroni
     count = len(newer.tokens)
     drawn = np.random.default_rng(seed).multinomial(count, np.full(count, 1 / count), size=resamples)
     times = np.concatenate([np.ones((1, count), dtype=np.int64), drawn])  # [1 + R, n], the text as it is first
@@ -157,6 +164,25 @@ def differences(
             upper=float(np.quantile(worse[1:], 1 - expanded(ALPHA, count), method="higher")),
         )
     return found
+
+
+def mcnemar(newer: str, older: str) -> tuple[int, int, float]:
+    """Return how many answers were lost and won, and how likely it is to lose so many where neither artifact is better.
+
+    The exact test, one-sided: of the answers that differ each is a loss with probability 1/2 (McNemar 1947, Psychometrika 12).
+
+    Args:
+        newer: `1` for each right answer, `0` for each wrong one.
+        older: the same of the older artifact, document for document.
+    """
+    lost = sum(pair == ("0", "1") for pair in zip(newer, older, strict=True))
+    won = sum(pair == ("1", "0") for pair in zip(newer, older, strict=True))
+    differ = lost + won
+    logs = [
+        math.lgamma(differ + 1) - math.lgamma(count + 1) - math.lgamma(differ - count + 1) - differ * math.log(2)
+        for count in range(lost, differ + 1)
+    ]
+    return lost, won, min(1.0, sum(map(math.exp, logs)))
 
 
 def expanded(alpha: float, count: int) -> float:

@@ -7,7 +7,7 @@
                    signround: {iterations, sequences, start}, tune: {steps, sequences}, kv_cache: {scheme, granularity}, head,
                    experts, expert_tokens, target_bpw, max_kld, candidates, expect}, ...]
     unify:       {groups}               export: {format, shard_size, device, scale_method, dtype}
-    validate:    {text, tokens, sequence_length, gate, allow_inconclusive}
+    validate:    {text, tokens, sequence_length, gate, tasks, limit, shots, chat_template, allow_inconclusive}
     resources:   {max_memory, max_disk, disk_offload}
 
 Unknown keys, wrong types and repeated keys are refused with the nearest name that exists. Flags are applied over `--set`,
@@ -505,6 +505,23 @@ class Validate:
             "validate": "auto (default), a shipped gate or a file.",
             "gate": "auto, a shipped gate or a file (default: what the validation recorded).",
         },
+    )
+    tasks: tuple[str, ...] = setting(
+        (),
+        flag="--tasks",
+        metavar="NAMES",
+        verbs=("validate",),
+        parse=names_flag,
+        help="Tasks of lm-eval, comma-separated, shipped ones (small_piqa) or YAML files: both models answer them.",
+    )
+    limit: int | None = setting(
+        None, flag="--limit", verbs=("validate",), least=1, help="Documents of each task (default: all)."
+    )
+    shots: int | None = setting(
+        None, flag="--shots", verbs=("validate",), least=0, help="Examples before each question (default: the task's)."
+    )
+    chat_template: bool = setting(
+        False, flag="--chat-template", verbs=("validate",), help="Ask in the tokenizer's chat template."
     )
     allow_inconclusive: bool = setting(
         False,

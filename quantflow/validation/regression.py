@@ -1,13 +1,15 @@
 """A newer artifact beside an older one of the same model: pass, regression, or inconclusive. Imports no torch.
 
     {"previous": {"artifact", "digest"}, "outcome", "reasons",
-     "metrics": {name: {"previous", "current", "worse", "lower", "upper", "max_regression", "outcome"}}}
+     "metrics": {name: {"previous", "current", "worse", "lower", "upper", "max_regression", "outcome"}},
+     "tasks": {name: {"lost", "won", "chance", "outcome"}}}
 
 `worse` is the newer value minus the older one, turned so that more is worse; quantflow.evaluation.paired bounds it. A metric
 passes when the upper bound is at most `max_regression`, is a regression when the lower bound is above it, and is inconclusive
 otherwise. The lower bounds hold for all metrics together with 95 %: an artifact that is worse by no more than what is allowed
 is called a regression in at most one of twenty comparisons, however many metrics are judged. No correction is needed for a
-pass, which needs every metric.
+pass, which needs every metric. Tasks that both were asked share these 5 %: McNemar's test on their answers finds a loss. Its
+pass says no more than that no loss was seen.
 """
 
 from collections.abc import Mapping
@@ -16,7 +18,7 @@ from typing import Any
 
 from quantflow.artifact.canonical import read_json
 from quantflow.errors import InputError
-from quantflow.evaluation.paired import differences, window_scores
+from quantflow.evaluation.paired import ALPHA, differences, mcnemar, window_scores
 from quantflow.validation.gate import METRICS, Gate
 
 SHARE = 0.1  # of the way from the source to the gate's threshold, which a metric may get worse where a gate names nothing
@@ -72,7 +74,8 @@ def compare_with(previous: Mapping[str, Any], current: Mapping[str, Any], *, gat
     )
     if newer.tokens.tolist() != older.tokens.tolist():
         raise InputError(f"{current['artifact']}: its windows are not those of {previous['artifact']}", "validate both again")
-    found = differences(newer, older, metrics=list(allowed), seed=current["protocol"]["seed"])
+    answers = _answers(previous, current)
+    found = differences(newer, older, metrics=list(allowed), seed=current["protocol"]["seed"], others=len(answers))
     metrics, reasons = {}, {}
     for metric, most in allowed.items():
         difference = found[metric]
@@ -90,13 +93,21 @@ def compare_with(previous: Mapping[str, Any], current: Mapping[str, Any], *, gat
             reasons[metric] = f"{metric}: worse by at least {difference.lower:.3g}, {most:.3g} is allowed"
         elif outcome == "inconclusive":
             reasons[metric] = f"{metric}: worse by {difference.lower:.3g} to {difference.upper:.3g}, {most:.3g} is allowed"
-    outcomes = {values["outcome"] for values in metrics.values()}
+    tasks = {}
+    for name, (new, old) in answers.items():
+        lost, won, chance = mcnemar(new, old)
+        lower = chance <= ALPHA / (len(allowed) + len(answers))
+        tasks[name] = {"lost": lost, "won": won, "chance": chance, "outcome": "regression" if lower else "pass"}
+        reasons[name] = f"{name}: {lost} answers lost and {won} won, by chance in {chance:.2g} of cases"
+    judged = metrics | tasks
+    outcomes = {values["outcome"] for values in judged.values()}
     outcome = next(word for word in ("regression", "inconclusive", "pass") if word in outcomes)
     return {
         "previous": {"artifact": previous["artifact"], "digest": previous["digest"]},
         "outcome": outcome,
-        "reasons": [text for metric, text in reasons.items() if metrics[metric]["outcome"] == outcome],
+        "reasons": [text for metric, text in reasons.items() if judged[metric]["outcome"] == outcome and outcome != "pass"],
         "metrics": metrics,
+        "tasks": tasks,
     }
 
 
@@ -108,6 +119,20 @@ def cells(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
         numbers = [values[key] for key in ("previous", "current", "worse", "lower", "upper", "max_regression")]
         rows.append((metric, str(found["previous"]["artifact"]), values["outcome"], *(f"{number:.4g}" for number in numbers)))
     return rows
+
+
+def _answers(previous: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    """Return the newer and the older artifact's answers to each task that both were asked in the same way."""
+    new, old = current.get("tasks"), previous.get("tasks")
+    if new is None or old is None or new["protocol"] != old["protocol"]:
+        return {}
+    pairs = {}
+    for name in new["scores"].keys() & old["scores"].keys():
+        newer, older = new["scores"][name], old["scores"][name]
+        same = all(newer[key] == older[key] for key in ("metric", "version", "samples"))
+        if same and newer["answers"] is not None and older["answers"] is not None:
+            pairs[name] = (newer["answers"]["artifact"], older["answers"]["artifact"])
+    return dict(sorted(pairs.items()))
 
 
 def _refuse_strangers(previous: Mapping[str, Any], current: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ from quantflow.artifact import disk
 from quantflow.artifact.inspect import output_errors
 from quantflow.evaluation.svg_plot import Interval, Mark, by_layer, colour_of, intervals, powers_of
 from quantflow.models.graph import FAMILIES
-from quantflow.validation import regression
+from quantflow.validation import regression, task_table
 from quantflow.validation.gate import METRICS, Gate, judge
 
 STYLE = """
@@ -144,6 +144,7 @@ def write_report(path: Path, rows: Sequence[Row]) -> None:
         "<h2>Gates</h2>",
         _gates(results),
         *_regressions(results),
+        *_tasks(results),
     ]
     kinds = _kinds_of(rows)
     for title, note, errors in (
@@ -270,6 +271,22 @@ def _regressions(results: Sequence[Mapping[str, Any]]) -> list[str]:
         "least` holds for all metrics together with 95 %, `at most` for each."
     )
     return ["<h2>Beside the older artifact</h2>", _rows_table(columns, body, left=3), f"<p class=note>{note}</p>"]
+
+
+def _tasks(results: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return how both models answered tasks; nothing where none were asked."""
+    asked = [result for result in results if "tasks" in result]
+    if not asked:
+        return []
+    body = [_cells((str(result["artifact"]), *row), left=3) for result in asked for row in task_table.cells(result["tasks"])]
+    protocol = asked[0]["tasks"]["protocol"]
+    note = (
+        f"lm-eval {escape(str(protocol['lm_eval']))}, {protocol['limit'] or 'all'} documents of each, "
+        f"{'with' if protocol['chat_template'] else 'without'} the chat template, "
+        f"{'with' if protocol['bos'] else 'without'} a BOS, {protocol['dtype']}. "
+        "Recovery: the artifact's score over the source's; where lower is better, the other way round."
+    )
+    return ["<h2>Tasks</h2>", _rows_table(("artifact", *task_table.COLUMNS), body, left=3), f"<p class=note>{note}</p>"]
 
 
 def _short(value: float) -> str:

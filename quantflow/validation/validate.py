@@ -2,6 +2,7 @@
 
 Reads    the artifact, the source model, an evaluation text; an older artifact of the model, or its validation
 Writes   <report>/validation.json and report.html, naming the artifact's digest; nothing into the artifact
+         <report>/tasks.json and tasks-baseline.json, lm-eval's own documents, where tasks are asked
          <cache>/<key>/ what every validation of that model over that text has in common, see `Shared`
 Resumes  a validation of the same artifact, text and protocol is left alone; one that was stopped goes on with its layer
 Fails    3 unusable text, or text that was calibrated on; 4 the gate failed, was inconclusive, or passed where a failure
@@ -60,6 +61,7 @@ from quantflow.units import duration
 from quantflow.validation.gate import gate_files, judge, load_gate
 from quantflow.validation.regression import compare_with, read_validation
 from quantflow.validation.report import row_of, write_report
+from quantflow.validation.task_scores import TaskScores, check_tasks, files_of, score_tasks
 
 VERSION = 3
 RESAMPLES = 2000
@@ -145,10 +147,15 @@ def run(job: ValidateJob, progress: Progress) -> dict[str, Any]:
             progress.say(f"validate {job.artifact.name}: up to date")
             result: dict[str, Any] = read_json(job.report / "validation.json")
             return result
-        stage_folder.refuse_other_result(job.report, inputs, force=job.replace, parts=("validation.json", "report.html"))
-        result = _validate(job, manifest, source, inputs, older, progress)
+        stage_folder.refuse_other_result(
+            job.report, inputs, force=job.replace, parts=("validation.json", "report.html", "tasks*.json")
+        )
+        documents: dict[str, bytes] = {}
+        result = _validate(job, manifest, source, inputs, older, documents, progress)
         with stage_folder.publish(job.report, stage="validate", inputs=inputs) as folder:
             disk.write_file(folder / "validation.json", json.dumps(result, indent=1, sort_keys=True).encode())
+            for name, content in documents.items():
+                disk.write_file(folder / name, content)
             write_report(folder / "report.html", [row_of(result, manifest)])
         disk.remove_tree(layer_store.scratch(job.report))
     return result
@@ -192,6 +199,7 @@ def _inputs(job: ValidateJob, manifest: Mapping[str, Any], source: Source, diges
         "gate": gate_files(job.options.gate),
         "expect": job.expect,
         "seed": job.seed,
+        "tasks": files_of(job.options),
         "version": VERSION,
         "tools": tools(),
     }
@@ -203,6 +211,7 @@ def _validate(
     source: Source,
     inputs: Mapping[str, Any],
     older: Mapping[str, Any] | None,
+    documents: dict[str, bytes],
     progress: Progress,
 ) -> dict[str, Any]:
     recipe = manifest["recipe"]
@@ -215,6 +224,7 @@ def _validate(
         parameters=parameters,
     )
     gate_for(noise_top1=1.0)  # one that cannot be read is refused before the models run
+    check_tasks(job.artifact, job.options)
     sequences = _sequences(job, manifest)
     refuse_beyond(sequences, text_config(source.config).vocab_size, where=str(job.options.text))
     protocol = _protocol(job, sequences)
@@ -252,7 +262,24 @@ def _validate(
         "allow_inconclusive": job.options.allow_inconclusive,
         "protocol": protocol,
     }
+    if job.options.tasks:
+        asked = _asked(job, inputs, progress)
+        result["tasks"] = asked.record
+        for name, document in (("tasks.json", asked.artifact), ("tasks-baseline.json", asked.baseline)):
+            documents[name] = json.dumps(document, indent=1, sort_keys=True).encode()
     return result if older is None else result | {"regression": compare_with(older, result, gate=gate)}
+
+
+def _asked(job: ValidateJob, inputs: Mapping[str, Any], progress: Progress) -> TaskScores:
+    return score_tasks(
+        job.artifact,
+        job.baseline,
+        options=job.options,
+        resources=job.resources,
+        kept=job.cache or job.report.parent / CACHE,
+        key=inputs["baseline"],
+        progress=progress,
+    )
 
 
 def _bounds(comparison: Comparison, seed: int) -> dict[str, dict[str, float]]:

@@ -28,6 +28,7 @@ NEEDED = {
 }
 SPECIAL = {  # what a parsed option is given, and what a recipe then holds
     "measure.stats": ("amax,min_max", ["amax", "min_max"]),
+    "validate.tasks": ("piqa,winogrande", ["piqa", "winogrande"]),
     "transforms": ("auto", [{"smoothquant": {"alpha": "auto"}}]),
     "kv_cache": ("FP8:per_head", {"scheme": "FP8", "granularity": "per_head"}),
     "head": ("W4A16:hqq:64", {"scheme": "W4A16", "algorithm": "hqq", "group_size": 64}),

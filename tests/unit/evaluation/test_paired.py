@@ -8,7 +8,7 @@ import torch
 
 from quantflow.errors import InputError
 from quantflow.evaluation.divergence import Comparison
-from quantflow.evaluation.paired import WindowScores, differences, expanded, recorded, window_scores
+from quantflow.evaluation.paired import WindowScores, differences, expanded, mcnemar, recorded, window_scores
 
 LENGTHS = [60, 90, 30, 80, 40]
 
@@ -141,3 +141,17 @@ def test_scores_that_are_damaged_are_refused(key, value):
     record = recorded(comparison(1)) | {key: value}
     with pytest.raises(InputError, match="x: the scores of its windows are missing or damaged"):
         window_scores(record, name="x")
+
+
+@pytest.mark.parametrize(
+    ("newer", "older", "lost", "won", "chance"),  # the binomial by hand: of 5 that differ 5, 4 and more, and so on
+    [
+        ("00000", "11111", 5, 0, 1 / 32),
+        ("00001", "11110", 4, 1, 6 / 32),
+        ("11111", "00000", 0, 5, 1.0),
+        ("0101", "0101", 0, 0, 1.0),
+        ("1100", "1111", 2, 0, 1 / 4),
+    ],
+)
+def test_answers_that_were_lost_are_weighed_against_those_that_were_won(newer, older, lost, won, chance):
+    assert mcnemar(newer, older) == (lost, won, pytest.approx(chance))

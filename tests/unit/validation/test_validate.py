@@ -248,3 +248,33 @@ def test_validations_of_other_windows_are_no_pairs(artifact, llama, text_files, 
     short = replace(job, report=tmp_path / "new", options=replace(job.options, sequence_length=32), previous=tmp_path / "old")
     with pytest.raises(InputError, match="validated on different text; validate both with the same --text"):
         validate.run(short, QUIET)
+
+
+def test_tasks_are_asked_of_both_models_and_compared_with_the_older_artifact(artifact, llama, text_files, tmp_path):
+    job = job_of(artifact, llama, text_files, tmp_path / "old")
+    job = replace(job, options=replace(job.options, tasks=("small_piqa", "small_lambada"), limit=5))
+    result = validate.run(job, QUIET)
+    scores = result["tasks"]["scores"]
+    assert result["tasks"]["protocol"] | {"lm_eval": ""} == {
+        "limit": 5,
+        "shots": None,
+        "chat_template": None,
+        "bos": True,
+        "lm_eval": "",
+        "dtype": "float32",
+    }
+    for name, metric in (("small_piqa", "acc_norm"), ("small_lambada", "acc")):
+        score = scores[name]
+        assert (score["metric"], score["samples"], len(score["answers"]["artifact"])) == (metric, 5, 5)
+        assert score["artifact"] == score["answers"]["artifact"].count("1") / 5
+        assert score["recovery"] == (100 * score["artifact"] / score["baseline"] if score["baseline"] else None)
+    theirs = json.loads((tmp_path / "old" / "tasks.json").read_text())
+    assert theirs["results"]["small_piqa"]["acc_norm,none"] == scores["small_piqa"]["artifact"]
+    assert "<h2>Tasks</h2>" in (tmp_path / "old" / "report.html").read_text()
+    again = validate.run(replace(job, report=tmp_path / "new", previous=tmp_path / "old"), QUIET)
+    assert again["tasks"] == result["tasks"]
+    asked = again["regression"]["tasks"]
+    assert {name: (each["lost"], each["won"], each["outcome"]) for name, each in asked.items()} == {
+        "small_lambada": (0, 0, "pass"),
+        "small_piqa": (0, 0, "pass"),
+    }

@@ -1,0 +1,83 @@
+"""`validate --tasks`: both models are asked, without a network; what cannot be asked is a sentence and an exit code."""
+
+import json
+import socket
+
+import pytest
+
+from quantflow.exporting import export as export_stage
+from quantflow.stages.cli import cli
+from quantflow.stages.cli.output import exit_code
+
+
+@pytest.fixture(scope="module")
+def artifact(llama, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tasks")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(export_stage, "_prove", lambda *_: None)  # a fresh process: test_verbs has it
+        words = ["quantize", llama, "-o", folder / "a", "--scheme", "W4A16", "--algorithm", "rtn", "--group-size", "32"]
+        assert exit_code(cli, list(map(str, words))) == 0
+    return folder / "a"
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch):
+    def refuse(self, address):
+        raise OSError(f"the test has no network: {address}")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+
+
+@pytest.fixture
+def validate(artifact, llama, text_files, tmp_path, capsys):
+    def run(*options):
+        words = ["validate", artifact, "--baseline", llama, "--text", text_files["heldout"], "--tokens", "600"]
+        words += ["--sequence-length", "64", "--report", tmp_path / "report", "--allow-inconclusive", "-q", *options]
+        code = exit_code(cli, list(map(str, words)))
+        return code, capsys.readouterr()
+
+    return run
+
+
+def write_task(folder, rows):
+    (folder / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "own.yaml").write_text(
+        "task: own\ndataset_path: json\ndataset_kwargs: {data_files: {test: own.jsonl}}\ntest_split: test\n"
+        'output_type: multiple_choice\ndoc_to_text: "{{q}}"\ndoc_to_choice: "{{c}}"\ndoc_to_target: 0\n'
+        "metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]\n"
+    )
+    return folder / "own.yaml"
+
+
+def test_a_task_of_a_yaml_and_json_lines_is_asked_without_a_network(validate, tmp_path):
+    task = write_task(tmp_path, [{"q": "value", "c": [" scale", " round"]}, {"q": "group", "c": [" layer", " token"]}] * 2)
+    code, printed = validate("--tasks", f"{task},small_piqa", "--limit", "3", "-o", tmp_path / "out.json")
+    assert code in (0, 4)  # the gate's
+    rows = [line for line in printed.out.splitlines() if line.startswith(("own", "small_piqa"))]
+    assert len(rows) == 2 and all(" 3 " in row for row in rows)
+    theirs = json.loads((tmp_path / "out.json").read_text())
+    assert theirs["n-samples"] == {"own": {"original": 4, "effective": 3}, "small_piqa": {"original": 16, "effective": 3}}
+    record = json.loads((tmp_path / "report" / "validation.json").read_text())["tasks"]
+    assert record["protocol"]["limit"] == 3 and record["protocol"]["bos"] in (True, False)
+    assert record["scores"]["own"]["artifact"] == theirs["results"]["own"]["acc,none"]
+    assert "\r" not in printed.err
+
+
+def test_what_cannot_be_asked_is_a_sentence_and_an_exit_code(validate, tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    empty = write_task(tmp_path, [])
+    for options, expected, told in (
+        (("--tasks", "small_piqua"), 2, "fix: did you mean small_piqa"),
+        (("--tasks", "small_piqa", "--limit", "0"), 2, "limit"),
+        (("--tasks", "small_piqa", "--shots", "-1"), 2, "shots"),
+        (("--tasks", empty), 3, "own.jsonl: holds no documents"),
+        (("--tasks", "piqa"), 3, "check the file, or that the hub can be reached"),
+        (("--tasks", "small_piqa", "--chat-template"), 3, "no chat template"),
+        (("-o", tmp_path / "out.json"), 2, "no tasks are asked"),
+        (("--tasks", "small_piqa", "--max-memory", "1KiB"), 5, "memory"),
+    ):
+        code, printed = validate(*options)
+        assert (code, told in printed.err) == (expected, True), (options, printed.err)
+        assert "Traceback" not in printed.err
+    assert not (tmp_path / "out.json").exists()
