@@ -58,22 +58,44 @@ SIZES: tuple[tuple[str, Any], ...] = (
     (r"first_k_dense_replace|num_dense_layers", 1),
     (r"image_size", 28),
 )
+INDEXER = {
+    "indexer_n_heads": 4,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 4,
+}
 ROTATED_IN_THREE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}  # half a head together
 OWN: dict[str, dict[str, Any]] = {  # what one type needs beside that
     "axk2": {"gated_norm_rank": 32},
     "bamba": {"attn_layer_indices": [1]},
     "codegen": {"rotary_dim": 8},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
+    "dbrx": {"attn_config.kv_n_heads": 2, "attn_config.rope_theta": 10000.0, "attn_config.clip_qkv": 8.0},
     "deepseek_v2": {"topk_method": "greedy", "num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "dots3_note_text": {"num_key_value_heads": 4},
+    "gemma3n_text": {"num_kv_shared_layers": 0},
     "gemma4_assistant": {"hidden_size_per_layer_input": 0},
     "gpt_neo": {"attention_types": [[["global"], 2]]},
     "gptj": {"rotary_dim": 8},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["full_attention", "conv"]},
     "mamba2": {"num_heads": 8},
     "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
     "recurrent_gemma": {"num_hidden_layers": 3},  # the third keeps keys and values
+    "qwen4_exp": {f"text_config.{key}": value for key, value in INDEXER.items()},
+    "qwen4_exp_text": INDEXER,
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), {"text_config.rope_parameters": ROTATED_IN_THREE}),
     "xmod": {"default_language": "en_XX"},
+    "zamba": {
+        "num_hidden_layers": 3,  # the second shares its attention with the third
+        "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+    },
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"]},
     "zaya": {"num_experts_per_tok": 1},
 }
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {  # more layouts of a type
@@ -119,7 +141,7 @@ def _small(config_class: Any) -> dict[str, Any]:
     if "qk_rope_head_dim" in found:  # latent attention: only these features are rotated
         found |= {"head_dim": found["qk_rope_head_dim"]} if "head_dim" in found else {}
         found |= {"num_key_value_heads": 4} if "num_key_value_heads" in found else {}
-    return found | _both_kinds(getattr(blank, "layer_types", None))
+    return found | _both_kinds(blank.to_dict().get("layer_types"))
 
 
 def _both_kinds(kinds: Sequence[str] | None) -> dict[str, Any]:
@@ -127,8 +149,9 @@ def _both_kinds(kinds: Sequence[str] | None) -> dict[str, Any]:
 
     A cache without keys and values does not know how long the text is: transformers runs no such model token by token.
     """
-    if kinds and set(kinds[:2]) <= {"linear_attention", "conv"} and "full_attention" in kinds:
-        return {"layer_types": [kinds[0], "full_attention"]}
+    attention = next((kind for kind in ("full_attention", "indexed_attention") if kind in (kinds or ())), None)
+    if kinds and attention and set(kinds[:2]) <= {"linear_attention", "conv"}:
+        return {"layer_types": [kinds[0], attention]}
     return {}
 
 

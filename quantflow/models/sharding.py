@@ -43,6 +43,7 @@ _HEADS = {
     "o_proj": ("num_attention_heads", 1),
     "dense": ("num_attention_heads", 1),
 }
+_OUTPUTS = ("o_proj", "dense")  # of an attention: heads lie along their columns
 _EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<number>[0-9]+)\.(?P<linear>\w+)")
 # A checkpoint has a linear per expert; the plan speaks of the tensors that transformers stacks them into.
 _STACKED = {
@@ -92,15 +93,18 @@ def placements(
         raise UsageError(f"tp={tp}, ep={ep}", "give 1 or more")
     whole_model, config = config, text_config(config)
     plan = getattr(config, "base_model_tp_plan", None) or {}
+    linears = {name.removesuffix(WEIGHT): list(shape) for name, shape in shapes.items() if _is_linear(name, shape)}
+    attentions = {name.rpartition(".")[0] for name in linears if name.rpartition(".")[2] in _KEYS}
     uneven = bool(getattr(config, "is_heterogeneous", False))  # its layers have heads of different sizes
+    if tp == 1 and config.model_type not in FAMILIES:  # or heads that hold a gate too
+        inside = {name: shape for name, shape in linears.items() if name.rpartition(".")[0] in attentions}
+        uneven |= not all(_by_heads(name, shape, config) for name, shape in inside.items())
     if tp == 1 and (whole_model is not config or uneven):  # the plan speaks of what lies beside the language model too
         plan = {}
     if not plan and tp > 1:
         raise UnsupportedError(f"model_type {config.model_type!r}: transformers has no tensor-parallel plan", "use --tp 1")
-    linears = {name.removesuffix(WEIGHT): list(shape) for name, shape in shapes.items() if _is_linear(name, shape)}
     if ep > 1 or tp > 1:
         _refuse_stacked_experts(shapes)
-    attentions = {name.rpartition(".")[0] for name in linears if name.rpartition(".")[2] in _KEYS}
     experts = _count_experts(linears) if ep > 1 else {}
     found: dict[str, dict[str, Any]] = {}
     for name, shape in linears.items():
@@ -194,6 +198,15 @@ def _heads(name: str, whole: Mapping[str, Any], config: Any, *, copy_kv_heads: b
         )
     copies = copy_kv_heads and field == "num_key_value_heads"
     return {"unit": width, **({"copies": True} if copies else {})}
+
+
+def _by_heads(name: str, shape: Sequence[int], config: Any) -> bool:
+    """Return whether a linear of an attention has as many rows, or columns, as the configuration's heads take."""
+    linear = name.rpartition(".")[2]
+    if linear not in _HEADS:
+        return True
+    field, times = _HEADS[linear]
+    return shape[1 if linear in _OUTPUTS else 0] == _count(config, field) * times * _head_dim(config)
 
 
 def _cache(config: Any, *, cut: bool, copy_kv_heads: bool) -> dict[str, Any]:

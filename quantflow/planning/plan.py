@@ -39,7 +39,7 @@ OUTSIDE = "outside.safetensors"  # in a quantize folder: what lies outside the l
 SEQUENCES = 32  # of calibration text that run where nothing but rows is needed of it
 APART = 4  # of that many sequences one gives rows, where the others give a static range
 SAMPLE_ROWS = 1024  # of each input that a search tries its candidates on
-MATRIX = 16  # rows and columns at least that make a tensor one; a convolution has a few weights a channel
+MATRIX = 16  # rows and columns at least that make a tensor one; a convolution has a few weights a channel, a mixer few inputs
 LEFT_OUT = 0.01  # of the layers' bytes that may stay as they are without a word
 Item = TypeVar("Item")
 
@@ -261,7 +261,8 @@ def _schemes(
     schemes |= _of_mixtures(schemes, graph)
     for name in adapts:
         scheme = schemes[name]
-        schemes[name] = None if scheme is None else _fitting(scheme, _features(shapes, name))
+        features = _features(shapes, name)
+        schemes[name] = None if scheme is None or _too_narrow(scheme, features) else _fitting(scheme, features)
     given = overridden(entry, graph) if entry.mixed else frozenset(schemes)  # for others one is chosen that fits
     for name, scheme in schemes.items():
         if scheme is not None:
@@ -301,8 +302,25 @@ def _fitting(scheme: LinearScheme, features: int) -> LinearScheme:
     return next((with_group_size(scheme, less) for less in COMMON_SIZES if less < size and features % less == 0), scheme)
 
 
-def narrowed(plan: Plan, entry: Quantize) -> str | None:
-    """Return a sentence about the linears whose groups or blocks are smaller than those of the entry's scheme, or None."""
+def _too_narrow(scheme: LinearScheme, features: int) -> bool:
+    """Return whether a linear reads so few numbers that a preset leaves it as it is: fewer than a matrix has, no whole groups."""
+    size = scheme.weights.group_size
+    return size is not None and features < MATRIX and features % size != 0
+
+
+def narrowed(plan: Plan, entry: Quantize, shapes: Mapping[str, Sequence[int]]) -> str | None:
+    """Return a sentence about linears that get less than the entry's scheme says: smaller groups or blocks, or nothing; or None.
+
+    Args:
+        plan: what was resolved.
+        entry: of the recipe.
+        shapes: tensor of the checkpoint -> its shape.
+    """
+    ignored = _ignored(entry, shapes)
+    tiny = [name for name, scheme in plan.schemes.items() if scheme is None and name not in ignored]
+    if tiny:
+        more = f" and {len(tiny) - 1} more stay" if tiny[1:] else " stays"
+        return f"{plan.name}: {tiny[0]}{more} as in the source: fewer than {MATRIX} inputs, no whole group"
     size = base_of(entry).weights.group_size
     used = [scheme for scheme in plan.schemes.values() if scheme is not None]
     smaller = sum(scheme.weights.block_type in SMALLER.values() for scheme in used)

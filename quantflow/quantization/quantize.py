@@ -96,7 +96,7 @@ def run(job: QuantizeJob, progress: Progress) -> Path:
     plan = resolve(job.entry, graph, shapes, measured=job.measurement is not None, ranks=job.ranks)
     sizes = {name: info.nbytes for name, info in source.checkpoint.infos.items()}
     left = None if job.entry.linears else left_out(plan.name, graph, shapes, sizes)
-    for told in (narrowed(plan, job.entry), left):
+    for told in (narrowed(plan, job.entry, shapes), left):
         if told is not None and launched_folder() is None:
             progress.say(f"quantize {told}")
     if job.entry.mixed:

@@ -1,7 +1,8 @@
 """Transformers' modules as a `Decoder`, with transformers' own cache."""
 
+import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ def rounded_cache(config: Any, scales: Sequence[KVScales]) -> DynamicCache:
 
     Args:
         config: the model's.
-        scales: of each layer; none rounds nothing.
+        scales: of each layer.
     """
     cache = DynamicCache(config=config)
     update = cache.update
@@ -26,9 +27,17 @@ def rounded_cache(config: Any, scales: Sequence[KVScales]) -> DynamicCache:
         """Append K after RoPE and V, [B, key/value heads, T, head_dim], rounded; return all that there is."""
         return update(scales[layer].round_keys(keys), scales[layer].round_values(values), layer, *args, **kwargs)
 
-    if scales:
-        cache.update = rounded
+    cache.update = rounded
     return cache
+
+
+def plain_cache(model: nn.Module) -> DynamicCache:
+    """Return an empty cache of the class that the module of a model's code declares, as MiniMax' does, else transformers'."""
+    code, config = type(model).__module__, cast(Any, model.config)
+    for kind in vars(sys.modules[code]).values():
+        if isinstance(kind, type) and issubclass(kind, DynamicCache) and kind.__module__ == code:
+            return kind()
+    return DynamicCache(config=config)
 
 
 class TransformersDecoder:
@@ -64,7 +73,9 @@ class TransformersDecoder:
 
     def begin(self, *, rows: int, capacity: int) -> None:
         """Empty the cache; it grows with the tokens, so neither number is needed."""
-        self._cache, self._length = rounded_cache(self._model.config, self._kv_scales), 0
+        rounded = self._kv_scales
+        self._cache = rounded_cache(self._model.config, rounded) if rounded else plain_cache(self._model)
+        self._length = 0
         self._padding: Tensor | None = None
         for layer in self._cache.layers:
             if self._crops and layer.is_sliding:

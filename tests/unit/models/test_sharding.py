@@ -13,6 +13,7 @@ from transformers import (
     Phi3Config,
     Qwen2Config,
     Qwen3Config,
+    Qwen3_5TextConfig,
     Qwen3MoeConfig,
 )
 
@@ -200,6 +201,18 @@ def test_a_weight_without_the_configurations_heads_is_refused(name, shape, messa
     shapes = {**shapes_of(config), f"model.layers.0.{name}.weight": shape}
     with pytest.raises(InputError, match=message):
         placements(config, shapes, tp=tp, rank=0)
+
+
+def test_heads_that_hold_their_gate_too_are_whole_on_one_card_and_refused_on_two():
+    kinds = ["linear_attention", "full_attention"]
+    config = Qwen3_5TextConfig(**SIZES, num_key_value_heads=4, head_dim=16, layer_types=kinds)
+    shapes = {name: shape for name, shape in shapes_of(config).items() if len(shape) == 2}
+    found = placements(config, shapes, tp=1, rank=0)
+    query = "model.layers.1.self_attn.q_proj"
+    assert found[query] == {"kind": "replicated", "axis": None, "offset": 0, "full_shape": [256, 64]}  # 8 heads of 16, twice
+    assert found["model.layers.1.self_attn"]["full_shape"] == [4, 16]
+    with pytest.raises(InputError, match=r"q_proj: 256 rows, config.json has num_attention_heads=8 of 16 rows each"):
+        placements(config, shapes, tp=2, rank=0)
 
 
 def test_experts_are_cut_over_the_cards_as_the_stacked_tensors_are():

@@ -126,10 +126,22 @@ def test_a_preset_takes_the_largest_common_group_size_that_divides_and_says_so()
     found = resolve(entry, GRAPH, SHAPES)
     sizes = {name.rpartition(".")[2]: scheme.weights.group_size for name, scheme in found.schemes.items()}
     assert sizes == {**dict.fromkeys(["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"], 64), "down_proj": 32}
-    assert narrowed(found, entry) == "a: groups of 64 in 12 linears, of 32 in 2 linears, whose inputs 128 does not divide"
+    assert narrowed(found, entry, SHAPES) == "a: groups of 64 in 12 linears, of 32 in 2 linears, whose inputs 128 does not divide"
     wide = {name: (64, 256) for name in SHAPES}
-    assert narrowed(resolve(entry, GRAPH, wide), entry) is None
+    assert narrowed(resolve(entry, GRAPH, wide), entry, wide) is None
     assert plan("W8A8").schemes["model.layers.0.mlp.down_proj"].weights.group_size is None
+
+
+def test_a_linear_of_a_few_inputs_stays_as_it_is_and_is_named_unless_its_groups_are_given():
+    name = "model.layers.1.self_attn.q_proj"
+    shapes = SHAPES | {f"{name}.weight": (64, 4)}  # as Gemma 3n mixes its four streams
+    entry = Quantize(name="a", scheme="W4A16", algorithm="rtn")
+    found = resolve(entry, GRAPH, shapes)
+    assert [linear for linear, scheme in found.schemes.items() if scheme is None] == [name]
+    assert narrowed(found, entry, shapes) == f"a: {name} stays as in the source: fewer than 16 inputs, no whole group"
+    assert resolve(Quantize(name="a", scheme="W8A16", algorithm="rtn"), GRAPH, shapes).schemes[name] is not None  # by rows
+    with pytest.raises(SchemeError, match="in_features=4 is not a multiple of group_size=32"):
+        resolve(Quantize(name="a", scheme="W4A16", algorithm="rtn", group_size=32), GRAPH, shapes)
 
 
 def test_stacked_experts_that_no_linear_reads_are_named_with_their_bytes():
