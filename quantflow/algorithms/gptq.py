@@ -126,7 +126,13 @@ def quantize_group(
     limit = _unit_rows(hessian_sum.shape[0])
     workers.map(unit, _units({name: weight.shape[0] for name, weight in weights.items()}, limit=limit))
     made = {
-        name: QTensor(qvalue=qvalues[name], scale=grid.scale, zero_point=grid.zero_point, scheme=scheme.weights)
+        name: QTensor(
+            qvalue=qvalues[name],
+            scale=grid.scale,
+            zero_point=grid.zero_point,
+            scheme=scheme.weights,
+            global_scale=grid.global_scale,
+        )
         for name, grid in grids.items()
     }
     about: dict[str, JSON] = {**feedback.decisions, "order": "hessian_diagonal", "tokens": tokens}

@@ -97,8 +97,10 @@ def is_int(tensor: TensorScheme | None, *bits: int) -> bool:
 
 
 def is_e4m3(tensor: TensorScheme | None) -> TypeGuard[TensorScheme]:
-    """Return whether a tensor is quantized to codes of e4m3fn."""
-    return tensor is not None and tensor.kind == "float" and FLAVOURS[tensor.float8].dtype == torch.float8_e4m3fn
+    """Return whether a tensor is quantized to codes of e4m3fn, with scales that are floats."""
+    if tensor is None or tensor.kind != "float" or tensor.scale_format != "float":
+        return False
+    return FLAVOURS[tensor.float8].dtype == torch.float8_e4m3fn
 
 
 def _called(tensor: TensorScheme | None) -> str:
@@ -107,7 +109,8 @@ def _called(tensor: TensorScheme | None) -> str:
     kind = tensor.float8 if tensor.kind == "float" else f"{'' if tensor.symmetric else 'asymmetric '}int{tensor.num_bits}"
     if tensor.minima:
         kind = f"int{tensor.num_bits} with minima"
-    return f"{kind} {tensor.granularity.replace('_', ' ')}"
+    scales = "" if tensor.scale_format == "float" else f" with {tensor.scale_format} scales"
+    return f"{kind} {tensor.granularity.replace('_', ' ')}{scales}"
 
 
 INT8_WEIGHTS = need("needs symmetric int8 weights, {c.stored}", lambda c: is_int(c.weights, 8) and c.weights.symmetric)

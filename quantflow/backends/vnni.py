@@ -15,6 +15,9 @@ fp8: e4m3 weights are kept as bytes and widened to bfloat16 in registers, exactl
 CPU multiplies float8; a product of two e4m3 values, or of one and a bfloat16, is exact in float32. Source: Micikevicius et
 al. 2022, arXiv:2209.05433.
 
+mx: microscaled weights, e2m1 or e4m3, are kept as the bytes of e4m3 that have their values and run as fp8 does, with the
+scale of a group as a float. A value of e2m1 takes a byte here, twice what it takes on disk.
+
 w4a16_int8: a scheme that leaves inputs alone, run with inputs quantized to int8 per token as w4a8 does. Another model than the
 artifact's: faster for prompts and batches, and less exact.
 """
@@ -49,6 +52,7 @@ _FOUR = need("needs integer weights of at most 4 bits, {c.stored}", lambda c: is
 _MORE = need("needs symmetric int8 weights, or 5 or 6 bits, {c.stored}", lambda c: _more(c.weights))
 _SYMMETRIC = need("needs symmetric inputs, {c.taken}", lambda c: c.scheme.input is not None and c.scheme.input.symmetric)
 _E4M3 = need("needs e4m3fn inputs or none, {c.taken}", lambda c: c.scheme.input is None or is_e4m3(c.scheme.input))
+_MICROSCALED = need("needs microscaled weights, {c.stored}", lambda c: c.weights.scale_format != "float")
 _OURS = (
     backend.on("cpu"),
     backend.FLOATS,
@@ -68,6 +72,7 @@ BACKENDS = tuple(
         "w4a16": (_FOUR, backend.INPUTS_AS_THEY_ARE),
         "w8a16": (_MORE, backend.INPUTS_AS_THEY_ARE),
         "fp8": (backend.E4M3_WEIGHTS, _E4M3),
+        "mx": (_MICROSCALED, backend.INPUTS_AS_THEY_ARE),
     }.items()
 )
 BY_NAME_ONLY = (replace(BACKENDS[2], name="w4a16_int8", prepare=_with_int8_inputs),)

@@ -7,8 +7,15 @@ symmetric. Rounding is half to even. Everything broadcasts; nothing here knows a
 The symmetric integer rule is compressed-tensors': scale = amax / 127.5 (int8), amax / 7.5 (int4), amax / 3.5 (int3) or
 amax / 1.5 (int2), clamped to -128..127, -8..7, -4..3 or -2..1. A float8 scale is amax / largest. A range of zero (an
 all-zero group, an unseen input) has scale 1: any positive scale reproduces it, and 1 is readable.
+
+A scale in e8m0 is the power of two that OCP's rule gives: 2^(floor(log2 amax) - floor(log2 largest)). amax is rounded to one
+bit of mantissa before, so that e2m1's largest, 6, cuts what rounds to 6 anyway (up to 7). Source: compressed-tensors 0.20,
+`quantization/utils/mxfp_utils.py`, which is vLLM's rule; Rouhani et al. 2023, arXiv:2310.10537.
+Scales in e4m3 are divided by a global_scale, which puts the largest of them in the top binade of e4m3.
 Source: Jacob et al. 2018, arXiv:1712.05877, section 2.1.
 """
+
+import math
 
 import torch
 from torch import Tensor
@@ -16,6 +23,8 @@ from torch import Tensor
 from quantflow.core import blocks, float8
 from quantflow.core.scheme import TensorScheme
 from quantflow.errors import SchemeError
+
+_SMALLEST_E4M3 = 2.0**-9
 
 
 def half_range(scheme: TensorScheme) -> float:
@@ -29,6 +38,8 @@ def scale_from_amax(amax: Tensor, scheme: TensorScheme) -> Tensor:
     With `scale_rounding` pow2 it is the smallest power of two that is not below that.
     """
     amax = amax.float()
+    if scheme.scale_format == "e8m0":
+        return _power_of_two(amax, scheme)
     scale = torch.where(
         amax <= 0, torch.ones_like(amax), (amax / half_range(scheme)).clamp_min(torch.finfo(torch.float32).tiny)
     )
@@ -36,6 +47,34 @@ def scale_from_amax(amax: Tensor, scheme: TensorScheme) -> Tensor:
         return scale
     mantissa, exponent = torch.frexp(scale)  # of [0.5, 1)
     return torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).int()).where(scale.isfinite(), scale)
+
+
+def _power_of_two(amax: Tensor, scheme: TensorScheme) -> Tensor:
+    mantissa, exponent = torch.frexp(amax)  # of [0.5, 1)
+    reach = math.frexp(half_range(scheme))[1]
+    exponent = (exponent + (mantissa >= 0.875).int() - reach).clamp(-127, 127)
+    scale = torch.ldexp(torch.ones_like(amax), exponent)
+    return torch.where(amax <= 0, torch.ones_like(amax), scale.where(amax.isfinite(), amax))
+
+
+def global_scale_from_amax(amax: Tensor, scheme: TensorScheme) -> Tensor:
+    """Return the global_scale of a tensor, [1] float32: what the scales of its groups are multiplied with to be stored in e4m3.
+
+    A power of two, the largest by which the scale of a group that reaches amax stays within e4m3: products and quotients with
+    it are exact. 1 for a tensor of zeros.
+
+    Args:
+        amax: [], the tensor's largest magnitude.
+        scheme: with scale_format e4m3.
+    """
+    mantissa, exponent = torch.frexp(float8.FLAVOURS["e4m3fn"].largest * half_range(scheme) / amax.double().reshape(1))
+    power = torch.ldexp(torch.ones_like(mantissa), (exponent - 1).clamp(-126, 126)).float()
+    return torch.where(amax.reshape(1) <= 0, torch.ones_like(power), power)
+
+
+def local_scales(scale: Tensor, global_scale: Tensor) -> Tensor:
+    """Return scales of groups as e4m3 codes, to nearest and never zero.  scale: float32, any shape; global_scale: [1]."""
+    return float8.cast((scale * global_scale).clamp_min(_SMALLEST_E4M3), "e4m3fn")
 
 
 def scale_and_zero_point_from_range(min_val: Tensor, max_val: Tensor, scheme: TensorScheme) -> tuple[Tensor, Tensor]:
@@ -168,14 +207,20 @@ def fake_quantize_input(x: Tensor, scheme: TensorScheme | None, scale: Tensor | 
     Args:
         x: [..., features].
         scheme: of the input; None leaves it as it is.
-        scale: [1], of a static input.
+        scale: [1], of a static input; the global_scale of one whose scales are e4m3.
         zero_point: [1], of a static asymmetric input.
     """
     if scheme is None:
         return x
     if scheme.dynamic and scheme.group_size is not None:
         split = x.reshape(*x.shape[:-1], x.shape[-1] // scheme.group_size, scheme.group_size)  # [..., G, g]
-        return fake_quantize_per_token(split, scheme).flatten(-2)
+        of_groups = scale_per_token(split, scheme)
+        if scheme.scale_format == "e4m3":
+            assert scale is not None  # its global_scale, likewise
+            local = float8.widen(float8.cast(of_groups * scale, "e4m3fn"))
+            # A group whose scale e4m3 would hold as zero becomes zeros, as on hardware: with any scale as large as this it does.
+            of_groups = local.masked_fill(local == 0, 0.125) / scale
+        return fake_quantize(split, of_groups, None, scheme).flatten(-2)
     if scheme.dynamic:
         return fake_quantize_per_token(x, scheme)
     assert scale is not None  # QuantizedLinear refuses a static input without it

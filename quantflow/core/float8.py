@@ -1,4 +1,4 @@
-"""Float8: the named flavours, and a cast that saturates on every machine.
+"""Float8 and float4: the named flavours, and a cast that saturates on every machine.
 
 | flavour  | exponent, mantissa | largest | infinities | codes for NaN | used by                   |
 |----------|--------------------|---------|------------|---------------|---------------------------|
@@ -6,6 +6,9 @@
 | e5m2     | 5, 2, bias 15      | 57344   | yes        | 6             | gradients, wide ranges    |
 | e4m3fnuz | 4, 3, bias 8       | 240     | none       | 0x80          | AMD MI300                 |
 | gaudi2   | e4m3fn's codes     | 240     | not used   | 0x7f, 0xff    | Gaudi2: top binade unused |
+| e2m1     | 2, 1, bias 1       | 6       | none       | none          | NVFP4, MXFP4              |
+
+The 15 values of e2m1 are values of e4m3fn too. They are computed with as such; `quantflow.core.microscaling` packs them.
 
 Source: Micikevicius et al. 2022, arXiv:2209.05433; Noune et al. 2022, arXiv:2206.02915 (fnuz).
 """
@@ -18,17 +21,25 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Flavour:
-    """A float8 format: the torch dtype that holds its codes and its largest finite value."""
+    """A float format: the torch dtype that holds its values, its largest finite value, and how far apart its values are."""
 
     dtype: torch.dtype
     largest: float
+    tiny: float  # the smallest normal number
+    eps: float  # between 1 and the next
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, largest: float) -> "Flavour":
+        """Return the flavour that has all codes of a torch dtype up to its largest value."""
+        return cls(dtype, largest, torch.finfo(dtype).tiny, torch.finfo(dtype).eps)
 
 
 FLAVOURS = {
-    "e4m3fn": Flavour(torch.float8_e4m3fn, 448.0),
-    "e5m2": Flavour(torch.float8_e5m2, 57344.0),
-    "e4m3fnuz": Flavour(torch.float8_e4m3fnuz, 240.0),
-    "gaudi2": Flavour(torch.float8_e4m3fn, 240.0),
+    "e4m3fn": Flavour.of(torch.float8_e4m3fn, 448.0),
+    "e5m2": Flavour.of(torch.float8_e5m2, 57344.0),
+    "e4m3fnuz": Flavour.of(torch.float8_e4m3fnuz, 240.0),
+    "gaudi2": Flavour.of(torch.float8_e4m3fn, 240.0),
+    "e2m1": Flavour(torch.float8_e4m3fn, 6.0, tiny=1.0, eps=0.5),
 }
 
 
@@ -52,6 +63,8 @@ def cast(x: Tensor, flavour: str) -> Tensor:
 def cast_(x: Tensor, flavour: str) -> Tensor:
     """Return what `cast` does, in another tensor, and leave `x` saturated: it is memory that the caller has done with."""
     kind = FLAVOURS[flavour]
+    if kind.eps != torch.finfo(kind.dtype).eps:  # the dtype holds values that are none of the flavour's
+        return round_(x, flavour).to(kind.dtype)
     return x.clamp_(-kind.largest, kind.largest).to(kind.dtype)
 
 
@@ -64,10 +77,10 @@ def round_(x: Tensor, flavour: str) -> Tensor:
         x: any shape, float32.
         flavour: a key of FLAVOURS.
     """
-    kind, about = FLAVOURS[flavour], torch.finfo(FLAVOURS[flavour].dtype)
+    kind = FLAVOURS[flavour]
     x.clamp_(-kind.largest, kind.largest)
     binade = (x.view(torch.int32) & _EXPONENT).view(torch.float32)  # the largest power of two that is not above |x|
-    step = binade.clamp_min_(about.tiny).mul_(about.eps)
+    step = binade.clamp_min_(kind.tiny).mul_(kind.eps)
     return x.div_(step).round_().mul_(step)
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from quantflow.core import affine, blocks, float8, groups, orthogonal
+from quantflow.core import affine, blocks, float8, groups, microscaling, orthogonal
 from quantflow.core.scheme import LinearScheme, TensorScheme
 from quantflow.errors import SchemeError
 
@@ -25,12 +25,14 @@ class QTensor:
         scale       [O or 1, G]      float32, finite, positive, or of either sign for symmetric integers; G divides I;
                                      [1, 1] when per_tensor; per_block, equal rows
         zero_point  as scale, int8   None exactly when the scheme is symmetric; float32 where it has minima (scale * zero_point)
+        global_scale [1]             float32; with scale_format e4m3, scale = (an e4m3 value) / global_scale; else None
     """
 
     qvalue: Tensor
     scale: Tensor
     zero_point: Tensor | None = None
     scheme: TensorScheme
+    global_scale: Tensor | None = None
 
     def __post_init__(self) -> None:
         """Check shapes and dtypes.
@@ -93,6 +95,10 @@ class QTensor:
                     f"{name}: qvalue {magnitude}, the largest of {flavour} is {float8.FLAVOURS[flavour].largest}",
                     "the weight or its file is damaged; quantize again",
                 )
+            if self.scheme.num_bits < 8 and not microscaling.holds_e2m1(self.qvalue):
+                raise SchemeError(
+                    f"{name}: a qvalue is none of {flavour}'s", "the weight or its file is damaged; quantize again"
+                )
             return
         if self.scheme.minima and self.zero_point is not None and not torch.isfinite(self.scale * self.zero_point).all():
             raise SchemeError(f"{name}: a minimum is not finite", "quantize the weight again")
@@ -143,7 +149,7 @@ class QuantizedLinear:
     Attributes:
         weight: the QTensor, [out_features, in_features].
         scheme: the whole scheme; `scheme.weights` equals `weight.scheme`.
-        input_scale: [1] float32, only for a static input.
+        input_scale: [1] float32, only for a static input; the global_scale of one with scale_format e4m3.
         input_zero_point: [1] int8, only for a static asymmetric input.
         order: [in_features] int64, which input each column of the weight multiplies; None where column i multiplies input i.
     """
@@ -166,7 +172,7 @@ class QuantizedLinear:
                 "quantize the weight with the scheme of its linear",
             )
         inputs = self.scheme.input
-        needs_scale = inputs is not None and not inputs.dynamic
+        needs_scale = inputs is not None and inputs.measured
         needs_zero_point = needs_scale and inputs is not None and not inputs.symmetric
         if (self.input_scale is not None) != needs_scale or (self.input_zero_point is not None) != needs_zero_point:
             raise SchemeError(
@@ -221,7 +227,11 @@ class QuantizedLinear:
             return None if tensor is None else tensor.to(device)
 
         there = replace(
-            weight, qvalue=weight.qvalue.to(device), scale=weight.scale.to(device), zero_point=moved(weight.zero_point)
+            weight,
+            qvalue=weight.qvalue.to(device),
+            scale=weight.scale.to(device),
+            zero_point=moved(weight.zero_point),
+            global_scale=moved(weight.global_scale),
         )
         return replace(
             self,

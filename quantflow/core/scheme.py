@@ -13,9 +13,13 @@ from quantflow.errors import SchemeError
 
 Kind = Literal["int", "float"]
 Granularity = Literal["per_tensor", "per_channel", "per_group", "per_block", "per_token", "per_head"]
-Layout = Literal["float-quantized", "int-quantized", "pack-quantized"]
+Layout = Literal[
+    "float-quantized", "int-quantized", "pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"
+]
+ScaleFormat = Literal["float", "e8m0", "e4m3"]
 INT_BITS = (2, 3, 4, 5, 6, 8)
 FLOAT8_FLAVOURS = ("e4m3fn", "e5m2", "e4m3fnuz", "gaudi2")
+FLOAT4 = "e2m1"
 SCALE_ROUNDINGS = ("none", "pow2")
 INPUT_OBSERVERS = ("amax", "mse", "percentile")
 
@@ -30,13 +34,15 @@ class TensorScheme:
     """How one tensor is quantized.
 
     Attributes:
-        kind: `int` (two's complement of `num_bits`) or `float` (the float8 flavour named by `float8`).
-        num_bits: one of INT_BITS; 8 for float.
+        kind: `int` (two's complement of `num_bits`) or `float` (the flavour named by `float8`).
+        num_bits: one of INT_BITS; of float those of its flavour, 8 or 4.
         granularity: which elements share a scale; `per_token` needs `dynamic`; `per_head` is of keys and values alone.
         group_size: input features per group; of `per_block` also the rows that share a scale. Only with these two.
         symmetric: zero_point is None, the range is centred on zero.
         dynamic: the scale is computed from each input at run time instead of being stored.
-        float8: one of FLOAT8_FLAVOURS; only read when `kind` is `float`.
+        float8: one of FLOAT8_FLAVOURS, or FLOAT4; only read when `kind` is `float`.
+        scale_format: what the scales of groups are: `float` as the layout stores them, `e8m0` powers of two (microscaled, MX),
+            or `e4m3` beside one global_scale of the whole tensor (NVFP4), which is measured where the tensor is an input.
         scale_rounding: `pow2` rounds a stored scale of float8 up to a power of two, as hardware that shifts exponents wants it.
         observer: of a static input, what its range is: all that was seen (`amax`), or less, by the squared error (`mse`) or up
             to a `percentile`. Neither of these two is compared: what was stored is a scale like any other, and no layout says
@@ -52,6 +58,7 @@ class TensorScheme:
     symmetric: bool = True
     dynamic: bool = False
     float8: str = "e4m3fn"
+    scale_format: ScaleFormat = "float"
     scale_rounding: str = field(default="none", compare=False)
     observer: str = field(default="amax", compare=False)
     block_type: str | None = None
@@ -64,7 +71,18 @@ class TensorScheme:
         """
         _known("kind", self.kind, get_args(Kind))
         _known("granularity", self.granularity, get_args(Granularity))
-        _known("float8", self.float8, FLOAT8_FLAVOURS)
+        _known("float8", self.float8, (*FLOAT8_FLAVOURS, FLOAT4))
+        _known("scale_format", self.scale_format, get_args(ScaleFormat))
+        if self.scale_format != "float" and (self.kind, self.granularity, self.scale_rounding) != (
+            "float",
+            "per_group",
+            "none",
+        ):
+            raise SchemeError(
+                f"scale_format={self.scale_format!r} with kind={self.kind!r}, granularity={self.granularity!r}, "
+                f"scale_rounding={self.scale_rounding!r}",
+                "e8m0 and e4m3 are formats of the scales of groups of floats, and round them by themselves",
+            )
         _known("scale_rounding", self.scale_rounding, SCALE_ROUNDINGS)
         _known("observer", self.observer, INPUT_OBSERVERS)
         if self.scale_rounding != "none" and (self.kind != "float" or self.dynamic):
@@ -72,9 +90,11 @@ class TensorScheme:
                 f"scale_rounding={self.scale_rounding!r} with kind={self.kind!r}, dynamic={self.dynamic}",
                 "stored scales of float8 are rounded to powers of two, no others",
             )
-        if self.num_bits not in (INT_BITS if self.kind == "int" else (8,)):
+        if self.num_bits not in (INT_BITS if self.kind == "int" else (4,) if self.float8 == FLOAT4 else (8,)):
+            told = "" if self.kind == "int" else f", float8={self.float8!r}"
             raise SchemeError(
-                f"num_bits={self.num_bits} with kind={self.kind!r}", "use 2, 3, 4, 5, 6 or 8 for int and 8 for float"
+                f"num_bits={self.num_bits} with kind={self.kind!r}{told}",
+                f"use 2, 3, 4, 5, 6 or 8 for int and 8 for float, 4 for {FLOAT4}",
             )
         if (self.granularity in ("per_group", "per_block")) != (self.group_size is not None):
             raise SchemeError(
@@ -119,6 +139,11 @@ class TensorScheme:
         return self.block is not None and self.block.minima
 
     @property
+    def measured(self) -> bool:
+        """Whether calibration decides a number of an input of this scheme: its scale, or the global_scale beside others."""
+        return not self.dynamic or self.scale_format == "e4m3"
+
+    @property
     def qmin(self) -> int:
         """Smallest qvalue of an int scheme."""
         return 0 if self.minima else -(1 << (self.num_bits - 1))
@@ -127,6 +152,14 @@ class TensorScheme:
     def qmax(self) -> int:
         """Largest qvalue of an int scheme."""
         return self.qmin + (1 << self.num_bits) - 1
+
+
+_FLOAT_LAYOUTS: dict[tuple[int, str], Layout] = {
+    (8, "float"): "float-quantized",
+    (8, "e8m0"): "mxfp8-quantized",
+    (4, "e8m0"): "mxfp4-pack-quantized",
+    (4, "e4m3"): "nvfp4-pack-quantized",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,16 +202,26 @@ class LinearScheme:
             per_token = inputs.granularity == "per_token" and inputs.symmetric
             per_group = (inputs.granularity, inputs.dynamic, inputs.symmetric) == ("per_group", True, True)
             beside_blocks = self.weights.granularity == "per_block" and inputs.group_size == self.weights.group_size
-            if not (static or per_token or (per_group and beside_blocks)):
+            microscaled = inputs.scale_format != "float" and (self.weights.scale_format, self.weights.group_size) == (
+                inputs.scale_format,
+                inputs.group_size,
+            )
+            if not (static or per_token or (per_group and (beside_blocks or microscaled))):
                 raise SchemeError(
                     f"{self.name}: input with granularity={inputs.granularity!r}, dynamic={inputs.dynamic}, "
                     f"symmetric={inputs.symmetric}",
-                    "use a static input per_tensor, a dynamic symmetric one per_token, or beside blocks of its size per_group",
+                    "use a static input per_tensor, a dynamic symmetric one per_token, or beside blocks of its size, or "
+                    "microscaled groups like its own, per_group",
                 )
-        if (self.layout == "float-quantized") != (self.weights.kind == "float"):
+        weights = self.weights
+        fitting: tuple[str, ...] = ("int-quantized", "pack-quantized")
+        if weights.kind == "float":
+            fitting = (_FLOAT_LAYOUTS.get((weights.num_bits, weights.scale_format), "none"),)
+        if self.layout not in fitting:
             raise SchemeError(
-                f"{self.name}: layout={self.layout!r} with weights of kind={self.weights.kind!r}",
-                "use float-quantized for float weights, int-quantized or pack-quantized for int",
+                f"{self.name}: layout={self.layout!r} with weights of kind={weights.kind!r}, {weights.num_bits} bits, "
+                f"scale_format={weights.scale_format!r}",
+                f"use {' or '.join(fitting)}",
             )
 
 
@@ -191,6 +234,8 @@ def scheme_words(scheme: LinearScheme | TensorScheme) -> dict[str, Any]:
     for part in (words, words.get("weights"), words.get("input")):
         if part is not None and part.get("block_type", "") is None:
             del part["block_type"]
+        if part is not None and part.get("scale_format", "") == "float":
+            del part["scale_format"]
     return words
 
 
@@ -203,6 +248,16 @@ _INT8_CHANNEL = TensorScheme(kind="int", num_bits=8, granularity="per_channel")
 _INT8_TOKEN = TensorScheme(kind="int", num_bits=8, granularity="per_token", dynamic=True)
 _INT8_STATIC = TensorScheme(kind="int", num_bits=8, granularity="per_tensor", symmetric=False)
 _INT4_GROUP = TensorScheme(kind="int", num_bits=4, granularity="per_group", group_size=128)
+
+_MXFP4 = TensorScheme(kind="float", num_bits=4, float8=FLOAT4, granularity="per_group", group_size=32, scale_format="e8m0")
+_MXFP8 = TensorScheme(kind="float", num_bits=8, granularity="per_group", group_size=32, scale_format="e8m0")
+_NVFP4 = TensorScheme(kind="float", num_bits=4, float8=FLOAT4, granularity="per_group", group_size=16, scale_format="e4m3")
+
+
+def _microscaled(name: str, weights: TensorScheme, *, inputs: bool = True) -> LinearScheme:
+    """Return a scheme whose inputs, where they are quantized, are in groups like those of its weights."""
+    layout = _FLOAT_LAYOUTS[weights.num_bits, weights.scale_format]
+    return LinearScheme(name=name, weights=weights, input=replace(weights, dynamic=True) if inputs else None, layout=layout)
 
 
 def _in_groups(name: str, weights: TensorScheme, inputs: TensorScheme | None = None) -> LinearScheme:
@@ -233,10 +288,17 @@ PRESETS: dict[str, LinearScheme] = {
         _in_groups("W4A16", _INT4_GROUP),
         _in_groups("W4A16_ASYM", replace(_INT4_GROUP, symmetric=False)),
         _in_groups("W4A8", _INT4_GROUP, _INT8_TOKEN),
+        _in_groups("W4AFP8", _INT4_GROUP, _FP8_TOKEN),
         _in_groups("W3A16", replace(_INT4_GROUP, num_bits=3)),
         _in_groups("W3A16_ASYM", replace(_INT4_GROUP, num_bits=3, symmetric=False)),
         _in_groups("W2A16", replace(_INT4_GROUP, num_bits=2)),
         _in_groups("W2A16_ASYM", replace(_INT4_GROUP, num_bits=2, symmetric=False)),
+        _microscaled("NVFP4", _NVFP4),
+        _microscaled("NVFP4A16", _NVFP4, inputs=False),
+        _microscaled("MXFP4", _MXFP4),
+        _microscaled("MXFP4A16", _MXFP4, inputs=False),
+        _microscaled("MXFP8", _MXFP8),
+        _microscaled("MXFP8A16", _MXFP8, inputs=False),
     )
 }
 
@@ -289,6 +351,13 @@ def with_group_size(scheme: LinearScheme, group_size: int) -> LinearScheme:
             f"scheme {scheme.name} has {scheme.weights.granularity} weights, group_size={group_size} was given",
             "drop group_size, or choose a scheme with groups such as W4A16",
         )
+    if scheme.weights.scale_format != "float":
+        if group_size == scheme.weights.group_size:
+            return scheme
+        raise SchemeError(
+            f"scheme {scheme.name} has groups of {scheme.weights.group_size}, group_size={group_size} was given",
+            "drop group_size: the format fixes it",
+        )
     inputs = scheme.input
     if inputs is not None and inputs.group_size is not None:
         inputs = replace(inputs, group_size=group_size)
@@ -301,8 +370,9 @@ def with_float8(scheme: LinearScheme, flavour: str) -> LinearScheme:
     Raises:
         SchemeError: the scheme holds integers, or the flavour is unknown.
     """
-    if scheme.weights.kind != "float":
-        raise SchemeError(f"scheme {scheme.name} has integer weights, float8={flavour!r} was given", "drop float8, or use FP8")
+    if scheme.layout != "float-quantized":
+        has = "integer weights" if scheme.weights.kind == "int" else "microscaled weights"
+        raise SchemeError(f"scheme {scheme.name} has {has}, float8={flavour!r} was given", "drop float8, or use FP8")
     inputs = None if scheme.input is None else replace(scheme.input, float8=flavour)
     return replace(scheme, weights=replace(scheme.weights, float8=flavour), input=inputs)
 
@@ -313,10 +383,9 @@ def with_scale_rounding(scheme: LinearScheme, rounding: str) -> LinearScheme:
     Raises:
         SchemeError: the scheme holds integers, or the rounding is unknown.
     """
-    if scheme.weights.kind != "float":
-        raise SchemeError(
-            f"scheme {scheme.name} has integer weights, scale_rounding={rounding!r} was given", "drop it, or use FP8"
-        )
+    if scheme.layout != "float-quantized":
+        has = "integer weights" if scheme.weights.kind == "int" else "microscaled weights"
+        raise SchemeError(f"scheme {scheme.name} has {has}, scale_rounding={rounding!r} was given", "drop it, or use FP8")
     inputs = scheme.input
     if inputs is not None and not inputs.dynamic:
         inputs = replace(inputs, scale_rounding=rounding)

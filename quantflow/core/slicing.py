@@ -38,6 +38,7 @@ def cut(weight: QTensor, part: slice, *, axis: int) -> QTensor:
         scale=weight.scale[scales].contiguous(),
         zero_point=zero_point,
         scheme=weight.scheme,
+        global_scale=weight.global_scale,
     )
 
 
@@ -61,7 +62,7 @@ def side_by_side(parts: Sequence[QTensor], *, axis: int) -> QTensor:
             grids.append(_one(found, first.scheme))
     scale, zero_point = grids
     assert scale is not None  # every part has one
-    return QTensor(qvalue=qvalue, scale=scale, zero_point=zero_point, scheme=first.scheme)
+    return QTensor(qvalue=qvalue, scale=scale, zero_point=zero_point, scheme=first.scheme, global_scale=first.global_scale)
 
 
 def _follow(scheme: TensorScheme, axis: int) -> bool:

@@ -58,7 +58,7 @@ def run(job: KernelJob) -> dict[str, Any]:
         raise UsageError(f"bench: {job.rounds} rounds of {list(job.tokens)} tokens", "use 1 or more of each")
     schemes, shapes = [preset(name) for name in job.schemes], [_shape(text) for text in job.shapes]
     for scheme in schemes:
-        if scheme.input is not None and not scheme.input.dynamic:
+        if scheme.input is not None and scheme.input.measured:
             raise UsageError(f"bench: scheme {scheme.name} has a static input", "time a scheme with dynamic inputs or none")
     dtype = getattr(torch, job.dtype)
     rows = []

@@ -9,13 +9,18 @@ A linear called NAME is stored as
 | pack-quantized  | NAME.weight_packed int32 [O, W], NAME.weight_scale, NAME.weight_shape int64 [2] = (O, I),       |
 |                 | NAME.weight_zero_point int32 [ceil(O * num_bits / 32), G], packed down the columns (asymmetric) |
 |                 | of a scheme with minima float32 [O, G], minimum / scale; qvalues are then stored less 2^(b-1)   |
+| mxfp8           | NAME.weight e4m3fn [O, I], NAME.weight_scale uint8 [O, G] (e8m0)                                |
+| mxfp4-pack      | NAME.weight_packed uint8 [O, I / 2] (e2m1), NAME.weight_scale uint8 [O, G] (e8m0)               |
+| nvfp4-pack      | NAME.weight_packed uint8 [O, I / 2] (e2m1), NAME.weight_scale e4m3fn [O, G],                    |
+|                 | NAME.weight_global_scale float32 [1]; NAME.input_global_scale float32 [1] where inputs are too  |
 | a static input  | NAME.input_scale float32 [1], NAME.input_zero_point int8 [1] (asymmetric)                       |
 | a cache         | ATTENTION.k_scale, ATTENTION.v_scale float32, [1] per tensor or [kv_heads, 1, 1] per head       |
 
 Of inputs that are mixed by a Hadamard matrix on their way, `transform_config` names the linear and the block (`head_dim`).
 weight_scale is [1] per tensor, [O, 1] per channel, [O, G] per group, [ceil(O / g), G] per block of g x g; in the model's
 dtype for pack-quantized, else float32. Where blocks of llama.cpp's can hold the weight it has their scales' dtype, which
-`scale_dtype` of the group says. Those of symmetric integers may be negative (docs/backends.md, "Negative scales").
+`scale_dtype` of the group says. A global_scale
+divides the scales beside it. Those of symmetric integers may be negative (docs/backends.md, "Negative scales").
 compressed-tensors 0.20 cannot load its own pack-quantized files with zero points, except with `dequantize=True`.
 Longer than 300 lines because tensors and config are one contract, hence one file.
 Source: github.com/vllm-project/compressed-tensors, release 0.20.0, `compressors/` and `quantization/quant_args.py`.
@@ -31,7 +36,7 @@ from torch import Tensor
 
 from quantflow.artifact.patterns import Pattern
 from quantflow.artifact.schema import Between, check
-from quantflow.core import affine, float8, packing
+from quantflow.core import affine, float8, microscaling, packing
 from quantflow.core.block_types import BLOCK_TYPES
 from quantflow.core.dtypes import DTYPES
 from quantflow.core.groups import expand_rows
@@ -39,12 +44,14 @@ from quantflow.core.kv import SCHEMES as KV_SCHEMES
 from quantflow.core.kv import KVScales
 from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.core.scheme import (
+    FLOAT4,
     LLAMA_CPP_PRESETS,
     PRESETS,
     Granularity,
     Kind,
     Layout,
     LinearScheme,
+    ScaleFormat,
     TensorScheme,
     with_float8,
     with_group_size,
@@ -63,6 +70,7 @@ _STRATEGIES: dict[str, Granularity] = {
     "attn_head": "per_head",
 }
 ROW_MULTIPLE = 32  # rows whose zero points fill whole words, at any number of bits
+_TENSOR_GROUP = "tensor_group"  # the strategy of groups beside a global_scale
 _DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _SCALES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 # Loaders match the names of their modules; where these differ from the checkpoint's, a linear is listed by both.
@@ -75,21 +83,43 @@ _INSTEAD = {
 
 
 def scale_dtype(scheme: LinearScheme, model_dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which this layout stores the weight's scales."""
+    """Return the dtype of the weight's scales as this layout stores them; e8m0 is stored as bytes."""
     if scheme.weights.block is not None:
         return DTYPES[scheme.weights.block.scale_dtype]
+    if scheme.weights.scale_format != "float":
+        return {"e8m0": torch.float8_e8m0fnu, "e4m3": torch.float8_e4m3fn}[scheme.weights.scale_format]
     return model_dtype if scheme.layout == "pack-quantized" else torch.float32
+
+
+_SUFFIXES: Mapping[Layout, tuple[str, ...]] = MappingProxyType(
+    {
+        "float-quantized": ("weight", "weight_scale"),
+        "int-quantized": ("weight", "weight_scale"),
+        "pack-quantized": ("weight_packed", "weight_scale", "weight_shape"),
+        "mxfp8-quantized": ("weight", "weight_scale"),
+        "mxfp4-pack-quantized": ("weight_packed", "weight_scale"),
+        "nvfp4-pack-quantized": ("weight_packed", "weight_scale", "weight_global_scale"),
+    }
+)
+# The scales beside which these layouts' loaders know what a group is.
+_GROUP_SIZES = {"mxfp8-quantized": 32, "mxfp4-pack-quantized": 32, "nvfp4-pack-quantized": 16}
+_SCALE_DTYPES = {"e8m0": "torch.uint8", "e4m3": "torch.float8_e4m3fn"}  # as configs name them
+
+
+def _input_suffix(inputs: TensorScheme) -> str:
+    """Return what the number of an input is called that calibration decided."""
+    return "input_global_scale" if inputs.scale_format == "e4m3" else "input_scale"
 
 
 def tensor_names(name: str, scheme: LinearScheme) -> tuple[str, ...]:
     """Return the names of the tensors that `encode` makes of the linear `name` (without `.weight`)."""
-    suffixes = ["weight_packed", "weight_scale", "weight_shape"]
-    if scheme.layout != "pack-quantized":
-        suffixes = ["weight", "weight_scale"]
+    suffixes = list(_SUFFIXES[scheme.layout])
     if not scheme.weights.symmetric:
         suffixes.append("weight_zero_point")
-    if scheme.input is not None and not scheme.input.dynamic:
-        suffixes += ["input_scale"] if scheme.input.symmetric else ["input_scale", "input_zero_point"]
+    if scheme.input is not None and scheme.input.measured:
+        suffixes.append(_input_suffix(scheme.input))
+        if not scheme.input.symmetric:
+            suffixes.append("input_zero_point")
     return tuple(f"{name}.{suffix}" for suffix in suffixes)
 
 
@@ -115,15 +145,20 @@ def tensor_specs(
     weights, packed = scheme.weights, scheme.layout == "pack-quantized"
     scale = _scale_shape(weights, shape, name=name)
     stored = "I8" if weights.kind == "int" else "F8_E4M3"
+    scale_name = {"e8m0": "U8", "e4m3": "F8_E4M3"}.get(weights.scale_format) or _DTYPE_NAMES[scale_dtype(scheme, model_dtype)]
     specs: dict[str, tuple[str, tuple[int, ...]]] = {
         "weight": (stored, tuple(shape)),
         "weight_packed": ("I32", (shape[0], -(-shape[1] * weights.num_bits // 32))),
-        "weight_scale": (_DTYPE_NAMES[scale_dtype(scheme, model_dtype)], scale),
+        "weight_scale": (scale_name, scale),
+        "weight_global_scale": ("F32", (1,)),
         "weight_shape": ("I64", (2,)),
         "weight_zero_point": ("I8", scale),
         "input_scale": ("F32", (1,)),
+        "input_global_scale": ("F32", (1,)),
         "input_zero_point": ("I8", (1,)),
     }
+    if weights.kind == "float" and weights.num_bits == 4:
+        specs["weight_packed"] = ("U8", (shape[0], shape[1] // 2))
     if weights.minima:
         specs["weight_zero_point"] = ("F32", scale)
     elif packed and len(scale) == 2:
@@ -162,7 +197,7 @@ def row_spans(name: str, scheme: LinearScheme, *, first: int, count: int) -> dic
         raise SchemeError(
             f"{name}: rows from {first} do not begin at a whole word or block", f"take multiples of {multiple} rows"
         )
-    whole = {"weight_shape", "input_scale", "input_zero_point"}
+    whole = {"weight_shape", "weight_global_scale", "input_scale", "input_global_scale", "input_zero_point"}
     if scheme.weights.granularity == "per_tensor":
         whole |= {"weight_scale", "weight_zero_point"}
     spans = {}
@@ -195,14 +230,14 @@ def encode(name: str, linear: QuantizedLinear, *, scale_dtype: torch.dtype = tor
     weight, scheme = linear.weight, linear.scheme.weights
     _check_layout(linear.scheme)
     weight.validate(name)
-    scale = weight.scale.to(scale_dtype)
-    if not torch.equal(scale.float(), weight.scale):
-        raise SchemeError(
-            f"{name}: scales are not exact in {scale_dtype}", "quantize with the scale_dtype that the layout stores"
-        )
+    scale = _stored_scale(name, weight, scale_dtype)
     scale = scale[:: scheme.block_rows].reshape(_scale_shape(scheme, weight.qvalue.shape)).contiguous()
     tensors = {f"{name}.weight_scale": scale}
-    if linear.scheme.layout == "pack-quantized":
+    if scheme.num_bits == 4 and scheme.kind == "float":
+        tensors[f"{name}.weight_packed"] = microscaling.pack_e2m1(weight.qvalue)
+        if weight.global_scale is not None:
+            tensors[f"{name}.weight_global_scale"] = weight.global_scale.clone()
+    elif linear.scheme.layout == "pack-quantized":
         centred = weight.qvalue - _first(scheme) if scheme.minima else weight.qvalue
         tensors[f"{name}.weight_packed"] = packing.pack(centred, scheme.num_bits)
         tensors[f"{name}.weight_shape"] = torch.tensor(weight.qvalue.shape, dtype=torch.int64)
@@ -217,10 +252,34 @@ def encode(name: str, linear: QuantizedLinear, *, scale_dtype: torch.dtype = tor
             tensors[f"{name}.weight_zero_point"] = weight.zero_point.reshape(_scale_shape(scheme, weight.qvalue.shape))
     # Linears with one input may hold one tensor for its scale; safetensors refuses tensors that share memory.
     if linear.input_scale is not None:
-        tensors[f"{name}.input_scale"] = linear.input_scale.clone()
+        assert linear.scheme.input is not None  # QuantizedLinear refuses a scale without it
+        tensors[f"{name}.{_input_suffix(linear.scheme.input)}"] = linear.input_scale.clone()
     if linear.input_zero_point is not None:
         tensors[f"{name}.input_zero_point"] = linear.input_zero_point.clone()
     return {key: tensors[key] for key in tensor_names(name, linear.scheme)}
+
+
+def _stored_scale(name: str, weight: QTensor, scale_dtype: torch.dtype) -> Tensor:
+    """Return the scales of a weight as they are stored, [O or 1, G].
+
+    Raises:
+        SchemeError: they are not exact as such.
+    """
+    if weight.scheme.scale_format == "e8m0":
+        return microscaling.pack_e8m0(weight.scale)
+    if weight.scheme.scale_format == "e4m3":
+        if weight.global_scale is None:
+            raise SchemeError(f"{name}: no global_scale beside scales in e4m3", "quantize with a grid that has one")
+        scale = affine.local_scales(weight.scale, weight.global_scale)
+        back = float8.widen(scale) / weight.global_scale
+    else:
+        scale = weight.scale.to(scale_dtype)
+        back = scale.float()
+    if not torch.equal(back, weight.scale):
+        raise SchemeError(
+            f"{name}: scales are not exact in {scale_dtype}", "quantize with the scale_dtype that the layout stores"
+        )
+    return scale
 
 
 def decode(name: str, tensors: Mapping[str, Tensor], scheme: LinearScheme) -> QuantizedLinear:
@@ -237,7 +296,9 @@ def decode(name: str, tensors: Mapping[str, Tensor], scheme: LinearScheme) -> Qu
     """
     _check_layout(scheme)
     weights = scheme.weights
-    if scheme.layout == "pack-quantized":
+    if weights.kind == "float" and weights.num_bits == 4:
+        qvalue = microscaling.unpack_e2m1(_tensor(tensors, f"{name}.weight_packed", torch.uint8))
+    elif scheme.layout == "pack-quantized":
         packed = _tensor(tensors, f"{name}.weight_packed", torch.int32)
         rows, columns = _tensor(tensors, f"{name}.weight_shape", torch.int64, (2,)).tolist()
         words = (rows, -(-columns * weights.num_bits // 32))
@@ -253,18 +314,31 @@ def decode(name: str, tensors: Mapping[str, Tensor], scheme: LinearScheme) -> Qu
         expected = torch.int8 if weights.kind == "int" else float8.FLAVOURS[weights.float8].dtype
         qvalue = _tensor(tensors, f"{name}.weight", expected)
     shape = _scale_shape(weights, qvalue.shape, name=name)
-    scale = _scale(tensors, f"{name}.weight_scale", shape, weights=weights)
+    global_scale = None
+    if weights.scale_format == "e8m0":
+        codes = _tensor(tensors, f"{name}.weight_scale", torch.uint8, shape)
+        if (codes == microscaling.NAN_E8M0).any():
+            raise InputError(
+                f"{name}.weight_scale: scale nan (code {microscaling.NAN_E8M0})", "scales are finite; export again"
+            )
+        scale = microscaling.unpack_e8m0(codes)
+    else:
+        scale = _scale(tensors, f"{name}.weight_scale", shape, weights=weights)
+    if weights.scale_format == "e4m3":
+        _tensor(tensors, f"{name}.weight_scale", torch.float8_e4m3fn)
+        global_scale = _scale(tensors, f"{name}.weight_global_scale", (1,))
+        scale = scale / global_scale
     grid = (1, 1) if weights.granularity == "per_tensor" else shape
     zero_point = input_scale = input_zero_point = None
     if not weights.symmetric:
         zero_point = _zero_point(tensors, f"{name}.weight_zero_point", scheme=scheme, shape=shape).reshape(grid)
-    if scheme.input is not None and not scheme.input.dynamic:
-        input_scale = _scale(tensors, f"{name}.input_scale", (1,))
+    if scheme.input is not None and scheme.input.measured:
+        input_scale = _scale(tensors, f"{name}.{_input_suffix(scheme.input)}", (1,))
         if not scheme.input.symmetric:
             input_zero_point = _tensor(tensors, f"{name}.input_zero_point", torch.int8, (1,))
     if weights.granularity == "per_block":
         scale, grid = expand_rows(scale, weights.block_rows, len(qvalue)), (len(qvalue), shape[1])
-    weight = QTensor(qvalue=qvalue, scale=scale.reshape(grid), zero_point=zero_point, scheme=weights)
+    weight = QTensor(qvalue=qvalue, scale=scale.reshape(grid), zero_point=zero_point, scheme=weights, global_scale=global_scale)
     try:
         weight.validate(name)
     except SchemeError as error:
@@ -403,6 +477,7 @@ class _Arguments(TypedDict, total=False):
     actorder: str | bool | None
     block_structure: list[int] | None
     scale_dtype: str | None
+    zp_dtype: str | None
 
 
 class _ConfigGroup(TypedDict, total=False):
@@ -476,7 +551,7 @@ def schemes_from_config(
         if not isinstance(group, dict) or not isinstance(group.get("weights"), dict) or group.get("output_activations"):
             raise _unsupported(f"{label} has no weights, or quantizes outputs")
         scheme = _linear_scheme(label, group, layout=group.get("format") or config.get("format"))
-        if scheme.weights.kind == "float":
+        if scheme.layout == "float-quantized":
             scheme = with_float8(scheme, flavour)
         by_target.update(dict.fromkeys(group.get("targets", ()), scheme))
     ignore = set(config.get("ignore") or ())
@@ -529,10 +604,15 @@ def _rotations(config: Mapping[str, Any]) -> dict[str, int]:
 
 def _check_layout(scheme: LinearScheme) -> None:
     """Refuse a scheme that is sound but that this layout cannot hold."""
+    size = _GROUP_SIZES.get(scheme.layout, scheme.weights.group_size)
+    if scheme.weights.group_size != size:
+        raise _unsupported(
+            f"{scheme.name}: {scheme.layout} weights in groups of {scheme.weights.group_size}, loaders know {size}"
+        )
     if scheme.layout == "pack-quantized" and scheme.weights.granularity == "per_tensor":
         raise _unsupported(f"{scheme.name}: pack-quantized weights with one scale per tensor")
     for tensor in (scheme.weights, scheme.input):
-        if tensor is None or tensor.kind != "float":
+        if tensor is None or tensor.kind != "float" or tensor.float8 == FLOAT4:
             continue
         if float8.FLAVOURS[tensor.float8].dtype != torch.float8_e4m3fn:
             cause = f"{scheme.name}: float8 flavour {tensor.float8!r}, the layout holds e4m3fn codes"
@@ -574,7 +654,7 @@ def _tensor(tensors: Mapping[str, Tensor], key: str, dtype: torch.dtype | None, 
 def _scale(tensors: Mapping[str, Tensor], key: str, shape: tuple[int, ...], *, weights: TensorScheme | None = None) -> Tensor:
     """Return scales after looking at their values.  weights: their scheme, if they are of weights."""
     stored = _tensor(tensors, key, None, shape)
-    if stored.dtype not in _SCALES:
+    if stored.dtype not in _SCALES and not (weights is not None and weights.scale_format == "e4m3"):
         raise InputError(f"{key}: is {stored.dtype}, a scale is a float of 16 bits or more", "export the artifact again")
     scale = stored.float()
     bad = ~(torch.isfinite(scale) & (scale > 0) if weights is None else affine.is_scale(scale, weights))
@@ -606,6 +686,11 @@ def _arguments(scheme: TensorScheme) -> dict[str, Any]:
         "group_size": scheme.group_size,
         "dynamic": scheme.dynamic,
     }
+    if scheme.scale_format != "float":
+        dtype = _SCALE_DTYPES[scheme.scale_format]
+        arguments |= {"scale_dtype": dtype, "zp_dtype": dtype}
+    if scheme.scale_format == "e4m3":
+        arguments |= {"strategy": _TENSOR_GROUP, "dynamic": "local" if scheme.dynamic else False}
     if scheme.granularity == "per_block":
         arguments |= {"group_size": None, "block_structure": [scheme.group_size, scheme.group_size]}
     if scheme.block is not None:
@@ -618,6 +703,17 @@ def _arguments(scheme: TensorScheme) -> dict[str, Any]:
 def _tensor_scheme(arguments: Mapping[str, Any]) -> TensorScheme:
     """Undo `_arguments`; an option that changes numbers and is not known here is refused."""
     strategy = arguments.get("strategy")
+    num_bits, kind = arguments.get("num_bits", 8), arguments.get("type", "int")
+    scale_format: ScaleFormat = "float"
+    if kind == "float" and num_bits == 4 and strategy == _TENSOR_GROUP:
+        dynamic = arguments.get("dynamic", False)
+        if dynamic not in (False, "local"):
+            raise SchemeError(f"strategy {strategy!r} with dynamic={dynamic!r}", "use false or 'local'")
+        scale_format, strategy, arguments = "e4m3", "group", {**arguments, "dynamic": dynamic == "local"}
+    elif kind == "float" and strategy == "group" and (num_bits == 4 or arguments.get("scale_dtype") == _SCALE_DTYPES["e8m0"]):
+        scale_format = "e8m0"
+    if arguments.get("scale_dtype") not in (None, _SCALE_DTYPES.get(scale_format)):
+        raise SchemeError(f"scale_dtype {arguments['scale_dtype']!r} with strategy {strategy!r}", "leave it out")
     if strategy not in _STRATEGIES:
         raise SchemeError(f"strategy {strategy!r}", f"use one of {', '.join(_STRATEGIES)}")
     dynamic, actorder = arguments.get("dynamic", False), arguments.get("actorder")
@@ -631,8 +727,10 @@ def _tensor_scheme(arguments: Mapping[str, Any]) -> TensorScheme:
             raise SchemeError(f"strategy 'block' with block_structure={structure!r}", "use square blocks, such as [128, 128]")
         group_size = structure[0]
     found = TensorScheme(
-        kind=cast(Kind, arguments.get("type", "int")),
-        num_bits=arguments.get("num_bits", 8),
+        kind=cast(Kind, kind),
+        num_bits=num_bits,
+        float8=FLOAT4 if (kind, num_bits) == ("float", 4) else "e4m3fn",
+        scale_format=scale_format,
         granularity=granularity,
         group_size=group_size,
         symmetric=arguments.get("symmetric", True),
@@ -666,7 +764,10 @@ def _linear_scheme(label: str, group: Mapping[str, Any], *, layout: Any) -> Line
     _check_layout(found)
     for preset in (*PRESETS.values(), *LLAMA_CPP_PRESETS.values()):
         candidate = preset
-        if preset.weights.block is None and preset.weights.group_size is not None and found.weights.group_size is not None:
+        regroups = (
+            preset.weights.block is None and preset.weights.scale_format == "float" and preset.weights.group_size is not None
+        )
+        if regroups and found.weights.group_size is not None:
             candidate = with_group_size(preset, found.weights.group_size)
         if (candidate.weights, candidate.input, candidate.layout) == (found.weights, found.input, found.layout):
             return candidate

@@ -13,13 +13,13 @@ _ENDS = tuple(step / 64 for step in range(64, 3, -1))  # of the largest magnitud
 
 
 def static_input(statistics: Mapping[str, Tensor], scheme: TensorScheme) -> tuple[Tensor, Tensor | None]:
-    """Return (input_scale, input_zero_point) of a static per-tensor input.
+    """Return (input_scale, input_zero_point) of a static per-tensor input, or the global_scale of one with scales in e4m3.
 
     An input that calibration never reached has scale 1 (and a zero_point for the range 0..0); `unseen` tells.
 
     Args:
         statistics: `amax` [] for a symmetric scheme; `min_val` and `max_val`, [] or [C], for an asymmetric one.
-        scheme: static, per_tensor.
+        scheme: static, per_tensor; or dynamic with scale_format e4m3.
 
     Returns:
         input_scale: [1] float32, positive; input_zero_point: [1] int8, None when symmetric.
@@ -28,21 +28,27 @@ def static_input(statistics: Mapping[str, Tensor], scheme: TensorScheme) -> tupl
         SchemeError: the scheme is dynamic or not per_tensor.
         StatisticsError: a statistic is missing, not finite, negative (amax), or the range is upside down.
     """
+    if scheme.scale_format == "e4m3":
+        return affine.global_scale_from_amax(_amax(statistics), scheme), None
     if scheme.dynamic or scheme.granularity != "per_tensor":
         raise SchemeError(
             f"input scheme with dynamic={scheme.dynamic}, granularity={scheme.granularity!r}",
             "a stored input scale is static and per_tensor",
         )
     if scheme.symmetric:
-        amax = _finite(statistics, "amax").max().reshape(1)
-        if amax < 0:
-            raise StatisticsError(f"input: amax is {amax.item()}, a magnitude is not negative", "measure again")
-        return affine.scale_from_amax(amax, scheme), None
+        return affine.scale_from_amax(_amax(statistics).reshape(1), scheme), None
     low = _finite(statistics, "min_val").min().reshape(1)
     high = _finite(statistics, "max_val").max().reshape(1)
     if low > high:
         raise StatisticsError(f"input: min_val {low.item()} is above max_val {high.item()}", "measure again")
     return affine.scale_and_zero_point_from_range(low, high, scheme)
+
+
+def _amax(statistics: Mapping[str, Tensor]) -> Tensor:
+    amax = _finite(statistics, "amax").max()
+    if amax < 0:
+        raise StatisticsError(f"input: amax is {amax.item()}, a magnitude is not negative", "measure again")
+    return amax
 
 
 def clipped(statistics: Mapping[str, Tensor], reach: float) -> dict[str, Tensor]:

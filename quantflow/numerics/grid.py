@@ -4,7 +4,8 @@ The range is the weight's own, or, where it is known how much each input matters
 range cut a little short costs its largest elements something and gives all others a finer step. Float8 has no finer step to
 give: its points are as dense, relative to their size, at any scale but in the last binade. There it is wider ranges, up to
 twice, that are tried: they move the points between those of a binade, so that the elements that count lie near them, and
-cut nothing.
+cut nothing. Float4 has so few points that either may help: from two thirds of the range to the 3/2 of it that puts its end on 4
+instead of 6. Of scales that are powers of two, the next on either side are tried.
 
 Symmetric integers of b bits go from -2^(b-1) to 2^(b-1) - 1: one side has a point more, at 2 bits two points and not one. Where
 the range is searched, the side is chosen too: a negative scale puts a group's largest magnitude on the longer side where it
@@ -20,7 +21,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from quantflow.core import affine, groups
+from quantflow.core import affine, float8, groups
 from quantflow.core.parallel import SEQUENTIAL, Workers
 from quantflow.core.scheme import Kind, LinearScheme, TensorScheme
 from quantflow.errors import InputError
@@ -35,6 +36,14 @@ _MULTIPLES: Mapping[Kind, tuple[float, ...]] = MappingProxyType(
         "float": tuple(step / 32 for step in range(33, 65)),  # 1.03 to 2: a binade
     }
 )
+_FLOAT4 = tuple(step / 32 for step in range(49, 20, -1))  # 1.53 to 0.66
+_BINADES = (0.5, 2.0)
+
+
+def _multiples(scheme: TensorScheme) -> tuple[float, ...]:
+    if scheme.scale_format == "e8m0":
+        return _BINADES
+    return _FLOAT4 if scheme.kind == "float" and scheme.num_bits < 8 else _MULTIPLES[scheme.kind]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,12 +53,14 @@ class Grid:
     Attributes:
         scale: [O or 1, G] float32, as it reads back from the dtype that its layout stores; negative only where `either_sign`.
         zero_point: as scale, int8, or float32 where the scheme has minima; None when symmetric.
-        zero_groups: how many scales stand for zeros only; these scales are 1.
+        zero_groups: how many scales stand for zeros only; these scales are 1, or what a global_scale makes of it.
+        global_scale: [1] float32, as `QTensor` holds it; one for all weights of a group, so that an engine may fuse them.
     """
 
     scale: Tensor
     zero_point: Tensor | None
     zero_groups: int
+    global_scale: Tensor | None = None
 
     def rows(self, rows: slice) -> tuple[Tensor, Tensor | None]:
         """Return scale and zero_point of some rows of the weight, [len(rows) or 1, G] each."""
@@ -97,6 +108,7 @@ def weight_grids(
         if weight.ndim != 2 or weight.numel() == 0:
             raise InputError(f"{name}: weight is {list(weight.shape)}, [O, I] is needed", "list the layer under `ignore`")
         groups.group_size_for(scheme, weight.shape[1], name=name)
+    global_scale = _global_scale(weights, scheme, workers)
     units = [(name, rows) for name, weight in weights.items() for rows in groups.row_units(weight, multiple=scheme.block_rows)]
 
     def bounds(unit: tuple[str, slice]) -> Bounds:
@@ -105,7 +117,15 @@ def weight_grids(
     def grid(unit: tuple[str, slice]) -> Grid:
         name, rows = unit
         weight = weights[name][rows]
-        return _unit_grid(name, weight, scheme=scheme, scale_dtype=scale_dtype, importance=importance, either_sign=either_sign)
+        return _unit_grid(
+            name,
+            weight,
+            scheme=scheme,
+            scale_dtype=scale_dtype,
+            importance=importance,
+            either_sign=either_sign,
+            global_scale=global_scale,
+        )
 
     if scheme.granularity == "per_tensor" and units:
         ranges = workers.map(bounds, units)
@@ -116,13 +136,25 @@ def weight_grids(
     return {name: _joined(of_rows) for name, of_rows in parts.items()}
 
 
+def _global_scale(weights: Mapping[str, Tensor], scheme: TensorScheme, workers: Workers) -> Tensor | None:
+    """Return the global_scale that all weights share, None where the scheme has none."""
+    if scheme.scale_format != "e4m3" or not weights:
+        return None
+    units = [(name, rows) for name, weight in weights.items() for rows in groups.row_units(weight)]
+
+    def amax(unit: tuple[str, slice]) -> Tensor:
+        return bounds_of(unit[0], weights[unit[0]][unit[1]], scheme=scheme)[1]
+
+    return affine.global_scale_from_amax(torch.stack(workers.map(amax, units)).amax(), scheme)
+
+
 def bounds_of(name: str, weight: Tensor, *, scheme: TensorScheme) -> Bounds:
     """Return the range of some rows of a weight, [] each: -amax and amax when symmetric.
 
     Args:
         name: for messages.
         weight: [O, I], any float dtype.
-        scheme: per_tensor.
+        scheme: per_tensor, or of groups that share a global_scale.
 
     Raises:
         InputError: the weight holds NaN or Inf.
@@ -150,6 +182,7 @@ def _joined(parts: Sequence[Grid]) -> Grid:
         scale=torch.cat([part.scale for part in parts]),
         zero_point=torch.cat(zero_points) if zero_points else None,
         zero_groups=sum(part.zero_groups for part in parts),
+        global_scale=parts[0].global_scale,
     )
 
 
@@ -175,6 +208,7 @@ def _unit_grid(
     scale_dtype: torch.dtype,
     importance: Tensor | None,
     either_sign: bool,
+    global_scale: Tensor | None,
 ) -> Grid:
     """Return the grid of some rows of a weight, which has scales of its own for each of them."""
     weight = weight.float()
@@ -187,7 +221,7 @@ def _unit_grid(
         amax = groups.expand_rows(amax, scheme.block_rows, len(weight))
         bounds = (-amax, amax)
     else:
-        grid = _grid(*bounds, scheme=scheme, scale_dtype=scale_dtype)
+        grid = _grid(*bounds, scheme=scheme, scale_dtype=scale_dtype, global_scale=global_scale)
     if importance is None:
         return grid
     if scheme.block is not None and scheme.block.dependent:
@@ -196,9 +230,15 @@ def _unit_grid(
     return _search(weight, bounds, grid, importance, scheme=scheme, scale_dtype=scale_dtype, either_sign=either_sign)
 
 
-def _grid(low: Tensor, high: Tensor, *, scheme: TensorScheme, scale_dtype: torch.dtype) -> Grid:
+def _grid(
+    low: Tensor, high: Tensor, *, scheme: TensorScheme, scale_dtype: torch.dtype, global_scale: Tensor | None = None
+) -> Grid:
     amax = torch.maximum(high, -low)
     zero_groups = int((amax == 0).sum())
+    if global_scale is not None:
+        local = affine.local_scales(affine.scale_from_amax(amax, scheme), global_scale)
+        scale = float8.widen(local) / global_scale
+        return Grid(scale=scale, zero_point=None, zero_groups=zero_groups, global_scale=global_scale)
     if scheme.symmetric:
         scale = affine.stored_scale(affine.scale_from_amax(amax, scheme), scheme, scale_dtype)
         return Grid(scale=scale, zero_point=None, zero_groups=zero_groups)
@@ -229,8 +269,9 @@ def _search(
     # The smallest value is the largest magnitude, that of zeros too: the longer side is where it is.
     sign = torch.where(split.amin(dim=-1) == bounds[0], 1.0, -1.0) if either_sign else None  # [O, G]
     best, least = whole, _loss(split, whole, matters, scratch=scratch, scheme=scheme)
-    for multiple in _MULTIPLES[scheme.kind]:
-        grid = _grid(bounds[0] * multiple, bounds[1] * multiple, scheme=scheme, scale_dtype=scale_dtype)
+    for multiple in _multiples(scheme):
+        ends = (bounds[0] * multiple, bounds[1] * multiple)
+        grid = _grid(*ends, scheme=scheme, scale_dtype=scale_dtype, global_scale=whole.global_scale)
         if sign is not None:
             grid = replace(grid, scale=grid.scale * sign)
         loss = _loss(split, grid, matters, scratch=scratch, scheme=scheme)

@@ -93,7 +93,7 @@ def compared(
         return {}
     scheme = next(iter(results.values())).scheme
     shared: dict[str, Grid] = {}
-    if scheme.granularity in ("per_tensor", "per_block"):  # rows have no scales of their own
+    if scheme.granularity in ("per_tensor", "per_block") or scheme.scale_format == "e4m3":  # rows have no scales of their own
         shared = weight_grids(weights, scheme, scale_dtype=scale_dtype, workers=workers)
 
     def nearest(name: str, rows: slice | Tensor) -> QTensor:

@@ -37,6 +37,12 @@ def rounded(
 
     workers.map(quantize, [(name, rows) for name, weight in weights.items() for rows in groups.row_units(weight)])
     return {
-        name: QTensor(qvalue=qvalues[name], scale=grid.scale, zero_point=grid.zero_point, scheme=scheme)
+        name: QTensor(
+            qvalue=qvalues[name],
+            scale=grid.scale,
+            zero_point=grid.zero_point,
+            scheme=scheme,
+            global_scale=grid.global_scale,
+        )
         for name, grid in grids.items()
     }

@@ -124,7 +124,7 @@ def working_bytes(features: int, rows: int, *, samples: int, workers: int) -> in
 
 def _quantized(rows: Tensor, scheme: LinearScheme, statistics: Mapping[str, Tensor]) -> Tensor:
     scale = zero_point = None
-    if scheme.input is not None and not scheme.input.dynamic:
+    if scheme.input is not None and scheme.input.measured:
         if "seen_min" in statistics:
             low, high = statistics["seen_min"], statistics["seen_max"]
             statistics = {"min_val": low, "max_val": high, "amax": torch.maximum(high, -low).amax()}

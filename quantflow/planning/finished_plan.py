@@ -6,7 +6,7 @@ from typing import Any
 from quantflow.algorithms import TUNE
 from quantflow.core.float8 import FLAVOURS
 from quantflow.core.kv import kv_words
-from quantflow.core.scheme import LinearScheme, TensorScheme
+from quantflow.core.scheme import FLOAT8_FLAVOURS, LinearScheme, TensorScheme
 from quantflow.planning.head import HeadPlan
 from quantflow.planning.plan import Plan
 from quantflow.planning.recipe import SignRound, Tune
@@ -50,7 +50,9 @@ def float8_of(plan: Plan) -> dict[str, Any] | None:
     parts = [plan.kv_cache]
     for scheme in plan.quantized.values():
         parts += [scheme.weights, scheme.input]
-    flavours = sorted({part.float8 for part in parts if part is not None and part.kind == "float"})
+    flavours = sorted(
+        {part.float8 for part in parts if part is not None and part.kind == "float" and part.float8 in FLOAT8_FLAVOURS}
+    )
     return {"flavour": flavours[0], "largest": FLAVOURS[flavours[0]].largest} if flavours else None
 
 

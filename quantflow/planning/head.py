@@ -127,7 +127,7 @@ def _algorithm(name: str, head: HeadSettings, scheme: LinearScheme) -> str:
             "is collected for the head",
             f"give one that reads weights alone ({', '.join(known)}): --head {head.scheme}:hqq, or head: {{algorithm: hqq}}",
         )
-    if scheme.input is not None and not scheme.input.dynamic:
+    if scheme.input is not None and scheme.input.measured:
         raise UsageError(
             f"{name}: head: scheme {head.scheme} has a static input, whose range is not measured for the head",
             "choose one with a dynamic input or none, such as FP8_DYNAMIC, W8A8 or W8A16",

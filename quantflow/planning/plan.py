@@ -144,7 +144,7 @@ class Plan:
     def rows_apart(self) -> int:
         """Of how many sequences one gives rows: 1, or where a static range is tried on them, which the others give."""
         inputs = [scheme.input for scheme in self.schemes.values() if scheme is not None]
-        return APART if self.needs_rows and any(scheme is not None and not scheme.dynamic for scheme in inputs) else 1
+        return APART if self.needs_rows and any(scheme is not None and scheme.measured for scheme in inputs) else 1
 
     def text(self, sequences: Sequence[Item]) -> Sequence[Item]:
         """Return what of the calibration text runs through the model: all, some at equal distances, or nothing."""
@@ -224,11 +224,19 @@ def resolve(
             "leave input_observer out",
         )
     alone = ALGORITHMS[algorithm].BY_ROW and not transforms and learned is None and tuning is None
-    by_row = all(scheme.weights.granularity in ("per_channel", "per_group", "per_block") for scheme in used)
+    by_row = all(
+        scheme.weights.granularity in ("per_channel", "per_group", "per_block") and scheme.weights.scale_format != "e4m3"
+        for scheme in used
+    )
     if entry.linears and not (alone and by_row and not (measured or needs)):
         raise UsageError(
             f"{entry.name}: linears are named, and {methods[-1]} with {entry.scheme} runs the model",
             "round weights alone: --algorithm rtn with W8A16, W4A16 or FP8_DYNAMIC, no transform and no measurement",
+        )
+    if ranks > 1 and any(scheme.weights.scale_format == "e4m3" for scheme in used):
+        raise UnsupportedError(
+            f"{entry.name}: scheme {entry.scheme} with --ranks {ranks}; its cards would each choose a global_scale",
+            "quantize in one process, or choose MXFP4, whose scales are of their groups alone",
         )
     kv_cache = kv_cache_of(entry, graph, transforms, ranks=ranks)
     to_nearest = ALGORITHMS[algorithm].TO_NEAREST  # cards round slices of rows and of columns by it
@@ -297,7 +305,9 @@ def _fitting(scheme: LinearScheme, features: int) -> LinearScheme:
     size, kind = scheme.weights.group_size, scheme.weights.block
     if kind is not None:
         return preset(SMALLER[kind.name]) if features % kind.elements and kind.name in SMALLER else scheme
-    if size is None or scheme.weights.granularity != "per_group" or features % size == 0:
+    if size is None or scheme.weights.granularity != "per_group" or scheme.weights.scale_format != "float":
+        return scheme
+    if features % size == 0:
         return scheme
     return next((with_group_size(scheme, less) for less in COMMON_SIZES if less < size and features % less == 0), scheme)
 
@@ -385,7 +395,7 @@ def _experts(entry: Quantize, graph: Graph, schemes: Mapping[str, LinearScheme |
     """
     names = [name for layer in graph.layers for group in layer.groups if group.expert for name in group.linears]
     used = [scheme for scheme in map(schemes.get, names) if scheme is not None]
-    static = any(scheme.input is not None and not scheme.input.dynamic for scheme in used)
+    static = any(scheme.input is not None and scheme.input.measured for scheme in used)
     reads = bool(used) and weights
     return policy_for(entry.name, policy=entry.experts, tokens=entry.expert_tokens, weights=reads, inputs=static)
 

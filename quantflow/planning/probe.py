@@ -119,7 +119,7 @@ def _rounded(plan: Plan, weight: Tensor) -> float:
 
     def round_piece() -> None:
         result = algorithm.quantize_group({"w": piece}, scheme, statistics={}, scale_dtype=dtype)["w"]
-        if scheme.input is None or scheme.input.dynamic:
+        if scheme.input is None or not scheme.input.measured:
             FORMAT.encode("w", QuantizedLinear(weight=result.weight, scheme=scheme), scale_dtype=dtype)
 
     return _seconds(round_piece) / piece.numel()

@@ -116,10 +116,10 @@ def override_of(entry: Quantize, override: Override | HeadSettings) -> LinearSch
         SchemeError: as `scheme_of`.
     """
     scheme = scheme_of(override.scheme, override.group_size)
-    if scheme.weights.kind == "float":
+    if scheme.layout == "float-quantized":
         scheme = scheme if entry.float8 is None else with_float8(scheme, entry.float8)
         scheme = scheme if entry.scale_rounding is None else with_scale_rounding(scheme, entry.scale_rounding)
-    static = scheme.input is not None and not scheme.input.dynamic
+    static = scheme.input is not None and scheme.input.measured
     return with_input_observer(scheme, entry.input_observer) if static and entry.input_observer is not None else scheme
 
 
@@ -204,7 +204,7 @@ def needs_of(entry: Quantize, schemes: Sequence[LinearScheme]) -> frozenset[str]
     for name, options in transforms:
         needs |= set(KNOWN[name].needs(options))
     for scheme in schemes:
-        if scheme.input is not None and not scheme.input.dynamic:
+        if scheme.input is not None and scheme.input.measured:
             needs |= {COUNTS.name} if scheme.input.observer != AmaxObserver.NAME else set()
             needs |= {AMAX.name} if scheme.input.symmetric else {MIN_VAL.name, MAX_VAL.name}
     histograms, algorithm = COUNTS.name in needs, algorithm_of(entry)

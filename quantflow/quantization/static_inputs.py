@@ -44,7 +44,7 @@ def input_of(name: str, scheme: LinearScheme, statistics: Mapping[str, Tensor]) 
     decisions: dict[str, Any] = {}
     if AMAX.name in statistics:
         decisions["input_amax"] = float(statistics[AMAX.name])
-    if scheme.input is None or scheme.input.dynamic:
+    if scheme.input is None or not scheme.input.measured:
         return LinearInput(decisions=decisions)
     try:
         if scheme.input.observer != AmaxObserver.NAME and not unseen(statistics):

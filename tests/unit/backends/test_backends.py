@@ -9,17 +9,19 @@ from hypothesis import strategies as st
 
 from quantflow.backends import BACKENDS, choose, kernels, native
 from quantflow.backends.backend import Case
+from quantflow.core import float8
 from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.core.scheme import PRESETS, LinearScheme, TensorScheme, with_float8, with_group_size
 from quantflow.errors import UsageError
 
-_, _, w8a8, w4a8, w4a16, w8a16, fp8, int8_mm, int4_pack, int8_pack, reference, _ = BACKENDS.values()  # as preferred
+_, _, w8a8, w4a8, w4a16, w8a16, fp8, mx, int8_mm, int4_pack, int8_pack, reference, _ = BACKENDS.values()  # as preferred
 CPU = torch.device("cpu")
 W4 = with_group_size(PRESETS["W4A16"], 32)
 W4_ASYM = with_group_size(PRESETS["W4A16_ASYM"], 32)
 W4A8 = with_group_size(PRESETS["W4A8"], 32)
 W4A8_ASYM = replace(W4A8, weights=W4_ASYM.weights)
 W3 = with_group_size(PRESETS["W3A16"], 32)
+NVFP4, MXFP4, MXFP8 = (PRESETS[name] for name in ("NVFP4A16", "MXFP4A16", "MXFP8A16"))
 W2 = with_group_size(PRESETS["W2A16_ASYM"], 32)
 BLOCK = with_group_size(PRESETS["FP8_BLOCK"], 32)
 CHANNEL = TensorScheme(kind="int", num_bits=4, granularity="per_channel")
@@ -35,7 +37,7 @@ def quantized(scheme: LinearScheme, shape: tuple[int, int], *, seed: int = 0, qv
     if qvalue is None and weights.kind == "int":
         qvalue = torch.randint(weights.qmin, weights.qmax + 1, shape, generator=generator, dtype=torch.int8)
     elif qvalue is None:
-        qvalue = torch.randn(shape, generator=generator).to(torch.float8_e4m3fn)
+        qvalue = float8.cast(torch.randn(shape, generator=generator), weights.float8)
     groups = shape[1] // (weights.group_size or shape[1])
     scale_shape = (1, 1) if weights.granularity == "per_tensor" else (shape[0], groups)
     scale = torch.rand(scale_shape, generator=generator).add(0.1).bfloat16().float() * 2**-7
@@ -44,7 +46,7 @@ def quantized(scheme: LinearScheme, shape: tuple[int, int], *, seed: int = 0, qv
         scale *= 2 * torch.randint(0, 2, scale_shape, generator=generator) - 1
     if not weights.symmetric:
         zero_point = torch.randint(weights.qmin, weights.qmax + 1, scale_shape, generator=generator, dtype=torch.int8)
-    static = scheme.input is not None and not scheme.input.dynamic
+    static = scheme.input is not None and scheme.input.measured
     return QuantizedLinear(
         weight=QTensor(qvalue=qvalue, scale=scale, zero_point=zero_point, scheme=weights),
         scheme=scheme,
@@ -109,6 +111,9 @@ OURS = [
     (fp8, replace(PRESETS["FP8_DYNAMIC"], input=None)),
     (w4a16, W3),
     (w4a16, W2),
+    (mx, NVFP4),
+    (mx, MXFP4),
+    (mx, MXFP8),
     (fp8, PRESETS["FP8"]),
     (fp8, PRESETS["FP8_DYNAMIC"]),
     (fp8, BLOCK),
@@ -167,7 +172,7 @@ def test_a_kernel_agrees_with_the_oracle_on_such_inputs(backend, scheme, kind, s
     agree(backend, quantized(scheme, (48, 128)), inputs(kind, shape), bias=torch.linspace(-1, 1, 48))
 
 
-@pytest.mark.parametrize(("backend", "scheme"), cases([pair for pair in [*TORCH, *OURS] if pair[0] is not fp8]))
+@pytest.mark.parametrize(("backend", "scheme"), cases([pair for pair in [*TORCH, *OURS] if pair[0] not in (fp8, mx)]))
 @pytest.mark.parametrize("end", ["qmin", "qmax"])
 def test_a_kernel_does_not_saturate_its_sums_when_every_qvalue_is_at_the_end_of_its_range(backend, scheme, end):
     qvalue = torch.full((16, 4096), getattr(scheme.weights, end), dtype=torch.int8)
@@ -435,6 +440,8 @@ def test_without_our_own_kernels_auto_takes_the_first_that_can_and_says_why_the_
 def test_auto_prefers_our_own_kernel_and_says_why_those_before_it_cannot(preset):
     expected = {"W8A8": "w8a8", "W8A8_STATIC": "w8a8", "W8A16": "w8a16", "W4A8": "w4a8"}
     expected |= {"FP8": "fp8", "FP8_DYNAMIC": "fp8", "FP8_BLOCK": "fp8"}
+    expected |= {"NVFP4A16": "mx", "MXFP4A16": "mx", "MXFP8A16": "mx"}
+    expected |= dict.fromkeys(("NVFP4", "MXFP4", "MXFP8", "W4AFP8"), "reference")  # whose inputs no kernel rounds
     expected |= {name: "w8a16" for name in PRESETS if name[:2] in ("W6", "W5")}
     backend, reasons = choose(Case(scheme=PRESETS[preset], device=CPU, shape=(17, 128), dtype=torch.bfloat16))
     assert expected.get(preset, "w4a16") == backend.name
@@ -462,7 +469,8 @@ def test_a_named_backend_that_cannot_run_is_an_error_and_not_a_fallback():
     with pytest.raises(UsageError, match=r"^backend int8_pack: int8_pack needs in_features that 16 divides, not 100; use"):
         choose(Case(scheme=PRESETS["W8A16"], device=CPU, shape=(16, 100), dtype=torch.float32), backend="int8_pack")
     with pytest.raises(
-        UsageError, match=r"^backend 'fast' is unknown; use one of auto, hpu, fp8_mm, w8a8, w4a8, w4a16, w8a16, fp8, int8_mm"
+        UsageError,
+        match=r"^backend 'fast' is unknown; use one of auto, hpu, fp8_mm, w8a8, w4a8, w4a16, w8a16, fp8, mx, int8_mm",
     ):
         choose(Case(scheme=PRESETS["W8A16"], device=CPU, shape=(16, 96), dtype=torch.float32), backend="fast")
 

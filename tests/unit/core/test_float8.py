@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantflow.core import float8
-from quantflow.core.scheme import FLOAT8_FLAVOURS
+from quantflow.core.scheme import FLOAT4, FLOAT8_FLAVOURS
 
 # flavour -> (exponent bits, mantissa bits, bias, largest value used)
 LAYOUT = {"e4m3fn": (4, 3, 7, 448), "e5m2": (5, 2, 15, 57344), "e4m3fnuz": (4, 3, 8, 240), "gaudi2": (4, 3, 7, 240)}
@@ -62,7 +62,7 @@ def codes(x: torch.Tensor, flavour: str) -> list[int]:
 
 
 def test_the_names_in_schemes_are_the_flavours():
-    assert tuple(float8.FLAVOURS) == FLOAT8_FLAVOURS
+    assert tuple(float8.FLAVOURS) == (*FLOAT8_FLAVOURS, FLOAT4)
 
 
 @pytest.mark.parametrize("flavour", LAYOUT)
@@ -229,7 +229,7 @@ def test_the_largest_magnitude_of_codes_is_that_of_their_values_and_nan_wins(fla
     assert math.isnan(float8.largest_magnitude(codes))
 
 
-@pytest.mark.parametrize("flavour", float8.FLAVOURS)
+@pytest.mark.parametrize("flavour", FLOAT8_FLAVOURS)
 def test_the_cast_that_may_use_its_input_gives_the_codes_of_the_one_that_may_not(flavour):
     x = torch.randn(1000, generator=torch.Generator().manual_seed(0)) * 300
     before = x.clone()

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from compressed_tensors.quantization import preset_name_to_scheme
 from hypothesis import given
 from hypothesis import strategies as st
@@ -105,6 +106,9 @@ def test_a_preset_means_what_compressed_tensors_means_by_its_name(name):
             continue
         strategy = {"per_tensor": "tensor", "per_channel": "channel", "per_group": "group", "per_token": "token"}
         strategy["per_block"] = "block"
+        if mine.scale_format == "e4m3":
+            strategy["per_group"] = "tensor_group"
+        assert args.scale_dtype == {"float": None, "e8m0": torch.uint8, "e4m3": torch.float8_e4m3fn}[mine.scale_format]
         size = mine.group_size if args.block_structure is None else None
         assert args.block_structure in (None, [mine.group_size] * 2)
         assert (
@@ -118,7 +122,7 @@ def test_a_preset_means_what_compressed_tensors_means_by_its_name(name):
             str(args.type),
             args.num_bits,
             args.symmetric,
-            args.dynamic,
+            bool(args.dynamic),
             str(args.strategy),
             args.group_size,
         )

@@ -33,7 +33,10 @@ def logits(model) -> torch.Tensor:
         return model(input_ids=TOKENS).logits
 
 
-SCHEMES = {name: with_group_size(s, 32) if s.weights.group_size else s for name, s in PRESETS.items()}
+SCHEMES = {
+    name: with_group_size(s, 32) if s.weights.group_size and s.weights.scale_format == "float" else s
+    for name, s in PRESETS.items()
+}
 OURS = native.why_not(kernels.SOURCE, needs=kernels.NEEDS) is None  # else torch's kernels, as far as they go
 if OURS:
     BACKENDS = {"W8A8": "w8a8", "W8A8_STATIC": "w8a8", "W8A16": "w8a16", "W4A8": "w4a8"}

@@ -22,7 +22,10 @@ CONFIGS = {
     "gpt_neox": GPTNeoXConfig(**SIZES, intermediate_size=128, architectures=["GPTNeoXForCausalLM"]),
 }
 W4A16 = with_group_size(PRESETS["W4A16"], 32)
-SCHEMES = {name: with_group_size(s, 32) if s.weights.group_size else s for name, s in PRESETS.items()}
+SCHEMES = {
+    name: with_group_size(s, 32) if s.weights.group_size and s.weights.scale_format == "float" else s
+    for name, s in PRESETS.items()
+}
 PROMPT = torch.randint(3, 96, (1, 12), generator=torch.Generator().manual_seed(3))
 
 

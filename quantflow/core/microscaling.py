@@ -1,0 +1,66 @@
+"""The codes of microscaled formats: e2m1 values two to a byte, and scales as exponents.
+
+| code  | 0 | 1   | 2 | 3   | 4 | 5 | 6 | 7 |   with 8 added the negative ones, -0 among them
+|-------|---|-----|---|-----|---|---|---|---|
+| value | 0 | 0.5 | 1 | 1.5 | 2 | 3 | 4 | 6 |
+
+A byte holds two columns, the even one in its lower half. An e8m0 scale is 2^(code - 127); 255 is NaN. Unpacked, e2m1 values are
+held as float8_e4m3fn, which has all of them. Source: OCP Microscaling Formats (MX) 1.0, sections 5.3.3 and 5.4.1.
+"""
+
+import torch
+from torch import Tensor
+
+from quantflow.errors import SchemeError
+
+NAN_E8M0 = 255
+_MAGNITUDES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+_VALUES = torch.cat([_MAGNITUDES, -_MAGNITUDES]).to(torch.float8_e4m3fn).view(torch.uint8)  # [16], by code
+_NONE = 255
+_CODES = torch.full((256,), _NONE, dtype=torch.uint8)  # by e4m3fn's code
+_CODES[_VALUES.long()] = torch.arange(16, dtype=torch.uint8)
+
+
+def holds_e2m1(values: Tensor) -> bool:
+    """Return whether all values are e2m1's.  values: any shape, float8_e4m3fn."""
+    return not bool((_CODES[values.view(torch.uint8).int()] == _NONE).any())
+
+
+def pack_e2m1(values: Tensor) -> Tensor:
+    """Pack each row.  values: [O, I] float8_e4m3fn, all of them e2m1's, I even; returns [O, I / 2] uint8.
+
+    Raises:
+        SchemeError: I is odd, or a value is between those of e2m1.
+    """
+    if values.shape[1] % 2:
+        raise SchemeError(f"{values.shape[1]} columns of e2m1", "a byte holds two; use an even number of input features")
+    codes = _CODES[values.view(torch.uint8).int()]
+    if (codes == _NONE).any():
+        raise SchemeError("a value is none of e2m1's", "round to e2m1 first")
+    return codes[:, ::2] | codes[:, 1::2] << 4
+
+
+def unpack_e2m1(packed: Tensor) -> Tensor:
+    """Undo `pack_e2m1`; every byte has a meaning.  packed: [O, I / 2] uint8; returns [O, I] float8_e4m3fn."""
+    pairs = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1)  # [O, I]
+    return _VALUES[pairs.int()].view(torch.float8_e4m3fn)
+
+
+def pack_e8m0(scale: Tensor) -> Tensor:
+    """Return the codes of scales that are powers of two from 2^-127 to 2^127; uint8 of scale's shape.
+
+    Raises:
+        SchemeError: a scale is none.
+    """
+    mantissa, exponent = torch.frexp(scale)
+    code = exponent + 126
+    wrong = (mantissa != 0.5) | (code < 0) | (code >= NAN_E8M0)
+    if wrong.any():
+        raise SchemeError(f"scale {scale[wrong][0].item()} in e8m0", "e8m0 holds the powers of two from 2^-127 to 2^127")
+    return code.to(torch.uint8)
+
+
+def unpack_e8m0(code: Tensor) -> Tensor:
+    """Undo `pack_e8m0`: float32 of code's shape; 255 gives NaN."""
+    scale = torch.ldexp(torch.ones(code.shape), code.int() - 127)
+    return scale.masked_fill(code == NAN_E8M0, torch.nan)
