@@ -218,7 +218,7 @@ def fake_quantize_input(x: Tensor, scheme: TensorScheme | None, scale: Tensor | 
         if scheme.scale_format == "e4m3":
             assert scale is not None  # its global_scale, likewise
             local = float8.widen(float8.cast(of_groups * scale, "e4m3fn"))
-            # A group whose scale e4m3 would hold as zero becomes zeros, as on hardware: with any scale as large as this it does.
+            # A group whose scale rounds to zero becomes zeros, as on hardware: any scale as large as this makes them.
             of_groups = local.masked_fill(local == 0, 0.125) / scale
         return fake_quantize(split, of_groups, None, scheme).flatten(-2)
     if scheme.dynamic:

@@ -40,7 +40,7 @@ def random_model(config):
 
 def _quantize(name: str, weight: torch.Tensor, scheme) -> QuantizedLinear:
     results = rtn.quantize_group({name: weight}, scheme, statistics={}, scale_dtype=torch.float32)
-    static = scheme.input is not None and not scheme.input.dynamic
+    static = scheme.input is not None and scheme.input.measured
     return QuantizedLinear(
         weight=results[name].weight,
         scheme=scheme,

@@ -42,6 +42,7 @@ if OURS:
     BACKENDS = {"W8A8": "w8a8", "W8A8_STATIC": "w8a8", "W8A16": "w8a16", "W4A8": "w4a8"}
     BACKENDS |= {name: "w4a16" for name in SCHEMES if name[:5] in ("W4A16", "W3A16", "W2A16")}
     BACKENDS |= {name: "w8a16" for name in SCHEMES if name[:2] in ("W6", "W5")}
+    BACKENDS |= {"NVFP4A16": "mx", "MXFP4A16": "mx", "MXFP8A16": "mx"}
     BACKENDS |= {name: "fp8" for name in SCHEMES if name.startswith("FP8")}
 else:
     BACKENDS = {"W8A8": "int8_mm", "W8A8_STATIC": "int8_mm", "W8A16": "int8_pack"}
