@@ -91,9 +91,9 @@ class TensorScheme:
                 "stored scales of float8 are rounded to powers of two, no others",
             )
         if self.num_bits not in (INT_BITS if self.kind == "int" else (4,) if self.float8 == FLOAT4 else (8,)):
-            told = "" if self.kind == "int" else f", float8={self.float8!r}"
+            flavour = "" if self.kind == "int" else f", float8={self.float8!r}"
             raise SchemeError(
-                f"num_bits={self.num_bits} with kind={self.kind!r}{told}",
+                f"num_bits={self.num_bits} with kind={self.kind!r}{flavour}",
                 f"use 2, 3, 4, 5, 6 or 8 for int and 8 for float, 4 for {FLOAT4}",
             )
         if (self.granularity in ("per_group", "per_block")) != (self.group_size is not None):
@@ -338,6 +338,21 @@ def preset(name: str) -> LinearScheme:
     if scheme is None:
         raise SchemeError(f"scheme {name!r} is unknown", f"use one of {', '.join(SCHEME_NAMES)}")
     return scheme
+
+
+def named(weights: TensorScheme, inputs: TensorScheme | None, layout: Layout) -> LinearScheme:
+    """Return the scheme of these weights and inputs: the preset that it equals, at any group size, else one called `custom`.
+
+    Raises:
+        SchemeError: no linear has these weights, inputs and layout together.
+    """
+    found = LinearScheme(name="custom", weights=weights, input=inputs, layout=layout)
+    for known in (*PRESETS.values(), *LLAMA_CPP_PRESETS.values()):
+        fixed = known.weights.block is not None or known.weights.scale_format != "float" or known.weights.group_size is None
+        candidate = known if fixed or weights.group_size is None else with_group_size(known, weights.group_size)
+        if (candidate.weights, candidate.input, candidate.layout) == (weights, inputs, layout):
+            return candidate
+    return found
 
 
 def with_group_size(scheme: LinearScheme, group_size: int) -> LinearScheme:

@@ -11,10 +11,14 @@ from quantflow.artifact.inspect import output_errors
 from quantflow.planning.finished_plan import kv_words_of
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
+_BFLOAT16 = "Stock transformers with compressed-tensors loads it and makes bfloat16 weights of it, without a change of values."
 NOTES = {
     "float-quantized": "Stock transformers with compressed-tensors loads it, and runs it with the formulas used here.",
     "int-quantized": "Stock transformers with compressed-tensors loads it, and runs it with the formulas used here.",
     "pack-quantized": "Stock transformers with compressed-tensors loads it and decompresses the weights.",
+    "mxfp8-quantized": _BFLOAT16,
+    "mxfp4-pack-quantized": _BFLOAT16,
+    "nvfp4-pack-quantized": _BFLOAT16,
 }
 PROOFS = {
     "canary": "canary, {layers} layers recomputed from this folder",

@@ -108,10 +108,13 @@ def _values(checkpoint: Checkpoint, name: str, scheme: LinearScheme) -> str:
 
 
 def _shape(name: str, tensors: Stored) -> Sequence[int]:
-    if f"{name}.weight_shape" not in tensors:
+    if f"{name}.weight_shape" in tensors:
+        shape: list[int] = read_tensor(*tensors[f"{name}.weight_shape"]).tolist()
+        return shape
+    if f"{name}.weight" in tensors:
         return tensors[f"{name}.weight"][1].shape
-    shape: list[int] = read_tensor(*tensors[f"{name}.weight_shape"]).tolist()
-    return shape
+    rows, halves = tensors[f"{name}.weight_packed"][1].shape  # e2m1, two to a byte
+    return rows, 2 * halves
 
 
 def _compare_copies(artifact: Checkpoint, source: Checkpoint, *, workers: Workers) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 from quantflow.core import packing
 from quantflow.core.groups import group_size_for, to_groups
 from quantflow.core.qtensor import QTensor, QuantizedLinear
-from quantflow.core.scheme import LinearScheme
+from quantflow.core.scheme import LinearScheme, named
 from quantflow.errors import InputError, SchemeError, UnsupportedError
 from quantflow.formats.weight_layout import (
     AUTO_ROUND,
@@ -31,7 +31,6 @@ from quantflow.formats.weight_layout import (
     checked,
     flag,
     integers,
-    named,
     number,
     only_scheme,
     scales,
@@ -145,7 +144,7 @@ class AWQLayout:
         found = {}
         for name in shapes:
             if f"{name}.qweight" in infos:
-                found[name] = named(integers(bits, group_size, symmetric=False, where=name))
+                found[name] = named(integers(bits, group_size, symmetric=False, where=name), None, "pack-quantized")
         return found
 
 

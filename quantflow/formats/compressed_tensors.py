@@ -19,8 +19,8 @@ A linear called NAME is stored as
 Of inputs that are mixed by a Hadamard matrix on their way, `transform_config` names the linear and the block (`head_dim`).
 weight_scale is [1] per tensor, [O, 1] per channel, [O, G] per group, [ceil(O / g), G] per block of g x g; in the model's
 dtype for pack-quantized, else float32. Where blocks of llama.cpp's can hold the weight it has their scales' dtype, which
-`scale_dtype` of the group says. A global_scale
-divides the scales beside it. Those of symmetric integers may be negative (docs/backends.md, "Negative scales").
+`scale_dtype` of the group says. Scales in e4m3 are divided by the global_scale beside them. Those of symmetric integers may be
+negative (docs/backends.md, "Negative scales").
 compressed-tensors 0.20 cannot load its own pack-quantized files with zero points, except with `dequantize=True`.
 Longer than 300 lines because tensors and config are one contract, hence one file.
 Source: github.com/vllm-project/compressed-tensors, release 0.20.0, `compressors/` and `quantization/quant_args.py`.
@@ -45,16 +45,14 @@ from quantflow.core.kv import KVScales
 from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.core.scheme import (
     FLOAT4,
-    LLAMA_CPP_PRESETS,
-    PRESETS,
     Granularity,
     Kind,
     Layout,
     LinearScheme,
     ScaleFormat,
     TensorScheme,
+    named,
     with_float8,
-    with_group_size,
 )
 from quantflow.errors import InputError, SchemeError, UnsupportedError
 
@@ -107,7 +105,7 @@ _SCALE_DTYPES = {"e8m0": "torch.uint8", "e4m3": "torch.float8_e4m3fn"}  # as con
 
 
 def _input_suffix(inputs: TensorScheme) -> str:
-    """Return what the number of an input is called that calibration decided."""
+    """Return the name, within a linear, of the number that calibration decided for an input."""
     return "input_global_scale" if inputs.scale_format == "e4m3" else "input_scale"
 
 
@@ -753,24 +751,10 @@ def _linear_scheme(label: str, group: Mapping[str, Any], *, layout: Any) -> Line
     """Return the scheme of one config group: the preset it equals, else a custom one."""
     inputs = group.get("input_activations")
     try:
-        found = LinearScheme(
-            name="custom",
-            weights=_tensor_scheme(group["weights"]),
-            input=None if inputs is None else _tensor_scheme(inputs),
-            layout=layout,
-        )
+        found = named(_tensor_scheme(group["weights"]), None if inputs is None else _tensor_scheme(inputs), layout)
     except SchemeError as error:
         raise _unsupported(f"{label}: {error.cause}") from error
     _check_layout(found)
-    for preset in (*PRESETS.values(), *LLAMA_CPP_PRESETS.values()):
-        candidate = preset
-        regroups = (
-            preset.weights.block is None and preset.weights.scale_format == "float" and preset.weights.group_size is not None
-        )
-        if regroups and found.weights.group_size is not None:
-            candidate = with_group_size(preset, found.weights.group_size)
-        if (candidate.weights, candidate.input, candidate.layout) == (found.weights, found.input, found.layout):
-            return candidate
     return found
 
 

@@ -21,9 +21,9 @@ from torch import Tensor
 from quantflow.core import float8
 from quantflow.core.groups import expand_rows
 from quantflow.core.qtensor import QTensor, QuantizedLinear
-from quantflow.core.scheme import LinearScheme, TensorScheme
+from quantflow.core.scheme import LinearScheme, TensorScheme, named
 from quantflow.errors import InputError, UnsupportedError
-from quantflow.formats.weight_layout import Infos, checked, named, scales, tensor
+from quantflow.formats.weight_layout import Infos, checked, scales, tensor
 
 NAME = "fp8"
 METHOD = "fp8"
@@ -147,7 +147,7 @@ class FP8Layout:
         if activation == "dynamic":
             granularity = "per_token" if size is None else "per_group"
             inputs = TensorScheme(kind="float", num_bits=8, granularity=granularity, group_size=size, dynamic=True)
-        scheme = named(weights, inputs)
+        scheme = named(weights, inputs, "float-quantized")
         return {name: scheme for name in shapes if (i := infos.get(f"{name}.weight")) is not None and i.dtype == _STORED}
 
 

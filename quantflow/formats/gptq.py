@@ -30,7 +30,7 @@ from torch import Tensor
 from quantflow.core import packing
 from quantflow.core.groups import group_size_for
 from quantflow.core.qtensor import QTensor, QuantizedLinear
-from quantflow.core.scheme import LinearScheme, TensorScheme
+from quantflow.core.scheme import LinearScheme, TensorScheme, named
 from quantflow.errors import InputError, SchemeError, UnsupportedError
 from quantflow.formats.weight_layout import (
     AUTO_ROUND,
@@ -38,7 +38,6 @@ from quantflow.formats.weight_layout import (
     checked,
     flag,
     integers,
-    named,
     number,
     only_scheme,
     order_of,
@@ -209,7 +208,7 @@ class GPTQLayout:
                 continue
             rule = {**base, **_rule(config, name)}
             weights = integers(rule["bits"], rule["group_size"], symmetric=rule["sym"], where=name)
-            found[name] = named(weights)
+            found[name] = named(weights, None, "pack-quantized")
         return found
 
 

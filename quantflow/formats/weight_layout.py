@@ -16,7 +16,7 @@ from torch import Tensor
 from quantflow.artifact.safetensors_header import TensorInfo
 from quantflow.core import affine
 from quantflow.core.qtensor import QTensor, QuantizedLinear
-from quantflow.core.scheme import PRESETS, Layout, LinearScheme, TensorScheme, with_group_size
+from quantflow.core.scheme import LinearScheme, TensorScheme
 from quantflow.errors import InputError, SchemeError, UnsupportedError
 
 Infos = Mapping[str, TensorInfo]
@@ -96,18 +96,6 @@ class WeightLayout(TensorLayout, Protocol):
             UnsupportedError: a bit width, group size or option that this version does not know.
             InputError: the configuration and a tensor's shape disagree; it names the tensor.
         """
-
-
-def named(weights: TensorScheme, inputs: TensorScheme | None = None) -> LinearScheme:
-    """Return the scheme of these weights and inputs: the preset that it equals, at any group size, else one called `custom`."""
-    layout: Layout = "float-quantized" if weights.kind == "float" else "pack-quantized"
-    for preset in PRESETS.values():
-        candidate = preset
-        if preset.weights.group_size is not None and weights.group_size is not None:
-            candidate = with_group_size(preset, weights.group_size)
-        if (candidate.weights, candidate.input, candidate.layout) == (weights, inputs, layout):
-            return candidate
-    return LinearScheme(name="custom", weights=weights, input=inputs, layout=layout)
 
 
 def integers(num_bits: int, group_size: int, *, symmetric: bool, where: str) -> TensorScheme:
