@@ -34,6 +34,7 @@ _DEQUANTIZE = {  # what was published in no other precision
     "Mxfp4Config as C; M.from_pretrained('{folder}', quantization_config=C(dequantize=True), dtype='bfloat16')"
     ".save_pretrained('{folder}-bf16'); T.from_pretrained('{folder}').save_pretrained('{folder}-bf16')\""
 }
+_OF_MODELOPT = "hf_quant_config.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +154,7 @@ def refuse_quantized(checkpoint: Checkpoint) -> None:
     """Refuse a source that is quantized already.
 
     Raises:
-        InputError: config.json has a quantization_config; the message names its quant_method.
+        InputError: config.json has a quantization_config (the message names its quant_method), or ModelOpt's stands beside it.
     """
     for key in ("quantization_config", "compression_config"):
         found = checkpoint.config.get(key)
@@ -163,6 +164,12 @@ def refuse_quantized(checkpoint: Checkpoint) -> None:
                 f"{checkpoint.folder / CONFIG}: {key} says the model is quantized already, with {method}",
                 _DEQUANTIZE.get(method, "give the model in its original precision").format(folder=checkpoint.folder),
             )
+    if _OF_MODELOPT in checkpoint.files:
+        raise InputError(
+            f"{checkpoint.folder / _OF_MODELOPT}: the model is quantized already, and config.json does not say so",
+            "to run it, put the file's content into config.json, as `quantization_config` with `quant_method` modelopt; if the "
+            "weights are not quantized, remove the file",
+        )
 
 
 def _read_single(folder: Path, files: tuple[str, ...]) -> dict[str, tuple[str, TensorInfo]]:

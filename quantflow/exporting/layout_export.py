@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantflow.artifact import stage_folder
+from quantflow.artifact import disk, stage_folder
+from quantflow.artifact.canonical import readable_json
 from quantflow.artifact.digests import Digests
 from quantflow.artifact.manifest import MANIFEST_NAME
 from quantflow.artifact.safetensors_writer import Spec
@@ -29,7 +30,7 @@ from quantflow.errors import InputError, IntegrityError, UnsupportedError, Usage
 from quantflow.exporting import ExportRequest
 from quantflow.exporting.dequantized_export import CHOICES
 from quantflow.exporting.plain_files import require_headers, write_beside, write_model
-from quantflow.formats import DEFAULT, LAYOUTS
+from quantflow.formats import BESIDE, DEFAULT, LAYOUTS
 from quantflow.formats.weight_layout import WeightLayout
 from quantflow.models.graph import graph_for
 from quantflow.models.identity import identify
@@ -107,7 +108,11 @@ def run(job: LayoutExportJob, progress: Progress) -> Path:
         with stage_folder.publish(job.output, stage="export", inputs=made_from) as folder:
             limit = parse_size(job.shard_size)
             write_model(folder, specs, conversion.tensors(), limit=limit, stage=f"export {job.format}", progress=progress)
-            write_beside(folder, artifact.checkpoint, conversion.config())
+            config = conversion.config()
+            write_beside(folder, artifact.checkpoint, config)
+            if job.format in BESIDE:
+                name, content = BESIDE[job.format]
+                disk.write_file(folder / name, readable_json(content(config["quantization_config"])))
             require_headers(folder, specs)
             conversion.require_same(folder, progress)
     progress.say(f"export {job.output.name}: {len(artifact.linears)} linears, every value as it was")

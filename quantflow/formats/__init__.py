@@ -9,7 +9,7 @@ from types import MappingProxyType, ModuleType
 from typing import Any
 
 from quantflow.errors import UnsupportedError
-from quantflow.formats import awq, compressed_tensors, fp8, gptq
+from quantflow.formats import awq, compressed_tensors, fp8, gptq, modelopt
 from quantflow.formats.llm_compressor import layout as llm_compressor
 from quantflow.formats.weight_layout import Infos, WeightLayout
 
@@ -22,7 +22,12 @@ LAYOUTS: Mapping[str, WeightLayout] = MappingProxyType(
         gptq.NAME_V2: gptq.GPTQLayout(stored_less=0),
         awq.NAME: awq.AWQLayout(),
         fp8.NAME: fp8.FP8Layout(),
+        modelopt.NAME: modelopt.ModelOptLayout(),
     }
+)
+# Layouts with a configuration in a file of its own beside that of config.json -> its name, and its content from the other.
+BESIDE: Mapping[str, tuple[str, Callable[[Mapping[str, Any]], dict[str, Any]]]] = MappingProxyType(
+    {modelopt.NAME: (modelopt.CONFIG_BESIDE, modelopt.config_beside)}
 )
 
 
@@ -41,6 +46,7 @@ def layout_of(config: Mapping[str, Any], infos: Infos) -> WeightLayout:
         gptq.layout_of,
         awq.layout_of,
         fp8.layout_of,
+        modelopt.layout_of,
     )
     for reader in readers:
         found = reader(config, infos)

@@ -297,7 +297,7 @@ class Quantize:
     scheme: str = setting(
         flag="--scheme",
         verbs=("quantize",),
-        help="FP8, FP8_DYNAMIC, FP8_BLOCK, W8A8, W8A8_STATIC, W8A16, W4A8, or W6A16 to W2A16 and these _ASYM.",
+        help="FP8, FP8_DYNAMIC, FP8_BLOCK, W8A8, W8A8_STATIC, W8A16, W4A8, NVFP4, MXFP4, MXFP8, W6A16 to W2A16, these _ASYM.",
     )
     algorithm: str | None = setting(
         None,

@@ -9,17 +9,17 @@ from hypothesis import strategies as st
 
 from quantflow.artifact.safetensors_header import TensorInfo
 from quantflow.core.qtensor import QTensor, QuantizedLinear
-from quantflow.core.scheme import LinearScheme, preset, with_group_size
+from quantflow.core.scheme import LinearScheme, named, preset, with_group_size
 from quantflow.errors import InputError, UnsupportedError
 from quantflow.formats import LAYOUTS, compressed_tensors, layout_of
 from quantflow.formats.gptq import GPTQLayout
-from quantflow.formats.weight_layout import integers, named
+from quantflow.formats.weight_layout import integers
 
 INTEGERS = ("compressed-tensors", "gptq", "gptq_v2", "awq")
 
 
 def scheme(bits: int, group_size: int, *, symmetric: bool) -> LinearScheme:
-    return named(integers(bits, group_size, symmetric=symmetric, where="a test"))
+    return named(integers(bits, group_size, symmetric=symmetric, where="a test"), None, "pack-quantized")
 
 
 def linear_of(found: LinearScheme, rows: int, columns: int, *, seed: int = 0, zeros: int = 0) -> QuantizedLinear:

@@ -1,0 +1,238 @@
+"""The layout of NVIDIA's Model Optimizer, which TensorRT-LLM, vLLM and SGLang read.
+
+| `quant_algo`              | tensors of a linear called NAME                                                                |
+|---------------------------|------------------------------------------------------------------------------------------------|
+| FP8                       | NAME.weight e4m3fn [O, I], NAME.weight_scale and NAME.input_scale, float32 []                  |
+| FP8_PER_CHANNEL_PER_TOKEN | NAME.weight e4m3fn [O, I], NAME.weight_scale float32 [O]                                       |
+| MXFP8                     | NAME.weight e4m3fn [O, I], NAME.weight_scale uint8 [O, I / 32] (e8m0)                          |
+| NVFP4                     | NAME.weight uint8 [O, I / 2] (e2m1), NAME.weight_scale e4m3fn [O, I / 16],                     |
+|                           | NAME.weight_scale_2 and NAME.input_scale, float32 []                                           |
+| W4A16_NVFP4               | the same without NAME.input_scale                                                              |
+
+All of these numbers multiply: weight_scale_2 and the input_scale of NVFP4 are 1 / global_scale. A folder has one algorithm.
+config.json has it in the words of compressed-tensors, and hf_quant_config.json in those that older readers look for.
+Source: vLLM 0.32, `model_executor/layers/quantization/modelopt.py`, which loads them; Model Optimizer,
+`modelopt/torch/export/{convert_hf_config,unified_export_hf}.py`, which writes them.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantflow.core import affine, float8, microscaling
+from quantflow.core.qtensor import QTensor, QuantizedLinear
+from quantflow.core.scheme import LinearScheme, preset
+from quantflow.errors import InputError, UnsupportedError
+from quantflow.formats.weight_layout import Infos, checked, scales, tensor
+
+NAME = "modelopt"
+METHOD = "modelopt"
+CONFIG_BESIDE = "hf_quant_config.json"
+_SCHEMES: Mapping[str, LinearScheme] = {
+    "FP8": preset("FP8"),
+    "FP8_PER_CHANNEL_PER_TOKEN": preset("FP8_DYNAMIC"),
+    "MXFP8": preset("MXFP8"),
+    "NVFP4": preset("NVFP4"),
+    "W4A16_NVFP4": preset("NVFP4A16"),
+}
+_AGAIN = "download the folder again"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptLayout:
+    """The layout; which algorithm a linear has, its scheme says.
+
+    Attributes:
+        reordered: always False: there is no g_idx.
+    """
+
+    reordered: bool = False
+
+    def with_order(self) -> "ModelOptLayout":
+        """Return itself: it has no words for groups of inputs that do not stand together."""
+        return self
+
+    def why_not(self, scheme: LinearScheme, shape: tuple[int, int]) -> str | None:
+        """Return why the layout cannot hold a linear of `shape` (O, I), in a sentence; None when it can."""
+        del shape
+        if scheme.rotation is not None:
+            return f"its inputs are mixed in blocks of {scheme.rotation}, the layout has no words for it"
+        if _algorithm(scheme) is None:
+            names = ", ".join(known.name for known in _SCHEMES.values())
+            return f"scheme {scheme.name} is none of those that it has: {names}"
+        return None
+
+    def tensor_names(self, name: str, scheme: LinearScheme) -> tuple[str, ...]:
+        """Return the names of the tensors that hold the linear `name` (without `.weight`)."""
+        parts = ["weight", "weight_scale"]
+        if scheme.weights.scale_format == "e4m3":
+            parts.append("weight_scale_2")
+        if scheme.input is not None and scheme.input.measured:
+            parts.append("input_scale")
+        return tuple(f"{name}.{part}" for part in parts)
+
+    def encode(self, name: str, linear: QuantizedLinear, *, scale_dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return the tensors of a linear; see `WeightLayout.encode`.  scale_dtype: not read, the layout has its own."""
+        del scale_dtype
+        weight, scheme = linear.weight, linear.weight.scheme
+        weight.validate(name)
+        codes, scale = weight.qvalue, weight.scale.reshape(()) if scheme.granularity == "per_tensor" else weight.scale
+        parts = {"weight": codes}
+        if scheme.scale_format == "e4m3":
+            assert weight.global_scale is not None  # beside every scale in e4m3
+            second = _inverse(f"{name}.weight_scale_2", weight.global_scale)
+            local = affine.local_scales(scale, weight.global_scale)
+            _require_same(f"{name}.weight_scale", scale, float8.widen(local) * second)
+            parts |= {"weight": microscaling.pack_e2m1(codes), "weight_scale": local, "weight_scale_2": second}
+        elif scheme.scale_format == "e8m0":
+            parts["weight_scale"] = microscaling.pack_e8m0(scale)
+        else:
+            parts["weight_scale"] = scale.flatten() if scheme.granularity == "per_channel" else scale
+        if linear.input_scale is not None:
+            given = linear.input_scale
+            parts["input_scale"] = (
+                _inverse(f"{name}.input_scale", given) if scheme.scale_format == "e4m3" else given.reshape(())
+            )
+        # Linears with one input may hold one tensor for its scale; safetensors refuses tensors that share memory.
+        return {key: parts[key.removeprefix(f"{name}.")].clone() for key in self.tensor_names(name, linear.scheme)}
+
+    def decode(self, name: str, tensors: Mapping[str, Tensor], scheme: LinearScheme) -> QuantizedLinear:
+        """Return the linear; see `TensorLayout.decode`."""
+        weights, key = scheme.weights, f"{name}.weight"
+        stored = tensors.get(key)
+        if stored is None or stored.ndim != 2:
+            cause = f"{key}: {'missing' if stored is None else f'is {list(stored.shape)}'}"
+            raise InputError(f"{cause}, [out_features, in_features] is needed", _AGAIN)
+        if weights.num_bits == 4:
+            qvalue = microscaling.unpack_e2m1(tensor(tensors, key, (torch.uint8,), tuple(stored.shape)))
+        else:
+            qvalue = tensor(tensors, key, (torch.float8_e4m3fn,), tuple(stored.shape))
+        rows, columns = qvalue.shape
+        if columns % (weights.group_size or 1):
+            cause = f"{key}: {columns} input features, groups of {weights.group_size} do not divide them"
+            raise InputError(cause, "check that config.json belongs to these weights")
+        global_scale = input_scale = None
+        key, groups = f"{name}.weight_scale", (rows, columns // (weights.group_size or columns))
+        if weights.scale_format == "e4m3":
+            second = _number(tensors, f"{name}.weight_scale_2", scheme)
+            local = float8.widen(tensor(tensors, key, (torch.float8_e4m3fn,), groups))
+            scale, global_scale = local * second, 1 / second.reshape(1)
+        elif weights.scale_format == "e8m0":
+            scale = microscaling.unpack_e8m0(tensor(tensors, key, (torch.uint8,), groups))
+        elif weights.granularity == "per_tensor":
+            scale = _number(tensors, key, scheme).reshape(1, 1)
+        else:
+            scale = scales(tensors, key, (rows,), weights).reshape(rows, 1)
+        if scheme.input is not None and scheme.input.measured:
+            found = _number(tensors, f"{name}.input_scale", scheme).reshape(1)
+            input_scale = 1 / found if weights.scale_format == "e4m3" else found
+        weight = QTensor(qvalue=qvalue, scale=scale, scheme=weights, global_scale=global_scale)
+        return QuantizedLinear(weight=checked(name, weight), scheme=scheme, input_scale=input_scale)
+
+    def quantization_config(
+        self, schemes: Mapping[str, LinearScheme], *, ignore: Sequence[str], model_type: str
+    ) -> dict[str, Any]:
+        """Return the `quantization_config` of config.json; see `WeightLayout.quantization_config`."""
+        del model_type
+        first_name, first = next(iter(schemes.items()))
+        for name, scheme in schemes.items():
+            if (scheme.weights, scheme.input) != (first.weights, first.input):
+                cause = f"{name}: scheme {scheme.name}, {first_name} has {first.name}; {NAME} has one for all"
+                raise UnsupportedError(cause, "keep it as compressed-tensors, or quantize all linears alike")
+        words: dict[str, Any] = {"dynamic": False, "num_bits": first.weights.num_bits, "type": "float"}
+        if first.weights.group_size is not None:
+            words["group_size"] = first.weights.group_size
+        weights = {**words, "strategy": "channel"} if first.weights.granularity == "per_channel" else words
+        inputs = {} if first.input is None else {"input_activations": words}
+        return {
+            "quant_method": METHOD,
+            "quant_algo": _algorithm(first),
+            **({} if first.weights.group_size is None else {"group_size": first.weights.group_size}),
+            "config_groups": {"group_0": {**inputs, "weights": weights, "targets": ["Linear"]}},
+            "ignore": list(ignore),
+        }
+
+    def schemes(
+        self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]], infos: Infos
+    ) -> dict[str, LinearScheme]:
+        """Return the scheme of each quantized linear; see `WeightLayout.schemes`."""
+        words = config.get("quantization", config)
+        algorithm = str(words.get("quant_algo")).upper() if isinstance(words, Mapping) else "None"
+        scheme = _SCHEMES.get(algorithm)
+        if scheme is None:
+            raise UnsupportedError(f"config.json: quant_algo {algorithm!r}", f"use a folder of {', '.join(_SCHEMES)}")
+        if algorithm == "NVFP4" and _weights_alone(words):
+            scheme = _SCHEMES["W4A16_NVFP4"]
+        if words.get("group_size") not in (None, 0, scheme.weights.group_size):
+            cause = f"config.json: group_size {words['group_size']!r} with quant_algo {algorithm}"
+            raise UnsupportedError(cause, f"use a folder with groups of {scheme.weights.group_size}")
+        if (cache := words.get("kv_cache_scheme") or words.get("kv_cache_quant_algo")) is not None:
+            raise UnsupportedError(f"config.json: keys and values are kept as {cache!r}", "use a folder without that")
+        return {name: scheme for name in shapes if f"{name}.weight_scale" in infos}
+
+
+def _algorithm(scheme: LinearScheme) -> str | None:
+    """Return the `quant_algo` of a scheme, None where there is none."""
+    matches = ((known.weights, known.input) == (scheme.weights, scheme.input) for known in _SCHEMES.values())
+    return next((name for name, same in zip(_SCHEMES, matches, strict=True) if same), None)
+
+
+def _weights_alone(words: Mapping[str, Any]) -> bool:
+    """Return whether no group of a configuration quantizes inputs, which vLLM reads as weights alone."""
+    groups = words.get("config_groups")
+    listed = list(groups.values()) if isinstance(groups, Mapping) else []
+    return bool(listed) and all(isinstance(one, Mapping) and one.get("input_activations") is None for one in listed)
+
+
+def _number(tensors: Mapping[str, Tensor], key: str, scheme: LinearScheme) -> Tensor:
+    """Return a scale of one number, float32 [], which some write as [1].
+
+    Raises:
+        InputError: it is missing, is several numbers, or is no scale.
+    """
+    found = tensors.get(key)
+    single = {key: found.reshape(()) if found.numel() == 1 else found} if found is not None else {}
+    return scales(single, key, (), scheme.weights)
+
+
+def _inverse(key: str, value: Tensor) -> Tensor:
+    """Return 1 / value, float32 [], from which a reader has value again.
+
+    Raises:
+        UnsupportedError: it has another.
+    """
+    inverse = 1 / value.reshape(())
+    _require_same(key, value.reshape(()), 1 / inverse)
+    return inverse
+
+
+def _require_same(key: str, before: Tensor, after: Tensor) -> None:
+    """Refuse scales that the layout would change.
+
+    Raises:
+        UnsupportedError: with the first of them.
+    """
+    changed = before != after
+    if changed.any():
+        cause = (
+            f"{key}: {int(changed.sum())} of {before.numel()} scales would change, the first from "
+            f"{before[changed][0].item()!r} to {after[changed][0].item()!r}"
+        )
+        raise UnsupportedError(cause, "quantize the model here: its global scales are powers of two")
+
+
+def config_beside(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of hf_quant_config.json.  config: what `quantization_config` returned."""
+    size = {"group_size": config["group_size"]} if "group_size" in config else {}
+    words = {"quant_algo": config["quant_algo"], "kv_cache_quant_algo": None, **size, "exclude_modules": config["ignore"]}
+    producer = {"name": METHOD, "version": "quantflow"}  # older readers take the file for this name alone
+    return {"producer": producer, "quantization": words}
+
+
+def layout_of(config: Mapping[str, Any], infos: Infos) -> ModelOptLayout | None:
+    """Return the layout if a quantization_config names it; None for one of another method."""
+    del infos
+    return ModelOptLayout() if str(config.get("quant_method")).startswith(METHOD) else None
