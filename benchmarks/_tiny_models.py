@@ -88,6 +88,7 @@ OWN: dict[str, dict[str, Any]] = {  # what one type needs beside that
     "qwen4_exp": {f"text_config.{key}": value for key, value in INDEXER.items()},
     "qwen4_exp_text": INDEXER,
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), {"text_config.rope_parameters": ROTATED_IN_THREE}),
+    "xlstm": {"qk_dim_factor": 1.0},
     "xmod": {"default_language": "en_XX"},
     "zamba": {
         "num_hidden_layers": 3,  # the second shares its attention with the third

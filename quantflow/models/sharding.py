@@ -96,9 +96,9 @@ def placements(
     linears = {name.removesuffix(WEIGHT): list(shape) for name, shape in shapes.items() if _is_linear(name, shape)}
     attentions = {name.rpartition(".")[0] for name in linears if name.rpartition(".")[2] in _KEYS}
     uneven = bool(getattr(config, "is_heterogeneous", False))  # its layers have heads of different sizes
-    if tp == 1 and config.model_type not in FAMILIES:  # or heads that hold a gate too
+    if not uneven and tp == 1 and config.model_type not in FAMILIES:  # or heads that hold a gate too
         inside = {name: shape for name, shape in linears.items() if name.rpartition(".")[0] in attentions}
-        uneven |= not all(_by_heads(name, shape, config) for name, shape in inside.items())
+        uneven = not all(_by_heads(name, shape, config) for name, shape in inside.items())
     if tp == 1 and (whole_model is not config or uneven):  # the plan speaks of what lies beside the language model too
         plan = {}
     if not plan and tp > 1:

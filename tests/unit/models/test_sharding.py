@@ -5,6 +5,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    Gemma4TextConfig,
     GPTNeoXConfig,
     LlamaConfig,
     MistralConfig,
@@ -213,6 +214,16 @@ def test_heads_that_hold_their_gate_too_are_whole_on_one_card_and_refused_on_two
     assert found["model.layers.1.self_attn"]["full_shape"] == [4, 16]
     with pytest.raises(InputError, match=r"q_proj: 256 rows, config.json has num_attention_heads=8 of 16 rows each"):
         placements(config, shapes, tp=2, rank=0)
+
+
+def test_layers_of_several_head_sizes_are_whole_on_one_card():
+    kinds = ["sliding_attention", "full_attention"]
+    config = Gemma4TextConfig(**SIZES, num_key_value_heads=4, head_dim=16, global_head_dim=32, layer_types=kinds)
+    shapes = {name: shape for name, shape in shapes_of(config).items() if len(shape) == 2}
+    found = placements(config, shapes, tp=1, rank=0)
+    heads = [found[f"model.layers.{layer}.self_attn"]["full_shape"] for layer in (0, 1)]
+    assert heads == [[4, 16], [4, 32]]
+    assert not any("plan" in one for one in found.values())
 
 
 def test_experts_are_cut_over_the_cards_as_the_stacked_tensors_are():
