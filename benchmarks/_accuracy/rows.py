@@ -66,6 +66,8 @@ INPUTS = {
     "FP8": ("rtn", "gptq", "best"),
     "FP8_DYNAMIC": ("rtn", "rtn_mse", "gptq", "best"),
 }
+# The formats of 4 bits that hardware multiplies, weights alone and inputs too.
+FLOAT4 = {name: ("rtn", "gptq", "best") for name in ("NVFP4A16", "MXFP4A16", "NVFP4", "MXFP4")}
 LLAMA_CPP = ("Q8_0", "Q6_K", "Q5_K_M", "Q5_K_S", "Q4_K_M", "Q4_K_S", "Q4_1", "Q4_0", "IQ4_NL", "IQ4_XS")
 LLAMA_CPP += ("Q3_K_L", "Q3_K_M", "Q3_K_S", "IQ3_M", "IQ3_S", "Q2_K")  # smaller ones want an importance matrix
 ITERATIONS = {"AutoRound": 200, "AutoRound 50 iterations": 50}  # the first is its default
@@ -142,7 +144,7 @@ def _ours(place: Place) -> Iterator[Row]:
             yield _our_row(place, algorithm, name=scheme.name, scheme=scheme.preset, options=options)
         for name, target in MIXED.items() if mixes else ():
             yield _our_row(place, algorithm, name=name, scheme=LOWER.preset, target=target)
-        for name, algorithms in place.inputs.items():
+        for name, algorithms in {**place.inputs, **FLOAT4}.items():
             if algorithm in algorithms:
                 yield _our_row(place, algorithm, name=name, scheme=name.split()[0])
 
@@ -189,6 +191,8 @@ def _llm_compressor(place: Place) -> Iterator[Row]:
         yield row(program, "W8A8", algorithm=program.lower(), scheme="W8A8")
         if "W4A8 g128" in place.inputs:
             yield row(program, "W4A8 g128", algorithm=program.lower(), scheme="W4A8")
+        for name in FLOAT4:
+            yield row(program, name, algorithm=program.lower(), scheme=name)
     yield row("RTN", "FP8", algorithm="rtn", scheme="FP8")
     yield row("RTN", "FP8_DYNAMIC", algorithm="rtn", scheme="FP8_DYNAMIC")
 
@@ -203,6 +207,9 @@ def _autoround(place: Place) -> Iterator[Row]:
     for program, iterations in ITERATIONS.items():
         for scheme in place.weights:
             yield _peer(place, "autoround", program, scheme.name, {**scheme.settings, "iterations": iterations})
+        for name in FLOAT4:
+            settings = {"scheme": name.removesuffix("A16"), "act_bits": 16 if name.endswith("A16") else 4}
+            yield _peer(place, "autoround", program, name, {**settings, "iterations": iterations})
 
 
 def _others(place: Place) -> Iterator[Row]:

@@ -27,7 +27,7 @@ from quantflow.models.load import Source, load_model, open_source
 from quantflow.models.names import NameMap
 from quantflow.runtime.artifact import open_artifact
 
-NOT_WEIGHTS = ("weight_shape", "input_scale", "input_zero_point")
+NOT_WEIGHTS = ("weight_shape", "input_scale", "input_global_scale", "input_zero_point")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -93,7 +93,7 @@ def of_peer(folder: Path) -> Candidate:
         scheme = TensorScheme(**report["input"])
         static = {name: torch.tensor([scale]) for name, scale in report["scales"].items()}
         inputs = {name: Input(scheme=scheme, scale=static.get(name)) for name in weights}
-        if not scheme.dynamic and static.keys() != weights.keys():
+        if scheme.measured and static.keys() != weights.keys():
             raise Failed(f"{folder}: static inputs, {len(static)} scales of {len(weights)} linears")
     return Candidate(weights=weights, changed=tensors, inputs=inputs, stored=report["bytes"])
 

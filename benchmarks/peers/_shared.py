@@ -148,6 +148,27 @@ def arrays(tensors: Mapping[str, Any]) -> dict[str, Array]:
     return {name: (tensor.float() if tensor.is_floating_point() else tensor).numpy() for name, tensor in tensors.items()}
 
 
+def microscaled_weight(parts: Mapping[str, Array]) -> Array:
+    """Return a weight of e2m1 or e4m3 with scales of groups, [O, I] float32, as compressed-tensors stores it.
+
+    Args:
+        parts: weight_packed [O, I / 2] uint8 (e2m1) or weight [O, I] float32, its values; weight_scale [O, G], uint8 (e8m0) or
+            float32; weight_global_scale [1], which divides it, where there is one.
+    """
+    if "weight_packed" in parts:
+        packed = parts["weight_packed"]
+        codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), -1)  # [O, I]
+        magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=np.float32)[codes & 7]
+        value = np.where(codes & 8, -magnitudes, magnitudes)
+    else:
+        value = parts["weight"]
+    scale = parts["weight_scale"]
+    scale = np.ldexp(np.float32(1), scale.astype(np.int32) - 127) if scale.dtype == np.uint8 else scale
+    if "weight_global_scale" in parts:
+        scale = scale / parts["weight_global_scale"]
+    return value * np.repeat(scale, value.shape[1] // scale.shape[1], axis=1)
+
+
 def stored_bytes(tensors: Mapping[str, Any], name: str) -> int:
     """Return the bytes of a linear in GPTQ's or AWQ's layout as saved, torch's tensors, without the order of its columns."""
     return sum(int(tensors[f"{name}.{part}"].nbytes) for part in ("qweight", "qzeros", "scales"))

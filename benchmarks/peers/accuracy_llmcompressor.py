@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _shared import Report, Saved, main
+from _shared import Report, Saved, main, microscaled_weight
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from datasets import Dataset
@@ -26,8 +26,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-PARTS = ("weight_packed", "weight", "weight_scale", "weight_zero_point")
+PARTS = ("weight_packed", "weight", "weight_scale", "weight_zero_point", "weight_global_scale")
 GRANULARITY = {"token": "per_token", "tensor": "per_tensor"}
+GROUPS = {"group": "e8m0", "tensor_group": "e4m3"}  # strategies of inputs with scales in such codes
 NEOX = (("re:.*input_layernorm", ["re:.*query_key_value"]), ("re:.*post_attention_layernorm", ["re:.*dense_h_to_4h"]))
 
 
@@ -90,15 +91,22 @@ def dequantize(model: Path, folder: Path, _settings: dict[str, Any]) -> Saved:
     inputs, scales = config["input_activations"], {}
     if inputs is not None:
         kind = "float" if inputs["type"] == "float" else "int"
-        granularity, dynamic = GRANULARITY[inputs["strategy"]], bool(inputs["dynamic"])
-        if not dynamic:
-            scales = {name: tensors[f"{name}.input_scale"].float().item() for name in names}
-        inputs = {"kind": kind, "num_bits": inputs["num_bits"], "granularity": granularity, "dynamic": dynamic}
+        granularity, dynamic = GRANULARITY.get(inputs["strategy"], "per_group"), bool(inputs["dynamic"])
+        part = "input_scale" if granularity != "per_group" else "input_global_scale"
+        scales = {name: tensors[f"{name}.{part}"].float().item() for name in names if f"{name}.{part}" in tensors}
+        words = {"kind": kind, "num_bits": inputs["num_bits"], "granularity": granularity, "dynamic": dynamic}
+        if granularity == "per_group":
+            flavour = "e2m1" if inputs["num_bits"] == 4 else "e4m3fn"
+            words |= {"group_size": inputs["group_size"], "float8": flavour, "scale_format": GROUPS[inputs["strategy"]]}
+        inputs = words
     return Saved(weights=weights, stored=stored, changed=changed, input=inputs, scales=scales)
 
 
 def weight_of(parts: dict[str, Tensor], shape: torch.Size, bits: int) -> Tensor:
     """Return scale * (qvalue - zero_point) in float32, [O, I]."""
+    if parts["weight_scale"].dtype in (torch.uint8, torch.float8_e4m3fn):
+        whole = {name: part if part.dtype == torch.uint8 else part.float() for name, part in parts.items()}
+        return torch.from_numpy(microscaled_weight({name: part.numpy() for name, part in whole.items()}))
     scale, zero_point = parts["weight_scale"].float(), parts.get("weight_zero_point")
     value = unpack_from_int32(parts["weight_packed"], bits, shape) if "weight_packed" in parts else parts["weight"]
     scale = scale.reshape(1, 1) if scale.numel() == 1 else scale
