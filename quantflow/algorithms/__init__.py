@@ -127,7 +127,7 @@ class Combination:
     falls from 0.02365 to 0.01827 in 32 steps of 8, 0.01868 in 32 of 4, 0.01927 in 32 of 2 and 0.01991 in 16 of 4.
 
     Attributes:
-        rounding: the algorithm of integers of less than 8 bits.
+        rounding: the algorithm of weights of less than 8 bits.
         searches: whether it searches how far to smooth where neither scheme nor recipe names a transform.
         steps: of `tune` afterwards, where integers of less than 8 bits are the weights' and inputs stay as they are.
         sequences: of each step.
@@ -163,4 +163,4 @@ def supports_of(name: str) -> Supports:
 
 
 def _few_bits(weights: TensorScheme) -> bool:
-    return weights.kind == "int" and weights.num_bits < 8
+    return weights.num_bits < 8

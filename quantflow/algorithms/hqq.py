@@ -45,7 +45,9 @@ NEEDS: tuple[str, ...] = ()
 BY_ROW: bool = True
 VERSION: int = 1
 TO_NEAREST: bool = False
-SUPPORTS = Supports(float8=integers_only(NAME), shared_scale=SHARED_SCALE, block_scales=BLOCK_SCALES)
+SUPPORTS = Supports(
+    float8=integers_only(NAME), float4=integers_only(NAME, "float4"), shared_scale=SHARED_SCALE, block_scales=BLOCK_SCALES
+)
 
 # Constants, since they are part of the result. With beta = 1 every e below a step is zero, which is least squares for all
 # weights alike; with 6.7, at the end, errors above 0.22 of a step count in part.

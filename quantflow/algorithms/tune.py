@@ -35,6 +35,7 @@ _LEAVE_OUT = "leave `tune` out, or give `--tune 0`"
 _OTHER_WEIGHTS = Refusal(why="; it tunes scales per channel or group of integer weights, inputs as they are", remedy=_LEAVE_OUT)
 SUPPORTS = Supports(
     float8=_OTHER_WEIGHTS,
+    float4=_OTHER_WEIGHTS,
     shared_scale=_OTHER_WEIGHTS,
     quantized_inputs=_OTHER_WEIGHTS,
     rotations=Refusal(why="; it runs the layers of the model as it is", remedy=_LEAVE_OUT),

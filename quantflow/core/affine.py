@@ -113,14 +113,22 @@ def stored(scale: Tensor, dtype: torch.dtype) -> Tensor:
     return scale.abs().to(dtype).float().clamp_min(smallest).copysign(scale)
 
 
-def stored_scale(scale: Tensor, scheme: TensorScheme, dtype: torch.dtype) -> Tensor:
+def stored_scale(scale: Tensor, scheme: TensorScheme, dtype: torch.dtype, *, global_scale: Tensor | None = None) -> Tensor:
     """Return the scales of a weight as they read back: `stored` in the layout's dtype, or such as a block can have.
 
     Args:
         scale: [O, G] float32; whole rows, since the scales of a block depend on each other.
-        scheme: of the weight.
+        scheme: of the weight; with scale_format e8m0 the nearest powers of two are returned.
         dtype: in which the layout stores scales.
+        global_scale: [1], beside scales in e4m3.
     """
+    if scheme.scale_format == "e8m0":
+        mantissa, exponent = torch.frexp(scale)  # of [0.5, 1)
+        exponent = (exponent - (mantissa < math.sqrt(0.5)).int()).clamp(-127, 127)
+        return torch.ldexp(torch.ones_like(scale), exponent).where(scale.isfinite(), scale)
+    if scheme.scale_format == "e4m3":
+        assert global_scale is not None  # every grid of such a scheme has it
+        return float8.widen(local_scales(scale, global_scale)) / global_scale
     return stored(scale, dtype) if scheme.block is None else blocks.stored(scale, scheme.block)
 
 

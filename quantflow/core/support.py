@@ -37,6 +37,7 @@ class Supports:
 
     Attributes:
         float8: weights in float8.
+        float4: weights in float4.
         shared_scale: weights whose rows all share one scale.
         block_scales: weights of a type of llama.cpp's whose scales depend on each other, or that has minima.
         quantized_inputs: schemes that quantize inputs as well as weights.
@@ -51,6 +52,7 @@ class Supports:
     """
 
     float8: Refusal | None = None
+    float4: Refusal | None = None
     shared_scale: Refusal | None = None
     block_scales: Refusal | None = None
     quantized_inputs: Refusal | None = None
@@ -66,8 +68,9 @@ class Supports:
     def scheme(self, scheme: LinearScheme) -> Refusal | None:
         """Return why the method does not go with a scheme, None where it does."""
         weights = scheme.weights
-        if weights.kind == "float" and self.float8 is not None:
-            return self.float8
+        refusal = self.float4 if weights.num_bits == 4 else self.float8
+        if weights.kind == "float" and refusal is not None:
+            return refusal
         if weights.granularity == "per_tensor" and self.shared_scale is not None:
             return self.shared_scale
         if weights.block is not None and weights.block.dependent and self.block_scales is not None:
@@ -84,9 +87,9 @@ SHARED_SCALE = Refusal(
 BLOCK_SCALES = Refusal(why=", whose scales or minima are those of a block", remedy="use {others}")
 
 
-def integers_only(method: str) -> Refusal:
-    """Return why a method that chooses integers does not go with float8."""
-    return Refusal(remedy=f"{method} chooses integers; use {{others}} for float8")
+def integers_only(method: str, kind: str = "float8") -> Refusal:
+    """Return why a method that chooses integers does not go with a kind of floats."""
+    return Refusal(remedy=f"{method} chooses integers; use {{others}} for {kind}")
 
 
 AS_MEASURED = Refusal(remedy="sensitivities are those of the weights as they are: leave transforms out")

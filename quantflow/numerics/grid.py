@@ -21,7 +21,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from quantflow.core import affine, float8, groups
+from quantflow.core import affine, groups
 from quantflow.core.parallel import SEQUENTIAL, Workers
 from quantflow.core.scheme import Kind, LinearScheme, TensorScheme
 from quantflow.errors import InputError
@@ -235,13 +235,9 @@ def _grid(
 ) -> Grid:
     amax = torch.maximum(high, -low)
     zero_groups = int((amax == 0).sum())
-    if global_scale is not None:
-        local = affine.local_scales(affine.scale_from_amax(amax, scheme), global_scale)
-        scale = float8.widen(local) / global_scale
-        return Grid(scale=scale, zero_point=None, zero_groups=zero_groups, global_scale=global_scale)
     if scheme.symmetric:
-        scale = affine.stored_scale(affine.scale_from_amax(amax, scheme), scheme, scale_dtype)
-        return Grid(scale=scale, zero_point=None, zero_groups=zero_groups)
+        scale = affine.stored_scale(affine.scale_from_amax(amax, scheme), scheme, scale_dtype, global_scale=global_scale)
+        return Grid(scale=scale, zero_point=None, zero_groups=zero_groups, global_scale=global_scale)
     scale, _ = affine.scale_and_zero_point_from_range(low, high, scheme)
     scale = affine.stored_scale(scale, scheme, scale_dtype)
     # The zero_point follows the scale that a loader will see, not the one before its rounding.

@@ -40,6 +40,7 @@ NAME: str = "signround"
 VERSION: int = 1
 SUPPORTS = Supports(
     float8=integers_only(NAME),
+    float4=integers_only(NAME, "float4"),
     shared_scale=SHARED_SCALE,
     block_scales=BLOCK_SCALES,
     mixed_inputs=Refusal(remedy=f"leave {NAME} out, or write down: false"),

@@ -32,13 +32,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from quantflow.algorithms.yaqa import descent, wavefront
+from quantflow.algorithms.yaqa import descent, points, wavefront
 from quantflow.algorithms.yaqa.descent import Problem, Side, apart, descend_, loss_of, of_rows, rescaled
 from quantflow.core.parallel import SEQUENTIAL, Workers
 from quantflow.core.qtensor import QTensor
 from quantflow.core.result import JSON, GroupResult
 from quantflow.core.scheme import LinearScheme
-from quantflow.core.support import SHARED_SCALE, Refusal, Supports, integers_only
+from quantflow.core.support import SHARED_SCALE, Refusal, Supports
 from quantflow.errors import SchemeError, StatisticsError
 from quantflow.numerics import output_blocks, output_errors
 from quantflow.numerics.cholesky import mirror_
@@ -54,7 +54,7 @@ BY_ROW: bool = False
 VERSION: int = 3
 TO_NEAREST: bool = False
 SUPPORTS = Supports(
-    float8=integers_only(NAME),
+    float8=Refusal(remedy=f"{NAME} chooses between few points; use {{others}} for float8"),
     shared_scale=SHARED_SCALE,
     rotations=Refusal(remedy="gradients are those by the outputs as they are: leave it out, or use gptq"),
     mixtures=Refusal(
@@ -102,7 +102,7 @@ def quantize_group(
 
     Args:
         weights: name -> [O, I], any float dtype; not modified.
-        scheme: its `weights` are int, per channel or per group.
+        scheme: its `weights` are int or e2m1, per channel or per group.
         statistics: `hessian_sum` [I, I], the sum of x^T x over the group's input rows, and `count` [], how many rows; and for
             every weight `<name>|gradient_sum` [O, W], the sum of g^T g over the gradients of the loss by its output, in blocks.
         scale_dtype: the dtype in which the layout stores scales.
@@ -115,12 +115,12 @@ def quantize_group(
         `loss` (tr(G E H E^T) after the first step and in the end, over tr(G W H W^T)).
 
     Raises:
-        SchemeError: the scheme's weights are not int or share one scale, or group_size does not divide in_features.
+        SchemeError: the scheme's weights are float8 or share one scale, or group_size does not divide in_features.
         InputError: a weight is empty or holds NaN or Inf.
         StatisticsError: a statistic is missing, has another shape, is not finite, or is no sum of x^T x.
     """
     del in_place
-    if scheme.weights.kind != "int":
+    if not points.known(scheme.weights):
         raise SchemeError(f"scheme {scheme.name}: yaqa with kind={scheme.weights.kind!r}", "use rtn for float8")
     if scheme.weights.granularity == "per_tensor":
         raise SchemeError(f"scheme {scheme.name}: yaqa with one scale per tensor", "use gptq, or a scale per channel or group")
@@ -134,6 +134,8 @@ def quantize_group(
     grids = weight_grids(
         weights, scheme.weights, scale_dtype=scale_dtype, importance=importance, either_sign=sign, workers=workers
     )
+    size = points.unit(scheme.weights)
+    in_points = {name: replace(grid, scale=grid.scale / size) for name, grid in grids.items()}
     columns = feedback_of(hessian_sum, name=next(iter(weights)), workers=workers)
     mirror_(columns.lower.T)
     inputs = Side(matrix=hessian_sum.float(), damping=columns.damping)
@@ -146,7 +148,7 @@ def quantize_group(
         rows = feedback_of(sums, name=name, statistic=GRADIENT_SUM.name, dampings=_GRADIENT_DAMPINGS, order=torch.cat(parts))
         problem = Problem(
             weight=weights[name][block],
-            grid=of_rows(grids[name], members),
+            grid=of_rows(in_points[name], members),
             scheme=scheme.weights,
             scale_dtype=scale_dtype,
             outputs=Side(matrix=sums, damping=rows.damping),
@@ -238,9 +240,10 @@ def _joined(found: Sequence[_Found], scheme: LinearScheme, grid: Grid, *, told: 
     }
     zero_points = [part.zero_point for part in found if part.zero_point is not None]
     weight = QTensor(
-        qvalue=torch.cat([part.qvalue for part in found]),
-        scale=torch.cat([part.scale for part in found]),
+        qvalue=points.qvalues(torch.cat([part.qvalue for part in found]), scheme.weights),
+        scale=torch.cat([part.scale for part in found]) * points.unit(scheme.weights),
         zero_point=torch.cat(zero_points) if zero_points else None,
         scheme=scheme.weights,
+        global_scale=grid.global_scale,
     )
     return GroupResult(weight=weight, decisions={**told, **decisions})

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quantflow.algorithms.yaqa.points import nearest_, unit
 from quantflow.core import affine, groups
 from quantflow.core.scheme import TensorScheme
 from quantflow.numerics.feedback import per_row
@@ -44,8 +45,8 @@ class Problem:
 
     Attributes:
         weight: [O, I], any float dtype.
-        grid: its scales and zero points, one scale or more for each row.
-        scheme: int.
+        grid: the scales of its points and zero points, one scale or more for each row.
+        scheme: of points that are known (quantflow/algorithms/yaqa/points.py), which qvalues here are.
         scale_dtype: the dtype in which the layout stores scales.
         outputs: G.
         inputs: H.
@@ -81,7 +82,7 @@ def apart(rows: int, length: int) -> list[Tensor]:
 def of_rows(grid: Grid, members: Tensor) -> Grid:
     """Return the grid of some rows.  members: [R] int64."""
     zero_point = None if grid.zero_point is None else grid.zero_point[members]
-    return Grid(scale=grid.scale[members], zero_point=zero_point, zero_groups=0)
+    return Grid(scale=grid.scale[members], zero_point=zero_point, zero_groups=0, global_scale=grid.global_scale)
 
 
 def errors_of(problem: Problem, qvalue: Tensor, members: Tensor) -> Tensor:
@@ -131,7 +132,7 @@ def rescaled(problem: Problem, qvalue: Tensor) -> Problem:
         moved = scale[rows] + torch.linalg.solve(_moments(problem.inputs, split), wanted)
         growth = moved / scale[rows]
         fits = (growth > 1 / _FARTHEST) & (growth < _FARTHEST)
-        new = affine.stored_scale(torch.where(fits, moved, scale[rows]), problem.scheme, problem.scale_dtype)
+        new = _stored(torch.where(fits, moved, scale[rows]), problem)
         change = points * groups.expand(new - scale[rows], points.shape[1])
         if zero_point is not None and problem.scheme.minima:  # they move with their scales, and are stored
             new_zero = affine.moved_zero_point(zero_point[rows], new, problem.scheme)
@@ -143,6 +144,12 @@ def rescaled(problem: Problem, qvalue: Tensor) -> Problem:
             if zero_point is not None and problem.scheme.minima:
                 zero_point[rows] = new_zero
     return replace(problem, grid=replace(problem.grid, scale=scale, zero_point=zero_point))
+
+
+def _stored(scale: Tensor, problem: Problem) -> Tensor:
+    """Return the scales of points as their layout stores them, [R, G]."""
+    size, global_scale = unit(problem.scheme), problem.grid.global_scale
+    return affine.stored_scale(scale * size, problem.scheme, problem.scale_dtype, global_scale=global_scale) / size
 
 
 def _moments(inputs: Side, split: Tensor) -> Tensor:
@@ -230,17 +237,15 @@ def _move_column_(
         change: [R], what is added to the rounded weights, likewise.
         coupling: [R, R].
         curve: of the column.
-        scheme: int.
+        scheme: of the weight.
     """
     curvature = coupling.diagonal() * scale * np.float32(curve)  # of a step
-    lowest, highest, moved = np.float32(scheme.qmin), np.float32(scheme.qmax), False
+    moved = False
     with np.errstate(all="ignore"):  # what is too small to move divides by zero, and gains nothing
         for _ in range(len(at)):
             steps = left / curvature
             steps += at
-            np.rint(steps, out=steps)
-            np.maximum(steps, lowest, out=steps)
-            np.minimum(steps, highest, out=steps)
+            nearest_(steps, scheme)
             steps -= at
             gains = left + left
             gains -= steps * curvature

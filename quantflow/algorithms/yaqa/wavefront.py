@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quantflow.core import affine
+from quantflow.algorithms.yaqa.points import round_
 from quantflow.core.scheme import TensorScheme
 from quantflow.numerics.feedback import Feedback
 from quantflow.numerics.grid import Grid
@@ -46,15 +46,15 @@ def round_rows(
 
     Args:
         weight: [O, I], any float dtype.
-        grid: its scales and zero points, one or more for each row.
-        scheme: int.
+        grid: the scales of its points and zero points, one or more for each row.
+        scheme: of the weight.
         rows: of the outputs, in the order of `parts`; its factor is overwritten.
         parts: the rows in blocks, int64 each, from the last to be rounded to the first; in a block none makes up for another.
         columns: of the inputs, with what is below its factor's diagonal above it too (`mirror_`): there a column's part is
             contiguous.
 
     Returns:
-        The qvalues, [O, I] int8.
+        The points (quantflow/algorithms/yaqa/points.py), [O, I] int8.
     """
     wave = _Wave(weight, grid, scheme=scheme, rows=rows, parts=parts, columns=columns)
     down, across = len(wave.down), len(wave.across)
@@ -122,7 +122,7 @@ class _Wave:
         for i in range(_COLUMNS - 1, -1, -1):
             torch.div(target[i], scales[i], out=points[i])
             zero_point = None if zero_points is None else zero_points[i]
-            affine.round_(points[i], zero_point, self._scheme)
+            round_(points[i], zero_point, self._scheme)
             step = points[i] if zero_point is None else points[i] - zero_point
             wanted[i] -= step * scales[i]
             target[:i].addcmul_(reach[i, :i], wanted[i])

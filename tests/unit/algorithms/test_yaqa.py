@@ -26,6 +26,8 @@ W4_G32 = with_group_size(preset("W4A16"), 32)
 W3_G32_ASYM = with_group_size(preset("W3A16_ASYM"), 32)
 SCHEMES = [W4_CHANNEL, W4_G32, W3_G32_ASYM]
 IDS = ["int4-channel", "int4-g32", "int3-g32-asym"]
+FLOAT4 = [preset("NVFP4A16"), preset("MXFP4A16")]
+FLOAT4_IDS = ["nvfp4", "mxfp4"]
 
 
 def random(*shape, seed=0):
@@ -217,7 +219,27 @@ def test_no_single_step_makes_the_descended_weight_better(monkeypatch, scheme):
         assert gain[inside].max() < 1e-5 * loss_of(errors, statistics)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES, ids=IDS)
+@pytest.mark.parametrize("scheme", FLOAT4, ids=FLOAT4_IDS)
+def test_no_neighbour_among_the_values_of_e2m1_makes_the_descended_weight_better(monkeypatch, scheme):
+    monkeypatch.setattr(yaqa, "_SWEEPS", 50)
+    weight, statistics = random(10, 32, seed=3), statistics_of(10, 32, seed=3)
+    result = run(weight, scheme, statistics)
+    result.weight.validate("w")
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+    values = torch.cat([-values[1:].flip(0), values])  # ascending
+    outputs, inputs = sides(statistics)
+    scale, _ = grid_of(result)
+    errors = (weight - result.weight.dequantize()).double()
+    gradient, curvature = 2 * outputs @ errors @ inputs, torch.outer(outputs.diagonal(), inputs.diagonal())
+    place = torch.searchsorted(values, result.weight.qvalue.double())
+    assert torch.equal(values[place], result.weight.qvalue.double())
+    for neighbour in (-1, 1):
+        step = values[(place + neighbour).clamp(0, len(values) - 1)] - values[place]  # 0 at the ends, which gains nothing
+        gain = step * scale * gradient - (step * scale) ** 2 * curvature
+        assert gain.max() < 1e-5 * loss_of(errors, statistics)
+
+
+@pytest.mark.parametrize("scheme", [*SCHEMES, *FLOAT4], ids=[*IDS, *FLOAT4_IDS])
 def test_what_is_recorded_is_the_loss_and_descent_never_makes_it_larger(scheme):
     weight, statistics = random(40, 64, seed=1), statistics_of(40, 64, seed=1)
     result = run(weight, scheme, statistics)
@@ -227,7 +249,7 @@ def test_what_is_recorded_is_the_loss_and_descent_never_makes_it_larger(scheme):
     assert result.decisions["moved"] > 0 and result.decisions["sweeps"] in (1, 2)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES, ids=IDS)
+@pytest.mark.parametrize("scheme", [*SCHEMES, *FLOAT4], ids=[*IDS, *FLOAT4_IDS])
 def test_the_models_error_gets_smaller_and_that_of_the_outputs_larger(scheme):  # why it exists
     weight, statistics = random(64, 64, seed=2), statistics_of(64, 64, seed=2)
     ours = weight - run(weight, scheme, statistics).weight.dequantize()
@@ -238,7 +260,7 @@ def test_the_models_error_gets_smaller_and_that_of_the_outputs_larger(scheme):  
     assert (ours @ hessian @ ours.T).trace() > (theirs @ hessian @ theirs.T).trace()
 
 
-@pytest.mark.parametrize("scheme", SCHEMES, ids=IDS)
+@pytest.mark.parametrize("scheme", [*SCHEMES, *FLOAT4], ids=[*IDS, *FLOAT4_IDS])
 def test_outputs_that_are_alike_are_rounded_as_gptq_rounds_them(monkeypatch, scheme):
     monkeypatch.setattr(yaqa, "_SWEEPS", 0)
     weight, statistics = random(20, 64, seed=4), statistics_of(20, 64, seed=4)

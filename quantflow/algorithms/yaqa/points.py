@@ -1,0 +1,61 @@
+"""The points that a weight is rounded to, as small integers: of integers they are the qvalues, of e2m1 twice the values.
+
+The halves of e2m1 are 0, 1, 2, 3, 4, 6, 8, 12 and their negatives; the scale of a half is half the scale. Both steps of YAQA
+work with int8 and with steps between points, which of e2m1 are wider further out.
+"""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quantflow.core import affine
+from quantflow.core.qtensor import qvalue_dtype
+from quantflow.core.scheme import FLOAT4, TensorScheme
+
+_HALVES = 2
+
+
+def known(scheme: TensorScheme) -> bool:
+    """Return whether the points of a scheme are small integers."""
+    return scheme.kind == "int" or scheme.float8 == FLOAT4
+
+
+def unit(scheme: TensorScheme) -> int:
+    """Return the integer that stands for a qvalue of 1."""
+    return 1 if scheme.kind == "int" else _HALVES
+
+
+def round_(scaled: Tensor, zero_point: Tensor | None, scheme: TensorScheme) -> Tensor:
+    """Replace x / scale by the nearest point, as a float32; return it.
+
+    Args:
+        scaled: x / scale, the scale being that of an integer here.
+        zero_point: as of `affine.round_`.
+        scheme: of the weight.
+    """
+    if scheme.kind == "int":
+        return affine.round_(scaled, zero_point, scheme)
+    return affine.round_(scaled.div_(_HALVES), None, scheme).mul_(_HALVES)
+
+
+def nearest_(values: NDArray[np.float32], scheme: TensorScheme) -> None:
+    """Replace values by their nearest points, as `round_` does but for ties."""
+    if scheme.kind == "int":
+        np.rint(values, out=values)
+        np.maximum(values, np.float32(scheme.qmin), out=values)
+        np.minimum(values, np.float32(scheme.qmax), out=values)
+        return
+    size = np.abs(values)
+    step = np.where(size > 8, np.float32(4), np.where(size > 4, np.float32(2), np.float32(1)))
+    values /= step
+    np.rint(values, out=values)
+    values *= step
+    np.clip(values, -12, 12, out=values)
+
+
+def qvalues(points: Tensor, scheme: TensorScheme) -> Tensor:
+    """Return the qvalues of points, in the scheme's dtype.  points: int8, any shape."""
+    if scheme.kind == "int":
+        return points
+    return (points.to(torch.float32) / _HALVES).to(qvalue_dtype(scheme))
