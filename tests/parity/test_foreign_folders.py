@@ -15,6 +15,8 @@ from safetensors.torch import load_file
 
 from quantflow.runtime.artifact import open_folder
 from quantflow.runtime.load import load
+from quantflow.stages.cli import cli
+from quantflow.stages.cli.output import exit_code
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "tiny-llama"
 SETTINGS = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
@@ -29,7 +31,12 @@ LLM_COMPRESSOR = {
     "FP8_DYNAMIC": False,
     "W8A8": False,
     "W4A8": False,
+    "NVFP4": False,
+    "NVFP4A16": False,
+    "MXFP4": False,
+    "MXFP8": False,
 }
+MICROSCALED = tuple(name for name in LLM_COMPRESSOR if name.startswith(("NV", "MX")))
 COMPRESS = """
 import sys
 import torch
@@ -44,18 +51,36 @@ model, output, prompt, *schemes = sys.argv[1:]
 rows = [{"input_ids": list(range(5 + i, 69 + i)), "attention_mask": [1] * 64} for i in range(8)]
 for scheme in schemes:
     loaded, tokenizer = AutoModelForCausalLM.from_pretrained(model, dtype="auto"), AutoTokenizer.from_pretrained(model)
-    kind = GPTQModifier if scheme == "W4A16" else QuantizationModifier
+    kind = GPTQModifier if scheme in ("W4A16", "NVFP4A16") else QuantizationModifier
     recipe = [kind(targets="Linear", ignore=["lm_head"], scheme=scheme)]
     told = {"num_calibration_samples": 8, "max_seq_length": 64, "shuffle_calibration_samples": False}
     oneshot(model=loaded, tokenizer=tokenizer, dataset=Dataset.from_list(rows), recipe=recipe, **told)
     loaded.save_pretrained(f"{output}/{scheme}", save_compressed=True)
     tokenizer.save_pretrained(f"{output}/{scheme}")
-    again = AutoModelForCausalLM.from_pretrained(f"{output}/{scheme}", dtype=torch.float32)
+    made = torch.bfloat16 if scheme.startswith(("NV", "MX")) else torch.float32  # of those it makes bfloat16 in any model
+    again = AutoModelForCausalLM.from_pretrained(f"{output}/{scheme}", dtype=made)
     with torch.no_grad():
         logits = again(torch.tensor([eval(prompt)])).logits
     linears = {name: part for name, part in again.named_modules() if isinstance(part, torch.nn.Linear) and name != "lm_head"}
     weights = {f"{name}.weight": part.weight.detach().float().contiguous().clone() for name, part in linears.items()}
     save_file({**weights, "logits": logits.contiguous()}, f"{output}/{scheme}.safetensors")
+"""
+LOAD = """
+import sys
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+prompt, *folders = sys.argv[1:]
+for folder in folders:
+    model, report = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, output_loading_info=True)
+    assert not any(report.values()), report
+    with torch.no_grad():
+        assert model(torch.tensor([eval(prompt)])).logits.isfinite().all()  # the first forward pass makes the weights
+    linears = {name: part for name, part in model.named_modules() if isinstance(part, torch.nn.Linear) and name != "lm_head"}
+    found = {f"{name}.weight": part.weight.detach().float().contiguous().clone() for name, part in linears.items()}
+    scales = {f"{name}.input_global_scale": getattr(part, "input_global_scale", None) for name, part in linears.items()}
+    save_file({**found, **{name: one.detach() for name, one in scales.items() if one is not None}}, f"{folder}.safetensors")
 """
 ROUND = """
 import sys
@@ -117,11 +142,29 @@ def test_a_folder_of_llm_compressor_runs_with_its_values(compressed, scheme):
     artifact = open_folder(compressed / scheme, backend="reference")
     assert {f"{name}.weight" for name in artifact.linears} == theirs.keys() - {"logits"}
     for name in artifact.linears:
-        assert torch.equal(artifact.decode(name).weight.dequantize(), theirs[f"{name}.weight"]), name
+        ours = artifact.decode(name).weight.dequantize()
+        ours = ours.bfloat16().float() if scheme in MICROSCALED else ours
+        assert torch.equal(ours, theirs[f"{name}.weight"]), name
     if LLM_COMPRESSOR[scheme]:
         with torch.no_grad():
             ours = load(compressed / scheme, decoder="transformers").model(torch.tensor([PROMPT])).logits
         torch.testing.assert_close(ours, theirs["logits"], rtol=0, atol=1e-4)
+
+
+def test_llm_compressors_loader_has_the_values_of_our_microscaled_artifacts(tmp_path):
+    python = _python("LLM_COMPRESSOR_ENV")
+    for scheme in MICROSCALED:
+        words = ["--scheme", scheme, "--samples", "8", "--sequence-length", "128", "-q"]
+        assert exit_code(cli, ["quantize", str(MODEL), "-o", str(tmp_path / scheme), *words]) == 0
+    _run(python, LOAD, repr(PROMPT), *(tmp_path / scheme for scheme in MICROSCALED))
+    for scheme in MICROSCALED:
+        artifact, theirs = open_folder(tmp_path / scheme, backend="reference"), load_file(tmp_path / f"{scheme}.safetensors")
+        for name in artifact.linears:
+            linear = artifact.decode(name)
+            assert torch.equal(linear.weight.dequantize(), theirs.pop(f"{name}.weight")), (scheme, name)
+            if linear.input_scale is not None:
+                assert torch.equal(linear.input_scale, theirs.pop(f"{name}.input_global_scale")), (scheme, name)
+        assert not theirs
 
 
 def test_folders_of_autoround_run_with_its_tokens_and_values(rounded):
