@@ -20,6 +20,8 @@ weights
    are moved by steps, one at a time, as long as that makes tr(G E H E^T) smaller. The best of all sweeps is kept, and the
    first step's result where none is better.
 
+Values of e2m1 are worked with as integers, in halves (quantflow/algorithms/yaqa/points.py).
+
 Both use damped G and H. G is known in blocks of at most 2048 outputs (quantflow/numerics/output_blocks.py); between blocks it
 is zero, so their rows are rounded by themselves, and each block of each linear is a unit that workers run.
 Sources: Tseng, Sun, De Sa 2025, "Model-Preserving Adaptive Rounding", arXiv:2505.22988, for the objective and the feedback on

@@ -72,3 +72,14 @@ def test_a_global_scale_is_the_largest_power_of_two_by_which_scales_fit_e4m3():
     scheme = PRESETS["NVFP4"].weights
     for amax, expected in ((2688.0, 1.0), (2689.0, 0.5), (1344.0, 2.0), (1.0, 2048.0), (0.0, 1.0)):
         assert affine.global_scale_from_amax(torch.tensor(amax), scheme).item() == expected
+
+
+def test_scales_that_were_fitted_are_stored_as_the_nearest_that_a_format_has():
+    scale = torch.logspace(-6, 3, 2001)
+    powers = affine.stored_scale(scale, PRESETS["MXFP4"].weights, torch.float8_e8m0fnu)
+    np.testing.assert_array_equal(powers.numpy(), 2.0 ** np.round(np.log2(scale.numpy().astype(np.float64))))
+    assert torch.equal(affine.stored_scale(powers, PRESETS["MXFP4"].weights, torch.float8_e8m0fnu), powers)
+    given = torch.tensor([0.25])
+    stored = affine.stored_scale(scale, PRESETS["NVFP4"].weights, torch.float8_e4m3fn, global_scale=given)
+    expected = np.clip(scale.numpy() / 4, 2.0**-9, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * 4
+    np.testing.assert_array_equal(stored.numpy(), expected)
