@@ -522,9 +522,11 @@ def _layer(record: Record, model: PreTrainedModel, prefix: str) -> TracedLayer:
     ran = {name: record.linears[name] for name in record.linears if name in linears and name not in read}
     routers = tuple(name for name in ran if _routes(model, name))
     groups: dict[Moment, list[str]] = {}
+    received = [value for name, value in ran.items() if name not in routers]
     for name, value in ran.items():
         if name not in routers:
-            groups.setdefault(_source(record, value), []).append(name)
+            alone = record.read_by.get(value) == received.count(value)  # what reads a view is not seen from its source
+            groups.setdefault(_source(record, value) if alone else value, []).append(name)
     attentions = [name for name in record.cached if name.startswith(inside)]
     if len(attentions) > 1:
         raise UnsupportedError(f"{prefix}: {len(attentions)} modules write a cache of keys and values", _OTHER)

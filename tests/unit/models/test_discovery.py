@@ -149,6 +149,12 @@ def test_a_norm_that_multiplies_by_one_more_than_its_weight_takes_no_factors():
     assert norms["granite"][0] == "model.layers.0.input_layernorm"
 
 
+def test_a_norm_that_experts_read_past_the_router_takes_no_factors():
+    """JetMoE's experts take their tokens out of a view of the norm's output, which the router reads too."""
+    groups = graph_for(config_of("jetmoe", kv_channels=16, num_key_value_heads=2, num_local_experts=4)).layers[0].groups
+    assert {group.norm for group in groups} == {None}
+
+
 def test_linears_that_share_an_input_are_one_group_wherever_they_lie():
     """A parallel residual: attention and MLP read one norm."""
     (first, *_) = graph_for(config_of("phi")).layers[0].groups
