@@ -1,5 +1,5 @@
 # The stages as targets: `make demo` and `make test` are all a newcomer needs.
-# MODEL, RANKS, TP, GROUPS, SCHEME, ALGORITHM, FORMAT and TEXT are the arguments of the stage targets.
+# MODEL, CALIBRATION, SAMPLES, RANKS, TP, GROUPS, SCHEME, ALGORITHM, FORMAT, TEXT, GATE and TASKS are the arguments of the stage targets.
 
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -11,9 +11,16 @@ TEXT ?= $(TEXTS)/heldout.jsonl
 RANKS ?= 1
 TP ?= 1
 GROUPS ?=
+SAMPLES ?=
 SCHEME ?= W4A16
+ALGORITHM ?=
+GATE ?=
+TASKS ?=
 FORMAT ?= compressed-tensors
 TEXTS := artifacts/tiny-llama-text
+MEASURED = $(firstword $(wildcard $(WORK)/3-unify) $(WORK)/1-measure)
+# what export reads and where it writes, below WORK
+EXPORTED = $(if $(filter inc,$(FORMAT)),$(notdir $(MEASURED)) -o $(WORK)/4-export-inc,$(if $(filter gguf,$(FORMAT)),4-export -o $(WORK)/4-export-gguf,2-quantize -o $(WORK)/4-export))
 
 # Gaudi's toolkit, for its tests: an environment of its own that holds neural-compressor-pt; without it they are skipped.
 export NEURAL_COMPRESSOR_ENV ?= $(wildcard artifacts/peers/inc)
@@ -82,21 +89,21 @@ check: $(READY) ## format, lint, types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-measure: $(TEXTS)/heldout.jsonl ## stage 1: MODEL, RANKS, TP, CALIBRATION
-	$(BIN)/quantflow measure $(MODEL) -o $(WORK)/1-measure --calibration $(CALIBRATION) --ranks $(RANKS) --tp $(TP)
+measure: $(TEXTS)/heldout.jsonl ## stage 1: MODEL, CALIBRATION, SAMPLES, RANKS, TP
+	$(BIN)/quantflow measure $(MODEL) -o $(WORK)/1-measure --calibration $(CALIBRATION) --ranks $(RANKS) --tp $(TP)$(if $(SAMPLES), --samples $(SAMPLES))
 
 unify: $(READY) ## stage 3: GROUPS, such as "01 23"; all ranks into one without
 	$(BIN)/quantflow unify $(if $(GROUPS),-g $(GROUPS)) -m $(WORK)/1-measure -o $(WORK)/3-unify --force
 
-quantize: $(READY) ## stage 2: MODEL, SCHEME
-	$(BIN)/quantflow quantize $(MODEL) -o $(WORK)/2-quantize --scheme $(SCHEME) \
-	  --measurement $(firstword $(wildcard $(WORK)/3-unify) $(WORK)/1-measure)
+quantize: $(READY) ## stage 2: MODEL, SCHEME, ALGORITHM
+	$(BIN)/quantflow quantize $(MODEL) -o $(WORK)/2-quantize --scheme $(SCHEME) $(if $(ALGORITHM),--algorithm $(ALGORITHM)) \
+	  --measurement $(MEASURED)
 
-export: $(READY) ## stage 4: FORMAT
-	$(BIN)/quantflow export $(WORK)/2-quantize -o $(WORK)/4-export --format $(FORMAT)
+export: $(READY) ## stage 4: FORMAT; inc takes the measurement, gguf the artifact
+	$(BIN)/quantflow export $(WORK)/$(EXPORTED) --format $(FORMAT)
 
-validate: $(TEXTS)/heldout.jsonl ## stage 5: MODEL, TEXT
-	$(BIN)/quantflow validate $(WORK)/4-export --baseline $(MODEL) --text $(TEXT) --report $(WORK)/5-validate
+validate: $(TEXTS)/heldout.jsonl ## stage 5: MODEL, TEXT, GATE, TASKS
+	$(BIN)/quantflow validate $(WORK)/4-export --baseline $(MODEL) --text $(TEXT) --report $(WORK)/5-validate$(if $(GATE), --gate $(GATE))$(if $(TASKS), --tasks $(TASKS))
 
 clean: ## remove what was made, keep the environment
 	rm -rf artifacts build *.egg-info

@@ -20,9 +20,10 @@ from quantflow.stages.cli.environment import bars_wanted
 from quantflow.stages.cli.options import QUIET, job_settings, job_values, offline
 from quantflow.stages.cli.output import show, table
 from quantflow.stages.cli.progress_line import ProgressLine
+from quantflow.stages.cli.spelling import BENCH, spelled
 
 
-@click.command("bench")
+@click.command("bench", cls=spelled(BENCH))
 @click.argument("artifact", required=False)
 @job_settings("bench", BenchJob, KernelJob)
 @click.option("--kernels", is_flag=True, help="Time the backends on one linear each, our own and torch's, beside a plain read.")

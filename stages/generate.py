@@ -19,13 +19,14 @@ from quantflow.artifact.required_signature import RequiredSignature
 from quantflow.errors import GateError, UsageError
 from quantflow.runtime.generate_job import Beams, Contrastive, GenerateJob, Lookup, Rules, Sampling
 from quantflow.stages.cli.environment import bars_wanted
-from quantflow.stages.cli.options import QUIET, given, job_settings, offline
+from quantflow.stages.cli.options import QUIET, given, job_settings, offline, origins
 from quantflow.stages.cli.output import show
 from quantflow.stages.cli.plain import plain
 from quantflow.stages.cli.progress_line import ProgressLine
+from quantflow.stages.cli.spelling import GENERATE, spelled
 
 
-@click.command("generate")
+@click.command("generate", cls=spelled(GENERATE))
 @click.argument("artifact")
 @job_settings("generate", GenerateJob)
 @QUIET
@@ -39,7 +40,7 @@ def command(artifact: str, as_json: bool, quiet: bool, **options: Any) -> None:
     Example: quantflow generate work/4-export --prompt "def main():" --max-new-tokens 32
              quantflow generate work/4-export --prompts questions.jsonl --column question --chat --batch-size 8 --json
              quantflow generate org/name --revision v1 --prompt "def main():"
-             quantflow generate work/4-export --prompt "def main():" --num-beams 4 --num-return-sequences 2
+             quantflow generate work/4-export --prompt "def main():" "class " --num-beams 4 --num-return-sequences 2
     """
     pieces: list[str] = []
 
@@ -48,6 +49,8 @@ def command(artifact: str, as_json: bool, quiet: bool, **options: Any) -> None:
         if not as_json:
             click.echo(plain(text) if sys.stdout.isatty() else text, nl=False)
 
+    if {"max_length", "max_new_tokens"} <= origins("generate", GenerateJob, click.get_current_context()).keys():
+        raise UsageError("generate: --max-length beside --max-new-tokens", "give one of them")
     progress = ProgressLine(quiet=quiet, bars=bars_wanted())
     result = api.generate(job_from(artifact, options), stream=stream, progress=progress)
     if result is None:  # rank 0 has it
@@ -81,7 +84,9 @@ def job_from(artifact: str, options: Mapping[str, Any]) -> GenerateJob:
     elif lookup:
         method = Lookup(**lookup)
     job |= {"signature": RequiredSignature(**records[RequiredSignature])}
-    drawn = Sampling(**sampling) if sampling.keys() - {"seed"} else None
+    drawn = (
+        Sampling(**sampling) if sampling.keys() - {"seed"} and sampling.get("temperature") != 0 else None
+    )  # 0: the likeliest
     return GenerateJob(artifact=Path(artifact), method=method, sampling=drawn, rules=Rules(**records[Rules]), **job)
 
 

@@ -17,10 +17,11 @@ from quantflow.errors import UsageError
 from quantflow.planning.recipe import recipe_from
 from quantflow.stages.cli.options import FOLDER, common, recipe_data, recipe_flags, recipe_settings
 from quantflow.stages.cli.output import reporting, show, show_call
+from quantflow.stages.cli.spelling import VALIDATE, spelled
 from quantflow.stages.gate import verdicts
 
 
-@click.command("validate")
+@click.command("validate", cls=spelled(VALIDATE))
 @click.argument("artifact")
 @click.option("--baseline", metavar="DIR", required=True, help="The model that the artifact was made from.")
 @recipe_settings("validate", "validate")

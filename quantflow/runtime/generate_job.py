@@ -35,6 +35,19 @@ def require(fits: bool, told: str, remedy: str) -> None:
         raise UsageError(told, remedy)
 
 
+def all_flag(text: str) -> int | None:
+    """Return a number of tokens, or None for -1.
+
+    Raises:
+        UsageError: no whole number.
+    """
+    try:
+        count = int(text)
+    except ValueError:
+        raise UsageError(f"max_input_tokens={text}", "give a whole number, or -1 for all") from None
+    return None if count == -1 else count
+
+
 def early_stopping_flag(text: str) -> bool | str:
     """Return what `true`, `false` or `never` means."""
     return {"true": True, "false": False}.get(text, text)
@@ -54,7 +67,7 @@ class Sampling:
     """
 
     temperature: float = setting(
-        1.0, flag="--temperature", verbs=GENERATE, help="Sample instead of taking the most likely token."
+        1.0, flag="--temperature", verbs=GENERATE, help="Sample instead of taking the most likely token; 0 takes it."
     )
     top_k: int | None = setting(None, flag="--top-k", verbs=GENERATE, help="Sample from the k most likely tokens.")
     top_p: float | None = setting(
@@ -241,6 +254,7 @@ class GenerateJob:
         `limit` of them. chat: texts are the user's messages of a chat.
         echo: print the prompt before the text; None does so but for chats.
         max_input_tokens: of each prompt the first so many; None keeps all.
+        max_new_tokens, max_length: tokens of a text at most; with the second those of its prompt count, and the first does not.
         batch_size: prompts that are continued together.
         method: beams, contrastive search, lookup; None: one token after the other, or what `draft` or `medusa` names.
         draft, draft_tokens: folder of an artifact or a model that proposes so many tokens at a time.
@@ -271,7 +285,7 @@ class GenerateJob:
         flag="--prompts",
         metavar="FILE|DIR|NAME",
         verbs=GENERATE,
-        help="More prompts: .txt (blank lines between), .json (a list), .jsonl, .csv, .parquet; a folder; a hub name.",
+        help="More prompts: .txt (blank lines between), .json (a list or table), .jsonl, .csv, .parquet; a folder; a hub name.",
     )
     column: str | None = setting(
         None,
@@ -292,7 +306,8 @@ class GenerateJob:
         flag="--max-input-tokens",
         metavar="N",
         verbs=GENERATE,
-        help="The first N tokens of each prompt (default: all).",
+        parse=all_flag,
+        help="The first N tokens of each prompt (default, or -1: all).",
     )
     batch_size: int = setting(
         1, flag="--batch-size", verbs=GENERATE, shown=True, help="Prompts that run together, padded on the left."
@@ -306,6 +321,9 @@ class GenerateJob:
         help="JSON of prompt: text; exit 4 where a text differs.",
     )
     max_new_tokens: int = setting(64, flag="--max-new-tokens", verbs=GENERATE, shown=True, help="")
+    max_length: int | None = setting(
+        None, flag="--max-length", metavar="N", verbs=GENERATE, help="N tokens of prompt and text, in place of it."
+    )
     stop: tuple[str, ...] = setting((), flag="--stop", metavar="TEXT", verbs=GENERATE, help="End with this text; also several.")
     ignore_eos: bool = setting(False, flag="--ignore-eos", verbs=GENERATE, help="Go on after end tokens.")
     sampling: Sampling | None = None

@@ -79,6 +79,7 @@ def _continue(
     refuse_beyond(rows, loaded.decoder.vocab_size, where="prompts")
     echo = not (job.chat or any(not isinstance(prompt, str) for prompt in prompts)) if job.echo is None else job.echo
     method, options = _method(job, tokenizer), _options(job, loaded, tokenizer)
+    room = _room(job, rows)
     decoder = Timed(loaded.decoder)
     batches = [range(i, min(i + job.batch_size, len(rows))) for i in range(0, len(rows), job.batch_size)]
     alone = len(rows) * job.returned == 1 and not isinstance(method, Beams)
@@ -89,11 +90,12 @@ def _continue(
         ids, padding = _left_padded([rows[i] for i in batch], pad=options["pad_token_id"] or 0, device=job.device)
         told = _Spoken(tokenizer, shown(prompts[0]) if echo else "", rows[0], stream) if alone else None
         tell = None if told is None else told.put
-        found = generate(decoder, ids, padding=padding, method=method, stream=tell, **options)
+        new = max(room[i] for i in batch)
+        found = generate(decoder, ids, padding=padding, method=method, stream=tell, max_new_tokens=new, **options)
         if told is not None:
             told.end()
         for i, row in zip((i for i in batch for _ in range(job.returned)), found[:, ids.shape[1] :].tolist(), strict=True):
-            tokens = _own(row, options["eos_token_id"], options["stop"])
+            tokens = _own(row[: room[i]], options["eos_token_id"], options["stop"])
             text = continuation(tokenizer, rows[i], tokens)
             outputs.append({"prompt": shown(prompts[i]), "text": text, "tokens": tokens})
     seconds, count = time.perf_counter() - begin, sum(len(output["tokens"]) for output in outputs)
@@ -178,7 +180,6 @@ def _options(job: GenerateJob, loaded: Loaded, tokenizer: PreTrainedTokenizerBas
     """Return what `quantflow.runtime.decoding.generate` is told beside the prompts and the method."""
     ends = () if job.ignore_eos else loaded.eos_token_ids
     return {
-        "max_new_tokens": job.max_new_tokens,
         "sampling": job.sampling,
         "rules": replace(job.rules, bad_words=word_ids(tokenizer, job.bad_words, before=("", " "))),
         "returned": job.returned,
@@ -186,6 +187,22 @@ def _options(job: GenerateJob, loaded: Loaded, tokenizer: PreTrainedTokenizerBas
         "pad_token_id": tokenizer.pad_token_id,
         "stop": stop_at(tokenizer, job.stop) if job.stop else None,
     }
+
+
+def _room(job: GenerateJob, rows: Sequence[list[int]]) -> list[int]:
+    """Return how many tokens may follow each prompt.
+
+    Raises:
+        UsageError: a prompt that is as long as the whole text may be; beams of several prompts, which end by their lengths.
+    """
+    if job.max_length is None:
+        return [job.max_new_tokens] * len(rows)
+    if isinstance(job.method, Beams) and job.batch_size > 1:
+        raise UsageError(f"generate: max_length with beams and batch_size={job.batch_size}", "give --max-new-tokens")
+    for number, row in enumerate(rows, start=1):
+        if len(row) >= job.max_length:
+            raise UsageError(f"prompt {number}: {len(row)} tokens, max_length={job.max_length}", "give more")
+    return [job.max_length - len(row) for row in rows]
 
 
 def _reference(path: Path | None) -> dict[str, Any] | None:

@@ -25,9 +25,9 @@ def read_prompts(source: str, *, column: str | None = None, limit: int | None = 
     """Read prompts.
 
     Args:
-        source: a .txt file (prompts separated by blank lines), .json (a list), .jsonl, .csv or .parquet; a folder with one of
-            these per split; or the name of a data set on the hub, which the package `datasets` reads. Of several splits the
-            first of test, validation and train is taken.
+        source: a .txt file (prompts separated by blank lines), .json (a list, or a table of texts by length), .jsonl, .csv or
+            .parquet; a folder with one of these per split; or the name of a data set on the hub, which the package `datasets`
+            reads. Of several splits the first of test, validation and train is taken.
         column: which key of the rows; None takes the first that holds a text in the first row.
         limit: the first so many only, in the order in which they stand; None takes all.
 
@@ -110,6 +110,8 @@ def _rows(path: Path) -> Iterator[Any]:
         raise InputError(f"{path}: suffix {path.suffix!r} is not known", f"use one of {', '.join(_SUFFIXES)}")
     if path.suffix == ".json":
         rows = read_json(path)
+        if isinstance(rows, dict) and rows:
+            rows = [_by_length(rows)]
         if not isinstance(rows, list):
             raise InputError(f"{path}: {type(rows).__name__}, a list is needed", "give a list of prompts")
         yield from rows
@@ -131,6 +133,20 @@ def _rows(path: Path) -> Iterator[Any]:
         for number, line in enumerate(text.split("\n"), start=1):
             if line.strip():
                 yield parse_json(line.encode(), f"{path}: line {number}")
+
+
+def _by_length(table: dict[str, Any]) -> dict[str, Any]:
+    """Return the row of a table of texts by their lengths, as Intel's runner has them: {"input": {"32": TEXT, "64": TEXT}}.
+
+    A column is a length; with several tables, such as one per family, it is family/length.
+    """
+    inner = {name: texts for name, texts in table.items() if isinstance(texts, dict)}
+    if len(inner) == len(table) == 1:
+        return dict(next(iter(inner.values())))
+    return {
+        **{key: value for key, value in table.items() if key not in inner},
+        **{f"{name}/{key}": value for name, texts in inner.items() for key, value in texts.items()},
+    }
 
 
 def _from_parquet(path: Path) -> Iterator[Any]:

@@ -401,3 +401,35 @@ def test_a_smaller_cache_goes_with_the_lean_decoder_alone(generate, tmp_path):
     assert "generate: disk_offload with decoder lean, kv_cache auto" in told
     told = generate(*given(), "--pack", "--disk-offload", code=2)
     assert "generate: disk_offload with decoder auto, kv_cache auto, pack True" in told
+
+
+def test_a_length_counts_the_prompt_and_holds_for_each_row(generate, artifact):
+    tokenizer = AutoTokenizer.from_pretrained(artifact)
+    lengths = [len(tokenizer(prompt).input_ids) for prompt in PROMPTS]
+    assert len(set(lengths)) > 1
+    most = max(lengths) + 3
+    whole = generate(*given(), "--max-new-tokens", most, "--ignore-eos", "--batch-size", 3)["outputs"]
+    cut = generate(*given(), "--max-length", most, "--ignore-eos", "--batch-size", 3)["outputs"]
+    assert [len(output["tokens"]) for output in cut] == [most - length for length in lengths]
+    assert all(one["tokens"] == other["tokens"][: len(one["tokens"])] for one, other in zip(cut, whole, strict=True))
+    told = generate(*given(), "--max-length", max(lengths), code=2)
+    assert f"{max(lengths)} tokens, max_length={max(lengths)}" in told
+    assert "--max-length beside --max-new-tokens" in generate(*given(), "--max-length", 9, "--max-new-tokens", 3, code=2)
+    beams = ("--num-beams", 2, "--batch-size", 3)
+    assert "max_length with beams and batch_size=3" in generate(*given(), "--max-length", most, *beams, code=2)
+
+
+def test_several_texts_follow_one_option_and_a_limit_of_minus_one_keeps_all(generate):
+    once = generate("--prompt", *PROMPTS, "--max-new-tokens", 4, "--max-input-tokens", -1)
+    assert once["outputs"] == generate(*given(), "--max-new-tokens", 4)["outputs"]
+    assert "max_input_tokens=x\n" in generate(*given(), "--max-input-tokens", "x", code=2)
+
+
+def test_a_table_of_texts_by_length_is_chosen_from_by_the_length(tmp_path):
+    (tmp_path / "one.json").write_text(json.dumps({"input": {"32": "value scale", "64": "group layer"}}))
+    assert read_prompts(str(tmp_path / "one.json")) == ["value scale"]
+    assert read_prompts(str(tmp_path / "one.json"), column="64") == ["group layer"]
+    with pytest.raises(InputError, match="no column 128 among 32, 64"):
+        read_prompts(str(tmp_path / "one.json"), column="128")
+    (tmp_path / "two.json").write_text(json.dumps({"llama": {"32": "value"}, "gptj": {"32": "round"}}))
+    assert read_prompts(str(tmp_path / "two.json"), column="gptj/32") == ["round"]

@@ -413,6 +413,20 @@ def test_make_unify_takes_groups_as_they_are_written(make, tmp_path):
     assert begun[1:3] == ["measure", str(tmp_path)] and begun[-4:] == ["--ranks", "4", "--tp", "2"]
 
 
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_every_variable_of_the_makefile_becomes_the_option_of_its_verb(make, tmp_path):
+    def line(*words):
+        return " ".join(make("-n", *words).stdout.replace("\\\n", " ").split()).partition("/quantflow ")[2]
+
+    work = tmp_path / "work"
+    assert line("measure", "SAMPLES=8").endswith(" --samples 8") and "--samples" not in line("measure")
+    assert " --scheme W8A8 --algorithm rtn --measurement " in line("quantize", "SCHEME=W8A8", "ALGORITHM=rtn")
+    assert line("validate", "GATE=limits.yaml", "TASKS=small_piqa").endswith(" --gate limits.yaml --tasks small_piqa")
+    assert line("export") == f"export {work}/2-quantize -o {work}/4-export --format compressed-tensors"
+    assert line("export", "FORMAT=inc") == f"export {work}/1-measure -o {work}/4-export-inc --format inc"
+    assert line("export", "FORMAT=gguf") == f"export {work}/4-export -o {work}/4-export-gguf --format gguf"
+
+
 def test_the_result_is_a_table_of_what_was_merged_how_and_the_folder(said, tmp_path):
     ranks(tmp_path / "m", tp=2, dp=2)
     code, out, err = said("unify", "-m", tmp_path / "m", "-o", tmp_path / "u")

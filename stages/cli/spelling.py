@@ -1,0 +1,285 @@
+"""Command lines as other programs spell them: optimum-habana's and IPEX's text generation, lm-eval, TGI's benchmark.
+
+An option with underscores is that with hyphens (`cli` says so to click). Here are the others. A verb has a table: a name ->
+what it becomes. An option of the verb's own is never looked up.
+
+    Becomes(("--adapter",), value=True)       `--peft-model DIR` is read as `--adapter DIR`
+    Always("the cache is allocated once")     `--reuse-cache` asks for what is always so: it is left out, and that is said
+    Instead("give --ranks N")                 `--use-deepspeed` is refused, with what to use
+
+Words after an option that may be given several times belong to it: `--prompt A B` is `--prompt A --prompt B`. Where nothing
+else can be the artifact, it is the last of them.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import click
+
+from quantflow.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Becomes:
+    """Words in place of an option's name. With `value` its value follows them; without, they stand first: own options win."""
+
+    words: tuple[str, ...]
+    value: bool = False
+
+
+@dataclass(frozen=True)
+class Always:
+    """An option that asks for what is always so; with `values` its values are left out with it."""
+
+    why: str
+    values: bool = False
+
+
+@dataclass(frozen=True)
+class Instead:
+    """An option that is refused, with what to use."""
+
+    remedy: str
+
+
+Spelling = Becomes | Always | Instead
+Spellings = Mapping[str, Spelling]
+
+
+def _value_of(option: str) -> Becomes:
+    return Becomes((option,), value=True)
+
+
+_ARTIFACT = Becomes((), value=True)  # the value itself is the argument
+_BENCH = Instead("use `quantflow bench ARTIFACT`, which has --runs, --warmups and --profile")
+_QUANTIZE = Instead("quantize first: `quantflow quantize MODEL -o DIR --scheme W4A16`, and generate with DIR")
+_FOREIGN = Instead("name the other program's folder as ARTIFACT; docs/sources.md has those that are read")
+_SHAPES = Instead("leave it out: prompts are padded on the left, and the cache has the length of the text")
+_CACHE = Always("a decoder allocates its cache when a prompt begins, and keeps it")
+_GRAPHS = Always("on --device hpu every shape is captured, on --device cuda every decode step; on a CPU nothing is")
+_LIMIT = Instead("leave it out: on --device hpu prompts are captured too, on --device cuda decode steps alone")
+_GREEDY = Becomes(("--temperature", "0"))
+_CODE = Instead("leave it out: the Python files of a model are not run; convert it with the program that knows it")
+_TOKEN = Instead("set HF_TOKEN, so that the token stands in no command line")
+_RANKS = Instead("give --ranks N, or start it with torchrun")
+
+GENERATE: Spellings = {
+    "--model-name-or-path": _ARTIFACT,
+    "--model": _ARTIFACT,
+    "-m": _ARTIFACT,
+    "--do-sample": Becomes(("--temperature", "1")),
+    "--greedy": _GREEDY,
+    "--dataset-name": _value_of("--prompts"),
+    "--input-file": _value_of("--prompts"),
+    "--column-name": _value_of("--column"),
+    "--input-tokens": _value_of("--column"),
+    "--dataset-max-samples": _value_of("--limit"),
+    "--reference-file": _value_of("--reference"),
+    "--peft-model": _value_of("--adapter"),
+    "--model-revision": _value_of("--revision"),
+    "--world-size": _value_of("--ranks"),
+    "--use-chat-template": Becomes(("--chat",)),
+    "--bf16": Becomes(("--dtype", "bfloat16")),
+    "--no-ignore-eos": Always("texts end with end tokens unless --ignore-eos"),
+    "--use-kv-cache": _CACHE,
+    "--reuse-cache": _CACHE,
+    "--use-hpu-graphs": _GRAPHS,
+    "--limit-hpu-graphs": _LIMIT,
+    "--clear-hpu-graphs-cache": _GRAPHS,
+    "--trim-logits": Always("of a prompt the last token's logits alone are computed"),
+    "--ipex": Always("the lean decoder is used where it can be"),
+    "--deployment-mode": Always("the lean decoder is used where it can be"),
+    "--jit": Always("the lean decoder is used where it can be"),
+    "--optimized": Always("the lean decoder is used where it can be"),
+    "--verbose-workers": Instead("leave it out: rank 0 speaks for all"),
+    "--use-deepspeed": _RANKS,
+    "--autotp": _RANKS,
+    "--shard-model": _RANKS,
+    "--local-rank": _RANKS,
+    "--master-port": _RANKS,
+    "--torch-compile": Instead("leave it out: the lean decoder's steps are one call into C each"),
+    "--attn-softmax-bf16": Instead("leave it out: softmax is computed in float32"),
+    "--use-flash-attention": Instead("leave it out: how attention is computed is no choice"),
+    "--bucket-size": _SHAPES,
+    "--bucket-internal": _SHAPES,
+    "--simulate-dyn-prompt": _SHAPES,
+    "--reduce-recompile": _SHAPES,
+    "--static-shapes": _SHAPES,
+    "--n-iterations": _BENCH,
+    "--warmup": _BENCH,
+    "--num-iter": _BENCH,
+    "--num-warmup": _BENCH,
+    "--benchmark": _BENCH,
+    "--token-latency": Instead("give --json, whose `timing` has it, or use `quantflow bench ARTIFACT`"),
+    "--profile": _BENCH,
+    "--profiling-steps": _BENCH,
+    "--profiling-warmup-steps": _BENCH,
+    "--output-dir": Instead("give --json and send it to a file: `quantflow generate ... --json > results.json`"),
+    "--output-file": Instead("give --json and send it to a file: `quantflow generate ... --json > results.json`"),
+    "--options": Instead("give the options themselves, such as --max-length 64; --help lists them"),
+    "--help-options": Instead("use --help"),
+    "--mode": Instead("give --decoder lean or --decoder transformers"),
+    "--token": _TOKEN,
+    "--trust-remote-code": _CODE,
+    "--const-serialization-path": Instead("give --pack, which keeps the prepared weights beside the artifact"),
+    "--csp": Instead("give --pack, which keeps the prepared weights beside the artifact"),
+    "--ipex-weight-only-quantization": _QUANTIZE,
+    "--ipex-smooth-quant": _QUANTIZE,
+    "--gptq": _QUANTIZE,
+    "--int8": _QUANTIZE,
+    "--int8-bf16-mixed": _QUANTIZE,
+    "--weight-dtype": _QUANTIZE,
+    "--quantized-model-path": _FOREIGN,
+    "--low-precision-checkpoint": _FOREIGN,
+    "--load-quantized-model-with-inc": _FOREIGN,
+    "--load-quantized-model-with-autogptq": _FOREIGN,
+    "--load-quantized-model-with-autoawq": _FOREIGN,
+    "--local-quantized-inc-model-path": _FOREIGN,
+    "--save-quantized-model-with-inc": Instead("use `quantflow export MEASUREMENT -o DIR --format inc`"),
+}
+BENCH: Spellings = {
+    "--model-name-or-path": _ARTIFACT,
+    "--tokenizer-name": _ARTIFACT,
+    "-m": _ARTIFACT,
+    "--n-iterations": _value_of("--runs"),
+    "--num-iter": _value_of("--runs"),
+    "--warmup": _value_of("--warmups"),
+    "--num-warmup": _value_of("--warmups"),
+    "--sequence-length": _value_of("--input-tokens"),
+    "--max-input-tokens": _value_of("--input-tokens"),
+    "--decode-length": _value_of("--new-tokens"),
+    "--max-new-tokens": _value_of("--new-tokens"),
+    "--world-size": _value_of("--ranks"),
+    "--bf16": Becomes(("--dtype", "bfloat16")),
+    "--benchmark": Always("bench is the benchmark"),
+    "--greedy": Always("the likeliest token is taken"),
+    "--token-latency": Always("first and next tokens are timed apart"),
+    "--use-kv-cache": _CACHE,
+    "--reuse-cache": _CACHE,
+    "--use-hpu-graphs": _GRAPHS,
+    "--limit-hpu-graphs": _LIMIT,
+    "--trim-logits": GENERATE["--trim-logits"],
+    "--bucket-size": _SHAPES,
+    "--use-deepspeed": _RANKS,
+}
+VALIDATE: Spellings = {
+    "--model-name-or-path": _ARTIFACT,
+    "--limit-iters": _value_of("--limit"),
+    "--num-fewshot": _value_of("--shots"),
+    "--output-file": _value_of("--output"),
+    "--output-path": _value_of("--output"),
+    "--apply-chat-template": Becomes(("--chat-template",)),
+    "--buckets": Always("questions are batched by length", values=True),
+    "--gen-kwargs": Instead("leave it out: a task's own file says how it is answered"),
+    "--use-deepspeed": Instead("leave it out: tasks are asked in one process"),
+    "--trust-remote-code": _CODE,
+    "--token": _TOKEN,
+}
+LISTS = frozenset({"--tasks"})  # one option whose value has commas; other programs have words after it
+
+
+class Spelled(click.Command):
+    """A command that knows how other programs spell its options."""
+
+    spellings: Spellings = {}
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse a command line in the verb's own spelling."""
+        told: list[str] = []
+        words = respelled(args, options_of(self, ctx), self.spellings, verb=str(self.name), told=told)
+        if not {"-q", "--quiet", "--json"} & set(words):
+            for line in told:
+                click.echo(line, err=True)
+        return super().parse_args(ctx, words)
+
+
+def spelled(spellings: Spellings) -> type[Spelled]:
+    """Return a command that knows these."""
+    return type("Spelled", (Spelled,), {"spellings": spellings})
+
+
+def options_of(command: click.Command, ctx: click.Context) -> dict[str, click.Option]:
+    """Return the options of a command by every name that they have."""
+    found: dict[str, click.Option] = {}
+    for parameter in command.get_params(ctx):
+        if isinstance(parameter, click.Option):
+            found |= dict.fromkeys((*parameter.opts, *parameter.secondary_opts), parameter)
+    return found
+
+
+def respelled(
+    args: Sequence[str], own: Mapping[str, click.Option], spellings: Spellings, *, verb: str, told: list[str]
+) -> list[str]:
+    """Return a command line in a verb's own spelling.
+
+    Args:
+        args: what stands after the verb.
+        own: the verb's options by their names.
+        spellings: other programs' options.
+        verb: for messages.
+        told: takes a line for each option that is left out because it asks for what is always so.
+
+    Raises:
+        UsageError: an option that is refused, or one without its value.
+    """
+    rest, named = list(args), False
+    first: list[str] = []
+    words: list[str] = []
+    last: int | None = None  # where the last text stands that may be the artifact
+    while rest:
+        word = rest.pop(0)
+        if word == "--":
+            return [*first, *_joined(words), word, *rest]
+        name, equals, value = word.partition("=")
+        name = name.replace("_", "-") if name.startswith("--") else name
+        if not word.startswith("-") or word == "-":
+            words.append(word)
+            named = True
+        elif name in own:
+            words.append(name + equals + value)
+            option = own[name]
+            if option.is_flag:
+                continue
+            if not equals and rest:
+                words.append(rest.pop(0))
+            while (option.multiple or name in LISTS) and rest and not rest[0].startswith("-"):
+                words += [name, rest.pop(0)]
+                last = len(words) - 1
+        elif (spelling := spellings.get(name)) is not None:
+            if isinstance(spelling, Instead):
+                raise UsageError(f"{verb}: {name} is another program's option", spelling.remedy)
+            if isinstance(spelling, Always):
+                while spelling.values and not equals and rest and not rest[0].startswith("-"):
+                    rest.pop(0)
+                told.append(f"{name} is always so: {spelling.why}")
+                continue
+            if spelling.value and not equals:
+                if not rest:
+                    raise UsageError(f"{verb}: {name} without a value", "give one")
+                value = rest.pop(0)
+            if not spelling.value:
+                first += spelling.words
+            elif spelling.words:
+                words += [*spelling.words, value]
+            else:
+                words.append(value)
+                named = True
+        else:
+            words.append(word)
+    if not named and last is not None:  # `--prompt TEXT ARTIFACT`
+        artifact = words.pop(last)
+        del words[last - 1]
+        words.append(artifact)
+    return [*first, *_joined(words)]
+
+
+def _joined(words: Sequence[str]) -> list[str]:
+    """Return words with the values of an option of `LISTS`, which stand one by one, with commas between them."""
+    found: list[str] = []
+    for word in words:
+        if len(found) >= 3 and found[-1] in LISTS and found[-3] == found[-1]:
+            found.pop()
+            found[-1] += f",{word}"
+        else:
+            found.append(word)
+    return found
