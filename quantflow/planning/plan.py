@@ -313,13 +313,13 @@ def _fitting(scheme: LinearScheme, features: int) -> LinearScheme:
 
 
 def _too_narrow(scheme: LinearScheme, features: int) -> bool:
-    """Return whether a linear reads so few numbers that a preset leaves it as it is: fewer than a matrix has, no whole groups."""
+    """Return whether a linear reads too little for a preset to touch it: fewer inputs than a matrix has, no whole groups."""
     size = scheme.weights.group_size
     return size is not None and features < MATRIX and features % size != 0
 
 
 def narrowed(plan: Plan, entry: Quantize, shapes: Mapping[str, Sequence[int]]) -> str | None:
-    """Return a sentence about linears that get less than the entry's scheme says: smaller groups or blocks, or nothing; or None.
+    """Return a sentence about linears that get less than the entry's scheme says, smaller groups or none at all; or None.
 
     Args:
         plan: what was resolved.

@@ -13,8 +13,8 @@ from transformers import (
     OPTConfig,
     Phi3Config,
     Qwen2Config,
-    Qwen3Config,
     Qwen3_5TextConfig,
+    Qwen3Config,
     Qwen3MoeConfig,
 )
 

@@ -126,7 +126,9 @@ def test_a_preset_takes_the_largest_common_group_size_that_divides_and_says_so()
     found = resolve(entry, GRAPH, SHAPES)
     sizes = {name.rpartition(".")[2]: scheme.weights.group_size for name, scheme in found.schemes.items()}
     assert sizes == {**dict.fromkeys(["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"], 64), "down_proj": 32}
-    assert narrowed(found, entry, SHAPES) == "a: groups of 64 in 12 linears, of 32 in 2 linears, whose inputs 128 does not divide"
+    assert (
+        narrowed(found, entry, SHAPES) == "a: groups of 64 in 12 linears, of 32 in 2 linears, whose inputs 128 does not divide"
+    )
     wide = {name: (64, 256) for name in SHAPES}
     assert narrowed(resolve(entry, GRAPH, wide), entry, wide) is None
     assert plan("W8A8").schemes["model.layers.0.mlp.down_proj"].weights.group_size is None
