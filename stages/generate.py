@@ -9,6 +9,7 @@ Fails    2 unknown backend or options that do not go together, 3 no tokenizer or
 
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from quantflow.stages.cli.output import show
 from quantflow.stages.cli.plain import plain
 from quantflow.stages.cli.progress_line import ProgressLine
 from quantflow.stages.cli.spelling import GENERATE, spelled
+from quantflow.stages.cli.streams import NobodyReads
 
 
 @click.command("generate", cls=spelled(GENERATE))
@@ -43,11 +45,13 @@ def command(artifact: str, as_json: bool, quiet: bool, **options: Any) -> None:
              quantflow generate work/4-export --prompt "def main():" "class " --num-beams 4 --num-return-sequences 2
     """
     pieces: list[str] = []
+    judged = (NobodyReads,) if options["reference"] is not None else ()  # the comparison still counts where nobody reads
 
     def stream(text: str) -> None:
         pieces.append(text)
         if not as_json:
-            click.echo(plain(text) if sys.stdout.isatty() else text, nl=False)
+            with suppress(*judged):
+                click.echo(plain(text) if sys.stdout.isatty() else text, nl=False)
 
     if {"max_length", "max_new_tokens"} <= origins("generate", GenerateJob, click.get_current_context()).keys():
         raise UsageError("generate: --max-length beside --max-new-tokens", "give one of them")

@@ -74,7 +74,8 @@ def command(recipe_names: tuple[str, ...], output: Path | None, settings: tuple[
         results += of_job
         if not shared["as_json"]:
             said = texts(job.folder, [entry.name for entry in job.recipe.quantize])
-            click.echo(f"{table(*api.verdict_table(of_job))}\nreport: {job.folder / 'report.html'}{said}")
+            table_of_job = table(*api.verdict_table(of_job))
+            show({}, as_json=False, text=f"{table_of_job}\nreport: {job.folder / 'report.html'}{said}")
     if shared["as_json"]:
         show([result.values for result in results], as_json=True, text="")
     for result in results:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from quantflow import child_process
+from quantflow.distributed import MOST_RANKS
 from quantflow.distributed.job_file import encode
 from quantflow.errors import GateError, InputError, IntegrityError, QuantflowError, ResourceError, UnsupportedError, UsageError
 from quantflow.progress import Progress
@@ -32,7 +33,6 @@ AGAIN = "the same command continues with what is missing"
 LOST = "another rank ended, or cannot be reached"  # what a rank says that ends because of it
 _PR_SET_PDEATHSIG = 1
 _NUMBER = re.compile("[0-9]{1,9}")
-_MOST = 1 << 16  # ranks of a world; torch's own numbers of processes end there
 _GRACE = 5.0  # seconds in which a rank that was asked to end does so
 _LAUNCHED = "QUANTFLOW_LAUNCHED"  # the private folder, in the environment of ranks that `launch` started and speaks for
 _TRUST = "give --trust-network where nobody else reaches that port; on one machine use --ranks N instead"
@@ -67,7 +67,14 @@ class _Failure:
     remedy: str = "run the same command with --ranks 1 to see why"
 
 
-Lines = queue.SimpleQueue[_Said | _Ended]
+@dataclass(frozen=True, kw_only=True)
+class _Refused:
+    """What a rank writes cannot be handed on: nobody reads it, or a disk is full."""
+
+    error: BaseException
+
+
+Lines = queue.SimpleQueue[_Said | _Ended | _Refused]
 
 
 def launched_rank() -> tuple[int, int] | None:
@@ -84,8 +91,8 @@ def launched_rank() -> tuple[int, int] | None:
     if not all(value is not None and _NUMBER.fullmatch(value) for value in values):
         raise UsageError(f"{told}: not two numbers", remedy)
     rank, world = (int(str(value)) for value in values)
-    if not rank < world <= _MOST:
-        raise UsageError(f"{told}: not a rank of a world of 1 to {_MOST}", remedy)
+    if not rank < world <= MOST_RANKS:
+        raise UsageError(f"{told}: not a rank of a world of 1 to {MOST_RANKS}", remedy)
     return rank, world
 
 
@@ -188,6 +195,7 @@ def launch(
 
     Raises:
         QuantflowError: a rank failed; the class, and so the exit code, is that of the rank's own error.
+        BaseException: what `stream` raised.
     """
     with tempfile.TemporaryDirectory(prefix="quantflow-ranks-") as folder:
         order = {"job": encode(job), "patience": min(progress.patience, FOREVER)}
@@ -225,7 +233,7 @@ def _watch(rank: int, process: subprocess.Popen[str], said: Lines, stream: Calla
     """Start threads that put a rank's lines and its end into the queue, and its stdout into the stream."""
     readers = [threading.Thread(target=_listen, args=(rank, process.stderr, said), daemon=True)]
     if process.stdout is not None:
-        readers.append(threading.Thread(target=_pass_on, args=(process.stdout, stream), daemon=True))
+        readers.append(threading.Thread(target=_pass_on, args=(process.stdout, stream, said), daemon=True))
     waiter = threading.Thread(target=_await, args=(rank, process, readers, said), daemon=True)
     for thread in (*readers, waiter):
         thread.start()
@@ -238,11 +246,14 @@ def _listen(rank: int, pipe: IO[str], said: Lines) -> None:
             said.put(_Said(rank=rank, line=line.rstrip("\n")))
 
 
-def _pass_on(pipe: IO[str], stream: Callable[[str], None]) -> None:
-    """Hand what a rank writes to `stream` as soon as it is there."""
-    with pipe:
-        while piece := pipe.read(1):
-            stream(piece)
+def _pass_on(pipe: IO[str], stream: Callable[[str], None], said: Lines) -> None:
+    """Hand what a rank writes to `stream` as soon as it is there; what that raises goes into the queue."""
+    try:
+        with pipe:
+            while piece := pipe.read(1):
+                stream(piece)
+    except BaseException as error:  # of a thread, where nobody would hear of it
+        said.put(_Refused(error=error))
 
 
 def _await(rank: int, process: subprocess.Popen[str], readers: Sequence[threading.Thread], said: Lines) -> None:
@@ -269,6 +280,8 @@ def _wait(verb: str, started: Sequence[subprocess.Popen[str]], said: Lines, prog
                 failures[rank].remedy = line.removeprefix("  fix: ")
             case _Said(line=line) if line.startswith((f"{verb}: ", f"{verb} ")):
                 progress.say(line)
+            case _Refused(error=error):
+                raise error
             case _Ended(rank=rank, code=code):
                 ends[rank] = code
                 if code:

@@ -5,13 +5,21 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import BinaryIO
 
 from quantflow.errors import InputError
 
 _CONTROLS = re.compile(
     rb"[\x00-\x08\x0b-\x1f\x7f]|\xc2[\x80-\x9f]"
 )  # what would move a terminal's cursor; names hold what they like
+
+
+def _kept() -> BinaryIO:
+    """Return a file of memory, which no full disk ends; of the disk where the system has none."""
+    if hasattr(os, "memfd_create"):
+        return os.fdopen(os.memfd_create("said"), "w+b")
+    return tempfile.TemporaryFile()
 
 
 def _spelled(found: re.Match[bytes]) -> bytes:
@@ -35,8 +43,8 @@ def panics_refused(cause: str, remedy: str) -> Iterator[None]:
     streams = {number: stream for number, stream in ((1, sys.stdout), (2, sys.stderr)) if stream is not None}  # None: closed
     for stream in streams.values():
         stream.flush()
-    kept, panicked = {number: os.dup(number) for number in streams}, False
-    with tempfile.TemporaryFile() as said:
+    with _kept() as said:
+        kept, panicked = {number: os.dup(number) for number in streams}, False
         for number in streams:
             os.dup2(said.fileno(), number)
         try:
@@ -48,9 +56,11 @@ def panics_refused(cause: str, remedy: str) -> Iterator[None]:
             raise
         finally:
             for number, stream in streams.items():
-                stream.flush()
+                with suppress(OSError):  # a limit on files; it goes where it would have gone without this
+                    stream.flush()
                 os.dup2(kept[number], number)
                 os.close(kept[number])
             if not panicked and 2 in streams and said.seek(0, os.SEEK_END):
                 said.seek(0)
-                os.write(2, _CONTROLS.sub(_spelled, said.read()))
+                with suppress(OSError):  # nobody reads stderr, or a disk is full: it was said beside the work
+                    os.write(2, _CONTROLS.sub(_spelled, said.read()))

@@ -7,6 +7,7 @@ import click
 
 from quantflow import process_memory
 from quantflow.stages.cli.output import exit_code
+from quantflow.stages.cli.streams import guard
 
 VERBS = (
     *("run", "plan", "measure", "quantize", "unify", "export", "validate", "gate", "generate", "serve", "chat", "bench"),
@@ -44,5 +45,6 @@ def cli() -> None:
 
 def main() -> int:
     """Run the command line of this process and return its exit code."""
+    guard()
     process_memory.give_back_freed()
     return exit_code(cli, sys.argv[1:])

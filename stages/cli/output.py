@@ -5,6 +5,7 @@ import dataclasses
 import errno
 import itertools
 import json
+import os
 import shlex
 import signal
 import traceback
@@ -16,15 +17,22 @@ from typing import Any
 import click
 
 from quantflow.distributed.launch import speaks
-from quantflow.errors import QuantflowError
+from quantflow.errors import QuantflowError, first_line
 from quantflow.stages.cli.environment import bars_wanted
 from quantflow.stages.cli.plain import one_line, plain
 from quantflow.stages.cli.progress_line import PATIENCE, ProgressLine
 from quantflow.stages.cli.signals import Interrupted, Signals
+from quantflow.stages.cli.streams import NobodyReads
 
 CONTINUES = "the same command continues where this one stopped"
 MORE_MEMORY = "give --max-memory what this machine has, or free some; the same command continues"
-TORCH_OUT_OF_MEMORY = "can't allocate memory"  # torch raises RuntimeError where Python raises MemoryError
+# torch and Python raise RuntimeError where the system refuses: what they say of it, and its number.
+REFUSED = {
+    "can't allocate memory": errno.ENOMEM,
+    os.strerror(errno.ENOMEM): errno.ENOMEM,
+    os.strerror(errno.EMFILE): errno.EMFILE,
+    "can't start new thread": errno.EAGAIN,
+}
 
 
 @dataclass(frozen=True)
@@ -64,7 +72,8 @@ def reporting(shared: Mapping[str, Any], output: Path) -> Iterator[ProgressLine]
 
 def show(result: Any, *, as_json: bool, text: str) -> None:
     """Print the result to stdout: the JSON document, or the text, with what would move a terminal's cursor spelled out."""
-    click.echo(json.dumps(result, indent=1, sort_keys=True, default=str) if as_json else plain(text))
+    with contextlib.suppress(NobodyReads):  # what the verb says with its exit code still counts
+        click.echo(json.dumps(result, indent=1, sort_keys=True, default=str) if as_json else plain(text))
 
 
 def show_call(words: Mapping[str, Any], *, as_json: bool) -> None:
@@ -154,15 +163,19 @@ def exit_code_of(work: Callable[[], object], *, debug: bool = False) -> int:
         return _fail(word, CONTINUES, 128 + error.number, debug=debug)
     except (KeyboardInterrupt, click.Abort):
         return _fail("interrupted", CONTINUES, 130, debug=debug)
-    except SystemExit:  # click's answer to a reader that closed the pipe: it had what it wanted
+    except NobodyReads:
         return 0
+    except SystemExit as error:  # click's answer to a broken pipe: of a process, since stdout raises NobodyReads
+        broken = error.__context__ if isinstance(error.__context__, OSError) else OSError(errno.EPIPE, os.strerror(errno.EPIPE))
+        return _fail(*_system(broken), debug=debug)
     except OSError as error:
         return _fail(*_system(error), debug=debug)
     except MemoryError as error:
         return _fail(f"out of memory{f': {error}' if str(error) else ''}", MORE_MEMORY, 5, debug=debug)
     except Exception as error:  # the outermost edge: whatever is left is a defect of quantflow
-        if isinstance(error, RuntimeError) and TORCH_OUT_OF_MEMORY in str(error):
-            return _fail(f"out of memory: {error}", MORE_MEMORY, 5, debug=debug)
+        for words, number in REFUSED.items() if isinstance(error, RuntimeError) else ():
+            if words in str(error):
+                return _fail(*_system(OSError(number, f"{os.strerror(number)} ({first_line(error)})")), debug=debug)
         return _fail(f"a bug in quantflow: {type(error).__name__}: {error}", "report it with --debug", 1, debug=debug)
     except BaseException as error:
         if (
@@ -175,10 +188,17 @@ def exit_code_of(work: Callable[[], object], *, debug: bool = False) -> int:
 
 def _system(error: OSError) -> tuple[str, str, int]:
     """Return the cause, the remedy and the exit code of what the operating system refused."""
-    cause = f"{error.filename or 'file'}: {error.strerror or error}"
+    cause = f"{error.filename or 'system'}: {error.strerror or error}"
     match error.errno:
         case errno.ENOSPC | errno.EDQUOT:
             return cause, "free some space; the same command continues", 5
+        case errno.EFBIG:
+            return f"{cause}: more than `ulimit -f` allows", "raise that limit; the same command continues", 5
+        case errno.EMFILE | errno.ENFILE:
+            return f"{cause}: more than `ulimit -n` allows", "raise that limit; the same command continues", 5
+        case errno.EAGAIN | errno.EPIPE:
+            ended = f"{cause}: a process cannot be started, or has ended"
+            return ended, "look at `ulimit -u` and at memory; the same command continues", 5
         case errno.ENOMEM:
             return cause, MORE_MEMORY, 5
         case errno.EIO:

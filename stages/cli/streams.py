@@ -1,0 +1,71 @@
+"""stdout and stderr of a process, either of which may be closed, a pipe that nobody reads any more, or a file on a full disk.
+
+stdout carries a result, so what cannot be written there ends the command with a sentence and its code. stderr carries what is
+said beside the work, and no work ends because that cannot be said. Python itself would try once more at its own end, and exit
+with 120.
+"""
+
+import io
+import os
+import sys
+from typing import Any, TextIO
+
+_NAMES = {1: "standard output", 2: "standard error"}
+
+
+class NobodyReads(BaseException):
+    """The reader of stdout has closed it, as `head` does: it had what it wanted. No library takes it for an error."""
+
+
+class _Descriptor(io.FileIO):
+    """A descriptor that refuses data once at most; whatever is still in a buffer then is dropped."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number, "w", closefd=False)
+        self._lost = False
+
+    def write(self, data: Any, /) -> int:
+        """Write some of the data and return how many bytes.
+
+        Raises:
+            NobodyReads: of stdout, its reader has gone.
+            OSError: of stdout, the system takes no more; it is named.
+        """
+        try:
+            if not self._lost:
+                return super().write(data) or 0
+        except OSError as error:
+            self._lost = True
+            if self.fileno() == 1:
+                if isinstance(error, BrokenPipeError):
+                    raise NobodyReads from error
+                error.filename = _NAMES[1]
+                raise
+        return len(data)
+
+
+def guard() -> None:
+    """Put such streams in the place of sys.stdout and sys.stderr; one that is closed gets /dev/null.
+
+    A descriptor that is free would be the number of the next file that is opened, and messages would go into it.
+    """
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
+    sys.stdout, sys.stderr = _guarded(1, sys.stdout), _guarded(2, sys.stderr)
+
+
+def _guarded(number: int, stream: TextIO | None) -> TextIO:
+    """Return a stream that writes to a descriptor as another does."""
+    encoding, live, direct = "utf-8", number == 2, False
+    if isinstance(stream, io.TextIOWrapper):
+        encoding, live, direct = stream.encoding, stream.line_buffering, stream.write_through
+    return io.TextIOWrapper(
+        io.BufferedWriter(_Descriptor(number)),
+        encoding=encoding,
+        errors="backslashreplace",  # what a terminal cannot show is spelled out
+        line_buffering=live,
+        write_through=direct,
+    )

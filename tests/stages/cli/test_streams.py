@@ -1,0 +1,90 @@
+"""stdout and stderr that are closed, a pipe without a reader, or a file on a full disk: a promised code, and no exit 120."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+VERSION = Path(__file__).parents[2] / "golden" / "versions" / "0.1.0"
+ARTIFACT = VERSION / "artifact"
+
+
+def ended(shell, **environment):
+    """Run a line of a shell in which $Q is the command line; return its exit code and what came to stdout and stderr."""
+    command = f"{sys.executable} -m quantflow"
+    words = ["bash", "-c", f"set -o pipefail; {shell}"]
+    variables = {**os.environ, "Q": command, "A": str(ARTIFACT), **environment}
+    result = subprocess.run(words, env=variables, capture_output=True, check=False)
+    return result.returncode, result.stdout.decode(), result.stderr.decode()
+
+
+@pytest.mark.parametrize("line", ["$Q inspect $A", "$Q inspect $A --json", "$Q verify $A", "$Q --help", "$Q --version"])
+def test_a_full_disk_behind_stdout_is_a_sentence_and_exit_5(line):
+    code, _, err = ended(f"{line} > /dev/full")
+    assert (code, err.splitlines()) == (
+        5,
+        ["error: standard output: No space left on device", "  fix: free some space; the same command continues"],
+    )
+
+
+def test_a_full_disk_behind_stderr_changes_no_exit_code():
+    assert ended("$Q verify $A 2> /dev/full")[0] == 0
+    assert ended("$Q verify /nowhere 2> /dev/full")[:2] == (3, "")
+    assert ended("$Q verify /nowhere > /dev/full 2> /dev/full")[0] == 3
+    assert ended("$Q verify $A > /dev/full 2> /dev/full")[0] == 5
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_change_no_exit_code(closed):
+    assert ended(f"$Q verify $A {closed}")[0] == 0
+    assert ended(f"$Q verify /nowhere {closed}")[0] == 3
+
+
+def test_a_reader_that_has_enough_is_no_failure():
+    assert ended("$Q inspect $A | true") == (0, "", "")
+    code, out, err = ended("$Q inspect $A --json | head -n 1")
+    assert (code, err) == (0, "") and out.strip() in ("{", "[")
+
+
+def test_what_a_gate_decides_is_the_exit_code_whoever_reads(tmp_path):
+    wide, narrow = ({"ppl_ratio": n, "mean_kld": n, "kld_p999": n, "top1_agreement": t} for n, t in ((9e9, 0.0), (0.001, 1.0)))
+    report = tmp_path / "validation"
+    for name, thresholds in (("wide", wide), ("narrow", narrow)):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"thresholds": thresholds}))
+    text = tmp_path / "t.jsonl"
+    chance = random.Random(0)
+    rows = [{"input_ids": chance.choices(range(3, 32), k=32)} for _ in range(8)]
+    text.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    line = f"$Q validate $A --baseline {VERSION / 'model'} --text {text} --tokens 256 -q --report {report} --force"
+    assert ended(f"{line} --gate {tmp_path / 'narrow.json'}")[0] == 4
+    gate = f"$Q gate {report} --gate {tmp_path / 'narrow.json'}"
+    assert ended(f"{gate} | true")[0] == 4
+    assert ended(f"$Q gate {report} --gate {tmp_path / 'wide.json'} | true")[0] == 0
+    code, _, err = ended(f"{gate} > /dev/full")
+    assert code == 5 and "standard output" in err
+
+
+def test_text_is_generated_until_nobody_reads_it():
+    line = "$Q generate $A --prompt 'w10 w27 w5' --max-new-tokens 6 -q"
+    assert ended(f"{line} | true") == (0, "", "")
+    code, _, err = ended(f"{line} > /dev/full")
+    assert code == 5 and err.startswith("error: standard output: No space left on device\n")
+    assert ended(f"{line} >&-")[0] == 0
+
+
+@pytest.mark.slow
+def test_text_of_ranks_is_generated_until_nobody_reads_it():
+    line = "$Q generate $A --prompt 'w10 w27 w5' --max-new-tokens 6 -q --ranks 2"
+    assert ended(f"{line} | true") == (0, "", "")
+    code, _, err = ended(f"{line} > /dev/full")
+    assert code == 5 and err.startswith("error: standard output: No space left on device\n")
+
+
+def test_what_the_encoding_of_a_terminal_lacks_is_spelled_out(tmp_path):
+    line = f"$Q verify {tmp_path / '☃'}"
+    code, _, err = ended(line, PYTHONIOENCODING="latin-1")
+    assert code == 3 and "\\u2603" in err
