@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ _SAME_ON_EVERY_RANK = (
 )
 _OF_A_SHARE = ("offset", "length")  # what may differ between the cards of a replica
 _ONE = "give the ranks of one measurement"
+_NAMED = 9  # of what is missing: a message names eight, and a record may declare any number
 
 
 def by_rank(measurements: Iterable[Measurement], *, allow_missing: bool) -> dict[int, Measurement]:
@@ -164,7 +166,8 @@ def _check_samples(replicas: Sequence[Sequence[Measurement]]) -> None:
     calibration = firsts[0].meta["calibration"]
     times = Counter(index for measurement in firsts for index in measurement.indices)
     twice = sorted(index for index, count in times.items() if count > 1)
-    missing = [index for index in range(calibration["samples"]) if index not in times]
+    declared = calibration["samples"]
+    missing = list(islice((index for index in range(declared) if index not in times), _NAMED)) if len(times) < declared else []
     mesh = firsts[0].meta["mesh"]
     incomplete = len(firsts) < mesh["dp"] or any(m.meta.get("unified", {}).get("missing") for m in firsts)
     if twice or (missing and not incomplete):

@@ -32,6 +32,7 @@ from torch import Tensor
 from quantflow.artifact import disk
 from quantflow.artifact.canonical import digest_of, file_digest, read_json, readable_json
 from quantflow.core.parallel import SEQUENTIAL, Workers
+from quantflow.distributed import MOST_RANKS
 from quantflow.errors import InputError, IntegrityError, StatisticsError, UnsupportedError
 from quantflow.measurements.keys import Key, are_states, by_site, is_matrix, observers_at
 from quantflow.measurements.placement import check_placement
@@ -289,6 +290,9 @@ def _check_fields(meta: Mapping[str, Any], *, name: str) -> None:
             value = value.get(part) if isinstance(value, Mapping) else None
         if type(value) is not expected:
             raise InputError(f"{name}: {path} is {value!r}, expected {expected.__name__}", _AGAIN)
+    for key in ("world", "tp", "dp", "ep"):
+        if not 1 <= meta["mesh"][key] <= MOST_RANKS:
+            raise InputError(f"{name}: mesh.{key} is no number from 1 to {MOST_RANKS}", _AGAIN)
     rank, world = meta["mesh"]["rank"], meta["mesh"]["world"]
     if not 0 <= rank < world:
         raise InputError(f"{name}: mesh.rank is {rank} of mesh.world {world}", _AGAIN)

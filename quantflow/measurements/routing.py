@@ -10,11 +10,13 @@ from typing import Any
 
 from torch import Tensor
 
+from quantflow.errors import StatisticsError
 from quantflow.measurements.keys import Key
 from quantflow.numerics.statistics import COUNT
 
 SITE, STATISTIC = "routed", COUNT.name
 _LINEAR = re.compile(r"(?P<experts>.+)\.(?P<number>[0-9]+)\.[^.]+")
+_MOST = 1 << 16  # experts of a mixture
 
 
 def routed_key(linear: str) -> str:
@@ -30,13 +32,19 @@ def ledger_of(statistics: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
 
     Returns:
         `model.layers.0.mlp.experts` -> {"tokens": [by number; None for one that is on another rank], "least", "median"}.
+
+    Raises:
+        StatisticsError: the number of an expert is beyond any mixture.
     """
     found: dict[str, dict[int, int]] = {}
     for key in statistics:
         name, _, rest = key.partition("|")
         match = _LINEAR.fullmatch(name) if rest == f"{SITE}|{STATISTIC}" else None
         if match is not None:
-            found.setdefault(match["experts"], {})[int(match["number"])] = int(statistics[key])
+            number = int(match["number"]) if len(match["number"]) < 9 else _MOST
+            if number >= _MOST:
+                raise StatisticsError(f"{name}: an expert of a number beyond {_MOST}", "measure again")
+            found.setdefault(match["experts"], {})[number] = int(statistics[key])
     return {
         experts: summary(counts.get(number) for number in range(max(counts) + 1)) for experts, counts in sorted(found.items())
     }

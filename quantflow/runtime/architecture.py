@@ -565,7 +565,7 @@ def _architecture(design: Design, keys: Keys) -> Blueprint:
     parallel = bool(keys.get(design.parallel)) if isinstance(design.parallel, str) else design.parallel
     windows = [0] * layers if design.windows is None else design.windows(keys, layers)
     ropes, rotations = _rotations(design, keys, dim, layers, windows)
-    positions = keys.get("max_position_embeddings")
+    positions = None if keys.get("max_position_embeddings") is None else keys.count("max_position_embeddings")
     sparse, routing = _routing(design, keys, layers)
     return Blueprint(
         names=design.names,
@@ -612,7 +612,9 @@ def _routing(design: Design, keys: Keys, layers: int) -> tuple[tuple[bool, ...],
     if chosen > experts:
         raise No(f"num_experts_per_tok of config.json is {chosen}, of {experts} experts")
     normalized = keys.get(design.normalizes) if isinstance(design.normalizes, str) else design.normalizes
-    step, dense = keys.get("decoder_sparse_step"), keys.get("mlp_only_layers") or ()
+    step, dense = keys.get("decoder_sparse_step") and keys.count("decoder_sparse_step"), keys.get("mlp_only_layers") or []
+    if not isinstance(dense, list):
+        raise No(f"mlp_only_layers of config.json is {dense!r}, no list")
     sparse = tuple(index not in dense and (index + 1) % (step or 1) == 0 for index in range(layers))
     return sparse, Routing(experts=experts, chosen=chosen, normalized=bool(normalized)) if any(sparse) else None
 
@@ -621,7 +623,9 @@ def _rotations(
     design: Design, keys: Keys, dim: int, layers: int, windows: Sequence[int]
 ) -> tuple[tuple[Rope, ...], tuple[int | None, ...]]:
     """Return the rotations that there are, and which of them each layer has."""
-    given = dict(keys.get("rope_scaling") or keys.get("rope_parameters") or {})
+    given = keys.get("rope_scaling") or keys.get("rope_parameters") or {}
+    if not isinstance(given, dict):
+        raise No(f"rope_parameters of config.json is {given!r}, no table")
     keys.read |= {"rope_scaling", "rope_parameters"}
     theta, local = keys.get("rope_theta"), keys.get("rope_local_base_freq")
     if design.partial:

@@ -87,6 +87,7 @@ GENERATE = ("--prompt", "value", "--max-new-tokens", "2")
     "values",
     [
         *({"hidden_act": "swiglu9000"}, {"rope_parameters": {"rope_type": "nowhere"}}),
+        *({"rope_parameters": [1]}, {"max_position_embeddings": [[]]}, {"rope_parameters": "default"}),
         *(
             {"rms_norm_eps": None},
             {"num_hidden_layers": 10**9},

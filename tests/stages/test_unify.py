@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from quantflow.artifact.canonical import digest_of, readable_json
 from quantflow.measurements.record import Measurement, open_measurements, read_measurement, read_meta, write_measurement
 from quantflow.measurements.unify import unify_each
 from quantflow.quantization import unify
@@ -528,3 +529,44 @@ def test_measured_ranks_of_a_model_carry_the_plan_by_which_they_are_expanded(sai
     for key, value in again.statistics.items():
         assert torch.equal(value, whole.statistics[key]), key
     assert {key.rpartition("|")[2] for key in whole.statistics.keys() - again.statistics.keys()} == {"counts"}
+
+
+@pytest.mark.parametrize("tp", [1, 8, 64])
+def test_64_ranks_become_one_or_four_or_stay_64(said, tmp_path, tp):
+    values = [float((rank * 37) % 64 + 1) for rank in range(64)]
+    ranks(tmp_path / "m", tp=tp, dp=64 // tp, amax=values)
+    for world in {1: (1, 4, 64), 8: (1, 4), 64: (1,)}[tp]:
+        size = 64 // world
+        groups = [f"{first}-{first + size - 1}" if size > 1 else str(first) for first in range(0, 64, size)]
+        code, _, err = said("unify", "-g", *groups, "-m", tmp_path / "m", "-o", tmp_path / f"u{world}")
+        assert code == 0, err
+        expected = [max(values[first : first + size]) for first in range(0, 64, size)]
+        assert [amax(tmp_path / f"u{world}", rank, world) for rank in range(world)] == expected
+
+
+def test_more_ranks_than_descriptors_are_a_sentence_and_with_more_of_them_the_same_command_continues(tmp_path):
+    ranks(tmp_path / "m", dp=64)
+    for limit, code in ((40, 5), (120, 0)):
+        line = f"ulimit -n {limit}; {sys.executable} -m quantflow unify -m {tmp_path / 'm'} -o {tmp_path / 'u'}"
+        result = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
+        assert result.returncode == code, result.stderr
+        assert code == 0 or "ulimit -n" in result.stderr and "Traceback" not in result.stderr
+    assert amax(tmp_path / "u", 0, 1) == 64.0
+
+
+@pytest.mark.parametrize("key", ["world", "tp", "dp", "ep"])
+@pytest.mark.parametrize("value", [0, -1, 10**9, 2**63])
+def test_a_declared_world_that_nobody_has_is_refused_before_anything_is_made_of_it(refused, tmp_path, key, value):
+    ranks(tmp_path / "m")
+    path = tmp_path / "m" / "rank-000-of-001" / "measurement.json"
+    body = json.loads(path.read_text())
+    body.pop("digest")
+    body["mesh"][key] = value
+    path.write_bytes(readable_json({**body, "digest": digest_of(body)}))
+    assert f"mesh.{key}" in refused(3, "unify", "-m", tmp_path / "m", "-o", tmp_path / "u")
+
+
+def test_any_number_of_declared_samples_is_compared_with_those_that_are_there(refused, tmp_path):
+    calibration = {"hash": "c" * 64, "samples": 10**15, "tokens": 2, "sequence_length": 2}
+    write(tmp_path / "m", 0, calibration=calibration)
+    assert "on no rank 1, 2, 3" in refused(3, "unify", "-m", tmp_path / "m", "-o", tmp_path / "u")

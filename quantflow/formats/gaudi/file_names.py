@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from quantflow.distributed import MOST_RANKS
 from quantflow.errors import InputError
 
 OBSERVERS = ("maxabs", "maxabs_per_channel", "save", "shape")
@@ -105,6 +106,8 @@ def find_triples(path: Path, *, method: str | None = None, partial: bool = False
             listed = ", ".join(map(str, sorted(values, key=str)))
             raise InputError(f"{path}: files of {len(values)} {what} {listed}", "give folder/prefix, or a folder of one run")
     (world,) = {1 if name.world is None else name.world for name in found}
+    if world > MOST_RANKS:
+        raise InputError(f"{path}: files of a world of {world} ranks, {MOST_RANKS} are the most", _MEASURE)
     ranks = {name.rank or 0: files for name, files in found.items()}
     beyond = sorted(rank for rank in ranks if rank >= world)
     missing = [] if partial else sorted(set(range(world)) - set(ranks))

@@ -25,6 +25,7 @@ from quantflow.artifact.canonical import canonical_json, digest_of, read_json
 from quantflow.artifact.digests import NAME as HASHES
 from quantflow.artifact.digests import Digests
 from quantflow.artifact.safetensors_header import TensorInfo, read_header
+from quantflow.artifact.schema import check
 from quantflow.core.determinism import single_threaded, tools
 from quantflow.core.joining import Joined, join_columns, join_rows, requantize_, shared_scale, zero_groups
 from quantflow.core.qtensor import QTensor
@@ -32,6 +33,7 @@ from quantflow.core.scheme import LinearScheme
 from quantflow.distributed.launch import rank_folder
 from quantflow.errors import InputError, QuantflowError, UsageError
 from quantflow.formats import DEFAULT, FORMATS
+from quantflow.measurements.grouping import some
 from quantflow.measurements.placement import check_cover, joined, share
 from quantflow.models import layer_store
 from quantflow.models.graph import graph_for
@@ -45,7 +47,7 @@ from quantflow.planning.resources import allow_quantize
 from quantflow.planning.sizes import model_size
 from quantflow.progress import Progress
 from quantflow.quantization.file_to_file import quantize_files
-from quantflow.quantization.shards.share import STAGE, CardShare, CardTensors, Schemes, put_together, shard_folders
+from quantflow.quantization.shards.share import STAGE, CardShare, CardTensors, RankOf, Schemes, put_together, shard_folders
 from quantflow.quantization.static_inputs import LinearInput
 from quantflow.quantization.weight_rows import Stored, Unit, decoded_rows
 
@@ -149,7 +151,9 @@ def open_shards(folder: Path) -> list[OpenedShard]:
     for path in shard_folders(folder):
         inputs = stage_folder.require_done(path, stage=STAGE)["inputs"]
         placements, decisions = _recorded(path)
-        held = CardShare(**inputs["share"], placements=placements)
+        told: Any = inputs.get("share") if isinstance(inputs, dict) else None
+        check(told, RankOf, where=f"{path / stage_folder.DONE}: inputs.share", remedy="quantize that shard again")
+        held = CardShare(rank=told["rank"], world=told["world"], placements=placements)
         shard = OpenedShard(folder=path, inputs=inputs, share=held, stored=_stored(path), decisions=decisions)
         first = next(iter(found.values()), shard)
         other = stage_folder.difference(first.made_from, shard.made_from)
@@ -169,9 +173,7 @@ def open_shards(folder: Path) -> list[OpenedShard]:
     world = next(iter(found.values())).share.world
     missing = [rank for rank in range(world) if rank not in found]
     if missing:
-        raise InputError(
-            f"{folder}: shards {', '.join(map(str, missing))} of {world} are missing", "run the same `quantflow quantize` again"
-        )
+        raise InputError(f"{folder}: shards {some(missing)} of {world} are missing", "run the same `quantflow quantize` again")
     return [found[rank] for rank in range(world)]
 
 

@@ -15,15 +15,17 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
 import torch
 from torch import Tensor
 
 from quantflow.artifact import stage_folder
 from quantflow.artifact.safetensors_header import TensorInfo
+from quantflow.artifact.schema import Between
 from quantflow.core.scheme import LinearScheme
 from quantflow.core.slicing import cut, side_by_side
+from quantflow.distributed import MOST_RANKS
 from quantflow.errors import InputError
 from quantflow.formats import DEFAULT, FORMATS
 from quantflow.measurements.placement import Placement
@@ -47,6 +49,13 @@ class Part:
 
     rows: slice
     columns: slice | None = None
+
+
+class RankOf(TypedDict):
+    """Which card of how many a shard is, as its DONE.json says."""
+
+    rank: Annotated[int, Between(0, MOST_RANKS)]
+    world: Annotated[int, Between(1, MOST_RANKS)]
 
 
 @dataclass(frozen=True, kw_only=True)
