@@ -3,10 +3,13 @@
 A lock or a log beside an output that lies in an artifact is a file that its manifest does not name: it would not verify again.
 """
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
 from quantflow.errors import UsageError
+
+_LONGEST = 255 - len("-validation") - len("..lock")  # bytes of a name, so that those beside it are names too
 
 
 def output_folder(output: str | Path, *, flag: str = "-o", reads: Mapping[str, str | Path | None]) -> Path:
@@ -19,7 +22,7 @@ def output_folder(output: str | Path, *, flag: str = "-o", reads: Mapping[str, s
         reads: what the stage reads, by what it is called; None is not read.
 
     Raises:
-        UsageError: no name at all, a link that leads nowhere, or a folder in one that is read.
+        UsageError: no name at all, a name that is too long, links in a circle, or a folder in one that is read.
     """
     if not str(output):
         raise UsageError(f"{flag}: the name of the folder is empty", f"give {flag} DIR")
@@ -27,6 +30,10 @@ def output_folder(output: str | Path, *, flag: str = "-o", reads: Mapping[str, s
         real = Path(output).resolve()
     except (OSError, RuntimeError, ValueError) as error:  # links in a circle; a name with a zero byte
         raise UsageError(f"{flag} {output}: {error}", "give another folder") from error
+    size = len(os.fsencode(real.name))
+    if size > _LONGEST:
+        cause = f"{flag}: a name of {size} bytes; a lock and a log beside it have longer ones, and 255 bytes are the most"
+        raise UsageError(cause, f"give one of {_LONGEST} bytes at most")
     for what, folder in reads.items():
         if folder is not None and real.is_relative_to(Path(folder).resolve()):
             raise UsageError(f"{flag} {output}: lies in {what}, {folder}, which is only read", "write beside it")

@@ -10,13 +10,17 @@ The faults are described at `Faults`. Only calls on files below `root` count, it
 """
 
 import contextlib
+import ctypes
 import errno
 import importlib
 import io
+import itertools
 import json
 import os
+import resource
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -62,12 +66,17 @@ class Faults:
         path             what VANISH removes: a file of the source
         full             bytes after which every write ends short, and then with ENOSPC, as does making anything new
         log              the errno named so for every write of a log file
+        since            from the `at`-th of all calls that change the disk on, each fails with the errno named `do`: a file
+                         system that turned read-only
+        limits           {"NOFILE", "AS": how much more than the process has now; "FSIZE": bytes of a file}
+        plain            be a user whom permissions of files bind, although this may be root
+        clock            seconds that the clock jumps, ahead and back in turn, each time that it is read
     """
 
     def __init__(self, root: Path, spec: dict) -> None:
         self.root, self.source, self.spec = f"{root}/", f"{spec.get('source', root)}/", spec
         self.counts = dict.fromkeys(sorted(set(KINDS.values())), 0)
-        self.written = 0
+        self.written = self.changes = 0
         self.alien: list[str] = []  # opened for writing by something that does not go through these calls
         self.active = True
         self._inside = threading.local()
@@ -114,6 +123,11 @@ class Faults:
                 due = kind == self.spec.get("kind") and self.counts[kind] == self.spec["at"]
             if due:
                 self._strike(name, arguments)
+            if self.spec.get("since") and kind != "read":
+                with self._lock:
+                    self.changes += 1
+                if self.changes >= self.spec["at"]:
+                    self._fail(self.spec["do"], arguments)
             full = self.spec.get("full")
             if full is not None and name in ("write", "pwrite"):
                 arguments = (arguments[0], memoryview(arguments[1])[: max(0, full - self.written)], *arguments[2:])
@@ -149,6 +163,47 @@ class Faults:
         code = getattr(errno, number)
         named = () if isinstance(arguments[0], int) else (os.fspath(arguments[0]),)
         raise OSError(code, os.strerror(code), *named)
+
+
+def limit(spec: dict) -> None:
+    """Set the limits, the permissions and the clock of this process that a description of faults names."""
+    if "clock" in spec:
+        jumps, real = itertools.cycle((spec["clock"], -spec["clock"])), (time.time, time.time_ns)
+        time.time = lambda: real[0]() + next(jumps)
+        time.time_ns = lambda: real[1]() + next(jumps) * 1_000_000_000
+    if spec.get("plain"):
+        drop_override()
+    for name, more in spec.get("limits", {}).items():
+        before = 0
+        if name == "AS":
+            before = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        elif name == "NOFILE":
+            before = 1 + max(int(number) for number in os.listdir("/proc/self/fd"))
+        kind = getattr(resource, f"RLIMIT_{name}")
+        resource.setrlimit(kind, (before + more, resource.getrlimit(kind)[1]))
+
+
+def unlimit(spec: dict) -> None:
+    """Take the limits away again."""
+    for name in spec.get("limits", {}):
+        kind = getattr(resource, f"RLIMIT_{name}")
+        resource.setrlimit(kind, (resource.getrlimit(kind)[1],) * 2)
+
+
+def drop_override() -> None:
+    """Give up what lets root read and write any file; its own files then bind it by their modes."""
+    if os.geteuid() != 0:
+        return
+    call, header = ctypes.CDLL(None, use_errno=True).syscall, struct.pack("=Ii", 0x20080522, 0)
+    data = ctypes.create_string_buffer(24)
+    get, put = (125, 126) if os.uname().machine == "x86_64" else (90, 91)
+    if call(get, header, data) != 0:
+        raise OSError(ctypes.get_errno(), "capget")
+    words = list(struct.unpack("=6I", data.raw))
+    for place in (0, 1):  # effective, permitted
+        words[place] &= ~0b110  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
+    if call(put, header, struct.pack("=6I", *words)) != 0:
+        raise OSError(ctypes.get_errno(), "capset")
 
 
 def forked_proof(faults: Faults):
@@ -221,11 +276,13 @@ def case(request: dict, streams: list[io.IOBase], results: int) -> None:
     faults.install()
 
     def finish() -> None:
+        unlimit(request["faults"])
         faults.active = False
         told = {"counts": faults.counts, "written": faults.written, "alien": faults.alien}
         with os.fdopen(results, "w") as pipe:
             json.dump(told, pipe)
 
+    limit(request["faults"])
     end(lambda: exit_code(cli, request["arguments"]), finish)
 
 

@@ -32,8 +32,8 @@ def test_eight_kills_at_random_moments_continue_to_the_same_bytes(commands):
 
 
 @pytest.mark.slow
-def test_a_hundred_kills_at_random_moments_continue_to_the_same_bytes(commands):
-    kills(commands("run"), wanted=100, seed=11)
+def test_two_hundred_kills_at_random_moments_continue_to_the_same_bytes(commands):
+    kills(commands("run"), wanted=200, seed=11)
 
 
 def fill(command, size: int) -> str:

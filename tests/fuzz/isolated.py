@@ -61,9 +61,11 @@ def isolated(work: Callable[[], int], *, seconds: float = SECONDS, memory: int |
         except BaseException:
             traceback.print_exc()
         finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
+            try:
+                sys.stdout.flush()
+                sys.stderr.flush()
+            finally:  # whatever they say, this fork never returns into its parent's code
+                os._exit(code)
     os.close(writer)
     said, left = bytearray(), seconds
     while (left := begin + seconds - time.monotonic()) > 0 and select.select([reader], [], [], left)[0]:
