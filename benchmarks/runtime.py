@@ -184,8 +184,8 @@ def _report(programs: Sequence[Program], reads: Sequence[float], batches: Sequen
 
 
 def _judge(medians: dict[tuple[str, str], float], what: str, ours: str, theirs: str, least: float) -> Bar | None:
-    """Return a bar, or None where a side of it was not run; of several 4-bit artifacts the best counts."""
-    names = ("quantflow W4A16", "quantflow W4A16 int8", "quantflow W4A8") if ours == "quantflow 4-bit" else (ours,)
+    """Return a bar, or None where a side of it was not run; of 4 bits what runs by default counts."""
+    names = ("quantflow W4A16",) if ours == "quantflow 4-bit" else (ours,)
     found = []
     for name in names:
         other = f"memory limit of {name}" if theirs == "memory limit" else theirs
@@ -208,7 +208,7 @@ def _results(programs: Sequence[Program], reads: Sequence[float], judged: Sequen
 def _programs(given: argparse.Namespace, model: Path, work: Path) -> list[Program]:
     """Return the programs whose environment is there, with what they load made."""
     peers, here = given.peers.resolve(), Path(sys.executable)
-    runs = [("", scheme, "auto") for scheme in SCHEMES] + [(" int8", "W4A16", "w4a16_int8,auto")]  # auto: the head
+    runs = [("", scheme, False) for scheme in SCHEMES] + [(" exact", "W4A16", True)]
     programs = [
         Program(
             name=f"quantflow {scheme}{suffix}",
@@ -217,11 +217,11 @@ def _programs(given: argparse.Namespace, model: Path, work: Path) -> list[Progra
             settings={
                 "artifact": str(_artifact(model, work, scheme)),
                 "dtype": given.dtype,
-                "backend": backend,
+                "exact": exact,
                 "kv_cache": given.kv_cache,
             },
         )
-        for suffix, scheme, backend in runs
+        for suffix, scheme, exact in runs
         if _wanted(f"quantflow {scheme}{suffix}", given.only)
     ]
     transformers = {"model": str(model), "dtype": "bfloat16"}
@@ -260,7 +260,7 @@ def _artifact(model: Path, work: Path, scheme: str) -> Path:
         entry = {"name": "artifact", "scheme": scheme, "algorithm": "rtn", "transforms": [], "head": {"scheme": HEAD}}
         recipe.write_text(json.dumps({"model": str(model), "quantize": [entry]}))  # JSON is YAML
         _quantflow("quantize", model, "-o", quantized, "--recipe", recipe, "--no-export", "-q")
-        _quantflow("export", quantized, "-o", folder, "-q")
+        _quantflow("export", quantized, "-o", folder, "--measure-inputs", "-q")
         for path in sorted(quantized.rglob("*"), reverse=True):
             path.rmdir() if path.is_dir() else path.unlink()
         quantized.rmdir()

@@ -67,8 +67,8 @@ def bits_per_weight(stored: int, counts: Sequence[int]) -> float:
 
 
 def of_artifact(folder: Path, source: Source) -> Candidate:
-    """Read an artifact of quantflow."""
-    artifact = open_artifact(folder, backend="reference")
+    """Read an artifact of quantflow, its inputs rounded as it runs by default."""
+    artifact = open_artifact(folder, backend="reference", inputs="usual")
     weights, inputs, stored = {}, {}, 0
     for name, placement in artifact.linears.items():
         linear = artifact.decode(name)

@@ -1,4 +1,4 @@
-"""quantflow for runtime.py; see _serve.py. SETTINGS: artifact, dtype, backend, kv_cache, threads."""
+"""quantflow for runtime.py; see _serve.py. SETTINGS: artifact, dtype, exact, kv_cache, threads."""
 
 import time
 from importlib.metadata import version
@@ -22,7 +22,7 @@ def load(settings: dict[str, Any]) -> Program:
     loaded = runtime.load(
         settings["artifact"],
         decoder="auto",
-        backend=settings["backend"],
+        exact=settings["exact"],
         kv_cache=settings["kv_cache"],
         dtype=getattr(torch, settings["dtype"]),
         verify=False,

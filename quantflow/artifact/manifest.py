@@ -22,10 +22,12 @@ MANIFEST_NAME = "quantflow.json"
 LAYOUT_VERSION = 1
 UNHASHED = frozenset({MANIFEST_NAME, "README.md", ".gitattributes"})
 BODY_KEYS = frozenset({"kind", "source", "recipe", "measurement", "float8", "ledger", "layers", "proof", "tools", "made_from"})
-# head: of one that is quantized, its source name, errors and decisions, as of a layer; lean_decoder: why it does not run this
-OPTIONAL_KEYS = frozenset({"head", "lean_decoder"})
+# head: of one that is quantized, its source name, errors and decisions, as of a layer; lean_decoder: why it does not run this;
+# rounded_inputs: what it would cost to round inputs that the schemes leave alone
+OPTIONAL_KEYS = frozenset({"head", "lean_decoder", "rounded_inputs"})
 KEYS = BODY_KEYS | {"layout_version", "files", "digest"}
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+INPUTS_SHARE = 20  # rounded inputs may diverge by this part of what the artifact diverges by from its source
 _AGAIN = "copy or export the artifact again"
 
 
@@ -131,6 +133,14 @@ class _Proof(TypedDict):
     digest: str
 
 
+class _RoundedInputs(TypedDict):
+    """Divergences on some tokens, nats: of the artifact and itself with rounded inputs, and of its source and the artifact."""
+
+    kld: float
+    kld_of_artifact: float
+    tokens: int
+
+
 class _Manifest(TypedDict):
     """The values that something reads; `_check_files` and the ledger look at theirs."""
 
@@ -141,6 +151,7 @@ class _Manifest(TypedDict):
     layers: list[_LayerRow]
     head: NotRequired[_LayerRow]
     lean_decoder: NotRequired[str | None]
+    rounded_inputs: NotRequired[_RoundedInputs]
     proof: _Proof
     tools: dict[str, str | int]
     made_from: str
@@ -172,10 +183,16 @@ def build_manifest(folder: Path, *, body: Mapping[str, Any], hashes: Mapping[str
     return {**manifest, "digest": digest_of(manifest)}
 
 
-def with_note(manifest: Mapping[str, Any], key: str, value: str) -> dict[str, Any]:
+def with_note(manifest: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
     """Return a manifest with one of OPTIONAL_KEYS more."""
     body = {**{name: part for name, part in manifest.items() if name != "digest"}, key: value}
     return {**body, "digest": digest_of(body)}
+
+
+def rounds_inputs(manifest: Mapping[str, Any]) -> bool:
+    """Return whether inputs are rounded when an artifact runs: that costs a twentieth of what the artifact does, or less."""
+    record = manifest.get("rounded_inputs")
+    return record is not None and INPUTS_SHARE * record["kld"] <= record["kld_of_artifact"]
 
 
 def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:

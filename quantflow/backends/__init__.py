@@ -2,8 +2,7 @@
 
 reference.py is the oracle of the others. Nothing falls back silently: a kernel that cannot run a linear says why, and `choose`
 returns the reasons with its choice. Their order is that of preference: the device's, our own kernels (C, compiled on first use,
-AVX512-VNNI), torch's, the oracle, which runs everything. Those behind the oracle compute something else than the scheme says
-and are taken by name only.
+AVX512-VNNI), torch's, the oracle, which runs everything.
 """
 
 from collections.abc import Mapping
@@ -13,7 +12,7 @@ from quantflow.backends import cuda, hpu, reference, torch_kernels, vnni
 from quantflow.backends.backend import Backend, Case
 from quantflow.errors import UsageError
 
-_ORDER = (hpu.BACKEND, cuda.BACKEND, *vnni.BACKENDS, *torch_kernels.BACKENDS, reference.BACKEND, *vnni.BY_NAME_ONLY)
+_ORDER = (hpu.BACKEND, cuda.BACKEND, *vnni.BACKENDS, *torch_kernels.BACKENDS, reference.BACKEND)
 BACKENDS: Mapping[str, Backend] = MappingProxyType({backend.name: backend for backend in _ORDER})
 
 
@@ -23,7 +22,7 @@ def choose(case: Case, *, backend: str = "auto") -> tuple[Backend, dict[str, str
     Args:
         case: the linear.
         backend: a key of BACKENDS, or `auto` for the first of them that can; several with commas are tried in turn, such as
-            `w4a16_int8,auto` where linears are quantized differently.
+            `int4_pack,auto` where linears are quantized differently.
 
     Raises:
         UsageError: the backend is unknown, or cannot run this linear.

@@ -4,8 +4,9 @@ w8a8: integer products. The input is quantized per token at run time, or with th
 scheme. The instruction multiplies unsigned with signed bytes: inputs are shifted by 128, which begins every sum at
 -(128 + zero_point) * sum(weight). The sums are exact integers.
 
-w4a8: the same in groups; a zero point of the weight is taken out as zero_point * sum(input). With bfloat16 inputs both are more
-exact than the oracle, which rounds the dequantized input.
+w4a8: the same in groups; inputs have a scale per token, or one in each group of the weights. A zero point of the weight is
+taken out as zero_point * sum(input). With bfloat16 inputs both are more exact than the oracle, which rounds the dequantized
+input.
 
 w4a16, w8a16: the integers qvalue - zero_point become bfloat16 or float32 in registers, exactly; the inputs are not rounded, and
 the scale of a group multiplies its sum. Nothing is rounded but the sums, so they are closer to the exact product than the
@@ -18,30 +19,18 @@ al. 2022, arXiv:2209.05433.
 mx: microscaled weights, e2m1 or e4m3, are kept as the bytes of e4m3 that have their values and run as fp8 does, with the
 scale of a group as a float. A value of e2m1 takes a byte here, twice what it takes on disk.
 
-w4a16_int8: a scheme that leaves inputs alone, run with inputs quantized to int8 per token as w4a8 does. Another model than the
-artifact's: faster for prompts and batches, and less exact.
+A scheme that leaves inputs alone, run with rounded ones (`quantflow.core.scheme.with_rounded_inputs`), is one with int8 inputs
+in groups: w4a8 runs it.
 """
-
-from dataclasses import replace
-
-import torch
 
 from quantflow.backends import backend, kernels, native
 from quantflow.backends.backend import is_e4m3, is_int, need
-from quantflow.backends.kernels import Prepared
-from quantflow.core.qtensor import QuantizedLinear
 from quantflow.core.scheme import TensorScheme
-
-_TOKENS = TensorScheme(kind="int", num_bits=8, granularity="per_token", dynamic=True)
 
 
 def _library(_case: backend.Case) -> str | None:
     reason = native.why_not(kernels.SOURCE, needs=kernels.NEEDS)
     return None if reason is None else f"cannot be had here: {reason}"
-
-
-def _with_int8_inputs(linear: QuantizedLinear, dtype: torch.dtype) -> Prepared:
-    return kernels.prepare(replace(linear, scheme=replace(linear.scheme, input=_TOKENS)), dtype)
 
 
 def _more(weights: TensorScheme) -> bool:
@@ -75,4 +64,3 @@ BACKENDS = tuple(
         "mx": (_MICROSCALED, backend.INPUTS_AS_THEY_ARE),
     }.items()
 )
-BY_NAME_ONLY = (replace(BACKENDS[2], name="w4a16_int8", prepare=_with_int8_inputs),)

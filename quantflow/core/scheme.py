@@ -186,8 +186,8 @@ class LinearScheme:
         """Refuse weights and inputs that no linear here computes: a silent substitute would be a wrong number.
 
         Raises:
-            SchemeError: dynamic weights, an input that is neither static per tensor nor symmetric per token (or, of weights
-                per block, per group), a layout that cannot hold the weights, or a rotation of no power of two.
+            SchemeError: dynamic weights, an input that is neither static per tensor nor symmetric per token nor in the groups
+                or blocks of the weights; a layout that cannot hold the weights, or a rotation of no power of two.
         """
         _known("layout", self.layout, get_args(Layout))
         if self.rotation is not None and (self.rotation < 2 or self.rotation & (self.rotation - 1)):
@@ -201,17 +201,12 @@ class LinearScheme:
             static = inputs.granularity == "per_tensor" and not inputs.dynamic
             per_token = inputs.granularity == "per_token" and inputs.symmetric
             per_group = (inputs.granularity, inputs.dynamic, inputs.symmetric) == ("per_group", True, True)
-            beside_blocks = self.weights.granularity == "per_block" and inputs.group_size == self.weights.group_size
-            microscaled = inputs.scale_format != "float" and (self.weights.scale_format, self.weights.group_size) == (
-                inputs.scale_format,
-                inputs.group_size,
-            )
-            if not (static or per_token or (per_group and (beside_blocks or microscaled))):
+            same_groups = (inputs.group_size, inputs.scale_format) == (self.weights.group_size, self.weights.scale_format)
+            if not (static or per_token or (per_group and same_groups)):
                 raise SchemeError(
                     f"{self.name}: input with granularity={inputs.granularity!r}, dynamic={inputs.dynamic}, "
                     f"symmetric={inputs.symmetric}",
-                    "use a static input per_tensor, a dynamic symmetric one per_token, or beside blocks of its size, or "
-                    "microscaled groups like its own, per_group",
+                    "use a static input per_tensor, a dynamic symmetric one per_token, or one in groups of the weights' size",
                 )
         weights = self.weights
         fitting: tuple[str, ...] = ("int-quantized", "pack-quantized")
@@ -377,6 +372,26 @@ def with_group_size(scheme: LinearScheme, group_size: int) -> LinearScheme:
     if inputs is not None and inputs.group_size is not None:
         inputs = replace(inputs, group_size=group_size)
     return replace(scheme, weights=replace(scheme.weights, group_size=group_size), input=inputs)
+
+
+INPUT_GROUPS = (32, 64, 128)  # features that share the scale of a rounded input
+
+
+def with_rounded_inputs(scheme: LinearScheme) -> LinearScheme | None:
+    """Return a scheme whose inputs are not quantized with them rounded to int8 when it runs, in the groups of the weights.
+
+    A scale for each 32 to 128 features keeps the error far below that of weights of at most 4 bits, and the product of a group
+    is one of integers.
+
+    Returns:
+        None where inputs are quantized already, or weights have more bits, other groups or minima.
+    """
+    weights = scheme.weights
+    integers = weights.kind == "int" and weights.num_bits <= 4 and not weights.minima
+    if scheme.input is not None or not integers or weights.granularity != "per_group" or weights.group_size not in INPUT_GROUPS:
+        return None
+    inputs = TensorScheme(kind="int", num_bits=8, granularity="per_group", group_size=weights.group_size, dynamic=True)
+    return replace(scheme, input=inputs)
 
 
 def with_float8(scheme: LinearScheme, flavour: str) -> LinearScheme:

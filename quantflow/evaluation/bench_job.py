@@ -14,6 +14,7 @@ from quantflow.runtime.generate_job import (
     DECODER_HELP,
     DEVICES,
     DTYPES,
+    EXACT_HELP,
     KV_CACHE_HELP,
     PACK_HELP,
     RANKS_HELP,
@@ -107,6 +108,7 @@ class BenchJob:
     decoder: str = setting("auto", flag="--decoder", verbs=BENCH, shown=True, help=DECODER_HELP)
     kv_cache: str = setting("auto", flag="--kv-cache", metavar="KIND", verbs=BENCH, help=KV_CACHE_HELP)
     pack: bool = setting(False, flag="--pack", verbs=BENCH, help=PACK_HELP)
+    exact: bool = setting(False, flag="--exact", verbs=BENCH, help=EXACT_HELP)
     device: str = setting("cpu", flag="--device", choices=DEVICES, verbs=BENCH, shown=True, help="")
     ranks: int = setting(1, flag="--ranks", metavar="N", verbs=BENCH, help=RANKS_HELP)
     trust_network: bool = setting(False, flag="--trust-network", verbs=BENCH, help=TRUST_HELP)

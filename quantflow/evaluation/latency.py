@@ -55,6 +55,7 @@ def run(job: BenchJob, progress: Progress) -> dict[str, Any] | None:
             decoder=job.decoder,
             kv_cache=job.kv_cache,
             pack=job.pack,
+            exact=job.exact,
             device=job.device,
             wire=wire,
         )

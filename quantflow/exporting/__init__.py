@@ -107,7 +107,7 @@ EXPORTERS: Mapping[str, Exporter] = MappingProxyType(
         "compressed-tensors": Exporter(
             takes="what `quantize` or `unify` wrote",
             reader="this runtime, transformers, vLLM",
-            options=("shard_size",),
+            options=("shard_size", "measure_inputs"),
             module="quantflow.exporting.export",
             foreign="quantflow.exporting.layout_export",
         ),

@@ -56,6 +56,7 @@ class ExportJob:
     Attributes:
         quantized: a finished quantize folder.
         model: the source folder; None reads where quantize found it.
+        measure_inputs: measure what rounding inputs would cost where quantize ran no model too.
         replace: redo an artifact that was made from other inputs, instead of refusing.
         resources: how much memory and disk there is.
     """
@@ -65,6 +66,7 @@ class ExportJob:
     model: Path | None = None
     format: str = DEFAULT
     shard_size: str = "4GiB"
+    measure_inputs: bool = False
     replace: bool = False
     resources: Resources = Resources()
 
@@ -78,6 +80,7 @@ def requested(request: ExportRequest) -> ExportJob:
         model=request.model,
         format=options.format,
         shard_size=options.shard_size,
+        measure_inputs=options.measure_inputs,
         replace=request.replace,
         resources=request.resources,
     )
@@ -101,7 +104,8 @@ def run(job: ExportJob, progress: Progress, *, prover: Prover | None = None) -> 
     refuse_shards(job.quantized)
     record = stage_folder.require_done(job.quantized, stage="quantize", unread="layers/*.safetensors")
     summary = read_json(job.quantized / "quantize.json")
-    made_from = digest_of([record["inputs"], job.format, parse_size(job.shard_size)])
+    asked = [job.format, parse_size(job.shard_size), *(["measure_inputs"] if job.measure_inputs else [])]
+    made_from = digest_of([record["inputs"], *asked])
     with stage_folder.locked(job.output):
         if _is_up_to_date(job.output, made_from):
             progress.say(f"export {job.output.name}: up to date")
@@ -123,11 +127,12 @@ def run(job: ExportJob, progress: Progress, *, prover: Prover | None = None) -> 
             proof.expect(summary["proof"])
             links = _write(job, folder, source, summary, record, made_from, digests)
             progress.say(f"export {job.output.name}: proving it in a fresh process")
-            prove = partial(proof.prove, folder, job.quantized, source.checkpoint.folder, workers=allowance.workers)
-            reason = _prove(prove, links)
-            if reason is not None:
+            places = (folder, job.quantized, source.checkpoint.folder)
+            notes = _prove(partial(proof.prove, *places, workers=allowance.workers, measures=job.measure_inputs), links)
+            if reason := notes.get("lean_decoder"):
                 progress.say(f"export {job.output.name}: the lean decoder will not run it: {reason}")
-                write_manifest(folder, with_note(read_manifest(folder), "lean_decoder", reason))
+            for key, note in notes.items():
+                write_manifest(folder, with_note(read_manifest(folder), key, note))
         used = process_memory.largest_peak()
         progress.note(compare(f"export {job.output.name}", planned=allowance.peak_bytes, used=used))
     return job.output
@@ -294,11 +299,11 @@ def _copy_side_files(folder: Path, source: ModelFiles) -> tuple[FileEntry, ...]:
     return tuple(entries)
 
 
-def _prove(prove: Callable[[], str | None], links: Mapping[str, Path]) -> str | None:
+def _prove(prove: Callable[[], dict[str, Any]], links: Mapping[str, Path]) -> dict[str, Any]:
     """Prove the artifact; a linked file that is damaged is named as quantize wrote it.
 
     Returns:
-        Why the lean decoder is not to run it, or None.
+        What the manifest has to say more, by its optional keys.
 
     Raises:
         IntegrityError: a file, a tensor, a layer or the logits differ.

@@ -68,9 +68,11 @@ def requested(request: ExportRequest) -> LayoutExportJob:
     """Return the job of a request; see `quantflow.exporting.Exporter`.
 
     Raises:
-        UsageError: a model beside the folder.
+        UsageError: a model beside the folder, or a measurement of inputs.
     """
     options = request.options
+    if options.measure_inputs:
+        raise UsageError("export: --measure-inputs of another program's folder", "leave it out: its source is not there")
     if request.model is not None:
         cause = f"export: --model {request.model} beside format {options.format}"
         raise UsageError(cause, "leave --model out, the quantized folder is all that is read")

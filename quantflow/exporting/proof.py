@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from quantflow import child_process
 from quantflow.errors import InputError, IntegrityError, QuantflowError, ResourceError, UnsupportedError
@@ -30,11 +31,18 @@ class Prover:
             self._process.stdin.write(f"{kind}\n")
             self._process.stdin.flush()
 
-    def prove(self, artifact: Path, quantized: Path, source: Path, *, workers: int) -> str | None:
+    def prove(self, artifact: Path, quantized: Path, source: Path, *, workers: int, measures: bool) -> dict[str, Any]:
         """Prove an artifact.
 
+        Args:
+            artifact: its folder.
+            quantized: the folder that it was made from.
+            source: the model's folder.
+            workers: how many tensors are compared at once.
+            measures: see `quantflow.exporting.proof_process.prove`.
+
         Returns:
-            Why the lean decoder is not to run it, or None.
+            What its manifest has to say more, by its optional keys.
 
         Raises:
             IntegrityError: as `quantflow.exporting.proof_process.prove`, and any other error of the project as the process met
@@ -43,10 +51,10 @@ class Prover:
             InputError: the process ended in another way.
         """
         places = [str(path.resolve()) for path in (artifact, quantized, source)]
-        found, told = self._process.communicate(json.dumps([*places, workers]))
+        found, told = self._process.communicate(json.dumps([*places, workers, measures]))
         _judge(self._process.returncode, told, artifact)
-        reason: str | None = json.loads(found.strip().splitlines()[-1])
-        return reason
+        notes: dict[str, Any] = json.loads(found.strip().splitlines()[-1])
+        return notes
 
 
 @contextmanager

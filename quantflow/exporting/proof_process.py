@@ -5,11 +5,12 @@ the kind of proof that the manifest names:
 
     canary      the model runs the canary's tokens from the artifact, one layer in memory at a time; the hidden state after
                 each layer and the logits are those that quantize computed; the lean decoder's layers, beside them, are within
-                rounding of them, or the manifest will say that it is not to run this artifact
+                rounding of them, or the manifest will say that it is not to run this artifact;
+                beside that it is measured what rounding inputs would cost (quantflow/exporting/rounded_inputs.py)
     tensors     every quantized linear, decoded some rows at a time, has the values that quantize chose, and every other
-                tensor the source's bytes: what is proved where no model ran
+                tensor the source's bytes: what is proved where no model ran; rounding is measured where that is asked for
 
-Example: echo '["ARTIFACT", "QUANTIZED", "SOURCE", 2]' | python -m quantflow.exporting.proof_process
+Example: echo '["ARTIFACT", "QUANTIZED", "SOURCE", 2, false]' | python -m quantflow.exporting.proof_process
 """
 
 import json
@@ -43,11 +44,18 @@ COMPARE_BYTES = 1 << 20  # of two tensors that are in memory at once
 _REPORT = "this is a defect in the layout or the loader; keep the folder and report it"
 
 
-def prove(artifact: Path, quantized: Path, source: Path, *, workers: Workers) -> str | None:
+def prove(artifact: Path, quantized: Path, source: Path, *, workers: Workers, measures: bool = False) -> dict[str, Any]:
     """Compare an artifact with what quantize kept and with the source.
 
+    Args:
+        artifact: its folder.
+        quantized: the folder that it was made from.
+        source: the model's folder.
+        workers: how many tensors are compared at once.
+        measures: where no model ran, measure what rounding inputs would cost all the same.
+
     Returns:
-        Why the lean decoder is not to run it, where a model ran beside it and it computed something else; or None.
+        What the manifest has to say more, by its optional keys.
 
     Raises:
         IntegrityError: naming the file, tensor or layer that differs.
@@ -57,11 +65,18 @@ def prove(artifact: Path, quantized: Path, source: Path, *, workers: Workers) ->
     opened = open_checkpoint(artifact)
     _compare_copies(opened, open_checkpoint(source), workers=workers)
     if proof["kind"] == CANARY:
-        from quantflow.exporting.canary import prove_canary  # here: the other kind starts without transformers' model code
+        from quantflow.exporting import canary, rounded_inputs  # here: the other kind starts without transformers' model code
 
-        return prove_canary(artifact, quantized)
-    _prove_tensors(opened, quantized, workers=workers)
-    return None
+        reason, cost = canary.prove_canary(artifact, quantized), rounded_inputs.on_canary(artifact, source, quantized)
+        found = {"lean_decoder": reason, "rounded_inputs": cost}
+    else:
+        _prove_tensors(opened, quantized, workers=workers)
+        found = {}
+        if measures:
+            from quantflow.exporting import rounded_inputs  # here: as above
+
+            found = {"rounded_inputs": rounded_inputs.on_seeded_tokens(artifact, source)}
+    return {key: value for key, value in found.items() if value is not None}
 
 
 def _prove_tensors(artifact: Checkpoint, quantized: Path, *, workers: Workers) -> None:
@@ -150,14 +165,14 @@ def awaited(lines: Iterable[str]) -> str:
     """
     for line in lines:
         if line.strip() == CANARY:
-            from quantflow.exporting import canary  # noqa: F401  # here: as in `prove`
+            from quantflow.exporting import canary, rounded_inputs  # noqa: F401  # here: as in `prove`
         elif line.strip() != TENSORS:
             return line
     return ""
 
 
 def main(order: str) -> int:
-    """Prove what `order` names, [ARTIFACT, QUANTIZED, SOURCE, WORKERS] in JSON; nothing where it is empty.
+    """Prove what `order` names, [ARTIFACT, QUANTIZED, SOURCE, WORKERS, MEASURES] in JSON; nothing where it is empty.
 
     Returns:
         0 when the proof holds, and stdout has what `prove` returns in JSON. Otherwise the error's exit code, after its cause
@@ -166,11 +181,11 @@ def main(order: str) -> int:
     if not order:  # the export has ended
         return 0
     torch.set_num_threads(1)
-    *places, workers = json.loads(order)
+    *places, workers, measures = json.loads(order)
     artifact, quantized, source = map(Path, places)
     try:
         with Workers(workers) as pool, torch.no_grad():
-            told = prove(artifact, quantized, source, workers=pool)
+            told = prove(artifact, quantized, source, workers=pool, measures=measures)
     except QuantflowError as error:
         return _fail(error.cause, error.remedy, error.exit_code)
     except (OSError, MemoryError) as error:

@@ -464,6 +464,12 @@ class Export:
     shard_size: str = setting(
         "4GiB", flag="--shard-size", metavar="SIZE", verbs=("export",), help="Largest weight file (default 4GiB)."
     )
+    measure_inputs: bool = setting(
+        False,
+        flag="--measure-inputs",
+        verbs=("export",),
+        help="Measure what rounding inputs costs, so that runtimes may, where quantize ran no model (rtn) too.",
+    )
     device: str | None = setting(
         None, flag="--device", verbs=("export",), help="Of format inc: gaudi2, gaudi3, or cpu for its emulation."
     )
@@ -528,6 +534,12 @@ class Validate:
         flag="--allow-inconclusive",
         verbs=("validate", "gate"),
         help="Exit 0 when the gate cannot decide; recorded.",
+    )
+    exact: bool = setting(
+        False,
+        flag="--exact",
+        verbs=("validate",),
+        help="Judge it with inputs that the scheme leaves alone as they are, as `generate --exact` runs it.",
     )
 
     def __post_init__(self) -> None:

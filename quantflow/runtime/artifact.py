@@ -7,23 +7,24 @@ decides that from the headers; values are checked when they are read. What does 
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from quantflow.artifact.canonical import read_json
 from quantflow.artifact.checkpoint import CONFIG, Checkpoint, open_checkpoint, refuse_quantized
-from quantflow.artifact.manifest import MANIFEST_NAME, read_manifest
+from quantflow.artifact.manifest import MANIFEST_NAME, read_manifest, rounds_inputs
 from quantflow.artifact.verify import verify as verify_artifact
-from quantflow.backends import choose
+from quantflow.backends import choose, reference
 from quantflow.backends.backend import Backend, Case
 from quantflow.core.dtypes import NAMES
 from quantflow.core.kv import KVScales
 from quantflow.core.qtensor import QuantizedLinear
-from quantflow.core.scheme import LinearScheme, TensorScheme
+from quantflow.core.scheme import LinearScheme, TensorScheme, with_rounded_inputs
 from quantflow.errors import InputError, UsageError
 from quantflow.formats import compressed_tensors, layout_of
 from quantflow.formats.weight_layout import TensorLayout
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 Shapes = Mapping[str, tuple[int, int]]
+Inputs = Literal["stored", "usual", "rounded"]  # as schemes have them; rounded where the manifest says so; rounded
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _STORED = frozenset(NAMES[dtype] for dtype in (*_DTYPES, torch.float64))  # of what is not quantized
 _OTHER_MODEL = "check that config.json belongs to these weights"
@@ -46,7 +48,7 @@ class Placement:
     """What is known of a quantized linear before it is read.
 
     Attributes:
-        scheme: how it is stored.
+        scheme: how it is stored, and what happens to its input when it runs.
         shape: (out_features, in_features) of the model's linear.
         backend: what will run it.
         reasons: why each backend that is preferred over `backend` cannot.
@@ -211,6 +213,7 @@ def open_artifact(
     verify: bool = True,
     device: str | torch.device = "cpu",
     manifest: dict[str, Any] | None = None,
+    inputs: Inputs = "stored",
 ) -> Artifact:
     """Open an artifact; memory holds headers and the manifest, no weight.
 
@@ -221,6 +224,8 @@ def open_artifact(
         verify: compare every file with its recorded hash first; it reads the artifact once more, in small pieces.
         device: where weights are put.
         manifest: quantflow.json, where it has been read before.
+        inputs: what happens to inputs that the schemes leave alone: `stored` nothing; `rounded` a kernel that multiplies
+            integers gets them rounded; `usual` it does where the manifest says that this costs little (`rounds_inputs`).
 
     Raises:
         IntegrityError: a file differs from its hash.
@@ -247,7 +252,9 @@ def open_artifact(
     cache = compressed_tensors.kv_scheme_from_config(table)
     told = _Quantization(layout=compressed_tensors, cache=cache, schemes=schemes)
     found = _compared(checkpoint, told)
-    return _placed(checkpoint, manifest, told, found, backend=backend, dtype=dtype, device=torch.device(device))
+    rounds = inputs == "rounded" or (inputs == "usual" and rounds_inputs(manifest))
+    run_by = functools.partial(_run_by, backend=backend, rounds=rounds)
+    return _placed(checkpoint, manifest, told, found, run_by=run_by, dtype=dtype, device=torch.device(device))
 
 
 def _open_foreign(checkpoint: Checkpoint, *, backend: str, dtype: torch.dtype, device: torch.device) -> Artifact:
@@ -277,7 +284,8 @@ def _open_foreign(checkpoint: Checkpoint, *, backend: str, dtype: torch.dtype, d
     if not found.schemes:
         cause = f"{checkpoint.folder / CONFIG}: quant_method {table.get('quant_method')}, no linear has such tensors"
         raise InputError(cause, "check that config.json belongs to these weights")
-    return _placed(checkpoint, {}, told, found, backend=backend, dtype=dtype, device=device)
+    run_by = functools.partial(_run_by, backend=backend, rounds=False)
+    return _placed(checkpoint, {}, told, found, run_by=run_by, dtype=dtype, device=device)
 
 
 def _compared(checkpoint: Checkpoint, quantization: "_Quantization") -> "_Found":
@@ -290,17 +298,16 @@ def _placed(
     told: "_Quantization",
     found: "_Found",
     *,
-    backend: str,
+    run_by: Callable[[Case], tuple[LinearScheme, Backend, dict[str, str]]],
     dtype: torch.dtype,
     device: torch.device,
 ) -> Artifact:
-    """Return the artifact, of each linear what will run it."""
-    linears, alike = {}, functools.cache(functools.partial(choose, backend=backend))
-    for name, scheme in found.schemes.items():
-        chosen, reasons = alike(Case(scheme=scheme, device=device, shape=found.shapes[name], dtype=dtype))
-        linears[name] = Placement(
-            scheme=scheme, shape=found.shapes[name], backend=chosen, reasons=reasons, reordered=told.reordered
-        )
+    """Return the artifact, of each linear what will run it and how."""
+    linears, alike = {}, functools.cache(run_by)
+    for name, stored in found.schemes.items():
+        shape = found.shapes[name]
+        scheme, chosen, reasons = alike(Case(scheme=stored, device=device, shape=shape, dtype=dtype))
+        linears[name] = Placement(scheme=scheme, shape=shape, backend=chosen, reasons=reasons, reordered=told.reordered)
     return Artifact(
         checkpoint=checkpoint,
         manifest=manifest,
@@ -313,6 +320,22 @@ def _placed(
         kv_cache=told.cache,
         layout=told.layout,
     )
+
+
+def _run_by(case: Case, *, backend: str, rounds: bool) -> tuple[LinearScheme, Backend, dict[str, str]]:
+    """Return the scheme that a linear runs with, what runs it, and why each backend that is preferred over that cannot.
+
+    With `rounds` its inputs are rounded where that makes the product one of integers: not where the reference would have to
+    compute it, unless that was asked for, nor in a backend by name that takes them as they are.
+    """
+    rounded = with_rounded_inputs(case.scheme) if rounds else None
+    if rounded is not None:
+        with suppress(UsageError):
+            chosen, reasons = choose(replace(case, scheme=rounded), backend=backend)
+            if chosen is not reference.BACKEND or backend == chosen.name:
+                return rounded, chosen, reasons
+    chosen, reasons = choose(case, backend=backend)
+    return case.scheme, chosen, reasons
 
 
 def _without_zero_biases(checkpoint: Checkpoint) -> Checkpoint:
@@ -333,6 +356,7 @@ def open_folder(
     verify: bool = True,
     device: str | torch.device = "cpu",
     manifest: dict[str, Any] | None = None,
+    inputs: Inputs = "stored",
 ) -> Artifact:
     """Open an artifact, a folder that another program quantized, or a model, as an artifact without quantized linears.
 
@@ -347,13 +371,15 @@ def open_folder(
         verify: of an artifact.
         device: where weights are put.
         manifest: of an artifact.
+        inputs: of an artifact.
 
     Raises:
         UsageError: a backend for a model, of which nothing is quantized; see `open_artifact` for the rest.
         QuantflowError: as `open_artifact` and `quantflow.models.load.open_source`.
     """
     if is_artifact(folder):
-        return open_artifact(folder, backend=backend, dtype=dtype, verify=verify, device=device, manifest=manifest)
+        told: Any = {"backend": backend, "dtype": dtype, "device": device}
+        return open_artifact(folder, **told, verify=verify, manifest=manifest, inputs=inputs)
     if dtype not in _DTYPES:
         raise UsageError(f"dtype {dtype}", f"use one of {', '.join(map(str, _DTYPES))}")
     if not is_model(folder):

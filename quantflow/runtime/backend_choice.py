@@ -14,7 +14,7 @@ def backends(folder: Path, *, dtype: str) -> list[dict[str, Any]]:
     Raises:
         InputError: the folder is not an artifact.
     """
-    artifact = open_artifact(folder, dtype=getattr(torch, dtype), verify=False)
+    artifact = open_artifact(folder, dtype=getattr(torch, dtype), verify=False, inputs="usual")
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     for name, linear in artifact.linears.items():
         key = (linear.scheme, linear.shape, linear.backend.name)

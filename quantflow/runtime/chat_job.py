@@ -5,7 +5,15 @@ from pathlib import Path
 
 from quantflow.artifact.required_signature import RequiredSignature
 from quantflow.errors import UsageError
-from quantflow.runtime.generate_job import BACKEND_HELP, DECODER_HELP, DTYPES, KV_CACHE_HELP, REVISION_HELP, Sampling
+from quantflow.runtime.generate_job import (
+    BACKEND_HELP,
+    DECODER_HELP,
+    DTYPES,
+    EXACT_HELP,
+    KV_CACHE_HELP,
+    REVISION_HELP,
+    Sampling,
+)
 from quantflow.settings import setting
 
 CHAT = ("chat",)
@@ -48,6 +56,7 @@ class ChatJob:
     dtype: str = setting("float32", flag="--dtype", choices=DTYPES, verbs=CHAT, shown=True, help="")
     decoder: str = setting("auto", flag="--decoder", verbs=CHAT, shown=True, help=DECODER_HELP)
     kv_cache: str = setting("auto", flag="--kv-cache", metavar="KIND", verbs=CHAT, help=KV_CACHE_HELP)
+    exact: bool = setting(False, flag="--exact", verbs=CHAT, help=EXACT_HELP)
 
     signature: RequiredSignature = RequiredSignature()
 

@@ -19,6 +19,7 @@ DEVICES = ("cpu", "cuda", "hpu")
 BACKEND_HELP = "auto, reference, a kernel by name, or several: a,b,auto."
 DECODER_HELP = "lean, transformers, or auto: lean where it can."
 KV_CACHE_HELP = "float32, bfloat16, float8 or int8 (default: the artifact's, else --dtype)."
+EXACT_HELP = "Never round inputs that the scheme leaves alone (default: where export measured that it costs next to nothing)."
 PACK_HELP = "Keep the weights as kernels want them in ARTIFACT-packed, and load from there."
 REVISION_HELP = "Branch, tag or commit of a model on the hub (default: main)."
 RANKS_HELP = "Processes that share the model (default 1), or torchrun's."
@@ -268,6 +269,7 @@ class GenerateJob:
         decoder: `lean` or `transformers`, or `auto` for the first where it can.
         kv_cache: of the lean decoder: float32, bfloat16, float8, int8, or `auto` for the dtype.
         pack: keep the weights beside the artifact as the lean decoder holds them, and load them from there.
+        exact: inputs that the schemes leave alone are never rounded.
         disk_offload: leave the weights on disk and read them for every token; the same tokens with little memory.
         device: where the model runs.
         ranks: processes that share the model, each with a part of every matrix.
@@ -385,6 +387,7 @@ class GenerateJob:
     decoder: str = setting("auto", flag="--decoder", verbs=GENERATE, shown=True, help=DECODER_HELP)
     kv_cache: str = setting("auto", flag="--kv-cache", metavar="KIND", verbs=GENERATE, help=KV_CACHE_HELP)
     pack: bool = setting(False, flag="--pack", verbs=GENERATE, help=PACK_HELP)
+    exact: bool = setting(False, flag="--exact", verbs=GENERATE, help=EXACT_HELP)
     revision: str | None = setting(None, flag="--revision", metavar="NAME", verbs=GENERATE, help=REVISION_HELP)
     signature: RequiredSignature = RequiredSignature()
     disk_offload: bool = setting(

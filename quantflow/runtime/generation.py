@@ -132,7 +132,7 @@ def _open(job: GenerateJob, wire: Wire | None) -> tuple[Loaded, Adapted | None]:
     """Return what decodes, and what became of the adapter; an adapter and weights on disk go with transformers' modules."""
     dtype: torch.dtype = getattr(torch, job.dtype)
     crops = job.draft is not None or job.medusa is not None or isinstance(job.method, Lookup)
-    options: Any = {"backend": job.backend, "dtype": dtype, "crops": crops}
+    options: Any = {"backend": job.backend, "dtype": dtype, "crops": crops, "exact": job.exact}
     special = [name for name in ("disk_offload", "adapter") if getattr(job, name)]
     if not special:
         options |= {"decoder": job.decoder, "kv_cache": job.kv_cache, "pack": job.pack, "device": job.device}
@@ -168,7 +168,8 @@ def _draft(folder: Path, job: GenerateJob) -> Decoder:
     """Return what decodes with a folder, which is an artifact or a checkpoint."""
     dtype: torch.dtype = getattr(torch, job.dtype)
     if (folder / MANIFEST_NAME).exists():
-        return load(folder, decoder="auto", backend=job.backend, dtype=dtype, device=job.device, crops=True).decoder
+        options: Any = {"backend": job.backend, "dtype": dtype, "device": job.device, "exact": job.exact}
+        return load(folder, decoder="auto", crops=True, **options).decoder
     from quantflow.models.load import load_model, open_source  # here: they import transformers' model code
     from quantflow.runtime.transformers_decoder import TransformersDecoder
 

@@ -11,11 +11,12 @@ from transformers import PreTrainedTokenizerBase
 from quantflow.artifact import signing
 from quantflow.artifact.canonical import read_json
 from quantflow.artifact.checkpoint import CONFIG, Checkpoint
-from quantflow.artifact.manifest import read_manifest
+from quantflow.artifact.manifest import read_manifest, rounds_inputs
 from quantflow.artifact.outputs import beside
 from quantflow.artifact.schema import Between, check
 from quantflow.artifact.verify import verify as verify_artifact
 from quantflow.backends import cuda, hpu, kernels, native
+from quantflow.core import scheme
 from quantflow.errors import UnsupportedError, UsageError
 from quantflow.models.tokenizer import load_tokenizer
 from quantflow.runtime import lean, operations, packed, projection
@@ -76,6 +77,7 @@ def load(
     device: str | torch.device = "cpu",
     crops: bool = False,
     pack: bool = False,
+    exact: bool = False,
     wire: Wire | None = None,
     require_signature: str | Path | signing.Trusted | None = None,
 ) -> Loaded:
@@ -94,6 +96,8 @@ def load(
         device: where the model runs.
         crops: whether `crop` will be called; speculation does.
         pack: of the lean decoder: read its weights from FOLDER-packed, as kernels want them, or put them there.
+        exact: leave inputs that the schemes leave alone as they are, though the manifest says that rounding them costs next to
+            nothing (`quantflow.artifact.manifest.rounds_inputs`).
         require_signature: a public key, PEM, or whom else the signature beside the artifact has to be of; checked first.
         wire: to the other processes that share the model with this one, which then holds its part of the lean decoder alone.
 
@@ -125,12 +129,14 @@ def load(
         if not is_artifact(folder):
             raise UsageError(f"{folder}: a pack of another program's folder, which has no hash", "leave pack out")
         manifest = read_manifest(folder)
-        kept = _pack(folder, manifest["digest"], backend, dtype, wire, verify=verify)
+        rounds = not exact and rounds_inputs(manifest)
+        kept = _pack(folder, manifest["digest"], (backend, dtype, rounds), wire, verify=verify)
         if kept.complete and verify:  # the weights' own files are not read, and the pack has been checked
             others = [name for name in manifest["files"] if not name.endswith(".safetensors")]
             verify_artifact(folder, map_all=lambda check, _: map(check, others), manifest=manifest)
             verify = False
-    artifact = open_folder(folder, backend=backend, dtype=dtype, verify=verify, device=device, manifest=manifest)
+    told: Any = {"backend": backend, "dtype": dtype, "device": device, "inputs": "stored" if exact else "usual"}
+    artifact = open_folder(folder, **told, verify=verify, manifest=manifest)
     reason = "it was not asked for" if decoder == "transformers" else lean.why_not(artifact)
     if reason is None or decoder == "lean" or wire is not None:
         ranks = None if wire is None or reason is not None else Ranks(artifact, wire)
@@ -146,10 +152,10 @@ def load(
     return with_modules(artifact, filled(artifact), reason=reason, crops=crops)
 
 
-def _pack(folder: Path, digest: str, backend: str, dtype: torch.dtype, wire: Wire | None, *, verify: bool) -> packed.Pack:
+def _pack(folder: Path, digest: str, asked: tuple[object, ...], wire: Wire | None, *, verify: bool) -> packed.Pack:
     """Return the pack of an artifact for these choices on this machine."""
-    choices = (backend, dtype, native.why_not(kernels.SOURCE, needs=kernels.NEEDS) is None, wire and (wire.rank, wire.world))
-    code = [Path(module.__file__ or "") for module in (kernels, lean, operations, packed, projection)]
+    choices = (*asked, native.why_not(kernels.SOURCE, needs=kernels.NEEDS) is None, wire and (wire.rank, wire.world))
+    code = [Path(module.__file__ or "") for module in (scheme, kernels, lean, operations, packed, projection)]
     name = packed.name_of(digest, *choices, sources=(*code, kernels.SOURCE))
     return packed.Pack(beside(folder, "-packed") / name, verify=verify)
 

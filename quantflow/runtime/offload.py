@@ -25,7 +25,7 @@ from quantflow.models.graph import graph_for
 from quantflow.models.load import skeleton
 from quantflow.models.names import NameMap
 from quantflow.models.stand_ins import with_rows
-from quantflow.runtime.artifact import Artifact, open_folder
+from quantflow.runtime.artifact import Artifact, Inputs, open_folder
 from quantflow.runtime.load import Loaded
 from quantflow.runtime.modules import with_modules
 
@@ -133,6 +133,7 @@ def load_offloaded(
     dtype: torch.dtype = torch.float32,
     verify: bool = True,
     crops: bool = False,
+    exact: bool = False,
 ) -> Loaded:
     """Open an artifact as a model whose weights stay on disk; the same tokens as `load`, each at the price of a reading.
 
@@ -147,13 +148,15 @@ def load_offloaded(
         dtype: as for `load`.
         verify: compare every file with its recorded hash first.
         crops: as for `load`.
+        exact: as for `load`.
 
     Raises:
         IntegrityError, InputError, UnsupportedError, UsageError: as for `load`, but for values: those are checked when
             they are read, so what they raise comes from the model's forward.
     """
     _return_memory()
-    artifact = open_folder(folder, backend=backend, dtype=dtype, verify=verify)
+    inputs: Inputs = "stored" if exact else "usual"
+    artifact = open_folder(folder, backend=backend, dtype=dtype, verify=verify, inputs=inputs)
     model = skeleton(artifact.config)
     names = NameMap(model).bind(artifact.names)
     embedding = _name_of(model, model.get_input_embeddings())

@@ -42,6 +42,7 @@ class TextGeneration:
         backend: str = "auto",
         dtype: str = "float32",
         kv_cache: str = "auto",
+        exact: bool = False,
         kv_memory: int | None = None,
     ) -> None:
         """Load an artifact.
@@ -51,12 +52,14 @@ class TextGeneration:
             backend: as `quantflow.load` takes it.
             dtype: of what is not quantized, float32 or bfloat16.
             kv_cache: as `quantflow.load` takes it.
+            exact: as `quantflow.load` takes it.
             kv_memory: bytes that keys and values may take; None: what is free.
 
         Raises:
             QuantflowError: it cannot be loaded, or has no tokenizer.
         """
-        loaded = load(artifact, decoder="auto", backend=backend, dtype=getattr(torch, dtype), kv_cache=kv_cache)
+        options: Any = {"backend": backend, "dtype": getattr(torch, dtype), "kv_cache": kv_cache, "exact": exact}
+        loaded = load(artifact, decoder="auto", **options)
         if loaded.tokenizer is None:
             raise InputError(f"{artifact}: no tokenizer", "export it with its tokenizer's files")
         self.tokenizer = loaded.tokenizer

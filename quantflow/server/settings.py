@@ -13,7 +13,7 @@ from quantflow.artifact.origin import origin_of
 from quantflow.artifact.required_signature import RequiredSignature
 from quantflow.errors import UsageError
 from quantflow.planning.recipe import parse_size
-from quantflow.runtime.generate_job import BACKEND_HELP, DECODER_HELP, DTYPES, KV_CACHE_HELP, REVISION_HELP
+from quantflow.runtime.generate_job import BACKEND_HELP, DECODER_HELP, DTYPES, EXACT_HELP, KV_CACHE_HELP, REVISION_HELP
 from quantflow.settings import setting
 
 SERVE = ("serve",)
@@ -271,6 +271,7 @@ class ServeJob:
     dtype: str = setting("float32", flag="--dtype", choices=DTYPES, verbs=SERVE, shown=True, help="")
     decoder: str = setting("auto", flag="--decoder", verbs=SERVE, shown=True, help=DECODER_HELP)
     pack: bool = setting(False, flag="--pack", verbs=SERVE, help="Keep the weights as kernels want them in ARTIFACT-packed.")
+    exact: bool = setting(False, flag="--exact", verbs=SERVE, help=EXACT_HELP)
     engine: str = setting(
         "quantflow", flag="--engine", choices=ENGINES, verbs=SERVE, shown=True, help="vllm starts vLLM where it is installed."
     )

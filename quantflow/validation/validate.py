@@ -56,14 +56,14 @@ from quantflow.planning.recipe import Resources, Validate
 from quantflow.planning.resources import allow_validate, compare
 from quantflow.planning.sizes import ModelSize, model_size
 from quantflow.progress import Progress
-from quantflow.runtime.artifact import open_artifact
+from quantflow.runtime.artifact import Inputs, open_artifact
 from quantflow.units import duration
 from quantflow.validation.gate import gate_files, judge, load_gate
 from quantflow.validation.regression import compare_with, read_validation
 from quantflow.validation.report import row_of, write_report
 from quantflow.validation.task_scores import TaskScores, check_tasks, files_of, score_tasks
 
-VERSION = 3
+VERSION = 4
 RESAMPLES = 2000
 CACHE = "validation-cache"
 OTHER_WORK = 1.6  # seconds of a validation to those of its products: attention, norms and scores, on a model of 135 M weights
@@ -326,7 +326,8 @@ def _compared(
 ) -> dict[str, Comparison]:
     """Return the candidate's comparison with the baseline, and that of the baseline in bf16 where it is not known."""
     graph = graph_for(source.config)
-    artifact = open_artifact(job.artifact, backend="reference", dtype=torch.float32)
+    usual: Inputs = "stored" if job.options.exact else "usual"  # what runs by default is judged
+    artifact = open_artifact(job.artifact, backend="reference", dtype=torch.float32, inputs=usual)
     candidate = LayerStream(artifact, graph_for(artifact.config), cache=rounder(artifact))
     streams = {BASELINE: LayerStream(source, graph), "candidate": candidate}
     if with_noise:

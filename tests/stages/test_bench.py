@@ -78,7 +78,7 @@ def test_what_cannot_be_timed_is_refused(capsys, arguments, said):
 def artifact(tmp_path_factory, llama):
     folder = tmp_path_factory.mktemp("bench")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(export_stage, "_prove", lambda *_: None)  # a fresh process: test_verbs has it
+        patch.setattr(export_stage, "_prove", lambda *_: {})  # a fresh process: test_verbs has it
         scheme = ("--scheme", "W4A16", "--algorithm", "rtn", "--group-size", "32", "--ignore", "re:.*down_proj")
         assert run("quantize", "--no-export", llama, "-o", folder / "q", *scheme) == 0
         assert run("export", folder / "q", "-o", folder / "artifact") == 0

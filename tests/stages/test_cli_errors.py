@@ -50,7 +50,7 @@ def work(tmp_path_factory, llama, text_files):
     """A measurement, a quantized folder (rtn, no statistics) and its artifact."""
     folder = tmp_path_factory.mktemp("work")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(export_stage, "_prove", lambda *_: None)  # a fresh process: test_verbs has it
+        patch.setattr(export_stage, "_prove", lambda *_: {})  # a fresh process: test_verbs has it
         assert run("measure", llama, "-o", folder / "measured", "--calibration", text_files["calibration"]) == 0
         smooth = ("--scheme", "W8A8", "--measurement", folder / "measured")
         assert run("quantize", llama, "-o", folder / "quantized", *smooth) == 0
@@ -293,7 +293,7 @@ def test_a_missing_statistic_names_the_tensor_and_the_way_out(refused, llama, te
 
 
 def test_a_result_made_from_other_inputs_is_named_and_replaced_by_force_only(refused, llama, text_files, tmp_path, monkeypatch):
-    monkeypatch.setattr(export_stage, "_prove", lambda *_: None)
+    monkeypatch.setattr(export_stage, "_prove", lambda *_: {})
     measure = ("measure", llama, "-o", tmp_path / "m", "--calibration", text_files["calibration"])
     layers = ("quantize", "--no-export", llama, "-o", tmp_path / "q")
     quantize = (*layers, "--scheme", "W4A16", "--algorithm", "rtn", "--group-size")
@@ -327,7 +327,7 @@ def test_no_verb_replaces_a_folder_that_quantflow_did_not_write(refused, llama, 
 
 
 def test_layers_of_a_larger_model_do_not_stay_behind(llama, tmp_path, monkeypatch):
-    monkeypatch.setattr(export_stage, "_prove", lambda *_: None)
+    monkeypatch.setattr(export_stage, "_prove", lambda *_: {})
     (tmp_path / "q" / "layers").mkdir(parents=True)
     for name in ("00002.safetensors", "00002.json"):
         (tmp_path / "q" / "layers" / name).write_text('{"errors": {}, "decisions": {}, "changed": []}')

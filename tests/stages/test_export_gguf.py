@@ -116,7 +116,7 @@ def test_queries_keys_and_values_of_a_neox_are_one_after_the_other(family_model,
 
 
 def test_an_artifact_is_written_dequantized(llama, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(export_stage, "_prove", lambda *_: None)
+    monkeypatch.setattr(export_stage, "_prove", lambda *_: {})
     assert run("quantize", "--no-export", llama, "-o", tmp_path / "q", "--scheme", "FP8_DYNAMIC") == 0
     assert run("export", tmp_path / "q", "-o", tmp_path / "a") == 0
     found = tensors_of(export(tmp_path / "a", tmp_path / "o", "--dtype", "f32"))
@@ -141,7 +141,7 @@ def blocks_of(path: Path) -> dict[str, tuple[str, np.ndarray]]:
 
 @pytest.mark.parametrize(("scheme", "head"), [("Q4_0", "Q8_0"), ("Q8_0", "Q8_0")])
 def test_an_artifact_of_llama_cpps_types_keeps_its_values(llama, tmp_path, monkeypatch, capsys, scheme, head):
-    monkeypatch.setattr(export_stage, "_prove", lambda *_: None)
+    monkeypatch.setattr(export_stage, "_prove", lambda *_: {})
     assert run("quantize", "--no-export", llama, "-o", tmp_path / "q", "--scheme", scheme, "--algorithm", "rtn_mse") == 0
     assert run("export", tmp_path / "q", "-o", tmp_path / "a") == 0
     path = export(tmp_path / "a", tmp_path / "o")
@@ -189,7 +189,7 @@ def wide(tmp_path_factory, llama) -> Path:
     ],
 )
 def test_a_mixture_gives_each_linear_llama_cpps_type(wide, tmp_path, monkeypatch, scheme, usual, values, down, output, number):
-    monkeypatch.setattr(export_stage, "_prove", lambda *_: None)
+    monkeypatch.setattr(export_stage, "_prove", lambda *_: {})
     assert run("quantize", "--no-export", wide, "-o", tmp_path / "q", "--scheme", scheme, "--algorithm", "rtn") == 0
     assert run("export", tmp_path / "q", "-o", tmp_path / "a") == 0
     path = export(tmp_path / "a", tmp_path / "o")
@@ -209,7 +209,7 @@ def test_a_mixture_gives_each_linear_llama_cpps_type(wide, tmp_path, monkeypatch
 
 
 def test_rows_that_are_no_whole_blocks_have_types_of_smaller_ones(llama, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(export_stage, "_prove", lambda *_: None)
+    monkeypatch.setattr(export_stage, "_prove", lambda *_: {})
     assert run("quantize", "--no-export", llama, "-o", tmp_path / "q", "--scheme", "Q4_K_M", "--algorithm", "rtn") == 0
     assert "a type of blocks of 32 in 14 linears, whose inputs 256 does not divide" in capsys.readouterr().err
     assert run("export", tmp_path / "q", "-o", tmp_path / "a") == 0

@@ -35,7 +35,7 @@ def artifact(tmp_path_factory, llama):
     """8-bit weights; lm_head stays in floats."""
     work = tmp_path_factory.mktemp("generate")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(export_stage, "_prove", lambda *_: None)  # a fresh process: test_verbs has it
+        patch.setattr(export_stage, "_prove", lambda *_: {})  # a fresh process: test_verbs has it
         assert run("quantize", "--no-export", llama, "-o", work / "2", "--scheme", "W8A16", "-q") == 0
         assert run("export", work / "2", "-o", work / "4", "-q") == 0
     return work / "4"

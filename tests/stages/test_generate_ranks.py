@@ -33,7 +33,7 @@ def artifact(tmp_path_factory, llama):
     """8-bit weights, per channel, and inputs, per token."""
     work = tmp_path_factory.mktemp("shared")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(export_stage, "_prove", lambda *_: None)  # a fresh process: test_verbs has it
+        patch.setattr(export_stage, "_prove", lambda *_: {})  # a fresh process: test_verbs has it
         assert (
             run(
                 "quantize",
@@ -179,7 +179,7 @@ def test_another_number_than_torchruns_is_refused(artifact, monkeypatch, capsys)
 
 
 def test_a_family_that_the_lean_decoder_does_not_run_is_refused(family_model, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(export_stage, "_prove", lambda *_: None)
+    monkeypatch.setattr(export_stage, "_prove", lambda *_: {})
     assert run("quantize", "--no-export", family_model("gpt_neox"), "-o", tmp_path / "2", "--scheme", "W8A16", "-q") == 0
     assert run("export", tmp_path / "2", "-o", tmp_path / "4", "-q") == 0
     capsys.readouterr()

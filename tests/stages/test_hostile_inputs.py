@@ -61,7 +61,7 @@ def refused(capsys):
 def made(tmp_path_factory, llama):
     folder = tmp_path_factory.mktemp("made")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(export_stage, "_prove", lambda *_: None)
+        patch.setattr(export_stage, "_prove", lambda *_: {})
         assert run("quantize", llama, "-o", folder / "q", "--scheme", "W8A16") == 0
         assert run("export", folder / "q", "-o", folder / "a") == 0
     return folder / "a"

@@ -24,11 +24,11 @@ from quantflow.planning.recipe import Quantize
 
 expected = []
 
-def prove(artifact, quantized, source, *, workers):  # here, so that what it imports is seen
+def prove(artifact, quantized, source, *, workers, measures):  # here, so that what it imports is seen
     from quantflow.exporting import proof_process
 
     with Workers(workers) as pool:
-        return proof_process.prove(artifact, quantized, source, workers=pool)
+        return proof_process.prove(artifact, quantized, source, workers=pool, measures=measures)
 
 prover = SimpleNamespace(expect=expected.append, prove=prove)
 entry = Quantize(name="x", scheme=told["scheme"], algorithm="rtn")

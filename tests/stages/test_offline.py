@@ -47,7 +47,7 @@ def work(tmp_path_factory, llama, text_files):
     """A measurement, an artifact, and another of the same model."""
     folder = tmp_path_factory.mktemp("work")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(export_stage, "_prove", lambda *_: None)  # a fresh process: test_verbs has it
+        patch.setattr(export_stage, "_prove", lambda *_: {})  # a fresh process: test_verbs has it
         assert (
             run("measure", llama, "-o", folder / "measured", "--calibration", text_files["calibration"], "--samples", "4") == 0
         )

@@ -34,7 +34,7 @@ def work(tmp_path_factory, llama, text_files):
     folder = tmp_path_factory.mktemp("work")
     shutil.copytree(llama, folder / "model")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(export_stage, "_prove", lambda *_: None)
+        patch.setattr(export_stage, "_prove", lambda *_: {})
         assert run("measure", llama, "-o", folder / "measured", "--calibration", text_files["calibration"], *TEXT) == 0
         assert run("quantize", "--no-export", llama, "-o", folder / "quantized", "--scheme", "W8A16") == 0
         assert run("export", folder / "quantized", "-o", folder / "artifact") == 0
@@ -85,7 +85,7 @@ def test_validate_in_the_artifacts_folder_writes_beside_it(work, text_files, mon
 
 
 def test_a_link_as_output_stays_and_the_folder_that_it_names_is_written(work, tmp_path, monkeypatch):
-    monkeypatch.setattr(export_stage, "_prove", lambda *_: None)
+    monkeypatch.setattr(export_stage, "_prove", lambda *_: {})
     (tmp_path / "disk").mkdir()
     (tmp_path / "out").symlink_to(tmp_path / "disk" / "a")
     assert run("export", work / "quantized", "-o", tmp_path / "out", "--model", work / "model") == 0
@@ -103,7 +103,7 @@ def test_the_current_folder_is_an_output_and_no_name_is_none(work, tmp_path, mon
     assert "the name of the folder is empty" in capsys.readouterr().err and listed(tmp_path / "here") == []
     assert run("quantize", "--no-export", work / "model", "-o", ".", "--scheme", "W8A16") == 0
     assert (tmp_path / "here" / "DONE.json").is_file() and (tmp_path / ".here.lock").is_file()
-    monkeypatch.setattr(export_stage, "_prove", lambda *_: None)
+    monkeypatch.setattr(export_stage, "_prove", lambda *_: {})
     (tmp_path / "there").mkdir()
     monkeypatch.chdir(tmp_path / "there")
     assert run("export", tmp_path / "here", "-o", ".", "--model", work / "model") == 0

@@ -14,7 +14,7 @@ from quantflow.stages.cli.output import exit_code
 def artifact(llama, tmp_path_factory):
     folder = tmp_path_factory.mktemp("tasks")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(export_stage, "_prove", lambda *_: None)  # a fresh process: test_verbs has it
+        patch.setattr(export_stage, "_prove", lambda *_: {})  # a fresh process: test_verbs has it
         words = ["quantize", llama, "-o", folder / "a", "--scheme", "W4A16", "--algorithm", "rtn", "--group-size", "32"]
         assert exit_code(cli, list(map(str, words))) == 0
     return folder / "a"

@@ -108,8 +108,7 @@ def test_no_path_host_or_time_reaches_the_artifact(done, llama, tmp_path_factory
             assert word not in text
 
 
-def test_another_place_and_another_day_give_the_same_digest(done, llama, text_files, tmp_path, monkeypatch):
-    monkeypatch.setattr(export_stage, "_prove", lambda *_: None)
+def test_another_place_and_another_day_give_the_same_digest(done, llama, text_files, tmp_path):
     copied = Path(shutil.copytree(llama, tmp_path / "elsewhere" / llama.name))
     text = Path(shutil.copy(text_files["calibration"], tmp_path / "renamed.jsonl"))
     assert run("measure", copied, "-o", tmp_path / "m", "--calibration", text, "--samples", "6") == 0
@@ -270,8 +269,7 @@ def test_ranks_are_unified_once_and_by_the_groups_of_flag_or_recipe(as_json, lla
     assert run("quantize", llama, "-o", tmp_path / "q", "--scheme", "FP8", "--measurement", tmp_path / "u") == 0
 
 
-def test_run_does_what_the_verbs_do_and_is_up_to_date_afterwards(as_json, done, llama, text_files, tmp_path, monkeypatch):
-    monkeypatch.setattr(export_stage, "_prove", lambda *_: None)
+def test_run_does_what_the_verbs_do_and_is_up_to_date_afterwards(as_json, done, llama, text_files, tmp_path):
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(
         f"model: {llama}\ncalibration: {{source: {text_files['calibration']}, samples: 6}}\n"
@@ -291,7 +289,7 @@ def test_run_does_what_the_verbs_do_and_is_up_to_date_afterwards(as_json, done, 
 
 
 def test_run_expects_a_failure_where_the_recipe_says_so(llama, text_files, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(export_stage, "_prove", lambda *_: None)
+    monkeypatch.setattr(export_stage, "_prove", lambda *_: {})
     recipe, gate = tmp_path / "mine.yaml", tmp_path / "strict.yaml"
     gate.write_text("thresholds: {ppl_ratio: 0, mean_kld: 0, kld_p999: 0, top1_agreement: 1}\n")
     text = (

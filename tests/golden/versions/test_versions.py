@@ -53,7 +53,7 @@ def test_a_measurement_is_read_and_quantized_from(version, tmp_path):
 
 
 def test_a_half_finished_folder_goes_on_or_says_that_its_layers_are_made_again(version, tmp_path, monkeypatch):
-    monkeypatch.setattr(export_stage, "_prove", lambda *_: None)
+    monkeypatch.setattr(export_stage, "_prove", lambda *_: {})
     line = ("--scheme", "W8A8_STATIC", "--measurement", version / "measurement")
     for folder in (version / "unfinished", tmp_path / "new"):
         assert run("quantize", version / "model", "-o", folder, *line) == 0

@@ -75,7 +75,7 @@ def work(tmp_path_factory, llama):
     """An artifact, two pairs of keys."""
     folder = tmp_path_factory.mktemp("signed")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(export_stage, "_prove", lambda *_: None)
+        patch.setattr(export_stage, "_prove", lambda *_: {})
         assert run("quantize", llama, "-o", folder / "q", "--scheme", "W8A16") == 0
         assert run("export", folder / "q", "-o", folder / "artifact") == 0
     for name in ("mine", "theirs"):

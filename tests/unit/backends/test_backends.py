@@ -14,7 +14,7 @@ from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.core.scheme import PRESETS, LinearScheme, TensorScheme, with_float8, with_group_size
 from quantflow.errors import UsageError
 
-_, _, w8a8, w4a8, w4a16, w8a16, fp8, mx, int8_mm, int4_pack, int8_pack, reference, _ = BACKENDS.values()  # as preferred
+_, _, w8a8, w4a8, w4a16, w8a16, fp8, mx, int8_mm, int4_pack, int8_pack, reference = BACKENDS.values()  # as preferred
 CPU = torch.device("cpu")
 W4 = with_group_size(PRESETS["W4A16"], 32)
 W4_ASYM = with_group_size(PRESETS["W4A16_ASYM"], 32)
@@ -451,7 +451,7 @@ def test_auto_prefers_our_own_kernel_and_says_why_those_before_it_cannot(preset)
 def test_the_oracle_stands_behind_all_that_compute_the_same_and_is_taken_when_a_dtype_fits_no_kernel():
     backend, reasons = choose(Case(scheme=PRESETS["W4A16"], device=CPU, shape=(16, 128), dtype=torch.float16))
     assert backend.name == "reference"
-    assert list(BACKENDS)[list(BACKENDS).index("reference") + 1 :] == ["w4a16_int8"]
+    assert list(BACKENDS)[-1] == "reference"
     assert reasons["w4a16"] == "w4a16 needs float32 or bfloat16 inputs, not torch.float16"
 
 

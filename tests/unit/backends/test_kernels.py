@@ -8,14 +8,13 @@ import pytest
 import torch
 
 from quantflow.backends import BACKENDS, kernels, native
-from quantflow.backends.backend import Case
 from quantflow.core import affine, float8
 from quantflow.core.qtensor import QTensor, QuantizedLinear
-from quantflow.core.scheme import PRESETS, LinearScheme, TensorScheme, with_float8, with_group_size
+from quantflow.core.scheme import PRESETS, LinearScheme, TensorScheme, with_float8, with_group_size, with_rounded_inputs
 from quantflow.errors import UsageError
 from quantflow.runtime.linear import QuantLinear
 
-int4_pack, w4a8, w4a16, w4a16_int8, w8a8 = (BACKENDS[name] for name in ("int4_pack", "w4a8", "w4a16", "w4a16_int8", "w8a8"))
+int4_pack, w4a8, w4a16, w8a8 = (BACKENDS[name] for name in ("int4_pack", "w4a8", "w4a16", "w8a8"))
 REASON = native.why_not(kernels.SOURCE, needs=kernels.NEEDS)
 if REASON is not None:
     pytest.skip(REASON, allow_module_level=True)
@@ -243,15 +242,78 @@ def test_four_bit_weights_are_multiplied_without_rounding_them_to_the_dtype_of_t
     assert errors[0] < errors[1]
 
 
-def test_quantizing_inputs_of_a_scheme_that_does_not_is_w4a8_by_another_name():
-    linear = random_linear("W4A16", (48, 64))
-    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
-    named = w4a16_int8.linear(x, w4a16_int8.prepare(linear, torch.float32), None)
-    scheme = replace(linear.scheme, input=PRESETS["W4A8"].input)
-    assert torch.equal(named, run(replace(linear, scheme=scheme), x))
-    assert not torch.allclose(named, run(linear, x), rtol=1e-4, atol=1e-4)
-    reason = w4a16_int8.why_not(Case(scheme=PRESETS["W4A8"], device=torch.device("cpu"), shape=(16, 128), dtype=torch.float32))
-    assert reason == "w4a16_int8 needs inputs in the model's dtype, scheme W4A8 has int8 per token"
+def in_groups_by_hand(linear: QuantizedLinear, x: torch.Tensor, *, sums: torch.dtype) -> torch.Tensor:
+    """Return x @ W.T with int8 inputs in the groups of the weight: integers, then in each group one product with both scales.
+
+    Args:
+        linear: 4-bit weights [O, I], G groups.
+        x: [T, I].
+        sums: float32 rounds as the kernel does, after a product, and after a product and its sum; float64 is all but exact.
+    """
+    weight, columns = linear.weight, x.shape[1]
+    groups = weight.scale.shape[1]
+    split = x.float().view(len(x), groups, columns // groups)  # [T, G, g]
+    largest = split.abs().amax(dim=-1, keepdim=True)
+    steps = torch.where(largest > 0, (largest / 127.5).clamp_min(2.0**-126), torch.ones(()))  # [T, G, 1]
+    codes = (split / steps).round().clamp(-128, 127).long()
+    zero = 0 if weight.zero_point is None else weight.zero_point.long()[..., None]
+    whole = torch.einsum("tgi,ogi->tog", codes, weight.qvalue.long().view(len(weight.qvalue), groups, -1) - zero)
+    total = torch.zeros(len(x), len(weight.qvalue), dtype=sums)
+    for g in range(groups):
+        part = (whole[..., g].to(sums) * steps[:, g].to(sums)).double() * weight.scale[:, g].double()  # [T, O]
+        total = (part + total.double()).to(sums)
+    return total
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["W4A16", "W4A16_ASYM", "W3A16", "W2A16"])
+def test_inputs_rounded_in_groups_give_the_bits_of_the_same_arithmetic_in_torch(dtype, name):
+    generator = torch.Generator().manual_seed(3)
+    for group_size, shape in ((32, (70, 96)), (64, (33, 192)), (128, (130, 384))):
+        linear = random_linear(name, shape)
+        linear = (
+            random_linear(name, shape)
+            if group_size == 32
+            else linear_of(
+                scheme_of(name, group_size),
+                linear.weight.qvalue,
+                scale=linear.weight.scale[:, : shape[1] // group_size].contiguous(),
+                zero_point=None
+                if linear.weight.zero_point is None
+                else linear.weight.zero_point[:, : shape[1] // group_size].contiguous(),
+            )
+        )
+        rounded = with_rounded_inputs(linear.scheme)
+        assert rounded.input.group_size == group_size
+        linear = replace(linear, scheme=rounded)
+        x = torch.randn(29, shape[1], generator=generator) * torch.logspace(-3, 3, shape[1])  # an outlier in each group
+        x[3], x[4, :group_size] = 0, 0
+        x = x.to(dtype).float()
+        expected = in_groups_by_hand(linear, x, sums=torch.float32)
+        found = w4a8.linear(x, w4a8.prepare(linear, dtype), None)
+        assert torch.equal(found, expected)
+        exact = in_groups_by_hand(linear, x, sums=torch.float64)
+        assert torch.allclose(found.double(), exact, rtol=0, atol=2e-6 * exact.abs().max().item())
+        oracle = affine.fake_quantize_input(x, rounded.input, None, None).double() @ linear.weight.dequantize().double().t()
+        assert torch.allclose(oracle, exact, rtol=0, atol=1e-6 * exact.abs().max().item())
+        assert torch.equal(torch.cat([w4a8.linear(row[None], w4a8.prepare(linear, dtype), None) for row in x]), found)
+
+
+def test_a_scale_for_each_group_keeps_an_outlier_from_rounding_the_others_away():
+    # Why it exists: with one scale per token the outlier makes the step of all.
+    linear = random_linear("W4A16", (64, 256))
+    x = torch.randn(16, 256, generator=torch.Generator().manual_seed(1))
+    x[:, 7] *= 300
+    exact = x.double() @ linear.weight.dequantize().double().t()
+    errors = {}
+    for kind, scheme in {
+        "token": replace(linear.scheme, input=PRESETS["W4A8"].input),
+        "group": with_rounded_inputs(linear.scheme),
+    }.items():
+        y = run(replace(linear, scheme=scheme), x).double()
+        rest = y - exact - (y - exact).mean()
+        errors[kind] = rest.norm().item()
+    assert errors["group"] < errors["token"] / 2
 
 
 def test_a_cpu_without_bfloat16_products_computes_the_same_in_float32(tmp_path, monkeypatch):

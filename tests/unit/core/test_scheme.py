@@ -60,7 +60,10 @@ def test_a_tensor_scheme_that_has_no_meaning_is_refused(changes, message):
         ({"input": replace(TOKEN, symmetric=False)}, r"mine: input with granularity='per_token', .* symmetric=False"),
         ({"input": replace(STATIC, dynamic=True)}, r"mine: input with granularity='per_tensor', dynamic=True"),
         ({"input": INT8}, r"mine: input with granularity='per_channel'"),
-        ({"input": replace(INT4_GROUP, dynamic=True)}, r"mine: input with granularity='per_group'.*beside blocks of its size"),
+        (
+            {"input": replace(INT4_GROUP, dynamic=True)},
+            r"mine: input with granularity='per_group'.*in groups of the weights' size",
+        ),
         ({"layout": "float-quantized"}, r"mine: layout='float-quantized' with weights of kind='int'"),
         (
             {"weights": TensorScheme(kind="float", num_bits=8, granularity="per_tensor")},

@@ -51,7 +51,7 @@ def export(monkeypatch, tmp_path):
 
     def call(quantized: Path, name: str = "a", size: str = "4GiB") -> Path:
         with monkeypatch.context() as patch:
-            patch.setattr(export_stage, "_prove", lambda *_: None)
+            patch.setattr(export_stage, "_prove", lambda *_: {})
             assert run("export", quantized, "-o", tmp_path / name, "--shard-size", size) == 0
         return tmp_path / name
 
@@ -268,7 +268,7 @@ def test_what_the_fresh_process_met_is_told_as_it_is(monkeypatch, tmp_path, code
     process = SimpleNamespace(returncode=code, communicate=lambda _: ("", told))
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: process)
     with pytest.raises(kind) as caught, proving() as prover:
-        prover.prove(tmp_path, tmp_path, tmp_path, workers=1)
+        prover.prove(tmp_path, tmp_path, tmp_path, workers=1, measures=False)
     assert type(caught.value) is kind and said in caught.value.cause
 
 

@@ -226,8 +226,8 @@ def test_bfloat16_weights_are_kept_so_and_their_logits_are_those_of_float32(tmp_
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layers_in_one_call_have_the_bits_of_one_call_for_each_operation(family, tmp_path, make_artifact, monkeypatch):
-    make_artifact(tmp_path, FAMILIES[family], with_group_size(PRESETS["W4A16"], 16))
-    artifact = open_artifact(tmp_path, backend="w4a16_int8,auto")
+    make_artifact(tmp_path, FAMILIES[family], with_group_size(PRESETS["W4A8"], 16))
+    artifact = open_artifact(tmp_path)
     together = walk(LeanDecoder(artifact))
     # A product that is no partial of kernels.linear is one that C cannot call.
     monkeypatch.setattr(projection, "partial", lambda function, **settings: lambda x: function(x, **settings))

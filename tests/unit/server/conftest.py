@@ -30,7 +30,7 @@ def artifact(tmp_path_factory):
     """The example model, whose texts are Python."""
     work = tmp_path_factory.mktemp("served")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(export_stage, "_prove", lambda *_: None)  # other tests prove artifacts
+        patch.setattr(export_stage, "_prove", lambda *_: {})  # other tests prove artifacts
         quantized = api.quantize(ROOT / "examples/tiny-llama", work / "2", artifact=Quantize(name="int8", scheme="W8A16"))
         return api.export(quantized.folder, work / "python-model").folder
 
