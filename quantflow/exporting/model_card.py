@@ -28,6 +28,10 @@ MIXTURES = {
     "float-quantized": "Stock transformers loads it with the experts' weights dequantized and their inputs as they are.",
     "int-quantized": "Stock transformers 5.23 does not load experts of this layout.",
     "pack-quantized": "Stock transformers loads it with the experts' weights dequantized to the model's dtype.",
+    **dict.fromkeys(
+        ("mxfp8-quantized", "mxfp4-pack-quantized", "nvfp4-pack-quantized"),
+        "Stock transformers was not tried with experts of this layout.",
+    ),
 }
 MEASURED = ", scales measured (`k_scale`, `v_scale` of each attention)"
 ROUNDED = "; stock transformers with compressed-tensors rounds them by the formulas used here"

@@ -1,6 +1,6 @@
 """Transformers' modules as a `Decoder`, with transformers' own cache."""
 
-import sys
+import inspect
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -33,9 +33,9 @@ def rounded_cache(config: Any, scales: Sequence[KVScales]) -> DynamicCache:
 
 def plain_cache(model: nn.Module) -> DynamicCache:
     """Return an empty cache of the class that the module of a model's code declares, as MiniMax' does, else transformers'."""
-    code, config = type(model).__module__, cast(Any, model.config)
-    for kind in vars(sys.modules[code]).values():
-        if isinstance(kind, type) and issubclass(kind, DynamicCache) and kind.__module__ == code:
+    code, config = inspect.getmodule(type(model)), cast(Any, model.config)
+    for _, kind in inspect.getmembers(code, inspect.isclass):
+        if issubclass(kind, DynamicCache) and inspect.getmodule(kind) is code:
             return kind()
     return DynamicCache(config=config)
 
