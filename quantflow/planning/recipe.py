@@ -32,6 +32,7 @@ import yaml
 from quantflow.artifact.folder import reading
 from quantflow.core.kv_scheme import GRANULARITIES, NAMES
 from quantflow.core.scheme import FLOAT8_FLAVOURS, INPUT_OBSERVERS, SCALE_ROUNDINGS, SCHEME_NAMES
+from quantflow.distributed import MOST_RANKS
 from quantflow.errors import InputError, UsageError, nearest
 from quantflow.settings import check_numbers, setting
 from quantflow.shipped import TEXTS, shipped_texts
@@ -159,7 +160,9 @@ class Measure:
     `experts` of a mixture are shown the tokens that are `routed` to them, or `all`; null: all where an artifact asks for it.
     """
 
-    ranks: int = setting(1, flag="--ranks", verbs=("measure",), least=1, help="Processes (default 1), or torchrun's.")
+    ranks: int = setting(
+        1, flag="--ranks", verbs=("measure",), least=1, most=MOST_RANKS, help="Processes (default 1), or torchrun's."
+    )
     tp: int | None = setting(
         None,
         flag="--tp",

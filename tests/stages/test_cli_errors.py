@@ -231,6 +231,7 @@ def test_run_takes_its_recipe_once(refused):
         (("--ranks", "99"), "12 sequences for 99 ranks"),
         (("--samples", "0"), "samples=0"),
         (("--sequence-length", "100000"), "128 positions"),
+        (("--ranks", "1000000000"), "ranks=1000000000"),
     ],
 )
 def test_a_measure_that_cannot_be_is_a_usage_error(refused, llama, text_files, tmp_path, options, said):
