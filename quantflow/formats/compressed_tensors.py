@@ -710,7 +710,7 @@ def _tensor_scheme(arguments: Mapping[str, Any]) -> TensorScheme:
         scale_format, strategy, arguments = "e4m3", "group", {**arguments, "dynamic": dynamic == "local"}
     elif kind == "float" and strategy == "group" and (num_bits == 4 or arguments.get("scale_dtype") == _SCALE_DTYPES["e8m0"]):
         scale_format = "e8m0"
-    if arguments.get("scale_dtype") not in (None, _SCALE_DTYPES.get(scale_format)):
+    if kind == "float" and arguments.get("scale_dtype") not in (None, _SCALE_DTYPES.get(scale_format)):
         raise SchemeError(f"scale_dtype {arguments['scale_dtype']!r} with strategy {strategy!r}", "leave it out")
     if strategy not in _STRATEGIES:
         raise SchemeError(f"strategy {strategy!r}", f"use one of {', '.join(_STRATEGIES)}")
@@ -734,15 +734,17 @@ def _tensor_scheme(arguments: Mapping[str, Any]) -> TensorScheme:
         symmetric=arguments.get("symmetric", True),
         dynamic=dynamic,
     )
-    kind = _block_type(found, arguments.get("scale_dtype"))
+    kind = _block_type(found, arguments)
     return found if kind is None else replace(found, block_type=kind)
 
 
-def _block_type(scheme: TensorScheme, scale_dtype: Any) -> str | None:
-    """Return the type of llama.cpp's that groups are of, which their shape and the dtype of their scales say; None for none."""
-    given = (scheme.kind, scheme.num_bits, scheme.group_size, scheme.symmetric, scale_dtype)
+def _block_type(scheme: TensorScheme, arguments: Mapping[str, Any]) -> str | None:
+    """Return the type of llama.cpp's that groups are of, by their shape and the dtypes of scales and minima; None for none."""
+    dtypes = (arguments.get("scale_dtype"), arguments.get("zp_dtype"))
+    given = (scheme.kind, scheme.num_bits, scheme.group_size, scheme.symmetric, *dtypes)
     for kind in BLOCK_TYPES.values():
-        if given == ("int", kind.num_bits, kind.group_size, not kind.minima, str(DTYPES[kind.scale_dtype])):
+        minima = "torch.float32" if kind.minima else None
+        if given == ("int", kind.num_bits, kind.group_size, not kind.minima, str(DTYPES[kind.scale_dtype]), minima):
             return kind.name
     return None
 

@@ -16,9 +16,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quantflow.core.qtensor import QTensor, QuantizedLinear
+from quantflow.core.scheme import named
 from quantflow.formats import LAYOUTS
 from quantflow.formats.gptq import GPTQLayout
-from quantflow.formats.weight_layout import integers, named
+from quantflow.formats.weight_layout import integers
 
 ENVIRONMENT = os.environ.get("GPTQMODEL_ENV") or None
 GPTQ = """
@@ -58,7 +59,7 @@ pytestmark = [
 
 def random_linear(bits: int, size: int, *, symmetric: bool, ordered: bool) -> QuantizedLinear:
     """[64, 96]; scales are exact in float16, zero points above the lowest code, which version 1 does not hold."""
-    found = named(integers(bits, size, symmetric=symmetric, where="a test"))
+    found = named(integers(bits, size, symmetric=symmetric, where="a test"), None, "pack-quantized")
     generator, weights = torch.Generator().manual_seed(bits), found.weights
     scale = 2.0 ** torch.randint(-9, 3, (64, 1 if size == -1 else 96 // size), generator=generator)
     qvalue = torch.randint(weights.qmin, weights.qmax + 1, (64, 96), generator=generator).to(torch.int8)

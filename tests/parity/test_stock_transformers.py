@@ -166,7 +166,7 @@ def test_stock_transformers_computes_the_logits_of_a_quantized_head(
     paths = [str(artifact), str(tmp_path / "tokens.safetensors"), str(tmp_path / "logits.safetensors")]
     subprocess.run([str(stock_python), "-c", PROGRAM, *paths], check=True, cwd=tmp_path)
     theirs = load_file(tmp_path / "logits.safetensors")["logits"]
-    loaded = load(artifact, backend="reference", dtype=torch.float32)
+    loaded = load(artifact, backend="reference", exact=True, dtype=torch.float32)
     with quantize.single_threaded(), torch.no_grad():
         ours = torch.cat([loaded.model(window[None]).logits for window in windows])
     print(f"{source}, {name}: largest difference {(ours - theirs).abs().max():.3e} of {theirs.abs().max():.3g}")
@@ -185,7 +185,7 @@ def test_stock_transformers_computes_what_our_runtime_computes(
     paths = [str(artifact), str(tmp_path / "tokens.safetensors"), str(tmp_path / "logits.safetensors")]
     subprocess.run([str(stock_python), "-c", PROGRAM, *paths], check=True, cwd=tmp_path)
     theirs = load_file(tmp_path / "logits.safetensors")["logits"]
-    decoder = load(artifact, backend="reference", dtype=torch.float32).decoder
+    decoder = load(artifact, backend="reference", exact=True, dtype=torch.float32).decoder
     with quantize.single_threaded(), torch.no_grad():
         ours = torch.cat([_logits(decoder, window) for window in windows])
     assert (artifact / "tokenizer.json").read_bytes() == (MODEL / "tokenizer.json").read_bytes()

@@ -52,7 +52,7 @@ def test_vllm_answers_from_another_programs_layout(tmp_path, layout):
 
 def _compare(folder: Path, work: Path) -> None:
     """Ask vLLM for greedy tokens, and this runtime what it says to each of them."""
-    ours = load(folder, dtype=torch.bfloat16)
+    ours = load(folder, dtype=torch.bfloat16, exact=True)
     texts = ("def main():\n", "import os\n\nfrom pathlib", "class Error(Exception):\n")
     prompts = [ours.tokenizer(text)["input_ids"] for text in texts]
     command = [str(Path(str(ENVIRONMENT)) / "bin" / "python"), "-c", SCRIPT, str(folder), json.dumps(prompts), str(NEW)]

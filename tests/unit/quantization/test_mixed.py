@@ -190,7 +190,10 @@ def test_within_a_divergence_the_fewest_bits_are_found_by_measuring_again_and_th
 
 def divergence(artifact, llama, measured):
     """Return the mean divergence of an artifact from its source on the calibration text, and that text's tokens."""
-    original, quantized = load_model(open_source(llama), dtype=torch.float32), load(artifact, backend="reference").model
+    original, quantized = (
+        load_model(open_source(llama), dtype=torch.float32),
+        load(artifact, backend="reference", exact=True).model,
+    )
     sequences = torch.split(
         load_file(measured / "calibration.safetensors")["tokens"],
         load_file(measured / "calibration.safetensors")["lengths"].tolist(),

@@ -59,7 +59,10 @@ def layer_outputs(model, sequences, index):
 def test_the_recorded_loss_is_that_of_the_artifacts_layers_on_what_its_own_layers_before_put_out(llama, measured, tmp_path):
     folder = made(llama, measured, tmp_path / "2")
     artifact = export.run(export.ExportJob(quantized=folder, output=tmp_path / "artifact"), QUIET)
-    original, quantized = load_model(open_source(llama), dtype=torch.float32), load(artifact, backend="reference").model
+    original, quantized = (
+        load_model(open_source(llama), dtype=torch.float32),
+        load(artifact, backend="reference", exact=True).model,
+    )
     kept = load_file(measured / "calibration.safetensors")
     sequences = torch.split(kept["tokens"], kept["lengths"].tolist())
     for index, record in enumerate(records(folder)):
