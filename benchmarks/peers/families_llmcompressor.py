@@ -89,7 +89,7 @@ def _through(kind: str, folder: Path) -> str | None:
             packed += sum(name.endswith("weight_packed") for name in file.keys())  # noqa: SIM118
     if not packed:
         return "saved without a packed weight"
-    loaded = auto_class(config).from_pretrained(folder / "saved", dtype=torch.float32).eval()
+    loaded = auto_class(config).from_pretrained(folder / "saved", dtype=torch.bfloat16).eval()  # as it was saved
     with torch.no_grad():
         logits = loaded(input_ids=torch.tensor(rows[:1])).logits
     return None if bool(torch.isfinite(logits).all()) else "what is loaded computes NaN or Inf"

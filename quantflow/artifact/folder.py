@@ -1,5 +1,6 @@
 """One way to open a file and one way to list a folder, for sources and artifacts alike."""
 
+import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from quantflow.errors import InputError
 IGNORED_FOLDERS = frozenset({".git", ".cache"})
 POINTER_START = b"version https://git-lfs"
 POINTER_MAX_BYTES = 1024
+LIMITS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})  # of the process or the system, whatever the file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +37,7 @@ def reading(path: Path) -> Iterator[BufferedReader]:
 
     Raises:
         InputError: it is missing, unreadable, or not a regular file (a FIFO is refused, not waited for).
+        OSError: this process has no descriptor or memory left, which is not the file's fault.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -44,6 +47,8 @@ def reading(path: Path) -> Iterator[BufferedReader]:
         with os.fdopen(descriptor, "rb") as file:
             yield file
     except OSError as error:
+        if error.errno in LIMITS:
+            raise
         raise InputError(f"{path}: {error.strerror}", "check that the file exists and can be read") from error
 
 
@@ -85,6 +90,7 @@ def list_files(folder: Path, *, follow_links: bool) -> Listing:
 
     Raises:
         InputError: the folder is missing or cannot be read.
+        OSError: as for `reading`.
     """
     files: list[str] = []
     others: list[str] = []
@@ -95,6 +101,8 @@ def list_files(folder: Path, *, follow_links: bool) -> Listing:
             with os.scandir(folder / prefix) as entries:
                 found = list(entries)
         except OSError as error:
+            if error.errno in LIMITS:
+                raise
             cause = f"{folder / prefix}: {error.strerror}"
             raise InputError(cause, "give a folder that exists and can be read") from error
         for entry in found:

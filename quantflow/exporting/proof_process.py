@@ -189,7 +189,7 @@ def main(order: str) -> int:
     except QuantflowError as error:
         return _fail(error.cause, error.remedy, error.exit_code)
     except (OSError, MemoryError) as error:
-        return _fail(f"{artifact}: {error or 'out of memory'}", "free some memory, check the disk, and export again", 5)
+        return _fail(f"{artifact}: {str(error) or 'out of memory'}", "free some memory, check the disk, and export again", 5)
     print(json.dumps(told))
     return 0
 

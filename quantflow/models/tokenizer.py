@@ -7,6 +7,7 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from quantflow.artifact.checkpoint import CONFIG
+from quantflow.artifact.folder import LIMITS
 from quantflow.errors import InputError, first_line
 from quantflow.models.panics import panics_refused
 
@@ -18,6 +19,7 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
 
     Raises:
         InputError: there is none, or its files are damaged.
+        OSError: this process has no descriptor or memory left.
     """
     folder = Path(folder)
     try:
@@ -26,6 +28,8 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     except InputError:
         raise
     except Exception as error:  # the Rust tokenizers raise bare Exception
+        if isinstance(error, OSError) and error.errno in LIMITS:
+            raise
         raise InputError(
             f"{folder}: no usable tokenizer ({first_line(error)})",
             "copy the tokenizer files of the model into this folder",
