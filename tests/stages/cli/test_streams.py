@@ -77,8 +77,10 @@ def test_text_is_generated_until_nobody_reads_it():
 
 
 @pytest.mark.slow
-def test_text_of_ranks_is_generated_until_nobody_reads_it():
-    line = "$Q generate $A --prompt 'w10 w27 w5' --max-new-tokens 6 -q --ranks 2"
+def test_text_of_ranks_is_generated_until_nobody_reads_it(tmp_path):
+    example = Path(__file__).parents[3] / "examples" / "tiny-llama"
+    assert ended(f"$Q quantize {example} -o {tmp_path / 'a'} --scheme W8A16 --algorithm rtn -q > {tmp_path / 'said'}")[0] == 0
+    line = f"$Q generate {tmp_path / 'a'} --prompt value --max-new-tokens 6 -q --ranks 2"
     assert ended(f"{line} | true") == (0, "", "")
     code, _, err = ended(f"{line} > /dev/full")
     assert code == 5 and err.startswith("error: standard output: No space left on device\n")
