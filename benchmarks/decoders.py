@@ -95,7 +95,7 @@ def artifact(family: str, work: Path) -> Path:
 
 def timed(folder: Path, runs: int) -> dict[str, tuple[float, float]]:
     """Return tokens per second and seconds of the first token for each decoder, medians over runs in turns."""
-    loaded = {name: load(folder, decoder=name, dtype=torch.float32) for name in ("lean", "transformers")}
+    loaded = {name: load(folder, decoder=name, dtype=torch.float32, exact=True) for name in ("lean", "transformers")}
     seen: dict[str, list[TimedRun]] = {name: [] for name in loaded}
     for index in range(runs + 1):
         for name, side in loaded.items():

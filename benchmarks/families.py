@@ -221,20 +221,20 @@ class _ForkedProver(Prover):
         """Do nothing: all is imported already."""
         assert canary  # once, for all forks
 
-    def prove(self, artifact: Path, quantized: Path, source: Path, *, workers: int) -> str | None:
-        """Return why the lean decoder is not to run an artifact, or None.
+    def prove(self, artifact: Path, quantized: Path, source: Path, *, workers: int, measures: bool) -> dict[str, Any]:
+        """Return what the manifest has to say more; see `Prover.prove`.
 
         Raises:
             ForkError: the proof does not hold.
         """
         places = [path.resolve() for path in (artifact, quantized, source)]
 
-        def proved() -> str | None:
+        def proved() -> dict[str, Any]:
             with Workers(workers) as pool, torch.no_grad():
-                return proof_process.prove(*places, workers=pool)
+                return proof_process.prove(*places, workers=pool, measures=measures)
 
-        told: str | None = in_fork(proved, seconds=SECONDS)
-        return told
+        notes: dict[str, Any] = in_fork(proved, seconds=SECONDS)
+        return notes
 
 
 def _through(folder: Path, scheme: str) -> None:
@@ -247,7 +247,7 @@ def _through(folder: Path, scheme: str) -> None:
     entry = Quantize(name="x", scheme=scheme)
     quantflow.quantize(folder / "model", quantized, artifact=entry, measurement=folder / "1")
     _exported(quantized, artifact, model=folder / "model")
-    ours = quantflow.load(artifact, decoder="auto")
+    ours = quantflow.load(artifact, decoder="auto", exact=True)  # as stock transformers
     ids = torch.randint(2, VOCABULARY, (1, 16), generator=torch.Generator().manual_seed(3))
     ours.decoder.begin(rows=1, capacity=24)
     found = ours.decoder.forward(ids, last_only=False)

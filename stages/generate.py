@@ -18,11 +18,11 @@ import click
 from quantflow import api
 from quantflow.artifact.required_signature import RequiredSignature
 from quantflow.errors import GateError, UsageError
+from quantflow.plain_text import plain
 from quantflow.runtime.generate_job import Beams, Contrastive, GenerateJob, Lookup, Rules, Sampling
 from quantflow.stages.cli.environment import bars_wanted
 from quantflow.stages.cli.options import QUIET, given, job_settings, offline, origins
 from quantflow.stages.cli.output import show
-from quantflow.stages.cli.plain import plain
 from quantflow.stages.cli.progress_line import ProgressLine
 from quantflow.stages.cli.spelling import GENERATE, spelled
 from quantflow.stages.cli.streams import NobodyReads

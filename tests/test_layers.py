@@ -11,6 +11,7 @@ LIBRARY = [
     "__version__",  # a name of the package itself
     "errors",
     "units",
+    "plain_text",
     "progress",
     "settings",
     "process_memory",
@@ -41,7 +42,17 @@ LIBRARY = [
     "server",
 ]  # low to high; quantflow.stages is above them all
 INDEPENDENT = {"observers", "transforms", "algorithms", "formats", "backends"}  # members of a table never import each other
-WITHOUT_TORCH = {"errors", "units", "progress", "settings", "process_memory", "child_process", "shipped", "artifact"}
+WITHOUT_TORCH = {
+    "errors",
+    "units",
+    "plain_text",
+    "progress",
+    "settings",
+    "process_memory",
+    "child_process",
+    "shipped",
+    "artifact",
+}
 APPLICATION = {"stages", "click", "rich"}  # what the library never imports
 # May import the project's own modules inside functions: they start without torch, or without transformers' model code.
 LAZY = {
@@ -142,6 +153,7 @@ OFFERED = {
     "quantflow.errors",
     "quantflow.progress",
     "quantflow.units",
+    "quantflow.plain_text",
     "quantflow.settings",
     "quantflow.shipped",
     "quantflow.process_memory",

@@ -123,7 +123,7 @@ class AWQLayout:
     ) -> dict[str, Any]:
         """Return the `quantization_config` of config.json; see `WeightLayout.quantization_config`."""
         del model_type
-        weights = only_scheme(schemes, NAME)
+        weights = only_scheme(schemes, NAME).weights
         return {
             "quant_method": METHOD,
             "version": VERSION,

@@ -22,8 +22,17 @@ from quantflow.core import float8
 from quantflow.core.groups import expand_rows
 from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.core.scheme import LinearScheme, TensorScheme, named
-from quantflow.errors import InputError, UnsupportedError
-from quantflow.formats.weight_layout import Infos, checked, scales, tensor
+from quantflow.errors import UnsupportedError
+from quantflow.formats.weight_layout import (
+    Infos,
+    checked,
+    matrix,
+    only_scheme,
+    scales,
+    single_scale,
+    tensor,
+    why_not_mixed,
+)
 
 NAME = "fp8"
 METHOD = "fp8"
@@ -48,8 +57,8 @@ class FP8Layout:
         """Return why the layout cannot hold a linear of `shape` (O, I), in a sentence; None when it can."""
         del shape
         weights, inputs = scheme.weights, scheme.input
-        if scheme.rotation is not None:
-            return f"its inputs are mixed in blocks of {scheme.rotation}, the layout has no words for it"
+        if (mixed := why_not_mixed(scheme)) is not None:
+            return mixed
         if weights.kind != "float" or float8.FLAVOURS[weights.float8].dtype != torch.float8_e4m3fn:
             return f"scheme {scheme.name} has weights of {weights.kind}{weights.num_bits}, the layout holds e4m3fn"
         known = {"per_block": ("per_group",), "per_tensor": ("per_token", "per_tensor")}.get(weights.granularity, ())
@@ -85,10 +94,7 @@ class FP8Layout:
         """Return the linear; see `TensorLayout.decode`."""
         weights = scheme.weights
         weight, scale, *inputs = self.tensor_names(name, scheme)
-        codes = tensors.get(weight)
-        if codes is None or codes.ndim != 2:
-            found_shape = "missing" if codes is None else f"is {list(codes.shape)}"
-            raise InputError(f"{weight}: {found_shape}, [out_features, in_features] is needed", "download the folder again")
+        codes = matrix(tensors, weight)
         shape: tuple[int, ...] = ()
         if weights.granularity == "per_block":
             size = weights.block_rows
@@ -97,12 +103,11 @@ class FP8Layout:
                 raise UnsupportedError(cause, "use a folder whose blocks divide its linears")
             shape = (-(-codes.shape[0] // size), codes.shape[1] // size)
         codes = tensor(tensors, weight, (torch.float8_e4m3fn,), tuple(codes.shape))
-        single = _as_scalars(tensors, [*inputs, *(() if shape else (scale,))])
-        stored = scales(single, scale, shape, weights)
-        stored = expand_rows(stored, weights.block_rows, len(codes)) if shape else stored.reshape(1, 1)
-        input_scale = None
-        if inputs:
-            input_scale = scales(single, inputs[0], (), weights).reshape(1)
+        if shape:
+            stored = expand_rows(scales(tensors, scale, shape, weights), weights.block_rows, len(codes))
+        else:
+            stored = single_scale(tensors, scale, weights).reshape(1, 1)
+        input_scale = single_scale(tensors, inputs[0], weights).reshape(1) if inputs else None
         found = QTensor(qvalue=codes, scale=stored, scheme=weights)
         return QuantizedLinear(weight=checked(name, found), scheme=scheme, input_scale=input_scale)
 
@@ -111,11 +116,7 @@ class FP8Layout:
     ) -> dict[str, Any]:
         """Return the `quantization_config` of config.json; see `WeightLayout.quantization_config`."""
         del model_type
-        first_name, first = next(iter(schemes.items()))
-        for name, scheme in schemes.items():
-            if (scheme.weights, scheme.input) != (first.weights, first.input):
-                cause = f"{name}: scheme {scheme.name}, {first_name} has {first.name}; {NAME} has one for all"
-                raise UnsupportedError(cause, "keep it as compressed-tensors, or quantize all linears alike")
+        first = only_scheme(schemes, NAME)
         size = first.weights.group_size
         return {
             "quant_method": METHOD,
@@ -149,11 +150,6 @@ class FP8Layout:
             inputs = TensorScheme(kind="float", num_bits=8, granularity=granularity, group_size=size, dynamic=True)
         scheme = named(weights, inputs, "float-quantized")
         return {name: scheme for name in shapes if (i := infos.get(f"{name}.weight")) is not None and i.dtype == _STORED}
-
-
-def _as_scalars(tensors: Mapping[str, Tensor], keys: Sequence[str]) -> dict[str, Tensor]:
-    """Return tensors with those of one element, some write [1], in the shape []."""
-    return {key: value.reshape(()) if key in keys and value.numel() == 1 else value for key, value in tensors.items()}
 
 
 def layout_of(config: Mapping[str, Any], infos: Infos) -> FP8Layout | None:

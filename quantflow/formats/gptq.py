@@ -177,7 +177,7 @@ class GPTQLayout:
     ) -> dict[str, Any]:
         """Return the `quantization_config` of config.json; see `WeightLayout.quantization_config`."""
         del model_type
-        weights = only_scheme(schemes, NAME)
+        weights = only_scheme(schemes, NAME).weights
         head = [name for name in schemes if name in ("lm_head", "embed_out")]
         return {
             "quant_method": METHOD,

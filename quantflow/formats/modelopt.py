@@ -26,7 +26,16 @@ from quantflow.core import affine, float8, microscaling
 from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.core.scheme import LinearScheme, preset
 from quantflow.errors import InputError, UnsupportedError
-from quantflow.formats.weight_layout import Infos, checked, scales, tensor
+from quantflow.formats.weight_layout import (
+    Infos,
+    checked,
+    matrix,
+    only_scheme,
+    scales,
+    single_scale,
+    tensor,
+    why_not_mixed,
+)
 
 NAME = "modelopt"
 METHOD = "modelopt"
@@ -38,7 +47,6 @@ _SCHEMES: Mapping[str, LinearScheme] = {
     "NVFP4": preset("NVFP4"),
     "W4A16_NVFP4": preset("NVFP4A16"),
 }
-_AGAIN = "download the folder again"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +66,8 @@ class ModelOptLayout:
     def why_not(self, scheme: LinearScheme, shape: tuple[int, int]) -> str | None:
         """Return why the layout cannot hold a linear of `shape` (O, I), in a sentence; None when it can."""
         del shape
-        if scheme.rotation is not None:
-            return f"its inputs are mixed in blocks of {scheme.rotation}, the layout has no words for it"
+        if (mixed := why_not_mixed(scheme)) is not None:
+            return mixed
         if _algorithm(scheme) is None:
             names = ", ".join(known.name for known in _SCHEMES.values())
             return f"scheme {scheme.name} is none of those that it has: {names}"
@@ -102,10 +110,7 @@ class ModelOptLayout:
     def decode(self, name: str, tensors: Mapping[str, Tensor], scheme: LinearScheme) -> QuantizedLinear:
         """Return the linear; see `TensorLayout.decode`."""
         weights, key = scheme.weights, f"{name}.weight"
-        stored = tensors.get(key)
-        if stored is None or stored.ndim != 2:
-            cause = f"{key}: {'missing' if stored is None else f'is {list(stored.shape)}'}"
-            raise InputError(f"{cause}, [out_features, in_features] is needed", _AGAIN)
+        stored = matrix(tensors, key)
         if weights.num_bits == 4:
             qvalue = microscaling.unpack_e2m1(tensor(tensors, key, (torch.uint8,), tuple(stored.shape)))
         else:
@@ -117,17 +122,17 @@ class ModelOptLayout:
         global_scale = input_scale = None
         key, groups = f"{name}.weight_scale", (rows, columns // (weights.group_size or columns))
         if weights.scale_format == "e4m3":
-            second = _number(tensors, f"{name}.weight_scale_2", scheme)
+            second = single_scale(tensors, f"{name}.weight_scale_2", weights)
             local = float8.widen(tensor(tensors, key, (torch.float8_e4m3fn,), groups))
             scale, global_scale = local * second, 1 / second.reshape(1)
         elif weights.scale_format == "e8m0":
             scale = microscaling.unpack_e8m0(tensor(tensors, key, (torch.uint8,), groups))
         elif weights.granularity == "per_tensor":
-            scale = _number(tensors, key, scheme).reshape(1, 1)
+            scale = single_scale(tensors, key, weights).reshape(1, 1)
         else:
             scale = scales(tensors, key, (rows,), weights).reshape(rows, 1)
         if scheme.input is not None and scheme.input.measured:
-            found = _number(tensors, f"{name}.input_scale", scheme).reshape(1)
+            found = single_scale(tensors, f"{name}.input_scale", weights).reshape(1)
             input_scale = 1 / found if weights.scale_format == "e4m3" else found
         weight = QTensor(qvalue=qvalue, scale=scale, scheme=weights, global_scale=global_scale)
         return QuantizedLinear(weight=checked(name, weight), scheme=scheme, input_scale=input_scale)
@@ -137,11 +142,7 @@ class ModelOptLayout:
     ) -> dict[str, Any]:
         """Return the `quantization_config` of config.json; see `WeightLayout.quantization_config`."""
         del model_type
-        first_name, first = next(iter(schemes.items()))
-        for name, scheme in schemes.items():
-            if (scheme.weights, scheme.input) != (first.weights, first.input):
-                cause = f"{name}: scheme {scheme.name}, {first_name} has {first.name}; {NAME} has one for all"
-                raise UnsupportedError(cause, "keep it as compressed-tensors, or quantize all linears alike")
+        first = only_scheme(schemes, NAME)
         words: dict[str, Any] = {"dynamic": False, "num_bits": first.weights.num_bits, "type": "float"}
         if first.weights.group_size is not None:
             words["group_size"] = first.weights.group_size
@@ -185,17 +186,6 @@ def _weights_alone(words: Mapping[str, Any]) -> bool:
     groups = words.get("config_groups")
     listed = list(groups.values()) if isinstance(groups, Mapping) else []
     return bool(listed) and all(isinstance(one, Mapping) and one.get("input_activations") is None for one in listed)
-
-
-def _number(tensors: Mapping[str, Tensor], key: str, scheme: LinearScheme) -> Tensor:
-    """Return a scale of one number, float32 [], which some write as [1].
-
-    Raises:
-        InputError: it is missing, is several numbers, or is no scale.
-    """
-    found = tensors.get(key)
-    single = {key: found.reshape(()) if found.numel() == 1 else found} if found is not None else {}
-    return scales(single, key, (), scheme.weights)
 
 
 def _inverse(key: str, value: Tensor) -> Tensor:

@@ -117,29 +117,47 @@ def integers(num_bits: int, group_size: int, *, symmetric: bool, where: str) -> 
         raise UnsupportedError(f"config.json: {where}: {error.cause}", error.remedy) from error
 
 
+def why_not_mixed(scheme: LinearScheme) -> str | None:
+    """Return why a layout without words for Hadamard matrices cannot hold a scheme, in a sentence; None where it may."""
+    if scheme.rotation is None:
+        return None
+    return f"its inputs are mixed in blocks of {scheme.rotation}, the layout has no words for it"
+
+
 def why_not_integers(scheme: LinearScheme) -> str | None:
     """Return why no layout of integer weights alone can hold a scheme, in a sentence; None where one may."""
     if scheme.input is not None:
         return f"scheme {scheme.name} quantizes inputs, the layout has no words for it"
     if scheme.weights.block_type is not None:
         return f"scheme {scheme.name} is llama.cpp's, with scales and minima of its own"
-    if scheme.rotation is not None:
-        return f"its inputs are mixed in blocks of {scheme.rotation}, the layout has no words for it"
-    return None
+    return why_not_mixed(scheme)
 
 
-def only_scheme(schemes: Mapping[str, LinearScheme], layout: str) -> TensorScheme:
-    """Return the scheme of all weights.
+def only_scheme(schemes: Mapping[str, LinearScheme], layout: str) -> LinearScheme:
+    """Return the scheme of all linears.
 
     Raises:
         UnsupportedError: two linears have different ones.
     """
     first_name, first = next(iter(schemes.items()))
     for name, scheme in schemes.items():
-        if scheme.weights != first.weights:
+        if (scheme.weights, scheme.input) != (first.weights, first.input):
             cause = f"{name}: scheme {scheme.name}, {first_name} has {first.name}; {layout} has one for all"
             raise UnsupportedError(cause, "keep it as compressed-tensors, or quantize all linears alike")
-    return first.weights
+    return first
+
+
+def matrix(tensors: Mapping[str, Tensor], key: str) -> Tensor:
+    """Return a weight's tensor, whatever its dtype.
+
+    Raises:
+        InputError: it is missing, or no matrix.
+    """
+    stored = tensors.get(key)
+    if stored is None or stored.ndim != 2:
+        cause = f"{key}: {'missing' if stored is None else f'is {list(stored.shape)}'}"
+        raise InputError(f"{cause}, [out_features, in_features] is needed", _AGAIN)
+    return stored
 
 
 def tensor(tensors: Mapping[str, Tensor], key: str, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...]) -> Tensor:
@@ -169,6 +187,17 @@ def scales(tensors: Mapping[str, Tensor], key: str, shape: tuple[int, ...], weig
     if bad.any():
         raise InputError(f"{key}: scale {found[bad][0].item()}, scales are finite and {affine.sign_of_scales(weights)}", _AGAIN)
     return found
+
+
+def single_scale(tensors: Mapping[str, Tensor], key: str, weights: TensorScheme) -> Tensor:
+    """Return a scale of one number, float32 [], which some write as [1].
+
+    Raises:
+        InputError: it is missing, is several numbers, or is no scale.
+    """
+    stored = tensors.get(key)
+    one = stored is not None and stored.numel() == 1
+    return scales({key: stored.reshape(())} if stored is not None and one else tensors, key, (), weights)
 
 
 def stored_scales(name: str, scale: Tensor, dtype: torch.dtype) -> Tensor:

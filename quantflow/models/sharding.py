@@ -43,7 +43,6 @@ _HEADS = {
     "o_proj": ("num_attention_heads", 1),
     "dense": ("num_attention_heads", 1),
 }
-_OUTPUTS = ("o_proj", "dense")  # of an attention: heads lie along their columns
 _EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<number>[0-9]+)\.(?P<linear>\w+)")
 # A checkpoint has a linear per expert; the plan speaks of the tensors that transformers stacks them into.
 _STACKED = {
@@ -98,7 +97,7 @@ def placements(
     uneven = bool(getattr(config, "is_heterogeneous", False))  # its layers have heads of different sizes
     if not uneven and tp == 1 and config.model_type not in FAMILIES:  # or heads that hold a gate too
         inside = {name: shape for name, shape in linears.items() if name.rpartition(".")[0] in attentions}
-        uneven = not all(_by_heads(name, shape, config) for name, shape in inside.items())
+        uneven = not all(_by_heads(name, shape, plan, config) for name, shape in inside.items())
     if tp == 1 and (whole_model is not config or uneven):  # the plan speaks of what lies beside the language model too
         plan = {}
     if not plan and tp > 1:
@@ -187,11 +186,10 @@ def _heads(name: str, whole: Mapping[str, Any], config: Any, *, copy_kv_heads: b
     linear = name.rpartition(".")[2]
     if linear not in _HEADS:
         raise UnsupportedError(f"{name}: it is not known how heads lie in it", "measure this model with --tp 1")
-    field, times = _HEADS[linear]
-    heads, width = _count(config, field), times * _head_dim(config)
-    axis = "rows" if whole["plan"] == "column" else "columns"
-    size = whole["full_shape"][0 if axis == "rows" else 1]
+    field, heads, width = _heads_of(linear, config)
+    size = _cut_size(whole)
     if size != heads * width:
+        axis = "rows" if whole["plan"] == "column" else "columns"
         raise InputError(
             f"{name}: {size} {axis}, config.json has {field}={heads} of {width} {axis} each",
             "check that config.json belongs to these weights",
@@ -200,13 +198,25 @@ def _heads(name: str, whole: Mapping[str, Any], config: Any, *, copy_kv_heads: b
     return {"unit": width, **({"copies": True} if copies else {})}
 
 
-def _by_heads(name: str, shape: Sequence[int], config: Any) -> bool:
-    """Return whether a linear of an attention has as many rows, or columns, as the configuration's heads take."""
-    linear = name.rpartition(".")[2]
-    if linear not in _HEADS:
+def _by_heads(name: str, shape: Sequence[int], plan: Mapping[str, str], config: Any) -> bool:
+    """Return whether a linear of an attention has the configuration's heads, as far as it is known how they lie in it."""
+    linear, whole = name.rpartition(".")[2], _whole(name, list(shape), plan, strict=False, row_output="reduced")
+    if linear not in _HEADS or "plan" not in whole:
         return True
+    _, heads, width = _heads_of(linear, config)
+    return _cut_size(whole) == heads * width
+
+
+def _heads_of(linear: str, config: Any) -> tuple[str, int, int]:
+    """Return the key of the configuration that counts a linear's heads, how many there are, and the rows or columns of each."""
     field, times = _HEADS[linear]
-    return shape[1 if linear in _OUTPUTS else 0] == _count(config, field) * times * _head_dim(config)
+    return field, _count(config, field), times * _head_dim(config)
+
+
+def _cut_size(whole: Mapping[str, Any]) -> int:
+    """Return how long the axis is that a plan cuts."""
+    size: int = whole["full_shape"][0 if whole["plan"] == "column" else 1]
+    return size
 
 
 def _cache(config: Any, *, cut: bool, copy_kv_heads: bool) -> dict[str, Any]:

@@ -318,8 +318,8 @@ def _too_narrow(scheme: LinearScheme, features: int) -> bool:
     return size is not None and features < MATRIX and features % size != 0
 
 
-def narrowed(plan: Plan, entry: Quantize, shapes: Mapping[str, Sequence[int]]) -> str | None:
-    """Return a sentence about linears that get less than the entry's scheme says, smaller groups or none at all; or None.
+def kept_for_few_inputs(plan: Plan, entry: Quantize, shapes: Mapping[str, Sequence[int]]) -> str | None:
+    """Return a sentence about the linears that a preset leaves as they are because their inputs fill no group, or None.
 
     Args:
         plan: what was resolved.
@@ -327,10 +327,15 @@ def narrowed(plan: Plan, entry: Quantize, shapes: Mapping[str, Sequence[int]]) -
         shapes: tensor of the checkpoint -> its shape.
     """
     ignored = _ignored(entry, shapes)
-    tiny = [name for name, scheme in plan.schemes.items() if scheme is None and name not in ignored]
-    if tiny:
-        more = f" and {len(tiny) - 1} more stay" if tiny[1:] else " stays"
-        return f"{plan.name}: {tiny[0]}{more} as in the source: fewer than {MATRIX} inputs, no whole group"
+    kept = [name for name, scheme in plan.schemes.items() if scheme is None and name not in ignored]
+    if not kept:
+        return None
+    more = f" and {len(kept) - 1} more stay" if kept[1:] else " stays"
+    return f"{plan.name}: {kept[0]}{more} as in the source: fewer than {MATRIX} inputs, no whole group"
+
+
+def narrowed(plan: Plan, entry: Quantize) -> str | None:
+    """Return a sentence about the linears whose groups or blocks are smaller than those of the entry's scheme, or None."""
     size = base_of(entry).weights.group_size
     used = [scheme for scheme in plan.schemes.values() if scheme is not None]
     smaller = sum(scheme.weights.block_type in SMALLER.values() for scheme in used)

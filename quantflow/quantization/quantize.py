@@ -44,7 +44,7 @@ from quantflow.models.identity import CANARY_TOKENS, identify, tensor_hash
 from quantflow.models.source import ModelFiles, open_files, refuse_not_finite
 from quantflow.planning import head
 from quantflow.planning.experts import check_before, described, refuse_team
-from quantflow.planning.plan import OUTSIDE, Plan, left_out, narrowed, resolve
+from quantflow.planning.plan import OUTSIDE, Plan, kept_for_few_inputs, left_out, narrowed, resolve
 from quantflow.planning.recipe import Quantize, Resources
 from quantflow.planning.resources import Allowance, account, allow_quantize
 from quantflow.planning.sizes import model_size
@@ -96,7 +96,7 @@ def run(job: QuantizeJob, progress: Progress) -> Path:
     plan = resolve(job.entry, graph, shapes, measured=job.measurement is not None, ranks=job.ranks)
     sizes = {name: info.nbytes for name, info in source.checkpoint.infos.items()}
     left = None if job.entry.linears else left_out(plan.name, graph, shapes, sizes)
-    for told in (narrowed(plan, job.entry, shapes), left):
+    for told in (narrowed(plan, job.entry), kept_for_few_inputs(plan, job.entry, shapes), left):
         if told is not None and launched_folder() is None:
             progress.say(f"quantize {told}")
     if job.entry.mixed:

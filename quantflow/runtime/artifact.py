@@ -378,8 +378,9 @@ def open_folder(
         QuantflowError: as `open_artifact` and `quantflow.models.load.open_source`.
     """
     if is_artifact(folder):
-        told: Any = {"backend": backend, "dtype": dtype, "device": device}
-        return open_artifact(folder, **told, verify=verify, manifest=manifest, inputs=inputs)
+        return open_artifact(
+            folder, backend=backend, dtype=dtype, verify=verify, device=device, manifest=manifest, inputs=inputs
+        )
     if dtype not in _DTYPES:
         raise UsageError(f"dtype {dtype}", f"use one of {', '.join(map(str, _DTYPES))}")
     if not is_model(folder):

@@ -51,8 +51,14 @@ class LocalPartner:
         assert job.artifact is not None
         job.signature.check(job.artifact)
         dtype: torch.dtype = getattr(torch, job.dtype)
-        options: Any = {"decoder": job.decoder, "kv_cache": job.kv_cache, "backend": job.backend, "exact": job.exact}
-        loaded = load(job.artifact, dtype=dtype, **options)
+        loaded = load(
+            job.artifact,
+            decoder=job.decoder,
+            kv_cache=job.kv_cache,
+            backend=job.backend,
+            dtype=dtype,
+            exact=job.exact,
+        )
         if loaded.tokenizer is None:
             raise InputError(f"{job.artifact}: no tokenizer", "export it with its tokenizer's files")
         self.name, self.tokens = origin_of(job.artifact).name, 0

@@ -168,8 +168,8 @@ def _draft(folder: Path, job: GenerateJob) -> Decoder:
     """Return what decodes with a folder, which is an artifact or a checkpoint."""
     dtype: torch.dtype = getattr(torch, job.dtype)
     if (folder / MANIFEST_NAME).exists():
-        options: Any = {"backend": job.backend, "dtype": dtype, "device": job.device, "exact": job.exact}
-        return load(folder, decoder="auto", crops=True, **options).decoder
+        loaded = load(folder, decoder="auto", backend=job.backend, dtype=dtype, device=job.device, crops=True, exact=job.exact)
+        return loaded.decoder
     from quantflow.models.load import load_model, open_source  # here: they import transformers' model code
     from quantflow.runtime.transformers_decoder import TransformersDecoder
 

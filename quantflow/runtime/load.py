@@ -20,7 +20,7 @@ from quantflow.core import scheme
 from quantflow.errors import UnsupportedError, UsageError
 from quantflow.models.tokenizer import load_tokenizer
 from quantflow.runtime import lean, operations, packed, projection
-from quantflow.runtime.artifact import Artifact, is_artifact, is_model, open_folder
+from quantflow.runtime.artifact import Artifact, Inputs, is_artifact, is_model, open_folder
 from quantflow.runtime.decoder import Decoder
 from quantflow.runtime.tensor_parallel import Ranks, Wire
 
@@ -135,8 +135,8 @@ def load(
             others = [name for name in manifest["files"] if not name.endswith(".safetensors")]
             verify_artifact(folder, map_all=lambda check, _: map(check, others), manifest=manifest)
             verify = False
-    told: Any = {"backend": backend, "dtype": dtype, "device": device, "inputs": "stored" if exact else "usual"}
-    artifact = open_folder(folder, **told, verify=verify, manifest=manifest)
+    inputs: Inputs = "stored" if exact else "usual"
+    artifact = open_folder(folder, backend=backend, dtype=dtype, verify=verify, device=device, manifest=manifest, inputs=inputs)
     reason = "it was not asked for" if decoder == "transformers" else lean.why_not(artifact)
     if reason is None or decoder == "lean" or wire is not None:
         ranks = None if wire is None or reason is not None else Ranks(artifact, wire)

@@ -58,8 +58,8 @@ class TextGeneration:
         Raises:
             QuantflowError: it cannot be loaded, or has no tokenizer.
         """
-        options: Any = {"backend": backend, "dtype": getattr(torch, dtype), "kv_cache": kv_cache, "exact": exact}
-        loaded = load(artifact, decoder="auto", **options)
+        weights: torch.dtype = getattr(torch, dtype)
+        loaded = load(artifact, decoder="auto", backend=backend, dtype=weights, kv_cache=kv_cache, exact=exact)
         if loaded.tokenizer is None:
             raise InputError(f"{artifact}: no tokenizer", "export it with its tokenizer's files")
         self.tokenizer = loaded.tokenizer

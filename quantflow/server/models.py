@@ -292,8 +292,15 @@ def open_model(folder: Path, job: ServeJob) -> Loaded:
     """
     job.signature.check(folder)
     dtype: torch.dtype = getattr(torch, job.dtype)
-    options: Any = {"decoder": job.decoder, "kv_cache": job.kv_cache, "backend": job.backend, "exact": job.exact}
-    return load(folder, dtype=dtype, pack=job.pack, **options)
+    return load(
+        folder,
+        decoder=job.decoder,
+        kv_cache=job.kv_cache,
+        backend=job.backend,
+        dtype=dtype,
+        pack=job.pack,
+        exact=job.exact,
+    )
 
 
 def _adapt(loaded: Loaded, folders: Mapping[str, str]) -> None:

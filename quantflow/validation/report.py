@@ -12,10 +12,10 @@ from quantflow.artifact import disk
 from quantflow.artifact.inspect import output_errors
 from quantflow.evaluation.svg_plot import Interval, Mark, by_layer, colour_of, intervals, powers_of
 from quantflow.models.graph import FAMILIES
+from quantflow.plain_text import plain
 from quantflow.validation import regression, task_table
 from quantflow.validation.gate import METRICS, Gate, judge
 
-_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # in names: a terminal that shows the page's source obeys them
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c1e21; --soft: #555b63; --line: #dcdfe3; --grid: #e3e6ea; --page: #fff;
   --box: #f5f7f9; --good: #1d7a46; --bad: #b3261e; --open: #8a6100; }
@@ -172,13 +172,9 @@ def write_report(path: Path, rows: Sequence[Row]) -> None:
     page = (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>quantflow validation</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<style>{STYLE}</style></head><body>{_CONTROLS.sub(_spelled, ''.join(body))}</body></html>"
+        f"<style>{STYLE}</style></head><body>{plain(''.join(body))}</body></html>"
     )
     disk.write_atomic(path, page.encode())
-
-
-def _spelled(found: re.Match[str]) -> str:
-    return found[0].encode("unicode_escape").decode()
 
 
 def _summary(rows: Sequence[Row]) -> str:

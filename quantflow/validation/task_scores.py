@@ -103,7 +103,7 @@ def score_tasks(
 
     asked = _asked(options)
     _refuse_beyond_memory(artifact, resources)
-    model = load(artifact, decoder="auto")
+    model = load(artifact, decoder="auto", exact=options.exact)
     protocol = harness.protocol(model, asked)
     document = _plain(harness.evaluate(model, asked, stage=f"tasks of {artifact.name}", progress=progress))
     del model

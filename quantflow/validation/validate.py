@@ -30,7 +30,7 @@ from quantflow.artifact import disk, stage_folder
 from quantflow.artifact.canonical import canonical_json, digest_of, read_json
 from quantflow.artifact.checkpoint import open_checkpoint
 from quantflow.artifact.digests import Digests
-from quantflow.artifact.manifest import read_manifest
+from quantflow.artifact.manifest import read_manifest, rounds_inputs
 from quantflow.artifact.outputs import beside
 from quantflow.calibration.text import hash_sequences, read_documents
 from quantflow.calibration.text_sources import text_digest
@@ -150,8 +150,7 @@ def run(job: ValidateJob, progress: Progress) -> dict[str, Any]:
         stage_folder.refuse_other_result(
             job.report, inputs, force=job.replace, parts=("validation.json", "report.html", "tasks*.json")
         )
-        documents: dict[str, bytes] = {}
-        result = _validate(job, manifest, source, inputs, older, documents, progress)
+        result, documents = _validate(job, manifest, source, inputs, older, progress)
         with stage_folder.publish(job.report, stage="validate", inputs=inputs) as folder:
             disk.write_file(folder / "validation.json", json.dumps(result, indent=1, sort_keys=True).encode())
             for name, content in documents.items():
@@ -211,9 +210,9 @@ def _validate(
     source: Source,
     inputs: Mapping[str, Any],
     older: Mapping[str, Any] | None,
-    documents: dict[str, bytes],
     progress: Progress,
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """Return validation.json, and what stands beside it: file name -> content."""
     recipe = manifest["recipe"]
     parameters = sum(parameter.numel() for parameter in skeleton(source.config).parameters())
     gate_for = partial(
@@ -260,14 +259,18 @@ def _validate(
         "reasons": list(verdict.reasons),
         "expect": job.expect,
         "allow_inconclusive": job.options.allow_inconclusive,
+        "rounded_inputs": rounds_inputs(manifest) and not job.options.exact,
         "protocol": protocol,
     }
+    documents: dict[str, bytes] = {}
     if job.options.tasks:
         asked = _asked(job, inputs, progress)
         result["tasks"] = asked.record
         for name, document in (("tasks.json", asked.artifact), ("tasks-baseline.json", asked.baseline)):
             documents[name] = json.dumps(document, indent=1, sort_keys=True).encode()
-    return result if older is None else result | {"regression": compare_with(older, result, gate=gate)}
+    if older is not None:
+        result["regression"] = compare_with(older, result, gate=gate)
+    return result, documents
 
 
 def _asked(job: ValidateJob, inputs: Mapping[str, Any], progress: Progress) -> TaskScores:

@@ -12,8 +12,8 @@ from datetime import datetime
 from pathlib import Path
 
 from quantflow.artifact import disk
+from quantflow.plain_text import plain
 from quantflow.process_memory import usage
-from quantflow.stages.cli.plain import plain
 from quantflow.units import duration, size
 
 

@@ -18,8 +18,8 @@ import click
 
 from quantflow.distributed.launch import speaks
 from quantflow.errors import QuantflowError, first_line
+from quantflow.plain_text import one_line, plain
 from quantflow.stages.cli.environment import bars_wanted
-from quantflow.stages.cli.plain import one_line, plain
 from quantflow.stages.cli.progress_line import PATIENCE, ProgressLine
 from quantflow.stages.cli.signals import Interrupted, Signals
 from quantflow.stages.cli.streams import NobodyReads

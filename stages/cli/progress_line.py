@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self, TextIO, TypeVar
 
+from quantflow.plain_text import one_line, plain
 from quantflow.process_memory import usage
 from quantflow.stages.cli.log import Log, logged, peaks
-from quantflow.stages.cli.plain import one_line, plain
 from quantflow.stages.cli.signals import Signals
 from quantflow.units import duration, size
 

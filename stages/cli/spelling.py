@@ -185,10 +185,9 @@ class Spelled(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse a command line in the verb's own spelling."""
-        told: list[str] = []
-        words = respelled(args, options_of(self, ctx), self.spellings, verb=str(self.name), told=told)
+        words, left_out = respelled(args, options_of(self, ctx), self.spellings, verb=str(self.name))
         if not {"-q", "--quiet", "--json"} & set(words):
-            for line in told:
+            for line in left_out:
                 click.echo(line, err=True)
         return super().parse_args(ctx, words)
 
@@ -208,16 +207,15 @@ def options_of(command: click.Command, ctx: click.Context) -> dict[str, click.Op
 
 
 def respelled(
-    args: Sequence[str], own: Mapping[str, click.Option], spellings: Spellings, *, verb: str, told: list[str]
-) -> list[str]:
-    """Return a command line in a verb's own spelling.
+    args: Sequence[str], own: Mapping[str, click.Option], spellings: Spellings, *, verb: str
+) -> tuple[list[str], list[str]]:
+    """Return a command line in a verb's own spelling, and a line for each option that is left out as always so.
 
     Args:
         args: what stands after the verb.
         own: the verb's options by their names.
         spellings: other programs' options.
         verb: for messages.
-        told: takes a line for each option that is left out because it asks for what is always so.
 
     Raises:
         UsageError: an option that is refused, or one without its value.
@@ -225,11 +223,12 @@ def respelled(
     rest, named = list(args), False
     first: list[str] = []
     words: list[str] = []
+    left_out: list[str] = []
     last: int | None = None  # where the last text stands that may be the artifact
     while rest:
         word = rest.pop(0)
         if word == "--":
-            return [*first, *_joined(words), word, *rest]
+            return [*first, *_joined(words), word, *rest], left_out
         name, equals, value = word.partition("=")
         name = name.replace("_", "-") if name.startswith("--") else name
         if not word.startswith("-") or word == "-":
@@ -251,7 +250,7 @@ def respelled(
             if isinstance(spelling, Always):
                 while spelling.values and not equals and rest and not rest[0].startswith("-"):
                     rest.pop(0)
-                told.append(f"{name} is always so: {spelling.why}")
+                left_out.append(f"{name} is always so: {spelling.why}")
                 continue
             if spelling.value and not equals:
                 if not rest:
@@ -270,7 +269,7 @@ def respelled(
         artifact = words.pop(last)
         del words[last - 1]
         words.append(artifact)
-    return [*first, *_joined(words)]
+    return [*first, *_joined(words)], left_out
 
 
 def _joined(words: Sequence[str]) -> list[str]:

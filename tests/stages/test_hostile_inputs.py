@@ -18,13 +18,13 @@ from quantflow.models import chat_template
 from quantflow.models.chat_template import chat_tokens
 from quantflow.models.panics import panics_refused
 from quantflow.models.tokenizer import load_tokenizer
+from quantflow.plain_text import one_line, plain
 from quantflow.server import process
 from quantflow.server.app import application
 from quantflow.server.models import Models, open_model
 from quantflow.server.settings import ServeJob
 from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code, outline, table
-from quantflow.stages.cli.plain import one_line, plain
 
 HOSTILE = "\x1b[2J\x07evil\u202egnp.exe\nerror: all is well"
 

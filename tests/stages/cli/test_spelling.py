@@ -15,10 +15,14 @@ from quantflow.stages.validate import command as validate
 TABLES = {"generate": (generate, GENERATE), "bench": (bench, BENCH), "validate": (validate, VALIDATE)}
 
 
-def own(verb, line, told=None):
+def both(verb, line):
     command, table = TABLES[verb]
     options = options_of(command, click.Context(command))
-    return respelled(line.split(), options, table, verb=verb, told=[] if told is None else told)
+    return respelled(line.split(), options, table, verb=verb)
+
+
+def own(verb, line):
+    return both(verb, line)[0]
 
 
 @pytest.mark.parametrize(
@@ -51,9 +55,9 @@ def test_validate_and_bench_understand():
 
 
 def test_what_is_always_so_is_said():
-    told = []
-    own("generate", "ART --reuse_cache --prompt a", told)
-    assert told == ["--reuse-cache is always so: a decoder allocates its cache when a prompt begins, and keeps it"]
+    assert both("generate", "ART --reuse_cache --prompt a")[1] == [
+        "--reuse-cache is always so: a decoder allocates its cache when a prompt begins, and keeps it"
+    ]
 
 
 @pytest.mark.parametrize("verb", TABLES)

@@ -7,7 +7,7 @@ from transformers import LlamaConfig
 
 from quantflow.errors import SchemeError, UsageError
 from quantflow.models.graph import graph_for
-from quantflow.planning.plan import left_out, narrowed, resolve
+from quantflow.planning.plan import kept_for_few_inputs, left_out, narrowed, resolve
 from quantflow.planning.recipe import Override, Quantize
 from quantflow.planning.requirements import entries_of, statistics_for
 
@@ -126,11 +126,9 @@ def test_a_preset_takes_the_largest_common_group_size_that_divides_and_says_so()
     found = resolve(entry, GRAPH, SHAPES)
     sizes = {name.rpartition(".")[2]: scheme.weights.group_size for name, scheme in found.schemes.items()}
     assert sizes == {**dict.fromkeys(["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"], 64), "down_proj": 32}
-    assert (
-        narrowed(found, entry, SHAPES) == "a: groups of 64 in 12 linears, of 32 in 2 linears, whose inputs 128 does not divide"
-    )
+    assert narrowed(found, entry) == "a: groups of 64 in 12 linears, of 32 in 2 linears, whose inputs 128 does not divide"
     wide = {name: (64, 256) for name in SHAPES}
-    assert narrowed(resolve(entry, GRAPH, wide), entry, wide) is None
+    assert narrowed(resolve(entry, GRAPH, wide), entry) is None
     assert plan("W8A8").schemes["model.layers.0.mlp.down_proj"].weights.group_size is None
 
 
@@ -140,7 +138,11 @@ def test_a_linear_of_a_few_inputs_stays_as_it_is_and_is_named_unless_its_groups_
     entry = Quantize(name="a", scheme="W4A16", algorithm="rtn")
     found = resolve(entry, GRAPH, shapes)
     assert [linear for linear, scheme in found.schemes.items() if scheme is None] == [name]
-    assert narrowed(found, entry, shapes) == f"a: {name} stays as in the source: fewer than 16 inputs, no whole group"
+    assert (
+        kept_for_few_inputs(found, entry, shapes) == f"a: {name} stays as in the source: fewer than 16 inputs, no whole group"
+    )
+    smaller = "a: groups of 64 in 11 linears, of 32 in 2 linears, whose inputs 128 does not divide"
+    assert narrowed(found, entry) == smaller and kept_for_few_inputs(resolve(entry, GRAPH, SHAPES), entry, SHAPES) is None
     assert resolve(Quantize(name="a", scheme="W8A16", algorithm="rtn"), GRAPH, shapes).schemes[name] is not None  # by rows
     with pytest.raises(SchemeError, match="in_features=4 is not a multiple of group_size=32"):
         resolve(Quantize(name="a", scheme="W4A16", algorithm="rtn", group_size=32), GRAPH, shapes)

@@ -1,4 +1,4 @@
-"""Text of names and messages made harmless for a terminal: a name may hold what moves the cursor, or hides what it follows."""
+"""Text of names and messages made harmless for terminals and pages: a name may hold what moves the cursor, or hides text."""
 
 import re
 
@@ -7,7 +7,7 @@ _RAW = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\
 
 
 def plain(text: str) -> str:
-    """Return a text with such characters spelled out, `\\x1b`; lines stay lines."""
+    """Return a text with such characters spelled out as Python's strings spell them; lines stay lines."""
     return _RAW.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
