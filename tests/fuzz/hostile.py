@@ -82,7 +82,7 @@ def made_from(model: Path, *, exported: bool) -> Iterator[Made]:
     """Yield a model, and an artifact of it in 8 bits where `exported`."""
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as name:
         work = Path(name)
-        prove, export_stage._prove = export_stage._prove, lambda *_: None  # another process would be started
+        prove, export_stage._prove = export_stage._prove, lambda *_: {}  # another process would be started
         try:
             for line in (
                 ()
