@@ -185,6 +185,38 @@ def mcnemar(newer: str, older: str) -> tuple[int, int, float]:
     return lost, won, min(1.0, sum(map(math.exp, logs)))
 
 
+def recovery_bounds(artifact: str, baseline: str) -> tuple[float, float]:
+    """Return one-sided 95 % bounds on the artifact's share of right answers over the source's; 1 is all of it.
+
+    The answers are pairs. The bounds are the ratios r at which the mean of `artifact - r * baseline` is still zero within its
+    normal error (Fieller 1954, J. R. Stat. Soc. B 16). Half an answer is added to each of the four kinds of pairs, as for
+    differences of pairs (Agresti and Min 2005, Stat. Med. 24): without it twelve equal answers would prove that none is lost.
+
+    Args:
+        artifact: `1` for each right answer, `0` for each wrong one.
+        baseline: the same of the source, document for document.
+
+    Returns:
+        (lower, upper); (0, inf) where the source has too few right answers to divide by.
+    """
+    pairs = list(zip(artifact, baseline, strict=True))
+    total = len(pairs) + 2
+    both, right, known = (
+        (sum(pair == ("1", "1") for pair in pairs) + 0.5) / total,
+        (artifact.count("1") + 1) / total,
+        (baseline.count("1") + 1) / total,
+    )
+    share = NormalDist().inv_cdf(1 - ALPHA) ** 2 / total
+    # known² r² - 2 right known r + right² = share * variance of (artifact - r * baseline), a quadratic in r
+    square = known**2 - share * known * (1 - known)
+    middle = right * known - share * (both - right * known)
+    rest = right**2 - share * right * (1 - right)
+    if square <= 0:
+        return 0.0, math.inf
+    spread = math.sqrt(max(0.0, middle**2 - square * rest))
+    return max(0.0, (middle - spread) / square), (middle + spread) / square
+
+
 def expanded(alpha: float, count: int) -> float:
     """Return the share of resamples that lies outside of a one-sided bound of 1 - alpha over `count` windows.
 

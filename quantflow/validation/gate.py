@@ -5,11 +5,13 @@ every metric's bound on the bad side is inside its threshold, fails when any met
 and is inconclusive otherwise: more tokens would decide.
 
 `max_regression` names the metrics in which an artifact is compared with an older one, and how much worse each may get
-(quantflow.validation.regression). A file with nothing else has the thresholds of `auto`.
+(quantflow.validation.regression). `min_recovery` names how much of the source's score each task must keep, in percent
+(quantflow.validation.recovery). A file without thresholds has those of `auto`.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 from quantflow.artifact.canonical import file_digest
@@ -20,8 +22,10 @@ from quantflow.shipped import SHIPPED, find_config
 METRICS = {"ppl_ratio": "<=", "mean_kld": "<=", "kld_p999": "<=", "top1_agreement": ">="}
 KEYS = (
     *("schemes", "algorithms", "thresholds", "ppl_ratio_below_3e9_parameters", "lower_top1_by_noise", "max_regression"),
+    "min_recovery",
     "note",
 )
+EVERY = "all"  # tasks, in min_recovery
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,12 +37,14 @@ class Gate:
         thresholds: metric -> the limit on the bad side.
         note: what a reader of the report should know about them.
         max_regression: metric -> how much worse than an older artifact; empty is a share of the thresholds.
+        min_recovery: task -> percent of the source's score, at least; EVERY stands for the tasks that are not named.
     """
 
     name: str
     thresholds: Mapping[str, float]
     note: str = ""
     max_regression: Mapping[str, float] = field(default_factory=dict)
+    min_recovery: Mapping[str, float] = field(default_factory=dict)
 
     def record(self) -> dict[str, Any]:
         """Return the gate as validation.json has it."""
@@ -71,8 +77,9 @@ def load_gate(name: str, *, scheme: str, algorithm: str, parameters: int, noise_
     """
     demo = check_gate(name)
     gate = _gate(name, demo, parameters) if "thresholds" in demo else _fitting(scheme, algorithm, parameters)
-    if "max_regression" in demo and "thresholds" not in demo:
-        gate = replace(gate, name=f"{name} ({gate.name})", max_regression=_max_regression(name, demo))
+    if {"max_regression", "min_recovery"} & demo.keys() and "thresholds" not in demo:
+        regression, recovery = _max_regression(name, demo), _min_recovery(name, demo)
+        gate = replace(gate, name=f"{name} ({gate.name})", max_regression=regression, min_recovery=recovery)
     if demo.get("lower_top1_by_noise"):
         floor = gate.thresholds["top1_agreement"] - (1 - noise_top1)
         note = (
@@ -94,9 +101,10 @@ def check_gate(name: str) -> dict[str, Any]:
         return {}
     data = read_yaml(find_config("gates", name))
     _check_keys(name, data)
-    if not {"thresholds", "lower_top1_by_noise", "max_regression"} & data.keys():
-        raise UsageError(f"gate {name}: no thresholds", "give all four metrics, or max_regression")
+    if not {"thresholds", "lower_top1_by_noise", "max_regression", "min_recovery"} & data.keys():
+        raise UsageError(f"gate {name}: no thresholds", "give all four metrics, max_regression or min_recovery")
     _max_regression(name, data)
+    _min_recovery(name, data)
     if "thresholds" in data:
         _gate(name, data, parameters=0)
     return data
@@ -114,12 +122,17 @@ def gate_files(name: str) -> dict[str, str]:
     return {key: file_digest(path) for key, path in sorted(paths.items())}
 
 
-def judge(gate: Gate, bounds: Mapping[str, tuple[float, float]]) -> Verdict:
+def judge(
+    gate: Gate,
+    bounds: Mapping[str, tuple[float, float]],
+    recovered: Mapping[str, tuple[float, float, float]] = MappingProxyType({}),
+) -> Verdict:
     """Return the verdict.
 
     Args:
         gate: the thresholds.
         bounds: metric -> (lower, upper) one-sided 95 % bounds.
+        recovered: task -> (percent asked, lower, upper), of `quantflow.validation.recovery.asked`.
     """
     failed, undecided = [], []
     for metric, threshold in gate.thresholds.items():
@@ -130,6 +143,11 @@ def judge(gate: Gate, bounds: Mapping[str, tuple[float, float]]) -> Verdict:
             failed.append(f"{metric}: 95 % bound {good:.5g} is outside {METRICS[metric]} {threshold:.5g}")
         elif not sign * bad <= sign * threshold:
             undecided.append(f"{metric}: bounds {lower:.5g} to {upper:.5g} straddle {threshold:.5g}")
+    for task, (least, lower, upper) in recovered.items():
+        if not upper >= least:
+            failed.append(f"recovery of {task}: at most {upper:.4g} %, {least:g} % is asked")
+        elif not lower >= least:
+            undecided.append(f"recovery of {task}: {lower:.4g} to {upper:.4g} %, {least:g} % is asked")
     outcome = "fail" if failed else "inconclusive" if undecided else "pass"
     return Verdict(outcome=outcome, reasons=tuple(failed or undecided))
 
@@ -158,6 +176,7 @@ def _gate(name: str, data: Mapping[str, Any], parameters: int) -> Gate:
         thresholds=thresholds,
         note=str(data.get("note", "")),
         max_regression=_max_regression(name, data),
+        min_recovery=_min_recovery(name, data),
     )
 
 
@@ -171,6 +190,23 @@ def _max_regression(name: str, data: Mapping[str, Any]) -> dict[str, float]:
         if not isinstance(value, float | int) or isinstance(value, bool) or not 0 <= value < float("inf"):
             raise UsageError(
                 f"gate {name}: max_regression: {metric}: {value!r} is not 0 or more", "give how much worse it may get"
+            )
+    return dict(given)
+
+
+def _min_recovery(name: str, data: Mapping[str, Any]) -> dict[str, float]:
+    given = data.get("min_recovery", {})
+    if isinstance(given, float | int):
+        given = {EVERY: given}
+    if not isinstance(given, Mapping) or ("min_recovery" in data and not given):
+        raise UsageError(f"gate {name}: min_recovery: {given!r} is no mapping of tasks", "give `piqa: 98`, or 98 for all")
+    for task, value in given.items():
+        if not isinstance(task, str):
+            raise UsageError(f"gate {name}: min_recovery: {task!r} is no name of a task", "give `piqa: 98`, or 98 for all")
+        if not isinstance(value, float | int) or isinstance(value, bool) or not 1 < value < float("inf"):
+            raise UsageError(
+                f"gate {name}: min_recovery: {task}: {value!r} is no percentage above 1",
+                "give percent of the source's score: 98",
             )
     return dict(given)
 

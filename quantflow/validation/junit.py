@@ -1,4 +1,4 @@
-"""A validation as JUnit XML, which CI systems show: a test per metric of the gate, and per metric beside the older artifact."""
+"""A validation as JUnit XML, which CI systems show: a test per metric and task of the gate, and per metric of a comparison."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -6,6 +6,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from quantflow.artifact import disk
+from quantflow.validation import recovery
 from quantflow.validation.gate import METRICS, Gate, judge
 
 
@@ -54,6 +55,9 @@ def _gate(result: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
         thresholds = {metric: result["gate"]["thresholds"][metric]}
         verdict = judge(Gate(name=result["gate"]["name"], thresholds=thresholds), bounds)
         cases.append(("gate", metric, verdict.outcome, "; ".join(verdict.reasons)))
+    for task, found in recovery.asked(Gate(**result["gate"]), result).items():
+        verdict = judge(Gate(name=result["gate"]["name"], thresholds={}), {}, {task: found})
+        cases.append(("gate", f"recovery of {task}", verdict.outcome, "; ".join(verdict.reasons)))
     return cases
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quantflow.validation import recovery
 from quantflow.validation.gate import Gate, judge, load_gate
 from quantflow.validation.regression import compare_with, read_validation
 
@@ -29,14 +30,14 @@ def run(job: GateJob) -> dict[str, Any]:
     """Return the validation with its verdicts made again.
 
     Raises:
-        InputError: a file cannot be read, or the two are not of one model and text.
+        InputError: a file cannot be read, has no score of a task that the gate names, or the two are not of one model and text.
         UsageError: the gate does not exist or is wrong.
     """
     result = read_validation(job.validation)
     earlier = None if job.previous is None else read_validation(job.previous)
     gate = _gate(job, result)
     bounds = {name: (bound["lower"], bound["upper"]) for name, bound in result["metrics"].items()}
-    verdict = judge(gate, bounds)
+    verdict = judge(gate, bounds, recovery.asked(gate, result))
     result |= {"gate": gate.record(), "outcome": verdict.outcome, "reasons": list(verdict.reasons)}
     if job.allow_inconclusive is not None:
         result["allow_inconclusive"] = job.allow_inconclusive

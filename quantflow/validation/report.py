@@ -13,7 +13,7 @@ from quantflow.artifact.inspect import output_errors
 from quantflow.evaluation.svg_plot import Interval, Mark, by_layer, colour_of, intervals, powers_of
 from quantflow.models.graph import FAMILIES
 from quantflow.plain_text import plain
-from quantflow.validation import regression, task_table
+from quantflow.validation import recovery, regression, task_table
 from quantflow.validation.gate import METRICS, Gate, judge
 
 STYLE = """
@@ -246,6 +246,12 @@ def _gates(results: Sequence[Mapping[str, Any]]) -> str:
             outcome = judge(one, {metric: (bound["lower"], bound["upper"])}).outcome
             texts = [_METRIC_NAMES[metric], f"{METRICS[metric]} {threshold:.4g}", _short(bound["value"]), _short(decides)]
             body.append([*_cells(texts, left=1), _verdict(outcome, outcome)])
+        for task, (least, lower, upper) in recovery.asked(Gate(**gate), result).items():
+            outcome = judge(Gate(name=gate["name"], thresholds={}), {}, {task: (least, lower, upper)}).outcome
+            kept = result["tasks"]["scores"][task]["recovery"]
+            shown = "" if kept is None else f"{kept:.1f} %"
+            texts = [f"recovery of {task}", f">= {least:g} %", shown, f"{lower:.1f} %"]
+            body.append([*_cells(texts, left=1), _verdict(outcome, outcome)])
         why = "; ".join(result["reasons"]) or "every bound is inside"
         note = f" {gate['note']}." if gate["note"] else ""
         notes.append(
@@ -285,7 +291,8 @@ def _tasks(results: Sequence[Mapping[str, Any]]) -> list[str]:
         f"lm-eval {escape(str(protocol['lm_eval']))}, {protocol['limit'] or 'all'} documents of each, "
         f"{'with' if protocol['chat_template'] else 'without'} the chat template, "
         f"{'with' if protocol['bos'] else 'without'} a BOS, {protocol['dtype']}. "
-        "Recovery: the artifact's score over the source's; where lower is better, the other way round."
+        "Recovery: the artifact's score over the source's; where lower is better, the other way round. It is at least what the "
+        "last column says with 95 %, by the pairs of answers."
     )
     return ["<h2>Tasks</h2>", _rows_table(("artifact", *task_table.COLUMNS), body, left=3), f"<p class=note>{note}</p>"]
 

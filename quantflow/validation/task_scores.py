@@ -50,8 +50,8 @@ class TaskScores:
     artifact: Mapping[str, Any]
 
 
-def check_tasks(artifact: Path, options: Validate) -> None:
-    """Refuse tasks that cannot be asked, before anything runs.
+def check_tasks(artifact: Path, options: Validate) -> list[str]:
+    """Refuse tasks that cannot be asked, before anything runs; return the names of those that will be, each of a group.
 
     Raises:
         UnsupportedError: lm-eval is not installed.
@@ -59,7 +59,7 @@ def check_tasks(artifact: Path, options: Validate) -> None:
         InputError: documents that cannot be read, no tokenizer, or one without the chat template that is asked for.
     """
     if not options.tasks:
-        return
+        return []
     if find_spec("lm_eval") is None:
         raise UnsupportedError("--tasks: lm-eval is not installed", "pip install 'quantflow[eval]'")
     from quantflow.evaluation import harness
@@ -67,7 +67,7 @@ def check_tasks(artifact: Path, options: Validate) -> None:
     tokenizer = load_tokenizer(artifact)
     if options.chat_template:
         harness.refuse_no_template(tokenizer, str(artifact))
-    harness.loaded_tasks(_asked(options))
+    return list(harness.loaded_tasks(_asked(options)).tasks)
 
 
 def files_of(options: Validate) -> dict[str, str]:

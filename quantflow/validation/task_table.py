@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-COLUMNS = ("task", "metric", "documents", "source", "artifact", "recovery")
+from quantflow.validation.recovery import bounds
+
+COLUMNS = ("task", "metric", "documents", "source", "artifact", "recovery", "at least")
 
 
 def cells(record: Mapping[str, Any]) -> list[tuple[str, ...]]:
@@ -11,6 +13,7 @@ def cells(record: Mapping[str, Any]) -> list[tuple[str, ...]]:
     rows = []
     for name, score in record["scores"].items():
         recovery = "" if score["recovery"] is None else f"{score['recovery']:.1f} %"
+        least = "" if score["answers"] is None else f"{bounds(score)[0]:.1f} %"
         numbers = [f"{score[key]:.4f}" for key in ("baseline", "artifact")]
-        rows.append((name, score["metric"], str(score["samples"]), *numbers, recovery))
+        rows.append((name, score["metric"], str(score["samples"]), *numbers, recovery, least))
     return rows

@@ -58,6 +58,7 @@ from quantflow.planning.sizes import ModelSize, model_size
 from quantflow.progress import Progress
 from quantflow.runtime.artifact import Inputs, open_artifact
 from quantflow.units import duration
+from quantflow.validation import recovery
 from quantflow.validation.gate import gate_files, judge, load_gate
 from quantflow.validation.regression import compare_with, read_validation
 from quantflow.validation.report import row_of, write_report
@@ -222,8 +223,8 @@ def _validate(
         algorithm=recipe["resolved"]["algorithm"],
         parameters=parameters,
     )
-    gate_for(noise_top1=1.0)  # one that cannot be read is refused before the models run
-    check_tasks(job.artifact, job.options)
+    gate = gate_for(noise_top1=1.0)  # one that cannot be read is refused before the models run
+    recovery.refuse_unasked(gate, check_tasks(job.artifact, job.options))
     sequences = _sequences(job, manifest)
     refuse_beyond(sequences, text_config(source.config).vocab_size, where=str(job.options.text))
     protocol = _protocol(job, sequences)
@@ -237,8 +238,7 @@ def _validate(
         floor = _bounds(compared["noise"], job.seed)
         shared.keep(floor)
     gate = gate_for(noise_top1=floor["top1_agreement"]["value"])
-    verdict = judge(gate, {name: (bound["lower"], bound["upper"]) for name, bound in metrics.items()})
-    result = {
+    result: dict[str, Any] = {
         "artifact": recipe["name"],
         "digest": manifest["digest"],
         "baseline": inputs["baseline"],
@@ -255,8 +255,6 @@ def _validate(
         "noise_floor": floor,
         "gate": gate.record(),
         "windows": recorded(candidate),
-        "outcome": verdict.outcome,
-        "reasons": list(verdict.reasons),
         "expect": job.expect,
         "allow_inconclusive": job.options.allow_inconclusive,
         "rounded_inputs": rounds_inputs(manifest) and not job.options.exact,
@@ -268,6 +266,9 @@ def _validate(
         result["tasks"] = asked.record
         for name, document in (("tasks.json", asked.artifact), ("tasks-baseline.json", asked.baseline)):
             documents[name] = json.dumps(document, indent=1, sort_keys=True).encode()
+    bounds = {name: (bound["lower"], bound["upper"]) for name, bound in metrics.items()}
+    verdict = judge(gate, bounds, recovery.asked(gate, result))
+    result |= {"outcome": verdict.outcome, "reasons": list(verdict.reasons)}
     if older is not None:
         result["regression"] = compare_with(older, result, gate=gate)
     return result, documents

@@ -8,7 +8,15 @@ import torch
 
 from quantflow.errors import InputError
 from quantflow.evaluation.divergence import Comparison
-from quantflow.evaluation.paired import WindowScores, differences, expanded, mcnemar, recorded, window_scores
+from quantflow.evaluation.paired import (
+    WindowScores,
+    differences,
+    expanded,
+    mcnemar,
+    recorded,
+    recovery_bounds,
+    window_scores,
+)
 
 LENGTHS = [60, 90, 30, 80, 40]
 
@@ -155,3 +163,40 @@ def test_scores_that_are_damaged_are_refused(key, value):
 )
 def test_answers_that_were_lost_are_weighed_against_those_that_were_won(newer, older, lost, won, chance):
     assert mcnemar(newer, older) == (lost, won, pytest.approx(chance))
+
+
+@pytest.mark.parametrize(
+    ("documents", "lost", "won"), [(50, 0.05, 0.03), (200, 0.02, 0.01), (500, 0.06, 0.05), (200, 0.0, 0.0)]
+)
+def test_a_recovery_that_is_asked_exactly_passes_and_fails_by_mistake_in_five_of_a_hundred_draws(documents, lost, won):
+    generator = np.random.default_rng(5)
+    kinds = np.array([("1", "1"), ("0", "1"), ("1", "0"), ("0", "0")])  # artifact, source
+    shares = [0.6 - lost, lost, won, 0.4 - won]
+    truth, passes, failures = (0.6 - lost + won) / 0.6, 0, 0
+    for _ in range(1000):
+        drawn = kinds[generator.choice(4, size=documents, p=shares)]
+        lower, upper = recovery_bounds("".join(drawn[:, 0]), "".join(drawn[:, 1]))
+        passes += lower > truth
+        failures += upper < truth
+    print(f"{documents} documents: {passes} passes, {failures} failures of 1000")
+    assert passes <= 71 and failures <= 71  # 5 % and three standard deviations of a thousand draws
+    if lost and documents > 100:
+        assert passes + failures >= 20  # no bound that is too wide to say anything
+
+
+def test_equal_answers_to_few_questions_prove_little_and_to_many_nearly_all():
+    few, many = (recovery_bounds("10" * count, "10" * count)[0] for count in (6, 5000))
+    assert few < 0.85 and 0.9995 < many < 1
+    assert recovery_bounds("10" * 6, "10" * 6)[1] > 1
+
+
+def test_a_source_without_a_right_answer_has_no_recovery_to_bound():
+    assert recovery_bounds("0" * 20, "0" * 20) == (0.0, math.inf)
+
+
+def test_the_bounds_of_a_hundred_pairs_are_those_worked_by_hand():
+    # 60 both, 4 lost, 1 won, 35 neither; with half an answer more of each: 60.5, 4.5, 1.5, 35.5 of 102
+    artifact, source = "1" * 60 + "0" * 4 + "1" + "0" * 35, "1" * 64 + "0" * 36
+    for ratio in recovery_bounds(artifact, source):
+        values = np.repeat([1 - ratio, -ratio, 1.0, 0.0], [121, 9, 3, 71])  # each half answer once
+        assert abs(values.mean()) / (values.std() / math.sqrt(102)) == pytest.approx(1.6448536, rel=1e-6)

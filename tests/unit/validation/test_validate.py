@@ -271,6 +271,13 @@ def test_tasks_are_asked_of_both_models_and_compared_with_the_older_artifact(art
     theirs = json.loads((tmp_path / "old" / "tasks.json").read_text())
     assert theirs["results"]["small_piqa"]["acc_norm,none"] == scores["small_piqa"]["artifact"]
     assert "<h2>Tasks</h2>" in (tmp_path / "old" / "report.html").read_text()
+    (tmp_path / "g.yaml").write_text(f"{LOOSE}min_recovery: {{small_piqa: 200}}\n")
+    gated = replace(job, report=tmp_path / "gated", options=replace(job.options, gate=str(tmp_path / "g.yaml")))
+    judged = validate.run(gated, QUIET)
+    assert judged["outcome"] != "pass" and judged["reasons"][0].startswith("recovery of small_piqa: ")
+    assert "<td class=name>recovery of small_piqa</td><td>&gt;= 200 %</td>" in (tmp_path / "gated" / "report.html").read_text()
+    with pytest.raises(UsageError, match="min_recovery of task small_piqa, which is not asked; give --tasks small_piqa"):
+        validate.run(replace(gated, options=replace(gated.options, tasks=()), replace=True), QUIET)
     again = validate.run(replace(job, report=tmp_path / "new", previous=tmp_path / "old"), QUIET)
     assert again["tasks"] == result["tasks"]
     asked = again["regression"]["tasks"]
