@@ -1,0 +1,48 @@
+"""docs/coverage.md accounts for every row of five programs' documents, by tests that exist or by a reason."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+
+
+@pytest.fixture
+def coverage():
+    spec = importlib.util.spec_from_file_location("make_coverage", DOCS / "make_coverage.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_row_of_the_documents_is_accounted_for_once(coverage):
+    documents, rows = coverage.read()
+    assert {name: document["rows"] for name, document in documents.items()} == {"H": 61, "G": 31, "B": 42, "I": 37, "A": 20}
+    assert len(rows) == 191
+    assert coverage.mistakes(documents, rows) == []
+
+
+def test_the_page_is_made_from_the_data(coverage):
+    documents, rows = coverage.read()
+    assert (DOCS / "coverage.md").read_text() == coverage.page(documents, rows), "run `python docs/make_coverage.py`"
+
+
+def test_a_row_without_a_test_works_nowhere_and_mistakes_are_named(coverage):
+    test = "tests/test_docs_coverage.py::test_the_page_is_made_from_the_data"
+    rows = {
+        "X1": {"asks": "a", "tests": [test]},
+        "X2": {"asks": "b", "tests": [test], "missing": "some"},
+        "X3": {"asks": "c", "missing": "all"},
+    }
+    assert [coverage.state(row) for row in rows.values()] == ["works", "in part", "not"]
+    assert coverage.mistakes({"X": {"rows": 3}}, rows) == []
+    rows |= {"X4": {"asks": "d"}, "X6": {"asks": "e", "tests": [f"{test}_not", "tests/nowhere.py::test_a"], "state": "works"}}
+    assert coverage.mistakes({"X": {"rows": 5}}, rows) == [
+        "X6: no such row",
+        "X5: not accounted for",
+        "X4: neither a test nor a reason",
+        "X6: 'state' is no key",
+        f"X6: there is no test {test}_not",
+        "X6: there is no test tests/nowhere.py::test_a",
+    ]
