@@ -572,6 +572,20 @@ def task_table(result: ValidateResult) -> tuple[Sequence[str], Sequence[Sequence
     return (COLUMNS, cells(result.values["tasks"])) if "tasks" in result.values else None
 
 
+def diagnosis_table(result: ValidateResult) -> tuple[Sequence[str], Sequence[Sequence[str]]] | None:
+    """Return the columns and the rows of the linears that cost an artifact most, where a diagnosis was asked for."""
+    from quantflow.validation.diagnosis_table import COLUMNS, cells
+
+    return (COLUMNS, cells(result.values["diagnosis"])) if "diagnosis" in result.values else None
+
+
+def mend_hint(result: ValidateResult) -> str | None:
+    """Return what would mend an artifact, a sentence, where a diagnosis was asked for."""
+    from quantflow.validation.diagnosis_table import hint
+
+    return hint(result.values) if "diagnosis" in result.values else None
+
+
 def write_tasks(path: Folder, result: ValidateResult) -> None:
     """Copy lm-eval's own document of an artifact's tasks out of a validation.
 

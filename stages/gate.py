@@ -42,6 +42,7 @@ def command(validation: str, previous: str | None, junit: Path | None, as_json: 
 
 
 def verdicts(result: api.ValidateResult) -> str:
-    """Return the tables of a validation: the gate's, and that of the comparison with an older artifact."""
-    tables = (api.verdict_table([result]), api.regression_table(result), api.task_table(result))
-    return "\n\n".join(table(*each) for each in tables if each is not None)
+    """Return the tables of a validation: the gate's, then of the older artifact, of tasks, and where the loss is."""
+    tables = (api.verdict_table([result]), api.regression_table(result), api.task_table(result), api.diagnosis_table(result))
+    texts = [table(*each) for each in tables if each is not None]
+    return "\n\n".join([*texts, *filter(None, [api.mend_hint(result)])])

@@ -1,7 +1,7 @@
 """Stage 5 as a verb.
 
 Reads    the artifact, the model that it was made from, an evaluation text; an older artifact or its validation
-Writes   <report>/validation.json and report.html, and <report>.log; JUnit XML where it is asked for
+Writes   <report>/validation.json and report.html, and <report>.log; JUnit XML, tasks, a mend's recipe where they are asked for
 Resumes  a validation of the same inputs is left alone; one that was stopped goes on with its layer
 Fails    3 unusable text, or text that was calibrated on; 4 the gate; 5 too little memory or disk; 7 a damaged artifact
 """
@@ -53,6 +53,7 @@ def command(
     Example: quantflow validate work/4-export --baseline ./llama --text heldout.jsonl
              quantflow validate new --baseline ./llama --previous old --junit validation.xml
              quantflow validate new --baseline ./llama --tasks lambada_openai,piqa --limit 200 -o tasks.json
+             quantflow validate new --baseline ./llama --diagnose 100
     """
     flags, _ = recipe_flags("validate", shared)
     values = recipe_from(recipe_data(recipe, settings, {"model": baseline, **flags}))

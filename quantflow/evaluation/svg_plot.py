@@ -97,6 +97,54 @@ def by_layer(
     return _inline(parts, foot + 42)
 
 
+def heat_map(
+    values: Mapping[tuple[str, str], float], *, rows: Sequence[str], columns: Sequence[str], across: str, unit: str
+) -> str:
+    """Draw values as coloured cells, by the root of their size; values below zero in another colour, cells without one empty.
+
+    Args:
+        values: (row, column) -> value.
+        rows: labels from top to bottom.
+        columns: labels from left to right.
+        across: the name of the horizontal axis.
+        unit: of the values.
+    """
+    largest = max((abs(value) for value in values.values()), default=0.0)
+    if not largest:
+        return NOTHING
+    left, pitch = 112, 24
+    width, foot = (NARROW - 8 - left) / len(columns), TOP + pitch * len(rows)
+    parts = []
+    for place, row in enumerate(rows):
+        parts.append(f'<text x="{left - 7}" y="{TOP + pitch * place + 17}" text-anchor="end">{escape(row)}</text>')
+    every = math.ceil(len(columns) / 14)
+    for index, column in enumerate(columns):
+        if index % every == 0:
+            middle = left + width * (index + 0.5)
+            parts.append(f'<text x="{middle:.1f}" y="{foot + 16}" text-anchor="middle">{escape(column)}</text>')
+        for place, row in enumerate(rows):
+            value = values.get((row, column))
+            box = f'x="{left + width * index:.1f}" y="{TOP + pitch * place}" width="{width:.1f}" height="{pitch}" class="grid"'
+            if value is None:
+                parts.append(f'<rect {box} fill="none"/>')
+                continue
+            colour, told = _heat(value / largest), escape(f"{column} {row}: {value:.3g}")
+            parts.append(f"<rect {box} {colour}><title>{told}</title></rect>")
+    parts.append(f'<text x="{(left + NARROW - 8) / 2}" y="{foot + 34}" text-anchor="middle">{escape(across)}</text>')
+    legend, step = foot + 46, 26
+    shares = [-1.0, -0.25, 0.0, 0.25, 1.0] if min(values.values()) < 0 else [0.0, 0.06, 0.25, 0.56, 1.0]
+    for index, share in enumerate(shares):
+        parts.append(f'<rect x="{left + step * index}" y="{legend}" width="{step}" height="14" class="grid" {_heat(share)}/>')
+    parts.append(f'<text x="{left - 7}" y="{legend + 12}" text-anchor="end">{shares[0] * largest:.2g}</text>')
+    parts.append(f'<text x="{left + step * len(shares) + 7}" y="{legend + 12}">{largest:.2g} {escape(unit)}</text>')
+    return _inline(parts, legend + 22)
+
+
+def _heat(share: float) -> str:
+    """Return how a cell is filled.  share: of the largest value, -1 to 1."""
+    return f'fill="{COLOURS[1] if share >= 0 else COLOURS[0]}" fill-opacity="{math.sqrt(abs(share)):.3f}"'
+
+
 def powers_of(marks: Sequence[Mark]) -> tuple[int, int]:
     """Return the powers of ten around the marks that can be drawn, at least one apart; (-1, 0) without any."""
     values = [mark.value for mark in marks if mark.value > 0]

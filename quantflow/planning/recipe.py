@@ -532,6 +532,14 @@ class Validate:
     chat_template: bool = setting(
         False, flag="--chat-template", verbs=("validate",), help="Ask in the tokenizer's chat template."
     )
+    diagnose: int | None = setting(
+        None,
+        flag="--diagnose",
+        metavar="PROBES",
+        verbs=("validate",),
+        least=16,
+        help="Also say where the loss is and what would mend it, by at most so many runs with some linear swapped.",
+    )
     allow_inconclusive: bool = setting(
         False,
         flag="--allow-inconclusive",

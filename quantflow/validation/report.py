@@ -10,10 +10,10 @@ from typing import Any
 
 from quantflow.artifact import disk
 from quantflow.artifact.inspect import output_errors
-from quantflow.evaluation.svg_plot import Interval, Mark, by_layer, colour_of, intervals, powers_of
+from quantflow.evaluation.svg_plot import Interval, Mark, by_layer, colour_of, heat_map, intervals, powers_of
 from quantflow.models.graph import FAMILIES
 from quantflow.plain_text import plain
-from quantflow.validation import recovery, regression, task_table
+from quantflow.validation import diagnosis_table, recovery, regression, task_table
 from quantflow.validation.gate import METRICS, Gate, judge
 
 STYLE = """
@@ -25,7 +25,7 @@ STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 74rem; padding: 1.5rem 1rem 3rem; color: var(--ink);
   background: var(--page); overflow-wrap: anywhere; }
 h1 { font-size: 1.5rem; margin: 0 0 .8rem; } h2 { font-size: 1.15rem; margin: 2.2rem 0 .6rem; }
-h3 { font-size: 1rem; margin: 0; }
+h3 { font-size: 1rem; margin: 0; } h4 { font-size: .95rem; margin: 1rem 0 .3rem; }
 .summary { display: grid; grid-template-columns: max-content 1fr; gap: .3rem 1rem; margin: 0; padding: .8rem 1rem;
   background: var(--box); border-radius: 6px; }
 .summary dt { color: var(--soft); } .summary dd { margin: 0; }
@@ -37,7 +37,7 @@ th.group { font-weight: 400; padding-top: .8rem; border-bottom: 1px solid var(--
 th:first-child, td.name { position: sticky; left: 0; background: var(--page); text-align: left; }
 .pass { color: var(--good); font-weight: 600; } .fail, .regression { color: var(--bad); font-weight: 600; }
 .inconclusive { color: var(--open); font-weight: 600; } .note { color: var(--soft); font-size: .92rem; }
-ul { padding-left: 1.2rem; }
+ul { padding-left: 1.2rem; } summary { cursor: pointer; padding: .2rem 0; } .text { white-space: pre-wrap; }
 .plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 30rem), 1fr)); gap: 1.2rem 2rem; }
 .one { max-width: 40rem; }
 .legend { display: flex; flex-wrap: wrap; gap: .2rem 1rem; padding: 0; margin: .4rem 0 .8rem; list-style: none; }
@@ -148,6 +148,7 @@ def write_report(path: Path, rows: Sequence[Row]) -> None:
         *_tasks(results),
     ]
     kinds = _kinds_of(rows)
+    body += _diagnoses(rows, kinds)
     for title, note, errors in (
         ("Output error of each linear", "the output on the canary, quantized input included", _output_errors),
         ("Weight error of each linear", "the weight; no forward pass ran, so there are no outputs", _weight_errors),
@@ -295,6 +296,78 @@ def _tasks(results: Sequence[Mapping[str, Any]]) -> list[str]:
         "last column says with 95 %, by the pairs of answers."
     )
     return ["<h2>Tasks</h2>", _rows_table(("artifact", *task_table.COLUMNS), body, left=3), f"<p class=note>{note}</p>"]
+
+
+def _diagnoses(rows: Sequence[Row], kinds: Sequence[str]) -> list[str]:
+    """Return where artifacts lose and what would mend them; nothing where that was not asked."""
+    found = [row.result for row in rows if "diagnosis" in row.result]
+    if not found:
+        return []
+    note = (
+        "Mean KL divergence, nats per token, over some windows. Only this: nothing else is quantized. Gain: what leaving this "
+        "alone, in the artifact as it is, takes off its divergence. Interactions are not additive, so neither column adds up."
+    )
+    parts = ["<h2>Where the loss is</h2>", f"<p class=note>{note}</p>"]
+    for result in found:
+        parts += [f"<h3>{escape(str(result['artifact']))}</h3>", f"<p>{escape(diagnosis_table.hint(result))}.</p>"]
+        parts += _heat_maps(result["diagnosis"], kinds)
+        table = diagnosis_table.cells(result["diagnosis"])
+        parts += [_rows_table(diagnosis_table.COLUMNS, [_cells(row, left=1) for row in table], left=1)] if table else []
+        parts += [_breakdown(result["diagnosis"]), *_windows(result["diagnosis"])]
+    return parts
+
+
+def _heat_maps(diagnosis: Mapping[str, Any], kinds: Sequence[str]) -> list[str]:
+    """Return layers and linears as two maps: what each costs alone, and what leaving it alone gains."""
+    if diagnosis["probes"] is None:
+        return []
+    units = diagnosis["probes"]["units"]
+    cells: dict[tuple[str, str], Mapping[str, Any]] = {}
+    for unit in units:
+        places = [("whole layer", str(unit["layer"]))] if unit["whole"] else [_place(name)[::-1] for name in unit["linears"]]
+        cells |= dict.fromkeys(places, unit)
+    layers = {layer for _, layer in cells}
+    columns = sorted(layers, key=lambda layer: (layer == _HEAD, layer.zfill(8)))
+    there = {kind for kind, _ in cells}
+    lines = [kind for kind in ("whole layer", *kinds) if kind in there]
+    lines += sorted(there.difference(lines))
+    maps = []
+    for key, title in (("only_this", "Only this quantized"), ("gain", "Gain of leaving this alone")):
+        values = {place: float(unit[key]) for place, unit in cells.items()}
+        drawn = heat_map(values, rows=lines, columns=columns, across="layer", unit="nats per token")
+        maps.append(f"<div><h4>{title}</h4>{drawn}</div>")
+    return [f"<div class=plots>{''.join(maps)}</div>"]
+
+
+def _breakdown(diagnosis: Mapping[str, Any]) -> str:
+    """Return the divergence by position, kind and frequency of the predicted token."""
+    body = []
+    for key, title in (
+        ("positions", "Tokens of the window before it"),
+        ("kinds", "Kind of token"),
+        ("frequency", "How often it stands in the text"),
+    ):
+        body.append([f"<th colspan=5 class='left group'>{title}</th>"])
+        for part in diagnosis[key]:
+            numbers = [_short(part["mean_kld"]), f"{part['share']:.1%}", f"{part['top1_agreement']:.1%}"]
+            body.append(_cells([part["name"], f"{part['tokens']:,}", *numbers], left=1))
+    columns = ("predicted token", "tokens", "mean KLD", "of the divergence", "top-1")
+    return f"<div class=one>{_rows_table(columns, body, left=1)}</div>"
+
+
+def _windows(diagnosis: Mapping[str, Any]) -> list[str]:
+    """Return the worst windows with both continuations, folded in."""
+    items = []
+    for window in diagnosis["windows"]:
+        lines = {"Prompt": window["prompt"], "Source": window["baseline"], "Artifact": window["artifact"]}
+        there = {name: escape(text) for name, text in lines.items() if text is not None}
+        texts = "".join(f"<dt>{name}</dt><dd class=text>{text}</dd>" for name, text in there.items())
+        head = (
+            f"window {window['window']}: mean KLD {_short(window['mean_kld'])}, most after {window['position']} tokens "
+            f"({_short(window['kld'])})"
+        )
+        items.append(f"<details><summary>{head}</summary><dl class=summary>{texts}</dl></details>")
+    return ["<h4>Windows that diverge most, continued greedily before their worst token</h4>", *items]
 
 
 def _short(value: float) -> str:

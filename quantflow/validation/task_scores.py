@@ -128,18 +128,25 @@ def _asked(options: Validate) -> "TaskOptions":
 
 
 def _refuse_beyond_memory(folder: Path, resources: Resources) -> None:
-    """Refuse a model whose weights do not fit: floats are float32 in memory, integers as they are stored.
+    """Refuse a model whose weights do not fit.
 
     Raises:
         ResourceError: with what is needed and what there is.
     """
+    reason = beyond_memory(folder, resources)
+    if reason is not None:
+        raise ResourceError(f"tasks: {reason}", "leave --tasks out: the rest of validate takes one layer at a time")
+
+
+def beyond_memory(folder: Path, resources: Resources) -> str | None:
+    """Return why the weights of a model do not fit, None where they do: floats are float32 in memory, integers as stored."""
     infos = open_checkpoint(folder).infos.values()
     weights = sum(4 * math.prod(info.shape) if info.dtype in _FLOATS else info.nbytes for info in infos)
     resident = process_memory.usage().resident
     limit, why = memory_limit(resources, resident=resident)
-    if resident + weights > limit:
-        cause = f"tasks: the weights of {folder} take {text_of(weights)} beside {text_of(resident)}, {why} is {text_of(limit)}"
-        raise ResourceError(cause, "leave --tasks out: the rest of validate takes one layer at a time")
+    if resident + weights <= limit:
+        return None
+    return f"the weights of {folder} take {text_of(weights)} beside {text_of(resident)}, {why} is {text_of(limit)}"
 
 
 def _refuse_other_questions(artifact: Path, source: Mapping[str, Any], document: Mapping[str, Any]) -> None:

@@ -3,6 +3,7 @@
 Reads    the artifact, the source model, an evaluation text; an older artifact of the model, or its validation
 Writes   <report>/validation.json and report.html, naming the artifact's digest; nothing into the artifact
          <report>/tasks.json and tasks-baseline.json, lm-eval's own documents, where tasks are asked
+         <report>/mend.yaml, the recipe of the cheapest mend, where a diagnosis was asked and has one
          <cache>/<key>/ what every validation of that model over that text has in common, see `Shared`
 Resumes  a validation of the same artifact, text and protocol is left alone; one that was stopped goes on with its layer
 Fails    3 unusable text, or text that was calibrated on; 4 the gate failed, was inconclusive, or passed where a failure
@@ -56,10 +57,12 @@ from quantflow.planning.recipe import Resources, Validate
 from quantflow.planning.resources import allow_validate, compare
 from quantflow.planning.sizes import ModelSize, model_size
 from quantflow.progress import Progress
-from quantflow.runtime.artifact import Inputs, open_artifact
+from quantflow.runtime.artifact import Artifact, Inputs, open_artifact
 from quantflow.units import duration
 from quantflow.validation import recovery
+from quantflow.validation.diagnosis import Subject, diagnose
 from quantflow.validation.gate import gate_files, judge, load_gate
+from quantflow.validation.mend import RECIPE
 from quantflow.validation.regression import compare_with, read_validation
 from quantflow.validation.report import row_of, write_report
 from quantflow.validation.task_scores import TaskScores, check_tasks, files_of, score_tasks
@@ -148,9 +151,8 @@ def run(job: ValidateJob, progress: Progress) -> dict[str, Any]:
             progress.say(f"validate {job.artifact.name}: up to date")
             result: dict[str, Any] = read_json(job.report / "validation.json")
             return result
-        stage_folder.refuse_other_result(
-            job.report, inputs, force=job.replace, parts=("validation.json", "report.html", "tasks*.json")
-        )
+        parts = ("validation.json", "report.html", "tasks*.json", RECIPE)
+        stage_folder.refuse_other_result(job.report, inputs, force=job.replace, parts=parts)
         result, documents = _validate(job, manifest, source, inputs, older, progress)
         with stage_folder.publish(job.report, stage="validate", inputs=inputs) as folder:
             disk.write_file(folder / "validation.json", json.dumps(result, indent=1, sort_keys=True).encode())
@@ -166,7 +168,15 @@ def _older(job: ValidateJob, previous: Path, progress: Progress) -> dict[str, An
     if previous.is_file() or (previous / "validation.json").is_file():
         return read_validation(previous)
     manifest, source = read_manifest(previous), open_source(job.baseline)
-    older = replace(job, artifact=previous, report=beside(previous, "-validation"), previous=None, expect="pass", replace=False)
+    older = replace(
+        job,
+        artifact=previous,
+        report=beside(previous, "-validation"),
+        options=replace(job.options, diagnose=None),
+        previous=None,
+        expect="pass",
+        replace=False,
+    )
     if not stage_folder.is_up_to_date(older.report, _inputs(older, manifest, source, Digests())):
         older = replace(older, report=job.report.with_name(f"{job.report.name}-previous"), replace=True)
     return run(replace(older, cache=job.cache or job.report.parent / CACHE), progress)
@@ -231,7 +241,9 @@ def _validate(
     key = digest_of([protocol, inputs["baseline"], tools()])
     shared = Shared(key=key, folder=(job.cache or job.report.parent / CACHE) / key)
     floor = shared.floor
-    compared = _compared(job, source, inputs, sequences, shared=shared, with_noise=floor is None, progress=progress)
+    usual: Inputs = "stored" if job.options.exact else "usual"  # what runs by default is judged
+    artifact = open_artifact(job.artifact, backend="reference", dtype=torch.float32, inputs=usual)
+    compared = _compared(job, source, artifact, inputs, sequences, shared=shared, with_noise=floor is None, progress=progress)
     candidate = compared["candidate"]
     metrics = _bounds(candidate, job.seed)
     if floor is None:
@@ -266,6 +278,21 @@ def _validate(
         result["tasks"] = asked.record
         for name, document in (("tasks.json", asked.artifact), ("tasks-baseline.json", asked.baseline)):
             documents[name] = json.dumps(document, indent=1, sort_keys=True).encode()
+    if job.options.diagnose is not None:
+        subject = Subject(
+            artifact=artifact,
+            source=source,
+            sequences=sequences,
+            comparison=candidate,
+            options=job.options,
+            seed=job.seed,
+            resources=job.resources,
+            kept=layer_store.scratch(job.report) / "probes.json",
+            key=digest_of(inputs),
+        )
+        result["diagnosis"], recipe = diagnose(subject, progress)
+        if recipe is not None:
+            documents[RECIPE] = recipe.encode()
     bounds = {name: (bound["lower"], bound["upper"]) for name, bound in metrics.items()}
     verdict = judge(gate, bounds, recovery.asked(gate, result))
     result |= {"outcome": verdict.outcome, "reasons": list(verdict.reasons)}
@@ -321,6 +348,7 @@ def _sequences(job: ValidateJob, manifest: Mapping[str, Any]) -> list[Tensor]:
 def _compared(
     job: ValidateJob,
     source: Source,
+    artifact: Artifact,
     inputs: Mapping[str, Any],
     sequences: Sequence[Tensor],
     *,
@@ -330,8 +358,6 @@ def _compared(
 ) -> dict[str, Comparison]:
     """Return the candidate's comparison with the baseline, and that of the baseline in bf16 where it is not known."""
     graph = graph_for(source.config)
-    usual: Inputs = "stored" if job.options.exact else "usual"  # what runs by default is judged
-    artifact = open_artifact(job.artifact, backend="reference", dtype=torch.float32, inputs=usual)
     candidate = LayerStream(artifact, graph_for(artifact.config), cache=rounder(artifact))
     streams = {BASELINE: LayerStream(source, graph), "candidate": candidate}
     if with_noise:

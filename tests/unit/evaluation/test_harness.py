@@ -1,6 +1,7 @@
 """lm-eval's questions answered by the runtime, beside lm-eval's own class on transformers."""
 
 import json
+import runpy
 import shutil
 from pathlib import Path
 
@@ -20,7 +21,14 @@ from quantflow.quantization import quantize
 from quantflow.runtime.load import load
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "tiny-llama"
-SHIPPED = {"small_lambada": 16, "small_hellaswag": 12, "small_piqa": 16, "small_winogrande": 20}  # task: documents
+TASKS = Path(__file__).parents[3] / "configs" / "tasks"
+SHIPPED = {  # task: documents
+    "small_lambada": 16,
+    "small_hellaswag": 12,
+    "small_piqa": 16,
+    "small_winogrande": 20,
+    "small_summaries": 8,
+}
 QUESTIONS = ({"q": "value scale", "a": " round"}, {"q": "group layer token", "a": " model"})
 
 
@@ -127,6 +135,19 @@ def test_texts_that_are_continued_and_rolled_over_are_what_transformers_says(lla
         rows=[{"q": long}, {"q": "value scale"}],
     )
     same(asked(llama, rolling), asked_of_transformers(llama, TaskOptions(names=(rolling,))))
+
+
+def test_summaries_are_scored_by_the_longest_common_subsequence_of_their_words(llama):
+    functions = runpy.run_path(str(TASKS / "rouge.py"))
+    # of 6 words 4 are common in their order: 4/6 and 4/5, F = 8/11; "river" and "rivers" have one stem
+    found = functions["scores"]({"summary": "the river rose by two metres"}, ["rivers rose two tall metres"])
+    assert found["rougeL"] == pytest.approx(8 / 11) and found["rouge1"] == pytest.approx(8 / 11)
+    assert found["rouge2"] == pytest.approx(2 * (1 / 5) * (1 / 4) / (1 / 5 + 1 / 4))  # "river rose" alone
+    assert functions["scores"]({"summary": "a b"}, [""])["rougeL"] == 0
+    ours = asked(llama, "small_summaries", limit=3)
+    same(ours, asked_of_transformers(llama, TaskOptions(names=("small_summaries",), limit=3)))
+    (scores,) = ours["results"].values()
+    assert {"rougeL,none", "rouge1,none", "rouge2,none"} <= scores.keys()
 
 
 def test_a_limit_takes_the_first_documents(llama):

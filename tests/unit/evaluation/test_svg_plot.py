@@ -5,7 +5,19 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from quantflow.evaluation.svg_plot import COLOURS, Interval, Mark, Point, by_layer, colour_of, curves, intervals, powers_of
+from quantflow.evaluation.svg_plot import (
+    COLOURS,
+    NOTHING,
+    Interval,
+    Mark,
+    Point,
+    by_layer,
+    colour_of,
+    curves,
+    heat_map,
+    intervals,
+    powers_of,
+)
 
 
 def drawn(svg):
@@ -136,3 +148,22 @@ def test_a_curve_leaves_zero_out_and_says_where_nothing_is_left():
     assert len(drawn(svg).find(f"{SVG}polyline").get("points").split()) == 1
     assert not list(drawn(svg).iter(f"{SVG}circle"))
     assert "every value is zero" in curves(line=[(4.0, 0.0)], label="best", points={}, x="x", y="y")
+
+
+def test_a_heat_map_has_a_cell_per_value_and_an_empty_one_where_there_is_none():
+    values = {("q_proj", "0"): 1.0, ("q_proj", "1"): 0.25, ("k_proj", "0"): -0.04}
+    root = drawn(heat_map(values, rows=["q_proj", "k_proj"], columns=["0", "1"], across="layer", unit="nats"))
+    told = {rect[0].text: float(rect.get("fill-opacity")) for rect in root.iter("rect") if len(rect)}
+    assert told == {"0 q_proj: 1": 1.0, "1 q_proj: 0.25": 0.5, "0 k_proj: -0.04": 0.2}
+    assert len([rect for rect in root.iter("rect") if rect.get("fill") == "none"]) == 1
+    colours = {rect.get("fill") for rect in root.iter("rect") if len(rect)}
+    assert len(colours) == 2  # values below zero have their own
+    assert heat_map({}, rows=[], columns=[], across="layer", unit="nats") == NOTHING
+    assert heat_map({("q", "0"): 0.0}, rows=["q"], columns=["0"], across="layer", unit="nats") == NOTHING
+
+
+def test_a_heat_map_of_many_layers_names_some_of_them():
+    columns = [f"L{number}" for number in range(60)]
+    root = drawn(heat_map({("q", "L59"): 1.0}, rows=["q"], columns=columns, across="layer", unit="nats"))
+    named = [text.text for text in root.iter("text") if text.text in columns]
+    assert len(named) == 12 and len(set(named)) == 12
