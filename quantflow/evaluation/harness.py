@@ -24,6 +24,7 @@ from typing import Any
 import lm_eval.evaluator
 import numpy as np
 import torch
+import yaml
 from datasets import Dataset
 from jinja2 import TemplateError
 from lm_eval.api.group import Group
@@ -48,6 +49,7 @@ from quantflow.shipped import SHIPPED
 POSITIONS = 2048  # of a model that says nothing of its own
 NEW_TOKENS = 256  # of a task that says nothing of its own; lm-eval's number
 _ROWS, _LOGITS = 32, 1 << 26  # of a batch at most: 64 Mi logits are 256 MB
+_TASK_BYTES, _TASK_DEPTH = 1 << 20, 50  # of a task's YAML at most
 _SHIPPED = SHIPPED / "tasks"
 _SEEDS = {"random": 0, "numpy": 1234, "torch": 1234, "fewshot": 1234}  # lm-eval's own
 
@@ -358,7 +360,12 @@ def _seeded() -> Iterator[None]:
 
 
 def _config(path: Path) -> dict[str, Any]:
-    """Return a task's YAML whose JSON lines are read from beside it."""
+    """Return a task's YAML whose JSON lines are read from beside it.
+
+    Raises:
+        InputError: it is too large or too deep, has values that stand for more than they show, or names no task.
+    """
+    _refuse_growth(path)
     config: dict[str, Any] = load_yaml(path)
     if "task" not in config:
         raise InputError(f"{path}: no task", "write `task: NAME` and what it asks; configs/tasks has examples")
@@ -368,6 +375,28 @@ def _config(path: Path) -> dict[str, Any]:
         config["dataset_kwargs"] = None
         config["custom_dataset"] = lambda **_: {split: Dataset.from_list(_lines(place)) for split, place in places.items()}
     return config
+
+
+def _refuse_growth(path: Path) -> None:
+    """Refuse a YAML that ends lm-eval's reader, which is C and calls itself, or that a few lines of aliases make endless.
+
+    Raises:
+        InputError: it is no file, over 1 MiB, deeper than 50, or an alias stands inside of what another alias repeats.
+    """
+    with reading(path) as file:
+        text = file.read(_TASK_BYTES + 1)
+    if len(text) > _TASK_BYTES:
+        raise InputError(f"{path}: over {_TASK_BYTES} bytes", "give the YAML of a task")
+    anchored: list[bool] = []  # of every collection that is open
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        if isinstance(event, yaml.CollectionStartEvent):
+            anchored.append(event.anchor is not None)
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchored.pop()
+        elif isinstance(event, yaml.AliasEvent) and any(anchored):
+            raise InputError(f"{path}: the alias {event.anchor} inside of an anchored value", "write the values out")
+        if len(anchored) > _TASK_DEPTH:
+            raise InputError(f"{path}: values deeper in each other than {_TASK_DEPTH}", "give the YAML of a task")
 
 
 def _lines(path: Path) -> list[Any]:

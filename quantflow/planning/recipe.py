@@ -654,6 +654,17 @@ class _StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def _whole_number(loader: _StrictLoader, node: yaml.Node) -> int:
+    """Return the whole number of a node; one in base 16 or 60 may have more digits than Python prints."""
+    number: int = loader.construct_yaml_int(node)
+    if number.bit_length() > 64:
+        raise yaml.YAMLError(f"line {node.start_mark.line + 1} has a whole number of more than 64 bits")
+    return number
+
+
+_StrictLoader.add_constructor("tag:yaml.org,2002:int", _whole_number)
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
     """Return the mapping in a YAML file.
 

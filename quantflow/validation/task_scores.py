@@ -76,7 +76,7 @@ def files_of(options: Validate) -> dict[str, str]:
     for name in options.tasks:
         path = SHIPPED / "tasks" / f"{name}.yaml" if not name.endswith((".yaml", ".yml")) else Path(name)
         if path.is_file():
-            for file in sorted(each for each in path.parent.iterdir() if each.suffix in _NAMED):
+            for file in sorted(each for each in path.parent.iterdir() if each.suffix in _NAMED and each.is_file()):
                 found[f"{name} {file.name}"] = file_digest(file)
     return found
 

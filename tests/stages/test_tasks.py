@@ -1,6 +1,7 @@
 """`validate --tasks`: both models are asked, without a network; what cannot be asked is a sentence and an exit code."""
 
 import json
+import os
 import socket
 
 import pytest
@@ -67,11 +68,20 @@ def test_what_cannot_be_asked_is_a_sentence_and_an_exit_code(validate, tmp_path,
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     empty = write_task(tmp_path, [])
+    bombs = {"deep": "task: " + "[" * 100_000, "alias": "a: &a [x]\nb: &b [*a, *a]\ntask: [*b, *b]\n", "large": "#" * (2 << 20)}
+    for name, text in bombs.items():
+        (tmp_path / f"{name}.yaml").write_text(text)
+    os.mkfifo(tmp_path / "pipe.yaml")
+    (tmp_path / "folder.py").mkdir()
     for options, expected, told in (
         (("--tasks", "small_piqua"), 2, "fix: did you mean small_piqa"),
         (("--tasks", "small_piqa", "--limit", "0"), 2, "limit"),
         (("--tasks", "small_piqa", "--shots", "-1"), 2, "shots"),
         (("--tasks", empty), 3, "own.jsonl: holds no documents"),
+        (("--tasks", tmp_path / "deep.yaml"), 3, "deeper in each other than 50"),
+        (("--tasks", tmp_path / "alias.yaml"), 3, "the alias a inside of an anchored value"),
+        (("--tasks", tmp_path / "large.yaml"), 3, "over 1048576 bytes"),
+        (("--tasks", tmp_path / "pipe.yaml"), 3, "not a regular file"),
         (("--tasks", "piqa"), 3, "check the file, or that the hub can be reached"),
         (("--tasks", "small_piqa", "--chat-template"), 3, "no chat template"),
         (("-o", tmp_path / "out.json"), 2, "no tasks are asked"),
