@@ -1,10 +1,12 @@
 """Artifacts of hostile parts: every value of their JSON files changed, tensors of other shapes, and every hash right again.
 
-    python tests/fuzz/hostile.py MODEL --changes 10 --seed 0 [--seconds S] [--files config.json,...] [--verbs generate,...]
+    python tests/fuzz/hostile.py MODEL --changes 10 --seed 0 [--seconds S] [--most N] [--files config.json,...]
+                                       [--verbs generate,...]
 
-makes an artifact of a small model, changes one value at a time, each so often, and runs the verbs on every one, in forks of
-this process that have 2 GiB and 10 s. A verb may refuse (exit 2, 3, 5, 6, 7; validate also 4) with a sentence, or give the text
-that transformers gives of the same folder. Whatever else happens is printed with the number that makes it again; exit 1.
+makes an artifact of a small model, changes one value at a time (of all, or of N in each file), each so often, and runs the
+verbs on every one, in forks of this process that have 2 GiB and 10 s. A verb may refuse (exit 2, 3, 5, 6, 7; validate also 4)
+with a sentence, or give the text that transformers gives of the same folder. Whatever else happens is printed with the number
+that makes it again; exit 1.
 """
 
 import argparse
@@ -304,6 +306,7 @@ def main() -> int:
     parser.add_argument("--changes", type=int, default=10, help="of each value")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=1e9, help="of all; an artifact that was begun is finished")
+    parser.add_argument("--most", type=int, help="values of each file, drawn by the seed (default: all)")
     parser.add_argument("--files", default=",".join(FILES))
     parser.add_argument("--verbs", default=",".join(VERBS))
     parser.add_argument("--place", help="one path, as it is printed")
@@ -325,6 +328,8 @@ def main() -> int:
         for file in files:
             begin, count, before, ends = time.monotonic(), 0, sum(wrong.values()), Counter[str]()
             found = [place for place in places(made, file) if options.place in (None, json.dumps(place))]
+            if options.most is not None and len(found) > options.most:
+                found = random.Random(f"{options.seed} {file}").sample(found, options.most)
             numbers = range(options.changes) if options.number is None else [options.number]
             for number in numbers:
                 for place in found:

@@ -67,16 +67,27 @@ def isolated(work: Callable[[], int], *, seconds: float = SECONDS, memory: int |
             finally:  # whatever they say, this fork never returns into its parent's code
                 os._exit(code)
     os.close(writer)
-    said, left = bytearray(), seconds
-    while (left := begin + seconds - time.monotonic()) > 0 and select.select([reader], [], [], left)[0]:
+    said, end = bytearray(), begin + seconds
+    while (left := end - time.monotonic()) > 0 and select.select([reader], [], [], left)[0]:
         piece = os.read(reader, 1 << 16)
-        if not piece:
+        if not piece:  # it closed what it writes to, so it is about to end
             break
         said += piece[: max(0, (1 << 20) - len(said))]
     os.close(reader)
-    late = left <= 0
-    if late:
+    status = _ended(child, end)
+    if status is None:
         os.kill(child, signal.SIGKILL)
-    status = os.waitpid(child, 0)[1]
-    code = None if late else os.waitstatus_to_exitcode(status)
+        os.waitpid(child, 0)
+    code = None if status is None else os.waitstatus_to_exitcode(status)
     return Outcome(code=code, said=said.decode(errors="replace"), seconds=time.monotonic() - begin)
+
+
+def _ended(child: int, end: float) -> int | None:
+    """Return the status that a process ended with; None where it still runs at `end`, a reading of the monotonic clock."""
+    while True:
+        number, status = os.waitpid(child, os.WNOHANG)
+        if number == child:
+            return status
+        if time.monotonic() >= end:
+            return None
+        time.sleep(0.001)

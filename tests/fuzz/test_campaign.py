@@ -18,6 +18,33 @@ def ran(program, *arguments):
     return result.stdout
 
 
+ENDS = """
+import os, time
+from isolated import isolated
+
+def leaves():
+    os.close(1)
+    os.close(2)
+    time.sleep(60)
+    return 0
+
+def ends(work, **limits):
+    outcome = isolated(work, **limits)
+    print(outcome.code, outcome.said.strip().rpartition("\\n")[2], outcome.seconds < 30)
+
+ends(lambda: time.sleep(60) or 0, seconds=0.2)
+ends(leaves, seconds=0.2)
+ends(lambda: print("said") or 3)
+ends(lambda: os.kill(os.getpid(), 11) or 0)
+ends(lambda: len(bytes(1 << 30)), memory=1 << 28)
+"""
+
+
+def test_how_a_process_ends_is_its_outcome_also_when_it_says_nothing_and_goes_on():
+    result = subprocess.run([sys.executable, "-c", ENDS], cwd=FOLDER, capture_output=True, text=True, check=False, timeout=60)
+    assert result.stdout.splitlines() == ["None  True", "None  True", "3 said True", "-11  True", "1 MemoryError True"]
+
+
 @pytest.mark.slow
 def test_no_reader_does_other_than_promised():
     out = ran(
