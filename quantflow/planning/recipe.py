@@ -654,7 +654,7 @@ class _StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _whole_number(loader: _StrictLoader, node: yaml.Node) -> int:
+def _whole_number(loader: _StrictLoader, node: yaml.ScalarNode) -> int:
     """Return the whole number of a node; one in base 16 or 60 may have more digits than Python prints."""
     number: int = loader.construct_yaml_int(node)
     if number.bit_length() > 64:

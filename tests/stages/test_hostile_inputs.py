@@ -165,7 +165,7 @@ def test_what_a_library_says_of_a_tokenizer_reaches_a_terminal_spelled_out(artif
     assert out == "" and "\\x1b[31m\\x07red" in err and "\x1b" not in err
 
 
-def test_a_tokenizer_of_more_tokens_than_the_embedding_has_is_an_input_error(artifact, refused):
+def test_a_tokenizer_of_more_tokens_than_the_embedding_has_is_an_input_error(artifact, made, llama, tmp_path, refused):
     path = artifact / "tokenizer.json"
     table = json.loads(path.read_text())
     table["added_tokens"].append(
@@ -183,7 +183,21 @@ def test_a_tokenizer_of_more_tokens_than_the_embedding_has_is_an_input_error(art
     vocabulary["value"] = 50_000
     path.write_text(json.dumps(table))
     reseal(artifact)
-    assert "token id" in refused(3, "generate", artifact, *GENERATE)
+    assert "token id 50000" in refused(3, "generate", artifact, *GENERATE)
+    with serving(artifact) as ask:
+        status, body = ask("/generate", {"inputs": "value"})
+        assert (status, body["error_type"]) == (422, "validation") and "token 50000 is not one of" in body["error"]
+    model = Path(shutil.copytree(llama, tmp_path / "model"))
+    shutil.copy(path, model)
+    text = tmp_path / "t.txt"
+    text.write_text("value " * 2000)
+    short = ("--calibration", text, "--samples", "1", "--sequence-length", "8")
+    for line in (
+        ("measure", model, "-o", tmp_path / "1", *short),
+        ("quantize", model, "-o", tmp_path / "2", "--scheme", "W8A8", *short),
+        ("validate", made, "--baseline", model, "--text", text, "--tokens", "256", "--report", tmp_path / "3"),
+    ):
+        assert "t.txt: token id 50000" in refused(3, *line)
 
 
 def test_a_text_that_the_tokenizer_has_no_token_for_is_an_input_error(artifact, tmp_path, refused):
@@ -273,16 +287,52 @@ def test_an_adapter_of_rank_0_is_an_input_error(artifact, tmp_path, refused):
     assert "rank 0" in refused(3, "generate", artifact, *GENERATE, "--adapter", tmp_path / "lora")
 
 
-@pytest.mark.parametrize("verb", ["verify", "inspect", "diff"])
-def test_a_changed_byte_ends_verify_inspect_and_diff_with_7(verb, artifact, made, refused):
+CHANGED = {
+    "verify": (),
+    "inspect": (),
+    "diff": ("{intact}",),
+    "generate": GENERATE,
+    "bench": ("--runs", "1"),
+    "export": ("-o", "{out}", "--format", "gguf"),
+    "validate": ("--baseline", "{model}", "--text", "{text}", "--tokens", "256", "--report", "{out}"),
+}
+
+
+@pytest.mark.parametrize("verb", CHANGED)
+def test_a_changed_byte_ends_every_verb_that_reads_it_with_7(verb, artifact, made, llama, text_files, tmp_path, refused):
     path = artifact / "model.safetensors"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    line = (verb, artifact, *([made] if verb == "diff" else []))
+    names = {"intact": made, "out": tmp_path / "out", "model": llama, "text": text_files["heldout"]}
+    line = (verb, artifact, *(word.format(**names) for word in CHANGED[verb]))
     assert "model.safetensors" in refused(7, *line)
-    if verb != "verify":
+    assert not names["out"].exists()
+    if verb in ("inspect", "diff"):
         refused(0, *line, "--no-verify")
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{"RANK": "0"}, {"RANK": "x", "WORLD_SIZE": "2"}, {"RANK": "5", "WORLD_SIZE": "2"}, {"WORLD_SIZE": "2"}],
+    ids=str,
+)
+def test_ranks_that_are_none_are_a_usage_error_of_every_verb_that_reads_them(
+    variables, made, llama, text_files, tmp_path, refused, monkeypatch
+):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    for line in (
+        ("measure", llama, "-o", tmp_path / "1", "--calibration", text_files["calibration"]),
+        ("quantize", llama, "-o", tmp_path / "2", "--scheme", "W8A16"),
+        ("unify", "-m", tmp_path, "-o", tmp_path / "3"),
+        ("export", made, "-o", tmp_path / "4", "--format", "gguf"),
+        ("validate", made, "--baseline", llama, "--text", text_files["heldout"]),
+        ("generate", made, *GENERATE),
+        ("bench", made, "--runs", "1"),
+    ):
+        assert "WORLD_SIZE" in refused(2, *line)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_name_that_is_no_text_is_refused_before_any_work(llama, tmp_path, refused):
@@ -293,7 +343,8 @@ def test_a_name_that_is_no_text_is_refused_before_any_work(llama, tmp_path, refu
 
 @pytest.mark.parametrize("size", ["9" * 400, "1e400", "99999999999999999999GiB", "\x1b[31m4GiB", "-1", "0", "٣GiB"])
 def test_absurd_sizes_are_usage_errors(size, llama, tmp_path, refused):
-    refused(2, "quantize", llama, "-o", tmp_path / "q", "--scheme", "W8A16", f"--max-memory={size}")
+    for limit in ("--max-memory", "--max-disk"):
+        refused(2, "quantize", llama, "-o", tmp_path / "q", "--scheme", "W8A16", f"{limit}={size}")
 
 
 def test_names_reach_a_terminal_spelled_out(artifact, refused, capsys):
