@@ -10,6 +10,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
 
 import io
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -348,3 +349,53 @@ def cards(monkeypatch):
         return output
 
     return run
+
+
+@pytest.fixture(scope="session")
+def write_foreign():
+    """Return what writes a model as another program would have quantized it: plain rounding, in one of its layouts."""
+    from safetensors.torch import load_file
+
+    from quantflow.algorithms import rtn
+    from quantflow.core.qtensor import QuantizedLinear
+    from quantflow.core.scheme import LinearScheme
+    from quantflow.formats import LAYOUTS, compressed_tensors
+    from quantflow.models.graph import graph_for
+    from quantflow.models.load import open_source
+
+    def write(
+        folder: Path, model: Path, layout: str, scheme: LinearScheme, *, ordered: bool = False
+    ) -> dict[str, torch.Tensor]:
+        """Write the folder and return what its quantized weights are, by name.
+
+        With `ordered` groups are of inputs that do not stand together, of linears that share an input the same ones.
+        """
+        source, config = load_file(model / "model.safetensors"), open_source(model).config
+        graph, packed, tensors, weights = graph_for(config), LAYOUTS[layout], {}, {}
+        packed = packed.with_order() if ordered else packed
+        generator, orders, dtype = torch.Generator().manual_seed(7), {}, compressed_tensors.scale_dtype(scheme, torch.float16)
+        chosen = [name for name in graph.linears if f"{name}.weight" in source]
+        for name, tensor in source.items():
+            linear_name = name.removesuffix(".weight")
+            if linear_name not in chosen:
+                tensors[name] = tensor
+                continue
+            kind = linear_name.rpartition(".")[0] if "down" not in linear_name and "o_proj" not in linear_name else linear_name
+            order = orders.setdefault(kind, torch.randperm(tensor.shape[1], generator=generator)) if ordered else None
+            weight = tensor.float() if order is None else tensor.float()[:, order]
+            made = rtn.quantize_group({linear_name: weight}, scheme, statistics={}, scale_dtype=dtype)[linear_name]
+            linear = QuantizedLinear(weight=made.weight, scheme=scheme, order=order)
+            tensors |= packed.encode(linear_name, linear, scale_dtype=torch.float16)
+            split = made.weight.qvalue.float().view(len(weight), made.weight.scale.shape[1], -1)
+            zero_point = 0 if made.weight.zero_point is None else made.weight.zero_point[..., None]
+            real = ((split - zero_point) * made.weight.scale[..., None]).view(weight.shape)
+            weights[name] = real if order is None else real[:, torch.argsort(order)]
+        ignore = [name for name in ("lm_head", "embed_out") if f"{name}.weight" in source]
+        shutil.copytree(model, folder)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        told = json.loads((folder / "config.json").read_text())
+        words = packed.quantization_config(dict.fromkeys(chosen, scheme), ignore=ignore, model_type=told["model_type"])
+        (folder / "config.json").write_text(json.dumps(told | {"quantization_config": words}))
+        return weights
+
+    return write

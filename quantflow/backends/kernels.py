@@ -159,7 +159,7 @@ def _prepared(weight: Any, tensors: dict[str, Tensor], dtype: torch.dtype) -> Pr
     return Prepared(dtype=dtype, tensors=tensors, weight=weight, call=call)
 
 
-def linear(x: Tensor, prepared: Prepared, bias: Tensor | None) -> Tensor:
+def linear(x: Tensor, prepared: Prepared, bias: Tensor | None, *, order: Tensor | None = None) -> Tensor:
     """Return x @ W.T + bias in x's dtype, [..., O].
 
     Args:
@@ -167,6 +167,7 @@ def linear(x: Tensor, prepared: Prepared, bias: Tensor | None) -> Tensor:
             quantize are then rounded to it, outputs are not.
         prepared: the weight.
         bias: [O] in x's dtype, or None.
+        order: int64 [I], which input each column of the weight multiplies; None where column i multiplies input i.
 
     Raises:
         UsageError: inputs or a bias that the weight was not prepared for; C would read other memory.
@@ -178,7 +179,7 @@ def linear(x: Tensor, prepared: Prepared, bias: Tensor | None) -> Tensor:
     if bias is not None and (bias.dtype != x.dtype or bias.shape != (rows,) or not bias.is_contiguous()):
         cause = f"bias: {bias.dtype} {list(bias.shape)}, inputs and outputs are {x.dtype} [{rows}]"
         raise UsageError(cause, "give a bias of that dtype and shape")
-    x = x.contiguous()
+    x = x.contiguous() if order is None else x[..., order]
     result = x.new_empty(*x.shape[:-1], rows)
     tokens = x.numel() // columns
     pointers = (ctypes.addressof(prepared.weight), x.data_ptr(), tokens, native.address(bias), result.data_ptr())

@@ -31,7 +31,8 @@ enum { MOST_DIM = 1024 };                  /* features of a head, at most: MOST_
 
 typedef struct { int64_t rows, columns; } Weight; /* how `struct weight` of core/kernels.c begins, whose function `call` is */
 typedef struct { const Weight *weight; const float *bias;
-                 int (*call)(const Weight *, const float *x, int64_t tokens, const float *bias, float *y, int bf16); } Product;
+                 int (*call)(const Weight *, const float *x, int64_t tokens, const float *bias, float *y, int bf16);
+                 const int64_t *order; } Product; /* [weight->columns] which input each column multiplies; NULL: its own */
 typedef struct { const float *weight, *bias; } Norm; /* of the features; weight NULL: no norm, what is read stays as it is */
 
 typedef struct { /* one layer; NULL where it has none */
@@ -517,9 +518,21 @@ void attend(const Step *s, const Layer *l, const float *qkv, float *out) {
     }
 }
 
-/* All layers on x [columns, hidden], `delta` left to add; the others are room for their parts. Returns 1 without memory. */
+/* The inputs of a product [rows, its columns] in the order of its columns, in `room` where that is another one. */
+static const float *in_order(const Product *p, const float *x, int64_t rows, float *room) {
+    if (!p->order) return x;
+    int64_t width = p->weight->columns;
+    for (int64_t i = 0; i < width; i++) CHECK(p->order[i] >= 0 && p->order[i] < width);
+#pragma omp parallel for if (rows > 1 && rows * width > WORTH_A_THREAD)
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t i = 0; i < width; i++) room[row * width + i] = x[row * width + p->order[i]];
+    return room;
+}
+
+/* All layers on x [columns, hidden], `delta` left to add; the others are room for their parts, `ordered` for the widest input of
+ * a product with an order. Returns 1 without memory. */
 int run(const Step *s, const Layer *layers, int64_t many, float *x, float *norm, float *qkv, float *heads, float *up, float *gated,
-        float *delta) {
+        float *ordered, float *delta) {
     int64_t n = s->first[s->rows], hidden = layers->qkv.weight->columns, failed = 0;
     for (const Layer *l = layers; l < layers + many; l++) {
         check_step(s, l);
@@ -528,7 +541,8 @@ int run(const Step *s, const Layer *layers, int64_t many, float *x, float *norm,
         CHECK(l->up.weight->columns == hidden && l->up.weight->rows == (s->gated ? 2 : 1) * l->down.weight->columns);
         CHECK(l->down.weight->rows == hidden);
     }
-#define LINEAR(PRODUCT, X, Y) failed |= l->PRODUCT.call(l->PRODUCT.weight, X, n, l->PRODUCT.bias, Y, 0)
+#define LINEAR(PRODUCT, X, Y) \
+    failed |= l->PRODUCT.call(l->PRODUCT.weight, in_order(&l->PRODUCT, X, n, ordered), n, l->PRODUCT.bias, Y, 0)
 #define ADD_NORM(DELTA, AFTER, BEFORE, LATE) \
     add_norm(x, DELTA, AFTER, BEFORE, norm, n, hidden, s->eps, s->centered, s->residual, LATE)
     for (const Layer *l = layers; l < layers + many && !failed; l++) {

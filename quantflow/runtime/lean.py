@@ -37,8 +37,6 @@ def why_not(artifact: Artifact) -> str | None:
         return found
     if any(placement.scheme.rotation is not None for placement in artifact.linears.values()):
         return "it mixes no inputs by Hadamard matrices, as down_proj of this artifact needs"
-    if any(placement.reordered for placement in artifact.linears.values()):
-        return "it takes inputs in their own order, groups of this folder are of inputs that do not stand together"
     if artifact.dtype == torch.float16:
         return "it holds weights in float32 or bfloat16, not in float16"
     if told := artifact.manifest.get("lean_decoder"):

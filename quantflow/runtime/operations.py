@@ -119,7 +119,7 @@ class _Norm(ctypes.Structure):
 
 
 class _Product(ctypes.Structure):
-    _fields_ = [("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p), ("call", ctypes.c_void_p)]
+    _fields_ = [(name, ctypes.c_void_p) for name in ("weight", "bias", "call", "order")]
 
 
 class _Layer(ctypes.Structure):
@@ -149,7 +149,7 @@ _ARGUMENTS = (  # of the functions of decode.c
     ("summarize", [_POINTER] + [_COUNT] * 2 + [_POINTER] * 2),
     ("rotate_store", [ctypes.POINTER(_Step), ctypes.POINTER(_Layer), _POINTER]),
     ("attend", [ctypes.POINTER(_Step), ctypes.POINTER(_Layer), _POINTER, _POINTER]),
-    ("run", [ctypes.POINTER(_Step), ctypes.POINTER(_Layer), _COUNT] + [_POINTER] * 7),
+    ("run", [ctypes.POINTER(_Step), ctypes.POINTER(_Layer), _COUNT] + [_POINTER] * 8),
 )
 
 
@@ -214,7 +214,10 @@ class Operations:
             # those of the other layers are like the first's
             qkv, output, up, down = (product.keywords["prepared"].weight for product in found[:4])
             self._widths = {"norm": qkv.columns, "qkv": qkv.rows, "attention": output.columns}
-            self._widths |= {"up": up.rows, "gate": down.columns, "delta": down.rows}
+            self._widths |= {"up": up.rows, "gate": down.columns}
+            words = (product.keywords for product in found)
+            ordered = max((each["prepared"].weight.columns for each in words if each["order"] is not None), default=0)
+            self._widths |= {"ordered": ordered, "delta": down.rows}
 
     def begin(self, cache: KVCache, rotations: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Take a cache, or one whose storage has changed.
@@ -322,9 +325,10 @@ class Operations:
         norms = (block.q_norm, block.k_norm, block.attention_norm, block.attended_norm, block.mlp_norm, block.gated_norm)
         products: Any = block.products if self._widths else ()
         made = [_Product()] * 4
-        for index, (prepared, bias) in enumerate((p.keywords["prepared"], p.keywords["bias"]) for p in products):
-            call = ctypes.cast(prepared.call, ctypes.c_void_p).value
-            made[index] = _Product(ctypes.addressof(prepared.weight), native.address(bias), call)
+        for index, words in enumerate(p.keywords for p in products):
+            prepared, call = words["prepared"], ctypes.cast(words["prepared"].call, ctypes.c_void_p).value
+            pointers = (ctypes.addressof(prepared.weight), native.address(words["bias"]), call, native.address(words["order"]))
+            made[index] = _Product(*pointers)
         return _Layer(*map(native.address, (*cached, *table)), *map(_norm, norms), *made, block.window, rotary)
 
     def _room(self, name: str, rows: int, width: int) -> Tensor:

@@ -36,6 +36,8 @@ def projection(
     Raises:
         InputError: see `Artifact.decode`.
     """
+    if any(name in artifact.linears and artifact.linears[name].reordered for name in names):
+        pack = None  # it has no place for an order of inputs
     quantized = {name in artifact.linears for name in names}
     if quantized == {False}:
         return _plain(artifact, names, pack, order)
@@ -82,19 +84,21 @@ def _quantized(artifact: Artifact, names: Sequence[str], pack: Pack | None, orde
     if pack is not None and key in pack:
         rows, columns = sum(artifact.linears[name].shape[0] for name in names), artifact.linears[names[0]].shape[1]
         prepared: Any = kernels.restore(pack.get(key, dict), dtype, shape=(rows, columns))
+        inputs = None
     else:
         joined = _join(artifact, [artifact.decode(name) for name in names], names)
         if joined is None:
             return None
-        prepared = backend.prepare(joined if order is None else _ordered(joined, order), dtype)
+        prepared, inputs = backend.prepare(joined if order is None else _ordered(joined, order), dtype), joined.order
         if pack is not None and isinstance(prepared, kernels.Prepared):
             pack.get(key, lambda: kernels.dump(prepared))
-    given = torch.float32 if isinstance(prepared, kernels.Prepared) else dtype  # ours round inputs themselves
+    ours = isinstance(prepared, kernels.Prepared)
+    given = torch.float32 if ours else dtype  # ours round inputs themselves
     bias = _bias(artifact, names, [artifact.linears[name].shape[0] for name in names], given, order)
     linear: Any = backend.linear
-    if given == torch.float32:
-        return partial(linear, prepared=prepared, bias=bias)
-    return lambda x: linear(x.to(dtype), prepared, bias).float()
+    if ours:
+        return partial(linear, prepared=prepared, bias=bias, order=inputs)
+    return lambda x: linear((x if inputs is None else x[..., inputs]).to(dtype), prepared, bias).float()
 
 
 def _ordered(linear: QuantizedLinear, order: Tensor) -> QuantizedLinear:
@@ -138,5 +142,5 @@ def _join(artifact: Artifact, linears: Sequence[QuantizedLinear], names: Sequenc
 def _kind(linear: QuantizedLinear, backend: Backend) -> tuple[object, ...]:
     """Return what the linears that are one product have in common."""
     one = linear.weight.scale if linear.scheme.weights.granularity == "per_tensor" else None
-    numbers = (linear.input_scale, linear.input_zero_point, one)
+    numbers = (linear.input_scale, linear.input_zero_point, one, linear.order)
     return linear.scheme, backend, *(None if number is None else number.tolist() for number in numbers)
