@@ -1,4 +1,7 @@
-"""What a folder is and holds, as a verb; it imports no torch without --backends, and reads no weight with --no-verify."""
+"""What a folder is and holds, as a verb; it reads no weight with --no-verify.
+
+It imports torch for --backends, and for folders of other programs and GGUF files alone.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,8 +13,10 @@ from quantflow import api
 from quantflow.artifact.inspect import summarize
 from quantflow.artifact.manifest import MANIFEST_NAME
 from quantflow.artifact.verify import verify
+from quantflow.stages.cli.environment import bars_wanted
 from quantflow.stages.cli.options import NO_VERIFY, offline
 from quantflow.stages.cli.output import outline, show, table
+from quantflow.stages.cli.progress_line import ProgressLine
 
 
 @click.command("inspect")
@@ -23,12 +28,15 @@ from quantflow.stages.cli.output import outline, show, table
 @NO_VERIFY
 @offline
 def command(path: str, backends: bool, dtype: str, no_verify: bool, as_json: bool, **_shared: Any) -> None:
-    """Say what a model, a measurement or an artifact holds.
+    """Say what a model, a measurement, an artifact, a folder of another program or a GGUF file holds.
 
-    An artifact is verified first.
+    An artifact is verified first. Of another program's folder and of a GGUF file every tensor is read: what is damaged is
+    refused with its name.
 
     \b
     Example: quantflow inspect work/4-export
+             quantflow inspect ./llama-gptq --json
+             quantflow inspect model.Q4_K_M.gguf
              quantflow inspect work/4-export --backends --dtype bfloat16
     """
     if not no_verify and (Path(path) / MANIFEST_NAME).exists():
@@ -37,7 +45,11 @@ def command(path: str, backends: bool, dtype: str, no_verify: bool, as_json: boo
         rows = api.backends(path, dtype=dtype)
         show(rows, as_json=as_json, text=_backends_text(rows))
         return
-    summary = summarize(Path(path))
+    place = Path(path)
+    summary = {} if place.is_file() else summarize(place)
+    if place.is_file() or (summary["kind"] == "checkpoint" and summary["quant_method"] is not None):
+        progress = ProgressLine(quiet=as_json, bars=bars_wanted())
+        summary = dict(api.describe(place, verify=not no_verify, progress=progress))
     show(summary, as_json=as_json, text=outline(summary))
 
 

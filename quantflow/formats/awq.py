@@ -57,6 +57,11 @@ class AWQLayout:
 
     reordered: bool = False
 
+    @property
+    def name(self) -> str:
+        """Its key of `quantflow.formats.LAYOUTS`."""
+        return NAME
+
     def with_order(self) -> "AWQLayout":
         """Return itself: it has no words for groups of inputs that do not stand together."""
         return self

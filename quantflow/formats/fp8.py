@@ -49,6 +49,11 @@ class FP8Layout:
 
     reordered: bool = False
 
+    @property
+    def name(self) -> str:
+        """Its key of `quantflow.formats.LAYOUTS`."""
+        return NAME
+
     def with_order(self) -> "FP8Layout":
         """Return itself: it has no words for groups of inputs that do not stand together."""
         return self

@@ -69,6 +69,11 @@ class GPTQLayout:
     has_order: bool = True
     reordered: bool = False
 
+    @property
+    def name(self) -> str:
+        """Its key of `quantflow.formats.LAYOUTS`."""
+        return NAME if self.stored_less else NAME_V2
+
     def with_order(self) -> "GPTQLayout":
         """Return the layout as it is written where groups may be of inputs that do not stand together."""
         return replace(self, reordered=True)

@@ -59,6 +59,11 @@ class ModelOptLayout:
 
     reordered: bool = False
 
+    @property
+    def name(self) -> str:
+        """Its key of `quantflow.formats.LAYOUTS`."""
+        return NAME
+
     def with_order(self) -> "ModelOptLayout":
         """Return itself: it has no words for groups of inputs that do not stand together."""
         return self

@@ -47,6 +47,10 @@ class WeightLayout(TensorLayout, Protocol):
     """A layout as a value: what may differ between two files of one kind (a version, a packing) is in its fields."""
 
     @property
+    def name(self) -> str:
+        """Its key of `quantflow.formats.LAYOUTS`."""
+
+    @property
     def reordered(self) -> bool:
         """Whether groups may be of inputs that do not stand together, so that `decode` returns an order of inputs."""
 

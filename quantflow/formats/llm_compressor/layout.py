@@ -35,6 +35,11 @@ class CompressedTensorsLayout:
     ordered: frozenset[str] = frozenset()
 
     @property
+    def name(self) -> str:
+        """Its key of `quantflow.formats.LAYOUTS`."""
+        return compressed_tensors.NAME
+
+    @property
     def reordered(self) -> bool:
         """Whether groups may be of inputs that do not stand together."""
         return bool(self.ordered)

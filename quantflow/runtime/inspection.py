@@ -1,0 +1,217 @@
+"""A folder that another program quantized, or a GGUF file, in words: who wrote it, how, and whether its tensors are whole.
+
+Every quantized linear is decoded, so what is damaged is refused with the tensor's name, as when it runs; without `verify`
+headers and config.json alone are read. Damage that leaves every number in its range has no hash to be seen by. One kind shows
+all the same: where the codes of a weight with zero points stand in another order than the zero points (nibbles swapped, outputs
+permuted), a group's mean code no longer follows its zero point.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantflow.artifact.checkpoint import CONFIG, Checkpoint, open_checkpoint
+from quantflow.core.groups import to_groups
+from quantflow.core.qtensor import QuantizedLinear
+from quantflow.core.scheme import LinearScheme, TensorScheme
+from quantflow.errors import InputError, UnsupportedError
+from quantflow.formats import layout_of, mxfp4
+from quantflow.formats.llama_cpp import blocks, gguf
+from quantflow.formats.programs import program_of
+from quantflow.models.reading import read_tensor, read_tensors
+from quantflow.progress import Progress
+from quantflow.runtime.artifact import Artifact, open_folder
+
+LEAST_GROUPS = 256  # of a weight, for its zero points to say in which order its codes stand
+LEAST_CORRELATION = 0.2  # of mean codes and zero points: a rounded weight's is above 0.5, that of shuffled groups near 0
+_ELEMENTS = 1 << 22  # of a GGUF file's tensor that are read at once
+_KEYS = ("general.name", "general.architecture", "general.quantized_by", "general.file_type")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Kind:
+    """What linears have in common that are counted together."""
+
+    scheme: LinearScheme
+    ordered: bool | None  # None: not read
+
+
+def describe_folder(folder: Path, *, verify: bool, progress: Progress) -> dict[str, Any]:
+    """Return what a folder that another program quantized holds, as plain data.
+
+    Args:
+        folder: with a `quantization_config` in its config.json.
+        verify: read every tensor.
+        progress: is told how far it is.
+
+    Returns:
+        `kind`, `program` (None where nothing says it), `quant_method`, `format` (a key of `quantflow.formats.LAYOUTS`; None:
+        not read), `runs` (a sentence where this version does not run it, else None), `quantized` (a table for each scheme: its
+        bits, group, whether symmetric, inputs, act-order, which linears and their bytes), `left` (matrices that are not
+        quantized), `bits_per_weight` of the quantized linears, `bytes`, `verified` (how many linears were decoded).
+
+    Raises:
+        InputError: the folder, a header or a tensor is damaged; it names the tensor.
+    """
+    checkpoint = open_checkpoint(folder)
+    table = checkpoint.config.get("quantization_config")
+    if not isinstance(table, dict):
+        raise InputError(f"{folder / CONFIG}: no quantization_config", "give a folder that another program quantized")
+    told: dict[str, Any] = {
+        "kind": "quantized by another program",
+        "program": program_of(table, checkpoint.files),
+        "quant_method": table.get("quant_method"),
+        "model_type": checkpoint.config.get("model_type"),
+        "architectures": checkpoint.config.get("architectures"),
+        "bytes": sum(info.nbytes for info in checkpoint.infos.values()),
+        "shards": list(checkpoint.shards),
+    }
+    if table.get("quant_method") == mxfp4.METHOD:
+        return told | _stacked(checkpoint, verify=verify, progress=progress)
+    try:
+        artifact = open_folder(folder, backend="reference")
+    except UnsupportedError as error:
+        return told | {"format": None, "runs": f"no: {error.cause}"}
+    name = layout_of(table, checkpoint.infos).name
+    return told | {"format": name, "runs": None} | _linears(artifact, verify=verify, progress=progress)
+
+
+def describe_file(path: Path, *, verify: bool, progress: Progress) -> dict[str, Any]:
+    """Return what a GGUF file holds, as plain data: its types, how many tensors and bytes each, and which.
+
+    Raises:
+        InputError: the file is damaged or truncated; it names the tensor where one is.
+        UnsupportedError: a version or a type that is not read here.
+    """
+    header = gguf.read_header(path, types=blocks.readable())
+    infos = header.tensors
+    if verify:
+        for info in progress.steps(list(infos.values()), stage="inspect", unit="tensor", nbytes=lambda info: info.nbytes):
+            rows = max(1, _ELEMENTS // max(1, torch.Size(info.shape[1:]).numel()))
+            for start in range(0, info.shape[0], rows):
+                blocks.read_rows(path, info, start, min(info.shape[0], start + rows))
+    types: dict[str, dict[str, Any]] = {}
+    for info in infos.values():
+        row = types.setdefault(info.dtype, {"tensors": 0, "bytes": 0, "names": []})
+        row["tensors"] += 1
+        row["bytes"] += info.nbytes
+        row["names"].append(info.name)
+    matrices = [info for info in infos.values() if len(info.shape) > 1]
+    weights = sum(torch.Size(info.shape).numel() for info in matrices)
+    return {
+        "kind": gguf.NAME,
+        **{key.rpartition(".")[2]: header.metadata[key][1] for key in _KEYS if key in header.metadata},
+        "types": {name: row | {"names": _patterns(row["names"])} for name, row in types.items()},
+        "bits_per_weight": 8 * sum(info.nbytes for info in matrices) / weights if weights else None,
+        "tensors": len(infos),
+        "bytes": sum(info.nbytes for info in infos.values()),
+        "verified": len(infos) if verify else 0,
+    }
+
+
+def _linears(artifact: Artifact, *, verify: bool, progress: Progress) -> dict[str, Any]:
+    """Return the part of `describe_folder` that the linears say."""
+    infos, kinds, owned = artifact.checkpoint.infos, dict[_Kind, list[str]](), dict[str, int]()
+    for name in progress.steps(list(artifact.linears), stage="inspect", unit="linear") if verify else artifact.linears:
+        placement = artifact.linears[name]
+        linear = artifact.decode(name) if verify else None
+        if linear is not None:
+            require_one_order(name, linear)
+        ordered = placement.reordered if linear is None else linear.order is not None
+        kind = _Kind(scheme=placement.scheme, ordered=None if linear is None and ordered else ordered)
+        kinds.setdefault(kind, []).append(name)
+        owned[name] = sum(infos[key].nbytes for key in artifact.layout.tensor_names(name, placement.scheme))
+    plain = [name for name in artifact.names if name.removesuffix(".weight") not in artifact.linears]
+    if verify:
+        for name in plain:
+            read_tensors(artifact.checkpoint, [name])
+        artifact.kv_scales()
+    weights = sum(placement.shape[0] * placement.shape[1] for placement in artifact.linears.values())
+    return {
+        "quantized": [
+            {**words_of(kind.scheme), "act_order": kind.ordered, "linears": len(names)}
+            | {"which": _patterns(names), "bytes": sum(owned[name] for name in names)}
+            for kind, names in kinds.items()
+        ],
+        "left": _patterns(name for name in plain if len(infos[name].shape) == 2),
+        **({} if artifact.kv_cache is None else {"kv_cache": f"{artifact.kv_cache.kind}{artifact.kv_cache.num_bits}"}),
+        "bits_per_weight": 8 * sum(owned.values()) / weights,
+        "verified": len(artifact.linears) if verify else 0,
+    }
+
+
+def words_of(scheme: LinearScheme) -> dict[str, Any]:
+    """Return a scheme as rows of a table say it: plain data."""
+
+    def one(part: TensorScheme) -> str:
+        return f"{part.kind}{part.num_bits} {part.granularity}"
+
+    weights, inputs = scheme.weights, scheme.input
+    return {
+        "scheme": scheme.name,
+        "weights": f"{weights.kind}{weights.num_bits}",
+        "bits": weights.num_bits,
+        "granularity": weights.granularity,
+        "group_size": weights.group_size,
+        "symmetric": weights.symmetric,
+        "inputs": None if inputs is None else f"{one(inputs)}{', measured' if inputs.measured else ''}",
+    }
+
+
+def require_one_order(name: str, linear: QuantizedLinear) -> None:
+    """Refuse a weight whose codes and zero points stand in different orders.
+
+    A group's zero point is where 0 lies among its codes, and a weight's groups have means near 0: over many groups mean codes
+    follow zero points.
+
+    Raises:
+        InputError: they do not.
+    """
+    weight = linear.weight
+    if weight.zero_point is None or weight.scheme.minima or weight.zero_point.numel() < LEAST_GROUPS:
+        return
+    split = to_groups(weight.qvalue, weight.qvalue.shape[1] // weight.scale.shape[1])  # [O, G, g]
+    means, zeros = split.float().mean(dim=-1).flatten(), weight.zero_point.float().flatten()  # [O * G]
+    if float(zeros.std()) < 0.5 or float(means.std()) == 0:  # nearly symmetric: they say nothing
+        return
+    found = _correlation(means, zeros)
+    if found < LEAST_CORRELATION:
+        cause = f"{name}: codes and zero points of {zeros.numel()} groups do not belong together (correlation {found:.2f})"
+        raise InputError(cause, "its nibbles are in another order, or its tensors of two models: download the folder again")
+
+
+def _correlation(left: Tensor, right: Tensor) -> float:
+    return float(torch.corrcoef(torch.stack([left, right]))[0, 1])
+
+
+def _stacked(checkpoint: Checkpoint, *, verify: bool, progress: Progress) -> dict[str, Any]:
+    """Return the same of gpt-oss's experts."""
+    found, infos = mxfp4.stacks(checkpoint.infos), checkpoint.infos
+    if not found:
+        raise InputError(f"{checkpoint.folder / CONFIG}: quant_method {mxfp4.METHOD}, no tensor has such blocks", "check it")
+    for name in progress.steps(list(found), stage="inspect", unit="tensor") if verify else ():
+        file, info = checkpoint.tensors[f"{name}{mxfp4.SCALES}"]
+        mxfp4.require_scales(info.name, read_tensor(checkpoint.folder / file, info))
+    owned = {key for name in found for key in (f"{name}{mxfp4.BLOCKS}", f"{name}{mxfp4.SCALES}")}
+    nbytes, weights = sum(infos[key].nbytes for key in owned), sum(torch.Size(shape).numel() for shape in found.values())
+    row = {"scheme": "MXFP4A16", "weights": "float4", "bits": 4, "granularity": "per_group", "group_size": mxfp4.GROUP}
+    row |= {"symmetric": True, "inputs": None, "act_order": False, "linears": len(found), "bytes": nbytes}
+    return {
+        "format": mxfp4.METHOD,
+        "runs": "no: its experts are one tensor; transformers dequantizes them (`quantflow quantize` says how)",
+        "quantized": [row | {"which": _patterns(found)}],
+        "left": _patterns(name for name, info in infos.items() if name not in owned and len(info.shape) == 2),
+        "bits_per_weight": 8 * nbytes / weights,
+        "verified": len(found) if verify else 0,
+    }
+
+
+def _patterns(names: Iterable[str]) -> dict[str, int]:
+    """Return names with `*` for numbers between dots -> how many there are."""
+    return dict(Counter(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in names))
