@@ -859,6 +859,89 @@ def backends(artifact: Folder, *, dtype: str) -> Sequence[Mapping[str, Any]]:
     return backend_choice.backends(Path(artifact), dtype=dtype)
 
 
+def describe(path: Folder, *, verify: bool = True, progress: Progress = SILENT) -> Mapping[str, Any]:
+    """Return what a folder that another program quantized holds, or a GGUF file: schemes, linears, bytes, as plain data.
+
+    Args:
+        path: of the folder or the file.
+        verify: decode every tensor, so that what is damaged is refused with its name; else headers alone are read.
+        progress: is told how far it is.
+
+    Raises:
+        QuantflowError: it is neither, or damaged.
+    """
+    from quantflow.runtime import inspection
+
+    place = Path(path)
+    one = inspection.describe_file if place.is_file() else inspection.describe_folder
+    return one(place, verify=verify, progress=progress)
+
+
+def diff_values(
+    left: Model,
+    right: Model,
+    *,
+    text: Folder | None = None,
+    tokens: int = 4096,
+    progress: Progress = SILENT,
+) -> Mapping[str, Any]:
+    """Compare two folders tensor by tensor by their values, in whatever layouts; see `quantflow.validation.folder_diff`.
+
+    Args:
+        left: an artifact, another program's folder, or a model.
+        right: the same.
+        text: a file as calibration takes them: both run on it, and how far their predictions are apart is in the result.
+        tokens: of the text, at most.
+        progress: is told how far it is.
+
+    Raises:
+        QuantflowError: a folder or the text cannot be read.
+    """
+    from quantflow.calibration.text_sources import text_path
+    from quantflow.validation.folder_diff import FolderDiffJob, run
+
+    job = FolderDiffJob(
+        left=model_folder(left, progress=progress),
+        right=model_folder(right, progress=progress),
+        text=None if text is None else text_path(str(text), progress),
+        tokens=tokens,
+    )
+    return run(job, progress)
+
+
+def dequantized(
+    model: Model,
+    output: Folder,
+    *,
+    revision: str | None = None,
+    resources: Resources = Resources(),
+    progress: Progress = SILENT,
+) -> Path:
+    """Write the weights of a quantized model, dequantized exactly, as a model that can be quantized; return its folder.
+
+    Args:
+        model: an artifact, or a folder that another program quantized.
+        output: the folder; one that was made from the same files is left alone, another one replaced.
+        revision: of a model on the hub.
+        resources: limits of memory and disk.
+        progress: is told how far it is.
+
+    Raises:
+        UsageError: the model is not quantized.
+        QuantflowError: it cannot be read.
+    """
+    from quantflow.exporting import dequantized_export
+
+    job = dequantized_export.DequantizedExportJob(
+        source=model_folder(model, revision=revision, progress=progress),
+        output=output_folder(output, reads={"the model": model}),
+        dtype=dequantized_export.EXACT,
+        replace=True,
+        resources=resources,
+    )
+    return dequantized_export.run(job, progress)
+
+
 def inspect_calibration(file: Folder, *, tokenizer: Folder, sequence_length: int) -> Mapping[str, Any]:
     """Return the tokens, padding, BOS, duplicates and truncation of a calibration text, as plain data.
 

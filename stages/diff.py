@@ -1,33 +1,77 @@
-"""Two manifests field by field, as a verb. Imports no torch."""
+"""Two manifests field by field, or two folders tensor by tensor, as a verb. Imports no torch without --values."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 
+from quantflow import api
 from quantflow.artifact.diff import diff
-from quantflow.artifact.manifest import read_manifest
+from quantflow.artifact.manifest import MANIFEST_NAME, read_manifest
 from quantflow.artifact.verify import verify
+from quantflow.errors import UsageError
+from quantflow.stages.cli.environment import bars_wanted
 from quantflow.stages.cli.options import NO_VERIFY, offline
 from quantflow.stages.cli.output import show, table
+from quantflow.stages.cli.progress_line import ProgressLine
+
+_COLUMNS = ("tensor", "verdict", "first", "second", "largest", "relative", "changed")
 
 
 @click.command("diff")
 @click.argument("left")
 @click.argument("right")
+@click.option("--values", is_flag=True, help="Compare values, tensor by tensor: of artifacts, models, other programs' folders.")
+@click.option("--text", metavar="FILE|NAME", help="For --values: run both on this text, and say how far they are apart.")
+@click.option("--tokens", type=int, default=4096, show_default=True, help="For --text: how many, at most.")
 @NO_VERIFY
 @offline
-def command(left: str, right: str, no_verify: bool, as_json: bool, **_shared: Any) -> None:
-    """Compare the manifests of two artifacts.
+def command(
+    left: str, right: str, values: bool, text: str | None, tokens: int, no_verify: bool, as_json: bool, **_shared: Any
+) -> None:
+    """Compare two artifacts: their manifests, or with --values the values of any two folders.
 
-    Prints every field that differs; exits 0 whether any does or not, 7 where one of them is damaged.
+    Prints every field, or tensor, that differs; exits 0 whether any does or not, 7 where one of them is damaged.
 
     \b
     Example: quantflow diff work/old work/new
+             quantflow diff ./llama-gptq ./llama-awq --values
+             quantflow diff ./llama work/4-export --values --text heldout.jsonl
     """
+    if text is not None and not values:
+        raise UsageError(f"diff: --text {text} without --values", "give --values too")
     for folder in () if no_verify else (left, right):
-        verify(Path(folder))
+        if not values or (Path(folder) / MANIFEST_NAME).exists():
+            verify(Path(folder))
+    if values:
+        progress = ProgressLine(quiet=as_json, bars=bars_wanted())
+        found = api.diff_values(left, right, text=text, tokens=tokens, progress=progress)
+        show(found, as_json=as_json, text=_values_text(found))
+        return
     differences = diff(read_manifest(Path(left)), read_manifest(Path(right)))
     rows = [(item.path, str(item.left), str(item.right)) for item in differences]
-    text = table(("field", left, right), rows) if rows else "no difference"
-    show([{"path": path, "left": a, "right": b} for path, a, b in rows], as_json=as_json, text=text)
+    lines = table(("field", left, right), rows) if rows else "no difference"
+    show([{"path": path, "left": a, "right": b} for path, a, b in rows], as_json=as_json, text=lines)
+
+
+def _values_text(found: Mapping[str, Any]) -> str:
+    """Return the tensors that differ as a table, how many are of which kind, and the divergence."""
+    different = [row for row in found["tensors"] if row["relative"] != 0]
+    cells = [
+        (
+            *(str(row[key] or "") for key in ("name", "verdict", "left", "right")),
+            *("" if row[key] is None else f"{row[key]:.3g}" for key in ("largest", "relative")),
+            "" if row["changed"] is None else f"{row['changed']:.1%}",
+        )
+        for row in different
+    ]
+    lines = [table(_COLUMNS, cells), ""] if cells else []
+    lines.append(", ".join(f"{count} {verdict}" for verdict, count in found["counts"].items()))
+    if "divergence" in found:
+        apart = found["divergence"]
+        lines.append(
+            f"KL divergence {apart['mean_kld']:.6f} nats, at most {apart['largest_kld']:.4f}; "
+            f"{apart['top1_agreement']:.2%} of {apart['tokens']} tokens alike"
+        )
+    return "\n".join(lines)

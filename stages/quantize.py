@@ -5,6 +5,7 @@
     -o OUT --measurement DIR            the same, of a measurement that is there (with --calibration: that is made first)
     -o OUT --ranks N                    OUT has a shard of each rank, which `unify` joins
     -o OUT --export ARTIFACT            OUT is the folder of quantized layers, ARTIFACT is written after it
+    ... --dequantize                    MODEL is a quantized one; OUT.work/0-dequantized is what is quantized
 
 Whatever form: a measurement that is needed and not given is made in OUT.work/1-measure; statistics that a given one lacks are
 measured beside it.
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
 )
 @click.option("--export", "artifact", metavar="DIR", type=FOLDER, help="Layers go to -o, the artifact goes there.")
 @click.option("--no-export", is_flag=True, help="Layers go to -o, and no artifact is written.")
+@click.option("--dequantize", is_flag=True, help="MODEL is a quantized one: DIR.work gets its weights, dequantized.")
 @TRUST_NETWORK
 @QUANT_CONFIG
 @common
@@ -72,7 +74,10 @@ def command(model: str, output: Path, artifact: Path | None, settings: tuple[str
              quantflow quantize ./llama -o work/mixed --target-bpw 4.25 --measurement work/1-measure
              quantflow quantize ./llama -o work/fp8 --scheme FP8 --kv-cache FP8 --measurement work/1-measure
              quantflow quantize ./llama -o work/shards --scheme W4A16 --measurement work/1-measure --ranks 4
+             quantflow quantize ./llama-gptq -o llama-fp8 --scheme FP8_DYNAMIC --dequantize
     """
+    if shared["dequantize"] and not shared["dry_run"]:
+        model = _dequantized(model, output, settings, shared)
     config = given_config("quantize", shared["quant_config"], quiet=shared["quiet"])
     values, position, measurement = _recipe(model, settings, config, shared)
     _check_options(artifact, shared)
@@ -117,6 +122,15 @@ def command(model: str, output: Path, artifact: Path | None, settings: tuple[str
     if speaks():
         text = f"{_choice(quantized)}{folder}"
         show({"folder": str(folder)}, as_json=shared["as_json"], text=text)
+
+
+def _dequantized(model: str, output: Path, settings: tuple[str, ...], shared: dict[str, Any]) -> str:
+    """Write the model's dequantized weights beside the output, and return their folder."""
+    folder = api.work_folder(output) / "0-dequantized"
+    whole, _ = recipe_flags("quantize", shared)
+    values = recipe_from(recipe_data(shared["recipe"], settings, {"model": model, **whole}))
+    with reporting(shared, folder) as progress:
+        return str(api.dequantized(model, folder, revision=values.revision, resources=values.resources, progress=progress))
 
 
 def _one_command(model: str, output: Path, values: Recipe, position: int, shared: dict[str, Any]) -> None:

@@ -73,6 +73,16 @@ def test_links_and_paths_lead_somewhere(page):
         assert not missing, f"{name(page)}: {missing}"
 
 
+def test_every_row_of_what_other_programs_confirmed_names_a_test_that_is_there():
+    text = (ROOT / "docs/formats.md").read_text()
+    (head, _, *rows) = (line for line in text.split("What other programs confirmed")[1].splitlines() if line.startswith("|"))
+    rows = rows[: next((at for at, row in enumerate(rows) if row.count("|") != head.count("|")), len(rows))]
+    assert len(rows) >= 11
+    for row in rows:
+        file, test = re.search(r"`(\w+\.py)::(test_\w+)` \|$", row).groups()
+        assert f"\ndef {test}(" in (ROOT / "tests/parity" / file).read_text(), row
+
+
 def test_every_page_is_reached_from_the_readme():
     pages = {page.name for page in (ROOT / "docs").glob("*.md")}
     assert set(re.findall(r"\(docs/(\w[\w-]*\.md)", (ROOT / "README.md").read_text())) >= pages

@@ -34,6 +34,7 @@ _DEQUANTIZE = {  # what was published in no other precision
     "Mxfp4Config as C; M.from_pretrained('{folder}', quantization_config=C(dequantize=True), dtype='bfloat16')"
     ".save_pretrained('{folder}-bf16'); T.from_pretrained('{folder}').save_pretrained('{folder}-bf16')\""
 }
+_ORIGINAL = "give the model in its original precision, or what `quantflow export {folder} -o DIR --format dequantized` makes"
 _OF_MODELOPT = "hf_quant_config.json"
 
 
@@ -162,7 +163,7 @@ def refuse_quantized(checkpoint: Checkpoint) -> None:
             method = found.get("quant_method", "unknown") if isinstance(found, dict) else "unknown"
             raise InputError(
                 f"{checkpoint.folder / CONFIG}: {key} says the model is quantized already, with {method}",
-                _DEQUANTIZE.get(method, "give the model in its original precision").format(folder=checkpoint.folder),
+                _DEQUANTIZE.get(method, _ORIGINAL).format(folder=checkpoint.folder),
             )
     if _OF_MODELOPT in checkpoint.files:
         raise InputError(

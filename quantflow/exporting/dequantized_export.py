@@ -36,6 +36,7 @@ from quantflow.runtime.artifact import Artifact, is_artifact, is_model, open_fol
 VERSION = 1
 CHOICES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 _DEFAULT = "bf16"
+EXACT = "f32"  # holds every product of a scale and a code
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,7 @@
 """Stage 5, validate: compare an artifact with the model it was made from, and let a gate decide.
 
-Reads    the artifact, the source model, an evaluation text; an older artifact of the model, or its validation
+Reads    the artifact, or a folder that another program quantized, the source model, an evaluation text; an older artifact of
+         the model, or its validation
 Writes   <report>/validation.json and report.html, naming the artifact's digest; nothing into the artifact
          <report>/tasks.json and tasks-baseline.json, lm-eval's own documents, where tasks are asked
          <report>/mend.yaml, the recipe of the cheapest mend, where a diagnosis was asked and has one
@@ -31,13 +32,13 @@ from quantflow.artifact import disk, stage_folder
 from quantflow.artifact.canonical import canonical_json, digest_of, read_json
 from quantflow.artifact.checkpoint import open_checkpoint
 from quantflow.artifact.digests import Digests
-from quantflow.artifact.manifest import read_manifest, rounds_inputs
+from quantflow.artifact.manifest import rounds_inputs
 from quantflow.artifact.outputs import beside
 from quantflow.calibration.text import hash_sequences, read_documents
 from quantflow.calibration.text_sources import text_digest
 from quantflow.core.determinism import single_threaded, tools
 from quantflow.core.parallel import Workers
-from quantflow.errors import InputError
+from quantflow.errors import InputError, UsageError
 from quantflow.evaluation.bootstrap import bootstrap
 from quantflow.evaluation.divergence import Comparison
 from quantflow.evaluation.layerwise import BASELINE, Comparing
@@ -57,10 +58,11 @@ from quantflow.planning.recipe import Resources, Validate
 from quantflow.planning.resources import allow_validate, compare
 from quantflow.planning.sizes import ModelSize, model_size
 from quantflow.progress import Progress
-from quantflow.runtime.artifact import Artifact, Inputs, open_artifact
+from quantflow.runtime.artifact import Artifact, Inputs, is_artifact, open_folder
 from quantflow.units import duration
 from quantflow.validation import recovery
 from quantflow.validation.diagnosis import Subject, diagnose
+from quantflow.validation.foreign_manifest import manifest_of
 from quantflow.validation.gate import gate_files, judge, load_gate
 from quantflow.validation.mend import RECIPE
 from quantflow.validation.regression import compare_with, read_validation
@@ -137,8 +139,11 @@ class Shared:
 
 def run(job: ValidateJob, progress: Progress) -> dict[str, Any]:
     """Validate and return the content of validation.json; quantflow.validation.verdict turns it into an exit code."""
-    manifest = read_manifest(job.artifact)
     source = open_source(job.baseline)
+    manifest = manifest_of(job.artifact, source)
+    if job.options.diagnose is not None and not is_artifact(job.artifact):
+        cause = f"{job.artifact}: --diagnose of a folder without a manifest, which says how it was quantized"
+        raise UsageError(cause, "leave --diagnose out")
     digests = Digests()
     _refuse_other_baseline(job, manifest, source, digests)
     inputs = _inputs(job, manifest, source, digests)
@@ -167,7 +172,8 @@ def _older(job: ValidateJob, previous: Path, progress: Progress) -> dict[str, An
     """Return the validation of the older artifact; where only the artifact is there, it is validated as the newer one is."""
     if previous.is_file() or (previous / "validation.json").is_file():
         return read_validation(previous)
-    manifest, source = read_manifest(previous), open_source(job.baseline)
+    source = open_source(job.baseline)
+    manifest = manifest_of(previous, source)
     older = replace(
         job,
         artifact=previous,
@@ -186,8 +192,10 @@ def _refuse_other_baseline(job: ValidateJob, manifest: Mapping[str, Any], source
     """Refuse to compare an artifact with a model that it was not made from.
 
     Raises:
-        InputError: a weight file of the baseline is not one that the manifest names.
+        InputError: a weight file of the baseline is not one that the manifest names. Another program's folder names none.
     """
+    if not is_artifact(job.artifact):
+        return
     known = set(manifest["source"]["files"].values())
     shards = [source.checkpoint.folder / name for name in source.checkpoint.shards]
     with Workers(process_memory.usable_cores()) as workers:
@@ -230,7 +238,7 @@ def _validate(
         load_gate,
         job.options.gate,
         scheme=recipe["scheme"],
-        algorithm=recipe["resolved"]["algorithm"],
+        algorithm=recipe["resolved"].get("judged_as", recipe["resolved"]["algorithm"]),
         parameters=parameters,
     )
     gate = gate_for(noise_top1=1.0)  # one that cannot be read is refused before the models run
@@ -242,7 +250,7 @@ def _validate(
     shared = Shared(key=key, folder=(job.cache or job.report.parent / CACHE) / key)
     floor = shared.floor
     usual: Inputs = "stored" if job.options.exact else "usual"  # what runs by default is judged
-    artifact = open_artifact(job.artifact, backend="reference", dtype=torch.float32, inputs=usual)
+    artifact = open_folder(job.artifact, backend="reference", dtype=torch.float32, inputs=usual)
     compared = _compared(job, source, artifact, inputs, sequences, shared=shared, with_noise=floor is None, progress=progress)
     candidate = compared["candidate"]
     metrics = _bounds(candidate, job.seed)
@@ -364,7 +372,7 @@ def _compared(
         streams["noise"] = LayerStream(source, graph, dtype=torch.bfloat16)
     sizes = model_size(source.checkpoint.infos, source.config, graph)
     lengths = [len(sequence) for sequence in sequences]
-    head = head_from(artifact.manifest["recipe"]["resolved"])
+    head = head_from(artifact.manifest["recipe"]["resolved"]) if artifact.manifest else None
     allowance = allow_validate(job.resources, sizes, lengths=lengths, models=len(streams), folder=job.report, head=head)
     ran = [name for name in streams if name != BASELINE or not shared.has_baseline(len(graph.layers))]
     seconds = _seconds(sizes, sum(lengths), models=len(ran), heads=len(streams), workers=allowance.workers)
