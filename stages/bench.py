@@ -1,10 +1,10 @@
 """Timings as a verb, and the tables that people compare.
 
-Reads    the artifact; nothing with --kernels
-Writes   the trace of --profile
+Reads    the artifact, files of prompts; nothing with --kernels
+Writes   the trace of --profile, a file in --results-dir
 Resumes  nothing
-Fails    2 counts that cannot be decoded, an unknown scheme, shape or dtype, groups that do not divide the shape; 7 the
-         artifact is damaged; what loading raises
+Fails    2 counts that cannot be decoded, an unknown scheme, shape or dtype, groups that do not divide the shape; 3 prompts
+         that cannot be read; 5 no batch fits into memory; 7 the artifact is damaged; what loading raises
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,6 +37,7 @@ def command(artifact: str | None, kernels: bool, as_json: bool, quiet: bool, **o
     \b
     Example: quantflow bench work/4-export -b 1 -b 8 --input-tokens 256 --new-tokens 32
              quantflow bench work/4-export --baseline examples/tiny-llama --dtype bfloat16
+             quantflow bench work/4-export --prompts book.txt --input-tokens 128 512 -b 1 8 --results-dir results
              quantflow bench model.Q4_0.gguf -b 1
              quantflow bench --kernels --scheme W4A16,W4A8 --shape 4096x4096 --tokens 1,256
     """
@@ -90,8 +91,13 @@ def latency_text(result: Mapping[str, Any]) -> str:
     ]
     if result["profile"] is not None:
         head.append(f"trace: {result['profile']}")
-    summaries = [_summary(result, batch) for batch in result["batches"]]
-    parts = ["\n".join(head), *summaries, _parameters(result), _latencies(result), _rates(result)]
+    if "results_file" in result:
+        head.append(f"result: {result['results_file']}")
+    parts = ["\n".join(head)]
+    for length in dict.fromkeys(batch["input_tokens"] for batch in result["batches"]):
+        batches = [batch for batch in result["batches"] if batch["input_tokens"] == length]
+        parts += [_summary(result, batch) for batch in batches]
+        parts += [_parameters(result, length), _latencies(batches), _rates(batches)]
     if "baseline" in result:
         parts.append(baseline_text(result))
     return "\n\n".join(parts)
@@ -101,14 +107,16 @@ def baseline_text(result: Mapping[str, Any]) -> str:
     """Return an artifact and the model that it is compared with side by side; a ratio above 1 is faster, or smaller."""
     found, base, ratios = result, result["baseline"], result["ratios"]
     rows: list[Sequence[Any]] = []
-    for ours, theirs, of in zip(found["batches"], base["batches"], ratios["batches"], strict=True):
-        size, firsts = ours["batch_size"], [batch["first_token"]["average"] for batch in (ours, theirs)]
-        rows.append(
-            (f"first token, {size} at once", *(f"{second * 1e3:.1f} ms" for second in firsts), f"{of['first_token']:.2f}")
-        )
+    several = len({batch["input_tokens"] for batch in found["batches"]}) > 1
+    sides = [{(batch["input_tokens"], batch["batch_size"]): batch for batch in side["batches"]} for side in (found, base)]
+    for of in ratios["batches"]:
+        length, size = of["input_tokens"], of["batch_size"]
+        what = f"{size} at once, {length} tokens" if several else f"{size} at once"
+        firsts = [side[length, size]["first_token"]["average"] for side in sides]
+        rows.append((f"first token, {what}", *(f"{second * 1e3:.1f} ms" for second in firsts), f"{of['first_token']:.2f}"))
         if of["next_token"] is not None:
-            rates = [batch["decode_per_second"]["average"] for batch in (ours, theirs)]
-            rows.append((f"tokens per second, {size} at once", *(f"{rate:.1f}" for rate in rates), f"{of['next_token']:.2f}"))
+            rates = [side[length, size]["decode_per_second"]["average"] for side in sides]
+            rows.append((f"tokens per second, {what}", *(f"{rate:.1f}" for rate in rates), f"{of['next_token']:.2f}"))
     for name, key, sizes in (
         ("peak memory", "memory", [side["memory"]["peak_bytes"] for side in (found, base)]),
         ("weights", "weights", [side["weight_bytes"] for side in (found, base)]),
@@ -126,9 +134,12 @@ def _workers(result: Mapping[str, Any]) -> str:
 
 def _summary(result: Mapping[str, Any], batch: Mapping[str, Any]) -> str:
     """Return what IPEX's run.py prints with --token-latency; P50 and the rest of the lines are ours."""
+    head = f"---- Prompt size: {batch['input_tokens']}, batch size: {batch['batch_size']}"
+    if "failed" in batch:
+        return f"{head}\n{batch['failed']}"
     first, following = batch["first_token"], batch["next_token"]
     lines = [
-        f"---- Prompt size: {result['settings']['input_tokens']}, batch size: {batch['batch_size']}",
+        head,
         " ---------- Summary: ----------",
         f"Inference latency: {batch['seconds'] / result['settings']['runs']:.3f} sec.",
         f"First token average latency: {first['average']:.3f} sec.",
@@ -142,16 +153,17 @@ def _summary(result: Mapping[str, Any], batch: Mapping[str, Any]) -> str:
             f"Tokens: {batch['requested']} requested, {batch['produced']} produced",
             f"Throughput: {batch['produced_per_second']:.2f} produced tokens/second, "
             f"{batch['requested_per_second']:.2f} requested",
+            *([] if not batch["joules"] else [f"Energy: {batch['joules']:.1f} J, {batch['produced_per_joule']:.2f} tokens/J"]),
         ]
     )
 
 
-def _parameters(result: Mapping[str, Any]) -> str:
+def _parameters(result: Mapping[str, Any], length: int) -> str:
     settings = result["settings"]
     unset = ("Temperature", "Top K", "Top P", "Typical P", "Repetition Penalty", "Frequency Penalty")
     rows = [
         ("Model", result["artifact"]),
-        ("Sequence Length", settings["input_tokens"]),
+        ("Sequence Length", length),
         ("Decode Length", settings["new_tokens"]),
         ("Top N Tokens", None),
         ("N Runs", settings["runs"]),
@@ -163,27 +175,38 @@ def _parameters(result: Mapping[str, Any]) -> str:
     return _markdown(("Parameter", "Value"), rows)
 
 
-def _latencies(result: Mapping[str, Any]) -> str:
+def _latencies(batches: Sequence[Mapping[str, Any]]) -> str:
     names = {"Prefill": "first_token", "Decode (token)": "decode_token", "Decode (total)": "decode_total"}
     shares = [f"p{p}" for p in PERCENTILES]
     columns = ("average", "lowest", "highest", *shares)
-    rows = _stepwise(result, names, lambda spread: [f"{spread[column] * 1e3:.2f} ms" for column in columns])
+    rows = _stepwise(
+        batches, names, lambda spread: [f"{spread[column] * 1e3:.2f} ms" for column in columns], width=len(columns)
+    )
     return _markdown(("Step", "Batch Size", "Average", "Lowest", "Highest", *shares), rows)
 
 
-def _rates(result: Mapping[str, Any]) -> str:
+def _rates(batches: Sequence[Mapping[str, Any]]) -> str:
     names = {"Prefill": "prefill_per_second", "Decode": "decode_per_second"}
     columns = ("average", "lowest", "highest")
-    rows = _stepwise(result, names, lambda spread: [f"{spread[column]:.2f} tokens/secs" for column in columns])
+    rows = _stepwise(
+        batches, names, lambda spread: [f"{spread[column]:.2f} tokens/secs" for column in columns], width=len(columns)
+    )
     return _markdown(("Step", "Batch Size", "Average", "Lowest", "Highest"), rows)
 
 
-def _stepwise(result: Mapping[str, Any], names: Mapping[str, str], cells: Any) -> list[tuple[Any, ...]]:
-    """Return a row per step and batch size; a step's name stands in its first row only."""
+def _stepwise(
+    batches: Sequence[Mapping[str, Any]], names: Mapping[str, str], cells: Any, *, width: int
+) -> list[tuple[Any, ...]]:
+    """Return a row per step and batch size, or why a batch has none; a step's name stands in its first row only."""
     rows: list[tuple[Any, ...]] = []
     for name, key in names.items():
-        found = [batch for batch in result["batches"] if batch[key] is not None]
-        rows += [("" if index else name, batch["batch_size"], *cells(batch[key])) for index, batch in enumerate(found)]
+        first = name
+        for batch in batches:
+            failed, spread = batch.get("failed"), batch.get(key)
+            if failed is None and spread is None:
+                continue
+            rows.append((first, batch["batch_size"], *(cells(spread) if failed is None else (failed, *[""] * (width - 1)))))
+            first = ""
     return rows
 
 

@@ -21,7 +21,7 @@ from quantflow.runtime.generate_job import (
     REVISION_HELP,
     TRUST_HELP,
 )
-from quantflow.settings import setting
+from quantflow.settings import check_numbers, setting
 
 BENCH = ("bench",)
 PERCENTILES = (50, 90, 99)  # of what is timed
@@ -52,11 +52,16 @@ class BenchJob:
         artifact: an artifact, or a model that is not quantized: a folder, a name on the hub or a GGUF file.
         baseline: a model that is timed with the same settings, in a process of its own, as the artifact then is; None for none.
         batch_sizes: sequences at once, each a table's row.
-        input_tokens, new_tokens: of each sequence.
+        input_tokens: of each sequence; several lengths have tables of their own.
+        new_tokens: of each sequence.
+        prompts, source, column: texts in place of random tokens, as `generate` takes them. Each is cut at the length, or
+            repeated up to it; a batch takes them in turn, and every run has the same.
         runs, warmups: of each batch size.
         ordered: percentiles are taken from the sorted times.
         ignore_eos: go on after an end token.
-        profile: where a trace of one more run goes, for chrome://tracing; None for no such run.
+        profile: where a trace of one more run goes, for chrome://tracing; None for no such run. It has `profile_tokens`
+            tokens after the first `profile_skip`; the prompt is the first. With `profile_shapes` it has the shapes of inputs.
+        results_dir: where a file with the result goes, beside those of other runs.
         ranks: processes that share the model, each with a part of every matrix.
         trust_network: the ranks may meet at the address of somebody's torchrun.
         revision: of an artifact on the hub.
@@ -75,7 +80,18 @@ class BenchJob:
     revision: str | None = setting(None, flag="--revision", metavar="NAME", verbs=BENCH, help=REVISION_HELP)
     signature: RequiredSignature = RequiredSignature()
     batch_sizes: tuple[int, ...] = setting((1,), flag="-b --batch-size", verbs=BENCH, shown=True, help="Also several.")
-    input_tokens: int = setting(256, flag="--input-tokens", verbs=BENCH, shown=True, help="Of each prompt; prompts are random.")
+    input_tokens: tuple[int, ...] = setting(
+        (256,), flag="--input-tokens", verbs=BENCH, shown=True, help="Of each prompt, random without texts; also several."
+    )
+    prompts: tuple[str, ...] = setting(
+        (), flag="--prompt", metavar="TEXT", verbs=BENCH, help="A text, cut or repeated to --input-tokens; also several."
+    )
+    source: str | None = setting(
+        None, flag="--prompts", metavar="FILE|DIR|NAME", verbs=BENCH, help="More of them, as `generate` reads them."
+    )
+    column: str | None = setting(
+        None, flag="--column", metavar="KEY", verbs=BENCH, help="Column of --prompts (default: the first that holds text)."
+    )
     new_tokens: int = setting(32, flag="--new-tokens", verbs=BENCH, shown=True, help="Tokens added to each.")
     runs: int = setting(10, flag="--runs", verbs=BENCH, shown=True, help="Timed batches of each size.")
     warmups: int = setting(1, flag="--warmups", verbs=BENCH, shown=True, help="Batches before them that are not counted.")
@@ -97,6 +113,26 @@ class BenchJob:
         parse=Path,
         help="Write a trace of one more run, for chrome://tracing.",
     )
+    profile_tokens: int = setting(
+        8, flag="--profile-tokens", metavar="N", verbs=BENCH, least=1, help="Tokens of the trace (default 8)."
+    )
+    profile_skip: int = setting(
+        0,
+        flag="--profile-skip",
+        metavar="N",
+        verbs=BENCH,
+        least=0,
+        help="Tokens before the trace, the prompt the first of them.",
+    )
+    profile_shapes: bool = setting(False, flag="--profile-shapes", verbs=BENCH, help="Put shapes of inputs into the trace.")
+    results_dir: Path | None = setting(
+        None,
+        flag="--results-dir",
+        metavar="DIR",
+        verbs=BENCH,
+        parse=Path,
+        help="Keep the result as a file of its own in DIR, which --json prints.",
+    )
     backend: str = setting("auto", flag="--backend", verbs=BENCH, shown=True, help=BACKEND_HELP)
     dtype: str = setting(
         "float32",
@@ -112,7 +148,15 @@ class BenchJob:
     device: str = setting("cpu", flag="--device", choices=DEVICES, verbs=BENCH, shown=True, help="")
     ranks: int = setting(1, flag="--ranks", metavar="N", verbs=BENCH, help=RANKS_HELP)
     trust_network: bool = setting(False, flag="--trust-network", verbs=BENCH, help=TRUST_HELP)
-    seed: int = setting(0, flag="--seed", verbs=BENCH, shown=True, help="Of the prompts; each run has the next.")
+    seed: int = setting(0, flag="--seed", verbs=BENCH, shown=True, help="Of random prompts; each run has the next.")
+
+    def __post_init__(self) -> None:
+        """Refuse numbers of the trace outside their ranges.
+
+        Raises:
+            UsageError: naming the value.
+        """
+        check_numbers(self)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,29 +1,40 @@
 """`quantflow bench ARTIFACT|MODEL`: first and next token, per batch size, in the tables that people compare.
 
-Reads    the artifact
-Writes   the trace of --profile
+Reads    the artifact; files of prompts
+Writes   the trace of --profile, a file in --results-dir
 Resumes  nothing
-Fails    2 counts that cannot be decoded, 7 the artifact is damaged; what loading raises
+Fails    2 counts that cannot be decoded, 3 prompts that cannot be read, 5 no batch fits into memory, 7 the artifact is damaged;
+         what loading raises
 """
 
+import json
+import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
+from itertools import count, cycle, islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
+from quantflow.artifact.disk import link_or_copy, make_folder, remove, write_file
 from quantflow.distributed.launch import launch, launched_rank
-from quantflow.errors import UsageError
+from quantflow.errors import InputError, ResourceError, UsageError
 from quantflow.evaluation.bench_job import PERCENTILES, BenchJob
+from quantflow.evaluation.energy import package_joules
 from quantflow.evaluation.generation_speed import Spread, TimedRun, random_prompts, spread, time_run
 from quantflow.process_memory import usage
 from quantflow.progress import Progress
 from quantflow.runtime import rank_processes
 from quantflow.runtime.lean import LeanDecoder
 from quantflow.runtime.load import Loaded, load
+from quantflow.runtime.prompt_files import encode, read_prompts
+
+UNTOLD = ("artifact", "baseline", "profile", "results_dir")  # of the job: beside the settings, or nothing that times depend on
 
 
 def run(job: BenchJob, progress: Progress) -> dict[str, Any] | None:
@@ -33,11 +44,18 @@ def run(job: BenchJob, progress: Progress) -> dict[str, Any] | None:
         None on a rank that is not the first.
     """
     job.signature.check(job.artifact)
-    counts = (*job.batch_sizes, job.input_tokens, job.new_tokens, job.runs)
-    if not job.batch_sizes or min(counts) < 1 or job.warmups < 0:
+    counts = (*job.batch_sizes, *job.input_tokens, job.new_tokens, job.runs)
+    if not job.batch_sizes or not job.input_tokens or min(counts) < 1 or job.warmups < 0:
+        lengths = ", ".join(map(str, job.input_tokens))
         raise UsageError(
-            f"bench: batch sizes {list(job.batch_sizes)}, {job.input_tokens} + {job.new_tokens} tokens, {job.runs} runs",
+            f"bench: batch sizes {list(job.batch_sizes)}, {lengths} + {job.new_tokens} tokens, {job.runs} runs",
             "use 1 or more of each",
+        )
+    if job.column is not None and job.source is None:
+        raise UsageError(f"bench: --column {job.column} without --prompts", "give --prompts")
+    if job.profile is not None and job.profile_skip >= job.new_tokens:
+        raise UsageError(
+            f"profile_skip={job.profile_skip} of {job.new_tokens} new tokens leaves nothing to trace", "skip fewer tokens"
         )
     without = {"the transformers decoder": job.decoder == "transformers", f"device {job.device}": job.device != "cpu"}
     without |= {"a baseline": job.baseline is not None}
@@ -45,7 +63,7 @@ def run(job: BenchJob, progress: Progress) -> dict[str, Any] | None:
     if rank_processes.starts(world):
         return rank_processes.start("bench", job, world=world, progress=progress)
     if job.baseline is not None and launched_rank() is None:
-        return _beside(job, job.baseline, progress)
+        return _kept(job, _beside(job, job.baseline, progress))
     with rank_processes.joined("bench", world) as wire:
         begin = time.perf_counter()
         loaded = load(
@@ -60,15 +78,15 @@ def run(job: BenchJob, progress: Progress) -> dict[str, Any] | None:
             wire=wire,
         )
         load_seconds = time.perf_counter() - begin
-        batches = rank_processes.drive(loaded, wire, lambda led: _timed(job, led, progress))
+        batches = rank_processes.drive(loaded, wire, lambda led: _timed(job, led, progress, alone=wire is None))
         peaks = [usage().peak]
         if wire is not None:
             peaks = wire.gather(torch.tensor(peaks)).flatten().tolist()
     if batches is None:
         return None
-    return {
+    result = {
         "artifact": str(job.artifact),
-        "settings": {key: value for key, value in asdict(job).items() if key not in ("artifact", "baseline", "profile")},
+        "settings": {key: value for key, value in asdict(job).items() if key not in UNTOLD},
         "ranks": world,
         "decoder": loaded.name,
         "reasons": list(loaded.reasons),
@@ -81,6 +99,29 @@ def run(job: BenchJob, progress: Progress) -> dict[str, Any] | None:
         "profile": None if job.profile is None else str(job.profile),
         "batches": batches,
     }
+    return _kept(job, result)
+
+
+def _kept(job: BenchJob, result: dict[str, Any]) -> dict[str, Any]:
+    """Return a result, with its file in the folder that is asked for: whole, or not there."""
+    if job.results_dir is None:
+        return result
+    make_folder(job.results_dir)
+    temporary = job.results_dir / f".bench-{os.getpid()}.tmp"
+    for number in count(1):
+        path = job.results_dir / f"bench-{number:04}.json"
+        if path.exists():
+            continue
+        kept = {**result, "results_file": str(path)}
+        try:
+            write_file(temporary, (json.dumps(kept, indent=2, default=str) + "\n").encode())
+            link_or_copy(temporary, path)
+        except FileExistsError:  # of a run beside this one
+            continue
+        finally:
+            remove(temporary)
+        return kept
+    raise AssertionError("there is always a next number")
 
 
 def _beside(job: BenchJob, baseline: Path, progress: Progress) -> dict[str, Any]:
@@ -88,7 +129,7 @@ def _beside(job: BenchJob, baseline: Path, progress: Progress) -> dict[str, Any]
     found, base = (
         launch(
             "bench",
-            replace(job, artifact=folder, baseline=None, profile=profile),
+            replace(job, artifact=folder, baseline=None, profile=profile, results_dir=None),
             ranks=1,
             progress=progress,
             threads=torch.get_num_threads(),
@@ -103,14 +144,17 @@ def ratios(found: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
     """Return how many times as good a result is as another one: above 1 is faster, or smaller.
 
     Returns:
-        `memory` and `weights`, of bytes; `batches`, for each the size, `first_token` of seconds and `next_token` of tokens per
-        second, None where no further token was made.
+        `memory` and `weights`, of bytes; `batches`, for each that fits on both sides the length, the size, `first_token` of
+        seconds and `next_token` of tokens per second, None where no further token was made.
     """
     batches = []
     for ours, theirs in zip(found["batches"], base["batches"], strict=True):
+        if "failed" in ours or "failed" in theirs:
+            continue
         rates = [batch["decode_per_second"] for batch in (ours, theirs)]
         batches.append(
             {
+                "input_tokens": ours["input_tokens"],
                 "batch_size": ours["batch_size"],
                 "first_token": theirs["first_token"]["average"] / ours["first_token"]["average"],
                 "next_token": None if None in rates else rates[0]["average"] / rates[1]["average"],
@@ -123,39 +167,94 @@ def ratios(found: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _timed(job: BenchJob, loaded: Loaded, progress: Progress) -> list[dict[str, Any]]:
-    """Return a record per batch size, and write the trace that was asked for."""
-    batches = [_batch(job, loaded, rows, progress) for rows in job.batch_sizes]
+def _timed(job: BenchJob, loaded: Loaded, progress: Progress, *, alone: bool) -> list[dict[str, Any]]:
+    """Return a record per length and batch size, and write the trace that was asked for.
+
+    Where no other rank takes part, `alone`, a batch that does not fit into memory ends nothing but itself.
+    """
+    positions = loaded.decoder.positions
+    longest = max(job.input_tokens)
+    if positions is not None and longest + job.new_tokens > positions:
+        raise UsageError(
+            f"{longest} prompt tokens + {job.new_tokens} new ones: the model has {positions} positions",
+            "ask for one new token or more, and for fewer than that together",
+        )
+    texts = _texts(job, loaded)
+    batches = []
+    for length in job.input_tokens:
+        for rows in job.batch_sizes:
+            try:
+                batches.append(_batch(job, loaded, texts, rows=rows, length=length, progress=progress))
+            except (MemoryError, RuntimeError) as error:
+                if not alone or not _out_of_memory(error):
+                    raise
+                batches.append({"input_tokens": length, "batch_size": rows, "failed": "it does not fit into memory"})
+    if all("failed" in batch for batch in batches):
+        raise ResourceError("bench: no batch fits into memory", "give a smaller -b, or fewer --input-tokens")
     if job.profile is not None:
-        _profile(job, loaded, job.profile)
+        _profile(job, loaded, texts, job.profile)
     return batches
 
 
-def _batch(job: BenchJob, loaded: Loaded, rows: int, progress: Progress) -> dict[str, Any]:
+def _out_of_memory(error: Exception) -> bool:
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
+
+
+def _texts(job: BenchJob, loaded: Loaded) -> list[list[int]]:
+    """Return the tokens of the job's own texts; none for random ones.
+
+    Raises:
+        InputError: texts without a tokenizer, or a file that holds none.
+    """
+    prompts = [*job.prompts, *(read_prompts(job.source, column=job.column) if job.source is not None else ())]
+    if not prompts:
+        return []
+    if loaded.tokenizer is None:
+        raise InputError(f"{job.artifact}: texts, and no tokenizer", "add its tokenizer files, or leave out the prompts")
+    return encode(prompts, loaded.tokenizer, limit=max(job.input_tokens), chat=False)
+
+
+def _batch(
+    job: BenchJob, loaded: Loaded, texts: Sequence[Sequence[int]], *, rows: int, length: int, progress: Progress
+) -> dict[str, Any]:
     ends = () if job.ignore_eos else loaded.eos_token_ids
-    runs = []
-    for index in progress.steps(range(job.warmups + job.runs), stage=f"bench {rows} at once", unit="run"):
-        found = time_run(loaded.decoder, _prompts(job, loaded, rows, index), new_tokens=job.new_tokens, ends=ends)
+    runs, joules = [], []
+    stage = f"bench {rows} at once" if len(job.input_tokens) == 1 else f"bench {rows} at once, {length} tokens"
+    for index in progress.steps(range(job.warmups + job.runs), stage=stage, unit="run"):
+        prompts = _prompts(job, loaded, texts, rows=rows, length=length, index=index)
+        before = package_joules()
+        found = time_run(loaded.decoder, prompts, new_tokens=job.new_tokens, ends=ends)
         if index >= job.warmups:
             runs.append(found)
+            joules.append(None if before is None else before.since())
     steps = [seconds for run in runs for seconds in run.step_seconds]
     decode = [sum(run.step_seconds) for run in runs if run.step_seconds]
     per_token = [sum(run.step_seconds) / len(run.step_seconds) for run in runs if run.step_seconds]
+    produced, energy = sum(run.produced for run in runs), _total(joules)
     return {
+        "input_tokens": length,
         "batch_size": rows,
         "requested": sum(run.requested for run in runs),
-        "produced": sum(run.produced for run in runs),
+        "produced": produced,
         "seconds": sum(run.seconds for run in runs),
+        "joules": energy,
+        "produced_per_joule": None if not energy else produced / energy,
         "first_token": _spread(job, [run.first_seconds for run in runs]),
         "next_token": _spread(job, steps),
         "decode_token": _spread(job, per_token),
         "decode_total": _spread(job, decode),
-        "prompt_tokens_per_second": _spread(job, [rows * job.input_tokens / run.first_seconds for run in runs]),
+        "prompt_tokens_per_second": _spread(job, [rows * length / run.first_seconds for run in runs]),
         "prefill_per_second": _spread(job, [rows / run.first_seconds for run in runs]),
         "decode_per_second": _spread(job, [rows / seconds for seconds in per_token]),
-        "produced_per_second": sum(run.produced for run in runs) / sum(run.seconds for run in runs),
+        "produced_per_second": produced / sum(run.seconds for run in runs),
         "requested_per_second": sum(run.requested for run in runs) / sum(run.seconds for run in runs),
     }
+
+
+def _total(joules: Sequence[float | None]) -> float | None:
+    """Return a sum; None where a part of it is not known."""
+    known = [value for value in joules if value is not None]
+    return sum(known) if len(known) == len(joules) else None
 
 
 def _spread(job: BenchJob, values: Sequence[float]) -> dict[str, float] | None:
@@ -166,20 +265,40 @@ def _spread(job: BenchJob, values: Sequence[float]) -> dict[str, float] | None:
     return {"average": found.average, "lowest": found.lowest, "highest": found.highest, **shares}
 
 
-def _profile(job: BenchJob, loaded: Loaded, path: Path) -> TimedRun:
-    """Write a trace of one run of the first batch size, the functions of Python in it."""
-    prompts = _prompts(job, loaded, job.batch_sizes[0], job.warmups + job.runs)
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if job.device == "cuda" else [])]
-    with profile(activities=activities, with_stack=True) as trace:
-        found = time_run(loaded.decoder, prompts, new_tokens=min(job.new_tokens, 8), span=record_function)
+def _profile(job: BenchJob, loaded: Loaded, texts: Sequence[Sequence[int]], path: Path) -> TimedRun:
+    """Write a trace of one run of the first length and batch size, the functions of Python in it."""
+    rows, length = job.batch_sizes[0], job.input_tokens[0]
+    prompts = _prompts(job, loaded, texts, rows=rows, length=length, index=job.warmups + job.runs)
+    tokens = min(job.new_tokens, job.profile_skip + job.profile_tokens)
     path.parent.mkdir(parents=True, exist_ok=True)
-    trace.export_chrome_trace(str(path))
-    return found
+    skipped = schedule(wait=job.profile_skip - 1, warmup=1, active=job.profile_tokens, repeat=1) if job.profile_skip else None
+    with profile(
+        activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if job.device == "cuda" else [])],
+        schedule=skipped,
+        on_trace_ready=lambda trace: trace.export_chrome_trace(str(path)),
+        record_shapes=job.profile_shapes,
+        with_stack=True,
+    ) as trace:
+
+        @contextmanager
+        def span(name: str) -> Iterator[None]:
+            with record_function(name):
+                yield
+            if skipped is not None:
+                trace.step()
+
+        return time_run(loaded.decoder, prompts, new_tokens=tokens, span=span)
 
 
-def _prompts(job: BenchJob, loaded: Loaded, rows: int, index: int) -> torch.Tensor:
-    """Return the prompts of a run; each run has others, so that nothing that was computed before can answer it."""
-    return random_prompts(rows, job.input_tokens, vocab_size=loaded.decoder.vocab_size, seed=job.seed + index)
+def _prompts(job: BenchJob, loaded: Loaded, texts: Sequence[Sequence[int]], *, rows: int, length: int, index: int) -> Tensor:
+    """Return the prompts of a run [rows, length] int64.
+
+    Random ones are others in each run, so that nothing that was computed before can answer them. Texts are taken in turn,
+    each cut at the length or repeated up to it.
+    """
+    if not texts:
+        return random_prompts(rows, length, vocab_size=loaded.decoder.vocab_size, seed=job.seed + index)
+    return torch.tensor([list(islice(cycle(text), length)) for text in islice(cycle(texts), rows)])
 
 
 def _cache_bytes(loaded: Loaded) -> int | None:

@@ -3,10 +3,14 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
+from quantflow.evaluation import latency
+from quantflow.evaluation.generation_speed import time_run
 from quantflow.evaluation.latency import ratios
 from quantflow.exporting import export as export_stage
 from quantflow.stages.bench import latency_text
@@ -35,10 +39,13 @@ def batch(rows: int) -> dict:
     spread = {"average": 0.002, "lowest": 0.001, "highest": 0.004, "p50": 0.002, "p90": 0.003, "p99": 0.004}
     rates = {name: value * 1e6 for name, value in spread.items()}
     return {
+        "input_tokens": 8,
         "batch_size": rows,
         "requested": 40,
         "produced": 30,
         "seconds": 0.3,
+        "joules": None,
+        "produced_per_joule": None,
         "first_token": spread,
         "next_token": spread,
         "decode_token": spread,
@@ -52,7 +59,7 @@ def batch(rows: int) -> dict:
 
 RESULT = {
     "artifact": "a",
-    "settings": {"input_tokens": 8, "new_tokens": 4, "runs": 10, "warmups": 1},
+    "settings": {"input_tokens": [8], "new_tokens": 4, "runs": 10, "warmups": 1},
     "decoder": "lean",
     "reasons": ["small operations run in torch: no C compiler"],
     "backends": ["w4a16"],
@@ -134,9 +141,127 @@ def test_a_trace_names_the_prompt_and_the_tokens(artifact, tmp_path, capsys):
     assert (names.count("prompt"), names.count("token")) == (1, 2)
 
 
+def test_a_trace_has_the_tokens_after_those_that_are_skipped_and_shapes(artifact, tmp_path):
+    line = ("bench", artifact, "--input-tokens", "4", "--new-tokens", "6", "--runs", "1", "-q", "--profile")
+    assert run(*line, tmp_path / "a.json", "--profile-skip", "2", "--profile-tokens", "3", "--profile-shapes") == 0
+    events = json.loads((tmp_path / "a.json").read_text())["traceEvents"]
+    names = [event.get("name") for event in events if event.get("cat") == "user_annotation"]
+    assert (names.count("prompt"), names.count("token")) == (0, 3)
+    assert any("Input Dims" in event.get("args", {}) for event in events)
+    assert run(*line, tmp_path / "b.json", "--profile-tokens", "2") == 0
+    events = json.loads((tmp_path / "b.json").read_text())["traceEvents"]
+    names = [event.get("name") for event in events if event.get("cat") == "user_annotation"]
+    assert (names.count("prompt"), names.count("token")) == (1, 1)
+    assert not any("Input Dims" in event.get("args", {}) for event in events)
+
+
+@pytest.fixture
+def prompts_of_runs(monkeypatch):
+    """Return the prompts that are timed, one tensor after the other."""
+    found = []
+
+    def timed(decoder, prompts, **words):
+        found.append(prompts.tolist())
+        return time_run(decoder, prompts, **words)
+
+    monkeypatch.setattr(latency, "time_run", timed)
+    return found
+
+
+def test_texts_are_cut_or_repeated_to_each_length_and_fill_batches_in_turn(artifact, tmp_path, prompts_of_runs, capsys):
+    (tmp_path / "texts.json").write_text(json.dumps({"input": {"32": "value", "64": "round scale " * 20}}))
+    words = AutoTokenizer.from_pretrained(artifact)
+    first, second = words("value")["input_ids"], words("group layer")["input_ids"]
+    assert len(first) < 9 and len(second) < 9
+    line = ("bench", artifact, "--new-tokens", "2", "--runs", "1", "--warmups", "0", "-q", "--json")
+    assert (
+        run(
+            *line,
+            "--prompts",
+            tmp_path / "texts.json",
+            "--prompt",
+            "group layer",
+            "-b",
+            "1",
+            "-b",
+            "3",
+            "--input-tokens",
+            "2",
+            "9",
+        )
+        == 0
+    )
+    result = json.loads(capsys.readouterr().out)
+    assert [(found["input_tokens"], found["batch_size"]) for found in result["batches"]] == [(2, 1), (2, 3), (9, 1), (9, 3)]
+    long = [(tokens * 9)[:9] for tokens in (second, first)]  # what stands on the command line goes first
+    assert prompts_of_runs[2:] == [[long[0]], [long[0], long[1], long[0]]]
+    assert prompts_of_runs[:2] == [[long[0][:2]], [long[0][:2], long[1][:2], long[0][:2]]]
+    prompts_of_runs.clear()
+    assert run(*line, "--prompts", tmp_path / "texts.json", "--column", "64", "--input-tokens", "16") == 0
+    assert prompts_of_runs == [[words("round scale " * 20)["input_ids"][:16]]]
+
+
+def test_a_text_per_row_and_lengths_as_other_programs_ask_for_them(artifact, tmp_path, prompts_of_runs, capsys):
+    (tmp_path / "rows.jsonl").write_text('{"a": "value"}\n{"a": "round"}\n')
+    line = ("--runs", "1", "--warmups", "0", "--new-tokens", "1", "-q")
+    flags = ("--dataset_name", tmp_path / "rows.jsonl", "--column_name", "a", "--simulate_dyn_prompt", "3", "5", "-b", "2")
+    assert run("bench", artifact, *flags, *line) == 0
+    told = capsys.readouterr().out
+    assert "Prompt size: 3, batch size: 2" in told and "Prompt size: 5, batch size: 2" in told
+    assert told.count("| Sequence Length    | 3 ") == told.count("| Sequence Length    | 5 ") == 1
+    assert [len(row) for rows in prompts_of_runs for row in rows] == [3, 3, 5, 5]
+
+
+def test_every_run_keeps_its_result_as_a_file_of_its_own(artifact, tmp_path, capsys):
+    line = ("bench", artifact, "--input-tokens", "4", "--new-tokens", "2", "--runs", "1", "-q", "--json")
+    results = []
+    for _ in range(2):
+        assert run(*line, "--output_dir", tmp_path / "new" / "results") == 0
+        results.append(json.loads(capsys.readouterr().out))
+    files = sorted((tmp_path / "new" / "results").iterdir())
+    assert [file.name for file in files] == ["bench-0001.json", "bench-0002.json"]
+    assert [json.loads(file.read_text()) for file in files] == results
+    assert [result["results_file"] for result in results] == list(map(str, files))
+
+
+def test_a_batch_that_does_not_fit_into_memory_is_a_row_that_says_so(artifact, monkeypatch, capsys):
+    def timed(decoder, prompts, **words):
+        if len(prompts) == 4:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+        return time_run(decoder, prompts, **words)
+
+    monkeypatch.setattr(latency, "time_run", timed)
+    line = ("bench", artifact, "--input-tokens", "4", "--new-tokens", "2", "--runs", "1", "-q")
+    assert run(*line, "-b", "1", "-b", "4", "-b", "2") == 0
+    told = capsys.readouterr().out
+    assert "---- Prompt size: 4, batch size: 4\nit does not fit into memory\n" in told
+    assert len(re.findall(r"\| +\| 4 +\| it does not fit into memory \|", told)) == 5  # of each step
+    assert re.search(r"\| 2 +\| [\d.]+ ms", told)
+    assert run(*line, "-b", "4") == 5
+    assert "error: bench: no batch fits into memory" in capsys.readouterr().err
+
+
+def test_joules_stand_beside_tokens_where_the_processor_counts_them(artifact, monkeypatch, capsys):
+    readings = iter(range(0, 1000, 7))
+    monkeypatch.setattr(latency, "package_joules", lambda: SimpleNamespace(since=lambda: float(next(readings))))
+    line = ("bench", artifact, "--input-tokens", "4", "--new-tokens", "2", "--runs", "3", "--warmups", "0", "-q")
+    assert run(*line, "--json") == 0
+    (found,) = json.loads(capsys.readouterr().out)["batches"]
+    assert (found["joules"], found["produced_per_joule"]) == (0 + 7 + 14, 6 / 21)
+    assert run(*line) == 0
+    assert "Energy: 84.0 J, 0.07 tokens/J" in capsys.readouterr().out
+    monkeypatch.setattr(latency, "package_joules", lambda: None)
+    assert run(*line, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["batches"][0]["joules"] is None
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
+        (("--column", "a"), "bench: --column a without --prompts"),
+        (("--profile", "x.json", "--profile-skip", "32"), "profile_skip=32 of 32 new tokens leaves nothing to trace"),
+        (("--profile-tokens", "0"), "profile_tokens=0"),
+        (("--input-tokens", "4", "100000"), "100000 prompt tokens + 32 new ones: the model has"),
         (("-b", "0"), "bench: batch sizes [0]"),
         (("--runs", "0"), "0 runs"),
         (("--input-tokens", "100000"), "100000 prompt tokens + 32 new ones: the model has"),
@@ -161,7 +286,8 @@ def test_ratios_above_one_are_faster_or_smaller_and_stand_beside_both_sides():
     ours = {**RESULT, "batches": [batch(1)], "memory": {"peak_bytes": 3 << 20}, "weight_bytes": 1 << 20}
     base = {**ours, "artifact": "m", "batches": [slow], "memory": {"peak_bytes": 6 << 20}, "weight_bytes": 4 << 20}
     found = ratios(ours, base)
-    assert found == {"batches": [{"batch_size": 1, "first_token": 2.0, "next_token": 4.0}], "memory": 2.0, "weights": 4.0}
+    ratio = {"input_tokens": 8, "batch_size": 1, "first_token": 2.0, "next_token": 4.0}
+    assert found == {"batches": [ratio], "memory": 2.0, "weights": 4.0}
     expected = """\
 |                              | a       | m       | Ratio |
 |------------------------------|---------|---------|-------|

@@ -228,7 +228,7 @@ def test_the_hubs_model_runs_as_its_folder_does_at_the_revision_that_is_asked_fo
     here = api.generate(GenerateJob(artifact=llama, **words))
     there = api.generate(GenerateJob(artifact=Path("org/llama"), revision="v1", **words))
     assert there["outputs"] == here["outputs"]
-    timed = api.bench(BenchJob(artifact=Path("org/llama"), revision="v1", input_tokens=4, new_tokens=2, runs=1, warmups=0))
+    timed = api.bench(BenchJob(artifact=Path("org/llama"), revision="v1", input_tokens=(4,), new_tokens=2, runs=1, warmups=0))
     assert timed["artifact"].endswith(f"models--org--llama/snapshots/{OLDER}")
     assert not (tmp_path / "cache/models--org--llama/snapshots" / COMMIT).exists()
     with pytest.raises(InputError, match="org/llama: has no revision 'v9'"):
