@@ -1,7 +1,7 @@
 """The thin runtime as a verb: verify, load, and continue prompts.
 
 Reads    the artifact; files of prompts, an adapter, a draft model or Medusa heads where they are named
-Writes   nothing
+Writes   the texts, with --output
 Resumes  nothing
 Fails    2 unknown backend or options that do not go together, 3 no tokenizer or prompts that cannot be read,
          4 a text differs from the reference, 6 a package that a source of prompts needs, 7 the artifact is damaged

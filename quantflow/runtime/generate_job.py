@@ -251,6 +251,8 @@ class GenerateJob:
 
     Attributes:
         prompts: given one by one.
+        repeat: all prompts so many times, one round after the other.
+        output: a file for the texts, prompt -> text, as `reference` reads it.
         source: a file, folder or hub name with more of them (`quantflow.runtime.prompt_files.read_prompts`), by `column`,
         `limit` of them. chat: texts are the user's messages of a chat.
         echo: print the prompt before the text; None does so but for chats.
@@ -297,6 +299,17 @@ class GenerateJob:
         help="Column of --prompts (default: the first that holds text).",
     )
     limit: int | None = setting(None, flag="--limit", metavar="N", verbs=GENERATE, help="The first N of --prompts.")
+    repeat: int = setting(
+        1, flag="--repeat", metavar="N", verbs=GENERATE, least=1, help="All prompts N times, --limit applied before."
+    )
+    output: Path | None = setting(
+        None,
+        flag="--output",
+        metavar="FILE",
+        verbs=GENERATE,
+        parse=Path,
+        help="Write JSON of prompt: text, which --reference reads.",
+    )
     echo: bool | None = setting(
         None, flag="--echo/--no-echo", verbs=GENERATE, help="Print the prompt before the text (default: unless --chat)."
     )

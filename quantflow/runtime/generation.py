@@ -1,12 +1,13 @@
 """The thin runtime as a verb: verify, load, and continue prompts.
 
 Reads    the artifact; files of prompts, an adapter, a draft model or Medusa heads where they are named
-Writes   nothing
+Writes   the texts, with --output
 Resumes  nothing
 Fails    2 unknown backend or options that do not go together, 3 no tokenizer or prompts that cannot be read,
          4 a text differs from the reference, 6 a package that a source of prompts needs, 7 the artifact is damaged
 """
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -18,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from quantflow.artifact.canonical import read_json
+from quantflow.artifact.disk import write_atomic
 from quantflow.artifact.manifest import MANIFEST_NAME
 from quantflow.errors import InputError, UsageError
 from quantflow.models.token_ids import refuse_beyond
@@ -33,6 +35,7 @@ from quantflow.runtime.load import Loaded, load
 from quantflow.runtime.prompt_files import Prompt, encode, read_prompts, shown
 from quantflow.runtime.tensor_parallel import Wire
 from quantflow.runtime.timed_decoder import Timed
+from quantflow.settings import check_numbers
 
 
 def run(job: GenerateJob, stream: Callable[[str], None], progress: Progress | None = None) -> dict[str, Any] | None:
@@ -55,11 +58,15 @@ def run(job: GenerateJob, stream: Callable[[str], None], progress: Progress | No
         prompts: list[Prompt] = list(job.prompts)
         if job.source is not None and (wire is None or wire.rank == 0):
             prompts += read_prompts(job.source, column=job.column, limit=job.limit)
+        prompts *= job.repeat
         expected = _reference(job.reference)
         loaded, adapted = _open(job, wire)
         result = rank_processes.drive(loaded, wire, lambda led: _continue(job, led, prompts, stream, telling))
     if result is None:
         return None
+    if job.output is not None:
+        texts = {output["prompt"]: output["text"] for output in result["outputs"]}
+        write_atomic(job.output, (json.dumps(texts, indent=2, ensure_ascii=False) + "\n").encode())
     return {
         **result,
         "ranks": world,
@@ -84,9 +91,11 @@ def _continue(
     batches = [range(i, min(i + job.batch_size, len(rows))) for i in range(0, len(rows), job.batch_size)]
     alone = len(rows) * job.returned == 1 and not isinstance(method, Beams)
     outputs: list[dict[str, Any]] = []
+    steps: list[dict[str, Any]] = []
     begin = time.perf_counter()
     telling = progress if len(batches) > 1 else SILENT
     for batch in telling.steps(batches, stage="generate", unit="batch"):
+        since, told_before = time.perf_counter(), len(outputs)
         ids, padding = _left_padded([rows[i] for i in batch], pad=options["pad_token_id"] or 0, device=job.device)
         told = _Spoken(tokenizer, shown(prompts[0]) if echo else "", rows[0], stream) if alone else None
         tell = None if told is None else told.put
@@ -98,11 +107,19 @@ def _continue(
             tokens = _own(row[: room[i]], options["eos_token_id"], options["stop"])
             text = continuation(tokenizer, rows[i], tokens)
             outputs.append({"prompt": shown(prompts[i]), "text": text, "tokens": tokens})
+        taken, made = time.perf_counter() - since, sum(len(output["tokens"]) for output in outputs[told_before:])
+        steps.append({"prompts": len(batch), "seconds": taken, "tokens": made, "tokens_per_second": made / taken})
     seconds, count = time.perf_counter() - begin, sum(len(output["tokens"]) for output in outputs)
     return {
         "outputs": outputs,
         "echo": echo,
-        "timing": {"seconds": seconds, "tokens": count, "tokens_per_second": count / seconds, **decoder.summary()},
+        "timing": {
+            "seconds": seconds,
+            "tokens": count,
+            "tokens_per_second": count / seconds,
+            **decoder.summary(),
+            "batches": steps,
+        },
         "decoder": {"name": loaded.name, "reasons": list(loaded.reasons)},
     }
 
@@ -117,6 +134,11 @@ def _check(job: GenerateJob) -> None:
         raise UsageError(f"generate: disk_offload on device {job.device}", "leave one of them out")
     if not job.prompts and job.source is None:
         raise UsageError("generate: no prompt", "give --prompt, or --prompts FILE")
+    check_numbers(job)
+    if job.output is not None and job.returned > 1:
+        raise UsageError(f"generate: output with {job.returned} texts per prompt", "leave it out, and give --json")
+    if job.output is not None and not job.output.parent.is_dir():
+        raise UsageError(f"{job.output.parent}: no such folder for the texts", "make it, or name another file")
     if job.batch_size < 1:
         raise UsageError(f"batch_size={job.batch_size}", "use 1 or more")
     methods = [name for name in ("method", "draft", "medusa") if getattr(job, name) is not None]

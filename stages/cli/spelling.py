@@ -6,6 +6,7 @@ what it becomes. An option of the verb's own is never looked up.
     Becomes(("--adapter",), value=True)       `--peft-model DIR` is read as `--adapter DIR`
     Always("the cache is allocated once")     `--reuse-cache` asks for what is always so: it is left out, and that is said
     Instead("give --ranks N")                 `--use-deepspeed` is refused, with what to use
+    Items()                                   `--options "max_length=64,do_sample=true"` is read as these options
 
 Words after an option that may be given several times belong to it: `--prompt A B` is `--prompt A --prompt B`. Where nothing
 else can be the artifact, it is the last of them.
@@ -42,7 +43,12 @@ class Instead:
     remedy: str
 
 
-Spelling = Becomes | Always | Instead
+@dataclass(frozen=True)
+class Items:
+    """An option whose value is other options, `name=value` with commas between them; a type may follow a name: `name:int=3`."""
+
+
+Spelling = Becomes | Always | Instead | Items
 Spellings = Mapping[str, Spelling]
 
 
@@ -58,6 +64,7 @@ _SHAPES = Instead("leave it out: prompts are padded on the left, and the cache h
 _CACHE = Always("a decoder allocates its cache when a prompt begins, and keeps it")
 _GRAPHS = Always("on --device hpu every shape is captured, on --device cuda every decode step; on a CPU nothing is")
 _LIMIT = Instead("leave it out: on --device hpu prompts are captured too, on --device cuda decode steps alone")
+_BOOK = Instead("give a text: --prompts book.txt")
 _GREEDY = Becomes(("--temperature", "0"))
 _CODE = Instead("leave it out: the Python files of a model are not run; convert it with the program that knows it")
 _TOKEN = Instead("set HF_TOKEN, so that the token stands in no command line")
@@ -102,7 +109,8 @@ GENERATE: Spellings = {
     "--use-flash-attention": Instead("leave it out: how attention is computed is no choice"),
     "--bucket-size": _SHAPES,
     "--bucket-internal": _SHAPES,
-    "--simulate-dyn-prompt": _SHAPES,
+    "--simulate-dyn-prompt": Instead("use `quantflow bench ARTIFACT --input-tokens 25 35 45`"),
+    "--book-source": _BOOK,
     "--reduce-recompile": _SHAPES,
     "--static-shapes": _SHAPES,
     "--n-iterations": _BENCH,
@@ -114,10 +122,20 @@ GENERATE: Spellings = {
     "--profile": _BENCH,
     "--profiling-steps": _BENCH,
     "--profiling-warmup-steps": _BENCH,
-    "--output-dir": Instead("give --json and send it to a file: `quantflow generate ... --json > results.json`"),
-    "--output-file": Instead("give --json and send it to a file: `quantflow generate ... --json > results.json`"),
-    "--options": Instead("give the options themselves, such as --max-length 64; --help lists them"),
-    "--help-options": Instead("use --help"),
+    "--profiling-record-shapes": _BENCH,
+    "--profile-tokens": _BENCH,
+    "--show-graphs-count": Instead("leave it out: graphs are not counted"),
+    "--output-dir": Instead("give --output FILE for the texts, or --json; `quantflow bench` has --results-dir"),
+    "--output-file": _value_of("--output"),
+    "--options": Items(),
+    "--help-options": Becomes(("--help",)),
+    "--max-iterations": _value_of("--max-new-tokens"),
+    "--use-cache": _CACHE,
+    "--use-graphs": _GRAPHS,
+    "-bs": _value_of("--batch-size"),
+    "-ml": _value_of("--max-length"),
+    "-l": _value_of("--limit"),
+    "-r": _value_of("--repeat"),
     "--mode": Instead("give --decoder lean or --decoder transformers"),
     "--token": _TOKEN,
     "--trust-remote-code": _CODE,
@@ -147,6 +165,15 @@ BENCH: Spellings = {
     "--num-warmup": _value_of("--warmups"),
     "--sequence-length": _value_of("--input-tokens"),
     "--max-input-tokens": _value_of("--input-tokens"),
+    "--simulate-dyn-prompt": _value_of("--input-tokens"),
+    "--dataset-name": _value_of("--prompts"),
+    "--input-file": _value_of("--prompts"),
+    "--column-name": _value_of("--column"),
+    "--book-source": _BOOK,
+    "--output-dir": _value_of("--results-dir"),
+    "--profiling-steps": _value_of("--profile-tokens"),
+    "--profiling-warmup-steps": _value_of("--profile-skip"),
+    "--profiling-record-shapes": Becomes(("--profile-shapes",)),
     "--decode-length": _value_of("--new-tokens"),
     "--max-new-tokens": _value_of("--new-tokens"),
     "--world-size": _value_of("--ranks"),
@@ -252,14 +279,19 @@ def respelled(
                     rest.pop(0)
                 left_out.append(f"{name} is always so: {spelling.why}")
                 continue
-            if spelling.value and not equals:
+            if (isinstance(spelling, Items) or spelling.value) and not equals:
                 if not rest:
                     raise UsageError(f"{verb}: {name} without a value", "give one")
                 value = rest.pop(0)
-            if not spelling.value:
+            if isinstance(spelling, Items):
+                rest[:0] = _items(value, own, spellings, option=f"{verb}: {name}")
+            elif not spelling.value:
                 first += spelling.words
             elif spelling.words:
                 words += [*spelling.words, value]
+                while own[spelling.words[0]].multiple and not equals and rest and not rest[0].startswith("-"):
+                    words += [*spelling.words, rest.pop(0)]
+                    last = len(words) - 1
             else:
                 words.append(value)
                 named = True
@@ -270,6 +302,32 @@ def respelled(
         del words[last - 1]
         words.append(artifact)
     return [*first, *_joined(words)], left_out
+
+
+def _items(text: str, own: Mapping[str, click.Option], spellings: Spellings, *, option: str) -> list[str]:
+    """Return the options that the items of `Items` stand for, in the verb's own spelling or another program's.
+
+    Raises:
+        UsageError: an item that is none, or a name that is no option of either.
+    """
+    words: list[str] = []
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        key, equals, value = item.partition("=")
+        name = f"--{key.partition(':')[0].strip().replace('_', '-')}"
+        known, spelling = own.get(name), spellings.get(name)
+        if not equals or (known is None and spelling is None):
+            raise UsageError(
+                f"{option}: {item!r} is no option and its value", "write max_length=64,num_beams=4; --help lists them"
+            )
+        if not known.is_flag if known is not None else isinstance(spelling, Becomes) and spelling.value:
+            words += [name, value.strip()]
+        elif value.strip().lower().startswith("t"):
+            words.append(name)
+        elif not value.strip().lower().startswith("f"):
+            raise UsageError(f"{option}: {item!r} is neither true nor false", "write one of them")
+        elif (without := name.replace("--", "--no-", 1)) in own:
+            words.append(without)
+    return words
 
 
 def _joined(words: Sequence[str]) -> list[str]:

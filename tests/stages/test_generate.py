@@ -107,6 +107,29 @@ def test_a_text_that_is_not_the_references_is_exit_4_and_both_are_shown(generate
     assert generate(*line, code=4)["differing"] == [PROMPTS[1]]
 
 
+def test_texts_are_written_as_a_reference_reads_them(generate, tmp_path):
+    (tmp_path / "prompts.json").write_text(json.dumps(PROMPTS))
+    line = ("--input_file", tmp_path / "prompts.json", "--max-new-tokens", 4)
+    made = generate(*line, "--output_file", tmp_path / "texts.json")["outputs"]
+    assert json.loads((tmp_path / "texts.json").read_text()) == {output["prompt"]: output["text"] for output in made}
+    assert generate(*line, "--reference", tmp_path / "texts.json")["differing"] == []
+    (tmp_path / "texts.json").write_text(json.dumps({PROMPTS[0]: "another"}))
+    generate(*line, "--reference", tmp_path / "texts.json", "--output", tmp_path / "now.json", code=4)
+    assert set(json.loads((tmp_path / "now.json").read_text())) == set(PROMPTS)  # also where the comparison fails
+    told = generate(*line, "--num-beams", 2, "--num-return-sequences", 2, "--output", tmp_path / "a.json", code=2)
+    assert "output with 2 texts per prompt" in told
+    assert "no such folder for the texts" in generate(*line, "--output", tmp_path / "no" / "a.json", code=2)
+
+
+def test_prompts_are_limited_first_and_repeated_then(generate, tmp_path):
+    (tmp_path / "prompts.json").write_text(json.dumps(PROMPTS))
+    line = ("--prompts", tmp_path / "prompts.json", "--limit", 2, "--max-new-tokens", 2)
+    outputs = generate(*line, "--repeat", 3, "--batch-size", 4)["outputs"]
+    assert [output["prompt"] for output in outputs] == [PROMPTS[0], PROMPTS[1]] * 3
+    assert texts({"outputs": outputs}) == texts(generate(*line)) * 3
+    assert "repeat=0" in generate(*line, "--repeat", 0, code=2)
+
+
 def test_a_reference_that_fails_says_which_prompt(artifact, capsys, tmp_path):
     (tmp_path / "r.json").write_text(json.dumps({"value": "no"}))
     assert run("generate", artifact, "--prompt", "value", "--max-new-tokens", "2", "--reference", tmp_path / "r.json") == 4
@@ -334,6 +357,14 @@ def test_the_result_says_how_long_the_first_and_the_other_forwards_took(generate
     assert timing["tokens_per_second"] == pytest.approx(15 / timing["seconds"])
     inside = 3 * timing["first_forward_seconds"] + 12 * timing["next_forward_seconds"]
     assert 0 < inside < timing["seconds"]
+
+
+def test_the_result_says_of_each_batch_how_long_it_took_and_how_many_tokens_came(generate):
+    timing = generate(*given(), "--max-new-tokens", 5, "--ignore-eos", "--batch-size", 2)["timing"]
+    assert [(batch["prompts"], batch["tokens"]) for batch in timing["batches"]] == [(2, 10), (1, 5)]
+    for batch in timing["batches"]:
+        assert batch["tokens_per_second"] == pytest.approx(batch["tokens"] / batch["seconds"])
+    assert 0 < sum(batch["seconds"] for batch in timing["batches"]) <= timing["seconds"]
 
 
 def test_a_text_without_a_piece_still_shows_its_prompt(artifact, monkeypatch):

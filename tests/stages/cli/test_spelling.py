@@ -54,6 +54,38 @@ def test_validate_and_bench_understand():
     assert own("bench", "ART -b 1 2 --decode-length 8") == ["ART", "-b", "1", "-b", "2", "--new-tokens", "8"]
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ("max_length=64,num_beams=4", "ART --max-length 64 --num-beams 4"),
+        ("do_sample=true, top_k:int=5", "--temperature 1 ART --top-k 5"),
+        ("ignore_eos=t,use_cache=True,early_stopping=true", "ART --ignore-eos --early-stopping true"),
+        ("ignore_eos=f,do_sample=false,echo=false,max_iterations=7", "ART --no-echo --max-new-tokens 7"),
+        ("", "ART"),
+    ],
+)
+def test_items_of_a_string_are_options(options, expected):
+    command, table = TABLES["generate"]
+    words = ["ART", "--options", options]
+    assert respelled(words, options_of(command, click.Context(command)), table, verb="generate")[0] == expected.split()
+
+
+def test_items_that_are_no_options_are_refused():
+    with pytest.raises(UsageError, match="^generate: --options: 'beams=4' is no option and its value; write max_length=64"):
+        own("generate", "ART --options num_beams=4,beams=4")
+    with pytest.raises(UsageError, match="'num_beams' is no option and its value"):
+        own("generate", "ART --options num_beams")
+    with pytest.raises(UsageError, match="'do_sample=1' is neither true nor false"):
+        own("generate", "ART --options do_sample=1")
+    with pytest.raises(UsageError, match="--static-shapes is another program's option"):
+        own("generate", "ART --options static_shapes=true")
+
+
+def test_help_of_options_is_the_verbs_help(capsys):
+    assert exit_code(cli, ["generate", "ART", "--help_options"]) == 0
+    assert "--num-beams N" in capsys.readouterr().out
+
+
 def test_what_is_always_so_is_said():
     assert both("generate", "ART --reuse_cache --prompt a")[1] == [
         "--reuse-cache is always so: a decoder allocates its cache when a prompt begins, and keeps it"
