@@ -17,7 +17,7 @@ import click
 from quantflow.errors import UsageError
 from quantflow.server import serve, vllm_command
 from quantflow.server.settings import ServeJob
-from quantflow.stages.cli.environment import bars_wanted
+from quantflow.stages.cli.environment import bars_wanted, unread_variables
 from quantflow.stages.cli.options import DEBUG, QUIET, job_settings, job_values, origins
 from quantflow.stages.cli.progress_line import ProgressLine
 
@@ -45,6 +45,8 @@ def command(context: click.Context, /, artifact: str, dry_run: bool, quiet: bool
     """
     del debug  # `exit_code` reads it
     progress = ProgressLine(quiet=quiet, bars=bars_wanted())
+    for line in unread_variables():
+        progress.say(line)
     found = origins("serve", ServeJob, context)
     for old, new in OLD_NAMES.items():
         value = options.pop(old)

@@ -5,6 +5,7 @@ TGI's launcher reads: MAX_INPUT_TOKENS is `--max-input-tokens`. HOSTNAME is not 
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from quantflow.artifact.origin import origin_of
 from quantflow.artifact.required_signature import RequiredSignature
 from quantflow.errors import UsageError
 from quantflow.planning.recipe import parse_size
+from quantflow.process_memory import available_bytes
 from quantflow.runtime.generate_job import BACKEND_HELP, DECODER_HELP, DTYPES, EXACT_HELP, KV_CACHE_HELP, REVISION_HELP
 from quantflow.settings import setting
 
@@ -169,7 +171,7 @@ class ServeJob:
         disable_grammar_support: refuse requests with a grammar.
         limits: of requests.
         signature: whom every artifact has to be signed by.
-        kv_memory: for keys and values, such as 4GiB.
+        kv_memory: for keys and values, such as 4GiB, or 50% of what is free when a model is loaded.
         engine: `quantflow`, or `vllm` to start vLLM with what the manifest says.
         tensor_parallel: cards that vLLM shares the model over; None: one.
         origins: setting -> where its value is from, for the table at the start.
@@ -264,7 +266,7 @@ class ServeJob:
         flag="--kv-memory",
         metavar="SIZE",
         verbs=SERVE,
-        help="For keys and values (default: what is free, at most what the largest batch takes).",
+        help="For keys and values, or a share of what is free: 50% (default 80%, at most what the largest batch takes).",
     )
     kv_cache: str = setting("auto", flag="--kv-cache", metavar="KIND", verbs=SERVE, help=KV_CACHE_HELP)
     backend: str = setting("auto", flag="--backend", verbs=SERVE, shown=True, help=BACKEND_HELP)
@@ -297,6 +299,8 @@ class ServeJob:
         for name in ("payload_limit", "header_limit", "client_timeout"):
             if getattr(self, name) <= 0:
                 raise UsageError(f"{name}={getattr(self, name)}", "use a positive number")
+        if self.kv_memory is not None and self.kv_memory.endswith("%"):
+            _share(self.kv_memory)
         if self.drain_seconds < 0:
             raise UsageError(f"drain_seconds={self.drain_seconds}", "use 0 or more")
         for pair in self.models:
@@ -317,8 +321,10 @@ class ServeJob:
 
     @property
     def kv_bytes(self) -> int | None:
-        """Bytes of `kv_memory`."""
-        return None if self.kv_memory is None else parse_size(self.kv_memory)
+        """Bytes of `kv_memory`; a share is of what is free now."""
+        if self.kv_memory is None or not self.kv_memory.endswith("%"):
+            return None if self.kv_memory is None else parse_size(self.kv_memory)
+        return int(available_bytes() * _share(self.kv_memory))
 
     @property
     def adapter_folders(self) -> dict[str, str]:
@@ -329,3 +335,18 @@ class ServeJob:
     def first_name(self) -> str:
         """What requests call the first model."""
         return self.name or origin_of(self.artifact).name
+
+
+def _share(text: str) -> float:
+    """Return what `50%` is of the whole.
+
+    Raises:
+        UsageError: no number above 0 and at most 100.
+    """
+    try:
+        share = float(text.removesuffix("%")) / 100
+    except ValueError:
+        share = math.nan
+    if not 0 < share <= 1:
+        raise UsageError(f"kv_memory={text}", "give a size, such as 4GiB, or a share above 0% and up to 100%")
+    return share

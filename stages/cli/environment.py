@@ -1,6 +1,39 @@
-"""What the environment says about a command line: whether live lines are wanted, and which QUANT_CONFIG is meant."""
+"""What the environment says about a command line: whether live lines are wanted, which QUANT_CONFIG is meant, what is not read.
+
+docs/environment.md has every variable.
+"""
 
 import os
+
+_UNPADDED = "batches and prompts are not padded to a size"
+_GRAPHS = "what is captured follows from the device"
+_SHARED = "one process runs the model; --engine vllm shares it over cards"
+_ATTENTION = "how attention is computed is no choice"
+_PROFILE = "`quantflow bench --profile` writes a trace"
+UNREAD = {
+    "BATCH_BUCKET_SIZE": _UNPADDED,
+    "PREFILL_BATCH_BUCKET_SIZE": _UNPADDED,
+    "PAD_SEQUENCE_TO_MULTIPLE_OF": _UNPADDED,
+    "WARMUP_ENABLED": "no shape has to be compiled before it runs",
+    "ENABLE_HPU_GRAPH": _GRAPHS,
+    "LIMIT_HPU_GRAPH": _GRAPHS,
+    "CUDA_GRAPHS": _GRAPHS,
+    "CUDA_MEMORY_FRACTION": "give --kv-memory, such as 50%",
+    "QUEUE_THRESHOLD_MS": "requests run in the order in which they came, by priority",
+    "SKIP_TOKENIZER_IN_TGI": "/v1/completions takes a list of token ids",
+    "USE_FLASH_ATTENTION": _ATTENTION,
+    "FLASH_ATTENTION_RECOMPUTE": _ATTENTION,
+    "PROF_WAITSTEP": _PROFILE,
+    "PROF_WARMUPSTEP": _PROFILE,
+    "PROF_STEP": _PROFILE,
+    "PROF_PATH": _PROFILE,
+    "PROF_RANKS": _PROFILE,
+    "PROF_RECORD_SHAPES": _PROFILE,
+    "NUM_SHARD": _SHARED,
+    "SHARDED": _SHARED,
+    "QUANTIZE": "the folder's config.json says how it is quantized",
+    "QUANT_CONFIG": "measure, quantize and export read it; serve the artifact that they made",
+}  # what other servers read: `serve` says of one that is set why nothing happens
 
 
 def bars_wanted() -> bool:
@@ -11,3 +44,8 @@ def bars_wanted() -> bool:
 def quant_config_variable() -> str | None:
     """Return what QUANT_CONFIG names, or None where it is unset or empty."""
     return os.environ.get("QUANT_CONFIG") or None
+
+
+def unread_variables() -> list[str]:
+    """Return a line for each variable of `UNREAD` that is set."""
+    return [f"{name}={os.environ[name]} is not read: {why}" for name, why in UNREAD.items() if os.environ.get(name)]

@@ -1,0 +1,61 @@
+"""`serve` as a command line: which limits hold and where they are from, older names, what is not read."""
+
+import pytest
+
+from quantflow.errors import UsageError
+from quantflow.server import settings
+from quantflow.server.settings import ServeJob
+from quantflow.stages import serve as stage
+from quantflow.stages.cli import cli
+from quantflow.stages.cli.output import exit_code
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """Return the job that a command line hands over."""
+    found = []
+    monkeypatch.setattr(stage, "serve", lambda job, progress: found.append(job))
+
+    def call(*arguments, code=0):
+        found.clear()
+        assert exit_code(cli, ["serve", "ART", *arguments]) == code
+        return found[0] if found else None
+
+    return call
+
+
+def test_variables_of_tgi_count_where_no_option_is_given(served, monkeypatch):
+    monkeypatch.setenv("MAX_INPUT_TOKENS", "7")
+    monkeypatch.setenv("MAX_CONCURRENT_REQUESTS", "9")
+    job = served("--max-concurrent-requests", "3")
+    assert (job.limits.max_input_tokens, job.limits.max_concurrent_requests) == (7, 3)
+    assert job.origins["max_input_tokens"] == "MAX_INPUT_TOKENS"
+    assert job.origins["max_concurrent_requests"] == "--max-concurrent-requests"
+
+
+def test_older_names_of_limits_are_read_and_said(served, capsys):
+    job = served("--max-prefill-total-tokens", "99", "--max-input-length", "11")
+    assert (job.limits.max_batch_prefill_tokens, job.limits.max_input_tokens) == (99, 11)
+    assert job.origins["max_batch_prefill_tokens"] == "--max-prefill-total-tokens"
+    assert "--max-prefill-total-tokens is read as --max-batch-prefill-tokens" in capsys.readouterr().err
+    served("--max-prefill-total-tokens", "99", "--max-batch-prefill-tokens", "98", code=2)
+    assert "--max-prefill-total-tokens 99 beside --max-batch-prefill-tokens 98; give one" in capsys.readouterr().err.replace(
+        "\n  fix: ", "; "
+    )
+
+
+def test_a_variable_that_is_not_read_is_said_at_the_start(served, monkeypatch, capsys):
+    monkeypatch.setenv("BATCH_BUCKET_SIZE", "16")
+    served()
+    assert "BATCH_BUCKET_SIZE=16 is not read: batches and prompts are not padded to a size" in capsys.readouterr().err
+
+
+def test_memory_for_keys_and_values_is_a_size_or_a_share_of_what_is_free(served, monkeypatch):
+    monkeypatch.setattr(settings, "available_bytes", lambda: 1000)
+    assert served("--kv-memory", "50%").kv_bytes == 500
+    assert served("--kv-memory", "12.5%").kv_bytes == 125
+    assert served("--kv-memory", "4KiB").kv_bytes == 4096
+    assert served().kv_bytes is None
+    for wrong in ("0%", "101%", "half%", "%", "nan%"):
+        with pytest.raises(UsageError, match=f"kv_memory={wrong}; give a size"):
+            ServeJob(artifact=None, name="a", kv_memory=wrong)
