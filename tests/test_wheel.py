@@ -5,9 +5,11 @@ Slow are the tests that build the wheel and a virtual environment for it.
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -135,3 +137,18 @@ def test_a_shipped_recipe_runs_from_another_folder(binaries: Path, tmp_path: Pat
     prompt = ["generate", str(artifact), "--prompt", "def main():", "--max-new-tokens", "8", "--json"]
     generated = subprocess.run([str(binaries / "quantflow"), *prompt], cwd=work, capture_output=True, text=True, check=True)
     assert len(json.loads(generated.stdout)["outputs"][0]["tokens"]) == 8
+
+
+def test_packages_are_pinned_and_those_of_tasks_and_servers_are_extras():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    pinned = {line.partition("==")[0].lower().replace("_", "-") for line in (ROOT / "constraints.txt").read_text().splitlines()}
+
+    def names(lines):
+        return {re.match(r"[\w-]+", line)[0].lower().replace("_", "-") for line in lines}
+
+    base = names(project["dependencies"])
+    assert names(extras["eval"]) == {"lm-eval"} and {"starlette", "uvicorn"} <= names(extras["serve"])
+    assert base <= pinned
+    for name in ("eval", "serve", "sign", "dev"):  # what LangChain needs is in no environment of the tests
+        assert names(extras[name]) <= pinned and not names(extras[name]) & base, name

@@ -185,3 +185,14 @@ def test_a_family_that_the_lean_decoder_does_not_run_is_refused(family_model, tm
     capsys.readouterr()
     assert run("generate", tmp_path / "4", "--prompt", "x", "--ranks", "2") == 6
     assert "2 ranks share layers like Llama's, not those of gpt_neox" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_two_jobs_of_two_ranks_run_at_once_without_a_port_that_they_could_share(artifact):
+    line = ["generate", str(artifact), "--prompt", "value scale", "--max-new-tokens", "6", "--json", "-q"]
+    command = [*PYTHON, "quantflow", *line, "--ranks", "2"]
+    jobs = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    said = [job.communicate(timeout=300) for job in jobs]
+    assert [job.returncode for job in jobs] == [0, 0], said
+    alone = json.loads(quantflow(*line).stdout)["outputs"]
+    assert [json.loads(out)["outputs"] for out, _ in said] == [alone, alone]
