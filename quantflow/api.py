@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantflow.artifact.outputs import beside, output_folder
-from quantflow.planning.recipe import Calibration, Export, Measure, Quantize, Recipe, Resources, Validate
+from quantflow.planning.recipe import Calibration, Compute, Export, Measure, Quantize, Recipe, Resources, Validate
 from quantflow.progress import SILENT, Progress
 
 if TYPE_CHECKING:
@@ -156,6 +156,7 @@ def measure(
     seed: int = 0,
     revision: str | None = None,
     resources: Resources = Resources(),
+    compute: Compute = Compute(),
     trust_network: bool = False,
     force: bool = False,
     progress: Progress = SILENT,
@@ -171,6 +172,7 @@ def measure(
         seed: of the choice of documents.
         revision: of a model on the hub.
         resources: limits of memory and disk; no bit of the result depends on them.
+        compute: the device that runs the layers, and in which dtype.
         trust_network: the ranks may meet at the address of somebody's torchrun, which others may reach.
         force: redo a finished result that was made from other inputs, instead of refusing.
         progress: is told how far it is.
@@ -196,6 +198,7 @@ def measure(
         experts=measuring.experts,
         replace=force,
         resources=resources,
+        compute=compute,
         trust_network=trust_network,
     )
     return StageResult(folder=run(job, progress))

@@ -66,6 +66,7 @@ def command(
         "seed": values.seed,
         "revision": values.revision,
         "resources": values.resources,
+        "compute": values.compute,
         "trust_network": shared["trust_network"],
         "force": shared["force"],
     }

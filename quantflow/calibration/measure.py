@@ -34,6 +34,8 @@ from quantflow.calibration.replicas import Replica
 from quantflow.calibration.text import hash_sequences, read_documents, select
 from quantflow.calibration.text_sources import text_digest
 from quantflow.core.determinism import single_threaded, tools
+from quantflow.core.device import Device, open_device
+from quantflow.core.dtypes import RUNNING
 from quantflow.core.parallel import Workers
 from quantflow.distributed.launch import (
     die_with_parent,
@@ -56,7 +58,7 @@ from quantflow.models.token_ids import refuse_beyond
 from quantflow.models.tokenizer import load_tokenizer
 from quantflow.observers import DEFAULT, observer_named, of_gradients
 from quantflow.planning.experts import ROUTED
-from quantflow.planning.recipe import Calibration, Resources
+from quantflow.planning.recipe import Calibration, Compute, Resources
 from quantflow.planning.resources import account, allow_measure
 from quantflow.planning.sizes import model_size
 from quantflow.progress import Progress
@@ -80,6 +82,7 @@ class MeasureJob:
         dp: replicas of the model, which share the sequences; null means what tp leaves.
         replace: redo a finished result that was made from other inputs, instead of refusing.
         resources: how much memory and disk each rank may use; no bit of the result depends on it.
+        compute: the device that runs the layers, and in which dtype.
         trust_network: the ranks may meet at the address of somebody's torchrun.
     """
 
@@ -94,6 +97,7 @@ class MeasureJob:
     experts: str | None = None
     replace: bool = False
     resources: Resources = Resources()
+    compute: Compute = Compute()
     trust_network: bool = False
 
 
@@ -107,6 +111,7 @@ def run(job: MeasureJob, progress: Progress) -> Path:
         raise UsageError(f"measure: ranks={job.ranks}, torchrun started {launched[1]}", "leave --ranks out under torchrun")
     world = job.ranks if launched is None else launched[1]
     replicas.sizes(world, job.tp, job.dp)
+    _check_compute(job, open_device(job.compute.device), world=world)
     refuse_other_world(job.output, world)
     if launched is not None:
         _join(job, progress, rank=launched[0], world=launched[1])
@@ -173,6 +178,26 @@ def _check_fit(job: MeasureJob, graph: Graph, *, tp: int) -> None:
         )
 
 
+def _check_compute(job: MeasureJob, device: Device, *, world: int) -> None:
+    """Refuse what does not go with a device, or with layers that run in bfloat16.
+
+    Raises:
+        UsageError: several ranks, which would share the one device.
+        UnsupportedError: gradients, which go back in float32 and on the CPU.
+    """
+    if not device.is_host and world > 1:
+        raise UsageError(
+            f"measure: {world} ranks with --device {device.name}", "leave --ranks out: the ranks would share one device"
+        )
+    gradients = ", ".join(name for name in job.stats if of_gradients(name))
+    if gradients and (not device.is_host or RUNNING[job.compute.dtype] != torch.float32):
+        raise UnsupportedError(
+            f"measure: statistic {gradients} with --device {device.name} --dtype {job.compute.dtype}, "
+            "gradients go back in float32 on the CPU",
+            "leave --device and --dtype out, or name statistics without it, and schemes without @, yaqa and best",
+        )
+
+
 def _inputs(job: MeasureJob, source: Source, digests: Digests, *, world: int) -> dict[str, Any]:
     tokenizer = {
         name: file_digest(source.checkpoint.folder / name)
@@ -192,6 +217,8 @@ def _inputs(job: MeasureJob, source: Source, digests: Digests, *, world: int) ->
         "world": world,
         "tp": replicas.sizes(world, job.tp, job.dp)[1],
         **({} if job.experts is None else {"experts": job.experts}),
+        **open_device(job.compute.device).key(),
+        **({} if job.compute.dtype == "float32" else {"dtype": job.compute.dtype}),
         **({} if products_of(job.stats) == torch.float32 else {"products": str(products_of(job.stats))}),
         "version": VERSION,
         "tools": tools(),
@@ -199,7 +226,7 @@ def _inputs(job: MeasureJob, source: Source, digests: Digests, *, world: int) ->
 
 
 def _measure_rank(job: MeasureJob, progress: Progress, *, rank: int, world: int) -> None:
-    began = time.monotonic()
+    began, device = time.monotonic(), open_device(job.compute.device)
     source = open_source(job.model)
     graph = graph_for(source.config)
     _check_fit(job, graph, tp=replicas.sizes(world, job.tp, job.dp)[1])
@@ -211,7 +238,7 @@ def _measure_rank(job: MeasureJob, progress: Progress, *, rank: int, world: int)
     digests = Digests(None if rank else hashes, also=[hashes])  # one rank alone writes what all of them share
     inputs = {**_inputs(job, source, digests, world=world), "rank": rank}
     replica = _replica_of(job, source, rank=rank, world=world)
-    with stage_folder.locked(folder), single_threaded(), torch.no_grad():
+    with stage_folder.locked(folder), single_threaded(), device.deterministic(), torch.no_grad():
         finished = stage_folder.is_up_to_date(folder, inputs)
         if replica.all(finished):  # otherwise a finished card helps the others to their sums
             disk.remove_tree(work)  # the resume state
@@ -230,8 +257,9 @@ def _measure_rank(job: MeasureJob, progress: Progress, *, rank: int, world: int)
         layer_store.begin(work, inputs, say=lambda text: progress.say(f"measure: unfinished with {text}; it begins again"))
         statistics: Mapping[str, Tensor] = {}
         if job.stats or graph.sparse:
-            # Sequences that run at once would add up over the cards in an order of their own on each.
-            with Workers(allowance.workers if replica.cards == 1 else 1) as workers:
+            # Sequences that run at once would add up over the cards in an order of their own on each; a device is parallel
+            # inside.
+            with Workers(allowance.workers if replica.cards == 1 and device.is_host else 1) as workers:
                 observation = Observation(
                     stats=job.stats,
                     indices=mine,
@@ -245,6 +273,8 @@ def _measure_rank(job: MeasureJob, progress: Progress, *, rank: int, world: int)
                     allowance=allowance,
                     replica=replica,
                     experts=job.experts or ROUTED,
+                    device=device,
+                    dtype=RUNNING[job.compute.dtype],
                 )
                 statistics = observation.statistics([sequences[i] for i in mine])
         if not finished:
@@ -331,7 +361,8 @@ def _meta(
             "family": graph.family.model_type,
         },
         "mesh": {"rank": rank, "world": replica.cards * replica.count, "tp": replica.cards, "dp": replica.count, "ep": 1},
-        "dtype": "float32",
+        "dtype": job.compute.dtype,
+        **open_device(job.compute.device).key(),
         "seed": job.seed,
         "calibration": {
             "hash": hash_sequences(sequences),

@@ -21,6 +21,7 @@ from quantflow.artifact.safetensors_header import read_header
 from quantflow.calibration.gradients import Backward
 from quantflow.calibration.replicas import Replica
 from quantflow.core import determinism
+from quantflow.core.device import HOST, Device, fetched
 from quantflow.core.parallel import Workers
 from quantflow.measurements.keys import HEADS, is_matrix
 from quantflow.measurements.routing import SITE as ROUTED
@@ -66,6 +67,8 @@ class Observation:
         folder: of the resume state.
         key: digest of everything that the statistics depend on.
         experts: a key of FEEDING.
+        device: where layers run; statistics stay there until their layer is done.
+        dtype: of weights and hidden states; statistics are float32 and wider.
     """
 
     stats: Sequence[str]
@@ -80,11 +83,13 @@ class Observation:
     allowance: Allowance
     replica: Replica
     experts: str = "routed"
+    device: Device = HOST
+    dtype: torch.dtype = torch.float32
 
     def statistics(self, sequences: Sequence[Tensor]) -> Mapping[str, Tensor]:
         """Return every statistic of every layer, by `<source name>|<site>|<statistic>`; matrices stay in the layers' files."""
         stream, backwards = self._stream(), goes_back(self.stats)
-        opened = partial(HiddenStates, len(sequences), folder=self.folder / "hidden", keep=backwards)
+        opened = partial(HiddenStates, len(sequences), folder=self.folder / "hidden", keep=backwards, device=self.device)
         start, hidden = layer_store.restart_together(self.folder, self.key, self.graph, opened=opened, span=self.replica.span)
         states = stream.begin(sequences, hidden=hidden)
         if not hidden.restored:
@@ -137,7 +142,7 @@ class Observation:
 
     def _stream(self) -> LayerStream:
         if self.replica.mesh is None:
-            return LayerStream(self.source, self.graph)
+            return LayerStream(self.source, self.graph, dtype=self.dtype, device=self.device)
         stream = LayerStream(RankShare(source=self.source, placements=self.replica.placements), self.graph)
         cut_(stream, self.replica.placements, self.replica.mesh)
         return stream
@@ -158,8 +163,8 @@ class Observation:
 
         def watched(name: str, x: Tensor, y: Tensor) -> None:
             if name in firsts:  # linears of a group see one input: observed once
-                _observer(mine.observers, f"{name}|input", self._of_inputs, x)
-            _observer(mine.observers, f"{name}|output", [AmaxObserver.NAME], y)
+                self._see(mine.observers, f"{name}|input", self._of_inputs, x)
+            self._see(mine.observers, f"{name}|output", [AmaxObserver.NAME], y)
 
         def routed(tokens: Tensor) -> None:
             for gate, count in zip(gates, tokens.unbind(), strict=True):
@@ -168,7 +173,7 @@ class Observation:
         total: Observers = {}
         for name in layer.linears:
             weight: Any = module.get_submodule(layer.relative(name)).weight
-            _observer(total, f"{name}|weight", [AmaxObserver.NAME], weight)
+            self._see(total, f"{name}|weight", [AmaxObserver.NAME], weight)
         watching = watch(module, {layer.relative(name): partial(watched, name) for name in layer.linears})
         with watching, watch_routing(module, routed), FEEDING[self.experts](module):
             arrived = self.workers.stream(unit, states, ahead=self.allowance.in_flight)
@@ -177,7 +182,7 @@ class Observation:
                 _merge(total, observers)
                 state.store.put(state.index, hidden)
         self._add_unseen(total, module, layer)
-        return _by_name(total, layer)
+        return fetched(_by_name(total, layer), self.device)
 
     def _add_unseen(self, total: Observers, module: nn.Module, layer: Layer) -> None:
         """Add what was seen of experts that no token reached, nothing: so every rank has the same statistics."""
@@ -185,9 +190,9 @@ class Observation:
             for name in group.linears if group.expert is not None else ():
                 weight: Any = module.get_submodule(layer.relative(name)).weight
                 outputs, inputs = weight.shape
-                total.setdefault(f"{name}|output", _observers([AmaxObserver.NAME], outputs))
+                total.setdefault(f"{name}|output", self._observers([AmaxObserver.NAME], outputs))
                 if name == group.linears[0]:
-                    total.setdefault(f"{name}|input", _observers(self._of_inputs, inputs))
+                    total.setdefault(f"{name}|input", self._observers(self._of_inputs, inputs))
 
     @property
     def _of_inputs(self) -> list[str]:
@@ -195,31 +200,29 @@ class Observation:
 
     def _observe_query(self, observers: Observers, layer: Layer, query: Tensor) -> None:
         if layer.attention is not None:  # others multiply what they call queries too, and keep no keys
-            _observer(observers, f"{layer.attention}|query", [AmaxObserver.NAME], query)
+            self._see(observers, f"{layer.attention}|query", [AmaxObserver.NAME], query)
 
     def _observe_cache(self, observers: Observers, layer: Layer, key: Tensor, value: Tensor) -> None:
-        _observer(observers, f"{layer.attention}|k_cache", [AmaxObserver.NAME], key)
-        _observer(observers, f"{layer.attention}|v_cache", [AmaxObserver.NAME], value)
+        self._see(observers, f"{layer.attention}|k_cache", [AmaxObserver.NAME], key)
+        self._see(observers, f"{layer.attention}|v_cache", [AmaxObserver.NAME], value)
         for site, states in zip(HEADS, (key, value), strict=True):  # observed as [1, D, S, heads]
-            _observer(
-                observers, f"{layer.attention}|{site}", [ChannelAmaxObserver.NAME], states.transpose(1, 3)
-            )  # [1, D, S, heads]
+            of_heads = states.transpose(1, 3)  # [1, D, S, heads]
+            self._see(observers, f"{layer.attention}|{site}", [ChannelAmaxObserver.NAME], of_heads)
+
+    def _see(self, observers: Observers, site: str, kinds: Sequence[str], x: Tensor) -> None:
+        """Let the observers of a site see a tensor, [..., features]."""
+        if site not in observers:
+            observers[site] = self._observers(kinds, x.shape[-1])
+        for observer in observers[site]:
+            observer.update(x)
+
+    def _observers(self, kinds: Sequence[str], features: int) -> list[Any]:
+        with self.device.factories():
+            return [OBSERVERS[kind](features=features) for kind in kinds]
 
     def _bytes(self, layer: Layer) -> int:
         prefix = f"{layer.prefix}."
         return sum(info.nbytes for name, info in self.source.checkpoint.infos.items() if name.startswith(prefix))
-
-
-def _observer(observers: Observers, site: str, kinds: Sequence[str], x: Tensor) -> None:
-    """Let the observers of a site see a tensor, [..., features]."""
-    if site not in observers:
-        observers[site] = _observers(kinds, x.shape[-1])
-    for observer in observers[site]:
-        observer.update(x)
-
-
-def _observers(kinds: Sequence[str], features: int) -> list[Any]:
-    return [OBSERVERS[kind](features=features) for kind in kinds]
 
 
 def _merge(total: Observers, observers: Observers) -> None:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from quantflow.core.device import HOST, Device, placed
 from quantflow.core.groups import spans
 from quantflow.core.parallel import SEQUENTIAL, Workers
 from quantflow.core.qtensor import QuantizedLinear
@@ -79,10 +80,17 @@ class LayerStream:
         model: the causal LM, parameters on meta.
         names: what every tensor of the checkpoint is in the model.
         cache: what keys and values go through where a call brings none.
+        device: where layers and head run; embeddings are looked up in host memory.
     """
 
     def __init__(
-        self, weights: Weights, graph: Graph, *, dtype: torch.dtype = torch.float32, cache: Cache | None = None
+        self,
+        weights: Weights,
+        graph: Graph,
+        *,
+        dtype: torch.dtype = torch.float32,
+        cache: Cache | None = None,
+        device: Device = HOST,
     ) -> None:
         """Build the model without storage and check it against the checkpoint and the graph.
 
@@ -91,6 +99,7 @@ class LayerStream:
             graph: its graph.
             dtype: of the weights and hidden states, whatever the checkpoint stores.
             cache: what keys and values go through where a call brings none, a `KVRounder`, or None.
+            device: where layers and head run.
 
         Raises:
             InputError: the checkpoint and its config.json do not belong together.
@@ -100,6 +109,7 @@ class LayerStream:
         self.graph = graph
         self.dtype = dtype
         self.cache = cache
+        self.device = device
         self.model: PreTrainedModel = skeleton(weights.config)
         self.names = NameMap(self.model).bind(weights.names)
         self._layers: nn.ModuleList = self.model.get_submodule(graph.family.layers)
@@ -152,7 +162,8 @@ class LayerStream:
 
         Args:
             sequences: token ids, int64 [S] each.
-            hidden: where the hidden states go; None keeps them in memory. One that was restored keeps its own.
+            hidden: where the hidden states go, of this stream's device; None keeps them in memory. One that was restored keeps
+                its own.
 
         Raises:
             InputError: a sequence that is empty or holds an id outside the vocabulary.
@@ -169,10 +180,10 @@ class LayerStream:
                 )
         if not sequences:
             return []
-        store = HiddenStates(len(sequences)) if hidden is None else hidden
+        store = HiddenStates(len(sequences), device=self.device) if hidden is None else hidden
         ids = torch.unique(torch.cat(list(sequences)))  # [n], ascending
         rows = self.weights.read_rows(self.names.to_source[f"{self._embedding}.weight"], ids).to(self.dtype)
-        pool = TensorPool()
+        pool = TensorPool(self.device)
         base = self._base()
         prefix = "".join(f"{name}." for name, module in self.model.named_modules() if module is base and name)
         outer = [name for name in self._outer if name.startswith(prefix) and name != f"{self._embedding}.weight"]
@@ -215,7 +226,7 @@ class LayerStream:
                 (weight,) = self.weights.read([names[name]]).values()
                 materialize_(module, {name: weight}, dtype=weight.dtype)
                 del weight  # whoever has the module may let go of it, which a name that waits here would prevent
-            with in_parts(linears.values(), dtype=self.dtype):
+            with placed(module, self.device), in_parts(linears.values(), dtype=self.dtype):
                 yield module
         finally:
             self.weights.empty_(module, names)
@@ -286,15 +297,17 @@ class LayerStream:
         others = [other for other in self._outer if other not in (name, f"{self._embedding}.weight")]
         linear, bias = linear or self.weights.quantized(source), None
         if (added := self.names.to_source.get(f"{self._head}.bias")) is not None:
-            bias = self.weights.read([added], self.dtype)[added]
+            bias = self.device.put(self.weights.read([added], self.dtype)[added])
         if linear:
-            head: nn.Module = QuantizedHead(linear, self.dtype, bias)
+            head: nn.Module = QuantizedHead(linear.to(self.device.kind), self.dtype, bias)
         else:
-            head = HeadStandIn(self.weights.read([source])[source], dtype=products or self.dtype, bias=bias)
+            weight = self.device.put(self.weights.read([source])[source])
+            head = HeadStandIn(weight, dtype=products or self.dtype, bias=bias)
         with ExitStack() as stack:
             if not inside:
                 stack.enter_context(self._resident(others))
                 stack.enter_context(self._replaced(self._given))
+                stack.enter_context(placed(self.model, self.device))
             stack.enter_context(self._in_place_of(self._head, head))
             stack.enter_context(self._in_place_of(self._embedding, NoEmbedding(self._embeds, dtype=self.dtype)))
             yield

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from quantflow.artifact import disk
 from quantflow.artifact.canonical import canonical_json, file_digest, read_json
+from quantflow.core.device import HOST, Device
 from quantflow.errors import InputError, UsageError
 from quantflow.models.reading import bytes_of, read_into
 
@@ -37,13 +38,15 @@ class HiddenStates:
         count: how many sequences there are.
         folder: where generations are written; None keeps them in memory.
         keep: leave every committed generation in the folder.
+        device: where a hidden state is when it is taken; it waits in host memory.
     """
 
-    def __init__(self, count: int, *, folder: Path | None = None, keep: bool = False) -> None:
+    def __init__(self, count: int, *, folder: Path | None = None, keep: bool = False, device: Device = HOST) -> None:
         """Start without a generation; the first one is what is put until the first commit."""
         self._count = count
         self._folder = folder
         self._keep = keep
+        self._device = device
         self._held: list[Tensor | None] = [None] * count  # without a folder
         self._shapes: list[tuple[int, ...]] = [()] * count
         self._dtype = torch.float32
@@ -71,12 +74,14 @@ class HiddenStates:
         """
         held = self._held[index]
         if held is not None:
-            return held
+            return self._device.put(held)
         shapes = self._shapes
         offset = sum(_bytes(shape, self._dtype) for shape in shapes[:index])
         path = self._next_path if index < self._put else self._current
         assert path is not None  # what is not in memory was written
-        return _read(path, shapes[index], self._dtype, offset)
+        hidden = self._device.host_empty(shapes[index], dtype=self._dtype)
+        read_into(path, hidden, offset, name="hidden states")
+        return self._device.put(hidden)
 
     def put(self, index: int, hidden: Tensor) -> None:
         """Add a sequence to the next generation.
@@ -90,7 +95,7 @@ class HiddenStates:
         """
         if index != self._put:
             raise UsageError(f"hidden states: sequence {index} put, {self._put} is next", "put sequences in order")
-        hidden = hidden.detach().contiguous()
+        hidden = self._device.fetch(hidden.detach().contiguous())
         self._shapes[index], self._dtype = tuple(hidden.shape), hidden.dtype
         self._put = index + 1
         if self._folder is None:
@@ -193,9 +198,3 @@ def _bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
     for size in shape:
         count *= size
     return count * dtype.itemsize
-
-
-def _read(path: Path, shape: Sequence[int], dtype: torch.dtype, offset: int) -> Tensor:
-    tensor = torch.empty(tuple(shape), dtype=dtype)
-    read_into(path, tensor, offset, name="hidden states")
-    return tensor

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from quantflow.core.device import HOST, Device
 from quantflow.core.groups import spans
 from quantflow.core.qtensor import QuantizedLinear
 from quantflow.numerics.product import operand, product
@@ -116,7 +117,7 @@ class NoEmbedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return zeros, [..., E] of ids [...]."""
-        return torch.zeros((*ids.shape, self.weight.shape[1]), dtype=self.weight.dtype)
+        return torch.zeros((*ids.shape, self.weight.shape[1]), dtype=self.weight.dtype, device=ids.device)
 
 
 class Rows(nn.Module):
@@ -252,7 +253,7 @@ def _in_parts(linear: nn.Linear, dtype: torch.dtype, x: Tensor) -> Tensor:
     if linear.weight.dtype == dtype:
         return product(operand(x.to(dtype)), linear.weight, linear.bias)
     tokens = x.reshape(-1, x.shape[-1])  # [N, I]
-    output = torch.empty(len(tokens), linear.weight.shape[0], dtype=dtype)
+    output = torch.empty(len(tokens), linear.weight.shape[0], dtype=dtype, device=tokens.device)
     for some in spans(len(tokens), LINEAR_TOKENS):
         left = operand(tokens[some].to(dtype))  # a family may have turned it to the dtype of the weight
         for rows in spans(linear.weight.shape[0], LINEAR_ROWS):
@@ -264,9 +265,10 @@ def _in_parts(linear: nn.Linear, dtype: torch.dtype, x: Tensor) -> Tensor:
 class TensorPool:
     """Keeps one copy of equal tensors: masks and position embeddings repeat over layers and equally long sequences."""
 
-    def __init__(self) -> None:
-        """Start empty."""
-        self._kept: dict[tuple[torch.dtype, torch.Size], list[Tensor]] = {}
+    def __init__(self, device: Device = HOST) -> None:
+        """Start empty; what is shared is on `device`."""
+        self._device = device
+        self._kept: dict[tuple[torch.dtype, torch.Size], list[tuple[Tensor, Tensor]]] = {}  # in host memory, on the device
 
     def share(self, value: Any, seen: dict[int, Tensor]) -> Any:
         """Return `value` with every tensor in it replaced by the kept one of equal content.
@@ -287,8 +289,8 @@ class TensorPool:
 
     def _keep(self, value: Tensor) -> Tensor:
         kept = self._kept.setdefault((value.dtype, value.shape), [])
-        for tensor in kept:
+        for tensor, there in kept:
             if torch.equal(tensor, value):
-                return tensor
-        kept.append(value)
-        return value
+                return there
+        kept.append((value, self._device.put(value)))
+        return kept[-1][1]

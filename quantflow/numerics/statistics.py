@@ -180,7 +180,7 @@ def refuse_overflow(rows: Tensor, squares: Sequence[Tensor], *, what: str, obser
         StatisticsError: naming the largest value.
     """
     for part, held in zip(torch.split(rows, [len(held) for held in squares], dim=1), squares, strict=True):
-        if not torch.isfinite(held + 1.001 * part.square().sum(dim=0).cpu()).all():
+        if not torch.isfinite(held + 1.001 * part.square().sum(dim=0)).all():
             raise StatisticsError(
                 f"{observer}: {what} up to {rows.abs().max().item():.3g}, its square exceeds float32",
                 "leave the layer unquantized, or repair the model",

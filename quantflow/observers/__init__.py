@@ -1,8 +1,9 @@
 """What to remember about a tensor while data flows, one class per file, small enough to merge over ranks.
 
 An observer is shown samples (`update`), folds in what another one saw (`merge`), and is a dict of named tensors
-(`state`, `from_state`); the names are the statistic names in measurement files. It refuses NaN and Inf. The state lives
-on the CPU whatever device the samples are on. An unseen observer is all zeros, and merging it changes nothing.
+(`state`, `from_state`); the names are the statistic names in measurement files. It refuses NaN and Inf. The state is where
+the observer was made (`Device.factories`), and so are its samples. An unseen observer is all zeros, and merging it changes
+nothing.
 
 Each class says what others have to know of its statistics (`STATISTICS`): how ranks merge them, how cards cut and join them,
 their bytes. `quantflow/measurements` and `quantflow/planning` ask here, and a statistic that no observer has is refused.

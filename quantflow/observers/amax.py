@@ -38,7 +38,7 @@ class AmaxObserver:
         """
         rows = statistics.finite_rows(x, self._features, observer=self.NAME)
         if rows.numel():
-            self._amax = torch.maximum(self._amax, rows.abs().max().cpu())
+            self._amax = torch.maximum(self._amax, rows.abs().max())
 
     def merge(self, other: Self) -> None:
         """Take in what `other` has seen."""

@@ -37,7 +37,7 @@ class ChannelAmaxObserver:
         """
         rows = statistics.finite_rows(x, self._channel_amax.numel(), observer=self.NAME)
         if rows.numel():
-            self._channel_amax = torch.maximum(self._channel_amax, rows.abs().amax(dim=0).cpu())
+            self._channel_amax = torch.maximum(self._channel_amax, rows.abs().amax(dim=0))
 
     def merge(self, other: Self) -> None:
         """Take in what `other` has seen.

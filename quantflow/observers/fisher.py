@@ -50,7 +50,7 @@ class FisherObserver:
         """
         rows = statistics.finite_rows(x, self._square_sum.numel(), observer=self.NAME)
         for part in groups.spans(rows.shape[0], _ROWS_AT_ONCE):
-            self._square_sum = self._square_sum + rows[part].double().square().sum(dim=0).cpu()
+            self._square_sum = self._square_sum + rows[part].double().square().sum(dim=0)
         self._count = self._count + rows.shape[0]
 
     def merge(self, other: Self) -> None:

@@ -56,12 +56,12 @@ class GradientObserver:
         """
         rows = statistics.finite_rows(x, self._features, observer=self.NAME)
         parts = output_blocks.blocks(self._features)
-        diagonal = [torch.zeros(part.stop - part.start) for part in parts]
+        diagonal = [torch.zeros(part.stop - part.start, device=rows.device) for part in parts]
         if self._sum is not None:
             diagonal = [output_blocks.block_of(self._sum, part).diagonal() for part in parts]
         statistics.refuse_overflow(rows, diagonal, what=f"gradient {list(x.shape)}", observer=self.NAME)
         factors = x.detach().reshape(rows.shape) if x.dtype == torch.bfloat16 else rows
-        made = [(factors[:, part].T @ factors[:, part]).to(device="cpu", dtype=torch.float32) for part in parts]
+        made = [(factors[:, part].T @ factors[:, part]).float() for part in parts]
         if self._sum is None and len(made) == 1:
             (self._sum,) = made
         else:
@@ -96,7 +96,7 @@ class GradientObserver:
         return {"gradient_sum": self._whole(), "count": self._count}
 
     def _whole(self) -> Tensor:
-        return torch.zeros(self._shape) if self._sum is None else self._sum
+        return torch.zeros(self._shape, device=self._count.device) if self._sum is None else self._sum
 
     @property
     def _shape(self) -> tuple[int, int]:

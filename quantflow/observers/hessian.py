@@ -70,7 +70,7 @@ class HessianObserver:
             StatisticsError: x has other features, holds NaN or Inf, or the sum overflows; nothing is taken in.
         """
         rows = statistics.finite_rows(x, self._features, observer=self.NAME)
-        strips = self._strips or _zeros(self._features)
+        strips = self._strips or _zeros(self._features, device=rows.device)
         diagonal = [strip[:, span].diagonal() for span, strip in zip(spans(self._features, ROWS), strips, strict=True)]
         statistics.refuse_overflow(rows, diagonal, what=f"input {list(x.shape)}", observer=self.NAME)
         # A product that is rounded once and then added loses less than one that grows in the sum, and updates then fold as
@@ -82,7 +82,7 @@ class HessianObserver:
                     stop = min(span.stop, columns.stop)
                     within = slice(span.start - columns.start, span.stop - columns.start)
                     left = operand(right[within] if stop == span.stop else _turned(rows, span))
-                    strip[:, columns.start : stop] += product(left, right[: stop - columns.start]).cpu()
+                    strip[:, columns.start : stop] += product(left, right[: stop - columns.start])
         self._strips, self._count = strips, self._count + rows.shape[0]
 
     def merge(self, other: Self) -> None:
@@ -93,7 +93,7 @@ class HessianObserver:
         """
         statistics.refuse_other_shape(self._shape, other._shape, observer=self.NAME)
         if other._strips:
-            self._strips = self._strips or _zeros(self._features)
+            self._strips = self._strips or _zeros(self._features, device=other._strips[0].device)
             for mine, more in zip(self._strips, other._strips, strict=True):
                 mine += more
         self._count = self._count + other._count
@@ -125,8 +125,11 @@ class HessianObserver:
         return state
 
     def _state(self, strips: Iterable[Tensor]) -> dict[str, Tensor]:
-        size = self._features
-        return {"hessian_sum": _whole(strips, size) if self._strips else torch.zeros(size, size), "count": self._count}
+        size, device = self._features, self._count.device
+        return {
+            "hessian_sum": _whole(strips, size, device=device) if self._strips else torch.zeros(size, size, device=device),
+            "count": self._count,
+        }
 
     @property
     def _shape(self) -> tuple[int, int]:
@@ -176,8 +179,8 @@ def observer_bytes(features: int) -> int:
     return sum(4 * (span.stop - span.start) * span.stop for span in spans(features, ROWS))
 
 
-def _zeros(features: int) -> list[Tensor]:
-    return [torch.zeros(span.stop - span.start, span.stop) for span in spans(features, ROWS)]
+def _zeros(features: int, *, device: torch.device) -> list[Tensor]:
+    return [torch.zeros(span.stop - span.start, span.stop, device=device) for span in spans(features, ROWS)]
 
 
 def _turned(rows: Tensor, columns: slice) -> Tensor:
@@ -190,12 +193,12 @@ def _popped(strips: list[Tensor]) -> Iterator[Tensor]:
         yield strips.pop()
 
 
-def _whole(strips: Iterable[Tensor], features: int) -> Tensor:
+def _whole(strips: Iterable[Tensor], features: int, *, device: torch.device) -> Tensor:
     """Return the sum, [features, features], from its strips, the last one first.
 
     So memory is taken about as fast as it is let go of: the last strip fills a tenth of the pages, not all of them.
     """
-    whole = torch.empty(features, features)
+    whole = torch.empty(features, features, device=device)
     for strip in strips:
         rows = slice(strip.shape[1] - strip.shape[0], strip.shape[1])
         whole[rows, : rows.stop] = strip

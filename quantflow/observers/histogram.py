@@ -71,7 +71,7 @@ class HistogramObserver:
             bins = values[part].abs().view(torch.int32)
             bins >>= _MANTISSA_BITS_DROPPED
             bins.sub_(_FIRST_CODE - 1).clamp_(0, BINS - 1)
-            self._counts = self._counts + torch.bincount(bins, minlength=BINS).cpu()
+            self._counts = self._counts + torch.bincount(bins, minlength=BINS)
 
     def merge(self, other: Self) -> None:
         """Take in what `other` has seen."""

@@ -48,7 +48,7 @@ class MeanAbsObserver:
         """
         rows = statistics.finite_rows(x, self._abs_sum.numel(), observer=self.NAME)
         for part in groups.spans(rows.shape[0], _ROWS_AT_ONCE):
-            self._abs_sum = self._abs_sum + rows[part].abs().sum(dim=0, dtype=torch.float64).cpu()
+            self._abs_sum = self._abs_sum + rows[part].abs().sum(dim=0, dtype=torch.float64)
         self._count = self._count + rows.shape[0]
 
     def merge(self, other: Self) -> None:

@@ -48,8 +48,8 @@ class MinMaxObserver:
         if rows.numel():
             low, high = rows.amin(dim=0), rows.amax(dim=0)  # torch.aminmax(dim=0) is ten times slower than both
             # + 0.0 makes -0.0 into 0.0: which of the two a minimum returns depends on the order, and files are compared.
-            self._min_val = torch.minimum(self._min_val, low.cpu()) + 0.0
-            self._max_val = torch.maximum(self._max_val, high.cpu()) + 0.0
+            self._min_val = torch.minimum(self._min_val, low) + 0.0
+            self._max_val = torch.maximum(self._max_val, high) + 0.0
 
     def merge(self, other: Self) -> None:
         """Take in what `other` has seen.

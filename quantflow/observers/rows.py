@@ -41,12 +41,12 @@ class RowSample:
         self._calls += 1
         if self._apart > 1 and self._calls % self._apart != 2 % self._apart:
             if len(rows):
-                seen = torch.cat([*self._ranges, rows.cpu()])
+                seen = torch.cat([*self._ranges, rows])
                 self._ranges = [torch.stack([seen.amin(0), seen.amax(0)])]  # [2, K]
             return
         count = min(self._each, len(rows))
-        chosen = (torch.arange(count) * 2 + 1) * len(rows) // (2 * max(1, count))
-        self._kept.append(rows[chosen].cpu())
+        chosen = (torch.arange(count, device=rows.device) * 2 + 1) * len(rows) // (2 * max(1, count))
+        self._kept.append(rows[chosen])
 
     def state(self) -> dict[str, Tensor]:
         """Return {"rows": [R, K] float32}, and of the other calls {"seen_min": [K], "seen_max": [K]}.

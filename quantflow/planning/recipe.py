@@ -8,7 +8,7 @@
                    experts, expert_tokens, target_bpw, max_kld, candidates, expect}, ...]
     unify:       {groups}               export: {format, shard_size, device, scale_method, dtype}
     validate:    {text, tokens, sequence_length, gate, tasks, limit, shots, chat_template, allow_inconclusive}
-    resources:   {max_memory, max_disk, disk_offload}
+    resources:   {max_memory, max_disk, disk_offload}           compute: {device, dtype}
 
 Unknown keys, wrong types and repeated keys are refused with the nearest name that exists. Flags are applied over `--set`,
 `--set` over the file, the file over QUANT_CONFIG (quantflow/formats/gaudi/quant_config.py), that over these defaults.
@@ -45,6 +45,8 @@ POLICIES = (
     "rtn",
     "share_max",
 )  # for experts that calibration reached too seldom; quantflow/planning/experts.py
+RUN_DTYPES = ("float32", "bfloat16")  # of weights and activations while the model runs
+COMPUTING = ("measure",)  # verbs that take a device
 BOUNDED = ("run", "plan", "measure", "quantize", "export", "validate")  # verbs that keep to limits
 UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -586,6 +588,32 @@ class Resources:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Compute:
+    """Where the model runs, and in what: `device` cpu, cuda, cuda:N or hpu; `dtype` of weights and activations.
+
+    Statistics are float32 and wider whatever runs.
+    """
+
+    device: str = setting(
+        "cpu", flag="--device", metavar="DEVICE", verbs=COMPUTING, help="Where layers run: cpu (default), cuda or cuda:N."
+    )
+    dtype: str = setting(
+        "float32",
+        flag="--dtype",
+        metavar="DTYPE",
+        verbs=("measure",),
+        help="Weights and activations of layers that run: float32 (default) or bfloat16.",
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse words that name no device and no dtype."""
+        if not re.fullmatch(r"cpu|cuda(:[0-9]{1,3})?|hpu", self.device):
+            raise UsageError(f"compute: device={self.device!r}", nearest(self.device, ("cpu", "cuda", "cuda:0", "hpu")))
+        if self.dtype not in RUN_DTYPES:
+            raise UsageError(f"compute: dtype={self.dtype!r}", nearest(self.dtype, RUN_DTYPES))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Recipe:
     """Everything that `quantflow run` needs to know."""
 
@@ -612,6 +640,7 @@ class Recipe:
     export: Export = field(default_factory=Export)
     validate: Validate = field(default_factory=Validate)
     resources: Resources = field(default_factory=Resources)
+    compute: Compute = field(default_factory=Compute)
 
     def __post_init__(self) -> None:
         """Refuse two artifacts of one name, and a seed that no generator takes."""

@@ -1,0 +1,188 @@
+"""The device that runs layers: the CPU, or an accelerator with a memory of its own.
+
+What is on the device, and what is not:
+
+| on the device                                         | in host memory                                                     |
+|-------------------------------------------------------|--------------------------------------------------------------------|
+| the weights of the layer that runs                    | files, and what is read from them and written into them            |
+| masks and position embeddings, once each              | hidden states between two layers, on disk or in the page cache      |
+| one sequence's activations                            | embedding and token ids                                            |
+| statistics and Hessians while a layer runs, float32   | the same once the layer is done                                    |
+
+A tensor crosses between the two in four places, each by `put` or `fetch` of a `Device`:
+
+1. `models/capture.py`         weights of a layer (`placed`), of the last norm and of the head
+2. `models/stand_ins.py`       masks and position embeddings, once each
+3. `models/hidden.py`          a sequence's hidden state, there when it is taken and back when it is kept
+4. `calibration/observe.py`    statistics, once per layer
+
+Everything between runs where its inputs are. Code that makes a tensor beside others names their device. On the CPU `put` and
+`fetch` return what they are given, so the same code makes no copy there and the bits of its results are those it always had.
+A test measures on a device that is simulated, which refuses an operator that mixes the two, and any other way across
+(tests/simulated_gpu.py). `measure` takes a device today. What quantizes, packs, proves and validates stays on the CPU, the
+kernels in C for good.
+
+One unit runs at a time on a device that is not the CPU: it is parallel inside. Its kernels are deterministic (`deterministic`),
+so one model of device, one driver and one version of the libraries make the same bits. Its name and capability are in the key
+of every result (`key`), and a run that is resumed on another device makes its layers again.
+
+`cuda` needs CUDA. `hpu` is refused: its kernels are compiled for shapes that are known beforehand, and nobody has run
+this on one; docs/gpu.md says what is missing.
+"""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from quantflow.errors import UnsupportedError
+
+_WORKSPACE = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # with another one the sums of a product may have another order in each run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """Where layers run.
+
+    Attributes:
+        kind: as torch knows it.
+        model: what the maker calls it; empty for the CPU.
+        capability: of its kernels, such as `9.0`; empty for the CPU.
+    """
+
+    kind: torch.device
+    model: str = ""
+    capability: str = ""
+
+    @property
+    def name(self) -> str:
+        """The name as the command line takes it: `cpu`, `cuda:0`."""
+        return str(self.kind)
+
+    @property
+    def is_host(self) -> bool:
+        """Whether its memory is the host's, so that nothing crosses."""
+        return self.kind.type == "cpu"
+
+    def key(self) -> dict[str, dict[str, str]]:
+        """Return what the key of a result says of the device; nothing of the CPU, whose instruction set `tools` names."""
+        if self.is_host:
+            return {}
+        made_for = {"cuda": str(torch.version.cuda)} if self.kind.type == "cuda" else {}
+        return {"device": {"kind": self.kind.type, "model": self.model, "capability": self.capability, **made_for}}
+
+    def put(self, tensor: Tensor) -> Tensor:
+        """Return a tensor on the device; itself where it is there. From pinned memory the copy waits for nobody."""
+        return tensor.to(self.kind, non_blocking=True) if tensor.device != self.kind else tensor
+
+    def fetch(self, tensor: Tensor) -> Tensor:
+        """Return a tensor in host memory, in memory that is pinned while it crosses; itself where it is there."""
+        if tensor.device.type == "cpu":
+            return tensor
+        return self.host_empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)  # returns when it is there
+
+    def empty(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
+        """Return a tensor on the device that holds anything."""
+        return torch.empty(tuple(shape), dtype=dtype, device=self.kind)
+
+    def host_empty(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
+        """Return a tensor in host memory that holds anything, pinned where the device is not the CPU."""
+        return torch.empty(tuple(shape), dtype=dtype, pin_memory=not self.is_host)
+
+    def factories(self) -> AbstractContextManager[object]:
+        """Return a context in which a tensor that is made without a named device is made on this one."""
+        return nullcontext() if self.is_host else self.kind
+
+    def free_bytes(self) -> int | None:
+        """Return the bytes that its allocator may still take; None for the CPU, whose memory process_memory knows."""
+        if self.is_host:
+            return None
+        free, _ = torch.cuda.mem_get_info(self.kind)
+        held = torch.cuda.memory_reserved(self.kind) - torch.cuda.memory_allocated(self.kind)  # of its own, and unused
+        return int(free + held)
+
+    @contextmanager
+    def deterministic(self) -> Iterator[None]:
+        """Let only deterministic kernels run, and products be those of float32, until the block ends; on the CPU all are."""
+        if self.is_host:
+            yield
+            return
+        before, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+        precision = torch.get_float32_matmul_precision()
+        try:
+            torch.use_deterministic_algorithms(True)
+            torch.set_float32_matmul_precision("highest")
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before, warn_only=warns)
+            torch.set_float32_matmul_precision(precision)
+
+
+HOST = Device(kind=torch.device("cpu"))
+
+
+def open_device(name: str) -> Device:
+    """Return the device of a name.
+
+    Args:
+        name: `cpu`, `cuda`, `cuda:N` or `hpu`.
+
+    Raises:
+        UnsupportedError: this machine, or this version, does not run layers on it.
+    """
+    kind = torch.device(name) if name.partition(":")[0] in ("cpu", "cuda") else None
+    if kind is None:
+        raise UnsupportedError(
+            f"--device {name}: layers do not run on Gaudi here, whose kernels are compiled for shapes known beforehand",
+            "measure and quantize with --device cpu or cuda, and export with --format inc for Gaudi",
+        )
+    if kind.type == "cpu":
+        return HOST
+    if not torch.cuda.is_available():
+        built = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is built without CUDA"
+        raise UnsupportedError(
+            f"--device {name}: torch {torch.__version__} {built} and finds no device",
+            "use --device cpu, or install a driver and a torch for CUDA",
+        )
+    index, count = kind.index or 0, torch.cuda.device_count()
+    if index >= count:
+        raise UnsupportedError(f"--device {name}: torch finds {count}, numbered from 0", f"use cuda:0 to cuda:{count - 1}")
+    os.environ.setdefault(*_WORKSPACE)  # read when the first product makes its workspace
+    kind = torch.device("cuda", index)
+    found = torch.cuda.get_device_properties(kind)
+    return Device(kind=kind, model=found.name, capability=f"{found.major}.{found.minor}")
+
+
+@contextmanager
+def placed(module: nn.Module, device: Device) -> Iterator[None]:
+    """Have a module's parameters and buffers on the device until the block ends; buffers are in host memory again then.
+
+    Parameters stay there: they are let go of by whoever read them. What is on meta stays on meta.
+    """
+    if device.is_host:
+        yield
+        return
+    there: dict[int, Tensor] = {}  # a tensor that two modules share is put once
+    buffers: list[tuple[nn.Module, str, Tensor]] = []
+    for part in module.modules():
+        for leaf, parameter in part._parameters.items():
+            if parameter is not None and not parameter.is_meta:
+                put = there.setdefault(id(parameter), device.put(parameter.detach()))
+                part._parameters[leaf] = nn.Parameter(put, requires_grad=False)
+        for leaf, buffer in part._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                buffers.append((part, leaf, buffer))
+                part._buffers[leaf] = device.put(buffer)
+    try:
+        yield
+    finally:
+        for part, leaf, buffer in buffers:
+            part._buffers[leaf] = buffer
+
+
+def fetched(tensors: Mapping[str, Tensor], device: Device) -> dict[str, Tensor]:
+    """Return tensors in host memory, by their names."""
+    return {name: device.fetch(tensor) for name, tensor in tensors.items()}
