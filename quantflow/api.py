@@ -272,6 +272,7 @@ def make_artifact(
     seed: int = 0,
     revision: str | None = None,
     resources: Resources = Resources(),
+    compute: Compute = Compute(),
     force: bool = False,
     progress: Progress = SILENT,
     prover: "Prover | None" = None,
@@ -290,6 +291,7 @@ def make_artifact(
         seed: of the choice of documents.
         revision: of a model on the hub; of any other, a word for the manifest.
         resources: limits of memory and disk; no bit of the result depends on them.
+        compute: the device that runs the layers of `measure`, and in which dtype.
         force: redo an artifact that was made from other inputs, instead of refusing.
         progress: is told how far it is.
         prover: as of `export`.
@@ -313,6 +315,7 @@ def make_artifact(
             work / "1-measure",
             calibration=calibration,
             measuring=measuring,
+            compute=compute,
             artifacts=[artifact],
             seed=seed,
             force=True,

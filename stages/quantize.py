@@ -141,6 +141,7 @@ def _one_command(model: str, output: Path, values: Recipe, position: int, shared
         "artifact": values.quantize[position],
         "calibration": values.calibration,
         "measuring": Measure(stats=values.measure.stats, experts=values.measure.experts),
+        "compute": values.compute,
         "options": values.export,
         "seed": values.seed,
         "revision": values.revision,
@@ -227,6 +228,7 @@ def _measure(values: Recipe, quantizing: dict[str, Any], shared: dict[str, Any])
             output=quantizing["measurement"],
             calibration=values.calibration,
             measuring=Measure(stats=values.measure.stats, experts=values.measure.experts),
+            compute=values.compute,
             artifacts=[quantizing["artifact"]],
             progress=progress,
         )

@@ -136,6 +136,7 @@ def _measure(recipe: Recipe, folder: Path, times: StageTimes, progress: Progress
             artifacts=recipe.quantize,
             seed=recipe.seed,
             resources=recipe.resources,
+            compute=recipe.compute,
             force=True,
             progress=progress,
         )

@@ -70,11 +70,12 @@ LAZY = {
     "quantflow/runtime/load.py",
     "quantflow/server/__init__.py",
 }
-# Read the environment: what a child gets of it, which rank a process is, and where compiled code is kept.
+# Read or set the environment: what a child gets of it, which rank a process is, and where compiled code is kept.
 ENVIRONMENT = {
     "quantflow/child_process.py",
     "quantflow/distributed/launch.py",
     "quantflow/backends/native.py",
+    "quantflow/core/device.py",  # cuBLAS reads its workspace there alone
     "quantflow/server/vllm.py",  # what vLLM gets of it
     "stages/cli/environment.py",
 }

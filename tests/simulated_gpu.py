@@ -1,0 +1,154 @@
+"""A device that is simulated: tensors that say they are on `simulated:0`, and whose values are computed on the CPU.
+
+    with SimulatedGpu() as gpu:                 # torch makes, moves and computes tensors of it until the block ends
+        device = Device(kind=gpu.kind, ...)
+
+It behaves as a GPU does where that is strict, and is stricter where a GPU would wait silently:
+
+- an operator on tensors of both sides is refused, but for a scalar of the host (0-dim);
+- a tensor may cross only inside the functions that are named to `SimulatedGpu.crossings`; `.to`, `.cpu()`, `copy_` anywhere
+  else, and numpy, are refused.
+
+It counts what crossed, in bytes, and the most bytes that were on the device at once.
+"""
+
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import backend_registration
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+KIND = "simulated"
+backend_registration._setup_privateuseone_for_python_backend(KIND)
+GPU = torch.device(KIND, 0)
+_FLASH = "_fused_sdp_choice"  # chooses a kernel by the device: that of plain mathematics has no device of its own
+
+
+class AcrossError(Exception):
+    """A tensor of the host met one of the device, or crossed by a way without a name."""
+
+
+class OnGpu(Tensor):
+    """A tensor of the simulated device; `inner` has its values."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> "OnGpu":
+        made: OnGpu = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, inner.shape, strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype, device=GPU
+        )
+        made.inner = inner
+        return made
+
+    def tolist(self) -> Any:
+        return self.inner.tolist()
+
+    def __repr__(self, **_: Any) -> str:
+        return f"OnGpu({list(self.shape)}, {self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        mode = SimulatedGpu.current
+        assert mode is not None, f"{func}: outside the simulation"
+        return mode.computed(func, args, kwargs or {})
+
+
+class SimulatedGpu(TorchDispatchMode):
+    """The simulation; one at a time, in one thread."""
+
+    current: "SimulatedGpu | None" = None
+
+    def __init__(self, *crossings: Callable[..., Any]) -> None:
+        """Let tensors cross inside these functions alone."""
+        super().__init__()
+        self.crossings = {function.__code__ for function in crossings}  # type: ignore[attr-defined]
+        self.put_bytes = self.fetched_bytes = 0
+        self.live = self.peak = 0
+        self.operators = 0
+
+    def __enter__(self) -> "SimulatedGpu":
+        SimulatedGpu.current = self
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        SimulatedGpu.current = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.computed(func, args, kwargs or {})
+
+    def computed(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Compute an operator on the values of its tensors; its result is where they are, or where it is told to be."""
+        tensors: list[Tensor] = []
+        tree_map(lambda value: tensors.append(value) if isinstance(value, Tensor) else None, (args, kwargs))
+        there = [tensor for tensor in tensors if isinstance(tensor, OnGpu)]
+        named = kwargs.get("device")
+        asked = None if named is None else torch.device(named).type
+        with torch.utils._python_dispatch._disable_current_modes():
+            if not there and asked != KIND:
+                return func(*args, **{name: value for name, value in kwargs.items() if name != "pin_memory"})
+            name = func.overloadpacket.__name__
+            host = [tensor for tensor in tensors if not isinstance(tensor, OnGpu) and tensor.ndim and not tensor.is_meta]
+            crosses = name in ("_to_copy", "copy_") and (bool(host) or asked in (KIND, "cpu") or (there and host))
+            if crosses and bool(host) == bool(there) and name == "copy_" and not host:
+                crosses = False
+            if crosses and name == "_to_copy" and there and asked in (None, KIND):
+                crosses = False
+            if name == "copy_" and not host:
+                crosses = False
+            if crosses:
+                self._allow(func)
+                if there:
+                    self.fetched_bytes += there[0].nbytes
+                else:
+                    self.put_bytes += host[0].nbytes
+            elif host and there:
+                shapes = ", ".join(f"{'gpu' if isinstance(t, OnGpu) else 'host'} {list(t.shape)}" for t in tensors)
+                raise AcrossError(f"{func}: tensors on two devices: {shapes}")
+            if name == _FLASH:
+                return 0
+            values, words = tree_map(lambda value: value.inner if isinstance(value, OnGpu) else value, (args, kwargs))
+            words = {key: value for key, value in words.items() if key not in ("pin_memory", "non_blocking")}
+            if asked == KIND:
+                words["device"] = torch.device("cpu")
+            result = func(*values, **words)
+            self.operators += 1
+            back = (crosses and bool(there)) or asked in ("cpu", "meta")
+            if name == "copy_" and not isinstance(args[0], OnGpu):
+                return args[0]
+            if back:
+                return result
+            known = {id(tensor.inner): tensor for tensor in there}
+            return tree_map(lambda value: self._wrapped(value, known) if isinstance(value, Tensor) else value, result)
+
+    def _wrapped(self, value: Tensor, known: dict[int, OnGpu]) -> Tensor:
+        """Return a result on the device: the operand itself where it was modified in place."""
+        if id(value) in known:
+            return known[id(value)]
+        made = OnGpu(value)
+        storage = value.untyped_storage()
+        if value._base is None:
+            nbytes = storage.nbytes()
+            self.live += nbytes
+            self.peak = max(self.peak, self.live)
+            weakref.finalize(made, self._release, nbytes)
+        return made
+
+    def _release(self, nbytes: int) -> None:
+        self.live -= nbytes
+
+    def _allow(self, func: Any) -> None:
+        """Refuse a crossing that none of the named functions asked for."""
+        frame = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code in self.crossings:
+                return
+            frame = frame.f_back  # type: ignore[assignment]
+        raise AcrossError(f"{func}: a tensor crosses outside of put and fetch")
