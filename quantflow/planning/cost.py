@@ -131,8 +131,8 @@ def need_layers(model: ModelSize, plan: Plan, *, lengths: Sequence[int]) -> Need
     inputs = _inputs_bytes(model, plan, longest) if plan.needs_text else 0
     widest = max(k for _, _, k in model.layer.groups)
     folding = inputs + (folding_bytes(widest, longest) if plan.needs_hessian else 0)  # one sequence more, being added up
-    layer = layer_in_memory(model.layer) if plan.transforms else layer_as_stored(model)
-    parts = 0 if plan.transforms else parts_bytes(model, longest)
+    layer = layer_in_memory(model.layer) if plan.in_float32 else layer_as_stored(model)
+    parts = 0 if plan.in_float32 else parts_bytes(model, longest)
     moments = (
         (LIBRARIES + embedding_bytes(model, lengths), 0),
         (LIBRARIES + layer + halves + kept + folding, forward + inputs + parts),
@@ -239,7 +239,7 @@ def _quantizing(model: ModelSize, plan: Plan) -> list[Moment]:
     """
     moments, done, algorithm = [], 0, ALGORITHMS[plan.algorithm]
     halves = [observer_bytes(k) if plan.needs_hessian else 0 for _, _, k in model.layer.groups]
-    left = FLOAT * model.layer.elements if plan.transforms else layer_as_stored(model)
+    left = FLOAT * model.layer.elements if plan.in_float32 else layer_as_stored(model)
     for index, (names, outputs, k) in enumerate(model.layer.groups):
         rows = sum(outputs)
         in_place = len({plan.schemes[name] for name in names} - {None}) < 2
@@ -254,7 +254,7 @@ def _quantizing(model: ModelSize, plan: Plan) -> list[Moment]:
         moments += [(held + halves[index], 0), (held + factor + rows * k + encoded, each)]
         done += encoded if plan.learned is None else started_bytes(plan, names, outputs, k)
         if plan.learned is None:
-            left -= FLOAT * rows * k if plan.transforms else stored_bytes(model, names)
+            left -= FLOAT * rows * k if plan.in_float32 else stored_bytes(model, names)
     return moments
 
 
@@ -424,7 +424,7 @@ def learning_moments(model: ModelSize, plan: Plan, tokens: int) -> list[tuple[in
     """
     if plan.learned is None:
         return []
-    held = FLOAT * model.layer.elements if plan.transforms else layer_as_stored(model)
+    held = FLOAT * model.layer.elements if plan.in_float32 else layer_as_stored(model)
     weights, scales = _weights_and_scales(model, plan)
     started = weights + 5 * scales
     widest = max(k for _, _, k in model.layer.groups)

@@ -125,6 +125,14 @@ class Plan:
         return next((item for item in self.transforms if item[0] in ROTATIONS), None)
 
     @property
+    def in_float32(self) -> bool:
+        """Whether weights of some layer are in float32 while it is quantized.
+
+        Transforms change them, and beside a linear that stays as it is a layer runs as it does in the artifact.
+        """
+        return bool(self.transforms) or None in self.schemes.values()
+
+    @property
     def smoothings(self) -> tuple[tuple[str, Mapping[str, Any]], ...]:
         """The transforms of each layer by itself."""
         return tuple(item for item in self.transforms if item[0] in TRANSFORMS)

@@ -110,8 +110,7 @@ class Forward:
         )
         for layer in steps:
             process_memory.give_back_holes()
-            as_stored = not self.plan.transforms  # they change weights, in float32
-            with stream.layer(layer.index, as_stored=as_stored) as module, linears_restored(module):
+            with stream.layer(layer.index, as_stored=as_stored(self.plan, layer)) as module, linears_restored(module):
                 last = self._layer(stream, source, module, layer, states, original=original)
             if layer is not self.graph.layers[-1]:
                 hidden.commit(layer.index + 1, key=self.key, settled=self.team.wait)
@@ -213,6 +212,15 @@ class Forward:
     def _bytes(self, layer: Layer) -> int:
         prefix = f"{layer.prefix}."
         return sum(info.nbytes for name, info in self.source.checkpoint.infos.items() if name.startswith(prefix))
+
+
+def as_stored(plan: Plan, layer: Layer) -> bool:
+    """Return whether a layer's linears may be multiplied as they are stored while it is quantized.
+
+    Transforms change weights, in float32. A linear that stays as it is runs in the artifact as any other module does, which is
+    another order of sums than that of `in_parts`, and the canary is to be the artifact's.
+    """
+    return not plan.transforms and all(plan.schemes[name] is not None for name in layer.linears)
 
 
 @torch.no_grad()

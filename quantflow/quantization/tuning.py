@@ -52,7 +52,15 @@ from quantflow.planning.kv_cache import kv_scales_of
 from quantflow.planning.recipe import Tune
 from quantflow.process_memory import give_back_holes
 from quantflow.quantization.layer import FORMAT, canary_traffic, install_all
-from quantflow.quantization.layer_by_layer import ORIGINAL, Forward, canary_tokens, linears_restored, read_back, write_canary
+from quantflow.quantization.layer_by_layer import (
+    ORIGINAL,
+    Forward,
+    as_stored,
+    canary_tokens,
+    linears_restored,
+    read_back,
+    write_canary,
+)
 from quantflow.quantization.smoothing import is_factor, put_changed, smooth_again
 
 PARTS = ("u", "mean", "square")  # of what is tuned
@@ -352,8 +360,7 @@ def _write(run: TuningRun, *, keys: Mapping[int, str], outcome: Mapping[str, Any
         path = layer_store.layer_path(done.output, layer.index)
         scales = kv_scales_of(done.measurement, layer, done.plan.kv_cache)
         cache = None if scales is None else KVRounder({layer.index: scales})
-        as_stored = not done.plan.transforms  # they change weights, in float32
-        with stream.layer(layer.index, as_stored=as_stored) as module, linears_restored(module):
+        with stream.layer(layer.index, as_stored=as_stored(done.plan, layer)) as module, linears_restored(module):
             if layer_store.finished(path, keys[layer.index]) is not None:
                 read_back(module, layer, done.plan, path)
                 last = stream.run(module, canary, cache=cache)

@@ -26,6 +26,6 @@ def hint(result: Mapping[str, Any]) -> str:
     diagnosis = result["diagnosis"]
     mend = diagnosis["mend"]
     if mend is None:
-        return str(diagnosis["note"] or "no linear stands out: a finer scheme for all of them is the mend")
+        return str(diagnosis["note"] or "No linear stands out: a finer scheme for all of them is the mend")
     now = result["metrics"]["mean_kld"]["value"]
-    return f"mend: {mend_words(mend)}: mean KLD {now:.4g}, predicted {mend['mean_kld']:.4g}; {mend['recipe']} is its recipe"
+    return f"Mend: {mend_words(mend)}: mean KLD {now:.4g}, predicted {mend['mean_kld']:.4g}; {mend['recipe']} is its recipe"

@@ -29,7 +29,8 @@ h3 { font-size: 1rem; margin: 0; } h4 { font-size: .95rem; margin: 1rem 0 .3rem;
 .summary { display: grid; grid-template-columns: max-content 1fr; gap: .3rem 1rem; margin: 0; padding: .8rem 1rem;
   background: var(--box); border-radius: 6px; }
 .summary dt { color: var(--soft); } .summary dd { margin: 0; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; width: 100%; overflow-wrap: normal; }
+.wide { overflow-x: auto; } .plots + .wide, .wide + .one { margin-top: 1.2rem; }
+table { border-collapse: collapse; width: 100%; overflow-wrap: normal; }
 th, td { padding: .35rem .5rem; text-align: right; white-space: nowrap; vertical-align: top; }
 th { border-bottom: 2px solid var(--ink); } td { border-bottom: 1px solid var(--line); }
 th.left, td.left { text-align: left; }
@@ -351,7 +352,7 @@ def _breakdown(diagnosis: Mapping[str, Any]) -> str:
         for part in diagnosis[key]:
             numbers = [_short(part["mean_kld"]), f"{part['share']:.1%}", f"{part['top1_agreement']:.1%}"]
             body.append(_cells([part["name"], f"{part['tokens']:,}", *numbers], left=1))
-    columns = ("predicted token", "tokens", "mean KLD", "of the divergence", "top-1")
+    columns = ("predicted token", "tokens", "mean KLD", "share", "top-1")
     return f"<div class=one>{_rows_table(columns, body, left=1)}</div>"
 
 
