@@ -1,10 +1,107 @@
-"""Stock transformers on a folder in the FP8 layout, which it dequantizes where there is no GPU."""
+"""Stock transformers on folders in GPTQ's, AWQ's and FP8's layouts, and GPTQModel's own act-order folder in this runtime.
+
+For GPTQ and AWQ it needs optimum and gptqmodel, which have an environment of their own, named by GPTQMODEL_ENV (transformers
+5.23, optimum 2.3, gptqmodel 7.7); without it those tests are skipped. FP8 it dequantizes by itself where there is no GPU.
+"""
+
+import json
+import os
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from quantflow.core.scheme import preset, with_group_size
+from quantflow.core.scheme import named, preset, with_group_size
+from quantflow.formats.weight_layout import integers
+from quantflow.runtime.decoding import generate
+from quantflow.runtime.load import load
+
+ENVIRONMENT = os.environ.get("GPTQMODEL_ENV") or None
+SETTINGS = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "GPTQMODEL_CPU_WORKERS": "2"}
+PROMPT = list(range(30, 46))
+NEW = 12
+TEXTS = """
+import json, sys, torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+prompt, new, *folders = json.loads(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
+ids = torch.tensor([prompt])
+for folder in folders:
+    told = {"dtype": torch.float32, "device_map": "cpu", "output_loading_info": True}
+    model, report = AutoModelForCausalLM.from_pretrained(folder, **told)
+    assert not any(report.values()), report
+    with torch.no_grad():
+        logits = model(ids).logits.float()
+    asked = {"attention_mask": torch.ones_like(ids), "max_new_tokens": new, "do_sample": False, "eos_token_id": None}
+    tokens = model.generate(ids, **asked)[0, len(prompt):]
+    save_file({"logits": logits.contiguous(), "tokens": tokens.contiguous()}, f"{folder}.safetensors")
+"""
+QUANTIZE = """
+import sys
+from gptqmodel import GPTQModel, QuantizeConfig
+model, output = sys.argv[1:]
+chosen = QuantizeConfig(bits=4, group_size=32, sym=True, desc_act=True, act_group_aware=False)
+loaded = GPTQModel.load(model, chosen, device="cpu")
+rows = [{"input_ids": list(range(5 + i, 69 + i)), "attention_mask": [1] * 64} for i in range(8)]
+loaded.quantize(rows, batch_size=1)
+loaded.save(output)
+"""
+NEEDS_GPTQMODEL = pytest.mark.skipif(ENVIRONMENT is None, reason="GPTQMODEL_ENV names no environment with gptqmodel")
+
+
+def theirs(script: str, *words: str | Path) -> None:
+    line = [str(Path(str(ENVIRONMENT)) / "bin" / "python"), "-c", script, *map(str, words)]
+    done = subprocess.run(line, env={**os.environ, **SETTINGS, "PYTHONPATH": ""}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def assert_computes_what_transformers_does(model: Path, folder: Path) -> None:
+    """Compare logits and greedy tokens; gptqmodel makes its weights in float16, which is all of the difference."""
+    expected, ids = load_file(f"{folder}.safetensors"), torch.tensor([PROMPT])
+    loaded = load(folder, decoder="lean")
+    rounded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name in loaded.artifact.linears:
+            weight = rounded.get_parameter(f"{name}.weight")
+            weight.copy_(loaded.artifact.decode(name).dequantize().half())
+        torch.testing.assert_close(rounded(ids).logits, expected["logits"], rtol=0, atol=1e-4)
+    loaded.decoder.begin(rows=1, capacity=64)
+    torch.testing.assert_close(loaded.decoder.forward(ids, last_only=False), expected["logits"], rtol=0, atol=5e-3)
+    found = generate(loaded.decoder, ids, max_new_tokens=NEW)[0, len(PROMPT) :]
+    assert found.tolist() == expected["tokens"].tolist()
+
+
+@pytest.mark.slow
+@NEEDS_GPTQMODEL
+def test_transformers_computes_from_gptq_and_awq_folders_what_the_lean_decoder_does(llama, tmp_path, write_foreign):
+    cases = {
+        "gptq": ("gptq", True, False),
+        "gptq-act-order": ("gptq", True, True),
+        "gptq-zero-points": ("gptq", False, True),
+        "gptq_v2": ("gptq_v2", False, False),
+        "awq": ("awq", False, False),
+    }
+    for name, (layout, symmetric, ordered) in cases.items():
+        found = named(integers(4, 32, symmetric=symmetric, where="a test"), None, "pack-quantized")
+        write_foreign(tmp_path / name, llama, layout, found, ordered=ordered)
+    theirs(TEXTS, json.dumps(PROMPT), str(NEW), *(tmp_path / name for name in cases))
+    for name in cases:
+        assert_computes_what_transformers_does(llama, tmp_path / name)
+
+
+@pytest.mark.slow
+@NEEDS_GPTQMODEL
+def test_a_folder_that_gptqmodel_wrote_in_act_order_runs_with_its_tokens(llama, tmp_path):
+    theirs(QUANTIZE, llama, tmp_path / "f")
+    table = json.loads((tmp_path / "f" / "config.json").read_text())["quantization_config"]
+    assert table["desc_act"] and table["bits"] == 4
+    order = load_file(tmp_path / "f" / "model.safetensors")["model.layers.0.mlp.down_proj.g_idx"]
+    assert order.diff().lt(0).any()
+    theirs(TEXTS, json.dumps(PROMPT), str(NEW), tmp_path / "f")
+    assert_computes_what_transformers_does(llama, tmp_path / "f")
 
 
 @pytest.mark.filterwarnings("ignore")  # it says that there is no GPU
