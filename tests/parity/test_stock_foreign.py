@@ -52,9 +52,11 @@ loaded.save(output)
 NEEDS_GPTQMODEL = pytest.mark.skipif(ENVIRONMENT is None, reason="GPTQMODEL_ENV names no environment with gptqmodel")
 
 
-def theirs(script: str, *words: str | Path) -> None:
+def theirs(script: str, *words: str | Path, folder: Path) -> None:
+    """Run a script in its environment; it writes logs where it stands."""
     line = [str(Path(str(ENVIRONMENT)) / "bin" / "python"), "-c", script, *map(str, words)]
-    done = subprocess.run(line, env={**os.environ, **SETTINGS, "PYTHONPATH": ""}, capture_output=True, text=True, check=False)
+    surroundings = {**os.environ, **SETTINGS, "PYTHONPATH": ""}
+    done = subprocess.run(line, env=surroundings, cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -87,7 +89,7 @@ def test_transformers_computes_from_gptq_and_awq_folders_what_the_lean_decoder_d
     for name, (layout, symmetric, ordered) in cases.items():
         found = named(integers(4, 32, symmetric=symmetric, where="a test"), None, "pack-quantized")
         write_foreign(tmp_path / name, llama, layout, found, ordered=ordered)
-    theirs(TEXTS, json.dumps(PROMPT), str(NEW), *(tmp_path / name for name in cases))
+    theirs(TEXTS, json.dumps(PROMPT), str(NEW), *(tmp_path / name for name in cases), folder=tmp_path)
     for name in cases:
         assert_computes_what_transformers_does(llama, tmp_path / name)
 
@@ -95,12 +97,12 @@ def test_transformers_computes_from_gptq_and_awq_folders_what_the_lean_decoder_d
 @pytest.mark.slow
 @NEEDS_GPTQMODEL
 def test_a_folder_that_gptqmodel_wrote_in_act_order_runs_with_its_tokens(llama, tmp_path):
-    theirs(QUANTIZE, llama, tmp_path / "f")
+    theirs(QUANTIZE, llama, tmp_path / "f", folder=tmp_path)
     table = json.loads((tmp_path / "f" / "config.json").read_text())["quantization_config"]
     assert table["desc_act"] and table["bits"] == 4
     order = load_file(tmp_path / "f" / "model.safetensors")["model.layers.0.mlp.down_proj.g_idx"]
     assert order.diff().lt(0).any()
-    theirs(TEXTS, json.dumps(PROMPT), str(NEW), tmp_path / "f")
+    theirs(TEXTS, json.dumps(PROMPT), str(NEW), tmp_path / "f", folder=tmp_path)
     assert_computes_what_transformers_does(llama, tmp_path / "f")
 
 
