@@ -1,5 +1,6 @@
 """Work in a process of its own that may hold so much memory and run so long: a crash, a hang or an explosion is an outcome."""
 
+import math
 import os
 import resource
 import select
@@ -10,7 +11,8 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 
-SECONDS = 10.0
+SECONDS = 10.0  # of the processor
+PATIENCE = 12  # times as long a process may take by the clock: others keep the machine busy, or it sleeps
 MEMORY = 2 << 30  # bytes of address space beyond what the process has
 PROMISED = (0, 2, 3, 5, 6, 7)
 
@@ -37,8 +39,17 @@ class Outcome:
         return self.code in PROMISED and not raw and not bug
 
 
-def isolated(work: Callable[[], int], *, seconds: float = SECONDS, memory: int | None = MEMORY) -> Outcome:
-    """Return how `work`, which returns an exit code, ends in a fork of this process."""
+def isolated(
+    work: Callable[[], int], *, seconds: float = SECONDS, clock: float | None = None, memory: int | None = MEMORY
+) -> Outcome:
+    """Return how `work`, which returns an exit code, ends in a fork of this process.
+
+    Args:
+        work: runs in the fork.
+        seconds: of the processor; what takes more ends with SIGXCPU.
+        clock: seconds after which it is killed, PATIENCE times as many unless they are given.
+        memory: bytes of address space beyond what this process has; None is no limit.
+    """
     reader, writer = os.pipe()
     begin = time.monotonic()
     child = os.fork()
@@ -56,6 +67,7 @@ def isolated(work: Callable[[], int], *, seconds: float = SECONDS, memory: int |
                 with open("/proc/self/statm") as file:
                     size = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
                 resource.setrlimit(resource.RLIMIT_AS, (size + memory, size + memory))
+            resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(seconds), math.ceil(seconds) + 1))
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             code = work()
         except BaseException:
@@ -67,7 +79,7 @@ def isolated(work: Callable[[], int], *, seconds: float = SECONDS, memory: int |
             finally:  # whatever they say, this fork never returns into its parent's code
                 os._exit(code)
     os.close(writer)
-    said, end = bytearray(), begin + seconds
+    said, end = bytearray(), begin + (PATIENCE * seconds if clock is None else clock)
     while (left := end - time.monotonic()) > 0 and select.select([reader], [], [], left)[0]:
         piece = os.read(reader, 1 << 16)
         if not piece:  # it closed what it writes to, so it is about to end
