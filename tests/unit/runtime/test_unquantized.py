@@ -50,6 +50,7 @@ def test_in_bfloat16_its_logits_are_those_of_transformers_within_its_rounding(de
     expected = saved(tmp_path, "llama", torch.bfloat16).float()(IDS).logits[:, 7:].transpose(0, 1)
     found = logits(load(tmp_path, decoder=decoder, dtype=torch.bfloat16).decoder)
     assert (found - expected).norm() < 2 * torch.finfo(torch.bfloat16).eps * expected.norm()
+    assert not torch.equal(found, logits(load(tmp_path, decoder=decoder).decoder))  # what it is in float32
 
 
 def test_auto_takes_the_lean_decoder_and_weights_may_stay_on_disk(tmp_path):
