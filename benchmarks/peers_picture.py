@@ -17,8 +17,8 @@ SCHEMES = {"W4A16 g128": "4 bits", "W3A16 g64": "3 bits", "W2A16 g64": "2 bits"}
 PROGRAMS = ("quantflow best", "quantflow gptq", "AutoRound", "llm-compressor GPTQ", "GPTQModel")
 RUNTIMES = (
     "quantflow W4A16",
+    "quantflow W4A8",
     "quantflow W8A8",
-    "ONNX Runtime int4",
     "OpenVINO int4",
     "OpenVINO int8",
     "llama.cpp Q4_0",

@@ -137,7 +137,7 @@ def open_device(name: str) -> Device:
     if kind is None:
         raise UnsupportedError(
             f"--device {name}: layers do not run on Gaudi here, whose kernels are compiled for shapes known beforehand",
-            "measure and quantize with --device cpu or cuda, and export with --format inc for Gaudi",
+            "measure with --device cpu or cuda, and export with --format inc for Gaudi",
         )
     if kind.type == "cpu":
         return HOST
