@@ -309,7 +309,9 @@ class LayerStream:
                 stack.enter_context(self._replaced(self._given))
                 stack.enter_context(placed(self.model, self.device))
             stack.enter_context(self._in_place_of(self._head, head))
-            stack.enter_context(self._in_place_of(self._embedding, NoEmbedding(self._embeds, dtype=self.dtype)))
+            stack.enter_context(
+                self._in_place_of(self._embedding, NoEmbedding(self._embeds, dtype=self.dtype, device=self.device))
+            )
             yield
 
     @torch.no_grad()

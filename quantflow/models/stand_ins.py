@@ -110,14 +110,18 @@ def giving(mine: threading.local, hidden: Tensor) -> Iterator[None]:
 class NoEmbedding(nn.Module):
     """Stands for the embedding before layers that were stood for: what it returns is read by none of them."""
 
-    def __init__(self, embedding: Any, *, dtype: torch.dtype) -> None:
-        """Take the place of an embedding whose weight [V, E] is on meta; `dtype`: of what it returns."""
+    def __init__(self, embedding: Any, *, dtype: torch.dtype, device: Device) -> None:
+        """Take the place of an embedding whose weight [V, E] is on meta; `dtype`, `device`: of what it returns.
+
+        Some families move token ids to the device of the weight first, so theirs says nothing.
+        """
         super().__init__()
+        self._device = device.kind
         self.weight = torch.empty(embedding.weight.shape, dtype=dtype, device="meta")  # families ask for its dtype
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return zeros, [..., E] of ids [...]."""
-        return torch.zeros((*ids.shape, self.weight.shape[1]), dtype=self.weight.dtype, device=ids.device)
+        return torch.zeros((*ids.shape, self.weight.shape[1]), dtype=self.weight.dtype, device=self._device)
 
 
 class Rows(nn.Module):
