@@ -4,8 +4,8 @@ A layer is given the hidden state that transformers' layer was given; what each 
 Two computations of one formula in float32 differ by the order of their sums, so the bound is half of its digits, 2^-12 (it
 rounds to 2^-24), and 2^-20 of the hidden state, to which that was added. Where inputs or keys and values are rounded to
 codes, a number in the middle between two falls to either, and what follows differs by more. So the lean decoder also
-computes the layer without that rounding; what rounding costs the token there is added to the bound. A layer whose inputs
-have outliers loses most to it, and differs most.
+computes the layer without that rounding. Either decoder is away from that by what rounding costs the token, so twice that is
+added to the bound. A layer whose inputs have outliers loses most to it, and differs most.
 """
 
 from dataclasses import replace
@@ -102,7 +102,7 @@ class LeanCheck:
             least: what it was added to.
         """
         error, size = (found - expected).norm(dim=-1), expected.norm(dim=-1)
-        bound = BOUND * size + _RESIDUAL * least.norm(dim=-1) + (found - exact).norm(dim=-1)
+        bound = BOUND * size + _RESIDUAL * least.norm(dim=-1) + 2 * (found - exact).norm(dim=-1)
         above = error / bound.clamp(min=torch.finfo(torch.float32).tiny)
         worst = int(above.argmax())
         if not float(above[worst]) <= 1:  # NaN too
