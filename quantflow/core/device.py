@@ -84,10 +84,6 @@ class Device:
             return tensor
         return self.host_empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)  # returns when it is there
 
-    def empty(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
-        """Return a tensor on the device that holds anything."""
-        return torch.empty(tuple(shape), dtype=dtype, device=self.kind)
-
     def host_empty(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
         """Return a tensor in host memory that holds anything, pinned where the device is not the CPU."""
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=not self.is_host)
@@ -95,14 +91,6 @@ class Device:
     def factories(self) -> AbstractContextManager[object]:
         """Return a context in which a tensor that is made without a named device is made on this one."""
         return nullcontext() if self.is_host else self.kind
-
-    def free_bytes(self) -> int | None:
-        """Return the bytes that its allocator may still take; None for the CPU, whose memory process_memory knows."""
-        if self.is_host:
-            return None
-        free, _ = torch.cuda.mem_get_info(self.kind)
-        held = torch.cuda.memory_reserved(self.kind) - torch.cuda.memory_allocated(self.kind)  # of its own, and unused
-        return int(free + held)
 
     @contextmanager
     def deterministic(self) -> Iterator[None]:

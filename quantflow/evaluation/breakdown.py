@@ -14,9 +14,9 @@ from transformers import PreTrainedTokenizerBase
 
 from quantflow.evaluation.divergence import Comparison
 
-WORD, PART, DIGITS, PUNCTUATION, WHITESPACE, BYTES, SPECIAL = (
-    *("word start", "word continuation", "digits", "punctuation", "whitespace", "bytes of a character", "special"),
-)
+WORD, PART, DIGITS, PUNCTUATION = "word start", "word continuation", "digits", "punctuation"
+WHITESPACE, BYTES, SPECIAL = "whitespace", "bytes of a character", "special"
+KINDS = (WORD, PART, DIGITS, PUNCTUATION, WHITESPACE, BYTES, SPECIAL)  # of tokens, as a breakdown has them in order
 FREQUENT, BETWEEN, RARE = "frequent", "between", "rare"
 STEP = 4  # a part of `by_position` ends at so many times the tokens that the one before it does
 SELDOM = 2  # tokens that stand so often in the text, or less, are rare
@@ -55,13 +55,12 @@ def by_position(comparison: Comparison) -> list[TokenPart]:
 
 
 def by_kind(comparison: Comparison, sequences: Sequence[Tensor], tokenizer: PreTrainedTokenizerBase) -> list[TokenPart]:
-    """Return the parts by kind of token: WORD, PART, DIGITS, PUNCTUATION, WHITESPACE, BYTES, SPECIAL."""
+    """Return the parts by kind of token, in the order of KINDS."""
     kind_of = kinds(tokenizer)
     tokens = _predicted(sequences)  # [T]
     of_id = {number: kind_of(number) for number in torch.unique(tokens).tolist()}
     names = [of_id[number] for number in tokens.tolist()]
-    order = (WORD, PART, DIGITS, PUNCTUATION, WHITESPACE, BYTES, SPECIAL)
-    return _parts(comparison, [(kind, torch.tensor([name == kind for name in names])) for kind in order])
+    return _parts(comparison, [(kind, torch.tensor([name == kind for name in names])) for kind in KINDS])
 
 
 def by_frequency(comparison: Comparison, sequences: Sequence[Tensor]) -> list[TokenPart]:

@@ -140,7 +140,7 @@ def _probed(subject: Subject, progress: Progress) -> tuple[dict[str, Any], str |
     )
     whole = prober.klds({CANDIDATE: Swap(base=CANDIDATE, taken=())})[CANDIDATE]
     probed = probes.run_probes(prober, units, whole=whole, count=count)
-    patient = mend.Patient(
+    to_mend = mend.ArtifactToMend(
         manifest=manifest,
         source=source,
         graph=graph,
@@ -149,7 +149,7 @@ def _probed(subject: Subject, progress: Progress) -> tuple[dict[str, Any], str |
         sampled_kld=whole,
         kld=float(subject.comparison.kld.mean()),
     )
-    mended = mend.cheapest(patient, prober, model=str(source.checkpoint.folder), seed=subject.seed)
+    mended = mend.cheapest(to_mend, prober, model=str(source.checkpoint.folder), seed=subject.seed)
     tries = 0 if mended is None else len(mended[0]["tried"])
     record = {
         "tokens": sum(map(len, sample)),

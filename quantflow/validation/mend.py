@@ -40,7 +40,7 @@ RECIPE = "mend.yaml"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Patient:
+class ArtifactToMend:
     """An artifact that may be mended.
 
     Attributes:
@@ -97,55 +97,55 @@ class Remedy:
     bytes: int
 
 
-def cheapest(patient: Patient, prober: Prober, *, model: str, seed: int) -> tuple[dict[str, Any], str] | None:
+def cheapest(to_mend: ArtifactToMend, prober: Prober, *, model: str, seed: int) -> tuple[dict[str, Any], str] | None:
     """Return the mend, see the module's head, and the recipe that makes it; None where no linear's gain is worth it.
 
     Args:
-        patient: the artifact.
+        to_mend: the artifact.
         prober: runs the tries.
         model: the source's folder, for the recipe.
         seed: likewise.
     """
-    units = _costliest(patient)
+    units = _costliest(to_mend)
     linears = [name for unit in units for name in unit.linears]
     if not units:
         return None
-    found = [_remedy(patient, linears, scheme) for scheme in (*SCHEMES, None)]
+    found = [_remedy(to_mend, linears, scheme) for scheme in (*SCHEMES, None)]
     remedies = [remedy for remedy in found if remedy is not None]
     if not remedies:
         return None
     modules = tuple(name for unit in units for name in unit.modules)
     swaps = {
         f"mend {remedy.scheme}: {', '.join(linears)}": Swap(
-            base=CANDIDATE, taken=modules, made=_made(patient.source, remedy.plan, linears)
+            base=CANDIDATE, taken=modules, made=_made(to_mend.source, remedy.plan, linears)
         )
         for remedy in remedies
     }
     tried = dict(zip((remedy.scheme for remedy in remedies), prober.klds(swaps).values(), strict=True))
-    best = patient.sampled_kld - min(tried.values())
-    if best <= WORTH * patient.sampled_kld:
+    best = to_mend.sampled_kld - min(tried.values())
+    if best <= WORTH * to_mend.sampled_kld:
         return None
-    enough = [remedy for remedy in remedies if patient.sampled_kld - tried[remedy.scheme] >= ENOUGH * best]
+    enough = [remedy for remedy in remedies if to_mend.sampled_kld - tried[remedy.scheme] >= ENOUGH * best]
     chosen = min(enough, key=lambda remedy: remedy.bytes)
-    predicted = patient.kld * tried[chosen.scheme] / patient.sampled_kld
+    predicted = to_mend.kld * tried[chosen.scheme] / to_mend.sampled_kld
     record = {
         "linears": linears,
         "scheme": chosen.scheme,
         "bytes": chosen.bytes,
         "mean_kld": predicted,
-        "gain": patient.kld - predicted,
+        "gain": to_mend.kld - predicted,
         "tried": [{"scheme": each.scheme, "bytes": each.bytes, "mean_kld": tried[each.scheme]} for each in remedies],
         "recipe": RECIPE,
     }
-    told = f"{patient.entry.name} with {mend_words(record)}: mean KLD {patient.kld:.4g}, predicted {predicted:.4g}."
+    told = f"{to_mend.entry.name} with {mend_words(record)}: mean KLD {to_mend.kld:.4g}, predicted {predicted:.4g}."
     return record, recipe_text(chosen.entry, model=model, revision=None, seed=seed, told=told)
 
 
-def _costliest(patient: Patient) -> list[SwapUnit]:
+def _costliest(to_mend: ArtifactToMend) -> list[SwapUnit]:
     """Return the units whose linears are worth most, with those that runtimes fuse with them; at most MENDED such groups."""
-    unit_of = {name: unit for unit in patient.units if not unit.whole for name in unit.linears}
+    unit_of = {name: unit for unit in to_mend.units if not unit.whole for name in unit.linears}
     groups: list[list[SwapUnit]] = []
-    for layer in patient.graph.layers:
+    for layer in to_mend.graph.layers:
         for group in layer.groups:
             for names in [group.linears] if group.fused else [(name,) for name in group.linears]:
                 members = list(dict.fromkeys(unit_of[name] for name in names if name in unit_of))
@@ -154,28 +154,28 @@ def _costliest(patient: Patient) -> list[SwapUnit]:
                     groups.remove(other)
                     members += [unit for unit in other if unit not in members]
                 groups += [members] if members else []
-    gains = {each.unit: max(0.0, each.gain) for each in patient.probed}
+    gains = {each.unit: max(0.0, each.gain) for each in to_mend.probed}
     worth = [(sum(gains.get(unit, 0.0) for unit in members), members) for members in groups]
-    chosen = sorted((pair for pair in worth if pair[0] > WORTH * patient.sampled_kld), key=lambda pair: -pair[0])[:MENDED]
+    chosen = sorted((pair for pair in worth if pair[0] > WORTH * to_mend.sampled_kld), key=lambda pair: -pair[0])[:MENDED]
     return [unit for _, members in chosen for unit in members]
 
 
-def _remedy(patient: Patient, linears: Sequence[str], scheme: str | None) -> Remedy | None:
+def _remedy(to_mend: ArtifactToMend, linears: Sequence[str], scheme: str | None) -> Remedy | None:
     """Return a scheme for linears, None where it is not finer than what they have, or does not go with the rest."""
-    entry = patient.entry
+    entry = to_mend.entry
     if scheme is None:
         changed = replace(entry, ignore=(*entry.ignore, *linears))
     else:
         changed = replace(entry, overrides=(*entry.overrides, *(Override(match=name, scheme=scheme) for name in linears)))
-    now = patient.plan(entry)
+    now = to_mend.plan(entry)
     try:
-        plan = patient.plan(replace(changed, name=f"{entry.name}-mended"))
+        plan = to_mend.plan(replace(changed, name=f"{entry.name}-mended"))
     except (UsageError, UnsupportedError, SchemeError):  # nothing is left to quantize, or the algorithm does not take it
         return None
     pairs = [(now.schemes[name], plan.schemes[name]) for name in linears]
     if scheme is not None and not all(new is not None and old is not None and _finer(new, old) for old, new in pairs):
         return None
-    more = patient.nbytes(plan, linears) - patient.nbytes(now, linears)
+    more = to_mend.nbytes(plan, linears) - to_mend.nbytes(now, linears)
     return Remedy(scheme=scheme, entry=replace(changed, name=f"{entry.name}-mended"), plan=plan, bytes=more)
 
 

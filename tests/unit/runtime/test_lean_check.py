@@ -96,7 +96,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("name", ["W8A16", "W8A8"])
+@pytest.mark.parametrize("name", ["W8A16", "W8A8", "FP8_DYNAMIC"])
 @pytest.mark.parametrize(("family", "change", "where"), WRONG)
 def test_whatever_is_left_out_is_named(family, change, where, name, tmp_path, make_artifact):
     make_artifact(tmp_path, MODELS[family], PRESETS[name])
