@@ -1,6 +1,7 @@
 """What this process and this machine use and have, in bytes. Nothing here decides anything."""
 
 import ctypes
+import gc
 import os
 import resource
 import sys
@@ -10,7 +11,9 @@ from pathlib import Path
 
 MAPPED = 8 << 20  # bytes from which a block is a mapping of its own
 KEPT = 24 << 20  # bytes that lie free at the end of the heap, for the next unit, at least; twice as many at most
+CREATED = 100_000  # objects, after which cycles are searched for while a process imports
 _MMAP_THRESHOLD, _TRIM_THRESHOLD, _TOP_PAD, _ARENA_MAX = -3, -1, -2, -8  # of mallopt, see mallopt(3)
+_USUAL = gc.get_threshold()[0]
 _PROC = Path("/proc")
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -75,6 +78,27 @@ def give_back_freed() -> None:
         library.mallopt(_TRIM_THRESHOLD, 2 * KEPT)
         library.mallopt(_TOP_PAD, KEPT)
         library.mallopt(_ARENA_MAX, 1)
+
+
+def search_seldom() -> None:
+    """Search for cycles seldom: what torch and transformers create while they are imported is searched again and again.
+
+    That costs a fifth of a second per process, and the search at its end, through all that was imported, another third.
+    For a process of our own; in somebody else's it is theirs to say.
+    """
+    gc.set_threshold(CREATED, *gc.get_threshold()[1:])
+
+
+def search_as_usual() -> None:
+    """Search for cycles as often as before `search_seldom`, where that was called: layers may hang on them."""
+    if gc.get_threshold()[0] == CREATED:
+        gc.freeze()  # what is there now are modules and classes
+        gc.set_threshold(_USUAL, *gc.get_threshold()[1:])
+
+
+def end_quickly() -> None:
+    """Let this process end without a last search for cycles through all that it imported."""
+    gc.freeze()
 
 
 def give_back_holes() -> None:

@@ -19,10 +19,14 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from quantflow import process_memory
+
+if __name__ == "__main__":
+    process_memory.search_seldom()  # first: most of its imports are torch's
+
 import torch
 from torch import Tensor
 
-from quantflow import process_memory
 from quantflow.artifact.canonical import read_json
 from quantflow.artifact.checkpoint import Checkpoint, open_checkpoint
 from quantflow.artifact.manifest import read_manifest
@@ -203,4 +207,5 @@ def _fail(cause: str, remedy: str, code: int) -> int:
 if __name__ == "__main__":
     process_memory.give_back_freed()
     ended = main(awaited(sys.stdin))
+    process_memory.end_quickly()
     sys.exit(ended)

@@ -19,6 +19,7 @@ from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import AutoModelForImageTextToText
 from transformers.pytorch_utils import Conv1D
 
+from quantflow import process_memory
 from quantflow.artifact.checkpoint import Checkpoint, open_checkpoint, refuse_quantized
 from quantflow.errors import InputError, first_line
 from quantflow.models.configuration import load_config
@@ -125,6 +126,7 @@ def as_written(config: PreTrainedConfig) -> PreTrainedModel:
         InputError: transformers makes no model of it.
     """
     kind = model_class(config)
+    process_memory.search_as_usual()  # all that it takes is imported; layers are made from here on
     if kind.config_class is not type(config) and kind.config_class is config.sub_configs.get("text_config"):
         config = config.get_text_config()  # of a type with more than text, whose causal language model is the text's alone
     attention = "sdpa" if kind._supports_sdpa else "eager"

@@ -46,5 +46,8 @@ def cli() -> None:
 def main() -> int:
     """Run the command line of this process and return its exit code."""
     guard()
+    process_memory.search_seldom()
     process_memory.give_back_freed()
-    return exit_code(cli, sys.argv[1:])
+    code = exit_code(cli, sys.argv[1:])
+    process_memory.end_quickly()
+    return code
