@@ -169,6 +169,7 @@ class ServeJob:
         client_timeout: seconds that a client may take to send headers, to send a body, or to take what is sent to it.
         drain_seconds: SIGTERM lets running requests end for so long.
         disable_grammar_support: refuse requests with a grammar.
+        token_ids: TGI's routes take and give token ids with commas between them, in place of text.
         limits: of requests.
         signature: whom every artifact has to be signed by.
         kv_memory: for keys and values, such as 4GiB, or 50% of what is free when a model is loaded.
@@ -258,6 +259,13 @@ class ServeJob:
         variable="DISABLE_GRAMMAR_SUPPORT",
         verbs=SERVE,
         help="Refuse requests with a grammar.",
+    )
+    token_ids: bool = setting(
+        False,
+        flag="--token-ids",
+        variable="SKIP_TOKENIZER_IN_TGI",
+        verbs=SERVE,
+        help="TGI's routes take and give token ids, 1,2,3, in place of text.",
     )
     limits: Limits = Limits()
     signature: RequiredSignature = RequiredSignature()

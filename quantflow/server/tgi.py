@@ -111,20 +111,35 @@ async def _whole(site: Site, body: GenerateBody) -> tuple[dict[str, Any], Mappin
     """Return the JSON of an answer, and TGI's headers."""
     timings, parameters = Timings(), body.parameters
     model = await site.models.get(parameters.adapter_id)
-    words: Any = {"text": body.inputs, "adapter": site.models.adapter(parameters.adapter_id), "timings": timings}
-    async with site.answering(lambda: site.service.answer(model, asked_by(parameters), **words)) as answer:
+    words: Any = {"adapter": site.models.adapter(parameters.adapter_id), "timings": timings}
+    async with site.answering(lambda: _begin(site, model, asked_by(parameters), body, **words)) as answer:
         await answer.finish()
     best = answer.best()
-    value: dict[str, Any] = {"generated_text": _full(body, answer.rows[best])}
+    value: dict[str, Any] = {"generated_text": _full(site, body, answer.rows[best])}
     if parameters.details or parameters.decoder_input_details:
         details = _details(answer, answer.rows[best], parameters)
         if len(answer.rows) > 1:
             others = [row for number, row in enumerate(answer.rows) if number != best]
             details["best_of_sequences"] = [
-                {"generated_text": _full(body, row), **_details(answer, row, parameters)} for row in others
+                {"generated_text": _full(site, body, row), **_details(answer, row, parameters)} for row in others
             ]
         value["details"] = details
     return value, headers_of(answer, answer.rows[best], body.inputs)
+
+
+async def _begin(site: Site, model: ServedModel, asked: Asked, body: GenerateBody, **words: Any) -> Answer:
+    """Submit a prompt: text, or token ids where the server takes those.
+
+    Raises:
+        Refused: as `Service.answer`; of kind validation, where ids are asked for and something else stands among them.
+    """
+    if not site.job.token_ids:
+        return await site.service.answer(model, asked, text=body.inputs, **words)
+    pieces = [piece.strip() for piece in body.inputs.split(",")] if body.inputs else []
+    wrong = next((piece for piece in pieces if not (piece.isascii() and piece.isdigit() and len(piece) < 10)), None)
+    if wrong is not None:
+        raise invalid(f"`inputs` must be token ids with commas between them. Given: {wrong[:20]!r}")
+    return await site.service.answer(model, asked, text=None, tokens=[int(piece) for piece in pieces], **words)
 
 
 async def _streamed(site: Site, body: GenerateBody) -> EventStream:
@@ -139,14 +154,14 @@ async def _events(site: Site, body: GenerateBody) -> AsyncIterator[str]:
     parameters, asked = body.parameters, asked_by(body.parameters, streams=True)
     try:
         model = await site.models.get(parameters.adapter_id)
-        words: Any = {"text": body.inputs, "adapter": site.models.adapter(parameters.adapter_id)}
-        async with site.answering(lambda: site.service.answer(model, asked, **words)) as answer:
+        adapter = site.models.adapter(parameters.adapter_id)
+        async with site.answering(lambda: _begin(site, model, asked, body, adapter=adapter)) as answer:
             async for piece in answer.pieces(0):
                 row = answer.rows[0]
                 event: dict[str, Any] = {"index": piece.index + 1, "token": token_json(piece)}
                 if asked.top_n_tokens:
                     event["top_tokens"] = tops_json(model, piece.top)
-                event["generated_text"] = _full(body, row) if piece.finish else None
+                event["generated_text"] = _full(site, body, row) if piece.finish else None
                 event["details"] = None
                 if piece.finish:
                     event["details"] = {
@@ -191,8 +206,12 @@ def headers_of(answer: Answer, row: Continuation, text: str) -> Mapping[str, str
     }
 
 
-def _full(body: GenerateBody, row: Continuation) -> str:
-    return body.inputs + row.text.text if body.parameters.return_full_text else row.text.text
+def _full(site: Site, body: GenerateBody, row: Continuation) -> str:
+    """Return what `generated_text` holds; as ids, special tokens are among them."""
+    text, between = row.text.text, ""
+    if site.job.token_ids:
+        text, between = ",".join(str(piece.id) for piece in row.pieces), ","
+    return body.inputs + between + text if body.parameters.return_full_text else text
 
 
 def _details(answer: Answer, row: Continuation, parameters: Parameters) -> dict[str, Any]:

@@ -24,7 +24,13 @@ def command_of(job: ServeJob) -> list[str]:
         UsageError: an option that vLLM has no word for.
         UnsupportedError: the artifact holds what vLLM does not read.
     """
-    refused = {"--model": job.models, "--kv-memory": job.kv_memory, "--pack": job.pack, "--api-key-file": job.api_key_file}
+    refused = {
+        "--model": job.models,
+        "--kv-memory": job.kv_memory,
+        "--pack": job.pack,
+        "--api-key-file": job.api_key_file,
+        "--token-ids": job.token_ids,
+    }
     for flag, value in refused.items():
         if value:
             raise UsageError(f"{flag} with --engine vllm", "leave it out: vLLM has no such option")

@@ -20,7 +20,6 @@ UNREAD = {
     "CUDA_GRAPHS": _GRAPHS,
     "CUDA_MEMORY_FRACTION": "give --kv-memory, such as 50%",
     "QUEUE_THRESHOLD_MS": "requests run in the order in which they came, by priority",
-    "SKIP_TOKENIZER_IN_TGI": "/v1/completions takes a list of token ids",
     "USE_FLASH_ATTENTION": _ATTENTION,
     "FLASH_ATTENTION_RECOMPUTE": _ATTENTION,
     "PROF_WAITSTEP": _PROFILE,

@@ -33,6 +33,14 @@ def test_variables_of_tgi_count_where_no_option_is_given(served, monkeypatch):
     assert job.origins["max_concurrent_requests"] == "--max-concurrent-requests"
 
 
+def test_the_variable_of_token_ids_is_read(served, monkeypatch):
+    assert served().token_ids is False and served("--token-ids").token_ids is True
+    monkeypatch.setenv("SKIP_TOKENIZER_IN_TGI", "true")
+    assert served().token_ids is True
+    monkeypatch.setenv("SKIP_TOKENIZER_IN_TGI", "false")
+    assert served().token_ids is False
+
+
 def test_older_names_of_limits_are_read_and_said(served, capsys):
     job = served("--max-prefill-total-tokens", "99", "--max-input-length", "11")
     assert (job.limits.max_batch_prefill_tokens, job.limits.max_input_tokens) == (99, 11)

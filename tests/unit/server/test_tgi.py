@@ -71,6 +71,26 @@ def test_a_stream_has_an_event_per_token_and_the_whole_text_in_the_last(server):
     assert events[-1]["details"]["finish_reason"] == "length" and events[-1]["details"]["generated_tokens"] == 9
 
 
+def test_token_ids_in_place_of_text_go_in_and_come_out(serve, alone, artifact):
+    ids = AutoTokenizer.from_pretrained(artifact)(PROMPT)["input_ids"]
+    prompt, tokens = ", ".join(map(str, ids)), alone(PROMPT, 6)
+    said = ",".join(map(str, tokens))
+    with serve(token_ids=True) as server:
+        answer = server.generate(prompt, max_new_tokens=6, details=True)
+        assert answer.json()["generated_text"] == said
+        assert [token["id"] for token in answer.json()["details"]["tokens"]] == tokens
+        assert answer.headers["x-prompt-tokens"] == str(len(ids))  # nothing is put before them
+        assert server.generate(prompt, max_new_tokens=6, return_full_text=True).json()["generated_text"] == f"{prompt},{said}"
+        streamed = server.post("/generate_stream", {"inputs": prompt, "parameters": {"max_new_tokens": 6}}).events()
+        assert streamed[-1]["generated_text"] == said and len(streamed) == 6
+        both = {"instances": [{"inputs": prompt, "parameters": {"max_new_tokens": 6}}] * 2}
+        assert server.post("/vertex", both).json() == {"predictions": [said, said]}
+        for wrong, why in {"1,def": "Given: 'def'", "1,,2": "Given: ''", "1,-2": "Given: '-2'", "": "cannot be empty"}.items():
+            refused = server.generate(wrong)
+            assert refused.status == 422 and why in refused.json()["error"]
+        assert "is not one of" in server.generate("999999").json()["error"]
+
+
 def test_the_mistake_of_a_stream_is_an_event_and_its_status_200(server):
     answer = server.post("/generate_stream", {"inputs": PROMPT, "parameters": {"best_of": 2, "do_sample": True}})
     text = "Input validation error: `best_of` != 1 is not supported when streaming tokens"

@@ -58,6 +58,8 @@ def test_what_vllm_cannot_do_is_refused(artifact, tmp_path):
         vllm.command_of(ServeJob(artifact=artifact, engine="vllm", tensor_parallel=3))
     with pytest.raises(UsageError, match="--kv-memory"):
         vllm.command_of(ServeJob(artifact=artifact, engine="vllm", kv_memory="1GiB"))
+    with pytest.raises(UsageError, match="--token-ids"):
+        vllm.command_of(ServeJob(artifact=artifact, engine="vllm", token_ids=True))
 
 
 def test_without_vllm_it_is_said_in_two_lines(artifact, monkeypatch, capsys):
