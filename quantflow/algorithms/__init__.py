@@ -163,4 +163,4 @@ def supports_of(name: str) -> Supports:
 
 
 def _few_bits(weights: TensorScheme) -> bool:
-    return weights.num_bits < 8
+    return weights.code_bits < 8

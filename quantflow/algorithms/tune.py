@@ -114,7 +114,7 @@ def rate(num_bits: int, *, step: int, steps: int) -> float:
     """Return how long a step is, of u: the fewer bits, the longer.
 
     Args:
-        num_bits: of the integers, which span 2^num_bits points, half of them on either side of zero.
+        num_bits: by which points are told apart: there are 2^num_bits, half of them on either side of zero.
         step: 0 .. steps - 1.
         steps: how many there are.
     """
@@ -135,7 +135,7 @@ def stepped(start: QTensor, tuned: Tuned, found: Tensor, *, step: int, steps: in
     mean = tuned.mean.mul(keep).add_(found, alpha=1 - keep)
     square = tuned.square.mul(keep_square).addcmul_(found, found, value=1 - keep_square)
     direction = (mean / (1 - keep ** (step + 1))).div_((square / (1 - keep_square ** (step + 1))).sqrt_().add_(EPSILON))
-    longest = rate(start.scheme.num_bits, step=step, steps=steps)
+    longest = rate(start.scheme.code_bits, step=step, steps=steps)
     return Tuned(u=tuned.u.sub(direction, alpha=longest), mean=mean, square=square)
 
 

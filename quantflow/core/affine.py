@@ -6,7 +6,8 @@ symmetric. Rounding is half to even. Everything broadcasts; nothing here knows a
 
 The symmetric integer rule is compressed-tensors': scale = amax / 127.5 (int8), amax / 7.5 (int4), amax / 3.5 (int3) or
 amax / 1.5 (int2), clamped to -128..127, -8..7, -4..3 or -2..1. A float8 scale is amax / largest. A range of zero (an
-all-zero group, an unseen input) has scale 1: any positive scale reproduces it, and 1 is readable.
+all-zero group, an unseen input) has scale 1: any positive scale reproduces it, and 1 is readable. Where zero is no point, as in
+IQ4_NL, such a group has the smallest scale.
 
 A scale in e8m0 is the power of two that OCP's rule gives: 2^(floor(log2 amax) - floor(log2 largest)). amax is rounded to one
 bit of mantissa before, so that e2m1's largest, 6, cuts what rounds to 6 anyway (up to 7). Source: compressed-tensors 0.20,
@@ -40,9 +41,9 @@ def scale_from_amax(amax: Tensor, scheme: TensorScheme) -> Tensor:
     amax = amax.float()
     if scheme.scale_format == "e8m0":
         return _power_of_two(amax, scheme)
-    scale = torch.where(
-        amax <= 0, torch.ones_like(amax), (amax / half_range(scheme)).clamp_min(torch.finfo(torch.float32).tiny)
-    )
+    smallest = torch.finfo(torch.float32).tiny
+    of_zeros = smallest if scheme.block is not None and scheme.block.points else 1.0
+    scale = torch.where(amax <= 0, of_zeros, (amax / half_range(scheme)).clamp_min(smallest))
     if scheme.scale_rounding == "none":
         return scale
     mantissa, exponent = torch.frexp(scale)  # of [0.5, 1)
@@ -182,6 +183,8 @@ def round_(scaled: Tensor, zero_point: Tensor | None, scheme: TensorScheme) -> T
     """
     if scheme.kind == "float":
         return float8.round_(scaled, scheme.float8)
+    if scheme.block is not None and scheme.block.points:
+        return blocks.round_(scaled, scheme.block)
     if zero_point is not None:
         scaled += zero_point
     return scaled.round_().clamp_(scheme.qmin, scheme.qmax)

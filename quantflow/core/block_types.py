@@ -7,6 +7,9 @@ minimum is likewise dmin times a small integer.
     real = scale * qvalue                        qvalue from -2^(b-1) to 2^(b-1) - 1
     real = scale * qvalue - minimum              qvalue from 0 to 2^b - 1; minimum = scale * zero_point, zero_point a float32
 
+The points of IQ4_NL lie unevenly, closer around zero, and zero is none of them. A qvalue there is the point itself, an int8; a
+block stores its number.
+
 Source: github.com/ggml-org/ggml, `ggml-common.h` and `ggml-quants.c`, which say what the bytes of a block mean.
 """
 
@@ -21,12 +24,13 @@ class BlockType:
 
     Attributes:
         name: llama.cpp's.
-        num_bits: of a qvalue.
+        num_bits: of a qvalue, as an artifact holds it.
         group_size: elements that share a scale.
         elements: of a block.
         minima: whether a group has a minimum too.
         scale_bits: of the integers that scales are multiples of d by; None where a scale is a float16 itself.
         signed: whether these integers may be negative; the largest magnitude is then the most negative one.
+        points: what a qvalue can be, ascending, where that is not every integer of its bits; else empty.
     """
 
     name: str
@@ -36,6 +40,7 @@ class BlockType:
     minima: bool = False
     scale_bits: int | None = None
     signed: bool = False
+    points: tuple[int, ...] = ()
 
     @property
     def groups(self) -> int:
@@ -44,8 +49,8 @@ class BlockType:
 
     @property
     def dependent(self) -> bool:
-        """Whether more than a float16 for each group says what its points are."""
-        return self.minima or self.scale_bits is not None
+        """Whether a group's grid is more than the multiples of a float16."""
+        return self.minima or self.scale_bits is not None or bool(self.points)
 
     @property
     def scale_dtype(self) -> str:
@@ -61,6 +66,8 @@ class BlockType:
         return 0, (1 << self.scale_bits) - 1
 
 
+_IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
 BLOCK_TYPES: Mapping[str, BlockType] = MappingProxyType(
     {
         kind.name: kind
@@ -70,6 +77,7 @@ BLOCK_TYPES: Mapping[str, BlockType] = MappingProxyType(
             BlockType(name="Q5_0", num_bits=5, group_size=32, elements=32),
             BlockType(name="Q5_1", num_bits=5, group_size=32, elements=32, minima=True),
             BlockType(name="Q8_0", num_bits=8, group_size=32, elements=32),
+            BlockType(name="IQ4_NL", num_bits=8, group_size=32, elements=32, points=_IQ4_NL),
             BlockType(name="Q2_K", num_bits=2, group_size=16, elements=256, minima=True, scale_bits=4),
             BlockType(name="Q3_K", num_bits=3, group_size=16, elements=256, scale_bits=6, signed=True),
             BlockType(name="Q4_K", num_bits=4, group_size=32, elements=256, minima=True, scale_bits=6),

@@ -4,12 +4,43 @@
 gets the largest integer, so that d follows from the scales: a weight holds scales alone.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 
 from quantflow.core.block_types import BlockType
 
 _LEAST = 2.0**-24  # float16's smallest number
+
+
+@functools.cache
+def _points(kind: BlockType, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the points of a type, [P] float32, and where one becomes nearer than the one before, [P - 1]."""
+    points = torch.tensor(kind.points, dtype=torch.float32, device=device)
+    return points, (points[1:] + points[:-1]) / 2
+
+
+def round_(scaled: Tensor, kind: BlockType) -> Tensor:
+    """Replace values by the nearest points of a type, in the middle by the larger one, as llama.cpp does; return them.
+
+    Args:
+        scaled: x / scale, float32, any shape.
+        kind: with points.
+    """
+    points, limits = _points(kind, scaled.device)
+    return scaled.copy_(points[torch.bucketize(scaled, limits, out_int32=True, right=True)])
+
+
+def holds(qvalue: Tensor, kind: BlockType) -> bool:
+    """Return whether every qvalue is a point of a type that has points.  qvalue: int8, any shape."""
+    return torch.equal(round_(qvalue.float(), kind).to(torch.int8), qvalue)
+
+
+def codes(qvalue: Tensor, kind: BlockType) -> Tensor:
+    """Return the numbers of points, uint8 from 0 on.  qvalue: int8, any shape, points of the type."""
+    points, _ = _points(kind, qvalue.device)
+    return torch.bucketize(qvalue.float(), points, out_int32=True).to(torch.uint8)
 
 
 def stored(scale: Tensor, kind: BlockType) -> Tensor:

@@ -100,6 +100,9 @@ class QTensor:
                     f"{name}: a qvalue is none of {flavour}'s", "the weight or its file is damaged; quantize again"
                 )
             return
+        kind = self.scheme.block
+        if kind is not None and kind.points and not blocks.holds(self.qvalue, kind):
+            raise SchemeError(f"{name}: a qvalue is no point of {kind.name}", "quantize again")
         if self.scheme.minima and self.zero_point is not None and not torch.isfinite(self.scale * self.zero_point).all():
             raise SchemeError(f"{name}: a minimum is not finite", "quantize the weight again")
         whole = None if self.scheme.minima else self.zero_point

@@ -139,6 +139,12 @@ class TensorScheme:
         return self.block is not None and self.block.minima
 
     @property
+    def code_bits(self) -> int:
+        """How many bits tell its points apart: fewer than `num_bits` where a block type has points of its own."""
+        points = () if self.block is None else self.block.points
+        return (len(points) - 1).bit_length() if points else self.num_bits
+
+    @property
     def measured(self) -> bool:
         """Whether calibration decides a number of an input of this scheme: its scale, or the global_scale beside others."""
         return not self.dynamic or self.scale_format == "e4m3"
@@ -146,11 +152,15 @@ class TensorScheme:
     @property
     def qmin(self) -> int:
         """Smallest qvalue of an int scheme."""
+        if self.block is not None and self.block.points:
+            return self.block.points[0]
         return 0 if self.minima else -(1 << (self.num_bits - 1))
 
     @property
     def qmax(self) -> int:
         """Largest qvalue of an int scheme."""
+        if self.block is not None and self.block.points:
+            return self.block.points[-1]
         return self.qmin + (1 << self.num_bits) - 1
 
 

@@ -19,8 +19,9 @@ A linear called NAME is stored as
 Of inputs that are mixed by a Hadamard matrix on their way, `transform_config` names the linear and the block (`head_dim`).
 weight_scale is [1] per tensor, [O, 1] per channel, [O, G] per group, [ceil(O / g), G] per block of g x g; in the model's
 dtype for pack-quantized, else float32. Where blocks of llama.cpp's can hold the weight it has their scales' dtype, which
-`scale_dtype` of the group says. Scales in e4m3 are divided by the global_scale beside them. Those of symmetric integers may be
-negative (docs/backends.md, "Negative scales").
+`scale_dtype` of the group says; IQ4_NL, whose shape is Q8_0's, is named by `block_type` in `observer_kwargs`. Scales in
+e4m3 are divided by the global_scale beside them. Those of symmetric integers may be negative (docs/backends.md, "Negative
+scales").
 compressed-tensors 0.20 cannot load its own pack-quantized files with zero points, except with `dequantize=True`.
 Longer than 300 lines because tensors and config are one contract, hence one file.
 Source: github.com/vllm-project/compressed-tensors, release 0.20.0, `compressors/` and `quantization/quant_args.py`.
@@ -73,6 +74,7 @@ _DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16"
 _SCALES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 # Loaders match the names of their modules; where these differ from the checkpoint's, a linear is listed by both.
 _MODULE_NAMES = {("gpt_neox", "embed_out"): "lm_head"}
+_BLOCK_TYPE = "block_type"  # in `observer_kwargs`
 # What to do instead of a float8 that has other codes than e4m3fn, the only one that the layout's loaders know.
 _INSTEAD = {
     "e5m2": "leave float8 out: e4m3fn has a mantissa bit more, and its scales do for weights what e5m2's range is for",
@@ -476,6 +478,7 @@ class _Arguments(TypedDict, total=False):
     block_structure: list[int] | None
     scale_dtype: str | None
     zp_dtype: str | None
+    observer_kwargs: dict[str, Any] | None
 
 
 class _ConfigGroup(TypedDict, total=False):
@@ -693,6 +696,8 @@ def _arguments(scheme: TensorScheme) -> dict[str, Any]:
         arguments |= {"group_size": None, "block_structure": [scheme.group_size, scheme.group_size]}
     if scheme.block is not None:
         arguments["scale_dtype"] = str(DTYPES[scheme.block.scale_dtype])
+        if scheme.block.points:  # shape and dtypes are those of another type, and loaders hand these words on
+            arguments["observer_kwargs"] = {_BLOCK_TYPE: scheme.block_type}
     if scheme.minima:
         arguments["zp_dtype"] = "torch.float32"
     return arguments
@@ -739,11 +744,17 @@ def _tensor_scheme(arguments: Mapping[str, Any]) -> TensorScheme:
 
 
 def _block_type(scheme: TensorScheme, arguments: Mapping[str, Any]) -> str | None:
-    """Return the type of llama.cpp's that groups are of, by their shape and the dtypes of scales and minima; None for none."""
+    """Return the type of llama.cpp's that groups are of, by their shape and the dtypes of scales and minima; None for none.
+
+    One with points of its own is named, since its shape is that of another.
+    """
+    name = (arguments.get("observer_kwargs") or {}).get(_BLOCK_TYPE)
     dtypes = (arguments.get("scale_dtype"), arguments.get("zp_dtype"))
     given = (scheme.kind, scheme.num_bits, scheme.group_size, scheme.symmetric, *dtypes)
     for kind in BLOCK_TYPES.values():
         minima = "torch.float32" if kind.minima else None
+        if name != (kind.name if kind.points else None):
+            continue
         if given == ("int", kind.num_bits, kind.group_size, not kind.minima, str(DTYPES[kind.scale_dtype]), minima):
             return kind.name
     return None

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantflow.core import blocks, groups
+from quantflow.core import affine, blocks, groups
 from quantflow.core.block_types import BlockType
 from quantflow.core.scheme import TensorScheme
 
@@ -45,7 +45,7 @@ class _Groups:
     def points(self, scale: Tensor, minimum: Tensor) -> Tensor:
         """Return the nearest qvalues, [O, G, g] float32.  scale, minimum: [O, G]."""
         scaled = (self.values + minimum[..., None]).div_(scale[..., None])
-        return scaled.round_().clamp_(self.scheme.qmin, self.scheme.qmax)
+        return affine.round_(scaled, None, self.scheme)
 
     def loss(self, scale: Tensor, minimum: Tensor) -> Tensor:
         """Return the loss of each group, [O, G]."""
@@ -59,7 +59,7 @@ def searched(weight: Tensor, importance: Tensor, *, scheme: TensorScheme) -> tup
     Args:
         weight: [O, I] float32, finite.
         importance: [I], at least zero.
-        scheme: its `block_type` has minima, or scales that are multiples of a d.
+        scheme: its `block_type` has minima, scales that are multiples of a d, or points of its own.
     """
     kind = scheme.block
     assert kind is not None

@@ -76,7 +76,7 @@ def either_sign(scheme: LinearScheme) -> bool:
     read scales as unsigned (docs/backends.md says which).
     """
     weights = scheme.weights
-    narrow = weights.kind == "int" and weights.num_bits < 8 and weights.symmetric
+    narrow = weights.kind == "int" and weights.code_bits < 8 and weights.symmetric
     return narrow and weights.granularity in ("per_channel", "per_group") and scheme.input is None
 
 

@@ -290,7 +290,7 @@ print(json.dumps({t.name: t.tensor_type.name for t in GGUFReader(sys.argv[1]).te
 # The artifact's logits are those of its file in float32 within the order of sums (2.7e-5). Those of the file of blocks are
 # not: there llama.cpp rounds what enters a product to 8 bits, and the embedding and the head are in blocks too. Measured is a
 # third of the divergence from the model at most.
-@pytest.mark.parametrize("scheme", ["Q4_0", "Q3_K_M", "Q4_K_M", "Q5_K_M"])
+@pytest.mark.parametrize("scheme", ["Q4_0", "IQ4_NL", "Q3_K_M", "Q4_K_M", "Q5_K_M"])
 def test_llama_cpp_runs_our_rounding_in_its_types(call, read, tmp_path, ids, scheme):
     for line in (
         ("quantize", "--no-export", MODEL, "-o", tmp_path / "q", "--scheme", scheme, "--algorithm", "rtn_mse"),

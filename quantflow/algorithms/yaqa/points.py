@@ -41,6 +41,10 @@ def round_(scaled: Tensor, zero_point: Tensor | None, scheme: TensorScheme) -> T
 
 def nearest_(values: NDArray[np.float32], scheme: TensorScheme) -> None:
     """Replace values by their nearest points, as `round_` does but for ties."""
+    if scheme.block is not None and scheme.block.points:
+        points = np.array(scheme.block.points, dtype=np.float32)
+        values[...] = points[np.searchsorted((points[1:] + points[:-1]) / 2, values, side="right")]
+        return
     if scheme.kind == "int":
         np.rint(values, out=values)
         np.maximum(values, np.float32(scheme.qmin), out=values)

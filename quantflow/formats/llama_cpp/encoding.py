@@ -7,6 +7,7 @@ A block's bytes, for elements e_0, e_1, ... of a row, those of symmetric types r
     Q5_0   d | fifths | nibbles                                  22 of 32     fifths: the fifth bit of e_i at bit i, 4 bytes
     Q5_1   d | m | fifths | nibbles                              24 of 32
     Q8_0   d | signed bytes                                      34 of 32
+    IQ4_NL d | nibbles                                           18 of 32     the numbers of the points, from 0 on
     Q2_K   steps | quarters | d | dmin                           84 of 256    steps: scale's low, minimum's high, 16 bytes
     Q3_K   thirds | quarters of the low bits | steps | d         110 of 256   thirds: bit k of byte i is of e_(32k+i)
     Q4_K   d | dmin | steps | nibbles of 64                      144 of 256
@@ -153,6 +154,10 @@ def _q4(block: _Block) -> list[Tensor]:
     return [*_own(block), _halves(block.unsigned)]
 
 
+def _iq4_nl(block: _Block) -> list[Tensor]:
+    return [*_own(block), _halves(blocks.codes(block.weight.qvalue, block.kind).view_as(block.unsigned))]
+
+
 def _q5(block: _Block) -> list[Tensor]:
     return [*_own(block), _fifths(block.unsigned >> 4), _halves(block.unsigned & 15)]
 
@@ -194,6 +199,7 @@ _PARTS: Mapping[str, Callable[[_Block], list[Tensor]]] = MappingProxyType(
         "Q5_0": _q5,
         "Q5_1": _q5,
         "Q8_0": _q8,
+        "IQ4_NL": _iq4_nl,
         "Q2_K": _q2_k,
         "Q3_K": _q3_k,
         "Q4_K": _q4_k,

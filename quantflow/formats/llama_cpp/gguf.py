@@ -44,7 +44,7 @@ TYPES = {"F32": (0, 4), "F16": (1, 2), "BF16": (30, 2)}  # dtype -> (its number,
 # What general.file_type says of a file whose matrices have, most of them, that type.
 FILE_TYPES = {
     "F32": 0, "F16": 1, "BF16": 32, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9,
-    "Q2_K": 10, "Q3_K": 11, "Q3_K_M": 12, "Q4_K": 14, "Q4_K_M": 15, "Q5_K": 16, "Q5_K_M": 17, "Q6_K": 18,
+    "Q2_K": 10, "Q3_K": 11, "Q3_K_M": 12, "Q4_K": 14, "Q4_K_M": 15, "Q5_K": 16, "Q5_K_M": 17, "Q6_K": 18, "IQ4_NL": 25,
 }  # fmt: skip
 QUANTIZATION_VERSION = 2  # what general.quantization_version says of blocks as they are written here
 _ALIGNMENT_KEY = "general.alignment"
@@ -78,6 +78,7 @@ BLOCKS: Mapping[str, tuple[int, Type]] = {  # name -> a type's number, and the t
         (12, Type(name="Q4_K", elements=256, nbytes=144)),
         (13, Type(name="Q5_K", elements=256, nbytes=176)),
         (14, Type(name="Q6_K", elements=256, nbytes=210)),
+        (20, Type(name="IQ4_NL", elements=32, nbytes=18)),
     )
 }
 WRITTEN: Mapping[int, Type] = {**PLAIN, **dict(BLOCKS.values())}

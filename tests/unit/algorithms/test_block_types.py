@@ -9,12 +9,13 @@ from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
 
 from quantflow.algorithms import gptq, hqq, rtn, rtn_mse, signround, tune, yaqa
+from quantflow.algorithms.yaqa.points import nearest_
 from quantflow.core.block_types import BLOCK_TYPES
 from quantflow.core.qtensor import QTensor
 from quantflow.core.scheme import preset
 from quantflow.formats.llama_cpp.encoding import encode
 
-TYPES = ("Q4_0", "Q4_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+TYPES = ("Q4_0", "Q4_1", "IQ4_NL", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 INPUTS, OUTPUTS = 256, 24
 
 
@@ -54,6 +55,15 @@ def test_what_an_algorithm_makes_is_what_blocks_hold(algorithm, name):
     assert np.array_equal(in_blocks(weight), weight.dequantize().numpy())
 
 
+def test_steps_of_yaqa_end_on_points_of_iq4_nl():
+    points = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=np.float32)
+    values = np.linspace(-140, 130, 1999, dtype=np.float32)
+    found = values.copy()
+    nearest_(found, preset("IQ4_NL").weights)
+    assert np.isin(found, points).all()
+    assert np.array_equal(np.abs(found - values), np.abs(points[:, None] - values).min(axis=0))
+
+
 @pytest.mark.parametrize("name", TYPES)
 def test_tuned_scales_are_such_as_blocks_hold(name):
     start, _ = made(rtn_mse, name)
@@ -69,6 +79,6 @@ def test_tuned_scales_are_such_as_blocks_hold(name):
 
 @pytest.mark.parametrize("method", [hqq, signround], ids=lambda method: method.NAME)
 def test_methods_that_take_scales_one_by_one_refuse_those_of_a_block(method):
-    for name in ("Q4_1", "Q3_K", "Q4_K"):
+    for name in ("Q4_1", "IQ4_NL", "Q3_K", "Q4_K"):
         assert method.SUPPORTS.scheme(preset(name)) is not None
     assert method.SUPPORTS.scheme(preset("Q4_0")) is None

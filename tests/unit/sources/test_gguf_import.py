@@ -109,7 +109,7 @@ def test_numbers_are_those_of_transformers_own_loading(exported, tmp_path, kind)
 
 def test_every_type_that_the_package_dequantizes_is_read_row_by_row(tmp_path):
     kinds = {kind.name: kind for kind in readable().values()}
-    assert {"Q4_K", "Q6_K", "IQ2_XXS", "IQ4_XS", "TQ1_0", "MXFP4", "BF16"} <= kinds.keys()
+    assert {"Q4_K", "Q6_K", "IQ2_XXS", "IQ4_NL", "IQ4_XS", "TQ1_0", "MXFP4", "BF16"} <= kinds.keys()
     generator = np.random.default_rng(0)
     for name, kind in kinds.items():
         type_ = foreign.GGMLQuantizationType[name]
