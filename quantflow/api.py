@@ -497,6 +497,7 @@ def validate(
     seed: int = 0,
     revision: str | None = None,
     resources: Resources = Resources(),
+    compute: Compute = Compute(),
     force: bool = False,
     progress: Progress = SILENT,
 ) -> ValidateResult:
@@ -514,6 +515,7 @@ def validate(
         seed: of the resampling.
         revision: of a baseline on the hub.
         resources: limits of memory and disk.
+        compute: the device that runs both models, and in which dtype.
         force: redo a finished validation that was made from other inputs, instead of refusing.
         progress: is told how far it is.
 
@@ -535,6 +537,7 @@ def validate(
         seed=seed,
         replace=force,
         resources=resources,
+        compute=compute,
     )
     values = run(job, progress)
     return ValidateResult(folder=folder, outcome=str(values["outcome"]), values=values)
@@ -660,6 +663,7 @@ def resolve(recipe: Recipe, *, progress: Progress = SILENT) -> Recipe:
     from quantflow.planning import plan as planning
     from quantflow.planning.requirements import statistics_for
     from quantflow.validation.gate import check_gate
+    from quantflow.validation.validate import check_compute
 
     recipe = dataclasses.replace(recipe, model=str(model_folder(recipe.model, revision=recipe.revision, progress=progress)))
     source = open_source(recipe.model)
@@ -672,6 +676,7 @@ def resolve(recipe: Recipe, *, progress: Progress = SILENT) -> Recipe:
     for path in (calibration.source, evaluated.text):
         text_digest(Path(str(path)))
     check_gate(recipe.validate.gate)
+    check_compute(recipe.validate, recipe.compute)
     documents = read_documents(str(recipe.validate.text), load_tokenizer(recipe.model))
     evaluation_sequences(documents, tokens=recipe.validate.tokens, sequence_length=recipe.validate.sequence_length)
     parse_groups(recipe.unify.groups or [",".join(map(str, range(recipe.measure.ranks)))], world=recipe.measure.ranks)

@@ -117,6 +117,7 @@ def run(job: RunJob, progress: Progress) -> list[api.ValidateResult]:
                 report=folder / "5-validate" / entry.name,
                 expect=entry.expect,
                 seed=recipe.seed,
+                compute=recipe.compute,
                 **shared,
             )
     api.write_report(folder / "report.html", results)

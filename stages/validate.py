@@ -68,6 +68,7 @@ def command(
         "seed": values.seed,
         "revision": values.revision,
         "resources": values.resources,
+        "compute": values.compute,
         "force": shared["force"],
     }
     if shared["output"] is not None and not values.validate.tasks:

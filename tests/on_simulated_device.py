@@ -3,6 +3,7 @@
 test_device.py runs these tests in a process of their own.
 """
 
+import json
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,16 +16,40 @@ from safetensors.torch import load_file
 from quantflow import api
 from quantflow.calibration import measure, observe
 from quantflow.core.device import HOST, Device, open_device
+from quantflow.core.qtensor import QuantizedLinear
 from quantflow.errors import QuantflowError, UnsupportedError, UsageError
+from quantflow.evaluation import layerwise
+from quantflow.exporting.canary import rounder
 from quantflow.models import capture, stand_ins
-from quantflow.planning.recipe import Calibration, Compute, Measure, Recipe
+from quantflow.planning.recipe import (
+    Calibration,
+    Compute,
+    HeadSettings,
+    KVCacheSettings,
+    Measure,
+    Quantize,
+    Recipe,
+    Validate,
+)
 from quantflow.progress import SILENT
 from quantflow.stages import run
+from quantflow.stages.cli import cli
+from quantflow.stages.cli.output import exit_code
+from quantflow.validation import validate
 from tests.simulated_gpu import GPU, AcrossError, SimulatedGpu
 
 SIMULATED = Device(kind=GPU, model="simulated", capability="0.0")
 STATS = ("amax", "channel_amax", "min_max", "mean_abs", "histogram", "hessian")
 ON_GPU = Compute(device="cuda")
+ARTIFACTS: dict[str, dict[str, Any]] = {
+    "zero points": {"scheme": "W4A16_ASYM", "algorithm": "rtn", "group_size": 32},
+    "inputs, heads and caches": {
+        "scheme": "FP8",
+        "kv_cache": KVCacheSettings(scheme="FP8", granularity="per_head"),
+        "head": HeadSettings(scheme="W8A16"),
+    },
+    "asymmetric inputs": {"scheme": "W8A8_STATIC", "algorithm": "rtn"},
+}
 
 
 def _measure(model: Path, output: Path, text: Path, **words: Any) -> dict[str, torch.Tensor]:
@@ -35,9 +60,10 @@ def _measure(model: Path, output: Path, text: Path, **words: Any) -> dict[str, t
 
 @pytest.fixture
 def simulated(monkeypatch: pytest.MonkeyPatch) -> SimulatedGpu:
-    """The device that `cuda` is, entered by the test; tensors cross in `put` and `fetch` alone."""
-    monkeypatch.setattr(measure, "open_device", lambda name: HOST if name == "cpu" else SIMULATED)
-    return SimulatedGpu(Device.put, Device.fetch)
+    """The device that `cuda` is, entered by the test; tensors cross in `put` and `fetch`, and a quantized linear as a whole."""
+    for stage in (measure, validate):
+        monkeypatch.setattr(stage, "open_device", lambda name: HOST if name == "cpu" else SIMULATED)
+    return SimulatedGpu(Device.put, Device.fetch, QuantizedLinear.to)
 
 
 @pytest.fixture(scope="module")
@@ -152,3 +178,166 @@ def test_deterministic_kernels_are_asked_for_and_the_setting_is_put_back() -> No
     assert torch.are_deterministic_algorithms_enabled() == before
     with HOST.deterministic():
         assert torch.are_deterministic_algorithms_enabled() == before
+
+
+@pytest.fixture(scope="module")
+def artifacts(llama: Path, text_files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Artifacts whose layers, heads, inputs and caches are quantized in ways that put other tensors on a device."""
+    folder, made = tmp_path_factory.mktemp("artifacts"), {}
+    calibration = Calibration(source=str(text_files["calibration"]), samples=3, sequence_length=32)
+    measured = api.measure(llama, folder / "1", calibration=calibration).folder
+    for name, words in ARTIFACTS.items():
+        entry = Quantize(name="a", **words)
+        api.quantize(llama, folder / "2" / name, artifact=entry, measurement=measured)
+        made[name] = api.export(folder / "2" / name, folder / name).folder
+    return made
+
+
+def _validate(artifact: Path, model: Path, report: Path, text: Path, *, exact: bool = False, **words: Any) -> dict[str, Any]:
+    options = Validate(text=str(text), tokens=160, sequence_length=40, exact=exact)
+    return dict(api.validate(artifact, model, options=options, report=report, **words).values)
+
+
+@pytest.mark.parametrize("name", ARTIFACTS)
+def test_validate_finds_the_same_on_a_device_and_no_tensor_crosses_without_a_name(
+    name: str,
+    artifacts: dict[str, Path],
+    llama: Path,
+    text_files: dict[str, Path],
+    tmp_path: Path,
+    simulated: SimulatedGpu,
+) -> None:
+    exact = name == "zero points"  # weights alone are quantized
+    expected = _validate(artifacts[name], llama, tmp_path / "cpu", text_files["heldout"], exact=exact)
+    with simulated:
+        found = _validate(artifacts[name], llama, tmp_path / "gpu", text_files["heldout"], exact=exact, compute=ON_GPU)
+    assert found["protocol"]["device"] == {"kind": "simulated", "model": "simulated", "capability": "0.0"}
+    assert "device" not in expected["protocol"]
+    assert found["windows"].keys() == expected["windows"].keys()
+    # Where inputs are rounded, another order of sums turns some to the other neighbour.
+    apart = {
+        metric: abs(found["metrics"][metric]["value"] / bound["value"] - 1) for metric, bound in expected["metrics"].items()
+    }
+    assert max(apart.values()) < (1e-4 if exact else 0.05), apart
+    assert found["noise_floor"]["mean_kld"]["value"] == pytest.approx(expected["noise_floor"]["mean_kld"]["value"], rel=0.05)
+    assert simulated.operators > 1000
+    scored = 4 * 39 * (8 + 1 + 8 + 8) * 2  # divergence, agreement and both likelihoods of each token; candidate and noise
+    assert simulated.fetched_bytes > scored
+
+
+@pytest.mark.parametrize("broken", ["linears stay in host memory", "scales of caches stay there", "scores are not fetched"])
+def test_the_simulation_fails_where_a_crossing_of_validate_is_forgotten(
+    broken: str,
+    artifacts: dict[str, Path],
+    llama: Path,
+    text_files: dict[str, Path],
+    tmp_path: Path,
+    simulated: SimulatedGpu,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if broken == "linears stay in host memory":
+        monkeypatch.setattr(validate, "replace", lambda artifact, linears_device: artifact)
+    elif broken == "scales of caches stay there":
+        monkeypatch.setattr(validate, "rounder", lambda artifact, device: rounder(artifact))
+    else:
+        monkeypatch.setattr(layerwise, "brought_back", lambda comparison, device: comparison)
+    with simulated, pytest.raises((AcrossError, RuntimeError), match="two devices|crosses outside|subclass|numpy"):
+        _validate(artifacts["inputs, heads and caches"], llama, tmp_path / "r", text_files["heldout"], compute=ON_GPU)
+
+
+def test_a_validation_of_another_device_or_dtype_is_refused_and_nothing_of_it_is_used(
+    artifacts: dict[str, Path],
+    llama: Path,
+    text_files: dict[str, Path],
+    tmp_path: Path,
+    simulated: SimulatedGpu,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    artifact, text, seen = artifacts["zero points"], text_files["heldout"], []
+    advance = capture.LayerStream.advance
+    monkeypatch.setattr(
+        capture.LayerStream,
+        "advance",
+        lambda self, *args, **words: seen.append(self.device.name) or advance(self, *args, **words),
+    )
+    _validate(artifact, llama, tmp_path / "r", text)
+    assert seen == ["cpu"] * 6  # two layers of the source, the artifact, and the source in bfloat16
+    for other in (ON_GPU, Compute(dtype="bfloat16")):
+        with simulated, pytest.raises(QuantflowError, match="holds a finished result with (device|dtype) = null, now"):
+            _validate(artifact, llama, tmp_path / "r", text, compute=other)
+    seen.clear()
+    with simulated:
+        _validate(artifact, llama, tmp_path / "r", text, compute=ON_GPU, force=True)
+    assert seen == ["simulated:0"] * 6  # what the source's layers put out on the CPU was kept, for the CPU
+
+
+def test_a_stopped_validation_begins_again_on_another_device(
+    artifacts: dict[str, Path],
+    llama: Path,
+    text_files: dict[str, Path],
+    tmp_path: Path,
+    simulated: SimulatedGpu,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    artifact, text, seen = artifacts["zero points"], text_files["heldout"], []
+    advance = capture.LayerStream.advance
+
+    def stopped(self: capture.LayerStream, *args: Any, **words: Any) -> None:
+        seen.append(self.device.name)
+        if seen == ["cpu"] * 4:
+            raise KeyboardInterrupt
+        advance(self, *args, **words)
+
+    monkeypatch.setattr(capture.LayerStream, "advance", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        _validate(artifact, llama, tmp_path / "r", text)
+    with simulated:
+        _validate(artifact, llama, tmp_path / "r", text, compute=ON_GPU)
+    assert seen == ["cpu"] * 4 + ["simulated:0"] * 6
+
+
+def test_validations_of_two_devices_are_not_compared(
+    artifacts: dict[str, Path], llama: Path, text_files: dict[str, Path], tmp_path: Path, simulated: SimulatedGpu
+) -> None:
+    artifact, text = artifacts["zero points"], text_files["heldout"]
+    _validate(artifact, llama, tmp_path / "cpu", text)
+    with simulated, pytest.raises(QuantflowError, match=r"device .*simulated.* and None: validated otherwise"):
+        _validate(artifact, llama, tmp_path / "gpu", text, compute=ON_GPU, previous=tmp_path / "cpu")
+
+
+def test_the_cpu_by_name_is_the_cpu_by_default(
+    artifacts: dict[str, Path], llama: Path, text_files: dict[str, Path], tmp_path: Path
+) -> None:
+    artifact, text = artifacts["zero points"], text_files["heldout"]
+    before = _validate(artifact, llama, tmp_path / "r", text)
+    made = (tmp_path / "r" / "validation.json").stat().st_mtime_ns
+    assert _validate(artifact, llama, tmp_path / "r", text, compute=Compute(device="cpu", dtype="float32")) == before
+    assert (tmp_path / "r" / "validation.json").stat().st_mtime_ns == made
+    known = {"windows", "tokens", "sequence_length", "text", "dtype", "bound", "resamples", "seed", "hash"}
+    assert before["protocol"].keys() == known  # another key would make every validation of before another one
+
+
+def test_a_validation_in_bfloat16_is_near_that_in_float32_by_the_noise(
+    artifacts: dict[str, Path], llama: Path, text_files: dict[str, Path], tmp_path: Path
+) -> None:
+    artifact, text = artifacts["zero points"], text_files["heldout"]
+    exact = _validate(artifact, llama, tmp_path / "32", text)
+    found = _validate(artifact, llama, tmp_path / "16", text, compute=Compute(dtype="bfloat16"))
+    assert found["protocol"]["dtype"] == "bfloat16"
+    noise = exact["noise_floor"]["mean_kld"]["value"]
+    assert 0 < found["noise_floor"]["mean_kld"]["value"] == pytest.approx(noise, rel=0.2)
+    difference = abs(found["metrics"]["mean_kld"]["value"] - exact["metrics"]["mean_kld"]["value"])
+    assert 0 < difference < 10 * noise
+    assert "the baseline in float32 against itself in bf16" in (tmp_path / "16" / "report.html").read_text()
+
+
+def test_a_diagnosis_is_refused_on_a_device_and_in_bfloat16(llama: Path, tmp_path: Path) -> None:
+    for compute in (ON_GPU, Compute(dtype="bfloat16")):
+        with pytest.raises(UnsupportedError, match="--diagnose with --device .* probes run in float32 on the CPU"):
+            api.validate(llama, llama, options=Validate(diagnose=40), report=tmp_path / "r", compute=compute)
+
+
+def test_validate_takes_the_device_of_its_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["validate", "artifact", "--baseline", "model", "--device", "cuda:1", "--dtype", "bfloat16", "--dry-run", "--json"]
+    assert exit_code(cli, words) == 0
+    assert json.loads(capsys.readouterr().out)["compute"] == {"device": "cuda:1", "dtype": "bfloat16"}

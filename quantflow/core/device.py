@@ -8,19 +8,23 @@ What is on the device, and what is not:
 | masks and position embeddings, once each              | hidden states between two layers, on disk or in the page cache      |
 | one sequence's activations                            | embedding and token ids                                            |
 | statistics and Hessians while a layer runs, float32   | the same once the layer is done                                    |
+| logits of one window, and the scores of its tokens     | scores of all windows, and the bounds that follow from them        |
 
-A tensor crosses between the two in four places, each by `put` or `fetch` of a `Device`:
+A tensor crosses between the two in these places, by `put` or `fetch` of a `Device`, a quantized linear by its own `to`:
 
 1. `models/capture.py`         weights of a layer (`placed`), of the last norm and of the head
 2. `models/stand_ins.py`       masks and position embeddings, once each
 3. `models/hidden.py`          a sequence's hidden state, there when it is taken and back when it is kept
 4. `calibration/observe.py`    statistics, once per layer
+5. `runtime/artifact.py`       quantized linears, before they are dequantized (`Artifact.linears_device`)
+6. `exporting/canary.py`       scales of the caches that an artifact rounds to (`rounder`)
+7. `evaluation/layerwise.py`   token ids of a window that is scored, and its scores back
 
 Everything between runs where its inputs are. Code that makes a tensor beside others names their device. On the CPU `put` and
 `fetch` return what they are given, so the same code makes no copy there and the bits of its results are those it always had.
 A test measures on a device that is simulated, which refuses an operator that mixes the two, and any other way across
-(tests/simulated_gpu.py). `measure` takes a device today. What quantizes, packs, proves and validates stays on the CPU, the
-kernels in C for good.
+(tests/simulated_gpu.py), and validates. `measure` and `validate` take a device today. What quantizes, packs and proves stays
+on the CPU, the kernels in C for good.
 
 One unit runs at a time on a device that is not the CPU: it is parallel inside. Its kernels are deterministic (`deterministic`),
 so one model of device, one driver and one version of the libraries make the same bits. Its name and capability are in the key
@@ -125,7 +129,7 @@ def open_device(name: str) -> Device:
     if kind is None:
         raise UnsupportedError(
             f"--device {name}: layers do not run on Gaudi here, whose kernels are compiled for shapes known beforehand",
-            "measure with --device cpu or cuda, and export with --format inc for Gaudi",
+            "use --device cpu or cuda, and export with --format inc for Gaudi",
         )
     if kind.type == "cpu":
         return HOST

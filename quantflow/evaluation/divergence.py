@@ -7,11 +7,12 @@ scored, that is all but the last of each sequence.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from quantflow.core.device import Device
 from quantflow.errors import InputError
 from quantflow.evaluation.perplexity import LogitsOf, check_logits, row_blocks, token_nll
 
@@ -65,10 +66,10 @@ def scores(baseline: Tensor, candidates: Mapping[str, Tensor], tokens: Tensor) -
     Args:
         baseline: logits, [S, V].
         candidates: name -> the same of another model.
-        tokens: [S] int64, S at least 2.
+        tokens: [S] int64, S at least 2; on the device of the logits.
 
     Returns:
-        name -> a Comparison of one sequence with T = S - 1, on the CPU.
+        name -> a Comparison of one sequence with T = S - 1, where the logits are.
 
     Raises:
         InputError: vocabularies differ, or `check_logits` refuses any of the logits.
@@ -81,22 +82,22 @@ def scores(baseline: Tensor, candidates: Mapping[str, Tensor], tokens: Tensor) -
                 f"{name}: a vocabulary of {candidate.shape[1]}, the baseline has {baseline.shape[1]}",
                 "compare an artifact with the model it was made from",
             )
-    known = token_nll(baseline, tokens).cpu()
+    known = token_nll(baseline, tokens)
     kld: dict[str, list[Tensor]] = {name: [] for name in candidates}
     agreement: dict[str, list[Tensor]] = {name: [] for name in candidates}
     for rows in row_blocks(baseline[:-1]):
         log_p, likeliest = baseline[rows].float().log_softmax(dim=-1), baseline[rows].argmax(dim=-1)
         p = log_p.exp()
         for name, candidate in candidates.items():
-            kld[name].append(_kld(p, log_p, candidate[rows].float().log_softmax(dim=-1)).cpu())
-            agreement[name].append((likeliest == candidate[rows].argmax(dim=-1)).cpu())
+            kld[name].append(_kld(p, log_p, candidate[rows].float().log_softmax(dim=-1)))
+            agreement[name].append(likeliest == candidate[rows].argmax(dim=-1))
     return {
         name: Comparison(
             lengths=torch.tensor([tokens.shape[0] - 1]),
             kld=torch.cat(kld[name]),
             agreement=torch.cat(agreement[name]),
             nll_baseline=known,
-            nll_candidate=token_nll(candidate, tokens).cpu(),
+            nll_candidate=token_nll(candidate, tokens),
         )
         for name, candidate in candidates.items()
     }
@@ -106,6 +107,17 @@ def _kld(p: Tensor, log_p: Tensor, log_q: Tensor) -> Tensor:
     """Return the divergence of every row, [T] float64.  p, log_p, log_q: [T, V] float32; log_q is overwritten."""
     torch.sub(log_p, log_q, out=log_q)
     return log_q.mul_(p).sum(dim=-1, dtype=torch.float64).clamp_min(0)
+
+
+def brought_back(comparison: Comparison, device: Device) -> Comparison:
+    """Return a comparison that was made on a device, in host memory."""
+    return replace(
+        comparison,
+        kld=device.fetch(comparison.kld),
+        agreement=device.fetch(comparison.agreement),
+        nll_baseline=device.fetch(comparison.nll_baseline),
+        nll_candidate=device.fetch(comparison.nll_candidate),
+    )
 
 
 def join(comparisons: Iterable[Comparison]) -> Comparison:

@@ -16,8 +16,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from quantflow.core.device import Device
 from quantflow.core.parallel import Workers
-from quantflow.evaluation.divergence import Comparison, join, scores
+from quantflow.evaluation.divergence import Comparison, brought_back, join, scores
 from quantflow.models.capture import LayerStream, State
 from quantflow.models.graph import Layer
 from quantflow.models.hidden import HiddenStates
@@ -32,7 +33,7 @@ class Comparing:
     """Models that are compared with one of them.
 
     Attributes:
-        streams: name -> model; the one called `baseline` is what the others are compared with.
+        streams: name -> model, all on one device; the one called `baseline` is what the others are compared with.
         sequences: token ids, int64 [S] each.
         folder: private, for hidden states; whoever made it removes it.
         keys: name -> digest of what that model's hidden states are made from; those of another key are not used.
@@ -54,9 +55,10 @@ class Comparing:
     @torch.no_grad()
     def scores(self) -> dict[str, Comparison]:
         """Return each model's comparison with the baseline; the number of workers changes no bit of it."""
-        hidden = {name: HiddenStates(len(self.sequences), folder=self.folder / name) for name in self.streams}
+        opened = partial(HiddenStates, len(self.sequences), device=self._device)
+        hidden = {name: opened(folder=self.folder / name) for name in self.streams}
         if self.kept is not None:
-            kept = HiddenStates(len(self.sequences), folder=self.kept, keep=True)
+            kept = opened(folder=self.kept, keep=True)
             if kept.restore(len(self._layers_of(BASELINE)), key=self.keys[BASELINE]):
                 hidden[BASELINE] = kept
         try:
@@ -69,6 +71,10 @@ class Comparing:
         finally:
             for states in hidden.values():
                 states.close()
+
+    @property
+    def _device(self) -> Device:
+        return self.streams[BASELINE].device
 
     def _layers_of(self, name: str) -> Sequence[Layer]:
         return self.streams[name].graph.layers
@@ -107,6 +113,7 @@ class Comparing:
         return {name: join(comparisons) for name, comparisons in parts.items()}
 
     def _scored(self, hidden: Mapping[str, HiddenStates], number: int) -> dict[str, Comparison]:
-        """Return each model's comparison with the baseline over one window."""
+        """Return each model's comparison with the baseline over one window, computed on the device and in host memory then."""
         logits = {name: self.streams[name].finish(hidden[name].get(number))[0].float() for name in self.streams}  # [S, V]
-        return scores(logits.pop(BASELINE), logits, self.sequences[number])
+        found = scores(logits.pop(BASELINE), logits, self._device.put(self.sequences[number]))
+        return {name: brought_back(comparison, self._device) for name, comparison in found.items()}

@@ -1,11 +1,13 @@
 """The proof of an artifact by running it: the canary's tokens, layer by layer, as quantize ran them."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from quantflow.artifact.canonical import read_json
 from quantflow.artifact.safetensors_header import read_header
+from quantflow.core.device import HOST, Device
 from quantflow.errors import IntegrityError
 from quantflow.models.capture import LayerStream
 from quantflow.models.graph import graph_for
@@ -53,7 +55,12 @@ def prove_canary(folder: Path, quantized: Path) -> str | None:
     return check.reason if claims else None
 
 
-def rounder(artifact: Artifact) -> KVRounder | None:
-    """Return what rounds the keys and values of every layer as the artifact's cache would; None where it keeps them."""
-    scales = artifact.kv_scales()
+def rounder(artifact: Artifact, device: Device = HOST) -> KVRounder | None:
+    """Return what rounds the keys and values of every layer as the artifact's cache would; None where it keeps them.
+
+    Args:
+        artifact: its scales are read.
+        device: where layers run, so that their keys and values are.
+    """
+    scales = [replace(of, keys=device.put(of.keys), values=device.put(of.values)) for of in artifact.kv_scales()]
     return KVRounder(dict(enumerate(scales))) if scales else None

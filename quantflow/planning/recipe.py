@@ -46,7 +46,7 @@ POLICIES = (
     "share_max",
 )  # for experts that calibration reached too seldom; quantflow/planning/experts.py
 RUN_DTYPES = ("float32", "bfloat16")  # of weights and activations while the model runs
-COMPUTING = ("measure",)  # verbs that take a device and a dtype
+COMPUTING = ("measure", "validate")  # verbs that take a device and a dtype
 BOUNDED = ("run", "plan", "measure", "quantize", "export", "validate")  # verbs that keep to limits
 UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 

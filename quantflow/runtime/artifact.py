@@ -78,6 +78,8 @@ class Artifact:
         linears: source name of each quantized linear -> what is known of it.
         dtype: of the parameters that are not quantized and of all inputs.
         device: where weights are put.
+        linears_device: where the quantized ones are put; None is `device`. Layers that run one by one on a device are given it,
+            since the embedding beside them is looked up in host memory.
         kv_cache: how it says that keys and values are kept; None is as they are.
         layout: of its quantized linears.
     """
@@ -92,6 +94,7 @@ class Artifact:
     device: torch.device
     kv_cache: TensorScheme | None = None
     layout: TensorLayout = compressed_tensors
+    linears_device: torch.device | None = None
 
     @functools.cached_property
     def config(self) -> "PreTrainedConfig":
@@ -128,7 +131,7 @@ class Artifact:
         if found != wanted or bias not in (None, wanted[:1]):
             cause = f"{name}: weight is {found}, bias {bias}, the model needs {wanted}"
             raise InputError(cause, _OTHER_MODEL)
-        return linear.to(self.device)
+        return linear.to(self.linears_device or self.device)
 
     def quantized(self, name: str) -> QuantizedLinear | None:
         """Return the linear whose weight `name` is, decoded, None where it is not quantized; see `decode`."""

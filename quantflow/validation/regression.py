@@ -25,7 +25,7 @@ SHARE = 0.1  # of the way from the source to the gate's threshold, which a metri
 PERFECT = {"ppl_ratio": 1.0, "mean_kld": 0.0, "kld_p999": 0.0, "top1_agreement": 1.0}  # the source itself
 BY_DEFAULT = ("ppl_ratio", "mean_kld", "top1_agreement")  # the tail's quantile differs too much between windows to decide
 COLUMNS = ("metric", "beside", "verdict", "previous", "current", "worse by", "at least", "at most", "allowed")
-_SAME = ("text", "windows", "tokens", "sequence_length", "dtype")  # of two protocols, so that their windows are pairs
+_SAME = ("text", "windows", "tokens", "sequence_length", "dtype", "device")  # of two protocols, so that their windows are pairs
 _KEYS = ("artifact", "digest", "baseline", "metrics", "gate", "protocol", "windows", "outcome", "reasons", "expect")
 
 
@@ -144,7 +144,8 @@ def _refuse_strangers(previous: Mapping[str, Any], current: Mapping[str, Any]) -
     for key in _SAME:
         old, new = previous["protocol"].get(key), current["protocol"].get(key)
         if old != new:
+            how = "otherwise" if key in ("dtype", "device") else "on different text"
             raise InputError(
-                f"{current['artifact']}, {previous['artifact']}: {key} {new} and {old}: validated on different text",
-                "validate both with the same --text, --tokens and --sequence-length",
+                f"{current['artifact']}, {previous['artifact']}: {key} {new} and {old}: validated {how}",
+                "validate both with the same --text, --tokens, --sequence-length, --device and --dtype",
             )

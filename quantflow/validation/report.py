@@ -131,15 +131,18 @@ def write_report(path: Path, rows: Sequence[Row]) -> None:
     results = [row.result for row in rows]
     first = results[0]
     protocol, noise = first["protocol"], first["noise_floor"]
+    where = f" on {escape(protocol['device']['model'])}" if "device" in protocol else ""
+    others = "bf16 against itself in float32" if protocol["dtype"] == "float32" else "float32 against itself in bf16"
     body = [
         f"<h1>{escape(str(first['model']))}: {len(rows)} artifact{'s' if len(rows) != 1 else ''} validated</h1>",
         _summary(rows),
         "<h2>Artifacts</h2>",
         _table(results),
         f"<p class=note>{protocol['tokens']} tokens in {protocol['windows']} windows of at most {protocol['sequence_length']}; "
-        f"both models in {protocol['dtype']}; bounds are {protocol['bound']}, {protocol['resamples']} resamples of windows. "
+        f"both models in {protocol['dtype']}{where}; bounds are {protocol['bound']}, "
+        f"{protocol['resamples']} resamples of windows. "
         f"Baseline perplexity {first['perplexity']['baseline']:.4f}. Protocol <code>{protocol['hash'][:16]}</code>. "
-        f"Noise floor, the baseline in bf16 against itself in float32: mean KLD {noise['mean_kld']['value']:.2g}, "
+        f"Noise floor, the baseline in {others}: mean KLD {noise['mean_kld']['value']:.2g}, "
         f"top-1 {100 * noise['top1_agreement']['value']:.2f} %, perplexity ratio {noise['ppl_ratio']['value']:.5f}.</p>",
         "<h2>Mean KL divergence, its bounds, and the gate's limit</h2>",
         f"<div class=one>{intervals([_interval(r) for r in results], unit='nats per token; a line across is the limit')}</div>",

@@ -12,7 +12,9 @@ Fails    3 unusable text, or text that was calibrated on; 4 the gate failed, was
 
 Layer by layer: memory holds one layer of one model, then the heads, whatever the models' size
 (quantflow/evaluation/layerwise.py). Protocol: float32, the artifact on the reference backend, its cache rounded, windows of
-one length, KL over all the vocabulary. The noise floor is the baseline in bf16 against itself in float32.
+one length, KL over all the vocabulary. The noise floor is the baseline in bf16 against itself in float32; where `compute`
+asks for bf16, in float32 against itself in bf16. Layers, heads and divergences are computed on one device
+(quantflow/core/device.py); bounds, diagnosis and tasks on the CPU.
 """
 
 import json
@@ -37,8 +39,10 @@ from quantflow.artifact.outputs import beside
 from quantflow.calibration.text import hash_sequences, read_documents
 from quantflow.calibration.text_sources import text_digest
 from quantflow.core.determinism import single_threaded, tools
+from quantflow.core.device import Device, open_device
+from quantflow.core.dtypes import RUNNING
 from quantflow.core.parallel import Workers
-from quantflow.errors import InputError, UsageError
+from quantflow.errors import InputError, UnsupportedError, UsageError
 from quantflow.evaluation.bootstrap import bootstrap
 from quantflow.evaluation.divergence import Comparison
 from quantflow.evaluation.layerwise import BASELINE, Comparing
@@ -54,7 +58,7 @@ from quantflow.models.source import fingerprint
 from quantflow.models.token_ids import refuse_beyond
 from quantflow.models.tokenizer import load_tokenizer
 from quantflow.planning.finished_plan import head_from, kv_words_of
-from quantflow.planning.recipe import Resources, Validate
+from quantflow.planning.recipe import Compute, Resources, Validate
 from quantflow.planning.resources import allow_validate, compare
 from quantflow.planning.sizes import ModelSize, model_size
 from quantflow.progress import Progress
@@ -86,6 +90,7 @@ class ValidateJob:
         expect: `fail` when a failing gate is the expected outcome.
         previous: an older artifact of the model to compare with, its validation.json, or the folder of that.
         replace: redo a finished validation that was made from other inputs, instead of refusing.
+        compute: the device that runs both models, and in which dtype.
     """
 
     artifact: Path
@@ -98,6 +103,7 @@ class ValidateJob:
     seed: int = 0
     replace: bool = False
     resources: Resources = Resources()
+    compute: Compute = Compute()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,8 +114,8 @@ class Shared:
         <cache>/<key>/00030.hidden     the hidden states, as quantflow/models/hidden.py writes them
 
     Attributes:
-        key: sha256 of the canonical JSON of [the protocol: windows, tokens, their hash, dtype, resamples, seed; the hashes of
-            the model's files; the versions of the tools and the instruction set].
+        key: sha256 of the canonical JSON of [the protocol: windows, tokens, their hash, dtype, device, resamples, seed; the
+            hashes of the model's files; the versions of the tools and the instruction set].
         folder: of the key. Files in it appear whole, and one that does not hold what its hash says is made again.
     """
 
@@ -139,6 +145,8 @@ class Shared:
 
 def run(job: ValidateJob, progress: Progress) -> dict[str, Any]:
     """Validate and return the content of validation.json; quantflow.validation.verdict turns it into an exit code."""
+    check_compute(job.options, job.compute)
+    device = open_device(job.compute.device)
     source = open_source(job.baseline)
     manifest = manifest_of(job.artifact, source)
     if job.options.diagnose is not None and not is_artifact(job.artifact):
@@ -150,7 +158,7 @@ def run(job: ValidateJob, progress: Progress) -> dict[str, Any]:
     older = None if job.previous is None else _older(job, job.previous, progress)
     if older is not None:
         inputs["previous"] = digest_of(older["windows"])
-    with stage_folder.locked(job.report), single_threaded(), torch.no_grad():
+    with stage_folder.locked(job.report), single_threaded(), device.deterministic(), torch.no_grad():
         if stage_folder.is_up_to_date(job.report, inputs):
             disk.remove_tree(layer_store.scratch(job.report))
             progress.say(f"validate {job.artifact.name}: up to date")
@@ -158,7 +166,7 @@ def run(job: ValidateJob, progress: Progress) -> dict[str, Any]:
             return result
         parts = ("validation.json", "report.html", "tasks*.json", RECIPE)
         stage_folder.refuse_other_result(job.report, inputs, force=job.replace, parts=parts)
-        result, documents = _validate(job, manifest, source, inputs, older, progress)
+        result, documents = _validate(job, manifest, source, inputs, older, progress, device=device)
         with stage_folder.publish(job.report, stage="validate", inputs=inputs) as folder:
             disk.write_file(folder / "validation.json", json.dumps(result, indent=1, sort_keys=True).encode())
             for name, content in documents.items():
@@ -166,6 +174,19 @@ def run(job: ValidateJob, progress: Progress) -> dict[str, Any]:
             write_report(folder / "report.html", [row_of(result, manifest)])
         disk.remove_tree(layer_store.scratch(job.report))
     return result
+
+
+def check_compute(options: Validate, compute: Compute) -> None:
+    """Refuse what does not go with a device, or with models that run in bfloat16.
+
+    Raises:
+        UnsupportedError: a diagnosis, whose probes run in float32 on the CPU and are compared with what the models lose.
+    """
+    if options.diagnose is not None and compute != Compute():
+        raise UnsupportedError(
+            f"validate: --diagnose with --device {compute.device} --dtype {compute.dtype}, probes run in float32 on the CPU",
+            "leave --device and --dtype out, or --diagnose",
+        )
 
 
 def _older(job: ValidateJob, previous: Path, progress: Progress) -> dict[str, Any]:
@@ -218,6 +239,8 @@ def _inputs(job: ValidateJob, manifest: Mapping[str, Any], source: Source, diges
         "expect": job.expect,
         "seed": job.seed,
         "tasks": files_of(job.options),
+        **open_device(job.compute.device).key(),
+        **({} if job.compute.dtype == "float32" else {"dtype": job.compute.dtype}),
         "version": VERSION,
         "tools": tools(),
     }
@@ -230,6 +253,8 @@ def _validate(
     inputs: Mapping[str, Any],
     older: Mapping[str, Any] | None,
     progress: Progress,
+    *,
+    device: Device,
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
     """Return validation.json, and what stands beside it: file name -> content."""
     recipe = manifest["recipe"]
@@ -245,13 +270,23 @@ def _validate(
     recovery.refuse_unasked(gate, check_tasks(job.artifact, job.options))
     sequences = _sequences(job, manifest)
     refuse_beyond(sequences, text_config(source.config).vocab_size, where=str(job.options.text))
-    protocol = _protocol(job, sequences)
+    protocol = _protocol(job, sequences, device=device)
     key = digest_of([protocol, inputs["baseline"], tools()])
     shared = Shared(key=key, folder=(job.cache or job.report.parent / CACHE) / key)
     floor = shared.floor
     usual: Inputs = "stored" if job.options.exact else "usual"  # what runs by default is judged
-    artifact = open_folder(job.artifact, backend="reference", dtype=torch.float32, inputs=usual)
-    compared = _compared(job, source, artifact, inputs, sequences, shared=shared, with_noise=floor is None, progress=progress)
+    artifact = open_folder(job.artifact, backend="reference", dtype=RUNNING[job.compute.dtype], inputs=usual)
+    compared = _compared(
+        job,
+        source,
+        artifact=replace(artifact, linears_device=device.kind),
+        inputs=inputs,
+        sequences=sequences,
+        shared=shared,
+        with_noise=floor is None,
+        device=device,
+        progress=progress,
+    )
     candidate = compared["candidate"]
     metrics = _bounds(candidate, job.seed)
     if floor is None:
@@ -356,31 +391,34 @@ def _sequences(job: ValidateJob, manifest: Mapping[str, Any]) -> list[Tensor]:
 def _compared(
     job: ValidateJob,
     source: Source,
+    *,
     artifact: Artifact,
     inputs: Mapping[str, Any],
     sequences: Sequence[Tensor],
-    *,
     shared: Shared,
     with_noise: bool,
+    device: Device,
     progress: Progress,
 ) -> dict[str, Comparison]:
-    """Return the candidate's comparison with the baseline, and that of the baseline in bf16 where it is not known."""
-    graph = graph_for(source.config)
-    candidate = LayerStream(artifact, graph_for(artifact.config), cache=rounder(artifact))
-    streams = {BASELINE: LayerStream(source, graph), "candidate": candidate}
+    """Return the candidate's comparison with the baseline, and the baseline's in another dtype where that is not known."""
+    graph, dtype = graph_for(source.config), RUNNING[job.compute.dtype]
+    candidate = LayerStream(artifact, graph_for(artifact.config), dtype=dtype, cache=rounder(artifact, device), device=device)
+    streams = {BASELINE: LayerStream(source, graph, dtype=dtype, device=device), "candidate": candidate}
     if with_noise:
-        streams["noise"] = LayerStream(source, graph, dtype=torch.bfloat16)
+        other = torch.bfloat16 if dtype == torch.float32 else torch.float32
+        streams["noise"] = LayerStream(source, graph, dtype=other, device=device)
     sizes = model_size(source.checkpoint.infos, source.config, graph)
     lengths = [len(sequence) for sequence in sequences]
     head = head_from(artifact.manifest["recipe"]["resolved"]) if artifact.manifest else None
     allowance = allow_validate(job.resources, sizes, lengths=lengths, models=len(streams), folder=job.report, head=head)
     ran = [name for name in streams if name != BASELINE or not shared.has_baseline(len(graph.layers))]
-    seconds = _seconds(sizes, sum(lengths), models=len(ran), heads=len(streams), workers=allowance.workers)
+    took = f" on {device.name}"
+    if device.is_host:
+        seconds = _seconds(sizes, sum(lengths), models=len(ran), heads=len(streams), workers=allowance.workers)
+        took = f", about {duration(seconds)}"
     known = {"noise": not with_noise, BASELINE: BASELINE not in ran}
     kept = f", {' and '.join(name for name in known if known[name])} kept from before" if any(known.values()) else ""
-    progress.say(
-        f"validate {job.artifact.name}: {len(sequences)} windows, {sum(lengths):,} tokens, about {duration(seconds)}{kept}"
-    )
+    progress.say(f"validate {job.artifact.name}: {len(sequences)} windows, {sum(lengths):,} tokens{took}{kept}")
     process_memory.reset_peak()
     compared = Comparing(
         streams=streams,
@@ -390,7 +428,7 @@ def _compared(
         kept=shared.folder,
         stage=f"validate {job.artifact.name}",
         progress=progress,
-        workers=allowance.workers,
+        workers=allowance.workers if device.is_host else 1,
     ).scores()
     progress.note(compare("validate", planned=allowance.peak_bytes, used=process_memory.usage().peak))
     return compared
@@ -437,13 +475,14 @@ def _perplexity(nll: Tensor) -> float:
     return float(nll.mean().exp())
 
 
-def _protocol(job: ValidateJob, sequences: Sequence[Tensor]) -> dict[str, Any]:
+def _protocol(job: ValidateJob, sequences: Sequence[Tensor], *, device: Device) -> dict[str, Any]:
     protocol = {
         "windows": len(sequences),
         "tokens": sum(len(s) for s in sequences),
         "sequence_length": job.options.sequence_length,
         "text": hash_sequences(sequences),
-        "dtype": "float32",
+        "dtype": job.compute.dtype,
+        **device.key(),
         "bound": "one-sided 95 %",
         "resamples": RESAMPLES,
         "seed": job.seed,
