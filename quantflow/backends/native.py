@@ -153,10 +153,15 @@ def _cache_folder() -> Path:
     """Return the folder of compiled libraries, made if need be.
 
     Raises:
-        UnsupportedError: it cannot be made, or others may write to it.
+        UnsupportedError: it cannot be made, others may write to it, or the user has no home.
     """
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = Path(os.environ.get("QUANTFLOW_CACHE") or home / "quantflow")
+    named, shared = os.environ.get("QUANTFLOW_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    try:
+        folder = Path(named or Path(shared or Path.home() / ".cache") / "quantflow")
+    except RuntimeError as error:  # a container's user of a number that /etc/passwd lacks
+        raise UnsupportedError(
+            f"compiled kernels: HOME is not set and user {os.getuid()} has no home folder", _FOLDER
+        ) from error
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         others = writable_by_others(folder)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pwd
 import shutil
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ from safetensors.torch import save_file
 from starlette.testclient import TestClient
 
 from quantflow.artifact.manifest import build_manifest, write_manifest
+from quantflow.backends import native
 from quantflow.exporting import export as export_stage
 from quantflow.exporting.model_card import model_card
 from quantflow.models import chat_template
@@ -333,6 +335,65 @@ def test_ranks_that_are_none_are_a_usage_error_of_every_verb_that_reads_them(
     ):
         assert "WORLD_SIZE" in refused(2, *line)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def recipe(llama, text_files, tmp_path):
+    text = f"model: {llama}\ncalibration: {{source: {text_files['calibration']}, samples: 2, sequence_length: 8}}\n"
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"{text}quantize: [{{name: a, scheme: W8A16, algorithm: rtn}}]\n")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK=x WORLD_SIZE=2: not two numbers"),
+        ({"RANK": "0", "WORLD_SIZE": "two"}, "RANK=0 WORLD_SIZE=two: not two numbers"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK=-1 WORLD_SIZE=2: not two numbers"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 WORLD_SIZE=2: not a rank of a world of"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "x"}, "MASTER_PORT=x: no address"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "-1"}, "MASTER_PORT=-1: no address"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "x"}, "MASTER_ADDR= MASTER_PORT=: no address"),
+    ],
+    ids=str,
+)
+def test_a_run_of_ranks_that_are_none_is_a_usage_error(variables, said, recipe, tmp_path, refused, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert said in refused(2, "run", recipe, "-o", tmp_path / "out", "-q")
+
+
+@pytest.mark.parametrize("home", [None, "/dev/null/home"])
+def test_verbs_work_for_a_user_without_a_home_or_with_one_that_cannot_be_written(
+    home, made, llama, text_files, tmp_path, refused, monkeypatch
+):
+    for name in ("HOME", "XDG_CACHE_HOME", "QUANTFLOW_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    if home is not None:
+        monkeypatch.setenv("HOME", home)
+
+    def unknown(number):
+        raise KeyError(number)
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    texts = ("--calibration", text_files["calibration"], "--samples", "2", "--sequence-length", "8", "-q")
+    native._attempt.cache_clear()
+    try:
+        for line in (
+            ("measure", llama, "-o", tmp_path / "1", *texts),
+            ("quantize", llama, "-o", tmp_path / "2", "--scheme", "W8A8", *texts),
+            ("verify", made),
+            ("inspect", made, "--backends"),
+            ("generate", made, *GENERATE),
+            ("bench", made, "--runs", "1", "--input-tokens", "4", "--new-tokens", "2"),
+            ("validate", made, "--baseline", llama, "--text", text_files["heldout"], "--tokens", "512"),
+        ):
+            refused((0, 4) if line[0] == "validate" else 0, *line)
+    finally:
+        native._attempt.cache_clear()
 
 
 def test_a_name_that_is_no_text_is_refused_before_any_work(llama, tmp_path, refused):

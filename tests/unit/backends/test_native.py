@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import pwd
 import shutil
 import subprocess
 import sys
@@ -131,6 +132,19 @@ def test_a_cache_that_cannot_be_made_says_what_to_set(tmp_path, monkeypatch):
     monkeypatch.setenv("QUANTFLOW_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.raises(UnsupportedError, match=r"/file/cache: Not a directory; set QUANTFLOW_CACHE to a folder of your own"):
         native.library(source(tmp_path))
+
+
+def test_a_user_without_a_home_is_told_what_to_set(tmp_path, monkeypatch):
+    for name in ("QUANTFLOW_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def unknown(number):
+        raise KeyError(number)
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)  # as in a container whose user /etc/passwd lacks
+    with pytest.raises(UnsupportedError, match=r"HOME is not set and user \d+ has no home folder; set QUANTFLOW_CACHE"):
+        native.library(source(tmp_path))
+    assert "HOME is not set" in native.why_not(source(tmp_path), needs=())
 
 
 def test_a_cache_that_can_only_be_read_serves_what_it_holds_and_says_so_otherwise(tmp_path, cache, monkeypatch):
