@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from quantflow.errors import InputError, QuantflowError, UnsupportedError
 from quantflow.models import chat_template
 from quantflow.models.token_ids import encoding_of, tokens_of
 from quantflow.runtime.batching import BatchLimits, Engine
+from quantflow.runtime.batching.trace import TracedSteps
 from quantflow.runtime.lean import LeanDecoder
 from quantflow.runtime.load import Loaded, load
 from quantflow.server.errors import Refused, bad_template, invalid
@@ -50,11 +52,19 @@ def batch_limits(limits: Limits, *, positions: int | None) -> BatchLimits:
         max_concurrent_requests=limits.max_concurrent_requests,
         waiting_served_ratio=limits.waiting_served_ratio,
         max_waiting_tokens=limits.max_waiting_tokens,
+        queue_threshold_ms=limits.queue_threshold_ms,
         max_best_of=limits.max_best_of,
         max_stop_sequences=limits.max_stop_sequences,
         max_client_batch_size=limits.max_client_batch_size,
         **chosen,
     )
+
+
+def _traced(name: str, job: ServeJob) -> TracedSteps:
+    """Return which steps of a model are traced, and the file, which has the model's name without what no file may have."""
+    path = job.profile / f"{re.sub(r'[^A-Za-z0-9._-]', '-', name)}.json"
+    skip = job.profile_wait + job.profile_warmup
+    return TracedSteps(path=path, skip=skip, count=job.profile_steps, shapes=job.profile_shapes)
 
 
 class ServedModel:
@@ -84,7 +94,13 @@ class ServedModel:
             raise InputError(f"{name}: the artifact has no tokenizer", "export it with its tokenizer's files")
         self.name, self.loaded, self.tokenizer = name, loaded, loaded.tokenizer
         limits = batch_limits(job.limits, positions=loaded.decoder.positions)
-        self.engine = Engine(loaded.decoder, limits=limits, tokenizer=loaded.tokenizer, kv_memory=job.kv_bytes)
+        self.engine = Engine(
+            loaded.decoder,
+            limits=limits,
+            tokenizer=loaded.tokenizer,
+            kv_memory=job.kv_bytes,
+            traced=_traced(name, job) if job.profile_steps else None,
+        )
         self.max_input_tokens = int(self.engine.limits.max_input_tokens or 0)
         self.max_total_tokens = int(self.engine.limits.max_total_tokens or 0)
         self.vocabulary = Vocabulary(self.tokenizer)

@@ -16,7 +16,7 @@ from quantflow.errors import UsageError
 from quantflow.planning.recipe import parse_size
 from quantflow.process_memory import available_bytes
 from quantflow.runtime.generate_job import BACKEND_HELP, DECODER_HELP, DTYPES, EXACT_HELP, KV_CACHE_HELP, REVISION_HELP
-from quantflow.settings import setting
+from quantflow.settings import check_numbers, setting
 
 SERVE = ("serve",)
 ENGINES = ("quantflow", "vllm")
@@ -40,6 +40,7 @@ class Limits:
         max_batch_size: rows that run; None: 64.
         waiting_served_ratio: waiting rows join a running batch when there are so many per running one; 0: at once.
         max_waiting_tokens: steps after which they join anyway.
+        queue_threshold_ms: the shortest prompt joins first, but for rows that have waited so long; None: the order of arrival.
         max_client_batch_size: prompts, or continuations of one, in a request.
         validation_workers: threads that tokenize.
     """
@@ -127,6 +128,14 @@ class Limits:
         shown=True,
         help="Steps after which they join anyway.",
     )
+    queue_threshold_ms: int | None = setting(
+        None,
+        flag="--queue-threshold-ms",
+        variable="QUEUE_THRESHOLD_MS",
+        metavar="N",
+        verbs=SERVE,
+        help="Short prompts first, but for those that waited N ms (default: the order of arrival).",
+    )
     max_client_batch_size: int = setting(
         4,
         flag="--max-client-batch-size",
@@ -172,6 +181,8 @@ class ServeJob:
         token_ids: TGI's routes take and give token ids with commas between them, in place of text.
         limits: of requests.
         signature: whom every artifact has to be signed by.
+        profile: a folder for a trace of `profile_steps` steps of each model, NAME.json, after the first `profile_wait` and
+            `profile_warmup` that it does; with `profile_shapes` it has the shapes of inputs. 0 steps: none.
         kv_memory: for keys and values, such as 4GiB, or 50% of what is free when a model is loaded.
         engine: `quantflow`, or `vllm` to start vLLM with what the manifest says.
         tensor_parallel: cards that vLLM shares the model over; None: one.
@@ -282,6 +293,33 @@ class ServeJob:
     decoder: str = setting("auto", flag="--decoder", verbs=SERVE, shown=True, help=DECODER_HELP)
     pack: bool = setting(False, flag="--pack", verbs=SERVE, help="Keep the weights as kernels want them in ARTIFACT-packed.")
     exact: bool = setting(False, flag="--exact", verbs=SERVE, help=EXACT_HELP)
+    profile: Path = setting(
+        Path("serve-profile"),
+        flag="--profile",
+        variable="PROF_PATH",
+        metavar="DIR",
+        verbs=SERVE,
+        parse=Path,
+        help="For traces of --profile-steps, for chrome://tracing (default: serve-profile).",
+    )
+    profile_steps: int = setting(
+        0,
+        flag="--profile-steps",
+        variable="PROF_STEP",
+        metavar="N",
+        verbs=SERVE,
+        least=0,
+        help="Trace N steps of each model (default: 0, no trace).",
+    )
+    profile_wait: int = setting(
+        0, flag="--profile-wait", variable="PROF_WAITSTEP", metavar="N", verbs=SERVE, least=0, help="After N steps."
+    )
+    profile_warmup: int = setting(
+        0, flag="--profile-warmup", variable="PROF_WARMUPSTEP", metavar="N", verbs=SERVE, least=0, help="And after N more."
+    )
+    profile_shapes: bool = setting(
+        False, flag="--profile-shapes", variable="PROF_RECORD_SHAPES", verbs=SERVE, help="Put shapes of inputs into the trace."
+    )
     engine: str = setting(
         "quantflow", flag="--engine", choices=ENGINES, verbs=SERVE, shown=True, help="vllm starts vLLM where it is installed."
     )
@@ -296,6 +334,7 @@ class ServeJob:
         Raises:
             UsageError: naming it.
         """
+        check_numbers(self)
         if self.tensor_parallel is not None and self.engine != "vllm":
             raise UsageError("tensor_parallel without engine vllm", "leave it out: one process runs the model")
         if not 0 <= self.port <= 65535:

@@ -9,7 +9,6 @@ _UNPADDED = "batches and prompts are not padded to a size"
 _GRAPHS = "what is captured follows from the device"
 _SHARED = "one process runs the model; --engine vllm shares it over cards"
 _ATTENTION = "how attention is computed is no choice"
-_PROFILE = "`quantflow bench --profile` writes a trace"
 UNREAD = {
     "BATCH_BUCKET_SIZE": _UNPADDED,
     "PREFILL_BATCH_BUCKET_SIZE": _UNPADDED,
@@ -19,15 +18,9 @@ UNREAD = {
     "LIMIT_HPU_GRAPH": _GRAPHS,
     "CUDA_GRAPHS": _GRAPHS,
     "CUDA_MEMORY_FRACTION": "give --kv-memory, such as 50%",
-    "QUEUE_THRESHOLD_MS": "requests run in the order in which they came, by priority",
     "USE_FLASH_ATTENTION": _ATTENTION,
     "FLASH_ATTENTION_RECOMPUTE": _ATTENTION,
-    "PROF_WAITSTEP": _PROFILE,
-    "PROF_WARMUPSTEP": _PROFILE,
-    "PROF_STEP": _PROFILE,
-    "PROF_PATH": _PROFILE,
-    "PROF_RANKS": _PROFILE,
-    "PROF_RECORD_SHAPES": _PROFILE,
+    "PROF_RANKS": "one process runs the model, and is traced",
     "NUM_SHARD": _SHARED,
     "SHARDED": _SHARED,
     "QUANTIZE": "the folder's config.json says how it is quantized",

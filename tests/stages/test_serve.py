@@ -4,6 +4,7 @@ import pytest
 
 from quantflow.errors import UsageError
 from quantflow.server import settings
+from quantflow.server.models import batch_limits
 from quantflow.server.settings import ServeJob
 from quantflow.stages import serve as stage
 from quantflow.stages.cli import cli
@@ -39,6 +40,26 @@ def test_the_variable_of_token_ids_is_read(served, monkeypatch):
     assert served().token_ids is True
     monkeypatch.setenv("SKIP_TOKENIZER_IN_TGI", "false")
     assert served().token_ids is False
+
+
+def test_the_variable_of_the_queues_threshold_is_read(served, monkeypatch):
+    assert served().limits.queue_threshold_ms is None
+    monkeypatch.setenv("QUEUE_THRESHOLD_MS", "120")
+    job = served()
+    assert batch_limits(job.limits, positions=64).queue_threshold_ms == 120
+    monkeypatch.setenv("QUEUE_THRESHOLD_MS", "soon")
+    served(code=2)
+
+
+def test_the_variables_of_gaudis_profiler_are_read(served, monkeypatch, tmp_path):
+    assert served().profile_steps == 0
+    values = {"STEP": "3", "WAITSTEP": "2", "WARMUPSTEP": "1", "PATH": str(tmp_path), "RECORD_SHAPES": "true"}
+    for name, value in values.items():
+        monkeypatch.setenv(f"PROF_{name}", value)
+    job = served()
+    assert (job.profile_steps, job.profile_wait, job.profile_warmup) == (3, 2, 1)
+    assert (job.profile, job.profile_shapes) == (tmp_path, True)
+    served("--profile-steps", "-1", code=2)
 
 
 def test_older_names_of_limits_are_read_and_said(served, capsys):

@@ -26,6 +26,7 @@ from quantflow.runtime.batching.row import BatchRow, Scores, StopCheck
 from quantflow.runtime.batching.runner import OneAtATime, PoolCounters, RowPart, Runner
 from quantflow.runtime.batching.scheduler import Scheduler
 from quantflow.runtime.batching.stream import Stream
+from quantflow.runtime.batching.trace import StepTrace, TracedSteps
 from quantflow.runtime.decoder import Decoder
 from quantflow.runtime.decoding.text import stop_string
 from quantflow.runtime.generate_job import require
@@ -85,6 +86,7 @@ class Engine:
         limits: BatchLimits | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         kv_memory: int | None = None,
+        traced: TracedSteps | None = None,
     ) -> None:
         """Start the thread.
 
@@ -94,6 +96,7 @@ class Engine:
             tokenizer: needed by requests with stop strings.
             kv_memory: bytes that keys and values may take; None: four fifths of what is free, at most what the largest batch
                 needs. Only the lean decoder has a pool.
+            traced: steps of which a trace is written; None: none.
 
         Raises:
             UsageError: limits that the model cannot keep.
@@ -112,6 +115,7 @@ class Engine:
         self.why_not_invariant = self._runner.why_not_invariant
         self.failed: BaseException | None = None
         self._tokenizer = tokenizer
+        self._trace = None if traced is None else StepTrace(traced)
         self._scheduler: Scheduler[BatchRow] = Scheduler(limits)
         self._changed = threading.Condition()  # guards what follows
         self._arrived: list[BatchRow] = []
@@ -287,7 +291,7 @@ class Engine:
         parts = [RowPart(row=row, count=count, wanted=row.wanted(count)) for row, count in scheduler.plan()]
         if not parts:
             return
-        found = self._runner.forward(parts)
+        found = self._runner.forward(parts) if self._trace is None else self._trace.step(lambda: self._runner.forward(parts))
         with self._changed:
             self._counts["steps"] += 1
             self._counts["last_batch_size"] = len(parts)

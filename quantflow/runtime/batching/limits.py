@@ -25,6 +25,8 @@ class BatchLimits:
         waiting_served_ratio: a running batch is joined when waiting >= ratio * running. 0, the default, joins at once: prompts
             are computed beside decoding here and do not stop it. TGI has 1.2, later 0.3.
         max_waiting_tokens: or after so many steps since rows last joined.
+        queue_threshold_ms: None, the default: rows of a class join in the order in which they came. Otherwise the shortest
+            prompt first, and rows that have waited for so long before all others, among them the shortest first too.
         prefill_chunk: prompt tokens that one step computes beside the decoding rows.
         max_best_of, max_stop_sequences, max_client_batch_size: of one request; the engine checks the stop strings.
     """
@@ -37,6 +39,7 @@ class BatchLimits:
     max_concurrent_requests: int = 128
     waiting_served_ratio: float = 0.0
     max_waiting_tokens: int = 20
+    queue_threshold_ms: int | None = None
     prefill_chunk: int = 256
     max_best_of: int = 2
     max_stop_sequences: int = 4
@@ -49,7 +52,7 @@ class BatchLimits:
             UsageError: naming them.
         """
         for name, value in vars(self).items():
-            least = 0 if name in ("waiting_served_ratio", "max_waiting_tokens") else 1
+            least = 0 if name in ("waiting_served_ratio", "max_waiting_tokens", "queue_threshold_ms") else 1
             require(value is None or value >= least, f"{name}={value}", f"use {least} or more")
         shown = {name: value for name, value in vars(self).items() if value is not None}
         for small, large, strict in (

@@ -60,7 +60,8 @@ class BatchRow:
         tokens: prompt and generated ones.
         computed: how many of them have keys and values.
         guess: what may follow, proposed by `request.lookup`; a step computes it beside the last token.
-        input_tokens, total_tokens, priority, left, in_prefill: as in `quantflow.runtime.batching.scheduler.Schedulable`.
+        input_tokens, total_tokens, priority, submitted, left, in_prefill: as in
+            `quantflow.runtime.batching.scheduler.Schedulable`.
     """
 
     def __init__(self, stream: Stream, *, vocab_size: int, stop: StopCheck | None) -> None:
@@ -77,7 +78,7 @@ class BatchRow:
         self.computed = 0
         self.guess: list[int] = []
         self.input_tokens, self.total_tokens = len(request.input_ids), request.total_tokens
-        self.priority = request.priority
+        self.priority, self.submitted = request.priority, stream.times.submitted
         self._vocab_size, self._stop = vocab_size, stop
         self._plain = request.sampling is None and not request.logit_bias and request.mask is None and request.rules == Rules()
         self._prompt: list[TokenLogprob] = []

@@ -3,12 +3,14 @@
 A row joins the running batch when its whole length, prompt + max_new_tokens, fits into what is left of the budget; it keeps
 that reservation until it ends. So whatever runs can always end, nothing is ever thrown out again, and the batch cannot lock
 itself up. Rows of one priority join in the order in which they came, and one that does not fit yet is never passed by a later,
-smaller one of its class. A row at the head of a lower class that was passed by MOST_PASSES rows of higher ones goes before
-them all, so no class starves.
+smaller one of its class. With queue_threshold_ms the shortest prompt of a class joins first, but rows that have waited so long
+join before all others. A row at the head of a lower class that was passed by MOST_PASSES rows of higher ones goes before them
+all, so no class starves.
 """
 
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from quantflow.runtime.batching.limits import BatchLimits
@@ -23,6 +25,7 @@ class Schedulable(Protocol):
         input_tokens: of the prompt.
         total_tokens: prompt + max_new_tokens.
         priority: higher joins first.
+        submitted: when it came, in seconds of the scheduler's clock.
         left: tokens whose keys and values are still to be computed before the next one can be chosen: prompt tokens in
             prefill, afterwards 1, or more with speculation.
         in_prefill: whether they are the prompt's.
@@ -39,6 +42,10 @@ class Schedulable(Protocol):
     @property
     def priority(self) -> int:
         """Return its class."""
+
+    @property
+    def submitted(self) -> float:
+        """Return when it came."""
 
     @property
     def left(self) -> int:
@@ -59,14 +66,15 @@ class Scheduler(Generic[R]):
         running: in the order in which they joined.
     """
 
-    def __init__(self, limits: BatchLimits) -> None:
+    def __init__(self, limits: BatchLimits, *, clock: Callable[[], float] = time.monotonic) -> None:
         """Begin empty.
 
         Args:
             limits: `BatchLimits.resolved`.
+            clock: seconds; asked with queue_threshold_ms alone.
         """
         self.running: list[R] = []
-        self._limits = limits
+        self._limits, self._clock = limits, clock
         self._classes: dict[int, deque[R]] = {}
         self._passes: dict[int, int] = {}  # class -> rows of higher classes that joined since its head became that
         self._since = 0  # steps since rows last joined
@@ -116,7 +124,7 @@ class Scheduler(Generic[R]):
         total = limits.max_batch_total_tokens - self.reserved_tokens
         joined: list[R] = []
         while self._classes and len(self.running) < limits.max_batch_size:
-            row = self._classes[self._next_class()][0]
+            row = self._head(self._next_class())
             prefill, total = prefill - row.input_tokens, total - row.total_tokens
             if prefill < 0 or total < 0:
                 break
@@ -146,7 +154,17 @@ class Scheduler(Generic[R]):
             if priority < row.priority:
                 self._passes[priority] = self._passes.get(priority, 0) + 1
         self.remove(row)
+        self._passes.pop(row.priority, None)
         self.running.append(row)
+
+    def _head(self, priority: int) -> R:
+        """Return the row of a class that joins next."""
+        rows, threshold = self._classes[priority], self._limits.queue_threshold_ms
+        if threshold is None:
+            return rows[0]
+        now = self._clock()
+        late = [row for row in rows if (now - row.submitted) * 1000 >= threshold]
+        return min(late or rows, key=lambda row: row.input_tokens)  # of equal ones the first that came
 
     def _next_class(self) -> int:
         passed: Sequence[int] = [priority for priority in self._classes if self._passes.get(priority, 0) >= MOST_PASSES]

@@ -19,6 +19,7 @@ class Job:
     input_tokens: int
     new: int
     priority: int
+    submitted: float = 0.0
     computed: int = 0
     made: int = 0
 
@@ -151,6 +152,29 @@ def test_a_lower_class_is_passed_so_often_and_no_more():
 
 
 @pytest.mark.parametrize(
+    ("now", "expected"),
+    [
+        (0.1, ["c", "d", "b", "e", "a"]),  # nobody has waited for 120 ms: the shortest first, of equal ones the first that came
+        (0.125, ["e", "a", "c", "d", "b"]),  # two have, the shorter of them first
+        (0.175, ["c", "b", "e", "a", "d"]),
+        (1.0, ["c", "d", "b", "e", "a"]),  # all have
+    ],
+)
+def test_short_prompts_join_first_but_for_those_that_have_waited(now, expected):
+    limits = BatchLimits(max_batch_size=1, queue_threshold_ms=120).resolved(positions=100, pool_tokens=1000)
+    scheduler = Scheduler(limits, clock=lambda: now)
+    arrivals = {"a": (9, 0.0), "e": (7, 0.0), "b": (5, 0.05), "c": (3, 0.05), "d": (3, 0.06)}
+    for name, (tokens, when) in arrivals.items():
+        scheduler.add(Job(name, tokens, 1, 0, submitted=when))
+    order = []
+    for _ in arrivals:
+        (job,) = scheduler.admit()
+        order.append(job.number)
+        scheduler.remove(job)
+    assert order == expected
+
+
+@pytest.mark.parametrize(
     ("given_", "told"),
     [
         ({"max_input_tokens": 10, "max_total_tokens": 10}, "max_input_tokens < max_total_tokens"),
@@ -158,6 +182,7 @@ def test_a_lower_class_is_passed_so_often_and_no_more():
         ({"max_batch_prefill_tokens": 10, "max_batch_total_tokens": 9}, "max_batch_prefill_tokens <= max_batch_total_tokens"),
         ({"max_total_tokens": 10, "max_batch_total_tokens": 9}, "max_total_tokens <= max_batch_total_tokens"),
         ({"max_batch_size": 0}, "max_batch_size=0"),
+        ({"queue_threshold_ms": -1}, "queue_threshold_ms=-1"),
         ({"waiting_served_ratio": float("nan")}, "waiting_served_ratio=nan"),
         ({"waiting_served_ratio": -1.0}, "waiting_served_ratio=-1.0"),
     ],

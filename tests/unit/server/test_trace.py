@@ -1,0 +1,30 @@
+"""A server that traces some of its steps."""
+
+import json
+
+import pytest
+
+
+@pytest.mark.parametrize("shapes", [False, True])
+def test_the_steps_after_those_that_are_left_alone_are_traced_into_a_file_of_the_models_name(serve, tmp_path, shapes):
+    options = {
+        "profile": tmp_path / "new",
+        "profile_steps": 3,
+        "profile_wait": 1,
+        "profile_warmup": 1,
+        "profile_shapes": shapes,
+    }
+    path = tmp_path / "new" / "org-code.json"
+    with serve(name="org/code", **options) as server:
+        assert server.generate("def", max_new_tokens=2).status == 200  # two steps: its prompt, and its second token
+        assert not path.exists()
+        assert server.generate("import", max_new_tokens=6).status == 200
+    events = json.loads(path.read_text())["traceEvents"]
+    assert [event.get("name") for event in events if event.get("cat") == "user_annotation"].count("step") == 3
+    assert any("Input Dims" in event.get("args", {}) for event in events) == shapes
+
+
+def test_without_a_number_of_steps_nothing_is_written(serve, tmp_path):
+    with serve(profile=tmp_path / "new") as server:
+        assert server.generate("def", max_new_tokens=2).status == 200
+    assert not (tmp_path / "new").exists()
