@@ -42,6 +42,7 @@ _ENGINES = {  # of the jobs that ranks get
     "QuantizeJob": "quantflow.quantization.quantize",
     "GenerateJob": "quantflow.runtime.generation",
     "BenchJob": "quantflow.evaluation.latency",
+    "AnswersJob": "quantflow.evaluation.task_answers",
 }
 
 
@@ -951,6 +952,36 @@ def dequantized(
         resources=resources,
     )
     return dequantized_export.run(job, progress)
+
+
+def merged(
+    model: Model,
+    adapter: Folder,
+    output: Folder,
+    *,
+    revision: str | None = None,
+    progress: Progress = SILENT,
+) -> Path:
+    """Write a model with a LoRA adapter in its weights, as a model that can be quantized; return its folder.
+
+    Args:
+        model: one that is not quantized.
+        adapter: a folder in PEFT's files.
+        output: the folder; one that was made from the same files is left alone, another one replaced.
+        revision: of a model on the hub.
+        progress: is told how far it is.
+
+    Raises:
+        QuantflowError: one of them cannot be read, or they do not belong together.
+    """
+    from quantflow.exporting import merged_adapter
+
+    job = merged_adapter.MergedAdapterJob(
+        source=model_folder(model, revision=revision, progress=progress),
+        adapter=Path(adapter),
+        output=output_folder(output, reads={"the model": model, "the adapter": adapter}),
+    )
+    return merged_adapter.run(job, progress)
 
 
 def inspect_calibration(file: Folder, *, tokenizer: Folder, sequence_length: int) -> Mapping[str, Any]:

@@ -6,6 +6,7 @@
     -o OUT --ranks N                    OUT has a shard of each rank, which `unify` joins
     -o OUT --export ARTIFACT            OUT is the folder of quantized layers, ARTIFACT is written after it
     ... --dequantize                    MODEL is a quantized one; OUT.work/0-dequantized is what is quantized
+    ... --adapter LORA                  an adapter of MODEL; OUT.work/0-merged, which has it inside, is what is quantized
 
 Whatever form: a measurement that is needed and not given is made in OUT.work/1-measure; statistics that a given one lacks are
 measured beside it.
@@ -56,6 +57,12 @@ if TYPE_CHECKING:
 @click.option("--export", "artifact", metavar="DIR", type=FOLDER, help="Layers go to -o, the artifact goes there.")
 @click.option("--no-export", is_flag=True, help="Layers go to -o, and no artifact is written.")
 @click.option("--dequantize", is_flag=True, help="MODEL is a quantized one: DIR.work gets its weights, dequantized.")
+@click.option(
+    "--adapter",
+    metavar="LORA",
+    type=FOLDER,
+    help="An adapter (PEFT) of MODEL: DIR.work gets the weights with it inside, which are quantized.",
+)
 @TRUST_NETWORK
 @QUANT_CONFIG
 @common
@@ -75,9 +82,12 @@ def command(model: str, output: Path, artifact: Path | None, settings: tuple[str
              quantflow quantize ./llama -o work/fp8 --scheme FP8 --kv-cache FP8 --measurement work/1-measure
              quantflow quantize ./llama -o work/shards --scheme W4A16 --measurement work/1-measure --ranks 4
              quantflow quantize ./llama-gptq -o llama-fp8 --scheme FP8_DYNAMIC --dequantize
+             quantflow quantize ./llama -o tuned-w4a16 --scheme W4A16 --adapter ./lora
     """
     if shared["dequantize"] and not shared["dry_run"]:
         model = _dequantized(model, output, settings, shared)
+    if shared["adapter"] is not None and not shared["dry_run"]:
+        model = _merged(model, output, settings, shared)
     config = given_config("quantize", shared["quant_config"], quiet=shared["quiet"])
     values, position, measurement = _recipe(model, settings, config, shared)
     _check_options(artifact, shared)
@@ -131,6 +141,15 @@ def _dequantized(model: str, output: Path, settings: tuple[str, ...], shared: di
     values = recipe_from(recipe_data(shared["recipe"], settings, {"model": model, **whole}))
     with reporting(shared, folder) as progress:
         return str(api.dequantized(model, folder, revision=values.revision, resources=values.resources, progress=progress))
+
+
+def _merged(model: str, output: Path, settings: tuple[str, ...], shared: dict[str, Any]) -> str:
+    """Write the model's weights with the adapter in them beside the output, and return their folder."""
+    folder = api.work_folder(output) / "0-merged"
+    whole, _ = recipe_flags("quantize", shared)
+    values = recipe_from(recipe_data(shared["recipe"], settings, {"model": model, **whole}))
+    with reporting(shared, folder) as progress:
+        return str(api.merged(model, shared["adapter"], folder, revision=values.revision, progress=progress))
 
 
 def _one_command(model: str, output: Path, values: Recipe, position: int, shared: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ from quantflow.artifact.schema import Between, check
 from quantflow.errors import InputError, UnsupportedError, UsageError
 from quantflow.models.reading import read_file
 
-_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
 _ONLY = {"use_dora": False, "bias": "none", "modules_to_save": None, "fan_in_fan_out": False, "lora_bias": False}
 
@@ -120,7 +120,7 @@ def read_adapter(folder: str | Path) -> dict[str, Factors]:
         InputError: files that are missing or damaged.
         UnsupportedError: another kind of adapter than plain LoRA on linears.
     """
-    config = _read_config(Path(folder) / _CONFIG)
+    config = _read_config(Path(folder) / CONFIG)
     alphas = [(Pattern(rf"(.*\.)?({text})"), alpha) for text, alpha in (config.get("alpha_pattern") or {}).items()]
     return {
         name: Factors(down=down.float(), up=up.float() * _scaling(config, alphas, name, rank=down.shape[0]))
