@@ -39,6 +39,7 @@ def command(artifact: str | None, kernels: bool, as_json: bool, quiet: bool, **o
              quantflow bench work/4-export --baseline examples/tiny-llama --dtype bfloat16
              quantflow bench work/4-export --prompts book.txt --input-tokens 128 512 -b 1 8 --results-dir results
              quantflow bench model.Q4_0.gguf -b 1
+             quantflow bench work/4-export --num-beams 4
              quantflow bench --kernels --scheme W4A16,W4A8 --shape 4096x4096 --tokens 1,256
     """
     if artifact is not None and kernels:
@@ -84,7 +85,7 @@ def latency_text(result: Mapping[str, Any]) -> str:
     """Return the result of `bench ARTIFACT`: a latency summary per batch size, and text-generation-benchmark's tables."""
     head = [
         f"{result['artifact']}: {result['decoder']} decoder, {', '.join(result['backends']) or 'no quantized linear'}, "
-        f"{_workers(result)}, loaded in {result['load_seconds']:.2f} s, "
+        f"{_workers(result)}, {result['method']}, loaded in {result['load_seconds']:.2f} s, "
         f"peak memory {result['memory']['peak_bytes'] / 2**30:.2f} GiB",
         *result["reasons"],
         f"percentiles {result['percentiles']}",
@@ -160,7 +161,8 @@ def _summary(result: Mapping[str, Any], batch: Mapping[str, Any]) -> str:
 
 def _parameters(result: Mapping[str, Any], length: int) -> str:
     settings = result["settings"]
-    unset = ("Temperature", "Top K", "Top P", "Typical P", "Repetition Penalty", "Frequency Penalty")
+    drawn = {name: settings[name] for name in ("temperature", "top_k", "top_p")}
+    unset = ("Typical P", "Repetition Penalty", "Frequency Penalty")
     rows = [
         ("Model", result["artifact"]),
         ("Sequence Length", length),
@@ -168,9 +170,10 @@ def _parameters(result: Mapping[str, Any], length: int) -> str:
         ("Top N Tokens", None),
         ("N Runs", settings["runs"]),
         ("Warmups", settings["warmups"]),
+        *((name.replace("_", " ").title(), value) for name, value in drawn.items()),
         *((name, None) for name in unset),
         ("Watermark", False),
-        ("Do Sample", False),
+        ("Do Sample", settings["temperature"] != 0 and drawn != dict.fromkeys(drawn)),
     ]
     return _markdown(("Parameter", "Value"), rows)
 

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -177,6 +177,7 @@ def launch(
     progress: Progress,
     stream: Callable[[str], None] | None = None,
     threads: int | None = None,
+    cores: Sequence[Collection[int]] | None = None,
     again: str = AGAIN,
 ) -> Any:
     """Do a stage's job in `ranks` processes, wait for all of them, and return what the first one returned.
@@ -191,6 +192,7 @@ def launch(
         progress: tells what they tell.
         stream: takes what the first rank writes to stdout, piece by piece; None lets nobody see it.
         threads: of each; None takes OMP_NUM_THREADS, or 1.
+        cores: of each rank, which then has a thread for each of them; None leaves them to the system.
         again: what is said of the same command line after a failure.
 
     Raises:
@@ -204,8 +206,10 @@ def launch(
         started: list[subprocess.Popen[str]] = []
         try:
             for rank in range(ranks):
-                environment = launched_environment(folder, rank=rank, world=ranks, threads=threads)
-                started.append(_start(folder, environment, shown=stream is not None and rank == 0))
+                bound = None if cores is None else cores[rank]
+                count = threads if bound is None else len(bound)
+                environment = launched_environment(folder, rank=rank, world=ranks, threads=count)
+                started.append(_start(folder, environment, shown=stream is not None and rank == 0, cores=bound))
             for rank, process in enumerate(started):
                 _watch(rank, process, said, stream)
             _wait(verb, started, said, progress, again=again)
@@ -215,8 +219,14 @@ def launch(
         return json.loads(result.read_text()) if result.is_file() else None
 
 
-def _start(folder: str, environment: dict[str, str], *, shown: bool) -> subprocess.Popen[str]:
-    """Start a rank; `shown` keeps what it writes to stdout."""
+def _start(folder: str, environment: dict[str, str], *, shown: bool, cores: Collection[int] | None) -> subprocess.Popen[str]:
+    """Start a rank, on some cores; `shown` keeps what it writes to stdout."""
+
+    def prepare() -> None:
+        die_with_parent()
+        if cores is not None:
+            os.sched_setaffinity(0, cores)
+
     return subprocess.Popen(
         child_process.python_module("quantflow.stages.rank", [folder]),
         env=environment,
@@ -225,7 +235,7 @@ def _start(folder: str, environment: dict[str, str], *, shown: bool) -> subproce
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
-        preexec_fn=die_with_parent,
+        preexec_fn=prepare,
     )
 
 

@@ -11,6 +11,7 @@ from quantflow.artifact.required_signature import RequiredSignature
 from quantflow.errors import UsageError
 from quantflow.runtime.generate_job import (
     BACKEND_HELP,
+    BIND_HELP,
     DECODER_HELP,
     DEVICES,
     DTYPES,
@@ -20,6 +21,7 @@ from quantflow.runtime.generate_job import (
     RANKS_HELP,
     REVISION_HELP,
     TRUST_HELP,
+    Sampling,
 )
 from quantflow.settings import check_numbers, setting
 
@@ -59,10 +61,16 @@ class BenchJob:
         runs, warmups: of each batch size.
         ordered: percentiles are taken from the sorted times.
         ignore_eos: go on after an end token.
+        beams: beam search with so many; None takes one token after the other.
+        temperature, top_k, top_p: tokens are drawn where any is given, as `generate` draws them; a temperature of 0 draws none.
+        lookup: so many tokens are proposed by the text itself.
+        draft, draft_tokens: a smaller artifact or model that proposes so many tokens at a time. What is proposed is for single
+            sequences.
         profile: where a trace of one more run goes, for chrome://tracing; None for no such run. It has `profile_tokens`
             tokens after the first `profile_skip`; the prompt is the first. With `profile_shapes` it has the shapes of inputs.
         results_dir: where a file with the result goes, beside those of other runs.
         ranks: processes that share the model, each with a part of every matrix.
+        bind: each process keeps to cores of its own, one thread for each core.
         trust_network: the ranks may meet at the address of somebody's torchrun.
         revision: of an artifact on the hub.
         signature: whom the artifact has to be signed by.
@@ -97,6 +105,29 @@ class BenchJob:
     warmups: int = setting(1, flag="--warmups", verbs=BENCH, shown=True, help="Batches before them that are not counted.")
     ignore_eos: bool = setting(
         True, flag="--ignore-eos/--no-ignore-eos", verbs=BENCH, shown=True, help="Go on after end tokens."
+    )
+    beams: int | None = setting(None, flag="--num-beams", metavar="N", verbs=BENCH, least=1, help="Time beam search with N.")
+    temperature: float | None = setting(None, flag="--temperature", verbs=BENCH, help="Time drawn tokens; 0 draws none.")
+    top_k: int | None = setting(None, flag="--top-k", verbs=BENCH, help="Draw from the k most likely tokens.")
+    top_p: float | None = setting(None, flag="--top-p", verbs=BENCH, help="Draw from the fewest with this probability.")
+    lookup: int | None = setting(
+        None,
+        flag="--prompt-lookup",
+        metavar="N",
+        verbs=BENCH,
+        least=1,
+        help="Time speculation: N tokens from where the text had the same last tokens.",
+    )
+    draft: Path | None = setting(
+        None,
+        flag="--assistant-model",
+        metavar="DIR",
+        verbs=BENCH,
+        parse=Path,
+        help="Time speculation: a smaller artifact or model proposes tokens.",
+    )
+    draft_tokens: int = setting(
+        5, flag="--assistant-tokens", verbs=BENCH, least=1, shown=True, help="Tokens that it proposes at a time."
     )
     ordered: bool = setting(
         True,
@@ -147,16 +178,34 @@ class BenchJob:
     exact: bool = setting(False, flag="--exact", verbs=BENCH, help=EXACT_HELP)
     device: str = setting("cpu", flag="--device", choices=DEVICES, verbs=BENCH, shown=True, help="")
     ranks: int = setting(1, flag="--ranks", metavar="N", verbs=BENCH, help=RANKS_HELP)
+    bind: bool = setting(False, flag="--bind", verbs=BENCH, help=BIND_HELP)
     trust_network: bool = setting(False, flag="--trust-network", verbs=BENCH, help=TRUST_HELP)
     seed: int = setting(0, flag="--seed", verbs=BENCH, shown=True, help="Of random prompts; each run has the next.")
 
     def __post_init__(self) -> None:
-        """Refuse numbers of the trace outside their ranges.
+        """Refuse numbers outside their ranges, and ways to generate that do not go together.
 
         Raises:
-            UsageError: naming the value.
+            UsageError: naming the values.
         """
         check_numbers(self)
+        ways = {"beams": self.beams, "lookup": self.lookup, "draft": self.draft}
+        given = [f"{name}={value}" for name, value in ways.items() if value is not None]
+        if len(given) > 1:
+            raise UsageError(f"bench: {' and '.join(given)} together", "time one way to generate at a time")
+        if given and self.beams is None and self.batch_sizes != (1,):
+            raise UsageError(
+                f"bench: {given[0]} with batch sizes {list(self.batch_sizes)}", "give -b 1: it is for one sequence"
+            )
+        drawn = self.sampling
+        if self.profile is not None and (given or drawn is not None):
+            raise UsageError("bench: a profile of another way than the likeliest token", "leave --profile out, or the way")
+
+    @property
+    def sampling(self) -> Sampling | None:
+        """How tokens are drawn; None where none are."""
+        given = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p") if getattr(self, name) is not None}
+        return Sampling(**given) if given and self.temperature != 0 else None
 
 
 @dataclass(frozen=True, kw_only=True)

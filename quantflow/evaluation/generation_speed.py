@@ -1,12 +1,13 @@
-"""How long a decoder takes for the first token and for each further one, greedily, on random prompts.
+"""How long a decoder takes for the first token and for each further one: greedily, or by another way to generate.
 
-Every run has another prompt, so that nothing that was computed before can answer it.
+Random prompts are others in every run, so that nothing that was computed before can answer them.
 """
 
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor
 from quantflow.errors import UsageError
 from quantflow.evaluation.bench_job import PERCENTILES
 from quantflow.runtime.decoder import Decoder
+from quantflow.runtime.decoding import Beams, Method, Sampling, generate
+from quantflow.runtime.timed_decoder import Timed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +26,7 @@ class TimedRun:
 
     Attributes:
         first_seconds: until the first token of every sequence is known.
-        step_seconds: of each further token.
+        step_seconds: of each further token of a sequence; 0 for one that was confirmed together with the one before it.
         requested: tokens that were asked for, over all sequences.
         produced: tokens up to the first end token of each sequence, that one included; all where ends are ignored.
     """
@@ -114,3 +117,48 @@ def time_run(
             seconds.append(time.perf_counter() - begin)
             running &= ~torch.isin(step[:, 0], stop)
     return TimedRun(first_seconds=seconds[0], step_seconds=tuple(seconds[1:]), requested=rows * new_tokens, produced=produced)
+
+
+def time_generation(
+    decoder: Decoder,
+    prompts: Tensor,
+    *,
+    new_tokens: int,
+    method: Method | None = None,
+    sampling: Sampling | None = None,
+    ends: Collection[int] = (),
+) -> TimedRun:
+    """Continue prompts by a way to generate and time every token, choosing and proposing included.
+
+    The clock starts with the first forward. A token of a single sequence is known when it is told; of several sequences, and of
+    beams, when the next forward begins.
+
+    Args:
+        decoder: its cache is emptied first, which is not timed.
+        prompts: [B, S] int64; speculation continues one after the other, so that B has to be 1.
+        new_tokens: of each sequence, 1 or more.
+        method: as for `quantflow.runtime.decoding.generate`; None takes one token after the other.
+        sampling: None takes the most likely token, or the best beams.
+        ends: tokens at which a sequence ends.
+
+    Raises:
+        UsageError: what cannot be decoded so.
+    """
+    rows, length = prompts.shape
+    timed, told = Timed(decoder), list[float]()
+    alone = rows == 1 and not isinstance(method, Beams)
+    found = generate(
+        timed,
+        prompts.to(decoder.device),
+        max_new_tokens=new_tokens,
+        method=method,
+        sampling=sampling,
+        eos_token_id=tuple(ends),
+        stream=(lambda _: told.append(time.perf_counter())) if alone else None,
+    )
+    known = told if alone else [*timed.starts[1:], time.perf_counter()]
+    first, *further = [after - before for before, after in pairwise([timed.starts[0], *known])]
+    stop = torch.tensor(sorted(ends), device=found.device)
+    ended = torch.isin(found[:, length:], stop).long()  # [B, n]
+    produced = int((ended.cumsum(dim=1) - ended == 0).sum())
+    return TimedRun(first_seconds=first, step_seconds=tuple(further), requested=rows * new_tokens, produced=produced)

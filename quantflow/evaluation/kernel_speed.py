@@ -56,6 +56,8 @@ def run(job: KernelJob) -> dict[str, Any]:
     """Return the machine's share of the result (threads, why our own kernels cannot run) and a row per timing."""
     if job.rounds < 1 or min(job.tokens, default=0) < 1:
         raise UsageError(f"bench: {job.rounds} rounds of {list(job.tokens)} tokens", "use 1 or more of each")
+    if job.dtype == "float16":
+        raise UsageError("bench: --kernels in float16, which no kernel computes in", "use float32 or bfloat16")
     schemes, shapes = [preset(name) for name in job.schemes], [_shape(text) for text in job.shapes]
     for scheme in schemes:
         if scheme.input is not None and scheme.input.measured:

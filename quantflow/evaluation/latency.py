@@ -22,19 +22,22 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from quantflow.artifact.disk import link_or_copy, make_folder, remove, write_file
+from quantflow.distributed.binding import cores_of
 from quantflow.distributed.launch import launch, launched_rank
 from quantflow.errors import InputError, ResourceError, UsageError
 from quantflow.evaluation.bench_job import PERCENTILES, BenchJob
 from quantflow.evaluation.energy import package_joules
-from quantflow.evaluation.generation_speed import Spread, TimedRun, random_prompts, spread, time_run
+from quantflow.evaluation.generation_speed import Spread, TimedRun, random_prompts, spread, time_generation, time_run
 from quantflow.process_memory import usage
 from quantflow.progress import Progress
 from quantflow.runtime import rank_processes
+from quantflow.runtime.decoding import Beams, Draft, Lookup, Method
 from quantflow.runtime.lean import LeanDecoder
 from quantflow.runtime.load import Loaded, load
 from quantflow.runtime.prompt_files import encode, read_prompts
 
-UNTOLD = ("artifact", "baseline", "profile", "results_dir")  # of the job: beside the settings, or nothing that times depend on
+# Of the job: what stands beside the settings, or is nothing that times depend on.
+UNTOLD = ("artifact", "baseline", "draft", "profile", "results_dir")
 
 
 def run(job: BenchJob, progress: Progress) -> dict[str, Any] | None:
@@ -61,10 +64,10 @@ def run(job: BenchJob, progress: Progress) -> dict[str, Any] | None:
     without |= {"a baseline": job.baseline is not None}
     world = rank_processes.world_of("bench", job.ranks, trusted=job.trust_network, without=without)
     if rank_processes.starts(world):
-        return rank_processes.start("bench", job, world=world, progress=progress)
+        return rank_processes.start("bench", job, world=world, progress=progress, bind=job.bind)
     if job.baseline is not None and launched_rank() is None:
         return _kept(job, _beside(job, job.baseline, progress))
-    with rank_processes.joined("bench", world) as wire:
+    with rank_processes.bound("bench", asked=job.bind), rank_processes.joined("bench", world) as wire:
         begin = time.perf_counter()
         loaded = load(
             job.artifact,
@@ -72,12 +75,13 @@ def run(job: BenchJob, progress: Progress) -> dict[str, Any] | None:
             dtype=getattr(torch, job.dtype),
             decoder=job.decoder,
             kv_cache=job.kv_cache,
+            crops=job.draft is not None or job.lookup is not None,
             pack=job.pack,
             exact=job.exact,
             device=job.device,
             wire=wire,
         )
-        load_seconds = time.perf_counter() - begin
+        load_seconds, threads = time.perf_counter() - begin, torch.get_num_threads()
         batches = rank_processes.drive(loaded, wire, lambda led: _timed(job, led, progress, alone=wire is None))
         peaks = [usage().peak]
         if wire is not None:
@@ -88,10 +92,11 @@ def run(job: BenchJob, progress: Progress) -> dict[str, Any] | None:
         "artifact": str(job.artifact),
         "settings": {key: value for key, value in asdict(job).items() if key not in UNTOLD},
         "ranks": world,
+        "method": _called(job),
         "decoder": loaded.name,
         "reasons": list(loaded.reasons),
         "backends": sorted(set(loaded.backends.values())),
-        "threads": torch.get_num_threads(),
+        "threads": threads,
         "load_seconds": load_seconds,
         "percentiles": "of sorted times" if job.ordered else "of times in the order of the runs, as text-generation-benchmark",
         "weight_bytes": sum(info.nbytes for info in loaded.artifact.checkpoint.infos.values()),
@@ -133,6 +138,7 @@ def _beside(job: BenchJob, baseline: Path, progress: Progress) -> dict[str, Any]
             ranks=1,
             progress=progress,
             threads=torch.get_num_threads(),
+            cores=cores_of(1) if job.bind else None,
             again="run the same command again",
         )
         for folder, profile in ((job.artifact, job.profile), (baseline, None))
@@ -180,11 +186,12 @@ def _timed(job: BenchJob, loaded: Loaded, progress: Progress, *, alone: bool) ->
             "ask for one new token or more, and for fewer than that together",
         )
     texts = _texts(job, loaded)
+    method = _method(job)
     batches = []
     for length in job.input_tokens:
         for rows in job.batch_sizes:
             try:
-                batches.append(_batch(job, loaded, texts, rows=rows, length=length, progress=progress))
+                batches.append(_batch(job, loaded, texts, method, rows=rows, length=length, progress=progress))
             except (MemoryError, RuntimeError) as error:
                 if not alone or not _out_of_memory(error):
                     raise
@@ -214,8 +221,38 @@ def _texts(job: BenchJob, loaded: Loaded) -> list[list[int]]:
     return encode(prompts, loaded.tokenizer, limit=max(job.input_tokens), chat=False)
 
 
+def _method(job: BenchJob) -> Method | None:
+    """Return the way to generate, with what it needs loaded."""
+    if job.beams is not None:
+        return Beams(count=job.beams)
+    if job.lookup is not None:
+        return Lookup(tokens=job.lookup)
+    if job.draft is None:
+        return None
+    dtype: torch.dtype = getattr(torch, job.dtype)
+    draft = load(job.draft, decoder="auto", backend=job.backend, dtype=dtype, device=job.device, crops=True, exact=job.exact)
+    return Draft(decoder=draft.decoder, tokens=job.draft_tokens)
+
+
+def _called(job: BenchJob) -> str:
+    """Return the way to generate, for people."""
+    how = "the likeliest token" if job.sampling is None else "drawn tokens"
+    if job.beams is not None:
+        return f"{job.beams} beams" if job.sampling is None else f"{job.beams} beams, drawn"
+    if job.lookup is not None:
+        return f"{how}, {job.lookup} proposed by the text"
+    return how if job.draft is None else f"{how}, {job.draft_tokens} proposed by {job.draft}"
+
+
 def _batch(
-    job: BenchJob, loaded: Loaded, texts: Sequence[Sequence[int]], *, rows: int, length: int, progress: Progress
+    job: BenchJob,
+    loaded: Loaded,
+    texts: Sequence[Sequence[int]],
+    method: Method | None,
+    *,
+    rows: int,
+    length: int,
+    progress: Progress,
 ) -> dict[str, Any]:
     ends = () if job.ignore_eos else loaded.eos_token_ids
     runs, joules = [], []
@@ -223,7 +260,12 @@ def _batch(
     for index in progress.steps(range(job.warmups + job.runs), stage=stage, unit="run"):
         prompts = _prompts(job, loaded, texts, rows=rows, length=length, index=index)
         before = package_joules()
-        found = time_run(loaded.decoder, prompts, new_tokens=job.new_tokens, ends=ends)
+        if method is None and job.sampling is None:
+            found = time_run(loaded.decoder, prompts, new_tokens=job.new_tokens, ends=ends)
+        else:
+            drawn = None if job.sampling is None else replace(job.sampling, seed=job.seed + index)
+            words: dict[str, Any] = {"new_tokens": job.new_tokens, "method": method, "sampling": drawn, "ends": ends}
+            found = time_generation(loaded.decoder, prompts, **words)
         if index >= job.warmups:
             runs.append(found)
             joules.append(None if before is None else before.since())

@@ -534,6 +534,14 @@ class Validate:
     chat_template: bool = setting(
         False, flag="--chat-template", verbs=("validate",), help="Ask in the tokenizer's chat template."
     )
+    ranks: int = setting(
+        1,
+        flag="--ranks",
+        metavar="N",
+        verbs=("validate",),
+        least=1,
+        help="Processes that share a model while it answers --tasks (default 1).",
+    )
     diagnose: int | None = setting(
         None,
         flag="--diagnose",

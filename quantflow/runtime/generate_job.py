@@ -14,7 +14,7 @@ from quantflow.settings import setting
 
 Words = tuple[tuple[int, ...], ...]
 GENERATE = ("generate",)
-DTYPES = ("float32", "bfloat16")
+DTYPES = ("float32", "bfloat16", "float16")  # the last in transformers' modules alone
 DEVICES = ("cpu", "cuda", "hpu")
 BACKEND_HELP = "auto, reference, a kernel by name, or several: a,b,auto."
 DECODER_HELP = "lean, transformers, or auto: lean where it can."
@@ -23,6 +23,7 @@ EXACT_HELP = "Never round inputs that the scheme leaves alone (default: where ex
 PACK_HELP = "Keep the weights as kernels want them in ARTIFACT-packed, and load from there."
 REVISION_HELP = "Branch, tag or commit of a model on the hub (default: main)."
 RANKS_HELP = "Processes that share the model (default 1), or torchrun's."
+BIND_HELP = "Keep each process to cores of its own, of one NUMA node where they fit."
 TRUST_HELP = "Ranks of your torchrun may meet at its address, which anybody on the network can write to."
 
 
@@ -275,6 +276,7 @@ class GenerateJob:
         disk_offload: leave the weights on disk and read them for every token; the same tokens with little memory.
         device: where the model runs.
         ranks: processes that share the model, each with a part of every matrix.
+        bind: each process keeps to cores of its own, one thread for each core.
         trust_network: the ranks may meet at the address of somebody's torchrun.
         revision: of an artifact on the hub.
         signature: whom the artifact has to be signed by.
@@ -393,6 +395,7 @@ class GenerateJob:
         help="Merge it into weights that are not quantized.",
     )
     ranks: int = setting(1, flag="--ranks", metavar="N", verbs=GENERATE, help=RANKS_HELP)
+    bind: bool = setting(False, flag="--bind", verbs=GENERATE, help=BIND_HELP)
     trust_network: bool = setting(False, flag="--trust-network", verbs=GENERATE, help=TRUST_HELP)
     backend: str = setting("auto", flag="--backend", verbs=GENERATE, shown=True, help=BACKEND_HELP)
     dtype: str = setting("float32", flag="--dtype", choices=DTYPES, verbs=GENERATE, shown=True, help="")

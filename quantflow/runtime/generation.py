@@ -53,8 +53,8 @@ def run(job: GenerateJob, stream: Callable[[str], None], progress: Progress | No
     world = rank_processes.world_of("generate", job.ranks, trusted=job.trust_network, without=without)
     telling = SILENT if progress is None else progress
     if rank_processes.starts(world):
-        return rank_processes.start("generate", job, world=world, progress=telling, stream=stream)
-    with rank_processes.joined("generate", world) as wire:
+        return rank_processes.start("generate", job, world=world, progress=telling, stream=stream, bind=job.bind)
+    with rank_processes.bound("generate", asked=job.bind), rank_processes.joined("generate", world) as wire:
         prompts: list[Prompt] = list(job.prompts)
         if job.source is not None and (wire is None or wire.rank == 0):
             prompts += read_prompts(job.source, column=job.column, limit=job.limit)

@@ -1,10 +1,11 @@
-"""`generate` and `bench` over several processes that share a model, of which rank 0 alone speaks.
+"""`generate`, `bench` and the tasks of `validate` over several processes that share a model, of which rank 0 alone speaks.
 
 What cannot be shared is refused before anything is started. Rank 0 reads the prompts, drives the others
 (quantflow.runtime.leader) and writes to the same stdout as the process that started it. A rank that ends takes the others
 with it, and is named.
 """
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,7 +15,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, distributed
 
-from quantflow.distributed.launch import die_with_parent, launch, launched_rank, require_trust
+from quantflow.distributed.binding import cores_of
+from quantflow.distributed.launch import die_with_parent, launch, launched_folder, launched_rank, require_trust
 from quantflow.distributed.team import Team, connected, together
 from quantflow.errors import UnsupportedError, UsageError
 from quantflow.progress import Progress
@@ -116,7 +118,13 @@ def starts(world: int) -> bool:
 
 
 def start(
-    verb: str, job: RankedJob, *, world: int, progress: Progress, stream: Callable[[str], None] | None = None
+    verb: str,
+    job: RankedJob,
+    *,
+    world: int,
+    progress: Progress,
+    stream: Callable[[str], None] | None = None,
+    bind: bool = False,
 ) -> dict[str, Any] | None:
     """Do a job in several ranks, after what each would stumble over was looked for in the headers; return its result.
 
@@ -126,22 +134,74 @@ def start(
         world: how many ranks.
         progress: tells what the ranks tell.
         stream: takes what rank 0 writes, piece by piece.
+        bind: each keeps to cores of its own (quantflow/distributed/binding.py).
 
     Raises:
         UnsupportedError: an artifact that the lean decoder does not run.
         UsageError: one that cannot be cut so.
         QuantflowError: a rank failed.
     """
+    check(verb, job, world=world)
+    threads = max(1, torch.get_num_threads() // world)
+    result: dict[str, Any] | None = launch(
+        verb,
+        job,
+        ranks=world,
+        progress=progress,
+        stream=stream,
+        threads=threads,
+        cores=cores_of(world) if bind else None,
+        again="run the same command again",
+    )
+    return result
+
+
+def check(verb: str, job: RankedJob, *, world: int) -> None:
+    """Refuse what ranks cannot share, by the headers of its files.
+
+    Args:
+        verb: for messages.
+        job: what every rank would do.
+        world: how many ranks.
+
+    Raises:
+        UnsupportedError: an artifact that the lean decoder does not run.
+        UsageError: one that cannot be cut so.
+    """
     opened = open_folder(job.artifact, backend=job.backend, dtype=getattr(torch, job.dtype), verify=False)
     reason = lean.why_not(opened)
     if reason is not None:
         raise UnsupportedError(f"{verb}: {world} ranks share the lean decoder: {reason}", "leave --ranks out")
     spans_of(opened, world)
-    threads = max(1, torch.get_num_threads() // world)
-    result: dict[str, Any] | None = launch(
-        verb, job, ranks=world, progress=progress, stream=stream, threads=threads, again="run the same command again"
-    )
-    return result
+
+
+@contextmanager
+def bound(verb: str, *, asked: bool) -> Iterator[None]:
+    """Keep a process of its own to the cores of one NUMA node, with a thread for each, until the block ends.
+
+    Ranks that `start` started are bound already.
+
+    Args:
+        verb: for messages.
+        asked: whether anything is done.
+
+    Raises:
+        UsageError: somebody's torchrun started this process, which alone knows what else runs on this machine.
+    """
+    if not asked or launched_folder() is not None:
+        yield
+        return
+    if launched_rank() is not None:
+        raise UsageError(f"{verb}: bind under torchrun", "leave --bind out, and bind the processes from outside")
+    (cores,) = cores_of(1)
+    before, threads = os.sched_getaffinity(0), torch.get_num_threads()
+    os.sched_setaffinity(0, cores)
+    torch.set_num_threads(len(cores))
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+        torch.set_num_threads(threads)
 
 
 @contextmanager

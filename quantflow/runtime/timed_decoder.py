@@ -13,6 +13,7 @@ class Timed:
 
     Attributes:
         seconds: of each forward since the beginning, in order.
+        starts: when each began, on the clock of `time.perf_counter`.
         first: which of them were the first after a `begin`, those that read a prompt.
     """
 
@@ -24,6 +25,7 @@ class Timed:
         if isinstance(decoder, HiddenDecoder):
             self.forward_hidden = self._timed(decoder.forward_hidden)
         self.seconds: list[float] = []
+        self.starts: list[float] = []
         self.first: list[int] = []
         self._decoder = decoder
 
@@ -45,6 +47,7 @@ class Timed:
     def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*arguments: Any, **options: Any) -> Any:
             begin = time.perf_counter()
+            self.starts.append(begin)
             result = call(*arguments, **options)
             self.seconds.append(time.perf_counter() - begin)
             return result

@@ -8,13 +8,13 @@
 the artifact's; null where the divisor is 0. `answers` has a digit for each document, in the data set's order: 1 is right. It is
 null where a document's score is neither 0 nor 1.
 
-Both run on the runtime, in float32, with the weights of one of them in memory at a time. What the source answers is kept for
-the next artifact.
+Both run on the runtime, in float32, with the weights of one of them in memory at a time, of one process or of several that
+share it. What the source answers is kept for the next artifact.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,17 +24,19 @@ from quantflow.artifact import disk
 from quantflow.artifact.canonical import canonical_json, digest_of, file_digest, read_json
 from quantflow.artifact.checkpoint import open_checkpoint
 from quantflow.core.determinism import tools
-from quantflow.errors import InputError, ResourceError, UnsupportedError
+from quantflow.distributed.launch import launched_rank
+from quantflow.errors import InputError, ResourceError, UnsupportedError, UsageError
 from quantflow.models.tokenizer import load_tokenizer
 from quantflow.planning.recipe import Resources, Validate
 from quantflow.planning.resources import memory_limit
 from quantflow.progress import Progress
-from quantflow.runtime.load import load
+from quantflow.runtime import rank_processes
 from quantflow.shipped import SHIPPED
 from quantflow.units import size as text_of
 
 if TYPE_CHECKING:
     from quantflow.evaluation.harness import TaskOptions
+    from quantflow.evaluation.task_answers import AnswersJob
 
 _FIRST = ("acc_norm", "acc", "exact_match")  # the metric that stands for a task, where it has one of them
 _FLOATS = frozenset({"F32", "F16", "BF16"})
@@ -50,15 +52,17 @@ class TaskScores:
     artifact: Mapping[str, Any]
 
 
-def check_tasks(artifact: Path, options: Validate) -> list[str]:
+def check_tasks(artifact: Path, baseline: Path, options: Validate) -> list[str]:
     """Refuse tasks that cannot be asked, before anything runs; return the names of those that will be, each of a group.
 
     Raises:
-        UnsupportedError: lm-eval is not installed.
-        UsageError: a task that nobody knows.
+        UnsupportedError: lm-eval is not installed, or several ranks cannot share a model.
+        UsageError: a task that nobody knows, ranks without a task, or a model that cannot be cut into so many parts.
         InputError: documents that cannot be read, no tokenizer, or one without the chat template that is asked for.
     """
     if not options.tasks:
+        if options.ranks > 1:
+            raise UsageError(f"validate: {options.ranks} ranks without tasks", "give --tasks: the rest runs in one process")
         return []
     if find_spec("lm_eval") is None:
         raise UnsupportedError("--tasks: lm-eval is not installed", "pip install 'quantflow[eval]'")
@@ -67,6 +71,12 @@ def check_tasks(artifact: Path, options: Validate) -> list[str]:
     tokenizer = load_tokenizer(artifact)
     if options.chat_template:
         harness.refuse_no_template(tokenizer, str(artifact))
+    if options.ranks > 1:
+        if launched_rank() is not None:
+            cause = f"validate: {options.ranks} ranks, and torchrun started this process"
+            raise UsageError(cause, "start validate once, without torchrun")
+        for folder in (artifact, baseline):
+            rank_processes.check("validate", _job(folder, options), world=options.ranks)
     return list(harness.loaded_tasks(_asked(options)).tasks)
 
 
@@ -89,7 +99,7 @@ def score_tasks(
     Args:
         artifact: its folder.
         baseline: that of the model that it was made from.
-        options: names, limit, shots and template.
+        options: names, limit, shots, template and ranks.
         resources: the limits.
         kept: a folder for what the baseline answers.
         key: digest of the baseline.
@@ -99,21 +109,20 @@ def score_tasks(
         ResourceError: a model does not fit into memory.
         InputError: the tokenizers of the two write different questions.
     """
-    from quantflow.evaluation import harness
+    from quantflow.evaluation import task_answers
 
-    asked = _asked(options)
     _refuse_beyond_memory(artifact, resources)
-    model = load(artifact, decoder="auto", exact=options.exact)
-    protocol = harness.protocol(model, asked)
-    document = _plain(harness.evaluate(model, asked, stage=f"tasks of {artifact.name}", progress=progress))
-    del model
+    answers = task_answers.run(replace(_job(artifact, options), exact=options.exact), progress)
+    assert answers is not None  # this process is no rank
+    protocol, document = answers["protocol"], answers["document"]
     key = digest_of([key, list(options.tasks), protocol, files_of(options), tools()])
     path = kept / f"tasks-{key}.json"
     source = _kept(path, key)
     if source is None:
         _refuse_beyond_memory(baseline, resources)
-        model = load(baseline, decoder="auto")
-        source = _plain(harness.evaluate(model, asked, stage="tasks of the source", progress=progress))
+        answers = task_answers.run(replace(_job(baseline, options), stage="tasks of the source"), progress)
+        assert answers is not None
+        source = answers["document"]
         disk.make_folder(kept)
         disk.write_atomic(path, canonical_json({"key": key, "document": source, "digest": digest_of(source)}))
     _refuse_other_questions(artifact, source, document)
@@ -125,6 +134,12 @@ def _asked(options: Validate) -> "TaskOptions":
     from quantflow.evaluation.harness import TaskOptions
 
     return TaskOptions(names=options.tasks, limit=options.limit, shots=options.shots, chat_template=options.chat_template)
+
+
+def _job(folder: Path, options: Validate) -> "AnswersJob":
+    from quantflow.evaluation.task_answers import AnswersJob
+
+    return AnswersJob(artifact=folder, tasks=_asked(options), stage=f"tasks of {folder.name}", ranks=options.ranks)
 
 
 def _refuse_beyond_memory(folder: Path, resources: Resources) -> None:
@@ -188,17 +203,6 @@ def _score(name: str, source: Mapping[str, Any], document: Mapping[str, Any]) ->
 def _answers(samples: Sequence[Mapping[str, Any]], metric: str) -> str | None:
     ordered = [sample.get(metric) for sample in sorted(samples, key=lambda sample: sample["doc_id"])]
     return "".join("1" if value else "0" for value in ordered) if all(value in (0, 1) for value in ordered) else None
-
-
-def _plain(value: Any) -> Any:
-    """Return lm-eval's document as plain data."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if value is None or isinstance(value, str | int | float | bool):
-        return value
-    return value.item() if hasattr(value, "item") else str(value)
 
 
 def _kept(path: Path, key: str) -> dict[str, Any] | None:

@@ -231,6 +231,7 @@ def _refuse_other_baseline(job: ValidateJob, manifest: Mapping[str, Any], source
 
 def _inputs(job: ValidateJob, manifest: Mapping[str, Any], source: Source, digests: Digests) -> dict[str, Any]:
     options = {**asdict(job.options), "text": text_digest(Path(str(job.options.text)))}
+    del options["ranks"]  # they answer as one does
     return {
         "artifact": manifest["digest"],
         "baseline": fingerprint(source.checkpoint, digests),
@@ -267,7 +268,7 @@ def _validate(
         parameters=parameters,
     )
     gate = gate_for(noise_top1=1.0)  # one that cannot be read is refused before the models run
-    recovery.refuse_unasked(gate, check_tasks(job.artifact, job.options))
+    recovery.refuse_unasked(gate, check_tasks(job.artifact, job.baseline, job.options))
     sequences = _sequences(job, manifest)
     refuse_beyond(sequences, text_config(source.config).vocab_size, where=str(job.options.text))
     protocol = _protocol(job, sequences, device=device)

@@ -7,6 +7,8 @@ what it becomes. An option of the verb's own is never looked up.
     Always("the cache is allocated once")     `--reuse-cache` asks for what is always so: it is left out, and that is said
     Instead("give --ranks N")                 `--use-deepspeed` is refused, with what to use
     Items()                                   `--options "max_length=64,do_sample=true"` is read as these options
+    ByValue({"BF16": ("--dtype", "bfloat16")})  `--lowp-mode BF16` is read as these words
+    VALUES                                    `--dtype fp16` is read as `--dtype float16`
 
 Words after an option that may be given several times belong to it: `--prompt A B` is `--prompt A --prompt B`. Where nothing
 else can be the artifact, it is the last of them.
@@ -48,7 +50,14 @@ class Items:
     """An option whose value is other options, `name=value` with commas between them; a type may follow a name: `name:int=3`."""
 
 
-Spelling = Becomes | Always | Instead | Items
+@dataclass(frozen=True)
+class ByValue:
+    """An option whose values are options here: value, in capitals -> words in its place."""
+
+    words: Mapping[str, tuple[str, ...]]
+
+
+Spelling = Becomes | Always | Instead | Items | ByValue
 Spellings = Mapping[str, Spelling]
 
 
@@ -69,6 +78,16 @@ _GREEDY = Becomes(("--temperature", "0"))
 _CODE = Instead("leave it out: the Python files of a model are not run; convert it with the program that knows it")
 _TOKEN = Instead("set HF_TOKEN, so that the token stands in no command line")
 _RANKS = Instead("give --ranks N, or start it with torchrun")
+_LOWP = ByValue(  # what linears compute in where the scheme leaves inputs alone
+    {
+        "AUTO": (),  # inputs are rounded to 8 bits where export measured that it costs next to nothing
+        "INT8": (),
+        "BF16": ("--dtype", "bfloat16", "--exact"),
+        "FP16": ("--dtype", "float16", "--exact"),
+        "FP32": ("--dtype", "float32", "--exact"),
+    }
+)
+_INPUTS = Instead("leave it out: a scheme says how inputs are rounded: W4A8 per token, and W4A16 in groups unless --exact")
 
 GENERATE: Spellings = {
     "--model-name-or-path": _ARTIFACT,
@@ -87,6 +106,8 @@ GENERATE: Spellings = {
     "--world-size": _value_of("--ranks"),
     "--use-chat-template": Becomes(("--chat",)),
     "--bf16": Becomes(("--dtype", "bfloat16")),
+    "--fp16": Becomes(("--dtype", "float16")),
+    "-dt": _value_of("--dtype"),
     "--no-ignore-eos": Always("texts end with end tokens unless --ignore-eos"),
     "--use-kv-cache": _CACHE,
     "--reuse-cache": _CACHE,
@@ -141,6 +162,8 @@ GENERATE: Spellings = {
     "--trust-remote-code": _CODE,
     "--const-serialization-path": Instead("give --pack, which keeps the prepared weights beside the artifact"),
     "--csp": Instead("give --pack, which keeps the prepared weights beside the artifact"),
+    "--lowp-mode": _LOWP,
+    "--act-quant-mode": _INPUTS,
     "--ipex-weight-only-quantization": _QUANTIZE,
     "--ipex-smooth-quant": _QUANTIZE,
     "--gptq": _QUANTIZE,
@@ -178,8 +201,13 @@ BENCH: Spellings = {
     "--max-new-tokens": _value_of("--new-tokens"),
     "--world-size": _value_of("--ranks"),
     "--bf16": Becomes(("--dtype", "bfloat16")),
+    "--fp16": Becomes(("--dtype", "float16")),
+    "-dt": _value_of("--dtype"),
     "--benchmark": Always("bench is the benchmark"),
-    "--greedy": Always("the likeliest token is taken"),
+    "--lowp-mode": _LOWP,
+    "--act-quant-mode": _INPUTS,
+    "--greedy": _GREEDY,
+    "--do-sample": Becomes(("--temperature", "1")),
     "--token-latency": Always("first and next tokens are timed apart"),
     "--use-kv-cache": _CACHE,
     "--reuse-cache": _CACHE,
@@ -198,11 +226,12 @@ VALIDATE: Spellings = {
     "--apply-chat-template": Becomes(("--chat-template",)),
     "--buckets": Always("questions are batched by length", values=True),
     "--gen-kwargs": Instead("leave it out: a task's own file says how it is answered"),
-    "--use-deepspeed": Instead("leave it out: tasks are asked in one process"),
+    "--use-deepspeed": Instead("give --ranks N"),
     "--trust-remote-code": _CODE,
     "--token": _TOKEN,
 }
 LISTS = frozenset({"--tasks"})  # one option whose value has commas; other programs have words after it
+VALUES = {"--dtype": {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}}  # option -> a value elsewhere -> the one here
 
 
 class Spelled(click.Command):
@@ -262,12 +291,12 @@ def respelled(
             words.append(word)
             named = True
         elif name in own:
-            words.append(name + equals + value)
+            words.append(name + equals + _value_here(name, value))
             option = own[name]
             if option.is_flag:
                 continue
             if not equals and rest:
-                words.append(rest.pop(0))
+                words.append(_value_here(name, rest.pop(0)))
             while (option.multiple or name in LISTS) and rest and not rest[0].startswith("-"):
                 words += [name, rest.pop(0)]
                 last = len(words) - 1
@@ -279,16 +308,18 @@ def respelled(
                     rest.pop(0)
                 left_out.append(f"{name} is always so: {spelling.why}")
                 continue
-            if (isinstance(spelling, Items) or spelling.value) and not equals:
+            if (not isinstance(spelling, Becomes) or spelling.value) and not equals:
                 if not rest:
                     raise UsageError(f"{verb}: {name} without a value", "give one")
                 value = rest.pop(0)
-            if isinstance(spelling, Items):
+            if isinstance(spelling, ByValue):
+                first += _by_value(value, spelling, option=f"{verb}: {name}")
+            elif isinstance(spelling, Items):
                 rest[:0] = _items(value, own, spellings, option=f"{verb}: {name}")
             elif not spelling.value:
                 first += spelling.words
             elif spelling.words:
-                words += [*spelling.words, value]
+                words += [*spelling.words, _value_here(spelling.words[0], value)]
                 while own[spelling.words[0]].multiple and not equals and rest and not rest[0].startswith("-"):
                     words += [*spelling.words, rest.pop(0)]
                     last = len(words) - 1
@@ -302,6 +333,23 @@ def respelled(
         del words[last - 1]
         words.append(artifact)
     return [*first, *_joined(words)], left_out
+
+
+def _value_here(option: str, value: str) -> str:
+    """Return the value of an option in the verb's own spelling."""
+    return VALUES.get(option, {}).get(value, value)
+
+
+def _by_value(value: str, spelling: ByValue, *, option: str) -> tuple[str, ...]:
+    """Return the words that stand for a value.
+
+    Raises:
+        UsageError: a value that is none.
+    """
+    words = spelling.words.get(value.upper())
+    if words is None:
+        raise UsageError(f"{option}: {value!r} is unknown", f"use one of {', '.join(spelling.words)}")
+    return words
 
 
 def _items(text: str, own: Mapping[str, click.Option], spellings: Spellings, *, option: str) -> list[str]:
@@ -319,7 +367,7 @@ def _items(text: str, own: Mapping[str, click.Option], spellings: Spellings, *, 
             raise UsageError(
                 f"{option}: {item!r} is no option and its value", "write max_length=64,num_beams=4; --help lists them"
             )
-        if not known.is_flag if known is not None else isinstance(spelling, Becomes) and spelling.value:
+        if not known.is_flag if known is not None else isinstance(spelling, ByValue) or getattr(spelling, "value", False):
             words += [name, value.strip()]
         elif value.strip().lower().startswith("t"):
             words.append(name)

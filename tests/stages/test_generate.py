@@ -424,6 +424,14 @@ def test_the_lean_decoder_and_transformers_modules_say_the_same_and_which_it_was
     assert lean["outputs"] == modules["outputs"]
 
 
+def test_an_artifact_runs_in_float16_in_transformers_modules_and_says_so(generate):
+    found = generate(*given(), "-dt", "fp16", "--max-new-tokens", "12", "--ignore-eos")
+    told = "the lean decoder is not used: it holds weights in float32 or bfloat16, not in float16"
+    assert found["decoder"] == {"name": "transformers", "reasons": [told]}
+    assert [len(output["tokens"]) for output in found["outputs"]] == [12] * len(PROMPTS)
+    assert "2 ranks share the lean decoder" in generate(*given(), "--dtype", "float16", "--ranks", "2", code=6)
+
+
 def test_a_smaller_cache_goes_with_the_lean_decoder_alone(generate, tmp_path):
     assert generate(*given(), "--kv-cache", "int8", "--max-new-tokens", "2")["decoder"]["name"] == "lean"
     told = generate(*given(), "--kv-cache", "int8", "--decoder", "transformers", code=2)

@@ -9,7 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from quantflow.distributed.binding import cores_of
+from quantflow.evaluation import latency
 from quantflow.exporting import export as export_stage
 from quantflow.runtime import rank_processes
 from quantflow.stages.cli import cli
@@ -78,6 +81,38 @@ def test_two_ranks_say_what_one_process_says_and_a_difference_to_the_reference_i
     shared = json.loads(result.stdout)
     assert shared["ranks"] == 2 and shared["decoder"]["name"] == "lean" and shared["differing"] == [PROMPTS[1]]
     assert shared["outputs"] == alone["outputs"] and shared["timing"]["forwards"] == alone["timing"]["forwards"]
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system binds no process to cores")
+def test_a_bound_process_keeps_to_its_cores_while_it_runs(artifact, monkeypatch, capsys):
+    seen, load = [], latency.load
+
+    def loading(*arguments, **words):
+        seen.append((os.sched_getaffinity(0), torch.get_num_threads()))
+        return load(*arguments, **words)
+
+    monkeypatch.setattr(latency, "load", loading)
+    before = os.sched_getaffinity(0), torch.get_num_threads()
+    shape = ("--input-tokens", "4", "--new-tokens", "2", "--runs", "1", "--warmups", "0", "--json", "-q")
+    assert run("bench", artifact, *shape, "--bind") == 0
+    (cores,) = cores_of(1)
+    assert seen == [(cores, len(cores))] and json.loads(capsys.readouterr().out)["threads"] == len(cores)
+    assert (os.sched_getaffinity(0), torch.get_num_threads()) == before
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    assert run("bench", artifact, *shape, "--bind", "--trust-network") == 2
+    assert "bench: bind under torchrun" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_bound_ranks_have_cores_of_their_own_and_say_what_one_process_says(artifact, capsys):
+    arguments = ("generate", artifact, "--prompt", PROMPTS[2], "--max-new-tokens", "8")
+    assert run(*arguments, "-q") == 0
+    result = quantflow(*arguments, "--ranks", "2", "--bind")
+    if len(os.sched_getaffinity(0)) < 2:
+        assert result.returncode == 2 and "bind: 2 ranks" in result.stderr
+    else:
+        assert (result.returncode, result.stdout) == (0, capsys.readouterr().out), result.stderr
 
 
 @pytest.mark.slow

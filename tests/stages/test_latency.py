@@ -59,7 +59,16 @@ def batch(rows: int) -> dict:
 
 RESULT = {
     "artifact": "a",
-    "settings": {"input_tokens": [8], "new_tokens": 4, "runs": 10, "warmups": 1},
+    "settings": {
+        "input_tokens": [8],
+        "new_tokens": 4,
+        "runs": 10,
+        "warmups": 1,
+        "temperature": 0.5,
+        "top_k": None,
+        "top_p": None,
+    },
+    "method": "drawn tokens",
     "decoder": "lean",
     "reasons": ["small operations run in torch: no C compiler"],
     "backends": ["w4a16"],
@@ -76,7 +85,7 @@ RESULT = {
 def test_the_tables_are_those_that_the_original_systems_print():
     told = latency_text(RESULT)
     assert told.splitlines()[:3] == [
-        "a: lean decoder, w4a16, 2 threads, loaded in 1.50 s, peak memory 1.50 GiB",
+        "a: lean decoder, w4a16, 2 threads, drawn tokens, loaded in 1.50 s, peak memory 1.50 GiB",
         "small operations run in torch: no C compiler",
         "percentiles of sorted times",
     ]
@@ -98,8 +107,10 @@ Throughput: 100.00 produced tokens/second, 133.33 requested"""
 | Decode Length      | 4     |
 | Top N Tokens       | None  |
 | N Runs             | 10    |
-| Warmups            | 1     |"""
-    assert parameters in told
+| Warmups            | 1     |
+| Temperature        | 0.5   |
+| Top K              | None  |"""
+    assert parameters in told and "| Do Sample          | True  |" in told
     latencies = """| Step           | Batch Size | Average | Lowest  | Highest | p50     | p90     | p99     |
 |----------------|------------|---------|---------|---------|---------|---------|---------|
 | Prefill        | 1          | 2.00 ms | 1.00 ms | 4.00 ms | 2.00 ms | 3.00 ms | 4.00 ms |
@@ -124,6 +135,34 @@ def test_an_artifact_is_timed_for_every_batch_size(artifact, capsys):
         assert found["seconds"] == pytest.approx(3 * first["average"] + 9 * following["average"])
         assert found["decode_per_second"]["highest"] == pytest.approx(found["batch_size"] / found["decode_token"]["lowest"])
     assert result["memory"]["peak_bytes"] > result["memory"]["kv_cache_bytes"] > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "called"),
+    [
+        (("--num-beams", "3", "-b", "2"), "3 beams"),
+        (("--num-beams", "2", "--top-k", "4"), "2 beams, drawn"),
+        (("--do_sample", "-b", "2"), "drawn tokens"),
+        (("--temperature", "0"), "the likeliest token"),
+        (("--prompt-lookup", "3"), "the likeliest token, 3 proposed by the text"),
+        (("--assistant-model", "ARTIFACT", "--assistant-tokens", "2"), "the likeliest token, 2 proposed by ARTIFACT"),
+    ],
+)
+def test_other_ways_to_generate_are_timed_token_by_token(artifact, capsys, options, called):
+    words = [str(artifact) if word == "ARTIFACT" else word for word in options]
+    line = ("bench", artifact, "--input-tokens", "8", "--new-tokens", "6", "--runs", "2", "-q")
+    assert run(*line, *words, "--json") == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["method"] == called.replace("ARTIFACT", str(artifact))
+    (found,) = result["batches"]
+    rows = found["batch_size"]
+    assert found["requested"] == found["produced"] == 2 * 6 * rows
+    first, following = found["first_token"], found["next_token"]
+    assert first["lowest"] > 0 and following["highest"] > 0 and following["lowest"] >= 0
+    assert found["seconds"] == pytest.approx(2 * (first["average"] + 5 * following["average"]))
+    assert found["produced_per_second"] == pytest.approx(found["produced"] / found["seconds"])
+    assert run(*line, *words) == 0
+    assert f", {result['method']}, loaded in" in capsys.readouterr().out
 
 
 def test_the_table_of_a_single_token_has_no_row_for_the_next(artifact, capsys):
@@ -263,6 +302,11 @@ def test_joules_stand_beside_tokens_where_the_processor_counts_them(artifact, mo
         (("--profile-tokens", "0"), "profile_tokens=0"),
         (("--input-tokens", "4", "100000"), "100000 prompt tokens + 32 new ones: the model has"),
         (("-b", "0"), "bench: batch sizes [0]"),
+        (("--num-beams", "0"), "beams=0"),
+        (("--num-beams", "2", "--prompt-lookup", "2"), "bench: beams=2 and lookup=2 together"),
+        (("--prompt-lookup", "2", "-b", "1", "-b", "2"), "bench: lookup=2 with batch sizes [1, 2]"),
+        (("--top-p", "2"), "top_p=2"),
+        (("--top-k", "2", "--profile", "x.json"), "bench: a profile of another way"),
         (("--runs", "0"), "0 runs"),
         (("--input-tokens", "100000"), "100000 prompt tokens + 32 new ones: the model has"),
         (("--decoder", "fast"), "decoder 'fast' is unknown"),

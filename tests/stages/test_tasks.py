@@ -2,11 +2,13 @@
 
 import json
 import os
+import shutil
 import socket
 
 import pytest
 
 from quantflow.exporting import export as export_stage
+from quantflow.runtime import rank_processes
 from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code
 
@@ -85,9 +87,39 @@ def test_what_cannot_be_asked_is_a_sentence_and_an_exit_code(validate, tmp_path,
         (("--tasks", "piqa"), 3, "check the file, or that the hub can be reached"),
         (("--tasks", "small_piqa", "--chat-template"), 3, "no chat template"),
         (("-o", tmp_path / "out.json"), 2, "no tasks are asked"),
+        (("--ranks", "2"), 2, "validate: 2 ranks without tasks\n  fix: give --tasks"),
+        (("--tasks", "small_piqa", "--ranks", "0"), 2, "ranks=0"),
+        (("--tasks", "small_piqa", "--ranks", "3"), 2, "3"),
         (("--tasks", "small_piqa", "--max-memory", "1KiB"), 5, "memory"),
     ):
         code, printed = validate(*options)
         assert (code, told in printed.err) == (expected, True), (options, printed.err)
         assert "Traceback" not in printed.err
     assert not (tmp_path / "out.json").exists()
+
+
+def test_ranks_that_somebodys_torchrun_started_do_not_validate_all_at_once(validate, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    code, printed = validate("--tasks", "small_piqa", "--ranks", "2")
+    assert code == 2 and "validate: 2 ranks, and torchrun started this process" in printed.err
+
+
+@pytest.mark.slow
+def test_ranks_that_share_the_models_leave_the_files_that_one_process_leaves(validate, tmp_path, monkeypatch):
+    worlds, launch = [], rank_processes.launch
+
+    def counted(verb, job, *, ranks, **words):
+        worlds.append(ranks)
+        return launch(verb, job, ranks=ranks, **words)
+
+    monkeypatch.setattr(rank_processes, "launch", counted)
+    found = []
+    for more in ((), ("--ranks", "2")):
+        code, _ = validate("--tasks", "small_piqa", "--limit", "4", "-o", tmp_path / "out.json", *more)
+        files = [tmp_path / "out.json", *sorted((tmp_path / "report").glob("*.json"))]
+        found.append((code, {path.name: path.read_bytes() for path in files}))
+        for folder in ("report", "validation-cache"):  # so that both models are asked again
+            shutil.rmtree(tmp_path / folder)
+    assert found[0] == found[1] and len(found[0][1]) == 5
+    assert worlds == [2, 2]

@@ -38,6 +38,8 @@ def own(verb, line):
         ("ART --max_new_tokens=8 --bad_words x y", "ART --max-new-tokens=8 --bad-words x --bad-words y"),
         ("--model_name_or_path ART --max_input_tokens -1", "ART --max-input-tokens -1"),
         ("--bf16 ART --peft_model L --dataset_name D", "--dtype bfloat16 ART --adapter L --prompts D"),
+        ("ART -dt fp16 --prompt fp16", "ART --dtype float16 --prompt fp16"),
+        ("ART --dtype=bf16 --fp16", "--dtype float16 ART --dtype=bfloat16"),
         ("ART --temperature 0.5 --do_sample", "--temperature 1 ART --temperature 0.5"),  # click takes the last
         ("ART --reuse_cache --trim_logits --use_hpu_graphs --prompt a", "ART --prompt a"),
         ("ART --unknown-one 3", "ART --unknown-one 3"),  # click refuses it
@@ -68,6 +70,25 @@ def test_items_of_a_string_are_options(options, expected):
     command, table = TABLES["generate"]
     words = ["ART", "--options", options]
     assert respelled(words, options_of(command, click.Context(command)), table, verb="generate")[0] == expected.split()
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("AUTO", "ART"),
+        ("INT8", "ART"),
+        ("BF16", "--dtype bfloat16 --exact ART"),
+        ("fp16", "--dtype float16 --exact ART"),
+        ("FP32", "--dtype float32 --exact ART"),
+    ],
+)
+def test_what_linears_compute_in_has_a_word_for_each_mode_of_intels_runner(mode, expected):
+    for verb in ("generate", "bench"):
+        assert own(verb, f"ART --lowp-mode {mode}") == own(verb, f"ART --lowp_mode={mode}") == expected.split()
+    with pytest.raises(UsageError, match="generate: --lowp-mode: 'INT4' is unknown; use one of AUTO, INT8, BF16, FP16, FP32"):
+        own("generate", "ART --lowp-mode INT4")
+    with pytest.raises(UsageError, match="--act-quant-mode is another program's option; leave it out: a scheme says"):
+        own("generate", "ART --act-quant-mode PER_BATCH")
 
 
 def test_items_that_are_no_options_are_refused():

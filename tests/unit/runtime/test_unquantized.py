@@ -53,6 +53,17 @@ def test_in_bfloat16_its_logits_are_those_of_transformers_within_its_rounding(de
     assert not torch.equal(found, logits(load(tmp_path, decoder=decoder).decoder))  # what it is in float32
 
 
+def test_in_float16_its_logits_are_those_of_transformers_and_the_lean_decoder_says_why_it_is_not_used(tmp_path):
+    expected = saved(tmp_path, "llama", torch.float16).float()(IDS).logits[:, 7:].transpose(0, 1)
+    loaded = load(tmp_path, decoder="auto", dtype=torch.float16)
+    assert loaded.name == "transformers" and loaded.reasons[0].endswith(
+        "it holds weights in float32 or bfloat16, not in float16"
+    )
+    found = logits(loaded.decoder)
+    assert (found - expected).norm() < 2 * torch.finfo(torch.float16).eps * expected.norm()
+    assert not torch.equal(found, logits(load(tmp_path, decoder="transformers").decoder))  # what it is in float32
+
+
 def test_auto_takes_the_lean_decoder_and_weights_may_stay_on_disk(tmp_path):
     expected = saved(tmp_path, "llama")(IDS).logits
     assert load(tmp_path, decoder="auto").name == "lean"

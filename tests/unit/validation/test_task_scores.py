@@ -18,12 +18,13 @@ class Opened(Exception):
 @pytest.mark.parametrize("exact", [True, False])
 def test_inputs_are_left_alone_in_tasks_where_that_is_asked_for(monkeypatch, tmp_path, exact):
     pytest.importorskip("lm_eval")
+    from quantflow.evaluation import task_answers
 
     def opened(folder, **options):
         assert folder == EXAMPLE and options["exact"] is exact
         raise Opened
 
-    monkeypatch.setattr(task_scores, "load", opened)
+    monkeypatch.setattr(task_answers, "load", opened)
     told = {"resources": Resources(), "kept": tmp_path, "key": "0", "progress": Silent()}
     with pytest.raises(Opened):
         task_scores.score_tasks(EXAMPLE, EXAMPLE, options=Validate(tasks=("small_piqa",), exact=exact), **told)
