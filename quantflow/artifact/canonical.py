@@ -70,12 +70,21 @@ def read_json(path: Path) -> Any:
     Raises:
         InputError: naming the file: it cannot be read, is a git-LFS pointer, is over 128 MiB, or is not strict JSON.
     """
+    return parse_json(json_bytes(path), str(path))
+
+
+def json_bytes(path: Path) -> bytes:
+    """Return the content of a JSON file.
+
+    Raises:
+        InputError: naming the file: it cannot be read, is a git-LFS pointer, or is over 128 MiB.
+    """
     with reading(path) as file:
         data = file.read(MAX_JSON_BYTES + 1)
     refuse_pointer(data, path)
     if len(data) > MAX_JSON_BYTES:
         raise InputError(f"{path}: over {MAX_JSON_BYTES} bytes of JSON", "give the file that belongs there")
-    return parse_json(data, str(path))
+    return data
 
 
 def parse_json(data: bytes, name: str) -> Any:
@@ -89,10 +98,7 @@ def parse_json(data: bytes, name: str) -> Any:
         InputError: naming the file: not UTF-8, not JSON, a duplicate key, NaN or an infinity (also 1e999), a lone
             surrogate, nested deeper than 100, or more tables, lists and items than MAX_CONTAINERS and MAX_ITEMS.
     """
-    counted = (data.count(b"[") + data.count(b"{"), data.count(b","))  # before any of them is made; those in texts as well
-    if counted[0] > MAX_CONTAINERS or counted[1] > MAX_ITEMS:
-        cause = f"{name}: {counted[0]} tables and lists, {counted[1]} items; {MAX_CONTAINERS} and {MAX_ITEMS} are read"
-        raise InputError(cause, "give the file that belongs there")
+    refuse_many_items(data, name)
     try:
         text = data.decode()
         value = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant, parse_float=_finite_float)
@@ -103,6 +109,22 @@ def parse_json(data: bytes, name: str) -> Any:
     if any(depth > MAX_DEPTH for depth, _ in _levels(value)):
         raise InputError(f"{name}: JSON nested deeper than {MAX_DEPTH}", "restore the file from where it came from")
     return value
+
+
+def refuse_many_items(data: bytes, name: str) -> None:
+    """Refuse JSON that takes many times its size in memory, before any of it is made.
+
+    Args:
+        data: JSON; brackets and commas in texts count as well.
+        name: the file, for the message.
+
+    Raises:
+        InputError: more tables, lists and items than MAX_CONTAINERS and MAX_ITEMS.
+    """
+    counted = (data.count(b"[") + data.count(b"{"), data.count(b","))
+    if counted[0] > MAX_CONTAINERS or counted[1] > MAX_ITEMS:
+        cause = f"{name}: {counted[0]} tables and lists, {counted[1]} items; {MAX_CONTAINERS} and {MAX_ITEMS} are read"
+        raise InputError(cause, "give the file that belongs there")
 
 
 def _dump(value: Any, *, indent: int | None) -> bytes:

@@ -116,7 +116,8 @@ def _routed(fed: Any, routed: Any) -> dict[str, Any]:
     """Return the tokens that the router sent to the experts of each layer, in short; nothing for a model without experts."""
     if not isinstance(routed, Mapping):
         return {}
-    rows = {experts: {key: row[key] for key in ("least", "median")} for experts, row in routed.items()}
+    ledgers = {experts: row for experts, row in routed.items() if isinstance(row, Mapping)}
+    rows = {experts: {key: row.get(key) for key in ("least", "median")} for experts, row in ledgers.items()}
     return {"experts": fed, "tokens_per_expert": rows}
 
 
@@ -125,7 +126,7 @@ def _experts(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     rows = {}
     for row in [layer["experts"] for layer in layers if "experts" in layer]:
         tokens = row["tokens"]
-        known = {} if tokens is None else {"least": min(tokens), "median": median(tokens)}
+        known = {"least": min(tokens), "median": median(tokens)} if tokens else {}
         rows[row["experts"]] = {"fed": row["fed"], **known, "short": len({name.rpartition(".")[0] for name in row["short"]})}
     return {"experts": rows} if rows else {}
 

@@ -15,13 +15,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from quantflow.artifact import disk
 from quantflow.artifact.canonical import file_digest, read_json
+from quantflow.artifact.schema import check
 from quantflow.errors import InputError, IntegrityError, ResourceError, UsageError
 
 DONE = "DONE.json"
+
+
+class _File(TypedDict):
+    sha256: str
+    bytes: int
+
+
+class _Done(TypedDict):
+    stage: str
+    inputs: dict[str, Any]
+    files: dict[str, _File]
 
 
 @contextmanager
@@ -65,9 +77,10 @@ def done(folder: Path) -> dict[str, Any] | None:
     path = folder / DONE
     if not path.is_file():
         return None
-    record = read_json(path)
+    record: dict[str, Any] = read_json(path)
     if not isinstance(record, dict) or not {"stage", "inputs", "files"} <= record.keys():
         raise InputError(f"{path}: not the record of a finished stage", f"remove {folder} and run the stage again")
+    check(record, _Done, where=str(path), remedy=f"remove {folder} and run the stage again")
     return record
 
 

@@ -11,10 +11,10 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from quantflow import process_memory
-from quantflow.artifact import disk, stage_folder
+from quantflow.artifact import disk, schema, stage_folder
 from quantflow.artifact.canonical import digest_of, file_digest, read_json, readable_json
 from quantflow.artifact.checkpoint import CONFIG, INDEX
 from quantflow.artifact.digests import NAME as HASHES
@@ -32,10 +32,11 @@ from quantflow.exporting.model_card import model_card
 from quantflow.exporting.proof import Prover, proving
 from quantflow.exporting.weight_files import Stored, linked, shards_for, write_shards
 from quantflow.formats import DEFAULT, FORMATS
+from quantflow.models import layer_store
 from quantflow.models.graph import Graph, graph_for
 from quantflow.models.source import ModelFiles, fingerprint, open_files
 from quantflow.planning.artifact_config import artifact_config
-from quantflow.planning.finished_plan import float8_of, plan_from
+from quantflow.planning.finished_plan import float8_of, plan_from, read_summary
 from quantflow.planning.head import FILE
 from quantflow.planning.kv_cache import kv_names
 from quantflow.planning.plan import OUTSIDE
@@ -103,7 +104,7 @@ def run(job: ExportJob, progress: Progress, *, prover: Prover | None = None) -> 
     check(job)
     refuse_shards(job.quantized)
     record = stage_folder.require_done(job.quantized, stage="quantize", unread="layers/*.safetensors")
-    summary = read_json(job.quantized / "quantize.json")
+    summary = read_summary(job.quantized)
     asked = [job.format, parse_size(job.shard_size), *(["measure_inputs"] if job.measure_inputs else [])]
     made_from = digest_of([record["inputs"], *asked])
     with stage_folder.locked(job.output):
@@ -114,7 +115,7 @@ def run(job: ExportJob, progress: Progress, *, prover: Prover | None = None) -> 
         named = summary["recipe"].get("linears", ())
         source = open_files(job.model or Path(summary["source"]["folder"]), linears=named)
         digests = Digests(also=[job.quantized / HASHES])
-        expected, found = record["inputs"]["model"], fingerprint(source.checkpoint, digests)
+        expected, found = _model_of(record, job.quantized), fingerprint(source.checkpoint, digests)
         if found != expected:
             raise InputError(
                 f"{source.checkpoint.folder}: is model {found[:16]}, {job.quantized} was made from {expected[:16]}",
@@ -136,6 +137,21 @@ def run(job: ExportJob, progress: Progress, *, prover: Prover | None = None) -> 
         used = process_memory.largest_peak()
         progress.note(compare(f"export {job.output.name}", planned=allowance.peak_bytes, used=used))
     return job.output
+
+
+class _Inputs(TypedDict):
+    model: str
+
+
+def _model_of(record: Mapping[str, Any], quantized: Path) -> str:
+    """Return the fingerprint of the model that a folder was quantized from.
+
+    Raises:
+        InputError: DONE.json does not have it.
+    """
+    where, remedy = f"{quantized / stage_folder.DONE}: inputs", "quantize the model again"
+    schema.check(record["inputs"], _Inputs, where=where, remedy=remedy)
+    return str(record["inputs"]["model"])
 
 
 def _allowance(job: ExportJob, source: ModelFiles, summary: Mapping[str, Any]) -> Allowance:
@@ -179,7 +195,7 @@ def _write(
 ) -> Mapping[str, Path]:
     """Write the artifact; return which of its files are links to which files of the quantized folder."""
     graph, plan = graph_for(source.config), plan_from(summary)
-    layers = [read_json(path) for path in sorted((job.quantized / "layers").glob("*.json"))]
+    layers = layer_store.records(job.quantized)
     schemes, head = plan.quantized, head_file.record_of(job.quantized)
     links = _write_weights(folder, job, source, graph, record["files"])
     files = _copy_side_files(folder, source)
@@ -294,6 +310,7 @@ def _copy_side_files(folder: Path, source: ModelFiles) -> tuple[FileEntry, ...]:
             action, reason = "rewritten", "weights, see tensors"
         elif is_side_file(name, source.checkpoint.config):
             action, reason = "copied", "side file"
+            disk.make_folder((folder / name).parent)
             disk.copy(path, folder / name)
         entries.append(FileEntry(name=name, nbytes=path.stat().st_size, action=action, reason=reason))  # type: ignore[arg-type]
     return tuple(entries)

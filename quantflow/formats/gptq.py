@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantflow.artifact.patterns import Pattern
 from quantflow.core import packing
 from quantflow.core.groups import group_size_for
 from quantflow.core.qtensor import QTensor, QuantizedLinear
@@ -207,33 +208,57 @@ class GPTQLayout:
             "group_size": group_size,
             "sym": flag(config, "sym", default=True),
         }
-        found = {}
+        found, patterns = {}, _patterns(config)
         for name in shapes:
             if f"{name}.qweight" not in infos:
                 continue
-            rule = {**base, **_rule(config, name)}
+            rule = {**base, **_rule(config, patterns, name)}
             weights = integers(rule["bits"], rule["group_size"], symmetric=rule["sym"], where=name)
             found[name] = named(weights, None, "pack-quantized")
         return found
 
 
-def _rule(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _patterns(config: Mapping[str, Any]) -> list[tuple[Pattern, dict[str, Any]]]:
+    """Return GPTQModel's `dynamic`, patterns of names and what is said of those linears; of those left out nothing is said.
+
+    Raises:
+        InputError: it is no table of tables, or a pattern is no regular expression.
+    """
+    found = []
+    for pattern, rule in _table(config.get("dynamic"), "dynamic").items():
+        if not pattern.startswith("-:"):
+            try:
+                found.append((Pattern(pattern.removeprefix("+:")), _table(rule, f"dynamic: {pattern}")))
+            except InputError as error:
+                raise InputError(f"config.json: dynamic: {error.cause}", error.remedy) from error
+    return found
+
+
+def _table(value: Any, where: str) -> dict[str, Any]:
+    """Return a table of the configuration, an empty one where there is none.
+
+    Raises:
+        InputError: it is something else.
+    """
+    if value is not None and not isinstance(value, dict):
+        raise InputError(f"config.json: {where} is {str(value)[:80]!r}, a table is needed", "repair it")
+    return value or {}
+
+
+def _rule(config: Mapping[str, Any], patterns: Sequence[tuple[Pattern, dict[str, Any]]], name: str) -> dict[str, Any]:
     """Return what the configuration says of one linear alone: GPTQModel's `dynamic`, AutoRound's `extra_config`.
+
+    Args:
+        config: the configuration.
+        patterns: its `_patterns`.
+        name: of the linear.
 
     Raises:
         UnsupportedError: a key of it that changes values and is not known here.
-        InputError: a pattern that is no regular expression, or a value of another kind.
+        InputError: a value of another kind, or a pattern that takes too long.
     """
-    found: dict[str, Any] = {}
-    for pattern, rule in (config.get("dynamic") or {}).items():
-        if not pattern.startswith("-:"):
-            try:
-                if re.match(pattern.removeprefix("+:"), name):
-                    found = rule
-                    break
-            except re.error as error:
-                raise InputError(f"config.json: dynamic: {pattern!r} is no pattern: {error}", "repair it") from error
-    found = found or (config.get("extra_config") or {}).get(name) or {}
+    found = next((rule for pattern, rule in patterns if pattern.match(name)), {})
+    found = found or _table(_table(config.get("extra_config"), "extra_config").get(name), f"extra_config: {name}")
     words = {key: value for key, value in found.items() if key in _KNOWN_RULE}
     for key, value in words.items():
         if type(value) is not (bool if key == "sym" else int):

@@ -13,13 +13,14 @@ A layer whose key or hash does not hold is made again, never used.
 import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from torch import Tensor
 
 from quantflow.artifact import disk, stage_folder
 from quantflow.artifact.canonical import canonical_json, digest_of, file_digest, read_json
 from quantflow.artifact.safetensors_writer import Writer
+from quantflow.artifact.schema import check
 from quantflow.core.dtypes import NAMES
 from quantflow.errors import InputError
 from quantflow.models.graph import Graph
@@ -122,6 +123,28 @@ def finished(path: Path, key: str) -> dict[str, Any] | None:
     except (InputError, KeyError, TypeError):  # a damaged record is made again
         return None
     return state
+
+
+class _Record(TypedDict):
+    key: str
+    sha256: str
+    changed: list[str]
+    errors: dict[str, dict[str, Any]]
+    decisions: dict[str, dict[str, Any]]
+    values: NotRequired[dict[str, str]]
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    """Return the records of all layers of a finished folder, in order.
+
+    Raises:
+        InputError: one cannot be read, or is none.
+    """
+    paths = sorted((folder / "layers").glob("*.json"))
+    found = [read_json(path) for path in paths]
+    for path, state in zip(paths, found, strict=True):
+        check(state, _Record, where=str(path), remedy="quantize the model again")
+    return found
 
 
 def record(folder: Path, index: int) -> dict[str, Any]:

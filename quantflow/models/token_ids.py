@@ -1,12 +1,14 @@
 """Token ids of texts, and against the model that is to read them."""
 
+import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 from torch import Tensor
 from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 from quantflow.errors import InputError
-from quantflow.models.panics import is_panic
+from quantflow.models.panics import is_panic, panics_refused
 
 
 def tokens_of(tokenizer: PreTrainedTokenizerBase, text: str, *, where: str, special: bool = True) -> list[int]:
@@ -38,13 +40,17 @@ def encoding_of(
         offsets: also `offset_mapping`, where each token begins and ends in the text.
     """
     options = {"return_offsets_mapping": True} if offsets else {}
+    cause, remedy = f"{where}: the tokenizer cannot read the text", "copy the tokenizer files of the model into its folder"
+    alone = threading.current_thread() is threading.main_thread()  # streams are the process's: one thread may turn them aside
     try:
-        return tokenizer(text, add_special_tokens=special, verbose=False, **options)
+        with panics_refused(cause, remedy) if alone else nullcontext():
+            return tokenizer(text, add_special_tokens=special, verbose=False, **options)
+    except InputError:
+        raise
     except BaseException as error:  # the Rust tokenizers raise bare Exception, and panic
         if not isinstance(error, Exception) and not is_panic(error):
             raise
-        cause = f"{where}: the tokenizer cannot read the text ({' '.join(str(error).split())[:200]})"
-        raise InputError(cause, "copy the tokenizer files of the model into its folder") from error
+        raise InputError(f"{cause} ({' '.join(str(error).split())[:200]})", remedy) from error
 
 
 def refuse_beyond(tokens: Sequence[Sequence[int] | Tensor], rows: int | None, *, where: str) -> None:

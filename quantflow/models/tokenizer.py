@@ -10,6 +10,7 @@ from quantflow.artifact.checkpoint import CONFIG
 from quantflow.artifact.folder import LIMITS
 from quantflow.errors import InputError, first_line
 from quantflow.models.panics import panics_refused
+from quantflow.models.tokenizer_bounds import refuse_bombs
 
 _READ = ("model_type", "model_name", "tokenizer_class", "_name_or_path")  # of config.json, where a class is named
 
@@ -18,10 +19,11 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a folder; code that comes with it is not run.
 
     Raises:
-        InputError: there is none, or its files are damaged.
+        InputError: there is none, or its files are damaged or beyond the bounds of `refuse_bombs`.
         OSError: this process has no descriptor or memory left.
     """
     folder = Path(folder)
+    refuse_bombs(folder)
     try:
         with panics_refused(f"{folder}: no usable tokenizer", "copy the tokenizer files of the model into this folder"):
             return AutoTokenizer.from_pretrained(folder, config=_config(folder), trust_remote_code=False, local_files_only=True)

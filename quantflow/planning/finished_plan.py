@@ -1,15 +1,64 @@
 """The plan of a finished quantize folder, as its quantize.json spells it."""
 
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal, TypedDict
 
 from quantflow.algorithms import TUNE
+from quantflow.artifact.canonical import read_json
+from quantflow.artifact.schema import check
 from quantflow.core.float8 import FLAVOURS
 from quantflow.core.kv import kv_words
-from quantflow.core.scheme import FLOAT8_FLAVOURS, LinearScheme, TensorScheme
+from quantflow.core.scheme import FLOAT8_FLAVOURS, LinearScheme, TensorScheme, scheme_words
+from quantflow.errors import InputError
 from quantflow.planning.head import HeadPlan
 from quantflow.planning.plan import Plan
 from quantflow.planning.recipe import SignRound, Tune
+
+SUMMARY = "quantize.json"
+_AGAIN = "quantize the model again"
+
+
+class _Source(TypedDict):
+    folder: str
+    name: str
+    revision: str | None
+
+
+class _Recipe(TypedDict):
+    name: str
+
+
+class _Plan(TypedDict):
+    schemes: dict[str, dict[str, Any] | None]
+    algorithm: str
+    transforms: list[dict[str, Any]]
+
+
+class _Summary(TypedDict):
+    source: _Source
+    recipe: _Recipe
+    plan: _Plan
+    measurement: dict[str, Any] | None
+    proof: Literal["canary", "tensors"]
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    """Return the content of quantize.json in a finished quantize folder, its schemes in full; `plan_from` takes it.
+
+    Raises:
+        InputError: it cannot be read, or holds no plan.
+    """
+    path = folder / SUMMARY
+    summary: dict[str, Any] = read_json(path)
+    check(summary, _Summary, where=str(path), remedy=_AGAIN)
+    try:
+        plan = plan_from(summary)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{path}: plan: {type(error).__name__}: {error}", _AGAIN) from error
+    schemes = {name: None if scheme is None else scheme_words(scheme) for name, scheme in plan.schemes.items()}
+    head = {} if plan.head is None else {"head": plan.head.as_json()}
+    return {**summary, "plan": {**summary["plan"], "schemes": schemes, **head}}
 
 
 def plan_from(summary: Mapping[str, Any]) -> Plan:

@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
+from quantflow.artifact.schema import check
+from quantflow.errors import InputError
 from quantflow.validation import recovery
 from quantflow.validation.gate import Gate, judge, load_gate
 from quantflow.validation.regression import compare_with, read_validation
@@ -46,9 +48,25 @@ def run(job: GateJob) -> dict[str, Any]:
     return result
 
 
+class _Floor(TypedDict):
+    value: float
+
+
+class _Judged(TypedDict):
+    """What another gate needs to know."""
+
+    scheme: str
+    algorithm: str
+    parameters: int
+    noise_floor: dict[str, _Floor]
+
+
 def _gate(job: GateJob, result: dict[str, Any]) -> Gate:
     if job.gate is None:
         return Gate(**result["gate"])
+    check(result, _Judged, where=str(job.validation), remedy="run `quantflow validate` again")
+    if "top1_agreement" not in result["noise_floor"]:
+        raise InputError(f"{job.validation}: noise_floor: has no top1_agreement", "run `quantflow validate` again")
     return load_gate(
         job.gate,
         scheme=result["scheme"],

@@ -13,10 +13,12 @@ pass says no more than that no loss was seen.
 """
 
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from quantflow.artifact.canonical import read_json
+from quantflow.artifact.schema import check
 from quantflow.errors import InputError
 from quantflow.evaluation.paired import ALPHA, differences, mcnemar, window_scores
 from quantflow.validation.gate import METRICS, Gate
@@ -26,7 +28,83 @@ PERFECT = {"ppl_ratio": 1.0, "mean_kld": 0.0, "kld_p999": 0.0, "top1_agreement":
 BY_DEFAULT = ("ppl_ratio", "mean_kld", "top1_agreement")  # the tail's quantile differs too much between windows to decide
 COLUMNS = ("metric", "beside", "verdict", "previous", "current", "worse by", "at least", "at most", "allowed")
 _SAME = ("text", "windows", "tokens", "sequence_length", "dtype", "device")  # of two protocols, so that their windows are pairs
+_AGAIN = "give a validation.json as `quantflow validate` wrote it, or run it again"
 _KEYS = ("artifact", "digest", "baseline", "metrics", "gate", "protocol", "windows", "outcome", "reasons", "expect")
+
+
+class _Bounds(TypedDict):
+    value: float
+    lower: float
+    upper: float
+
+
+class _Gate(TypedDict):
+    name: str
+    thresholds: dict[str, float]
+    note: NotRequired[str]
+    max_regression: NotRequired[dict[str, float]]
+    min_recovery: NotRequired[dict[str, float]]
+
+
+class _Protocol(TypedDict):
+    seed: NotRequired[int]
+
+
+class _Seeded(TypedDict):
+    seed: int
+
+
+class _Answers(TypedDict):
+    baseline: str
+    artifact: str
+
+
+class _Score(TypedDict):
+    metric: str
+    recovery: float | None
+    answers: _Answers | None
+
+
+class _Tasks(TypedDict):
+    protocol: Any
+    scores: dict[str, _Score]
+
+
+class _Previous(TypedDict):
+    artifact: str
+    digest: str
+
+
+class _Change(TypedDict):
+    previous: float
+    current: float
+    worse: float
+    lower: float
+    upper: float
+    max_regression: float
+    outcome: str
+
+
+class _Regression(TypedDict):
+    previous: _Previous
+    outcome: str
+    reasons: list[str]
+    metrics: dict[str, _Change]
+
+
+class _Validation(TypedDict):
+    artifact: str
+    digest: str
+    metrics: dict[str, _Bounds]
+    gate: _Gate
+    protocol: _Protocol
+    windows: dict[str, Any]
+    outcome: str
+    reasons: list[str]
+    expect: str
+    allow_inconclusive: NotRequired[bool]
+    tasks: NotRequired[_Tasks]
+    regression: NotRequired[_Regression]
 
 
 def read_validation(path: Path) -> dict[str, Any]:
@@ -43,8 +121,17 @@ def read_validation(path: Path) -> dict[str, Any]:
     missing = [key for key in _KEYS if not isinstance(values, dict) or key not in values]
     if missing:
         raise InputError(f"{file}: has no {missing[0]!r}", "give a validation.json; an old one: run `quantflow validate` again")
+    check(values, _Validation, where=str(file), remedy=_AGAIN)
     if set(METRICS) - values["metrics"].keys():
         raise InputError(f"{file}: lacks a metric of {', '.join(METRICS)}", "run `quantflow validate` again")
+    unknown = {*values["gate"], *values["gate"]["thresholds"]} - {field.name for field in fields(Gate)} - METRICS.keys()
+    if unknown:
+        raise InputError(f"{file}: gate: {min(unknown)!r} is not known", _AGAIN)
+    for name, score in values.get("tasks", {"scores": {}})["scores"].items():
+        written = score["answers"] or {"baseline": "", "artifact": ""}
+        letters = {*written["baseline"], *written["artifact"]}
+        if len(written["baseline"]) != len(written["artifact"]) or not letters <= {"0", "1"}:
+            raise InputError(f"{file}: task {name}: answers are no pairs of 0 and 1", _AGAIN)
     result: dict[str, Any] = values
     return result
 
@@ -68,6 +155,7 @@ def compare_with(previous: Mapping[str, Any], current: Mapping[str, Any], *, gat
         InputError: they are of different models or texts, or their windows are damaged.
     """
     _refuse_strangers(previous, current)
+    check(current["protocol"], _Seeded, where=f"validation of {current['artifact']}: protocol", remedy=_AGAIN)
     allowed = allowances(gate)
     newer, older = (
         window_scores(values["windows"], name=f"validation of {values['artifact']}") for values in (current, previous)
@@ -129,9 +217,12 @@ def _answers(previous: Mapping[str, Any], current: Mapping[str, Any]) -> dict[st
     pairs = {}
     for name in new["scores"].keys() & old["scores"].keys():
         newer, older = new["scores"][name], old["scores"][name]
-        same = all(newer[key] == older[key] for key in ("metric", "version", "samples"))
+        same = all(newer.get(key) == older.get(key) for key in ("metric", "version", "samples"))
         if same and newer["answers"] is not None and older["answers"] is not None:
             pairs[name] = (newer["answers"]["artifact"], older["answers"]["artifact"])
+            if len(pairs[name][0]) != len(pairs[name][1]):
+                cause = f"{current['artifact']}, {previous['artifact']}: task {name}: {len(pairs[name][0])} and "
+                raise InputError(f"{cause}{len(pairs[name][1])} answers", "validate both with the same tasks")
     return dict(sorted(pairs.items()))
 
 

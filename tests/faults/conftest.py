@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -21,6 +22,7 @@ from quantflow.quantization import quantize
 from quantflow.stages.cli.progress_line import ProgressLine
 
 SERVER = Path(__file__).with_name("server.py")
+ALLOCATOR = Path(__file__).with_name("allocations.c")
 AT_ONCE = 2  # cases
 KEPT = (".lock", ".hashes.json", ".inputs.json")  # hidden files that a finished run may leave
 
@@ -36,6 +38,7 @@ class Outcome:
     counts: dict[str, int]
     written: int
     alien: list[str]
+    allocations: int
 
     @property
     def error(self) -> list[str]:
@@ -155,8 +158,12 @@ class Command:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    path = tmp_path_factory.mktemp("server") / "socket"
-    process = subprocess.Popen([sys.executable, str(SERVER), str(path)], stdout=subprocess.PIPE, text=True)
+    folder = tmp_path_factory.mktemp("server")
+    path, library, environment = folder / "socket", folder / "allocations.so", dict(os.environ)
+    if (compiler := shutil.which("cc")) is not None:
+        subprocess.run([compiler, "-O2", "-fPIC", "-shared", str(ALLOCATOR), "-o", str(library), "-ldl"], check=True)
+        environment["LD_PRELOAD"] = " ".join(filter(None, (os.environ.get("LD_PRELOAD"), str(library))))
+    process = subprocess.Popen([sys.executable, str(SERVER), str(path)], stdout=subprocess.PIPE, text=True, env=environment)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     yield Server(path)

@@ -4,7 +4,8 @@ Run as a program with the path of a Unix socket. A connection sends one JSON req
 
     request   {"arguments": [...], "root": folder, "faults": {...}, "kill_after": seconds or null}
     answer    {"code": 0..7, 130, 143 or minus the signal that ended it, "stdout", "stderr", "seconds",
-               "counts": {kind: calls}, "written": bytes, "alien": [files opened for writing by other means]}
+               "counts": {kind: calls}, "written": bytes, "alien": [files opened for writing by other means],
+               "allocations": blocks that torch asked for}
 
 The faults are described at `Faults`. Only calls on files below `root` count, its log and its locks left out.
 """
@@ -71,6 +72,9 @@ class Faults:
         limits           {"NOFILE", "AS": how much more than the process has now; "FSIZE": bytes of a file}
         plain            be a user whom permissions of files bind, although this may be root
         clock            seconds that the clock jumps, ahead and back in turn, each time that it is read
+        zone             the time zone, as TZ names it
+        slow             seconds that every fsync takes, as on a file system far away
+        allocation       which of the blocks that torch asks for is refused (allocations.c, preloaded)
     """
 
     def __init__(self, root: Path, spec: dict) -> None:
@@ -133,6 +137,8 @@ class Faults:
                 arguments = (arguments[0], memoryview(arguments[1])[: max(0, full - self.written)], *arguments[2:])
             if full is not None and self.written >= full and (kind == "write" or kind == "open"):
                 self._fail("ENOSPC", arguments)
+            if kind == "fsync":
+                time.sleep(self.spec.get("slow", 0.0))
             result = self._call(call, arguments, keywords)
             if name in ("write", "pwrite"):
                 with self._lock:
@@ -166,13 +172,18 @@ class Faults:
 
 
 def limit(spec: dict) -> None:
-    """Set the limits, the permissions and the clock of this process that a description of faults names."""
+    """Set the limits, the permissions, the clock and the allocator of this process that a description of faults names."""
     if "clock" in spec:
         jumps, real = itertools.cycle((spec["clock"], -spec["clock"])), (time.time, time.time_ns)
         time.time = lambda: real[0]() + next(jumps)
         time.time_ns = lambda: real[1]() + next(jumps) * 1_000_000_000
+    if "zone" in spec:
+        os.environ["TZ"] = spec["zone"]
+        time.tzset()
     if spec.get("plain"):
         drop_override()
+    if allocator() is not None:
+        allocator().refuse_allocation(spec.get("allocation", 0))
     for name, more in spec.get("limits", {}).items():
         before = 0
         if name == "AS":
@@ -181,6 +192,12 @@ def limit(spec: dict) -> None:
             before = 1 + max(int(number) for number in os.listdir("/proc/self/fd"))
         kind = getattr(resource, f"RLIMIT_{name}")
         resource.setrlimit(kind, (before + more, resource.getrlimit(kind)[1]))
+
+
+def allocator() -> ctypes.CDLL | None:
+    """Return this process's own symbols where allocations.c is among them."""
+    process = ctypes.CDLL(None)
+    return process if hasattr(process, "refuse_allocation") else None
 
 
 def unlimit(spec: dict) -> None:
@@ -278,7 +295,8 @@ def case(request: dict, streams: list[io.IOBase], results: int) -> None:
     def finish() -> None:
         unlimit(request["faults"])
         faults.active = False
-        told = {"counts": faults.counts, "written": faults.written, "alien": faults.alien}
+        blocks = 0 if allocator() is None else allocator().allocations()
+        told = {"counts": faults.counts, "written": faults.written, "alien": faults.alien, "allocations": blocks}
         with os.fdopen(results, "w") as pipe:
             json.dump(told, pipe)
 
@@ -305,7 +323,7 @@ def answer(request: dict) -> dict:
             text = pipe.read()
         stdout.seek(0)
         stderr.seek(0)
-        told = json.loads(text) if text else {"counts": {}, "written": 0, "alien": []}
+        told = json.loads(text) if text else {"counts": {}, "written": 0, "alien": [], "allocations": 0}
         ended = {"code": os.waitstatus_to_exitcode(status), "seconds": seconds}
         return {**ended, **told, "stdout": stdout.read(), "stderr": stderr.read()}
 

@@ -1,4 +1,4 @@
-"""Limits of the system: descriptors, memory, the size of a file, permissions, a disk that turns read-only, a clock that jumps.
+"""Limits of the system: descriptors, memory, the size of a file, permissions, quotas, disks that are read-only or slow, clocks.
 
 Each stage ends with the promised code and two lines, leaves nothing partial under a final name, and without the limit the same
 command makes the same bytes. The default is a few limits of one stage; `slow` is a sweep of every stage.
@@ -62,14 +62,44 @@ def test_every_limit_ends_every_stage_with_a_sentence_and_without_it_the_same_co
     assert sweep(commands(stage), limit, SWEEPS[limit][1])["refused"] > 0
 
 
-def turn(command, number: str, count: int) -> None:
+def starve(command, count: int) -> None:
+    """Refuse one of `count` blocks that tensors are made in."""
+    blocks = command.outcome.allocations
+    if not blocks:
+        pytest.skip("no compiler made the allocator")
+
+    def strike(at: int) -> bool:
+        with command.folder() as folder:
+            outcome = command.run(folder, allocation=at)
+            ended = kept(command, folder, outcome, 5)
+            assert ended or "memory" in outcome.error[0], (at, outcome.stderr)
+            command.check_continues(folder)
+        return ended
+
+    ended = Counter(command.at_once(strike, sorted({1 + blocks * place // count for place in range(count)})))
+    print(f"{command.name}: {count} of {blocks} blocks refused: {ended[True]} done, {ended[False]} refused")
+    assert ended[False] > 0
+
+
+@pytest.mark.parametrize("stage", ["measure", "quantize", "export", "validate"])
+def test_a_tensor_that_there_is_no_memory_for_ends_a_stage_with_a_sentence_and_it_continues(commands, stage):
+    starve(commands(stage), 4)
+
+
+@slow
+@pytest.mark.parametrize("stage", STAGES)
+def test_any_tensor_that_there_is_no_memory_for_ends_every_stage_with_a_sentence_and_it_continues(commands, stage):
+    starve(commands(stage), 16)
+
+
+def turn(command, number: str, count: int, *, code: int = 3) -> None:
     """Let every change of the disk fail from one of `count` calls on."""
     calls = sum(command.outcome.counts[kind] for kind in command.outcome.counts if kind != "read")
 
     def strike(at: int) -> None:
         with command.folder() as folder:
             outcome = command.run(folder, since=True, at=at, do=number)
-            if not kept(command, folder, outcome, 3):
+            if not kept(command, folder, outcome, code):
                 assert outcome.error[0].startswith(f"error: {folder}"), outcome.stderr
             command.check_continues(folder)
 
@@ -79,6 +109,11 @@ def turn(command, number: str, count: int) -> None:
 @pytest.mark.parametrize("number", ["EROFS", "EACCES"])
 def test_a_disk_that_turns_read_only_ends_a_stage_with_its_name(commands, number):
     turn(commands("file-to-file"), number, 3)
+
+
+@pytest.mark.parametrize("stage", ["file-to-file", pytest.param("run", marks=slow)])
+def test_a_quota_that_is_used_up_ends_a_stage_with_5_and_its_name(commands, stage):
+    turn(commands(stage), "EDQUOT", 3, code=5)
 
 
 @slow
@@ -154,3 +189,35 @@ def test_a_clock_that_jumps_and_files_of_other_centuries_change_no_byte(commands
         finally:
             for path, (accessed, modified) in zip(files, times, strict=True):
                 os.utime(path, ns=(accessed, modified))
+
+
+@pytest.fixture
+def inputs_read_only(inputs, commands):
+    """Take the permission to write from all that stages read."""
+    command = commands("export")  # and what it reads is made
+    folders = [inputs["model"], command.work / "made"]
+    paths = [path for folder in folders for path in (folder, *folder.rglob("*"))]
+    modes = [path.stat().st_mode for path in paths]
+    for path, mode in zip(paths, modes, strict=True):
+        path.chmod(mode & ~0o222)
+    yield
+    for path, mode in zip(paths, modes, strict=True):
+        path.chmod(mode)
+
+
+@pytest.mark.parametrize("stage", ["measure", "quantize", "file-to-file", "export"])
+def test_inputs_that_cannot_be_written_and_another_time_zone_change_no_byte(commands, inputs_read_only, stage):
+    command = commands(stage)
+    with command.folder() as folder:
+        outcome = command.run(folder, plain=True, zone="XYZ-13:45")
+        assert outcome.code == 0, outcome
+        command.check_made(folder)
+
+
+def test_a_signal_on_a_disk_that_takes_its_time_ends_a_stage_with_its_code_and_the_same_command_continues(commands):
+    command = commands("file-to-file")
+    with command.folder() as folder:
+        outcome = command.run(folder, slow=0.1, kind="fsync", at=command.outcome.counts["fsync"] // 2, do="TERM")
+        assert outcome.code == 143, outcome
+        command.check_state(folder)
+        command.check_continues(folder)

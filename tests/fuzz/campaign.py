@@ -1,6 +1,6 @@
 """The fuzzing campaign: every target with so many inputs, in processes of 2 GiB with 10 s of the processor for each input.
 
-    python tests/fuzz/campaign.py ARTIFACT MEASUREMENT --inputs 100000 --seed 0 [--seconds S] [--only NAME]
+    python tests/fuzz/campaign.py ARTIFACT MEASUREMENT --inputs 100000 --seed 0 [--seconds S] [--only NAME,...]
 
 prints a line per target: inputs, seconds, and what was found, each with the number that makes it again. Both folders are
 small ones: what `export` wrote, and a rank of `measure`. Exit 1 where anything was found.
@@ -112,14 +112,14 @@ def main() -> int:
     parser.add_argument("--inputs", type=int, default=10_000, help="of each target")
     parser.add_argument("--seconds", type=float, default=1e9, help="of each target; a batch that has begun is finished")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only")
+    parser.add_argument("--only", type=lambda text: text.split(","), help="these targets; a comma between them")
     parser.add_argument("--kept", type=Path)
     options = parser.parse_args()
     if options.kept is not None:
         options.kept.mkdir(parents=True, exist_ok=True)
     whole = 0
     for name, target in targets(options.artifact, options.measurement).items():
-        if options.only in (None, name):
+        if options.only is None or name in options.only:
             begin = time.monotonic()
             count, found = run(
                 name, target, inputs=options.inputs, seconds=options.seconds, seed=options.seed, kept=options.kept

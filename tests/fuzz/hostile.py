@@ -4,15 +4,23 @@
                                        [--verbs generate,...]
 
 makes an artifact of a small model, changes one value at a time (of all, or of N in each file), each so often, and runs the
-verbs on every one, in forks of this process that have 2 GiB and 10 s. A verb may refuse (exit 2, 3, 5, 6, 7; validate also 4)
-with a sentence, or give the text that transformers gives of the same folder. Whatever else happens is printed with the number
-that makes it again; exit 1.
+verbs on every one; on the model and on what quantize left, those that read these. A change that makes the bytes of an earlier
+one is counted and not tried again. The verbs of an artifact share a fork of this process, with 2 GiB, and 10 s for each; what
+goes wrong there is tried again in a fork of its own. A verb may refuse (exit 2, 3, 5, 6, 7; validate also 4) with a sentence,
+or give the text that transformers gives of the same folder. Whatever else happens is printed with the number that makes it
+again; exit 1.
 """
 
 import argparse
+import gc
+import hashlib
 import json
+import math
 import os
 import random
+import re
+import resource
+import secrets
 import shutil
 import sys
 import tempfile
@@ -20,7 +28,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,15 +38,18 @@ os.environ |= {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1", "TRANSFORMERS_VERBOS
 import asgi
 import mutations
 import torch
-from isolated import Outcome, isolated
-from safetensors.torch import load_file, save_file
+from isolated import SECONDS, Outcome, isolated
+from safetensors.torch import load_file, save
 
 from quantflow.artifact.canonical import digest_of, readable_json
 from quantflow.artifact.ledger import Ledger
 from quantflow.artifact.manifest import build_manifest, write_manifest
 from quantflow.artifact.safetensors_header import read_header
+from quantflow.artifact.stage_folder import DONE
+from quantflow.core.parallel import Workers
 from quantflow.errors import QuantflowError
 from quantflow.exporting import export as export_stage
+from quantflow.exporting import proof_process
 from quantflow.server import process
 from quantflow.server.app import application
 from quantflow.server.models import Models, open_model
@@ -55,11 +66,17 @@ FILES = (
     "tokenizer_config.json",
     "tokenizer.json",
     "tensors",
+    "quantized/quantize.json",  # of what quantize left, which is exported
+    "quantized/DONE.json",
+    "quantized/layers/00000.json",
 )
-FROM_SOURCE = ("measure", "quantize")
+QUANTIZED = "quantized/"
+FROM_SOURCE, FROM_QUANTIZED = ("measure", "quantize"), ("export",)
 VERBS = ("verify", "inspect", "generate", "serve", "bench", "validate")
 PROMPT, TOKENS = "w10 w27 w5", 6
-NOT_FOR_TEXT = frozenset({*FROM_SOURCE, "verify", "inspect", "bench", "validate"})
+NOT_FOR_TEXT = frozenset({*FROM_SOURCE, *FROM_QUANTIZED, "verify", "inspect", "bench", "validate"})
+OURS = frozenset({"quantflow.json", "README.md"})  # transformers reads neither
+END = f"<{secrets.token_hex(16)} ended with "  # after what a verb says; no artifact can know it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,12 +85,14 @@ class Made:
 
     Attributes:
         artifact: intact.
-        model: what it was made from.
+        quantized: what it was exported from.
+        model: what that was made from.
         text: that it is validated on.
         answer: what it says when it is intact.
     """
 
     artifact: Path
+    quantized: Path
     model: Path
     text: Path
     answer: str = ""
@@ -84,59 +103,83 @@ def made_from(model: Path, *, exported: bool) -> Iterator[Made]:
     """Yield a model, and an artifact of it in 8 bits where `exported`."""
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as name:
         work = Path(name)
-        prove, export_stage._prove = export_stage._prove, lambda *_: {}  # another process would be started
-        try:
-            for line in (
-                ()
-                if not exported
-                else (
-                    ["quantize", str(model), "-o", str(work / "2"), "--scheme", "W8A16", "--algorithm", "rtn", "-q"],
-                    ["export", str(work / "2"), "-o", str(work / "artifact"), "-q"],
-                )
-            ):
-                if exit_code(cli, line) != 0:
-                    raise SystemExit(f"{model}: no artifact can be made of it")
-        finally:
-            export_stage._prove = prove
+        export_stage.proving = lambda: nullcontext(ProverHere())
+        for line in (
+            ()
+            if not exported
+            else (
+                ["quantize", str(model), "-o", str(work / "2"), "--scheme", "W8A16", "--algorithm", "rtn", "--no-export", "-q"],
+                ["export", str(work / "2"), "-o", str(work / "artifact"), "-q"],
+            )
+        ):
+            if exit_code(cli, line) != 0:
+                raise SystemExit(f"{model}: no artifact can be made of it")
         text = work / "text.jsonl"
         chance = random.Random(0)
         text.write_text(
             "".join(json.dumps({"input_ids": [chance.randrange(3, 32) for _ in range(32)]}) + "\n" for _ in range(8))
         )
-        yield Made(artifact=work / "artifact", model=model, text=text)
+        yield Made(artifact=work / "artifact", quantized=work / "2", model=model, text=text)
+
+
+class ProverHere:
+    """Proves an export in this process: what it raises is seen, and no other is started."""
+
+    def expect(self, kind: str) -> None:
+        """Do nothing: all is imported."""
+
+    def prove(self, artifact: Path, quantized: Path, source: Path, *, workers: int, measures: bool) -> dict[str, Any]:
+        """Prove it, with one worker."""
+        del workers
+        with Workers(1) as pool, torch.no_grad():
+            return proof_process.prove(artifact, quantized, source, workers=pool, measures=measures)
 
 
 def places(made: Made, file: str) -> list[tuple[Any, ...]]:
     """Return what of a file can be changed: paths of values, or names of tensors."""
-    if file == SOURCE:
-        return [place for place in mutations.places(json.loads((made.model / "config.json").read_text())) if place]
     if file == "tensors":
         return [(name,) for name in sorted(load_file(made.artifact / "model.safetensors"))]
-    return [place for place in mutations.places(json.loads((made.artifact / file).read_text())) if place]
+    return [place for place in mutations.places(json.loads((intact(made, file) / inside(file)).read_text())) if place]
 
 
-def change(chance: random.Random, folder: Path, file: str, place: Sequence[Any]) -> None:
-    """Change one value of an artifact and make its hashes right again."""
-    path = folder / file
-    if file == SOURCE:
-        value = json.loads((folder / "config.json").read_text())
-        mutations.change_(chance, value, place)
-        (folder / "config.json").write_bytes(mutations.as_json(value))
-        return
+def intact(made: Made, file: str) -> Path:
+    """Return the folder that a file is changed in a copy of."""
+    return made.model if file == SOURCE else made.quantized if file.startswith(QUANTIZED) else made.artifact
+
+
+def inside(file: str) -> str:
+    """Return the name of a file in that folder."""
+    return {SOURCE: "config.json", "tensors": "model.safetensors"}.get(file, file.removeprefix(QUANTIZED))
+
+
+def verbs_of(file: str, verbs: Sequence[str]) -> Sequence[str]:
+    """Return the verbs that read that folder, of those for artifacts the ones that are asked for."""
+    return FROM_SOURCE if file == SOURCE else FROM_QUANTIZED if file.startswith(QUANTIZED) else verbs
+
+
+def changed(chance: random.Random, made: Made, file: str, place: Sequence[Any]) -> bytes:
+    """Return the content of a file with one value changed."""
     if file == "tensors":
-        path = folder / "model.safetensors"
-        tensors = load_file(path)
+        tensors = load_file(made.artifact / "model.safetensors")
         tensors[place[0]] = reshaped(chance, tensors[place[0]]).contiguous().clone()
-        save_file(tensors, path, metadata={"format": "pt"})
-        reseal(folder)
-        return
-    value = json.loads(path.read_text())
+        return save(tensors, metadata={"format": "pt"})
+    value = json.loads((intact(made, file) / inside(file)).read_text())
     mutations.change_(chance, value, place)
+    return mutations.as_json(value)
+
+
+def change(folder: Path, file: str, content: bytes) -> None:
+    """Write the changed file of an artifact, a model or a quantized folder, and make the hashes right again."""
     if file == "quantflow.json":
-        reseal_manifest(path, value)
+        reseal_manifest(folder / file, json.loads(content))
         return
-    path.write_bytes(mutations.as_json(value))
-    reseal(folder)
+    (folder / inside(file)).write_bytes(content)
+    if file.startswith(QUANTIZED) and inside(file) != DONE:
+        record = json.loads((folder / DONE).read_text())
+        record["files"][inside(file)] = {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
+        (folder / DONE).write_text(json.dumps(record))
+    elif folder.joinpath("quantflow.json").exists():
+        reseal(folder)
 
 
 def reshaped(chance: random.Random, tensor: torch.Tensor) -> torch.Tensor:
@@ -202,8 +245,9 @@ def verb(name: str, folder: Path, made: Made) -> int:
         return 0
     ids = ["--calibration", made.text, "--samples", 2, "--sequence-length", 8, "-q"]
     lines: dict[str, list[Any]] = {
-        "measure": [folder, "-o", made.text.with_name(f"{folder.parent.name}-1"), *ids],
-        "quantize": [folder, "-o", made.text.with_name(f"{folder.parent.name}-2"), "--scheme", "W8A8", *ids],
+        "measure": [folder, "-o", folder.with_name("measured"), *ids],
+        "quantize": [folder, "-o", folder.with_name("quantized"), "--scheme", "W8A8", *ids],
+        "export": [folder, "-o", folder.with_name("exported"), "--model", made.model, "-q"],
         "verify": [folder],
         "inspect": [folder],
         "generate": [folder, "--prompt", PROMPT, "--max-new-tokens", TOKENS, "--json", "-q"],
@@ -270,25 +314,68 @@ def why(outcome: Outcome) -> str:
     return f"{outcome.code}: {told[-1][:150]}"
 
 
+def each(names: Sequence[str], folder: Path, made: Made) -> int:
+    """Run verbs one after the other in this process, each with its own seconds, and say after each how it ended."""
+    most = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    for name in names:
+        resource.setrlimit(resource.RLIMIT_CPU, (min(most, math.ceil(time.process_time() + SECONDS)), most))
+        try:
+            code = verb(name, folder, made)
+        except BaseException:
+            traceback.print_exc()
+            code = 1
+        sys.stderr.flush()
+        print(f"{END}{code}>", flush=True)
+    return 0
+
+
+def outcomes(names: Sequence[str], folder: Path, made: Made) -> Iterator[tuple[str, Outcome]]:
+    """Yield how each verb ends: all in one fork, those after one that ended it in another."""
+    left = list(names)
+    while left:
+        whole = isolated(lambda: each(left, folder, made), seconds=SECONDS * len(left))
+        *said, rest = re.split(rf"{END}(-?\d+)>\n", whole.said)
+        for text, code in zip(said[::2], said[1::2], strict=True):
+            yield left.pop(0), replace(whole, code=int(code), said=text)
+        if left:
+            yield left.pop(0), replace(whole, said=rest)
+        elif whole.code != 0:
+            yield names[-1], replace(whole, said=rest)
+
+
+def allowed(name: str, outcome: Outcome) -> bool:
+    """Return whether a verb may end so."""
+    return outcome.kept or (name == "validate" and outcome.code == 4 and "Traceback" not in outcome.said)
+
+
+def reference(folder: Path, made: Made, known: dict[bytes, Outcome]) -> Outcome:
+    """Return how transformers ends with a folder; `known` keeps that of every content of the files that it reads."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.name not in OURS:
+            digest.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
+    if digest.digest() not in known:
+        known[digest.digest()] = isolated(lambda: verb("transformers", folder, made), seconds=30)
+    return known[digest.digest()]
+
+
 def attacked(
-    made: Made, file: str, place: Sequence[Any], *, number: int, seed: int, verbs: Sequence[str], ends: Counter[str]
+    made: Made, file: str, content: bytes, *, verbs: Sequence[str], ends: Counter[str], known: dict[bytes, Outcome]
 ) -> Iterator[tuple[str, str]]:
     """Yield what is wrong: a verb, and what it did; count how verbs end in `ends`."""
-    chance = random.Random(f"{seed} {file} {place} {number}")
     with tempfile.TemporaryDirectory(dir=made.artifact.parent) as name:
-        folder = Path(shutil.copytree(made.model if file == SOURCE else made.artifact, Path(name) / "a"))
-        change(chance, folder, file, place)
+        folder = Path(shutil.copytree(intact(made, file), Path(name) / "a"))
+        change(folder, file, content)
         texts: dict[str, str | None] = {}
-        for one in FROM_SOURCE if file == SOURCE else verbs:
-            outcome = isolated(lambda one=one: verb(one, folder, made))
+        for one, outcome in outcomes(verbs_of(file, verbs), folder, made):
             ends[f"{one} {outcome.code}"] += 1
-            allowed = outcome.kept or (one == "validate" and outcome.code == 4 and "Traceback" not in outcome.said)
-            if not allowed:
-                yield one, why(outcome)
+            if not allowed(one, outcome):
+                alone = isolated(lambda one=one: verb(one, folder, made))
+                yield one, why(outcome) + (" (not in a process of its own)" if allowed(one, alone) else "")
             elif outcome.code == 0 and one not in NOT_FOR_TEXT:
                 texts[one] = text_in(outcome, one)
         if texts:
-            outcome = isolated(lambda: verb("transformers", folder, made), seconds=30)
+            outcome = reference(folder, made, known)
             expected = text_in(outcome, "transformers") if outcome.code == 0 else None
             for one, text in texts.items():
                 if outcome.code != 0 and text == made.answer:
@@ -312,7 +399,7 @@ def main() -> int:
     parser.add_argument("--place", help="one path, as it is printed")
     parser.add_argument("--number", type=int, help="one change of it, as it is printed")
     options = parser.parse_args()
-    end, whole, wrong = time.monotonic() + options.seconds, 0, Counter[str]()
+    end, wrong = time.monotonic() + options.seconds, Counter[str]()
     files = options.files.split(",")
     exported = files != [SOURCE]
     with made_from(options.model, exported=exported) as made:
@@ -320,13 +407,18 @@ def main() -> int:
             reseal(made.artifact)
         elif (outcome := isolated(lambda: verb("quantize", made.model, made))).code != 0:
             raise SystemExit(f"{options.model}: {outcome.said}")
-        for verb_name in (*VERBS, "transformers") if exported else ():  # everything is imported before anything is changed
-            if (code := verb(verb_name, made.artifact, made)) not in (0, 4):
+        for verb_name in (
+            (*VERBS, "export", "transformers") if exported else ()
+        ):  # everything is imported before anything is changed
+            if (code := verb(verb_name, made.quantized if verb_name == "export" else made.artifact, made)) not in (0, 4):
                 raise SystemExit(f"{verb_name}: the intact artifact ends with {code}")
         if exported:
             made = replace(made, answer=text_in(isolated(lambda: verb("generate", made.artifact, made)), "generate") or "")
+        gc.collect()
+        gc.freeze()  # a fork that collects garbage does not copy what it finds here
+        known: dict[bytes, Outcome] = {}
         for file in files:
-            begin, count, before, ends = time.monotonic(), 0, sum(wrong.values()), Counter[str]()
+            begin, changes, before, ends, tried = time.monotonic(), 0, sum(wrong.values()), Counter[str](), set[bytes]()
             found = [place for place in places(made, file) if options.place in (None, json.dumps(place))]
             if options.most is not None and len(found) > options.most:
                 found = random.Random(f"{options.seed} {file}").sample(found, options.most)
@@ -335,17 +427,19 @@ def main() -> int:
                 for place in found:
                     if time.monotonic() > end:
                         break
-                    count += 1
-                    for name, said in attacked(
-                        made, file, place, number=number, seed=options.seed, verbs=options.verbs.split(","), ends=ends
-                    ):
+                    changes += 1
+                    content = changed(random.Random(f"{options.seed} {file} {place} {number}"), made, file, place)
+                    digest = hashlib.sha256(content).digest()
+                    if digest in tried:
+                        continue
+                    tried.add(digest)
+                    for name, said in attacked(made, file, content, verbs=options.verbs.split(","), ends=ends, known=known):
                         wrong[f"{name}: {said}"] += 1
                         if wrong[f"{name}: {said}"] <= 3:
                             print(f"  {file} {json.dumps(place)} {number}: {name} {said}", flush=True)
-            whole += count
-            seconds = time.monotonic() - begin
             print(
-                f"{file}\t{len(found)} values\t{count} artifacts\t{seconds:.0f} s\t{sum(wrong.values()) - before} findings",
+                f"{file}\t{len(found)} values\t{changes} changes\t{len(tried)} artifacts\t{time.monotonic() - begin:.0f} s"
+                f"\t{sum(wrong.values()) - before} findings",
                 flush=True,
             )
             print("  " + ", ".join(f"{name}: {ends[name]}" for name in sorted(ends)), flush=True)

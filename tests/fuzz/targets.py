@@ -19,14 +19,16 @@ import asgi
 import mutations
 import numpy as np
 import torch
+from safetensors.torch import save_file
 
 from quantflow.artifact.canonical import digest_of, parse_json, readable_json
 from quantflow.artifact.checkpoint import open_checkpoint
 from quantflow.artifact.inspect import summarize
 from quantflow.artifact.ledger import Ledger
 from quantflow.artifact.manifest import read_manifest
-from quantflow.artifact.safetensors_header import read_header
-from quantflow.formats import compressed_tensors
+from quantflow.artifact.safetensors_header import TensorInfo, read_header
+from quantflow.calibration.text import read_documents
+from quantflow.formats import compressed_tensors, layout_of
 from quantflow.formats.gaudi import restricted_npz
 from quantflow.formats.gaudi.quant_config import quant_config
 from quantflow.formats.gaudi.triple import _parse
@@ -35,11 +37,17 @@ from quantflow.measurements.record import META_NAME, read_meta
 from quantflow.models.token_ids import tokens_of
 from quantflow.models.tokenizer import load_tokenizer
 from quantflow.planning.recipe import apply_settings, read_yaml, recipe_from
+from quantflow.runtime.adapters import read_adapter
 from quantflow.runtime.packed import Pack
+from quantflow.runtime.prompt_files import read_prompts
 from quantflow.server import process
 from quantflow.server.app import application
 from quantflow.server.models import Models, open_model
 from quantflow.server.settings import ServeJob
+from quantflow.validation.gate import check_gate
+from quantflow.validation.junit import write_junit
+from quantflow.validation.recorded import GateJob
+from quantflow.validation.recorded import run as run_gate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,6 +158,53 @@ def answered(artifact: Path) -> Callable[[bytes, Path], Any]:
     return ask
 
 
+def of_other_programs(chance: random.Random) -> bytes:
+    """Return the quantization_config of a folder that another program quantized."""
+    config = chance.choice(OTHER_PROGRAMS)
+    return mutations.as_json(mutations.changed_value(chance, config, changes=chance.choice((1, 1, 2, 3))))
+
+
+WORDS = {"bits": 4, "group_size": 32, "sym": True}
+LINEARS = ("model.layers.0.mlp.up_proj", "lm_head")
+PARTS = ("qweight", "qzeros", "scales", "g_idx", "weight", "weight_scale", "weight_scale_inv", "weight_scale_2", "weight_g_idx")
+OTHER_PROGRAMS: list[dict[str, Any]] = [
+    {"quant_method": "gptq", **WORDS, "dynamic": {"+:.*up_proj": {"bits": 8, "group_size": 64}, "-:.*x": {}}, "desc_act": True},
+    {"quant_method": "gptq", **WORDS, "checkpoint_format": "gptq_v2", "meta": {"quantizer": ["gptqmodel:5"]}, "lm_head": True},
+    {
+        "quant_method": "auto-round",
+        **WORDS,
+        "packing_format": "auto_round:auto_gptq",
+        "extra_config": {LINEARS[0]: {"bits": 8}},
+    },
+    {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": 32,
+        "zero_point": True,
+        "version": "gemm",
+        "modules_to_not_convert": ["x"],
+    },
+    {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+    {
+        "quant_method": "modelopt",
+        "quant_algo": "NVFP4",
+        "group_size": 16,
+        "config_groups": {"group_0": {"input_activations": {"num_bits": 4, "type": "float"}, "targets": ["Linear"]}},
+        "ignore": ["lm_head"],
+    },
+    {
+        "quant_method": "compressed-tensors",
+        "quantization_status": "frozen",
+        "format": "naive-quantized",
+        "config_groups": {
+            "group_0": {
+                "targets": ["re:.*up_proj"],
+                "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "actorder": "group"},
+            }
+        },
+        "ignore": ["lm_head"],
+    },
+]
 PARAMETERS = {"max_new_tokens": 3, "temperature": 0.7, "top_k": 5, "top_p": 0.9, "typical_p": 0.9, "seed": 1, "stop": ["x"]}
 PARAMETERS |= {"repetition_penalty": 1.1, "frequency_penalty": 0.1, "truncate": 8, "details": True, "top_n_tokens": 2}
 OPENAI = {"model": "tgi", "max_tokens": 3, "temperature": 0.7, "n": 2, "seed": 1, "stop": ["x"], "logit_bias": {"5": 1.0}}
@@ -262,8 +317,94 @@ def targets(artifact: Path, measured: Path) -> dict[str, Target]:
             place.unlink()  # so that the next input does not shorten what is mapped
         return [tensor.sum() for key in kept._kept for tensor in kept.get(key, dict).values()]
 
+    infos = {
+        f"{name}.{part}": TensorInfo(name=f"{name}.{part}", dtype="F8_E4M3", shape=(64, 64), offset=0, nbytes=4096)
+        for name in LINEARS
+        for part in PARTS
+    }
+
+    def foreign(data: bytes, _folder: Path) -> Any:
+        config = as_table(data)
+        return layout_of(config, infos).schemes(config, dict.fromkeys(LINEARS, (64, 64)), infos)
+
+    adapter = {"peft_type": "LORA", "r": 1, "lora_alpha": 16, "alpha_pattern": {"q_proj": 8, "layers.(0|1).x": 4.5}}
+    adapter |= {"use_rslora": False, "use_dora": False, "bias": "none", "target_modules": ["q_proj"], "modules_to_save": None}
+    factors = {f"base_model.model.model.q_proj.lora_{side}.weight": torch.ones(1, 1) for side in "AB"}
+
+    def adapted(data: bytes, folder: Path) -> Any:
+        (folder / "adapter_config.json").write_bytes(data)
+        save_file(factors, folder / "adapter_model.safetensors")
+        return read_adapter(folder)
+
+    gate = {
+        "thresholds": {"ppl_ratio": 1.1, "mean_kld": 0.1, "kld_p999": 1.0, "top1_agreement": 0.9},
+        "lower_top1_by_noise": True,
+    }
+    gate |= {"max_regression": {"mean_kld": 0.1}, "min_recovery": {"all": 95.0, "arc": 90}}
+    bounds = {name: {"value": value, "lower": value, "upper": value} for name, value in gate["thresholds"].items()}
+    change = {
+        "previous": 0.1,
+        "current": 0.1,
+        "worse": 0.0,
+        "lower": 0.0,
+        "upper": 0.0,
+        "max_regression": 0.1,
+        "outcome": "pass",
+    }
+    answers = {"baseline": "1101", "artifact": "1001"}
+    validation = {
+        "artifact": "a",
+        "digest": "d",
+        "baseline": "m",
+        "scheme": "W4A16",
+        "algorithm": "gptq",
+        "parameters": 1000,
+        "outcome": "pass",
+        "reasons": [],
+        "expect": "pass",
+        "allow_inconclusive": False,
+        "metrics": bounds,
+        "noise_floor": {"top1_agreement": {"value": 0.99}},
+        "gate": {
+            "name": "g",
+            "thresholds": gate["thresholds"],
+            "note": "",
+            "max_regression": {},
+            "min_recovery": {"arc": 90.0},
+        },
+        "protocol": {"text": "t", "windows": 2, "tokens": 8, "sequence_length": 4, "dtype": "float32", "seed": 0},
+        "windows": {
+            "tokens": [4, 4],
+            "kld": [0.1, 0.2],
+            "agreements": [3, 4],
+            "nll_difference": [0.0, 0.1],
+            "kld_tail": [[0.1], [0.2]],
+        },
+        "tasks": {
+            "protocol": {},
+            "scores": {"arc": {"metric": "acc", "version": 1, "samples": 4, "recovery": 99.0, "answers": answers}},
+        },
+        "regression": {
+            "previous": {"artifact": "b", "digest": "e"},
+            "outcome": "pass",
+            "reasons": [],
+            "metrics": {"mean_kld": change},
+        },
+    }
+
+    def judged(data: bytes, folder: Path) -> Any:
+        given, other = folder / "validation.json", folder / "other.json"
+        given.write_bytes(data)
+        other.write_text(json.dumps(validation))
+        result = run_gate(GateJob(validation=given))
+        write_junit(folder / "junit.xml", result)
+        return run_gate(GateJob(validation=other, previous=given)), run_gate(GateJob(validation=given, gate="int4"))
+
+    tokenizer = cache(lambda: load_tokenizer(artifact))
+    rows = [{"text": "w10 w27"}, {"input_ids": [3, 4, 5]}, {"messages": [{"role": "user", "content": "w1"}]}, {"prompt": "w3"}]
+    lines = b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+
     words, vocabulary = (artifact / "tokenizer_config.json").read_bytes(), (artifact / "tokenizer.json").read_bytes()
-    linears = ("model.layers.0.mlp.up_proj", "lm_head")
     return {
         "json": Target(seeds=(config, manifest, b"[1,2.5e3,null,true]"), read=lambda data, _: parse_json(data, "x")),
         "safetensors header": Target(seeds=(tiny, header), read=written("a.safetensors", read_header)),
@@ -273,8 +414,9 @@ def targets(artifact: Path, measured: Path) -> dict[str, Target]:
         "quantization_config": Target(
             seeds=(json.dumps(quantization).encode(),),
             value=quantization,
-            read=lambda data, _: compressed_tensors.schemes_from_config(as_table(data), linears),
+            read=lambda data, _: compressed_tensors.schemes_from_config(as_table(data), LINEARS),
         ),
+        "quantization_config of others": Target(seeds=(), make=of_other_programs, read=foreign),
         "recipe": Target(
             seeds=(json.dumps(recipe, indent=1).encode(), b"model: m\nquantize:\n  - {name: a, scheme: W4A16}\n"),
             value=recipe,
@@ -296,6 +438,20 @@ def targets(artifact: Path, measured: Path) -> dict[str, Target]:
         "measurement": Target(seeds=(meta,), value=json.loads(meta), read=measurement),
         "tokenizer.json": Target(seeds=(vocabulary,), value=json.loads(vocabulary), read=tokenized),
         "tokenizer_config.json": Target(seeds=(words,), value=json.loads(words), read=configured),
+        "adapter_config.json": Target(seeds=(json.dumps(adapter).encode(),), value=adapter, read=adapted),
+        "gate": Target(
+            seeds=(json.dumps(gate, indent=1).encode(),),
+            value=gate,
+            read=written("gate.yaml", lambda path: check_gate(str(path))),
+        ),
+        "validation.json": Target(seeds=(json.dumps(validation).encode(),), value=validation, read=judged),
+        "documents": Target(
+            seeds=(lines, *lines.split(b"\n")[:-1]), read=written("t.jsonl", lambda path: read_documents(path, tokenizer()))
+        ),
+        "prompts of .jsonl": Target(seeds=(lines, b'"w10"\n'), read=written("p.jsonl", lambda path: read_prompts(str(path)))),
+        "prompts of .csv": Target(
+            seeds=(b'text,n\n"w10, w3",1\nw4,2\n', b"a\n"), read=written("p.csv", lambda path: read_prompts(str(path)))
+        ),
         "pack": Target(seeds=(packed(),), read=mapped),
         "HTTP": Target(seeds=(), make=request, read=answered(artifact)),
     }

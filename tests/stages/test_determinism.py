@@ -92,7 +92,7 @@ def test_the_number_of_threads_changes_no_byte(
     wide_llama: Path, text_files: dict[str, Path], threads: Callable[[int], None], tmp_path: Path
 ) -> None:
     found = []
-    for count in (1, 2):
+    for count in (1, 2, 8):
         threads(count)
         folder = tmp_path / str(count)
         calibration = Calibration(source=str(text_files["calibration"]), samples=6, sequence_length=128, pack=True)
@@ -106,4 +106,4 @@ def test_the_number_of_threads_changes_no_byte(
         names = ["measured/rank-000-of-001/statistics.safetensors", "quantized/layers/00000.safetensors"]
         names += ["quantized/layers/00000.json", "quantized/canary.safetensors"]
         found.append([(folder / name).read_bytes() for name in names])
-    assert found[0] == found[1]
+    assert found[0] == found[1] == found[2]

@@ -1,9 +1,12 @@
 """Damaged, foreign and hostile inputs of a user: a sentence, its exit code, and nothing raw for the terminal."""
 
+import ctypes
 import json
 import os
+import pickle
 import pwd
 import shutil
+import subprocess
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -218,6 +221,21 @@ def test_a_text_that_the_tokenizer_has_no_token_for_is_an_input_error(artifact, 
         assert ask("/generate", {"inputs": "value", "parameters": {"max_new_tokens": 1}})[0] == 200
 
 
+def test_an_expression_of_a_tokenizer_that_would_take_years_is_an_input_error_and_prints_nothing(artifact, capfd):
+    table = json.loads((artifact / "tokenizer.json").read_text())
+    pattern = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    (artifact / "tokenizer.json").write_text(json.dumps(table | {"pre_tokenizer": pattern}))
+    reseal(artifact)
+    capfd.readouterr()
+    assert run("generate", artifact, "--prompt", "a" * 60 + "b", "--max-new-tokens", "1") == 3
+    out, err = capfd.readouterr()
+    assert out == "" and "cannot read the text" in err and "retry-limit" in err and len(err.splitlines()) == 2
+    with serving(artifact) as ask:
+        status, body = ask("/generate", {"inputs": "a" * 60 + "b"})
+        assert (status, body["error_type"]) == (422, "validation") and "cannot read the text" in body["error"]
+        assert ask("/generate", {"inputs": "value", "parameters": {"max_new_tokens": 1}})[0] == 200
+
+
 @contextmanager
 def serving(folder):
     """Yield what asks a server of an artifact, without a socket."""
@@ -394,6 +412,80 @@ def test_verbs_work_for_a_user_without_a_home_or_with_one_that_cannot_be_written
             refused((0, 4) if line[0] == "validate" else 0, *line)
     finally:
         native._attempt.cache_clear()
+
+
+PROGRAMS = (
+    *("modeling_x.py", "configuration_x.py", "tokenization_x.py", "setup.py", "conftest.py", "sitecustomize.py"),
+    *("__init__.py", "torch.py", "custom_generate/generate.py"),
+)
+CODE = {"AutoConfig": "configuration_x.X", "AutoModelForCausalLM": "modeling_x.X", "AutoTokenizer": ["tokenization_x.X", None]}
+
+
+class Runs:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, marker):
+        self.marker = str(marker)
+
+    def __reduce__(self):
+        return open, (self.marker, "w")
+
+
+@pytest.fixture
+def with_code(llama, tmp_path):
+    """A model whose folder holds code of every kind, and the file that each would make if it ran."""
+    model, marker = Path(shutil.copytree(llama, tmp_path / "model")), tmp_path / "ran"
+    for name in PROGRAMS:
+        (model / name).parent.mkdir(exist_ok=True)
+        (model / name).write_text(f"open({str(marker)!r}, 'w').close()\n")
+    for name in ("pytorch_model.bin", "training_args.bin", "optimizer.pt", "scaler.pkl"):
+        (model / name).write_bytes(pickle.dumps(Runs(marker)))
+    if (compiler := shutil.which("cc")) is not None:
+        source = (
+            '#include <fcntl.h>\n__attribute__((constructor)) static void run(void) { open("%s", O_CREAT | O_WRONLY, 0600); }\n'
+        )
+        (tmp_path / "x.c").write_text(source % marker)
+        subprocess.run([compiler, "-fPIC", "-shared", tmp_path / "x.c", "-o", model / "modeling_x.so"], check=True)
+        ctypes.CDLL(str(model / "modeling_x.so"))  # it does run, where somebody loads it
+        marker.unlink()
+    pickle.loads((model / "scaler.pkl").read_bytes()).close()
+    marker.unlink()
+    for name in ("config.json", "tokenizer_config.json"):
+        (model / name).write_text(json.dumps(json.loads((model / name).read_text()) | {"auto_map": CODE}))
+    escape = "{{ ''.__class__.__mro__[1].__subclasses__() }}{{ cycler.__init__.__globals__.os.system('touch %s') }}"
+    (model / "chat_template.jinja").write_text(escape % marker)
+    return model, marker
+
+
+def test_no_code_of_a_models_folder_runs_in_any_verb(with_code, text_files, tmp_path, refused, monkeypatch):
+    monkeypatch.setattr(export_stage, "_prove", lambda *_: {})
+    model, marker = with_code
+    texts = ("--calibration", text_files["calibration"], "--samples", "2", "--sequence-length", "8")
+    judged = ("--baseline", model, "--text", text_files["heldout"], "--tokens", "512", "--report", tmp_path / "r")
+    for codes, line in (
+        ((0,), ("calibration", "inspect", text_files["calibration"], "--tokenizer", model)),
+        ((0,), ("measure", model, "-o", tmp_path / "m", *texts)),
+        ((0,), ("quantize", "--no-export", model, "-o", tmp_path / "q", "--scheme", "W8A8", "--measurement", tmp_path / "m")),
+        ((0,), ("export", tmp_path / "q", "-o", tmp_path / "a")),
+        ((0,), ("verify", tmp_path / "a")),
+        ((0,), ("inspect", tmp_path / "a")),
+        ((0,), ("generate", tmp_path / "a", *GENERATE)),
+        ((0,), ("generate", tmp_path / "a", *GENERATE, "--decoder", "transformers")),
+        ((3,), ("generate", tmp_path / "a", *GENERATE, "--chat")),
+        ((0,), ("bench", tmp_path / "a", "--runs", "1", "--input-tokens", "4", "--new-tokens", "2")),
+        ((0, 4), ("validate", tmp_path / "a", *judged)),
+    ):
+        refused(codes, *line)
+        assert not marker.exists(), line
+    with serving(tmp_path / "a") as ask:
+        assert ask("/generate", {"inputs": "value", "parameters": {"max_new_tokens": 1}})[0] == 200
+        assert ask("/v1/chat/completions", {"messages": [{"role": "user", "content": "value"}]})[0] == 422
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"model_type": "x", "architectures": ["X"]}))
+    refused((3, 6), "measure", model, "-o", tmp_path / "m2", *texts)
+    (model / "model.safetensors").unlink()  # and now its weights are pickles
+    refused(3, "quantize", model, "-o", tmp_path / "q2", "--scheme", "W8A16")
+    assert not marker.exists()
 
 
 def test_a_name_that_is_no_text_is_refused_before_any_work(llama, tmp_path, refused):

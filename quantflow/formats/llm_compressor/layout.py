@@ -111,7 +111,7 @@ def _in_our_words(config: Mapping[str, Any]) -> dict[str, Any]:
             continue
         weights, layout = dict(group["weights"]), group.get("format") or config.get("format")
         if layout == "naive-quantized":
-            layout = _NAIVE.get(weights.get("type", "int"))
+            layout = _NAIVE.get(str(weights.get("type", "int")))
         if weights.get("actorder") == "group":
             weights["actorder"] = None  # the tensors say it
         groups[label] = {**group, "weights": weights, "format": layout}

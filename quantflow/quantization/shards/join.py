@@ -40,7 +40,7 @@ from quantflow.models.graph import graph_for
 from quantflow.models.identity import identify
 from quantflow.models.reading import read_tensor
 from quantflow.models.source import ModelFiles, open_files
-from quantflow.planning.finished_plan import plan_from
+from quantflow.planning.finished_plan import SUMMARY, plan_from, read_summary
 from quantflow.planning.plan import Plan
 from quantflow.planning.recipe import Resources
 from quantflow.planning.resources import allow_quantize
@@ -201,7 +201,7 @@ def join(
         InputError: the source is not there or another one, or the shards were made by other library versions.
     """
     _check_groups(groups, world=len(shards))
-    ran = read_json(shards[0].folder / "quantize.json")["proof"] == "canary"
+    ran = read_summary(shards[0].folder)["proof"] == "canary"
     source = None if ran else _source(shards, model)
     targets = [_target(shards, rank=rank, world=len(groups)) for rank in range(len(groups))]
     inputs: dict[str, Any] = {**shards[0].made_from}
@@ -225,13 +225,13 @@ def _write(
 ) -> None:
     """Write what the shards of one group are together."""
     disk.make_folder(folder / "layers")
-    summary, inputs = read_json(shards[0].folder / "quantize.json"), {**shards[0].made_from, **target.inputs()}
+    summary, inputs = read_summary(shards[0].folder), {**shards[0].made_from, **target.inputs()}
     plan = plan_from(summary)
     if source is None:
         linears = _put_together(folder, shards, target, plan=plan, key=digest_of(inputs), progress=progress)
     else:
         linears = _round_together(folder, shards, target, plan=plan, source=source, inputs=inputs, progress=progress)
-    disk.write_atomic(folder / "quantize.json", canonical_json(summary))
+    disk.write_atomic(folder / SUMMARY, canonical_json(summary))
     disk.write_atomic(folder / REPORT, canonical_json({"shards": [shard.share.rank for shard in shards], "linears": linears}))
     if target.world > 1:
         stage_folder.finish(folder, stage=STAGE, inputs=inputs)
@@ -321,7 +321,7 @@ def _source(shards: Sequence[OpenedShard], model: Path | None) -> ModelFiles:
     Raises:
         InputError: it is not there, it is another one, or this machine would round in another way.
     """
-    folder = model or Path(read_json(shards[0].folder / "quantize.json")["source"]["folder"])
+    folder = model or Path(read_summary(shards[0].folder)["source"]["folder"])
     try:
         source = open_files(folder)
     except QuantflowError as error:

@@ -120,6 +120,35 @@ def test_a_record_that_is_not_of_a_measurement_is_refused(tmp_path, text):
         summarize(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("routed", "found"),
+    [
+        (5, None),
+        ({"a": 5}, {}),
+        ({"a": {"least": 1}}, {"a": {"least": 1, "median": None}}),
+        ({"a": {}}, {"a": {"least": None, "median": None}}),
+    ],
+)
+def test_a_ledger_of_experts_that_is_none_is_left_out_or_has_holes(tmp_path, routed, found):
+    path = measurement(tmp_path / "rank") / "measurement.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"routed": routed}))
+    assert summarize(tmp_path / "rank").get("tokens_per_expert") == found
+
+
+def test_experts_of_an_artifact_that_no_token_was_counted_for_are_summarized(model):
+    experts = {"experts": "e", "fed": "all", "tokens": [], "short": {}}
+    layers = [{"errors": {}, "decisions": {}, "experts": experts}]
+    entries = tuple(
+        LedgerEntry(
+            name=name, dtype=dtype, shape=(count,), nbytes=count * SIZES[dtype], action="copied", reason="r", becomes=(name,)
+        )
+        for name, (dtype, count) in {"a": ("U8", 3), "b": ("F16", 4), "c": ("F16", 1)}.items()
+    )
+    body = {**BODY, "layers": layers, "ledger": Ledger(tensors=entries).to_json()}
+    write_manifest(model, build_manifest(model, body=body))
+    assert summarize(model)["experts"] == {"e": {"fed": "all", "short": 0}}
+
+
 def test_a_folder_that_is_none_of_these_is_refused(tmp_path):
     with pytest.raises(InputError, match="empty"):
         summarize(tmp_path)

@@ -160,6 +160,28 @@ def test_another_key_is_named_with_exit_7(work, artifact, capsys):
     assert "theirs.pub" in capsys.readouterr().err
 
 
+def test_the_signature_of_another_artifact_by_the_same_key_and_an_older_signature_are_exit_7(work, artifact, tmp_path, capsys):
+    other = Path(shutil.copytree(work / "artifact", tmp_path / "other"))
+    resealed(other)
+    assert run("sign", other, "--key", work / "mine.pem") == 0
+    for suffix in (".sig", ".intoto.json", ".cdx.json"):
+        mine, theirs = artifact.with_name(f"artifact{suffix}"), other.with_name(f"other{suffix}")
+        before = mine.read_bytes()
+        assert before != theirs.read_bytes()
+        shutil.copy(theirs, mine)
+        capsys.readouterr()
+        assert run("verify", artifact, "--key", work / "mine.pub") == 7
+        assert mine.name in capsys.readouterr().err
+        mine.write_bytes(before)
+    assert run("verify", artifact, "--key", work / "mine.pub") == 0
+    resealed(artifact)  # a newer artifact, and what was signed of the one before
+    assert run("verify", artifact, "--key", work / "mine.pub") == 7
+    bundle = json.loads(artifact.with_name("artifact.sig").read_text())
+    for envelope in ({"payload": "", "signatures": []}, {**bundle["dsseEnvelope"], "signatures": []}):
+        artifact.with_name("artifact.sig").write_text(json.dumps({**bundle, "dsseEnvelope": envelope}))
+        assert run("verify", artifact, "--key", work / "mine.pub") == 7
+
+
 def test_a_certificate_that_leads_to_the_root_verifies_and_one_that_expired_or_leads_elsewhere_does_not(work, tmp_path):
     folder = Path(shutil.copytree(work / "artifact", tmp_path / "artifact"))
     root, certificate, key = certificates(tmp_path, "good", begin=-1, end=30)

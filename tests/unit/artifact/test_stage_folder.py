@@ -188,7 +188,20 @@ def test_an_earlier_stages_folder_has_to_be_there_finished_and_of_that_stage(tmp
         require_done(tmp_path / "out", stage="quantize")
 
 
-@pytest.mark.parametrize("text", ["[]", "{}", '{"stage": "s"}', "{"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            "[]",
+            "{}",
+            '{"stage": "s"}',
+            "{",
+            '{"stage": 1, "inputs": {}, "files": {}}',
+            '{"stage": "s", "inputs": {}, "files": []}',
+        ),
+        *('{"stage": "s", "inputs": [], "files": {}}', '{"stage": "s", "inputs": {}, "files": {"a": {"bytes": 1}}}'),
+    ],
+)
 def test_a_done_file_that_says_nothing_is_an_input_error(tmp_path, text):
     (tmp_path / DONE).write_text(text)
     with pytest.raises(InputError, match=DONE):

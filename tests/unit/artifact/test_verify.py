@@ -112,6 +112,26 @@ def test_every_flipped_bit_of_every_hashed_file_is_an_integrity_error_that_names
     verify(artifact)
 
 
+def test_every_changed_byte_of_a_shard_or_its_index_is_an_integrity_error_that_names_it(artifact):
+    (artifact / "model.safetensors").unlink()
+    names = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    tensors_file(artifact / names[0], {"n": [3]})
+    tensors_file(artifact / names[1], {"w_scale": [2]})
+    index = {"metadata": {"total_size": 5}, "weight_map": {"n": names[0], "w_scale": names[1]}}
+    (artifact / "model.safetensors.index.json").write_text(json.dumps(index))
+    verify(seal(artifact, ledger(n=["n"], w=["w_scale"])))
+    for name in (*names, "model.safetensors.index.json"):
+        data = (artifact / name).read_bytes()
+        for position, byte in enumerate(data):
+            (artifact / name).write_bytes(data[:position] + bytes([byte ^ 1]) + data[position + 1 :])
+            refused(artifact, name)
+        (artifact / name).write_bytes(data)
+    (artifact / names[0]).rename(artifact / "x")
+    (artifact / names[1]).rename(artifact / names[0])
+    (artifact / "x").rename(artifact / names[1])
+    refused(artifact, names[0])
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_every_truncation_and_any_appended_byte_is_an_integrity_error_that_names_it(artifact, name):
     path = artifact / name

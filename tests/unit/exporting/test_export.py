@@ -285,3 +285,37 @@ def test_the_process_ends_with_an_export_that_has_nothing_to_prove(monkeypatch):
         raise InputError("a", "b")
     assert started[0].returncode is not None
     assert proof_process.main("") == 0
+
+
+def resealed(folder: Path, name: str, change) -> None:
+    """Change a JSON file of a quantized folder and make its hash in DONE.json right again."""
+    value = json.loads((folder / name).read_text())
+    change(value)
+    (folder / name).write_text(json.dumps(value))
+    done = json.loads((folder / "DONE.json").read_text())
+    if name != "DONE.json":
+        done["files"][name] = {"sha256": file_digest(folder / name), "bytes": (folder / name).stat().st_size}
+        (folder / "DONE.json").write_text(json.dumps(done))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("quantize.json", lambda value: value.pop("plan"), "plan"),
+        ("quantize.json", lambda value: value["plan"].update(schemes=[]), "plan.schemes"),
+        ("quantize.json", lambda value: next(iter(value["plan"]["schemes"].values())).update(more=1), "more"),
+        ("quantize.json", lambda value: value.update(proof="none"), "proof"),
+        ("quantize.json", lambda value: value["source"].pop("folder"), "source.folder"),
+        ("layers/00000.json", lambda value: value.pop("changed"), "layers/00000.json: changed"),
+        ("layers/00000.json", lambda value: value.update(errors=5), "layers/00000.json: errors"),
+        ("DONE.json", lambda value: value["inputs"].pop("model"), "inputs: model"),
+        ("DONE.json", lambda value: value["files"].update({"quantize.json": 5}), "quantize.json"),
+    ],
+)
+def test_a_record_of_a_quantized_folder_that_is_none_is_refused_with_its_key(quantized, tmp_path, capsys, name, change, said):
+    folder = Path(shutil.copytree(quantized["tensors"], tmp_path / "q"))
+    resealed(folder, name, change)
+    assert run("export", folder, "-o", tmp_path / "a") == 3
+    told = capsys.readouterr().err
+    assert said in told and "Traceback" not in told
+    assert not (tmp_path / "a").exists()

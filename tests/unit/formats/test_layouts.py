@@ -320,3 +320,39 @@ def test_a_configuration_reads_back_as_the_schemes_that_it_was_written_for(layou
 @pytest.mark.parametrize("layout", ["gptq", "gptq_v2", "awq"])
 def test_llama_cpps_types_are_refused_for_they_have_numbers_of_their_own(layout):
     assert "llama.cpp's" in str(LAYOUTS[layout].why_not(preset("Q4_K"), (256, 256)))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ({"dynamic": []}, None),
+        ({"dynamic": [1]}, "dynamic is '[1]', a table is needed"),
+        ({"dynamic": {"+:.*": 5}}, "dynamic: +:.* is '5', a table is needed"),
+        ({"dynamic": {"(": {}}}, "dynamic: pattern '(' is no regular expression"),
+        ({"extra_config": "x"}, "extra_config is 'x', a table is needed"),
+        ({"extra_config": {"a": [8]}}, "extra_config: a is '[8]', a table is needed"),
+        ({"dynamic": {".*": {"bits": "8"}}}, "a: bits is '8'"),
+    ],
+)
+def test_rules_of_linears_that_are_none_are_refused_with_their_key(words, said):
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, **words}
+    infos = {"a.qweight": TensorInfo(name="a.qweight", dtype="I32", shape=(4, 32), offset=0, nbytes=512)}
+    layout = layout_of(config, infos)
+    if said is None:
+        assert list(layout.schemes(config, {"a": (32, 32)}, infos)) == ["a"]
+        return
+    with pytest.raises(InputError) as caught:
+        layout.schemes(config, {"a": (32, 32)}, infos)
+    assert said in caught.value.cause
+
+
+def test_a_pattern_of_linears_that_would_take_years_is_refused_after_its_time(monkeypatch):
+    monkeypatch.setattr("quantflow.artifact.patterns.SECONDS", 0.05)
+    names = [f"{'a' * 64}b{number}" for number in range(200_000)]
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 32, "dynamic": {"(a+)+$": {"bits": 8}}}
+    infos = {
+        f"{name}.qweight": TensorInfo(name=f"{name}.qweight", dtype="I32", shape=(4, 32), offset=0, nbytes=512)
+        for name in names
+    }
+    with pytest.raises(InputError, match=r"pattern '\(a\+\)\+\$' takes more than 0.05 s"):
+        GPTQLayout(stored_less=1).schemes(config, dict.fromkeys(names, (32, 32)), infos)

@@ -193,6 +193,18 @@ def test_a_missing_rank_and_a_rank_given_twice_are_named():
         unify([], [])
 
 
+@pytest.mark.parametrize("world", [1, 2, 8, 16, 64])
+def test_whichever_rank_is_missing_or_given_twice_is_named(world):
+    whole = ranks(world, world)
+    for rank in range(world):
+        others = whole[:rank] + whole[rank + 1 :]
+        missing = rf"measurements of {world} ranks: missing {rank}, twice none" if others else "measurements: none was given"
+        with pytest.raises(InputError, match=missing):
+            unify(others, [list(range(world))])
+        with pytest.raises(InputError, match=rf"measurements of {world} ranks: missing none, twice {rank}"):
+            unify([*whole, whole[rank]], [list(range(world))])
+
+
 def test_groups_that_do_not_cover_the_ranks_are_refused():
     with pytest.raises(UsageError, match=r"groups of 2 ranks: missing 1"):
         unify(ranks(2, 4), [[0]])

@@ -175,6 +175,56 @@ def test_a_file_that_is_no_validation_is_refused(files, missing):
         read_validation(files("a", values))
 
 
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        (("metrics",), [], "metrics: [], a table"),
+        (("metrics", "mean_kld"), 5, "metrics.mean_kld: 5, a table"),
+        (("metrics", "mean_kld", "upper"), "0.1", "metrics.mean_kld.upper: '0.1', a number"),
+        (("gate", "thresholds"), None, "gate.thresholds: None, a table"),
+        (("gate", "thresholds", "bleu"), 1.0, "gate: 'bleu' is not known"),
+        (("gate", "more"), 1.0, "gate: 'more' is not known"),
+        (("windows",), [], "windows: [], a table"),
+        (("reasons",), "none", "reasons: 'none', a list"),
+        (("protocol",), 1, "protocol: 1, a table"),
+        (("regression",), {"outcome": "pass"}, "regression.metrics: None, a value"),
+        (("tasks",), {"protocol": {}, "scores": {"arc": {}}}, "tasks.scores.arc"),
+        (
+            ("tasks",),
+            {
+                "protocol": {},
+                "scores": {"arc": {"metric": "acc", "recovery": 1.0, "answers": {"baseline": "01", "artifact": "0"}}},
+            },
+            "task arc: answers are no pairs of 0 and 1",
+        ),
+    ],
+)
+def test_a_value_of_a_validation_that_is_none_is_refused_with_its_key(files, path, value, said):
+    values = validation(0.02)
+    holder = values
+    for key in path[:-1]:
+        holder = holder[key]
+    holder[path[-1]] = value
+    with pytest.raises(InputError) as caught:
+        read_validation(files("a", values))
+    assert said in caught.value.cause
+
+
+@pytest.mark.parametrize("key", ["scheme", "algorithm", "parameters", "noise_floor"])
+def test_what_another_gate_needs_of_a_validation_is_named_where_it_is_missing(files, key):
+    values = validation(0.02)
+    values[key] = []
+    with pytest.raises(InputError, match=key):
+        run(GateJob(validation=files("a", values), gate="int4"))
+
+
+def test_a_validation_without_a_seed_is_not_compared(files):
+    values = validation(0.02)
+    del values["protocol"]["seed"]
+    with pytest.raises(InputError, match="protocol: seed"):
+        run(GateJob(validation=files("a", values), previous=files("b", values)))
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]", "3"])
 def test_a_file_that_is_cut_or_something_else_is_refused(tmp_path, content):
     (tmp_path / "validation.json").write_text(content)

@@ -1,0 +1,107 @@
+"""Bounds of a tokenizer's files, for libraries that read them without any.
+
+    {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+
+forty times one after the other makes terabytes of a word, and the process that asks for them ends, or the machine. Here every
+part of tokenizer.json that changes a text has the most characters that it makes of one; parts that follow each other make the
+product. Parts are known by their keys: the library reads some without their `type`.
+"""
+
+import base64
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from quantflow.artifact.canonical import json_bytes, refuse_many_items
+from quantflow.errors import InputError
+
+MAX_GROWTH = 1024.0  # characters made of one; tokenizers of released models make up to some hundred
+TOKENIZER = "tokenizer.json"
+_FILES = (TOKENIZER, "config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json")
+_CHAINS = ("normalizers", "pretokenizers", "processors", "decoders")
+_BY_TYPE = {  # characters of the longest result of one character
+    "NFC": 3,
+    "NFD": 4,
+    "NFKC": 18,
+    "NFKD": 18,
+    "Lowercase": 3,
+    "BertNormalizer": 3 * 4 * 3,  # spaces around it, decomposed, in lower case
+    "ByteLevel": 4,  # a character for each byte, and a space before a text
+    "Metaspace": 2,
+}
+_REMEDY = "give the model its own tokenizer files"
+
+
+def refuse_bombs(folder: Path) -> None:
+    """Refuse files of a tokenizer of which, or with which, gigabytes would be made.
+
+    Raises:
+        InputError: a file beyond the bounds of every JSON here; or parts of tokenizer.json that together make more than
+            MAX_GROWTH characters of one.
+    """
+    for name in _FILES:
+        if (folder / name).is_file():
+            data = json_bytes(folder / name)
+            refuse_many_items(data, str(folder / name))
+            if name == TOKENIZER:
+                _refuse_growth(data, folder / name)
+
+
+def _refuse_growth(data: bytes, path: Path) -> None:
+    try:
+        table = json.loads(data)
+        if not isinstance(table, dict):
+            return
+        chains = (("normalizer", "pre_tokenizer", "post_processor"), ("decoder",))
+        found = {chain: math.prod(growth(table.get(part)) for part in chain) for chain in chains}
+    except RecursionError as error:
+        raise InputError(f"{path}: nested too deep", _REMEDY) from error
+    except ValueError:  # no JSON: its reader says where
+        return
+    for chain, most in found.items():
+        if most > MAX_GROWTH:
+            cause = f"{path}: {', '.join(chain)} may make {most:.3g} characters of one, {MAX_GROWTH:g} are allowed"
+            raise InputError(cause, _REMEDY)
+
+
+def growth(part: Any) -> float:
+    """Return the most characters that a part of tokenizer.json makes of one, at least 1.
+
+    Args:
+        part: a normalizer, pre-tokenizer, post-processor or decoder, as JSON has it; what is none makes one.
+    """
+    if not isinstance(part, dict):
+        return 1.0
+    found = float(_BY_TYPE.get(str(part.get("type")), 1))
+    for key in _CHAINS:
+        if isinstance(part.get(key), list):
+            found *= math.prod(growth(one) for one in part[key])
+    if isinstance(part.get("content"), str) and "pattern" in part:
+        found *= _replaced(part["pattern"], len(part["content"]))
+    if isinstance(part.get("prepend"), str):
+        found *= 1 + len(part["prepend"])
+    if isinstance(part.get("precompiled_charsmap"), str):
+        found *= _longest(part["precompiled_charsmap"])
+    if isinstance(part.get("single"), list):
+        texts = sum(isinstance(one, dict) and "Sequence" in one for one in part["single"])
+        found *= max(1, texts)
+    return found
+
+
+def _replaced(pattern: Any, content: int) -> float:
+    """Return what one character becomes.  content: characters that take the place of what `pattern` matches."""
+    text = pattern.get("String") if isinstance(pattern, dict) else pattern
+    if isinstance(text, str) and text:
+        return max(1.0, content / len(text))
+    return 1.0 + content  # an expression may match between two characters
+
+
+def _longest(charsmap: str) -> float:
+    """Return the length of the longest text that SentencePiece's map of characters has for one, in bytes."""
+    try:
+        data = base64.b64decode(charsmap)
+    except ValueError:  # its reader says what it is
+        return 1.0
+    texts = data[4 + int.from_bytes(data[:4], "little") :]  # they follow a trie
+    return float(max(1, *map(len, texts.split(b"\0"))))
