@@ -24,6 +24,7 @@ def main(folder: str) -> int:
         from quantflow import api, process_memory
 
         process_memory.give_back_freed()
+        process_memory.take_huge_pages()
         patience = read_json(Path(folder) / JOB)["patience"]
         progress = ProgressLine(patience=patience, bars=False, signals=signals)
         with signals.installed():

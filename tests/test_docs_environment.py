@@ -13,6 +13,7 @@ from quantflow.stages.serve import command as serve
 ROOT = Path(__file__).resolve().parents[1]
 READERS = (  # tests/test_layers.py lets these read the environment and no other
     "quantflow/child_process.py",
+    "quantflow/process_memory.py",
     "quantflow/distributed/launch.py",
     "quantflow/backends/native.py",
     "quantflow/server/vllm.py",
@@ -40,7 +41,7 @@ def rows(heading):
 
 
 def literals(path):
-    """Return the strings of a file that look like variables, those of the table of what is not read apart."""
+    """Return the strings of a file that look like variables: not of `os.sysconf`, nor of the table of what is not read."""
     tree = ast.parse((ROOT / path).read_text())
     for node in tree.body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", None) == "UNREAD":
@@ -49,7 +50,7 @@ def literals(path):
     return {
         node.value
         for node in ast.walk(tree)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"[A-Z][A-Z0-9_]+", node.value)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"(?!SC_)[A-Z][A-Z0-9_]+", node.value)
     } | {
         name.arg
         for node in ast.walk(tree)

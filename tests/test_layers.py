@@ -72,6 +72,7 @@ LAZY = {
 }
 # Read or set the environment: what a child gets of it, which rank a process is, and where compiled code is kept.
 ENVIRONMENT = {
+    "quantflow/process_memory.py",  # torch reads there alone how large its pages are
     "quantflow/child_process.py",
     "quantflow/distributed/launch.py",
     "quantflow/backends/native.py",

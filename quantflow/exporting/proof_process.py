@@ -206,6 +206,7 @@ def _fail(cause: str, remedy: str, code: int) -> int:
 
 if __name__ == "__main__":
     process_memory.give_back_freed()
+    process_memory.take_huge_pages()
     ended = main(awaited(sys.stdin))
     process_memory.end_quickly()
     sys.exit(ended)

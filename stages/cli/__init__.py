@@ -48,6 +48,7 @@ def main() -> int:
     guard()
     process_memory.search_seldom()
     process_memory.give_back_freed()
+    process_memory.take_huge_pages()
     code = exit_code(cli, sys.argv[1:])
     process_memory.end_quickly()
     return code

@@ -2,6 +2,11 @@
 
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
+
+HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def _told(program: str) -> str:
@@ -35,3 +40,23 @@ process_memory.search_as_usual()
 print(gc.get_threshold(), gc.get_freeze_count())
 """
     assert _told(program) == "(321, 7, 5) 0"
+
+
+@pytest.mark.skipif(not HUGE.exists() or "[never]" in HUGE.read_text(), reason="the kernel gives no huge pages")
+def test_large_tensors_lie_in_huge_pages() -> None:
+    program = """
+from quantflow import process_memory
+process_memory.give_back_freed()
+process_memory.take_huge_pages()
+import torch
+large = torch.ones(64 << 20, dtype=torch.uint8)
+lines = dict(line.split(":") for line in open("/proc/self/smaps_rollup") if ":" in line and "-" not in line)
+print(int(lines["AnonHugePages"].split()[0]) >= 60 << 10)
+"""
+    assert _told(program) == "True"
+
+
+def test_what_somebody_set_for_torch_stays(monkeypatch) -> None:
+    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "0")
+    program = "import os; from quantflow import process_memory; process_memory.take_huge_pages()"
+    assert _told(f"{program}; print(os.environ['THP_MEM_ALLOC_ENABLE'])") == "0"
