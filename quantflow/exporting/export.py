@@ -36,7 +36,7 @@ from quantflow.models import layer_store
 from quantflow.models.graph import Graph, graph_for
 from quantflow.models.source import ModelFiles, fingerprint, open_files
 from quantflow.planning.artifact_config import artifact_config
-from quantflow.planning.finished_plan import float8_of, plan_from, read_summary
+from quantflow.planning.finished_plan import SUMMARY, float8_of, plan_from, read_summary
 from quantflow.planning.head import FILE
 from quantflow.planning.kv_cache import kv_names
 from quantflow.planning.plan import OUTSIDE
@@ -121,6 +121,7 @@ def run(job: ExportJob, progress: Progress, *, prover: Prover | None = None) -> 
                 f"{source.checkpoint.folder}: is model {found[:16]}, {job.quantized} was made from {expected[:16]}",
                 "give the model that was quantized with --model, or quantize this one",
             )
+        _require_linears(summary, source, job.quantized)
         allowance = _allowance(job, source, summary)
         process_memory.reset_peak()
         fresh = proving() if prover is None else nullcontext(prover)
@@ -152,6 +153,18 @@ def _model_of(record: Mapping[str, Any], quantized: Path) -> str:
     where, remedy = f"{quantized / stage_folder.DONE}: inputs", "quantize the model again"
     schema.check(record["inputs"], _Inputs, where=where, remedy=remedy)
     return str(record["inputs"]["model"])
+
+
+def _require_linears(summary: Mapping[str, Any], source: ModelFiles, quantized: Path) -> None:
+    """Refuse a plan that says nothing of a linear of the model.
+
+    Raises:
+        InputError: naming the first.
+    """
+    missing = [name for name in graph_for(source.config).linears if name not in summary["plan"]["schemes"]]
+    if missing:
+        cause = f"{quantized / SUMMARY}: plan.schemes: nothing of {missing[0]}, which the model has"
+        raise InputError(cause, "quantize the model again")
 
 
 def _allowance(job: ExportJob, source: ModelFiles, summary: Mapping[str, Any]) -> Allowance:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict
 
 from quantflow.algorithms import TUNE
 from quantflow.artifact.canonical import read_json
@@ -29,8 +29,41 @@ class _Recipe(TypedDict):
     name: str
 
 
+class _Tensor(TypedDict):
+    kind: str
+    num_bits: int
+    granularity: str
+    group_size: NotRequired[int | None]
+    symmetric: NotRequired[bool]
+    dynamic: NotRequired[bool]
+    float8: NotRequired[str]
+    scale_format: NotRequired[str]
+    scale_rounding: NotRequired[str]
+    observer: NotRequired[str]
+    block_type: NotRequired[str | None]
+
+
+class _Linear(TypedDict):
+    name: str
+    weights: _Tensor
+    input: _Tensor | None
+    layout: str
+    algorithm: NotRequired[str]
+    transforms: list[str]
+    rotation: NotRequired[int | None]
+
+
+class _Head(TypedDict):
+    linear: str
+    scheme: _Linear
+    tensor: str
+    algorithm: str
+
+
 class _Plan(TypedDict):
-    schemes: dict[str, dict[str, Any] | None]
+    schemes: dict[str, _Linear | None]
+    head: NotRequired[_Head | None]
+    kv_cache: NotRequired[_Tensor | None]
     algorithm: str
     transforms: list[dict[str, Any]]
 

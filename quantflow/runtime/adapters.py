@@ -120,12 +120,14 @@ def read_adapter(folder: str | Path) -> dict[str, Factors]:
         InputError: files that are missing or damaged.
         UnsupportedError: another kind of adapter than plain LoRA on linears.
     """
-    config = _read_config(Path(folder) / CONFIG)
-    alphas = [(Pattern(rf"(.*\.)?({text})"), alpha) for text, alpha in (config.get("alpha_pattern") or {}).items()]
-    return {
-        name: Factors(down=down.float(), up=up.float() * _scaling(config, alphas, name, rank=down.shape[0]))
-        for name, (down, up) in _parts(weights_file(folder)).items()
-    }
+    path = Path(folder) / CONFIG
+    config, parts = _read_config(path), _parts(weights_file(folder))
+    try:
+        alphas = [(Pattern(rf"(.*\.)?({text})"), alpha) for text, alpha in (config.get("alpha_pattern") or {}).items()]
+        scales = {name: _scaling(config, alphas, name, rank=down.shape[0]) for name, (down, _) in parts.items()}
+    except InputError as error:  # of a pattern, which knows no file
+        raise InputError(f"{path}: alpha_pattern: {error.cause}", error.remedy) from error
+    return {name: Factors(down=down.float(), up=up.float() * scales[name]) for name, (down, up) in parts.items()}
 
 
 def attach_(model: nn.Module, folder: str | Path, *, merge: bool = False) -> Adapted:

@@ -287,6 +287,9 @@ def test_the_process_ends_with_an_export_that_has_nothing_to_prove(monkeypatch):
     assert proof_process.main("") == 0
 
 
+QUERY = "model.layers.0.self_attn.q_proj"
+
+
 def resealed(folder: Path, name: str, change) -> None:
     """Change a JSON file of a quantized folder and make its hash in DONE.json right again."""
     value = json.loads((folder / name).read_text())
@@ -304,6 +307,8 @@ def resealed(folder: Path, name: str, change) -> None:
         ("quantize.json", lambda value: value.pop("plan"), "plan"),
         ("quantize.json", lambda value: value["plan"].update(schemes=[]), "plan.schemes"),
         ("quantize.json", lambda value: next(iter(value["plan"]["schemes"].values())).update(more=1), "more"),
+        ("quantize.json", lambda value: value["plan"]["schemes"].pop(QUERY), f"plan.schemes: nothing of {QUERY}"),
+        ("quantize.json", lambda value: value["plan"]["schemes"][QUERY]["weights"].update(symmetric=[]), "weights.symmetric"),
         ("quantize.json", lambda value: value.update(proof="none"), "proof"),
         ("quantize.json", lambda value: value["source"].pop("folder"), "source.folder"),
         ("layers/00000.json", lambda value: value.pop("changed"), "layers/00000.json: changed"),

@@ -118,6 +118,7 @@ def test_the_factors_have_the_dtype_of_the_model(made, tmp_path):
         ({"use_dora": True}, UnsupportedError, "use_dora is True, False is supported; give a plain LoRA adapter"),
         ({"modules_to_save": ["lm_head"]}, UnsupportedError, "modules_to_save is \\['lm_head'\\], None is supported"),
         ({"lora_alpha": None}, InputError, "lora_alpha: None, a number is needed"),
+        ({"alpha_pattern": {"(": 1}}, InputError, "adapter_config.json: alpha_pattern: pattern .* is no regular expression"),
         ({"names": ["model.layers.9.self_attn.q_proj"]}, InputError, "layers.9.self_attn.q_proj is no linear of the model"),
         ({"names": ["model.layers.0.mlp.up_proj"]}, InputError, r"up_proj maps 32 to 48, A \[4, 32\], B \[32, 4\]; give an"),
         ({"names": []}, InputError, "holds no tensor; give an adapter that was trained"),
