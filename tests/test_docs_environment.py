@@ -50,7 +50,9 @@ def literals(path):
     return {
         node.value
         for node in ast.walk(tree)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"(?!SC_)[A-Z][A-Z0-9_]+", node.value)
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and re.fullmatch(r"(?!SC_)[A-Z][A-Z0-9_]+", node.value)
     } | {
         name.arg
         for node in ast.walk(tree)

@@ -59,9 +59,7 @@ def test_a_half_finished_folder_goes_on_or_says_that_its_layers_are_made_again(v
     for folder in (version / "unfinished", tmp_path / "new"):
         assert run("quantize", version / "model", "-o", folder, *line) == 0
     goes_on = (version / "unfinished" / "layers" / "00000.safetensors").stat().st_ino == kept
-    assert goes_on != (
-        "its layers are made again" in capsys.readouterr().err
-    )  # by other libraries, say
+    assert goes_on != ("its layers are made again" in capsys.readouterr().err)  # by other libraries, say
     for name in ("layers/00000.safetensors", "layers/00001.safetensors"):
         assert (version / "unfinished" / name).read_bytes() == (tmp_path / "new" / name).read_bytes()
     assert run("export", version / "unfinished", "-o", tmp_path / "a", "--model", version / "model") == 0
