@@ -37,8 +37,8 @@ def refuse_bombs(folder: Path) -> None:
     """Refuse files of a tokenizer of which, or with which, gigabytes would be made.
 
     Raises:
-        InputError: a file beyond the bounds of every JSON here; or parts of tokenizer.json that together make more than
-            MAX_GROWTH characters of one.
+        InputError: a file beyond the bounds of every JSON here; parts of tokenizer.json that together make more than
+            MAX_GROWTH characters of one; or a decoder that ends the library on short tokens.
     """
     for name in _FILES:
         if (folder / name).is_file():
@@ -55,10 +55,13 @@ def _refuse_growth(data: bytes, path: Path) -> None:
             return
         chains = (("normalizer", "pre_tokenizer", "post_processor"), ("decoder",))
         found = {chain: math.prod(growth(table.get(part)) for part in chain) for chain in chains}
+        strip = _panicking(table.get("decoder"))
     except RecursionError as error:
         raise InputError(f"{path}: nested too deep", _REMEDY) from error
     except ValueError:  # no JSON: its reader says where
         return
+    if strip is not None:
+        raise InputError(f"{path}: decoder: Strip from {strip[0]} to {strip[1]} ends the library on short tokens", _REMEDY)
     for chain, most in found.items():
         if most > MAX_GROWTH:
             cause = f"{path}: {', '.join(chain)} may make {most:.3g} characters of one, {MAX_GROWTH:g} are allowed"
@@ -87,6 +90,17 @@ def growth(part: Any) -> float:
         texts = sum(isinstance(one, dict) and "Sequence" in one for one in part["single"])
         found *= max(1, texts)
     return found
+
+
+def _panicking(decoder: Any) -> tuple[int, int] | None:
+    """Return the start and stop of a Strip that panics where a token has fewer characters; None where there is none."""
+    if not isinstance(decoder, dict):
+        return None
+    inner = decoder.get("decoders")
+    start, stop = decoder.get("start"), decoder.get("stop")
+    if type(start) is int and type(stop) is int and stop > 0 and start + stop > 1:
+        return start, stop
+    return next((found for one in (inner if isinstance(inner, list) else ()) if (found := _panicking(one)) is not None), None)
 
 
 def _replaced(pattern: Any, content: int) -> float:

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders
+from tokenizers.decoders import Decoder
 
 from quantflow.artifact import canonical
 from quantflow.errors import InputError
@@ -127,3 +128,24 @@ def test_parts_that_are_nested_too_deep_are_refused(folder):
     (folder / "tokenizer.json").write_text(f'{{"normalizer":{deep}}}')
     with pytest.raises(InputError, match="nested too deep"):
         load_tokenizer(folder)
+
+
+STRIP = {"type": "Strip", "content": "a"}
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 2), (1, 1), (0, 10**18), (2, 2)])
+def test_a_decoder_that_ends_the_library_on_short_tokens_is_refused(start, stop, folder, capfd):
+    decoder = {**STRIP, "start": start, "stop": stop}
+    if stop < 10:
+        with pytest.raises(BaseException, match="but the index|slice index"):  # pyo3's PanicException
+            Decoder.decode(decoders.Strip("a", start, stop), ["aaa"[: start + stop - 1]])
+        assert "panicked" in capfd.readouterr().err
+    written(folder, {"decoder": sequence("decoders", decoder)})
+    with pytest.raises(InputError, match=f"decoder: Strip from {start} to {stop} ends the library"):
+        load_tokenizer(folder)
+
+
+@pytest.mark.parametrize(("start", "stop"), [(1, 0), (0, 1), (5, 0)])
+def test_a_decoder_that_strips_at_one_end_is_allowed(start, stop, folder):
+    written(folder, {"decoder": sequence("decoders", {**STRIP, "start": start, "stop": stop})})
+    refuse_bombs(folder)
