@@ -21,7 +21,7 @@ import math
 import torch
 from torch import Tensor
 
-from quantflow.core import blocks, float8
+from quantflow.core import blocks, device_scales, float8
 from quantflow.core.scheme import TensorScheme
 from quantflow.errors import SchemeError
 
@@ -36,9 +36,16 @@ def half_range(scheme: TensorScheme) -> float:
 def scale_from_amax(amax: Tensor, scheme: TensorScheme) -> Tensor:
     """Return the symmetric scale for a largest magnitude, same shape, float32, positive; NaN stays NaN.
 
-    With `scale_rounding` pow2 it is the smallest power of two that is not below that.
+    With `scale_rounding` pow2 it is the smallest power of two that is not below that. With a `scale_rule` it is what that says.
+
+    Raises:
+        StatisticsError: amax is NaN, infinite or negative, and the scheme has a rule.
+        SchemeError: the rule searches.
     """
     amax = amax.float()
+    if scheme.scale_rule is not None:
+        target = device_scales.target_of(scheme.float8)
+        return device_scales.scale_from_amax(amax, scheme.scale_rule, target=target, arithmetic=scheme.scale_arithmetic)
     if scheme.scale_format == "e8m0":
         return _power_of_two(amax, scheme)
     smallest = torch.finfo(torch.float32).tiny

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from quantflow.core.block_types import BLOCK_TYPES, BlockType
+from quantflow.core.scale_rules import ARITHMETIC_NAMES, SCALE_METHODS, Rule
 from quantflow.errors import SchemeError
 
 Kind = Literal["int", "float"]
@@ -44,6 +45,9 @@ class TensorScheme:
         scale_format: what the scales of groups are: `float` as the layout stores them, `e8m0` powers of two (microscaled, MX),
             or `e4m3` beside one global_scale of the whole tensor (NVFP4), which is measured where the tensor is an input.
         scale_rounding: `pow2` rounds a stored scale of float8 up to a power of two, as hardware that shifts exponents wants it.
+        scale_rule: how a stored scale of float8 follows from what it is the scale of; None is amax / largest, rounded as
+            `scale_rounding` says. Neither is compared: what was stored is a scale like any other.
+        scale_arithmetic: one of ARITHMETIC_NAMES, in which `scale_rule` derives it.
         observer: of a static input, what its range is: all that was seen (`amax`), or less, by the squared error (`mse`) or up
             to a `percentile`. Neither of these two is compared: what was stored is a scale like any other, and no layout says
             how it was chosen.
@@ -60,6 +64,8 @@ class TensorScheme:
     float8: str = "e4m3fn"
     scale_format: ScaleFormat = "float"
     scale_rounding: str = field(default="none", compare=False)
+    scale_rule: Rule | None = field(default=None, compare=False)
+    scale_arithmetic: str = field(default="exact", compare=False)
     observer: str = field(default="amax", compare=False)
     block_type: str | None = None
 
@@ -90,6 +96,9 @@ class TensorScheme:
                 f"scale_rounding={self.scale_rounding!r} with kind={self.kind!r}, dynamic={self.dynamic}",
                 "stored scales of float8 are rounded to powers of two, no others",
             )
+        _known("scale_arithmetic", self.scale_arithmetic, ARITHMETIC_NAMES)
+        if self.scale_rule is not None:
+            self._check_scale_rule(self.scale_rule)
         if self.num_bits not in (INT_BITS if self.kind == "int" else (4,) if self.float8 == FLOAT4 else (8,)):
             flavour = "" if self.kind == "int" else f", float8={self.float8!r}"
             raise SchemeError(
@@ -122,6 +131,16 @@ class TensorScheme:
                 )
         if self.kind == "float" and not self.symmetric:
             raise SchemeError("kind='float' with symmetric=False", "float8 has no zero_point; use symmetric=True")
+
+    def _check_scale_rule(self, rule: Rule) -> None:
+        granularity = {"PTS": "per_tensor", "PCS": "per_channel"}[rule.granularity]
+        given = (self.kind, self.num_bits, self.granularity, self.dynamic or rule.dynamic, self.scale_rounding)
+        if given != ("float", 8, granularity, False, "none"):
+            raise SchemeError(
+                f"a scale rule {rule.granularity} with {self.kind}{self.num_bits} {self.granularity}, dynamic={given[3]}, "
+                f"scale_rounding={self.scale_rounding!r}",
+                "rules are of the stored scales of float8, of tensors or channels, and round them by themselves",
+            )
 
     @property
     def block_rows(self) -> int:
@@ -241,6 +260,8 @@ def scheme_words(scheme: LinearScheme | TensorScheme) -> dict[str, Any]:
             del part["block_type"]
         if part is not None and part.get("scale_format", "") == "float":
             del part["scale_format"]
+        if part is not None and part.get("scale_rule", "") is None:
+            del part["scale_rule"], part["scale_arithmetic"]
     return words
 
 
@@ -430,6 +451,39 @@ def with_scale_rounding(scheme: LinearScheme, rounding: str) -> LinearScheme:
     if inputs is not None and not inputs.dynamic:
         inputs = replace(inputs, scale_rounding=rounding)
     return replace(scheme, weights=replace(scheme.weights, scale_rounding=rounding), input=inputs)
+
+
+def with_scale_method(scheme: LinearScheme, name: str, *, arithmetic: str = "exact") -> LinearScheme:
+    """Return `scheme` with the scales of its weights and of its static input by a method of SCALE_METHODS.
+
+    Args:
+        scheme: FP8; methods with a scale per channel of the weights give it these.
+        name: of the method.
+        arithmetic: one of ARITHMETIC_NAMES.
+
+    Raises:
+        SchemeError: the scheme has no static scales of float8, the method or the arithmetic is unknown, or the method computes
+            scales at run time.
+    """
+    _known("scale_method", name, tuple(SCALE_METHODS))
+    method, weights, inputs = SCALE_METHODS[name], scheme.weights, scheme.input
+    if method.dynamic:
+        raise SchemeError(
+            f"scheme {scheme.name}: scale_method {name} computes the scales of inputs at run time",
+            "use a static method such as maxabs_hw, or FP8_DYNAMIC without one",
+        )
+    of_tensors = weights.kind == "float" and weights.granularity == "per_tensor"
+    if not of_tensors or inputs is None or inputs.dynamic:
+        raise SchemeError(
+            f"scheme {scheme.name} has no static scales of float8 tensors, scale_method={name!r} was given",
+            "drop it, or use FP8",
+        )
+    granularity: Granularity = "per_channel" if method.weight.granularity == "PCS" else "per_tensor"
+    return replace(
+        scheme,
+        weights=replace(weights, granularity=granularity, scale_rule=method.weight, scale_arithmetic=arithmetic),
+        input=replace(inputs, scale_rule=method.activation, scale_arithmetic=arithmetic),
+    )
 
 
 def with_input_observer(scheme: LinearScheme, observer: str) -> LinearScheme:

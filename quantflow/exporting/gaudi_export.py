@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 
 from quantflow.artifact import stage_folder
+from quantflow.core.device_scales import DEVICES, Target, target
 from quantflow.errors import InputError, UnsupportedError, UsageError, nearest
 from quantflow.exporting import ExportRequest
 from quantflow.formats.gaudi import gaudi_nodes
-from quantflow.formats.gaudi.devices import DEVICES, Target, target
-from quantflow.formats.gaudi.file_names import find_triples
-from quantflow.formats.gaudi.files import GENERATIONS, GaudiFiles, config_table, kept, needs_weights, write_ours, write_theirs
+from quantflow.formats.gaudi.file_names import GENERATIONS, device_folder, find_triples
+from quantflow.formats.gaudi.files import GaudiFiles, config_table, kept, needs_weights, write_ours, write_theirs
 from quantflow.formats.gaudi.quant_config import GivenConfig, QuantConfig
 from quantflow.formats.gaudi.scale_methods import method_config
 from quantflow.formats.gaudi.scales import near_steps
@@ -200,6 +200,7 @@ def _refuse_other_generation(path: Path, device: str) -> None:
 
     Nothing in the files says which device measured them, and one saturates where the other does not.
     """
+    path = device_folder(path)
     expected = GENERATIONS.get(device)
     found = [part for part in (path.name, path.parent.name) if part in GENERATIONS.values()]
     if expected is not None and found and expected not in found:

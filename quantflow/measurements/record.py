@@ -20,7 +20,7 @@ Rank r of mesh.world = dp * tp ranks is card r % tp of replica r // tp; the card
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from quantflow.errors import InputError, IntegrityError, StatisticsError, Unsupp
 from quantflow.measurements.keys import Key, are_states, by_site, is_matrix, observers_at
 from quantflow.measurements.placement import check_placement
 from quantflow.measurements.routing import ledger_of
-from quantflow.measurements.stored import Headers, StoredStatistics, read_small, write_tensors
+from quantflow.measurements.stored import Headers, StoredStatistics, hash_of, read_small, write_tensors
 from quantflow.observers import observers_for
 
 LAYOUT_VERSION = 1
@@ -122,6 +122,25 @@ def write_measurement(folder: Path, measurement: Measurement) -> dict[str, str]:
         OSError: a file cannot be written.
         StatisticsError: a statistic is not one of an observer's states.
     """
+    files = {name: write_tensors(folder / name, held) for name, held in _contents(measurement).items()}
+    record = readable_json(_recorded(measurement, files))
+    disk.write_file(folder / META_NAME, record)
+    return {**files, META_NAME: hashlib.sha256(record).hexdigest()}
+
+
+def recorded(measurement: Measurement) -> Measurement:
+    """Return a measurement with the record that it would have been read with from a folder: its digest is that of the files.
+
+    Raises:
+        InputError: meta and sequences contradict each other.
+        StatisticsError: a statistic is not one of an observer's states.
+    """
+    files = {name: hash_of(held) for name, held in _contents(measurement).items()}
+    return replace(measurement, meta=_recorded(measurement, files))
+
+
+def _contents(measurement: Measurement) -> dict[str, Mapping[str, Tensor]]:
+    """Return the tensors of each file, checked."""
     _check_fields(measurement.meta, name="the measurement")
     _check_counts(measurement, name="the measurement")
     _check_statistics(measurement)
@@ -131,13 +150,14 @@ def write_measurement(folder: Path, measurement: Measurement) -> dict[str, str]:
         "lengths": torch.tensor(lengths, dtype=torch.int64),
         "indices": torch.tensor(measurement.indices, dtype=torch.int64),
     }
-    tensors = {STATISTICS_NAME: measurement.statistics, CALIBRATION_NAME: calibration}
-    files = {name: write_tensors(folder / name, held) for name, held in tensors.items()}
-    meta = {key: value for key, value in measurement.meta.items() if key not in _WRITTEN_KEYS} | {"files": files}
+    return {STATISTICS_NAME: measurement.statistics, CALIBRATION_NAME: calibration}
+
+
+def _recorded(measurement: Measurement, files: Mapping[str, str]) -> dict[str, Any]:
+    """Return the record beside files of these sha256."""
+    meta = {key: value for key, value in measurement.meta.items() if key not in _WRITTEN_KEYS} | {"files": dict(files)}
     meta |= {"routed": ledger} if (ledger := ledger_of(measurement.statistics)) else {}
-    record = readable_json({**meta, "digest": digest_of(meta)})
-    disk.write_file(folder / META_NAME, record)
-    return {**files, META_NAME: hashlib.sha256(record).hexdigest()}
+    return {**meta, "digest": digest_of(meta)}
 
 
 def read_measurement(folder: Path) -> Measurement:

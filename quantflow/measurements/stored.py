@@ -79,6 +79,14 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
+def hash_of(tensors: Mapping[str, Tensor]) -> str:
+    """Return the sha256 of the file that `write_tensors` would write."""
+    digest = hashlib.sha256()
+    for part in _parts(tensors):
+        digest.update(part)
+    return digest.hexdigest()
+
+
 def spec_of(tensors: Mapping[str, Tensor], name: str) -> Spec:
     """Return dtype as safetensors names it, and shape, of a statistic, which is not read for that."""
     return tensors.spec(name) if isinstance(tensors, Deferred | StoredStatistics) else _spec(tensors[name])

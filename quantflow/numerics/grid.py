@@ -14,6 +14,7 @@ is that of a positive weight. Sources: `quant_tensor_sym` of AutoRound, `auto_ro
 Linears that share an input share their per-tensor scale, so that an engine may fuse them (q/k/v, gate/up).
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -21,13 +22,12 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from quantflow.core import affine, groups
+from quantflow.core import affine, device_scales, groups
 from quantflow.core.parallel import SEQUENTIAL, Workers
+from quantflow.core.scale_rules import Rule
 from quantflow.core.scheme import Kind, LinearScheme, TensorScheme
 from quantflow.errors import InputError
 from quantflow.numerics import block_grids
-
-Bounds = tuple[Tensor, Tensor]  # the smallest and the largest value, [] float32 each
 
 # Of the range that are tried.
 _MULTIPLES: Mapping[Kind, tuple[float, ...]] = MappingProxyType(
@@ -44,6 +44,20 @@ def _multiples(scheme: TensorScheme) -> tuple[float, ...]:
     if scheme.scale_format == "e8m0":
         return _BINADES
     return _FLOAT4 if scheme.kind == "float" and scheme.num_bits < 8 else _MULTIPLES[scheme.kind]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorRange:
+    """What some rows of a weight say of the one scale that it shares with others.
+
+    Attributes:
+        low, high: the smallest and the largest value, [] float32 each; -amax and amax when symmetric.
+        errors: where the scheme's rule searches, the squared error under each candidate, [C] float64.
+    """
+
+    low: Tensor
+    high: Tensor
+    errors: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +125,7 @@ def weight_grids(
     global_scale = _global_scale(weights, scheme, workers)
     units = [(name, rows) for name, weight in weights.items() for rows in groups.row_units(weight, multiple=scheme.block_rows)]
 
-    def bounds(unit: tuple[str, slice]) -> Bounds:
+    def bounds(unit: tuple[str, slice]) -> TensorRange:
         return bounds_of(unit[0], weights[unit[0]][unit[1]], scheme=scheme)
 
     def grid(unit: tuple[str, slice]) -> Grid:
@@ -143,13 +157,13 @@ def _global_scale(weights: Mapping[str, Tensor], scheme: TensorScheme, workers: 
     units = [(name, rows) for name, weight in weights.items() for rows in groups.row_units(weight)]
 
     def amax(unit: tuple[str, slice]) -> Tensor:
-        return bounds_of(unit[0], weights[unit[0]][unit[1]], scheme=scheme)[1]
+        return bounds_of(unit[0], weights[unit[0]][unit[1]], scheme=scheme).high
 
     return affine.global_scale_from_amax(torch.stack(workers.map(amax, units)).amax(), scheme)
 
 
-def bounds_of(name: str, weight: Tensor, *, scheme: TensorScheme) -> Bounds:
-    """Return the range of some rows of a weight, [] each: -amax and amax when symmetric.
+def bounds_of(name: str, weight: Tensor, *, scheme: TensorScheme) -> TensorRange:
+    """Return the range of some rows of a weight, and what a search needs of them.
 
     Args:
         name: for messages.
@@ -160,19 +174,31 @@ def bounds_of(name: str, weight: Tensor, *, scheme: TensorScheme) -> Bounds:
         InputError: the weight holds NaN or Inf.
     """
     low, high = _range(name, weight, scheme=scheme)
-    return low.min(), high.max()
+    rule = scheme.scale_rule
+    errors = None
+    if rule is not None and rule.value == "OPT":
+        errors = device_scales.candidate_errors(weight, rule, target=device_scales.target_of(scheme.float8))
+    return TensorRange(low=low.min(), high=high.max(), errors=errors)
 
 
-def shared_grid(bounds: Sequence[Bounds], *, scheme: TensorScheme, scale_dtype: torch.dtype) -> Grid:
+def shared_grid(bounds: Sequence[TensorRange], *, scheme: TensorScheme, scale_dtype: torch.dtype) -> Grid:
     """Return the one grid of everything whose ranges are given, scale [1, 1].
 
     Args:
-        bounds: as `bounds_of` returns them, in any order, at least one.
+        bounds: as `bounds_of` returns them, at least one; in any order, but for errors, which are added up in it.
         scheme: per_tensor.
         scale_dtype: the dtype in which the layout stores scales.
     """
-    low, high = (torch.stack(ends) for ends in zip(*bounds, strict=True))
-    return _grid(low.min().reshape(1, 1), high.max().reshape(1, 1), scheme=scheme, scale_dtype=scale_dtype)
+    low = torch.stack([part.low for part in bounds]).min().reshape(1, 1)
+    high = torch.stack([part.high for part in bounds]).max().reshape(1, 1)
+    errors = [part.errors for part in bounds if part.errors is not None]
+    if not errors or scheme.scale_rule is None:
+        return _grid(low, high, scheme=scheme, scale_dtype=scale_dtype)
+    total = functools.reduce(torch.add, errors)  # [C]
+    scale = device_scales.scale_from_errors(total, scheme.scale_rule, target=device_scales.target_of(scheme.float8))
+    return Grid(
+        scale=affine.stored_scale(scale.reshape(1, 1), scheme, scale_dtype), zero_point=None, zero_groups=int((high == 0).sum())
+    )
 
 
 def _joined(parts: Sequence[Grid]) -> Grid:
@@ -213,6 +239,8 @@ def _unit_grid(
     """Return the grid of some rows of a weight, which has scales of its own for each of them."""
     weight = weight.float()
     bounds = _range(name, weight, scheme=scheme)
+    if scheme.scale_rule is not None:  # it says which scale, whatever the inputs are
+        return _ruled_grid(weight, bounds[1], scheme.scale_rule, scheme=scheme, scale_dtype=scale_dtype)
     if scheme.granularity == "per_block":
         blocks = groups.spans(len(weight), scheme.block_rows)
         amax = torch.stack([bounds[1][rows].amax(dim=0) for rows in blocks])  # [ceil(O / block_rows), G]
@@ -228,6 +256,13 @@ def _unit_grid(
         scale, zero_point = block_grids.searched(weight, importance, scheme=scheme)
         return replace(grid, scale=scale, zero_point=zero_point)
     return _search(weight, bounds, grid, importance, scheme=scheme, scale_dtype=scale_dtype, either_sign=either_sign)
+
+
+def _ruled_grid(weight: Tensor, amax: Tensor, rule: Rule, *, scheme: TensorScheme, scale_dtype: torch.dtype) -> Grid:
+    """Return the grid of some rows of a weight [O, I], whose scales per channel follow a rule.  amax: [O, 1]."""
+    target = device_scales.target_of(scheme.float8)
+    scale = device_scales.weight_scale(weight, rule, target=target, arithmetic=scheme.scale_arithmetic).reshape(-1, 1)
+    return Grid(scale=affine.stored_scale(scale, scheme, scale_dtype), zero_point=None, zero_groups=int((amax == 0).sum()))
 
 
 def _grid(

@@ -9,6 +9,7 @@ from quantflow.artifact.canonical import read_json
 from quantflow.artifact.schema import check
 from quantflow.core.float8 import FLAVOURS
 from quantflow.core.kv import kv_words
+from quantflow.core.scale_rules import Rule
 from quantflow.core.scheme import FLOAT8_FLAVOURS, LinearScheme, TensorScheme, scheme_words
 from quantflow.errors import InputError
 from quantflow.planning.head import HeadPlan
@@ -118,7 +119,7 @@ def plan_from(summary: Mapping[str, Any]) -> Plan:
 def kv_scheme_from(plan: Mapping[str, Any]) -> TensorScheme | None:
     """Return how keys and values are kept, as the plan in quantize.json spells it."""
     data = plan.get("kv_cache")
-    return None if data is None else TensorScheme(**data)
+    return None if data is None else tensor_scheme_from(data)
 
 
 def kv_words_of(plan: Mapping[str, Any]) -> str | None:
@@ -150,8 +151,18 @@ def scheme_from(data: Mapping[str, Any]) -> LinearScheme:
     return LinearScheme(
         **{
             **data,
-            "weights": TensorScheme(**data["weights"]),
-            "input": None if inputs is None else TensorScheme(**inputs),
+            "weights": tensor_scheme_from(data["weights"]),
+            "input": None if inputs is None else tensor_scheme_from(inputs),
             "transforms": tuple(data["transforms"]),
         }
     )
+
+
+def tensor_scheme_from(data: Mapping[str, Any]) -> TensorScheme:
+    """Return the scheme of one tensor that quantize.json spells."""
+    rule = data.get("scale_rule")
+    if rule is None:
+        return TensorScheme(**data)
+    exponents = rule["exponents"]
+    found = Rule(**{**rule, "exponents": None if exponents is None else tuple(exponents)})
+    return TensorScheme(**{**data, "scale_rule": found})

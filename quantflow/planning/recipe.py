@@ -3,9 +3,9 @@
     model: folder                       revision: null         seed: 0
     calibration: {source, samples, sequence_length, pack}
     measure:     {ranks, tp, dp, stats, experts}
-    quantize:    [{name, scheme, algorithm, group_size, float8, scale_rounding, input_observer, transforms, ignore, overrides,
-                   signround: {iterations, sequences, start}, tune: {steps, sequences}, kv_cache: {scheme, granularity}, head,
-                   experts, expert_tokens, target_bpw, max_kld, candidates, expect}, ...]
+    quantize:    [{name, scheme, algorithm, group_size, float8, scale_rounding, scale_method, scale_arithmetic, input_observer,
+                   transforms, ignore, overrides, signround: {iterations, sequences, start}, tune: {steps, sequences},
+                   kv_cache: {scheme, granularity}, head, experts, expert_tokens, target_bpw, max_kld, candidates, expect}, ...]
     unify:       {groups}               export: {format, shard_size, device, scale_method, dtype}
     validate:    {text, tokens, sequence_length, gate, tasks, limit, shots, chat_template, allow_inconclusive}
     resources:   {max_memory, max_disk, disk_offload}           compute: {device, dtype}
@@ -31,6 +31,7 @@ import yaml
 
 from quantflow.artifact.folder import reading
 from quantflow.core.kv_scheme import GRANULARITIES, NAMES
+from quantflow.core.scale_rules import ARITHMETIC_NAMES, SCALE_METHODS
 from quantflow.core.scheme import FLOAT8_FLAVOURS, INPUT_OBSERVERS, SCALE_ROUNDINGS, SCHEME_NAMES
 from quantflow.distributed import MOST_RANKS
 from quantflow.errors import InputError, UsageError, nearest
@@ -288,10 +289,11 @@ class Quantize:
     """One artifact: null means what the scheme's preset says, or what measured better (`quantized_inputs`).
 
     `float8` is another flavour for FP8 schemes: `gaudi2` keeps to the 240 that Gaudi2 holds. `scale_rounding` pow2 makes their
-    stored scales powers of two. `input_observer` chooses the range of static inputs from the measured histogram: `mse` by the
-    squared error, `percentile` up to 99.99 %. `experts` is what becomes of
-    experts that calibration reached with fewer than `expert_tokens`; null is two per input feature for algorithms that read
-    statistics, and 100 for static inputs. `head` null leaves the head as it is. With `target_bpw` (bits per quantized weight
+    stored scales powers of two. `scale_method` derives them as Gaudi's toolkit does, with the hardware scales of gaudi2 or else
+    of gaudi3, and in `scale_arithmetic`, null is exact. `input_observer` chooses the range of static inputs from the measured
+    histogram: `mse` by the squared error, `percentile` up to 99.99 %. `experts` is what becomes of experts that calibration
+    reached with fewer than `expert_tokens`; null is two per input feature for algorithms that read statistics, and 100 for
+    static inputs. `head` null leaves the head as it is. With `target_bpw` (bits per quantized weight
     of the layers) or `max_kld` (mean KL divergence, nats per token) every linear of a layer that `overrides` does not name
     gets the one of `candidates` that measured sensitivities speak for; null is integers of 2 to 8 bits. `kv_cache` null
     keeps keys and values as they are. `signround` is how the algorithm of that name learns. `tune` is how scales are tuned end
@@ -315,6 +317,8 @@ class Quantize:
     )
     float8: str | None = setting(None, help="Another flavour for FP8 schemes, such as gaudi2.")
     scale_rounding: str | None = setting(None, help="pow2 makes the stored scales of FP8 schemes powers of two.")
+    scale_method: str | None = setting(None, help="Scales of FP8 as Gaudi's toolkit derives them, such as maxabs_hw.")
+    scale_arithmetic: str | None = setting(None, help="In which scale_method derives them: exact, BF16, FP16 or FP32.")
     input_observer: str | None = setting(None, help="Chooses the range of static inputs: mse or percentile.")
     transforms: tuple[dict[str, Any], ...] | None = setting(
         None,
@@ -421,6 +425,26 @@ class Quantize:
         if self.scale_rounding not in (None, *SCALE_ROUNDINGS):
             words = nearest(str(self.scale_rounding), SCALE_ROUNDINGS)
             raise UsageError(f"quantize {self.name!r}: scale_rounding={self.scale_rounding!r}", words)
+        self._check_scale_method()
+
+    def _check_scale_method(self) -> None:
+        """Refuse a method or an arithmetic that is unknown, or that stands beside what contradicts it."""
+        for key, word, known in (
+            ("scale_method", self.scale_method, tuple(SCALE_METHODS)),
+            ("scale_arithmetic", self.scale_arithmetic, ARITHMETIC_NAMES),
+        ):
+            if word not in (None, *known):
+                raise UsageError(f"quantize {self.name!r}: {key}={word!r}", nearest(str(word), known))
+        if self.scale_method is not None and self.scale_rounding is not None:
+            raise UsageError(
+                f"quantize {self.name!r}: scale_method={self.scale_method} beside scale_rounding={self.scale_rounding}",
+                "give one of them: a method rounds as it says",
+            )
+        if self.scale_arithmetic is not None and self.scale_method is None:
+            raise UsageError(
+                f"quantize {self.name!r}: scale_arithmetic={self.scale_arithmetic} without scale_method",
+                "give both, or neither",
+            )
 
     def _check_choice(self) -> None:
         """Refuse what schemes cannot be chosen by."""
@@ -463,8 +487,8 @@ class Export:
         "compressed-tensors",
         flag="--format",
         verbs=("export",),
-        help="compressed-tensors (default), gptq, gptq_v2, awq or fp8: for other programs, gguf: for llama.cpp, "
-        "dequantized, or inc: Gaudi's files of a measurement.",
+        help="compressed-tensors (default), gptq, gptq_v2, awq, fp8, modelopt or ipex: for other programs, gguf: for "
+        "llama.cpp, dequantized, or inc: Gaudi's files of a measurement.",
     )
     shard_size: str = setting(
         "4GiB", flag="--shard-size", metavar="SIZE", verbs=("export",), help="Largest weight file (default 4GiB)."

@@ -11,6 +11,7 @@ from quantflow.core.scheme import (
     with_float8,
     with_group_size,
     with_input_observer,
+    with_scale_method,
     with_scale_rounding,
 )
 from quantflow.errors import UsageError, nearest
@@ -106,6 +107,8 @@ def base_of(entry: Quantize) -> LinearScheme:
         scheme = with_float8(scheme, entry.float8)
     if entry.scale_rounding is not None:
         scheme = with_scale_rounding(scheme, entry.scale_rounding)
+    if entry.scale_method is not None:
+        scheme = with_scale_method(scheme, entry.scale_method, arithmetic=entry.scale_arithmetic or "exact")
     return scheme if entry.input_observer is None else with_input_observer(scheme, entry.input_observer)
 
 
@@ -120,6 +123,8 @@ def override_of(entry: Quantize, override: Override | HeadSettings) -> LinearSch
         scheme = scheme if entry.float8 is None else with_float8(scheme, entry.float8)
         scheme = scheme if entry.scale_rounding is None else with_scale_rounding(scheme, entry.scale_rounding)
     static = scheme.input is not None and scheme.input.measured
+    if static and scheme.weights.granularity == "per_tensor" and entry.scale_method is not None:
+        scheme = with_scale_method(scheme, entry.scale_method, arithmetic=entry.scale_arithmetic or "exact")
     return with_input_observer(scheme, entry.input_observer) if static and entry.input_observer is not None else scheme
 
 

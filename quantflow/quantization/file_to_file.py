@@ -46,7 +46,7 @@ from quantflow.models.graph import Graph
 from quantflow.models.layer_store import finished
 from quantflow.models.reading import bytes_of, check_finite
 from quantflow.models.source import ModelFiles
-from quantflow.numerics.grid import Bounds, Grid, bounds_of, shared_grid
+from quantflow.numerics.grid import Grid, TensorRange, bounds_of, shared_grid
 from quantflow.numerics.layer_error import error_from, weight_sums
 from quantflow.planning.cost import READERS
 from quantflow.planning.plan import Plan
@@ -245,11 +245,11 @@ def _shared_grids(block: FileBlock, units: Iterable[Unit], workers: Workers) -> 
     """Return the grid of each linear that has one scale, which all linears of its input and its scheme have in common."""
     shared = [(unit, unit.scheme) for unit in units if unit.scheme and unit.scheme.weights.granularity == "per_tensor"]
 
-    def bounds(part: tuple[Unit, LinearScheme]) -> tuple[str, Bounds]:
+    def bounds(part: tuple[Unit, LinearScheme]) -> tuple[str, TensorRange]:
         unit, scheme = part
         return unit.linear, bounds_of(unit.linear, unit.read(), scheme=scheme.weights)
 
-    found: dict[str, list[Bounds]] = {}
+    found: dict[str, list[TensorRange]] = {}
     for name, ends in workers.stream(bounds, shared, ahead=AHEAD * workers.count):
         found.setdefault(name, []).append(ends)
     schemes = {unit.linear: (scheme, FORMAT.scale_dtype(scheme, unit.dtype)) for unit, scheme in shared}

@@ -16,6 +16,7 @@ from quantflow.errors import InputError, UsageError
 from quantflow.formats.gaudi.file_names import TripleFiles, find_triples, holds_triples
 from quantflow.formats.gaudi.gaudi_nodes import statistics_from
 from quantflow.formats.gaudi.triple import Triple, read_triple
+from quantflow.formats.gaudi.unify import unify_triples
 from quantflow.measurements.keys import parse_key
 from quantflow.measurements.record import META_NAME, Measurement
 from quantflow.models.reading import read_tensor
@@ -25,11 +26,26 @@ from quantflow.planning.plan import Plan
 from quantflow.progress import Progress
 
 UNKNOWN = "unknown"
+IPEX_SUMMARY = "best_configure.json"  # of IPEX's static int8
 
 
 def are_gaudis(path: Path) -> bool:
     """Return whether a path names files of Gaudi's toolkit, and no folder of ours."""
     return holds_triples(path) and not (path / META_NAME).exists() and not any(path.glob("rank-*-of-*"))
+
+
+def refuse_ipex(path: Path) -> None:
+    """Refuse what IPEX's calibration keeps: scales and zero points, which follow from maxima and say less than these.
+
+    Raises:
+        InputError: the folder, or the file, is such a summary.
+    """
+    summary = path / IPEX_SUMMARY if path.is_dir() else path
+    if summary.name == IPEX_SUMMARY and summary.is_file():
+        raise InputError(
+            f"{summary}: IPEX's scales and zero points of one process, of inputs that it may have smoothed; maxima are needed",
+            "measure the model that it was made of: quantflow measure MODEL -o DIR",
+        )
 
 
 def digests(files: Mapping[int, TripleFiles]) -> dict[str, str]:
@@ -38,19 +54,21 @@ def digests(files: Mapping[int, TripleFiles]) -> dict[str, str]:
     return {path.name: file_digest(path) for path in paths}
 
 
-def measurement_from(path: Path, plan: Plan, *, source: ModelFiles, progress: Progress) -> Measurement:
-    """Return Gaudi's files of one rank as a measurement without calibration text.
+def measurement_from(path: Path, plan: Plan, *, source: ModelFiles, progress: Progress, cards: int = 1) -> Measurement:
+    """Return Gaudi's files of one rank, or of as many as quantize, as a measurement without calibration text.
 
     Raises:
-        InputError: several ranks; a linear that was not measured; weights with other maxima than the model's.
+        InputError: several ranks that are not those that quantize; a linear that was not measured; weights with other maxima
+            than the model's.
         UsageError: the scheme, algorithm or transforms need more than maxima.
     """
     files = find_triples(path)
-    if len(files) > 1:
+    if len(files) not in (1, cards):
         raise InputError(
             f"{path}: holds {len(files)} ranks, quantize reads one", f"merge them first: quantflow unify -m {path} -o DIR"
         )
-    triple = read_triple(files[0])
+    triples = {rank: read_triple(found) for rank, found in files.items()}
+    triple = triples[0] if len(triples) == 1 else unify_triples(triples, [sorted(triples)])[0].triple
     statistics, others = statistics_from(triple.nodes)
     _refuse_more_than_maxima(plan, statistics)
     unmeasured = [

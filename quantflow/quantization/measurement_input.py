@@ -2,16 +2,20 @@
 
 from pathlib import Path
 
+import torch
+
 from quantflow.artifact import stage_folder
 from quantflow.artifact.digests import NAME as HASHES
+from quantflow.core.determinism import single_threaded
 from quantflow.errors import InputError, UsageError
-from quantflow.measurements.record import Measurement, read_measurement
+from quantflow.measurements.record import Measurement, open_measurements, read_measurement, read_meta, recorded
+from quantflow.measurements.unify import unify
 from quantflow.models.graph import graph_for
 from quantflow.models.source import ModelFiles
 from quantflow.planning.kv_cache import kv_scales_of
 from quantflow.planning.plan import Plan
 from quantflow.progress import Progress
-from quantflow.quantization.gaudi_measurement import are_gaudis, measurement_from
+from quantflow.quantization.gaudi_measurement import are_gaudis, measurement_from, refuse_ipex
 
 
 def known_hashes(folder: Path | None) -> list[Path]:
@@ -20,30 +24,32 @@ def known_hashes(folder: Path | None) -> list[Path]:
 
 
 def measurement_of(
-    folder: Path | None, plan: Plan, *, scheme: str, source: ModelFiles, progress: Progress
+    folder: Path | None, plan: Plan, *, scheme: str, source: ModelFiles, progress: Progress, ranks: int = 1
 ) -> tuple[Path | None, Measurement | None]:
     """Return the folder of the one rank, where it has files of ours, and what it holds.
 
     Args:
-        folder: what was given: of a measurement or of one rank; Gaudi's files, as a folder or folder/prefix; or None.
+        folder: what was given: of a measurement or of one rank; Gaudi's files, as a folder or folder/prefix; or None. One of as
+            many ranks as quantize is merged here as `unify` merges it, since each card takes the scales of the whole.
         plan: what has to be known.
         scheme: what the recipe calls it.
         source: the model.
         progress: told what Gaudi's files are taken for.
+        ranks: cards that quantize.
 
     Raises:
         UsageError: a measurement is needed, and none is given.
-        InputError: it is unfinished, or of several ranks.
+        InputError: it is unfinished, or of several ranks that are not those that quantize.
         StatisticsError: the plan quantizes caches, and what they store was not measured.
     """
-    where, measurement = _found(folder, plan, scheme=scheme, source=source, progress=progress)
+    where, measurement = _found(folder, plan, scheme=scheme, source=source, progress=progress, cards=ranks)
     for layer in graph_for(source.config).layers:  # what is missing is said before hours are spent, not after them
         kv_scales_of(measurement, layer, plan.kv_cache)
     return where, measurement
 
 
 def _found(
-    folder: Path | None, plan: Plan, *, scheme: str, source: ModelFiles, progress: Progress
+    folder: Path | None, plan: Plan, *, scheme: str, source: ModelFiles, progress: Progress, cards: int
 ) -> tuple[Path | None, Measurement | None]:
     """Return the folder and what it holds, before it was looked into."""
     if folder is None:
@@ -56,11 +62,15 @@ def _found(
             )
         return None, None
     if are_gaudis(folder):
-        return None, measurement_from(folder, plan, source=source, progress=progress)
+        return None, measurement_from(folder, plan, source=source, progress=progress, cards=cards)
+    refuse_ipex(folder)
     if not (folder / "measurement.json").exists():
         ranks = sorted(folder.glob("rank-*-of-*"))
+        if len(ranks) > 1 and len(ranks) == cards:
+            return folder, _merged(folder, ranks)
         if len(ranks) > 1:
-            raise InputError(f"{folder}: holds {len(ranks)} ranks, quantize reads one", "run `quantflow unify` on it first")
+            reads = "one" if cards == 1 else f"one or, with --ranks {cards}, {cards}"
+            raise InputError(f"{folder}: holds {len(ranks)} ranks, quantize reads {reads}", "run `quantflow unify` on it first")
         folder = ranks[0] if ranks else folder
     if stage_folder.done(folder) is None and stage_folder.done(folder.parent) is None:
         raise InputError(f"{folder}: is unfinished or missing (no DONE.json)", "run `quantflow measure`; it continues")
@@ -68,6 +78,17 @@ def _found(
     if measurement.meta["mesh"]["world"] != 1:
         raise InputError(f"{folder}: one of {measurement.meta['mesh']['world']} ranks", "run `quantflow unify` first")
     return folder, measurement
+
+
+def _merged(folder: Path, ranks: list[Path]) -> Measurement:
+    """Return the ranks of a finished folder as one, as `unify` writes it."""
+    for rank in ranks:
+        if stage_folder.done(rank) is None and stage_folder.done(folder) is None:
+            raise InputError(f"{rank}: is unfinished (no DONE.json)", "run the same `quantflow measure` again")
+    metas = {rank: read_meta(rank) for rank in ranks}
+    with single_threaded(), torch.no_grad():
+        (found,) = unify(open_measurements(metas), [list(range(len(ranks)))])
+        return recorded(found)
 
 
 def refuse_foreign(measurement: Measurement | None, *, model: Path, fingerprint: str, folder: Path | None) -> None:

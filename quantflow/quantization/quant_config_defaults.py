@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from quantflow.core.device_scales import target
 from quantflow.core.scheme import preset
 from quantflow.errors import UsageError
-from quantflow.formats.gaudi.devices import target
 from quantflow.formats.gaudi.file_names import find_triples
 from quantflow.formats.gaudi.gaudi_nodes import LINEAR, statistics_from
 from quantflow.formats.gaudi.module_patterns import selected
@@ -29,6 +29,7 @@ def under_quant_config(
     Raises:
         InputError: the model or the measurement cannot be opened.
         UnsupportedError: its family is not known.
+        UsageError: its scale_method is none that quantize computes.
     """
     scheme = entry.get("scheme")
     if not isinstance(scheme, str) or not scheme.startswith("FP8"):
@@ -48,8 +49,36 @@ def under_quant_config(
         triples = find_triples(measurement).values()
         measured = {parse_key(key).name for triple in triples for key in statistics_from(read_triple(triple).nodes)[0]}
         ignored += sorted(set(linears) - measured - set(ignored))
-    beneath = {"float8": None if flavour == preset_flavour else flavour, "ignore": ignored or None}
-    return {**{key: value for key, value in beneath.items() if value is not None}, **entry}, notes
+    methods, said = _scale_method(entry, config)
+    beneath = {"float8": None if flavour == preset_flavour else flavour, "ignore": ignored or None, **methods}
+    return {**{key: value for key, value in beneath.items() if value is not None}, **entry}, [*notes, *said]
+
+
+def _scale_method(entry: Mapping[str, Any], config: QuantConfig) -> tuple[dict[str, Any], list[str]]:
+    """Return the recipe's keys for the scales of a QUANT_CONFIG, where the entry says nothing of scales, and notes about it.
+
+    Raises:
+        UsageError: the dictionary form, or a method that computes scales at run time.
+    """
+    given = [key for key in ("scale_method", "scale_rounding") if entry.get(key) is not None]
+    name, scheme = config.scale_method.default.name, preset(entry["scheme"])
+    if given:
+        return {}, []
+    if scheme.weights.granularity != "per_tensor":
+        unused = f"scale_method {name} is of scales per tensor, {entry['scheme']} has its own; use --scheme FP8"
+        return {}, [unused] if "scale_method" in config.given else []
+    if not config.scale_method.plain:
+        raise UsageError(
+            "QUANT_CONFIG: scale_method is a table of several, quantize has one method for all linears",
+            "name one, give --set quantize.0.scale_method=maxabs_hw, or pass the table on: quantflow export --format inc",
+        )
+    if config.scale_method.default.dynamic:
+        raise UsageError(
+            f"QUANT_CONFIG: scale_method {name} computes the scales of inputs at run time, FP8 stores them",
+            "name a static method, or quantize with --scheme FP8_DYNAMIC",
+        )
+    notes = [] if "scale_method" in config.given else [f"QUANT_CONFIG names no scale_method, it is {name}"]
+    return {"scale_method": name, "scale_arithmetic": config.hp_dtype}, notes
 
 
 def quant_config_measurement(config: QuantConfig) -> Path:

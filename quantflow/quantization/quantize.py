@@ -1,7 +1,7 @@
 """Stage 2, quantize: choose qvalues and scales, one decoder layer at a time.
 
-Reads    the model folder; a measurement of one rank, when the scheme, transforms or algorithm need statistics; for what needs
-         maxima alone also the files of Gaudi's toolkit
+Reads    the model folder; a measurement of one rank, or of as many as quantize, when the scheme, transforms or algorithm need
+         statistics; for what needs maxima alone also the files of Gaudi's toolkit
 Writes   <o>/layers/<index>.safetensors and .json, quantize.json, DONE.json; unless file to file canary.safetensors and .json;
          of a head that is quantized head.safetensors and .json; where schemes are chosen recipe.yaml, choice.json, pareto.svg
 Resumes  at the layer where it stopped: finished layers and the hidden states that enter the next one are read back; where
@@ -58,6 +58,7 @@ from quantflow.quantization.shards.share import STAGE, WHOLE, CardShare
 from quantflow.quantization.static_inputs import inputs_of
 
 VERSION = 3  # of what this stage computes; part of every state key
+LATER = ("linears", "scale_method", "scale_arithmetic")  # settings that older results do not name: named where they are given
 PARTS = ("layers", OUTSIDE, head.FILE, head.RECORD, "canary.safetensors", "canary.json", "quantize.json", *choose.PARTS)
 
 
@@ -67,7 +68,8 @@ class QuantizeJob:
 
     Attributes:
         model: the source folder.
-        measurement: the folder of a measurement of one rank; or Gaudi's files, as a folder or folder/prefix; or None.
+        measurement: the folder of a measurement of one rank, or of as many as `ranks`; or Gaudi's files, as a folder or
+            folder/prefix; or None.
         replace: redo a finished result that was made from other inputs, instead of refusing.
         resources: how much memory and disk each rank may use; no bit of the result depends on it.
         ranks: cards that share the model, each with a slice of every linear.
@@ -156,7 +158,9 @@ def _choose_and_quantize(job: QuantizeJob, plan: Plan, source: ModelFiles, graph
 
 def _launch(job: QuantizeJob, plan: Plan, source: ModelFiles, shares: Mapping[Path, CardShare], progress: Progress) -> None:
     """Start one process per rank, after the source was hashed once for all of them."""
-    measured, measurement = measurement_of(job.measurement, plan, scheme=job.entry.scheme, source=source, progress=progress)
+    measured, measurement = measurement_of(
+        job.measurement, plan, scheme=job.entry.scheme, source=source, progress=progress, ranks=job.ranks
+    )
     disk.make_folder(job.output)
     digests = Digests(job.output / HASHES, also=known_hashes(measured))
     about = {**_inputs(job, plan, source, measurement), "model": identify(source.checkpoint, digests)}
@@ -182,7 +186,9 @@ def _quantize(
     team: Team = ALONE,
 ) -> Path:
     """Quantize what the share says into the job's folder, together with the team."""
-    folder, measurement = measurement_of(job.measurement, plan, scheme=job.entry.scheme, source=source, progress=progress)
+    folder, measurement = measurement_of(
+        job.measurement, plan, scheme=job.entry.scheme, source=source, progress=progress, ranks=job.ranks
+    )
     shapes = {name: info.shape for name, info in source.checkpoint.infos.items()}
     shorts = check_before(plan.name, plan.experts, graph, measurement, schemes=plan.schemes, shapes=shapes)
     if shorts:
@@ -330,7 +336,7 @@ def _inputs(job: QuantizeJob, plan: Plan, source: ModelFiles, measurement: Measu
 
 def _recipe(entry: Quantize) -> dict[str, Any]:
     """Return the recipe's words about this artifact; what is expected of it is validate's affair."""
-    return {key: value for key, value in asdict(entry).items() if key != "expect" and (key != "linears" or value)}
+    return {key: value for key, value in asdict(entry).items() if key != "expect" and (key not in LATER or value)}
 
 
 def _summary(job: QuantizeJob, plan: Plan, measurement: Measurement | None) -> dict[str, Any]:

@@ -41,7 +41,7 @@ from quantflow.measurements.record import (
 from quantflow.measurements.unify import unify_each
 from quantflow.progress import Progress
 from quantflow.quantization import gaudi_unify
-from quantflow.quantization.gaudi_measurement import are_gaudis
+from quantflow.quantization.gaudi_measurement import are_gaudis, refuse_ipex
 from quantflow.quantization.shards.join import COLUMNS as PART_COLUMNS
 from quantflow.quantization.shards.join import REPORT, join, open_shards
 from quantflow.quantization.shards.join import summary as summary_of_shards
@@ -167,6 +167,7 @@ def rank_folders(folder: Path) -> list[Path]:
     """
     if (folder / META_NAME).is_file():
         return [folder]
+    refuse_ipex(folder)
     folders = sorted(path for path in folder.glob("rank-*") if path.is_dir() and _RANK_FOLDER.fullmatch(path.name))
     if not folders:
         raise InputError(

@@ -12,10 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quantflow.artifact.manifest import read_manifest
+from quantflow.core.scale_rules import SCALE_METHODS
 from quantflow.formats.gaudi.file_names import FileName, find_triples
 from quantflow.formats.gaudi.quant_config import read_quant_config
 from quantflow.formats.gaudi.triple import read_triple, write_triple
 from quantflow.measurements.record import read_measurement
+from quantflow.runtime.artifact import open_artifact
 from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code
 
@@ -317,6 +319,7 @@ def test_gaudis_files_of_another_model_or_of_several_ranks_are_refused(tmp_path,
         write_triple(tmp_path / "two", FileName(prefix="m", rank=rank, world=2), type(triple)(nodes=triple.nodes))
     two = ("--scheme", "FP8", "--measurement", tmp_path / "two")
     assert "holds 2 ranks, quantize reads one" in refused(3, "quantize", llama, "-o", tmp_path / "q", *two)
+    assert "holds 2 ranks" in refused(3, "quantize", llama, "-o", tmp_path / "q", *two, "--ranks", "4")
     (tmp_path / "part").mkdir()
     nodes = {name: node for name, node in triple.nodes.items() if not name.endswith("layers.1.mlp.up_proj")}
     write_triple(tmp_path / "part", FileName(prefix="m"), type(triple)(nodes=nodes))
@@ -347,7 +350,7 @@ def test_a_configuration_alone_quantizes_fp8_from_the_files_that_it_names(tmp_pa
     path = config_file(tmp_path / "a.json", dump_stats_path=stats, **values)
     monkeypatch.setenv("QUANT_CONFIG", str(path))
     assert run("quantize", llama, "-o", tmp_path / "q") == 0
-    assert "keys without meaning here: hp_dtype\n" in capsys.readouterr().err
+    assert "keys without meaning" not in capsys.readouterr().err
     schemes = plan_of(tmp_path / "q")
     assert {name for name, scheme in schemes.items() if scheme is None} == {
         f"model.layers.{index}.mlp.down_proj" for index in range(2)
@@ -437,6 +440,161 @@ def test_a_users_configuration_files_lead_from_measure_to_quantize(tmp_path, lla
 def test_run_says_that_it_does_not_read_the_variable(monkeypatch, refused):
     monkeypatch.setenv("QUANT_CONFIG", "maxabs_quant")
     assert "run: QUANT_CONFIG is not read" in refused(2, "run", "no-such-recipe")
+
+
+FUSED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # share the scale of their weights, where it is per tensor
+FIXED = {"unit_scale": {"gaudi2": 1.0, "gaudi3": 1.0}, "hw_aligned_single_scale": {"gaudi2": 16.0, "gaudi3": 128.0}}
+STATIC = [name for name, method in SCALE_METHODS.items() if not method.dynamic]
+
+
+def quantized_by(folder: Path, llama: Path, measured: Path, *options) -> dict:
+    """Return the tensors of all layers of an FP8 result."""
+    line = ("quantize", "--no-export", llama, "-o", folder, "--measurement", measured, "--scheme", "FP8", *options)
+    assert run(*line) == 0
+    parts = [load_file(path) for path in sorted((folder / "layers").glob("*.safetensors"))]
+    return {name: tensor for part in parts for name, tensor in part.items()}
+
+
+@pytest.mark.parametrize("method", [name for name in STATIC if name not in FIXED])
+@pytest.mark.parametrize("device", ["gaudi2", "gaudi3"])
+def test_an_artifact_has_the_scales_that_the_toolkit_takes_from_our_files(tmp_path, measured, llama, method, device):
+    """Of the same maxima and weights, in the same arithmetic: those of the files that a Gaudi would load, to the bit."""
+    path = config_file(tmp_path / "a.json", scale_method=method, device_for_scales=device.upper())
+    found = quantized_by(tmp_path / "q", llama, measured, "--quant-config", path)
+    line = ("export", measured, "-o", tmp_path / "a", "--format", "inc", "--device", device, "--scale-method", method)
+    assert run(*line, "--model", llama) == 0
+    theirs = nodes_of(tmp_path / "a" / "hqt_output", method=method.upper())
+    linears = [name for name, node in theirs.items() if node.weight is not None]
+    assert len(linears) == 14
+    per_channel = SCALE_METHODS[method].weight.granularity == "PCS"
+    for name in linears:
+        assert found[f"{name}.input_scale"].item() == theirs[name].inputs[0].item(), name
+        if per_channel or not name.endswith(FUSED):
+            assert torch.equal(found[f"{name}.weight_scale"].flatten(), theirs[name].weight.flatten()), name
+    groups = [[f"{A}.{leaf}" for leaf in ("q_proj", "k_proj", "v_proj")]]
+    groups.append([f"model.layers.0.mlp.{leaf}" for leaf in ("gate_proj", "up_proj")])
+    for names in groups if SCALE_METHODS[method].weight.value != "OPT" and not per_channel else []:
+        shared = {found[f"{name}.weight_scale"].item() for name in names}
+        assert shared == {max(theirs[name].weight.item() for name in names)}
+
+
+@pytest.mark.parametrize("method", FIXED)
+@pytest.mark.parametrize("device", ["gaudi2", "gaudi3"])
+def test_a_fixed_scale_is_that_of_every_weight_and_input(tmp_path, measured, llama, method, device):
+    path = config_file(tmp_path / "a.json", scale_method=method, device_for_scales=device.upper())
+    found = quantized_by(tmp_path / "q", llama, measured, "--quant-config", path)
+    scales = [tensor.item() for name, tensor in found.items() if name.endswith("_scale")]
+    assert len(scales) == 28 and set(scales) == {FIXED[method][device]}
+
+
+def test_scale_methods_give_other_bytes_but_where_a_search_finds_what_the_maximum_gives(tmp_path, measured, llama):
+    """Of the four scales that Gaudi2 applies for free, the search takes those of the maxima here."""
+    alike = [["maxabs_hw", "maxabs_hw_opt_weight"]]
+    found = {}
+    for method in STATIC:
+        path = config_file(tmp_path / f"{method}.json", scale_method=method, device_for_scales="GAUDI2")
+        tensors = quantized_by(tmp_path / method, llama, measured, "--quant-config", path)
+        found[method] = {name: tensor.view(torch.uint8).numpy().tobytes() for name, tensor in sorted(tensors.items())}
+    for method in STATIC:
+        same = [other for other in STATIC if found[other] == found[method]]
+        assert same == [method] or same in alike
+
+
+def test_a_search_per_tensor_is_over_all_that_share_the_scale(tmp_path, measured, llama):
+    path = config_file(tmp_path / "a.json", scale_method="maxabs_pow2_opt_weight", device_for_scales="GAUDI3")
+    found = quantized_by(tmp_path / "q", llama, measured, "--quant-config", path)
+    names = [f"{A}.{leaf}" for leaf in ("q_proj", "k_proj", "v_proj")]
+    model = load_file(llama / "model.safetensors")
+    whole = torch.cat([model[f"{name}.weight"] for name in names]).double()
+    losses = {}
+    for exponent in range(-10, 10):
+        scaled = (whole / 2.0**exponent).clamp(-448, 448).float().to(torch.float8_e4m3fn).double()
+        losses[2.0**exponent] = (scaled * 2.0**exponent - whole).square().sum().item()
+    best = max(scale for scale, loss in losses.items() if loss == min(losses.values()))
+    assert {found[f"{name}.weight_scale"].item() for name in names} == {best}
+
+
+def test_the_default_method_is_said_and_a_recipe_or_a_flag_says_otherwise(tmp_path, measured, llama, capsys):
+    path = config_file(tmp_path / "a.json", device_for_scales="GAUDI2")
+    given = quantized_by(tmp_path / "given", llama, measured, "--quant-config", path)
+    assert "QUANT_CONFIG names no scale_method, it is maxabs_hw" in capsys.readouterr().err
+    named = config_file(tmp_path / "b.json", device_for_scales="GAUDI2", scale_method="maxabs_hw")
+    same = quantized_by(tmp_path / "same", llama, measured, "--quant-config", named)
+    assert "scale_method" not in capsys.readouterr().err
+    assert all(torch.equal(same[name].view(torch.uint8), given[name].view(torch.uint8)) for name in given)
+    ours = ("--set", "quantize.0.scale_rounding=none")
+    plain = quantized_by(tmp_path / "plain", llama, measured, "--quant-config", path, *ours)
+    alone = quantized_by(tmp_path / "alone", llama, measured, "--set", "quantize.0.float8=gaudi2")
+    assert all(torch.equal(plain[name].view(torch.uint8), alone[name].view(torch.uint8)) for name in alone)
+    exact = ("--set", "quantize.0.float8=gaudi2", "--set", "quantize.0.scale_method=maxabs_hw")
+    recipe = quantized_by(tmp_path / "recipe", llama, measured, *exact)
+    assert recipe[f"{A}.o_proj.weight_scale"].item() in (2.0**-8, 2.0**-4, 1.0, 16.0)
+
+
+@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "FP8_BLOCK"])
+def test_schemes_with_other_scales_say_that_the_method_is_not_used(tmp_path, llama, capsys, scheme):
+    path = config_file(tmp_path / "a.json", scale_method="maxabs_pow2")
+    line = ("quantize", "--no-export", llama, "-o", tmp_path / "q", "--scheme", scheme, "--quant-config", path, "--group-size")
+    assert run(*(line[:-1] if scheme == "FP8_DYNAMIC" else (*line, "32"))) == 0
+    assert f"scale_method maxabs_pow2 is of scales per tensor, {scheme} has its own" in capsys.readouterr().err
+
+
+TABLE = {"default": {part: {"granularity": "PTS", "scale_value_type": "FIXED_VALUE", "rounding_method": "SCALE_UNIT"}
+                     for part in ("weight", "activation")}}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "said"),
+    [
+        ({"scale_method": TABLE}, (), "scale_method is a table of several, quantize has one method for all linears"),
+        (
+            {"scale_method": "maxabs_pcs_pow2", "dynamic_quantization": True},
+            (),
+            "scale_method maxabs_pcs_pow2 computes the scales of inputs at run time, FP8 stores them",
+        ),
+        (None, ("quantize.0.scale_method=maxabs_hv",), "did you mean 'maxabs_hw'"),
+        (None, ("quantize.0.scale_method=maxabs_hw", "quantize.0.scale_rounding=pow2"), "beside scale_rounding=pow2"),
+        (None, ("quantize.0.scale_arithmetic=BF16",), "scale_arithmetic=BF16 without scale_method"),
+        (None, ("quantize.0.scale_method=maxabs_pcs_pow2",), "computes the scales of inputs at run time"),
+        (None, ("quantize.0.scale_method=maxabs_hw", "quantize.0.scheme=FP8_DYNAMIC"), "no static scales of float8 tensors"),
+        (None, ("quantize.0.scale_method=maxabs_hw", "quantize.0.scheme=W8A8_STATIC"), "no static scales of float8 tensors"),
+    ],
+)
+def test_a_scale_method_that_quantize_does_not_compute_is_refused_by_name(
+    tmp_path, measured, llama, refused, values, options, said
+):
+    given = () if values is None else ("--quant-config", config_file(tmp_path / "a.json", **values))
+    settings = [word for option in options for word in ("--set", option)]
+    scheme = () if any("scheme=" in option for option in options) else ("--scheme", "FP8")
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(json.dumps({"quantize": [{"name": "x", "scheme": "FP8"}]}))
+    line = ("quantize", llama, "-o", tmp_path / "q", "--measurement", measured, "--recipe", recipe, *scheme, *given, *settings)
+    assert said in refused(2, *line)
+    assert not (tmp_path / "q").exists()
+
+
+def test_an_artifact_of_a_scale_method_is_an_ordinary_one(tmp_path, measured, llama):
+    path = config_file(tmp_path / "a.json", scale_method="act_maxabs_hw_weights_pcs_opt_pow2", device_for_scales="GAUDI2")
+    quantized_by(tmp_path / "q", llama, measured, "--quant-config", path)
+    assert run("export", tmp_path / "q", "-o", tmp_path / "artifact") == 0
+    assert run("verify", tmp_path / "artifact") == 0
+    resolved = read_manifest(tmp_path / "artifact")["recipe"]["resolved"]["schemes"][f"{A}.q_proj"]
+    assert resolved["weights"]["scale_rule"]["value"] == "OPT" and resolved["weights"]["granularity"] == "per_channel"
+    assert resolved["input"]["scale_arithmetic"] == "BF16"
+    opened = open_artifact(tmp_path / "artifact", backend="reference")
+    assert {placement.scheme.weights.granularity for placement in opened.linears.values()} == {"per_channel"}
+
+
+@pytest.mark.parametrize("method", ["maxabs_hw_opt_weight", "act_maxabs_hw_weights_pcs_maxabs_pow2"])
+def test_a_scale_method_where_the_model_runs_has_the_scales_of_file_to_file(tmp_path, measured, llama, text_files, method):
+    """gptq moves codes, no scale."""
+    path = config_file(tmp_path / "a.json", scale_method=method, device_for_scales="GAUDI2")
+    files = quantized_by(tmp_path / "files", llama, measured, "--quant-config", path, "--algorithm", "rtn")
+    layers = quantized_by(tmp_path / "layers", llama, measured, "--quant-config", path, "--algorithm", "gptq")
+    scales = [name for name in files if name.endswith("_scale")]
+    assert len(scales) == 28 and all(torch.equal(files[name], layers[name]) for name in scales)
+    codes = [name for name in files if name.endswith("proj.weight")]
+    assert any(not torch.equal(files[name].view(torch.uint8), layers[name].view(torch.uint8)) for name in codes)
 
 
 def test_integers_have_no_float8(tmp_path, llama, refused):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from quantflow.formats.gaudi.devices import target
+from quantflow.core.device_scales import target
 from quantflow.formats.gaudi.file_names import FileName, find_triples
 from quantflow.formats.gaudi.scale_methods import method_config
 from quantflow.formats.gaudi.scales import scales_from
@@ -120,6 +120,33 @@ def test_vllms_files_keep_their_number_through_unify_and_export(tmp_path):
     (found,) = find_triples(tmp_path / "a" / "hqt_output").values()
     assert (found.name.rank, found.name.world) == (0, 1)
     assert read_triple(found).nodes[f"{attention}.matmul_qk"].inputs[1].item() == 2
+
+
+def test_the_folder_above_vllms_g2_stands_for_it_where_it_is_the_only_one(tmp_path, said):
+    """Its calibration writes <out>/<model>/g2/inc_output_hooks_..., with a configuration beside g2."""
+    model = tmp_path / "Llama-3"
+    cards(model / "g2", 2)
+    (model / "maxabs_quant_g2.json").write_text("{}")
+    assert run("unify", "-g", "01", "-m", model, "-o", tmp_path / "u") == 0
+    assert maxima(tmp_path / "u") == [2]
+    line = ("export", model, "-o", tmp_path / "a", "--format", "inc", "--device", "gaudi3")
+    assert "folder g2 is of another device than gaudi3" in said(3, *line)
+    cards(model / "g3", 2)
+    assert "holds measurements of two devices, g2 and g3" in said(3, "unify", "-m", model, "-o", tmp_path / "v")
+
+
+def test_what_ipexs_calibration_keeps_is_refused_by_name(tmp_path, llama, said):
+    """Its scales are those of one process, and of smoothed inputs: nothing can be merged or derived from them."""
+    folder = tmp_path / "saved_results"
+    folder.mkdir()
+    (folder / "best_configure.json").write_text('{" ": {"q_op_infos": {}}}')
+    for line in (
+        ("unify", "-m", folder, "-o", tmp_path / "u"),
+        ("quantize", llama, "-o", tmp_path / "q", "--scheme", "W8A8_STATIC", "--measurement", folder),
+        ("export", folder, "-o", tmp_path / "a", "--format", "inc", "--device", "gaudi2"),
+    ):
+        message = said(3, *line)
+        assert "best_configure.json: IPEX's scales and zero points" in message and "quantflow measure MODEL" in message
 
 
 def test_a_stray_file_changes_nothing(tmp_path):

@@ -164,6 +164,31 @@ def test_a_measurement_of_two_ranks_is_not_quantized_before_it_is_unified(llama:
     assert "quantflow unify" in caught.value.remedy
 
 
+def test_as_many_ranks_quantize_from_the_measurement_of_two_as_from_what_unify_makes_of_it(
+    llama: Path, ranks: Path, unified: Path, tmp_path: Path
+) -> None:
+    """Every card takes its scales whole, so the two become one, with the digest that unify's folder has."""
+    line = ("quantize", llama, "--scheme", "FP8", "--ranks", "2")
+    for name, folder in (("two", ranks), ("one", unified)):
+        assert quantflow(*line, "-o", tmp_path / name, "--measurement", folder) == 0
+    for rank in (0, 1):
+        paths = sorted((tmp_path / "one" / f"rank-00{rank}-of-002").rglob("*.safetensors"))
+        assert len(paths) == 2
+        for path in paths:
+            assert (tmp_path / "two" / path.relative_to(tmp_path / "one")).read_bytes() == path.read_bytes()
+    records = [(tmp_path / name / "rank-000-of-002" / "quantize.json").read_bytes() for name in ("one", "two")]
+    assert records[0] == records[1]
+    assert quantflow("unify", "-m", tmp_path / "two", "-o", tmp_path / "whole") == 0
+
+
+def test_a_measurement_of_another_number_of_ranks_is_refused_with_both(
+    llama: Path, ranks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ("quantize", llama, "-o", tmp_path / "out", "--scheme", "FP8", "--ranks", "4", "--measurement", ranks)
+    assert quantflow(*line) == 3
+    assert "holds 2 ranks, quantize reads one or, with --ranks 4, 4" in capsys.readouterr().err
+
+
 def test_finished_ranks_are_left_alone(llama: Path, ranks: Path, text_files: dict[str, Path]) -> None:
     before = {path: path.stat().st_mtime_ns for path in ranks.rglob("*.safetensors")}
     calibration = Calibration(source=str(text_files["calibration"]), samples=SAMPLES, sequence_length=64)

@@ -16,6 +16,7 @@ from pathlib import Path
 from quantflow.distributed import MOST_RANKS
 from quantflow.errors import InputError
 
+GENERATIONS = {"gaudi2": "g2", "gaudi3": "g3"}  # device -> the folder that vLLM's calibration keeps its files in
 OBSERVERS = ("maxabs", "maxabs_per_channel", "save", "shape")
 _NAME = re.compile(
     r"(?P<prefix>.+)_hooks_(?P<observer>maxabs_per_channel|maxabs|save|shape)"
@@ -117,8 +118,26 @@ def find_triples(path: Path, *, method: str | None = None, partial: bool = False
     return dict(sorted(ranks.items()))
 
 
+def device_folder(path: Path) -> Path:
+    """Return the folder g2 or g3 of a folder that has none of the files itself, as vLLM's calibration of a model; else `path`.
+
+    Raises:
+        InputError: both are there with files.
+    """
+    if not path.is_dir() or _inside(path):
+        return path
+    found = [path / name for name in GENERATIONS.values() if _inside(path / name)]
+    if len(found) > 1:
+        raise InputError(f"{path}: holds measurements of two devices, {' and '.join(one.name for one in found)}", "give one")
+    return found[0] if found else path
+
+
 def _named(path: Path) -> list[tuple[FileName, str, Path]]:
     """Return (name, ending, path) of every file of a folder, or of those of one prefix, that is named as the toolkit's."""
+    return _inside(device_folder(path))
+
+
+def _inside(path: Path) -> list[tuple[FileName, str, Path]]:
     folder, prefix = (path, None) if path.is_dir() else (path.parent, path.name)
     if not folder.is_dir():
         return []

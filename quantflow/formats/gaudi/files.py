@@ -9,9 +9,9 @@ from torch import Tensor
 
 from quantflow.artifact import disk
 from quantflow.artifact.canonical import readable_json
+from quantflow.core.device_scales import Target
 from quantflow.formats.gaudi import gaudi_nodes
-from quantflow.formats.gaudi.devices import Target
-from quantflow.formats.gaudi.file_names import FileName
+from quantflow.formats.gaudi.file_names import GENERATIONS, FileName
 from quantflow.formats.gaudi.module_patterns import ModuleList, as_table, selected
 from quantflow.formats.gaudi.quant_config import QuantConfig
 from quantflow.formats.gaudi.scales import scales_from
@@ -19,7 +19,6 @@ from quantflow.formats.gaudi.triple import SCALES, Node, Triple, write_triple
 
 HEADS = ("lm_head", "embed_out")
 FUSED_ATTENTION = "fused_scaled_dot_product_attention"
-GENERATIONS = {"gaudi2": "g2", "gaudi3": "g3"}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from quantflow.artifact.canonical import read_json
+from quantflow.core.device_scales import ARITHMETICS
 from quantflow.errors import InputError, UnsupportedError, UsageError, nearest
-from quantflow.formats.gaudi.devices import ARITHMETICS
 from quantflow.formats.gaudi.file_names import OBSERVERS
 from quantflow.formats.gaudi.module_patterns import ModuleList, module_list
 from quantflow.formats.gaudi.scale_methods import DEFAULT_METHOD, MethodConfig, method_config, spelled
@@ -35,7 +35,7 @@ VERBS = {"measure": "MEASURE", "quantize": "QUANTIZE", "export": "QUANTIZE"}
 USED = {  # keys that mean something to a verb; every other one that is not its default is reported
     "measure": ("mode", "observer", "measure_exclude", "dump_stats_path"),
     "quantize": (
-        *("mode", "fp8_config", "allowlist", "blocklist", "device_for_scales", "dump_stats_path"),
+        *("mode", "fp8_config", "allowlist", "blocklist", "scale_method", "hp_dtype", "device_for_scales", "dump_stats_path"),
         "ignore_modules_wo_measures",
     ),
     "export": (

@@ -1,20 +1,18 @@
-"""The scale methods of Gaudi's toolkit as data: one row each, and the dictionary form that mixes them.
+"""`scale_method` of a QUANT_CONFIG: a method by its name, or the dictionary form that mixes them.
 
-A method says how activations get their scale and how weights get theirs. The dictionary form names a method for single
-nodes, decoder layers and module types; the most particular one that fits is taken: nodes, layers, layer_types, default.
+The dictionary form names a method for single nodes, decoder layers and module types; the most particular one that fits is
+taken: nodes, layers, layer_types, default. The methods are rows of quantflow/core/scale_rules.py.
 Source: neural_compressor.torch.algorithms.fp8_quant, release 3.10.
 """
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any, get_args
 
+from quantflow.core.scale_rules import SCALE_METHODS, Granularity, Rounding, Rule, ScaleMethod, Value
 from quantflow.errors import UsageError
-from quantflow.formats.gaudi.devices import Granularity, Rounding, Rule, Value
 
-ACTIVATION_BACKOFF, WEIGHT_BACKOFF = 0.25, 0.5
 _PARTS = ("weight", "activation")
 _FIELDS = {
     "granularity": ("ScaleGranularity", get_args(Granularity)),
@@ -22,71 +20,7 @@ _FIELDS = {
     "rounding_method": ("ScaleRoundMethod", get_args(Rounding)),
 }
 _LAYER = re.compile(r"layers[./](\d+)(?:[./]|$)")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScaleMethod:
-    """One row: how activations and weights get their scales; `name` is the toolkit's."""
-
-    name: str
-    activation: Rule
-    weight: Rule
-
-    @property
-    def dynamic(self) -> bool:
-        """Whether activations get their scales at run time."""
-        return self.activation.dynamic
-
-    @property
-    def needs_weights(self) -> bool:
-        """Whether the weights themselves are needed, not their maxima alone."""
-        return self.weight.granularity == "PCS" or self.weight.value == "OPT"
-
-    @property
-    def needs_measurement(self) -> bool:
-        """Whether anything that was measured is read."""
-        return "MAXABS" in (self.activation.value, self.weight.value) and not self.dynamic
-
-
-def _rule(granularity: Granularity, value: Value, rounding: Rounding, backoff: float = 1.0, **more: Any) -> Rule:
-    return Rule(granularity=granularity, value=value, rounding=rounding, backoff=backoff, **more)
-
-
-_BARE = _rule("PTS", "MAXABS", "IDENTITY")  # what the dictionary form's default means where it says nothing
-_UNIT = _rule("PTS", "FIXED_VALUE", "SCALE_UNIT")
-_SINGLE = _rule("PTS", "FIXED_VALUE", "HW_ALIGNED_FIXED")
-_ACT_HW = _rule("PTS", "MAXABS", "HW_ALIGNED", ACTIVATION_BACKOFF)
-_ACT_POW2 = _rule("PTS", "MAXABS", "POW2", ACTIVATION_BACKOFF)
-_ACT_RAW = _rule("PTS", "MAXABS", "IDENTITY", ACTIVATION_BACKOFF)
-_ACT_TOKEN = _rule("PCS", "MAXABS", "POW2", WEIGHT_BACKOFF, dynamic=True)
-_HW = _rule("PTS", "MAXABS", "HW_ALIGNED", WEIGHT_BACKOFF)
-_POW2 = _rule("PTS", "MAXABS", "POW2", WEIGHT_BACKOFF)
-_RAW = _rule("PTS", "MAXABS", "IDENTITY", WEIGHT_BACKOFF)
-_HW_SEARCH = _rule("PTS", "OPT", "HW_ALIGNED", WEIGHT_BACKOFF)
-_POW2_SEARCH = _rule("PTS", "OPT", "POW2", WEIGHT_BACKOFF, exponents=tuple(range(-10, 10)))
-_CHANNEL = _rule("PCS", "MAXABS", "POW2", WEIGHT_BACKOFF)
-_CHANNEL_SEARCH = _rule("PCS", "OPT", "POW2", WEIGHT_BACKOFF, exponents=tuple(range(-3, 5)))
-
-SCALE_METHODS: Mapping[str, ScaleMethod] = MappingProxyType(
-    {
-        name: ScaleMethod(name=name, activation=activation, weight=weight)
-        for name, activation, weight in (
-            ("unit_scale", _UNIT, _UNIT),
-            ("hw_aligned_single_scale", _SINGLE, _SINGLE),
-            ("maxabs_hw", _ACT_HW, _HW),
-            ("maxabs_pow2", _ACT_POW2, _POW2),
-            ("maxabs_arbitrary", _ACT_RAW, _RAW),
-            ("maxabs_hw_opt_weight", _ACT_HW, _HW_SEARCH),
-            ("maxabs_pow2_opt_weight", _ACT_POW2, _POW2_SEARCH),
-            ("act_maxabs_hw_weights_pcs_maxabs_pow2", _ACT_HW, _CHANNEL),
-            ("act_maxabs_hw_weights_pcs_opt_pow2", _ACT_HW, _CHANNEL_SEARCH),
-            ("act_maxabs_pow2_weights_pcs_maxabs_pow2", _ACT_POW2, _CHANNEL),
-            ("act_maxabs_pow2_weights_pcs_opt_pow2", _ACT_POW2, _CHANNEL_SEARCH),
-            ("act_maxabs_pcs_pow2_weight_maxabs_pts_pow2_hw", _ACT_TOKEN, _HW),
-            ("maxabs_pcs_pow2", _ACT_TOKEN, _CHANNEL),
-        )
-    }
-)
+_BARE = Rule(granularity="PTS", value="MAXABS", rounding="IDENTITY")  # the default of a dictionary that says nothing else
 DEFAULT_METHOD = "maxabs_hw"
 
 

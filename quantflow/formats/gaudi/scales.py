@@ -10,10 +10,11 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from quantflow.core.device_scales import ARITHMETICS, Target, scale_from_amax, weight_scale
+from quantflow.core.scale_rules import ScaleMethod
 from quantflow.errors import InputError, QuantflowError, StatisticsError, UsageError
-from quantflow.formats.gaudi.devices import ARITHMETICS, Target, scale_from_amax, weight_scale
 from quantflow.formats.gaudi.gaudi_nodes import layer_type
-from quantflow.formats.gaudi.scale_methods import MethodConfig, ScaleMethod
+from quantflow.formats.gaudi.scale_methods import MethodConfig
 from quantflow.formats.gaudi.triple import Node
 
 
@@ -31,7 +32,7 @@ def scales_from(
         nodes: what was measured.
         methods: which method each node has.
         target: the device.
-        arithmetic: a key of quantflow.formats.gaudi.devices.ARITHMETICS.
+        arithmetic: a key of quantflow.core.device_scales.ARITHMETICS.
         read_weight: return the weight of a linear, [O, I]; called where a method needs more than a maximum.
 
     Raises:

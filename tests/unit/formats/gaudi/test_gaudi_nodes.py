@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from quantflow.core.device_scales import target
+from quantflow.core.scale_rules import SCALE_METHODS
 from quantflow.errors import InputError, StatisticsError, UnsupportedError, UsageError
-from quantflow.formats.gaudi.devices import target
 from quantflow.formats.gaudi.gaudi_nodes import (
     for_vllm,
     layer_type,
@@ -15,7 +16,7 @@ from quantflow.formats.gaudi.gaudi_nodes import (
     unmeasured,
     without_outputs,
 )
-from quantflow.formats.gaudi.scale_methods import SCALE_METHODS, method_config
+from quantflow.formats.gaudi.scale_methods import method_config
 from quantflow.formats.gaudi.scales import near_steps, scales_from
 from quantflow.formats.gaudi.triple import Node
 

@@ -298,7 +298,7 @@ def test_measure_refuses_observers_that_keep_no_maxima(observer):
 
 def test_keys_without_meaning_are_those_that_were_given_differ_from_the_default_and_are_not_used():
     config = quant_config({"methods": "HOOKS", "measure_on_hpu": False, "hp_dtype": "FP32", "recalc_scales": False})
-    assert without_meaning(config, "quantize") == ["hp_dtype", "measure_on_hpu", "methods"]
+    assert without_meaning(config, "quantize") == ["measure_on_hpu", "methods"]
     assert without_meaning(config, "export") == ["measure_on_hpu", "methods"]
     stored = {"method": "HOOKS", "dump_stats_xlsx_path": "a.xlsx", "quantize_weight": True}
     assert without_meaning(quant_config(stored), "export") == []  # in the toolkit's own files, which need no remark

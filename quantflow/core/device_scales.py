@@ -16,20 +16,16 @@ round down: one maximum in seventy gets half the exact scale. So the arithmetic 
 Source: neural_compressor.torch.algorithms.fp8_quant, release 3.10.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from quantflow.core import float8
+from quantflow.core.scale_rules import Rounding, Rule
 from quantflow.errors import SchemeError, StatisticsError, UnsupportedError
-
-Granularity = Literal["PTS", "PCS"]
-Value = Literal["MAXABS", "FIXED_VALUE", "OPT", "DUMMY_SCALES"]
-Rounding = Literal["IDENTITY", "POW2", "HW_ALIGNED", "HW_ALIGNED_FIXED", "SCALE_UNIT"]
 
 ARITHMETICS: Mapping[str, torch.dtype] = MappingProxyType(
     {"exact": torch.float64, "BF16": torch.bfloat16, "FP16": torch.float16, "FP32": torch.float32}
@@ -82,25 +78,16 @@ def target(device: str, fp8: str = "E4M3") -> Target:
     return found
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rule:
-    """How one side of a linear, its activations or its weights, gets a scale.
+def target_of(flavour: str) -> Target:
+    """Return the device whose hardware scales go with a flavour of float8: gaudi2 of its own, gaudi3 of the others.
 
-    Attributes:
-        granularity: PTS is one scale per tensor, PCS one per output channel (weights) or per token (activations).
-        value: MAXABS from the maximum, FIXED_VALUE from nothing, OPT by search, DUMMY_SCALES is 1 for loading.
-        rounding: what happens to the raw scale.
-        backoff: part of the range that is used; 1 all of it.
-        exponents: of the candidates of OPT, in the order in which they are tried; None takes the hardware's scales.
-        dynamic: the scale is computed from each input at run time.
+    Raises:
+        UnsupportedError: no device of DEVICES has it.
     """
-
-    granularity: Granularity
-    value: Value
-    rounding: Rounding
-    backoff: float = 1.0
-    exponents: tuple[int, ...] | None = None
-    dynamic: bool = False
+    for found in (_TARGETS["gaudi2", "E4M3"], _TARGETS["gaudi3", "E4M3"], _TARGETS["gaudi3", "E5M2"]):
+        if found.flavour == flavour:
+            return found
+    raise UnsupportedError(f"float8 {flavour!r} has no scales that are known here", "use e4m3fn or gaudi2")
 
 
 def scale_from_amax(amax: Tensor, rule: Rule, *, target: Target, arithmetic: str = "exact") -> Tensor:
@@ -157,29 +144,61 @@ def weight_scale(weight: Tensor, rule: Rule, *, target: Target, arithmetic: str 
     amax = magnitude.amax(dim=1) if per_channel else magnitude.max()
     if rule.value != "OPT":
         return scale_from_amax(amax, rule, target=target, arithmetic=arithmetic)
+    if not per_channel:
+        return scale_from_errors(candidate_errors(weight, rule, target=target), rule, target=target)
+    maxabs = Rule(granularity="PCS", value="MAXABS", rounding=rule.rounding, backoff=rule.backoff)
+    reference = scale_from_amax(amax, maxabs, target=target, arithmetic=arithmetic)  # [O]
+    best, least = torch.ones_like(reference), torch.full_like(reference, torch.inf, dtype=torch.float64)
+    for multiple in _candidates(rule, target=target):
+        scale = reference * multiple
+        error = _squared_errors(weight.float(), scale.reshape(-1, 1), target=target)  # [O]
+        better = error < least
+        best, least = torch.where(better, scale, best), torch.where(better, error, least)
+    return _round(best.double(), rule.rounding, target=target)
+
+
+def candidate_errors(weight: Tensor, rule: Rule, *, target: Target) -> Tensor:
+    """Return the squared error of some rows of a weight under each candidate of a search per tensor, [C] float64.
+
+    The errors of all rows of all weights that share a scale are added up; `scale_from_errors` chooses by them.
+
+    Args:
+        weight: [O, I], any float dtype.
+        rule: PTS, OPT.
+        target: the device.
+
+    Raises:
+        StatisticsError: the weight holds NaN or Inf.
+        UnsupportedError: hardware scales on a device without them.
+    """
+    weight = weight.float()
+    if not torch.isfinite(weight).all():
+        raise StatisticsError(f"a maximum of {weight.abs().max().item()}", "repair the model")
+    errors = [_squared_errors(weight, scale, target=target).sum() for scale in _candidates(rule, target=target)]
+    return torch.stack(errors)  # [C]
+
+
+def scale_from_errors(errors: Tensor, rule: Rule, *, target: Target) -> Tensor:
+    """Return the candidate of the smallest error, the last of equal ones; [] float32.
+
+    Args:
+        errors: [C] float64, of the candidates in the order in which `candidate_errors` has them.
+        rule: PTS, OPT.
+        target: the device.
+    """
+    best = int((errors == errors.min()).nonzero()[-1])
+    return _round(_candidates(rule, target=target)[best].double(), rule.rounding, target=target)
+
+
+def _candidates(rule: Rule, *, target: Target) -> Tensor:
+    """Return what a search tries, in its order, [C] float32: scales of a tensor, or multiples of a channel's."""
     exponents = tuple(reversed(_hw_exponents(target))) if rule.exponents is None else rule.exponents
-    candidates: Iterable[Tensor] = (torch.tensor(2.0**exponent) for exponent in exponents)
-    if per_channel:
-        maxabs = Rule(granularity="PCS", value="MAXABS", rounding=rule.rounding, backoff=rule.backoff)
-        reference = scale_from_amax(amax, maxabs, target=target, arithmetic=arithmetic)  # [O]
-        candidates = (reference * candidate for candidate in list(candidates))
-    elif not torch.isfinite(amax):
-        raise StatisticsError(f"a maximum of {amax.item()}", "repair the model")
-    return _round(_best(weight.float(), candidates, target=target).double(), rule.rounding, target=target)
+    return torch.tensor([2.0**exponent for exponent in exponents])
 
 
-def _best(weight: Tensor, candidates: Iterable[Tensor], *, target: Target) -> Tensor:
-    """Return the candidate, [] or per channel [O], that loses least of a weight [O, I]."""
-    best, least = torch.ones(()), torch.full((), torch.inf, dtype=torch.float64)
-    for candidate in candidates:
-        step = candidate.reshape(-1, 1)  # [O, 1] or [1, 1]
-        error = (float8.widen(float8.cast_(weight / step, target.flavour)) * step - weight).double().square().sum(dim=1)  # [O]
-        if not candidate.ndim:
-            error = error.sum()
-        better = error < least if candidate.ndim else error <= least
-        best = torch.where(better, candidate, best)
-        least = torch.where(better, error, least)
-    return best
+def _squared_errors(weight: Tensor, scale: Tensor, *, target: Target) -> Tensor:
+    """Return the squared error of each row of a weight [O, I] under scales [] or [O, 1], [O] float64."""
+    return (float8.widen(float8.cast_(weight / scale, target.flavour)) * scale - weight).double().square().sum(dim=1)
 
 
 def _raw(amax: Tensor, rule: Rule, *, target: Target, arithmetic: str) -> Tensor:

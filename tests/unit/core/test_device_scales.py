@@ -7,9 +7,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quantflow.core.device_scales import (
+    ARITHMETICS,
+    DEVICES,
+    candidate_errors,
+    scale_from_amax,
+    scale_from_errors,
+    target,
+    target_of,
+    weight_scale,
+)
+from quantflow.core.scale_rules import ARITHMETIC_NAMES, SCALE_METHODS, Rule
 from quantflow.errors import SchemeError, StatisticsError, UnsupportedError, UsageError
-from quantflow.formats.gaudi.devices import ARITHMETICS, DEVICES, Rule, scale_from_amax, target, weight_scale
-from quantflow.formats.gaudi.scale_methods import SCALE_METHODS, method_config, spelled
+from quantflow.formats.gaudi.scale_methods import method_config, spelled
 
 # m -> (raw scale as printed, exponent of POW2, exponent of HW) for Gaudi2 and Gaudi3, activations and weights
 GOLDEN = {
@@ -156,6 +166,10 @@ def test_hardware_scales_are_refused_where_none_are_known(device, fp8):
     assert found == 2.0
 
 
+def test_the_arithmetics_have_the_names_that_a_recipe_takes():
+    assert tuple(ARITHMETICS) == ARITHMETIC_NAMES
+
+
 def test_unknown_devices_and_arithmetics_are_refused():
     assert DEVICES == ("gaudi2", "gaudi3", "cpu")
     with pytest.raises(UnsupportedError, match="gaudi4"):
@@ -224,6 +238,25 @@ def test_of_equally_good_candidates_the_later_wins_per_tensor_and_the_earlier_pe
     assert weight_scale(exact, rule("maxabs_hw_opt_weight", "weight"), target=target("gaudi2")) == 2.0**-4
     per_channel = weight_scale(exact, rule("act_maxabs_hw_weights_pcs_opt_pow2", "weight"), target=target("gaudi2"))
     assert per_channel.tolist() == [2.0**-7] * 2  # POW2 of 1 / 120 is 2^-6; its half holds 1, its quarter saturates
+
+
+@pytest.mark.parametrize("method", ["maxabs_hw_opt_weight", "maxabs_pow2_opt_weight"])
+@pytest.mark.parametrize("device", ["gaudi2", "gaudi3"])
+def test_the_errors_of_rows_add_up_to_the_choice_of_the_whole_weight(method, device):
+    weight = torch.randn(12, 32, generator=torch.Generator().manual_seed(3)) * 0.02
+    by, goal = rule(method, "weight"), target(device)
+    parts = [candidate_errors(rows, by, target=goal) for rows in weight.split(5)]
+    assert len(parts) == 3 and len(set(map(len, parts))) == 1
+    whole = weight_scale(weight, by, target=goal)
+    assert torch.equal(scale_from_errors(sum(parts), by, target=goal), whole) and whole.ndim == 0
+
+
+@pytest.mark.parametrize(("flavour", "device"), [("gaudi2", "gaudi2"), ("e4m3fn", "gaudi3"), ("e5m2", "gaudi3")])
+def test_a_flavour_has_the_hardware_scales_of_the_device_that_runs_it(flavour, device):
+    found = target_of(flavour)
+    assert (found.device, found.flavour) == (device, flavour)
+    with pytest.raises(UnsupportedError, match="e4m3fnuz"):
+        target_of("e4m3fnuz")
 
 
 def test_a_weight_that_holds_nan_is_refused_by_every_method():
