@@ -5,8 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from quantflow.core.scheme import PRESETS
+from quantflow.algorithms import ALGORITHMS, BLOCK_ALGORITHMS, supports_of
+from quantflow.core.scheme import PRESETS, SCHEME_NAMES, preset
 from quantflow.errors import UsageError
+from quantflow.planning.recipe import read_yaml
 from quantflow.shipped import SHIPPED
 from quantflow.validation.gate import METRICS, Gate, gate_files, judge, load_gate
 
@@ -68,6 +70,38 @@ def test_a_bound_that_is_not_a_number_never_passes(metric):
 def test_auto_finds_a_gate_for_every_preset_and_its_default_algorithm(scheme):
     gate = load("auto", scheme=scheme, algorithm=PRESETS[scheme].algorithm)
     assert set(gate.thresholds) == set(METRICS) and gate.note == ""
+
+
+@pytest.mark.parametrize("scheme", SCHEME_NAMES)
+def test_auto_finds_one_gate_for_every_scheme_with_every_algorithm_that_goes_with_it(scheme):
+    """llama.cpp's types and mixtures too."""
+    algorithms = [name for name in (*ALGORITHMS, *BLOCK_ALGORITHMS) if supports_of(name).scheme(preset(scheme)) is None]
+    assert "rtn" in algorithms
+    name = preset(scheme).name  # as recipes have it resolved
+    for algorithm in algorithms:
+        fitting = [
+            path.stem
+            for path in (SHIPPED / "gates").glob("*.yaml")
+            if name in (data := read_yaml(path)).get("schemes", ()) and algorithm in data.get("algorithms", (algorithm,))
+        ]
+        assert [load("auto", scheme=name, algorithm=algorithm).name] == fitting, algorithm
+
+
+@pytest.mark.parametrize(
+    ("scheme", "algorithm", "gate"),
+    [
+        ("Q4_K_M", "gptq", "int4"),
+        ("Q4_0", "rtn_mse", "int4_rtn"),
+        ("IQ4_NL", "yaqa", "int4"),
+        ("Q3_K_M", "rtn", "int3_rtn"),
+        ("Q2_K", "gptq", "int2"),
+        ("Q5_K_M", "gptq", "int5"),
+        ("Q6_K", "rtn", "int8_weight_only"),
+        ("W4A16", "signround", "int4"),
+    ],
+)
+def test_llama_cpps_types_have_the_gate_of_integers_of_their_bits(scheme, algorithm, gate):
+    assert load("auto", scheme=scheme, algorithm=algorithm).name == gate
 
 
 def test_auto_tells_chosen_integers_from_rounded_ones():
