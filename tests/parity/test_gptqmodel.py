@@ -77,6 +77,13 @@ def theirs(script: str, rows: dict[str, list], tensors: dict[str, torch.Tensor],
     return load_file(folder / "theirs.safetensors")
 
 
+@pytest.mark.proof(
+    formats="gptq, gptq_v2",
+    direction="written",
+    programs={"GPTQModel": "gptqmodel"},
+    compared="its own dequantization, bit for bit: 2, 3, 4, 8 bits, symmetric or not, per group and row, `desc_act`",
+    environment="GPTQMODEL_ENV",
+)
 def test_gptq_of_all_bits_versions_and_orders(tmp_path):
     rows, tensors, ours = {}, {}, {}
     for bits, size, symmetric, first, ordered in product((2, 3, 4, 8), (-1, 32), (True, False), (True, False), (False, True)):
@@ -92,6 +99,13 @@ def test_gptq_of_all_bits_versions_and_orders(tmp_path):
     assert [name for name in ours if not torch.equal(found[name], ours[name])] == []
 
 
+@pytest.mark.proof(
+    formats="awq",
+    direction="written",
+    programs={"GPTQModel": "gptqmodel"},
+    compared="its copy of AutoAWQ's unpacking, bit for bit, symmetric or not, per group and row",
+    environment="GPTQMODEL_ENV",
+)
 def test_awq(tmp_path):
     rows, tensors, ours = {}, {}, {}
     for size, symmetric in product((-1, 32), (True, False)):

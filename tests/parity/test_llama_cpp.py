@@ -133,6 +133,13 @@ def divergence(reference: np.ndarray, found: np.ndarray) -> float:
     return float((p.exp() * (p - q)).sum(-1).mean())
 
 
+@pytest.mark.proof(
+    formats="gguf",
+    direction="written",
+    programs={"gguf": "gguf"},
+    compared="every tensor and field of f16, bf16 and f32",
+    environment="LLAMA_CPP_ENV",
+)
 def test_gguf_py_reads_every_tensor_and_field(read, tmp_path):
     source = load_file(MODEL / "model.safetensors")
     for dtype, matrix in (("f16", torch.float16), ("bf16", torch.bfloat16), ("f32", torch.float32)):
@@ -156,6 +163,13 @@ def test_gguf_py_reads_every_tensor_and_field(read, tmp_path):
 # llama.cpp rounds what enters a product to the dtype of the weights, transformers here does not: float32 differs by the
 # order of sums alone, the others by up to 2^-11 and 2^-8 of each input. Measured of logits up to 17: 2.7e-5, 5.6e-3 and
 # 5.6e-2; 2e-12, 2e-7 and 1.4e-5 nats. The limits are some times that, for another machine adds up in another order.
+@pytest.mark.proof(
+    formats="gguf",
+    direction="written",
+    programs={"llama.cpp in llama-cpp-python": "llama-cpp-python", "gguf": "gguf"},
+    compared="logits of a model in f32, f16 and bf16",
+    environment="LLAMA_CPP_ENV",
+)
 @pytest.mark.parametrize(("dtype", "largest", "nats"), [("f32", 2e-4, 1e-10), ("f16", 0.02, 2e-6), ("bf16", 0.2, 1e-4)])
 def test_llama_cpp_computes_the_logits_of_transformers(call, tmp_path, ids, dtype, largest, nats):
     expected = logits_of(MODEL, ids)
@@ -165,6 +179,13 @@ def test_llama_cpp_computes_the_logits_of_transformers(call, tmp_path, ids, dtyp
     assert error < largest and apart < nats
 
 
+@pytest.mark.proof(
+    formats="gguf",
+    direction="written",
+    programs={"llama.cpp in llama-cpp-python": "llama-cpp-python", "gguf": "gguf"},
+    compared="logits of each family in f32",
+    environment="LLAMA_CPP_ENV",
+)
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gpt_neox"])
 def test_llama_cpp_computes_every_family(call, tmp_path, family_model, family):
     model, ids = family_model(family), [0, *range(2, 300, 5)]
@@ -290,6 +311,14 @@ print(json.dumps({t.name: t.tensor_type.name for t in GGUFReader(sys.argv[1]).te
 # The artifact's logits are those of its file in float32 within the order of sums (2.7e-5). Those of the file of blocks are
 # not: there llama.cpp rounds what enters a product to 8 bits, and the embedding and the head are in blocks too. Measured is a
 # third of the divergence from the model at most.
+@pytest.mark.proof(
+    formats="gguf",
+    direction="written",
+    programs={"llama.cpp in llama-cpp-python": "llama-cpp-python", "gguf": "gguf"},
+    compared="logits of our rounding in its types: within 2e-4 as float32; in blocks at most half of what the model is away; "
+    "type of every tensor and size as its own quantizer has them",
+    environment="LLAMA_CPP_ENV",
+)
 @pytest.mark.parametrize("scheme", ["Q4_0", "IQ4_NL", "Q3_K_M", "Q4_K_M", "Q5_K_M"])
 def test_llama_cpp_runs_our_rounding_in_its_types(call, read, tmp_path, ids, scheme):
     for line in (

@@ -76,6 +76,14 @@ def assert_computes_what_transformers_does(model: Path, folder: Path) -> None:
     assert found.tolist() == expected["tokens"].tolist()
 
 
+@pytest.mark.proof(
+    formats="awq, gptq, gptq_v2",
+    direction="written",
+    programs={"transformers": "transformers", "optimum": "optimum", "GPTQModel": "gptqmodel"},
+    compared="logits within 1e-4 of float32 with the weights in float16, as GPTQModel makes them, within 5e-3 of the lean "
+    "decoder; the same greedy tokens; with `desc_act` too",
+    environment="GPTQMODEL_ENV",
+)
 @pytest.mark.slow
 @NEEDS_GPTQMODEL
 def test_transformers_computes_from_gptq_and_awq_folders_what_the_lean_decoder_does(llama, tmp_path, write_foreign):
@@ -94,6 +102,13 @@ def test_transformers_computes_from_gptq_and_awq_folders_what_the_lean_decoder_d
         assert_computes_what_transformers_does(llama, tmp_path / name)
 
 
+@pytest.mark.proof(
+    formats="gptq",
+    direction="read",
+    programs={"transformers": "transformers", "optimum": "optimum", "GPTQModel": "gptqmodel"},
+    compared="logits within 1e-4 and greedy tokens, of a folder with `desc_act` that GPTQModel quantized",
+    environment="GPTQMODEL_ENV",
+)
 @pytest.mark.slow
 @NEEDS_GPTQMODEL
 def test_a_folder_that_gptqmodel_wrote_in_act_order_runs_with_its_tokens(llama, tmp_path):
@@ -106,6 +121,12 @@ def test_a_folder_that_gptqmodel_wrote_in_act_order_runs_with_its_tokens(llama, 
     assert_computes_what_transformers_does(llama, tmp_path / "f")
 
 
+@pytest.mark.proof(
+    formats="fp8",
+    direction="written",
+    programs={"transformers": "transformers"},
+    compared="every weight of blocks, bit for bit, dequantized: it multiplies FP8 on a GPU alone",
+)
 @pytest.mark.filterwarnings("ignore")  # it says that there is no GPU
 def test_transformers_has_the_weights_of_an_fp8_folder_bit_for_bit(llama, tmp_path, write_foreign):
     weights = write_foreign(tmp_path / "f", llama, "fp8", with_group_size(preset("FP8_BLOCK"), 32))

