@@ -1,7 +1,11 @@
-"""A Hugging Face folder as data: its config, its files, and where each tensor lies. No weight is read."""
+"""A Hugging Face folder as data: its config, its files, and where each tensor lies. No weight is read.
+
+Weights are safetensors. The one pickle that is taken for weights is IPEX's low-precision checkpoint, through a restricted
+reader (torch_file.py): no other file holds such weights.
+"""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -9,12 +13,19 @@ from typing import Any
 from quantflow.artifact.canonical import read_json
 from quantflow.artifact.folder import list_files, refuse_small_pointer
 from quantflow.artifact.safetensors_header import TensorInfo, TensorPart, read_header
+from quantflow.artifact.torch_file import read_torch_header
 from quantflow.errors import InputError
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
+LOW_PRECISION = (
+    "ipex-low-precision",
+    ".pt",
+    ".packed_weight",
+)  # quant_method, ending of the file, ending of a linear's first tensor
+LOW_PRECISION_NAME = "gptq_checkpoint_g"  # as the programs that write such files begin their names
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 # Numbers of config.json that decide how much is made before a tensor is read: no more of them than there are tensors, or bytes.
 _COUNTS = frozenset(
@@ -119,7 +130,14 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     config = read_json(folder / CONFIG)
     if not isinstance(config, dict):
         raise InputError(f"{folder / CONFIG}: not a table", "restore the file from where it came from")
-    tensors = _read_shards(folder, listing.files) if INDEX in listing.files else _read_single(folder, listing.files)
+    single = low_precision_file(folder, listing.files)
+    if single is not None:
+        tensors = {name: (single, info) for name, info in read_torch_header(folder / single).items()}
+        config["quantization_config"] = {"quant_method": LOW_PRECISION[0]}  # which the file itself does not say
+    elif INDEX in listing.files:
+        tensors = _read_shards(folder, listing.files)
+    else:
+        tensors = _read_single(folder, listing.files)
     used = {file for file, _ in tensors.values()}
     stray = [name for name in listing.files if _SHARD.fullmatch(name) and name not in used]
     if stray:
@@ -128,6 +146,30 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         raise InputError(f"{folder}: its safetensors hold no tensor", "download the model again")
     _check_numbers(config, tensors, str(folder / CONFIG))
     return Checkpoint(folder=folder, config=config, tensors=tensors, files=listing.files)
+
+
+def low_precision_file(folder: Path, files: Sequence[str] | None = None) -> str | None:
+    """Return the low-precision checkpoint of IPEX that stands in a folder for its weights, None where there is none.
+
+    Args:
+        folder: of a model.
+        files: its files, where they were listed before.
+
+    Raises:
+        InputError: a file with such a name that is damaged, or whose pickle asks for more than tensors.
+    """
+    names = [path.name for path in folder.iterdir()] if files is None else files
+    _, ending, part = LOW_PRECISION
+    found = [name for name in names if name.endswith(ending) and "/" not in name]
+    if {SINGLE, INDEX} & set(names) or len(found) != 1:
+        return None
+    try:
+        infos = read_torch_header(folder / found[0])
+    except InputError:
+        if found[0].startswith(LOW_PRECISION_NAME):
+            raise
+        return None
+    return found[0] if any(name.endswith(part) for name in infos) else None
 
 
 def _check_numbers(table: dict[str, Any], tensors: dict[str, tuple[str, TensorInfo]], path: str) -> None:

@@ -24,17 +24,18 @@ from quantflow.artifact.canonical import readable_json
 from quantflow.artifact.digests import Digests
 from quantflow.artifact.manifest import MANIFEST_NAME
 from quantflow.artifact.safetensors_writer import Spec
+from quantflow.artifact.torch_file import write_torch_file
 from quantflow.core.dtypes import NAMES
 from quantflow.core.qtensor import QuantizedLinear
 from quantflow.errors import InputError, IntegrityError, UnsupportedError, UsageError, nearest
 from quantflow.exporting import ExportRequest
 from quantflow.exporting.dequantized_export import CHOICES
 from quantflow.exporting.plain_files import require_headers, write_beside, write_model
-from quantflow.formats import BESIDE, DEFAULT, LAYOUTS
+from quantflow.formats import BESIDE, DEFAULT, LAYOUTS, PICKLED
 from quantflow.formats.weight_layout import WeightLayout
 from quantflow.models.graph import graph_for
 from quantflow.models.identity import identify
-from quantflow.models.reading import read_tensors
+from quantflow.models.reading import bytes_of, read_tensors
 from quantflow.planning.recipe import Resources, parse_size
 from quantflow.progress import Progress
 from quantflow.runtime.artifact import Artifact, is_artifact, is_model, open_folder
@@ -109,7 +110,11 @@ def run(job: LayoutExportJob, progress: Progress) -> Path:
         specs = conversion.specs(progress)
         with stage_folder.publish(job.output, stage="export", inputs=made_from) as folder:
             limit = parse_size(job.shard_size)
-            write_model(folder, specs, conversion.tensors(), limit=limit, stage=f"export {job.format}", progress=progress)
+            if job.format in PICKLED:
+                name = PICKLED[job.format]({name: placement.scheme for name, placement in artifact.linears.items()})
+                write_torch_file(folder / name, specs, (bytes_of(tensor) for _, tensor in conversion.tensors()))
+            else:
+                write_model(folder, specs, conversion.tensors(), limit=limit, stage=f"export {job.format}", progress=progress)
             config = conversion.config()
             write_beside(folder, artifact.checkpoint, config)
             if job.format in BESIDE:
@@ -196,7 +201,7 @@ class _Conversion:
         ignore += [name for name in ("lm_head", "embed_out") if f"{name}.weight" in artifact.names and name not in schemes]
         model_type = str(known.get("model_type"))
         known["quantization_config"] = self.layout.quantization_config(schemes, ignore=ignore, model_type=model_type)
-        return known
+        return {key: value for key, value in known.items() if key != "quantization_config" or value}
 
     def require_same(self, folder: Path, progress: Progress) -> None:
         """Open what was written and compare every linear with the source's.

@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType, ModuleType
 from typing import Any
 
+from quantflow.core.scheme import LinearScheme
 from quantflow.errors import UnsupportedError
-from quantflow.formats import awq, compressed_tensors, fp8, gptq, modelopt
+from quantflow.formats import awq, compressed_tensors, fp8, gptq, ipex, modelopt
 from quantflow.formats.llm_compressor import layout as llm_compressor
 from quantflow.formats.weight_layout import Infos, WeightLayout
 
@@ -23,12 +24,15 @@ LAYOUTS: Mapping[str, WeightLayout] = MappingProxyType(
         awq.NAME: awq.AWQLayout(),
         fp8.NAME: fp8.FP8Layout(),
         modelopt.NAME: modelopt.ModelOptLayout(),
+        ipex.NAME: ipex.IPEXLayout(),
     }
 )
 # Layouts with a configuration in a file of its own beside that of config.json -> its name, and its content from the other.
 BESIDE: Mapping[str, tuple[str, Callable[[Mapping[str, Any]], dict[str, Any]]]] = MappingProxyType(
     {modelopt.NAME: (modelopt.CONFIG_BESIDE, modelopt.config_beside)}
 )
+# Layouts whose weights are one file of torch.save -> its name, from the schemes of the linears.
+PICKLED: Mapping[str, Callable[[Mapping[str, LinearScheme]], str]] = MappingProxyType({ipex.NAME: ipex.file_name})
 
 
 def layout_of(config: Mapping[str, Any], infos: Infos) -> WeightLayout:
@@ -47,6 +51,7 @@ def layout_of(config: Mapping[str, Any], infos: Infos) -> WeightLayout:
         awq.layout_of,
         fp8.layout_of,
         modelopt.layout_of,
+        ipex.layout_of,
     )
     for reader in readers:
         found = reader(config, infos)

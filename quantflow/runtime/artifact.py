@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from quantflow.artifact.canonical import read_json
-from quantflow.artifact.checkpoint import CONFIG, Checkpoint, open_checkpoint, refuse_quantized
+from quantflow.artifact.checkpoint import CONFIG, Checkpoint, low_precision_file, open_checkpoint, refuse_quantized
 from quantflow.artifact.manifest import MANIFEST_NAME, read_manifest, rounds_inputs
 from quantflow.artifact.verify import verify as verify_artifact
 from quantflow.backends import choose, reference
@@ -416,12 +416,12 @@ def is_artifact(folder: str | Path) -> bool:
 
 
 def is_model(folder: str | Path) -> bool:
-    """Return whether a folder is a model that is not quantized: config.json says nothing of that, and there is no manifest."""
+    """Return whether a folder is a model that is not quantized: no manifest, config.json or file of weights says otherwise."""
     config = Path(folder) / CONFIG
     if (Path(folder) / MANIFEST_NAME).exists() or not config.is_file():
         return False
     found = read_json(config)
-    return isinstance(found, dict) and found.get("quantization_config") is None
+    return isinstance(found, dict) and found.get("quantization_config") is None and low_precision_file(Path(folder)) is None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,6 @@ equal bytes whatever the versions of Python and numpy are; the old spelling `num
 
 import io
 import pickle
-import pickletools
 import struct
 import zipfile
 import zlib
@@ -20,14 +19,13 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from quantflow.artifact.folder import reading
+from quantflow.artifact.pickle_steps import scan
 from quantflow.errors import InputError
 
 MEMBER = "arr_0.npy"
 MAX_BYTES = 1 << 30
 MAX_VALUES = 10_000_000
-MAX_OPCODES = 5_000_000  # of a pickle; an array takes some 40
 MAX_DIRECTORY = 1 << 16  # bytes of a zip's list of files, which has one
-_MEMO = frozenset({"PUT", "BINPUT", "LONG_BINPUT", "GET", "BINGET", "LONG_BINGET"})
 _KINDS = "fiub"  # floats, integers, booleans
 _END = struct.Struct("<4s4H2LH")  # of a zip: signature, disk, disk, entries, entries, bytes of the list, offset, comment
 _ZIP_ERRORS = (
@@ -182,19 +180,6 @@ class _Resolver:
         raise _Refused(f"a value of type {type(value).__name__.strip('_')}")
 
 
-def _scan(data: bytes) -> None:
-    """Refuse a pickle that would make Python allocate what it does not hold: memory for a memo of 2 ** 32 entries.
-
-    Raises:
-        _Refused: naming the opcode.
-    """
-    for count, (opcode, argument, _) in enumerate(pickletools.genops(data)):
-        if count >= MAX_OPCODES:
-            raise _Refused(f"more than {MAX_OPCODES} steps")
-        if opcode.name in _MEMO and not 0 <= int(argument or 0) <= count:
-            raise _Refused(f"a memo of {argument} entries after {count} steps")
-
-
 def loads(data: bytes, *, name: str) -> Any:
     """Return the plain data that a pickle holds.
 
@@ -206,7 +191,7 @@ def loads(data: bytes, *, name: str) -> Any:
         InputError: it asks for anything but plain data and arrays, or is no pickle.
     """
     try:
-        _scan(data)
+        scan(data, _Refused)
         return _Resolver()(_Restricted(io.BytesIO(data)).load())
     except _Refused as error:
         raise InputError(f"{name}: the pickle asks for {error}; nothing of it was run", _REMEDY) from error

@@ -11,13 +11,14 @@ from quantflow.algorithms import ALGORITHMS
 from quantflow.artifact.safetensors_header import TensorInfo
 from quantflow.core.packing import elements_of_whole_words
 from quantflow.core.qtensor import QTensor, QuantizedLinear
-from quantflow.core.scheme import LinearScheme, TensorScheme, named, preset, with_group_size
+from quantflow.core.scheme import PRESETS, LinearScheme, TensorScheme, named, preset, with_group_size
 from quantflow.errors import InputError, UnsupportedError
 from quantflow.formats import LAYOUTS, compressed_tensors, layout_of
 from quantflow.formats.gptq import GPTQLayout
 from quantflow.formats.weight_layout import integers
 
-INTEGERS = ("compressed-tensors", "gptq", "gptq_v2", "awq")
+INTEGERS = ("compressed-tensors", "gptq", "gptq_v2", "awq", "ipex")
+WITH_ZERO_POINTS = {"awq", "ipex"}  # always: symmetric weights are read from them as weights with zero points in the middle
 
 
 def scheme(bits: int, group_size: int, *, symmetric: bool) -> LinearScheme:
@@ -110,14 +111,14 @@ def test_every_pair_of_layouts_that_hold_a_linear_gives_back_its_bytes(
     linear = linear_of(found, unit * rows, columns - columns % unit or unit * size, seed=seed, zeros=zeros)
     shape = tuple(linear.weight.qvalue.shape)
     able = [name for name in INTEGERS if LAYOUTS[name].why_not(found, shape) is None]
-    assert len(able) == (4 if bits == 4 else 3)
-    # AWQ's layout has zero points alone: symmetric weights are read from it as weights with zero points in the middle.
+    assert len(able) == (5 if bits == 4 else 3)
     there = scheme(bits, size, symmetric=False)
     stored = {name: LAYOUTS[name].encode("a", linear, scale_dtype=scale_dtype) for name in able}
     for left in able:
         for right in able:
-            read = there if "awq" in (left, right) else found
-            if symmetric and "awq" in (left, right) and "compressed-tensors" in (left, right):
+            pointed = bool(WITH_ZERO_POINTS & {left, right})
+            read = there if pointed else found
+            if symmetric and pointed and "compressed-tensors" in (left, right):
                 continue  # one has zero points and the other none: the bytes are of other tensors
             first = LAYOUTS[left].decode("a", stored[left], read)
             assert torch.equal(first.dequantize(), linear.weight.dequantize())
@@ -125,6 +126,39 @@ def test_every_pair_of_layouts_that_hold_a_linear_gives_back_its_bytes(
             assert_same_bytes(between, stored[right])
             again = LAYOUTS[right].decode("a", between, read)
             assert_same_bytes(LAYOUTS[left].encode("a", again, scale_dtype=scale_dtype), stored[left])
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from([2, 3, 4, 8]),
+    st.sampled_from([32, 64, 96]),
+    st.booleans(),
+    st.integers(1, 3),
+    st.integers(2, 5),
+    st.integers(0, 2**31),
+)
+def test_every_pair_of_layouts_with_an_order_of_inputs_gives_back_its_bytes(bits, size, symmetric, rows, groups, seed):
+    found, unit = scheme(bits, size, symmetric=symmetric), elements_of_whole_words(bits)
+    natural = linear_of(found, unit * rows, groups * size, seed=seed)
+    # An order is that of the groups' first inputs alone: within a group every layout but IPEX's has the inputs ascending.
+    group_of = torch.arange(groups).repeat_interleave(size)[
+        torch.randperm(groups * size, generator=torch.Generator().manual_seed(seed))
+    ]
+    order = torch.argsort(group_of, stable=True)
+    linear = replace(natural, order=None if torch.equal(order, torch.arange(len(order))) else order)
+    able = [name for name in ("gptq", "gptq_v2", "ipex") if LAYOUTS[name].why_not(found, (unit * rows, groups * size)) is None]
+    assert len(able) == (3 if bits == 4 else 2)
+    layouts = {name: LAYOUTS[name].with_order() for name in able}
+    stored = {name: layout.encode("a", linear, scale_dtype=torch.float16) for name, layout in layouts.items()}
+    for left in able:
+        for right in able:
+            read = scheme(bits, size, symmetric=False) if "ipex" in (left, right) else found
+            first = layouts[left].decode("a", stored[left], read)
+            assert torch.equal(first.dequantize(), linear.dequantize())
+            between = layouts[right].encode("a", first, scale_dtype=torch.float16)
+            assert_same_bytes(between, stored[right])
+            again = layouts[right].decode("a", between, read)
+            assert_same_bytes(layouts[left].encode("a", again, scale_dtype=torch.float16), stored[left])
 
 
 PER_TENSOR = named(
@@ -166,6 +200,20 @@ def test_every_pair_of_layouts_that_hold_floats_gives_back_its_bytes(name, rows,
             again = LAYOUTS[right].decode("a", between, found)
             assert_same_bytes(between, stored[right])
             assert_same_bytes(LAYOUTS[left].encode("a", again, scale_dtype=torch.float32), stored[left])
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_that_two_layouts_hold_is_in_one_of_these_properties(name):
+    """Its layouts are those that the property goes through, so no pair is left out when a layout or a preset is added."""
+    found = PRESETS[name]
+    able = {layout for layout in LAYOUTS if LAYOUTS[layout].why_not(found, (256, 256)) is None}
+    assert "compressed-tensors" in able
+    if len(able) > 1 and found.weights.kind == "int":
+        size = found.weights.group_size or -1
+        assert found.weights == integers(found.weights.num_bits, size, symmetric=found.weights.symmetric, where="a test")
+        assert able <= set(INTEGERS) and found.input is None and found.weights.num_bits in (2, 3, 4, 8)
+    elif len(able) > 1:
+        assert able == FLOATS[name]
 
 
 @pytest.mark.parametrize("name", ["FP8", "FP8_BLOCK"])
@@ -317,7 +365,7 @@ def test_a_configuration_reads_back_as_the_schemes_that_it_was_written_for(layou
     assert layout_of(config, infos).schemes(config, shapes, infos) == {"m.a": found, "m.b": found}
 
 
-@pytest.mark.parametrize("layout", ["gptq", "gptq_v2", "awq"])
+@pytest.mark.parametrize("layout", ["gptq", "gptq_v2", "awq", "ipex"])
 def test_llama_cpps_types_are_refused_for_they_have_numbers_of_their_own(layout):
     assert "llama.cpp's" in str(LAYOUTS[layout].why_not(preset("Q4_K"), (256, 256)))
 

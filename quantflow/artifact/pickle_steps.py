@@ -1,0 +1,24 @@
+"""What every restricted reader of pickles asks first: that the pickle's own steps make no more than they hold."""
+
+import pickletools
+from collections.abc import Callable
+
+MAX_STEPS = 5_000_000  # an array takes some 40
+_MEMO = frozenset({"PUT", "BINPUT", "LONG_BINPUT", "GET", "BINGET", "LONG_BINGET"})
+
+
+def scan(data: bytes, refuse: Callable[[str], Exception]) -> None:
+    """Refuse a pickle that would make Python allocate what it does not hold: memory for a memo of 2 ** 32 entries.
+
+    Args:
+        data: the pickle; nothing of it is run.
+        refuse: return the error for what it asks for, in words.
+
+    Raises:
+        Exception: that of `refuse`; or whatever a damaged pickle makes `pickletools` raise.
+    """
+    for count, (opcode, argument, _) in enumerate(pickletools.genops(data)):
+        if count >= MAX_STEPS:
+            raise refuse(f"more than {MAX_STEPS} steps")
+        if opcode.name in _MEMO and not 0 <= int(argument or 0) <= count:
+            raise refuse(f"a memo of {argument} entries after {count} steps")

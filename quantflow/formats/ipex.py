@@ -1,0 +1,188 @@
+"""The low-precision checkpoint of Intel's extension for PyTorch (IPEX), as neural-compressor's weight-only export writes it.
+
+The weights are one file of torch.save, `gptq_checkpoint_g128.pt`, beside a config.json that does not speak of them. A linear
+called NAME of G = I / group_size groups is stored as
+
+| tensor             | dtype, shape                | content                                            |
+|--------------------|-----------------------------|----------------------------------------------------|
+| NAME.packed_weight | int32 [O, ceil(I / 8)]      | qvalue + 8, of a row eight inputs in a word         |
+| NAME.scale         | [O, G]                      | scale                                              |
+| NAME.packed_zp     | int32 [O, ceil(G / 8)]      | zero_point + 8, of a row eight groups in a word     |
+| NAME.gptq_perm     | int64 [I]                   | the input that each column belongs to; may be missing |
+
+Eights stand lowest bits first. There are 4 bits alone; one group is a scale per row. How many inputs a group has is
+I / G. Symmetric weights are stored with zero points of 8; read again they are weights with zero points, of the same values.
+A file without zero points is of symmetric weights.
+Source: neural_compressor 3.x, `WeightOnlyLinear.pack` (compression_dtype int32, compression_dim 1), and IPEX 2.x,
+`ipex.llm.optimize(low_precision_checkpoint=...)`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantflow.artifact.checkpoint import LOW_PRECISION, LOW_PRECISION_NAME
+from quantflow.core import packing
+from quantflow.core.groups import group_size_for, to_groups
+from quantflow.core.qtensor import QTensor, QuantizedLinear
+from quantflow.core.scheme import LinearScheme, named
+from quantflow.errors import InputError, SchemeError, UnsupportedError
+from quantflow.formats.weight_layout import (
+    Infos,
+    checked,
+    integers,
+    only_scheme,
+    scales,
+    stored_scales,
+    tensor,
+    why_not_integers,
+)
+
+NAME = "ipex"
+METHOD = LOW_PRECISION[0]
+_BITS, _PER_WORD = 4, 8
+_WEIGHT, _SCALE, _ZEROS, _ORDER = "packed_weight", "scale", "packed_zp", "gptq_perm"
+
+
+@dataclass(frozen=True, kw_only=True)
+class IPEXLayout:
+    """The layout.
+
+    Attributes:
+        reordered: whether linears have the inputs of their columns in `gptq_perm`.
+        bare: whether there are no zero points: of files that others wrote.
+    """
+
+    reordered: bool = False
+    bare: bool = False
+
+    @property
+    def name(self) -> str:
+        """Its key of `quantflow.formats.LAYOUTS`."""
+        return NAME
+
+    def with_order(self) -> "IPEXLayout":
+        """Return the layout as it is written where groups are of inputs that do not stand together."""
+        return IPEXLayout(reordered=True, bare=self.bare)
+
+    def why_not(self, scheme: LinearScheme, shape: tuple[int, int]) -> str | None:
+        """Return why the layout cannot hold a linear of `shape` (O, I), in a sentence; None when it can."""
+        weights = scheme.weights
+        if (reason := why_not_integers(scheme)) is not None:
+            return reason
+        if weights.kind != "int" or weights.num_bits != _BITS or weights.granularity not in ("per_group", "per_channel"):
+            held = f"{weights.kind}{weights.num_bits} {weights.granularity}"
+            return f"scheme {scheme.name} has weights of {held}, the layout holds integers of 4 bits per group"
+        if weights.group_size is None and shape[1] % _PER_WORD:
+            return f"in_features={shape[1]} with a scale per row, whole words hold multiples of {_PER_WORD}"
+        return None
+
+    def tensor_names(self, name: str, scheme: LinearScheme) -> tuple[str, ...]:
+        """Return the names of the tensors that hold the linear `name` (without `.weight`)."""
+        del scheme
+        parts = [_WEIGHT, _SCALE, *([] if self.bare else [_ZEROS]), *([_ORDER] if self.reordered else [])]
+        return tuple(f"{name}.{part}" for part in parts)
+
+    def encode(self, name: str, linear: QuantizedLinear, *, scale_dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return the tensors of a linear; see `WeightLayout.encode`."""
+        weight = linear.weight
+        weight.validate(name)
+        zero_point = torch.zeros_like(weight.scale, dtype=torch.int8) if weight.zero_point is None else weight.zero_point
+        if linear.order is not None and not self.reordered:
+            raise UnsupportedError(
+                f"{name}: its groups are of inputs that do not stand together, and no other linear's are",
+                "export the whole folder",
+            )
+        # Beside zero points scales are positive. scale * (q - z) is -scale * (~q - ~z), of the same bits.
+        turned = (weight.scale < 0).to(torch.int8).neg()  # [O, G], all bits set where the sign changes
+        split = to_groups(weight.qvalue, weight.qvalue.shape[1] // weight.scale.shape[1])  # [O, G, g]
+        qvalue = (split ^ turned[..., None]).reshape(weight.qvalue.shape)  # [O, I]
+        tensors = {
+            f"{name}.{_WEIGHT}": packing.pack(qvalue, _BITS),
+            f"{name}.{_SCALE}": stored_scales(name, weight.scale.abs(), scale_dtype),
+            f"{name}.{_ZEROS}": packing.pack(zero_point ^ turned, _BITS),
+        }
+        if self.reordered:
+            order = torch.arange(qvalue.shape[1]) if linear.order is None else linear.order
+            tensors[f"{name}.{_ORDER}"] = order.to(torch.int64)
+        return tensors
+
+    def decode(self, name: str, tensors: Mapping[str, Tensor], scheme: LinearScheme) -> QuantizedLinear:
+        """Return the linear; see `TensorLayout.decode`."""
+        weights = scheme.weights
+        stored = tensors.get(f"{name}.{_SCALE}")
+        if stored is None or stored.ndim != 2:
+            shape = "missing" if stored is None else f"is {list(stored.shape)}"
+            raise InputError(f"{name}.{_SCALE}: {shape}, [out_features, groups] is needed", "make the checkpoint again")
+        rows, groups = stored.shape
+        packed = tensors.get(f"{name}.{_WEIGHT}")
+        words = -1 if packed is None or packed.ndim != 2 else packed.shape[1]
+        columns = groups * weights.group_size if weights.group_size is not None else words * _PER_WORD
+        try:
+            found = columns // group_size_for(weights, columns, name=f"{name}.{_WEIGHT}") if columns > 0 else groups
+        except SchemeError as error:
+            raise InputError(error.cause, "make the checkpoint again") from error
+        packed = tensor(tensors, f"{name}.{_WEIGHT}", (torch.int32,), (rows, -(-columns // _PER_WORD)))
+        scale = scales(tensors, f"{name}.{_SCALE}", (rows, found), weights)
+        zero_point = None
+        if not weights.symmetric:
+            zeros = tensor(tensors, f"{name}.{_ZEROS}", (torch.int32,), (rows, -(-groups // _PER_WORD)))
+            zero_point = packing.unpack(zeros, _BITS, groups)
+        qvalue = packing.unpack(packed, _BITS, columns)
+        weight = QTensor(qvalue=qvalue, scale=scale, zero_point=zero_point, scheme=weights)
+        return QuantizedLinear(weight=checked(name, weight), scheme=scheme, order=self._order(name, tensors, columns))
+
+    def _order(self, name: str, tensors: Mapping[str, Tensor], columns: int) -> Tensor | None:
+        if not self.reordered:
+            return None
+        key = f"{name}.{_ORDER}"
+        order = tensor(tensors, key, (torch.int64, torch.int32), (columns,)).to(torch.int64)
+        if not torch.equal(order.sort().values, torch.arange(columns)):
+            raise InputError(f"{key}: does not hold each of {columns} inputs once", "make the checkpoint again")
+        return None if torch.equal(order, torch.arange(columns)) else order
+
+    def quantization_config(
+        self, schemes: Mapping[str, LinearScheme], *, ignore: Sequence[str], model_type: str
+    ) -> dict[str, Any]:
+        """Return an empty table: config.json says nothing.  See `WeightLayout.quantization_config`."""
+        del ignore, model_type
+        only_scheme(schemes, NAME)
+        return {}
+
+    def schemes(
+        self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]], infos: Infos
+    ) -> dict[str, LinearScheme]:
+        """Return the scheme of each quantized linear; see `WeightLayout.schemes`."""
+        del config
+        found = {}
+        for name, (rows, columns) in shapes.items():
+            if f"{name}.{_WEIGHT}" not in infos:
+                continue
+            scale = infos.get(f"{name}.{_SCALE}")
+            groups = scale.shape[1] if scale is not None and len(scale.shape) == 2 else 0
+            if not groups or columns % groups or scale is None or scale.shape[0] != rows:
+                told = "missing" if scale is None else f"is {list(scale.shape)}"
+                cause = f"{name}.{_SCALE}: {told}, [{rows}, groups] that divide {columns} inputs is needed"
+                raise InputError(cause, "check that config.json belongs to this checkpoint")
+            size = -1 if groups == 1 else columns // groups
+            found[name] = named(integers(_BITS, size, symmetric=self.bare, where=name), None, "pack-quantized")
+        return found
+
+
+def file_name(schemes: Mapping[str, LinearScheme]) -> str:
+    """Return how the file is called, as the programs that write it call it.  schemes: of one scheme."""
+    size = next(iter(schemes.values())).weights.group_size
+    return f"{LOW_PRECISION_NAME}{-1 if size is None else size}.pt"
+
+
+def layout_of(config: Mapping[str, Any], infos: Infos) -> IPEXLayout | None:
+    """Return the layout if a folder has such a checkpoint; None for another method."""
+    if config.get("quant_method") != METHOD:
+        return None
+    return IPEXLayout(
+        reordered=any(name.endswith(f".{_ORDER}") for name in infos),
+        bare=not any(name.endswith(f".{_ZEROS}") for name in infos),
+    )

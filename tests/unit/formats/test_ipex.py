@@ -1,0 +1,221 @@
+"""IPEX's low-precision checkpoint: words by hand, its own dequantization in plain torch, and folders through the verbs."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quantflow.core.qtensor import QTensor, QuantizedLinear
+from quantflow.core.scheme import LinearScheme, named, preset
+from quantflow.errors import InputError, UnsupportedError
+from quantflow.formats import LAYOUTS
+from quantflow.formats.ipex import IPEXLayout
+from quantflow.formats.weight_layout import integers
+from quantflow.runtime.artifact import open_folder
+from quantflow.stages.cli import cli
+from quantflow.stages.cli.output import exit_code
+
+LAYOUT = LAYOUTS["ipex"]
+DOWN = "model.layers.1.mlp.down_proj"
+
+
+def run(*arguments):
+    return exit_code(cli, [str(argument) for argument in arguments])
+
+
+def grouped(size: int, *, symmetric: bool = True) -> LinearScheme:
+    return named(integers(4, size, symmetric=symmetric, where="a test"), None, "pack-quantized")
+
+
+def linear_of(scheme: LinearScheme, rows: int, columns: int, seed: int) -> QuantizedLinear:
+    generator, weights = torch.Generator().manual_seed(seed), scheme.weights
+    groups = columns // (weights.group_size or columns)
+    qvalue = torch.randint(-8, 8, (rows, columns), generator=generator).to(torch.int8)
+    scale = 2.0 ** torch.randint(-9, 3, (rows, groups), generator=generator)
+    zero_point = None if weights.symmetric else torch.randint(-8, 8, (rows, groups), generator=generator).to(torch.int8)
+    return QuantizedLinear(weight=QTensor(qvalue=qvalue, scale=scale, zero_point=zero_point, scheme=weights), scheme=scheme)
+
+
+def theirs(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    """Return the weight as `WeightOnlyLinear.recover` makes it: word by word, nibble by nibble."""
+    packed, scale, zeros = (tensors[f"{name}.{part}"] for part in ("packed_weight", "scale", "packed_zp"))
+
+    def nibbles(words: torch.Tensor, count: int) -> torch.Tensor:
+        found = torch.zeros(len(words), words.shape[1] * 8)
+        for word in range(words.shape[1]):
+            for nibble in range(8):
+                found[:, 8 * word + nibble] = (words[:, word] >> (4 * nibble)) & 0b1111
+        return found[:, :count]
+
+    rows, groups = scale.shape
+    perm = tensors.get(f"{name}.gptq_perm")
+    columns = packed.shape[1] * 8 if perm is None else len(perm)
+    codes, points = nibbles(packed, columns), nibbles(zeros, groups)
+    size = columns // groups
+    real = torch.cat(
+        [(codes[:, g * size : (g + 1) * size] - points[:, g : g + 1]) * scale[:, g : g + 1].float() for g in range(groups)], 1
+    )
+    return real if perm is None else real[:, torch.argsort(perm)]
+
+
+def test_eight_inputs_stand_in_a_word_lowest_first_and_eight_groups_in_one_of_zero_points():
+    scheme = grouped(8, symmetric=False)
+    qvalue = (torch.arange(16, dtype=torch.int8) - 8)[None]  # codes 0 to 15
+    zero_point = torch.tensor([[-8, 3]], dtype=torch.int8)  # stored 0 and 11
+    weight = QTensor(qvalue=qvalue, scale=torch.tensor([[0.5, 2.0]]), zero_point=zero_point, scheme=scheme.weights)
+    tensors = LAYOUT.encode("a", QuantizedLinear(weight=weight, scheme=scheme), scale_dtype=torch.float16)
+    assert [word & 0xFFFFFFFF for word in tensors["a.packed_weight"][0].tolist()] == [0x76543210, 0xFEDCBA98]
+    assert tensors["a.packed_zp"].tolist() == [[0xB0]]
+    assert tensors["a.scale"].dtype == torch.float16 and tensors["a.scale"].shape == (1, 2)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from([-1, 8, 16, 24, 32, 128]),
+    st.booleans(),
+    st.integers(1, 9),
+    st.integers(1, 12),
+    st.booleans(),
+    st.integers(0, 2**31),
+)
+def test_their_dequantization_has_our_values_and_reading_gives_them_back(size, symmetric, rows, groups, ordered, seed):
+    scheme = grouped(size, symmetric=symmetric)
+    columns = 40 if size == -1 else size * groups
+    linear = linear_of(scheme, rows, columns, seed)
+    layout = LAYOUT
+    if ordered:
+        layout = LAYOUT.with_order()
+        linear = replace(linear, order=torch.randperm(columns, generator=torch.Generator().manual_seed(seed)))
+    tensors = layout.encode("a", linear, scale_dtype=torch.float16)
+    assert tuple(tensors) == layout.tensor_names("a", scheme)
+    assert torch.equal(theirs(tensors, "a"), linear.dequantize())
+    found = layout.decode("a", tensors, grouped(size, symmetric=False))
+    assert torch.equal(found.dequantize(), linear.dequantize())
+    again = layout.encode("a", found, scale_dtype=torch.float16)
+    assert all(torch.equal(again[key], tensors[key]) for key in tensors)
+
+
+def test_a_file_without_zero_points_is_of_symmetric_weights():
+    scheme = grouped(32)
+    linear = linear_of(scheme, 16, 64, 3)
+    tensors = LAYOUT.encode("a", linear, scale_dtype=torch.float16)
+    del tensors["a.packed_zp"]
+    found = IPEXLayout(bare=True).decode("a", tensors, scheme)
+    assert found.weight.zero_point is None and torch.equal(found.dequantize(), linear.dequantize())
+
+
+@pytest.mark.parametrize(
+    ("scheme", "shape", "said"),
+    [
+        (preset("W8A16"), (32, 64), "the layout holds integers of 4 bits"),
+        (preset("W4A8"), (32, 128), "quantizes inputs"),
+        (preset("FP8_DYNAMIC"), (32, 64), "quantizes inputs"),
+        (grouped(-1), (32, 60), "whole words hold multiples of 8"),
+    ],
+)
+def test_what_the_layout_cannot_hold_has_a_reason(scheme, shape, said):
+    assert said in str(LAYOUT.why_not(scheme, shape))
+
+
+@pytest.mark.parametrize(
+    ("key", "change", "said"),
+    [
+        ("a.scale", None, r"a.scale: missing"),
+        ("a.scale", lambda t: t * 0, "a.scale: scale 0.0"),
+        ("a.packed_zp", None, "a.packed_zp: missing"),
+        ("a.packed_zp", lambda t: t.repeat(1, 2), "a.packed_zp: is torch.int32"),
+        ("a.packed_weight", None, "a.packed_weight: missing"),
+        ("a.packed_weight", lambda t: t[:, :-1], "a.packed_weight: is torch.int32"),
+        ("a.packed_weight", lambda t: t.to(torch.int64), "a.packed_weight: is torch.int64"),
+        ("a.gptq_perm", lambda t: t * 0, "a.gptq_perm: does not hold each of 64 inputs once"),
+        ("a.gptq_perm", lambda t: t[1:], "a.gptq_perm: is torch.int64"),
+    ],
+)
+def test_damaged_tensors_are_refused_by_name(key, change, said):
+    layout, scheme = LAYOUT.with_order(), grouped(32, symmetric=False)
+    linear = replace(linear_of(scheme, 16, 64, 0), order=torch.randperm(64, generator=torch.Generator().manual_seed(0)))
+    tensors = layout.encode("a", linear, scale_dtype=torch.float16)
+    tensors = {name: tensor for name, tensor in tensors.items() if name != key or change is not None}
+    if change is not None:
+        tensors[key] = change(tensors[key])
+    with pytest.raises(InputError, match=said):
+        layout.decode("a", tensors, scheme)
+
+
+def test_groups_that_do_not_stand_together_need_the_layout_with_an_order():
+    linear = replace(linear_of(grouped(32), 16, 64, 0), order=torch.arange(63, -1, -1))
+    with pytest.raises(UnsupportedError, match="do not stand together"):
+        LAYOUT.encode("a", linear, scale_dtype=torch.float16)
+
+
+@pytest.fixture(scope="module")
+def artifact(llama, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ipex") / "artifact"
+    line = ("--scheme", "W4A16_ASYM", "--group-size", "32", "--algorithm", "rtn")
+    assert run("quantize", llama, "-o", folder, *line, "-q") == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def exported(artifact):
+    folder = artifact.parent / "ipex"
+    assert run("export", artifact, "-o", folder, "--format", "ipex", "-q") == 0
+    return folder
+
+
+def test_an_artifact_becomes_a_folder_that_torch_loads(artifact, exported, llama):
+    files = {path.name for path in exported.iterdir()}
+    assert "gptq_checkpoint_g32.pt" in files and not any(name.endswith(".safetensors") for name in files)
+    assert "quantization_config" not in json.loads((exported / "config.json").read_text())
+    table = torch.load(exported / "gptq_checkpoint_g32.pt", weights_only=True)
+    opened = open_folder(artifact, backend="reference")
+    assert len(opened.linears) == 14
+    for name in opened.linears:
+        assert f"{name}.weight" not in table
+        assert torch.equal(theirs(table, name), opened.decode(name).dequantize())
+    plain = set(opened.names) - {f"{name}.weight" for name in opened.linears}
+    assert {key for key in table if not key.startswith(tuple(opened.linears))} == plain
+
+
+def test_the_folder_is_described_run_and_turned_back(artifact, exported, tmp_path, capsys):
+    assert run("inspect", exported, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["format"], found["runs"], found["verified"]) == ("ipex", None, 14)
+    assert found["quant_method"] == "ipex-low-precision"
+    (row,) = found["quantized"]
+    assert (row["bits"], row["group_size"], row["symmetric"], row["act_order"]) == (4, 32, False, False)
+    texts = []
+    for folder in (artifact, exported):
+        assert run("generate", folder, "--prompt", "def", "--max-new-tokens", "8", "--backend", "reference", "-q") == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    assert run("export", exported, "-o", tmp_path / "ct", "--format", "compressed-tensors", "-q") == 0
+    assert run("export", tmp_path / "ct", "-o", tmp_path / "ipex", "--format", "ipex", "-q") == 0
+    name = "gptq_checkpoint_g32.pt"
+    assert (tmp_path / "ipex" / name).read_bytes() == (exported / name).read_bytes()
+    assert run("diff", exported, artifact, "--values") == 0
+
+
+def test_a_model_that_is_quantized_so_is_no_source(exported, tmp_path, capsys):
+    assert run("quantize", exported, "-o", tmp_path / "q", "--scheme", "W8A16") == 3
+    assert "the model is quantized already, with ipex-low-precision" in capsys.readouterr().err
+    line = ("quantize", exported, "-o", tmp_path / "q", "--scheme", "W8A16", "--dequantize", "-q")
+    assert run(*line) == 0
+
+
+def test_a_damaged_checkpoint_is_refused_and_other_pickles_stay_what_they_are(exported, llama, tmp_path, capsys):
+    folder = shutil.copytree(exported, tmp_path / "f")
+    path = folder / "gptq_checkpoint_g32.pt"
+    path.write_bytes(path.read_bytes()[:-200])
+    assert run("inspect", folder) == 3 and "not a whole file of torch.save" in capsys.readouterr().err
+    table = torch.load(exported / "gptq_checkpoint_g32.pt", weights_only=True)
+    table[f"{DOWN}.scale"] = table[f"{DOWN}.scale"][:, :3]
+    torch.save(table, path)
+    assert run("generate", folder, "--prompt", "def", "-q") == 3 and f"{DOWN}.scale: is [64, 3]" in capsys.readouterr().err
+    torch.save({"model.norm.weight": torch.ones(64)}, path)
+    path.rename(folder / "pytorch_model.pt")
+    assert run("inspect", folder) == 3 and "pickled weights and no safetensors" in capsys.readouterr().err
