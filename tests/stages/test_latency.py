@@ -134,6 +134,8 @@ def test_an_artifact_is_timed_for_every_batch_size(artifact, capsys):
         assert 0 < first["lowest"] <= first["p50"] <= first["p90"] <= first["p99"] <= first["highest"]
         assert found["seconds"] == pytest.approx(3 * first["average"] + 9 * following["average"])
         assert found["decode_per_second"]["highest"] == pytest.approx(found["batch_size"] / found["decode_token"]["lowest"])
+        for tokens in ("requested", "produced"):
+            assert found[f"{tokens}_per_second"] == pytest.approx(found[tokens] / found["seconds"])
     assert result["memory"]["peak_bytes"] > result["memory"]["kv_cache_bytes"] > 0
 
 

@@ -185,6 +185,18 @@ def test_a_model_of_more_positions_is_served_as_far_as_tgi_serves_it():
     assert (limits.max_total_tokens, limits.max_input_tokens) == (6000, 5999)
 
 
+def test_a_server_that_was_given_a_length_takes_no_longer_prompt_and_text(serve):
+    from quantflow.server.settings import Limits
+
+    with serve(limits=Limits(max_total_tokens=24)) as server:
+        prompt = server.generate("def", max_new_tokens=1, details=True, decoder_input_details=True).json()["details"]["prefill"]
+        room = 24 - len(prompt)
+        assert server.generate("def", max_new_tokens=room).status == 200
+        refused = server.generate("def", max_new_tokens=room + 1)
+        assert refused.status == 422 and "`inputs` tokens + `max_new_tokens` must be <= 24" in refused.json()["error"]
+        assert server.get("/info").json()["max_total_tokens"] == 24
+
+
 MISTAKES = {
     "no JSON": (b"{", 400, "bad_json"),
     "NaN": (b'{"inputs": "x", "parameters": {"temperature": NaN}}', 400, "bad_json"),
