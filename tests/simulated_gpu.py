@@ -108,7 +108,7 @@ class SimulatedGpu(TorchDispatchMode):
                 if there:
                     self.fetched_bytes += there[0].nbytes
                 else:
-                    self.put_bytes += host[0].nbytes
+                    self.put_bytes += tensors[0].nbytes  # a number of the host too
             elif host and there:
                 shapes = ", ".join(f"{'gpu' if isinstance(t, OnGpu) else 'host'} {list(t.shape)}" for t in tensors)
                 raise AcrossError(f"{func}: tensors on two devices: {shapes}")

@@ -12,7 +12,7 @@ from quantflow.backends import cuda, hpu, reference, torch_kernels, vnni
 from quantflow.backends.backend import Backend, Case
 from quantflow.errors import UsageError
 
-_ORDER = (hpu.BACKEND, cuda.BACKEND, *vnni.BACKENDS, *torch_kernels.BACKENDS, reference.BACKEND)
+_ORDER = (hpu.BACKEND, *cuda.BACKENDS, *vnni.BACKENDS, *torch_kernels.BACKENDS, reference.BACKEND)
 BACKENDS: Mapping[str, Backend] = MappingProxyType({backend.name: backend for backend in _ORDER})
 
 

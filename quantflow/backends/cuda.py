@@ -1,25 +1,38 @@
-"""GPUs by NVIDIA: float8 weights times float8 inputs (`torch._scaled_mm`), and decode steps captured as a graph.
+"""GPUs by NVIDIA: float8 weights times float8 inputs (`torch._scaled_mm`, `scaled_mm`), and decode steps captured as a graph.
 
     y = (q_x @ q_w.T) * scale_x * scale_w + bias,    q_x = cast(x / scale_x)
 
 fp8_mm: one scale each goes in as it is (tensor-wise); as soon as weights have one per channel or inputs one per token, both go
 in as vectors (row-wise). Sums are float32, the output bfloat16. Integer weights: torch_kernels.py.
 
+fp8_block_mm: one scale for 128 rows by 128 columns of the weight, one for 128 columns of a token:
+
+    y = sum over blocks b of 128 columns  (q_x[b] @ q_w[b].T) * scale_x[b] * scale_w[b]  + bias
+
+Both scales are column-major, those of the weight padded to fours along its columns, as cuBLAS 12.9 reads them; it has this
+product for capability 9 alone. Tokens are padded to sixteens.
+
 Nothing here was run on a GPU; docs/backends.md says what was checked instead.
 Source: torch 2.13, aten/src/ATen/native/cuda/{ScaledBlas.cpp, ScaledBlasDeviceUtils.cpp, RowwiseScaledMM.cu}: what the product
-checks, and that capability 8.9 and from 9.0 on have it.
+checks, and which capabilities have it.
 """
 
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn import functional
+from torch.nn.functional import ScalingType, scaled_mm
 
-from quantflow.backends.backend import BFLOAT16, E4M3_WEIGHTS, Backend, divides, is_e4m3, keep, need, on, weights_per
+from quantflow.backends.backend import BFLOAT16, E4M3_WEIGHTS, Backend, Case, divides, is_e4m3, keep, need, on, weights_per
+from quantflow.core import affine
 from quantflow.core.qtensor import QuantizedLinear
+from quantflow.core.scheme import TensorScheme
 
 NAME = "cuda"
-_MULTIPLE = 16  # of both features
+_MULTIPLE = 16  # of both features, and of the tokens where they have blocks
+_BLOCK = 128
+_BLOCKS_SINCE = (12, 9)  # the CUDA whose cuBLAS multiplies blocks
 _WARM_UP = 3  # runs before a capture: what is set up at the first call must not be captured
 
 
@@ -62,7 +75,58 @@ def _linear(x: Tensor, linear: QuantizedLinear, bias: Tensor | None) -> Tensor:
     return result.reshape(*x.shape[:-1], result.shape[1])  # [..., O]
 
 
-BACKEND = Backend(
+# A weight in blocks: qvalue, [O, I]; scales, [I / 128 padded to fours, O / 128] column-major; the scheme of its inputs.
+Blocks = tuple[Tensor, Tensor, TensorScheme]
+
+
+def _block_prepare(linear: QuantizedLinear, dtype: torch.dtype) -> Blocks:
+    del dtype
+    assert linear.scheme.input is not None  # it is among the needs
+    scale = linear.weight.scale[::_BLOCK]  # [O / 128, I / 128]
+    padded = functional.pad(scale, (0, -scale.shape[1] % 4)).contiguous()
+    return linear.weight.qvalue, padded.t(), linear.scheme.input
+
+
+def _block_linear(x: Tensor, prepared: Blocks, bias: Tensor | None) -> Tensor:
+    """Return x @ W.T + bias.  x: [..., I] bfloat16; returns [..., O]."""
+    weight, weight_scale, scheme = prepared
+    rows = x.reshape(-1, x.shape[-1])  # [M, I]
+    tokens = len(rows)
+    rows = functional.pad(rows, (0, 0, 0, -tokens % _MULTIPLE if tokens else _MULTIPLE))
+    split = rows.reshape(len(rows), -1, _BLOCK)  # [M, I / 128, 128]
+    scale = affine.scale_per_token(split, scheme)  # [M, I / 128, 1]
+    codes = affine.quantize(split, scale, None, scheme).flatten(1)  # [M, I]
+    scale = scale[..., 0].t().contiguous().t()  # [M, I / 128], column-major
+    result = scaled_mm(
+        codes,
+        weight.t(),
+        scale,
+        ScalingType.BlockWise1x128,
+        weight_scale,
+        ScalingType.BlockWise128x128,
+        output_dtype=x.dtype,
+    )[:tokens]
+    if bias is not None:
+        result = result + bias
+    return result.reshape(*x.shape[:-1], result.shape[1])  # [..., O]
+
+
+def _in_blocks(case: Case) -> bool:
+    taken = case.scheme.input
+    return is_e4m3(taken) and taken.dynamic and taken.granularity == "per_group" and taken.group_size == _BLOCK
+
+
+def _on_nine(case: Case) -> str | None:
+    """Return the need of capability 9 and of no later one, and of a CUDA whose cuBLAS has the product."""
+    found, cuda = torch.cuda.get_device_capability(case.device), str(torch.version.cuda)
+    if found[0] != 9:
+        return f"needs compute capability 9, {case.device} has {found[0]}.{found[1]}"
+    if tuple(map(int, cuda.split(".")[:2])) < _BLOCKS_SINCE:
+        return f"needs CUDA {'.'.join(map(str, _BLOCKS_SINCE))}, torch is built for {cuda}"
+    return None
+
+
+_FP8 = Backend(
     name="fp8_mm",
     needs=(
         on(NAME, capability=(8, 9)),
@@ -76,3 +140,20 @@ BACKEND = Backend(
     prepare=keep,
     linear=_linear,
 )
+_FP8_BLOCK = Backend(
+    name="fp8_block_mm",
+    needs=(
+        on(NAME, capability=(9, 0)),
+        _on_nine,
+        E4M3_WEIGHTS,
+        weights_per("per_block"),
+        need("needs e4m3fn inputs in groups of 128, {c.taken}", _in_blocks),
+        need("needs blocks of 128, not {c.weights.group_size}", lambda c: c.weights.group_size == _BLOCK),
+        BFLOAT16,
+        divides(_BLOCK, 0),
+        divides(_BLOCK, 1),
+    ),
+    prepare=_block_prepare,
+    linear=_block_linear,
+)
+BACKENDS = (_FP8, _FP8_BLOCK)

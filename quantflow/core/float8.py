@@ -88,9 +88,12 @@ def widen(x: Tensor) -> Tensor:
     """Return the float32 values of float8 codes, exactly; any shape.
 
     torch converts float8 to float32 one element after another. A code of e4m3fn, shifted, is the float16 of a 256th of its
-    value, subnormals included, and that conversion is vectorised: fifteen times as fast.
+    value, subnormals included, and that conversion is vectorised: fifteen times as fast. On a device torch's own is used, which
+    does not wait for a number; a step that is captured as a graph must not.
     """
-    if x.dtype != torch.float8_e4m3fn or not x.numel() or (x.view(torch.uint8) & 0x7F).max() == 0x7F:  # 0x7f is NaN
+    if x.device.type != "cpu" or x.dtype != torch.float8_e4m3fn or not x.numel():
+        return x.float()
+    if (x.view(torch.uint8) & 0x7F).max() == 0x7F:  # NaN
         return x.float()
     half = x.view(torch.int8).to(torch.int16)  # the sign fills the upper byte
     half <<= 7

@@ -7,7 +7,7 @@ tensor, or one per key/value head. The scale is that of any symmetric tensor (qu
 amax / 127.5 of int8, 1 where nothing but zeros was seen. What is larger than what was measured saturates.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ class KVScales:
 
     Attributes:
         scheme: one of SCHEMES.
-        keys, values: [1], or per head [kv_heads]; float32, positive.
+        keys, values: [1], or per head [kv_heads]; float32, positive, where the keys and values are.
     """
 
     scheme: TensorScheme
@@ -41,8 +41,14 @@ class KVScales:
         """Return values as the cache gives them back, in their dtype.  values: [..., kv_heads, T, D]."""
         return self._round(values, self.values)
 
+    def to(self, device: torch.device) -> "KVScales":
+        """Return the scales on a device, once, so that none crosses for every token; themselves where they are there."""
+        if self.keys.device == device:
+            return self
+        return replace(self, keys=self.keys.to(device), values=self.values.to(device))
+
     def _round(self, x: Tensor, scale: Tensor) -> Tensor:
-        return affine.fake_quantize(x, scale.to(x.device).reshape(-1, 1, 1), None, self.scheme)
+        return affine.fake_quantize(x, scale.reshape(-1, 1, 1), None, self.scheme)
 
 
 def kv_scales(scheme: TensorScheme, *, keys: Tensor, values: Tensor) -> KVScales:

@@ -146,7 +146,7 @@ class Artifact:
         return read_tensors(self.checkpoint, [source], dtype=dtype or self.dtype)[source].to(self.device)
 
     def kv_scales(self) -> tuple[KVScales, ...]:
-        """Read the scales of every layer's cache; none where keys and values are kept as they are.
+        """Read the scales of every layer's cache, onto the device; none where keys and values are kept as they are.
 
         Raises:
             InputError: a scale is not finite and positive, or has another shape than the model's heads.
@@ -155,7 +155,7 @@ class Artifact:
             return ()
         tensors = {name: read_tensors(self.checkpoint, compressed_tensors.kv_tensor_names(name)) for name in self.caches}
         return tuple(
-            compressed_tensors.decode_kv(name, tensors[name], self.kv_cache, kv_heads=heads)
+            compressed_tensors.decode_kv(name, tensors[name], self.kv_cache, kv_heads=heads).to(self.device)
             for name, heads in self.caches.items()
         )
 

@@ -121,7 +121,7 @@ def _continuations(
 def _may_win(scores: Tensor, found: Pool, generated: int, *, request: Request, beams: Beams) -> Tensor:
     """Return whether the best running beam of each prompt could still enter the pool, [B, 1]."""
     reach = request.max_new_tokens if beams.early_stopping == "never" and beams.length_penalty > 0 else generated
-    worst = found.scores.amin(dim=1, keepdim=True).where(found.real, torch.tensor(_OUT, device=scores.device))
+    worst = found.scores.amin(dim=1, keepdim=True).where(found.real, _OUT)
     best = scores[:, :1] / math.pow(reach, beams.length_penalty)
     return (best > worst).any(dim=1, keepdim=True)
 

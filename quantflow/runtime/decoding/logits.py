@@ -103,8 +103,9 @@ def ban_words(logits: Tensor, tokens: Tensor, words: Sequence[Sequence[int]], *,
         start = tokens.shape[1] - (len(word) - 1)
         if start < 0:
             continue
-        prefix = torch.tensor(word[:-1], dtype=tokens.dtype, device=tokens.device)
-        rows = (tokens[:, start:] == prefix).all(dim=-1)  # all rows for a word of one token
+        rows = torch.ones_like(tokens[:, 0], dtype=torch.bool)  # all rows for a word of one token
+        for column, token in enumerate(word[:-1], start=start):
+            rows &= tokens[:, column] == token
         if padding is not None:
             rows &= padding <= start
         result[:, word[-1]] = result[:, word[-1]].masked_fill(rows, NEVER)

@@ -14,7 +14,7 @@ from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.core.scheme import PRESETS, LinearScheme, TensorScheme, with_float8, with_group_size
 from quantflow.errors import UsageError
 
-_, _, w8a8, w4a8, w4a16, w8a16, fp8, mx, int8_mm, int4_pack, int8_pack, reference = BACKENDS.values()  # as preferred
+_, _, _, w8a8, w4a8, w4a16, w8a16, fp8, mx, int8_mm, int4_pack, int8_pack, reference = BACKENDS.values()  # as preferred
 CPU = torch.device("cpu")
 W4 = with_group_size(PRESETS["W4A16"], 32)
 W4_ASYM = with_group_size(PRESETS["W4A16_ASYM"], 32)
@@ -470,7 +470,7 @@ def test_a_named_backend_that_cannot_run_is_an_error_and_not_a_fallback():
         choose(Case(scheme=PRESETS["W8A16"], device=CPU, shape=(16, 100), dtype=torch.float32), backend="int8_pack")
     with pytest.raises(
         UsageError,
-        match=r"^backend 'fast' is unknown; use one of auto, hpu, fp8_mm, w8a8, w4a8, w4a16, w8a16, fp8, mx, int8_mm",
+        match=r"^backend 'fast' is unknown; use one of auto, hpu, fp8_mm, fp8_block_mm, w8a8, w4a8, w4a16, w8a16, fp8, mx",
     ):
         choose(Case(scheme=PRESETS["W8A16"], device=CPU, shape=(16, 96), dtype=torch.float32), backend="fast")
 

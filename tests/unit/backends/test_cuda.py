@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
 
 from quantflow.backends import BACKENDS, choose, cuda, torch_kernels
 from quantflow.backends.backend import Case
@@ -24,14 +25,16 @@ CHANNEL = replace(FP8, weights=DYNAMIC.weights)  # weights per channel, one scal
 TENSOR = replace(FP8, input=DYNAMIC.input)  # one scale for all weights, inputs per token
 W4 = with_group_size(PRESETS["W4A16"], 32)
 W4_ASYM = with_group_size(PRESETS["W4A16_ASYM"], 64)
+BLOCK = PRESETS["FP8_BLOCK"]
 FLOAT8 = {"static": FP8, "dynamic": DYNAMIC, "channels, static": CHANNEL, "tensor, dynamic": TENSOR}
 RUNS = {
     "fp8_mm": (FP8, DYNAMIC, CHANNEL, TENSOR, with_float8(FP8, "gaudi2")),
+    "fp8_block_mm": (BLOCK,),
     "int8_mm": (PRESETS["W8A8"], PRESETS["W8A8_STATIC"]),
     "int8_pack": (PRESETS["W8A16"],),
     "int4_pack": (W4, W4_ASYM),
 }
-OPERATORS = [(torch, "_scaled_mm"), (torch, "_int_mm"), (torch.ops.aten, "_weight_int8pack_mm")]
+OPERATORS = [(torch, "_scaled_mm"), (torch, "_scaled_mm_v2"), (torch, "_int_mm"), (torch.ops.aten, "_weight_int8pack_mm")]
 OPERATORS += [(torch.ops.aten, "_convert_weight_to_int4pack"), (torch.ops.aten, "_weight_int4pack_mm")]
 ALL = [pytest.param(name, scheme, id=f"{name}-{i}") for name, schemes in RUNS.items() for i, scheme in enumerate(schemes)]
 
@@ -46,6 +49,11 @@ def gpu(monkeypatch):
     return found
 
 
+def shape_for(scheme: LinearScheme, shape: tuple[int, int]) -> tuple[int, int]:
+    """Return a shape that has whole blocks where the scheme has blocks."""
+    return shape if scheme.weights.granularity != "per_block" else (-(-shape[0] // 128) * 128, -(-shape[1] // 128) * 128)
+
+
 def reason(name: str, scheme: LinearScheme, *, device=GPU, shape=(48, 128), dtype=torch.bfloat16) -> str | None:
     return BACKENDS[name].why_not(Case(scheme=scheme, device=device, shape=shape, dtype=dtype))
 
@@ -58,6 +66,8 @@ def quantized(scheme: LinearScheme, shape=(48, 128), *, seed=0) -> QuantizedLine
         qvalue = torch.randint(weights.qmin, weights.qmax + 1, shape, generator=generator, dtype=torch.int8)
     size = (1, 1) if weights.granularity == "per_tensor" else (shape[0], shape[1] // (weights.group_size or shape[1]))
     scale = torch.exp2(torch.randint(-9, -5, size, generator=generator).float())
+    if weights.block_rows > 1:
+        scale = scale[:: weights.block_rows].repeat_interleave(weights.block_rows, dim=0)[: shape[0]]
     zero_point = None if weights.symmetric else torch.randint(-8, 8, size, generator=generator, dtype=torch.int8)
     static = scheme.input is not None and not scheme.input.dynamic
     return QuantizedLinear(
@@ -79,8 +89,9 @@ def exact(linear: QuantizedLinear, x, bias=None):
 
 @pytest.mark.parametrize(("name", "scheme"), ALL)
 def test_on_a_gpu_it_runs_and_auto_takes_it(gpu, name, scheme):
-    assert reason(name, scheme) is None
-    assert choose(Case(scheme=scheme, device=GPU, shape=(48, 128), dtype=torch.bfloat16))[0].name == name
+    shape = shape_for(scheme, (48, 128))
+    assert reason(name, scheme, shape=shape) is None
+    assert choose(Case(scheme=scheme, device=GPU, shape=shape, dtype=torch.bfloat16))[0].name == name
 
 
 @pytest.mark.parametrize(("name", "scheme"), ALL)
@@ -97,10 +108,20 @@ def test_a_gpu_by_another_maker_has_no_such_kernels(gpu, monkeypatch):
 @pytest.mark.parametrize(("name", "scheme"), ALL)
 def test_an_older_gpu_is_refused_with_its_capability(gpu, name, scheme):
     gpu.capability = (7, 5)
-    needed = "8.9" if name == "fp8_mm" else "8.0"
-    assert reason(name, scheme) == f"{name} needs compute capability {needed}, cuda:0 has 7.5"
+    needed = {"fp8_mm": "8.9", "fp8_block_mm": "9.0"}.get(name, "8.0")
+    shape = shape_for(scheme, (48, 128))
+    assert reason(name, scheme, shape=shape) == f"{name} needs compute capability {needed}, cuda:0 has 7.5"
     gpu.capability = (8, 0)
-    assert (reason(name, scheme) is None) == (name != "fp8_mm")
+    assert (reason(name, scheme, shape=shape) is None) == (needed == "8.0")
+
+
+def test_blocks_are_multiplied_by_capability_9_and_cuda_12_9_alone(gpu, monkeypatch):
+    gpu.capability = (10, 0)
+    assert reason("fp8_block_mm", BLOCK, shape=(128, 128)) == "fp8_block_mm needs compute capability 9, cuda:0 has 10.0"
+    gpu.capability = (9, 0)
+    for version, said in (("12.8", "fp8_block_mm needs CUDA 12.9, torch is built for 12.8"), ("12.9", None), ("13.0", None)):
+        monkeypatch.setattr(torch.version, "cuda", version)
+        assert reason("fp8_block_mm", BLOCK, shape=(128, 128)) == said
 
 
 REASONS = [
@@ -122,6 +143,15 @@ REASONS = [
     ("fp8_mm", FP8, {"dtype": torch.float32}, "fp8_mm needs bfloat16 inputs on cuda, not torch.float32"),
     ("fp8_mm", FP8, {"shape": (48, 40)}, "fp8_mm needs in_features that 16 divides, not 40"),
     ("fp8_mm", FP8, {"shape": (40, 48)}, "fp8_mm needs out_features that 16 divides, not 40"),
+    ("fp8_block_mm", FP8, {}, "fp8_block_mm needs weights per block, scheme FP8 has e4m3fn per tensor"),
+    (
+        "fp8_block_mm",
+        replace(BLOCK, input=DYNAMIC.input),
+        {},
+        "fp8_block_mm needs e4m3fn inputs in groups of 128, scheme FP8_BLOCK has e4m3fn per token",
+    ),
+    ("fp8_block_mm", BLOCK, {"shape": (48, 128)}, "fp8_block_mm needs out_features that 128 divides, not 48"),
+    ("fp8_block_mm", BLOCK, {"shape": (128, 192)}, "fp8_block_mm needs in_features that 128 divides, not 192"),
     ("int8_mm", PRESETS["W8A8"], {"shape": (48, 100)}, "int8_mm needs in_features that 8 divides on cuda, not 100"),
     ("int8_mm", PRESETS["W8A8"], {"shape": (49, 128)}, "int8_mm needs out_features that 8 divides on cuda, not 49"),
     ("int4_pack", W4, {"dtype": torch.float32}, "int4_pack needs bfloat16 inputs on cuda, not torch.float32"),
@@ -159,6 +189,8 @@ def checked(operator):
     """Return an operator that asks torch's own checks about tensors on a GPU with these shapes, strides and dtypes."""
 
     def claimed(value):
+        if isinstance(value, list):
+            return [claimed(item) for item in value]
         if not isinstance(value, torch.Tensor):
             return value
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=GPU)
@@ -180,6 +212,7 @@ def test_torch_accepts_what_goes_into_its_operators(name, scheme, lead, biased, 
     monkeypatch.setattr(torch_kernels, "on_gpu", lambda tensor: True)
     for owner, operator in OPERATORS:
         monkeypatch.setattr(owner, operator, checked(getattr(owner, operator)))
+    shape = shape_for(scheme, shape)
     linear, backend = quantized(scheme, shape), BACKENDS[name]
     bias = torch.zeros(shape[0], dtype=torch.bfloat16) if biased else None
     x = torch.zeros(*lead, shape[1], dtype=torch.bfloat16)
@@ -213,6 +246,38 @@ def test_float8_products_are_those_of_the_equation(scheme, lead, biased, monkeyp
     assert y.shape == (*lead, 48)
     # The rounding to bfloat16 alone; the oracle's fake-quantized input is compared in float32, so nothing else rounds.
     assert torch.allclose(y.double(), exact(linear, x, bias), rtol=2**-8, atol=2**-16)
+
+
+def scaled_mm_of_blocks(codes, weight, scale, recipe, weight_scale, weight_recipe, *, output_dtype):
+    """torch.nn.functional.scaled_mm for these recipes by its documentation and ScaledBlas.cpp, in float64."""
+    (tokens, columns), rows = codes.shape, weight.shape[1]
+    assert codes.dtype == weight.dtype == torch.float8_e4m3fn and output_dtype == torch.bfloat16
+    assert codes.stride()[1] == 1 and weight.stride()[0] == 1 and tokens % 16 == 0
+    assert (recipe, weight_recipe) == (functional.ScalingType.BlockWise1x128, functional.ScalingType.BlockWise128x128)
+    blocks = columns // 128
+    fours = -(-blocks // 4) * 4
+    assert (scale.shape, scale.stride(0), scale.dtype) == ((tokens, blocks), 1, torch.float32)
+    assert scale.stride(1) == (tokens if blocks > 1 else 1)
+    assert (weight_scale.shape, weight_scale.stride(0), weight_scale.dtype) == ((fours, rows // 128), 1, torch.float32)
+    assert weight_scale.stride(1) == fours or weight_scale.shape[1] == 1
+    x = codes.double().reshape(tokens, blocks, 128) * scale.double()[..., None]
+    w = weight.t().double().reshape(rows // 128, 128, blocks, 128) * weight_scale[:blocks].t().double()[:, None, :, None]
+    return (x.reshape(tokens, columns) @ w.reshape(rows, columns).t()).to(output_dtype)
+
+
+@pytest.mark.parametrize("shape", [(128, 128), (256, 640)], ids=str)  # one block and five, which are padded to eight
+@pytest.mark.parametrize("lead", [(1,), (2, 5), (16,), (0,)], ids=str)
+@pytest.mark.parametrize("biased", [False, True])
+def test_products_of_blocks_are_those_of_the_equation(shape, lead, biased, monkeypatch):
+    monkeypatch.setattr(cuda, "scaled_mm", scaled_mm_of_blocks)
+    linear, backend = quantized(BLOCK, shape), BACKENDS["fp8_block_mm"]
+    x = torch.randn(*lead, shape[1], generator=torch.Generator().manual_seed(1)).bfloat16()
+    bias = torch.linspace(-1, 1, shape[0]).bfloat16() if biased else None
+    y = backend.linear(x, backend.prepare(linear, torch.bfloat16), bias)
+    assert y.shape == (*lead, shape[0])
+    expected = exact(linear, x, bias)
+    # The product is rounded to bfloat16, and with a bias the sum once more.
+    assert torch.allclose(y.double(), expected, rtol=2**-7 if biased else 2**-8, atol=2**-7 if biased else 2**-16)
 
 
 def test_a_float8_product_worked_by_hand(monkeypatch):
@@ -312,6 +377,7 @@ def test_few_tokens_are_padded_for_a_gpu_and_the_padding_is_taken_off(as_on_gpu,
 @pytest.mark.parametrize("lead", [(1,), (2, 5), (40,)], ids=str)
 @pytest.mark.parametrize("shape", [(48, 128), (256, 512)], ids=str)
 def test_on_a_gpu_it_agrees_with_the_equation(name, scheme, lead, shape):
+    shape = shape_for(scheme, shape)
     said = reason(name, scheme, shape=shape)
     if said is not None:
         pytest.skip(said)
