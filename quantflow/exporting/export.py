@@ -104,6 +104,7 @@ def run(job: ExportJob, progress: Progress, *, prover: Prover | None = None) -> 
     check(job)
     refuse_shards(job.quantized)
     record = stage_folder.require_done(job.quantized, stage="quantize", unread="layers/*.safetensors")
+    _require_recorded(record["files"], job.quantized)
     summary = read_summary(job.quantized)
     asked = [job.format, parse_size(job.shard_size), *(["measure_inputs"] if job.measure_inputs else [])]
     made_from = digest_of([record["inputs"], *asked])
@@ -153,6 +154,18 @@ def _model_of(record: Mapping[str, Any], quantized: Path) -> str:
     where, remedy = f"{quantized / stage_folder.DONE}: inputs", "quantize the model again"
     schema.check(record["inputs"], _Inputs, where=where, remedy=remedy)
     return str(record["inputs"]["model"])
+
+
+def _require_recorded(files: Mapping[str, Any], quantized: Path) -> None:
+    """Refuse a folder with files of layers that DONE.json does not record.
+
+    Raises:
+        InputError: naming the first.
+    """
+    paths = [quantized / SUMMARY, *(quantized / "layers").glob("*.json"), *(quantized / "layers").glob("*.safetensors")]
+    missing = sorted({path.relative_to(quantized).as_posix() for path in paths} - files.keys())
+    if missing:
+        raise InputError(f"{quantized / stage_folder.DONE}: files: has no {missing[0]}", "quantize the model again")
 
 
 def _require_linears(summary: Mapping[str, Any], source: ModelFiles, quantized: Path) -> None:

@@ -28,6 +28,7 @@ class _Source(TypedDict):
 
 class _Recipe(TypedDict):
     name: str
+    scheme: str
 
 
 class _Tensor(TypedDict):

@@ -75,15 +75,15 @@ def batch(target: Target, first: int, count: int, *, seed: int, kept: Path | Non
 
 
 def run(
-    name: str, target: Target, *, inputs: int, seconds: float, seed: int, kept: Path | None = None
+    name: str, target: Target, *, inputs: int, seconds: float, seed: int, kept: Path | None = None, size: int = BATCH
 ) -> tuple[int, Counter[str]]:
     """Return how many inputs a target got, and what it did other than promised, and how often."""
     found: Counter[str] = Counter()
     end = time.monotonic() + seconds
-    for first in range(0, inputs, BATCH):
+    for first in range(0, inputs, size):
         if time.monotonic() > end:
             return first, found
-        count = min(BATCH, inputs - first)
+        count = min(size, inputs - first)
         outcome = isolated(
             lambda first=first, count=count: batch(target, first, count, seed=seed, kept=kept),
             seconds=SECONDS * count,
@@ -114,6 +114,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=lambda text: text.split(","), help="these targets; a comma between them")
     parser.add_argument("--kept", type=Path)
+    parser.add_argument("--batch", type=int, default=BATCH, help="inputs of a process")
     options = parser.parse_args()
     if options.kept is not None:
         options.kept.mkdir(parents=True, exist_ok=True)
@@ -122,7 +123,13 @@ def main() -> int:
         if options.only is None or name in options.only:
             begin = time.monotonic()
             count, found = run(
-                name, target, inputs=options.inputs, seconds=options.seconds, seed=options.seed, kept=options.kept
+                name,
+                target,
+                inputs=options.inputs,
+                seconds=options.seconds,
+                seed=options.seed,
+                kept=options.kept,
+                size=options.batch,
             )
             whole += sum(found.values())
             print(f"{name}\t{count} inputs\t{time.monotonic() - begin:.0f} s\t{len(found)} findings", flush=True)

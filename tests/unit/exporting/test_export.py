@@ -315,6 +315,8 @@ def resealed(folder: Path, name: str, change) -> None:
         ("layers/00000.json", lambda value: value.update(errors=5), "layers/00000.json: errors"),
         ("DONE.json", lambda value: value["inputs"].pop("model"), "inputs: model"),
         ("DONE.json", lambda value: value["files"].update({"quantize.json": 5}), "quantize.json"),
+        ("DONE.json", lambda value: value["files"].pop("quantize.json"), "files: has no quantize.json"),
+        ("DONE.json", lambda value: value.update(files={}), "files: has no layers/00000.json"),
     ],
 )
 def test_a_record_of_a_quantized_folder_that_is_none_is_refused_with_its_key(quantized, tmp_path, capsys, name, change, said):
