@@ -34,9 +34,11 @@ class Notes:
         """Return `yes`, or `no` with the number of the note that says why."""
         if refusal is None:
             return "yes"
-        error = refusal.error("", family="such a model", others="one that says yes")
+        error = refusal.error("", family="such a model", others="an algorithm with a yes in this row")
         text = "; ".join(part for part in (error.cause.lstrip(";, "), error.remedy) if part)
         text = text.replace("of family such a model", "of such a model")
+        if text.startswith("whose "):
+            text = f"its {text.removeprefix('whose ')}"
         if text not in self.texts:
             self.texts.append(text)
         return f"no ({self.texts.index(text) + 1})"
