@@ -76,18 +76,18 @@ def page(documents: dict[str, Row], rows: dict[str, Row]) -> str:
     lines = [
         f"# Coverage: {counts[WORKS]} of {len(rows)} rows work, {counts[IN_PART]} in part, {counts[NOT]} not",
         "",
-        f"Five programs' documents, taken apart into {len(rows)} rows, and what quantflow has of each.",
-        "`python docs/make_coverage.py` makes this page from coverage.toml; a test checks that all rows and tests of it",
+        f"The documents of five programs describe {len(rows)} features, a row each; this page says what quantflow has of them.",
+        "`python docs/make_coverage.py` makes it from coverage.toml; a test checks that all rows and tests of it",
         "are there. What works on other devices than CPUs was tried with stand-ins alone ([not-run.md](not-run.md)).",
-        "Twenty rows drawn at random were broken on purpose. The named tests of fourteen failed at once. Six had a place that",
-        "theirs did not reach: for three a test was written (bfloat16, H18, G11), three name one that was there (H30, B40,",
-        "I1). The tests of all twenty fail now. Those of the other rows were not tried so.",
+        "In twenty rows, drawn at random, the feature was broken on purpose. The named tests of fourteen failed. The tests of",
+        "six passed; for three of these a test was written (bfloat16, H18, G11), three now name one that was there (H30, B40,",
+        "I1), so that all twenty fail. The tests of the other rows were not tried so.",
         "",
         "| state | when |",
         "|---|---|",
-        "| works | the named tests are of it, and nothing asked for is missing; what is otherwise here than there is said |",
-        "| in part | what is missing is said, and the tests are those of the rest |",
-        "| not | why |",
+        "| works | the named tests cover it, and nothing asked for is missing; the column *here* has differences |",
+        "| in part | the column *here* says what is missing; the tests cover the rest |",
+        "| not | the column *here* says why |",
     ]
     for letter, document in documents.items():
         own = {name: row for name, row in rows.items() if name.rstrip("0123456789") == letter}
