@@ -122,7 +122,7 @@ def read_validation(path: Path) -> dict[str, Any]:
     if missing:
         raise InputError(f"{file}: has no {missing[0]!r}", "give a validation.json; an old one: run `quantflow validate` again")
     check(values, _Validation, where=str(file), remedy=_AGAIN)
-    if set(METRICS) - values["metrics"].keys():
+    if set(METRICS) - (values["metrics"].keys() & values["gate"]["thresholds"].keys()):
         raise InputError(f"{file}: lacks a metric of {', '.join(METRICS)}", "run `quantflow validate` again")
     unknown = {*values["gate"], *values["gate"]["thresholds"]} - {field.name for field in fields(Gate)} - METRICS.keys()
     if unknown:

@@ -184,6 +184,7 @@ def test_a_file_that_is_no_validation_is_refused(files, missing):
         (("gate", "thresholds"), None, "gate.thresholds: None, a table"),
         (("gate", "thresholds", "bleu"), 1.0, "gate: 'bleu' is not known"),
         (("gate", "more"), 1.0, "gate: 'more' is not known"),
+        (("gate", "thresholds"), {"mean_kld": 0.1}, "lacks a metric of"),
         (("windows",), [], "windows: [], a table"),
         (("reasons",), "none", "reasons: 'none', a list"),
         (("protocol",), 1, "protocol: 1, a table"),
