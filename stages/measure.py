@@ -38,8 +38,8 @@ def command(
 ) -> None:
     """Stage 1: run calibration text through MODEL, keep statistics.
 
-    MODEL is the folder of a Hugging Face model. Without --for the statistics serve every scheme and its default algorithm;
-    best, yaqa and mixed precision need --for.
+    MODEL is a folder, a name on the hub (org/name), or a GGUF file. Without --for the statistics serve every scheme and its
+    default algorithm; best, yaqa and mixed precision need --for.
 
     \b
     Example: quantflow measure ./llama -o work/1-measure --calibration text.jsonl --samples 128 --ranks 8 --tp 4
