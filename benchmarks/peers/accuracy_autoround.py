@@ -1,6 +1,7 @@
 """AutoRound for accuracy.py; see _shared.py for the arguments.
 
-SETTINGS: iterations, and either bits, group_size and symmetric, or scheme (a preset of 4-bit floats) and act_bits.
+SETTINGS: iterations, device (default cpu), and either bits, group_size and symmetric, or scheme (a preset of 4-bit floats) and
+act_bits.
 
 Its own defaults otherwise, but for the length and the number of the calibration sequences.
 """
@@ -44,7 +45,7 @@ def quantize(model: str, rows: list[list[int]], output: Path, settings: dict[str
         dataset=[{"input_ids": torch.tensor([row])} for row in rows],
         nsamples=len(rows),
         seqlen=len(rows[0]),
-        device_map="cpu",
+        device_map=settings.get("device", "cpu"),
     )
     rounder.quantize_and_save(str(output), format="llm_compressor" if "scheme" in settings else "auto_round")
     return Report(version=version("auto-round"), seconds=time.monotonic() - begin)

@@ -16,9 +16,10 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("calibration", help=".jsonl with `input_ids`")
     parser.add_argument("output")
+    parser.add_argument("--device", default="cpu", help="default: cpu")
     given = parser.parse_args()
     rows = [json.loads(line)["input_ids"] for line in Path(given.calibration).read_text().splitlines()]
-    model = GPTQModel.load(given.model, QuantizeConfig(bits=4, group_size=128, sym=True, desc_act=False), device="cpu")
+    model = GPTQModel.load(given.model, QuantizeConfig(bits=4, group_size=128, sym=True, desc_act=False), device=given.device)
     model.quantize([{"input_ids": row, "attention_mask": [1] * len(row)} for row in rows], batch_size=1)
     model.save(given.output)
 
