@@ -154,6 +154,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     from _alone import alone  # here: the process of a check needs nothing of quantflow's before the check does
 
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that the check that runs is ended too
     return alone(_all, given)
 
 

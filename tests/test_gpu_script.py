@@ -8,6 +8,7 @@ import sys
 import time
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -241,6 +242,74 @@ def found_by(part, function, place):
     told = place.work / "found.jsonl"
     getattr(part(module), name)(place, record.Found(told, on_gpu=False))
     return record.read_found(told)
+
+
+class Event:
+    """A CUDA event whose time is the host's."""
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+        self.at = None
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def elapsed_time(self, end: "Event") -> float:
+        return 1e3 * (end.at - self.at)
+
+
+@pytest.fixture
+def pretended(monkeypatch):
+    """Let torch.cuda answer as if there were an H100, so that the lines for a GPU run; tensors stay on the CPU."""
+    properties = {"name": "NVIDIA H100", "major": 9, "minor": 0, "total_memory": 80 * 10**9, "multi_processor_count": 132}
+    properties |= {"memory_clock_rate": 2_619_000, "memory_bus_width": 5120}
+    answers = {
+        "get_device_properties": lambda _device: SimpleNamespace(**properties),
+        "mem_get_info": lambda _device: (79 * 10**9, 80 * 10**9),
+        "Event": Event,
+        "synchronize": lambda _device=None: None,
+        "empty_cache": lambda: None,
+        "reset_peak_memory_stats": lambda _device: None,
+        "max_memory_allocated": lambda _device: 123_000_000,
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+
+
+def test_the_environment_of_a_gpu_is_told(part, place, pretended):
+    there = part("dataclasses").replace(place, device="cuda:0")
+    found = found_by(part, ("_gpu.environment", "environment"), there)
+    told = {line["what"]: line["value"] for line in found["figure"]}
+    assert (told["device"], told["compute capability"], told["memory of the device"]) == ("NVIDIA H100", "9.0", "80.00 GB")
+    assert found["claim"][0]["met"] and "device, capability, driver, CUDA" not in {line["what"] for line in found["absent"]}
+    assert part("_gpu.products").makers_speed(there) == pytest.approx(3.352e12, rel=1e-3)
+    assert part("_gpu.products").makers_speed(place) is None
+
+
+def test_calls_on_a_gpu_are_timed_between_its_events(part, pretended):
+    clock = part("_gpu.products").Clock(device=CPU, rounds=3)
+    clock.device = torch.device("cuda:0")
+    assert 0.01 < clock.seconds(lambda: time.sleep(0.01), cold=False) < 0.5
+
+
+def test_the_memory_of_a_gpu_is_that_of_each_stage_and_is_compared_with_its_plan(part, place, pretended, monkeypatch):
+    """The stages run on the CPU; what the device took, and what its plan says, are made up."""
+    stages, api = part("_gpu.stages"), part("quantflow.api")
+    ran = []
+    monkeypatch.setattr(api, "measure", lambda *words, **options: ran.append(options) or SimpleNamespace(folder=place.work))
+    monkeypatch.setattr(api, "quantize", lambda *words, compute, **options: ran.append({"compute": compute}))
+    monkeypatch.setattr(stages, "takes", lambda verb, option: True)
+    planned = [{"stage": "measure", "peak_memory": 1e9, "device_memory": 2e8}]
+    planned += [{"stage": "quantize", "peak_memory": 1e9, "device_memory": 1e8}]
+    monkeypatch.setattr(stages, "quantflow", lambda *words: json.dumps({"stages": planned}))
+    monkeypatch.setattr(stages, "peak_of", lambda words: 10**8)
+    there = part("dataclasses").replace(place, device="cuda:0")
+    found = found_by(part, ("_gpu.stages", "memory"), there)
+    assert [options["compute"].device for options in ran] == ["cuda:0", "cuda:0"]
+    assert [(line["what"], line["met"]) for line in found["claim"]] == [
+        ("measure: memory of the device", True),
+        ("quantize: memory of the device", False),
+    ]
 
 
 def test_products_on_the_cpu_hold_and_bars_are_left_alone(part, place):
