@@ -215,6 +215,7 @@ def quantize(
     seed: int = 0,
     revision: str | None = None,
     resources: Resources = Resources(),
+    compute: Compute = Compute(),
     trust_network: bool = False,
     force: bool = False,
     progress: Progress = SILENT,
@@ -231,6 +232,7 @@ def quantize(
         seed: of the canary where no measurement is given.
         revision: of a model on the hub; of any other, a word for the manifest.
         resources: limits of memory and disk; no bit of the result depends on them.
+        compute: the device that runs layers, in float32, and rounds weights; and the dtype of what a measurement lacks.
         trust_network: the ranks may meet at the address of somebody's torchrun, which others may reach.
         force: redo a finished result that was made from other inputs, instead of refusing.
         progress: is told how far it is.
@@ -246,7 +248,9 @@ def quantize(
         output_folder(output, reads={"the model": model, "the measurement": measurement}),
     )
     if measurement is not None:
-        measurement = completed(Path(measurement), artifact, model=folder, resources=resources, progress=progress)
+        measurement = completed(
+            Path(measurement), artifact, model=folder, resources=resources, compute=compute, progress=progress
+        )
     job = QuantizeJob(
         model=folder,
         output=where,
@@ -256,6 +260,7 @@ def quantize(
         revision=revision,
         replace=force,
         resources=resources,
+        compute=compute,
         ranks=ranks,
         trust_network=trust_network,
     )
@@ -292,7 +297,7 @@ def make_artifact(
         seed: of the choice of documents.
         revision: of a model on the hub; of any other, a word for the manifest.
         resources: limits of memory and disk; no bit of the result depends on them.
-        compute: the device that runs the layers of `measure`, and in which dtype.
+        compute: the device that runs layers and rounds weights.
         force: redo an artifact that was made from other inputs, instead of refusing.
         progress: is told how far it is.
         prover: as of `export`.
@@ -324,7 +329,14 @@ def make_artifact(
         )
         measurement = measured.folder
     quantized = quantize(
-        folder, work / "2-quantize", artifact=artifact, measurement=measurement, seed=seed, force=True, **shared
+        folder,
+        work / "2-quantize",
+        artifact=artifact,
+        measurement=measurement,
+        seed=seed,
+        compute=compute,
+        force=True,
+        **shared,
     )
     made = export(quantized.folder, output, options=options, model=folder, force=force, prover=prover, **shared)
     return ArtifactResult(folder=made.folder, quantized=quantized)

@@ -74,13 +74,17 @@ def text(plan: Mapping[str, Any]) -> str:
 
 def _stages(plan: Mapping[str, Any]) -> str:
     timed = plan["total"]["seconds"] is not None
+    placed = any("device_memory" in stage for stage in plan["stages"])
     rows = []
     for stage in plan["stages"]:
         note = "does not fit" if stage["refused"] else ""
-        row = [stage["stage"], stage["artifact"] or "", note, size(stage["peak_memory"]), str(stage["workers"])]
+        row = [stage["stage"], stage["artifact"] or "", note, size(stage["peak_memory"])]
+        if placed:
+            row.append("" if stage["device_memory"] is None else size(stage["device_memory"]))
+        row.append(str(stage["workers"]))
         row += [size(stage["result"]), size(stage["scratch"])]
         rows.append([*row, duration(stage["seconds"])] if timed else row)
-    columns = ("stage", "artifact", "", "peak memory", "workers", "result", "scratch")
+    columns = ("stage", "artifact", "", "peak memory", *(["on device"] if placed else []), "workers", "result", "scratch")
     refused = [f"does not fit: {stage['refused']}" for stage in plan["stages"] if stage["refused"]]
     return "\n".join([table((*columns, "time") if timed else columns, rows), *refused])
 

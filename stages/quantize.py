@@ -110,6 +110,7 @@ def command(model: str, output: Path, artifact: Path | None, settings: tuple[str
         "seed": values.seed,
         "revision": values.revision,
         "resources": values.resources,
+        "compute": values.compute,
         "trust_network": shared["trust_network"],
         "force": shared["force"],
     }

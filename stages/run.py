@@ -103,6 +103,7 @@ def run(job: RunJob, progress: Progress) -> list[api.ValidateResult]:
                 measurement=measurement,
                 seed=recipe.seed,
                 revision=recipe.revision,
+                compute=recipe.compute,
                 **shared,
             )
         with times.timing("export", entry.name):

@@ -4,6 +4,7 @@ test_device.py runs these tests in a process of their own.
 """
 
 import json
+import threading
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,11 +17,14 @@ from safetensors.torch import load_file
 from quantflow import api
 from quantflow.calibration import measure, observe
 from quantflow.core.device import HOST, Device, open_device
-from quantflow.core.qtensor import QuantizedLinear
-from quantflow.errors import QuantflowError, UnsupportedError, UsageError
+from quantflow.core.kv import KVScales
+from quantflow.core.qtensor import QTensor, QuantizedLinear
+from quantflow.errors import QuantflowError, ResourceError, UnsupportedError, UsageError
 from quantflow.evaluation import layerwise
 from quantflow.exporting.canary import rounder
-from quantflow.models import capture, stand_ins
+from quantflow.models import capture, read_ahead, stand_ins
+from quantflow.models.load import Source
+from quantflow.observers import of_gradients
 from quantflow.planning.recipe import (
     Calibration,
     Compute,
@@ -29,6 +33,7 @@ from quantflow.planning.recipe import (
     Measure,
     Quantize,
     Recipe,
+    Resources,
     Validate,
 )
 from quantflow.progress import SILENT
@@ -39,8 +44,9 @@ from quantflow.validation import validate
 from tests.simulated_gpu import GPU, AcrossError, SimulatedGpu
 
 SIMULATED = Device(kind=GPU, model="simulated", capability="0.0")
-STATS = ("amax", "channel_amax", "min_max", "mean_abs", "histogram", "hessian")
+STATS = ("amax", "channel_amax", "min_max", "mean_abs", "histogram", "hessian", "fisher", "gradient")
 ON_GPU = Compute(device="cuda")
+CROSSINGS = (Device.put, Device.fetch, QTensor.to, QuantizedLinear.to, KVScales.to)
 ARTIFACTS: dict[str, dict[str, Any]] = {
     "zero points": {"scheme": "W4A16_ASYM", "algorithm": "rtn", "group_size": 32},
     "inputs, heads and caches": {
@@ -52,9 +58,9 @@ ARTIFACTS: dict[str, dict[str, Any]] = {
 }
 
 
-def _measure(model: Path, output: Path, text: Path, **words: Any) -> dict[str, torch.Tensor]:
+def _measure(model: Path, output: Path, text: Path, stats: tuple[str, ...] = STATS, **words: Any) -> dict[str, torch.Tensor]:
     calibration = Calibration(source=str(text), samples=3, sequence_length=32)
-    api.measure(model, output, calibration=calibration, measuring=Measure(stats=STATS), **words)
+    api.measure(model, output, calibration=calibration, measuring=Measure(stats=stats), **words)
     return load_file(output / "rank-000-of-001" / "statistics.safetensors")
 
 
@@ -63,7 +69,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> SimulatedGpu:
     """The device that `cuda` is, entered by the test; tensors cross in `put` and `fetch`, and a quantized linear as a whole."""
     for stage in (measure, validate):
         monkeypatch.setattr(stage, "open_device", lambda name: HOST if name == "cpu" else SIMULATED)
-    return SimulatedGpu(Device.put, Device.fetch, QuantizedLinear.to)
+    return SimulatedGpu(*CROSSINGS)
 
 
 @pytest.fixture(scope="module")
@@ -100,11 +106,55 @@ def test_the_simulation_fails_where_one_crossing_is_forgotten(
     if broken == "masks stay in host memory":
         monkeypatch.setattr(capture, "TensorPool", lambda _device: stand_ins.TensorPool())
     elif broken == "weights stay there":
+        fill = Source.fill_
+        monkeypatch.setattr(Source, "fill_", lambda *of, dtype, device=HOST: fill(*of, dtype=dtype))
         monkeypatch.setattr(capture, "placed", lambda module, device: nullcontext())
     else:
         monkeypatch.setattr(observe, "fetched", lambda tensors, device: tensors)
     with simulated, pytest.raises((AcrossError, RuntimeError), match="two devices|crosses outside|subclass|numpy"):
         _measure(llama, tmp_path / "m", text_files["calibration"], compute=ON_GPU)
+
+
+def test_a_layer_is_read_while_the_one_before_it_runs_and_the_bits_stay(
+    llama: Path, text_files: dict[str, Path], tmp_path: Path, simulated: SimulatedGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    second, run, readers = threading.Event(), capture.LayerStream.run, set[str]()
+    read = read_ahead.read_tensor
+
+    def reading(path: Path, info: Any, **words: Any) -> torch.Tensor:
+        readers.add(threading.current_thread().name)
+        tensor = read(path, info, **words)
+        if info.name.endswith("layers.1.mlp.down_proj.weight"):
+            second.set()
+        return tensor
+
+    def running(self: capture.LayerStream, *of: Any, **words: Any) -> torch.Tensor:
+        assert second.wait(60), "layer 1 is not read while layer 0 runs"
+        return run(self, *of, **words)
+
+    with monkeypatch.context() as patched, simulated:
+        patched.setattr(read_ahead, "read_tensor", reading)
+        patched.setattr(capture.LayerStream, "run", running)
+        found = _measure(llama, tmp_path / "ahead", text_files["calibration"], compute=ON_GPU)
+    assert {name.rpartition("_")[0] for name in readers} == {read_ahead.THREAD}
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith(read_ahead.THREAD)]
+    with SimulatedGpu(*CROSSINGS):
+        monkeypatch.setattr(measure, "reading_ahead", lambda source, _device: nullcontext(source))
+        expected = _measure(llama, tmp_path / "after", text_files["calibration"], compute=ON_GPU)
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def test_what_a_device_has_no_room_for_is_refused_before_a_layer_is_read(
+    llama: Path, text_files: dict[str, Path], tmp_path: Path, simulated: SimulatedGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Source, "fill_", lambda *_of, **_words: pytest.fail("a weight was read"))
+    with simulated, pytest.raises(ResourceError, match="tensors take .* of simulated:0 .*--max-device-memory 100KB") as refused:
+        _measure(
+            llama, tmp_path / "m", text_files["calibration"], compute=ON_GPU, resources=Resources(max_device_memory="100KB")
+        )
+    assert refused.value.exit_code == 5
+    assert simulated.put_bytes == 0
 
 
 def test_a_stopped_measurement_begins_again_on_another_device(
@@ -118,7 +168,9 @@ def test_a_stopped_measurement_begins_again_on_another_device(
 def test_a_run_in_bfloat16_has_float32_statistics_near_those_of_float32(
     llama: Path, text_files: dict[str, Path], tmp_path: Path, on_cpu: dict[str, torch.Tensor]
 ) -> None:
-    found = _measure(llama, tmp_path / "m", text_files["calibration"], compute=Compute(dtype="bfloat16"))
+    forward = tuple(name for name in STATS if not of_gradients(name))
+    found = _measure(llama, tmp_path / "m", text_files["calibration"], compute=Compute(dtype="bfloat16"), stats=forward)
+    on_cpu = {name: tensor for name, tensor in on_cpu.items() if name in found}
     assert {name: (tensor.dtype, tensor.shape) for name, tensor in found.items()} == {
         name: (tensor.dtype, tensor.shape) for name, tensor in on_cpu.items()
     }
@@ -154,14 +206,16 @@ def test_a_word_that_is_no_device_and_no_dtype_is_refused(words: dict[str, str])
         Compute(**words)
 
 
-def test_ranks_and_gradients_are_refused_on_a_device(
+def test_ranks_that_share_a_device_or_a_model_and_gradients_in_bfloat16_are_refused(
     llama: Path, text_files: dict[str, Path], tmp_path: Path, simulated: SimulatedGpu
 ) -> None:
-    words: dict[str, Any] = {"calibration": Calibration(source=str(text_files["calibration"])), "compute": ON_GPU}
-    with pytest.raises(UsageError, match="2 ranks with --device"):
-        api.measure(llama, tmp_path / "m", measuring=Measure(ranks=2), **words)
-    with pytest.raises(UnsupportedError, match="gradients go back in float32 on the CPU"):
-        api.measure(llama, tmp_path / "m", measuring=Measure(stats=("gradient",)), **words)
+    words: dict[str, Any] = {"calibration": Calibration(source=str(text_files["calibration"]))}
+    with pytest.raises(UsageError, match="2 ranks with --device cuda:0, which they would share"):
+        api.measure(llama, tmp_path / "m", measuring=Measure(ranks=2), compute=Compute(device="cuda:0"), **words)
+    with pytest.raises(UnsupportedError, match="ranks that share a model with --device cuda"):
+        api.measure(llama, tmp_path / "m", measuring=Measure(ranks=2, tp=2), compute=ON_GPU, **words)
+    with pytest.raises(UnsupportedError, match="gradients go back through layers in float32"):
+        api.measure(llama, tmp_path / "m", measuring=Measure(stats=("gradient",)), compute=Compute(dtype="bfloat16"), **words)
 
 
 def test_run_hands_the_device_of_a_recipe_to_measure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -178,6 +232,12 @@ def test_deterministic_kernels_are_asked_for_and_the_setting_is_put_back() -> No
     assert torch.are_deterministic_algorithms_enabled() == before
     with HOST.deterministic():
         assert torch.are_deterministic_algorithms_enabled() == before
+
+
+def test_memory_that_ends_on_a_device_is_no_defect_of_the_program() -> None:
+    with pytest.raises(ResourceError, match="simulated:0: its memory ended") as refused, SIMULATED.deterministic():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 MiB.")
+    assert refused.value.exit_code == 5
 
 
 @pytest.fixture(scope="module")

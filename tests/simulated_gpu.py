@@ -70,6 +70,7 @@ class SimulatedGpu(TorchDispatchMode):
         self.crossings = {function.__code__ for function in crossings}  # type: ignore[attr-defined]
         self.put_bytes = self.fetched_bytes = 0
         self.live = self.peak = 0
+        self._holders: dict[int, int] = {}  # storage -> tensors of the device that have it
         self.operators = 0
 
     def __enter__(self) -> "SimulatedGpu":
@@ -96,16 +97,14 @@ class SimulatedGpu(TorchDispatchMode):
                 return func(*args, **{name: value for name, value in kwargs.items() if name != "pin_memory"})
             name = func.overloadpacket.__name__
             host = [tensor for tensor in tensors if not isinstance(tensor, OnGpu) and tensor.ndim and not tensor.is_meta]
-            crosses = name in ("_to_copy", "copy_") and (bool(host) or asked in (KIND, "cpu") or (there and host))
-            if crosses and bool(host) == bool(there) and name == "copy_" and not host:
-                crosses = False
-            if crosses and name == "_to_copy" and there and asked in (None, KIND):
-                crosses = False
-            if name == "copy_" and not host:
-                crosses = False
+            crosses = False
+            if name == "_to_copy" and asked in (KIND, "cpu"):
+                crosses = (asked == KIND) != bool(there)
+            elif name == "copy_":
+                crosses = bool(host) and bool(there)
             if crosses:
                 self._allow(func)
-                if there:
+                if there and not (name == "copy_" and isinstance(args[0], OnGpu)):
                     self.fetched_bytes += there[0].nbytes
                 else:
                     self.put_bytes += tensors[0].nbytes  # a number of the host too
@@ -134,15 +133,19 @@ class SimulatedGpu(TorchDispatchMode):
             return known[id(value)]
         made = OnGpu(value)
         storage = value.untyped_storage()
-        if value._base is None:
-            nbytes = storage.nbytes()
+        key, nbytes = storage._cdata, storage.nbytes()
+        if not self._holders.get(key):  # views share their storage
             self.live += nbytes
             self.peak = max(self.peak, self.live)
-            weakref.finalize(made, self._release, nbytes)
+        self._holders[key] = self._holders.get(key, 0) + 1
+        weakref.finalize(made, self._release, key, nbytes)
         return made
 
-    def _release(self, nbytes: int) -> None:
-        self.live -= nbytes
+    def _release(self, key: int, nbytes: int) -> None:
+        self._holders[key] -= 1
+        if not self._holders[key]:
+            del self._holders[key]
+            self.live -= nbytes
 
     def _allow(self, func: Any) -> None:
         """Refuse a crossing that none of the named functions asked for."""

@@ -53,6 +53,9 @@ class Algorithm(Protocol):
     TO_NEAREST: bool
     """Whether it takes the whole range of a weight and rounds to nearest: cards round slices by it, and a range may be cut."""
 
+    ON_DEVICE: bool
+    """Whether `quantize_group` computes where its tensors are; else it is given tensors in host memory."""
+
     SUPPORTS: Supports
     """What it goes with."""
 

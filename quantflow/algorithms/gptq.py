@@ -26,6 +26,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from quantflow.core import groups
 from quantflow.core.parallel import SEQUENTIAL, Workers
 from quantflow.core.qtensor import QTensor, qvalue_dtype
 from quantflow.core.result import JSON, GroupResult
@@ -51,6 +52,7 @@ NEEDS: tuple[str, ...] = (HESSIAN_SUM.name, COUNT.name)
 BY_ROW: bool = False
 VERSION: int = 5
 TO_NEAREST: bool = False
+ON_DEVICE: bool = True
 SUPPORTS = EVERYTHING
 
 # Constants, since they order the sums and so are part of the result.
@@ -118,12 +120,12 @@ def quantize_group(
         weights, scheme.weights, scale_dtype=scale_dtype, importance=importance, either_sign=sign, workers=workers
     )
     feedback = feedback_of(hessian_sum, name=next(iter(weights)), workers=workers, in_place=in_place)
-    qvalues = {name: torch.empty(weight.shape, dtype=qvalue_dtype(scheme.weights)) for name, weight in weights.items()}
+    qvalues = {name: weight.new_empty(weight.shape, dtype=qvalue_dtype(scheme.weights)) for name, weight in weights.items()}
 
     def unit(pieces: Sequence[_Piece]) -> None:
         _round_rows(pieces, weights, grids, scheme=scheme.weights, feedback=feedback, qvalues=qvalues)
 
-    limit = _unit_rows(hessian_sum.shape[0])
+    limit = _unit_rows(hessian_sum.shape[0]) * groups.at_once(hessian_sum.device)
     workers.map(unit, _units({name: weight.shape[0] for name, weight in weights.items()}, limit=limit))
     made = {
         name: QTensor(

@@ -45,6 +45,7 @@ NEEDS: tuple[str, ...] = ()
 BY_ROW: bool = True
 VERSION: int = 1
 TO_NEAREST: bool = False
+ON_DEVICE: bool = True
 SUPPORTS = Supports(
     float8=integers_only(NAME), float4=integers_only(NAME, "float4"), shared_scale=SHARED_SCALE, block_scales=BLOCK_SCALES
 )
@@ -127,7 +128,8 @@ def quantize_group(
     if not weights:
         return {}
     plain = weight_grids(weights, scheme.weights, scale_dtype=scale_dtype, workers=workers)
-    alike = torch.ones(next(iter(weights.values())).shape[-1])
+    first = next(iter(weights.values()))
+    alike = torch.ones(first.shape[-1], device=first.device)
     grids = weight_grids(weights, scheme.weights, scale_dtype=scale_dtype, importance=alike, workers=workers)
 
     def fit(unit: tuple[str, slice]) -> _Fit:
@@ -189,7 +191,7 @@ def _fit_(
 
     before = least = judge(*first)
     now, begun, best, beta = scale.clone(), zero_point, first[0], _BETA
-    iterations = torch.zeros(scale.shape, dtype=torch.int64)
+    iterations = torch.zeros(scale.shape, dtype=torch.int64, device=scale.device)
     for iteration in range(1, _ITERATIONS + 1):
         loss = judge(now, begun)
         better = loss < least

@@ -22,6 +22,7 @@ NEEDS: tuple[str, ...] = ()
 BY_ROW: bool = True
 VERSION: int = 1
 TO_NEAREST: bool = True
+ON_DEVICE: bool = True
 SUPPORTS = EVERYTHING
 
 

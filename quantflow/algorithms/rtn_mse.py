@@ -26,6 +26,7 @@ NEEDS: tuple[str, ...] = ()
 BY_ROW: bool = True
 VERSION: int = 2
 TO_NEAREST: bool = False
+ON_DEVICE: bool = True
 SUPPORTS = Supports(shared_scale=SHARED_SCALE)
 
 
@@ -75,7 +76,8 @@ def quantize_group(
         )
     if not weights:
         return {}
-    alike = torch.ones(next(iter(weights.values())).shape[-1])
+    first = next(iter(weights.values()))
+    alike = torch.ones(first.shape[-1], device=first.device)
     sign = either_sign(scheme)
     grids = weight_grids(weights, scheme.weights, scale_dtype=scale_dtype, importance=alike, either_sign=sign, workers=workers)
     return {

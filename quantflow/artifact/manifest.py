@@ -131,6 +131,7 @@ class _Proof(TypedDict):
     kind: str
     layers: int
     digest: str
+    device: NotRequired[dict[str, str]]
 
 
 class _RoundedInputs(TypedDict):

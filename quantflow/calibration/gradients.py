@@ -3,6 +3,8 @@
 Forward every layer's input was kept. Here each layer runs again, from the last to the first, and what reaches its linears is
 watched by observers, as it is on the way forward: each sequence has its own, which are merged in sample order.
 
+On a device a sequence goes back there, and what its linears were shown stays there until its layer is done.
+
 Draws of labels make sums of gradients noisy, far more than bfloat16 does. Where nothing but these sums is wanted, products of
 linears, of the head and of the sums are in `products`; choices of schemes, which read squares of gradients too, have float32.
 
@@ -22,6 +24,7 @@ from torch import Tensor, nn
 
 from quantflow.artifact import disk
 from quantflow.artifact.canonical import digest_of
+from quantflow.core.device import Device, fetched
 from quantflow.core.parallel import Workers
 from quantflow.errors import InputError
 from quantflow.models import layer_store
@@ -71,7 +74,7 @@ class Backward:
     def run(self) -> Path:
         """Return the folder whose layers hold the statistics of every layer."""
         disk.make_folder(self.folder / "layers")
-        gradients = HiddenStates(len(self.calls), folder=self.folder / "hidden")
+        gradients = HiddenStates(len(self.calls), folder=self.folder / "hidden", device=self.stream.device)
         left = self._restart(gradients)
         if left is None:
             left = len(self.graph.layers)
@@ -113,7 +116,7 @@ class Backward:
         Raises:
             InputError: the file is not as it was written.
         """
-        store = HiddenStates(len(self.calls), folder=self.hidden, keep=True)
+        store = HiddenStates(len(self.calls), folder=self.hidden, keep=True, device=self.stream.device)
         if not store.restore(index, key=self.key):
             raise InputError(
                 f"{self.hidden / f'{index:05d}.hidden'}: is missing or changed while it was in use",
@@ -142,7 +145,9 @@ class Backward:
         total: Observers = {}
         with backward(self.stream, module, layer) as through:
             arrived = self.workers.stream(
-                partial(_sequence, through, gradients, self.stats, self.products), states, ahead=self.allowance.in_flight
+                partial(_sequence, through, gradients, self.stats, self.products, self.stream.device),
+                states,
+                ahead=self.allowance.in_flight,
             )
             for number, (gradient, observers) in enumerate(arrived):
                 self.progress.doing(f"sequence {number + 1} of {len(states)}")
@@ -150,7 +155,8 @@ class Backward:
                 gradients.put(number, gradient)
                 give_back_holes()  # what a sequence leaves is in many pieces of many sizes
         found = [(site, observer.state()) for site in sorted(total) for observer in total[site]]
-        return {f"{site}|{name}": value for site, state in found for name, value in state.items()}
+        named = {f"{site}|{name}": value for site, state in found for name, value in state.items()}
+        return fetched(named, self.stream.device)
 
     def _layer_key(self, index: int) -> str:
         return digest_of([self.key, index])
@@ -166,13 +172,14 @@ def _merge(total: Observers, observers: Observers) -> None:
 
 
 def _sequence(
-    through: Through, gradients: HiddenStates, stats: Sequence[str], products: torch.dtype, state: State
+    through: Through, gradients: HiddenStates, stats: Sequence[str], products: torch.dtype, device: Device, state: State
 ) -> tuple[Tensor, Observers]:
     """Return the gradient by the input of one sequence, and what observers of its own saw on the way."""
     observers: Observers = {}
 
     def see(site: str, kind: str, seen: Tensor) -> None:
-        observers.setdefault(site, []).append(OBSERVERS[kind](features=seen.shape[-1]))
+        with device.factories():
+            observers.setdefault(site, []).append(OBSERVERS[kind](features=seen.shape[-1]))
         observers[site][-1].update(seen)
 
     def observe(name: str, x: Tensor, gradient: Tensor) -> None:

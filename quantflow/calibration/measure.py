@@ -41,6 +41,7 @@ from quantflow.distributed.launch import (
     die_with_parent,
     launch,
     launched_rank,
+    own_device,
     rank_folder,
     refuse_other_world,
     require_trust,
@@ -51,12 +52,13 @@ from quantflow.measurements.record import CALIBRATION_NAME, LAYOUT_VERSION, Meas
 from quantflow.models import layer_store
 from quantflow.models.graph import Graph, graph_for, text_config
 from quantflow.models.identity import identify
-from quantflow.models.load import Source, open_source
+from quantflow.models.load import Source, open_source, reading_ahead
 from quantflow.models.sharding import placements
 from quantflow.models.source import refuse_not_finite
 from quantflow.models.token_ids import refuse_beyond
 from quantflow.models.tokenizer import load_tokenizer
 from quantflow.observers import DEFAULT, observer_named, of_gradients
+from quantflow.planning.device_memory import allow_on_device, measure_on_device
 from quantflow.planning.experts import ROUTED
 from quantflow.planning.recipe import Calibration, Compute, Resources
 from quantflow.planning.resources import account, allow_measure
@@ -111,7 +113,7 @@ def run(job: MeasureJob, progress: Progress) -> Path:
         raise UsageError(f"measure: ranks={job.ranks}, torchrun started {launched[1]}", "leave --ranks out under torchrun")
     world = job.ranks if launched is None else launched[1]
     replicas.sizes(world, job.tp, job.dp)
-    _check_compute(job, open_device(job.compute.device), world=world)
+    _check_compute(job, world=world)
     refuse_other_world(job.output, world)
     if launched is not None:
         _join(job, progress, rank=launched[0], world=launched[1])
@@ -178,23 +180,36 @@ def _check_fit(job: MeasureJob, graph: Graph, *, tp: int) -> None:
         )
 
 
-def _check_compute(job: MeasureJob, device: Device, *, world: int) -> None:
+def _device(job: MeasureJob) -> Device:
+    """Return the device of this process, one of several where there are several ranks."""
+    return open_device(own_device(job.compute.device))
+
+
+def _check_compute(job: MeasureJob, *, world: int) -> None:
     """Refuse what does not go with a device, or with layers that run in bfloat16.
 
     Raises:
-        UsageError: several ranks, which would share the one device.
-        UnsupportedError: gradients, which go back in float32 and on the CPU.
+        UsageError: several ranks on one device by its number.
+        UnsupportedError: no such device; ranks that share a model on devices; gradients of layers that run in bfloat16.
     """
-    if not device.is_host and world > 1:
+    device, name = _device(job), job.compute.device
+    if world > 1 and ":" in name:
         raise UsageError(
-            f"measure: {world} ranks with --device {device.name}", "leave --ranks out: the ranks would share one device"
+            f"measure: {world} ranks with --device {name}, which they would share",
+            "give --device cuda: each rank takes the GPU of its number",
+        )
+    if world > 1 and not device.is_host and launched_rank() is None:
+        open_device(f"{job.compute.device}:{world - 1}")  # there is one for each
+    if not device.is_host and replicas.sizes(world, job.tp, job.dp)[1] > 1:
+        raise UnsupportedError(
+            f"measure: ranks that share a model with --device {name}, their sums go through the CPU",
+            "use --dp, each of whose ranks runs whole layers",
         )
     gradients = ", ".join(name for name in job.stats if of_gradients(name))
-    if gradients and (not device.is_host or RUNNING[job.compute.dtype] != torch.float32):
+    if gradients and RUNNING[job.compute.dtype] != torch.float32:
         raise UnsupportedError(
-            f"measure: statistic {gradients} with --device {device.name} --dtype {job.compute.dtype}, "
-            "gradients go back in float32 on the CPU",
-            "leave --device and --dtype out, or name statistics without it, and schemes without @, yaqa and best",
+            f"measure: statistic {gradients} with --dtype {job.compute.dtype}, gradients go back through layers in float32",
+            "leave --dtype out, or name statistics without it, and schemes without @, yaqa and best",
         )
 
 
@@ -204,6 +219,8 @@ def _inputs(job: MeasureJob, source: Source, digests: Digests, *, world: int) ->
         for name in source.checkpoint.files
         if name.startswith(("tokenizer", "special_tokens", "chat_template", "vocab", "merges"))
     }
+    device = _device(job)
+    products = products_of(job.stats, device)
     return {
         "model": identify(source.checkpoint, digests),
         "tokenizer": tokenizer,
@@ -217,16 +234,16 @@ def _inputs(job: MeasureJob, source: Source, digests: Digests, *, world: int) ->
         "world": world,
         "tp": replicas.sizes(world, job.tp, job.dp)[1],
         **({} if job.experts is None else {"experts": job.experts}),
-        **open_device(job.compute.device).key(),
+        **device.key(),
         **({} if job.compute.dtype == "float32" else {"dtype": job.compute.dtype}),
-        **({} if products_of(job.stats) == torch.float32 else {"products": str(products_of(job.stats))}),
+        **({} if products == torch.float32 else {"products": str(products)}),
         "version": VERSION,
         "tools": tools(),
     }
 
 
 def _measure_rank(job: MeasureJob, progress: Progress, *, rank: int, world: int) -> None:
-    began, device = time.monotonic(), open_device(job.compute.device)
+    began, device = time.monotonic(), _device(job)
     source = open_source(job.model)
     graph = graph_for(source.config)
     _check_fit(job, graph, tp=replicas.sizes(world, job.tp, job.dp)[1])
@@ -250,21 +267,26 @@ def _measure_rank(job: MeasureJob, progress: Progress, *, rank: int, world: int)
         mine = list(range(replica.index, len(sequences), replica.count))
         sizes, lengths = model_size(source.checkpoint.infos, source.config, graph), [len(sequences[i]) for i in mine]
         allowance = allow_measure(job.resources, sizes, lengths=lengths, stats=job.stats, folder=folder)
+        dtype = RUNNING[job.compute.dtype]
+        need = measure_on_device(sizes, lengths=lengths, stats=job.stats, dtype=dtype)
+        on_device = allow_on_device(need, job.resources, device)
         if (told := _short(job.calibration, sequences)) is not None:
             progress.say(f"measure: {told}")
         process_memory.reset_peak()
+        device.begin_peak()
         refuse_not_finite(source.checkpoint, graph)
         layer_store.begin(work, inputs, say=lambda text: progress.say(f"measure: unfinished with {text}; it begins again"))
         statistics: Mapping[str, Tensor] = {}
         if job.stats or graph.sparse:
             # Sequences that run at once would add up over the cards in an order of their own on each; a device is parallel
             # inside.
-            with Workers(allowance.workers if replica.cards == 1 and device.is_host else 1) as workers:
+            count = allowance.workers if replica.cards == 1 and device.is_host else 1
+            with Workers(count) as workers, reading_ahead(source, device) as read:
                 observation = Observation(
                     stats=job.stats,
                     indices=mine,
                     seed=job.seed,
-                    source=source,
+                    source=read,
                     graph=graph,
                     folder=work,
                     key=digest_of(inputs),
@@ -274,7 +296,7 @@ def _measure_rank(job: MeasureJob, progress: Progress, *, rank: int, world: int)
                     replica=replica,
                     experts=job.experts or ROUTED,
                     device=device,
-                    dtype=RUNNING[job.compute.dtype],
+                    dtype=dtype,
                 )
                 statistics = observation.statistics([sequences[i] for i in mine])
         if not finished:
@@ -289,7 +311,7 @@ def _measure_rank(job: MeasureJob, progress: Progress, *, rank: int, world: int)
         disk.remove_tree(work)  # the resume state
         told = f"{sum(map(len, sequences)):,} tokens in {len(sequences)} sequences, {len(graph.layers)} layers"
         progress.say(f"measure: {told}, {', '.join(job.stats) or 'no statistics'}; {time.monotonic() - began:.0f} s")
-        for line in account("measure", allowance, folder):
+        for line in account("measure", allowance, folder, on_device=on_device, device=device):
             progress.note(line)
 
 
@@ -362,7 +384,7 @@ def _meta(
         },
         "mesh": {"rank": rank, "world": replica.cards * replica.count, "tp": replica.cards, "dp": replica.count, "ep": 1},
         "dtype": job.compute.dtype,
-        **open_device(job.compute.device).key(),
+        **_device(job).key(),
         "seed": job.seed,
         "calibration": {
             "hash": hash_sequences(sequences),

@@ -50,10 +50,10 @@ Observers = dict[str, list[Any]]  # `<source name>|<site>` -> observers
 FEEDING: dict[str, Any] = {"routed": nullcontext, "all": every_token}  # which tokens the experts of a mixture are shown
 
 
-def products_of(stats: Sequence[str]) -> torch.dtype:
-    """Return the dtype in which gradients are brought back: what the CPU is fast in, where only their sums are wanted."""
+def products_of(stats: Sequence[str], device: Device = HOST) -> torch.dtype:
+    """Return the dtype in which gradients are brought back: what the device is fast in, where only their sums are wanted."""
     sums_alone = [kind for kind in stats if of_gradients(kind)] == [GradientObserver.NAME]
-    return determinism.products() if sums_alone else torch.float32
+    return determinism.products(device) if sums_alone else torch.float32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +133,7 @@ class Observation:
             hidden=self.folder / "hidden",
             folder=self.folder / "backwards",
             stats=[kind for kind in self.stats if of_gradients(kind)],
-            products=products_of(self.stats),
+            products=products_of(self.stats, self.device),
             key=self.key,
             progress=self.progress,
             workers=self.workers,
@@ -180,6 +180,7 @@ class Observation:
             for number, (state, (hidden, observers)) in enumerate(zip(states, arrived, strict=True), start=1):
                 self.progress.doing(f"sequence {number} of {len(states)}")
                 _merge(total, observers)
+                observers.clear()  # before the next sequence has its own
                 state.store.put(state.index, hidden)
         self._add_unseen(total, module, layer)
         return fetched(_by_name(total, layer), self.device)

@@ -7,6 +7,8 @@ from importlib.metadata import version
 
 import torch
 
+from quantflow.core.device import HOST, Device
+
 
 @contextmanager
 def single_threaded() -> Iterator[None]:
@@ -19,11 +21,14 @@ def single_threaded() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def products() -> torch.dtype:
-    """Return the dtype of products that need not be exact: bfloat16 where the CPU multiplies it, in half of float32's time.
+def products(device: Device = HOST) -> torch.dtype:
+    """Return the dtype of products that need not be exact: bfloat16 where the device multiplies it faster than float32.
 
-    Those are AVX512-BF16 and AMX; elsewhere bfloat16 is slower than float32. What is computed so names it in its key.
+    Those are CPUs with AVX512-BF16 or AMX, on which it takes half of the time, and every GPU. What is computed so names it in
+    its key.
     """
+    if not device.is_host:
+        return torch.bfloat16
     there = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return torch.bfloat16 if there else torch.float32
 

@@ -4,27 +4,33 @@ What is on the device, and what is not:
 
 | on the device                                         | in host memory                                                     |
 |-------------------------------------------------------|--------------------------------------------------------------------|
-| the weights of the layer that runs                    | files, and what is read from them and written into them            |
+| the weights of the layer that runs                    | files, the next layer as it is stored, and what is written          |
 | masks and position embeddings, once each              | hidden states between two layers, on disk or in the page cache      |
-| one sequence's activations                            | embedding and token ids                                            |
+| one sequence's activations, and its gradients         | embedding and token ids; labels that are drawn for gradients        |
 | statistics and Hessians while a layer runs, float32   | the same once the layer is done                                    |
+| what transforms and algorithms compute of a layer     | algorithms that do not compute on a device (`ON_DEVICE`): yaqa      |
+| rows of weights that are rounded file to file         | static inputs' scales; what a layer's file holds                    |
 | logits of one window, and the scores of its tokens     | scores of all windows, and the bounds that follow from them        |
 
-A tensor crosses between the two in these places, by `put` or `fetch` of a `Device`, a quantized linear by its own `to`:
+A tensor crosses between the two in these places, by `put` or `fetch` of a `Device`, a quantized weight by its own `to`:
 
-1. `models/capture.py`         weights of a layer (`placed`), of the last norm and of the head
+1. `models/load.py`, `rotated.py`, `capture.py`    weights of a layer as stored; `placed`: buffers, last norm, head
 2. `models/stand_ins.py`       masks and position embeddings, once each
 3. `models/hidden.py`          a sequence's hidden state, there when it is taken and back when it is kept
-4. `calibration/observe.py`    statistics, once per layer
-5. `runtime/artifact.py`       quantized linears, before they are dequantized (`Artifact.linears_device`)
-6. `exporting/canary.py`       scales of the caches that an artifact rounds to (`rounder`)
-7. `evaluation/layerwise.py`   token ids of a window that is scored, and its scores back
+4. `models/backward.py`        logits of some tokens, whose labels are drawn in host memory, and the labels
+5. `calibration/observe.py`, `gradients.py`        statistics, once per layer
+6. `quantization/layer.py`     what a layer became; groups of algorithms that compute in host memory
+7. `quantization/layer_by_layer.py`, `tuning.py`   measured statistics, what was written and is read back, the canary's outputs
+8. `quantization/file_to_file.py`                  rows of weights, and what they became
+9. `core/kv.py`                scales of the caches that an artifact rounds to (`KVScales.to`)
+10. `runtime/artifact.py`      quantized linears, before they are dequantized (`Artifact.linears_device`)
+11. `exporting/canary.py`      outputs of the layers that are proved
+12. `evaluation/layerwise.py`  token ids of a window that is scored, and its scores back
 
 Everything between runs where its inputs are. Code that makes a tensor beside others names their device. On the CPU `put` and
 `fetch` return what they are given, so the same code makes no copy there and the bits of its results are those it always had.
-A test measures on a device that is simulated, which refuses an operator that mixes the two, and any other way across
-(tests/simulated_gpu.py), and validates. `measure` and `validate` take a device today. What quantizes, packs and proves stays
-on the CPU, the kernels in C for good.
+Tests measure, quantize, prove and validate on a device that is simulated, which refuses an operator that mixes the two, and any
+other way across (tests/simulated_gpu.py).
 
 One unit runs at a time on a device that is not the CPU: it is parallel inside. Its kernels are deterministic (`deterministic`),
 so one model of device, one driver and one version of the libraries make the same bits. Its name and capability are in the key
@@ -38,11 +44,12 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from quantflow.errors import UnsupportedError
+from quantflow.errors import ResourceError, UnsupportedError, first_line
 
 _WORKSPACE = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # with another one the sums of a product may have another order in each run
 
@@ -89,8 +96,25 @@ class Device:
         return self.host_empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)  # returns when it is there
 
     def host_empty(self, shape: Sequence[int], *, dtype: torch.dtype) -> Tensor:
-        """Return a tensor in host memory that holds anything, pinned where the device is not the CPU."""
-        return torch.empty(tuple(shape), dtype=dtype, pin_memory=not self.is_host)
+        """Return a tensor in host memory that holds anything, pinned where the device is a GPU."""
+        return torch.empty(tuple(shape), dtype=dtype, pin_memory=self.kind.type == "cuda")
+
+    def free_bytes(self) -> int | None:
+        """Return how many bytes of its memory nobody has; None where it does not say, as the CPU's is the host's."""
+        return int(torch.cuda.mem_get_info(self.kind)[0]) if self.kind.type == "cuda" else None
+
+    def begin_peak(self) -> None:
+        """Let `peak_bytes` count from here on."""
+        if self.kind.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.kind)
+
+    def peak_bytes(self) -> int | None:
+        """Return the most bytes that tensors had at once since `begin_peak`; None where it does not say."""
+        return int(torch.cuda.max_memory_allocated(self.kind)) if self.kind.type == "cuda" else None
+
+    def current(self) -> AbstractContextManager[object]:
+        """Return a context in which the calling thread speaks to this one of several GPUs, such as when it pins memory."""
+        return torch.cuda.device(self.kind) if self.kind.type == "cuda" else nullcontext()
 
     def factories(self) -> AbstractContextManager[object]:
         """Return a context in which a tensor that is made without a named device is made on this one."""
@@ -98,19 +122,35 @@ class Device:
 
     @contextmanager
     def deterministic(self) -> Iterator[None]:
-        """Let only deterministic kernels run, and products be those of float32, until the block ends; on the CPU all are."""
+        """Let only deterministic kernels run, and products be those of float32, until the block ends; on the CPU all are.
+
+        What the allocator keeps is given back then: the process that proves an artifact shares the device.
+
+        Raises:
+            ResourceError: the memory of the device ended inside the block.
+        """
         if self.is_host:
             yield
             return
         before, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-        precision = torch.get_float32_matmul_precision()
+        memory: Any = torch.utils.deterministic
+        precision, filled = torch.get_float32_matmul_precision(), memory.fill_uninitialized_memory
         try:
             torch.use_deterministic_algorithms(True)
+            memory.fill_uninitialized_memory = False  # it would write all memory that files are read into
             torch.set_float32_matmul_precision("highest")
             yield
+        except torch.OutOfMemoryError as error:
+            raise ResourceError(
+                f"{self.name}: its memory ended ({first_line(error)})",
+                "end other programs on it, or use shorter sequences, another device, or --device cpu",
+            ) from error
         finally:
+            if self.kind.type == "cuda":
+                torch.cuda.empty_cache()
             torch.use_deterministic_algorithms(before, warn_only=warns)
             torch.set_float32_matmul_precision(precision)
+            memory.fill_uninitialized_memory = filled
 
 
 HOST = Device(kind=torch.device("cpu"))

@@ -1,11 +1,13 @@
 """Groups of input features that share a scale, and spans of rows that are worked on at once."""
 
+import torch
 from torch import Tensor
 
 from quantflow.core.scheme import TensorScheme
 from quantflow.errors import SchemeError
 
 UNIT_ELEMENTS = 1 << 18  # what elementwise work takes at once: 1 MiB of float32, which a core's cache holds
+AT_ONCE = 16  # units that a device other than the CPU takes as one: it is parallel inside, and a small one leaves it idle
 
 
 def spans(stop: int, length: int, *, start: int = 0) -> list[slice]:
@@ -14,8 +16,17 @@ def spans(stop: int, length: int, *, start: int = 0) -> list[slice]:
 
 
 def row_units(weight: Tensor, *, multiple: int = 1) -> list[slice]:
-    """Return the rows of a weight in units of about UNIT_ELEMENTS elements, at least `multiple` rows each.  weight: [O, I]."""
-    return spans(weight.shape[0], max(1, UNIT_ELEMENTS // weight.shape[1] // multiple) * multiple)
+    """Return the rows of a weight in units of about UNIT_ELEMENTS elements, at least `multiple` rows each.  weight: [O, I].
+
+    Off the CPU a unit is as large as `AT_ONCE` of these.
+    """
+    elements = UNIT_ELEMENTS * at_once(weight.device)
+    return spans(weight.shape[0], max(1, elements // weight.shape[1] // multiple) * multiple)
+
+
+def at_once(device: torch.device) -> int:
+    """Return how many units a device takes as one: AT_ONCE, the CPU one, whose workers take one each."""
+    return 1 if device.type == "cpu" else AT_ONCE
 
 
 def unit_bytes(columns: int) -> int:

@@ -8,22 +8,33 @@ A byte holds two columns, the even one in its lower half. An e8m0 scale is 2^(co
 held as float8_e4m3fn, which has all of them. Source: OCP Microscaling Formats (MX) 1.0, sections 5.3.3 and 5.4.1.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 
 from quantflow.errors import SchemeError
 
 NAN_E8M0 = 255
-_MAGNITUDES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-_VALUES = torch.cat([_MAGNITUDES, -_MAGNITUDES]).to(torch.float8_e4m3fn).view(torch.uint8)  # [16], by code
 _NONE = 255
-_CODES = torch.full((256,), _NONE, dtype=torch.uint8)  # by e4m3fn's code
-_CODES[_VALUES.long()] = torch.arange(16, dtype=torch.uint8)
+
+
+@functools.cache
+def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return e4m3fn's codes of e2m1's values, uint8 [16] by code, and e2m1's codes by e4m3fn's, uint8 [256]."""
+    number = torch.arange(8, device=device)
+    exponent, half = number // 2, number % 2 / 2
+    magnitudes = torch.where(exponent == 0, half, torch.ldexp(1 + half, exponent - 1))
+    values = torch.cat([magnitudes, -magnitudes]).to(torch.float8_e4m3fn).view(torch.uint8)
+    codes = torch.full((256,), _NONE, dtype=torch.uint8, device=device)
+    codes[values.long()] = torch.arange(16, dtype=torch.uint8, device=device)
+    return values, codes
 
 
 def holds_e2m1(values: Tensor) -> bool:
     """Return whether all values are e2m1's.  values: any shape, float8_e4m3fn."""
-    return not bool((_CODES[values.view(torch.uint8).int()] == _NONE).any())
+    _, codes = _tables(values.device)
+    return not bool((codes[values.view(torch.uint8).int()] == _NONE).any())
 
 
 def pack_e2m1(values: Tensor) -> Tensor:
@@ -34,7 +45,7 @@ def pack_e2m1(values: Tensor) -> Tensor:
     """
     if values.shape[1] % 2:
         raise SchemeError(f"{values.shape[1]} columns of e2m1", "a byte holds two; use an even number of input features")
-    codes = _CODES[values.view(torch.uint8).int()]
+    codes = _tables(values.device)[1][values.view(torch.uint8).int()]
     if (codes == _NONE).any():
         raise SchemeError("a value is none of e2m1's", "round to e2m1 first")
     return codes[:, ::2] | codes[:, 1::2] << 4
@@ -43,7 +54,7 @@ def pack_e2m1(values: Tensor) -> Tensor:
 def unpack_e2m1(packed: Tensor) -> Tensor:
     """Undo `pack_e2m1`; every byte has a meaning.  packed: [O, I / 2] uint8; returns [O, I] float8_e4m3fn."""
     pairs = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1)  # [O, I]
-    return _VALUES[pairs.int()].view(torch.float8_e4m3fn)
+    return _tables(packed.device)[0][pairs.int()].view(torch.float8_e4m3fn)
 
 
 def pack_e8m0(scale: Tensor) -> Tensor:
@@ -62,5 +73,5 @@ def pack_e8m0(scale: Tensor) -> Tensor:
 
 def unpack_e8m0(code: Tensor) -> Tensor:
     """Undo `pack_e8m0`: float32 of code's shape; 255 gives NaN."""
-    scale = torch.ldexp(torch.ones(code.shape), code.int() - 127)
+    scale = torch.ldexp(torch.ones(code.shape, device=code.device), code.int() - 127)
     return scale.masked_fill(code == NAN_E8M0, torch.nan)

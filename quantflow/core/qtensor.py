@@ -123,6 +123,20 @@ class QTensor:
         zero_point = None if self.zero_point is None else cut(self.zero_point)
         return replace(self, qvalue=self.qvalue[rows], scale=cut(self.scale), zero_point=zero_point)
 
+    def to(self, device: torch.device) -> "QTensor":
+        """Return the weight on a device, itself where it is there already."""
+        if self.qvalue.device == device:
+            return self
+        zero_point = None if self.zero_point is None else self.zero_point.to(device)
+        global_scale = None if self.global_scale is None else self.global_scale.to(device)
+        return replace(
+            self,
+            qvalue=self.qvalue.to(device),
+            scale=self.scale.to(device),
+            zero_point=zero_point,
+            global_scale=global_scale,
+        )
+
     def dequantize(self) -> Tensor:
         """Return the float32 approximation, [O, I]."""
         real = float8.widen(self.qvalue)  # a tensor of its own, changed in place: no second float32 copy is made
@@ -222,23 +236,15 @@ class QuantizedLinear:
 
     def to(self, device: torch.device) -> "QuantizedLinear":
         """Return the linear on a device, itself where it is there already."""
-        weight = self.weight
-        if weight.qvalue.device == device:
+        if self.weight.qvalue.device == device:
             return self
 
         def moved(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor.to(device)
 
-        there = replace(
-            weight,
-            qvalue=weight.qvalue.to(device),
-            scale=weight.scale.to(device),
-            zero_point=moved(weight.zero_point),
-            global_scale=moved(weight.global_scale),
-        )
         return replace(
             self,
-            weight=there,
+            weight=self.weight.to(device),
             input_scale=moved(self.input_scale),
             input_zero_point=moved(self.input_zero_point),
             order=moved(self.order),

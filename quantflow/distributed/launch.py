@@ -96,6 +96,28 @@ def launched_rank() -> tuple[int, int] | None:
     return rank, world
 
 
+def own_device(name: str) -> str:
+    """Return the device of this process: of ranks that share a machine each takes the GPU of its number there.
+
+    Args:
+        name: as `--device` says it.
+
+    Raises:
+        UsageError: one GPU by its number for several ranks, or LOCAL_RANK is no number.
+    """
+    launched = launched_rank()
+    if launched is None or launched[1] == 1 or name == "cpu":
+        return name
+    if ":" in name:
+        raise UsageError(
+            f"{launched[1]} ranks with --device {name}, which they would share", f"give --device {name.split(':')[0]}"
+        )
+    local = os.environ.get("LOCAL_RANK", str(launched[0]))
+    if not _NUMBER.fullmatch(local):
+        raise UsageError(f"LOCAL_RANK={local}: not a number", "start ranks with torchrun or --ranks, or unset it")
+    return f"{name}:{int(local)}"
+
+
 def launched_folder() -> Path | None:
     """Return the private folder of the ranks that `launch` started, this process among them; None for all others."""
     folder = os.environ.get(_LAUNCHED)

@@ -270,7 +270,9 @@ def _proof_of(
         values = [part["values"] for part in (*layers, *([head] if head else []))]
         return {"kind": "tensors", "layers": len(layers), "digest": digest_of(values)}
     canary = read_json(job.quantized / "canary.json")
-    return {"kind": "canary", "layers": len(canary["layers"]), "digest": digest_of(canary)}
+    made_on = {word: value for word, value in summary.get("device", {}).items() if word != "name"}
+    device = {"device": made_on} if made_on else {}
+    return {"kind": "canary", "layers": len(canary["layers"]), "digest": digest_of(canary), **device}
 
 
 def _write_weights(

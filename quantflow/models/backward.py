@@ -60,7 +60,7 @@ def sampled_gradient(stream: LayerStream, hidden: Tensor, *, generator: torch.Ge
     Args:
         stream: the model.
         hidden: the output of the last layer, [1, S, H].
-        generator: draws a label for every position.
+        generator: draws a label for every position, in host memory.
     """
     found = torch.empty_like(hidden)
     for part in stream.parts(hidden.shape[1]):
@@ -69,7 +69,7 @@ def sampled_gradient(stream: LayerStream, hidden: Tensor, *, generator: torch.Ge
             logits = stream.logits(leaf)
         difference = logits.detach()[0].float().softmax(dim=-1)  # [R, V]: p, and then p - onehot(y), the gradient by the logits
         for rows in difference.split(_ROWS):  # type: ignore[no-untyped-call]  # drawing takes as much memory as what is drawn from
-            labels = torch.multinomial(rows, 1, generator=generator)  # [rows, 1]
+            labels = stream.device.put(torch.multinomial(stream.device.fetch(rows), 1, generator=generator))  # [rows, 1]
             rows.scatter_add_(1, labels, torch.full_like(labels, -1, dtype=rows.dtype))
         (found[:, part],) = torch.autograd.grad(logits, leaf, difference[None].to(logits.dtype))
     return found

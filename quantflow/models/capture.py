@@ -114,6 +114,7 @@ class LayerStream:
         self.names = NameMap(self.model).bind(weights.names)
         self._layers: nn.ModuleList = self.model.get_submodule(graph.family.layers)
         self._originals = tuple(self._layers)
+        self._latest = -1  # the layer that was asked for last
         self._index = {module: index for index, module in enumerate(self._originals)}
         self._mine = threading.local()
         self._given = [Given(layer, self._mine, tuple_of=graph.family.tuple_of) for layer in self._originals]
@@ -221,15 +222,25 @@ class LayerStream:
         linears: dict[str, Any] = {name: module.get_submodule(name) for name in inside}
         stored = [f"{name}.weight" for name in linears]
         try:
-            self.weights.fill_(module, {name: names[name] for name in names if name not in stored}, dtype=self.dtype)
+            plain = {name: names[name] for name in names if name not in stored}
+            self.weights.fill_(module, plain, dtype=self.dtype, device=self.device)
             for name in stored:
                 (weight,) = self.weights.read([names[name]]).values()
-                materialize_(module, {name: weight}, dtype=weight.dtype)
+                materialize_(module, {name: self.device.put(weight)}, dtype=weight.dtype)
                 del weight  # whoever has the module may let go of it, which a name that waits here would prevent
+            self._want_after(index)
             with placed(module, self.device), in_parts(linears.values(), dtype=self.dtype):
                 yield module
         finally:
             self.weights.empty_(module, names)
+
+    def _want_after(self, index: int) -> None:
+        """Have the layer read that comes after this one in the direction in which layers are asked for."""
+        after = index + (1 if index >= self._latest else -1)
+        self._latest = index
+        if self.weights.ahead is not None and 0 <= after < len(self._originals):
+            prefix = f"{self.graph.layers[after].prefix}."
+            self.weights.ahead.want([name for name in self.weights.names if name.startswith(prefix)])
 
     @torch.no_grad()
     def run(self, module: nn.Module, state: State, *, cache: Cache | None = None) -> Tensor:

@@ -2,8 +2,9 @@
 
 import copy
 import threading
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,14 @@ from transformers.pytorch_utils import Conv1D
 
 from quantflow import process_memory
 from quantflow.artifact.checkpoint import Checkpoint, open_checkpoint, refuse_quantized
+from quantflow.core.device import HOST, Device
 from quantflow.errors import InputError, first_line
 from quantflow.models.configuration import load_config
 from quantflow.models.experts import view_
 from quantflow.models.joined import joined_
 from quantflow.models.names import NameMap
 from quantflow.models.parameters import materialize_, release_
+from quantflow.models.read_ahead import ReadAhead
 from quantflow.models.reading import read_rows, read_tensors
 from quantflow.models.source import as_linears
 
@@ -40,10 +43,12 @@ class Source:
     Attributes:
         checkpoint: its files and tensor headers.
         config: its configuration as transformers understands it.
+        ahead: what reads its tensors before they are asked for; None where nothing does.
     """
 
     checkpoint: Checkpoint
     config: PreTrainedConfig
+    ahead: ReadAhead | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -51,8 +56,16 @@ class Source:
         return tuple(self.checkpoint.tensors)
 
     def read(self, names: Iterable[str], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """Read tensors; see `read_tensors`."""
-        return read_tensors(self.checkpoint, names, dtype=dtype)
+        """Read tensors, or take those that were read ahead; see `read_tensors`."""
+        if self.ahead is None:
+            return read_tensors(self.checkpoint, names, dtype=dtype)
+        found = {}
+        for name in names:
+            tensor = self.ahead.take(name)
+            if tensor is None:
+                (tensor,) = read_tensors(self.checkpoint, [name]).values()
+            found[name] = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+        return found
 
     def read_rows(self, name: str, rows: Tensor) -> Tensor:
         """Read rows of a two-dimensional tensor, [n, columns] as stored; see `quantflow.models.reading.read_rows`."""
@@ -62,14 +75,33 @@ class Source:
     def quantized(self, name: str) -> None:
         """Return None: nothing is quantized yet."""
 
-    def fill_(self, module: nn.Module, names: Mapping[str, str], *, dtype: torch.dtype) -> None:
-        """Give parameters of a module their values: name relative to `module` -> source name."""
+    def fill_(self, module: nn.Module, names: Mapping[str, str], *, dtype: torch.dtype, device: Device = HOST) -> None:
+        """Give parameters of a module their values on a device: name relative to `module` -> source name.
+
+        They cross as they are stored, and are converted there.
+        """
         for name, source in names.items():
-            materialize_(module, {name: self.read([source], dtype)[source]}, dtype=dtype)
+            materialize_(module, {name: device.put(self.read([source])[source])}, dtype=dtype)
 
     def empty_(self, module: nn.Module, names: Iterable[str]) -> None:
         """Take the values of parameters away again; they are on meta afterwards."""
         release_(module, names)
+
+
+@contextmanager
+def reading_ahead(source: Source, device: Device) -> Iterator[Source]:
+    """Yield a source whose layers are read while the device computes the ones before; itself where the device is the CPU.
+
+    The CPU's workers and its memory have enough to do with one layer.
+    """
+    if device.is_host:
+        yield source
+        return
+    ahead = ReadAhead(source.checkpoint, device)
+    try:
+        yield replace(source, ahead=ahead)
+    finally:
+        ahead.close()
 
 
 def open_source(folder: str | Path) -> Source:

@@ -4,7 +4,7 @@ The pages of a mapped checkpoint count as this process's memory, and a file that
 """
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -51,14 +51,19 @@ def read_tensors(checkpoint: Checkpoint, names: Iterable[str], *, dtype: torch.d
     return tensors
 
 
-def read_tensor(path: Path, info: TensorInfo) -> Tensor:
+def read_tensor(path: Path, info: TensorInfo, *, empty: Callable[..., Tensor] = torch.empty) -> Tensor:
     """Read one tensor of a safetensors file whose header has been checked, as stored.
+
+    Args:
+        path: the file.
+        info: the tensor.
+        empty: makes the memory that it is read into, from a shape and a `dtype`; not of one with strides.
 
     Raises:
         InputError: the file ends early, or the tensor holds NaN or Inf.
         UnsupportedError: a dtype that torch has no name for.
     """
-    tensor = torch.empty(info.shape, dtype=_dtype(path, info)) if info.strides is None else _strided(path, info)
+    tensor = empty(info.shape, dtype=_dtype(path, info)) if info.strides is None else _strided(path, info)
     if info.strides is None:
         read_into(path, tensor, info.offset, name=info.name)
     if tensor.is_floating_point():

@@ -15,12 +15,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from quantflow.artifact.checkpoint import Checkpoint
+from quantflow.core.device import HOST, Device
 from quantflow.core.dtypes import DTYPES
 from quantflow.core.orthogonal import Rotation, mixed
 from quantflow.errors import UnsupportedError
 from quantflow.models.graph import Graph, Layer, LinearGroup, Residual
 from quantflow.models.load import Source
 from quantflow.models.parameters import materialize_
+from quantflow.models.read_ahead import ReadAhead
 from quantflow.transforms import hadamard
 from quantflow.transforms.hadamard import Rotations
 
@@ -115,10 +117,15 @@ class Rotated:
     def quantized(self, name: str) -> None:
         """Return None: nothing is quantized yet."""
 
-    def fill_(self, module: nn.Module, names: Mapping[str, str], *, dtype: torch.dtype) -> None:
-        """Give parameters of a module their values: name relative to `module` -> source name."""
+    @property
+    def ahead(self) -> ReadAhead | None:
+        """What reads the source's tensors before they are asked for."""
+        return self._source.ahead
+
+    def fill_(self, module: nn.Module, names: Mapping[str, str], *, dtype: torch.dtype, device: Device = HOST) -> None:
+        """Give parameters of a module their values on a device: name relative to `module` -> source name."""
         for name, source in names.items():
-            materialize_(module, {name: self.read([source], dtype)[source]}, dtype=dtype)
+            materialize_(module, {name: device.put(self.read([source])[source])}, dtype=dtype)
             linear = source.removesuffix(".weight")
             if linear != source and linear in self._blocks:
                 self._unhook(source)

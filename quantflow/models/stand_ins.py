@@ -254,8 +254,8 @@ def in_parts(linears: Iterable[nn.Linear], *, dtype: torch.dtype) -> Iterator[No
 
 def _in_parts(linear: nn.Linear, dtype: torch.dtype, x: Tensor) -> Tensor:
     """Return the output [..., O] of [..., I]; a weight that is in `dtype` already needs no parts."""
-    if linear.weight.dtype == dtype:
-        return product(operand(x.to(dtype)), linear.weight, linear.bias)
+    if linear.weight.dtype == dtype or linear.weight.device.type != "cpu":  # a device converts the whole weight at once
+        return product(operand(x.to(dtype)), linear.weight.to(dtype), linear.bias)
     tokens = x.reshape(-1, x.shape[-1])  # [N, I]
     output = torch.empty(len(tokens), linear.weight.shape[0], dtype=dtype, device=tokens.device)
     for some in spans(len(tokens), LINEAR_TOKENS):

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedConfig
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
+from quantflow.core.device import HOST, Device
 from quantflow.errors import UnsupportedError
 from quantflow.models.capture import LayerStream
 from quantflow.models.load import Source
@@ -62,10 +63,14 @@ class RankShare:
     def quantized(self, name: str) -> None:
         """Return None: nothing is quantized yet."""
 
-    def fill_(self, module: nn.Module, names: Mapping[str, str], *, dtype: torch.dtype) -> None:
+    @property
+    def ahead(self) -> None:
+        """Return None: nothing is read ahead."""
+
+    def fill_(self, module: nn.Module, names: Mapping[str, str], *, dtype: torch.dtype, device: Device = HOST) -> None:
         """Give parameters of a module their values, of a cut linear this rank's slice: name in `module` -> source name."""
         for name, source in names.items():
-            materialize_(module, {name: self._slice(source, dtype)}, dtype=dtype)
+            materialize_(module, {name: device.put(self._slice(source, dtype))}, dtype=dtype)
 
     def empty_(self, module: nn.Module, names: Iterable[str]) -> None:
         """Take the values of parameters away again; they are on meta afterwards."""

@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor, nn
 
+from quantflow.core.device import HOST, Device
 from quantflow.core.qtensor import QuantizedLinear
+from quantflow.models.read_ahead import ReadAhead
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -32,8 +34,12 @@ class Weights(Protocol):
     def quantized(self, name: str) -> QuantizedLinear | None:
         """Read the linear whose weight `name` is, None where it is not quantized."""
 
-    def fill_(self, module: nn.Module, names: Mapping[str, str], *, dtype: torch.dtype) -> None:
-        """Give a module its weights: parameter name relative to `module` -> source name."""
+    @property
+    def ahead(self) -> ReadAhead | None:
+        """What reads tensors before they are asked for; None where nothing does."""
+
+    def fill_(self, module: nn.Module, names: Mapping[str, str], *, dtype: torch.dtype, device: Device = HOST) -> None:
+        """Give a module its weights on a device: parameter name relative to `module` -> source name."""
 
     def empty_(self, module: nn.Module, names: Mapping[str, str]) -> None:
         """Undo `fill_`: no memory is held, and the module tree is as it was."""

@@ -149,9 +149,9 @@ def feedback_of(
 
 def gathered(rows: Sequence[Tensor], *, order: Tensor) -> Tensor:
     """Return rows of weights, transposed and with their columns in `order`, [I, R] float32.  rows: [., I] each."""
-    work = torch.empty(order.numel(), sum(len(part) for part in rows))
+    work = torch.empty(order.numel(), sum(len(part) for part in rows), device=order.device)
     place = torch.empty_like(order)
-    place[order] = torch.arange(order.numel())
+    place[order] = torch.arange(order.numel(), device=order.device)
     first = 0
     for part in rows:
         last = first + len(part)
@@ -187,8 +187,8 @@ def round_columns_(
         The qvalues, [I, R] in the dtype of the scheme's, in the order of the weights.
     """
     lower, (columns, width) = feedback.lower, work.shape
-    qvalue = torch.empty(columns, width, dtype=qvalue_dtype(scheme))
-    rounded = torch.empty(width)
+    qvalue = torch.empty(columns, width, dtype=qvalue_dtype(scheme), device=work.device)
+    rounded = torch.empty(width, device=work.device)
     places = feedback.order.tolist()
     group_size = columns // scales.shape[0]
     for stop in range(columns, 0, -BLOCK):

@@ -45,7 +45,7 @@ class SecondMoment:
     def powers(self, rows: Tensor) -> Tensor:
         """Return x H x^T of every row x, at least 0, [R] float64.  rows: [R, I] float32."""
         ordered = rows if self.order is None else rows[:, self.order]
-        total = torch.zeros(len(rows), dtype=torch.float64)
+        total = torch.zeros(len(rows), dtype=torch.float64, device=rows.device)
         for span in groups.spans(ordered.shape[1], _BLOCK):
             part, rest = ordered[:, span], slice(span.stop, None)
             beyond = part @ self.upper[span, span].triu(1).T  # what pairs of columns add, each pair once
@@ -103,7 +103,7 @@ def compared(
 
     def one(name: str) -> dict[str, JSON]:
         weight, result = weights[name], results[name]
-        rows = sampled_rows(weight.shape[0], most=ROWS)
+        rows = sampled_rows(weight.shape[0], most=ROWS, device=weight.device)
         exact = weight[rows].float()
         errors = [made.dequantize().sub_(exact) for made in (_rows(result, rows), nearest(name, rows))]
         power, error, error_rtn = moment.powers(torch.cat([exact, *errors])).reshape(3, -1).sum(dim=1).tolist()  # [3, R]

@@ -23,10 +23,10 @@ from quantflow.numerics.rounding import rounded
 ROWS = 512  # of a weight that are looked at, evenly spaced: enough for a sum over rows; part of the result
 
 
-def sampled_rows(count: int, *, most: int = ROWS) -> Tensor:
-    """Return which of `count` rows stand for all of them, int64 [at most `most`], ascending."""
+def sampled_rows(count: int, *, most: int = ROWS, device: torch.device | None = None) -> Tensor:
+    """Return which of `count` rows stand for all of them, int64 [at most `most`], ascending; on `device`, None is the host."""
     number = min(count, most)
-    return torch.arange(number) * count // number
+    return torch.arange(number, device=device) * count // number
 
 
 def predicted_divergence(

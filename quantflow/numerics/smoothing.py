@@ -234,7 +234,8 @@ def column_amax(weights: Mapping[str, Tensor], *, features: int) -> Tensor:
     Raises:
         InputError: a weight holds NaN or Inf.
     """
-    amax = torch.zeros(features)
+    first = next(iter(weights.values()), None)
+    amax = torch.zeros(features, device=None if first is None else first.device)
     for name, weight in weights.items():
         of_columns = weight.abs().amax(dim=0).float()
         if not torch.isfinite(of_columns).all():

@@ -43,6 +43,7 @@ CANARY_TOKENS = 64
 BUFFERS = 24 << 20  # that files are copied, compared and decoded through
 WAITING = 3  # units per worker, file to file, that are under way or wait to be written
 READERS = 2  # units of file to file beyond the workers' own, since a unit waits for the disk before it computes
+UNIT = 1 << 20  # weights of such a unit: its float32 copies stay near the core, and Python's share of the time is small
 UNIT_FILES = 4  # bytes of each of their weights: as stored and as written
 
 Moment = tuple[int, int]  # bytes whatever is chosen, bytes per worker
@@ -126,9 +127,9 @@ def need_layers(model: ModelSize, plan: Plan, *, lengths: Sequence[int]) -> Need
     hidden = hidden_bytes(model, lengths) * (1 if plan.learned is None else 2)
     encoded = layer_bytes(model, plan.schemes, kv_cache=plan.kv_cache)
     halves = sum(observer_bytes(k) for _, _, k in model.layer.groups) if plan.needs_hessian else 0
-    kept = FLOAT * SAMPLE_ROWS * sum(k for _, _, k in _folds(model.layer)) if plan.needs_rows else 0
+    kept = FLOAT * SAMPLE_ROWS * sum(k for _, _, k in folds(model.layer)) if plan.needs_rows else 0
     forward = forward_bytes(model, longest)
-    inputs = _inputs_bytes(model, plan, longest) if plan.needs_text else 0
+    inputs = inputs_bytes(model, plan, longest) if plan.needs_text else 0
     widest = max(k for _, _, k in model.layer.groups)
     folding = inputs + (folding_bytes(widest, longest) if plan.needs_hessian else 0)  # one sequence more, being added up
     layer = layer_in_memory(model.layer) if plan.in_float32 else layer_as_stored(model)
@@ -140,8 +141,8 @@ def need_layers(model: ModelSize, plan: Plan, *, lengths: Sequence[int]) -> Need
         *((LIBRARIES + fixed, each) for fixed, each in _quantizing(model, plan)),
         *((LIBRARIES + fixed, each) for fixed, each in learning_moments(model, plan, longest)),
         *((LIBRARIES + fixed, each) for fixed, each in tuning_moments(model, plan, longest)),
-        (LIBRARIES + max(encoded) + _installing_bytes(model, plan), 0),
-        (LIBRARIES + max(encoded) + _installed_bytes(model), forward),
+        (LIBRARIES + max(encoded) + installing_bytes(model, plan), 0),
+        (LIBRARIES + max(encoded) + installed_bytes(model), forward),
         (LIBRARIES + head_bytes(model, CANARY_TOKENS, plan.head), 0),
         *([] if plan.head is None else [_rounding(plan.head.algorithm)]),
     )
@@ -170,8 +171,8 @@ def need_export(model: ModelSize, plan: Plan, *, shard_size: int) -> Need:
     moments: tuple[Moment, ...] = ((BUFFERS, 0),)
     base = FILES_BASE if plan.file_to_file else MODEL_BASE
     if not plan.file_to_file:
-        running = _installed_bytes(model) + forward_bytes(model, CANARY_TOKENS)
-        proof = max(_installing_bytes(model, plan), running, head_bytes(model, CANARY_TOKENS, plan.head))
+        running = installed_bytes(model) + forward_bytes(model, CANARY_TOKENS)
+        proof = max(installing_bytes(model, plan), running, head_bytes(model, CANARY_TOKENS, plan.head))
         moments = (*moments, (LIBRARIES + proof, 0))
     return Need(stage="export", base=base, moments=moments, result=outside + sum(layers) - linked)
 
@@ -201,7 +202,7 @@ def _rounding(algorithm: str) -> Moment:
     return LIBRARIES + READERS * worker, worker
 
 
-def _inputs_bytes(model: ModelSize, plan: Plan, tokens: int) -> int:
+def inputs_bytes(model: ModelSize, plan: Plan, tokens: int) -> int:
     """The inputs of a layer's groups, kept from a sequence's forward until they are folded into the Hessians.
 
     Of an expert they are those of the tokens that are sent to it, unless the policy shows it every token.
@@ -211,7 +212,7 @@ def _inputs_bytes(model: ModelSize, plan: Plan, tokens: int) -> int:
     return math.ceil(FLOAT * tokens * features)
 
 
-def _folds(layer: LayerSize) -> list[Group]:
+def folds(layer: LayerSize) -> list[Group]:
     """Return the groups that a search can have to do with."""
     return [group for group, folds in zip(layer.groups, layer.folds, strict=True) if folds]
 
@@ -221,7 +222,7 @@ def _searching(model: ModelSize, plan: Plan) -> list[Moment]:
     moments = []
     for name, options in plan.smoothings:
         reads = TRANSFORMS[name].needs(options)
-        for _, outputs, k in _folds(model.layer):
+        for _, outputs, k in folds(model.layer):
             hessian = HESSIAN_SUM.nbytes(k) if HESSIAN_SUM.name in reads else 0
             fixed, one = (
                 TRANSFORMS[name].working_bytes(k, sum(outputs), options=options, samples=SAMPLE_ROWS, workers=workers)
@@ -258,6 +259,27 @@ def _quantizing(model: ModelSize, plan: Plan) -> list[Moment]:
     return moments
 
 
+def groups_in_turn(model: ModelSize, plan: Plan) -> list[tuple[int, int, int]]:
+    """Each group while it is quantized: what is held beside its algorithm's work, its rows of all linears, its features.
+
+    Held are the weights from this group on, its Hessian whole, the halves of those that are left, cut weights
+    where ranges are cut, and while rounding is learned what the groups before it begin with.
+    """
+    found, done = [], 0
+    halves = [observer_bytes(k) if plan.needs_hessian else 0 for _, _, k in model.layer.groups]
+    left = FLOAT * model.layer.elements if plan.in_float32 else layer_as_stored(model)
+    for index, (names, outputs, k) in enumerate(model.layer.groups):
+        rows, hessian = sum(outputs), HESSIAN_SUM.nbytes(k) if plan.needs_hessian else 0
+        held = left + sum(halves[index + 1 :]) + hessian + done
+        held += _clipped_bytes(plan, names, rows=rows, features=k) if plan.clips else 0
+        found.append((held, rows, k))
+        if plan.learned is None:
+            left -= FLOAT * rows * k if plan.in_float32 else stored_bytes(model, names)
+        else:
+            done += started_bytes(plan, names, outputs, k)
+    return found
+
+
 def _clipped_bytes(plan: Plan, names: Sequence[str], *, rows: int, features: int) -> int:
     """Weights that are cut, in float32, and the blocks of the Hessian that say where."""
     sizes = [(scheme.weights.group_size or features) for name in names if (scheme := plan.schemes[name]) is not None]
@@ -269,15 +291,15 @@ def _encoded_bytes(model: ModelSize, plan: Plan, name: str) -> int:
     return info.nbytes if scheme is None else quantized_bytes(name, scheme, info)
 
 
-def _installed_bytes(model: ModelSize) -> int:
+def installed_bytes(model: ModelSize) -> int:
     """A layer of quantized linears on the reference backend, which holds their weights in float32."""
     return FLOAT * model.layer.elements
 
 
-def _installing_bytes(model: ModelSize, plan: Plan) -> int:
+def installing_bytes(model: ModelSize, plan: Plan) -> int:
     """The same while its largest linear is dequantized, beside its qvalues of one byte."""
     names = (name for names, _, _ in model.layer.groups for name in names if plan.schemes[name] is not None)
-    return _installed_bytes(model) + max((elements_of(model.infos[f"{name}.weight"]) for name in names), default=0)
+    return installed_bytes(model) + max((elements_of(model.infos[f"{name}.weight"]) for name in names), default=0)
 
 
 def layer_in_memory(layer: LayerSize) -> int:

@@ -20,13 +20,15 @@ from quantflow.artifact.checkpoint import CONFIG, INDEX, Checkpoint
 from quantflow.artifact.safetensors_header import TensorInfo
 from quantflow.artifact.safetensors_writer import Spec, layout
 from quantflow.artifact.side_files import is_side_file
+from quantflow.core.dtypes import RUNNING
 from quantflow.core.kv import kv_words
-from quantflow.errors import ResourceError
+from quantflow.errors import ResourceError, UnsupportedError
 from quantflow.models.graph import Graph, graph_for, text_config
 from quantflow.models.source import open_files
 from quantflow.planning.artifact_config import artifact_config
 from quantflow.planning.card_splits import SIZES, obstacles
 from quantflow.planning.cost import Need, need_export, need_files, need_layers, need_measure, need_validate
+from quantflow.planning.device_memory import DeviceNeed, measure_on_device, quantize_on_device, validate_on_device
 from quantflow.planning.durations import Speed
 from quantflow.planning.head import HeadPlan
 from quantflow.planning.plan import Plan, resolve
@@ -69,6 +71,11 @@ class PlanJob:
 def run(job: PlanJob) -> dict[str, Any]:
     """Return the plan as plain data; `quantflow plan` makes tables of it."""
     recipe = job.recipe
+    if job.probe is not None and recipe.compute.device != "cpu":
+        raise UnsupportedError(
+            f"plan: a probe with --device {recipe.compute.device}, parts of a layer are timed on the CPU",
+            "leave one of them out: memory needs no probe",
+        )
     source = open_files(recipe.model)
     checkpoint, config = source.checkpoint, source.config
     graph = graph_for(config)
@@ -106,24 +113,27 @@ def _stages(
     job: PlanJob, model: ModelSize, plans: Sequence[Plan], lengths: Sequence[int], stats: Sequence[str], speed: Speed | None
 ) -> list[dict[str, Any]]:
     """Return what each stage of the run takes, in the order in which they run."""
-    recipe, stages = job.recipe, []
+    recipe, stages, dtype = job.recipe, [], RUNNING[job.recipe.compute.dtype]
     windows = [recipe.validate.sequence_length] * -(-recipe.validate.tokens // recipe.validate.sequence_length)
     if job.measured or any(plan.needs_measurement for plan in plans):
         share = lengths[: -(-len(lengths) // recipe.measure.ranks)]
         seconds = None if speed is None else speed.measure(model, share, stats)
-        stages.append(_stage("measure", None, need_measure(model, lengths=share, stats=stats), job, seconds))
+        there = measure_on_device(model, lengths=share, stats=stats, dtype=dtype)
+        stages.append(_stage("measure", None, need_measure(model, lengths=share, stats=stats), job, seconds, there=there))
     for plan in plans:
         used = plan.text(lengths)
         need = need_files(model, plan) if plan.file_to_file else need_layers(model, plan, lengths=used)
         seconds = None if speed is None else speed.quantize(model, plan, used)
-        stages.append(_stage("quantize", plan.name, need, job, seconds))
+        there = quantize_on_device(model, plan, lengths=used)
+        stages.append(_stage("quantize", plan.name, need, job, seconds, there=there))
         need = need_export(model, plan, shard_size=parse_size(recipe.export.shard_size))
         seconds = None if speed is None else speed.export(model, plan)
         stages.append(_stage("export", plan.name, need, job, seconds))
         if job.measured or recipe.validate.text is not None:  # `run` takes the shipped text where none is named
             need = need_validate(model, lengths=windows, models=3, head=plan.head)
             seconds = None if speed is None else speed.validate(model, windows)
-            stages.append(_stage("validate", plan.name, need, job, seconds))
+            there = validate_on_device(model, lengths=windows, models=3, dtype=dtype, head=plan.head)
+            stages.append(_stage("validate", plan.name, need, job, seconds, there=there))
     return stages
 
 
@@ -132,9 +142,26 @@ def _calibration_lengths(recipe: Recipe, config: Any) -> list[int]:
     return [recipe.calibration.sequence_length or min(recipe.calibration.usual_length, longest)] * recipe.calibration.samples
 
 
-def _stage(name: str, artifact: str | None, need: Need, job: PlanJob, seconds: float | None) -> dict[str, Any]:
-    """Return what a stage takes; where it is refused, the least that it needs and the reason."""
+def _stage(
+    name: str, artifact: str | None, need: Need, job: PlanJob, seconds: float | None, *, there: DeviceNeed | None = None
+) -> dict[str, Any]:
+    """Return what a stage takes; where it is refused, the least that it needs and the reason.
+
+    Args:
+        name: of the stage.
+        artifact: of the artifact; None of all.
+        need: memory of the host, and disk.
+        job: the limits.
+        seconds: how long; None is not known.
+        there: memory of the device, of a stage that runs layers; told where the recipe names one.
+    """
     about = {"stage": name, "artifact": artifact, "result": need.result, "scratch": need.scratch, "seconds": seconds}
+    if job.recipe.compute.device != "cpu":
+        about["device_memory"] = None if there is None else there.peak
+        limit = job.recipe.resources.max_device_memory
+        if there is not None and limit is not None and there.peak > parse_size(limit):
+            told = f"tensors of {name} take {there.peak} bytes on {job.recipe.compute.device}, --max-device-memory is {limit}"
+            return about | {"peak_memory": need.peak(base=need.base, workers=1), "workers": 1, "refused": told}
     try:
         allowed = grant(need, job.recipe.resources, folder=job.folder, base=need.base)
     except ResourceError as error:

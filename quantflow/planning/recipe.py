@@ -47,7 +47,7 @@ POLICIES = (
     "share_max",
 )  # for experts that calibration reached too seldom; quantflow/planning/experts.py
 RUN_DTYPES = ("float32", "bfloat16")  # of weights and activations while the model runs
-COMPUTING = ("measure", "validate")  # verbs that take a device and a dtype
+COMPUTING = ("plan", "measure", "quantize", "validate")  # verbs that take a device and a dtype
 BOUNDED = ("run", "plan", "measure", "quantize", "export", "validate")  # verbs that keep to limits
 UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -609,13 +609,20 @@ class Resources:
     max_disk: str | None = setting(
         None, flag="--max-disk", metavar="SIZE", verbs=BOUNDED, help="Bytes written at most (default: what is free)."
     )
+    max_device_memory: str | None = setting(
+        None,
+        flag="--max-device-memory",
+        metavar="SIZE",
+        verbs=COMPUTING,
+        help="Tensors on --device at most, such as 20GiB (default: what is free there).",
+    )
     disk_offload: bool = setting(
         False, flag="--disk-offload", verbs=BOUNDED, help="Use a tenth of the memory; the rest waits on disk."
     )
 
     def __post_init__(self) -> None:
         """Refuse sizes that are none."""
-        for text in filter(None, (self.max_memory, self.max_disk)):
+        for text in filter(None, (self.max_memory, self.max_disk, self.max_device_memory)):
             parse_size(text)
 
 
@@ -634,7 +641,10 @@ class Compute:
         flag="--dtype",
         metavar="DTYPE",
         verbs=COMPUTING,
-        help="Weights and activations of layers that run: float32 (default) or bfloat16.",
+        help={
+            **dict.fromkeys(COMPUTING, "Weights and activations of layers that run: float32 (default) or bfloat16."),
+            "quantize": "Weights and activations of layers that are measured (default float32); they are quantized in float32.",
+        },
     )
 
     def __post_init__(self) -> None:

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from quantflow import process_memory
 from quantflow.artifact.disk import free_bytes
+from quantflow.core.device import HOST, Device
 from quantflow.errors import ResourceError
 from quantflow.planning.cost import Need, need_export, need_files, need_layers, need_measure, need_validate
 from quantflow.planning.head import HeadPlan
@@ -185,9 +186,21 @@ def compare(stage: str, *, planned: int, used: int, what: str = "memory") -> str
     return f"{stage} {what}: planned {text_of(planned)}, used {text_of(used)}, {change}"
 
 
-def account(stage: str, allowance: Allowance, folder: Path) -> Iterator[str]:
-    """Yield what a finished stage used beside what was planned: memory, and the bytes of its folder."""
+def account(
+    stage: str, allowance: Allowance, folder: Path, *, on_device: int | None = None, device: Device = HOST
+) -> Iterator[str]:
+    """Yield what a finished stage used beside what was planned: memory, that of a device, and the bytes of its folder.
+
+    Args:
+        stage: its name.
+        allowance: what was planned.
+        folder: what it wrote.
+        on_device: bytes of tensors that were planned on the device; None where layers ran on the CPU.
+        device: where they ran.
+    """
     yield compare(stage, planned=allowance.peak_bytes, used=process_memory.usage().peak)
+    if on_device is not None and (used := device.peak_bytes()) is not None:
+        yield compare(stage, planned=on_device, used=used, what=f"memory of {device.name}")
     yield compare(stage, planned=allowance.result_bytes, used=written_bytes(folder), what="disk")
 
 

@@ -11,6 +11,8 @@ workers nor memory change a bit of what is written. One card of several writes i
 (quantflow/quantization/shards/share.py). `values` is, per linear, the sha256 of what the algorithm chose, before its layout
 packed it: export's proof decodes the artifact and compares.
 
+On a device a unit crosses as it is stored, is rounded and packed there, and what is written comes back.
+
 A layer's file, and after the layers that of the head where it is quantized, is written under another name, synced and hashed
 while the next one is quantized.
 
@@ -38,6 +40,7 @@ from quantflow.artifact.digests import Digests
 from quantflow.artifact.hashes_ahead import HashesAhead
 from quantflow.artifact.safetensors_writer import Writer
 from quantflow.core import affine
+from quantflow.core.device import HOST, Device, fetched
 from quantflow.core.parallel import Workers
 from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.core.scheme import LinearScheme
@@ -85,6 +88,7 @@ def quantize_files(
     share: CardShare = WHOLE,
     inputs: Mapping[str, LinearInput] = MappingProxyType({}),
     choose: Choose | None = None,
+    device: Device = HOST,
 ) -> None:
     """Bring every layer's file in `output`, and that of a head that is quantized, up to date.
 
@@ -100,6 +104,7 @@ def quantize_files(
         share: which part of each tensor is written.
         inputs: what is known of each linear's input.
         choose: what a linear's rows become; None quantizes them by the algorithm of each block.
+        device: where rows are rounded.
 
     Raises:
         InputError: a tensor holds NaN or Inf, or a file of the source ends early or is gone.
@@ -118,7 +123,15 @@ def quantize_files(
         for unit, blocks in (("layer", layers), ("head", head)):
             for block in progress.steps(blocks, stage=stage, unit=unit, nbytes=nbytes):
                 written = _written(
-                    output, block, key=key, hashes=hashes, workers=workers, share=share, inputs=inputs, choose=choose
+                    output,
+                    block,
+                    key=key,
+                    hashes=hashes,
+                    workers=workers,
+                    share=share,
+                    inputs=inputs,
+                    choose=choose,
+                    device=device,
                 )
                 if written is not None:
                     while pending:  # one layer at a time waits for the disk
@@ -136,6 +149,7 @@ def _written(
     share: CardShare,
     inputs: Mapping[str, LinearInput],
     choose: Choose | None,
+    device: Device,
 ) -> tuple[Writer, Path, dict[str, Any]] | None:
     """Write a block as `write_block` does and return what `commit` needs, None where its file is finished."""
     hashes.begin(block.files)
@@ -146,7 +160,7 @@ def _written(
     path = output / block.path
     if path.exists() and finished(path, block_key()) is not None:  # nothing waits for hashes where nothing is there
         return None
-    return write_block(output, block, key=block_key, workers=workers, share=share, inputs=inputs, choose=choose)
+    return write_block(output, block, key=block_key, workers=workers, share=share, inputs=inputs, choose=choose, device=device)
 
 
 def _blocks(plan: Plan, source: ModelFiles, graph: Graph) -> tuple[list[FileBlock], list[FileBlock]]:
@@ -211,6 +225,7 @@ def write_block(
     share: CardShare = WHOLE,
     inputs: Mapping[str, LinearInput] = MappingProxyType({}),
     choose: Choose | None = None,
+    device: Device = HOST,
 ) -> tuple[Writer, Path, dict[str, Any]]:
     """Write every unit of a block's file and return what `commit` needs to give it its name.
 
@@ -222,15 +237,16 @@ def write_block(
         share: which part of each tensor is written.
         inputs: what is known of each linear's input.
         choose: what a linear's rows become; None quantizes them by the block's algorithm.
+        device: where rows are rounded.
 
     Raises:
         InputError: a tensor holds NaN or Inf, or a file of the source ends early or is gone.
         OSError: the file system failed; the file is removed.
     """
     path, units = folder / block.path, partial(units_of, block, share)
-    rounded = choose or _by(block.algorithm, _shared_grids(block, units(), workers))
+    rounded = choose or _by(block.algorithm, _shared_grids(block, units(), workers, device))
     writer = Writer(disk.temporary_for(path), block_specs(block, share))
-    record = _fill(writer, units(), rounded, inputs, workers, key)
+    record = _fill(writer, units(), rounded, inputs, workers, key, device)
     return writer, path, record if block.layer is None else record | share.record(block.layer)
 
 
@@ -241,13 +257,13 @@ def commit(writer: Writer, path: Path, record: dict[str, Any]) -> None:
     disk.write_atomic(path.with_suffix(".json"), canonical_json({**record, "sha256": file_digest(path)}))
 
 
-def _shared_grids(block: FileBlock, units: Iterable[Unit], workers: Workers) -> dict[str, Grid]:
+def _shared_grids(block: FileBlock, units: Iterable[Unit], workers: Workers, device: Device) -> dict[str, Grid]:
     """Return the grid of each linear that has one scale, which all linears of its input and its scheme have in common."""
     shared = [(unit, unit.scheme) for unit in units if unit.scheme and unit.scheme.weights.granularity == "per_tensor"]
 
     def bounds(part: tuple[Unit, LinearScheme]) -> tuple[str, TensorRange]:
         unit, scheme = part
-        return unit.linear, bounds_of(unit.linear, unit.read(), scheme=scheme.weights)
+        return unit.linear, bounds_of(unit.linear, device.put(unit.read()), scheme=scheme.weights)
 
     found: dict[str, list[TensorRange]] = {}
     for name, ends in workers.stream(bounds, shared, ahead=AHEAD * workers.count):
@@ -285,6 +301,7 @@ def _fill(
     inputs: Mapping[str, LinearInput],
     workers: Workers,
     key: Callable[[], str],
+    device: Device,
 ) -> dict[str, Any]:
     """Write every unit's bytes and return the layer's record under its key; where that fails the file is removed."""
     account = BlockAccount()
@@ -292,7 +309,8 @@ def _fill(
     def work(unit: Unit) -> Rounded | None:
         tensor = unit.read()
         if unit.scheme is not None:
-            return _round(writer, unit, tensor, unit.scheme, choose, inputs.get(unit.linear, UNKNOWN_INPUT))
+            seen = inputs.get(unit.linear, UNKNOWN_INPUT)
+            return _round(writer, unit, device.put(tensor), unit.scheme, choose, seen, device)
         _copy(writer, unit, tensor)
         return None
 
@@ -313,13 +331,15 @@ def _copy(writer: Writer, unit: Unit, tensor: Tensor) -> None:
     writer.write(unit.info.name, bytes_of(tensor), offset_bytes=unit.at * unit.row_bytes)
 
 
-def _round(writer: Writer, unit: Unit, rows: Tensor, scheme: LinearScheme, choose: Choose, seen: LinearInput) -> Rounded:
-    """Quantize a unit and write what its layout makes of it; what its rows share with others once."""
+def _round(
+    writer: Writer, unit: Unit, rows: Tensor, scheme: LinearScheme, choose: Choose, seen: LinearInput, device: Device
+) -> Rounded:
+    """Quantize a unit, where its rows are, and write what its layout makes of it; what its rows share with others once."""
     name = unit.linear
     weight, decisions = choose(unit, scheme, rows)
     linear = QuantizedLinear(weight=weight, scheme=scheme, input_scale=seen.scale, input_zero_point=seen.zero_point)
     scale_dtype = FORMAT.scale_dtype(scheme, rows.dtype)
-    tensors = FORMAT.encode(name, linear, scale_dtype=scale_dtype)
+    tensors = fetched(FORMAT.encode(name, linear, scale_dtype=scale_dtype), device)
     spans = FORMAT.row_spans(name, scheme, first=unit.at, count=unit.count)
     for key, tensor in tensors.items():
         if key in spans:
@@ -328,4 +348,5 @@ def _round(writer: Writer, unit: Unit, rows: Tensor, scheme: LinearScheme, choos
             whole = torch.tensor(unit.shape, dtype=torch.int64) if key == f"{name}.weight_shape" else tensor
             writer.write(key, bytes_of(whole))
     difference, power = weight_sums(rows, weight)
+    linear = linear.to(HOST.kind)  # its values are hashed
     return Rounded(name=name, linear=linear, decisions=dict(decisions), difference=difference, power=power)

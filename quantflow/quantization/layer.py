@@ -13,6 +13,10 @@ In memory at once: while sequences run, the layer and half a Hessian per group; 
 beside them; while a group is quantized, its Hessian, which its algorithm overwrites, and the weights and half Hessians of
 the groups that are still to come; while rounding is learned all weights. They are as stored, or in float32 where a transform
 may change them.
+
+All of this is where the layer is (quantflow/core/device.py). In host memory are what the layer's file holds, what is known of
+static inputs, and sums of products of gradients; and the group that an algorithm rounds which does not compute on a device
+(`Algorithm.ON_DEVICE`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +29,7 @@ from torch import Tensor, nn
 
 from quantflow.algorithms import ALGORITHMS, NEAREST
 from quantflow.backends import BACKENDS
+from quantflow.core.device import HOST, Device, fetched
 from quantflow.core.parallel import Workers
 from quantflow.core.qtensor import QuantizedLinear
 from quantflow.core.result import GroupResult
@@ -64,7 +69,7 @@ class EncodedLinear:
     """A linear as the layer's file holds it.
 
     Attributes:
-        tensors: by their names in the file.
+        tensors: by their names in the file, in host memory.
         error: of its weight, relative and squared.
         decisions: of the algorithm, about its input, and about ranges that were cut.
     """
@@ -126,13 +131,13 @@ def quantize_layer(opened: OpenLayer, text: LayerText, *, measured: LayerMeasure
         text,
         hessians=hessians,
         treatment=treatment,
-        gradient=partial(_gradient, plan, measured, smoothed.factors),
+        gradient=partial(_gradient, opened, measured, smoothed.factors),
         execution=execution,
     )
     linears = _exchange(opened.layer, own, team=execution.team)
     give_back_holes()
     tensors = {key: tensor for linear in linears.values() for key, tensor in linear.tensors.items()}
-    install_all(opened.module, opened.layer, plan, tensors)
+    install_all(opened.module, opened.layer, plan, tensors, device=opened.device)
     errors = {name: {"weight": linear.error} for name, linear in linears.items()}
     for name in errors.keys() & outputs.keys():  # the canary does not reach every expert
         errors[name]["output"] = relative_error(outputs[name], opened.child(name)(inputs[name].float()), name=name)
@@ -140,7 +145,7 @@ def quantize_layer(opened: OpenLayer, text: LayerText, *, measured: LayerMeasure
     for name in opened.stored:
         if name.removesuffix(".weight") not in linears:
             kept = opened.read(name)
-            tensors[name] = opened.current(name).to(kept.dtype) if name in changed else kept
+            tensors[name] = opened.device.fetch(opened.current(name).to(kept.dtype)) if name in changed else kept
     of_experts = {name: {"experts": words} for name, words in treatment.decisions.items()}
     of_linears = {name: linear.decisions for name, linear in linears.items()}
     return QuantizedLayer(
@@ -153,14 +158,22 @@ def quantize_layer(opened: OpenLayer, text: LayerText, *, measured: LayerMeasure
     )
 
 
-def install_all(module: nn.Module, layer: Layer, plan: Plan, tensors: Mapping[str, Tensor]) -> None:
-    """Put the quantized linears of a layer in place, from the tensors that its file holds; the others get float32 weights."""
+def install_all(module: nn.Module, layer: Layer, plan: Plan, tensors: Mapping[str, Tensor], *, device: Device = HOST) -> None:
+    """Put the quantized linears of a layer in place, from the tensors that its file holds; the others get float32 weights.
+
+    Args:
+        module: the layer's, on `device`.
+        layer: its names.
+        plan: what becomes of each linear.
+        tensors: of its file, in host memory.
+        device: where the quantized linears go.
+    """
     for name in layer.linears:
         scheme = plan.schemes[name]
         old: Any = module.get_submodule(layer.relative(name))
         if scheme is not None:
             bias = None if old.bias is None else old.bias.detach().float()
-            quantized = FORMAT.decode(name, tensors, scheme)
+            quantized = FORMAT.decode(name, tensors, scheme).to(device.kind)
             linear = QuantLinear(quantized, bias=bias, backend=BACKENDS["reference"], dtype=torch.float32)
             module.set_submodule(layer.relative(name), linear)
             give_back_holes()
@@ -227,16 +240,16 @@ def _treat_experts(
     return treat(layer, policy, statistics, shorts), record_of(layer, routed, fed=shown, shorts=shorts)
 
 
-def _gradient(plan: Plan, measured: LayerMeasurement, factors: Mapping[str, Tensor], name: str) -> Tensor:
-    """Return `gradient_sum` of a linear's smoothed weight; it is read now."""
+def _gradient(opened: OpenLayer, measured: LayerMeasurement, factors: Mapping[str, Tensor], name: str) -> Tensor:
+    """Return `gradient_sum` of a linear's smoothed weight, in host memory; it is read now."""
     gradient_sum = measured.gradient(name)
     if gradient_sum is None:
         raise StatisticsError(
             f"{name}|gradient|{GRADIENT_SUM}: the measurement does not hold it",
-            f"measure again with --stats gradient, or --for with {plan.algorithm} as the algorithm",
+            f"measure again with --stats gradient, or --for with {opened.plan.algorithm} as the algorithm",
         )
     divisors = factors.get(f"{name}|divisors")
-    return gradient_sum if divisors is None else output_blocks.scale_(gradient_sum, divisors)
+    return gradient_sum if divisors is None else output_blocks.scale_(gradient_sum, opened.device.fetch(divisors))
 
 
 def _quantize_groups(
@@ -311,7 +324,7 @@ def _quantize_group(
             statistics=statistics,
             gradient=gradient,
             last=scheme is schemes[-1],
-            workers=execution.workers,
+            execution=execution,
         )
 
 
@@ -325,7 +338,7 @@ def _quantize_members(
     statistics: dict[str, Tensor],
     gradient: Gradient,
     last: bool,
-    workers: Workers,
+    execution: Execution,
 ) -> dict[str, RoundedLinear]:
     """Return linears that share an input and a scheme, quantized.
 
@@ -338,15 +351,17 @@ def _quantize_members(
         statistics: of their input; the `last` linears of a group may overwrite its Hessian, and it is let go of.
         gradient: for algorithms that read it.
         last: no other linears read the statistics afterwards.
-        workers: run linears.
+        execution: its workers run linears.
 
     Raises:
         StatisticsError: a statistic is missing.
     """
-    gradients = {}
+    gradients, device = {}, opened.device
+    place = device if ALGORITHMS[algorithm].ON_DEVICE else HOST
+    workers = execution.workers if place is device else execution.host_workers
     for statistic in ALGORITHMS[algorithm].NEEDS:
         if statistic == GRADIENT_SUM:
-            gradients = {f"{name}|{statistic}": gradient(name) for name in members}
+            gradients = {f"{name}|{statistic}": place.put(gradient(name)) for name in members}
         else:
             _required(statistics, members[0], statistic)
     weights: Mapping[str, Tensor] = {name: opened.weight(name) for name in members}
@@ -355,23 +370,26 @@ def _quantize_members(
     if clips:
         hessian_sum = _required(statistics, members[0], HESSIAN_SUM.name)
         weights, shares = awq.clipped(
-            weights, scheme.weights, hessian_sum=hessian_sum, scale_dtype=scale_dtype, workers=workers
+            weights, scheme.weights, hessian_sum=hessian_sum, scale_dtype=scale_dtype, workers=execution.workers
         )
         del hessian_sum  # the statistics alone hold it
+    there, known = (weights, statistics) if place is device else (fetched(weights, device), fetched(statistics, device))
     results = ALGORITHMS[algorithm].quantize_group(
-        weights,
+        there,
         scheme,
-        statistics={**statistics, **gradients},
+        statistics={**known, **gradients},
         scale_dtype=scale_dtype,
         workers=workers,
         in_place=last,
     )
+    results = {name: replace(result, weight=result.weight.to(device.kind)) for name, result in results.items()}
     comparison: Mapping[str, Mapping[str, Any]] = {}
     if algorithm != NEAREST and HESSIAN_SUM.name not in ALGORITHMS[algorithm].NEEDS and HESSIAN_SUM.name in statistics:
         comparison = _compared(weights, results, statistics[HESSIAN_SUM.name], scale_dtype=scale_dtype, workers=workers)
     if last:
         statistics.pop(HESSIAN_SUM.name, None)
-    seen = input_of(members[0], scheme, statistics)
+    vectors = {name: statistic for name, statistic in statistics.items() if name != HESSIAN_SUM.name}
+    seen = input_of(members[0], scheme, fetched(vectors, device))
     return {
         name: RoundedLinear(
             result=replace(result, decisions={**result.decisions, **comparison.get(name, {})}),
@@ -422,7 +440,7 @@ def _encode(opened: OpenLayer, rounded: Mapping[str, RoundedLinear], *, workers:
         )
         clipped = {} if linear.clipped_groups is None else {"clipped_groups": linear.clipped_groups}
         encoded[name] = EncodedLinear(
-            tensors=FORMAT.encode(name, quantized, scale_dtype=linear.scale_dtype),
+            tensors=fetched(FORMAT.encode(name, quantized, scale_dtype=linear.scale_dtype), opened.device),
             error=error_from(*sums, name=name),
             decisions={**clipped, **result.decisions, **seen.decisions},
         )

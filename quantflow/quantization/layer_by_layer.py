@@ -19,6 +19,7 @@ from quantflow.algorithms import ALGORITHMS
 from quantflow.artifact import disk
 from quantflow.artifact.canonical import canonical_json, digest_of
 from quantflow.artifact.safetensors_header import read_header
+from quantflow.core.device import HOST, Device, fetched
 from quantflow.core.parallel import Workers
 from quantflow.distributed.team import Team
 from quantflow.errors import StatisticsError
@@ -29,7 +30,7 @@ from quantflow.models.graph import Graph, Layer, text_config
 from quantflow.models.hidden import HiddenStates
 from quantflow.models.hooks import KVRounder
 from quantflow.models.identity import CANARY_TOKENS, tensor_hash
-from quantflow.models.load import Source, open_source
+from quantflow.models.load import Source
 from quantflow.models.parameters import materialize_
 from quantflow.models.reading import read_tensor
 from quantflow.models.rotated import Rotated
@@ -49,8 +50,6 @@ from quantflow.quantization.shards.share import CardShare, sliced
 from quantflow.quantization.smoothing import is_factor
 from quantflow.quantization.static_inputs import gradient_sum, input_statistics
 
-__all__ = ["Forward", "open_source"]
-
 ORIGINAL = "original"  # the folder, below that of the layers, of what leaves the last layer of the original model
 
 
@@ -63,8 +62,11 @@ class Forward:
         folder: where layers go: the stage's folder, or one for layers that are not finished by this.
         key: digest of everything that the result depends on.
         seed: of the canary where there is no measurement.
+        workers: run sequences and linears, where the device is the CPU.
+        host_workers: run what is computed in host memory.
         share: which part of each tensor is written.
         team: the cards that share the work; each has the whole layer.
+        device: where layers run, and what is computed from their weights and inputs.
     """
 
     output: Path
@@ -78,9 +80,11 @@ class Forward:
     seed: int
     progress: Progress
     workers: Workers
+    host_workers: Workers
     allowance: Allowance
     share: CardShare
     team: Team
+    device: Device = HOST
 
     def layers(self) -> None:
         """Bring every layer's file up to date and carry the canary, and the calibration where needed, through the model."""
@@ -90,14 +94,14 @@ class Forward:
             prove_rotation(self.source, source, self.graph, tokens)
             write_outside(self.output, source)
         bring_up_to_date(
-            self.output, self.plan, self.source.checkpoint, key=self.key, workers=self.workers, progress=self.progress
+            self.output, self.plan, self.source.checkpoint, key=self.key, workers=self.host_workers, progress=self.progress
         )
-        stream = LayerStream(source, self.graph)
+        stream = LayerStream(source, self.graph, device=self.device)
         # The canary is last, so that the others can go on before the layer is quantized. What learns needs the text twice:
         # as the original layers and as the quantized ones put it out.
         text = self.team.mine(self._calibration)
         sequences = [*text, *(text if self.plan.learned is not None else ()), tokens]
-        opened = partial(HiddenStates, len(sequences), folder=layer_store.scratch(self.output))
+        opened = partial(HiddenStates, len(sequences), folder=layer_store.scratch(self.output), device=self.device)
         start, hidden = layer_store.restart_together(self.folder, self.key, self.graph, opened=opened, span=self.team.span)
         states = stream.begin(sequences, hidden=hidden)
         if not hidden.restored:
@@ -123,7 +127,7 @@ class Forward:
         """Return what leaves the original model's last layer, taken up or still to be put; None where it does not pass here."""
         if self.plan.tune is None or quantized_inputs(self.entry):
             return None
-        found = HiddenStates(len(self._calibration), folder=self.folder / ORIGINAL)
+        found = HiddenStates(len(self._calibration), folder=self.folder / ORIGINAL, device=self.device)
         found.restore(len(self.graph.layers), key=self.key)
         return found
 
@@ -150,7 +154,7 @@ class Forward:
         # A card's part does not make the layer; cards that have it make it again together, to the same bytes.
         kept = self.team.world == 1 and layer_store.finished(path, layer_key) is not None
         kv_scales = kv_scales_of(self.measurement, layer, self.plan.kv_cache)
-        cache = None if kv_scales is None else KVRounder({layer.index: kv_scales})
+        cache = None if kv_scales is None else KVRounder({layer.index: kv_scales.to(self.device.kind)})
         more = layer is not self.graph.layers[-1]
         keeps = not more and original is not None and not original.restored
         originals = (more and not quantized_inputs(self.entry)) or keeps
@@ -158,7 +162,7 @@ class Forward:
         if kept:
             if originals:
                 stream.advance(module, calibration, workers=self.workers)
-            read_back(module, layer, self.plan, path)
+            read_back(module, layer, self.plan, path, device=self.device)
         else:
             quantized = quantize_layer(
                 OpenLayer(stream=stream, source=source, module=module, layer=layer, plan=self.plan),
@@ -171,7 +175,11 @@ class Forward:
                 ),
                 measured=self._measured(layer),
                 execution=Execution(
-                    workers=self.workers, ahead=self.allowance.in_flight, progress=self.progress, team=self.team
+                    workers=self.workers,
+                    host_workers=self.host_workers,
+                    ahead=self.allowance.in_flight,
+                    progress=self.progress,
+                    team=self.team,
                 ),
             )
         if keeps and original is not None:
@@ -181,10 +189,11 @@ class Forward:
         output = stream.run(module, canary, cache=cache)
         if quantized is not None:
             record = {**quantized.record(), **kv_record(self.measurement, layer, self.plan.kv_cache)}
-            record |= {"key": layer_key, "canary": tensor_hash(output)} | self.share.record(layer)
+            record |= {"key": layer_key, "canary": tensor_hash(self.device.fetch(output))} | self.share.record(layer)
             whole = {**quantized.tensors, **kv_tensors(layer, kv_scales)}
             tensors = sliced(whole, layer.linears, self.plan.schemes, self.share)
-            tensors |= {} if self.folder == self.output else quantized.factors  # which tuning smooths the original layer with
+            if self.folder != self.output:  # tuning smooths the original layer with them
+                tensors |= fetched(quantized.factors, self.device)
             layer_store.write_layer(path, tensors, record)
         if more:
             if learned or not originals:
@@ -197,8 +206,14 @@ class Forward:
         """Return the measurement's share of a layer; of a rotated model's inputs nothing is measured."""
         if self.measurement is None:
             return LayerMeasurement()
+        statistics = {} if self.plan.rotation is not None else input_statistics(self.measurement, layer)
+        if not self.device.is_host:  # Hessians are accumulated here, those that were measured are not read
+            statistics = {
+                name: {key: self.device.put(value) for key, value in of.items() if key != HESSIAN_SUM.name}
+                for name, of in statistics.items()
+            }
         return LayerMeasurement(
-            statistics={} if self.plan.rotation is not None else input_statistics(self.measurement, layer),
+            statistics=statistics,
             routed=routed_tokens(self.measurement, layer),
             fed=self.measurement.meta.get("experts"),
             gradient=partial(gradient_sum, self.measurement),
@@ -241,7 +256,7 @@ def write_canary(
         StatisticsError: all linears are what rtn makes of them.
     """
     with stream.head(read_head(output, plan.head)):
-        logits = stream.finish(last)
+        logits = stream.device.fetch(stream.finish(last))
     layer_store.save(output / "canary.safetensors", {"tokens": tokens, "logits": logits})
     records = [layer_store.record(output, layer.index) for layer in stream.graph.layers]
     refuse_unchanged(plan, records, measurement)
@@ -291,15 +306,15 @@ def canary_tokens(source: Source, measurement: Measurement | None, seed: int) ->
     return torch.randint(text_config(source.config).vocab_size, (CANARY_TOKENS,), generator=generator)
 
 
-def read_back(module: nn.Module, layer: Layer, plan: Plan, path: Path) -> None:
-    """Put a finished layer's tensors into its module."""
+def read_back(module: nn.Module, layer: Layer, plan: Plan, path: Path, *, device: Device = HOST) -> None:
+    """Put a finished layer's tensors into its module, which is on the device."""
     infos, _ = read_header(path)
     tensors = {name: read_tensor(path, info) for name, info in infos.items() if not is_factor(name)}
     parts = {part for name, scheme in plan.schemes.items() if scheme is not None for part in FORMAT.tensor_names(name, scheme)}
     of_cache = set() if layer.attention is None else set(FORMAT.kv_tensor_names(layer.attention))
-    rest = {layer.relative(name): tensor for name, tensor in tensors.items() if name not in parts | of_cache}
+    rest = {layer.relative(name): device.put(tensor) for name, tensor in tensors.items() if name not in parts | of_cache}
     materialize_(module, rest, dtype=torch.float32)  # first, since linears that are put in place keep the bias that is there
-    install_all(module, layer, plan, tensors)
+    install_all(module, layer, plan, tensors, device=device)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from quantflow.models.graph import graph_for
 from quantflow.models.source import open_files
 from quantflow.observers import OBSERVERS
 from quantflow.planning.plan import resolve
-from quantflow.planning.recipe import Calibration, Quantize, Resources
+from quantflow.planning.recipe import Calibration, Compute, Quantize, Resources
 from quantflow.planning.requirements import statistics_for
 from quantflow.progress import Progress
 
@@ -37,7 +37,15 @@ def needs_measurement(entry: Quantize, model: Path) -> bool:
     return plan.needs_measurement or entry.mixed
 
 
-def completed(measurement: Path, entry: Quantize, *, model: Path, resources: Resources, progress: Progress) -> Path:
+def completed(
+    measurement: Path,
+    entry: Quantize,
+    *,
+    model: Path,
+    resources: Resources,
+    progress: Progress,
+    compute: Compute = Compute(),
+) -> Path:
     """Return a measurement that has what an artifact needs: this one, or one beside it that is taken now.
 
     Gaudi's files, several ranks and unfinished folders are returned as they are; quantize says what is wrong with them.
@@ -48,6 +56,7 @@ def completed(measurement: Path, entry: Quantize, *, model: Path, resources: Res
         model: its source.
         resources: limits of memory and disk.
         progress: is told what is measured.
+        compute: the device that runs the layers, and in which dtype.
 
     Raises:
         QuantflowError: as measure.
@@ -80,5 +89,6 @@ def completed(measurement: Path, entry: Quantize, *, model: Path, resources: Res
         experts=meta.get("experts"),
         replace=True,
         resources=resources,
+        compute=compute,
     )
     return measure.run(job, progress)

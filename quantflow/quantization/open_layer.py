@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quantflow.core.device import Device
 from quantflow.core.dtypes import DTYPES
 from quantflow.core.parallel import Workers
 from quantflow.core.result import GroupResult
@@ -43,6 +44,11 @@ class OpenLayer:
     module: nn.Module
     layer: Layer
     plan: Plan
+
+    @property
+    def device(self) -> Device:
+        """Where the module is, and all that is computed from its weights and inputs."""
+        return self.stream.device
 
     @property
     def stored(self) -> list[str]:
@@ -122,13 +128,15 @@ class Execution:
     """The means by which a layer is worked on; no bit of the result depends on them.
 
     Attributes:
-        workers: run independent sequences and linears.
+        workers: run independent sequences and linears; on a device other than the CPU one at a time.
+        host_workers: run what is computed in host memory whatever the device.
         ahead: how many sequences may be under way at once.
         progress: is told of each part.
         team: the cards that share the work.
     """
 
     workers: Workers
+    host_workers: Workers
     ahead: int
     progress: Progress
     team: Team
@@ -139,9 +147,9 @@ class RoundedLinear:
     """A linear whose qvalues are chosen, before its layout encodes it.
 
     Attributes:
-        result: its quantized weight, and what was decided.
+        result: its quantized weight, where the layer is, and what was decided.
         scale_dtype: in which its layout stores scales.
-        input: its input, as calibration saw it.
+        input: its input, as calibration saw it, in host memory.
         clipped_groups: share of its groups whose range a transform cut; None where none looks at them.
     """
 

@@ -10,7 +10,8 @@ Fails    2 the recipe does not fit the model, 3 unusable or ineffective inputs, 
 
 Where no forward pass is needed, weights go from file to file (quantflow/quantization/file_to_file.py). Otherwise the canary,
 which is the calibration text's first tokens, and for what reads it all of that text run layer by layer, one in memory
-(quantflow/quantization/layer.py).
+(quantflow/quantization/layer.py). Both go on a device too: layers, or rows of weights, cross to it, and what they became comes
+back.
 
 With N ranks N processes are started, each of which writes its slice of every linear into <o>/rank-RRR-of-NNN/
 (quantflow/quantization/shards/share.py); unify makes one result of these shards. File to file a rank reads no more than its
@@ -33,8 +34,17 @@ from quantflow.artifact.digests import NAME as HASHES
 from quantflow.artifact.digests import Digests
 from quantflow.artifact.origin import origin_of
 from quantflow.core.determinism import single_threaded, tools
-from quantflow.core.parallel import Workers
-from quantflow.distributed.launch import die_with_parent, launch, launched_folder, launched_rank, rank_folder, require_trust
+from quantflow.core.device import Device, open_device
+from quantflow.core.parallel import SEQUENTIAL, Workers
+from quantflow.distributed.launch import (
+    die_with_parent,
+    launch,
+    launched_folder,
+    launched_rank,
+    own_device,
+    rank_folder,
+    require_trust,
+)
 from quantflow.distributed.team import ALONE, Team, together
 from quantflow.errors import UsageError
 from quantflow.measurements.record import Measurement
@@ -43,9 +53,10 @@ from quantflow.models.graph import Graph, graph_for
 from quantflow.models.identity import CANARY_TOKENS, identify, tensor_hash
 from quantflow.models.source import ModelFiles, open_files, refuse_not_finite
 from quantflow.planning import head
+from quantflow.planning.device_memory import allow_on_device, quantize_on_device
 from quantflow.planning.experts import check_before, described, refuse_team
 from quantflow.planning.plan import OUTSIDE, Plan, kept_for_few_inputs, left_out, narrowed, resolve
-from quantflow.planning.recipe import Quantize, Resources
+from quantflow.planning.recipe import Compute, Quantize, Resources
 from quantflow.planning.resources import Allowance, account, allow_quantize
 from quantflow.planning.sizes import model_size
 from quantflow.progress import Progress
@@ -72,6 +83,7 @@ class QuantizeJob:
             folder/prefix; or None.
         replace: redo a finished result that was made from other inputs, instead of refusing.
         resources: how much memory and disk each rank may use; no bit of the result depends on it.
+        compute: the device that runs layers and rounds weights; layers run in float32, whatever its dtype.
         ranks: cards that share the model, each with a slice of every linear.
         mixture: what the entry's schemes were chosen from, where they were.
         trust_network: the ranks may meet at the address of somebody's torchrun.
@@ -85,6 +97,7 @@ class QuantizeJob:
     revision: str | None = None
     replace: bool = False
     resources: Resources = Resources()
+    compute: Compute = Compute()
     ranks: int = 1
     mixture: ChosenMixture | None = None
     trust_network: bool = False
@@ -92,6 +105,7 @@ class QuantizeJob:
 
 def run(job: QuantizeJob, progress: Progress) -> Path:
     """Quantize the model and return the finished folder; what is up to date is left alone."""
+    _check_compute(job)
     source = open_files(job.model, linears=job.entry.linears)
     graph = graph_for(source.config)
     shapes = {name: info.shape for name, info in source.checkpoint.infos.items()}
@@ -125,6 +139,28 @@ def run(job: QuantizeJob, progress: Progress) -> Path:
     with nullcontext(ALONE) if plan.file_to_file else together(rank=rank, world=job.ranks) as team:
         _quantize(mine, plan, source, graph, quiet, share=shares[rank], team=team)
     return job.output
+
+
+def _device(job: QuantizeJob) -> Device:
+    """Return the device of this process, one of several where there are several ranks."""
+    return open_device(own_device(job.compute.device))
+
+
+def _check_compute(job: QuantizeJob) -> None:
+    """Refuse what does not go with a device, and a device that is not there.
+
+    Raises:
+        UsageError: several ranks on one device by its number.
+        UnsupportedError: no such device, or fewer of them than ranks.
+    """
+    device, name = _device(job), job.entry.name
+    if job.ranks > 1 and ":" in job.compute.device:
+        raise UsageError(
+            f"quantize {name}: {job.ranks} ranks with --device {job.compute.device}, which they would share",
+            "give --device cuda: each rank takes the GPU of its number",
+        )
+    if job.ranks > 1 and not device.is_host and launched_rank() is None:
+        open_device(f"{job.compute.device}:{job.ranks - 1}")  # there is one for each
 
 
 def _choose_and_quantize(job: QuantizeJob, plan: Plan, source: ModelFiles, graph: Graph, progress: Progress) -> Path:
@@ -194,7 +230,8 @@ def _quantize(
     if shorts:
         progress.say(f"quantize {job.entry.name}: {described(shorts)}; --experts {job.entry.experts}")
     lengths = [] if measurement is None else [len(sequence) for sequence in plan.text(measurement.sequences)]
-    with stage_folder.locked(job.output), single_threaded(), torch.no_grad():
+    device = _device(job)
+    with stage_folder.locked(job.output), single_threaded(), device.deterministic(), torch.no_grad():
         stage_folder.refuse_other_result(job.output, {}, force=True, parts=PARTS)
         disk.make_folder(job.output)
         also = [] if share is WHOLE else [job.output.parent / HASHES]
@@ -212,7 +249,9 @@ def _quantize(
         held = share if plan.file_to_file else WHOLE  # where the model runs, a card has whole layers
         sizes = model_size({name: held.info(info) for name, info in source.checkpoint.infos.items()}, source.config, graph)
         allowance = allow_quantize(job.resources, sizes, plan, lengths=lengths, folder=job.output)
+        on_device = allow_on_device(quantize_on_device(sizes, plan, lengths=lengths), job.resources, device)
         process_memory.reset_peak()
+        device.begin_peak()
         refuse_not_finite(source.checkpoint, graph)
         begun = f"quantize {job.entry.name}: the unfinished result was made with"
         layer_store.begin(job.output, inputs, say=lambda text: progress.say(f"{begun} {text}; its layers are made again"))
@@ -230,6 +269,7 @@ def _quantize(
                 progress=progress,
                 share=share,
                 inputs=inputs_of(measurement, graph, plan.schemes, policy=plan.experts, shorts=shorts),
+                device=device,
             )
             inputs = {**weightless, "model": identify(source.checkpoint, digests)}
         else:
@@ -244,7 +284,7 @@ def _quantize(
         stage_folder.finish(job.output, stage="quantize" if share is WHOLE else STAGE, inputs=inputs, hashes=hashes)
         team.wait()  # as long as one card is not finished, the others have to be able to help it
         layer_store.remove_scratch(job.output)
-        for line in account(f"quantize {job.entry.name}", allowance, job.output):
+        for line in account(f"quantize {job.entry.name}", allowance, job.output, on_device=on_device, device=device):
             progress.note(line)
     return job.output
 
@@ -262,30 +302,31 @@ def _run_layers(
     team: Team,
 ) -> None:
     """Bring every layer up to date by running the model, layer by layer."""
-    from quantflow.quantization.layer_by_layer import (  # here: file to file starts without transformers' model code
-        Forward,
-        open_source,
-    )
+    from quantflow.models.load import open_source, reading_ahead  # here: file to file starts without transformers' model code
+    from quantflow.quantization.layer_by_layer import Forward
     from quantflow.quantization.tuning import tune
 
     folder = job.output if plan.tune is None else layer_store.untuned(job.output)
     disk.make_folder(folder / "layers")
-    with Workers(allowance.workers) as workers:
+    device = _device(job)
+    with Workers(allowance.workers) as workers, reading_ahead(open_source(job.model), device) as source:
         forward = Forward(
             output=job.output,
             folder=folder,
             entry=job.entry,
             plan=plan,
-            source=open_source(job.model),
+            source=source,
             graph=graph,
             measurement=measurement,
             key=key,
             seed=job.seed,
             progress=progress,
-            workers=workers,
+            workers=workers if device.is_host else SEQUENTIAL,
+            host_workers=workers,
             allowance=allowance,
             share=share,
             team=team,
+            device=device,
         )
         forward.layers()
         if plan.tune is not None:
@@ -317,6 +358,7 @@ def _settled(
         seed=job.seed,
         resources=job.resources,
         progress=progress,
+        device=_device(job),
     )
 
 
@@ -330,6 +372,7 @@ def _inputs(job: QuantizeJob, plan: Plan, source: ModelFiles, measurement: Measu
         "seed": job.seed,
         "revision": job.revision,
         "versions": {"quantize": VERSION, **plan.versions},
+        **_device(job).key(),
         "tools": tools(),
     }
 
@@ -350,11 +393,12 @@ def _summary(job: QuantizeJob, plan: Plan, measurement: Measurement | None) -> d
         if "unified" in meta:
             calibrated_by["unified"] = {key: meta["unified"].get(key) for key in ("world", "ranks", "missing")}
     chosen = {} if job.mixture is None else {"chosen": read_json(job.output / choose.RECORD)}
-    origin = origin_of(job.model)
+    origin, device = origin_of(job.model), _device(job)
     return {
         "source": {"folder": str(job.model), "name": origin.name, "revision": origin.revision or job.revision},
         "recipe": {**_recipe(job.entry), "seed": job.seed, **chosen},
         "plan": plan.as_json(),
         "measurement": calibrated_by,
         "proof": "tensors" if plan.file_to_file else "canary",
+        **({} if device.is_host else {"device": {"name": device.name, **device.key()["device"]}}),
     }

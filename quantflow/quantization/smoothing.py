@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from quantflow.artifact.safetensors_header import read_header
+from quantflow.core.device import HOST, Device, fetched
 from quantflow.formats import DEFAULT, FORMATS
 from quantflow.models import layer_store
 from quantflow.models.graph import Layer, LinearGroup
@@ -127,17 +128,19 @@ def smooth_again(module: nn.Module, layer: Layer, tensors: Mapping[str, Tensor])
         apply_again_(weight, columns=tensors.get(f"{linear}|columns"), divisors=tensors.get(f"{linear}|divisors"))
 
 
-def put_changed(module: nn.Module, layer: Layer, folder: Path) -> None:
+def put_changed(module: nn.Module, layer: Layer, folder: Path, *, device: Device = HOST) -> None:
     """Put in place what smoothing changed beside the weights that were quantized: norms, biases, linears left as they were.
 
     Args:
         module: the original layer; modified.
         layer: which one.
         folder: has its file, and its record, which names them.
+        device: where the module is.
     """
     path, names = layer_store.layer_path(folder, layer.index), layer_store.record(folder, layer.index)["changed"]
     infos, _ = read_header(path)
-    materialize_(module, {layer.relative(name): read_tensor(path, infos[name]) for name in names}, dtype=torch.float32)
+    found = {layer.relative(name): device.put(read_tensor(path, infos[name])) for name in names}
+    materialize_(module, found, dtype=torch.float32)
 
 
 def _why_not(opened: OpenLayer, group: LinearGroup) -> str | None:
@@ -174,8 +177,9 @@ def _decided(
     if smoothing is not None:
         tensors = {"factors": smoothing.factors, "divisors": smoothing.divisors}
         tensors |= {} if smoothing.norm_weight is None else {"norm_weight": smoothing.norm_weight}
-    tensors, decisions = team.broadcast(tensors, outcome.decisions, number=number)
-    return Smoothing(**tensors) if tensors else None, decisions
+    device = opened.device
+    tensors, decisions = team.broadcast(fetched(tensors, device), outcome.decisions, number=number)
+    return Smoothing(**{name: device.put(tensor) for name, tensor in tensors.items()}) if tensors else None, decisions
 
 
 def _fold_of(opened: OpenLayer, group: LinearGroup, statistics: Mapping[str, Tensor]) -> Fold:

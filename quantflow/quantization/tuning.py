@@ -11,8 +11,8 @@ all sequences have come back through it. So a run that was stopped goes on at it
 the divergence of some sequences is taken: scales that made it no less are left as they were.
 
 Steps are noisy by the sequences that they see, far more than by rounding. So their products, of linears and of the head, are
-in bfloat16 where the CPU has it (`quantflow.core.determinism.products`), at twice the speed; hidden states, norms, attention,
-sums and all that is recorded are in float32. Which of the two it was is part of the key and of the record.
+in bfloat16 where the CPU has it (`quantflow.core.determinism.products`), at twice the speed, and on a GPU; hidden states,
+norms, attention, sums and all that is recorded are in float32. Which of the two it was is part of the key and of the record.
 
 Then every layer is written to the stage's folder. Its file and record are what they would be had it been quantized so: the
 errors of its linears and the hash of what the canary looks like behind it are taken anew, and what tuning did stands among
@@ -35,6 +35,7 @@ from quantflow.artifact import disk
 from quantflow.artifact.canonical import canonical_json, digest_of, read_json
 from quantflow.artifact.safetensors_header import read_header
 from quantflow.core import determinism
+from quantflow.core.device import fetched
 from quantflow.core.dtypes import DTYPES
 from quantflow.core.qtensor import QuantizedLinear
 from quantflow.errors import InputError
@@ -98,16 +99,16 @@ class TuningRun:
         """
         self.done, self.plan, self.sequences, self.stream = done, plan, sequences, stream
         self.layers = done.graph.layers
-        self.products = determinism.products()
+        self.device = stream.device
+        self.products = determinism.products(self.device)
         self.key = digest_of([done.key, TUNE, str(self.products)])
         self._stage = f"tune {done.plan.name}"
 
     def steps(self) -> dict[str, Any]:
         """Take the steps that are left; return what records say of them, `steps` being 0 where the scales stay."""
         original = self._original()
-        states = self.stream.begin(
-            self.sequences, hidden=HiddenStates(len(self.sequences), folder=self.done.folder / "embedded")
-        )
+        embedded = HiddenStates(len(self.sequences), folder=self.done.folder / "embedded", device=self.device)
+        states = self.stream.begin(self.sequences, hidden=embedded)
         checked = spread(len(states), algorithm.CHECKED)
         taken = self._latest()
         if taken is None:
@@ -130,7 +131,7 @@ class TuningRun:
         if step == 0:
             return {name: algorithm.begin(name, linear.weight) for name, linear in starts.items()}
         infos, _ = read_header(self._at(step, layer.index))
-        tensors = {name: read_tensor(self._at(step, layer.index), info) for name, info in infos.items()}
+        tensors = {name: self.device.put(read_tensor(self._at(step, layer.index), info)) for name, info in infos.items()}
         return {name: algorithm.Tuned(**{key: tensors[f"{name}|{key}"] for key in PARTS}) for name in starts}
 
     def starts(self, layer: Layer) -> dict[str, QuantizedLinear]:
@@ -141,7 +142,8 @@ class TuningRun:
         for name in layer.linears:
             if (scheme := self.done.plan.schemes[name]) is not None:
                 parts = [part for part in FORMAT.tensor_names(name, scheme) if part in infos]
-                found[name] = FORMAT.decode(name, {part: read_tensor(path, infos[part]) for part in parts}, scheme)
+                linear: QuantizedLinear = FORMAT.decode(name, {part: read_tensor(path, infos[part]) for part in parts}, scheme)
+                found[name] = linear.to(self.device.kind)
         return found
 
     def scale_dtype(self, linear: QuantizedLinear, name: str) -> torch.dtype:
@@ -155,7 +157,7 @@ class TuningRun:
         """Yield a layer with its linears' weights as they are after so many steps, in the dtype of their products."""
         layer, workers = self.layers[index], self.done.workers
         with self.stream.layer(index, as_stored=True) as module:
-            put_changed(module, layer, self.done.folder)
+            put_changed(module, layer, self.done.folder, device=self.device)
             starts = self.starts(layer)
             tuned = self.tuned(layer, step, starts)
 
@@ -173,7 +175,7 @@ class TuningRun:
         hidden = self.done.original()
         if hidden is not None:  # put while the layers were quantized
             return self.stream.begin(self.sequences, hidden=hidden)
-        hidden = HiddenStates(len(self.sequences), folder=self.done.folder / ORIGINAL)
+        hidden = HiddenStates(len(self.sequences), folder=self.done.folder / ORIGINAL, device=self.device)
         begin = next((index for index in range(len(self.layers), -1, -1) if hidden.restore(index, key=self.key)), 0)
         states = self.stream.begin(self.sequences, hidden=hidden)
         if not hidden.restored:
@@ -188,7 +190,7 @@ class TuningRun:
 
     def _room(self, name: str, count: int) -> HiddenStates:
         """Return hidden states of the sequences under way, which no resumed run reads."""
-        return HiddenStates(count, folder=self.done.folder / "inputs" / name)
+        return HiddenStates(count, folder=self.done.folder / "inputs" / name, device=self.device)
 
     def _through(self, batch: Sequence[State], step: int, *, products: torch.dtype) -> list[list[State]]:
         """Run sequences through the quantized layers; return them as they enter each layer, and as they leave the last."""
@@ -234,6 +236,7 @@ class TuningRun:
                     for name, tuned in visit.tuned.items()
                 }
             parts = {f"{name}|{key}": getattr(tuned, key) for name, tuned in stepped.items() for key in PARTS}
+            parts = fetched(parts, self.device)
             layer_store.write_layer(self._at(step + 1, layer.index), parts, {"key": self._step_key(step + 1, layer)})
         arriving.close()
         _close(places)
@@ -340,7 +343,7 @@ def tune(done: Forward, plan: Tune, *, sequences: Sequence[Tensor]) -> None:
         StatisticsError: what the quantized model predicts is not finite.
         InputError: a layer's file is damaged.
     """
-    run = TuningRun(done, plan, sequences=sequences, stream=LayerStream(done.source, done.graph))
+    run = TuningRun(done, plan, sequences=sequences, stream=LayerStream(done.source, done.graph, device=done.device))
     keys = {layer.index: digest_of([run.key, layer.index]) for layer in done.graph.layers}
     paths = {index: layer_store.layer_path(done.output, index) for index in keys}
     outcome: dict[str, Any] = {}
@@ -359,15 +362,15 @@ def _write(run: TuningRun, *, keys: Mapping[int, str], outcome: Mapping[str, Any
     for layer in done.progress.steps(run.layers, stage=f"tune {done.plan.name}: writing", unit="layer"):
         path = layer_store.layer_path(done.output, layer.index)
         scales = kv_scales_of(done.measurement, layer, done.plan.kv_cache)
-        cache = None if scales is None else KVRounder({layer.index: scales})
+        cache = None if scales is None else KVRounder({layer.index: scales.to(done.device.kind)})
         with stream.layer(layer.index, as_stored=as_stored(done.plan, layer)) as module, linears_restored(module):
             if layer_store.finished(path, keys[layer.index]) is not None:
-                read_back(module, layer, done.plan, path)
+                read_back(module, layer, done.plan, path, device=done.device)
                 last = stream.run(module, canary, cache=cache)
             else:
                 tensors, record = _finished(run, module, layer=layer, canary=canary, outcome=outcome)
                 last = stream.run(module, canary, cache=cache)
-                record |= {"key": keys[layer.index], "canary": tensor_hash(last)}
+                record |= {"key": keys[layer.index], "canary": tensor_hash(done.device.fetch(last))}
                 layer_store.write_layer(path, tensors, record)
         canary.store.put(canary.index, last)
         give_back_holes()
@@ -381,8 +384,9 @@ def _finished(
     path = layer_store.layer_path(run.done.folder, layer.index)
     infos, _ = read_header(path)
     quantized = {name: read_tensor(path, info) for name, info in infos.items()}
-    smooth_again(module, layer, quantized)
-    put_changed(module, layer, run.done.folder)
+    device = run.device
+    smooth_again(module, layer, {name: device.put(tensor) for name, tensor in quantized.items() if is_factor(name)})
+    put_changed(module, layer, run.done.folder, device=device)
     tensors = {name: tensor for name, tensor in quantized.items() if not is_factor(name)}
     record = layer_store.record(run.done.folder, layer.index)
     starts = run.starts(layer)
@@ -394,13 +398,13 @@ def _finished(
         original: Any = module.get_submodule(layer.relative(name))
         sums = weight_sums(original.weight.detach(), weight)
         record["errors"][name] = {"weight": error_from(*sums, name=name)}
-        tensors |= FORMAT.encode(name, replace(start, weight=weight), scale_dtype=dtype)
+        tensors |= fetched(FORMAT.encode(name, replace(start, weight=weight), scale_dtype=dtype), device)
         rescaled = int((weight.scale != start.weight.scale).sum())
         decisions = record["decisions"][name]
         decisions[TUNE] = {**outcome, "rescaled": rescaled}
         if "same_as_rtn" in decisions:
             decisions["same_as_rtn"] = decisions["same_as_rtn"] and not rescaled
-    install_all(module, layer, run.done.plan, tensors)
+    install_all(module, layer, run.done.plan, tensors, device=device)
     for name in starts:
         linear: Any = module.get_submodule(layer.relative(name))
         record["errors"][name]["output"] = relative_error(outputs[name], linear(inputs[name]), name=name)

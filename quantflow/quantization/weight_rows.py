@@ -25,13 +25,13 @@ from quantflow.formats import DEFAULT, FORMATS
 from quantflow.models.graph import Layer
 from quantflow.models.reading import bytes_of, read_columns, read_into, read_once, read_tensor
 from quantflow.models.source import ModelFiles
+from quantflow.planning.cost import UNIT
 from quantflow.planning.head import FILE, HeadPlan
 from quantflow.planning.plan import Plan
 from quantflow.quantization.shards.share import WHOLE, CardShare
 
 FORMAT = FORMATS[DEFAULT]
 Stored = Mapping[str, tuple[Path, TensorInfo]]  # full name of a tensor -> the file that holds it, and where
-UNIT = 1 << 20  # weights of a unit: its float32 copies stay near the core, and Python's share of the time is small
 
 
 @dataclass(frozen=True, kw_only=True)

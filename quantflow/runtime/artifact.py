@@ -21,6 +21,7 @@ from quantflow.artifact.manifest import MANIFEST_NAME, read_manifest, rounds_inp
 from quantflow.artifact.verify import verify as verify_artifact
 from quantflow.backends import choose, reference
 from quantflow.backends.backend import Backend, Case
+from quantflow.core.device import HOST, Device
 from quantflow.core.dtypes import NAMES
 from quantflow.core.kv import KVScales
 from quantflow.core.qtensor import QuantizedLinear
@@ -167,18 +168,24 @@ class Artifact:
         """
         return QuantLinear(self.decode(name), bias=self.bias(name), backend=self.linears[name].backend, dtype=self.dtype)
 
-    def fill_(self, module: nn.Module, names: Mapping[str, str], *, dtype: torch.dtype) -> None:
+    @property
+    def ahead(self) -> None:
+        """Return None: nothing is read ahead."""
+
+    def fill_(self, module: nn.Module, names: Mapping[str, str], *, dtype: torch.dtype, device: Device = HOST) -> None:
         """Give a module its weights, one linear at a time: quantized linears become QuantLinear, the rest parameters.
 
         Args:
             module: the model, or a part of it.
             names: parameter name relative to `module` -> source name; a quantized linear's bias comes with its weight.
             dtype: the artifact's own.
+            device: not read: weights go where the artifact was opened for.
 
         Raises:
             InputError: a tensor that holds what it must not, or has another shape than the model's.
             UsageError: another dtype than the artifact was opened for.
         """
+        del device
         if dtype != self.dtype:
             raise UsageError(f"dtype {dtype}: the artifact was opened for {self.dtype}", "open it for this dtype")
         tied = twins(module)

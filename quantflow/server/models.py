@@ -314,6 +314,7 @@ def open_model(folder: Path, job: ServeJob) -> Loaded:
         kv_cache=job.kv_cache,
         backend=job.backend,
         dtype=dtype,
+        device=job.device,
         pack=job.pack,
         exact=job.exact,
     )

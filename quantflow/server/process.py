@@ -156,7 +156,8 @@ class PatientProtocol(H11Protocol):
 def opening_lines(job: ServeJob, models: Models) -> list[str]:
     """Return what is printed at the start: what is served and how, and each limit with where it is from."""
     model, limits = models.first, models.first.engine.limits
-    lines = [f"model {model.name}: {job.artifact}, {model.loaded.name} decoder, {job.dtype}"]
+    where = "" if job.device == "cpu" else f" on {job.device}"
+    lines = [f"model {model.name}: {job.artifact}, {model.loaded.name} decoder, {job.dtype}{where}"]
     lines += [f"  {reason}" for reason in model.loaded.reasons]
     lines += [f"  adapter {name}: {folder}" for name, folder in job.adapter_folders.items()]
     pool = model.engine.counters().pool

@@ -15,7 +15,16 @@ from quantflow.artifact.required_signature import RequiredSignature
 from quantflow.errors import UsageError
 from quantflow.planning.recipe import parse_size
 from quantflow.process_memory import available_bytes
-from quantflow.runtime.generate_job import BACKEND_HELP, DECODER_HELP, DTYPES, EXACT_HELP, KV_CACHE_HELP, REVISION_HELP
+from quantflow.runtime.generate_job import (
+    BACKEND_HELP,
+    DECODER_HELP,
+    DEVICE_HELP,
+    DEVICES,
+    DTYPES,
+    EXACT_HELP,
+    KV_CACHE_HELP,
+    REVISION_HELP,
+)
 from quantflow.settings import check_numbers, setting
 
 SERVE = ("serve",)
@@ -178,6 +187,7 @@ class ServeJob:
         client_timeout: seconds that a client may take to send headers, to send a body, or to take what is sent to it.
         drain_seconds: SIGTERM lets running requests end for so long.
         disable_grammar_support: refuse requests with a grammar.
+        device: where models run; off the CPU transformers' modules do, one request after the other.
         token_ids: TGI's routes take and give token ids with commas between them, in place of text.
         limits: of requests.
         signature: whom every artifact has to be signed by.
@@ -290,6 +300,7 @@ class ServeJob:
     kv_cache: str = setting("auto", flag="--kv-cache", metavar="KIND", verbs=SERVE, help=KV_CACHE_HELP)
     backend: str = setting("auto", flag="--backend", verbs=SERVE, shown=True, help=BACKEND_HELP)
     dtype: str = setting("float32", flag="--dtype", choices=DTYPES, verbs=SERVE, shown=True, help="")
+    device: str = setting("cpu", flag="--device", choices=DEVICES, verbs=SERVE, shown=True, help=DEVICE_HELP)
     decoder: str = setting("auto", flag="--decoder", verbs=SERVE, shown=True, help=DECODER_HELP)
     pack: bool = setting(False, flag="--pack", verbs=SERVE, help="Keep the weights as kernels want them in ARTIFACT-packed.")
     exact: bool = setting(False, flag="--exact", verbs=SERVE, help=EXACT_HELP)
@@ -335,6 +346,8 @@ class ServeJob:
             UsageError: naming it.
         """
         check_numbers(self)
+        if self.engine == "vllm" and self.device != "cpu":
+            raise UsageError(f"device {self.device} with engine vllm", "leave it out: vLLM takes the GPUs that it sees")
         if self.tensor_parallel is not None and self.engine != "vllm":
             raise UsageError("tensor_parallel without engine vllm", "leave it out: one process runs the model")
         if not 0 <= self.port <= 65535:

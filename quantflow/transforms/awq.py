@@ -109,7 +109,7 @@ def solve(fold: Fold, *, options: Mapping[str, Any], workers: Workers = SEQUENTI
     compared = trial.trial(fold)
 
     def loss(candidate: _Candidate | None) -> float:
-        factors = torch.ones(features) if candidate is None else _with(candidate, x, w, fold).factors
+        factors = torch.ones(features, device=hessian.device) if candidate is None else _with(candidate, x, w, fold).factors
         return compared.weight_loss(factors, hessian)
 
     candidates = [(alpha, form) for form in (False, True) if duo in ("both", form) for alpha in ALPHAS]
@@ -150,7 +150,7 @@ def clipped(
     size = groups.group_size_for(scheme, features)
     blocks = torch.stack([hessian_sum[span, span] for span in groups.spans(features, size)])  # [G, g, g]
 
-    found = {name: torch.empty(weight.shape) for name, weight in weights.items()}
+    found = {name: weight.new_empty(weight.shape, dtype=torch.float32) for name, weight in weights.items()}
 
     def unit(item: tuple[str, slice]) -> int:
         name, rows = item
@@ -166,7 +166,7 @@ def clipped(
 
 def _weight_means(fold: Fold, *, features: int) -> Tensor:
     """Return the mean over all rows of |w| over the largest magnitude of its group, [I] float64."""
-    total = torch.zeros(features, dtype=torch.float64)
+    total = torch.zeros(features, dtype=torch.float64, device=next(iter(fold.weights.values())).device)
     for name, weight in fold.weights.items():
         size = groups.group_size_for(fold.schemes[name].weights, features, name=name)
         for rows in groups.row_units(weight):
@@ -196,7 +196,7 @@ def _cut(weight: Tensor, blocks: Tensor, *, scheme: TensorScheme, scale_dtype: t
     """
     split = groups.to_groups(weight, blocks.shape[-1])  # [O, G, g]
     amax = split.abs().amax(dim=-1, keepdim=True)  # [O, G, 1]
-    best, least = split, torch.full(amax.shape[:2], torch.inf)
+    best, least = split, amax.new_full(amax.shape[:2], torch.inf)
     chosen = torch.ones_like(least)
     for share in SHARES:
         limit = amax * share

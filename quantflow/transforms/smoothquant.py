@@ -101,7 +101,7 @@ def solve(fold: Fold, *, options: Mapping[str, Any], workers: Workers = SEQUENTI
     compared = trial.trial(fold)
 
     def loss(alpha: float | None) -> float:
-        factors = torch.ones(features) if alpha is None else _with(alpha, x, w, fold).factors
+        factors = torch.ones(features, device=rows.device) if alpha is None else _with(alpha, x, w, fold).factors
         return compared.output_loss(factors, rows)
 
     before, *losses = workers.map(loss, (None, *ALPHAS))

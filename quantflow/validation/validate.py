@@ -53,10 +53,11 @@ from quantflow.models import layer_store
 from quantflow.models.capture import LayerStream
 from quantflow.models.graph import graph_for, text_config
 from quantflow.models.identity import CANARY_TOKENS, tensor_hash
-from quantflow.models.load import Source, open_source, skeleton
+from quantflow.models.load import Source, open_source, reading_ahead, skeleton
 from quantflow.models.source import fingerprint
 from quantflow.models.token_ids import refuse_beyond
 from quantflow.models.tokenizer import load_tokenizer
+from quantflow.planning.device_memory import allow_on_device, validate_on_device
 from quantflow.planning.finished_plan import head_from, kv_words_of
 from quantflow.planning.recipe import Compute, Resources, Validate
 from quantflow.planning.resources import allow_validate, compare
@@ -277,17 +278,18 @@ def _validate(
     floor = shared.floor
     usual: Inputs = "stored" if job.options.exact else "usual"  # what runs by default is judged
     artifact = open_folder(job.artifact, backend="reference", dtype=RUNNING[job.compute.dtype], inputs=usual)
-    compared = _compared(
-        job,
-        source,
-        artifact=replace(artifact, linears_device=device.kind),
-        inputs=inputs,
-        sequences=sequences,
-        shared=shared,
-        with_noise=floor is None,
-        device=device,
-        progress=progress,
-    )
+    with reading_ahead(source, device) as read:
+        compared = _compared(
+            job,
+            read,
+            artifact=replace(artifact, linears_device=device.kind),
+            inputs=inputs,
+            sequences=sequences,
+            shared=shared,
+            with_noise=floor is None,
+            device=device,
+            progress=progress,
+        )
     candidate = compared["candidate"]
     metrics = _bounds(candidate, job.seed)
     if floor is None:
@@ -420,6 +422,8 @@ def _compared(
     known = {"noise": not with_noise, BASELINE: BASELINE not in ran}
     kept = f", {' and '.join(name for name in known if known[name])} kept from before" if any(known.values()) else ""
     progress.say(f"validate {job.artifact.name}: {len(sequences)} windows, {sum(lengths):,} tokens{took}{kept}")
+    need = validate_on_device(sizes, lengths=lengths, models=len(streams), dtype=dtype, head=head)
+    allow_on_device(need, job.resources, device)
     process_memory.reset_peak()
     compared = Comparing(
         streams=streams,

@@ -122,7 +122,7 @@ def refine(
     if block.samples < 1:
         raise StatisticsError("signround: no calibration sequence", "measure with calibration text")
     linears = {name: Learned.of(name, weights[name], start, scale_dtype=scale_dtypes[name]) for name, start in starts.items()}
-    values = {name: torch.empty(weights[name].shape, dtype=torch.float32) for name in linears}
+    values = {name: weights[name].new_empty(weights[name].shape, dtype=torch.float32) for name in linears}
     for value in values.values():
         value.requires_grad_()
     order, checked = turns(block.samples, sequences), spread(block.samples, _CHECKED)

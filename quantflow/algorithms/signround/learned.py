@@ -63,7 +63,7 @@ class Learned:
                 f"{name}: signround with {scheme.kind} {scheme.granularity}", "choose integers with scales per channel or group"
             )
         group_size = weight.shape[1] // start.scale.shape[1]
-        steps = torch.empty(weight.shape, dtype=torch.float32)
+        steps = weight.new_empty(weight.shape, dtype=torch.float32)
         for rows in groups.row_units(weight):
             part = start.rows(rows)
             zero = 0 if part.zero_point is None else groups.expand(part.zero_point.float(), weight.shape[1])

@@ -55,6 +55,7 @@ NEEDS: tuple[str, ...] = (HESSIAN_SUM.name, COUNT.name, GRADIENT_SUM.name)
 BY_ROW: bool = False
 VERSION: int = 3
 TO_NEAREST: bool = False
+ON_DEVICE: bool = False  # the descent goes from weight to weight, in numpy
 SUPPORTS = Supports(
     float8=Refusal(remedy=f"{NAME} chooses between few points; use {{others}} for float8"),
     shared_scale=SHARED_SCALE,

@@ -11,6 +11,7 @@ from pathlib import Path
 from torch import Tensor
 
 from quantflow.artifact import disk
+from quantflow.core.device import HOST, Device
 from quantflow.core.parallel import Workers
 from quantflow.evaluation.divergence import token_kld
 from quantflow.measurements.record import Measurement
@@ -50,6 +51,7 @@ def settle(
     seed: int,
     resources: Resources,
     progress: Progress,
+    device: Device = HOST,
 ) -> bool:
     """Return whether the schemes of the folder's layers cost what they may; then the choice is written beside them.
 
@@ -65,6 +67,7 @@ def settle(
         seed: likewise.
         resources: how much memory and disk there is.
         progress: told of each layer.
+        device: where both models run.
     """
     after = mixture
     if not mixture.settled:
@@ -78,7 +81,8 @@ def settle(
             key=key,
             resources=resources,
             progress=progress,
-            cache=_rounder(measurement, plan, graph),
+            cache=_rounder(measurement, plan, graph, device),
+            device=device,
         )
         after = mixture.with_round(measured)
         chosen_mixture.write(folder, after)
@@ -102,6 +106,7 @@ def divergence(
     resources: Resources,
     progress: Progress,
     cache: KVRounder | None = None,
+    device: Device = HOST,
 ) -> float:
     """Return the mean KL divergence of a folder's quantized layers from the original, nats per token.
 
@@ -112,12 +117,12 @@ def divergence(
     sizes = model_size(source.checkpoint.infos, source.config, graph)
     lengths = [len(sequence) for sequence in sequences]
     allowance = allow_validate(resources, sizes, lengths=lengths, folder=scratch, models=len(MODELS), head=plan.head)
-    stream = LayerStream(source, graph)
+    stream = LayerStream(source, graph, device=device)
     disk.remove_tree(scratch)
-    hidden = {name: HiddenStates(len(sequences), folder=scratch / name) for name in MODELS}
+    hidden = {name: HiddenStates(len(sequences), folder=scratch / name, device=device) for name in MODELS}
     states = {name: stream.begin(sequences, hidden=hidden[name]) for name in MODELS}
     try:
-        with Workers(allowance.workers) as workers:
+        with Workers(allowance.workers if device.is_host else 1) as workers:
             for name in MODELS:
                 hidden[name].commit(0, key=key)
             for layer in progress.steps(graph.layers, stage=f"measure {plan.name}", unit="layer", samples=len(sequences)):
@@ -127,7 +132,7 @@ def divergence(
                         if name == "quantized":
                             for linear in filter(plan.schemes.get, layer.linears):  # both at once would be two layers
                                 release_(module.get_submodule(layer.relative(linear)), ["weight"])
-                            read_back(module, layer, plan, layer_store.layer_path(folder, layer.index))
+                            read_back(module, layer, plan, layer_store.layer_path(folder, layer.index), device=device)
                         stream.advance(module, states[name], cache=cache if name == "quantized" else None, workers=workers)
                         hidden[name].commit(layer.index + 1, key=key)
         total = 0.0
@@ -145,9 +150,9 @@ def divergence(
         disk.remove_tree(scratch)
 
 
-def _rounder(measurement: Measurement, plan: Plan, graph: Graph) -> KVRounder | None:
+def _rounder(measurement: Measurement, plan: Plan, graph: Graph, device: Device) -> KVRounder | None:
     found = {layer.index: kv_scales_of(measurement, layer, plan.kv_cache) for layer in graph.layers}
-    scales = {index: scales for index, scales in found.items() if scales is not None}
+    scales = {index: scales.to(device.kind) for index, scales in found.items() if scales is not None}
     return KVRounder(scales) if scales else None
 
 

@@ -84,7 +84,7 @@ def test_sums_of_gradients_are_those_of_the_whole_model_by_autograd(llama, measu
 
 
 def test_ranks_that_share_the_text_measure_summands(llama, text_files, measured, tmp_path, monkeypatch):
-    monkeypatch.setattr(determinism, "products", lambda: torch.float32)
+    monkeypatch.setattr(determinism, "products", lambda _device: torch.float32)
     found = []
     job = measure.MeasureJob(model=llama, output=tmp_path / "two", calibration=calibration(text_files), stats=("gradient",))
     for rank in range(2):
@@ -101,7 +101,7 @@ def test_sums_of_gradients_in_bfloat16_are_those_in_float32_and_round_weights_as
     llama, text_files, measured, best, tmp_path, monkeypatch
 ):
     """Alone they are measured in it; beside squares, which choices of schemes read, in float32."""
-    monkeypatch.setattr(determinism, "products", lambda: torch.bfloat16)
+    monkeypatch.setattr(determinism, "products", lambda _device: torch.bfloat16)
     job = measure.MeasureJob(model=llama, output=tmp_path / "1", calibration=calibration(text_files), stats=("gradient",))
     alone = rank_folder(measure.run(job, QUIET), 0, 1)
     found, exact = (load_file(folder / "statistics.safetensors") for folder in (alone, measured))
@@ -166,7 +166,7 @@ def test_a_measurement_stopped_anywhere_on_the_way_back_ends_in_the_same_bytes(l
 def test_sums_in_bfloat16_have_the_same_bytes_however_many_run_at_once_and_wherever_it_stopped(
     llama, text_files, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(determinism, "products", lambda: torch.bfloat16)
+    monkeypatch.setattr(determinism, "products", lambda _device: torch.bfloat16)
     job = measure.MeasureJob(model=llama, output=tmp_path / "1", calibration=calibration(text_files), stats=("gradient",))
     once = rank_folder(measure.run(job, QUIET), 0, 1)
     monkeypatch.setattr(process_memory, "usable_cores", lambda: 3)
@@ -181,10 +181,10 @@ def test_sums_in_bfloat16_have_the_same_bytes_however_many_run_at_once_and_where
 def test_what_was_measured_in_float32_is_not_gone_on_with_in_bfloat16(llama, text_files, tmp_path, monkeypatch):
     """Nor is it what a measurement in bfloat16 would be: the CPU is part of what it is made from."""
     job = measure.MeasureJob(model=llama, output=tmp_path, calibration=calibration(text_files), stats=("gradient",))
-    monkeypatch.setattr(determinism, "products", lambda: torch.float32)
+    monkeypatch.setattr(determinism, "products", lambda _device: torch.float32)
     with pytest.raises(Stopped):
         measure.run(job, stopping(before=1))
-    monkeypatch.setattr(determinism, "products", lambda: torch.bfloat16)
+    monkeypatch.setattr(determinism, "products", lambda _device: torch.bfloat16)
     seen = []
 
     class Watching(ProgressLine):

@@ -132,7 +132,7 @@ def test_the_first_step_is_against_the_gradient_of_the_whole_model(
     llama, measured, untuned, tmp_path, monkeypatch, products, tokens, tolerance
 ):
     """By autograd through transformers' model, of the sequences of the first step; `tokens` at once through the head."""
-    monkeypatch.setattr(determinism, "products", lambda: products)
+    monkeypatch.setattr(determinism, "products", lambda _device: products)
     monkeypatch.setattr(stand_ins, "LOGITS", 1)
     monkeypatch.setattr(stand_ins, "FEWEST", tokens)
     seen, step = [], tune.stepped
@@ -160,7 +160,7 @@ def test_the_first_step_is_against_the_gradient_of_the_whole_model(
 def test_products_in_bfloat16_gain_what_those_in_float32_gain(llama, measured, tmp_path, monkeypatch):
     gains = {}
     for products in (torch.float32, torch.bfloat16):
-        monkeypatch.setattr(determinism, "products", lambda products=products: products)
+        monkeypatch.setattr(determinism, "products", lambda _device, products=products: products)
         (told, *_) = records(made(llama, measured, tmp_path / str(products)))[0]["decisions"].values()
         assert told["tune"]["products"] == str(products).removeprefix("torch.")
         gains[products] = told["tune"]["divergence_start"] - told["tune"]["divergence"]

@@ -8,8 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from quantflow.errors import UsageError
-from quantflow.server.models import weight_bytes
+from quantflow.errors import UnsupportedError, UsageError
+from quantflow.server import models
+from quantflow.server.models import open_model, weight_bytes
 from quantflow.server.settings import ServeJob
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -89,3 +90,23 @@ def test_names_stand_for_one_folder_each(artifact):
         ServeJob(artifact=artifact, name="a", models=("a=x",))
     with pytest.raises(UsageError, match="NAME=MODEL"):
         ServeJob(artifact=artifact, models=("b",))
+
+
+@pytest.mark.parametrize("device", ["cuda", "hpu"])
+def test_a_device_that_is_not_there_is_told_before_a_model_is_read(device, tmp_path):
+    if device == "cuda" and torch.cuda.is_available():
+        pytest.skip("this machine has what the test says it lacks")
+    with pytest.raises(UnsupportedError, match=f"device {device}: needs "):
+        open_model(tmp_path / "nothing", ServeJob(artifact=tmp_path / "nothing", device=device))
+
+
+def test_models_are_loaded_on_the_device_that_is_asked_for(monkeypatch, tmp_path):
+    seen = {}
+    monkeypatch.setattr(models, "load", lambda folder, **words: seen.update(words))
+    open_model(tmp_path, ServeJob(artifact=tmp_path, device="cuda", dtype="bfloat16"))
+    assert (seen["device"], seen["dtype"]) == ("cuda", torch.bfloat16)
+
+
+def test_vllm_chooses_its_devices_itself(tmp_path):
+    with pytest.raises(UsageError, match="device cuda with engine vllm"):
+        ServeJob(artifact=tmp_path, device="cuda", engine="vllm")

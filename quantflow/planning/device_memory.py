@@ -1,0 +1,189 @@
+"""Memory of a device other than the CPU, by stage: what its tensors take there at once, from shapes and the recipe alone.
+
+One sequence is under way at a time, and of elementwise work as much as `groups.AT_ONCE` units. What is in host memory, files,
+hidden states and what is written, is what `quantflow.planning.cost` plans, whose formulas these are made of; it plans the
+CPU's work too, so that the host of a device takes less than it says.
+
+Tensors are what counts. The device's runtime takes some hundred megabytes beside them, and its allocator keeps what is between
+them; a limit that is given leaves room for both.
+
+    need = measure_on_device(model, lengths=[2048] * 32, stats=("amax",), dtype=torch.float32)
+    allow_on_device(need, resources, device)                                        # before a weight is read
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from quantflow import process_memory
+from quantflow.algorithms import ALGORITHMS
+from quantflow.core import groups
+from quantflow.core.device import Device
+from quantflow.errors import ResourceError
+from quantflow.models.stand_ins import HEAD_ROWS
+from quantflow.observers import goes_back, of_gradients
+from quantflow.observers.hessian import HESSIAN_SUM, folding_bytes, observer_bytes
+from quantflow.planning import cost
+from quantflow.planning.head import HeadPlan
+from quantflow.planning.plan import SAMPLE_ROWS, Plan
+from quantflow.planning.recipe import Resources, parse_size
+from quantflow.planning.resources import round_up
+from quantflow.planning.sizes import FLOAT, ModelSize
+from quantflow.transforms import TRANSFORMS
+from quantflow.units import size as text_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceNeed:
+    """What a stage's tensors take on a device.
+
+    Attributes:
+        stage: its name.
+        moments: what happens -> bytes of all tensors that are there then.
+    """
+
+    stage: str
+    moments: Mapping[str, int]
+
+    @property
+    def peak(self) -> int:
+        """Bytes at the moment that takes the most."""
+        return max(self.moments.values())
+
+
+def measure_on_device(model: ModelSize, *, lengths: Sequence[int], stats: Sequence[str], dtype: torch.dtype) -> DeviceNeed:
+    """Return what measure takes: a layer, a sequence's forward, its statistics beside those of all before it.
+
+    Args:
+        model: its sizes.
+        lengths: tokens of each sequence.
+        stats: observers of every linear's input.
+        dtype: of weights and hidden states.
+    """
+    longest, size = max(lengths, default=0), dtype.itemsize
+    layer = size * model.layer.elements
+    forwards, backwards = [name for name in stats if not of_gradients(name)], [name for name in stats if of_gradients(name)]
+    growing = max(cost.live_bytes(each, forwards) for each in model.layers)
+    running = cost.forward_bytes(model, longest) * size // FLOAT + cost.watching_bytes(model, forwards, longest)
+    moments = {
+        "a sequence runs": layer + 2 * growing + running,
+        "statistics are taken": layer + growing + max(cost.statistics_bytes(each, forwards) for each in model.layers),
+    }
+    if goes_back(stats):
+        sums = max(cost.statistics_bytes(each, backwards) for each in model.layers)
+        back = cost.backward_bytes(model, longest) + cost.watching_bytes(model, backwards, longest)
+        moments["gradients leave the head"] = model.head[1] + cost.way_back_bytes(model, longest, copies=3)
+        moments["a gradient goes back"] = layer + 2 * sums + back
+    return DeviceNeed(stage="measure", moments=moments)
+
+
+def quantize_on_device(model: ModelSize, plan: Plan, *, lengths: Sequence[int]) -> DeviceNeed:
+    """Return what quantize takes on the path that the plan takes.
+
+    Args:
+        model: its sizes.
+        plan: of the artifact.
+        lengths: tokens of each calibration sequence.
+    """
+    if plan.file_to_file:
+        return _files(plan)
+    longest = max(lengths, default=cost.CANARY_TOKENS)
+    halves = sum(observer_bytes(k) for _, _, k in model.layer.groups) if plan.needs_hessian else 0
+    samples = min(SAMPLE_ROWS, sum(lengths))
+    kept = FLOAT * samples * sum(k for _, _, k in cost.folds(model.layer)) if plan.needs_rows else 0
+    inputs = cost.inputs_bytes(model, plan, longest) if plan.needs_text else 0
+    widest = max(k for _, _, k in model.layer.groups)
+    folding = folding_bytes(widest, longest) if plan.needs_hessian else 0
+    layer = cost.layer_in_memory(model.layer) if plan.in_float32 else cost.layer_as_stored(model)
+    converted = 0 if plan.in_float32 else FLOAT * model.layer.largest[0]  # one linear, while it multiplies
+    forward = cost.forward_bytes(model, longest)
+    moments = {
+        "a sequence runs": layer + halves + kept + inputs + max(folding, forward + converted),
+        "the quantized layer is put in place": cost.installing_bytes(model, plan),
+        "a sequence runs through the quantized layer": cost.installed_bytes(model) + forward,
+        "logits of the canary": cost.head_bytes(model, cost.CANARY_TOKENS, plan.head),
+    }
+    for name, options in plan.smoothings:
+        reads = HESSIAN_SUM.name in TRANSFORMS[name].needs(options)
+        for _, outputs, k in cost.folds(model.layer):
+            rows, hessian = sum(outputs), HESSIAN_SUM.nbytes(k) if reads else 0
+            taken = TRANSFORMS[name].working_bytes(k, rows, options=options, samples=samples, workers=1)
+            more = _units_beyond_the_first(rows, k)
+            moments[f"{name} of {k} features"] = layer + halves + 2 * kept + hessian + taken + more
+    for index, (held, rows, k) in enumerate(cost.groups_in_turn(model, plan)):
+        algorithm = ALGORITHMS[plan.algorithm]
+        taken = algorithm.working_bytes(k, rows, workers=_units(rows, k), in_place=True) if algorithm.ON_DEVICE else 0
+        moments[f"group {index}"] = held + taken + rows * k
+    for index, (fixed, each) in enumerate(cost.learning_moments(model, plan, longest)):
+        moments[f"learning {index}"] = fixed + each
+    for index, (fixed, each) in enumerate(cost.tuning_moments(model, plan, longest)):
+        moments[f"tuning {index}"] = fixed + each
+    return DeviceNeed(stage="quantize", moments=moments)
+
+
+def validate_on_device(
+    model: ModelSize, *, lengths: Sequence[int], models: int, dtype: torch.dtype, head: HeadPlan | None = None
+) -> DeviceNeed:
+    """Return what validate takes: a layer, the heads, a window's forward and the logits of all models.
+
+    Args:
+        model: its sizes.
+        lengths: tokens of each window.
+        models: how many run: baseline, candidate, noise.
+        dtype: of weights and hidden states.
+        head: how that of the candidate is quantized; None is as it was.
+    """
+    longest, size = max(lengths, default=0), dtype.itemsize
+    largest = model.layer.largest[0]
+    logits = FLOAT * longest * model.vocabulary
+    moments = {
+        "a window runs": size * model.layer.elements + cost.forward_bytes(model, longest) * size // FLOAT,
+        "a quantized layer is put in place": size * model.layer.elements + (1 + FLOAT) * largest,
+        "logits are compared": (models - 1) * model.head[1]
+        + cost.head_in_memory(model, head)
+        + FLOAT * HEAD_ROWS * model.hidden
+        + (models + 1) * logits,
+    }
+    return DeviceNeed(stage="validate", moments=moments)
+
+
+def allow_on_device(need: DeviceNeed, resources: Resources, device: Device) -> int | None:
+    """Return the bytes that a stage's tensors are expected to take on a device; None where it is the CPU.
+
+    Raises:
+        ResourceError: they are more than --max-device-memory, or than are free there.
+    """
+    if device.is_host:
+        return None
+    limit, why = device.free_bytes(), f"are free on {device.name}"
+    if resources.max_device_memory is not None:
+        given = parse_size(resources.max_device_memory)
+        if limit is None or given <= limit:
+            limit, why = given, f"is --max-device-memory {resources.max_device_memory}"
+    if limit is not None and need.peak > limit:
+        moment = max(need.moments, key=lambda name: need.moments[name])
+        raise ResourceError(
+            f"{need.stage}: tensors take {need.peak} bytes ({text_of(need.peak)}) of {device.name} where {moment}, "
+            f"{limit} ({text_of(limit)}) {why}",
+            f"give --max-device-memory {round_up(need.peak)} or more where it has as much, shorter sequences, or --device cpu",
+        )
+    return need.peak
+
+
+def _files(plan: Plan) -> DeviceNeed:
+    """File to file: units as stored and written, and what rounding them takes, of every thread."""
+    threads = process_memory.usable_cores() + cost.READERS
+    names = [plan.algorithm, *([] if plan.head is None else [plan.head.algorithm])]
+    units = -(-cost.UNIT // groups.UNIT_ELEMENTS)
+    unit = max(ALGORITHMS[name].working_bytes(0, 0, workers=units) for name in names) + cost.UNIT_FILES * cost.UNIT
+    return DeviceNeed(stage="quantize", moments={"rows are rounded": threads * unit})
+
+
+def _units(rows: int, features: int) -> int:
+    """Return how many units of elementwise work a device takes as one, of some rows of a weight."""
+    return min(groups.AT_ONCE, -(-rows * features // groups.UNIT_ELEMENTS))
+
+
+def _units_beyond_the_first(rows: int, features: int) -> int:
+    return (_units(rows, features) - 1) * groups.unit_bytes(features)
