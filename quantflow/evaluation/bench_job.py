@@ -12,6 +12,7 @@ from quantflow.errors import UsageError
 from quantflow.runtime.generate_job import (
     BACKEND_HELP,
     BIND_HELP,
+    COMPILE_HELP,
     DECODER_HELP,
     DEVICE_HELP,
     DEVICES,
@@ -69,6 +70,7 @@ class BenchJob:
             sequences.
         profile: where a trace of one more run goes, for chrome://tracing; None for no such run. It has `profile_tokens`
             tokens after the first `profile_skip`; the prompt is the first. With `profile_shapes` it has the shapes of inputs.
+        torch_compile: run transformers' modules, compiled; the first warm-up compiles them.
         results_dir: where a file with the result goes, beside those of other runs.
         ranks: processes that share the model, each with a part of every matrix.
         bind: each process keeps to cores of its own, one thread for each core.
@@ -174,6 +176,7 @@ class BenchJob:
         help="Default: float32; with --kernels bfloat16.",
     )
     decoder: str = setting("auto", flag="--decoder", verbs=BENCH, shown=True, help=DECODER_HELP)
+    torch_compile: bool = setting(False, flag="--torch-compile", verbs=BENCH, help=COMPILE_HELP)
     kv_cache: str = setting("auto", flag="--kv-cache", metavar="KIND", verbs=BENCH, help=KV_CACHE_HELP)
     pack: bool = setting(False, flag="--pack", verbs=BENCH, help=PACK_HELP)
     exact: bool = setting(False, flag="--exact", verbs=BENCH, help=EXACT_HELP)

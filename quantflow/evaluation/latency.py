@@ -61,7 +61,7 @@ def run(job: BenchJob, progress: Progress) -> dict[str, Any] | None:
             f"profile_skip={job.profile_skip} of {job.new_tokens} new tokens leaves nothing to trace", "skip fewer tokens"
         )
     without = {"the transformers decoder": job.decoder == "transformers", f"device {job.device}": job.device != "cpu"}
-    without |= {"a baseline": job.baseline is not None}
+    without |= {"a baseline": job.baseline is not None, "torch_compile": job.torch_compile}
     world = rank_processes.world_of("bench", job.ranks, trusted=job.trust_network, without=without)
     if rank_processes.starts(world):
         return rank_processes.start("bench", job, world=world, progress=progress, bind=job.bind)
@@ -78,6 +78,7 @@ def run(job: BenchJob, progress: Progress) -> dict[str, Any] | None:
             crops=job.draft is not None or job.lookup is not None,
             pack=job.pack,
             exact=job.exact,
+            compiled=job.torch_compile,
             device=job.device,
             wire=wire,
         )

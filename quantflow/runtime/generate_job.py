@@ -24,6 +24,7 @@ EXACT_HELP = "Never round inputs that the scheme leaves alone (default: where ex
 PACK_HELP = "Keep the weights as kernels want them in ARTIFACT-packed, and load from there."
 REVISION_HELP = "Branch, tag or commit of a model on the hub (default: main)."
 RANKS_HELP = "Processes that share the model (default 1), or torchrun's."
+COMPILE_HELP = "Run transformers' modules, compiled by torch.compile at the first token (minutes)."
 BIND_HELP = "Keep each process to cores of its own, of one NUMA node where they fit."
 TRUST_HELP = "Ranks of your torchrun may meet at its address, which anybody on the network can write to."
 
@@ -272,6 +273,7 @@ class GenerateJob:
         reference: a JSON file, prompt -> text, that the texts must equal.
         decoder: `lean` or `transformers`, or `auto` for the first where it can.
         kv_cache: of the lean decoder: float32, bfloat16, float8, int8, or `auto` for the dtype.
+        torch_compile: run transformers' modules, compiled.
         pack: keep the weights beside the artifact as the lean decoder holds them, and load them from there.
         exact: inputs that the schemes leave alone are never rounded.
         disk_offload: leave the weights on disk and read them for every token; the same tokens with little memory.
@@ -402,6 +404,7 @@ class GenerateJob:
     dtype: str = setting("float32", flag="--dtype", choices=DTYPES, verbs=GENERATE, shown=True, help="")
     device: str = setting("cpu", flag="--device", choices=DEVICES, verbs=GENERATE, shown=True, help=DEVICE_HELP)
     decoder: str = setting("auto", flag="--decoder", verbs=GENERATE, shown=True, help=DECODER_HELP)
+    torch_compile: bool = setting(False, flag="--torch-compile", verbs=GENERATE, help=COMPILE_HELP)
     kv_cache: str = setting("auto", flag="--kv-cache", metavar="KIND", verbs=GENERATE, help=KV_CACHE_HELP)
     pack: bool = setting(False, flag="--pack", verbs=GENERATE, help=PACK_HELP)
     exact: bool = setting(False, flag="--exact", verbs=GENERATE, help=EXACT_HELP)

@@ -49,7 +49,7 @@ def run(job: GenerateJob, stream: Callable[[str], None], progress: Progress | No
     _check(job)
     job.signature.check(job.artifact)
     without = {"the transformers decoder": job.decoder == "transformers", f"device {job.device}": job.device != "cpu"}
-    without |= {"an adapter": job.adapter is not None, "disk_offload": job.disk_offload}
+    without |= {"an adapter": job.adapter is not None, "disk_offload": job.disk_offload, "torch_compile": job.torch_compile}
     world = rank_processes.world_of("generate", job.ranks, trusted=job.trust_network, without=without)
     telling = SILENT if progress is None else progress
     if rank_processes.starts(world):
@@ -130,6 +130,8 @@ def _check(job: GenerateJob) -> None:
     Raises:
         UsageError: naming them.
     """
+    if job.disk_offload and job.torch_compile:
+        raise UsageError("generate: disk_offload with torch_compile", "leave one of them out: weights on disk are not compiled")
     if job.disk_offload and job.device != "cpu":
         raise UsageError(f"generate: disk_offload on device {job.device}", "leave one of them out")
     if not job.prompts and job.source is None:
@@ -158,6 +160,7 @@ def _open(job: GenerateJob, wire: Wire | None) -> tuple[Loaded, Adapted | None]:
     special = [name for name in ("disk_offload", "adapter") if getattr(job, name)]
     if not special:
         options |= {"decoder": job.decoder, "kv_cache": job.kv_cache, "pack": job.pack, "device": job.device}
+        options["compiled"] = job.torch_compile
         return load(job.artifact, wire=wire, **options), None
     if job.decoder == "lean" or job.kv_cache != "auto" or job.pack:
         told = f"generate: {special[0]} with decoder {job.decoder}, kv_cache {job.kv_cache}, pack {job.pack}"
@@ -167,7 +170,7 @@ def _open(job: GenerateJob, wire: Wire | None) -> tuple[Loaded, Adapted | None]:
 
         loaded = load_offloaded(job.artifact, **options)
     else:
-        loaded = load(job.artifact, device=job.device, **options)
+        loaded = load(job.artifact, device=job.device, compiled=job.torch_compile, **options)
     if job.adapter is None:
         return loaded, None
     assert loaded.model is not None  # these are transformers' modules

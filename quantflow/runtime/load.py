@@ -78,6 +78,7 @@ def load(
     crops: bool = False,
     pack: bool = False,
     exact: bool = False,
+    compiled: bool = False,
     wire: Wire | None = None,
     require_signature: str | Path | signing.Trusted | None = None,
 ) -> Loaded:
@@ -98,6 +99,7 @@ def load(
         pack: of the lean decoder: read its weights from FOLDER-packed, as kernels want them, or put them there.
         exact: leave inputs that the schemes leave alone as they are, though the manifest says that rounding them costs next to
             nothing (`quantflow.artifact.manifest.rounds_inputs`).
+        compiled: transformers' modules run, and torch.compile compiles them at the first token; `auto` then means them.
         require_signature: a public key, PEM, or whom else the signature beside the artifact has to be of; checked first.
         wire: to the other processes that share the model with this one, which then holds its part of the lean decoder alone.
 
@@ -116,6 +118,11 @@ def load(
         signing.require_signature(folder, trusted or signing.Trusted(key=Path(str(require_signature))))
     if decoder not in DECODERS:
         raise UsageError(f"decoder {decoder!r} is unknown", f"use one of {', '.join(DECODERS)}")
+    if compiled and decoder == "lean":
+        raise UsageError("torch_compile: the lean decoder has no modules to compile", "leave one of them out")
+    why = "it was not asked for"
+    if compiled and decoder == "auto":
+        decoder, why = "transformers", "torch_compile was asked for"
     if wire is not None and (decoder == "transformers" or device.type != "cpu"):
         raise UsageError(f"{wire.world} ranks: decoder {decoder} on {device}", "share the lean decoder, on cpu")
     if device.type not in _MISSING:
@@ -137,7 +144,7 @@ def load(
             verify = False
     inputs: Inputs = "stored" if exact else "usual"
     artifact = open_folder(folder, backend=backend, dtype=dtype, verify=verify, device=device, manifest=manifest, inputs=inputs)
-    reason = "it was not asked for" if decoder == "transformers" else lean.why_not(artifact)
+    reason = why if decoder == "transformers" else lean.why_not(artifact)
     if reason is None or decoder == "lean" or wire is not None:
         ranks = None if wire is None or reason is not None else Ranks(artifact, wire)
         share = artifact if ranks is None else ranks.artifact
@@ -149,7 +156,7 @@ def load(
         raise UsageError(f"kv cache {kv_cache}: the lean decoder has it, and is not used: {reason}", "leave kv_cache out")
     from quantflow.runtime.modules import filled, with_modules  # here: it imports transformers' model code
 
-    return with_modules(artifact, filled(artifact), reason=reason, crops=crops)
+    return with_modules(artifact, filled(artifact), reason=reason, crops=crops, compiled=compiled)
 
 
 def _pack(folder: Path, digest: str, asked: tuple[object, ...], wire: Wire | None, *, verify: bool) -> packed.Pack:

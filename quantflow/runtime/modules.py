@@ -1,5 +1,8 @@
 """Transformers' modules with an artifact's weights: what decodes where the lean decoder does not."""
 
+import shutil
+
+import torch
 from transformers import PreTrainedModel
 
 from quantflow.backends import cuda, hpu
@@ -13,8 +16,10 @@ from quantflow.runtime.decoder import Decoder
 from quantflow.runtime.load import Loaded, loaded
 from quantflow.runtime.transformers_decoder import TransformersDecoder
 
+_COMPILERS = ("g++", "clang++", "c++")  # torch.compile writes C++ for a CPU
 
-def with_modules(artifact: Artifact, model: PreTrainedModel, *, reason: str, crops: bool) -> Loaded:
+
+def with_modules(artifact: Artifact, model: PreTrainedModel, *, reason: str, crops: bool, compiled: bool = False) -> Loaded:
     """Return transformers' modules as what decodes.
 
     Args:
@@ -22,17 +27,36 @@ def with_modules(artifact: Artifact, model: PreTrainedModel, *, reason: str, cro
         model: on the artifact's device.
         reason: why the lean decoder is not used.
         crops: whether `crop` will be called.
+        compiled: torch.compile compiles them when they run first; no decode step is captured then.
 
     Raises:
         InputError: the tokenizer's files or generation_config.json are damaged.
+        UnsupportedError: nothing here compiles C++, or Gaudi's bridge has captured the model.
     """
+    if compiled:
+        _compile_(artifact, model)
     decoder: Decoder = TransformersDecoder(model, device=artifact.device, crops=crops, kv_scales=artifact.kv_scales())
     reasons = [f"the lean decoder is not used: {reason}"]
-    if artifact.device.type == cuda.NAME and (missing := graphs.why_not(artifact)):
+    if compiled:
+        reasons.append("decode steps are not captured: torch.compile was asked for")
+    elif artifact.device.type == cuda.NAME and (missing := graphs.why_not(artifact)):
         reasons.append(f"decode steps are not captured: {missing}")
     elif artifact.device.type == cuda.NAME:
         decoder = graphs.GraphDecoder(model, device=artifact.device, capture=cuda.capture)
     return loaded(artifact, decoder, model=model, reasons=tuple(reasons))
+
+
+def _compile_(artifact: Artifact, model: PreTrainedModel) -> None:
+    """Have torch.compile compile a model when it runs first, for prompts of any length.
+
+    Raises:
+        UnsupportedError: there is no compiler of C++, or the device is a Gaudi.
+    """
+    if artifact.device.type == hpu.NAME:
+        raise UnsupportedError(f"torch_compile on {hpu.NAME}: its graphs are captured", "leave --torch-compile out")
+    if not any(map(shutil.which, _COMPILERS)):
+        raise UnsupportedError(f"torch_compile: none of {', '.join(_COMPILERS)} is on PATH", "install g++")
+    model.forward = torch.compile(model.forward, dynamic=True)
 
 
 def filled(artifact: Artifact) -> PreTrainedModel:

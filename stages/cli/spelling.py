@@ -125,7 +125,6 @@ GENERATE: Spellings = {
     "--shard-model": _RANKS,
     "--local-rank": _RANKS,
     "--master-port": _RANKS,
-    "--torch-compile": Instead("leave it out: the lean decoder's steps are one call into C each"),
     "--attn-softmax-bf16": Instead("leave it out: softmax is computed in float32"),
     "--use-flash-attention": Instead("leave it out: how attention is computed is no choice"),
     "--bucket-size": _SHAPES,
