@@ -28,6 +28,7 @@ from quantflow.planning.recipe import Calibration, Compute, Export, Measure, Qua
 from quantflow.progress import SILENT, Progress
 
 if TYPE_CHECKING:
+    from quantflow.calibration.continue_job import ContinueJob
     from quantflow.evaluation.bench_job import BenchJob, KernelJob
     from quantflow.exporting.proof import Prover
     from quantflow.formats.gaudi.quant_config import GivenConfig
@@ -994,6 +995,20 @@ def merged(
         output=output_folder(output, reads={"the model": model, "the adapter": adapter}),
     )
     return merged_adapter.run(job, progress)
+
+
+def continue_prompts(job: "ContinueJob", *, progress: Progress = SILENT) -> Mapping[str, Any]:
+    """Have a model continue prompts, and write the token ids that generating them runs, a calibration text for `measure`.
+
+    Returns:
+        `file`, `sequences`, `prompt_tokens`, `new_tokens`.
+
+    Raises:
+        QuantflowError: the model or the prompts cannot be read, or not be decoded.
+    """
+    from quantflow.calibration.continued import run
+
+    return run(replace(job, model=model_folder(job.model, progress=progress)), progress)
 
 
 def inspect_calibration(file: Folder, *, tokenizer: Folder, sequence_length: int) -> Mapping[str, Any]:

@@ -1,23 +1,27 @@
-"""Calibration text, looked at before it is used, as a verb.
+"""Calibration text, looked at before it is used, or continued by the model, as a verb.
 
-Reads    the text, and the tokenizer of the model
-Writes   nothing
+Reads    the text, and the tokenizer of the model; `continue` the model and prompts
+Writes   nothing; `continue` a file of token ids
 Resumes  nothing
-Fails    3 text or tokenizer that cannot be read
+Fails    2 numbers that cannot be decoded; 3 text, prompts or tokenizer that cannot be read; what generating raises
 """
 
+from pathlib import Path
 from typing import Any
 
 import click
 
 from quantflow import api
-from quantflow.stages.cli.options import offline
+from quantflow.calibration.continue_job import ContinueJob
+from quantflow.stages.cli.environment import bars_wanted
+from quantflow.stages.cli.options import QUIET, job_settings, job_values, offline
 from quantflow.stages.cli.output import outline, show
+from quantflow.stages.cli.progress_line import ProgressLine
 
 
 @click.group("calibration")
 def command() -> None:
-    """Look at calibration text before it is used."""
+    """Look at calibration text before it is used, or have a model continue prompts to such text."""
 
 
 @command.command("inspect")
@@ -33,3 +37,22 @@ def inspect(file: str, tokenizer: str, sequence_length: int, as_json: bool, **_s
     """
     summary = api.inspect_calibration(file, tokenizer=tokenizer, sequence_length=sequence_length)
     show(summary, as_json=as_json, text=outline(summary))
+
+
+@command.command("continue")
+@click.argument("model")
+@click.option("-o", "--output", metavar="FILE", type=click.Path(path_type=Path), required=True, help="A .safetensors file.")
+@job_settings("continue", ContinueJob)
+@QUIET
+@offline
+def continued(model: str, output: Path, as_json: bool, quiet: bool, **options: Any) -> None:
+    """Have MODEL continue prompts, and write the token ids that generating them runs, for `measure --calibration`.
+
+    \b
+    Example: quantflow calibration continue ./llama --prompts questions.jsonl --chat --new-tokens 128 -o said.safetensors
+             quantflow measure ./llama -o work/1-measure --calibration said.safetensors
+    """
+    job = ContinueJob(model=Path(model), output=output, **job_values("continue", ContinueJob, options))
+    result = api.continue_prompts(job, progress=ProgressLine(quiet=quiet, bars=bars_wanted()))
+    counts = f"{result['prompt_tokens']} prompt tokens and {result['new_tokens']} new ones in {result['sequences']} sequences"
+    show(result, as_json=as_json, text=f"{result['file']}: {counts}")

@@ -163,6 +163,7 @@ OFFERED = {
     "quantflow.distributed.launch",  # which rank this process is
     "quantflow.planning.recipe",
     "quantflow.formats.gaudi.quant_config",  # the record's type
+    "quantflow.calibration.continue_job",
     "quantflow.runtime.generate_job",
     "quantflow.runtime.chat_job",
     "quantflow.evaluation.bench_job",
