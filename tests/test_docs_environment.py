@@ -16,6 +16,7 @@ READERS = (  # tests/test_layers.py lets these read the environment and no other
     "quantflow/process_memory.py",
     "quantflow/distributed/launch.py",
     "quantflow/backends/native.py",
+    "quantflow/core/device.py",
     "quantflow/server/vllm.py",
     "stages/cli/environment.py",
 )
