@@ -66,7 +66,7 @@ def starve(command, count: int) -> None:
     """Refuse one of `count` blocks that tensors are made in."""
     blocks = command.outcome.allocations
     if not blocks:
-        pytest.skip("no compiler made the allocator")
+        pytest.skip("the stage makes no tensor, or no compiler made the allocator")
 
     def strike(at: int) -> bool:
         with command.folder() as folder:
