@@ -218,7 +218,7 @@ def run(
         gone = time.monotonic() - began
         left = budget - gone
         if left < check.limit * SHARE:
-            outcomes[index].reason = f"{left:.0f} s of {budget:.0f} were left, and it may take {check.limit:.0f}"
+            outcomes[index].reason = f"{max(left, 0.0):.0f} s of {budget:.0f} were left, and it may take {check.limit:.0f}"
         else:
             coming = sum(earlier.get(later.name, later.limit) for later in checks[index:])
             about = "about" if all(later.name in earlier for later in checks[index:]) else "at most"

@@ -32,7 +32,8 @@ class Size:
         shapes: the name of a random model -> its shape; the last is the one that bars are promised for.
         layers: how many of a shape's layers are there.
         prompt, steps: tokens of a prompt, and decode steps after it, of a random model.
-        rounds: timed calls; medians are told.
+        runs: prompts whose times are counted, of a random model.
+        rounds: timed calls of a linear; medians are told.
         products: (out_features, in_features) of the linears that are timed alone.
         large: the shape of the checkpoint that is measured and rounded by gptq from files.
         depths: of how many layers it is; two of them, so that the seconds of one more layer are known.
@@ -47,6 +48,7 @@ class Size:
     layers: Mapping[str, int]
     prompt: int
     steps: int
+    runs: int
     rounds: int
     products: tuple[tuple[int, int], ...]
     large: Shape
@@ -67,6 +69,7 @@ SIZES = {
         layers={name: shape.layers for name, shape in _NAMED.items()},
         prompt=2048,
         steps=64,
+        runs=3,
         rounds=20,
         products=((4096, 4096), (11008, 4096), (4096, 11008)),
         large=SHAPES["14GB"],
@@ -81,9 +84,10 @@ SIZES = {
         new=32,
         shapes=_NAMED,
         layers={"1.1 B": 2, "7 B": 1},
-        prompt=128,
-        steps=8,
-        rounds=5,
+        prompt=32,
+        steps=4,
+        runs=1,
+        rounds=3,
         products=((2048, 2048), (5632, 2048)),
         large=SHAPES["500MB"],
         depths=(1, 2),
@@ -99,6 +103,7 @@ SIZES = {
         layers={"tiny": 2},
         prompt=16,
         steps=4,
+        runs=1,
         rounds=2,
         products=((256, 128),),
         large=_TINY,

@@ -29,7 +29,6 @@ from quantflow.runtime.transformers_decoder import TransformersDecoder
 SCHEMES = ("FP8", "FP8_DYNAMIC", "W8A8", "W4A16", None)  # None: bfloat16, not quantized
 PREFILL_BAR, DECODE_BAR = 0.80, 0.85
 BATCH, SHORT = 8, 128  # sequences at once, and the tokens of their prompts
-RUNS = 3
 STEPS = 32  # whose bits are compared
 
 
@@ -110,7 +109,7 @@ def _timed(made: RandomModel, device: torch.device, place: Place, found: Found, 
     medians = {}
     for rows, length in ((1, amounts.prompt), (BATCH, min(amounts.prompt, SHORT))):
         runs = []
-        for turn in range(RUNS + 1):  # the first captures the graph, and is not counted
+        for turn in range(amounts.runs + 1):  # the first captures the graph, and is not counted
             prompts = random_prompts(rows, length, vocab_size=decoder.vocab_size, seed=turn)
             run = time_run(decoder, prompts, new_tokens=amounts.steps + 1)
             if turn:
