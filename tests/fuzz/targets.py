@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from quantflow.artifact import torch_file
 from quantflow.artifact.canonical import digest_of, parse_json, readable_json
 from quantflow.artifact.checkpoint import open_checkpoint
 from quantflow.artifact.inspect import summarize
@@ -113,6 +114,17 @@ def archive(pickled: bytes) -> bytes:
     with zipfile.ZipFile(buffer, "w") as file:
         file.writestr(restricted_npz.MEMBER, b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text + pickled)
     return buffer.getvalue()
+
+
+def saved() -> tuple[bytes, bytes]:
+    """Return a file of torch.save as we write it, and one that torch wrote of a module."""
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name) / "a.pt"
+        specs = {"a.packed_weight": ("I32", (4, 2)), "a.scale": ("F16", (4, 1)), "b": ("BF16", (3,))}
+        torch_file.write_torch_file(path, specs, [bytes(32), bytes(8), bytes(6)])
+        ours = path.read_bytes()
+        torch.save(torch.nn.Linear(3, 2).state_dict(), path)
+        return ours, path.read_bytes()
 
 
 def packed() -> bytes:
@@ -279,6 +291,11 @@ def targets(artifact: Path, measured: Path) -> dict[str, Target]:
     gguf_file = planned.header + bytes(planned.nbytes - len(planned.header))
     quantization = json.loads(config)["quantization_config"]
 
+    tensors = tuple(
+        zipped.read(next(name for name in zipped.namelist() if name.endswith("data.pkl")))
+        for zipped in map(zipfile.ZipFile, map(BytesIO, saved()))
+    )
+
     def checkpoint(data: bytes, folder: Path) -> Any:
         (folder / "config.json").write_bytes(data)
         (folder / "model.safetensors").write_bytes(tiny)
@@ -434,6 +451,8 @@ def targets(artifact: Path, measured: Path) -> dict[str, Target]:
         ),
         "npz": Target(seeds=(archive(pickled),), read=written("a.npz", restricted_npz.read_npz)),
         "pickle": Target(seeds=(pickled,), read=lambda data, _: restricted_npz.loads(data, name="x")),
+        "torch.save": Target(seeds=saved(), read=written("a.pt", torch_file.read_torch_header)),
+        "pickle of tensors": Target(seeds=tensors, read=lambda data, _: torch_file._loads(data, path=Path("x"))),
         "gguf": Target(seeds=(gguf_file,), read=written("a.gguf", gguf.read_header)),
         "measurement": Target(seeds=(meta,), value=json.loads(meta), read=measurement),
         "tokenizer.json": Target(seeds=(vocabulary,), value=json.loads(vocabulary), read=tokenized),

@@ -4,6 +4,7 @@ What it can do without a Gaudi is emulation by explicit quantize and dequantize,
 environment of its own, whose folder NEURAL_COMPRESSOR_ENV names; without it all of this is skipped.
 """
 
+import itertools
 import json
 import math
 import os
@@ -17,16 +18,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from quantflow.core.device_scales import scale_from_amax, target, weight_scale
+from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.core.scale_rules import SCALE_METHODS
+from quantflow.core.scheme import named
+from quantflow.formats import LAYOUTS
 from quantflow.formats.gaudi.file_names import FileName, find_triples
 from quantflow.formats.gaudi.gaudi_nodes import postprocess
 from quantflow.formats.gaudi.scale_methods import method_config
 from quantflow.formats.gaudi.scales import scales_from
 from quantflow.formats.gaudi.triple import SCALES, Node, Triple, read_triple, write_triple
+from quantflow.formats.ipex import IPEXLayout
+from quantflow.formats.weight_layout import integers
 from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code
 
@@ -395,6 +401,68 @@ def embedded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # One of two ranks, each with the whole model and text of its own, as QUANT_CONFIG says.
+WEIGHT_ONLY = """
+import json, sys, torch
+from safetensors.torch import load_file, save_file
+from neural_compressor.torch.algorithms.weight_only.modules import INCWeightOnlyLinear
+
+def module(rows, columns, size, pointed):
+    told = {"use_optimum_format": False, "compression_dim": 1, "compression_dtype": torch.int32, "scale_dtype": torch.float32}
+    return INCWeightOnlyLinear(columns, rows, bits=4, group_size=size, zp=pointed, **told)
+
+ours, found = load_file("ours.safetensors"), {}
+for name, (rows, columns, size, pointed) in json.loads(sys.argv[1]).items():
+    made = module(rows, columns, size, True)
+    made.qweight.copy_(ours[f"{name}.packed_weight"])
+    made.scales.copy_(ours[f"{name}.scale"].float())
+    made.qzeros.copy_(ours[f"{name}.packed_zp"])
+    found[f"{name}.recovered"] = made.recover().float()
+    integers, points = ours[f"{name}.integers"].to(torch.int32), ours[f"{name}.points"].to(torch.int32)
+    again = module(rows, columns, size, pointed)
+    again.pack(integers if pointed else integers - 8, ours[f"{name}.scale"].float(), points if pointed else None, None)
+    found |= {f"{name}.packed_weight": again.qweight, f"{name}.scale": again.scales.half()}
+    found |= {f"{name}.packed_zp": again.qzeros} if pointed else {}
+    found[f"{name}.again"] = again.recover().float()
+save_file({name: tensor.contiguous().clone() for name, tensor in found.items()}, "theirs.safetensors")
+"""
+
+
+@pytest.mark.proof(
+    formats="ipex",
+    direction="both",
+    programs={"neural-compressor": "neural-compressor-pt"},
+    compared="weights that its weight-only linear recovers from our tensors, and ours from those that it packs, bit for bit: "
+    "words, scales and zero points, symmetric and not, per group and row",
+    environment="NEURAL_COMPRESSOR_ENV",
+)
+def test_its_weight_only_linear_recovers_our_weights_and_packs_what_we_read(call: Callable[..., None], tmp_path: Path) -> None:
+    rows, tensors, expected, generator = {}, {}, {}, torch.Generator().manual_seed(1)
+    for size, pointed in itertools.product((32, 24, -1), (True, False)):
+        name, columns = f"{size}-{pointed}".replace("-1", "row"), 96
+        scheme = named(integers(4, size, symmetric=not pointed, where="a test"), None, "pack-quantized")
+        groups = 1 if size == -1 else columns // size
+        qvalue = torch.randint(-8, 8, (40, columns), generator=generator).to(torch.int8)
+        scale = 2.0 ** torch.randint(-9, 3, (40, groups), generator=generator)
+        zero_point = torch.randint(-8, 8, scale.shape, generator=generator).to(torch.int8) if pointed else None
+        weight = QTensor(qvalue=qvalue, scale=scale, zero_point=zero_point, scheme=scheme.weights)
+        linear = QuantizedLinear(weight=weight, scheme=scheme)
+        tensors |= LAYOUTS["ipex"].encode(name, linear, scale_dtype=torch.float16)
+        points = torch.zeros_like(scale) if zero_point is None else zero_point
+        tensors |= {f"{name}.integers": qvalue + 8, f"{name}.points": (points + 8).to(torch.int8)}
+        rows[name], expected[name] = [40, columns, columns if size == -1 else size, pointed], (linear, scheme)
+    save_file(tensors, tmp_path / "ours.safetensors")
+    call(WEIGHT_ONLY, json.dumps(rows), cwd=tmp_path)
+    theirs = load_file(tmp_path / "theirs.safetensors")
+    for name, (linear, scheme) in expected.items():
+        assert torch.equal(theirs[f"{name}.recovered"], linear.dequantize()), name
+        assert torch.equal(theirs[f"{name}.again"], linear.dequantize()), name
+        read = IPEXLayout(bare=scheme.weights.symmetric).decode(name, theirs, scheme)
+        assert torch.equal(read.weight.qvalue, linear.weight.qvalue) and torch.equal(read.dequantize(), linear.dequantize())
+        if not scheme.weights.symmetric:
+            assert torch.equal(theirs[f"{name}.packed_weight"], tensors[f"{name}.packed_weight"])
+            assert torch.equal(theirs[f"{name}.packed_zp"], tensors[f"{name}.packed_zp"])
+
+
 RANK = """
 import os, sys
 import torch

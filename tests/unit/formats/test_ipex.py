@@ -99,11 +99,13 @@ def test_their_dequantization_has_our_values_and_reading_gives_them_back(size, s
     assert all(torch.equal(again[key], tensors[key]) for key in tensors)
 
 
-def test_a_file_without_zero_points_is_of_symmetric_weights():
+def test_a_file_without_zero_points_is_of_symmetric_weights_in_twos_complement():
     scheme = grouped(32)
     linear = linear_of(scheme, 16, 64, 3)
-    tensors = LAYOUT.encode("a", linear, scale_dtype=torch.float16)
-    del tensors["a.packed_zp"]
+    bits = (linear.weight.qvalue.to(torch.int64) & 0b1111).view(16, 8, 8)  # two's complement
+    words = (bits << (4 * torch.arange(8))).sum(dim=-1)
+    words = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+    tensors = {"a.packed_weight": words, "a.scale": linear.weight.scale.half()}
     found = IPEXLayout(bare=True).decode("a", tensors, scheme)
     assert found.weight.zero_point is None and torch.equal(found.dequantize(), linear.dequantize())
 
