@@ -210,11 +210,13 @@ def read_npz(path: Path) -> Any:
         try:
             with zipfile.ZipFile(file) as archive:
                 names = archive.namelist()
-                if names != [MEMBER] or archive.getinfo(MEMBER).file_size > MAX_BYTES:
+                size = archive.getinfo(MEMBER).file_size if names == [MEMBER] else 0
+                if names != [MEMBER] or size > MAX_BYTES:
                     raise InputError(f"{path}: holds {names[:4]}, one {MEMBER} of at most 1 GiB is expected", _REMEDY)
                 if archive.getinfo(MEMBER).compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
                     raise InputError(f"{path}: {MEMBER} is compressed in a way that numpy does not write", _REMEDY)
-                data = archive.read(MEMBER)
+                with archive.open(MEMBER) as member:
+                    data = member.read(size)  # without a number all is unpacked, whatever size the file gives
         except _ZIP_ERRORS as error:
             raise InputError(f"{path}: not a whole npz file ({error})", _REMEDY) from error
     stream = io.BytesIO(data)

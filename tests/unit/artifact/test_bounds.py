@@ -153,6 +153,21 @@ def test_a_compression_that_numpy_does_not_write_is_refused(compression, tmp_pat
         restricted_npz.read_npz(path)
 
 
+def test_a_member_that_is_larger_unpacked_than_is_read_is_refused_before_it_is_unpacked(tmp_path, monkeypatch):
+    monkeypatch.setattr(restricted_npz, "MAX_BYTES", 1 << 16)
+    path = npz(tmp_path, npy(b"\x00" * (64 << 20)))  # 64 MiB in 64 KiB
+    assert path.stat().st_size < 1 << 17
+    assert peak_of(lambda: restricted_npz.read_npz(path)) < 1 << 20
+
+
+def test_a_member_that_is_larger_than_its_zip_says_is_read_no_further(tmp_path):
+    path = npz(tmp_path, npy(b"\x00" * (64 << 20)))
+    size = struct.pack("<I", len(npy(b"\x00" * (64 << 20))))
+    assert path.read_bytes().count(size) == 2  # before the member, and in the list at the end
+    path.write_bytes(path.read_bytes().replace(size, struct.pack("<I", 4096)))
+    assert peak_of(lambda: restricted_npz.read_npz(path)) < 1 << 22
+
+
 def test_a_zip_of_many_files_is_refused_from_its_end(tmp_path):
     path = npz(tmp_path, b"x", members=300)
     with pytest.raises(InputError, match="holds 300 files"):
