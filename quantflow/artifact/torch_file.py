@@ -162,7 +162,9 @@ def read_torch_header(path: Path) -> dict[str, TensorInfo]:
                 packed = [name for name, info in members.items() if info.compress_type != zipfile.ZIP_STORED]
                 if packed:
                     raise InputError(f"{path}: {packed[0]} is compressed, torch.save compresses nothing", _REMEDY)
-                table = _loads(archive.read(pickles[0]), path=path)
+                with archive.open(pickles[0]) as member:
+                    data = member.read(members[pickles[0]].file_size)  # without a number all is read, whatever size is given
+                table = _loads(data, path=path)
             root = pickles[0].removesuffix("data.pkl")
             found = {}
             for name, value in table.items():

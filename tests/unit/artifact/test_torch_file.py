@@ -4,6 +4,7 @@ import collections
 import io
 import os
 import pickle
+import tracemalloc
 import zipfile
 
 import pytest
@@ -133,3 +134,18 @@ def test_files_that_are_no_such_zip_are_refused(tmp_path):
     (tmp_path / "d.pt").write_bytes(buffer.getvalue()[:-400])
     with pytest.raises(InputError, match="not a whole file of torch.save"):
         read_torch_header(tmp_path / "d.pt")
+
+
+def test_a_pickle_that_is_larger_than_its_zip_says_is_read_no_further(tmp_path):
+    path = archive(tmp_path / "x.pt", pickle.dumps({}, protocol=2) + bytes(64 << 20))
+    data = bytearray(path.read_bytes())
+    for magic, place in ((b"PK\x03\x04", 22), (b"PK\x01\x02", 24)):  # before the member, and in the list at the end
+        start = data.index(magic) + place
+        data[start : start + 4] = (16).to_bytes(4, "little")
+    path.write_bytes(data)
+    tracemalloc.start()
+    with pytest.raises(InputError, match="not a whole file of torch.save"):
+        read_torch_header(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 20
