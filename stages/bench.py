@@ -83,10 +83,12 @@ def _kernel_row(timing: Mapping[str, Any]) -> Sequence[str]:
 
 def latency_text(result: Mapping[str, Any]) -> str:
     """Return the result of `bench ARTIFACT`: a latency summary per batch size, and text-generation-benchmark's tables."""
+    there = result["memory"].get("device_peak_bytes")
     head = [
         f"{result['artifact']}: {result['decoder']} decoder, {', '.join(result['backends']) or 'no quantized linear'}, "
         f"{_workers(result)}, {result['method']}, loaded in {result['load_seconds']:.2f} s, "
-        f"peak memory {result['memory']['peak_bytes'] / 2**30:.2f} GiB",
+        f"peak memory {result['memory']['peak_bytes'] / 2**30:.2f} GiB"
+        + ("" if there is None else f", of the device {there / 2**30:.2f} GiB"),
         *result["reasons"],
         f"percentiles {result['percentiles']}",
     ]

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from quantflow.artifact.disk import link_or_copy, make_folder, remove, write_file
+from quantflow.core.device import Device
 from quantflow.distributed.binding import cores_of
 from quantflow.distributed.launch import launch, launched_rank
 from quantflow.errors import InputError, ResourceError, UsageError
@@ -101,7 +102,12 @@ def run(job: BenchJob, progress: Progress) -> dict[str, Any] | None:
         "load_seconds": load_seconds,
         "percentiles": "of sorted times" if job.ordered else "of times in the order of the runs, as text-generation-benchmark",
         "weight_bytes": sum(info.nbytes for info in loaded.artifact.checkpoint.infos.values()),
-        "memory": {"peak_bytes": max(peaks), "rank_peak_bytes": peaks, "kv_cache_bytes": _cache_bytes(loaded)},
+        "memory": {
+            "peak_bytes": max(peaks),
+            "rank_peak_bytes": peaks,
+            "kv_cache_bytes": _cache_bytes(loaded),
+            "device_peak_bytes": Device(kind=loaded.artifact.device).peak_bytes(),
+        },
         "profile": None if job.profile is None else str(job.profile),
         "batches": batches,
     }

@@ -137,6 +137,17 @@ def test_an_artifact_is_timed_for_every_batch_size(artifact, capsys):
         for tokens in ("requested", "produced"):
             assert found[f"{tokens}_per_second"] == pytest.approx(found[tokens] / found["seconds"])
     assert result["memory"]["peak_bytes"] > result["memory"]["kv_cache_bytes"] > 0
+    assert result["memory"]["device_peak_bytes"] is None
+
+
+def test_on_a_device_the_memory_of_its_tensors_stands_beside_that_of_the_process(artifact, capsys, monkeypatch):
+    monkeypatch.setattr(latency.Device, "peak_bytes", lambda self: 5 << 29)
+    assert run("bench", artifact, *SMALL, "--json") == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["memory"]["device_peak_bytes"] == 5 << 29
+    assert re.search(r"peak memory [\d.]+ GiB, of the device 2\.50 GiB$", latency_text(result), re.MULTILINE)
+    result["memory"]["device_peak_bytes"] = None
+    assert re.search(r"peak memory [\d.]+ GiB$", latency_text(result), re.MULTILINE)
 
 
 @pytest.mark.parametrize(
