@@ -8,7 +8,7 @@ Out: DIR with adapter_config.json and adapter_model.safetensors, and what happen
 Documents are joined, each with the tokenizer's BOS, and cut into sequences of --length. Only the adapter is trained, by AdamW.
 
 Example: python examples/lora/finetune.py ./llama --text notes.jsonl -o lora --steps 200
-         accelerate launch --num_processes 2 --cpu examples/lora/finetune.py ./llama --text notes.jsonl -o lora
+         torchrun --nproc-per-node 2 examples/lora/finetune.py ./llama --text notes.jsonl -o lora
 """
 
 import argparse
@@ -80,7 +80,7 @@ def main() -> None:
     options = parser.parse_args()
 
     torch.manual_seed(options.seed)
-    accelerator = Accelerator()
+    accelerator = Accelerator(cpu=not torch.accelerator.is_available())
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     rows = sequences(documents(options.text), tokenizer, length=options.length)
     kept = max(1, int(len(rows) * HELD_OUT))
