@@ -7,15 +7,28 @@ flag the option of the verbs it names. The command line makes its options by `se
 """
 
 import dataclasses
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quantflow.errors import UsageError
+from quantflow.errors import UsageError, nearest
 
 KEY = "setting"  # of a field's metadata
+DEVICES = ("cpu", "cuda", "cuda:0", "hpu")  # cuda:N is the GPU of that number
+
+
+def device_flag(name: str) -> str:
+    """Return the name of a device as `--device` says it; whether it is there is not looked at.
+
+    Raises:
+        UsageError: a word that names none.
+    """
+    if not re.fullmatch(r"cpu|cuda(:[0-9]{1,3})?|hpu", name):
+        raise UsageError(f"device={name!r}", nearest(name, DEVICES))
+    return name
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -53,7 +53,7 @@ def fetch(tensor: Tensor) -> Tensor:
 @pytest.fixture
 def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedGpu]:
     """The device, entered by the test; weights cross in `filled`, and what is named beside it."""
-    monkeypatch.setattr(runtime, "_MISSING", {**runtime._MISSING, KIND: lambda: None})
+    monkeypatch.setattr(runtime, "_MISSING", {**runtime._MISSING, KIND: lambda _: None})
     # Under inference_mode the operators that a mode sees are others; no gradient is needed here either.
     monkeypatch.setattr(decoding, "_run", torch.no_grad()(decoding._run.__wrapped__))
     for name in ("begin", "forward"):

@@ -36,29 +36,35 @@ _BLOCKS_SINCE = (12, 9)  # the CUDA whose cuBLAS multiplies blocks
 _WARM_UP = 3  # runs before a capture: what is set up at the first call must not be captured
 
 
-def missing_here() -> str | None:
-    """Return what this machine lacks to run on a GPU, in words, or None."""
-    return None if torch.cuda.is_available() else f"a GPU, torch {torch.__version__} finds none"
+def missing_here(device: torch.device) -> str | None:
+    """Return what this machine lacks to run on a GPU, that one of several where it has a number, in words, or None."""
+    if not torch.cuda.is_available():
+        return f"a GPU, torch {torch.__version__} finds none"
+    count = torch.cuda.device_count()
+    return None if (device.index or 0) < count else f"a GPU of that number, torch finds {count}, numbered from 0"
 
 
-def capture(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+def capture(step: Callable[[], Tensor], *, device: torch.device) -> Callable[[], Tensor]:
     """Return what does as `step` does, replayed as one graph; it returns the same tensor every time.
 
     Args:
         step: reads and writes tensors that stay where they are, waits for none of them, and may run twice without harm.
+        device: where they are; streams and graphs are those of one GPU.
     """
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(_WARM_UP):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = step()
+    with torch.cuda.device(device):
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(_WARM_UP):
+                step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = step()
 
     def replay() -> Tensor:
-        graph.replay()
+        with torch.cuda.device(device):
+            graph.replay()
         return result
 
     return replay

@@ -15,7 +15,6 @@ from quantflow.runtime.generate_job import (
     COMPILE_HELP,
     DECODER_HELP,
     DEVICE_HELP,
-    DEVICES,
     DTYPES,
     EXACT_HELP,
     KV_CACHE_HELP,
@@ -25,7 +24,7 @@ from quantflow.runtime.generate_job import (
     TRUST_HELP,
     Sampling,
 )
-from quantflow.settings import check_numbers, setting
+from quantflow.settings import check_numbers, device_flag, setting
 
 BENCH = ("bench",)
 PERCENTILES = (50, 90, 99)  # of what is timed
@@ -180,7 +179,9 @@ class BenchJob:
     kv_cache: str = setting("auto", flag="--kv-cache", metavar="KIND", verbs=BENCH, help=KV_CACHE_HELP)
     pack: bool = setting(False, flag="--pack", verbs=BENCH, help=PACK_HELP)
     exact: bool = setting(False, flag="--exact", verbs=BENCH, help=EXACT_HELP)
-    device: str = setting("cpu", flag="--device", choices=DEVICES, verbs=BENCH, shown=True, help=DEVICE_HELP)
+    device: str = setting(
+        "cpu", flag="--device", metavar="DEVICE", verbs=BENCH, parse=device_flag, shown=True, help=DEVICE_HELP
+    )
     ranks: int = setting(1, flag="--ranks", metavar="N", verbs=BENCH, help=RANKS_HELP)
     bind: bool = setting(False, flag="--bind", verbs=BENCH, help=BIND_HELP)
     trust_network: bool = setting(False, flag="--trust-network", verbs=BENCH, help=TRUST_HELP)

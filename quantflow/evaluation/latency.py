@@ -322,7 +322,7 @@ def _profile(job: BenchJob, loaded: Loaded, texts: Sequence[Sequence[int]], path
     path.parent.mkdir(parents=True, exist_ok=True)
     skipped = schedule(wait=job.profile_skip - 1, warmup=1, active=job.profile_tokens, repeat=1) if job.profile_skip else None
     with profile(
-        activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if job.device == "cuda" else [])],
+        activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if job.device.startswith("cuda") else [])],
         schedule=skipped,
         on_trace_ready=lambda trace: trace.export_chrome_trace(str(path)),
         record_shapes=job.profile_shapes,

@@ -35,7 +35,7 @@ from quantflow.core.scale_rules import ARITHMETIC_NAMES, SCALE_METHODS
 from quantflow.core.scheme import FLOAT8_FLAVOURS, INPUT_OBSERVERS, SCALE_ROUNDINGS, SCHEME_NAMES
 from quantflow.distributed import MOST_RANKS
 from quantflow.errors import InputError, UsageError, nearest
-from quantflow.settings import check_numbers, setting
+from quantflow.settings import check_numbers, device_flag, setting
 from quantflow.shipped import TEXTS, shipped_texts
 
 FED = ("routed", "all")  # tokens that measure shows to an expert
@@ -649,8 +649,7 @@ class Compute:
 
     def __post_init__(self) -> None:
         """Refuse words that name no device and no dtype."""
-        if not re.fullmatch(r"cpu|cuda(:[0-9]{1,3})?|hpu", self.device):
-            raise UsageError(f"compute: device={self.device!r}", nearest(self.device, ("cpu", "cuda", "cuda:0", "hpu")))
+        device_flag(self.device)
         if self.dtype not in RUN_DTYPES:
             raise UsageError(f"compute: dtype={self.dtype!r}", nearest(self.dtype, RUN_DTYPES))
 

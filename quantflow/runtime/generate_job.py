@@ -10,13 +10,12 @@ from pathlib import Path
 
 from quantflow.artifact.required_signature import RequiredSignature
 from quantflow.errors import UsageError
-from quantflow.settings import setting
+from quantflow.settings import device_flag, setting
 
 Words = tuple[tuple[int, ...], ...]
 GENERATE = ("generate",)
 DTYPES = ("float32", "bfloat16", "float16")  # the last in transformers' modules alone
-DEVICES = ("cpu", "cuda", "hpu")
-DEVICE_HELP = "Where the model runs; of several GPUs the first that CUDA_VISIBLE_DEVICES names."
+DEVICE_HELP = "Where the model runs: cpu, cuda, cuda:N or hpu."
 BACKEND_HELP = "auto, reference, a kernel by name, or several: a,b,auto."
 DECODER_HELP = "lean, transformers, or auto: lean where it can."
 KV_CACHE_HELP = "float32, bfloat16, float8 or int8 (default: the artifact's, else --dtype)."
@@ -402,7 +401,9 @@ class GenerateJob:
     trust_network: bool = setting(False, flag="--trust-network", verbs=GENERATE, help=TRUST_HELP)
     backend: str = setting("auto", flag="--backend", verbs=GENERATE, shown=True, help=BACKEND_HELP)
     dtype: str = setting("float32", flag="--dtype", choices=DTYPES, verbs=GENERATE, shown=True, help="")
-    device: str = setting("cpu", flag="--device", choices=DEVICES, verbs=GENERATE, shown=True, help=DEVICE_HELP)
+    device: str = setting(
+        "cpu", flag="--device", metavar="DEVICE", verbs=GENERATE, parse=device_flag, shown=True, help=DEVICE_HELP
+    )
     decoder: str = setting("auto", flag="--decoder", verbs=GENERATE, shown=True, help=DECODER_HELP)
     torch_compile: bool = setting(False, flag="--torch-compile", verbs=GENERATE, help=COMPILE_HELP)
     kv_cache: str = setting("auto", flag="--kv-cache", metavar="KIND", verbs=GENERATE, help=KV_CACHE_HELP)

@@ -1,5 +1,6 @@
 """Open an artifact with all of its weights in memory: as a decoder of its own, or as a model of transformers."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -29,7 +30,9 @@ if TYPE_CHECKING:
 
 _TOKENIZER_FILES = frozenset({"tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json"})
 _GENERATION = "generation_config.json"
-_MISSING = MappingProxyType({"cpu": lambda: None, cuda.NAME: cuda.missing_here, hpu.NAME: hpu.missing_here})
+_MISSING: Mapping[str, Callable[[torch.device], str | None]] = MappingProxyType(
+    {"cpu": lambda _: None, cuda.NAME: cuda.missing_here, hpu.NAME: lambda _: hpu.missing_here()}
+)
 TokenId = Annotated[int, Between(0, 2**31 - 1)]
 DECODERS = ("auto", "lean", "transformers")
 
@@ -127,7 +130,7 @@ def load(
         raise UsageError(f"{wire.world} ranks: decoder {decoder} on {device}", "share the lean decoder, on cpu")
     if device.type not in _MISSING:
         raise UsageError(f"device {device} is unknown", f"use one of {', '.join(_MISSING)}")
-    if missing := _MISSING[device.type]():  # before anything is read
+    if missing := _MISSING[device.type](device):  # before anything is read
         raise UnsupportedError(f"device {device}: needs {missing}", "use device cpu, or a machine with that")
     kept, manifest = None, None
     if pack and decoder != "transformers" and device.type == "cpu":

@@ -1,6 +1,7 @@
 """Transformers' modules with an artifact's weights: what decodes where the lean decoder does not."""
 
 import shutil
+from functools import partial
 
 import torch
 from transformers import PreTrainedModel
@@ -42,7 +43,7 @@ def with_modules(artifact: Artifact, model: PreTrainedModel, *, reason: str, cro
     elif artifact.device.type == cuda.NAME and (missing := graphs.why_not(artifact)):
         reasons.append(f"decode steps are not captured: {missing}")
     elif artifact.device.type == cuda.NAME:
-        decoder = graphs.GraphDecoder(model, device=artifact.device, capture=cuda.capture)
+        decoder = graphs.GraphDecoder(model, device=artifact.device, capture=partial(cuda.capture, device=artifact.device))
     return loaded(artifact, decoder, model=model, reasons=tuple(reasons))
 
 

@@ -19,13 +19,12 @@ from quantflow.runtime.generate_job import (
     BACKEND_HELP,
     DECODER_HELP,
     DEVICE_HELP,
-    DEVICES,
     DTYPES,
     EXACT_HELP,
     KV_CACHE_HELP,
     REVISION_HELP,
 )
-from quantflow.settings import check_numbers, setting
+from quantflow.settings import check_numbers, device_flag, setting
 
 SERVE = ("serve",)
 ENGINES = ("quantflow", "vllm")
@@ -300,7 +299,9 @@ class ServeJob:
     kv_cache: str = setting("auto", flag="--kv-cache", metavar="KIND", verbs=SERVE, help=KV_CACHE_HELP)
     backend: str = setting("auto", flag="--backend", verbs=SERVE, shown=True, help=BACKEND_HELP)
     dtype: str = setting("float32", flag="--dtype", choices=DTYPES, verbs=SERVE, shown=True, help="")
-    device: str = setting("cpu", flag="--device", choices=DEVICES, verbs=SERVE, shown=True, help=DEVICE_HELP)
+    device: str = setting(
+        "cpu", flag="--device", metavar="DEVICE", verbs=SERVE, parse=device_flag, shown=True, help=DEVICE_HELP
+    )
     decoder: str = setting("auto", flag="--decoder", verbs=SERVE, shown=True, help=DECODER_HELP)
     pack: bool = setting(False, flag="--pack", verbs=SERVE, help="Keep the weights as kernels want them in ARTIFACT-packed.")
     exact: bool = setting(False, flag="--exact", verbs=SERVE, help=EXACT_HELP)

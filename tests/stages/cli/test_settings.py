@@ -110,7 +110,8 @@ def test_options_of_the_named_sections_come_first():
     def verb(**_):
         pass
 
-    assert [option.name for option in verb.params][:4] == ["max_memory", "max_disk", "disk_offload", "revision"]
+    first = ["max_memory", "max_disk", "max_device_memory", "disk_offload", "revision"]
+    assert [option.name for option in verb.params][:5] == first
 
 
 def test_a_help_per_verb_is_that_of_the_verb():

@@ -4,6 +4,7 @@ The recorder keeps the operations of a step with the tensors that they read and 
 whatever a step took from Python is frozen, as in a graph, and waiting for a number is refused, as under a capture.
 """
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -237,7 +238,7 @@ def test_on_a_gpu_the_graph_gives_the_logits_of_the_step(config, monkeypatch):
     monkeypatch.undo()
     model = random_model(CONFIGS[config]).cuda()
     device = torch.device("cuda")
-    ours, theirs = GraphDecoder(model, device=device, capture=cuda.capture), TransformersDecoder(model)
+    ours, theirs = GraphDecoder(model, device=device, capture=partial(cuda.capture, device=device)), TransformersDecoder(model)
     for decoder in (ours, theirs):
         decoder.begin(rows=2, capacity=40)
     padding = torch.tensor([0, 2], device=device)
