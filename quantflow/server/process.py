@@ -162,7 +162,11 @@ def opening_lines(job: ServeJob, models: Models) -> list[str]:
     lines += [f"  adapter {name}: {folder}" for name, folder in job.adapter_folders.items()]
     pool = model.engine.counters().pool
     lines.append(f"keys and values: {pool.blocks} blocks of {pool.block_tokens} tokens")
-    rows = [(name, getattr(limits, name, asked), _origin(job, name, asked)) for name, asked in vars(job.limits).items()]
+    held = {name: (getattr(limits, name, asked), asked) for name, asked in vars(job.limits).items()}
+    rows = [
+        (name, "none" if value is None else value, _origin(job, name, follows=asked is None and value is not None))
+        for name, (value, asked) in held.items()
+    ]
     widths = [max(len(str(row[column])) for row in rows) for column in (0, 1)]
     lines += [
         f"  {name.replace('_', '-').ljust(widths[0])}  {str(value).rjust(widths[1])}  {where}" for name, value, where in rows
@@ -170,9 +174,9 @@ def opening_lines(job: ServeJob, models: Models) -> list[str]:
     return lines
 
 
-def _origin(job: ServeJob, name: str, asked: Any) -> str:
-    """Return where a limit's value is from: an option, a variable, the model and its memory, or the default."""
-    return job.origins.get(name, "model and memory" if asked is None else "default")
+def _origin(job: ServeJob, name: str, *, follows: bool) -> str:
+    """Return where a limit's value is from: an option, a variable, the model and its memory if it `follows`, or the default."""
+    return job.origins.get(name, "model and memory" if follows else "default")
 
 
 def bound(job: ServeJob) -> socket.socket:

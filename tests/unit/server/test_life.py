@@ -12,7 +12,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from quantflow.server.settings import Limits
+from quantflow.server.process import opening_lines
+from quantflow.server.settings import Limits, ServeJob
 
 PROMPT = "class Stack:\n    def"
 
@@ -47,6 +48,17 @@ def test_a_request_above_the_limit_gets_429_at_once_and_the_others_end(serve):
             thread.join()
             assert found[0].status == 200
         assert server.generate(PROMPT, max_new_tokens=1).status == 200
+
+
+def test_the_start_says_of_each_limit_where_it_is_from(serve, artifact):
+    job = ServeJob(artifact=artifact, limits=Limits(max_total_tokens=900), origins={"max_total_tokens": "MAX_TOTAL_TOKENS"})
+    with serve(limits=job.limits) as server:
+        lines = opening_lines(job, server.models)
+    assert lines[0].startswith(f"model {job.first_name}: {artifact}, lean decoder")
+    found = {line.split()[0]: line.split(maxsplit=2)[1:] for line in lines if line.startswith("  ")}
+    assert found["max-total-tokens"] == ["900", "MAX_TOTAL_TOKENS"]
+    assert found["max-input-tokens"] == ["899", "model and memory"]
+    assert found["max-best-of"] == ["2", "default"] and found["queue-threshold-ms"] == ["none", "default"]
 
 
 def test_a_client_that_goes_away_frees_its_row(serve):
