@@ -56,7 +56,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedGpu]:
     monkeypatch.setattr(runtime, "_MISSING", {**runtime._MISSING, KIND: lambda _: None})
     # Under inference_mode the operators that a mode sees are others; no gradient is needed here either.
     monkeypatch.setattr(decoding, "_run", torch.no_grad()(decoding._run.__wrapped__))
-    for name in ("begin", "forward"):
+    for name in ("begin", "forward", "forward_hidden", "keep"):
         monkeypatch.setattr(GraphDecoder, name, torch.no_grad()(getattr(GraphDecoder, name).__wrapped__))
     torch._C._set_only_lift_cpu_tensors(True)  # so that `torch.tensor` goes the way of every other operator
     made_empty = (DynamicLayer.lazy_initialization, StaticLayer.lazy_initialization)
@@ -197,9 +197,10 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("fixed", [False, True], ids=["a growing cache", "a fixed cache"])
 @pytest.mark.parametrize("way", METHODS)
 def test_every_way_to_generate_stays_on_the_device(
-    way: str, artifacts: dict[str, Path], simulated: SimulatedGpu, monkeypatch: pytest.MonkeyPatch
+    way: str, fixed: bool, artifacts: dict[str, Path], simulated: SimulatedGpu
 ) -> None:
     words = dict(METHODS[way])
     ids, padding = prompt(words.pop("rows", 2)), words.pop("padding", None)
@@ -208,11 +209,16 @@ def test_every_way_to_generate_stays_on_the_device(
     expected = generate(here.decoder, ids, max_new_tokens=6, padding=padding, **words)
     with simulated:
         there = runtime.load(artifacts["zero points"], decoder="transformers", device=GPU, exact=True, crops=crops)
+        assert there.model is not None
+        decoder = GraphDecoder(there.model, device=GPU, capture=lambda step: step) if fixed else there.decoder
+        generate(decoder, put(ids), max_new_tokens=2, **words)  # the cache takes its memory
         before = simulated.put_bytes
         told = None if padding is None else put(padding)
-        found = fetch(generate(there.decoder, put(ids), max_new_tokens=6, padding=told, **words))
-        given = ids.nbytes + (0 if told is None else told.nbytes)
-        assert way == "forced words" or simulated.put_bytes - before == given  # which keeps what it follows in lists
+        found = fetch(generate(decoder, put(ids), max_new_tokens=6, padding=told, **words))
+        more = simulated.put_bytes - before - ids.nbytes - (0 if told is None else told.nbytes)
+    # Forced words keep what they follow in lists; a fixed cache of another number of rows brings a count for each layer.
+    layers, caches = 2, 12 if fixed and way in ("beams", "contrastive") else 0
+    assert way == "forced words" or more <= 8 * layers * caches
     assert torch.equal(found, expected)
 
 
