@@ -38,7 +38,7 @@ class Supports:
     Attributes:
         float8: weights in float8.
         float4: weights in float4.
-        shared_scale: weights whose rows all share one scale.
+        shared_scale: weights whose scale is not theirs to search: rows that share one, and scales that follow a rule.
         block_scales: weights of a type of llama.cpp's whose scales depend on each other, or that has minima.
         quantized_inputs: schemes that quantize inputs as well as weights.
         rotations: transforms that rotate the whole model.
@@ -73,6 +73,8 @@ class Supports:
             return refusal
         if weights.granularity == "per_tensor" and self.shared_scale is not None:
             return self.shared_scale
+        if weights.scale_rule is not None and self.shared_scale is not None:
+            return RULED_SCALES
         if weights.block is not None and weights.block.dependent and self.block_scales is not None:
             return self.block_scales
         return self.quantized_inputs if scheme.input is not None else None
@@ -82,8 +84,7 @@ EVERYTHING = Supports()
 SHARED_SCALE = Refusal(
     why=", whose weights share one scale", remedy="use {others}, or a scale per channel or block such as FP8_DYNAMIC's"
 )
-
-
+RULED_SCALES = Refusal(why=", whose scales follow from its scale_method", remedy="use {others}, or leave scale_method out")
 BLOCK_SCALES = Refusal(why=", whose scales or minima are those of a block", remedy="use {others}")
 
 

@@ -597,6 +597,28 @@ def test_a_scale_method_where_the_model_runs_has_the_scales_of_file_to_file(tmp_
     assert any(not torch.equal(files[name].view(torch.uint8), layers[name].view(torch.uint8)) for name in codes)
 
 
+def test_cards_that_quantize_their_parts_take_a_method_of_maxima_and_refuse_a_search(tmp_path, measured, llama, refused):
+    """The largest of the parts' maxima is the whole's; the best of the parts' searches is not."""
+    line = ("quantize", llama, "--measurement", measured, "--scheme", "FP8", "--set", "quantize.0.float8=gaudi2", "--set")
+    for method in ("maxabs_hw", "act_maxabs_hw_weights_pcs_maxabs_pow2"):
+        said = f"quantize.0.scale_method={method}"
+        assert run(*line, said, "-o", tmp_path / f"{method}-2", "--ranks", "2") == 0
+        assert run("unify", "-m", tmp_path / f"{method}-2", "-o", tmp_path / f"{method}-joined") == 0
+        assert run("quantize", "--no-export", *line[1:], said, "-o", tmp_path / method) == 0
+        for index in range(2):
+            name = f"layers/{index:05d}.safetensors"
+            assert (tmp_path / f"{method}-joined" / name).read_bytes() == (tmp_path / method / name).read_bytes()
+    searched = "quantize.0.scale_method=maxabs_hw_opt_weight"
+    message = refused(2, *line, searched, "-o", tmp_path / "s", "--ranks", "2")
+    assert "a scale_method that searches" in message and not (tmp_path / "s").exists()
+
+
+def test_an_algorithm_that_searches_scales_refuses_those_of_a_method(tmp_path, measured, llama, refused):
+    method = "quantize.0.scale_method=act_maxabs_hw_weights_pcs_maxabs_pow2"
+    line = ("quantize", llama, "--measurement", measured, "--scheme", "FP8", "--algorithm", "rtn_mse", "--set", method)
+    assert "whose scales follow from its scale_method" in refused(2, *line, "-o", tmp_path / "q")
+
+
 def test_integers_have_no_float8(tmp_path, llama, refused):
     line = ("quantize", llama, "-o", tmp_path / "q", "--scheme")
     assert "integer weights" in refused(2, *line, "W8A16", "--set", "quantize.0.float8=gaudi2")

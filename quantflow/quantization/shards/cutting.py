@@ -16,7 +16,7 @@ def shares_of(source: ModelFiles, graph: Graph, plan: Plan, *, ranks: int) -> li
     Key and value heads that are fewer than the ranks go to several of them, as runtimes do.
 
     Raises:
-        UsageError: heads, rows, columns or groups do not divide, or scales span blocks of rows.
+        UsageError: heads, rows, columns or groups do not divide, scales span blocks of rows, or are searched.
         UnsupportedError: transformers has no tensor-parallel plan for the family.
     """
     if ranks < 1:
@@ -25,6 +25,10 @@ def shares_of(source: ModelFiles, graph: Graph, plan: Plan, *, ranks: int) -> li
         if scheme.weights.granularity == "per_block":
             told = f"{plan.name}: --ranks {ranks}: {scheme.name} has one scale for a block of rows, which a cut may split"
             raise UsageError(told, "choose scales per channel or group, or leave --ranks out")
+        rule = scheme.weights.scale_rule
+        if plan.file_to_file and rule is not None and rule.value == "OPT":
+            told = f"{plan.name}: --ranks {ranks}: a scale_method that searches the whole, and each card has a part"
+            raise UsageError(told, "use a method without search such as maxabs_hw, or leave --ranks out")
     config = load_config(source.checkpoint)
     shapes = {name: info.shape for name, info in source.checkpoint.infos.items()}
     shares = []
