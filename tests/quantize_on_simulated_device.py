@@ -64,7 +64,7 @@ LAYERS: dict[str, dict[str, Any]] = {  # with the calibration text
 }
 
 
-QUICK = ("gptq", "hadamard", "best")
+QUICK = ("gptq", "hadamard")
 
 
 class HereProver:
