@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from quantflow.core.scheme import preset
 
@@ -310,6 +311,19 @@ def test_the_memory_of_a_gpu_is_that_of_each_stage_and_is_compared_with_its_plan
         ("measure: memory of the device", True),
         ("quantize: memory of the device", False),
     ]
+
+
+def test_the_share_of_equal_integers_is_counted_in_packed_words(part, tmp_path):
+    stages = part("_gpu.stages")
+    words = torch.tensor([[0x76543210, 0x0FEDCBA9]], dtype=torch.int32)
+    for name, changed in (("a", 0), ("b", 0x00300004), ("c", None)):  # two integers of sixteen
+        (tmp_path / name / "layers").mkdir(parents=True)
+        tensors = {"q.weight_scale": torch.ones(1)} if changed is None else {"q.weight_packed": words ^ changed}
+        save_file(tensors, tmp_path / name / "layers" / "00000.safetensors")
+    assert stages.equal_integers(tmp_path / "a", tmp_path / "a") == 1
+    assert stages.equal_integers(tmp_path / "b", tmp_path / "a") == (16 - 4) / 16  # in both words
+    with pytest.raises(stages.Failed, match="c: no layer holds integers of 4 bits"):
+        stages.equal_integers(tmp_path / "c", tmp_path / "c")
 
 
 def test_products_on_the_cpu_hold_and_bars_are_left_alone(part, place):

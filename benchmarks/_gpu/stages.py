@@ -174,15 +174,22 @@ def quantize(place: Place, found: Found) -> None:
 
 
 def equal_integers(ours: Path, theirs: Path) -> float:
-    """Return the share of integers of two quantize folders that are equal."""
+    """Return the share of integers of 4 bits that are equal in two quantize folders.
+
+    Raises:
+        Failed: the folders hold none.
+    """
     same = count = 0
     for path in sorted((theirs / "layers").glob("*.safetensors")):
         left, right = load_file(ours / "layers" / path.name), load_file(path)
-        for name, tensor in right.items():
-            if tensor.dtype == torch.int8 and tensor.ndim == 2:
-                same += int((left[name] == tensor).sum())
-                count += tensor.numel()
-    return same / max(count, 1)
+        for name, words in right.items():
+            if name.endswith(".weight_packed"):
+                apart = left[name].view(torch.uint8) ^ words.view(torch.uint8)  # two integers a byte
+                same += int((apart & 15 == 0).sum()) + int((apart >> 4 == 0).sum())
+                count += 2 * apart.numel()
+    if not count:
+        raise Failed(f"{theirs.name}: no layer holds integers of 4 bits")
+    return same / count
 
 
 # The divergence.
