@@ -405,7 +405,9 @@ def main() -> int:
     with made_from(options.model, exported=exported) as made:
         if exported:
             reseal(made.artifact)
-        elif (outcome := isolated(lambda: verb("quantize", made.model, made))).code != 0:
+        elif (
+            outcome := isolated(lambda: verb("quantize", shutil.copytree(made.model, made.text.with_name("m")), made))
+        ).code != 0:
             raise SystemExit(f"{options.model}: {outcome.said}")
         for verb_name in (
             (*VERBS, "export", "transformers") if exported else ()
