@@ -92,6 +92,9 @@ def model_size(infos: Mapping[str, TensorInfo], config: Any, graph: Graph) -> Mo
         infos: every source tensor, from the shard headers.
         config: its configuration; `hidden_size`, `num_attention_heads`, `vocab_size` and what stands for heads are read.
         graph: its linears.
+
+    Raises:
+        InputError: a layer of the configuration, or the part outside of the layers, has no tensor.
     """
     text = text_config(config)
     first = graph.layers[0]
@@ -105,6 +108,9 @@ def model_size(infos: Mapping[str, TensorInfo], config: Any, graph: Graph) -> Mo
     for layer in graph.layers:
         found = [info for name, info in infos.items() if name.startswith(f"{layer.prefix}.")]
         inside.update(info.name for info in found)
+        if not found:
+            cause = f"config.json: {len(graph.layers)} layers, the checkpoint has no tensor of {layer.prefix}"
+            raise InputError(cause, "restore config.json from its source, or download the model again")
         largest = max(found, key=elements_of)
         layers.append(
             LayerSize(
@@ -118,6 +124,8 @@ def model_size(infos: Mapping[str, TensorInfo], config: Any, graph: Graph) -> Mo
             )
         )
     outside = [info for name, info in infos.items() if name not in inside]
+    if not outside:
+        raise InputError("the checkpoint has no tensor outside of its layers", "download the model again")
     head = max(outside, key=elements_of)
     return ModelSize(
         hidden=hidden,

@@ -140,6 +140,20 @@ def test_sizes_that_make_no_model_end_measure_and_quantize_with_a_sentence(value
             assert key in refused((3,), "quantize", model, "-o", tmp_path / "3", "--scheme", "W8A16") or value == 2**40
 
 
+def test_a_configuration_that_leaves_out_how_many_layers_there_are_is_an_input_error(llama, tmp_path, refused):
+    model = Path(shutil.copytree(llama, tmp_path / "model"))
+    config = json.loads((model / "config.json").read_text())
+    del config["num_hidden_layers"]
+    (model / "config.json").write_text(json.dumps(config))  # transformers then makes 32
+    (tmp_path / "t.jsonl").write_text(json.dumps({"input_ids": [5] * 16}) + "\n")
+    short = ("--calibration", tmp_path / "t.jsonl", "--samples", "1", "--sequence-length", "8")
+    assert "32 layers, the checkpoint has no tensor of model.layers.2" in refused(
+        3, "measure", model, "-o", tmp_path / "1", *short
+    )
+    for scheme in ("W8A8", "W8A16"):
+        assert "num_hidden_layers" in refused(3, "quantize", model, "-o", tmp_path / scheme, "--scheme", scheme, *short)
+
+
 @pytest.mark.parametrize("value", ["</s>", [1, "2"], -1, 2**40, {"a": 1}, 1.5, True])
 def test_end_tokens_that_are_no_numbers_are_an_input_error(value, artifact, refused):
     edited(artifact, "generation_config.json", eos_token_id=value)
