@@ -373,7 +373,8 @@ def test_llama_cpps_types_are_refused_for_they_have_numbers_of_their_own(layout)
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ({"dynamic": []}, None),
+        ({"dynamic": None}, None),
+        ({"dynamic": []}, "dynamic is '[]', a table is needed"),
         ({"dynamic": [1]}, "dynamic is '[1]', a table is needed"),
         ({"dynamic": {"+:.*": 5}}, "dynamic: +:.* is '5', a table is needed"),
         ({"dynamic": {"(": {}}}, "dynamic: pattern '(' is no regular expression"),
