@@ -411,3 +411,16 @@ def write_foreign():
         return weights
 
     return write
+
+
+@pytest.fixture
+def run_apart() -> Callable[..., None]:
+    """Return what runs a file of tests in a process of its own: torch cannot forget a kind of device that it was told of."""
+
+    def run(tests: str, *words: str) -> None:
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words, Path(__file__).parent / tests]
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+        assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+
+    return run

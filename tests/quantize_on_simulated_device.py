@@ -1,6 +1,6 @@
 """Quantizing on a device: what crosses, by which functions, and what comes of it; the device is simulated, no GPU ran this.
 
-test_device.py runs these tests in a process of their own.
+test_device_quantize.py runs these tests in a process of their own.
 """
 
 import json
@@ -212,6 +212,7 @@ def test_a_quantization_of_another_device_is_refused_and_a_stopped_one_begins_ag
     assert seen == ["cpu 0", "cpu 1", "simulated:0 0", "simulated:0 1"]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_resumed_on_a_device_writes_the_bytes_of_one_that_was_not(
     llama: Path, measured: Path, tmp_path: Path, simulated: SimulatedGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,6 +236,7 @@ def test_a_run_that_is_resumed_on_a_device_writes_the_bytes_of_one_that_was_not(
             assert (whole / name).read_bytes() == (resumed / name).read_bytes(), name
 
 
+@pytest.mark.slow
 def test_schemes_that_are_chosen_for_a_device_cost_what_those_of_the_cpu_cost(
     llama: Path, text_files: dict[str, Path], tmp_path: Path, simulated: SimulatedGpu
 ) -> None:

@@ -67,7 +67,9 @@ def test_strange_words_and_records_are_named(proofs):
     ]
 
 
-@pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["one process", "two workers"])
+@pytest.mark.parametrize(
+    "workers", [pytest.param((), id="one process"), pytest.param(("-n", "2"), id="two workers", marks=pytest.mark.slow)]
+)
 def test_a_run_records_its_cases_and_keeps_those_of_others(tmp_path, workers):
     (tmp_path / "conftest.py").write_text((ROOT / "tests" / "proof_records.py").read_text())
     (tmp_path / "test_it.py").write_text(MARKED)

@@ -14,6 +14,7 @@ from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code
 
 pytest.importorskip("peft")
+pytestmark = pytest.mark.slow  # it trains
 SCRIPT = Path(__file__).resolve().parents[1] / "examples" / "lora" / "finetune.py"
 
 

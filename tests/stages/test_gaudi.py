@@ -597,6 +597,7 @@ def test_a_scale_method_where_the_model_runs_has_the_scales_of_file_to_file(tmp_
     assert any(not torch.equal(files[name].view(torch.uint8), layers[name].view(torch.uint8)) for name in codes)
 
 
+@pytest.mark.slow
 def test_cards_that_quantize_their_parts_take_a_method_of_maxima_and_refuse_a_search(tmp_path, measured, llama, refused):
     """The largest of the parts' maxima is the whole's; the best of the parts' searches is not."""
     line = ("quantize", llama, "--measurement", measured, "--scheme", "FP8", "--set", "quantize.0.float8=gaudi2", "--set")

@@ -164,6 +164,7 @@ def test_a_measurement_of_two_ranks_is_not_quantized_before_it_is_unified(llama:
     assert "quantflow unify" in caught.value.remedy
 
 
+@pytest.mark.slow
 def test_as_many_ranks_quantize_from_the_measurement_of_two_as_from_what_unify_makes_of_it(
     llama: Path, ranks: Path, unified: Path, tmp_path: Path
 ) -> None:

@@ -192,6 +192,7 @@ def test_quantize_that_exports_makes_what_the_two_verbs_make(as_json, done, line
     assert err.count("up to date") == 2
 
 
+@pytest.mark.slow
 def test_the_proof_starts_before_anything_is_imported_or_measured_and_ends_with_the_verb(llama, tmp_path):
     """So both processes import torch at once; the proof's own waits for its order, and knows nothing of the artifact yet."""
     script = """

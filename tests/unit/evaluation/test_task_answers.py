@@ -3,6 +3,8 @@
 import json
 from dataclasses import replace
 
+import pytest
+
 from quantflow.evaluation import task_answers
 from quantflow.evaluation.harness import TaskOptions
 from quantflow.evaluation.task_answers import AnswersJob
@@ -10,6 +12,7 @@ from quantflow.progress import SILENT
 from quantflow.runtime import rank_processes
 
 
+@pytest.mark.slow
 def test_two_processes_answer_with_the_bits_of_one_and_one_document_is_returned(llama, monkeypatch):
     worlds, launch = [], rank_processes.launch
 

@@ -98,6 +98,7 @@ def check(serve, count, seed):
         assert server.generate(PROMPT, max_new_tokens=8).json() == expected
 
 
+@pytest.mark.slow
 def test_requests_that_are_almost_right_get_promised_answers(serve):
     check(serve, 150, 0)
 
