@@ -182,11 +182,14 @@ def _origin(job: ServeJob, name: str, *, follows: bool) -> str:
 def bound(job: ServeJob) -> socket.socket:
     """Return a socket that is bound and does not listen yet.
 
+    It names its protocol, since asyncio turns off Nagle's algorithm for connections of such a socket alone. With it a body
+    waits until the client has acknowledged its headers, and a token until it has acknowledged the one before: 40 ms.
+
     Raises:
         ResourceError: the port is taken.
     """
     family = socket.AF_INET6 if ":" in job.host else socket.AF_INET
-    listening = socket.socket(family, socket.SOCK_STREAM)
+    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind((job.host, job.port))

@@ -1,5 +1,6 @@
 """A server's life: who may ask, how many at once, slow clients, the end, and an engine that dies."""
 
+import asyncio
 import json
 import os
 import signal
@@ -12,7 +13,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from quantflow.server.process import opening_lines
+from quantflow.server.process import bound, opening_lines
 from quantflow.server.settings import Limits, ServeJob
 
 PROMPT = "class Stack:\n    def"
@@ -48,6 +49,25 @@ def test_a_request_above_the_limit_gets_429_at_once_and_the_others_end(serve):
             thread.join()
             assert found[0].status == 200
         assert server.generate(PROMPT, max_new_tokens=1).status == 200
+
+
+def test_an_answer_is_sent_without_waiting_for_what_the_client_acknowledges(artifact):
+    async def option():
+        accepted = asyncio.get_running_loop().create_future()
+
+        def connected(_, writer):
+            connection = writer.get_extra_info("socket")
+            accepted.set_result(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        listening = bound(ServeJob(artifact=artifact, port=0))
+        async with await asyncio.start_server(connected, sock=listening):
+            _, writer = await asyncio.open_connection(*listening.getsockname()[:2])
+            found = await accepted
+            writer.close()
+            return found
+
+    assert asyncio.run(option()) == 1
 
 
 def test_the_start_says_of_each_limit_where_it_is_from(serve, artifact):
