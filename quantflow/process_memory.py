@@ -80,6 +80,11 @@ def give_back_freed() -> None:
         library.mallopt(_ARENA_MAX, 1)
 
 
+def ran_out(error: Exception) -> bool:
+    """Return whether an error says that there was no memory: of a tensor in host memory torch raises RuntimeError."""
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
+
+
 def take_huge_pages() -> None:
     """Let torch ask for huge pages where a tensor is 2 MiB or more, and the system gives them to who asks (`madvise`).
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
+from quantflow import process_memory
 from quantflow.artifact.disk import link_or_copy, make_folder, remove, write_file
 from quantflow.core.device import Device
 from quantflow.distributed.binding import cores_of
@@ -29,7 +30,6 @@ from quantflow.errors import InputError, ResourceError, UsageError
 from quantflow.evaluation.bench_job import PERCENTILES, BenchJob
 from quantflow.evaluation.energy import package_joules
 from quantflow.evaluation.generation_speed import Spread, TimedRun, random_prompts, spread, time_generation, time_run
-from quantflow.process_memory import usage
 from quantflow.progress import Progress
 from quantflow.runtime import rank_processes
 from quantflow.runtime.decoding import Beams, Draft, Lookup, Method
@@ -85,7 +85,7 @@ def run(job: BenchJob, progress: Progress) -> dict[str, Any] | None:
         )
         load_seconds, threads = time.perf_counter() - begin, torch.get_num_threads()
         batches = rank_processes.drive(loaded, wire, lambda led: _timed(job, led, progress, alone=wire is None))
-        peaks = [usage().peak]
+        peaks = [process_memory.usage().peak]
         if wire is not None:
             peaks = wire.gather(torch.tensor(peaks)).flatten().tolist()
     if batches is None:
@@ -200,7 +200,7 @@ def _timed(job: BenchJob, loaded: Loaded, progress: Progress, *, alone: bool) ->
             try:
                 batches.append(_batch(job, loaded, texts, method, rows=rows, length=length, progress=progress))
             except (MemoryError, RuntimeError) as error:
-                if not alone or not _out_of_memory(error):
+                if not alone or not (isinstance(error, torch.OutOfMemoryError) or process_memory.ran_out(error)):
                     raise
                 batches.append({"input_tokens": length, "batch_size": rows, "failed": "it does not fit into memory"})
     if all("failed" in batch for batch in batches):
@@ -208,10 +208,6 @@ def _timed(job: BenchJob, loaded: Loaded, progress: Progress, *, alone: bool) ->
     if job.profile is not None:
         _profile(job, loaded, texts, job.profile)
     return batches
-
-
-def _out_of_memory(error: Exception) -> bool:
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
 
 
 def _texts(job: BenchJob, loaded: Loaded) -> list[list[int]]:

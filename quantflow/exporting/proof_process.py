@@ -192,7 +192,9 @@ def main(order: str) -> int:
             told = prove(artifact, quantized, source, workers=pool, measures=measures)
     except QuantflowError as error:
         return _fail(error.cause, error.remedy, error.exit_code)
-    except (OSError, MemoryError) as error:
+    except (OSError, MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not process_memory.ran_out(error):
+            raise
         return _fail(f"{artifact}: {str(error) or 'out of memory'}", "free some memory, check the disk, and export again", 5)
     print(json.dumps(told))
     return 0
