@@ -165,7 +165,7 @@ def test_what_is_folded_into_every_layer_leaves_the_logits_as_they_were(folder_o
             opened = OpenLayer(stream=stream, source=source, module=module, layer=layer, plan=plan)
             tokens = [len(state.hidden[0]) for state in states]
             text = LayerText(canary=canary, states=states, tokens=tokens, keep_outputs=True)
-            execution = Execution(workers=SEQUENTIAL, ahead=1, progress=QUIET, team=ALONE)
+            execution = Execution(workers=SEQUENTIAL, host_workers=SEQUENTIAL, ahead=1, progress=QUIET, team=ALONE)
             before = {name: opened.weight(name).clone() for name in layer.linears}
             traffic = collect_traffic(opened, text, execution=execution) if plan.needs_text else Traffic()
             statistics = {
