@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import subprocess
 import sys
 import time
@@ -514,3 +515,28 @@ def test_a_type_passes_when_no_stage_has_a_reason_and_types_that_cannot_be_made_
     assert "| c | no (3) | no (3) |" in told and "3. c: refused: no" in told and "- d: no size" in told
     assert "(W4A16, GPTQ): 1 of 2 types pass, 50.0%" in told
     assert "1 types are refused with the reason; the weights of 1 of them go through by name" in told
+
+
+def test_a_soak_names_what_a_server_did_not_keep(part):
+    soak = part("soak")
+    names = ("running", "waiting", "pool_used", "reserved_tokens", "failed", "cancelled", "submitted", "finished")
+    kept = dict.fromkeys(names, 0.0) | {"submitted": 5.0, "finished": 5.0}
+    level = soak.Seen(memory=[(when, 500) for when in range(0, 100, 2)])
+    grown = soak.Seen(memory=[(when, 500 + 2 * when) for when in range(0, 100, 2)], faults=["generate: 500: b''"])
+    assert soak.judge(level, kept, seconds=100, growth=0.1) == []
+    faults = soak.judge(grown, kept | {"pool_used": 2.0, "submitted": 6.0}, seconds=100, growth=0.1)
+    assert faults[0] == "generate: 500: b''" and "pool_used is 2 at the end" in faults
+    assert any(text.startswith("requests: ") for text in faults) and "resident memory grew from" in faults[-1]
+
+
+def test_what_a_soak_asks_is_drawn_from_the_seed_alone(part):
+    soak, bodies = part("soak"), []
+    for _ in range(2):
+        rng = random.Random("0 1")
+        bodies.append([make(rng) for make, _, _ in soak.KINDS.values() for _ in range(20)])
+    assert bodies[0] == bodies[1] and {path for path, _ in bodies[0]} >= {
+        "/generate",
+        "/generate_stream",
+        "/v1/completions",
+        "/tokenize",
+    }
