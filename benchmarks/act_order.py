@@ -66,7 +66,8 @@ def run(given: argparse.Namespace) -> int:
     if given.json:
         print(json.dumps({"threads": torch.get_num_threads(), "size": given.size, "bar": BAR, "found": found}))
         return int(missed)
-    print(f"{given.size}, {torch.get_num_threads()} threads, prompt of {PROMPT} tokens, {NEW} more, {given.runs} runs in turns\n")
+    threads = torch.get_num_threads()
+    print(f"{given.size}, {threads} threads, prompt of {PROMPT} tokens, {NEW} more, {given.runs} runs in turns\n")
     columns = ("dtype", "prefill, plain", "prefill, desc_act", "ratio", "decode, plain", "decode, desc_act", "ratio")
     print(table(columns, rows))
     print(f"\nbar: {BAR}x of the plain layout or better: {'MISSED' if missed else 'met'}")
