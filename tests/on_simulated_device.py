@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed import Backend
 
 from quantflow import api
 from quantflow.calibration import measure, observe
@@ -41,7 +42,7 @@ from quantflow.stages import run
 from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code
 from quantflow.validation import validate
-from tests.simulated_gpu import GPU, AcrossError, SimulatedGpu
+from tests.simulated_gpu import GPU, KIND, AcrossError, SimulatedGpu
 
 SIMULATED = Device(kind=GPU, model="simulated", capability="0.0")
 STATS = ("amax", "channel_amax", "min_max", "mean_abs", "histogram", "hessian", "fisher", "gradient")
@@ -206,13 +207,14 @@ def test_a_word_that_is_no_device_and_no_dtype_is_refused(words: dict[str, str])
         Compute(**words)
 
 
-def test_ranks_that_share_a_device_or_a_model_and_gradients_in_bfloat16_are_refused(
-    llama: Path, text_files: dict[str, Path], tmp_path: Path, simulated: SimulatedGpu
+def test_ranks_that_share_a_device_or_a_model_without_a_way_between_devices_and_gradients_in_bfloat16_are_refused(
+    llama: Path, text_files: dict[str, Path], tmp_path: Path, simulated: SimulatedGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words: dict[str, Any] = {"calibration": Calibration(source=str(text_files["calibration"]))}
     with pytest.raises(UsageError, match="2 ranks with --device cuda:0, which they would share"):
         api.measure(llama, tmp_path / "m", measuring=Measure(ranks=2), compute=Compute(device="cuda:0"), **words)
-    with pytest.raises(UnsupportedError, match="ranks that share a model with --device cuda"):
+    monkeypatch.delitem(Backend.default_device_backend_map, KIND)
+    with pytest.raises(UnsupportedError, match="share a model with --device cuda, whose sums torch .* cannot make there"):
         api.measure(llama, tmp_path / "m", measuring=Measure(ranks=2, tp=2), compute=ON_GPU, **words)
     with pytest.raises(UnsupportedError, match="gradients go back through layers in float32"):
         api.measure(llama, tmp_path / "m", measuring=Measure(stats=("gradient",)), compute=Compute(dtype="bfloat16"), **words)

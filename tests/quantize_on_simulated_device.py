@@ -39,6 +39,7 @@ from quantflow.quantization import file_to_file, quantize
 from quantflow.quantization.layer_by_layer import Forward
 from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code
+from tests.rank_on_simulated_device import APART
 from tests.simulated_gpu import GPU, AcrossError, SimulatedGpu
 
 SIMULATED = Device(kind=GPU, model="simulated", capability="0.0")
@@ -253,11 +254,19 @@ def test_schemes_that_are_chosen_for_a_device_cost_what_those_of_the_cpu_cost(
     assert simulated.operators > 1000
 
 
-def _ranks(words: list[str], folder: Path, *, world: int) -> list[dict[str, Any]]:
-    """Run a command line as ranks of one machine; return what each noted of its device."""
-    (folder / "private").mkdir()
+def _ranks(words: list[str], folder: Path, *, world: int, apart: bool = False) -> list[dict[str, Any]]:
+    """Run a command line as ranks of one machine; return what each noted of its device.
+
+    Args:
+        words: behind the name of the program.
+        folder: a new one, for what they note.
+        world: how many.
+        apart: torch has no backend between their devices.
+    """
+    (folder / "private").mkdir(parents=True)
     started = "import sys; sys.path.insert(0, sys.argv.pop(1)); from tests.rank_on_simulated_device import main; main()"
     command = [sys.executable, "-c", started, str(Path(__file__).resolve().parents[1])]
+    words = [APART, *words] if apart else words
     ranks = [
         subprocess.Popen(
             [*command, str(folder / f"{rank}.json"), *words],
@@ -270,7 +279,8 @@ def _ranks(words: list[str], folder: Path, *, world: int) -> list[dict[str, Any]
     ]
     said = [process.communicate()[1] for process in ranks]
     assert [process.returncode for process in ranks] == [0] * world, said
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
+    noted = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
+    return [{**note, "said": text} for note, text in zip(noted, said, strict=True)]
 
 
 @pytest.mark.slow
@@ -280,59 +290,52 @@ def test_ranks_with_a_device_each_quantize_what_one_process_does(
     words = {**W4, "algorithm": "gptq", "transforms": ({"awq": {}},)}
     with simulated:
         whole = _quantize(llama, tmp_path / "whole", words, measurement=measured, compute=ON_GPU)
-    flags = [
-        "quantize",
-        str(llama),
-        "-o",
-        str(tmp_path / "shards"),
-        "--measurement",
-        str(measured),
-        "--ranks",
-        "2",
-        "--name",
-        "a",
-    ]
-    flags += ["--scheme", "W4A16", "--group-size", "32", "--algorithm", "gptq", "--device", "cuda"]
-    told = _ranks([*flags, "--set", "quantize.0.transforms=[{awq: {}}]"], tmp_path, world=2)
-    assert [rank["asked"] for rank in told] == [["cuda:0"], ["cuda:1"]]
-    assert all(rank["operators"] > 1000 for rank in told)
-    joined = api.unify(tmp_path / "shards", tmp_path / "joined", groups=("01",)).folder
-    for left, right in zip(_layers(joined), _layers(whole), strict=True):
-        assert left.keys() == right.keys()
-        for key in right:
-            assert torch.equal(left[key].view(torch.uint8), right[key].view(torch.uint8)), key
+    flags = ["quantize", str(llama), "--measurement", str(measured), "--ranks", "2", "--name", "a", "--device", "cuda"]
+    flags += ["--scheme", "W4A16", "--group-size", "32", "--algorithm", "gptq", "--set", "quantize.0.transforms=[{awq: {}}]"]
+    told = {}
+    for way in ("direct", APART):
+        shards = tmp_path / way / "shards"
+        told[way] = _ranks([*flags, "-o", str(shards)], tmp_path / way, world=2, apart=way == APART)
+        assert [rank["asked"] for rank in told[way]] == [["cuda:0"], ["cuda:1"]]
+        assert all(rank["operators"] > 1000 for rank in told[way])
+        joined = api.unify(shards, tmp_path / way / "joined", groups=("01",)).folder
+        for left, right in zip(_layers(joined), _layers(whole), strict=True):
+            assert left.keys() == right.keys()
+            for key in right:
+                assert torch.equal(left[key].view(torch.uint8), right[key].view(torch.uint8)), key
+    for direct, through_host in zip(told["direct"], told[APART], strict=True):
+        assert direct["exchanged"] > 0 == through_host["exchanged"]
+        assert direct["fetched"] < through_host["fetched"]  # by the inputs that the other rank got
+    sentence = "torch has no backend for simulated:0, ranks exchange through host memory"
+    assert [rank["said"].count(sentence) for rank in (*told["direct"], *told[APART])] == [0, 0, 1, 0]
+
+
+def _measure_with_ranks(
+    model: Path, text: Path, folder: Path, *, tp: int
+) -> tuple[list[dict[str, Any]], list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]]:
+    """Measure with two ranks on devices and on the CPU; return what the former noted, and both statistics of each rank."""
+    stats, words = ("amax", "min_max", "mean_abs", "hessian"), ["--samples", "4", "--sequence-length", "32", "--ranks", "2"]
+    flags = ["measure", str(model), "--calibration", str(text), *words, "--tp", str(tp), "--stats", ",".join(stats)]
+    told = _ranks([*flags, "-o", str(folder / "gpu"), "--device", "cuda"], folder / "seen", world=2)
+    calibration = Calibration(source=str(text), samples=4, sequence_length=32)
+    api.measure(model, folder / "cpu", calibration=calibration, measuring=Measure(ranks=2, tp=tp, stats=stats))
+    ranks = [f"rank-00{rank}-of-002/statistics.safetensors" for rank in range(2)]
+    return told, [(load_file(folder / "gpu" / name), load_file(folder / "cpu" / name)) for name in ranks]
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("tp", [1, 2])
 def test_ranks_with_a_device_each_measure_what_ranks_of_the_cpu_do(
-    llama: Path, text_files: dict[str, Path], tmp_path: Path
+    tp: int, llama: Path, text_files: dict[str, Path], tmp_path: Path
 ) -> None:
-    flags = [
-        "measure",
-        str(llama),
-        "--calibration",
-        str(text_files["calibration"]),
-        "--samples",
-        "4",
-        "--sequence-length",
-        "32",
-    ]
-    flags += ["--ranks", "2", "--stats", "amax,min_max"]
-    told = _ranks([*flags, "-o", str(tmp_path / "gpu"), "--device", "cuda"], tmp_path, world=2)
+    """With a share of the sequences each, and with a slice of every linear, whose outputs they add up."""
+    told, measurements = _measure_with_ranks(llama, text_files["calibration"], tmp_path, tp=tp)
     assert [rank["asked"] for rank in told] == [["cuda:0"], ["cuda:1"]]
-    api.measure(
-        llama,
-        tmp_path / "cpu",
-        calibration=Calibration(source=str(text_files["calibration"]), samples=4, sequence_length=32),
-        measuring=Measure(ranks=2, stats=("amax", "min_max")),
-    )
-    for rank in range(2):
-        found, expected = (
-            load_file(tmp_path / where / f"rank-00{rank}-of-002" / "statistics.safetensors") for where in ("gpu", "cpu")
-        )
+    assert all((rank["exchanged"] > 0) == (tp == 2) and rank["operators"] > 1000 for rank in told)
+    for found, expected in measurements:
         assert found.keys() == expected.keys()
         for name, tensor in expected.items():
-            torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
 
 
 def test_the_cpu_by_name_is_the_cpu_by_default(llama: Path, measured: Path, tmp_path: Path) -> None:

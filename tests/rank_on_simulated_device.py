@@ -4,6 +4,8 @@ import json
 import sys
 from pathlib import Path
 
+from torch.distributed import Backend
+
 from quantflow.calibration import measure
 from quantflow.core.device import HOST, Device
 from quantflow.core.kv import KVScales
@@ -12,11 +14,13 @@ from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.quantization import file_to_file, quantize
 from quantflow.stages.cli import cli
 from quantflow.stages.cli.output import exit_code
-from tests.simulated_gpu import GPU, SimulatedGpu
+from tests.simulated_gpu import GPU, KIND, SimulatedGpu
+
+APART = "apart"  # the word that leaves torch without a backend between the devices
 
 
 def main() -> None:
-    """Run the command line that stands behind the name of a file, which gets the devices that were asked for."""
+    """Run the command line that stands behind the name of a file, which gets what was seen of the device."""
     path, *words = sys.argv[1:]
     asked: set[str] = set()
 
@@ -27,7 +31,10 @@ def main() -> None:
     for stage in (measure, quantize):
         stage.open_device = opened  # type: ignore[attr-defined]
     file_to_file.Workers = lambda _count: Workers(1)  # type: ignore[attr-defined]
+    if words[0] == APART:
+        del Backend.default_device_backend_map[KIND], words[0]
     with SimulatedGpu(Device.put, Device.fetch, QTensor.to, QuantizedLinear.to, KVScales.to) as gpu:
         code = exit_code(cli, words)
-    Path(path).write_text(json.dumps({"asked": sorted(asked), "operators": gpu.operators}))
+    seen = {"asked": sorted(asked), "operators": gpu.operators, "exchanged": gpu.exchanged_bytes, "fetched": gpu.fetched_bytes}
+    Path(path).write_text(json.dumps(seen))
     sys.exit(code)

@@ -8,23 +8,32 @@ It behaves as a GPU does where that is strict, and is stricter where a GPU would
 - an operator on tensors of both sides is refused, but for a scalar of the host (0-dim);
 - a tensor may cross only inside the functions that are named to `SimulatedGpu.crossings`; `.to`, `.cpu()`, `copy_` anywhere
   else, and numpy, are refused.
+- tensors go to the device of another process by a process group that has a backend of this kind of device, and no other. The
+  backend is gloo on their values.
 
-It counts what crossed, in bytes, and the most bytes that were on the device at once.
+It counts what crossed and what went to other devices or came from there, in bytes, and the most bytes that were on the device
+at once.
 """
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 KIND = "simulated"
 backend_registration._setup_privateuseone_for_python_backend(KIND)
+BACKEND = "exchanged"  # between simulated devices: torch's process groups get it where it is asked for
+distributed.Backend.register_backend(
+    BACKEND,
+    lambda store, rank, size, timeout: distributed.ProcessGroupGloo(store, rank, size, timeout=timeout),
+    devices=[KIND],
+)
 GPU = torch.device(KIND, 0)
 _FLASH = "_fused_sdp_choice"  # chooses a kernel by the device: that of plain mathematics has no device of its own
 
@@ -68,7 +77,7 @@ class SimulatedGpu(TorchDispatchMode):
         """Let tensors cross inside these functions alone."""
         super().__init__()
         self.crossings = {function.__code__ for function in crossings}  # type: ignore[attr-defined]
-        self.put_bytes = self.fetched_bytes = 0
+        self.put_bytes = self.fetched_bytes = self.exchanged_bytes = 0
         self.live = self.peak = 0
         self._holders: dict[int, int] = {}  # storage -> tensors of the device that have it
         self.operators = 0
@@ -96,6 +105,8 @@ class SimulatedGpu(TorchDispatchMode):
             if not there and asked != KIND:
                 return func(*args, **{name: value for name, value in kwargs.items() if name != "pin_memory"})
             name = func.overloadpacket.__name__
+            if func.namespace == "c10d":
+                self._allow_exchange(func, there)
             host = [tensor for tensor in tensors if not isinstance(tensor, OnGpu) and tensor.ndim and not tensor.is_meta]
             crosses = False
             if name == "_to_copy" and asked in (KIND, "cpu"):
@@ -146,6 +157,14 @@ class SimulatedGpu(TorchDispatchMode):
         if not self._holders[key]:
             del self._holders[key]
             self.live -= nbytes
+
+    def _allow_exchange(self, func: Any, tensors: Sequence[Tensor]) -> None:
+        """Refuse what torch refuses of a device: a group of processes without a backend of it."""
+        world = distributed.group.WORLD
+        assert world is not None
+        if KIND not in {device.type for device in world._device_types}:
+            raise AcrossError(f"{func}: the processes have no backend of {KIND} devices")
+        self.exchanged_bytes += sum(tensor.nbytes for tensor in tensors)
 
     def _allow(self, func: Any) -> None:
         """Refuse a crossing that none of the named functions asked for."""

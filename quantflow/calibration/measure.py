@@ -34,7 +34,7 @@ from quantflow.calibration.replicas import Replica
 from quantflow.calibration.text import hash_sequences, read_documents, select
 from quantflow.calibration.text_sources import text_digest
 from quantflow.core.determinism import single_threaded, tools
-from quantflow.core.device import Device, open_device
+from quantflow.core.device import HOST, Device, open_device
 from quantflow.core.dtypes import RUNNING
 from quantflow.core.parallel import Workers
 from quantflow.distributed.launch import (
@@ -46,7 +46,7 @@ from quantflow.distributed.launch import (
     refuse_other_world,
     require_trust,
 )
-from quantflow.distributed.team import meet
+from quantflow.distributed.team import HOST_BACKEND, backend_of, meet
 from quantflow.errors import UnsupportedError, UsageError
 from quantflow.measurements.record import CALIBRATION_NAME, LAYOUT_VERSION, Measurement, write_measurement
 from quantflow.models import layer_store
@@ -145,12 +145,16 @@ def _launch(job: MeasureJob, progress: Progress) -> None:
 def _join(job: MeasureJob, progress: Progress, *, rank: int, world: int) -> None:
     """Measure one rank of several; ranks wait for each other at the end."""
     die_with_parent()
-    meet(TIMEOUT)
-    try:
-        _measure_rank(job, progress.hushed() if rank else progress, rank=rank, world=world)
-        distributed.monitored_barrier(timeout=timedelta(hours=24), wait_all_ranks=True)
-    finally:
-        distributed.destroy_process_group()
+    shares = replicas.sizes(world, job.tp, job.dp)[1] > 1
+    device = _device(job) if shares else HOST  # others send each other no tensor
+    with device.current():
+        meet(TIMEOUT, device)
+        try:
+            everybody = None if device.is_host else distributed.new_group(backend=HOST_BACKEND)  # which alone knows the barrier
+            _measure_rank(job, progress.hushed() if rank else progress, rank=rank, world=world)
+            distributed.monitored_barrier(everybody, timeout=timedelta(hours=24), wait_all_ranks=True)
+        finally:
+            distributed.destroy_process_group()
 
 
 def _check_fit(job: MeasureJob, graph: Graph, *, tp: int) -> None:
@@ -190,7 +194,8 @@ def _check_compute(job: MeasureJob, *, world: int) -> None:
 
     Raises:
         UsageError: several ranks on one device by its number.
-        UnsupportedError: no such device; ranks that share a model on devices; gradients of layers that run in bfloat16.
+        UnsupportedError: no such device; ranks that share a model on devices between which torch moves nothing; gradients of
+            layers that run in bfloat16.
     """
     device, name = _device(job), job.compute.device
     if world > 1 and ":" in name:
@@ -200,10 +205,10 @@ def _check_compute(job: MeasureJob, *, world: int) -> None:
         )
     if world > 1 and not device.is_host and launched_rank() is None:
         open_device(f"{job.compute.device}:{world - 1}")  # there is one for each
-    if not device.is_host and replicas.sizes(world, job.tp, job.dp)[1] > 1:
+    if replicas.sizes(world, job.tp, job.dp)[1] > 1 and backend_of(device) is None:
         raise UnsupportedError(
-            f"measure: ranks that share a model with --device {name}, their sums go through the CPU",
-            "use --dp, each of whose ranks runs whole layers",
+            f"measure: ranks that share a model with --device {name}, whose sums torch {torch.__version__} cannot make there",
+            "use --dp, each of whose ranks runs whole layers, or a torch that is built with NCCL",
         )
     gradients = ", ".join(name for name in job.stats if of_gradients(name))
     if gradients and RUNNING[job.compute.dtype] != torch.float32:
@@ -319,7 +324,8 @@ def _replica_of(job: MeasureJob, source: Source, *, rank: int, world: int) -> Re
     dp, tp = replicas.sizes(world, job.tp, job.dp)
     # Of a model that is whole here the placements say how a runtime would cut it, which copies heads where they are few.
     held = placements(source.config, _shapes(source), tp=tp, rank=rank, copy_kv_heads=tp == 1)
-    return Replica(index=rank // tp, count=dp, cards=tp, card=rank % tp, placements=held, mesh=replicas.meshed(world, tp))
+    mesh = replicas.meshed(world, tp, device=_device(job))
+    return Replica(index=rank // tp, count=dp, cards=tp, card=rank % tp, placements=held, mesh=mesh)
 
 
 def _shapes(source: Source) -> dict[str, tuple[int, ...]]:

@@ -143,7 +143,8 @@ class Observation:
     def _stream(self) -> LayerStream:
         if self.replica.mesh is None:
             return LayerStream(self.source, self.graph, dtype=self.dtype, device=self.device)
-        stream = LayerStream(RankShare(source=self.source, placements=self.replica.placements), self.graph)
+        share = RankShare(source=self.source, placements=self.replica.placements)
+        stream = LayerStream(share, self.graph, dtype=self.dtype, device=self.device)
         cut_(stream, self.replica.placements, self.replica.mesh)
         return stream
 

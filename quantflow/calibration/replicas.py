@@ -2,7 +2,8 @@
 
 Rank r of a world of dp x tp is card r % tp of replica r // tp. The cards of a replica run the same sequences, layer by
 layer, and add up their parts of every row-sharded linear; so they begin at one layer, and keep what enters it until all of
-them have what enters the next.
+them have what enters the next. The sums are of tensors on the cards' devices; what else they tell each other is in host
+memory.
 """
 
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ import torch
 from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from quantflow.core.device import Device
 from quantflow.errors import UsageError
 
 
@@ -53,11 +55,11 @@ class Replica:
         self.span(0)
 
 
-def meshed(world: int, tp: int) -> DeviceMesh | None:
-    """Return the cards of this process's replica; every process of the world has to call it."""
+def meshed(world: int, tp: int, *, device: Device) -> DeviceMesh | None:
+    """Return the cards of this process's replica, whose devices are of one kind; every process of the world has to call it."""
     if tp == 1:
         return None
-    return init_device_mesh("cpu", (world // tp, tp), mesh_dim_names=("dp", "tp"))["tp"]
+    return init_device_mesh(device.kind.type, (world // tp, tp), mesh_dim_names=("dp", "tp"))["tp"]
 
 
 def sizes(ranks: int, tp: int | None, dp: int | None) -> tuple[int, int]:

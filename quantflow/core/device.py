@@ -26,6 +26,8 @@ A tensor crosses between the two in these places, by `put` or `fetch` of a `Devi
 10. `runtime/artifact.py`      quantized linears, before they are dequantized (`Artifact.linears_device`)
 11. `exporting/canary.py`      outputs of the layers that are proved
 12. `evaluation/layerwise.py`  token ids of a window that is scored, and its scores back
+13. `models/transformers_split.py`       a rank's slices of a layer that several share
+14. `distributed/team.py`      what goes from one device to another, where torch has no backend for that
 
 Everything between runs where its inputs are. Code that makes a tensor beside others names their device. On the CPU `put` and
 `fetch` return what they are given, so the same code makes no copy there and the bits of its results are those it always had.
@@ -102,6 +104,11 @@ class Device:
     def free_bytes(self) -> int | None:
         """Return how many bytes of its memory nobody has; None where it does not say, as the CPU's is the host's."""
         return int(torch.cuda.mem_get_info(self.kind)[0]) if self.kind.type == "cuda" else None
+
+    def wait(self) -> None:
+        """Return when everything is done that the device was asked for; a clock is read before and after."""
+        if self.kind.type == "cuda":
+            torch.cuda.synchronize(self.kind)
 
     def begin_peak(self) -> None:
         """Let `peak_bytes` count from here on."""

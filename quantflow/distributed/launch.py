@@ -140,7 +140,7 @@ def launched_environment(
     variables |= {_LAUNCHED: folder, "OMP_NUM_THREADS": str(threads or environment.get("OMP_NUM_THREADS", 1))}
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     if loopback is not None:
-        variables["GLOO_SOCKET_IFNAME"] = loopback
+        variables |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": f"={loopback}"}  # `=`: no name that begins so
     return child_process.environment(**variables)
 
 

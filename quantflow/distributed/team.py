@@ -8,6 +8,11 @@ They share a layer's work, not its arithmetic, so that every bit is that of one 
     the rest        every card does: smoothing, the canary, and the layer from what all groups became
 
 One card is a team too: it does everything, and nothing is sent. Only values go between cards, in JSON and as raw bytes.
+
+Tensors of a device go from card to card by torch's own backend of that device, NCCL of CUDA, and what is in host memory by
+gloo, in one process group: `cpu:gloo,cuda:nccl`. Where torch has none for the device its tensors go through host memory.
+A backend such as NCCL matches what is sent and what is received by their order, and lets neither overtake the other. So
+`Team.gather` has one order of all transfers, in which every card takes its turn.
 """
 
 import json
@@ -22,6 +27,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, distributed
 
+from quantflow.core.device import HOST, Device, fetched
 from quantflow.core.dtypes import DTYPES, NAMES
 from quantflow.distributed.launch import LOST, STORE, launched_folder, launched_rank
 from quantflow.errors import ResourceError
@@ -29,6 +35,7 @@ from quantflow.errors import ResourceError
 MEETING = timedelta(seconds=60)  # in which all cards have to be there
 PATIENCE = timedelta(days=1)  # cards wait for each other's arithmetic; one that dies breaks its connections at once
 GRACE = 3.0  # seconds in which torchrun ends the others of one that failed; it looks twice a second
+HOST_BACKEND = "gloo"  # torch's backend of tensors in host memory
 
 Item = TypeVar("Item")
 
@@ -40,11 +47,15 @@ class Team:
     Attributes:
         rank, world: which card of how many.
         group: torch's process group of all of them; None where there is one.
+        device: where this card's tensors are.
+        direct: the group has a backend of the device, so that its tensors do not go through host memory.
     """
 
     rank: int = 0
     world: int = 1
     group: Any = None
+    device: Device = HOST
+    direct: bool = True
 
     def owns(self, number: int) -> bool:
         """Return whether a group of linears is this card's to quantize."""
@@ -64,36 +75,45 @@ class Team:
     ) -> None:
         """Add up the inputs of this card's groups, of the sequences that the cards have just run, in their order.
 
-        Beside its own inputs one of another card's is in memory at a time.
+        The cards take turns: in the turn of a card the others get what it ran, and everybody adds up its own groups' inputs
+        of that sequence. Beside its own inputs one of another card's is in memory at a time.
 
         Args:
-            inputs: group -> its input of this card's sequence, [1, S, K] float32; emptied. Nothing where it ran none.
+            inputs: group -> its input of this card's sequence, [1, S, K] float32 on the device; emptied. Nothing where it ran
+                none.
             features: group -> K, of every group that somebody adds up.
             tokens: S of each card's sequence; the cards after these ran none.
-            add: takes a group and its input of the next sequence.
+            add: takes a group and its input of the next sequence, on the device.
         """
-        sends = [self._post(inputs.pop(number).contiguous(), number) for number in list(inputs) if not self.owns(number)]
+        sends: list[Any] = []
         for rank, length in enumerate(tokens):
+            if rank == self.rank:  # first what others wait for
+                sends = [self._post(inputs.pop(number), number) for number in features if not self.owns(number)]
             for number in filter(self.owns, features):
-                if rank == self.rank:
-                    if number in inputs:  # no token of the sequence may have reached an expert
-                        add(number, inputs.pop(number))
-                else:
-                    add(number, self._receive(torch.empty(1, length, features[number]), rank, number))
+                if rank != self.rank:
+                    add(number, self._receive((1, length, features[number]), rank, number))
+                elif number in inputs:  # no token of the sequence may have reached an expert
+                    add(number, inputs.pop(number))
         for send in sends:
             with connected():
                 send.wait()
 
-    def broadcast(self, tensors: Mapping[str, Tensor], about: Any, *, number: int) -> tuple[dict[str, Tensor], Any]:
+    def broadcast(
+        self, tensors: Mapping[str, Tensor], about: Any, *, number: int, device: Device = HOST
+    ) -> tuple[dict[str, Tensor], Any]:
         """Return what the owner of a group gives, on every card.
 
         Args:
             tensors: name -> tensor; read on the owner alone.
             about: JSON that belongs to them; likewise.
             number: the group.
+            device: where the tensors are and will be, the team's or host memory.
         """
         if self.world == 1:
             return dict(tensors), about
+        if not (device.is_host or self.direct):
+            found, about = self.broadcast(fetched(tensors, device), about, number=number)
+            return {name: device.put(tensor) for name, tensor in found.items()}, about
         owner, mine = number % self.world, self.owns(number)
         specs = [[name, NAMES[tensor.dtype], list(tensor.shape)] for name, tensor in tensors.items()]
         text = bytearray(json.dumps([specs, about]).encode()) if mine else bytearray()
@@ -104,7 +124,7 @@ class Team:
         specs, about = json.loads(head.numpy().tobytes())
         found = {}
         for name, dtype, shape in specs:
-            tensor = tensors[name].contiguous() if mine else torch.empty(shape, dtype=DTYPES[dtype])
+            tensor = tensors[name].contiguous() if mine else torch.empty(shape, dtype=DTYPES[dtype], device=device.kind)
             self._from(owner, tensor.reshape(-1).view(torch.uint8))
             found[name] = tensor
         return found, about
@@ -127,13 +147,17 @@ class Team:
         self.span(0)
 
     def _post(self, tensor: Tensor, number: int) -> Any:
+        """Send a group's input to its owner; what is returned is waited for before the tensor may change."""
+        sent = tensor if self.direct else self.device.fetch(tensor)
         with connected():
-            return distributed.isend(tensor, number % self.world, group=self.group, tag=number)
+            return distributed.isend(sent.contiguous(), number % self.world, group=self.group, tag=number)
 
-    def _receive(self, tensor: Tensor, rank: int, number: int) -> Tensor:
+    def _receive(self, shape: tuple[int, ...], rank: int, number: int) -> Tensor:
+        """Return a group's input from the card that ran the sequence, float32 on the device."""
+        tensor = torch.empty(shape, device=(self.device if self.direct else HOST).kind)
         with connected():
             distributed.recv(tensor, rank, group=self.group, tag=number)
-        return tensor
+        return self.device.put(tensor)
 
     def _from(self, owner: int, tensor: Tensor) -> Tensor:
         with connected():
@@ -144,26 +168,47 @@ class Team:
 ALONE = Team()
 
 
-def meet(timeout: timedelta) -> None:
-    """Make torch's process group of the ranks, this process among them: in their private folder, else where torchrun says."""
-    folder, launched = launched_folder(), launched_rank()
+def backend_of(device: Device) -> str | None:
+    """Return torch's backend that moves a device's tensors from card to card, `nccl` of CUDA; None where it has none."""
+    name = distributed.Backend.default_device_backend_map.get(device.kind.type)
+    return name if name is not None and distributed.is_backend_available(name) else None
+
+
+def meet(timeout: timedelta, device: Device = HOST) -> None:
+    """Make torch's process group of the ranks, this process among them: in their private folder, else where torchrun says.
+
+    Args:
+        timeout: in which all have to be there.
+        device: whose tensors they exchange, beside those of host memory, where torch has a backend for it.
+    """
+    folder, launched, own = launched_folder(), launched_rank(), backend_of(device)
+    backend = HOST_BACKEND
+    if not device.is_host and own is not None:
+        backend = f"cpu:{HOST_BACKEND},{device.kind.type}:{own}"
     if folder is None or launched is None:
-        distributed.init_process_group("gloo", timeout=timeout)
+        distributed.init_process_group(backend, timeout=timeout)
         return
     rank, world = launched
     store = distributed.FileStore(str(folder / STORE), world)  # type: ignore[attr-defined]  # torch names it in its docs alone
-    distributed.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
+    distributed.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
 
 
 @contextmanager
-def together(*, rank: int, world: int) -> Iterator[Team]:
+def together(*, rank: int, world: int, device: Device = HOST) -> Iterator[Team]:
     """Yield the team of the processes that were started together, this one among them.
 
     After an error nothing is closed: the others learn of it when this process ends, after it has said what was wrong.
+
+    Args:
+        rank: which process.
+        world: of how many.
+        device: where this one's tensors are.
     """
-    meet(MEETING)
-    yield Team(rank=rank, world=world, group=distributed.new_group(timeout=PATIENCE))
-    distributed.destroy_process_group()
+    with device.current():
+        meet(MEETING, device)
+        group, direct = distributed.new_group(timeout=PATIENCE), backend_of(device) is not None
+        yield Team(rank=rank, world=world, group=group, device=device, direct=direct)
+        distributed.destroy_process_group()
 
 
 @contextmanager

@@ -78,13 +78,14 @@ def measure_on_device(model: ModelSize, *, lengths: Sequence[int], stats: Sequen
     return DeviceNeed(stage="measure", moments=moments)
 
 
-def quantize_on_device(model: ModelSize, plan: Plan, *, lengths: Sequence[int]) -> DeviceNeed:
+def quantize_on_device(model: ModelSize, plan: Plan, *, lengths: Sequence[int], ranks: int = 1) -> DeviceNeed:
     """Return what quantize takes on the path that the plan takes.
 
     Args:
         model: its sizes.
         plan: of the artifact.
         lengths: tokens of each calibration sequence.
+        ranks: that share the work of a layer, with a device each; what one gets from another is beside its own inputs.
     """
     if plan.file_to_file:
         return _files(plan)
@@ -95,6 +96,7 @@ def quantize_on_device(model: ModelSize, plan: Plan, *, lengths: Sequence[int]) 
     inputs = cost.inputs_bytes(model, plan, longest) if plan.needs_text else 0
     widest = max(k for _, _, k in model.layer.groups)
     folding = folding_bytes(widest, longest) if plan.needs_hessian else 0
+    folding += FLOAT * longest * widest if plan.needs_text and ranks > 1 else 0
     layer = cost.layer_in_memory(model.layer) if plan.in_float32 else cost.layer_as_stored(model)
     converted = 0 if plan.in_float32 else FLOAT * model.layer.largest[0]  # one linear, while it multiplies
     forward = cost.forward_bytes(model, longest)

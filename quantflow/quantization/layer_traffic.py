@@ -97,7 +97,7 @@ def _run(
     Returns:
         How many tokens the router sent to each expert, int64 [E].
     """
-    team, layer, device = execution.team, opened.layer, opened.device
+    team, layer = execution.team, opened.layer
     seen = threading.local()  # hooks are the module's, what they see belongs to the sequence that the thread runs
 
     def remember(number: int, x: Tensor, _y: Tensor) -> None:
@@ -112,11 +112,8 @@ def _run(
         inputs, seen.inputs = seen.inputs, {}  # a thread that waits for its next sequence keeps nothing of this one
         return state, hidden, inputs, seen.routed
 
-    def take(number: int, x: Tensor) -> None:
-        add(number, device.put(x))
-
     watched = {layer.relative(name): partial(remember, number) for number, name in firsts.items()}
-    total = nobody = torch.zeros(layer.experts, dtype=torch.int64, device=device.kind)
+    total = nobody = torch.zeros(layer.experts, dtype=torch.int64, device=opened.device.kind)
     feeding = FEEDING[fed_by(opened.plan.experts)](opened.module)
     with watch(opened.module, watched), watch_routing(opened.module, routed), feeding:
         arrived = execution.workers.stream(unit, text.states, ahead=execution.ahead)
@@ -124,9 +121,7 @@ def _run(
             execution.progress.doing(f"sequence {first + 1} of {len(text.tokens)}")
             state, hidden, inputs, tokens = next(arrived, (None, None, {}, nobody))
             total = total + tokens
-            if team.world > 1:  # between cards inputs go through host memory
-                inputs = {number: device.fetch(x) for number, x in inputs.items()}
-            team.gather(inputs, features, tokens=text.tokens[first : first + team.world], add=take)
+            team.gather(inputs, features, tokens=text.tokens[first : first + team.world], add=add)
             if text.keep_outputs and state is not None and hidden is not None:
                 state.store.put(state.index, hidden)
             del state, hidden, inputs  # before the next ones are waited for

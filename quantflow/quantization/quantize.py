@@ -136,7 +136,10 @@ def run(job: QuantizeJob, progress: Progress) -> Path:
     die_with_parent()
     rank, mine = launched[0], replace(job, output=folders[launched[0]])
     quiet = progress.hushed() if rank else progress
-    with nullcontext(ALONE) if plan.file_to_file else together(rank=rank, world=job.ranks) as team:
+    device = _device(job)
+    with nullcontext(ALONE) if plan.file_to_file else together(rank=rank, world=job.ranks, device=device) as team:
+        if not team.direct:
+            quiet.say(f"quantize {job.entry.name}: torch has no backend for {device.name}, ranks exchange through host memory")
         _quantize(mine, plan, source, graph, quiet, share=shares[rank], team=team)
     return job.output
 
@@ -249,7 +252,7 @@ def _quantize(
         held = share if plan.file_to_file else WHOLE  # where the model runs, a card has whole layers
         sizes = model_size({name: held.info(info) for name, info in source.checkpoint.infos.items()}, source.config, graph)
         allowance = allow_quantize(job.resources, sizes, plan, lengths=lengths, folder=job.output)
-        on_device = allow_on_device(quantize_on_device(sizes, plan, lengths=lengths), job.resources, device)
+        on_device = allow_on_device(quantize_on_device(sizes, plan, lengths=lengths, ranks=team.world), job.resources, device)
         process_memory.reset_peak()
         device.begin_peak()
         refuse_not_finite(source.checkpoint, graph)

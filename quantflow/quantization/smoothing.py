@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from quantflow.artifact.safetensors_header import read_header
-from quantflow.core.device import HOST, Device, fetched
+from quantflow.core.device import HOST, Device
 from quantflow.formats import DEFAULT, FORMATS
 from quantflow.models import layer_store
 from quantflow.models.graph import Layer, LinearGroup
@@ -177,9 +177,9 @@ def _decided(
     if smoothing is not None:
         tensors = {"factors": smoothing.factors, "divisors": smoothing.divisors}
         tensors |= {} if smoothing.norm_weight is None else {"norm_weight": smoothing.norm_weight}
-    device = opened.device
-    tensors, decisions = team.broadcast(fetched(tensors, device), outcome.decisions, number=number)
-    return Smoothing(**{name: device.put(tensor) for name, tensor in tensors.items()}) if tensors else None, decisions
+    tensors = {name: opened.device.put(tensor) for name, tensor in tensors.items()}
+    tensors, decisions = team.broadcast(tensors, outcome.decisions, number=number, device=opened.device)
+    return Smoothing(**tensors) if tensors else None, decisions
 
 
 def _fold_of(opened: OpenLayer, group: LinearGroup, statistics: Mapping[str, Tensor]) -> Fold:
