@@ -3,12 +3,14 @@
 test_device_quantize.py runs these tests in a process of their own.
 """
 
+import math
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from quantflow import api
@@ -18,6 +20,7 @@ from quantflow.core.kv import KVScales
 from quantflow.core.parallel import Workers
 from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.errors import ResourceError, UnsupportedError
+from quantflow.planning import forecast
 from quantflow.planning.recipe import (
     Calibration,
     Compute,
@@ -147,9 +150,30 @@ def test_a_plan_says_what_each_stage_takes_of_a_device_and_what_does_not_fit(wid
     assert by_stage["export"] is None
 
 
-def test_a_plan_for_a_device_does_not_time_the_cpu(wide: Path) -> None:
-    with pytest.raises(UnsupportedError, match="a probe with --device cuda, parts of a layer are timed on the CPU"):
+def test_a_plan_for_a_device_times_a_layer_there_and_its_stages_add_up(
+    wide: Path, calibration: Calibration, simulated: SimulatedGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries = tuple(Quantize(name=name, **ENTRIES[name]) for name in ("gptq", "best", "hqq"))
+    compute = Compute(device="cuda", dtype="bfloat16")
+    recipe = Recipe(model=str(wide), calibration=calibration, quantize=entries, compute=compute)
+    monkeypatch.setattr(forecast, "open_device", lambda _name: SIMULATED)
+    with simulated:
+        found = api.plan(recipe, probe=True)
+    layer = sum(tensor.nbytes for name, tensor in load_file(wide / "model.safetensors").items() if ".layers.0." in name)
+    assert simulated.put_bytes > 2 * layer  # in both dtypes, and pieces that are rounded
+    assert simulated.operators > 500 and simulated.fetched_bytes > 0
+    assert simulated.live < simulated.peak / 10, "what was timed is let go of"
+    seconds = {(stage["stage"], stage["artifact"]): stage["seconds"] for stage in found["stages"]}
+    assert {stage for stage, _ in seconds} == {"measure", "quantize", "export", "validate"}
+    assert all(math.isfinite(each) and each > 0 for each in seconds.values())
+    assert found["total"]["seconds"] == pytest.approx(sum(seconds.values()))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has what the test says it lacks")
+def test_a_probe_needs_the_device_and_a_plan_of_memory_does_not(wide: Path) -> None:
+    with pytest.raises(UnsupportedError, match="--device cuda: torch .* finds no device"):
         api.plan(Recipe(model=str(wide), compute=ON_GPU), probe=True)
+    assert api.plan(Recipe(model=str(wide), compute=ON_GPU))["total"]["seconds"] is None
 
 
 def test_quantize_refuses_what_a_device_has_no_room_for_before_a_layer_is_read(

@@ -28,6 +28,7 @@ A tensor crosses between the two in these places, by `put` or `fetch` of a `Devi
 12. `evaluation/layerwise.py`  token ids of a window that is scored, and its scores back
 13. `models/transformers_split.py`       a rank's slices of a layer that several share
 14. `distributed/team.py`      what goes from one device to another, where torch has no backend for that
+15. `planning/probe.py`        a layer, and pieces of its weights, that are timed
 
 Everything between runs where its inputs are. Code that makes a tensor beside others names their device. On the CPU `put` and
 `fetch` return what they are given, so the same code makes no copy there and the bits of its results are those it always had.

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from quantflow.algorithms import BLOCK_ALGORITHMS, tune
+from quantflow.algorithms import ALGORITHMS, BLOCK_ALGORITHMS, tune
 from quantflow.numerics import output_blocks
 from quantflow.observers import goes_back
 from quantflow.observers.gradient import GradientObserver
@@ -29,9 +29,12 @@ class Speed:
     """Rates of one worker.
 
     Attributes:
-        cores: workers.
-        read, written, hashed: seconds per byte; written includes the wait for the disk.
-        token: seconds of one token through one layer, at the probe's sequence length.
+        cores: workers in host memory.
+        units: sequences, or groups of linears, that are under way at once where layers run: the cores, or 1 on a device.
+        ahead: a layer is read while the one before it runs, as on a device.
+        read, written, hashed: seconds per byte; read ends where layers run, written includes the wait for the disk.
+        token: seconds of one token through one layer in float32, at the probe's sequence length.
+        run: the same in the dtype in which measure and validate run layers.
         observed: seconds of an input's element under each observer.
         hessian: seconds of a token under a Hessian, per squared feature.
         gradient: seconds of a token under sums of gradients, per product that is kept.
@@ -40,10 +43,13 @@ class Speed:
     """
 
     cores: int
+    units: int
+    ahead: bool
     read: float
     written: float
     hashed: float
     token: float
+    run: float
     observed: Mapping[str, float]
     hessian: float
     gradient: float
@@ -57,13 +63,13 @@ class Speed:
             return hashing
         tokens, features = sum(lengths), sum(layer.features for layer in model.layers)
         passes = 4 if goes_back(stats) else 1  # each layer again, and its gradients take two forwards' products
-        running = passes * self.token * tokens * len(model.layers)
+        running = passes * self.run * tokens * len(model.layers)
         running += tokens * features * sum(self.observed[name] for name in stats if name != GradientObserver.NAME)
         if GradientObserver.NAME in stats:
             widths = [width for layer in model.layers for _, outputs, _ in layer.groups for width in outputs]
             running += tokens * self.gradient * sum(width * output_blocks.width(width) for width in widths)
         hidden = 2 * self.written * FLOAT * model.hidden * tokens * len(model.layers)
-        return hashing + self.read * model.stored + running / self.cores + hidden
+        return hashing + self._while_read(model, running / self.units) + hidden
 
     def quantize(self, model: ModelSize, plan: Plan, lengths: Sequence[int]) -> float:
         """Return the seconds of quantize, on the path that the plan takes."""
@@ -72,16 +78,17 @@ class Speed:
         writing = (self.written + self.hashed) * result
         if plan.file_to_file:
             weights = head + sum(layer.elements for layer in model.layers)
-            return max(self.read * model.stored + self.rounded[plan.name] * weights / self.cores, writing)
-        tokens, work = sum(lengths), self.rounded[plan.name] * head
+            return max(self.read * model.stored + self.rounded[plan.name] * weights / self.units, writing)
+        tokens, work, rounds = sum(lengths), self.rounded[plan.name] * head, 0.0
         rounding = self.gptq.get(plan.name)
         for layer in model.layers:
             for (names, outputs, k), share in zip(layer.groups, layer.shares, strict=True):
                 rows = sum(width for name, width in zip(names, outputs, strict=True) if plan.schemes[name] is not None)
                 if rounding is not None:
-                    work += rounding.seconds(rows, k) + self.hessian * share * tokens * k * k
+                    rounds += rounding.seconds(rows, k)
+                    work += self.hessian * share * tokens * k * k
                 else:
-                    work += self.rounded[plan.name] * rows * k
+                    rounds += self.rounded[plan.name] * rows * k
         passes = 2 if plan.needs_text else 0  # before the layer is quantized, and after
         runs = passes * len(lengths)
         if plan.learned is not None:
@@ -92,7 +99,9 @@ class Speed:
             runs += tuned  # and the head: the original's logits, and the other's there and back
             work += tuned * self.token * tokens / max(1, len(lengths)) * model.head[0] / model.layer.elements
         work += runs * self.token * tokens / max(1, len(lengths)) * len(model.layers)
-        return 2 * self.read * model.stored + work / self.cores + writing
+        rounders = self.units if ALGORITHMS[plan.algorithm].ON_DEVICE else self.cores
+        working = work / self.units + rounds / rounders
+        return self.read * model.stored + self._while_read(model, working) + writing  # all weights are looked at first
 
     def export(self, model: ModelSize, plan: Plan) -> float:
         """Return the seconds of export: copy what is not linked, hash, and read it all again for the proof."""
@@ -103,8 +112,13 @@ class Speed:
     def validate(self, model: ModelSize, lengths: Sequence[int]) -> float:
         """Return the seconds of validate: three models over every window, and their heads."""
         tokens = sum(lengths)
-        head = self.token * model.head[0] / max(layer.elements for layer in model.layers)
-        return 3 * (self.read * model.stored + (self.token * len(model.layers) + head) * tokens / self.cores)
+        head = self.run * model.head[0] / max(layer.elements for layer in model.layers)
+        return 3 * self._while_read(model, (self.run * len(model.layers) + head) * tokens / self.units)
+
+    def _while_read(self, model: ModelSize, working: float) -> float:
+        """Return the seconds of reading all layers and working on them."""
+        reading = self.read * model.stored
+        return max(reading, working) if self.ahead else reading + working
 
 
 PROOF = 5.0  # seconds that a fresh process takes to import what it needs

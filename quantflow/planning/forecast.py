@@ -2,7 +2,7 @@
 
 Reads    the model's headers and config.json; with a probe the weights of one layer; no tokenizer, no text
 Writes   nothing
-Fails    2 the recipe does not fit the model, 3 unusable model, 6 unsupported family
+Fails    2 the recipe does not fit the model, 3 unusable model, 6 unsupported family, or a probe without the device
 
 The numbers are those that the stages check before they begin (quantflow/planning/cost.py). Calibration text is taken to fill
 all its samples, which is the most that it can.
@@ -20,9 +20,10 @@ from quantflow.artifact.checkpoint import CONFIG, INDEX, Checkpoint
 from quantflow.artifact.safetensors_header import TensorInfo
 from quantflow.artifact.safetensors_writer import Spec, layout
 from quantflow.artifact.side_files import is_side_file
+from quantflow.core.device import HOST, open_device
 from quantflow.core.dtypes import RUNNING
 from quantflow.core.kv import kv_words
-from quantflow.errors import ResourceError, UnsupportedError
+from quantflow.errors import ResourceError
 from quantflow.models.graph import Graph, graph_for, text_config
 from quantflow.models.source import open_files
 from quantflow.planning.artifact_config import artifact_config
@@ -58,7 +59,8 @@ class PlanJob:
     Attributes:
         recipe: its model, artifacts, calibration, validation and limits.
         measured: artifacts that need no statistics get a measurement as well, as `quantflow run` gives it to all.
-        probe: reads, runs and quantizes parts of one layer to say how long everything takes; None reads no weight.
+        probe: reads, runs and quantizes parts of one layer on the recipe's device to say how long everything takes; None reads
+            no weight and needs no device.
         folder: where the run would write.
     """
 
@@ -71,11 +73,7 @@ class PlanJob:
 def run(job: PlanJob) -> dict[str, Any]:
     """Return the plan as plain data; `quantflow plan` makes tables of it."""
     recipe = job.recipe
-    if job.probe is not None and recipe.compute.device != "cpu":
-        raise UnsupportedError(
-            f"plan: a probe with --device {recipe.compute.device}, parts of a layer are timed on the CPU",
-            "leave one of them out: memory needs no probe",
-        )
+    device = HOST if job.probe is None else open_device(recipe.compute.device)  # memory is planned without the device
     source = open_files(recipe.model)
     checkpoint, config = source.checkpoint, source.config
     graph = graph_for(config)
@@ -86,7 +84,8 @@ def run(job: PlanJob) -> dict[str, Any]:
     stats = recipe.measure.stats if recipe.measure.stats is not None else statistics_for(recipe.quantize)
     speed = None
     if job.probe is not None:
-        speed = job.probe(checkpoint, graph, plans, length=max(lengths), folder=job.folder)
+        dtype = RUNNING[recipe.compute.dtype]
+        speed = job.probe(checkpoint, graph, plans, length=max(lengths), folder=job.folder, device=device, dtype=dtype)
     stages = _stages(job, model, plans, lengths, stats, speed)
     limit, why = memory_limit(recipe.resources, resident=process_memory.usage().resident)
     return {

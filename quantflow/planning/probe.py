@@ -1,6 +1,7 @@
-"""A probe: read one layer, run a sequence through it, round a piece of it, and time each.
+"""A probe: read one layer, run a sequence through it, round a piece of it, and time each, on the device that will do it.
 
-Sizes are capped, so that the probe takes seconds whatever the model; `quantflow.planning.durations` extrapolates.
+Sizes are capped, so that the probe takes seconds whatever the model; `quantflow.planning.durations` extrapolates. What
+crosses to a device and back is in the time of what it is for.
 """
 
 import hashlib
@@ -17,6 +18,7 @@ from torch import Tensor
 from quantflow import process_memory
 from quantflow.algorithms import ALGORITHMS, NEAREST
 from quantflow.artifact.checkpoint import Checkpoint
+from quantflow.core.device import HOST, Device, fetched
 from quantflow.core.qtensor import QuantizedLinear
 from quantflow.core.scheme import LinearScheme
 from quantflow.models.capture import LayerStream
@@ -34,68 +36,117 @@ from quantflow.planning.sizes import FORMAT
 
 TOKENS = 256
 ROWS, COLUMNS = 512, 1024  # of the pieces that GPTQ is timed on, at most; twice of each at the largest
+ON_DEVICE = 8  # times as much of each: a device has latencies that a small piece would make too much of
 WRITTEN = 32 << 20  # bytes
 
 
 @torch.no_grad()
-def probe(checkpoint: Checkpoint, graph: Graph, plans: Sequence[Plan], *, length: int, folder: Path) -> Speed:
-    """Return the rates of this machine on the first layer of a model.
+def probe(
+    checkpoint: Checkpoint,
+    graph: Graph,
+    plans: Sequence[Plan],
+    *,
+    length: int,
+    folder: Path,
+    device: Device = HOST,
+    dtype: torch.dtype = torch.float32,
+) -> Speed:
+    """Return the rates of this machine, and of its device, on the first layer of a model.
 
     Args:
         checkpoint: the opened model.
         graph: its linears.
         plans: one per artifact.
-        length: tokens of a calibration sequence; at most TOKENS are run.
+        length: tokens of a calibration sequence; at most TOKENS are run, and on a device ON_DEVICE times as many.
         folder: on the disk that will be written; a nameless file is written there and gone.
+        device: where layers will run.
+        dtype: in which measure and validate run them.
+
+    Raises:
+        ResourceError: the memory of the device ended.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return _probe(checkpoint, graph, plans, length=length, folder=folder)
+        with device.current(), device.deterministic():
+            return _probe(checkpoint, graph, plans, length=length, folder=folder, device=device, dtype=dtype)
     finally:
         torch.set_num_threads(threads)
 
 
-def _probe(checkpoint: Checkpoint, graph: Graph, plans: Sequence[Plan], *, length: int, folder: Path) -> Speed:
+def _probe(
+    checkpoint: Checkpoint,
+    graph: Graph,
+    plans: Sequence[Plan],
+    *,
+    length: int,
+    folder: Path,
+    device: Device,
+    dtype: torch.dtype,
+) -> Speed:
     source = Source(checkpoint=checkpoint, config=load_config(checkpoint))
-    stream = LayerStream(source, graph)
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(text_config(source.config).vocab_size, (min(length, TOKENS),), generator=generator)
-    (state,) = stream.begin([tokens])
+    tokens = torch.randint(text_config(source.config).vocab_size, (min(length, TOKENS * _times(device)),), generator=generator)
     layer = graph.layers[0]
     stored = sum(info.nbytes for name, info in checkpoint.infos.items() if name.startswith(f"{layer.prefix}."))
-    begin = time.perf_counter()
-    with stream.layer(0) as module:
-        reading = time.perf_counter() - begin
-        running = _seconds(lambda: stream.run(module, state))
+    reading, running = _layer(source, graph, tokens, device=device, dtype=torch.float32)
+    run = running if dtype == torch.float32 else _layer(source, graph, tokens, device=device, dtype=dtype)[1]
     weight = source.read([f"{layer.linears[0]}.weight"])[f"{layer.linears[0]}.weight"]
-    x = torch.randn(1, len(tokens), weight.shape[1], generator=generator)
-    observed = {name: _seconds(lambda name=name: _observe(name, x)) / x.numel() for name in OBSERVERS}  # type: ignore[misc]
+    x = device.put(torch.randn(1, len(tokens), weight.shape[1], generator=generator))
+    observed = {
+        name: _seconds(lambda name=name: _observe(name, x, device), device) / x.numel()  # type: ignore[misc]
+        for name in OBSERVERS
+    }
     data = os.urandom(WRITTEN)
+    cores = process_memory.usable_cores()
     return Speed(
-        cores=process_memory.usable_cores(),
+        cores=cores,
+        units=cores if device.is_host else 1,
+        ahead=not device.is_host,
         read=reading / stored,
         written=_seconds(lambda: _write(folder, data)) / WRITTEN,
         hashed=_seconds(lambda: hashlib.sha256(data).digest()) / WRITTEN,
         token=running / len(tokens),
+        run=run / len(tokens),
         observed=observed,
         hessian=observed[HessianObserver.NAME] / weight.shape[1],
         gradient=observed[GradientObserver.NAME] / output_blocks.width(weight.shape[1]),
-        rounded={plan.name: _rounded(plan, weight) for plan in plans},
-        gptq={plan.name: _gptq(plan, weight) for plan in plans if HESSIAN_SUM.name in ALGORITHMS[plan.algorithm].NEEDS},
+        rounded={plan.name: _rounded(plan, weight, device) for plan in plans},
+        gptq={plan.name: _gptq(plan, weight, device) for plan in plans if HESSIAN_SUM.name in ALGORITHMS[plan.algorithm].NEEDS},
     )
 
 
-def _seconds(call: Callable[[], Any]) -> float:
-    """Return the seconds of a call, after one that warms up."""
+def _layer(source: Source, graph: Graph, tokens: Tensor, *, device: Device, dtype: torch.dtype) -> tuple[float, float]:
+    """Return the seconds of reading the first layer, and of a sequence through it, whose hidden states come back."""
+    stream = LayerStream(source, graph, dtype=dtype, device=device)
+    (state,) = stream.begin([tokens])
+    device.wait()
+    begin = time.perf_counter()
+    with stream.layer(0) as module:
+        device.wait()
+        reading = time.perf_counter() - begin
+        return reading, _seconds(lambda: device.fetch(stream.run(module, state)), device)
+
+
+def _times(device: Device) -> int:
+    """Return how many times as much a device is timed on as a core."""
+    return 1 if device.is_host else ON_DEVICE
+
+
+def _seconds(call: Callable[[], Any], device: Device = HOST) -> float:
+    """Return the seconds of a call until the device is done, after one that warms up."""
     call()
+    device.wait()
     begin = time.perf_counter()
     call()
+    device.wait()
     return time.perf_counter() - begin
 
 
-def _observe(name: str, x: Tensor) -> None:
-    OBSERVERS[name](features=x.shape[-1]).update(x)
+def _observe(name: str, x: Tensor, device: Device) -> None:
+    with device.factories():
+        observer = OBSERVERS[name](features=x.shape[-1])
+    observer.update(x)
 
 
 def _write(folder: Path, data: bytes) -> None:
@@ -111,30 +162,35 @@ def _scheme(plan: Plan) -> LinearScheme:
     return next(scheme for scheme in plan.schemes.values() if scheme is not None)
 
 
-def _rounded(plan: Plan, weight: Tensor) -> float:
+def _rounded(plan: Plan, weight: Tensor, device: Device) -> float:
     """Return the seconds per weight of encoding and of rounding, to nearest where the plan's algorithm reads statistics."""
-    scheme, piece = _scheme(plan), weight[:ROWS].contiguous()
+    scheme = _scheme(plan)
     algorithm = ALGORITHMS[NEAREST if ALGORITHMS[plan.algorithm].NEEDS else plan.algorithm]
     dtype = FORMAT.scale_dtype(scheme, weight.dtype)
+    there = device if algorithm.ON_DEVICE else HOST
+    piece = weight[: ROWS * _times(there)].contiguous()
 
     def round_piece() -> None:
-        result = algorithm.quantize_group({"w": piece}, scheme, statistics={}, scale_dtype=dtype)["w"]
+        result = algorithm.quantize_group({"w": there.put(piece)}, scheme, statistics={}, scale_dtype=dtype)["w"]
         if scheme.input is None or not scheme.input.measured:
-            FORMAT.encode("w", QuantizedLinear(weight=result.weight, scheme=scheme), scale_dtype=dtype)
+            fetched(FORMAT.encode("w", QuantizedLinear(weight=result.weight, scheme=scheme), scale_dtype=dtype), there)
 
-    return _seconds(round_piece) / piece.numel()
+    return _seconds(round_piece, there) / piece.numel()
 
 
-def _gptq(plan: Plan, weight: Tensor) -> Rounding:
+def _gptq(plan: Plan, weight: Tensor, device: Device) -> Rounding:
     """Return what rounding with a Hessian takes: three pieces for three unknowns."""
     scheme = _scheme(plan)
     group = scheme.weights.group_size or 1
-    rows, columns = min(ROWS, weight.shape[0] // 2), min(2 * COLUMNS, weight.shape[1])
+    there = device if ALGORITHMS[plan.algorithm].ON_DEVICE else HOST
+    rows, columns = min(ROWS * _times(there), weight.shape[0] // 2), min(2 * COLUMNS * _times(there), weight.shape[1])
     half = max(group, columns // 2 // group * group)
     columns = columns // group * group
     if half == columns or rows == 0:  # too small for its columns to be told apart
-        return Rounding(cubic=0.0, linear=_one(plan, weight, rows or 1, columns) / ((rows or 1) * columns), square=0.0)
-    small, wide, tall = (_one(plan, weight, r, c) for r, c in ((rows, half), (rows, columns), (2 * rows, columns)))
+        return Rounding(cubic=0.0, linear=_one(plan, weight, rows or 1, columns, there) / ((rows or 1) * columns), square=0.0)
+    if not there.is_host:
+        _one(plan, weight, rows, half, there)  # its libraries begin with their first call
+    small, wide, tall = (_one(plan, weight, r, c, there) for r, c in ((rows, half), (rows, columns), (2 * rows, columns)))
     equations = torch.tensor(
         [[float(c**3), float(r * c), float(r * c * c)] for r, c in ((rows, half), (rows, columns), (2 * rows, columns))],
         dtype=torch.float64,
@@ -145,12 +201,15 @@ def _gptq(plan: Plan, weight: Tensor) -> Rounding:
     return Rounding(cubic=cubic, linear=linear, square=square)
 
 
-def _one(plan: Plan, weight: Tensor, rows: int, columns: int) -> float:
-    scheme = _scheme(plan)
-    piece = weight[:rows, :columns].contiguous()
-    x = torch.randn(2 * columns, columns, generator=torch.Generator().manual_seed(1))
-    statistics = {HESSIAN_SUM.name: x.T @ x, COUNT.name: torch.tensor(2 * columns), f"w|{GRADIENT_SUM.name}": torch.eye(rows)}
+def _one(plan: Plan, weight: Tensor, rows: int, columns: int, there: Device) -> float:
+    scheme, algorithm = _scheme(plan), ALGORITHMS[plan.algorithm]
+    piece = there.put(weight[:rows, :columns].contiguous())
+    x = there.put(torch.randn(2 * columns, columns, generator=torch.Generator().manual_seed(1)))
+    statistics = {HESSIAN_SUM.name: x.T @ x}
+    statistics |= {COUNT.name: torch.tensor(2 * columns), f"w|{GRADIENT_SUM.name}": there.put(torch.eye(rows))}
     dtype = FORMAT.scale_dtype(scheme, weight.dtype)
+    there.wait()
     begin = time.perf_counter()
-    ALGORITHMS[plan.algorithm].quantize_group({"w": piece}, scheme, statistics=statistics, scale_dtype=dtype)
+    algorithm.quantize_group({"w": piece}, scheme, statistics=statistics, scale_dtype=dtype)
+    there.wait()
     return time.perf_counter() - begin

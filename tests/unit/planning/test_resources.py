@@ -11,7 +11,7 @@ from quantflow.artifact.safetensors_header import TensorInfo
 from quantflow.errors import InputError, ResourceError, UsageError
 from quantflow.models.graph import FAMILIES, Graph, Layer, LinearGroup
 from quantflow.planning.cost import LIBRARIES, Need, need_layers, need_measure
-from quantflow.planning.durations import Speed
+from quantflow.planning.durations import Rounding, Speed
 from quantflow.planning.plan import resolve
 from quantflow.planning.recipe import Override, Quantize, Resources, SignRound
 from quantflow.planning.resources import compare, grant, memory_limit, round_up, written_bytes
@@ -138,7 +138,8 @@ def gptq_to_yaqa(outputs: tuple[int, ...], features: int) -> int:
 
 def test_the_way_back_takes_three_more_passes_through_every_layer():
     none = dict.fromkeys(("read", "written", "hashed", "hessian"), 0.0)
-    speed = Speed(cores=2, token=3.0, observed={"fisher": 0.0}, gradient=0.5, rounded={}, gptq={}, **none)
+    rates = {"observed": {"fisher": 0.0}, "gradient": 0.5, "rounded": {}, "gptq": {}}
+    speed = Speed(cores=2, units=2, ahead=False, token=3.0, run=3.0, **rates, **none)
     assert speed.measure(MODEL, [10, 30], ["fisher"]) == 4 * 3.0 * 40 * 2 / 2
     products = 2 * (3 * 256**2 + 2 * 128**2 + 2 * 512**2)  # of the outputs of seven linears, in two layers
     assert speed.measure(MODEL, [10, 30], ["gradient"]) == (4 * 3.0 * 40 * 2 + 0.5 * 40 * products) / 2
@@ -180,11 +181,33 @@ def test_learned_rounding_needs_the_text_twice_all_weights_and_a_way_back_per_wo
 
 def test_learning_runs_each_sequence_there_and_back_in_every_iteration():
     none = dict.fromkeys(("read", "written", "hashed", "hessian", "gradient"), 0.0)
-    speed = Speed(cores=2, token=3.0, observed={}, rounded={"a": 0.0}, gptq={}, **none)
+    speed = Speed(cores=2, units=2, ahead=False, token=3.0, run=3.0, observed={}, rounded={"a": 0.0}, gptq={}, **none)
     given = plan("W4A16", algorithm="signround", signround=SignRound(iterations=100, sequences=4))
     # Of each of two layers: the original and the quantized layer, 100 times 2 sequences of 20 tokens there and back, and
     # the error of both at the start and ten times.
     assert speed.quantize(MODEL, given, [10, 30]) == (2 * 2 + 100 * 2 * 3 + 11 * 2) * 20 * 3.0 * 2 / 2
+
+
+@pytest.mark.parametrize(("algorithm", "rounders"), [("gptq", 1), ("yaqa", 2)])
+def test_on_a_device_one_sequence_runs_at_once_and_all_cores_round_what_is_rounded_in_host_memory(algorithm, rounders):
+    none = dict.fromkeys(("read", "written", "hashed", "hessian", "gradient"), 0.0)
+    rounding = {"rounded": {"a": 0.0}, "gptq": {"a": Rounding(cubic=0.0, linear=0.5, square=0.0)}}
+    speed = Speed(cores=2, units=1, ahead=True, token=3.0, run=1.0, observed={"fisher": 0.0}, **rounding, **none)
+    tokens, layers, linears = 40, 2, LAYER - 256
+    assert speed.measure(MODEL, [10, 30], ["fisher"]) == 4 * 1.0 * tokens * layers
+    twice = 2 * 3.0 * tokens * layers  # as it was and as it is quantized, in float32
+    assert speed.quantize(MODEL, plan("W4A16", algorithm=algorithm), [10, 30]) == twice + 0.5 * layers * linears / rounders
+    head = VOCABULARY * HIDDEN / LAYER
+    assert speed.validate(MODEL, [10, 30]) == pytest.approx(3 * 1.0 * (layers + head) * tokens)
+
+
+@pytest.mark.parametrize(("read", "seconds"), [(0.5, 2.0), (3.0, 3.0)])
+def test_a_device_computes_while_the_next_layer_is_read_and_the_longer_of_both_counts(read, seconds):
+    none = dict.fromkeys(("written", "hashed", "hessian", "gradient", "token"), 0.0)
+    rates = {"observed": {"amax": 0.0}, "rounded": {}, "gptq": {}, "read": read / MODEL.stored}
+    device, cpu = (Speed(cores=1, units=1, ahead=ahead, run=0.5, **rates, **none) for ahead in (True, False))
+    assert device.measure(MODEL, [2], ["amax"]) == pytest.approx(seconds)
+    assert cpu.measure(MODEL, [2], ["amax"]) == pytest.approx(read + 2.0)
 
 
 def test_weights_are_counted_as_stored_or_in_float32_where_a_transform_changes_them():
