@@ -347,6 +347,19 @@ def test_the_cpu_by_name_is_the_cpu_by_default(llama: Path, measured: Path, tmp_
     assert "device" not in inputs and "device" not in json.loads((done / "quantize.json").read_text())
 
 
+@pytest.mark.slow
+def test_quantize_says_that_its_layers_run_in_float32(
+    llama: Path, measured: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["quantize", str(llama), "--measurement", str(measured), "--scheme", "W4A16", "--group-size", "32", "--name", "a"]
+    assert exit_code(cli, [*words, "-o", str(tmp_path / "half"), "--dtype", "bfloat16"]) == 0
+    assert "quantize a: layers run in float32, whatever --dtype bfloat16 says" in capsys.readouterr().err
+    assert exit_code(cli, [*words, "-o", str(tmp_path / "single")]) == 0
+    assert "whatever --dtype" not in capsys.readouterr().err
+    for half, single in zip(_layers(tmp_path / "half"), _layers(tmp_path / "single"), strict=True):
+        assert all(torch.equal(half[key], tensor) for key, tensor in single.items())
+
+
 def test_what_does_not_go_with_a_device_is_refused(llama: Path, tmp_path: Path, simulated: SimulatedGpu) -> None:
     with pytest.raises(UsageError, match="2 ranks with --device cuda:1, which they would share"):
         _quantize(llama, tmp_path / "q", FILES["rtn"], ranks=2, compute=Compute(device="cuda:1"))

@@ -35,6 +35,7 @@ from quantflow.artifact.digests import Digests
 from quantflow.artifact.origin import origin_of
 from quantflow.core.determinism import single_threaded, tools
 from quantflow.core.device import Device, open_device
+from quantflow.core.dtypes import RUNNING
 from quantflow.core.parallel import SEQUENTIAL, Workers
 from quantflow.distributed.launch import (
     die_with_parent,
@@ -115,6 +116,8 @@ def run(job: QuantizeJob, progress: Progress) -> Path:
     for told in (narrowed(plan, job.entry), kept_for_few_inputs(plan, job.entry, shapes), left):
         if told is not None and launched_folder() is None:
             progress.say(f"quantize {told}")
+    if RUNNING[job.compute.dtype] != torch.float32 and not plan.file_to_file and launched_folder() is None:
+        progress.say(f"quantize {plan.name}: layers run in float32, whatever --dtype {job.compute.dtype} says")
     if job.entry.mixed:
         return _choose_and_quantize(job, plan, source, graph, progress)
     if job.ranks > 1 and not plan.file_to_file:
