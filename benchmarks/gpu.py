@@ -113,9 +113,9 @@ CHECKS = (
     ),
     Check(
         name="same bits",
-        asks="The same command makes the same bits again on one device, also when it is killed and resumed.",
+        asks="The same command makes the same bits again on one device, killed and resumed, and on two by ranks.",
         function="_gpu.stages:same_bits",
-        limit=120,
+        limit=150,
     ),
     Check(
         name="small decoder",

@@ -327,6 +327,53 @@ def test_the_share_of_equal_integers_is_counted_in_packed_words(part, tmp_path):
         stages.equal_integers(tmp_path / "c", tmp_path / "c")
 
 
+def test_two_ranks_are_compared_with_one_process(part, place, monkeypatch):
+    """The commands are made up: what they write, and that a GPU alone has no second rank."""
+    stages, asked, wrong = part("_gpu.stages"), [], {"by": 0.0}
+
+    def pretended(*words, **_):
+        words = [str(word) for word in words]
+        asked.append(words)
+        folder = Path(words[words.index("-o") + 1])
+        if folder.name == "joined":
+            (folder / "layers").mkdir(parents=True)
+            (folder / "layers/00000.safetensors").write_bytes(b"bytes")
+        elif folder.name in ("whole", "alone"):
+            path = stages.statistics_of(folder)
+            path.parent.mkdir(parents=True)
+            save_file({"q|input|amax": torch.full([2], 1.0 + (0.0 if folder.name == "alone" else wrong["by"]))}, path)
+        return ""
+
+    monkeypatch.setattr(stages, "quantflow", pretended)
+    place.work.mkdir(parents=True)
+    first = place.work / "first"
+    (first / "layers").mkdir(parents=True)
+    (first / "layers/00000.safetensors").write_bytes(b"bytes")
+    for name, by, held in (("right", 0.0, [True, True, True]), ("wrong", 1e-3, [True, True, False])):
+        wrong["by"] = by
+        there = part("dataclasses").replace(place, work=place.work / name)
+        there.work.mkdir()
+        told = there.work / "found.jsonl"
+        stages.two_ranks(there, part("_gpu.record").Found(told, on_gpu=False), ["quantize", "model"], first=first)
+        assert [line["met"] for line in part("_gpu.record").read_found(told)["claim"]] == held
+    assert ["--device" in words for words in asked] == [False] * len(asked)
+    assert [words[words.index("--tp") + 1] for words in asked if "--tp" in words] == ["2", "2"]
+    (first / "layers/00000.safetensors").write_bytes(b"others")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    asked.clear()
+    there = part("dataclasses").replace(place, work=place.work / "gpus", device="cuda:0")
+    there.work.mkdir()
+    stages.two_ranks(there, part("_gpu.record").Found(there.work / "f", on_gpu=True), ["quantize", "model"], first=first)
+    assert [line["met"] for line in part("_gpu.record").read_found(there.work / "f")["claim"]] == [False, True, False]
+    assert [words[-1] for words in asked if "--ranks" in words] == ["cuda", "cuda"]  # each takes the one of its number
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    there = part("dataclasses").replace(there, work=place.work / "gpu")
+    there.work.mkdir()
+    stages.two_ranks(there, part("_gpu.record").Found(there.work / "f", on_gpu=True), ["quantize", "model"], first=first)
+    found = part("_gpu.record").read_found(there.work / "f")
+    assert found["claim"] == [] and found["absent"][0]["why"] == "torch finds 1"
+
+
 def test_products_on_the_cpu_hold_and_bars_are_left_alone(part, place):
     found = found_by(part, ("_gpu.products", "products"), place)
     schemes = part("_gpu.products").SCHEMES

@@ -6,6 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 from _report import gb, machine
+from torch import distributed
 
 from _gpu.record import Found, Place
 
@@ -36,6 +37,11 @@ def environment(place: Place, found: Found) -> None:
     found.figure("multiprocessors", about.multi_processor_count)
     found.figure("CUDA of torch", str(torch.version.cuda))
     found.figure("cuDNN", str(torch.backends.cudnn.version()))
+    found.figure("GPUs", torch.cuda.device_count())
+    if distributed.is_nccl_available():
+        found.figure("NCCL", ".".join(map(str, torch.cuda.nccl.version())))
+    else:
+        found.absent("NCCL", "torch is built without it")
     found.figure("driver", _driver())
     free, _ = torch.cuda.mem_get_info(place.device)
     found.figure("free memory of the device", gb(free))

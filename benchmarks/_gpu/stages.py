@@ -32,6 +32,7 @@ WHOLE_LAYERS = 32  # of the 7 B shape
 LARGE_BAR = 600.0  # seconds of measure and gptq of all of them, 32 sequences of 2048 tokens
 SEED = 0
 EXAMPLE_LAYERS = 4
+RANKS = 2
 
 
 class Failed(Exception):
@@ -270,15 +271,57 @@ def leading(ours: Sequence[int], theirs: Sequence[int]) -> int:
 
 
 def same_bits(place: Place, found: Found) -> None:
-    """Make the same twice, and a third time killed and resumed; compare the bytes."""
+    """Make the same twice, a third time killed and resumed, and once with two ranks; compare the bytes."""
     measuring = ["measure", place.model, "--stats", "amax,hessian", *calibrated(place), "-q"]
     measuring += on_device(place, "measure", found)
     again(found, "measure", measuring, place.work, files="rank-*/statistics.safetensors")
     measured = place.work / "measured"
     quantflow("measure", place.model, "-o", measured, "--for", "W4A16:gptq", *calibrated(place), "-q")
-    rounding = ["quantize", place.model, "--scheme", "W4A16", "--algorithm", "gptq", "--measurement", measured, "--no-export"]
-    rounding += ["-q", *on_device(place, "quantize", found)]
-    again(found, "quantize", rounding, place.work, files="layers/*.safetensors")
+    rounding = ["quantize", place.model, "--scheme", "W4A16", "--algorithm", "gptq", "--measurement", measured, "-q"]
+    there = ["--no-export", *on_device(place, "quantize", found)]
+    again(found, "quantize", [*rounding, *there], place.work, files="layers/*.safetensors")
+    two_ranks(place, found, rounding, first=place.work / "quantize-first")
+
+
+def two_ranks(place: Place, found: Found, rounding: Sequence[str | Path], *, first: Path) -> None:
+    """Let two ranks, with a device each, quantize together and measure with half of every linear each.
+
+    Args:
+        place: where; on the CPU the ranks share it.
+        found: what is found.
+        rounding: the command that wrote `first`, without `--device` and `-o`.
+        first: what one process quantized.
+    """
+    if place.on_gpu and (count := torch.cuda.device_count()) < RANKS:
+        found.absent(f"{RANKS} ranks with a device each", f"torch finds {count}")
+        return
+    device = ["--device", place.kind] if place.on_gpu else []  # each takes the one of its number
+    shards, joined = place.work / "shards", place.work / "joined"
+    quantflow(*rounding, "-o", shards, "--ranks", str(RANKS), *device)
+    quantflow("unify", "-m", shards, "-o", joined, "-q")
+    ours, theirs = (bytes_of(folder, "layers/*.safetensors") for folder in (joined, first))
+    found.claim(
+        f"quantize by {RANKS} ranks, unified", promised="the bytes of one process", found=told(ours, theirs), met=ours == theirs
+    )
+    cut, whole, alone = (place.work / name for name in ("cut", "whole", "alone"))
+    measuring = ["measure", place.model, "--stats", "amax,mean_abs", *calibrated(place), "-q"]
+    quantflow(*measuring, "-o", cut, "--ranks", str(RANKS), "--tp", str(RANKS), *device)
+    quantflow("unify", "-m", cut, "-o", whole, "-q")
+    quantflow(*measuring, "-o", alone)
+    together, expected = (load_file(statistics_of(folder)) for folder in (whole, alone))
+    found.claim(
+        f"measure by {RANKS} ranks that share the model: statistics",
+        promised="all names",
+        found=f"{len(together)}",
+        met=together.keys() == expected.keys(),
+    )
+    largest = max(apart(together[name], tensor) for name, tensor in expected.items() if name in together)
+    found.claim(
+        f"measure by {RANKS} ranks that share the model, unified, and one process on the CPU",
+        promised=f"{OF_NORM:g} of the norm",
+        found=f"{largest:.2g}",
+        met=largest <= OF_NORM,
+    )
 
 
 def again(found: Found, verb: str, words: Sequence[str | Path], work: Path, *, files: str) -> None:
@@ -361,6 +404,9 @@ def large(place: Place, found: Found) -> None:
         seconds[depth] = first + second
     each = (seconds[more] - seconds[few]) / (more - few)
     found.figure("one more layer, both stages", each, "s")
+    probed = quantflow("plan", model, "--for", "W4A16:gptq", *length, *on_device(place, "plan", found), "--probe", "--json")
+    planned = sum(stage["seconds"] for stage in json.loads(probed)["stages"] if stage["stage"] in ("measure", "quantize"))
+    found.figure(f"both stages, {more} layers: seconds, planned, and taken with imports", f"{planned:.1f}, {seconds[more]:.1f}")
     whole = seconds[few] + (WHOLE_LAYERS - few) * each
     found.bar(
         f"measure and gptq of {WHOLE_LAYERS} such layers, computed from {few} and {more} of them",
