@@ -12,6 +12,7 @@
 #include <immintrin.h>
 #endif
 #include <math.h>
+#include <omp.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -553,3 +554,6 @@ int run(const Step *s, const Layer *layers, int64_t many, float *x, float *norm,
     }
     return (int)failed;
 }
+
+/* Give back the threads that loops of the calling thread have used; its next loop makes new ones. Returns 0. */
+int release_threads(void) { return omp_pause_resource_all(omp_pause_soft); }

@@ -150,6 +150,7 @@ _ARGUMENTS = (  # of the functions of decode.c
     ("rotate_store", [ctypes.POINTER(_Step), ctypes.POINTER(_Layer), _POINTER]),
     ("attend", [ctypes.POINTER(_Step), ctypes.POINTER(_Layer), _POINTER, _POINTER]),
     ("run", [ctypes.POINTER(_Step), ctypes.POINTER(_Layer), _COUNT] + [_POINTER] * 8),
+    ("release_threads", []),
 )
 
 
@@ -194,6 +195,16 @@ def summarize(logits: Tensor) -> tuple[list[int], list[float]]:
     if rows:
         compiled().summarize(logits.data_ptr(), rows, width, best.data_ptr(), log_total.data_ptr())
     return best.tolist(), log_total.tolist()
+
+
+def release_threads() -> None:
+    """Give back the OpenMP threads that loops of the calling thread have used; its next loop makes new ones.
+
+    libgomp counts the threads that it made for all threads of the process. Where they are more than the cores, a thread that
+    waits for the next loop sleeps at once and has to be woken, several times a layer: a token of a small model takes twice as
+    long. So a thread that computes no more gives its threads back.
+    """
+    compiled().release_threads()
 
 
 class Operations:

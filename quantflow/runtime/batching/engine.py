@@ -124,6 +124,7 @@ class Engine:
         self._accepting, self._closing = True, False
         self._counts = dict(_NOTHING)
         self._step_seconds, self._busy_seconds = 0.0, 0.0
+        self._runner.rest()  # from here on another thread computes
         self._thread = threading.Thread(target=self._run, name="quantflow-engine", daemon=True)
         self._thread.start()
 
@@ -266,6 +267,8 @@ class Engine:
     def _take_in(self) -> bool:
         """Wait for something to do, take what arrived and what was cancelled; return False when closed."""
         with self._changed:
+            if not self._open:
+                self._runner.rest()
             self._changed.wait_for(lambda: self._open or self._closing)
             arrived, self._arrived = self._arrived, []
             gone = list(self._open) if self._closing else self._cancelled

@@ -15,7 +15,7 @@ from quantflow.runtime.batching.pool import BlockPool, Lease
 from quantflow.runtime.batching.row import BatchRow, Scores
 from quantflow.runtime.batching.runner import PoolCounters, RowPart
 from quantflow.runtime.lean import LeanDecoder
-from quantflow.runtime.operations import summarize
+from quantflow.runtime.operations import release_threads, summarize
 
 BLOCK_TOKENS = 32  # a multiple of kv_cache.LANES; the smallest prefix that is shared
 _SHARE = 0.8  # of the memory that is free, where nobody says how much the pool may take
@@ -115,6 +115,10 @@ class BlockRunner:
     def close(self, row: BatchRow) -> None:
         """Free the row's blocks; those that are full may still be taken over."""
         self._pool.free(self._leases.pop(row))
+
+    def rest(self) -> None:
+        """Give back the threads of the calling thread's loops, which would slow those of others."""
+        release_threads()
 
     def counters(self) -> PoolCounters:
         """Return what the pool holds."""

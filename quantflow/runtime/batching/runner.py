@@ -83,6 +83,9 @@ class Runner(Protocol):
     def close(self, row: BatchRow) -> None:
         """Give a row's memory back."""
 
+    def rest(self) -> None:
+        """The calling thread computes nothing for now: give back what it needs for that alone."""
+
     def counters(self) -> PoolCounters:
         """Return what the memory holds; any thread may call it."""
 
@@ -122,6 +125,9 @@ class OneAtATime:
     def close(self, row: BatchRow) -> None:
         """Nothing is kept: `open` empties the cache."""
         self._used = 0
+
+    def rest(self) -> None:
+        """Nothing: torch's own loops wait as they always do."""
 
     def counters(self) -> PoolCounters:
         """Return one block, the cache."""
