@@ -5,10 +5,10 @@
     python benchmarks/serving.py --quantflow work/4-export --llama-cpp peers/llamacpp/bin/python --gguf model.gguf
     python benchmarks/serving.py --quantflow work/4-export --clients 1,4 --rates '' --requests 8      a try, a minute
 
-Every server gets the same requests in the same order at the same moments: prompts and lengths are drawn once, from --seed.
-Prompt and new tokens are log-normal around --prompt-tokens and --new-tokens, with a spread of --spread, cut to a quarter and to
-four times. No text ends early: the end token has a bias of -100. All servers run from the start; one is asked at a time.
-Traffic goes to 127.0.0.1 alone.
+Every server gets the same requests in the same order at the same moments. Prompts and lengths are drawn from --seed, others for
+each load. Prompt and new tokens are log-normal around --prompt-tokens and --new-tokens, with a spread of --spread, cut to a
+quarter and to four times. No text ends early: the end token has a bias of -100. All servers run from the start; one is asked
+at a time. Traffic goes to 127.0.0.1 alone.
 
     tokens/s    new tokens of all requests over the seconds from the first request to the last token
     TTFT        from sending a request to its first token; in an open loop from when it was due
@@ -180,9 +180,9 @@ async def open_loop(server: Server, works: Sequence[Work], rate: float, end_toke
     return list(await asyncio.gather(*(one(work) for work in works)))
 
 
-def draw(given: argparse.Namespace, *, prefix: int, tokens_per_word: float) -> list[Work]:
-    """Return the requests of a round: the same for every server."""
-    rng, due, works = random.Random(f"{given.seed} {prefix}"), 0.0, list[Work]()
+def draw(given: argparse.Namespace, *, prefix: int, load: str, tokens_per_word: float) -> list[Work]:
+    """Return the requests of a load, the same for every server; another load has others, which no server has in its cache."""
+    rng, due, works = random.Random(f"{given.seed} {prefix} {load}"), 0.0, list[Work]()
     shared = " ".join(rng.choice(WORDS) for _ in range(round(prefix / tokens_per_word)))
 
     def length(around: int) -> int:
@@ -268,16 +268,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for server in servers:
             server.start(given.results / f"{server.name}.log", given.threads)
             stack.callback(server.stop)
-            asyncio.run(closed_loop(server, draw(given, prefix=0, tokens_per_word=per_word)[:2], 1, end_token))  # warm
+            warm = draw(given, prefix=0, load="warm", tokens_per_word=per_word)[:2]
+            asyncio.run(closed_loop(server, warm, 1, end_token))
         for prefix in (int(n) for n in given.prefixes.split(",")):
-            works = draw(given, prefix=prefix, tokens_per_word=per_word)
             for kind, amount in loads:
+                load = f"{amount:g} {kind}"
+                works = draw(given, prefix=prefix, load=load, tokens_per_word=per_word)
                 for server in servers:
                     if kind == "clients":
                         found = asyncio.run(closed_loop(server, works, int(amount), end_token))
                     else:
                         found = asyncio.run(open_loop(server, works, amount, end_token))
-                    row = {"server": server.name, "prefix": prefix, "load": f"{amount:g} {kind}", **summary(found, given)}
+                    row = {"server": server.name, "prefix": prefix, "load": load, **summary(found, given)}
                     results.append(row)
                     print(json.dumps(row), file=sys.stderr, flush=True)
     about = {"machine": machine(given.results), "arguments": {name: str(value) for name, value in vars(given).items()}}
