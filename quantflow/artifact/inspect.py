@@ -3,12 +3,13 @@
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from quantflow.artifact.canonical import read_json
-from quantflow.artifact.checkpoint import Checkpoint, open_checkpoint
+from quantflow.artifact.checkpoint import CONFIG, Checkpoint, open_checkpoint
 from quantflow.artifact.ledger import Ledger
 from quantflow.artifact.manifest import MANIFEST_NAME, read_manifest
 from quantflow.artifact.safetensors_header import TensorInfo, read_header
@@ -16,6 +17,9 @@ from quantflow.errors import InputError
 
 MEASUREMENT_NAME = "measurement.json"
 STATISTICS_NAME = "statistics.safetensors"
+IR_NAME, IR_WEIGHTS = "openvino_model.xml", "openvino_model.bin"
+_IR_LARGEST = 256 << 20  # bytes of the graph: a model of a hundred layers has a tenth of that
+_WORD = re.compile(r'(\w+)="([^"]*)"')
 _RANK_FOLDER = re.compile(r"rank-\d+-of-\d+")
 _MEASUREMENT_KEYS = (
     *("layout_version", "model", "mesh", "dtype", "seed"),
@@ -26,8 +30,10 @@ _MEASUREMENT_KEYS = (
 def summarize(folder: Path) -> dict[str, Any]:
     """Summarize an artifact, a model, one rank's measurement, or a folder of them, reading headers and JSON only.
 
+    Of a folder of OpenVINO the graph is read, and no constant.
+
     Returns:
-        A table whose `kind` is artifact, checkpoint, measurement or measurements.
+        A table whose `kind` is artifact, checkpoint, measurement, measurements or openvino.
 
     Raises:
         InputError: the folder is none of these, or damaged.
@@ -41,6 +47,8 @@ def summarize(folder: Path) -> dict[str, Any]:
     ranks = sorted(path for path in folder.glob("rank-*") if _RANK_FOLDER.fullmatch(path.name))
     if ranks:
         return {"kind": "measurements", "ranks": {path.name: _measurement(path) for path in ranks}}
+    if (folder / IR_NAME).exists():
+        return _graph(folder)
     return {"kind": "checkpoint", **_model(open_checkpoint(folder))}
 
 
@@ -81,6 +89,50 @@ def _model(checkpoint: Checkpoint) -> dict[str, Any]:
         "dtypes": _by_dtype(checkpoint.infos.values()),
         "shards": list(checkpoint.shards),
         "files": list(checkpoint.files),
+    }
+
+
+def _graph(folder: Path) -> dict[str, Any]:
+    """Return what OpenVINO's graph says: the artifact that it was made from, and its constants by their element types.
+
+    OpenVINO writes each element of the graph into a line of its own, and what a constant is behind it.
+
+    Raises:
+        InputError: it is no such file, or has constants beyond the end of the weights.
+    """
+    path, weights = folder / IR_NAME, folder / IR_WEIGHTS
+    try:
+        nbytes, size = path.stat().st_size, weights.stat().st_size
+        if nbytes > _IR_LARGEST:
+            raise InputError(f"{path}: {nbytes} bytes, at most {_IR_LARGEST} are read", "export it again")
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: {error}", "download the folder again") from error
+    kinds: dict[str, dict[str, int]] = {}
+    made = None
+    for line, below in pairwise([*lines, ""]):
+        if line == "<quantflow>" and below.startswith("<artifact "):
+            made = dict(_WORD.findall(below)).get("value")
+        if not (line.startswith("<layer ") and ' type="Const"' in line):
+            continue
+        told = dict(_WORD.findall(below))
+        begin, length = (told.get(key, "") for key in ("offset", "size"))
+        if not (re.fullmatch("[0-9]{1,18}", begin) and re.fullmatch("[0-9]{1,18}", length) and "element_type" in told):
+            raise InputError(f"{path}: a constant without element_type, offset and size", "download the folder again")
+        if int(begin) + int(length) > size:
+            cause = f"{weights}: {size} bytes, a constant ends at {int(begin) + int(length)}"
+            raise InputError(cause, "the file is truncated; download the folder again")
+        row = kinds.setdefault(told["element_type"], {"constants": 0, "bytes": 0})
+        row["constants"] += 1
+        row["bytes"] += int(length)
+    config = read_json(folder / CONFIG) if (folder / CONFIG).exists() else {}
+    return {
+        "kind": "openvino",
+        "model_type": config.get("model_type") if isinstance(config, Mapping) else None,
+        "artifact": made,
+        "constants": dict(sorted(kinds.items())),
+        "bytes": size,
+        "files": sorted(each.name for each in folder.iterdir() if each.is_file()),
     }
 
 

@@ -130,6 +130,12 @@ EXPORTERS: Mapping[str, Exporter] = MappingProxyType(
         "fp8": _of_layout("what reads float8 in blocks or per tensor", options=("shard_size",)),
         "modelopt": _of_layout("TensorRT-LLM, vLLM and SGLang, as of NVIDIA's Model Optimizer", options=("shard_size",)),
         "ipex": _of_layout("Intel's extension for PyTorch, as its low-precision checkpoint", options=("dtype",)),
+        "openvino": Exporter(
+            takes="an artifact, or a folder that another program quantized; no value changes",
+            reader="OpenVINO and OpenVINO GenAI",
+            options=("dtype",),
+            module="quantflow.exporting.openvino_export",
+        ),
         "dequantized": Exporter(
             takes="an artifact",
             reader="what reads its source: transformers, any tool for models that are not quantized",

@@ -487,7 +487,7 @@ class Export:
         "compressed-tensors",
         flag="--format",
         verbs=("export",),
-        help="compressed-tensors (default), gptq, gptq_v2, awq, fp8, modelopt or ipex: for other programs, gguf: for "
+        help="compressed-tensors (default), gptq, gptq_v2, awq, fp8, modelopt, ipex or openvino: for other programs, gguf: for "
         "llama.cpp, dequantized, or inc: Gaudi's files of a measurement.",
     )
     shard_size: str = setting(
@@ -510,7 +510,7 @@ class Export:
         flag="--dtype",
         verbs=("export",),
         help="bf16, f16 or f32. Of gguf (default: the types of an artifact's linears, or the model's), dequantized (bf16), "
-        "scales of gptq and awq (f16).",
+        "scales of gptq, awq and openvino (f16).",
     )
 
     def __post_init__(self) -> None:

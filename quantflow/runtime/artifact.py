@@ -31,6 +31,7 @@ from quantflow.formats import compressed_tensors, layout_of
 from quantflow.formats.weight_layout import TensorLayout
 from quantflow.models.parameters import materialize_, release_, twins
 from quantflow.models.reading import read_rows, read_tensors
+from quantflow.runtime.code_order import require_one_order
 from quantflow.runtime.layout import Layout, Parameter, listed
 from quantflow.runtime.linear import QuantLinear
 
@@ -119,7 +120,8 @@ class Artifact:
         """Read, check and decode the quantized linear `name`, in memory of its own.
 
         Raises:
-            InputError: a tensor holds what its scheme does not allow, or has another shape than the model's.
+            InputError: a tensor holds what its scheme does not allow, or has another shape than the model's; codes and zero
+                points of another program's folder do not belong together.
         """
         placement = self.linears[name]
         tensors = read_tensors(self.checkpoint, self.layout.tensor_names(name, placement.scheme))
@@ -132,6 +134,8 @@ class Artifact:
         if found != wanted or bias not in (None, wanted[:1]):
             cause = f"{name}: weight is {found}, bias {bias}, the model needs {wanted}"
             raise InputError(cause, _OTHER_MODEL)
+        if not self.manifest:  # another program's folder, which has no hashes
+            require_one_order(name, linear)
         return linear.to(self.linears_device or self.device)
 
     def quantized(self, name: str) -> QuantizedLinear | None:

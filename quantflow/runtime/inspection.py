@@ -3,7 +3,7 @@
 Every quantized linear is decoded, so what is damaged is refused with the tensor's name, as when it runs; without `verify`
 headers and config.json alone are read. Damage that leaves every number in its range has no hash to be seen by. One kind shows
 all the same: where the codes of a weight with zero points stand in another order than the zero points (nibbles swapped, outputs
-permuted), a group's mean code no longer follows its zero point.
+permuted), a group's mean code no longer follows its zero point (quantflow/runtime/code_order.py).
 """
 
 import re
@@ -14,11 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from quantflow.artifact.checkpoint import CONFIG, Checkpoint, open_checkpoint
-from quantflow.core.groups import to_groups
-from quantflow.core.qtensor import QuantizedLinear
 from quantflow.core.scheme import LinearScheme, TensorScheme
 from quantflow.errors import InputError, UnsupportedError
 from quantflow.formats import layout_of, mxfp4
@@ -28,8 +25,6 @@ from quantflow.models.reading import read_tensor, read_tensors
 from quantflow.progress import Progress
 from quantflow.runtime.artifact import Artifact, open_folder
 
-LEAST_GROUPS = 256  # of a weight, for its zero points to say in which order its codes stand
-LEAST_CORRELATION = 0.2  # of mean codes and zero points: a rounded weight's is above 0.5, that of shuffled groups near 0
 _ELEMENTS = 1 << 22  # of a GGUF file's tensor that are read at once
 _KEYS = ("general.name", "general.architecture", "general.quantized_by", "general.file_type")
 
@@ -121,8 +116,6 @@ def _linears(artifact: Artifact, *, verify: bool, progress: Progress) -> dict[st
     for name in progress.steps(list(artifact.linears), stage="inspect", unit="linear") if verify else artifact.linears:
         placement = artifact.linears[name]
         linear = artifact.decode(name) if verify else None
-        if linear is not None:
-            require_one_order(name, linear)
         ordered = placement.reordered if linear is None else linear.order is not None
         kind = _Kind(scheme=placement.scheme, ordered=None if linear is None and ordered else ordered)
         kinds.setdefault(kind, []).append(name)
@@ -162,32 +155,6 @@ def words_of(scheme: LinearScheme) -> dict[str, Any]:
         "symmetric": weights.symmetric,
         "inputs": None if inputs is None else f"{one(inputs)}{', measured' if inputs.measured else ''}",
     }
-
-
-def require_one_order(name: str, linear: QuantizedLinear) -> None:
-    """Refuse a weight whose codes and zero points stand in different orders.
-
-    A group's zero point is where 0 lies among its codes, and a weight's groups have means near 0: over many groups mean codes
-    follow zero points.
-
-    Raises:
-        InputError: they do not.
-    """
-    weight = linear.weight
-    if weight.zero_point is None or weight.scheme.minima or weight.zero_point.numel() < LEAST_GROUPS:
-        return
-    split = to_groups(weight.qvalue, weight.qvalue.shape[1] // weight.scale.shape[1])  # [O, G, g]
-    means, zeros = split.float().mean(dim=-1).flatten(), weight.zero_point.float().flatten()  # [O * G]
-    if float(zeros.std()) < 0.5 or float(means.std()) == 0:  # nearly symmetric: they say nothing
-        return
-    found = _correlation(means, zeros)
-    if found < LEAST_CORRELATION:
-        cause = f"{name}: codes and zero points of {zeros.numel()} groups do not belong together (correlation {found:.2f})"
-        raise InputError(cause, "its nibbles are in another order, or its tensors of two models: download the folder again")
-
-
-def _correlation(left: Tensor, right: Tensor) -> float:
-    return float(torch.corrcoef(torch.stack([left, right]))[0, 1])
 
 
 def _stacked(checkpoint: Checkpoint, *, verify: bool, progress: Progress) -> dict[str, Any]:

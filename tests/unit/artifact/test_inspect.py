@@ -154,3 +154,51 @@ def test_a_folder_that_is_none_of_these_is_refused(tmp_path):
         summarize(tmp_path)
     with pytest.raises(InputError, match="missing"):
         summarize(tmp_path / "missing")
+
+
+IR = """<?xml version="1.0"?>
+<net name="Model0" version="11">
+\t<layers>
+\t\t<layer id="0" name="input_ids" type="Parameter" version="opset1">
+\t\t\t<data shape="?,?" element_type="i64" />
+\t\t</layer>
+\t\t<layer id="1" name="self.model.a.weight" type="Const" version="opset1">
+\t\t\t<data element_type="i4" shape="2, 2, 8" offset="0" size="16" />
+\t\t</layer>
+\t\t<layer id="2" name="self.model.a.weight/scale" type="Const" version="opset1">
+\t\t\t<data element_type="f16" shape="2, 2, 1" offset="16" size="8" />
+\t\t</layer>
+\t</layers>
+\t<rt_info>
+\t\t<quantflow>
+\t\t\t<artifact value="ab12" />
+\t\t</quantflow>
+\t</rt_info>
+</net>
+"""
+
+
+def test_a_graph_of_openvino_is_told_by_its_constants_and_its_artifact(tmp_path):
+    (tmp_path / "openvino_model.xml").write_text(IR)
+    (tmp_path / "openvino_model.bin").write_bytes(bytes(24))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert summarize(tmp_path) == {
+        "kind": "openvino",
+        "model_type": "llama",
+        "artifact": "ab12",
+        "constants": {"f16": {"constants": 1, "bytes": 8}, "i4": {"constants": 1, "bytes": 16}},
+        "bytes": 24,
+        "files": ["config.json", "openvino_model.bin", "openvino_model.xml"],
+    }
+
+
+def test_a_truncated_or_broken_graph_of_openvino_is_refused(tmp_path):
+    (tmp_path / "openvino_model.xml").write_text(IR)
+    with pytest.raises(InputError, match="openvino_model.bin"):
+        summarize(tmp_path)
+    (tmp_path / "openvino_model.bin").write_bytes(bytes(23))
+    with pytest.raises(InputError, match=r"openvino_model.bin: 23 bytes, a constant ends at 24; the file is truncated"):
+        summarize(tmp_path)
+    (tmp_path / "openvino_model.xml").write_text(IR.replace('size="8"', 'size="x"'))
+    with pytest.raises(InputError, match="openvino_model.xml: a constant without element_type, offset and size"):
+        summarize(tmp_path)
