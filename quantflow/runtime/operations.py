@@ -142,7 +142,7 @@ class _Step(ctypes.Structure):
 
 
 _POINTER, _COUNT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-_ARGUMENTS = (  # of the functions of decode.c
+_ARGUMENTS: tuple[tuple[str, list[Any]], ...] = (  # of the functions of decode.c
     ("add_norm", [_POINTER] * 2 + [_Norm] * 2 + [_POINTER] + [_COUNT] * 2 + [_FLOAT, _COUNT, _FLOAT, _COUNT]),
     ("gate", [_POINTER] * 2 + [_COUNT] * 4),
     ("product", [_POINTER] * 4 + [_COUNT] * 4),
