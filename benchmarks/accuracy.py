@@ -21,7 +21,7 @@ from _accuracy.models import LENGTH, MODELS, RELEASED, SAMPLES, export_gguf, gro
 from _accuracy.plot import draw
 from _accuracy.results import Outcome
 from _accuracy.rows import Place, Row, all_rows, installed
-from _accuracy.score import Candidate, Judge, of_artifact, of_peer
+from _accuracy.score import Judge, of_artifact, of_peer
 from _alone import alone
 from _report import Bar, bars, gb, machine
 from _watch import Failed, need_tools, run
@@ -54,6 +54,7 @@ def _run(given: argparse.Namespace) -> int:
                 output=work / "row",
                 gguf=gguf,
                 names=names,
+                windows=text.windows_file,
                 peers=given.peers.resolve(),
                 narrow=not groups_of_128(model),
             )
@@ -120,20 +121,21 @@ def _outcome(name: str, row: Row, place: Place, judge: Judge, *, idle: bool) -> 
     told: dict[str, Any] = {"environment": dict(row.environment), "where": place.output}
     steps = [run(command, log=log, **told) for command in row.commands]
     report: dict[str, Any] = {}
-    candidate: Candidate
-    if row.after is None:
-        candidate = of_artifact(place.output / "artifact", judge.source)
-    else:
+    if row.after is not None:
         run(row.after, log=log, **told)
-        candidate = of_peer(place.output)
+    if (place.output / "report.json").exists():
         report = json.loads((place.output / "report.json").read_text())
-    metrics = judge.score(candidate)
+    if row.runs:
+        bits, metrics = judge.score_file(place.output)
+    else:
+        candidate = of_artifact(place.output / "artifact", judge.source) if row.after is None else of_peer(place.output)
+        bits, metrics = candidate.bits, judge.score(candidate)
     shutil.rmtree(place.output)
     return Outcome(
         model=name,
         program=row.program,
         scheme=row.scheme,
-        bits=candidate.bits,
+        bits=bits,
         **metrics,
         seconds=sum(step.seconds for step in steps),
         cpu=sum(step.cpu for step in steps),

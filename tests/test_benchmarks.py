@@ -208,9 +208,26 @@ def test_a_linear_that_was_left_out_is_refused(part, llama, smoothed):
         judge.score(module.Candidate(weights={**rest, name: torch.zeros(2, 2)}, stored=1))
 
 
+def test_logits_of_a_file_are_scored_window_by_window_against_the_original(part, llama, tmp_path):
+    """The file holds the original's own logits, the second window's halved."""
+    module, windows = part("_accuracy.score"), [torch.arange(5, 25), torch.arange(40, 52)]
+    judge = module.Judge(llama, windows)
+    logits = logits_of(load_model(open_source(llama), dtype=torch.float32))
+    found = [logits(windows[0]), logits(windows[1]) / 2]
+    expected = score(logits(windows[1]), found[1], windows[1]).kld.sum() / (19 + 11)
+    report = {"vocabulary": found[0].shape[1], "bytes": 45, "elements": 80}
+    (tmp_path / "file.json").write_text(json.dumps(report))
+    (tmp_path / "logits.f32").write_bytes(torch.cat(found).numpy().tobytes())
+    bits, metrics = judge.score_file(tmp_path)
+    assert bits == 4.5 and metrics["mean_kld"] == pytest.approx(float(expected), rel=1e-9)
+    (tmp_path / "logits.f32").write_bytes(found[0].numpy().tobytes())
+    with pytest.raises(part("_watch").Failed, match="32 tokens"):
+        judge.score_file(tmp_path)
+
+
 def test_every_row_is_there_once_and_quantflow_measures_where_it_must(part, tmp_path):
     rows = part("_accuracy.rows")
-    paths = {key: tmp_path / key for key in ("model", "calibration", "output", "gguf", "names", "peers")}
+    paths = {key: tmp_path / key for key in ("model", "calibration", "output", "gguf", "names", "windows", "peers")}
     found = rows.all_rows(rows.Place(**paths))
     assert len({(row.program, row.scheme) for row in found}) == len(found)
     table = {(row.program, row.scheme): row for row in found}
@@ -237,13 +254,20 @@ def test_every_row_is_there_once_and_quantflow_measures_where_it_must(part, tmp_
     peer = table["GPTQModel", "W2A16 g64"]
     assert json.loads(peer.commands[0][-1]) == {"bits": 2, "group_size": 64, "symmetric": True}
     assert rows.installed(table["quantflow rtn", W4]) and not rows.installed(peer)
-    scripts = {row.commands[0][1] for row in found if row.after is not None}
+    file = table["quantflow best", "Q4_K_M.gguf"]
+    assert file.runs and not rows.installed(file), "llama.cpp, which runs the file, is not there"
+    quantize, write = file.commands
+    assert quantize[quantize.index("--scheme") + 1] == "Q4_K_M" and write[3] == "export" and write[-1] == "gguf"
+    assert file.after[2:4] == ("run", tmp_path / "output" / "gguf" / "model-q4_k_m.gguf")
+    weighed, plain = (table[program, "Q4_0.gguf"].commands[0] for program in ("llama.cpp imatrix", "llama.cpp"))
+    assert [json.loads(words[-1])["importance"] for words in (weighed, plain)] == [True, False]
+    scripts = {row.commands[0][1] for row in found if row.after is not None and not row.program.startswith("quantflow")}
     assert len(scripts) == 6 and all(script.is_file() for script in scripts)
 
 
 def test_a_model_that_128_does_not_divide_has_its_four_bits_in_groups_of_64(part, tmp_path):
     rows = part("_accuracy.rows")
-    paths = {key: tmp_path / key for key in ("model", "calibration", "output", "gguf", "names", "peers")}
+    paths = {key: tmp_path / key for key in ("model", "calibration", "output", "gguf", "names", "windows", "peers")}
     wide, narrow = (
         {(row.program, row.scheme) for row in rows.all_rows(rows.Place(**paths, narrow=it))} for it in (False, True)
     )
@@ -301,6 +325,31 @@ def test_quantized_inputs_are_judged_by_the_best_of_both_sides(results):
     assert (bar.what, bar.found, bar.met) == ("tiny-llama, FP8, quantflow other: KLD", "0.95x, 0.00190 of 0.00200", True)
     (bar,) = results.judge([*rows, outcome(results, "quantflow best", "FP8", mean_kld=0.0022)])
     assert (bar.found, bar.met) == ("1.10x, 0.00220 of 0.00200", False)
+
+
+def test_floats_of_four_bits_are_judged_at_a_share_of_the_best_peers_divergence(results):
+    rows = [
+        outcome(results, "quantflow gptq", "NVFP4", mean_kld=0.02),
+        outcome(results, "quantflow best", "NVFP4", mean_kld=0.026),
+        outcome(results, "llm-compressor GPTQ", "NVFP4", mean_kld=0.03),
+        outcome(results, "AutoRound", "NVFP4", mean_kld=0.031),
+    ]
+    (bar,) = results.judge(rows)
+    assert (bar.promised, bar.found, bar.met) == ("<= 0.85x llm-compressor GPTQ", "0.87x, 0.02600 of 0.03000", False)
+
+
+def test_a_file_that_llama_cpp_ran_is_judged_against_its_quantizer_with_an_importance_matrix_alone(results):
+    name = "Q4_K_M.gguf"
+    rows = [
+        outcome(results, "quantflow best", name, mean_kld=0.006),
+        outcome(results, "llama.cpp", name, mean_kld=0.0061),
+        outcome(results, "llama.cpp imatrix", name, mean_kld=0.009),
+    ]
+    (bar,) = results.judge(rows)
+    assert (bar.promised, bar.found, bar.met) == ("<= 0.7x llama.cpp imatrix", "0.67x, 0.00600 of 0.00900", True)
+    layers = [outcome(results, "quantflow best", mean_kld=0.01), outcome(results, "AutoRound", mean_kld=0.02)]
+    best, *_ = results.judge([*layers, *rows])
+    assert best.promised == "<= 0.85x AutoRound", "whole files are no peers of layers"
 
 
 def test_a_mixture_is_judged_against_the_line_between_its_own_algorithms_uniform_schemes(results):
@@ -393,7 +442,7 @@ def test_rows_run_in_turn_and_the_middle_run_by_seconds_stands_for_all(part, res
         return outcome(results, row.program, seconds=(taken := next(seconds)), rss=int(taken), idle=idle)
 
     monkeypatch.setattr(program, "_outcome", run)
-    place = rows.Place(**dict.fromkeys(("model", "calibration", "output", "gguf", "names", "peers"), tmp_path))
+    place = rows.Place(**dict.fromkeys(("model", "calibration", "output", "gguf", "names", "windows", "peers"), tmp_path))
     told = {"idle": True, "rounds": 3}
     program._model_rows("tiny-llama", [ours, missing, theirs], place, None, found, tmp_path / "r.json", {"tokens": 9}, **told)
     assert asked == ["quantflow gptq", "GPTQModel"] * 3

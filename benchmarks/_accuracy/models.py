@@ -36,10 +36,12 @@ class Text:
     Attributes:
         calibration: .jsonl, a line with `input_ids` for each of SAMPLES sequences of LENGTH tokens.
         windows: held-out token ids, int64 [S] each.
+        windows_file: the same as .jsonl, likewise.
     """
 
     calibration: Path
     windows: list[Tensor]
+    windows_file: Path
 
 
 def make_model(name: str, work: Path, *, minutes: float) -> Path:
@@ -115,13 +117,14 @@ def _text(documents: list[list[int]], heldout: list[list[int]], work: Path, *, t
     sequences = select(documents, SAMPLES, sequence_length=LENGTH, seed=0, pack=pack)
     if len(sequences) < SAMPLES:
         raise Failed(f"{work}: {len(sequences)} excerpts of {LENGTH} tokens, {SAMPLES} are needed")
-    calibration = work / "calibration-ids.jsonl"
-    calibration.write_text("".join(json.dumps({"input_ids": ids.tolist()}) + "\n" for ids in sequences))
     windows = evaluation_sequences(heldout, tokens=tokens, sequence_length=LENGTH)
+    calibration, windows_file = work / "calibration-ids.jsonl", work / "windows-ids.jsonl"
+    for path, rows in ((calibration, sequences), (windows_file, windows)):
+        path.write_text("".join(json.dumps({"input_ids": ids.tolist()}) + "\n" for ids in rows))
     known = {hash_sequences([sequence]) for sequence in sequences}
     if shared := [number for number, window in enumerate(windows) if hash_sequences([window]) in known]:
         raise Failed(f"{work}: window {shared[0]} is a calibration sequence")
-    return Text(calibration=calibration, windows=windows)
+    return Text(calibration=calibration, windows=windows, windows_file=windows_file)
 
 
 def export_gguf(model: Path, folder: Path) -> tuple[Path, Path]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import matplotlib
 
 from _accuracy.results import Outcome
-from _accuracy.rows import INPUTS, OURS
+from _accuracy.rows import FILES, FLOAT4, INPUTS, OURS
 
 matplotlib.use("Agg")
 matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "accuracy"})  # text stays text, the same bytes each time
@@ -25,8 +25,9 @@ SIDES = {True: ("-", "0.2", f"{OURS}, the least"), False: ("--", "0.5", "peers, 
 
 
 def draw(outcomes: Sequence[Outcome], path: Path) -> None:
-    """Write an SVG, or what else the suffix says. Rows with quantized inputs are left out."""
-    rows = [row for row in outcomes if row.scheme not in INPUTS]
+    """Write an SVG, or what else the suffix says. Rows with quantized inputs, and of whole files, are left out."""
+    inputs = [name for name in FLOAT4 if not name.endswith("A16")]
+    rows = [row for row in outcomes if row.scheme not in (*INPUTS, *inputs, *FILES)]
     models, programs = (list(dict.fromkeys(getattr(row, key) for row in rows)) for key in ("model", "program"))
     sides = [[name for name in programs if name.startswith(OURS) == ours] for ours in (True, False)]
     figure, panels = pyplot.subplots(

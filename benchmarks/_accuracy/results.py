@@ -8,12 +8,13 @@ from typing import Any
 
 from _report import Bar, gb, table, write_results
 
-from _accuracy.rows import EIGHT, INPUTS, ITERATIONS, LOWER, MIXED, NARROWER, OURS, UPPER, WEIGHTS
+from _accuracy.rows import EIGHT, FILES, FLOAT4, INPUTS, ITERATIONS, LOWER, MIXED, NARROWER, OURS, UPPER, WEIGHTS
 
 PART = "accuracy"
 COLUMNS = ("model", "program", "scheme", "bits per weight", "KLD mean", "KLD 99.9 %", "perplexity", "top-1", "seconds", "RSS")
 GPTQ_PEERS = ("GPTQModel", "llm-compressor GPTQ")
-GPTQ_KLD, GPTQ_COST, BEST_KLD, INPUTS_KLD = 1.02, 0.6, 0.85, 1.0
+GPTQ_KLD, GPTQ_COST, BEST_KLD, INPUTS_KLD, FLOAT4_KLD = 1.02, 0.6, 0.85, 1.0, 0.85
+IMPORTANCE, FILE_KLD, JUDGED_FILES = "llama.cpp imatrix", 0.7, ("Q4_K_M.gguf", "Q4_0.gguf", "Q3_K_M.gguf")
 EIGHT_KLD = MIXED_KLD = 1.0  # below, by however much
 Q8_0, Q4_K_M = ("llama.cpp", "Q8_0"), ("llama.cpp", "Q4_K_M")
 SAME_BITS = 1e-6
@@ -81,7 +82,7 @@ def middle(runs: Sequence[Outcome]) -> Outcome:
 
 def ordered(outcomes: Iterable[Outcome], models: Sequence[str]) -> list[Outcome]:
     """Return rows by model, then scheme as rows.py has them (others by their bits), then divergence."""
-    schemes = [*(scheme.name for scheme in (*WEIGHTS, *NARROWER)), *INPUTS]
+    schemes = [*(scheme.name for scheme in (*WEIGHTS, *NARROWER)), *INPUTS, *FLOAT4, *FILES]
 
     def place(row: Outcome) -> tuple[int, int, float, float]:
         shared = (schemes.index(row.scheme), 0.0) if row.scheme in schemes else (len(schemes), row.bits)
@@ -122,8 +123,10 @@ def judge(outcomes: Iterable[Outcome]) -> list[Bar]:
             judged += [*_gptq(rows, scheme.name), *_best(rows, scheme.name, limit=limit)]
         judged += [*_eight(rows), *_mixed(rows)]
         for name in ("W8A8", "FP8"):
-            judged += _inputs(rows, name)
-        judged += _no_slower(rows)
+            judged += _inputs(rows, name, limit=INPUTS_KLD)
+        for name in FLOAT4:
+            judged += _inputs(rows, name, limit=FLOAT4_KLD)
+        judged += [*_files(rows), *_no_slower(rows)]
     return judged
 
 
@@ -153,7 +156,7 @@ def _best(rows: Rows, scheme: str, *, limit: float) -> list[Bar]:
         row
         for row in rows.values()
         if not row.program.startswith(OURS)
-        and row.scheme not in INPUTS
+        and row.scheme not in (*INPUTS, *FILES)
         and (row.scheme == scheme or row.bits <= ours.bits + SAME_BITS)
     ]
     return [_kld_bar(ours, min(peers, key=lambda row: row.mean_kld), limit=limit)] if peers else []
@@ -189,15 +192,28 @@ def _mixed(rows: Rows) -> list[Bar]:
     return judged
 
 
-def _inputs(rows: Rows, scheme: str) -> list[Bar]:
+def _inputs(rows: Rows, scheme: str, *, limit: float) -> list[Bar]:
     """`best` where there is one, else the best of quantflow's, next to the best peer."""
-    found = [row for row in rows.values() if row.scheme == scheme]
-    peers = [row for row in found if not row.program.startswith(OURS)]
-    ours = [row for row in found if row.program == f"{OURS} best"] or [row for row in found if row.program.startswith(OURS)]
-    if not ours or not peers:
-        return []
-    nearest, other = (min(side, key=lambda row: row.mean_kld) for side in (ours, peers))
-    return [_kld_bar(nearest, other, limit=INPUTS_KLD)]
+    peers = [row for row in rows.values() if row.scheme == scheme and not row.program.startswith(OURS)]
+    ours = _nearest_of_ours(rows, scheme)
+    return [_kld_bar(ours, min(peers, key=lambda row: row.mean_kld), limit=limit)] if ours is not None and peers else []
+
+
+def _nearest_of_ours(rows: Rows, scheme: str) -> Outcome | None:
+    """Return the row of `best` where there is one, else the best of quantflow's, else None."""
+    ours = [row for row in rows.values() if row.scheme == scheme and row.program.startswith(OURS)]
+    best = rows.get((f"{OURS} best", scheme))
+    return best if best is not None or not ours else min(ours, key=lambda row: row.mean_kld)
+
+
+def _files(rows: Rows) -> list[Bar]:
+    """Files of llama.cpp's types, next to its own quantizer's with an importance matrix; llama.cpp runs both."""
+    judged = []
+    for name in JUDGED_FILES:
+        ours, theirs = _nearest_of_ours(rows, name), rows.get((IMPORTANCE, name))
+        if ours is not None and theirs is not None:
+            judged.append(_kld_bar(ours, theirs, limit=FILE_KLD))
+    return judged
 
 
 def _no_slower(rows: Rows) -> list[Bar]:

@@ -6,10 +6,10 @@ a scale per output at 8. Everything else is the program's default, or what its o
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from _quantflow import Commands
+from _quantflow import QUANTFLOW, Commands
 
 from quantflow.algorithms import ALGORITHMS, BLOCK_ALGORITHMS, COMBINATIONS
 from quantflow.core.scheme import preset
@@ -70,6 +70,8 @@ INPUTS = {
 FLOAT4 = {name: ("rtn", "gptq", "best") for name in ("NVFP4A16", "MXFP4A16", "NVFP4", "MXFP4")}
 LLAMA_CPP = ("Q8_0", "Q6_K", "Q5_K_M", "Q5_K_S", "Q4_K_M", "Q4_K_S", "Q4_1", "Q4_0", "IQ4_NL", "IQ4_XS")
 LLAMA_CPP += ("Q3_K_L", "Q3_K_M", "Q3_K_S", "IQ3_M", "IQ3_S", "Q2_K")  # smaller ones want an importance matrix
+# llama.cpp's types that quantflow rounds onto -> its algorithms. Rows of whole files, which llama.cpp runs: `Q4_0.gguf`.
+FILES = {f"{name}.gguf": ("gptq", "yaqa", "good", "best") for name in ("Q4_K_M", "Q4_0", "Q3_K_M", "Q2_K", "IQ4_NL", "Q8_0")}
 ITERATIONS = {"AutoRound": 200, "AutoRound 50 iterations": 50}  # the first is its default
 
 
@@ -79,8 +81,9 @@ class Row:
 
     Attributes:
         commands: timed, from import to the saved files.
-        after: reads the files back; not timed. None for quantflow, whose files the benchmark reads itself.
+        after: reads the files back, or runs the file; not timed. None for quantflow, whose files the benchmark reads itself.
         environment: variables beside this process's own.
+        runs: llama.cpp runs the file that is left, embedding and head included, and `after` writes its logits.
     """
 
     program: str
@@ -88,6 +91,7 @@ class Row:
     commands: tuple[Command, ...]
     after: Command | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
+    runs: bool = False
 
     @property
     def text(self) -> str:
@@ -102,6 +106,7 @@ class Place:
     Attributes:
         output: a folder that each row has for itself; the last command leaves `artifact` (quantflow) or `report.json` in it.
         gguf, names: as `export_gguf` returns them.
+        windows: as `Text` has them.
         peers: an environment per peer.
         narrow: 128 does not divide the inputs of a linear; groups of 64 stand for it.
     """
@@ -111,6 +116,7 @@ class Place:
     output: Path
     gguf: Path
     names: Path
+    windows: Path
     peers: Path
     narrow: bool = False
 
@@ -132,7 +138,7 @@ class Place:
 
 def all_rows(place: Place) -> list[Row]:
     """Return every row of one model."""
-    return [*_ours(place), *_llm_compressor(place), *_gptqmodel(place), *_autoround(place), *_others(place)]
+    return [*_ours(place), *_llm_compressor(place), *_gptqmodel(place), *_autoround(place), *_others(place), *_files(place)]
 
 
 def _ours(place: Place) -> Iterator[Row]:
@@ -214,8 +220,7 @@ def _autoround(place: Place) -> Iterator[Row]:
 
 def _others(place: Place) -> Iterator[Row]:
     for kind in LLAMA_CPP:
-        settings = {"type": kind, "gguf": str(place.gguf), "names": str(place.names)}
-        yield _peer(place, "llamacpp", "llama.cpp", kind, settings)
+        yield _llama_cpp(place, kind, kind, importance=False)
     for scheme in place.weights:
         yield _peer(place, "inc", "neural-compressor RTN", scheme.name, scheme.settings)
     for bits, group in ((8, 64), *(() if place.narrow else ((4, 128),)), (4, 64), (3, 64), (2, 64)):
@@ -223,6 +228,33 @@ def _others(place: Place) -> Iterator[Row]:
         yield _peer(place, "hqq", "HQQ", f"{bits} bits g{group}", {"bits": bits, "group_size": group})
 
 
+def _llama_cpp(place: Place, scheme: str, kind: str, *, importance: bool) -> Row:
+    settings = {"type": kind, "importance": importance, "gguf": str(place.gguf), "names": str(place.names)}
+    return _peer(place, "llamacpp", "llama.cpp imatrix" if importance else "llama.cpp", scheme, settings)
+
+
+def _files(place: Place) -> Iterator[Row]:
+    """Yield the rows of whole files, quantflow's and those of llama.cpp's quantizer with and without an importance matrix."""
+    python = place.peers / "llamacpp" / "bin" / "python"
+
+    def run_by_llama_cpp(row: Row, file: Path) -> Row:
+        after = (python, SCRIPTS / "accuracy_llamacpp.py", "run", file, place.windows, place.output)
+        return replace(row, after=after, runs=True)
+
+    for scheme, algorithms in FILES.items():
+        kind = scheme.removesuffix(".gguf")
+        folder = place.output / "gguf"
+        write = (*QUANTFLOW, "export", place.output / "artifact", "-o", folder, "--format", "gguf")
+        for algorithm in algorithms:
+            row = _our_row(place, algorithm, name=scheme, scheme=kind)
+            row = replace(row, commands=(*row.commands, write))
+            yield run_by_llama_cpp(row, folder / f"model-{kind.lower()}.gguf")
+        for importance in (False, True):
+            row = _llama_cpp(place, scheme, kind, importance=importance)
+            yield run_by_llama_cpp(row, place.output / "model" / "model.gguf")
+
+
 def installed(row: Row) -> bool:
-    """Return whether the program is there."""
-    return row.program.startswith(OURS) or Path(row.commands[0][0]).exists()
+    """Return whether the programs that quantize, and read or run what they leave, are there."""
+    commands = row.commands if row.after is None else (*row.commands, row.after)
+    return all(Path(command[0]).exists() for command in commands)

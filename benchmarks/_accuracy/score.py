@@ -2,15 +2,17 @@
 
     bits per weight = 8 * bytes of packed weights, scales and zero points / weights of the quantized linears
 
-The metrics are those of quantflow.evaluation, of held-out windows, against the original model in float32.
+The metrics are those of quantflow.evaluation, of held-out windows, against the original model in float32. Of a GGUF file that
+llama.cpp ran the logits are llama.cpp's, with its rounding of inputs, and the bits are those of the whole file.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from _watch import Failed
 from safetensors.torch import load_file
@@ -117,9 +119,36 @@ class Judge:
             raise Failed(f"{missing[0]}: not quantized, so bits would not be comparable ({len(missing)} such linears)")
         model = load_model(self.source, dtype=torch.float32)
         put_(model, candidate)
-        logits = logits_of(model)
-        pairs = zip(self._baseline, self._windows, strict=True)
-        comparison = join(score(known, logits(window), window) for known, window in pairs)
+        return self.score_logits(map(logits_of(model), self._windows))
+
+    def score_file(self, folder: Path) -> tuple[float, dict[str, float]]:
+        """Return the bits per element of a file that llama.cpp ran, and the metrics of the logits that it left.
+
+        Args:
+            folder: logits.f32, float32 [V] for each token of each window, and file.json: `vocabulary`, `bytes`, `elements`.
+
+        Raises:
+            Failed: logits of another number of tokens, or of another vocabulary.
+        """
+        report, path = json.loads((folder / "file.json").read_text()), folder / "logits.f32"
+        size, tokens = report["vocabulary"], sum(map(len, self._windows))
+        if path.stat().st_size != 4 * size * tokens or size != self._baseline[0].shape[1]:
+            told = f"{path.stat().st_size} bytes, {tokens} tokens of {self._baseline[0].shape[1]} logits were wanted"
+            raise Failed(f"{path}: {told} (llama.cpp has {size} in its vocabulary)")
+        logits = np.memmap(path, dtype="<f4", mode="r", shape=(tokens, size))
+
+        def windows() -> Iterator[Tensor]:
+            start = 0
+            for window in self._windows:
+                yield torch.from_numpy(np.array(logits[start : start + len(window)]))
+                start += len(window)
+
+        return bits_per_weight(report["bytes"], [report["elements"]]), self.score_logits(windows())
+
+    def score_logits(self, logits: Iterable[Tensor]) -> dict[str, float]:
+        """Return the metrics of logits, float32 [S, V] for every window."""
+        windows = zip(self._baseline, logits, self._windows, strict=True)
+        comparison = join(score(known, found, window) for known, found, window in windows)
         found = bootstrap(comparison, generator=torch.Generator().manual_seed(0), resamples=1)
         return {name: bounds.value for name, bounds in found.items()}
 

@@ -341,3 +341,47 @@ def test_llama_cpp_runs_our_rounding_in_its_types(call, read, tmp_path, ids, sch
     apart = divergence(expected, run(call, blocks, ids)[0])
     print(f"{scheme}: float32 {error:.2e}; blocks {apart:.2e} nats of it, {ours:.2e} of the model, its own {of_llama_cpp:.2e}")
     assert error < 2e-4 and apart < ours / 2 and ours < 1.2 * of_llama_cpp
+
+
+IMPORTANCE = """
+import json, sys
+from pathlib import Path
+
+sys.path.insert(0, sys.argv[1])
+import numpy as np
+from accuracy_llamacpp import importance
+
+np.savez(sys.argv[4], **importance(Path(sys.argv[2]), json.loads(sys.argv[3])))
+"""
+
+
+def test_the_importance_matrix_of_the_benchmark_is_the_mean_square_of_what_each_linear_reads(call, tmp_path, ids):
+    """Of two sequences, which begin anew; llama.cpp rounds what enters a product to bfloat16, and the model's inputs follow."""
+    rows, squares, counts = [ids[:100], ids[100:180]], {}, {}
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+
+    def remember(name):
+        def hook(_module, arguments):
+            x = arguments[0].double().flatten(0, -2)
+            squares[name] = squares.get(name, 0) + x.square().sum(0)
+            counts[name] = counts.get(name, 0) + len(x)
+
+        return hook
+
+    parts = {"attn_q": "self_attn.q_proj", "attn_output": "self_attn.o_proj", "ffn_down": "mlp.down_proj"}
+    for layer in range(4):
+        for there, here in parts.items():
+            model.get_submodule(f"model.layers.{layer}.{here}").register_forward_pre_hook(
+                remember(f"blk.{layer}.{there}.weight")
+            )
+    with torch.no_grad():
+        for row in rows:
+            model(torch.tensor([row]))
+    scripts = Path(__file__).parents[2] / "benchmarks" / "peers"
+    call(IMPORTANCE, scripts, export(MODEL, tmp_path / "o", "bf16"), json.dumps(rows), tmp_path / "i.npz")
+    found = np.load(tmp_path / "i.npz")
+    assert len(found.files) == 4 * 7, "every linear of four layers"
+    for name, total in squares.items():
+        expected = (total / counts[name]).numpy()
+        error = np.abs(found[name] - expected).sum() / expected.sum()
+        assert counts[name] == 180 and found[name].shape == expected.shape and error < 0.01
