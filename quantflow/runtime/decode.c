@@ -1,4 +1,4 @@
-/* What lies between the linears of a decoder layer, for quantflow/runtime/operations.py; all arithmetic is float32.
+/* What lies between the linears of a decoder layer, for quantflow/runtime/operations.py; all sums are float32.
  *
  * How families differ is data: norms that are there or not, what they subtract, which activation, how much of a head is rotated,
  * where the branches read and are added. No function knows a family.
@@ -103,6 +103,7 @@ static inline int64_t place(const Step *s, int64_t row, int64_t head, int64_t co
 
 #define VECTOR(bytes) __attribute__((vector_size(bytes), aligned(1), may_alias))
 typedef float v16 VECTOR(64); typedef uint32_t u16 VECTOR(64); typedef int32_t i16 VECTOR(64);
+typedef float v8 VECTOR(32); typedef float v4 VECTOR(16);
 typedef uint16_t w16 VECTOR(32); typedef uint8_t b16 VECTOR(16); typedef int8_t c16 VECTOR(16);
 
 static inline float bits_float(uint32_t bits) { float x; memcpy(&x, &bits, 4); return x; }
@@ -207,10 +208,23 @@ void gate(const float *in, float *out, int64_t rows, int64_t width, int64_t acti
 
 /* The sum of 16 lanes, always in the same order. */
 static inline float lanes_sum(v16 x) {
-    typedef float v8 VECTOR(32); typedef float v4 VECTOR(16);
     v8 eight = *(const v8 *)&x + *((const v8 *)&x + 1);
     v4 four = *(const v4 *)&eight + *((const v4 *)&eight + 1);
     return (four[0] + four[2]) + (four[1] + four[3]);
+}
+
+/* lanes_sum of four, side by side: the same sums in the same order. */
+static inline v4 lanes_sums(v16 a, v16 b, v16 c, v16 d) {
+    const i16 low = {0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23};
+    const i16 even = {0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27};
+    const i16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}, firsts = {0, 4, 8, 12};
+    v16 ab = __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, low + 8);
+    v16 cd = __builtin_shuffle(c, d, low) + __builtin_shuffle(c, d, low + 8);
+    v16 all = __builtin_shuffle(ab, cd, even) + __builtin_shuffle(ab, cd, even + 4); /* four lanes each */
+    all += __builtin_shuffle(all, lanes ^ 2);
+    all += __builtin_shuffle(all, lanes ^ 1);
+    all = __builtin_shuffle(all, firsts);
+    return *(const v4 *)&all;
 }
 
 /* The largest of 16 lanes, none of them NaN. */
@@ -235,39 +249,68 @@ static inline __attribute__((always_inline)) v16 weights(const void *weight, int
     return (v16)(widen(narrow) << 16);
 }
 
-/* R rows of x by O outputs from `o` on, to out [R, 16]; each is summed in 16 lanes, in an order that no other row or output
- * changes. */
-static inline __attribute__((always_inline)) void product_tile(const float *x, const void *weight, float *out, int64_t in,
-                                                               int64_t o, const int kind, const int R, const int O) {
-    v16 sum[6][4];
-    for (int r = 0; r < R; r++) for (int j = 0; j < O; j++) sum[r][j] = (v16){0};
-    for (int64_t i = 0; i + LANES <= in; i += LANES) {
-        v16 w[4];
-#pragma GCC unroll 4
-        for (int j = 0; j < O; j++) w[j] = weights(weight, (o + j) * in + i, LANES, kind);
-#pragma GCC unroll 6
-        for (int r = 0; r < R; r++) {
-            v16 value = *(const v16 *)(x + r * in + i);
-#pragma GCC unroll 4
-            for (int j = 0; j < O; j++) sum[r][j] += value * w[j];
-        }
-    }
-    int64_t rest = in % LANES, from = in - rest;
-    for (int r = 0; r < R && rest; r++)
-        for (int j = 0; j < O; j++)
-            sum[r][j] += weights(x, r * in + from, rest, FLOAT32) * weights(weight, (o + j) * in + from, rest, kind);
-    for (int r = 0; r < R; r++) for (int j = 0; j < O; j++) out[r * LANES + j] = lanes_sum(sum[r][j]);
+/* Return what a step of a product multiplies, from element `at` on, or `left` of it and zeros: 16 numbers, or the bits of 32 in
+ * bfloat16, two to a lane. */
+static inline __attribute__((always_inline)) v16 operand(const void *from, int64_t at, int64_t left, const int kind, const int paired) {
+    u16 bits = {0};
+    if (!paired) return weights(from, at, left, kind);
+    if (left >= 2 * LANES) return *(const v16 *)((const uint16_t *)from + at);
+    memcpy(&bits, (const uint16_t *)from + at, 2 * (size_t)left);
+    return (v16)bits;
 }
 
-/* out = x @ weight.T + bias, the weight in float32 or bfloat16 (`kind`).  x: [rows, in]; weight: [outs, in]; out: [rows, outs]
- * PANEL rows at a time stay in the second cache while all weights pass by; 16 outputs of theirs are written at once. */
-void product(const float *x, const void *weight, const float *bias, float *out, int64_t rows, int64_t in, int64_t outs,
-             int64_t kind) {
+/* Return sum + x * w in each lane; where a lane has two numbers, of both of them. */
+static inline __attribute__((always_inline)) v16 add_product(v16 sum, v16 x, v16 w, const int paired) {
+    if (!paired) return sum + x * w;
+#ifdef __AVX512BF16__
+    return (v16)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)w);
+#else
+    sum += (v16)((u16)x << 16) * (v16)((u16)w << 16);
+    return sum + (v16)((u16)x & 0xFFFF0000) * (v16)((u16)w & 0xFFFF0000);
+#endif
+}
+
+/* R rows of x by O outputs from `o` on, to out [R, 16]; each is summed in 16 lanes, in an order that no other row or output
+ * changes. Where x is in bfloat16 as well, a lane takes two numbers a step. */
+static inline __attribute__((always_inline)) void product_tile(const void *x, const void *weight, float *out, int64_t in, int64_t o,
+                                                               const int x_kind, const int kind, const int R, const int O) {
+    const int paired = x_kind == BFLOAT16, STEP = paired ? 2 * LANES : LANES;
+    v16 sum[6][4];
+    for (int r = 0; r < R; r++) for (int j = 0; j < O; j++) sum[r][j] = (v16){0};
+    for (int64_t i = 0; i + STEP <= in; i += STEP) {
+        v16 w[4];
+#pragma GCC unroll 4
+        for (int j = 0; j < O; j++) w[j] = operand(weight, (o + j) * in + i, STEP, kind, paired);
+#pragma GCC unroll 6
+        for (int r = 0; r < R; r++) {
+            v16 value = operand(x, r * in + i, STEP, x_kind, paired);
+#pragma GCC unroll 4
+            for (int j = 0; j < O; j++) sum[r][j] = add_product(sum[r][j], value, w[j], paired);
+        }
+    }
+    int64_t rest = in % STEP, from = in - rest;
+    for (int r = 0; r < R && rest; r++)
+        for (int j = 0; j < O; j++) {
+            v16 value = operand(x, r * in + from, rest, x_kind, paired), w = operand(weight, (o + j) * in + from, rest, kind, paired);
+            sum[r][j] = add_product(sum[r][j], value, w, paired);
+        }
+    for (int r = 0; r < R; r++)
+        if (O == 4) *(v4 *)(out + r * LANES) = lanes_sums(sum[r][0], sum[r][1], sum[r][2], sum[r][3]);
+        else out[r * LANES] = lanes_sum(sum[r][0]);
+}
+
+/* out = x @ weight.T + bias, the weight in float32 or bfloat16 (`kind`), x in float32 or, as such a weight, in bfloat16 (`x_kind`).
+ * x: [rows, in]; weight: [outs, in]; out: [rows, outs]
+ * A panel of rows stays in the second cache while all weights pass by; 16 outputs of theirs are written at once. */
+void product(const void *x, const void *weight, const float *bias, float *out, int64_t rows, int64_t in, int64_t outs,
+             int64_t x_kind, int64_t kind) {
     CHECK(x && weight && out && rows > 0 && in > 0 && outs > 0 && (kind == FLOAT32 || kind == BFLOAT16));
-    enum { PANEL = 48 };
+    CHECK(x_kind == FLOAT32 || (x_kind == BFLOAT16 && kind == BFLOAT16));
+    enum { PANEL = 96 }; /* rows, in bfloat16 */
+    const int64_t most = x_kind == BFLOAT16 ? PANEL : PANEL / 2, bytes = x_kind == BFLOAT16 ? 2 : 4;
 #pragma omp parallel if (rows * outs * in > WORTH_A_THREAD)
-    for (int64_t panel = 0; panel < rows; panel += PANEL) {
-        int64_t many = rows - panel < PANEL ? rows - panel : PANEL;
+    for (int64_t panel = 0; panel < rows; panel += most) {
+        int64_t many = rows - panel < most ? rows - panel : most;
 #pragma omp for schedule(static) nowait
         for (int64_t line = 0; line < (outs + LANES - 1) / LANES; line++) {
             float sums[PANEL][LANES];
@@ -275,13 +318,13 @@ void product(const float *x, const void *weight, const float *bias, float *out, 
             for (int64_t at = 0, four; at < width; at += four) {
                 four = width - at < 4 ? 1 : 4;
                 for (int64_t row = 0, size; row < many; row += size) {
-                    const float *from = x + (panel + row) * in;
+                    const char *from = (const char *)x + (panel + row) * in * bytes;
                     size = many - row >= 6 ? 6 : many - row >= 4 ? 4 : many - row >= 2 ? 2 : 1;
-#define TILE_OF(KIND, R, O) \
-    if (kind == KIND && size == R && four == O) product_tile(from, weight, &sums[row][at], in, begin + at, KIND, R, O);
-#define TILES_OF(KIND) TILE_OF(KIND, 6, 4) TILE_OF(KIND, 4, 4) TILE_OF(KIND, 2, 4) TILE_OF(KIND, 1, 4) \
-    TILE_OF(KIND, 6, 1) TILE_OF(KIND, 4, 1) TILE_OF(KIND, 2, 1) TILE_OF(KIND, 1, 1)
-                    TILES_OF(FLOAT32) TILES_OF(BFLOAT16)
+#define TILE_OF(X, KIND, R, O) \
+    if (x_kind == X && kind == KIND && size == R && four == O) product_tile(from, weight, &sums[row][at], in, begin + at, X, KIND, R, O);
+#define TILES_OF(X, KIND) TILE_OF(X, KIND, 6, 4) TILE_OF(X, KIND, 4, 4) TILE_OF(X, KIND, 2, 4) TILE_OF(X, KIND, 1, 4) \
+    TILE_OF(X, KIND, 6, 1) TILE_OF(X, KIND, 4, 1) TILE_OF(X, KIND, 2, 1) TILE_OF(X, KIND, 1, 1)
+                    TILES_OF(FLOAT32, FLOAT32) TILES_OF(FLOAT32, BFLOAT16) TILES_OF(BFLOAT16, BFLOAT16)
                 }
             }
             for (int64_t row = 0; row < many; row++)

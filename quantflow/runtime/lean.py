@@ -329,7 +329,7 @@ def _put_together(block: DecoderBlock, made: Blueprint, index: int, ranks: Ranks
 def ends(artifact: Artifact, made: Blueprint, pack: Pack | None) -> tuple[Tensor, Norm, Projection]:
     """Return the embedding [V, H], the last norm, and the head, which may be the embedding again."""
     embedding, source = plain_weight(artifact, f"{made.names.embedding}.weight", pack), artifact.head
-    tied_head = partial(product, weight=embedding, bias=None)
+    tied_head = partial(product, weight=embedding, bias=None, dtype=artifact.dtype)
     head = tied_head if source == made.names.embedding else projection(artifact, [source], pack)
     return embedding, _norm(artifact, made, made.names.norm), head
 

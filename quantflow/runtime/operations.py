@@ -145,7 +145,7 @@ _POINTER, _COUNT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _ARGUMENTS: tuple[tuple[str, list[Any]], ...] = (  # of the functions of decode.c
     ("add_norm", [_POINTER] * 2 + [_Norm] * 2 + [_POINTER] + [_COUNT] * 2 + [_FLOAT, _COUNT, _FLOAT, _COUNT]),
     ("gate", [_POINTER] * 2 + [_COUNT] * 4),
-    ("product", [_POINTER] * 4 + [_COUNT] * 4),
+    ("product", [_POINTER] * 4 + [_COUNT] * 5),
     ("summarize", [_POINTER] + [_COUNT] * 2 + [_POINTER] * 2),
     ("rotate_store", [ctypes.POINTER(_Step), ctypes.POINTER(_Layer), _POINTER]),
     ("attend", [ctypes.POINTER(_Step), ctypes.POINTER(_Layer), _POINTER, _POINTER]),
@@ -167,8 +167,8 @@ def compiled() -> Any:
     return library
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return x @ weight.T + bias; a weight in bfloat16 is taken as the float32 numbers that it is, x is not rounded to it.
+def product(x: Tensor, weight: Tensor, bias: Tensor | None, *, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return x @ weight.T + bias in float32; a weight in bfloat16 is taken as the float32 numbers that it is.
 
     What a row gives does not depend on the others, in no bit: torch's product sums in another order for more rows.
 
@@ -176,12 +176,15 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         x: [N, I] float32.
         weight: [O, I], float32 or bfloat16.
         bias: [O], or None.
+        dtype: of the inputs; x is rounded to bfloat16 where the weight is in it too, products of both are exact in float32.
     """
     x, weight = x.contiguous(), weight.contiguous()
+    if dtype == weight.dtype == torch.bfloat16:
+        x = x.to(dtype)  # two numbers in the place of one
     out = torch.empty(len(x), len(weight))
-    kind = tuple(KINDS).index(str(weight.dtype).removeprefix("torch."))
+    kinds = (tuple(KINDS).index(str(each.dtype).removeprefix("torch.")) for each in (x, weight))
     if len(x):
-        compiled().product(*map(native.address, (x, weight, bias, out)), *x.shape, len(weight), kind)
+        compiled().product(*map(native.address, (x, weight, bias, out)), *x.shape, len(weight), *kinds)
     return out
 
 

@@ -75,7 +75,7 @@ def _plain(artifact: Artifact, names: Sequence[str], pack: Pack | None, order: T
     weights = [plain_weight(artifact, f"{name}.weight", pack) for name in names]
     bias = _bias(artifact, names, [len(weight) for weight in weights], torch.float32, order)
     weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-    return partial(product, weight=weight if order is None else weight[order], bias=bias)
+    return partial(product, weight=weight if order is None else weight[order], bias=bias, dtype=artifact.dtype)
 
 
 def _quantized(artifact: Artifact, names: Sequence[str], pack: Pack | None, order: Tensor | None) -> Projection | None:

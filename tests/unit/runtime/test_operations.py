@@ -1,5 +1,7 @@
 """Attention beside a softmax in float64 over what each query sees, and the gate."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -128,21 +130,22 @@ def test_the_gate_of_any_width_is_silu_times_up(rows, width, seed):
 
 @settings(deadline=None, max_examples=40)
 @given(
-    rows=st.integers(1, 60),
+    rows=st.one_of(st.integers(1, 60), st.just(99)),
     width=st.sampled_from([1, 15, 16, 33, 64]),
     outs=st.integers(1, 40),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    dtypes=st.sampled_from(list(itertools.product([torch.float32, torch.bfloat16], repeat=2))),
     bias=st.booleans(),
     seed=st.integers(0, 9),
 )
-def test_a_product_is_x_times_the_weight_and_no_row_changes_the_bits_of_another(rows, width, outs, dtype, bias, seed):
-    generator = torch.Generator().manual_seed(seed)
+def test_a_product_is_x_times_the_weight_and_no_row_changes_the_bits_of_another(rows, width, outs, dtypes, bias, seed):
+    generator, (dtype, given_dtype) = torch.Generator().manual_seed(seed), dtypes
     x, weight = torch.randn(rows, width, generator=generator), torch.randn(outs, width, generator=generator).to(dtype)
     offset = torch.randn(outs, generator=generator) if bias else None
-    found = product(x, weight, offset)
-    expected = x.double() @ weight.double().T + (0 if offset is None else offset.double())
+    found = product(x, weight, offset, dtype=given_dtype)
+    read = x.to(torch.bfloat16) if set(dtypes) == {torch.bfloat16} else x
+    expected = read.double() @ weight.double().T + (0 if offset is None else offset.double())
     assert (found.double() - expected).abs().max() < 1e-4
-    assert all(torch.equal(product(x[row : row + 1], weight, offset)[0], found[row]) for row in range(rows))
+    assert all(torch.equal(product(x[row : row + 1], weight, offset, dtype=given_dtype)[0], found[row]) for row in range(rows))
 
 
 @settings(deadline=None, max_examples=40)
