@@ -243,6 +243,7 @@ INLINE void add(PLACE, const enum kind kind, const enum math math, const int R, 
             const uint8_t *at = data + r / 2 * pair + r % 2 * 64;
             line[r] = _mm512_loadu_si512(at);
             if (T == 1) _mm_prefetch((const char *)at + 4096, _MM_HINT_T0); /* past a page, where the CPU itself stops */
+            else _mm_prefetch((const char *)at + pair, _MM_HINT_T1);        /* of the next 32 rows, for the second cache */
         }
         UNROLL for (int v = 0; v < parts; v++) {
             __m512i part[4];
@@ -315,11 +316,12 @@ int quantflow_linear(const struct weight *w, const void *x, int64_t tokens, cons
             while (begin + tile_of(tokens - begin) <= t) begin += tile_of(tokens - begin);
             prepare(w, x, t, begin, tile_of(tokens - begin), &in);
         }
-        _Pragma("omp for schedule(static)") for (int64_t block = 0; block < (w->rows + 63) / 64 * 4; block += 4) {
+        const int64_t piece = tokens == 1 ? 4 : 2; /* small pieces, so that no thread waits long for the others' last one */
+        _Pragma("omp for schedule(static)") for (int64_t block = 0; block < (w->rows + 63) / 64 * 4; block += piece) {
             for (int64_t t = 0, size; t < tokens; t += size) {
                 size = tile_of(tokens - t);
-                int rows = size == 1 ? 4 : 2;
-                for (int part = 0; part < 4; part += rows) tile(w, &in, block + part, t, bias, y, rows, (int)size);
+                int rows = size == 1 ? 4 : 2; /* a token that is left over: of every other piece, for its neighbour too */
+                if (block % rows == 0) tile(w, &in, block, t, bias, y, rows, (int)size);
             }
         }
     }
