@@ -21,7 +21,7 @@
 enum kind { FLOAT32, BFLOAT16, FLOAT8, INT8 };
 enum activation { SILU, GELU, GELU_TANH, RELU };
 enum { LANES = 16, TILE = 8, BLOCK = 64 }; /* columns of keys side by side; queries at a time, at most; columns of a softmax step */
-enum { WORTH_A_THREAD = 32768 };           /* elements below which a second thread costs more */
+enum { WORTH_A_THREAD = 8192, PRODUCTS_WORTH_A_THREAD = 32768 }; /* numbers and products below which a second thread costs more */
 enum { MOST_DIM = 1024 };                  /* features of a head, at most: MOST_HEAD_DIM of operations.py, which refuses others */
 
 #ifdef QUANTFLOW_CHECK /* a debug build: what Python promises is looked at once a call, and a broken promise ends the process */
@@ -308,7 +308,7 @@ void product(const void *x, const void *weight, const float *bias, float *out, i
     CHECK(x_kind == FLOAT32 || (x_kind == BFLOAT16 && kind == BFLOAT16));
     enum { PANEL = 96 }; /* rows, in bfloat16 */
     const int64_t most = x_kind == BFLOAT16 ? PANEL : PANEL / 2, bytes = x_kind == BFLOAT16 ? 2 : 4;
-#pragma omp parallel if (rows * outs * in > WORTH_A_THREAD)
+#pragma omp parallel if (rows * outs * in > PRODUCTS_WORTH_A_THREAD)
     for (int64_t panel = 0; panel < rows; panel += most) {
         int64_t many = rows - panel < most ? rows - panel : most;
 #pragma omp for schedule(static) nowait
@@ -541,7 +541,7 @@ void attend(const Step *s, const Layer *l, const float *qkv, float *out) {
     check_step(s, l);
     int64_t dim = s->dim, width = (s->heads + 2 * s->kv_heads) * dim, group = s->heads / s->kv_heads, seen = 0;
     for (int64_t row = 0; row < s->rows; row++) seen += (s->tiles[row + 1] - s->tiles[row]) * (s->start[row] + 1);
-#pragma omp parallel for schedule(dynamic) if (seen * TILE * s->kv_heads * dim > WORTH_A_THREAD)
+#pragma omp parallel for schedule(dynamic) if (seen * TILE * s->kv_heads * dim > PRODUCTS_WORTH_A_THREAD)
     for (int64_t unit = 0; unit < s->tiles[s->rows] * s->kv_heads; unit++) { /* queries of a head and its columns, the last first */
         int64_t head = unit % s->kv_heads, tile = s->tiles[s->rows] - 1 - unit / s->kv_heads, row = row_of(s->tiles, s->rows, tile);
         int64_t from = s->first[row], left = (s->first[row + 1] - from) * group - (tile - s->tiles[row]) * TILE;
