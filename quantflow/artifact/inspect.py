@@ -33,7 +33,7 @@ def summarize(folder: Path) -> dict[str, Any]:
     Of a folder of OpenVINO the graph is read, and no constant.
 
     Returns:
-        A table whose `kind` is artifact, checkpoint, measurement, measurements or openvino.
+        A table whose `kind` is artifact, checkpoint, measurement, measurements or openvino_ir.
 
     Raises:
         InputError: the folder is none of these, or damaged.
@@ -127,7 +127,7 @@ def _graph(folder: Path) -> dict[str, Any]:
         row["bytes"] += int(length)
     config = read_json(folder / CONFIG) if (folder / CONFIG).exists() else {}
     return {
-        "kind": "openvino",
+        "kind": "openvino_ir",
         "model_type": config.get("model_type") if isinstance(config, Mapping) else None,
         "artifact": made,
         "constants": dict(sorted(kinds.items())),

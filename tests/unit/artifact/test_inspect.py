@@ -183,7 +183,7 @@ def test_a_graph_of_openvino_is_told_by_its_constants_and_its_artifact(tmp_path)
     (tmp_path / "openvino_model.bin").write_bytes(bytes(24))
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     assert summarize(tmp_path) == {
-        "kind": "openvino",
+        "kind": "openvino_ir",
         "model_type": "llama",
         "artifact": "ab12",
         "constants": {"f16": {"constants": 1, "bytes": 8}, "i4": {"constants": 1, "bytes": 16}},
