@@ -3,8 +3,8 @@
     python benchmarks/soak.py work/4-export --minutes 60
     python benchmarks/soak.py work/4-export --minutes 1 --clients 2        a try
 
-`quantflow serve` runs in a process of its own. Each client asks again when it was answered or gave up: texts, streams, chats,
-several answers, log-probabilities, grammars and stop strings, greedy or sampled; bodies cut short, wrong, too long and of 1 MB;
+`quantflow serve` runs in a process of its own. Each client asks again when it was answered or gave up: texts, streams, several
+answers, log-probabilities, grammars and stop strings, greedy or sampled; bodies cut short, wrong, too long and of 1 MB;
 one request in ten goes away after some of its answer. Everything is drawn from --seed. Every ten seconds the server's resident
 memory and /metrics are read; at the end, when no request runs, once more.
 
