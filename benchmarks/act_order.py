@@ -11,7 +11,6 @@ python benchmarks/act_order.py --size 500MB --work artifacts/act_order        RE
 import argparse
 import json
 import shutil
-import statistics
 import sys
 import tempfile
 from dataclasses import replace
@@ -21,11 +20,11 @@ import torch
 from _alone import alone
 from _report import table
 from _synthetic import SHAPES, make_checkpoint
+from _turns import timed_in_turns
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quantflow.api import export, quantize
-from quantflow.evaluation.generation_speed import TimedRun, random_prompts, time_run
 from quantflow.formats import LAYOUTS
 from quantflow.planning.recipe import Export, Quantize
 from quantflow.runtime.artifact import open_folder
@@ -110,21 +109,9 @@ def write_ordered(plain: Path, folder: Path) -> None:
 
 
 def timed(folders: dict[str, Path], dtype: torch.dtype, vocab: int, runs: int) -> dict[str, tuple[float, float]]:
-    """Return tokens per second and seconds of the first token for each folder, medians over runs in turns."""
-    loaded = {name: load(folder, decoder="lean", dtype=dtype, exact=True) for name, folder in folders.items()}
-    seen: dict[str, list[TimedRun]] = {name: [] for name in loaded}
-    for index in range(runs + 1):
-        prompts = random_prompts(1, PROMPT, vocab_size=vocab, seed=index)
-        for name, side in loaded.items():
-            once = time_run(side.decoder, prompts, new_tokens=NEW)
-            seen[name] += [once] if index else []
-    return {
-        name: (
-            statistics.median(len(once.step_seconds) / sum(once.step_seconds) for once in times),
-            statistics.median(once.first_seconds for once in times),
-        )
-        for name, times in seen.items()
-    }
+    """Return tokens per second and seconds of the first token for each folder."""
+    decoders = {name: load(folder, decoder="lean", dtype=dtype, exact=True).decoder for name, folder in folders.items()}
+    return timed_in_turns(decoders, vocab_size=vocab, prompt=PROMPT, new=NEW, runs=runs)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ python benchmarks/decoders.py llama gemma2 mixtral --work artifacts/decoders    
 
 import argparse
 import json
-import statistics
 import sys
 import tempfile
 from pathlib import Path
@@ -17,10 +16,10 @@ from typing import Any
 import torch
 from _alone import alone
 from _report import table
+from _turns import timed_in_turns
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from quantflow.api import export, quantize
-from quantflow.evaluation.generation_speed import TimedRun, random_prompts, time_run
 from quantflow.planning.recipe import Quantize
 from quantflow.runtime.load import load
 
@@ -94,21 +93,10 @@ def artifact(family: str, work: Path) -> Path:
 
 
 def timed(folder: Path, runs: int) -> dict[str, tuple[float, float]]:
-    """Return tokens per second and seconds of the first token for each decoder, medians over runs in turns."""
-    loaded = {name: load(folder, decoder=name, dtype=torch.float32, exact=True) for name in ("lean", "transformers")}
-    seen: dict[str, list[TimedRun]] = {name: [] for name in loaded}
-    for index in range(runs + 1):
-        for name, side in loaded.items():
-            prompts = random_prompts(1, PROMPT, vocab_size=SIZES["vocab_size"], seed=index)
-            once = time_run(side.decoder, prompts, new_tokens=NEW)
-            seen[name] += [once] if index else []
-    return {
-        name: (
-            statistics.median(len(once.step_seconds) / sum(once.step_seconds) for once in times),
-            statistics.median(once.first_seconds for once in times),
-        )
-        for name, times in seen.items()
-    }
+    """Return tokens per second and seconds of the first token for each decoder."""
+    names = ("lean", "transformers")
+    decoders = {name: load(folder, decoder=name, dtype=torch.float32, exact=True).decoder for name in names}
+    return timed_in_turns(decoders, vocab_size=SIZES["vocab_size"], prompt=PROMPT, new=NEW, runs=runs)
 
 
 if __name__ == "__main__":

@@ -18,21 +18,20 @@ import torch
 from torch import Tensor
 
 from quantflow.artifact import stage_folder
-from quantflow.artifact.digests import Digests
-from quantflow.artifact.manifest import MANIFEST_NAME
 from quantflow.artifact.safetensors_header import TensorPart
 from quantflow.artifact.safetensors_writer import Spec
 from quantflow.core.dtypes import DTYPES, NAMES
 from quantflow.errors import UnsupportedError, UsageError, nearest
 from quantflow.exporting import ExportRequest
 from quantflow.exporting.plain_files import require_headers, write_beside, write_model
+from quantflow.exporting.quantized_source import identity_of, require_quantized
 from quantflow.models.graph import graph_for
-from quantflow.models.identity import identify
 from quantflow.models.reading import read_tensor
 from quantflow.planning.recipe import Resources, parse_size
 from quantflow.progress import Progress
-from quantflow.runtime.artifact import Artifact, is_artifact, is_model, open_folder
+from quantflow.runtime.artifact import Artifact, open_folder
 
+NAME = "dequantized"
 VERSION = 1
 CHOICES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 _DEFAULT = "bf16"
@@ -81,13 +80,12 @@ def requested(request: ExportRequest) -> DequantizedExportJob:
 def run(job: DequantizedExportJob, progress: Progress) -> Path:
     """Write the folder and return it; one that is up to date is left alone."""
     if job.dtype not in CHOICES:
-        cause = f"export: dtype {job.dtype!r} of format dequantized is unknown"
+        cause = f"export: dtype {job.dtype!r} of format {NAME} is unknown"
         raise UsageError(cause, nearest(job.dtype, list(CHOICES)))
-    if (is_artifact(job.source) and not (job.source / MANIFEST_NAME).is_file()) or is_model(job.source):
-        raise UsageError(f"{job.source}: no {MANIFEST_NAME}; format dequantized is made from an artifact", "export it first")
+    require_quantized(job.source, job.output, format=NAME)
     with stage_folder.locked(job.output):
         artifact = open_folder(job.source)
-        identity = artifact.manifest.get("digest") or identify(artifact.checkpoint, Digests())
+        identity = identity_of(artifact)
         made_from = {"artifact": identity, "dtype": job.dtype, "version": VERSION}
         if stage_folder.is_up_to_date(job.output, made_from):
             progress.say(f"export {job.output.name}: up to date")
@@ -117,7 +115,7 @@ def _write(folder: Path, artifact: Artifact, dtype: torch.dtype, *, limit: int, 
     specs = _specs(artifact, parts, dtype)
     tensors = ((name, _tensor(artifact, parts, name, *spec)) for name, spec in specs.items())
     config = {key: value for key, value in artifact.checkpoint.config.items() if key != "quantization_config"}
-    write_model(folder, specs, tensors, limit=limit, stage="export dequantized", progress=progress)
+    write_model(folder, specs, tensors, limit=limit, stage=f"export {NAME}", progress=progress)
     write_beside(folder, artifact.checkpoint, config)
     require_headers(folder, specs)
 

@@ -21,8 +21,6 @@ from torch import Tensor
 
 from quantflow.artifact import disk, stage_folder
 from quantflow.artifact.canonical import readable_json
-from quantflow.artifact.digests import Digests
-from quantflow.artifact.manifest import MANIFEST_NAME
 from quantflow.artifact.safetensors_writer import Spec
 from quantflow.artifact.torch_file import write_torch_file
 from quantflow.core.dtypes import NAMES
@@ -31,14 +29,14 @@ from quantflow.errors import InputError, IntegrityError, UnsupportedError, Usage
 from quantflow.exporting import ExportRequest
 from quantflow.exporting.dequantized_export import CHOICES
 from quantflow.exporting.plain_files import require_headers, write_beside, write_model
+from quantflow.exporting.quantized_source import identity_of, require_quantized
 from quantflow.formats import BESIDE, DEFAULT, LAYOUTS, PICKLED
 from quantflow.formats.weight_layout import WeightLayout
 from quantflow.models.graph import graph_for
-from quantflow.models.identity import identify
 from quantflow.models.reading import bytes_of, read_tensors
 from quantflow.planning.recipe import Resources, parse_size
 from quantflow.progress import Progress
-from quantflow.runtime.artifact import Artifact, is_artifact, is_model, open_folder
+from quantflow.runtime.artifact import Artifact, open_folder
 
 VERSION = 1
 
@@ -93,14 +91,10 @@ def run(job: LayoutExportJob, progress: Progress) -> Path:
     if job.dtype is not None and job.dtype not in CHOICES:
         cause = f"export: dtype {job.dtype!r} of format {job.format} is unknown"
         raise UsageError(cause, nearest(job.dtype, list(CHOICES)))
-    if job.output.resolve() == job.source.resolve():
-        raise UsageError(f"{job.output}: the folder that is read and the one that is written", "give two folders")
-    if (is_artifact(job.source) and not (job.source / MANIFEST_NAME).is_file()) or is_model(job.source):
-        cause = f"{job.source}: format {job.format} is made from an artifact, or from a folder that another program quantized"
-        raise UsageError(cause, "export it as an artifact first")
+    require_quantized(job.source, job.output, format=job.format)
     with stage_folder.locked(job.output):
         artifact = open_folder(job.source, backend="reference")
-        identity = artifact.manifest.get("digest") or identify(artifact.checkpoint, Digests())
+        identity = identity_of(artifact)
         made_from = {"source": identity, "format": job.format, "dtype": job.dtype, "version": VERSION}
         if stage_folder.is_up_to_date(job.output, made_from):
             progress.say(f"export {job.output.name}: up to date")

@@ -26,14 +26,12 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, StaticCache
 
 from quantflow.artifact import stage_folder
-from quantflow.artifact.digests import Digests
-from quantflow.artifact.manifest import MANIFEST_NAME
 from quantflow.errors import IntegrityError, UnsupportedError, UsageError, first_line, nearest
 from quantflow.exporting import ExportRequest
 from quantflow.exporting.plain_files import write_beside
+from quantflow.exporting.quantized_source import identity_of, require_quantized
 from quantflow.formats import openvino_ir
 from quantflow.models.graph import graph_for, moving_rotation, text_config
-from quantflow.models.identity import identify
 from quantflow.models.load import skeleton
 from quantflow.models.names import NameMap
 from quantflow.models.parameters import materialize_
@@ -42,7 +40,7 @@ from quantflow.planning.cost import BUFFERS, LIBRARIES, Need
 from quantflow.planning.recipe import Resources
 from quantflow.planning.resources import grant
 from quantflow.progress import Progress
-from quantflow.runtime.artifact import Artifact, is_artifact, is_model, open_folder
+from quantflow.runtime.artifact import Artifact, open_folder
 
 VERSION = 1
 BOUND = 2.0**-12  # of the logits of a token, by their norms: half of float32's digits, as for the lean decoder
@@ -92,13 +90,11 @@ def run(job: OpenVINOExportJob, progress: Progress) -> Path:
     if job.dtype not in openvino_ir.SCALE_DTYPES:
         cause = f"export: dtype {job.dtype!r} of format {openvino_ir.NAME} is unknown"
         raise UsageError(cause, nearest(job.dtype, list(openvino_ir.SCALE_DTYPES)))
-    if (is_artifact(job.source) and not (job.source / MANIFEST_NAME).is_file()) or is_model(job.source):
-        cause = f"{job.source}: format {openvino_ir.NAME} is made from an artifact, or a folder that another program quantized"
-        raise UsageError(cause, "export it as an artifact first")
+    require_quantized(job.source, job.output, format=openvino_ir.NAME)
     openvino_ir.require_packages()
     with stage_folder.locked(job.output):
         artifact = open_folder(job.source, backend="reference")
-        identity = artifact.manifest.get("digest") or identify(artifact.checkpoint, Digests())
+        identity = identity_of(artifact)
         made_from = {"source": identity, "format": openvino_ir.NAME, "dtype": job.dtype, "version": VERSION}
         if stage_folder.is_up_to_date(job.output, made_from):
             progress.say(f"export {job.output.name}: up to date")

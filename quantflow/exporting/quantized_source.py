@@ -1,0 +1,27 @@
+"""The quantized folder that a format is made from: an artifact, or what another program quantized."""
+
+from pathlib import Path
+
+from quantflow.artifact.digests import Digests
+from quantflow.artifact.manifest import MANIFEST_NAME
+from quantflow.errors import UsageError
+from quantflow.models.identity import identify
+from quantflow.runtime.artifact import Artifact, is_artifact, is_model
+
+
+def require_quantized(source: Path, output: Path, *, format: str) -> None:
+    """Refuse a folder that is not quantized, and one that would be written over.
+
+    Raises:
+        UsageError: `source` is a model, or has an artifact's config.json without the manifest; `output` is the same folder.
+    """
+    if output.resolve() == source.resolve():
+        raise UsageError(f"{output}: the folder that is read and the one that is written", "give two folders")
+    if (is_artifact(source) and not (source / MANIFEST_NAME).is_file()) or is_model(source):
+        cause = f"{source}: format {format} is made from an artifact, or from a folder that another program quantized"
+        raise UsageError(cause, "export it as an artifact first")
+
+
+def identity_of(artifact: Artifact) -> str:
+    """Return what names a folder's content: the digest in its manifest, else one of all its files."""
+    return artifact.manifest.get("digest") or identify(artifact.checkpoint, Digests())
