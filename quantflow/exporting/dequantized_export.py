@@ -31,7 +31,6 @@ from quantflow.planning.recipe import Resources, parse_size
 from quantflow.progress import Progress
 from quantflow.runtime.artifact import Artifact, open_folder
 
-NAME = "dequantized"
 VERSION = 1
 CHOICES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 _DEFAULT = "bf16"
@@ -80,9 +79,9 @@ def requested(request: ExportRequest) -> DequantizedExportJob:
 def run(job: DequantizedExportJob, progress: Progress) -> Path:
     """Write the folder and return it; one that is up to date is left alone."""
     if job.dtype not in CHOICES:
-        cause = f"export: dtype {job.dtype!r} of format {NAME} is unknown"
+        cause = f"export: dtype {job.dtype!r} of format dequantized is unknown"
         raise UsageError(cause, nearest(job.dtype, list(CHOICES)))
-    require_quantized(job.source, job.output, format=NAME)
+    require_quantized(job.source, job.output, made="format dequantized")
     with stage_folder.locked(job.output):
         artifact = open_folder(job.source)
         identity = identity_of(artifact)
@@ -115,7 +114,7 @@ def _write(folder: Path, artifact: Artifact, dtype: torch.dtype, *, limit: int, 
     specs = _specs(artifact, parts, dtype)
     tensors = ((name, _tensor(artifact, parts, name, *spec)) for name, spec in specs.items())
     config = {key: value for key, value in artifact.checkpoint.config.items() if key != "quantization_config"}
-    write_model(folder, specs, tensors, limit=limit, stage=f"export {NAME}", progress=progress)
+    write_model(folder, specs, tensors, limit=limit, stage="export dequantized", progress=progress)
     write_beside(folder, artifact.checkpoint, config)
     require_headers(folder, specs)
 

@@ -91,7 +91,7 @@ def run(job: LayoutExportJob, progress: Progress) -> Path:
     if job.dtype is not None and job.dtype not in CHOICES:
         cause = f"export: dtype {job.dtype!r} of format {job.format} is unknown"
         raise UsageError(cause, nearest(job.dtype, list(CHOICES)))
-    require_quantized(job.source, job.output, format=job.format)
+    require_quantized(job.source, job.output, made=f"format {job.format}")
     with stage_folder.locked(job.output):
         artifact = open_folder(job.source, backend="reference")
         identity = identity_of(artifact)

@@ -90,7 +90,7 @@ def run(job: OpenVINOExportJob, progress: Progress) -> Path:
     if job.dtype not in openvino_ir.SCALE_DTYPES:
         cause = f"export: dtype {job.dtype!r} of format {openvino_ir.NAME} is unknown"
         raise UsageError(cause, nearest(job.dtype, list(openvino_ir.SCALE_DTYPES)))
-    require_quantized(job.source, job.output, format=openvino_ir.NAME)
+    require_quantized(job.source, job.output, made=f"format {openvino_ir.NAME}")
     openvino_ir.require_packages()
     with stage_folder.locked(job.output):
         artifact = open_folder(job.source, backend="reference")

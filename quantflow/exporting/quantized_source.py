@@ -9,8 +9,13 @@ from quantflow.models.identity import identify
 from quantflow.runtime.artifact import Artifact, is_artifact, is_model
 
 
-def require_quantized(source: Path, output: Path, *, format: str) -> None:
+def require_quantized(source: Path, output: Path, *, made: str) -> None:
     """Refuse a folder that is not quantized, and one that would be written over.
+
+    Args:
+        source: the folder that is read.
+        output: the folder that will be written.
+        made: what is made of it, `format gptq`.
 
     Raises:
         UsageError: `source` is a model, or has an artifact's config.json without the manifest; `output` is the same folder.
@@ -18,7 +23,7 @@ def require_quantized(source: Path, output: Path, *, format: str) -> None:
     if output.resolve() == source.resolve():
         raise UsageError(f"{output}: the folder that is read and the one that is written", "give two folders")
     if (is_artifact(source) and not (source / MANIFEST_NAME).is_file()) or is_model(source):
-        cause = f"{source}: format {format} is made from an artifact, or from a folder that another program quantized"
+        cause = f"{source}: {made} is made from an artifact, or from a folder that another program quantized"
         raise UsageError(cause, "export it as an artifact first")
 
 
