@@ -39,8 +39,8 @@ One unit runs at a time on a device that is not the CPU: it is parallel inside. 
 so one model of device, one driver and one version of the libraries make the same bits. Its name and capability are in the key
 of every result (`key`), and a run that is resumed on another device makes its layers again.
 
-`cuda` needs CUDA. `hpu` is refused: its kernels are compiled for shapes that are known beforehand, and nobody has run
-this on one; docs/gpu.md says what is missing.
+`cuda` needs CUDA. `hpu` is refused: Gaudi has no float64, in which statistics and errors are added up where layers run.
+Source: the data types of Intel's support matrix of PyTorch on Gaudi.
 """
 
 import os
@@ -176,8 +176,8 @@ def open_device(name: str) -> Device:
     kind = torch.device(name) if name.partition(":")[0] in ("cpu", "cuda") else None
     if kind is None:
         raise UnsupportedError(
-            f"--device {name}: layers do not run on Gaudi here, whose kernels are compiled for shapes known beforehand",
-            "use --device cpu or cuda, and export with --format inc for Gaudi",
+            f"--device {name}: Gaudi has no float64, in which statistics and errors are added up",
+            "use --device cpu or cuda, or take what Gaudi's toolkit measured (--measurement), and export with --format inc",
         )
     if kind.type == "cpu":
         return HOST
