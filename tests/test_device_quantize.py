@@ -3,13 +3,7 @@
 import pytest
 
 
-def test_layers_are_quantized_on_a_simulated_device(run_apart):
-    run_apart("quantize_on_simulated_device.py")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("tests", "chosen"), [("quantize_on_simulated_device.py", "slow"), ("memory_of_simulated_device.py", "slow or not slow")]
-)
-def test_more_is_done_on_a_simulated_device(tests, chosen, run_apart):
-    run_apart(tests, "-m", chosen)
+@pytest.mark.parametrize("tests", ["quantize_on_simulated_device.py", "memory_of_simulated_device.py"])
+def test_layers_are_quantized_on_a_simulated_device(tests, run_apart):
+    run_apart(tests, "-m", "slow or not slow")

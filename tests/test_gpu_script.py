@@ -117,6 +117,7 @@ def test_without_a_gpu_a_bar_is_not_judged(gpu, place):
     assert outcome.found["absent"] == [{"what": "as fast: 10 s", "why": "judged on a GPU alone"}]
 
 
+@pytest.mark.slow
 def test_a_check_past_its_limit_is_ended_with_all_that_it_started(gpu, place):
     begin = time.monotonic()
     outcomes, _, _ = run(gpu, place, [*checks(gpu, "hangs", limit=6.0), *checks(gpu, "tells")])

@@ -56,6 +56,7 @@ def artifact(tmp_path_factory, llama):
     return work / "4"
 
 
+@pytest.mark.slow
 def test_two_ranks_say_what_one_process_says_and_a_difference_to_the_reference_is_theirs(artifact, tmp_path, capsys):
     prompts, reference = tmp_path / "prompts.txt", tmp_path / "reference.json"
     prompts.write_text("\n\n".join(PROMPTS))

@@ -133,6 +133,7 @@ def unified(folder: Path, groups: int, work: Path) -> Path:
     return fewer if groups == 1 else unify.run(unify.UnifyJob(measurement=fewer, output=work / "one"), QUIET)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", [1, 2])
 def test_ranks_that_share_a_model_see_what_one_rank_sees(
     measured: Callable[[int, int], Path], single: dict[str, Tensor], tmp_path: Path, groups: int

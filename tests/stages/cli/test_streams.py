@@ -50,6 +50,7 @@ def test_a_reader_that_has_enough_is_no_failure():
     assert (code, err) == (0, "") and out.strip() in ("{", "[")
 
 
+@pytest.mark.slow
 def test_what_a_gate_decides_is_the_exit_code_whoever_reads(tmp_path):
     wide, narrow = ({"ppl_ratio": n, "mean_kld": n, "kld_p999": n, "top1_agreement": t} for n, t in ((9e9, 0.0), (0.001, 1.0)))
     report = tmp_path / "validation"
@@ -68,6 +69,7 @@ def test_what_a_gate_decides_is_the_exit_code_whoever_reads(tmp_path):
     assert code == 5 and "standard output" in err
 
 
+@pytest.mark.slow
 def test_text_is_generated_until_nobody_reads_it():
     line = "$Q generate $A --prompt 'w10 w27 w5' --max-new-tokens 6 -q"
     assert ended(f"{line} | true") == (0, "", "")
