@@ -2,8 +2,16 @@
 
 import pytest
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.slow
-@pytest.mark.parametrize("tests", ["quantize_on_simulated_device.py", "memory_of_simulated_device.py"])
-def test_layers_are_quantized_on_a_simulated_device(tests, run_apart):
-    run_apart(tests, "-m", "slow or not slow")
+
+@pytest.mark.parametrize(
+    ("tests", "chosen"),
+    [
+        ("quantize_on_simulated_device.py", "not slow"),
+        ("quantize_on_simulated_device.py", "slow"),
+        ("memory_of_simulated_device.py", "slow or not slow"),
+    ],
+)
+def test_layers_are_quantized_on_a_simulated_device(tests, chosen, run_apart):
+    run_apart(tests, "-m", chosen)
