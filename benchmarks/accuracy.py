@@ -20,7 +20,7 @@ from _accuracy import results
 from _accuracy.models import LENGTH, MODELS, RELEASED, SAMPLES, export_gguf, groups_of_128, make_model, make_text
 from _accuracy.plot import draw
 from _accuracy.results import Outcome
-from _accuracy.rows import Place, Row, all_rows, installed
+from _accuracy.rows import Place, Row, all_rows, installed, wanted
 from _accuracy.score import Judge, of_artifact, of_peer
 from _alone import alone
 from _report import Bar, bars, gb, machine
@@ -58,7 +58,7 @@ def _run(given: argparse.Namespace) -> int:
                 peers=given.peers.resolve(),
                 narrow=not groups_of_128(model),
             )
-            rows = _wanted(all_rows(place), given.only)
+            rows = wanted(all_rows(place), given.only)
             if given.resume:
                 rows = [row for row in rows if (name, row.program, row.scheme) not in found]
             if rows:
@@ -162,13 +162,6 @@ def _report(
     if plot is not None and outcomes:
         draw(outcomes, plot)
     return judged
-
-
-def _wanted(rows: Sequence[Row], only: Sequence[str]) -> list[Row]:
-    """Return the rows that `--only` means: the one that a text names whole, else those that contain it; all without a text."""
-    names = {row.text for row in rows}
-    parts = [text for text in only if text not in names]
-    return [row for row in rows if not only or row.text in only or any(part in row.text for part in parts)]
 
 
 def _arguments(arguments: Sequence[str]) -> argparse.Namespace:

@@ -225,6 +225,20 @@ def test_logits_of_a_file_are_scored_window_by_window_against_the_original(part,
         judge.score_file(tmp_path)
 
 
+def test_a_text_that_names_a_row_whole_takes_it_alone_and_another_takes_all_that_contain_it(part):
+    rows = part("_accuracy.rows")
+    table = [rows.Row(program="gptq", scheme=scheme, commands=()) for scheme in ("NVFP4", "NVFP4A16", "W4A16")]
+
+    def schemes(*only: str) -> list[str]:
+        return [row.scheme for row in rows.wanted(table, only)]
+
+    assert schemes() == ["NVFP4", "NVFP4A16", "W4A16"]
+    assert schemes("gptq: NVFP4") == ["NVFP4"]
+    assert schemes("NVFP4") == ["NVFP4", "NVFP4A16"]
+    assert schemes("gptq: NVFP4", "W4A16") == ["NVFP4", "W4A16"]
+    assert schemes("INT4") == []
+
+
 def test_every_row_is_there_once_and_quantflow_measures_where_it_must(part, tmp_path):
     rows = part("_accuracy.rows")
     paths = {key: tmp_path / key for key in ("model", "calibration", "output", "gguf", "names", "windows", "peers")}

@@ -5,7 +5,7 @@ a scale per output at 8. Everything else is the program's default, or what its o
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -139,6 +139,13 @@ class Place:
 def all_rows(place: Place) -> list[Row]:
     """Return every row of one model."""
     return [*_ours(place), *_llm_compressor(place), *_gptqmodel(place), *_autoround(place), *_others(place), *_files(place)]
+
+
+def wanted(rows: Sequence[Row], only: Sequence[str]) -> list[Row]:
+    """Return the rows that `--only` asks for: all without a text; the row whose `text` is one, else those that contain it."""
+    whole = {row.text for row in rows}.intersection(only)
+    parts = [text for text in only if text not in whole]
+    return [row for row in rows if not only or row.text in whole or any(part in row.text for part in parts)]
 
 
 def _ours(place: Place) -> Iterator[Row]:
