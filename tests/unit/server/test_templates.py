@@ -34,8 +34,10 @@ def asks(word):
 
 
 @pytest.fixture
-def seconds(monkeypatch):
-    monkeypatch.setattr(chat_template, "SECONDS", 1.0)
+def seconds(name, monkeypatch):
+    """Give an attack on the clock a second, and the others their time on a busy machine too."""
+    if ATTACKS[name][1] == "more than 1 s":
+        monkeypatch.setattr(chat_template, "SECONDS", 1.0)
 
 
 @pytest.fixture(scope="module")

@@ -124,15 +124,18 @@ def test_a_cancelled_row_is_free_before_the_next_step(decoder):
 def test_an_engine_that_is_killed_tells_everybody_and_takes_no_more(decoder):
     engine = Engine(decoder, limits=SMALL)
     calls, forward = [], decoder.forward_rows
+    submitted = threading.Event()  # none may be refused because the engine failed before all were in
 
     def killed(*arguments, **options):
         calls.append(None)
         if len(calls) == 5:
+            assert submitted.wait(timeout=60)
             raise MemoryError("inputs of 3 tokens")
         return forward(*arguments, **options)
 
     decoder.forward_rows = killed
     streams = [engine.submit(BatchRequest(input_ids=(5, 6, 7), max_new_tokens=100)) for _ in range(20)]
+    submitted.set()
     assert {list(stream)[-1].finish for stream in streams} == {FinishReason.ERROR}
     assert isinstance(engine.failed, MemoryError)
     with pytest.raises(EngineError, match="has failed"):
