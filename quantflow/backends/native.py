@@ -1,9 +1,9 @@
 """C sources of this package, compiled for the machine they run on when they are first used.
 
-A library is compiled once, kept in a cache folder under the hash of all that it depends on (source, compiler, flags, CPU), and
-carries the hash of its own bytes at its end, which is checked before it is loaded: a damaged one is compiled again. Processes
-that need it at once each compile their own, and the last renames over the others. It shares torch's OpenMP runtime, so
-`torch.set_num_threads` says how many threads it takes.
+A library is compiled once, kept in a cache folder under the hash of all that it depends on (sources, compiler, flags, CPU),
+and carries the hash of its own bytes at its end, which is checked before it is loaded: a damaged one is compiled
+again. Processes that need it at once each compile their own, and the last renames over the others. It shares torch's OpenMP
+runtime, so `torch.set_num_threads` says how many threads it takes.
 """
 
 import ctypes
@@ -50,7 +50,7 @@ def why_not(source: Path, *, needs: tuple[str, ...]) -> str | None:
 
     Args:
         source: compiled if need be.
-        needs: instruction sets by the kernel's names, such as `avx512_vnni`.
+        needs: instruction sets by the kernel's names, such as `avx2`.
     """
     for name in needs:
         if name not in _cpu().get("flags", "").split():
@@ -75,7 +75,8 @@ def _attempt(source: Path) -> ctypes.CDLL | UnsupportedError:
 
 def _load(source: Path) -> ctypes.CDLL:
     compiler, machine = _compiler(), "\n".join(_cpu().get(field, "") for field in _CPU_FIELDS)
-    parts = (source.read_bytes(), _identity(compiler), " ".join(_flags()).encode(), machine.encode())
+    texts = [path.read_bytes() for path in (source, *sorted(source.parent.glob("*.h")))]
+    parts = (*texts, _identity(compiler), " ".join(_flags()).encode(), machine.encode())
     key = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
     path = _cache_folder() / f"{source.stem}-{key[:32]}.so"
     try:

@@ -8,7 +8,7 @@
  * holds float32, bfloat16, float8 (e4m3, saturating) or int8. The latter two have a scale per head where it was measured: scores
  * are multiplied by that of the keys, outputs by that of the values. Else int8 has one per head and position, amax / 127.5.
  */
-#ifdef __AVX512F__
+#ifdef __x86_64__
 #include <immintrin.h>
 #endif
 #include <math.h>
@@ -20,7 +20,15 @@
 
 enum kind { FLOAT32, BFLOAT16, FLOAT8, INT8 };
 enum activation { SILU, GELU, GELU_TANH, RELU };
-enum { LANES = 16, TILE = 8, BLOCK = 64 }; /* columns of keys side by side; queries at a time, at most; columns of a softmax step */
+enum { SIDE = 16 }; /* columns of keys side by side */
+#ifdef __AVX512F__
+enum { LANES = 16 }; /* of a register */
+#define NUMBERS 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15
+#else
+enum { LANES = 8 };
+#define NUMBERS 0, 1, 2, 3, 4, 5, 6, 7
+#endif
+enum { TILE = 8, BLOCK = 64 }; /* queries at a time, at most; columns of a softmax step */
 enum { WORTH_A_THREAD = 8192, PRODUCTS_WORTH_A_THREAD = 32768 }; /* numbers and products below which a second thread costs more */
 enum { MOST_DIM = 1024 };                  /* features of a head, at most: MOST_HEAD_DIM of operations.py, which refuses others */
 
@@ -30,14 +38,14 @@ enum { MOST_DIM = 1024 };                  /* features of a head, at most: MOST_
 #define CHECK(CONDITION) ((void)0)
 #endif
 
-typedef struct { int64_t rows, columns; } Weight; /* how `struct weight` of core/kernels.c begins, whose function `call` is */
+typedef struct { int64_t rows, columns; } Weight; /* how `struct weight` of kernels.c begins, whose function `call` is */
 typedef struct { const Weight *weight; const float *bias;
                  int (*call)(const Weight *, const float *x, int64_t tokens, const float *bias, float *y, int bf16);
                  const int64_t *order; } Product; /* [weight->columns] which input each column multiplies; NULL: its own */
 typedef struct { const float *weight, *bias; } Norm; /* of the features; weight NULL: no norm, what is read stays as it is */
 
 typedef struct { /* one layer; NULL where it has none */
-    void *keys, *values;               /* [blocks, kv_heads, block / 16, dim, 16], [blocks, kv_heads, block, dim] of `kind` */
+    void *keys, *values;               /* [blocks, kv_heads, block / SIDE, dim, SIDE], [blocks, kv_heads, block, dim] of `kind` */
     float *key_scales, *value_scales;  /* [blocks, kv_heads, block]; int8 without measured scales */
     const float *key_steps, *value_steps; /* [kv_heads], the measured scales; float8 and int8 */
     const float *cos, *sin;            /* [capacity, rotary] by position in the text */
@@ -70,7 +78,7 @@ typedef struct { /* one step: new columns of several sequences, one sequence aft
 static inline void check_step(const Step *s, const Layer *l) {
     CHECK(s->padding && s->first && s->start && s->table && s->tiles && l->keys && l->values);
     CHECK(!l->rotary || (l->cos && l->sin));
-    CHECK(s->rows > 0 && s->block > 0 && s->block % LANES == 0 && s->width > 0 && s->first[0] == 0 && s->tiles[0] == 0);
+    CHECK(s->rows > 0 && s->block > 0 && s->block % SIDE == 0 && s->width > 0 && s->first[0] == 0 && s->tiles[0] == 0);
     CHECK(l->rotary >= 0 && l->rotary <= s->dim && l->rotary % 2 == 0 && s->activation >= SILU && s->activation <= RELU);
     CHECK(s->kv_heads > 0 && s->heads > 0 && s->heads % s->kv_heads == 0);
     CHECK(s->dim > 0 && s->dim <= MOST_DIM && s->dim % LANES == 0);
@@ -102,34 +110,49 @@ static inline int64_t place(const Step *s, int64_t row, int64_t head, int64_t co
 }
 
 #define VECTOR(bytes) __attribute__((vector_size(bytes), aligned(1), may_alias))
-typedef float v16 VECTOR(64); typedef uint32_t u16 VECTOR(64); typedef int32_t i16 VECTOR(64);
+typedef float vf VECTOR(4 * LANES); typedef uint32_t vu VECTOR(4 * LANES); typedef int32_t vi VECTOR(4 * LANES);
 typedef float v8 VECTOR(32); typedef float v4 VECTOR(16);
-typedef uint16_t w16 VECTOR(32); typedef uint8_t b16 VECTOR(16); typedef int8_t c16 VECTOR(16);
+typedef uint16_t vh VECTOR(2 * LANES); typedef uint8_t vb VECTOR(LANES); typedef int8_t vc VECTOR(LANES);
 
 static inline float bits_float(uint32_t bits) { float x; memcpy(&x, &bits, 4); return x; }
 static inline uint32_t float_bits(float x) { uint32_t bits; memcpy(&bits, &x, 4); return bits; }
 
-/* 16 narrow numbers as 32 bits each; gcc's own conversion takes them apart first. */
+/* LANES narrow numbers as 32 bits each; gcc's own conversion takes them apart first. */
 #ifdef __AVX512F__
-static inline u16 widen(w16 x) { return (u16)_mm512_cvtepu16_epi32((__m256i)x); }
-static inline u16 widen_bytes(b16 x) { return (u16)_mm512_cvtepu8_epi32((__m128i)x); }
-static inline i16 widen_signed(c16 x) { return (i16)_mm512_cvtepi8_epi32((__m128i)x); }
+static inline vu widen(vh x) { return (vu)_mm512_cvtepu16_epi32((__m256i)x); }
+static inline vu widen_bytes(vb x) { return (vu)_mm512_cvtepu8_epi32((__m128i)x); }
+static inline vi widen_signed(vc x) { return (vi)_mm512_cvtepi8_epi32((__m128i)x); }
+#elif defined __AVX2__
+static inline vu widen(vh x) { return (vu)_mm256_cvtepu16_epi32((__m128i)x); }
+static inline vu widen_bytes(vb x) { return (vu)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)&x)); }
+static inline vi widen_signed(vc x) { return (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)&x)); }
 #else
-static inline u16 widen(w16 x) { return __builtin_convertvector(x, u16); }
-static inline u16 widen_bytes(b16 x) { return __builtin_convertvector(x, u16); }
-static inline i16 widen_signed(c16 x) { return __builtin_convertvector(x, i16); }
+static inline vu widen(vh x) { return __builtin_convertvector(x, vu); }
+static inline vu widen_bytes(vb x) { return __builtin_convertvector(x, vu); }
+static inline vi widen_signed(vc x) { return __builtin_convertvector(x, vi); }
 #endif
 
-static inline v16 pick(i16 where, v16 a, v16 b) { return (v16)((where & (i16)a) | (~where & (i16)b)); }
+/* sum + x * w, rounded once: where registers are few, gcc makes one instruction of some of them, and bits would depend on the tile. */
+static inline vf plus_product(vf sum, vf x, vf w) {
+#ifdef __AVX512F__
+    return (vf)_mm512_fmadd_ps((__m512)x, (__m512)w, (__m512)sum);
+#elif defined __FMA__
+    return (vf)_mm256_fmadd_ps((__m256)x, (__m256)w, (__m256)sum);
+#else
+    return sum + x * w;
+#endif
+}
+
+static inline vf pick(vi where, vf a, vf b) { return (vf)((where & (vi)a) | (~where & (vi)b)); }
 
 /* exp with an error of about 1 ulp (Cephes' expf) of numbers from -87 to 88, and of those as of these beyond. NaN stays NaN. */
-static inline v16 exponentials(v16 x) {
-    x = pick(x < -87.0f, (v16){0} - 87.0f, pick(x > 88.0f, (v16){0} + 88.0f, x));
-    v16 n = (x * 1.44269504f + 12582912.0f) - 12582912.0f; /* the nearest integer: the last bit of 1.5 * 2^23 is 1 */
-    v16 r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-    v16 p = (((1.9875691500e-4f * r + 1.3981999507e-3f) * r + 8.3334519073e-3f) * r + 4.1665795894e-2f) * r;
+static inline vf exponentials(vf x) {
+    x = pick(x < -87.0f, (vf){0} - 87.0f, pick(x > 88.0f, (vf){0} + 88.0f, x));
+    vf n = (x * 1.44269504f + 12582912.0f) - 12582912.0f; /* the nearest integer: the last bit of 1.5 * 2^23 is 1 */
+    vf r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    vf p = (((1.9875691500e-4f * r + 1.3981999507e-3f) * r + 8.3334519073e-3f) * r + 4.1665795894e-2f) * r;
     p = ((p + 1.6666665459e-1f) * r + 5.0000001201e-1f) * (r * r) + r + 1.0f;
-    return p * (v16)(__builtin_convertvector(n + 127.0f, i16) << 23);
+    return p * (vf)(__builtin_convertvector(n + 127.0f, vi) << 23);
 }
 
 /* out = x / rms(x) * weight; out may be x. Always inlined: a copy of its own is summed in another order. */
@@ -178,12 +201,12 @@ void add_norm(float *x, float *delta, Norm after, Norm before, float *out, int64
 
 /* An activation: x / (1 + exp(-x)); x P(Z < x) of a normal Z, by formula 7.1.26 of Abramowitz and Stegun 1964 with an error of
  * 1e-7 |x|, and its usual approximation by tanh (Hendrycks and Gimpel 2016, arXiv:1606.08415); max(x, 0). */
-static inline v16 activate(v16 x, int64_t kind) {
+static inline vf activate(vf x, int64_t kind) {
     if (kind == SILU) return x / (1.0f + exponentials(-x));
     if (kind == GELU_TANH) return x / (1.0f + exponentials(-1.5957691216f * (x + 0.044715f * x * x * x)));
-    if (kind == RELU) return pick(x < 0.0f, (v16){0}, x);
-    v16 z = pick(x < 0.0f, -x, x) * 0.70710678119f, t = 1.0f / (1.0f + 0.3275911f * z);
-    v16 tail = ((((1.061405429f * t - 1.453152027f) * t + 1.421413741f) * t - 0.284496736f) * t + 0.254829592f) * t;
+    if (kind == RELU) return pick(x < 0.0f, (vf){0}, x);
+    vf z = pick(x < 0.0f, -x, x) * 0.70710678119f, t = 1.0f / (1.0f + 0.3275911f * z);
+    vf tail = ((((1.061405429f * t - 1.453152027f) * t + 1.421413741f) * t - 0.284496736f) * t + 0.254829592f) * t;
     tail *= 0.5f * exponentials(-(z * z)); /* P(Z > |x|) */
     return x * pick(x < 0.0f, tail, 1.0f - tail);
 }
@@ -195,95 +218,110 @@ void gate(const float *in, float *out, int64_t rows, int64_t width, int64_t acti
     for (int64_t row = 0; row < rows; row++) {
         const float *g = in + row * (gated ? 2 : 1) * width, *u = g + (gated ? width : 0);
         for (int64_t i = 0; i < width; i += LANES) {
-            v16 x = {0}, up = {0};
+            vf x = {0}, up = {0};
             size_t bytes = 4 * (size_t)(width - i < LANES ? width - i : LANES);
-            if (bytes == sizeof x) x = *(const v16 *)(g + i), up = *(const v16 *)(u + i);
+            if (bytes == sizeof x) x = *(const vf *)(g + i), up = *(const vf *)(u + i);
             else memcpy(&x, g + i, bytes), memcpy(&up, u + i, bytes);
-            x = gated ? (v16)(activate(x, activation) * up) : activate(x, activation);
-            if (bytes == sizeof x) *(v16 *)(out + row * width + i) = x; /* a copy of unknown length is slow */
+            x = gated ? (vf)(activate(x, activation) * up) : activate(x, activation);
+            if (bytes == sizeof x) *(vf *)(out + row * width + i) = x; /* a copy of unknown length is slow */
             else memcpy(out + row * width + i, &x, bytes);
         }
     }
 }
 
-/* The sum of 16 lanes, always in the same order. */
-static inline float lanes_sum(v16 x) {
+/* The sum of all lanes, always in the same order; lanes_sums: of four, side by side, each in that order. */
+#ifdef __AVX512F__
+static inline float lanes_sum(vf x) {
     v8 eight = *(const v8 *)&x + *((const v8 *)&x + 1);
     v4 four = *(const v4 *)&eight + *((const v4 *)&eight + 1);
     return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
-/* lanes_sum of four, side by side: the same sums in the same order. */
-static inline v4 lanes_sums(v16 a, v16 b, v16 c, v16 d) {
-    const i16 low = {0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23};
-    const i16 even = {0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27};
-    const i16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}, firsts = {0, 4, 8, 12};
-    v16 ab = __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, low + 8);
-    v16 cd = __builtin_shuffle(c, d, low) + __builtin_shuffle(c, d, low + 8);
-    v16 all = __builtin_shuffle(ab, cd, even) + __builtin_shuffle(ab, cd, even + 4); /* four lanes each */
+static inline v4 lanes_sums(vf a, vf b, vf c, vf d) {
+    const vi low = {0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23};
+    const vi even = {0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27};
+    const vi lanes = {NUMBERS}, firsts = {0, 4, 8, 12};
+    vf ab = __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, low + 8);
+    vf cd = __builtin_shuffle(c, d, low) + __builtin_shuffle(c, d, low + 8);
+    vf all = __builtin_shuffle(ab, cd, even) + __builtin_shuffle(ab, cd, even + 4); /* four lanes each */
     all += __builtin_shuffle(all, lanes ^ 2);
     all += __builtin_shuffle(all, lanes ^ 1);
     all = __builtin_shuffle(all, firsts);
     return *(const v4 *)&all;
 }
+#else
+static inline float lanes_sum(vf x) {
+    v4 four = *(const v4 *)&x + *((const v4 *)&x + 1);
+    return (four[0] + four[2]) + (four[1] + four[3]);
+}
 
-/* The largest of 16 lanes, none of them NaN. */
-static inline float lanes_max(v16 x) {
-    const i16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    for (int apart = 8; apart; apart /= 2) {
-        v16 other = __builtin_shuffle(x, lanes ^ apart);
+static inline v4 lanes_sums(vf a, vf b, vf c, vf d) {
+    const vi low = {0, 1, 2, 3, 8, 9, 10, 11}, even = {0, 1, 4, 5, 8, 9, 12, 13}, firsts = {0, 2, 4, 6};
+    vf ab = __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, low + 4);
+    vf cd = __builtin_shuffle(c, d, low) + __builtin_shuffle(c, d, low + 4);
+    vf all = __builtin_shuffle(ab, cd, even) + __builtin_shuffle(ab, cd, even + 2); /* two lanes each */
+    all = __builtin_shuffle(all, firsts) + __builtin_shuffle(all, firsts + 1);
+    return *(const v4 *)&all;
+}
+#endif
+
+/* The largest of all lanes, none of them NaN. */
+static inline float lanes_max(vf x) {
+    const vi lanes = {NUMBERS};
+    for (int apart = LANES / 2; apart; apart /= 2) {
+        vf other = __builtin_shuffle(x, lanes ^ apart);
         x = pick(other > x, other, x);
     }
     return x[0];
 }
 
-/* Return 16 weights from element `at` on, or `left` of them and zeros. */
-static inline __attribute__((always_inline)) v16 weights(const void *weight, int64_t at, int64_t left, const int kind) {
-    v16 wide = {0};
-    w16 narrow = {0};
+/* Return LANES weights from element `at` on, or `left` of them and zeros. */
+static inline __attribute__((always_inline)) vf weights(const void *weight, int64_t at, int64_t left, const int kind) {
+    vf wide = {0};
+    vh narrow = {0};
     size_t some = left < LANES ? (size_t)left : LANES;
-    if (kind == FLOAT32 && some == LANES) return *(const v16 *)((const float *)weight + at);
+    if (kind == FLOAT32 && some == LANES) return *(const vf *)((const float *)weight + at);
     if (kind == FLOAT32) return memcpy(&wide, (const float *)weight + at, 4 * some), wide;
-    if (some == LANES) narrow = *(const w16 *)((const uint16_t *)weight + at);
+    if (some == LANES) narrow = *(const vh *)((const uint16_t *)weight + at);
     else memcpy(&narrow, (const uint16_t *)weight + at, 2 * some);
-    return (v16)(widen(narrow) << 16);
+    return (vf)(widen(narrow) << 16);
 }
 
-/* Return what a step of a product multiplies, from element `at` on, or `left` of it and zeros: 16 numbers, or the bits of 32 in
- * bfloat16, two to a lane. */
-static inline __attribute__((always_inline)) v16 operand(const void *from, int64_t at, int64_t left, const int kind, const int paired) {
-    u16 bits = {0};
+/* Return what a step of a product multiplies, from element `at` on, or `left` of it and zeros: LANES numbers, or the bits
+ * of twice as many in bfloat16, two to a lane. */
+static inline __attribute__((always_inline)) vf operand(const void *from, int64_t at, int64_t left, const int kind, const int paired) {
+    vu bits = {0};
     if (!paired) return weights(from, at, left, kind);
-    if (left >= 2 * LANES) return *(const v16 *)((const uint16_t *)from + at);
+    if (left >= 2 * LANES) return *(const vf *)((const uint16_t *)from + at);
     memcpy(&bits, (const uint16_t *)from + at, 2 * (size_t)left);
-    return (v16)bits;
+    return (vf)bits;
 }
 
 /* Return sum + x * w in each lane; where a lane has two numbers, of both of them. */
-static inline __attribute__((always_inline)) v16 add_product(v16 sum, v16 x, v16 w, const int paired) {
-    if (!paired) return sum + x * w;
+static inline __attribute__((always_inline)) vf add_product(vf sum, vf x, vf w, const int paired) {
+    if (!paired) return plus_product(sum, x, w);
 #ifdef __AVX512BF16__
-    return (v16)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)w);
+    return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)w);
 #else
-    sum += (v16)((u16)x << 16) * (v16)((u16)w << 16);
-    return sum + (v16)((u16)x & 0xFFFF0000) * (v16)((u16)w & 0xFFFF0000);
+    sum = plus_product(sum, (vf)((vu)x << 16), (vf)((vu)w << 16));
+    return plus_product(sum, (vf)((vu)x & 0xFFFF0000), (vf)((vu)w & 0xFFFF0000));
 #endif
 }
 
-/* R rows of x by O outputs from `o` on, to out [R, 16]; each is summed in 16 lanes, in an order that no other row or output
+/* R rows of x by O outputs from `o` on, to out [R, LANES]; each is summed in all lanes, in an order that no other row or output
  * changes. Where x is in bfloat16 as well, a lane takes two numbers a step. */
 static inline __attribute__((always_inline)) void product_tile(const void *x, const void *weight, float *out, int64_t in, int64_t o,
                                                                const int x_kind, const int kind, const int R, const int O) {
     const int paired = x_kind == BFLOAT16, STEP = paired ? 2 * LANES : LANES;
-    v16 sum[6][4];
-    for (int r = 0; r < R; r++) for (int j = 0; j < O; j++) sum[r][j] = (v16){0};
+    vf sum[6][4];
+    for (int r = 0; r < R; r++) for (int j = 0; j < O; j++) sum[r][j] = (vf){0};
     for (int64_t i = 0; i + STEP <= in; i += STEP) {
-        v16 w[4];
+        vf w[4];
 #pragma GCC unroll 4
         for (int j = 0; j < O; j++) w[j] = operand(weight, (o + j) * in + i, STEP, kind, paired);
 #pragma GCC unroll 6
         for (int r = 0; r < R; r++) {
-            v16 value = operand(x, r * in + i, STEP, x_kind, paired);
+            vf value = operand(x, r * in + i, STEP, x_kind, paired);
 #pragma GCC unroll 4
             for (int j = 0; j < O; j++) sum[r][j] = add_product(sum[r][j], value, w[j], paired);
         }
@@ -291,17 +329,18 @@ static inline __attribute__((always_inline)) void product_tile(const void *x, co
     int64_t rest = in % STEP, from = in - rest;
     for (int r = 0; r < R && rest; r++)
         for (int j = 0; j < O; j++) {
-            v16 value = operand(x, r * in + from, rest, x_kind, paired), w = operand(weight, (o + j) * in + from, rest, kind, paired);
+            vf value = operand(x, r * in + from, rest, x_kind, paired), w = operand(weight, (o + j) * in + from, rest, kind, paired);
             sum[r][j] = add_product(sum[r][j], value, w, paired);
         }
     for (int r = 0; r < R; r++)
         if (O == 4) *(v4 *)(out + r * LANES) = lanes_sums(sum[r][0], sum[r][1], sum[r][2], sum[r][3]);
-        else out[r * LANES] = lanes_sum(sum[r][0]);
+        else for (int j = 0; j < O; j++) out[r * LANES + j] = lanes_sum(sum[r][j]);
 }
 
 /* out = x @ weight.T + bias, the weight in float32 or bfloat16 (`kind`), x in float32 or, as such a weight, in bfloat16 (`x_kind`).
  * x: [rows, in]; weight: [outs, in]; out: [rows, outs]
- * A panel of rows stays in the second cache while all weights pass by; 16 outputs of theirs are written at once. */
+ * A panel of rows stays in the second cache while all weights pass by; LANES outputs of theirs are written at once.
+ * Half of the registers are there with 8 lanes, so half of the outputs are in a tile of several rows. */
 void product(const void *x, const void *weight, const float *bias, float *out, int64_t rows, int64_t in, int64_t outs,
              int64_t x_kind, int64_t kind) {
     CHECK(x && weight && out && rows > 0 && in > 0 && outs > 0 && (kind == FLOAT32 || kind == BFLOAT16));
@@ -315,15 +354,17 @@ void product(const void *x, const void *weight, const float *bias, float *out, i
         for (int64_t line = 0; line < (outs + LANES - 1) / LANES; line++) {
             float sums[PANEL][LANES];
             int64_t begin = line * LANES, width = outs - begin < LANES ? outs - begin : LANES;
-            for (int64_t at = 0, four; at < width; at += four) {
-                four = width - at < 4 ? 1 : 4;
+            for (int64_t at = 0, some; at < width; at += some) {
+                some = LANES == 8 && many >= 4 ? 2 : 4;
+                some = width - at < some ? 1 : some;
                 for (int64_t row = 0, size; row < many; row += size) {
                     const char *from = (const char *)x + (panel + row) * in * bytes;
                     size = many - row >= 6 ? 6 : many - row >= 4 ? 4 : many - row >= 2 ? 2 : 1;
 #define TILE_OF(X, KIND, R, O) \
-    if (x_kind == X && kind == KIND && size == R && four == O) product_tile(from, weight, &sums[row][at], in, begin + at, X, KIND, R, O);
+    if (x_kind == X && kind == KIND && size == R && some == O) product_tile(from, weight, &sums[row][at], in, begin + at, X, KIND, R, O);
 #define TILES_OF(X, KIND) TILE_OF(X, KIND, 6, 4) TILE_OF(X, KIND, 4, 4) TILE_OF(X, KIND, 2, 4) TILE_OF(X, KIND, 1, 4) \
-    TILE_OF(X, KIND, 6, 1) TILE_OF(X, KIND, 4, 1) TILE_OF(X, KIND, 2, 1) TILE_OF(X, KIND, 1, 1)
+    TILE_OF(X, KIND, 6, 1) TILE_OF(X, KIND, 4, 1) TILE_OF(X, KIND, 2, 1) TILE_OF(X, KIND, 1, 1) \
+    if (LANES == 8) { TILE_OF(X, KIND, 6, 2) TILE_OF(X, KIND, 4, 2) TILE_OF(X, KIND, 2, 2) TILE_OF(X, KIND, 1, 2) }
                     TILES_OF(FLOAT32, FLOAT32) TILES_OF(FLOAT32, BFLOAT16) TILES_OF(BFLOAT16, BFLOAT16)
                 }
             }
@@ -342,20 +383,20 @@ void summarize(const float *logits, int64_t rows, int64_t width, int64_t *best, 
     for (int64_t row = 0; row < rows; row++) {
         const float *x = logits + row * width;
         enum { PIECE = 64 * LANES }; /* as many are summed in float */
-        v16 tops = (v16){0} - INFINITY;
+        vf tops = (vf){0} - INFINITY;
         int64_t whole = width / LANES * LANES, at = 0;
-        for (int64_t i = 0; i < whole; i += LANES) tops = pick(*(const v16 *)(x + i) > tops, *(const v16 *)(x + i), tops);
+        for (int64_t i = 0; i < whole; i += LANES) tops = pick(*(const vf *)(x + i) > tops, *(const vf *)(x + i), tops);
         float top = lanes_max(tops);
         for (int64_t i = whole; i < width; i++) top = x[i] > top ? x[i] : top;
         while (at < width - 1 && !(x[at] == top)) at++;
         double total = 0;
         for (int64_t piece = 0; piece < width; piece += PIECE) {
-            v16 sums = {0};
+            vf sums = {0};
             for (int64_t i = piece; i < width && i < piece + PIECE; i += LANES) {
-                v16 values = weights(x, i, width - i, FLOAT32);
+                vf values = weights(x, i, width - i, FLOAT32);
                 if (width - i < LANES) for (int64_t j = width - i; j < LANES; j++) values[j] = -INFINITY;
-                v16 terms = exponentials(values - top);
-                sums += pick(values == (v16){0} - INFINITY, (v16){0}, terms);
+                vf terms = exponentials(values - top);
+                sums += pick(values == (vf){0} - INFINITY, (vf){0}, terms);
             }
             total += lanes_sum(sums);
         }
@@ -389,14 +430,14 @@ static void store(const float *x, void *cache, int64_t at, int64_t stride, float
     }
 }
 
-/* Return 16 numbers of the cache from element `at` on, int8 without its scale. */
-static inline __attribute__((always_inline)) v16 load(const void *cache, int64_t at, int64_t kind) {
-    if (kind == FLOAT32) return *(const v16 *)((const float *)cache + at);
-    if (kind == BFLOAT16) return (v16)(widen(*(const w16 *)((const uint16_t *)cache + at)) << 16);
-    if (kind == INT8) return __builtin_convertvector(widen_signed(*(const c16 *)((const int8_t *)cache + at)), v16);
-    u16 code = widen_bytes(*(const b16 *)((const uint8_t *)cache + at)), size = code & 0x7F;
-    u16 bits = (u16)((v16)(size << 20) * 0x1p120f); /* the exponent's bias: 127 - 7; exact for subnormals too */
-    return (v16)(bits | (code & 0x80) << 24 | ((u16)(size == 0x7F) & 0x7FC00000)); /* 0x7F is NaN */
+/* Return LANES numbers of the cache from element `at` on, int8 without its scale. */
+static inline __attribute__((always_inline)) vf load(const void *cache, int64_t at, int64_t kind) {
+    if (kind == FLOAT32) return *(const vf *)((const float *)cache + at);
+    if (kind == BFLOAT16) return (vf)(widen(*(const vh *)((const uint16_t *)cache + at)) << 16);
+    if (kind == INT8) return __builtin_convertvector(widen_signed(*(const vc *)((const int8_t *)cache + at)), vf);
+    vu code = widen_bytes(*(const vb *)((const uint8_t *)cache + at)), size = code & 0x7F;
+    vu bits = (vu)((vf)(size << 20) * 0x1p120f); /* the exponent's bias: 127 - 7; exact for subnormals too */
+    return (vf)(bits | (code & 0x80) << 24 | ((vu)(size == 0x7F) & 0x7FC00000)); /* 0x7F is NaN */
 }
 
 /* Norm, rotate queries and keys in place; write keys and values to the cache.  qkv: [columns, heads + 2 kv_heads, dim] */
@@ -424,9 +465,9 @@ void rotate_store(const Step *s, const Layer *l, float *qkv) {
             }
         }
         for (int64_t h = 0; h < s->kv_heads; h++, x += dim) { /* x: a head of values, its keys kv_heads before it */
-            int64_t index = place(s, row, h, column), lane = column % LANES;
+            int64_t index = place(s, row, h, column), lane = column % SIDE;
             float k = l->key_steps ? l->key_steps[h] : 1, v = l->value_steps ? l->value_steps[h] : 1;
-            store(x - s->kv_heads * dim, l->keys, (index - lane) * dim + lane, LANES, k, l->key_scales, index, dim, s->kind);
+            store(x - s->kv_heads * dim, l->keys, (index - lane) * dim + lane, SIDE, k, l->key_scales, index, dim, s->kind);
             store(x, l->values, index * dim, 1, v, l->value_scales, index, dim, s->kind);
         }
     }
@@ -434,11 +475,11 @@ void rotate_store(const Step *s, const Layer *l, float *qkv) {
 
 /* One query's part of a softmax step: `scores` [BLOCK] become exp(score - largest), and 0 outside of columns `first` to `end` of
  * them. Returns what earlier sums shrink by. */
-static inline float soften(v16 *scores, int64_t first, int64_t end, float *largest, float *total) {
-    const v16 none = (v16){0} - INFINITY, old = (v16){0} + *largest;
-    const i16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+static inline float soften(vf *scores, int64_t first, int64_t end, float *largest, float *total) {
+    const vf none = (vf){0} - INFINITY, old = (vf){0} + *largest;
+    const vi lanes = {NUMBERS};
     int from = first < 0 ? 0 : (int)first, to = end > BLOCK ? BLOCK : (int)end;
-    v16 tops = old, sums = {0};
+    vf tops = old, sums = {0};
     for (int j = 0; j < BLOCK / LANES; j++) {
         scores[j] = pick((lanes >= from - j * LANES) & (lanes < to - j * LANES), scores[j], none);
         tops = pick(scores[j] > tops, scores[j], tops);
@@ -446,7 +487,7 @@ static inline float soften(v16 *scores, int64_t first, int64_t end, float *large
     float top = lanes_max(tops);
     *largest = top, top = top == -INFINITY ? 0 : top; /* where it sees no column yet, or -inf alone */
     for (int j = 0; j < BLOCK / LANES; j++) {
-        scores[j] = pick(scores[j] == none, (v16){0}, exponentials(scores[j] - top));
+        scores[j] = pick(scores[j] == none, (vf){0}, exponentials(scores[j] - top));
         sums += scores[j];
     }
     float shrink = exponentials(old - top)[0];
@@ -454,53 +495,59 @@ static inline float soften(v16 *scores, int64_t first, int64_t end, float *large
     return shrink;
 }
 
-/* The scores of T queries with W groups of 16 columns, which lie at `at` of the cache.  queries: [dim, T]; scores: [T, BLOCK] */
+/* Where the first feature of LANES columns lies among the keys, from where they lie in the cache. */
+static inline int64_t keys_of(const Step *s, int64_t at) {
+    int64_t lane = LANES == 8 ? at % SIDE : 0;
+    return (at - lane) * s->dim + lane;
+}
+
+/* The scores of T queries with W groups of LANES columns, which lie at `at` of the cache.  queries: [dim, T]; scores: [T, BLOCK] */
 static inline __attribute__((always_inline)) void score(const Step *s, const Layer *l, const int64_t *at, const float *queries,
                                                         float *scores, const int kind, const int T, const int W) {
-    v16 sum[4][TILE];
-    for (int w = 0; w < W; w++) for (int g = 0; g < T; g++) sum[w][g] = (v16){0};
+    vf sum[4][TILE];
+    for (int w = 0; w < W; w++) for (int g = 0; g < T; g++) sum[w][g] = (vf){0};
     for (int64_t i = 0; i < s->dim; i++) {
-        v16 k[4];
+        vf k[4];
 #pragma GCC unroll 4
-        for (int w = 0; w < W; w++) k[w] = load(l->keys, at[w] * s->dim + i * LANES, kind);
+        for (int w = 0; w < W; w++) k[w] = load(l->keys, keys_of(s, at[w]) + i * SIDE, kind);
 #pragma GCC unroll 8
         for (int g = 0; g < T; g++) {
-            v16 q = (v16){0} + queries[i * T + g];
+            vf q = (vf){0} + queries[i * T + g];
 #pragma GCC unroll 4
-            for (int w = 0; w < W; w++) sum[w][g] += k[w] * q;
+            for (int w = 0; w < W; w++) sum[w][g] = plus_product(sum[w][g], k[w], q);
         }
     }
     for (int w = 0; w < W; w++)
         for (int g = 0; g < T; g++) {
-            v16 x = sum[w][g];
+            vf x = sum[w][g];
             if (kind == INT8 && l->key_scales) x *= load(l->key_scales, at[w], FLOAT32);
             if (s->cap > 0) x = s->cap - 2 * s->cap / (1.0f + exponentials(x * (2 / s->cap))); /* cap * tanh */
-            *(v16 *)(scores + g * BLOCK + w * LANES) = x;
+            *(vf *)(scores + g * BLOCK + w * LANES) = x;
         }
 }
 
-/* sums += scores times W groups of 16 features, from feature `i` on, of the values of columns `from` to `to` of a block, whose
- * groups of 16 lie at `at` of the cache.  scores: [T, BLOCK]; sums: [T, dim] */
+/* sums += scores times W groups of LANES features, from feature `i` on, of the values of columns `from` to `to` of a block,
+ * whose groups of LANES lie at `at` of the cache.  scores: [T, BLOCK]; sums: [T, dim] */
 static inline __attribute__((always_inline)) void mix(const Step *s, const Layer *l, const int64_t *at, int64_t from, int64_t to,
                                                       const float *scores, float *sums, int64_t i, const int kind, const int T,
                                                       const int W) {
-    v16 sum[4][TILE];
-    for (int w = 0; w < W; w++) for (int g = 0; g < T; g++) sum[w][g] = *(const v16 *)(sums + g * s->dim + i + w * LANES);
+    vf sum[4][TILE];
+    for (int w = 0; w < W; w++) for (int g = 0; g < T; g++) sum[w][g] = *(const vf *)(sums + g * s->dim + i + w * LANES);
     for (int64_t j = from; j < to;) {
         const int64_t first = at[j / LANES] - j / LANES * LANES, until = (j / LANES + 1) * LANES;
         for (; j < to && j < until; j++) {
-            v16 v[4];
+            vf v[4];
 #pragma GCC unroll 4
             for (int w = 0; w < W; w++) v[w] = load(l->values, (first + j) * s->dim + i + w * LANES, kind);
 #pragma GCC unroll 8
             for (int g = 0; g < T; g++) {
-                v16 share = (v16){0} + scores[g * BLOCK + j];
+                vf share = (vf){0} + scores[g * BLOCK + j];
 #pragma GCC unroll 4
-                for (int w = 0; w < W; w++) sum[w][g] += v[w] * share;
+                for (int w = 0; w < W; w++) sum[w][g] = plus_product(sum[w][g], v[w], share);
             }
         }
     }
-    for (int w = 0; w < W; w++) for (int g = 0; g < T; g++) *(v16 *)(sums + g * s->dim + i + w * LANES) = sum[w][g];
+    for (int w = 0; w < W; w++) for (int g = 0; g < T; g++) *(vf *)(sums + g * s->dim + i + w * LANES) = sum[w][g];
 }
 
 /* T queries of one head of the cache over the columns that they see, by the running softmax of Milakov and Gimelshein 2018
@@ -510,7 +557,7 @@ static inline __attribute__((always_inline)) void attend_tile(const Step *s, con
                                                               int64_t row, int64_t h, const int64_t *first, const int64_t *end,
                                                               const int kind, const int T) {
     enum { GROUPS = BLOCK / LANES };
-    const int W = T > 4 ? 2 : 4; /* so many sums stay in registers */
+    const int W = (T > 4 ? 2 : 4) / (LANES == 8 && T > 1 ? 2 : 1); /* so many sums stay in registers */
     int64_t dim = s->dim, low = first[0], high = end[T - 1], dynamic = kind == INT8 && l->key_scales; /* ends grow with queries */
     float unit = l->key_steps ? s->scale * l->key_steps[h] : s->scale, step = l->value_steps ? l->value_steps[h] : 1;
     float scores[TILE * BLOCK] __attribute__((aligned(64))), largest[TILE], total[TILE];
@@ -525,7 +572,7 @@ static inline __attribute__((always_inline)) void attend_tile(const Step *s, con
         for (; group + W <= groups; group += W) score(s, l, at + group, queries, scores + group * LANES, kind, T, W);
         for (; group < groups; group++) score(s, l, at + group, queries, scores + group * LANES, kind, T, 1);
         for (int g = 0; g < T; g++) {
-            float *own = scores + g * BLOCK, shrink = soften((v16 *)own, first[g] - begin, end[g] - begin, largest + g, total + g);
+            float *own = scores + g * BLOCK, shrink = soften((vf *)own, first[g] - begin, end[g] - begin, largest + g, total + g);
             for (int64_t k = 0; k < dim; k++) sums[g * dim + k] *= shrink;
             for (int64_t j = from; dynamic && j < to; j++) own[j] *= l->value_scales[at[j / LANES] + j % LANES];
         }

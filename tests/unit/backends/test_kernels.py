@@ -316,12 +316,13 @@ def test_a_scale_for_each_group_keeps_an_outlier_from_rounding_the_others_away()
     assert errors["group"] < errors["token"] / 2
 
 
-def test_a_cpu_without_bfloat16_products_computes_the_same_in_float32(tmp_path, monkeypatch):
+@pytest.mark.parametrize("flag", ["-mno-avx512bf16", "-march=x86-64-v3"])  # without bfloat16 products, without AVX-512
+def test_an_older_cpu_computes_the_same_in_float32(flag, tmp_path, monkeypatch):
     compiler = tmp_path / "gcc"
-    compiler.write_text('#!/bin/sh\nexec gcc "$@" -mno-avx512bf16\n')
+    compiler.write_text(f'#!/bin/sh\nexec gcc "$@" {flag}\n')
     compiler.chmod(0o700)
     x = torch.randn(5, 96, generator=torch.Generator().manual_seed(1)).bfloat16()
-    names = ["W4A16", "W4A16_ASYM", "W8A16", "FP8_DYNAMIC"]
+    names = ["W4A16", "W4A16_ASYM", "W8A16", "FP8_DYNAMIC", "W8A8", "W4A8"]
     linears = {name: random_linear(name, (48, 96)) for name in names}
     for given in (x, x.float() + 2**-12):  # float32 inputs are rounded here too
         wanted = {name: run_in_float32(linear, given) for name, linear in linears.items()}

@@ -111,12 +111,11 @@ def test_the_decoders_and_a_pack_compute_what_the_reference_does_with_rounded_in
     tokens = torch.arange(3, 35)[None]
     expected = load(folder, backend="reference").model(tokens).logits
     exact = load(folder, backend="reference", exact=True).model(tokens).logits
-    scale = (expected - exact).norm()
     for options in ({}, {"pack": True}, {"pack": True}):  # made, and read again
         decoder = load(folder, decoder="auto", **options).decoder
         decoder.begin(rows=1, capacity=40)
         found = decoder.forward(tokens, last_only=False)
-        assert (found - expected).norm() < scale / 3
+        assert (found - expected).norm() < (found - exact).norm() / 2  # an input that rounds to another code moves all after it
     decoder = load(folder, decoder="auto", pack=True, exact=True).decoder  # not the pack of rounded inputs
     decoder.begin(rows=1, capacity=40)
     assert torch.allclose(decoder.forward(tokens, last_only=False), exact, atol=1e-4, rtol=1e-4)

@@ -1,7 +1,7 @@
-"""Our own kernels (quantflow/backends/kernels.c, AVX512-VNNI), each under the name of the linears that it runs.
+"""Our own kernels (quantflow/backends/kernels.c), each under the name of the linears that it runs.
 
 w8a8: integer products. The input is quantized per token at run time, or with the stored scale and zero point of a static
-scheme. The instruction multiplies unsigned with signed bytes: inputs are shifted by 128, which begins every sum at
+scheme. AVX512-VNNI multiplies unsigned with signed bytes: inputs are shifted by 128, which begins every sum at
 -(128 + zero_point) * sum(weight). The sums are exact integers.
 
 w4a8: the same in groups; inputs have a scale per token, or one in each group of the weights. A zero point of the weight is
