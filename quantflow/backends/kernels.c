@@ -50,7 +50,7 @@ static const int32_t orders[3][3][16] = {
 };
 
 struct tokens { /* inputs as the products want them */
-    int64_t words; /* of a token: 4 int8, 2 bfloat16 or 1 float, in the order of the weight's columns */
+    int64_t words; /* of a token: 4 int8, 2 int16, 2 bfloat16 or 1 float in each, in the order of the weight's columns */
     uint32_t *x;   /* tile after tile [words, tokens of the tile] */
     float *scale;  /* [tokens, input_grouped ? groups : 1] */
     int32_t *sum;  /* [tokens, groups], of int8 */
