@@ -5,10 +5,9 @@ a client that goes away cancels it, and with it the rows that it waits for. `Sit
 """
 
 import asyncio
-import contextlib
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
@@ -18,8 +17,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from quantflow.server.bodies import Body
 from quantflow.server.errors import Refused
+from quantflow.server.events import EventStream, SlowClient, send_events
 
-KEEP_ALIVE_SECONDS = 15.0
 RETRY_SECONDS = "1"
 
 
@@ -54,19 +53,6 @@ class Endpoint:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EventStream:
-    """An answer as server-sent events.
-
-    Attributes:
-        events: texts that stand behind `data:`, one per event; closing it frees what it holds.
-        headers: of the response.
-    """
-
-    events: AsyncIterator[str]
-    headers: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
 class HttpCall:
     """One request at a route.
 
@@ -92,10 +78,6 @@ class Patience:
 
     body_bytes: int
     seconds: float
-
-
-class SlowClient(Exception):
-    """A client did not take what was sent to it; its connection is closed."""
 
 
 class Serving:
@@ -138,27 +120,12 @@ class Serving:
             call.site.log_exception(error)
             response = refusal(Refused("internal", "Internal error"), openai=self.endpoint.openai)
         if isinstance(response, EventStream):
-            await self._stream(response, send, site=call.site)
+            await send_events(response, send, patience=self._patience.seconds)
         else:
             await self._send(response, scope, receive, send)
 
     async def _send(self, response: Response, scope: Scope, receive: Receive, send: Send) -> None:
         await response(scope, receive, self._patient(send))
-
-    async def _stream(self, stream: EventStream, send: Send, *, site: Any) -> None:
-        patient = self._patient(send)
-        headers = {
-            "content-type": "text/event-stream",
-            "cache-control": "no-cache",
-            "x-accel-buffering": "no",
-            **stream.headers,
-        }
-        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
-        await patient({"type": "http.response.start", "status": 200, "headers": raw})
-        async with contextlib.aclosing(_with_keep_alive(stream.events)) as lines:  # type: ignore[type-var]
-            async for line in lines:
-                await patient({"type": "http.response.body", "body": line.encode(), "more_body": True})
-        await patient({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _patient(self, send: Send) -> Send:
         """Return a send that gives up on a client that does not read.
@@ -256,28 +223,6 @@ async def _gone(receive: Receive) -> None:
     """Return when the client has gone."""
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _with_keep_alive(events: AsyncIterator[str]) -> AsyncIterator[str]:
-    """Yield events as they stand on the wire, and a comment in long silences."""
-    following: asyncio.Task[str] | None = None
-    try:
-        while True:
-            following = following or asyncio.ensure_future(anext(events))
-            await asyncio.wait({following}, timeout=KEEP_ALIVE_SECONDS)
-            if not following.done():
-                yield ":\n\n"
-                continue
-            done, following = following, None
-            try:
-                yield f"data: {done.result()}\n\n"
-            except StopAsyncIteration:
-                return
-    finally:
-        if following is not None:
-            following.cancel()
-            await asyncio.wait({following})
-        await events.aclose()  # type: ignore[attr-defined]
 
 
 def _no_constant(name: str) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
 from typing import Any
 
@@ -21,8 +21,9 @@ from quantflow.server.bodies import (
     ResponseFormat,
 )
 from quantflow.server.errors import Refused, invalid
+from quantflow.server.events import EventStream
 from quantflow.server.generation import Answer, AnswerPiece, Timings
-from quantflow.server.http import Endpoint, EventStream, HttpCall, typed
+from quantflow.server.http import Endpoint, HttpCall, typed
 from quantflow.server.models import ServedModel
 from quantflow.server.openai_answers import AnswerWriter, ChatWriter, CompletionWriter, usage
 from quantflow.server.site import Site
@@ -259,14 +260,17 @@ async def _begin(site: Site, model: ServedModel, asked: Asked, timings: Timings,
 async def _respond(site: Site, answers: list[Answer], writer: AnswerWriter, body: OpenAIBody) -> Response | EventStream:
     """Return answers whose rows are submitted, as a whole or as a stream."""
     if body.stream:
-        return EventStream(events=_stream(site, answers, writer, body))
+        held = ExitStack()
+        for answer in answers:
+            held.enter_context(answer)
+        return EventStream(events=_stream(site, answers, writer, body), held=held)
     async with ending(site, answers):
         for answer in answers:
             await answer.finish()
     return JSONResponse(writer.whole(answers, count=body.n or 1))
 
 
-async def _stream(site: Site, answers: list[Answer], writer: AnswerWriter, body: OpenAIBody) -> AsyncIterator[str]:
+async def _stream(site: Site, answers: list[Answer], writer: AnswerWriter, body: OpenAIBody) -> AsyncGenerator[str, None]:
     """Yield the events of answers whose rows are submitted, then their usage where it was asked for, then [DONE]."""
     try:
         async with ending(site, answers):

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
@@ -10,8 +10,9 @@ from starlette.responses import JSONResponse, Response
 from quantflow.runtime.batching import TokenLogprob
 from quantflow.server.bodies import CompatBody, GenerateBody, Parameters, VertexBody
 from quantflow.server.errors import Refused, invalid
+from quantflow.server.events import EventStream
 from quantflow.server.generation import Answer, AnswerPiece, Continuation, Timings
-from quantflow.server.http import Endpoint, EventStream, HttpCall
+from quantflow.server.http import Endpoint, HttpCall
 from quantflow.server.metrics import CONTENT_TYPE
 from quantflow.server.models import ServedModel
 from quantflow.server.site import Site
@@ -150,7 +151,7 @@ async def _streamed(site: Site, body: GenerateBody) -> EventStream:
     return EventStream(events=_events(site, body), headers=headers)
 
 
-async def _events(site: Site, body: GenerateBody) -> AsyncIterator[str]:
+async def _events(site: Site, body: GenerateBody) -> AsyncGenerator[str, None]:
     parameters, asked = body.parameters, asked_by(body.parameters, streams=True)
     try:
         model = await site.models.get(parameters.adapter_id)
