@@ -5,7 +5,7 @@ exception is this row's alone.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -80,7 +80,7 @@ class BatchRow:
         self.input_tokens, self.total_tokens = len(request.input_ids), request.total_tokens
         self.priority, self.submitted = request.priority, stream.times.submitted
         self._vocab_size, self._stop = vocab_size, stop
-        self._plain = request.sampling is None and not request.logit_bias and request.mask is None and request.rules == Rules()
+        self._plain = request.sampling is None and request.mask is None and request.rules == Rules()
         self._prompt: list[TokenLogprob] = []
         # What quantflow/runtime/decoding computes on; the canvas is the text so far and room for the rest.
         self._canvas = torch.zeros(1, request.total_tokens, dtype=torch.int64)
@@ -156,8 +156,9 @@ class BatchRow:
         return TokenEvent(index=index, id=token, logprob=event.logprob, top=event.top, finish=finish, stop=stop)
 
     def _choose(self, scores: Scores) -> int:
-        if self._plain and math.isfinite(scores.log_total):
-            return scores.best
+        bias = self.stream.request.logit_bias
+        if self._plain and scores.best not in bias and math.isfinite(scores.log_total):
+            return _best(scores, bias)
         ruled = allowed(self._biased(scores.logits), self._canvas[:, : len(self.tokens)], self._decoding)
         return int(choose(ruled, self._decoding, self._generator))
 
@@ -183,6 +184,18 @@ class BatchRow:
         if stop is not None:
             return FinishReason.STOP, stop
         return (FinishReason.LENGTH if len(self.generated) == request.max_new_tokens else None), None
+
+
+def _best(scores: Scores, bias: Mapping[int, float]) -> int:
+    """Return the likeliest token, the lowest of several, after a bias that leaves the one likeliest without it alone.
+
+    It reads the logits of these tokens only: a pass over the vocabulary for each row costs more than all else a row does.
+    """
+    if not bias:
+        return scores.best
+    tokens = [scores.best, *bias]
+    biased = scores.logits[0, tokens] + torch.tensor([0.0, *bias.values()])
+    return max(zip(biased.tolist(), tokens, strict=True), key=lambda pair: (pair[0], -pair[1]))[1]
 
 
 def unpacked(bits: Tensor, vocab_size: int) -> Tensor:
