@@ -38,7 +38,7 @@ export VLLM_ENV ?= $(wildcard artifacts/peers/vllm)
 # OpenVINO likewise: openvino-genai, openvino-tokenizers.
 export OPENVINO_ENV ?= $(wildcard artifacts/peers/openvino)
 
-.PHONY: help install demo table smollm2 test test-slow proofs gpu check measure unify quantize export validate clean
+.PHONY: help install demo table smollm2 test test-slow test-sweep proofs gpu check measure unify quantize export validate clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -85,7 +85,10 @@ test: $(READY) ## the default tests
 	$(BIN)/python -m pytest -n 3 --dist loadfile
 
 test-slow: $(READY) ## the tests that build environments or run for minutes
-	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m 'slow and not sweep' -n 2 --dist loadfile
+
+test-sweep: $(READY) ## more cases of the slow tests, which CI leaves out; half an hour
+	$(BIN)/python -m pytest -m sweep -n 2 --dist loadfile
 
 proofs: $(READY) ## what other programs confirm of the formats, into the table of docs/formats.md
 	RECORD_PROOFS=docs/proofs.json $(BIN)/python -m pytest -m proof tests/parity

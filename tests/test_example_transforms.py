@@ -42,7 +42,7 @@ from quantflow.transforms import hadamard
 EXAMPLE = Path(__file__).parents[1] / "examples" / "tiny-llama"
 GATES = Path(__file__).parents[1] / "configs" / "gates"
 QUIET = ProgressLine(quiet=True)
-SLOW = pytest.mark.slow
+SLOW, SWEEP = pytest.mark.slow, pytest.mark.sweep
 STDLIB = runpy.run_path(str(EXAMPLE / "stdlib_text.py"))
 PLANT = runpy.run_path(str(EXAMPLE / "plant_outliers.py"))
 MODELS = ["embedded", "outliers"]
@@ -221,7 +221,7 @@ def test_static_int8_inputs_with_outliers_need_smoothing(kld):
     assert 0 < auto < limit < plain  # the gate of the scheme lets it through, and refuses the plain one
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_with_the_demos_calibration_the_searched_folds_beat_those_into_norms_at_one_half(kld):
     """down_proj reads no norm's output: there the search folds into up_proj.
 
@@ -233,18 +233,21 @@ def test_with_the_demos_calibration_the_searched_folds_beat_those_into_norms_at_
     assert 0 < auto < 0.6 * norms
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scheme", "options", "bound"),
-    [("W4A16", {}, 0.85), ("W4A16", {"group_size": 64}, 0.9), ("W3A16", {}, 0.75), ("W3A16", {"group_size": 64}, 0.75)],
-    ids=["W4A16-g128", "W4A16-g64", "W3A16-g128", "W3A16-g64"],
+    [
+        pytest.param("W4A16", {}, 0.85, id="W4A16-g128", marks=SWEEP),
+        pytest.param("W4A16", {"group_size": 64}, 0.9, id="W4A16-g64", marks=SWEEP),
+        pytest.param("W3A16", {}, 0.75, id="W3A16-g128", marks=SWEEP),
+        pytest.param("W3A16", {"group_size": 64}, 0.75, id="W3A16-g64", marks=SLOW),
+    ],
 )
 def test_awq_loses_less_than_rounding_to_nearest(kld, scheme, options, bound):
     rtn, awq = (kld("embedded", scheme, "rtn", *transforms, **options) for transforms in ((), ({"awq": {}},)))
     assert 0 < awq < bound * rtn
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_weights_alone_need_smoothing_too_where_inputs_have_outliers(kld):
     """Why best searches how far to smooth: a step of a weight counts as much more as its input's channel is larger."""
     plain, best = (kld("outliers", "W8A16", "best", *given) for given in ((), ({"smoothquant": {"alpha": "auto"}},)))

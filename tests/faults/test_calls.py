@@ -1,7 +1,8 @@
 """A fault at the k-th open, write, fsync, rename and unlink of a small run of each stage.
 
 Each ends with the promised exit code and two lines that name a file, leaves nothing partial under a final name, and the same
-command then makes the same bytes. The default is every tenth k with the faults in turn; `slow` is every k with every fault.
+command then makes the same bytes. The default is every tenth k with the faults in turn; `sweep` is every k with every fault,
+and `slow` that of one stage.
 """
 
 from collections import Counter
@@ -76,8 +77,9 @@ def test_a_fault_at_every_tenth_call_ends_as_promised_and_continues(commands, st
     assert ended.total() > 3 and ended["survived"] <= ended.total() // 3
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    "stage", [pytest.param(name, marks=pytest.mark.slow if name == "unify" else pytest.mark.sweep) for name in STAGES]
+)
 def test_every_fault_at_every_call_ends_as_promised_and_continues(commands, stage):
     ended = sweep(commands(stage), every=1)
     assert ended.total() > 3 and ended["survived"] <= ended.total() // 3

@@ -142,7 +142,9 @@ def test_ranks_that_share_a_model_see_what_one_rank_sees(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world", "tp"), [(4, 2), (4, 4), (8, 8), (8, 4), (8, 2)])
+@pytest.mark.parametrize(
+    ("world", "tp"), [(4, 2), *(pytest.param(*larger, marks=pytest.mark.sweep) for larger in ((4, 4), (8, 8), (8, 4), (8, 2)))]
+)
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_larger_worlds_in_any_number_of_groups_do_too(
     measured: Callable[[int, int], Path], single: dict[str, Tensor], tmp_path: Path, world: int, tp: int, groups: int
