@@ -25,7 +25,7 @@ from quantflow.runtime.batching.request import BatchRequest, FinishReason, Token
 from quantflow.runtime.batching.row import BatchRow, Scores, StopCheck
 from quantflow.runtime.batching.runner import OneAtATime, PoolCounters, RowPart, Runner
 from quantflow.runtime.batching.scheduler import Scheduler
-from quantflow.runtime.batching.stream import Stream
+from quantflow.runtime.batching.stream import Readers, Stream
 from quantflow.runtime.batching.trace import StepTrace, TracedSteps
 from quantflow.runtime.decoder import Decoder
 from quantflow.runtime.decoding.text import stop_string
@@ -117,6 +117,7 @@ class Engine:
         self._tokenizer = tokenizer
         self._trace = None if traced is None else StepTrace(traced)
         self._scheduler: Scheduler[BatchRow] = Scheduler(limits)
+        self._readers = Readers()
         self._changed = threading.Condition()  # guards what follows
         self._arrived: list[BatchRow] = []
         self._cancelled: list[Stream] = []
@@ -253,6 +254,8 @@ class Engine:
                 self._busy_seconds += self._step_seconds
         except BaseException as error:  # whatever it is: nobody may wait for a thread that is dead
             self._fail(error)
+        finally:
+            self._readers.wake()
 
     def _fail(self, error: BaseException) -> None:
         with self._changed:
@@ -262,12 +265,13 @@ class Engine:
             self._changed.notify_all()
         told = EngineError(f"the engine has failed: {error!r}", "start another")
         for row in rows:
-            row.stream.put(TokenEvent(index=len(row.generated), finish=FinishReason.ERROR, error=told))
+            row.stream.put(TokenEvent(index=len(row.generated), finish=FinishReason.ERROR, error=told), self._readers)
 
     def _take_in(self) -> bool:
         """Wait for something to do, take what arrived and what was cancelled; return False when closed."""
         with self._changed:
             if not self._open:
+                self._readers.wake()
                 self._runner.rest()
             self._changed.wait_for(lambda: self._open or self._closing)
             arrived, self._arrived = self._arrived, []
@@ -292,6 +296,7 @@ class Engine:
                 before, row.computed = row.computed, self._runner.reuse(row)
                 row.stream.cached_tokens += row.computed - before
         parts = [RowPart(row=row, count=count, wanted=row.wanted(count)) for row, count in scheduler.plan()]
+        self._readers.wake()  # of the step before; what they do runs beside this one
         if not parts:
             return
         found = self._runner.forward(parts) if self._trace is None else self._trace.step(lambda: self._runner.forward(parts))
@@ -318,7 +323,7 @@ class Engine:
                     self._counts["generated_tokens"] += 1
                 if event.finish is not None:
                     break
-                row.stream.put(event)
+                row.stream.put(event, self._readers)
                 if index == len(guess) or event.id != guess[index]:
                     break
                 row.computed += 1  # the guess was right, so its keys and values are the text's
@@ -340,4 +345,4 @@ class Engine:
             kind = {FinishReason.CANCELLED: "cancelled", FinishReason.ERROR: "failed"}.get(event.finish or FinishReason.EOS)
             self._counts[kind or "finished"] += 1
             self._changed.notify_all()
-        row.stream.put(event)
+        row.stream.put(event, self._readers)

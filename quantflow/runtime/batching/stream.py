@@ -21,6 +21,29 @@ class RequestTimes:
     finished: float | None = None
 
 
+class Readers:
+    """Readers in event loops that have something to read, woken together. One thread alone uses it.
+
+    A reader that wakes takes the interpreter from the thread that woke it, and a call of the system to be woken. Woken one by
+    one among the rows of a step, readers would hold up the rows that are left.
+    """
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._waiters: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
+
+    def add(self, loop: asyncio.AbstractEventLoop, waiter: "asyncio.Future[None]") -> None:
+        """Remember one."""
+        self._waiters.setdefault(loop, []).append(waiter)
+
+    def wake(self) -> None:
+        """Wake all."""
+        woken, self._waiters = self._waiters, {}
+        for loop, waiters in woken.items():
+            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more
+                loop.call_soon_threadsafe(_wake, waiters)
+
+
 class Stream:
     """The events of one request, in order; the last one has `finish`.
 
@@ -60,8 +83,8 @@ class Stream:
         """End the request before the engine's next step; its last event says so unless it had ended. Any thread may call it."""
         self._on_cancel(self)
 
-    def put(self, event: TokenEvent) -> None:
-        """Add an event; the engine's thread calls it."""
+    def put(self, event: TokenEvent, readers: Readers) -> None:
+        """Add an event; the engine's thread calls it, and wakes the readers later, who may be one more."""
         with self._changed:
             now = time.monotonic()
             if event.id is not None and self.times.first_token is None:
@@ -72,8 +95,7 @@ class Stream:
             self._changed.notify_all()
             waiter, self._waiter = self._waiter, None
         if waiter is not None:
-            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more
-                waiter[0].call_soon_threadsafe(_wake, waiter[1])
+            readers.add(*waiter)
 
     def __iter__(self) -> Iterator[TokenEvent]:
         """Wait for the events, blocking the thread."""
@@ -103,6 +125,7 @@ class Stream:
         return event
 
 
-def _wake(waiter: "asyncio.Future[None]") -> None:
-    if not waiter.done():
-        waiter.set_result(None)
+def _wake(waiters: "list[asyncio.Future[None]]") -> None:
+    for waiter in waiters:
+        if not waiter.done():
+            waiter.set_result(None)
