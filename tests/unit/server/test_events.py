@@ -64,11 +64,12 @@ def test_events_go_out_as_the_page_on_the_format_says():
 
 
 def test_long_silences_hold_comments_and_short_ones_none():
-    client = Client()
+    client, begin = Client(), time.monotonic()
     sent(client, Events("one", "two", wait=0.5), silence=0.1)
+    most = (time.monotonic() - begin) / 0.1
     pieces = client.text.split("data: ")
     assert [piece.partition("\n\n")[0] for piece in pieces[1:]] == ["one", "two"]
-    assert all(piece.count(":\n\n") in (2, 3, 4) for piece in pieces[:2]) and pieces[2] == "two\n\n"
+    assert all(1 <= piece.count(":\n\n") <= most for piece in pieces[:2]) and pieces[2] == "two\n\n"
     client = Client()
     sent(client, Events(*"abcdef", wait=0.05), silence=2.0)
     assert ":\n\n" not in client.text
