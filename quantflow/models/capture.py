@@ -49,6 +49,7 @@ from quantflow.models.stand_ins import (
     logit_rows,
 )
 from quantflow.models.weights import Weights
+from quantflow.numerics.product import widened
 
 _CACHE_ARGUMENTS = ("past_key_values", "layer_past")
 
@@ -266,7 +267,8 @@ class LayerStream:
         kwargs, cache = call.kwargs, self.cache if cache is None else cache
         if cache is not None and self.graph.layers[self._index[module]].attention is not None:
             kwargs = kwargs | {name: cache for name in _CACHE_ARGUMENTS if name in kwargs}
-        output: Any = module(hidden, *call.args, **kwargs)
+        with widened(self.dtype):
+            output: Any = module(hidden, *call.args, **kwargs)
         made: Tensor = output[0] if self.graph.family.tuple_of else output
         return made
 
@@ -335,7 +337,7 @@ class LayerStream:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the same as `finish`; gradients flow where they are enabled."""
-        with self.head(), giving(self._mine, hidden):
+        with self.head(), giving(self._mine, hidden), widened(self.dtype):
             logits: Tensor = self.model(input_ids=hidden.new_zeros(hidden.shape[:2], dtype=torch.int64), use_cache=False).logits
         return logits
 

@@ -1,13 +1,26 @@
-"""Products of float32 matrices on the CPU: by oneDNN where there is AVX-512, by what torch takes otherwise.
+"""Products of matrices on the CPU, by what is fast there.
+
+float32: by oneDNN where there is AVX-512, by what torch takes otherwise.
 
 torch takes MKL, which leaves AVX-512 alone on CPUs that are not Intel's; on an AMD CPU that has it oneDNN takes half the time.
 Both are float32 throughout and differ in the order of their sums, which for one shape on one thread is always the same. oneDNN
 is reached by `Tensor.to_mkldnn`, a copy that some dozens of rows repay: for calibration text, not for a token at a time.
+
+bfloat16: oneDNN needs AVX-512 for it, and what torch takes without takes eight times as long as float32. There matrices are
+widened: products of two bfloat16 are exact in float32, so both ways differ in the order of their sums alone.
 """
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from quantflow.core.groups import spans
+
+_WIDENED = 1 << 22  # weights that are widened at once, 16 MiB
 
 
 def operand(x: Tensor) -> Tensor:
@@ -28,3 +41,26 @@ def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     made = functional.linear(left, right, bias)
     return made.to_dense() if made.is_mkldnn else made
+
+
+def widened(dtype: torch.dtype) -> AbstractContextManager[Any]:
+    """Return a block in which the calling thread runs a model of this dtype; its linears in float32 where that is faster."""
+    slow = dtype == torch.bfloat16 and torch.backends.cpu.get_cpu_capability() == "AVX2"
+    return _Widened() if slow else nullcontext()
+
+
+class _Widened(TorchFunctionMode):
+    """Computes `linear` of bfloat16 on the CPU in float32, of a part of the weight's rows at a time, and rounds once."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is functional.linear and len(args) > 1 and args[0].dtype == torch.bfloat16 and args[0].device.type == "cpu":
+            return _linear(*args, **kwargs or {})
+        return function(*args, **kwargs or {})
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    wide, parts = input.float(), []
+    for rows in spans(weight.shape[0], max(1, _WIDENED // weight.shape[1])):
+        added = None if bias is None else bias[rows].float()
+        parts.append(functional.linear(wide, weight[rows].float(), added).to(input.dtype))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)

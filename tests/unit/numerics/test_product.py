@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quantflow.core.parallel import Workers
-from quantflow.numerics.product import operand, product
+from quantflow.numerics.product import operand, product, widened
 
 FAST = torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512"
 
@@ -61,3 +61,53 @@ def test_what_does_not_fit_stays_as_it_is(x):
 @pytest.mark.skipif(not FAST, reason="torch multiplies as it would anyhow")
 def test_the_other_library_is_taken_where_it_is_faster():
     assert operand(torch.ones(2, 3)).is_mkldnn
+
+
+@pytest.fixture(params=["AVX2", "AVX512"])
+def cpu(request, monkeypatch):
+    """A CPU with or without fast products of bfloat16."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: request.param)
+    return request.param
+
+
+@pytest.mark.parametrize("shape", [(1, 8, 5), (70, 64, 33), (3, 40, 300_000)])  # rows, features, outputs: the last in parts
+@pytest.mark.parametrize("biased", [True, False])
+def test_linears_in_bfloat16_are_sums_in_float32_that_are_rounded_once(cpu, shape, biased):
+    rows, features, outputs = shape
+    generator = torch.Generator().manual_seed(1)
+    linear = torch.nn.Linear(features, outputs, bias=biased, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for parameter in linear.parameters():
+            parameter.copy_(
+                torch.randint(-8, 9, parameter.shape, generator=generator)
+            )  # sums below 2^24 are exact in any order
+    x = torch.randint(-8, 9, (2, rows, features), generator=generator).bfloat16()
+    with widened(torch.bfloat16), torch.no_grad():
+        found = linear(x)
+    exact = x.double() @ linear.weight.double().T + (linear.bias.double() if biased else 0)
+    assert found.dtype == torch.bfloat16 and torch.equal(found, exact.bfloat16())
+
+
+def test_bfloat16_is_widened_inside_the_block_where_it_is_slow_and_nothing_else_is(cpu, monkeypatch):
+    seen, linear = [], torch.nn.functional.linear
+    monkeypatch.setattr("quantflow.numerics.product._linear", lambda *given: (seen.append(given[0].dtype), linear(*given))[1])
+    x, weight = torch.ones(2, 4, dtype=torch.bfloat16), torch.ones(3, 4, dtype=torch.bfloat16)
+    with widened(torch.bfloat16):
+        torch.nn.functional.linear(x, weight)
+        torch.nn.functional.linear(x.float(), weight.float())
+    with widened(torch.float32):
+        torch.nn.functional.linear(x, weight)
+    torch.nn.functional.linear(x, weight)  # outside
+    assert seen == ([torch.bfloat16] if cpu == "AVX2" else [])
+
+
+def test_gradients_of_what_is_widened_are_those_of_torch(monkeypatch):
+    generator = torch.Generator().manual_seed(2)
+    x, weight = (torch.randint(-4, 5, shape, generator=generator).bfloat16().requires_grad_() for shape in ((6, 16), (12, 16)))
+    bias = torch.zeros(12, dtype=torch.bfloat16, requires_grad=True)
+    slope = torch.randint(-4, 5, (6, 12), generator=generator).bfloat16()
+    expected = torch.autograd.grad(torch.nn.functional.linear(x, weight, bias), (x, weight, bias), slope)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    with widened(torch.bfloat16):
+        found = torch.autograd.grad(torch.nn.functional.linear(x, weight, bias), (x, weight, bias), slope)
+    assert all(torch.equal(left, right) for left, right in zip(found, expected, strict=True))
