@@ -72,6 +72,8 @@ def _compare(folder: Path, work: Path) -> None:
     prompts = [ours.tokenizer(text)["input_ids"] for text in texts]
     command = [str(Path(str(ENVIRONMENT)) / "bin" / "python"), "-c", SCRIPT, str(folder), json.dumps(prompts), str(NEW)]
     done = subprocess.run(command, env={**os.environ, **SETTINGS}, capture_output=True, text=True, cwd=work, check=False)
+    if done.returncode and "'_C' object has no attribute 'cpu_gemm_wna16'" in done.stderr:
+        pytest.skip("vLLM's own kernel for 4-bit weights is not built for this CPU")
     assert done.returncode == 0, done.stderr[-2000:]
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("RESULT "))
     same = 0
