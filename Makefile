@@ -87,7 +87,7 @@ test: $(READY) ## the default tests
 test-slow: $(READY) ## the tests that build environments or run for minutes
 	$(BIN)/python -m pytest -m 'slow and not sweep' -n 2 --dist loadfile
 
-test-sweep: $(READY) ## more cases of the slow tests, which CI leaves out; half an hour
+test-sweep: $(READY) ## more cases of the slow tests, which CI leaves out
 	$(BIN)/python -m pytest -m sweep -n 2 --dist loadfile
 
 proofs: $(READY) ## what other programs confirm of the formats, into the table of docs/formats.md
