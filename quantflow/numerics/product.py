@@ -6,7 +6,7 @@ torch takes MKL, which leaves AVX-512 alone on CPUs that are not Intel's; on an 
 Both are float32 throughout and differ in the order of their sums, which for one shape on one thread is always the same. oneDNN
 is reached by `Tensor.to_mkldnn`, a copy that some dozens of rows repay: for calibration text, not for a token at a time.
 
-bfloat16: oneDNN needs AVX-512 for it, and what torch takes without takes eight times as long as float32. There matrices are
+bfloat16: oneDNN needs AVX-512 for it, and what torch takes without is several times slower than float32. There matrices are
 widened: products of two bfloat16 are exact in float32, so both ways differ in the order of their sums alone.
 """
 
