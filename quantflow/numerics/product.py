@@ -1,8 +1,7 @@
 """Products of matrices on the CPU, by what is fast there.
 
-float32: by oneDNN where there is AVX-512, by what torch takes otherwise.
-
-torch takes MKL, which leaves AVX-512 alone on CPUs that are not Intel's; on an AMD CPU that has it oneDNN takes half the time.
+float32: by oneDNN where there is AVX-512, by what torch takes otherwise. torch takes MKL, which leaves AVX-512 alone on CPUs
+that are not Intel's; on an AMD CPU that has it oneDNN takes half the time.
 Both are float32 throughout and differ in the order of their sums, which for one shape on one thread is always the same. oneDNN
 is reached by `Tensor.to_mkldnn`, a copy that some dozens of rows repay: for calibration text, not for a token at a time.
 
@@ -44,7 +43,7 @@ def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def widened(dtype: torch.dtype) -> AbstractContextManager[Any]:
-    """Return a block in which the calling thread runs a model of this dtype; its linears in float32 where that is faster."""
+    """Return a block that runs a model of this dtype: the thread's linears in bfloat16 are computed in float32 where faster."""
     slow = dtype == torch.bfloat16 and torch.backends.cpu.get_cpu_capability() == "AVX2"
     return _Widened() if slow else nullcontext()
 

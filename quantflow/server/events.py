@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from starlette.types import Message, Send
 
 SILENCE_SECONDS = 15.0
-_LOOKS = 8  # at the clock in the shorter of the two times that it is looked at for
+_LOOKS = 8  # how often the clock is read within `patience` or `silence`, the shorter of the two
 
 
 @dataclass(frozen=True, kw_only=True)

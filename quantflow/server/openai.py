@@ -260,7 +260,7 @@ async def _begin(site: Site, model: ServedModel, asked: Asked, timings: Timings,
 async def _respond(site: Site, answers: list[Answer], writer: AnswerWriter, body: OpenAIBody) -> Response | EventStream:
     """Return answers whose rows are submitted, as a whole or as a stream."""
     if body.stream:
-        held = ExitStack()
+        held = ExitStack()  # `_stream` ends the rows itself, but not where the client goes before it begins
         for answer in answers:
             held.enter_context(answer)
         return EventStream(events=_stream(site, answers, writer, body), held=held)

@@ -296,7 +296,7 @@ class Engine:
                 before, row.computed = row.computed, self._runner.reuse(row)
                 row.stream.cached_tokens += row.computed - before
         parts = [RowPart(row=row, count=count, wanted=row.wanted(count)) for row, count in scheduler.plan()]
-        self._readers.wake()  # of the step before; what they do runs beside this one
+        self._readers.wake()  # of the step before: their work runs beside this step
         if not parts:
             return
         found = self._runner.forward(parts) if self._trace is None else self._trace.step(lambda: self._runner.forward(parts))

@@ -187,9 +187,9 @@ class BatchRow:
 
 
 def _best(scores: Scores, bias: Mapping[int, float]) -> int:
-    """Return the likeliest token, the lowest of several, after a bias that leaves the one likeliest without it alone.
+    """Return the token with the highest biased logit, the lowest of several. The bias must not name `scores.best`.
 
-    It reads the logits of these tokens only: a pass over the vocabulary for each row costs more than all else a row does.
+    The biased tokens and `scores.best` are read alone: a pass over the vocabulary costs more than all else a row does.
     """
     if not bias:
         return scores.best

@@ -24,8 +24,8 @@ class RequestTimes:
 class Readers:
     """Readers in event loops that have something to read, woken together. One thread alone uses it.
 
-    A reader that wakes takes the interpreter from the thread that woke it, and a call of the system to be woken. Woken one by
-    one among the rows of a step, readers would hold up the rows that are left.
+    Waking a reader costs a system call, and the reader takes the interpreter from the thread that woke it. Woken one by one
+    among the rows of a step, readers would hold up the rows that are left.
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class Stream:
         self._on_cancel(self)
 
     def put(self, event: TokenEvent, readers: Readers) -> None:
-        """Add an event; the engine's thread calls it, and wakes the readers later, who may be one more."""
+        """Add an event; the engine's thread calls it. A reader that waits in an event loop joins `readers`."""
         with self._changed:
             now = time.monotonic()
             if event.id is not None and self.times.first_token is None:

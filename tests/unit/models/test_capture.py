@@ -33,6 +33,7 @@ from quantflow.models.graph import graph_for
 from quantflow.models.hooks import KVRecorder, QueryRecorder, watch
 from quantflow.models.load import open_source
 from quantflow.models.parameters import release_
+from quantflow.numerics import product
 
 SHAPE = {
     "vocab_size": 50,
@@ -123,6 +124,18 @@ def test_logits_of_the_stream_are_those_of_the_stock_model(folder):
         expected = model(sequence[None]).logits
         assert expected.std() > 0.1
         assert torch.equal(stream.finish(state.hidden), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_layers_and_head_in_bfloat16_are_widened_where_the_cpu_is_slow_at_it(folders, monkeypatch, dtype):
+    rows, linear = [], product._linear
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    monkeypatch.setattr(product, "_linear", lambda *given: (rows.append(len(given[1])), linear(*given))[1])
+    stream = stream_of(folders["llama"], dtype=dtype)
+    (state,) = through_layers(stream, stream.begin(SEQUENCES[:1]))
+    linears = len(rows)
+    stream.finish(state.hidden)
+    assert (linears, rows[linears:]) == ((3 * 7, [50]) if dtype == torch.bfloat16 else (0, []))  # seven of a layer, the head
 
 
 def test_threads_that_put_the_head_on_at_once_have_the_logits_of_one(folder):

@@ -1,12 +1,16 @@
 """Server-sent events on their way: their bytes, comments in silences, and clients that read nothing or go away."""
 
 import asyncio
+import json
 import time
 from contextlib import ExitStack
 
 import pytest
 
 from quantflow.server.events import EventStream, SlowClient, send_events
+from quantflow.server.http import Patience, Serving
+from quantflow.server.openai import ENDPOINTS as OPENAI
+from quantflow.server.tgi import ENDPOINTS as TGI
 
 
 class Client:
@@ -26,22 +30,27 @@ class Client:
 
 
 class Events:
-    """Yields texts, each after a wait; knows whether what it holds was closed."""
+    """Yields texts, each after a wait; knows whether what it holds was closed, and not before it ended."""
 
     def __init__(self, *texts, wait=0.0, error=None):
-        self.texts, self.wait, self.error, self.closed = texts, wait, error, False
+        self.texts, self.wait, self.error = texts, wait, error
+        self.runs, self.closed = False, False
         self.held = ExitStack()
         self.held.callback(self._close)
 
     async def run(self):
-        for text in self.texts:
-            await asyncio.sleep(self.wait)
-            yield text
-        if self.error is not None:
-            raise self.error
+        self.runs = True
+        try:
+            for text in self.texts:
+                await asyncio.sleep(self.wait)
+                yield text
+            if self.error is not None:
+                raise self.error
+        finally:
+            self.runs = False
 
     def _close(self):
-        self.closed = True
+        self.closed = not self.runs
 
 
 def sent(client, events, *, patience=5.0, silence=5.0):
@@ -110,3 +119,21 @@ def test_a_cancelled_answer_closes_its_events():
 
     asyncio.run(run())
     assert events.closed
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/generate_stream"])
+def test_a_client_that_never_takes_the_headers_leaves_no_row(server, path):
+    text = {"prompt": "class", "max_tokens": 200} if path.startswith("/v1") else {"inputs": "class"}
+    body = json.dumps({**text, "stream": True}).encode()
+    endpoint = next(one for one in (*OPENAI, *TGI) if one.path == path)
+    incoming = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive():
+        return incoming.pop() if incoming else await asyncio.Event().wait()
+
+    scope = {"type": "http", "method": "POST", "path": path, "headers": []}
+    serving = Serving(endpoint, server.site, Patience(body_bytes=1000, seconds=0.2))
+    with pytest.raises(SlowClient):
+        asyncio.run(serving(scope, receive, Client(0).send))
+    assert server.site.service.admission.rows == 0
+    server.settled()

@@ -23,6 +23,6 @@ def test_the_choice_with_a_bias_is_the_first_of_the_highest_biased_logits(logits
         biased[token] += value
     if biased.isneginf().all():
         return
-    given = torch.tensor([logits])
-    assert row.next(scored(given)).id == int(biased.argmax())
-    assert given.tolist() == torch.tensor([logits]).tolist()  # whoever else reads them
+    shared = torch.tensor([logits])
+    assert row.next(scored(shared)).id == int(biased.argmax())
+    assert shared.tolist() == torch.tensor([logits]).tolist()  # whoever else reads them
