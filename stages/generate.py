@@ -19,7 +19,7 @@ from quantflow import api
 from quantflow.artifact.required_signature import RequiredSignature
 from quantflow.errors import GateError, UsageError
 from quantflow.plain_text import plain
-from quantflow.runtime.generate_job import Beams, Contrastive, GenerateJob, Lookup, Rules, Sampling
+from quantflow.runtime.generate_job import Beams, Contrastive, GenerateJob, Lookup, Rules, Sampling, echoed
 from quantflow.stages.cli.environment import bars_wanted
 from quantflow.stages.cli.options import QUIET, given, job_settings, offline, origins
 from quantflow.stages.cli.output import show
@@ -59,9 +59,14 @@ def command(artifact: str, as_json: bool, quiet: bool, **options: Any) -> None:
     result = api.generate(job_from(artifact, options), stream=stream, progress=progress)
     if result is None:  # rank 0 has it
         return
-    texts = "" if pieces else "\n\n".join(output["prompt"] * result["echo"] + output["text"] for output in result["outputs"])
+    texts = "" if pieces else "\n\n".join(_printed(output, result) for output in result["outputs"])
     show(result, as_json=as_json, text=texts)
     _raise_for_difference(result)
+
+
+def _printed(output: Mapping[str, Any], result: Mapping[str, Any]) -> str:
+    before = echoed(output["prompt"], chat=result["chat"]) if result["echo"] else ""
+    return f"{before}{output['text']}"
 
 
 def job_from(artifact: str, options: Mapping[str, Any]) -> GenerateJob:

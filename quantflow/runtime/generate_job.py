@@ -417,3 +417,8 @@ class GenerateJob:
         verbs=GENERATE,
         help="Keep one layer in memory at a time and read the next from disk.",
     )
+
+
+def echoed(text: str, *, chat: bool) -> str:
+    """Return a prompt as it is printed before the text that continues it, or before the answer of a chat, a line of its own."""
+    return f"{text}\n" if chat else text

@@ -30,7 +30,7 @@ from quantflow.runtime.adapters import Adapted, attach_
 from quantflow.runtime.decoder import Decoder
 from quantflow.runtime.decoding import Draft, Method, generate, load_medusa
 from quantflow.runtime.decoding.text import TextStream, continuation, stop_at, word_ids
-from quantflow.runtime.generate_job import Beams, GenerateJob, Lookup
+from quantflow.runtime.generate_job import Beams, GenerateJob, Lookup, echoed
 from quantflow.runtime.load import Loaded, load
 from quantflow.runtime.prompt_files import Prompt, encode, read_prompts, shown
 from quantflow.runtime.tensor_parallel import Wire
@@ -84,7 +84,8 @@ def _continue(
     tokenizer = loaded.tokenizer or load_tokenizer(job.artifact)
     rows = encode(prompts, tokenizer, limit=job.max_input_tokens, chat=job.chat)
     refuse_beyond(rows, loaded.decoder.vocab_size, where="prompts")
-    echo = not (job.chat or any(not isinstance(prompt, str) for prompt in prompts)) if job.echo is None else job.echo
+    chat = job.chat or any(not isinstance(prompt, str) for prompt in prompts)
+    echo = not chat if job.echo is None else job.echo
     method, options = _method(job, tokenizer), _options(job, loaded, tokenizer)
     room = _room(job, rows)
     decoder = Timed(loaded.decoder)
@@ -97,7 +98,7 @@ def _continue(
     for batch in telling.steps(batches, stage="generate", unit="batch"):
         since, told_before = time.perf_counter(), len(outputs)
         ids, padding = _left_padded([rows[i] for i in batch], pad=options["pad_token_id"] or 0, device=job.device)
-        told = _Spoken(tokenizer, shown(prompts[0]) if echo else "", rows[0], stream) if alone else None
+        told = _Spoken(tokenizer, echoed(shown(prompts[0]), chat=chat) if echo else "", rows[0], stream) if alone else None
         tell = None if told is None else told.put
         new = max(room[i] for i in batch)
         found = generate(decoder, ids, padding=padding, method=method, stream=tell, max_new_tokens=new, **options)
@@ -113,6 +114,7 @@ def _continue(
     return {
         "outputs": outputs,
         "echo": echo,
+        "chat": chat,
         "timing": {
             "seconds": seconds,
             "tokens": count,

@@ -265,7 +265,10 @@ def test_a_chat_prints_the_answer_alone_unless_both_are_asked_for(artifact, caps
 
     whole, answer = printed(), printed("--chat")
     assert whole == f"value scale{answer}" and answer.strip()
-    assert (printed("--chat", "--echo"), printed("--no-echo")) == (whole, answer)
+    assert printed("--no-echo") == answer
+    assert printed("--chat", "--echo") == f"value scale\n{answer}"
+    both = printed("--prompt", "round", "--chat", "--echo").split("\n\n")
+    assert [text.split("\n")[0] for text in both] == ["value scale", "round"]
     assert "value scale" not in printed("--prompt", "round", "--chat")
     assert "value scale" in printed("--prompt", "round")
 
