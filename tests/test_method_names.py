@@ -37,7 +37,7 @@ ALLOWED = {
         "words of recipes and their defaults: a policy for experts, a start of learning, what a flag means, a format",
     ),
     "quantflow/formats/compressed_tensors.py": ({"hadamard"}, "the layout's own word in `transform_config`"),
-    "quantflow/formats/gptq.py": ({"gptq"}, "the layout's own name in `quant_method`"),
+    "quantflow/formats/gptq/layout.py": ({"gptq"}, "the layout's own name in `quant_method`"),
     "quantflow/formats/awq.py": ({"awq"}, "the layout's own name in `quant_method`"),
     "quantflow/exporting/__init__.py": ({"gptq", "awq"}, "layouts that have the names of an algorithm and a transform"),
     "quantflow/quantization/unify.py": ({"amax"}, "a key of unify's record of outliers, on disk"),

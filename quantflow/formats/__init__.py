@@ -10,7 +10,9 @@ from typing import Any
 
 from quantflow.core.scheme import LinearScheme
 from quantflow.errors import UnsupportedError
-from quantflow.formats import awq, compressed_tensors, fp8, gptq, ipex, modelopt
+from quantflow.formats import awq, compressed_tensors, fp8, ipex, modelopt
+from quantflow.formats.gptq import auto_round
+from quantflow.formats.gptq import layout as gptq
 from quantflow.formats.llm_compressor import layout as llm_compressor
 from quantflow.formats.weight_layout import Infos, WeightLayout
 
@@ -21,6 +23,7 @@ LAYOUTS: Mapping[str, WeightLayout] = MappingProxyType(
         compressed_tensors.NAME: llm_compressor.CompressedTensorsLayout(),
         gptq.NAME: gptq.GPTQLayout(stored_less=1),
         gptq.NAME_V2: gptq.GPTQLayout(stored_less=0),
+        auto_round.NAME: auto_round.AutoRoundLayout(),
         awq.NAME: awq.AWQLayout(),
         fp8.NAME: fp8.FP8Layout(),
         modelopt.NAME: modelopt.ModelOptLayout(),
@@ -48,6 +51,7 @@ def layout_of(config: Mapping[str, Any], infos: Infos) -> WeightLayout:
     readers: tuple[Callable[[Mapping[str, Any], Infos], WeightLayout | None], ...] = (
         llm_compressor.layout_of,
         gptq.layout_of,
+        auto_round.layout_of,
         awq.layout_of,
         fp8.layout_of,
         modelopt.layout_of,

@@ -487,8 +487,8 @@ class Export:
         "compressed-tensors",
         flag="--format",
         verbs=("export",),
-        help="compressed-tensors (default), gptq, gptq_v2, awq, fp8, modelopt, ipex or openvino: for other programs, gguf: for "
-        "llama.cpp, dequantized, or inc: Gaudi's files of a measurement.",
+        help="compressed-tensors (default), gptq, gptq_v2, auto_round, awq, fp8, modelopt, ipex or openvino: for other "
+        "programs, gguf: for llama.cpp, dequantized, or inc: Gaudi's files of a measurement.",
     )
     shard_size: str = setting(
         "4GiB", flag="--shard-size", metavar="SIZE", verbs=("export",), help="Largest weight file (default 4GiB)."

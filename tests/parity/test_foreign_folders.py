@@ -106,6 +106,21 @@ model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, device
 asked = torch.tensor([eval(prompt)])
 print("IDS", model.generate(asked, attention_mask=torch.ones_like(asked), max_new_tokens=16, do_sample=False)[0].tolist())
 """
+THEIR_LOGITS = """
+import sys
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+prompt, *folders = sys.argv[1:]
+for folder in folders:
+    model, report = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float16, device_map="cpu", output_loading_info=True
+    )
+    assert not any(report.values()), report
+    with torch.no_grad():
+        save_file({"logits": model(torch.tensor([eval(prompt)])).logits.float().contiguous()}, f"{folder}.safetensors")
+"""
 pytestmark = pytest.mark.slow
 
 
@@ -209,3 +224,30 @@ def test_folders_of_autoround_run_with_its_tokens_and_values(rounded):
         assert ((weight.dequantize() - source[f"{name}.weight"].float()).abs() <= 0.51 * step + 1e-6).float().mean() > 0.99, (
             name
         )
+
+
+@pytest.mark.proof(
+    formats="auto_round",
+    direction="written",
+    programs={"AutoRound": "auto-round"},
+    compared="logits within 0.03 of float32, as it computes in float16: 2, 3, 4 and 8 bits, symmetric or not, per group and "
+    "row; a head of 8 bits over layers of 4, one linear left as it is",
+    environment="AUTOROUND_ENV",
+)
+def test_autoround_computes_from_our_folders_what_they_say(tmp_path):
+    python = _python("AUTOROUND_ENV")
+    words = {scheme: ["--scheme", scheme] for scheme in ("W4A16", "W4A16_ASYM", "W8A16", "W3A16", "W2A16_ASYM")}
+    words["mixed"] = ["--scheme", "W4A16", "--head", "W8A16", "--ignore", "model.layers.1.mlp.up_proj"]
+    folders = []
+    for name, more in words.items():
+        made, folder = tmp_path / f"{name}-artifact", tmp_path / name
+        line = ["quantize", str(MODEL), "-o", str(made), *more, "--algorithm", "rtn", "-q"]
+        assert exit_code(cli, line) == 0
+        assert exit_code(cli, ["export", str(made), "-o", str(folder), "--format", "auto_round", "-q"]) == 0
+        folders.append(folder)
+    _run(python, THEIR_LOGITS, repr(PROMPT), *folders)
+    for folder in folders:
+        with torch.no_grad():
+            ours = load(folder, decoder="transformers", backend="reference").model(torch.tensor([PROMPT])).logits
+        theirs = load_file(f"{folder}.safetensors")["logits"]
+        torch.testing.assert_close(theirs, ours, rtol=0, atol=0.03)

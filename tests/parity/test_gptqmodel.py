@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.core.scheme import named
 from quantflow.formats import LAYOUTS
-from quantflow.formats.gptq import GPTQLayout
+from quantflow.formats.gptq.layout import GPTQLayout
 from quantflow.formats.weight_layout import integers
 
 ENVIRONMENT = os.environ.get("GPTQMODEL_ENV") or None

@@ -50,6 +50,8 @@ CASES = {
     "gptq 3 bits": Case("gptq", grouped(3), "scales", "g_idx", None, (("bits",), 4)),
     "gptq_v2": Case("gptq_v2", grouped(4, symmetric=False), "scales", "g_idx", "qzeros", (("bits",), 2)),
     "gptq_v2 8 bits": Case("gptq_v2", grouped(8, symmetric=False), "scales", "g_idx", None, (("bits",), 4)),
+    "auto_round": Case("auto_round", grouped(4), "scales", None, None, (("bits",), 8)),
+    "auto_round asymmetric": Case("auto_round", grouped(4, symmetric=False), "scales", None, "qzeros", (("bits",), 3)),
     "awq": Case("awq", grouped(4, symmetric=False), "scales", None, "qweight", (("bits",), 8)),
     "fp8": Case("fp8", with_group_size(preset("FP8_BLOCK"), 32), "weight_scale_inv"),
     "fp8 per tensor": Case("fp8", preset("FP8"), "weight_scale"),

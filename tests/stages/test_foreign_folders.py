@@ -43,6 +43,7 @@ CASES = {
     "gptq": Case("gptq", grouped(4)),
     "gptq act-order": Case("gptq", grouped(4), ordered=True),
     "gptq_v2 8 bits": Case("gptq_v2", grouped(8, symmetric=False)),
+    "auto_round": Case("auto_round", grouped(4)),
     "awq": Case("awq", grouped(4, symmetric=False)),
     "fp8": Case("fp8", with_group_size(preset("FP8_BLOCK"), 32)),
     "compressed-tensors": Case("compressed-tensors", grouped(4)),

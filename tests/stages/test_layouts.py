@@ -39,12 +39,19 @@ def said(capsys):
 
 
 @pytest.mark.parametrize(
-    ("scheme", "layout"), [("W4A16", "gptq"), ("W4A16", "gptq_v2"), ("W4A16", "awq"), ("FP8_BLOCK", "fp8")]
+    ("scheme", "layout", "method"),
+    [
+        ("W4A16", "gptq", "gptq"),
+        ("W4A16", "gptq_v2", "gptq"),
+        ("W4A16", "auto_round", "auto-round"),
+        ("W4A16", "awq", "awq"),
+        ("FP8_BLOCK", "fp8", "fp8"),
+    ],
 )
-def test_a_folder_in_another_layout_says_what_the_artifact_says(artifacts, said, tmp_path, scheme, layout):
+def test_a_folder_in_another_layout_says_what_the_artifact_says(artifacts, said, tmp_path, scheme, layout, method):
     assert run("export", artifacts[scheme], "-o", tmp_path / layout, "--format", layout, "-q") == 0
     config = json.loads((tmp_path / layout / "config.json").read_text())["quantization_config"]
-    assert config["quant_method"] == layout.removesuffix("_v2") and not (tmp_path / layout / "quantflow.json").exists()
+    assert config["quant_method"] == method and not (tmp_path / layout / "quantflow.json").exists()
     assert said(tmp_path / layout) == said(artifacts[scheme])
 
 

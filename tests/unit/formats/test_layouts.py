@@ -14,10 +14,10 @@ from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.core.scheme import PRESETS, LinearScheme, TensorScheme, named, preset, with_group_size
 from quantflow.errors import InputError, UnsupportedError
 from quantflow.formats import LAYOUTS, compressed_tensors, layout_of
-from quantflow.formats.gptq import GPTQLayout
+from quantflow.formats.gptq.layout import GPTQLayout
 from quantflow.formats.weight_layout import integers
 
-INTEGERS = ("compressed-tensors", "gptq", "gptq_v2", "awq", "ipex")
+INTEGERS = ("compressed-tensors", "gptq", "gptq_v2", "auto_round", "awq", "ipex")
 WITH_ZERO_POINTS = {"awq", "ipex"}  # always: symmetric weights are read from them as weights with zero points in the middle
 
 
@@ -111,15 +111,15 @@ def test_every_pair_of_layouts_that_hold_a_linear_gives_back_its_bytes(
     linear = linear_of(found, unit * rows, columns - columns % unit or unit * size, seed=seed, zeros=zeros)
     shape = tuple(linear.weight.qvalue.shape)
     able = [name for name in INTEGERS if LAYOUTS[name].why_not(found, shape) is None]
-    assert len(able) == (5 if bits == 4 else 3)
+    assert len(able) == (6 if bits == 4 else 4)
     there = scheme(bits, size, symmetric=False)
     stored = {name: LAYOUTS[name].encode("a", linear, scale_dtype=scale_dtype) for name in able}
     for left in able:
         for right in able:
             pointed = bool(WITH_ZERO_POINTS & {left, right})
             read = there if pointed else found
-            if symmetric and pointed and "compressed-tensors" in (left, right):
-                continue  # one has zero points and the other none: the bytes are of other tensors
+            if symmetric and pointed and {left, right} & {"compressed-tensors", "auto_round"}:
+                continue  # one has zero points and the other none: the bytes are of other tensors, or packed in another way
             first = LAYOUTS[left].decode("a", stored[left], read)
             assert torch.equal(first.dequantize(), linear.weight.dequantize())
             between = LAYOUTS[right].encode("a", first, scale_dtype=scale_dtype)
@@ -273,11 +273,18 @@ def test_a_value_that_a_layout_would_change_is_refused_with_what_it_would_become
         LAYOUTS["gptq_v2"].encode("a", linear, scale_dtype=torch.float16)
 
 
-@pytest.mark.parametrize("name", ["gptq", "awq", "fp8"])
+@pytest.mark.parametrize("name", ["gptq", "auto_round", "awq", "fp8"])
 def test_a_scheme_that_a_layout_cannot_hold_has_a_reason(name):
     wrong = preset("W8A8") if name == "fp8" else preset("FP8_DYNAMIC")
     assert "scheme" in str(LAYOUTS[name].why_not(wrong, (128, 128)))
     assert "scheme" in str(LAYOUTS[name].why_not(preset("W8A8"), (128, 128)))
+
+
+def test_groups_that_do_not_stand_together_are_refused_where_a_layout_has_no_words_for_them():
+    found = scheme(4, 32, symmetric=True)
+    linear = replace(linear_of(found, 32, 64), order=torch.arange(64).flip(0))
+    with pytest.raises(UnsupportedError, match="a: its groups are of inputs that do not stand together"):
+        LAYOUTS["auto_round"].with_order().encode("a", linear, scale_dtype=torch.float16)
 
 
 def damaged(layout: str, key: str, change) -> tuple[dict[str, torch.Tensor], LinearScheme]:
@@ -356,7 +363,7 @@ def test_layouts_that_are_not_read_are_refused_by_name(config, said):
         layout_of(config, {})
 
 
-@pytest.mark.parametrize("layout", ["gptq", "gptq_v2", "awq"])
+@pytest.mark.parametrize("layout", ["gptq", "gptq_v2", "auto_round", "awq"])
 def test_a_configuration_reads_back_as_the_schemes_that_it_was_written_for(layout):
     found = scheme(4, 32, symmetric=layout != "awq")
     config = LAYOUTS[layout].quantization_config({"m.a": found, "m.b": found}, ignore=["lm_head", "m.c"], model_type="llama")
@@ -365,7 +372,47 @@ def test_a_configuration_reads_back_as_the_schemes_that_it_was_written_for(layou
     assert layout_of(config, infos).schemes(config, shapes, infos) == {"m.a": found, "m.b": found}
 
 
-@pytest.mark.parametrize("layout", ["gptq", "gptq_v2", "awq", "ipex"])
+def test_autorounds_configuration_has_a_scheme_for_each_linear():
+    wide, plain = scheme(8, -1, symmetric=True), scheme(4, 32, symmetric=True)
+    schemes = {"model.layers.0.a": plain, "model.layers.0.b": wide, "model.layers.1.a": plain, "lm_head": plain}
+    layout = LAYOUTS["auto_round"]
+    config = layout.quantization_config(schemes, ignore=["model.layers.1.b", "score"], model_type="llama")
+    told = {"bits": 4, "group_size": 32, "sym": True, "data_type": "int", "block_name_to_quantize": "model.layers"}
+    assert config["quant_method"] == "auto-round" and config["packing_format"] == "auto_round:auto_gptq"
+    assert {key: config[key] for key in told} == told
+    assert config["extra_config"] == {
+        "model.layers.0.b": {"bits": 8, "group_size": -1, "sym": True, "data_type": "int"},
+        "lm_head": {"bits": 4, "group_size": 32, "sym": True, "data_type": "int"},
+        "model.layers.1.b": {"bits": 16, "data_type": "float"},
+    }
+    infos = {f"{name}.qweight": TensorInfo(name="", dtype="I32", shape=(8, 32), offset=0, nbytes=0) for name in schemes}
+    shapes = dict.fromkeys([*schemes, "model.layers.1.b"], (32, 64))
+    assert layout_of(config, infos).schemes(config, shapes, infos) == schemes
+
+
+def test_autoround_stores_the_zero_points_of_all_linears_in_one_way():
+    layout, plain, pointed = LAYOUTS["auto_round"], scheme(4, 32, symmetric=True), scheme(4, 32, symmetric=False)
+    config = layout.quantization_config({"model.layers.0.a": pointed}, ignore=[], model_type="llama")
+    assert config["packing_format"] == "auto_round:gptqmodel" and layout_of(config, {}).packing == "gptqmodel"
+    with pytest.raises(UnsupportedError, match="model.layers.0.a and model.layers.0.b: one has zero points, the other none"):
+        schemes = {"model.layers.0.a": pointed, "model.layers.0.b": plain}
+        layout.quantization_config(schemes, ignore=[], model_type="llama")
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(("packing", "version"), [("auto_gptq", "gptq"), ("gptqmodel", "gptq_v2")])
+def test_both_packings_of_autoround_are_read_as_the_version_of_gptqs_layout_that_they_are(packing, version, symmetric):
+    found = layout_of({"quant_method": "intel/auto-round", "packing_format": f"auto_round:{packing}"}, {})
+    plain = scheme(4, 32, symmetric=symmetric)
+    linear = linear_of(plain, 32, 64)
+    stored = LAYOUTS[version].encode("a", linear, scale_dtype=torch.float16)
+    del stored["a.g_idx"]
+    assert_same_bytes(found.encode("a", linear, scale_dtype=torch.float16), stored)
+    assert torch.equal(found.decode("a", stored, plain).dequantize(), linear.dequantize())
+    assert found.name == "auto_round" and not found.has_order
+
+
+@pytest.mark.parametrize("layout", ["gptq", "gptq_v2", "auto_round", "awq", "ipex"])
 def test_llama_cpps_types_are_refused_for_they_have_numbers_of_their_own(layout):
     assert "llama.cpp's" in str(LAYOUTS[layout].why_not(preset("Q4_K"), (256, 256)))
 

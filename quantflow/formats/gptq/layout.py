@@ -1,4 +1,6 @@
-"""GPTQ's layout, as AutoGPTQ, GPTQModel and AutoRound (`auto_round:auto_gptq`) write it and vLLM, TGI and transformers read it.
+"""GPTQ's layout, as AutoGPTQ and GPTQModel write it and vLLM, TGI and transformers read it.
+
+AutoRound has the same tensors in another configuration (quantflow/formats/gptq/auto_round.py).
 
 A linear called NAME, of bits b and G = I / group_size groups, is stored as
 
@@ -34,7 +36,6 @@ from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.core.scheme import LinearScheme, TensorScheme, named
 from quantflow.errors import InputError, SchemeError, UnsupportedError
 from quantflow.formats.weight_layout import (
-    AUTO_ROUND,
     Infos,
     checked,
     flag,
@@ -277,13 +278,6 @@ def layout_of(config: Mapping[str, Any], infos: Infos) -> GPTQLayout | None:
         UnsupportedError: a packing of this method that is not known here.
     """
     method, has_order = config.get("quant_method"), any(name.endswith(".g_idx") for name in infos)
-    if method in AUTO_ROUND:
-        packing_format = str(config.get("packing_format") or config.get("backend") or "")
-        if packing_format.endswith(":auto_gptq"):
-            return GPTQLayout(stored_less=1, has_order=has_order)
-        if packing_format.endswith(":gptqmodel"):
-            return GPTQLayout(stored_less=0, has_order=has_order)
-        return None
     if method != METHOD:
         return None
     version = config.get("checkpoint_format") or config.get("format") or NAME

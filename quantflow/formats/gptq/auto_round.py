@@ -1,0 +1,137 @@
+"""AutoRound's own format: GPTQ's tensors without g_idx, and a scheme for each linear.
+
+config.json has `quant_method` auto-round and one scheme for all linears. `extra_config` has what differs of some: their bits,
+group size and symmetry, or 16 bits where they are not quantized. `block_name_to_quantize` names the decoder layers, so that a
+head counts only where `extra_config` names it. The end of `packing_format` says how zero points are stored:
+
+| `packing_format`      | zero points are stored           | written here of                                               |
+|-----------------------|----------------------------------|---------------------------------------------------------------|
+| auto_round:auto_gptq  | less one, as in GPTQ's version 1 | symmetric weights, which AutoRound and vLLM read              |
+| auto_round:gptqmodel  | as they are, as in its version 2 | weights with zero points, of which AutoRound reads these alone |
+| auto_round:auto_awq   | AWQ's layout                     | nothing; quantflow/formats/awq.py reads it                    |
+
+Source: github.com/intel/auto-round 0.16.1, `auto_round/export/export_to_autoround/export.py` and `inference/backend.py`.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantflow.core.qtensor import QuantizedLinear
+from quantflow.core.scheme import LinearScheme, TensorScheme
+from quantflow.errors import UnsupportedError
+from quantflow.formats.gptq.layout import GPTQLayout
+from quantflow.formats.weight_layout import AUTO_ROUND, Infos
+
+NAME = "auto_round"
+_LESS = {"auto_gptq": 1, "gptqmodel": 0}  # the end of `packing_format` -> what zero points are stored less
+_PLAIN = {"bits": 16, "data_type": "float"}  # of a linear that is not quantized
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutoRoundLayout:
+    """The format.
+
+    Attributes:
+        packing: the end of the `packing_format` of a folder that is read; None where one is written, of what the weights are.
+        has_order: whether files have g_idx.
+    """
+
+    packing: str | None = None
+    has_order: bool = False
+
+    @property
+    def name(self) -> str:
+        """Its key of `quantflow.formats.LAYOUTS`."""
+        return NAME
+
+    @property
+    def reordered(self) -> bool:
+        """Whether groups may be of inputs that do not stand together: never."""
+        return False
+
+    def with_order(self) -> "AutoRoundLayout":
+        """Return the layout itself: it has no words for groups of inputs that do not stand together."""
+        return self
+
+    def why_not(self, scheme: LinearScheme, shape: tuple[int, int]) -> str | None:
+        """Return why the layout cannot hold a linear of `shape` (O, I), in a sentence; None when it can."""
+        return self._tensors(scheme).why_not(scheme, shape)
+
+    def tensor_names(self, name: str, scheme: LinearScheme) -> tuple[str, ...]:
+        """Return the names of the tensors that hold the linear `name` (without `.weight`)."""
+        return self._tensors(scheme).tensor_names(name, scheme)
+
+    def encode(self, name: str, linear: QuantizedLinear, *, scale_dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return the tensors of a linear; see `WeightLayout.encode`."""
+        return self._tensors(linear.scheme).encode(name, linear, scale_dtype=scale_dtype)
+
+    def decode(self, name: str, tensors: Mapping[str, Tensor], scheme: LinearScheme) -> QuantizedLinear:
+        """Return the linear; see `TensorLayout.decode`."""
+        return self._tensors(scheme).decode(name, tensors, scheme)
+
+    def quantization_config(
+        self, schemes: Mapping[str, LinearScheme], *, ignore: Sequence[str], model_type: str
+    ) -> dict[str, Any]:
+        """Return the `quantization_config` of config.json; see `WeightLayout.quantization_config`."""
+        del model_type
+        packings = {_packing(scheme.weights): name for name, scheme in schemes.items()}
+        if len(packings) > 1:
+            first, second = packings.values()
+            cause = f"{first} and {second}: one has zero points, the other none; {NAME} stores those of all linears in one way"
+            raise UnsupportedError(cause, "keep it as compressed-tensors, or quantize all linears symmetric")
+        rules = {name: _rule(scheme.weights) for name, scheme in schemes.items()}
+        counted = Counter(tuple(rule.items()) for name, rule in rules.items() if _block(name))
+        base = dict(counted.most_common(1)[0][0]) if counted else next(iter(rules.values()))
+        extra = {name: rule for name, rule in rules.items() if rule != base or not _block(name)}
+        extra |= {name: _PLAIN for name in ignore if _block(name)}
+        (packing,) = packings
+        return {
+            "quant_method": AUTO_ROUND[0],
+            "packing_format": f"{NAME}:{packing}",
+            **base,
+            "block_name_to_quantize": ",".join(dict.fromkeys(filter(None, map(_block, schemes)))),
+            **({"extra_config": extra} if extra else {}),
+            "meta": {"quantizer": ["quantflow"]},
+        }
+
+    def schemes(
+        self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]], infos: Infos
+    ) -> dict[str, LinearScheme]:
+        """Return the scheme of each quantized linear; see `WeightLayout.schemes`."""
+        return GPTQLayout(stored_less=0).schemes(config, shapes, infos)
+
+    def _tensors(self, scheme: LinearScheme) -> GPTQLayout:
+        packing = self.packing or _packing(scheme.weights)
+        return GPTQLayout(stored_less=_LESS[packing], has_order=self.has_order)
+
+
+def _packing(weights: TensorScheme) -> str:
+    return "auto_gptq" if weights.symmetric else "gptqmodel"
+
+
+def _rule(weights: TensorScheme) -> dict[str, Any]:
+    return {"bits": weights.num_bits, "group_size": weights.group_size or -1, "sym": weights.symmetric, "data_type": "int"}
+
+
+def _block(name: str) -> str | None:
+    """Return what the decoder layers of a linear are called, `model.layers`; None of a linear outside of them."""
+    return found[1] if (found := re.match(r"(.+?)\.\d+\.", name)) else None
+
+
+def layout_of(config: Mapping[str, Any], infos: Infos) -> AutoRoundLayout | None:
+    """Return the layout if a quantization_config names it; None for another method, or another packing of AutoRound's.
+
+    Args:
+        config: of config.json.
+        infos: headers of all tensors.
+    """
+    _, colon, packing = str(config.get("packing_format") or config.get("backend") or "").rpartition(":")
+    if config.get("quant_method") not in AUTO_ROUND or not colon or packing not in _LESS:
+        return None
+    return AutoRoundLayout(packing=packing, has_order=any(name.endswith(".g_idx") for name in infos))
