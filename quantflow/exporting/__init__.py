@@ -126,7 +126,7 @@ EXPORTERS: Mapping[str, Exporter] = MappingProxyType(
         ),
         "gptq": _of_layout("vLLM, and what else reads GPTQ's layout, version 1"),
         "gptq_v2": _of_layout("what reads GPTQ's layout, version 2, which has zero points of 0"),
-        "auto_round": _of_layout("AutoRound, and what else reads its format: other bits for some linears"),
+        "auto_round": _of_layout("AutoRound, and what else reads its format; linears may differ in bits"),
         "awq": _of_layout("vLLM, and what else reads AWQ's gemm layout"),
         "fp8": _of_layout("what reads float8 in blocks or per tensor", options=("shard_size",)),
         "modelopt": _of_layout("TensorRT-LLM, vLLM and SGLang, as of NVIDIA's Model Optimizer", options=("shard_size",)),

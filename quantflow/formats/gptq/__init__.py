@@ -1,1 +1,1 @@
-"""Weights in GPTQ's words: the layout itself, and AutoRound's format, which has its tensors in another configuration."""
+"""GPTQ's layout, and AutoRound's format: the same tensors with another configuration."""

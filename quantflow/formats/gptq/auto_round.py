@@ -4,11 +4,11 @@ config.json has `quant_method` auto-round and one scheme for all linears. `extra
 group size and symmetry, or 16 bits where they are not quantized. `block_name_to_quantize` names the decoder layers, so that a
 head counts only where `extra_config` names it. The end of `packing_format` says how zero points are stored:
 
-| `packing_format`      | zero points are stored           | written here of                                               |
-|-----------------------|----------------------------------|---------------------------------------------------------------|
-| auto_round:auto_gptq  | less one, as in GPTQ's version 1 | symmetric weights, which AutoRound and vLLM read              |
-| auto_round:gptqmodel  | as they are, as in its version 2 | weights with zero points, of which AutoRound reads these alone |
-| auto_round:auto_awq   | AWQ's layout                     | nothing; quantflow/formats/awq.py reads it                    |
+| `packing_format`     | zero points are stored           | written here for                                               |
+|----------------------|----------------------------------|----------------------------------------------------------------|
+| auto_round:auto_gptq | less one, as in GPTQ's version 1 | symmetric weights; vLLM reads it too                           |
+| auto_round:gptqmodel | as they are, as in its version 2 | other weights: AutoRound reads auto_gptq as symmetric on a CPU |
+| auto_round:auto_awq  | as AWQ's layout has them         | nothing; quantflow/formats/awq.py reads it                     |
 
 Source: github.com/intel/auto-round 0.16.1, `auto_round/export/export_to_autoround/export.py` and `inference/backend.py`.
 """
@@ -30,7 +30,7 @@ from quantflow.formats.weight_layout import AUTO_ROUND, Infos
 
 NAME = "auto_round"
 _LESS = {"auto_gptq": 1, "gptqmodel": 0}  # the end of `packing_format` -> what zero points are stored less
-_PLAIN = {"bits": 16, "data_type": "float"}  # of a linear that is not quantized
+_PLAIN = {"bits": 16, "data_type": "float"}  # the rule of a linear that is not quantized
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,8 @@ class AutoRoundLayout:
     """The format.
 
     Attributes:
-        packing: the end of the `packing_format` of a folder that is read; None where one is written, of what the weights are.
+        packing: the end of the `packing_format` of a folder that is read; None where a
+            folder is written: symmetric weights get auto_gptq, others gptqmodel.
         has_order: whether files have g_idx.
     """
 
