@@ -379,6 +379,7 @@ def test_autorounds_configuration_has_a_scheme_for_each_linear():
     config = layout.quantization_config(schemes, ignore=["model.layers.1.b", "score"], model_type="llama")
     told = {"bits": 4, "group_size": 32, "sym": True, "data_type": "int", "block_name_to_quantize": "model.layers"}
     assert config["quant_method"] == "auto-round" and config["packing_format"] == "auto_round:auto_gptq"
+    assert layout.tensor_names("a", plain) == ("a.qweight", "a.qzeros", "a.scales")  # no g_idx
     assert {key: config[key] for key in told} == told
     assert config["extra_config"] == {
         "model.layers.0.b": {"bits": 8, "group_size": -1, "sym": True, "data_type": "int"},
