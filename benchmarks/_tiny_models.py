@@ -66,6 +66,12 @@ INDEXER = {
     "indexer_compress_ratio": 4,
 }
 ROTATED_IN_THREE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}  # half a head together
+SHARED_ATTENTION = {  # the second layer's is the third's too
+    "num_hidden_layers": 3,
+    "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
+    "attention_hidden_size": 128,
+    "attention_head_dim": 32,
+}
 OWN: dict[str, dict[str, Any]] = {  # what one type needs beside that
     "axk2": {"gated_norm_rank": 32},
     "bamba": {"attn_layer_indices": [1]},
@@ -73,6 +79,17 @@ OWN: dict[str, dict[str, Any]] = {  # what one type needs beside that
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
     "dbrx": {"attn_config.kv_n_heads": 2, "attn_config.rope_theta": 10000.0, "attn_config.clip_qkv": 8.0},
     "deepseek_v2": {"topk_method": "greedy", "num_experts_per_tok": 2},
+    "deepseek_v4": {
+        "num_hidden_layers": 4,
+        "layer_types": [
+            "sliding_attention",
+            "compressed_sparse_attention",
+            "heavily_compressed_attention",
+            "sliding_attention",
+        ],
+        "mlp_layer_types": ["hash_moe", "hash_moe", "moe", "moe"],
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+    },
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "dots3_note_text": {"num_key_value_heads": 4},
     "gemma3n_text": {"num_kv_shared_layers": 0},
@@ -85,18 +102,13 @@ OWN: dict[str, dict[str, Any]] = {  # what one type needs beside that
     "mamba2": {"num_heads": 8},
     "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
     "recurrent_gemma": {"num_hidden_layers": 3},  # the third keeps keys and values
+    "phi4_multimodal": {"vision_config.num_hidden_layers": 3},  # none of its towers is as deep as the decoder
     "qwen4_exp": {f"text_config.{key}": value for key, value in INDEXER.items()},
     "qwen4_exp_text": INDEXER,
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), {"text_config.rope_parameters": ROTATED_IN_THREE}),
     "xlstm": {"qk_dim_factor": 1.0},
     "xmod": {"default_language": "en_XX"},
-    "zamba": {
-        "num_hidden_layers": 3,  # the second shares its attention with the third
-        "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
-        "attention_hidden_size": 128,
-        "attention_head_dim": 32,
-    },
-    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"]},
+    **dict.fromkeys(("zamba", "zamba2"), SHARED_ATTENTION),
     "zaya": {"num_experts_per_tok": 1},
 }
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {  # more layouts of a type
@@ -185,6 +197,9 @@ def write_model(config: PreTrainedConfig, folder: Path) -> None:
                 parameter.normal_(0, 0.1)
             elif name.endswith("bias"):
                 parameter.normal_(0, 0.05)
+        for name, table in model.named_buffers():
+            if name.endswith(".tid2eid"):  # the experts of each token, zeros before a checkpoint is read
+                table.copy_((torch.arange(len(table))[:, None] + torch.arange(table.shape[1])) % config.n_routed_experts)
     model.to(torch.bfloat16).save_pretrained(folder)
     for name in TOKENIZER_FILES:
         shutil.copyfile(EXAMPLE / name, folder / name)

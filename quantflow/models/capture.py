@@ -160,7 +160,8 @@ class LayerStream:
     def begin(self, sequences: Sequence[Tensor], *, hidden: HiddenStates | None = None) -> list[State]:
         """Embed sequences, one per forward, and record what every decoder layer is called with.
 
-        Of the embedding only the rows that the sequences name are read.
+        Of the embedding only the rows that the sequences name are read, and that of padding: it is what a model that reads
+        images too puts where a sequence names one.
 
         Args:
             sequences: token ids, int64 [S] each.
@@ -183,13 +184,15 @@ class LayerStream:
         if not sequences:
             return []
         store = HiddenStates(len(sequences), device=self.device) if hidden is None else hidden
-        ids = torch.unique(torch.cat(list(sequences)))  # [n], ascending
+        padding = text_config(self.model.config).pad_token_id
+        padding = padding if padding in range(vocabulary) else None
+        ids = torch.unique(torch.cat([*sequences, torch.tensor([] if padding is None else [padding]).long()]))  # [n], ascending
         rows = self.weights.read_rows(self.names.to_source[f"{self._embedding}.weight"], ids).to(self.dtype)
         pool = TensorPool(self.device)
         base = self._base()
         prefix = "".join(f"{name}." for name, module in self.model.named_modules() if module is base and name)
         outer = [name for name in self._outer if name.startswith(prefix) and name != f"{self._embedding}.weight"]
-        with self._resident(outer), self._in_place_of(self._embedding, Rows(ids, rows, self._embeds)):
+        with self._resident(outer), self._in_place_of(self._embedding, Rows(ids, rows, self._embeds, padding=padding)):
             return [self._record(sequence, pool, store, index) for index, sequence in enumerate(sequences)]
 
     def _base(self) -> Any:

@@ -363,6 +363,7 @@ def traced(model: PreTrainedModel, place: str) -> tuple[TracedLayer, ...]:
             cause = f"{model.config.model_type}: its layers cannot be traced: {type(error).__name__}: {first_line(error)}"
             raise UnsupportedError(cause, _OTHER) from error
     _require_chain(record, names, model.config.model_type)
+    _require_own_weights(model, names)
     return tuple(_layer(record, model, name) for name in names)
 
 
@@ -394,6 +395,19 @@ def _require_chain(record: Record, names: Sequence[str], kind: str) -> None:
         if read := sorted(linear for linear in _depends(record, called.others) if linear.startswith(inside)):
             raise UnsupportedError(f"{kind}: {name} reads {read[0]} beside the hidden state", _OTHER)
         before = called
+
+
+def _require_own_weights(model: PreTrainedModel, names: Sequence[str]) -> None:
+    """Refuse layers that share a weight: of a checkpoint that holds it once, each would make another one.
+
+    Raises:
+        UnsupportedError: two layers share a weight; names both.
+    """
+    layers = [f"{name}." for name in names]
+    for name, twin in model.all_tied_weights_keys.items():
+        owners = {prefix for prefix in layers for tied in (name, twin) if tied.startswith(prefix)}
+        if len(owners) > 1:
+            raise UnsupportedError(f"{model.config.model_type}: {name} and {twin} are one weight of two layers", _OTHER)
 
 
 def layers_of(model: PreTrainedModel) -> str:

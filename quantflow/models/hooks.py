@@ -18,12 +18,19 @@ KVCallback = Callable[[int, Tensor, Tensor], None]
 QueryCallback = Callable[[Tensor], None]
 
 
+class _NoLayers(list[Any]):
+    """The layers of a cache that has none: a model that looks for states of its own with one of them runs without states."""
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return None, as where there is no cache."""
+
+
 class _Passing(Cache):  # type: ignore[misc]
     """A cache that stores nothing: a layer that keeps states of another kind beside keys and values begins without them."""
 
     def __init__(self) -> None:
         """Keep nothing."""
-        super().__init__(layers=[])
+        super().__init__(layers=_NoLayers())
 
     def get_conv_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> None:
         """Return None: there is no earlier token."""

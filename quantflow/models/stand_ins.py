@@ -111,38 +111,32 @@ class NoEmbedding(nn.Module):
     """Stands for the embedding before layers that were stood for: what it returns is read by none of them."""
 
     def __init__(self, embedding: Any, *, dtype: torch.dtype, device: Device) -> None:
-        """Take the place of an embedding whose weight [V, E] is on meta; `dtype`, `device`: of what it returns.
-
-        Some families move token ids to the device of the weight first, so theirs says nothing.
-        """
+        """Take the place of an embedding whose weight [V, E] is on meta; `dtype`, `device`: of what it returns."""
         super().__init__()
-        self._device = device.kind
-        self.weight = torch.empty(embedding.weight.shape, dtype=dtype, device="meta")  # families ask for its dtype
+        nothing = torch.zeros((), dtype=dtype, device=device.kind)
+        self.weight = nothing.expand(embedding.weight.shape)  # no memory; families ask for its dtype, device and rows
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return zeros, [..., E] of ids [...]."""
-        return torch.zeros((*ids.shape, self.weight.shape[1]), dtype=self.weight.dtype, device=self._device)
+        return self.weight.new_zeros((*ids.shape, self.weight.shape[1]))
 
 
 class Rows(nn.Module):
     """Stands for an embedding: holds the rows that some sequences need, and does with them what the embedding does."""
 
-    def __init__(self, ids: Tensor, weight: Tensor, embedding: Any) -> None:
+    def __init__(self, ids: Tensor, weight: Tensor, embedding: Any, *, padding: int | None = None) -> None:
         """Answer for these ids.
 
         Args:
             ids: int64 [n], ascending.
             weight: [n, H], their rows.
-            embedding: what it stands for; some multiply what they return by a number.
+            embedding: what it stands for, of [V, H]; some multiply what they return by a number.
+            padding: one of the ids, whose row a model that reads images too asks for by itself.
         """
         super().__init__()
         self.ids, self.inner = ids, with_rows(embedding, weight)
-
-    @property
-    def weight(self) -> Tensor:
-        """The rows that are held, [n, H]: families ask for their dtype and device."""
-        weight: Tensor = self.inner.weight
-        return weight
+        shown = weight[:1] if padding is None else weight[ids == padding]
+        self.weight = shown.expand(embedding.num_embeddings, -1)  # [V, H], no memory; families ask for its dtype and device
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return what the embedding makes of ids whose rows it holds, [..., H]."""

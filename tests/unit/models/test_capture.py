@@ -9,7 +9,11 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV4Config,
+    DeepseekV4ForCausalLM,
     DynamicCache,
+    Gemma4Config,
+    Gemma4ForConditionalGeneration,
     GemmaConfig,
     GemmaForCausalLM,
     GPTNeoXConfig,
@@ -419,3 +423,50 @@ def test_a_head_with_a_bias_adds_it(tmp_path):
             stream.advance(layer, [state])
     with torch.no_grad():
         assert torch.allclose(stream.finish(state.hidden), model(SEQUENCES[0][None]).logits, atol=1e-5)
+
+
+@pytest.mark.parametrize("padding", [0, 2, 40])
+@torch.no_grad()
+def test_a_text_that_names_an_image_has_paddings_row_in_its_place(tmp_path, padding):
+    """The model takes one row of the embedding's weight by itself, and looks the others up."""
+    image = int(SEQUENCES[0][1])
+    sizes = {"num_key_value_heads": 2, "head_dim": 8, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 50}
+    text = SHAPE | sizes | {"layer_types": ["full_attention"] * 3, "pad_token_id": padding}
+    config = Gemma4Config(text_config=text, vision_config=None, audio_config=None, image_token_id=image)
+    torch.manual_seed(0)
+    model = Gemma4ForConditionalGeneration(config).eval()
+    for parameter in model.parameters():
+        parameter.normal_(0, 0.3)
+    model.save_pretrained(tmp_path)
+    stream = stream_of(tmp_path)
+    (state,) = through_layers(stream, stream.begin(SEQUENCES[:1]))
+    found = stream.finish(state.hidden)
+    expected = model(SEQUENCES[0][None]).logits
+    assert expected.std() > 0.1 and torch.allclose(found, expected, atol=1e-5)
+
+
+@torch.no_grad()
+def test_attention_that_keeps_states_of_its_own_in_the_cache_runs_without_them(tmp_path):
+    kinds = ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"]
+    rates = {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4}
+    sizes = {"head_dim": 16, "qk_rope_head_dim": 8, "q_lora_rank": 16, "o_lora_rank": 8, "o_groups": 2, "index_n_heads": 2}
+    sizes |= {
+        "index_head_dim": 16,
+        "index_topk": 2,
+        "moe_intermediate_size": 24,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+    }
+    config = DeepseekV4Config(**SHAPE, **sizes, layer_types=kinds, mlp_layer_types=["moe"] * 3, compress_rates=rates)
+    torch.manual_seed(0)
+    model = DeepseekV4ForCausalLM(config).eval()
+    for parameter in model.parameters():
+        parameter.normal_(0, 0.3)
+    model.save_pretrained(tmp_path)
+    stream = stream_of(tmp_path)
+    seen = []
+    recorder = KVRecorder(lambda index, _key, _value: seen.append(index))
+    (state,) = through_layers(stream, stream.begin(SEQUENCES[:1]), cache=recorder)
+    expected = model(SEQUENCES[0][None]).logits
+    assert seen == [0, 1, 2]
+    assert expected.std() > 0.1 and torch.allclose(stream.finish(state.hidden), expected, atol=1e-5)

@@ -320,3 +320,13 @@ def test_layers_that_read_more_of_earlier_ones_than_the_hidden_state_are_refused
     del record.called["layers.1"]
     with pytest.raises(UnsupportedError, match=r"odd: layers.1 was not called with one hidden state"):
         discovery._require_chain(record, names, "odd")
+
+
+def test_layers_that_share_a_weight_are_refused_with_both_names():
+    kinds = ["linear_attention", "hybrid", "hybrid"]
+    sizes = {"num_hidden_layers": 3, "attention_hidden_size": 128, "attention_head_dim": 32, "n_mamba_heads": 2}
+    config = config_of("zamba", **sizes, layers_block_type=kinds)
+    with pytest.raises(
+        UnsupportedError, match=r"layers[.]2[.]shared_transf.* and .*layers[.]1[.].* are one weight of two layers"
+    ):
+        graph_of(config)

@@ -17,6 +17,13 @@ def test_the_rows_that_are_held_are_those_of_the_whole_embedding():
     assert torch.equal(Rows(ids, table[ids], nn.Embedding.from_pretrained(table))(wanted), functional.embedding(wanted, table))
 
 
+def test_paddings_row_is_the_one_that_a_model_may_ask_for_by_itself():
+    table = torch.arange(40.0).reshape(10, 4)  # [10, 4]
+    ids = torch.tensor([1, 4, 9])
+    rows = Rows(ids, table[ids], nn.Embedding.from_pretrained(table), padding=9)
+    assert rows.weight.shape == table.shape and torch.equal(rows.weight[9], table[9])
+
+
 def test_the_head_in_parts_is_the_whole_head(monkeypatch):
     torch.manual_seed(0)
     weight, hidden = torch.randn(11, 8).bfloat16(), torch.randn(1, 3, 8)
