@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
@@ -47,6 +48,10 @@ if TYPE_CHECKING:
     from quantflow.planning.recipe import Quantize
 
 torch.set_num_threads(1)  # where something imported it earlier
+
+# How long a case takes says how busy the machine is, nothing of the code.
+settings.register_profile("untimed", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 VOCABULARY = 320
 

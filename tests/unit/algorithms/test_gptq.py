@@ -219,7 +219,7 @@ def test_independent_inputs_are_rounded_to_nearest(scheme):
     assert torch.equal(ours.weight.qvalue, nearest_on(weight, ours))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.integers(0, 2**31), st.integers(-40, 40), st.sampled_from(SCHEMES))
 def test_the_size_of_the_inputs_and_the_company_of_a_row_change_nothing(seed, exponent, scheme):
     weight, x = random(5, 64, seed=seed), correlated_inputs(96, 64, seed=seed)

@@ -143,7 +143,7 @@ def test_integer_zero_points_with_fitted_scales_beat_the_papers_float_zero_point
     assert objective(weight, run(weight, PRESETS["W4A16_ASYM"]), p=0.7).sum() < paper
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(0, 2**31),
     st.sampled_from(SCHEMES),
@@ -160,7 +160,7 @@ def test_no_scale_has_a_larger_sum_than_rounding_to_nearest(seed, scheme, size, 
     assert ours.decisions["objective"] <= ours.decisions["objective_rtn"]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(0, 2**31), st.sampled_from(SCHEMES), st.integers(-30, 30))
 def test_the_size_of_the_weights_changes_nothing(seed, scheme, exponent):
     weight = heavy_tailed(3, 32, seed=seed)

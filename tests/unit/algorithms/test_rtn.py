@@ -67,7 +67,7 @@ def test_float8_worked_by_hand():  # scale 896 / 448 = 2; 9.5 lies between 9 and
     assert quantized.qvalue.float().tolist() == [[-448.0, 10.0, 1.5]]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 2**31), st.sampled_from(INT_SCHEMES), st.floats(1e-6, 1e6))
 def test_no_value_is_further_than_half_a_step(seed, scheme, size):
     weight = random(4, 32, seed=seed) * size
@@ -77,7 +77,7 @@ def test_no_value_is_further_than_half_a_step(seed, scheme, size):
     assert ((quantized.dequantize() - weight).abs() <= 0.5001 * step).all()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(0, 2**31), st.sampled_from(FLOAT_SCHEMES), st.floats(1e-6, 1e6))
 def test_float8_keeps_four_significant_bits(seed, scheme, size):
     weight = random(4, 32, seed=seed) * size

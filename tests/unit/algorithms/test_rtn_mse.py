@@ -62,7 +62,7 @@ def test_a_range_cut_to_fifteen_sixteenths_worked_by_hand():
     assert run(weight, INT4, by=rtn).weight.scale.item() == pytest.approx(8.5 / 7.5, rel=1e-6)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 2**31), st.sampled_from(SCHEMES), st.floats(1e-6, 1e6), st.sampled_from([random, heavy_tailed]))
 def test_no_scale_loses_more_than_that_of_the_whole_range(seed, scheme, size, values):
     weight = values(4, 32, seed=seed) * size

@@ -205,7 +205,7 @@ def test_from_negative_scales_it_learns_what_it_does_of_the_turned_weights_from_
         assert other[name].decisions == result.decisions
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.integers(0, 2**31),
     st.sampled_from([INT4, INT4_ASYM, INT2, scheme_of(8)]),

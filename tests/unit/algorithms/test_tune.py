@@ -53,7 +53,7 @@ def test_the_gradient_counts_from_the_zero_point():
     assert tune.slope(start, tune.begin("w", start), torch.tensor([[10.0, 4.0]])).tolist() == [[3.0]]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     rows=st.integers(1, 9),
     groups=st.integers(1, 4),

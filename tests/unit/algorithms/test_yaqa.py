@@ -269,7 +269,7 @@ def test_outputs_that_are_alike_are_rounded_as_gptq_rounds_them(monkeypatch, sch
     assert torch.equal(run(weight, scheme, statistics).weight.qvalue, plain.weight.qvalue)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(seed=st.integers(0, 1000), inputs=st.integers(-8, 8), outputs=st.integers(-8, 8))
 def test_the_sizes_of_inputs_and_gradients_change_nothing(seed, inputs, outputs):
     weight, statistics = random(6, 32, seed=seed), statistics_of(6, 32, seed=seed)

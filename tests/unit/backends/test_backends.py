@@ -180,7 +180,7 @@ def test_a_kernel_does_not_saturate_its_sums_when_every_qvalue_is_at_the_end_of_
         agree(backend, quantized(scheme, (16, 4096), qvalue=qvalue), sign * torch.full((2, 4096), 3.75))
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(rows=st.integers(1, 40), outputs=st.integers(1, 40), columns=st.integers(2, 130), seed=st.integers(0, 2**20))
 def test_int8_mm_agrees_with_the_oracle_at_any_shape(rows, outputs, columns, seed):
     for preset in ("W8A8", "W8A8_STATIC"):
@@ -188,14 +188,14 @@ def test_int8_mm_agrees_with_the_oracle_at_any_shape(rows, outputs, columns, see
         agree(int8_mm, linear, inputs("random", (rows, columns), seed=seed))
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(rows=st.integers(1, 40), outputs=st.integers(1, 40), tiles=st.integers(1, 9), seed=st.integers(0, 2**20))
 def test_int8_pack_agrees_with_the_oracle_at_any_shape_it_accepts(rows, outputs, tiles, seed):
     linear = quantized(PRESETS["W8A16"], (outputs, 16 * tiles), seed=seed)
     agree(int8_pack, linear, inputs("random", (rows, 16 * tiles), seed=seed))
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     rows=st.integers(1, 40),
     tiles=st.integers(1, 4),
@@ -228,7 +228,7 @@ def test_nan_in_an_input_reaches_the_output_of_its_token_only(backend, scheme, d
 
 
 @pytest.mark.skipif(NO_KERNELS is not None, reason=str(NO_KERNELS))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(rows=st.integers(0, 40), outputs=st.integers(1, 140), columns=st.integers(1, 130), seed=st.integers(0, 2**20))
 def test_our_own_kernels_agree_with_the_oracle_at_any_shape(rows, outputs, columns, seed):
     for backend, scheme in OURS:
@@ -238,7 +238,7 @@ def test_our_own_kernels_agree_with_the_oracle_at_any_shape(rows, outputs, colum
 
 
 @pytest.mark.skipif(NO_KERNELS is not None, reason=str(NO_KERNELS))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(
     rows=st.integers(1, 40),
     outputs=st.integers(1, 140),

@@ -216,7 +216,7 @@ def test_a_stored_scale_is_what_the_file_gives_back(dtype, scale, expected):
 
 
 @pytest.mark.parametrize("scheme", [INT2, INT3, INT4, INT8])
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(values=st.lists(reals, min_size=1, max_size=8))
 def test_a_symmetric_error_is_at_most_half_a_step(scheme, values):
     x = tensor(*values)
@@ -226,7 +226,7 @@ def test_a_symmetric_error_is_at_most_half_a_step(scheme, values):
 
 
 @pytest.mark.parametrize("scheme", [INT2_ASYM, INT3_ASYM, INT4_ASYM, INT8_ASYM])
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(values=st.lists(reals, min_size=1, max_size=8))
 def test_an_asymmetric_error_is_at_most_half_a_step_and_zero_is_exact(scheme, values):
     x = tensor(*values, 0.0)
@@ -237,7 +237,7 @@ def test_an_asymmetric_error_is_at_most_half_a_step_and_zero_is_exact(scheme, va
     assert ((rounded.double() - x.double()).abs() <= scale.double() * 0.5001).all()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(values=st.lists(reals, min_size=1, max_size=8))
 def test_a_float8_error_is_at_most_a_sixteenth_or_half_a_subnormal_step(values):
     x = tensor(*values)
@@ -248,7 +248,7 @@ def test_a_float8_error_is_at_most_a_sixteenth_or_half_a_subnormal_step(values):
 
 
 @pytest.mark.parametrize("scheme", [INT2, INT3, INT4, INT8, INT2_ASYM, INT3_ASYM, INT4_ASYM, INT8_ASYM, FP8])
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(values=st.lists(st.floats(width=32, min_value=-1e6, max_value=1e6), min_size=2, max_size=8))
 def test_quantizing_twice_changes_nothing_and_order_is_kept(scheme, values):
     x = tensor(*sorted(values))
@@ -292,7 +292,7 @@ def test_a_scale_rounded_to_a_power_of_two_is_the_next_one_that_is_not_below(ama
     assert affine.scale_from_amax(torch.tensor([amax]), scheme).tolist() == [scale]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.floats(1e-30, 1e30), st.sampled_from(["e4m3fn", "e5m2", "e4m3fnuz", "gaudi2"]))
 def test_scales_of_powers_of_two_cut_nothing_and_are_less_than_twice_the_plain_ones(amax, flavour):
     scheme = TensorScheme(kind="float", num_bits=8, granularity="per_tensor", float8=flavour)

@@ -191,7 +191,7 @@ def test_codes_of_e4m3fn_mean_half_as_much_in_e4m3fnuz_but_for_nan_and_minus_zer
 
 
 @pytest.mark.parametrize("flavour", LAYOUT)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(value=st.floats(width=32, allow_nan=False))
 def test_casting_twice_changes_nothing(flavour, value):
     once = float8.cast(torch.tensor([value]), flavour)

@@ -34,7 +34,7 @@ def test_values_per_group_are_repeated_over_its_columns():
     assert groups.expand(torch.tensor([[9]]), 3).tolist() == [[9, 9, 9]]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(rows=st.integers(0, 4), count=st.integers(1, 5), size=st.integers(1, 5))
 def test_flattening_the_groups_of_a_row_gives_the_row_back(rows, count, size):
     weight = torch.arange(rows * count * size).reshape(rows, count * size)
@@ -43,7 +43,7 @@ def test_flattening_the_groups_of_a_row_gives_the_row_back(rows, count, size):
     assert torch.equal(split.flatten(1), weight)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(rows=st.integers(1, 4), count=st.integers(1, 5), size=st.integers(1, 5))
 def test_expand_gives_each_column_the_value_of_its_group(rows, count, size):
     per = torch.arange(rows * count).reshape(rows, count)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from quantflow.algorithms import rtn
@@ -73,7 +73,6 @@ def test_groups_of_zeros_are_counted():
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.name)
 @pytest.mark.parametrize("cards", [2, 4])
-@settings(deadline=None)
 @given(seed=st.integers(0, 10_000), exponent=st.integers(-30, 12))
 def test_what_cards_round_and_join_is_what_one_process_rounds(scheme, cards, seed, exponent):
     generator = torch.Generator().manual_seed(seed)

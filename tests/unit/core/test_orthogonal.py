@@ -65,7 +65,7 @@ def test_a_size_without_a_known_matrix_is_rotated_block_by_block(size, block):
     assert int((q[0] != 0).sum()) == block
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(0, 2**31), st.sampled_from([2, 12, 24, 64, 96]), st.integers(1, 3))
 def test_rows_and_columns_are_rotated_as_by_the_matrix(seed, size, times):
     generator = torch.Generator().manual_seed(seed)
@@ -116,7 +116,7 @@ def test_blocks_are_mixed_by_the_matrix_that_compressed_tensors_has(block):
     torch.testing.assert_close(mixed(x, block).double(), expected, rtol=0, atol=2e-6)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(0, 7), st.integers(1, 5), st.integers(0, 3), st.integers(0, 2**31))
 def test_mixing_twice_gives_back_what_was_mixed_and_keeps_lengths(log2, blocks, rows, seed):
     x = torch.randn(rows, blocks << log2, generator=torch.Generator().manual_seed(seed))

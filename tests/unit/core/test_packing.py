@@ -114,7 +114,7 @@ def test_any_number_of_columns_round_trips_and_fills_the_last_word_with_zero_bit
         assert (last >> np.uint32(used) == 0).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(num_bits=st.sampled_from([2, 3, 4, 5, 6, 8]), rows=st.integers(1, 4), columns=st.integers(1, 40), data=st.data())
 def test_unpack_undoes_pack(num_bits, rows, columns, data):
     offset = 1 << (num_bits - 1)

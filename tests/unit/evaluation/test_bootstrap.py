@@ -55,7 +55,7 @@ def slowly(given: Comparison, *, resamples: int, seed: int) -> dict[str, tuple[f
     }
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.lists(st.integers(1, 60), min_size=2, max_size=40), st.integers(0, 2**20))
 def test_the_bounds_are_those_of_resampling_the_tokens_themselves(lengths, seed):
     scores = comparison(lengths, seed=seed)

@@ -71,7 +71,7 @@ def assert_same(left: list[torch.Tensor | None], right: list[torch.Tensor | None
         assert a is None or (a.dtype == b.dtype and torch.equal(a, b))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.sampled_from(sorted(SCHEMES)), st.integers(1, 19), st.integers(1, 4), st.integers(0, 7), st.integers(0, 2**31))
 def test_decode_undoes_encode_for_every_shape(name, rows, groups, extra, seed):
     scheme = SCHEMES[name]
@@ -88,7 +88,7 @@ def test_decode_undoes_encode_for_every_shape(name, rows, groups, extra, seed):
     assert all(torch.equal(tensors[key].float(), copies[key].float()) for key in copies)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.sampled_from(sorted(SCHEMES)),
     st.integers(1, 40),
@@ -108,7 +108,7 @@ def test_what_encode_makes_is_known_before_there_is_a_weight(name, rows, groups,
     assert list(specs) == list(tensors)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.sampled_from(sorted(SCHEMES)),
     st.integers(1, 100),

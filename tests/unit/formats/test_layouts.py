@@ -91,7 +91,7 @@ def test_negative_scales_become_positive_beside_zero_points_and_no_value_changes
     assert torch.equal(found.dequantize(), weight.qvalue * weight.scale.repeat_interleave(8, 1))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     st.sampled_from([2, 3, 4, 8]),
     st.sampled_from([-1, 8, 32, 96, 128]),
@@ -128,7 +128,7 @@ def test_every_pair_of_layouts_that_hold_a_linear_gives_back_its_bytes(
             assert_same_bytes(LAYOUTS[left].encode("a", again, scale_dtype=scale_dtype), stored[left])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.sampled_from([2, 3, 4, 8]),
     st.sampled_from([32, 64, 96]),
@@ -177,7 +177,7 @@ FLOATS = {
 }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.sampled_from(sorted(FLOATS)), st.integers(1, 70), st.integers(1, 4), st.integers(0, 2), st.integers(0, 2**31))
 def test_every_pair_of_layouts_that_hold_floats_gives_back_its_bytes(name, rows, groups, zeros, seed):
     found = PER_TENSOR if name.startswith("FP8 of") else preset(name)

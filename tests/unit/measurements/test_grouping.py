@@ -72,7 +72,7 @@ def written(ranks, style, *, world):
     return text
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(size=st.integers(1, 6), count=st.integers(1, 6), data=st.data())
 def test_every_partition_reads_back_in_every_way_of_writing_it(size, count, data):
     world = size * count
@@ -83,7 +83,7 @@ def test_every_partition_reads_back_in_every_way_of_writing_it(size, count, data
     assert parse_groups([" ".join(text)], world) == [sorted(group) for group in groups]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(text=st.lists(st.text(alphabet="0123456789,- ab", max_size=8), max_size=4), world=st.integers(1, 14))
 def test_any_text_gives_groups_that_cover_every_rank_once_or_a_usage_error(text, world):
     try:
@@ -166,7 +166,7 @@ def test_groups_that_no_card_would_hold_are_refused_with_the_cards(groups, tp, m
         arrange(groups, tp=tp)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data(), tp=st.integers(1, 4), dp=st.integers(1, 4))
 def test_any_partition_is_a_mesh_of_runs_of_cards_or_refused(data, tp, dp):
     world = tp * dp

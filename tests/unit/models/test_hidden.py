@@ -157,7 +157,7 @@ def test_discard_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(lengths=st.lists(st.integers(1, 6), min_size=1, max_size=6), dtype=st.booleans())
 def test_any_lengths_come_back_in_any_dtype(tmp_path_factory, lengths, dtype):
     folder = tmp_path_factory.mktemp("hidden")

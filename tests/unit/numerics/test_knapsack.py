@@ -88,7 +88,7 @@ OPTION = st.tuples(st.integers(0, 12), st.integers(0, 50).map(float))
 ITEMS = st.lists(st.lists(OPTION, min_size=1, max_size=5), min_size=1, max_size=5)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(items=ITEMS, limit=st.integers(0, 40))
 def test_no_combination_within_the_limit_is_better(items, limit):
     within = [b for a, b, _ in every_combination(items) if a <= limit]
@@ -112,7 +112,7 @@ def by_dynamic_programming(items, limit):
     return least_cost[limit]
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(seed=st.integers(0, 2**31), share=st.floats(0.05, 0.95))
 def test_forty_items_cost_what_dynamic_programming_finds(seed, share):
     """16^40 combinations, of costs that fall by about 4 with each bit, as those of schemes do."""
@@ -131,7 +131,7 @@ def test_forty_items_cost_what_dynamic_programming_finds(seed, share):
     assert small == pytest.approx(by_dynamic_programming(items, limit), rel=1e-12)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(items=ITEMS, price=st.floats(0.01, 20))
 def test_at_every_price_a_corner_of_the_frontier_is_best(items, price):
     best = min(b + price * a for a, b, _ in every_combination(items))

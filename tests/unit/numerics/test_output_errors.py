@@ -101,7 +101,7 @@ def test_one_value_that_differs_in_any_row_is_not_the_same(monkeypatch, what, ro
     assert told(weight, made, random(9, 64, seed=1))["same_as_rtn"] is False
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.integers(0, 10**6), st.integers(1, 40), st.sampled_from([3, 64, 300]), st.floats(-30, 30))
 def test_a_moment_gives_the_squared_lengths_of_outputs(seed, count, features, power):
     x, rows = random(50, features, seed=seed) * 2.0**power, random(count, features, seed=seed + 1)

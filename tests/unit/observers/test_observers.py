@@ -78,7 +78,7 @@ def test_a_batch_without_samples_changes_nothing(name, shape):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(batch=batches)
 def test_an_unseen_observer_is_neutral_in_a_merge(name, batch):
     observer, unseen = seen(name, batch), OBSERVERS[name](C)
@@ -87,7 +87,7 @@ def test_an_unseen_observer_is_neutral_in_a_merge(name, batch):
 
 
 @pytest.mark.parametrize("name", EXACT)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(parts=st.lists(batches, min_size=3, max_size=3))
 def test_maxima_and_counts_merge_to_the_same_bits_in_every_order(name, parts):
     observers = [seen(name, part) for part in parts]
@@ -99,7 +99,7 @@ def test_maxima_and_counts_merge_to_the_same_bits_in_every_order(name, parts):
 
 
 @pytest.mark.parametrize("name", SUMS)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(parts=st.lists(batches, min_size=3, max_size=3))
 def test_sums_commute_exactly_associate_closely_and_fold_like_updates_in_order(name, parts):
     one, two, three = (seen(name, part) for part in parts)
@@ -137,7 +137,7 @@ def test_an_observer_made_from_a_state_does_not_change_that_state(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(first=batches, second=batches)
 def test_a_state_is_everything_an_observer_knows(name, first, second):
     restored = copy(seen(name, first))

@@ -291,7 +291,7 @@ def test_a_histogram_counts_every_element_once():
     assert sum(observed(HistogramObserver(3))["counts"]) == 6
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     magnitudes=st.lists(st.floats(width=32, min_value=2.0**-40, max_value=2.0**23), min_size=1, max_size=30),
     per_mille=st.integers(0, 1000),

@@ -46,7 +46,7 @@ def expected(q, k, v, *, window: int, padding: list[int]):
                 yield row, at, head, (0.7 * keys @ q[row, at, head]).softmax(dim=0) @ values
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     counts=st.lists(st.sampled_from([1, 2, 5, 17, 40, 70]), min_size=1, max_size=3),
     heads=st.sampled_from([(1, 1), (3, 3), (2, 1), (6, 2), (8, 1), (9, 1), (14, 2)]),
@@ -117,7 +117,7 @@ def test_the_bits_of_a_query_do_not_depend_on_the_blocks_that_hold_its_columns_n
     assert all(torch.equal(torch.cat(parts), whole) for parts, whole in zip(together, alone, strict=True))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(rows=st.integers(1, 3), width=st.integers(1, 70), seed=st.integers(0, 99))
 def test_the_gate_of_any_width_is_silu_times_up(rows, width, seed):
     heads = Heads(query=1, shared=1, dim=DIM, scale=1.0, eps=1e-6)
@@ -128,7 +128,7 @@ def test_the_gate_of_any_width_is_silu_times_up(rows, width, seed):
     assert torch.allclose(found, gate / (1 + torch.exp(-gate)) * up, rtol=1e-5, atol=1e-12)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     rows=st.one_of(st.integers(1, 60), st.just(99)),
     width=st.sampled_from([1, 15, 16, 33, 64]),
@@ -148,7 +148,7 @@ def test_a_product_is_x_times_the_weight_and_no_row_changes_the_bits_of_another(
     assert all(torch.equal(product(x[row : row + 1], weight, offset, dtype=given_dtype)[0], found[row]) for row in range(rows))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(rows=st.integers(1, 3), width=st.sampled_from([1, 15, 16, 100, 3000]), scale=st.sampled_from([0.1, 5.0, 80.0]))
 def test_a_row_of_logits_is_summed_up_by_its_best_token_and_the_log_of_its_total(rows, width, scale):
     logits = scale * torch.randn(rows, width, generator=torch.Generator().manual_seed(width))

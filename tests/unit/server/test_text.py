@@ -28,7 +28,7 @@ def grow(text, *, stops=(), keeps_stop=False):
     return [piece for piece in pieces if piece]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.text(alphabet=st.characters(exclude_categories=("Cs",)), max_size=30))
 def test_pieces_are_whole_characters_and_join_to_the_text(text):
     pieces = grow(text)
@@ -36,7 +36,7 @@ def test_pieces_are_whole_characters_and_join_to_the_text(text):
     assert all("\ufffd" not in piece for piece in pieces) or "\ufffd" in text
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.text(alphabet="ab\n", max_size=12), st.lists(st.text(alphabet="ab\n", min_size=1, max_size=4), min_size=1, max_size=3)
 )

@@ -110,7 +110,7 @@ def test_factors_worked_by_hand(monkeypatch):
     assert smoothing.norm_weight.tolist() == [2.0, 0.5]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(0, 2**31), st.sampled_from([torch.float32, torch.bfloat16]), st.sampled_from(["W4A16", "W3A16", "W8A16"]))
 def test_the_error_is_never_larger_than_without(seed, dtype, scheme):
     x, weight = unequal_inputs(64, 32), random(8, 32, seed=seed)

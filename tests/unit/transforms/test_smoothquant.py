@@ -69,7 +69,7 @@ def test_factors_are_those_of_the_authors_code(alpha):  # smooth.py, smooth_ln_f
     torch.testing.assert_close(solve({"q": weight}, act_scales, alpha=alpha).factors, expected)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.integers(0, 2**31),
     st.floats(0, 1),
@@ -94,7 +94,7 @@ def test_the_function_is_preserved_although_the_norm_is_stored_in_its_own_dtype(
         torch.testing.assert_close(linear(norm(x)), expected, rtol=1e-5, atol=1e-5 * float(expected.detach().abs().max()))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 2**31), st.floats(0, 1), st.sampled_from([1, 2, 4]), st.booleans())
 def test_the_function_is_preserved_where_a_linear_absorbs_the_factors(seed, alpha, repeats, has_bias):
     """Attention's mean over tokens stands for all that weighs values: each value head is read by several query heads."""

@@ -90,7 +90,7 @@ NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=1
 TENSOR = st.tuples(st.sampled_from(sorted(gguf.TYPES)), st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(metadata=st.dictionaries(NAMES, FIELD, max_size=5), specs=st.dictionaries(NAMES, TENSOR, max_size=4), seed=st.randoms())
 def test_any_metadata_and_tensors_come_back(tmp_path_factory, metadata, specs, seed):
     metadata.pop("general.alignment", None)

@@ -53,7 +53,7 @@ def test_what_was_left_longest_ago_goes_first_and_the_end_of_a_text_before_its_b
     assert len(recent.blocks) == 2
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(seed=st.integers(0, 10**6), size=st.integers(1, 4))
 def test_no_block_is_lost_and_none_is_written_by_two(seed, size):
     draw = random.Random(seed)

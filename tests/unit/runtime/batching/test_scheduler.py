@@ -88,7 +88,7 @@ bounds = st.builds(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(traffic=jobs, limits=bounds)
 def test_rows_join_as_the_rules_say_within_the_budgets_in_order_and_all_of_them(traffic, limits):
     scheduler, model = Scheduler(limits), Model(limits)

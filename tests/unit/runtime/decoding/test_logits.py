@@ -23,7 +23,7 @@ def case(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return scores, tokens, torch.tensor([0, 2, 5])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=SEEDS, value=st.sampled_from([0.01, 0.3, 0.9, 0.99]), least=st.sampled_from([1, 2, 4]))
 def test_filters_are_those_of_transformers(seed, value, least):
     scores, tokens, _ = case(seed)
@@ -43,7 +43,7 @@ def test_a_nucleus_of_a_large_vocabulary_is_that_of_transformers(spread):
     assert (int(found[0].isfinite().sum()) > 1024) == (spread < 1)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=SEEDS, penalty=st.sampled_from([0.5, 1.3, 2.0]), size=st.integers(1, 4))
 def test_penalties_are_those_of_transformers(seed, penalty, size):
     scores, tokens, padding = case(seed)
@@ -56,7 +56,7 @@ def test_penalties_are_those_of_transformers(seed, penalty, size):
         assert torch.equal(logits.no_repeat_ngrams(scores, tokens, size, padding=padding)[row], alone[0])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=SEEDS, words=st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=3), min_size=1, max_size=8))
 def test_bad_words_are_forbidden_where_transformers_forbids_them(seed, words):
     scores, tokens, padding = case(seed)

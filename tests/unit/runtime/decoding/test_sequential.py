@@ -98,7 +98,7 @@ def test_probabilities_worked_by_hand():
     assert distribution(logits, Sampling(temperature=0.5)).tolist() == pytest.approx([64 / 90, 16 / 90, 9 / 90, 1 / 90])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**20),
     temperature=st.sampled_from([0.3, 1.0, 1.7]),
