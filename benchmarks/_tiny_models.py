@@ -105,16 +105,20 @@ OWN: dict[str, dict[str, Any]] = {  # what one type needs beside that
     "phi4_multimodal": {"vision_config.num_hidden_layers": 3},  # none of its towers is as deep as the decoder
     "qwen4_exp": {f"text_config.{key}": value for key, value in INDEXER.items()},
     "qwen4_exp_text": INDEXER,
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), {"text_config.rope_parameters": ROTATED_IN_THREE}),
+    **dict.fromkeys(("glm4v", "qwen2_vl", "qwen2_5_vl"), {"text_config.rope_parameters": ROTATED_IN_THREE}),
     "xlstm": {"qk_dim_factor": 1.0},
     "xmod": {"default_language": "en_XX"},
     **dict.fromkeys(("zamba", "zamba2"), SHARED_ATTENTION),
     "zaya": {"num_experts_per_tok": 1},
 }
+BESIDE_OTHERS = (  # language models inside a wrapper that the mapping of causal ones does not have
+    *("aya_vision", "gemma3", "glm4v", "internvl", "idefics3", "llava", "mistral3", "paligemma", "qwen2_vl", "qwen2_5_vl"),
+    *("qwen3_vl", "qwen3_vl_moe", "smolvlm"),
+)
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {  # more layouts of a type
     "falcon-40b": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
     "falcon-alibi": ("falcon", {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True, "num_kv_heads": 4}),
-    **{kind: (kind, {}) for kind in ("llava", "qwen2_vl", "qwen2_5_vl", "gemma3")},  # a language model beside others
+    **{kind: (kind, {}) for kind in BESIDE_OTHERS},
 }
 
 
