@@ -184,7 +184,7 @@ class LayerStream:
         if not sequences:
             return []
         store = HiddenStates(len(sequences), device=self.device) if hidden is None else hidden
-        padding = text_config(self.model.config).pad_token_id
+        padding = getattr(text_config(self.model.config), "pad_token_id", None)
         padding = padding if padding in range(vocabulary) else None
         ids = torch.unique(torch.cat([*sequences, torch.tensor([] if padding is None else [padding]).long()]))  # [n], ascending
         rows = self.weights.read_rows(self.names.to_source[f"{self._embedding}.weight"], ids).to(self.dtype)

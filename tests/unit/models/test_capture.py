@@ -9,6 +9,8 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
+    CodeGenConfig,
+    CodeGenForCausalLM,
     DeepseekV4Config,
     DeepseekV4ForCausalLM,
     DynamicCache,
@@ -470,3 +472,13 @@ def test_attention_that_keeps_states_of_its_own_in_the_cache_runs_without_them(t
     expected = model(SEQUENCES[0][None]).logits
     assert seen == [0, 1, 2]
     assert expected.std() > 0.1 and torch.allclose(stream.finish(state.hidden), expected, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_configuration_that_knows_no_padding_is_embedded(tmp_path):
+    config = CodeGenConfig(vocab_size=50, n_embd=32, n_layer=2, n_head=4, rotary_dim=4, bos_token_id=0, eos_token_id=1)
+    assert not hasattr(config, "pad_token_id")
+    model = CodeGenForCausalLM(config).eval()
+    model.save_pretrained(tmp_path)
+    (state,) = stream_of(tmp_path).begin(SEQUENCES[:1])
+    assert torch.equal(state.hidden, model.get_input_embeddings()(SEQUENCES[0][None]))
