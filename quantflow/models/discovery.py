@@ -281,6 +281,9 @@ def _parts(model: PreTrainedModel, place: str, hub: HubNames) -> dict[str, tuple
         model: with transformers' own modules, on meta.
         place: the list of decoder layers.
         hub: what a checkpoint calls tensors.
+
+    Raises:
+        UnsupportedError: transformers turns the experts of a checkpoint into others, and not by joining linears.
     """
     inside = {name: module for name, module in model.named_modules() if name.startswith(f"{place}.")}
     found: dict[str, tuple[TensorPart, ...]] = {}
@@ -290,7 +293,11 @@ def _parts(model: PreTrainedModel, place: str, hub: HubNames) -> dict[str, tuple
             found[f"{name}.weight"] = (TensorPart(name=f"{name}.weight", shape=shape, strides=strides),)
     stacked = {name: module for name, module in inside.items() if is_stacked(module)}
     for name, names in names_in_files(model, stacked).items() if stacked else ():
-        found |= parts_of(name, stacked[name], names)
+        parts = parts_of(name, stacked[name], names)
+        if turned := [tensor for tensor in parts if not hub.kept(tensor) and not hub.split_into(tensor)]:
+            cause = f"{model.config.model_type}: experts in another form in a checkpoint than in the model, {hub.of(turned[0])}"
+            raise UnsupportedError(cause, _OTHER)
+        found |= parts
     return {
         hub.of(name): tuple(replace(part, name=hub.of(part.name)) for part in parts)
         for name, parts in found.items()

@@ -330,3 +330,12 @@ def test_layers_that_share_a_weight_are_refused_with_both_names():
         UnsupportedError, match=r"layers[.]2[.]shared_transf.* and .*layers[.]1[.].* are one weight of two layers"
     ):
         graph_of(config)
+
+
+def test_experts_that_a_checkpoint_holds_in_another_form_are_refused_with_their_name():
+    """Qwen3-VL's lie in its checkpoints with two axes exchanged."""
+    rotated = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+    text = {**SIZES, **HEADS, "rope_parameters": rotated}
+    config = CONFIG_MAPPING["qwen3_vl_moe"](text_config=text, vision_config={"depth": 1, "deepstack_visual_indexes": [0]})
+    with pytest.raises(UnsupportedError, match=r"qwen3_vl_moe: experts in another form .*mlp[.]experts[.]gate_up_proj"):
+        graph_of(config)
