@@ -101,8 +101,8 @@ OWN: dict[str, dict[str, Any]] = {  # what one type needs beside that
     "lfm2_moe": {"layer_types": ["full_attention", "conv"]},
     "mamba2": {"num_heads": 8},
     "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
-    "recurrent_gemma": {"num_hidden_layers": 3},  # the third keeps keys and values
     "phi4_multimodal": {"vision_config.num_hidden_layers": 3},  # none of its towers is as deep as the decoder
+    "recurrent_gemma": {"num_hidden_layers": 3},  # the third keeps keys and values
     "qwen4_exp": {f"text_config.{key}": value for key, value in INDEXER.items()},
     "qwen4_exp_text": INDEXER,
     **dict.fromkeys(("glm4v", "qwen2_vl", "qwen2_5_vl"), {"text_config.rope_parameters": ROTATED_IN_THREE}),

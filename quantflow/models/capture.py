@@ -184,9 +184,8 @@ class LayerStream:
         if not sequences:
             return []
         store = HiddenStates(len(sequences), device=self.device) if hidden is None else hidden
-        padding = getattr(text_config(self.model.config), "pad_token_id", None)
-        padding = padding if padding in range(vocabulary) else None
-        ids = torch.unique(torch.cat([*sequences, torch.tensor([] if padding is None else [padding]).long()]))  # [n], ascending
+        padding = self._padding()
+        ids = torch.unique(torch.cat([*sequences, *([] if padding is None else [torch.tensor([padding])])]))  # [n], ascending
         rows = self.weights.read_rows(self.names.to_source[f"{self._embedding}.weight"], ids).to(self.dtype)
         pool = TensorPool(self.device)
         base = self._base()
@@ -194,6 +193,11 @@ class LayerStream:
         outer = [name for name in self._outer if name.startswith(prefix) and name != f"{self._embedding}.weight"]
         with self._resident(outer), self._in_place_of(self._embedding, Rows(ids, rows, self._embeds, padding=padding)):
             return [self._record(sequence, pool, store, index) for index, sequence in enumerate(sequences)]
+
+    def _padding(self) -> int | None:
+        """Return the token that fills texts up; None where config.json names none that is embedded."""
+        padding: int | None = getattr(text_config(self.model.config), "pad_token_id", None)
+        return padding if padding in range(self._embeds.num_embeddings) else None
 
     def _base(self) -> Any:
         """Return the model without its head; Llama 4 has none by the name that it gives, but a decoder."""

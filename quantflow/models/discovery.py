@@ -44,7 +44,8 @@ from quantflow.models.load import as_written, skeleton
 from quantflow.models.names import HubNames
 
 TOKENS = 6  # of the sequence that is run
-_OTHER = "use a model whose decoder layers follow one another, or round its weights alone: --algorithm rtn --linears PATTERN"
+_BY_NAME = "round its weights alone: --algorithm rtn --linears PATTERN"
+_OTHER = f"use a model whose decoder layers follow one another, or {_BY_NAME}"
 _LINEARS = (nn.Linear, Conv1D)
 # Through these a factor of a channel goes unchanged, whatever becomes of the shape in front of the channels.
 _COPIES = frozenset(
@@ -294,9 +295,9 @@ def _parts(model: PreTrainedModel, place: str, hub: HubNames) -> dict[str, tuple
     stacked = {name: module for name, module in inside.items() if is_stacked(module)}
     for name, names in names_in_files(model, stacked).items() if stacked else ():
         parts = parts_of(name, stacked[name], names)
-        if turned := [tensor for tensor in parts if not hub.kept(tensor) and not hub.split_into(tensor)]:
-            cause = f"{model.config.model_type}: experts in another form in a checkpoint than in the model, {hub.of(turned[0])}"
-            raise UnsupportedError(cause, _OTHER)
+        if reshaped := [tensor for tensor in parts if not hub.kept(tensor) and not hub.split_into(tensor)]:
+            cause = f"{model.config.model_type}: {hub.of(reshaped[0])}: a checkpoint holds these experts in another form"
+            raise UnsupportedError(cause, _BY_NAME)
         found |= parts
     return {
         hub.of(name): tuple(replace(part, name=hub.of(part.name)) for part in parts)
@@ -414,7 +415,7 @@ def _require_own_weights(model: PreTrainedModel, names: Sequence[str]) -> None:
     for name, twin in model.all_tied_weights_keys.items():
         owners = {prefix for prefix in layers for tied in (name, twin) if tied.startswith(prefix)}
         if len(owners) > 1:
-            raise UnsupportedError(f"{model.config.model_type}: {name} and {twin} are one weight of two layers", _OTHER)
+            raise UnsupportedError(f"{model.config.model_type}: {name} and {twin} are one weight of two layers", _BY_NAME)
 
 
 def layers_of(model: PreTrainedModel) -> str:

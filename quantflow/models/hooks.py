@@ -19,10 +19,10 @@ QueryCallback = Callable[[Tensor], None]
 
 
 class _NoLayers(list[Any]):
-    """The layers of a cache that has none: a model that looks for states of its own with one of them runs without states."""
+    """The layers of a cache without layers. A model that keeps states of its own with a layer then runs as without a cache."""
 
     def __getitem__(self, index: Any) -> Any:
-        """Return None, as where there is no cache."""
+        """Return None, whatever the index."""
 
 
 class _Passing(Cache):  # type: ignore[misc]

@@ -427,7 +427,16 @@ def test_a_head_with_a_bias_adds_it(tmp_path):
         assert torch.allclose(stream.finish(state.hidden), model(SEQUENCES[0][None]).logits, atol=1e-5)
 
 
-@pytest.mark.parametrize("padding", [0, 2, 40])
+def written(model, folder):
+    """Give a model random weights and write it."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        parameter.normal_(0, 0.3, generator=generator)
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+@pytest.mark.parametrize("padding", [0, 2, 40])  # the last is not in the text
 @torch.no_grad()
 def test_a_text_that_names_an_image_has_paddings_row_in_its_place(tmp_path, padding):
     """The model takes one row of the embedding's weight by itself, and looks the others up."""
@@ -435,11 +444,7 @@ def test_a_text_that_names_an_image_has_paddings_row_in_its_place(tmp_path, padd
     sizes = {"num_key_value_heads": 2, "head_dim": 8, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 50}
     text = SHAPE | sizes | {"layer_types": ["full_attention"] * 3, "pad_token_id": padding}
     config = Gemma4Config(text_config=text, vision_config=None, audio_config=None, image_token_id=image)
-    torch.manual_seed(0)
-    model = Gemma4ForConditionalGeneration(config).eval()
-    for parameter in model.parameters():
-        parameter.normal_(0, 0.3)
-    model.save_pretrained(tmp_path)
+    model = written(Gemma4ForConditionalGeneration(config), tmp_path)
     stream = stream_of(tmp_path)
     (state,) = through_layers(stream, stream.begin(SEQUENCES[:1]))
     found = stream.finish(state.hidden)
@@ -460,11 +465,7 @@ def test_attention_that_keeps_states_of_its_own_in_the_cache_runs_without_them(t
         "num_experts_per_tok": 2,
     }
     config = DeepseekV4Config(**SHAPE, **sizes, layer_types=kinds, mlp_layer_types=["moe"] * 3, compress_rates=rates)
-    torch.manual_seed(0)
-    model = DeepseekV4ForCausalLM(config).eval()
-    for parameter in model.parameters():
-        parameter.normal_(0, 0.3)
-    model.save_pretrained(tmp_path)
+    model = written(DeepseekV4ForCausalLM(config), tmp_path)
     stream = stream_of(tmp_path)
     seen = []
     recorder = KVRecorder(lambda index, _key, _value: seen.append(index))
