@@ -1,4 +1,4 @@
-"""quantflow's runtime beside llama.cpp, OpenVINO GenAI, ONNX Runtime GenAI and transformers: prefill and decode, interleaved.
+"""quantflow's runtime beside llama.cpp, OpenVINO GenAI, ONNX Runtime GenAI, IPEX and transformers: prefill and decode in turns.
 
     python benchmarks/runtime.py                          the 1.1 B checkpoint; README.md says what is run
     python benchmarks/runtime.py --size example           the example model
@@ -243,6 +243,10 @@ def _programs(given: argparse.Namespace, model: Path, work: Path) -> list[Progra
     if _there(python):
         settings = {"model": str(model), "output": str(work / "onnx-int4")}
         programs.append(Program(name="ONNX Runtime int4", python=python, script="runtime_onnx.py", settings=settings))
+    python = peers / "ipex/bin/python"
+    if _there(python) and _wanted("IPEX int4", given.only):
+        settings = {"model": str(model), "gptq": str(_gptq(model, work))}
+        programs.append(Program(name="IPEX int4", python=python, script="runtime_ipex.py", settings=settings))
     return programs
 
 
@@ -264,6 +268,15 @@ def _artifact(model: Path, work: Path, scheme: str) -> Path:
         for path in sorted(quantized.rglob("*"), reverse=True):
             path.rmdir() if path.is_dir() else path.unlink()
         quantized.rmdir()
+    return folder
+
+
+def _gptq(model: Path, work: Path) -> Path:
+    """Return a folder of the checkpoint in GPTQ's layout, 4 bits rounded to nearest, made unless it is there."""
+    artifact, folder = work / "W4A16", work / "gptq"
+    if not (folder / "DONE.json").exists():
+        _quantflow("quantize", model, "-o", artifact, "--scheme", "W4A16", "--algorithm", "rtn", "-q")
+        _quantflow("export", artifact, "-o", folder, "--format", "gptq", "-q")
     return folder
 
 

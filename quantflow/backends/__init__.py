@@ -2,17 +2,17 @@
 
 reference.py is the oracle of the others. Nothing falls back silently: a kernel that cannot run a linear says why, and `choose`
 returns the reasons with its choice. Their order is that of preference: the device's, our own kernels (C, compiled when they are
-first used), torch's, the oracle, which runs everything.
+first used), Intel's extension's, torch's, the oracle, which runs everything.
 """
 
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from quantflow.backends import cuda, hpu, own_kernels, reference, torch_kernels
+from quantflow.backends import cuda, hpu, ipex, own_kernels, reference, torch_kernels
 from quantflow.backends.backend import Backend, Case
 from quantflow.errors import UsageError
 
-_ORDER = (hpu.BACKEND, *cuda.BACKENDS, *own_kernels.BACKENDS, *torch_kernels.BACKENDS, reference.BACKEND)
+_ORDER = (hpu.BACKEND, *cuda.BACKENDS, *own_kernels.BACKENDS, ipex.BACKEND, *torch_kernels.BACKENDS, reference.BACKEND)
 BACKENDS: Mapping[str, Backend] = MappingProxyType({backend.name: backend for backend in _ORDER})
 
 

@@ -38,6 +38,35 @@ assert type(made[0]).__name__ == "WeightOnlyQuantizedLinear", made
 with torch.no_grad():
     save_file({"y": made(x).float().contiguous()}, f"{folder}/y.safetensors")
 """
+# The backend imported without the others, which need a later torch; a linear of every kind beside the reference's product.
+BACKEND = """
+import sys, torch, types
+package = types.ModuleType("quantflow.backends")
+package.__path__ = [sys.argv[1]]
+sys.modules["quantflow.backends"] = package
+from quantflow.backends import ipex
+from quantflow.backends.backend import Case
+from quantflow.core.qtensor import QTensor, QuantizedLinear
+from quantflow.core.scheme import preset, with_group_size
+
+draw = torch.Generator().manual_seed(11)
+for name, size in (("W4A16", 32), ("W4A16", 128), ("W4A16_ASYM", 64)):
+    for dtype, allowed in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+        scheme = with_group_size(preset(name), size)
+        qvalue = torch.randint(-8, 8, (64, 256), generator=draw).to(torch.int8)
+        scale = torch.rand(64, 256 // size, generator=draw) * 0.1 + 0.01
+        zero = None if name == "W4A16" else torch.randint(-8, 8, scale.shape, generator=draw).to(torch.int8)
+        weight = QTensor(qvalue=qvalue, scale=scale, zero_point=zero, scheme=scheme.weights)
+        linear = QuantizedLinear(weight=weight, scheme=scheme)
+        case = Case(scheme=scheme, device=torch.device("cpu"), shape=(64, 256), dtype=dtype)
+        assert ipex.BACKEND.why_not(case) is None, ipex.BACKEND.why_not(case)
+        x, bias = torch.randn(2, 3, 256, generator=draw).to(dtype), torch.randn(64, generator=draw).to(dtype)
+        y = ipex.BACKEND.linear(x, ipex.BACKEND.prepare(linear, dtype), bias)
+        expected = x.float() @ linear.dequantize().T + bias.float()
+        error = float((y.float() - expected).abs().max() / expected.abs().max())
+        print(name, size, dtype, error)
+        assert y.dtype == dtype and y.shape == expected.shape and error < allowed, (name, size, dtype, error)
+"""
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(ENVIRONMENT is None, reason="IPEX_ENV names no environment with intel-extension-for-pytorch"),
@@ -80,3 +109,12 @@ def test_the_extension_computes_from_our_tensors_what_the_weights_say(tmp_path, 
     error = float((load_file(tmp_path / "y.safetensors")["y"] - expected).abs().max() / expected.abs().max())
     print(f"{layout}: largest difference {error:.2e} of the largest output")
     assert error < 1e-5
+
+
+def test_the_backend_computes_what_the_weights_say():
+    root = Path(__file__).resolve().parents[2]
+    line = [str(Path(str(ENVIRONMENT)).absolute() / "bin" / "python"), "-c", BACKEND, str(root / "quantflow" / "backends")]
+    environment = os.environ | {"PYTHONPATH": str(root)}
+    done = subprocess.run(line, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    print(done.stdout)

@@ -14,7 +14,7 @@ from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.core.scheme import PRESETS, LinearScheme, TensorScheme, with_float8, with_group_size
 from quantflow.errors import UsageError
 
-_, _, _, w8a8, w4a8, w4a16, w8a16, fp8, mx, int8_mm, int4_pack, int8_pack, reference = BACKENDS.values()  # as preferred
+_, _, _, w8a8, w4a8, w4a16, w8a16, fp8, mx, _, int8_mm, int4_pack, int8_pack, reference = BACKENDS.values()  # as preferred
 CPU = torch.device("cpu")
 W4 = with_group_size(PRESETS["W4A16"], 32)
 W4_ASYM = with_group_size(PRESETS["W4A16_ASYM"], 32)
