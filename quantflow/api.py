@@ -960,7 +960,7 @@ def dequantized(
     job = dequantized_export.DequantizedExportJob(
         source=model_folder(model, revision=revision, progress=progress),
         output=output_folder(output, reads={"the model": model}),
-        dtype=dequantized_export.EXACT,
+        dtype=None,
         replace=True,
         resources=resources,
     )

@@ -12,7 +12,7 @@ from typing import Any
 
 from quantflow.artifact.canonical import read_json
 from quantflow.artifact.folder import list_files, refuse_small_pointer
-from quantflow.artifact.safetensors_header import TensorInfo, TensorPart, read_header
+from quantflow.artifact.safetensors_header import SplitTensor, TensorInfo, read_header
 from quantflow.artifact.torch_file import read_torch_header
 from quantflow.errors import InputError
 
@@ -40,11 +40,6 @@ _CONVERT = (
     'convert it to safetensors: python -c "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; '
     "[X.from_pretrained('{folder}').save_pretrained('{folder}-safetensors') for X in (M, T)]\""
 )
-_DEQUANTIZE = {  # what was published in no other precision
-    "mxfp4": 'dequantize it: python -c "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T, '
-    "Mxfp4Config as C; M.from_pretrained('{folder}', quantization_config=C(dequantize=True), dtype='bfloat16')"
-    ".save_pretrained('{folder}-bf16'); T.from_pretrained('{folder}').save_pretrained('{folder}-bf16')\""
-}
 _ORIGINAL = "give the model in its original precision, or what `quantflow export {folder} -o DIR --format dequantized` makes"
 _OF_MODELOPT = "hf_quant_config.json"
 
@@ -68,24 +63,24 @@ class Checkpoint:
     files: tuple[str, ...]
     whole: dict[str, tuple[str, TensorInfo, tuple[str, ...]]] = field(default_factory=dict)
 
-    def in_parts(self, parts: Mapping[str, tuple[TensorPart, ...]]) -> "Checkpoint":
+    def in_parts(self, split: Mapping[str, SplitTensor]) -> "Checkpoint":
         """Return it with the parts of some tensors in the place of these.
 
         Args:
-            parts: tensor name -> what it is read as; a name that is not there is passed over.
+            split: tensor name -> what it is read as; a name that is not there is passed over.
 
         Raises:
-            InputError: a tensor whose size is not that of its parts.
+            InputError: a tensor that has another shape.
         """
         tensors, whole = {}, dict(self.whole)
         for name, (file, info) in self.tensors.items():
-            if name not in parts:
+            if name not in split:
                 tensors[name] = (file, info)
                 continue
-            found = [part.of(info) for part in parts[name]]
-            if sum(part.nbytes for part in found) != info.nbytes:
-                sizes = f"{info.nbytes} bytes in {file}, {sum(part.nbytes for part in found)} by {CONFIG}"
-                raise InputError(f"{name}: {sizes}", "check that config.json belongs to these weights")
+            if info.shape != split[name].shape:
+                shapes = f"{list(info.shape)} in {file}, {list(split[name].shape)} by {CONFIG}"
+                raise InputError(f"{name}: {shapes}", "check that config.json belongs to these weights")
+            found = [part.of(info) for part in split[name].parts]
             tensors |= {part.name: (file, part) for part in found}
             whole[name] = (file, info, tuple(part.name for part in found))
         return replace(self, tensors=tensors, whole=whole)
@@ -205,7 +200,7 @@ def refuse_quantized(checkpoint: Checkpoint) -> None:
             method = found.get("quant_method", "unknown") if isinstance(found, dict) else "unknown"
             raise InputError(
                 f"{checkpoint.folder / CONFIG}: {key} says the model is quantized already, with {method}",
-                _DEQUANTIZE.get(method, _ORIGINAL).format(folder=checkpoint.folder),
+                _ORIGINAL.format(folder=checkpoint.folder),
             )
     if _OF_MODELOPT in checkpoint.files:
         raise InputError(

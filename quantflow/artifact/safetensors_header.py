@@ -85,6 +85,19 @@ class TensorPart:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class SplitTensor:
+    """A tensor of a file that is read in parts, or with its axes in another order.
+
+    Attributes:
+        shape: its own.
+        parts: what it is read as; together they have each of its elements once.
+    """
+
+    shape: tuple[int, ...]
+    parts: tuple[TensorPart, ...]
+
+
 def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
     """Read and check the header of a safetensors file.
 

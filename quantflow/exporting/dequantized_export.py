@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from quantflow.artifact import stage_folder
-from quantflow.artifact.safetensors_header import TensorPart
+from quantflow.artifact.safetensors_header import SplitTensor
 from quantflow.artifact.safetensors_writer import Spec
 from quantflow.core.dtypes import DTYPES, NAMES
 from quantflow.errors import UnsupportedError, UsageError, nearest
@@ -34,7 +34,7 @@ from quantflow.runtime.artifact import Artifact, open_folder
 VERSION = 1
 CHOICES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 _DEFAULT = "bf16"
-EXACT = "f32"  # holds every product of a scale and a code
+_EXACT = "f32"  # holds every product of a scale and a code
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class DequantizedExportJob:
 
     Attributes:
         source: an artifact.
-        dtype: of weights that were quantized, a key of `CHOICES`; the others keep theirs.
+        dtype: of weights that were quantized, a key of `CHOICES`; None: one that holds them exactly. The others keep theirs.
         shard_size: the most bytes of one weight file.
         replace: redo a finished result that was made from other inputs, instead of refusing.
         resources: how much memory and disk there is.
@@ -51,7 +51,7 @@ class DequantizedExportJob:
 
     source: Path
     output: Path
-    dtype: str = _DEFAULT
+    dtype: str | None = _DEFAULT
     shard_size: str = "4GiB"
     replace: bool = False
     resources: Resources = Resources()
@@ -78,25 +78,32 @@ def requested(request: ExportRequest) -> DequantizedExportJob:
 
 def run(job: DequantizedExportJob, progress: Progress) -> Path:
     """Write the folder and return it; one that is up to date is left alone."""
-    if job.dtype not in CHOICES:
+    if job.dtype is not None and job.dtype not in CHOICES:
         cause = f"export: dtype {job.dtype!r} of format dequantized is unknown"
         raise UsageError(cause, nearest(job.dtype, list(CHOICES)))
     require_quantized(job.source, job.output, made="format dequantized")
     with stage_folder.locked(job.output):
         artifact = open_folder(job.source)
         identity = identity_of(artifact)
-        made_from = {"artifact": identity, "dtype": job.dtype, "version": VERSION}
+        dtype = job.dtype or _exact(artifact)
+        made_from = {"artifact": identity, "dtype": dtype, "version": VERSION}
         if stage_folder.is_up_to_date(job.output, made_from):
             progress.say(f"export {job.output.name}: up to date")
             return job.output
         stage_folder.refuse_other_result(job.output, made_from, force=job.replace)
         _refuse_rotations(artifact)
         with stage_folder.publish(job.output, stage="export", inputs=made_from) as folder:
-            _write(folder, artifact, CHOICES[job.dtype], limit=parse_size(job.shard_size), progress=progress)
+            _write(folder, artifact, CHOICES[dtype], limit=parse_size(job.shard_size), progress=progress)
     rounded = sum(placement.scheme.input is not None for placement in artifact.linears.values())
     if rounded:
         progress.say(f"export {job.output.name}: weights alone; the inputs of {rounded} linears are no longer rounded")
     return job.output
+
+
+def _exact(artifact: Artifact) -> str:
+    """Return a dtype that holds every weight as it is: bfloat16 those of e2m1, whose scales are powers of two."""
+    schemes = [placement.scheme.weights for placement in artifact.linears.values()]
+    return _DEFAULT if all((one.scale_format, one.num_bits) == ("e8m0", 4) for one in schemes) else _EXACT
 
 
 def _refuse_rotations(artifact: Artifact) -> None:
@@ -110,29 +117,27 @@ def _refuse_rotations(artifact: Artifact) -> None:
 
 def _write(folder: Path, artifact: Artifact, dtype: torch.dtype, *, limit: int, progress: Progress) -> None:
     """Write every file of the result, and read its headers again."""
-    parts = _parts(artifact)
-    specs = _specs(artifact, parts, dtype)
-    tensors = ((name, _tensor(artifact, parts, name, *spec)) for name, spec in specs.items())
+    split = _split(artifact)
+    specs = _specs(artifact, split, dtype)
+    tensors = ((name, _tensor(artifact, split, name, *spec)) for name, spec in specs.items())
     config = {key: value for key, value in artifact.checkpoint.config.items() if key != "quantization_config"}
     write_model(folder, specs, tensors, limit=limit, stage="export dequantized", progress=progress)
     write_beside(folder, artifact.checkpoint, config)
     require_headers(folder, specs)
 
 
-def _parts(artifact: Artifact) -> dict[str, tuple[TensorPart, ...]]:
-    """Return the tensors of the source that the artifact holds in parts."""
-    if not artifact.manifest:  # another program's folder has no ledger that says how its source looked
-        return {}
-    names = set(artifact.names)
-    graph = graph_for(artifact.config)
-    return {whole: parts for whole, parts in graph.parts.items() if all(part.name in names for part in parts)}
+def _split(artifact: Artifact) -> dict[str, SplitTensor]:
+    """Return the tensors that the model's own code reads whole, and the folder holds in parts or transposed."""
+    names, whole = set(artifact.names), set[str]()
+    if not artifact.manifest:  # another program's folder has what is not quantized as the model's code reads it
+        whole = {name for name in names if name.removesuffix(".weight") not in artifact.linears}
+    found = graph_for(artifact.config).split.items()
+    return {name: split for name, split in found if name not in whole and names.issuperset(part.name for part in split.parts)}
 
 
-def _specs(artifact: Artifact, parts: Mapping[str, tuple[TensorPart, ...]], dtype: torch.dtype) -> dict[str, Spec]:
+def _specs(artifact: Artifact, split: Mapping[str, SplitTensor], dtype: torch.dtype) -> dict[str, Spec]:
     """Return dtype, as safetensors names it, and shape of every tensor of the result."""
-    inside = {part.name: whole for whole, found in parts.items() for part in found}
-    ledger = artifact.manifest["ledger"]["tensors"] if artifact.manifest else ()
-    shapes = {entry["name"]: tuple(entry["shape"]) for entry in ledger}
+    inside = {part.name: name for name, whole in split.items() for part in whole.parts}
     specs: dict[str, Spec] = {}
     for name in artifact.names:
         linear = name.removesuffix(".weight")
@@ -143,18 +148,16 @@ def _specs(artifact: Artifact, parts: Mapping[str, tuple[TensorPart, ...]], dtyp
         if whole is None:
             specs[name] = (kind, shape)
         elif whole not in specs or info is None:
-            specs[whole] = (kind, shapes[whole])
+            specs[whole] = (kind, split[whole].shape)
     return specs
 
 
-def _tensor(
-    artifact: Artifact, parts: Mapping[str, tuple[TensorPart, ...]], name: str, dtype: str, shape: tuple[int, ...]
-) -> Tensor:
+def _tensor(artifact: Artifact, split: Mapping[str, SplitTensor], name: str, dtype: str, shape: tuple[int, ...]) -> Tensor:
     """Return a tensor of the result."""
-    if name not in parts:
+    if name not in split:
         return _read(artifact, name).to(DTYPES[dtype])
     whole = torch.empty(shape, dtype=DTYPES[dtype])
-    for part in parts[name]:
+    for part in split[name].parts:
         whole.as_strided(part.shape, part.strides, part.start).copy_(_read(artifact, part.name))
     return whole
 

@@ -1,16 +1,17 @@
 """On-disk layouts, by the name used in recipes. One file each; these tables are the only registry.
 
 `FORMATS` are those in which `quantize` itself writes. `LAYOUTS` are all that a linear is converted to and from; a folder of
-any of them runs.
+any of them runs, and so does one of gpt-oss's MXFP4, which is read alone.
 """
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType, ModuleType
 from typing import Any
 
+from quantflow.artifact.safetensors_header import SplitTensor
 from quantflow.core.scheme import LinearScheme
 from quantflow.errors import UnsupportedError
-from quantflow.formats import awq, compressed_tensors, fp8, ipex, modelopt
+from quantflow.formats import awq, compressed_tensors, fp8, ipex, modelopt, mxfp4
 from quantflow.formats.gptq import auto_round
 from quantflow.formats.gptq import layout as gptq
 from quantflow.formats.llm_compressor import layout as llm_compressor
@@ -38,6 +39,15 @@ BESIDE: Mapping[str, tuple[str, Callable[[Mapping[str, Any]], dict[str, Any]]]] 
 PICKLED: Mapping[str, Callable[[Mapping[str, LinearScheme]], str]] = MappingProxyType({ipex.NAME: ipex.file_name})
 
 
+def split_of(config: Mapping[str, Any], infos: Infos) -> dict[str, SplitTensor]:
+    """Return the tensors of a folder that hold several linears, and what they are read as; see `layout_of`.
+
+    Raises:
+        InputError: a tensor has a shape that its linears cannot have.
+    """
+    return mxfp4.split(infos) if config.get("quant_method") == mxfp4.METHOD else {}
+
+
 def layout_of(config: Mapping[str, Any], infos: Infos) -> WeightLayout:
     """Return the layout of a folder.
 
@@ -56,6 +66,7 @@ def layout_of(config: Mapping[str, Any], infos: Infos) -> WeightLayout:
         fp8.layout_of,
         modelopt.layout_of,
         ipex.layout_of,
+        mxfp4.layout_of,
     )
     for reader in readers:
         found = reader(config, infos)

@@ -1,61 +1,180 @@
-"""MXFP4 as OpenAI's gpt-oss is published: experts of a layer in a tensor of blocks and one of scales. It is described, not run.
+"""MXFP4 as OpenAI's gpt-oss is published: the experts of a layer in a tensor of blocks and one of scales. Read, not written.
 
-| tensor      | dtype, shape                 | content                                                  |
-|-------------|------------------------------|----------------------------------------------------------|
-| NAME_blocks | uint8 [..., O, I / 32, 16]   | e2m1 codes of 32 inputs, two a byte, the lower one first |
-| NAME_scales | uint8 [..., O, I / 32]       | the exponent of each 32, plus 127; 255 is NaN            |
+| tensor        | dtype, shape                 | content                                                     |
+|---------------|------------------------------|-------------------------------------------------------------|
+| STACK_blocks  | uint8 [E, O, I / 32, 16]     | e2m1 codes of 32 inputs, two a byte, the lower half first   |
+| STACK_scales  | uint8 [E, O, I / 32]         | the exponent of each 32, plus 127; 255 is NaN               |
+| STACK_bias    | [E, O]                       | as it is                                                    |
 
+A STACK is EXPERTS.gate_up_proj, whose rows are those of gate and of up in turn, or EXPERTS.down_proj. `split` names the share
+of each expert: its linear EXPERTS.3.gate_proj is `weight_blocks` [O, I / 2], `weight_scales` [O, I / 32] and `bias` [O], which
+lie in the stacks' bytes with steps between them.
 Source: transformers 5.23, `integrations/mxfp4.py`; OCP Microscaling Formats 1.0, section 5.4.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from quantflow.artifact.safetensors_header import TensorInfo
-from quantflow.errors import InputError
+from quantflow.artifact.safetensors_header import SplitTensor, TensorInfo, TensorPart
+from quantflow.core import microscaling
+from quantflow.core.qtensor import QTensor, QuantizedLinear
+from quantflow.core.scheme import PRESETS, LinearScheme
+from quantflow.errors import InputError, UnsupportedError
+from quantflow.formats.weight_layout import Infos, checked, matrix, tensor
 
+NAME = "mxfp4"
 METHOD = "mxfp4"
-GROUP = 32
-BLOCKS, SCALES = "_blocks", "_scales"
+_SCHEME = PRESETS["MXFP4A16"]
+_GROUP = 32
+_BLOCKS, _SCALES, _BIAS = "_blocks", "_scales", "_bias"
+_LINEARS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # of a stack, whose rows take turns
 _AGAIN = "download the folder again"
 
 
-def stacks(infos: Mapping[str, TensorInfo]) -> dict[str, tuple[int, ...]]:
-    """Return NAME -> the shape of the weights that it stands for, [..., O, I].
+@dataclass(frozen=True, kw_only=True)
+class MXFP4Layout:
+    """The layout of one linear of an expert, as `split` names its tensors.
+
+    Attributes:
+        reordered: always False: there is no g_idx.
+    """
+
+    reordered: bool = False
+
+    @property
+    def name(self) -> str:
+        """What `inspect` calls it."""
+        return NAME
+
+    def with_order(self) -> "MXFP4Layout":
+        """Return itself: it has no words for groups of inputs that do not stand together."""
+        return self
+
+    def why_not(self, scheme: LinearScheme, shape: tuple[int, int]) -> str | None:
+        """Return why nothing is written in it."""
+        del scheme, shape
+        return "the layout is read, not written"
+
+    def tensor_names(self, name: str, scheme: LinearScheme) -> tuple[str, ...]:
+        """Return the names of the tensors that hold the linear `name` (without `.weight`)."""
+        del scheme
+        return f"{name}.weight{_BLOCKS}", f"{name}.weight{_SCALES}"
+
+    def encode(self, name: str, linear: QuantizedLinear, *, scale_dtype: torch.dtype) -> dict[str, Tensor]:
+        """Refuse: `why_not` has a reason against every linear."""
+        raise UnsupportedError(f"{name}: format {NAME} is read, not written", "use compressed-tensors")
+
+    def decode(self, name: str, tensors: Mapping[str, Tensor], scheme: LinearScheme) -> QuantizedLinear:
+        """Return the linear; see `TensorLayout.decode`."""
+        blocks, scales = self.tensor_names(name, scheme)
+        packed = matrix(tensors, blocks)
+        rows, width = packed.shape[0], 2 * packed.shape[1]
+        packed = tensor(tensors, blocks, (torch.uint8,), tuple(packed.shape))
+        codes = tensor(tensors, scales, (torch.uint8,), (rows, width // _GROUP))
+        if bad := int((codes == microscaling.NAN_E8M0).sum()):
+            raise InputError(f"{scales}: {bad} of {codes.numel()} scales are NaN", _AGAIN)
+        values, scale = microscaling.unpack_e2m1(packed), microscaling.unpack_e8m0(codes)
+        weight = checked(name, QTensor(qvalue=values, scale=scale, scheme=scheme.weights))
+        return QuantizedLinear(weight=weight, scheme=scheme)
+
+    def quantization_config(
+        self, schemes: Mapping[str, LinearScheme], *, ignore: Sequence[str], model_type: str
+    ) -> dict[str, Any]:
+        """Refuse, as `encode` does."""
+        raise UnsupportedError(f"format {NAME} is read, not written", "use compressed-tensors")
+
+    def schemes(
+        self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]], infos: Infos
+    ) -> dict[str, LinearScheme]:
+        """Return the scheme of each quantized linear; see `WeightLayout.schemes`."""
+        del config
+        return {name: _SCHEME for name in shapes if f"{name}.weight{_BLOCKS}" in infos}
+
+
+def layout_of(config: Mapping[str, Any], infos: Infos) -> MXFP4Layout | None:
+    """Return the layout if a quantization_config names it; None for one of another method."""
+    del infos
+    return MXFP4Layout() if config.get("quant_method") == METHOD else None
+
+
+def split(infos: Infos) -> dict[str, SplitTensor]:
+    """Return the tensors of all stacks, and the share that each linear of an expert has of them.
 
     Args:
-        infos: headers of all tensors.
+        infos: headers of all tensors, as the files have them.
 
     Raises:
         InputError: blocks without scales, scales without blocks, or another dtype or shape of one of them.
+        UnsupportedError: a stack of linears that gpt-oss does not have.
     """
-    found = {}
+    found: dict[str, SplitTensor] = {}
     for key, info in infos.items():
-        if key.endswith(SCALES) and f"{key.removesuffix(SCALES)}{BLOCKS}" not in infos:
-            raise InputError(f"{key}: scales, and no {key.removesuffix(SCALES)}{BLOCKS}", _AGAIN)
-        if not key.endswith(BLOCKS):
+        stack = key.removesuffix(_BLOCKS)
+        if key.endswith(_SCALES) and f"{key.removesuffix(_SCALES)}{_BLOCKS}" not in infos:
+            raise InputError(f"{key}: scales, and no {key.removesuffix(_SCALES)}{_BLOCKS}", _AGAIN)
+        if stack == key:
             continue
-        name = key.removesuffix(BLOCKS)
-        scales = infos.get(f"{name}{SCALES}")
-        if scales is None:
-            raise InputError(f"{name}{SCALES}: missing, {key} is there", _AGAIN)
-        for each in (info, scales):
-            if each.dtype != "U8":
-                raise InputError(f"{each.name}: is {each.dtype}, U8 is needed", _AGAIN)
-        if info.shape != (*scales.shape, GROUP // 2) or len(info.shape) < 3:
-            cause = f"{key}: is {list(info.shape)}, {scales.name} is {list(scales.shape)}: {GROUP // 2} bytes to a scale"
-            raise InputError(cause, _AGAIN)
-        found[name] = (*scales.shape[:-1], scales.shape[-1] * GROUP)
+        experts, _, leaf = stack.rpartition(".")
+        if leaf not in _LINEARS:
+            raise UnsupportedError(
+                f"{key}: experts in {' and '.join(_LINEARS)} are known", "use a folder of compressed-tensors"
+            )
+        scales = infos.get(f"{stack}{_SCALES}")
+        _require_pair(info, scales, f"{stack}{_SCALES}", turns=len(_LINEARS[leaf]))
+        count, rows, groups, size = info.shape
+        for ending, kind, row in (
+            (_BLOCKS, f"weight{_BLOCKS}", (groups * size,)),
+            (_SCALES, f"weight{_SCALES}", (groups,)),
+            (_BIAS, "bias", ()),
+        ):
+            if (whole := infos.get(f"{stack}{ending}")) is not None:
+                parts = _shares(f"{experts}.{{}}.{{}}.{kind}", _LINEARS[leaf], count, rows, row)
+                shape = (count, rows) if ending == _BIAS else whole.shape
+                found[whole.name] = SplitTensor(shape=shape, parts=tuple(parts))
     return found
 
 
-def require_scales(key: str, scales: Tensor) -> None:
-    """Refuse exponents that are NaN.  scales: uint8.
+def _shares(name: str, linears: Sequence[str], count: int, rows: int, row: tuple[int, ...]) -> Iterator[TensorPart]:
+    """Yield the rows of each linear of each of `count` experts, whose rows take turns.
+
+    Args:
+        name: of a share, without the number of the expert and the linear.
+        linears: of an expert.
+        count: experts.
+        rows: of an expert, those of all its linears.
+        row: shape of one of them.
+    """
+    turns, width = len(linears), row[0] if row else 1
+    strides = (turns * width, *(1 for _ in row))
+    for number in range(count):
+        for turn, linear in enumerate(linears):
+            start = (number * rows + turn) * width
+            yield TensorPart(name=name.format(number, linear), shape=(rows // turns, *row), strides=strides, start=start)
+
+
+def _require_pair(blocks: TensorInfo, scales: TensorInfo | None, name: str, *, turns: int) -> None:
+    """Refuse blocks and scales that do not belong together.
+
+    Args:
+        blocks: a stack's.
+        scales: its scales; None: they are missing.
+        name: of the scales.
+        turns: linears whose rows are in the stack.
 
     Raises:
         InputError: naming the tensor.
     """
-    if bad := int((scales == torch.iinfo(torch.uint8).max).sum()):
-        raise InputError(f"{key}: {bad} of {scales.numel()} scales are NaN", _AGAIN)
+    if scales is None:
+        raise InputError(f"{name}: missing, {blocks.name} is there", _AGAIN)
+    for each in (blocks, scales):
+        if each.dtype != "U8":
+            raise InputError(f"{each.name}: is {each.dtype}, U8 is needed", _AGAIN)
+    if len(blocks.shape) != 4 or blocks.shape != (*scales.shape, _GROUP // 2):
+        cause = f"{blocks.name}: is {list(blocks.shape)}, {name} is {list(scales.shape)}: {_GROUP // 2} bytes to a scale"
+        raise InputError(cause, _AGAIN)
+    if blocks.shape[1] % turns:
+        raise InputError(f"{blocks.name}: {blocks.shape[1]} rows of {turns} linears that take turns", _AGAIN)

@@ -36,9 +36,10 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 from transformers.pytorch_utils import Conv1D
 
-from quantflow.artifact.safetensors_header import TensorPart
+from quantflow.artifact.safetensors_header import SplitTensor, TensorPart
 from quantflow.errors import UnsupportedError, first_line
-from quantflow.models.experts import Experts, is_stacked, names_in_files, parts_of
+from quantflow.models.experts import Experts, is_stacked, names_in_files
+from quantflow.models.experts import split as split_experts
 from quantflow.models.graph import Family, Graph, Layer, LinearGroup, text_config
 from quantflow.models.load import as_written, skeleton
 from quantflow.models.names import HubNames
@@ -255,7 +256,7 @@ def _graph_of(told: str) -> Graph:
         tuple_of=layers[0].tuple_of,
     )
     found = tuple(_full(model, index, layer, hub) for index, layer in enumerate(layers))
-    return Graph(family=family, layers=found, parts=_parts(as_written(config), place, hub), others=_others(model, place, hub))
+    return Graph(family=family, layers=found, split=_split(as_written(config), place, hub), others=_others(model, place, hub))
 
 
 def _others(model: PreTrainedModel, place: str, hub: HubNames) -> tuple[str, ...]:
@@ -275,7 +276,7 @@ def _name_of(model: PreTrainedModel, module: object) -> str:
     return found
 
 
-def _parts(model: PreTrainedModel, place: str, hub: HubNames) -> dict[str, tuple[TensorPart, ...]]:
+def _split(model: PreTrainedModel, place: str, hub: HubNames) -> dict[str, SplitTensor]:
     """Return the tensors of a checkpoint that hold linears in another form than [O, I], and what each is read as.
 
     Args:
@@ -287,21 +288,22 @@ def _parts(model: PreTrainedModel, place: str, hub: HubNames) -> dict[str, tuple
         UnsupportedError: transformers turns the experts of a checkpoint into others, and not by joining linears.
     """
     inside = {name: module for name, module in model.named_modules() if name.startswith(f"{place}.")}
-    found: dict[str, tuple[TensorPart, ...]] = {}
+    found: dict[str, SplitTensor] = {}
     for name, module in inside.items():
         if isinstance(module, Conv1D):
             shape, strides = (module.nf, module.nx), (1, module.nf)
-            found[f"{name}.weight"] = (TensorPart(name=f"{name}.weight", shape=shape, strides=strides),)
+            part = TensorPart(name=f"{name}.weight", shape=shape, strides=strides)
+            found[f"{name}.weight"] = SplitTensor(shape=(module.nx, module.nf), parts=(part,))
     stacked = {name: module for name, module in inside.items() if is_stacked(module)}
     for name, names in names_in_files(model, stacked).items() if stacked else ():
-        parts = parts_of(name, stacked[name], names)
-        if reshaped := [tensor for tensor in parts if not hub.kept(tensor) and not hub.split_into(tensor)]:
+        own = split_experts(name, stacked[name], names)
+        if reshaped := [tensor for tensor in own if not hub.kept(tensor) and not hub.split_into(tensor)]:
             cause = f"{model.config.model_type}: {hub.of(reshaped[0])}: a checkpoint holds these experts in another form"
             raise UnsupportedError(cause, _BY_NAME)
-        found |= parts
+        found |= own
     return {
-        hub.of(name): tuple(replace(part, name=hub.of(part.name)) for part in parts)
-        for name, parts in found.items()
+        hub.of(name): replace(whole, parts=tuple(replace(part, name=hub.of(part.name)) for part in whole.parts))
+        for name, whole in found.items()
         if hub.kept(name)
     }
 

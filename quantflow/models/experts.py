@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.integrations.moe import _default_apply_gate
 
-from quantflow.artifact.safetensors_header import TensorPart
+from quantflow.artifact.safetensors_header import SplitTensor, TensorPart
 from quantflow.models.graph import FAMILIES
 from quantflow.models.names import HubNames
 
@@ -159,7 +159,7 @@ def names_in_files(model: PreTrainedModel, stacked: Mapping[str, nn.Module]) -> 
     return found
 
 
-def parts_of(name: str, stacked: Any, names: ExpertNames) -> dict[str, tuple[TensorPart, ...]]:
+def split(name: str, stacked: Any, names: ExpertNames) -> dict[str, SplitTensor]:
     """Return what the stacked tensors of experts are read as: name -> the weights, or the biases, of every expert.
 
     Args:
@@ -171,28 +171,23 @@ def parts_of(name: str, stacked: Any, names: ExpertNames) -> dict[str, tuple[Ten
     found = {}
     for tensor, leaves in ((entry, names.inputs), ("down_proj", (names.down,))):
         weight = torch.empty(getattr(stacked, tensor).shape, device="meta")
-        found[f"{name}.{tensor}"] = weight.mT if stacked.is_transposed else weight, leaves, "weight"
+        rows = weight.mT if stacked.is_transposed else weight
+        found[f"{name}.{tensor}"] = _split(weight, rows, f"{name}.{{}}.{{}}.weight", leaves, stacked.is_concatenated)
         if stacked.has_bias:
             bias = torch.empty(getattr(stacked, f"{tensor}_bias").shape, device="meta")
-            found[f"{name}.{tensor}_bias"] = bias, leaves, "bias"
-    return {
-        key: tuple(
-            TensorPart(
-                name=f"{name}.{number}.{leaf}.{kind}",
-                shape=(*rows.shape,),
-                strides=rows.stride(),
-                start=int(rows.storage_offset()),
-            )
-            for number in range(len(whole))
-            for leaf, rows in zip(leaves, _rows(whole[number], len(leaves), stacked.is_concatenated), strict=True)
-        )
-        for key, (whole, leaves, kind) in found.items()
-    }
+            found[f"{name}.{tensor}_bias"] = _split(bias, bias, f"{name}.{{}}.{{}}.bias", leaves, stacked.is_concatenated)
+    return found
 
 
-def _rows(both: Tensor, count: int, concatenated: bool) -> Sequence[Tensor]:
-    """Return the rows of each of `count` linears that lie in one tensor, [O, I] or [O]."""
-    return both.chunk(count) if concatenated else [both[first::count] for first in range(count)]
+def _split(whole: Tensor, rows: Tensor, name: str, leaves: Sequence[str], concatenated: bool) -> SplitTensor:
+    """Return the parts of a tensor that holds the rows of `leaves` of all experts, a view of it as [E, O, ...]."""
+    count, parts = len(leaves), []
+    for number, both in enumerate(rows):
+        found = both.chunk(count) if concatenated else [both[first::count] for first in range(count)]
+        for leaf, own in zip(leaves, found, strict=True):
+            place = {"shape": (*own.shape,), "strides": own.stride(), "start": int(own.storage_offset())}
+            parts.append(TensorPart(name=name.format(number, leaf), **place))
+    return SplitTensor(shape=(*whole.shape,), parts=tuple(parts))
 
 
 def _view(stacked: Any, names: ExpertNames) -> Experts:

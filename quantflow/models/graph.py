@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from quantflow.artifact.safetensors_header import TensorPart
+from quantflow.artifact.safetensors_header import SplitTensor
 from quantflow.errors import InputError, UnsupportedError
 
 
@@ -183,14 +183,14 @@ class Graph:
     """The decoder layers of one model, in order.
 
     Attributes:
-        parts: tensor of a checkpoint that is no linear's weight as [O, I] -> the tensors that it is read as: a transpose, or
+        split: tensor of a checkpoint that is no linear's weight as [O, I] -> the tensors that it is read as: a transpose, or
             those of every expert. A checkpoint that has the parts under their own names needs none.
         others: linears outside the layers but the head, such as those that read images, by all names that loaders know.
     """
 
     family: Family
     layers: tuple[Layer, ...]
-    parts: Mapping[str, tuple[TensorPart, ...]] = field(default_factory=dict, hash=False)
+    split: Mapping[str, SplitTensor] = field(default_factory=dict, hash=False)
     others: tuple[str, ...] = ()
 
     @property

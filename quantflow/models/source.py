@@ -122,7 +122,7 @@ def as_linears(checkpoint: Checkpoint, config: Any) -> Checkpoint:
     if config.model_type in FAMILIES:
         refuse_stacked_experts(checkpoint)
         return checkpoint
-    return checkpoint.in_parts(graph_for(config).parts)
+    return checkpoint.in_parts(graph_for(config).split)
 
 
 def config_of(checkpoint: Checkpoint) -> Any:

@@ -27,7 +27,7 @@ from quantflow.core.kv import KVScales
 from quantflow.core.qtensor import QuantizedLinear
 from quantflow.core.scheme import LinearScheme, TensorScheme, with_rounded_inputs
 from quantflow.errors import InputError, UsageError
-from quantflow.formats import compressed_tensors, layout_of
+from quantflow.formats import compressed_tensors, layout_of, split_of
 from quantflow.formats.weight_layout import TensorLayout
 from quantflow.models.parameters import materialize_, release_, twins
 from quantflow.models.reading import read_rows, read_tensors
@@ -281,6 +281,7 @@ def _open_foreign(checkpoint: Checkpoint, *, backend: str, dtype: torch.dtype, d
     table = checkpoint.config.get("quantization_config")
     if not isinstance(table, dict):
         raise InputError(f"{checkpoint.folder / CONFIG}: quantization_config is no table", "download the folder again")
+    checkpoint = checkpoint.in_parts(split_of(table, checkpoint.infos))
     layout, infos = layout_of(table, checkpoint.infos), checkpoint.infos
     cache = None
     if table.get("quant_method") == compressed_tensors.NAME:

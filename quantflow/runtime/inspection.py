@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from quantflow.artifact.checkpoint import CONFIG, Checkpoint, open_checkpoint
+from quantflow.artifact.checkpoint import CONFIG, open_checkpoint
 from quantflow.core.scheme import LinearScheme, TensorScheme
 from quantflow.errors import InputError, UnsupportedError
-from quantflow.formats import layout_of, mxfp4
+from quantflow.formats import layout_of
 from quantflow.formats.llama_cpp import blocks, gguf
 from quantflow.formats.programs import program_of
-from quantflow.models.reading import read_tensor, read_tensors
+from quantflow.models.reading import read_tensors
 from quantflow.progress import Progress
 from quantflow.runtime.artifact import Artifact, open_folder
 
@@ -67,8 +67,6 @@ def describe_folder(folder: Path, *, verify: bool, progress: Progress) -> dict[s
         "bytes": sum(info.nbytes for info in checkpoint.infos.values()),
         "shards": list(checkpoint.shards),
     }
-    if table.get("quant_method") == mxfp4.METHOD:
-        return told | _stacked(checkpoint, verify=verify, progress=progress)
     try:
         artifact = open_folder(folder, backend="reference")
     except UnsupportedError as error:
@@ -154,28 +152,6 @@ def words_of(scheme: LinearScheme) -> dict[str, Any]:
         "group_size": weights.group_size,
         "symmetric": weights.symmetric,
         "inputs": None if inputs is None else f"{one(inputs)}{', measured' if inputs.measured else ''}",
-    }
-
-
-def _stacked(checkpoint: Checkpoint, *, verify: bool, progress: Progress) -> dict[str, Any]:
-    """Return the same of gpt-oss's experts."""
-    found, infos = mxfp4.stacks(checkpoint.infos), checkpoint.infos
-    if not found:
-        raise InputError(f"{checkpoint.folder / CONFIG}: quant_method {mxfp4.METHOD}, no tensor has such blocks", "check it")
-    for name in progress.steps(list(found), stage="inspect", unit="tensor") if verify else ():
-        file, info = checkpoint.tensors[f"{name}{mxfp4.SCALES}"]
-        mxfp4.require_scales(info.name, read_tensor(checkpoint.folder / file, info))
-    owned = {key for name in found for key in (f"{name}{mxfp4.BLOCKS}", f"{name}{mxfp4.SCALES}")}
-    nbytes, weights = sum(infos[key].nbytes for key in owned), sum(torch.Size(shape).numel() for shape in found.values())
-    row = {"scheme": "MXFP4A16", "weights": "float4", "bits": 4, "granularity": "per_group", "group_size": mxfp4.GROUP}
-    row |= {"symmetric": True, "inputs": None, "act_order": False, "linears": len(found), "bytes": nbytes}
-    return {
-        "format": mxfp4.METHOD,
-        "runs": "no: its experts are one tensor; transformers dequantizes them (`quantflow quantize` says how)",
-        "quantized": [row | {"which": _patterns(found)}],
-        "left": _patterns(name for name, info in infos.items() if name not in owned and len(info.shape) == 2),
-        "bits_per_weight": 8 * nbytes / weights,
-        "verified": len(found) if verify else 0,
     }
 
 

@@ -183,32 +183,6 @@ def test_a_truncated_file_is_refused(foreign, tmp_path, capsys):
     assert run("inspect", folder) == 3 and "model.safetensors" in capsys.readouterr().err
 
 
-def blocks_and_scales(folder: Path, *, scales: bool = True, bad: bool = False) -> Path:
-    """Write a folder as gpt-oss is published: two layers of two experts, [64, 32] each."""
-    folder.mkdir()
-    tensors = {"model.embed_tokens.weight": torch.ones(8, 32, dtype=torch.bfloat16)}
-    for index in range(2):
-        name = f"model.layers.{index}.mlp.experts.down_proj"
-        tensors[f"{name}_blocks"] = torch.zeros(2, 64, 1, 16, dtype=torch.uint8)
-        if scales or index == 0:
-            tensors[f"{name}_scales"] = torch.full((2, 64, 1), 255 if bad and index else 120, dtype=torch.uint8)
-    save_file(tensors, folder / "model.safetensors")
-    config = {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
-def test_inspect_says_what_experts_in_mxfp4_are(tmp_path, capsys):
-    found = told(capsys, "inspect", blocks_and_scales(tmp_path / "f"), "--json")
-    (row,) = found["quantized"]
-    assert row["which"] == {"model.layers.*.mlp.experts.down_proj": 2} and row["group_size"] == 32 and row["bits"] == 4
-    assert row["bytes"] == 2 * 2 * 64 * 17 and found["bits_per_weight"] == 4.25 and found["verified"] == 2
-    assert run("inspect", blocks_and_scales(tmp_path / "g", scales=False)) == 3
-    assert "model.layers.1.mlp.experts.down_proj_scales: missing" in capsys.readouterr().err
-    assert run("inspect", blocks_and_scales(tmp_path / "h", bad=True)) == 3
-    assert "model.layers.1.mlp.experts.down_proj_scales: 128 of 128 scales are NaN" in capsys.readouterr().err
-
-
 def test_inspect_says_what_a_gguf_file_holds(llama, tmp_path, capsys):
     line = ("quantize", llama, "-o", tmp_path / "a", "--scheme", "Q4_0", "--algorithm", "rtn", "-q")
     assert run(*line) == 0

@@ -1,0 +1,161 @@
+"""A folder as gpt-oss is published, with MXFP4 experts in stacks: through the verbs, and beside transformers."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, GptOssConfig, Mxfp4Config
+
+from quantflow.runtime.artifact import open_folder
+from quantflow.runtime.load import load
+from quantflow.stages.cli import cli
+from quantflow.stages.cli.output import exit_code
+
+LAYERS, EXPERTS, HIDDEN, WIDTH = 2, 3, 64, 96
+DOWN = "model.layers.1.mlp.experts.down_proj"
+SIZES = {
+    "vocab_size": 320,
+    "hidden_size": HIDDEN,
+    "intermediate_size": WIDTH,
+    "num_hidden_layers": LAYERS,
+    "num_local_experts": EXPERTS,
+    "num_experts_per_tok": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "sliding_window": 16,
+    "max_position_embeddings": 128,
+    "pad_token_id": 1,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+
+
+def run(*arguments):
+    return exit_code(cli, [str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def published(llama, tmp_path_factory):
+    """Return the folder; its codes are every byte, its scales small enough for the model to stay finite."""
+    folder = tmp_path_factory.mktemp("published") / "gpt-oss"
+    draw = torch.Generator().manual_seed(7)
+    model = AutoModelForCausalLM.from_config(GptOssConfig(**SIZES), dtype=torch.bfloat16)
+    with torch.no_grad():
+        for parameter in model.parameters():  # biases too, which begin as zeros
+            parameter += torch.randn(parameter.shape, generator=draw) * 0.05
+    model.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    for index in range(LAYERS):
+        for leaf, rows, columns in (("gate_up_proj", 2 * WIDTH, HIDDEN), ("down_proj", HIDDEN, WIDTH)):
+            name = f"model.layers.{index}.mlp.experts.{leaf}"
+            assert tensors.pop(name).shape == (EXPERTS, columns, rows)  # as gpt-oss's code has it: transposed
+            shape = (EXPERTS, rows, columns // 32)
+            tensors[f"{name}_blocks"] = torch.randint(256, (*shape, 16), generator=draw).to(torch.uint8)
+            tensors[f"{name}_scales"] = torch.randint(119, 123, shape, generator=draw).to(torch.uint8)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    left = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    words = {"quant_method": "mxfp4", "modules_to_not_convert": left}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": words}))
+    AutoTokenizer.from_pretrained(llama).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def theirs(published):
+    """Return transformers' model of it, dequantized."""
+    words = Mxfp4Config(dequantize=True)
+    return AutoModelForCausalLM.from_pretrained(published, quantization_config=words, dtype=torch.float32).eval()
+
+
+def damaged(published, folder, change):
+    shutil.copytree(published, folder)
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"}
+    )
+    return folder
+
+
+@pytest.mark.proof(
+    formats="mxfp4",
+    direction="read",
+    programs={"transformers": "transformers"},
+    compared="a folder as gpt-oss is published: every expert's weights as it dequantizes them, bit for bit; logits within 1e-4",
+)
+def test_every_expert_has_the_values_that_transformers_dequantizes(published, theirs):
+    artifact = open_folder(published)
+    assert len(artifact.linears) == LAYERS * EXPERTS * 3
+    for index, layer in enumerate(theirs.model.layers):
+        for number in range(EXPERTS):
+            prefix = f"model.layers.{index}.mlp.experts.{number}"
+            gate, up = (artifact.decode(f"{prefix}.{leaf}").dequantize() for leaf in ("gate_proj", "up_proj"))
+            both = layer.mlp.experts.gate_up_proj[number].T
+            assert torch.equal(gate, both[::2]) and torch.equal(up, both[1::2])
+            assert torch.equal(artifact.decode(f"{prefix}.down_proj").dequantize(), layer.mlp.experts.down_proj[number].T)
+            assert torch.equal(artifact.bias(f"{prefix}.up_proj"), layer.mlp.experts.gate_up_proj_bias[number][1::2])
+    for backend in ("auto", "reference"):
+        require_logits(load(published, backend=backend).model, theirs)
+
+
+def require_logits(model, theirs):
+    ids = torch.arange(5, 65)[None]
+    with torch.inference_mode():
+        found, expected = model(ids).logits, theirs(ids).logits
+    assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+def test_inspect_generate_and_bench_take_it(published, capsys):
+    assert run("inspect", published, "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    (row,) = told["quantized"]
+    assert (told["format"], told["runs"], told["verified"]) == ("mxfp4", None, LAYERS * EXPERTS * 3)
+    assert row["which"] == {
+        f"model.layers.*.mlp.experts.*.{leaf}": LAYERS * EXPERTS for leaf in ("gate_proj", "up_proj", "down_proj")
+    }
+    assert told["bits_per_weight"] == 4.25 and row["group_size"] == 32
+    assert run("generate", published, "--prompt", "value", "--max-new-tokens", "4", "-q") == 0
+    line = ("bench", published, "-b", "1", "--input-tokens", "8", "--new-tokens", "4", "--runs", "1", "--warmups", "0")
+    assert run(*line, "-q") == 0
+
+
+def test_it_becomes_an_artifact_of_the_same_values(published, theirs, tmp_path):
+    assert run("export", published, "-o", tmp_path / "a", "--format", "compressed-tensors", "-q") == 0
+    require_logits(load(tmp_path / "a", backend="reference").model, theirs)
+
+
+def test_dequantized_it_is_the_model_that_stock_transformers_loads(published, theirs, tmp_path):
+    assert run("export", published, "-o", tmp_path / "d", "--format", "dequantized", "-q") == 0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "d", dtype=torch.float32)
+    for (name, found), (_, expected) in zip(model.named_parameters(), theirs.named_parameters(), strict=True):
+        assert torch.equal(found, expected), name
+    assert (
+        run("quantize", published, "-o", tmp_path / "q", "--scheme", "W8A16", "--algorithm", "rtn", "--dequantize", "-q") == 0
+    )
+    with safe_open(tmp_path / "q.work" / "0-dequantized" / "model.safetensors", "pt") as file:
+        assert file.get_slice(DOWN).get_dtype() == "BF16"  # which holds every value
+    assert run("quantize", published, "-o", tmp_path / "r", "--scheme", "W8A16", "-q") == 3  # is quantized, and nothing said so
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: t.pop(f"{DOWN}_scales"), f"{DOWN}_scales: missing"),
+        (lambda t: t.pop(f"{DOWN}_blocks"), f"{DOWN}_scales: scales, and no {DOWN}_blocks"),
+        (lambda t: t[f"{DOWN}_scales"][2].fill_(255), "experts.2.down_proj.weight_scales: 192 of 192 scales are NaN"),
+        (lambda t: t.update({f"{DOWN}_blocks": t[f"{DOWN}_blocks"][:, :, :2]}), f"{DOWN}_blocks: is [3, 64, 2, 16]"),
+        (lambda t: t.update({f"{DOWN}_scales": t[f"{DOWN}_scales"].int()}), f"{DOWN}_scales: is I32, U8"),
+        (lambda t: t.update({f"{DOWN}_bias": t[f"{DOWN}_bias"][:, :32]}), f"{DOWN}_bias: [3, 32]"),
+        (lambda t: t.pop(f"{DOWN}_bias"), "experts.0.down_proj.bias"),
+        (lambda t: [t.update({f"{DOWN}{end}": t[f"{DOWN}{end}"][:2]}) for end in ("_blocks", "_scales", "_bias")], "experts.2"),
+    ],
+    ids=["no scales", "no blocks", "NaN", "other groups", "dtype", "short bias", "no bias", "fewer experts"],
+)
+def test_a_damaged_folder_is_refused_by_name(published, tmp_path, capsys, change, words):
+    folder = damaged(published, tmp_path / "f", change)
+    assert run("inspect", folder) == 3 and words in capsys.readouterr().err
+    assert run("generate", folder, "--prompt", "value", "-q") == 3 and words in capsys.readouterr().err
