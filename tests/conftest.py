@@ -24,11 +24,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     GPTNeoXConfig,
     LlamaConfig,
     MistralConfig,
@@ -174,6 +175,28 @@ def text_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama in bf16; tests copy it before they change it."""
     return write_model(tmp_path_factory.mktemp("models") / "llama")
+
+
+@pytest.fixture(scope="session")
+def qwen3_vl_mixture(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, dict[str, Path]]:
+    """A tiny Qwen3-VL mixture, and its folders: with experts as the model has them, and as it was released, axes exchanged."""
+    sizes = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "pad_token_id": 1}
+    rotated = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+    vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 64, "out_hidden_size": 64}
+    config = CONFIG_MAPPING["qwen3_vl_moe"](
+        text_config={**sizes, "rope_parameters": rotated}, vision_config={**vision, "deepstack_visual_indexes": [0]}
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    folders = {name: tmp_path_factory.mktemp("qwen3_vl") / name for name in ("model", "released")}
+    for folder in folders.values():
+        model.save_pretrained(folder)
+    tensors = load_file(folders["model"] / "model.safetensors")
+    other = {name: tensor.mT.contiguous() if ".experts." in name else tensor for name, tensor in tensors.items()}
+    save_file(other, folders["released"] / "model.safetensors", metadata={"format": "pt"})
+    return model, folders
 
 
 @pytest.fixture(scope="session")

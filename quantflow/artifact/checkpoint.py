@@ -77,10 +77,10 @@ class Checkpoint:
             if name not in split:
                 tensors[name] = (file, info)
                 continue
-            if info.shape != split[name].shape:
+            if (own := split[name].of(info.shape)) is None:
                 shapes = f"{list(info.shape)} in {file}, {list(split[name].shape)} by {CONFIG}"
                 raise InputError(f"{name}: {shapes}", "check that config.json belongs to these weights")
-            found = [part.of(info) for part in split[name].parts]
+            found = [part.of(info) for part in own.parts]
             tensors |= {part.name: (file, part) for part in found}
             whole[name] = (file, info, tuple(part.name for part in found))
         return replace(self, tensors=tensors, whole=whole)

@@ -92,10 +92,16 @@ class SplitTensor:
     Attributes:
         shape: its own.
         parts: what it is read as; together they have each of its elements once.
+        exchanged: the same of files that hold its last two axes the other way round; None: there are none.
     """
 
     shape: tuple[int, ...]
     parts: tuple[TensorPart, ...]
+    exchanged: "SplitTensor | None" = None
+
+    def of(self, shape: tuple[int, ...]) -> "SplitTensor | None":
+        """Return how a tensor of this shape is read; None: it has another one."""
+        return next((one for one in (self, self.exchanged) if one is not None and one.shape == shape), None)
 
 
 def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:

@@ -128,11 +128,16 @@ def _write(folder: Path, artifact: Artifact, dtype: torch.dtype, *, limit: int, 
 
 def _split(artifact: Artifact) -> dict[str, SplitTensor]:
     """Return the tensors that the model's own code reads whole, and the folder holds in parts or transposed."""
-    names, whole = set(artifact.names), set[str]()
-    if not artifact.manifest:  # another program's folder has what is not quantized as the model's code reads it
+    names, whole, shapes = set(artifact.names), set[str](), dict[str, tuple[int, ...]]()
+    if artifact.manifest:
+        shapes = {entry["name"]: tuple(entry["shape"]) for entry in artifact.manifest["ledger"]["tensors"]}
+    else:  # another program's folder has what is not quantized as the model's code reads it
         whole = {name for name in names if name.removesuffix(".weight") not in artifact.linears}
-    found = graph_for(artifact.config).split.items()
-    return {name: split for name, split in found if name not in whole and names.issuperset(part.name for part in split.parts)}
+    return {
+        name: split.of(shapes.get(name, split.shape)) or split
+        for name, split in graph_for(artifact.config).split.items()
+        if name not in whole and names.issuperset(part.name for part in split.parts)
+    }
 
 
 def _specs(artifact: Artifact, split: Mapping[str, SplitTensor], dtype: torch.dtype) -> dict[str, Spec]:

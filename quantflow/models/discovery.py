@@ -296,16 +296,18 @@ def _split(model: PreTrainedModel, place: str, hub: HubNames) -> dict[str, Split
             found[f"{name}.weight"] = SplitTensor(shape=(module.nx, module.nf), parts=(part,))
     stacked = {name: module for name, module in inside.items() if is_stacked(module)}
     for name, names in names_in_files(model, stacked).items() if stacked else ():
-        own = split_experts(name, stacked[name], names)
-        if reshaped := [tensor for tensor in own if not hub.kept(tensor) and not hub.split_into(tensor)]:
+        own = split_experts(name, stacked[name], names, exchanged=hub.exchanged)
+        if reshaped := [each for each in own if not (hub.kept(each) or hub.exchanged(each) or hub.split_into(each))]:
             cause = f"{model.config.model_type}: {hub.of(reshaped[0])}: a checkpoint holds these experts in another form"
             raise UnsupportedError(cause, _BY_NAME)
         found |= own
-    return {
-        hub.of(name): replace(whole, parts=tuple(replace(part, name=hub.of(part.name)) for part in whole.parts))
-        for name, whole in found.items()
-        if hub.kept(name)
-    }
+    return {hub.of(name): _in_files(whole, hub) for name, whole in found.items() if hub.kept(name) or hub.exchanged(name)}
+
+
+def _in_files(whole: SplitTensor, hub: HubNames) -> SplitTensor:
+    """Return a tensor's parts under a checkpoint's names."""
+    parts = tuple(replace(part, name=hub.of(part.name)) for part in whole.parts)
+    return replace(whole, parts=parts, exchanged=None if whole.exchanged is None else _in_files(whole.exchanged, hub))
 
 
 def _full(model: PreTrainedModel, index: int, layer: TracedLayer, hub: HubNames) -> Layer:

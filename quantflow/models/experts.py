@@ -14,7 +14,7 @@ Sources: Shazeer et al. 2017, arXiv:1701.06538 (the sum); Shazeer 2020, arXiv:20
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -159,30 +159,36 @@ def names_in_files(model: PreTrainedModel, stacked: Mapping[str, nn.Module]) -> 
     return found
 
 
-def split(name: str, stacked: Any, names: ExpertNames) -> dict[str, SplitTensor]:
+def split(name: str, stacked: Any, names: ExpertNames, *, exchanged: Callable[[str], bool]) -> dict[str, SplitTensor]:
     """Return what the stacked tensors of experts are read as: name -> the weights, or the biases, of every expert.
 
     Args:
         name: full name of the module.
         stacked: it.
         names: of the linears of an expert.
+        exchanged: full name of a tensor -> whether checkpoints hold its last two axes either way round.
     """
     entry = "gate_up_proj" if stacked.has_gate else "up_proj"
     found = {}
     for tensor, leaves in ((entry, names.inputs), ("down_proj", (names.down,))):
+        share = partial(_split, leaves=leaves, concatenated=stacked.is_concatenated)
         weight = torch.empty(getattr(stacked, tensor).shape, device="meta")
-        rows = weight.mT if stacked.is_transposed else weight
-        found[f"{name}.{tensor}"] = _split(weight, rows, f"{name}.{{}}.{{}}.weight", leaves, stacked.is_concatenated)
+        whole = share(weight, f"{name}.{{}}.{{}}.weight", transposed=stacked.is_transposed)
+        if exchanged(f"{name}.{tensor}"):
+            other = torch.empty(weight.mT.shape, device="meta")
+            other_way = share(other, f"{name}.{{}}.{{}}.weight", transposed=not stacked.is_transposed)
+            whole = replace(whole, exchanged=other_way)
+        found[f"{name}.{tensor}"] = whole
         if stacked.has_bias:
             bias = torch.empty(getattr(stacked, f"{tensor}_bias").shape, device="meta")
-            found[f"{name}.{tensor}_bias"] = _split(bias, bias, f"{name}.{{}}.{{}}.bias", leaves, stacked.is_concatenated)
+            found[f"{name}.{tensor}_bias"] = share(bias, f"{name}.{{}}.{{}}.bias", transposed=False)
     return found
 
 
-def _split(whole: Tensor, rows: Tensor, name: str, leaves: Sequence[str], concatenated: bool) -> SplitTensor:
-    """Return the parts of a tensor that holds the rows of `leaves` of all experts, a view of it as [E, O, ...]."""
+def _split(whole: Tensor, name: str, *, transposed: bool, leaves: Sequence[str], concatenated: bool) -> SplitTensor:
+    """Return the shares of a tensor that holds the rows of the linears `leaves` of all experts, [E, O, ...] or [E, I, O]."""
     count, parts = len(leaves), []
-    for number, both in enumerate(rows):
+    for number, both in enumerate(whole.mT if transposed else whole):
         found = both.chunk(count) if concatenated else [both[first::count] for first in range(count)]
         for leaf, own in zip(leaves, found, strict=True):
             place = {"shape": (*own.shape,), "strides": own.stride(), "start": int(own.storage_offset())}

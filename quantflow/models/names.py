@@ -17,6 +17,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Chunk,
     PrefixChange,
+    Transpose,
     WeightConverter,
     WeightRenaming,
     apply_converters,
@@ -71,21 +72,32 @@ class HubNames:
 
     def split_into(self, name: str) -> tuple[str, ...]:
         """Return what the linears are called into which saving splits a stacked tensor; none where it is saved as it is."""
-        _, pattern = apply_converters(name, self._converters)
-        if pattern is None:
+        converter = self._converter(name)
+        if converter is None:
             return ()
-        (converter,) = [item for item in self._converters if pattern in item.source_patterns][:1]
         parts = [target.rpartition("*.")[2].removesuffix(".weight") for target in converter.target_patterns if "*." in target]
         return tuple(parts)
 
     def joined_from(self, name: str) -> int:
         """Return how many tensors of a checkpoint, one after the other, are joined into a parameter; 1 where it is one."""
-        _, pattern = apply_converters(name, self._converters)
-        if pattern is None:
+        converter = self._converter(name)
+        if converter is None:
             return 1
-        (converter,) = [item for item in self._converters if pattern in item.source_patterns][:1]
         plain = [type(item) is Chunk and item.dim == 0 and item.num_shards_attribute is None for item in converter.operations]
         return len(converter.target_patterns) if plain == [True] else 1
+
+    def exchanged(self, name: str) -> bool:
+        """Return whether checkpoints hold the last two axes of a tensor of three either way round, which its shape says."""
+        converter = self._converter(name)
+        operations = [] if converter is None else converter.operations
+        return [type(item) is Transpose and {item.dim0, item.dim1} == {1, 2} and item.check_dims for item in operations] == [
+            True
+        ]
+
+    def _converter(self, name: str) -> WeightConverter | None:
+        """Return what changes a tensor when it is saved."""
+        _, pattern = apply_converters(name, self._converters)
+        return next((item for item in self._converters if pattern in item.source_patterns), None)
 
 
 def part_of(name: str, index: int) -> str:

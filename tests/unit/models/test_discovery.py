@@ -1,12 +1,14 @@
 """What one forward finds out about a decoder layer: what the table says of its families, and folds that change no output."""
 
 import functools
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from quantflow.errors import UnsupportedError
+from quantflow.errors import InputError, UnsupportedError
 from quantflow.models import discovery
 from quantflow.models.capture import LayerStream
 from quantflow.models.discovery import Called, Moment, Record, graph_of, layers_of, traced
@@ -333,9 +335,27 @@ def test_layers_that_share_a_weight_are_refused_with_both_names():
 
 
 def test_experts_that_a_checkpoint_holds_in_another_form_are_refused_with_their_name():
-    """Qwen3-VL's lie in its checkpoints with two axes exchanged."""
-    rotated = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
-    text = {**SIZES, **HEADS, "rope_parameters": rotated}
-    config = CONFIG_MAPPING["qwen3_vl_moe"](text_config=text, vision_config={"depth": 1, "deepstack_visual_indexes": [0]})
     with pytest.raises(UnsupportedError, match=r"mlp[.]experts[.]gate_up_proj: a checkpoint holds these experts in another"):
-        graph_of(config)
+        graph_of(config_of("inkling2_text", head_dim=16))
+
+
+@pytest.mark.parametrize("which", ["model", "released"])
+def test_experts_are_read_whichever_way_round_a_checkpoint_has_their_axes(qwen3_vl_mixture, which):
+    model, folders = qwen3_vl_mixture
+    experts, own = "model.language_model.layers.1.mlp.experts", model.model.language_model.layers[1].mlp.experts
+    source = open_source(folders[which])
+    for number in range(4):
+        names = [f"{experts}.{number}.{leaf}.weight" for leaf in ("gate_proj", "up_proj", "down_proj")]
+        gate, up, down = source.read(names).values()
+        assert torch.equal(torch.cat([gate, up]), own.gate_up_proj[number]) and torch.equal(down, own.down_proj[number])
+
+
+def test_experts_of_neither_shape_are_refused_with_both(qwen3_vl_mixture, tmp_path):
+    _, folders = qwen3_vl_mixture
+    shutil.copytree(folders["released"], folder := tmp_path / "f")
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.language_model.layers.1.mlp.experts.down_proj"
+    tensors[name] = tensors[name].reshape(4, 32, -1)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InputError, match=r"down_proj: \[4, 32, 192\] in model.safetensors, \[4, 64, 96\] by config.json"):
+        open_source(folder)

@@ -112,3 +112,13 @@ def test_dequantized_weights_load_where_the_source_does(kind, more, tmp_path):
     ledger = read_manifest(tmp_path / "a")["ledger"]["bytes"]
     assert ledger["source"] == sum(tensor.nbytes for tensor in expected.values())
     assert ledger["quantized"] > ledger["source"] / 2
+
+
+@pytest.mark.parametrize("which", ["model", "released"])
+def test_dequantized_experts_stand_as_their_source_has_them(which, qwen3_vl_mixture, tmp_path):
+    _, folders = qwen3_vl_mixture
+    assert run("quantize", folders[which], "-o", tmp_path / "a", "--scheme", "W8A16", "--algorithm", "rtn") == 0
+    found = load_file(dequantized(tmp_path / "a", tmp_path / "plain") / "model.safetensors")
+    for name, tensor in load_file(folders[which] / "model.safetensors").items():
+        assert found[name].shape == tensor.shape
+        assert (found[name] - tensor).abs().max() <= tensor.abs().max() / 127.5 * 0.51
