@@ -122,3 +122,17 @@ def test_dequantized_experts_stand_as_their_source_has_them(which, qwen3_vl_mixt
     for name, tensor in load_file(folders[which] / "model.safetensors").items():
         assert found[name].shape == tensor.shape
         assert (found[name] - tensor).abs().max() <= tensor.abs().max() / 127.5 * 0.51
+
+
+@torch.no_grad()
+def test_a_folder_of_another_layout_dequantized_has_transposed_weights_as_the_source_does(tmp_path):
+    torch.manual_seed(0)
+    sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4}
+    config = CONFIG_MAPPING["gpt2"](vocab_size=96, bos_token_id=0, eos_token_id=1, pad_token_id=1, **sizes)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "m")
+    line = ("--scheme", "W4A16", "--algorithm", "rtn", "--group-size", "32")
+    assert run("quantize", tmp_path / "m", "-o", tmp_path / "a", *line) == 0
+    assert run("export", tmp_path / "a", "-o", tmp_path / "g", "--format", "gptq", "--dtype", "f32") == 0
+    own, other = (dequantized(tmp_path / name, tmp_path / f"plain-{name}") / "model.safetensors" for name in ("a", "g"))
+    found, expected = load_file(other), load_file(own)
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], tensor) for name, tensor in expected.items())
