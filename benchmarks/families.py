@@ -1,4 +1,4 @@
-"""Every causal language model of transformers as a tiny random model: measure, quantize, export with proof, verify, generate.
+"""Every causal language model of transformers as a tiny random model: all stages, and what runs the artifact.
 
     python benchmarks/families.py                                        all types, some seconds each; resumed
     python benchmarks/families.py --only phi gemma2 --schemes W4A16 --debug
@@ -6,9 +6,9 @@
     python benchmarks/families.py --page                                 run nothing, write the table into docs/families.md
 
 For each model type of transformers' mapping that a small configuration can be made of: a random model with a tokenizer is
-measured; W4A16 (gptq), W8A8 and FP8_DYNAMIC are quantized, exported with a proof, verified and generated from. Then the
-artifact is exported dequantized, stock transformers loads that, and its logits are compared with our runtime's. Inputs of
-stock linears are rounded as the artifact says. FP8's static scales are one per expert, which transformers' stacked experts
+measured; W4A16 (gptq), W8A8 and FP8_DYNAMIC are quantized, exported with a proof, verified and generated from; W4A16 is
+validated too. Then the artifact is exported dequantized, stock transformers loads that, and its logits are compared with our
+runtime's. Inputs of stock linears are rounded as the artifact says. FP8's static scales are one per expert, which transformers' stacked experts
 cannot take, so that with `--schemes FP8` a mixture's logits are not compared.
 
 A type that is refused (exit code 6) has its matrices rounded by name, as `--algorithm rtn --linears PATTERN` does: those are
@@ -46,7 +46,7 @@ from quantflow.exporting.proof import Prover
 from quantflow.models.experts import is_stacked
 from quantflow.models.load import skeleton
 from quantflow.models.names import NameMap
-from quantflow.planning.recipe import Calibration, Export, Quantize
+from quantflow.planning.recipe import Calibration, Export, Quantize, Validate
 
 HERE = Path(__file__).resolve().parent
 PAGE, BEGIN, END = HERE.parent / "docs" / "families.md", "<!-- table: begin -->", "<!-- table: end -->"
@@ -57,6 +57,7 @@ ROUNDED_INPUTS = 2e-2  # an input between two codes may fall to either, and take
 SECONDS = 300  # that a type may take
 WORDS = ("value", "scale", "round", "group", "layer", "token", "model", "range", "shift", "pack", "zero", "point")
 SAMPLES, OF_MIXTURES, LENGTH = 16, 80, 32  # of the calibration text, more where every expert needs enough of it
+HELD_OUT = 8  # sequences that are validated
 REFUSED = "refused: "  # what the reason of a refusal begins with
 
 Stages = dict[str, str | None]  # stage -> None where it passed, or the reason why it did not
@@ -186,13 +187,15 @@ def _reason(run: Callable[[], None]) -> str | None:
 
 
 def _measure(folder: Path) -> None:
-    generator = torch.Generator().manual_seed(1)
     samples = OF_MIXTURES if "expert" in (folder / "model" / "config.json").read_text() else SAMPLES
-    rows = torch.randint(len(WORDS), (samples, LENGTH - 4), generator=generator).tolist()
-    lines = (json.dumps({"text": " ".join(WORDS[i] for i in row)}) + "\n" for row in rows)
-    (folder / "text.jsonl").write_text("".join(lines))
+    _write_text(folder / "text.jsonl", samples, seed=1)
     calibration = Calibration(source=str(folder / "text.jsonl"), samples=samples, sequence_length=LENGTH)
     quantflow.measure(folder / "model", folder / "1", calibration=calibration)
+
+
+def _write_text(path: Path, documents: int, *, seed: int) -> None:
+    rows = torch.randint(len(WORDS), (documents, LENGTH - 4), generator=torch.Generator().manual_seed(seed)).tolist()
+    path.write_text("".join(json.dumps({"text": " ".join(WORDS[i] for i in row)}) + "\n" for row in rows))
 
 
 def _by_name(folder: Path) -> None:
@@ -247,6 +250,10 @@ def _through(folder: Path, scheme: str) -> None:
     entry = Quantize(name="x", scheme=scheme)
     quantflow.quantize(folder / "model", quantized, artifact=entry, measurement=folder / "1")
     _exported(quantized, artifact, model=folder / "model")
+    if scheme.endswith("A16"):  # once for a type
+        _write_text(folder / "heldout.jsonl", HELD_OUT, seed=2)
+        options = Validate(text=str(folder / "heldout.jsonl"), tokens=HELD_OUT * (LENGTH - 4), sequence_length=LENGTH)
+        quantflow.validate(artifact, folder / "model", options=options)  # whatever its gate says of random weights
     ours = quantflow.load(artifact, decoder="auto", exact=True)  # as stock transformers
     ids = torch.randint(2, VOCABULARY, (1, 16), generator=torch.Generator().manual_seed(3))
     ours.decoder.begin(rows=1, capacity=24)

@@ -130,6 +130,7 @@ EXPORTERS: Mapping[str, Exporter] = MappingProxyType(
         "awq": _of_layout("vLLM, and what else reads AWQ's gemm layout"),
         "fp8": _of_layout("what reads float8 in blocks or per tensor", options=("shard_size",)),
         "modelopt": _of_layout("TensorRT-LLM, vLLM and SGLang, as of NVIDIA's Model Optimizer", options=("shard_size",)),
+        "mxfp4": _of_layout("what reads gpt-oss as it was published: its experts alone", options=("shard_size",)),
         "ipex": _of_layout("Intel's extension for PyTorch, as its low-precision checkpoint", options=("dtype",)),
         "openvino": Exporter(
             takes="an artifact, or a folder that another program quantized; no value changes",

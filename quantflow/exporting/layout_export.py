@@ -11,7 +11,7 @@ integers are stored in float16, as other programs want them; in a layout of this
 is exact, else in that of the source.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,16 +21,17 @@ from torch import Tensor
 
 from quantflow.artifact import disk, stage_folder
 from quantflow.artifact.canonical import readable_json
+from quantflow.artifact.safetensors_header import SplitTensor
 from quantflow.artifact.safetensors_writer import Spec
 from quantflow.artifact.torch_file import write_torch_file
-from quantflow.core.dtypes import NAMES
+from quantflow.core.dtypes import DTYPES, NAMES
 from quantflow.core.qtensor import QuantizedLinear
 from quantflow.errors import InputError, IntegrityError, UnsupportedError, UsageError, nearest
 from quantflow.exporting import ExportRequest
 from quantflow.exporting.dequantized_export import CHOICES
 from quantflow.exporting.plain_files import require_headers, write_beside, write_model
 from quantflow.exporting.quantized_source import identity_of, require_quantized
-from quantflow.formats import BESIDE, DEFAULT, LAYOUTS, PICKLED
+from quantflow.formats import BESIDE, DEFAULT, LAYOUTS, PICKLED, STACKED
 from quantflow.formats.weight_layout import WeightLayout
 from quantflow.models.graph import graph_for
 from quantflow.models.reading import bytes_of, read_tensors
@@ -106,9 +107,11 @@ def run(job: LayoutExportJob, progress: Progress) -> Path:
             limit = parse_size(job.shard_size)
             if job.format in PICKLED:
                 name = PICKLED[job.format]({name: placement.scheme for name, placement in artifact.linears.items()})
-                write_torch_file(folder / name, specs, (bytes_of(tensor) for _, tensor in conversion.tensors()))
+                write_torch_file(folder / name, specs, (bytes_of(tensor) for _, tensor in conversion.tensors(specs)))
             else:
-                write_model(folder, specs, conversion.tensors(), limit=limit, stage=f"export {job.format}", progress=progress)
+                write_model(
+                    folder, specs, conversion.tensors(specs), limit=limit, stage=f"export {job.format}", progress=progress
+                )
             config = conversion.config()
             write_beside(folder, artifact.checkpoint, config)
             if job.format in BESIDE:
@@ -127,6 +130,7 @@ class _Conversion:
     artifact: Artifact
     layout: WeightLayout
     dtypes: tuple[torch.dtype, ...]
+    stacks: Mapping[str, SplitTensor]
 
     @classmethod
     def of(cls, artifact: Artifact, job: LayoutExportJob) -> "_Conversion":
@@ -150,7 +154,9 @@ class _Conversion:
         elif job.format == DEFAULT:
             own = getattr(artifact.config, "dtype", None)
             dtypes = (*((own,) if own in NAMES else ()), torch.float16, torch.bfloat16, torch.float32)
-        return cls(artifact=artifact, layout=layout, dtypes=dtypes)
+        shapes = {name: placement.shape for name, placement in artifact.linears.items()}
+        stacks = STACKED[job.format](shapes) if job.format in STACKED else {}
+        return cls(artifact=artifact, layout=layout, dtypes=dtypes, stacks=stacks)
 
     def encoded(self, name: str, linear: QuantizedLinear | None = None) -> dict[str, Tensor]:
         """Return the tensors of a linear.
@@ -174,17 +180,48 @@ class _Conversion:
             else:
                 info = artifact.checkpoint.infos[name]
                 specs[name] = (info.dtype, info.shape)
-        return specs
+        return self._stacked(specs)
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def _stacked(self, specs: dict[str, Spec]) -> dict[str, Spec]:
+        """Return the tensors of the result with stacks in the place of their shares.
+
+        Raises:
+            UnsupportedError: a share is missing.
+        """
+        found = dict(specs)
+        for name, whole in self.stacks.items():
+            kinds = {found.pop(part.name)[0] for part in whole.parts if part.name in specs}
+            missing = [part.name for part in whole.parts if part.name not in specs]
+            if kinds and missing:
+                cause = f"{missing[0]}: not there, {name} holds it beside others"
+                raise UnsupportedError(cause, "keep it as it is, or quantize all experts alike")
+            if kinds:
+                found[name] = (kinds.pop(), whole.shape)
+        return found
+
+    def tensors(self, specs: Mapping[str, Spec]) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor of the result, in the order of `specs`."""
-        artifact = self.artifact
+        artifact, shares = self.artifact, {part.name for whole in self.stacks.values() for part in whole.parts}
         for name in artifact.names:
             linear = name.removesuffix(".weight")
             if linear in artifact.linears and name != linear:
-                yield from self.encoded(linear).items()
-            else:
+                if shares.isdisjoint(self.layout.tensor_names(linear, artifact.linears[linear].scheme)):
+                    yield from self.encoded(linear).items()
+            elif name not in shares:
                 yield name, read_tensors(artifact.checkpoint, [name])[name]
+        for name, whole in self.stacks.items():
+            if name in specs:
+                yield name, self._whole(whole, DTYPES[specs[name][0]])
+
+    def _whole(self, split: SplitTensor, dtype: torch.dtype) -> Tensor:
+        """Return a tensor that holds several linears."""
+        found = torch.empty(split.shape, dtype=dtype)
+        for part in split.parts:
+            owner = part.name.rpartition(".")[0]
+            plain = part.name in self.artifact.names
+            share = read_tensors(self.artifact.checkpoint, [part.name]) if plain else self.encoded(owner)
+            found.as_strided(part.shape, part.strides, part.start).copy_(share[part.name])
+        return found
 
     def config(self) -> dict[str, Any]:
         """Return the content of config.json."""

@@ -1,7 +1,7 @@
 """On-disk layouts, by the name used in recipes. One file each; these tables are the only registry.
 
 `FORMATS` are those in which `quantize` itself writes. `LAYOUTS` are all that a linear is converted to and from; a folder of
-any of them runs, and so does one of gpt-oss's MXFP4, which is read alone.
+any of them runs.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,6 +29,7 @@ LAYOUTS: Mapping[str, WeightLayout] = MappingProxyType(
         fp8.NAME: fp8.FP8Layout(),
         modelopt.NAME: modelopt.ModelOptLayout(),
         ipex.NAME: ipex.IPEXLayout(),
+        mxfp4.NAME: mxfp4.MXFP4Layout(),
     }
 )
 # Layouts with a configuration in a file of its own beside that of config.json -> its name, and its content from the other.
@@ -37,6 +38,10 @@ BESIDE: Mapping[str, tuple[str, Callable[[Mapping[str, Any]], dict[str, Any]]]] 
 )
 # Layouts whose weights are one file of torch.save -> its name, from the schemes of the linears.
 PICKLED: Mapping[str, Callable[[Mapping[str, LinearScheme]], str]] = MappingProxyType({ipex.NAME: ipex.file_name})
+# Layouts with tensors that hold several linears -> these tensors, from the shapes of the linears.
+STACKED: Mapping[str, Callable[[Mapping[str, tuple[int, int]]], dict[str, SplitTensor]]] = MappingProxyType(
+    {mxfp4.NAME: mxfp4.stacks}
+)
 
 
 def split_of(config: Mapping[str, Any], infos: Infos) -> dict[str, SplitTensor]:

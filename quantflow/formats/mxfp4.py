@@ -1,4 +1,4 @@
-"""MXFP4 as OpenAI's gpt-oss is published: the experts of a layer in a tensor of blocks and one of scales. Read, not written.
+"""MXFP4 as OpenAI's gpt-oss is published: the experts of a layer in a tensor of blocks and one of scales.
 
 | tensor        | dtype, shape                 | content                                                     |
 |---------------|------------------------------|-------------------------------------------------------------|
@@ -8,10 +8,11 @@
 
 A STACK is EXPERTS.gate_up_proj, whose rows are those of gate and of up in turn, or EXPERTS.down_proj. `split` names the share
 of each expert: its linear EXPERTS.3.gate_proj is `weight_blocks` [O, I / 2], `weight_scales` [O, I / 32] and `bias` [O], which
-lie in the stacks' bytes with steps between them.
+lie in the stacks' bytes with steps between them. `stacks` is the way back.
 Source: transformers 5.23, `integrations/mxfp4.py`; OCP Microscaling Formats 1.0, section 5.4.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,7 @@ from quantflow.core import microscaling
 from quantflow.core.qtensor import QTensor, QuantizedLinear
 from quantflow.core.scheme import PRESETS, LinearScheme
 from quantflow.errors import InputError, UnsupportedError
-from quantflow.formats.weight_layout import Infos, checked, matrix, tensor
+from quantflow.formats.weight_layout import Infos, checked, matrix, tensor, why_not_mixed
 
 NAME = "mxfp4"
 METHOD = "mxfp4"
@@ -32,7 +33,10 @@ _SCHEME = PRESETS["MXFP4A16"]
 _GROUP = 32
 _BLOCKS, _SCALES, _BIAS = "_blocks", "_scales", "_bias"
 _LINEARS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # of a stack, whose rows take turns
+_EXPERT = re.compile(r"(?P<experts>.+[.]experts)[.](?P<number>[0-9]+)[.](?P<linear>gate_proj|up_proj|down_proj)")
+_MODEL_TYPE, _PLAIN = "gpt_oss", ("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head")
 _AGAIN = "download the folder again"
+_LEAVE = "quantize with --ignore for all other linears, such as 're:.*self_attn.*'"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +51,7 @@ class MXFP4Layout:
 
     @property
     def name(self) -> str:
-        """What `inspect` calls it."""
+        """Its key of `quantflow.formats.LAYOUTS`."""
         return NAME
 
     def with_order(self) -> "MXFP4Layout":
@@ -55,9 +59,12 @@ class MXFP4Layout:
         return self
 
     def why_not(self, scheme: LinearScheme, shape: tuple[int, int]) -> str | None:
-        """Return why nothing is written in it."""
-        del scheme, shape
-        return "the layout is read, not written"
+        """Return why the layout cannot hold a linear of `shape` (O, I), in a sentence; None when it can."""
+        del shape
+        if (mixed := why_not_mixed(scheme)) is not None:
+            return mixed
+        same = (scheme.weights, scheme.input) == (_SCHEME.weights, _SCHEME.input)
+        return None if same else f"scheme {scheme.name}, the layout holds {_SCHEME.name}"
 
     def tensor_names(self, name: str, scheme: LinearScheme) -> tuple[str, ...]:
         """Return the names of the tensors that hold the linear `name` (without `.weight`)."""
@@ -65,8 +72,13 @@ class MXFP4Layout:
         return f"{name}.weight{_BLOCKS}", f"{name}.weight{_SCALES}"
 
     def encode(self, name: str, linear: QuantizedLinear, *, scale_dtype: torch.dtype) -> dict[str, Tensor]:
-        """Refuse: `why_not` has a reason against every linear."""
-        raise UnsupportedError(f"{name}: format {NAME} is read, not written", "use compressed-tensors")
+        """Return the tensors of a linear; see `WeightLayout.encode`.  scale_dtype: not read, scales are exponents."""
+        del scale_dtype
+        if _EXPERT.fullmatch(name) is None:
+            raise UnsupportedError(f"{name}: no linear of an expert of gpt-oss; {NAME} holds these alone", _LEAVE)
+        linear.weight.validate(name)
+        parts = microscaling.pack_e2m1(linear.weight.qvalue), microscaling.pack_e8m0(linear.weight.scale)
+        return dict(zip(self.tensor_names(name, linear.scheme), parts, strict=True))
 
     def decode(self, name: str, tensors: Mapping[str, Tensor], scheme: LinearScheme) -> QuantizedLinear:
         """Return the linear; see `TensorLayout.decode`."""
@@ -84,8 +96,11 @@ class MXFP4Layout:
     def quantization_config(
         self, schemes: Mapping[str, LinearScheme], *, ignore: Sequence[str], model_type: str
     ) -> dict[str, Any]:
-        """Refuse, as `encode` does."""
-        raise UnsupportedError(f"format {NAME} is read, not written", "use compressed-tensors")
+        """Return the `quantization_config` of config.json; see `WeightLayout.quantization_config`."""
+        del schemes, ignore
+        if model_type != _MODEL_TYPE:
+            raise UnsupportedError(f"model type {model_type}, format {NAME} is of {_MODEL_TYPE}", "use compressed-tensors")
+        return {"quant_method": METHOD, "modules_to_not_convert": list(_PLAIN)}
 
     def schemes(
         self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, int]], infos: Infos
@@ -125,16 +140,40 @@ def split(infos: Infos) -> dict[str, SplitTensor]:
             )
         scales = infos.get(f"{stack}{_SCALES}")
         _require_pair(info, scales, f"{stack}{_SCALES}", turns=len(_LINEARS[leaf]))
-        count, rows, groups, size = info.shape
-        for ending, kind, row in (
-            (_BLOCKS, f"weight{_BLOCKS}", (groups * size,)),
-            (_SCALES, f"weight{_SCALES}", (groups,)),
-            (_BIAS, "bias", ()),
-        ):
-            if (whole := infos.get(f"{stack}{ending}")) is not None:
-                parts = _shares(f"{experts}.{{}}.{{}}.{kind}", _LINEARS[leaf], count, rows, row)
-                shape = (count, rows) if ending == _BIAS else whole.shape
-                found[whole.name] = SplitTensor(shape=shape, parts=tuple(parts))
+        count, rows, groups, _ = info.shape
+        whole = _stack(stack, count=count, rows=rows, groups=groups)
+        found |= {name: one for name, one in whole.items() if name in infos}
+    return found
+
+
+def stacks(shapes: Mapping[str, tuple[int, int]]) -> dict[str, SplitTensor]:
+    """Return the tensors that stand for experts in a folder that is written, and the share of each linear.
+
+    Args:
+        shapes: name of each quantized linear -> (O, I).
+    """
+    counts, found = dict[str, int](), dict[str, SplitTensor]()
+    for match in filter(None, map(_EXPERT.fullmatch, shapes)):
+        counts[match["experts"]] = max(counts.get(match["experts"], 0), 1 + int(match["number"]))
+    for experts, count in counts.items():
+        for leaf, linears in _LINEARS.items():
+            rows, columns = shapes.get(f"{experts}.0.{linears[0]}", (0, 0))
+            found |= _stack(f"{experts}.{leaf}", count=count, rows=rows * len(linears), groups=columns // _GROUP)
+    return found
+
+
+def _stack(stack: str, *, count: int, rows: int, groups: int) -> dict[str, SplitTensor]:
+    """Return blocks, scales and bias of a stack of `count` experts, `rows` of an expert, and the shares of their linears."""
+    experts, _, leaf = stack.rpartition(".")
+    size = _GROUP // 2
+    found = {}
+    for ending, kind, row, shape in (
+        (_BLOCKS, f"weight{_BLOCKS}", (groups * size,), (groups, size)),
+        (_SCALES, f"weight{_SCALES}", (groups,), (groups,)),
+        (_BIAS, "bias", (), ()),
+    ):
+        parts = _shares(f"{experts}.{{}}.{{}}.{kind}", _LINEARS[leaf], count, rows, row)
+        found[f"{stack}{ending}"] = SplitTensor(shape=(count, rows, *shape), parts=tuple(parts))
     return found
 
 

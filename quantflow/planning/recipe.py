@@ -487,7 +487,7 @@ class Export:
         "compressed-tensors",
         flag="--format",
         verbs=("export",),
-        help="compressed-tensors (default), gptq, gptq_v2, auto_round, awq, fp8, modelopt, ipex or openvino: for other "
+        help="compressed-tensors (default), gptq, gptq_v2, auto_round, awq, fp8, modelopt, mxfp4, ipex or openvino: for other "
         "programs, gguf: for llama.cpp, dequantized, or inc: Gaudi's files of a measurement.",
     )
     shard_size: str = setting(

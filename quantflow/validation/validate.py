@@ -32,7 +32,6 @@ from quantflow import process_memory
 from quantflow.algorithms import TUNE
 from quantflow.artifact import disk, stage_folder
 from quantflow.artifact.canonical import canonical_json, digest_of, read_json
-from quantflow.artifact.checkpoint import open_checkpoint
 from quantflow.artifact.digests import Digests
 from quantflow.artifact.manifest import rounds_inputs
 from quantflow.artifact.outputs import beside
@@ -307,7 +306,7 @@ def _validate(
         "transforms": recipe["resolved"]["transforms"],
         "model": manifest["source"]["name"],
         "size": sum(entry["bytes"] for entry in manifest["files"].values()),
-        "bits_per_weight": bits_per_weight(job.artifact, manifest),
+        "bits_per_weight": bits_per_weight(artifact),
         "perplexity": {"baseline": _perplexity(candidate.nll_baseline), "candidate": _perplexity(candidate.nll_candidate)},
         "metrics": metrics,
         "noise_floor": floor,
@@ -460,20 +459,13 @@ def _seconds(sizes: ModelSize, tokens: int, *, models: int, heads: int, workers:
     return OTHER_WORK * products * min(times) / (rows * hidden * hidden) / workers
 
 
-def bits_per_weight(artifact: Path, manifest: Mapping[str, Any]) -> float:
+def bits_per_weight(artifact: Artifact) -> float:
     """Return the stored bits, scales and zero points included, per weight of the quantized linears."""
-    bits, weights = 0, 0
-    infos = open_checkpoint(artifact).infos
-    for entry in manifest["ledger"]["tensors"]:
-        # Of an embedding that is copied what else it becomes is the head that was tied to it.
-        made = entry["becomes"] if entry["action"] == "quantized" else [n for n in entry["becomes"] if n != entry["name"]]
-        if made and len(entry["shape"]) != 2:
-            cause = f"{artifact}: the ledger says that {entry['name']}, {entry['shape']}, became {', '.join(made)}"
-            raise InputError(cause, "export the artifact again: a matrix has two dimensions")
-        if made:
-            bits += 8 * sum(infos[name].nbytes for name in made)
-            weights += entry["shape"][0] * entry["shape"][1]
-    return bits / weights
+    infos, nbytes, weights = artifact.checkpoint.infos, 0, 0
+    for name, placement in artifact.linears.items():
+        nbytes += sum(infos[key].nbytes for key in artifact.layout.tensor_names(name, placement.scheme))
+        weights += placement.shape[0] * placement.shape[1]
+    return 8 * nbytes / weights
 
 
 def _perplexity(nll: Tensor) -> float:

@@ -126,6 +126,56 @@ def test_inspect_generate_and_bench_take_it(published, capsys):
 def test_it_becomes_an_artifact_of_the_same_values(published, theirs, tmp_path):
     assert run("export", published, "-o", tmp_path / "a", "--format", "compressed-tensors", "-q") == 0
     require_logits(load(tmp_path / "a", backend="reference").model, theirs)
+    assert run("export", tmp_path / "a", "-o", tmp_path / "b", "--format", "mxfp4", "-q") == 0
+    found, expected = (load_file(folder / "model.safetensors") for folder in (tmp_path / "b", published))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype for name, tensor in expected.items())
+    assert json.loads((tmp_path / "b/config.json").read_text()) == json.loads((published / "config.json").read_text())
+
+
+@pytest.mark.proof(
+    formats="mxfp4",
+    direction="written",
+    programs={"transformers": "transformers"},
+    compared="logits of experts that quantflow rounded, within 1e-4",
+)
+def test_transformers_computes_from_what_is_written_what_the_artifact_says(published, text_files, tmp_path):
+    assert run("export", published, "-o", tmp_path / "m", "--format", "dequantized", "-q") == 0
+    line = ("--scheme", "MXFP4A16", "--algorithm", "rtn_mse", "--ignore", "re:.*self_attn.*", "-q")
+    assert run("quantize", tmp_path / "m", "-o", tmp_path / "a", *line) == 0
+    assert run("export", tmp_path / "a", "-o", tmp_path / "b", "--format", "mxfp4", "-q") == 0
+    words = Mxfp4Config(dequantize=True)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "b", quantization_config=words, dtype=torch.float32).eval()
+    require_logits(load(tmp_path / "a", backend="reference").model, theirs)
+    require_logits(load(tmp_path / "b", backend="reference").model, theirs)
+    found = []
+    for name in ("a", "b"):  # experts in one tensor have an entry of three dimensions in the source's ledger
+        line = ("--baseline", tmp_path / "m", "--text", text_files["heldout"], "--tokens", "256", "--sequence-length", "64")
+        assert run("validate", tmp_path / name, *line, "--report", tmp_path / f"report-{name}", "-q") in (0, 4, 5)
+        found.append(json.loads((tmp_path / f"report-{name}" / "validation.json").read_text()))
+    assert [each["bits_per_weight"] for each in found] == [4.25, 4.25]
+    assert found[0]["metrics"]["mean_kld"] == found[1]["metrics"]["mean_kld"]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "left", "words"),
+    [
+        (
+            "MXFP4A16",
+            "re:.*(self_attn|experts.1).*",
+            "experts.1.gate_proj.weight_blocks: not there, model.layers.0.mlp.experts.gate_up_proj_blocks",
+        ),
+        ("MXFP4A16", "lm_head", ": no linear of an expert of gpt-oss; mxfp4 holds these alone"),
+        ("MXFP4", "re:.*self_attn.*", "scheme MXFP4, the layout holds MXFP4A16"),
+        ("W4A16", "re:.*self_attn.*", "scheme W4A16, the layout holds MXFP4A16"),
+    ],
+)
+def test_what_the_layout_does_not_hold_is_refused(published, tmp_path, capsys, scheme, left, words):
+    assert run("export", published, "-o", tmp_path / "m", "--format", "dequantized", "-q") == 0
+    line = ("--scheme", scheme, "--algorithm", "rtn", "--group-size", "32", "--ignore", left, "-q")
+    assert run("quantize", tmp_path / "m", "-o", tmp_path / "a", *line) == 0
+    assert run("export", tmp_path / "a", "-o", tmp_path / "b", "--format", "mxfp4", "-q") == 6
+    assert words in capsys.readouterr().err and not (tmp_path / "b").exists()
 
 
 def test_dequantized_it_is_the_model_that_stock_transformers_loads(published, theirs, tmp_path):
@@ -139,6 +189,13 @@ def test_dequantized_it_is_the_model_that_stock_transformers_loads(published, th
     with safe_open(tmp_path / "q.work" / "0-dequantized" / "model.safetensors", "pt") as file:
         assert file.get_slice(DOWN).get_dtype() == "BF16"  # which holds every value
     assert run("quantize", published, "-o", tmp_path / "r", "--scheme", "W8A16", "-q") == 3  # is quantized, and nothing said so
+
+
+def test_experts_of_another_family_are_refused(family_model, tmp_path, capsys):
+    line = ("--scheme", "MXFP4A16", "--algorithm", "rtn", "--ignore", "re:.*self_attn.*", "-q")
+    assert run("quantize", family_model("qwen3_moe"), "-o", tmp_path / "a", *line) == 0
+    assert run("export", tmp_path / "a", "-o", tmp_path / "b", "--format", "mxfp4", "-q") == 6
+    assert "model type qwen3_moe, format mxfp4 is of gpt_oss" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

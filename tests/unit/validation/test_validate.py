@@ -22,20 +22,19 @@ from quantflow.models.tokenizer import load_tokenizer
 from quantflow.planning.recipe import Quantize, Validate
 from quantflow.progress import SILENT
 from quantflow.quantization import quantize
+from quantflow.runtime.artifact import open_folder
 from quantflow.stages.cli.progress_line import ProgressLine
 from quantflow.validation import validate
 from quantflow.validation.regression import read_validation
 from quantflow.validation.verdict import raise_for_verdict
 
 
-def test_a_ledger_that_makes_something_else_of_a_vector_is_refused():
-    artifact = Path(__file__).resolve().parents[2] / "golden" / "versions" / "0.1.0" / "artifact"
-    manifest = read_manifest(artifact)
-    assert validate.bits_per_weight(artifact, manifest) > 8
-    vector = next(entry for entry in manifest["ledger"]["tensors"] if len(entry["shape"]) == 1)
-    vector["name"] = "another"
-    with pytest.raises(InputError, match=r"the ledger says that another, \[\d+\], became"):
-        validate.bits_per_weight(artifact, manifest)
+def test_bits_per_weight_are_those_of_codes_scales_and_zero_points():
+    folder = Path(__file__).resolve().parents[2] / "golden" / "versions" / "0.1.0" / "artifact"
+    artifact = open_folder(folder)  # W8A8_STATIC: a float32 scale per output; of inputs a float32 and a byte
+    shapes = [placement.shape for placement in artifact.linears.values()]
+    bits = sum(8 * rows * columns + 32 * rows + 40 for rows, columns in shapes)
+    assert validate.bits_per_weight(artifact) == bits / sum(rows * columns for rows, columns in shapes)
 
 
 def test_a_heading_that_both_texts_have_is_no_overlap_and_64_tokens_are(llama, tmp_path):
