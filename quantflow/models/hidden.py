@@ -48,9 +48,11 @@ class HiddenStates:
         self._keep = keep
         self._device = device
         self._held: list[Tensor | None] = [None] * count  # without a folder
-        self._shapes: list[tuple[int, ...]] = [()] * count
+        self._shapes: list[tuple[int, ...]] = []  # of the current generation, as its dtype and its file
         self._dtype = torch.float32
         self._current: Path | None = None
+        self._next_shapes: list[tuple[int, ...]] = []  # of the next generation so far
+        self._next_dtype = torch.float32  # a layer may return another one than it was given
         self._put = 0  # sequences of the next generation so far
         self._hash = hashlib.sha256()
         self._next = -1  # descriptor of the next generation's file
@@ -75,11 +77,12 @@ class HiddenStates:
         held = self._held[index]
         if held is not None:
             return self._device.put(held)
-        shapes = self._shapes
-        offset = sum(_bytes(shape, self._dtype) for shape in shapes[:index])
-        path = self._next_path if index < self._put else self._current
+        path, shapes, dtype = self._current, self._shapes, self._dtype
+        if index < self._put:
+            path, shapes, dtype = self._next_path, self._next_shapes, self._next_dtype
         assert path is not None  # what is not in memory was written
-        hidden = self._device.host_empty(shapes[index], dtype=self._dtype)
+        offset = sum(_bytes(shape, dtype) for shape in shapes[:index])
+        hidden = self._device.host_empty(shapes[index], dtype=dtype)
         read_into(path, hidden, offset, name="hidden states")
         return self._device.put(hidden)
 
@@ -96,12 +99,14 @@ class HiddenStates:
         if index != self._put:
             raise UsageError(f"hidden states: sequence {index} put, {self._put} is next", "put sequences in order")
         hidden = self._device.fetch(hidden.detach().contiguous())
-        self._shapes[index], self._dtype = tuple(hidden.shape), hidden.dtype
-        self._put = index + 1
         if self._folder is None:
             self._held[index] = hidden
-            self._put %= self._count  # in memory, a generation that is complete is the current one
+            self._put = (index + 1) % self._count  # in memory, a generation that is complete is the current one
             return
+        if index == 0:
+            self._next_shapes, self._next_dtype = [], hidden.dtype
+        self._next_shapes.append(tuple(hidden.shape))
+        self._put = index + 1
         if self._next < 0:
             self._next = disk.create(self._next_path)
         data = bytes_of(hidden)
@@ -131,6 +136,7 @@ class HiddenStates:
         self._next = -1
         path = self._folder / f"{label:05d}.hidden"
         disk.replace(self._next_path, path)
+        self._shapes, self._dtype = self._next_shapes, self._next_dtype
         record = {"key": key, "sha256": self._hash.hexdigest(), "shapes": self._shapes, "dtype": str(self._dtype)}
         disk.write_atomic(path.with_suffix(".json"), canonical_json(record))
         self._current, self._put, self._hash = path, 0, hashlib.sha256()

@@ -53,6 +53,24 @@ def test_while_a_generation_is_put_later_sequences_are_still_of_the_current_one(
         assert torch.equal(hidden.get(index), new[index])
 
 
+def test_generations_may_differ_in_dtype_and_shape(tmp_path):
+    """A layer that keeps its sum in float32 (Mamba) returns that where it was given bfloat16."""
+    hidden = HiddenStates(3, folder=tmp_path)
+    old = [tensor.to(torch.bfloat16) for tensor in generation(0)]
+    new = [tensor[..., :2] for tensor in generation(1)]
+    put_all(hidden, old)
+    hidden.commit(0, key="k")
+    for index in range(3):
+        assert torch.equal(hidden.get(index), old[index])
+        hidden.put(index, new[index])
+        assert torch.equal(hidden.get(index), new[index])
+    hidden.commit(1, key="k")
+    again = HiddenStates(3, folder=tmp_path)
+    assert again.restore(1, key="k")
+    for index, tensor in enumerate(new):
+        assert torch.equal(hidden.get(index), tensor) and torch.equal(again.get(index), tensor)
+
+
 def test_without_a_folder_generations_follow_each_other_in_memory():
     hidden = HiddenStates(3)
     for seed in range(3):
