@@ -8,8 +8,8 @@
 For each model type of transformers' mapping that a small configuration can be made of: a random model with a tokenizer is
 measured; W4A16 (gptq), W8A8 and FP8_DYNAMIC are quantized, exported with a proof, verified and generated from; W4A16 is
 validated too. Then the artifact is exported dequantized, stock transformers loads that, and its logits are compared with our
-runtime's. Inputs of stock linears are rounded as the artifact says. FP8's static scales are one per expert, which transformers' stacked experts
-cannot take, so that with `--schemes FP8` a mixture's logits are not compared.
+runtime's. Inputs of stock linears are rounded as the artifact says. FP8's static scales are one per expert, which
+transformers' stacked experts cannot take, so that with `--schemes FP8` a mixture's logits are not compared.
 
 A type that is refused (exit code 6) has its matrices rounded by name, as `--algorithm rtn --linears PATTERN` does: those are
 counted by themselves, and do not pass.
