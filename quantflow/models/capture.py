@@ -111,7 +111,7 @@ class LayerStream:
         self.dtype = dtype
         self.cache = cache
         self.device = device
-        self.model: PreTrainedModel = skeleton(weights.config)
+        self.model: PreTrainedModel = skeleton(weights.config, dtype=dtype)
         self.names = NameMap(self.model).bind(weights.names)
         self._layers: nn.ModuleList = self.model.get_submodule(graph.family.layers)
         self._originals = tuple(self._layers)

@@ -135,15 +135,17 @@ class _EmptyOnMeta(TorchFunctionMode):
         return func(*args, **(given | {"device": "meta"} if func is torch.empty and given.get("device") is None else given))
 
 
-def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
+def skeleton(config: PreTrainedConfig, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Return the causal LM of a configuration without storage: parameters on meta, buffers real, eval mode.
+
+    `dtype` is what the model will run in: some families compute buffers in it, such as the mask of OpenAI's GPT.
 
     Attention is torch's `scaled_dot_product_attention`, or the family's own where it knows no other. The experts of a mixture
     are linears of their own (`quantflow.models.experts`), and so is every Conv1D, which is a linear that keeps its weight
     transposed. A convolution that a checkpoint has in parts is in parts (`quantflow.models.joined`). Buffers that a checkpoint
     holds are read from it like parameters.
     """
-    model = as_written(config)
+    model = as_written(config, dtype=dtype)
     linears_(model)
     view_(model)
     joined_(model)
@@ -151,7 +153,7 @@ def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
     return model.eval()
 
 
-def as_written(config: PreTrainedConfig) -> PreTrainedModel:
+def as_written(config: PreTrainedConfig, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Return the same with the modules that transformers has.
 
     Raises:
@@ -164,7 +166,7 @@ def as_written(config: PreTrainedConfig) -> PreTrainedModel:
     attention = "sdpa" if kind._supports_sdpa else "eager"
     try:
         with _ONE_AT_A_TIME, _EmptyOnMeta(), no_init_weights():
-            model = kind._from_config(copy.deepcopy(config), dtype=torch.float32, attn_implementation=attention)
+            model = kind._from_config(copy.deepcopy(config), dtype=dtype, attn_implementation=attention)
     except MemoryError:
         raise
     except Exception as error:  # the model's code raises whatever a value of config.json makes it stumble over
@@ -196,7 +198,7 @@ def load_model(source: Source, *, dtype: torch.dtype) -> PreTrainedModel:
         InputError: the checkpoint and its config.json do not belong together, or a tensor holds NaN or Inf.
         UnsupportedError: the checkpoint's names are not those of its family.
     """
-    model = skeleton(source.config)
+    model = skeleton(source.config, dtype=dtype)
     names = NameMap(model).bind(source.names)
     for name, module_name in names.to_module.items():
         materialize_(model, {module_name: source.read([name])[name]}, dtype=dtype)

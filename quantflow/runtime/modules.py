@@ -65,7 +65,7 @@ def filled(artifact: Artifact) -> PreTrainedModel:
     if artifact.device.type == hpu.NAME and graph_for(artifact.config).sparse:
         what = f"experts on {hpu.NAME}: a graph that is replayed sends every token where the first went"
         raise UnsupportedError(f"{artifact.checkpoint.folder}: {what}", "run it on the CPU")
-    model = skeleton(artifact.config)
+    model = skeleton(artifact.config, dtype=artifact.dtype)
     artifact.fill_(model, NameMap(model).bind(artifact.names).to_source, dtype=artifact.dtype)
     model.to(artifact.device)
     if artifact.device.type == hpu.NAME:

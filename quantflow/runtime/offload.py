@@ -157,7 +157,7 @@ def load_offloaded(
     _return_memory()
     inputs: Inputs = "stored" if exact else "usual"
     artifact = open_folder(folder, backend=backend, dtype=dtype, verify=verify, inputs=inputs)
-    model = skeleton(artifact.config)
+    model = skeleton(artifact.config, dtype=artifact.dtype)
     names = NameMap(model).bind(artifact.names)
     embedding = _name_of(model, model.get_input_embeddings())
     head = _name_of(model, model.get_output_embeddings())

@@ -18,13 +18,14 @@ from transformers import (
     GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    OpenAIGPTConfig,
     PreTrainedTokenizerFast,
 )
 
 from quantflow.artifact.checkpoint import open_checkpoint
 from quantflow.errors import InputError, UnsupportedError
 from quantflow.models import reading
-from quantflow.models.load import open_source, skeleton
+from quantflow.models.load import load_model, open_source, skeleton
 from quantflow.models.parameters import materialize_, release_
 from quantflow.models.reading import read_tensors
 from quantflow.models.tokenizer import load_tokenizer
@@ -216,6 +217,17 @@ def test_a_materialized_model_is_the_stock_model(tmp_path, tied):
     with torch.no_grad():
         assert torch.equal(model(ids).logits, AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits)
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+
+
+@torch.no_grad()
+def test_buffers_are_computed_in_the_dtype_that_the_model_runs_in(tmp_path):
+    """OpenAI's GPT multiplies its mask, a float buffer, into what attention's values are multiplied by."""
+    config = OpenAIGPTConfig(vocab_size=96, n_embd=64, n_layer=2, n_head=4, n_positions=32)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "m")
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.bfloat16).eval()
+    found = load_model(open_source(tmp_path / "m"), dtype=torch.bfloat16)
+    ids = torch.arange(2, 20)[None]
+    assert torch.equal(found(ids).logits, stock(ids).logits)
 
 
 def test_one_tied_name_sets_both_and_two_names_set_each():
