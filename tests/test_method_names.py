@@ -39,6 +39,7 @@ ALLOWED = {
     "quantflow/formats/compressed_tensors.py": ({"hadamard"}, "the layout's own word in `transform_config`"),
     "quantflow/formats/gptq/layout.py": ({"gptq"}, "the layout's own name in `quant_method`"),
     "quantflow/formats/awq.py": ({"awq"}, "the layout's own name in `quant_method`"),
+    "quantflow/backends/ipex.py": ({"ipex"}, "the backend and the layout have the extension's name"),
     "quantflow/exporting/__init__.py": ({"gptq", "awq"}, "layouts that have the names of an algorithm and a transform"),
     "quantflow/quantization/unify.py": ({"amax"}, "a key of unify's record of outliers, on disk"),
     "stages/plan.py": ({"tune"}, "a key of the plan's JSON"),
