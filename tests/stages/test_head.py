@@ -204,7 +204,7 @@ def test_bits_per_weight_count_the_head_tied_or_not(make):
     expected = (2 * (4.5 * layer + 7 * 128) + 8.25 * VOCABULARY * 64 + 128) / (2 * layer + VOCABULARY * 64)
     for name in ("untied", "tied"):
         _, artifact = make(name, *W4)
-        assert bits_per_weight(artifact, read_manifest(artifact)) == pytest.approx(expected, rel=1e-12)
+        assert bits_per_weight(open_artifact(artifact)) == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("words", [W4, W8, ("--scheme", "W8A16", "--head", "FP8_DYNAMIC")])
@@ -222,7 +222,7 @@ def test_plan_tells_the_bytes_and_bits_of_what_is_made(make, models, capsys, nam
     (planned,) = json.loads(capsys.readouterr().out)["artifacts"]
     infos = open_artifact(artifact).checkpoint.infos
     assert planned["tensor_bytes"] == sum(info.nbytes for info in infos.values())
-    assert planned["bits_per_weight"] == pytest.approx(bits_per_weight(artifact, read_manifest(artifact)), rel=1e-12)
+    assert planned["bits_per_weight"] == pytest.approx(bits_per_weight(open_artifact(artifact)), rel=1e-12)
     rows = [row for row in planned["schemes"] if row["tensors"].startswith(HEADS[name])]
     (row,) = rows
     assert row["bytes_after"] == sum(info.nbytes for key, info in infos.items() if key.startswith(f"{HEADS[name]}."))
