@@ -89,10 +89,10 @@ class HubNames:
     def exchanged(self, name: str) -> bool:
         """Return whether checkpoints hold the last two axes of a tensor of three either way round, which its shape says."""
         converter = self._converter(name)
-        operations = [] if converter is None else converter.operations
-        return [type(item) is Transpose and {item.dim0, item.dim1} == {1, 2} and item.check_dims for item in operations] == [
-            True
-        ]
+        if converter is None or len(converter.operations) != 1:
+            return False
+        (operation,) = converter.operations
+        return type(operation) is Transpose and {operation.dim0, operation.dim1} == {1, 2} and operation.check_dims
 
     def _converter(self, name: str) -> WeightConverter | None:
         """Return what changes a tensor when it is saved."""
