@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -57,7 +58,7 @@ def asked(monkeypatch):
 
 def test_seconds_stand_by_stage_and_artifact_with_their_sums(monkeypatch):
     moments = iter([0.0, 2.0, 10.0, 11.5, 20.0, 20.5, 30.0, 34.0])
-    monkeypatch.setattr(run_summary.time, "monotonic", lambda: next(moments))
+    monkeypatch.setattr(run_summary, "time", SimpleNamespace(monotonic=lambda: next(moments)))
     times = StageTimes()
     for stage, of in (("measure", ()), ("quantize", ("int4",)), ("export", ("int4",)), ("quantize", ("fp8-long",))):
         with times.timing(stage, *of):
@@ -73,7 +74,7 @@ def test_seconds_stand_by_stage_and_artifact_with_their_sums(monkeypatch):
 
 def test_seconds_of_a_stage_that_fails_count(monkeypatch):
     moments = iter([0.0, 3.0])
-    monkeypatch.setattr(run_summary.time, "monotonic", lambda: next(moments))
+    monkeypatch.setattr(run_summary, "time", SimpleNamespace(monotonic=lambda: next(moments)))
     times = StageTimes()
     with pytest.raises(UnsupportedError), times.timing("measure"):
         raise UnsupportedError("a", "b")

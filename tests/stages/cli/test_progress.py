@@ -2,6 +2,7 @@
 
 import io
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,7 +19,7 @@ class Terminal(io.StringIO):
 def clock(monkeypatch):
     """A clock that moves one second each time it is read."""
     ticks = iter(range(1000))
-    monkeypatch.setattr(progress_line.time, "monotonic", lambda: float(next(ticks)))
+    monkeypatch.setattr(progress_line, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
 
 
 def test_steps_yield_every_item_and_say_nothing_when_it_is_quick(capsys):
@@ -105,7 +106,7 @@ def test_the_rest_is_estimated_from_the_last_five_steps(capsys, monkeypatch):
     # ten steps that a resumed run skips, then ten of a minute each: 8 of 20 left after 12 means 8 minutes, not less
     ends = [0.0] * 10 + [60.0 * i for i in range(1, 11)]
     moments = iter([0.0, *ends])
-    monkeypatch.setattr(progress_line.time, "monotonic", lambda: next(moments))
+    monkeypatch.setattr(progress_line, "time", SimpleNamespace(monotonic=lambda: next(moments)))
     list(ProgressLine(patience=0.0).steps(range(20), stage="s", unit="layer"))
     lines = capsys.readouterr().err.splitlines()
     assert lines[14] == "s: layer 15 of 20, 5 min 00 s, 5 min 00 s left"

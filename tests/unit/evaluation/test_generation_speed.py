@@ -1,11 +1,14 @@
 """Timings of a decoder whose clock the test owns."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from quantflow.errors import UsageError
 from quantflow.evaluation import generation_speed
 from quantflow.evaluation.generation_speed import random_prompts, spread, time_generation, time_run
+from quantflow.runtime import timed_decoder
 from quantflow.runtime.decoding import Beams, Lookup, Sampling
 
 
@@ -16,7 +19,8 @@ class Clocked:
 
     def __init__(self, monkeypatch) -> None:
         self.now = 0.0
-        monkeypatch.setattr(generation_speed.time, "perf_counter", lambda: self.now)
+        for module in (generation_speed, timed_decoder):
+            monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: self.now))
 
     def begin(self, *, rows: int, capacity: int) -> None:
         self.now += 50  # not timed

@@ -115,9 +115,9 @@ def serving(job):
     assert not thread.is_alive()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def server(artifact, template):
-    """One server for all tests that leave it as it was."""
+    """One server for the tests of a module that leave it as it was; its thread ends before another module's tests begin."""
     with serving(ServeJob(artifact=artifact, chat_template=template, port=0)) as asking:
         yield asking
 
