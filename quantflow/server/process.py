@@ -128,29 +128,32 @@ class OrderlyServer(uvicorn.Server):
 
 
 class PatientProtocol(H11Protocol):
-    """HTTP/1.1 that closes connections whose headers do not come in time."""
+    """HTTP/1.1 that closes a connection whose headers do not come in time, and drops one that takes nothing of its answer.
+
+    A transport that is closed keeps what it holds until the client has taken it, which may be never.
+    """
 
     seconds = 30.0
 
     def connection_made(self, transport: Any) -> None:
         """Begin to wait for the first request."""
         super().connection_made(transport)
-        self._deadline = self.loop.call_later(self.seconds, self._late)
-
-    def data_received(self, data: bytes) -> None:
-        """Take bytes; the headers of the first request end the wait."""
-        super().data_received(data)
-        if self.cycle is not None:
-            self._deadline.cancel()
+        self._untaken = 0  # bytes that the client had not taken at the last look
+        self._next_look = self.loop.call_later(self.seconds, self._look)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Wait no more."""
-        self._deadline.cancel()
+        self._next_look.cancel()
         super().connection_lost(exc)
 
-    def _late(self) -> None:
+    def _look(self) -> None:
+        before, self._untaken = self._untaken, self.transport.get_write_buffer_size()
+        if before and self._untaken == before:
+            self.transport.abort()
+            return
         if self.cycle is None and not self.transport.is_closing():
             self.transport.close()
+        self._next_look = self.loop.call_later(self.seconds, self._look)
 
 
 def opening_lines(job: ServeJob, models: Models) -> list[str]:

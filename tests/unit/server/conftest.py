@@ -58,11 +58,12 @@ class Asking:
 
     Attributes:
         models, site: its state.
+        connections: that are open.
         url: where it listens.
     """
 
-    def __init__(self, models, site, port):
-        self.models, self.site, self.port = models, site, port
+    def __init__(self, models, site, port, connections=()):
+        self.models, self.site, self.port, self.connections = models, site, port, connections
         self.url = f"http://127.0.0.1:{port}"
 
     def ask(self, method, path, body=None, headers=None):
@@ -106,7 +107,7 @@ def serving(job):
     thread = threading.Thread(target=lambda: server.run(sockets=[listening]), daemon=True)
     thread.start()
     try:
-        yield Asking(models, site, listening.getsockname()[1])
+        yield Asking(models, site, listening.getsockname()[1], server.server_state.connections)
     finally:
         server.should_exit = True
         thread.join(30)
